@@ -32,7 +32,7 @@ pub static APPLETS: &[Applet] = &[
     },
     Applet {
         name: "svc-sync-agent",
-        about: "sends heartbeats to the platform and the object store",
+        about: "sends heartbeats to the platform; saves, verifies and restores the owner's files",
         command: host::link::sync::command,
         run: host::link::sync::run,
     },
@@ -92,8 +92,8 @@ pub static APPLETS: &[Applet] = &[
     },
 ];
 
-/// The checks for the local installation, for `svcctl doctor`. Only this file depends on both the host and the
-/// platform.
+/// The checks for the local installation, for `svcctl doctor` and `svcctl verify-rollout`. They are passed to `svcctl`,
+/// because its package does not depend on the host's or the platform's.
 const LOCAL_CHECKS: LocalChecks = LocalChecks {
     is_host: host::doctor::is_installed,
     check_host: || Box::pin(host::doctor::run_checks()),

@@ -1,8 +1,8 @@
 // The bridge client: sends requests for this app with the page's token, and follows the change stream.
 //
-// The page has an opaque origin, and therefore no storage and no cookies. Its token is in its URL, and the parent
-// page sends a fresh one before the token expires. This module never reloads the page on its own, because the page may
-// hold unsaved text.
+// The page has an opaque origin, and therefore no storage and no cookies. Its token is in its URL, and the frame (the
+// parent page, see `docs/apps/tokens.md`) sends a new token before the current one expires. This module never reloads
+// the page on its own, because the page may hold unsaved text.
 
 export interface Row {
   id: string;
@@ -37,6 +37,7 @@ export class BridgeError extends Error {
 
 const REQUEST_TIMEOUT_MS = 15_000;
 const MAX_ATTEMPTS = 3;
+/** How long to wait for a new token from the frame. */
 const TOKEN_TIMEOUT_MS = 4_000;
 /** The server sends a heartbeat every 15 seconds. */
 const STREAM_IDLE_TIMEOUT_MS = 40_000;
@@ -115,8 +116,8 @@ export interface BridgeRequest {
 }
 
 /**
- * Sends a request for this app, and returns the parsed response body. Retryable errors are retried, so every request
- * has to be idempotent: for example, an insert has to choose the id of its row.
+ * Sends a request for this app, and returns the parsed response body. After a retryable error, the request is sent
+ * again, so it has to be idempotent: for example, an insert has to choose the id of its row.
  */
 export async function callBridge<T>(request: BridgeRequest, { keepalive = false } = {}): Promise<T> {
   const body = JSON.stringify({ app: appSlug, ...request });

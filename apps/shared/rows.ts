@@ -4,7 +4,7 @@ import { addJitter, BridgeError, callBridge, type Change, type Row } from "./bri
 
 const INITIAL_RETRY_DELAY_MS = 10_000;
 const MAX_RETRY_DELAY_MS = 60_000;
-/** The maximum number of ids in one request. */
+/** The bridge's limit both for the ids in a filter and for the rows in a page. */
 const MAX_IDS = 1000;
 
 interface Page<T> {
@@ -66,7 +66,7 @@ export async function readRowsById<T extends Row>(table: string, ids: string[]):
   return rows;
 }
 
-/** Retries after retryable errors. The delay doubles with each failure until `reset` is called. */
+/** Retries after retryable errors. The delay doubles with each failure, up to a minute, until `reset` is called. */
 export class Backoff {
   private timer = 0;
   private delay = INITIAL_RETRY_DELAY_MS;

@@ -2,7 +2,10 @@
 
 type Child = Node | string;
 
-/** Creates an element. `role` and names with a hyphen, such as `aria-label`, are set as attributes. */
+/**
+ * Creates an element. `role` and names with a hyphen, such as `aria-label`, are set as attributes, and all others as
+ * properties. Values that are `undefined` are skipped.
+ */
 export function el<K extends keyof HTMLElementTagNameMap>(
   tagName: K,
   properties: Record<string, unknown> = {},

@@ -1,4 +1,4 @@
-// The Vite options shared by all apps. Relative URLs let an app be served at any path, and builds are reproducible.
+// The Vite options that the shell and the default apps share. The relative `base` lets an app be served at any path.
 
 export const viteOptions = {
   base: "./",

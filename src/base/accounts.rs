@@ -31,12 +31,12 @@ impl Accounts {
     }
 
     pub fn uid(&self, user: &str) -> Option<u32> {
-        entry(&self.passwd, user)?.get(2)?.parse().ok()
+        find_fields(&self.passwd, user)?.get(2)?.parse().ok()
     }
 
     /// Returns the user with its primary group and the groups that list it.
     pub fn credentials(&self, user: &str) -> Option<Credentials> {
-        let primary_gid = entry(&self.passwd, user)?.get(3)?.parse().ok()?;
+        let primary_gid = find_fields(&self.passwd, user)?.get(3)?.parse().ok()?;
         let other_gids = self.group.lines().filter_map(|line| {
             let fields: Vec<&str> = line.split(':').collect();
             fields.get(3)?.split(',').find(|member| *member == user)?;
@@ -94,13 +94,14 @@ impl AccountNames {
     }
 }
 
-/// Returns the fields of the line whose first field is `name`.
-fn entry<'a>(text: &'a str, name: &str) -> Option<Vec<&'a str>> {
+/// Returns the fields of the first line whose first field is `name`.
+fn find_fields<'a>(text: &'a str, name: &str) -> Option<Vec<&'a str>> {
     text.lines().map(|line| line.split(':').collect::<Vec<_>>()).find(|fields| fields.first() == Some(&name))
 }
 
 impl Credentials {
-    /// Whether the file's mode permits reading, as its owner, as a member of its group, or as another user.
+    /// Whether the file's mode permits reading, as its owner, as a member of its group, or as another user. Root may
+    /// read every file.
     pub fn can_read(&self, file: &std::fs::Metadata) -> bool {
         let shift = if file.uid() == self.uid {
             6

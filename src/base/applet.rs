@@ -67,11 +67,12 @@ macro_rules! exit_codes {
 exit_codes! {
     Usage = 64, "The command line is invalid.";
     Refused = 65,
-        "`svcctl`: the platform refused the request, or a bundle is not usable. The input or the state must \
-         change first.";
+        "The request was refused, an input such as a bundle or a snapshot is not usable, or a check found a \
+         problem. The input or the state must change first.";
     Unavailable = 69,
         "A required service is unreachable, or an operation that the command waited for failed.";
-    Internal = 70, "A bug in svc.";
+    Internal = 70,
+        "An unexpected error: a failed operation on the system, such as writing a file, or a bug in svc.";
     TryAgain = 75,
         "Try again later; or an operation that the command waited for needs an operator's decision.";
     Permission = 77, "Permission denied, or, on a host, this machine has been replaced.";
@@ -79,7 +80,8 @@ exit_codes! {
 }
 
 impl Exit {
-    /// The exit code of a child process that runs an applet.
+    /// Returns the exit code of a failed child process that ran an applet; `Internal` if a signal killed the process,
+    /// or if its code is not listed here.
     pub fn from_child(status: ExitStatus) -> Self {
         let code = status.code().unwrap_or_default();
         Self::ALL.iter().copied().find(|exit| *exit as i32 == code).unwrap_or(Self::Internal)

@@ -23,7 +23,8 @@ const LINK_REFUSED: &str = "symbolic links are not followed";
 #[derive(Debug)]
 pub struct DirFd {
     fd: OwnedFd,
-    /// The directory's owner. Another user's file is opened only for reading, and only if everyone can read it.
+    /// The directory's owner, or the user set by [`Self::with_owner`]. Another user's file is opened only for reading,
+    /// and only if everyone can read it.
     owner: u32,
 }
 
@@ -47,19 +48,21 @@ impl DirFd {
     /// Opens a directory below this one, whose files are checked against the owner of that directory.
     ///
     /// # Errors
-    /// `NotFound`; `NotADirectory`; `InvalidInput` if a component is a link; other file system errors.
+    /// `NotFound`; `NotADirectory`; `InvalidInput` if a component is a link or the path is not below this directory;
+    /// other file system errors.
     pub fn open_dir(&self, path: &Path) -> io::Result<Self> {
         Self::new(self.resolve(path, OFlag::O_DIRECTORY)?)
     }
 
     /// Opens a regular file below this directory for reading.
     ///
-    /// The file must belong to the directory's owner or be readable by everyone: a hard link to another user's file
-    /// is not opened, even if this process could read it.
+    /// The file must belong to the expected owner or be readable by everyone: a hard link to another user's private
+    /// file is not opened, even if this process could read it.
     ///
     /// # Errors
-    /// `NotFound`; `InvalidInput` if it is not a regular file or a component is a link; `PermissionDenied`; other file
-    /// system errors.
+    /// `NotFound`; `InvalidInput` if it is not a regular file, a component is a link, or the path is not below this
+    /// directory; `PermissionDenied` if this process or the rule above does not permit reading it; other file system
+    /// errors.
     pub fn open_file(&self, path: &Path) -> io::Result<File> {
         let file = File::from(self.resolve(path, OFlag::O_NONBLOCK | OFlag::O_NOCTTY)?);
         let meta = file.metadata()?;
@@ -74,8 +77,8 @@ impl DirFd {
 
     /// Opens or creates a file in this directory for appending.
     ///
-    /// The file must be regular, belong to the directory's owner, and have a single hard link. If this process runs as
-    /// root, a new file is given to that owner.
+    /// The file must be regular, belong to the expected owner, and have a single hard link. If this process runs as
+    /// root, a new file is given to the directory's owner.
     ///
     /// # Errors
     /// `InvalidInput` if the name is a link or not a regular file; `PermissionDenied` if the file belongs to another
@@ -120,7 +123,7 @@ impl DirFd {
     /// Reads a whole file of at most `max` bytes.
     ///
     /// # Errors
-    /// Those of [`Self::open_file`]; `FileTooLarge`.
+    /// Those of [`Self::open_file`]; `FileTooLarge`; errors of reading.
     pub fn read(&self, path: &Path, max: u64) -> io::Result<Vec<u8>> {
         let mut content = Vec::new();
         // The size from the metadata is not enough: another process may be appending.

@@ -1,7 +1,8 @@
 //! Configuration from environment variables and env files. All errors are collected and reported together.
 //!
 //! A caller reads declared [`Variable`]s from an [`Env`], then calls [`Env::finish`]. Until then, an invalid value is
-//! `None`, so one run reports every error. Values never appear in an error, because they may be secrets.
+//! read as `None` or as the default, so one run reports every error. Values never appear in an error, because they may
+//! be secrets.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -44,7 +45,7 @@ impl Env {
         Self { vars: std::env::vars().filter(|(_, value)| !value.is_empty()).collect(), errors: Vec::new() }
     }
 
-    /// The process environment, which takes precedence over the file, if there is one.
+    /// The process environment and, if `file` is given, the file's variables that are not set in the environment.
     pub fn from_process_over(file: Option<&Path>) -> Self {
         let env = Self::from_process();
         if let Some(file) = file { env.with_file(file) } else { env }
@@ -196,8 +197,8 @@ impl Flag {
 /// Parses an env file like systemd's `EnvironmentFile=`, but requires each assignment to be on one line.
 ///
 /// # Errors
-/// The number of the first line that is not an assignment, or that systemd would not read as one line because of an
-/// unclosed quote, or a backslash or carriage return that joins or splits lines.
+/// The number of the first line that is not an assignment, that contains NUL, or that systemd would not read as one
+/// line because of an unclosed quote, or a backslash or carriage return that joins or splits lines.
 pub fn parse_env_file(text: &str) -> Result<Vec<(String, String)>, usize> {
     let mut pairs = Vec::new();
     for (index, line) in text.split_terminator('\n').enumerate() {
@@ -237,7 +238,7 @@ fn is_blank(c: char) -> bool {
 fn unquote(value: &str) -> Option<String> {
     let mut out = String::new();
     let mut chars = value.chars();
-    // Quoted parts, separated only by spaces.
+    // Quoted parts, separated only by spaces and tabs, are concatenated.
     let first = loop {
         match chars.next() {
             None => return Some(out),
@@ -281,7 +282,8 @@ fn ends_escaped(line: &str) -> bool {
     line.bytes().rev().take_while(|byte| *byte == b'\\').count() % 2 == 1
 }
 
-/// Formats an env file line, quoted so that [`parse_env_file`] and systemd read the same value.
+/// Formats an env file line, quoted so that [`parse_env_file`] and systemd read the same value. `value` must not
+/// contain a line feed, a carriage return or NUL.
 pub fn format_env_line(name: &str, value: &str) -> String {
     let escaped = value.replace('\\', "\\\\").replace('"', "\\\"");
     format!("{name}=\"{escaped}\"\n")

@@ -22,7 +22,7 @@ pub enum Level {
     Warning,
     /// The checked part does not work, or will fail when it is needed.
     Problem,
-    /// The check cannot run here.
+    /// The check could not run.
     Skipped,
 }
 

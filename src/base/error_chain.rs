@@ -1,4 +1,4 @@
-//! Formats an error and its causes in one line, without the row values that they quote.
+//! Formats an error and its causes as one text, without the row values that database errors quote.
 
 use std::error::Error;
 
@@ -26,7 +26,8 @@ fn format_cause(error: &(dyn Error + 'static)) -> String {
 
 fn format_db_error(error: &DbError) -> String {
     let code = error.code().code();
-    // Classes 22 and 23 concern values; P0 is raised by triggers.
+    // Data exceptions (class 22), constraint violations (23) and PL/pgSQL errors (P0), such as those of triggers, quote
+    // values.
     if !["22", "23", "P0"].iter().any(|class| code.starts_with(class)) {
         return format!("{}: {} (SQLSTATE {code})", error.severity(), error.message());
     }

@@ -1,9 +1,11 @@
 //! Fail points for tests: `FAILPOINTS="name=return(kill)"` kills the process there with SIGKILL,
-//! `name=1*return(kill)` only once, `name=sleep(500)` delays it, and `name=return(error)` makes the step fail.
+//! `name=1*return(kill)` only once, `name=sleep(500)` delays it by 500 ms, and `name=return(error)` makes the step
+//! fail.
 //!
 //! Dev builds contain fail points; `dist` builds do not.
 
-/// The variable's name, for processes that pass only part of their environment to their children.
+/// The variable's name, for processes that pass only part of their environment to their children. `None` in a build
+/// without fail points.
 #[cfg(feature = "failpoints")]
 pub const VARIABLE: Option<&str> = Some(crate::vars::FAILPOINTS.name);
 #[cfg(not(feature = "failpoints"))]

@@ -1,5 +1,5 @@
-//! Crash-safe file operations: content is written to a temporary file, which is synced and renamed; then the directory
-//! is synced.
+//! Crash-safe file operations: content is written to a temporary file, which is synced and then renamed or hard-linked
+//! to its final name; then the directory is synced.
 //!
 //! A reader sees the old content or the new one, never a mix, except after [`write_atomic_or_in_place`] on a full disk.
 //! All functions block; async callers use `spawn_blocking`.
@@ -101,8 +101,8 @@ pub fn remove_leftover_temp(path: &Path) -> Result<(), FileError> {
     remove_leftover_temps_in(parent(path), |name| name == file_name(path))
 }
 
-/// Like [`remove_leftover_temp`], for all files in a directory whose names `is_ours` accepts.
-pub fn remove_leftover_temps_in(dir: &Path, is_ours: impl Fn(&str) -> bool) -> Result<(), FileError> {
+/// Like [`remove_leftover_temp`], for the temporary files of all files in `dir` whose names `is_target` accepts.
+pub fn remove_leftover_temps_in(dir: &Path, is_target: impl Fn(&str) -> bool) -> Result<(), FileError> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
@@ -111,7 +111,7 @@ pub fn remove_leftover_temps_in(dir: &Path, is_ours: impl Fn(&str) -> bool) -> R
         Err(error) => return Err(FileError::wrap("read", dir)(error)),
     };
     for entry in entries.flatten() {
-        if entry.file_name().to_str().and_then(temp_file_target).is_some_and(&is_ours) {
+        if entry.file_name().to_str().and_then(temp_file_target).is_some_and(&is_target) {
             remove_if_exists(&entry.path())?;
         }
     }
@@ -125,7 +125,8 @@ fn temp_file_target(temp: &str) -> Option<&str> {
     is_uuid.then_some(name)
 }
 
-/// Durably points `link` at `target` with one rename, so that the link exists at all times.
+/// Durably creates the symbolic link `link` to `target`, or replaces it with one rename, so that an existing link is
+/// never missing.
 pub fn symlink_atomic(target: &Path, link: &Path) -> Result<(), FileError> {
     let dir = parent(link);
     fs::create_dir_all(dir).map_err(FileError::wrap("create directory", dir))?;
@@ -138,8 +139,8 @@ pub fn symlink_atomic(target: &Path, link: &Path) -> Result<(), FileError> {
     sync_dir(dir)
 }
 
-/// Returns the file that a write to `path` must replace: a link's target, or `path` itself. A rename onto a link would
-/// replace the link.
+/// Returns the file that a write to `path` must replace: a symbolic link's target, or `path` itself. A rename onto a
+/// link would replace the link. Only one link is followed.
 pub fn resolve_link(path: &Path) -> PathBuf {
     match fs::read_link(path) {
         Ok(target) => parent(path).join(target),

@@ -1,5 +1,5 @@
-//! A file downloaded in pieces, with the SHA-256 of its content so far. An interrupted download is resumed; the
-//! existing part is rehashed and never trusted by its name.
+//! A file downloaded in pieces, with the SHA-256 of its content so far. When an interrupted download is resumed, the
+//! existing part is hashed again, so that the digest covers what is really in the file.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -19,8 +19,8 @@ pub struct PartialFile {
 }
 
 impl PartialFile {
-    /// Opens the file, readable only by its owner, and hashes its content. A file of more than `size` bytes is
-    /// emptied.
+    /// Opens or creates the file, readable only by its owner, and hashes its content. A file that is longer than the
+    /// complete download, `size`, is emptied.
     pub fn open(path: PathBuf, size: u64) -> Result<Self, FileError> {
         let read = || -> std::io::Result<(File, u64, Sha256)> {
             let mut options = File::options();

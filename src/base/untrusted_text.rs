@@ -8,7 +8,7 @@ use serde_json::Value;
 /// Maximum length of a reported text; the rest is cut off.
 pub const MAX_CHARS: usize = 2000;
 
-/// Replaces each character that could move the cursor, change colors or reorder text with U+FFFD.
+/// Replaces each character that could move the cursor, change colors or reorder text with U+FFFD. Newlines are kept.
 pub fn replace_unprintable(text: &str) -> Cow<'_, str> {
     if text.contains(is_unsafe) { text.replace(is_unsafe, "\u{FFFD}").into() } else { text.into() }
 }
@@ -18,7 +18,8 @@ pub fn truncate_printable(text: &str) -> String {
     replace_unprintable(text).chars().take(MAX_CHARS).collect()
 }
 
-/// Like [`replace_unprintable`], but on one line: line breaks become `; `, and tabs become spaces.
+/// Like [`replace_unprintable`], but on one line: lines are trimmed and joined with `; `, empty lines are dropped, and
+/// tabs become spaces.
 pub fn one_line(text: &str) -> Cow<'_, str> {
     if !text.contains(|c| breaks_line(c) || is_unsafe(c)) {
         return text.into();
@@ -45,7 +46,7 @@ pub fn make_printable(value: &mut Value) {
     }
 }
 
-/// Whether it is a control character other than the newline (C0, DEL, C1), or changes the direction of text.
+/// Whether `c` is a control character (C0, DEL or C1) other than the newline, or changes the direction of text.
 fn is_unsafe(c: char) -> bool {
     (c.is_control() && c != '\n') || matches!(c, '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
 }

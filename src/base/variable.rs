@@ -14,9 +14,9 @@ pub struct Variable {
     pub default: DefaultValue,
     /// The declaration's doc comment.
     pub meaning: &'static str,
-    /// Where it is set, if different from its section.
+    /// Where it is set, if different from its section's `source`.
     pub source: Option<&'static str>,
-    /// The programs that read it, if different from its section.
+    /// The programs that read it, if different from its section's `readers`.
     pub readers: Option<&'static [&'static str]>,
 }
 

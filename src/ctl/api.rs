@@ -98,6 +98,9 @@ impl ApiClient {
     }
 
     /// Like [`Self::send`], but with a query instead of a body.
+    ///
+    /// # Errors
+    /// Those of [`Self::send`].
     pub async fn send_with_query(
         &self,
         method: Method,
@@ -119,7 +122,11 @@ impl ApiClient {
         Ok((status, response.text().await.map_err(|error| self.no_response_error(error))?))
     }
 
-    /// Starts the download of a file at an offset, without a timeout for the whole body.
+    /// Starts the download of a file at an offset, without retries and without a timeout for the whole body.
+    ///
+    /// # Errors
+    /// [`CallError::Unreachable`] if there is no response, or if a retry may succeed; [`CallError::Refused`] for any
+    /// other status than 200, or 206 with an offset.
     pub async fn open_download(&self, path: &[&str], offset: u64) -> Result<reqwest::Response, CallError> {
         let unreachable = |why: String| CallError::Unreachable { base: self.base.clone(), why };
         let client = client::build(Deadlines::DOWNLOAD).map_err(|error| unreachable(format!("{error:#}")))?;

@@ -47,7 +47,7 @@ pub enum PublishError {
         "{} has the SHA-256 {found}, but its .sha256 says {stated}\n  next: rebuild the bundle", .path.display()
     )]
     DigestMismatch { path: PathBuf, found: String, stated: String },
-    #[error("{} does not match the archive: {why}\n  next: rebuild the bundle", .path.display())]
+    #[error("{} is not valid for the archive: {why}\n  next: build and sign the bundle again", .path.display())]
     InvalidCompanion {
         path: PathBuf,
         #[source]
@@ -63,13 +63,13 @@ pub enum PublishError {
     PublishedConcurrently { version: ImageVersion },
     #[error(
         "another manifest or signature is published for {version}, and this one does not renew it: {why}\n  \
-         next: nothing if hosts can update to it; otherwise sign the same archive for longer (--valid-days)"
+         next: nothing, if hosts can update to the published one; otherwise sign the same archive for longer (--valid-days)"
     )]
     NoRenewal { version: ImageVersion, why: String },
     #[error(
-        "the sequence of its trustedKeys is {found}, and hosts at sequence {base} accept {max} at most; nothing was published\n  next: \
-         sign the release with the next sequence (`svcctl bundle keys` shows each machine's sequence); if hosts have a higher \
-         sequence than {base}, set BUNDLE_KEYS_SEQUENCE to it"
+        "the manifest's trustedKeys have the sequence {found}, but hosts at sequence {base} accept {max} at most; nothing was \
+         published\n  next: sign the release with the next sequence (`svcctl bundle keys` shows each machine's sequence); if hosts \
+         have a higher sequence than {base}, set BUNDLE_KEYS_SEQUENCE to theirs"
     )]
     SequenceTooHigh { found: u32, base: u32, max: u32 },
     #[error(transparent)]
@@ -137,12 +137,12 @@ impl fmt::Display for PublishResult {
         let key = key::bundle(&self.version, "");
         write!(f, "{outcome} {key}\n{}, sha256 {}", format_bytes(self.size_bytes), self.sha256)?;
         if let UpdateSupport::Impossible(why) = &self.updates {
-            return write!(f, "\nnew machines can use it; hosts cannot update to it: {why}");
+            return write!(f, "\nnew machines can install it, but hosts cannot update to it: {why}");
         }
         match &self.key_set {
             Some(KeySet { sequence, keys }) => write!(
                 f,
-                "\nhosts that are healthy on it will trust the keys {} (sequence {sequence}); `svcctl bundle keys` lists them",
+                "\nonce they are healthy on this release, hosts trust the keys {} (sequence {sequence}); `svcctl bundle keys` lists them",
                 keys.ids().join(", ")
             ),
             None => Ok(()),
@@ -173,8 +173,8 @@ pub async fn list(bucket: &Bucket) -> Result<Vec<PublishedBundle>, PublishError>
     while let Some(object) = listing.next().await {
         let object = object.map_err(|error| StoreError::classify(&root, error))?;
         let key = object.location.to_string();
-        let Some((_, rest)) = key.split_once('/') else { continue };
-        match rest.split_once('/') {
+        let Some((_, relative_key)) = key.split_once('/') else { continue };
+        match relative_key.split_once('/') {
             Some((version, file)) if file == BUNDLE_FILE => {
                 archives.insert(version.to_owned(), (key, object.size));
             }
@@ -185,11 +185,11 @@ pub async fn list(bucket: &Bucket) -> Result<Vec<PublishedBundle>, PublishError>
         }
     }
     let mut bundles = Vec::new();
-    for (version, published) in digests {
+    for (version, last_modified) in digests {
         let Some((key, size_bytes)) = archives.remove(&version) else { continue };
-        let Ok(name) = version.parse::<ImageVersion>() else { continue };
-        let Some(sha256) = read_digest(bucket, &name).await? else { continue };
-        let published_at = Timestamp::from_second(published.timestamp()).unwrap_or_default();
+        let Ok(parsed) = version.parse::<ImageVersion>() else { continue };
+        let Some(sha256) = read_digest(bucket, &parsed).await? else { continue };
+        let published_at = Timestamp::from_second(last_modified.timestamp()).unwrap_or_default();
         bundles.push(PublishedBundle { image_version: version, key, size_bytes, sha256, published_at });
     }
     bundles.sort_by(|a, b| {
@@ -208,7 +208,7 @@ pub async fn publish(
     publish_with_keys(bucket, dir, version, configured_keys().as_ref()).await
 }
 
-/// Like [`publish`], with the keys that hosts trust.
+/// Like [`publish`], but with `keys` as the keys that hosts trust; `None` if they are unknown.
 async fn publish_with_keys(
     bucket: &Bucket,
     dir: &FilePath,
@@ -222,7 +222,7 @@ async fn publish_with_keys(
     let context = BundleContext { version, sha256: &stated, size_bytes, keys };
     let companions = Companions::read(dir, &context).await?;
     let outcome = match read_digest(bucket, version).await? {
-        // If two processes publish concurrently, the archive may be the other process's.
+        // If two processes published concurrently, the stored archive may be the other process's: it is replaced.
         Some(stored) if stored == stated && is_complete(bucket, size_bytes, version).await? => {
             PublishOutcome::AlreadyPublished
         }
@@ -230,9 +230,9 @@ async fn publish_with_keys(
         Some(stored) => return Err(PublishError::VersionTaken { version: version.clone(), stored }),
         None => PublishOutcome::Published,
     };
+    key_sequence::check(companions.key_set().as_ref(), key_sequence::configured_sequence())?;
     match outcome {
         PublishOutcome::Published => {
-            key_sequence::check(companions.key_set().as_ref(), key_sequence::configured_sequence())?;
             upload(bucket, &archive, &stated, version).await?;
             companions.upload(bucket, &context).await?;
             publish_digest(bucket, &stated, version).await?;
@@ -244,7 +244,7 @@ async fn publish_with_keys(
     Ok(PublishResult { version: version.clone(), sha256: stated, size_bytes, outcome, updates, key_set })
 }
 
-/// Returns the keys that hosts trust, if configured.
+/// Returns the keys in `BUNDLE_PUBLIC_KEYS`; `None` if the variable is not set or invalid.
 fn configured_keys() -> Option<TrustedKeys> {
     Env::from_process().text(&vars::BUNDLE_PUBLIC_KEYS)?.parse().ok()
 }
@@ -254,6 +254,7 @@ async fn is_complete(bucket: &Bucket, size_bytes: u64, version: &ImageVersion) -
     Ok(stored.is_some_and(|meta| meta.size == size_bytes))
 }
 
+/// Uploads the archive. Its digest is checked again, because the file may have changed since the first check.
 async fn upload(
     bucket: &Bucket,
     archive: &FilePath,
@@ -487,13 +488,13 @@ mod tests {
         let keys: TrustedKeys = key().public_key_base64().parse().unwrap();
         write_manifest(&dir, b"one", "2125-01-01T00:00:00.000Z", Some(&key()));
         publish_with_keys(&bucket, dir.path(), &version, Some(&keys)).await.unwrap();
-        // A build without a manifest is published again.
+        // The same archive is published again from a build without a manifest.
         let bare = build(b"one");
         let again = publish_with_keys(&bucket, bare.path(), &version, Some(&keys)).await.unwrap();
         assert_eq!(again.outcome, PublishOutcome::AlreadyPublished);
         assert_eq!(again.updates, UpdateSupport::Possible);
-        let others: TrustedKeys = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=".parse().unwrap();
-        let untrusted = publish_with_keys(&bucket, bare.path(), &version, Some(&others)).await.unwrap();
+        let other_keys: TrustedKeys = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=".parse().unwrap();
+        let untrusted = publish_with_keys(&bucket, bare.path(), &version, Some(&other_keys)).await.unwrap();
         assert!(untrusted.to_string().contains("not signed by a key that is trusted"), "{untrusted}");
     }
 }

@@ -1,4 +1,4 @@
-//! Confirmation of irreversible commands: typed on a terminal or given with `--yes`, never assumed.
+//! Confirmation of risky commands: typed on a terminal or given as an option such as `--yes`, never assumed.
 
 use std::io::{self, BufRead, IsTerminal, Write};
 
@@ -6,7 +6,7 @@ use anyhow::anyhow;
 
 use svc_base::applet::{Exit, Failure};
 
-/// Whether the operator must confirm on the terminal; `false` with `--yes`.
+/// Whether the operator must confirm `what` on the terminal; `false` with `--yes`.
 ///
 /// # Errors
 /// [`Exit::Usage`] if a confirmation is required and there is no terminal.
@@ -34,7 +34,7 @@ pub fn is_required_without(what: &str, missing: &[&str]) -> Result<bool, Failure
 /// Asks the operator to type `word`.
 ///
 /// # Errors
-/// [`Exit::Refused`] for any other input.
+/// [`Exit::Refused`] if the input is anything else.
 pub fn prompt(what: &str, word: &str) -> Result<(), Failure> {
     eprint!("{what}\nType {word} to continue: ");
     io::stderr().flush().map_err(anyhow::Error::from)?;

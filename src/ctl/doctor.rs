@@ -1,4 +1,5 @@
-//! `svcctl doctor`: selects the host's or the platform's checks, and adds checks through the platform's API.
+//! `svcctl doctor`: runs the checks of this machine as a host, those of a platform, or only those through the
+//! platform's API, which the checks of a platform include.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -81,9 +82,26 @@ async fn run_api_checks(api: &ApiClient) -> Vec<diagnosis::Finding> {
 
 /// The response to `/readyz/control`.
 #[derive(serde::Deserialize)]
+#[serde(rename_all = "camelCase")]
 struct Readiness {
     database: String,
     store: String,
+    /// `None` from an earlier release.
+    clock: Option<String>,
+    clock_skew_ms: Option<i64>,
+}
+
+impl Readiness {
+    fn describe(&self) -> String {
+        let mut text = format!("database {}, store {}", self.database, self.store);
+        if let Some(clock) = &self.clock {
+            text.push_str(&format!(", clock {clock}"));
+        }
+        if let Some(skew) = self.clock_skew_ms.filter(|_| self.clock.as_deref() != Some("ok")) {
+            text.push_str(&format!(" ({skew} ms from the database's)"));
+        }
+        text
+    }
 }
 
 async fn check_readiness(api: &ApiClient) -> Findings {
@@ -94,10 +112,7 @@ async fn check_readiness(api: &ApiClient) -> Findings {
             Ok(_) if status.is_success() => {
                 findings.ok("it is running, and reaches its database and its store")
             }
-            Ok(ready) => findings.problem(
-                format!("it is running but not ready: database {}, store {}", ready.database, ready.store),
-                next,
-            ),
+            Ok(ready) => findings.problem(format!("it is running but not ready: {}", ready.describe()), next),
             Err(_) => findings.problem(
                 format!("{status}: the response is not from the platform's API"),
                 "set PLATFORM_PUBLIC_URL or --platform-url to the URL of the platform's API",
@@ -107,7 +122,7 @@ async fn check_readiness(api: &ApiClient) -> Findings {
     }
 }
 
-/// Checks which operator the credential belongs to.
+/// Reports the operator to whom the credential belongs, with a warning if the token expires soon.
 async fn check_operator(api: &ApiClient) -> Findings {
     let findings = Findings::new("operator");
     let result = api.get(&["operators", "whoami"], &[]).await.and_then(|response| response.parse::<WhoAmI>());
@@ -145,7 +160,7 @@ struct RouterReadiness {
 async fn check_router(api: &ApiClient) -> Findings {
     let findings = Findings::new("router");
     let next =
-        "restore the platform's connection to its database; the routes are then refreshed within a second";
+        "restore the platform's connection to its database; the routes are then refreshed automatically";
     match api.get_once(&["readyz"]).await {
         Ok((status, body)) => match serde_json::from_str::<RouterReadiness>(&body) {
             Ok(routing) if routing.routes == "current" => findings.ok("its routes are current"),

@@ -24,8 +24,9 @@ pub struct LocalChecks {
     pub check_own_database: fn(Option<&str>) -> Result<String, String>,
 }
 
-/// The findings about a platform's settings, and the credential for its API.
+/// The findings about a platform, without those through its API.
 pub struct PlatformReport {
     pub findings: Vec<Finding>,
+    /// The API's URL and the platform's secret; `None` if one of them is not set.
     pub api_access: Option<(Url, SecretString)>,
 }

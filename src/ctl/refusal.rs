@@ -54,7 +54,7 @@ impl ApiProblem {
     pub fn is_transient(&self) -> bool {
         match self.code.as_deref() {
             Some("disabled" | "cost_limit_reached" | "preview_limit_reached") => false,
-            // An intermediary responds while the platform restarts.
+            // Without a code, the response is from an intermediary, for example while the platform restarts.
             None => {
                 matches!(self.status.as_u16(), 502..=504)
             }
@@ -104,7 +104,7 @@ impl ApiProblem {
             "snapshot_unusable" if self.detail.contains("svcctl provision --allow-empty") => None,
             "conflict" | "not_found" if self.detail.contains("`svcctl ") => None,
             "conflict" if self.detail.contains("ollout") => Some(OPEN_ROLLOUT_ADVICE),
-            "conflict" if self.detail.contains("release") => Some(UNUSABLE_RELEASE_ADVICE),
+            "conflict" if self.detail.starts_with("Hosts cannot update to ") => Some(UNUSABLE_RELEASE_ADVICE),
             "server_limit_reached" if self.detail.contains("PROVIDER_SERVER_LIMIT") => {
                 Some(OWN_SERVER_LIMIT_ADVICE)
             }
@@ -150,7 +150,7 @@ fn state_advice(body: &Value) -> Option<&'static str> {
             "`svcctl list --deleted` shows it; if its server is gone, `svcctl provision` restores the slot's snapshot"
         }
         "succeeded" | "cancelled" | "waiting" => {
-            "`svcctl operation show <id>` shows how it ended or what it waits for"
+            "`svcctl operation show <id>` shows how it ended or what it is waiting for"
         }
         _ => return None,
     })
@@ -295,7 +295,8 @@ fn advice(code: &str) -> Option<&'static str> {
 #[derive(Debug, thiserror::Error)]
 pub enum CallError {
     #[error(
-        "the platform at {base} cannot be reached: {why}\n  next: make sure that it is running. Check PLATFORM_PUBLIC_URL or --platform-url"
+        "the platform at {base} cannot be reached: {why}\n  next: make sure that it is running, and check \
+         PLATFORM_PUBLIC_URL or --platform-url"
     )]
     Unreachable { base: Url, why: String },
     /// The connection succeeded, but the response timed out. The request may still take effect.

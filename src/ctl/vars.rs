@@ -14,7 +14,7 @@ svc_base::variables! {
         /// The owner's session for `verify-rollout --app-url`, a JWT of the identity provider or a browser's
         /// `svc_session`, unless `--session-file` names a file with it.
         SVC_SESSION_TOKEN: "text" = derived "**required** with `--app-url`";
-        /// If set, `doctor` checks the platform of this machine, unless an argument says what to check.
+        /// If set, `doctor` checks the platform by default, unless this machine is a host.
         PLATFORM_DATABASE_URL: "text" = unset;
         /// If `dumb`, there are no colors and no progress bars on a terminal.
         TERM: "text" = unset;

@@ -21,17 +21,18 @@ const MAX_POLL_INTERVAL: Duration = Duration::from_secs(2);
 /// The condition for a successful wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Goal {
-    /// The operation, if one is followed, succeeds and the machine is healthy.
+    /// The operation, if one is followed, succeeds, and the machine is then running, unless the operation deletes it or
+    /// changes its power state.
     Success,
-    /// The machine is serving, regardless of how the operation ends.
+    /// The machine is running, regardless of how the operation ends.
     Service,
 }
 
-/// Follows a machine's operation, or its status if there is no operation, and returns the machine's latest record.
+/// Follows a machine's operation, or its status if there is no operation. Returns the last response with the machine.
 ///
 /// # Errors
-/// [`Exit::Unavailable`] if the operation failed; [`Exit::TryAgain`] if it did not end in time or is waiting for a
-/// decision.
+/// [`Exit::Unavailable`] if the goal is not reached; [`Exit::TryAgain`] if the operation does not end in time or is
+/// waiting for a decision; the error of a call, unless it is transient.
 pub async fn wait_until_settled(
     api: &ApiClient,
     machine_id: &str,
@@ -100,7 +101,7 @@ pub async fn poll_until<T>(
     }
 }
 
-/// Reads a machine's record. A transient error is returned as a message, because the operation continues regardless.
+/// Fetches a machine. A transient error is returned as the inner `Err`, because the operation continues regardless.
 pub async fn poll_machine(
     api: &ApiClient,
     machine_id: &str,
@@ -160,6 +161,8 @@ fn decision_error(operation: &Operation) -> anyhow::Error {
     )
 }
 
+/// Checks that the operation, if any, has succeeded, and that the machine is in the state that follows from it. The
+/// error contains the next step.
 async fn check_result(
     api: &ApiClient,
     machine: &MachineDetail,
@@ -171,6 +174,7 @@ async fn check_result(
         (None, "running") => return Ok(()),
         (None, _) if matches!(kind, "power_on" | "power_off" | "reboot") => return Ok(()),
         (None, "deleted") if kind == "delete" => return Ok(()),
+        (None, "deleted" | "replaced") if kind == "remove_server" => return Ok(()),
         (None, state) => format!("is {state}"),
         (Some(operation), _) => {
             let code = operation.error_code.as_deref().map(|code| format!(" ({code})")).unwrap_or_default();
@@ -211,7 +215,8 @@ fn outcome_phrase(operation: &Operation) -> &str {
 struct SlotHolder(MachineDetail);
 
 impl SlotHolder {
-    /// `None` if the machine holds its slot itself, if no machine does, or if the platform does not report it.
+    /// Finds the holder. `None` if the machine holds its slot itself, if no machine does, if the platform does not
+    /// report the holder, or if a transient error prevents reading it.
     async fn find(api: &ApiClient, machine: &MachineDetail) -> Result<Option<Self>, Failure> {
         let live = machine.copies.as_ref().and_then(|copies| copies.live.as_ref());
         let Some(live) = live.filter(|live| live.machine_id != machine.machine_id) else { return Ok(None) };
@@ -233,7 +238,7 @@ impl SlotHolder {
     }
 
     fn advice(&self) -> String {
-        format!("`svcctl status {}` shows it; try again when the cause is fixed", self.0.machine_id)
+        format!("`svcctl status {}` shows that machine; try again when the cause is fixed", self.0.machine_id)
     }
 }
 
@@ -274,7 +279,8 @@ impl ProgressReporter {
             self.last_entry = last;
         }
         let stages = machine.boot.as_ref().map_or(&[][..], |boot| &boot.stages);
-        // A resize boots a machine whose first boot was long before the operation.
+        // The stages of a boot before the operation are not part of its progress: a machine that is resized has booted
+        // before.
         let is_earlier = |at: &str| operation.is_some_and(|operation| at < operation.created_at.as_str());
         for stage in stages.iter().skip(self.printed_stages).filter(|stage| !is_earlier(&stage.at)) {
             let at = operation.map_or_else(
@@ -296,7 +302,7 @@ impl ProgressReporter {
             self.progress.print_line(&state);
         }
         self.state = state;
-        // A completed stage's progress would be printed after the next stage's line.
+        // The progress of a completed stage is omitted: it would be printed after the next stage's line.
         let is_current = |progress: &&BootProgress| {
             machine.registered_at.is_none()
                 && machine.boot.as_ref().is_none_or(|boot| boot.stage == progress.stage)

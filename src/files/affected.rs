@@ -1,4 +1,5 @@
-//! Finds the files that need damaged blobs, with the first and the last snapshot in which each of them does.
+//! Finds the files that need damaged blobs, and the times of the first and the last snapshot in which each file needs
+//! one.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -19,13 +20,13 @@ const MAX_PATHS: usize = 20;
 /// The files and snapshots that damaged blobs affect.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Affected {
-    /// Affected files, and directories whose entries are unknown; at most `MAX_PATHS`.
+    /// Affected files, and directories whose trees are damaged, so that their entries are unknown; at most `MAX_PATHS`.
     pub paths: Vec<AffectedPath>,
     /// The number of snapshots that need a damaged blob.
     pub snapshots: u64,
 }
 
-/// A path below the home directory, and the first and last snapshot in which it is damaged.
+/// A path below the home directory, and the times of the first and the last snapshot in which it is damaged.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AffectedPath {
     pub path: PathBuf,
@@ -36,7 +37,8 @@ pub struct AffectedPath {
 /// Searches all snapshots. Each directory is read once, however many snapshots share it.
 ///
 /// # Errors
-/// The errors of the store. Damaged directories and snapshots are part of the result.
+/// If the store fails, or if the index is damaged or changed during every attempt to read it. Damaged directories are
+/// part of the result, and damaged snapshots are skipped.
 pub async fn find_affected(repository: &Repository, damaged: &HashSet<Id>) -> Result<Affected, FilesError> {
     let (snapshots, _) = repository.list_sound_snapshots().await?;
     let locations = repository.load_tree_locations().await?;
@@ -64,7 +66,8 @@ struct Search<'a> {
     trees: TreeReader<'a>,
     /// The affected paths below each tree.
     paths_by_tree: HashMap<Id, SharedPaths>,
-    none: SharedPaths,
+    /// The shared value for trees without affected paths.
+    no_paths: SharedPaths,
 }
 
 type SharedPaths = Arc<[PathBuf]>;
@@ -73,7 +76,7 @@ type SharedPathsFuture<'s> = Pin<Box<dyn Future<Output = Result<SharedPaths, Fil
 impl<'a> Search<'a> {
     fn new(repository: &'a Repository, locations: &'a BlobLocations, damaged: &'a HashSet<Id>) -> Self {
         let trees = TreeReader::without_caching(repository, locations);
-        Self { damaged, trees, paths_by_tree: HashMap::new(), none: Arc::from([]) }
+        Self { damaged, trees, paths_by_tree: HashMap::new(), no_paths: Arc::from([]) }
     }
 
     /// Returns at most [`MAX_PATHS`] affected paths below a tree, or only the empty path if the tree itself is damaged.
@@ -111,7 +114,7 @@ impl<'a> Search<'a> {
                 Err(error) if error.is_damage() => vec![PathBuf::new()],
                 Err(error) => return Err(error),
             };
-            let paths = if paths.is_empty() { Arc::clone(&self.none) } else { Arc::from(paths) };
+            let paths = if paths.is_empty() { Arc::clone(&self.no_paths) } else { Arc::from(paths) };
             self.paths_by_tree.insert(id, Arc::clone(&paths));
             Ok(paths)
         })

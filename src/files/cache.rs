@@ -1,5 +1,6 @@
-//! A directory with copies of index files and trees, so that they are not read from the store again. It can be deleted
-//! at any time. Copies that cannot be written, for example because the disk is full, are kept in memory, up to a limit.
+//! A directory with copies of index files, snapshots and trees, so that they are not read from the store again. The
+//! directory can be deleted at any time. Copies that cannot be written, for example because the disk is full, are kept
+//! in memory, up to a limit.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::Write;
@@ -8,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::id::Id;
 
-/// Maximum size of the files that are kept in memory because they cannot be written.
+/// Maximum total size of the files that are kept in memory because they cannot be written.
 const MAX_UNWRITTEN_BYTES: usize = 16 << 20;
 
 /// Clones share the copies in memory.
@@ -16,7 +17,7 @@ const MAX_UNWRITTEN_BYTES: usize = 16 << 20;
 pub struct Cache {
     /// `None` for no cache.
     dir: Option<PathBuf>,
-    /// Without the trees of the last save, the next one would read the whole home.
+    /// Copies that could not be written. Without the trees of the last save, the next one would read the whole home.
     unwritten: Arc<Mutex<UnwrittenFiles>>,
 }
 
@@ -24,7 +25,8 @@ pub struct Cache {
 #[derive(Debug, Default)]
 struct UnwrittenFiles {
     files: HashMap<(String, Id), Vec<u8>>,
-    /// The files' keys, oldest first. The next save reads the newest tree of each directory.
+    /// The files' keys, oldest first. The oldest are evicted first, because the next save reads the newest tree of each
+    /// directory.
     order: VecDeque<(String, Id)>,
     bytes: usize,
 }
@@ -46,7 +48,7 @@ impl UnwrittenFiles {
     }
 
     fn retain(&mut self, kind: &str, is_used: impl Fn(Id) -> bool) {
-        self.files.retain(|(other, id), _| other != kind || is_used(*id));
+        self.files.retain(|(file_kind, id), _| file_kind != kind || is_used(*id));
         self.order.retain(|key| self.files.contains_key(key));
         self.bytes = self.files.values().map(Vec::len).sum();
     }
@@ -81,7 +83,7 @@ impl Cache {
         file.ok().or_else(|| self.lock_unwritten().files.get(&(kind.to_owned(), id)).cloned())
     }
 
-    /// Writes a file. A failure is not reported: the file is kept in memory, or read from the store again.
+    /// Writes a file. A failure is only logged: the file is kept in memory, or read from the store again.
     pub(crate) fn write(&self, kind: &str, id: Id, bytes: &[u8]) {
         if let Some(path) = self.path(kind, id)
             && let Err(error) = write_atomically(&path, bytes)

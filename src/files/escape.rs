@@ -3,7 +3,7 @@
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
-/// Escapes quotes, backslashes, control characters, and bytes that are not UTF-8.
+/// Escapes double quotes, backslashes, ASCII control characters, and bytes that are not UTF-8.
 pub(crate) fn escape_name(name: &OsStr) -> String {
     let mut escaped = String::with_capacity(name.len());
     for chunk in name.as_bytes().utf8_chunks() {

@@ -22,8 +22,9 @@ use crate::tree::{Node, NodeType, Tree};
 
 /// Maximum number of snapshots searched concurrently.
 const MAX_CONCURRENT_SEARCHES: usize = 16;
-/// Maximum number of directories in memory at the same time, and maximum size of a directory that is cached on disk.
+/// Maximum number of trees in which names are looked up concurrently, because a large tree takes a lot of memory.
 const MAX_CONCURRENT_TREES: usize = 4;
+/// Maximum size of a tree that is cached on disk.
 const MAX_CACHED_TREE_BYTES: usize = 16 << 10;
 /// Maximum number of chunks of a file read concurrently.
 const MAX_CONCURRENT_READS: usize = 4;
@@ -33,6 +34,7 @@ const MAX_CONCURRENT_READS: usize = 4;
 pub enum EntryKind {
     File,
     Directory,
+    /// A symbolic link.
     Link,
     /// A device, FIFO or socket, which is not saved.
     Special,
@@ -91,18 +93,20 @@ impl Entry {
         self.node.link_target()
     }
 
-    /// When the entry last changed on the machine that saved it, and its inode there.
+    /// The entry's ctime and inode on the machine that saved it.
     pub fn changed_at(&self) -> (Timestamp, u64) {
         (self.node.ctime, self.node.inode)
     }
 
-    /// The device and inode of a file with several names.
+    /// The device and inode of a file with several names; `None` for other entries. Entries of a snapshot with the same
+    /// key are hard links to one file.
     pub fn hard_link_key(&self) -> Option<(u64, u64)> {
         let Node { links, inode, device_id, .. } = self.node;
         (self.kind() == EntryKind::File && links > 1 && inode != 0).then_some((device_id, inode))
     }
 
-    /// Whether both are the same version. A directory's time is ignored: it changes with every temporary file.
+    /// Whether both are the same version. A directory's modification time is ignored: it changes with every temporary
+    /// file.
     pub fn is_same_version(&self, other: &Self) -> bool {
         let (a, b) = (&self.node, &other.node);
         let is_same_time = a.node_type == NodeType::Dir || a.mtime == b.mtime;
@@ -146,7 +150,7 @@ pub struct VersionQuery {
     pub before: Option<Timestamp>,
     /// Maximum number of versions.
     pub limit: usize,
-    /// Maximum number of snapshots to search.
+    /// Maximum number of snapshots to search, rounded up to a multiple of 16, because they are searched in batches.
     pub max_snapshots: usize,
 }
 
@@ -158,11 +162,12 @@ pub struct History {
     snapshots: Vec<(Id, Snapshot)>,
     damaged_snapshots: u64,
     locations: BlobLocations,
-    /// Whether entries keep their lists of chunks. Otherwise, a hash replaces each list, which takes less memory.
-    has_contents: bool,
+    /// Whether the entries that [`Self::find`] returns have their lists of chunks. Otherwise, a hash replaces each
+    /// list, which takes less memory.
+    has_chunk_lists: bool,
     tree_reads: Semaphore,
     /// The results of looking up names in trees. They are cached because snapshots share most of their trees.
-    found: Mutex<HashMap<(Id, OsString), Option<Node>>>,
+    lookups: Mutex<HashMap<(Id, OsString), Option<Node>>>,
     /// A cache of whole packs, if whole packs are read; the most recently used pack is last.
     packs: Option<tokio::sync::Mutex<VecDeque<(u32, Bytes)>>>,
 }
@@ -176,7 +181,7 @@ impl History {
     /// Reads the index of directories, which is enough to list and compare entries.
     ///
     /// # Errors
-    /// If the store fails; [`FilesError::Corrupt`] if an object is damaged; [`FilesError::IndexChanging`] if the index
+    /// If the store fails; [`FilesError::Corrupt`] if the index is damaged; [`FilesError::IndexChanging`] if the index
     /// changed during every attempt to read it.
     pub async fn open(repository: Repository) -> Result<Self, FilesError> {
         let listed = repository.list_sound_snapshots().await?;
@@ -184,12 +189,12 @@ impl History {
         Ok(Self::new(repository, listed, locations, false))
     }
 
-    /// Like [`Self::open`], but returns entries that can be restored.
+    /// Like [`Self::open`], but [`Self::find`] returns entries that can be restored.
     ///
     /// # Errors
     /// See [`Self::open`].
     pub async fn open_for_restore(repository: Repository) -> Result<Self, FilesError> {
-        Ok(Self { has_contents: true, ..Self::open(repository).await? })
+        Ok(Self { has_chunk_lists: true, ..Self::open(repository).await? })
     }
 
     /// Reads the whole index, so that file contents can be read as well.
@@ -206,16 +211,16 @@ impl History {
         repository: Repository,
         (snapshots, damaged_snapshots): (Vec<(Id, Snapshot)>, u64),
         locations: BlobLocations,
-        has_contents: bool,
+        has_chunk_lists: bool,
     ) -> Self {
         Self {
             repository,
             snapshots,
             damaged_snapshots,
             locations,
-            has_contents,
+            has_chunk_lists,
             tree_reads: Semaphore::new(MAX_CONCURRENT_TREES),
-            found: Mutex::default(),
+            lookups: Mutex::default(),
             packs: None,
         }
     }
@@ -257,7 +262,7 @@ impl History {
 
     async fn find_in_tree(&self, tree: Id, name: &OsStr) -> Result<Option<Node>, FilesError> {
         let key = (tree, name.to_owned());
-        let lock = || self.found.lock().unwrap_or_else(PoisonError::into_inner);
+        let lock = || self.lookups.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(found) = lock().get(&key) {
             return Ok(found.clone());
         }
@@ -269,7 +274,7 @@ impl History {
         let nodes = self.read_tree(tree).await?.nodes;
         let mut found = nodes.into_iter().find(|node| node.file_name().as_deref() == Some(name));
         if let Some(content) =
-            found.as_mut().and_then(|node| node.content.as_mut()).filter(|_| !self.has_contents)
+            found.as_mut().and_then(|node| node.content.as_mut()).filter(|_| !self.has_chunk_lists)
         {
             *content = vec![Id::of_all(content)];
         }
@@ -347,7 +352,7 @@ impl History {
         Ok(page)
     }
 
-    /// Reads a file's content, chunk by chunk. Every chunk's hash is checked.
+    /// Reads a file's content, chunk by chunk. Every chunk's hash is checked. Requires [`Self::open_with_contents`].
     pub fn read_content<'a>(&'a self, file: &Entry) -> impl Stream<Item = Result<Vec<u8>, FilesError>> + 'a {
         let chunks = file.node.content.clone().unwrap_or_default();
         stream::iter(chunks).map(|chunk| self.read_blob(BlobType::Data, chunk)).buffered(MAX_CONCURRENT_READS)
@@ -367,7 +372,7 @@ impl History {
             return Ok(tree);
         }
         let json = self.read_blob(BlobType::Tree, id).await?;
-        // Large directories of many snapshots would fill the disk.
+        // The large trees of many snapshots would fill the disk.
         if json.len() <= MAX_CACHED_TREE_BYTES {
             self.repository.cache_tree(id, &json);
         }
@@ -424,7 +429,7 @@ impl History {
 }
 
 impl VersionPage {
-    /// Extends the last version to an earlier moment, if the entry was the same then.
+    /// Extends the last version to an earlier snapshot, if the entry was the same there. Returns whether it was.
     fn extend_last(&mut self, entry: Option<&Entry>, time: Timestamp) -> bool {
         let Some(last) = self.versions.last_mut() else { return false };
         let is_same = match (&last.entry, entry) {

@@ -27,7 +27,7 @@ const MASTER_KEY_BYTES: usize = 64;
 const SALT_BYTES: usize = 64;
 /// The context of the derivation. Changing it would make all repositories unreadable.
 const DERIVATION_CONTEXT: &[&[u8]] = &[b"svc files: master key 1"];
-/// The logarithm of scrypt's cost N: 16 MiB of memory.
+/// The binary logarithm of scrypt's cost N. With `SCRYPT_R`, scrypt takes 16 MiB of memory.
 const SCRYPT_LOG_N: u8 = 14;
 const SCRYPT_R: u32 = 8;
 const SCRYPT_P: u32 = 1;
@@ -91,6 +91,7 @@ impl RepositoryKey {
         serde_json::to_vec(&file).map_err(|error| FilesError::encode("key file", &error))
     }
 
+    /// Derives the key that encrypts the master key in the key file.
     fn password_key(&self, salt: &[u8]) -> MasterKey {
         let parameters =
             scrypt::Params::new(SCRYPT_LOG_N, SCRYPT_R, SCRYPT_P).expect("scrypt accepts these constants");

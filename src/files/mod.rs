@@ -2,8 +2,8 @@
 //! (<https://restic.readthedocs.io/en/v0.14.0/100_references.html>). Stock `restic` lists, checks and restores them.
 //!
 //! A directory's state is a tree of hashes, so unchanged directories and chunks are stored only once. Chunks and trees
-//! are encrypted blobs in packs, and the index records which pack each blob is in. Objects are named by their hash and
-//! never change, except the configuration. A snapshot refers to the tree of the home directory at a point in time.
+//! are encrypted blobs in packs, and the index records which pack each blob is in. Objects never change, and all except
+//! the configuration are named by their hash. A snapshot refers to the tree of the home directory at a point in time.
 //!
 //! [`save`], [`restore`], [`history`] and [`verify`] run on the host. [`prune`] deletes objects, so it runs only on the
 //! platform. `svc_store::files_pointer` names the latest snapshot.

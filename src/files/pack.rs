@@ -14,7 +14,8 @@ const TARGET_PACK_BYTES: usize = 8 << 20;
 const MAX_BLOBS: usize = 8192;
 /// The zstd level that `restic` uses by default.
 pub(crate) const ZSTD_LEVEL: i32 = 3;
-/// Maximum size of a blob. A chunk of a file has at most 8 MiB; the tree of a directory may be larger.
+/// Maximum size of a blob after decompression. A chunk of a file has at most 8 MiB; the tree of a directory may be
+/// larger.
 pub(crate) const MAX_BLOB_BYTES: usize = 128 << 20;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]

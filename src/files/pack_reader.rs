@@ -57,7 +57,7 @@ impl Repository {
             Ok(bytes) => bytes,
             Err(error @ StoreError::NotFound { .. }) => return Err(error.into()),
             Err(error) => {
-                // A range beyond the end of the pack is an error of the request; a retry would fail as well.
+                // The store rejects a range beyond the end of the pack. Such a pack is damaged; a retry would fail too.
                 let head = async {
                     let meta = self.bucket.raw().head(&path).await;
                     meta.map_err(|error| StoreError::classify(&path, error))

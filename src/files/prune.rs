@@ -52,14 +52,15 @@ pub struct PruneOptions {
     pub is_dry_run: bool,
 }
 
-/// The changes that a run made, or that a dry run would make.
+/// The changes that a run plans; a dry run only plans them. If the run then finds damaged packs, it marks and deletes
+/// fewer packs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PruneReport {
     pub kept_snapshots: u64,
     pub removed_snapshots: u64,
     /// Packs that were marked for deletion, including rewritten ones.
     pub marked_packs: u64,
-    /// Bytes of unused blobs in these packs.
+    /// Bytes of unused blobs in all packs that can be marked, including those that are left to later runs.
     pub reclaimable_bytes: u64,
     /// Marked packs that a snapshot needs again.
     pub unmarked_packs: u64,
@@ -71,9 +72,9 @@ pub struct PruneReport {
 /// Prunes a repository.
 ///
 /// # Errors
-/// `Corrupt` if a snapshot needs a blob that no index file lists; nothing is removed in that case. `Corrupt` if a pack
-/// to rewrite is missing; expired snapshots are removed in that case, but no packs. Other [`FilesError`]s if the store
-/// fails.
+/// `Corrupt` if a snapshot, an index file or a needed tree is damaged, or if a snapshot needs a blob that no index file
+/// lists; nothing is removed in that case. `Corrupt` if a pack to rewrite is missing; expired snapshots are removed in
+/// that case, but no packs. Other [`FilesError`]s if the store fails.
 pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<PruneReport, FilesError> {
     // Snapshots are listed first, so that the index, which is read later, contains all of their blobs.
     let snapshots = repository.list_uploaded_snapshots().await?;
@@ -129,11 +130,11 @@ async fn keep_needed_packs(
     used: &UsedBlobs,
     plan: &mut PrunePlan,
 ) -> Result<(), FilesError> {
-    let listed: HashSet<Id> =
+    let marked: HashSet<Id> =
         index.iter().flat_map(|(_, file)| &file.packs_to_delete).map(|pack| pack.id).collect();
     let mut needed: HashMap<(BlobType, Id), Vec<Id>> = HashMap::new();
-    let marked: Vec<Id> = plan.deleted.iter().copied().filter(|id| listed.contains(id)).collect();
-    for id in marked {
+    let deleted: Vec<Id> = plan.deleted.iter().copied().filter(|id| marked.contains(id)).collect();
+    for id in deleted {
         let Some(bytes) = repository.read_whole_pack(id).await? else { continue };
         // Nothing can be read from a pack with a damaged header.
         for blob in parse_header(&repository.key, id, &bytes).unwrap_or_default() {
@@ -282,8 +283,9 @@ impl PrunePlan {
         plan
     }
 
-    /// Selects a pack for each blob that several packs have: the newest one, because a damaged blob is written again.
-    /// Among packs of the same age, selects the one with the most blobs, so that small packs become unused.
+    /// Selects a pack for each blob that several packs have: the newest one, because a save writes a damaged blob
+    /// again, to a new pack. Among packs of the same age, selects the one with the most blobs, so that small packs
+    /// become unused.
     fn find_providers<'a>(
         &mut self,
         packs: impl Iterator<Item = &'a IndexedPack> + Clone,
@@ -401,9 +403,9 @@ async fn replace_index(
     now: Timestamp,
 ) -> Result<(), FilesError> {
     let is_changed = |file: &IndexFile| {
-        let is_unlisted = |pack: &IndexedPack| plan.should_unmark(pack.id) || plan.deleted.contains(&pack.id);
+        let is_removed = |pack: &IndexedPack| plan.should_unmark(pack.id) || plan.deleted.contains(&pack.id);
         file.packs.iter().any(|pack| plan.marked.contains(&pack.id))
-            || file.packs_to_delete.iter().any(is_unlisted)
+            || file.packs_to_delete.iter().any(is_removed)
     };
     let is_small = |file: &IndexFile| file.blob_count() < MIN_INDEX_BLOBS;
     let should_merge = index.iter().filter(|(_, file)| is_small(file)).count() > MAX_SMALL_INDEX_FILES;

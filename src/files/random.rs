@@ -4,6 +4,8 @@ use ring::rand::{SecureRandom, SystemRandom};
 
 use crate::error::FilesError;
 
+/// Fills a buffer with random bytes.
+///
 /// # Errors
 /// [`FilesError::NoRandomness`] if the system provides no random bytes.
 pub(crate) fn fill_random(bytes: &mut [u8]) -> Result<(), FilesError> {

@@ -27,7 +27,7 @@ use crate::tree::Tree;
 
 /// The format version. Version 2 supports compression.
 const VERSION: u32 = 2;
-/// Maximum sizes of packs and of other objects. Machines write them, and the platform reads them.
+/// Maximum sizes of packs and of other objects, because the platform reads what machines have written.
 pub(crate) const MAX_PACK_BYTES: u64 = 256 << 20;
 const MAX_OBJECT_BYTES: u64 = 64 << 20;
 /// The first byte of compressed JSON.
@@ -36,14 +36,14 @@ const COMPRESSED: u8 = 2;
 const MAX_JSON_BYTES: usize = 128 << 20;
 /// Maximum number of blobs in the index: enough for several million files.
 pub(crate) const MAX_BLOBS: usize = 5_000_000;
-/// Maximum number of concurrent requests for small objects.
+/// Maximum number of snapshots read, or objects deleted, concurrently.
 const MAX_CONCURRENT_REQUESTS: usize = 16;
 /// Maximum number of index files read concurrently.
 const MAX_CONCURRENT_READS: usize = 4;
 /// Maximum number of attempts to read an index that pruning changes, and maximum pause between two attempts.
 const MAX_INDEX_READS: u32 = 12;
 const MAX_INDEX_PAUSE: Duration = Duration::from_secs(5);
-/// Timeout for one ranged read, one deletion, and the next entry of a listing.
+/// Timeout for one ranged read, one HEAD request, one deletion, and the next entry of a listing.
 pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(120);
 
 #[derive(Serialize, Deserialize)]
@@ -223,7 +223,7 @@ impl Repository {
         Ok(object.map(|object| object.value))
     }
 
-    /// Reads the index, and returns the ids of its files.
+    /// Reads the index, and returns the ids of its files as well.
     ///
     /// If pruning replaces files in the meantime, the index is read again.
     async fn read_index<T: Default>(
@@ -276,6 +276,7 @@ impl Repository {
         Ok(index)
     }
 
+    /// Reads which blobs are in the index, and returns the ids of the index files as well.
     pub(crate) async fn load_known_blobs(&self) -> Result<(KnownBlobs, Vec<Id>), FilesError> {
         let (mut known, files) = self.read_index(|known: &mut KnownBlobs, _, file| known.load(&file)).await?;
         known.finish_loading();
@@ -366,7 +367,8 @@ impl Repository {
         Ok(snapshots.into_iter().map(|(id, snapshot, _)| (id, snapshot)).collect())
     }
 
-    /// Like [`Self::list_snapshots`], but skips damaged snapshots and returns their number. Snapshots are cached.
+    /// Like [`Self::list_snapshots`], but skips damaged snapshots and returns their number. Also removes snapshots that
+    /// no longer exist from the cache.
     pub(crate) async fn list_sound_snapshots(&self) -> Result<(Vec<(Id, Snapshot)>, u64), FilesError> {
         let ids = self.list(Kind::Snapshot).await?;
         let present: HashSet<Id> = ids.iter().copied().collect();

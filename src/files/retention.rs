@@ -1,11 +1,12 @@
-//! Which snapshots are kept: all for a day, then one per hour, day and month.
+//! Which snapshots are kept: by default, all for a day, one per hour for a week, one per day for 90 days, and one per
+//! month after that.
 
 use jiff::{SignedDuration, Timestamp, tz::TimeZone};
 
 use crate::id::Id;
 
-/// How long snapshots are kept. Periods are UTC hours, days and months, so that the result does not depend on when
-/// it is computed.
+/// How long snapshots are kept. Periods are UTC hours, days and months, so that repeated pruning keeps the same
+/// snapshots as pruning once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RetentionPolicy {
     /// How long every snapshot is kept.
@@ -32,7 +33,7 @@ impl Default for RetentionPolicy {
     }
 }
 
-/// The period whose last snapshot is kept.
+/// A period of which only the last snapshot is kept. An instant keeps its only snapshot.
 #[derive(Debug, PartialEq, Eq)]
 enum Period {
     Instant(Timestamp),

@@ -74,9 +74,10 @@ pub struct Node {
     /// The number of bytes in a file.
     #[serde(default)]
     pub size: u64,
+    /// The number of hard links.
     #[serde(default)]
     pub links: u64,
-    /// The target of a symbolic link, if it is UTF-8; otherwise an approximation.
+    /// The target of a symbolic link. If it is not UTF-8, U+FFFD replaces the invalid bytes.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     linktarget: String,
     /// Base64 of the target of a symbolic link that is not UTF-8.
@@ -243,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn parse_refuses_names_that_leave_the_directory() {
+    fn parse_refuses_unsafe_and_duplicate_names() {
         for names in [&[".."][..], &["."], &[""], &["a/b"], &["/etc"], &["a\0"], &["a", "b", "a"]] {
             let json = tree_with_names(names);
             assert!(Tree::parse(Id::of(&json), &json).is_err(), "{names:?}");
@@ -260,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn link_target_keeps_bytes_that_are_no_text() {
+    fn link_target_keeps_bytes_that_are_not_utf8() {
         let mut node = Node::new(OsStr::new("a"), NodeType::Symlink, 0o777);
         for target in [&b"../b"[..], b"\xff\xfe", "ä".as_bytes()] {
             node.set_link_target(OsStr::from_bytes(target));

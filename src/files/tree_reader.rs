@@ -17,9 +17,10 @@ const MAX_CACHED_PACKS: usize = 4;
 pub(crate) struct TreeReader<'a> {
     repository: &'a Repository,
     locations: &'a BlobLocations,
-    /// The most recently used pack is last.
+    /// The contents of packs, by their numbers in `locations`; the most recently used pack is last.
     packs: VecDeque<(u32, Bytes)>,
-    /// Whether trees are written to the cache. Those of earlier snapshots would fill it.
+    /// Whether trees are written to the cache. A reader of many snapshots does not write to it, because their trees
+    /// would fill it.
     is_caching: bool,
 }
 
@@ -36,7 +37,8 @@ impl<'a> TreeReader<'a> {
     /// Reads a tree, from the cache if it is there.
     ///
     /// # Errors
-    /// If the store fails; [`FilesError::Corrupt`] if the tree is damaged or not in the index.
+    /// If the store fails or lacks the pack; [`FilesError::Corrupt`] if the tree is not in the index, or if all its
+    /// copies are damaged.
     pub(crate) async fn read(&mut self, id: Id) -> Result<Tree, FilesError> {
         if let Some(tree) = self.repository.cached_tree(id)? {
             return Ok(tree);
@@ -61,7 +63,7 @@ impl<'a> TreeReader<'a> {
         Tree::parse(id, &json)
     }
 
-    /// Reads an encrypted tree. If the whole pack cannot be read, reads only the tree: it may be in the sound part of a
+    /// Reads an encrypted tree. If the pack is damaged, reads only the tree's range: it may be in the sound part of a
     /// truncated pack.
     async fn read_sealed(&mut self, location: BlobLocation) -> Result<Bytes, FilesError> {
         let pack = match self.read_pack(location).await {

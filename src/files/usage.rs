@@ -19,7 +19,7 @@ pub struct StoreUsage {
     pub total_bytes: u64,
 }
 
-/// Lists the objects of the repository below `root`. The key is not needed.
+/// Adds up the objects of the repository below `root`. The repository's key is not needed.
 ///
 /// # Errors
 /// If the store fails.
@@ -34,10 +34,10 @@ pub async fn measure(bucket: &Bucket, root: &Path) -> Result<StoreUsage, FilesEr
                 usage.pack_bytes += object.size;
             }
             Some("snapshots") => {
-                let at = Timestamp::from_second(object.last_modified.timestamp()).ok();
+                let uploaded_at = Timestamp::from_second(object.last_modified.timestamp()).ok();
                 usage.snapshots += 1;
-                usage.oldest_snapshot = usage.oldest_snapshot.into_iter().chain(at).min();
-                usage.newest_snapshot = usage.newest_snapshot.into_iter().chain(at).max();
+                usage.oldest_snapshot = usage.oldest_snapshot.into_iter().chain(uploaded_at).min();
+                usage.newest_snapshot = usage.newest_snapshot.into_iter().chain(uploaded_at).max();
             }
             _ => {}
         }

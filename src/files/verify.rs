@@ -1,7 +1,7 @@
 //! Checks the content of packs against the index. Packs that are marked for deletion are skipped.
 //!
-//! A blob that is damaged in one pack is not lost if another pack has it. [`crate::affected`] names the files of lost
-//! blobs, and a save writes these blobs again if the machine still has the content.
+//! A blob that is damaged in one pack is not lost if another pack has a sound copy. [`crate::affected`] names the files
+//! of lost blobs, and a save writes these blobs again if the machine still has the content.
 
 use std::collections::{HashMap, HashSet};
 
@@ -16,8 +16,8 @@ use crate::repository::Repository;
 
 const MAX_CONCURRENT_READS: usize = 2;
 
-/// The packs whose ids begin with a 16-bit number that is `index` modulo `count`. Runs with each `index` below `count`
-/// verify all packs.
+/// A share of the packs: those for which the first 16 bits of the id, modulo `count`, are `index`. The shares with all
+/// values of `index` below `count` contain every pack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackShare {
     pub index: u16,
@@ -40,7 +40,7 @@ pub struct VerifyReport {
     pub bytes: u64,
     /// Packs with damaged blobs of which no other pack has a sound copy.
     pub damaged: Vec<DamagedPack>,
-    /// Damaged packs whose damaged blobs all have sound copies in other packs.
+    /// Damaged packs whose damaged blobs, if any, all have sound copies in other packs.
     pub replaced: Vec<DamagedPack>,
 }
 
@@ -52,10 +52,12 @@ pub struct DamagedPack {
     pub blobs: Vec<Id>,
 }
 
-/// Reads the index, and the latest snapshot, from a repository that was opened without a cache.
+/// Checks that the index and the latest snapshot can be read. The repository must have been opened without a cache,
+/// which would hide damage.
 ///
 /// # Errors
-/// If the store fails; [`FilesError::Corrupt`] if an object is damaged.
+/// If the store fails or lacks the snapshot; [`FilesError::Corrupt`] if an object is damaged;
+/// [`FilesError::IndexChanging`] if the index changed during every attempt to read it.
 pub async fn verify_index(repository: &Repository, latest: Option<Id>) -> Result<(), FilesError> {
     if let Some(latest) = latest {
         repository.read_snapshot(latest).await?;
@@ -66,7 +68,8 @@ pub async fn verify_index(repository: &Repository, latest: Option<Id>) -> Result
 /// Verifies a share of the packs, and reports the damaged ones.
 ///
 /// # Errors
-/// If the store fails, or an index file is damaged. A missing pack is not an error, but counts as damaged.
+/// If the store fails, or if the index is damaged or changed during every attempt to read it. A missing pack is not an
+/// error, but counts as damaged.
 pub async fn verify(repository: &Repository, share: PackShare) -> Result<VerifyReport, FilesError> {
     let index = repository.load_index().await?;
     let packs: Vec<IndexedPack> = index
@@ -125,15 +128,15 @@ impl Copies {
         Self(copies)
     }
 
-    /// Whether a pack other than `damaged` has a sound copy of the blob.
+    /// Whether a pack other than `damaged_pack` has a sound copy of the blob.
     async fn has_sound_copy(
         &self,
         repository: &Repository,
-        damaged: Id,
+        damaged_pack: Id,
         blob: &PackedBlob,
     ) -> Result<bool, FilesError> {
         let copies = self.0.get(&(blob.blob_type, blob.id)).into_iter().flatten();
-        for (pack, copy) in copies.filter(|(pack, _)| *pack != damaged) {
+        for (pack, copy) in copies.filter(|(pack, _)| *pack != damaged_pack) {
             let range = u64::from(copy.offset)..u64::from(copy.offset) + u64::from(copy.length);
             let read = match repository.read_pack(*pack, range).await {
                 Ok(sealed) => repository.open_blob(copy, &sealed).map(drop),

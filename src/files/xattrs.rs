@@ -1,4 +1,4 @@
-//! Extended attributes of files and directories: those of users (`user.`) and access control lists.
+//! Extended attributes of files and directories: user attributes (`user.`) and access control lists.
 
 use std::ffi::CString;
 use std::io;

@@ -58,12 +58,12 @@ impl BodyLimits {
                 }
             }
         };
-        // A slower client does not receive the response.
+        // A client that is still sending when a limit is reached may not receive the response.
         let _ = tokio::time::timeout(self.drain_timeout, draining).await;
     }
 }
 
-/// Returns whether a request declares a body of more than `max_bytes`. A body without a declared length is limited
+/// Returns whether a request's Content-Length is more than `max_bytes`. A body without a declared length is limited
 /// while it is read.
 pub fn declares_more_than(headers: &HeaderMap, max_bytes: usize) -> bool {
     let length = headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok());

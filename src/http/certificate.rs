@@ -1,5 +1,5 @@
-//! A server certificate that can be replaced without a restart, and the responses to its TLS-ALPN-01 challenges (RFC
-//! 8737).
+//! A server certificate that can be replaced without a restart, and the responses to the certificate authority's
+//! TLS-ALPN-01 challenges (RFC 8737).
 
 use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -54,10 +54,10 @@ pub struct Chain {
 }
 
 impl Chain {
-    /// Parses a PEM chain. Does not check its key, names or validity.
+    /// Parses a PEM chain. Does not check its key, names or validity period.
     ///
     /// # Errors
-    /// See [`ChainError`].
+    /// `TooLarge`, `NoCertificate` or `Unreadable`.
     pub fn from_pem(pem: &[u8]) -> Result<Self, ChainError> {
         if pem.len() > MAX_CHAIN_BYTES {
             return Err(ChainError::TooLarge);
@@ -85,7 +85,7 @@ impl Chain {
     /// Checks that a server with this key may present the chain for this name now.
     ///
     /// # Errors
-    /// A [`ChainError`] about the key, the name or the validity period.
+    /// `WrongKey`, `WrongName`, `Expired` or `NotYetValid`.
     pub fn check(&self, pin: SpkiPin, name: &str, now: Timestamp) -> Result<(), ChainError> {
         self.check_key(pin)?;
         if !self.is_valid_for(name) {
@@ -115,18 +115,18 @@ impl Chain {
         ParsedCertificate::try_from(leaf).is_ok_and(|leaf| verify_server_name(&leaf, &name).is_ok())
     }
 
-    /// Checks that a client with these roots accepts the chain for this name now.
+    /// Checks that a client with the verifier's roots accepts the chain for this name now.
     ///
     /// # Errors
-    /// The reason the client rejects it.
+    /// A message with the reason for which the client would reject the chain.
     pub fn verify(&self, verifier: &ChainVerifier, name: &str) -> Result<(), String> {
         let server = ServerName::try_from(name).map_err(|error| error.to_string())?;
         verifier.verify(&self.certificates, &server).map_err(|error| error.to_string())
     }
 }
 
-/// The certificate that a server presents, and the response to a validation in progress. The certificate's key never
-/// changes.
+/// The certificate that a server presents, and the response to a challenge, if one is in progress. The certificate's
+/// key never changes.
 pub struct CertificateResolver {
     key: Arc<dyn SigningKey>,
     current: RwLock<Arc<CertifiedKey>>,
@@ -139,6 +139,8 @@ struct Challenge {
 }
 
 impl CertificateResolver {
+    /// Creates a resolver that presents the identity's certificate.
+    ///
     /// # Errors
     /// If the certificate or the key cannot be parsed, or they do not match.
     pub fn new(identity: &Identity) -> anyhow::Result<Arc<Self>> {
@@ -159,7 +161,8 @@ impl CertificateResolver {
         *self.current.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(certified);
     }
 
-    /// Responds to challenges for this name until the guard is dropped.
+    /// Responds to challenges for this name until the guard is dropped. A later call replaces the response of an
+    /// earlier one.
     ///
     /// # Errors
     /// If the certificate cannot be created.
@@ -179,10 +182,10 @@ impl CertificateResolver {
         Ok(ChallengeGuard(Arc::clone(self)))
     }
 
-    /// Returns a server configuration for HTTP/1.1 and validations.
+    /// Returns a server configuration for HTTP/1.1 and challenges.
     ///
     /// # Errors
-    /// If the crypto provider does not support TLS.
+    /// If the crypto provider does not support the default TLS versions.
     pub fn server_config(self: &Arc<Self>) -> anyhow::Result<ServerConfig> {
         let mut config = ServerConfig::builder_with_provider(provider())
             .with_safe_default_protocol_versions()?
@@ -193,7 +196,7 @@ impl CertificateResolver {
     }
 }
 
-/// Stops the responses to a validation when dropped.
+/// Stops the responses to challenges when dropped.
 pub struct ChallengeGuard(Arc<CertificateResolver>);
 
 impl Drop for ChallengeGuard {
@@ -215,7 +218,7 @@ impl ResolvesServerCert for CertificateResolver {
         if !is_challenge {
             return Some(Arc::clone(&self.current.read().unwrap_or_else(PoisonError::into_inner)));
         }
-        // If no validation is in progress, the handshake fails.
+        // The handshake fails if no challenge is in progress, or if it is for a different name.
         let challenge = self.challenge.read().unwrap_or_else(PoisonError::into_inner);
         let challenge = challenge.as_ref()?;
         let matches_name = hello.server_name().is_some_and(|name| name.eq_ignore_ascii_case(&challenge.name));

@@ -1,5 +1,5 @@
-//! Builds all HTTP clients. They have timeouts and use our resolver and rustls with ring; they follow no redirects and
-//! ignore proxy settings in the environment.
+//! Builds all reqwest clients. They have timeouts and use our resolver and rustls with ring; they follow no redirects
+//! and ignore proxy settings in the environment.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
@@ -13,9 +13,10 @@ use super::{resolve, tls};
 #[derive(Debug, Clone, Copy)]
 pub struct Deadlines {
     pub connect: Duration,
-    /// Timeout until the last byte of the body; `None` for downloads, which only `idle` limits.
+    /// Timeout from the start of the call until the last byte of the response; `None` for downloads, which only
+    /// `connect` and `idle` limit.
     pub total: Option<Duration>,
-    /// Maximum time without a byte while a response is being read.
+    /// Maximum time without a byte while waiting for a response or reading it.
     pub idle: Duration,
 }
 
@@ -32,7 +33,7 @@ impl Deadlines {
 /// Builds a client that trusts the public root certificates and those in `SSL_CERT_FILE`, if set.
 ///
 /// # Errors
-/// If the extra root certificates cannot be read.
+/// If the extra root certificates cannot be read, or reqwest rejects the configuration.
 pub fn build(deadlines: Deadlines) -> anyhow::Result<reqwest::Client> {
     build_with_tls(deadlines, tls::client_config()?)
 }
@@ -62,7 +63,7 @@ pub fn build_for_address(
 /// Builds a client that sends all requests to a Unix socket, regardless of their host.
 ///
 /// # Errors
-/// If the extra root certificates cannot be read.
+/// If the extra root certificates cannot be read, or reqwest rejects the configuration.
 pub fn build_for_socket(deadlines: Deadlines, socket: &Path) -> anyhow::Result<reqwest::Client> {
     Ok(builder(deadlines, tls::client_config()?).unix_socket(socket).build()?)
 }

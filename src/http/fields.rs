@@ -11,14 +11,14 @@ use super::openapi::MAX_SAFE_INTEGER;
 use super::problem::{FieldError, Problem};
 use svc_base::untrusted_text;
 
-/// The fields that the caller has not yet parsed, and the errors so far.
+/// The fields of a request or of an object in it: those that the caller has not parsed yet, and the errors so far.
 pub struct Fields {
     remaining: Map<String, Value>,
     /// The prefix of error pointers: `/` or `/outer/` in a body (RFC 6901), `?` in a query.
     prefix: String,
     errors: Vec<FieldError>,
-    /// All names that the caller has parsed or tried to parse.
-    known: Vec<String>,
+    /// The names of all fields that the request takes: those that the caller has parsed or tried to parse.
+    expected_names: Vec<String>,
     unknown_fields: UnknownFields,
 }
 
@@ -36,7 +36,7 @@ impl Fields {
     }
 
     fn new(remaining: Map<String, Value>, prefix: String, unknown_fields: UnknownFields) -> Self {
-        Self { remaining, prefix, errors: Vec::new(), known: Vec::new(), unknown_fields }
+        Self { remaining, prefix, errors: Vec::new(), expected_names: Vec::new(), unknown_fields }
     }
 
     /// Ignores unknown fields, here and in nested objects; for bodies from programs that may be newer.
@@ -74,7 +74,7 @@ impl Fields {
 
     /// Takes the value, unless it is absent or null.
     fn take_value(&mut self, name: &str) -> Option<Value> {
-        self.known.push(name.to_owned());
+        self.expected_names.push(name.to_owned());
         self.remaining.shift_remove(name).filter(|value| !value.is_null())
     }
 
@@ -109,7 +109,7 @@ impl Fields {
         self.parse_text(name, &value)
     }
 
-    /// Parses a whole number in a query; `default` if it is absent or invalid.
+    /// Parses a whole number in a query. Returns `default` if it is absent, or if it is invalid and an error was added.
     pub fn number_in_range(&mut self, name: &str, range: RangeInclusive<usize>, default: usize) -> usize {
         let Some(value) = self.take_value(name) else { return default };
         let number = value.as_str().and_then(|text| text.parse().ok()).filter(|n| range.contains(n));
@@ -161,7 +161,7 @@ impl Fields {
         self.check_length(name, text, max_chars)
     }
 
-    /// Parses text from a host: it is truncated and made printable instead of being rejected.
+    /// Parses text from a host. Text that is too long or not printable is truncated or made printable, not rejected.
     pub fn host_text(&mut self, name: &str) -> Option<String> {
         let value = self.take_value(name)?;
         self.truncate_text(name, &value)
@@ -234,6 +234,7 @@ impl Fields {
         self.remaining.get(name).is_some_and(|value| !value.is_null())
     }
 
+    /// Parses an optional array of strings; empty if it is absent or invalid.
     pub fn strings(&mut self, name: &str, max_items: usize) -> Vec<String> {
         let Some(value) = self.take_value(name) else { return Vec::new() };
         let texts = value.as_array().filter(|items| items.len() <= max_items).and_then(|items| {
@@ -246,12 +247,13 @@ impl Fields {
         texts.unwrap_or_default()
     }
 
-    /// Returns the fields of a nested object; the caller must pass them to [`Self::close`].
+    /// Returns the fields of a required nested object; the caller must pass them to [`Self::close`].
     pub fn nested(&mut self, name: &str) -> Option<Self> {
         let value = self.required_value(name)?;
         self.parse_nested(name, value)
     }
 
+    /// Like [`Self::nested`], for an optional object.
     pub fn optional_nested(&mut self, name: &str) -> Option<Self> {
         let value = self.take_value(name)?;
         self.parse_nested(name, value)
@@ -266,7 +268,8 @@ impl Fields {
         Some(Self::new(remaining, prefix, self.unknown_fields))
     }
 
-    /// Returns the objects in an array; the caller must pass each to [`Self::close`].
+    /// Returns the objects in a required array, whose length must be in `range`; the caller must pass each object to
+    /// [`Self::close`].
     pub fn nested_array(&mut self, name: &str, range: RangeInclusive<usize>) -> Option<Vec<Self>> {
         let value = self.required_value(name)?;
         let Value::Array(items) = value else {
@@ -293,7 +296,7 @@ impl Fields {
         self.add_error(name, format!("must be an array of {} to {} objects", range.start(), range.end()));
     }
 
-    /// Adds the errors from a nested object.
+    /// Adds the errors from a nested object, including those for its unknown fields.
     pub fn close(&mut self, nested: Self) {
         self.errors.extend(nested.all_errors());
     }
@@ -303,9 +306,9 @@ impl Fields {
             return self.errors;
         }
         let unknown: Vec<String> = self.remaining.keys().cloned().collect();
-        let detail = match self.known.join(", ") {
-            known if known.is_empty() => "is not a field of this request, which has none".to_owned(),
-            known => format!("is not a field of this request; it takes {known}"),
+        let detail = match self.expected_names.join(", ") {
+            names if names.is_empty() => "is not a field of this request, which has none".to_owned(),
+            names => format!("is not a field of this request; it takes {names}"),
         };
         for name in unknown {
             self.add_error(&name, &detail);

@@ -1,7 +1,8 @@
 //! Separate timeouts for a request head and for an idle connection.
 //!
 //! hyper has one timer for both, which starts when hyper begins to wait for a head. Here, the first byte of a head
-//! shortens the deadline: [`HeadStream`] records when that byte is read, and [`HeadTimer`]'s sleeps check this time.
+//! shortens the deadline: [`HeadStream`] records when that byte is read, and the sleeps that [`HeadTimer`] creates then
+//! end `head_timeout` after it, if that is earlier than the idle deadline.
 
 use std::io;
 use std::pin::Pin;
@@ -104,8 +105,8 @@ pub struct HeadTimer {
 
 impl HeadTimer {
     fn start_sleep(&self, idle_deadline: Instant) -> HeadSleep {
-        // Bytes read so far belong to earlier requests. If a client pipelines, the start of this head may be among
-        // them; its timeout then starts at the next read.
+        // Bytes read so far belong to earlier requests, except that a pipelining client may already have sent the
+        // start of this head; its timeout then starts at the next read.
         self.first_byte.reset();
         let sleep = Box::pin(tokio::time::sleep_until(idle_deadline));
         HeadSleep {

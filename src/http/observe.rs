@@ -21,11 +21,11 @@ use svc_base::metrics::{HTTP_DURATION, HTTP_REQUESTS, intern_label};
 pub enum Listener {
     /// The platform's control API.
     Api,
-    /// The public hosts.
+    /// The platform's public hosts.
     Router,
-    /// A host's public port.
+    /// The public port of a machine's gateway.
     Gateway,
-    /// A host's Unix socket.
+    /// A Unix socket on a machine.
     Socket,
 }
 
@@ -46,7 +46,8 @@ pub async fn layer(State(listener): State<Listener>, request: Request, next: Nex
     observe(listener, request, |request| next.run(request)).await
 }
 
-/// Uses the inbound request id if it is well formed, or generates one; adds it to the request, span and response.
+/// Responds to a request within a log span, then logs and counts the request. Uses the inbound request id if it is well
+/// formed, or generates one, and adds it to the request, the span and the response.
 pub async fn observe<F: Future<Output = Response>>(
     listener: Listener,
     mut request: Request,

@@ -32,10 +32,12 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 const FORWARD_TIMEOUT: Duration = Duration::from_secs(8);
 /// Maximum number of bytes in each direction: a handshake with one small certificate.
 const MAX_FORWARDED_BYTES: u64 = 64 << 10;
+/// Maximum number of validations that are forwarded at the same time.
 const MAX_FORWARDED_CONNECTIONS: usize = 256;
 /// Keeps a machine that leaves its connections open from using up [`MAX_FORWARDED_CONNECTIONS`]. A few connections
 /// suffice, because a CA validates from only a few networks.
 const MAX_CONNECTIONS_PER_NAME: usize = 16;
+/// How long a validation waits while [`MAX_FORWARDED_CONNECTIONS`] are open.
 const PERMIT_TIMEOUT: Duration = Duration::from_secs(3);
 /// Burst per name and client network, so that other networks cannot use up the CA's allowance. A CA repeats the
 /// validation for each of the machine's attempts.
@@ -54,27 +56,28 @@ type FindMachine = dyn Fn(&str) -> Option<SocketAddr> + Send + Sync;
 
 /// The validations that a listener passes through.
 pub struct Passthrough {
-    find: Box<FindMachine>,
+    find_machine: Box<FindMachine>,
     connections: Semaphore,
     counts_by_name: Mutex<HashMap<String, usize>>,
     rate: RateLimit<(IpAddr, String)>,
 }
 
 impl Passthrough {
-    /// `find` receives names in lower case, and returns only live machines.
-    pub fn new(find: impl Fn(&str) -> Option<SocketAddr> + Send + Sync + 'static) -> Self {
+    /// `find_machine` receives names in lower case, and returns only live machines.
+    pub fn new(find_machine: impl Fn(&str) -> Option<SocketAddr> + Send + Sync + 'static) -> Self {
         Self {
-            find: Box::new(find),
+            find_machine: Box::new(find_machine),
             connections: Semaphore::new(MAX_FORWARDED_CONNECTIONS),
             counts_by_name: Mutex::default(),
             rate: RateLimit::every(VALIDATION_INTERVAL, VALIDATION_BURST),
         }
     }
 
-    /// Checks whether the connection's ClientHello starts a validation. Does not consume the ClientHello.
+    /// Returns the validation that the connection's ClientHello starts; `None` if it starts none, or if no machine has
+    /// its server name. Does not consume the ClientHello.
     pub async fn find_validation(&self, stream: &TcpStream) -> Option<Validation> {
         let name = parse_validated_name(&peek_hello(stream).await?)?;
-        let machine = (self.find)(&name)?;
+        let machine = (self.find_machine)(&name)?;
         Some(Validation { name, machine })
     }
 
@@ -84,7 +87,7 @@ impl Passthrough {
         let Ok(peer) = client.peer_addr() else { return };
         // Anyone can cause these rejections, so they are not logged as warnings.
         if self.rate.check(&(address_limit::client_network(peer.ip()), name.clone())).is_err() {
-            tracing::debug!(%name, %peer, "validation refused: too many validations for this machine");
+            tracing::debug!(%name, %peer, "validation refused: too many validations for this machine from this network");
             return;
         }
         let Some(_name_permit) = NamePermit::acquire(&self.counts_by_name, &name) else {
@@ -163,14 +166,14 @@ impl Drop for NamePermit<'_> {
     }
 }
 
-/// Peeks at the first record; `None` if it is not a validation's ClientHello.
+/// Peeks at the first TLS record, and returns it if it is complete in time and may be a validation's ClientHello.
 async fn peek_hello(stream: &TcpStream) -> Option<Vec<u8>> {
     // No buffer is allocated for a client that sends nothing.
     stream.readable().await.ok()?;
     let mut hello = vec![0; MAX_HELLO_BYTES];
-    let (mut seen, mut interval) = (0, MIN_PEEK_INTERVAL);
-    let started = Instant::now();
-    while started.elapsed() < PEEK_TIMEOUT {
+    let (mut last_peeked, mut interval) = (0, MIN_PEEK_INTERVAL);
+    let started_at = Instant::now();
+    while started_at.elapsed() < PEEK_TIMEOUT {
         let peeked = stream.peek(&mut hello).await.ok()?;
         // A peek returns 0 bytes if the client has closed its side, so no more data can follow.
         if peeked == 0 || *hello.first()? != HANDSHAKE_RECORD {
@@ -179,18 +182,20 @@ async fn peek_hello(stream: &TcpStream) -> Option<Vec<u8>> {
         if let Some(header) = hello.get(..peeked.min(RECORD_HEADER_BYTES))
             && let [_, _, _, high, low] = header
         {
-            let whole = RECORD_HEADER_BYTES + usize::from(u16::from_be_bytes([*high, *low]));
-            if whole > MAX_HELLO_BYTES {
+            let record_bytes = RECORD_HEADER_BYTES + usize::from(u16::from_be_bytes([*high, *low]));
+            if record_bytes > MAX_HELLO_BYTES {
                 return None;
             }
-            if peeked >= whole {
-                hello.truncate(whole);
-                let is_challenge = hello.windows(ACME_ALPN.len()).any(|window| window == ACME_ALPN);
-                return is_challenge.then_some(hello);
+            if peeked >= record_bytes {
+                hello.truncate(record_bytes);
+                // A cheap check, so that an ordinary ClientHello is not parsed twice.
+                let may_be_challenge = hello.windows(ACME_ALPN.len()).any(|window| window == ACME_ALPN);
+                return may_be_challenge.then_some(hello);
             }
         }
-        interval = if peeked > seen { MIN_PEEK_INTERVAL } else { (interval * 2).min(MAX_PEEK_INTERVAL) };
-        seen = peeked;
+        interval =
+            if peeked > last_peeked { MIN_PEEK_INTERVAL } else { (interval * 2).min(MAX_PEEK_INTERVAL) };
+        last_peeked = peeked;
         tokio::time::sleep(interval).await;
     }
     None

@@ -38,7 +38,7 @@ codes! {
         "Check `PLATFORM_SECRET`, or whether the operator's token has expired; a browser or program must \
          sign in again."
     Forbidden FORBIDDEN "forbidden" "Permission denied"
-        "Use a credential that has the permission; `missingScopes` lists the scopes that the operator lacks."
+        "Use a credential that has the permission; an operator needs one of the scopes in `missingScopes`."
     RegistrationRejected UNAUTHORIZED "registration_rejected" "Registration rejected"
         "A host's token has expired, was used before, or belongs to another machine: check `svcctl status \
          MACHINE`, then recover or provision again."
@@ -81,8 +81,8 @@ codes! {
     ServerLimitReached CONFLICT "server_limit_reached" "The provider's project has no room for another server"
         "Raise the project's limit at the provider, and `PROVIDER_SERVER_LIMIT`; or delete unused servers. Nothing was \
          created."
-    ConfirmationRequired PRECONDITION_REQUIRED "confirmation_required" "A new customer must be confirmed"
-        "Send `confirmedMonthlyCost` and `confirmedOptIn`; `svcctl provision` asks for both."
+    ConfirmationRequired PRECONDITION_REQUIRED "confirmation_required" "A confirmation is missing"
+        "Send the fields that `missing` lists; `svcctl provision` asks for them."
     PriceChanged CONFLICT "price_changed" "The monthly cost differs from the confirmed one"
         "`monthlyCost` is the current cost: confirm it, then send the request again. Nothing was created."
     Conflict CONFLICT "conflict" "Conflict with the stored state"
@@ -108,14 +108,15 @@ codes! {
     UpstreamUnavailable BAD_GATEWAY "upstream_unavailable" "The machine did not respond"
         "The machine is running but does not respond: check its own logs, then recover."
     Disabled SERVICE_UNAVAILABLE "disabled" "Feature disabled"
-        "Set `CUSTOMER_VPS_ENABLED=true`; without it, only provisioning is disabled."
+        "For provisioning, set `CUSTOMER_VPS_ENABLED=true`. A host that requests storage credentials needs none, because \
+         the store does not use any."
     StoreUnavailable SERVICE_UNAVAILABLE "store_unavailable" "Object store unavailable"
         "Retry when it is available again; nothing was changed."
     DatabaseUnavailable SERVICE_UNAVAILABLE "database_unavailable" "Database unavailable"
         "Retry when it is available again; the change that `detail` describes may have been made."
     Unavailable SERVICE_UNAVAILABLE "unavailable" "Service unavailable"
-        "From the router: the user has no running machine; see `svcctl list --user`. From other services: the \
-         service is overloaded or starting; retry after the time in `Retry-After`."
+        "`detail` has the reason. If the user has no running machine, see `svcctl list --user IDP_USER_ID`; otherwise, \
+         retry after the time in `Retry-After`."
     StorageQuotaReached INSUFFICIENT_STORAGE "storage_quota_reached" "The app's storage quota is reached"
         "Delete rows, or have the owner raise `storage` in `system/config.json`."
     DeadlineExceeded GATEWAY_TIMEOUT "deadline_exceeded" "Deadline exceeded"
@@ -172,12 +173,14 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// Creates a problem. The caller reads `detail`, so it must say what to do and must not contain internal details.
+    /// Creates a problem. `detail` is sent to the client, so it must say what to do and must not contain internal
+    /// details.
     pub fn new(code: Code, detail: impl Into<String>) -> Self {
         Self { code, detail: detail.into(), members: Map::new(), retry_after_seconds: None }
     }
 
-    /// Lists the first `MAX_ERRORS` errors, so that a response is never many times the size of its request.
+    /// Creates an `invalid_request` problem. It lists only the first `MAX_ERRORS` errors, each shortened, so that a
+    /// response is never many times the size of its request.
     pub fn invalid(errors: &[FieldError]) -> Self {
         let shown: Vec<_> = errors.iter().take(MAX_ERRORS).map(FieldError::shortened).collect();
         let mut detail: Vec<_> = shown.iter().map(|e| format!("{}: {}", e.pointer, e.detail)).collect();

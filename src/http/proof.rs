@@ -18,7 +18,7 @@ pub const HEADER: &str = "x-svc-proof";
 pub const ISSUER: &str = "svc-platform";
 /// Maximum lifetime of a proof.
 pub const MAX_LIFETIME_SECONDS: i64 = 60;
-/// Tolerated skew in the host's clock.
+/// Tolerated difference between the clocks of the platform and the host.
 pub const LEEWAY_SECONDS: i64 = 30;
 
 /// The route through which the platform forwarded a request.
@@ -44,7 +44,8 @@ pub struct Claims {
     /// The app's slug; present only for the route `app`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub app: Option<String>,
-    /// The request's method, present only for the route `internal`, as are `path` and `jti`. `jti` is a single-use id.
+    /// The request's method. Like `path` and `jti`, it is present only for the route `internal`. `jti` is an id that a
+    /// host accepts only once.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub method: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -71,6 +72,7 @@ pub struct ProofKeys {
 /// The reason a proof is rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ProofError {
+    /// Also for a different algorithm or issuer, and for a lifetime above [`MAX_LIFETIME_SECONDS`].
     #[error("the proof is malformed")]
     Malformed,
     #[error("the proof's key is unknown")]
@@ -158,7 +160,8 @@ impl ProofKeys {
         B64.decode(body).map_err(|_| ProofError::Malformed)
     }
 
-    /// Verifies a proof for `machine` at `now`.
+    /// Verifies a proof for `machine` at `now`. For the route `internal`, the caller must also compare the proof's
+    /// method and path with the request's, and accept each `jti` only once.
     ///
     /// # Errors
     /// See [`ProofError`].

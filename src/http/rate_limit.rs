@@ -19,7 +19,7 @@ pub struct RateLimit<K: Hash + Eq + Clone> {
 }
 
 impl<K: Hash + Eq + Clone> RateLimit<K> {
-    /// Creates a limit. A `per_second` of 0 means no limit.
+    /// Creates a limit with a burst of `burst_seconds` times the rate. A `per_second` of 0 means no limit.
     pub fn new(per_second: u32, burst_seconds: u32) -> Self {
         let quota = NonZeroU32::new(per_second).map(|rate| {
             let burst = per_second.saturating_mul(burst_seconds);
@@ -42,8 +42,11 @@ impl<K: Hash + Eq + Clone> RateLimit<K> {
         Self { buckets: quota.map(RateLimiter::keyed), checks: AtomicU32::new(0) }
     }
 
+    /// Counts a request with this key.
+    ///
     /// # Errors
-    /// If the rate is exceeded: the time after which a request with this key will be admitted.
+    /// If the rate is exceeded: the time after which a request with this key will be admitted. The request is not
+    /// counted.
     pub fn check(&self, key: &K) -> Result<(), Duration> {
         let Some(buckets) = &self.buckets else { return Ok(()) };
         if self.checks.fetch_add(1, Ordering::Relaxed) % SWEEP_INTERVAL == SWEEP_INTERVAL - 1 {

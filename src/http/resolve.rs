@@ -17,10 +17,11 @@ pub struct ResolveError {
     why: String,
 }
 
-/// Resolves a host name or address literal; `localhost` is resolved without DNS.
+/// Resolves a host name or address literal; `localhost` is 127.0.0.1, without DNS.
 ///
 /// # Errors
-/// [`ResolveError`] if the lookup fails, takes longer than 5 s, or finds no address.
+/// [`ResolveError`] if the system's resolver configuration cannot be read, or if the lookup fails, takes longer than
+/// 5 s, or finds no address.
 pub async fn lookup_addresses(name: &str) -> Result<Vec<IpAddr>, ResolveError> {
     let fail = |why: String| ResolveError { name: name.to_owned(), why };
     if let Ok(ip) = name.trim_start_matches('[').trim_end_matches(']').parse() {

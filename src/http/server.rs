@@ -33,7 +33,7 @@ use super::shards::Shards;
 #[derive(Debug, Clone)]
 pub struct ListenerLimits {
     pub max_connections: usize,
-    /// Maximum per IPv4 address or IPv6 /64. Clients on this machine have no limit.
+    /// Maximum per IPv4 address or IPv6 /64. Loopback addresses have no limit.
     pub max_connections_per_address: usize,
     /// Load balancers, which are exempt from the per-address limit.
     pub trusted_proxies: Networks,
@@ -64,8 +64,8 @@ impl Default for ListenerLimits {
     }
 }
 
-/// Returns a limit that bounds the memory for unfinished heads to an eighth of the machine's memory, but always allows
-/// 512 connections. `tests/unfinished_heads.rs` measures the memory per connection.
+/// Returns a limit that bounds the memory for unfinished heads to an eighth of the machine's memory. It is at least 512
+/// and at most 16,384 connections. `tests/unfinished_heads.rs` measures the memory per connection.
 fn max_connections() -> usize {
     const BYTES_PER_CONNECTION: u64 = 128 * 1024;
     let memory = nix::sys::sysinfo::sysinfo().map_or(0, |info| info.ram_total());
@@ -84,7 +84,7 @@ impl Respond for Router {
     }
 }
 
-/// Serves until `stop` is cancelled, then drains the requests in flight.
+/// Serves until `stop` is cancelled, then waits up to the drain timeout for the requests in flight.
 ///
 /// Each request has the extensions `ConnectInfo<SocketAddr>` and [`Scheme`].
 pub async fn serve(
@@ -109,10 +109,10 @@ pub async fn serve_on(
     accept(listener, tls, responder, limits, stop, Some(threads)).await;
 }
 
-/// The threads of the router's public listener, and the connections that it passes through.
+/// The threads of the router's public listener, and the ACME validations that it passes through.
 pub struct RouterThreads {
     pub shards: Shards,
-    /// Only TLS connections are passed through.
+    /// Used only if the listener has TLS.
     pub passthrough: Option<Arc<Passthrough>>,
 }
 
@@ -143,7 +143,7 @@ async fn accept(
             accepted = listener.accept() => match accepted {
                 Ok(accepted) => accepted,
                 Err(error) => {
-                    // There are usually too many open files: wait for connections to close.
+                    // The usual cause is too many open files: wait for connections to close.
                     tracing::warn!(%error, "cannot accept a connection; retrying");
                     tokio::time::sleep(Duration::from_millis(50)).await;
                     continue;
@@ -226,7 +226,7 @@ impl Scheme {
     }
 }
 
-/// A connection's properties, which each of its requests gets as extensions.
+/// A connection's properties, which are added to each of its requests as extensions.
 #[derive(Debug, Clone, Copy)]
 struct ConnectionExtensions {
     peer: SocketAddr,

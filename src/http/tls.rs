@@ -66,7 +66,7 @@ pub(crate) fn provider() -> Arc<CryptoProvider> {
 /// Loads the public root certificates, and those in the PEM file `SSL_CERT_FILE`.
 ///
 /// # Errors
-/// If that file cannot be read.
+/// If that file cannot be read or is not valid PEM.
 pub fn load_roots() -> anyhow::Result<RootCertStore> {
     load_roots_with(vars::SSL_CERT_FILE.from_process().map(PathBuf::from))
 }
@@ -103,7 +103,7 @@ impl ChainVerifier {
     /// Trusts the public roots and those in `file`, which is `SSL_CERT_FILE`.
     ///
     /// # Errors
-    /// If the file cannot be read.
+    /// If the file cannot be read or is not valid PEM.
     pub fn new(file: Option<PathBuf>) -> anyhow::Result<Self> {
         let roots = Arc::new(load_roots_with(file)?);
         Ok(Self(WebPkiServerVerifier::builder_with_provider(roots, provider()).build()?))
@@ -124,7 +124,7 @@ impl ChainVerifier {
 #[derive(Debug, Clone)]
 pub enum ChainCheck {
     PinOnly,
-    /// Checks the chain starting at `from`; until then, the pin is enough.
+    /// From the time `from`, also checks the chain; until then, the pin is enough.
     PinAndChain {
         verifier: ChainVerifier,
         from: UnixTime,
@@ -228,7 +228,7 @@ impl Identity {
     }
 
     /// # Errors
-    /// If the PEM contains no certificate.
+    /// If the PEM contains no certificate, or an invalid one.
     pub fn pin(&self) -> anyhow::Result<SpkiPin> {
         let cert = CertificateDer::from_pem_slice(self.cert_pem.as_bytes())
             .context("cannot read the certificate")?;

@@ -67,13 +67,13 @@ impl UsageQuery {
 
     /// Returns the parameters in the format that [`Self::read`] parses.
     pub fn pairs(&self) -> Vec<(&'static str, String)> {
-        let named = [
+        let optional_pairs = [
             ("userId", self.user_id.clone()),
             ("startDate", self.start.map(|day| day.to_string())),
             ("endDate", self.end.map(|day| day.to_string())),
             ("groupBy", Some(self.group_by.as_str().to_owned())),
         ];
-        named.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
+        optional_pairs.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
     }
 }
 

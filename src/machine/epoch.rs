@@ -1,4 +1,5 @@
-//! A machine's epoch: one higher than that of any earlier machine in its slot. It fences replaced machines.
+//! A machine's epoch: a number that is higher than that of every earlier machine in its slot. It fences replaced
+//! machines.
 
 use std::fmt;
 use std::str::FromStr;
@@ -14,7 +15,7 @@ pub struct Epoch(pub u32);
 pub const MAX_EPOCH: Epoch = Epoch(i32::MAX.unsigned_abs() - 1);
 
 /// How far the store may be ahead of the platform's database, which may have been restored from an older copy. A higher
-/// epoch cannot belong to a real machine.
+/// epoch is not plausible: no slot has so many machines after the copy was made.
 const MAX_EPOCHS_AHEAD: u32 = 1000;
 
 impl Epoch {

@@ -74,7 +74,7 @@ pub enum Event {
     BootFailureReported,
     /// The token expired before the host registered.
     RegistrationExpired,
-    /// The server was not created, and the retries are exhausted.
+    /// The server was not created: the error is permanent, or the retries are exhausted.
     CreationFailed {
         why: CreationFailure,
     },
@@ -82,7 +82,7 @@ pub enum Event {
     ServerGone,
     /// The provider once again has the server of a machine that failed because its server was missing.
     ServerFound,
-    /// An operator requests that the slot that this machine holds be provisioned.
+    /// An operator requests to provision the slot, which this machine holds.
     ProvisionRequested {
         restore: RestoreMode,
     },
@@ -133,11 +133,11 @@ pub enum Effect {
     Replace { status: Status, restore: RestoreMode, epoch: Epoch },
     /// Cancel the current operation, if any.
     CancelOperation,
-    /// Start the operation that takes a final backup and powers the server off. The reconciler deletes it after a
-    /// grace period.
+    /// Start the operation that takes a final backup and powers the server off. The reconciler deletes the server after
+    /// a grace period.
     DeleteServer,
-    /// Return the slot, under a new epoch, to the latest registered machine that still has a server, unless a later
-    /// machine was deleted or has stored a snapshot. This machine then leaves the slot.
+    /// Return the slot, under a new epoch, to the latest registered machine that still has a server, unless that
+    /// machine or a later one was deleted, or a later one has stored a snapshot. This machine then leaves the slot.
     ReinstatePredecessor,
     /// If this machine has never registered, also delete the slot's last registered machine, if that machine still has
     /// a server.
@@ -150,6 +150,6 @@ pub enum Effect {
     PowerOn,
     /// Fail the current operation with this cause.
     FailOperation { cause: FailureCause },
-    /// Stop routing: close the proxied connections to this machine.
+    /// Close the proxied connections to this machine, to which no requests are routed any longer.
     CloseConnections,
 }

@@ -202,7 +202,7 @@ fn find_panics_detects_missing_transition() {
 }
 
 #[test]
-fn only_registration_makes_machine_run() {
+fn machine_becomes_running_only_by_allowed_events() {
     let event = Event::Registered { server_type: small() };
     assert_moves(&State::Provisioning, &event, &running(), &[]);
     assert_moves(&State::Recovering, &event, &running(), &[]);
@@ -294,7 +294,7 @@ fn resize_ends_with_new_type_old_type_or_failed() {
 }
 
 #[test]
-fn hung_operation_fails_waiting_machine() {
+fn hung_operation_fails_booting_or_resizing_machine() {
     let event = Event::OperationHung;
     let cause = FailureCause::OperationHung;
     for state in [State::Provisioning, State::Recovering] {

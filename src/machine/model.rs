@@ -44,7 +44,7 @@ pub struct Rules {
     pub rechecks_missing_servers: bool,
 }
 
-/// An owner's acknowledged rows, by number.
+/// Rows that an owner has written, by number.
 pub type Data = BTreeSet<u32>;
 
 /// A row in `user_machines`, with facts about the real world that the database does not record.
@@ -58,7 +58,7 @@ pub struct MachineRow {
     pub registered: bool,
     /// Whether its host has sent a healthy heartbeat since it registered.
     pub proven: bool,
-    /// Whether its host has ever run. If so, a server may be started from its disk at any later time.
+    /// Whether its host has ever run. If so, the model may start it again from its old disk at any later time.
     pub booted: bool,
     /// The data on its disk.
     pub data: Data,
@@ -103,7 +103,7 @@ pub struct Pointer {
 #[derive(Default, Clone)]
 pub struct Acknowledged {
     pub rows: Data,
-    /// Rows whose loss an operator accepted, or that were lost with a server outside our control.
+    /// Rows whose loss an operator accepted, or that were lost when the provider lost a server.
     pub accepted_loss: Data,
 }
 
@@ -262,8 +262,8 @@ impl LifecycleModel {
         self.list_registered_before(id).first().copied()
     }
 
-    /// Finds the machine that gets the slot back: the newest one whose server exists, unless it or a later machine was
-    /// deleted, or a later machine has stored a snapshot.
+    /// Finds the machine that gets the slot back: the newest registered one whose server is not known to be missing,
+    /// unless it or a later machine was deleted, or a later machine has stored a snapshot.
     fn find_reinstatable_machine(&self, id: usize) -> Option<usize> {
         for earlier in self.list_registered_before(id) {
             let row = &self.machines[earlier];
@@ -310,7 +310,8 @@ impl LifecycleModel {
         self.next_row += 1;
     }
 
-    /// Takes a backup on a host, which may be a replaced one that was started from its old disk.
+    /// Takes a backup on a host, unless the fence is above its epoch. The host may be a replaced one that was started
+    /// from its old disk.
     pub fn back_up(&mut self, id: usize) {
         let row = &self.machines[id];
         let epoch = row.host_epoch.0;

@@ -1,6 +1,8 @@
-//! Names from outside, validated once on entry: users, slots, handles, image versions and server types.
+//! Names from outside, validated once on entry: users, slots, handles, image versions, operators, server types and
+//! locations.
 //!
-//! Each name is safe as a segment of an object key or path: no `/`, `..`, control characters or spaces.
+//! Each name is safe as a segment of an object key or path: it contains no `/`, control characters or spaces, and it is
+//! never `.` or `..`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -147,8 +149,8 @@ impl<'a> VersionPart<'a> {
         std::iter::from_fn(move || {
             let is_number = rest.chars().next()?.is_ascii_digit();
             let end = rest.find(|c: char| c.is_ascii_digit() != is_number).unwrap_or(rest.len());
-            let (part, after) = rest.split_at(end);
-            rest = after;
+            let (part, remaining) = rest.split_at(end);
+            rest = remaining;
             if !is_number {
                 return Some(Self::Word(part));
             }

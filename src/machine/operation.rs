@@ -29,7 +29,7 @@ pub enum OperationKind {
 pub enum Step {
     /// Stops the writers on the replaced or deleted host, and waits for a snapshot taken after that.
     LastBackup,
-    /// Sets the fence to the new machine's epoch.
+    /// Raises the slot's fence to the epoch of the new or reinstated machine.
     Fence,
     /// Powers off the server of the replaced or deleted host.
     PowerOffServer,
@@ -49,7 +49,8 @@ pub enum Step {
     AwaitHealth,
     /// Powers on the server of a reinstated machine.
     SwitchOn,
-    /// Resumes the writers of a reinstated machine, and waits until its host is healthy under the new epoch.
+    /// Resumes the writers of a reinstated machine. If the machine is `failed` until its host has sent a healthy
+    /// heartbeat under the new epoch, also waits for that heartbeat.
     AwaitHost,
     /// Powers on the server of the slot's machine.
     StartServer,
@@ -158,7 +159,7 @@ impl OperationKind {
     /// Returns the step after this one; `None` for the last step, and for a step of a different kind of operation.
     pub fn next_step(self, step: Step) -> Option<Step> {
         let steps = self.steps();
-        let index = steps.iter().position(|known| *known == step)?;
+        let index = steps.iter().position(|candidate| *candidate == step)?;
         steps.get(index + 1).copied()
     }
 }

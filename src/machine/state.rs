@@ -60,6 +60,7 @@ pub enum FailureCause {
     /// The platform failed: its database, its keys, or the rendering of user-data.
     Internal,
     ServerGone,
+    /// A resize failed; the server may be off.
     Resize,
     /// The machine's operation exceeded its time limit.
     OperationHung,
@@ -67,8 +68,8 @@ pub enum FailureCause {
     Operator,
     /// An operator abandoned the operation that created the machine.
     Abandoned,
-    /// The machine has its slot back, and its server is being powered on. The first healthy heartbeat makes the machine
-    /// `running`.
+    /// The machine has its slot back and its server is being powered on, or its missing server was found again. The
+    /// first healthy heartbeat makes the machine `running`.
     Reinstating,
 }
 

@@ -34,7 +34,8 @@ fn join_statuses(statuses: &[Status]) -> String {
 /// Returns the result of `event` for `machine`. Total: every pair has a result.
 ///
 /// # Errors
-/// A [`Refusal`] if the state does not allow an operator's or a host's request.
+/// A [`Refusal`] if the state does not allow an operator's or a host's request, or if a machine that never served
+/// traffic is to be reinstated.
 pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> {
     match &machine.state {
         State::Deleted { previous } => return transition_ended(previous, event, Refusal::Gone),
@@ -123,9 +124,10 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
     }
 }
 
-/// Returns the result for a machine that was replaced or deleted. Late reports from the platform have no effect, and
-/// requests from operators or the host are rejected, except that a machine can be reinstated, its server can be found
-/// again, and a replaced machine can be deleted with its successor.
+/// Returns the result for a machine that was replaced or deleted. Late reports from the platform and healthy heartbeats
+/// have no effect, and requests from operators or the host are rejected. The exceptions: a machine can be reinstated,
+/// its server can be found again, a replaced machine can be deleted with its successor, and a repeated deletion has no
+/// effect.
 fn transition_ended(previous: &State, event: &Event, refusal: Refusal) -> Result<Outcome, Refusal> {
     match event {
         Event::Reinstated { epoch, power } => apply_reinstatement(previous, *epoch, *power, refusal),
@@ -153,7 +155,6 @@ fn transition_ended(previous: &State, event: &Event, refusal: Refusal) -> Result
         | Event::OperationAbandoned
         | Event::SuccessorDeleted
         | Event::HealthyHeartbeat { .. } => Ok(Outcome::Unchanged),
-        // Deleting a machine again succeeds.
         Event::DeleteRequested if refusal == Refusal::Gone => Ok(Outcome::Unchanged),
         _ => Err(refusal),
     }
@@ -191,7 +192,8 @@ fn apply_registration(machine: &Machine, server_type: ServerType) -> Result<Outc
     }
 }
 
-/// Applies a boot failure, which changes only a machine that is booting.
+/// Fails a machine that is booting. For other machines, a report of the host is refused, and other events have no
+/// effect.
 fn apply_boot_failure(machine: &Machine, cause: FailureCause) -> Result<Outcome, Refusal> {
     match machine.state {
         State::Provisioning | State::Recovering => Ok(failed_boot(cause)),
@@ -251,7 +253,7 @@ fn failed_while_off(cause: FailureCause) -> Outcome {
     )
 }
 
-/// Fails a machine that has never served traffic, which gives its slot back.
+/// Fails a machine that has never served traffic; its predecessor gets the slot back.
 fn failed_boot(cause: FailureCause) -> Outcome {
     moved(
         State::Failed { cause },

@@ -28,9 +28,11 @@ const EVENT_TTL: Duration = Duration::from_secs(86_400);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Alarm {
-    /// Many live machines' servers are missing from the provider's list; none of these machines is marked as failed.
+    /// Many live machines' servers are missing from the provider's list. Until an operator releases the alarm, none of
+    /// these machines is marked as failed.
     ServersMissing,
-    /// The provider lists servers that belong to this installation but have no row; none is deleted until released.
+    /// The provider lists servers with this installation's label that belong to no machine in the database. None is
+    /// deleted until an operator releases it.
     UnknownServers,
     ProviderUnauthorized,
     ProviderLimit,
@@ -76,7 +78,7 @@ impl Alarm {
         }
     }
 
-    /// Returns the time after which the alarm expires unless it is raised again.
+    /// Returns how long the alarm stays active after [`raise_or_log`], unless it is raised again.
     fn ttl(self) -> Duration {
         match self {
             Self::DatabaseBehindStore | Self::UnverifiedFence => EVENT_TTL,
@@ -136,13 +138,13 @@ impl Alarm {
                  platform` confirms that the platform's keys are current. If they are, the tokens are forged"
             }
             Self::RolloutHalted => {
-                "`svcctl deploy status` shows what the verification found. Correct the cause, then `svcctl deploy resume` \
-                 verifies again; or `svcctl deploy abort`, and on the updated machines `svc-update rollback`"
+                "`svcctl deploy status` shows what the verification found. Correct the cause, then run `svcctl deploy resume`, \
+                 which verifies again; or run `svcctl deploy abort`, then `svc-update rollback` on the updated machines"
             }
         }
     }
 
-    /// Returns the alarm for an error that concerns the whole account; `None` for errors about a single server.
+    /// Returns the alarm for an error that concerns the whole account; `None` for every other error.
     pub fn from_provider_error(error: &ProviderError) -> Option<Self> {
         if error.kind() != ErrorKind::Account {
             return None;
@@ -215,8 +217,9 @@ pub enum Fuse {
     Tripped,
 }
 
-/// Decides whether a reconciler pass may destroy `remaining` resources, and raises or clears the alarm. A tripped fuse
-/// stays tripped until none remain, so that the last few are not destroyed when the number falls below the limit.
+/// Decides whether a reconciler pass may act on `remaining` cases, such as missing servers, and raises or clears the
+/// alarm. A tripped fuse stays tripped until no case remains or an operator releases it, so that the pass does not act
+/// on the last few when their number falls below the limit.
 pub async fn check_fuse(
     client: &impl GenericClient,
     alarm: Alarm,
@@ -264,7 +267,7 @@ pub async fn release(client: &impl GenericClient, alarm: Alarm) -> Result<Option
     alarms::release(client, alarm.as_str(), RELEASE_TTL).await
 }
 
-/// Returns the maximum number of missing servers before the fuse trips.
+/// Returns how many servers may be missing before the fuse trips: 2% of the live machines, but at least 4.
 pub fn max_missing_servers(live: usize) -> usize {
     const MIN: usize = 4;
     (live / 50).max(MIN)
@@ -272,12 +275,12 @@ pub fn max_missing_servers(live: usize) -> usize {
 
 /// Converts the alarm to the format that the API returns.
 pub fn to_wire_alarm(row: &AlarmRow, unknown: &UnknownServers) -> wire::Alarm {
-    let known: Option<Alarm> = row.alarm.parse().ok();
-    let released_until = match known {
+    let supported: Option<Alarm> = row.alarm.parse().ok();
+    let released_until = match supported {
         Some(Alarm::UnknownServers) => unknown.released_until(),
         _ => row.released_until,
     };
-    let next = known.map(|alarm| next_step(alarm, released_until, unknown));
+    let next = supported.map(|alarm| next_step(alarm, released_until, unknown));
     wire::Alarm {
         alarm: row.alarm.clone(),
         since: row.since.into(),
@@ -291,26 +294,26 @@ pub fn to_wire_alarm(row: &AlarmRow, unknown: &UnknownServers) -> wire::Alarm {
 
 /// Returns the recommended action for an active alarm, or what its release has allowed.
 fn next_step(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownServers) -> String {
-    let until = |at: Timestamp| format!("{at:.0}");
+    let format_time = |at: Timestamp| format!("{at:.0}");
     match (alarm, released_until) {
         (Alarm::UnknownServers, Some(last)) => format!(
             "released: each of these servers is deleted, with its disk, ORPHAN_GRACE_SECONDS after it was first seen, the \
              last at {}. A server that appears later is held until it is released, too",
-            until(last)
+            format_time(last)
         ),
         (Alarm::UnknownServers, None) => match unknown.last_deletion {
             Some(last) => format!(
                 "{}. {} of them were released before: the last of these is deleted at {}",
                 alarm.advice(),
                 unknown.released,
-                until(last)
+                format_time(last)
             ),
             None => alarm.advice().to_owned(),
         },
         (Alarm::ServersMissing, Some(end)) => format!(
             "released: machines whose servers the provider does not list are marked as failed until {}; after that, the \
-             alarm blocks this again",
-            until(end)
+             alarm prevents this again",
+            format_time(end)
         ),
         _ => alarm.advice().to_owned(),
     }

@@ -1,5 +1,4 @@
-//! Rebuilds the crate when a migration changes: a macro embeds the migrations, and cargo does not track the files that
-//! a macro reads.
+//! Rebuilds the crate when the directory of migrations changes, even if only a file is added.
 
 fn main() {
     println!("cargo:rerun-if-changed=../../migrations");

@@ -10,7 +10,7 @@ use svc_store::bundle::{MAX_KEYS, TrustedKeys};
 use svc_wire::fleet::{BundleKey, BundleKeys};
 use svc_wire::text::WireString;
 
-/// Maximum number of handles listed per key; the totals count all machines.
+/// Maximum number of handles in each list; the counts include all machines.
 const MAX_HANDLES: usize = 20;
 /// Maximum number of keys listed: the platform's keys, then the most widely trusted other keys.
 const MAX_LISTED_KEYS: usize = 2 * MAX_KEYS;
@@ -31,7 +31,7 @@ pub fn summarize(rows: &[FleetRow], configured: &TrustedKeys, sequence: u32) -> 
             Some((row.handle.as_str(), ids.iter().map(String::as_str).collect()))
         })
         .collect();
-    let silent: Vec<&str> =
+    let not_reporting: Vec<&str> =
         booted.iter().filter(|row| row.bundle_keys.is_none()).map(|row| row.handle.as_str()).collect();
     let ahead: Vec<(&str, i64)> = booted
         .iter()
@@ -42,8 +42,8 @@ pub fn summarize(rows: &[FleetRow], configured: &TrustedKeys, sequence: u32) -> 
     let keys = listed_keys(&own, &reporting).iter().map(|id| key_entry(id, &own, &reporting)).collect();
     BundleKeys {
         keys,
-        not_reporting: silent.len() as u64,
-        not_reporting_handles: listed_handles(silent.iter()),
+        not_reporting: not_reporting.len() as u64,
+        not_reporting_handles: listed_handles(not_reporting.iter()),
         sequence: sequence.into(),
         highest_sequence: ahead.iter().map(|(_, reported)| reported.unsigned_abs()).max(),
         ahead: ahead.len() as u64,
@@ -72,16 +72,16 @@ fn other_keys<'a>(own: &[String], reporting: &[(&str, BTreeSet<&'a str>)]) -> Ve
 }
 
 fn key_entry(id: &str, configured: &[String], reporting: &[(&str, BTreeSet<&str>)]) -> BundleKey {
-    let (with, without): (Vec<_>, Vec<_>) = reporting.iter().partition(|(_, ids)| ids.contains(id));
+    let (trusting, not_trusting): (Vec<_>, Vec<_>) = reporting.iter().partition(|(_, ids)| ids.contains(id));
     let handles =
         |machines: &[&(&str, BTreeSet<&str>)]| listed_handles(machines.iter().map(|(handle, _)| handle));
     BundleKey {
         key_id: id.to_owned(),
         is_configured: configured.iter().any(|own| own == id),
-        trusting: with.len() as u64,
-        trusting_handles: handles(&with),
-        not_trusting: without.len() as u64,
-        not_trusting_handles: handles(&without),
+        trusting: trusting.len() as u64,
+        trusting_handles: handles(&trusting),
+        not_trusting: not_trusting.len() as u64,
+        not_trusting_handles: handles(&not_trusting),
     }
 }
 

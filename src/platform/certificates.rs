@@ -1,5 +1,5 @@
-//! Reports which machines have a certificate that clients trusting the public roots accept. Operators need this report
-//! before they enable `CUSTOMER_VPS_TLS_VERIFY` and while it is enabled.
+//! Reports which machines have a trusted certificate: each host verifies its own with its trusted roots. Operators need
+//! this report before they enable `CUSTOMER_VPS_TLS_VERIFY` and while it is enabled.
 //!
 //! Pure: the input is the fleet's rows.
 
@@ -9,21 +9,21 @@ use svc_machine::name::Handle;
 use svc_wire::fleet::Certificates;
 use svc_wire::text::WireString;
 
-/// A certificate counts as expiring this long before it expires.
+/// A certificate counts as expiring this long before it expires, unless it is short-lived.
 const EXPIRING_WITHIN_SECONDS: f64 = 14.0 * 86_400.0;
 /// A short-lived certificate counts as expiring when this fraction of its lifetime remains: half of the fraction at
 /// which renewal is due.
 const EXPIRING_FRACTION: f64 = 1.0 / 6.0;
-/// Maximum number of handles listed; the totals count all machines.
+/// Maximum number of handles in each list; the counts include all machines.
 const MAX_HANDLES: usize = 20;
 
 /// The state of a machine's certificate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CertificateState {
     Trusted,
-    /// Trusted, and about to expire: its renewal has been failing for a long time.
+    /// Trusted, and about to expire, although its renewal has been due for a long time.
     Expiring,
-    /// No certificate for its name that chains to the host's trusted roots.
+    /// The machine has no unexpired certificate for its name that chains to the host's trusted roots.
     Missing,
 }
 
@@ -48,8 +48,8 @@ fn certificate_state(row: &FleetRow, trust: &HostTrust) -> CertificateState {
     CertificateState::classify(row.certificate.as_ref(), name.as_deref())
 }
 
-/// Returns whether the machine should have a certificate: a booting machine has none yet, and a machine that is off
-/// cannot renew its certificate.
+/// Returns whether the machine should have a certificate: a booting machine has none yet, and a machine that has failed
+/// or is off may be unable to renew its certificate.
 fn is_expected(row: &FleetRow) -> bool {
     !matches!(row.status.as_str(), "provisioning" | "recovering" | "failed") && row.powered_off_age.is_none()
 }

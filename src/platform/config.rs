@@ -53,7 +53,8 @@ pub struct PlatformConfig {
 }
 
 impl PlatformConfig {
-    /// Returns a warning if `HOST_DOMAIN` belongs to the same site as one of the platform's own hosts.
+    /// Returns a warning if `HOST_DOMAIN` belongs to the same site as one of the platform's public hosts or the sign-in
+    /// page.
     pub fn shared_site_warning(&self) -> Option<String> {
         let domain = self.hosts.domain.as_ref()?;
         let RouterConfig { app_host, code_host, sign_in, .. } = &self.routing;
@@ -89,11 +90,12 @@ pub struct TlsFiles {
 /// Minimum length of `PLATFORM_SECRET`, which has every scope and must be unguessable.
 pub const MIN_SECRET_CHARS: usize = 32;
 
-/// Intervals and deadlines of the control plane's own work.
+/// Intervals and timeouts of the control plane.
 #[derive(Debug, Clone, Copy)]
 pub struct Timing {
+    /// Timeout for a host's registration, counted from the creation of its server.
     pub registration_ttl: Duration,
-    /// Deadline after which an unreachable host is skipped without a final backup.
+    /// How long a host may be unreachable before its final backup is skipped.
     pub last_backup_deadline: Duration,
     /// Time without progress after which a final backup waits for an operator.
     pub last_backup_stall: Duration,
@@ -106,31 +108,34 @@ pub struct Timing {
     pub predecessor_keep: Duration,
     /// Retention period for a deleted machine's server.
     pub delete_grace: Duration,
-    /// Interval between prunings of one slot's file backups; zero disables them.
+    /// Interval between prunings of one slot's file backups; if zero, they are pruned only on request.
     pub files_prune: Duration,
     /// Maximum difference between this process's clock and the database's.
     pub max_clock_skew: Duration,
     /// Interval at which the runner polls for due operations.
     pub poll_interval: Duration,
-    /// Duration of a lease: a process that does not renew it within this time loses its step.
+    /// Duration of a lease: a process that does not renew it within this time loses its operation.
     pub lease_ttl: Duration,
     /// Interval between passes of the reconciler.
     pub reconcile_interval: Duration,
     /// Timeout for a host's shutdown, after which its power is cut.
     pub resize_shutdown: Duration,
-    /// Timeout for changing the server type after the shutdown. When it expires, the change is abandoned.
+    /// Timeout for cutting the power and changing the server type after the shutdown. When it expires, the change is
+    /// abandoned.
     pub resize_change: Duration,
     /// Timeout for powering on a resized server; the same timeout applies to its first healthy heartbeat.
     pub resize_health: Duration,
-    /// Time without progress after which an operation fails.
+    /// Time without progress after which an operation fails, except for deletions, and operations that are waiting for
+    /// an operator or for the provider's account.
     pub operation_deadline: Duration,
-    /// Total time after which an operation fails, as does a boot without a registration.
+    /// Maximum duration of an operation, with the same exceptions, and of a boot that makes progress.
     pub operation_limit: Duration,
     /// Minimum time without a heartbeat before a host's server can count as gone.
     pub server_silence: Duration,
     /// Minimum time between provider lookups of one machine's server that heartbeats trigger.
     pub server_check_interval: Duration,
-    /// Grace period before a server that has this installation's label but no known machine is deleted.
+    /// How long a server with this installation's label but without a known machine is kept after it was first seen. It
+    /// is then deleted only if an operator has released it.
     pub orphan_grace: Duration,
     /// How long a host may report no progress after an update request.
     pub rollout_silence: Duration,
@@ -163,7 +168,8 @@ pub struct Retention {
 pub struct KeyTiming {
     /// Age at which a key gets a successor.
     pub rotate: Duration,
-    /// How long an old key remains active after every host has acknowledged the new one.
+    /// How long an old key remains active after every host has acknowledged the new one. Also the age at which a new
+    /// app key starts to sign.
     pub overlap: Duration,
     /// Time without a heartbeat after which rotation no longer waits for a host.
     pub max_silence: Duration,
@@ -353,7 +359,7 @@ mod tests {
     fn errors_with(changes: &[(&'static str, &'static str)]) -> Vec<String> {
         let mut pairs = complete_env();
         for (name, value) in changes {
-            pairs.retain(|(known, _)| known != name);
+            pairs.retain(|(existing, _)| existing != name);
             if !value.is_empty() {
                 pairs.push((name, value));
             }
@@ -394,7 +400,7 @@ mod tests {
         let credentials = |changes: &[(&'static str, &'static str)]| {
             let mut pairs = complete_env();
             for (name, value) in changes {
-                pairs.retain(|(known, _)| known != name);
+                pairs.retain(|(existing, _)| existing != name);
                 pairs.push((name, value));
             }
             let pairs = pairs.into_iter().filter(|(_, value)| !value.is_empty());

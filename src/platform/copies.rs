@@ -2,7 +2,7 @@
 //! snapshot; and how much data would be lost with the serving machine.
 //!
 //! The newest snapshot is the one that the store's pointer names. Reports from hosts are used only if the store is
-//! unavailable.
+//! unavailable or its snapshot is damaged.
 
 use std::time::Duration;
 
@@ -33,7 +33,7 @@ pub struct Copies {
     user: IdpUserId,
     slot: Slot,
     live: Option<MachineRow>,
-    /// The last machine in the slot that has served traffic, even if it no longer has a server.
+    /// The latest machine in the slot that has registered, even if it no longer has a server.
     holder: Option<(MachineId, Epoch)>,
     /// An earlier machine's snapshot that is newer than the restored one.
     unrestored: Option<String>,
@@ -84,7 +84,8 @@ fn reported_snapshot(machine: &MachineRow) -> Option<NewestSnapshot> {
 }
 
 impl Copies {
-    /// Adds the store's newest snapshot or, if the store is unavailable, the newest reported one.
+    /// Returns the copies with the store's newest snapshot or, if the store is unavailable or that snapshot is damaged,
+    /// the newest snapshot that a host reported.
     pub async fn with_snapshot(&self, bucket: &Bucket) -> wire::Copies {
         let slot = SlotPrefix::new(&self.user, &self.slot);
         let deadline = tokio::time::Instant::now() + STORE_TIMEOUT;
@@ -144,7 +145,8 @@ pub fn to_newer_snapshot(side: &Sidecar) -> wire::NewerSnapshot {
     }
 }
 
-/// Like [`newer_snapshot::find`], but with a deadline; also returns `None` if the store is unavailable.
+/// Like [`newer_snapshot::find`], but with a deadline. Also returns `None` after the deadline, or if the store is
+/// unavailable.
 async fn find_newer(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -166,8 +168,8 @@ async fn find_newer(
     }
 }
 
-/// Finds a complete snapshot that is newer than `latest`, which the pointer names: an operator is warned about it
-/// before a recovery.
+/// Finds a complete snapshot that is newer than `latest`, the snapshot that the pointer names. Operators are warned of
+/// it before a recovery. Also returns `None` if the store is unavailable or slow.
 pub async fn find_newer_for_machine(
     bucket: &Bucket,
     machine: &MachineRow,

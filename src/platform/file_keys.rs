@@ -54,7 +54,9 @@ impl From<DbError> for FileKeyError {
 /// stored, unless the slot has a repository that this key does not open.
 ///
 /// # Errors
-/// [`FileKeyError`]; `Lost` if no known key opens the repository.
+/// [`FileKeyError`]; `Lost` if the slot has a repository that the stored key does not open or, without a stored key,
+/// that the host's key, if it offers one, does not open. The stored key is not tested if the host offers the same key
+/// or none.
 pub async fn load_or_create(
     platform: &Platform,
     (user, slot): (&IdpUserId, &Slot),

@@ -33,7 +33,8 @@ const GRACE_PERIOD: SignedDuration = SignedDuration::from_hours(72);
 const KEPT_LOG_ENTRIES: u64 = 1000;
 /// Maximum interval between polls for a due slot.
 const MAX_POLL_INTERVAL: Duration = Duration::from_secs(60);
-/// A failed pruning is retried after this fraction of the interval.
+/// A failed pruning is retried after this fraction of `FILES_PRUNE_SECONDS`. If regular prunings are disabled, it is
+/// not retried until the next request.
 const RETRY_FRACTION: f64 = 0.1;
 
 /// The reason a repository was not pruned.
@@ -43,7 +44,7 @@ pub enum PruneError {
     Db(#[from] DbError),
     #[error(transparent)]
     Key(#[from] KeyError),
-    #[error("cannot read the pointer of the file backups")]
+    #[error("cannot read the pointer of the file backups, or trim its log")]
     Store(#[from] StoreError),
     #[error(transparent)]
     Files(#[from] FilesError),
@@ -60,7 +61,7 @@ pub enum PruneError {
 /// Limits the prunings and the reports that run at the same time in this process: each loads an index into memory.
 static PRUNINGS: Semaphore = Semaphore::const_new(WORKERS);
 static REPORTS: Semaphore = Semaphore::const_new(1);
-/// Number of workers in each process.
+/// Number of tasks in each process that run [`run`].
 pub const WORKERS: usize = 2;
 /// Maximum duration of one pruning: far longer than a large repository takes, so that only a hostile one reaches it.
 pub const TIMEOUT: Duration = Duration::from_secs(4 * 3600);
@@ -69,7 +70,7 @@ pub const TIMEOUT: Duration = Duration::from_secs(4 * 3600);
 /// due.
 const DISABLED_PRUNE_INTERVAL: Duration = Duration::from_secs(20 * 365 * 24 * 3600);
 
-/// Prunes due repositories, one at a time, until the platform stops. Several workers may run.
+/// Prunes due repositories, one at a time, until the platform stops. Several tasks may run this.
 pub async fn run(platform: Arc<Platform>) {
     let configured = platform.config.timing.files_prune;
     let interval = if configured.is_zero() { DISABLED_PRUNE_INTERVAL } else { configured };
@@ -144,10 +145,11 @@ fn log_result(user: &str, slot: &str, pruned: &PruneReport) {
     }
 }
 
-/// Prunes a slot's repository or, with `is_dry_run`, reports what pruning would do.
+/// Prunes a slot's repository or, with `is_dry_run`, reports what pruning would do. Returns an empty report if the slot
+/// has no key or no repository. The caller limits the time.
 ///
 /// # Errors
-/// [`PruneError`]. Completed work is kept; the next run continues.
+/// [`PruneError`], except `Timeout` and `Stopped`. Completed work is kept; the next run continues.
 pub async fn prune_slot(
     platform: &Platform,
     user: &IdpUserId,

@@ -1,6 +1,6 @@
 //! The fleet view: totals over all active machines, and the machines that need attention.
 //!
-//! Pure: the input is rows with ages.
+//! These functions are pure: they do not read the clock, because the rows contain ages instead of times.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -130,7 +130,8 @@ fn is_booting(row: &FleetRow) -> bool {
     matches!(row.status.as_str(), "provisioning" | "recovering")
 }
 
-/// Returns the reasons a machine needs attention, most severe first.
+/// Returns the reasons a machine needs attention. Those that the platform finds are listed first, roughly in order of
+/// severity; the host's own reasons come last.
 fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust) -> Vec<String> {
     // A machine that is powered off is expected to be silent and to make no backups.
     let is_running = row.status == "running" && row.powered_off_age.is_none();
@@ -187,8 +188,8 @@ fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust
     reasons
 }
 
-/// Returns whether the host should have adopted its next token long ago. It may be silent, or its release may not
-/// support rotation.
+/// Returns whether the rotation of the host's token has been due for more than [`TOKEN_OVERDUE_SECONDS`]. The host may
+/// be silent, or its release may not support rotation.
 fn is_token_overdue(row: &FleetRow, rotation: Duration) -> bool {
     let since_due = (row.token_age - rotation.as_secs_f64()).max(row.token_request_age.unwrap_or(0.0));
     since_due > TOKEN_OVERDUE_SECONDS

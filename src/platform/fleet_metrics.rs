@@ -1,7 +1,8 @@
 //! Collects metrics for the whole fleet from the database, and for this process's connection pools, when `/metrics` is
 //! read.
 //!
-//! Invariant: if the database is unavailable, only the fleet's metrics are missing; the scrape still succeeds.
+//! Invariant: if the database is unavailable, the scrape still succeeds. The fleet's metrics then keep the values from
+//! the last successful read, whose time is `FLEET_READ_AT`.
 
 use std::time::Duration;
 

@@ -33,7 +33,7 @@ pub struct HostSettings {
     pub idp: Vec<(&'static str, String)>,
     /// The endpoint at which hosts reach the object store, if it differs from the platform's.
     pub store_endpoint: Option<Url>,
-    /// The keys with which hosts verify bundle manifests, in the format that hosts read.
+    /// The keys with which hosts verify bundle manifests: raw Ed25519 keys in base64, separated by commas.
     pub bundle_public_keys: Option<String>,
     /// The sequence number of the bundle key set.
     pub bundle_keys_sequence: u32,
@@ -47,7 +47,7 @@ pub struct HostSettings {
 pub enum BundleUrl {
     /// `SVC_HOST_BUNDLE_URL`, the same URL for every version.
     Exact(Url),
-    /// The URL below which each version has its path.
+    /// The base URL, to which `/system-bundles/VERSION/` and the file name are appended.
     Base(Url),
 }
 
@@ -63,6 +63,7 @@ impl BundleUrl {
 }
 
 impl HostSettings {
+    /// Reads the settings. Records errors in `env`; returns `None` if a required URL is missing or invalid.
     pub fn read(env: &mut Env) -> Option<Self> {
         env.require(&vars::PLATFORM_PUBLIC_URL);
         let public = env.web_url(&vars::PLATFORM_PUBLIC_URL);
@@ -116,7 +117,7 @@ impl HostSettings {
         CertificateSettings { acme: self.acme.clone().filter(|_| host_name.is_some()), host_name }
     }
 
-    /// Returns [`HostSettings::bundle_public_keys`], parsed for verification.
+    /// Returns [`HostSettings::bundle_public_keys`], parsed for verification; no keys if it is not set.
     pub fn trusted_keys(&self) -> TrustedKeys {
         self.bundle_public_keys.as_deref().and_then(|keys| keys.parse().ok()).unwrap_or_default()
     }

@@ -1,6 +1,6 @@
 //! A host's access to the object store: its endpoint, and credentials for the host's own slot.
 //!
-//! With `sts`, no host ever holds credentials that can reach another slot or delete anything. A host's working session
+//! With `sts`, no host receives credentials that can reach another slot or delete objects. A host's working session
 //! lasts 15 minutes, so that a replaced machine soon loses access. A host also has an outage session, for when the
 //! platform is unreachable: it lasts longer and can add snapshots, but cannot make one the latest. With `static`, every
 //! host holds the platform's own credentials.
@@ -42,7 +42,9 @@ const COMMON_MAX_TTL: Duration = Duration::from_secs(3600);
 /// `STORE_HOST_CREDENTIALS`.
 #[derive(Debug, Clone)]
 pub enum HostCredentials {
+    /// Hosts receive the platform's own credentials; none if the store is a directory.
     Static,
+    /// Hosts receive sessions that are limited to their own slot.
     Sts(StsConfig),
 }
 
@@ -69,8 +71,8 @@ impl HostCredentials {
             None => {
                 env.add_error(
                     variable,
-                    "is required without STS_ROLE_ARN: set it to sts, or to static, which gives every host the platform's \
-                     own credentials",
+                    "is required without STS_ROLE_ARN: set STS_ROLE_ARN to use sts, or set this to static, which gives \
+                     every host the platform's own credentials",
                 );
                 return None;
             }
@@ -122,7 +124,7 @@ fn read_sts_endpoint(env: &mut Env, s3: &S3Config) -> Option<Url> {
 pub enum SessionGrant {
     /// Only the working session.
     Working,
-    /// Also an outage session.
+    /// Also an outage session, if STS grants one in time.
     WithOutage,
 }
 
@@ -203,7 +205,7 @@ impl HostStore {
     /// Prepares the kind of access selected by `credentials`.
     ///
     /// # Errors
-    /// When the STS client cannot be created.
+    /// If the STS client cannot be created.
     pub fn new(store: &StoreConfig, credentials: &HostCredentials) -> anyhow::Result<Self> {
         let sts = match (store, credentials) {
             (StoreConfig::S3(s3), HostCredentials::Sts(config)) => {

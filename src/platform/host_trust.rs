@@ -1,4 +1,4 @@
-//! How the router and the platform verify a host's TLS certificate: they always check the pinned key and, with
+//! How the router and the control plane verify a host's TLS certificate: they always check the pinned key and, with
 //! `CUSTOMER_VPS_TLS_VERIFY`, also the chain and host name.
 
 use std::collections::HashSet;
@@ -22,7 +22,9 @@ const MAX_EXEMPT_MACHINES: usize = 1000;
 /// Settings for host verification.
 #[derive(Debug, Clone)]
 pub struct HostTrust {
+    /// The parent domain of host names. Without it, hosts are addressed by IP address.
     pub domain: Option<HostDomain>,
+    /// `None` if only the pin is checked.
     pub chain: Option<ChainPolicy>,
 }
 
@@ -33,7 +35,7 @@ pub struct ChainPolicy {
     /// Time after registration during which the pin suffices: a new machine can request its certificate only once it is
     /// reachable.
     grace: Duration,
-    /// Machines that the operator has exempted.
+    /// Machines whose chain is never checked (`CUSTOMER_VPS_TLS_VERIFY_EXCEPT`).
     exempt: HashSet<MachineId>,
 }
 
@@ -58,7 +60,7 @@ impl HostTrust {
         let is_on = env.flag(&vars::CUSTOMER_VPS_TLS_VERIFY).is_on();
         let grace = Duration::from_secs(env.or_default(&vars::CUSTOMER_VPS_TLS_VERIFY_GRACE_SECONDS));
         let exempt = parse_exempt_machines(env);
-        // An invalid domain has already been reported.
+        // `domain` is also `None` if `HOST_DOMAIN` is invalid, but then that error has already been reported.
         if is_on && !env.is_set(&vars::HOST_DOMAIN) {
             let why = "requires HOST_DOMAIN: the certificate is verified against the host's name";
             env.add_error(&vars::CUSTOMER_VPS_TLS_VERIFY, why);

@@ -42,6 +42,7 @@ pub const FAILPOINTS: &[&str] = &[
 const PLATFORM_KEYS_LOCK: &str = "platform keys";
 /// A process whose row has not been renewed for this many leases counts as ended.
 const LEASES_UNTIL_ENDED: u32 = 4;
+/// Maximum interval between rotation passes.
 const MAX_INTERVAL: Duration = Duration::from_secs(5);
 /// Task name under which processes claim their turn to run a pass.
 const TASK_NAME: &str = "platform key change";
@@ -96,7 +97,7 @@ pub async fn renew_process_row(db: Db, own: ProcessKeys) {
     }
 }
 
-/// Runs rotation passes until the platform stops. Does nothing if there is no previous key.
+/// Runs rotation passes until the platform stops. Without a previous key, only waits for the stop.
 pub async fn run_key_change(platform: Arc<Platform>, seal: Seal) {
     let own = &platform.process;
     if own.ids.previous.is_none() {
@@ -117,7 +118,7 @@ pub async fn run_key_change(platform: Arc<Platform>, seal: Seal) {
 async fn run_pass(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeError> {
     let own = &platform.process;
     let session = platform.db.session().await?;
-    let is_done = platform_keys::load_state(&session, &own.ids.current).await?.is_sole;
+    let is_done = platform_keys::load_state(&session, &own.ids.current).await?.is_rotation_complete;
     if is_done || !own.is_settled(&session).await? {
         return Ok(());
     }
@@ -179,8 +180,8 @@ async fn list_sealed_with_previous(
 async fn finish_change(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeError> {
     let (own, mut session) = (&platform.process, platform.db.session().await?);
     let silence = platform.config.timing.keys.max_silence;
-    // The first check takes no lock, because starting processes wait for the lock. Until all tokens have rotated, every
-    // pass ends here.
+    // The first check takes no lock, because starting processes wait for the lock. Every pass ends here until the
+    // tokens of all machines that send heartbeats have rotated and all processes use the current key.
     let need =
         need::KeyNeed::find(&session, &own.ids.current, &platform.mint, seal, silence, own.ttl).await?;
     if !need.is_empty() {
@@ -196,7 +197,7 @@ async fn finish_change(platform: &Platform, seal: &Seal) -> Result<(), KeyChange
     if !need.is_empty() || !own.is_settled(&tx).await? {
         return Ok(());
     }
-    platform_keys::record_sole(&tx, &own.ids).await?;
+    platform_keys::record_rotation_complete(&tx, &own.ids).await?;
     failpoint::trigger("platform-key-before-sole")?;
     db::commit(tx).await?;
     failpoint::trigger("platform-key-after-sole")?;

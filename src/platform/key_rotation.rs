@@ -1,10 +1,10 @@
 //! Signing key rotation, with an overlap between the old key and the new one.
 //!
-//! Heartbeat responses deliver a new proof key, which signs for a host once that host has acknowledged it. The old key
-//! is retired when every routable host that is sending heartbeats has a newer one. Silent hosts do not block this: the
-//! retired key that a silent host has acknowledged still signs for that host only, until it acknowledges a different
-//! key. A new app key starts signing after the overlap, by which time every router has read it; the old key is retired
-//! when all of its tokens have expired.
+//! Heartbeat responses deliver a new proof key, which signs for a host once that host has acknowledged it. All older
+//! proof keys are retired once every routable host that is sending heartbeats has had the newest key for the overlap.
+//! Silent hosts do not block this: a retired key still signs for the silent hosts that have acknowledged no newer key,
+//! until they acknowledge one. A new app key starts signing after the overlap, by which time every router has read it;
+//! the old key is retired when all of its tokens have expired.
 //!
 //! Invariant: a signature is made only with a key that every verifier has.
 

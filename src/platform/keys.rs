@@ -1,7 +1,7 @@
-//! The platform's signing keys, and the seal of all keys in the database. Signing keys are created in the database
+//! The platform's signing keys, and the sealing of all keys in the database. Signing keys are created in the database
 //! under a lock, sealed with a key derived from `PLATFORM_KEY`, and shared by all platform processes.
 //!
-//! Invariant: a private key leaves the process only when sealed and bound to its `kid`.
+//! Invariant: a private signing key leaves the process only when sealed and bound to its `kid`.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,13 +23,15 @@ pub const SIGNING_KEYS_LOCK: &str = "signing keys";
 
 /// One process's current view of the signing keys.
 pub struct SigningSet {
-    /// The proof key that signs for hosts that have acknowledged no other key.
+    /// The oldest active proof key. It signs for hosts that have not acknowledged `next`, except hosts that have
+    /// acknowledged only a retired key.
     pub current: Arc<Signer>,
-    /// The proof key that signs for hosts that have acknowledged it.
+    /// The newest active proof key, if there are several. It signs for hosts that have acknowledged it.
     pub next: Option<Arc<Signer>>,
     /// Retired proof keys, newest first. They sign for hosts that were unreachable during the rotation and have no
     /// other key.
     pub retired: Vec<Arc<Signer>>,
+    /// The public keys of all active proof keys, which hosts receive.
     pub public: ProofKeys,
     pub app: AppKeys,
 }
@@ -38,20 +40,22 @@ pub struct SigningSet {
 /// had time to read it.
 pub struct AppKeys {
     pub current: Arc<Signer>,
+    /// The public keys of all active app keys.
     pub public: ProofKeys,
 }
 
 impl SigningSet {
-    /// Returns the key that signs for a host: the newest of the keys that the host has acknowledged. Before the host's
-    /// first heartbeat, this is the oldest active key, which was in the user-data.
+    /// Returns the key that signs for a host: the newest of `next`, `current` and the retired keys that the host has
+    /// acknowledged. If it has acknowledged none of them, for example before its first heartbeat, this is `current`,
+    /// which was in its user-data.
     pub fn signer_for(&self, acknowledged: &[String]) -> &Signer {
-        let known = |signer: &&Arc<Signer>| acknowledged.iter().any(|kid| kid == signer.kid());
+        let is_acknowledged = |signer: &&Arc<Signer>| acknowledged.iter().any(|kid| kid == signer.kid());
         let newest_first = self.next.iter().chain([&self.current]).chain(&self.retired);
-        newest_first.into_iter().find(known).unwrap_or(&self.current)
+        newest_first.into_iter().find(is_acknowledged).unwrap_or(&self.current)
     }
 }
 
-/// The reason the signing keys are unavailable.
+/// The reason a signing key, or the key of a slot's file backups, is unavailable.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyError {
     #[error(transparent)]
@@ -130,10 +134,10 @@ impl Seal {
         }
     }
 
-    /// Returns the nonce, ciphertext and tag.
+    /// Encrypts a secret with the current key, and binds it to `kid`. Returns the nonce, ciphertext and tag.
     ///
     /// # Errors
-    /// `Randomness`.
+    /// `Randomness` if the random number generator fails.
     pub fn seal(&self, kid: &str, secret: &[u8]) -> Result<Vec<u8>, KeyError> {
         let mut nonce = [0; NONCE_LEN];
         SystemRandom::new().fill(&mut nonce)?;
@@ -143,10 +147,10 @@ impl Seal {
         Ok([nonce.as_slice(), &sealed].concat())
     }
 
-    /// Returns the secret.
+    /// Decrypts a sealed secret with the current or the previous key.
     ///
     /// # Errors
-    /// `Sealed` if neither key opens it, or if it was sealed with another `kid`.
+    /// `Sealed` if neither key opens it, if it was sealed with another `kid`, or if it is damaged.
     pub fn open(&self, kid: &str, sealed: &[u8]) -> Result<Vec<u8>, KeyError> {
         let mut keys = std::iter::once(&self.key).chain(self.previous.as_ref().map(|(key, _)| key));
         keys.find_map(|key| open_with(key, kid, sealed))
@@ -169,8 +173,8 @@ fn open_with(key: &LessSafeKey, kid: &str, sealed: &[u8]) -> Option<Vec<u8>> {
     Some(key.open_in_place(nonce, Aad::from(kid.as_bytes()), &mut body).ok()?.to_vec())
 }
 
-/// Loads the keys from the database, and creates the first key for each purpose. An app key signs once it is `overlap`
-/// old.
+/// Loads the keys from the database. Creates a key for each purpose that has none. The newest app key that is at least
+/// `overlap` old signs; if there is none, the oldest does. Retired keys that cannot be opened are left out.
 pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet, KeyError> {
     let proof = open_all(load_or_create(db, seal, db::keys::PROOF_PURPOSE).await?, seal)?;
     let app = load_or_create(db, seal, db::keys::APP_PURPOSE).await?;
@@ -179,12 +183,12 @@ pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet,
     let session = db.session().await?;
     let retired = db::keys::list_retired(&session, db::keys::PROOF_PURPOSE, MAX_RETIRED_KEYS).await?;
     drop(session);
-    let none = || KeyError::Damaged { kid: "(none)".to_owned() };
-    let app_signer = app.get(app_index).cloned().ok_or_else(none)?;
+    let no_key = || KeyError::Damaged { kid: "(none)".to_owned() };
+    let app_signer = app.get(app_index).cloned().ok_or_else(no_key)?;
     // The oldest key signs proofs until hosts have acknowledged the newest one.
     let mut signers = proof.iter().cloned();
     Ok(SigningSet {
-        current: signers.next().ok_or_else(none)?,
+        current: signers.next().ok_or_else(no_key)?,
         next: signers.next_back(),
         retired: retired.into_iter().filter_map(|key| open_all(vec![key], seal).ok()?.pop()).collect(),
         public: public_keys(&proof),

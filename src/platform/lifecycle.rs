@@ -1,8 +1,8 @@
 //! Changes machine states. All changes go through this module: it applies the pure transition, then writes the new
 //! state and the effects in one transaction.
 //!
-//! This module makes no decisions itself. Invariant: the row is written only if it has not changed since it was read,
-//! and it is written together with all effects or not at all.
+//! The transition makes the decisions, except which predecessor is reinstated or deleted. Invariant: the row is written
+//! only if it has not changed since it was read, and it is written together with all effects or not at all.
 
 use std::time::Duration;
 
@@ -111,6 +111,7 @@ pub async fn apply(
 
 /// How an event changes which machine holds the slot.
 struct SlotChange {
+    /// The id of the machine that replaces this one; unused if the event replaces none.
     successor: MachineId,
     /// The epoch under which a reinstated machine holds its slot again.
     raised_epoch: Option<Epoch>,
@@ -144,7 +145,7 @@ async fn write_state(
             failure = to_failure(next, context);
             written.failure = failure.as_ref();
         }
-        // The machine has already left its slot: only the state in which it left changes.
+        // The machine has already left its slot: only the recorded state in which it left changes.
         State::Retired { previous: held } | State::Deleted { previous: held }
             if has_already_left(before, next) =>
         {
@@ -233,18 +234,18 @@ async fn reinstate_predecessor(
     before: &MachineRow,
     context: &EventContext<'_>,
 ) -> Result<(), LifecycleError> {
-    let Some(last) = find_reinstatable(tx, before).await? else { return Ok(()) };
-    machine_changes::leave_slot(tx, before.id, last.id).await?;
+    let Some(predecessor) = find_reinstatable(tx, before).await? else { return Ok(()) };
+    machine_changes::leave_slot(tx, before.id, predecessor.id).await?;
     let highest = db::machines::find_highest_epoch(tx, &before.user, &before.slot).await?;
-    let event = Event::Reinstated { epoch: highest.next(), power: last.server_power() };
+    let event = Event::Reinstated { epoch: highest.next(), power: predecessor.server_power() };
     // If the reinstated machine has a failure of its own, it keeps that stage and message.
-    let failure =
-        last.failure.as_ref().and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
+    let own_failure = predecessor.failure.as_ref();
+    let failure = own_failure.and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
     let reason = "the machine that was meant to replace this one did not register";
     let context = EventContext { failure: failure.or(Some(("reinstate", reason))), ..context.clone() };
-    Box::pin(apply(tx, mint, &last, &event, context)).await?;
-    audit(tx, "reinstate", &last).await?;
-    tracing::warn!(machine = %before.id, reinstated = %last.id, "returned a slot to its last machine");
+    Box::pin(apply(tx, mint, &predecessor, &event, context)).await?;
+    audit(tx, "reinstate", &predecessor).await?;
+    tracing::warn!(machine = %before.id, reinstated = %predecessor.id, "returned a slot to an earlier machine");
     Ok(())
 }
 
@@ -275,13 +276,13 @@ async fn delete_predecessor(
     if before.registered_at.is_some() {
         return Ok(());
     }
-    let Some(last) = db::machines::lock_last_registered(tx, before).await? else { return Ok(()) };
-    if last.has_server() {
+    let Some(predecessor) = db::machines::lock_last_registered(tx, before).await? else { return Ok(()) };
+    if predecessor.has_server() {
         let options = OperationOptions { now: false, ..context.options };
         let context = EventContext { options, ..context.clone() };
-        let change = Box::pin(apply(tx, mint, &last, &Event::SuccessorDeleted, context)).await?;
+        let change = Box::pin(apply(tx, mint, &predecessor, &Event::SuccessorDeleted, context)).await?;
         if change != Change::Unchanged {
-            audit(tx, "delete.predecessor", &last).await?;
+            audit(tx, "delete.predecessor", &predecessor).await?;
         }
     }
     Ok(())
@@ -314,7 +315,8 @@ async fn create_operation(
 /// Creates a machine in a free slot.
 ///
 /// # Errors
-/// [`LifecycleError`]; `Violated` with the constraint `user_machines_active` if another machine holds the slot.
+/// [`LifecycleError`]; [`DbError::Violated`] with the constraint `user_machines_active` if another machine holds the
+/// slot.
 pub async fn create_machine(
     tx: &Transaction<'_>,
     mint: &TokenMint,

@@ -1,6 +1,6 @@
 //! `svc-platform`: the control plane and the router. Only this file assembles their parts.
 //!
-//! Arguments → configuration → bind → migrate → ready → serve until a signal → drain.
+//! Arguments → configuration → store check → bind → migrate → key check → serve, ready → signal → drain.
 
 pub mod alarms;
 pub mod api;
@@ -115,7 +115,7 @@ struct Args {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Check whether this machine's platform with these settings is ready; exits 69 if it is not
+    /// Check whether the platform process on this server with these settings is ready; exits 69 if it is not
     Probe,
 }
 
@@ -177,10 +177,10 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let (keys_sender, keys) = watch::channel(Arc::new(keys));
     let (rotation_seal, change_seal, file_seal) = (seal(), seal(), seal());
     // A separate pool, because its connections run on the router's threads and end with them.
-    let sessions = pool(config.connections.router)?;
+    let router_db = pool(config.connections.router)?;
     let freshness = Arc::new(RouteFreshness::new(config.routing.max_staleness));
     let routes = RouterContext {
-        pool: sessions.pool().clone(),
+        pool: router_db.pool().clone(),
         database: config.database.clone(),
         config: config.routing.clone(),
         trust: config.trust.clone(),
@@ -275,7 +275,8 @@ async fn admit(
 ) -> Result<ProcessKeys, Failure> {
     let (process, seal) =
         (key_change::current_process_keys(config.keys.ids(), &config.timing), Seal::from_keys(&config.keys));
-    // The check precedes every write to the database: a process with outdated keys must leave it unchanged.
+    // The check precedes every write to the database except the migrations: a process with outdated keys must leave
+    // the data unchanged.
     let is_checked = check_mark(mark::check(bucket, &process.ids).await.map(drop))?;
     let silence = config.timing.keys.max_silence;
     match key_change::admission::admit(db, &process, mint, &seal, silence).await {
@@ -291,13 +292,13 @@ async fn admit(
     Ok(process)
 }
 
-/// Rejects outdated keys and a damaged mark; otherwise returns whether the mark could be checked. If the store is
+/// Rejects outdated keys and a damaged mark; otherwise returns whether the check or write succeeded. If the store is
 /// unavailable, the process starts, and repeats the check while it is running ([`mark::write_until_stopped`]).
 fn check_mark(result: Result<(), MarkError>) -> Result<bool, Failure> {
     match result {
         Err(error) if error.is_refusal() => Err(Failure::new(Exit::Config, error)),
         Err(error) => {
-            tracing::warn!(error = %svc_base::error_chain::format_chain(&error), "cannot check whether PLATFORM_KEY is the current key");
+            tracing::warn!(error = %svc_base::error_chain::format_chain(&error), "cannot check or write the mark of the current platform key");
             Ok(false)
         }
         Ok(()) => Ok(true),

@@ -87,8 +87,8 @@ impl Operator {
 mod tests {
     use super::*;
 
-    fn scopes(all: &[Scope]) -> Scopes {
-        all.iter().copied().collect()
+    fn scopes(list: &[Scope]) -> Scopes {
+        list.iter().copied().collect()
     }
 
     #[test]

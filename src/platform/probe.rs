@@ -1,4 +1,5 @@
-//! `svc-platform probe`: checks whether this machine's platform is ready, for supervisors without an HTTP client.
+//! `svc-platform probe`: checks whether the local platform process is ready, for supervisors without an
+//! HTTP client.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 

@@ -1,5 +1,6 @@
-//! An in-process cache of the provider data for price quotes. A client can request any number of quotes, but they share
-//! the provider's rate limit with operations and with all other processes. Provisioning does not use the cache.
+//! An in-process cache of the provider data for price quotes. A client can request any number of quotes, but the calls
+//! that read this data share the provider's rate limit with operations and with all other processes. Provisioning does
+//! not use the cache.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -47,7 +48,7 @@ impl QuoteCache {
         self.prices.get(server_type, read).await
     }
 
-    /// Caches prices that provisioning has read, so that the next quote shows them if they have changed.
+    /// Caches prices that provisioning has read, so that the next quote uses them.
     pub fn record_prices(&self, server_type: &ServerType, prices: &ServerPrices) {
         self.prices.record(server_type, prices);
     }
@@ -85,7 +86,7 @@ struct CachedReads<K, V> {
 type CacheEntry<V> = Arc<tokio::sync::Mutex<Option<FinishedRead<V>>>>;
 
 struct FinishedRead<V> {
-    at: Instant,
+    ended_at: Instant,
     outcome: Result<V, Problem>,
 }
 
@@ -101,20 +102,20 @@ impl<K: Clone + Eq + Hash, V: Clone> CachedReads<K, V> {
         let entry = self.entry(key);
         let mut last = entry.lock().await;
         let is_current = |last: &&FinishedRead<V>| {
-            last.at >= requested_at || last.outcome.is_ok() && last.at.elapsed() < self.ttl
+            last.ended_at >= requested_at || last.outcome.is_ok() && last.ended_at.elapsed() < self.ttl
         };
         if let Some(last) = last.as_ref().filter(is_current) {
             return last.outcome.clone();
         }
         let outcome = read.await;
-        *last = Some(FinishedRead { at: Instant::now(), outcome: outcome.clone() });
+        *last = Some(FinishedRead { ended_at: Instant::now(), outcome: outcome.clone() });
         outcome
     }
 
     fn record(&self, key: &K, value: &V) {
-        // If the entry is locked, a read is running, and its value will be as new as this one.
+        // If the entry is locked, a read is running, and its value will be about as new as this one.
         if let Ok(mut last) = self.entry(key).try_lock() {
-            *last = Some(FinishedRead { at: Instant::now(), outcome: Ok(value.clone()) });
+            *last = Some(FinishedRead { ended_at: Instant::now(), outcome: Ok(value.clone()) });
         }
     }
 

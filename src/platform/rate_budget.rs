@@ -27,11 +27,11 @@ impl SharedBudget {
     async fn try_reserve(
         &self,
         wanted: u32,
-        unused: u32,
+        returned: u32,
         observed: Option<ObservedBudget>,
     ) -> Result<BudgetGrant, DbError> {
         let session = self.db.session().await?;
-        db::budget::reserve(&session, &self.account, wanted, unused, observed).await
+        db::budget::reserve(&session, &self.account, wanted, returned, observed).await
     }
 
     async fn try_close(&self, wait: Duration) -> Result<(), DbError> {
@@ -45,10 +45,10 @@ impl RateBudget for SharedBudget {
     async fn reserve(
         &self,
         wanted: u32,
-        unused: u32,
+        returned: u32,
         observed: Option<ObservedBudget>,
     ) -> Option<BudgetGrant> {
-        let grant = self.try_reserve(wanted, unused, observed).await;
+        let grant = self.try_reserve(wanted, returned, observed).await;
         grant
             .inspect_err(
                 |error| tracing::debug!(error = %format_chain(error), "cannot reserve from the shared rate budget"),
@@ -58,7 +58,7 @@ impl RateBudget for SharedBudget {
 
     async fn close(&self, wait: Duration) {
         if let Err(error) = self.try_close(wait).await {
-            tracing::debug!(error = %format_chain(&error), "cannot close the shared rate budget");
+            tracing::debug!(error = %format_chain(&error), "cannot suspend calls in the shared rate budget");
         }
     }
 }

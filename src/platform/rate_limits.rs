@@ -1,5 +1,5 @@
-//! Rate limits for the control API: unverified bearer tokens per client address, and requests per operator and per
-//! host.
+//! Rate limits for the control API: verifications of bearer tokens per client address, and requests per operator and
+//! per host.
 //!
 //! A token that this process has accepted recently does not count against its address, so that an attacker in the same
 //! network cannot exhaust an operator's or a host's limit. The token is still verified on every request.
@@ -20,13 +20,13 @@ use svc_http::rate_limit::RateLimit;
 use svc_machine::id::MachineId;
 
 const HOST_BURST_SECONDS: u32 = 20;
-/// Average interval between a host's requests for credentials. Each costs calls to STS, and a host needs new
+/// Minimum average interval between a host's requests for credentials. Each costs calls to STS, and a host needs new
 /// credentials only a few times an hour.
 const CREDENTIALS_INTERVAL: Duration = Duration::from_secs(10);
 const CREDENTIALS_BURST: u32 = 20;
 const BURST_SECONDS: u32 = 10;
-/// Average interval between reported rejections of host tokens: short enough to keep the alarm raised, and long enough
-/// to limit the log's volume.
+/// Minimum average interval between reported rejections of host tokens: short enough to keep the alarm raised, and long
+/// enough to limit the log's volume.
 const REFUSAL_REPORT_INTERVAL: Duration = Duration::from_secs(5);
 const REFUSAL_REPORT_BURST: u32 = 20;
 const ACCEPTED_TOKEN_TTL: Duration = Duration::from_secs(600);
@@ -41,7 +41,7 @@ pub struct RateLimitConfig {
     pub operator_rate: u32,
     /// Requests per host per second; 0 means no limit, including for credentials.
     pub host_rate: u32,
-    /// Unverified tokens per client address per second; 0 means no limit.
+    /// Tokens to verify per client address per second, except recently accepted ones; 0 means no limit.
     pub unverified_token_rate: u32,
     /// Proxies in front of the API. They are exempt from the per-address limit, because many clients share their
     /// addresses.
@@ -102,9 +102,9 @@ impl ApiRateLimits {
         if self.lock_accepted().get(&hash).is_some_and(|until| *until > Instant::now()) {
             return Ok(());
         }
-        self.addresses
-            .check(&client_network(address))
-            .map_err(|wait| rate_limited("This address is sending too many unverified tokens.", wait))
+        self.addresses.check(&client_network(address)).map_err(|wait| {
+            rate_limited("This address is sending too many tokens that were not accepted recently.", wait)
+        })
     }
 
     /// Remembers a token that was found valid.

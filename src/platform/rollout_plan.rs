@@ -3,8 +3,8 @@
 //! Invariants:
 //!
 //! - At most one batch is updated at a time, the canary first and separately.
-//! - A batch starts only when every machine in the previous batch has ended.
-//! - Once a machine has the release, no further update is requested before the release is verified.
+//! - A batch starts only when the update of every machine in the previous batch has ended.
+//! - Once a machine has the release, no further update is requested before any required verification has passed.
 //! - If verification is due and the canary ended without the release, the same number of machines from the next batch
 //!   take its place.
 //! - No update is requested after the canary has failed or the maximum number of failures is reached.
@@ -21,7 +21,7 @@ pub struct Member {
     pub state: MemberState,
     /// Whether the machine holds its slot, is running, and has not been powered off.
     pub is_running: bool,
-    /// Whether the host reports this release and itself as healthy.
+    /// Whether the host reports that it runs this release and is healthy.
     pub is_updated: bool,
     /// Why the update failed, as reported by the host since the request.
     pub failure: Option<String>,
@@ -50,6 +50,7 @@ pub enum VerificationState {
 /// A change to make.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RolloutEffect {
+    /// Record how the machine's update ended.
     End {
         machine: MachineId,
         state: MemberState,
@@ -71,6 +72,7 @@ pub enum RolloutEffect {
 pub struct RolloutLimits {
     /// Number of machines that get the release first; 0 if the first batch does.
     pub canary: usize,
+    /// Number of failed machines at which the rollout stops.
     pub max_failures: usize,
 }
 

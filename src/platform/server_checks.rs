@@ -1,7 +1,7 @@
 //! Limits how often heartbeats trigger provider lookups of a machine's server: all machines share the provider's rate
 //! limit, and a host can send any number of heartbeats.
 //!
-//! Each process counts separately, in bounded memory.
+//! Each process enforces its own limit, in bounded memory.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -9,18 +9,19 @@ use std::time::{Duration, Instant};
 
 use svc_machine::id::MachineId;
 
-/// Maximum number of machines that one process remembers. When it is reached, lookups for other machines must wait.
+/// Maximum number of machines that one process remembers. When it is reached, lookups for other machines are refused
+/// until a remembered machine's interval has passed.
 const MAX_MACHINES: usize = 4096;
 
 #[derive(Debug)]
 pub struct ServerChecks {
     interval: Duration,
-    last: Mutex<HashMap<MachineId, Instant>>,
+    last_lookups: Mutex<HashMap<MachineId, Instant>>,
 }
 
 impl ServerChecks {
     pub fn new(interval: Duration) -> Self {
-        Self { interval, last: Mutex::default() }
+        Self { interval, last_lookups: Mutex::default() }
     }
 
     /// Claims a lookup of this machine's server, and returns whether the claim succeeded. The next claim for the
@@ -30,18 +31,18 @@ impl ServerChecks {
     }
 
     fn claim_lookup_at(&self, machine: MachineId, now: Instant) -> bool {
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last_lookups = self.last_lookups.lock().unwrap_or_else(PoisonError::into_inner);
         let is_recent = |at: &Instant| now.saturating_duration_since(*at) < self.interval;
-        if last.get(&machine).is_some_and(is_recent) {
+        if last_lookups.get(&machine).is_some_and(is_recent) {
             return false;
         }
-        if last.len() >= MAX_MACHINES {
-            last.retain(|_, at| is_recent(at));
+        if last_lookups.len() >= MAX_MACHINES {
+            last_lookups.retain(|_, at| is_recent(at));
         }
-        if last.len() >= MAX_MACHINES {
+        if last_lookups.len() >= MAX_MACHINES {
             return false;
         }
-        last.insert(machine, now);
+        last_lookups.insert(machine, now);
         true
     }
 }
@@ -70,6 +71,6 @@ mod tests {
         }
         assert!(!checks.claim_lookup_at(MachineId::new(), start));
         assert!(checks.claim_lookup_at(MachineId::new(), start + MINUTE));
-        assert_eq!(checks.last.lock().unwrap().len(), 1);
+        assert_eq!(checks.last_lookups.lock().unwrap().len(), 1);
     }
 }

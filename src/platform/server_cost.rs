@@ -1,7 +1,7 @@
 //! The monthly cost of a new machine's server, from the provider's price list.
 //!
 //! A server is ordered with a public IPv4 address, but without volumes and without the provider's backups
-//! (`provider::hetzner`), so no other item in the price list applies.
+//! (`provider::hetzner`), so only the prices of the server and of the address apply.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ const PRICE_TIMEOUT: Duration = Duration::from_secs(15);
 #[derive(Debug, Clone)]
 pub struct ServerCost {
     pub by_location: Vec<LocationCost>,
-    /// The highest cost: the provider may lack capacity in the cheaper locations.
+    /// The highest total of all locations: the provider may lack capacity in the cheaper ones.
     pub highest: Price,
 }
 
@@ -30,7 +30,7 @@ pub struct ServerLocations<'a> {
     pub fallback: &'a [Location],
 }
 
-/// Reads the current cost of a server.
+/// Reads the current cost of a server from the provider, and caches the prices for quotes.
 ///
 /// # Errors
 /// `invalid_request` if the provider does not sell the type in the location, `unavailable` if its prices cannot be
@@ -45,7 +45,7 @@ pub async fn read_cost(
     compute_cost_if_sold(&prices, server_type, locations)
 }
 
-/// Returns the cost of a server for a quote, from prices that are at most a few minutes old.
+/// Returns the cost of a server for a quote, from prices that may have been cached for a few minutes.
 ///
 /// # Errors
 /// Same as [`read_cost`].

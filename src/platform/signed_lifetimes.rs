@@ -10,11 +10,11 @@ pub const SESSION_SECONDS: u64 = 12 * 3600;
 /// Lifetime of an app token.
 pub const APP_TOKEN_SECONDS: i64 = 3600;
 
-/// Time after which no router accepts an app token, including the leeway for clock skew.
+/// Age from which no router accepts an app token: its lifetime, plus the leeway for clock skew.
 pub const MAX_APP_TOKEN_LIFETIME: Duration = Duration::from_secs((APP_TOKEN_SECONDS + LEEWAY_SECONDS) as u64);
 
 /// Maximum lifetime of app tokens and session cookies, which are signed with the same key.
 pub const MAX_SIGNED_LIFETIME: Duration = Duration::from_secs(SESSION_SECONDS);
 
-/// How long a sign-out is stored: longer than the lifetime of any token that it invalidates.
+/// How long a sign-out is stored: longer than any app token that it invalidates is accepted.
 pub const SIGN_OUT_TTL: Duration = MAX_APP_TOKEN_LIFETIME.saturating_mul(2);

@@ -39,9 +39,11 @@ pub struct UpgradeToken {
     pub previous: Option<PreviousToken>,
 }
 
+/// The token before the stored one.
 #[derive(Debug, Clone)]
 pub struct PreviousToken {
     pub hash: Vec<u8>,
+    /// The end of the overlap; from then on, the token is refused.
     pub until: Timestamp,
 }
 
@@ -59,10 +61,10 @@ pub enum TokenStatus {
 /// The token that the response to a heartbeat offers to a host.
 #[derive(Debug, Clone)]
 pub enum TokenOffer {
-    /// The stored token, which the host does not use yet.
+    /// The stored token, to replace the previous token that the host presented.
     Stored(SecretString),
-    /// A token with a later generation, which the caller makes with the current platform key. It must make none while
-    /// processes with a different current key are running: they would replace each other's tokens.
+    /// A token with this generation, which the caller makes with the current platform key. The caller must not make it
+    /// while processes with a different current key are running: they would replace each other's tokens.
     Next(Generation),
 }
 
@@ -91,7 +93,8 @@ impl UpgradeToken {
         TokenStatus::Refused
     }
 
-    /// Returns the stored state after the first heartbeat with a later generation.
+    /// Returns the state to store after a heartbeat with the generation `to`: unchanged, unless `to` is later than the
+    /// stored generation.
     #[must_use]
     pub fn advance(self, to: Generation, hash: Vec<u8>, overlap: Duration, now: Timestamp) -> Self {
         if to <= self.generation {
@@ -115,7 +118,7 @@ impl UpgradeToken {
     ) -> Option<TokenOffer> {
         match status {
             TokenStatus::Refused | TokenStatus::Later(_) => None,
-            // The host lost the response, or its file was restored from an older copy.
+            // The host no longer has the stored token, for example because its file was restored from an older copy.
             TokenStatus::Previous => {
                 let stored = mint.stored_token(machine, Purpose::Upgrade, self.generation, &self.hash);
                 Some(stored.map_or_else(|| TokenOffer::Next(self.generation.next()), TokenOffer::Stored))
@@ -162,7 +165,7 @@ mod tests {
     enum Event {
         Wait(i64),
         Request,
-        /// A heartbeat whose response the host stores or loses.
+        /// A heartbeat after which the host stores the offered token, or fails to.
         Heartbeat(HeartbeatLoss),
         /// The sync agent is killed, and another process reads the file.
         Restart,
@@ -213,7 +216,7 @@ mod tests {
         /// The token in the host's file.
         file: SecretString,
         /// The host's earlier tokens, of which an attacker may have copies.
-        copied: Vec<SecretString>,
+        earlier: Vec<SecretString>,
     }
 
     fn mint(keys: (u8, Option<u8>)) -> TokenMint {
@@ -232,7 +235,7 @@ mod tests {
                 requested_at: None,
                 previous: None,
             };
-            Self { machine, now, keys, is_mixed: false, row, copy: None, file, copied: Vec::new() }
+            Self { machine, now, keys, is_mixed: false, row, copy: None, file, earlier: Vec::new() }
         }
 
         fn check_token(&self, token: &SecretString) -> TokenStatus {
@@ -274,7 +277,7 @@ mod tests {
                 Some(TokenOffer::Next(_)) | None => None,
             };
             if let (Some(next), HeartbeatLoss::Nothing) = (next, loss) {
-                self.copied.push(std::mem::replace(&mut self.file, next));
+                self.earlier.push(std::mem::replace(&mut self.file, next));
             }
         }
 
@@ -311,7 +314,8 @@ mod tests {
             }
         }
 
-        /// Ends a key rotation and sends enough heartbeats for the newest token to replace all others.
+        /// Ends a key change, sends enough heartbeats for the newest token to replace all others, and waits for the end
+        /// of the overlap.
         fn settle(&mut self) {
             self.apply(&Event::EndKeyChange);
             for _ in 0..4 {
@@ -323,7 +327,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_history_keeps_host_accepted_and_refuses_copies(
+        fn any_history_keeps_host_accepted_and_refuses_earlier_tokens(
             events in proptest::collection::vec(event(), 0..60),
         ) {
             let mut model = RotationModel::new();
@@ -333,9 +337,13 @@ mod tests {
             }
             model.settle();
             let own = parse_claim(model.file.expose_secret(), Purpose::Upgrade).unwrap().generation;
-            for copied in &model.copied {
-                if parse_claim(copied.expose_secret(), Purpose::Upgrade).unwrap().generation < own {
-                    prop_assert_eq!(model.check_token(copied), TokenStatus::Refused, "a copied token still works");
+            for earlier in &model.earlier {
+                if parse_claim(earlier.expose_secret(), Purpose::Upgrade).unwrap().generation < own {
+                    prop_assert_eq!(
+                        model.check_token(earlier),
+                        TokenStatus::Refused,
+                        "an earlier token is still accepted"
+                    );
                 }
             }
         }

@@ -70,8 +70,8 @@ impl TokenMint {
         token(&self.key, machine, purpose, generation)
     }
 
-    /// Makes a machine's first token. The stored hash shows which key issued it; the same key is used, so that
-    /// user-data is rendered identically during a platform key change.
+    /// Makes a machine's first token with the key that matches the stored hash, so that user-data is rendered
+    /// identically during a platform key change. If neither key matches, the current key is used.
     pub fn first_token(&self, machine: MachineId, purpose: Purpose, stored_hash: &[u8]) -> SecretString {
         let first = Generation::FIRST;
         let stored = self.stored_token(machine, purpose, first, stored_hash);
@@ -90,7 +90,7 @@ impl TokenMint {
         tokens.find(|token| matches_hash(token.expose_secret(), stored_hash))
     }
 
-    /// Whether the platform made this token.
+    /// Whether the platform made this token, with the current or the previous key. `claim` must be parsed from `token`.
     pub fn is_genuine(&self, token: &str, claim: TokenClaim, purpose: Purpose) -> bool {
         let Some((_, mac)) = token.rsplit_once('_') else { return false };
         let Ok(mac) = hex::decode(mac) else { return false };

@@ -21,7 +21,8 @@ const FIREWALL: &str = "/etc/nftables.conf";
 /// The rule that admits connections to a machine's services: SSH and the gateway.
 const SERVED_PORTS_RULE: &str = "tcp dport { 22, 443 } accept";
 
-/// Path, mode and content of the files that are identical on every machine. The script must be written last.
+/// Path, mode and content of the files that depend on no machine. The script must be written last: when it runs, it
+/// takes all files as written.
 const FIXED_FILES: [(&str, &str, &str); 5] = [
     (
         "/etc/systemd/system/svc-first-boot.service",
@@ -34,9 +35,9 @@ const FIXED_FILES: [(&str, &str, &str); 5] = [
     ("/opt/svc/first-boot.sh", "0755", include_str!("../../cloud-init/first-boot.sh")),
 ];
 
-/// Repeats an interrupted first boot: cloud-init marks a module as done before it runs it, and a power cut may happen
-/// in between. `bootcmd` runs at every boot. Until all files have been written, it makes cloud-init write them again;
-/// after that, it starts the first-boot script again.
+/// Repeats an interrupted first boot: cloud-init marks a module as done before it runs the module, and a power cut may
+/// happen in between. `bootcmd` runs at every boot. Until all files have been written, this command makes cloud-init
+/// write them again; after that, it starts the first-boot service again until the first boot is complete.
 const RESUME_COMMAND: &str = "sem=/var/lib/cloud/instance/sem/config_; if test ! -e /opt/svc/user-data-written; then \
     rm -f ${sem}write_files ${sem}runcmd ${sem}scripts_user; elif test ! -e /opt/svc/first-boot-complete; then \
     systemctl enable --now --no-block svc-first-boot.service; fi";
@@ -52,6 +53,10 @@ pub enum RenderError {
     ControlCharacter { path: &'static str, name: String },
 }
 
+/// Renders the user-data of a machine's server.
+///
+/// # Errors
+/// [`RenderError`] if the user-data is too large, or a value cannot be stored in an env file.
 pub fn render(
     machine: &MachineRow,
     hosts: &HostSettings,
@@ -59,20 +64,20 @@ pub fn render(
     keys: &ProofKeys,
     mint: &TokenMint,
 ) -> Result<SecretString, RenderError> {
-    let secret = [
+    let env_files = [
         ("/opt/svc/env/host.env", host_env(machine, hosts, keys, mint)),
         ("/opt/svc/env/r2.env", store.to_env_file()),
         ("/opt/svc/env/boot.env", boot_env(machine, mint)),
         ("/opt/svc/env/update.env", update_env(machine, hosts)),
     ];
-    for (path, content) in &secret {
-        if let Some(name) = find_multi_line_variable(content) {
+    for (path, content) in &env_files {
+        if let Some(name) = find_variable_with_control_character(content) {
             return Err(RenderError::ControlCharacter { path, name });
         }
     }
     // cloud-init writes the files before the users exist; `first-boot.sh` sets their owners.
     let file = |path: &str, mode: &str, content: &str| json!({"path": path, "permissions": mode, "owner": "root:root", "content": content});
-    let secret = secret.iter().map(|(path, content)| file(path, "0600", content));
+    let env_files = env_files.iter().map(|(path, content)| file(path, "0600", content));
     let fixed = FIXED_FILES.iter().map(|(path, mode, content)| {
         let content = strip_comments(content);
         if *path == FIREWALL {
@@ -82,7 +87,7 @@ pub fn render(
         }
     });
     let config = json!({
-        "write_files": secret.chain(fixed).collect::<Vec<_>>(),
+        "write_files": env_files.chain(fixed).collect::<Vec<_>>(),
         "bootcmd": [["sh", "-c", RESUME_COMMAND]],
         "runcmd": [["systemctl", "daemon-reload"], ["systemctl", "enable", "--now", "--no-block", "svc-first-boot.service"]],
     });
@@ -93,7 +98,8 @@ pub fn render(
     Ok(text.into())
 }
 
-/// Limits access to the gateway in the network rules to these networks. Without networks, the rules are unchanged.
+/// Changes the firewall rules so that only these networks can reach the gateway. Without networks, the rules are
+/// unchanged.
 fn firewall_rules(rules: &str, egress: &Networks) -> String {
     if egress.is_empty() {
         return rules.to_owned();
@@ -110,12 +116,13 @@ fn firewall_rules(rules: &str, egress: &Networks) -> String {
     rules.replace(SERVED_PORTS_RULE, &admit_rules)
 }
 
-/// Finds a variable in an env file whose value does not fit on one line.
-fn find_multi_line_variable(content: &str) -> Option<String> {
+/// Returns the name of the first variable in an env file whose value contains a line break or another control
+/// character.
+fn find_variable_with_control_character(content: &str) -> Option<String> {
     let has_control = |line: &str| line.chars().any(char::is_control);
-    let first = content.split('\n').position(has_control);
-    // A value's quotes must be closed on the same line, so a line break in a value makes the line unreadable.
-    let number = first.or_else(|| parse_env_file(content).err().map(|number| number - 1))?;
+    let control_line = content.split('\n').position(has_control);
+    // A value's quotes must be closed on the same line, so a line break in a value makes the env file unreadable.
+    let number = control_line.or_else(|| parse_env_file(content).err().map(|number| number - 1))?;
     let line = content.split('\n').nth(number).unwrap_or_default();
     Some(line.split('=').next().unwrap_or_default().to_owned())
 }
@@ -135,7 +142,7 @@ fn escape_for_yaml(json: &str) -> String {
     text
 }
 
-/// Removes comments and empty lines, because the size of user-data is limited.
+/// Removes comments and empty lines, except the first line, because the size of user-data is limited.
 fn strip_comments(text: &str) -> String {
     let kept = text.lines().enumerate().filter(|(number, line)| {
         *number == 0 || !(line.trim().is_empty() || line.trim_start().starts_with('#'))
@@ -181,7 +188,8 @@ fn boot_env(machine: &MachineRow, mint: &TokenMint) -> String {
     text
 }
 
-/// Settings that root uses. Only root can change their file.
+/// The settings that root's programs read. Unlike the other env files, this one stays owned by root, so that no other
+/// user can change it.
 fn update_env(machine: &MachineRow, hosts: &HostSettings) -> String {
     let bundle_url = hosts.bundle_url.for_version(&machine.image_version);
     let mut text = env_lines(&[

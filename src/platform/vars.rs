@@ -250,7 +250,8 @@ svc_base::variables! {
     "platform.rates", in "process environment or the platform's env file", by ["svc-platform"] {
         // Above the rate of an operator's script that runs in a loop, but low enough that a runaway script does not
         // exhaust the process.
-        /// Requests per second from one operator, or with `PLATFORM_SECRET`; the burst is ten seconds' worth.
+        /// Requests per second from one operator, or with `PLATFORM_SECRET`; the burst is ten seconds' worth. `0` means
+        /// no limit.
         PLATFORM_OPERATOR_REQUESTS_PER_SECOND: "number" = "200";
         // A host sends two heartbeats a minute; a download or an update adds a few requests.
         /// Requests per second with one host's `UPGRADE_TOKEN`; the burst is 20 seconds' worth. Requests for storage
@@ -259,7 +260,7 @@ svc_base::variables! {
         // Enough for a fleet of 6,000 machines behind one address to send one token each per minute after a platform
         // restart.
         /// Bearer tokens per second from one address (IPv4) or network (IPv6, /64); the burst is ten seconds'
-        /// worth. Tokens that the process has accepted in the last ten minutes do not count.
+        /// worth. Tokens that the process has accepted in the last ten minutes do not count. `0` means no limit.
         PLATFORM_ADDRESS_CHECKS_PER_SECOND: "number" = "100";
         /// Addresses of the proxies in front of the API. They are exempt from the per-address limit.
         PLATFORM_TRUSTED_PROXIES: "addresses and CIDRs, separated by commas" = unset;

@@ -1,7 +1,7 @@
 //! The platform's interface to a cloud provider: one trait, its types, and one adapter.
 //!
 //! This package does not depend on machine states or operations. Invariant: only the error's kind decides what may be
-//! retried, and a call that may have created something never reports a clean failure.
+//! retried, and a failed call that may have created something always reports [`ErrorKind::Ambiguous`].
 
 mod error;
 pub mod hetzner;
@@ -27,7 +27,7 @@ pub trait Provider: Send + Sync {
     /// [`ErrorKind::Conflict`] means that a server with this name exists.
     async fn create(&self, order: &ServerOrder) -> Result<CreatedServer, ProviderError>;
 
-    /// Finds the server with exactly this name.
+    /// Finds the server with exactly this name; `None` if there is none.
     async fn find(&self, name: &str) -> Result<Option<Server>, ProviderError>;
 
     /// Lists all servers that match the label selector (`key=value,key2`).
@@ -53,8 +53,8 @@ pub trait Provider: Send + Sync {
     /// Requests a shutdown of the operating system. The action's success does not prove that the server is off.
     async fn shutdown(&self, id: ServerId) -> Result<Action, ProviderError>;
 
-    /// Changes the type of a server that is off. Its disk always keeps its size. After an ambiguous failure, check
-    /// the server's type.
+    /// Changes the type of a server that is off. Its disk keeps its size. After [`ErrorKind::Ambiguous`], check the
+    /// server's type before repeating the call.
     async fn change_type(&self, id: ServerId, to: &ServerType) -> Result<Action, ProviderError>;
 
     /// Whether the provider has a location with this name.
@@ -63,7 +63,7 @@ pub trait Provider: Send + Sync {
     /// Looks up a server type; `None` if the provider does not offer it.
     async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError>;
 
-    /// Looks up the prices for servers of this type.
+    /// Looks up the prices for servers of this type; empty if the provider does not sell it.
     async fn prices(&self, name: &ServerType) -> Result<ServerPrices, ProviderError>;
 
     /// Counts the servers in the account's project, including other installations' servers.

@@ -7,8 +7,8 @@ use async_trait::async_trait;
 /// A rate budget that all users of one provider account share.
 #[async_trait]
 pub trait RateBudget: Send + Sync {
-    /// Reserves up to `wanted` calls, returns `returned` unused ones, and reports the budget in the provider's last
-    /// response. Returns `None` if the shared budget is unavailable.
+    /// Reserves up to `wanted` calls, gives back `returned` reserved calls that were not made, and reports the budget
+    /// in the provider's last response. Returns `None` if the shared budget is unavailable.
     async fn reserve(
         &self,
         wanted: u32,
@@ -16,7 +16,7 @@ pub trait RateBudget: Send + Sync {
         observed: Option<ObservedBudget>,
     ) -> Option<BudgetGrant>;
 
-    /// Reports a refusal by the provider: no process may call the provider for this long.
+    /// Reports that the provider rejected a call: no process may call the provider for the time `wait`.
     async fn close(&self, wait: Duration);
 }
 
@@ -25,12 +25,13 @@ pub trait RateBudget: Send + Sync {
 pub struct ObservedBudget {
     pub remaining: f64,
     pub capacity: f64,
-    /// The refill rate; `None` if too few calls are used to compute it.
+    /// A lower bound on the refill rate, in calls per second; `None` if too few calls were used to compute it.
     pub per_second: Option<f64>,
+    /// When the response arrived.
     pub at: Instant,
 }
 
-/// The number of granted calls, and the delay before the next request if it is 0.
+/// The number of granted calls. If it is 0, `wait` is the delay before the next request.
 #[derive(Debug, Clone, Copy)]
 pub struct BudgetGrant {
     pub calls: u32,

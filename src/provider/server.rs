@@ -51,7 +51,7 @@ pub struct Server {
     pub id: ServerId,
     pub name: String,
     pub status: ServerStatus,
-    /// Whether an action is in progress; others are rejected until it ends.
+    /// Whether an action is in progress; the provider rejects other actions until it ends.
     pub locked: bool,
     pub public_ipv4: Option<Ipv4Addr>,
     pub server_type: ServerType,

@@ -1,4 +1,5 @@
-//! Deserializes lists from hosts. The maximum length is enforced during parsing: a longer list is never held in memory.
+//! Deserializes lists in objects that hosts write. The maximum length is enforced during parsing: a longer list is
+//! never held in memory.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -9,7 +10,7 @@ use serde::{Deserialize, Deserializer};
 /// Deserializes a list of at most `MAX` elements.
 ///
 /// # Errors
-/// If the value is not a list, or the list is longer.
+/// If the value is not a list, an element is invalid, or the list has more than `MAX` elements.
 pub(super) fn deserialize_at_most<'de, D, T, const MAX: usize>(from: D) -> Result<Vec<T>, D::Error>
 where
     D: Deserializer<'de>,
@@ -18,10 +19,10 @@ where
     from.deserialize_seq(BoundedVisitor::<T, MAX>(PhantomData))
 }
 
-/// Like [`deserialize_at_most`], with `null` as `None`.
+/// Like [`deserialize_at_most`], but returns `None` for `null`.
 ///
 /// # Errors
-/// If the value is not a list, or the list is longer.
+/// Same as [`deserialize_at_most`], except for `null`.
 pub(super) fn deserialize_optional_at_most<'de, D, T, const MAX: usize>(
     from: D,
 ) -> Result<Option<Vec<T>>, D::Error>

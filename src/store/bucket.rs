@@ -29,7 +29,7 @@ pub enum StoreError {
     /// A conditional write found a version other than the expected one.
     #[error("{key} was changed by another writer")]
     Precondition { key: String },
-    /// `why` may quote untrusted text: `StoreError::corrupt` bounds it.
+    /// `why` may quote untrusted text; [`StoreError::corrupt`] limits its length and makes it printable.
     #[error("{key} in the object store is not readable: {why}")]
     Corrupt { key: String, why: String },
     #[error("the object store refused access to {key}")]
@@ -60,12 +60,13 @@ pub enum StoreError {
 }
 
 impl StoreError {
-    /// Bounds `why`, because the object may contain untrusted text of any length.
+    /// Creates a `Corrupt` error. Truncates `why` and makes it printable, because it may quote untrusted text of any
+    /// length from the object.
     pub fn corrupt(key: &Path, why: &impl std::fmt::Display) -> Self {
         Self::Corrupt { key: key.to_string(), why: truncate_printable(&why.to_string()) }
     }
 
-    /// Converts an error from the underlying store to the class that callers act on.
+    /// Converts an error from the underlying store.
     pub fn classify(key: &Path, error: Error) -> Self {
         let key = key.to_string();
         if is_withdrawn(&error) {
@@ -115,6 +116,7 @@ pub fn is_unusable_pointer(error: &str) -> bool {
     is_unreadable || pointer::is_unsound(error)
 }
 
+/// A part of [`StoreError::Corrupt`]'s message.
 const CORRUPT: &str = " in the object store is not readable";
 
 /// Whether the store's error code means that the clock is wrong. No HTTP status means this.
@@ -161,7 +163,7 @@ impl Condition {
 pub struct Bucket {
     inner: Arc<dyn ObjectStore>,
     multipart: Option<MultipartUploads>,
-    /// Timeout for one call, including its retries; `None` for the store's own limits.
+    /// Timeout for one call, including its retries; with `None`, only the underlying store's timeouts apply.
     call_timeout: Option<Duration>,
 }
 
@@ -170,13 +172,14 @@ impl Bucket {
         Self { inner, multipart: None, call_timeout: None }
     }
 
-    /// Returns the same bucket with upload ids.
+    /// Returns the same bucket, with ids for its multipart uploads, so that another process can abort them.
     #[must_use]
     pub fn with_upload_ids(self, store: Arc<dyn MultipartStore>) -> Self {
         Self { multipart: Some(MultipartUploads(store)), ..self }
     }
 
-    /// Returns the same bucket with a timeout for each read and write of a whole object, including retries.
+    /// Returns the same bucket with a timeout for each head, get and put, including retries. Calls to [`Self::raw`]
+    /// have no such timeout.
     #[must_use]
     pub fn with_call_timeout(self, timeout: Duration) -> Self {
         Self { call_timeout: Some(timeout), ..self }
@@ -216,7 +219,8 @@ impl Bucket {
         }
     }
 
-    /// Aborts another process's upload, so that the store drops its parts. Succeeds if the upload has already ended.
+    /// Aborts another process's upload, so that the store drops its parts. Also succeeds if the upload has already
+    /// ended, or if the store does not support upload ids.
     pub async fn abort_upload(&self, open: &OpenUpload) -> Result<(), StoreError> {
         let Some(store) = &self.multipart else { return Ok(()) };
         let key = Path::from(open.key.as_str());
@@ -247,6 +251,8 @@ impl Bucket {
         &self.inner
     }
 
+    /// Reads an object's metadata.
+    ///
     /// # Errors
     /// [`StoreError`]; absence is `Ok(None)`.
     pub async fn head(&self, key: &Path) -> Result<Option<ObjectMeta>, StoreError> {
@@ -340,8 +346,8 @@ impl Bucket {
         self.put(key, to_json(key, value)?).await
     }
 
-    /// Writes conditionally. `Precondition` may be caused by our own write whose response was lost, so the caller
-    /// must read the object back.
+    /// Writes an object if the condition holds, and returns `Precondition` if it does not. A retried write of our own
+    /// whose response was lost can also cause `Precondition`, so the caller must then read the object back.
     pub async fn put_json_if(
         &self,
         key: &Path,

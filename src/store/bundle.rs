@@ -64,7 +64,7 @@ pub fn digest_line(digest: &str) -> String {
     format!("{digest}  {BUNDLE_FILE}\n")
 }
 
-/// A bundle's manifest: `svc-host-bundle.tar.gz.json`.
+/// A bundle's manifest: `svc-host-bundle.tar.gz.json`. `version` is its format.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Manifest {
@@ -72,7 +72,7 @@ pub struct Manifest {
     pub image_version: ImageVersion,
     pub sha256: String,
     pub size_bytes: u64,
-    /// The oldest release that can be updated to this one; `None` for every release.
+    /// The oldest release that can be updated to this one; `None` if every release can.
     #[serde(default)]
     pub min_version: Option<ImageVersion>,
     #[serde(with = "svc_base::clock::wire")]
@@ -90,9 +90,9 @@ pub struct Manifest {
 /// The reason a bundle is not trusted.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ManifestError {
-    #[error("no key is trusted: BUNDLE_PUBLIC_KEYS is not set")]
+    #[error("no key is trusted: BUNDLE_PUBLIC_KEYS (on a host, SVC_BUNDLE_PUBLIC_KEYS) is not set")]
     NoKeys,
-    #[error("each line of the signature file must be a key id and a signature")]
+    #[error("the signature file must have 1 to {MAX_KEYS} lines, each a key id and a signature")]
     MalformedSignature,
     #[error("it is not signed by a key that is trusted here (signed with {})", .ids.join(", "))]
     UnknownKey { ids: Vec<String> },
@@ -116,6 +116,9 @@ pub enum ManifestError {
 
 impl Manifest {
     /// Parses a manifest without verifying it.
+    ///
+    /// # Errors
+    /// [`ManifestError::WrongFormat`], or [`ManifestError::Malformed`] for invalid JSON or an invalid SHA-256.
     pub fn parse(text: &[u8]) -> Result<Self, ManifestError> {
         #[derive(Deserialize)]
         struct Format {
@@ -129,11 +132,13 @@ impl Manifest {
         let manifest: Self = serde_json::from_slice(text).map_err(malformed)?;
         match parse_digest(&manifest.sha256) {
             Some(digest) if digest == manifest.sha256 => Ok(manifest),
-            _ => Err(ManifestError::Malformed { why: "sha256 must be 64 hexadecimal digits".to_owned() }),
+            _ => Err(ManifestError::Malformed {
+                why: "sha256 must be 64 lowercase hexadecimal digits".to_owned(),
+            }),
         }
     }
 
-    /// Checks that the manifest is signed by a key in the key set that it contains, if any.
+    /// Checks that the manifest is signed by a key in the key set that it contains. Succeeds if it contains none.
     pub fn check_key_set(&self, signed: &SignedManifest) -> Result<(), ManifestError> {
         self.trusted_keys.as_ref().map_or(Ok(()), |set| set.check_signed_by_own_key(signed))
     }
@@ -230,10 +235,10 @@ pub async fn verify_published(
     if verified.manifest().sha256 == sha256 { Ok(verified) } else { Err(BundleUnusable::WrongArchive) }
 }
 
-/// Parses the lines in a signature file, each a key id and a signature.
+/// Parses a signature file: 1 to [`MAX_KEYS`] lines, each a key id and a signature.
 ///
 /// # Errors
-/// [`ManifestError::MalformedSignature`].
+/// [`ManifestError::MalformedSignature`] for any other content.
 pub fn parse_signatures(text: &[u8]) -> Result<Vec<(String, Vec<u8>)>, ManifestError> {
     let text = std::str::from_utf8(text).map_err(|_| ManifestError::MalformedSignature)?;
     let parse_line = |line: &str| {
@@ -243,8 +248,10 @@ pub fn parse_signatures(text: &[u8]) -> Result<Vec<(String, Vec<u8>)>, ManifestE
         let signature = STANDARD.decode(signature).ok().filter(|bytes| bytes.len() == 64)?;
         is_valid_id.then(|| (id.to_owned(), signature))
     };
-    let found: Option<Vec<_>> = text.lines().map(parse_line).collect();
-    found.filter(|found| (1..=MAX_KEYS).contains(&found.len())).ok_or(ManifestError::MalformedSignature)
+    let signatures: Option<Vec<_>> = text.lines().map(parse_line).collect();
+    signatures
+        .filter(|signatures| (1..=MAX_KEYS).contains(&signatures.len()))
+        .ok_or(ManifestError::MalformedSignature)
 }
 
 #[cfg(test)]

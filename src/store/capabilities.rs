@@ -36,7 +36,7 @@ pub enum CapabilityNeed {
 pub struct Capability {
     pub name: &'static str,
     pub need: CapabilityNeed,
-    /// The consequence of its absence: a sentence for operators.
+    /// What goes wrong on a store without the capability, in a sentence for operators.
     pub without: &'static str,
 }
 
@@ -157,7 +157,8 @@ pub async fn probe_conditions(bucket: &Bucket) -> Result<[ProbeResult; 2], Store
     ])
 }
 
-/// Probes everything except conditional puts and the bucket's settings, concurrently.
+/// Probes, concurrently, the capabilities that need neither conditional puts nor the bucket's settings: reads, lists,
+/// ranges, uploads, checksums and signatures.
 pub async fn probe_other_capabilities(config: &StoreConfig, bucket: &Bucket) -> Vec<ProbeResult> {
     let s3 = match config {
         StoreConfig::S3(s3) => Some(s3),
@@ -177,7 +178,8 @@ pub async fn probe_other_capabilities(config: &StoreConfig, bucket: &Bucket) -> 
     join_all(probes).await
 }
 
-/// Probes all capabilities, for a table of stores.
+/// Probes all capabilities, for a table of stores; [`VERSIONING`] and [`CONDITIONAL_COPY`] only on S3. If the store
+/// cannot be opened, returns only [`CREATE_ONCE`] as unknown, with the error.
 pub async fn probe_all(config: &StoreConfig, races: RaceLimits) -> Vec<ProbeResult> {
     let bucket = match config.open() {
         Ok(bucket) => bucket,
@@ -219,7 +221,8 @@ fn atomicity_support(atomicity: Atomicity) -> Support {
     }
 }
 
-/// `None` if the store has the capability; otherwise, the store's actual behavior.
+/// `None` if the store has the capability; otherwise, the store's actual behavior. An error makes the probe
+/// inconclusive.
 type Outcome = Result<Option<String>, StoreError>;
 
 fn to_support(deviation: Option<String>) -> Support {

@@ -43,7 +43,8 @@ pub struct S3Config {
 }
 
 impl StoreConfig {
-    /// Reads `OBJECT_STORE_URL`, or `OBJECT_STORE_BUCKET`/`S3_BUCKET`; `OBJECT_STORE_ENDPOINT`; `AWS_*`.
+    /// Reads `OBJECT_STORE_URL`, or `OBJECT_STORE_BUCKET`/`S3_BUCKET`; `OBJECT_STORE_ENDPOINT`; `AWS_*`. Returns `None`
+    /// if a required variable is missing or invalid; `env` then has the error.
     pub fn read(env: &mut Env) -> Option<Self> {
         if let Some(dir) =
             env.text(&vars::OBJECT_STORE_URL).as_deref().and_then(|url| url.strip_prefix("file://"))
@@ -95,7 +96,7 @@ impl StoreConfig {
     /// Opens the store, without sending a request to it.
     ///
     /// # Errors
-    /// If the settings contradict each other, or the directory cannot be created.
+    /// If the HTTP client cannot be built, the settings contradict each other, or the directory cannot be created.
     pub fn open(&self) -> anyhow::Result<Bucket> {
         self.open_with(None)
     }
@@ -156,7 +157,8 @@ impl S3Config {
     }
 }
 
-/// Reads a time. The error does not quote the value: if lines in the file were joined, it may contain a secret.
+/// Reads a time. The error does not quote the value, which may contain a secret if lines in the env file were joined by
+/// mistake.
 fn read_time(env: &mut Env, variable: &Variable) -> Option<Timestamp> {
     let parsed = env.text(variable)?.parse();
     parsed.map_err(|_| env.add_error(variable, "must be a time such as 2026-01-02T03:04:05Z")).ok()

@@ -10,24 +10,26 @@ use super::pointer::Pointer;
 use super::{pointer_io, snapshots};
 use svc_machine::epoch::Epoch;
 
-/// Timeout for all requests together. A listing of 10,000 snapshots has about twenty pages. Operators' clients have a
-/// longer timeout.
+/// Timeout for all requests together, shorter than the timeout of operators' clients. A listing of 10,000 snapshots has
+/// about twenty pages.
 const FLOOR_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Reads the highest of the pointer's fence, the epoch in `system/vps-meta.json`, and the epochs in snapshot keys. A
-/// host can write all three, so values far above `known`, the highest epoch in the database, are implausible.
-/// Implausible epochs in metadata and keys are ignored, and so is an implausible fence, because the platform's fence
-/// replaces it.
+/// Reads the highest of four epochs: the pointer's fence and its snapshot's epoch, the epoch in `system/vps-meta.json`,
+/// and the highest epoch in a snapshot key. A host can write all of them, so values far above `recorded`, the highest
+/// epoch in the platform's database, are implausible. Implausible epochs in metadata and keys are ignored, and so is an
+/// implausible fence, because the platform's fence replaces it.
 ///
 /// # Errors
 /// [`StoreError`]; `Corrupt` if the pointer is unreadable and its fence therefore unknown, or if its snapshot's epoch
-/// is implausible. Unreadable metadata is ignored, because a machine's fence is written before its metadata.
-pub async fn read_floor(bucket: &Bucket, slot: &SlotPrefix, known: Epoch) -> Result<Epoch, StoreError> {
-    let bound = known.max_plausible();
+/// is implausible; `Unavailable` after a timeout. Unreadable metadata is ignored, because a machine's fence is
+/// written before its metadata.
+pub async fn read_floor(bucket: &Bucket, slot: &SlotPrefix, recorded: Epoch) -> Result<Epoch, StoreError> {
+    let bound = recorded.max_plausible();
     let read = async {
         let pointer = pointer_io::read(bucket, slot).await?;
-        let fence = pointer.map_or(Ok(Epoch::NONE), |read| plausible_fence(slot, &read.value, known))?;
-        Ok(fence.max(read_highest_outside_pointer(bucket, slot, bound).await?))
+        let in_pointer =
+            pointer.map_or(Ok(Epoch::NONE), |read| highest_in_pointer(slot, &read.value, recorded))?;
+        Ok(in_pointer.max(read_highest_outside_pointer(bucket, slot, bound).await?))
     };
     bucket.run_with_timeout(&slot.pointer(), FLOOR_TIMEOUT, read).await
 }
@@ -67,17 +69,18 @@ pub(super) async fn read_metadata_epoch(
     }
 }
 
-fn plausible_fence(slot: &SlotPrefix, pointer: &Pointer, known: Epoch) -> Result<Epoch, StoreError> {
+/// Returns the higher of the pointer's fence, if it is plausible, and its snapshot's epoch.
+fn highest_in_pointer(slot: &SlotPrefix, pointer: &Pointer, recorded: Epoch) -> Result<Epoch, StoreError> {
     let Pointer { fence_epoch: fence, snapshot, .. } = pointer;
     let snapshot_epoch = snapshot.as_ref().map_or(Epoch::NONE, |snapshot| snapshot.epoch);
-    if snapshot_epoch > known.max_plausible() {
+    if snapshot_epoch > recorded.max_plausible() {
         let why = format!(
-            "its snapshot's epoch {snapshot_epoch} is far above {known}, the highest epoch known to the platform"
+            "its snapshot's epoch {snapshot_epoch} is far above {recorded}, the highest epoch known to the platform"
         );
         return Err(StoreError::Corrupt { key: slot.pointer().to_string(), why });
     }
-    if *fence > known.max_plausible() {
-        tracing::warn!(key = %slot.pointer(), %fence, %known, "the fence is far above any epoch known to the platform; it is ignored");
+    if *fence > recorded.max_plausible() {
+        tracing::warn!(key = %slot.pointer(), %fence, known = %recorded, "the fence is far above any epoch known to the platform; it is ignored");
         return Ok(snapshot_epoch);
     }
     Ok(snapshot_epoch.max(*fence))

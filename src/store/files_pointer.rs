@@ -53,7 +53,7 @@ impl PointerTarget for FilesSnapshotRef {
 /// Reads the pointer; `None` if there is neither `latest` nor a log entry.
 ///
 /// # Errors
-/// [`StoreError`]; `Corrupt` for an unknown format, and for an impossible `seq` or epoch.
+/// [`StoreError`]; `Corrupt` for invalid JSON, an unknown format, and a `seq` or fence above the maximum.
 pub async fn read(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -92,11 +92,11 @@ pub async fn set_fence(
     .await
 }
 
-/// Maximum number of log entries that [`trim_log`] deletes at once.
+/// Maximum number of log entries that one call to [`trim_log`] deletes.
 const MAX_TRIMMED: usize = 20_000;
 
-/// Deletes the log entries below the pointer's own `seq`, except the last `kept` of them. Only the platform calls this,
-/// because hosts may not delete objects. Returns the number of deleted entries.
+/// Deletes the log entries below the pointer's own `seq`, except the last `kept` of them, but at most `MAX_TRIMMED`
+/// entries. Only the platform calls this, because hosts may not delete objects. Returns the number of deleted entries.
 ///
 /// # Errors
 /// [`StoreError`]. Some entries may already have been deleted; no reader needs them.

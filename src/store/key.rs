@@ -15,10 +15,10 @@ const SEQ_DIGITS: usize = 16;
 /// The part common to all snapshot and sidecar keys.
 pub const SNAPSHOTS: &str = "/system/db/snapshots/";
 
-/// The suffix of a pointer's key.
+/// The end of the key of a pointer to the database's snapshots.
 pub const LATEST: &str = "/system/db/latest";
 
-/// The part common to all pointer-log entry keys.
+/// The part common to the keys of all log entries of these pointers.
 pub const POINTER_LOG: &str = "/system/db/pointer-log/";
 
 /// The prefix of a slot's keys.
@@ -56,7 +56,7 @@ impl SlotPrefix {
         self.pointer_paths().entry(seq)
     }
 
-    /// Returns the objects of the pointer to the latest snapshot of the database.
+    /// Returns the paths of the pointer to the latest snapshot of the database.
     pub fn pointer_paths(&self) -> PointerPaths {
         PointerPaths { latest: self.pointer(), log: self.pointer_log() }
     }
@@ -66,7 +66,7 @@ impl SlotPrefix {
         self.join(&["files"])
     }
 
-    /// Returns the objects of the pointer to the latest snapshot of the owner's files.
+    /// Returns the paths of the pointer to the latest snapshot of the owner's files.
     pub fn files_pointer_paths(&self) -> PointerPaths {
         PointerPaths { latest: self.join(&["files", "latest"]), log: self.join(&["files", "pointer-log"]) }
     }
@@ -82,13 +82,13 @@ impl SlotPrefix {
         Some(self.snapshots().join(key.as_str().rsplit('/').next()?))
     }
 
-    /// Returns the path of a snapshot's sidecar.
+    /// Returns the path of a snapshot's sidecar; `None` as in [`Self::snapshot`].
     pub fn sidecar(&self, key: &str) -> Option<Path> {
         self.snapshot(key).map(|path| Path::from(format!("{path}.json")))
     }
 }
 
-/// The objects of a pointer.
+/// The paths of a pointer's objects.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PointerPaths {
     pub latest: Path,
@@ -181,12 +181,12 @@ fn parse_time_and_epoch(key: &str) -> Option<(Timestamp, Epoch)> {
     (snapshot_key(taken_at, epoch) == key).then_some((taken_at, epoch))
 }
 
-/// Returns the time in a snapshot's key.
+/// Returns the time in a snapshot's key; `None` if the key does not have the format of [`snapshot_key`].
 pub fn taken_at(key: &str) -> Option<Timestamp> {
     parse_time_and_epoch(key).map(|(taken_at, _)| taken_at)
 }
 
-/// Returns the epoch in a snapshot's key.
+/// Returns the epoch in a snapshot's key; `None` if the key does not have the format of [`snapshot_key`].
 pub fn epoch_of(key: &str) -> Option<Epoch> {
     parse_time_and_epoch(key).map(|(_, epoch)| epoch)
 }
@@ -214,7 +214,7 @@ pub fn is_sidecar(object: &Path) -> bool {
     object.filename().is_some_and(|name| name.ends_with(".dump.json"))
 }
 
-/// Returns the `seq` that a pointer-log entry claims.
+/// Returns the `seq` that a pointer-log entry claims; `None` if the object's name is not that of an entry.
 pub fn entry_seq(entry: &Path) -> Option<u64> {
     let digits = entry.filename()?.strip_suffix(".json")?;
     let is_valid = digits.len() == SEQ_DIGITS && digits.bytes().all(|b| b.is_ascii_digit());

@@ -1,4 +1,4 @@
-//! A test store that ignores one kind of condition, and counts the names in its listings.
+//! A test store that ignores one kind of condition, and counts the objects in its listings.
 
 use std::fmt;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ impl LenientStore {
         Self { inner: InMemory::new(), ignored, listed: Arc::default() }
     }
 
-    /// Returns the number of names listed so far.
+    /// Returns the number of objects that listings have returned so far.
     pub(crate) fn listed_count(&self) -> usize {
         self.listed.load(Ordering::Relaxed)
     }

@@ -51,7 +51,8 @@ pub enum VpsMetaError {
 /// with the pointer, a write whose response was lost is resolved by reading the object back.
 ///
 /// # Errors
-/// [`VpsMetaError`]; `Fenced` if a machine with a higher epoch, or another machine with the same epoch, has written it.
+/// [`VpsMetaError`]; `Fenced` if a machine with a higher epoch, or another machine with the same epoch, has written it;
+/// `Precondition` if other writers interfered in every attempt.
 pub async fn write(bucket: &Bucket, slot: &SlotPrefix, meta: &VpsMeta) -> Result<(), VpsMetaError> {
     let key = slot.vps_meta();
     let mut ambiguous_error = None;
@@ -59,7 +60,7 @@ pub async fn write(bucket: &Bucket, slot: &SlotPrefix, meta: &VpsMeta) -> Result
         let current = match bucket.get_json::<VpsMeta>(&key).await {
             Ok(current) => current,
             Err(StoreError::Corrupt { .. }) => {
-                // The object contains nothing but metadata, so an unreadable one is overwritten.
+                // An unreadable object is overwritten, because each heartbeat writes all of the metadata again.
                 let raw = bucket.get(&key, u64::MAX).await?;
                 let condition = raw.map_or(Condition::Absent, |raw| Condition::Unchanged(raw.version));
                 match bucket.put_json_if(&key, meta, condition).await {

@@ -1,6 +1,7 @@
 //! Multipart uploads with ids, so that another process can abort a killed process's upload.
 //!
-//! A store without upload ids (a directory, memory) has no uploads to abort.
+//! Stores without upload ids (directories and in-memory stores) are not covered: their uploads cannot be aborted by
+//! another process.
 
 use std::collections::BTreeMap;
 use std::fmt;

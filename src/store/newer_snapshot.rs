@@ -1,5 +1,5 @@
-//! Finds a machine's complete snapshot that is newer than the pointer's. There is one if the host stored it while the
-//! platform was unreachable, or holds it back because the database has shrunk.
+//! Finds a machine's complete snapshot that is newer than the pointer's. Such a snapshot exists if the host stored it
+//! while the platform was unreachable, or holds it back because the database has shrunk.
 
 use std::collections::VecDeque;
 
@@ -12,14 +12,14 @@ use super::snapshot::{self, Sidecar, SnapshotUnusable};
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 
-/// Maximum number of names to list after the pointer's snapshot.
-const MAX_NAMES: usize = 2000;
+/// Maximum number of objects to list after the pointer's snapshot. Objects beyond this limit are not considered.
+const MAX_OBJECTS: usize = 2000;
 /// Maximum number of sidecars to read, beginning with the newest.
-const MAX_RECORDS: usize = 8;
+const MAX_SIDECARS: usize = 8;
 
-/// Finds the newest complete snapshot of this machine and epoch after the pointer's snapshot. Snapshots of other
-/// machines are ignored, because a replaced machine's credentials can still add some. Lists only the keys after the
-/// pointer's snapshot; usually there are none.
+/// Finds the newest complete snapshot of this machine and epoch that is newer than `current`, the pointer's snapshot;
+/// `None` if there is none. Snapshots of other machines are ignored, because a replaced machine's credentials can still
+/// add some. Lists only the keys after the pointer's snapshot; usually there are none.
 ///
 /// # Errors
 /// [`StoreError`]: it is unknown whether there is such a snapshot.
@@ -31,15 +31,15 @@ pub async fn find(
 ) -> Result<Option<Sidecar>, StoreError> {
     let Some(after) = slot.snapshot(&current.key) else { return Ok(None) };
     let prefix = slot.snapshots();
-    let mut listing = bucket.raw().list_with_offset(Some(&prefix), &after).take(MAX_NAMES);
-    let mut newer = VecDeque::with_capacity(MAX_RECORDS + 1);
+    let mut listing = bucket.raw().list_with_offset(Some(&prefix), &after).take(MAX_OBJECTS);
+    let mut newer = VecDeque::with_capacity(MAX_SIDECARS + 1);
     while let Some(object) = listing.next().await {
         let object = object.map_err(|error| StoreError::classify(&prefix, error))?;
         let Some(name) = object.location.filename().filter(|name| name.ends_with(".dump")) else { continue };
         let key = format!("system/db/snapshots/{name}");
         if key::epoch_of(&key) == Some(epoch) {
             newer.push_front(key);
-            newer.truncate(MAX_RECORDS);
+            newer.truncate(MAX_SIDECARS);
         }
     }
     for key in newer {

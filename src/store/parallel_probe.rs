@@ -19,11 +19,11 @@ const WRITERS: usize = 6;
 /// Number of rounds of each kind. A store that accepts two writers in half the rounds passes once in 256 runs.
 const ROUNDS: usize = 8;
 
-/// Whether one kind of conditional write has exactly one winner.
+/// Whether only one of several concurrent writers succeeded in each round with one kind of condition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Atomicity {
     Atomic,
-    /// The number of writers that succeeded in one round.
+    /// The number of writers that succeeded in the first round in which several did.
     Violated {
         winners: usize,
     },
@@ -59,7 +59,7 @@ impl ProbeFindings {
         ))
     }
 
-    /// Returns the warning about a usable store, if any.
+    /// Returns the warning about a store that may be used, if any.
     pub fn warning(&self) -> Option<String> {
         let Atomicity::Violated { winners } = self.replace else { return None };
         Some(format!(
@@ -148,12 +148,12 @@ mod tests {
     use super::*;
     use crate::lenient::{IgnoredCondition, LenientStore};
 
-    const DEADLINE: Duration = Duration::from_secs(10);
+    const TIMEOUT: Duration = Duration::from_secs(10);
 
     #[tokio::test]
     async fn probe_accepts_an_atomic_store_and_cleans_up() {
         let store = Arc::new(InMemory::new());
-        let found = run(&Bucket::new(store.clone()), DEADLINE).await.unwrap();
+        let found = run(&Bucket::new(store.clone()), TIMEOUT).await.unwrap();
         assert_eq!((found.refusal(), found.warning()), (None, None));
         assert_eq!(store.list(None).try_next().await.unwrap(), None);
     }
@@ -172,7 +172,7 @@ mod tests {
     #[tokio::test]
     async fn probe_refuses_a_store_that_creates_twice() {
         let store = Bucket::new(Arc::new(LenientStore::new(IgnoredCondition::Create)));
-        let found = run(&store, DEADLINE).await.unwrap();
+        let found = run(&store, TIMEOUT).await.unwrap();
         assert!(found.refusal().unwrap().contains("If-None-Match"));
         assert_eq!(found.replace, Atomicity::Atomic);
     }
@@ -180,7 +180,7 @@ mod tests {
     #[tokio::test]
     async fn probe_warns_about_a_store_that_replaces_twice() {
         let store = Bucket::new(Arc::new(LenientStore::new(IgnoredCondition::Replace)));
-        let found = run(&store, DEADLINE).await.unwrap();
+        let found = run(&store, TIMEOUT).await.unwrap();
         assert_eq!(found.refusal(), None);
         assert!(found.warning().unwrap().contains("If-Match"));
     }

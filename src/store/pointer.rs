@@ -2,7 +2,8 @@
 //! are pure; `pointer_io` reads and writes the pointers.
 //!
 //! Invariants: `seq` and `fenceEpoch` only increase, except that an implausible fence is replaced; a machine below the
-//! fence, or another machine with the fence's epoch, never moves the pointer; nothing depends on the hosts' clocks.
+//! fence, or another machine with the fence's epoch, never moves the pointer; and none of this depends on the hosts'
+//! clocks. Only [`merge`] compares times, of two concurrent snapshots with the same epoch.
 
 use jiff::Timestamp;
 use serde::de::DeserializeOwned;
@@ -46,7 +47,7 @@ pub struct SnapshotRef {
     /// Relative to the slot: `system/db/snapshots/….dump`.
     pub key: String,
     pub size_bytes: u64,
-    /// Hex.
+    /// In hexadecimal.
     pub sha256: String,
     pub etag: Option<String>,
     pub machine_id: MachineId,
@@ -141,7 +142,7 @@ impl<S: PointerTarget> Pointer<S> {
     /// Returns the machine with the fence's epoch: the fence's machine, or the machine that took the latest snapshot,
     /// if that snapshot has the same epoch.
     pub fn fence_holder(&self) -> Option<MachineId> {
-        let writer = || self.snapshot.as_ref().filter(|named| named.epoch() == self.fence_epoch);
+        let writer = || self.snapshot.as_ref().filter(|latest| latest.epoch() == self.fence_epoch);
         self.fence_machine_id.or_else(|| writer().map(PointerTarget::machine_id))
     }
 
@@ -167,8 +168,8 @@ impl<S: PointerTarget> Pointer<S> {
     }
 }
 
-/// Returns the pointer with this fence; `None` if it already has this fence. The platform's signed fence also
-/// replaces a fence that is far above it: no machine ever had such an epoch, so a host must have written it.
+/// Returns the pointer with this fence; `None` if the pointer already has it. The platform's signed fence also replaces
+/// a fence that is far above it: no machine ever had such an epoch, so a host must have written that fence.
 ///
 /// # Errors
 /// [`Fenced`] if there is already a fence for a higher epoch, or for another machine with the same epoch.
@@ -191,7 +192,7 @@ pub fn fence<S: PointerTarget>(
     Ok(set_fence(current, &Fence { proof: proof.clone().or(known_proof), ..fence.clone() }))
 }
 
-/// Returns the pointer with this fence, which replaces any other; `None` if it already has it.
+/// Returns the pointer with this fence in place of any other; `None` if the pointer already has this fence.
 pub fn set_fence<S: PointerTarget>(current: Option<&Pointer<S>>, fence: &Fence) -> Option<Pointer<S>> {
     let Fence { epoch, machine, proof } = fence;
     let is_same = |pointer: &&Pointer<S>| {
@@ -213,9 +214,9 @@ pub fn set_fence<S: PointerTarget>(current: Option<&Pointer<S>>, fence: &Fence) 
     })
 }
 
-/// Returns the pointer moved to `snapshot` by the machine that took it; `None` if it already names that snapshot.
-/// This is not an error even if the machine has been fenced since: the response to its write may have been lost.
-/// Moving the pointer fences all earlier machines.
+/// Returns the pointer moved to `snapshot` by the machine that took it; `None` if the pointer already names that
+/// snapshot, even if the machine has been fenced since: the response to its write may have been lost. Moving the
+/// pointer fences all earlier machines.
 ///
 /// # Errors
 /// [`Fenced`] if the fence is above the snapshot's epoch, or at that epoch for another machine.
@@ -245,7 +246,7 @@ pub fn advance<S: PointerTarget>(
 /// epoch or, if the epochs are equal, the later one.
 pub fn merge<S: PointerTarget>(claimed: &Pointer<S>, latest: &Pointer<S>) -> Pointer<S> {
     let order =
-        |pointer: &Pointer<S>| pointer.snapshot.as_ref().map(|named| (named.epoch(), named.taken_at()));
+        |pointer: &Pointer<S>| pointer.snapshot.as_ref().map(|target| (target.epoch(), target.taken_at()));
     let snapshot = if order(latest) > order(claimed) { &latest.snapshot } else { &claimed.snapshot };
     let fence = if latest.fence_epoch > claimed.fence_epoch { latest } else { claimed };
     let holder = fence.fence_holder();

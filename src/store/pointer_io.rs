@@ -1,4 +1,4 @@
-//! Reads and writes a pointer. A write claims the next `seq` in the log, then updates `system/db/latest`.
+//! Reads and writes a pointer. A write claims the next `seq` in the log, then updates `latest`.
 //!
 //! Each `seq` is claimed by creating the object `pointer-log/<seq>.json`, which contains the whole pointer and must not
 //! already exist. `latest` is written after it. Two writers therefore never both succeed, even on a store whose
@@ -6,7 +6,7 @@
 //! the next writer repairs a stale `latest`.
 //!
 //! Invariant: a `seq` is claimed only if `latest` has the previous one, so that a crash leaves at most one entry
-//! ahead of `latest`. Entries are never deleted.
+//! ahead of `latest`. Entries are never deleted, except old ones of the files' pointer (`files_pointer::trim_log`).
 
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ pub enum PointerError {
     TooManyConflicts,
 }
 
-/// The current pointer, and the object `system/db/latest` as it was read.
+/// The current pointer, and the state of the object `latest` when it was read.
 #[derive(Debug, Clone)]
 pub struct PointerRead<S = SnapshotRef> {
     pub value: Pointer<S>,
@@ -41,17 +41,19 @@ pub struct PointerRead<S = SnapshotRef> {
 #[derive(Debug, Clone)]
 struct Latest {
     seq: u64,
-    /// Whether it equals the log entry with the same `seq`, if there is one.
+    /// Whether `latest` equals the log entry with the same `seq`; also true if that entry does not exist or was not
+    /// read.
     matches_log: bool,
     version: Version,
 }
 
 impl<S> PointerRead<S> {
-    /// Whether `system/db/latest` exists. If it was deleted, no snapshot is restored from the log.
+    /// Whether `latest` exists. If it was deleted, no snapshot is restored from the log.
     pub fn has_latest(&self) -> bool {
         self.latest.is_some()
     }
 
+    /// Whether `latest` already contains the current pointer.
     fn is_published(&self) -> bool {
         self.latest.as_ref().is_some_and(|latest| latest.matches_log && latest.seq == self.value.seq)
     }
@@ -71,7 +73,7 @@ impl<S> PointerRead<S> {
 /// Reads the database's current pointer; `None` if there is neither `latest` nor a log entry.
 ///
 /// # Errors
-/// [`StoreError`]; `Corrupt` for an unknown format, and for an impossible `seq` or epoch.
+/// [`StoreError`]; `Corrupt` for invalid JSON, an unknown format, and a `seq` or fence above the maximum.
 pub async fn read(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<PointerRead>, StoreError> {
     read_at(bucket, &slot.pointer_paths()).await
 }
@@ -126,12 +128,12 @@ pub(super) async fn read_entry<S: PointerTarget>(
     Ok(value)
 }
 
-/// Reads only `latest`; `None` if it is absent or unreadable.
+/// Reads only `latest`; `None` if it is absent, unreadable or has an unknown format.
 pub(super) async fn try_read_latest(
     bucket: &Bucket,
     slot: &SlotPrefix,
 ) -> Result<Option<Pointer>, StoreError> {
-    let latest = readable(bucket.get_json::<Pointer>(&slot.pointer()).await)?.flatten();
+    let latest = none_if_corrupt(bucket.get_json::<Pointer>(&slot.pointer()).await)?.flatten();
     Ok(latest.map(|found| found.value).filter(|pointer| pointer.version == pointer::FORMAT))
 }
 
@@ -141,11 +143,11 @@ pub(super) async fn try_read_entry(
     slot: &SlotPrefix,
     seq: u64,
 ) -> Result<Option<Pointer>, StoreError> {
-    readable(read_entry(bucket, &slot.pointer_paths(), seq).await)
+    none_if_corrupt(read_entry(bucket, &slot.pointer_paths(), seq).await)
 }
 
-/// Returns `None` for an unreadable object.
-fn readable<T>(read: Result<T, StoreError>) -> Result<Option<T>, StoreError> {
+/// Converts `Corrupt` to `None`.
+fn none_if_corrupt<T>(read: Result<T, StoreError>) -> Result<Option<T>, StoreError> {
     match read {
         Ok(value) => Ok(Some(value)),
         Err(StoreError::Corrupt { .. }) => Ok(None),
@@ -167,6 +169,9 @@ fn check_format<S>(key: &object_store::path::Path, pointer: &Pointer<S>) -> Resu
 }
 
 /// Writes the fence. Succeeds if it has already been written.
+///
+/// # Errors
+/// [`PointerError`]; `Fenced` if there is a fence for a higher epoch, or for another machine with the same epoch.
 pub async fn fence(bucket: &Bucket, slot: &SlotPrefix, fence: &Fence) -> Result<(), PointerError> {
     write(bucket, &slot.pointer_paths(), |current| pointer::fence::<SnapshotRef>(current, fence)).await
 }
@@ -192,13 +197,16 @@ struct RetryState {
 }
 
 impl RetryState {
-    /// Waits after a write that was rejected or got no response, longer each time.
-    async fn back_off(&mut self, refused: StoreError) -> Result<(), StoreError> {
-        if !matches!(refused, StoreError::Precondition { .. }) {
-            if self.failure.is_some() || !refused.is_transient() {
-                return Err(self.report(refused));
+    /// Waits before the next attempt after a write that was rejected or failed, longer each time.
+    ///
+    /// # Errors
+    /// The error to report if the failure is permanent, or is the second transient one.
+    async fn back_off(&mut self, error: StoreError) -> Result<(), StoreError> {
+        if !matches!(error, StoreError::Precondition { .. }) {
+            if self.failure.is_some() || !error.is_transient() {
+                return Err(self.report(error));
             }
-            self.failure = Some(refused);
+            self.failure = Some(error);
         }
         self.retries += 1;
         let jitter = u32::from(uuid::Uuid::new_v4().as_bytes()[0]) % 20;
@@ -211,8 +219,14 @@ impl RetryState {
     }
 }
 
-/// Each attempt reads the pointer and takes one step: it updates `latest` from the log, or claims the next `seq`. If
-/// the response to our own claim was lost, the next attempt finds nothing to do.
+/// Writes the pointer that `plan` derives from the current one. If `plan` returns `None`, only repairs `latest` and the
+/// log, if necessary.
+///
+/// Each attempt reads the pointer and takes one step: it updates `latest` from the log, or claims the next `seq` and
+/// then updates `latest`. If the response to our own claim was lost, `plan` finds nothing to do in a later attempt.
+///
+/// # Errors
+/// [`PointerError`]; `Fenced` from `plan`.
 pub(super) async fn write<S: PointerTarget>(
     bucket: &Bucket,
     paths: &PointerPaths,
@@ -231,12 +245,12 @@ pub(super) async fn write<S: PointerTarget>(
                 let condition = current.as_ref().map_or(Condition::Absent, PointerRead::condition);
                 match claimed {
                     Ok(()) => publish(bucket, paths, &next, condition).await,
-                    refused => refused,
+                    failed => failed,
                 }
             }
         };
-        if let Err(refused) = stepped {
-            retry_state.back_off(refused).await?;
+        if let Err(error) = stepped {
+            retry_state.back_off(error).await?;
         }
     }
     Err(PointerError::TooManyConflicts)

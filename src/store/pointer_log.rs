@@ -1,8 +1,8 @@
 //! Finds the newest entry in the pointer's log at a bounded cost.
 //!
 //! Any holder of the slot's store credentials can add any number of objects to the log, so it is never listed without a
-//! limit. If a listing does not end within a few names, single keys are probed: entries are consecutive except for a
-//! few gaps, which come from old releases and rebuilt pointers.
+//! limit. If a listing does not end within [`MAX_LISTED`] names, single keys are probed: entries are consecutive except
+//! for a few gaps, which come from old releases and rebuilt pointers.
 //!
 //! A result that is too low is safe: a `seq` with an existing entry cannot be claimed.
 
@@ -24,7 +24,8 @@ const MAX_SKIPPED: usize = 100_000;
 /// The `seq` of an existing entry, and its object.
 type LogEntry = (u64, ObjectMeta);
 
-/// Finds the highest plausible log entry, starting at `from`.
+/// Finds the highest log entry with a `seq` from `from` to [`MAX_SEQ_AHEAD`] above it; `None` if there is none. In a
+/// log with many gaps, the result may be too low.
 pub(super) async fn find_newest_entry(
     bucket: &Bucket,
     paths: &PointerPaths,
@@ -38,12 +39,12 @@ pub(super) async fn find_newest_entry(
         if is_complete {
             return Ok(found.or(newest));
         }
-        let known = match found.or_else(|| newest.clone()) {
-            Some(known) => Some(known),
+        let first = match found.or_else(|| newest.clone()) {
+            Some(first) => Some(first),
             None => head_entry(bucket, paths, start).await?,
         };
-        let Some(known) = known else { return Ok(None) };
-        let last = find_last_consecutive(bucket, paths, known, limit).await?;
+        let Some(first) = first else { return Ok(None) };
+        let last = find_last_consecutive(bucket, paths, first, limit).await?;
         if newest.as_ref().is_some_and(|(seq, _)| *seq == last.0) {
             return Ok(Some(last));
         }
@@ -54,8 +55,8 @@ pub(super) async fn find_newest_entry(
 }
 
 /// Finds the lowest free `seq`, starting at `seq`, such that a reader of a pointer with this `seq` finds no higher
-/// entry. Also returns the last entry that was skipped. Any holder of the slot's store credentials can add unreadable
-/// entries at any distance, and a pointer below one of them would be unreadable as well.
+/// entry. Also returns the `seq` of the last entry that was skipped, if any. Any holder of the slot's store credentials
+/// can add unreadable entries at any distance, and a pointer below one of them would be unreadable as well.
 ///
 /// # Errors
 /// [`StoreError`]; `Corrupt` if there are too many entries to skip, or no `seq` remains.
@@ -108,14 +109,15 @@ async fn find_highest_listed(
     Ok((newest, false))
 }
 
-/// Finds the last of the consecutive entries that begin at `known`, by exponential and binary search.
+/// Finds the last of the consecutive entries that begin at `first`, by exponential and binary search. If there is a
+/// gap, the result is an entry before or beyond it.
 async fn find_last_consecutive(
     bucket: &Bucket,
     paths: &PointerPaths,
-    known: LogEntry,
+    first: LogEntry,
     limit: u64,
 ) -> Result<LogEntry, StoreError> {
-    let (mut newest, mut step) = (known, 1);
+    let (mut newest, mut step) = (first, 1);
     let mut missing = loop {
         let candidate = newest.0.saturating_add(step);
         if candidate > limit {
@@ -209,14 +211,14 @@ mod tests {
         let log = Log::with_entries([1, 2, 3, 600_000, 1_500_000, far]).await;
         for (seq, expected) in [(1, 1_500_001), (4, 1_500_001), (600_000, 1_500_001), (1_500_001, 1_500_001)]
         {
-            let (clear, skipped) = find_free_seq(&log.bucket, &log.slot.pointer_paths(), seq).await.unwrap();
-            assert_eq!((clear, skipped), (expected, Some(1_500_000).filter(|_| seq != expected)), "{seq}");
-            assert_eq!(log.find_newest(clear).await, None, "{seq}");
+            let (free, skipped) = find_free_seq(&log.bucket, &log.slot.pointer_paths(), seq).await.unwrap();
+            assert_eq!((free, skipped), (expected, Some(1_500_000).filter(|_| seq != expected)), "{seq}");
+            assert_eq!(log.find_newest(free).await, None, "{seq}");
         }
         // `far` was outside the reader's range above, and is inside now.
-        let (clear, _) =
+        let (free, _) =
             find_free_seq(&log.bucket, &log.slot.pointer_paths(), far - MAX_SEQ_AHEAD).await.unwrap();
-        assert_eq!(clear, far + 1);
+        assert_eq!(free, far + 1);
         let last = Log::with_entries([MAX_SEQ - 1]).await;
         let refused = find_free_seq(&last.bucket, &last.slot.pointer_paths(), MAX_SEQ - 2).await.unwrap_err();
         assert!(matches!(refused, StoreError::Corrupt { .. }), "{refused}");

@@ -1,7 +1,7 @@
-//! Rebuilds a pointer that is missing or unreadable, or that names a missing snapshot, from the snapshots' sidecars.
+//! Rebuilds a pointer that is missing, unreadable or unsound from the snapshots' sidecars.
 //!
-//! Invariants: the fence is never lowered, unless it is implausible, and `seq` never decreases; the new pointer names a
-//! snapshot whose object and sidecar exist and agree; a concurrent write is never overwritten.
+//! Invariants: the fence and `seq` are never lowered, unless they are implausible; the new pointer names a snapshot
+//! whose object and sidecar exist and agree; a concurrent write is never overwritten.
 
 use bytes::Bytes;
 use jiff::Timestamp;
@@ -32,18 +32,18 @@ pub struct SlotRecord {
 /// The state of a slot's pointer.
 #[derive(Debug, Clone)]
 pub enum PointerState {
-    /// It names a complete snapshot, or none: the slot has none, or an operator decided that it starts empty.
+    /// It names a complete snapshot, or none, because the slot has none or an operator decided that the slot starts
+    /// empty. `None` if there is neither a pointer nor a snapshot.
     Sound(Option<Pointer>),
-    /// It is readable, but names no snapshot that can be restored.
-    Unsound {
-        pointer: Pointer,
-        why: String,
-    },
-    Absent {
-        why: String,
-    },
+    /// It is readable, but its fence is implausible, its snapshot cannot be restored, or it names none although the
+    /// slot has snapshots.
+    Unsound { pointer: Pointer, why: String },
+    /// `system/db/latest` does not exist, but the slot has snapshots or the log is unreadable.
+    Absent { why: String },
+    /// `system/db/latest` or the newest log entry is unreadable.
     Unreadable {
         why: String,
+        /// The size of `system/db/latest`, and its first bytes.
         size_bytes: u64,
         start: Bytes,
     },
@@ -107,7 +107,8 @@ pub enum RepairError {
 /// Reads the pointer, and plans the pointer that a rebuild would write.
 ///
 /// # Errors
-/// [`RepairError`]; `Unusable` only for a requested snapshot.
+/// [`RepairError`]; `Unusable` if the requested snapshot is not complete, or if the pointer's log has no free `seq`.
+/// Never `ChangedConcurrently`.
 pub async fn inspect(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -139,8 +140,8 @@ pub async fn inspect(
     Ok(Inspection { found, snapshots: keys.len(), unchecked, next, condition })
 }
 
-/// Plans the pointer to write, with a `seq` above which a reader finds no entry. It respects the last skipped entry's
-/// fence, if that entry is readable.
+/// Plans the pointer to write, with a `seq` above which a reader finds no entry. If the last skipped entry is readable,
+/// the new fence is not below that entry's.
 async fn plan_rebuild(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -148,8 +149,8 @@ async fn plan_rebuild(
     (snapshot, emptied_at): (Option<SnapshotRef>, Option<Timestamp>),
 ) -> Result<Option<Pointer>, RepairError> {
     let Some(next) = known.plan(snapshot.clone(), emptied_at) else { return Ok(None) };
-    let clear_seq = pointer_log::find_free_seq(bucket, &slot.pointer_paths(), next.seq).await;
-    let (seq, skipped) = clear_seq.map_err(|error| match error {
+    let free_seq = pointer_log::find_free_seq(bucket, &slot.pointer_paths(), next.seq).await;
+    let (seq, skipped) = free_seq.map_err(|error| match error {
         StoreError::Corrupt { key, why } => RepairError::Unusable { key, why },
         error => error.into(),
     })?;
@@ -163,7 +164,8 @@ async fn plan_rebuild(
 /// Writes the pointer that the inspection planned: its log entry, then `latest`, if it is unchanged.
 ///
 /// # Errors
-/// [`RepairError`]; `ChangedConcurrently` if the pointer has changed since the inspection.
+/// [`RepairError`]; `Unusable` if the inspection planned no pointer, or if the pointer is still unreadable after the
+/// writes; `ChangedConcurrently` if the pointer has changed since the inspection.
 pub async fn rebuild(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -267,7 +269,8 @@ async fn load_sidecar(bucket: &Bucket, slot: &SlotPrefix, key: &SnapshotKey) -> 
     }
 }
 
-/// Finds the newest complete snapshot of the highest epoch that has one, or returns the number of unchecked snapshots.
+/// Finds the newest complete snapshot of the highest epoch that has one. If none of the checked snapshots is complete,
+/// also returns the number of unchecked ones.
 async fn find_newest_complete(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -301,11 +304,12 @@ async fn read_newest_entry(bucket: &Bucket, slot: &SlotPrefix) -> Result<(u64, O
     Ok((seq, value))
 }
 
-/// The sources for the highest fence and `seq` so far.
+/// What is known about the slot's highest fence and `seq` so far.
 struct KnownState<'a> {
     found: &'a PointerState,
     keys: &'a [String],
     newest_entry: (u64, Option<Pointer>),
+    /// The epoch in `system/vps-meta.json`.
     meta: Epoch,
     holder: Option<&'a Fence>,
     /// The highest plausible epoch.
@@ -318,9 +322,10 @@ impl KnownState<'_> {
         let pointers = || self.found.pointer().into_iter().chain(&self.newest_entry.1);
         let fences = pointers().map(|pointer| pointer.fence_epoch).filter(|fence| *fence <= self.bound);
         let snapshot_epoch = snapshot.as_ref().map_or(Epoch::NONE, |named| named.epoch);
-        let others = [epoch_floor::highest_in_keys(self.keys, self.bound), self.meta, snapshot_epoch];
-        let recorded = self.holder.map(|holder| holder.epoch);
-        let fence_epoch = fences.chain(others).chain(recorded).max().filter(|epoch| *epoch > Epoch::NONE)?;
+        let stored_epochs = [epoch_floor::highest_in_keys(self.keys, self.bound), self.meta, snapshot_epoch];
+        let holder_epoch = self.holder.map(|holder| holder.epoch);
+        let fence_epoch =
+            fences.chain(stored_epochs).chain(holder_epoch).max().filter(|epoch| *epoch > Epoch::NONE)?;
         let platform_fence = self.holder.filter(|holder| holder.epoch == fence_epoch);
         let pointer_holder = || {
             pointers().filter(|pointer| pointer.fence_epoch == fence_epoch).find_map(Pointer::fence_holder)
@@ -347,7 +352,8 @@ impl KnownState<'_> {
         })
     }
 
-    /// Returns the last `seq`, or a higher one. Without a pointer it is estimated: one move per snapshot and per fence.
+    /// Returns the last `seq`, or a higher one. Without a pointer, it is estimated: one move per snapshot and per
+    /// fence. A `seq` far above the estimate is ignored, because a host can write any value.
     fn last_seq(&self, fence: Epoch) -> u64 {
         let estimate = self.keys.len() as u64 + u64::from(fence.0);
         let seen = [self.found.pointer().map_or(estimate, |pointer| pointer.seq), self.newest_entry.0];
@@ -399,8 +405,8 @@ mod tests {
 
     /// Writes an object and a sidecar, as one of the slot's sessions could forge them.
     async fn forge(bucket: &Bucket, name: &str, epoch: u32) {
-        let (at, key) = (slot().snapshots().join(name), format!("system/db/snapshots/{name}"));
-        bucket.put(&at, "d").await.unwrap();
+        let (object, key) = (slot().snapshots().join(name), format!("system/db/snapshots/{name}"));
+        bucket.put(&object, "d").await.unwrap();
         let sidecar = json!({"version": 1, "key": key, "sizeBytes": 1, "sha256": "00".repeat(32), "pgVersion": "16",
             "machineId": uuid::Uuid::nil(), "epoch": epoch, "takenAt": "2026-11-24T03:04:05.678Z",
             "verifiedAt": "2026-11-24T03:04:05.678Z", "roles": [], "tables": []});
@@ -422,8 +428,8 @@ mod tests {
             (json!({"version": 1, "fenceEpoch": 1, "seq": 7, "snapshot": null}), None),
         ] {
             let (bucket, key) = slot_with_backup().await;
-            for at in [600_003, 1_500_003, 2_400_003, 9_000_000_000_000_000] {
-                bucket.put_json(&slot().pointer_entry(at), &junk).await.unwrap();
+            for seq in [600_003, 1_500_003, 2_400_003, 9_000_000_000_000_000] {
+                bucket.put_json(&slot().pointer_entry(seq), &junk).await.unwrap();
             }
             if let Some(latest) = latest {
                 bucket.put(&slot().pointer(), latest).await.unwrap();
@@ -462,8 +468,9 @@ mod tests {
         forge(&bucket, "2026-11-24T03-04-06.678Z-1.dump", 900).await;
         let next = inspect_target(&bucket, RebuildTarget::Newest).await.next.unwrap();
         assert_eq!((next.fence_epoch, next.snapshot.map(|named| named.key)), (Epoch(1), Some(key)));
-        let odd: SnapshotKey = "system/db/snapshots/2026-11-24T03-04-06.678Z-1.dump".parse().unwrap();
-        let refused = inspect(&bucket, &slot(), record(), RebuildTarget::Snapshot(&odd)).await.unwrap_err();
+        let mismatched: SnapshotKey = "system/db/snapshots/2026-11-24T03-04-06.678Z-1.dump".parse().unwrap();
+        let refused =
+            inspect(&bucket, &slot(), record(), RebuildTarget::Snapshot(&mismatched)).await.unwrap_err();
         assert!(matches!(refused, RepairError::Unusable { .. }), "{refused}");
     }
 

@@ -2,7 +2,8 @@
 //! objects or, if the store can enforce it, overwriting snapshots.
 //!
 //! An outage session stays valid after the platform has given the slot to another machine. It can write only snapshots
-//! of one epoch whose names begin with the date of one of the session's days, and cannot move the pointer.
+//! of one epoch whose names begin with the date of one of the session's days (see [`outage_policy`] for an exception),
+//! and cannot move the pointer.
 
 use jiff::{SignedDuration, Timestamp};
 use serde_json::{Value, json};
@@ -14,8 +15,8 @@ use svc_machine::epoch::Epoch;
 const MAX_CLOCK_SKEW: SignedDuration = SignedDuration::from_mins(15);
 /// Maximum length of an STS session policy.
 const MAX_POLICY_CHARS: usize = 2048;
-/// Maximum number of days in a policy. An STS session lasts at most seven days, which can span nine UTC days with clock
-/// skew.
+/// Maximum number of days in a policy. The platform limits outage sessions to seven days, which can span nine UTC days
+/// with clock skew.
 const MAX_DAYS: usize = 9;
 
 /// Whether a session may overwrite snapshots and pointer-log entries.
@@ -50,7 +51,7 @@ pub fn slot_policy(partition: &str, bucket: &str, slot: &SlotPrefix, writes: Sna
         }),
     ];
     if writes == SnapshotWrites::CreateOnly {
-        // The pointers `latest` are the only objects that are overwritten.
+        // Only the pointers `latest` and `system/vps-meta.json` are overwritten.
         let once = ["system/db/*/*", "files/*/*", "files/config"];
         let once = once.map(|objects| format!("{bucket}/{slot}/{objects}"));
         statements.push(deny_overwrites(&once));
@@ -86,17 +87,18 @@ fn day_prefix(at: Timestamp) -> String {
     snapshot_name_at(at).split_inclusive('T').next().unwrap_or_default().to_owned()
 }
 
-/// Returns the days' common prefix.
+/// Returns the days' longest common prefix. The days are in order, so the first and the last determine it.
 fn common_prefix(days: &[String]) -> String {
     let (Some(first), Some(last)) = (days.first(), days.last()) else { return String::new() };
     first.chars().zip(last.chars()).take_while(|(a, b)| a == b).map(|(a, _)| a).collect()
 }
 
 /// Returns an outage session's policy. It allows writing snapshots of one epoch whose names begin with the date of one
-/// of the session's days, and reading the pointer, its log and sidecars. It does not allow reading dumps from other
-/// epochs or moving the pointer.
+/// of the session's days, and reading the pointer, its log and sidecars. It does not allow reading any other dump, or
+/// moving the pointer.
 ///
-/// If many days or long names would exceed the maximum policy length, it allows the common prefix of the days.
+/// If many days or long names would exceed the maximum policy length, it instead allows all names that begin with the
+/// common prefix of the days' dates.
 pub fn outage_policy(
     partition: &str,
     bucket: &str,

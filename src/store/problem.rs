@@ -11,6 +11,7 @@ impl From<StoreError> for Problem {
     }
 }
 
+/// Returns the problem for a failed or timed-out request to the object store. Its text says that nothing was changed.
 pub fn unavailable() -> Problem {
     Problem::new(Code::StoreUnavailable, "A request to the object store failed; nothing was changed.")
         .retry_after(5)

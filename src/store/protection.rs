@@ -12,7 +12,8 @@ use super::signed_request::{RequestError, SignedClient};
 pub enum Setting {
     On,
     Off,
-    /// The store does not support the request, or rejects it for these credentials.
+    /// The store does not support the request, or rejects it for these credentials. Contains the status of the
+    /// response.
     Unknown(StatusCode),
 }
 
@@ -26,7 +27,8 @@ pub struct Protection {
 /// Reads both settings, with one request each.
 ///
 /// # Errors
-/// If the store does not respond.
+/// [`RequestError`]; an error response from the store is [`Setting::Unknown`], except that a 404 means that object lock
+/// is [`Setting::Off`].
 pub async fn read(s3: &S3Config) -> Result<Protection, RequestError> {
     let client = SignedClient::new(s3)?;
     let response = client.send(Method::GET, "?versioning=", &[], b"").await?;
@@ -57,7 +59,7 @@ pub fn versioning_command(s3: &S3Config) -> String {
     format!("aws s3api put-bucket-versioning --bucket {} {change}{}", s3.bucket, endpoint_option(s3))
 }
 
-/// Returns the command that enables object lock, which requires versioning.
+/// Returns the command that enables object lock, with a default retention of 30 days. Object lock requires versioning.
 pub fn object_lock_command(s3: &S3Config) -> String {
     let change = r#"--object-lock-configuration '{"ObjectLockEnabled":"Enabled","Rule":{"DefaultRetention":{"Mode":"GOVERNANCE","Days":30}}}'"#;
     format!("aws s3api put-object-lock-configuration --bucket {} {change}{}", s3.bucket, endpoint_option(s3))

@@ -1,7 +1,8 @@
-//! An HTTP layer below object_store: if the store rejects a request because its credentials have expired, signs it with
-//! new credentials and retries it once.
+//! An HTTP layer below object_store. If the store rejects a request because its credentials have expired, the layer
+//! signs the request with new credentials and retries it once.
 //!
-//! A host compares the expiry with its own clock; this layer helps if that clock is wrong.
+//! Normally, a host renews its credentials before they expire by its own clock; this layer is needed if that clock is
+//! wrong.
 
 use std::sync::Arc;
 
@@ -19,7 +20,7 @@ const CONTENT_SHA256: HeaderName = HeaderName::from_static("x-amz-content-sha256
 const DATE: HeaderName = HeaderName::from_static("x-amz-date");
 const TOKEN: HeaderName = HeaderName::from_static("x-amz-security-token");
 /// Error codes of S3 and compatible servers for expired credentials.
-const EXPIRED: [&str; 4] = [
+const EXPIRED_CODES: [&str; 4] = [
     "<Code>ExpiredToken</Code>",
     "<Code>InvalidTokenId</Code>",
     "<Code>ExpiredTokenException</Code>",
@@ -51,7 +52,7 @@ impl HttpService for RetryingSigner {
         let may_be_expired = retry.method() == Method::HEAD && parts.status == StatusCode::BAD_REQUEST;
         let is_expired = || {
             let text = String::from_utf8_lossy(&body);
-            EXPIRED.iter().any(|code| text.contains(code))
+            EXPIRED_CODES.iter().any(|code| text.contains(code))
         };
         if may_be_expired || is_expired() {
             match self.source.replacement_for(access_key_of(&retry).unwrap_or_default()).await {
@@ -73,19 +74,19 @@ impl HttpService for RetryingSigner {
 }
 
 impl RetryingSigner {
-    /// Signs a retry by object_store with the current credentials: object_store signs a request once and retries it
-    /// unchanged.
+    /// Signs the request again if the credentials have changed since object_store signed it: object_store signs a
+    /// request once, and its own retries send it unchanged.
     async fn sign_with_current(&self, request: HttpRequest) -> HttpRequest {
         match self.source.current().await {
             Ok(current) if access_key_of(&request).is_some_and(|key| key != current.key_id) => {
                 self.sign(request.clone(), &current).unwrap_or(request)
             }
-            // Without new credentials, the caller gets the store's error.
+            // Without current credentials, the request is sent as it is, and the caller gets the store's error.
             _ => request,
         }
     }
 
-    /// Replaces the signature; `None` if the request was not signed by object_store.
+    /// Replaces the signature; `None` if the request was not signed by object_store, or cannot be signed.
     fn sign(&self, mut request: HttpRequest, credential: &AwsCredential) -> Option<HttpRequest> {
         let payload = request.headers().get(CONTENT_SHA256)?.to_str().ok()?.to_owned();
         let digest = hex::decode(&payload).ok();

@@ -1,4 +1,5 @@
-//! Facts about a server's roles for a sidecar: attributes, settings and memberships, but no passwords.
+//! Facts about the roles on a PostgreSQL server, which a sidecar contains: attributes, settings and memberships, but no
+//! passwords.
 
 use serde::{Deserialize, Serialize};
 
@@ -16,9 +17,9 @@ pub struct RoleFacts {
     pub bypass_rls: bool,
     /// -1 means no limit.
     pub connection_limit: i32,
-    /// In PostgreSQL's format; `None` for no expiry.
+    /// When the role's password expires, in PostgreSQL's format; `None` for no expiry.
     pub valid_until: Option<String>,
-    /// Set by `ALTER ROLE … SET`, for every database.
+    /// Made by `ALTER ROLE … SET`, for all databases.
     pub settings: Vec<RoleSetting>,
     pub member_of: Vec<Membership>,
 }

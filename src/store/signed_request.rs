@@ -1,4 +1,4 @@
-//! Sends signed requests of the kinds that object_store's client does not support.
+//! Sends signed requests that object_store's client does not support.
 
 use http::{HeaderName, HeaderValue, Method, StatusCode};
 use object_store::aws::AwsAuthorizer;
@@ -10,8 +10,8 @@ use super::config::S3Config;
 /// The reason there is no response.
 #[derive(Debug, thiserror::Error)]
 pub enum RequestError {
-    #[error("the bucket's URL is invalid")]
-    Url,
+    #[error("the URL or a header of the request is invalid")]
+    InvalidRequest,
     #[error("cannot sign the request")]
     Sign(#[source] object_store::Error),
     #[error("the store did not respond: {0}")]
@@ -38,7 +38,8 @@ impl<'a> SignedClient<'a> {
         Ok(Self { client: HttpClient::new(client), s3 })
     }
 
-    /// Sends a request. `target` is an object's key with an optional query, or only a query.
+    /// Sends a request, and returns the response whatever its status. `target` is an object's key with an optional
+    /// query, or only a query.
     pub(super) async fn send(
         &self,
         method: Method,
@@ -53,9 +54,10 @@ impl<'a> SignedClient<'a> {
         let slash = if target.starts_with('?') && self.s3.endpoint.is_some() { "" } else { "/" };
         let mut request = HttpRequest::new(bytes::Bytes::from_static(body).into());
         *request.method_mut() = method;
-        *request.uri_mut() = format!("{base}{slash}{target}").parse().map_err(|_| RequestError::Url)?;
+        *request.uri_mut() =
+            format!("{base}{slash}{target}").parse().map_err(|_| RequestError::InvalidRequest)?;
         for (name, value) in headers {
-            let value = HeaderValue::from_str(value).map_err(|_| RequestError::Url)?;
+            let value = HeaderValue::from_str(value).map_err(|_| RequestError::InvalidRequest)?;
             request.headers_mut().insert(HeaderName::from_static(name), value);
         }
         let credential = self.s3.credential();

@@ -65,7 +65,8 @@ pub struct DatabaseIdentity {
     pub restore_id: uuid::Uuid,
 }
 
-/// Properties of the database itself, which a restore into a new database reapplies.
+/// Facts about the database and its server. A restore into a new database reapplies the owner, the grants and the
+/// settings.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DatabaseFacts {
@@ -101,6 +102,7 @@ impl Sidecar {
 
     /// Returns the PostgreSQL server's major version, if `pg_version` is valid.
     pub fn pg_major(&self) -> Option<u32> {
+        // A version may end in `beta1`, `rc1` or `devel`.
         self.pg_version.split(['.', ' ', 'b', 'r', 'd']).next()?.parse().ok()
     }
 }
@@ -133,7 +135,8 @@ pub struct TableCount {
 /// Writes the sidecar for a complete, verified object, whose ETag is `etag`. A sidecar is written only once.
 ///
 /// # Errors
-/// [`StoreError`]; `Corrupt` if the key is not a snapshot key, `Precondition` if the object has a different sidecar.
+/// [`StoreError`]; `Corrupt` if the key is not a snapshot key, or if the existing sidecar is unreadable; `Precondition`
+/// if the object has a different sidecar.
 pub async fn write_sidecar(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -158,7 +161,7 @@ pub async fn write_sidecar(
     Ok(SnapshotWithSidecar::new(SnapshotRef { etag, ..sidecar.snapshot_ref() }))
 }
 
-/// Loads a snapshot that has a sidecar, and checks that its object exists with the recorded size.
+/// Like [`load`], but also returns the snapshot in the form that the pointer can be moved to.
 ///
 /// # Errors
 /// [`SnapshotUnusable`]; never `Absent`.
@@ -243,7 +246,7 @@ async fn read_pointer_snapshot(
     }
 }
 
-/// Whether the slot has any snapshot. An object without a sidecar does not count: its backup did not complete.
+/// Whether the slot has any snapshot. A dump without a sidecar does not count, because its backup did not complete.
 async fn has_snapshots(bucket: &Bucket, slot: &SlotPrefix) -> Result<bool, StoreError> {
     let prefix = slot.snapshots();
     let sidecars = bucket.raw().list(Some(&prefix)).try_filter(|meta| ready(key::is_sidecar(&meta.location)));
@@ -306,7 +309,10 @@ pub async fn load(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<Sidec
     Ok(sidecar)
 }
 
-/// Reads the sidecar for a snapshot from [`find_latest`].
+/// Reads the sidecar of a snapshot that [`find_latest`] returned.
+///
+/// # Errors
+/// [`StoreError`]; `NotFound` if the sidecar has been deleted since.
 pub async fn read_sidecar(
     bucket: &Bucket,
     slot: &SlotPrefix,

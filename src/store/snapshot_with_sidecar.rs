@@ -1,4 +1,4 @@
-//! The type that proves that a snapshot is complete. The pointer can only move to such a snapshot.
+//! A type whose values exist only for complete snapshots. The pointer can be moved only to such a snapshot.
 
 use super::pointer::SnapshotRef;
 

@@ -24,7 +24,7 @@ const SUFFIX: &str = ".json";
 /// Initial time range for a page: hours per snapshot, plus additional hours. Backups are hourly.
 const HOURS_PER_SNAPSHOT: i64 = 1;
 const EXTRA_HOURS: i64 = 2;
-/// If a page is not full, its time range grows by this factor.
+/// While a page is not full, its time range grows by this factor.
 const RANGE_GROWTH_FACTOR: i32 = 8;
 /// Maximum time range; beyond it, all keys are listed.
 const MAX_TIME_RANGE: SignedDuration = SignedDuration::from_hours(10 * 366 * 24);
@@ -64,7 +64,7 @@ pub struct SnapshotPage {
 pub struct PageWindow<'a> {
     /// Selects only snapshots with keys below this one.
     pub before: Option<&'a str>,
-    /// When the latest snapshot was taken, if known. Avoids listings for a slot without recent snapshots.
+    /// When the latest snapshot was taken, if known. If it is old, this reduces the number of listings.
     pub latest: Option<Timestamp>,
     pub limit: usize,
 }
@@ -163,8 +163,8 @@ async fn list_newest_keys(
     loop {
         let start = Some(range).filter(|range| *range < MAX_TIME_RANGE && !has_no_time);
         let start = start.and_then(|range| from.checked_sub(range).ok()).map(key::snapshot_name_at);
-        let missing = count - found.len();
-        found.extend(list_last_keys(bucket, slot, start.as_deref(), end.as_deref(), missing).await?);
+        let remaining = count - found.len();
+        found.extend(list_last_keys(bucket, slot, start.as_deref(), end.as_deref(), remaining).await?);
         if found.len() >= count || start.is_none() {
             return Ok(found);
         }
@@ -196,7 +196,7 @@ async fn list_last_keys(
         if end.is_some_and(|end| name_in(&prefix, &location).is_some_and(|name| name >= end)) {
             break;
         }
-        if let Some(key) = key_of(slot, &prefix, &location) {
+        if let Some(key) = snapshot_key_of(slot, &prefix, &location) {
             keys.push_back(key);
             if keys.len() > count {
                 keys.pop_front();
@@ -206,24 +206,25 @@ async fn list_last_keys(
     Ok(keys.into_iter().rev().collect())
 }
 
-/// Returns the key of the snapshot to which this sidecar belongs; `None` for other objects.
-fn key_of(slot: &SlotPrefix, prefix: &Path, object: &Path) -> Option<String> {
+/// Returns the key of the snapshot to which this sidecar belongs; `None` if the object is not a sidecar.
+fn snapshot_key_of(slot: &SlotPrefix, prefix: &Path, object: &Path) -> Option<String> {
     let name = name_in(prefix, object)?.strip_suffix(SUFFIX)?;
     Some(format!("system/db/snapshots/{name}")).filter(|key| slot.snapshot(key).is_some())
 }
 
+/// Returns the object's name below the prefix.
 fn name_in<'a>(prefix: &Path, object: &'a Path) -> Option<&'a str> {
     object.as_ref().strip_prefix(prefix.as_ref())?.strip_prefix('/')
 }
 
-/// Lists the keys, relative to the slot, of all dumps with a sidecar.
+/// Lists the keys, relative to the slot, of all snapshots with a sidecar. Whether their dumps exist is not checked.
 pub async fn list_keys(bucket: &Bucket, slot: &SlotPrefix) -> Result<Vec<String>, StoreError> {
     let prefix = slot.snapshots();
     let mut listing = bucket.raw().list(Some(&prefix));
     let mut keys = Vec::new();
     while let Some(object) = listing.next().await {
         let object = object.map_err(|error| StoreError::classify(&prefix, error))?;
-        keys.extend(key_of(slot, &prefix, &object.location));
+        keys.extend(snapshot_key_of(slot, &prefix, &object.location));
     }
     Ok(keys)
 }
@@ -333,18 +334,18 @@ mod tests {
     }
 
     /// Returns a valid sidecar for a key, with some members replaced.
-    fn record(key: &str, changes: &serde_json::Value) -> String {
-        let mut record = json!({"version": 1, "key": key, "sizeBytes": 4, "sha256": "ab".repeat(32), "pgVersion": "16",
+    fn sidecar_json(key: &str, changes: &serde_json::Value) -> String {
+        let mut sidecar = json!({"version": 1, "key": key, "sizeBytes": 4, "sha256": "ab".repeat(32), "pgVersion": "16",
             "machineId": uuid::Uuid::nil(), "epoch": 1, "takenAt": key::time_in(key).map(clock::rfc3339_ms),
             "verifiedAt": "2026-01-02T03:04:05.000Z", "roles": [], "tables": []});
         for (name, value) in changes.as_object().unwrap() {
-            record[name] = value.clone();
+            sidecar[name] = value.clone();
         }
-        record.to_string()
+        sidecar.to_string()
     }
 
     #[tokio::test]
-    async fn page_skips_records_that_do_not_match_their_key() {
+    async fn page_skips_sidecars_that_do_not_match_their_key() {
         let bucket = Bucket::new(Arc::new(object_store::memory::InMemory::new()));
         let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
         let at = |second: u32| format!("system/db/snapshots/2026-11-24T03-04-0{second}.678Z-1.dump");
@@ -358,12 +359,12 @@ mod tests {
             (5, json!({"roles": "none"})),
         ] {
             let sidecar_path = slot.sidecar(&at(second)).unwrap();
-            bucket.put(&sidecar_path, record(&at(second), &changes)).await.unwrap();
+            bucket.put(&sidecar_path, sidecar_json(&at(second), &changes)).await.unwrap();
         }
-        // The name has epoch 1 for an outage session's policy, but epoch 900 at its end.
+        // An outage session's policy for epoch 1 allows this name, which ends in epoch 900.
         let forged = "system/db/snapshots/2026-11-24T03-04-06.678Z-1.dumpZ-900.dump";
         let object = slot.snapshots().join("2026-11-24T03-04-06.678Z-1.dumpZ-900.dump.json");
-        bucket.put(&object, record(forged, &json!({"epoch": 900}))).await.unwrap();
+        bucket.put(&object, sidecar_json(forged, &json!({"epoch": 900}))).await.unwrap();
         let all = PageWindow { before: None, latest: None, limit: 50 };
         let page = list_page(&bucket, &slot, all).await.unwrap();
         let keys: Vec<_> = page.records.iter().map(|record| record.key.clone()).collect();
@@ -373,7 +374,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn load_refuses_record_with_too_many_roles() {
+    async fn load_refuses_sidecar_with_too_many_roles() {
         let bucket = Bucket::new(Arc::new(object_store::memory::InMemory::new()));
         let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
         let key = "system/db/snapshots/2026-11-24T03-04-05.678Z-1.dump";
@@ -389,7 +390,7 @@ mod tests {
             (facts(max), true),
             (facts(max + 1), false),
         ] {
-            bucket.put(&slot.sidecar(key).unwrap(), record(key, &changes)).await.unwrap();
+            bucket.put(&slot.sidecar(key).unwrap(), sidecar_json(key, &changes)).await.unwrap();
             let read = snapshot::load(&bucket, &slot, key).await;
             assert_eq!(read.is_ok(), is_usable);
             assert!(

@@ -18,8 +18,10 @@ use svc_http::client::{self, Deadlines};
 
 const VERSION: &str = "2011-06-15";
 const MAX_ATTEMPTS: u32 = 3;
-/// Timeout for one call, including retries. It is shorter than a host's timeout for the platform.
+/// Timeout for [`Sts::assume_role`], including retries. It is shorter than a host's timeout for a request to the
+/// platform.
 const CALL_TIMEOUT: Duration = Duration::from_secs(8);
+/// Timeouts for one attempt.
 const TIMEOUTS: Deadlines = Deadlines {
     connect: Duration::from_secs(3),
     total: Some(Duration::from_secs(5)),
@@ -29,7 +31,8 @@ const TIMEOUTS: Deadlines = Deadlines {
 /// The reason STS returned no session.
 #[derive(Debug, thiserror::Error)]
 pub enum StsError {
-    /// The role, its trust policy or the session policy is wrong: an operator must fix it.
+    /// STS returned an error. Unless the error is transient, the role, its trust policy, the session policy or the
+    /// caller's credentials are wrong, and an operator must fix them.
     #[error("STS refused AssumeRole with {status}: {code}: {message}")]
     Refused { status: StatusCode, code: String, message: String },
     #[error("STS did not respond to AssumeRole: {0}")]
@@ -75,7 +78,7 @@ impl Sts {
         Ok(Self { client, endpoint, region, role_arn, caller })
     }
 
-    /// Requests a session with this name, which the store's access log shows, and this policy.
+    /// Requests a session that `policy` restricts, and retries transient errors. The store's access log shows `name`.
     pub async fn assume_role(
         &self,
         name: &str,
@@ -95,7 +98,8 @@ impl Sts {
             loop {
                 match self.try_assume(&form).await {
                     Err(error) if error.is_transient() && attempt < MAX_ATTEMPTS => {
-                        tokio::time::sleep(Duration::from_millis(u64::from(200 * attempt + jitter()))).await;
+                        tokio::time::sleep(Duration::from_millis(u64::from(200 * attempt + jitter_ms())))
+                            .await;
                         attempt += 1;
                     }
                     result => return result,
@@ -133,7 +137,7 @@ impl Sts {
     }
 }
 
-fn jitter() -> u32 {
+fn jitter_ms() -> u32 {
     u32::from(uuid::Uuid::new_v4().as_bytes()[0])
 }
 
@@ -174,13 +178,14 @@ struct ErrorDetail {
 
 fn parse_response(status: StatusCode, text: &str) -> Result<TemporaryCredentials, StsError> {
     if !status.is_success() {
-        let fault = quick_xml::de::from_str::<ErrorResponse>(text).map(|refusal| refusal.error);
-        let fault = fault.or_else(|_| quick_xml::de::from_str(text));
-        let fault =
-            fault.unwrap_or_else(|_| ErrorDetail { code: "unknown".to_owned(), message: String::new() });
-        return Err(StsError::Refused { status, code: fault.code, message: fault.message });
+        let detail = quick_xml::de::from_str::<ErrorResponse>(text).map(|response| response.error);
+        // Some servers return the `Error` element without an `ErrorResponse` around it.
+        let detail = detail.or_else(|_| quick_xml::de::from_str(text));
+        let detail =
+            detail.unwrap_or_else(|_| ErrorDetail { code: "unknown".to_owned(), message: String::new() });
+        return Err(StsError::Refused { status, code: detail.code, message: detail.message });
     }
-    // An unexpected response may contain the secret: report only the parser's error.
+    // An unexpected response may contain the secret, so only the parser's error is reported.
     let response: AssumeRoleResponse =
         quick_xml::de::from_str(text).map_err(|error| StsError::Unreadable(error.to_string()))?;
     let session = response.assume_role_result.credentials;

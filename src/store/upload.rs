@@ -70,6 +70,7 @@ pub struct Upload {
 }
 
 impl Upload {
+    /// Begins an upload of an object with this key.
     pub async fn begin(bucket: &Bucket, key: &Path, layout: PartLayout) -> Result<Self, StoreError> {
         let (inner, open_upload) =
             bucket.start_upload(key).await.map_err(|error| StoreError::classify(key, error))?;
@@ -103,10 +104,14 @@ impl Upload {
         self.layout.size - self.buffered_bytes
     }
 
-    /// Adds at most [`Self::part_space`] bytes; waits while the parts in flight use the memory budget.
+    /// Adds at most [`Self::part_space`] bytes. When they complete a part, starts to send it, and waits while more
+    /// parts are in flight than the memory budget allows.
     ///
     /// # Errors
     /// [`UploadError`] for this part or an earlier one.
+    ///
+    /// # Panics
+    /// If the chunk is larger than [`Self::part_space`].
     pub async fn push(&mut self, chunk: Bytes) -> Result<(), UploadError> {
         assert!(chunk.len() <= self.part_space(), "a chunk must fit in the current part");
         self.buffered_bytes += chunk.len();

@@ -1,4 +1,5 @@
-//! An HTTP layer below object_store: completes a snapshot upload only if no object with its key exists.
+//! An HTTP layer below object_store: completes a snapshot upload only if no object with its key exists. If the store
+//! does not support this condition, the upload is completed without it.
 //!
 //! object_store completes uploads unconditionally. The added header is not part of the signature; S3 does not require
 //! it to be.

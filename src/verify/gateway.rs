@@ -13,6 +13,7 @@ const JOURNAL_HINT: &str = "run `journalctl -u svc-gateway -n 50` on the host";
 /// Maximum number of problems that one check reports.
 const MAX_PROBLEMS: usize = 20;
 
+/// Checks that the gateway is ready and that its database responds.
 pub async fn check_health(host: &HostClient) -> Findings {
     let findings = Findings::new("gateway-health");
     let response = match host.get(&host.url("/readyz"), "application/json").await {
@@ -27,13 +28,14 @@ pub async fn check_health(host: &HostClient) -> Findings {
     findings.problem(what, JOURNAL_HINT)
 }
 
-/// Fetches the database server to which the gateway is connected. The gateway reports it only on the trusted socket.
+/// Fetches the database server to which the gateway is connected; `None` if the gateway does not report it, which it
+/// does only on the trusted socket.
 pub async fn fetch_database_server(host: &HostClient) -> Option<String> {
     let response = host.get(&host.url("/readyz"), "application/json").await.ok()?;
     response.json::<Readiness>().ok()?.server
 }
 
-/// Checks that the owner sees the schema of every app that declares tables.
+/// Checks that the bridge lists the schema of every app that declares tables, and that no app has an error.
 pub async fn check_schemas(host: &HostClient) -> Findings {
     let findings = Findings::new("bridge-schemas");
     let (schemas, apps) = match (fetch_schemas(host).await, fetch_apps(host).await) {
@@ -76,6 +78,7 @@ async fn fetch_apps(host: &HostClient) -> Result<AppList, String> {
     response.json().map_err(|why| format!("{path}: {why}"))
 }
 
+/// Checks that the removed legacy route returns 404.
 pub async fn check_legacy_route(host: &HostClient) -> Findings {
     let findings = Findings::new("legacy-route");
     match host.get(&host.url("/api/canvas"), "application/json").await {
@@ -88,7 +91,8 @@ pub async fn check_legacy_route(host: &HostClient) -> Findings {
     }
 }
 
-/// Checks the icons of a missing app and of every app: each must be an image, and identical in two responses.
+/// Checks the icon of every app, and the fallback icon that the gateway returns for a missing app: each must be an
+/// image, and identical in two responses.
 pub async fn check_icons(host: &HostClient) -> Findings {
     let mut findings = Findings::new("icons");
     let missing = format!("/icons/none-{}", uuid::Uuid::new_v4().simple());

@@ -45,6 +45,7 @@ impl Credential {
     }
 }
 
+/// Sends requests to one host, with its credential.
 pub struct HostClient {
     client: reqwest::Client,
     base: Url,
@@ -103,7 +104,7 @@ impl HostClient {
         &self.base
     }
 
-    /// Returns the URL of a path on this host.
+    /// Returns the URL of a path on this host; the base URL if the path is invalid.
     pub fn url(&self, path: &str) -> Url {
         self.base.join(path).unwrap_or_else(|_| self.base.clone())
     }
@@ -123,11 +124,11 @@ impl HostClient {
         accept: &'static str,
         body: Option<&Value>,
     ) -> Result<HostResponse, String> {
-        // The credential is only for this host.
+        // The credential must not be sent to another host.
         if url.origin() != self.base.origin() {
             return Err(format!("{url} has a different origin"));
         }
-        let failed =
+        let describe =
             |error: reqwest::Error| format!("{}: {}", url.path(), format_chain(&error.without_url()));
         let mut request = self.client.request(method.clone(), url.clone()).header(header::ACCEPT, accept);
         if let Some((name, value)) = self.credential.header() {
@@ -140,7 +141,7 @@ impl HostClient {
         if let Some(body) = body {
             request = request.json(body);
         }
-        let mut response = request.send().await.map_err(failed)?;
+        let mut response = request.send().await.map_err(describe)?;
         let status = response.status();
         let content_type = response.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
         let content_type = content_type.unwrap_or_default().to_owned();
@@ -149,7 +150,7 @@ impl HostClient {
             ResponseBodyError::TooLarge(max) => {
                 format!("{}: the response has more than {} MiB", url.path(), max >> 20)
             }
-            ResponseBodyError::Http(error) => failed(error),
+            ResponseBodyError::Http(error) => describe(error),
         })?;
         Ok(HostResponse { status, content_type, body: body.into() })
     }

@@ -14,7 +14,7 @@ pub use self::host_client::{Credential, HostClient, TIMEOUTS};
 use svc_base::diagnosis::{self, Check, Finding, Findings};
 use svc_base::untrusted_text;
 
-/// Timeout for each check.
+/// Timeout for each check, and for loading the shell.
 pub const CHECK_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Runs all checks. `database` is the caller's check that the gateway uses the machine's own database.

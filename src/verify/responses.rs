@@ -7,7 +7,7 @@ use std::marker::PhantomData;
 use serde::de::{Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
-/// Far above the number of apps on a machine.
+/// Maximum number of apps in a response, far above the number of apps on a machine.
 const MAX_APPS: usize = 1000;
 
 /// The response from `/readyz`.
@@ -43,7 +43,7 @@ pub struct SchemaList {
     pub data: SchemaNames,
 }
 
-/// The app names in `data`: an array of objects, or an object keyed by name.
+/// The names of the apps that have a schema. `data` is an array of objects, or an object keyed by name.
 #[derive(Debug)]
 pub struct SchemaNames(pub Vec<String>);
 

@@ -8,7 +8,7 @@ use base64::engine::general_purpose::STANDARD_NO_PAD;
 
 /// Longer quoted strings are data, not file names.
 const MAX_NAME_BYTES: usize = 300;
-/// Maximum length of a host name. The search for its start and end stops there.
+/// Maximum length of a host name. The search for a name's start and end covers at most this many bytes on each side.
 const MAX_HOST_BYTES: usize = 253;
 
 /// Finds the distinct quoted script and style names in HTML or JavaScript, at most `max` of them. Takes time linear in
@@ -50,13 +50,15 @@ fn hosts_in_keys(text: &str) -> impl Iterator<Item = String> {
     })
 }
 
+/// Finds a known placeholder host, or a host name that contains `placeholder`. To distinguish it from other text, such
+/// as an input's `placeholder` attribute, it must be in a URL, or have at least two dots and begin a quoted string.
 fn find_placeholder_in_text(text: &str) -> Option<&str> {
     if let Some(known) = PLACEHOLDER_HOSTS.into_iter().find(|known| text.contains(known)) {
         return Some(known);
     }
     for (at, _) in text.match_indices("placeholder") {
         let before = text[..at].chars().next_back();
-        let word_follows_slashes = text[..at].ends_with("//") || before == Some('@');
+        let word_starts_host = text[..at].ends_with("//") || before == Some('@');
         let is_quoted = matches!(before, Some('"' | '\'' | '`'));
         let window = text.floor_char_boundary(at.saturating_sub(MAX_HOST_BYTES));
         let host_start = text[window..at].rfind(|c: char| !is_host_char(c));
@@ -68,7 +70,7 @@ fn find_placeholder_in_text(text: &str) -> Option<&str> {
         let end = text[at..limit].find(|c: char| !is_host_char(c)).map_or(limit, |length| at + length);
         let host = text[start..end].trim_end_matches('.');
         let dots = host.matches('.').count();
-        let is_in_url = word_follows_slashes || host_follows_slashes;
+        let is_in_url = word_starts_host || host_follows_slashes;
         if (is_in_url && dots >= 1) || (is_quoted && dots >= 2) {
             return Some(host);
         }

@@ -15,7 +15,7 @@ const MAX_TOTAL_BYTES: usize = 96 << 20;
 const MAX_NAMES_PER_FILE: usize = 2000;
 /// Maximum number of distinct URLs that the files refer to, including those that are not files.
 const MAX_REFERENCES: usize = 4000;
-/// Every call to the legacy route contains this, no matter how its URL is built.
+/// Every call to the legacy route contains this text, no matter how its URL is built.
 const LEGACY_API_PATH: &str = "api/canvas";
 /// The page's `meta` that declares where canvas gestures may begin.
 const GESTURES_META: &str = "svc-canvas-gestures";
@@ -24,12 +24,13 @@ const PLACEHOLDER_CHECK: &str = "placeholder-host";
 const LEGACY_CHECK: &str = "legacy-canvas";
 const GESTURES_CHECK: &str = "canvas-gestures";
 
-/// A shell file.
+/// A loaded file of the shell.
 struct ShellFile {
     url: Url,
     text: String,
 }
 
+/// Checks the shell. If it cannot be loaded, the checks of its files are reported as skipped.
 pub async fn check_shell(host: &HostClient, timeout: Duration) -> Vec<Finding> {
     let findings = Findings::new("shell");
     let next = "run `systemctl status svc-shell` and `journalctl -u svc-shell -n 50` on the host";
@@ -78,7 +79,7 @@ async fn load_shell(host: &HostClient) -> Result<Vec<ShellFile>, String> {
     let mut files = vec![ShellFile { url: host.base().clone(), text: page }];
     while let Some((url, from_page)) = queue.pop_front() {
         let response = host.get(&url, "*/*").await?;
-        // A quoted name in a script need not be a file; a name in the page must be one.
+        // A quoted name in a script or style need not refer to a file, but a name in the page must.
         let is_script = response.content_type.contains("javascript");
         let is_code = is_script || response.content_type.contains("css");
         if !response.status.is_success() || !is_code {
@@ -120,6 +121,7 @@ async fn read_names(response: HostResponse, url: &Url) -> Result<(String, Vec<St
     Ok((text, names))
 }
 
+/// Queues the named files that are on the host itself and have not been queued before.
 fn queue_files(
     base: &Url,
     referrer: &Url,
@@ -179,7 +181,7 @@ fn check_gestures(files: &[ShellFile]) -> Findings {
         ),
         Some(from) => findings.problem(
             format!("the shell declares that pan and zoom begin on {from:?}"),
-            "they would intercept gestures in app windows: rebuild the bundle from the current sources",
+            "pan and zoom would intercept gestures in app windows: rebuild the bundle from the current sources",
         ),
         None => findings
             .skipped(format!("the page has no <meta name=\"{GESTURES_META}\">: verify it in a browser")),
@@ -228,7 +230,7 @@ mod tests {
         assert_eq!((queued, queue.len()), (Ok(()), MAX_REFERENCES));
         assert!(
             queue_files(&base, &base, &names[1..], false, &mut seen, &mut queue).is_ok(),
-            "known names do not count again"
+            "queued names do not count again"
         );
         assert!(queue_files(&base, &base, &names, false, &mut seen, &mut queue).is_err());
         assert_eq!((seen.len(), queue.len()), (MAX_REFERENCES, MAX_REFERENCES));

@@ -154,7 +154,7 @@ pub struct HostRequest {
     pub requested_at: Time,
 }
 
-/// The number of machines that were requested to rotate their tokens.
+/// The number of machines whose token rotation was requested.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct TokenRotations {

@@ -11,7 +11,7 @@ string_enum!(
     SnapshotSource {
         /// The store's pointer names it.
         Store = "store",
-        /// A host reported it, and the store could not be read.
+        /// A host reported it, because the store could not be read or the snapshot that its pointer names is damaged.
         Reported = "reported",
     }
 );
@@ -32,7 +32,7 @@ pub struct Copies {
     pub newest_snapshot: Option<NewestSnapshot>,
     /// The reason the store's newest snapshot is unknown or cannot be restored.
     pub snapshot_problem: Option<String>,
-    /// The period, in seconds, whose changes would be lost with the live server.
+    /// How many seconds of changes may be lost with the live server.
     pub exposed_seconds: Option<u64>,
     /// A complete snapshot that is newer than the one that the pointer names.
     pub newer_snapshot: Option<NewerSnapshot>,
@@ -60,11 +60,12 @@ pub struct KeptServer {
     pub provider_server_id: Option<String>,
     #[serde(default)]
     pub reason: WireString<KeptReason>,
-    /// `null` until a successor serves, or until an operator decides.
+    /// When the server may be deleted. `null` until a successor is proven or an operator decides, and while an
+    /// operation deletes the server.
     pub until: Option<Time>,
     /// The running operation that deletes the server.
     pub deleted_by: Option<WireString<OperationId>>,
-    /// Changes since then exist only on this server.
+    /// Changes since this time exist only on this server.
     pub unsaved_since: Option<Time>,
     /// When the server was first found missing at the provider.
     pub missing_since: Option<Time>,
@@ -98,7 +99,7 @@ pub struct NewerSnapshot {
     pub key: String,
 }
 
-/// A snapshot that an operator chose not to restore.
+/// A newer snapshot that was not restored.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]

@@ -1,4 +1,4 @@
-//! A slot's file backups: their key, their pruning, and earlier states of files.
+//! A slot's file backups: their key, pruning and status, earlier states of files, and restores.
 
 use schemars::JsonSchema;
 use secrecy::SecretString;
@@ -16,7 +16,7 @@ pub struct FilesKeyRequest {
     pub key: Option<SecretString>,
 }
 
-/// The slot's key.
+/// The key of a slot's file backups.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct FilesKey {
@@ -33,10 +33,11 @@ pub struct FilesKey {
 pub struct FilesPrunePlan {
     pub kept_snapshots: u64,
     pub removed_snapshots: u64,
-    /// Number of packs that would be marked for deletion, and the bytes that this would free after the grace period.
+    /// Number of packs that would be marked for deletion, including those that would be rewritten.
     pub marked_packs: u64,
+    /// Unused bytes in all packs that could be marked, including packs that are left to later prunings.
     pub reclaimable_bytes: u64,
-    /// Number of packs that would be deleted, because their grace period has ended.
+    /// Number of packs that would be deleted, because their grace period has ended or no index lists them.
     pub deleted_packs: u64,
 }
 
@@ -52,7 +53,8 @@ pub struct FilesUsage {
     pub packs: u64,
     pub pack_bytes: u64,
     pub total_bytes: u64,
-    /// `null` before the first pruning, and while one is requested.
+    /// When the last pruning started; an earlier time if it failed. `null` before the first pruning, and while a
+    /// requested one has not started.
     pub pruned_at: Option<Time>,
     /// Why the last pruning failed.
     pub prune_error: Option<String>,
@@ -67,7 +69,7 @@ pub struct FilesPruneRequest {
     pub slot: WireString<Slot>,
 }
 
-/// The slot's key and the location of its repository, for an operator.
+/// The key of a slot's file backups and the location of their repository, for an operator.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -137,7 +139,7 @@ pub struct ExcludedFiles {
 #[schemars(inline)]
 pub struct ExcludedFile {
     pub path: String,
-    /// The number of entries, including everything in the directory.
+    /// The number of entries, including everything in an excluded directory.
     pub entries: u64,
     pub bytes: u64,
 }
@@ -199,7 +201,7 @@ pub struct FileVersion {
     pub first_saved_at: Time,
     #[serde(default)]
     pub last_saved_at: Time,
-    /// The last of these snapshots.
+    /// The last snapshot with this state.
     #[serde(default)]
     pub snapshot: String,
     /// `null` if there was no such entry.
@@ -259,7 +261,7 @@ impl FileRestoreStatus {
     }
 }
 
-/// The response about restores.
+/// A host's response with its current or last restore.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct FileRestoreResponse {
     /// The pending restore, or else the last one; `None` if there was none.

@@ -1,4 +1,4 @@
-//! The summary of all active machines.
+//! The summary of the fleet: machines, backups, operations, alarms, certificates and release keys.
 
 use std::collections::BTreeMap;
 
@@ -117,14 +117,14 @@ pub struct MachineNeedingAttention {
     #[serde(default)]
     pub handle: WireString<Handle>,
     pub status: WireString<Status>,
-    /// Most severe first.
+    /// The platform's reasons, roughly in order of severity, then the host's.
     #[serde(default)]
     pub reasons: Vec<String>,
     /// How the machine left its slot; absent while it holds the slot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "WireString<EndReason>")]
     pub ended: Option<WireString<EndReason>>,
-    /// The operation that waits for a decision.
+    /// The operation that is waiting for an operator's decision.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub operation_id: Option<WireString<OperationId>>,
 }
@@ -180,6 +180,7 @@ pub struct Certificates {
 #[schemars(inline)]
 pub struct BundleKeys {
     pub keys: Vec<BundleKey>,
+    /// Number of hosts that have not reported which keys they trust.
     pub not_reporting: u64,
     #[serde(default)]
     pub not_reporting_handles: Vec<WireString<Handle>>,

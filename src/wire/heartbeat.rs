@@ -53,7 +53,7 @@ pub struct Heartbeat {
     #[serde(default)]
     #[schemars(skip_serializing_if = "std::ops::Not::not", with = "Option<bool>")]
     pub updating: bool,
-    /// Problems that need a person: at most 16. The platform truncates long details.
+    /// Problems that need an operator's attention: at most 16. The platform truncates long details.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "attention_items")]
     pub attention: Vec<Attention>,

@@ -18,7 +18,7 @@ use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, S
 use svc_machine::state::{FailureCause, Status};
 
 string_enum!(
-    /// Whether a machine is a paying customer's or an operator's preview.
+    /// Whether a machine is a customer's, or a preview, which is not billed and expires.
     MachineKind { Customer = "customer", Preview = "preview" }
 );
 
@@ -75,7 +75,7 @@ pub struct Machine {
     pub proven_at: Option<Time>,
     /// When the final backup was taken, after the writers had stopped.
     pub final_backup_at: Option<Time>,
-    /// Changes since then exist only on the machine's server.
+    /// Changes since this time exist only on the machine's server.
     pub unsaved_since: Option<Time>,
     /// When an operator powered off its server.
     pub powered_off_at: Option<Time>,
@@ -212,7 +212,7 @@ pub struct BootProgress {
     pub total_rows: Option<u64>,
 }
 
-/// A problem that a host reported and that needs a person's attention.
+/// A problem that a host reported and that needs an operator's attention.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct Attention {

@@ -10,7 +10,7 @@ string_enum!(
     /// The state of an operation.
     OperationState {
         Running = "running",
-        /// The operation waits for an operator's answer to its question.
+        /// The operation is waiting for an operator's answer to its question.
         Waiting = "waiting",
         Succeeded = "succeeded",
         Failed = "failed",
@@ -27,7 +27,7 @@ pub struct Operation {
     #[serde(default = "default_unknown")]
     pub kind: String,
     pub state: WireString<OperationState>,
-    /// The question that an operator must answer, while the operation waits.
+    /// The question that an operator must answer, while the operation is waiting.
     pub question: Option<Question>,
     #[serde(default = "default_unknown")]
     pub step: String,
@@ -59,7 +59,7 @@ pub struct Question {
     pub code: String,
     #[serde(default = "default_unknown")]
     pub detail: String,
-    /// The snapshot that an answer may choose.
+    /// The key of the snapshot that the answer may select.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub snapshot_key: Option<String>,
@@ -70,7 +70,7 @@ pub struct Question {
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct LogLine {
-    /// Increases from line to line, but not by one. Older platforms omit it.
+    /// Increases from line to line, but not necessarily by one. Older platforms omit it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "u64")]
     pub seq: Option<u64>,
@@ -84,7 +84,7 @@ pub struct LogLine {
     pub detail: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub request_id: Option<String>,
-    /// Number of repetitions after `at`.
+    /// How many more times this line was logged after `at`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "u64")]
     pub repeats: Option<u64>,
@@ -95,7 +95,7 @@ pub struct LogLine {
 }
 
 impl Operation {
-    /// Returns the question, if the operation waits for a decision.
+    /// Returns the question, if the operation is waiting for an answer.
     pub fn question(&self) -> Option<&Question> {
         self.question.as_ref().filter(|_| self.state.is(OperationState::Waiting))
     }

@@ -9,15 +9,15 @@ use svc_machine::id::OperatorTokenId;
 string_enum!(
     /// The permission that a route requires.
     Scope {
-        /// Machines, operations, rollouts and the audit log, without owner data.
+        /// Machines, operations, rollouts, bundles, slots, pointers and the audit log, without the owners' data.
         Read = "read",
-        /// Changes to machines, and their snapshots.
+        /// Changes to machines, rollouts and pointers; reading snapshots.
         Operate = "operate",
-        /// Subscriptions, and the owners' usage.
+        /// Slots, their subscriptions, and the cost of the owners' dispatches.
         Billing = "billing",
         /// The platform's metrics.
         Metrics = "metrics",
-        /// Operators and the audit log.
+        /// Operators, the audit log, and the keys of file backups.
         Admin = "admin",
     }
 );
@@ -42,7 +42,7 @@ pub struct Operator {
     pub previous_token_last_used_at: Option<Time>,
     #[serde(default)]
     pub created_at: Time,
-    /// The operator who added them.
+    /// The operator who added this one.
     #[serde(default = "default_unknown")]
     pub created_by: String,
     pub rotated_at: Option<Time>,

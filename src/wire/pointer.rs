@@ -28,7 +28,7 @@ pub struct PointerInspection {
     pub slot: WireString<Slot>,
     pub state: WireString<PointerState>,
     pub problem: Option<String>,
-    /// Number of snapshots in the store.
+    /// Number of snapshots in the store that have a sidecar.
     #[serde(default)]
     pub snapshots: u64,
     pub current: Option<Pointer>,

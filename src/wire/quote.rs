@@ -95,13 +95,13 @@ pub struct ProvisionQuote {
     pub server_type: WireString<ServerType>,
     #[serde(default)]
     pub location: WireString<Location>,
-    /// `null` if the slot already has this machine.
+    /// `null` if no machine would be created.
     pub image_version: Option<WireString<ImageVersion>>,
     pub subscription: Option<Subscription>,
     /// `BILLING_ENFORCEMENT`.
     #[serde(default)]
     pub billing_enforced: bool,
-    /// The slot's machine. Provisioning returns a running machine and replaces a failed one.
+    /// The slot's machine. Provisioning replaces it if it has failed, and otherwise returns it.
     pub existing: Option<ExistingMachine>,
     /// Whether provisioning would add a customer, whose cost and consent an operator must confirm.
     #[serde(default)]
@@ -110,13 +110,13 @@ pub struct ProvisionQuote {
     /// customer's machine with one of a different server type. Older platforms omit it.
     #[serde(default)]
     pub needs_cost_confirmation: bool,
-    /// Including value-added tax, in the most expensive of the possible locations: the value for
+    /// The cost including value-added tax, in the most expensive of the possible locations. To confirm it, send it as
     /// `confirmedMonthlyCost`. `null` if no server would be created, or if its price cannot be read and need not be
     /// confirmed.
     pub monthly_cost: Option<WireString<Price>>,
     #[serde(default)]
     pub costs: Vec<LocationCost>,
-    /// Number of servers in the provider's project, including ordered ones.
+    /// Number of servers in the provider's project, including ordered ones. `null` if no server would be created.
     pub servers: Option<u64>,
     /// `PROVIDER_SERVER_LIMIT`.
     pub server_limit: Option<u64>,

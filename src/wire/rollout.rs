@@ -183,7 +183,7 @@ impl RolloutTotals {
 }
 
 impl RolloutSummary {
-    /// Whether the rollout waits for an operator because the verification found a problem.
+    /// Whether the rollout is waiting for an operator, because the verification found a problem.
     pub fn is_halted(&self) -> bool {
         self.state.is(RolloutState::Paused) && self.verification.as_ref().is_some_and(|last| !last.passed)
     }

@@ -3,12 +3,16 @@
 use secrecy::{ExposeSecret, SecretString};
 use serde::Serializer;
 
+/// Serializes a secret as a string.
+///
 /// # Errors
 /// Errors from the serializer.
 pub fn expose<S: Serializer>(secret: &SecretString, out: S) -> Result<S::Ok, S::Error> {
     out.serialize_str(secret.expose_secret())
 }
 
+/// Serializes a secret as a string, and `None` as `null`.
+///
 /// # Errors
 /// Errors from the serializer.
 pub fn expose_option<S: Serializer>(secret: &Option<SecretString>, out: S) -> Result<S::Ok, S::Error> {

@@ -17,7 +17,7 @@ use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, OperatorName,
 use svc_machine::plan::Plan;
 use svc_machine::state::{FailureCause, Status};
 
-/// A string that writers create from a `T`. The API description gives it the schema of a `T`.
+/// A string that writers create from a `T`. The OpenAPI document gives it the schema of a `T`.
 ///
 /// A reader accepts any string, because a writer from a newer release may use unknown values.
 #[derive(PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -49,11 +49,12 @@ impl<T> WireString<T> {
         &self.text
     }
 
-    /// Whether the writer sent the field.
+    /// Whether the writer sent the field: a reader sets a missing one to [`UNKNOWN`].
     pub fn is_known(&self) -> bool {
         self.text != UNKNOWN
     }
 
+    /// Whether the string represents this value.
     pub fn is(&self, value: impl Borrow<T>) -> bool
     where
         T: WireFormat,
@@ -65,12 +66,12 @@ impl<T> WireString<T> {
 /// The value that a reader uses for a field that an older platform omits.
 pub const UNKNOWN: &str = "unknown";
 
-/// Returns [`UNKNOWN`], for plain strings.
+/// Returns [`UNKNOWN`], as the default for fields that are plain strings.
 pub fn default_unknown() -> String {
     UNKNOWN.to_owned()
 }
 
-/// [`UNKNOWN`], which only a reader uses.
+/// The default is [`UNKNOWN`], which only readers use, for fields that are missing.
 impl<T> Default for WireString<T> {
     fn default() -> Self {
         Self::from_stored(UNKNOWN)

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize, Serializer};
 
 use crate::text::WireString;
 
-/// 2^53, up to which a double represents every whole number.
+/// 2^53: a double represents every whole number up to this one exactly.
 const MAX_WHOLE_AMOUNT: f64 = 9_007_199_254_740_992.0;
 
 /// The totals for all dispatches and for each group.

@@ -170,7 +170,7 @@ test("a deleted file is found at an earlier time, and its versions say that it d
   await deleted.waitFor({ state: "detached" });
   await view.getByLabel("As saved at or before").fill("2001-02-03T04:05:06");
   await view.getByRole("button", { name: "Show", exact: true }).click();
-  await view.getByText("Nothing was saved here").waitFor();
+  await view.getByText("does not contain this folder").waitFor();
   await context.close();
 });
 

@@ -234,7 +234,7 @@ async fn power_off_reports_progress_and_repeated_requests() {
     let platform = FakePlatform::start(again).await;
     let output = platform.svcctl(&["power", "off", MACHINE, "--yes", "--wait"]).await;
     assert!(output.status.success(), "{}", stderr(&output));
-    assert_eq!(stderr(&output), "note: it had already been powered off; nothing was changed\n");
+    assert_eq!(stderr(&output), "note: the machine had already been powered off; nothing was changed\n");
     let platform = FakePlatform::start([Reply::Json(200, off), reply(Value::Null)]).await;
     let output = platform.svcctl(&["power", "off", MACHINE, "--yes"]).await;
     let printed = String::from_utf8_lossy(&output.stdout).into_owned();

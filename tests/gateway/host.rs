@@ -277,7 +277,7 @@ impl Host {
     }
 
     pub async fn wait_for_exit(&mut self) -> Result<ExitStatus> {
-        let status = self.child.wait_for_exit(WAIT_TIMEOUT).await;
+        let status = self.child.wait_async(WAIT_TIMEOUT).await;
         status.with_context(|| format!("timed out: the gateway is still running\n{}", self.log()))
     }
 

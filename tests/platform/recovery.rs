@@ -149,7 +149,7 @@ async fn recovery_in_progress_rejects_different_options() {
         ("location", json!("hel1"), "the location"),
         ("fallbackLocations", json!(["fsn1"]), "the fallback locations"),
         ("imageVersion", json!("v0"), "the image version"),
-        ("replaceFirst", json!(true), "replaceFirst"),
+        ("replaceFirst", json!(true), "`--replace-first`"),
     ] {
         let refused =
             stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1", member: value})).await;

@@ -466,7 +466,7 @@ impl Process {
 
     /// Waits until the process has exited.
     pub async fn wait_for_exit(&mut self) -> ExitStatus {
-        self.child.wait_for_exit(WAIT_TIMEOUT).await.expect("the platform must exit in time")
+        self.child.wait_async(WAIT_TIMEOUT).await.expect("the platform must exit in time")
     }
 
     /// Waits until the process has been killed at its fail point.

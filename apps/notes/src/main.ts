@@ -180,8 +180,8 @@ function moveFocus(offset: number): void {
   const buttons = [...list.querySelectorAll("button")];
   const last = buttons.length - 1;
   const current = buttons.indexOf(document.activeElement as HTMLButtonElement);
-  const first = offset > 0 ? 0 : last;
-  const target = current < 0 ? first : Math.min(last, Math.max(0, current + offset));
+  const initial = offset > 0 ? 0 : last;
+  const target = current < 0 ? initial : Math.min(last, Math.max(0, current + offset));
   buttons[target]?.focus();
 }
 

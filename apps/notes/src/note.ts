@@ -22,9 +22,10 @@ export class Note {
 
   private constructor(
     readonly id: string,
-    /** `null` if the note has no row yet. */
+    /** `null` if the note has no row, because it is new or its row was deleted elsewhere. */
     public savedContent: NoteContent | null,
     public content: NoteContent,
+    /** The row's `updated_at`, by which a save detects that the note was changed elsewhere. */
     public updatedAt: string,
   ) {}
 

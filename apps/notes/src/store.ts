@@ -1,5 +1,6 @@
-// Holds all notes, and saves each one shortly after it is edited. No text is lost: after a failure, the text stays on
-// the page and saving is retried; if a note was also changed elsewhere, both versions are kept as separate notes.
+// Holds the notes, and saves each one shortly after it is edited. No text is lost while the page is open: after a
+// failed save, the text stays on the page, and the save is retried later, without the user's help if the error is
+// retryable. If a note was also changed elsewhere, both versions are kept as separate notes.
 
 import { type BridgeError, callBridge, type Change, followChanges, newId } from "../../shared/bridge";
 import { Backoff, collectChangedIds, readRows, readRowsById, toBridgeError } from "../../shared/rows";
@@ -25,7 +26,7 @@ export class Store {
   isLoaded = false;
 
   constructor(private readonly listener: StoreListener) {
-    // Requests with keepalive are sent even if the page is closing.
+    // Requests with keepalive are sent even if the page is closing. Browsers limit their bodies to 64 KiB.
     addEventListener("visibilitychange", () => document.hidden && this.saveAll({ keepalive: true }));
     addEventListener("pagehide", () => this.saveAll({ keepalive: true }));
     addEventListener("online", () => this.saveAll());
@@ -71,7 +72,10 @@ export class Store {
     this.listener.onChange(note);
   }
 
-  /** Deletes a note, and returns a function that undoes it. */
+  /**
+   * Deletes a note; if that fails, the note is shown again. The returned function undoes the deletion: it adds the
+   * content as a new note.
+   */
   remove(note: Note): () => void {
     clearTimeout(note.saveTimer);
     this.notes.delete(note.id);
@@ -80,7 +84,7 @@ export class Store {
     return () => this.create(note.content);
   }
 
-  /** Removes a note that was created but never edited. */
+  /** Removes a note that has no row and no content. */
   discardIfEmpty(note: Note): void {
     if (note.savedContent === null && isEmpty(note.content) && note.saveState !== "saving") {
       this.notes.delete(note.id);
@@ -134,7 +138,7 @@ export class Store {
       this.notes.set(row.id, Note.fromRow(row));
       return;
     }
-    // The response to a save in progress has the new row, and the save of a dirty note detects conflicts.
+    // This row must not replace unsaved edits. The note's next save detects whether it conflicts with them.
     if (note.saveState === "saving" || note.isDirty) return;
     note.applyRow(row);
     this.listener.onChange(note);
@@ -201,7 +205,7 @@ export class Store {
     this.backoff.scheduleRetry(bridgeError);
   }
 
-  /** Keeps both versions: the other one under the note's id, and this page's as a new note. */
+  /** Keeps both versions: the one that was saved elsewhere under the note's id, and this page's as a new note. */
   private resolveConflict(note: Note): void {
     const localContent = { ...note.content, title: `${note.heading} (your version)` };
     note.content = { ...(note.savedContent ?? note.content) };
@@ -227,7 +231,10 @@ async function insertRow(id: string, content: NoteContent, keepalive: boolean): 
   return (await callBridge<{ data: NoteRow }>(request, { keepalive })).data;
 }
 
-/** Updates a row if it is still the version that this page has. Returns `null` if it was changed elsewhere. */
+/**
+ * Updates a row if its content is still the one that this page last saved or read. Inserts it again if it was deleted
+ * elsewhere. Returns `null` if it was changed elsewhere.
+ */
 async function updateRow(
   note: Note,
   content: NoteContent,

@@ -1,7 +1,7 @@
 // Shows an icon for each app.
 //
-// An icon's image is requested once. If it fails, a tile with the first letter of the app's name replaces it, and the
-// image is not requested again.
+// An icon's image is requested once. If the request fails, a tile with the first letter of the app's name replaces the
+// image, which is not requested again.
 
 import { el } from "../../shared/ui";
 
@@ -33,7 +33,7 @@ export class AppIcons {
     return { width: this.columns * CELL.width, height: rows * CELL.height };
   }
 
-  /** Shows an icon for each app. Existing elements are reused, so their images are not requested again. */
+  /** Shows an icon for each app with a URL. Existing elements are reused, so their images are not requested again. */
   render(apps: App[]): void {
     const listedApps = apps.filter((app) => app.slug && app.url);
     const slugs = new Set(listedApps.map((app) => app.slug));

@@ -18,6 +18,7 @@ const KEY_PAN_STEP = 64;
 const MARGIN = 72;
 /** The height of a line, for wheel events that are measured in lines instead of pixels. */
 const LINE_HEIGHT = 16;
+/** Limits how far one wheel event zooms. */
 const MAX_PINCH_DELTA = 60;
 
 export class Canvas {

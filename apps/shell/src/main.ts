@@ -24,7 +24,7 @@ const closeButton = byId("close");
 const signOutButton = byId("sign-out");
 const filesButton = byId("show-files");
 const closeFilesButton = byId("close-files");
-/** Everything outside the panels. */
+/** Everything outside the panels; inert while a panel is open. */
 const background = [surface, byId("owner"), byId("account"), byId("zoom")];
 const toast = new Toast(document.body);
 
@@ -65,7 +65,10 @@ async function showOwner(): Promise<void> {
 let refreshTimer = 0;
 let isRefreshing = false;
 
-/** Reloads the app list, and schedules the next refresh. Does nothing if a refresh is already in progress. */
+/**
+ * Reloads the app list, and schedules the next refresh. Does nothing while another refresh is in progress or the page
+ * is hidden; when the page becomes visible, it is called again.
+ */
 async function refresh(): Promise<void> {
   clearTimeout(refreshTimer);
   if (isRefreshing || document.hidden) return;
@@ -101,7 +104,7 @@ function showError(error: unknown, retry: () => void): void {
 function updatePanel(): void {
   const slug = /^#\/apps\/([a-z][a-z0-9-]*)$/.exec(location.hash)?.[1] ?? "";
   const app = apps.find((candidate) => candidate.slug === slug && candidate.url);
-  // The app list has not been loaded yet.
+  // The app list has not been loaded yet, or is empty.
   if (slug && !app && apps.length === 0) return;
   const showsFiles = location.hash === FILES_HASH;
   const [previousSlug, showedFiles] = [openSlug, files.isOpen];

@@ -19,7 +19,7 @@ byId("submit").prepend(icon("plus"));
 
 const toast = new Toast(document.body);
 const items = new Map<string, HTMLLIElement>();
-/** Tasks that were checked or unchecked. They stay listed until the filter changes, so a mistake can be undone. */
+/** The ids of tasks that were checked or unchecked. They stay listed until the filter changes, for easy undoing. */
 const recentlyToggled = new Set<string>();
 let filter: "open" | "done" | "all" = "open";
 
@@ -38,7 +38,7 @@ function showError(error: BridgeError): void {
   const retry = { label: "Try again", run: () => store.retry() };
   if (error.kind === "signed-out") {
     const signIn = { label: "Sign in", run: signInAgain };
-    toast.warn("You are signed out. Tasks that are marked have not been saved.", signIn);
+    toast.warn("You are signed out. Changes to tasks marked “Not saved” are lost when you sign in again.", signIn);
   } else if (!store.isLoaded) {
     toast.warn(`Could not load your tasks: ${error.message}`, retry);
   } else {
@@ -186,9 +186,9 @@ addEventListener("keydown", (event) => {
   const item = focused.closest<HTMLElement>(".task");
   const isToggle = ["checkbox", "radio"].includes(focused.getAttribute("type") ?? "");
   const isInText = isTyping(event) && !isToggle;
-  const isInTitle = focused.className === "text";
-  if (event.key === "ArrowDown" && (!isInText || focused === titleInput || isInTitle)) moveFocus(1);
-  else if (event.key === "ArrowUp" && (!isInText || isInTitle)) moveFocus(-1);
+  const isInTaskTitle = focused.className === "text";
+  if (event.key === "ArrowDown" && (!isInText || focused === titleInput || isInTaskTitle)) moveFocus(1);
+  else if (event.key === "ArrowUp" && (!isInText || isInTaskTitle)) moveFocus(-1);
   else if (isInText) return;
   else if (event.key === "n") titleInput.focus();
   else if (event.key === "Enter" && item && focused.className === "check") {

@@ -1,5 +1,6 @@
-// Holds all tasks. Changes are shown immediately (optimistic updates); those that could not be saved are marked, and
-// saving them is retried.
+// Holds the tasks. Changes are shown immediately (optimistic updates). A task whose changes could not be saved is
+// marked, and the save is retried later, without the user's help if the error is retryable. A task that could not be
+// deleted is shown again.
 
 import { BridgeError, callBridge, type Change, followChanges, newId, type Row } from "../../shared/bridge";
 import { Backoff, collectChangedIds, readRows, readRowsById, toBridgeError } from "../../shared/rows";
@@ -79,7 +80,7 @@ export class Store {
     void this.save(task);
   }
 
-  /** Deletes tasks, and returns a function that undoes it. */
+  /** Deletes tasks. The returned function undoes the deletion: it adds the contents as new tasks. */
   remove(tasks: Task[]): () => void {
     for (const task of tasks) this.tasks.delete(task.id);
     this.listener.onChange();
@@ -136,7 +137,7 @@ export class Store {
     }
   }
 
-  /** Updates a task from its row; fields with unsaved changes are kept. */
+  /** Adds a task from its row, or updates it; fields with unsaved changes are kept. */
   private applyRow(row: TaskRow): void {
     const content = { title: row.title ?? "", done: row.done ?? false, due: row.due };
     const task = this.tasks.get(row.id);
@@ -150,16 +151,16 @@ export class Store {
 
   private async save(task: Task): Promise<void> {
     if (task.isSaving || !isDirty(task)) return;
-    const sent = { ...task.pending };
+    const sentChanges = { ...task.pending };
     task.isSaving = true;
     task.hasFailed = false;
     try {
       if (task.isNew) await upsertRow(task);
-      else await updateRow(task, sent);
+      else await updateRow(task, sentChanges);
       task.isNew = false;
       this.backoff.reset();
-      for (const key of Object.keys(sent) as (keyof TaskContent)[]) {
-        if (task.pending[key] === sent[key]) delete task.pending[key];
+      for (const key of Object.keys(sentChanges) as (keyof TaskContent)[]) {
+        if (task.pending[key] === sentChanges[key]) delete task.pending[key];
       }
     } catch (error) {
       task.hasFailed = true;

@@ -71,7 +71,7 @@ families! {
     ROLLOUTS: Counters<1> = "svc_rollouts_total", ["state"], on Platform,
         "Rollouts ended without an operator, by state.";
     ROLLOUT_MACHINES: Counters<1> = "svc_rollout_machines_total", ["state"], on Platform,
-        "Machines of ended rollouts, by state.";
+        "Machines whose part in a rollout has ended, by state.";
     CLOCK_SKEW: Gauges<0> = "svc_clock_skew_seconds", [], on Platform,
         "How far this process's clock is ahead of the database's clock.";
     ROUTES_AGE: Gauges<0> = "svc_router_routes_age_seconds", [], on Platform,
@@ -105,16 +105,17 @@ families! {
     FLEET_READ_AT: Gauges<0> = "svc_fleet_read_timestamp_seconds", [], on Platform,
         "Unix time when the figures of the whole installation were last read from the database.";
     PROVIDER_CALLS: Counters<2> = "svc_provider_calls_total", ["call", "outcome"], on Platform,
-        "Calls to the cloud provider, by call and outcome.";
+        "Attempts of calls to the cloud provider, by call and outcome.";
     PROVIDER_DURATION: Durations<1> = "svc_provider_call_duration_seconds", ["call"], on Platform,
-        "Duration of one call to the cloud provider, without the wait for the rate budget.";
+        "Duration of one attempt of a call to the cloud provider, without the wait for the rate budget.";
     PROVIDER_BUDGET: Gauges<0> = "svc_provider_budget_calls", [], on Platform,
         "Calls that the provider's rate limit still allows, shared by all processes.";
     STORE_CALLS: Counters<2> = "svc_store_calls_total", ["call", "outcome"], on Platform,
         "Calls to the object store for whole objects, and requests that list keys (`call=\"list\"`), by \
          call and outcome.";
     STORE_DURATION: Durations<1> = "svc_store_call_duration_seconds", ["call"], on Platform,
-        "Duration of one call to the object store, including its retries.";
+        "Duration of one call to the object store, including its retries; of one request for \
+         `call=\"list\"`.";
     RECONCILER_RUNS: Counters<2> = "svc_reconciler_runs_total", ["part", "outcome"], on Platform,
         "Runs of the reconciler's parts in this process, by part and outcome.";
     RECONCILER_SUCCESS: Gauges<1> = "svc_reconciler_last_success_timestamp_seconds", ["part"], on Platform,
@@ -124,18 +125,19 @@ families! {
     SESSIONS_OPENED: Counters<1> = "svc_router_sessions_opened_total", ["host"], on Platform,
         "Browser sessions opened, by public host.";
     POOL_CONNECTIONS: Gauges<1> = "svc_database_pool_connections", ["state"], on Everywhere,
-        "Connections of this process's database pools, by state. limit: the maximum.";
+        "Connections of this process's database pools, by state: open, idle (part of the open ones), or on \
+         the platform limit (the maximum).";
     POOL_WAITING: Gauges<0> = "svc_database_pool_waiting", [], on Platform,
-        "Tasks of this process that wait for a database connection.";
+        "Tasks of this process that are waiting for a database connection.";
     BRIDGE_ACTIONS: Counters<2> = "svc_bridge_actions_total", ["action", "outcome"], on Host,
         "Bridge requests, by action and outcome: ok, or the problem's code.";
     BRIDGE_SQLSTATES: Counters<1> = "svc_bridge_sqlstates_total", ["class"], on Host,
         "Statements that the database refused, by SQLSTATE class.";
     BRIDGE_WAITS: Counters<1> = "svc_bridge_pool_waits_total", ["outcome"], on Host,
         "Bridge requests that found all connections of their app in use, by outcome: served later, or \
-         timed out.";
+         given_up (timed out, or cancelled by the client).";
     PROOFS: Counters<1> = "svc_gateway_proofs_total", ["outcome"], on Host,
-        "Proofs and tokens of requests, by outcome: verified or refused.";
+        "Requests with a proof or a token, by outcome: verified or refused.";
     APPS: Gauges<0> = "svc_gateway_apps", [], on Host,
         "Apps that the gateway serves.";
     CHANGE_LISTENERS: Gauges<0> = "svc_gateway_change_listeners", [], on Host,
@@ -162,7 +164,8 @@ families! {
     FILES_PENDING_SINCE: Gauges<0> = "svc_files_pending_since_timestamp_seconds", [], on Host,
         "Unix time of the first change in the home directory that is not saved; 0 if there is none.";
     FILES_PENDING_BYTES: Gauges<0> = "svc_files_pending_bytes", [], on Host,
-        "Estimate of the bytes of changes that have waited for a minute and are not saved; 0 if there are none.";
+        "Estimate of the bytes of changes that have waited for a minute and are not saved; 0 if there are none, \
+         or if their size is unknown.";
     FILES_CHECK_OK: Gauges<1> = "svc_files_check_last_success", ["check"], on Host,
         "1 if the last check of the file backup found everything intact, else 0. verify: rereads a share of it. \
          drill: restores a sample and compares it with the files on the machine.";

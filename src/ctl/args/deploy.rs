@@ -29,13 +29,13 @@ Example: svcctl deploy status --wait")]
         #[command(flatten)]
         wait: Wait,
     },
-    /// Pause a rollout: no more machines are updated
+    /// Pause a rollout: no more updates start, and those in progress complete
     #[command(after_help = "Example: svcctl deploy pause")]
     Pause(RolloutTarget),
     /// Resume a paused rollout
     #[command(after_help = "Example: svcctl deploy resume")]
     Resume(RolloutTarget),
-    /// End a rollout; machines stay as they are
+    /// End a rollout: no more updates start, and updated machines keep the new release
     #[command(after_help = "Example: svcctl deploy abort")]
     Abort(RolloutTarget),
 }
@@ -49,7 +49,7 @@ pub struct RolloutTarget {
 
 #[derive(Debug, ClapArgs)]
 pub struct StartRollout {
-    /// A published bundle with a signed manifest
+    /// Version of a published bundle with a signed manifest
     #[arg(value_name = "IMAGE_VERSION")]
     pub version: ImageVersion,
     /// Only the machines with this handle; repeatable
@@ -58,7 +58,8 @@ pub struct StartRollout {
     /// Exclude the machines with this handle; repeatable
     #[arg(long, value_name = "HANDLE")]
     pub except: Vec<Handle>,
-    /// Number of canaries, which are updated first: machines of test slots if there are any, or else random ones [default: 1]
+    /// Number of canaries, which are updated first: machines of test slots if there are any, or else random ones
+    /// [default: 1]
     #[arg(long, value_name = "MACHINES", value_parser = clap::value_parser!(u64).range(0..=1000))]
     pub canary: Option<u64>,
     /// Machines per batch [default: 10]

@@ -7,7 +7,7 @@ use url::Url;
 
 #[derive(Debug, Args)]
 pub struct Doctor {
-    /// What to check (default: the role of this machine)
+    /// What to check (default: the host or platform that is installed on this machine, or else the API)
     #[arg(value_enum)]
     pub subject: Option<Subject>,
     /// File with the platform's settings; environment variables override it (default: PLATFORM_ENV_FILE, or
@@ -35,7 +35,7 @@ pub struct VerifyRollout {
     /// File with the owner's session token
     #[arg(long, value_name = "FILE", requires = "app_url")]
     pub session_file: Option<PathBuf>,
-    /// Check on the host: path of the gateway's trusted socket
+    /// Check on the host: path of the gateway's trusted socket (default: that of this machine's gateway)
     #[arg(long, value_name = "PATH", conflicts_with = "app_url")]
     pub socket: Option<PathBuf>,
     /// Treat skipped checks as failed

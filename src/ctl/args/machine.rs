@@ -11,13 +11,14 @@ use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, S
 use svc_machine::state::Status;
 use svc_wire::quote::{InvalidPrice, Price};
 
-/// A machine as specified by an operator.
+/// A machine as specified by an operator. A handle or a slot means an active machine, except in the commands for
+/// machines that have left their slot, such as `undelete`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MachineTarget {
     Id(MachineId),
-    /// The only active machine with this handle.
+    /// The only such machine with this handle.
     Handle(Handle),
-    /// The slot's active machine.
+    /// The only such machine in the slot.
     Slot(IdpUserId, Slot),
 }
 
@@ -82,7 +83,8 @@ pub enum CostLimit {
 impl FromStr for CostLimit {
     type Err = InvalidPrice;
 
-    /// An empty string means no limit. The space before the currency may be omitted.
+    /// Parses an amount with its currency, such as `12.00 EUR`; the space may be omitted. An empty string means no
+    /// limit.
     fn from_str(text: &str) -> Result<Self, InvalidPrice> {
         if text.is_empty() {
             return Ok(Self::Any);
@@ -123,7 +125,8 @@ pub struct Provision {
     /// lost with its server
     #[arg(long)]
     pub accept_loss: bool,
-    /// Start empty even though an earlier machine in the slot served traffic and left no snapshot: its data is abandoned
+    /// Start empty even though an earlier machine in the slot served traffic and left no snapshot: its data is
+    /// abandoned
     #[arg(long)]
     pub allow_empty: bool,
     /// Accept the monthly cost of a new customer's server, or of a server type other than the replaced machine's,
@@ -151,16 +154,16 @@ pub struct List {
     /// Only the machines of this user
     #[arg(long, value_name = "IDP_USER_ID")]
     pub user: Option<IdpUserId>,
-    /// Only the machines of this slot, such as primary
+    /// Only the machines in slots with this name, such as primary
     #[arg(long)]
     pub slot: Option<Slot>,
     /// Only the machines with this handle
     #[arg(long)]
     pub handle: Option<Handle>,
-    /// List deleted machines instead
+    /// List deleted and replaced machines instead
     #[arg(long)]
     pub deleted: bool,
-    /// Machines per page
+    /// Machines per page, 1 to 500 (default 100)
     #[arg(long)]
     pub limit: Option<u32>,
     /// Cursor from the previous page
@@ -287,7 +290,7 @@ Example: svcctl machine rotate-token ada"
 
 #[derive(Debug, Subcommand)]
 pub enum PowerCommand {
-    /// Power on a machine's server and wait for its host
+    /// Power on a machine's server; the operation ends when its host is healthy
     #[command(after_help = "Example: svcctl power on ada --wait")]
     On {
         /// A machine's id, its user's handle, or USER/SLOT
@@ -297,9 +300,9 @@ pub enum PowerCommand {
     },
     /// Shut down a machine and keep it off until `svcctl power on`
     #[command(
-        after_help = "Requests a shutdown from the operating system, and cuts the power after the platform's \
-RESIZE_SHUTDOWN_SECONDS. The user sees a page stating that the machine is off. No backups are taken. The provider \
-keeps billing the server.\n\n\
+        after_help = "Requests a shutdown from the operating system, and cuts the power if the machine has not shut down \
+after the platform's RESIZE_SHUTDOWN_SECONDS. The user sees a page stating that the machine is off. No backups are taken. \
+The provider keeps billing the server.\n\n\
 Example: svcctl power off ada --wait"
     )]
     Off {
@@ -313,8 +316,8 @@ Example: svcctl power off ada --wait"
     },
     /// Restart a machine's host
     #[command(
-        after_help = "Requests a restart from the operating system. If it does not respond, run `svcctl power off`, then \
-`svcctl power on`.\n\nExample: svcctl power reboot ada --wait"
+        after_help = "Requests a restart from the operating system. If the machine does not restart, run `svcctl power off`, \
+then `svcctl power on`.\n\nExample: svcctl power reboot ada --wait"
     )]
     Reboot {
         /// A machine's id, its user's handle, or USER/SLOT

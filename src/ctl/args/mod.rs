@@ -33,12 +33,12 @@ pub use self::resource::{
 pub use self::usage::Usage;
 use svc_base::applet;
 
-/// Default for `--wait`: longer than a registration token's lifetime.
+/// Default for `--wait`: longer than the default timeout for a registration (`REGISTRATION_TTL_SECONDS`).
 const DEFAULT_WAIT_SECONDS: &str = "2400";
 
 const ENVIRONMENT_HELP: &str = "The platform's URL is read from PLATFORM_PUBLIC_URL or --platform-url; the platform's secret or an \
-operator's token from PLATFORM_SECRET or --secret-file. `bundle` reads the object store from OBJECT_STORE_URL, \
-OBJECT_STORE_ENDPOINT and AWS_*. Output is colored only on a terminal, and only if NO_COLOR is not set.
+operator's token from PLATFORM_SECRET or --secret-file. `bundle publish` and `bundle list` take the object store from \
+OBJECT_STORE_URL, OBJECT_STORE_ENDPOINT and AWS_*. Output is colored only on a terminal, and only if NO_COLOR is not set.
 
 Exit codes: 0 done, 64 usage, 65 refused, 69 unavailable or operation failed, 70 internal, 75 try again, 77 permission, \
 78 configuration.
@@ -53,8 +53,8 @@ const KEY_ROTATION_HELP: &str =
     "Hosts install a release only if its manifest is signed with a key that they trust. To rotate that key \
 (K_OLD and K_NEW are the public keys in base64):
 
-1. Add the new key. Set the platform's BUNDLE_PUBLIC_KEYS to K_OLD,K_NEW, and roll out a release that
-   is signed with the old key and contains both:
+1. Add the new key. Set the platform's BUNDLE_PUBLIC_KEYS to K_OLD,K_NEW and BUNDLE_KEYS_SEQUENCE to 1,
+   and roll out a release that is signed with the old key and contains both:
      cargo xtask bundle … --signing-key OLD.pem --trust-keys K_OLD,K_NEW --keys-sequence 1
    A host trusts both once it runs that release and is healthy. Continue when `svcctl bundle keys`
    lists no machine without the new key.
@@ -125,10 +125,11 @@ pub enum Command {
     Alarm(AlarmCommand),
     /// Replace a slot's machine, restoring its latest snapshot
     #[command(
-        after_help = "The old host stops its writers and takes a final backup. Its server is powered off, and is deleted \
-only when the new machine is healthy; if the recovery fails before that, the old machine serves again. If the old \
-host responds but cannot take the backup, the operation waits for your decision. To undo a recovery before its new machine \
-has registered: `svcctl operation abandon OPERATION_ID`.\n\n\
+        after_help = "The old host stops its writers and takes a final backup. Its server is powered off. It is deleted at the \
+earliest the platform's PREDECESSOR_KEEP_SECONDS after the new machine's first healthy heartbeat, unless you choose \
+--replace-first. If the recovery fails, the old machine serves again. If the old host responds but cannot take the backup, \
+the operation waits for your decision. To undo a recovery before its new machine has registered: \
+`svcctl operation abandon OPERATION_ID`.\n\n\
 Example: svcctl recover user_1 --server-type cpx32 --location hel1 --wait"
     )]
     Recover(Recover),
@@ -161,7 +162,8 @@ Example: svcctl delete ada --wait"
     Delete(Delete),
     /// Restore a deleted machine while its server is kept
     #[command(
-        after_help = "This fails if another machine in the slot has served traffic since.\n\nExample: svcctl undelete ada --wait"
+        after_help = "This fails while another machine holds the slot, or if a later machine in the slot has served \
+traffic.\n\nExample: svcctl undelete ada --wait"
     )]
     Undelete(Undelete),
     /// Put a failed machine back into service; its server must be running and its host healthy

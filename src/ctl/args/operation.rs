@@ -19,7 +19,7 @@ pub struct Operation {
 
 #[derive(Debug, Subcommand)]
 pub enum OperationCommand {
-    /// Show an operation step by step, and its question, if it waits for a decision
+    /// Show an operation step by step, and its question, if it is waiting for a decision
     #[command(after_help = "Example: svcctl operation show 019a0000-0000-7000-8000-000000000002 --wait")]
     Show {
         /// Id of the operation, as shown by the command that started it and by `svcctl status`
@@ -28,12 +28,13 @@ pub enum OperationCommand {
         #[command(flatten)]
         wait: Wait,
     },
-    /// Answer the question of a waiting operation: retry, or continue and accept the loss
+    /// Answer the question of a waiting operation: retry, accept the loss, or choose a snapshot
     #[command(
-        after_help = "Without an option the final backup is retried. First fix the problem on the host, or accept the held \
-snapshot (`svcctl backup accept`).\n\n\
-With --accept-loss the operation continues. The question gives the time since which changes exist only on the old server. \
-These changes are lost when the old server is deleted; until then the server is kept, powered off.\n\n\
+        after_help = "Without an option, the step that asked the question is retried, usually the final backup. First fix the \
+problem on the host, or accept the held-back snapshot (`svcctl backup accept`).\n\n\
+With --accept-loss, the operation continues in spite of the risk in the question. If the final backup is missing, the \
+question gives the time since which changes exist only on the old server. These changes are lost when the old server is \
+deleted; until then the server is kept, powered off.\n\n\
 If the question is which snapshot to restore, --snapshot KEY restores that snapshot, usually the newer one that is not the \
 latest; --accept-loss restores the latest.\n\n\
 Example: svcctl operation continue 019a0000-0000-7000-8000-000000000002 --accept-loss --wait"

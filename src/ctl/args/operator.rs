@@ -13,9 +13,10 @@ use svc_wire::operator::Scope;
 pub enum OperatorCommand {
     /// Add a named operator with a token
     #[command(
-        after_help = "Scopes: read (machines, operations, rollouts, the audit), operate (change machines, read snapshots), \
-billing (subscriptions, usage), metrics (the platform's metrics), admin (operators, the audit). No scope implies another, \
-and you can grant only scopes that you have. The token is shown once.\n\n\
+        after_help = "Scopes: read (machines, operations, rollouts, slots, the audit log), operate (changes to machines, rollouts \
+and pointers; snapshots), billing (subscriptions, usage), metrics (the platform's metrics), admin (operators, the audit \
+log, the keys of file backups). No scope implies another, and you can grant only scopes that you have. The token is shown \
+once.\n\n\
 Example: svcctl operator add ada --scope read,operate --token-file ada.token"
     )]
     Add {
@@ -77,7 +78,8 @@ pub struct Audit {
     /// Only entries with this action, such as `recover` or `operator.add`
     #[arg(long, value_name = "ACTION")]
     pub action: Option<String>,
-    /// Only entries about this target: a machine's id, USER/SLOT, or an operator's name
+    /// Only entries about this target: a machine's, an operation's or a rollout's id, USER/SLOT, or the name of an
+    /// operator or an alarm
     #[arg(long, value_name = "TARGET")]
     pub target: Option<String>,
     /// Only entries since this time: RFC 3339, or an age such as 24h
@@ -97,7 +99,7 @@ pub struct Audit {
     pub follow: bool,
 }
 
-/// Parses a duration such as `90d`, `1h` or `90s`.
+/// Parses a duration of whole seconds, such as `90d`, `1h` or `30s`. A day has 24 hours.
 fn parse_seconds(text: &str) -> Result<u64, String> {
     let invalid = || "must be a duration such as 90d, 1h or 30s".to_owned();
     let span: Span = text.parse().map_err(|_| invalid())?;

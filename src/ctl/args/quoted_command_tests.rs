@@ -47,7 +47,8 @@ fn texts_name_only_existing_commands_and_options() {
     assert!(checked > 150, "only {checked} commands were found");
 }
 
-/// Request members that messages must not name, because operators use `svcctl` options instead.
+/// Request members, and a paraphrase of one, that messages must not name, because operators use `svcctl` options
+/// instead.
 const REQUEST_MEMBERS: [&str; 8] = [
     "acceptLoss",
     "allowEmpty",
@@ -59,7 +60,8 @@ const REQUEST_MEMBERS: [&str; 8] = [
     "with force",
 ];
 
-/// Returns a source file's string literals that contain a space, except those for the OpenAPI document.
+/// Returns a source file's string literals that contain a space, except on lines with a `summary` or an `about`: these
+/// describe a route or a program.
 fn extract_sentences(text: &str) -> Vec<String> {
     let text = join_lines(text, Language::Rust);
     let lines = text.lines().filter(|line| !line.trim_start().starts_with("//"));

@@ -1,4 +1,4 @@
-//! The subcommands of `slot`, `alarm`, `backup`, `pointer` and `bundle`.
+//! The subcommands of `slot`, `alarm`, `backup`, `files`, `pointer` and `bundle`.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -40,8 +40,8 @@ pub enum SlotCommand {
         /// End of the paid period, RFC 3339
         #[arg(long, value_name = "TIME")]
         period_end: Option<Timestamp>,
-        /// Mark the slot as a test slot, or with `--test=false` as a customer's. Recoveries and rollbacks of a test slot
-        /// count as exercises (default: unchanged)
+        /// Mark the slot as a test slot, or with `--test=false` as a customer's. Recoveries and rollbacks of a test
+        /// slot count as exercises (default: unchanged)
         #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         test: Option<bool>,
     },
@@ -78,7 +78,7 @@ pub enum AlarmCommand {
     #[command(
         after_help = "servers_missing: for one hour, machines whose servers are missing at the provider are marked as failed. \
 unknown_servers: the servers that currently belong to no machine are deleted, with their disks, each the platform's \
-ORPHAN_GRACE_SECONDS after it was first seen; servers that appear later stay blocked. Other alarms cannot be \
+ORPHAN_GRACE_SECONDS after it was first seen; the deletion of servers that appear later stays blocked. Other alarms cannot be \
 released: docs/operating/on-call.md states what ends each of them.\n\n\
 Example: svcctl alarm release servers_missing"
     )]
@@ -114,10 +114,11 @@ database does not match the record.\n\nExample: svcctl backup drill ada --wait"
         #[command(flatten)]
         wait: Wait,
     },
-    /// Accept a machine's held snapshot as the latest
+    /// Accept a machine's held-back snapshot as the latest
     #[command(
-        after_help = "A snapshot is held if its database is much smaller than before: `svcctl status` shows what is missing. \
-Accept it if the data was deleted on purpose. Otherwise recover from an earlier one: `svcctl recover USER --snapshot KEY`.\n\n\
+        after_help = "A snapshot is held back if the database has lost at least half of its rows, or a table with rows: \
+`svcctl status` shows what is missing. Accept it if the data was deleted on purpose. Otherwise recover from an earlier \
+one: `svcctl recover USER --snapshot KEY`.\n\n\
 Example: svcctl backup accept ada"
     )]
     Accept {
@@ -334,8 +335,11 @@ Example: svcctl pointer rebuild user_1"
 #[derive(Debug, Subcommand)]
 pub enum BundleCommand {
     /// Publish a built bundle to the object store
-    #[command(after_help = "A published version never changes.\n\n\
-Example: svcctl bundle publish ./out --image-version 2026.11.1")]
+    #[command(
+        after_help = "The archive of a published version never changes. Publish it again to add or replace its \
+signed manifest.\n\n\
+Example: svcctl bundle publish ./out --image-version 2026.11.1"
+    )]
     Publish {
         /// Directory with svc-host-bundle.tar.gz and its .sha256
         dir: PathBuf,

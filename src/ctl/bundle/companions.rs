@@ -1,5 +1,5 @@
-//! A bundle's manifest and signature, in a build and in the store. Invariant: a published version's manifest is
-//! replaced only with one that hosts trust for longer.
+//! A bundle's companions, which are its manifest and signature, in a build and in the store. Invariant: a published
+//! version's manifest is replaced only with one that hosts trust for longer.
 
 use std::path::Path as FilePath;
 
@@ -36,7 +36,8 @@ impl BundleContext<'_> {
         Ok(parsed)
     }
 
-    /// Checks that hosts would trust the signed manifest now, as far as the configured keys allow.
+    /// Checks that hosts would trust the signed manifest now. Without configured keys, the signatures cannot be
+    /// verified: only their format, the expiry and the manifest's key set are checked.
     fn check_trust(&self, signed: &SignedManifest) -> Result<(), ManifestError> {
         let manifest = self.parse_manifest(&signed.manifest)?;
         match self.keys {
@@ -67,8 +68,8 @@ impl Companions {
     /// ones.
     ///
     /// # Errors
-    /// [`PublishError::Read`] if a file cannot be read; [`PublishError::InvalidCompanion`] if the manifest does not match
-    /// the archive, or hosts would not trust it.
+    /// [`PublishError::Read`] if a file cannot be read; [`PublishError::InvalidCompanion`] if the manifest does not
+    /// match the archive, or if it is signed but hosts would not trust it.
     pub async fn read(dir: &FilePath, context: &BundleContext<'_>) -> Result<Self, PublishError> {
         let path = |suffix: &str| dir.join(format!("{BUNDLE_FILE}{suffix}"));
         let invalid = |suffix: &str, why| PublishError::InvalidCompanion { path: path(suffix), why };
@@ -100,7 +101,8 @@ impl Companions {
         manifest.into_iter().chain(signature.map(|signature| (SIGNATURE, signature)))
     }
 
-    /// Uploads the companions of a version that has not been published yet.
+    /// Uploads the companions and replaces stored ones, for a version that is not published yet or whose archive is
+    /// being replaced.
     pub async fn upload(&self, bucket: &Bucket, context: &BundleContext<'_>) -> Result<(), StoreError> {
         for (suffix, content) in self.entries() {
             bucket.put(&context.key(suffix), content.clone()).await?;
@@ -111,7 +113,8 @@ impl Companions {
     /// Adds the companions to a published version that lacks them, or renews its manifest.
     ///
     /// # Errors
-    /// [`PublishError::NoRenewal`] if the stored companions differ and hosts would not trust these for longer.
+    /// [`PublishError::NoRenewal`] if the stored companions differ and hosts would not trust these for longer;
+    /// [`PublishError::PublishedConcurrently`] if another process changes the stored ones in the meantime.
     pub async fn add_or_renew(
         &self,
         bucket: &Bucket,
@@ -146,7 +149,7 @@ impl Companions {
         let expiry = |verified: &VerifiedManifest| verified.manifest().expires_at;
         let verified =
             verify(&signed, keys, context.version, Timestamp::now()).map_err(|error| error.to_string())?;
-        // An expired manifest is compared as well.
+        // `MIN` accepts a stored manifest that has expired, too.
         let stored =
             stored.signed().and_then(|stored| verify(&stored, keys, context.version, Timestamp::MIN).ok());
         match stored.filter(|stored| context.sha256 == stored.manifest().sha256) {

@@ -1,20 +1,20 @@
-//! Checks, before a release is published, that hosts accept its keys. A version can be published only once, so a
-//! rejected version cannot be corrected.
+//! Checks, before a release is published, that hosts accept the sequence of its keys. Afterwards, its manifest can be
+//! replaced only with one that is valid for longer.
 
 use super::PublishError;
 use crate::vars;
 use svc_base::config::Env;
 use svc_store::bundle::{KeySet, max_sequence_after};
 
-/// Returns the configured sequence of the keys that hosts trust.
+/// Returns `BUNDLE_KEYS_SEQUENCE`, the sequence of the keys that hosts trust; 0 if it is not set or invalid.
 pub fn configured_sequence() -> u32 {
     Env::from_process().or_default(&vars::BUNDLE_KEYS_SEQUENCE)
 }
 
-/// Rejects keys that every host would reject.
+/// Checks that hosts at the sequence `base` would not reject the key set because its sequence is too high.
 ///
 /// # Errors
-/// [`PublishError::SequenceTooHigh`].
+/// [`PublishError::SequenceTooHigh`] if they would.
 pub fn check(set: Option<&KeySet>, base: u32) -> Result<(), PublishError> {
     let max = max_sequence_after(base);
     match set.map(|set| set.sequence).filter(|found| *found > max) {
@@ -30,7 +30,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn check_rejects_keys_that_every_host_rejects() {
+    fn check_rejects_sequence_that_is_too_high() {
         let set = |sequence: u32| {
             let key =
                 SigningKey::from_pem(include_bytes!("../../../tests/kit/src/bundle/ed25519-test-only.txt"))

@@ -12,7 +12,7 @@ use svc_base::applet::Failure;
 use svc_wire::alarm::Alarm;
 use svc_wire::fleet::Fleet;
 
-/// Alarms that the platform refuses to release, so there is nothing to confirm.
+/// Alarms that the platform refuses to release, so no confirmation is required.
 const INFORMATIONAL_ALARMS: [&str; 8] = [
     "provider_unauthorized",
     "provider_limit",
@@ -33,7 +33,8 @@ pub async fn run(api: &ApiClient, command: AlarmCommand, out: &Output) -> Result
         }
         "unknown_servers" => {
             "The current unknown servers are deleted, with their disks, each the platform's ORPHAN_GRACE_SECONDS after \
-             it was first seen. Data that exists only there is lost. Expired kept servers are deleted now."
+             it was first seen. Data that exists only there is lost. Kept servers whose retention has ended are deleted, \
+             too."
         }
         _ => "The actions that this alarm blocks are carried out.",
     };

@@ -15,13 +15,13 @@ use svc_base::applet::Failure;
 use svc_base::clock::rfc3339_ms;
 
 const FOLLOW_INTERVAL: Duration = Duration::from_secs(2);
-/// Maximum delay until an entry appears: it carries its transaction's start time, but appears when the transaction
-/// ends, possibly after later entries.
+/// Maximum delay until an entry appears. An entry has the start time of its transaction, but appears only when the
+/// transaction has ended, possibly after entries with later times.
 const MAX_TRANSACTION_DURATION: SignedDuration = SignedDuration::from_secs(60);
-/// Maximum time without a response from the platform.
+/// How long `--follow` retries while the platform does not respond.
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(600);
 const MAX_PAGE_SIZE: &str = "500";
-/// Polls between reads of all pages: a late entry may appear behind pages without new entries.
+/// One in this many polls reads all pages, because a late entry may appear on a page after one without new entries.
 const POLLS_PER_FULL_READ: usize = 10;
 
 pub async fn run(api: &ApiClient, args: Args, out: &Output) -> Result<(), Failure> {
@@ -72,7 +72,7 @@ enum PagesToRead {
     UntilKnownPage,
 }
 
-/// The time range in which entries may still appear, and its known entries.
+/// The time range in which entries may still appear, and the entries in it that have been received.
 #[derive(Default, Clone)]
 struct FollowWindow {
     since: Option<Timestamp>,
@@ -82,7 +82,7 @@ struct FollowWindow {
 }
 
 impl FollowWindow {
-    /// Adds entries, and returns the new ones, oldest first.
+    /// Adds entries, which are ordered newest first, and returns the new ones, oldest first.
     fn add(&mut self, mut entries: Vec<AuditEntry>, now: Instant) -> Vec<AuditEntry> {
         entries.retain(|entry| self.seen.insert(entry.audit_id.clone(), entry.at).is_none());
         entries.reverse();
@@ -94,14 +94,15 @@ impl FollowWindow {
         entries
     }
 
-    /// Returns a time that the platform's clock has reached, derived without the local clock, which may be wrong.
+    /// Returns a time that the platform's clock has reached at `now`. The local wall clock is not used, because it may
+    /// be wrong.
     fn platform_time(&self, now: Instant) -> Option<Timestamp> {
         let (at, received_at) = self.newest?;
         at.checked_add(now.saturating_duration_since(received_at)).ok()
     }
 
-    /// Advances the window after a read of all pages that started at `began`: an entry that had not appeared by then is
-    /// younger than the longest transaction.
+    /// Advances the window after a read of all pages that started at `began`. An entry that appears after that is at
+    /// most [`MAX_TRANSACTION_DURATION`] older than `began`.
     fn advance(&mut self, began: Instant) {
         let since =
             self.platform_time(began).and_then(|time| time.checked_sub(MAX_TRANSACTION_DURATION).ok());
@@ -117,8 +118,8 @@ fn filters(args: &Args) -> Vec<(&'static str, String)> {
     filters.into_iter().filter_map(|(name, value)| Some((name, value.clone()?))).collect()
 }
 
-/// Returns the window's new entries, oldest first. Retries during a short platform outage, and repeats an incomplete
-/// read.
+/// Returns the window's new entries, oldest first. Retries transient errors for [`OUTAGE_TIMEOUT`]; each retry reads
+/// the pages from the start.
 async fn poll_new_entries(
     api: &ApiClient,
     args: &Args,

@@ -82,7 +82,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
                         return Ok(());
                     }
                     let error = anyhow!(
-                        "the restore drill of the latest snapshot failed\n  next: `svcctl backup now {id} --wait` takes a new one"
+                        "the restore drill of the latest snapshot failed\n  next: `svcctl backup now {id} --wait` takes a new snapshot"
                     );
                     Err(Failure::new(Exit::Refused, error))
                 }
@@ -91,7 +91,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
         BackupCommand::Now { machine, wait } => {
             let machine = find(api, &machine).await?;
             let id = machine.machine_id.as_str();
-            // A new snapshot is recognized by a change in the latest key; comparing times would depend on clocks.
+            // A new snapshot is recognized by its key, because comparing times would depend on clocks.
             let previous_latest = match wait.wait {
                 Some(_) => fetch_latest_page(api, id).await?.parse::<BackupPage>()?.latest,
                 None => None,
@@ -113,7 +113,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
                         id,
                         previous_latest,
                         last_backup: machine.last_backup.clone(),
-                        at: result["requestedAt"].as_str().and_then(|at| at.parse().ok()),
+                        requested_at: result["requestedAt"].as_str().and_then(|at| at.parse().ok()),
                     };
                     let timeout = Duration::from_secs(seconds);
                     let backup = interrupt::run_until_interrupted(
@@ -134,7 +134,8 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
 
 async fn accept(api: &ApiClient, target: &MachineTarget, yes: bool, out: &Output) -> Result<(), Failure> {
     let what = format!(
-        "This makes the held snapshot of {target} the latest: a recovery then restores the database's current content."
+        "This makes the held-back snapshot of {target} the latest: a recovery then restores it, without the rows \
+         that it lacks."
     );
     let must_confirm = confirm::is_required(&what, yes)?;
     let machine = find_machine_with_held_snapshot(api, target).await?;
@@ -152,20 +153,20 @@ async fn accept(api: &ApiClient, target: &MachineTarget, yes: bool, out: &Output
     let next = match waiting {
         Some(operation) => {
             format!(
-                "once the host has made it the latest, `svcctl operation continue {}` uses it",
+                "once the host has made the snapshot the latest, `svcctl operation continue {}` uses it",
                 operation.operation_id
             )
         }
-        None => format!("`svcctl status {id}` shows whether it is the latest"),
+        None => format!("`svcctl status {id}` shows whether the snapshot is the latest"),
     };
     out.print_response(&response, |_| {
-        Ok(format!("asked the host of machine {id} to accept the snapshot\n  next: {next}\n"))
+        Ok(format!("requested that the host of machine {id} accept the snapshot\n  next: {next}\n"))
     })
 }
 
-/// Finds the machine to whose held snapshot the target refers. This is the active machine, because the platform itself
-/// finds the machine that the active one replaces. Without an active machine, it is the deleted machine whose operation
-/// has a question about its final backup.
+/// Finds the machine to name in the request to accept the target's held-back snapshot. This is the active machine; if
+/// it is replacing another one, the platform itself finds that one. Without an active machine, it is the former machine
+/// whose operation is waiting because its final backup is held back.
 async fn find_machine_with_held_snapshot(
     api: &ApiClient,
     target: &MachineTarget,
@@ -187,7 +188,8 @@ async fn find_machine_with_held_snapshot(
         _ => {
             let ids: Vec<_> = candidates.iter().map(|machine| &*machine.machine_id).collect();
             let error = anyhow!(
-                "several deleted machines of {target} have a held snapshot\n  next: name one by its id: {}",
+                "several deleted machines of {target} have a held-back snapshot\n  \
+                 next: name one by its id: {}",
                 ids.join(", ")
             );
             Err(Failure::new(Exit::Refused, error))
@@ -252,14 +254,15 @@ struct BackupRequest<'a> {
     /// The host's last backup before the request.
     last_backup: Option<LastBackup>,
     /// The time of the request, according to the host's clock.
-    at: Option<Timestamp>,
+    requested_at: Option<Timestamp>,
 }
 
 impl BackupRequest<'_> {
-    /// Whether the requested backup has failed. The report may be a late one, about an earlier backup.
+    /// Whether `reported` states that the requested backup has failed. It may be a late report about an earlier backup.
     fn has_failed(&self, reported: &LastBackup) -> bool {
         let began: Option<Timestamp> = reported.began_at.as_deref().and_then(|at| at.parse().ok());
-        let is_earlier = self.at.zip(began).is_some_and(|(requested, began)| began < requested);
+        let is_earlier =
+            self.requested_at.zip(began).is_some_and(|(requested_at, began)| began < requested_at);
         reported.status.is(Outcome::Error) && self.last_backup.as_ref() != Some(reported) && !is_earlier
     }
 }
@@ -270,7 +273,7 @@ struct NewBackup {
     json: Value,
 }
 
-/// Waits for the new latest snapshot.
+/// Waits until the latest snapshot is a new one, or the host reports that the backup has failed.
 async fn wait_for_backup(
     api: &ApiClient,
     requested: &BackupRequest<'_>,
@@ -327,7 +330,7 @@ mod tests {
             id: "m",
             previous_latest: None,
             last_backup: Some(earlier.clone()),
-            at: "2026-11-22T10:00:05.000Z".parse().ok(),
+            requested_at: "2026-11-22T10:00:05.000Z".parse().ok(),
         };
         assert!(!requested.has_failed(&earlier), "the report predates the request");
         assert!(
@@ -339,7 +342,7 @@ mod tests {
             !requested
                 .has_failed(&report(json!({"status": "success", "beganAt": "2026-11-22T10:00:06.000Z"})))
         );
-        // Hosts with an older release omit `beganAt`.
+        // Hosts running an older release omit `beganAt`.
         assert!(requested.has_failed(&report(json!({"status": "error", "error": "no space"}))));
     }
 }

@@ -44,7 +44,8 @@ enum Fallback {
     Nothing,
 }
 
-/// Finds the id of the rollout that the operator names, or else that of the open rollout.
+/// Returns the id of the rollout that the operator names, or else that of the open rollout. If none is open, `fallback`
+/// applies.
 async fn find_rollout(api: &ApiClient, target: RolloutTarget, fallback: Fallback) -> Result<String, Failure> {
     if let Some(id) = target.rollout {
         return Ok(id.to_string());
@@ -91,7 +92,7 @@ async fn start(api: &ApiClient, args: StartRollout, out: &Output) -> Result<(), 
             body[name] = value.into();
         }
     }
-    // Older platforms do not accept the field, and verify nothing.
+    // Sent only if necessary, because older platforms reject the field. They verify nothing anyway.
     if args.no_verify {
         body["verify"] = false.into();
     }
@@ -110,7 +111,7 @@ async fn send_action(
     out.print_response(&response, |view| Ok(show(view, &response.parse()?)))
 }
 
-/// Prints a rollout; with `--wait`, follows it until it ends.
+/// Prints a rollout; with `--wait`, follows it until it ends or a failed verification halts it.
 async fn follow(api: &ApiClient, response: ApiResponse, wait: Wait, out: &Output) -> Result<(), Failure> {
     let rollout: Rollout = response.parse()?;
     let Some(seconds) = wait.wait else {
@@ -138,7 +139,7 @@ async fn wait_until_ended(
                     let rollout: Rollout = response.parse()?;
                     (response, rollout)
                 }
-                // The rollout continues in the meantime.
+                // The rollout continues while the platform's API does not respond.
                 Err(error) if error.is_transient() => return Ok(None),
                 Err(error) => return Err(error.into()),
             },

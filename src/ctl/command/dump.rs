@@ -17,14 +17,14 @@ use svc_base::quantity::format_bytes;
 use svc_store::key::SnapshotCursor;
 use svc_wire::backup::{Backup, BackupPage};
 
-/// Maximum number of attempts without a new byte.
+/// Maximum number of consecutive attempts that receive no byte.
 const MAX_ATTEMPTS: u32 = 6;
 const RETRY_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Finds the snapshot with this key, or whose key ends with this name; without a key, the latest snapshot.
+/// Finds the snapshot with this key, of which the last part is enough; without a key, the latest snapshot.
 ///
 /// # Errors
-/// [`Exit::Refused`] if there is none, or the error of a failed call.
+/// [`Exit::Refused`] if there is no such snapshot, or the error of a failed call.
 pub async fn find(api: &ApiClient, machine: &str, key: Option<&str>) -> Result<Backup, Failure> {
     let not_found = || {
         let what = key.map_or_else(|| "latest snapshot".to_owned(), |key| format!("snapshot {key}"));
@@ -33,7 +33,7 @@ pub async fn find(api: &ApiClient, machine: &str, key: Option<&str>) -> Result<B
     };
     let query = match key {
         None => vec![("latest", "true".to_owned())],
-        // The page that starts with this key.
+        // Requests the page that starts with this key: keys are listed in descending order, and `~` sorts after them.
         Some(key) => {
             let name = key.rsplit('/').next().unwrap_or(key);
             let cursor: SnapshotCursor =
@@ -62,8 +62,8 @@ pub async fn verify(api: &ApiClient, machine: &str, backup: &Backup) -> Result<(
 /// Downloads a snapshot to `into`. Resumes from `<into>.partial`, if it exists.
 ///
 /// # Errors
-/// [`Exit::Refused`] if `into` already exists or the download does not match its record, or the error of a failed
-/// download. A failure leaves `into` unchanged.
+/// [`Exit::Refused`] if `into` already exists or the download does not match its record; [`Exit::Internal`] if a file
+/// cannot be written; or the error of a failed download. A failure leaves `into` unchanged.
 pub async fn download(api: &ApiClient, machine: &str, backup: &Backup, into: &Path) -> Result<(), Failure> {
     if into.exists() {
         let error =
@@ -77,7 +77,7 @@ pub async fn download(api: &ApiClient, machine: &str, backup: &Backup, into: &Pa
     let mut sink = Sink::File(opened.or_exit(Exit::Internal)?);
     sink.download_with_retries(api, machine, backup).await?;
     if let Err(failure) = sink.check(backup) {
-        // A download with wrong bytes cannot be resumed.
+        // A later download must not resume from wrong bytes.
         fs::remove_file(&partial).ok();
         return Err(failure);
     }
@@ -184,7 +184,8 @@ impl Sink {
         }
         let error = anyhow!(
             "{} does not match its record: it has {} bytes with the SHA-256 {found}, but the record has {} bytes with {}\n  next: \
-             `svcctl backup now` takes a new one; `svcctl backup list` shows others to recover from",
+             `svcctl backup now <machine>` takes a new snapshot; `svcctl backup list <machine>` shows others to recover \
+             from",
             backup.key,
             self.length(),
             backup.size_bytes,

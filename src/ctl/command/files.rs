@@ -55,7 +55,7 @@ pub async fn run(api: &ApiClient, command: FilesCommand, out: &Output) -> Result
             let response = api.send(Method::POST, &restore_path(&id), Some(&body)).await?;
             if no_wait {
                 return out.print_response(&response, |_| {
-                    Ok("the machine will restore it; its activity log shows where\n".to_owned())
+                    Ok("the machine will restore the path; its activity.log shows the result\n".to_owned())
                 });
             }
             let accepted: FileRestoreAccepted = response.parse()?;
@@ -66,7 +66,7 @@ pub async fn run(api: &ApiClient, command: FilesCommand, out: &Output) -> Result
             let response = api.send(Method::POST, &["vps", &id, "files", "verify"], Some(&json!({}))).await?;
             out.print_response(&response, |_| {
                 Ok(format!(
-                    "the host verifies a share; the `files` row of `svcctl status {id}` shows the result\n"
+                    "the host verifies a share now; the `files` row of `svcctl status {id}` shows the result\n"
                 ))
             })
         }
@@ -111,7 +111,7 @@ async fn wait_for_restore(api: &ApiClient, id: &str, request: &str, out: &Output
     let ended = interrupt::run_until_interrupted(&command, ended).await?;
     let Some((response, state)) = ended else {
         let text =
-            "the restore has not ended yet; it continues, and the machine's activity log shows its result";
+            "the restore has not ended yet; it continues, and the machine's activity.log shows its result";
         return Err(Failure::new(Exit::TryAgain, anyhow!(text)));
     };
     if state.status == FileRestoreStatus::Failed {

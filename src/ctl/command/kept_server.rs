@@ -24,9 +24,9 @@ use svc_wire::copies::KeptServer;
 use svc_wire::machine::{DiscardedMachine, MachineDetail, MachinePage};
 use svc_wire::text::WireString;
 
-/// Maximum number of machines in a response.
+/// Maximum number of machines per page.
 const MAX_PAGE_SIZE: &str = "500";
-/// Maximum time to wait for the platform to create the removal operation.
+/// Maximum time to wait for the platform to create the operation that deletes the server.
 const REMOVAL_CREATED_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub async fn undelete(api: &ApiClient, args: Undelete, out: &Output) -> Result<(), Failure> {
@@ -44,7 +44,8 @@ async fn send_undelete(api: &ApiClient, id: &str) -> Result<ApiResponse, Failure
     Ok(api.send(Method::POST, &["vps", id, "undelete"], None).await?)
 }
 
-/// Undeletes the active machine if no deleted machine has a server: an earlier undelete may have reactivated it.
+/// Repeats the undelete of the active machine if no deleted machine has a kept server, because an earlier undelete may
+/// have reactivated it. Returns `None` if the machine was not undeleted.
 async fn undelete_active(
     api: &ApiClient,
     target: &MachineTarget,
@@ -56,7 +57,7 @@ async fn undelete_active(
     let Some(id) = find_active_id(api, target).await? else { return Ok(None) };
     match api.send(Method::POST, &["vps", &id, "undelete"], None).await {
         Ok(response) => Ok(Some(response)),
-        // The machine was never deleted, so the caller's error, which states that there is no kept server, is clearer.
+        // The machine was not deleted, so the caller's error, that there is no kept server, is clearer.
         Err(CallError::Refused(refusal)) if refusal.status == StatusCode::CONFLICT => Ok(None),
         Err(error) => Err(error.into()),
     }
@@ -135,7 +136,7 @@ impl KeptServers {
     }
 }
 
-/// The machine that the operator names.
+/// The result of a search for the machine that the operator names.
 enum Selection {
     One(String),
     /// No kept server matches.
@@ -179,7 +180,7 @@ async fn find_kept_id(
 fn no_match_error(
     target: &MachineTarget,
     being_deleted: &[KeptServer],
-    others: &[KeptServer],
+    kept: &[KeptServer],
 ) -> anyhow::Error {
     if let Some(server) = being_deleted.first() {
         let id = &server.machine_id;
@@ -189,7 +190,7 @@ fn no_match_error(
         );
     }
     let advice = format!("{} shows its deleted and replaced machines", target.list_ended_command());
-    match others.first() {
+    match kept.first() {
         Some(server) if server.missing_since.is_some() => {
             anyhow!(
                 "the provider no longer has the server of machine {}\n  next: {advice}",
@@ -197,7 +198,7 @@ fn no_match_error(
             )
         }
         Some(server) => anyhow!(
-            "the kept server of {target} belongs to {} machine {}, not to a deleted one\n  next: {advice}",
+            "the kept server of {target} belongs to the {} machine {}, not to a deleted one\n  next: {advice}",
             server.reason,
             server.machine_id
         ),
@@ -205,7 +206,8 @@ fn no_match_error(
     }
 }
 
-/// Lists the kept servers of all slots that `target` may name. Each machine's record lists its slot's copies.
+/// Lists the kept servers of all slots that `target` may name. One machine's record per slot is enough, because it
+/// lists all kept servers of the slot.
 pub async fn list_kept_servers(api: &ApiClient, target: &MachineTarget) -> Result<Vec<KeptServer>, Failure> {
     let mut query = target.query();
     query.extend([("deleted", "true".to_owned()), ("limit", MAX_PAGE_SIZE.to_owned())]);

@@ -39,7 +39,8 @@ pub async fn run(api: &ApiClient, command: OperatorCommand, out: &Output) -> Res
         }
         OperatorCommand::Revoke { name, yes } => {
             let what = format!(
-                "This revokes all tokens of operator {name} permanently. The name cannot be used again."
+                "This revokes all tokens of operator {name} permanently. The name cannot be reused while the audit log \
+                 contains it."
             );
             if confirm::is_required(&what, yes)? {
                 confirm::prompt(&what, name.as_str())?;
@@ -81,7 +82,7 @@ fn check_token_file(options: &TokenOptions, existing: ExistingFile) -> anyhow::R
     ensure!(
         existing == ExistingFile::Replaced || !exists,
         "{name} already exists and may contain another operator's token; nothing was changed\n  next: name another file; \
-         `svcctl operator rotate NAME --token-file FILE` replaces the token in one"
+         `svcctl operator rotate NAME --token-file FILE` replaces the token in an existing file"
     );
     let probe = dir.join(format!(".svcctl-{}.tmp", uuid::Uuid::new_v4().simple()));
     std::fs::File::create_new(&probe)

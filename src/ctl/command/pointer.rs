@@ -21,7 +21,10 @@ pub async fn run(api: &ApiClient, command: PointerCommand, out: &Output) -> Resu
         }
         PointerCommand::Rebuild { slot, to, empty, force, yes } => {
             let what = if empty {
-                format!("This ignores every snapshot of {slot}: its next machine starts empty.")
+                format!(
+                    "This makes the pointer of {slot} name no snapshot: a recovery with --allow-empty then starts \
+                     empty."
+                )
             } else {
                 format!("This rebuilds the snapshot pointer of {slot}.")
             };

@@ -24,13 +24,14 @@ pub fn recovery_risk(args: &Recover) -> String {
             .to_owned()
     } else {
         "The old server is powered off and kept until the new machine is healthy; if the recovery fails before \
-         that, it serves again."
+         that, the old machine serves again."
             .to_owned()
     });
     lines.join("\n")
 }
 
-/// The risk of creating a machine that may lack its slot's data; `None` if no data can be lost.
+/// The risk of creating a machine with `--accept-loss` or `--allow-empty`; `None` without them, because no data can be
+/// lost then.
 pub fn provision_risk(args: &Provision) -> Option<String> {
     let mut lines = Vec::new();
     lines.extend(args.accept_loss.then_some(LOSS_ACCEPTED));
@@ -86,7 +87,7 @@ pub fn successor_deletion_risk(machine: &MachineDetail, accept_loss: bool) -> Op
     let noun = operation.map_or("recovery", |operation| kind_noun(&operation.kind));
     let mut lines = vec![
         format!(
-            "A {noun} of {} (slot {}) is under way. This cancels it and deletes both of its machines:",
+            "A {noun} of {} (slot {}) is in progress. This cancels it and deletes both of its machines:",
             machine.idp_user_id, machine.slot
         ),
         format!("- {new}, the new one, which has not served yet: its server is deleted."),

@@ -18,7 +18,7 @@ pub async fn run(api: &ApiClient, command: SlotCommand, out: &Output) -> Result<
             if let Some(end) = period_end {
                 body["currentPeriodEnd"] = clock::rfc3339_ms(end).into();
             }
-            // Older platforms do not accept the field.
+            // Sent only if given, because older platforms reject the field.
             if let Some(test) = test {
                 body["test"] = test.into();
             }

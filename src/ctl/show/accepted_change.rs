@@ -114,7 +114,8 @@ impl AcceptedChange {
                 newer.key, newer.taken_at
             ));
         }
-        self.is_off_already().then(|| "it had already been powered off; nothing was changed".to_owned())
+        self.is_off_already()
+            .then(|| "the machine had already been powered off; nothing was changed".to_owned())
     }
 
     /// Whether the server was already off before the power-off.
@@ -185,7 +186,7 @@ fn also_deleted(also: &AlsoDeleted) -> String {
     )
 }
 
-/// Returns the command that undoes the accepted request.
+/// Returns the command that undoes the accepted request, and until when; empty if the request cannot be undone.
 fn undo(view: &View, accepted: &AcceptedChange) -> String {
     if let Some(also) = &accepted.also_deleted {
         let until = also.undelete_until.as_deref().or(also.undeletable_until.as_deref());
@@ -202,7 +203,7 @@ fn undo(view: &View, accepted: &AcceptedChange) -> String {
 }
 
 fn undo_of_deletion(view: &View, deletion: &DeletedMachine, operation: Option<&str>) -> String {
-    // Older platforms report it only under its former name.
+    // Older platforms report the time only under its former name.
     if let Some(until) = deletion.undelete_until.as_ref().or(deletion.undeletable_until.as_ref()) {
         return format!("`svcctl undelete {}` until {}", deletion.machine_id, format_time(view.now, until));
     }

@@ -25,7 +25,8 @@ fn choose_form(count: u64, one: &'static str, many: &'static str) -> &'static st
     if count == 1 { one } else { many }
 }
 
-/// Adds findings for keys that only the hosts or only the platform trust.
+/// Adds findings for configured keys that some hosts do not trust, for keys that hosts trust although they are not
+/// configured, and for an outdated `BUNDLE_KEYS_SEQUENCE`.
 pub fn findings(keys: &BundleKeys, findings: Findings) -> Findings {
     let findings = keys.keys.iter().fold(findings, |findings, key| key_findings(key, findings));
     match outdated_sequence(keys) {
@@ -34,7 +35,7 @@ pub fn findings(keys: &BundleKeys, findings: Findings) -> Findings {
     }
 }
 
-/// Returns the finding and the advice if `BUNDLE_KEYS_SEQUENCE` has not been updated.
+/// Returns a finding and advice if hosts trust a key set with a higher sequence than `BUNDLE_KEYS_SEQUENCE`.
 fn outdated_sequence(keys: &BundleKeys) -> Option<(String, String)> {
     let highest = keys.highest_sequence?;
     let who = format_machines(keys.ahead, &keys.ahead_handles);
@@ -94,7 +95,8 @@ pub fn show(view: &View, keys: &BundleKeys) -> String {
         let who = format_machines(keys.not_reporting, &keys.not_reporting_handles);
         let verb = choose_form(keys.not_reporting, "has", "have");
         shown.push_str(&format!(
-            "\n{who} {verb} not reported any key\n  next: update to a release that reports keys; a silent machine cannot be updated\n"
+            "\n{who} {verb} not reported any key\n  next: update to a release that reports keys; a machine that sends no \
+             heartbeats cannot be updated\n"
         ));
     }
     if let Some((what, next)) = outdated_sequence(keys) {

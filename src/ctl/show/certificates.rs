@@ -39,7 +39,7 @@ pub fn fleet_cell(certificates: Option<&Certificates>) -> Cell {
 }
 
 /// Adds a finding for machines without a trusted certificate, which are unreachable once `CUSTOMER_VPS_TLS_VERIFY` is
-/// set.
+/// set, unless all of them are exempt.
 pub fn findings(certificates: Option<&Certificates>, findings: Findings) -> Findings {
     let Some(seen) = certificates.filter(|seen| seen.missing > seen.exempt) else { return findings };
     let who = format!(

@@ -119,7 +119,7 @@ fn kept_cell(view: &View, copies: &Copies, kept: &KeptServer, left_slot_at: Opti
 
 fn snapshot_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell {
     let source = copies.newest_snapshot.as_ref();
-    let known = copies.newest_snapshot_at.as_ref().map(|at| {
+    let formatted = copies.newest_snapshot_at.as_ref().map(|at| {
         let other = source.filter(|newest| newest.machine_id != machine.machine_id);
         let origin = other.map(|newest| format!(", of machine {}", newest.machine_id)).unwrap_or_default();
         let reported = if source.is_some_and(|newest| newest.source == "reported") {
@@ -129,10 +129,10 @@ fn snapshot_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell 
         };
         format!("{}{origin}{reported}", format_time(view.now, at))
     });
-    let line = known.clone().unwrap_or_else(|| "none known".to_owned());
+    let line = formatted.clone().unwrap_or_else(|| "none known".to_owned());
     match &copies.snapshot_problem {
         Some(problem) => Cell::painted(Some(Color::Bad), format!("{line}; {problem}")),
-        None if known.is_some() => line.into(),
+        None if formatted.is_some() => line.into(),
         None => Cell::painted(copies.live.as_ref().map(|_| Color::Bad), line),
     }
 }
@@ -150,7 +150,7 @@ fn format_cost(copies: &Copies, exposed: u64) -> String {
     }
 }
 
-/// Formats the risk:
+/// Formats the risk of losing the live server:
 /// `its newest snapshot is from 2026-01-01 00:00:00 UTC, 9 min ago: 9 min of changes exist only on its server`.
 pub fn describe_risk(view: &View, copies: &Copies) -> String {
     let newest = copies.newest_snapshot_at.as_deref();
@@ -175,7 +175,7 @@ pub fn describe_risk(view: &View, copies: &Copies) -> String {
     }
 }
 
-/// Whether the kept server has expired, so that no command can restore it.
+/// Whether the kept server's retention has ended, so that the platform deletes it and no command can restore it.
 pub fn is_being_deleted(view: &View, kept: &KeptServer) -> bool {
     let remaining = kept.until.as_deref().and_then(|until| seconds_between(&view.now.to_string(), until));
     remaining.is_some_and(|remaining| remaining <= 0.0)
@@ -219,7 +219,8 @@ fn unrestored_cell(view: &View, snapshot: &UnrestoredSnapshot, machine: &Machine
     Cell::painted(Some(Color::Warning), line)
 }
 
-/// `43 min of changes that are in no snapshot`; `left_slot_at` is when the machine left its slot, if known.
+/// Formats unsaved changes as `43 min of changes that are in no snapshot`, or with their start if it is not known when
+/// the machine left its slot.
 pub fn format_unsaved(view: &View, since: &str, left_slot_at: Option<&Time>) -> String {
     let length = left_slot_at.and_then(|left| seconds_between(since, left)).filter(|length| *length >= 0.0);
     match length {

@@ -27,7 +27,7 @@ fn state_cell(rollout: &RolloutSummary) -> Cell {
     Cell::painted(state_color(&rollout.state), format!("{}{why}", rollout.state))
 }
 
-/// `passed 5 min ago on ada`; empty if no verification has run.
+/// Formats the last verification as `passed 5 min ago on ada`; empty if no verification has run.
 fn verification_cell(view: &View, rollout: &RolloutSummary) -> Cell {
     let Some(last) = &rollout.verification else { return Cell::from("") };
     let (word, color) = if last.passed { ("passed", Color::Good) } else { ("failed", Color::Bad) };

@@ -39,7 +39,10 @@ pub fn next_step(failure: &Failure, machine: &MachineDetail) -> String {
             format!("check quota, location and server type at the provider, then {recover}")
         }
         "provider_unavailable" => {
-            format!("`svcctl doctor` shows whether the provider responds; once it does, {recover}")
+            format!(
+                "`svcctl doctor platform` on the platform's machine shows whether the provider responds; once it does, \
+                 {recover}"
+            )
         }
         "store_failed" => {
             format!("`svcctl doctor` shows what is wrong with the object store; once it works, {recover}")
@@ -89,7 +92,8 @@ pub fn advice_after_reinstatement(failure: &Failure, machine: &MachineDetail) ->
     restore_next_step(failure, machine).filter(|_| is_reinstated)
 }
 
-/// Returns the advice for a new machine that could not restore its snapshot, because the same command would fail again.
+/// Returns the advice for a new machine that could not restore its snapshot. It differs by cause, because the same
+/// command might fail again.
 pub fn restore_next_step(failure: &Failure, machine: &MachineDetail) -> Option<String> {
     if !failure.cause.is(FailureCause::BootReported) || failure.stage.as_deref() != Some("restore") {
         return None;

@@ -15,7 +15,7 @@ use svc_wire::files::{
 use svc_wire::host::FileBackupReport;
 use svc_wire::text::Time;
 
-/// The state of a machine's file backup: `saved 2026-01-01 00:00:00 UTC, 5 s ago; 1234 files, 5 GiB`.
+/// Formats the state of a machine's file backup as `saved 2026-01-01 00:00:00 UTC, 5 s ago; 1234 files, 5.0 GiB`.
 pub fn cell(view: &View, report: &FileBackupReport) -> Cell {
     let saved = match report.saved_until.as_deref() {
         Some(at) => format!("saved {}", format_time(view.now, at)),
@@ -86,9 +86,9 @@ pub fn status(view: &View, status: &FileBackupStatus) -> String {
 fn excluded_pairs(view: &View, excluded: &ExcludedFiles) -> Vec<(&'static str, Cell)> {
     let size = |entries, bytes| format!("{}, {}", pluralize(entries, "item"), format_bytes(bytes));
     let at_least = if excluded.complete { "" } else { "at least " };
-    let sum = size(excluded.entries, excluded.bytes);
+    let total = size(excluded.entries, excluded.bytes);
     let measured = format_time(view.now, &excluded.measured_at);
-    let mut pairs = vec![("excluded", format!("{at_least}{sum}; measured {measured}").into())];
+    let mut pairs = vec![("excluded", format!("{at_least}{total}; measured {measured}").into())];
     pairs.extend(excluded.largest.iter().map(|file| {
         let line = format!("{}: {}", file.path, size(file.entries, file.bytes));
         ("", Cell::from(one_line(&line).into_owned()))

@@ -45,7 +45,7 @@ fn format_detail(value: &Value) -> String {
         Value::Array(cases) => cases.iter().map(format_detail).collect::<Vec<_>>().join("; "),
         Value::Object(members) => {
             let rank =
-                |name: &str| CASE_ORDER.iter().position(|known| *known == name).unwrap_or(CASE_ORDER.len());
+                |name: &str| CASE_ORDER.iter().position(|first| *first == name).unwrap_or(CASE_ORDER.len());
             let mut members: Vec<_> = members.iter().filter(|(_, value)| !value.is_null()).collect();
             members.sort_by_key(|(name, _)| rank(name));
             members.iter().map(|(name, value)| format_figure(name, value)).collect::<Vec<_>>().join(", ")
@@ -57,7 +57,8 @@ fn format_detail(value: &Value) -> String {
 /// The members of a case that are shown first, in this order.
 const CASE_ORDER: [&str; 4] = ["providerServerId", "machineId", "slot", "epoch"];
 
-/// Splits a camel-case name into words: `failedInLastHour` becomes `failed in last hour`. Other names are unchanged.
+/// Splits a camel-case name into words: `failedInLastHour` becomes `failed in last hour`. `providerServerId` and
+/// `machineId` are shortened; names that are not camel case are unchanged.
 fn split_words(name: &str) -> String {
     match name {
         "providerServerId" => "server".to_owned(),
@@ -118,7 +119,7 @@ fn hosts_are_refused(alarms: &[Alarm]) -> bool {
 /// Maximum number of machines, and of overdue operations, that findings name.
 const MAX_NAMED: usize = 20;
 
-/// Adds findings for the machines that need attention.
+/// Adds findings for alarms, overdue operations, machines that need attention, release keys and certificates.
 pub fn findings(fleet: &Fleet, findings: Findings) -> Findings {
     let findings = fleet
         .alarms
@@ -208,7 +209,7 @@ fn format_counts(counts: &BTreeMap<String, u64>) -> String {
     nonzero.iter().map(|(name, count)| format!("{count} {name}")).collect::<Vec<_>>().join(", ")
 }
 
-/// The last recovery and rollback on a test slot. An older platform does not report them.
+/// The last recovery and rollback on a test slot; empty for an older platform, which does not report them.
 fn exercises_cell(view: &View, exercises: Option<&Exercises>) -> Cell {
     let Some(exercises) = exercises else { return Cell::from("") };
     let are_current = exercises.recovery.is_current && exercises.rollback.is_current;

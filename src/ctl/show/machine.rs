@@ -11,7 +11,7 @@ use svc_wire::machine::{Attention, DiscardedMachine, Health, Machine, MachineDet
 use svc_wire::operation::Operation;
 use svc_wire::text::Time;
 
-/// An older heartbeat is highlighted; hosts send one every 30 s.
+/// An older heartbeat is highlighted. By default, hosts send one every 30 s.
 const MAX_HEARTBEAT_AGE_SECONDS: f64 = 120.0;
 
 fn attention_cell(item: &Attention, handle: &str) -> Cell {
@@ -232,7 +232,7 @@ fn health_cell(health: Option<&Health>) -> Cell {
     Cell::painted(Some(if is_healthy { Color::Good } else { Color::Bad }), words.join(", "))
 }
 
-/// The last backup, as reported by the host.
+/// Formats the last backup, as reported by the host: its time and size, or its error.
 fn backup_cell(
     view: &View,
     backup: Option<&LastBackup>,
@@ -250,8 +250,9 @@ fn backup_cell(
 
 /// Describes the data at risk if the machine is replaced or deleted.
 pub fn data_at_risk(view: &View, m: &MachineDetail) -> String {
-    let known = m.copies.as_ref().map(|copies| copies::describe_risk(view, copies));
-    let reported = || {
+    let risk = m.copies.as_ref().map(|copies| copies::describe_risk(view, copies));
+    // Older platforms do not report copies.
+    let last_backup = || {
         let backup = m.last_backup.as_ref().filter(|backup| !backup.status.is(Outcome::Error));
         let taken = backup.and_then(|backup| backup.taken_at.as_ref());
         taken.map_or_else(
@@ -259,5 +260,5 @@ pub fn data_at_risk(view: &View, m: &MachineDetail) -> String {
             |at| format!("its last backup is from {}", format_time(view.now, at)),
         )
     };
-    format!("It is {} as {}; {}.", m.display_state(), m.handle, known.unwrap_or_else(reported))
+    format!("It is {} as {}; {}.", m.display_state(), m.handle, risk.unwrap_or_else(last_backup))
 }

@@ -19,7 +19,8 @@ fn can_retry_resolve(question: &Question) -> bool {
     code.starts_with("last_backup") || [UNVERIFIED_FENCE, NEWER_SNAPSHOT].contains(&code)
 }
 
-/// Whether to show a line. The end of a step implies that the step was filed and begun.
+/// Whether to show a line. The lines about the operation's creation and about a step's start are omitted, because the
+/// line about the step's end implies them.
 pub fn should_show(line: &LogLine) -> bool {
     !matches!(line.outcome.as_str(), "filed" | "begun")
 }
@@ -73,11 +74,11 @@ pub fn answers(operation: &Operation) -> Vec<String> {
             "`svcctl operation continue {id} --snapshot {key}`: the new machine restores the newer snapshot"
         )
     });
-    let others = [
+    let accept_and_abandon = [
         format!("`svcctl operation continue {id} --accept-loss`: {accept_effect}"),
         format!("`svcctl operation abandon {id}`: {abandon_effect}"),
     ];
-    newer.into_iter().chain(retry).chain(others).collect()
+    newer.into_iter().chain(retry).chain(accept_and_abandon).collect()
 }
 
 /// Formats the question and its answers, one per line.
@@ -113,11 +114,13 @@ fn format_repeats(operation: &Operation, entry: &LogLine) -> String {
     })
 }
 
-/// Returns the entries after this sequence number, and the last sequence number.
-pub fn lines_after(operation: &Operation, seen: u64) -> (Vec<&LogLine>, u64) {
-    let numbered = operation.log.iter().zip(1..).map(|(entry, place)| (entry.seq.unwrap_or(place), entry));
-    let last = numbered.clone().map(|(number, _)| number).max().unwrap_or(seen);
-    (numbered.filter(|(number, _)| *number > seen).map(|(_, entry)| entry).collect(), last)
+/// Returns the entries after a sequence number, and the last sequence number. Older platforms omit the sequence
+/// numbers; the entries' positions are used instead.
+pub fn lines_after(operation: &Operation, after: u64) -> (Vec<&LogLine>, u64) {
+    let numbered =
+        operation.log.iter().zip(1..).map(|(entry, position)| (entry.seq.unwrap_or(position), entry));
+    let last = numbered.clone().map(|(number, _)| number).max().unwrap_or(after);
+    (numbered.filter(|(number, _)| *number > after).map(|(_, entry)| entry).collect(), last)
 }
 
 /// Formats a time from the API, relative to the operation's start.

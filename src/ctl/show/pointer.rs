@@ -23,7 +23,10 @@ pub fn inspection(view: &View, slot: &SlotTarget, found: &PointerInspection) -> 
     if !is_sound {
         shown.push_str(&match &found.rebuilt {
             Some(_) => format!("  next: `svcctl pointer rebuild {}`\n", slot.arguments()),
-            None => "  no snapshot is complete, so a rebuild is not possible\n".to_owned(),
+            None => format!(
+                "  no complete snapshot was found; `svcctl pointer rebuild {} --empty` makes the pointer name none\n",
+                slot.arguments()
+            ),
         });
     }
     shown

@@ -124,8 +124,8 @@ pub fn warnings(quote: &ProvisionQuote) -> Vec<String> {
         .filter(|(_, exercise, _)| !exercise.is_current)
         .map(|(name, _, command)| {
             format!(
-                "a {name} has not been exercised on a test slot within 90 days: do so before you enable many \
-             users (`svcctl slot set USER --plan PLAN --test`, then {command})"
+                "a {name} has not been exercised on a test slot in the last 90 days: exercise it before you add \
+                 many users (`svcctl slot set USER --plan PLAN --test`, `svcctl provision`, then {command})"
             )
         })
         .collect()

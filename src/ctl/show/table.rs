@@ -14,7 +14,8 @@ pub struct Cell {
 }
 
 impl Cell {
-    /// A single-line cell: line breaks in the text, which may come from a host or the provider, are replaced.
+    /// Creates a cell with a single line. Text may come from a host or the provider, so line breaks and unprintable
+    /// characters in it are replaced.
     pub fn painted(color: Option<Color>, text: impl Into<String>) -> Self {
         let text = text.into();
         let text = match one_line(&text) {
@@ -24,7 +25,7 @@ impl Cell {
         Self { text, color }
     }
 
-    /// A cell that shows a state in the state's color.
+    /// Creates a cell with a state, in the state's color.
     pub fn state(state: &str) -> Self {
         Self::painted(Color::for_state(state), state)
     }
@@ -36,7 +37,7 @@ impl<T: Into<String>> From<T> for Cell {
     }
 }
 
-/// Renders a table; an empty cell is shown as `-`.
+/// Renders a table, wrapped to the view's width; an empty cell is shown as `-`.
 pub fn render(view: &View, heading: &[&str], rows: &[Vec<Cell>]) -> String {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING);

@@ -6,6 +6,7 @@ use super::View;
 use svc_wire::machine::MachineDetail;
 
 pub(super) const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
+/// The id of another machine, and of every operation and rollout.
 pub(super) const OTHER: &str = "019a0000-0000-7000-8000-000000000002";
 
 pub(super) fn plain_view() -> View {
@@ -42,7 +43,7 @@ pub(super) fn failed_machine() -> Value {
     machine["slot"] = "second".into();
     machine["status"] = "failed".into();
     machine["failure"] = json!({"cause": "boot_reported", "stage": "restore",
-        "message": "svc-restore: exit status: 69: the SHA-256 of x.dump differs from its record: nothing was restored"});
+        "message": "svc-restore: exit status: 69: the SHA-256 of x.dump differs from its sidecar: nothing was restored"});
     machine["heartbeatAt"] = Value::Null;
     machine["health"] = Value::Null;
     machine["lastBackup"] = Value::Null;

@@ -1,4 +1,5 @@
-//! Tests for the text views of all responses, and for colors and width on a terminal.
+//! Tests for the text views of machines, operations, accepted changes, the fleet, rollouts, backups and slots, and for
+//! a view's colors and width.
 
 use serde_json::{Value, json};
 
@@ -113,8 +114,8 @@ fn repeated_and_omitted_log_entries_are_counted() {
         (lines.len(), last)
     };
     assert_eq!(after(&long, 2), (1, 3));
-    for (place, seq) in [(0, 40), (1, 52), (2, 97)] {
-        long["log"][place]["seq"] = seq.into();
+    for (index, seq) in [(0, 40), (1, 52), (2, 97)] {
+        long["log"][index]["seq"] = seq.into();
     }
     assert_eq!(after(&long, 40), (2, 97));
     assert_eq!(after(&long, 97), (0, 97));
@@ -230,7 +231,7 @@ fn failed_restore_advice_depends_on_the_code() {
         let shown = machine::details(&plain_view(), &from_json(machine));
         shown.lines().find(|line| line.starts_with("next")).unwrap_or_default().to_owned()
     };
-    let damaged = next("primary", "the SHA-256 of x.dump differs from its record: nothing was restored");
+    let damaged = next("primary", "the SHA-256 of x.dump differs from its sidecar: nothing was restored");
     for command in [
         format!("`svcctl backup list {OTHER}`"),
         "`svcctl recover user_1 --snapshot KEY`".to_owned(),
@@ -431,7 +432,7 @@ fn list_shows_slots() {
 }
 
 #[test]
-fn only_terminal_gets_colors_and_width() {
+fn view_determines_colors_and_width() {
     let page = from_json(json!({"machines": [running_machine(), failed_machine()], "nextCursor": null}));
     let narrow = View { width: Some(80), ..plain_view() };
     let shown = machine::list(&narrow, &page);

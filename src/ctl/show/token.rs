@@ -6,7 +6,7 @@ use svc_base::quantity::pluralize;
 use svc_wire::change::TokenRotations;
 use svc_wire::machine::UpgradeToken;
 
-/// `generation 3, since 2026-01-01 00:00:00 UTC, 5 min ago; rotation requested 1 min ago`.
+/// Formats a token's state as `generation 3, since 2026-01-01 00:00:00 UTC, 5 min ago; rotation requested 1 min ago`.
 pub fn line(view: &View, token: &UpgradeToken) -> String {
     let UpgradeToken { generation, rotated_at, requested_at } = token;
     let requested =
@@ -19,8 +19,8 @@ pub fn line(view: &View, token: &UpgradeToken) -> String {
 pub fn rotations(rotations: TokenRotations) -> String {
     let count = rotations.requested;
     format!(
-        "{} will be rotated with the hosts' next heartbeats; `svcctl fleet` lists machines whose tokens were not \
-         rotated\n",
+        "{} will be rotated with the hosts' next heartbeats; after a week, `svcctl fleet` lists the machines \
+         whose tokens have not been rotated\n",
         pluralize(count, "token")
     )
 }

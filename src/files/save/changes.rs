@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 use std::path::{Component, Path};
 
-/// Changed paths below the home.
+/// The changes in a directory and below it. The root is the home.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ChangeSet {
     /// Whether an entry was added to, removed from or changed in this directory.
@@ -63,7 +63,8 @@ impl<'a> Scope<'a> {
         }
     }
 
-    /// Returns the scope for a subdirectory that the earlier snapshot has; `None` if nothing below it is marked.
+    /// Returns the scope for a subdirectory that the earlier snapshot has; `None` if neither it nor anything below it
+    /// is marked.
     pub(super) fn below(self, name: &OsStr) -> Option<Self> {
         match self {
             Self::All => Some(Self::All),

@@ -46,6 +46,7 @@ const MAX_LOCKED_BYTES: u64 = 256 << 20;
 const MAX_LOCK_TIME: Duration = Duration::from_secs(3);
 /// SQLite's minimum page size.
 const MIN_DATABASE_BYTES: u64 = 512;
+/// Maximum number of attempts to take a lock, one per [`LOCK_PAUSE`].
 const LOCK_ATTEMPTS: u32 = 50;
 const LOCK_PAUSE: Duration = Duration::from_millis(10);
 
@@ -113,7 +114,8 @@ impl Drop for ReadLock {
 }
 
 impl DatabaseFiles {
-    /// Removes the files of databases that are being written from a directory's names, and returns them by database.
+    /// Removes the files of databases with a log or a journal, which programs may be writing, from the names in a
+    /// directory. Returns them by database.
     pub(super) fn extract_from(names: &mut Vec<OsString>) -> Vec<Self> {
         let all: HashSet<&OsStr> = names.iter().map(OsString::as_os_str).collect();
         let mut found = Vec::new();
@@ -138,8 +140,8 @@ impl DatabaseFiles {
         found
     }
 
-    /// Prevents checkpoints from changing the database; `None` if no program has it open in WAL mode, or if one has it
-    /// open exclusively.
+    /// Prevents checkpoints from changing the database; `None` if no program has it open in WAL mode, if one has it
+    /// open exclusively, or if a checkpoint does not release its lock in time.
     pub(super) fn lock(&self, directory: &OwnedFd) -> Option<ReadLock> {
         let base = self.names.first().filter(|_| self.has_wal)?;
         let open = |name: &OsStr| open_in(directory, name, OFlags::NONBLOCK | OFlags::NOCTTY).ok();
@@ -153,7 +155,7 @@ impl DatabaseFiles {
         let is_locked = lock(&shared, WAL_READ_LOCK);
         let held = ReadLock::new(vec![(database, SHARED_LOCK), (shared.try_clone().ok()?, WAL_READ_LOCK)]);
         // The last connection may have closed the database before it was locked, and a later one may have created a new
-        // file.
+        // shared-memory file.
         let inode = stat_open(&shared).ok()?.stx_ino;
         let is_current = stat_in(directory, &shared_name).is_ok_and(|stat| stat.stx_ino == inode);
         (is_locked && is_current).then_some(held)
@@ -212,8 +214,9 @@ fn lock(file: &OwnedFd, range: Range) -> bool {
     })
 }
 
-/// Sets or releases a lock of an open file description. Such locks conflict with those that SQLite takes, and are not
-/// lost when another descriptor of the file is closed. Read locks do not conflict with each other.
+/// Sets or releases a lock of an open file description, without waiting. Returns whether it succeeded. Such locks
+/// conflict with those that SQLite takes, and are not lost when another descriptor of the file is closed. Read locks do
+/// not conflict with each other.
 fn set_lock(file: &OwnedFd, (start, length): Range, kind: i32) -> bool {
     let lock = libc::flock {
         l_type: i16::try_from(kind).unwrap_or_default(),

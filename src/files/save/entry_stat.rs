@@ -1,4 +1,4 @@
-//! Opens entries of a directory and reads their state, without following links.
+//! Opens entries of a directory and reads their state, without following symbolic links.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -18,7 +18,8 @@ pub(super) const TIME_GRANULARITY: Duration = Duration::from_millis(20);
 const CACHE_TAG_START: &[u8] = b"Signature: 8a477f597d28d172789f06886806bc55";
 pub(super) const CACHE_TAG: &str = "CACHEDIR.TAG";
 
-/// Fields of a file's `stat`. Any change to the file changes at least one of them.
+/// Fields of a file's `stat`. A change to the file changes at least one of them, except in the cases that
+/// [`stat_settled`] and [`has_changed_recently`] detect.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct StatFingerprint {
     mtime: Timestamp,
@@ -55,8 +56,8 @@ pub(super) fn stat_open(file: &impl AsFd) -> Result<Statx, Errno> {
     rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::BASIC_STATS)
 }
 
-/// Returns the state of a file, and whether any later change is certain to change its times. If the file has changed
-/// within [`TIME_GRANULARITY`], waits first.
+/// Returns the state of a file, and whether any later change is certain to change its times. If the file changed less
+/// than [`TIME_GRANULARITY`] ago, waits first.
 pub(super) fn stat_settled(file: &File) -> Result<(Statx, bool), Errno> {
     let is_settled = |stat: &Statx| {
         let changed = SystemTime::from(to_timestamp(stat.stx_ctime));
@@ -71,7 +72,7 @@ pub(super) fn stat_settled(file: &File) -> Result<(Statx, bool), Errno> {
     Ok((stat, is_settled(&stat)))
 }
 
-/// Whether the directory's CACHEDIR.TAG has a valid signature.
+/// Whether the directory has a CACHEDIR.TAG with a valid signature.
 pub(super) fn is_cache_tag(directory: &OwnedFd) -> bool {
     let mut start = [0; CACHE_TAG_START.len()];
     open_in(directory, OsStr::new(CACHE_TAG), OFlags::NONBLOCK | OFlags::NOCTTY)

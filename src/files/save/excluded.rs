@@ -23,7 +23,7 @@ const MAX_LISTED_ENTRIES: usize = 20;
 pub struct ExcludedSizes {
     /// The number of entries, including everything in excluded directories.
     pub entries: u64,
-    /// The sum of the files' sizes.
+    /// The sum of the files' sizes, without holes.
     pub bytes: u64,
     /// Whether some entries were not counted: there are too many, they are nested too deep, or they cannot be read.
     pub is_partial: bool,

@@ -23,15 +23,17 @@ struct Rules {
     /// The defaults, then the owner's rules. Applies below `owner_root`.
     owner: Gitignore,
     owner_root: PathBuf,
-    /// Paths that are never excluded by a rule.
+    /// Paths that no rule excludes, nor anything below them.
     kept: Vec<PathBuf>,
 }
 
 impl Exclusions {
-    /// Adds rules in the syntax of `.gitignore`. `defaults` apply everywhere, and the owner's below `owner_root`, where
-    /// they take precedence: `!name/` includes what the defaults exclude. The paths in `kept` are never excluded.
+    /// Sets the rules, in the syntax of `.gitignore`. `defaults` apply everywhere, and the owner's below `owner_root`,
+    /// where they take precedence: `!name/` includes what the defaults exclude. No rule excludes the paths in `kept` or
+    /// anything below them.
     ///
-    /// Returns the owner's lines that are not valid rules; they are ignored.
+    /// Returns the owner's lines that are not valid rules; they are ignored. If all rules together are too large, all
+    /// of the owner's are ignored, and the error is returned as well.
     pub fn set_rules(
         &mut self,
         defaults: &[&str],
@@ -50,7 +52,7 @@ impl Exclusions {
                 invalid.push(line.to_owned());
             }
         }
-        // All rules together may be too large.
+        // Each line is valid, but all rules together may be too large.
         let owner = builder.build().unwrap_or_else(|error| {
             invalid.push(error.to_string());
             defaults.clone()

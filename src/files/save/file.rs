@@ -107,7 +107,7 @@ impl Walker<'_> {
         }
     }
 
-    /// Returns the content of a file that was read under another name.
+    /// Returns the content of a file that was read under another name, if it has not changed since.
     fn take_linked(&mut self, inode: u64, fingerprint: StatFingerprint) -> Option<(Vec<Id>, u64)> {
         let linked = self.linked.get_mut(&inode).filter(|linked| linked.fingerprint == fingerprint)?;
         linked.remaining_names = linked.remaining_names.saturating_sub(1);
@@ -118,7 +118,8 @@ impl Walker<'_> {
         Some(content)
     }
 
-    /// Saves the file's chunks, up to the size in `stat`: a file that grows in the meantime is unstable.
+    /// Saves the file's chunks, up to the size in `stat`: a file that grows in the meantime is read again. Returns the
+    /// chunks and the number of bytes read.
     fn read_content(&mut self, file: &mut File, stat: &Statx) -> Result<(Vec<Id>, u64), EntryError> {
         let (mut content, mut size) = (Vec::new(), 0);
         let is_sparse = stat.stx_blocks.saturating_mul(BLOCK_BYTES) < stat.stx_size;

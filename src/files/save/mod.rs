@@ -1,5 +1,5 @@
-//! Saves the home directory: a thread walks it and splits changed files into chunks, workers compress and encrypt the
-//! chunks that the repository does not have, and this task uploads their packs.
+//! Saves the home directory: a thread walks it and splits changed files into chunks, worker threads compress and
+//! encrypt the chunks that the repository does not have, and the caller's task uploads the packs.
 //!
 //! A snapshot is written last, after the packs that it needs and the index of their blobs. A save that fails leaves
 //! packs behind. The next save uses those that are in the index.
@@ -47,7 +47,6 @@ pub use pending::estimate_pending_bytes;
 pub const FAILPOINTS: &[&str] =
     &["files.save.walked", "files.save.pack", "files.save.index", "files.save.snapshot"];
 
-/// Default number of threads that compress and encrypt.
 const DEFAULT_WORKERS: usize = 1;
 /// The stack size of the walking thread, for deep directories. Unused parts of the stack take no memory.
 const WALK_STACK_BYTES: usize = 64 << 20;
@@ -68,6 +67,7 @@ pub struct SaveOptions {
     pub should_measure_excluded: bool,
     /// The root directory of the system whose accounts own the files.
     pub system_root: PathBuf,
+    /// Number of threads that compress and encrypt chunks.
     pub workers: usize,
     /// The time of the snapshots; `None` for the current time.
     pub time: Option<Timestamp>,
@@ -94,7 +94,7 @@ impl SaveOptions {
     }
 }
 
-/// The counts of a save. A save of [`ChangeSet`] counts only what it visited.
+/// The counts of a save. A save of changes counts only what it visited.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SaveCounts {
     pub files: u64,
@@ -105,11 +105,12 @@ pub struct SaveCounts {
     pub files_read: u64,
     /// Sockets, FIFOs and devices.
     pub special: u64,
-    /// Entries that rules exclude, or that are on another file system. An excluded directory counts as one entry.
+    /// Entries that rules exclude, that are in a cache directory, or that are on another file system. An excluded
+    /// directory counts as one entry.
     pub excluded: u64,
     /// `None` if they were not measured.
     pub excluded_sizes: Option<ExcludedSizes>,
-    /// Files that changed during every attempt to read them; the last read is saved.
+    /// Files and databases that changed during every attempt to read them; the last read is saved.
     pub unstable: u64,
     /// Entries that could not be read. Their earlier state is kept, if there is one.
     pub unreadable: u64,
@@ -124,7 +125,7 @@ pub struct SaveResult {
     pub id: Id,
     pub snapshot: Snapshot,
     pub counts: SaveCounts,
-    /// Files that could not be read, or that changed during the save. The next save of changes must visit them.
+    /// Entries that could not be read, or that changed while they were read. The next save of changes must visit them.
     pub retry: ChangeSet,
     /// The number of bytes uploaded in packs.
     pub uploaded_bytes: u64,
@@ -136,8 +137,9 @@ pub struct SaveResult {
 pub struct Saver {
     repository: Repository,
     options: SaveOptions,
-    /// `None` before the first save, and after a failed save, whose packs may not be in the repository.
-    known: Option<LoadedIndex>,
+    /// The index, including what the last save added. `None` before the first save, and after a failed save, whose
+    /// packs may not be in the repository.
+    index: Option<LoadedIndex>,
     /// Blobs that the repository has only in damaged packs: they count as missing.
     damaged: HashSet<Id>,
 }
@@ -150,7 +152,7 @@ struct LoadedIndex {
 
 impl Saver {
     pub fn new(repository: Repository, options: SaveOptions) -> Self {
-        Self { repository, options, known: None, damaged: HashSet::new() }
+        Self { repository, options, index: None, damaged: HashSet::new() }
     }
 
     pub fn repository(&self) -> &Repository {
@@ -166,7 +168,7 @@ impl Saver {
     pub fn set_damaged(&mut self, damaged: HashSet<Id>) {
         if self.damaged != damaged {
             self.damaged = damaged;
-            self.known = None;
+            self.index = None;
         }
     }
 
@@ -179,7 +181,8 @@ impl Saver {
         self.save_scope(parent, None).await
     }
 
-    /// Saves what has changed since the snapshot `parent`. Nothing else is visited.
+    /// Saves what has changed since the snapshot `parent`. Nothing else is visited, unless the parent's trees cannot be
+    /// read: then the whole directory is saved.
     ///
     /// # Errors
     /// See [`Self::save`].
@@ -196,13 +199,13 @@ impl Saver {
         parent: Option<(Id, Snapshot)>,
         changes: Option<ChangeSet>,
     ) -> Result<SaveResult, FilesError> {
-        let (LoadedIndex { blobs: mut known, mut files }, is_new) = self.take_index().await?;
+        let (LoadedIndex { blobs: mut known, mut files }, is_reloaded) = self.take_index().await?;
         // A parent without its tree is of no use, so the whole home is read.
         let is_readable = |tree| {
             known.contains(BlobType::Tree, tree) || matches!(self.repository.cached_tree(tree), Ok(Some(_)))
         };
         let mut parent = parent.filter(|(_, snapshot)| is_readable(snapshot.tree));
-        if let Some((_, snapshot)) = parent.as_ref().filter(|_| is_new) {
+        if let Some((_, snapshot)) = parent.as_ref().filter(|_| is_reloaded) {
             match self.load_missing_trees(snapshot.tree).await {
                 Ok(()) => {}
                 // The files still exist in the home: read them again, and write their trees again.
@@ -235,8 +238,8 @@ impl Saver {
             .name("files-walk".to_owned())
             .stack_size(WALK_STACK_BYTES)
             .spawn(move || {
-                // There is no receiver if the save was cancelled.
                 let scope = changes.as_ref().map_or(Scope::All, Scope::Changed);
+                // There is no receiver if the save was cancelled.
                 let _ = result.send(walk.run(parent_tree, scope));
             })
             .map_err(FilesError::Thread)?;
@@ -254,7 +257,7 @@ impl Saver {
         if let Some((id, snapshot)) = &parent
             && snapshot.tree == tree
         {
-            self.known = Some(LoadedIndex { blobs: known, files });
+            self.index = Some(LoadedIndex { blobs: known, files });
             let (id, snapshot) = (*id, snapshot.clone());
             return Ok(SaveResult { id, snapshot, counts, retry, uploaded_bytes, is_unchanged: true });
         }
@@ -269,14 +272,14 @@ impl Saver {
         };
         failpoint::trigger("files.save.snapshot")?;
         let id = repository.write_json(Kind::Snapshot, &snapshot).await?;
-        self.known = Some(LoadedIndex { blobs: known, files });
+        self.index = Some(LoadedIndex { blobs: known, files });
         Ok(SaveResult { id, snapshot, counts, retry, uploaded_bytes, is_unchanged: false })
     }
 
     /// Returns the index, and whether it was read. It is read again if one of its files was replaced, because known
     /// blobs may have been marked for deletion.
     async fn take_index(&mut self) -> Result<(LoadedIndex, bool), FilesError> {
-        if let Some(loaded) = self.known.take() {
+        if let Some(loaded) = self.index.take() {
             let present: HashSet<Id> = self.repository.list(Kind::Index).await?.into_iter().collect();
             if loaded.files.iter().all(|file| present.contains(file)) {
                 return Ok((loaded, false));
@@ -311,6 +314,7 @@ impl Saver {
     }
 }
 
+/// Stops the walk on drop: a cancelled save drops it.
 struct StopOnDrop(Arc<AtomicBool>);
 
 impl Drop for StopOnDrop {

@@ -15,10 +15,12 @@ use super::exclusions::Exclusions;
 
 /// Maximum number of entries that an estimate examines.
 const MAX_ENTRIES: u32 = 100_000;
+/// Directories that are nested deeper are not examined.
 const MAX_DEPTH: usize = 1000;
 
 /// Estimates the total size of the files that `changes` mark and that have changed since `since`. Holes, excluded
-/// entries and unreadable entries are not counted. Links are not followed.
+/// entries and unreadable entries are not counted. Symbolic links are not followed. At most `MAX_ENTRIES` entries are
+/// examined, so the estimate can be too low.
 pub fn estimate_pending_bytes(
     home: &Path,
     changes: &ChangeSet,

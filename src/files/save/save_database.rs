@@ -15,15 +15,16 @@ impl Walker<'_> {
     pub(super) fn save_started_databases(
         &mut self,
         directory: &OwnedFd,
-        known: &[DatabaseFiles],
+        already_saved: &[DatabaseFiles],
         nodes: &mut Vec<Node>,
         scope: Scope<'_>,
     ) -> Result<(), EntryError> {
+        // Listing the directory again would count its excluded entries twice.
         let counts = self.counts.clone();
         let mut names = self.list(directory)?;
         self.counts = counts;
         let started = DatabaseFiles::extract_from(&mut names);
-        for database in started.into_iter().filter(|database| !known.contains(database)) {
+        for database in started.into_iter().filter(|database| !already_saved.contains(database)) {
             let mut earlier = BTreeMap::new();
             nodes.retain(|node| {
                 let name = node.file_name().filter(|name| database.names.contains(name));

@@ -64,7 +64,7 @@ pub(super) async fn upload(
     Ok(uploaded)
 }
 
-/// Limits the rate of uploads. Pure: the caller passes the time.
+/// Limits the rate of uploads. It reads no clock: the caller passes the time.
 struct RateLimiter {
     max_bytes_per_second: Option<NonZeroU64>,
     /// The time at which all admitted bytes will have been uploaded at this rate.
@@ -96,6 +96,7 @@ async fn upload_pack(
     Ok(pack)
 }
 
+/// The uploaded packs that are not in an index file yet.
 #[derive(Default)]
 struct PendingIndex {
     file: IndexFile,

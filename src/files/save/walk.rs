@@ -1,7 +1,7 @@
 //! Walks the home directory. Unchanged files keep the content of the earlier snapshot; all others are read.
 //!
-//! Entries are opened from their directory's descriptor, one name at a time and without following links, so that a
-//! link or a renamed directory never leads out of the home. Other file systems are not entered.
+//! Entries are opened from their directory's descriptor, one name at a time and without following symbolic links, so
+//! that a link or a renamed directory never leads out of the home. Other file systems are not entered.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
@@ -44,6 +44,7 @@ const MAX_DIRECTORY_ENTRIES: usize = 250_000;
 /// Maximum number of notes in the result.
 const MAX_NOTES: usize = 20;
 
+/// What a walk needs. [`Walk::run`] starts it.
 pub(super) struct Walk {
     pub(super) repository: Repository,
     pub(super) options: SaveOptions,
@@ -56,7 +57,8 @@ pub(super) struct WalkResult {
     pub(super) tree: Id,
     pub(super) counts: SaveCounts,
     pub(super) retry: ChangeSet,
-    /// All trees of the home; `None` if only changes were visited.
+    /// All trees of the snapshot; `None` if they are not all known, because only changes were visited or an entry could
+    /// not be read.
     pub(super) trees: Option<HashSet<Id>>,
     pub(super) known: KnownBlobs,
 }
@@ -126,6 +128,7 @@ pub(super) struct Walker<'a> {
     pub(super) retry: ChangeSet,
     /// The visited directories' trees.
     trees: HashSet<Id>,
+    /// The contents of files with names that have not been visited yet, by inode.
     pub(super) linked: HashMap<u64, HardLinkedContent>,
     /// The current directory, below the home.
     pub(super) path: PathBuf,
@@ -246,8 +249,8 @@ impl Walker<'_> {
         Ok(Some(tree.nodes.into_iter().filter_map(|node| Some((node.file_name()?, node))).collect()))
     }
 
-    /// Returns the names in a directory, sorted. For a cache directory, returns only the tag; the home itself never
-    /// counts as a cache.
+    /// Returns the names in a directory, sorted. For a cache directory, returns only the tag, and counts the other
+    /// names as excluded; the home itself never counts as a cache.
     pub(super) fn list(&mut self, directory: &OwnedFd) -> Result<Vec<OsString>, EntryError> {
         let mut names = Vec::new();
         for entry in Dir::read_from(directory)? {
@@ -287,7 +290,7 @@ impl Walker<'_> {
         self.path.push(name);
         let mut attempts = 1;
         let saved = loop {
-            match self.save_current(directory, name, earlier.as_ref(), scope) {
+            match self.try_save_entry(directory, name, earlier.as_ref(), scope) {
                 Err(EntryError::Replaced) if attempts < MAX_READ_ATTEMPTS => attempts += 1,
                 saved => break saved,
             }
@@ -305,7 +308,7 @@ impl Walker<'_> {
         saved
     }
 
-    fn save_current(
+    fn try_save_entry(
         &mut self,
         directory: &OwnedFd,
         name: &OsStr,
@@ -325,7 +328,7 @@ impl Walker<'_> {
         match file_type {
             FileType::RegularFile => self.save_file(directory, name, &stat, earlier),
             FileType::Directory => self.save_subdirectory(directory, name, &stat, earlier, scope),
-            FileType::Symlink => self.save_link(directory, name, &stat),
+            FileType::Symlink => self.save_symlink(directory, name, &stat),
             _ => {
                 self.counts.special += 1;
                 self.note("special file");
@@ -385,7 +388,7 @@ impl Walker<'_> {
         check_same(stat, &opened_stat)?;
         let mut node = self.new_node(name, NodeType::Dir, &opened_stat);
         node.extended_attributes = read_xattrs(&opened)?;
-        // A directory with a different inode was moved here, and nothing is known about it.
+        // A directory with a different inode was created or moved here, so its entries may all be new.
         let scope = match earlier {
             Some(earlier) if earlier.inode == node.inode => scope.below(name),
             _ => Some(Scope::All),
@@ -402,7 +405,7 @@ impl Walker<'_> {
         Ok(Some(node))
     }
 
-    fn save_link(
+    fn save_symlink(
         &mut self,
         directory: &OwnedFd,
         name: &OsStr,
@@ -458,6 +461,8 @@ impl From<Errno> for EntryError {
     }
 }
 
+/// Checks that an entry was not replaced between the `stat` of its name and its opening.
+///
 /// # Errors
 /// `Replaced` if the opened entry is not the one that was found by its name; it may even be on another file system.
 pub(super) fn check_same(found: &Statx, opened: &Statx) -> Result<(), EntryError> {

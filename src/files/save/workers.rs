@@ -25,7 +25,7 @@ impl Workers {
     /// Starts the worker threads.
     ///
     /// # Errors
-    /// If a thread cannot be started.
+    /// If a thread cannot be started, or zstd cannot allocate its memory.
     pub(super) fn start(
         count: usize,
         key: &MasterKey,

@@ -7,7 +7,8 @@ use std::time::{Duration, SystemTime};
 
 use super::entry_stat::{TIME_GRANULARITY, stat_open, to_timestamp};
 
-/// The kernel writes a changed page back within 35 s (`vm.dirty_expire_centisecs` and `vm.dirty_writeback_centisecs`).
+/// By default, the kernel writes a changed page back within 35 s (`vm.dirty_expire_centisecs` and
+/// `vm.dirty_writeback_centisecs`). The rest is a margin.
 const MAX_WRITE_BACK_TIME: Duration = Duration::from_secs(120);
 /// After this many files, everything is written back at once: a flush of the disk for each of many new files would take
 /// longer than reading them.

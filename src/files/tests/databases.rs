@@ -44,7 +44,7 @@ while True:
         db = sqlite3.connect(path, isolation_level=None)
 "#;
 
-/// Prints the result of the integrity check and the sum.
+/// Prints the result of the integrity check and the sum of the accounts.
 const CHECK: &str = r#"
 import sqlite3, sys
 db = sqlite3.connect(sys.argv[1])
@@ -87,7 +87,8 @@ fn check(path: &Path) -> String {
     format!("{}{}", String::from_utf8_lossy(&stdout), String::from_utf8_lossy(&stderr))
 }
 
-/// `pause` is the time between two commits.
+/// Saves a database six times while a program writes it, and checks every state that was saved as consistent. `pause`
+/// is the time between two commits, in seconds.
 async fn assert_saved_states_open(mode: &str, pause: &str) {
     let mut fixture = Fixture::new().await;
     fixture.write("app/other", "x");
@@ -100,7 +101,7 @@ async fn assert_saved_states_open(mode: &str, pause: &str) {
             fixture.last = None;
         }
         let saved = fixture.save().await;
-        // The database is known to be inconsistent; the next save reads it again.
+        // The save reported that the database may be inconsistent; the next save reads it again.
         if saved.counts.unstable > 0 {
             continue;
         }

@@ -14,11 +14,12 @@ use object_store::{
 
 use super::randomized::Random;
 
-/// How often requests fail, shared with the store.
+/// Decides which requests fail. A test and its store share it.
 #[derive(Debug, Default)]
 pub(super) struct Faults {
     percent: AtomicUsize,
-    seed: AtomicUsize,
+    /// The seed of the next decision.
+    next_seed: AtomicUsize,
 }
 
 impl Faults {
@@ -27,13 +28,13 @@ impl Faults {
         self.percent.store(percent, Ordering::Relaxed);
     }
 
-    fn fails(&self) -> bool {
+    fn should_fail(&self) -> bool {
         let percent = self.percent.load(Ordering::Relaxed);
-        percent > 0 && Random::new(self.seed.fetch_add(1, Ordering::Relaxed) as u64).chance(percent)
+        percent > 0 && Random::new(self.next_seed.fetch_add(1, Ordering::Relaxed) as u64).chance(percent)
     }
 
     fn check(&self) -> Result<()> {
-        if self.fails() { Err(unavailable()) } else { Ok(()) }
+        if self.should_fail() { Err(unavailable()) } else { Ok(()) }
     }
 }
 
@@ -48,10 +49,10 @@ pub(super) struct FaultyStore {
 }
 
 impl FaultyStore {
-    /// Wraps a store. Which requests fail depends on `seed` and on their order.
+    /// Wraps a store. Which requests fail depends on `seed` and on the order of the requests.
     pub(super) fn new(inner: Arc<dyn ObjectStore>, seed: u64) -> (Self, Arc<Faults>) {
-        let seed = AtomicUsize::new((seed as usize).wrapping_mul(1_000_003));
-        let faults = Arc::new(Faults { seed, ..Faults::default() });
+        let next_seed = AtomicUsize::new((seed as usize).wrapping_mul(1_000_003));
+        let faults = Arc::new(Faults { next_seed, ..Faults::default() });
         (Self { inner, faults: Arc::clone(&faults) }, faults)
     }
 
@@ -63,10 +64,9 @@ impl FaultyStore {
         if let Err(error) = self.faults.check() {
             return stream::once(async { Err(error) }).boxed();
         }
-        // A listing may also fail after its first page.
-        items
-            .map(move |item| if faults.fails() && faults.fails() { Err(unavailable()) } else { item })
-            .boxed()
+        // A listing may also fail at any item. Two draws per item make this rare, because a listing has many items.
+        let should_fail = move || faults.should_fail() && faults.should_fail();
+        items.map(move |item| if should_fail() { Err(unavailable()) } else { item }).boxed()
     }
 }
 
@@ -103,7 +103,7 @@ impl ObjectStore for FaultyStore {
         let faults = Arc::clone(&self.faults);
         let failing = locations.map(move |location| faults.check().and(location));
         let faults = Arc::clone(&self.faults);
-        // The response to a deletion that has happened may be lost.
+        // A deletion may take effect although its response is lost.
         self.inner.delete_stream(failing.boxed()).map(move |deleted| faults.check().and(deleted)).boxed()
     }
 

@@ -21,6 +21,7 @@ impl Fixture {
     }
 }
 
+/// Whether the entry existed, for each version.
 fn existing(page: &VersionPage) -> Vec<bool> {
     page.versions.iter().map(|version| version.entry.is_some()).collect()
 }
@@ -32,6 +33,7 @@ async fn versions_begin_and_end_with_the_changes_of_an_entry() {
     let mut saved = vec![fixture.save().await];
     for (number, content) in [Some("1"), Some("1"), Some("2"), None, Some("3")].into_iter().enumerate() {
         match content {
+            // Not written again: a different mtime would be a new version.
             Some("1") if number == 1 => {}
             Some(content) => drop(fixture.write("dir/file", content)),
             None => fs::remove_file(fixture.home().join("dir/file")).unwrap(),
@@ -98,7 +100,7 @@ async fn bounded_searches_continue() {
 }
 
 #[tokio::test]
-async fn contents_and_listings_are_those_of_the_moment() {
+async fn read_content_and_list_return_the_saved_state() {
     let mut fixture = Fixture::new().await;
     let large: Vec<u8> =
         (0..5_000_000_u32).flat_map(|n| n.wrapping_mul(2_654_435_761).to_le_bytes()).collect();

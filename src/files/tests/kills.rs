@@ -75,7 +75,7 @@ impl Fixture {
         is_killed
     }
 
-    /// Checks that every snapshot in the repository can be restored.
+    /// Checks that no pack is damaged and that every snapshot can be restored. Returns the number of snapshots.
     async fn assert_snapshots_are_complete(&self) -> usize {
         let repository = self.open(&self.key).await.unwrap().unwrap();
         let damaged = verify(&repository, PackShare::ALL).await.unwrap().damaged;
@@ -147,7 +147,7 @@ async fn prune_survives_kills() {
         assert!(kills > 0, "no run reached {point}");
         let (target, _) = fixture.restore(&fixture.last.clone().unwrap().1).await;
         assert_same(&describe(target.path()), &describe(&fixture.home()));
-        let orphans = pruning::run(&fixture, &days_later(20)).await;
-        assert_eq!((orphans.marked_packs, orphans.removed_snapshots), (0, 0), "{point}: {orphans:?}");
+        let report = pruning::run(&fixture, &days_later(20)).await;
+        assert_eq!((report.marked_packs, report.removed_snapshots), (0, 0), "{point}: {report:?}");
     }
 }

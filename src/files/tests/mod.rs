@@ -44,7 +44,7 @@ struct Fixture {
     saver: Saver,
     /// The directory of the objects, if they are not in memory.
     store: Option<tempfile::TempDir>,
-    /// The faults of the store, in this process only.
+    /// The store's faults. Child processes open the store without them.
     faults: Arc<Faults>,
 }
 
@@ -140,7 +140,7 @@ fn uuid() -> uuid::Uuid {
 }
 
 /// The properties of each entry that must survive: kind, content, mode, owner, modification time and names of
-/// attributes.
+/// extended attributes.
 type Description = BTreeMap<Vec<u8>, String>;
 
 fn describe(dir: &Path) -> Description {
@@ -224,7 +224,7 @@ async fn restored_home_equals_saved_home() {
     assert_eq!(
         (restored.files, restored.bytes),
         (saved.counts.files, saved.counts.bytes - "secret".len() as u64),
-        "hard links are restored once"
+        "the content of a file with several hard links is restored once"
     );
     let mut expected = describe(&fixture.home());
     expected.remove(&b"socket"[..]).unwrap();
@@ -326,7 +326,7 @@ async fn save_detects_change_with_same_size_and_mtime() {
     let path = fixture.write("a", "first");
     let time = fs::metadata(&path).unwrap().modified().unwrap();
     fixture.save().await;
-    // The save waits until any later change results in a different time, so even this immediate change is detected.
+    // The save waits until any later change results in a different ctime, so even this immediate change is detected.
     let file = File::options().write(true).open(&path).unwrap();
     file.write_all_at(b"other", 0).unwrap();
     file.set_modified(time).unwrap();
@@ -369,7 +369,7 @@ async fn caches_and_excluded_directories_are_left_out() {
 }
 
 #[tokio::test]
-async fn links_out_of_the_home_are_not_followed() {
+async fn symlinks_out_of_the_home_are_not_followed() {
     let mut fixture = Fixture::new().await;
     let outside = fixture.dir.path().join("outside");
     fs::create_dir(&outside).unwrap();

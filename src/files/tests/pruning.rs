@@ -26,6 +26,7 @@ const NEWEST: RetentionPolicy = RetentionPolicy {
 };
 const GRACE: SignedDuration = SignedDuration::from_hours(48);
 
+/// Returns the options of a run in `days` days that keeps only the newest snapshot.
 pub(super) fn days_later(days: i64) -> PruneOptions {
     let now = Timestamp::now() + SignedDuration::from_hours(24 * days);
     PruneOptions { policy: NEWEST, protected: Vec::new(), grace_period: GRACE, now, is_dry_run: false }
@@ -130,7 +131,7 @@ async fn marked_pack_that_is_needed_again_is_unmarked() {
 }
 
 #[tokio::test]
-async fn pack_of_mixed_use_is_written_again() {
+async fn partly_used_pack_is_rewritten() {
     let mut fixture = Fixture::new().await;
     for n in 0..10 {
         fixture.write(&format!("{n}"), random_bytes(50_000));
@@ -182,8 +183,7 @@ async fn damaged_pack_is_reported_with_its_blobs() {
     assert_eq!(missing.why, "it does not exist");
 }
 
-/// The machine still has the content, so the next save writes it again. Content that it no longer has remains known as
-/// damaged.
+/// The machine still has the damaged content, so the next save writes it again.
 #[tokio::test]
 async fn damage_names_its_files_and_is_repaired() {
     let mut fixture = Fixture::new().await;
@@ -271,7 +271,7 @@ async fn damaged_directory_is_named() {
     fixture.bucket.put(&path, bytes).await.unwrap();
     let damaged = verify(&repository, PackShare::ALL).await.unwrap().damaged;
     assert_eq!(damaged[0].blobs, [tree]);
-    // The machine's cache still has the directory.
+    // The saver's repository still has the directory in its cache.
     for repository in [&repository, fixture.saver.repository()] {
         let affected = find_affected(repository, &HashSet::from([tree])).await.unwrap();
         assert_eq!(affected.paths[0].path, Path::new("projects/app"));

@@ -69,7 +69,7 @@ impl Writer {
         (directories, files)
     }
 
-    fn mark(&mut self, path: &Path) {
+    fn mark_parent(&mut self, path: &Path) {
         self.changes.mark_directory(path.parent().unwrap_or(Path::new("")));
     }
 
@@ -81,8 +81,8 @@ impl Writer {
         let file = self.random.choose(&files).cloned().unwrap_or_else(|| new.clone());
         let (full_new, full_file) = (self.home.join(&new), self.home.join(&file));
         let is_link = fs::symlink_metadata(&full_file).is_ok_and(|meta| meta.is_symlink());
-        self.mark(&new);
-        self.mark(&file);
+        self.mark_parent(&new);
+        self.mark_parent(&file);
         let length = match self.random.below(10) {
             0 => 900_000,
             1 => 0,
@@ -141,7 +141,8 @@ struct Counts {
     kills: u64,
     /// Operations that failed because the store did.
     failures: u64,
-    moments: u64,
+    /// Restored snapshots that were compared with the home at the time of the save.
+    compared: u64,
 }
 
 impl Counts {
@@ -149,7 +150,7 @@ impl Counts {
         self.saves += other.saves;
         self.kills += other.kills;
         self.failures += other.failures;
-        self.moments += other.moments;
+        self.compared += other.compared;
     }
 }
 
@@ -216,7 +217,7 @@ async fn run_seed(seed: u64) -> Counts {
         assert_eq!(restored.incomplete, 0, "seed {seed}, {id}: {:?}", restored.first_incomplete);
         if let Some(expected) = expected {
             assert_same(&describe(target.path()), expected);
-            counts.moments += 1;
+            counts.compared += 1;
         }
     }
     let damaged = verify(fixture.saver.repository(), PackShare::ALL).await.unwrap().damaged;
@@ -265,8 +266,8 @@ async fn save_with_faults(fixture: &mut Fixture, writer: &mut Writer, random: &m
     failures
 }
 
-/// Saves all or only the changes, optionally while the writer keeps changing files. The changes of a failed save are
-/// part of the next one.
+/// Saves the whole home or only the changes, optionally while the writer keeps changing files. The changes of a failed
+/// save are part of the next one.
 async fn save(
     fixture: &mut Fixture,
     writer: &mut Writer,
@@ -274,16 +275,16 @@ async fn save(
     is_partial: bool,
 ) -> Result<SaveResult, FilesError> {
     let changes = std::mem::take(&mut writer.changes);
-    let parent = fixture.last.clone().filter(|_| is_partial && !writer.has_hard_links);
-    let parent_of_all = fixture.last.clone();
+    let partial_parent = fixture.last.clone().filter(|_| is_partial && !writer.has_hard_links);
+    let full_parent = fixture.last.clone();
     let saver = &mut fixture.saver;
     let saved = std::thread::scope(|scope| {
         let running = is_concurrent.then(|| scope.spawn(|| (0..40).for_each(|_| writer.change())));
         let saved = tokio::task::block_in_place(|| {
             tokio::runtime::Handle::current().block_on(async {
-                match parent {
+                match partial_parent {
                     Some(parent) => saver.save_changes(parent, changes.clone()).await,
-                    None => saver.save(parent_of_all).await,
+                    None => saver.save(full_parent).await,
                 }
             })
         });
@@ -311,7 +312,7 @@ async fn run_seeds(first: u64, count: u64) -> Counts {
         total.add(&run_seed(seed).await);
     }
     println!("{count} seeds from {first}: {total:?}");
-    assert!(total.moments > 3 * count && total.kills > count / 2, "{total:?}");
+    assert!(total.compared > 3 * count && total.kills > count / 2, "{total:?}");
     assert!(total.failures > count / 2, "{total:?}");
     total
 }

@@ -1,5 +1,5 @@
 //! Bridge tokens for running agents. A token gives access to the bridge of the apps that the owner listed for the
-//! agent, and expires with its dispatch. Tokens exist only in the memory of this process.
+//! agent, and is revoked when its dispatch ends. The gateway keeps tokens only in memory.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -36,7 +36,7 @@ impl AgentTokens {
     /// Issues a token for the bridge of `apps`.
     ///
     /// # Errors
-    /// The system's random number generator fails.
+    /// If the system's random number generator fails.
     pub fn issue(self: &Arc<Self>, dispatch: &str, apps: &[String]) -> anyhow::Result<AgentToken> {
         let mut bytes = [0; TOKEN_BYTES];
         SystemRandom::new()

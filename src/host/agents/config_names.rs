@@ -38,7 +38,7 @@ struct Names {
 /// Checks that the file has no unknown names.
 ///
 /// # Errors
-/// A description of the first unknown name, which quotes no values.
+/// A message about the first unknown name. It quotes no values, because values can be secrets.
 pub fn check_names(text: &[u8]) -> Result<(), String> {
     // The caller has parsed the same text and reports other errors.
     let Ok(names) = serde_json::from_slice::<Names>(text) else { return Ok(()) };

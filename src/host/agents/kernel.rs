@@ -1,4 +1,4 @@
-//! The kernel: agent runs, their cost and their records.
+//! The kernel: the owner's settings, the records, and each user's spending and reservations.
 //!
 //! The usage store is read in the background, so that the gateway can accept connections in the meantime. Until the
 //! store has been read, requests that need it get a 503 with `Retry-After`.
@@ -36,7 +36,7 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 const USAGE_STORE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum concurrent record streams.
 const MAX_LISTENERS: usize = 32;
-/// Interval between retries after the records could not be read.
+/// Pause before the records are read again after a failure.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 /// Minimum interval between notes about a user's refused dispatches.
 const REFUSAL_NOTE_INTERVAL: Duration = Duration::from_secs(60);
@@ -122,7 +122,7 @@ impl Kernel {
         self.records.flush(timeout)
     }
 
-    /// Finds interactions by their IDs, or their batches' IDs.
+    /// Finds interactions by their IDs, or their batches' IDs, in the newest records.
     ///
     /// # Errors
     /// A file cannot be read.
@@ -148,7 +148,7 @@ impl Kernel {
         })
     }
 
-    /// Opens the store, then seals and writes it periodically until `stop`.
+    /// Opens the store, then writes it periodically and seals it at the end of each day, until `stop`.
     pub async fn maintain(self: Arc<Self>, stop: CancellationToken) {
         while self.usage_store.get().is_none() {
             let kernel = Arc::clone(&self);
@@ -166,9 +166,10 @@ impl Kernel {
             let today = self.today();
             if today != day || last_write.elapsed() >= USAGE_WRITE_INTERVAL {
                 let kernel = Arc::clone(&self);
-                let seal = today != day;
+                let is_new_day = today != day;
                 let work = move || {
-                    kernel.usage_store.get().map(|store| if seal { store.seal() } else { store.write() })
+                    let store = kernel.usage_store.get();
+                    store.map(|store| if is_new_day { store.seal() } else { store.write() })
                 };
                 // The panic hook has logged a panic.
                 let _ = tokio::task::spawn_blocking(work).await;

@@ -1,7 +1,7 @@
 //! The owner's current settings (`host::agents::owner_config`), reloaded when the file changes.
 //!
-//! A broken edit changes nothing: the last good settings remain in effect, even across restarts, because a copy is kept
-//! beside the machine's state. The error is reported until it is fixed.
+//! A broken edit changes nothing: the last good settings remain in effect, even across restarts, because a copy of them
+//! is kept in the machine's state directory. [`Settings::error`] describes the error until the file is fixed.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use crate::records::writer::Records;
 use svc_base::error_chain::format_chain;
 use svc_base::fsx;
 
-/// Identifies a version of the file without reading it.
+/// Identifies a version of the file without reading it: inode, size and mtime; `None` if there is no file.
 type FileStamp = Option<(u64, u64, i64, i64)>;
 
 /// The current settings.
@@ -37,8 +37,8 @@ impl LiveSettings {
         Self { path, last_good, records, cached: Mutex::new(CachedSettings { stamp: None, settings }) }
     }
 
-    /// Returns the current settings. Each call checks the file, which takes about a microsecond. `describe_spent`
-    /// describes the spending that counts toward a changed limit.
+    /// Returns the current settings. Each call checks whether the file has changed, which takes about a microsecond.
+    /// `describe_spent` describes the spending that counts toward a changed limit, for `activity.log`.
     pub fn current(&self, describe_spent: impl Fn(&Settings, Period) -> String) -> Arc<Settings> {
         let mut cached = self.cached.lock().unwrap_or_else(PoisonError::into_inner);
         let stamp = read_file_stamp(&self.path);
@@ -99,7 +99,7 @@ impl LiveSettings {
     }
 
     fn report(&self, message: &str) {
-        tracing::info!(detail = message, "owner's settings reloaded");
+        tracing::info!(detail = message, "owner's settings file read");
         // A dropped line is reported as a gap.
         let _ = self.records.note(message);
     }

@@ -1,7 +1,7 @@
 //! `system/config.json`: the owner's settings, shared by the gateway and `svc-heartbeat`.
 //!
 //! Both use the current file or, if it is invalid, its last good version, so that they agree on when a day begins. The
-//! gateway keeps that version beside the machine's state.
+//! gateway saves the last good version in the machine's state directory.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -27,12 +27,12 @@ const MAX_CONFIG_BYTES: u64 = 1 << 20;
 #[derive(Debug, Clone, PartialEq)]
 pub struct Settings {
     pub calendar: Calendar,
-    /// As written in the file; `UTC` by default.
+    /// The name of the time zone, as written in the file; `UTC` by default.
     pub time_zone: String,
     pub limits: Limits,
     pub agents: AgentSettings,
     pub storage: StorageQuotas,
-    /// The error in the current file, if these settings are from an earlier version.
+    /// The error in the current file. These settings are then the last good ones, or the defaults if there are none.
     pub error: Option<String>,
 }
 
@@ -84,16 +84,18 @@ impl Default for Settings {
 }
 
 impl Settings {
+    /// Parses and validates the settings.
+    ///
     /// # Errors
-    /// A description of the error, which quotes no values.
+    /// A message about the first error. It never quotes a value, because values can be secrets.
     pub fn parse(text: &[u8]) -> Result<Self, String> {
-        let settings = Self::parse_known(text)?;
+        let settings = Self::parse_lenient(text)?;
         check_names(text)?;
         Ok(settings)
     }
 
-    /// Parses the settings, and ignores unknown names.
-    fn parse_known(text: &[u8]) -> Result<Self, String> {
+    /// Like [`Self::parse`], but ignores unknown names.
+    fn parse_lenient(text: &[u8]) -> Result<Self, String> {
         let file: ConfigFile = serde_json::from_slice(text).map_err(|error| {
             let kind =
                 if error.is_data() { "a setting has an invalid value" } else { "it is not valid JSON" };
@@ -109,7 +111,8 @@ impl Settings {
         Ok(Self { calendar, time_zone, limits, agents, storage: file.storage, error: None })
     }
 
-    /// Loads the settings from the file. If it is invalid, returns the last good ones, with the error.
+    /// Loads the settings from the file, or the defaults if there is none. If the file is invalid, returns the last
+    /// good settings, with the error.
     pub fn load(file: &Path, last_good: &Path) -> Self {
         let parsed = match read_config_file(file) {
             Ok(Some(text)) => Self::parse(&text),
@@ -122,7 +125,7 @@ impl Settings {
     /// Loads the last good settings, or the defaults. Unknown names are ignored: an earlier release, which ignored them
     /// too, may have saved the file.
     pub fn load_last_good(file: &Path) -> Self {
-        let settings = read_config_file(file).ok().flatten().and_then(|text| Self::parse_known(&text).ok());
+        let settings = read_config_file(file).ok().flatten().and_then(|text| Self::parse_lenient(&text).ok());
         settings.unwrap_or_default()
     }
 }

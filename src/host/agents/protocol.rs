@@ -1,8 +1,8 @@
 //! The protocol between the gateway and `svc-agent` over `agent.sock`. A frame has a kind, a length and a payload.
 //!
-//! The gateway sends a request. The runner reports its process ID. The gateway registers that ID with the watcher and
-//! sends the go-ahead; then the runner starts the agent. A cancellation or a closed connection ends the run early. The
-//! runner forwards the agent's output line by line and finally reports its exit.
+//! The gateway sends a request. The runner, `svc-agent`, reports its process ID. The gateway registers that ID with the
+//! watcher and sends the go-ahead; then the runner starts the agent. A cancellation or a closed connection ends the run
+//! early. The runner forwards the agent's output line by line and finally reports its exit.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -60,7 +60,7 @@ pub struct RunResult {
     /// The tail of standard error.
     #[serde(rename = "said")]
     pub stderr_tail: String,
-    /// The usage from the program's session files, if it has any.
+    /// The usage that was found in the program's session files, if any.
     #[serde(rename = "used", default)]
     pub usage: Option<SessionUsage>,
     /// Whether the program resumed an earlier conversation.
@@ -79,7 +79,7 @@ pub enum GatewayFrame {
 /// A frame that the runner sends.
 #[derive(Debug, PartialEq, Eq)]
 pub enum RunnerFrame {
-    /// The request is valid. The agent and its children will run below this process.
+    /// The runner supports the request's version. The agent's processes will be descendants of this process.
     Ready { pid: u32 },
     /// The agent's process has started.
     Started { pid: u32 },
@@ -107,7 +107,7 @@ impl GatewayFrame {
     /// Writes the frame.
     ///
     /// # Errors
-    /// The write failed.
+    /// The write failed, or the frame is larger than `MAX_FRAME_BYTES`.
     pub async fn write(&self, out: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
         match self {
             Self::Run(request) => write_frame(out, RUN, &to_json(request)).await,
@@ -135,7 +135,7 @@ impl RunnerFrame {
     /// Writes the frame.
     ///
     /// # Errors
-    /// The write failed.
+    /// The write failed, or the frame is larger than `MAX_FRAME_BYTES`.
     pub async fn write(&self, out: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
         match self {
             Self::Ready { pid } => write_frame(out, READY, &to_json(pid)).await,

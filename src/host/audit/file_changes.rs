@@ -1,15 +1,16 @@
 //! The protocol by which the watcher reports changed paths in the home to the service that backs up files.
 //!
 //! The service sends the token of the last reply whose changes it has saved. The watcher replies with all changes since
-//! then, or reports that anything may have changed. It does so for the first request, and after it has lost events.
+//! then. If it cannot list them, it replies that anything may have changed: to the first request, after its restart,
+//! after it has lost events, or if there are too many.
 
 use serde::{Deserialize, Serialize};
 
-/// The socket in the watcher's directory.
+/// The socket's file name in [`crate::system::layout::Layout::watch_sockets`].
 pub const SOCKET: &str = "changes.sock";
-/// Maximum size of a request.
+/// Maximum bytes in a request.
 pub const MAX_REQUEST_BYTES: u64 = 1024;
-/// Maximum size of a reply.
+/// Maximum bytes in a reply.
 pub const MAX_REPLY_BYTES: u64 = 64 << 20;
 
 /// A request: one line of JSON.
@@ -24,15 +25,16 @@ pub struct ChangesRequest {
 pub struct ChangedPaths {
     /// Directories in which an entry was added, removed or changed.
     pub directories: Vec<Vec<u8>>,
-    /// Entries that were added or moved, including everything below them.
+    /// Entries that were added, removed or moved, including everything below them.
     pub subtrees: Vec<Vec<u8>>,
 }
 
 /// A reply.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChangesReply {
+    /// Identifies this reply in a later request.
     pub token: String,
-    /// Whether something changed since the previous request.
+    /// Whether the kernel has reported events since the previous request.
     pub has_new: bool,
     /// `None` if anything may have changed.
     pub paths: Option<ChangedPaths>,

@@ -22,12 +22,14 @@ use svc_base::failpoint;
 pub const SOCKET: &str = "watch.sock";
 /// Maximum bytes in a message.
 pub const MAX_MESSAGE_BYTES: u64 = 64 << 10;
-/// Maximum bytes of saved messages; a full file already proves a gap.
+/// Approximate maximum size of the file of saved messages. Further messages are dropped, because those in the file
+/// already prove a gap.
 const MAX_GAP_BYTES: u64 = 64 << 10;
+/// Maximum attempts to open and lock the file of saved messages.
 const MAX_LOCK_TRIES: u32 = 8;
 /// Timeout for the dispatcher's messages.
 const DISPATCH_TIMEOUT: Duration = Duration::from_secs(2);
-/// Maximum ancestors considered per process.
+/// Maximum processes that [`Process::with_ancestors`] lists.
 const MAX_ANCESTORS: usize = 64;
 
 /// Claude Code and Codex tools that may change any file.
@@ -67,7 +69,7 @@ impl Process {
         Self { pid, started: ProcessStat::from_pid(pid).map_or(0, |stat| stat.started) }
     }
 
-    /// Lists the process and its ancestors, up to the init process; empty if the process has ended.
+    /// Lists the process and its ancestors, without init; empty if the process has ended.
     pub fn with_ancestors(pid: i32) -> Vec<Self> {
         let (mut all, mut next) = (Vec::new(), pid);
         while next > 1
@@ -181,7 +183,7 @@ impl Message {
         }
     }
 
-    /// Builds the message to send before an agent starts; all its processes will be descendants of `runner`.
+    /// Builds the message to send before an agent starts. All of the agent's processes will be descendants of `runner`.
     pub fn dispatch_begin(dispatch_id: &str, agent_name: &str, runner: Process) -> Self {
         Self {
             dispatch_id: Some(dispatch_id.to_owned()),
@@ -203,10 +205,11 @@ pub fn time_limit(normal: Duration) -> Duration {
     if failpoint::trigger("hook.long_timeout").is_err() { normal * 60 } else { normal }
 }
 
-/// Sends a message and waits until the watcher has processed all earlier changes.
+/// Sends a message and waits until the watcher has processed it, and thereby all earlier file changes.
 ///
 /// # Errors
-/// The watcher is not reachable, or did not reply in time.
+/// The watcher is not reachable, did not reply in time, or rejected the message, which it does by closing the
+/// connection.
 pub fn send(socket: &Path, message: &Message, timeout: Duration) -> io::Result<()> {
     let deadline = Instant::now() + timeout;
     let remaining = || {
@@ -241,6 +244,7 @@ pub struct UndeliveredHook {
     #[serde(with = "clock::wire")]
     pub at: Timestamp,
     pub why: GapReason,
+    /// `None` if the hook had not parsed its input.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message: Option<Message>,
 }

@@ -13,7 +13,7 @@ use svc_store::key;
 
 /// Backups are hourly. The limit allows one missed run, and time for the next.
 const MAX_BACKUP_AGE_SECONDS: i64 = 2 * 3600 + 600;
-/// Drills, the rarest checks, are weekly. The limit allows one missed run, and time for the next.
+/// Drills, the least frequent checks, are weekly. The limit allows one missed run, and time for the next.
 const MAX_CHECK_AGE_DAYS: i64 = 15;
 const NEXT_STEP: &str = "journalctl -u svc-db-backup -n 50; systemctl start svc-db-backup";
 
@@ -28,14 +28,15 @@ struct BackupRecord {
 pub fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("backup");
     if let Ok(Some(held)) = HeldSnapshot::read(layout) {
-        let next = "`svc-db-backup accept`, if the loss is intended; otherwise `svc-db-backup side open`, or \
-                    `svcctl recover`";
+        let next = "if the loss is intended, run `svc-db-backup accept`; otherwise load the latest snapshot \
+                    with `svc-db-backup side open` and copy the rows back, or restore it with `svcctl \
+                    recover USER`";
         return findings.problem(held.to_string(), next);
     }
     let text = match fsx::read_if_exists(&layout.last_backup()) {
         Ok(Some(text)) => text,
         Ok(None) => return assess_missing_backup(findings, layout),
-        Err(error) => return findings.skipped(format!("{error}; run this as root")),
+        Err(error) => return findings.skipped(format!("{error}; run the doctor as root")),
     };
     let Ok(record) = serde_json::from_slice::<BackupRecord>(&text) else {
         return findings.problem("last-backup.json is not a valid backup record", NEXT_STEP);
@@ -79,7 +80,7 @@ pub fn check_snapshots(layout: &Layout) -> Findings {
                 let why = check.error.unwrap_or_else(|| "no reason recorded".to_owned());
                 findings = findings.problem(format!("the last {} failed: {why}", noun(kind)), next);
             }
-            Err(error) => findings = findings.skipped(format!("{error}; run this as root")),
+            Err(error) => findings = findings.skipped(format!("{error}; run the doctor as root")),
         }
     }
     findings.or_ok(summary.join(", "))
@@ -99,5 +100,8 @@ fn assess_missing_backup(findings: Findings, layout: &Layout) -> Findings {
     if i64::try_from(age).unwrap_or(i64::MAX) > MAX_BACKUP_AGE_SECONDS {
         return findings.problem("no backup on this machine", NEXT_STEP);
     }
-    findings.warning("no backup on this machine yet", "the timer runs hourly; `svcctl backup now` starts one")
+    findings.warning(
+        "no backup on this machine yet",
+        "the timer runs hourly; to start a backup now: systemctl start svc-db-backup",
+    )
 }

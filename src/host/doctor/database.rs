@@ -1,5 +1,5 @@
-//! Checks that the machine's own PostgreSQL is on this machine, is reachable and is version 16, and that its database
-//! is the restored one.
+//! Checks that `DATABASE_URL` names this machine's own PostgreSQL, that the server is reachable and has version 16, and
+//! that the database is the restored one.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
@@ -19,8 +19,8 @@ use svc_base::error_chain::format_chain;
 
 /// The port of `svc-postgres`.
 const PORT: u16 = 5432;
-const IDENTITY_NEXT_STEP: &str =
-    "`svcctl recover`, or on this machine `svc-restore replace` or `svc-restore adopt`";
+const IDENTITY_NEXT_STEP: &str = "if this database is the right one, run `svc-restore adopt`; otherwise restore the latest snapshot: here \
+     with `svc-restore replace`, or on a new server with `svcctl recover USER`";
 const NEXT_STEP: &str = "systemctl status svc-postgres; journalctl -u svc-postgres -n 50";
 
 pub async fn check(layout: &Layout) -> Findings {
@@ -48,7 +48,8 @@ pub async fn check(layout: &Layout) -> Findings {
             let version: String = row.get(0);
             if !version.starts_with("16") {
                 let what = format!("PostgreSQL {version}; snapshots and tools need version 16");
-                return findings.problem(what, "check SVC_POSTGRES_IMAGE and the unit svc-postgres");
+                let next = "check SVC_POSTGRES_IMAGE in update.env, and the unit svc-postgres";
+                return findings.problem(what, next);
             }
             findings.or_ok(format!(
                 "PostgreSQL {version}, database {}, responds in {} ms",
@@ -60,7 +61,7 @@ pub async fn check(layout: &Layout) -> Findings {
     }
 }
 
-/// Returns the next step after a failed identity check: a new restore only if the database is a different one.
+/// Returns the next step after a failed identity check: to adopt or restore only if the database is a different one.
 fn identity_next_step(error: &IdentityError) -> &'static str {
     if error.is_mismatch() { IDENTITY_NEXT_STEP } else { NEXT_STEP }
 }

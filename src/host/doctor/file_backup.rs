@@ -23,7 +23,7 @@ pub fn check(layout: &Layout) -> Findings {
             return findings.problem(what, "svc-sync-agent restore-home --retry");
         }
         Ok(_) => {}
-        Err(error) => return findings.skipped(format!("{error}; run this as root")),
+        Err(error) => return findings.skipped(format!("{error}; run the doctor as root")),
     }
     let status = match FilesStatus::read(layout) {
         Ok(Some(status)) => status,
@@ -31,7 +31,7 @@ pub fn check(layout: &Layout) -> Findings {
             return findings.warning("the owner's files have not been saved yet", NEXT_STEP);
         }
         Ok(None) => return findings.ok("the machine is not in use yet"),
-        Err(error) => return findings.skipped(format!("{error}; run this as root")),
+        Err(error) => return findings.skipped(format!("{error}; run the doctor as root")),
     };
     let now = Timestamp::now();
     if status.find_unsaved_since(now).is_some() {
@@ -45,7 +45,10 @@ pub fn check(layout: &Layout) -> Findings {
     if let Some(failure) = checks.find_failure(now) {
         return findings.problem(format!("the file backup may be damaged: {failure}"), VERIFY_STEP);
     }
-    let age = status.saved_until.map_or(0, |at| now.duration_since(at).as_secs().max(0));
+    let Some(saved_until) = status.saved_until else {
+        return findings.ok("the first save of the owner's files has not ended yet");
+    };
+    let age = now.duration_since(saved_until).as_secs().max(0);
     let what = format!("{} saved as of {age} s ago", pluralize(status.files, "file"));
     if status.unreadable == 0 {
         return findings.ok(what);

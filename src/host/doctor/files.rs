@@ -34,19 +34,20 @@ pub fn check_env_files(layout: &Layout) -> Findings {
                 findings = check_file(findings, &path, &meta, owner, &users);
             }
             Err(error) if error.kind() == ErrorKind::NotFound && is_required => {
-                let next = "without it, no service starts: recover the machine, or write the file as described in docs/reference/configuration.md";
+                let next = "without it, no service starts: recover the machine, or write the file as \
+                            described in docs/reference/configuration.md";
                 findings = findings.problem(format!("{} is missing", path.display()), next);
             }
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => {
-                findings = findings.skipped(format!("{}: {error}; run this as root", path.display()));
+                findings = findings.skipped(format!("{}: {error}; run the doctor as root", path.display()));
             }
         }
     }
     findings.or_ok(format!("{count} files, each accessible only to its owner"))
 }
 
-/// Checks the secrets that the machine has generated.
+/// Checks the files with secrets that this machine's services have written.
 pub fn check_secrets(layout: &Layout) -> Findings {
     let mut findings = Findings::new("secrets");
     let users = read_accounts(layout);
@@ -59,7 +60,7 @@ pub fn check_secrets(layout: &Layout) -> Findings {
             }
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => {
-                findings = findings.skipped(format!("{}: {error}; run this as root", path.display()));
+                findings = findings.skipped(format!("{}: {error}; run the doctor as root", path.display()));
             }
         }
     }
@@ -91,8 +92,8 @@ fn check_file(
     }
 }
 
-/// Returns the machine's accounts, or none if svc's users do not exist, because all files below a test root have the
-/// same owner.
+/// Returns the machine's accounts, or none if svc's users do not exist: below a test root, all files have the same
+/// owner, which is not checked.
 fn read_accounts(layout: &Layout) -> Accounts {
     let accounts = Accounts::load(layout.root());
     if accounts.uid(GATEWAY_USER).is_some() { accounts } else { Accounts::default() }

@@ -27,7 +27,7 @@ pub async fn check(layout: &Layout) -> Findings {
 
 fn assess(findings: Findings, stderr: &str) -> Findings {
     if stderr.contains("Operation not permitted") {
-        return findings.skipped("run this as root");
+        return findings.skipped("run the doctor as root");
     }
     let line = stderr.lines().next().unwrap_or("nft printed no error");
     let why = format!(

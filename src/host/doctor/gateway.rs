@@ -26,16 +26,16 @@ pub async fn check(layout: &Layout) -> Findings {
         Ok(None) => return findings.problem("no TLS key yet: the gateway has never started", next),
         Err(error) => {
             return findings
-                .skipped(format!("the gateway's key cannot be read: {error:#}; run this as root"));
+                .skipped(format!("the gateway's key cannot be read: {error:#}; run the doctor as root"));
         }
     };
     let Ok(gateway) = GatewayClient::new(listen, pin) else {
-        return findings.problem("the gateway's certificate or key is unusable", next);
+        return findings.problem("cannot create an HTTPS client for the gateway's certificate", next);
     };
     if gateway.is_ready().await {
         findings.ok(format!("ready on {listen}, with its own key"))
     } else {
-        findings.problem(format!("not ready on {listen}"), next)
+        findings.problem(format!("not ready on {listen}, or its key differs from tls/key.pem"), next)
     }
 }
 
@@ -60,17 +60,18 @@ pub fn check_key(layout: &Layout) -> Findings {
         Ok(Some(pin)) => pin.to_string(),
         Ok(None) => return findings.skipped("the gateway has no key yet"),
         Err(error) => {
-            return findings.skipped(format!("the key cannot be read: {error:#}; run this as root"));
+            return findings.skipped(format!("the key cannot be read: {error:#}; run the doctor as root"));
         }
     };
-    let next = "journalctl -u svc-register -n 50; `svcctl status` on the platform shows the boot's result";
+    let next = "journalctl -u svc-register -n 50; `svcctl status MACHINE` shows operators the boot's result";
     let registration = match fsx::read_if_exists(&layout.registration()) {
         Ok(Some(text)) => serde_json::from_slice::<RegistrationFile>(&text).ok(),
         Ok(None) => None,
-        Err(error) => return findings.skipped(format!("{error}; run this as root")),
+        Err(error) => return findings.skipped(format!("{error}; run the doctor as root")),
     };
     let Some(registration) = registration else {
-        return findings.problem("this machine has not registered: no traffic is routed to it", next);
+        let what = "no valid register.json: this machine has not registered, so no traffic is routed to it";
+        return findings.problem(what, next);
     };
     let Some(at) = &registration.registered_at else {
         return findings

@@ -13,7 +13,7 @@ use svc_base::diagnosis::Findings;
 use svc_base::error_chain::format_chain;
 use svc_http::client::{self, Deadlines};
 
-/// Proofs are valid for a minute, and tokens have 30 s of leeway.
+/// Below the times that limit the allowed skew: proofs are valid for a minute, and tokens have 30 s of leeway.
 const MAX_CLOCK_SKEW_SECONDS: i64 = 20;
 const DEADLINES: Deadlines = Deadlines {
     connect: Duration::from_secs(4),
@@ -23,7 +23,7 @@ const DEADLINES: Deadlines = Deadlines {
 
 async fn fetch_headers(layout: &Layout) -> Result<HeaderMap, String> {
     let Some(platform) = PlatformAccess::read(&mut services_env(layout), layout) else {
-        return Err("PLATFORM_INTERNAL_URL or UPGRADE_TOKEN is missing".to_owned());
+        return Err("PLATFORM_INTERNAL_URL or UPGRADE_TOKEN is missing or invalid".to_owned());
     };
     let client = client::build(DEADLINES).map_err(|error| format!("{error:#}"))?;
     let url = platform.url("/livez");
@@ -67,7 +67,10 @@ pub async fn check_clock(layout: &Layout) -> Findings {
             }
             let direction = if skew > 0 { "ahead of" } else { "behind" };
             findings.problem(
-                format!("{} s {direction} the platform's clock: proofs will be refused", skew.abs()),
+                format!(
+                    "{} s {direction} the platform's clock: this machine may refuse the platform's requests",
+                    skew.abs()
+                ),
                 "timedatectl status; systemctl restart systemd-timesyncd",
             )
         }

@@ -1,4 +1,4 @@
-//! Checks that only the gateway and ssh are reachable from outside.
+//! Checks that only the gateway and ssh listen on TCP ports beyond loopback.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
@@ -20,6 +20,7 @@ pub fn check(layout: &Layout) -> Findings {
     }
     let gateway = services_env(layout).or_default::<std::net::SocketAddr>(&vars::GATEWAY_LISTEN).port();
     let read = |name: &str| std::fs::read_to_string(format!("/proc/net/{name}"));
+    // Without IPv6, there is no tcp6.
     match (read("tcp"), read("tcp6").or_else(|_| Ok::<_, std::io::Error>(String::new()))) {
         (Ok(v4), Ok(v6)) => assess(findings, &parse_listeners(&v4, &v6), gateway),
         (Err(error), _) | (_, Err(error)) => findings.skipped(format!("/proc/net/tcp: {error}")),
@@ -28,7 +29,7 @@ pub fn check(layout: &Layout) -> Findings {
 
 fn assess(findings: Findings, listeners: &[(IpAddr, u16)], gateway: u16) -> Findings {
     let mut findings = findings;
-    for (ip, port) in listeners.iter().filter(|(ip, _)| !ip.is_loopback()) {
+    for (ip, port) in listeners.iter().filter(|(ip, _)| !ip.to_canonical().is_loopback()) {
         let next = "find the process with ss -ltnp; check that nftables blocks the port";
         if *port == POSTGRES_PORT {
             let what = format!("the database listens on {ip}, not only on loopback");
@@ -37,7 +38,7 @@ fn assess(findings: Findings, listeners: &[(IpAddr, u16)], gateway: u16) -> Find
             findings = findings.warning(format!("an unexpected process listens on {ip}:{port}"), next);
         }
     }
-    findings.or_ok(format!("only port {gateway} and ssh are reachable from outside"))
+    findings.or_ok(format!("only the gateway (port {gateway}) and ssh listen beyond loopback"))
 }
 
 /// Returns the listening sockets in `/proc/net/tcp` and `/proc/net/tcp6` (proc(5)). Addresses are 32-bit words in the

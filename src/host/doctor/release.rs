@@ -22,7 +22,7 @@ pub fn check_gate(layout: &Layout) -> Findings {
             "closed: the restore has not succeeded, so the gateway does not start",
             "journalctl -u svc-restore -n 50; then systemctl restart svc-first-boot, which resumes the boot",
         ),
-        Err(error) => findings.skipped(format!("{error}; run this as root")),
+        Err(error) => findings.skipped(format!("{error}; run the doctor as root")),
     }
 }
 
@@ -32,7 +32,8 @@ const NEXT_STEP_LINKS: &str =
 pub fn check_current(layout: &Layout) -> Findings {
     let findings = Findings::new("release");
     let Some(version) = release::current_version(layout) else {
-        let next = "`svc svc-update boot` fetches and installs the release that update.env names";
+        let next = "install the bundle that update.env names: run `svc svc-update boot` with any installed \
+                    `svc`, such as /opt/svc/releases/VERSION/bin/svc";
         return findings.problem(format!("{} does not name a release", layout.current().display()), next);
     };
     let dir = layout.release(&version);

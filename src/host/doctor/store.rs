@@ -1,5 +1,5 @@
-//! Checks the object store with the current credentials, and the slot's pointer. The check never renews credentials,
-//! because it would write a file that the services cannot read.
+//! Checks the object store with the current credentials, and the slot's pointer. The check never renews credentials:
+//! if root runs it, the services could not read the file that it would write.
 
 use jiff::{SignedDuration, Timestamp};
 use secrecy::SecretString;
@@ -23,10 +23,10 @@ pub async fn check(layout: &Layout) -> Findings {
     let mut findings = Findings::new("store");
     let mut env = services_env(layout);
     let Some(mut config) = StoreConfig::read(&mut env) else {
-        return findings.skipped("r2.env does not configure a store");
+        return findings.skipped("no valid store configuration in r2.env, or no permission to read it");
     };
     let Some(identity) = Identity::read_current(&mut env, layout) else {
-        return findings.skipped("host.env does not name a machine");
+        return findings.skipped("no valid machine identity in host.env, or no permission to read it");
     };
     if let StoreConfig::S3(s3) = &mut config {
         if s3.expires_at.is_none() {
@@ -57,7 +57,7 @@ pub async fn check(layout: &Layout) -> Findings {
         },
         Ok(_) => findings.problem(
             "the slot has no pointer, not even the fence that provisioning writes",
-            "system/db/latest was deleted: `svcctl backup now` writes it again",
+            "system/db/latest was deleted: `svcctl backup now MACHINE` writes it again",
         ),
         Err(error @ StoreError::Denied { .. }) => findings.problem(
             format_chain(&error),

@@ -18,6 +18,7 @@ const SERVICES: [&str; 7] = [
     "svc-watch.service",
     "svc-files.service",
 ];
+/// Sockets, timers and path units that are always active.
 const TRIGGER_UNITS: [&str; 13] = [
     "svc-agent.socket",
     "svc-db-backup.timer",

@@ -123,15 +123,15 @@ impl FilesSettings {
         SnapshotOrigin { machine: self.identity.machine, epoch: self.epoch() }
     }
 
-    /// Whether this process runs as the owner of the state directory. Other users, such as root, must not create files
-    /// there, because the service could not replace them.
+    /// Whether this process runs as the owner of the state directory, which is created if it is missing. Other users,
+    /// such as root, must not create files there, because the service could not use them.
     fn owns_state(&self) -> bool {
         let dir = self.layout.files_state();
         std::fs::create_dir_all(&dir).is_ok()
             && std::fs::metadata(&dir).is_ok_and(|meta| meta.uid() == nix::unistd::geteuid().as_raw())
     }
 
-    /// Returns the id of the latest snapshot, which the pointer names.
+    /// Returns the id of the latest snapshot, which the pointer names; `None` if it names none.
     ///
     /// # Errors
     /// The pointer cannot be read from the store.
@@ -144,7 +144,8 @@ impl FilesSettings {
         if self.owns_state() { Cache::new(self.layout.files_state().join("cache")) } else { Cache::none() }
     }
 
-    /// Opens the slot's repository; `None` if nothing has been saved yet.
+    /// Opens the slot's repository with the platform's key, or else with this machine's; `None` if nothing has been
+    /// saved yet.
     ///
     /// # Errors
     /// [`AccessError`]; `WrongKey` if neither the platform's key nor this machine's key opens it.

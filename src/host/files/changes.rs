@@ -62,7 +62,7 @@ pub fn observe(reply: &Result<ChangesReply, ChangesError>) -> Observation {
     }
 }
 
-/// Returns the changed paths that the watcher reported, which are relative to `home`.
+/// Converts the watcher's paths, which are relative to `home`, to paths relative to the user's home directory.
 pub fn watched_changes(paths: Option<&ChangedPaths>) -> ChangeSet {
     use std::os::unix::ffi::OsStrExt;
     let below_home = |path: &[u8]| Path::new("home").join(std::ffi::OsStr::from_bytes(path));
@@ -76,7 +76,8 @@ pub fn watched_changes(paths: Option<&ChangedPaths>) -> ChangeSet {
     changes
 }
 
-/// Returns all paths that the watcher does not watch: the programs' settings beside `home`, and the machine's records.
+/// Returns all paths that the watcher does not watch: the programs' settings beside `home`, and the records and
+/// settings in `home/system`.
 pub fn unwatched_changes(user_home: &Path) -> ChangeSet {
     let mut changes = ChangeSet::default();
     changes.mark_directory(Path::new(""));

@@ -1,4 +1,4 @@
-//! The results of verifications and drills of the file backup, and the order in which shares are verified.
+//! The results of verifications and drills of the file backup, and the order in which shares of its packs are verified.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
@@ -14,10 +14,11 @@ use crate::system::layout::Layout;
 
 const FILE: &str = "checks.json";
 const FORMAT: u32 = 1;
-/// A drill runs once a week, with a verification.
+/// A drill runs once a week, after a verification. Verifications are daily, but not exactly 24 hours apart, so half a
+/// day is subtracted.
 const DRILL_INTERVAL: SignedDuration = SignedDuration::from_hours(7 * 24 - 12);
 /// Checks, which run daily, raise an attention item after they have failed for this long.
-const MAX_FAILING: SignedDuration = SignedDuration::from_hours(36);
+const MAX_FAILURE_DURATION: SignedDuration = SignedDuration::from_hours(36);
 /// Maximum number of overdue shares that one run verifies, to catch up after days without a run.
 const MAX_SHARES: usize = 3;
 /// Maximum number of affected files that a message names.
@@ -63,7 +64,7 @@ pub struct VerifyResult {
     pub bytes: u64,
     /// The number of damaged packs whose content is also in other packs.
     pub replaced: u64,
-    /// Why it could not be completed.
+    /// Why the verification could not be completed.
     pub error: Option<String>,
 }
 
@@ -81,7 +82,7 @@ pub struct DrillResult {
     /// changed since it was saved; and the paths of the first ones.
     pub differing_count: u64,
     pub differing: Vec<String>,
-    /// Why it failed.
+    /// Why the drill could not be completed.
     pub error: Option<String>,
 }
 
@@ -98,7 +99,7 @@ pub struct AffectedFile {
 }
 
 impl FileChecks {
-    /// Reads the file; returns an empty value if there is no file, or if it has another format version.
+    /// Reads the file; returns an empty value if there is no file, or if it is invalid or of another format version.
     ///
     /// # Errors
     /// If the file exists and cannot be read.
@@ -132,8 +133,8 @@ impl FileChecks {
         count
     }
 
-    /// Selects the shares to verify now, so that each is verified within `days`: the ones verified longest ago, and the
-    /// ones with damaged packs, which a save may have repaired.
+    /// Selects the shares to verify now, so that each is verified every `days` days: those verified longest ago, and
+    /// those with damaged packs, which a save may have repaired.
     pub fn select_shares(&mut self, days: u16, now: Timestamp) -> Vec<PackShare> {
         let count = self.set_share_count(days);
         let mut indices: Vec<u16> = (0..count).collect();
@@ -192,9 +193,9 @@ impl FileChecks {
         self.drilled_at.or_else(|| self.drill.as_ref().filter(|drill| drill.error.is_none())?.at)
     }
 
-    /// Describes the failure of the checks, if it has lasted for [`MAX_FAILING`].
+    /// Describes the failure of the checks, if it has lasted for [`MAX_FAILURE_DURATION`].
     pub fn find_failure(&self, now: Timestamp) -> Option<String> {
-        let since = self.failing_since.filter(|since| now.duration_since(*since) >= MAX_FAILING)?;
+        let since = self.failing_since.filter(|since| now.duration_since(*since) >= MAX_FAILURE_DURATION)?;
         Some(format!("its checks have failed since {}: {}", clock::rfc3339_ms(since), self.find_error()?))
     }
 
@@ -225,7 +226,8 @@ impl FileChecks {
         }
     }
 
-    /// Describes the damage, or else the differences that a drill has found; `None` if everything is intact.
+    /// Describes why nothing can be restored, or else the damage, or else the differences that a drill has found;
+    /// `None` if no problem is known.
     pub fn find_problem(&self) -> Option<String> {
         if let Some(why) = &self.unreadable {
             return Some(why.clone());
@@ -318,9 +320,9 @@ mod tests {
         checks.record_share(share, &damaged(&[&blob, &"ef".repeat(32)]), at(3));
         assert_eq!(checks.damage_found_at, Some(at(3)));
         // Each run verifies the shares with damaged packs.
-        let mut others = FileChecks { damaged: checks.damaged.clone(), ..FileChecks::default() };
+        let mut with_30_shares = FileChecks { damaged: checks.damaged.clone(), ..FileChecks::default() };
         let index = (0xabab % 30) as u16;
-        assert!(others.select_shares(30, at(4)).contains(&PackShare { index, count: 30 }));
+        assert!(with_30_shares.select_shares(30, at(4)).contains(&PackShare { index, count: 30 }));
         checks.record_share(share, &VerifyReport::default(), at(4));
         assert_eq!((checks.damage_found_at, checks.damaged_blobs().len()), (None, 0));
     }

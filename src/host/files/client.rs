@@ -88,18 +88,17 @@ pub async fn print_versions(layout: &Layout, path: &str, before: Option<&str>) -
     let mut query = vec![("path", path), ("limit", "500")];
     query.extend(before.map(|before| ("before", before)));
     let page: FileVersions = gateway.send(gateway.get("versions", &query)).await?;
-    print!("{}", show_versions(&page));
+    print!("{}", format_versions(&page));
     Ok(())
 }
 
-/// Describes a page of versions.
-fn show_versions(page: &FileVersions) -> String {
+fn format_versions(page: &FileVersions) -> String {
     let mut text = String::new();
     if page.versions.is_empty() {
         text.push_str(&format!("no saved versions of {}\n", one_line(&page.path)));
     }
     for version in &page.versions {
-        let state = version.entry.as_ref().map_or_else(|| "did not exist".to_owned(), show_entry);
+        let state = version.entry.as_ref().map_or_else(|| "did not exist".to_owned(), format_entry);
         text.push_str(&format!("{}  {}  {state}\n", version.first_saved_at, version.last_saved_at));
     }
     if page.damaged_snapshots > 0 {
@@ -112,7 +111,7 @@ fn show_versions(page: &FileVersions) -> String {
     text
 }
 
-fn show_entry(entry: &FileEntry) -> String {
+fn format_entry(entry: &FileEntry) -> String {
     let size = match entry.kind {
         FileKind::File => format_bytes(entry.size_bytes),
         kind => kind.to_string(),
@@ -139,7 +138,7 @@ pub async fn print_listing(layout: &Layout, path: &str, time: Option<&str>) -> R
         let entries = if page.entry.kind == FileKind::Directory { &page.entries } else { &vec![page.entry] };
         for entry in entries {
             let target = entry.target.as_ref().map_or_else(String::new, |target| format!(" -> {target}"));
-            println!("{}  {}", show_entry(entry), one_line(&format!("{}{target}", entry.name)));
+            println!("{}  {}", format_entry(entry), one_line(&format!("{}{target}", entry.name)));
         }
         let Some(next) = page.next_cursor else { return Ok(()) };
         // Read the next page from the same snapshot.

@@ -20,8 +20,8 @@ const MAX_SHOWN_EXCLUDED: usize = 5;
 /// Prints the state of the file backup.
 ///
 /// # Errors
-/// `Unavailable` if files could not be restored, or if changes have been unsaved for too long; `Internal` if the state
-/// cannot be read.
+/// `Unavailable` if files could not be restored, if nothing has been saved yet, or if changes have been unsaved for too
+/// long; `Internal` if the state cannot be read.
 pub fn show_status(layout: &Layout) -> Result<(), Failure> {
     let status = FilesStatus::read(layout).or_exit(Exit::Internal)?;
     let outcome = RestoreOutcome::read(layout).or_exit(Exit::Internal)?;
@@ -69,7 +69,7 @@ fn describe(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now:
             let items = |count: u64| pluralize(count, "item");
             match &status.excluded_files {
                 Some(excluded) => rows.extend(describe_excluded(excluded)),
-                None => rows.push(("left out", items(status.excluded))),
+                None => rows.push(("excluded", items(status.excluded))),
             }
             if status.special > 0 {
                 let special = items(status.special);
@@ -110,13 +110,14 @@ fn describe_excluded(excluded: &ExcludedFiles) -> Vec<(&'static str, String)> {
     let sum = format!("{at_least}{}", size(excluded.entries, excluded.bytes));
     let largest = excluded.largest.iter().take(MAX_SHOWN_EXCLUDED);
     let entry = |file: &ExcludedFile| ("", format!("{}: {}", file.path, size(file.entries, file.bytes)));
-    std::iter::once(("left out", sum)).chain(largest.map(entry)).collect()
+    std::iter::once(("excluded", sum)).chain(largest.map(entry)).collect()
 }
 
 /// Requests a save, and waits until everything written before is saved.
 ///
 /// # Errors
-/// `Unavailable` if the save fails or takes too long.
+/// `Unavailable` if the save fails or takes too long; `Internal` if the save cannot be requested, or its status cannot
+/// be read.
 pub async fn save_now(layout: &Layout) -> Result<(), Failure> {
     let status = save_request::save_now(layout).await.map_err(|error| match error {
         SaveRequestError::File(error) => Failure::new(Exit::Internal, error),
@@ -152,7 +153,7 @@ mod tests {
             "10 s ago; not saved yet",
             "3, 12 bytes",
             "such as home/x",
-            "left out    at least 10 items, 4.0 KiB\n",
+            "excluded    at least 10 items, 4.0 KiB\n",
             "            home/a/node_modules: 9 items, 2.0 KiB\n",
             "the store is unreachable",
             "2 files as of",

@@ -21,11 +21,12 @@ use super::home_path::HomePath;
 use super::owner::open_home;
 use crate::system::layout::Layout;
 
-/// Limits on the sample, which also uses at most a quarter of the free space.
+/// Limits on the sample, which also uses at most a quarter of the available space.
 const MAX_SAMPLE_FILES: usize = 50;
 const MAX_SAMPLE_BYTES: u64 = 256 << 20;
 /// The directory for the restored files, in the state directory of the file backup.
 const STAGING: &str = "drill";
+/// Maximum number of differing files that the result names.
 const MAX_NAMED_FILES: usize = 10;
 
 /// Why a drill could not be completed.
@@ -54,7 +55,8 @@ impl DrillError {
 }
 
 /// Restores a sample of the latest snapshot's files, and compares those that have not changed since with the files on
-/// the machine. Returns `None` if the disk has no space for a sample: that is not damage, and is reported separately.
+/// the machine. Returns `None` if the disk has too little space for a sample: this is not damage, and the next
+/// verification tries the drill again.
 pub(super) async fn drill(settings: &FilesSettings, now: Timestamp) -> Option<DrillResult> {
     let mut result = DrillResult { at: Some(now), ..DrillResult::default() };
     let staging = settings.layout.files_state().join(STAGING);
@@ -108,10 +110,10 @@ async fn compare_sample(
     let has_content = |sample: &[(PathBuf, Entry)]| sample.iter().any(|(_, entry)| entry.size() > 0);
     let had_content = has_content(&sample);
     let available = available_bytes(staging)? / 4;
-    let mut left = MAX_SAMPLE_BYTES.min(available);
-    sample.retain(|(_, entry)| match left.checked_sub(entry.size()) {
-        Some(rest) => {
-            left = rest;
+    let mut budget = MAX_SAMPLE_BYTES.min(available);
+    sample.retain(|(_, entry)| match budget.checked_sub(entry.size()) {
+        Some(remaining) => {
+            budget = remaining;
             true
         }
         None => false,
@@ -119,9 +121,9 @@ async fn compare_sample(
     if had_content && !has_content(&sample) && available < MAX_SAMPLE_BYTES {
         return Err(DrillError::NoSpace);
     }
-    let own = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
+    let uid_and_gid = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
     let options = RestoreOptions {
-        owner: Some(own),
+        owner: Some(uid_and_gid),
         ..RestoreOptions::new(staging.to_owned(), settings.layout.root().to_owned())
     };
     let entries = sample.iter().enumerate().map(|(number, (_, entry))| (entry, number.to_string()));
@@ -131,9 +133,9 @@ async fn compare_sample(
     }
     (result.files, result.bytes) = (restored.files, restored.bytes);
     for (number, (path, entry)) in sample.into_iter().enumerate() {
-        let (layout, below) = (settings.layout.clone(), path.clone());
+        let (layout, relative) = (settings.layout.clone(), path.clone());
         let restored = staging.join(number.to_string());
-        let compare = move || compare(&layout, &below, &entry, &restored);
+        let compare = move || compare(&layout, &relative, &entry, &restored);
         let is_same = tokio::task::spawn_blocking(compare).await.ok().flatten();
         let Some(is_same) = is_same else { continue };
         result.compared += 1;
@@ -148,7 +150,7 @@ async fn compare_sample(
 }
 
 /// Returns whether the restored file equals the current one; `None` if the current one has changed since it was saved,
-/// or cannot be read.
+/// or if one of them cannot be read. A missing restored file is a difference.
 fn compare(layout: &Layout, path: &Path, entry: &Entry, restored: &Path) -> Option<bool> {
     let mut present = open_home(layout, &layout.user_home()).ok()?.open_file(path).ok()?;
     let modified_at = |meta: &Metadata| to_nanoseconds(meta.mtime(), meta.mtime_nsec());
@@ -164,7 +166,7 @@ fn compare(layout: &Layout, path: &Path, entry: &Entry, restored: &Path) -> Opti
     present.metadata().ok().filter(is_unchanged)?;
     let mut restored = match File::open(restored) {
         Ok(restored) => restored,
-        // A file that its owner may not read can be opened only with a capability, which the service has.
+        // The file's mode denies reading even to its owner, and this process lacks the capability of the service.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return None,
         Err(_) => return Some(false),
     };
@@ -209,9 +211,10 @@ async fn draw_sample(history: &History, root: Entry) -> Result<Vec<(PathBuf, Ent
                     let drawn = uuid::Uuid::new_v4().as_u128() % seen;
                     if sample.len() < MAX_SAMPLE_FILES {
                         sample.push((path, entry));
-                    } else if let Some(place) = usize::try_from(drawn).ok().and_then(|at| sample.get_mut(at))
+                    } else if let Some(replaced) =
+                        usize::try_from(drawn).ok().and_then(|index| sample.get_mut(index))
                     {
-                        *place = (path, entry);
+                        *replaced = (path, entry);
                     }
                 }
                 EntryKind::Link | EntryKind::Special => {}

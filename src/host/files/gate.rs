@@ -4,9 +4,10 @@
 //! The files are restored to a staging directory on the same file system, and moved into place only when they are
 //! complete. A killed run can be repeated.
 //!
-//! If the snapshot is damaged, the machine starts without the files, because the owner still needs the database. The
+//! If the backup is damaged, the machine starts without the files, because the owner still needs the database. The
 //! outcome is recorded, and the machine then saves no files, so that the snapshot remains the latest one. After any
-//! other error, the boot fails and is retried.
+//! other error, the boot fails. systemd retries it, unless the disk is too small, the platform has refused the key, or
+//! the configuration is invalid.
 
 use std::fs;
 use std::sync::Arc;
@@ -33,7 +34,8 @@ use crate::system::boot_progress::BootReporter;
 use crate::system::layout::Layout;
 use crate::system::progress::Progress;
 
-/// How long the store or the platform may be unreachable before the boot fails. systemd then restarts the unit.
+/// How long transient errors of the store or the platform are retried before the boot fails. systemd then restarts the
+/// unit.
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(3600);
 const PHASE: &str = "restoring the owner's files";
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
@@ -64,14 +66,15 @@ enum GateError {
     Files(#[from] FilesError),
     #[error(transparent)]
     File(#[from] FileError),
-    #[error("a thread was cancelled")]
+    #[error("a thread panicked or was cancelled")]
     Thread(#[from] tokio::task::JoinError),
     #[error(transparent)]
     Injected(#[from] Injected),
 }
 
 impl GateError {
-    /// Whether the snapshot itself is unusable, so that neither another boot nor a larger disk helps.
+    /// Whether the pointer, the repository or the snapshot is unusable, so that neither another boot nor a larger disk
+    /// helps.
     fn is_damage(&self) -> bool {
         match self {
             Self::NoRepository(_) | Self::InvalidSnapshot => true,
@@ -88,7 +91,7 @@ impl GateError {
 
 impl GateError {
     /// Returns the exit code. systemd does not restart the unit after [`Exit::Refused`] and [`Exit::Permission`].
-    fn exit(&self) -> Exit {
+    fn exit_code(&self) -> Exit {
         match self {
             Self::Files(error) if error.is_no_space() => Exit::Refused,
             Self::Access(AccessError::KeyRefused(_)) => Exit::Permission,
@@ -108,7 +111,7 @@ pub struct RestoreOutcome {
     version: u32,
     #[serde(with = "clock::wire")]
     pub ended_at: Timestamp,
-    /// The restored snapshot; `None` if there was none.
+    /// The restored snapshot; `None` if there was none, or if it could not be restored.
     pub snapshot: Option<String>,
     /// Everything that was written before this time was restored.
     #[serde(with = "clock::wire_option")]
@@ -117,12 +120,12 @@ pub struct RestoreOutcome {
     pub bytes: u64,
     /// Entries whose owner, mode, times or attributes could not be set.
     pub incomplete: u64,
-    /// Why nothing was restored.
+    /// Why the snapshot could not be restored.
     pub error: Option<String>,
 }
 
 impl RestoreOutcome {
-    /// Reads the outcome; `None` if this machine has recorded none.
+    /// Reads the outcome; `None` if this machine has recorded none, or if the file is invalid.
     ///
     /// # Errors
     /// If the file exists and cannot be read.
@@ -139,8 +142,8 @@ impl RestoreOutcome {
     }
 }
 
-/// Restores the owner's files on a new machine. On a machine that is in use, restores them only if an earlier restore
-/// failed or never ran, and `retry` is set.
+/// Restores the owner's files on a new machine. If an earlier restore failed, or the machine is in use and has never
+/// restored files, this requires `retry`. After a successful restore, does nothing.
 pub async fn run(layout: Layout, retry: bool) -> Result<(), Failure> {
     let outcome = RestoreOutcome::read(&layout).or_exit(Exit::Internal)?;
     let is_done = match &outcome {
@@ -157,7 +160,7 @@ pub async fn run(layout: Layout, retry: bool) -> Result<(), Failure> {
         return Ok(());
     }
     if is_done {
-        tracing::info!("this machine's files are already in use; nothing is restored");
+        tracing::info!("the files have been restored before, or the machine is in use; nothing is restored");
         return Ok(());
     }
     let settings = FilesSettings::read(layout)?;
@@ -169,7 +172,7 @@ pub async fn run(layout: Layout, retry: bool) -> Result<(), Failure> {
             activity::note(&settings.layout, &describe(&outcome));
             Ok(())
         }
-        Err(error) if !error.is_damage() => Err(Failure::new(error.exit(), error)),
+        Err(error) if !error.is_damage() => Err(Failure::new(error.exit_code(), error)),
         Err(error) => {
             let text = format_chain(&error);
             tracing::error!(
@@ -194,7 +197,7 @@ fn describe(outcome: &RestoreOutcome) -> String {
         (Some(_), Some(at)) => {
             format!("{} files were restored as they were at {}", outcome.files, clock::rfc3339_ms(at))
         }
-        _ => "the machine starts without earlier files: there is no file backup".to_owned(),
+        _ => "no files were restored: there is no file backup of an earlier machine".to_owned(),
     }
 }
 
@@ -202,12 +205,12 @@ async fn restore_files(settings: &FilesSettings, progress: &Progress) -> Result<
     let read = async || files_pointer::read(&settings.bucket, &settings.slot).await;
     let pointer = retry(OUTAGE_TIMEOUT, StoreError::is_transient, read).await?;
     // A machine that is in use restores only its predecessor's snapshot: its own files are newer than its own snapshot.
-    let is_restored = |latest: &FilesSnapshotRef| {
+    let should_restore = |latest: &FilesSnapshotRef| {
         let identity = &settings.identity;
         !settings.layout.restore_complete().exists()
             || latest.machine_id != identity.machine && latest.epoch < identity.epoch
     };
-    let Some(latest) = pointer.and_then(|pointer| pointer.value.snapshot).filter(is_restored) else {
+    let Some(latest) = pointer.and_then(|pointer| pointer.value.snapshot).filter(should_restore) else {
         return Ok(RestoreOutcome {
             version: FORMAT,
             ended_at: clock::now_ms(),
@@ -217,7 +220,7 @@ async fn restore_files(settings: &FilesSettings, progress: &Progress) -> Result<
     let staging = Staging::new(&settings.layout, HOME_STAGING);
     staging.ensure_own()?;
     let outcome = match staging.read_complete::<RestoreOutcome>()? {
-        // An earlier run was interrupted while it was moving the files.
+        // An earlier run downloaded all files, but was interrupted before it had moved all of them.
         Some(outcome) => outcome,
         None => download(settings, &latest, &staging, progress).await?,
     };

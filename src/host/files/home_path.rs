@@ -16,7 +16,7 @@ const FILES: &str = "home";
 /// The machine's records, which the owner can read but only the machine can write.
 const RECORDS: &str = "home/system";
 
-/// A path below the user's home directory. It has no `..`.
+/// The user's home directory, or a path below it without `..`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HomePath(PathBuf);
 
@@ -32,16 +32,16 @@ pub enum HomePathError {
 }
 
 impl HomePath {
-    /// An ECMA 262 pattern that matches every valid path, apart from the limit [`MAX_PATH_CHARS`]: no name is `..`, and
-    /// an absolute path begins with [`SHOWN_HOME`].
+    /// An ECMA 262 pattern for the API's schema: no name is `..`, and an absolute path begins with [`SHOWN_HOME`]. It
+    /// does not limit the length to [`MAX_PATH_CHARS`].
     pub const PATTERN: &str = r"^(/home/svc(/(\.|[^./\u0000][^/\u0000]*|\.[^./\u0000][^/\u0000]*|\.\.[^/\u0000]+)?)*|(\.|[^./\u0000][^/\u0000]*|\.[^./\u0000][^/\u0000]*|\.\.[^/\u0000]+)(/(\.|[^./\u0000][^/\u0000]*|\.[^./\u0000][^/\u0000]*|\.\.[^/\u0000]+)?)*)$";
 
-    /// The directory with the owner's files.
+    /// Returns the path of the directory that contains the owner's files.
     pub fn files() -> Self {
         Self(PathBuf::from(FILES))
     }
 
-    /// Creates a path from one relative to the home directory. `path` must not contain `..`.
+    /// Creates a path from one relative to the user's home directory. `path` must not contain `..`.
     pub fn from_relative(path: PathBuf) -> Self {
         Self(path)
     }
@@ -51,7 +51,7 @@ impl HomePath {
         &self.0
     }
 
-    /// Returns the parent and the name; `None` for the home directory itself.
+    /// Returns the parent, relative to the user's home directory, and the name; `None` for that directory itself.
     pub fn split(&self) -> Option<(&Path, &OsStr)> {
         self.0.parent().zip(self.0.file_name())
     }
@@ -77,13 +77,13 @@ impl FromStr for HomePath {
             return Err(HomePathError::TooLong);
         }
         let given = Path::new(text);
-        let below = if given.is_absolute() {
+        let relative = if given.is_absolute() {
             given.strip_prefix(SHOWN_HOME).map_err(|_| HomePathError::Outside)?.to_owned()
         } else {
             Path::new(FILES).join(given)
         };
         let mut path = PathBuf::new();
-        for component in below.components() {
+        for component in relative.components() {
             match component {
                 Component::Normal(name) => path.push(name),
                 Component::CurDir => {}

@@ -5,7 +5,8 @@
 //! snapshot before the database is restored and the gateway starts. The pointer (`svc_store::files_pointer`) names that
 //! snapshot; a replaced machine cannot move it.
 //!
-//! [`history`] lists and sends earlier states of files, and [`restore_entry`] restores one on a running machine.
+//! [`history`] lists and sends earlier states of files, and [`restore_entry`] restores a single file or directory on a
+//! running machine.
 
 pub mod access;
 mod changes;

@@ -1,11 +1,11 @@
 //! Moves restored files into place.
 //!
-//! A new machine's home is nearly empty: it contains the directories that the services need, and their first records.
-//! The restored files replace files of the same name, and directories are merged. Each step is a rename, so that a
-//! killed run can be repeated.
+//! A new machine's home directory is nearly empty: it contains the directories that the services need, and their first
+//! records. The restored files replace files of the same name, and directories are merged. Each file is moved by a
+//! rename, so that a killed run can be repeated.
 //!
-//! A repeated restore runs at the same time as the owner's programs. Directories are therefore opened without following
-//! links, and entries are named only relative to open directories.
+//! `restore-home --retry` runs at the same time as the owner's programs. Directories are therefore opened without
+//! following symbolic links, and entries are named only relative to open directories.
 
 use std::ffi::{CString, OsStr};
 use std::os::fd::OwnedFd;
@@ -22,12 +22,13 @@ use svc_base::fsx::FileError;
 /// Entries with these names are moved before the others in their directory: the owner's `home`, and in it the machine's
 /// records and the apps.
 const FIRST_NAMES: [&[u8]; 3] = [b"home", b"system", b"apps"];
-/// Prefix for the names of replaced entries of another kind, which are deleted with the staging directory.
+/// Prefix for the names, in the staging directory, of existing directories that a file replaces and of existing files
+/// that a directory replaces. They are deleted with the staging directory.
 const REPLACED_PREFIX: &str = ".svc-replaced-";
 
 /// Moves everything in `from` to `to`, on the same file system, and gives existing directories the owner and mode of
-/// the restored ones. An existing entry of another kind is moved to `from`. Returns the number of entries that were
-/// replaced.
+/// the restored ones. An existing directory that a file replaces is moved to `from`, and so is an existing file that a
+/// directory replaces. Returns the number of entries that were replaced.
 ///
 /// # Errors
 /// If an entry cannot be moved. Entries that were already moved remain in `to`; a repeated call moves the rest.
@@ -36,7 +37,7 @@ pub fn move_contents(from: &Path, to: &Path) -> Result<u64, FileError> {
     move_between(&open(from)?, &open(to)?, to)
 }
 
-/// Converts an error. `path` is used only in the message.
+/// Adds the action and a path to an error. The path is not used otherwise.
 fn wrap(action: &'static str, path: &Path) -> impl FnOnce(Errno) -> FileError {
     move |errno| FileError::wrap(action, path)(errno.into())
 }
@@ -65,25 +66,26 @@ fn is_directory(stat: &Stat) -> bool {
     FileType::from_raw_mode(stat.st_mode) == FileType::Directory
 }
 
-fn move_between(from: &OwnedFd, to: &OwnedFd, shown: &Path) -> Result<u64, FileError> {
+/// Moves everything between two open directories. `path` is the path of `to`, for messages.
+fn move_between(from: &OwnedFd, to: &OwnedFd, path: &Path) -> Result<u64, FileError> {
     let mut replaced = 0;
-    for name in list(from).map_err(wrap("list", shown))? {
-        let target = shown.join(OsStr::from_bytes(name.as_bytes()));
+    for name in list(from).map_err(wrap("list", path))? {
+        let target = path.join(OsStr::from_bytes(name.as_bytes()));
         let source = statat(from, &name, AtFlags::SYMLINK_NOFOLLOW).map_err(wrap("read", &target))?;
-        let existing = match statat(to, &name, AtFlags::SYMLINK_NOFOLLOW) {
+        let is_existing_directory = match statat(to, &name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(existing) => Some(is_directory(&existing)),
             Err(Errno::NOENT) => None,
             Err(error) => return Err(wrap("read", &target)(error)),
         };
-        if is_directory(&source) && existing == Some(true) {
+        if is_directory(&source) && is_existing_directory == Some(true) {
             replaced += merge(from, to, &name, &target)?;
             continue;
         }
-        if existing.is_some() {
+        if is_existing_directory.is_some() {
             replaced += 1;
         }
-        if existing.is_some_and(|existing| existing != is_directory(&source)) {
-            // The existing entry is deleted with the staging directory.
+        if is_existing_directory.is_some_and(|is_existing| is_existing != is_directory(&source)) {
+            // A rename cannot replace a directory with a file, or the reverse.
             let aside = format!("{REPLACED_PREFIX}{}", uuid::Uuid::new_v4().simple());
             renameat(to, &name, from, aside.as_str()).map_err(wrap("replace", &target))?;
         }
@@ -149,7 +151,7 @@ mod tests {
         write(&to.join("system/logs/b.log"), "new");
         write(&to.join("was-a-directory/inside"), "new");
         write(&to.join("was-a-file"), "new");
-        // A link in the new home is replaced, not followed.
+        // A symbolic link in the new home directory is replaced, not followed.
         fs::create_dir(root.path().join("outside")).unwrap();
         std::os::unix::fs::symlink(root.path().join("outside"), to.join("notes")).unwrap();
 
@@ -162,7 +164,7 @@ mod tests {
         assert_eq!(fs::metadata(to.join("system")).unwrap().mode() & 0o7777, 0o2750);
         assert_eq!(fs::read_link(to.join("link")).unwrap(), Path::new("/etc"));
         assert_eq!(fs::read_dir(root.path().join("outside")).unwrap().count(), 0);
-        // Entries that were replaced by another kind are deleted with the staging directory.
+        // Only entries that were replaced by another kind remain.
         let left: Vec<_> = fs::read_dir(&from).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         assert!(left.iter().all(|name| name.to_string_lossy().starts_with(REPLACED_PREFIX)), "{left:?}");
         assert_eq!(left.len(), 3);

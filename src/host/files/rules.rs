@@ -11,20 +11,20 @@ use crate::system::layout::Layout;
 
 /// Directories that programs can re-create, excluded at any depth.
 const DEFAULT_RULES: &[&str] = &["node_modules/", ".cache/", "__pycache__/"];
-/// The owner's rules, below the home, in the syntax of `.gitignore`.
+/// The file in the home that contains the owner's rules, in the syntax of `.gitignore`.
 const RULES_FILE: &str = ".svcignore";
 const MAX_RULES_BYTES: u64 = 64 << 10;
-/// Maximum number of invalid rules in the status.
+/// Maximum number of messages about the rules in the status.
 const MAX_INVALID_RULES: usize = 5;
 
-/// The owner's rules, and why they could not be read.
+/// The text of the owner's rules, or why it could not be read.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct OwnerRules {
     text: String,
     error: Option<String>,
 }
 
-/// Reads the owner's rules; empty if the file does not exist or cannot be read.
+/// Reads the owner's rules. They are empty if the file does not exist or cannot be read.
 pub(super) fn read_rules(layout: &Layout) -> OwnerRules {
     let read = || open_home(layout, &layout.home())?.read(Path::new(RULES_FILE), MAX_RULES_BYTES);
     match read() {
@@ -36,7 +36,8 @@ pub(super) fn read_rules(layout: &Layout) -> OwnerRules {
     }
 }
 
-/// Sets the rules, and returns the first invalid ones.
+/// Sets the excluded paths and rules. Returns why the owner's rules could not be read, if so, and the first invalid
+/// ones.
 pub(super) fn set_rules(exclusions: &mut Exclusions, rules: &OwnerRules) -> Vec<String> {
     exclusions.paths = STAGING_NAMES.map(PathBuf::from).to_vec();
     let kept = vec![PathBuf::from("home/system")];

@@ -23,7 +23,8 @@ pub(super) enum SaveError {
 }
 
 impl SaveError {
-    /// Whether the platform has withdrawn this machine's credentials. It may issue new ones if the recovery fails.
+    /// Whether the platform has withdrawn this machine's credentials for the store, because a recovery has replaced the
+    /// machine. The platform may issue new ones if the recovery is undone.
     pub(super) fn is_withdrawn(&self) -> bool {
         match self {
             Self::Pointer(PointerError::Store(error)) | Self::Store(error) => is_withdrawn(error),

@@ -14,7 +14,7 @@ pub const SAVE_REQUEST: &str = "files";
 const TIMEOUT: Duration = Duration::from_secs(600);
 const POLL_INTERVAL: Duration = Duration::from_millis(250);
 
-/// Why a requested save did not succeed.
+/// Why a requested save did not succeed, or could not be requested.
 #[derive(Debug, thiserror::Error)]
 pub enum SaveRequestError {
     #[error("{0}")]
@@ -31,7 +31,8 @@ pub enum SaveRequestError {
 /// Requests a save, waits until everything written before the request is saved, and returns the status.
 ///
 /// # Errors
-/// [`SaveRequestError`].
+/// `Failed` if a save fails after the request; `Timeout` if no save has succeeded or failed within ten minutes; `File`
+/// if the request cannot be written or the status cannot be read.
 pub async fn save_now(layout: &Layout) -> Result<FilesStatus, SaveRequestError> {
     let requested_at = clock::now_ms();
     fsx::write_atomic(&layout.request(SAVE_REQUEST), b"", 0o644)?;

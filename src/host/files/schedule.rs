@@ -49,6 +49,7 @@ pub enum Save {
     Everything,
 }
 
+/// The times of past saves and failures, from which the next save follows.
 #[derive(Debug)]
 pub struct Schedule {
     /// When the first unsaved change was seen.
@@ -74,7 +75,7 @@ impl Schedule {
         }
     }
 
-    /// Requests a save at the next check, for an operator or because the machine is about to stop.
+    /// Makes the next [`Self::decide`] return a save, even during the pause after an earlier one.
     pub fn request(&mut self) {
         self.is_requested = true;
     }

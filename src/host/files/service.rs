@@ -107,11 +107,11 @@ struct FileBackup {
 
 struct OpenSaver {
     saver: Saver,
-    /// The latest snapshot.
+    /// The snapshot with which the next save compares the files; `None` if there is none, or if it is damaged.
     parent: Option<(Id, Snapshot)>,
-    /// Whether this machine took it.
+    /// Whether this machine took the snapshot that the pointer names.
     is_own_parent: bool,
-    /// The snapshot that the pointer names.
+    /// The id of the snapshot that the pointer names.
     pointed: Option<String>,
 }
 
@@ -190,8 +190,8 @@ impl FileBackup {
                     self.offer_key().await;
                 }
             }
-            // Another machine may have replaced this one. Retry until a heartbeat confirms this, or the platform
-            // returns the slot to this machine.
+            // The reason may be that another machine has replaced this one. Retry until a heartbeat confirms this, or
+            // the platform returns the slot to this machine.
             Err(error) => {
                 // The saver's view of the repository may be stale, and new rules have not been applied.
                 (self.saver, self.rules) = (None, None);
@@ -205,13 +205,14 @@ impl FileBackup {
         Ok(())
     }
 
-    /// Returns whether a save was requested, or is needed because this machine's writers have just been stopped.
+    /// Removes the request for a save, if any. Returns whether there was one, or whether a save is needed because this
+    /// machine's writers have just been stopped.
     fn take_request(&mut self) -> bool {
         let layout = &self.settings.layout;
         let quiesced_at = Quiesce::read(layout).ok().flatten().and_then(|quiesce| quiesce.quiesced_at);
-        let is_quiesced = quiesced_at.is_some() && quiesced_at != self.last_quiesced_at;
+        let is_newly_quiesced = quiesced_at.is_some() && quiesced_at != self.last_quiesced_at;
         self.last_quiesced_at = quiesced_at;
-        std::fs::remove_file(layout.request(SAVE_REQUEST)).is_ok() || is_quiesced
+        std::fs::remove_file(layout.request(SAVE_REQUEST)).is_ok() || is_newly_quiesced
     }
 
     /// Saves, and moves the pointer to the snapshot.
@@ -238,7 +239,7 @@ impl FileBackup {
         // A caller waits for a requested save, so the measurement is postponed.
         options.should_measure_excluded = !is_measured && !self.schedule.is_requested();
         self.status.invalid_rules = set_rules(&mut options.exclusions, &rules);
-        // Content that exists only in damaged packs is written again.
+        // The save writes content again if it exists only in damaged packs.
         let checks = FileChecks::read(&self.settings.layout).map_err(AccessError::File)?;
         open.saver.set_damaged(checks.damaged_blobs());
         let is_repair = checks.damage_found_at > self.status.repaired_at;
@@ -293,7 +294,7 @@ impl FileBackup {
         Ok(())
     }
 
-    /// Records that all files were read again, and requests a verification of the result.
+    /// Records that a save has read all files again because of damage, and requests a verification of the result.
     fn record_repair(&mut self, damage_found_at: Option<Timestamp>) {
         tracing::info!("read all files again, because packs of the file backup are damaged");
         self.status.repaired_at = damage_found_at;
@@ -303,7 +304,7 @@ impl FileBackup {
         }
     }
 
-    /// Sends the key to the platform once a day.
+    /// Sends the key to the platform, at most once a day.
     async fn offer_key(&mut self) {
         if self.last_offer.is_some_and(|at| at.elapsed() < KEY_OFFER_INTERVAL) {
             return;
@@ -380,7 +381,7 @@ impl FileBackup {
         self.write_status();
     }
 
-    /// Estimates the size of changes that have been unsaved for at least [`MIN_PENDING_AGE`].
+    /// Estimates the size of changes that have been unsaved for at least [`MIN_PENDING_AGE`], at most once a minute.
     async fn measure_pending(&mut self, reply: Option<&ChangesReply>) {
         let since = self.schedule.changed_since();
         let is_overdue = since.is_some_and(|since| since.elapsed() >= MIN_PENDING_AGE);
@@ -477,7 +478,7 @@ fn to_excluded_files(sizes: &ExcludedSizes, measured_at: Timestamp) -> ExcludedF
     }
 }
 
-/// Reads the snapshot that the pointer names; `None` if it cannot be used as a parent.
+/// Reads the snapshot that the pointer names; `None` if it is missing or damaged.
 async fn read_parent(repository: &Repository, id: Id) -> Result<Option<(Id, Snapshot)>, FilesError> {
     match repository.read_snapshot(id).await {
         Ok(snapshot) => Ok(Some((id, snapshot))),

@@ -15,36 +15,37 @@ use crate::system::layout::Layout;
 pub const HOME_STAGING: &str = ".svc-restore";
 pub const ENTRY_STAGING: &str = ".svc-restore-entry";
 pub const STAGING_NAMES: [&str; 2] = [HOME_STAGING, ENTRY_STAGING];
-/// Exists in the staging directory once all files are complete.
+/// The file that exists in the staging directory once it contains all files.
 const COMPLETE_MARK: &str = "complete";
 
 /// The directory in which a restore collects files until it moves them into place.
 pub struct Staging {
     path: PathBuf,
-    /// The id of the user who owns the state directory of the file backup.
-    owner: u32,
+    /// The id of the user who owns the state directory of the file backup: svc-gateway.
+    service_uid: u32,
 }
 
 impl Staging {
     /// `name` is the directory's name in the user's home directory.
     pub fn new(layout: &Layout, name: &str) -> Self {
-        let owner = fs::metadata(layout.files_state()).map_or(0, |meta| meta.uid());
-        Self { path: layout.user_home().join(name), owner }
+        let service_uid = fs::metadata(layout.files_state()).map_or(0, |meta| meta.uid());
+        Self { path: layout.user_home().join(name), service_uid }
     }
 
+    /// The directory that contains the restored files.
     pub fn files(&self) -> PathBuf {
         self.path.join("files")
     }
 
     /// Returns whether the directory exists. Rejects one that belongs to another user, because the owner's programs can
-    /// create a directory with this name. They cannot enter, rename or remove a directory created by this process,
-    /// because the parent directory is sticky and belongs to root.
+    /// create a directory with this name. They cannot enter a directory created by this process, because of its mode,
+    /// or rename or remove it, because its parent directory is sticky and belongs to root.
     ///
     /// # Errors
-    /// If it is not a directory that belongs to svc-gateway or root.
+    /// If something else than a directory of svc-gateway or root has this name, or if the check fails.
     pub fn ensure_own(&self) -> Result<bool, FileError> {
         match fs::symlink_metadata(&self.path) {
-            Ok(meta) if meta.is_dir() && [0, self.owner].contains(&meta.uid()) => Ok(true),
+            Ok(meta) if meta.is_dir() && [0, self.service_uid].contains(&meta.uid()) => Ok(true),
             Ok(_) => {
                 let why = "it is not a directory that belongs to svc-gateway or root; remove it";
                 Err(FileError::wrap("use", &self.path)(std::io::Error::other(why)))
@@ -54,19 +55,19 @@ impl Staging {
         }
     }
 
-    /// Returns what [`Self::mark_complete`] wrote, if the files may not have been moved yet.
+    /// Returns the data that [`Self::mark_complete`] wrote; `None` if the directory does not contain all files yet.
     pub fn read_complete<T: DeserializeOwned>(&self) -> Result<Option<T>, FileError> {
         let text = fsx::read_if_exists(&self.path.join(COMPLETE_MARK))?;
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
     }
 
-    /// Records that all files are complete, together with the data for the next step.
-    pub fn mark_complete(&self, outcome: &impl Serialize) -> Result<(), FileError> {
-        let text = serde_json::to_vec(outcome).expect("plain fields serialize to JSON");
+    /// Records that the directory contains all files, together with the data for the next step.
+    pub fn mark_complete(&self, data: &impl Serialize) -> Result<(), FileError> {
+        let text = serde_json::to_vec(data).expect("plain fields serialize to JSON");
         fsx::write_atomic(&self.path.join(COMPLETE_MARK), &text, 0o600)
     }
 
-    /// Creates an empty directory that other users cannot access. Removes the remains of a killed run first.
+    /// Creates the directory, empty and inaccessible to other users. First removes the files of a killed run.
     ///
     /// # Errors
     /// If another user has created a directory with this name, or a directory cannot be removed or created.

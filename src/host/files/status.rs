@@ -1,5 +1,5 @@
-//! The state of the file backup. The service writes it for the heartbeat, `svcctl doctor`, the gateway and the
-//! operator.
+//! The state of the file backup. The service writes it; the heartbeat, the gateway, `svcctl doctor` and
+//! `svc-sync-agent status` read it.
 
 use jiff::{SignedDuration, Timestamp};
 use serde::{Deserialize, Serialize};
@@ -13,9 +13,10 @@ use svc_wire::files::{ExcludedFiles, FileBackupStatus};
 
 const FORMAT: u32 = 1;
 const FILE: &str = "status.json";
-/// Maximum age of unsaved changes.
+/// Unsaved changes and failures are reported once they are this old.
 const MAX_PENDING: SignedDuration = SignedDuration::from_mins(10);
-/// Maximum age of the last save. Even without changes, the service checks and saves some files every few minutes.
+/// The last save is reported as too old after this time. Even without changes, the service saves every few minutes,
+/// because the watcher does not watch all files.
 const MAX_SAVE_AGE: SignedDuration = SignedDuration::from_mins(40);
 
 /// The content of `/var/lib/svc/files/status.json`.
@@ -45,22 +46,23 @@ pub struct FilesStatus {
     pub first_unreadable: Option<String>,
     /// Files of the last save that changed during every read.
     pub unstable: u64,
-    /// The first invalid lines of the owner's rules, which exclude nothing.
+    /// Why the owner's rules cannot be read, if so, and their first invalid lines, which exclude nothing.
     pub invalid_rules: Vec<String>,
     /// Why the last save failed; `None` if it succeeded.
     pub error: Option<String>,
+    /// When a save first failed since the last success; `None` if the last save succeeded.
     #[serde(with = "clock::wire_option")]
     pub failing_since: Option<Timestamp>,
     /// The value of [`FileChecks::damage_found_at`] for which all files were last read again.
     #[serde(with = "clock::wire_option")]
     pub repaired_at: Option<Timestamp>,
-    /// When the last save failed.
+    /// When a save last failed. A later success does not clear this time.
     #[serde(with = "clock::wire_option")]
     pub failed_at: Option<Timestamp>,
 }
 
 impl FilesStatus {
-    /// Reads the file; `None` if there is no file, or if it has another format version.
+    /// Reads the file; `None` if there is no file, or if it is invalid or has another format version.
     ///
     /// # Errors
     /// If the file exists and cannot be read.
@@ -150,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_are_unsaved_for_long_only_after_the_limit() {
+    fn find_unsaved_since_reports_only_after_limits() {
         let at = |minute: i64| Timestamp::from_second(minute * 60).unwrap();
         let status = FilesStatus { saved_until: Some(at(100)), ..FilesStatus::default() };
         assert_eq!(status.find_unsaved_since(at(139)), None);

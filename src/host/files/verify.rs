@@ -1,8 +1,8 @@
 //! `svc-sync-agent verify`: reads a share of the file backup again, so that damage is found before a recovery needs the
 //! data. Once a week, it also restores a sample of files and compares them with those on the machine.
 //!
-//! The report of damage names the affected files and snapshots. The service then writes the damaged content again, as
-//! far as the machine still has it.
+//! The report of damage names the affected files and snapshots. The run also requests a save, in which `svc-files`
+//! writes the damaged content again, as far as the machine still has it.
 
 use std::time::Duration;
 
@@ -47,10 +47,12 @@ enum CheckError {
     NothingSaved,
 }
 
-/// Verifies today's share, or everything, and runs a drill if one is due.
+/// Verifies the shares that are due, or with `all` every share. If that could be completed, runs a drill if one is due.
 ///
 /// # Errors
-/// `Refused` if something is damaged or differs; `Unavailable` if a check could not be completed.
+/// `Refused` if something is damaged or differs; `Unavailable` if a check could not be completed; `TryAgain` if another
+/// verification is still running after an hour; `Config` if the configuration is invalid; `Internal` if a file of the
+/// machine cannot be read or written.
 pub async fn run(layout: Layout, all: bool) -> Result<(), Failure> {
     let mut env = config::environment(&layout);
     let days = config::read_verify_within_days(&mut env);
@@ -85,7 +87,7 @@ pub async fn run(layout: Layout, all: bool) -> Result<(), Failure> {
         checks.write(layout).or_exit(Exit::Internal)?;
     }
     if !checks.damaged.is_empty() {
-        // This save writes the damaged content again, as far as the machine still has it.
+        // The requested save writes the damaged content again, as far as the machine still has it.
         fsx::write_atomic(&layout.request(SAVE_REQUEST), b"", 0o644).or_exit(Exit::Internal)?;
     }
     if let Some(problem) = checks.find_problem() {

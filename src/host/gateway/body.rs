@@ -21,17 +21,21 @@ pub fn too_large_problem(max_bytes: usize) -> Problem {
     Problem::new(Code::RequestTooLarge, format!("The request body exceeds {max_bytes} bytes."))
 }
 
+/// Checks the content type.
+///
 /// # Errors
 /// The content type is not `application/json`.
 pub fn require_json(headers: &HeaderMap) -> Result<(), Problem> {
     let given = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    let essence = given.split(';').next().unwrap_or_default().trim();
-    if essence.eq_ignore_ascii_case("application/json") {
+    let media_type = given.split(';').next().unwrap_or_default().trim();
+    if media_type.eq_ignore_ascii_case("application/json") {
         return Ok(());
     }
     Err(Problem::new(Code::UnsupportedMediaType, "Send the request as application/json."))
 }
 
+/// Reads a body, and drains the rest after an error.
+///
 /// # Errors
 /// The body is larger than `max_bytes`, slow or incomplete.
 pub async fn read(mut body: Body, max_bytes: usize) -> Result<Bytes, Problem> {

@@ -1,5 +1,5 @@
-//! Prints usage and records in a terminal. It reads the files directly, so that the gateway does not have to be
-//! running.
+//! `svc-gateway usage` and `svc-gateway logs`: print usage and records in a terminal. They read the files directly, so
+//! that the gateway does not have to be running.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -67,8 +67,8 @@ enum RecordName {
 }
 
 impl From<RecordName> for RecordKind {
-    fn from(kind: RecordName) -> Self {
-        match kind {
+    fn from(name: RecordName) -> Self {
+        match name {
             RecordName::Activity => Self::Activity,
             RecordName::Interactions => Self::Interactions,
             RecordName::Audit => Self::Audit,

@@ -1,4 +1,4 @@
-//! The gateway's configuration: its address, the machine's owner, and the accepted credentials.
+//! The gateway's configuration: its address, the machine's owner, the accepted credentials, the database, and timeouts.
 //!
 //! On anything but a developer's machine, a configuration that disables authentication is rejected.
 
@@ -31,9 +31,9 @@ pub struct Config {
     /// The issuer of the owner's bearer tokens, if configured.
     pub issuer: Option<TrustedIssuer>,
     pub postgres: tokio_postgres::Config,
-    /// Timeout for a single app statement.
+    /// Timeout of a single statement of an app's role. A whole transaction gets a few seconds more.
     pub statement_timeout: Duration,
-    /// Retention of change events.
+    /// How long change events are kept.
     pub changes_retention: Duration,
     /// A certificate chain that the operator places on the machine.
     pub certificate_file: Option<PathBuf>,
@@ -118,8 +118,8 @@ impl Config {
     }
 }
 
-/// `None` if the token is too short to be safe. A short token is ignored rather than rejected, because the machine must
-/// always start, even after an update to the first release with this rule.
+/// Returns the administrator's token; `None` if it is not set or too short to be safe. A short token is ignored rather
+/// than rejected, because the gateway must start even after an update to the first release with this rule.
 fn read_admin_token(env: &mut Env) -> Option<SecretString> {
     let token = env.secret(&vars::ADMIN_TOKEN)?;
     let is_long_enough = token.expose_secret().chars().count() >= MIN_ADMIN_TOKEN_CHARS;
@@ -131,7 +131,8 @@ fn read_admin_token(env: &mut Env) -> Option<SecretString> {
     is_long_enough.then_some(token)
 }
 
-/// If any of `IDP_ISSUER`, `IDP_AUDIENCE` and `IDP_JWKS_URL` is set, the first two are required.
+/// Reads the issuer of the owner's bearer tokens. If any of `IDP_ISSUER`, `IDP_AUDIENCE` and `IDP_JWKS_URL` is set, the
+/// first two are required.
 fn read_issuer(env: &mut Env) -> Option<TrustedIssuer> {
     if ![&vars::IDP_ISSUER, &vars::IDP_AUDIENCE, &vars::IDP_JWKS_URL]
         .iter()

@@ -12,8 +12,8 @@ use super::auth::{AuthFailure, Authentication, Ingress, Principal, PrincipalReso
 use super::proxy::{self, Upstreams};
 use svc_http::proof::Route;
 
-/// Resolves the principal and stores the outcome for [`admit`](super::auth::admit). A request to the code host is
-/// proxied regardless of its path.
+/// Resolves the principal and stores the outcome for [`admit`](super::auth::admit). A request whose proof is for the
+/// code host is proxied to code-server, regardless of its path.
 pub async fn identify(
     State(resolver): State<Arc<PrincipalResolver>>,
     State(apps): State<Arc<Registry>>,

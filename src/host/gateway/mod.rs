@@ -116,8 +116,9 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let identity = certificate::load_or_create(&layout)
         .context("cannot load the machine's TLS key")
         .or_exit(Exit::Internal)?;
-    // The machine's key is constant for its lifetime, and no other machine has it.
-    let change_ids = bridge::EventIdSecret::derive(identity.key_pem.as_bytes());
+    // The secret for the ids of change events is derived from the TLS key, which never changes during the machine's
+    // lifetime and which no other machine has.
+    let event_id_secret = bridge::EventIdSecret::derive(identity.key_pem.as_bytes());
     let certificate_manager = CertificateManagerConfig {
         layout: layout.clone(),
         machine: config.machine_id(),
@@ -136,9 +137,9 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let agent_socket =
         agent_socket.context("cannot bind the agents' Unix socket").or_exit(Exit::Unavailable)?;
     let stop = server::stop_on_signal().context("cannot handle signals").or_exit(Exit::Internal)?;
-    let scrape = metrics::install()?;
-    scrape.spawn_upkeep(stop.clone());
-    let services = Arc::new(Services::new(&config, change_ids)?);
+    let metrics_handle = metrics::install()?;
+    metrics_handle.spawn_upkeep(stop.clone());
+    let services = Arc::new(Services::new(&config, event_id_secret)?);
     let Services { apps, database, quotas, changes, kernel, dispatcher, writers, .. } = &*services;
 
     let release = release::current_version(&layout)
@@ -165,7 +166,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     tokio::spawn(certificate_manager.run(stop.clone()));
     tokio::spawn(systemd::feed_watchdog(stop.clone(), async || true));
     let gateway = Gateway(services.clone());
-    let local_routes = router::router(&gateway, Ingress::Trusted).layer(Extension(scrape));
+    let local_routes = router::router(&gateway, Ingress::Trusted).layer(Extension(metrics_handle));
     let local_task = tokio::spawn(unix_socket::serve(trusted_socket, local_routes, stop.clone()));
     let agents_task =
         tokio::spawn(unix_socket::serve(agent_socket, router::bridge_router(&gateway), stop.clone()));
@@ -190,7 +191,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let limits = ListenerLimits::default();
     let limits = ListenerLimits { max_connections_per_address: limits.max_connections / 4 * 3, ..limits };
     server::serve(public, Some(Arc::new(tls)), routes, limits, stop).await;
-    // All requests have been handled; the remaining work has no client.
+    // All requests on the public port have been handled. Requests on the Unix sockets are not waited for.
     supervisor_task.abort();
     local_task.abort();
     agents_task.abort();

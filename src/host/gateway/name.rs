@@ -22,9 +22,10 @@ impl FromStr for Slug {
     type Err = InvalidName;
 
     fn from_str(text: &str) -> Result<Self, InvalidName> {
-        let rest = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
-        let is_valid =
-            text.len() <= 41 && text.starts_with(|c: char| c.is_ascii_lowercase()) && text.chars().all(rest);
+        let is_allowed = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        let is_valid = text.len() <= 41
+            && text.starts_with(|c: char| c.is_ascii_lowercase())
+            && text.chars().all(is_allowed);
         if is_valid {
             Ok(Self(text.to_owned()))
         } else {
@@ -39,12 +40,12 @@ impl fmt::Display for Slug {
     }
 }
 
-/// The name of a table, column or schema: letters, digits and `_`, not starting with a digit, and at most PostgreSQL's
-/// 63 bytes.
+/// The name of a table, column, schema or role: letters, digits and `_`, not starting with a digit, and at most
+/// PostgreSQL's 63 bytes.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SqlIdentifier(String);
 
-/// PostgreSQL's system columns, and the filter keywords.
+/// PostgreSQL's system columns, and the keywords in the bridge's filters.
 const RESERVED: [&str; 9] = ["tableoid", "ctid", "xmin", "xmax", "cmin", "cmax", "and", "or", "not"];
 
 impl SqlIdentifier {
@@ -62,9 +63,9 @@ impl FromStr for SqlIdentifier {
     type Err = InvalidName;
 
     fn from_str(text: &str) -> Result<Self, InvalidName> {
-        let first = |c: char| c.is_ascii_alphabetic() || c == '_';
-        let rest = |c: char| c.is_ascii_alphanumeric() || c == '_';
-        if text.len() > 63 || !text.starts_with(first) || !text.chars().all(rest) {
+        let can_start = |c: char| c.is_ascii_alphabetic() || c == '_';
+        let is_allowed = |c: char| c.is_ascii_alphanumeric() || c == '_';
+        if text.len() > 63 || !text.starts_with(can_start) || !text.chars().all(is_allowed) {
             return Err(InvalidName(
                 "must be 1 to 63 characters from `A-Z`, `a-z`, `0-9` and `_`, starting with a letter or `_`",
             ));
@@ -107,7 +108,7 @@ mod tests {
             assert!(bad.parse::<SqlIdentifier>().is_err(), "{bad:?}");
             assert!(bad == "ctid" || bad == "and" || bad.parse::<Slug>().is_err(), "{bad:?}");
         }
-        assert!("a_b".parse::<Slug>().is_err(), "it would share its schema with a-b");
+        assert!("a_b".parse::<Slug>().is_err(), "a_b would share its schema with a-b");
         assert!("dueAt".parse::<SqlIdentifier>().is_ok());
         assert_eq!("my-notes".parse::<Slug>().unwrap().schema().quoted().to_string(), "\"app_my_notes\"");
     }

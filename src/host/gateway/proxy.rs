@@ -20,7 +20,7 @@ use svc_http::server::ListenerLimits;
 
 /// Reload interval for the waiting page, and `Retry-After` for problems, in seconds.
 const RETRY_AFTER_SECONDS: u64 = 3;
-/// Maximum number of concurrent requests about earlier files; `svc-files-history.socket` has the same limit.
+/// Maximum number of concurrent requests about earlier states of files; `svc-files-history.socket` has the same limit.
 const MAX_HISTORY_REQUESTS: usize = 4;
 
 /// The machine's services behind the gateway.
@@ -32,7 +32,7 @@ pub struct Upstreams {
 
 impl Upstreams {
     pub fn new(layout: &Layout) -> Self {
-        // The listener limits the number of clients.
+        // The gateway's listener already limits the number of clients, so these proxies set no lower limit.
         let max_connections = ListenerLimits::default().max_connections;
         let limits = ProxyLimits { max_connections, ..ProxyLimits::default() };
         let sockets = layout.owner_sockets();
@@ -96,7 +96,7 @@ async fn forward(upstream: &Proxy, name: &str, mut request: Request) -> Response
             Problem::new(Code::InvalidRequest, "The CONNECT method is not supported.").into_response()
         }
         Err(error) => {
-            tracing::warn!(error = %format_chain(&error), "{name} did not respond");
+            tracing::warn!(error = %format_chain(&error), "{name} is unavailable");
             let code = match error {
                 ProxyError::Connect(_)
                 | ProxyError::ConnectTimeout
@@ -105,7 +105,7 @@ async fn forward(upstream: &Proxy, name: &str, mut request: Request) -> Response
                 _ => Code::UpstreamUnavailable,
             };
             unavailable_response(
-                Problem::new(code, format!("{name} is not responding.")).retry_after(RETRY_AFTER_SECONDS),
+                Problem::new(code, format!("{name} is unavailable.")).retry_after(RETRY_AFTER_SECONDS),
                 is_page,
             )
         }

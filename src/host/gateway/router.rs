@@ -36,8 +36,8 @@ const fn route(endpoint: &'static Endpoint, serve: fn() -> MethodRouter<Gateway>
     Route { endpoint, serve }
 }
 
-/// All gateway routes, in the order of the OpenAPI document. A path that matches none of them, and is not under `/api`
-/// or `/_svc/internal`, is proxied to the shell.
+/// All gateway routes except `/metrics`, in the order of the OpenAPI document. A path that matches none of them, and is
+/// not under `/api` or `/_svc/internal`, is proxied to the shell.
 static ROUTES: [Route; 48] = [
     route(&bridge::QUERY, || post(bridge::query)),
     route(&bridge::SCHEMAS, || get(bridge::list_schemas)),
@@ -57,7 +57,7 @@ static ROUTES: [Route; 48] = [
     route(&files::STATUS, || get(files::show_status)),
     route(&files::KEY, || get(files::show_key)),
     route(&files::VERSIONS, || get(files::forward)),
-    route(&files::AT, || get(files::forward)),
+    route(&files::LIST, || get(files::forward)),
     route(&files::DOWNLOAD, || get(files::forward)),
     route(&files::SHOW_RESTORE, || get(files::show_restore)),
     route(&files::RESTORE, || post(files::restore)),
@@ -136,7 +136,8 @@ async fn describe() -> Json<Value> {
     Json(description())
 }
 
-/// Builds the router for one listener.
+/// Builds the router for the public port or for the socket of the machine's own users. Only the socket serves
+/// `/metrics`.
 pub fn router(gateway: &Gateway, ingress: Ingress) -> Router {
     let admit_owners = from_fn(|request, next| admit(OWNER_OR_ADMIN, request, next));
     let shell = Router::new().fallback(proxy::proxy_to_shell).layer(admit_owners);
@@ -203,7 +204,7 @@ async fn limit_body(max_bytes: usize, request: Request, next: Next) -> Response 
 }
 
 async fn unknown_route(request: Request) -> Response {
-    // Without a principal, an unknown path gets the same refusal as a known one.
+    // Without a principal, an unknown path gets the same refusal as a known one, so that it reveals nothing.
     let refusal = match request.extensions().get::<Result<Authentication, AuthFailure>>() {
         Some(Ok(_)) => Problem::new(Code::NotFound, "There is no such route; see /api/bridge/openapi.json.")
             .into_response(),

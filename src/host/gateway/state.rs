@@ -37,7 +37,7 @@ impl Services {
     /// # Errors
     /// The HTTP client for the identity provider's keys, or a thread, cannot be created; or the writers' state cannot
     /// be read.
-    pub fn new(config: &Config, change_ids: EventIdSecret) -> anyhow::Result<Self> {
+    pub fn new(config: &Config, event_id_secret: EventIdSecret) -> anyhow::Result<Self> {
         let layout = config.layout.clone();
         let kernel = Arc::new(Kernel::new(&layout)?);
         let agent_tokens = Arc::<AgentTokens>::default();
@@ -56,7 +56,7 @@ impl Services {
             kernel: kernel.clone(),
             agent_tokens: agent_tokens.clone(),
             changes: changes.clone(),
-            change_ids,
+            event_id_secret,
             epoch: config.epoch(),
             statement_timeout: config.statement_timeout,
         });

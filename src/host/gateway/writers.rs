@@ -1,8 +1,8 @@
-//! The write gate: admits requests to the bridge, except while the platform takes this machine's final backup.
+//! The write gate: admits requests to the bridge, except while writers are stopped for this machine's final backup.
 //! During that time it rejects all of them, even reads.
 //!
-//! Invariant: once `quiescedAt` is set, no request changes the owner's data until writers are resumed. The file that
-//! `host::system::quiesce` manages is authoritative, so the state survives a restart.
+//! Invariant: once `quiescedAt` is set, no bridge request and no dispatch changes the owner's data until writers are
+//! resumed. The file that `host::system::quiesce` manages is authoritative, so the state survives a restart.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -23,12 +23,13 @@ use svc_host::system::quiesce::Quiesce;
 use svc_http::problem::{Code, Problem};
 use svc_machine::id::OperationId;
 
-/// Poll interval for the file, which the sync agent may remove.
+/// Poll interval for `quiesce.json`, which the sync agent may remove.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// Timeout for the query that counts active sessions.
 const SESSIONS_TIMEOUT: Duration = Duration::from_secs(5);
+/// Timeout for flushing the records of ended dispatches.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
-/// Retry delay for rejected clients, in seconds. A recovery takes minutes.
+/// Retry delay for rejected clients, in seconds. The final backup and what follows it take minutes.
 const RETRY_AFTER_SECONDS: u64 = 15;
 
 /// Counts the app sessions that are executing a statement or holding a transaction open, whether or not their clients
@@ -69,10 +70,11 @@ pub struct QuiesceProgress {
 }
 
 impl Writers {
-    /// Opens the gate, or pauses the dispatcher if writers were stopped before a restart.
+    /// Creates the gate. If writers were stopped before a restart, they remain stopped, and the dispatcher is paused.
     ///
     /// # Errors
-    /// [`FileError`]: the gateway must not start without knowing whether writers are stopped.
+    /// [`FileError`] if `quiesce.json` cannot be read: the gateway must not start without knowing whether writers are
+    /// stopped.
     pub fn open(
         layout: &Layout,
         dispatcher: Arc<Dispatcher>,
@@ -97,7 +99,7 @@ impl Writers {
         self.lock().quiesce.is_some()
     }
 
-    /// Admits a bridge request, which may write.
+    /// Admits a request that may write.
     ///
     /// # Errors
     /// 503 while writers are stopped.
@@ -114,8 +116,8 @@ impl Writers {
     /// operation takes over.
     ///
     /// # Errors
-    /// The state cannot be read or stored. If the operation itself cannot be stored, no writer is stopped, because a
-    /// restart would lose the state.
+    /// 500 if the state cannot be read or stored. If the operation itself cannot be stored, no writer is stopped,
+    /// because a restart would lose the state.
     pub async fn quiesce(&self, operation: OperationId) -> Result<QuiesceProgress, Problem> {
         let _guard = self.change_lock.lock().await;
         let mut quiesce = self.record_quiesce(operation).await?;
@@ -150,13 +152,13 @@ impl Writers {
         Ok(())
     }
 
-    /// Returns whether all writes have ended: requests, abandoned statements, and copies from the side database. A
-    /// database that accepts no connections executes nothing.
+    /// Returns whether all writes have ended: requests, statements that their clients have abandoned, and copies from
+    /// the side database. A database that accepts no connections is assumed to execute nothing.
     async fn is_idle(&self) -> bool {
         if self.lock().in_flight > 0 {
             return false;
         }
-        // Flush the records of ended dispatches. A disk failure must not block the backup.
+        // Flush the records of ended dispatches. If that fails, the backup goes ahead.
         let kernel = Arc::clone(&self.kernel);
         let is_flushed = tokio::task::spawn_blocking(move || kernel.flush(FLUSH_TIMEOUT)).await;
         if !is_flushed.unwrap_or_default() {
@@ -176,18 +178,17 @@ impl Writers {
         });
         match session_count.await {
             Ok(Ok(sessions)) => sessions == 0,
-            // A server that responds, even with "too many connections", may be executing statements.
-            Ok(Err(DatabaseError::Connect(error) | DatabaseError::Query(error))) => {
-                error.as_db_error().is_none()
-            }
+            // A server that responds, even with "too many connections", may be executing statements, and so may one that
+            // has closed a connection.
+            Ok(Err(DatabaseError::Connect(error))) => error.as_db_error().is_none(),
             Ok(Err(_)) | Err(_) => false,
         }
     }
 
-    /// Resumes writers.
+    /// Resumes writers that were stopped for this operation.
     ///
     /// # Errors
-    /// 409 if they are stopped for another operation; 500 if the state cannot be read or removed.
+    /// 409 if writers are stopped for another operation; 500 if the state cannot be read or removed.
     pub async fn resume(&self, operation: OperationId) -> Result<(), Problem> {
         let _guard = self.change_lock.lock().await;
         let resumed = quiesce::resume(&self.layout, operation).await;
@@ -215,8 +216,8 @@ impl Writers {
         self.dispatcher.resume();
     }
 
-    /// Polls `quiesce.json` until `stop` is cancelled. The sync agent removes that file once the platform no longer
-    /// names the operation.
+    /// Resumes writers when `quiesce.json` has been removed, until `stop` is cancelled. The sync agent removes the file
+    /// once the platform's heartbeat responses no longer name the operation.
     pub async fn watch(self: Arc<Self>, stop: CancellationToken) {
         while stop.run_until_cancelled(tokio::time::sleep(POLL_INTERVAL)).await.is_some() {
             if !self.is_quiesced() {
@@ -226,14 +227,15 @@ impl Writers {
             match fsx::exists(&self.layout.quiesce()) {
                 Ok(false) => self.reopen(),
                 Ok(true) => {}
-                Err(error) => tracing::warn!(error = %format_chain(&error), "quiesce.json cannot be read"),
+                Err(error) => {
+                    tracing::warn!(error = %format_chain(&error), "cannot check whether quiesce.json exists")
+                }
             }
         }
     }
 }
 
 fn quiesced_problem() -> Problem {
-    let detail =
-        "The bridge is stopped: a final backup is being taken before this machine is replaced or deleted.";
+    let detail = "Nothing can be changed now: a final backup is being taken before this machine is replaced or deleted.";
     Problem::new(Code::Unavailable, detail).retry_after(RETRY_AFTER_SECONDS)
 }

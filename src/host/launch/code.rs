@@ -33,9 +33,9 @@ const PROBE_INTERVAL: Duration = Duration::from_millis(100);
 /// Time between SIGTERM and SIGKILL.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Variables that a terminal needs. Other variables may contain svc's configuration.
+/// The only inherited variables: those that a terminal needs. Others may contain svc's configuration.
 const PASSED_VARIABLES: [&str; 6] = ["LANG", "LC_ALL", "PATH", "TERM", "TZ", "USER"];
-/// code-server's entry points: in its own archive, and as installed by npm.
+/// The paths of code-server's entry point: in its own archive, and as installed by npm.
 const ENTRY_POINTS: [&str; 2] = ["out/node/entry.js", "node_modules/code-server/out/node/entry.js"];
 
 #[derive(clap::Parser)]
@@ -43,8 +43,9 @@ const ENTRY_POINTS: [&str; 2] = ["out/node/entry.js", "node_modules/code-server/
     name = "svc-code",
     version = applet::version(),
     about = "Starts the release's code-server for the gateway, on a Unix socket",
-    after_help = "It runs /opt/svc/runtime/code-server below SVC_ROOT with /opt/svc/runtime/node, on \
-                  run/svc/owner/code.sock, and exits with 78 if the release lacks either."
+    after_help = "It runs /opt/svc/runtime/code-server below SVC_ROOT, with /opt/svc/runtime/node or else the \
+                  Node.js that code-server includes, on run/svc/owner/code.sock. It exits with 78 if the release \
+                  has no code-server or no Node.js."
 )]
 struct Args {}
 
@@ -69,15 +70,15 @@ struct MissingRuntime {
 
 impl CodeServer {
     fn find(runtime: &Path) -> Result<Self, MissingRuntime> {
-        let home = runtime.join("code-server");
-        let entry = ENTRY_POINTS.iter().map(|entry| home.join(entry)).find(|entry| entry.is_file());
+        let dir = runtime.join("code-server");
+        let entry = ENTRY_POINTS.iter().map(|entry| dir.join(entry)).find(|entry| entry.is_file());
         let entry = entry.ok_or_else(|| MissingRuntime {
             what: "code-server",
-            path: home.clone(),
+            path: dir.clone(),
             argument: "code-server",
         })?;
         // code-server's own archive includes Node.js.
-        let nodes = [runtime.join("node/bin/node"), home.join("lib/node")];
+        let nodes = [runtime.join("node/bin/node"), dir.join("lib/node")];
         let node = nodes.iter().find(|node| node.is_file()).cloned();
         let [path, _] = nodes;
         let node = node.ok_or(MissingRuntime { what: "Node.js", path, argument: "node" })?;
@@ -86,7 +87,7 @@ impl CodeServer {
 
     fn build_command(&self, layout: &Layout, socket: &Path) -> Command {
         let home = layout.home();
-        let user = home.parent().unwrap_or(&home);
+        let user_home = home.parent().unwrap_or(&home);
         let runtime = layout.runtime();
         let mut path = OsString::from(runtime.join("node/bin"));
         path.push(":");
@@ -99,8 +100,8 @@ impl CodeServer {
         command.args(["--disable-workspace-trust", "--disable-getting-started-override"]);
         // The gateway also rejects code-server's proxy paths: see `gateway/proxy.rs`.
         command.arg("--disable-proxy");
-        command.arg("--config").arg(user.join(".config/code-server/config.yaml"));
-        command.arg("--user-data-dir").arg(user.join(".local/share/code-server"));
+        command.arg("--config").arg(user_home.join(".config/code-server/config.yaml"));
+        command.arg("--user-data-dir").arg(user_home.join(".local/share/code-server"));
         command.arg(&home);
         command.env_clear();
         for name in PASSED_VARIABLES {
@@ -108,7 +109,7 @@ impl CodeServer {
                 command.env(name, value);
             }
         }
-        command.env("PATH", path).env("HOME", user).env("SHELL", "/bin/bash");
+        command.env("PATH", path).env("HOME", user_home).env("SHELL", "/bin/bash");
         command.current_dir(&home).stdin(Stdio::null()).kill_on_drop(true);
         command
     }
@@ -144,8 +145,8 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
         .with_context(|| format!("cannot start {}", server.node.display()))
         .or_exit(Exit::Unavailable)?;
     let pid = pid_of(&child);
-    let end = tokio::select! {
-        end = child.wait() => end.context("cannot wait for code-server").or_exit(Exit::Internal)?,
+    let status = tokio::select! {
+        waited = child.wait() => waited.context("cannot wait for code-server").or_exit(Exit::Internal)?,
         timed_out = supervise(&socket) => {
             stop_child(&mut child).await.or_exit(Exit::Internal)?;
             return Err(Failure::new(Exit::Unavailable, timed_out));
@@ -156,11 +157,11 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
             return Ok(());
         }
     };
-    Err(Failure::new(Exit::Unavailable, anyhow!("code-server exited: {end}")))
+    Err(Failure::new(Exit::Unavailable, anyhow!("code-server exited: {status}")))
 }
 
-/// Notifies systemd once code-server accepts connections, then feeds the watchdog. Returns only if
-/// code-server does not accept connections in time.
+/// Notifies systemd once code-server accepts connections, then feeds the watchdog as long as it does. Returns only if
+/// code-server does not start to accept connections in time.
 async fn supervise(socket: &Path) -> anyhow::Error {
     let accepting = async {
         while !is_accepting(socket).await {
@@ -189,7 +190,8 @@ async fn forward_signals(pid: Option<Pid>, signals: &mut mpsc::Receiver<Signal>)
     }
 }
 
-/// Returns the socket's path, after removing a socket that a killed process left behind.
+/// Returns the socket's path. Removes a socket that a killed process left behind; fails if a process still listens on
+/// it.
 fn claim_socket(dir: &Path) -> io::Result<PathBuf> {
     unix_socket::ensure_dir(dir)?;
     let socket = dir.join(SOCKET);

@@ -1,7 +1,8 @@
 //! Serves a static build from memory: no request path ever reaches the file system.
 //!
-//! Files with a content hash in their name are cached for a year; the index page is revalidated each time. Text files
-//! are also stored compressed. A path that only the shell's own router handles gets the index page.
+//! Files with a content hash in their name are cached for a year; all others are revalidated each time. Text files are
+//! also stored compressed. A path without a file extension that names no file gets the index page, because the shell's
+//! own router, in the browser, handles it.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -104,7 +105,8 @@ impl Site {
         self.bytes
     }
 
-    /// Returns the file for a URL path, with its name. A path without a file extension gets the index page.
+    /// Returns the file for a URL path, with its name; the index page for a path that names no file and has no file
+    /// extension.
     fn find(&self, path: &str) -> Option<(&str, &SiteFile)> {
         let name = percent_decode(path.strip_prefix('/')?)?;
         let name = if name.is_empty() { INDEX } else { &name };
@@ -183,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn find_stays_inside_site_and_skips_links() {
+    fn find_stays_inside_site_and_skips_symlinks() {
         let (_dir, site) = build_site();
         for path in
             ["/../secret.txt", "/%2e%2e/secret.txt", "/out.txt", "/assets/../../secret.txt", "/missing.js"]

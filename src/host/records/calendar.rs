@@ -62,7 +62,7 @@ mod tests {
         ] {
             assert_eq!(next(zone, at), (day.to_owned(), month.to_owned()), "{zone} {at}");
         }
-        // In Lebanon, summer time used to start at midnight, which the clock skipped.
+        // In Lebanon, summer time began at midnight on this day, so the clock skipped from 0:00 to 1:00.
         let beirut = Calendar::for_zone("Asia/Beirut").unwrap();
         assert_eq!(beirut.start_of_day("2024-03-31".parse().unwrap()).to_string(), "2024-03-30T22:00:00Z");
         assert_eq!(beirut.day("2024-03-30T22:00:00Z".parse().unwrap()).to_string(), "2024-03-31");

@@ -154,7 +154,7 @@ pub struct GapLine {
 pub struct Gap {
     /// Number of missing lines or calls.
     pub lost: u64,
-    /// Time of the first one.
+    /// Time of the first missing line or call.
     #[serde(with = "clock::wire")]
     pub since: Timestamp,
     /// The reason tool calls were not seen, in the audit log only. Absent for dropped lines.

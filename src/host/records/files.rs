@@ -156,7 +156,7 @@ pub fn open_regular(path: &Path) -> io::Result<Option<(File, FileId)>> {
     let opened = options.read(true).custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path);
     let file = match opened {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        // A symbolic link or socket, which another program created.
+        // A symbolic link (ELOOP) or a socket (ENXIO) that another program created.
         Err(error)
             if [Errno::ELOOP as i32, Errno::ENXIO as i32].map(Some).contains(&error.raw_os_error()) =>
         {

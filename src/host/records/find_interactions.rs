@@ -7,15 +7,16 @@ use super::entry::Interaction;
 use super::files::RecordKind;
 use super::page::{self, PageError, Verdict};
 
-/// Maximum number of pages searched, newest first: a day or two on a busy machine.
+/// Maximum number of pages searched, newest first. A page reads at most 16 MiB, so the pages cover a day or two on a
+/// busy machine.
 const MAX_PAGES: usize = 8;
-/// Maximum number of lines per page.
+/// Maximum number of matching lines per page.
 const MAX_LINES: usize = 1000;
 
-/// Finds the newest interactions with these IDs or batch IDs, by ID.
+/// Finds the interactions with these IDs or batch IDs, within the newest pages. Returns them by ID.
 ///
 /// # Errors
-/// [`PageError::File`].
+/// [`PageError::File`] if a file cannot be read.
 pub fn find_interactions(
     logs: &Path,
     ids: &BTreeSet<String>,

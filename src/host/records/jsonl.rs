@@ -1,8 +1,8 @@
 //! Appends lines to record files, which have one JSON object per line.
 //!
-//! Each append opens the file by name and writes the whole line in one call. All writers of rotated files must do so:
-//! a rotation renames the file, so a write through an older descriptor goes to the renamed file and is not lost, and
-//! later writes go to a new file.
+//! Each append opens the file by name and writes the whole line in one call, as all writers of rotated files must. A
+//! rotation renames the file: an append that has already opened it still reaches the renamed file, so that no line is
+//! lost, and the next append creates a new file.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -15,7 +15,7 @@ use svc_base::fsx::FileError;
 /// lacks its newline is terminated. The caller must prevent concurrent appends.
 ///
 /// # Errors
-/// [`FileError`], including if the path is a symbolic link.
+/// [`FileError`] if the file cannot be created, read or written, or if the path is a symbolic link.
 pub fn append_line(path: &Path, line: &[u8]) -> Result<(), FileError> {
     let dir = path.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(dir).map_err(FileError::wrap("create directory", dir))?;
@@ -32,7 +32,8 @@ pub fn append_line(path: &Path, line: &[u8]) -> Result<(), FileError> {
     append().map_err(FileError::wrap("append to", path))
 }
 
-/// Removes a torn last line. Returns the text to write before the next line: empty, or a missing newline.
+/// Removes a torn last line, unless it is longer than 1 MiB. Returns the text to write before the next line: empty, or
+/// a missing newline.
 ///
 /// # Errors
 /// If the file cannot be read or truncated.
@@ -49,7 +50,7 @@ pub fn repair_tail(file: &mut File) -> std::io::Result<&'static [u8]> {
         return Ok(b"");
     }
     if tail_start == 0 && start > 0 {
-        // The last line is overlong: only terminate it.
+        // The last line is too long to be checked: only terminate it.
         return Ok(b"\n");
     }
     if serde_json::from_slice::<serde::de::IgnoredAny>(tail).is_ok() {
@@ -73,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn append_rejects_links() {
+    fn append_rejects_symlinks() {
         let dir = tempfile::tempdir().unwrap();
         let (victim, link) = (dir.path().join("victim"), dir.path().join("storage.jsonl"));
         std::fs::write(&victim, "A=1\n").unwrap();

@@ -1,5 +1,5 @@
-//! Usage by day, user and model. Performs no I/O. A line in `usage.jsonl` has the totals for one key; the last line for
-//! a key wins.
+//! Usage by day, user and model. Performs no I/O. A line in `usage.jsonl` has the totals for one day, user and model,
+//! and replaces earlier lines for them.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -38,24 +38,24 @@ struct DayUsage {
 
 impl DayUsage {
     fn totals_mut(&mut self, key: UsageKey) -> &mut Totals {
-        // The lines in a file are mostly sorted.
-        let at = match self.all.last() {
+        // The lines in a file are mostly sorted, so a new key usually belongs at the end.
+        let found = match self.all.last() {
             Some(last) if last.key >= key => self.all.binary_search_by_key(&key, |entry| entry.key),
             _ => Err(self.all.len()),
         };
-        let at = at.unwrap_or_else(|at| {
-            self.all.insert(at, KeyTotals { key, totals: Totals::default() });
-            at
+        let index = found.unwrap_or_else(|index| {
+            self.all.insert(index, KeyTotals { key, totals: Totals::default() });
+            index
         });
-        &mut self.all[at].totals
+        &mut self.all[index].totals
     }
 
     fn totals(&self, key: UsageKey) -> Totals {
         let found = self.all.binary_search_by_key(&key, |entry| entry.key);
-        found.map_or_else(|_| Totals::default(), |at| self.all[at].totals)
+        found.map_or_else(|_| Totals::default(), |index| self.all[index].totals)
     }
 
-    /// Returns a user's keys, or all keys.
+    /// Returns the totals of a user's keys, or of all keys.
     fn user_keys(&self, user: Option<NameId>) -> &[KeyTotals] {
         let Some(user) = user else { return &self.all };
         let from = self.all.partition_point(|entry| entry.key.user < user);
@@ -155,7 +155,7 @@ impl From<Report> for UsageReport {
     }
 }
 
-/// All known usage.
+/// The usage of all days.
 #[derive(Debug, Default)]
 pub struct Ledger {
     names: Vec<String>,
@@ -165,7 +165,7 @@ pub struct Ledger {
     unwritten: BTreeSet<(Date, UsageKey)>,
 }
 
-/// A day being recounted.
+/// A day's totals while they are counted again from its interactions.
 pub struct Recount {
     date: Date,
     totals: BTreeMap<UsageKey, Totals>,
@@ -220,7 +220,7 @@ impl Ledger {
         recount.interaction_count += totals.dispatches;
     }
 
-    /// Replaces the day with its recount.
+    /// Replaces the day's totals with those of the recount.
     pub fn finish_recount(&mut self, recount: Recount) {
         let Recount { date, totals: mut recounted, interaction_count } = recount;
         let day = self.days.entry(date).or_default();
@@ -373,7 +373,7 @@ impl Ledger {
     }
 }
 
-/// Groups usage by period. Days are sorted, and so are their periods.
+/// Groups usage by period. `days` must be sorted.
 fn group_by_period<'a>(
     days: impl Iterator<Item = (Date, &'a [KeyTotals])>,
     start_of_period: impl Fn(Date) -> Date,

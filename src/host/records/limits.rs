@@ -1,7 +1,7 @@
 //! Cost limits: decides whether a dispatch may start and when to warn. Performs no I/O.
 //!
 //! A dispatch may start while the user's spending plus reservations is below the limit; an amount is then reserved for
-//! it. A limit is therefore exceeded by at most one reservation, plus the cost of dispatches beyond their reservations.
+//! it. A limit is therefore exceeded by at most one reservation, plus the amounts by which dispatches exceed theirs.
 
 use serde::{Deserialize, Serialize};
 
@@ -12,12 +12,12 @@ use super::money::Dollars;
 pub struct Limits {
     pub daily: Dollars,
     pub monthly: Dollars,
-    /// The amount reserved for a queued or running dispatch.
+    /// The amount that is reserved for each dispatch before it may start.
     pub reservation: Dollars,
 }
 
 impl Limits {
-    /// Few dispatches to coding agents cost more.
+    /// $0.50: few dispatches to coding agents cost more.
     pub const DEFAULT_RESERVATION: Dollars = Dollars::from_nanos(500_000_000);
 
     pub fn for_period(self, period: Period) -> Dollars {
@@ -91,7 +91,7 @@ pub fn check_limits(limits: Limits, spent: &Spending) -> Result<(), Period> {
     }
 }
 
-/// Returns whether spending has just reached 80% of a limit.
+/// Returns whether spending reached 80% of a limit between `before` and `after`.
 pub fn crosses_warning_threshold(limit: Dollars, before: Dollars, after: Dollars) -> bool {
     let threshold = limit.scaled(4, 5);
     limit > Dollars::ZERO && before < threshold && after >= threshold

@@ -1,7 +1,8 @@
-//! The kernel's records: dispatches, their cost, and file changes.
+//! The records in the owner's `system/logs`: dispatches, their cost, file changes, and events on the machine.
 //!
-//! This module defines their format and writes, counts and reads them; the gateway enforces the limits. Records are
-//! JSON, one object per line, in the owner's `system/logs`. Days begin at midnight in `costLimits.timeZone`.
+//! This module defines their lines, and writes, counts and reads them. It also reads the records of storage and
+//! backups, whose lines other modules define. All records except `activity.log` have one JSON object per line. Days
+//! begin at midnight in `costLimits.timeZone`.
 
 pub mod calendar;
 pub mod entry;

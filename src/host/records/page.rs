@@ -9,12 +9,12 @@ use super::files::{self, FileId, LinePosition, RecordKind};
 use svc_base::fsx::FileError;
 
 const CHUNK_BYTES: u64 = 64 << 10;
-/// Longer lines are invalid.
+/// Longer lines are skipped.
 const MAX_LINE_BYTES: usize = 8 << 20;
 /// Maximum bytes read per page: a filter with few matches gets a short page and a cursor.
 const MAX_READ_BYTES: u64 = 16 << 20;
 
-/// The decision on a line.
+/// The caller's decision on a line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
     Take,
@@ -39,7 +39,12 @@ pub enum PageError {
     File(#[from] FileError),
 }
 
-/// Reads at most `limit` lines, backwards from `before`.
+/// Reads backwards from `before`, or from the end of the newest file, until `judge` has taken `limit` lines or returned
+/// [`Verdict::Stop`], or `MAX_READ_BYTES` have been read.
+///
+/// # Errors
+/// [`PageError::Gone`] if the file of `before` no longer exists or is shorter; [`PageError::File`] if a file cannot be
+/// read.
 pub fn read_newest(
     kind: RecordKind,
     logs: &Path,
@@ -88,12 +93,12 @@ struct BackwardReader {
     file: File,
     id: FileId,
     /// The offset of `text` in the file.
-    at: u64,
+    text_offset: u64,
     /// Text that has been read but not yet returned: empty, or ending with a newline.
     text: Vec<u8>,
     /// Number of bytes at the end of `text` that have already been searched for the start of a line.
     searched: usize,
-    /// The text before `at` belongs to a line that is being skipped.
+    /// The bytes before `text_offset` belong to a line that is being skipped.
     is_skipping: bool,
 }
 
@@ -115,21 +120,21 @@ impl BackwardReader {
         if from.is_some_and(|position| position.file != id || position.offset > length) {
             return Ok(None);
         }
-        let at = from.map_or(length, |position| position.offset);
-        // A last line without a newline is torn, still being written, or too long for a page.
+        let text_offset = from.map_or(length, |position| position.offset);
+        // A line that does not end with a newline here is torn, still being written, or too long for a page.
         let mut last = [b'\n'];
-        if at > 0 {
-            file.read_exact_at(&mut last, at - 1)?;
+        if text_offset > 0 {
+            file.read_exact_at(&mut last, text_offset - 1)?;
         }
-        Ok(Some(Self { file, id, at, text: Vec::new(), searched: 0, is_skipping: last != [b'\n'] }))
+        Ok(Some(Self { file, id, text_offset, text: Vec::new(), searched: 0, is_skipping: last != [b'\n'] }))
     }
 
     /// Reads one more chunk, as large as the current text, so that a long line is copied only a few times.
     fn read_chunk(&mut self, budget: &mut u64) -> io::Result<()> {
-        let size = CHUNK_BYTES.max(self.text.len() as u64).min(self.at);
+        let size = CHUNK_BYTES.max(self.text.len() as u64).min(self.text_offset);
         let mut chunk = vec![0; usize::try_from(size).unwrap_or_default()];
-        self.file.read_exact_at(&mut chunk, self.at - size)?;
-        self.at -= size;
+        self.file.read_exact_at(&mut chunk, self.text_offset - size)?;
+        self.text_offset -= size;
         *budget = budget.saturating_sub(size);
         self.searched = self.text.len();
         chunk.append(&mut self.text);
@@ -147,23 +152,23 @@ impl BackwardReader {
             if !self.is_skipping && !self.text.is_empty() {
                 let unsearched = self.text.len() - self.searched.max(1);
                 let before = self.text[..unsearched].iter().rposition(|&byte| byte == b'\n').map(|at| at + 1);
-                if let Some(start) = before.or((self.at == 0).then_some(0)) {
+                if let Some(start) = before.or((self.text_offset == 0).then_some(0)) {
                     let mut line = self.text.split_off(start);
                     line.pop();
                     self.searched = 0;
-                    return Ok(ReadOutcome::Line(self.at + start as u64, line));
+                    return Ok(ReadOutcome::Line(self.text_offset + start as u64, line));
                 }
                 if self.text.len() > MAX_LINE_BYTES {
                     self.text.clear();
                     self.is_skipping = true;
                 }
             }
-            if self.at == 0 {
+            if self.text_offset == 0 {
                 return Ok(ReadOutcome::Start);
             }
             if *budget == 0 {
                 // The next page rereads the partly read line.
-                return Ok(ReadOutcome::LimitReached(self.at + self.text.len() as u64));
+                return Ok(ReadOutcome::LimitReached(self.text_offset + self.text.len() as u64));
             }
             self.read_chunk(budget)?;
         }

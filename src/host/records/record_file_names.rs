@@ -15,7 +15,7 @@ pub const AUDIT: DatedRecord = DatedRecord { stem: "audit", extension: "jsonl" }
 pub const INTERACTIONS: DatedRecord = DatedRecord { stem: "interactions", extension: "jsonl" };
 
 impl DatedRecord {
-    /// Returns the name of the current file.
+    /// Returns the name of the current file, which a rotation renames.
     pub fn current_name(self) -> String {
         format!("{}.{}", self.stem, self.extension)
     }

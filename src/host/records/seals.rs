@@ -12,21 +12,23 @@ use serde::{Deserialize, Serialize};
 use super::ledger::Totals;
 use svc_base::fsx::{self, FileError};
 
-/// Sealed days.
+/// The sealed days, as stored in the seal file.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Seals {
     days: BTreeMap<Date, Seal>,
 }
 
+/// The state of a day's interactions when they were counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Seal {
     /// Total length of the day's files, in bytes.
     pub length: u64,
+    /// The day's totals in `usage.jsonl`.
     pub totals: Totals,
 }
 
 impl Seals {
-    /// Reads the seals. An unreadable file counts as empty: the days are recounted.
+    /// Reads the seals. A missing, unreadable or invalid file counts as empty: the days are recounted.
     pub fn read(file: &Path) -> Self {
         let text = fsx::read_if_exists(file).ok().flatten();
         text.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default()

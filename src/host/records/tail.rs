@@ -1,4 +1,5 @@
-//! Follows a growing record: returns each complete line once, across rotations and all of the record's files.
+//! Follows a growing record: returns each complete line of at most `MAX_LINE_BYTES` once, across rotations and all of
+//! the record's files.
 //!
 //! All files are checked, not only the newest: after the time zone changes, or because of a late line, an earlier day's
 //! file can grow.
@@ -12,9 +13,10 @@ use super::files::{self, FileId, LinePosition, RecordKind, TailPosition};
 use svc_base::fsx::FileError;
 
 const CHUNK_BYTES: usize = 256 << 10;
-/// Longer lines are invalid.
+/// Longer lines are skipped.
 const MAX_LINE_BYTES: usize = 8 << 20;
-/// Maximum number of bytes read per call; more than the longest line.
+/// Maximum number of bytes read per call. A line that is not complete is read again by the next call, so this must
+/// exceed `MAX_LINE_BYTES`.
 const MAX_READ_BYTES: usize = 16 << 20;
 /// A call returns once the lines that it has found add up to this many bytes.
 const BATCH_BYTES: usize = 1 << 20;
@@ -25,17 +27,17 @@ pub struct Tail {
     logs: PathBuf,
     /// All files seen so far: a few per day.
     files: Vec<FollowedFile>,
-    /// The file that contains the last line.
+    /// The file that contains the last returned line; before the first line, the newest file.
     last_file: Option<FileId>,
-    /// The file that contains the latest line outside `last_file`.
+    /// The file that contains the latest returned line outside `last_file`.
     other_file: Option<FileId>,
 }
 
 struct FollowedFile {
     id: FileId,
-    /// The end of the last returned line.
+    /// The end of the last returned or skipped line, or a position within an overlong line.
     offset: u64,
-    /// Length of the file when it was last read to its end.
+    /// Length of the file when it was last read to its end; `None` if it has not been.
     read_length: Option<u64>,
     /// Whether the text at `offset` is the rest of an overlong line.
     is_skipping: bool,
@@ -50,7 +52,7 @@ struct ReadBatch {
 }
 
 impl Tail {
-    /// Starts at the current end.
+    /// Starts after the last complete line of each file.
     pub fn from_end(kind: RecordKind, logs: PathBuf) -> Result<Self, FileError> {
         let mut tail = Self { kind, logs, files: Vec::new(), last_file: None, other_file: None };
         for path in tail.kind.list_files(&tail.logs)? {
@@ -62,7 +64,8 @@ impl Tail {
         Ok(tail)
     }
 
-    /// Starts after an earlier line; `None` if its position no longer exists.
+    /// Starts after an earlier line. Returns `None` if its file was deleted, or if the position is no longer the start
+    /// of a line because the file was truncated.
     pub fn resume_after(
         kind: RecordKind,
         logs: PathBuf,
@@ -74,7 +77,8 @@ impl Tail {
         }
         let index_of = |position: LinePosition| files.iter().position(|(_, id, _)| *id == position.file);
         let Some(last) = index_of(position.last) else { return Ok(None) };
-        // Files newer than those in the position are unread; earlier ones have been read.
+        // Files newer than those in the position have not been read. All others count as read to their end, because a
+        // position names only the last two files that have grown.
         let newest = position.other_file.and_then(index_of).map_or(last, |other| other.max(last));
         let last_file = Some(position.last.file);
         let mut tail = Self { kind, logs, files: Vec::new(), last_file, other_file: None };
@@ -95,7 +99,8 @@ impl Tail {
         Ok(Some(tail))
     }
 
-    /// Returns the position after the last returned line.
+    /// Returns the position after the last returned line; `None` if there was no file at the start and
+    /// no line has been returned.
     pub fn position(&self) -> Option<TailPosition> {
         let position_in = |id: FileId| {
             let followed = self.files.iter().find(|followed| followed.id == id)?;
@@ -105,13 +110,14 @@ impl Tail {
         Some(TailPosition { last: position_in(self.last_file?)?, other_file })
     }
 
-    /// Reads new lines, each with the position after it; a bounded number per call.
+    /// Reads new lines, each with the position after it. A call reads a bounded number of bytes: it may return no line
+    /// while an overlong line is being skipped, although lines follow.
     pub fn read_lines(&mut self) -> Result<Vec<(TailPosition, String)>, FileError> {
         let mut batch = ReadBatch { budget: MAX_READ_BYTES, lines: Vec::new(), line_bytes: 0 };
         for path in self.kind.list_files(&self.logs)? {
             let Ok(meta) = path.symlink_metadata() else { continue };
-            let known = self.files.iter().find(|followed| followed.id == FileId::from_metadata(&meta));
-            if known.is_some_and(|followed| followed.read_length == Some(meta.len())) {
+            let followed = self.files.iter().find(|followed| followed.id == FileId::from_metadata(&meta));
+            if followed.is_some_and(|followed| followed.read_length == Some(meta.len())) {
                 continue;
             }
             // The name may belong to a different file by now, so use the ID of the opened file.
@@ -132,7 +138,7 @@ impl Tail {
         let followed = &mut self.files[index];
         let length = file.metadata()?.len();
         if length < followed.offset {
-            // The file was truncated.
+            // The file was truncated: continue at its new end.
             (followed.offset, followed.is_skipping) = (length, false);
         }
         let id = followed.id;
@@ -188,7 +194,7 @@ impl FollowedFile {
         Ok(is_valid.then(|| Self { offset: position.offset, ..Self::new(position.file) }))
     }
 
-    /// Starts after the last complete line.
+    /// Starts after the last complete line. If the incomplete line after it is overlong, starts within that line.
     fn from_end(id: FileId, file: &File) -> io::Result<Self> {
         let length = file.metadata()?.len();
         let (mut end, mut is_skipping) = (length, false);
@@ -338,18 +344,18 @@ mod tests {
         assert_eq!(read_all(&mut tail), ["4"]);
         append(&path(22), "5\n");
         append(&path(21), "6\n");
-        let mut again = Vec::new();
+        let mut lines = Vec::new();
         for (position, line) in tail.read_lines().unwrap() {
-            again.push((position, line));
+            lines.push((position, line));
         }
-        assert_eq!(again.iter().map(|(_, line)| &**line).collect::<Vec<_>>(), ["6", "5"]);
+        assert_eq!(lines.iter().map(|(_, line)| &**line).collect::<Vec<_>>(), ["6", "5"]);
         append(&path(21), "7\n");
         append(&path(23), "8\n");
-        for (position, rest) in [(again[0].0, vec!["7", "5", "8"]), (again[1].0, vec!["7", "8"])] {
+        for (position, expected) in [(lines[0].0, vec!["7", "5", "8"]), (lines[1].0, vec!["7", "8"])] {
             let position = position.to_string().parse().unwrap();
             let mut resumed =
                 Tail::resume_after(RecordKind::Interactions, logs.clone(), position).unwrap().unwrap();
-            assert_eq!(read_all(&mut resumed), rest, "{position:?}");
+            assert_eq!(read_all(&mut resumed), expected, "{position:?}");
         }
         assert_eq!(read_all(&mut tail), ["7", "8"]);
     }
@@ -378,7 +384,7 @@ mod tests {
         let (logs, current) = (dir.path().to_owned(), dir.path().join("audit.jsonl"));
         append(&current, "0\n");
         let mut tail = Tail::from_end(RecordKind::Audit, logs.clone()).unwrap();
-        // A sparse file.
+        // A sparse file: the last line has 100 MiB and no newline.
         OpenOptions::new().write(true).open(&current).unwrap().set_len(100 << 20).unwrap();
         append(&current, "rest\n1\n");
         assert!(tail.read_lines().unwrap().is_empty());

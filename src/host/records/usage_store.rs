@@ -28,14 +28,15 @@ use svc_base::error_chain::format_chain;
 use svc_base::failpoint;
 use svc_base::fsx::{self, FileError};
 
-/// Timeout for the flush before days are sealed.
+/// Timeout for the flush before days are sealed or `usage.jsonl` is compacted.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(10);
 const USAGE_FILE: &str = "usage.jsonl";
 /// The compacted file before it replaces `usage.jsonl`; an interrupted compaction leaves this file behind.
 const NEW_USAGE_FILE: &str = "usage.jsonl.new";
-/// Maximum number of obsolete lines before `usage.jsonl` is compacted.
+/// Maximum number of obsolete lines in `usage.jsonl`, in addition to one for each current line. Beyond it, the file is
+/// compacted.
 const MAX_OBSOLETE_LINES: u64 = 20_000;
-/// Longer lines are invalid.
+/// Only the end of a longer line is kept in memory. It is not valid JSON, so the line is ignored.
 const MAX_LINE_BYTES: u64 = 8 << 20;
 const CHUNK_BYTES: usize = 256 << 10;
 
@@ -55,11 +56,11 @@ pub struct UsageStore {
 }
 
 impl UsageStore {
-    /// Opens the store: reads its files, and removes what an interrupted compaction left behind. `seal_file` is outside
-    /// the records directory.
+    /// Opens the store: reads its files, and removes the temporary file of an interrupted compaction. `seal_file` must
+    /// be outside the records directory.
     ///
     /// # Errors
-    /// [`FileError`] if a record exists and cannot be read.
+    /// [`FileError`] if a record exists and cannot be read, or the temporary file cannot be removed.
     pub fn open(records: Records, logs: PathBuf, seal_file: PathBuf) -> Result<Self, FileError> {
         fsx::remove_if_exists(&logs.join(NEW_USAGE_FILE))?;
         let (ledger, lines) = read_ledger_and_line_count(&logs, &seal_file)?;
@@ -74,10 +75,11 @@ impl UsageStore {
     /// Records an ended dispatch and counts it towards `day`.
     ///
     /// # Errors
-    /// [`QueueFull`]: the dispatch still counts, but only until this process ends.
+    /// [`QueueFull`] if the interaction could not be queued: the dispatch counts until this process ends, and is
+    /// missing when its day is recounted.
     pub fn record(&self, day: Date, interaction: &Interaction) -> Result<(), QueueFull> {
         let totals = Totals::for_dispatch(interaction.cost, interaction.tokens_in, interaction.tokens_out);
-        // Hold the lock for both steps, so that no usage line is written in between.
+        // Hold the lock for both steps: a seal created in between would cover the interaction without its totals.
         let mut ledger = self.lock_ledger();
         let accepted = self.records.append(Record::Interactions(day), interaction);
         ledger.count(day, &interaction.sender_id, &interaction.model, &totals);
@@ -109,7 +111,7 @@ impl UsageStore {
         }
     }
 
-    /// Rewrites `usage.jsonl` with one line per key.
+    /// Rewrites `usage.jsonl` with one line for each day, user and model.
     pub fn compact(&self) {
         self.compact_lines(&mut lock(&self.line_count));
     }
@@ -144,8 +146,8 @@ impl UsageStore {
         }
     }
 
-    /// Rewrites the file. Returns the new number of lines, or `None` if the compaction was postponed. The caller must
-    /// prevent concurrent writes. The file is replaced only once the new one is durable.
+    /// Rewrites the file. Returns the new number of lines, or `None` if the compaction was postponed or there is no
+    /// file. The caller must prevent concurrent writes. The file is replaced only once the new one is durable.
     fn rewrite(&self, line_count: &mut u64) -> Result<Option<u64>, FileError> {
         let (path, new) = (self.logs.join(USAGE_FILE), self.logs.join(NEW_USAGE_FILE));
         if !self.write_lines(line_count) || !self.records.flush(FLUSH_TIMEOUT) {
@@ -157,7 +159,7 @@ impl UsageStore {
         let expected = FileStamp::of_file(&file).map_err(FileError::wrap("stat", &path))?;
         let write = || -> io::Result<Option<u64>> {
             failpoint::trigger("usage.begin").map_err(io::Error::other)?;
-            let written = self.write_all(&new)?;
+            let written = self.write_current_lines(&new)?;
             failpoint::trigger("usage.written").map_err(io::Error::other)?;
             let is_replaced = self.records.replace(Record::Usage, new.clone(), expected)?;
             failpoint::trigger("usage.replaced").map_err(io::Error::other)?;
@@ -166,8 +168,9 @@ impl UsageStore {
         write().map_err(FileError::wrap("write", &new))
     }
 
-    /// Writes the whole ledger, one day at a time.
-    fn write_all(&self, path: &Path) -> io::Result<u64> {
+    /// Writes the whole ledger to a file and syncs it. Returns the number of lines. Locks the ledger for only one day
+    /// at a time.
+    fn write_current_lines(&self, path: &Path) -> io::Result<u64> {
         let mut options = OpenOptions::new();
         options.create(true).write(true).truncate(true).mode(0o640).custom_flags(OFlag::O_NOFOLLOW.bits());
         let mut file = options.open(path)?;
@@ -190,7 +193,8 @@ impl UsageStore {
     }
 
     /// Writes all usage and seals complete days. Days with dropped interactions, or with interactions recorded during
-    /// this call, stay unsealed and are recounted at the next startup.
+    /// this call, stay unsealed and are recounted at the next startup. If the usage cannot be made durable in time, the
+    /// previous seals stay.
     pub fn seal(&self) {
         let mut line_count = lock(&self.line_count);
         if !self.write_lines(&mut line_count) || !self.records.flush(FLUSH_TIMEOUT) {

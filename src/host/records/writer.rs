@@ -1,10 +1,11 @@
-//! The writer for the kernel's records. Callers append lines to a queue in memory; one thread writes them to disk, and
-//! another syncs the files.
+//! Writes the records of the gateway and of the audit's watcher. Callers append lines to a queue in memory; one thread
+//! writes them to disk, and another syncs the files.
 //!
-//! Accepted lines are written in order, at most [`FLUSH_INTERVAL`] later; until then, only a process crash loses them.
-//! The queue is bounded: a line that does not fit is rejected and counted, and a gap in its record reports it. Files
-//! are opened by name for each write (`host::records::jsonl`), so that concurrent rotation and deletion lose nothing;
-//! writes to a full disk are retried until they succeed.
+//! Each record's accepted lines are written in order, at most [`FLUSH_INTERVAL`] later unless the disk fails. A crash
+//! of the process loses only lines that have not been written; a crash of the machine, also lines that have not been
+//! synced. The queue is bounded: a line that does not fit is rejected and counted, and a gap line in its record reports
+//! the number. Files are opened by name for each write (`host::records::jsonl`), so that no line is lost if a file was
+//! renamed or deleted before the write. Failed writes are retried until they succeed or the writer is dropped.
 
 mod file;
 mod queue;
@@ -33,9 +34,10 @@ use svc_base::error_chain::format_chain;
 
 /// Maximum delay before an accepted line is written, unless the disk fails.
 pub const FLUSH_INTERVAL: Duration = Duration::from_millis(50);
-/// Empty intervals after which the thread sleeps until woken; waking it takes longer than accepting a line.
+/// Number of intervals without lines after which the writing thread sleeps until woken. It does not sleep earlier,
+/// because waking it takes longer than accepting a line.
 const MAX_IDLE_INTERVALS: u32 = 20;
-/// Retry interval after a failed write.
+/// Wait before failed writes are retried, unless new lines are queued.
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 /// Timeout for replacing a record's file.
 const REPLACE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -52,10 +54,10 @@ struct Shared {
     syncer: Syncer,
 }
 
-/// The work for one iteration of the thread.
+/// The work for one iteration of the writing thread.
 struct Batch {
     lines: Vec<(Record, Vec<Vec<u8>>)>,
-    /// A requested flush.
+    /// The latest requested flush, unless its lines have already been written.
     flush: Option<u64>,
     replacement: Option<Replacement>,
     is_stopping: bool,
@@ -128,7 +130,7 @@ impl Records {
     /// Queues a JSON line. Never waits for the disk.
     ///
     /// # Errors
-    /// [`QueueFull`].
+    /// [`QueueFull`] if the queue is full, or the writer is being dropped.
     pub fn append(&self, record: Record, entry: &impl Serialize) -> Result<(), QueueFull> {
         thread_local! {
             static LINE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
@@ -142,10 +144,10 @@ impl Records {
         })
     }
 
-    /// Queues a line for `activity.log`, with the current time.
+    /// Queues a line for `activity.log`, with the current time. Control characters are replaced with spaces.
     ///
     /// # Errors
-    /// [`QueueFull`].
+    /// As for [`Records::append`].
     pub fn note(&self, text: &str) -> Result<(), QueueFull> {
         let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
         self.accept(Record::Activity, format!("{} {text}\n", clock::rfc3339_ms(Timestamp::now())).as_bytes())
@@ -159,11 +161,13 @@ impl Records {
         Ok(())
     }
 
-    /// Replaces a record's file with a durable one, between two lines, if the file has the `expected` stamp. The
-    /// caller must prevent concurrent appends; if the file has changed anyway, returns `false`.
+    /// Replaces a record's file with `new`, which must be durable, if the file has the `expected` stamp. The caller
+    /// must prevent concurrent appends. Returns `false` if the file has changed or has queued lines, if the writer is
+    /// busy with another replacement or is being dropped, or after `REPLACE_TIMEOUT`; after the timeout, the file may
+    /// still be replaced later.
     ///
     /// # Errors
-    /// The rename failed; the record is unchanged.
+    /// The current file cannot be read, or the rename failed; the record is unchanged.
     pub fn replace(&self, record: Record, new: PathBuf, expected: FileStamp) -> std::io::Result<bool> {
         let (reply, replied) = mpsc::sync_channel(1);
         {
@@ -178,7 +182,8 @@ impl Records {
         replied.recv_timeout(REPLACE_TIMEOUT).unwrap_or(Ok(false))
     }
 
-    /// Waits until all earlier lines are durable; `false` on timeout.
+    /// Waits until all lines accepted so far are durable. Returns `false` if they are not within `timeout`, or if the
+    /// writer has ended.
     pub fn flush(&self, timeout: Duration) -> bool {
         let mut queue = self.0.lock();
         queue.flushes_requested += 1;
@@ -214,11 +219,11 @@ impl Shared {
     /// Runs the writing thread's loop.
     fn run_writer(&self) {
         let mut files: Vec<(Record, AppendFile)> = Vec::new();
-        let mut synced_at = Instant::now();
+        let mut sync_requested_at = Instant::now();
         loop {
             let is_dirty = files.iter().any(|(_, file)| file.is_dirty());
             let Batch { lines, flush, replacement, is_stopping } =
-                self.take_batch(is_dirty.then(|| synced_at + SYNC_INTERVAL));
+                self.take_batch(is_dirty.then(|| sync_requested_at + SYNC_INTERVAL));
             for (record, buffers) in lines {
                 let file = file_for(&mut files, record, &self.logs);
                 buffers.into_iter().for_each(|buffer| file.push(buffer));
@@ -228,12 +233,12 @@ impl Shared {
             self.return_buffers(&mut files);
             let directory = replacement.and_then(|replacement| self.replace_file(replacement, &mut files));
             let flush = flush.filter(|_| written);
-            if is_stopping || flush.is_some() || synced_at.elapsed() >= SYNC_INTERVAL {
+            if is_stopping || flush.is_some() || sync_requested_at.elapsed() >= SYNC_INTERVAL {
                 let mut unsynced: Vec<UnsyncedFile> =
                     files.iter_mut().flat_map(|(_, file)| file.take_unsynced()).collect();
                 unsynced.extend(directory);
                 self.syncer.enqueue(unsynced, flush);
-                synced_at = Instant::now();
+                sync_requested_at = Instant::now();
             } else if let Some(directory) = directory {
                 self.syncer.enqueue(vec![directory], None);
             }
@@ -257,7 +262,7 @@ impl Shared {
         self.flushed.notify_all();
     }
 
-    /// Waits for a batch of lines and takes it; returns at `sync_at` at the latest.
+    /// Waits for lines or a request, and takes all lines. Returns at `sync_at` at the latest, if it is set.
     fn take_batch(&self, sync_at: Option<Instant>) -> Batch {
         let mut queue = self.wait_for_work(self.lock(), sync_at);
         queue.thread = ThreadState::Writing;
@@ -312,9 +317,11 @@ impl Shared {
         files: &mut [(Record, AppendFile)],
     ) -> Option<UnsyncedFile> {
         let Replacement { record, new, expected, reply } = replacement;
-        let is_behind = files.iter().any(|(other, file)| *other == record && file.unwritten_bytes() > 0);
+        let has_unwritten_lines =
+            files.iter().any(|(other, file)| *other == record && file.unwritten_bytes() > 0);
         let path = self.logs.join(record.file_name());
-        let replaced = if is_behind { Ok(false) } else { file::replace_if_unchanged(&path, &new, expected) };
+        let replaced =
+            if has_unwritten_lines { Ok(false) } else { file::replace_if_unchanged(&path, &new, expected) };
         let is_replaced = matches!(replaced, Ok(true));
         // The caller may have timed out.
         let _ = reply.send(replaced);
@@ -323,16 +330,16 @@ impl Shared {
         Some(UnsyncedFile::new(self.logs.clone(), inode, Arc::new(directory)))
     }
 
-    /// Writes all files, and logs when writes start and stop failing.
+    /// Writes all files, and logs when writes start and stop failing. Returns whether every line was written.
     fn write_files(&self, files: &mut [(Record, AppendFile)], is_stopping: bool) -> bool {
-        let (mut failed, mut is_behind) = (None, false);
+        let (mut failed, mut has_unwritten_interactions) = (None, false);
         for (record, file) in files.iter_mut() {
             // Interactions must be on disk before the usage that counts them.
-            if *record == Record::Usage && is_behind {
+            if *record == Record::Usage && has_unwritten_interactions {
                 continue;
             }
             if let Err(error) = file.write() {
-                is_behind |= matches!(record, Record::Interactions(_));
+                has_unwritten_interactions |= matches!(record, Record::Interactions(_));
                 failed = Some(error);
             }
         }
@@ -347,7 +354,7 @@ impl Shared {
         }
         if is_stopping {
             let bytes: usize = files.iter().map(|(_, file)| file.unwritten_bytes()).sum();
-            tracing::error!(bytes, "records lost at shutdown: the disk accepts no writes");
+            tracing::error!(bytes, "records lost at shutdown: they could not be written");
         }
         false
     }
@@ -363,7 +370,7 @@ impl Shared {
         self.lock().finish_batch(unwritten, buffers);
     }
 
-    /// Waits before failed writes are retried.
+    /// Waits before failed writes are retried, unless new lines are queued.
     fn wait_before_retry(&self) {
         let is_idle = |queue: &mut RecordQueue| queue.is_empty() && !queue.is_stopping;
         let waited = self.wake.wait_timeout_while(self.lock(), RETRY_INTERVAL, is_idle);

@@ -4,9 +4,10 @@
 //! time and the clock's time is used until the clock has been stable for a day. NTP corrects a clock in less than an
 //! hour, so a wrong clock is not stable for that long unless the machine has no time server.
 //!
-//! A boot also counts as a jump if the clock is more than a day ahead of the last check or, without an earlier check,
-//! of the last write to a record: `time-sync.target` is reached even if no time server responds. A machine that was off
-//! for weeks therefore expires its records one day after it was powered on.
+//! The first check after a boot is different, because the clock alone shows how long the machine was off. It trusts the
+//! clock, unless the boot was more than a day after the last check or, without an earlier check, the time is more than
+//! a day after the last write to a record. Such a clock counts as a jump: `time-sync.target` is reached even if no time
+//! server responds. A machine that was off for weeks therefore expires its records one day after it was powered on.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -21,12 +22,12 @@ const DAY_SECONDS: i64 = 86_400;
 /// A difference of up to this much is an NTP correction, not a jump.
 const MAX_DRIFT_SECONDS: i64 = 900;
 
-/// The clock and the time since boot, in seconds.
+/// A reading of the system clock and the uptime, with the last write to a record. Times are in seconds since 1970.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ClockReading {
     pub clock: i64,
     pub uptime_seconds: i64,
-    /// The last write to a record, if there is any.
+    /// The time of the last write to a record; `None` if there is no record.
     pub last_write: Option<i64>,
 }
 
@@ -37,6 +38,7 @@ pub struct ClockState {
     /// Boot time according to the trusted clock.
     #[serde(rename = "started")]
     boot_time: i64,
+    /// The uptime at the last check.
     #[serde(rename = "up")]
     uptime_seconds: i64,
     #[serde(rename = "doubted", default, skip_serializing_if = "Option::is_none")]
@@ -55,7 +57,7 @@ struct UntrustedClock {
     first_seen_uptime: i64,
 }
 
-/// Returns the time to use and the state to keep.
+/// Returns the time to use, in seconds since 1970, and the state to keep.
 pub fn assess_clock(state: Option<ClockState>, now: ClockReading) -> (i64, ClockState) {
     let uptime_seconds = now.uptime_seconds;
     let boot_time = now.clock - uptime_seconds;
@@ -68,7 +70,8 @@ pub fn assess_clock(state: Option<ClockState>, now: ClockReading) -> (i64, Clock
             }
             (state.boot_time, state.untrusted)
         }
-        // This is the first check, or the first after a boot: at least the uptime has passed since the last check.
+        // This is the first check, or the first after a boot: the boot was not before the last check, and at least the
+        // uptime has passed since.
         _ => {
             let expected = state.map(|state| state.boot_time + state.uptime_seconds);
             let Some(expected) = expected.or(now.last_write.map(|last| last - uptime_seconds)) else {
@@ -105,7 +108,8 @@ fn find_last_write(dir: &Path) -> Result<Option<i64>, FileError> {
 /// Assesses the clock, saves the new state to `state_file`, and returns the time to use for expiring the records in
 /// `logs`. Logs a warning if the clock is not trusted.
 pub fn update_trusted_time(state_file: &Path, logs: &Path, clock: Timestamp) -> Result<Timestamp, FileError> {
-    // The systemd unit hides other files that contain the uptime.
+    // This process has just started, so its start time, in ticks since boot, is the uptime. The systemd unit hides
+    // `/proc/uptime` (`ProcSubset=pid`).
     let stat = ProcessStat::current().map_err(FileError::wrap("read", Path::new("/proc/self/stat")))?;
     let uptime_seconds = (stat.started / TICKS_PER_SECOND).cast_signed();
     let text = fsx::read_if_exists(state_file)?;
@@ -130,13 +134,14 @@ mod tests {
 
     const START: i64 = 1_795_000_000;
 
+    /// Returns a reading of a clock that is `days_ahead` days ahead.
     fn at(uptime_hours: i64, days_ahead: i64) -> ClockReading {
         let uptime_seconds = uptime_hours * 3600;
         let clock = START + uptime_seconds + days_ahead * DAY_SECONDS;
         ClockReading { clock, uptime_seconds, last_write: None }
     }
 
-    /// Returns the number of days by which the trusted clock is ahead at each check.
+    /// Returns the number of days by which the trusted time is ahead at each check.
     fn days_ahead(checks: &[ClockReading]) -> Vec<i64> {
         let mut state = None;
         let day = |reading: &ClockReading| {
@@ -184,7 +189,7 @@ mod tests {
         assert_eq!(trusted_time, last + DAY_SECONDS);
         let (trusted_time, state) = assess_clock(Some(state), booted(60 + DAY_SECONDS));
         assert_eq!((trusted_time, state.untrusted), (booted(60 + DAY_SECONDS).clock, None));
-        // Without a state file, the records show the last time.
+        // Without a state, the last write to a record replaces the last check.
         let (trusted_time, _) = assess_clock(None, booted(60));
         assert_eq!(trusted_time, START);
         let recent = ClockReading { last_write: Some(booted(60).clock - 3600), ..booted(60) };

@@ -1,8 +1,8 @@
-//! Retention: deletes records whose name has a date more than 30 days in the past. Files without a date are never
-//! touched.
+//! Retention: deletes the activity, audit and interaction files whose name has a date more than 30 days in the past.
+//! All other files are kept.
 //!
-//! The age depends only on the current day, so that an idle machine's records expire as well. A wrong clock must not
-//! cause everything to be deleted, so `clock_trust` determines the current day.
+//! The age is counted from the current day and not from the newest record, so that an idle machine's records expire as
+//! well. A wrong clock must not cause everything to be deleted, so `clock_trust` determines the current day.
 
 use std::path::Path;
 
@@ -32,7 +32,8 @@ fn expired_names(names: Vec<String>, today: Date) -> Vec<String> {
 /// Deletes the expired records and returns their names.
 ///
 /// # Errors
-/// [`FileError`] from the first failed deletion; the other records are still deleted.
+/// [`FileError`] if the directory cannot be read, or from the first failed deletion; the other records are still
+/// deleted.
 pub fn expire(logs: &Path, today: Date) -> Result<Vec<String>, FileError> {
     let mut names = Vec::new();
     for entry in std::fs::read_dir(logs).map_err(FileError::wrap("read", logs))? {
@@ -106,8 +107,9 @@ mod tests {
         assert!(dir.path().join(first).exists() && !dir.path().join(last).exists());
     }
 
-    /// Simulates four months hour by hour. Each clock jump lasts for less than a day, and the machine is off for weeks.
-    /// Each hour, the check runs, and a record for the clock's current day is written unless the clock is behind.
+    /// Simulates four months hour by hour. Each hour, the check runs, and a record for the clock's current day is
+    /// written unless the clock is behind. Each jump (its hour, days ahead, and hours) lasts for less than a day. The
+    /// machine may be off for up to two months (from an hour, for a number of days).
     fn simulate_four_months(jumps: &[(u16, i64, u8)], off: Option<(u16, u16)>) -> Result<(), TestCaseError> {
         const HOUR: i64 = 3600;
         let start: i64 = TODAY.to_zoned(jiff::tz::TimeZone::UTC).unwrap().timestamp().as_second();
@@ -124,10 +126,10 @@ mod tests {
                 continue;
             }
             let true_time = start + hour * HOUR;
-            let at_jump = jumps
+            let active_jump = jumps
                 .iter()
                 .find(|(at, _, hours)| (i64::from(*at)..i64::from(*at) + i64::from(*hours)).contains(&hour));
-            let days_ahead = at_jump.filter(|_| uptime_hours > 0).map_or(0, |(_, days, _)| *days);
+            let days_ahead = active_jump.filter(|_| uptime_hours > 0).map_or(0, |(_, days, _)| *days);
             correct_hours = if days_ahead == 0 { correct_hours + 1 } else { 0 };
             let clock = true_time + days_ahead * 24 * HOUR;
             let (trusted_time, new_state) = assess_clock(
@@ -143,17 +145,17 @@ mod tests {
                 let written = files.remove(&name).unwrap();
                 prop_assert!(
                     hour - written >= i64::from(RETENTION_DAYS) * 24,
-                    "{} in hour {}, of {}",
+                    "{} expired in hour {}, last written in hour {}",
                     name,
                     hour,
                     written
                 );
             }
             if correct_hours > 25 {
-                let late = files.keys().find(|name| {
+                let overdue = files.keys().find(|name| {
                     day_at(true_time).since(record_day(name).unwrap()).unwrap().get_days() > RETENTION_DAYS
                 });
-                prop_assert_eq!(late, None, "in hour {}", hour);
+                prop_assert_eq!(overdue, None, "in hour {}", hour);
             }
         }
         Ok(())

@@ -1,7 +1,7 @@
 //! `svc-heartbeat`: rotates and expires the machine's records once a day, and measures its storage.
 //!
 //! This module contains the command line, the configuration and the sequence of steps. Each run derives its work from
-//! the files on disk, so a killed run is simply repeated. A failed step does not stop the others.
+//! the files on disk, so the next run completes the work of a killed one. A failed step does not stop the others.
 
 pub mod clock_trust;
 mod expire;

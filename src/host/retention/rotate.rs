@@ -31,8 +31,9 @@ pub struct DaySpan {
     pub last: Date,
 }
 
-/// Returns the day for a record's new name, or `None` if the record was started today. This is the record's last day,
-/// so that no line expires early, even if the clock was set back. It is never today, because today is not over.
+/// Returns the day for a record's new name, or `None` if the record was started today or later. The day is the record's
+/// last day, so that no line expires early, even if the clock was set back. If the last day is today, it is yesterday,
+/// because today is not over: today's lines in the file then expire one day early.
 pub fn rotation_day(span: DaySpan, today: Date) -> Option<Date> {
     let yesterday = today.yesterday().ok()?;
     (span.first < today).then(|| if span.last == today { yesterday } else { span.last })
@@ -60,7 +61,7 @@ pub fn rotate(
                 return Ok(Some(name));
             }
             Err(Errno::EEXIST) => {}
-            // Another run has renamed it.
+            // Another program has renamed or deleted it.
             Err(Errno::ENOENT) => return Ok(None),
             Err(error) => return Err(FileError::wrap("rename", &current)(error.into())),
         }
@@ -68,7 +69,8 @@ pub fn rotate(
     Err(FileError::wrap("rename", &current)(io::Error::other("all file names of the day are taken")))
 }
 
-/// Reads the first and last day of a record; `None` if it is missing, empty, or not a regular file.
+/// Reads the first and last day of a record; `None` if it is missing, empty, or not a regular file. A symbolic link is
+/// an error.
 fn read_span(path: &Path, calendar: &Calendar) -> io::Result<Option<DaySpan>> {
     let mut options = File::options();
     let opened = options.read(true).custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path);
@@ -81,7 +83,7 @@ fn read_span(path: &Path, calendar: &Calendar) -> io::Result<Option<DaySpan>> {
         return Ok(None);
     }
     let modified = Timestamp::try_from(meta.modified()?).map_err(io::Error::other)?;
-    // Prefer the first line's timestamp, then the file's creation time.
+    // Prefer the first line's timestamp, then the file's birth time.
     let birth_time = meta.created().ok().and_then(|at| Timestamp::try_from(at).ok());
     let line_time = parse_line_time(read_first_line(file)?.as_slice());
     let first = line_time.or(birth_time).unwrap_or(modified).min(modified);
@@ -253,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn rotation_rejects_links_and_skips_empty_records() {
+    fn rotation_rejects_symlinks_and_skips_empty_records() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("activity.log"), "").unwrap();
         assert_eq!(rotate(dir.path(), ACTIVITY, &utc(), TODAY).unwrap(), None);
@@ -273,8 +275,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
-        /// With any missed days and any number of runs per day, no line is lost or duplicated, and no line is in a
-        /// file dated before its own day. Only lines from the day of a rotation may be in the previous day's file.
+        /// With any missed days and any number of runs per day, no line is lost or duplicated. No line is in a file
+        /// dated before its own day, except that a line from the day of a rotation may be in the previous day's file.
         #[test]
         fn rotation_keeps_every_line_once(days in prop::collection::vec((0_i32..3, 0_usize..3, 0_usize..3), 1..12)) {
             let dir = tempfile::tempdir().unwrap();

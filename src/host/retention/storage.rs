@@ -23,11 +23,12 @@ use svc_base::clock;
 use svc_base::fsx::FileError;
 
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Directories that have not been read after this time are not counted. The unit's own limit is half an hour.
+/// Directories that have not been read after this time are not counted. The systemd unit's timeout is half an hour.
 const WALK_TIMEOUT: Duration = Duration::from_secs(600);
 /// Maximum number of apps per line; the largest apps are kept.
 const MAX_APPS: usize = 200;
-/// A line is about 300 bytes, plus 70 per app, so this holds a month of lines of maximum size.
+/// Number of bytes at the end of the record that are searched for today's line. A line is about 300 bytes, plus 70 per
+/// app, so this holds a month of lines of maximum size.
 const TAIL_BYTES: u64 = 512 << 10;
 
 /// The reason today's line could not be written.
@@ -57,7 +58,7 @@ pub struct StorageLine {
     #[serde(with = "clock::wire")]
     pub timestamp: Timestamp,
     pub date: Date,
-    /// The size of the home's file system.
+    /// The size of the file system that contains the home.
     pub disk_bytes: u64,
     pub disk_free_bytes: u64,
     #[serde(flatten)]
@@ -95,10 +96,11 @@ pub fn record_path(layout: &Layout) -> PathBuf {
     layout.logs().join("storage.jsonl")
 }
 
-/// Takes the measurement and appends the line.
+/// Measures, and appends today's line.
 ///
 /// # Errors
-/// [`StorageError`]; no line is written, and a later run on this day measures again.
+/// [`StorageError`] if the home, the database or the record is not accessible. A later run on this day measures again,
+/// unless the line was written but could not be synced.
 pub async fn measure(
     layout: &Layout,
     server: &PostgresServer,

@@ -59,7 +59,7 @@ pub struct ArchiveEntry {
     pub path: String,
     pub kind: EntryKind,
     pub size_bytes: u64,
-    /// Digest of a file's content or of a link's target.
+    /// SHA-256 of a file's content or of a symbolic link's target; `None` for a directory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sha256: Option<String>,
 }
@@ -69,12 +69,12 @@ pub struct ArchiveEntry {
 pub struct Manifest {
     pub version: u32,
     pub entries: Vec<ArchiveEntry>,
-    /// Entries below the home that are not in the archive: sockets, devices, and those that could not be read or were
-    /// deleted during the export.
+    /// Entries below the home that could not be archived: sockets, devices, FIFOs, and those that could not be read or
+    /// were deleted during the export.
     pub left_out: Vec<String>,
 }
 
-/// Encodes a path for the manifest.
+/// Encodes a path for the manifest, as [`ArchiveEntry::path`] describes.
 pub fn encode_path(path: &Path) -> String {
     let mut text = String::new();
     for chunk in path.as_os_str().as_bytes().utf8_chunks() {
@@ -107,8 +107,8 @@ pub fn copy_hashed(mut from: impl Read, mut to: impl Write) -> io::Result<(u64, 
     }
 }
 
-/// Returns whether a name directly below the home or its [`SYSTEM`] belongs to an import and is not archived.
-pub fn is_import_file(name: &OsStr) -> bool {
+/// Returns whether a name directly below the home or its [`SYSTEM`] is an import's directory, which is not archived.
+pub fn is_import_directory(name: &OsStr) -> bool {
     let name = name.as_bytes();
     name.starts_with(STAGING_PREFIX.as_bytes()) || name.starts_with(REPLACED_PREFIX.as_bytes())
 }

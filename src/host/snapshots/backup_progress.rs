@@ -38,7 +38,7 @@ impl BackupProgress {
         }
     }
 
-    /// Returns `None` if there is no file, or if it does not parse because a later version wrote it.
+    /// Returns `None` if there is no file, or if it does not parse, for instance because a later release wrote it.
     ///
     /// # Errors
     /// [`FileError`] if the file exists and cannot be read.

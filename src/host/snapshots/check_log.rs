@@ -1,5 +1,5 @@
-//! The record of a snapshot check: a line of `backup-checks.jsonl`, and the last check of each kind for the
-//! heartbeat, the metrics and the doctor.
+//! The record of a snapshot check: a line in `backup-checks.jsonl`. A file with the last check of each kind is kept for
+//! the heartbeat, the metrics and the doctor.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -10,7 +10,7 @@ use crate::system::layout::Layout;
 use svc_base::clock;
 use svc_base::fsx::{self, FileError};
 
-/// The outcome of a check.
+/// The outcome of a check or of a backup.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
@@ -50,6 +50,7 @@ pub struct CheckRecord {
     pub status: Status,
     /// Number of intact snapshots.
     pub snapshots: u64,
+    /// Total size of the intact snapshots.
     pub size_bytes: u64,
     pub duration_ms: u64,
     /// The key, if a single snapshot was checked.
@@ -65,6 +66,7 @@ pub struct CheckRecord {
 impl CheckRecord {
     pub const VERSION: u32 = 1;
 
+    /// Stores this as the last check of its kind, and appends it to `activity.log` and `backup-checks.jsonl`.
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
         let line = serde_json::to_vec(self).expect("plain fields serialize to JSON");
         fsx::write_atomic(&layout.last_check(self.check.as_str()), &line, 0o644)?;

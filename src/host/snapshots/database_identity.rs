@@ -1,9 +1,10 @@
 //! The identity of this machine's database: the restore marker names it, and the database carries it.
 //!
-//! A server that lost its volume starts with an empty database, while the marker says that the restore is complete. Its
-//! system identifier differs and it has no restore id, so the gateway and backups refuse it.
+//! A server that lost its volume starts with an empty database, while the marker says that the restore is complete. The
+//! empty database has a different system identifier and no restore id, so the gateway and backups refuse it.
 //!
-//! The restore id is a setting of the database (`svc.restore_id`): a rename keeps it, and no dump contains it.
+//! The restore id is a setting of the database (`svc.restore_id`). It is kept when the database is renamed, and no dump
+//! contains it.
 
 use tokio_postgres::{Client, Error};
 use uuid::Uuid;
@@ -16,9 +17,10 @@ use svc_base::applet::Exit;
 use svc_base::fsx::FileError;
 use svc_store::snapshot::DatabaseIdentity;
 
-/// The setting that holds the restore id. Snapshots do not contain it.
+/// The setting that holds the restore id.
 pub const RESTORE_ID_SETTING: &str = "svc.restore_id";
 
+/// SQL expression for the key of the advisory lock that is held while a database is adopted.
 const ADOPTION_LOCK: &str = "hashtext('svc-database-identity')";
 
 /// The identity that a database reports.
@@ -35,13 +37,13 @@ struct LiveIdentity {
 pub enum IdentityError {
     #[error(
         "the database is not the one that was restored on this machine ({difference}): it is neither served nor backed up\n  \
-         next: `svcctl recover` restores the latest snapshot on a new server; `svc-restore replace` restores it here and \
+         next: `svcctl recover USER` restores the latest snapshot on a new server; `svc-restore replace` restores it here and \
          keeps this database as svc_before_<n>; if this database is the right one, run `svc-restore adopt`"
     )]
     Mismatch { difference: String },
     #[error("there is no database {0}")]
     Absent(String),
-    #[error("cannot query the identity of the database")]
+    #[error("cannot read or set the identity of the database")]
     Query(#[from] Error),
     #[error(transparent)]
     File(#[from] FileError),
@@ -56,7 +58,7 @@ impl IdentityError {
         }
     }
 
-    /// Returns whether the identity differs, rather than being unknown.
+    /// Returns whether the database was identified as a different one. Otherwise, its identity is unknown.
     pub fn is_mismatch(&self) -> bool {
         matches!(self, Self::Mismatch { .. })
     }

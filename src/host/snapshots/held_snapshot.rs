@@ -12,9 +12,10 @@ use svc_base::clock;
 use svc_base::fsx::{self, FileError};
 
 const FORMAT: u32 = 1;
-/// Minimum time between two agreeing snapshots: less than an hour, because retries may delay the earlier run.
+/// Minimum time between two agreeing snapshots: less than an hour, because retries may delay the earlier snapshot.
 const MIN_INTERVAL: Duration = Duration::from_secs(45 * 60);
 
+/// The record of the newest snapshot that is held back.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct HeldSnapshot {
@@ -25,12 +26,13 @@ pub struct HeldSnapshot {
     pub latest: String,
     /// Describes the missing tables and rows.
     pub loss: String,
-    /// Start of the current series of shrunken snapshots.
+    /// When the first snapshot of the current series was held back.
     #[serde(with = "clock::wire")]
     pub since: Timestamp,
-    /// Number of agreeing snapshots in a row, each at least `MIN_INTERVAL` after the previous one.
+    /// Number of agreeing snapshots: hourly snapshots in a row that show a loss since `latest`, each at least
+    /// `MIN_INTERVAL` after the previous one.
     pub agreeing: u32,
-    /// Uptime when the last agreeing snapshot was taken. Unlike the clock, the uptime never jumps.
+    /// Time since boot when the last agreeing snapshot was counted. Unlike the wall clock, it is never adjusted.
     #[serde(default)]
     counted_at_uptime_ms: Option<i64>,
 }
@@ -88,7 +90,8 @@ impl fmt::Display for HeldSnapshot {
         let since = clock::rfc3339_ms(*since);
         write!(
             f,
-            "{loss}: since {since}, snapshots are held back and {latest} stays the latest; the newest is {key}"
+            "{loss}: since {since}, snapshots are held back and {latest} stays the latest; the newest held-back \
+             one is {key}"
         )
     }
 }

@@ -10,14 +10,14 @@ use svc_store::snapshot::DatabaseIdentity;
 
 const FORMAT: u32 = 1;
 
-/// The restore that opened the gate.
+/// The content of the marker. A restore, an import or an adoption replaces it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct RestoreMarker {
     version: u32,
     #[serde(with = "clock::wire_option")]
     pub completed_at: Option<Timestamp>,
-    /// `None`: the machine started with an empty database.
+    /// Key of the restored snapshot; `None` if the machine started with an empty database, or adopted one.
     pub snapshot: Option<String>,
     /// Absent in markers of earlier releases.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -52,8 +52,8 @@ impl RestoreMarker {
 
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("a marker of plain fields is JSON");
-        // On a machine, root owns the directory, and the marker is a link into a directory that this program can write
-        // to.
+        // On a machine, root owns the directory, and the marker is a symbolic link into a directory that this program
+        // can write to.
         let target = fsx::resolve_link(&layout.restore_complete());
         fsx::write_atomic(&target, &text, 0o644)
     }

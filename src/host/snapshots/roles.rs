@@ -25,7 +25,7 @@ const MEMBERSHIPS: &str = "
       FROM pg_auth_members a JOIN pg_roles m ON m.oid = a.member JOIN pg_roles r ON r.oid = a.roleid
      GROUP BY 1, 2 ORDER BY 1, 2";
 
-/// Returns all roles except built-in ones and those of drills, sorted by name.
+/// Returns all roles except built-in ones and those made for drills or the side database, sorted by name.
 ///
 /// # Errors
 /// If a query fails.

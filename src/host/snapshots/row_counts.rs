@@ -4,7 +4,7 @@ use tokio_postgres::{Client, Error};
 
 use svc_store::snapshot::TableCount;
 
-/// Lists the ordinary tables whose rows are in a dump, as `schema.table`, quoted where needed, in order.
+/// Lists the ordinary tables whose rows are in a dump, as `schema.table`, quoted where needed and sorted.
 ///
 /// # Errors
 /// If a query fails.
@@ -24,7 +24,7 @@ pub async fn list_tables(client: &Client) -> Result<Vec<String>, Error> {
     rows.iter().map(|row| row.try_get(0)).collect()
 }
 
-/// Returns the first of the owner's tables that has a row.
+/// Returns the first of the owner's tables that has a row; `None` if none has.
 ///
 /// # Errors
 /// If a query fails.

@@ -135,10 +135,10 @@ pub struct CopiedTable {
     /// Columns of the snapshot that the table no longer has.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<String>,
-    /// Dependents of a recreated table that were dropped with it and recreated.
+    /// Other objects that were dropped together with the recreated table, and were recreated too.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub recreated: Vec<String>,
-    /// Dependents that were not recreated.
+    /// Objects that were dropped together with the recreated table, but were not recreated.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub not_recreated: Vec<String>,
 }
@@ -152,7 +152,7 @@ pub struct CopyResult {
     pub at: Timestamp,
     pub mode: CopyMode,
     pub dry_run: bool,
-    /// Why the copy failed. The tables in `tables` were copied; the others are unchanged.
+    /// Why the copy failed. Then `tables` contains only missing tables that were recreated; all others are unchanged.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     pub tables: Vec<CopiedTable>,
@@ -178,7 +178,8 @@ pub struct SideState {
     pub error: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_copy: Option<CopyResult>,
-    /// Tables that the running copy recreates, all or none.
+    /// Missing tables that the running copy recreates in one transaction: after an interruption, all of them exist, or
+    /// none.
     #[serde(default, skip_serializing_if = "Vec::is_empty", rename = "making")]
     pub recreating: Vec<String>,
 }
@@ -200,7 +201,7 @@ impl SideState {
         }
     }
 
-    /// Reads the last written state; `None` if the file does not exist or does not parse.
+    /// Reads the last written state; `None` if the file does not exist, does not parse, or has another version.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&layout.side_state())?;
         let state = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());

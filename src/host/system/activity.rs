@@ -1,8 +1,9 @@
-//! Writes lines to `activity.log` for programs other than the gateway and svc-watch, which use `host::records::writer`.
+//! Appends single lines to `activity.log`, without the queue of `host::records::writer`, which the gateway and
+//! svc-watch use for most of their lines.
 //!
 //! Each line is one append to whichever file has this name at that time, so that no other writer's line is overwritten
-//! and a rotation loses none. `svc-update` runs as root: it follows no links, writes only to a file that belongs to the
-//! directory's owner, and gives that owner any file that it creates.
+//! and a rotation loses none. Because `svc-update` runs as root, symbolic links are not followed, a file is written
+//! only if it belongs to the directory's owner and has a single hard link, and a new file is given to that owner.
 
 use std::ffi::OsStr;
 use std::io::{self, ErrorKind, Write};
@@ -22,7 +23,7 @@ const FILE: &str = "activity.log";
 pub fn note(layout: &Layout, text: &str) {
     match append(layout, text) {
         Ok(()) => {}
-        // The directory is created at a machine's boot, before any of these programs runs.
+        // A boot creates the directory before these programs run, so this is not expected on a machine.
         Err(error) if error.kind() == ErrorKind::NotFound => {
             tracing::debug!(error = %format_chain(&error), "there is no directory for activity.log");
         }
@@ -30,7 +31,7 @@ pub fn note(layout: &Layout, text: &str) {
     }
 }
 
-/// Appends a line with the current time.
+/// Appends a line with the current time. Control characters are replaced with spaces.
 ///
 /// # Errors
 /// If the line cannot be written.
@@ -43,9 +44,10 @@ pub fn append(layout: &Layout, text: &str) -> io::Result<()> {
     if length > 0 {
         file.read_exact_at(&mut last, length - 1)?;
     }
-    let missing_end = if last == [b'\n'] { "" } else { "\n" };
+    // A killed writer may have left an incomplete line.
+    let missing_newline = if last == [b'\n'] { "" } else { "\n" };
     let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-    file.write_all(format!("{missing_end}{} {text}\n", clock::rfc3339_ms(Timestamp::now())).as_bytes())
+    file.write_all(format!("{missing_newline}{} {text}\n", clock::rfc3339_ms(Timestamp::now())).as_bytes())
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Retries with jittered exponential backoff, until there has been no progress for a given time.
+//! Jittered exponential backoff between retries, which end when there has been no progress for a given time.
 
 use std::time::{Duration, Instant};
 
@@ -30,7 +30,7 @@ impl Backoff {
         self.delays = DELAYS.build();
     }
 
-    /// Pauses before the next attempt, or returns [`DeadlinePassed`].
+    /// Pauses before the next attempt. If the deadline has passed, returns [`DeadlinePassed`] immediately.
     pub async fn pause(&mut self) -> Result<(), DeadlinePassed> {
         let remaining = self.deadline.saturating_duration_since(Instant::now());
         if remaining.is_zero() {

@@ -39,8 +39,8 @@ struct ProgressClient {
 }
 
 impl BootReporter {
-    /// Reports changes to `progress`, at most one per `REPORT_INTERVAL`. Returns `None` on a machine without an
-    /// identity, a platform or a registration token.
+    /// Reports changes to `progress`, at most one per `REPORT_INTERVAL`. Returns `None` if the settings have no
+    /// identity, platform or registration token, or if the HTTP client cannot be created.
     pub fn start(layout: &Layout, progress: watch::Receiver<Option<StageProgress>>) -> Option<Self> {
         let mut env = config::environment(layout);
         let identity = Identity::read(&mut env);
@@ -56,7 +56,7 @@ async fn send_reports(client: ProgressClient, mut progress: watch::Receiver<Opti
     while progress.changed().await.is_ok() {
         let Some(progress) = *progress.borrow_and_update() else { continue };
         match tokio::time::timeout(CALL_TIMEOUT, client.send(progress)).await {
-            // The token has been used: this machine is registered, and its boot is over.
+            // The token is no longer valid, because this machine has registered: its boot is over.
             Ok(Ok(StatusCode::UNAUTHORIZED)) => return,
             Ok(Ok(status)) if status.is_success() => {}
             Ok(Ok(status)) => {

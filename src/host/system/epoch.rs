@@ -1,5 +1,5 @@
-//! This machine's epoch: the one it was provisioned with, or a higher one that the platform assigned in a heartbeat
-//! response after a recovery was undone and the old machine's epoch was raised above the slot's fence.
+//! This machine's epoch: the one it was provisioned with, or a higher one from a heartbeat response. When a recovery is
+//! undone, the platform raises the old machine's epoch above the slot's fence.
 //!
 //! Invariant: the epoch never decreases, unless its file becomes unreadable or invalid.
 

@@ -71,12 +71,12 @@ impl Layout {
         self.releases().join(version.as_str())
     }
 
-    /// The link that an update replaces to switch releases.
+    /// The symbolic link to the current release, which an update replaces.
     pub fn current(&self) -> PathBuf {
         self.opt("current")
     }
 
-    /// A link into the current release: `bin`, `app` or `runtime`.
+    /// A symbolic link into the current release: `bin`, `app` or `runtime`.
     pub fn link(&self, name: &str) -> PathBuf {
         self.opt(name)
     }
@@ -210,7 +210,7 @@ impl Layout {
         self.state("verified.json")
     }
 
-    /// The dump for a drill in progress, and the lock for checks.
+    /// The dump for a drill or a side database while it is being loaded, and the lock for checks and the side database.
     pub fn drill_state(&self) -> PathBuf {
         self.state("drill")
     }
@@ -253,7 +253,7 @@ impl Layout {
         self.state("open-uploads.json")
     }
 
-    /// The clock state from the last record check.
+    /// The clock readings of the last run of `svc-heartbeat`, which deletes expired records.
     pub fn heartbeat_clock(&self) -> PathBuf {
         self.state("heartbeat-clock.json")
     }
@@ -272,7 +272,7 @@ impl Layout {
         self.state("superseded.json")
     }
 
-    /// Dump and journal for a restore in progress.
+    /// Dump, journal and lock of a restore or an import.
     pub fn restore_state(&self) -> PathBuf {
         self.state("restore")
     }

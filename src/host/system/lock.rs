@@ -46,8 +46,8 @@ impl Lock {
         }
     }
 
-    /// Returns whether a run holds the lock. The check itself briefly holds a shared lock, so programs that acquire the
-    /// lock should use [`Self::wait`] with a timeout of at least a second.
+    /// Returns whether a run holds the lock. The check itself briefly holds a shared lock, so programs that need the
+    /// lock should use [`Self::wait`] instead of [`Self::acquire`].
     ///
     /// # Errors
     /// [`LockError::File`].

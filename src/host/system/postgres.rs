@@ -78,7 +78,8 @@ impl PostgresServer {
         Ok(client)
     }
 
-    /// Resolves host names here, because tokio-postgres would call getaddrinfo for a name without an address.
+    /// Resolves host names here, because tokio-postgres would call getaddrinfo for a name without an address, and a
+    /// static glibc binary must not call it.
     async fn add_addresses(&self, config: &mut Config) -> Result<(), ResolveError> {
         let is_name =
             |host: &Host| matches!(host, Host::Tcp(name) if name.parse::<std::net::IpAddr>().is_err());

@@ -1,4 +1,5 @@
-//! The progress of a long run, reported to systemd as its status and shown as a bar on a terminal.
+//! The progress of a long run: reported to systemd as its status, shown as a bar on a terminal, and published to
+//! subscribers.
 
 use std::io::IsTerminal;
 use std::sync::Mutex;

@@ -9,13 +9,14 @@ use svc_base::fsx::{self, FileError};
 use svc_machine::name::ImageVersion;
 
 pub const MANIFEST_FILE: &str = "release.json";
-/// This file is written next to the unpacked files at installation; it is never part of a bundle.
+/// Contains the SHA-256 of the release's bundle. The installation writes this file; it is never part of a bundle.
 pub const DIGEST_FILE: &str = ".bundle-sha256";
 
 /// `release.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Release {
+    /// Version of the format of `release.json`.
     pub version: u32,
     pub image_version: ImageVersion,
     #[serde(default)]
@@ -54,7 +55,7 @@ impl Release {
     }
 }
 
-/// Reads the digest of the bundle that the release came from.
+/// Reads the digest of the bundle that the release came from; `None` if there is no such file.
 ///
 /// # Errors
 /// If the file exists and cannot be read.

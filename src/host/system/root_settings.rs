@@ -1,5 +1,5 @@
 //! The settings that root accepts from env files that another user can write. This is an allowlist, so root ignores a
-//! new setting in such a file until the setting has been reviewed.
+//! new setting in such a file until the setting has been reviewed and added here.
 //!
 //! Root's own settings are in its process environment and in `update.env`, which take precedence over every other
 //! file.
@@ -19,7 +19,7 @@ use svc_store::vars as store;
 /// The reason root may use a value chosen by another user on the machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AcceptReason {
-    /// Parsed as an identifier for this machine, its owner or a snapshot; never used unchecked in a path.
+    /// Parsed as an identifier, such as this machine's, its owner's or a release's; never used unchecked in a path.
     Identifier,
     /// Parsed as a number or an enumerated value, within limits.
     Choice,

@@ -25,7 +25,7 @@ const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(100);
 pub struct SocketService {
     pub directory: PathBuf,
     pub socket: &'static str,
-    /// The arguments of this executable.
+    /// The arguments with which this executable serves a connection on standard input.
     pub arguments: &'static [&'static str],
     pub max_processes: usize,
 }
@@ -47,7 +47,8 @@ pub fn stdin_connection() -> Result<UnixStream, Failure> {
 /// Accepts connections until this process is stopped, and then terminates the processes that serve them.
 ///
 /// # Errors
-/// `Unavailable` if the socket cannot be bound.
+/// `Unavailable` if the socket cannot be bound; `Internal` if signals cannot be handled or this executable's path is
+/// unknown.
 pub async fn listen(service: &SocketService) -> Result<(), Failure> {
     let bound = unix_socket::bind(&service.directory, service.socket);
     let listener = bound.context("cannot listen on the Unix socket").or_exit(Exit::Unavailable)?;
@@ -65,7 +66,7 @@ pub async fn listen(service: &SocketService) -> Result<(), Failure> {
                     Err(error) => tracing::error!(error = %format_chain(&error), "cannot start a process"),
                 }
             }
-            // A connection that is closed without a response means that the request was not processed.
+            // Closing the connection without a response tells the client that its request was not processed.
             Ok(_) => tracing::warn!(service.max_processes, "connection rejected: too many processes"),
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a connection");
@@ -90,7 +91,6 @@ async fn wait(mut child: Child, stop: CancellationToken) {
             // It is not an error if the process has already ended.
             let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGTERM);
         }
-        // Reap the child.
         let _ = child.wait().await;
     }
 }

@@ -71,23 +71,23 @@ impl HostStoreAccess {
     /// Opens the store without sending a request.
     ///
     /// # Errors
-    /// If the HTTP client cannot be created.
+    /// If the settings contradict each other, or the HTTP client or the store's directory cannot be created.
     pub fn open(self) -> anyhow::Result<Bucket> {
         self.open_with_outage_policy(OutagePolicy::RequirePlatform)
     }
 
-    /// Like [`Self::open`], for a backup, which may store snapshots while the platform is unreachable.
+    /// Like [`Self::open`], but with an outage policy: a backup may store snapshots while the platform is unreachable.
     ///
     /// # Errors
-    /// If the HTTP client cannot be created.
+    /// If the settings contradict each other, or the HTTP client or the store's directory cannot be created.
     pub fn open_with_outage_policy(self, outage_policy: OutagePolicy) -> anyhow::Result<Bucket> {
         self.open_with_source(outage_policy).map(|(bucket, _)| bucket)
     }
 
-    /// Like [`Self::open_with_outage_policy`], but also returns the source of expiring credentials.
+    /// Like [`Self::open_with_outage_policy`], but also returns the source of the credentials, if they expire.
     ///
     /// # Errors
-    /// If the HTTP client cannot be created.
+    /// If the settings contradict each other, or the HTTP client or the store's directory cannot be created.
     pub fn open_with_source(
         self,
         outage_policy: OutagePolicy,

@@ -36,10 +36,11 @@ pub use self::state_file::StoredSessions;
 
 /// Assumed lifetime of a session whose lifetime is unknown.
 const DEFAULT_SESSION_TTL: SignedDuration = SignedDuration::from_hours(1);
-/// Age at which [`RenewingCredentials::refresh`] renews an outage session.
+/// Age at which [`RenewingCredentials::refresh`] renews the sessions.
 const MAX_OUTAGE_SESSION_AGE: SignedDuration = SignedDuration::from_mins(50);
 /// Credentials count as expired this long before their expiry, because a request takes time after it is signed.
 const EXPIRY_MARGIN: SignedDuration = SignedDuration::from_secs(30);
+/// Maximum attempts of a renewal when no session is usable.
 const MAX_ATTEMPTS: u32 = 4;
 /// Delay after a failed renewal while the current session or the outage session is usable.
 const RETRY_INTERVAL: SignedDuration = SignedDuration::from_secs(30);
@@ -185,8 +186,8 @@ impl RenewingCredentials {
         }
     }
 
-    /// Renews the sessions if they are older than `MAX_OUTAGE_SESSION_AGE`, so that the outage session is fresh when a
-    /// platform outage begins. The platform makes two STS calls per host in each such interval.
+    /// Renews the sessions unless they are younger than `MAX_OUTAGE_SESSION_AGE`, so that the outage session is fresh
+    /// when a platform outage begins. The platform makes two STS calls per host in each such interval.
     pub async fn refresh(&self) -> Result<(), CredentialError> {
         let mut state = self.state.lock().await;
         if state.is_withdrawn {
@@ -311,8 +312,8 @@ impl CredentialSource for RenewingCredentials {
     }
 }
 
-/// Converts a session's expiry to this machine's clock. `sent_at` is when the platform's clock says the response was
-/// sent.
+/// Converts a session's expiry to this machine's clock. `sent_at` is the time of the response by the platform's clock,
+/// and `now` the same moment by this machine's clock.
 fn to_stored(session: &StoreSession, sent_at: Timestamp, now: Timestamp) -> StoredSession {
     let lifetime = session.expires_at.duration_since(sent_at);
     StoredSession {

@@ -1,4 +1,5 @@
-//! Reports a service's state to systemd: ready, alive or stopping. Outside systemd, the calls do nothing.
+//! Finds this machine's systemd, and reports a service's state to it: ready, alive or stopping. If systemd did not
+//! start the service, the reports do nothing.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -15,7 +16,7 @@ pub fn is_running(layout: &Layout) -> bool {
 }
 
 /// Returns the program in `SVC_SYSTEMCTL`, which is set for a root directory without systemd, or else this machine's
-/// `systemctl`.
+/// `systemctl`; `None` if the layout's root is not `/` or systemd is not running.
 pub fn systemctl(layout: &Layout) -> Option<OsString> {
     if let Some(program) = vars::SVC_SYSTEMCTL.from_process() {
         return Some(program);
@@ -30,7 +31,8 @@ pub fn notify(states: &[NotifyState<'_>]) {
     }
 }
 
-/// Feeds systemd's watchdog, if enabled, at half its interval, as long as `is_healthy` returns true.
+/// Until `stop` is cancelled, feeds systemd's watchdog at half its interval, whenever `is_healthy` returns true.
+/// Returns at once if the watchdog is disabled.
 pub async fn feed_watchdog(stop: CancellationToken, is_healthy: impl AsyncFn() -> bool) {
     let Some(interval) = sd_notify::watchdog_enabled() else { return };
     loop {

@@ -1,8 +1,9 @@
 //! The only reader for tar archives that come from outside: bundles and owners' archives.
 //!
-//! Returns files, directories and links by their full names, including GNU and PAX long names, and rejects all other
-//! kinds of entries. Memory is bounded by [`TarLimits`], not by what a header claims: a record's size is checked before
-//! it is read. The `tar` crate would allocate what a record claims, so it is used to read only raw headers.
+//! Returns files, directories and symbolic links by their full names, including GNU and PAX long names, and rejects all
+//! other kinds of entries. Memory is bounded by [`TarLimits`], not by the sizes in headers: the size of a long-name
+//! record or PAX header is checked before it is read. The `tar` crate would allocate that size unchecked, so it reads
+//! only raw headers here.
 
 use std::collections::HashSet;
 use std::ffi::OsStr;
@@ -14,9 +15,9 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use tar::EntryType;
 
-/// Maximum size of an entry's attributes, in addition to its path and link target.
+/// Maximum size of an entry's PAX attributes, in addition to its path and link target.
 const MAX_ATTRIBUTE_BYTES: u64 = 16 * 1024;
-/// Maximum length of a name in an error.
+/// Maximum length of a path in an error.
 const MAX_QUOTED_CHARS: usize = 200;
 
 /// The kind of an archive entry.
@@ -25,13 +26,14 @@ const MAX_QUOTED_CHARS: usize = 200;
 pub enum EntryKind {
     File,
     Directory,
+    /// A symbolic link.
     Link,
 }
 
 /// Limits for an archive.
 #[derive(Debug, Clone, Copy)]
 pub struct TarLimits {
-    /// Number of entries, including long-name records.
+    /// Number of entries, including long-name records and PAX headers.
     pub entries: usize,
     /// Bytes in one path or link target.
     pub name_bytes: usize,
@@ -48,7 +50,7 @@ pub struct TarLimits {
 pub enum TarError {
     #[error("it is damaged or truncated")]
     Damaged(#[source] io::Error),
-    /// The entry is quoted, so that it is safe to print.
+    /// `entry` is the entry's path or a PAX attribute's key, quoted so that it is safe to print.
     #[error("{entry}: {why}")]
     Rejected { entry: String, why: &'static str },
     #[error("it has more than {limit} {what}")]
@@ -72,6 +74,8 @@ pub struct TarReader<'a, R: Read> {
 }
 
 impl<'a, R: Read> TarReader<'a, R> {
+    /// Creates a reader for an archive.
+    ///
     /// # Errors
     /// [`TarError`] if the archive has been read before.
     pub fn new(archive: &'a mut tar::Archive<R>, limits: TarLimits) -> Result<Self, TarError> {
@@ -79,7 +83,7 @@ impl<'a, R: Read> TarReader<'a, R> {
         Ok(Self { entries, limits, path_digests: HashSet::new(), count: 0, name_bytes: 0, file_bytes: 0 })
     }
 
-    /// Returns the next file, directory or link; `None` at the end of the archive.
+    /// Returns the next file, directory or symbolic link; `None` at the end of the archive.
     ///
     /// # Errors
     /// [`TarError`]; the rest of the archive must not be used.
@@ -118,7 +122,9 @@ impl<'a, R: Read> TarReader<'a, R> {
             (EntryKind::Link, None) => {
                 raw.link_name().map_err(TarError::Damaged)?.unwrap_or_default().into_owned()
             }
-            (_, Some(_)) => return Err(TarError::rejected(&path, "it is not a link, but has a target")),
+            (_, Some(_)) => {
+                return Err(TarError::rejected(&path, "it is not a symbolic link, but has a target"));
+            }
             (_, None) => PathBuf::new(),
         };
         let max_len = path.as_os_str().len().max(link.as_os_str().len());
@@ -165,14 +171,14 @@ impl<'a, R: Read> TarReader<'a, R> {
     }
 }
 
-/// A file, a directory or a link. Reading returns a file's whole content, or an error.
+/// A file, a directory or a symbolic link. Reading returns a file's whole content, or an error.
 pub struct TarEntry<'a, R: Read> {
     pub path: PathBuf,
-    /// A link's target; empty for all other kinds.
+    /// A symbolic link's target; empty for all other kinds.
     pub link: PathBuf,
     pub kind: EntryKind,
     pub mode: u32,
-    /// Seconds since 1970.
+    /// Unix seconds.
     pub modified: u64,
     pub size: u64,
     unread: u64,
@@ -190,7 +196,8 @@ impl<R: Read> Read for TarEntry<'_, R> {
     }
 }
 
-/// Long names from the records before an entry (GNU `L` and `K`, POSIX `x`).
+/// A path and a link target from the records before an entry (GNU `L` and `K`, POSIX `x`), which replace those in the
+/// entry's header.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct LongNames {
     path: Option<PathBuf>,
@@ -212,12 +219,12 @@ impl LongNames {
                 set_once(&mut self.link, truncate_at_nul(&text))?;
             }
             EntryType::XHeader => self.read_attributes(&read_bounded(raw, max_attributes)?)?,
-            // Attributes for all later entries. Some writers store a commit or a time there, which is ignored.
+            // Attributes for all later entries. Some writers store a commit id or a time there; both are ignored.
             EntryType::XGlobalHeader => {
                 let mut global = Self::default();
                 global.read_attributes(&read_bounded(raw, max_attributes)?)?;
                 if global != Self::default() {
-                    return Err(rejected_attribute(b"path", "it would apply to every entry"));
+                    return Err(rejected_attribute(b"path or linkpath", "it would apply to every entry"));
                 }
             }
             _ => return Ok(false),
@@ -245,7 +252,7 @@ fn set_once(name: &mut Option<PathBuf>, bytes: &[u8]) -> Result<(), TarError> {
     let path = PathBuf::from(OsStr::from_bytes(bytes));
     match name.replace(path) {
         None => Ok(()),
-        Some(first) => Err(TarError::rejected(&first, "the entry is named twice")),
+        Some(first) => Err(TarError::rejected(&first, "an entry's path or target is given twice")),
     }
 }
 
@@ -253,11 +260,12 @@ fn rejected_attribute(key: &[u8], why: &'static str) -> TarError {
     TarError::rejected(Path::new(OsStr::from_bytes(key)), why)
 }
 
-/// Reads a whole record of at most `max` bytes. Memory grows with the bytes present, not with the size in the header.
+/// Reads a whole long-name record or PAX header of at most `max` bytes. Memory grows with the bytes present, not with
+/// the size in the header.
 fn read_bounded(raw: &mut tar::Entry<'_, impl Read>, max: u64) -> Result<Vec<u8>, TarError> {
     let claimed = raw.header().entry_size().map_err(TarError::Damaged)?;
     if claimed > max {
-        return Err(TarError::LimitExceeded { what: "bytes in a name record", limit: max });
+        return Err(TarError::LimitExceeded { what: "bytes in a long-name record", limit: max });
     }
     let mut text = Vec::new();
     raw.read_to_end(&mut text).map_err(TarError::Damaged)?;
@@ -280,7 +288,8 @@ fn rejection_reason(kind: EntryType) -> &'static str {
     }
 }
 
-/// Returns a key for the set of paths read so far: `./a`, `a/` and `a` have the same key.
+/// Returns a digest that identifies a path in a set, so that a large set needs little memory. Equivalent paths, such as
+/// `./a`, `a/` and `a`, have the same digest.
 pub fn name_digest(path: &Path) -> u128 {
     let mut hash = Sha256::new();
     for part in path.components().filter(|part| *part != Component::CurDir) {

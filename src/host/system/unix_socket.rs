@@ -1,7 +1,7 @@
 //! Unix sockets for the machine's own services. Members of a socket's group who can enter its directory may connect.
 //!
-//! On a machine, tmpfiles creates the directories with their owners. Elsewhere, this module creates them, inaccessible
-//! to all other users.
+//! On a machine, systemd-tmpfiles creates the directories with their owners. Elsewhere, this module creates them,
+//! accessible only to this process's user and group.
 
 use std::fs::{self, Permissions};
 use std::io;
@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 
 const SOCKET_MODE: u32 = 0o660;
 
-/// Creates a socket's directory, unless it exists.
+/// Creates a socket's directory and its parents, unless they exist.
 ///
 /// # Errors
 /// If the directory cannot be created.
@@ -25,11 +25,11 @@ pub fn ensure_dir(dir: &Path) -> io::Result<()> {
     fs::DirBuilder::new().recursive(true).mode(0o750).create(dir)
 }
 
-/// Binds `name` in `dir`, for the directory's group. The mode is set under a temporary name before the rename, so that
-/// no other user can ever open the socket.
+/// Binds `name` in `dir`, for the directory's group. The group and mode are set under a temporary name before the
+/// rename, so that the socket never exists under `name` with different permissions.
 ///
 /// # Errors
-/// If the directory cannot be created or the socket cannot be bound.
+/// If the directory cannot be created, or the socket cannot be bound, given to the group or renamed.
 pub fn bind(dir: &Path, name: &str) -> io::Result<UnixListener> {
     ensure_dir(dir)?;
     // A socket's path is limited to 107 bytes, so the temporary name is short.
@@ -39,7 +39,7 @@ pub fn bind(dir: &Path, name: &str) -> io::Result<UnixListener> {
         .and_then(|()| fs::set_permissions(&temp, Permissions::from_mode(SOCKET_MODE)))
         .and_then(|()| fs::rename(&temp, &target));
     if let Err(error) = renamed {
-        // The socket cannot be used under its temporary name.
+        // If the removal fails too, an unused socket remains; only the first error is reported.
         let _ = fs::remove_file(&temp);
         return Err(error);
     }
@@ -47,9 +47,9 @@ pub fn bind(dir: &Path, name: &str) -> io::Result<UnixListener> {
 }
 
 fn set_group_from_dir(dir: &Path, socket: &Path) -> io::Result<()> {
-    let (group, own) = (fs::metadata(dir)?.gid(), fs::metadata(socket)?.gid());
-    if group != own {
-        std::os::unix::fs::chown(socket, None, Some(group))?;
+    let (dir_group, socket_group) = (fs::metadata(dir)?.gid(), fs::metadata(socket)?.gid());
+    if dir_group != socket_group {
+        std::os::unix::fs::chown(socket, None, Some(dir_group))?;
     }
     Ok(())
 }
@@ -94,7 +94,7 @@ mod tests {
         let dir = root.path().join("run/svc/gateway");
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
         for _ in 0..2 {
-            // The second bind replaces a socket left behind, as by a killed process.
+            // The second bind replaces the first one's socket, as after a killed process.
             let _listener = bind(&dir, "gateway.sock").unwrap();
             assert_eq!((mode(&dir), mode(&dir.join("gateway.sock"))), (0o750, 0o660));
         }

@@ -5,7 +5,8 @@
 //! a long backup notices a rotation. Root also reads the file, although another user can write it: root follows no
 //! links, and accepts only a regular file whose content has the format of this machine's token.
 //!
-//! Invariant: the file holds the latest stored token or the previous one.
+//! Invariant: even after a crash while a token is being stored, the file is complete: it has the old content or the
+//! new.
 
 use std::fs::{File, OpenOptions};
 use std::io::Read;
@@ -28,7 +29,7 @@ use svc_machine::id::MachineId;
 pub const FAILPOINTS: &[&str] = &["token.before_store", "token.stored"];
 const FORMAT: u32 = 1;
 const MAX_FILE_BYTES: u64 = 4096;
-/// Maximum number of bytes in a token after its machine's ID: its generation, and 64 hexadecimal digits.
+/// Maximum number of bytes in a token after its machine's id: its generation, and 64 hexadecimal digits.
 const MAX_TOKEN_TAIL_BYTES: usize = 80;
 
 /// The source of a machine's tokens.
@@ -36,6 +37,7 @@ const MAX_TOKEN_TAIL_BYTES: usize = 80;
 pub struct UpgradeToken {
     /// The token in `host.env`.
     initial: SecretString,
+    /// The file with a later token; `None` if the token does not rotate.
     stored: Option<TokenFile>,
 }
 
@@ -89,6 +91,8 @@ impl UpgradeToken {
         self.tokens().current
     }
 
+    /// Returns the stored tokens, or the token in `host.env` if none is stored, the file cannot be read, or the token
+    /// in `host.env` is newer.
     pub fn tokens(&self) -> Tokens {
         let initial = || Tokens { current: self.initial.clone(), previous: None };
         let Some(token_file) = &self.stored else { return initial() };
@@ -102,10 +106,11 @@ impl UpgradeToken {
         }
     }
 
-    /// Stores the token for later calls. `previous` is the fallback if the platform rejects it.
+    /// Stores the token for later calls. `previous` is the fallback if the platform rejects it. Does nothing for a
+    /// token that does not rotate.
     ///
     /// # Errors
-    /// [`TokenError`]; the stored token is unchanged.
+    /// `ForeignToken`, and nothing is stored; `File` if the token could not be written, or not durably.
     pub fn store(&self, next: &SecretString, previous: &SecretString) -> Result<(), TokenError> {
         let Some(token_file) = &self.stored else { return Ok(()) };
         if !belongs_to(next.expose_secret(), token_file.machine) {
@@ -162,7 +167,8 @@ impl TokenFile {
     }
 }
 
-/// Returns whether the text has the format of this machine's token. Nothing else in the file is ever sent.
+/// Returns whether the text has the format of this machine's token. Text with a different format is never sent to the
+/// platform.
 fn belongs_to(token: &str, machine: MachineId) -> bool {
     let rest = token.strip_prefix(&format!("svcu_{}_", machine.0.simple()));
     rest.is_some_and(|rest| {
@@ -186,10 +192,10 @@ fn generation(token: &str) -> u32 {
 }
 
 /// Writes the current token to `host.env`, as root, before a switch to another release, because an older release reads
-/// the token only there. No rotation begins during an update.
+/// the token only there. The token stays valid during the update, because the sync agent stores no token meanwhile.
 ///
 /// # Errors
-/// [`FileError`]; `host.env` is unchanged.
+/// [`FileError`]; `host.env` is unchanged, unless only the sync of its directory failed.
 pub fn write_to_host_env(layout: &Layout, token: &UpgradeToken) -> Result<(), FileError> {
     let current = token.current();
     if current.expose_secret() == token.initial.expose_secret() {
@@ -214,8 +220,8 @@ mod tests {
     use svc_base::config::{format_env_line, parse_env_file};
 
     fn token(machine: MachineId, generation: u32) -> SecretString {
-        let counted = if generation == 1 { String::new() } else { format!("{generation}_") };
-        format!("svcu_{}_{counted}{}", machine.0.simple(), "a".repeat(64)).into()
+        let prefix = if generation == 1 { String::new() } else { format!("{generation}_") };
+        format!("svcu_{}_{prefix}{}", machine.0.simple(), "a".repeat(64)).into()
     }
 
     fn current_text(token: &UpgradeToken) -> String {
@@ -223,19 +229,19 @@ mod tests {
     }
 
     #[test]
-    fn store_updates_every_holder_and_keeps_previous_token() {
+    fn store_updates_every_source_and_keeps_previous_token() {
         let dir = tempfile::tempdir().unwrap();
         let (layout, machine) = (Layout::new(dir.path()), MachineId::new());
         let initial = token(machine, 1);
-        let (one, other) = (
+        let (writer, reader) = (
             UpgradeToken::rotating(initial.clone(), &layout, machine),
             UpgradeToken::rotating(initial.clone(), &layout, machine),
         );
-        assert_eq!(current_text(&one), initial.expose_secret());
-        one.store(&token(machine, 2), &initial).unwrap();
-        assert_eq!(current_text(&other), token(machine, 2).expose_secret());
-        assert_eq!(other.tokens().previous.unwrap().expose_secret(), initial.expose_secret());
-        other.make_durable().unwrap();
+        assert_eq!(current_text(&writer), initial.expose_secret());
+        writer.store(&token(machine, 2), &initial).unwrap();
+        assert_eq!(current_text(&reader), token(machine, 2).expose_secret());
+        assert_eq!(reader.tokens().previous.unwrap().expose_secret(), initial.expose_secret());
+        reader.make_durable().unwrap();
         let meta = std::fs::metadata(layout.upgrade_token()).unwrap();
         assert_eq!(meta.mode() & 0o777, 0o600);
         let replaced = UpgradeToken::rotating(token(machine, 3), &layout, machine);
@@ -247,23 +253,23 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (layout, machine) = (Layout::new(dir.path()), MachineId::new());
         let initial = token(machine, 1);
-        let holder = UpgradeToken::rotating(initial.clone(), &layout, machine);
-        let others = token(MachineId::new(), 2);
-        assert!(matches!(holder.store(&others, &initial), Err(TokenError::ForeignToken)));
+        let source = UpgradeToken::rotating(initial.clone(), &layout, machine);
+        let foreign = token(MachineId::new(), 2);
+        assert!(matches!(source.store(&foreign, &initial), Err(TokenError::ForeignToken)));
         let secret = dir.path().join("secret");
         std::fs::create_dir_all(layout.upgrade_token().parent().unwrap()).unwrap();
         let text = |token: &str| serde_json::json!({"version": 1, "token": token}).to_string();
         std::fs::write(&secret, text(token(machine, 2).expose_secret())).unwrap();
         std::os::unix::fs::symlink(&secret, layout.upgrade_token()).unwrap();
-        assert_eq!(current_text(&holder), initial.expose_secret(), "a link is not followed");
-        for content in [text("root:x:0:0"), text(others.expose_secret()), "{".to_owned()] {
+        assert_eq!(current_text(&source), initial.expose_secret(), "a link is not followed");
+        for content in [text("root:x:0:0"), text(foreign.expose_secret()), "{".to_owned()] {
             std::fs::remove_file(layout.upgrade_token()).unwrap();
             std::fs::write(layout.upgrade_token(), content).unwrap();
-            assert_eq!(current_text(&holder), initial.expose_secret());
+            assert_eq!(current_text(&source), initial.expose_secret());
         }
         std::fs::remove_file(layout.upgrade_token()).unwrap();
         nix::unistd::mkfifo(&layout.upgrade_token(), nix::sys::stat::Mode::S_IRWXU).unwrap();
-        assert_eq!(current_text(&holder), initial.expose_secret(), "a FIFO does not block");
+        assert_eq!(current_text(&source), initial.expose_secret(), "a FIFO does not block");
     }
 
     #[test]
@@ -273,15 +279,15 @@ mod tests {
         let initial = token(machine, 1);
         let text = format!("A=1\n{}B=\"2\"\n", format_env_line(UPGRADE_TOKEN.name, initial.expose_secret()));
         fsx::write_atomic(&layout.host_env(), text.as_bytes(), 0o600).unwrap();
-        let holder = UpgradeToken::rotating(initial.clone(), &layout, machine);
-        write_to_host_env(&layout, &holder).unwrap();
+        let source = UpgradeToken::rotating(initial.clone(), &layout, machine);
+        write_to_host_env(&layout, &source).unwrap();
         assert_eq!(std::fs::read_to_string(layout.host_env()).unwrap(), text, "nothing has rotated");
-        holder.store(&token(machine, 2), &initial).unwrap();
-        write_to_host_env(&layout, &holder).unwrap();
+        source.store(&token(machine, 2), &initial).unwrap();
+        write_to_host_env(&layout, &source).unwrap();
         let text = std::fs::read_to_string(layout.host_env()).unwrap();
         let pairs = parse_env_file(&text).unwrap();
         let value = |name: &str| {
-            let mut values = pairs.iter().filter(|(known, _)| known == name);
+            let mut values = pairs.iter().filter(|(key, _)| key == name);
             (values.next().map(|(_, value)| value.clone()), values.count())
         };
         assert_eq!(value(UPGRADE_TOKEN.name), (Some(token(machine, 2).expose_secret().to_owned()), 0));

@@ -1,7 +1,8 @@
 //! Switches programs that root starts by hand to the appropriate user on the machine.
 //!
-//! Root opens no path that one of the machine's two users can change. A process running as that user does the reading
-//! and writing: [`drop_privileges`] is for a whole program, [`applet_command`] for part of one.
+//! A user could replace a path in its own directories with a symbolic link, so these programs avoid reading and writing
+//! such paths as root: a process that runs as that user does it. [`drop_privileges`] is for a whole program,
+//! [`applet_command`] for part of one.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -15,9 +16,9 @@ use super::layout::Layout;
 use super::vars;
 use svc_base::failpoint;
 
-/// Switches from root to the user that owns the env files, as the units do, because the next run of a unit could not
-/// write to files that root created. Does nothing if only the database container has the PostgreSQL tools. Must be
-/// called before other threads are started.
+/// Switches from root to the gateway's user, which owns the env files and as which the units run, because the next run
+/// of a unit could not write to files that root created. Does nothing if only the database container has the PostgreSQL
+/// tools. Must be called before other threads are started.
 ///
 /// # Errors
 /// If the kernel refuses.
@@ -32,6 +33,7 @@ pub fn drop_privileges(layout: &Layout) -> anyhow::Result<()> {
 }
 
 /// Like [`drop_privileges`], but even without PostgreSQL tools, for programs that read or write the home directory.
+/// Does nothing if this process is not root, or if `host.env` does not exist or belongs to root.
 ///
 /// # Errors
 /// If the kernel refuses.
@@ -49,7 +51,7 @@ pub fn switch_to_gateway_user(layout: &Layout) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Like [`switch_to_gateway_user`], but keeps these capabilities, as a unit with ambient capabilities does.
+/// Like [`switch_to_gateway_user`], but keeps the capabilities `kept`, as a unit with ambient capabilities does.
 ///
 /// # Errors
 /// If the kernel refuses.
@@ -62,7 +64,7 @@ pub fn switch_to_gateway_user_with(layout: &Layout, kept: CapabilitySet) -> anyh
     if geteuid().is_root() {
         return Ok(());
     }
-    // Changing the user has cleared the effective set.
+    // The change of user has cleared the effective set, but not the permitted one.
     let sets = CapabilitySets { effective: kept, permitted: kept, inheritable: CapabilitySet::empty() };
     Ok(set_capabilities(None, sets)?)
 }
@@ -84,7 +86,7 @@ const OWNER_VARIABLES: [&str; 4] = ["PATH", "LANG", "RUST_LOG", "SVC_ROOT"];
 /// user. If this process is not root, or the machine has only root, the applet keeps the current user.
 ///
 /// # Errors
-/// If the user is unknown.
+/// If the path of this executable cannot be found; for the owner's user, also if root cannot find out that user's ids.
 pub fn applet_command(layout: &Layout, user: MachineUser, args: &[&str]) -> io::Result<Command> {
     let mut command = Command::new(std::env::current_exe()?);
     command.args(args).kill_on_drop(true).current_dir("/");
@@ -100,7 +102,8 @@ pub fn applet_command(layout: &Layout, user: MachineUser, args: &[&str]) -> io::
     Ok(command)
 }
 
-/// Makes the kernel terminate this process, which [`applet_command`] started, when its parent exits.
+/// Makes the kernel terminate this process, which [`applet_command`] started, when the parent's thread that started it
+/// ends.
 pub fn end_with_parent() {
     if let Err(error) = nix::sys::prctl::set_pdeathsig(nix::sys::signal::Signal::SIGTERM) {
         tracing::warn!(%error, "cannot make this process end with its parent; it may outlive the parent");
@@ -110,13 +113,13 @@ pub fn end_with_parent() {
 /// Returns whether this process is root on a machine with separate users.
 ///
 /// # Errors
-/// If the machine has no env file.
+/// If this process is root and there is no `host.env`.
 pub fn is_root_with_separate_users(layout: &Layout) -> io::Result<bool> {
     Ok(geteuid().is_root() && std::fs::metadata(layout.host_env())?.uid() != 0)
 }
 
-/// Reads the user id and group id of the owner's user from directories whose parents belong to root, so that only
-/// root can change them; `None` on a machine without separate users.
+/// Reads the user id and group id of the owner's user from directories whose parents belong to root, so that only root
+/// can replace them; `None` if this process is not root, or on a machine without separate users.
 fn read_owner_ids(layout: &Layout) -> io::Result<Option<(u32, u32)>> {
     if !is_root_with_separate_users(layout)? {
         return Ok(None);
@@ -127,7 +130,12 @@ fn read_owner_ids(layout: &Layout) -> io::Result<Option<(u32, u32)>> {
     };
     let (uid, gid) = (metadata_of(&layout.owner_sockets())?.uid(), metadata_of(&layout.home())?.gid());
     if uid == 0 || gid == 0 {
-        let why = format!("{} does not belong to the owner's user", layout.owner_sockets().display());
+        let (sockets, home) = (layout.owner_sockets(), layout.home());
+        let why = format!(
+            "{} must belong to the owner's user, and {} to that user's group, not to root",
+            sockets.display(),
+            home.display()
+        );
         return Err(io::Error::other(why));
     }
     Ok(Some((uid, gid)))

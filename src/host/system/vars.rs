@@ -14,7 +14,7 @@ svc_base::variables! {
         SVC_EPOCH: "number" = required;
         /// URL of the platform. Root reads only the value in `update.env`.
         PLATFORM_INTERNAL_URL: "URL" = required, in "`host.env`, `update.env`";
-        /// The machine's own token for the platform.
+        /// The machine's own initial token for the platform. Heartbeats deliver later tokens.
         UPGRADE_TOKEN: "text" = required;
         /// The platform's initial public keys. Heartbeats deliver later keys.
         SVC_PROOF_KEYS: "JWK set" = required, by ["svc-gateway", "svc-sync-agent"];
@@ -31,7 +31,7 @@ svc_base::variables! {
         /// The local database. `svc-update boot` appends it, with a password that it generates on the
         /// machine.
         DATABASE_URL: "`postgres://user:password@host:port/database`" = required;
-        /// The requested release.
+        /// Version of the first release.
         SVC_IMAGE_VERSION: "version" = required,
             in "`host.env`, `boot.env`", by ["svc-update", "svc-register", "svc-sync-agent"];
         /// Token for the machine's one-time registration and for its boot reports.
@@ -47,14 +47,15 @@ svc_base::variables! {
         /// Ed25519 keys whose signature on a bundle's manifest is trusted. An update with a later key
         /// set writes this variable and `SVC_BUNDLE_KEYS_SEQUENCE`. The process environment is ignored.
         SVC_BUNDLE_PUBLIC_KEYS: "comma-separated list" = unset, in "`update.env`", by ["svc-update"];
-        /// Sequence number of that key set.
+        /// Sequence number of the key set in `SVC_BUNDLE_PUBLIC_KEYS`.
         SVC_BUNDLE_KEYS_SEQUENCE: "number" = "0", in "`update.env`", by ["svc-update"];
         /// Password of the database's container. `svc-update boot` generates it on the machine. It is not
-        /// quoted, because podman reads it.
+        /// quoted, because podman would keep the quotes.
         POSTGRES_PASSWORD: "text" = unset, in "`postgres.env`", by ["svc-update", "svc-postgres.service"];
         /// The snapshot to restore.
         SVC_RESTORE_SNAPSHOT: "key" = derived "the latest", in "`boot.env`", by ["svc-restore"];
-        /// `empty`: start without a snapshot after confirming that there is none.
+        /// `required`: there must be a snapshot to restore. `empty`: if it is confirmed that there is no
+        /// snapshot, the machine starts without one.
         SVC_RESTORE_MODE: "`required` or `empty`" = required, in "`boot.env`", by ["svc-restore"];
     }
 
@@ -78,13 +79,14 @@ svc_base::variables! {
         SVC_SYSTEMCTL: "path" = derived "`systemctl`, if systemd is running", in "process environment",
             by ["svc-update", "svc-restore", "svcctl"];
         /// An operator's credential on the host, accepted together with a proof, or on the gateway's socket. The
-        /// gateway ignores a shorter one and logs an error.
+        /// gateway ignores a shorter token and logs an error.
         ADMIN_TOKEN: "text of at least 32 characters" = unset;
-        /// PEM file with a certificate chain for the machine's name and its key, in place of the certificate
-        /// authority's. The gateway reloads it when it changes. See [Machine
+        /// PEM file with a certificate chain for the machine's name and TLS key, used in place of a chain from
+        /// the certificate authority. The gateway reloads it when it changes. See [Machine
         /// certificates](../operating/certificates.md#certificates-from-files).
         GATEWAY_TLS_CERT_FILE: "path" = unset;
-        /// Initial backoff after a failed request for a certificate. It doubles, up to 6 hours.
+        /// Initial backoff after a failed request for a certificate. It doubles, up to 6 hours; jitter adds up
+        /// to 100 %.
         ACME_RETRY_SECONDS: "seconds, at least 1" = "120";
         /// Timeout of an app's SQL statement.
         BRIDGE_STATEMENT_TIMEOUT_MS: "milliseconds, at least 1" = "10000";

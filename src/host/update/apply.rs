@@ -21,10 +21,11 @@ use svc_base::config::Env;
 use svc_http::request_id;
 use svc_machine::name::ImageVersion;
 
-/// A requested run waits for the lock; if it failed instead, the path unit would start it over and over.
+/// How long a run waits for the lock, if it waits. A run that the path unit started must wait, because systemd would
+/// start a failed one over and over.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
-/// The fail points in an update, in addition to those in a boot.
+/// The fail points in an update, in addition to those in `svc-update boot`.
 pub const APPLY_FAILPOINTS: &[&str] = &[
     "update.opened",
     "update.manifest_verified",
@@ -60,8 +61,10 @@ pub enum UpdateTarget {
 /// Who started this run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Caller {
+    /// An operator, with `svc-update apply --version` or `svc-update rollback`.
     Operator,
-    /// The path unit, or a command that only resumes its update.
+    /// The path unit. `svc-update resume` counts as the path unit, because it does the same as that unit does for an
+    /// interrupted update.
     PathUnit,
 }
 
@@ -75,7 +78,7 @@ fn build_updater(layout: Layout) -> Result<Updater<Systemctl>, Failure> {
     let platform = env.finish(platform);
     trust::report_key_ids(&layout)?;
     let mut env = Env::from_process().with_file(&layout.update_env());
-    let seconds: u64 = env.or_default(&vars::SVC_UPDATE_HEALTH_SECONDS);
+    let health_seconds: u64 = env.or_default(&vars::SVC_UPDATE_HEALTH_SECONDS);
     let snapshot_seconds: u64 = env.or_default(&vars::SVC_UPDATE_SNAPSHOT_SECONDS);
     env.finish(Some(()))?;
     Ok(Updater {
@@ -83,7 +86,7 @@ fn build_updater(layout: Layout) -> Result<Updater<Systemctl>, Failure> {
         services,
         platform,
         listen,
-        health_timeout: Duration::from_secs(seconds),
+        health_timeout: Duration::from_secs(health_seconds),
         has_database,
         snapshot_timeout: Duration::from_secs(snapshot_seconds),
     })
@@ -92,7 +95,9 @@ fn build_updater(layout: Layout) -> Result<Updater<Systemctl>, Failure> {
 /// Finishes an interrupted update, then updates to the target.
 ///
 /// # Errors
-/// [`Failure`] with the documented exit code.
+/// `Config` if there is no service manager or a variable is invalid; `TryAgain` if another update holds the lock;
+/// `Refused` if no release is installed, there is none to roll back to, the request file is malformed, or an operator's
+/// update was refused or rolled back; otherwise `Internal`.
 pub async fn run(layout: Layout, target: UpdateTarget) -> Result<(), Failure> {
     let updater = build_updater(layout)?;
     let _lock = acquire_lock(&updater.layout, &target).await?;
@@ -130,7 +135,7 @@ async fn acquire_lock(layout: &Layout, target: &UpdateTarget) -> Result<Lock, Fa
     let path = layout.update_state().join("lock");
     let lock = match target {
         UpdateTarget::Requested | UpdateTarget::Resume => Lock::wait(&path, LOCK_TIMEOUT).await,
-        // A run that is waiting for a snapshot continues once it sees this waiver.
+        // The run that holds the lock may be waiting for a snapshot. It continues once it sees this waiver.
         UpdateTarget::Version(version, _) if snapshot::is_waived(layout, version) => {
             Lock::wait(&path, LOCK_TIMEOUT).await
         }
@@ -149,7 +154,7 @@ fn journal_failure(error: JournalError) -> Failure {
 type ResolvedTarget = (UpdateKind, ImageVersion, Allowances, String);
 
 fn resolve_target(layout: &Layout, target: UpdateTarget) -> Result<Option<ResolvedTarget>, Failure> {
-    let none = Allowances::default();
+    let no_allowances = Allowances::default();
     match target {
         UpdateTarget::Resume => Ok(None),
         UpdateTarget::Version(version, allow) => {
@@ -160,13 +165,13 @@ fn resolve_target(layout: &Layout, target: UpdateTarget) -> Result<Option<Resolv
             let previous = history::find_previous(layout).or_exit(Exit::Internal)?;
             let previous = previous.filter(|version| *version != current);
             let previous = previous.ok_or(UpdateError::NoPrevious)?;
-            Ok(Some((UpdateKind::Rollback, previous, none, request_id::current())))
+            Ok(Some((UpdateKind::Rollback, previous, no_allowances, request_id::current())))
         }
         UpdateTarget::Requested => match request::read(layout) {
             RequestFile::Missing => Ok(None),
             RequestFile::Valid(request) => {
                 let id = request.request_id.unwrap_or_else(request_id::generate);
-                Ok(Some((UpdateKind::Apply, request.version, none, id)))
+                Ok(Some((UpdateKind::Apply, request.version, no_allowances, id)))
             }
             RequestFile::Invalid => {
                 request::remove(layout).or_exit(Exit::Internal)?;
@@ -177,7 +182,7 @@ fn resolve_target(layout: &Layout, target: UpdateTarget) -> Result<Option<Resolv
     }
 }
 
-/// Reports the outcome. When started by the unit, the run succeeds for every outcome except `Failed`, because the
+/// Reports the outcome. A run that the path unit started succeeds for every outcome except `Failed`, because the
 /// heartbeat reports the outcome to the platform.
 fn report_outcome(outcome: &Outcome, caller: Caller) -> Result<(), Failure> {
     let Outcome { version, outcome: result, stage, error, .. } = outcome;

@@ -1,7 +1,7 @@
 //! Installs a machine's first release: the bundle named by user-data, its units, and the password for the machine's
 //! database.
 //!
-//! The switch happens only after the whole bundle's digest has been verified. Each step is idempotent, so an
+//! `current` is switched only after the whole bundle's digest has been verified. Each step is idempotent, so an
 //! interrupted run is simply repeated. A complete current release is never replaced here: only its missing links, units
 //! and password are added. Later releases need a signed manifest.
 
@@ -29,7 +29,7 @@ use svc_base::fsx::FileError;
 use svc_machine::name::ImageVersion;
 use svc_store::bundle;
 
-/// The fail points in a boot.
+/// The fail points in `svc-update boot`.
 pub const FAILPOINTS: &[&str] = &[
     "update.begin",
     "update.downloading",
@@ -46,7 +46,7 @@ pub const FAILPOINTS: &[&str] = &[
     "update.password_recorded",
 ];
 
-/// The reason a boot failed. The boot can be repeated.
+/// The reason `svc-update boot` failed. The command can be run again.
 #[derive(Debug, thiserror::Error)]
 enum BootError {
     #[error(
@@ -84,13 +84,13 @@ impl BootError {
 
 struct BootConfig {
     release: BootRelease,
-    /// `None` under a root directory without a service manager.
+    /// `None` if systemd is not running under the layout's root and `SVC_SYSTEMCTL` is not set.
     services: Option<Systemctl>,
 }
 
-/// The release to run.
+/// The release to make current.
 enum BootRelease {
-    /// The installed release.
+    /// The release that is already current.
     Current(ImageVersion),
     First(FirstBundle),
 }
@@ -130,10 +130,12 @@ impl BootConfig {
     }
 }
 
-/// Fetches the release and makes it current, unless a release is already current.
+/// Installs the first release, unless a complete release is already current. Either way, adds missing links, units and
+/// the database password.
 ///
 /// # Errors
-/// [`Failure`] with the documented exit code.
+/// `TryAgain` if another update holds the lock or was interrupted; `Config` if the settings are invalid; `Permission`
+/// if the download was refused; `Unavailable` if it failed in another way; otherwise `Internal`.
 pub async fn run(layout: Layout) -> Result<(), Failure> {
     let _lock = Lock::acquire(&layout.update_state().join("lock")).map_err(|error| match error {
         LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another update is under way")),
@@ -167,7 +169,7 @@ async fn install_release(layout: &Layout, config: &BootConfig) -> Result<ImageVe
     units::install(layout, version)?;
     database::ensure_password(layout)?;
     if let Err(error) = trust::report_key_ids(layout) {
-        // A boot does not need the report; the next update fails with the same error.
+        // `svc-update boot` does not need the report; the next update fails with the same error.
         tracing::warn!(error = %format_chain(&error), "could not report the trusted keys");
     }
     if let Some(services) = &config.services {

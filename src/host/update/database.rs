@@ -1,7 +1,7 @@
 //! The password for the machine's own database: generated here once, and stored only on this machine.
 //!
-//! An existing `DATABASE_URL` is kept. The container's file is written first, so that if a run is interrupted between
-//! the two files, the next one reuses the password.
+//! An existing `DATABASE_URL` is kept. `postgres.env`, which the container reads, is written before `host.env`: if a
+//! run is interrupted between the two files, the next run reuses the password in `postgres.env`.
 
 use std::path::Path;
 
@@ -25,7 +25,8 @@ pub enum DatabaseError {
     Injected(#[from] Injected),
 }
 
-/// Creates the password and writes it to `postgres.env` and `host.env`, unless `DATABASE_URL` is set.
+/// Writes a new password to `postgres.env`, or reuses the one there, and appends `DATABASE_URL` with it to `host.env`.
+/// Does nothing if `DATABASE_URL` is set.
 pub fn ensure_password(layout: &Layout) -> Result<(), DatabaseError> {
     if config::environment(layout).is_set(&vars::DATABASE_URL) {
         return Ok(());
@@ -59,7 +60,7 @@ fn create_password(path: &Path) -> Result<SecretString, DatabaseError> {
     let mut bytes = [0; 32];
     SystemRandom::new().fill(&mut bytes).map_err(|_| DatabaseError::Random)?;
     let password = SecretString::from(hex::encode(bytes));
-    // podman takes the value literally, without quotes.
+    // The value is not quoted, because podman would keep the quotes.
     let line = format!("{}={}\n", vars::POSTGRES_PASSWORD.name, password.expose_secret());
     fsx::write_atomic(path, line.as_bytes(), 0o600)?;
     Ok(password)

@@ -1,5 +1,5 @@
-//! Downloads a bundle sequentially. An interrupted download is resumed with a Range request, if the ETag has not
-//! changed.
+//! Downloads a bundle, or a file beside it, sequentially. An interrupted download is resumed with a Range request, if
+//! the file has the same strong ETag as before.
 //!
 //! `UPGRADE_TOKEN` is sent only to the platform's own origin.
 
@@ -21,16 +21,16 @@ use svc_base::failpoint::{self, Injected};
 use svc_http::client::{self, Deadlines};
 use svc_http::request_id;
 
-/// Maximum time without progress, counted from the last byte.
+/// Maximum time for retries without progress. It starts again when an attempt that received new bytes ends.
 const STALL_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// The location of a bundle.
+/// The URL of a bundle or of a file beside it, and the token for the platform, if the URL is the platform's.
 pub struct BundleSource {
     url: Url,
     token: Option<UpgradeToken>,
 }
 
-/// The reason a download is incomplete.
+/// The reason a download failed.
 #[derive(Debug, thiserror::Error)]
 pub enum DownloadError {
     #[error("cannot create the HTTP client")]
@@ -53,11 +53,13 @@ pub enum DownloadError {
     Refused { url: String, status: StatusCode },
     #[error("cannot download {url}: it is larger than {limit} bytes")]
     TooLarge { url: String, limit: u64 },
-    #[error("cannot download {url}: it changed during the download")]
+    #[error(
+        "cannot download {url}: it changed during the download, or has no strong ETag to show that it did not"
+    )]
     Changed { url: String },
     #[error("cannot download {url}: the response ended after {received} bytes")]
     Truncated { url: String, received: u64 },
-    /// The unpacker stopped reading; its error is reported instead.
+    /// The receiver of the chunks stopped early. If it did so because of an error, its error is reported instead.
     #[error("the archive was rejected")]
     Abandoned,
     #[error(transparent)]
@@ -108,7 +110,7 @@ impl BundleSource {
         Ok(content)
     }
 
-    /// Sends the first request, whose response gives the length.
+    /// Sends the first request, and retries it after transient errors. The response usually gives the length.
     pub async fn open(&self) -> Result<Download<'_>, DownloadError> {
         let client = client::build(Deadlines::DOWNLOAD).map_err(DownloadError::Client)?;
         let mut download =
@@ -138,7 +140,7 @@ async fn back_off(backoff: &mut Backoff, error: DownloadError) -> Result<(), Dow
 pub struct Download<'a> {
     source: &'a BundleSource,
     client: reqwest::Client,
-    /// A strong ETag; a download without one cannot be resumed.
+    /// A strong ETag; an interrupted download without one fails.
     etag: Option<String>,
     length: Option<u64>,
     /// Number of bytes received so far.
@@ -148,7 +150,7 @@ pub struct Download<'a> {
 
 struct PendingBody {
     response: reqwest::Response,
-    /// Leading bytes to discard, because the source ignored Range.
+    /// Number of leading bytes to discard. They have been received before, but the source ignored the Range header.
     skip: u64,
 }
 
@@ -208,7 +210,7 @@ impl Download<'_> {
         Ok(())
     }
 
-    /// Opens a `file:` URL, for a bundle that is already on the machine. The file is read once.
+    /// Opens a `file:` URL, for a bundle that is already on the machine, and starts at its first byte.
     async fn open_file(&mut self) -> Result<(), DownloadError> {
         let unreadable = |source| DownloadError::File { url: self.url(), source };
         let path = self.source.url.to_file_path().unwrap_or_default();
@@ -224,7 +226,7 @@ impl Download<'_> {
         strong_etag(response) != self.etag
     }
 
-    /// Sends every byte to `chunks`, in order, and returns their SHA-256.
+    /// Sends every byte to `chunks`, in order, and returns their SHA-256. Resumes the download after transient errors.
     ///
     /// # Errors
     /// [`DownloadError`]; `Abandoned` if the receiver has been dropped.

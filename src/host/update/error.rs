@@ -6,7 +6,7 @@ use svc_base::config::ConfigError;
 use svc_base::failpoint::Injected;
 use svc_base::fsx::FileError;
 
-/// The reason an update did not finish; the journal, if any, stays open for the next run.
+/// The reason an update did not finish. The journal, if any, is kept, so that the next run resumes the update.
 #[derive(Debug, thiserror::Error)]
 pub enum UpdateError {
     #[error("no release is installed on this machine")]

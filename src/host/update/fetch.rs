@@ -1,4 +1,5 @@
-//! Fetches a release: downloads, verifies and unpacks it. A release is installed completely or not at all.
+//! Fetches a release: downloads its bundle, unpacks it and verifies the digest. A release is installed completely or
+//! not at all.
 
 use std::path::{Path, PathBuf};
 
@@ -16,7 +17,7 @@ const UNPACKED_SIZE_FACTOR: u64 = 5;
 /// Disk space to keep free.
 const RESERVED_BYTES: u64 = 64 << 20;
 
-/// The reason the release was not installed.
+/// The reason the release could not be fetched.
 #[derive(Debug, thiserror::Error)]
 pub enum FetchError {
     #[error(transparent)]
@@ -46,8 +47,8 @@ pub struct ExpectedArchive<'a> {
 /// Fetches the release, unless it is already installed.
 ///
 /// # Errors
-/// [`FetchError::DigestMismatch`] if an installed release of this version has a different digest; it is left unchanged.
-/// Otherwise, any error from the download, unpacking or installation.
+/// [`FetchError::DigestMismatch`] if the archive, or an installed release of this version, does not have the expected
+/// digest; an installed release is left unchanged. Otherwise, any error from the download, unpacking or installation.
 pub async fn ensure_release(
     layout: &Layout,
     source: &BundleSource,
@@ -65,7 +66,8 @@ pub async fn ensure_release(
     Err(FetchError::DigestMismatch { expected: expected.sha256.to_owned(), found })
 }
 
-/// Hashes, decompresses and unpacks the archive in one pass into a staging directory, then verifies the digest.
+/// Hashes, decompresses and unpacks the archive in one pass into a staging directory, then verifies the digest and
+/// installs the release.
 async fn fetch_release(
     layout: &Layout,
     source: &BundleSource,
@@ -108,7 +110,7 @@ async fn fetch_release(
     Ok(())
 }
 
-/// Checks that an archive of this size can be unpacked in a directory.
+/// Checks that the file system of a directory has enough free space to unpack an archive of this size.
 ///
 /// # Errors
 /// [`FetchError::NoSpace`], or [`FetchError::File`] if the free space cannot be read.

@@ -1,7 +1,7 @@
 //! Checks a release's health after its services have been restarted, using unit states and a gateway probe.
 //!
-//! A unit that is starting does not count as failed. The release passes if it stays healthy for a few seconds before
-//! the deadline.
+//! A unit that is starting does not count as failed. The release passes once it has stayed healthy for a few seconds.
+//! It fails if a unit fails, or if it is not healthy when the deadline has passed.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,8 @@ use super::services::{Services, ServicesError, UnitState};
 use crate::system::probe::GatewayClient;
 
 pub const GATEWAY_UNIT: &str = "svc-gateway.service";
-/// Services that must be running after an update if they were running before it.
+/// Services that are checked after an update if they were running before it. One that is inactive does not count as
+/// failed.
 pub const OTHER_SERVICES: [&str; 5] = [
     "svc-shell.service",
     "svc-code.service",
@@ -18,9 +19,9 @@ pub const OTHER_SERVICES: [&str; 5] = [
     "svc-files.service",
 ];
 const CHECK_INTERVAL: Duration = Duration::from_millis(250);
-/// Time for which the release must stay healthy. A short timeout reduces it.
+/// Time for which the release must stay healthy; a tenth of the timeout if that is shorter.
 const MIN_HEALTHY_TIME: Duration = Duration::from_secs(3);
-/// Number of restarts after which a unit counts as failed rather than starting.
+/// Number of automatic restarts after which a unit counts as failed, even if it is running again.
 const MAX_RESTARTS: u32 = 3;
 
 /// The result of one check.
@@ -33,15 +34,16 @@ pub enum HealthState {
 
 /// How the gateway is probed.
 pub enum GatewayProbe {
-    /// No certificate exists yet.
+    /// There is no usable certificate of the gateway, so it cannot be probed and the release cannot pass.
     Unavailable,
+    /// The gateway must be ready.
     Ready(GatewayClient),
     /// The gateway was not ready before the update, so liveness is enough.
     Alive(GatewayClient),
 }
 
 impl GatewayProbe {
-    async fn is_responding(&self) -> bool {
+    async fn passes(&self) -> bool {
         match self {
             Self::Unavailable => false,
             Self::Ready(gateway) => gateway.is_ready().await,
@@ -51,7 +53,7 @@ impl GatewayProbe {
 }
 
 /// Combines the unit states and the gateway's probe result.
-fn assess(units: &[(String, UnitState)], is_responding: bool) -> HealthState {
+fn assess(units: &[(String, UnitState)], passes_probe: bool) -> HealthState {
     let mut starting = None;
     for (name, unit) in units {
         if unit.restarts >= MAX_RESTARTS {
@@ -63,7 +65,8 @@ fn assess(units: &[(String, UnitState)], is_responding: bool) -> HealthState {
         match unit.active.as_str() {
             "active" => {}
             "failed" => return HealthState::Failed(format!("{name} failed ({})", unit.result)),
-            // A release may lack any of the other services, or the program that one of them runs.
+            // A release may lack any of the other services, or the program that one of them runs. systemd then leaves
+            // the unit inactive.
             "inactive" if name != GATEWAY_UNIT => {}
             "inactive" => return HealthState::Failed(format!("{name} is not running ({})", unit.result)),
             other => starting = Some(format!("{name} is {other}")),
@@ -71,8 +74,8 @@ fn assess(units: &[(String, UnitState)], is_responding: bool) -> HealthState {
     }
     match starting {
         Some(why) => HealthState::Starting(why),
-        None if is_responding => HealthState::Healthy,
-        None => HealthState::Starting("the gateway is running but not ready".to_owned()),
+        None if passes_probe => HealthState::Healthy,
+        None => HealthState::Starting("the gateway is running, but its probe fails".to_owned()),
     }
 }
 
@@ -85,13 +88,13 @@ async fn check_health(
     for name in units {
         states.push((name.clone(), services.state(name).await?));
     }
-    Ok(assess(&states, probe.is_responding().await))
+    Ok(assess(&states, probe.passes().await))
 }
 
 /// Waits until the release is healthy.
 ///
 /// # Errors
-/// The failure, or the unit that was still starting at the deadline.
+/// A message about the unit that failed, or about what was not healthy yet at the deadline.
 pub async fn wait_until_healthy(
     services: &impl Services,
     units: &[String],

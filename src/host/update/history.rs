@@ -58,13 +58,13 @@ impl HistoryEntry {
     }
 }
 
-/// Records the outcome. Idempotent.
+/// Writes the entry to `last.json` and appends it to the history. Idempotent.
 pub fn record(layout: &Layout, entry: &HistoryEntry) -> Result<(), HistoryError> {
     let line = serde_json::to_string(entry).expect("plain fields serialize to JSON");
     fsx::write_atomic(&layout.last_update(), line.as_bytes(), 0o644)?;
     failpoint::trigger("update.outcome_recorded")?;
     let mut entries = read_history(layout)?;
-    if entries.iter().any(|known| known.id == entry.id) {
+    if entries.iter().any(|existing| existing.id == entry.id) {
         return Ok(());
     }
     entries.push(entry.clone());
@@ -127,7 +127,7 @@ fn update_releases(layout: &Layout, change: impl FnOnce(&mut ReleaseRecord)) -> 
     Ok(fsx::write_atomic(&layout.update_state().join("releases.json"), &text, 0o644)?)
 }
 
-/// Returns the release that was current before this one, if it is still installed.
+/// Returns the release that was current before the current one, if it is still installed.
 pub fn find_previous(layout: &Layout) -> Result<Option<ImageVersion>, HistoryError> {
     Ok(read_releases(layout)?.previous.filter(|version| layout.release(version).is_dir()))
 }
@@ -159,8 +159,8 @@ pub fn unquarantine(layout: &Layout, version: &ImageVersion) -> Result<(), Histo
     update_releases(layout, |releases| releases.quarantined.retain(|other| other.version != *version))
 }
 
-/// Removes old releases. Keeps the current one, the previous one, and the newest remaining release that is not
-/// quarantined.
+/// Removes old releases. Keeps the current one, the previous one, and the most recently unpacked one of the others that
+/// is not quarantined.
 pub fn prune(layout: &Layout) -> Result<(), HistoryError> {
     let Some(current) = release::current_version(layout) else { return Ok(()) };
     let releases = read_releases(layout)?;
@@ -169,8 +169,8 @@ pub fn prune(layout: &Layout) -> Result<(), HistoryError> {
         .filter(|version| *version != current && Some(version) != releases.previous.as_ref())
         .map(|version| {
             let is_quarantined = releases.quarantined.iter().any(|other| other.version == version);
-            let created = fs::metadata(layout.release(&version)).and_then(|meta| meta.modified()).ok();
-            (!is_quarantined, created, version)
+            let modified_at = fs::metadata(layout.release(&version)).and_then(|meta| meta.modified()).ok();
+            (!is_quarantined, modified_at, version)
         })
         .collect();
     others.sort();

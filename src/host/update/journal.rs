@@ -16,7 +16,7 @@ use svc_machine::name::ImageVersion;
 use svc_store::bundle::KeySet;
 
 const FORMAT: u32 = 1;
-/// Maximum number of attempts per step.
+/// Maximum number of attempts per step. A step is attempted again only if a run was interrupted.
 const MAX_ATTEMPTS: u32 = 5;
 
 #[derive(Debug, thiserror::Error)]
@@ -37,7 +37,7 @@ pub enum UpdateKind {
     Rollback,
 }
 
-/// Rules that an operator on the machine may waive.
+/// The policies that an operator on the machine has waived for an update.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Allowances {
@@ -57,7 +57,7 @@ pub struct UpdatePlan {
     pub from: ImageVersion,
     pub to: ImageVersion,
     pub allow: Allowances,
-    /// Services that were running when the update began; they must be running when it ends.
+    /// Services, other than the gateway, that were running when the update began. The health check includes them.
     pub running: Vec<String>,
     /// Whether the gateway was ready when the update began. If it was not, liveness is enough.
     pub was_ready: bool,
@@ -110,7 +110,8 @@ impl Journal {
         fsx::write_atomic(&layout.update_journal(), &text, 0o644)
     }
 
-    /// Counts an attempt at the current step. Returns `false` once the attempts are exhausted.
+    /// Counts an attempt at the current step. Returns `false` once the attempts are exhausted. After the update has
+    /// ended, attempts to write its records are not limited.
     #[must_use]
     pub fn start_attempt(&mut self) -> bool {
         self.attempts += 1;

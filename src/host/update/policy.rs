@@ -11,8 +11,8 @@ use svc_base::clock::rfc3339_ms;
 use svc_machine::name::ImageVersion;
 use svc_store::bundle::Manifest;
 
-/// Parts that a release must not drop, even if their removal is allowed: the backup tools and the owner's desktop. No
-/// service fails without them, so the health check would not notice their absence.
+/// Parts that a release must not drop, even if their removal is allowed: the backup tools and the owner's desktop.
+/// Without them, no service counts as failed, so the health check would not notice their absence.
 const REQUIRED_PARTS: [&str; 2] = ["runtime/postgres/bin/pg_dump", "app/shell"];
 /// Default apps are copied to the owner's home, where they stay, so a release that drops one removes nothing.
 const BUNDLED_APPS_PREFIX: &str = "app/apps/";
@@ -63,10 +63,10 @@ fn describe_older(
     format!("{to} of {created_at} is older than {from} of {}", rfc3339_ms(current_created))
 }
 
-/// Checks the state of this machine.
+/// Checks that this machine may be updated, and that the release is not quarantined on it.
 ///
 /// # Errors
-/// [`PolicyError`] if a policy forbids the update, or the quarantined releases cannot be read.
+/// `Superseded`, `NotRestored` or `Quarantined`; `History` if the quarantined releases cannot be read.
 pub fn check_machine(layout: &Layout, to: &ImageVersion, allow: &Allowances) -> Result<(), PolicyError> {
     if layout.superseded().exists() {
         return Err(PolicyError::Superseded);
@@ -99,10 +99,11 @@ impl<'a> Candidate<'a> {
     }
 }
 
-/// Checks the release. The creation time decides which release is older; the version breaks ties.
+/// Checks that the current release is not too old for the new one, and that the new one is not older. The creation time
+/// decides which release is older. If the times are equal, or the current release's is unknown, the version decides.
 ///
 /// # Errors
-/// [`PolicyError`] if a policy forbids the update.
+/// [`PolicyError::BelowMinVersion`], [`PolicyError::Older`].
 pub fn check_release(candidate: &Candidate<'_>, allow: &Allowances) -> Result<(), PolicyError> {
     let Candidate { from, current_created, manifest } = candidate;
     let (from, to) = ((*from).clone(), manifest.image_version.clone());

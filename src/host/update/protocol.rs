@@ -48,7 +48,8 @@ pub struct SnapshotWait {
 }
 
 impl SnapshotWait {
-    /// Reads the open update's wait, with its target release.
+    /// Reads the open update's wait, with the update's target release; `None` if no update is waiting, or the journal
+    /// cannot be parsed.
     ///
     /// # Errors
     /// [`FileError`] if the journal exists and cannot be read.
@@ -77,11 +78,12 @@ impl SnapshotWait {
 pub enum UpdateResult {
     /// The release is running and healthy.
     Updated,
-    /// The release was unhealthy; the previous one is running again and healthy.
+    /// The switch failed or the release was unhealthy; the previous one is running again and healthy.
     RolledBack,
     /// The release was rejected, or a policy forbade the update; nothing was changed.
     Refused,
-    /// Nothing was changed, or the machine needs an operator.
+    /// A step before the switch failed and nothing was changed; or the rollback failed, and the machine needs an
+    /// operator.
     Failed,
 }
 
@@ -92,7 +94,7 @@ pub struct Outcome {
     /// The target release.
     pub version: ImageVersion,
     pub outcome: UpdateResult,
-    /// The stage that was reached.
+    /// The stage that failed, or `done`.
     pub stage: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,

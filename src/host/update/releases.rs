@@ -14,7 +14,7 @@ use svc_machine::name::ImageVersion;
 /// Links next to `current` that the specification requires.
 const LINKS: [&str; 3] = ["bin", "app", "runtime"];
 
-/// The reason a release was not installed.
+/// The reason a release could not be installed or made current.
 #[derive(Debug, thiserror::Error)]
 pub enum InstallError {
     #[error("the bundle has no executable bin/svc")]
@@ -52,7 +52,8 @@ impl StagedRelease {
     /// Installs the directory durably as the release `version`. The caller must have verified the digest.
     ///
     /// # Errors
-    /// [`InstallError`]; the release is not installed.
+    /// `NoBinary`, `Release` or `WrongVersion` if the staged release is unusable; `File` if it cannot be installed. If
+    /// only the last step failed, the sync of the releases directory, the release is installed.
     pub fn commit(
         mut self,
         layout: &Layout,
@@ -104,7 +105,8 @@ pub fn find_complete_current(layout: &Layout) -> Option<ImageVersion> {
         .filter(|version| check_release(&layout.release(version), version).is_ok())
 }
 
-/// Makes a release current by renaming one link. Idempotent.
+/// Makes a release current by atomically replacing the `current` link, and creates the links to its directories.
+/// Idempotent.
 pub fn switch(layout: &Layout, version: &ImageVersion) -> Result<(), InstallError> {
     set_link(&layout.current(), &Path::new("releases").join(version.as_str()))?;
     failpoint::trigger("update.switched")?;
@@ -122,7 +124,8 @@ fn set_link(link: &Path, target: &Path) -> Result<(), FileError> {
     }
 }
 
-/// Removes what killed runs left behind: staged releases, and temporary links and records.
+/// Removes what killed runs left behind: staged releases, temporary links, and temporary files in the update state
+/// directory.
 pub fn remove_leftovers(layout: &Layout) -> Result<(), FileError> {
     let releases = layout.releases();
     fs::create_dir_all(&releases).map_err(FileError::wrap("create directory", &releases))?;
@@ -148,7 +151,7 @@ fn list_names(dir: &Path) -> Result<Vec<String>, FileError> {
     Ok(read.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
 }
 
-/// Returns the installed versions, in order.
+/// Returns the installed versions, in ascending order.
 pub fn list_versions(layout: &Layout) -> Result<Vec<ImageVersion>, FileError> {
     let releases = layout.releases();
     if !releases.is_dir() {

@@ -1,7 +1,7 @@
 //! The request file. The gateway or the sync agent requests a release, and the run that serves the request removes the
 //! file.
 //!
-//! The writers are not root, so the content is untrusted. A request can name a version, but waives no policy.
+//! The writers are not root, so the content is untrusted. A request can name a version, but cannot waive a policy.
 
 use std::fs::OpenOptions;
 use std::io::Read;
@@ -41,7 +41,8 @@ pub fn read(layout: &Layout) -> RequestFile {
     read_untrusted(&path).and_then(|text| parse(&text)).map_or(RequestFile::Invalid, RequestFile::Valid)
 }
 
-/// Reads the first bytes of a file that another user can write. Links are not followed, and a FIFO does not block.
+/// Reads the first `MAX_REQUEST_BYTES` of a file that another user can write; `None` if it is not a readable regular
+/// file. A symbolic link is not followed, and a FIFO does not block.
 pub fn read_untrusted(path: &Path) -> Option<Vec<u8>> {
     let flags = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK;
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;

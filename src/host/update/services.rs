@@ -18,7 +18,7 @@ use svc_base::config::Env;
 
 const RELOAD_TIMEOUT: Duration = Duration::from_secs(60);
 const QUERY_TIMEOUT: Duration = Duration::from_secs(10);
-/// A gateway may drain for 45 s and take 90 s to become ready.
+/// The gateway's unit allows 60 s for stopping and 90 s for starting.
 const RESTART_TIMEOUT: Duration = Duration::from_secs(150);
 
 #[derive(Debug, thiserror::Error)]
@@ -53,7 +53,7 @@ pub struct UnitState {
 pub trait Services: Send + Sync {
     /// Applies the user, directory and unit definitions in `/etc`.
     async fn reload(&self) -> Result<(), ServicesError>;
-    /// Starts the unit and its dependencies; units that are already running are unaffected.
+    /// Starts the unit and its dependencies, without waiting. Units that are already running are unaffected.
     async fn start(&self, unit: &str) -> Result<(), ServicesError>;
     /// Restarts the unit and waits until it is up or has failed.
     async fn restart(&self, unit: &str) -> Result<(), ServicesError>;

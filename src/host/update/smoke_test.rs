@@ -1,5 +1,5 @@
-//! Checks that a release's own updater starts, because after the switch, that updater would have to roll the release
-//! back.
+//! Checks that a release's own updater starts: if the update is interrupted after the switch, that updater has to
+//! finish the update or roll it back.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -19,6 +19,7 @@ pub enum SmokeTestError {
     Timeout,
 }
 
+/// Runs the release's `svc-update --version`.
 pub async fn run(release: &Path) -> Result<(), SmokeTestError> {
     let mut child = Command::new(release.join("bin/svc"))
         .args(["svc-update", "--version"])

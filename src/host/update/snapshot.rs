@@ -1,8 +1,8 @@
-//! Takes a snapshot before the switch to a new release: starts the unit for requested backups repeatedly, until there is
-//! a snapshot newer than this update.
+//! Takes a snapshot before the switch to a new release: starts the unit for requested backups repeatedly, until there
+//! is a snapshot that was taken after the update began.
 //!
-//! The backup runs in the unit, with its own lock and user. Root treats the backup's records as untrusted. The wait's
-//! timeout is counted from the last time a backup made progress, and an operator can waive the snapshot.
+//! The backup runs in the unit, with its own lock and user. Root treats the backup's records as untrusted. The wait
+//! ends with an error if no backup makes progress for the whole timeout. An operator can waive the snapshot.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -29,7 +29,7 @@ const BACKUP_UNIT: &str = "svc-db-backup-request.service";
 /// A failed unit is restarted with exponential backoff; systemd ignores the call while the unit is running.
 const MIN_START_BACKOFF: Duration = Duration::from_secs(5);
 const MAX_START_BACKOFF: Duration = Duration::from_secs(60);
-/// A resumed update does not reuse an older snapshot.
+/// An older snapshot is not used, even if it was taken after the update began: an update can be resumed much later.
 const MAX_SNAPSHOT_AGE: SignedDuration = SignedDuration::from_hours(1);
 /// A waiver older than this is ignored.
 const MAX_WAIVER_AGE: SignedDuration = SignedDuration::from_hours(1);
@@ -37,9 +37,9 @@ const MAX_WAIVER_AGE: SignedDuration = SignedDuration::from_hours(1);
 /// The reason there is no snapshot.
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotError {
-    // The next step comes first, because an outcome keeps only the beginning of a long error.
+    // The advice comes before the reason, because an outcome keeps only the beginning of a long error.
     #[error(
-        "no snapshot was taken, and no backup made progress for {} s (`svc-update apply --version {version} --without-snapshot` skips it): {why}",
+        "no snapshot was taken, and no backup made progress for {} s (`svc-update apply --version {version} --without-snapshot` updates without one): {why}",
         .timeout.as_secs()
     )]
     Timeout { timeout: Duration, why: String, version: ImageVersion },
@@ -50,6 +50,7 @@ pub enum SnapshotError {
 /// The fields of the last backup record that this module reads.
 #[derive(Debug, Deserialize)]
 struct LastRun {
+    /// When the run started.
     #[serde(with = "clock::wire")]
     timestamp: Timestamp,
     status: String,
@@ -62,7 +63,7 @@ impl LastRun {
         serde_json::from_slice(&read_untrusted(&layout.last_backup())?).ok()
     }
 
-    /// Returns the time of the snapshot, if it became the latest.
+    /// Returns when the run's snapshot was taken, if the snapshot became the latest.
     fn taken_at(&self) -> Option<Timestamp> {
         (self.status == "success").then(|| self.key.as_deref().and_then(key::taken_at))?
     }
@@ -84,7 +85,7 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
     /// the wait.
     ///
     /// # Errors
-    /// `Timeout` if no backup makes progress within the timeout.
+    /// `Timeout` if no backup makes progress within the timeout; `File` if the journal cannot be written.
     pub async fn wait_for_snapshot(&self, journal: &mut Journal) -> Result<(), SnapshotError> {
         let mut backoff = Backoff::new(self.timeout);
         let (mut next_start, mut start_backoff) = (Instant::now(), MIN_START_BACKOFF);
@@ -100,12 +101,15 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
             {
                 return Ok(());
             }
+            // A run that started earlier has already been recorded, or is older than this wait.
             let ended = last.filter(|last| last.timestamp >= last_checked);
             if let Some(ended) = &ended {
                 last_checked = Timestamp::now();
                 let result = match &ended.error {
                     Some(error) => format!("svc-db-backup failed: {error}"),
-                    None => "svc-db-backup ended, but the snapshot is older than this update".to_owned(),
+                    None => {
+                        "svc-db-backup ended, but did not take a snapshot after the update began".to_owned()
+                    }
                 };
                 self.record_wait(journal, since, &result)?;
             }
@@ -119,6 +123,7 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
                 }
             }
             let bytes = self.read_progress_bytes();
+            // Only exceeding every earlier run counts as progress, because each run may fail at the same position.
             if bytes > max_bytes {
                 max_bytes = bytes;
                 backoff.record_progress();
@@ -129,8 +134,7 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
         }
     }
 
-    /// Reads the number of bytes that the current backup has processed. Only exceeding every earlier run counts as
-    /// progress, because a backup may fail at the same position each time.
+    /// Reads the number of bytes that the current or last backup run has dumped and uploaded.
     fn read_progress_bytes(&self) -> u64 {
         let progress = read_untrusted(&self.layout.backup_progress())
             .and_then(|text| serde_json::from_slice::<BackupProgress>(&text).ok());
@@ -160,6 +164,7 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
     }
 }
 
+/// Returns whether a snapshot was taken after the update began and at most [`MAX_SNAPSHOT_AGE`] ago.
 fn is_recent(taken_at: Timestamp, journal: &Journal) -> bool {
     taken_at >= journal.started_at && Timestamp::now().duration_since(taken_at) <= MAX_SNAPSHOT_AGE
 }
@@ -177,6 +182,7 @@ fn waiver_path(layout: &Layout) -> PathBuf {
     layout.update_state().join("without-snapshot.json")
 }
 
+/// Records that an operator waives the snapshot for an update to this release.
 pub fn waive(layout: &Layout, version: &ImageVersion) -> Result<(), FileError> {
     let waiver = Waiver { version: version.clone(), at: clock::now_ms() };
     let text = serde_json::to_vec(&waiver).expect("plain fields serialize to JSON");

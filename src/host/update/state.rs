@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::protocol::UpdateResult;
 
-/// Maximum length of the error from one step. The outcome of a failed rollback contains two such errors.
+/// Maximum length of the error from one step. The outcome of an update whose rollback failed contains two such errors.
 pub const MAX_ERROR_CHARS: usize = 400;
 
 /// The failure of a step.
@@ -51,11 +51,11 @@ pub enum State {
     Preparing,
     /// Backs up the database; the machine is unchanged.
     TakingSnapshot,
-    /// Points the link at the release.
+    /// Points the `current` link at the release.
     Switching,
     /// Installs the release's units, restarts the services and waits until they are healthy.
     Activating,
-    /// Points the link back and quarantines the release.
+    /// Quarantines the release and points the `current` link back at the previous one.
     Reverting {
         why: StepFailure,
     },
@@ -75,10 +75,11 @@ pub enum State {
 pub enum Event {
     /// The step succeeded.
     Done,
-    /// The release is at fault, or a policy forbids the update.
+    /// The step failed because the release is at fault or a policy forbids the update.
     Refused(StepFailure),
+    /// The step failed for any other reason.
     Failed(StepFailure),
-    /// The step's attempts are exhausted.
+    /// The step was interrupted too often.
     AttemptsExhausted,
 }
 
@@ -150,7 +151,8 @@ fn ended(end: UpdateResult, why: StepFailure) -> State {
     State::Ended { end, stage: why.stage, error: Some(why.error) }
 }
 
-/// Returns the final state if neither release is healthy; the error contains both reasons.
+/// Returns the final state after a failed rollback. The error contains the reason for the rollback and that for its
+/// failure.
 fn rollback_failed(why: &StepFailure, rollback_failure: &StepFailure) -> State {
     let error = format!(
         "{}; the rollback failed at {}: {}",

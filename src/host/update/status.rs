@@ -43,8 +43,10 @@ struct ReleaseRow {
     components: Vec<Component>,
 }
 
+/// Prints the installed releases, the update in progress and the last update.
+///
 /// # Errors
-/// [`Failure`] if a release cannot be read.
+/// `Internal` if a release or one of the updater's files cannot be read.
 pub fn print_status(layout: &Layout, format: Format) -> Result<(), Failure> {
     let status = read_status(layout)?;
     match format {
@@ -125,8 +127,10 @@ fn describe_outcome(outcome: &Outcome) -> String {
     format!("{} {result} at {}{error}", outcome.version, rfc3339_ms(outcome.at))
 }
 
+/// Prints the updates that ended on this machine.
+///
 /// # Errors
-/// [`Failure`] if the history cannot be read.
+/// `Internal` if the history cannot be read.
 pub fn print_history(layout: &Layout, format: Format) -> Result<(), Failure> {
     let entries = history::read_history(layout).or_exit(Exit::Internal)?;
     match format {

@@ -14,7 +14,7 @@ pub fn write(ids: &TrustedKeyIds, layout: &Layout) -> Result<(), FileError> {
     fsx::write_atomic(&layout.trusted_keys(), &text, 0o644)
 }
 
-/// Reads the ids that the updater last wrote; `None` before its first run.
+/// Reads the ids that the updater last wrote; `None` before its first run, or if the file cannot be read or parsed.
 pub fn read(layout: &Layout) -> Option<TrustedKeyIds> {
     let text = fsx::read_if_exists(&layout.trusted_keys()).ok().flatten()?;
     serde_json::from_slice(&text).ok()

@@ -1,6 +1,7 @@
-//! Installs a release's units, users and directories in `/etc`. Files that the release no longer has are removed.
+//! Installs a release's definitions of units, users and directories in `/etc`. Installed files that the release does
+//! not have are removed.
 //!
-//! The names of all installed files begin with `svc`. A record next to the journal lists these files.
+//! The names of all installed files begin with `svc`. `installed.json`, next to the journal, lists these files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -38,7 +39,7 @@ struct InstalledFiles {
     files: BTreeSet<PathBuf>,
 }
 
-/// Installs this release's files in `/etc`, and removes other releases' files. Idempotent.
+/// Installs this release's files in `/etc`, and removes the installed files that it does not have. Idempotent.
 ///
 /// New files are recorded before the first one is written. After an interruption, the next installation can therefore
 /// remove the files that its release does not have, whichever release that is.
@@ -85,7 +86,7 @@ fn is_runnable(unit: &str) -> bool {
     !unit.contains('/') && kinds.iter().any(|kind| unit.ends_with(kind))
 }
 
-/// Returns the release's files by target.
+/// Returns the release's files, by the path at which each is installed.
 ///
 /// # Errors
 /// [`UnitsError::Foreign`] if a name does not begin with `svc`.

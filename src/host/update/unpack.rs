@@ -1,8 +1,8 @@
 //! Unpacks an archive into an empty directory while it is being downloaded.
 //!
-//! The archive is not yet trusted, so nothing outside the directory is touched. Only files, directories and links that
-//! stay inside it are created. No entry is written through a link, over another entry, or with setuid, setgid or sticky
-//! bits.
+//! The archive is not yet trusted, so nothing outside the directory is touched. Only files, directories and symbolic
+//! links are created, and only links whose targets are inside the directory are accepted. No entry is written through a
+//! link, over another entry, or with setuid, setgid or sticky bits.
 
 use std::collections::HashSet;
 use std::fs::{self, File, OpenOptions, Permissions};
@@ -69,7 +69,7 @@ impl From<TarError> for UnpackError {
 }
 
 impl UnpackError {
-    /// Returns whether this machine's disk is at fault, rather than the archive.
+    /// Returns whether this machine is at fault, such as its disk, rather than the archive.
     pub fn is_disk_error(&self) -> bool {
         use io::ErrorKind::{AlreadyExists, InvalidFilename, IsADirectory, NotADirectory};
         let archive_errors = [AlreadyExists, InvalidFilename, IsADirectory, NotADirectory];
@@ -115,15 +115,16 @@ pub fn unpack(archive: impl Read, into: &Path, limits: UnpackLimits) -> Result<(
         tree.add(entry)?;
     }
     // Padding after the end marker is part of the digest, so it is read. Its size is limited, too.
-    let mut rest = archive.into_inner().take(limits.bytes);
-    io::copy(&mut rest, &mut io::sink()).map_err(UnpackError::Archive)?;
+    let mut padding = archive.into_inner().take(limits.bytes);
+    io::copy(&mut padding, &mut io::sink()).map_err(UnpackError::Archive)?;
     tree.check_links()
 }
 
 struct Tree<'a> {
     root: &'a Path,
-    /// Directories that were created here, so none of them is a link.
+    /// The directories that have been created, relative to `root`. None of them is a link.
     directories: HashSet<PathBuf>,
+    /// The symbolic links that have been created, relative to `root`.
     links: Vec<PathBuf>,
 }
 
@@ -233,7 +234,8 @@ fn relative_path(path: &Path) -> Option<PathBuf> {
     Some(clean)
 }
 
-/// Returns whether a link's target, resolved from the link's directory, stays inside the tree.
+/// Returns whether a link's target, resolved from the link's directory without following other links, never leaves the
+/// tree.
 fn stays_inside(link: &Path, target: &Path) -> bool {
     let mut depth = link.components().count().saturating_sub(1);
     if target.as_os_str().is_empty() {

@@ -1,6 +1,6 @@
 //! Runs the update state machine: writes each state to the journal, performs its step, and selects the next state.
 //!
-//! Every step is idempotent, so the next run can finish an interrupted update. A failed step becomes an event; only
+//! Every step is idempotent, so the next run can finish an interrupted update. A step's error becomes an event. Only
 //! errors in writing the journal and the final records end the run.
 
 use std::error::Error;
@@ -79,7 +79,8 @@ fn failed<E: Error + 'static>(stage: Stage) -> impl FnOnce(E) -> StepError {
     move |error| StepError::Failed(step_failure(stage, &error))
 }
 
-/// Rejects the release if it is at fault. If this machine or its network is at fault, the update may be retried.
+/// Returns `Refused` if the release is at fault; `Failed` if this machine, its network or the source is at fault, so
+/// that the update may succeed later.
 fn classify_fetch_error(error: FetchError) -> StepError {
     match &error {
         FetchError::NoSpace { .. } => failed(Stage::Preflight)(error),
@@ -95,7 +96,7 @@ fn classify_fetch_error(error: FetchError) -> StepError {
     }
 }
 
-/// Rejects the update if a policy forbids it. If the records on this machine cannot be read, the update fails.
+/// Returns `Refused` if a policy forbids the update; `Failed` if the records on this machine cannot be read.
 fn classify_policy_error(error: PolicyError) -> StepError {
     match &error {
         PolicyError::History(_) => failed(Stage::Preflight)(error),
@@ -208,7 +209,7 @@ impl<S: Services> Updater<S> {
         verify(&signed, &trusted.keys, version, Timestamp::now()).map_err(refused(Stage::Manifest))
     }
 
-    /// Returns the key set to trust once the release is healthy, if the release provides a new one.
+    /// Returns the key set to trust once the release is healthy, if the manifest contains a new one.
     fn next_key_set(&self, verified: &VerifiedManifest) -> Result<Option<KeySet>, StepError> {
         let Some(offered) = &verified.manifest().trusted_keys else { return Ok(None) };
         let trusted = trust::read(&self.layout).map_err(failed(Stage::Manifest))?;
@@ -280,7 +281,8 @@ impl<S: Services> Updater<S> {
             }
         }
         for name in OTHER_SERVICES.iter().filter(|name| !names.iter().any(|other| other == *name)) {
-            // These services may still be running the old release. A failed restart does not fail the update.
+            // These services were not running when the update began, but they may have started since, from the old
+            // release. A failed restart does not fail the update.
             if let Err(error) = self.services.try_restart(name).await {
                 tracing::warn!(error = %format_chain(&error), "could not restart a service: it may be running the old release");
             }
@@ -307,7 +309,7 @@ impl<S: Services> Updater<S> {
     /// Stops units that this release does not have, before their files are removed.
     async fn stop_removed_units(&self, version: &ImageVersion) -> Result<(), StepError> {
         let removed = units::list_removed_units(&self.layout, version).map_err(failed(Stage::Units))?;
-        // This process may be running in one of svc-update's units.
+        // This process may be running in one of svc-update's units, and must not stop itself.
         for unit in removed.iter().filter(|unit| !unit.starts_with(OWN_UNIT_PREFIX)) {
             if let Err(error) = self.services.stop(unit).await {
                 tracing::warn!(error = %format_chain(&error), "could not stop a removed unit");
@@ -337,7 +339,8 @@ impl<S: Services> Updater<S> {
         self.activate(journal, &journal.plan.from).await
     }
 
-    /// Performs the last step: writes the records, then removes the journal.
+    /// Performs the last step: writes the records, removes old releases, the request and the waiver, and then the
+    /// journal.
     fn finish_journal(&self, journal: &Journal, outcome: &Outcome) -> Result<(), UpdateError> {
         failpoint::trigger("update.ended")?;
         match outcome.outcome {
@@ -397,7 +400,7 @@ impl<S: Services> Updater<S> {
 /// Returns the current release.
 ///
 /// # Errors
-/// [`UpdateError::NoRelease`].
+/// [`UpdateError::NoRelease`] if there is none.
 pub fn current_release(layout: &Layout) -> Result<ImageVersion, UpdateError> {
     release::current_version(layout).ok_or(UpdateError::NoRelease)
 }

@@ -1,4 +1,4 @@
-//! A ring-based crypto provider for jsonwebtoken, which only verifies RS256, ES256 and EdDSA.
+//! A crypto provider for jsonwebtoken that uses ring. It only verifies signatures, with RS256, ES256 and EdDSA.
 
 use jsonwebtoken::crypto::{CryptoProvider, JwtVerifier, KeyUtils};
 use jsonwebtoken::errors::{Error, ErrorKind};

@@ -17,8 +17,11 @@ pub enum JwtError {
     WrongAudience,
     #[error("the token is expired or not yet valid")]
     OutsideValidity,
-    /// The router's cache records a recent rejection of this token, or the client has sent too many unverified tokens.
-    #[error("the token was rejected recently, or the client has sent too many unverified tokens")]
+    /// Only from the router: its cache records a recent rejection of this token, or too many tokens from the client's
+    /// address had to be verified.
+    #[error(
+        "the token was rejected recently, or too many tokens from the client's address had to be verified"
+    )]
     RefusedWithoutCheck,
     /// Verification needs the issuer's keys; the token may be valid.
     #[error("the issuer's keys cannot be fetched")]

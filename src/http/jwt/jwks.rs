@@ -18,8 +18,8 @@ use crate::problem::format_chain;
 const MIN_FETCH_INTERVAL: Duration = Duration::from_secs(30);
 /// Minimum interval between fetches before the first success. It is shorter because every token is rejected until then.
 const MIN_FETCH_INTERVAL_WITHOUT_KEYS: Duration = Duration::from_secs(2);
-/// Maximum age of the keys in [`Jwks::find`], which trusts a withdrawn key for at most this long unless the issuer is
-/// unreachable.
+/// Age at which [`Jwks::find`] fetches the keys again. A key that the issuer has withdrawn is trusted for about this
+/// long, and longer while the issuer is unreachable.
 const MAX_KEY_AGE: Duration = Duration::from_secs(600);
 const MAX_BODY_BYTES: usize = 256 * 1024;
 
@@ -69,7 +69,11 @@ impl Jwks {
         Self { url, client, known: RwLock::default(), last_fetch: tokio::sync::Mutex::default() }
     }
 
-    /// Finds the key with this id. Fetches the issuer's keys if the id is unknown, or if the known keys are stale.
+    /// Finds the key with this id. Fetches the issuer's keys if the id is unknown, or if the known keys are stale, but
+    /// not more often than the minimum intervals allow.
+    ///
+    /// # Errors
+    /// `NoKeys` if the keys have never been fetched; `UnknownKey` if the key is not among those fetched last.
     pub(super) async fn find(&self, kid: &str) -> Result<Arc<VerifyingKey>, JwtError> {
         let mut last_fetch = match (self.lookup(kid), self.last_fetch.try_lock()) {
             ((Some(key), Freshness::Fresh), _) => return Ok(key),
@@ -116,6 +120,7 @@ impl Jwks {
         }
     }
 
+    /// Returns the key with this id if it is among the keys fetched last, however old they are.
     pub(super) fn known_key(&self, kid: &str) -> Option<Arc<VerifyingKey>> {
         self.lookup(kid).0
     }
@@ -149,7 +154,7 @@ enum Freshness {
     Fresh,
 }
 
-/// Parses a key set; unusable keys are ignored (RFC 7517, section 5).
+/// Parses a key set. Unusable keys are ignored (RFC 7517, section 5).
 fn parse(body: &[u8]) -> Result<Keys, serde_json::Error> {
     #[derive(Deserialize)]
     struct Set {

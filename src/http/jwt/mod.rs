@@ -48,27 +48,29 @@ pub struct Verifier {
 }
 
 impl Verifier {
-    /// Creates a verifier without fetching any keys yet. `client`'s deadlines limit each fetch.
+    /// Creates a verifier without fetching any keys yet. `client`'s timeouts apply to each fetch.
     pub fn new(trust: TrustedIssuer, client: reqwest::Client) -> Self {
         crypto::install();
         let keys = Jwks::new(trust.jwks_url.clone(), client);
         Self { trust, keys }
     }
 
+    /// Verifies a token. Fetches the issuer's keys if the token's key is unknown or the keys are stale.
+    ///
     /// # Errors
     /// See [`JwtError`].
     pub async fn verify(&self, token: &str, now: Timestamp) -> Result<Subject, JwtError> {
         let key = self.keys.find(&parse_kid(token)?).await?;
-        self.trust.check_claims(decode_claims(token, &key)?, now)
+        self.trust.check_claims(verify_signature(token, &key)?, now)
     }
 
-    /// Verifies a token with the keys that have been fetched so far, however old they are.
+    /// Verifies a token with the most recently fetched keys, however old they are, without fetching.
     ///
     /// # Errors
     /// See [`JwtError`]; `NoKeys` if the token's key is not among them.
     pub fn verify_with_known_keys(&self, token: &str, now: Timestamp) -> Result<Subject, JwtError> {
         let key = self.keys.known_key(&parse_kid(token)?).ok_or(JwtError::NoKeys)?;
-        self.trust.check_claims(decode_claims(token, &key)?, now)
+        self.trust.check_claims(verify_signature(token, &key)?, now)
     }
 }
 
@@ -79,8 +81,8 @@ fn parse_kid(token: &str) -> Result<String, JwtError> {
     decode_header(token).map_err(|_| JwtError::Malformed)?.kid.ok_or(JwtError::UnknownKey)
 }
 
-/// Decodes the claims of a token that this key must have signed.
-fn decode_claims(token: &str, key: &VerifyingKey) -> Result<Claims, JwtError> {
+/// Verifies the token's signature with `key`, and returns its claims.
+fn verify_signature(token: &str, key: &VerifyingKey) -> Result<Claims, JwtError> {
     use jsonwebtoken::errors::ErrorKind;
     let TokenData { header, claims } =
         decode(token, &key.key, &key.validation).map_err(|error| match error.kind() {

@@ -16,7 +16,7 @@ pub use schema::*;
 
 use super::problem::Code;
 
-/// A credential. A route with several accepts any of them.
+/// A credential. A route with several credentials accepts any of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Credential {
     pub name: &'static str,
@@ -59,6 +59,7 @@ pub type Schema = fn() -> Value;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ParameterLocation {
     Path,
+    /// An optional query parameter.
     Query,
     /// A required query parameter.
     RequiredQuery,

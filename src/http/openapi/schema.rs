@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-/// 2^53 - 1.
+/// 2^53 - 1, the highest integer that every JSON parser represents exactly (RFC 7493).
 pub const MAX_SAFE_INTEGER: u64 = (1 << 53) - 1;
 
 /// A reference to a schema in [`super::Api::schemas`].
@@ -30,7 +30,7 @@ pub fn number() -> Value {
     json!({ "type": "number", "minimum": 0 })
 }
 
-/// A string in a response; request schemas are stricter.
+/// Any string, for responses. Requests use stricter schemas, such as [`text_up_to`].
 pub fn text() -> Value {
     json!({ "type": "string" })
 }
@@ -39,7 +39,7 @@ pub fn boolean() -> Value {
     json!({ "type": "boolean" })
 }
 
-/// A non-negative integer that every JSON parser represents exactly (RFC 7493).
+/// A non-negative integer of at most [`MAX_SAFE_INTEGER`].
 pub fn count() -> Value {
     json!({ "type": "integer", "minimum": 0, "maximum": MAX_SAFE_INTEGER })
 }
@@ -67,8 +67,8 @@ pub fn time() -> Value {
     json!({ "type": "string", "format": "date-time" })
 }
 
-pub fn one_of(words: &[&str]) -> Value {
-    json!({ "type": "string", "enum": words })
+pub fn one_of(values: &[&str]) -> Value {
+    json!({ "type": "string", "enum": values })
 }
 
 /// Makes a schema accept `null` as well.
@@ -77,13 +77,14 @@ pub fn nullable(mut schema: Value) -> Value {
         return json!({ "anyOf": [schema, { "type": "null" }] });
     };
     schema["type"] = json!([kind, "null"]);
-    if let Some(words) = schema.get_mut("enum").and_then(Value::as_array_mut) {
-        words.push(Value::Null);
+    if let Some(values) = schema.get_mut("enum").and_then(Value::as_array_mut) {
+        values.push(Value::Null);
     }
     schema
 }
 
-/// Allows additional members in an object and its nested objects, because a newer program may send more.
+/// Allows additional members in an object and its nested objects, because a newer program may send members that this
+/// one does not know.
 pub fn extensible(mut schema: Value) -> Value {
     match &mut schema {
         Value::Object(members) => {

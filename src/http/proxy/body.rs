@@ -12,7 +12,7 @@ use tokio_util::sync::WaitForCancellationFutureOwned;
 
 use super::pool::{Pool, UpstreamConnection};
 
-type Boxed = Box<dyn std::error::Error + Send + Sync>;
+type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// The progress of a request body.
 #[derive(Default)]
@@ -31,7 +31,7 @@ impl Upload {
     }
 }
 
-/// A request body for the upstream. hyper drops it after the last byte.
+/// A request body for the upstream. hyper drops it after the last byte or a failure, which ends the [`Upload`].
 pub(super) struct RequestBody {
     body: Body,
     upload: Option<Arc<Upload>>,
@@ -85,10 +85,10 @@ impl Drop for RequestBody {
 /// connection.
 pub(super) struct ResponseBody {
     body: Incoming,
-    /// `None` if a separate task drives the connection, or the connection has ended.
+    /// `None` if a separate task drives the connection, or the connection has ended or is back in the pool.
     upstream: Option<Box<UpstreamConnection>>,
     pool: Arc<Pool>,
-    /// Created at the first wait, because most bodies are available immediately.
+    /// Completes when the pool is closed. Created at the first wait, because most bodies are available immediately.
     closed: Option<Pin<Box<WaitForCancellationFutureOwned>>>,
 }
 
@@ -140,7 +140,7 @@ impl ResponseBody {
         }
     }
 
-    fn poll_body(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Boxed>>> {
+    fn poll_body(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
         match &frame {
             Some(Err(_)) => self.upstream = None,
@@ -159,14 +159,14 @@ impl ResponseBody {
 
 impl HttpBody for ResponseBody {
     type Data = Bytes;
-    type Error = Boxed;
+    type Error = BoxError;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Boxed>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let this = &mut *self;
-        // Polling the body makes the connection read, after which the body may have a frame.
+        // Polling the body requests data; polling the connection then reads it, after which the body may have a frame.
         if let Poll::Ready(frame) = this.poll_body(cx) {
             return Poll::Ready(frame);
         }

@@ -46,13 +46,14 @@ fn parse_names(value: &HeaderValue) -> impl Iterator<Item = HeaderName> + '_ {
     value.as_bytes().split(|b| *b == b',').filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok())
 }
 
-/// Returns whether the protocol may be tunneled. HTTP may not: requests in the tunnel would bypass the header rules.
+/// Returns whether the protocol may be tunneled. HTTP and TLS (RFC 2817) may not: requests in the tunnel would bypass
+/// the header rules.
 fn can_tunnel(protocol: &HeaderValue) -> bool {
-    let is_http = |name: &[u8]| {
+    let is_refused = |name: &[u8]| {
         let name = name.trim_ascii().to_ascii_lowercase();
         name.is_empty() || name.starts_with(b"h2c") || name.starts_with(b"http") || name.starts_with(b"tls")
     };
-    !protocol.as_bytes().split(|b| *b == b',').any(is_http)
+    !protocol.as_bytes().split(|b| *b == b',').any(is_refused)
 }
 
 #[cfg(test)]

@@ -2,8 +2,10 @@
 //! upgrades, and streamed bodies that are never buffered whole.
 //!
 //! A request and its upstream connection run in one task, without switching threads: the task drives the connection
-//! while it waits for the response head and while the body is being read. Authorization and additional headers are up
-//! to the caller. Invariant: no hop-by-hop header is forwarded in either direction.
+//! while it waits for the response head and while the body is being read. A separate task drives the connection of an
+//! upgrade, and of a response that begins before its request has been sent completely. Authorization and additional
+//! headers are up to the caller. Invariant: no hop-by-hop header is forwarded in either direction, except those of a
+//! tunneled upgrade.
 
 mod body;
 mod headers;
@@ -41,13 +43,14 @@ pub trait Dial: Send + Sync + 'static {
 /// Limits for one upstream.
 #[derive(Debug, Clone, Copy)]
 pub struct ProxyLimits {
-    /// Maximum number of open connections, including upgraded ones.
+    /// Maximum number of open connections, including idle and upgraded ones.
     pub max_connections: usize,
     pub max_idle_connections: usize,
-    /// Shorter than the upstream's timeout, so that the upstream seldom closes a connection.
+    /// Must be shorter than the upstream's idle timeout, so that the upstream seldom closes a connection that is about
+    /// to be reused.
     pub idle_timeout: Duration,
     pub connect_timeout: Duration,
-    /// Timeout for the response head. It is extended while the request body is being sent.
+    /// Timeout for the response head. It restarts as long as the request body makes progress.
     pub head_timeout: Duration,
 }
 
@@ -74,7 +77,7 @@ pub enum ProxyError {
     Exchange(#[source] hyper::Error),
     #[error("the upstream did not respond in time")]
     HeadTimeout,
-    #[error("the upstream has reached its connection limit")]
+    #[error("the connection limit for the upstream has been reached")]
     Full,
     #[error("the upstream switched protocols without a request")]
     UnrequestedUpgrade,
@@ -172,7 +175,7 @@ struct FailedExchange<'a> {
     error: ProxyError,
     /// The request, if no byte of it was sent.
     unsent: Option<Request<RequestBody>>,
-    /// `Some` if the connection ended before the first byte of a response.
+    /// `Some` if the connection ended before a complete response head was received.
     retry: Option<Exchange<'a>>,
 }
 
@@ -260,7 +263,8 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Waits for the response head, and drives the connection unless it is driven elsewhere.
+    /// Waits for the response head, and drives the connection unless it is driven elsewhere. An error includes the
+    /// request if no byte of it was sent.
     async fn receive_head(
         &self,
         sent: impl Future<

@@ -1,7 +1,6 @@
-//! The connection pool for one upstream: opens, counts, keeps and closes connections.
+//! The connection pool for one upstream: opens and counts connections, and keeps idle ones for reuse until they expire.
 //!
-//! An idle connection is not driven; it is polled once before it is reused, which shows whether the upstream has
-//! closed it.
+//! No task drives an idle connection. Before reuse, it is polled once, which shows whether the upstream has closed it.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -43,7 +42,7 @@ pub(super) struct Pool {
 
 struct IdleConnection {
     upstream: Box<UpstreamConnection>,
-    since: Instant,
+    idle_since: Instant,
     /// The shard that drives the connection's socket; only that shard can reuse the connection.
     shard: Option<usize>,
 }
@@ -68,13 +67,13 @@ impl Pool {
 
     pub(super) fn close(&self) {
         self.closed.cancel();
-        self.idle().connections.clear();
+        self.lock_idle().connections.clear();
     }
 
     /// Takes a live idle connection that belongs to the current shard, if there is one.
     pub(super) fn reuse(&self) -> Option<Box<UpstreamConnection>> {
         loop {
-            let mut upstream = self.idle().remove_idle(shards::current())?;
+            let mut upstream = self.lock_idle().remove_idle(shards::current())?;
             if upstream.is_reusable() {
                 return Some(upstream);
             }
@@ -97,10 +96,10 @@ impl Pool {
 
     /// Keeps a connection after its response has been read to the end, if it can be reused.
     pub(super) fn put_idle(self: &Arc<Self>, mut upstream: Box<UpstreamConnection>) {
-        if !upstream.is_reusable() {
+        if self.limits.max_idle_connections == 0 || !upstream.is_reusable() {
             return;
         }
-        let mut idle = self.idle();
+        let mut idle = self.lock_idle();
         // `close` cancels the token before it clears the pool, so a later insertion sees the cancellation.
         if self.closed.is_cancelled() {
             return;
@@ -109,7 +108,8 @@ impl Pool {
         // pool.
         let is_full = idle.connections.len() >= self.limits.max_idle_connections;
         let oldest = (is_full && !idle.connections.is_empty()).then(|| idle.connections.remove(0));
-        idle.connections.push(IdleConnection { upstream, since: Instant::now(), shard: shards::current() });
+        let connection = IdleConnection { upstream, idle_since: Instant::now(), shard: shards::current() };
+        idle.connections.push(connection);
         if !std::mem::replace(&mut idle.has_reaper, true) {
             tokio::spawn(reap(Arc::downgrade(self), self.limits.idle_timeout));
         }
@@ -117,7 +117,7 @@ impl Pool {
         drop(oldest);
     }
 
-    fn idle(&self) -> std::sync::MutexGuard<'_, IdleConnections> {
+    fn lock_idle(&self) -> std::sync::MutexGuard<'_, IdleConnections> {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -129,16 +129,16 @@ impl IdleConnections {
     }
 }
 
-/// Drops expired connections until none is idle, or the pool is dropped.
+/// Drops expired connections periodically, until no idle connection is left or the pool is dropped.
 async fn reap(pool: Weak<Pool>, idle_timeout: std::time::Duration) {
     loop {
         tokio::time::sleep(idle_timeout / 4).await;
         let Some(pool) = pool.upgrade() else { return };
-        let mut idle = pool.idle();
+        let mut idle = pool.lock_idle();
         let expired = idle
             .connections
             .iter()
-            .take_while(|connection| connection.since.elapsed() >= idle_timeout)
+            .take_while(|connection| connection.idle_since.elapsed() >= idle_timeout)
             .count();
         let dropped: Vec<_> = idle.connections.drain(..expired).collect();
         let done = idle.connections.is_empty();

@@ -9,8 +9,9 @@ use hyper::body::{Frame, SizeHint};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// A request extension: the request's upgraded connection or response ends at `deadline`, or when `revoked` is
-/// cancelled.
+/// A limit that is reached at `deadline`, or earlier when `revoked` is cancelled. As a request extension, it makes
+/// [`Proxy::forward`](super::Proxy::forward) end an upgraded connection at the limit; [`Self::limit_body`] ends a
+/// response.
 #[derive(Debug, Clone)]
 pub struct TimeLimit {
     pub revoked: Arc<CancellationToken>,
@@ -19,7 +20,7 @@ pub struct TimeLimit {
 
 impl TimeLimit {
     pub(super) async fn wait(self) {
-        // The limit has been reached in both cases.
+        // The result says which came first, the revocation or the deadline; either one is the limit.
         let _ = tokio::time::timeout_at(self.deadline, self.revoked.cancelled()).await;
     }
 

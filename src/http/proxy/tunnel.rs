@@ -1,5 +1,5 @@
-//! The tunnel after an accepted upgrade: copies bytes both ways until one side ends, the proxy is closed, or the
-//! request's time limit is reached.
+//! The tunnel after an accepted upgrade: copies bytes both ways until both sides have ended or one fails, the proxy is
+//! closed, or the request's time limit is reached.
 
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;

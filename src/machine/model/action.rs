@@ -25,7 +25,8 @@ pub enum Action {
         machine: Index,
         event: Event,
     },
-    /// An action by the host of any machine that has ever had a server; it may have been started from an old disk.
+    /// An action by the host of any machine that has ever had a server. The host may have been started from an old
+    /// disk.
     Host {
         machine: Index,
         host_action: HostAction,
@@ -38,7 +39,8 @@ pub enum Action {
     Undelete {
         machine: Index,
     },
-    /// Runs every step successfully until the slot's machine serves; random steps rarely get that far.
+    /// Runs the steps of the slot's machine successfully, and then its host, so that the machine normally serves
+    /// traffic; random steps rarely get that far.
     Serve {
         slot: usize,
     },
@@ -80,10 +82,18 @@ pub fn large() -> ServerType {
 /// Generates sequences that mostly let operations run, so that deep states are reached.
 pub fn actions() -> impl Strategy<Value = Vec<Action>> {
     let call_result = prop_oneof![
-        6 => Just(CallResult::Success), 1 => Just(CallResult::LostReply), 1 => Just(CallResult::Late), 1 => Just(CallResult::Refused),
-        1 => Just(CallResult::BackupFailed)
+        6 => Just(CallResult::Success),
+        1 => Just(CallResult::LostReply),
+        1 => Just(CallResult::Late),
+        1 => Just(CallResult::Refused),
+        1 => Just(CallResult::BackupFailed),
     ];
-    let host_action = prop_oneof![4 => Just(HostAction::Register), 1 => Just(HostAction::Heartbeat), 1 => Just(HostAction::BackUp), 3 => Just(HostAction::Write)];
+    let host_action = prop_oneof![
+        4 => Just(HostAction::Register),
+        1 => Just(HostAction::Heartbeat),
+        1 => Just(HostAction::BackUp),
+        3 => Just(HostAction::Write),
+    ];
     let event = prop_oneof![
         2 => Just(Event::DeleteRequested),
         1 => Just(Event::FailRequested),
@@ -188,7 +198,8 @@ impl LifecycleModel {
         }
     }
 
-    /// Runs the machine's open operations, then its host, until the machine serves.
+    /// Runs up to five steps of the machine's open operations. Then its host registers, sends heartbeats and writes a
+    /// row.
     fn serve(&mut self, id: usize) {
         for _ in 0..5 {
             let is_open = |index: &usize| {

@@ -1,5 +1,5 @@
-//! The provider model: servers by machine, unique names, and create requests that take effect after their caller's
-//! timeout.
+//! The provider model: servers by machine, unique names, and create requests that take effect only after the caller has
+//! timed out.
 
 use crate::name::ServerType;
 
@@ -66,8 +66,8 @@ impl Cloud {
         }
     }
 
-    /// Completes all pending create requests. The platform waits a minute before it assumes that a create request has
-    /// failed.
+    /// Completes all pending create requests. In reality, the platform repeats a create request with an unknown outcome
+    /// only after a wait, so that the earlier one can no longer take effect.
     pub fn complete_creates(&mut self) {
         for machine in std::mem::take(&mut self.in_flight) {
             self.create(machine);

@@ -26,7 +26,7 @@ pub enum Violation {
     InvalidReinstatement,
     /// An acknowledged row is on no server and in no snapshot, and no operator accepted the loss.
     LostRows,
-    /// A replaced machine's server was deleted, and no later machine that has served traffic has a server.
+    /// A replaced machine's server was deleted, although no later registered machine has a server or was deleted.
     LastServerRemoved,
     /// A machine that has never served traffic holds the slot, although the one with the newest data still has its
     /// server.
@@ -37,6 +37,7 @@ pub enum Violation {
     PointerMovedByReplacedMachine,
     /// A machine's state requires an operation, but none is open.
     MissingOperation,
+    /// An operation is still open after the model has settled.
     UnfinishedOperation,
     /// A server that is no longer kept still exists after reconciliation.
     Orphan,

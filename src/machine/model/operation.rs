@@ -58,7 +58,7 @@ pub enum CallResult {
     Late,
     /// The call was permanently refused; or the host never registers, never responds again, or is unreachable.
     Refused,
-    /// The host responds but takes no final backup; other steps treat this as [`Self::Late`].
+    /// The host responds but takes no final backup. In other steps, the call fails without effect and is retried.
     BackupFailed,
 }
 
@@ -367,8 +367,8 @@ impl LifecycleModel {
         self.operations[index].ending.get_or_insert(ending);
     }
 
-    /// Runs up to `max_steps` steps of each operation, has the next call of each open operation refused, runs the
-    /// operations that this starts, and then reconciles.
+    /// Ends all operations. Runs up to `max_steps` steps of each, refuses the next call of those that are still open,
+    /// runs the operations that start as a result, and then reconciles.
     pub fn settle(&mut self, max_steps: usize) {
         self.run_all(max_steps);
         for index in 0..self.operations.len() {

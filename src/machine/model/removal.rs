@@ -10,7 +10,7 @@ impl LifecycleModel {
     /// ignored.
     pub fn is_removable(&self, id: usize) -> bool {
         let row = &self.machines[id];
-        if row.machine.state.is_active() || self.is_in_progress(id) {
+        if row.machine.state.is_active() || self.has_open_operation(id) {
             return false;
         }
         if !row.registered || !self.rules.keeps_predecessors {
@@ -31,7 +31,7 @@ impl LifecycleModel {
         !row.unsaved && (matches!(row.machine.state, State::Deleted { .. }) || later.next().is_some())
     }
 
-    fn is_in_progress(&self, id: usize) -> bool {
+    fn has_open_operation(&self, id: usize) -> bool {
         self.operations.iter().any(|operation| operation.machine == id && operation.ending.is_none())
     }
 
@@ -64,19 +64,20 @@ impl LifecycleModel {
         is_found
     }
 
-    /// Returns whether the replaced machine has the slot's only server that still holds data.
+    /// Returns whether the replaced machine has the slot's newest server with data: no later registered machine has a
+    /// server, and none was deleted.
     fn is_last_copy(&self, id: usize) -> bool {
         let row = &self.machines[id];
-        let is_other =
+        let is_later =
             |other: &&MachineRow| other.slot == row.slot && other.machine.epoch > row.machine.epoch;
         let has_data = |other: &MachineRow| other.registered && !other.is_server_known_gone();
         let is_deleted = |other: &MachineRow| matches!(other.machine.state, State::Deleted { .. });
-        let mut later = self.machines.iter().filter(is_other);
-        let had_server = row.registered && self.cloud.server_of(id).is_some() && !is_deleted(row);
-        had_server && !later.any(|other| has_data(other) || is_deleted(other))
+        let mut later = self.machines.iter().filter(is_later);
+        let holds_data = row.registered && self.cloud.server_of(id).is_some() && !is_deleted(row);
+        holds_data && !later.any(|other| has_data(other) || is_deleted(other))
     }
 
-    /// Deletes a server. Data that only it held is lost; an operator may have accepted that.
+    /// Deletes a server. If an operator accepted the loss of its data, its rows are recorded as accepted.
     pub fn remove(&mut self, id: usize) {
         let row = &mut self.machines[id];
         row.removed = true;

@@ -25,11 +25,11 @@ const LAST_USED_INTERVAL: Duration = Duration::from_secs(300);
 pub enum Access {
     /// Everyone: health, and the description of the API.
     Open,
-    /// A machine with its own token.
+    /// A machine's host, with one of the machine's own tokens.
     Machine,
     /// An operator with one of these scopes.
     Operator(&'static [Scope]),
-    /// An operator with one of these scopes, or a slot's machine.
+    /// An operator with one of these scopes, or the host of a slot's current machine.
     OperatorOrHost(&'static [Scope]),
 }
 
@@ -46,8 +46,9 @@ impl Access {
 /// Authenticates an operator and checks that they may call a route with this access.
 ///
 /// # Errors
-/// `unauthorized` for a token that is unknown, expired or revoked, `rate_limited` if the operator sends too many
-/// requests, `forbidden` for a missing scope, `database_unavailable`.
+/// `unauthorized` if the token is unknown, expired or revoked, or if the route accepts no operators; `rate_limited` if
+/// the operator sends too many requests; `forbidden` if the operator has none of the scopes; `database_unavailable` if
+/// the token cannot be looked up.
 pub async fn authorize(
     platform: &Platform,
     access: Access,

@@ -75,7 +75,7 @@ pub static RELEASE: Endpoint = Endpoint {
         id: "releaseAlarm",
         method: Method::POST,
         path: "/vps/fleet/alarms/{alarm}/release",
-        summary: "Releases the actions that a fuse holds back: for one hour, machines with missing servers fail; servers that are \
+        summary: "Releases the actions that a fuse holds back: for one hour, machines with missing servers are marked as failed; servers that are \
                   unknown now are deleted when their grace period ends.",
         credentials: &[OPERATOR],
         parameters: &[

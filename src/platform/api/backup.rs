@@ -1,6 +1,7 @@
-//! POST `/vps/:id/backup`, `/vps/:id/drill`, `/vps/:id/backup-accept` and `/vps/:id/files/verify`: sends a machine's host a
-//! request to take a backup, to run a trial restore of the latest snapshot, to accept a held-back snapshot as the latest,
-//! or to verify a share of the file backup. The host's next heartbeats and `/vps/:id/backups` show the result.
+//! POST `/vps/:id/backup`, `/vps/:id/drill`, `/vps/:id/backup-accept` and `/vps/:id/files/verify`: sends a machine's
+//! host a request to take a backup, to run a trial restore of the latest snapshot, to accept a held-back snapshot as
+//! the latest, or to verify a share of the file backup. The host's next heartbeats and `/vps/:id/backups` show the
+//! result.
 
 use std::sync::Arc;
 
@@ -125,10 +126,11 @@ async fn request_host_task(
         let task = task.as_str();
         tracing::warn!(machine = %id, task, error = %format_chain(&error), "the request to the host failed");
         let detail = format!(
-            "The host of machine {id} did not accept the request: `svcctl status {id}` shows its state; then try again."
+            "The host of machine {id} did not accept the request. Check its state with `svcctl status {id}`, then try again."
         );
         Problem::new(Code::HostUnreachable, detail)
     })?;
+    // The time by the host's clock; if the host does not report it, by the platform's clock.
     let requested_at = requested_at.unwrap_or_else(now_ms).into();
     let requested = HostRequest { machine_id: id.into(), requested_at };
     let outcome = mutation
@@ -136,7 +138,7 @@ async fn request_host_task(
             let change = AuditChange {
                 action: task.as_str(),
                 target: id.to_string(),
-                // The snapshot that the host last reported as held back.
+                // An attention item describes the snapshot that the host holds back.
                 before: (task == HostTask::Accept).then(|| json!({"attention": machine.attention})),
                 after: Some(json!(requested)),
             };
@@ -147,7 +149,7 @@ async fn request_host_task(
 }
 
 /// Finds the machine whose host is holding back a snapshot: `named`, or its predecessor while the predecessor's final
-/// backup is pending.
+/// backup is pending. It is an error if that machine is not holding back a snapshot.
 async fn find_machine_holding_snapshot(
     session: &impl GenericClient,
     named: MachineRow,
@@ -212,7 +214,7 @@ fn ensure_running(machine: &MachineRow) -> Result<(), Problem> {
     }
     if machine.powered_off_at.is_some() {
         let detail = format!(
-            "The machine is powered off, so its host cannot take or restore a backup. Power it on with `svcctl power on {} \
+            "The machine is powered off, so its host cannot process the request. Power it on with `svcctl power on {} \
              --wait`, then try again.",
             machine.id
         );
@@ -300,9 +302,9 @@ pub static ACCEPT: Endpoint = Endpoint {
         method: Method::POST,
         path: "/vps/{id}/backup-accept",
         summary: "Accepts the snapshot that a host holds back because its database has shrunk: it becomes the \
-                  latest snapshot. The machine must be running, or an operation must be waiting for its final backup. In the latter case, the \
-                  machine's replacement may be named instead; `machineId` in the response is the machine whose host got the \
-                  request.",
+                  latest snapshot. The machine must be running, or an operation must be waiting for its \
+                  final backup. In the latter case, the machine's replacement may be named instead; \
+                  `machineId` in the response is the machine whose host got the request.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| request_object(&[], &[])),

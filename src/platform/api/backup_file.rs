@@ -1,5 +1,5 @@
-//! GET and HEAD `/vps/:id/backups/:name`: a snapshot's dump, streamed from the object store, with ranges. It contains
-//! the owner's data, so each GET is audited.
+//! GET and HEAD `/vps/:id/backups/:name`: a snapshot's dump, streamed from the object store, with ranges. A dump
+//! contains the owner's data, so each GET is audited before the dump is served.
 
 use std::sync::Arc;
 

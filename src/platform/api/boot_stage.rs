@@ -1,5 +1,5 @@
-//! POST `/vps/:id/boot-stage`: a booting host reports its stage and progress. A report does not change the machine's
-//! state; progress extends the registration deadline.
+//! POST `/vps/:id/boot-stage`: a booting host reports its stage, or the progress of a stage. A report does not change
+//! the machine's state; progress extends the registration deadline.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ use svc_machine::id::MachineId;
 use svc_wire::machine::{BootProgress, BootStage};
 use svc_wire::registration::{BootStageName, BootStageReport, StageProgress};
 
-/// Maximum number of stored stages; a host in a boot loop reports the same ones repeatedly.
+/// Maximum number of stored stages; the newest are kept. A host in a boot loop reports the same stages repeatedly.
 const MAX_STAGES: usize = 20;
 
 pub async fn handle(

@@ -38,7 +38,7 @@ pub struct ApiCall {
     pub headers: HeaderMap,
     /// The access that the route declares.
     access: Access,
-    /// The address of the connection's peer.
+    /// The address of the connection's peer; `None` in a request without a connection.
     client: Option<IpAddr>,
     body: Bytes,
 }
@@ -47,6 +47,7 @@ pub struct ApiCall {
 pub struct AuthenticatedHost {
     pub machine: MachineRow,
     pub status: TokenStatus,
+    /// The hash of the token.
     pub hash: Vec<u8>,
 }
 
@@ -68,7 +69,7 @@ impl ApiCall {
                 return Err(too_large());
             }
             Err(RequestBodyError::Timeout | RequestBodyError::Incomplete) => {
-                return Err(Problem::field("", "is incomplete"));
+                return Err(Problem::field("", "was not received completely in time"));
             }
         };
         let access = parts.extensions.get().copied().unwrap_or(Access::Open);
@@ -125,6 +126,7 @@ impl ApiCall {
 
     /// Authenticates an operator, or the host of a slot's current machine.
     pub async fn authenticate_operator_or_host(&self, platform: &Platform) -> Result<(), Problem> {
+        // The prefix of hosts' upgrade tokens.
         if !self.bearer()?.starts_with("svcu_") {
             return self.authenticate_operator(platform).await.map(drop);
         }
@@ -211,7 +213,7 @@ impl ApiCall {
     }
 }
 
-/// Parses an id from the path.
+/// Parses an id from the path. `name` identifies it in the error.
 pub fn path_id<T: std::str::FromStr>(name: &str, text: &str) -> Result<T, Problem> {
     text.parse().map_err(|_| Problem::field(name, "must be a UUID"))
 }

@@ -41,8 +41,10 @@ impl Confirmation {
         self.monthly_cost.is_some()
     }
 
+    /// Checks that the request has the required confirmations.
+    ///
     /// # Errors
-    /// `confirmation_required` if one is missing and the platform enforces confirmations.
+    /// `confirmation_required` if one of them is missing and the platform enforces confirmations.
     pub fn check_complete(&self, required: RequiredConfirmation, enforcement: Flag) -> Result<(), Problem> {
         let lacks_cost = required != RequiredConfirmation::Nothing && self.monthly_cost.is_none();
         let lacks_consent = required == RequiredConfirmation::CostAndConsent && !self.opt_in;
@@ -62,14 +64,16 @@ impl Confirmation {
             }
         };
         let detail = format!(
-            "{subject} must be confirmed: {} is missing. POST /vps/provision/quote returns the cost.",
-            missing.join(" and ")
+            "{subject} must be confirmed; missing: {}. POST /vps/provision/quote returns the cost.",
+            missing.join(", ")
         );
         Err(Problem::new(Code::ConfirmationRequired, detail).with("missing", json!(missing)))
     }
 
+    /// Compares the confirmed cost, if any, with the current one.
+    ///
     /// # Errors
-    /// `price_changed` if the confirmed cost is not the current one.
+    /// `price_changed` if they differ.
     pub fn check_cost(&self, cost: &ServerCost) -> Result<(), Problem> {
         let current = &cost.highest;
         match &self.monthly_cost {

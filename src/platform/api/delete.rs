@@ -143,6 +143,7 @@ async fn response_body(
     })
 }
 
+/// Returns the time until which the deletion can be undone; `None` if it cannot be undone.
 fn undelete_until(platform: &Platform, machine: &MachineRow, options: OperationOptions) -> Option<Time> {
     let grace = SignedDuration::try_from(platform.config.timing.delete_grace).unwrap_or(SignedDuration::MAX);
     // The server of a machine that never registered holds no data, so it is not kept.
@@ -150,7 +151,7 @@ fn undelete_until(platform: &Platform, machine: &MachineRow, options: OperationO
     deleted_at.and_then(|at| at.checked_add(grace).ok()).map(Into::into)
 }
 
-/// Finds the predecessor that was deleted together with its replacement, and the operation that deletes its server.
+/// Finds the predecessor that was deleted together with its replacement, and the predecessor's delete operation.
 async fn find_also_deleted(
     tx: &Transaction<'_>,
     machine: &MachineRow,
@@ -193,10 +194,10 @@ pub static ENDPOINT: Endpoint = Endpoint {
         body: None,
         responses: &[documented_json(
             202,
-            "The machine has been deleted; undelete restores it while its server is kept. `alsoDeleted` is the machine that it \
-             was going to replace; that machine's server has the slot's data and is kept. `newestSnapshotAt` is the time of the \
-             snapshot that the store's pointer names, or, if the store is unavailable, of the last one that a host reported; \
-             in that case, `snapshotProblem` has the reason.",
+            "The machine has been deleted; undelete restores it while its server is kept. `alsoDeleted` is the \
+             machine that it was going to replace; that machine's server has the slot's data and is kept. \
+             `newestSnapshotAt` is the time of the snapshot that the store's pointer names, or, if the store is \
+             unavailable, of the last one that a host reported; in that case, `snapshotProblem` has the reason.",
             schema_of::<DeletedMachine>,
         )],
         problems: &[

@@ -44,6 +44,7 @@ const DEFAULT_MAX_FAILURES: u64 = 1;
 
 struct RolloutRequest {
     version: ImageVersion,
+    /// Handles of the machines to update; `None` means all machines.
     handles: Option<Vec<Handle>>,
     /// Handles of machines to leave out.
     except: Vec<Handle>,
@@ -111,8 +112,8 @@ fn read_handles(fields: &mut Fields, name: &str) -> Option<Vec<Handle>> {
     handles.ok()
 }
 
-/// Rejects a release that is not published, or that hosts would reject because its manifest is missing, expired or not
-/// signed with a trusted key.
+/// Rejects a release that is not published, or whose manifest hosts would reject, for example because it is missing,
+/// expired or not signed with a trusted key.
 async fn check_release(platform: &Platform, version: &ImageVersion) -> Result<(), Problem> {
     let published = bundle::read_digest(&platform.bucket, version).await?;
     let Some(digest) = published else {
@@ -138,7 +139,8 @@ async fn create_rollout(
             let row = rollouts::get(tx, id).await?.ok_or_else(|| not_found(id))?;
             let rollout = json!(resource::rollout::load_with_machines(tx, &row).await?);
             let reply = Reply::new(StatusCode::ACCEPTED, &rollout);
-            // The rollout stores the list of machines; in the audit log, a large fleet's list would take a megabyte.
+            // Without the machines, which the rollout itself stores: a large fleet's list would add a megabyte to the
+            // audit log.
             let mut after = rollout;
             after.as_object_mut().map(|rollout| rollout.remove("machines"));
             after["except"] = handle_names(&request.except);
@@ -155,7 +157,8 @@ fn handle_names(handles: &[Handle]) -> Value {
     json!(handles.iter().map(Handle::as_str).collect::<Vec<_>>())
 }
 
-/// Inserts the rollout with the machines that it will update.
+/// Inserts the rollout with the machines that it will update. Rejects it if another rollout is open, if a handle is
+/// unknown, or if a machine in `handles` cannot be updated.
 async fn insert_rollout(tx: &Transaction<'_>, request: &RolloutRequest) -> Result<RolloutId, Problem> {
     if let Some(open) = rollouts::find_open(tx).await? {
         let problem = Problem::new(Code::Conflict, format!("Rollout {} has not ended yet.", open.id));
@@ -196,8 +199,8 @@ async fn unreachable_target(client: &impl GenericClient, handle: &Handle) -> Res
         return Ok(problems::machine_not_found(handle.as_str()));
     };
     let (state, next) = match machine.powered_off_at {
-        Some(_) => ("powered off", format!("`svcctl power on {handle} --wait` powers it on")),
-        None => (machine.status.as_str(), format!("`svcctl status {handle}` shows the reason")),
+        Some(_) => ("powered off", format!("power it on with `svcctl power on {handle} --wait`")),
+        None => (machine.status.as_str(), format!("see the reason with `svcctl status {handle}`")),
     };
     let detail = format!(
         "Machine {handle} is {state}, and a rollout updates only running machines: {next}, or leave it out. Nothing was changed."
@@ -384,7 +387,7 @@ pub static LIST: Endpoint = Endpoint {
         id: "listDeploys",
         method: Method::GET,
         path: "/vps/deploy",
-        summary: "Lists the 20 newest rollouts, newest first; a running one is the first.",
+        summary: "Lists the 20 newest rollouts, newest first; a running or paused one is the first.",
         credentials: &[OPERATOR],
         parameters: &[],
         body: None,
@@ -434,7 +437,7 @@ pub static PAUSE: Endpoint = Endpoint {
     operation: command_operation(
         "pauseDeploy",
         "/vps/deploy/{id}/pause",
-        "Pauses a rollout: no more machines are updated.",
+        "Pauses a rollout: no more updates start, and those in progress complete.",
     ),
     serve: || post(pause),
 };

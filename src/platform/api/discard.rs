@@ -24,7 +24,7 @@ use svc_machine::id::{MachineId, OperationId};
 use svc_machine::operation::OperationKind;
 use svc_wire::machine::DiscardedMachine;
 
-/// Whether data that no snapshot contains may be lost.
+/// Whether the operator accepts the loss of data that no snapshot contains.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum LossConsent {
     Accepted,
@@ -110,7 +110,8 @@ fn ensure_left_slot(machine: &MachineRow) -> Result<(), Problem> {
 }
 
 /// Rejects discarding a server that is still needed, or that may hold the only copy of the slot's data: the database
-/// must record a final backup of the machine, or that an operator accepted the loss of its data.
+/// must record a final backup of the machine, or that an operator accepted the loss of its data. A machine that never
+/// registered has no data.
 async fn ensure_data_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem> {
     if let Some(since) = machine.unsaved_since {
         let why =

@@ -1,4 +1,4 @@
-//! A route with its description. The router and the OpenAPI document are built from the same list.
+//! A route with its access, handler and description. The router and the OpenAPI document are built from the same list.
 
 use std::sync::Arc;
 
@@ -52,7 +52,7 @@ pub const READ_OR_ADMIN: &[Scope] = &[Scope::Read, Scope::Admin];
 pub const HOST: Credential = Credential {
     name: "host",
     scheme: CredentialScheme::Bearer,
-    description: "The UPGRADE_TOKEN of a machine, while it holds its slot",
+    description: "The UPGRADE_TOKEN of a machine; after the machine has left its slot, few requests accept it",
 };
 pub const REGISTRATION: Credential = Credential {
     name: "registration",

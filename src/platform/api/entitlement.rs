@@ -15,7 +15,8 @@ use svc_wire::machine::MachineKind;
 /// Ensures that the slot has an active subscription whose plan includes the server type.
 ///
 /// # Errors
-/// `subscription_required`, `server_type_not_allowed`.
+/// `subscription_required` without an active subscription; `server_type_not_allowed` if the plan does not include the
+/// server type; `database_unavailable`.
 pub async fn ensure_entitled(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -32,7 +33,8 @@ pub async fn ensure_entitled(
     }
 }
 
-/// Ensures that this machine may have the server type: under its slot's plan, or under the limits for previews.
+/// Ensures that this machine may have the server type: a customer's machine under its slot's plan, if billing is
+/// enforced; a preview under the plan `max`.
 ///
 /// # Errors
 /// Same as [`ensure_entitled`] and [`ensure_plan_includes`].

@@ -1,4 +1,4 @@
-//! POST `/vps/:id/fail`: marks as failed a machine that should not be running or is stuck in some other state.
+//! POST `/vps/:id/fail`: marks a machine as failed, because it should not run or is stuck in another state.
 
 use std::sync::Arc;
 
@@ -34,7 +34,7 @@ pub async fn handle(
     let reason = fields.text("reason", MAX_REASON_CHARS);
     let reason = fields.finish(reason)?;
     let reply = fail(&platform, id, &reason, &mutation).await?;
-    // The cancelled operation may have left resources behind.
+    // If this cancelled an operation, the operation may have left resources behind.
     platform.reconciler_wake.notify_one();
     Ok(reply.into_response())
 }
@@ -66,11 +66,11 @@ pub static ENDPOINT: Endpoint = Endpoint {
         id: "fail",
         method: Method::POST,
         path: "/vps/{id}/fail",
-        summary: "Marks a machine that should not run, or is stuck in another state, as failed.",
+        summary: "Marks a machine as failed, because it should not run or is stuck in another state.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| request_object(&[("reason", text_up_to(MAX_REASON_CHARS))], &[])),
-        responses: &[documented_json(200, "The machine has failed.", || schema_ref("Machine"))],
+        responses: &[documented_json(200, "The machine is marked as failed.", || schema_ref("Machine"))],
         problems: &[
             Code::MachineNotFound,
             Code::InvalidState,

@@ -1,6 +1,7 @@
-//! POST `/vps/:id/files-key`: returns the key with which a host encrypts its slot's file backups. GET
-//! `/vps/slots/files-key`: returns the same key to an operator. The key decrypts all of the owner's files, so this
-//! request requires the scope `admin` and is audited.
+//! POST `/vps/:id/files-key`: returns the key with which a host encrypts its slot's file backups.
+//!
+//! GET `/vps/slots/files-key`: returns the same key to an operator. The key decrypts all of the owner's files, so this
+//! route requires the scope `admin`, and each use is audited.
 
 use std::sync::Arc;
 

@@ -25,7 +25,7 @@ use svc_http::problem::{Code, Problem, format_chain};
 use svc_machine::name::{IdpUserId, Slot};
 use svc_wire::files::{FilesPrunePlan, FilesPruneRequest};
 
-/// Timeout for a report, which reads the repository's index and trees. It is shorter than the timeout of `svcctl`.
+/// Timeout for a report, which reads the repository's index and trees. It is shorter than `svcctl`'s default timeout.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {

@@ -22,7 +22,7 @@ use svc_machine::name::{IdpUserId, Slot};
 use svc_store::key::SlotPrefix;
 use svc_wire::files::FilesUsage;
 
-/// Timeout for listing the repository's objects. It is shorter than the timeout of `svcctl`.
+/// Timeout for listing the repository's objects. It is shorter than `svcctl`'s default timeout.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {

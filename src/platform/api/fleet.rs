@@ -1,5 +1,5 @@
 //! GET `/vps/fleet`: a summary of all active machines, the machines that need attention, overdue operations, alarms,
-//! and the running rollout.
+//! and the rollout that is running or paused.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -79,7 +79,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         id: "fleet",
         method: Method::GET,
         path: "/vps/fleet",
-        summary: "Summarizes all active machines, those that need attention, overdue operations, alarms, and the running rollout.",
+        summary: "Summarizes all active machines, those that need attention, overdue operations, alarms, and the open rollout.",
         credentials: &[OPERATOR],
         parameters: &[],
         body: None,

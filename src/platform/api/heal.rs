@@ -39,7 +39,7 @@ async fn try_resume(platform: &Platform, machine: &MachineRow, epoch: Epoch) -> 
         platform.reconciler_wake.notify_one();
         return Ok(false);
     };
-    // The heartbeat was sent before the server was powered off.
+    // The server has been powered off since it sent the heartbeat.
     if server.status != ServerStatus::Running {
         return Ok(false);
     }
@@ -76,7 +76,7 @@ pub async fn detect_power_on(platform: &Platform, machine: &MachineRow, epoch: E
 
 async fn record_power_on(platform: &Platform, machine: &MachineRow) -> anyhow::Result<bool> {
     let Some(server) = machine.provider_server_id else { return Ok(false) };
-    // A running power operation records the state itself.
+    // A running operation records the server's power state itself.
     if db::operations::find_running(&platform.host_db.session().await?, machine.id).await?.is_some() {
         return Ok(false);
     }
@@ -84,7 +84,7 @@ async fn record_power_on(platform: &Platform, machine: &MachineRow) -> anyhow::R
         return Ok(false);
     }
     let found = platform.provider.get(ServerId(server)).await?;
-    // The heartbeat was sent before the server was powered off.
+    // The server is off or missing, so the heartbeat was sent before that.
     if found.is_none_or(|server| server.status != ServerStatus::Running) {
         return Ok(false);
     }

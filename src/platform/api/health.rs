@@ -1,7 +1,8 @@
 //! GET `/livez`, `/readyz` and `/readyz/control`: liveness, readiness to route, and readiness to manage machines.
 //!
-//! Routing does not need the object store, and works for a while without the database. A load balancer that checks
-//! `/readyz` keeps sending users' requests while either is unreachable.
+//! Routing does not need the object store, and works without the database until the routes are too old
+//! (`ROUTER_MAX_STALE_SECONDS`). So `/readyz` checks only the age of the routes, and a load balancer keeps sending
+//! users' requests during such an outage.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -112,7 +113,7 @@ pub static READY: Endpoint = Endpoint {
         id: "ready",
         method: Method::GET,
         path: "/readyz",
-        summary: "Readiness of the router, for load balancers: its routes are loaded and not stale.",
+        summary: "Readiness of the router, for load balancers: its routes are recent enough to be served, and it is not stopping.",
         credentials: &[],
         parameters: &[],
         body: None,
@@ -131,7 +132,7 @@ pub static READY_TO_CONTROL: Endpoint = Endpoint {
         id: "readyToControl",
         method: Method::GET,
         path: "/readyz/control",
-        summary: "Readiness of the control plane, for alerts: its database and object store are reachable, and its clock is correct.",
+        summary: "Readiness of the control plane, for alerts: its database and object store are reachable, its clock is correct, and it is not stopping.",
         credentials: &[],
         parameters: &[],
         body: None,

@@ -73,7 +73,8 @@ pub async fn handle(
             if machine.proven_at.is_none() {
                 machine_changes::record_proven(&session, id).await?;
             }
-            // The slot's next machine starts with this release, which works. It may be older, after a rollback.
+            // This release works, so the slot's next machine starts with it, even if it is older than the recorded one
+            // because the host rolled back.
             if !report.sent.updating {
                 db::slots::set_release_for_machine(&session, id, &report.sent.image_version).await?;
             }
@@ -110,7 +111,8 @@ pub async fn handle(
 }
 
 /// Records the use of a token of a later generation, which proves that the host has stored it. Returns the token that
-/// the host must use next, if it differs from the one that the host used.
+/// the host must use next. `None` if it keeps its token, has not registered yet, or must wait because processes with
+/// different platform keys are running.
 async fn issue_next_token(
     platform: &Platform,
     host: &AuthenticatedHost,
@@ -142,6 +144,7 @@ async fn may_issue_next(platform: &Platform) -> Result<bool, Problem> {
     Ok(platform.process.is_settled(&platform.host_db.session().await?).await?)
 }
 
+/// Records the first heartbeat with a token of this later generation. The previous token remains valid for the overlap.
 async fn advance_token(
     platform: &Platform,
     host: &AuthenticatedHost,

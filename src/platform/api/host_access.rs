@@ -14,14 +14,15 @@ use svc_machine::id::MachineId;
 pub enum SlotAccess {
     /// It is the slot's current machine.
     Current,
-    /// It has been replaced, and its final backup is pending.
+    /// It has left its slot, and an operation is waiting for its final backup.
     FinalBackup,
 }
 
 /// Authenticates a host for the machine in the path.
 ///
 /// # Errors
-/// `unauthorized`; `forbidden` for another machine's token; `invalid_request` for an invalid id.
+/// `unauthorized`; `rate_limited`; `forbidden` for another machine's token; `invalid_request` for an invalid id;
+/// `database_unavailable`.
 pub async fn authenticate_machine(
     call: &ApiCall,
     platform: &Platform,
@@ -38,7 +39,8 @@ pub async fn authenticate_machine(
 /// Returns why the machine may use its slot's store.
 ///
 /// # Errors
-/// `unauthorized` for a deleted machine; `superseded` for a replaced one.
+/// Unless the final backup is pending: `unauthorized` for a deleted machine, `superseded` for a replaced one.
+/// `database_unavailable`.
 pub async fn check_slot_access(platform: &Platform, machine: &MachineRow) -> Result<SlotAccess, Problem> {
     if machine.is_active() {
         Ok(SlotAccess::Current)

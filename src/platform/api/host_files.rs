@@ -1,7 +1,8 @@
-//! `/vps/:id/files/…`: shows the state of a machine's file backup, lists earlier states of the owner's files, which the
-//! host reads from the slot's file backup, and requests restores. File names are the owner's data, so each read and
-//! each request for a restore is audited, even if it is refused; polling the state of a restore is not. File contents
-//! are never sent.
+//! `/vps/:id/files/…`: shows the state of a machine's file backup, lists earlier states of the owner's files, and
+//! requests restores. The host reads the earlier states from the slot's file backup. File contents are never sent.
+//!
+//! File names are the owner's data, so each valid read and each valid request for a restore is audited, even if it then
+//! fails. Reads of a restore's state are not audited.
 
 mod endpoints;
 
@@ -38,7 +39,7 @@ use svc_wire::files::{
 
 pub use endpoints::{LIST, RESTORE, SHOW_RESTORE, STATUS, VERSIONS};
 
-const RETRY_SECONDS: u64 = 5;
+const RETRY_AFTER_SECONDS: u64 = 5;
 
 type Query = Vec<(&'static str, String)>;
 
@@ -47,7 +48,7 @@ pub async fn show_status(
     PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    read(&platform, &id, request, "files.status", |_| Some(Vec::new()))
+    parse_read(&platform, &id, request, "files.status", |_| Some(Vec::new()))
         .await?
         .respond::<FileBackupStatus>(|_| FilesCall::Status)
         .await
@@ -58,7 +59,7 @@ pub async fn list_versions(
     PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    read(&platform, &id, request, "files.versions", |fields| {
+    parse_read(&platform, &id, request, "files.versions", |fields| {
         let path: Option<String> = fields.text("path", MAX_PATH_CHARS);
         let before = fields.time("before");
         let limit = fields.number_in_range("limit", 1..=MAX_VERSIONS, DEFAULT_VERSIONS);
@@ -76,7 +77,7 @@ pub async fn list(
     PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    read(&platform, &id, request, "files.list", |fields| {
+    parse_read(&platform, &id, request, "files.list", |fields| {
         let path = fields.optional_text("path", MAX_PATH_CHARS);
         let time = fields.time("time");
         let cursor = fields.number_in_range("cursor", 0..=usize::MAX, 0);
@@ -91,7 +92,8 @@ pub async fn list(
     .await
 }
 
-/// Not audited, because `svcctl` polls it and the request for the restore has been audited.
+/// Shows the state of the last restore. Not audited, because `svcctl` polls this route, and the request for the restore
+/// has been audited.
 pub async fn show_restore(
     State(platform): State<Arc<Platform>>,
     PathParams(id): PathParams<String>,
@@ -115,7 +117,8 @@ struct FilesReadRequest<'a> {
     query: Query,
 }
 
-async fn read<'a>(
+/// Authenticates the operator, and parses a request to read from a host.
+async fn parse_read<'a>(
     platform: &'a Platform,
     id: &str,
     request: Request,
@@ -250,7 +253,7 @@ fn host_problem(id: MachineId, error: FilesCallError) -> Problem {
         FilesCallError::Problem { status: StatusCode::SERVICE_UNAVAILABLE, detail } => {
             let fallback = || format!("The host of machine {id} cannot respond right now; try again.");
             let detail = if detail.is_empty() { fallback() } else { detail };
-            Problem::new(Code::Unavailable, detail).retry_after(RETRY_SECONDS)
+            Problem::new(Code::Unavailable, detail).retry_after(RETRY_AFTER_SECONDS)
         }
         FilesCallError::Problem { status: StatusCode::UNAUTHORIZED, .. } => {
             Problem::new(Code::HostRefused, problems::proof_rejected(id))
@@ -313,7 +316,7 @@ async fn request_restore(
         after["outcome"] = outcome.into();
         AuditChange { action: "files.restore", target: id.to_string(), before: None, after: Some(after) }
     };
-    // Audited before the call, because the host may accept the request and no row can be written afterwards.
+    // Audited before the call: the host may accept the request, and the database may be unreachable afterwards.
     audit(&platform, &operator, change("requested")).await?;
     let sent = async {
         let machine = find_serving(&platform, id).await?;
@@ -341,7 +344,7 @@ async fn request_restore(
 /// Rejects a machine whose host is not in service. `subject` is what the host would report.
 ///
 /// # Errors
-/// `machine_not_found` for a deleted machine; `invalid_state`.
+/// `machine_not_found` for a deleted machine; `invalid_state` for one that is replaced, not running or powered off.
 pub fn ensure_serving(machine: &MachineRow, subject: &str) -> Result<(), Problem> {
     let id = machine.id;
     if machine.deleted_at.is_some() {

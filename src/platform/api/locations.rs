@@ -7,10 +7,12 @@ use svc_http::fields::Fields;
 use svc_http::problem::{Problem, format_chain};
 use svc_machine::name::Location;
 
-/// The locations in a request; `None` means the platform's default.
+/// The locations in a request.
 #[derive(Debug, Clone, Default)]
 pub struct RequestedLocations {
+    /// `None` means the replaced machine's location in a recovery, and otherwise the platform's default.
     pub location: Option<Location>,
+    /// `None` means the platform's fallback locations.
     pub fallback: Option<Vec<Location>>,
 }
 
@@ -25,8 +27,8 @@ impl RequestedLocations {
         Self { location, fallback }
     }
 
-    /// Rejects unknown locations. If the provider cannot be queried, the check passes: the provider checks the location
-    /// again when the server is created.
+    /// Rejects locations that the provider does not offer. If the provider cannot be queried, the check passes: the
+    /// provider checks the location again when the server is created.
     ///
     /// # Errors
     /// `invalid_request`.

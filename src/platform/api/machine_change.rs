@@ -1,5 +1,5 @@
-//! Shared by the routes that change one machine: the replay, the lock on the machine's row, and, in the change's
-//! transaction, the audit row and the stored response.
+//! Shared by the routes that change one machine. [`MachineChange`] replays the response to a repeated request, locks
+//! the machine's row, and writes the audit row and the response in the change's transaction.
 
 use axum::extract::Request;
 use deadpool_postgres::{Object, Transaction};
@@ -41,7 +41,8 @@ impl ChangeRequest {
 pub enum LockScope {
     /// The machine's row.
     Machine,
-    /// The machine's row and all machines of its user, for a change that may assign or release a slot.
+    /// The machine's row, and an advisory lock on its user, which serializes changes that may assign or release one of
+    /// the user's slots.
     User,
 }
 
@@ -64,7 +65,7 @@ pub struct MachineChange<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ChangeEffect {
     Unchanged,
-    /// The machine has changed; the action's name in the audit log.
+    /// The machine has changed. Contains the action's name for the audit log.
     Changed(&'static str),
 }
 

@@ -1,6 +1,8 @@
 //! Shared by all mutating operator calls: the replay by `Idempotency-Key`, the audit row, and `Prefer: wait`.
 //!
-//! Invariant: the change, its audit row and the stored response are written in one transaction.
+//! Invariant: the change, its audit row and the stored response are written in one transaction. This cannot include
+//! changes outside the database: `pointer.rs` and `host_files.rs` write an audit row before the change, in a separate
+//! transaction; `backup.rs` writes it after the call to the host.
 
 use std::time::Duration;
 
@@ -94,6 +96,8 @@ impl MutationOutcome {
 }
 
 impl Mutation {
+    /// Reads the idempotency key, and the parts of the call that a repeated request must share.
+    ///
     /// # Errors
     /// `invalid_request` if the idempotency key is invalid.
     pub fn from_call(call: &ApiCall, operator: &Operator) -> Result<Self, Problem> {
@@ -149,7 +153,8 @@ impl Mutation {
         self.run_in(tx, change).await
     }
 
-    /// Like [`Self::run`], but locks all of a user's machines, for a change that may assign or release a slot.
+    /// Like [`Self::run`], but with an advisory lock on the user, which serializes changes that may assign or release
+    /// one of the user's slots.
     ///
     /// # Errors
     /// Same as [`Self::run`].
@@ -229,7 +234,7 @@ pub async fn write_audit(tx: &Transaction<'_>, actor: &str, change: &AuditChange
 }
 
 /// Converts the reply into the response. With `Prefer: wait=N`, first waits until the operation has ended or N seconds
-/// have passed, and updates the status in the reply.
+/// have passed, and updates the machine's status and server type in the reply.
 pub async fn respond(platform: &Platform, call: &ApiCall, mut reply: Reply) -> Result<Response, Problem> {
     let body_text = |name: &str| reply.body.get(name).and_then(Value::as_str).map(str::to_owned);
     let operation: Option<OperationId> = body_text("operationId").and_then(|id| id.parse().ok());

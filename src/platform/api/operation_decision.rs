@@ -158,8 +158,10 @@ async fn apply_decision(
     Ok(reply.into_response())
 }
 
-/// Accepts the loss that the question describes. If the question is whether a deletion is outdated, this only confirms
-/// the deletion: a missing final backup is a separate question.
+/// Accepts the loss that the question describes, without accepting any other:
+/// - an unverified fence is disregarded;
+/// - a deletion that may be outdated is confirmed, but a missing final backup is a separate question;
+/// - if the store has a newer snapshot that was not made the latest, the latest is restored all the same.
 async fn resume_with_loss_accepted(tx: &Transaction<'_>, operation: &OperationRow) -> Result<(), Problem> {
     let has_question =
         |code: &str| operation.question.as_ref().is_some_and(|question| question["code"] == code);

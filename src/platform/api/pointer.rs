@@ -1,5 +1,5 @@
 //! GET `/vps/slots/pointer` and POST `/vps/slots/pointer/rebuild`: shows a slot's snapshot pointer, and replaces one
-//! that is missing, unreadable, or names a missing snapshot.
+//! that is missing, is unreadable or names a snapshot that cannot be restored. With `force`, also replaces a sound one.
 //!
 //! The audit row, with the first bytes of an unreadable pointer, is committed before the pointer is written, so that
 //! these bytes are never lost.
@@ -37,7 +37,7 @@ use svc_store::pointer::{Fence, Pointer};
 use svc_store::pointer_repair::{self, Inspection, PointerState, RebuildTarget, RepairError, SlotRecord};
 use svc_wire::pointer as wire;
 
-/// Timeout for all of a call's store requests together. It is shorter than the timeout of `svcctl`.
+/// Timeout for the store requests of one inspection or one write. A rebuild makes up to two inspections and one write.
 const STORE_TIMEOUT: Duration = Duration::from_secs(10);
 
 struct PointerTarget {
@@ -70,7 +70,7 @@ impl PointerTarget {
     }
 
     /// Returns whether the database has a record of the slot.
-    async fn is_known(&self, client: &impl GenericClient) -> Result<bool, DbError> {
+    async fn is_recorded(&self, client: &impl GenericClient) -> Result<bool, DbError> {
         let machines = db::machines::list_newest_in_slot(client, &self.user, &self.slot).await?;
         Ok(!machines.is_empty()
             || db::slots::find_subscription(client, &self.user, &self.slot).await?.is_some())
@@ -112,11 +112,11 @@ pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Re
     let target = PointerTarget::read(&mut query);
     let target = query.finish(target)?;
     let session = platform.db.session().await?;
-    let (record, is_known) =
-        (target.load_record(&session, &platform.mint).await?, target.is_known(&session).await?);
+    let (record, is_recorded) =
+        (target.load_record(&session, &platform.mint).await?, target.is_recorded(&session).await?);
     drop(session);
     let inspection = inspect(&platform, &target, record).await?;
-    ensure_exists(&target, is_known, &inspection)?;
+    ensure_exists(&target, is_recorded, &inspection)?;
     Ok(Json(inspection_resource(&target, &inspection)).into_response())
 }
 
@@ -149,11 +149,11 @@ async fn replace(
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply);
     }
-    let (record, is_known) =
-        (target.load_record(&session, &platform.mint).await?, target.is_known(&session).await?);
+    let (record, is_recorded) =
+        (target.load_record(&session, &platform.mint).await?, target.is_recorded(&session).await?);
     drop(session);
     let inspection = inspect(platform, target, record.clone()).await?;
-    ensure_exists(target, is_known, &inspection)?;
+    ensure_exists(target, is_recorded, &inspection)?;
     if inspection.found.is_sound() && sound == SoundPointerPolicy::Keep {
         // If this request is a retry, the original may have completed in the meantime.
         if let Some(reply) = mutation.replay(&platform.db.session().await?).await? {
@@ -206,8 +206,8 @@ async fn replace(
 }
 
 /// Rejects a slot that is in neither the database nor the store.
-fn ensure_exists(target: &PointerTarget, is_known: bool, inspection: &Inspection) -> Result<(), Problem> {
-    if is_known || inspection.snapshots > 0 || !matches!(inspection.found, PointerState::Sound(None)) {
+fn ensure_exists(target: &PointerTarget, is_recorded: bool, inspection: &Inspection) -> Result<(), Problem> {
+    if is_recorded || inspection.snapshots > 0 || !matches!(inspection.found, PointerState::Sound(None)) {
         return Ok(());
     }
     let detail = format!(

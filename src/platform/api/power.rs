@@ -84,7 +84,7 @@ async fn power(
         PowerAction::Reboot if is_off => {
             return Err(invalid_state(
                 &change.machine,
-                "The machine's server is powered off; power it on with `svcctl power on`.",
+                &format!("The machine's server is powered off; power it on with `svcctl power on {id}`."),
             ));
         }
         PowerAction::Off => machine_server::mark_powered_off(&change.tx, id).await?,
@@ -114,8 +114,8 @@ fn ensure_power_change_allowed(machine: &MachineRow, action: PowerAction) -> Res
         Err(invalid_state(
             machine,
             if machine.may_have_server() {
-                "The provider has reported the machine's server missing: `svcctl power on` looks it up again; otherwise \
-                 recover the slot."
+                "The provider has reported the machine's server missing: `svcctl power on` looks it up again. If it is \
+                 still missing, recover the slot."
             } else {
                 "The machine has no server: recover the slot."
             },
@@ -137,7 +137,8 @@ async fn find_same_operation(
         return Ok(Some(operation.id));
     }
     let detail = format!(
-        "Operation {} ({}) is running on the machine; wait until it has ended, or abandon it.",
+        "Operation {0} ({1}) is running on the machine; wait until it has ended, or abandon it with `svcctl operation \
+         abandon {0}`.",
         operation.id, operation.kind
     );
     Err(invalid_state(machine, &detail))

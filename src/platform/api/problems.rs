@@ -51,7 +51,8 @@ fn refusal_problem(refusal: &Refusal, machine: &MachineRow) -> Problem {
     }
 }
 
-/// The problem's `status` is the HTTP status, so the machine's status is in `machineStatus`.
+/// Returns the problem for a machine in the wrong state. A problem's `status` is the HTTP status, so the machine's
+/// status is in `machineStatus`.
 pub fn invalid_state(status: &str, allowed: &[Status]) -> Problem {
     let allowed: Vec<_> = allowed.iter().map(|status| status.as_str()).collect();
     let detail = if allowed.is_empty() {

@@ -47,7 +47,9 @@ pub struct ProvisionRequest {
     pub slot: Slot,
     pub handle: Handle,
     pub server_type: ServerType,
+    /// The requested location, or the platform's default.
     pub location: Location,
+    /// The locations as requested.
     pub locations: RequestedLocations,
     /// `None` means the slot's current version, or the platform's default for a new slot.
     image_version: Option<ImageVersion>,
@@ -147,7 +149,7 @@ async fn provision(
                 Reply::new(StatusCode::OK, response_body(machine, operation.map(|operation| operation.id)));
             return Ok(MutationEffect::unchanged(reply));
         }
-        // The required confirmations were determined for an earlier state of the slot.
+        // If the slot has changed since, the plan and the required confirmations are for its earlier state.
         let replaced = existing.as_ref().map(|failed| failed.id);
         let Some((plan, listed)) = plan.filter(|(plan, _)| plan.replaces == replaced) else {
             return Err(Problem::new(Code::Unavailable, "The slot has changed; try again.").retry_after(1));
@@ -211,7 +213,8 @@ async fn prepare_plan(
     Ok(ProvisionPlan { image_version, bundle_sha256, restore, epoch_floor, replaces })
 }
 
-/// Runs the provisioning checks for a quote, without changing anything. Returns the new machine's release.
+/// Runs the checks that follow [`check_admission`] for a quote, except those of the confirmations and the server limit.
+/// Returns the new machine's release.
 pub async fn check_possible(
     platform: &Platform,
     request: &ProvisionRequest,
@@ -240,14 +243,14 @@ async fn check_confirmation(
     confirmation.check_cost(&server_cost::read_cost(platform, server_type, locations).await?)
 }
 
-/// Finds the release with which the slot's next machine starts.
+/// Finds the release with which the slot's next machine starts: the recorded one, or the platform's default.
 pub async fn find_slot_release(
     platform: &Platform,
     user: &IdpUserId,
     slot: &Slot,
 ) -> Result<ImageVersion, Problem> {
-    let known = db::slots::find_release(&platform.db.session().await?, user, slot).await?;
-    Ok(known.unwrap_or_else(|| platform.config.provisioning.image_version.clone()))
+    let recorded = db::slots::find_release(&platform.db.session().await?, user, slot).await?;
+    Ok(recorded.unwrap_or_else(|| platform.config.provisioning.image_version.clone()))
 }
 
 async fn create_machine(
@@ -297,7 +300,7 @@ async fn create_machine(
     }
 }
 
-/// Runs the checks that do not need the object store. Returns the slot's machine, if any.
+/// Runs the checks that need only the configuration and the database. Returns the slot's machine, if any.
 pub async fn check_admission(
     platform: &Platform,
     client: &impl GenericClient,
@@ -330,9 +333,9 @@ pub async fn check_admission(
         MachineKind::Customer => {}
         MachineKind::Preview => {
             entitlement::ensure_plan_includes(Plan::Max, &request.server_type)?;
-            let others = db::machines::count_active_previews(client, &request.user).await?;
-            if existing.is_none() && others >= i64::from(config.preview_max_per_owner) {
-                let detail = format!("The user already has {others} previews; delete one first.");
+            let previews = db::machines::count_active_previews(client, &request.user).await?;
+            if existing.is_none() && previews >= i64::from(config.preview_max_per_owner) {
+                let detail = format!("The user already has {previews} previews; delete one first.");
                 return Err(Problem::new(Code::PreviewLimitReached, detail).retry_after(3600));
             }
         }

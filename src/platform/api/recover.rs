@@ -1,7 +1,8 @@
-//! POST `/vps/recover`: replaces the slot's machine with a new one, restored from the slot's latest snapshot.
+//! POST `/vps/recover`: replaces the slot's machine with a new one, restored from the slot's latest snapshot or from a
+//! requested one.
 //!
-//! The snapshot is checked before any change. During a recovery, a repeated request receives the same response, and a
-//! request with different options is rejected.
+//! The snapshot is checked before any change. During a recovery, a request with the same options receives the running
+//! operation, and a request with different options is rejected.
 
 use std::sync::Arc;
 
@@ -50,7 +51,7 @@ struct RecoveryRequest {
     /// `None` means the current machine's type.
     server_type: Option<ServerType>,
     locations: RequestedLocations,
-    /// `None` means the slot's version.
+    /// `None` means the slot's recorded version, or the platform's default.
     image_version: Option<ImageVersion>,
 }
 
@@ -103,7 +104,7 @@ struct RecoveryPlan {
     server_type: ServerType,
     /// The slot's highest epoch in the store.
     epoch_floor: Epoch,
-    /// The servers in the provider's project; `None` if no limit is set.
+    /// The number of servers in the provider's project; `None` if no limit is set.
     listed: Option<ListedServerCount>,
 }
 
@@ -247,8 +248,9 @@ struct InitialData {
     side: Option<Sidecar>,
 }
 
-/// Finds the requested snapshot, which must be complete, or the latest one. The pointer must be readable in any case,
-/// because the fence is written into it.
+/// Finds the requested snapshot, which must be complete, or the latest one. A requested snapshot is found without the
+/// pointer, but [`replacement_checks::find_epoch_floor`] rejects an unreadable pointer, because the fence is written
+/// into it.
 async fn find_initial_data(
     platform: &Platform,
     request: &RecoveryRequest,
@@ -282,7 +284,7 @@ async fn find_initial_data(
     }
 }
 
-/// Returns the problem for a machine whose server has the only copy of the slot's data, which can be backed up first.
+/// Returns the problem that asks for a backup first, if the machine's server has the only copy of the slot's data.
 fn unsaved_machine_problem(machine: &MachineRow) -> Option<Problem> {
     if machine.registered_at.is_none() || !machine.has_server() {
         return None;
@@ -357,7 +359,7 @@ fn differing_options(
             request.locations.fallback.iter().flatten().any(|wanted| !is_candidate(wanted)),
         ),
         ("the accepted loss", request.options.accept_loss && !options.accept_loss),
-        ("replaceFirst", request.options.replace_first && !options.replace_first),
+        ("`--replace-first`", request.options.replace_first && !options.replace_first),
     ]
     .into_iter()
     .filter_map(|(name, differs)| differs.then_some(name))

@@ -1,5 +1,6 @@
-//! Reports hosts of known machines whose token was not issued with a current platform key: either the platform has the
-//! wrong key, or the token is forged. Without a report, such a host would look like a lost machine.
+//! Reports hosts of recorded machines whose token was issued with neither the current nor the previous platform key:
+//! either the platform has the wrong key, or the token is forged. Without a report, such a host would look like a lost
+//! machine.
 //!
 //! Anyone can send such a token, so the log lines and alarms are rate-limited for the whole process.
 
@@ -10,7 +11,7 @@ use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::tokens::{Purpose, TokenClaim};
 
-/// Reports a rejected token, unless the platform issued it and it has expired.
+/// Reports a rejected token, unless the platform issued it: such a token is outdated, because a later one replaced it.
 pub async fn report_rejected_token(
     platform: &Platform,
     machine: &MachineRow,

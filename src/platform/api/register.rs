@@ -99,7 +99,8 @@ fn check_token(token: &str, machine: &MachineRow) -> Result<(), Problem> {
     Ok(())
 }
 
-/// Rejects a machine that is fenced out in the store: it could never make a backup.
+/// Rejects a machine that is fenced out in the store: it could never make a backup. A registered machine passes,
+/// because its host only repeats the request.
 async fn ensure_not_fenced_out(platform: &Platform, machine: &MachineRow) -> Result<(), Problem> {
     if machine.registered_at.is_some() {
         return Ok(());
@@ -122,7 +123,9 @@ async fn ensure_not_fenced_out(platform: &Platform, machine: &MachineRow) -> Res
 /// registration.
 ///
 /// # Errors
-/// Same as for a registration.
+/// `invalid_state` if another machine holds the slot's fence, or if this one is not waiting for its registration;
+/// `registration_rejected` if a different registration is recorded; `unavailable` if its server is not recorded;
+/// `store_unavailable`; `database_unavailable`.
 pub async fn register_from_heartbeat(
     platform: &Platform,
     machine: &MachineRow,

@@ -37,8 +37,8 @@ const RESERVED_BYTES: u64 = 6 << 30;
 /// extra space.
 const BYTES_PER_DATABASE_BYTE: f64 = 1.25;
 
-/// Rejects a snapshot whose database does not fit on the disk of a server type. If the provider is unreachable, the
-/// check passes: the host repeats it before the restore.
+/// Rejects a snapshot whose database does not fit on the disk of a server type. If the sidecar records no size, or the
+/// provider is unreachable, the check passes: the host checks its disk before the restore.
 ///
 /// # Errors
 /// `disk_too_small`; `invalid_request` if the provider does not have the server type.
@@ -85,8 +85,8 @@ fn needed_bytes(database_bytes: u64) -> u64 {
 /// # Errors
 /// `snapshot_unusable`, `store_unavailable`.
 pub async fn find_epoch_floor(platform: &Platform, user: &IdpUserId, slot: &Slot) -> Result<Epoch, Problem> {
-    let known = db::machines::find_highest_epoch(&platform.db.session().await?, user, slot).await?;
-    match epoch_floor::read_floor(&platform.bucket, &SlotPrefix::new(user, slot), known).await {
+    let recorded = db::machines::find_highest_epoch(&platform.db.session().await?, user, slot).await?;
+    match epoch_floor::read_floor(&platform.bucket, &SlotPrefix::new(user, slot), recorded).await {
         Ok(floor) => Ok(floor),
         Err(StoreError::Corrupt { key, why }) => {
             Err(problems::snapshot_unusable(SnapshotUnusable::Damaged { key, why }))
@@ -97,11 +97,11 @@ pub async fn find_epoch_floor(platform: &Platform, user: &IdpUserId, slot: &Slot
 
 /// Rejects a slot that another machine holds, according to the store, under an epoch that this database does not
 /// record: the database was restored from an older copy, and that machine may be serving. Also rejects a slot whose
-/// fence no current key verifies. Accepts both if an operator accepts the loss. The slot's current machine may hold the
-/// slot under a later epoch.
+/// fence no current key verifies. Accepts both if an operator accepts the loss. The slot's current machine itself may
+/// hold the slot under a later epoch.
 ///
 /// # Errors
-/// `invalid_state`, `snapshot_unusable`, `store_unavailable`.
+/// `invalid_state`; `snapshot_unusable` if the pointer is unreadable; `store_unavailable`; `database_unavailable`.
 pub async fn ensure_no_unknown_holder(
     platform: &Platform,
     (user, slot): (&IdpUserId, &Slot),
@@ -137,10 +137,11 @@ pub async fn ensure_no_unknown_holder(
 }
 
 /// Rejects a change to a machine's server if, according to the store, another machine holds its slot under an epoch
-/// that this database does not record. If the pointer is unreadable, the check passes.
+/// that this database does not record, or if no current key verifies a fence that names another machine. If the pointer
+/// is unreadable, the check passes.
 ///
 /// # Errors
-/// `invalid_state`, `store_unavailable`.
+/// `invalid_state`, `store_unavailable`, `database_unavailable`.
 pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Result<(), Problem> {
     let found = match later_holder::find_claim(platform, &platform.db, &machine.user, &machine.slot).await {
         Ok(found) => found,
@@ -219,8 +220,9 @@ pub async fn ensure_may_start_empty(
         return Ok(());
     }
     let detail = format!(
-        "The store's pointer names no snapshot, but a host reported a snapshot taken at {}: `svcctl pointer show` shows the slot's \
-         snapshots, and `svcctl pointer rebuild` restores the pointer.",
+        "The store's pointer names no snapshot, but a host reported a snapshot taken at {}: `svcctl pointer show {user} \
+         --slot {slot}` shows the snapshot that a rebuild would choose, and `svcctl pointer rebuild {user} --slot {slot}` \
+         rebuilds the pointer.",
         rfc3339_ms(taken_at)
     );
     Err(Problem::new(Code::SnapshotUnusable, detail))

@@ -105,7 +105,7 @@ async fn resize(
     mutation.run_for_user(platform, &unlocked.user, change).await
 }
 
-/// Unwraps the machine; a deleted one counts as not found.
+/// Returns the machine, or the problem if it does not exist or has been deleted.
 fn require_machine(machine: Option<MachineRow>, id: MachineId) -> Result<MachineRow, Problem> {
     let existing = machine.filter(|machine| machine.deleted_at.is_none());
     existing.ok_or_else(|| problems::machine_not_found(&id.to_string()))
@@ -121,7 +121,10 @@ fn changes_type(machine: &MachineRow, to: &ServerType) -> Result<bool, Problem> 
     let outcome =
         outcome.map_err(|refusal| problems::lifecycle_problem(LifecycleError::Refused(refusal), machine))?;
     if machine.powered_off_at.is_some() {
-        let detail = "The machine's server is powered off; power it on with `svcctl power on` first.";
+        let detail = format!(
+            "The machine's server is powered off; power it on with `svcctl power on {}` first.",
+            machine.id
+        );
         return Err(Problem::new(Code::InvalidState, detail)
             .with("machineStatus", json!(machine.status))
             .with("allowed", json!(["running"])));

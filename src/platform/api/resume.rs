@@ -50,7 +50,7 @@ async fn resume(platform: &Platform, id: MachineId, mutation: &Mutation) -> Resu
     let now = db::servers::now(&session).await?;
     let server_type = match unlocked.status {
         Status::Failed if unlocked.is_active() => check_server_and_host(platform, &unlocked, now).await?,
-        // The transition rejects other states.
+        // In any other state, the transition rejects the request or changes nothing, so the type is not used.
         _ => unlocked.server_type.clone(),
     };
     let change = match MachineChange::begin(&mut session, mutation, id, LockScope::Machine).await? {

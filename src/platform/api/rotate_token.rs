@@ -1,6 +1,7 @@
-//! POST `/vps/:id/rotate-token` and `/vps/fleet/rotate-tokens`: requests rotation of host tokens.
+//! POST `/vps/:id/rotate-token` and `/vps/fleet/rotate-tokens`: requests the rotation of one host's token, or of all
+//! hosts' tokens.
 //!
-//! The response to the next heartbeat contains the host's next token; `platform::token_rotation` has the rules.
+//! A host receives its next token in the response to a heartbeat; [`crate::token_rotation`] has the rules.
 
 use std::sync::Arc;
 

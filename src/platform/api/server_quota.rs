@@ -18,10 +18,10 @@ use crate::db::servers::{ListedServerCount, OwnServerCounts};
 use crate::db::{self, DbError};
 use svc_http::problem::{Code, Problem, format_chain};
 
-/// Counts the servers in the project.
+/// Counts the servers in the project: those that the provider lists, if it responds, and those that are recorded.
 ///
 /// # Errors
-/// [`DbError`].
+/// [`DbError`]; an error from the provider is only logged.
 pub async fn count_listed(platform: &Platform) -> Result<ListedServerCount, DbError> {
     let session = platform.db.session().await?;
     let recorded = db::servers::count_own(&session).await?.existing;
@@ -39,7 +39,7 @@ pub async fn count_listed(platform: &Platform) -> Result<ListedServerCount, DbEr
 /// Like [`count_listed`], but returns `None` if no limit is set.
 ///
 /// # Errors
-/// [`DbError`].
+/// Same as [`count_listed`].
 pub async fn count_for_limit(platform: &Platform) -> Result<Option<ListedServerCount>, DbError> {
     match platform.config.provider.server_limit {
         Some(_) => count_listed(platform).await.map(Some),
@@ -48,9 +48,6 @@ pub async fn count_for_limit(platform: &Platform) -> Result<Option<ListedServerC
 }
 
 /// Counts the servers that exist or have been ordered.
-///
-/// # Errors
-/// [`DbError`].
 async fn count_used(client: &impl GenericClient, listed: Option<ListedServerCount>) -> Result<u64, DbError> {
     Ok(total_used(listed, db::servers::count_own(client).await?))
 }
@@ -177,8 +174,9 @@ mod tests {
             (list(Some(5), 2), own(2, 1), 6),
             // An ordered server was created and recorded after the list was requested.
             (list(Some(5), 2), own(3, 0), 6),
-            // A server has been deleted since then, or the list is incomplete.
+            // One of the listed servers has been deleted since the list was requested.
             (list(Some(5), 2), own(1, 0), 5),
+            // The list is incomplete.
             (list(Some(1), 3), own(3, 0), 3),
         ] {
             assert_eq!(total_used(listed, own), servers, "{listed:?} {own:?}");

@@ -39,9 +39,9 @@ pub async fn handle(
         tracing::warn!(machine = %id, error = %format_chain(&error), "cannot issue storage credentials");
         svc_store::problem::unavailable()
     })?;
-    let credentials = access
-        .to_response()
-        .ok_or_else(|| Problem::new(Code::Disabled, "The store does not use credentials."))?;
+    let credentials = access.to_response().ok_or_else(|| {
+        Problem::new(Code::Disabled, "The object store is a directory without credentials.")
+    })?;
     let mut response = Json(credentials).into_response();
     response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
     Ok(response)

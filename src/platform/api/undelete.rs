@@ -67,7 +67,7 @@ async fn undelete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Re
 /// passes: the operation repeats it before any change.
 ///
 /// # Errors
-/// `invalid_state`.
+/// `invalid_state`, `database_unavailable`.
 pub async fn ensure_slot_is_free(platform: &Platform, deleted: &MachineRow) -> Result<(), Problem> {
     match replacement_checks::ensure_holds_slot(platform, deleted).await {
         Err(problem) if problem.code == Code::StoreUnavailable => Ok(()),

@@ -70,7 +70,7 @@ async fn fetch_report(
     })
 }
 
-/// Maps a failed call to the host to a problem for the operator.
+/// Returns the problem with which a failed call to the host is reported to the operator.
 fn host_problem(id: MachineId, error: &UsageError) -> Problem {
     match error {
         UsageError::Host(HostCallError::Unreachable(_)) => {

@@ -12,7 +12,7 @@ pub struct ConnectionLimits {
     pub hosts: usize,
     /// For operators' reports on the fleet.
     pub reports: usize,
-    /// For the router's sessions.
+    /// For the router's sessions. The router's polls use one more connection.
     pub router: usize,
 }
 

@@ -16,7 +16,8 @@ use svc_machine::name::{ImageVersion, Location, ServerType};
 pub struct Provisioning {
     pub enabled: Flag,
     pub billing_enforcement: Flag,
-    /// Whether provisioning a new customer's first machine requires confirmation.
+    /// Whether a request that incurs new costs must confirm them: one that provisions a new customer, or one that
+    /// replaces a failed machine with a machine of a different server type.
     pub confirmation: Flag,
     /// The environment's name, shown to operators.
     pub environment: Option<String>,

@@ -11,14 +11,14 @@ use svc_http::networks::Networks;
 
 use crate::public_host::PublicHost;
 
-/// Upper limit on the poll interval: a change to a machine must take effect within one second.
+/// Maximum interval at which routes are refreshed: a change to a machine must take effect within one second.
 const MAX_POLL_INTERVAL_MS: u64 = 500;
 
 #[derive(Debug, Clone)]
 pub struct RouterConfig {
     pub app_host: HostAndPort,
     pub code_host: HostAndPort,
-    /// The scheme that browsers use, if it differs from the listener's.
+    /// The scheme that browsers use; `None` means the listener's. If it is set, a proxy is in front of the router.
     pub public_scheme: Option<&'static str>,
     pub idp: TrustedIssuer,
     pub sign_in: Url,
@@ -27,11 +27,12 @@ pub struct RouterConfig {
     pub poll_interval: Duration,
     /// Maximum age of the routes that are served while the database is unreachable.
     pub max_staleness: Duration,
-    /// Requests per user per second; 0 means no limit.
+    /// Requests per user and second that a process forwards; 0 means no limit.
     pub user_rate: u32,
-    /// Verifications of uncached credentials per client address per second; 0 means no limit.
+    /// Verifications of uncached credentials per client address (IPv4) or network (IPv6) and second; 0 means no limit.
     pub check_rate: u32,
-    /// Load balancers in front of the router. They are exempt from the per-address limit.
+    /// Load balancers in front of the router. They are exempt from the limits per address, because all clients share
+    /// their addresses.
     pub trusted_proxies: Networks,
 }
 

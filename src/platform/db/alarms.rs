@@ -12,10 +12,12 @@ use super::{DbError, execute, query, query_opt};
 #[derive(Debug, Clone)]
 pub struct AlarmRow {
     pub alarm: String,
+    /// When the alarm became active.
     pub since: Timestamp,
+    /// When the alarm was last raised.
     pub seen_at: Timestamp,
     pub detail: Value,
-    /// Until this time, the alarm does not block work.
+    /// Until this time, the alarm does not block work, because an operator has released it.
     pub released_until: Option<Timestamp>,
 }
 
@@ -57,8 +59,8 @@ pub async fn raise(
     raise_with(client, alarm, (detail, "excluded.detail"), lifetime).await
 }
 
-/// Raises an alarm for one more case. Its detail must be an object; it is merged into the stored detail unless that
-/// already has 100 members.
+/// Raises an alarm for one more case. `detail` must be an object. It is merged into an active alarm's detail, unless
+/// that already has 100 members.
 pub async fn raise_case(
     client: &impl GenericClient,
     alarm: &str,
@@ -78,8 +80,9 @@ async fn raise_with(
     lifetime: AlarmLifetime,
 ) -> Result<RaiseOutcome, DbError> {
     let sql = format!(
-        "INSERT INTO fleet_alarms AS known (alarm, detail, expires_at) \
-         VALUES ($1, $2, clock_timestamp() + make_interval(secs => $3)) \
+        "INSERT INTO fleet_alarms AS known (alarm, detail, since, seen_at, expires_at) \
+         VALUES ($1, $2, statement_timestamp(), statement_timestamp(), \
+                 clock_timestamp() + make_interval(secs => $3)) \
          ON CONFLICT (alarm) DO UPDATE SET detail = {merge_sql}, seen_at = excluded.seen_at, \
          since = CASE WHEN known.expires_at <= clock_timestamp() THEN excluded.since ELSE known.since END, \
          expires_at = excluded.expires_at \

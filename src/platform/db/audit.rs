@@ -1,4 +1,5 @@
-//! `operator_audit`: every mutating call, recorded in the transaction that makes the change.
+//! `operator_audit`: changes by operators, hosts and the platform itself, each recorded in the transaction that makes
+//! the change; and operators' reads of owners' data and keys.
 
 use deadpool_postgres::{GenericClient, Transaction};
 use jiff::Timestamp;
@@ -9,7 +10,7 @@ use uuid::Uuid;
 use super::{DbError, execute, query};
 use svc_machine::id::AuditId;
 
-/// One mutating call.
+/// An entry to insert.
 pub struct AuditEntry<'a> {
     pub actor: &'a str,
     pub action: &'a str,
@@ -35,7 +36,7 @@ pub struct AuditFilter {
     pub target: Option<String>,
     pub since: Option<Timestamp>,
     pub until: Option<Timestamp>,
-    /// Only entries that come after this one in the list, which is newest first.
+    /// Only entries that are older than this one.
     pub before: Option<AuditId>,
 }
 

@@ -7,7 +7,8 @@ use deadpool_postgres::GenericClient;
 use super::{DbError, execute, query_opt};
 use svc_provider::{BudgetGrant, ObservedBudget};
 
-/// Reserves up to `wanted` calls after returning `unused` calls, and updates the bucket from the `observed` limit.
+/// Returns `unused` calls to the bucket, updates it from the limit that the provider reported (`observed`), and
+/// reserves up to `wanted` calls.
 pub async fn reserve(
     client: &impl GenericClient,
     account: &str,
@@ -42,7 +43,7 @@ pub async fn suspend_calls(
     execute(client, sql, &[&account, &wait.as_secs_f64()]).await.map(drop)
 }
 
-/// Loads the last known number of calls that the provider still allows.
+/// Estimates how many calls can be granted now; `None` if the provider has not reported its limit yet.
 pub async fn load_remaining(client: &impl GenericClient) -> Result<Option<f64>, DbError> {
     let sql = "SELECT least(capacity, tokens + greatest(extract(epoch FROM clock_timestamp() - at), 0) * per_second) \
                ::float8 FROM provider_budget WHERE learnt ORDER BY at DESC LIMIT 1";

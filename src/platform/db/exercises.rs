@@ -6,7 +6,7 @@ use jiff::Timestamp;
 use super::{DbError, query_opt};
 use svc_machine::id::MachineId;
 
-/// The newest successful exercise of a kind.
+/// The newest exercise of a kind.
 #[derive(Debug, Clone, Copy)]
 pub struct ExerciseRow {
     pub at: Timestamp,

@@ -60,7 +60,7 @@ pub async fn list_sealed_with_other(
     Ok((count.unsigned_abs(), rows.iter().map(|row| row.get(0)).collect()))
 }
 
-/// Finds the slot of a key that was sealed with neither of a process's platform keys.
+/// Finds a key that was sealed with neither of a process's platform keys, and returns its slot.
 pub async fn find_sealed_with_neither(
     client: &impl GenericClient,
     ids: &KeyIds,
@@ -97,7 +97,8 @@ pub async fn claim_prune(
 
 /// The last pruning of a slot's repository.
 pub struct LastPruning {
-    /// `None` before the first pruning, and while one is requested.
+    /// When it began; after a failure, an earlier time, so that the retry is due sooner. `None` before the first
+    /// pruning, and while one is requested.
     pub at: Option<Timestamp>,
     /// The reason it failed, if it did.
     pub error: Option<String>,
@@ -125,7 +126,7 @@ pub struct PruningProblems {
     pub failed: u64,
     /// The first failures: the slot as `USER/SLOT`, and the error.
     pub failures: Vec<(String, String)>,
-    /// The number of slots whose last pruning ended too long ago.
+    /// The number of slots whose last pruning ended, or whose key was created, more than `max_age` ago.
     pub overdue: u64,
 }
 
@@ -170,7 +171,7 @@ pub async fn request_prune(client: &impl GenericClient, user: &str, slot: &str) 
     Ok(execute(client, sql, &[&user, &slot]).await? == 1)
 }
 
-/// Records the result of a pruning. After a failure, `advance` makes the next pruning due earlier.
+/// Records the result of a pruning. The next one is due earlier by `advance`, which is zero except after a failure.
 pub async fn record_prune(
     client: &impl GenericClient,
     (user, slot): (&str, &str),

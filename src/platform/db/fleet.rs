@@ -40,8 +40,9 @@ pub struct FleetRow {
     pub is_snapshot_damaged: bool,
     /// Whether the last drill failed.
     pub has_drill_failed: bool,
-    /// Age of the running operation.
+    /// Time since the running operation was created.
     pub operation_age: Option<f64>,
+    /// Number of consecutive failures of the running operation's current step.
     pub operation_attempts: i32,
     /// The running operation, if it is waiting for an operator's decision.
     pub waiting_operation: Option<OperationId>,

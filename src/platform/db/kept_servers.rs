@@ -20,8 +20,8 @@ pub struct ServerRetention {
     /// Period after the deletion or, if later, after the request to power off the server: a deletion may first wait for
     /// an operator.
     pub deleted: Duration,
-    /// Period for machines that never registered. If this database has lost the registration, the host sends a
-    /// heartbeat within this time.
+    /// Period after a machine that never registered left its slot. If this database has lost the registration, the host
+    /// sends a heartbeat within this time.
     pub unregistered: Duration,
 }
 
@@ -29,7 +29,9 @@ pub struct ServerRetention {
 #[derive(Debug, Clone)]
 pub struct KeptServerRow {
     pub machine: MachineId,
+    /// The server's id at the provider.
     pub server: i64,
+    /// Whether the machine was deleted, not replaced.
     pub is_deleted: bool,
     /// When the reconciler deletes the server; `None` while the deletion waits for a proven successor or an operator.
     pub until: Option<Timestamp>,
@@ -43,10 +45,9 @@ pub struct KeptServerRow {
     pub deleted_by: Option<OperationId>,
 }
 
-/// When the retention period for machine `m`'s server ends; `$1` to `$3` are the retention periods. `NULL` if the
-/// server is kept until an operator decides, or until a later machine in the slot is proven. A later machine whose
-/// server the provider has lost does not count. If the later machine was deleted, the period starts when its server is
-/// deleted.
+/// SQL expression for the end of the retention period for machine `m`'s server; `$1` to `$3` are the retention periods.
+/// `NULL` if the server is kept until an operator decides, or until a later machine in the slot is proven. A later
+/// machine without a server counts only if it was deleted; the period then starts with the deletion of its server.
 const KEPT_UNTIL: &str = "CASE WHEN m.removal_abandoned_at IS NULL THEN least(m.discard_ordered_at, \
     CASE WHEN m.unsaved_since IS NULL THEN least( \
         CASE WHEN m.registered_at IS NULL \
@@ -64,7 +65,7 @@ const KEPT_UNTIL: &str = "CASE WHEN m.removal_abandoned_at IS NULL THEN least(m.
 const LEFT_SLOT: &str =
     "m.server_deleted_at IS NULL AND (m.deleted_at IS NOT NULL OR m.retired_at IS NOT NULL)";
 
-/// Lists the machines whose retention period has ended and that have no running operation.
+/// Lists at most 100 machines whose servers' retention period has ended and that have no running operation.
 pub async fn list_removable(
     client: &impl GenericClient,
     retention: &ServerRetention,

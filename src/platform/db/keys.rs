@@ -19,6 +19,7 @@ pub struct StoredKey {
     pub kid: String,
     /// The Ed25519 public key, in base64url.
     pub public_key: String,
+    /// The sealed private key.
     pub sealed: Vec<u8>,
     pub age: Duration,
 }
@@ -43,7 +44,7 @@ pub async fn list_retired(
     Ok(query(client, sql, &[&purpose, &limit]).await?.iter().map(parse).collect())
 }
 
-/// Lists the keys for every purpose, including retired ones, with a greater `kid`, ordered by `kid`.
+/// Lists the keys that come after `kid`, ordered by their ids: keys for every purpose, including retired ones.
 pub async fn list_after(
     client: &impl GenericClient,
     kid: &str,
@@ -94,11 +95,12 @@ pub async fn list_public_keys_for_host(
     Ok(ProofKeys { keys })
 }
 
-/// The age of a key, and for how long every relevant host has acknowledged it.
+/// How far a key has been distributed to hosts.
 #[derive(Debug, Clone)]
 pub struct KeyDistribution {
     pub kid: String,
     pub age: Duration,
+    /// For how long every host that the rotation waits for has acknowledged the key; `None` if some have not.
     pub acknowledged_for: Option<Duration>,
 }
 
@@ -121,9 +123,10 @@ pub async fn list_distribution(
         .collect())
 }
 
-/// Number of machines that are or may become routable and whose hosts have not acknowledged a key.
+/// Numbers of machines that are or may become routable and whose hosts have not acknowledged a key.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct UnacknowledgedHosts {
+    /// Hosts that are not silent; a rotation waits for them.
     pub reporting: i64,
     /// Hosts that have sent no heartbeat for `max_silence`; a rotation does not wait for them.
     pub silent: i64,
@@ -145,7 +148,7 @@ pub async fn count_unacknowledged(
     Ok(found.first().map(counts).unwrap_or_default())
 }
 
-/// Records whether every relevant host has acknowledged this key.
+/// Records whether every host that the rotation waits for has acknowledged this key, and if so, the current time.
 pub async fn record_acknowledged(
     client: &impl GenericClient,
     kid: &str,

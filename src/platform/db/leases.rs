@@ -1,4 +1,4 @@
-//! Operation leases, and delays for operations whose outcome could not be stored.
+//! Operation leases, and delays for operations whose step's outcome could not be stored.
 
 use std::time::Duration;
 
@@ -31,7 +31,8 @@ pub async fn has_other_lease_in_slot(
     Ok(query_opt(client, sql, &[&machine.0, &except.0]).await?.is_some())
 }
 
-/// Delays an operation whose outcome could not be stored: one second, doubled with each attempt, up to `max`.
+/// Delays an operation whose step's outcome could not be stored: by one second after the first failure, then twice as
+/// long after each further one, up to `max`. Has no effect unless `owner` is the last holder of its lease.
 pub async fn postpone(
     client: &impl GenericClient,
     id: OperationId,

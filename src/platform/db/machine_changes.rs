@@ -161,25 +161,26 @@ pub async fn compare_and_set(
     if changed == 1 { Ok(()) } else { Err(DbError::Contended) }
 }
 
-/// Records that a create request is about to be sent.
+/// Records that a request to create the machine's server is about to be sent.
 pub async fn record_create_sent(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET create_ordered_at = clock_timestamp() WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Records that a create request definitely had no effect.
+/// Records that the last request to create the machine's server definitely had no effect.
 pub async fn record_create_refused(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET create_ordered_at = NULL WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Removes from its slot a machine that has never served traffic, in favor of the machine that is being reinstated.
-pub async fn leave_slot(tx: &Transaction<'_>, id: MachineId, to: MachineId) -> Result<(), DbError> {
+/// Removes from its slot a machine that has never served traffic, in favor of `reinstated`, an earlier machine that is
+/// being reinstated.
+pub async fn leave_slot(tx: &Transaction<'_>, id: MachineId, reinstated: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET retired_at = now(), replaced_by = $2 WHERE machine_id = $1";
-    execute(tx, sql, &[&id.0, &to.0]).await.map(drop)
+    execute(tx, sql, &[&id.0, &reinstated.0]).await.map(drop)
 }
 
-/// Raises a machine's epoch to at least the one in the store.
+/// Raises a machine's epoch to at least `epoch`.
 pub async fn raise_epoch(tx: &Transaction<'_>, id: MachineId, epoch: Epoch) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET epoch = greatest(epoch, $2) WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &to_stored_epoch(epoch)?]).await.map(drop)
@@ -218,14 +219,15 @@ pub async fn record_unsaved(
     execute(tx, sql, &[&id.0, &since]).await.map(drop)
 }
 
-/// Records that an operator is discarding the kept server with any unsaved data, even if its removal was abandoned.
+/// Records that an operator has ordered the deletion of the kept server, including any unsaved data, even if its
+/// removal was abandoned.
 pub async fn record_discard(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET discard_ordered_at = clock_timestamp(), unsaved_since = NULL, \
                removal_abandoned_at = NULL WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Records that the server of a deleted machine is not kept, unless it holds unsaved data.
+/// Ends the retention period of a deleted machine's server, unless the server holds unsaved data.
 pub async fn release_server(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET discard_ordered_at = clock_timestamp() \
                WHERE machine_id = $1 AND deleted_at IS NOT NULL AND unsaved_since IS NULL";
@@ -245,8 +247,9 @@ pub async fn record_proven(client: &impl GenericClient, id: MachineId) -> Result
     execute(client, sql, &[&id.0]).await.map(drop)
 }
 
-/// Records a booting host's restore progress and extends its registration period by `ttl`, up to `limit` after the
-/// machine's creation. The period starts only when the server is recorded.
+/// Records a booting host's restore progress, and extends its registration period to `ttl` from now, but at most to
+/// `limit` after the machine's creation. If the server has not been recorded yet, the period has not started, and is
+/// not extended.
 pub async fn record_boot_progress(
     tx: &Transaction<'_>,
     id: MachineId,
@@ -309,8 +312,8 @@ pub async fn record_registration(
         .map(drop)
 }
 
-/// Records unsaved changes for a machine that left its slot, or never registered, but turned out to have a server or to
-/// be serving: the server may hold changes made since the newest backup that its host reported.
+/// Records that a machine's server may hold changes made since the newest backup that its host reported. For a machine
+/// that left its slot or never registered, but turned out to have a server or to be serving; no effect on others.
 pub async fn mark_unsaved(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET unsaved_since = coalesce(unsaved_since, backup_taken_at, registered_at, now()) \
                WHERE machine_id = $1 AND server_deleted_at IS NULL \
@@ -327,7 +330,8 @@ pub async fn mark_kept(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbErro
         .map(drop)
 }
 
-/// The columns that a heartbeat writes.
+/// The columns that a heartbeat writes. For `last_backup`, `last_update`, `checks` and `trusted_keys`, `None` keeps the
+/// last reported value.
 pub struct Heartbeat<'a> {
     pub image_version: &'a ImageVersion,
     pub health: Value,
@@ -341,7 +345,6 @@ pub struct Heartbeat<'a> {
     /// When the reported verified snapshot was taken.
     pub backup_taken_at: Option<Timestamp>,
     pub proof_kids: &'a [String],
-    /// `None` keeps the last reported value.
     pub trusted_keys: Option<&'a TrustedKeyIds>,
     /// `None` if the host's release does not report certificates.
     pub certificate: Option<Value>,
@@ -349,8 +352,8 @@ pub struct Heartbeat<'a> {
     pub files: Option<Value>,
 }
 
-/// Writes a heartbeat. A snapshot dated more than five minutes in the future is ignored: until that time, it
-/// would hide that the slot's backups are overdue.
+/// Writes a heartbeat. The time of a snapshot that is dated more than five minutes in the future is ignored: until
+/// then, it would hide that the slot's backups are overdue.
 pub async fn record_heartbeat(
     client: &impl GenericClient,
     id: MachineId,
@@ -385,7 +388,8 @@ pub async fn record_heartbeat(
         tracing::warn!(machine = %id, taken_at = ?beat.backup_taken_at,
             "ignored a snapshot that is dated in the future: check the host's clock");
     }
-    // A separate statement, because an update of this column makes every router reload the machine's keys.
+    // A separate statement, which usually changes no row: an update of this column makes every router reload the
+    // machine's keys.
     let kids = "UPDATE user_machines SET proof_kids = $2 WHERE machine_id = $1 AND proof_kids <> $2";
     execute(client, kids, &[&id.0, &beat.proof_kids]).await.map(drop)
 }

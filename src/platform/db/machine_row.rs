@@ -89,8 +89,10 @@ pub struct MachineRow {
     pub replaced_by: Option<MachineId>,
     pub retired_at: Option<Timestamp>,
     pub deleted_at: Option<Timestamp>,
+    /// When the last request to create the server was sent, while its outcome is unknown.
     pub create_ordered_at: Option<Timestamp>,
     pub server_deleted_at: Option<Timestamp>,
+    /// When powering on the server was last requested.
     pub power_ordered_at: Option<Timestamp>,
     /// When the power-off of a replaced or deleted machine's server was requested.
     pub power_off_ordered_at: Option<Timestamp>,
@@ -98,8 +100,10 @@ pub struct MachineRow {
     pub proven_at: Option<Timestamp>,
     /// When the final backup was taken, after the writers had stopped.
     pub final_backup_at: Option<Timestamp>,
-    /// Set if the machine left its slot without a final backup: changes made since then exist only on its server.
+    /// If set, changes made after this time may exist only on the server, because the machine left its slot without a
+    /// final backup.
     pub unsaved_since: Option<Timestamp>,
+    /// When the server's retention period was ended early, so that the server is deleted.
     pub discard_ordered_at: Option<Timestamp>,
     /// When an operator abandoned the server's removal.
     pub removal_abandoned_at: Option<Timestamp>,

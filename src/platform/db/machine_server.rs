@@ -6,7 +6,7 @@ use super::machine_row::ACTIVE;
 use super::{DbError, execute, query_opt};
 use svc_machine::id::MachineId;
 
-/// Records that the server is about to be powered on.
+/// Records that a request to power on the server is about to be sent.
 pub async fn record_power_on_request(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET power_ordered_at = clock_timestamp() WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
@@ -57,8 +57,7 @@ pub async fn record_power_off_request(tx: &Transaction<'_>, id: MachineId) -> Re
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Like [`record_power_on`], but only if the machine still holds its slot: the timestamps of a replaced machine are
-/// kept.
+/// Like [`record_power_on`], but only if the machine still holds its slot: a replaced machine keeps these timestamps.
 pub async fn record_power_on_in_slot(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = format!("{RECORD_POWER_ON} AND {ACTIVE}");
     execute(client, &sql, &[&id.0]).await.map(drop)

@@ -15,19 +15,19 @@ use svc_machine::state::Status;
 
 async fn find_one(
     client: &impl GenericClient,
-    rest: &str,
+    sql_after_where: &str,
     params: Params<'_>,
 ) -> Result<Option<MachineRow>, DbError> {
-    let sql = format!("SELECT {COLUMNS} FROM user_machines WHERE {rest}");
+    let sql = format!("SELECT {COLUMNS} FROM user_machines WHERE {sql_after_where}");
     query_opt(client, &sql, params).await?.as_ref().map(MachineRow::parse).transpose()
 }
 
 async fn find_many(
     client: &impl GenericClient,
-    rest: &str,
+    sql_after_where: &str,
     params: Params<'_>,
 ) -> Result<Vec<MachineRow>, DbError> {
-    let sql = format!("SELECT {COLUMNS} FROM user_machines WHERE {rest}");
+    let sql = format!("SELECT {COLUMNS} FROM user_machines WHERE {sql_after_where}");
     query(client, &sql, params).await?.iter().map(MachineRow::parse).collect()
 }
 
@@ -46,8 +46,8 @@ pub async fn find_in_slot(
     user: &IdpUserId,
     slot: &Slot,
 ) -> Result<Option<MachineRow>, DbError> {
-    let rest = format!("idp_user_id = $1 AND slot = $2 AND {ACTIVE}");
-    find_one(client, &rest, &[&user.as_str(), &slot.as_str()]).await
+    let condition = format!("idp_user_id = $1 AND slot = $2 AND {ACTIVE}");
+    find_one(client, &condition, &[&user.as_str(), &slot.as_str()]).await
 }
 
 /// Like [`find_in_slot`], but also locks the row.
@@ -56,12 +56,12 @@ pub async fn lock_in_slot(
     user: &IdpUserId,
     slot: &Slot,
 ) -> Result<Option<MachineRow>, DbError> {
-    let rest = format!("idp_user_id = $1 AND slot = $2 AND {ACTIVE} FOR UPDATE");
-    find_one(tx, &rest, &[&user.as_str(), &slot.as_str()]).await
+    let condition = format!("idp_user_id = $1 AND slot = $2 AND {ACTIVE} FOR UPDATE");
+    find_one(tx, &condition, &[&user.as_str(), &slot.as_str()]).await
 }
 
-/// Reads and locks the newest earlier machine in the slot whose host has registered: the only one whose data can be
-/// newer than every snapshot.
+/// Reads and locks the newest earlier machine in the slot whose host has registered: no other machine's data can be
+/// newer than every snapshot. The row stays locked until the transaction ends.
 pub async fn lock_last_registered(
     tx: &Transaction<'_>,
     before: &MachineRow,
@@ -86,10 +86,10 @@ pub async fn list_registered_before(
     before: &MachineRow,
     limit: i64,
 ) -> Result<Vec<MachineRow>, DbError> {
-    let rest = "idp_user_id = $1 AND slot = $2 AND epoch < $3 AND registered_at IS NOT NULL \
-                ORDER BY epoch DESC LIMIT $4";
+    let condition = "idp_user_id = $1 AND slot = $2 AND epoch < $3 AND registered_at IS NOT NULL \
+                     ORDER BY epoch DESC LIMIT $4";
     let epoch = sql_epoch(before.epoch);
-    find_many(client, rest, &[&before.user.as_str(), &before.slot.as_str(), &epoch, &limit]).await
+    find_many(client, condition, &[&before.user.as_str(), &before.slot.as_str(), &epoch, &limit]).await
 }
 
 /// Finds the machine that this one replaced.
@@ -122,14 +122,14 @@ pub async fn load_newest_backup_time(
     Ok(query_opt(client, sql, &[&user.as_str(), &slot.as_str()]).await?.and_then(|row| row.get(0)))
 }
 
-/// Lists a slot's newest machines, newest first.
+/// Lists a slot's 50 newest machines, newest first.
 pub async fn list_newest_in_slot(
     client: &impl GenericClient,
     user: &IdpUserId,
     slot: &Slot,
 ) -> Result<Vec<MachineRow>, DbError> {
-    let rest = "idp_user_id = $1 AND slot = $2 ORDER BY epoch DESC LIMIT 50";
-    find_many(client, rest, &[&user.as_str(), &slot.as_str()]).await
+    let condition = "idp_user_id = $1 AND slot = $2 ORDER BY epoch DESC LIMIT 50";
+    find_many(client, condition, &[&user.as_str(), &slot.as_str()]).await
 }
 
 /// Finds the active machine with this handle.
@@ -138,8 +138,8 @@ pub async fn find_by_handle(
     handle: &Handle,
 ) -> Result<Option<MachineRow>, DbError> {
     let condition = HANDLE_CONDITION.replace('$', "$1");
-    let rest = format!("{condition} AND {ACTIVE} ORDER BY machine_id LIMIT 1");
-    Ok(find_many(client, &rest, &[&handle.as_str()]).await?.pop())
+    let sql_after_where = format!("{condition} AND {ACTIVE} ORDER BY machine_id LIMIT 1");
+    Ok(find_many(client, &sql_after_where, &[&handle.as_str()]).await?.pop())
 }
 
 /// Returns whether a later machine in the slot has registered.
@@ -198,8 +198,8 @@ pub async fn list_expired_previews(client: &impl GenericClient) -> Result<Vec<Ma
     Ok(query(client, &sql, &[]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// Finds the operation that keeps a former machine stopped. `None` once the machine cannot be reinstated: its successor
-/// has registered, or its deletion is final.
+/// Finds the operation that keeps a former machine stopped. `None` if the machine cannot be reinstated: it has no
+/// server or never registered, a later machine has registered, or its server is being or has been removed.
 pub async fn find_stopping_operation(
     client: &impl GenericClient,
     machine: &MachineRow,
@@ -219,7 +219,8 @@ pub async fn find_stopping_operation(
     super::slot_operations::find_retiring_operation(client, machine.id).await
 }
 
-/// Loads a booting host's remaining registration time, by the database's clock.
+/// Loads a booting host's remaining registration time, by the database's clock; zero if the time has expired or has not
+/// started.
 pub async fn load_remaining_registration_time(
     client: &impl GenericClient,
     id: MachineId,
@@ -229,7 +230,8 @@ pub async fn load_remaining_registration_time(
     Ok(duration_from_secs(query_opt(client, sql, &[&id.0]).await?.map(|row| row.get(0))))
 }
 
-/// Loads the age of a create request whose outcome is unknown; `Duration::MAX` if there is none.
+/// Loads the age of the request to create the machine's server if the request's outcome is unknown; `Duration::MAX` if
+/// there is no such request.
 pub async fn load_create_request_age(
     client: &impl GenericClient,
     id: MachineId,
@@ -264,7 +266,8 @@ pub enum MachineScope {
     Ended,
 }
 
-/// The condition on the user lets the query use the index on the user; a handle belongs to one user.
+/// SQL condition for machines with a handle; `$` stands for the number of the parameter. The condition on the user lets
+/// the query use the index on the user: a handle belongs to one user.
 const HANDLE_CONDITION: &str =
     "idp_user_id = (SELECT idp_user_id FROM handles WHERE handle = $) AND handle = $";
 
@@ -284,7 +287,7 @@ pub async fn list(
     let slot = filter.slot.as_ref().map(Slot::as_str);
     let handle = filter.handle.as_ref().map(Handle::as_str);
     // Unset filters are omitted from the SQL: the planner cannot use an index for an optional condition.
-    let mut rest = scope.to_owned();
+    let mut sql_after_where = scope.to_owned();
     let mut params: Vec<&(dyn ToSql + Sync)> = Vec::new();
     let filters: [(&str, Option<&(dyn ToSql + Sync)>); 5] = [
         ("status = $", status.as_ref().map(|value| value as _)),
@@ -296,10 +299,10 @@ pub async fn list(
     for (condition, value) in filters {
         if let Some(value) = value {
             params.push(value);
-            rest += &format!(" AND {}", condition.replace('$', &format!("${}", params.len())));
+            sql_after_where += &format!(" AND {}", condition.replace('$', &format!("${}", params.len())));
         }
     }
     params.push(&limit);
-    rest += &format!(" ORDER BY machine_id DESC LIMIT ${}", params.len());
-    find_many(client, &rest, &params).await
+    sql_after_where += &format!(" ORDER BY machine_id DESC LIMIT ${}", params.len());
+    find_many(client, &sql_after_where, &params).await
 }

@@ -48,7 +48,7 @@ use tokio_postgres::{Client, Config, IsolationLevel, NoTls, Row};
 
 use svc_http::resolve;
 
-/// Client-side deadline for one statement. The server's own timeout is shorter.
+/// Client-side timeout for preparing a statement, and again for running it. The server's own timeout is shorter.
 const STATEMENT_TIMEOUT: Duration = Duration::from_secs(6);
 const SERVER_STATEMENT_TIMEOUT_MS: u32 = 5000;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -68,7 +68,8 @@ pub enum DbError {
     /// A unique or foreign key constraint was violated.
     #[error("constraint {constraint} is violated")]
     Violated { constraint: String },
-    /// A conflict with another transaction; the whole transaction may be retried.
+    /// A conflict with another transaction, or a row that has changed since it was read; the whole transaction may be
+    /// retried.
     #[error("the transaction conflicted with another one")]
     Contended,
     #[error("a statement failed")]
@@ -114,7 +115,7 @@ impl From<tokio_postgres::Error> for DbError {
     }
 }
 
-/// Checks a connection string for unsupported settings.
+/// Checks that a connection string names a host and has no unsupported settings.
 pub fn check_supported(config: &Config) -> Result<(), &'static str> {
     if config.get_hosts().is_empty() && config.get_hostaddrs().is_empty() {
         return Err("must name a host");
@@ -158,7 +159,7 @@ impl Db {
     /// Returns a connection from the pool.
     ///
     /// # Errors
-    /// `Unavailable` if no connection becomes available in time.
+    /// `Unavailable` if no connection becomes available in time, or a new one cannot be opened.
     pub async fn session(&self) -> Result<Object, DbError> {
         self.pool.get().await.map_err(|error| DbError::Unavailable {
             what: "no connection available",
@@ -205,7 +206,8 @@ pub async fn execute(client: &impl GenericClient, sql: &str, params: Params<'_>)
     with_timeout(client.execute(&statement, params)).await
 }
 
-/// Acquires the advisory lock named `subject` and holds it until the transaction ends; other callers wait for it.
+/// Acquires the advisory lock named `subject` and holds it until the transaction ends. Waits for other holders, at most
+/// until the statement's timeout.
 pub async fn lock(tx: &Transaction<'_>, subject: &str) -> Result<(), DbError> {
     query(tx, "SELECT pg_advisory_xact_lock(hashtextextended($1, 0))", &[&subject]).await.map(drop)
 }
@@ -258,12 +260,12 @@ pub async fn connect(config: &Config) -> ConnectResult {
         }
     };
     let (client, connection) = config.connect(NoTls).await?;
-    let served = tokio::spawn(async move {
+    let connection_task = tokio::spawn(async move {
         if let Err(error) = connection.await {
             tracing::warn!(%error, "a database connection ended with an error");
         }
     });
-    Ok((client, served))
+    Ok((client, connection_task))
 }
 
 async fn resolve_hosts(config: &Config) -> Result<Config, resolve::ResolveError> {

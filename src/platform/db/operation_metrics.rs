@@ -6,10 +6,10 @@ use jiff::Timestamp;
 
 use svc_base::metrics::{OPERATION_DURATION, OPERATIONS, intern_label};
 
-/// Counts an operation that has just ended.
-pub fn record_end(kind: &str, outcome: &str, since: Timestamp) {
+/// Counts an operation that has just ended, and records how long ago it was created.
+pub fn record_end(kind: &str, outcome: &str, created_at: Timestamp) {
     let kind = intern_label(kind);
     OPERATIONS.add_one([kind, intern_label(outcome)]);
-    let elapsed = Timestamp::now().duration_since(since);
+    let elapsed = Timestamp::now().duration_since(created_at);
     OPERATION_DURATION.record([kind], Duration::try_from(elapsed).unwrap_or_default());
 }

@@ -217,8 +217,8 @@ pub async fn list_stalled(
     Ok(query(client, &sql, &limits.params()).await?.iter().map(OperationRow::parse).collect())
 }
 
-/// Locks the operation until the transaction ends, and returns whether it is stalled: it may have progressed since it
-/// was listed.
+/// Returns whether the operation is still stalled: it may have progressed since it was listed. If it is, its row stays
+/// locked until the transaction ends.
 pub async fn lock_stalled(
     tx: &Transaction<'_>,
     id: OperationId,
@@ -277,7 +277,7 @@ pub async fn suspend(
     Ok(execute(client, sql, &[&id.0, &owner, &question, &facts]).await? == 1)
 }
 
-/// Resumes an operation that is waiting for a decision, with the options decided on.
+/// Resumes an operation that is waiting for a decision, with options that contain the operator's answer.
 pub async fn resume(tx: &Transaction<'_>, id: OperationId, options: OperationOptions) -> Result<(), DbError> {
     let options = serde_json::to_value(options).unwrap_or_default();
     let sql = "UPDATE operations SET question = NULL, options = $2, due_at = clock_timestamp(), attempts = 0, \
@@ -297,7 +297,7 @@ pub async fn find_last_failure_time(
     Ok(query_opt(client, sql, &[&machine.0, &code]).await?.and_then(|row| row.get(0)))
 }
 
-/// Adds a fact to the current step.
+/// Adds a fact to the operation, or replaces it.
 pub async fn add_fact(
     tx: &Transaction<'_>,
     id: OperationId,
@@ -314,7 +314,7 @@ pub async fn lock(tx: &Transaction<'_>, id: OperationId) -> Result<Option<Operat
     Ok(query_opt(tx, &sql, &[&id.0]).await?.as_ref().map(OperationRow::parse))
 }
 
-/// Moves an operation directly to a later step, even if a process holds its lease.
+/// Moves an operation directly to a later step and ends its lease, even if a process holds it.
 pub async fn skip_to_step(tx: &Transaction<'_>, id: OperationId, step: &str) -> Result<(), DbError> {
     let sql = "UPDATE operations SET step = $2, facts = '{}', attempts = 0, due_at = clock_timestamp(), \
                lease_owner = NULL, lease_until = NULL, updated_at = clock_timestamp() \
@@ -377,8 +377,8 @@ pub async fn claim(
     Ok(query_opt(client, &sql, params).await?.as_ref().map(OperationRow::parse))
 }
 
-/// Returns the time until the first operation that this release can run is due and has no lease; zero if one is already
-/// due.
+/// Returns the time until the first operation that this release can run is due and has no lease: zero if there is one
+/// already, `None` if no such operation is running.
 pub async fn time_until_due(
     client: &impl GenericClient,
     supported: &SupportedSteps<'_>,
@@ -391,7 +391,7 @@ pub async fn time_until_due(
     Ok(seconds.map(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)))
 }
 
-/// Counts the running operations that this release cannot run.
+/// Counts the unfinished operations that this release cannot run.
 pub async fn count_unsupported(
     client: &impl GenericClient,
     supported: &SupportedSteps<'_>,

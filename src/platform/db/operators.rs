@@ -17,7 +17,7 @@ pub struct TokenRow {
     pub scopes: Scopes,
     pub token_hash: Vec<u8>,
     pub state: TokenState,
-    /// Whether no use has been recorded within the interval.
+    /// Whether no use of the token has been recorded within `record_interval`.
     pub is_use_unrecorded: bool,
 }
 
@@ -34,7 +34,7 @@ pub async fn find_by_token(
     id: OperatorTokenId,
     record_interval: Duration,
 ) -> Result<Option<TokenRow>, DbError> {
-    // UNION ALL uses two index scans; an OR would use neither index.
+    // UNION ALL, because the two tokens have different columns. Each half uses its own index.
     let sql = "SELECT name, scopes, token_hash, revoked_at IS NOT NULL, expires_at <= clock_timestamp(), \
                  coalesce(last_used_at < clock_timestamp() - make_interval(secs => $2), true) \
                FROM operators WHERE token_id = $1 \
@@ -60,7 +60,7 @@ pub async fn find_by_token(
     found.map(parse).transpose()
 }
 
-/// Records that a token was used, unless one was recorded within the interval.
+/// Records that a token was used, unless a use was recorded within `record_interval`.
 pub async fn record_use(
     client: &impl GenericClient,
     id: OperatorTokenId,
@@ -92,6 +92,7 @@ pub struct OperatorRow {
     pub created_by: String,
     pub rotated_at: Option<Timestamp>,
     pub revoked_at: Option<Timestamp>,
+    /// Whether the current token has expired.
     pub is_expired: bool,
 }
 

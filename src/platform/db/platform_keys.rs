@@ -34,23 +34,24 @@ pub struct OtherProcess {
 #[derive(Debug, Clone, Default)]
 pub struct KeyState {
     /// The last slot whose fence was processed.
-    pub fences_after: Option<(String, String)>,
+    pub last_processed_slot: Option<(String, String)>,
     /// Whether every fence has been signed with the key.
     pub has_signed_fences: bool,
     /// Whether every stored secret uses the key.
-    pub is_sole: bool,
+    pub is_rotation_complete: bool,
 }
 
 impl ProcessKeys {
-    /// Renews this process's row, and deletes the rows of processes that ended long ago.
+    /// Renews this process's row, and deletes the rows of processes that ended long ago. If the row was not renewed for
+    /// half of `ttl`, `steady_since` restarts.
     pub async fn renew(&self, client: &impl GenericClient) -> Result<(), DbError> {
         let sql = "INSERT INTO platform_processes AS process (process_id, key_id, other_key_id) VALUES ($1, $2, $3) \
                    ON CONFLICT (process_id) DO UPDATE SET seen_at = clock_timestamp(), steady_since = \
                    CASE WHEN process.seen_at < clock_timestamp() - make_interval(secs => $4) \
                        THEN clock_timestamp() ELSE process.steady_since END";
         let other = self.ids.previous.as_ref().map(KeyId::as_str);
-        let gap = self.ttl.as_secs_f64() / 2.0;
-        execute(client, sql, &[&self.process, &self.ids.current.as_str(), &other, &gap]).await?;
+        let max_gap = self.ttl.as_secs_f64() / 2.0;
+        execute(client, sql, &[&self.process, &self.ids.current.as_str(), &other, &max_gap]).await?;
         let sql =
             "DELETE FROM platform_processes WHERE seen_at < clock_timestamp() - make_interval(secs => $1)";
         execute(client, sql, &[&ENDED_PROCESS_RETENTION.max(self.ttl * 2).as_secs_f64()]).await.map(drop)
@@ -62,8 +63,8 @@ impl ProcessKeys {
             .map(drop)
     }
 
-    /// Lists the running processes that cannot decrypt this process's secrets, or whose secrets this process cannot
-    /// decrypt.
+    /// Lists up to 100 running processes that cannot decrypt this process's secrets, or whose secrets this process
+    /// cannot decrypt.
     pub async fn list_incompatible(&self, client: &impl GenericClient) -> Result<Vec<OtherProcess>, DbError> {
         let sql = "SELECT process_id, key_id FROM platform_processes WHERE process_id <> $1 \
                    AND seen_at > clock_timestamp() - make_interval(secs => $4) \
@@ -75,7 +76,8 @@ impl ProcessKeys {
         Ok(query(client, sql, params).await?.iter().map(parse_other_process).collect())
     }
 
-    /// Returns whether all running processes have had this process's key as their current key for at least `ttl`.
+    /// Returns whether this process has renewed its row without a gap for at least `ttl`, and no process with a
+    /// different current key was seen in that time.
     pub async fn is_settled(&self, client: &impl GenericClient) -> Result<bool, DbError> {
         let sql = "SELECT EXISTS (SELECT 1 FROM platform_processes WHERE process_id = $1 \
                        AND steady_since <= clock_timestamp() - make_interval(secs => $3)) \
@@ -90,7 +92,7 @@ fn parse_other_process(row: &Row) -> OtherProcess {
     OtherProcess { process: row.get(0), current: row.get(1) }
 }
 
-/// Lists the running processes whose current key differs from `key`.
+/// Lists up to 100 running processes whose current key differs from `key`.
 pub async fn list_with_other_key(
     client: &impl GenericClient,
     key: &KeyId,
@@ -129,8 +131,8 @@ pub async fn has_any(client: &impl GenericClient) -> Result<bool, DbError> {
     Ok(found.is_some_and(|row| row.get(0)))
 }
 
-/// Returns whether any process has used this key.
-pub async fn has_been_used(client: &impl GenericClient, key: &KeyId) -> Result<bool, DbError> {
+/// Returns whether this key is recorded. Completing a rotation deletes the records of earlier keys.
+pub async fn is_recorded(client: &impl GenericClient, key: &KeyId) -> Result<bool, DbError> {
     let sql = "SELECT EXISTS (SELECT 1 FROM platform_keys WHERE key_id = $1)";
     Ok(query_opt(client, sql, &[&key.as_str()]).await?.is_some_and(|row| row.get(0)))
 }
@@ -142,7 +144,7 @@ pub async fn insert_first(tx: &Transaction<'_>, key: &KeyId) -> Result<(), DbErr
     execute(tx, sql, &[&key.as_str()]).await.map(drop)
 }
 
-/// Records that a process uses this key. This restarts the rotation to any other key.
+/// Records that a process uses this key. Resets the rotation progress of every other key.
 pub async fn record_use(tx: &Transaction<'_>, key: &KeyId) -> Result<(), DbError> {
     let sql = "INSERT INTO platform_keys (key_id) VALUES ($1) ON CONFLICT DO NOTHING";
     execute(tx, sql, &[&key.as_str()]).await?;
@@ -156,9 +158,9 @@ pub async fn load_state(client: &impl GenericClient, key: &KeyId) -> Result<KeyS
                FROM platform_keys WHERE key_id = $1";
     let found = query_opt(client, sql, &[&key.as_str()]).await?;
     Ok(found.map_or_else(KeyState::default, |row| KeyState {
-        fences_after: row.get::<_, Option<String>>(0).zip(row.get(1)),
+        last_processed_slot: row.get::<_, Option<String>>(0).zip(row.get(1)),
         has_signed_fences: row.get(2),
-        is_sole: row.get(3),
+        is_rotation_complete: row.get(3),
     }))
 }
 
@@ -217,8 +219,9 @@ fn lower_bounds(after: Option<&(String, String)>) -> (&str, &str) {
     after.map_or(("", ""), |(user, slot)| (user.as_str(), slot.as_str()))
 }
 
-/// Records that every stored secret uses the current key. Deletes all keys except the current and the previous one.
-pub async fn record_sole(tx: &Transaction<'_>, ids: &KeyIds) -> Result<(), DbError> {
+/// Records that every stored secret uses the current key. Deletes the rows of all keys except the current and the
+/// previous one.
+pub async fn record_rotation_complete(tx: &Transaction<'_>, ids: &KeyIds) -> Result<(), DbError> {
     let sql =
         "UPDATE platform_keys SET sole_since = clock_timestamp() WHERE key_id = $1 AND sole_since IS NULL";
     execute(tx, sql, &[&ids.current.as_str()]).await?;

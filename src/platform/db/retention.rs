@@ -1,4 +1,4 @@
-//! Deletes expired rows in batches. Each statement uses an index on a time column.
+//! Deletes expired rows in batches. Each statement uses an index on a time column, except for rollouts, which are few.
 //!
 //! Machines, slots, handles and signing keys never expire, because their epochs, names and sealed keys stay in use.
 //! Platform key and process rows are deleted where they are written (`db::platform_keys`).
@@ -10,7 +10,7 @@ use deadpool_postgres::GenericClient;
 use super::{DbError, execute};
 
 const BATCH_ROWS: i64 = 1000;
-/// Small, because each rollout is deleted together with up to thousands of machines.
+/// Small, because each rollout is deleted together with up to thousands of rows of `rollout_machines`.
 const ROLLOUT_BATCH_ROWS: i64 = 5;
 
 /// A table whose rows are deleted after a retention period.
@@ -18,11 +18,11 @@ const ROLLOUT_BATCH_ROWS: i64 = 5;
 pub struct RetentionRule {
     /// The table's name in metrics. Dependent rows in other tables are deleted with its rows.
     pub table: &'static str,
-    /// Deletes at most `$2` rows that ended more than `$1` seconds ago.
+    /// Deletes at most `$2` rows that expired, ended or were written more than `$1` seconds ago.
     statement: &'static str,
-    /// The retention period for ended rows.
+    /// The retention period, counted from the time in `statement`.
     pub keep: Duration,
-    /// Maximum number of rows that one statement deletes.
+    /// Maximum number of rows of `table` that one statement deletes.
     pub batch_rows: i64,
 }
 
@@ -58,7 +58,7 @@ impl ExpiringTable {
                  WHERE expires_at < now() - make_interval(secs => $1) ORDER BY expires_at LIMIT $2 \
                  FOR UPDATE SKIP LOCKED)",
             ),
-            // Includes used codes: they, too, expire within a minute.
+            // Includes used codes: each code expires one minute after its creation.
             Self::SessionCodes => (
                 "session_codes",
                 "DELETE FROM session_codes WHERE code_hash IN (SELECT code_hash FROM session_codes \

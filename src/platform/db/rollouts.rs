@@ -1,6 +1,6 @@
 //! `rollouts` and their machines.
 //!
-//! Invariant: a machine's state changes only in a transaction that has locked its rollout's row.
+//! Invariant: a machine's state in a rollout changes only in a transaction that has locked the rollout's row.
 
 use std::time::Duration;
 
@@ -21,7 +21,9 @@ pub struct RolloutRow {
     pub id: RolloutId,
     pub image_version: ImageVersion,
     pub state: RolloutState,
+    /// The reason for the state.
     pub why: Option<String>,
+    /// Number of machines in the first batch.
     pub canary: i32,
     pub batch_size: i32,
     pub max_failures: i32,
@@ -165,14 +167,15 @@ pub async fn list_reachable_machines(
 /// Timeouts for a host whose update was requested.
 #[derive(Debug, Clone, Copy)]
 pub struct UpdateTimeouts {
-    /// Counts from the request, or from the host's last report of an update in progress.
+    /// Counts from the request, from the end of a pause, or from the host's last report of an update in progress.
     pub silence: Duration,
-    /// Counts from the request regardless of reports: the host may be running another update, or may never finish.
+    /// Counts from the request or the end of a pause, regardless of reports: the host may be running another update, or
+    /// may never finish.
     pub total: Duration,
 }
 
-/// Records which machines report an update in progress, so that they do not become overdue when a later report shows a
-/// different state.
+/// Records when machines last reported an update in progress, so that their silence timeout counts from that report,
+/// even after a later report shows a different state.
 pub async fn record_progress(tx: &Transaction<'_>, rollout: RolloutId) -> Result<(), DbError> {
     let sql = "UPDATE rollout_machines r SET updating_at = m.heartbeat_at FROM user_machines m \
                WHERE r.rollout_id = $1 AND r.state = 'asked' AND m.machine_id = r.machine_id AND m.updating \
@@ -186,7 +189,7 @@ pub async fn list_members(
     rollout: &RolloutRow,
     timeouts: UpdateTimeouts,
 ) -> Result<Vec<Member>, DbError> {
-    // A host's last update counts only if it differs from the last update before the request. No host becomes overdue
+    // A failed update counts only if it differs from the last update before the request. No host becomes overdue
     // while its rollout is paused, because hosts receive no requests during that time.
     let sql = "SELECT r.machine_id, r.batch, r.state, \
                m.deleted_at IS NULL AND m.retired_at IS NULL AND m.status = 'running' AND m.powered_off_at IS NULL, \
@@ -245,7 +248,7 @@ pub async fn request_update(
     execute(tx, sql, &[&rollout.0, &machine.0]).await.map(drop)
 }
 
-/// Restarts the timeouts of machines whose update was requested: hosts were not notified during the pause.
+/// Restarts the timeouts of machines whose update was requested: hosts received no requests during the pause.
 pub async fn restart_timeouts(tx: &Transaction<'_>, rollout: RolloutId) -> Result<(), DbError> {
     let sql = "UPDATE rollout_machines SET resumed_at = clock_timestamp() WHERE rollout_id = $1 AND state = 'asked'";
     execute(tx, sql, &[&rollout.0]).await.map(drop)
@@ -303,14 +306,14 @@ pub async fn record_verification(
     Ok(execute(tx, sql, &[&claimed.id.0, &claimed.verifying_until, &verification]).await? > 0)
 }
 
-/// Deletes a verification's result, if it has not passed, and its claim, so that the verification is repeated.
+/// Deletes a verification's result and its claim, so that the verification is repeated, unless it has passed.
 pub async fn reset_verification(tx: &Transaction<'_>, rollout: RolloutId) -> Result<(), DbError> {
     let sql = "UPDATE rollouts SET verification = NULL, verifying_until = NULL WHERE rollout_id = $1 \
                AND NOT coalesce((verification ->> 'passed')::boolean, false)";
     execute(tx, sql, &[&rollout.0]).await.map(drop)
 }
 
-/// Lists the first machines that were updated to the release, whether or not they are still running it.
+/// Lists the first 100 machines, in batch order, that were updated to the release, whether or not they still run it.
 pub async fn list_updated(
     client: &impl GenericClient,
     rollout: RolloutId,
@@ -320,9 +323,9 @@ pub async fn list_updated(
     Ok(query(client, sql, &[&rollout.0]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// Lists the updated machines that are still running the release and serving: since its update, a machine may have been
-/// rolled back, updated again, replaced, deleted or powered off, or have failed. With `only`, returns at most that
-/// machine.
+/// Lists at most 100 updated machines that are still running the release and serving: since its update, a machine may
+/// have been rolled back, updated again, replaced, deleted or powered off, or have failed. With `only`, returns at most
+/// that machine.
 pub async fn list_running_release(
     client: &impl GenericClient,
     rollout: &RolloutRow,

@@ -38,9 +38,10 @@ pub async fn now(client: &impl GenericClient) -> Result<Timestamp, DbError> {
 /// The number of servers belonging to the platform's machines.
 #[derive(Debug, Clone, Copy)]
 pub struct OwnServerCounts {
+    /// Recorded, and not recorded as deleted.
     pub existing: u64,
-    /// Ordered for a machine that has no server yet. A machine that has failed may still receive the server ordered for
-    /// it.
+    /// Requested or about to be requested for a machine that has no server yet. A machine that has failed or left its
+    /// slot may still receive the server requested for it.
     pub ordered: u64,
 }
 
@@ -49,7 +50,7 @@ pub struct OwnServerCounts {
 pub struct ListedServerCount {
     /// `None` if the provider did not respond.
     pub listed: Option<u64>,
-    /// The platform's servers that were recorded before the provider's list was requested.
+    /// [`OwnServerCounts::existing`] before the provider's count was requested.
     pub recorded: u64,
 }
 
@@ -63,7 +64,7 @@ pub async fn count_own(client: &impl GenericClient) -> Result<OwnServerCounts, D
     Ok(OwnServerCounts { existing: number(0), ordered: number(1) })
 }
 
-/// Lists the other machines in this machine's slot whose servers exist or were requested, oldest first.
+/// Lists at most 10 other machines in this machine's slot whose servers exist or were requested, oldest first.
 pub async fn list_others_in_slot(
     client: &impl GenericClient,
     machine: &MachineRow,
@@ -113,25 +114,26 @@ async fn list_servers_where(
     Ok(found.iter().map(parse).collect())
 }
 
-/// Counts the machines that failed within this time because their servers had disappeared.
+/// Counts the machines that failed within the last `period` because their servers had disappeared.
 pub async fn count_recent_server_losses(
     client: &impl GenericClient,
-    within: Duration,
+    period: Duration,
 ) -> Result<usize, DbError> {
     let sql = "SELECT count(*) FROM operator_audit WHERE action = 'server.gone' \
                AND at > now() - make_interval(secs => $1)";
-    let count: i64 = query_opt(client, sql, &[&within.as_secs_f64()]).await?.map_or(0, |row| row.get(0));
+    let count: i64 = query_opt(client, sql, &[&period.as_secs_f64()]).await?.map_or(0, |row| row.get(0));
     Ok(usize::try_from(count).unwrap_or_default())
 }
 
-/// Records that these servers exist.
+/// Records that the provider lists these servers, so that they no longer count as missing.
 pub async fn record_seen(client: &impl GenericClient, servers: &[i64]) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET server_missing_since = NULL \
                WHERE server_missing_since IS NOT NULL AND provider_server_id = ANY($1)";
     execute(client, sql, &[&servers]).await.map(drop)
 }
 
-/// Records again the servers of former machines that were recorded as deleted but are still listed, and returns them.
+/// Records again the servers of former machines that were recorded as deleted but that the provider still lists, and
+/// returns them.
 pub async fn record_returned(
     client: &impl GenericClient,
     listed: &HashMap<MachineId, i64>,
@@ -149,7 +151,8 @@ pub async fn record_returned(
     Ok(found.iter().map(|row| (MachineId(row.get(0)), row.get(1))).collect())
 }
 
-/// Records that the machine's server is missing, and returns how long it has been missing.
+/// Records that the machine's server is missing, and returns how long it has been missing; zero if the machine no
+/// longer has this server.
 pub async fn record_missing(
     client: &impl GenericClient,
     expected: &TrackedServer,

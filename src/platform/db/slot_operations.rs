@@ -1,5 +1,5 @@
-//! Reads `operations` across the machines of one slot, for the cases in which they affect a machine that has left the
-//! slot.
+//! Reads from `operations` for a slot or a machine that has left its slot: an operation on one machine can affect other
+//! machines in the slot.
 
 use deadpool_postgres::GenericClient;
 
@@ -10,6 +10,7 @@ use svc_machine::id::{MachineId, OperationId};
 use svc_machine::name::{IdpUserId, Slot};
 
 /// Finds the newest operation that takes this machine out of service: its deletion, or the creation of its successor.
+/// If the machine was reinstated, the successor that left the slot in its favor counts, too.
 pub async fn find_retiring_operation(
     client: &impl GenericClient,
     machine: MachineId,
@@ -48,8 +49,8 @@ pub async fn find_deletion_awaiting_backup(
     Ok(query_opt(client, &sql, &[&user.as_str(), &slot.as_str()]).await?.as_ref().map(OperationRow::parse))
 }
 
-/// Finds a running operation that still needs the server of a machine that has left its slot: the machine's own
-/// operation, or the creation of the next machine, which is waiting for the final backup.
+/// Finds a running operation that still needs the server of a machine that is leaving or has left its slot: an
+/// operation on the machine itself, or the creation of a later machine that is waiting for the final backup.
 pub async fn find_operation_needing_server(
     client: &impl GenericClient,
     machine: &MachineRow,

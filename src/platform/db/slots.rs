@@ -1,4 +1,4 @@
-//! Slots: their subscriptions, their machines' releases, and handle owners.
+//! `slots`, `slot_releases` and `handles`: slots' subscriptions, the releases of their machines, and handles' owners.
 
 use std::collections::HashMap;
 
@@ -145,13 +145,14 @@ pub async fn find_release(
     parsed.map(Some).map_err(|why| DbError::Unreadable { what: "slot_releases", why: format!("{why}") })
 }
 
-/// Records the release that the slot's machine is running. `set_at` is the time of the last change.
+/// Records the release that the slot's machine is running; the slot's next machine starts with it.
 pub async fn set_release(
     client: &impl GenericClient,
     user: &IdpUserId,
     slot: &Slot,
     version: &ImageVersion,
 ) -> Result<(), DbError> {
+    // `set_at` is the time of the last change, so an unchanged release does not update it.
     let sql = "INSERT INTO slot_releases (idp_user_id, slot, image_version) VALUES ($1, $2, $3) \
                ON CONFLICT (idp_user_id, slot) DO UPDATE SET image_version = $3, set_at = clock_timestamp() \
                WHERE slot_releases.image_version <> $3";

@@ -1,4 +1,4 @@
-//! Turns for periodic tasks: one process at a time runs each task for the whole installation.
+//! Turns for periodic tasks, which any process can run for the whole installation: in each interval, one does.
 
 use std::time::Duration;
 
@@ -6,7 +6,8 @@ use deadpool_postgres::GenericClient;
 
 use super::{DbError, execute};
 
-/// Claims a turn unless any process has claimed one within `interval`. Returns whether the turn was claimed.
+/// Claims a turn unless any process has claimed one within the last `interval`. Returns whether the turn was claimed.
+/// The previous turn may still be running.
 pub async fn claim_turn(
     client: &impl GenericClient,
     task: &str,

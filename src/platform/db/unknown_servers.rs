@@ -10,7 +10,7 @@ use jiff::Timestamp;
 
 use super::{DbError, execute, query, query_opt};
 
-/// Number of unknown servers, by the operator's decision.
+/// Numbers of unknown servers, by whether an operator has released them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct UnknownServers {
     /// Waiting for an operator's decision.
@@ -41,7 +41,7 @@ pub async fn release(client: &impl GenericClient) -> Result<(), DbError> {
     execute(client, sql, &[]).await.map(drop)
 }
 
-/// Lists the released servers whose grace period has ended.
+/// Lists the released servers whose grace period, counted from when each was first seen, has ended.
 pub async fn list_due(client: &impl GenericClient, grace: Duration) -> Result<Vec<i64>, DbError> {
     let sql = "SELECT server_id FROM unknown_servers WHERE released_at IS NOT NULL \
                AND first_seen <= clock_timestamp() - make_interval(secs => $1)";

@@ -30,7 +30,7 @@ pub fn parse(row: &Row) -> Result<UpgradeToken, DbError> {
 }
 
 /// Records that a heartbeat has used a later generation for the first time. The previous token stays valid for
-/// `overlap`.
+/// `overlap`. A pending request for a rotation is fulfilled.
 pub async fn advance(
     tx: &Transaction<'_>,
     id: MachineId,

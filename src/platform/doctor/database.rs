@@ -49,7 +49,9 @@ pub async fn check(config: &PlatformConfig) -> Findings {
             "svc-platform creates the schema when it first starts; check that this is the right database",
         ),
         Some(applied) if applied > newest => findings.problem(
-            format!("the database's schema has version {applied}, but this binary supports only {newest}"),
+            format!(
+                "the database's schema has version {applied}, which is newer than this binary's {newest}"
+            ),
             "a newer svc-platform has migrated it: install that release",
         ),
         Some(applied) if applied < newest => findings.warning(

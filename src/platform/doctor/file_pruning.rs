@@ -9,8 +9,8 @@ use svc_base::quantity::pluralize;
 
 /// Maximum number of failures that are listed.
 const MAX_NAMED: i64 = 5;
-/// A repository is overdue if its last pruning ended more than this many intervals plus a pruning's maximum duration
-/// ago.
+/// A repository is overdue for pruning if its last pruning ended longer ago than this number of intervals plus the
+/// maximum duration of a pruning.
 const MAX_INTERVALS: u32 = 3;
 
 pub async fn check(config: &PlatformConfig) -> Findings {
@@ -32,11 +32,12 @@ async fn find_problems(config: &PlatformConfig) -> anyhow::Result<Option<Pruning
     Ok(Some(file_keys::find_pruning_problems(&session, max_age, MAX_NAMED).await?))
 }
 
-fn assess(mut findings: Findings, found: &PruningProblems, is_regular: bool) -> Findings {
+fn assess(mut findings: Findings, found: &PruningProblems, is_scheduled: bool) -> Findings {
     for (slot, error) in &found.failures {
         findings = findings.warning(
             format!("the file backups of {slot} could not be pruned: {error}"),
-            "the platform retries; `svcctl files usage USER` shows their size and the last result",
+            "the platform retries, unless FILES_PRUNE_SECONDS is 0; `svcctl files usage USER` shows their size and \
+             the last result",
         );
     }
     let unnamed = found.failed.saturating_sub(found.failures.len() as u64);
@@ -46,7 +47,7 @@ fn assess(mut findings: Findings, found: &PruningProblems, is_regular: bool) -> 
             "resolve the warnings above, then run this check again",
         );
     }
-    if !is_regular {
+    if !is_scheduled {
         return findings.warning(
             "FILES_PRUNE_SECONDS is 0: the repositories of file backups keep all snapshots and grow",
             "remove the setting, or request pruning with `svcctl files prune USER`",

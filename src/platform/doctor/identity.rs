@@ -21,7 +21,8 @@ struct Key {
 pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("identity-provider");
     let url = config.routing.idp.jwks_url.clone();
-    let next = "check IDP_JWKS_URL (by default <IDP_ISSUER>/.well-known/jwks.json); until it works, users cannot sign in";
+    let next = "check IDP_JWKS_URL (by default <IDP_ISSUER>/.well-known/jwks.json); without the identity provider's keys, \
+                users cannot sign in";
     match fetch(url.clone()).await {
         Ok(set) if set.keys.iter().any(|key| key.kid.is_some()) => {
             let keys = pluralize(set.keys.len() as u64, "key");

@@ -34,7 +34,7 @@ pub struct DoctorReport {
     pub api_access: Option<(Url, SecretString)>,
 }
 
-/// Checks the platform configured by the environment and by `file`; the environment takes precedence.
+/// Checks the platform that the environment and `file` configure; the environment takes precedence.
 pub async fn run_checks(file: Option<&Path>) -> DoctorReport {
     let mut env = Env::from_process_over(file);
     // Read before validation: the platform may be healthy even if this process has an invalid setting.

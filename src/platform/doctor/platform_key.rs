@@ -14,11 +14,11 @@ use svc_store::StoreError;
 /// The database state that the check assesses.
 struct KeyUsage {
     need: KeyNeed,
-    /// Whether the previous key has been used with this database.
-    is_previous_used: bool,
-    /// The number of running processes, and the number of those that have the previous key.
+    /// Whether the database has a record of the previous key, so that it is not only prepared for a rotation.
+    is_previous_recorded: bool,
+    /// The number of running processes, and the number of those that have the previous key as either of their keys.
     processes: (i64, i64),
-    /// The error of an active signing key that neither platform key decrypts.
+    /// The error from decrypting an active signing key, if neither platform key decrypts it.
     undecryptable: Option<KeyError>,
 }
 
@@ -72,7 +72,7 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Name
             format!("PLATFORM_KEY {} is not sufficient: another key is needed by {}", ids.current, usage.need),
             "set PLATFORM_KEY_PREVIOUS to the earlier PLATFORM_KEY; svc-platform will not start",
         ),
-        Some(previous) if !usage.is_previous_used && usage.need.is_empty() => {
+        Some(previous) if !usage.is_previous_recorded && usage.need.is_empty() => {
             let (all, with) = usage.processes;
             findings.ok(format!(
                 "{previous} is prepared, and active in {with} of {all} running processes: once all have it, it may \
@@ -132,14 +132,14 @@ async fn read_usage(
     let silence = config.timing.keys.max_silence;
     let need =
         KeyNeed::find(client, &ids.current, &mint, &Seal::from_keys(&config.keys), silence, ttl).await?;
-    let (is_previous_used, processes) = match &ids.previous {
+    let (is_previous_recorded, processes) = match &ids.previous {
         Some(previous) => (
-            platform_keys::has_been_used(client, previous).await?,
+            platform_keys::is_recorded(client, previous).await?,
             platform_keys::count_with_key(client, previous, ttl).await?,
         ),
         None => (false, (0, 0)),
     };
-    Ok(KeyUsage { need, is_previous_used, processes, undecryptable })
+    Ok(KeyUsage { need, is_previous_recorded, processes, undecryptable })
 }
 
 /// Finds the error with which `svc-platform` would refuse to start. Not needed with a single key, because

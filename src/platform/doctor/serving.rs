@@ -18,6 +18,7 @@ use svc_http::tls::Identity;
 const SERVICE_USER: &str = "svc-platform";
 const EXPIRY_WARNING: SignedDuration = SignedDuration::from_hours(14 * 24);
 
+/// Checks the settings file's permissions and names.
 pub fn check_env_file(file: Option<&Path>) -> Vec<Finding> {
     let findings = Findings::new("env-file");
     let Some(file) = file else { return Vec::new() };
@@ -87,9 +88,9 @@ pub fn check_settings(config: &PlatformConfig) -> Findings {
             "unset it, except in tests",
         );
     }
-    let is_open =
+    let is_exposed_without_tls =
         |listen: &crate::config::ListenerConfig| listen.tls.is_none() && !listen.address.ip().is_loopback();
-    if is_open(&config.api) {
+    if is_exposed_without_tls(&config.api) {
         findings = findings.warning(
             format!(
                 "the API listens on {} without TLS: the secret is sent in clear text",
@@ -98,7 +99,7 @@ pub fn check_settings(config: &PlatformConfig) -> Findings {
             "set PLATFORM_TLS_CERT_FILE and PLATFORM_TLS_KEY_FILE, or listen on loopback behind a proxy with TLS",
         );
     }
-    if is_open(&config.router) {
+    if is_exposed_without_tls(&config.router) {
         findings = findings.warning(
             format!("the router listens on {} without TLS", config.router.address),
             "set ROUTER_TLS_CERT_FILE and ROUTER_TLS_KEY_FILE, or listen on loopback behind a proxy with TLS",

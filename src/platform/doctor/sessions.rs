@@ -1,4 +1,4 @@
-//! Tests what a host's session can reach in the store, with a session for an unused slot.
+//! Tests what a host's object store session can do, with a session for a slot that no user has.
 
 use futures_util::FutureExt;
 use svc_base::error_chain::format_chain;
@@ -141,7 +141,7 @@ impl SessionStores {
     }
 }
 
-/// Returns a slot that no user has and that differs from the session's slot.
+/// Returns another slot that no user has, to which the session must not have access.
 fn other_slot() -> SlotPrefix {
     SlotPrefix::new(&"svc-doctor-other".parse().expect("the user's id is valid"), &Slot::primary())
 }

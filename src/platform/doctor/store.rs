@@ -56,7 +56,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         Ok(found) => match (found.refusal(), found.warning()) {
             (Some(why), _) => return findings.problem(why, "svc-platform refuses to start on such a store"),
             (None, Some(why)) => {
-                findings.warning(why, "update every host and platform before you rely on it")
+                findings.warning(why, "update all hosts and platform processes before you use this store")
             }
             (None, None) => findings,
         },
@@ -70,7 +70,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
             .or_ok("supports all that svc relies on: reads, lists, uploads, and atomic conditional puts"),
         Ok(count) => findings.warning(
             format!(
-                "{} left by this check could not be deleted",
+                "{} of this or an earlier check could not be deleted",
                 pluralize(count as u64, "temporary object")
             ),
             format!(

@@ -86,6 +86,8 @@ pub async fn admit(
     }
 }
 
+/// Rejects a process without a previous key if anything still needs a key other than its current one. `is_first` means
+/// that no process has recorded a key in the database yet.
 async fn refuse_if_other_key_needed(
     tx: &deadpool_postgres::Transaction<'_>,
     own: &ProcessKeys,
@@ -98,7 +100,7 @@ async fn refuse_if_other_key_needed(
     let need = if is_first {
         // In a database from an earlier release, only the signing keys show which key was used.
         KeyNeed::find_for_signing_keys(tx, seal).await?
-    } else if platform_keys::load_state(tx, key).await?.is_sole {
+    } else if platform_keys::load_state(tx, key).await?.is_rotation_complete {
         return Ok(());
     } else {
         KeyNeed::find(tx, key, mint, seal, max_silence, own.ttl).await?

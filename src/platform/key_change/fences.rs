@@ -34,7 +34,8 @@ pub enum FenceProgress {
 /// Processes the next batch of slots.
 ///
 /// # Errors
-/// [`KeyChangeError`] for the first slot that fails; slots before it are recorded as finished.
+/// [`KeyChangeError`] for the first slot that fails, or if the database fails. The slots before it are recorded as
+/// finished.
 pub async fn re_sign_batch(platform: &Platform) -> Result<FenceProgress, KeyChangeError> {
     let key = &platform.process.ids.current;
     let session = platform.db.session().await?;
@@ -42,10 +43,10 @@ pub async fn re_sign_batch(platform: &Platform) -> Result<FenceProgress, KeyChan
     if state.has_signed_fences {
         return Ok(FenceProgress::Done);
     }
-    let mut before = state.fences_after;
-    let slots = platform_keys::list_slots_after(&session, before.as_ref(), BATCH_SIZE).await?;
+    let mut last_finished = state.last_processed_slot;
+    let slots = platform_keys::list_slots_after(&session, last_finished.as_ref(), BATCH_SIZE).await?;
     if slots.is_empty() {
-        platform_keys::finish_fences(&session, key, before.as_ref()).await?;
+        platform_keys::finish_fences(&session, key, last_finished.as_ref()).await?;
         return Ok(FenceProgress::Done);
     }
     drop(session);
@@ -56,8 +57,8 @@ pub async fn re_sign_batch(platform: &Platform) -> Result<FenceProgress, KeyChan
         let slot = slot?;
         failpoint::trigger("platform-key-after-fence")?;
         let session = platform.db.session().await?;
-        platform_keys::advance_fences(&session, key, before.as_ref(), &slot).await?;
-        before = Some(slot);
+        platform_keys::advance_fences(&session, key, last_finished.as_ref(), &slot).await?;
+        last_finished = Some(slot);
         if platform.stop.is_cancelled() {
             break;
         }

@@ -20,11 +20,12 @@ use svc_base::clock::{self, now_ms};
 use svc_http::problem::format_chain;
 use svc_store::bucket::{Bucket, Condition, StoreError, Versioned};
 
-/// Host sessions cannot reach this path: they can reach only their slot's prefix, which has two path segments.
+/// Host sessions cannot reach this path: they can reach only objects below `USER/SLOT/`, whose paths have at least
+/// three segments.
 pub const MARK_PATH: &str = "system-platform/platform-key.json";
 
 const FORMAT: u32 = 1;
-/// Timeout for one check, and for one attempt to write.
+/// Timeout for one read of the mark, and for one write.
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 /// Delay before a retry while the store is unavailable.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
@@ -129,14 +130,14 @@ pub async fn write(bucket: &Bucket, ids: &KeyIds) -> Result<(), MarkError> {
     Err(MarkError::Contended)
 }
 
-/// Writes the mark, in case the write at startup failed, and retries until the store is available. Ends if the mark
-/// names a key that this process does not have.
+/// Writes the mark, in case the write at startup failed, and retries until the store is available. Returns before the
+/// stop, which ends the process, if the mark is damaged or names a key that this process does not have.
 pub async fn write_until_stopped(platform: Arc<Platform>) {
     loop {
         match write(&platform.bucket, &platform.process.ids).await {
             Ok(()) => return platform.stop.cancelled().await,
             Err(error) if error.is_refusal() => {
-                return tracing::error!(error = %format_chain(&error), "this process does not have the current platform key");
+                return tracing::error!(error = %format_chain(&error), "the mark of the current platform key rejects this process");
             }
             Err(error) => {
                 tracing::warn!(error = %format_chain(&error), "cannot store the mark of the current platform key; retrying");
@@ -214,7 +215,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn unreadable_mark_is_a_refusal() {
+    async fn check_refuses_damaged_mark() {
         let bucket = Bucket::new(Arc::new(InMemory::new()));
         for text in ["{}", r#"{"version":1,"keyId":"\u001b[31m","notedAt":"2026-01-01T00:00:00.000Z"}"#] {
             bucket.put(&mark_path(), text).await.unwrap();

@@ -21,15 +21,18 @@ const MAX_NAMED: usize = 5;
 /// The secrets and processes that need a platform key other than the current one.
 #[derive(Debug, Default)]
 pub struct KeyNeed {
+    /// Signing keys that only another key opens.
     signing_keys: CountedNames,
     /// Slots whose file key is sealed with another key.
     file_keys: CountedNames,
-    /// Machines whose hosts are sending heartbeats, with which their tokens rotate.
+    /// Machines whose token was made with another key and will rotate, because their hosts are sending heartbeats.
     machines: CountedNames,
     /// Silent machines. A rotation does not wait for them: their tokens are accepted by the stored hash, and rotate
     /// when the hosts send heartbeats again.
     silent: CountedNames,
+    /// Slots whose fence has not been checked yet in this rotation.
     fences: CountedNames,
+    /// Running processes with a different current key.
     processes: CountedNames,
 }
 
@@ -78,7 +81,7 @@ impl KeyNeed {
         let mut need = Self::default();
         for key in list_signing_keys(client).await? {
             let opening = seal.find_opening_key(&key.kid, &key.sealed);
-            // A signing key that neither key opens does not need the previous key.
+            // If both keys are set, a signing key that neither of them opens does not need the previous key.
             if opening == OpeningKey::Previous || opening == OpeningKey::Neither && !seal.has_previous() {
                 need.signing_keys.add(key.kid);
             }
@@ -117,7 +120,7 @@ impl KeyNeed {
         if state.has_signed_fences {
             return Ok(());
         }
-        let after = state.fences_after.as_ref();
+        let after = state.last_processed_slot.as_ref();
         self.fences.count = platform_keys::count_slots_after(client, after).await?.unsigned_abs();
         let slots = platform_keys::list_slots_after(client, after, MAX_NAMED as i64).await?;
         self.fences.names = slots.into_iter().map(|(user, slot)| format!("{user}/{slot}")).collect();

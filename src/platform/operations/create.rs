@@ -29,17 +29,21 @@ pub const MACHINE_LABEL: &str = "svc-machine";
 /// The label that names the installation that created a server.
 pub const INSTALLATION_LABEL: &str = "svc-installation";
 
-/// The label that names a server's slot, by a prefix of the hash of `user/slot`, which is itself too long for a label.
+/// The label that identifies a server's slot by a prefix of the SHA-256 of `user/slot`, because `user/slot` itself can
+/// be too long for a label.
 pub const SLOT_LABEL: &str = "svc-slot";
 
+/// The label with the epoch of a server's machine.
 pub const EPOCH_LABEL: &str = "svc-epoch";
 
 /// Key in an operation's facts for the number of locations without capacity.
 const LOCATIONS_TRIED: &str = "locationsTried";
-/// Interval between lookups of a server whose create request has an unknown outcome.
+/// Interval between lookups of a server whose create request has an unknown outcome, and minimum interval between
+/// checks of the provider's create actions.
 const LOOKUP_INTERVAL: Duration = Duration::from_secs(1);
-const MAX_LOOKUP_INTERVAL: Duration = Duration::from_secs(15);
-/// Longer than the adapter's own deadline and retries.
+/// Maximum interval between checks of the provider's create actions.
+const MAX_ACTION_CHECK_INTERVAL: Duration = Duration::from_secs(15);
+/// Timeout for a create request: longer than the provider client's own timeouts and retries.
 const CREATE_TIMEOUT: Duration = Duration::from_secs(45);
 
 pub async fn create_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
@@ -73,7 +77,8 @@ pub async fn create_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
     }
 }
 
-/// Handles a failed create request: looks up the server and decides whether to retry.
+/// Handles a failed create request. If its outcome is unknown, the request stays recorded, so that the next poll looks
+/// up the server. If the name is taken, the server with this name is adopted. After any other error, no server exists.
 async fn handle_create_error(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,
@@ -137,7 +142,8 @@ fn finish_with_server(note: &'static str, server: &Server, actions: &[ActionId])
 }
 
 /// Checks the provider's actions that create and start the server. Returns the delay until the next check, or `None`
-/// if all have succeeded or there are none. An unavailable provider does not end the wait for the registration.
+/// if all have succeeded or there are none. An action that the provider no longer has counts as succeeded. An
+/// unavailable provider does not end the wait for the registration.
 ///
 /// # Errors
 /// [`StepError`]; permanent if an action failed, because no host will register.
@@ -149,7 +155,7 @@ pub async fn check_actions(
     let actions = machine_server::list_pending_create_actions(&session, machine).await?;
     drop(session);
     let Some(action) = actions.first() else { return Ok(None) };
-    let next_check = (leased.step_age().await? / 4).clamp(LOOKUP_INTERVAL, MAX_LOOKUP_INTERVAL);
+    let next_check = (leased.step_age().await? / 4).clamp(LOOKUP_INTERVAL, MAX_ACTION_CHECK_INTERVAL);
     match leased.platform.provider.action(ActionId(*action)).await.map(|action| action.status) {
         Ok(ActionStatus::Running) => Ok(Some(next_check)),
         Ok(ActionStatus::Error { code, message }) => {

@@ -54,9 +54,6 @@ const MAX_FILES_BYTES: usize = 8 << 20;
 
 /// Requests a backup from a machine's host. Returns the request time by the host's clock, if the host reports it: a
 /// backup that began earlier belongs to another request.
-///
-/// # Errors
-/// [`HostCallError`]
 pub async fn request_backup(
     platform: &Platform,
     machine: &MachineRow,
@@ -65,9 +62,6 @@ pub async fn request_backup(
 }
 
 /// Requests that a host publish its held-back snapshot as the latest; its heartbeats report the outcome.
-///
-/// # Errors
-/// [`HostCallError`]
 pub async fn request_backup_acceptance(
     platform: &Platform,
     machine: &MachineRow,
@@ -75,10 +69,7 @@ pub async fn request_backup_acceptance(
     send_request(platform, machine, &HostRequest::post(ACCEPT_PATH, None)).await
 }
 
-/// Requests a drill, a trial restore of the latest snapshot; the host's heartbeats report the outcome.
-///
-/// # Errors
-/// [`HostCallError`]
+/// Requests a drill, a test restore of the latest snapshot; the host's heartbeats report the outcome.
 pub async fn request_drill(
     platform: &Platform,
     machine: &MachineRow,
@@ -87,9 +78,6 @@ pub async fn request_drill(
 }
 
 /// Requests a verification of a share of the file backup; the host's heartbeats report the outcome.
-///
-/// # Errors
-/// [`HostCallError`]
 pub async fn request_files_verification(
     platform: &Platform,
     machine: &MachineRow,
@@ -98,9 +86,6 @@ pub async fn request_files_verification(
 }
 
 /// Requests an update to a release; the host's heartbeats report the outcome.
-///
-/// # Errors
-/// [`HostCallError`]
 pub async fn request_update(
     platform: &Platform,
     machine: &MachineRow,
@@ -113,7 +98,8 @@ pub async fn request_update(
 /// The reason a call to a host failed.
 #[derive(Debug, thiserror::Error)]
 pub enum HostCallError {
-    /// No connection to the host could be made, or the host did not respond.
+    /// The machine has no address or never registered, no connection to the host could be made, or the host did not
+    /// respond in time.
     #[error("the host cannot be reached")]
     Unreachable(#[source] anyhow::Error),
     /// The host responded with this error status.
@@ -145,7 +131,7 @@ pub async fn quiesce(
     Ok(serde_json::from_slice(&response).unwrap_or_default())
 }
 
-/// Resumes the writers that a host stopped for an operation.
+/// Requests that a host resume the writers that it stopped for an operation.
 pub async fn resume(
     platform: &Platform,
     machine: &MachineRow,
@@ -164,7 +150,7 @@ pub struct BackupProgress {
     pub dumped_bytes: Option<u64>,
     pub uploaded_bytes: Option<u64>,
     pub last: Option<BackupOutcome>,
-    /// Absent if the host has not saved the owner's files yet, or runs an earlier release.
+    /// Absent if the host has not recorded a state of its file backup yet, or runs an earlier release.
     pub files: Option<Box<FilesProgress>>,
 }
 
@@ -303,7 +289,8 @@ impl HostProblem {
 /// Sends a [`FilesCall`] to a host and returns the response body, which is at most 8 MiB long.
 ///
 /// # Errors
-/// [`FilesCallError`]; 404 without a detail from a release without these routes.
+/// [`FilesCallError`]. A 404 without a detail in response to [`FilesCall::Status`] means that the host's release does
+/// not have these routes.
 pub async fn call_files(
     platform: &Platform,
     machine: &MachineRow,
@@ -379,7 +366,8 @@ impl HostRequest {
     }
 }
 
-/// Returns the response body. It may be truncated: the host has accepted the request even if the body cannot be read.
+/// Sends a request and returns the response body. The body may be truncated: the host has accepted the request even if
+/// its response cannot be read.
 async fn call(
     platform: &Platform,
     machine: &MachineRow,
@@ -391,7 +379,7 @@ async fn call(
     Ok(body)
 }
 
-/// Returns the response if the host has accepted the request.
+/// Returns the response if its status indicates success.
 fn check_accepted(sent: anyhow::Result<reqwest::Response>) -> Result<reqwest::Response, HostCallError> {
     let response = sent.map_err(HostCallError::Unreachable)?;
     if response.status().is_success() { Ok(response) } else { Err(HostCallError::Refused(response.status())) }
@@ -456,7 +444,7 @@ fn build_request_claims(machine: &MachineRow, request: &HostRequest) -> Claims {
     }
 }
 
-/// Builds the claims for a proof that is valid, from now on, for any request to this route on a machine.
+/// Builds the claims for a proof that is valid for `PROOF_TTL_SECONDS` and for any request to this route on a machine.
 pub fn build_claims(machine: &MachineRow, route: Route) -> Claims {
     let now = Timestamp::now().as_second();
     Claims {

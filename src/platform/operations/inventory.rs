@@ -1,11 +1,11 @@
 //! The server inventory: compares the provider's servers with the known machines, and finds late, vanished and orphaned
 //! ones.
 //!
-//! Invariant: a listing alone proves nothing. A machine fails only after two lookups by id find no server, while its
-//! host is sending no heartbeats; a server is deleted only if its machine has ended. If more than a few machines would
-//! fail at once, a fuse trips and an operator decides. A server with this installation's label but without a machine is
-//! not garbage: each machine is stored before its server is ordered, so the database has lost the row. An operator
-//! decides what to do with each such server.
+//! Invariant: a server that is missing from the provider's list is not yet proven to be gone. A machine fails only
+//! after two lookups by id find no server, while its host is sending no heartbeats; a server is deleted only if its
+//! machine has ended. If more than a few machines would fail at once, a fuse trips and an operator decides. A server
+//! with this installation's label but without a machine is not garbage: each machine is stored before its server is
+//! ordered, so the database has lost the row. An operator decides what to do with each such server.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -147,18 +147,18 @@ async fn record_lost(platform: &Platform, listed: &[Server], failures: &mut Fail
 }
 
 /// Returns the servers that a lookup by id also fails to find, and the number of servers whose lookup failed or was
-/// skipped. After several consecutive failures, the next pass looks up the rest.
+/// skipped. After several consecutive failures, the remaining lookups are left to the next pass.
 async fn confirm_missing<'a>(
     platform: &Platform,
     missing: Vec<&'a TrackedServer>,
     failures: &mut Failures,
 ) -> (Vec<&'a TrackedServer>, usize) {
-    let (mut lost, mut known, mut consecutive_failures) = (Vec::new(), 0, 0);
+    let (mut lost, mut looked_up, mut consecutive_failures) = (Vec::new(), 0, 0);
     let total = missing.len();
     for machine in missing {
         match confirm_lost(platform, machine).await {
             Ok(is_lost) => {
-                (known, consecutive_failures) = (known + 1, 0);
+                (looked_up, consecutive_failures) = (looked_up + 1, 0);
                 lost.extend(is_lost.then_some(machine));
             }
             Err(error) => {
@@ -170,7 +170,7 @@ async fn confirm_missing<'a>(
             break;
         }
     }
-    (lost, total - known)
+    (lost, total - looked_up)
 }
 
 /// Looks up a server by id, and records it as seen if it exists. Returns whether the provider has lost it.
@@ -183,8 +183,8 @@ async fn confirm_lost(platform: &Platform, machine: &TrackedServer) -> anyhow::R
     Ok(!exists)
 }
 
-/// Counts the servers missing in this pass together with the losses in the last hour: a slow mass loss is still a mass
-/// loss.
+/// Checks whether so many servers are missing that an operator must decide. The servers missing in this pass are
+/// counted together with the losses in the last hour, because a slow mass loss is still a mass loss.
 async fn check_fuse(session: &Object, live: &[TrackedServer], missing: usize) -> anyhow::Result<Fuse> {
     let failed = db::servers::count_recent_server_losses(session, LOSS_WINDOW).await?;
     let limit = alarms::max_missing_servers(live.len());

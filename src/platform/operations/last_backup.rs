@@ -1,9 +1,9 @@
 //! The step `last_backup`: the host of a replaced or deleted machine stops its writers and takes a final snapshot.
 //!
 //! Invariant: unless an operator accepts the loss, or the server is gone or already powered off, the step ends with
-//! a snapshot taken after the writers had stopped, or with a row that records the time since which data exists only on
-//! that server. If a reachable host cannot make the snapshot, the operation waits for an operator's decision; an
-//! unreachable host is skipped after a bounded time.
+//! a snapshot taken after the writers had stopped (if the host's release can stop them), or with a row that records the
+//! time since which data exists only on that server. If a reachable host cannot make the snapshot, the operation waits
+//! for an operator's decision; an unreachable host is skipped after a bounded time.
 
 mod files;
 mod final_backup;
@@ -39,6 +39,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(500);
 const MAX_POLL_INTERVAL: Duration = Duration::from_secs(4);
 /// Maximum interval between calls to a silent host, where each call takes seconds.
 const MAX_SILENT_POLL_INTERVAL: Duration = Duration::from_secs(10);
+/// Maximum number of backup requests before a failed backup needs an operator's decision.
 const MAX_REQUESTS: u32 = 3;
 /// Timeout for reading the pointer.
 const POINTER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -47,6 +48,7 @@ pub const HELD_BACK: &str = "last_backup_held_back";
 /// If the host runs an earlier release, the error of a held-back snapshot contains this text.
 pub const HELD_BACK_HINT: &str = "svc-db-backup accept";
 
+/// The outcome of one attempt to make the final backup.
 enum AttemptOutcome {
     Saved {
         taken_at: Timestamp,
@@ -112,7 +114,7 @@ enum NewestCopy {
 }
 
 impl NewestCopy {
-    /// Returns the time up to which the data is saved.
+    /// Returns the time up to which the data is saved; without a known snapshot, the machine's registration time.
     fn saved_until(&self) -> Option<Timestamp> {
         match self {
             Self::Snapshot(at) => Some(*at),
@@ -238,10 +240,7 @@ fn finish_with_backup(
         // The server holds the only copy of some files.
         Some(since) => StepRecord::Unsaved { machine: id, since },
     };
-    StepOutcome::Done {
-        note: Some(format!("a snapshot was taken after the writers had stopped{files}").into()),
-        record,
-    }
+    StepOutcome::Done { note: Some(format!("the final snapshot was taken{files}").into()), record }
 }
 
 async fn attempt_backup(
@@ -310,7 +309,8 @@ async fn replace_implausible_fence(leased: &LeasedOperation<'_>, machine: &Machi
     tracing::warn!(machine = %machine.id, %fence_epoch, "replaced a fence that no machine could have set");
 }
 
-/// Requests that the host stop its writers. Returns whether all of them have stopped.
+/// Requests that the host stop its writers. Returns whether all of them have stopped, or the host's release cannot stop
+/// them: then the snapshot is taken while they are running.
 async fn stop_writers(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,
@@ -353,7 +353,8 @@ fn is_unsupported(status: StatusCode) -> bool {
     matches!(status, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED)
 }
 
-/// Finds the newest copy from the pointer or, if it is unreadable, from the hosts' reports.
+/// Finds the newest copy from the pointer or, if it is unreadable, from the backup times that the slot's
+/// hosts have reported.
 async fn find_newest_copy(leased: &LeasedOperation<'_>, machine: &MachineRow) -> NewestCopy {
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
     let (bucket, key) = (&leased.platform.bucket, slot.pointer());
@@ -395,6 +396,8 @@ fn classify_failure(last: &BackupOutcome) -> BackupFailure {
     }
 }
 
+/// Calls the silent host again until the deadline. Then the host is skipped or, if it has sent a heartbeat since it
+/// became unreachable, an operator decides.
 async fn handle_unreachable(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,

@@ -2,8 +2,8 @@
 //! database. This happens if the database was restored from an older copy. Its operations are then outdated, and must
 //! not take a serving machine out of service.
 //!
-//! Invariants: only a fence signed by the platform is proof, because a host can write the pointer, too. A fence
-//! that no current key verifies proves nothing and rules nothing out: an operator decides.
+//! Invariants: only a fence signed by the platform is proof, because a host can write the pointer, too. A fence that no
+//! active platform key verifies proves nothing and rules nothing out: an operator decides.
 
 use std::time::Duration;
 
@@ -27,7 +27,7 @@ use svc_store::pointer_io::{self, PointerError};
 
 /// The code of questions and failed operations if the database is older than the store.
 pub const BEHIND_STORE: &str = "database_behind_store";
-/// The code of a question about a fence that no current key verifies.
+/// The code of a question about a fence that no active platform key verifies.
 pub const UNVERIFIED_FENCE: &str = "unverified_fence";
 /// Key in an operation's facts, set when an operator has confirmed the deletion in answer to the question.
 pub const DELETION_CONFIRMED: &str = "outdatedDeletionConfirmed";
@@ -50,8 +50,8 @@ pub enum FenceClaim {
     Nothing,
     /// The platform gave the slot to this machine.
     Holder(LaterHolder),
-    /// The fence names this machine, but no current key verifies the fence's signature: it was made with a different
-    /// platform key, or a host forged it.
+    /// The fence names this machine, but no active platform key verifies the fence's signature: it was made with a
+    /// different platform key, or a host forged it.
     Unverified(LaterHolder),
 }
 
@@ -87,8 +87,8 @@ impl From<LookupError> for Problem {
     }
 }
 
-/// Finds what the pointer's fence claims, unless the database records the fence's machine under that epoch. No database
-/// session is held during the store call.
+/// Finds what the pointer's fence claims, unless the database records the fence's machine under that epoch or a later
+/// one. No database session is held during the store call.
 ///
 /// # Errors
 /// [`LookupError`]; `Corrupt` if the pointer is unreadable.
@@ -120,8 +120,8 @@ async fn evaluate_fence(
     let Some((machine, proof)) = signed else { return Ok(FenceClaim::Nothing) };
     let epoch = pointer.fence_epoch;
     let session = db.session().await?;
-    let known = db::machines::get(&session, machine).await?;
-    if known.is_some_and(|known| known.epoch >= epoch) {
+    let recorded = db::machines::get(&session, machine).await?;
+    if recorded.is_some_and(|recorded| recorded.epoch >= epoch) {
         return Ok(FenceClaim::Nothing);
     }
     let holder = LaterHolder { machine, epoch };
@@ -141,12 +141,12 @@ enum HolderDecision {
     Continue,
     /// The operation's machine is the holder: the operation continues, and the database adopts the epoch.
     RaiseEpoch,
-    /// The deletion was undone later: an operator decides.
+    /// The machine got its slot back after this deletion: an operator decides.
     RequireConfirmation,
     /// The slot returned to the previous machine, or another one took it over: the operation's machine must not be
     /// created.
     FailMachine,
-    /// Another machine holds the slot: the operation's machine is neither reinstated nor powered on.
+    /// Another machine holds the slot: the operation's machine is not reinstated, powered on or rebooted.
     EndOperation,
 }
 
@@ -254,7 +254,7 @@ pub async fn check_step(leased: &LeasedOperation<'_>, step: Step) -> Result<Opti
     }
 }
 
-/// Requires an operator's decision about a fence that no current key verifies.
+/// Requires an operator's decision about a fence that no active platform key verifies, if the operation depends on it.
 async fn require_fence_decision(
     leased: &LeasedOperation<'_>,
     step: Step,
@@ -331,7 +331,7 @@ async fn apply_decision(
         }
         HolderDecision::EndOperation => {
             let note = "according to the store, another machine holds the slot, which this database does not record: \
-                        `svcctl recover` with `--accept-loss` replaces both machines";
+                        `svcctl recover USER --accept-loss` replaces both machines";
             Ok(Some(StepOutcome::Fail { code: BEHIND_STORE, note }))
         }
     }
@@ -349,8 +349,9 @@ pub async fn is_holder_per_store(platform: &Platform, machine: &MachineRow) -> R
         (_, Some(holder)) => raise_alarm(platform, machine, holder).await,
         (_, None) => {}
     }
-    let named = pointer.snapshot.filter(|named| named.machine_id == machine.id);
-    Ok(own.is_some() || machine.registered_at.is_none() && named.is_some())
+    // A machine whose snapshot the pointer names has served traffic, so the database lacks its registration.
+    let own_snapshot = pointer.snapshot.filter(|snapshot| snapshot.machine_id == machine.id);
+    Ok(own.is_some() || machine.registered_at.is_none() && own_snapshot.is_some())
 }
 
 /// Raises the alarm that names the slot with the unverified fence.

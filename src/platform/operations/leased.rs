@@ -81,7 +81,7 @@ impl LeasedOperation<'_> {
     }
 
     /// Looks up the server of a machine that failed because the server was missing. If the provider has it, records
-    /// that the machine has a server again.
+    /// that the machine has a server again, and returns `true`.
     pub async fn detect_returned_server(&self, machine: &MachineRow) -> Result<bool, StepError> {
         let may_be_found = machine.has_lost_server() && machine.may_have_server();
         let Some(server) = machine.provider_server_id.filter(|_| may_be_found) else { return Ok(false) };
@@ -104,12 +104,12 @@ impl LeasedOperation<'_> {
         self.write_under_lease(LeasedWrite::Unrestored(key)).await
     }
 
-    /// Raises the machine's epoch to at least the one in the store.
+    /// Raises, under the lease, the machine's epoch to at least `epoch`.
     pub async fn raise_epoch(&self, epoch: Epoch) -> Result<(), StepError> {
         self.write_under_lease(LeasedWrite::EpochRaised(epoch)).await
     }
 
-    /// Finds the earlier operation that stopped this machine's writers.
+    /// Finds the newest operation that was to take this machine out of service, and so may have stopped its writers.
     pub async fn find_stopping_operation(&self) -> Result<Option<OperationId>, DbError> {
         let session = self.platform.db.session().await?;
         db::slot_operations::find_retiring_operation(&session, self.operation.machine).await
@@ -156,7 +156,7 @@ impl LeasedOperation<'_> {
         Ok(db::commit(tx).await?)
     }
 
-    /// Marks the machine as failed because its registration expired.
+    /// Marks the machine as failed because it did not register in time, unless it has registered in the meantime.
     pub async fn expire_registration(&self) -> Result<(), StepError> {
         expire_registration(self.platform, self.operation.machine).await?;
         Ok(())
@@ -198,7 +198,7 @@ impl LeasedOperation<'_> {
         db::operations::log(&tx, self.operation.id, &self.operation.step, "done", Some(note)).await?;
         let context = EventContext { failure: Some((&self.operation.step, note)), ..EventContext::default() };
         match lifecycle::apply(&tx, &self.platform.mint, &row, event, context).await {
-            // The machine has left its slot: the event no longer applies.
+            // A refused event no longer applies, for example because the machine has left its slot.
             Ok(_) | Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => {}
             Err(LifecycleError::Db(error)) => return Err(error.into()),
         }
@@ -222,6 +222,7 @@ impl LeasedOperation<'_> {
     }
 }
 
+/// A write that requires the lease.
 enum LeasedWrite {
     CreateSent,
     CreateRefused,
@@ -235,7 +236,7 @@ enum LeasedWrite {
     Unrestored(String),
 }
 
-/// Marks as failed a machine whose registration expired, unless it has registered in the meantime.
+/// Marks a machine as failed because it did not register in time, unless it has registered in the meantime.
 pub async fn expire_registration(platform: &Platform, machine: MachineId) -> Result<(), DbError> {
     let message = "the host did not register in time";
     apply_event(platform, machine, &Event::RegistrationExpired, ("register", message)).await

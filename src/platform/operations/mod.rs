@@ -53,8 +53,8 @@ pub enum StepPoint {
     Before,
     /// The step has ended, but its outcome has not been stored.
     After,
-    /// The request to the provider is recorded but has not been sent. Only for steps whose request must not be repeated
-    /// unnoticed.
+    /// The step is about to send its request to the provider. It has recorded the request, except for a reboot, which
+    /// may be requested more than once.
     RequestRecorded,
     /// The provider's action has ended, but its end has not been recorded.
     ActionEnded,
@@ -99,7 +99,7 @@ mod tests {
     #[test]
     fn creation_steps_fence_before_delete_and_create() {
         for kind in [OperationKind::Provision, OperationKind::Recover] {
-            let position = |step| kind.steps().iter().position(|known| *known == step).unwrap();
+            let position = |step| kind.steps().iter().position(|other| *other == step).unwrap();
             assert!(position(Step::LastBackup) < position(Step::Fence));
             assert!(position(Step::Fence) < position(Step::PowerOffServer));
             assert!(position(Step::PowerOffServer) < position(Step::DeletePredecessor));

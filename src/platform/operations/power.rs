@@ -28,8 +28,8 @@ pub async fn start_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, S
     Ok(StepOutcome::wait(POLL_INTERVAL))
 }
 
-/// Returns whether the host may still obey a shutdown request from an operation that ended shortly before this one was
-/// created. A shutdown takes a bounded time.
+/// Returns whether the host may still obey a shutdown request from an operation that ended, without success, shortly
+/// before this one was created. `resize_shutdown` is the maximum time that a shutdown takes.
 async fn may_shut_down_late(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let deadline = leased.platform.config.timing.resize_shutdown;
     if leased.age().await? >= deadline {
@@ -37,11 +37,12 @@ async fn may_shut_down_late(leased: &LeasedOperation<'_>, machine: &MachineRow) 
     }
     let session = leased.platform.db.session().await?;
     let operations = db::operations::list_for_machine(&session, machine.id).await?;
-    let began = leased.operation.created_at;
+    let created_at = leased.operation.created_at;
     Ok(operations.iter().any(|other| {
         let is_shutdown = matches!(other.kind.as_str(), "resize" | "power_off");
-        let has_ended_recently =
-            other.ended_at.is_some_and(|at| began.duration_since(at).unsigned_abs() < deadline);
+        let has_ended_recently = other
+            .ended_at
+            .is_some_and(|ended_at| created_at.duration_since(ended_at).unsigned_abs() < deadline);
         is_shutdown && other.state != "succeeded" && has_ended_recently
     }))
 }
@@ -89,12 +90,13 @@ pub async fn await_heartbeat(leased: &LeasedOperation<'_>) -> Result<StepOutcome
         return Ok(StepOutcome::Done { note: Some("the host never registered".into()), record });
     }
     let (age, now) = (leased.step_age().await?, leased.now().await?);
-    let has_recent_heartbeat =
+    let has_heartbeat_since_start =
         machine.heartbeat_at.is_some_and(|at| now.duration_since(at).unsigned_abs() < age);
-    if has_recent_heartbeat && machine.is_healthy() {
+    if has_heartbeat_since_start && machine.is_healthy() {
         return Ok(StepOutcome::Done { note: None, record });
     }
     if age >= leased.platform.config.timing.resize_health {
+        // The server has been powered on, although its host is silent.
         leased.clear_powered_off().await?;
         return Ok(StepOutcome::Fail { code: "host_silent", note: "the host did not come back in time" });
     }
@@ -106,7 +108,8 @@ async fn load_machine_in_slot(leased: &LeasedOperation<'_>) -> Result<MachineRow
     if machine.is_active() { Ok(machine) } else { Err(StepError::Lost) }
 }
 
-/// Returns whether another process may still be running an ended operation on the slot.
+/// Returns whether a process may still be running another operation in the machine's slot. Even an operation that has
+/// ended keeps its lease until the lease expires, because its process may not have noticed the end yet.
 async fn is_slot_leased(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let session = leased.platform.db.session().await?;
     Ok(db::leases::has_other_lease_in_slot(&session, machine.id, leased.operation.id).await?)

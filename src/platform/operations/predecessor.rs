@@ -1,8 +1,9 @@
-//! Finds the machine that an operation takes out of service: the slot's last registered machine or, in a deletion, the
-//! deleted machine itself. Also contains the steps that power its server off and, if an operator chose that, delete it.
+//! Finds the machine that an operation takes out of service: the last earlier machine in the slot whose host has
+//! registered or, in a deletion, the deleted machine itself. Also contains the steps that power its server off and, if
+//! an operator chose to replace it first, delete the server.
 //!
-//! Invariant: a server is powered off after the fence is set. It is deleted here only if a final backup exists or an
-//! operator accepted the loss; otherwise the reconciler deletes it after its machine's successor is proven.
+//! Invariant: a server is powered off after the fence is set. It is deleted here only if it is not recorded as holding
+//! unsaved data, or an operator accepted the loss; otherwise it is kept until its machine's successor is proven.
 
 use std::time::Duration;
 
@@ -17,6 +18,7 @@ use svc_http::problem::format_chain;
 use svc_provider::{ProviderError, Server, ServerId, ServerStatus};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
+/// Key in an operation's facts, set when the step has requested a shutdown.
 const SHUTDOWN_REQUESTED: &str = "shutdownAsked";
 /// Key in an operation's facts for the step's age, in seconds, when the power was last cut.
 const POWER_CUT_AT: &str = "powerCutAt";
@@ -27,10 +29,11 @@ const ABSENT: &str = "absent";
 /// Time between the two reports that confirm a missing server.
 const CONFIRM_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Returns the machine that the operation takes out of service; `None` if none has ever served.
+/// Returns the machine that the operation takes out of service; `None` if there is none, or its host has never
+/// registered.
 ///
 /// # Errors
-/// [`StepError`] if the database fails.
+/// [`StepError`] if the rows cannot be read.
 pub async fn find_outgoing_machine(leased: &LeasedOperation<'_>) -> Result<Option<MachineRow>, StepError> {
     let machine = leased.machine().await?;
     if leased.kind == OperationKind::Delete {
@@ -161,7 +164,8 @@ fn clear_absence(outcome: StepOutcome, facts: Map<String, Value>) -> StepOutcome
     }
     let (delay, mut facts) = match outcome {
         StepOutcome::Wait { delay, facts: changed } => (delay, changed.unwrap_or(facts)),
-        // This outcome cannot change the facts. The next run of the step returns it again.
+        // `WaitFor` cannot change the facts, so `Wait` replaces it. If the reason still applies, the next run of the
+        // step returns `WaitFor` again.
         StepOutcome::WaitFor { delay, .. } => (delay, facts),
         other => return other,
     };

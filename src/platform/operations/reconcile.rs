@@ -31,7 +31,7 @@ const MIN_PASS_INTERVAL: Duration = Duration::from_millis(500);
 pub async fn run(platform: Arc<Platform>) {
     let interval = platform.config.timing.reconcile_interval;
     loop {
-        // The servers are not listed again if another process listed them within this time.
+        // The servers are not listed again if any process has listed them within this time.
         let mut min_interval = interval.mul_f64(0.9);
         tokio::select! {
             () = platform.stop.cancelled() => return,
@@ -117,6 +117,7 @@ async fn expire_previews(platform: &Platform) -> anyhow::Result<()> {
     failures.into_result()
 }
 
+/// Requests the deletion; an operation then carries it out.
 async fn delete_expired_preview(platform: &Platform, machine: MachineId) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
@@ -134,7 +135,7 @@ async fn delete_expired_preview(platform: &Platform, machine: MachineId) -> anyh
     };
     db::audit::write(&tx, &entry).await?;
     db::commit(tx).await?;
-    tracing::info!(%machine, "deleted an expired preview");
+    tracing::info!(%machine, "requested the deletion of an expired preview");
     Ok(())
 }
 
@@ -144,10 +145,10 @@ async fn end_stalled_operations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let timing = &platform.config.timing;
     let limits = StallLimits::new(timing.operation_deadline, timing.operation_limit, supported_steps());
-    let found = db::operations::list_stalled(&session, &limits).await?;
+    let stalled = db::operations::list_stalled(&session, &limits).await?;
     drop(session);
     let mut failures = Failures::default();
-    for operation in found {
+    for operation in stalled {
         failures.record(operation.id, end_stalled_operation(platform, &operation, &limits).await);
     }
     failures.into_result()
@@ -221,8 +222,8 @@ fn listing_interval(servers: u64) -> Duration {
 }
 
 /// Requests the deletion of servers whose retention has ended, unless the database may have lost machines. Only the
-/// pass that took the inventory may do this: another process's inventory may still be running, and the stored list may
-/// come from a restored copy.
+/// pass that took the inventory may do this: another process's inventory may still be running, and the stored list of
+/// unknown servers may come from a restored copy of the database.
 async fn remove_leftovers(platform: &Platform) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
@@ -235,7 +236,7 @@ async fn remove_leftovers(platform: &Platform) -> anyhow::Result<()> {
     for machine in &found {
         db::operations::create(&tx, *machine, OperationKind::RemoveServer, OperationOptions::default())
             .await?;
-        tracing::info!(%machine, "the retention of the machine's server has ended: removing it");
+        tracing::info!(%machine, "the retention of a machine's server has ended: removing the server");
     }
     db::commit(tx).await?;
     if !found.is_empty() {

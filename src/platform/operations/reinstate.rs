@@ -46,7 +46,8 @@ pub async fn power_on(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepE
     Ok(StepOutcome::wait(POLL_INTERVAL))
 }
 
-/// Returns whether the host may still obey a recent shutdown request. A shutdown takes a bounded time.
+/// Returns whether the host may still obey a shutdown request that was sent at `ordered_at`. `resize_shutdown` is the
+/// maximum time that a shutdown takes.
 async fn may_shut_down_late(
     leased: &LeasedOperation<'_>,
     ordered_at: Option<Timestamp>,
@@ -56,7 +57,8 @@ async fn may_shut_down_late(
     Ok(since < leased.platform.config.timing.resize_shutdown)
 }
 
-/// Returns whether the server is on. Powers it on if it is off.
+/// Returns whether the server is on or starting, and not locked. If it is off and not locked, requests that it be
+/// powered on.
 pub(super) async fn ensure_on(leased: &LeasedOperation<'_>, server: &Server) -> Result<bool, ProviderError> {
     match server.status {
         _ if server.locked => Ok(false),

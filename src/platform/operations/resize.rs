@@ -18,6 +18,7 @@ use svc_provider::{ActionId, ActionStatus, ErrorKind, Server, ServerId, ServerSt
 
 /// Key in an operation's facts for the id of the provider action that the step has requested.
 pub(super) const ACTION: &str = "action";
+/// Key in an operation's facts, set when the step has requested a shutdown.
 const SHUTDOWN_REQUESTED: &str = "asked";
 
 /// Interval between lookups of a server that the provider cannot find.
@@ -25,7 +26,7 @@ const MISSING_SERVER_INTERVAL: Duration = Duration::from_secs(2);
 
 pub async fn shut_down(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let ResizeState { server, age, .. } = match load_server(leased).await? {
-        Ok(view) => view,
+        Ok(state) => state,
         Err(outcome) => return Ok(outcome),
     };
     if server.status == ServerStatus::Off {
@@ -54,7 +55,7 @@ pub async fn power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
         return Ok(outcome);
     }
     let ResizeState { server, age, .. } = match load_server(leased).await? {
-        Ok(view) => view,
+        Ok(state) => state,
         Err(outcome) => return Ok(outcome),
     };
     if server.locked {
@@ -69,30 +70,30 @@ pub async fn power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
 }
 
 pub async fn change_type(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
-    let ended = match find_action_status(leased).await? {
+    let action_status = match find_action_status(leased).await? {
         Some(ActionStatus::Running) => return Ok(StepOutcome::wait(poll_interval(leased.step_age().await?))),
         other => other,
     };
-    let ResizeState { server, age, to, .. } = match load_server(leased).await? {
-        Ok(view) => view,
+    let ResizeState { server, age, target_type, .. } = match load_server(leased).await? {
+        Ok(state) => state,
         Err(outcome) => return Ok(outcome),
     };
     // A locked server may have a running action that was requested by a crashed process.
     if server.locked {
         return Ok(StepOutcome::wait(poll_interval(age)));
     }
-    if server.server_type == to {
+    if server.server_type == target_type {
         leased.hit_fail_point(Step::ChangeType, StepPoint::ActionEnded)?;
         return Ok(StepOutcome::done());
     }
-    if let Some(ActionStatus::Error { code, message }) = ended {
+    if let Some(ActionStatus::Error { code, message }) = action_status {
         tracing::error!(operation = %leased.operation.id, code, message, "the type change failed");
         return Ok(StepOutcome::Abandon { why: "the provider's type change failed" });
     }
     if server.status != ServerStatus::Off {
         return Ok(StepOutcome::Abandon { why: "another client powered the server on" });
     }
-    match leased.platform.provider.change_type(server.id, &to).await {
+    match leased.platform.provider.change_type(server.id, &target_type).await {
         Ok(action) => Ok(wait_for_action(leased, action.id, age)),
         // The change may have started: the next run of this step recognizes that from the server's lock or type.
         Err(error) if error.kind() == ErrorKind::Ambiguous => {
@@ -109,7 +110,7 @@ pub async fn power_on(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepE
         return Ok(outcome);
     }
     let ResizeState { server, age, machine, .. } = match load_server(leased).await? {
-        Ok(view) => view,
+        Ok(state) => state,
         Err(outcome) => return Ok(outcome),
     };
     if server.locked {
@@ -135,11 +136,11 @@ pub async fn power_on(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepE
 }
 
 pub async fn await_health(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
-    let ResizeState { server, age, machine, to } = match load_server(leased).await? {
-        Ok(view) => view,
+    let ResizeState { server, age, machine, target_type } = match load_server(leased).await? {
+        Ok(state) => state,
         Err(outcome) => return Ok(outcome),
     };
-    // The host obeyed the shutdown request late.
+    // If the server is off again, the host obeyed the shutdown request late.
     if server.status == ServerStatus::Off && !server.locked {
         leased.record_power_on_request().await?;
         leased.platform.provider.power_on(server.id).await?;
@@ -149,12 +150,12 @@ pub async fn await_health(leased: &LeasedOperation<'_>) -> Result<StepOutcome, S
     if !has_returned || !machine.is_healthy() || server.locked {
         return Ok(StepOutcome::wait(poll_interval(age)));
     }
-    Ok(if server.server_type == to {
+    Ok(if server.server_type == target_type {
         StepOutcome::End { event: Event::ResizeSucceeded, note: "the host is back on the new type" }
     } else if server.server_type == machine.server_type {
         StepOutcome::End { event: Event::ResizeReverted, note: "the host is back on its old type" }
     } else {
-        // The machine's next healthy heartbeat returns it to service with its current type.
+        // The machine's next healthy heartbeat returns it to service with the server's current type.
         StepOutcome::End {
             event: Event::ResizeFailed,
             note: "the server has neither the old nor the new type",
@@ -174,7 +175,7 @@ pub enum RetryDecision {
 /// Decides how a resize continues after a step has failed or while it is waiting.
 ///
 /// # Errors
-/// [`StepError`] if the database cannot report the step's age.
+/// [`StepError`] if the database cannot report the age of the step or the operation.
 pub async fn decide_retry(
     leased: &LeasedOperation<'_>,
     step: Step,
@@ -193,7 +194,7 @@ pub async fn decide_retry(
 struct ResizeState {
     machine: MachineRow,
     server: Server,
-    to: svc_machine::name::ServerType,
+    target_type: svc_machine::name::ServerType,
     /// The step's age.
     age: Duration,
 }
@@ -201,19 +202,20 @@ struct ResizeState {
 /// Reads the machine and its server; returns an outcome if the server is missing.
 async fn load_server(leased: &LeasedOperation<'_>) -> Result<Result<ResizeState, StepOutcome>, StepError> {
     let machine = leased.machine().await?;
-    let (Some(id), Some(to)) = (machine.provider_server_id, machine.resize_to.clone()) else {
+    let (Some(id), Some(target_type)) = (machine.provider_server_id, machine.resize_to.clone()) else {
         // The machine is no longer being resized: its state change also ended this operation.
         return Err(StepError::Lost);
     };
     let age = leased.step_age().await?;
     if let Some(server) = leased.platform.provider.get(ServerId(id)).await? {
-        return Ok(Ok(ResizeState { machine, server, to, age }));
+        return Ok(Ok(ResizeState { machine, server, target_type, age }));
     }
     // The inventory decides whether the server is gone, because it considers the host and all other servers.
     Ok(Err(StepOutcome::wait(MISSING_SERVER_INTERVAL)))
 }
 
-/// Waits for the action that this step has requested. A failed action is requested again after a delay.
+/// Returns an outcome that waits while the action that this step has requested is running; `None` if the step can
+/// continue. After the action has failed, the step requests it again after a delay.
 pub(super) async fn await_action(leased: &LeasedOperation<'_>) -> Result<Option<StepOutcome>, StepError> {
     match find_action_status(leased).await? {
         None | Some(ActionStatus::Success) => Ok(None),
@@ -237,6 +239,7 @@ async fn find_action_status(leased: &LeasedOperation<'_>) -> Result<Option<Actio
     }
 }
 
+/// Records the action that the step has requested, and waits for it.
 pub(super) fn wait_for_action(leased: &LeasedOperation<'_>, action: ActionId, age: Duration) -> StepOutcome {
     let mut facts: Map<String, Value> = leased.facts();
     facts.insert(ACTION.to_owned(), json!(action.0));

@@ -19,16 +19,17 @@ const MAX_BATCHES: u32 = 20;
 
 /// Tolerates differences between clocks, so that no row is deleted while it is still valid.
 const SESSION_GRACE: Duration = Duration::from_secs(3600);
+/// Counted from the key's first use.
 const IDEMPOTENCY_KEY_RETENTION: Duration = Duration::from_secs(7 * 86_400);
 
 /// Deletes expired rows from all tables, if no process has done so recently.
 ///
 /// # Errors
-/// The first failure. The other tables are still pruned, and the next pass continues.
+/// The first failure. If one table cannot be pruned, the others still are; the next pass tries again.
 pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
-    let pause = PRUNE_INTERVAL.min(platform.config.timing.reconcile_interval * 2).mul_f64(0.9);
-    if !db::tasks::claim_turn(&session, "retention", pause).await? {
+    let min_interval = PRUNE_INTERVAL.min(platform.config.timing.reconcile_interval * 2).mul_f64(0.9);
+    if !db::tasks::claim_turn(&session, "retention", min_interval).await? {
         return Ok(());
     }
     let retention = platform.config.timing.retention;

@@ -36,7 +36,7 @@ const MAX_BACKOFF: Duration = Duration::from_secs(60);
 /// Runs the operation's current step. Returns the operation if its next step is due immediately.
 ///
 /// # Errors
-/// [`StepError::Lost`], or an error if the outcome could not be stored.
+/// [`StepError::Lost`], or another error if the operation cannot be read or its progress cannot be stored.
 pub async fn run_current_step(
     platform: &Platform,
     operation: &OperationRow,
@@ -70,9 +70,9 @@ pub async fn run_current_step(
         }
         Ok(StepOutcome::Wait { delay, facts }) => {
             if kind == OperationKind::Resize
-                && let Some(end) = resolve_failed_resize(&leased, step, None).await?
+                && let Some(next) = resolve_failed_resize(&leased, step, None).await?
             {
-                return Ok(end);
+                return Ok(next);
             }
             let facts = facts.map_or_else(|| operation.facts.clone(), Value::Object);
             let to = NextStep { step, facts: &facts, attempts: 0, due_in: delay };
@@ -89,7 +89,7 @@ pub async fn run_current_step(
         }
         Err(error) if kind == OperationKind::Resize => {
             match resolve_failed_resize(&leased, step, Some(&error)).await? {
-                Some(end) => Ok(end),
+                Some(next) => Ok(next),
                 None => retry_step(&leased, step, &error).await.map(|()| None),
             }
         }
@@ -145,7 +145,8 @@ async fn finish_step(
     Ok(Some(next))
 }
 
-/// Decides how a resize continues if this step cannot succeed; `None` means that the step continues.
+/// Abandons or ends a resize if this step cannot succeed, and returns the operation if it continues with another step.
+/// The outer `None` means that the step is to run again.
 async fn resolve_failed_resize(
     leased: &LeasedOperation<'_>,
     step: Step,
@@ -186,7 +187,7 @@ async fn retry_step(leased: &LeasedOperation<'_>, step: Step, error: &StepError)
         alarms::raise_for_provider_error(leased.platform, cause).await;
         let to = NextStep { step, facts: &operation.facts, attempts, due_in: backoff(attempts) };
         let why = format!("{error}; retrying within {} s", max_backoff(attempts).as_secs_f64().ceil());
-        // While the operation is waiting for the account, it has no deadline.
+        // While the provider restricts the account, the operation has no deadline.
         return wait_for(leased, to, db::operations::PROVIDER_ACCOUNT_BLOCKED, &why).await;
     }
     // A step may take a long time: a single late failure is not a reason to give up.
@@ -203,7 +204,7 @@ async fn retry_step(leased: &LeasedOperation<'_>, step: Step, error: &StepError)
 }
 
 /// Returns whether operations of this kind create a machine. If such an operation fails, its machine fails too, and the
-/// slot returns to the previous machine if that still exists.
+/// slot returns to an earlier machine if one can be reinstated.
 fn creates_machine(kind: OperationKind) -> bool {
     matches!(kind, OperationKind::Provision | OperationKind::Recover)
 }
@@ -244,7 +245,7 @@ fn max_backoff(attempts: i32) -> Duration {
     (Duration::from_millis(500) * 2u32.pow(exponent)).min(MAX_BACKOFF)
 }
 
-/// Returns [`max_backoff`] with jitter over its second half.
+/// Returns a random delay between half of [`max_backoff`] and all of it.
 fn backoff(attempts: i32) -> Duration {
     let whole = max_backoff(attempts);
     let jitter =
@@ -259,6 +260,7 @@ struct NextStep<'a> {
     due_in: Duration,
 }
 
+/// The outcome and the detail of a line in the operation's log, if a line is written.
 type LogLine<'a> = Option<(&'a str, Option<&'a str>)>;
 
 async fn store_waiting(
@@ -422,33 +424,33 @@ async fn end_operation(
     db::operations::log(&tx, id, step.as_str(), "succeeded", None).await?;
     write_record(leased, &tx, record).await?;
     db::commit(tx).await?;
-    // The reconciler handles follow-up work immediately, such as a server whose retention period has ended.
+    // Wakes the reconciler for follow-up work, such as a server whose retention period has ended.
     leased.platform.reconciler_wake.notify_one();
     operation_metrics::record_end(leased.kind.as_str(), "succeeded", leased.operation.created_at);
     tracing::info!("an operation succeeded");
     Ok(())
 }
 
-/// Renews the lease while the step is running. Returns when the lease is lost.
+/// Renews the lease while the step is running. Returns when this process no longer holds the lease, or cannot renew it
+/// for too long.
 async fn renew_lease_until_lost(leased: &LeasedOperation<'_>) {
     let lease = leased.platform.config.timing.lease_ttl;
-    let mut unrenewed_for = Duration::ZERO;
+    let mut renewed_at = tokio::time::Instant::now();
     loop {
-        let pause = lease / 4;
-        tokio::time::sleep(pause).await;
+        tokio::time::sleep(lease / 4).await;
+        let began = tokio::time::Instant::now();
+        let remaining = lease.saturating_sub(renewed_at.elapsed());
+        if remaining.is_zero() {
+            return;
+        }
         let renewed = async {
             let session = leased.platform.db.session().await?;
             db::operations::renew(&session, leased.operation.id, leased.owner, lease).await
         };
-        match tokio::time::timeout(lease / 2, renewed).await {
-            Ok(Ok(true)) => unrenewed_for = Duration::ZERO,
+        match tokio::time::timeout(remaining.min(lease / 2), renewed).await {
+            Ok(Ok(true)) => renewed_at = began,
             Ok(Ok(false)) => return,
-            Ok(Err(_)) | Err(_) => {
-                unrenewed_for += pause;
-                if unrenewed_for >= lease {
-                    return;
-                }
-            }
+            Ok(Err(_)) | Err(_) => {}
         }
     }
 }

@@ -31,7 +31,7 @@ use svc_store::pointer_io::{self, PointerError};
 pub enum StepOutcome {
     /// Continues with the next step; the record is written in the same transaction.
     Done { note: Option<Cow<'static, str>>, record: StepRecord },
-    /// The step runs again later with these facts.
+    /// The step runs again later with these facts; `None` keeps the stored ones.
     Wait { delay: Duration, facts: Option<Map<String, Value>> },
     /// The step runs again later. In the meantime, the operation's error code and log show what it is waiting for.
     WaitFor { delay: Duration, code: &'static str, why: Cow<'static, str> },
@@ -49,7 +49,7 @@ pub enum StepOutcome {
 pub struct Question {
     pub code: &'static str,
     pub detail: String,
-    /// The snapshot that an answer may name.
+    /// The object key of the snapshot that the answer may select.
     pub snapshot: Option<String>,
     /// The step's facts for its next run.
     pub facts: Map<String, Value>,
@@ -76,6 +76,7 @@ impl StepOutcome {
 /// A change to the machine's row, written in the transaction that ends the step.
 pub enum StepRecord {
     Nothing,
+    /// The provider has accepted the request to create the machine's server.
     CreateAccepted {
         server: i64,
         address: Option<Ipv4Addr>,
@@ -92,7 +93,8 @@ pub enum StepRecord {
         machine: MachineId,
         since: Option<Timestamp>,
     },
-    /// Like [`StepRecord::Unsaved`], but an operator accepted the loss.
+    /// An operator accepted the loss of the data written after `since`. The machine no longer counts as holding unsaved
+    /// data.
     LossAccepted {
         machine: MachineId,
         since: Option<Timestamp>,
@@ -109,7 +111,7 @@ pub enum StepRecord {
     ReinstatedServerOn {
         machine: MachineId,
     },
-    /// A server that an operator had powered off is on, and its host is healthy.
+    /// The server is on, and its host is healthy or has never registered. The machine no longer counts as powered off.
     HealthyAfterPowerOn {
         machine: MachineId,
     },
@@ -125,7 +127,8 @@ pub enum StepError {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// A retry cannot help: the machine fails.
+    /// A retry is not expected to help: a machine that is being created fails, and a resize is abandoned unless it is
+    /// already powering the server on. Other operations still retry the step.
     #[error("{what}")]
     Permanent {
         what: Cow<'static, str>,

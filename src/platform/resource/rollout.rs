@@ -49,7 +49,7 @@ fn to_summary(row: &RolloutRow, totals: RolloutTotals) -> RolloutSummary {
         ended_at: row.ended_at.map(Into::into),
         verify: row.should_verify,
         // A result that a later release wrote in an unknown format is omitted.
-        verification: row.verification.clone().and_then(|last| serde_json::from_value(last).ok()),
+        verification: row.verification.clone().and_then(|result| serde_json::from_value(result).ok()),
         request_id: row.request_id.clone(),
     }
 }

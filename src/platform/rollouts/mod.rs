@@ -2,15 +2,16 @@
 //! them, and only then are hosts notified.
 //!
 //! Any process may take the next step of a rollout, but only one process at a time. One notification per host is
-//! enough, because the response to its next heartbeat contains the same request. Both contain the id of the request
-//! that created the rollout: a host never retries a failed request, but a later rollout of the same release is a new
-//! request.
+//! enough, because the response to its next heartbeat contains the same request. The notification and the response
+//! contain the id of the request that created the rollout: a host never retries a failed request, but a later rollout
+//! of the same release is a new request.
 
 mod verification;
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use anyhow::Context as _;
 use futures_util::StreamExt;
 use serde_json::json;
 
@@ -26,7 +27,7 @@ use svc_http::request_id;
 use svc_machine::id::MachineId;
 use svc_wire::rollout::{MemberState, RolloutState};
 
-/// The fail points in a step.
+/// The fail points in one step of a rollout.
 pub const FAILPOINTS: &[&str] = &["rollouts.decided", "rollouts.written", "rollouts.committed"];
 
 /// Maximum number of hosts notified at once.
@@ -53,10 +54,14 @@ async fn run_pass(platform: &Arc<Platform>) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let unfinished = rollouts::list_unfinished(&session).await?;
     drop(session);
+    // A rollout that cannot be advanced does not delay the others.
+    let mut result = Ok(());
     for rollout in unfinished {
-        request_id::run_with_id(rollout.request_id.clone(), advance_rollout(platform, &rollout)).await?;
+        let advanced =
+            request_id::run_with_id(rollout.request_id.clone(), advance_rollout(platform, &rollout)).await;
+        result = result.and(advanced.with_context(|| format!("cannot advance the rollout {}", rollout.id)));
     }
-    Ok(())
+    result
 }
 
 async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Result<()> {

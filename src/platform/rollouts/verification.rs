@@ -1,8 +1,8 @@
 //! Verifies a rollout's release on the first machines that receive it, before the next batch starts.
 //!
 //! The checks take a long time, so they run outside any transaction, under a claim that is renewed: if the process
-//! stops, another process takes over. A finding pauses the rollout and raises an alarm; after `svcctl deploy resume`,
-//! the release is verified again.
+//! stops, another process takes over. A failed verification pauses the rollout and raises an alarm; after
+//! `svcctl deploy resume`, the release is verified again.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -138,7 +138,7 @@ async fn verify_machine(
             };
             machine = current;
         }
-        // After a timeout, the findings from the last complete attempt count.
+        // After a timeout, the findings from the last complete attempt count; without one, the timeout is the finding.
         let Ok(found) = timeout_at(deadline, check_machine(platform, &machine)).await else { break };
         findings = found;
         if findings.is_empty() {
@@ -174,7 +174,7 @@ async fn reload_if_running_release(
     Ok(load_machines(&session, running).await?.pop())
 }
 
-/// Checks that the gateway uses the machine's own database. Only the host can compare them; its heartbeats report a
+/// Checks that the gateway uses the machine's own database. Only the host can check this; its heartbeats report a
 /// mismatch.
 fn check_database(machine: &MachineRow) -> Findings {
     let findings = Findings::new("vps-database");
@@ -234,7 +234,7 @@ fn release_missing_finding(rollout: &RolloutRow, machine: &MachineRow) -> Rollou
     to_rollout_finding(machine, Finding { check: "release", level: Level::Problem, what, next: Some(next) })
 }
 
-/// Stores the result. A finding pauses the rollout unless it has ended in the meantime.
+/// Stores the result. A failed verification pauses the rollout, unless the rollout has ended in the meantime.
 async fn store_result(
     platform: &Platform,
     rollout: &RolloutRow,

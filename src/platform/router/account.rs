@@ -1,7 +1,7 @@
 //! Account choice in a browser whose session and identity provider cookie belong to different users.
 //!
-//! Two people may share a browser, so a page prompts for the choice. Any host on the same domain can set the provider's
-//! cookie, so the session takes precedence until the person decides.
+//! Two users may share a browser, so a page prompts for the choice. Any host on the same domain can set the provider's
+//! cookie, so the session takes precedence until the user chooses an account.
 
 use axum::response::Response;
 use base64::Engine;
@@ -22,7 +22,7 @@ use svc_machine::name::IdpUserId;
 pub(super) const PATH: &str = "/_svc/account";
 const TEMPLATE: &str = include_str!("account.html");
 
-/// The account that the person chose.
+/// The account that the user chose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum AccountChoice {
     Session,
@@ -46,7 +46,7 @@ impl std::str::FromStr for AccountChoice {
 }
 
 /// Returns the page that prompts for the choice; `None` if none is needed, if the request is not for a page, or if the
-/// person has already chosen between these two users.
+/// user has already chosen to keep the session.
 pub(super) fn choice_page(
     router: &RouterState,
     context: &RequestContext,
@@ -80,7 +80,7 @@ pub(super) async fn handle_choice(
     let choice = fields.finish(choice)?;
     let return_to = return_to.filter(|path| sign_in::is_local_path(path)).unwrap_or_else(|| "/".to_owned());
     let mut response = redirect(StatusCode::SEE_OTHER, &return_to);
-    // The person has already decided, for example in another tab or with a double click.
+    // The accounts no longer differ, for example because the user has already switched in another tab.
     let Identity::Disputed(session, subject) = &identity else { return Ok(response) };
     let set_cookie = match choice {
         AccountChoice::Session => RouterCookie::KeptAccount.set_cookie_header(
@@ -103,7 +103,7 @@ pub(super) async fn handle_choice(
 }
 
 impl RouterState {
-    /// Returns a name that the user recognizes: their machine's handle.
+    /// Returns a name that the user recognizes: the handle of their oldest machine.
     fn account_name(&self, user: &IdpUserId) -> String {
         let machines = self.directory.list_machines(user).unwrap_or_default();
         // Handles contain no HTML special characters.
@@ -114,7 +114,7 @@ impl RouterState {
     }
 }
 
-/// Returns the cookie value that records a decision between these two users.
+/// Returns the cookie value that records that the session's user was chosen over the provider's user.
 fn decision_mark(session: &IdpUserId, provider: &IdpUserId) -> String {
     B64.encode(sha256(format!("{session}\0{provider}").as_bytes()))
 }

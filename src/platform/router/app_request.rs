@@ -124,7 +124,7 @@ fn reject(router: &RouterState, context: &RequestContext, rejection: TokenReject
 
 /// The reason an app token was rejected.
 enum TokenRejection {
-    /// Malformed, or not signed by a platform key.
+    /// Malformed, or not signed with a key for app tokens.
     Forged,
     /// Expired, revoked by a sign-out, or for a machine that has been replaced.
     Expired,
@@ -190,7 +190,8 @@ fn find_token(request: &Request) -> Option<PresentedToken> {
     Some(PresentedToken::AsBearer(token.to_owned()))
 }
 
-/// Returns the request target without the token, which the machine must not see.
+/// Returns the request target without the token, which the machine must not see; `None` if the result is not a valid
+/// target.
 fn upstream_uri(uri: &Uri, slug: &str, rest: &str) -> Option<Uri> {
     let query = uri.query().map(|query| format!("?{query}")).unwrap_or_default();
     let mut parts = uri.clone().into_parts();
@@ -203,7 +204,7 @@ fn has_opaque_origin(headers: &HeaderMap) -> bool {
     matches!((origins.next(), origins.next()), (Some(origin), None) if origin == "null")
 }
 
-/// Whether this is a CORS preflight, which carries no token.
+/// Whether this is a CORS preflight from an app's page, which carries no token.
 fn is_preflight(method: &Method, headers: &HeaderMap) -> bool {
     method == Method::OPTIONS
         && headers.contains_key(ACCESS_CONTROL_REQUEST_METHOD)

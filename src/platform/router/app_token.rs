@@ -65,7 +65,8 @@ pub(super) fn is_app_token(text: &str) -> bool {
     text.starts_with(PREFIX)
 }
 
-/// Verifies a token's signature, claims and times. The caller checks the machine and the app.
+/// Verifies a token's signature, claims and times. The caller checks the machine, the app and the
+/// sign-out generation.
 ///
 /// # Errors
 /// [`ProofError`], except `WrongMachine`.

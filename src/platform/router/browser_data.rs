@@ -206,7 +206,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn is_loopback_accepts_only_this_machine() {
+    fn is_loopback_accepts_only_loopback_hosts() {
         for (authority, expected) in [
             ("localhost", true),
             ("app.localhost:8080", true),

@@ -172,9 +172,9 @@ async fn choose_slot(
     let slot = fields.required::<Slot>("slot");
     let slot = fields.finish(slot)?;
     let machines = router.directory.list_machines(identity.user());
-    let is_known =
+    let has_slot =
         machines.is_some_and(|machines| machines.iter().any(|machine| machine.record.slot == slot));
-    if !is_known {
+    if !has_slot {
         return Err(Problem::new(
             Code::NotFound,
             "You have no slot with this name; GET /_svc/slots lists your slots.",

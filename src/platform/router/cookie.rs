@@ -20,7 +20,7 @@ pub(super) enum RouterCookie {
     Session(PublicHost),
     /// Binds a single-use code to the browser that requested it.
     State,
-    /// Records that the person kept the session's account although the provider's cookie names another user.
+    /// Records that the user kept the session's account although the provider's cookie belongs to a different user.
     KeptAccount,
     /// A digest of the user whose machine this browser last used. The cookie outlives the session.
     LastUser,

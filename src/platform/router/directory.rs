@@ -34,7 +34,7 @@ pub(super) enum MachineLookup {
     Running(Arc<Machine>, Arc<Upstream>),
     NotRunning(Arc<Machine>),
     NoMachine,
-    /// The routes are too old, because the database has been unreachable.
+    /// The routes have not been loaded yet, or are too old because the database has been unreachable.
     Unknown,
 }
 
@@ -76,7 +76,7 @@ impl Directory {
         machine.map_or(MachineLookup::NoMachine, MachineLookup::for_machine)
     }
 
-    /// Lists the user's active machines, oldest first; `None` if the routes are too old.
+    /// Lists the user's active machines, oldest first; `None` if the routes are not loaded or too old.
     pub(super) fn list_machines(&self, user: &IdpUserId) -> Option<Vec<Arc<Machine>>> {
         Some(self.fresh_users()?.get(user).cloned().unwrap_or_default())
     }
@@ -93,7 +93,8 @@ impl Directory {
         &self.trust
     }
 
-    /// Finds the address of a routable machine by its host name, for validating that name.
+    /// Finds the address of a routable machine by its host name. The router passes a certificate authority's validation
+    /// of the name (TLS-ALPN-01) on to this address.
     pub(super) fn find_address(&self, name: &str) -> Option<SocketAddr> {
         let id = self.trust.domain.as_ref()?.parse_machine(name)?;
         if !self.freshness.state().is_usable() {

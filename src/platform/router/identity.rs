@@ -1,7 +1,7 @@
 //! Identifies the caller by the identity provider's token, or by a platform session that was opened with such a token.
 //!
 //! A request with an invalid bearer token is rejected. An invalid provider cookie is ignored, because browsers keep
-//! sending expired cookies.
+//! sending the cookie after the token in it has expired.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -24,13 +24,14 @@ const ACCEPTED_TTL: Duration = Duration::from_secs(60);
 /// How long a rejected token is cached, because a browser may send it with every request.
 const REJECTED_TTL: Duration = Duration::from_secs(5);
 const MAX_CACHED_VERDICTS: usize = 20_000;
+/// Burst of the check limit, in seconds of the sustained rate.
 const CHECK_BURST_SECONDS: u32 = 10;
 
 /// The caller, by the kind of credential.
 pub(super) enum Identity {
     Session(Arc<Session>),
     /// A session, while the provider's cookie belongs to a different user. The session takes precedence until the
-    /// person decides, because an attacker may have set the cookie.
+    /// user chooses an account, because an attacker may have set the cookie.
     Disputed(Arc<Session>, Arc<Subject>),
     /// The provider's cookie, in a browser without a session.
     Cookie(Arc<Subject>),
@@ -66,8 +67,8 @@ pub(super) enum AuthError {
     NoKeys,
     #[error("cannot look up sessions")]
     Sessions(#[from] SessionError),
-    #[error("too many unverified credentials from this address")]
-    RateLimited(Duration),
+    #[error("too many credential checks from this address")]
+    RateLimited { retry_after: Duration },
 }
 
 pub(super) struct Authenticator {
@@ -80,7 +81,7 @@ pub(super) struct Authenticator {
 /// The cached result of a token's verification.
 struct CachedVerdict {
     subject: Option<Arc<Subject>>,
-    until: Instant,
+    expires_at: Instant,
 }
 
 impl Authenticator {
@@ -137,7 +138,9 @@ impl Authenticator {
     /// Counts a credential check against the client address's limit.
     pub(super) fn admit_check(&self, context: &RequestContext) -> Result<(), AuthError> {
         let Some(address) = context.client_address else { return Ok(()) };
-        self.checks.check(&client_network(address)).map_err(AuthError::RateLimited)
+        self.checks
+            .check(&client_network(address))
+            .map_err(|retry_after| AuthError::RateLimited { retry_after })
     }
 
     /// Verifies a token or returns its cached verdict. A verification counts against the client address's limit.
@@ -151,11 +154,13 @@ impl Authenticator {
             return Ok(verdict);
         }
         self.admit_check(context)?;
-        // Boxed, because this runs only about once a minute but would enlarge every request's future.
+        // Boxed: most requests hit the cache, but the unboxed future would enlarge every request's future.
         let verdict = Box::pin(self.verifier.verify(token, context.now)).await;
         Ok(self.cache_verdict(hash, verdict, context.now))
     }
 
+    /// Like [`Self::check_token`], but never fetches the provider's keys, and rejects the token if the client address
+    /// has exceeded its limit.
     fn check_with_known_keys(&self, context: &RequestContext, token: &str) -> Result<Arc<Subject>, JwtError> {
         let hash = sha256(token.as_bytes());
         if let Some(verdict) = self.cached_verdict(&hash) {
@@ -167,7 +172,7 @@ impl Authenticator {
 
     fn cached_verdict(&self, hash: &TokenHash) -> Option<Result<Arc<Subject>, JwtError>> {
         let cache = self.lock_cache();
-        let cached = cache.get(hash).filter(|cached| cached.until > Instant::now())?;
+        let cached = cache.get(hash).filter(|cached| cached.expires_at > Instant::now())?;
         Some(cached.subject.clone().ok_or(JwtError::RefusedWithoutCheck))
     }
 
@@ -191,7 +196,7 @@ impl Authenticator {
         if cache.len() >= MAX_CACHED_VERDICTS {
             cache.clear();
         }
-        cache.insert(hash, CachedVerdict { subject, until: Instant::now() + ttl });
+        cache.insert(hash, CachedVerdict { subject, expires_at: Instant::now() + ttl });
         verdict
     }
 

@@ -39,6 +39,7 @@ pub use builtin_routes::{openapi_servers, own_slot_schema};
 #[cfg(feature = "fuzzing")]
 pub use cookie::{drop_reserved, reserved_names};
 
+/// Burst of the limit on each user's requests, in seconds of the sustained rate.
 const USER_BURST_SECONDS: u32 = 2;
 
 use crate::config::RouterConfig;

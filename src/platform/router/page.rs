@@ -34,7 +34,7 @@ pub(super) enum UnavailableReason {
     PoweredOff,
     /// The machine is `running`, but its route changed while the request was in flight.
     RouteChanged,
-    /// The routes are too old, because the database has been unreachable.
+    /// The routes have not been loaded yet, or are too old because the database has been unreachable.
     Unknown,
 }
 

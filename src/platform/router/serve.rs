@@ -268,9 +268,9 @@ impl RouterState {
         let request_id = request_id::current();
         let values = ForwardHeaders { peer, scheme: context.scheme, proof, request_id: &request_id };
         if prepare_headers(request.headers_mut(), values)
-            && let Some(until) = self.stream_limit(caller, context.now)
+            && let Some(limit) = self.stream_limit(caller, context.now)
         {
-            request.extensions_mut().insert(until);
+            request.extensions_mut().insert(limit);
         }
         match upstream.proxy.forward(request).await {
             Ok(mut response) => {
@@ -333,7 +333,7 @@ impl RouterState {
         Some(TimeLimit { revoked, deadline: tokio::time::Instant::now() + remaining(expires_at) })
     }
 
-    /// Redirects to the legacy fallback, if one is configured, or reports why there is no machine.
+    /// Redirects to the legacy fallback, if one is configured, or reports why no machine is available.
     fn respond_unavailable(
         &self,
         context: &RequestContext,
@@ -369,7 +369,7 @@ fn auth_problem(error: AuthError) -> Problem {
         AuthError::NoKeys => Problem::new(Code::Unavailable, "The identity provider is unreachable.")
             .retry_after(page::REFRESH_SECONDS),
         AuthError::Sessions(error) => session_problem(&error),
-        AuthError::RateLimited(wait) => rate_limited(wait),
+        AuthError::RateLimited { retry_after } => rate_limited(retry_after),
     }
 }
 

@@ -27,7 +27,7 @@ use svc_http::rate_limit::RateLimit;
 use svc_machine::name::{IdpUserId, Slot};
 
 const CODE_LIFETIME_SECONDS: i32 = 60;
-/// How long an unknown cookie is cached.
+/// How long it is cached that no live session has a cookie.
 const UNKNOWN_TTL: Duration = Duration::from_secs(5);
 const MAX_CACHED_SESSIONS: usize = 50_000;
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(3);
@@ -137,7 +137,7 @@ impl Sessions {
             return Ok(None);
         }
         let sql = format!("SELECT {COLUMNS} FROM sessions WHERE token_hash = $1");
-        // Boxed, because this runs once per session but would enlarge every request's future.
+        // Boxed: most requests hit the cache, but the unboxed future would enlarge every request's future.
         let session = match Box::pin(self.query_row(&sql, &[&hash.as_slice()])).await? {
             Some(row) => parse_session(&row)?,
             None => None,

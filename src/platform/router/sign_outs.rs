@@ -1,7 +1,7 @@
 //! Recent sign-outs, and each user's open streams. A sign-out invalidates the user's older app tokens and closes the
 //! user's streams.
 //!
-//! The watcher reports sign-outs from other processes. Invariant: a sign-out closes every stream that was registered
+//! The watcher also records other processes' sign-outs. Invariant: a sign-out closes every stream that was registered
 //! before it. After registering a stream, the caller checks that no sign-out has happened in the meantime.
 
 use std::collections::HashMap;
@@ -16,6 +16,7 @@ use svc_machine::name::IdpUserId;
 /// Minimum number of users at which a map is swept.
 const MIN_SWEEP_USERS: usize = 1024;
 
+/// The sign-outs that this process has recorded, and the users' open streams.
 #[derive(Default)]
 pub(super) struct SignOuts {
     last: RwLock<UserMap<SignOut>>,
@@ -26,11 +27,11 @@ pub(super) struct SignOuts {
 #[derive(Debug, Clone, Copy)]
 struct SignOut {
     generation: i64,
-    at: Instant,
+    signed_out_at: Instant,
 }
 
-/// A map of users to values that expire. It is swept whenever its size has doubled, so that sweeps take amortized
-/// constant time.
+/// A map of users to values that expire. It is swept whenever its size has doubled, so that an insertion takes
+/// amortized constant time.
 struct UserMap<T> {
     by_id: HashMap<IdpUserId, T>,
     sweep_at: usize,
@@ -65,20 +66,26 @@ impl SignOuts {
         self.generation_newer_than(user, MAX_APP_TOKEN_LIFETIME)
     }
 
-    fn generation_newer_than(&self, user: &IdpUserId, age: Duration) -> i64 {
+    fn generation_newer_than(&self, user: &IdpUserId, max_age: Duration) -> i64 {
         let last = self.last.read().unwrap_or_else(PoisonError::into_inner);
-        last.by_id.get(user).filter(|last| last.at.elapsed() < age).map_or(0, |last| last.generation)
+        last.by_id
+            .get(user)
+            .filter(|sign_out| sign_out.signed_out_at.elapsed() < max_age)
+            .map_or(0, |sign_out| sign_out.generation)
     }
 
-    /// Records a sign-out that happened `age` ago, and closes the user's streams. Idempotent.
+    /// Records a sign-out that happened `age` ago, and closes the user's streams. Does nothing if this sign-out or a
+    /// later one has been recorded.
     pub(super) fn record_sign_out(&self, user: &IdpUserId, generation: i64, age: Duration) {
         let now = Instant::now();
-        let at = now.checked_sub(age).unwrap_or(now);
+        let signed_out_at = now.checked_sub(age).unwrap_or(now);
         let mut last = self.last.write().unwrap_or_else(PoisonError::into_inner);
-        if last.by_id.get(user).is_some_and(|known| known.generation >= generation) {
+        if last.by_id.get(user).is_some_and(|recorded| recorded.generation >= generation) {
             return;
         }
-        last.insert(user, SignOut { generation, at }, |known| known.at.elapsed() < SIGN_OUT_TTL);
+        last.insert(user, SignOut { generation, signed_out_at }, |recorded| {
+            recorded.signed_out_at.elapsed() < SIGN_OUT_TTL
+        });
         drop(last);
         self.close_streams(user);
     }
@@ -91,8 +98,8 @@ impl SignOuts {
         }
     }
 
-    /// Returns a token that the user's next sign-out cancels. The caller must keep it for as long as the stream is
-    /// open.
+    /// Returns a token that is cancelled when the user's streams are closed. The caller must hold it while the stream
+    /// is open: this registry has only a weak reference.
     pub(super) fn register_stream(&self, user: &IdpUserId) -> Arc<CancellationToken> {
         let mut streams = self.lock_streams();
         if let Some(token) = streams.by_id.get(user).and_then(Weak::upgrade) {
@@ -133,7 +140,7 @@ mod tests {
         assert!(later.is_cancelled());
     }
 
-    /// One process has loaded the sign-out; another started after its row was deleted.
+    /// One process has loaded the sign-out, and the other, which started later, has not.
     #[test]
     fn old_sign_out_is_not_enforced() {
         let (old, new, ada) = (SignOuts::default(), SignOuts::default(), user("ada"));

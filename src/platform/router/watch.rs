@@ -1,9 +1,10 @@
-//! Keeps the directory and the session cache current: polls the database at an interval, and immediately after a
-//! NOTIFY.
+//! Keeps the directory, the session cache and the sign-outs current: polls the database at an interval, and immediately
+//! after a NOTIFY.
 //!
-//! Numbers from a sequence are not committed in order, so reading only rows above the last number seen could miss rows.
-//! Instead, the poll compares a digest of the change numbers of all committed active rows. Sessions and acknowledged
-//! keys change rarely: each poll reads, by an index, the changes within a window that is longer than any transaction.
+//! Each change to a machine's row takes a number from a sequence. The numbers are not committed in order, so reading
+//! only the rows above the last number seen could miss rows. Instead, each poll compares a digest of the numbers of all
+//! active machines. Sessions, sign-outs and acknowledged keys change rarely: each poll reads, by an index, the changes
+//! within a window that is longer than any transaction that writes such a change.
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -30,7 +31,8 @@ use svc_machine::id::MachineId;
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Limits the poll rate when many notifications arrive.
 const MIN_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// After a longer gap between polls, some changes to sessions may have left the window that a poll reads.
+/// After a longer gap between polls, some changes to sessions may have left the window that a poll reads, so the
+/// session cache is cleared and everything else is read again.
 const MAX_POLL_GAP: Duration = Duration::from_secs(5);
 
 const ACTIVE: &str = "FROM user_machines WHERE deleted_at IS NULL AND retired_at IS NULL";
@@ -39,7 +41,7 @@ const ACTIVE: &str = "FROM user_machines WHERE deleted_at IS NULL AND retired_at
 const CHANGED_SESSIONS: &str = "SELECT token_hash, host, idp_user_id, slot, expires_at, revoked_at IS NOT NULL \
      FROM sessions WHERE changed_at > now() - interval '15 seconds'";
 /// `$1` is the age in seconds up to which sign-outs are read. The first poll of a connection, and each poll after a
-/// gap, reads all sign-outs that affect valid app tokens; other polls read only recent ones.
+/// gap, reads all sign-outs of the last [`SIGN_OUT_TTL`]; other polls read only recent ones.
 const SIGN_OUTS: &str = "SELECT idp_user_id, generation, \
      greatest(extract(epoch FROM now() - changed_at), 0)::float8 FROM sign_outs \
      WHERE changed_at > now() - make_interval(secs => $1)";
@@ -59,11 +61,11 @@ pub(super) struct Watcher {
 impl Watcher {
     pub(super) async fn run(self, stop: CancellationToken) {
         let mut outage = Outage::default();
-        let mut last = None;
+        let mut last_poll = None;
         loop {
             let watched = tokio::select! {
                 () = stop.cancelled() => return,
-                watched = self.watch(&mut last, &mut outage) => watched,
+                watched = self.watch(&mut last_poll, &mut outage) => watched,
             };
             let Err(error) = watched;
             outage.report(&self.freshness, &error);
@@ -74,10 +76,10 @@ impl Watcher {
         }
     }
 
-    /// Polls over one connection until an error occurs.
+    /// Polls over one connection until an error occurs. `last_poll` is the start of the last successful poll.
     async fn watch(
         &self,
-        last: &mut Option<Instant>,
+        last_poll: &mut Option<Instant>,
         outage: &mut Outage,
     ) -> anyhow::Result<std::convert::Infallible> {
         let wake = Arc::new(Notify::new());
@@ -86,7 +88,7 @@ impl Watcher {
         let mut connection = connection.await.context("connecting to the database timed out")??;
         loop {
             let started_at = Instant::now();
-            let has_gap = last.is_none_or(|last| started_at.duration_since(last) > MAX_POLL_GAP);
+            let has_gap = last_poll.is_none_or(|last| started_at.duration_since(last) > MAX_POLL_GAP);
             if has_gap {
                 connection.last_digest = None;
             }
@@ -96,7 +98,7 @@ impl Watcher {
             if has_gap {
                 self.sessions.clear_cache();
             }
-            *last = Some(started_at);
+            *last_poll = Some(started_at);
             outage.end(&self.freshness);
             tokio::time::sleep(MIN_POLL_INTERVAL.min(self.interval)).await;
             tokio::select! {
@@ -124,7 +126,7 @@ impl Watcher {
         if *last_digest == Some(current_digest) {
             self.directory.confirm(started_at);
         } else {
-            // The rows are read after the digest, so that a change in between changes the next digest.
+            // The rows are read after the digest, so that the next poll reads a change between the two queries again.
             let rows = client.query(&*machines, &[]).await?;
             let trust = self.directory.trust();
             let rows = rows.iter().filter_map(|row| parse_machine(row, trust)).collect();
@@ -134,8 +136,8 @@ impl Watcher {
         for user in self.sessions.apply_changes(&changed) {
             self.sign_outs.close_streams(&user);
         }
-        // Sign-outs are applied after the sessions, because a request that registers a stream then checks its session
-        // again.
+        // Sessions are updated before sign-outs are recorded: a request that registers a stream after the sign-out has
+        // closed the user's streams then finds its session revoked when it checks the session again.
         for row in signed_out {
             match row.try_get::<_, &str>(0)?.parse() {
                 Ok(user) => {
@@ -149,7 +151,7 @@ impl Watcher {
     }
 }
 
-/// The last logged state of a database outage, so that each state is logged once.
+/// The last logged state of a database outage, so that a state is logged only when it changes.
 #[derive(Default)]
 struct Outage {
     logged: Option<RoutesState>,

@@ -44,10 +44,13 @@ pub(super) struct Budget {
 
 #[derive(Default)]
 struct State {
+    /// When the gate opens again.
     closed_until: Option<Instant>,
-    /// Calls reserved in the shared budget but not yet made, and their expiry.
+    /// Calls reserved in the shared budget but not yet made.
     reserved: u32,
+    /// When the reserved calls expire; they are then returned to the shared budget.
     reserved_until: Option<Instant>,
+    /// The last observation that has not been reported to the shared budget yet.
     observed: Option<ObservedBudget>,
 }
 
@@ -65,12 +68,12 @@ impl Budget {
     /// call counts as in flight until the permit is dropped.
     ///
     /// # Errors
-    /// [`Exhausted`] after the maximum wait. Without a shared budget, the permit is then granted even if the gate is
-    /// still closed.
+    /// [`Exhausted`] if there is a shared budget and no call became available within the maximum wait. Without a shared
+    /// budget, the permit is then granted even if the gate is still closed.
     pub(super) async fn acquire(&self) -> Result<OwnedSemaphorePermit, Exhausted> {
         let permit =
             Arc::clone(&self.in_flight).acquire_owned().await.expect("the semaphore is never closed");
-        // Other tasks may keep the gate closed for longer; `max_wait` bounds the wait.
+        // Other tasks' responses may close the gate again and again, so `max_wait` also bounds the total wait.
         let deadline = Instant::now() + self.max_wait;
         loop {
             let until = match self.closed_until() {
@@ -81,14 +84,15 @@ impl Budget {
                 },
             };
             if Instant::now() >= deadline {
-                // Without a shared budget, the gate only estimates other users' calls.
+                // Without a shared budget, the gate is only an estimate: calls by other users are not known.
                 return if self.shared.is_none() { Ok(permit) } else { Err(Exhausted) };
             }
             tokio::time::sleep_until(until.min(deadline)).await;
         }
     }
 
-    /// Reserves one call. The error is the delay before the next attempt.
+    /// Reserves one call in the shared budget, if there is one and it is available. The error is the delay before the
+    /// next attempt.
     async fn reserve_call(&self) -> Result<(), Duration> {
         let Some(shared) = &self.shared else { return Ok(()) };
         let (unused, observed) = {
@@ -145,7 +149,7 @@ impl Budget {
     /// Reports a refusal to the other users of the shared budget.
     pub(super) async fn report_refusal(&self, wait: Duration) {
         if let Some(shared) = &self.shared {
-            // The provider itself rejects calls from a user that the report does not reach.
+            // If the report fails, the provider itself rejects the other users' calls.
             let _ = tokio::time::timeout(SHARED_BUDGET_TIMEOUT, shared.close(wait)).await;
         }
     }
@@ -174,7 +178,7 @@ fn min_refill_rate(used: u64, refill_time: Duration) -> Option<f64> {
     (used >= MIN_USED_CALLS && !refill_time.is_zero()).then(|| (used - 1) as f64 / refill_time.as_secs_f64())
 }
 
-/// Returns a random value from 0 to 1, so that waiting callers do not retry at the same time.
+/// Returns a random value from 0 to 1 (exclusive), so that waiting callers do not retry at the same time.
 fn jitter() -> f64 {
     f64::from(uuid::Uuid::new_v4().as_bytes()[0]) / 256.0
 }

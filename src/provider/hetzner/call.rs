@@ -23,12 +23,13 @@ const MAX_RESPONSE_BYTES: usize = 8 << 20;
 /// Timeouts and retries of the adapter.
 #[derive(Debug, Clone, Copy)]
 pub struct CallLimits {
-    /// Timeout of one exchange, from the first byte sent to the last byte received.
+    /// Timeout of one exchange, including the time to connect; the wait for the rate budget does not count.
     pub timeout: Duration,
     pub initial_backoff: Duration,
     pub max_backoff: Duration,
-    /// Maximum wait for a rate limit reset.
+    /// Maximum wait for the rate budget, for each exchange.
     pub max_rate_wait: Duration,
+    /// Maximum number of retries after the first exchange.
     pub retries: usize,
 }
 
@@ -83,7 +84,7 @@ impl<'a> Call<'a> {
     }
 }
 
-/// A failed exchange and its retry policy.
+/// A failed exchange, and whether it may be retried.
 struct FailedExchange {
     error: ProviderError,
     retry: Retry,
@@ -93,7 +94,7 @@ struct FailedExchange {
 enum Retry {
     Never,
     AfterBackoff,
-    /// The provider specified the delay.
+    /// After a 429: retry after at least this delay, for which the budget's gate is closed.
     After(Duration),
 }
 
@@ -133,7 +134,7 @@ impl Connection {
             .sleep(tokio::time::sleep)
             .when(|failed: &FailedExchange| !matches!(failed.retry, Retry::Never))
             .adjust(|failed, backoff| match failed.retry {
-                Retry::After(named) => backoff.map(|backoff| backoff.max(named)),
+                Retry::After(delay) => backoff.map(|backoff| backoff.max(delay)),
                 Retry::Never | Retry::AfterBackoff => backoff,
             })
             .notify(|failed, wait| {

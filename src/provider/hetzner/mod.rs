@@ -32,7 +32,7 @@ use svc_machine::name::{Location, ServerType};
 
 /// The provider's maximum page size.
 const PER_PAGE: &str = "50";
-/// Only a broken provider has more pages: a project cannot have fifty thousand servers.
+/// Maximum number of pages to read. Only a broken provider returns more: a project cannot have 50,000 servers.
 const MAX_PAGES: u32 = 1000;
 
 /// The API token contains a character that is not allowed in a header.
@@ -47,7 +47,8 @@ pub struct Hetzner {
 }
 
 impl Hetzner {
-    /// Creates an adapter. `base` is the API's root, such as `https://api.hetzner.cloud/v1`.
+    /// Creates an adapter with a rate budget of its own. `base` is the API's root, such as
+    /// `https://api.hetzner.cloud/v1`.
     pub fn new(client: reqwest::Client, base: Url, token: &SecretString) -> Result<Self, InvalidToken> {
         Self::with_limits(client, base, token, CallLimits::default())
     }
@@ -62,6 +63,7 @@ impl Hetzner {
         Self::build(client, base, token, CallLimits::default(), Some(rate_budget))
     }
 
+    /// Creates an adapter with other limits than the default ones, and without a shared rate budget.
     pub fn with_limits(
         client: reqwest::Client,
         base: Url,
@@ -213,7 +215,7 @@ impl Provider for Hetzner {
 struct EmptyBody {}
 
 fn encode_json(body: &impl Serialize) -> Vec<u8> {
-    serde_json::to_vec(body).expect("strings, numbers and maps with text keys are JSON")
+    serde_json::to_vec(body).expect("strings, numbers and maps with string keys can be serialized")
 }
 
 fn none_if_not_found<A>(response: Result<A, ProviderError>) -> Result<Option<A>, ProviderError> {

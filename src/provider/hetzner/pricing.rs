@@ -1,5 +1,5 @@
-//! The part of the provider's price list that the platform uses. Its amounts are decimal strings, which are never read
-//! as floating point.
+//! The part of the provider's price list that the platform uses. The amounts are decimal strings; they are never parsed
+//! as floating-point numbers, which would not be exact.
 
 use std::collections::BTreeMap;
 
@@ -27,7 +27,7 @@ struct Pricing {
 #[derive(Deserialize)]
 struct TypePrices {
     name: String,
-    /// Parsed only for the requested type: an error in another type's prices must not hide this type's.
+    /// Parsed only for the requested type, so that an error in another type's prices does not matter.
     #[serde(default)]
     prices: Value,
 }
@@ -55,18 +55,18 @@ struct Price {
 }
 
 impl PricingResponse {
-    /// Extracts the prices for a server type and an IPv4 address.
+    /// Extracts the prices of a server type and of a public IPv4 address. Both are empty if the provider lists none.
     ///
     /// # Errors
     /// If one of these prices cannot be parsed.
     pub(super) fn into_prices(self, name: &ServerType) -> Result<ServerPrices, serde_json::Error> {
         let Pricing { currency, server_types, primary_ips } = self.pricing;
-        let server = server_types.into_iter().find(|known| known.name == name.as_str());
-        let public_ipv4 = primary_ips.into_iter().find(|known| known.kind == "ipv4");
+        let server = server_types.into_iter().find(|entry| entry.name == name.as_str());
+        let public_ipv4 = primary_ips.into_iter().find(|entry| entry.kind == "ipv4");
         Ok(ServerPrices {
             currency,
-            servers: parse_by_location(server.map(|known| known.prices))?,
-            public_ipv4: parse_by_location(public_ipv4.map(|known| known.prices))?,
+            servers: parse_by_location(server.map(|entry| entry.prices))?,
+            public_ipv4: parse_by_location(public_ipv4.map(|entry| entry.prices))?,
         })
     }
 }

@@ -45,7 +45,7 @@ impl<'a> CreateServerRequest<'a> {
     }
 }
 
-/// The disk keeps its size, so `upgrade_disk` is constant.
+/// A request to change a server's type. `upgrade_disk` is always false, so that the disk keeps its size.
 #[derive(Serialize)]
 pub(super) struct ChangeTypeRequest<'a> {
     server_type: &'a str,
@@ -87,7 +87,7 @@ pub(super) struct ServersResponse {
     pub(super) meta: Meta,
 }
 
-/// A page of servers, of which only the total is used.
+/// A page of servers, of which only the total number of servers is parsed.
 #[derive(Deserialize)]
 pub(super) struct ServerCountResponse {
     pub(super) meta: CountMeta,

@@ -38,7 +38,7 @@ impl PublicKey {
     }
 }
 
-/// Trusted keys: base64 of raw Ed25519 keys, separated by commas.
+/// The keys that are trusted. Their text form is the base64 of each raw Ed25519 key, separated by commas.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct TrustedKeys(Vec<PublicKey>);
 
@@ -175,7 +175,8 @@ impl KeySet {
     /// Checks that one of the set's keys has signed the manifest that contains the set.
     ///
     /// # Errors
-    /// [`KeySetError::Unproven`], and [`ManifestError::InvalidSignature`] if a signature by one of them is invalid.
+    /// [`KeySetError::Unproven`] if none has signed it, [`ManifestError::InvalidSignature`] if a signature by one of
+    /// them is invalid, and [`ManifestError::MalformedSignature`].
     pub(super) fn check_signed_by_own_key(&self, signed: &SignedManifest) -> Result<(), ManifestError> {
         self.keys.check(&signed.manifest, &signed.signature).map_err(|error| match error {
             ManifestError::UnknownKey { .. } => KeySetError::Unproven { ids: self.keys.ids() }.into(),
@@ -183,7 +184,12 @@ impl KeySet {
         })
     }
 
-    /// Returns the offered set if it is newer than this one.
+    /// Returns the offered set if its sequence is higher than this one's; `None` if the offered set is older or the
+    /// same.
+    ///
+    /// # Errors
+    /// [`KeySetError::SequenceTaken`] if the sequences are equal but the keys differ, and
+    /// [`KeySetError::SequenceTooHigh`].
     pub fn successor(&self, offered: &Self) -> Result<Option<Self>, KeySetError> {
         let max = max_sequence_after(self.sequence);
         match offered.sequence {

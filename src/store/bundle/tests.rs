@@ -95,8 +95,8 @@ proptest! {
         let mut manifest = MANIFEST.as_bytes().to_vec();
         manifest[at / 8] ^= 1 << (at % 8);
         let signed = SignedManifest { manifest, signature: SIGNATURE.into() };
-        let end = verify(&signed, &keys(KEY), &"2026.11.21-1".parse().unwrap(), Timestamp::UNIX_EPOCH);
-        prop_assert_eq!(end.unwrap_err(), ManifestError::InvalidSignature { id: "614c4b637b092e93".to_owned() });
+        let result = verify(&signed, &keys(KEY), &"2026.11.21-1".parse().unwrap(), Timestamp::UNIX_EPOCH);
+        prop_assert_eq!(result.unwrap_err(), ManifestError::InvalidSignature { id: "614c4b637b092e93".to_owned() });
     }
 
     #[test]
@@ -104,9 +104,9 @@ proptest! {
         let mut signature = SIGNATURE.as_bytes().to_vec();
         signature[at / 8] ^= 1 << (at % 8);
         let signed = SignedManifest { manifest: MANIFEST.into(), signature };
-        let end = verify(&signed, &keys(KEY), &"2026.11.21-1".parse().unwrap(), Timestamp::UNIX_EPOCH);
+        let result = verify(&signed, &keys(KEY), &"2026.11.21-1".parse().unwrap(), Timestamp::UNIX_EPOCH);
         // A flipped bit can turn the line end into other white space, which does not change the signature.
-        prop_assert!(end.is_err() || at / 8 == SIGNATURE.len() - 1);
+        prop_assert!(result.is_err() || at / 8 == SIGNATURE.len() - 1);
     }
 
     #[test]

@@ -26,7 +26,8 @@ async fn put_temporary(
     response
 }
 
-/// Returns `Yes` if the store rejected the request with one of the statuses in `refusals`.
+/// Returns `Yes` if the store rejected the request with one of the statuses in `refusals`, `No` with `deviation` if the
+/// request succeeded, and otherwise `Unknown`.
 fn require_refusal(
     response: Result<StoreResponse, RequestError>,
     refusals: &[StatusCode],

@@ -55,7 +55,7 @@ pub(super) async fn probe_visibility(bucket: &Bucket) -> Outcome {
     outcome
 }
 
-/// Only uploads of snapshots are completed conditionally, so the key looks like a snapshot's.
+/// The key looks like a snapshot's, because only uploads of snapshots are completed conditionally.
 pub(super) async fn probe_upload_once(bucket: &Bucket) -> Outcome {
     let key = temporary_key(&format!("{}/probe.dump", SNAPSHOTS.trim_matches('/')));
     let probe = async {

@@ -16,18 +16,22 @@ export interface BackupState {
   pendingBytes: number | null;
   /** Why the last save failed. */
   error: string | null;
+  /** The number and the total size of the files when everything was last compared with the backup. */
   files: number;
   bytes: number;
+  /** The number of entries that the last save could not read. */
   unreadable: number;
   firstUnreadable: string | null;
-  /** The number of files that changed every time they were read. */
+  /** The number of files that changed during each of the last save's attempts to read them. */
   unstable: number;
   invalidRules: string[];
+  /** `null` until the excluded files have been measured. */
   excluded: Exclusions | null;
+  /** When a share of the backup was last verified. */
   verifiedAt: string | null;
   /** When a sample of the files was last restored and compared. */
   drilledAt: string | null;
-  /** The damage that the checks of the backup have found; `null` if there is none. */
+  /** What the checks of the backup have found; `null` if everything is intact. */
   damage: string | null;
 }
 
@@ -42,7 +46,7 @@ export interface Exclusions {
 
 export interface FileEntry {
   name: string;
-  /** A newer host may send other kinds. */
+  /** If the machine is updated while this page is open, it may send other kinds. */
   kind: "file" | "directory" | "link" | "special" | "unknown";
   sizeBytes: number;
   mode: string;

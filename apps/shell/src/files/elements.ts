@@ -1,4 +1,4 @@
-// Small elements that the parts of the view share.
+// Small elements that the parts of the Files view share.
 
 import { el } from "../../../shared/ui";
 import { toVisibleText } from "./format";

@@ -54,7 +54,7 @@ export function formatAge(timestamp: string): string {
   return relativeTime.format(-Math.floor(seconds / length), unit);
 }
 
-/** Replaces control characters, and characters that reorder the text around them, with visible ones. */
+/** Replaces control characters, and invisible characters that can break lines or reorder text, with visible ones. */
 export function toVisibleText(text: string): string {
   return text.replace(/[\p{Cc}\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]/gu, (character) => {
     const code = character.charCodeAt(0);

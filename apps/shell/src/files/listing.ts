@@ -98,6 +98,6 @@ function countEntries({ entries, nextCursor }: Listing): string {
 }
 
 function describeAbsence(path: string, time: string | null): string {
-  if (time !== null) return "Nothing was saved here at or before this time.";
+  if (time !== null) return "There is no backup at or before this time, or the last one does not contain this folder.";
   return path === HOME ? "No files have been saved yet." : "This folder is not in the newest backup.";
 }

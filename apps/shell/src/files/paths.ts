@@ -1,10 +1,10 @@
 // Paths of the owner's files, as the API shows them.
 
-/** Everything below it is backed up. */
+/** The user's home directory, which is the root of each snapshot. */
 export const ROOT = "/home/svc";
 /** The directory with the owner's own files. */
 export const HOME = `${ROOT}/home`;
-/** The machine's records, which only the machine may write. */
+/** The directory with the machine's records, to which only the machine may write. */
 const RECORDS = `${HOME}/system`;
 
 export interface Crumb {
@@ -24,7 +24,7 @@ export function baseName(path: string): string {
   return path.slice(path.lastIndexOf("/") + 1);
 }
 
-/** Returns the directories on the way to a path, and the path itself. */
+/** Returns the directories from the root down to a path, and the path itself. */
 export function splitIntoCrumbs(path: string): Crumb[] {
   const crumbs = [{ name: ROOT, path: ROOT }];
   for (const name of path.slice(ROOT.length).split("/").filter(Boolean)) {
@@ -33,7 +33,7 @@ export function splitIntoCrumbs(path: string): Crumb[] {
   return crumbs;
 }
 
-/** Whether a path is, or contains, a directory that only the machine may write. */
+/** Whether a path is the directory of the machine's records, or is inside it, or contains it. */
 export function isReserved(path: string): boolean {
   return `${path}/`.startsWith(`${RECORDS}/`) || RECORDS.startsWith(`${path}/`);
 }

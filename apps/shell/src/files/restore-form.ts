@@ -29,7 +29,7 @@ const CHOICES: Choice[] = [
   { value: "into", label: "To another path", hint: `A relative path is below ${HOME}.` },
 ];
 const RESERVED_HINT =
-  "This is, or contains, a folder that only the machine may change. It can only be restored to another path.";
+  "Only the machine may change this, or a folder in it. It can be restored only to another path.";
 
 export interface RestoreFormListener {
   /** Called when the machine has accepted the restore. */
@@ -39,9 +39,10 @@ export interface RestoreFormListener {
 
 export class RestoreForm {
   private readonly radios: HTMLInputElement[] = [];
-  private readonly target = el("input", { className: "field", "aria-label": "Path", required: true });
+  private readonly pathInput = el("input", { className: "field", "aria-label": "Path", required: true });
   private readonly submitButton = el("button", { className: "button primary" }, "Restore");
   private readonly loader = new Loader();
+  /** The last request, as JSON, and its idempotency key. */
   private attempt: { request: string; key: string } | null = null;
   readonly element: HTMLFormElement;
 
@@ -50,28 +51,28 @@ export class RestoreForm {
     private readonly time: string,
     private readonly listener: RestoreFormListener,
   ) {
-    const onlyInto = isReserved(path);
-    const choices = onlyInto ? CHOICES.filter(({ value }) => value === "into") : CHOICES;
+    const isPathReserved = isReserved(path);
+    const choices = isPathReserved ? CHOICES.filter(({ value }) => value === "into") : CHOICES;
     const cancelButton = button("Cancel");
     cancelButton.onclick = () => listener.onCancel();
     this.element = el("form", { className: "restore" },
       el("fieldset", {},
         el("legend", {}, "Where to restore it"),
-        ...(onlyInto ? [el("p", {}, RESERVED_HINT)] : []),
+        ...(isPathReserved ? [el("p", {}, RESERVED_HINT)] : []),
         ...choices.map((choice) => this.createChoice(choice)),
-        this.target,
+        this.pathInput,
       ),
       this.loader.element,
       el("div", { className: "actions" }, this.submitButton, cancelButton),
     );
-    this.element.onchange = () => this.updateTarget();
+    this.element.onchange = () => this.updatePathInput();
     this.element.onsubmit = (event) => {
       event.preventDefault();
       void this.submit();
     };
-    this.target.spellcheck = false;
+    this.pathInput.spellcheck = false;
     this.radios[0]!.checked = true;
-    this.updateTarget();
+    this.updatePathInput();
   }
 
   focus(): void {
@@ -96,10 +97,10 @@ export class RestoreForm {
     return this.radios.find((radio) => radio.checked)!.value as Placement;
   }
 
-  private updateTarget(): void {
-    const isWanted = this.placement === "into";
-    this.target.hidden = !isWanted;
-    this.target.disabled = !isWanted;
+  private updatePathInput(): void {
+    const isNeeded = this.placement === "into";
+    this.pathInput.hidden = !isNeeded;
+    this.pathInput.disabled = !isNeeded;
   }
 
   /** Returns the same key for the same request, because the response to its first attempt may have been lost. */
@@ -115,7 +116,7 @@ export class RestoreForm {
     const request = {
       path,
       time,
-      ...(placement === "into" ? { into: this.target.value } : {}),
+      ...(placement === "into" ? { into: this.pathInput.value } : {}),
       ...(placement === "replace" ? { replace: true } : {}),
     };
     const idempotencyKey = this.idempotencyKeyFor(JSON.stringify(request));
@@ -132,8 +133,12 @@ export class RestoreForm {
   }
 }
 
-/** Adds a subject to the detail of an invalid field: the path, because it is the only field that the owner enters. */
+/**
+ * Turns the detail of an invalid field, such as "must not be empty", into a sentence about the path, which is the only
+ * field that the owner enters.
+ */
 function explainInvalidPath(error: unknown): unknown {
-  const [invalid] = error instanceof RequestError ? error.fieldErrors : [];
-  return invalid ? new RequestError(`Invalid path: it ${invalid.detail}.`, (error as RequestError).status) : error;
+  const [fieldError] = error instanceof RequestError ? error.fieldErrors : [];
+  if (!fieldError) return error;
+  return new RequestError(`Invalid path: it ${fieldError.detail}.`, (error as RequestError).status);
 }

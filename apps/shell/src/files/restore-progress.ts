@@ -29,7 +29,7 @@ export class RestoreProgress {
   /** Shows the restore that was requested earlier, if it is still in progress. */
   async resume(): Promise<void> {
     if (this.isFollowing) return;
-    // Without a response, nothing is shown: the state of the backup shows that the computer cannot be reached.
+    // If the request fails, nothing is shown here: the state of the backup (`status.ts`) shows the error.
     const restore = await fetchRestore().catch(() => null);
     if (restore && !hasEnded(restore)) this.follow();
   }

@@ -96,7 +96,7 @@ export class BackupStatus {
     this.content, this.loader.element);
   private timer = 0;
   private isStarted = false;
-  /** The last rendered state, as JSON. */
+  /** The last rendered state, as JSON, without the fields that only the headline shows. */
   private renderedState = "";
 
   constructor() {
@@ -121,7 +121,7 @@ export class BackupStatus {
     const progressText = this.renderedState ? "" : "Loading…";
     const isLoaded = await this.loader.run(fetchBackupState, (state) => this.render(state), { progressText });
     if (isLoaded === null) return;
-    // The state that was shown may be outdated.
+    // The state that is shown may be stale.
     if (!isLoaded) this.content.hidden = true;
     this.timer = window.setTimeout(() => void this.refresh(), isLoaded ? REFRESH_INTERVAL_MS : RETRY_INTERVAL_MS);
   }
@@ -133,7 +133,7 @@ export class BackupStatus {
     // Screen readers announce each assignment, even of the same text.
     if (this.headline.textContent !== text) this.headline.textContent = text;
     this.detail.textContent = detail;
-    // The rest is replaced only if it has changed, so that the user's text selection is not lost.
+    // Everything below the headline is replaced only if it has changed, so that a text selection is not lost.
     const newState = JSON.stringify({ ...state, savedUntil: null, changedSince: null, pendingBytes: null });
     if (newState === this.renderedState) return;
     this.renderedState = newState;

@@ -54,7 +54,8 @@ export class VersionList {
       this.list.lastElementChild?.replaceWith(this.createItem(path, last));
       versions.shift();
     }
-    // If a page is not full, the search reached its maximum number of snapshots, perhaps within a version.
+    // If there is another page although this one is not full, the search ended after its maximum number of snapshots,
+    // perhaps between two snapshots of the same version.
     this.mayContinue = page.versions.length < VERSIONS_PER_PAGE;
     const items = versions.map((version) => this.createItem(path, version));
     this.versions.push(...versions);
@@ -116,7 +117,7 @@ export class VersionList {
     return actions;
   }
 
-  /** Opens the form for a restore below a version, or closes it. At most one is open. */
+  /** Opens the restore form below a version, or closes it. At most one form is open. */
   private toggleForm(path: string, time: string, item: HTMLElement, restoreButton: HTMLElement): void {
     const wasOpen = this.openForm?.restoreButton === restoreButton;
     this.closeForm();
@@ -145,7 +146,7 @@ export class VersionList {
   }
 }
 
-/** Whether two versions are the same, as far as this page can tell: a folder's content could differ. */
+/** Whether two versions are the same. Folders never count as the same, because their contents could differ. */
 function isSameVersion(a: Version, b: Version): boolean {
   return a.entry?.kind !== "directory" && JSON.stringify(a.entry) === JSON.stringify(b.entry);
 }

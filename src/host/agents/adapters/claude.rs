@@ -1,13 +1,13 @@
 //! Claude Code: parses the output of `claude -p --output-format stream-json --verbose`. Its format is documented in
 //! `tests/agents/README.md`, with the recordings that test this adapter.
 //!
-//! `total_cost_usd` and `modelUsage` accumulate over results and over resumed conversations. The usage of a run is
-//! therefore the sum of `model_usage_since_last_result` over its results. A run with background work has several
-//! results.
+//! `total_cost_usd` and `modelUsage` accumulate over the results of a run and over the runs of a conversation. The
+//! usage of a run is therefore the sum of `model_usage_since_last_result` over its results. A run with background work
+//! has several results.
 //!
 //! Earlier releases, such as 2.1.197, do not print that field. For those, the last `modelUsage`, which includes
 //! subagents, is used. In a resumed conversation, the share of earlier runs in it is unknown, so the tokens in `usage`,
-//! which omit subagents, are used instead.
+//! which omit subagents, are used instead; the cost then includes that of the earlier runs.
 
 use std::collections::BTreeMap;
 
@@ -149,7 +149,7 @@ pub struct Claude {
     run: RunState,
     /// The usage of the whole conversation, from releases that do not print the usage since the last result.
     conversation: Option<Totals>,
-    /// Input and output tokens of the main loop, which those releases print with each result.
+    /// Input and output tokens of the main loop, from the same releases: the sum over the results so far.
     main_loop_tokens: (u64, u64),
     is_resumed: bool,
     turn_end: Option<TurnEnd>,
@@ -202,7 +202,7 @@ impl Adapter for Claude {
 }
 
 impl Claude {
-    /// The program repeats this line when background work wakes the model.
+    /// Handles an init line. The program repeats it when background work wakes the model.
     fn handle_init(&mut self, line: Line) -> Vec<Event> {
         let is_first = self.run.conversation_id.is_none();
         self.run.conversation_id = line.session_id.or(self.run.conversation_id.take());
@@ -215,7 +215,7 @@ impl Claude {
         let (Some(message), is_assistant) = (line.message, line.kind == "assistant") else {
             return Vec::new();
         };
-        // Each block has its own line; blocks of one message share its ID.
+        // Each block has its own line. The lines of one message have the same ID, so its usage is counted once.
         if let (true, Some(id), Some(usage)) = (is_assistant, message.id, message.usage) {
             self.input_tokens.insert(id, usage.tokens_in());
         }
@@ -249,9 +249,9 @@ impl Claude {
         self.run.conversation_id = self.run.conversation_id.take().or(line.session_id);
         let cost = match line.model_usage_since_last_result {
             Some(models) => {
-                let share = Totals::sum(&models);
-                self.run.add_tokens(share.tokens_in, share.tokens_out);
-                share.cost
+                let totals = Totals::sum(&models);
+                self.run.add_tokens(totals.tokens_in, totals.tokens_out);
+                totals.cost
             }
             // Earlier releases report the usage of the whole conversation with each result.
             None => {
@@ -329,16 +329,16 @@ mod tests {
         let message =
             r#"{"type":"assistant","message":{"id":"1","content":[],"usage":{"input_tokens":900000}}}"#;
         let result = r#"{"type":"result","subtype":"success","result":"done","total_cost_usd":0.01}"#;
-        let ends_unreported = |lines: &[&str], exit| {
+        let has_unreported_usage = |lines: &[&str], exit| {
             let mut claude = Claude::default();
             lines.iter().for_each(|line| drop(claude.parse_line(0, line)));
             claude.finish(1, exit, "").has_unreported_usage
         };
-        assert!(ends_unreported(&[init], Exit::Code(1)));
-        assert!(ends_unreported(&[init, message], Exit::Code(1)));
-        assert!(ends_unreported(&[init, message, result, init, message], Exit::Code(0)));
-        assert!(!ends_unreported(&[init, message, result], Exit::Code(0)));
-        assert!(!ends_unreported(&[], Exit::Code(1)), "the run did not start");
+        assert!(has_unreported_usage(&[init], Exit::Code(1)));
+        assert!(has_unreported_usage(&[init, message], Exit::Code(1)));
+        assert!(has_unreported_usage(&[init, message, result, init, message], Exit::Code(0)));
+        assert!(!has_unreported_usage(&[init, message, result], Exit::Code(0)));
+        assert!(!has_unreported_usage(&[], Exit::Code(1)), "the run did not start");
     }
 
     #[test]
@@ -440,7 +440,7 @@ mod tests {
         assert_eq!(run(std::slice::from_ref(&first), false), (45_000, 1000, 120_000_000));
         let all = [first, both];
         assert_eq!(run(&all, false), (45_010, 1002, 130_000_000), "the second result includes the first");
-        assert_eq!(run(&all, true), (24_000, 800, 130_000_000), "without the earlier runs");
+        assert_eq!(run(&all, true), (24_000, 800, 130_000_000), "the tokens exclude the earlier runs");
         assert_eq!(run(&[result("{}")], false), (12_000, 400, 120_000_000));
         // A recording without the usage since the last result yields the same totals.
         let path = concat!(
@@ -449,9 +449,9 @@ mod tests {
         );
         let text = std::fs::read_to_string(path).unwrap().replace("model_usage_since_last_result", "other");
         let lines: Vec<String> = text.lines().map(str::to_owned).collect();
-        let whole = replay("agent_fg").1;
-        let (tokens, cost) = ((whole.tokens_in, whole.tokens_out), whole.cost.unwrap_or_default().nanos());
-        assert_eq!(run(&lines, false), (tokens.0, tokens.1, cost));
+        let expected = replay("agent_fg").1;
+        let cost = expected.cost.unwrap_or_default().nanos();
+        assert_eq!(run(&lines, false), (expected.tokens_in, expected.tokens_out, cost));
     }
 
     #[test]

@@ -163,7 +163,8 @@ impl Codex {
     }
 
     fn complete_item(&mut self, at_ms: u64, item: Item) -> Vec<Event> {
-        // Some items are only reported when they are completed.
+        // Some items are only reported when they are completed. An item that has been reported before is not started
+        // again.
         let started = self.start_item(at_ms, &item);
         let ended = match item.kind {
             ItemKind::AgentMessage { text } => {

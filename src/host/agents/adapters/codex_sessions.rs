@@ -17,7 +17,8 @@ use serde::{Deserialize, Serialize};
 const MAX_FILES: usize = 100_000;
 /// Maximum bytes read from a file.
 const MAX_FILE_BYTES: u64 = 256 << 20;
-/// Relevant lines are a few hundred bytes long; the first line is about ten thousand.
+/// Maximum bytes of a line that is parsed. Relevant lines have a few hundred bytes, and the first line has about ten
+/// thousand.
 const MAX_LINE_BYTES: u64 = 1 << 20;
 
 /// The usage of a run, including its subagents.
@@ -51,7 +52,7 @@ struct TurnContext {
     model: Option<String>,
 }
 
-/// The usage of one model call, written when it ends.
+/// The usage of one model call, written when the call ends.
 #[derive(Deserialize)]
 struct UsageRecord {
     thread_id: String,
@@ -77,7 +78,7 @@ impl SessionUsage {
 /// Sums the usage of a thread and its subagents since `since`; `None` if no usage is recorded.
 pub fn read_usage(sessions: &Path, thread: &str, since: Timestamp) -> Option<SessionUsage> {
     let (mut total, mut has_usage) = (SessionUsage::default(), false);
-    for file in session_files(sessions) {
+    for file in list_session_files(sessions) {
         let is_own_file = is_file_for_thread(&file, thread);
         let modified = || Timestamp::try_from(file.metadata().ok()?.modified().ok()?).ok();
         if is_own_file || modified().is_some_and(|modified| modified >= since) {
@@ -87,10 +88,10 @@ pub fn read_usage(sessions: &Path, thread: &str, since: Timestamp) -> Option<Ses
     has_usage.then_some(total)
 }
 
-/// Whether the thread exists and can be resumed.
+/// Whether the thread has a session file, so that Codex can resume it.
 pub fn has_thread(sessions: &Path, thread: &str) -> bool {
     uuid::Uuid::try_parse(thread).is_ok()
-        && session_files(sessions).any(|file| is_file_for_thread(&file, thread))
+        && list_session_files(sessions).any(|file| is_file_for_thread(&file, thread))
 }
 
 fn is_file_for_thread(file: &DirEntry, thread: &str) -> bool {
@@ -102,7 +103,7 @@ fn is_file_for_thread(file: &DirEntry, thread: &str) -> bool {
 }
 
 /// Lists the session files, which are in directories by year, month and day.
-fn session_files(sessions: &Path) -> impl Iterator<Item = DirEntry> {
+fn list_session_files(sessions: &Path) -> impl Iterator<Item = DirEntry> {
     let entries = |dir: PathBuf| std::fs::read_dir(dir).into_iter().flatten().flatten();
     let years = entries(sessions.to_owned());
     let months = years.flat_map(move |year| entries(year.path()));

@@ -1,7 +1,7 @@
 //! The project's own protocol, for agents that have none: one JSON object per line.
 //!
 //! The program reads one line, `{"type": "prompt", "version": 1, "prompt", "agentName", "model", "conversationId"}`,
-//! of which the last two may be `null`; then its input ends. It writes:
+//! of which the last two may be `null`; then its standard input ends. It writes to its standard output:
 //!
 //! | line | |
 //! |---|---|
@@ -11,6 +11,8 @@
 //! | `{"type": "toolResult", "id", "status": "success" or "error", "error"?}` | the tool ends; `error` is text |
 //! | `{"type": "usage", "tokensIn", "tokensOut", "cost"?}` | usage since the previous such line; `cost` in dollars |
 //! | `{"type": "result", "status", "text"?, "error"?: {"name"?, "message", "stack"?, "tool"?, "turn"?}}` | last |
+//!
+//! A run succeeds only if the status of its result is `success` and the program exits with code 0.
 
 use serde::Deserialize;
 use serde_json::Value;

@@ -36,8 +36,8 @@ impl AdapterKind {
         }
     }
 
-    /// The location of a conversation's transcript: a directory, and the file name in one of its subdirectories; `None`
-    /// if the program keeps no transcripts.
+    /// The location of Claude Code's transcript of a conversation: a directory, and the file name in one of its
+    /// subdirectories. `None` for other programs; for Codex, see [`Self::sessions_dir`].
     pub fn transcript_location(
         self,
         location: &StateLocation<'_>,

@@ -34,7 +34,7 @@ const MAX_ID_CHARS: usize = 200;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase", tag = "type")]
 pub enum Event {
-    /// The agent has started; its conversation can be resumed.
+    /// The agent has started. If it reported a conversation ID, the conversation can be resumed.
     #[serde(rename_all = "camelCase")]
     Started {
         conversation_id: Option<String>,
@@ -87,7 +87,7 @@ pub struct Outcome {
     pub tokens_cached: u64,
     /// `None` if the program reports no cost.
     pub cost: Option<Dollars>,
-    /// Whether the model worked after the program last reported its usage or cost.
+    /// Whether the model may have worked after the program last reported its usage or cost.
     pub has_unreported_usage: bool,
     pub tools: Vec<ToolCall>,
     pub status: ResultStatus,
@@ -96,7 +96,7 @@ pub struct Outcome {
     pub text: Option<String>,
 }
 
-/// Parses one run.
+/// Parses the output of one run.
 pub trait Adapter: Send {
     /// Parses a line of standard output, `at_ms` after the start.
     fn parse_line(&mut self, at_ms: u64, line: &str) -> Vec<Event>;

@@ -54,7 +54,7 @@ pub fn scrub(text: &str) -> String {
     text
 }
 
-/// Names of variables that hold secrets.
+/// Matches the names of variables that may hold secrets.
 static SECRET_NAMES: LazyLock<Regex> = LazyLock::new(|| {
     Regex::new(
         "(?i)passw|passphrase|pwd|secret|token($|_)|key(s?$|_|[0-9])|credential|(^|_)auth($|_)|dsn$|cookie",
@@ -93,7 +93,7 @@ impl Secrets {
         is_changed
     }
 
-    /// Redacts the strings of a JSON line, or the whole text of any other line.
+    /// Redacts the secrets in the string values of a JSON line, or in the whole text of any other line.
     pub fn redact_line<'l>(&self, line: &'l str) -> Cow<'l, str> {
         if self.0.is_empty() {
             return Cow::Borrowed(line);

@@ -35,12 +35,13 @@ impl RunState {
         self.text = Some(text.to_owned());
     }
 
-    /// Ends the run. An error that names no tool or turn gets the interrupted tool and the last turn.
+    /// Ends the run. An error that names no tool gets the one that [`ToolCalls::close`] returns; an error that names no
+    /// turn gets the last one.
     pub fn finish(&mut self, at_ms: u64, error: Option<DispatchError>) -> Outcome {
         let mut run = std::mem::take(self);
-        let (interrupted_tool, turn) = (run.tools.close(at_ms), run.tools.turn());
+        let (failed_tool, turn) = (run.tools.close(at_ms), run.tools.turn());
         let error = error.map(|error| DispatchError {
-            tool: error.tool.or(interrupted_tool),
+            tool: error.tool.or(failed_tool),
             turn: error.turn.or(turn),
             ..error
         });

@@ -8,19 +8,17 @@ use serde::Deserialize;
 use super::{AdapterKind, Outcome};
 use crate::records::money::Dollars;
 
-/// The agent used if the settings name none: the release's Claude Code, which may edit the owner's files without
-/// confirmation and has no other permissions.
 const DEFAULT_NAME: &str = "claude";
+/// The command of the agent that is used if the settings define none: the Claude Code that the release includes. It may
+/// edit the owner's files without confirmation; other actions that need a permission are denied.
 const DEFAULT_COMMAND: [&str; 3] = ["claude", "--permission-mode", "acceptEdits"];
 const DEFAULT_CONCURRENCY: usize = 4;
 const MAX_CONCURRENCY: usize = 64;
 pub const DEFAULT_DEADLINE_SECONDS: u64 = 3600;
 pub const MAX_DEADLINE_SECONDS: u64 = 86_400;
-/// Maximum characters in an agent name.
 pub const MAX_AGENT_NAME_CHARS: usize = 64;
 
-/// Maximum apps per agent.
-const MAX_APPS: usize = 64;
+const MAX_APPS_PER_AGENT: usize = 64;
 const MAX_SLUG_BYTES: usize = 64;
 
 /// An agent's program and its options.
@@ -28,7 +26,7 @@ const MAX_SLUG_BYTES: usize = 64;
 pub struct Agent {
     pub adapter: AdapterKind,
     pub command: Vec<String>,
-    /// The model of dispatches that request none.
+    /// The model for dispatches that do not request one.
     pub model: Option<String>,
     pub deadline_seconds: u64,
     pub environment: BTreeMap<String, String>,
@@ -52,7 +50,7 @@ impl fmt::Debug for Agent {
 pub struct Price {
     pub input: Dollars,
     pub output: Dollars,
-    /// Price of input that the model's service had cached; defaults to the price of other input.
+    /// Price of cached input tokens; defaults to `input`.
     #[serde(default)]
     pub cached_input: Option<Dollars>,
 }
@@ -106,14 +104,14 @@ impl AgentSettings {
     /// Checks the agents and applies the defaults.
     ///
     /// # Errors
-    /// A description of the error in the file, which quotes no values.
+    /// A message that names the invalid setting. It never quotes a value, because values can be secrets.
     pub fn validate(
         agents: BTreeMap<String, AgentEntry>,
         dispatch: DispatchSection,
         prices: BTreeMap<String, Price>,
     ) -> Result<Self, String> {
-        let named = agents.into_iter().map(|(name, agent)| Ok((name.clone(), agent.validate(&name)?)));
-        let mut agents = named.collect::<Result<BTreeMap<_, _>, String>>()?;
+        let validated = agents.into_iter().map(|(name, agent)| Ok((name.clone(), agent.validate(&name)?)));
+        let mut agents = validated.collect::<Result<BTreeMap<_, _>, String>>()?;
         if agents.is_empty() {
             agents = Self::default().agents;
         }
@@ -130,8 +128,9 @@ impl AgentSettings {
     }
 
     /// A run's cost. Its sources, in order of precedence: the cost that the program reported; the price of the model
-    /// that it reported; the price of the requested model, which may be an alias. `None` if no price is known. The
-    /// price of a free requested model is not used if the program reported a model.
+    /// that it reported; the price of the requested model, which may be an alias. `None` if no price is known. A
+    /// requested model's price of zero is ignored if the program reported a different model, because that one may not
+    /// be free.
     pub fn cost(&self, outcome: &Outcome, requested: Option<&str>) -> Option<Dollars> {
         let price = |model: Option<&str>| self.prices.get(model?);
         let requested_price = || price(requested).filter(|price| outcome.model.is_none() || !price.is_free());
@@ -144,7 +143,7 @@ impl AgentSettings {
         outcome.cost.is_some() || outcome.tokens_in + outcome.tokens_out > 0
     }
 
-    /// Whether the model that ran is free.
+    /// Whether the model that the program reported has a price of zero.
     pub fn is_free(&self, outcome: &Outcome) -> bool {
         let price = outcome.model.as_ref().and_then(|model| self.prices.get(model));
         price.is_some_and(|price| price.is_free())
@@ -197,9 +196,10 @@ impl AgentEntry {
         }
         let is_slug =
             |app: &String| !app.is_empty() && app.len() <= MAX_SLUG_BYTES && !app.contains(char::is_control);
-        if self.apps.len() > MAX_APPS || !self.apps.iter().all(is_slug) {
+        if self.apps.len() > MAX_APPS_PER_AGENT || !self.apps.iter().all(is_slug) {
             return invalid(&format!(
-                "apps must be at most {MAX_APPS} slugs of 1 to {MAX_SLUG_BYTES} bytes, without control characters"
+                "apps must be at most {MAX_APPS_PER_AGENT} slugs of 1 to {MAX_SLUG_BYTES} bytes, \
+                 without control characters"
             ));
         }
         Ok(Agent {
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_agents_are_rejected() {
+    fn parse_rejects_invalid_settings() {
         let agent = |overrides: Value| {
             let mut agent = json!({"adapter": "json-lines", "command": ["x"]});
             agent.as_object_mut().unwrap().extend(overrides.as_object().unwrap().clone());
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn cost_uses_the_price_of_the_model() {
+    fn cost_follows_order_of_precedence() {
         let settings =
             parse(&json!({"prices": {"m": {"input": 1.25, "output": 10}, "free": {"input": 0, "output": 0},
                 "c": {"input": 1.25, "output": 10, "cachedInput": 0.125}}}))

@@ -9,12 +9,13 @@ use crate::records::entry::{ResultStatus, ToolCall};
 const MAX_TOOLS: usize = 2000;
 
 const MAX_NAME_CHARS: usize = 100;
-/// Claude Code and Codex use IDs of about 30 characters. Longer IDs are compared by their start.
+/// Maximum characters in a call's ID. Claude Code and Codex use about 30; longer IDs are truncated before they are
+/// compared.
 const MAX_ID_CHARS: usize = 200;
 
 /// Maximum bytes in a call's error, and in all of a run's errors together.
 const MAX_ERROR_BYTES: usize = 1024;
-const MAX_ERRORS_BYTES: usize = 256 << 10;
+const MAX_TOTAL_ERROR_BYTES: usize = 256 << 10;
 
 /// The tool calls, in the order in which they started.
 #[derive(Debug, Default)]
@@ -36,6 +37,7 @@ struct RunningCall {
 }
 
 impl ToolCalls {
+    /// Starts a call. `None` if it is ignored: a call with this ID is running, or the maximum is reached.
     pub fn start(&mut self, at_ms: u64, id: &str, name: &str, input: &Value) -> Option<Event> {
         let (id, name) =
             (preview::flatten_and_truncate(id, MAX_ID_CHARS), scrub_and_truncate(name, MAX_NAME_CHARS));
@@ -53,7 +55,8 @@ impl ToolCalls {
         Some(event)
     }
 
-    /// Ends a call. `error` is its output if it failed.
+    /// Ends a call; `None` if no call with this ID is running. `error` is the call's output, which is recorded only if
+    /// `status` is `Error`.
     pub fn end(&mut self, at_ms: u64, id: &str, status: ResultStatus, error: Option<&str>) -> Option<Event> {
         self.has_results = true;
         let id = preview::flatten_and_truncate(id, MAX_ID_CHARS);
@@ -62,7 +65,7 @@ impl ToolCalls {
         let tool = &mut self.all[running.index];
         tool.duration_ms = at_ms.saturating_sub(running.started_ms);
         tool.status = status;
-        let has_room = self.error_bytes + MAX_ERROR_BYTES <= MAX_ERRORS_BYTES;
+        let has_room = self.error_bytes + MAX_ERROR_BYTES <= MAX_TOTAL_ERROR_BYTES;
         if let Some(error) = error.filter(|_| status == ResultStatus::Error && has_room) {
             let error = preview::preview_error(error, MAX_ERROR_BYTES);
             self.error_bytes += error.len();
@@ -71,16 +74,16 @@ impl ToolCalls {
         Some(Event::ToolEnded { id, name: tool.name.clone(), status })
     }
 
-    /// Ends all running tools at the end of the run. Returns the tool during which the run was interrupted: the latest
-    /// running one, or else the last one if it failed.
+    /// Ends all running tools at the end of the run. Returns the tool to which an error of the run is attributed: the
+    /// running one that started last, or else the last one if it failed.
     pub fn close(&mut self, at_ms: u64) -> Option<String> {
         let running = self.running.iter().map(|running| running.index).max();
         let last = self.all.len().checked_sub(1).filter(|last| self.all[*last].status == ResultStatus::Error);
-        let interrupted = running.or(last);
+        let failed = running.or(last);
         for running in self.running.drain(..) {
             self.all[running.index].duration_ms = at_ms.saturating_sub(running.started_ms);
         }
-        interrupted.map(|index| self.all[index].name.clone())
+        failed.map(|index| self.all[index].name.clone())
     }
 
     /// Records that the model has produced output. Output after tool results begins a new turn.
@@ -141,7 +144,8 @@ mod tests {
             tools.end(1, &n.to_string(), ResultStatus::Error, Some(&"x".repeat(1100)));
         }
         let bytes: usize = tools.into_all().iter().filter_map(|tool| Some(tool.error.as_ref()?.len())).sum();
-        assert!((MAX_ERRORS_BYTES - MAX_ERROR_BYTES..=MAX_ERRORS_BYTES).contains(&bytes), "{bytes}");
+        let expected = MAX_TOTAL_ERROR_BYTES - MAX_ERROR_BYTES..=MAX_TOTAL_ERROR_BYTES;
+        assert!(expected.contains(&bytes), "{bytes}");
     }
 
     #[test]

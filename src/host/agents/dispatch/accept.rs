@@ -26,8 +26,8 @@ impl Dispatcher {
     /// Accepts a request. Returns once its dispatches are in the journal, or could not be written to it.
     ///
     /// # Errors
-    /// 503 while the records are being read, while dispatches are paused for a final backup, and at shutdown; 429 when
-    /// a limit is reached or the queue is full; 422 when the ID belongs to a different request.
+    /// 503 while the records or the journal are being read, while dispatches are paused for a final backup, and at
+    /// shutdown; 429 when a limit is reached or the queue is full; 422 when the ID belongs to a different request.
     pub async fn accept(self: &Arc<Self>, request: DispatchRequest) -> Result<DispatchTarget, Problem> {
         self.wait_until_ready().await?;
         if let Some(id) = &request.id
@@ -78,7 +78,7 @@ impl Dispatcher {
             bytes += queued.accepted.entry.prompt.len();
         }
         if count > MAX_QUEUED || sender_count > MAX_QUEUED_PER_SENDER || bytes > MAX_QUEUED_BYTES {
-            let detail = "Too many dispatches are queued; retry when some of them have ended.";
+            let detail = "Too many dispatches are queued; retry when some of them have started.";
             return Err(Problem::new(Code::RateLimited, detail).retry_after(10));
         }
         table.targets.insert(id.to_string(), target.clone());
@@ -89,7 +89,7 @@ impl Dispatcher {
         Ok(None)
     }
 
-    /// Moves journaled dispatches to the queue.
+    /// Queues dispatches after they were written to the journal, or could not be.
     fn enqueue(self: &Arc<Self>, sender: &str, all: Vec<Arc<Dispatch>>) {
         let mut table = self.lock();
         table.unjournaled.retain(|dispatch| !all.iter().any(|other| Arc::ptr_eq(dispatch, other)));
@@ -152,7 +152,7 @@ fn cost_limit_problem(sender: &str, reached: &LimitReached) -> Problem {
     reached.problem(Timestamp::now())
 }
 
-/// Returns the original target of a repeated request, once it is in the journal.
+/// Returns the original target of a repeated request, once it has been accepted.
 ///
 /// # Errors
 /// 422 if the original request was different.

@@ -67,7 +67,7 @@ impl DispatchTarget {
         }
     }
 
-    /// Waits until the target is in the journal.
+    /// Waits until the target is in the journal, or could not be written to it.
     pub async fn wait_until_journaled(&self) {
         match self {
             Self::One(dispatch) => dispatch.journaled.cancelled().await,
@@ -116,7 +116,7 @@ pub struct Dispatcher {
     pub(super) runs: TaskTracker,
     /// Cancelled at shutdown: nothing starts, and running dispatches are ended.
     stop: CancellationToken,
-    /// Cancelled when all runs have ended: event streams end.
+    /// Cancelled at shutdown, after the runs have ended or the timeout has passed: event streams end.
     pub closed: CancellationToken,
     /// Cancelled when the previous process's dispatches have been restored.
     pub(super) recovered: CancellationToken,
@@ -158,7 +158,7 @@ impl Dispatcher {
         Ok(())
     }
 
-    /// Looks up an ID, in memory and then in the records of the last few days.
+    /// Looks up an ID, in memory and then in the newest records.
     ///
     /// # Errors
     /// The records cannot be read; the failure is logged.
@@ -328,7 +328,7 @@ impl Dispatcher {
             let (journal, accepted) = (self.journal.clone(), dispatch.accepted.clone());
             let marked = tokio::task::spawn_blocking(move || journal.mark_started(&accepted)).await;
             if !marked.unwrap_or_default() {
-                let message = "the agent did not run, because the disk is full and its start could not be recorded: \
+                let message = "the agent did not run, because its start could not be recorded; if the disk is full, \
                                free disk space, for example in the terminal, and send the dispatch again";
                 let interaction = run::interaction_without_run(dispatch, "NoRoom", message);
                 return self.end(dispatch, interaction, None).await;
@@ -358,7 +358,7 @@ impl Dispatcher {
     /// Ends a dispatch whose cost limit was reached before its turn. Like any refused dispatch, it has no interaction.
     async fn refuse(&self, dispatch: &Arc<Dispatch>, reached: &LimitReached) {
         DISPATCHES.add_one(["limited"]);
-        // Its batch stays in the journal until all entries have ended, and a crash must not queue this one again.
+        // The batch stays in the journal until all its entries have ended, and a crash must not queue this entry again.
         let refused = JournalEntry { refused: Some(reached.period), ..dispatch.accepted.clone() };
         if !self.write_journal(vec![refused]).await {
             let (journal, accepted) = (self.journal.clone(), dispatch.accepted.clone());
@@ -368,7 +368,7 @@ impl Dispatcher {
         self.end_refused(dispatch, reached.period);
     }
 
-    /// Ends a refused dispatch that is in the journal.
+    /// Ends a refused dispatch. Removes it from the journal, unless it belongs to a batch that is still there.
     pub(super) fn end_refused(&self, dispatch: &Arc<Dispatch>, period: Period) {
         let refused = Some(period.reached_message());
         dispatch.end(DispatchResult { phase: Phase::Refused, interaction: None, text: None, refused });
@@ -407,7 +407,7 @@ impl Dispatcher {
     pub(super) fn retain_ended(&self, dispatch: &Arc<Dispatch>) {
         let mut table = self.lock();
         if let Some(batch) = dispatch.batch.as_ref().filter(|batch| batch.is_over()) {
-            // A refused entry stays refused only while its own file exists, so the batch is removed first.
+            // After a crash, only its own file shows that an entry was refused, so the batch's file is removed first.
             let is_refused = |id: &&String| match table.targets.get(*id) {
                 Some(DispatchTarget::One(dispatch)) => dispatch.phase() == Phase::Refused,
                 _ => false,
@@ -447,7 +447,7 @@ impl Dispatcher {
         let journal = self.journal.clone();
         let written = run_blocking(move || journal.write(&all)).await;
         if written.is_err() {
-            tracing::warn!("cannot write a dispatch to the journal; a gateway crash would lose it");
+            tracing::warn!("cannot write a dispatch to the journal; a gateway crash would lose its state");
         }
         written.is_ok()
     }

@@ -11,15 +11,15 @@ use tokio::sync::watch;
 /// Maximum bytes of events kept; the oldest are dropped first.
 const MAX_BYTES: usize = 1 << 20;
 
-/// The first event number of this process: its start in microseconds, so that it exceeds all numbers from earlier
-/// processes.
+/// The first event number of this process: the time of its first dispatch in microseconds, so that it exceeds all
+/// numbers from earlier processes.
 static FIRST_NUMBER: LazyLock<u64> =
     LazyLock::new(|| u64::try_from(Timestamp::now().as_millisecond()).unwrap_or_default() * 1000);
 
 /// The events of a dispatch or a batch.
 pub struct EventLog {
     buffer: Mutex<Buffer>,
-    latest: watch::Sender<u64>,
+    next_number: watch::Sender<u64>,
 }
 
 struct Buffer {
@@ -44,7 +44,7 @@ pub struct ReadEvents {
 impl Default for EventLog {
     fn default() -> Self {
         let buffer = Buffer { first: *FIRST_NUMBER, events: VecDeque::new(), bytes: 0, is_over: false };
-        Self { buffer: Mutex::new(buffer), latest: watch::Sender::new(0) }
+        Self { buffer: Mutex::new(buffer), next_number: watch::Sender::new(0) }
     }
 }
 
@@ -53,7 +53,7 @@ impl EventLog {
         self.buffer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Appends an event; `is_last` closes the log.
+    /// Appends an event; `is_last` closes the log, and later events are ignored.
     pub fn push(&self, kind: &str, data: &Value, is_last: bool) {
         let mut buffer = self.lock();
         if buffer.is_over {
@@ -70,11 +70,11 @@ impl EventLog {
         }
         buffer.is_over = is_last;
         drop(buffer);
-        self.latest.send_replace(number + 1);
+        self.next_number.send_replace(number + 1);
     }
 
-    /// Reads the events starting with number `from`. A number outside this process's range is from an earlier process;
-    /// in that case, all events are read.
+    /// Reads the events starting with number `from`. A number outside the log's range is from an earlier process; in
+    /// that case, all events are read.
     pub fn read(&self, from: u64) -> ReadEvents {
         let buffer = self.lock();
         let next = buffer.first + buffer.events.len() as u64;
@@ -91,7 +91,7 @@ impl EventLog {
 
     /// Subscribes to the number of the next event, which changes with each event; zero before the first.
     pub fn subscribe(&self) -> watch::Receiver<u64> {
-        self.latest.subscribe()
+        self.next_number.subscribe()
     }
 
     pub fn bytes(&self) -> usize {

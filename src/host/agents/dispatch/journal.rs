@@ -1,8 +1,9 @@
 //! The journal of dispatches that have been accepted but not yet recorded. After a crash, queued ones are queued again
 //! and running ones are recorded as interrupted, so that no accepted dispatch is lost.
 //!
-//! Each dispatch has its own file, `ID.json`. A batch is accepted atomically in one file, `ID.batch`; entries that have
-//! started or were refused also have a separate file. On a full disk, an empty `ID.begun` marks a dispatch as started.
+//! Each dispatch has its own file, `ID.json`. A batch of several entries is accepted atomically in one file,
+//! `ID.batch`; entries that have started, ended or been refused also have their own file. On a full disk, an empty
+//! `ID.begun` marks a dispatch as started.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -123,8 +124,8 @@ impl Journal {
         }
     }
 
-    /// Reads all entries, in order of acceptance. Other files stay in place; unreadable and invalid ones are logged.
-    /// Must run before anything is written.
+    /// Reads all entries, in order of acceptance. Removes temporary files and obsolete marks; unreadable and invalid
+    /// files are logged and stay in place. Must run before anything is written.
     ///
     /// # Errors
     /// [`FileError`] if the journal exists but cannot be read.

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, VecDeque};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QueueDecision {
     Take,
-    /// The dispatch keeps its position. Only a dispatch that has a reservation may overtake it.
+    /// The dispatch keeps its position. Of its sender's dispatches, only one that has a reservation may overtake it.
     Wait,
 }
 

@@ -193,8 +193,8 @@ fn started_ids(unfinished: &[JournalEntry]) -> Vec<String> {
         .collect()
 }
 
-/// Reports ended dispatches to svc-watch, which still has their tool calls open because the process that started
-/// them was killed. The calls in their agents' output are unknown.
+/// Reports ended dispatches to svc-watch, which may still have their tool calls open because the previous gateway was
+/// killed before it reported their end. The calls in their agents' output are unknown.
 async fn report_ends_to_watcher(watcher: PathBuf, ids: Vec<String>) {
     for id in ids {
         protocol::send_from_dispatcher(&watcher, Message::dispatch_end(&id, SeenCalls::default())).await;

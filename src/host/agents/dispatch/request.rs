@@ -105,7 +105,7 @@ pub struct DispatchRequest {
     pub is_batch: bool,
     /// Exactly one entry, unless the request is a batch.
     pub entries: Vec<PromptEntry>,
-    /// A digest of the request's own fields; equal for equal requests.
+    /// A digest of the fields that the request gives, except its ID; the settings' defaults are not part of it.
     pub fingerprint: String,
 }
 

@@ -204,7 +204,7 @@ fn build_interaction(
     }
 }
 
-/// Attributes the processes below the runner to this dispatch.
+/// Registers the runner with svc-watch, which attributes the runner's descendants to this dispatch.
 async fn announce_to_watcher(socket: &Path, dispatch: &Dispatch, runner: u32) {
     let runner = Process::from_pid(i32::try_from(runner).unwrap_or_default());
     let begin = Message::dispatch_begin(dispatch.id(), &dispatch.accepted.entry.agent_name, runner);

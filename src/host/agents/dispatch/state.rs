@@ -63,7 +63,7 @@ pub struct DispatchResult {
 struct State {
     phase: Phase,
     started_at: Option<Timestamp>,
-    /// The agent's conversation ID.
+    /// The conversation ID that the agent reported.
     conversation: Option<String>,
     end: Option<DispatchResult>,
     /// Tool calls that may have changed files.
@@ -79,7 +79,7 @@ pub struct Dispatch {
     pub log: EventLog,
     pub batch: Option<Arc<Batch>>,
     pub cancel: CancellationToken,
-    /// Cancelled when the dispatch is in the journal.
+    /// Cancelled when the dispatch is in the journal, or could not be written to it.
     pub journaled: CancellationToken,
     state: Mutex<State>,
     is_durable: AtomicBool,
@@ -92,7 +92,7 @@ pub struct Batch {
     /// The IDs of its dispatches.
     pub entries: Vec<String>,
     pub log: EventLog,
-    /// Cancelled when the batch is in the journal.
+    /// Cancelled when the batch is in the journal, or could not be written to it.
     pub journaled: CancellationToken,
     remaining: AtomicUsize,
 }
@@ -191,7 +191,7 @@ impl Dispatch {
         self.lock().reservation = Some(reservation);
     }
 
-    /// Sets the agent's conversation ID.
+    /// Sets the conversation ID that the agent reported.
     pub fn set_conversation(&self, conversation: &str) {
         self.lock().conversation = Some(conversation.to_owned());
     }

@@ -81,7 +81,7 @@ impl StderrTail {
     }
 
     /// Returns the tail as text. A truncated first line is dropped if whole lines follow: it may contain part of a
-    /// secret.
+    /// secret, which the gateway would not recognize and redact.
     pub fn into_text(mut self) -> String {
         let is_truncated = self.0.len() >= STDERR_TAIL_BYTES;
         let text = String::from_utf8_lossy(self.0.make_contiguous());

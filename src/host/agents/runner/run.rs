@@ -1,8 +1,9 @@
 //! One run: reads a request, forwards the agent's output, and reports its exit.
 //!
-//! A run ends when the agent exits, when the gateway cancels or disconnects, or when this process is stopped. The agent
-//! first gets SIGINT, so that it can still report its cost, and then SIGTERM, because its tools may run in their own
-//! sessions, which only the agent can end. Then all remaining processes are killed.
+//! A run ends when the agent exits, when the gateway cancels or disconnects, or when this process is stopped. In the
+//! last two cases, the agent's process group first gets SIGINT, so that the agent can still report its cost, and then
+//! SIGTERM, so that the agent can end its tools, which may run in other process groups. In all cases, the remaining
+//! processes are killed at the end.
 
 use std::io;
 use std::os::unix::process::ExitStatusExt;
@@ -49,7 +50,8 @@ const INHERITED_VARIABLES: [&str; 5] = ["HOME", "USER", "LOGNAME", "LANG", "TZ"]
 /// Serves one connection from the gateway.
 ///
 /// # Errors
-/// The connection failed before the agent started.
+/// Before the agent started, the connection failed, a frame was invalid, or the request or the go-ahead did not arrive
+/// in time.
 pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationToken) -> io::Result<()> {
     let (mut from, mut to) = connection.into_split();
     let request = tokio::time::timeout(REQUEST_TIMEOUT, GatewayFrame::read(&mut from)).await;
@@ -84,7 +86,7 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
     Ok(())
 }
 
-/// Reports this process's ID and waits for the gateway's go-ahead.
+/// Reports this process's ID and waits for the gateway's go-ahead; `false` if the gateway cancelled or disconnected.
 async fn wait_for_go(from: &mut OwnedReadHalf, to: &mut OwnedWriteHalf) -> io::Result<bool> {
     RunnerFrame::Ready { pid: std::process::id() }.write(to).await?;
     let go = tokio::time::timeout(REQUEST_TIMEOUT, GatewayFrame::read(from)).await;
@@ -127,7 +129,8 @@ fn user_home(layout: &Layout) -> PathBuf {
     std::env::var_os("HOME").map_or_else(|| layout.home(), PathBuf::from)
 }
 
-/// Whether the program has stored this conversation, as a transcript in a project directory or as a session.
+/// Whether the program has stored this conversation: Claude Code as a transcript in a project directory, Codex as a
+/// session file.
 fn has_conversation(adapter: AdapterKind, location: &StateLocation<'_>, conversation_id: &str) -> bool {
     if let Some(sessions) = adapter.sessions_dir(location) {
         return codex_sessions::has_thread(&sessions, conversation_id);

@@ -42,14 +42,14 @@ pub struct HookInput {
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 enum Lenient<T> {
-    Known(T),
+    Expected(T),
     Other(IgnoredAny),
 }
 
 impl<T> Lenient<T> {
-    fn known(&self) -> Option<&T> {
+    fn expected(&self) -> Option<&T> {
         match self {
-            Self::Known(known) => Some(known),
+            Self::Expected(value) => Some(value),
             Self::Other(_) => None,
         }
     }
@@ -77,7 +77,7 @@ impl HookInput {
     /// Parses the input; `None` for events that are not reported.
     ///
     /// # Errors
-    /// The input is invalid or too large.
+    /// The input cannot be read, is invalid, or is too large.
     pub fn read(from: impl Read) -> io::Result<Option<Self>> {
         let mut text = Vec::new();
         from.take(MAX_INPUT_BYTES + 1).read_to_end(&mut text)?;
@@ -114,15 +114,15 @@ impl HookInput {
         message.subagent = self.agent_id;
         message.tool_use_id = self.tool_use_id;
         message.cwd = self.cwd;
-        let input = self.tool_input.as_ref().and_then(Lenient::known);
+        let input = self.tool_input.as_ref().and_then(Lenient::expected);
         let is_writer = self.tool_name.as_deref().is_some_and(|tool| WRITER_TOOLS.contains(&tool));
         message.path = input
             .filter(|_| is_writer)
             .and_then(|input| input.file_path.clone().or_else(|| input.notebook_path.clone()));
         message.tool = self.tool_name;
-        let response = self.tool_response.as_ref().and_then(Lenient::known);
+        let response = self.tool_response.as_ref().and_then(Lenient::expected);
         message.is_background = response
-            .is_some_and(|known| known.background_task_id.is_some() || known.timed_out_after_ms.is_some());
+            .is_some_and(|found| found.background_task_id.is_some() || found.timed_out_after_ms.is_some());
         message
     }
 

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use super::settings::{self, HookSpec, SettingsError};
 use svc_base::fsx::{self, FileError};
 
+/// The matcher for the tools that may change files: `COMMAND_TOOLS` and `WRITER_TOOLS` of the protocol.
 const TOOLS: &str = "Write|Edit|MultiEdit|NotebookEdit|Bash|apply_patch";
 
 const fn for_tools(event: &'static str) -> HookSpec {

@@ -54,7 +54,7 @@ struct Args {
 enum Command {
     /// Add the hook to the settings of Claude Code and Codex, and leave other settings unchanged
     Install(HomeArgs),
-    /// Remove the hook, and nothing else, from these settings
+    /// Remove the hook, and nothing else, from the settings of Claude Code and Codex
     Uninstall(HomeArgs),
 }
 
@@ -129,6 +129,7 @@ fn run_hook(actor: String) {
         Ok(_) => match receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Ok(failure) => failure,
             Err(mpsc::RecvTimeoutError::Timeout) => Some(GapReason::Late),
+            // The thread panicked.
             Err(mpsc::RecvTimeoutError::Disconnected) => Some(GapReason::Unreadable),
         },
     };

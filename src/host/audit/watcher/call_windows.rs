@@ -120,7 +120,7 @@ impl CallWindows {
     }
 
     /// Whether there are open calls and all of them run in the background.
-    pub fn is_all_background(&self) -> bool {
+    pub fn has_only_background_calls(&self) -> bool {
         !self.open.is_empty() && self.open.iter().all(|window| window.is_background)
     }
 
@@ -145,7 +145,7 @@ impl CallWindows {
         if self.open.is_empty() {
             return Vec::new();
         }
-        let attribution = self.attribute_to_running_commands();
+        let attribution = self.build_command_attribution();
         let mut entries = Vec::new();
         for change in changes {
             if self.open.iter().any(|window| window.claims(&change)) {
@@ -158,7 +158,7 @@ impl CallWindows {
     }
 
     /// Builds the attribution to all running commands.
-    fn attribute_to_running_commands(&self) -> Attribution {
+    fn build_command_attribution(&self) -> Attribution {
         let commands = || self.open.iter().filter(|window| window.claim.is_none());
         let mut agents: Vec<Agent> = Vec::new();
         for window in commands() {
@@ -170,8 +170,8 @@ impl CallWindows {
         Attribution { agents, tool: tool.filter(|tool| commands().all(|window| window.tool == *tool)) }
     }
 
-    /// Ends a successful call. For a tool that wrote a file, returns the changes that the tree shows for it, or else
-    /// `fallback`.
+    /// Ends a successful call. If the call claimed a file, returns the pending changes that it claims, attributed to
+    /// it: the latest for each path. If none of them is a write, `fallback` is added.
     pub fn end_successful(
         &mut self,
         session: &str,
@@ -220,8 +220,8 @@ impl CallWindows {
             .collect()
     }
 
-    /// Marks a call that continues in the background after its end.
-    pub fn put_into_background(&mut self, session: &str, tool_use: &str) {
+    /// Marks a call whose command keeps running after the tool has returned.
+    pub fn mark_as_background(&mut self, session: &str, tool_use: &str) {
         let is_call = |window: &&mut CallWindow| window.session == session && window.tool_use == tool_use;
         if let Some(window) = self.open.iter_mut().find(is_call) {
             window.is_background = true;

@@ -36,7 +36,7 @@ pub enum Authority {
 pub fn determine_authority(window: &CallWindow, peer: &Peer) -> Authority {
     match (window.process, peer.caller()) {
         (None, _) => Authority::Proven,
-        (Some(_), None) if !peer.is_known() => Authority::Unproven,
+        (Some(_), None) if !peer.is_identified() => Authority::Unproven,
         (process, caller) if process == caller => Authority::Proven,
         _ => Authority::None,
     }
@@ -46,6 +46,7 @@ pub fn determine_authority(window: &CallWindow, peer: &Peer) -> Authority {
 pub fn sanitize_names(mut message: Message) -> Message {
     let sanitize = |text: &mut String| {
         if text.len() > MAX_NAME_BYTES || text.chars().any(char::is_control) {
+            // A character has at most four bytes.
             *text = text.chars().filter(|c| !c.is_control()).take(MAX_NAME_BYTES / 4).collect();
         }
     };

@@ -6,7 +6,7 @@ use super::diff::{Change, DirtySet};
 use super::tree::{Tree, join_path};
 use crate::audit::file_changes::{ChangedPaths, ChangesReply};
 
-/// Maximum number of paths; beyond that, anything may have changed.
+/// Maximum number of paths. With more, the paths are discarded, and the set says that anything may have changed.
 const MAX_PATHS: usize = 50_000;
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -43,8 +43,9 @@ impl PathSet {
 pub struct ChangeLog {
     /// Distinguishes the tokens of this process from earlier ones.
     instance: String,
-    /// The numbers of the last reply, and of the last reply whose changes are saved.
+    /// The number of the last reply; 0 before the first one.
     last_reply: u64,
+    /// The number of the last reply whose changes are saved.
     last_saved: Option<u64>,
     /// Changes in replies since the saved one.
     unsaved: PathSet,
@@ -67,9 +68,8 @@ impl ChangeLog {
         }
     }
 
-    /// Whether changes need not be recorded, because anything may have changed.
-    fn is_everything_fresh(&self) -> bool {
-        // Without a reader, nothing needs to be collected.
+    /// Whether changes need not be recorded, because the next reply says anyway that anything may have changed.
+    fn will_report_everything(&self) -> bool {
         self.fresh.is_everything || self.last_reply == 0
     }
 
@@ -82,14 +82,14 @@ impl ChangeLog {
     /// Records the dirty names at their paths in the tree. Must be called before and after a check, because a moved
     /// folder's changes are at both of its paths.
     pub fn record(&mut self, dirty: &DirtySet, tree: &Tree) {
-        if self.is_everything_fresh() {
+        if self.will_report_everything() {
             return;
         }
         if dirty.is_everything_dirty() {
             return self.record_everything();
         }
         for (folder, names) in dirty.names() {
-            // A folder that is not in the tree is below one whose name is dirty.
+            // A folder that is not in the tree is below a dirty name, and that name is recorded with its subtree.
             let Some(path) = tree.path(folder) else { continue };
             for (name, _) in names.iter().filter(|(_, marks)| marks.has_name_change) {
                 self.fresh.subtrees.insert(join_path(&path, name));
@@ -101,12 +101,12 @@ impl ChangeLog {
 
     /// Records the folders of changed paths. These include the folders of a hard-linked file's other names.
     pub fn record_changes(&mut self, changes: &[Change]) {
-        if self.is_everything_fresh() {
+        if self.will_report_everything() {
             return;
         }
         for change in changes {
-            let name = change.path.iter().rposition(|byte| *byte == b'/').unwrap_or(0);
-            self.fresh.directories.insert(change.path[..name].to_vec());
+            let folder_end = change.path.iter().rposition(|byte| *byte == b'/').unwrap_or(0);
+            self.fresh.directories.insert(change.path[..folder_end].to_vec());
         }
         self.fresh.limit();
     }
@@ -119,10 +119,10 @@ impl ChangeLog {
         if saved.is_some() && saved == Some(self.last_reply) {
             (self.unsaved, self.last_saved) = (PathSet::default(), saved);
         } else if saved.is_none() || saved != self.last_saved {
-            // The reader has saved nothing, or its token is unknown to this process.
+            // The reader has saved nothing, or its token is too old or from an earlier process.
             (self.unsaved, self.last_saved) = (PathSet::everything(), None);
         }
-        // While a tool is running, the same names are recorded repeatedly, without new events.
+        // `fresh` does not show this: while a tool is running, each request records the same names again.
         let has_new = events != self.events;
         self.events = events;
         self.unsaved.merge(fresh);

@@ -1,6 +1,6 @@
 //! Computes the changes since the last check: the net difference in the tree. Only names with events are read.
 //!
-//! A replaced name or a moved folder is compared by path with everything that was below it before. A file that was
+//! When a name is replaced or a folder is moved, the paths below it before and after are compared. A file that was
 //! created and deleted, or moved away and back, is not a change.
 
 use std::collections::HashMap;
@@ -11,9 +11,10 @@ use crate::records::entry::FileOperation;
 /// Maximum names with events; beyond that, the whole tree is checked.
 pub const MAX_NAMES: usize = 200_000;
 
-/// Reads the file system. Links are never followed.
+/// Reads the file system. Symbolic links are never followed.
 pub trait FsProbe {
-    /// Reads the current state of these names in a folder; `None` for each if the folder no longer exists.
+    /// Reads the current state of these names in a folder; `None` for a name that does not exist, and for all names if
+    /// `path` is no longer this folder.
     fn probe(&mut self, path: &[u8], folder: Inode, names: &[Name]) -> Vec<Option<FileState>>;
 
     /// Lists a folder. The folder is watched before it is read.
@@ -31,9 +32,9 @@ pub struct Marks {
     pub is_written: bool,
     /// The current file's times, mode or owner changed.
     pub is_touched: bool,
-    /// The previous file was written.
+    /// The file that had this name at the last check was written.
     pub was_written: bool,
-    /// The previous file's times, mode or owner changed.
+    /// The times, mode or owner of the file that had this name at the last check changed.
     pub was_touched: bool,
 }
 
@@ -51,8 +52,8 @@ impl Marks {
         }
     }
 
-    /// Whether the first file with this name was written, and whether it was touched.
-    fn for_first_file(self) -> (bool, bool) {
+    /// Whether the file that had this name at the last check was written, and whether it was touched.
+    fn for_original_file(self) -> (bool, bool) {
         if self.has_name_change {
             (self.was_written, self.was_touched)
         } else {
@@ -156,9 +157,9 @@ pub fn update_tree(tree: &mut Tree, dirty: &DirtySet, probe: &mut impl FsProbe) 
             }
         }
     }
-    let shared = SharedFiles::collect(&before, &after, dirty);
-    let mut changes = compare_paths(&before, &after, dirty, &shared);
-    changes.extend(compare_other_names(tree, probe, &after, &shared));
+    let hard_linked = HardLinkedFiles::collect(&before, &after, dirty);
+    let mut changes = compare_paths(&before, &after, dirty, &hard_linked);
+    changes.extend(compare_other_names(tree, probe, &after, &hard_linked));
     changes.sort_by(|a, b| {
         let (a_deletes, b_deletes) = (a.op == FileOperation::Delete, b.op == FileOperation::Delete);
         let by_path = if a_deletes { b.path.cmp(&a.path) } else { a.path.cmp(&b.path) };
@@ -176,8 +177,8 @@ struct FoundName {
     state: FileState,
 }
 
-/// Removes all dirty names from the tree, except unmoved folders. Everything is removed before anything is added, so
-/// that a moved file is at only one path.
+/// Removes all dirty names from the tree, except unmoved folders, and returns the names that still exist, to be added
+/// again. Everything is removed before anything is added, so that a moved file is at only one path.
 fn remove_dirty(
     tree: &mut Tree,
     dirty: &DirtySet,
@@ -192,7 +193,7 @@ fn remove_dirty(
     folders.sort();
     for (path, folder) in folders {
         if !tree.has_folder(folder) {
-            // The folder was moved together with a parent, and is listed again at its new path.
+            // The folder was moved together with an ancestor, and is listed again at its new path.
             continue;
         }
         let Some(marked) = dirty.folders.get(&folder) else { continue };
@@ -263,12 +264,13 @@ impl<S: FsProbe> TreeWalk<'_, S> {
 
 /// Files with several names (hard links), and whether they were written and touched: an event for one name applies to
 /// all of them.
-struct SharedFiles(HashMap<FileId, (bool, bool)>);
+struct HardLinkedFiles(HashMap<FileId, (bool, bool)>);
 
-impl SharedFiles {
+impl HardLinkedFiles {
     fn collect(before: &Paths<TreeEntry>, after: &Paths<TreeEntry>, dirty: &DirtySet) -> Self {
-        let is_shared = |known: &&TreeEntry| known.state.is_shared && known.state.kind == Kind::File;
-        let known = before.values().chain(after.values()).filter(is_shared);
+        let is_hard_linked =
+            |known: &&TreeEntry| known.state.has_other_names && known.state.kind == Kind::File;
+        let known = before.values().chain(after.values()).filter(is_hard_linked);
         let mut all: HashMap<FileId, (bool, bool)> =
             known.map(|known| (known.state.id(), (false, false))).collect();
         let mut add = |known: &TreeEntry, (is_written, is_touched): (bool, bool)| {
@@ -278,7 +280,7 @@ impl SharedFiles {
             }
         };
         for (path, known) in before {
-            add(known, dirty.marks(known.folder, path).for_first_file());
+            add(known, dirty.marks(known.folder, path).for_original_file());
         }
         for (path, known) in after {
             let marks = dirty.marks(known.folder, path);
@@ -292,7 +294,7 @@ fn compare_paths(
     before: &Paths<TreeEntry>,
     after: &Paths<TreeEntry>,
     dirty: &DirtySet,
-    shared: &SharedFiles,
+    hard_linked: &HardLinkedFiles,
 ) -> Vec<Change> {
     let mut changes = Vec::new();
     for path in before.keys().filter(|path| !after.contains_key(*path)) {
@@ -302,11 +304,11 @@ fn compare_paths(
         let old = before.get(path).map(|old| old.state);
         let mut marks = dirty.marks(new.folder, path);
         if old.is_some_and(|old| old.id() == new.state.id()) {
-            let (is_written, is_touched) = marks.for_first_file();
+            let (is_written, is_touched) = marks.for_original_file();
             marks.is_written |= is_written;
             marks.is_touched |= is_touched;
         }
-        if let Some((is_written, is_touched)) = shared.0.get(&new.state.id()) {
+        if let Some((is_written, is_touched)) = hard_linked.0.get(&new.state.id()) {
             marks.is_written |= is_written;
             marks.is_touched |= is_touched;
         }
@@ -315,7 +317,7 @@ fn compare_paths(
     changes
 }
 
-/// Returns the change to an existing path, if any.
+/// Returns the change to a path that exists now, if any.
 fn compare_states(old: Option<FileState>, new: FileState, marks: Marks, path: &[u8]) -> Option<Change> {
     let is_new = old.is_none_or(|old| old.kind != new.kind);
     if new.kind == Kind::Folder {
@@ -330,7 +332,8 @@ fn is_written_or_replaced(old: FileState, new: FileState, marks: Marks) -> bool 
         return true;
     }
     if marks.has_name_change && (old.size, old.mtime) == (new.size, new.mtime) {
-        // The file was moved and came back, or was linked again; the write events belong to a different file.
+        // The file was moved away and back, or hard-linked under this name again; the write events belong to a
+        // different file.
         return false;
     }
     if marks.is_created {
@@ -340,22 +343,23 @@ fn is_written_or_replaced(old: FileState, new: FileState, marks: Marks) -> bool 
     if new.kind != Kind::File || (old.size, new.size) == (0, 0) {
         return false;
     }
-    // Writes to a mapping cause no event, but change the mtime. After a touch, the mtime proves nothing.
+    // Writes to a mapping cause no event, but change the mtime. After a touch, a changed mtime is not evidence of a
+    // write.
     old.size != new.size || marks.is_written || (old.mtime != new.mtime && !marks.is_touched)
 }
 
-/// Returns the changes to the other names of shared files.
+/// Returns the changes to the other names of hard-linked files.
 fn compare_other_names(
     tree: &mut Tree,
     probe: &mut impl FsProbe,
     after: &Paths<TreeEntry>,
-    shared: &SharedFiles,
+    hard_linked: &HardLinkedFiles,
 ) -> Vec<Change> {
-    if shared.0.is_empty() {
+    if hard_linked.0.is_empty() {
         return Vec::new();
     }
     let mut changes = Vec::new();
-    for (folder, name, old) in tree.find_names(shared.0.keys().copied()) {
+    for (folder, name, old) in tree.find_names(hard_linked.0.keys().copied()) {
         let Some(path) = tree.path(folder) else { continue };
         let full_path = join_path(&path, &name);
         if after.contains_key(&full_path) {
@@ -364,7 +368,7 @@ fn compare_other_names(
         let new = probe.probe(&path, folder, std::slice::from_ref(&name)).pop().flatten();
         // If the name now belongs to a different file, that file's events report the change.
         let Some(new) = new.filter(|new| new.id() == old.id()) else { continue };
-        let (is_written, is_touched) = shared.0.get(&new.id()).copied().unwrap_or_default();
+        let (is_written, is_touched) = hard_linked.0.get(&new.id()).copied().unwrap_or_default();
         let marks = Marks { is_written, is_touched, ..Marks::default() };
         tree.refresh(folder, &name, new);
         changes.extend(compare_states(Some(old), new, marks, &full_path));

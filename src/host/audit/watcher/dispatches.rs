@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::peer::Peer;
 use crate::audit::protocol::{Process, SeenCalls};
 
-/// Maximum concurrent dispatches, far above the configurable limit.
+/// Maximum concurrent dispatches, far above the configurable limit. Beyond it, the oldest is forgotten.
 const MAX_DISPATCHES: usize = 256;
 /// Maximum tool call IDs stored per dispatch; further calls are only counted.
 const MAX_IDS: usize = 1024;
@@ -19,6 +19,7 @@ pub struct Dispatch {
     pub agent_name: String,
     /// The `svc-agent` process, which adopts the agent's orphans.
     runner: Process,
+    /// The IDs of the calls that hooks have reported, up to [`MAX_IDS`].
     #[serde(rename = "told")]
     reported: BTreeSet<String>,
     /// Number of calls beyond `reported`.
@@ -66,7 +67,7 @@ impl Dispatches {
         if seen.is_by_id && further_reported == 0 && seen.further_calls == 0 {
             return unmatched;
         }
-        // Without common IDs, compare the numbers of calls.
+        // Without common IDs, or if some IDs were not stored, compare the numbers of calls.
         unmatched.saturating_sub((reported.len() - matched) as u64 + further_reported)
     }
 }

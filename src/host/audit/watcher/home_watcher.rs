@@ -1,11 +1,11 @@
 //! Watches the home directory: opens its folders, and reads their events with inotify(7).
 //!
 //! The kernel queues an event before the system call that caused it returns. Draining the queue therefore yields all
-//! changes before that moment, which separates one tool call from the next. The `notify` crate is unsuitable: it also
+//! changes so far, which separates one tool call from the next. The `notify` crate is unsuitable: it also
 //! watches for opened files, so that a search through the home directory fills the queue, and it identifies folders by
 //! path, which rename(2) changes.
 //!
-//! Folders are opened below the home directory without following links and without crossing mounts.
+//! Folders are opened below the home directory without following symbolic links and without crossing mounts.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -22,7 +22,7 @@ use super::diff::{DirtySet, FsProbe, Marks};
 use super::tree::{FileState, Inode, Kind, Name};
 use svc_base::fsx::FileError;
 
-/// The folder with records and settings, whose writers record their own changes.
+/// The folder with records and settings. It is not watched, because the owner's programs cannot change it.
 const SYSTEM_FOLDER: &[u8] = b"system";
 /// Maximum events per drain: a program that writes endlessly must not block the watcher.
 const MAX_EVENTS: usize = 200_000;
@@ -42,9 +42,9 @@ pub struct HomeWatcher {
     inotify: Inotify,
     folders: HashMap<WatchDescriptor, Inode>,
     watches: HashMap<Inode, WatchDescriptor>,
-    /// The system's watch limit has been reached.
+    /// A folder could not be watched, probably because the system's watch limit has been reached.
     is_at_watch_limit: bool,
-    /// The number of events that were read.
+    /// The number of events that have been read.
     event_count: u64,
 }
 
@@ -54,17 +54,18 @@ impl HomeWatcher {
     /// # Errors
     /// The home directory does not exist or cannot be watched.
     pub fn open(home: &Path) -> Result<Self, FileError> {
-        let at = |action: &'static str| move |errno: Errno| FileError::wrap(action, home)(errno.into());
+        let cannot = |action: &'static str| move |errno: Errno| FileError::wrap(action, home)(errno.into());
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
-        let folder = nix::fcntl::open(home, flags, Mode::empty()).map_err(at("open"))?;
-        let root = fstat(&folder).map_err(at("stat"))?.st_ino;
-        let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).map_err(at("watch"))?;
+        let folder = nix::fcntl::open(home, flags, Mode::empty()).map_err(cannot("open"))?;
+        let root = fstat(&folder).map_err(cannot("stat"))?.st_ino;
+        let inotify =
+            Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).map_err(cannot("watch"))?;
         let (folders, watches) = (HashMap::new(), HashMap::new());
         let watcher =
             Self { home: folder, root, inotify, folders, watches, is_at_watch_limit: false, event_count: 0 };
         // Check now that `openat2` is permitted: if a seccomp filter denied it, the audit would silently miss all
         // changes.
-        watcher.open_below(b".").map_err(at("open folders of"))?;
+        watcher.open_below(b".").map_err(cannot("open folders of"))?;
         Ok(watcher)
     }
 
@@ -229,7 +230,7 @@ fn read_state(folder: &impl AsFd, name: &[u8]) -> Option<FileState> {
     let kind = match FileType::from_raw_mode(stat.stx_mode.into()) {
         FileType::RegularFile => Kind::File,
         FileType::Directory => Kind::Folder,
-        FileType::Symlink => Kind::Link,
+        FileType::Symlink => Kind::Symlink,
         _ => Kind::Other,
     };
     let has_birth_time = StatxFlags::from_bits_retain(stat.stx_mask).contains(StatxFlags::BTIME);
@@ -239,7 +240,7 @@ fn read_state(folder: &impl AsFd, name: &[u8]) -> Option<FileState> {
         mtime: to_nanoseconds(stat.stx_mtime),
         birth_time: if has_birth_time { to_nanoseconds(stat.stx_btime) } else { 0 },
         kind,
-        is_shared: kind == Kind::File && stat.stx_nlink > 1,
+        has_other_names: kind == Kind::File && stat.stx_nlink > 1,
     })
 }
 

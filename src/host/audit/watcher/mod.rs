@@ -1,7 +1,7 @@
 //! `svc-watch`: audits the files in the home directory, and records the changes made by agents' tools in `audit.jsonl`.
 //!
 //! This module contains the command line, the socket for hooks, and the service lifecycle. The watcher runs as a user
-//! whose processes the owner's programs can neither kill nor impersonate. It reads names and sizes, never contents.
+//! whose processes the owner's programs can neither kill nor impersonate. It reads names and metadata, never contents.
 
 mod call_windows;
 mod calls;
@@ -134,7 +134,7 @@ async fn feed_watchdog(has_progressed: Arc<AtomicBool>) -> Infallible {
     std::future::pending().await
 }
 
-/// Sends messages to the watcher thread.
+/// Sends requests to the watcher thread, and wakes it.
 #[derive(Clone)]
 struct WatcherHandle {
     requests: Sender<Request>,
@@ -155,11 +155,11 @@ fn spawn_watcher_thread(watcher: Watcher) -> std::io::Result<WatcherThread> {
     let (waker, wake_receiver) = StdStream::pair()?;
     waker.set_nonblocking(true)?;
     wake_receiver.set_nonblocking(true)?;
-    let (has_progressed, (ends, ended)) = (Arc::new(AtomicBool::new(true)), oneshot::channel());
+    let (has_progressed, (ended_sender, ended)) = (Arc::new(AtomicBool::new(true)), oneshot::channel());
     let thread_has_progressed = Arc::clone(&has_progressed);
     let work = move || {
         watcher.run(&receiver, &wake_receiver, &thread_has_progressed);
-        drop(ends);
+        drop(ended_sender);
     };
     let thread = std::thread::Builder::new().name("watcher".to_owned()).spawn(work)?;
     Ok(WatcherThread {

@@ -21,7 +21,7 @@ impl Peer {
         Self { is_gateway: credentials.uid.is_some_and(is_own), processes }
     }
 
-    /// The process that runs the hook: the agent's program, as the hook's parent.
+    /// The hook's parent process, which is the agent's program.
     pub fn caller(&self) -> Option<Process> {
         self.processes.get(1).copied()
     }
@@ -31,7 +31,8 @@ impl Peer {
         self.processes.contains(&process)
     }
 
-    pub fn is_known(&self) -> bool {
+    /// Whether the process was still running when its connection was accepted.
+    pub fn is_identified(&self) -> bool {
         !self.processes.is_empty()
     }
 }
@@ -45,11 +46,11 @@ mod tests {
         let pid = i32::try_from(std::process::id()).unwrap();
         let peer = Peer::from_credentials(PeerCredentials { uid: Some(geteuid().as_raw()), pid: Some(pid) });
         let parent = Process::from_pid(nix::unistd::getppid().as_raw());
-        assert!(peer.is_gateway && peer.is_known());
+        assert!(peer.is_gateway && peer.is_identified());
         assert_eq!(peer.caller(), Some(parent));
         assert!(peer.is_below(Process::from_pid(pid)) && peer.is_below(parent));
         assert!(!peer.is_below(Process { pid, started: 1 }));
         let unknown = Peer::from_credentials(PeerCredentials { uid: Some(u32::MAX), pid: Some(i32::MAX) });
-        assert!(!unknown.is_gateway && !unknown.is_known() && unknown.caller().is_none());
+        assert!(!unknown.is_gateway && !unknown.is_identified() && unknown.caller().is_none());
     }
 }

@@ -6,7 +6,7 @@ use super::peer::Peer;
 use crate::audit::file_changes::ChangesReply;
 use crate::audit::protocol::Message;
 
-/// A message, and the channel that reports its completion.
+/// A message, and the channel that reports when it has been processed.
 pub struct HookRequest {
     pub message: Message,
     pub peer: Peer,

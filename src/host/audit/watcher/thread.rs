@@ -38,7 +38,7 @@ use svc_base::fsx::FileError;
 
 /// Interval between checks for ended processes and saved messages.
 const TICK_INTERVAL: Duration = Duration::from_secs(2);
-/// Interval between checks while only background calls are running.
+/// Interval between checks of the home directory while only background calls are running.
 const BACKGROUND_INTERVAL: Duration = Duration::from_secs(10);
 /// Number of dirty names that triggers a check while no tool is running.
 const MAX_IDLE_DIRTY_NAMES: usize = 5_000;
@@ -116,9 +116,9 @@ impl Watcher {
             has_progressed.store(true, Ordering::Relaxed);
             self.wait_for_events(waker, TICK_INTERVAL.saturating_sub(last_tick.elapsed()));
             self.home_watcher.drain(&mut self.dirty);
-            let mut byte = [0; 64];
+            let mut bytes = [0; 64];
             // Non-blocking; the bytes only wake this thread.
-            while std::io::Read::read(&mut &*waker, &mut byte).is_ok_and(|read| read > 0) {}
+            while std::io::Read::read(&mut &*waker, &mut bytes).is_ok_and(|read| read > 0) {}
             loop {
                 match requests.try_recv() {
                     Ok(Request::Hook(hook)) => {
@@ -158,14 +158,14 @@ impl Watcher {
     }
 
     fn wait_for_events(&self, waker: &UnixStream, timeout: Duration) {
-        let mut ends = [
+        let mut sources = [
             PollFd::new(self.home_watcher.as_fd(), PollFlags::POLLIN),
             PollFd::new(waker.as_fd(), PollFlags::POLLIN),
         ];
         let timeout = PollTimeout::try_from(timeout).unwrap_or(PollTimeout::ZERO);
         // An interruption is harmless: the caller reads the available events anyway.
-        let _ = poll(&mut ends, timeout);
-        if ends[0].any() == Some(true) && ends[1].any() == Some(false) {
+        let _ = poll(&mut sources, timeout);
+        if sources[0].any() == Some(true) && sources[1].any() == Some(false) {
             // Batch events from a busy writer: the kernel queues them.
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -176,7 +176,7 @@ impl Watcher {
         let is_due = if self.windows.is_empty() {
             !self.dirty.is_clean()
         } else {
-            self.windows.is_all_background() && self.last_check.elapsed() >= BACKGROUND_INTERVAL
+            self.windows.has_only_background_calls() && self.last_check.elapsed() >= BACKGROUND_INTERVAL
         };
         let has_ended = |window: &CallWindow| window.process.is_some_and(Process::has_ended);
         if self.windows.all().iter().any(has_ended) {
@@ -199,7 +199,7 @@ impl Watcher {
         if is_about_call && let Some(ended) = self.ended_calls.iter().find(|ended| ended.call == call) {
             // A saved message may repeat a live report. A second live report, however, shows that another process with
             // the same parent forged the first: a program's hook reports an end only once.
-            if ended.is_live && peer.is_known() {
+            if ended.is_live && peer.is_identified() {
                 self.record_gap(GapReason::Forged, 1, message.sent_at);
             }
             return;
@@ -242,7 +242,7 @@ impl Watcher {
         }
     }
 
-    /// Counts a call as reported if its start was seen or its file is known.
+    /// Counts a dispatch's call as reported, if the call has a window.
     fn count_reported_call(&mut self, message: &Message, session: &str, tool_use: &str) {
         if let Some(dispatch) = &message.dispatch_id
             && self.windows.contains(session, tool_use)
@@ -251,7 +251,7 @@ impl Watcher {
         }
     }
 
-    /// Processes a message from the dispatcher, which only the gateway's user may send.
+    /// Processes a message from the dispatcher, which only root and the gateway's user may send.
     fn process_dispatch(&mut self, message: Message, peer: &Peer) {
         let Some(id) = message.dispatch_id.filter(|_| peer.is_gateway) else {
             return self.record_gap(GapReason::Forged, 1, message.sent_at);
@@ -279,7 +279,7 @@ impl Watcher {
     /// Replaces the sender's claims about itself with the kernel's data.
     fn with_peer_identity(&self, mut message: Message, peer: &Peer) -> Message {
         let tool_use = message.tool_use_id.as_deref().unwrap_or_default();
-        if !peer.is_known()
+        if !peer.is_identified()
             && let Some(window) = self.windows.get(&message.session_id, tool_use)
         {
             // The call is known, but the process that reported it has ended: use the data from the call's start.
@@ -297,7 +297,7 @@ impl Watcher {
         message
     }
 
-    /// Whether this peer may report on this call. Rejected and unproven reports are recorded as gaps.
+    /// Whether this peer may report on this call. Rejected reports and unproven ends are recorded as gaps.
     fn has_authority(&self, message: &Message, session: &str, tool_use: &str, peer: &Peer) -> bool {
         let Some(window) = self.windows.get(session, tool_use) else { return true };
         let authority = determine_authority(window, peer);
@@ -332,7 +332,7 @@ impl Watcher {
     }
 
     fn remember_ended(&mut self, call: Call, peer: &Peer) {
-        self.ended_calls.push_back(EndedCall { call, is_live: peer.is_known() });
+        self.ended_calls.push_back(EndedCall { call, is_live: peer.is_identified() });
         if self.ended_calls.len() > MAX_REMEMBERED_CALLS {
             self.ended_calls.pop_front();
         }
@@ -372,7 +372,7 @@ impl Watcher {
 
     fn end_successful_call(&mut self, message: &Message, session: &str, tool_use: &str) {
         if message.is_background {
-            self.windows.put_into_background(session, tool_use);
+            self.windows.mark_as_background(session, tool_use);
         } else {
             let fallback =
                 message.path.as_ref().and_then(|path| self.reported_write(message.cwd.as_deref(), path));
@@ -388,7 +388,7 @@ impl Watcher {
         let paths = tool_paths::resolve_written_paths(&self.home, cwd, path);
         let path = paths.last()?;
         let meta = std::fs::symlink_metadata(self.home.join(path)).ok();
-        // The link points outside the home directory, so the write was outside too.
+        // The last path is a symbolic link only if its target is not audited, so the write is not audited either.
         if meta.as_ref().is_some_and(std::fs::Metadata::is_symlink) {
             return None;
         }
@@ -435,7 +435,7 @@ impl Watcher {
             } else {
                 "the file audit watches all folders again"
             };
-            // The writer counts a dropped line.
+            // The writer reports a dropped line as a gap.
             let _ = self.records.note(note);
         }
     }
@@ -448,7 +448,7 @@ impl Watcher {
     }
 
     fn record_gap(&self, why: GapReason, calls: usize, since: Timestamp) {
-        tracing::warn!(?why, calls, "tool calls were not seen");
+        tracing::warn!(?why, calls, "gap recorded in the file audit");
         let gap = Gap { lost: calls as u64, since, why: Some(why) };
         // The writer reports a dropped line as a gap.
         let _ = self.records.append(Record::Audit, &GapLine { version: 1, timestamp: clock::now_ms(), gap });
@@ -484,7 +484,7 @@ impl Watcher {
         }
     }
 
-    /// Saves the running calls for a restart. A power cut may lose the file, but also ends all calls.
+    /// Saves the running calls and dispatches, without a sync: a power cut may lose the file, but also ends all calls.
     fn save_state(&self) {
         let state =
             WatcherState { windows: self.windows.all().to_vec(), dispatches: self.dispatches.clone() };

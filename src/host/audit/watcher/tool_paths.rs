@@ -2,8 +2,8 @@
 
 use std::path::{Component, Path, PathBuf};
 
-/// Lists the paths below the home directory that a tool may have written: the name in its real folder and, if that is a
-/// link, its target. Omits results outside the home directory or in its `system` folder.
+/// Lists the paths below the home directory that a tool may have written: the name in its resolved folder and, if the
+/// name is a symbolic link, the link's target. Omits paths outside the home directory or in its `system` folder.
 pub fn resolve_written_paths(home: &Path, cwd: Option<&str>, path: &str) -> Vec<String> {
     let path = Path::new(cwd.unwrap_or("/")).join(path);
     let mut found = Vec::new();

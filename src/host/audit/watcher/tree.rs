@@ -13,7 +13,7 @@ pub type Name = Box<[u8]>;
 pub enum Kind {
     File,
     Folder,
-    Link,
+    Symlink,
     Other,
 }
 
@@ -29,7 +29,7 @@ pub struct FileState {
     pub birth_time: i64,
     pub kind: Kind,
     /// The file has other names (hard links).
-    pub is_shared: bool,
+    pub has_other_names: bool,
 }
 
 impl FileState {
@@ -95,7 +95,7 @@ impl Tree {
         self.folders.get(&folder).map_or_else(Vec::new, |folder| folder.entries.keys().cloned().collect())
     }
 
-    /// The path of a folder.
+    /// The path of a folder below the root; `None` if the folder is not in the tree.
     pub fn path(&self, folder: Inode) -> Option<Vec<u8>> {
         let mut names = Vec::new();
         let mut current = self.folders.get(&folder)?;
@@ -119,7 +119,7 @@ impl Tree {
         self.folders.get(&folder)?.parent.clone()
     }
 
-    /// Adds a name. A new folder is empty.
+    /// Adds or replaces a name, if its folder is in the tree. A new folder is empty.
     pub fn insert(&mut self, folder: Inode, name: Name, state: FileState) {
         if !self.has_folder(folder) {
             return;
@@ -161,16 +161,16 @@ impl Tree {
         let Some(state) = self.folders.get_mut(&folder).and_then(|folder| folder.entries.remove(name)) else {
             return;
         };
-        let mut rest = vec![(path, TreeEntry { state, folder })];
-        while let Some((path, known)) = rest.pop() {
-            if known.state.kind == Kind::Folder && self.is_at(known.state.inode, known.folder, &path) {
-                removed_folders.push(known.state.inode);
-                let inside = self.folders.remove(&known.state.inode).map(|folder| folder.entries);
-                for (name, state) in inside.into_iter().flatten() {
-                    rest.push((join_path(&path, &name), TreeEntry { state, folder: known.state.inode }));
+        let mut pending = vec![(path, TreeEntry { state, folder })];
+        while let Some((path, entry)) = pending.pop() {
+            if entry.state.kind == Kind::Folder && self.is_at(entry.state.inode, entry.folder, &path) {
+                removed_folders.push(entry.state.inode);
+                let contents = self.folders.remove(&entry.state.inode).map(|folder| folder.entries);
+                for (name, state) in contents.into_iter().flatten() {
+                    pending.push((join_path(&path, &name), TreeEntry { state, folder: entry.state.inode }));
                 }
             }
-            before.insert(path, known);
+            before.insert(path, entry);
         }
     }
 
@@ -239,7 +239,7 @@ mod tests {
     use super::*;
 
     fn file(inode: Inode) -> FileState {
-        FileState { inode, size: 1, mtime: 1, birth_time: 1, kind: Kind::File, is_shared: true }
+        FileState { inode, size: 1, mtime: 1, birth_time: 1, kind: Kind::File, has_other_names: true }
     }
 
     fn names(tree: &mut Tree, inode: Inode) -> Vec<(Inode, String)> {

@@ -20,7 +20,7 @@ use zip::write::{SimpleFileOptions, StreamWriter};
 use zip::{CompressionMethod, ZipWriter};
 
 const BUFFER_BYTES: usize = 128 << 10;
-/// Maximum number of buffers that wait for the client.
+/// Maximum number of buffers that wait to be sent to the client.
 const MAX_PENDING_BUFFERS: usize = 4;
 
 /// An archive format.
@@ -60,7 +60,7 @@ pub fn stream_archive(history: History, entry: Entry, name: OsString, archive: A
         };
         if let Err(error) = write_archive(&history, &entry, &name, writer, &runtime) {
             tracing::warn!(error = %format_chain(&error), "an archive of the owner's files is incomplete");
-            // The client may have disconnected.
+            // This fails if the client has disconnected.
             let _ = errors.blocking_send(Err(error));
         }
     });
@@ -73,8 +73,8 @@ struct ChannelWriter(mpsc::Sender<io::Result<Vec<u8>>>);
 
 impl Write for ChannelWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let gone = |_| io::Error::new(io::ErrorKind::BrokenPipe, "the client has disconnected");
-        self.0.blocking_send(Ok(bytes.to_vec())).map_err(gone)?;
+        let disconnected = |_| io::Error::new(io::ErrorKind::BrokenPipe, "the client has disconnected");
+        self.0.blocking_send(Ok(bytes.to_vec())).map_err(disconnected)?;
         Ok(bytes.len())
     }
 
@@ -85,7 +85,7 @@ impl Write for ChannelWriter {
 
 /// An archive that is being written.
 enum Writer<W: Write> {
-    /// The map contains the first path of each hard-linked file.
+    /// The map contains the first path of each file with several hard links, by device and inode.
     Tar(Box<tar::Builder<W>>, HashMap<(u64, u64), PathBuf>),
     Zip(Box<ZipWriter<StreamWriter<W>>>),
 }
@@ -110,14 +110,14 @@ fn write_archive<W: Write>(
                 let content = ContentReader {
                     chunks: Box::pin(history.read_content(&entry)),
                     chunk: io::Cursor::new(Vec::new()),
-                    left: entry.size(),
+                    remaining: entry.size(),
                     runtime,
                 };
                 writer.add_file(&path, &entry, content)?;
             }
             EntryKind::Link => {
                 if let Some(target) = entry.link_target() {
-                    writer.add_link(&path, &entry, &target)?;
+                    writer.add_symlink(&path, &entry, &target)?;
                 }
             }
             EntryKind::Special => {}
@@ -159,7 +159,7 @@ impl<W: Write> Writer<W> {
         }
     }
 
-    fn add_link(&mut self, path: &Path, entry: &Entry, target: &OsStr) -> io::Result<()> {
+    fn add_symlink(&mut self, path: &Path, entry: &Entry, target: &OsStr) -> io::Result<()> {
         match self {
             Self::Tar(tar, _) => {
                 let mut header = tar_header(entry, tar::EntryType::Symlink);
@@ -228,11 +228,13 @@ fn zip_name(path: &Path) -> String {
 
 type Chunks<'a> = Pin<Box<dyn Stream<Item = Result<Vec<u8>, FilesError>> + 'a>>;
 
-/// Reads a file's content, which must have the recorded size, because a tar entry's header contains it.
+/// Reads a file's content. Fails if its size differs from the recorded one, which the header of a tar entry already
+/// contains.
 struct ContentReader<'a> {
     chunks: Chunks<'a>,
     chunk: io::Cursor<Vec<u8>>,
-    left: u64,
+    /// The bytes of the recorded size that have not been read yet.
+    remaining: u64,
     runtime: &'a Handle,
 }
 
@@ -244,7 +246,7 @@ impl Read for ContentReader<'_> {
                 return Ok(read);
             }
             let Some(chunk) = self.runtime.block_on(self.chunks.next()) else {
-                return if self.left == 0 {
+                return if self.remaining == 0 {
                     Ok(0)
                 } else {
                     Err(io::Error::new(
@@ -255,7 +257,7 @@ impl Read for ContentReader<'_> {
             };
             let chunk = chunk.map_err(io::Error::other)?;
             let longer = || io::Error::other("a file is longer than its recorded size");
-            self.left = self.left.checked_sub(chunk.len() as u64).ok_or_else(longer)?;
+            self.remaining = self.remaining.checked_sub(chunk.len() as u64).ok_or_else(longer)?;
             self.chunk = io::Cursor::new(chunk);
         }
     }

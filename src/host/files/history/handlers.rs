@@ -1,4 +1,4 @@
-//! The handlers of the routes that `history.sock` serves. The gateway has authenticated the request.
+//! The handlers of the routes that `history.sock` serves. The gateway has already authenticated each request.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -178,7 +178,7 @@ async fn find(
         Some(_) => None,
         None => settings.read_latest().await.map_err(|error| problem(error.into()))?,
     };
-    // If the clock was ahead, an earlier snapshot may have a later time than the latest one.
+    // The latest snapshot need not have the latest time: the clock may have been ahead when an earlier one was taken.
     let snapshot = latest.and_then(|id| history.find_by_id(id)).or_else(|| history.find_snapshot(time));
     let (id, snapshot) = snapshot.cloned().ok_or_else(|| {
         let detail = match time {
@@ -244,20 +244,21 @@ fn send_file(history: Arc<History>, entry: Entry, name: &OsStr) -> Response {
     let (sender, chunks) = tokio::sync::mpsc::channel::<Result<Vec<u8>, FilesError>>(2);
     tokio::spawn(async move {
         let mut content = std::pin::pin!(history.read_content(&entry));
-        let mut left = size;
+        let mut remaining = size;
         loop {
             let next = match content.try_next().await {
-                Ok(Some(chunk)) => match left.checked_sub(chunk.len() as u64) {
+                Ok(Some(chunk)) => match remaining.checked_sub(chunk.len() as u64) {
                     Some(rest) => {
-                        left = rest;
+                        remaining = rest;
                         Ok(chunk)
                     }
+                    // The content is damaged. The body must not exceed its announced length.
                     None => break,
                 },
                 Ok(None) => break,
                 Err(error) => Err(error),
             };
-            // The client has disconnected.
+            // This fails if the client has disconnected.
             if sender.send(next).await.is_err() {
                 return;
             }

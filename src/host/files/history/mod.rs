@@ -75,8 +75,8 @@ async fn serve(settings: FilesSettings, connection: UnixStream) -> Result<(), Fa
         .header_read_timeout(HEADER_TIMEOUT)
         .serve_connection(TokioIo::new(connection), TowerToHyperService::new(router));
     tokio::select! {
-        // The client has disconnected, or an archive could not be completed; the client then gets an incomplete
-        // response.
+        // After an error, the response is missing or incomplete: the client has disconnected or sent no request in
+        // time, or a file or an archive could not be read completely.
         served = served => if let Err(error) = served {
             tracing::debug!(error = %format_chain(&error), "the connection ended early");
         },

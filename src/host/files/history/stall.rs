@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// How long a write may wait for the client.
+/// Maximum time that a write may wait for the client.
 const TIMEOUT: Duration = Duration::from_secs(60);
 const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
@@ -37,7 +37,7 @@ impl WriteStallTimer {
     }
 }
 
-/// A connection that records since when a write has been waiting for its client.
+/// A connection that records in its timer since when a write has been waiting for the client.
 pub(super) struct StallTrackedStream<S> {
     pub(super) stream: S,
     pub(super) stall_timer: WriteStallTimer,

@@ -1,8 +1,8 @@
-//! Moves a restored entry into place, beneath the owner's home directory.
+//! Moves a restored entry into place, beneath the user's home directory.
 //!
-//! The owner's programs run at the same time, and this process can write to directories to which they cannot.
-//! Directories are therefore opened one name at a time without following links, and entries are named only relative to
-//! open directories.
+//! The owner's programs run at the same time and could create symbolic links, and this process can write to directories
+//! to which they cannot. Directories are therefore opened one name at a time without following links, and entries are
+//! named only relative to open directories.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::OwnedFd;
@@ -22,14 +22,15 @@ use svc_base::fsx::FileError;
 const MAX_NAMES: u32 = 100;
 const MAX_NAME_BYTES: usize = 255;
 
-/// An open directory beneath the owner's home directory.
+/// An open directory: the user's home directory, or one beneath it.
 pub(super) struct Directory(OwnedFd);
 
 impl Directory {
     /// Opens `path` beneath `home`. Creates missing directories, which then belong to `owner`.
     ///
     /// # Errors
-    /// `NotADirectory` if a name is a link or a file; other file system errors.
+    /// `NotADirectory` if a name is a symbolic link or a file; `InvalidInput` if `path` is absolute or contains `..`;
+    /// other file system errors.
     pub(super) fn open(home: &Path, path: &Path, owner: Option<(u32, u32)>) -> Result<Self, FileError> {
         let shown = home.join(path);
         let wrap = |action| move |errno: Errno| FileError::wrap(action, &shown)(errno.into());
@@ -40,7 +41,7 @@ impl Directory {
                 return Err(wrap("use")(Errno::INVAL));
             };
             directory = match openat(&directory, name, directory_flags(), Mode::empty()) {
-                Err(Errno::NOENT) => create(&directory, name).map_err(wrap.clone()("create"))?,
+                Err(Errno::NOENT) => create_directory(&directory, name).map_err(wrap.clone()("create"))?,
                 opened => opened.map_err(wrap.clone()("open"))?,
             };
             chown_new_directory(&directory, owner).map_err(wrap.clone()("change the owner of"))?;
@@ -48,8 +49,10 @@ impl Directory {
         Ok(Self(directory))
     }
 
+    /// Returns whether an entry, such as a dangling symbolic link, has this name.
+    ///
     /// # Errors
-    /// File system errors other than the entry's absence.
+    /// If the check fails.
     pub(super) fn has(&self, name: &OsStr) -> Result<bool, Errno> {
         match statat(&self.0, name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(_) => Ok(true),
@@ -72,10 +75,10 @@ impl Directory {
         Err(Errno::EXIST)
     }
 
-    /// Atomically exchanges an entry of this directory with another one.
+    /// Atomically exchanges an entry of this directory with the one at the path `with`.
     ///
     /// # Errors
-    /// `NOENT` if there is no such entry; `XDEV` if the other is on another file system; other file system errors.
+    /// `NOENT` if one of them does not exist; `XDEV` if they are on different file systems; other file system errors.
     pub(super) fn exchange(&self, name: &OsStr, with: &Path) -> Result<(), Errno> {
         renameat_with(CWD, with, &self.0, name, RenameFlags::EXCHANGE)
     }
@@ -93,8 +96,8 @@ fn directory_flags() -> OFlags {
     OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC
 }
 
-/// Creates a directory that no other user can enter yet.
-fn create(parent: &OwnedFd, name: &OsStr) -> Result<OwnedFd, Errno> {
+/// Creates and opens a directory that no other user can enter yet.
+fn create_directory(parent: &OwnedFd, name: &OsStr) -> Result<OwnedFd, Errno> {
     match mkdirat(parent, name, Mode::RWXU) {
         // One of the owner's programs may have created it in the meantime.
         Ok(()) | Err(Errno::EXIST) => {}
@@ -103,7 +106,7 @@ fn create(parent: &OwnedFd, name: &OsStr) -> Result<OwnedFd, Errno> {
     openat(parent, name, directory_flags(), Mode::empty())
 }
 
-/// Gives a directory to the owner if this process, or an interrupted run, has created it.
+/// Gives a directory to `owner` if this process, or an interrupted run, has created it.
 fn chown_new_directory(directory: &OwnedFd, owner: Option<(u32, u32)>) -> Result<(), Errno> {
     let stat = fstat(directory)?;
     let is_new = stat.st_uid == geteuid().as_raw() && stat.st_mode & 0o7777 == Mode::RWXU.as_raw_mode();
@@ -116,7 +119,8 @@ fn chown_new_directory(directory: &OwnedFd, owner: Option<(u32, u32)>) -> Result
     fchmod(directory, Mode::from_raw_mode(0o755))
 }
 
-/// `notes.txt` becomes `notes.restored-20261128T021907Z.txt`. A `number` above 1 is appended to the time.
+/// `notes.txt` becomes `notes.restored-20261128T021907Z.txt`. A `number` above 1 is appended to the time. If the result
+/// is too long for a file name, it has only the mark, the time and the number.
 fn mark_name(name: &OsStr, mark: &str, at: Timestamp, number: u32) -> OsString {
     let at = at.to_zoned(TimeZone::UTC).strftime("%Y%m%dT%H%M%SZ");
     let suffix = if number == 1 { format!(".{mark}-{at}") } else { format!(".{mark}-{at}-{number}") };
@@ -160,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn taken_names_are_never_replaced() {
+    fn move_in_never_replaces_existing_entry() {
         let home = home();
         fs::write(home.path().join("staged"), "restored").unwrap();
         fs::write(home.path().join("taken"), "present").unwrap();
@@ -183,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn marked_names_keep_their_extension() {
+    fn mark_name_keeps_extension_and_limits_length() {
         let mark = |name: &str| mark_name(OsStr::new(name), "replaced", Timestamp::UNIX_EPOCH, 1);
         assert_eq!(mark("a.tar.gz"), "a.tar.replaced-19700101T000000Z.gz");
         assert_eq!(mark(".bashrc"), ".bashrc.replaced-19700101T000000Z");

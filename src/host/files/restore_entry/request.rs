@@ -14,7 +14,7 @@ const REQUEST: &str = "files-restore";
 /// The state file in the directory of the file backup.
 const STATE_FILE: &str = "entry-restore.json";
 
-/// The request file.
+/// A request to restore an entry: the content of the request file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RestoreRequest {
@@ -23,10 +23,11 @@ pub struct RestoreRequest {
     pub requested_at: Timestamp,
     /// The entry to restore, as [`crate::files::home_path::HomePath`] shows it.
     pub path: String,
-    /// The last snapshot at or before this time is restored; `None` for the last one.
+    /// The entry is restored from the last snapshot at or before this time; `None` for the time of the request.
     #[serde(with = "clock::wire_option", default)]
     pub time: Option<Timestamp>,
-    /// Where to restore the entry; `None` for its original path, or for a new name beside it if that path exists.
+    /// Where to restore the entry. `None` for its original path; if that path exists and is not replaced, for a new
+    /// name beside it.
     pub into: Option<String>,
     /// Whether to replace an existing entry, which is saved first and kept under another name.
     pub replace: bool,
@@ -50,7 +51,7 @@ impl RestoreRequest {
         Self { request_id: format!("{}-{}", hash_text(key), hash_text(&request)), ..self }
     }
 
-    /// Whether the request with this id had the same idempotency key.
+    /// Whether the request with this id had the same idempotency key. This request must have one.
     pub fn has_same_idempotency_key(&self, request_id: &str) -> bool {
         let key = |id: &str| id.split('-').next().map(str::to_owned);
         key(&self.request_id) == key(request_id)
@@ -109,7 +110,7 @@ fn hash_text(text: &str) -> String {
     hex::encode(&Sha256::digest(text)[..16])
 }
 
-/// Returns the state of the pending request or, if there is none, of the last one.
+/// Returns the state of the pending request or, if there is none, of the last one; `None` if there has never been one.
 ///
 /// # Errors
 /// If a file exists and cannot be read.
@@ -130,6 +131,8 @@ pub(super) fn read_state(layout: &Layout) -> Result<Option<FileRestore>, FileErr
     Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
 }
 
+/// Writes the state file, and sets the time of the update.
+///
 /// # Errors
 /// If the file cannot be written.
 pub(super) fn write_state(layout: &Layout, state: &mut FileRestore) -> Result<(), FileError> {

@@ -1,4 +1,4 @@
-//! Serves the pending request.
+//! `svc-sync-agent serve-restore`: serves the pending request.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -32,11 +32,12 @@ use crate::system::layout::Layout;
 use crate::system::lock::Lock;
 use crate::system::quiesce::Quiesce;
 
-/// How long the store may be unreachable before a request fails.
+/// How long transient errors of the store or the platform are retried before a request fails.
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(600);
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 /// The entry's name in the staging directory.
 const STAGED: &str = "entry";
+/// Maximum number of names to try for the replaced entry.
 const MAX_KEEP_ATTEMPTS: u32 = 10;
 /// Maximum number of runs for one request: a restore that needs too much memory is killed each time.
 const MAX_ATTEMPTS: u32 = 5;
@@ -59,7 +60,7 @@ enum RestoreError {
     NothingSaved,
     #[error("there is no snapshot at or before {}", rfc3339_ms(*.0))]
     NoSnapshot(Timestamp),
-    #[error("{path} did not exist at {}", rfc3339_ms(*.at))]
+    #[error("{path} is not in the snapshot of {}", rfc3339_ms(*.at))]
     NotFound { path: HomePath, at: Timestamp },
     #[error("{0} is a device, FIFO or socket; these are not saved")]
     Special(HomePath),
@@ -71,7 +72,10 @@ enum RestoreError {
     OtherFileSystem(HomePath),
     #[error("the current state could not be saved, so nothing was replaced")]
     Unsaved(#[source] SaveRequestError),
-    #[error("the platform has stopped this machine's writers for a final backup; nothing was restored")]
+    #[error(
+        "the platform has stopped this machine's writers for a final backup, or has replaced this machine; nothing was \
+         restored"
+    )]
     Quiesced,
     #[error(
         "the restore was interrupted {MAX_ATTEMPTS} times, perhaps because the machine has too little memory for this \
@@ -104,10 +108,10 @@ impl RestoreError {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Placement {
     request_id: String,
-    /// The directory and the name for the entry, below the home directory.
+    /// The directory for the entry, relative to the user's home directory, and the entry's name in it.
     directory: Vec<u8>,
     name: Vec<u8>,
-    /// The name under which the existing entry is kept.
+    /// The name under which the existing entry is kept; `None` if none is replaced.
     kept_as: Option<Vec<u8>>,
     #[serde(flatten)]
     staged: Staged,
@@ -126,7 +130,8 @@ struct Staged {
 }
 
 impl Placement {
-    fn shown(&self, name: &[u8]) -> String {
+    /// Returns the path for display of a name in the directory.
+    fn display_path(&self, name: &[u8]) -> String {
         let path = Path::new(SHOWN_HOME).join(bytes_to_name(&self.directory)).join(bytes_to_name(name));
         path.display().to_string()
     }
@@ -151,8 +156,10 @@ fn bytes_to_name(bytes: &[u8]) -> OsString {
 /// Serves the pending request, if there is one.
 ///
 /// # Errors
-/// `Unavailable` if the restore fails: the request is then removed, and its state contains the reason. `TryAgain` if
-/// another run is in progress or the replaced entry could not be moved. A killed run is repeated.
+/// `Unavailable` if the restore fails: the request is then removed, and its state contains the reason. `Refused` if the
+/// request file is invalid; it is removed, too. `TryAgain` if another run is in progress or the replaced entry could
+/// not be moved; the request remains. `Config` if the configuration is invalid; `Internal` if a file of the machine
+/// cannot be read or written.
 pub async fn serve(layout: Layout) -> Result<(), Failure> {
     let _lock = Lock::acquire(&layout.files_state().join(LOCK_FILE)).or_exit(Exit::TryAgain)?;
     let Some(request) = RestoreRequest::read(&layout).or_exit(Exit::Internal)? else { return Ok(()) };
@@ -165,8 +172,8 @@ pub async fn serve(layout: Layout) -> Result<(), Failure> {
     };
     let has_ended = |state: &FileRestore| state.request_id == request.request_id && state.status.has_ended();
     let staging = Staging::new(&layout, ENTRY_STAGING);
-    // Before anything is removed: an interrupted run may have left the replaced entry in the staging directory. A
-    // directory that belongs to another user contains none; the restore reports it.
+    // Before anything is removed: an interrupted run may have left the replaced entry in the staging directory. If the
+    // directory belongs to another user, it contains no such entry, and the restore below fails with the reason.
     if staging.ensure_own().is_ok()
         && let Err(error) = finish_exchange(&layout, &staging)
     {
@@ -188,7 +195,7 @@ pub async fn serve(layout: Layout) -> Result<(), Failure> {
         return Err(fail_and_keep_request(layout, state, error));
     }
     if result.is_err() {
-        // Remove it before writing the state, which cannot be written if the restore has filled the disk.
+        // Remove the staging directory first: the state cannot be written if the restore has filled the disk.
         remove_staging(&staging);
     }
     state.status = if result.is_ok() { FileRestoreStatus::Done } else { FileRestoreStatus::Failed };
@@ -258,7 +265,7 @@ async fn restore(
     let complete = if staging.ensure_own()? { staging.read_complete::<Placement>()? } else { None };
     let owner = owner_ids(&settings.layout);
     let placement = match complete.filter(|placement| placement.request_id == request.request_id) {
-        // An earlier run was interrupted while it was moving the entry.
+        // An earlier run restored the entry to the staging directory, but was interrupted later.
         Some(placement) => placement,
         None => {
             ensure_writable(&settings.layout)?;
@@ -266,7 +273,7 @@ async fn restore(
                 return Err(RestoreError::Killed);
             }
             if let Err(error) = request.start_attempt(&settings.layout) {
-                // The disk may be full. The restore frees space if it fails.
+                // The disk may be full. If the restore then fails, its files are removed.
                 tracing::warn!(error = %format_chain(&error), "cannot count an attempt to restore an entry");
             }
             stage(settings, request, state, staging, owner).await?
@@ -285,14 +292,14 @@ async fn restore(
     };
     failpoint::trigger("files.entry.placed")?;
     state.saved_at = Some(placement.staged.saved_at.into());
-    state.restored_to = Some(placement.shown(&placement.name));
+    state.restored_to = Some(placement.display_path(&placement.name));
     let Staged { files, bytes, incomplete, .. } = placement.staged;
     (state.files, state.incomplete, state.total_bytes, state.written_bytes) =
         (files, incomplete, bytes, bytes);
     Ok(())
 }
 
-/// Refuses to change the home once the writers are stopped or the machine is superseded.
+/// Refuses to change files once the writers have stopped or the machine is superseded.
 fn ensure_writable(layout: &Layout) -> Result<(), RestoreError> {
     let is_quiesced = Quiesce::read(layout)?.is_some_and(|quiesce| quiesce.quiesced_at.is_some());
     if is_quiesced || layout.superseded().exists() { Err(RestoreError::Quiesced) } else { Ok(()) }
@@ -319,8 +326,8 @@ async fn stage(
         save_request::save_now(&settings.layout).await.map_err(RestoreError::Unsaved)?;
     }
     let counts = RestoreProgress::default();
-    // The default is the time of the request, so that the save above is not restored, and a repeated run finds the same
-    // snapshot.
+    // The default is the time of the request: the snapshot of the save above contains what is to be replaced, and a
+    // repeated run must find the same snapshot.
     let time = request.time.unwrap_or(request.requested_at);
     let attempt = async || restore_to_staging(settings, time, &path, staging, owner, &counts).await;
     let staged = tokio::select! {
@@ -347,7 +354,7 @@ async fn stage(
     Ok(placement)
 }
 
-/// Restores the entry to the staging directory.
+/// Empties the staging directory, and restores the entry to it.
 async fn restore_to_staging(
     settings: &FilesSettings,
     time: Timestamp,
@@ -437,7 +444,7 @@ fn finish_exchange(layout: &Layout, staging: &Staging) -> Result<Option<String>,
     let mut kept_as = bytes_to_name(placement.kept_as.as_ref().unwrap_or(&placement.name));
     for _ in 0..MAX_KEEP_ATTEMPTS {
         match directory.move_in(&staged, &kept_as) {
-            Ok(()) => return Ok(Some(placement.shown(kept_as.as_bytes()))),
+            Ok(()) => return Ok(Some(placement.display_path(kept_as.as_bytes()))),
             // One of the owner's programs has created an entry with this name in the meantime.
             Err(Errno::EXIST) => {
                 let name = bytes_to_name(&placement.name);
@@ -460,7 +467,7 @@ fn find_kept(layout: &Layout, placement: &Placement) -> Result<Option<String>, R
     let Some(kept_as) = &placement.kept_as else { return Ok(None) };
     let path = bytes_to_name(&placement.directory);
     let directory = Directory::open(&layout.user_home(), Path::new(&path), owner_ids(layout))?;
-    Ok(directory.has(&bytes_to_name(kept_as))?.then(|| placement.shown(kept_as)))
+    Ok(directory.has(&bytes_to_name(kept_as))?.then(|| placement.display_path(kept_as)))
 }
 
 fn find_inode(path: &Path) -> Result<Option<u64>, FileError> {

@@ -1,8 +1,8 @@
 //! Copies the release's bundled apps into the owner's apps folder. Apps that the owner changed, created or removed are
 //! not touched.
 //!
-//! A record in the home directory lists the copied files. An app is replaced as a whole, by rename, and only if its
-//! files are exactly those that were copied.
+//! `.bundled-apps.json` in the apps folder lists the copied files. An app is replaced as a whole, by rename, and only
+//! if its files are exactly those that were copied.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -20,9 +20,10 @@ use svc_host::system::layout::Layout;
 /// The files of an app: relative path, and SHA-256 of the content or [`NOT_A_FILE`].
 type Tree = BTreeMap<String, String>;
 
-/// The content of a link or device in a [`Tree`].
+/// The content of a symbolic link or a special file in a [`Tree`].
 const NOT_A_FILE: &str = "not a file";
 
+/// The content of `.bundled-apps.json`: the copied files of each app.
 #[derive(Debug, Serialize, Deserialize)]
 struct InstallRecord {
     version: u32,
@@ -53,7 +54,7 @@ pub enum BundledError {
 /// Runs `svc-gateway install-apps`.
 ///
 /// # Errors
-/// Files cannot be read or written.
+/// `Internal` if files cannot be read or written.
 pub fn run_install(layout: &Layout) -> Result<(), Failure> {
     install(layout).or_exit(Exit::Internal)?.iter().for_each(log_skipped);
     Ok(())
@@ -76,7 +77,7 @@ pub fn can_install(layout: &Layout) -> bool {
     existing.is_some_and(|dir| nix::unistd::access(dir, nix::unistd::AccessFlags::W_OK).is_ok())
 }
 
-/// Updates the bundled apps in the apps folder to the release's versions. Blocks.
+/// Updates the bundled apps in the apps folder to the release's versions, and returns the skipped ones. Blocks.
 ///
 /// # Errors
 /// Files cannot be read or written.
@@ -152,7 +153,7 @@ fn read_tree(root: &Path) -> Result<Tree, FileError> {
             if kind.is_dir() {
                 pending.push(path);
             } else if let Ok(relative) = path.strip_prefix(root) {
-                // Links and devices are never copied, so a tree with one differs from the copied tree.
+                // Symbolic links and special files are never copied, so a tree with one differs from the copied tree.
                 let content = if kind.is_file() { digest(&path)? } else { NOT_A_FILE.to_owned() };
                 files.insert(relative.to_string_lossy().into_owned(), content);
             }
@@ -181,7 +182,7 @@ impl Write for HashWriter<'_> {
     }
 }
 
-/// Copies to a temporary folder, then swaps it in by rename.
+/// Copies the files to a temporary folder, moves the existing folder aside, and renames the new one to `target`.
 fn copy(source: &Path, target: &Path, files: &Tree) -> Result<(), FileError> {
     let temporary = |ending: &str| {
         let name = target.file_name().unwrap_or_default().to_string_lossy();

@@ -93,7 +93,7 @@ impl Column {
         Self { name, kind, origin: ColumnOrigin::Declared }
     }
 
-    /// The built-in column with this name.
+    /// Returns the built-in column with this name; `None` if there is none.
     pub fn built_in(name: &str) -> Option<Self> {
         let kind = match name {
             "id" => ColumnType::Uuid,

@@ -1,7 +1,7 @@
 //! Plans the registration of a manifest in an existing schema: additions only.
 //!
-//! Pure. SQL contains no values, and only names of type [`SqlIdentifier`]. Parts of a manifest that cannot be applied
-//! are reported as text; nothing is ever dropped or rewritten.
+//! Pure. SQL contains no values, and only names of type [`SqlIdentifier`] or derived from such names. Differences that
+//! additions cannot remove are reported as text; nothing is ever dropped or rewritten.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -21,9 +21,9 @@ pub struct ExistingSchema {
 /// One statement to run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SchemaChange {
-    /// If it fails, the registration fails.
+    /// A statement whose failure makes the registration fail.
     Required(String),
-    /// Skipped if existing rows violate it; `skip_message` is then reported.
+    /// A statement that is skipped if existing rows violate it; `skip_message` is then reported.
     IfRowsSatisfy { sql: String, skip_message: String },
 }
 
@@ -31,7 +31,7 @@ pub enum SchemaChange {
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct RegistrationPlan {
     pub changes: Vec<SchemaChange>,
-    /// Parts of the manifest that the registration does not apply, as text.
+    /// Differences between the manifest and the schema that remain after the registration, as text.
     pub unapplied_changes: Vec<String>,
     /// The resulting tables. A column that already has a different type keeps it, and is omitted if manifests do not
     /// support that type.
@@ -116,7 +116,7 @@ impl RegistrationPlan {
         self.tables.push(result);
     }
 
-    /// Adds the missing columns and returns the resulting table.
+    /// Adds the missing columns. Returns the resulting table, with the types that existing columns keep.
     fn extend_table(
         &mut self,
         qualified_name: &str,
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn index_names_of_long_columns_fit_and_differ() {
+    fn index_names_of_long_columns_fit_limit_and_differ() {
         let long = "c".repeat(63);
         let wanted = tables(&json!({ "t": { "columns": { long.clone(): "text", "d": "text" } } }));
         let short = index_name("ix", &wanted[0], &[long.parse().unwrap()]);

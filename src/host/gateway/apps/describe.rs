@@ -33,7 +33,7 @@ pub static ICON: Endpoint = Endpoint {
         id: "getIcon",
         method: Method::GET,
         path: "/icons/{slug}",
-        summary: "An app's icon, or one generated from its name.",
+        summary: "An app's icon, or one generated from its slug.",
         credentials: READERS,
         parameters: &[SLUG],
         body: None,
@@ -82,7 +82,7 @@ pub static PAGE: Endpoint = Endpoint {
         id: "getPage",
         method: Method::GET,
         path: "/apps/{slug}/{*path}",
-        summary: "A file of the app's build; a path without an extension returns the first page.",
+        summary: "A file of the app's build; a missing path without an extension returns the first page.",
         credentials: VIEWERS,
         parameters: &[
             SLUG,

@@ -25,7 +25,7 @@ pub struct AppFolder {
 /// app.
 ///
 /// # Errors
-/// The apps folder cannot be read.
+/// The home or the apps folder cannot be opened, or the apps folder cannot be listed.
 pub fn scan(home: &Path) -> io::Result<Vec<AppFolder>> {
     let apps = match DirFd::open(home).and_then(|home| home.open_dir(Path::new(APPS_DIR))) {
         Ok(apps) => apps,
@@ -54,7 +54,7 @@ fn read_app_folder(apps: &DirFd, name: &str) -> Option<AppFolder> {
     Some(AppFolder { name: name.to_owned(), path: Path::new(APPS_DIR).join(name), manifest })
 }
 
-/// If several folders claim one schema, only a folder named after the slug gets it.
+/// If the manifests of several folders claim one schema, only the folder that is named after its slug gets the schema.
 fn reject_shared_schemas(folders: &mut [AppFolder]) {
     let claims: Vec<(String, Slug)> = folders
         .iter()

@@ -33,7 +33,8 @@ pub async fn serve_icon(
     };
     let icon = app_icon.unwrap_or_else(|| StaticFile::in_memory(generate_icon(&slug), "image/svg+xml"));
     let mut response = respond(&request.into_parts().0, icon, None, Caching::Revalidate);
-    // A browser that opens an SVG directly treats it as a document.
+    // A browser that opens an SVG directly treats it as a document. Without this policy, its scripts would run in the
+    // owner's origin.
     let policy = HeaderValue::from_static("default-src 'none'; style-src 'unsafe-inline'; sandbox");
     response.headers_mut().insert(header::CONTENT_SECURITY_POLICY, policy);
     response
@@ -45,14 +46,14 @@ fn read_icon(home: &Path, icon: &Path) -> Option<StaticFile> {
     if !kind.starts_with("image/") {
         return None;
     }
-    // Open the icon relative to its folder, because `DirFd` opens a file that does not belong to the folder's owner
-    // only if everyone can read it.
-    let app = DirFd::open(home).ok()?.open_dir(icon.parent()?).ok()?;
-    let content = app.read(Path::new(icon.file_name()?), MAX_ICON_BYTES).ok()?;
+    // Open the icon's folder first: `DirFd` opens a file that not everyone can read only if it belongs to the owner of
+    // the folder, and root owns the home.
+    let folder = DirFd::open(home).ok()?.open_dir(icon.parent()?).ok()?;
+    let content = folder.read(Path::new(icon.file_name()?), MAX_ICON_BYTES).ok()?;
     Some(StaticFile::in_memory(content, kind))
 }
 
-/// Draws the first letter on a color derived from the slug.
+/// Draws the slug's first letter or digit on a color derived from the slug.
 fn generate_icon(slug: &str) -> String {
     let hue = u32::from(Sha256::digest(slug.as_bytes())[0]) * 360 / 256;
     let letter = slug.chars().find(char::is_ascii_alphanumeric).unwrap_or('?').to_ascii_uppercase();

@@ -30,8 +30,8 @@ pub async fn list_apps(
     Json(json!({ "apps": apps }))
 }
 
-/// Lists the apps that are registered or have a folder, by slug; then all other errors: invalid folders, and invalid
-/// stored manifests without a folder.
+/// Lists the apps that are registered or have a folder with a valid manifest, by slug; then the other errors, such as
+/// folders with an invalid manifest.
 fn apps_json(snapshot: &AppsSnapshot) -> Vec<Value> {
     let slugs: BTreeSet<&String> = snapshot.apps.keys().chain(snapshot.folders.keys()).collect();
     let mut list: Vec<Value> = slugs.iter().map(|slug| app_json(snapshot, slug)).collect();

@@ -39,7 +39,7 @@ pub struct Manifest {
     pub output: String,
     /// The icon's path, relative to the app's folder.
     pub icon: Option<String>,
-    /// Other origins that the app's pages may load from and send data to.
+    /// Origins other than the app's own host that the app's pages may load from and send data to.
     pub connect: Vec<ForeignOrigin>,
     pub tables: Vec<Table>,
 }
@@ -67,6 +67,8 @@ pub struct ManifestError {
 }
 
 impl Manifest {
+    /// Parses and validates the text of an `svc.json`.
+    ///
     /// # Errors
     /// All errors in the manifest.
     pub fn parse(text: &[u8]) -> Result<Self, ManifestError> {
@@ -76,8 +78,10 @@ impl Manifest {
         Self::from_value(&value)
     }
 
+    /// Validates a manifest.
+    ///
     /// # Errors
-    /// See [`Self::parse`].
+    /// All errors in the manifest.
     pub fn from_value(value: &Value) -> Result<Self, ManifestError> {
         let mut reader = ManifestReader::default();
         let manifest = reader.read_manifest(value);
@@ -170,13 +174,13 @@ impl ManifestReader {
     }
 
     fn read_path(&mut self, path: &str, value: &Value) -> Option<String> {
-        let is_inside = |path: &str| {
+        let is_below_folder = |path: &str| {
             !path.is_empty()
                 && path.split('/').all(|part| !["", ".", ".."].contains(&part))
                 && !path.contains('\0')
         };
         match value.as_str().map(|path| path.trim_start_matches("./").trim_end_matches('/')) {
-            Some(path) if is_inside(path) => Some(path.to_owned()),
+            Some(path) if is_below_folder(path) => Some(path.to_owned()),
             _ => self.reject(path, "must be a path below the app's folder"),
         }
     }
@@ -302,10 +306,10 @@ impl ManifestReader {
                 format!("each entry must be a column or a list of 1 to {MAX_INDEX_COLUMNS} columns"),
             );
         }
-        let known: Vec<SqlIdentifier> =
+        let existing: Vec<SqlIdentifier> =
             names.iter().filter_map(|name| table.column(name)).map(|column| column.name.clone()).collect();
-        if known.len() == names.len() {
-            return Some(known);
+        if existing.len() == names.len() {
+            return Some(existing);
         }
         let missing = names.iter().find(|name| table.column(name).is_none()).unwrap_or(&"");
         self.reject(path, format!("there is no column {missing:?}"))

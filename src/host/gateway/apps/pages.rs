@@ -44,7 +44,7 @@ impl AppFiles {
     }
 }
 
-/// Compressed files by their tag; `None` if compression saved nothing or failed.
+/// Compressed files by the entity tag of the plain file; `None` if compression saved nothing or failed.
 struct GzipCache(moka::sync::Cache<HeaderValue, Option<StaticFile>>);
 
 impl Default for GzipCache {
@@ -97,8 +97,8 @@ struct AppFile {
 
 async fn find_page(files: &Arc<AppFiles>, principal: &Principal, uri: &Uri) -> Result<PageTarget, Problem> {
     let not_found = || Problem::new(Code::NotFound, "There is no such page.");
-    let rest = uri.path().strip_prefix("/apps/").unwrap_or_default();
-    let (slug, path) = rest.split_once('/').map_or((rest, None), |(slug, path)| (slug, Some(path)));
+    let app_path = uri.path().strip_prefix("/apps/").unwrap_or_default();
+    let (slug, path) = app_path.split_once('/').map_or((app_path, None), |(slug, path)| (slug, Some(path)));
     if let Principal::App { slug: own } = principal
         && own != slug
     {
@@ -131,11 +131,11 @@ fn parse_path(path: &str) -> Option<PathBuf> {
         return None;
     }
     let path = PathBuf::from(decoded);
-    let is_inside = path.components().all(|part| {
+    let is_visible_below_folder = path.components().all(|part| {
         matches!(part, Component::Normal(name)
         if !name.to_string_lossy().starts_with('.'))
     });
-    is_inside.then_some(path)
+    is_visible_below_folder.then_some(path)
 }
 
 /// Exposes `parse_path` to `tests/fuzz`.
@@ -144,7 +144,8 @@ pub fn path_in_app(path: &str) -> Option<PathBuf> {
     parse_path(path)
 }
 
-/// Opens the file, or the app's first page for a path that only the app's client-side router handles.
+/// Opens the file or, for a folder, its `index.html`. For a missing path without an extension, which the app's
+/// client-side router may handle, opens the app's first page.
 fn open_page(output: &DirFd, path: &Path) -> io::Result<(File, Metadata, PathBuf)> {
     let index = Path::new("index.html");
     let candidates = [

@@ -23,7 +23,7 @@ use svc_host::system::app_sizes::AppSize;
 use svc_host::system::layout::Layout;
 use svc_http::problem::{Code, Problem, format_chain};
 
-/// Interval between measurements while the database is written to.
+/// Interval between measurements while apps' tables are written to.
 const MEASURE_INTERVAL: Duration = Duration::from_secs(30);
 /// Minimum delay between measurements, including requested ones.
 const MIN_INTERVAL: Duration = Duration::from_secs(1);

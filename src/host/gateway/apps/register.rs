@@ -42,7 +42,7 @@ impl RegisterError {
 /// Loads the manifests stored in the database.
 ///
 /// # Errors
-/// The database is unreachable.
+/// The query fails.
 pub async fn load_manifests(client: &Client) -> Result<Vec<(String, Value)>, tokio_postgres::Error> {
     let rows = client.query("SELECT slug, manifest FROM svc.apps ORDER BY slug", &[]).await?;
     Ok(rows.iter().map(|row| (row.get(0), row.get(1))).collect())
@@ -51,7 +51,7 @@ pub async fn load_manifests(client: &Client) -> Result<Vec<(String, Value)>, tok
 /// Registers `manifest`; its role can then log in with `password`.
 ///
 /// # Errors
-/// See [`RegisterError`]. After an error, nothing has changed.
+/// See [`RegisterError`]. After an error, nothing has changed, unless the connection was lost during the commit.
 pub async fn register(
     client: &mut Client,
     manifest: &Manifest,
@@ -152,7 +152,8 @@ async fn inspect_schema(
     Ok(existing)
 }
 
-/// Runs a statement that existing rows may violate; returns whether it succeeded.
+/// Runs a statement that creates a unique index. Returns `false` if existing rows violate it; the transaction can then
+/// continue.
 async fn try_statement(transaction: &mut Transaction<'_>, sql: &str) -> Result<bool, tokio_postgres::Error> {
     let savepoint = transaction.transaction().await?;
     match savepoint.batch_execute(sql).await {

@@ -29,6 +29,7 @@ pub struct AppError {
     pub message: String,
 }
 
+/// The state of all apps at one time.
 #[derive(Debug, Default, Clone)]
 pub struct AppsSnapshot {
     /// Whether the apps folder has been scanned since the gateway started.
@@ -44,7 +45,8 @@ pub struct AppsSnapshot {
 }
 
 impl AppsSnapshot {
-    /// Whether the app has a folder. The owner removes an app by removing its folder; its tables stay in the database.
+    /// Whether the app has a folder. An app with an error counts as installed, because the manifest in its folder may
+    /// be invalid. The owner removes an app by removing its folder; its tables stay in the database.
     pub fn is_installed(&self, slug: &str) -> bool {
         self.folders.contains_key(slug)
             || self.errors.values().any(|error| error.slug.as_deref() == Some(slug))

@@ -43,7 +43,7 @@ pub struct SupervisorContext {
     pub writers: Arc<Writers>,
     pub kernel: Arc<Kernel>,
     pub epoch: Epoch,
-    /// Timeout for a single app statement.
+    /// Timeout of a single statement of an app's role.
     pub statement_timeout: Duration,
 }
 
@@ -57,6 +57,7 @@ pub async fn supervise(context: SupervisorContext, stop: CancellationToken) {
         budget: None,
         snapshot: AppsSnapshot::default(),
         unreadable: BTreeMap::new(),
+        rejected: HashMap::new(),
     };
     install_bundled(layout.clone()).await;
     let mut watcher = FolderWatcher::new();
@@ -102,8 +103,10 @@ struct Supervisor {
     pools: HashMap<Slug, Arc<Pool>>,
     budget: Option<Arc<ConnectionBudget>>,
     snapshot: AppsSnapshot,
-    /// Stored manifests that this version cannot parse.
+    /// Errors of stored manifests that this version cannot parse, by slug.
     unreadable: BTreeMap<String, AppError>,
+    /// Manifests that the database rejected.
+    rejected: HashMap<Slug, Manifest>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -142,7 +145,7 @@ impl Supervisor {
         let mut new_manifests: Vec<Manifest> =
             manifests.into_iter().filter(|m| !self.is_registered(m)).collect();
         if self.context.writers.is_quiesced() {
-            // Creating a table is a write: the first scan after writers resume registers these manifests.
+            // Creating a table is a write, so these manifests are registered only after the writers have resumed.
             new_manifests.clear();
         }
         if self.snapshot.is_loaded && new_manifests.is_empty() {
@@ -155,18 +158,26 @@ impl Supervisor {
         for manifest in new_manifests {
             // `load_apps` may already have registered the same manifest from the database.
             if !self.is_registered(&manifest) {
-                let (slug, version) = (manifest.slug.to_string(), manifest.version.clone());
-                self.register(&mut client, manifest).await?;
-                self.note_outcome(&slug, &version);
+                self.register(&mut client, manifest.clone()).await?;
+                self.note_outcome(manifest);
             }
         }
         Ok(())
     }
 
-    /// Notes in `activity.log` whether an app could be registered.
-    fn note_outcome(&self, slug: &str, version: &str) {
-        let is_registered = self.snapshot.apps.get(slug).is_some_and(|app| app.manifest.version == version);
-        let outcome = if is_registered { "is registered" } else { "could not be registered" };
+    /// Notes in `activity.log` whether an app could be registered; for a rejected manifest only once, although it is
+    /// tried again at every scan.
+    fn note_outcome(&mut self, manifest: Manifest) {
+        let (slug, version) = (manifest.slug.clone(), manifest.version.clone());
+        let outcome = if self.is_registered(&manifest) {
+            self.rejected.remove(&slug);
+            "is registered"
+        } else if self.rejected.get(&slug) == Some(&manifest) {
+            return;
+        } else {
+            self.rejected.insert(slug.clone(), manifest);
+            "could not be registered"
+        };
         self.context.kernel.note(&format!("the app {slug} {version} {outcome}"));
     }
 
@@ -205,7 +216,7 @@ impl Supervisor {
         self.context.registry.publish(snapshot);
     }
 
-    /// Prepares the database and registers every app stored in it, with or without a folder.
+    /// Prepares the database, and registers every app that is stored in it, with or without a folder.
     async fn load_apps(&mut self, client: &mut Client) -> Result<(), RoundError> {
         database_identity::check_or_adopt(&self.context.layout, client).await?;
         database::prepare(client, self.context.epoch).await?;

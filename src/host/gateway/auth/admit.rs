@@ -47,11 +47,11 @@ impl IntoResponse for AuthFailure {
             Self::WrongUser => Problem::new(Code::Forbidden, "This machine belongs to another user."),
             Self::UntrustedPeer => Problem::new(
                 Code::Forbidden,
-                "This socket accepts only root and the machine's two service users.",
+                "This socket accepts only processes of root, the gateway's user and the owner's user.",
             ),
             Self::AgentWithoutToken => {
-                let detail = "The agent has no token: list its apps in system/config.json; its next dispatch then receives \
-                              SVC_BRIDGE_SOCKET and SVC_BRIDGE_TOKEN.";
+                let detail = "An agent must send its token. If it has none, list its apps in system/config.json; its next \
+                              dispatch then receives SVC_BRIDGE_SOCKET and SVC_BRIDGE_TOKEN.";
                 Problem::new(Code::Unauthorized, detail)
             }
             Self::AppNotInstalled => Problem::new(

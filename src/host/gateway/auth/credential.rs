@@ -38,9 +38,9 @@ pub const PLATFORM: Credential = Credential {
 
 /// The owner, and operators with `ADMIN_TOKEN`.
 pub const OWNER_OR_ADMIN: &[Credential] = &[OWNER, ADMIN];
-/// Callers that may read the owner's records.
+/// Callers that may read the owner's apps, files and records.
 pub const READERS: &[Credential] = &[OWNER, OWNER_PROCESS, ADMIN];
-/// [`READERS`], and the platform on behalf of its operators.
+/// [`READERS`], and the platform on behalf of its operators. All of these callers may also restore files.
 pub const READERS_AND_PLATFORM: &[Credential] = &[OWNER, OWNER_PROCESS, ADMIN, PLATFORM];
 /// Callers that may load app pages.
 pub const VIEWERS: &[Credential] = &[OWNER, OWNER_PROCESS, APP, ADMIN];

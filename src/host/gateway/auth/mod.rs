@@ -26,14 +26,14 @@ use svc_machine::name::IdpUserId;
 pub enum Principal {
     /// The machine's owner.
     Owner { sub: IdpUserId },
-    /// A process of the owner's user on this machine, such as a terminal, without the owner's proof: it may read and
-    /// use the bridge, but not change limits or start dispatches.
+    /// A process of the owner's user on this machine, such as a terminal, without the owner's proof: it may read, use
+    /// the bridge and restore files, but not, for example, change limits or start dispatches.
     OwnerProcess { sub: IdpUserId },
     /// An agent running for a dispatch: it may use the bridge for these apps.
     Agent { dispatch: String, apps: Arc<[String]> },
     /// An app, by its slug: it may use its own tables and load its own pages.
     App { slug: String },
-    /// The platform, on `/_svc/internal/…` and read-only on `/api/usage`.
+    /// The platform, on routes that accept [`PLATFORM`]: `/_svc/internal/…`, `/api/usage`, and most of `/api/files`.
     Platform,
     /// An operator with `ADMIN_TOKEN`.
     Admin,

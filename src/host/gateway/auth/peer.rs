@@ -14,7 +14,7 @@ const AGENTS_SLICE: &str = "svcagents.slice";
 /// The trust class of a local process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Peer {
-    /// A process of root or of the gateway's user: svcctl, the doctor, the machine's services.
+    /// A process of root or of the gateway's user, such as `svcctl doctor` or one of the machine's services.
     Machine,
     /// A process of the owner's user: a terminal, the editor, the shell.
     OwnerProcess,

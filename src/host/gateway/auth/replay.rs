@@ -20,6 +20,7 @@ pub enum ReplayCheck {
     Accepted,
     /// The id was recorded before, or is empty or too long.
     Replayed,
+    /// The cache is full of unexpired ids.
     Full,
 }
 

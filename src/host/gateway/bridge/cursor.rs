@@ -1,6 +1,6 @@
 //! The position at the end of a page: the last row's values in the order columns, as text that PostgreSQL parses.
 //!
-//! A cursor is opaque but not secret: the client has seen the row. A cursor in a request is validated, and its values
+//! A cursor is opaque but not secret: its client could read the row. A cursor in a request is validated, and its values
 //! are bound like any value. It is valid only for the order and filter for which it was created.
 
 use std::hash::{DefaultHasher, Hasher};
@@ -17,7 +17,7 @@ use super::filter::Filter;
 use super::order::Order;
 use super::sql::Sql;
 
-/// Half of the maximum request size.
+/// Half of the maximum request size, which leaves room for the other fields of the request for the next page.
 const MAX_ENCODED_BYTES: usize = 512 * 1024;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,6 +27,7 @@ pub struct Cursor {
     order: String,
     /// [`fingerprint`] of the filter.
     filter: String,
+    /// The last row's values in the order columns; `None` for NULL.
     pub keys: Vec<Option<String>>,
 }
 
@@ -35,12 +36,14 @@ impl Cursor {
         Self { order: order.fingerprint(), filter: filter.to_owned(), keys }
     }
 
-    /// `None` if the cursor would be too long for a request.
+    /// Encodes the cursor; `None` if it would be too long for a request.
     pub fn encode(&self) -> Option<String> {
         let text = URL_SAFE_NO_PAD.encode(serde_json::to_vec(self).expect("strings can be serialized"));
         (text.len() <= MAX_ENCODED_BYTES).then_some(text)
     }
 
+    /// Decodes a cursor for this order and this filter's [`fingerprint`].
+    ///
     /// # Errors
     /// The text is not a cursor, or belongs to a different order or filter.
     pub fn decode(text: &str, order: &Order<'_>, filter: &str) -> Result<Self, &'static str> {
@@ -61,8 +64,8 @@ impl Cursor {
     }
 }
 
-/// A hash that is equal for equal filters with equal values, regardless of their notation; empty for no filter. It only
-/// guards against mistakes, so a different version may hash differently.
+/// Returns a hash of the filter's SQL and values, regardless of how its JSON is written; empty for an empty filter. It
+/// only guards against clients' mistakes. Another release may hash differently, which invalidates old cursors.
 pub fn fingerprint(filter: &Filter<'_>) -> String {
     if filter.is_empty() {
         return String::new();
@@ -74,7 +77,7 @@ pub fn fingerprint(filter: &Filter<'_>) -> String {
     let mut bytes = BytesMut::new();
     for param in &sql.params {
         bytes.clear();
-        // The wire form distinguishes values; a parameter that cannot be encoded is never sent.
+        // The lengths separate the values. A parameter that cannot be encoded is skipped: its query fails in any case.
         if param.to_sql(&param.sql_type(), &mut bytes).is_ok() {
             hasher.write_usize(bytes.len());
             hasher.write(&bytes);
@@ -111,9 +114,9 @@ impl PgMicros {
             i64::MAX => "infinity".to_owned(),
             i64::MIN => "-infinity".to_owned(),
             micros => {
-                let (day, rest) =
-                    (JULIAN_DAY_2000 + micros.div_euclid(MICROS_PER_DAY), micros.rem_euclid(MICROS_PER_DAY));
-                let (seconds, micros) = (rest / 1_000_000, rest % 1_000_000);
+                let day = JULIAN_DAY_2000 + micros.div_euclid(MICROS_PER_DAY);
+                let micros_of_day = micros.rem_euclid(MICROS_PER_DAY);
+                let (seconds, micros) = (micros_of_day / 1_000_000, micros_of_day % 1_000_000);
                 let (hour, minute, second) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
                 format!("J{day:07} {hour:02}:{minute:02}:{second:02}.{micros:06}+00")
             }

@@ -47,7 +47,8 @@ pub static SCHEMAS: Endpoint = Endpoint {
         id: "listSchemas",
         method: Method::GET,
         path: "/api/bridge/schemas",
-        summary: "Lists the tables and columns of all apps; an app gets only its own.",
+        summary: "Lists the tables and columns of all apps; an app, or an agent with a single app, gets only that \
+                  app's.",
         credentials: ALL_EXCEPT_PLATFORM,
         parameters: &[],
         body: None,
@@ -71,7 +72,8 @@ pub static CHANGES: Endpoint = Endpoint {
                 name: "app",
                 location: ParameterLocation::Query,
                 schema: nul_free_text,
-                description: "Limits the stream to this app; an app always gets only its own changes.",
+                description: "Limits the stream to this app. An app always gets only its own changes; an agent with \
+                              several apps must name one.",
             },
             Parameter {
                 name: "Last-Event-ID",
@@ -130,7 +132,7 @@ fn action_schema(shape: &ActionShape, required: &[&'static str], optional: &[&'s
     schema
 }
 
-/// The JSON schema of a request field; the table's schema defines its values.
+/// The JSON schema of a request field. The values in rows and filters are not described: they depend on the table.
 fn field_schema(name: &str) -> Value {
     let row = || json!({ "type": "object", "description": "Values by column." });
     let bounded = |items: Value, min: usize, max: usize| json!({ "type": "array", "items": items, "minItems": min, "maxItems": max });

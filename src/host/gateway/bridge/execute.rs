@@ -1,5 +1,6 @@
-//! Executes plans with the app's role: a single statement in one round trip on a shared connection, several statements
-//! as one transaction in two round trips on an exclusive connection.
+//! Executes plans with the app's role: a single plan usually in one round trip on a shared connection, a transaction
+//! usually in two on an exclusive connection. A statement that the connection has not cached takes one more round trip
+//! to prepare.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -17,7 +18,7 @@ use svc_http::problem::{Code, Problem};
 
 /// Maximum number of statements with possibly large results in flight per transaction.
 const MAX_LARGE_IN_FLIGHT: usize = 2;
-/// Extra time after `statement_timeout` before the connection is abandoned.
+/// Extra time after the statement timeout before the connection is abandoned.
 const TIMEOUT_GRACE: Duration = Duration::from_secs(5);
 
 /// Why a transaction failed, and the index of the failed plan; `None` if no single plan failed.
@@ -60,7 +61,7 @@ pub async fn execute_plan(
 
 enum StatementAttempt {
     Ended(Result<BridgeResponse, Problem>),
-    /// Cancelled together with another request's statement on the same connection; it had no effect.
+    /// The statement was cancelled together with another request's statement on the same connection, and had no effect.
     Interrupted,
 }
 
@@ -76,12 +77,13 @@ async fn try_execute(
     };
     lease.begin();
     let budget = ResponseBudget::new(changed);
-    let single = async {
+    let execution = async {
         let prepared = PreparedPlan::prepare(&lease, plan).await?;
         execute(&lease, prepared, ExecutionMode::Single, &budget).await
     };
-    // A lease that is dropped before it is settled, here or because the client disconnects, cancels its statement.
-    let Ok(response) = tokio::time::timeout(statement_timeout + TIMEOUT_GRACE, single).await else {
+    // A lease that is dropped before it is settled, here or because the client disconnects, cancels the statement and
+    // abandons the connection.
+    let Ok(response) = tokio::time::timeout(statement_timeout + TIMEOUT_GRACE, execution).await else {
         return StatementAttempt::Ended(Err(refusal::no_result_in_time(plan.is_write())));
     };
     if response.as_ref().map_or(!budget.has_unread_results(), |response| response.is_fully_read) {
@@ -95,7 +97,8 @@ async fn try_execute(
     }
 }
 
-/// Executes plans in order, all or nothing, within one statement timeout.
+/// Executes plans in order, all or nothing. The whole transaction must end within `statement_timeout` and
+/// [`TIMEOUT_GRACE`].
 ///
 /// # Errors
 /// See [`ExecutionError`]. Nothing has changed, unless `COMMIT` was sent and its result was lost.
@@ -184,6 +187,7 @@ async fn send_pipelined(
         run_pipelined(std::iter::once(begin).chain(statements).collect(), || budget.has_unread_results())
             .await;
     let mut responses = Vec::with_capacity(results.len());
+    // The first result is that of `BEGIN`.
     for (index, result) in results {
         let response = result.map_err(|problem| ExecutionError::new(index.checked_sub(1), problem))?;
         responses.extend(response);

@@ -1,4 +1,5 @@
-//! The fields of a JSON object with unparsed values: nothing is parsed twice, and numbers keep all digits.
+//! The fields of a JSON object with unparsed values: the column's type decides how a value is parsed, and numbers keep
+//! all digits.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -6,7 +7,7 @@ use std::fmt;
 use serde::de::{Deserialize, DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
-/// Bounds the search for duplicate names; no valid object has more fields.
+/// Bounds the quadratic search for duplicate names; no valid object has more fields.
 const MAX_FIELDS: usize = 256;
 
 /// The fields of an object in order; a duplicate name is an error.
@@ -14,6 +15,8 @@ const MAX_FIELDS: usize = 256;
 pub struct Fields<'a>(pub Vec<(Cow<'a, str>, &'a RawValue)>);
 
 impl<'a> Fields<'a> {
+    /// Reads the fields of an object; their values are not parsed.
+    ///
     /// # Errors
     /// A message that does not quote the input.
     pub fn parse(raw: &'a RawValue) -> Result<Self, &'static str> {
@@ -43,7 +46,7 @@ impl<'de> Visitor<'de> for FieldsVisitor {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Fields<'de>, A::Error> {
         let mut fields: Vec<(Cow<'de, str>, &'de RawValue)> = Vec::with_capacity(8);
         while let Some(name) = map.next_key_seed(NameSeed)? {
-            if fields.len() == MAX_FIELDS || fields.iter().any(|(known, _)| *known == name) {
+            if fields.len() == MAX_FIELDS || fields.iter().any(|(earlier, _)| *earlier == name) {
                 return Err(serde::de::Error::custom("duplicate name or too many names"));
             }
             fields.push((name, map.next_value()?));

@@ -1,8 +1,9 @@
 //! The filter grammar: `{col: value}`, `{col: {op: value}}`, `and`, `or`, `not`.
 //!
 //! NULL semantics are those of SQL: a comparison with a NULL column is never true, so `ne` and `not` exclude such rows;
-//! `isNull` selects them. A `null` value means `isNull`. `in []` matches no row. `contains` is a case-sensitive
-//! substring test on text, and containment (`@>`) on jsonb.
+//! `isNull` selects them. The value `null` means `isNull: true`, in `ne` it means `isNull: false`, and in all other
+//! operators it is rejected. `in []` matches no row. `contains` is a case-sensitive substring test on text, and
+//! containment (`@>`) on jsonb.
 
 use serde_json::value::RawValue;
 
@@ -14,6 +15,7 @@ use crate::apps::{Column, ColumnType, Table};
 use svc_http::problem::FieldError;
 
 const MAX_DEPTH: usize = 5;
+/// Maximum number of comparisons in a whole filter.
 const MAX_TERMS: usize = 50;
 const MAX_IN_VALUES: usize = 1000;
 const NOT_NULL: &str = "must not be null; use isNull";
@@ -39,8 +41,10 @@ pub enum Predicate {
 }
 
 impl<'t> Filter<'t> {
+    /// Parses the filter at `pointer` in the request.
+    ///
     /// # Errors
-    /// The JSON pointer and the error.
+    /// The first error.
     pub fn parse(table: &'t Table, raw: &RawValue, pointer: &str) -> Result<Self, FieldError> {
         Parser { table, terms: 0 }.parse_object(raw, pointer, 1)
     }
@@ -148,8 +152,8 @@ impl<'t> Parser<'t> {
             .collect()
     }
 
-    /// Parses a part, which must not be empty: it would match every row, and in an `or` it would silently cancel the
-    /// other parts.
+    /// Parses a part of a filter. An empty part is rejected: it would match every row, and in an `or` it would silently
+    /// make the other parts irrelevant.
     fn parse_part(&mut self, raw: &RawValue, pointer: &str, depth: usize) -> Result<Filter<'t>, FieldError> {
         let part = self.parse_object(raw, pointer, depth)?;
         if part.is_empty() { Err(field_error(pointer, "must not be empty")) } else { Ok(part) }
@@ -262,9 +266,9 @@ fn bind_pattern(operator: &'static str, kind: ColumnType, raw: &RawValue) -> Res
         return Err("requires a column of type text");
     }
     match bind_non_null(kind, raw)? {
-        // PostgreSQL rejects a pattern that ends with its escape character; report it as a client error here.
+        // PostgreSQL rejects a pattern that ends with its escape character, but only while it matches a row.
         Param::Text(text) if (text.len() - text.trim_end_matches('\\').len()) % 2 == 1 => {
-            Err("must not end with a single backslash")
+            Err("must not end with an unescaped backslash")
         }
         pattern => Ok(Predicate::Operator(operator, pattern)),
     }
@@ -280,7 +284,7 @@ fn field_error(pointer: &str, message: impl Into<String>) -> FieldError {
     FieldError { pointer: pointer.to_owned(), detail: message.into() }
 }
 
-/// A name as a JSON pointer segment (RFC 6901), truncated to 64 characters.
+/// Escapes the first 64 characters of a name for a JSON pointer (RFC 6901).
 pub fn escape_segment(name: &str) -> String {
     let mut name: String = name.chars().take(64).collect();
     name = name.replace('~', "~0").replace('/', "~1");

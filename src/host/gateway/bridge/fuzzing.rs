@@ -1,5 +1,5 @@
-//! Exposes the bridge's parsers to `tests/fuzz`, with plain data as results, for one table with a column of each type.
-//! Not compiled into release builds.
+//! Exposes the bridge's parsers and planner to `tests/fuzz`, with plain data as results. Requests, filters and cursors
+//! are for one table with a column of each type. Not compiled into release builds.
 
 use std::sync::LazyLock;
 
@@ -32,6 +32,7 @@ static TABLE: LazyLock<Table> = LazyLock::new(|| {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Statement {
     pub text: String,
+    /// Number of parameters.
     pub params: usize,
     /// Encoded size of the parameters; `None` if one cannot be encoded.
     pub encoded_bytes: Option<usize>,
@@ -58,11 +59,14 @@ pub fn columns() -> Vec<String> {
 #[derive(Debug, Clone)]
 pub struct AcceptedRequest {
     pub action: &'static str,
+    /// Number of operations.
     pub operations: usize,
-    /// The statements for the operations that match the table.
+    /// The statements for the operations that are valid for the table.
     pub statements: Vec<Statement>,
 }
 
+/// Parses a request and plans its operations.
+///
 /// # Errors
 /// The message for the client.
 pub fn read_request(body: &[u8]) -> Result<AcceptedRequest, String> {
@@ -137,7 +141,7 @@ pub fn write_event_id(app: Option<&str>, epoch: u32, position: i64) -> String {
     id_format(app).format(EventId { epoch: Epoch(epoch), position })
 }
 
-/// The epoch and position of an id.
+/// The epoch and position of an id that was presented in epoch `current`; `None` if it is invalid.
 pub fn read_event_id(app: Option<&str>, text: &str, current: u32) -> Option<(u32, i64)> {
     id_format(app).parse(text, Epoch(current)).ok().map(|id| (id.epoch.0, id.position))
 }

@@ -77,9 +77,9 @@ async fn handle_query(
     let write = begin_write(bridge, slug, &plans, body.len());
     let uncounted = ChangedRows::default();
     let changed = write.as_ref().map_or(&uncounted, |write| &write.changed);
-    let limit = bridge.statement_timeout;
+    let timeout = bridge.statement_timeout;
     let response = if is_transaction {
-        let result = execute::execute_transaction(&app.pool, plans, limit, changed).await;
+        let result = execute::execute_transaction(&app.pool, plans, timeout, changed).await;
         result
             .map(|responses| response::json_response(StatusCode::OK, BridgeResponse::combine(&responses)))
             .map_err(|failed| match failed.index {
@@ -88,7 +88,7 @@ async fn handle_query(
             })
     } else {
         let plan = plans.pop().ok_or_else(|| refusal::bridge_defect("request without a plan"))?;
-        execute::execute_plan(&app.pool, plan, limit, changed)
+        execute::execute_plan(&app.pool, plan, timeout, changed)
             .await
             .map(|response| response::json_response(response.status, response.body))
     };
@@ -121,7 +121,8 @@ fn plan_call<'a>(app: &'a App, call: &TableCall<'_>) -> Result<Plan<'a>, Problem
     plan::plan(&app.schema, table, &call.operation).map_err(|errors| Problem::invalid(&errors))
 }
 
-/// Checks access to an app's tables: an app may use its own, an agent those of the apps that the owner listed.
+/// Checks access to an app's tables: an app may use only its own, an agent those of the apps that the owner listed for
+/// it, and the platform none. All other principals may use every app's tables.
 pub(super) fn require_access(principal: &Principal, app: &str) -> Result<(), Problem> {
     match principal {
         Principal::App { slug } if slug != app => {
@@ -136,14 +137,14 @@ pub(super) fn require_access(principal: &Principal, app: &str) -> Result<(), Pro
         | Principal::Owner { .. }
         | Principal::OwnerProcess { .. }
         | Principal::Admin => Ok(()),
-        Principal::Platform => Err(Problem::new(Code::Forbidden, "The platform does not use the bridge.")),
+        Principal::Platform => Err(Problem::new(Code::Forbidden, "The platform may not use the bridge.")),
     }
 }
 
-/// The default app when a request names none; `None` means all apps.
+/// Returns the app that a request without `app` refers to; `None` means all apps.
 ///
 /// # Errors
-/// An agent has access to several apps, so the request must name one.
+/// 400 for an agent with access to several apps: its request must name one.
 pub(super) fn default_app(principal: &Principal) -> Result<Option<&str>, Problem> {
     match principal {
         Principal::App { slug } => Ok(Some(slug)),
@@ -157,8 +158,7 @@ pub(super) fn default_app(principal: &Principal) -> Result<Option<&str>, Problem
     }
 }
 
-/// Returns the schema of `app` or, by default, the schemas of all apps; an app, or an agent with a single app, gets
-/// only its own.
+/// Returns the schema of `app` or, by default, that of [`default_app`], which can stand for all apps.
 fn schemas_response(bridge: &Bridge, principal: &Principal, app: Option<&str>) -> Result<Response, Problem> {
     let requested = match app {
         Some(app) => Some(app),

@@ -1,8 +1,8 @@
 //! The bridge: HTTP access to an app's tables, without SQL.
 //!
-//! A request is parsed ([`request`]), planned against the app's registered manifest ([`plan`], pure), and executed with
-//! the app's own role ([`execute`]). SQL text never contains a value; errors and log lines never contain row values.
-//! [`changes`] streams every change, including changes made outside the bridge.
+//! A request is parsed ([`request`]), planned against the app's registered tables ([`plan`], without I/O), and executed
+//! with the app's own role ([`execute`]). SQL text never contains a value; errors and log lines never contain row
+//! values. [`changes`] streams every change to the tables, including changes made outside the bridge.
 
 mod changes;
 mod cursor;

@@ -1,6 +1,6 @@
 //! The order of a `find`, and the position in it after which a page starts.
 //!
-//! The order always ends with `id`, so that it is total and a cursor denotes one position.
+//! The order always includes `id`, so that it is total and a cursor denotes one position.
 
 use serde_json::value::RawValue;
 
@@ -9,7 +9,8 @@ use super::sql::Sql;
 use crate::apps::{Column, Table};
 use svc_http::problem::FieldError;
 
-const MAX_KEYS: usize = 8;
+/// Maximum number of entries in `orderBy`; `id` may be added to them.
+const MAX_ENTRIES: usize = 8;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
@@ -24,15 +25,16 @@ pub struct Order<'t> {
 
 impl<'t> Order<'t> {
     /// Parses `orderBy`: an array of `{"column", "direction"?: "asc"|"desc"}` or of column names; the default is `id`.
+    /// A column that is named again is ignored. If `id` is not named, it is added in the direction of the last entry.
     ///
     /// # Errors
-    /// The JSON pointer and the error.
+    /// The first error.
     pub fn parse(table: &'t Table, raw: Option<&RawValue>) -> Result<Self, FieldError> {
         let mut keys: Vec<(&Column, Direction)> = Vec::new();
         let entries = match raw {
             None => Vec::new(),
             Some(raw) => array_elements(raw)
-                .filter(|entries| entries.len() <= MAX_KEYS)
+                .filter(|entries| entries.len() <= MAX_ENTRIES)
                 .ok_or_else(|| field_error("/orderBy", "must be an array of at most 8 entries"))?,
         };
         for (index, entry) in entries.into_iter().enumerate() {
@@ -43,7 +45,7 @@ impl<'t> Order<'t> {
             if !column.kind.is_ordered() {
                 return Err(field_error(&pointer, "is of type jsonb, which cannot be ordered"));
             }
-            if keys.iter().all(|(known, _)| *known != column) {
+            if keys.iter().all(|(earlier, _)| *earlier != column) {
                 keys.push((column, direction));
             }
         }
@@ -56,7 +58,7 @@ impl<'t> Order<'t> {
         Ok(Self { keys })
     }
 
-    /// The order as text; a cursor stores it to identify its order.
+    /// The order as text, which a cursor stores to identify the order it belongs to.
     pub fn fingerprint(&self) -> String {
         let key = |(column, direction): &(&Column, Direction)| match direction {
             Direction::Ascending => column.name.to_string(),
@@ -145,7 +147,7 @@ fn write_key_after(column: &Column, direction: Direction, value: Option<&str>, s
 }
 
 fn parse_entry(raw: &RawValue, pointer: &str) -> Result<(String, Direction), FieldError> {
-    let expected = "must be a column or {\"column\", \"direction\"?: \"asc\"|\"desc\"}";
+    let expected = "must be a column name or {\"column\", \"direction\"?: \"asc\"|\"desc\"}";
     if let Some(name) = string_value(raw) {
         return Ok((name.into_owned(), Direction::Ascending));
     }

@@ -13,7 +13,7 @@ use crate::apps::ColumnType;
 #[derive(Clone, PartialEq)]
 pub enum Param {
     Null(ColumnType),
-    /// Also used for values of type numeric, which are sent as text and cast.
+    /// Also used for values that are sent as text and cast in SQL: numerics, and a cursor's values of every type.
     Text(String),
     Bool(bool),
     Int4(i32),
@@ -39,7 +39,7 @@ impl fmt::Debug for Param {
     }
 }
 
-/// The wire type of a column's values.
+/// The type in which a column's values are sent to PostgreSQL.
 fn wire_type(kind: ColumnType) -> Type {
     match kind {
         ColumnType::Text | ColumnType::Numeric => Type::TEXT,
@@ -71,7 +71,8 @@ fn array_type(kind: ColumnType) -> Type {
 }
 
 impl Param {
-    /// The type of the placeholder. It depends only on the column, never on the value.
+    /// The type of the placeholder. It depends only on the column, never on the value, so that a prepared statement can
+    /// be used for every value.
     pub fn sql_type(&self) -> Type {
         match self {
             Self::Null(kind) => wire_type(*kind),

@@ -1,5 +1,5 @@
-//! Plans a request: turns an operation and a table into SQL with typed parameters. Pure; the only place that builds
-//! statements.
+//! Plans a request: turns an operation and a table into SQL with typed parameters, without I/O. All statements on the
+//! apps' tables are built here.
 
 mod write;
 
@@ -65,7 +65,7 @@ pub struct FindPlan<'t> {
     pub count: Option<Sql>,
     pub limit: usize,
     pub order: Order<'t>,
-    /// [`cursor::fingerprint`].
+    /// [`cursor::fingerprint`] of the filter.
     pub filter: String,
 }
 
@@ -77,8 +77,8 @@ pub struct ChangePlan<'t> {
     pub columns: Vec<&'t Column>,
     pub target: ChangeTarget,
     pub returning: Returning,
-    /// With a bound, each result row starts with the number of matched rows; if that exceeds the bound, nothing is
-    /// changed.
+    /// With a bound, each result row starts with the number of matched rows, which are counted up to one above the
+    /// bound. If the number exceeds the bound, nothing is changed.
     pub max_affected: Option<i64>,
 }
 
@@ -149,7 +149,7 @@ type FieldErrors = Vec<FieldError>;
 /// Plans an operation on `table` in `schema`.
 ///
 /// # Errors
-/// The fields that do not match the table.
+/// The invalid fields: for `data` and `rows`, several at once; otherwise the first one.
 pub fn plan<'t>(
     schema: &SqlIdentifier,
     table: &'t Table,
@@ -187,13 +187,13 @@ impl<'t> TablePlanner<'_, 't> {
         Ok(Plan::Get(self.get_sql(&filter)))
     }
 
-    /// Reads the row that a filter selects.
+    /// Returns the query for the row that a filter selects.
     fn get_sql(&self, filter: &Filter<'_>) -> RowQuery<'t> {
         let columns = self.all_columns();
         let mut query = self.select(&columns);
         query.push(" WHERE ");
         filter.write(&mut query);
-        // Without `OFFSET 0`, the planner could check the sizes of rows that the filter excludes.
+        // Without `OFFSET 0`, PostgreSQL's planner could check the sizes of rows that the filter excludes.
         query.push(" OFFSET 0");
         let mut sql = Sql::new("SELECT ");
         sql.push_raw_values(&columns).push(" FROM ");
@@ -242,7 +242,7 @@ impl<'t> TablePlanner<'_, 't> {
         Ok(Plan::Find(FindPlan { rows, columns, count, limit, order, filter: fingerprint }))
     }
 
-    /// The inner query selects the page, and only its rows are converted and checked.
+    /// Returns the query for a page. Its inner query selects the rows, so that only these are converted and checked.
     fn page_sql(
         &self,
         columns: &[&Column],

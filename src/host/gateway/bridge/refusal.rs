@@ -1,7 +1,7 @@
 //! Translates PostgreSQL errors and other failures into problems for the caller.
 //!
-//! PostgreSQL's messages quote row values, so their text is never passed on. The response contains the constraint or
-//! column name, and the log line contains the SQLSTATE.
+//! PostgreSQL's messages quote row values, so their text is never passed on. The response contains the name of the
+//! constraint or column, and the log line contains the SQLSTATE and the constraint.
 
 use serde_json::{Value, json};
 use tokio_postgres::error::{DbError, SqlState};
@@ -13,7 +13,7 @@ use svc_base::metrics::{BRIDGE_SQLSTATES, intern_label};
 use svc_http::problem::{Code, FieldError, Problem};
 
 const ROW_TOO_LARGE: &str = "a row is larger than 8 MiB: read it with fewer `columns`";
-/// Delay before a client should retry, in seconds.
+/// Delay before a client should retry if the database is unavailable, in seconds.
 const RETRY_AFTER_SECONDS: u64 = 2;
 
 /// The part of the request that was being executed when the error occurred.
@@ -37,7 +37,7 @@ impl ErrorContext {
 pub fn from_pool_error(error: &PoolError) -> Problem {
     match error {
         PoolError::Timeout => tracing::warn!("timeout waiting for a database connection"),
-        PoolError::Database(_) => tracing::warn!("database unreachable"),
+        PoolError::Database(_) => tracing::warn!("cannot open a database connection"),
     }
     database_unavailable()
 }
@@ -65,7 +65,8 @@ pub fn too_many_rows(max_affected: i64) -> Problem {
         .with("maxAffected", json!(max_affected))
 }
 
-/// The database sent no result in time. PostgreSQL's own limit does not apply to a commit.
+/// The database sent no result in time. A write may have been applied: PostgreSQL's own timeout does not apply to a
+/// commit.
 pub fn no_result_in_time(is_write: bool) -> Problem {
     let mut problem = statement_timed_out();
     if is_write {

@@ -9,12 +9,13 @@ use super::fields::{Fields, array_elements, string_value};
 use super::filter::escape_segment;
 use svc_http::problem::{FieldError, Problem};
 
+/// Maximum number of operations in a transaction.
 pub const MAX_OPERATIONS: usize = 50;
 
 /// A request to the bridge.
 #[derive(Debug)]
 pub struct BridgeRequest<'a> {
-    /// `None` only where the action allows it.
+    /// `None` only for `schemas`.
     pub app: Option<Cow<'a, str>>,
     pub action: Action<'a>,
 }
@@ -158,6 +159,8 @@ pub const ACTIONS: [ActionShape; 10] = [
 ];
 
 impl<'a> BridgeRequest<'a> {
+    /// Parses a request's body.
+    ///
     /// # Errors
     /// A problem that names the invalid fields.
     pub fn parse(body: &'a [u8]) -> Result<Self, Problem> {
@@ -214,15 +217,15 @@ impl<'a, 'w> ObjectReader<'a, 'w> {
         }
     }
 
-    /// Reads `action` and returns its shape, if the action is `allowed` here.
-    fn read_shape(&mut self, allowed: impl Fn(&str) -> bool) -> Option<&'static ActionShape> {
+    /// Reads `action` and returns its shape. An action for which `is_allowed` returns false is rejected.
+    fn read_shape(&mut self, is_allowed: impl Fn(&str) -> bool) -> Option<&'static ActionShape> {
         let action = self.require_text("action")?;
-        let mut known = ACTIONS.iter().filter(|shape| allowed(shape.action));
-        if let Some(shape) = known.clone().find(|shape| shape.action == action) {
+        let mut shapes = ACTIONS.iter().filter(|shape| is_allowed(shape.action));
+        if let Some(shape) = shapes.clone().find(|shape| shape.action == action) {
             return Some(shape);
         }
-        let first = known.next().map_or("", |shape| shape.action);
-        let names = known.fold(first.to_owned(), |names, shape| names + ", " + shape.action);
+        let first = shapes.next().map_or("", |shape| shape.action);
+        let names = shapes.fold(first.to_owned(), |names, shape| names + ", " + shape.action);
         self.reject("action", format!("is not an action that is allowed here; allowed: {names}"))
     }
 
@@ -314,7 +317,7 @@ impl<'a, 'w> ObjectReader<'a, 'w> {
     }
 
     fn field(&self, name: &str) -> Option<&'a RawValue> {
-        self.fields.0.iter().find(|(known, _)| known == name).map(|(_, value)| *value)
+        self.fields.0.iter().find(|(field, _)| field == name).map(|(_, value)| *value)
     }
 
     fn require(&mut self, name: &str) -> Option<&'a RawValue> {
@@ -331,23 +334,24 @@ impl<'a, 'w> ObjectReader<'a, 'w> {
         string_value(raw).or_else(|| self.reject(name, "must be a string"))
     }
 
-    fn reject_unknown_fields(&mut self, shape: &ActionShape, always: &[&'static str]) {
-        let known = |name: &str| {
+    /// Rejects every field except `action`, those of the shape, and `common`.
+    fn reject_unknown_fields(&mut self, shape: &ActionShape, common: &[&'static str]) {
+        let is_known = |name: &str| {
             name == "action"
-                || [always, shape.required, shape.optional].iter().any(|list| list.contains(&name))
+                || [common, shape.required, shape.optional].iter().any(|list| list.contains(&name))
         };
-        for (name, _) in self.fields.0.iter().filter(|(name, _)| !known(name)) {
+        for (name, _) in self.fields.0.iter().filter(|(name, _)| !is_known(name)) {
             let pointer = format!("{}/{}", self.pointer, escape_segment(name));
             let detail =
-                format!("is not a field of this action; it takes {}", join_field_names(shape, always));
+                format!("is not a field of this action; it takes {}", join_field_names(shape, common));
             self.errors.push(FieldError { pointer, detail });
         }
     }
 }
 
 /// Joins the names of an action's fields.
-fn join_field_names(shape: &ActionShape, always: &[&'static str]) -> String {
-    let all = ["action"].iter().chain(always).chain(shape.required).chain(shape.optional);
+fn join_field_names(shape: &ActionShape, common: &[&'static str]) -> String {
+    let all = ["action"].iter().chain(common).chain(shape.required).chain(shape.optional);
     all.copied().collect::<Vec<_>>().join(", ")
 }
 

@@ -21,8 +21,8 @@ use crate::apps::ChangedRows;
 use crate::database::Connection;
 use svc_http::problem::{Code, Problem};
 
-/// A page that reaches this size ends early, which bounds the memory of one response. A transaction's responses share
-/// it.
+/// A page that reaches this size ends early, which bounds the memory of one response. The responses of a transaction
+/// share this limit.
 const MAX_RESPONSE_BYTES: usize = 8 * 1024 * 1024;
 /// Maximum attempts for an upsert whose row is inserted and deleted concurrently.
 const MAX_UPSERT_ATTEMPTS: usize = 3;
@@ -74,12 +74,13 @@ impl<'c> ResponseBudget<'c> {
         }
     }
 
-    /// Returns whether an operation was refused while its results, or those of later operations, were still arriving.
-    /// The connection must then be abandoned.
+    /// Returns whether an operation was refused while its results, or those of later operations, may still have been
+    /// arriving. The connection must then be abandoned.
     pub fn has_unread_results(&self) -> bool {
         self.has_unread_results.load(Ordering::Relaxed)
     }
 
+    /// Records that results may be unread, and returns the problem.
     fn refuse(&self, problem: Problem) -> Problem {
         self.has_unread_results.store(true, Ordering::Relaxed);
         problem
@@ -98,6 +99,7 @@ impl<'c> ResponseBudget<'c> {
         Ok(())
     }
 
+    /// Consumes `bytes`, or the rest of the budget if less remains.
     fn consume(&self, bytes: usize) {
         let remaining = self.bytes.load(Ordering::Relaxed);
         self.bytes.store(remaining.saturating_sub(bytes), Ordering::Relaxed);
@@ -122,8 +124,10 @@ impl<'p, 't> PreparedPlan<'p, 't> {
         self.plan
     }
 
+    /// Prepares the plan's statements.
+    ///
     /// # Errors
-    /// PostgreSQL's error, when it rejects a statement.
+    /// PostgreSQL rejects a statement, or the connection is lost.
     pub async fn prepare(connection: &Connection, plan: &'p Plan<'t>) -> Result<Self, Problem> {
         let context = ErrorContext::for_plan(plan);
         let mut statements = Vec::with_capacity(1);
@@ -355,7 +359,7 @@ impl Executor<'_> {
     ) -> Result<BridgeResponse, Problem> {
         let to_problem = |error: tokio_postgres::Error| refusal::from_database_error(&error, self.context);
         let mut stream = pin!(self.send_query(statement, &change.sql).await.map_err(to_problem)?);
-        let column = usize::from(change.max_affected.is_some());
+        let first_column = usize::from(change.max_affected.is_some());
         let (mut matched, mut affected, mut listed) = (0_i64, 0_i64, 0_usize);
         let mut rows = BytesMut::new();
         while let Some(row) = stream.try_next().await.map_err(to_problem)? {
@@ -363,9 +367,10 @@ impl Executor<'_> {
                 matched = row.try_get(0).map_err(to_problem)?;
             }
             match change.returning {
-                Returning::Number => affected = row.try_get(column).map_err(to_problem)?,
+                Returning::Number => affected = row.try_get(first_column).map_err(to_problem)?,
                 Returning::Rows => {
-                    if row.try_get::<_, Option<bool>>(column).map_err(to_problem)?.is_none() {
+                    // If nothing is changed, a bounded change still returns one row, for the number of matched rows.
+                    if row.try_get::<_, Option<bool>>(first_column).map_err(to_problem)?.is_none() {
                         continue;
                     }
                     affected += 1;
@@ -373,7 +378,7 @@ impl Executor<'_> {
                         if listed > 0 {
                             rows.put_u8(b',');
                         }
-                        let format = RowFormat::for_write(column + 1, &change.columns);
+                        let format = RowFormat::for_write(first_column + 1, &change.columns);
                         budget.consume(self.write_row(&row, format, &mut rows)?);
                         listed += 1;
                     }

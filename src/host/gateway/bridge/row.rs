@@ -31,7 +31,8 @@ pub enum RowError {
 pub struct RowFormat<'c> {
     /// Index of the first value; the others follow in the order of `columns`.
     pub first: usize,
-    /// The columns as selected by [`super::sql::Sql::push_raw_values`].
+    /// The columns as selected by [`super::sql::Sql::push_raw_values`] or returned by
+    /// [`super::sql::Sql::push_returned_values`].
     pub columns: &'c [&'c Column],
     pub max_bytes: usize,
 }
@@ -42,8 +43,8 @@ impl<'c> RowFormat<'c> {
         Self { first: 0, columns, max_bytes: MAX_ROW_BYTES }
     }
 
-    /// The format of rows that a write returns. They must not be refused, because the write may be committed. Their
-    /// size is bounded nevertheless: text of [`MAX_ROW_BYTES`] becomes at most six times as many bytes of JSON.
+    /// The format of rows that a write returns. They must not be refused, because the write may already be committed.
+    /// Their size is bounded nevertheless: text of [`MAX_ROW_BYTES`] becomes at most six times as many bytes of JSON.
     pub fn for_write(first: usize, columns: &'c [&'c Column]) -> Self {
         Self { first, columns, max_bytes: usize::MAX }
     }
@@ -82,10 +83,10 @@ fn write_object(row: &Row, format: RowFormat<'_>, out: &mut BytesMut) -> Result<
     if out.len() <= max_length { Ok(()) } else { Err(RowError::TooLarge) }
 }
 
-/// Whether the JSON of a value can fit into `room`. Escaped text and base64 are measured exactly, because they must not
-/// be written before the check.
+/// Whether the JSON of a value can fit into `room`. Escaped text and base64 can be much larger than the value, so they
+/// are measured exactly before they are written.
 fn fits(kind: ColumnType, raw: &[u8], room: usize) -> bool {
-    /// `\u0001` is the longest escape.
+    /// Length of the longest escape, such as `\u0001`.
     const MAX_ESCAPE_BYTES: usize = 6;
     match kind {
         ColumnType::Bytea => raw.len().div_ceil(3) * 4 <= room,
@@ -170,7 +171,7 @@ fn write_uuid(bytes: [u8; 16], out: &mut BytesMut) {
 
 /// Appends `"YYYY-MM-DDTHH:MM:SS.mmmZ"` in UTC, from microseconds since 2000-01-01. Like PostgreSQL's `to_char`, it
 /// drops units smaller than milliseconds, prints years above 9999 with more digits, and prints a year before 1 as its
-/// number BC. Infinity has no RFC 3339 representation; it is written as PostgreSQL prints it.
+/// BC number without the era. Infinity has no RFC 3339 representation; it is written as PostgreSQL prints it.
 fn write_timestamp(micros: i64, out: &mut BytesMut) {
     const MICROS_PER_DAY: i64 = 86_400_000_000;
     match micros {
@@ -245,7 +246,7 @@ mod tests {
 
     use super::*;
 
-    fn wire(kind: ColumnType, raw: &[u8]) -> String {
+    fn write_to_string(kind: ColumnType, raw: &[u8]) -> String {
         let mut out = BytesMut::new();
         write_value(kind, raw, &mut out);
         String::from_utf8(out.to_vec()).unwrap()
@@ -267,7 +268,7 @@ mod tests {
             (ColumnType::Bytea, &[0, 255], "\"AP8=\""),
             (ColumnType::Integer, &[0; 3], "null"),
         ] {
-            assert_eq!(wire(kind, raw), expected, "{kind:?}");
+            assert_eq!(write_to_string(kind, raw), expected, "{kind:?}");
         }
     }
 
@@ -284,7 +285,8 @@ mod tests {
             (i64::MAX, "\"infinity\""),
             (i64::MIN, "\"-infinity\""),
         ] {
-            assert_eq!(wire(ColumnType::Timestamptz, &micros.to_be_bytes()), expected, "{micros}");
+            let json = write_to_string(ColumnType::Timestamptz, &micros.to_be_bytes());
+            assert_eq!(json, expected, "{micros}");
         }
     }
 
@@ -294,12 +296,12 @@ mod tests {
             let expected = jiff::Timestamp::from_millisecond(millis).unwrap();
             let micros = (millis - 946_684_800_000) * 1000;
             let expected = format!("\"{expected:.3}\"");
-            prop_assert_eq!(wire(ColumnType::Timestamptz, &micros.to_be_bytes()), expected);
+            prop_assert_eq!(write_to_string(ColumnType::Timestamptz, &micros.to_be_bytes()), expected);
         }
 
         #[test]
         fn text_is_valid_json_of_the_same_text(text in any::<String>()) {
-            let json = wire(ColumnType::Text, text.as_bytes());
+            let json = write_to_string(ColumnType::Text, text.as_bytes());
             let parsed: String = serde_json::from_str(&json).unwrap();
             let size: usize = text.bytes().map(escaped_bytes).sum();
             prop_assert_eq!((parsed, size + 2), (text, json.len()));

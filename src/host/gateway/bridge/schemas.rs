@@ -1,4 +1,4 @@
-//! The tables and columns of the apps, from their registered manifests.
+//! The apps' schemas as JSON: the declared tables, with the types that their columns have in the database.
 
 use serde_json::{Value, json};
 

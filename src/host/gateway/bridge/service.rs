@@ -23,9 +23,9 @@ pub struct Bridge {
     pub kernel: Arc<Kernel>,
     pub agent_tokens: Arc<AgentTokens>,
     pub changes: Arc<ChangeFeed>,
-    pub change_ids: EventIdSecret,
+    pub event_id_secret: EventIdSecret,
     pub epoch: Epoch,
-    /// Timeout for a single app statement.
+    /// Timeout of a single statement of an app's role. A whole transaction gets a few seconds more.
     pub statement_timeout: Duration,
 }
 

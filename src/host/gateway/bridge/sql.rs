@@ -107,8 +107,8 @@ impl Sql {
         })
     }
 
-    /// Adds a column's value. The casts have no effect unless the owner has changed the column's type since the app was
-    /// registered.
+    /// Adds a column's value in the form that [`super::row::write_row`] reads. The value is first cast to the column's
+    /// registered type. This cast has no effect unless the owner has changed the type since the app was registered.
     fn push_raw_value(&mut self, column: &Column) {
         match column.kind {
             ColumnType::Numeric | ColumnType::Jsonb => self.push_cast_column(column).push("::text"),
@@ -149,7 +149,7 @@ impl Sql {
         }
         self.text.push_str(&query);
         if has_jsonb {
-            // Without `OFFSET 0`, the planner would merge the levels and build the text twice.
+            // Without `OFFSET 0`, PostgreSQL's planner would merge the levels and build the text twice.
             self.push(") AS \"t\" OFFSET 0");
         }
         self.push(") AS \"t\" WHERE ").push_size_check(columns, "TRUE", |sql, column| {

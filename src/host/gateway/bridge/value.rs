@@ -9,8 +9,8 @@ use super::fields::{is_null, string_value};
 use super::param::Param;
 use crate::apps::ColumnType;
 
-/// Maximum digits in a number, before and after the decimal point. PostgreSQL allows 131,072, so a few bytes with an
-/// exponent could make every response with that number large.
+/// Maximum number of digits before the decimal point, and also after it. PostgreSQL allows 131,072 and 16,383, so a
+/// number of a few bytes, with an exponent, could make every response that contains it large.
 const MAX_DIGITS: i64 = 1000;
 const TOO_MANY_DIGITS: &str = "must have at most 1000 digits before the decimal point and 1000 after it";
 /// 0001-01-01T00:00:00Z in Unix seconds. PostgreSQL prints earlier times as "BC".
@@ -84,7 +84,7 @@ fn parse_as<T: std::str::FromStr>(
     text.parse().map(make).map_err(|_| expected)
 }
 
-/// A number of any length: a JSON number, or a string that contains one.
+/// Binds a JSON number, or a string that contains one, as text, so that it keeps all digits.
 fn bind_numeric(raw: &RawValue) -> Result<Param, &'static str> {
     let expected = "must be a number, or a string that contains one";
     let text = string_value(raw).ok_or(expected).or_else(|_| number_text(raw, expected))?;
@@ -98,8 +98,8 @@ fn bind_numeric(raw: &RawValue) -> Result<Param, &'static str> {
     }
 }
 
-/// The number of bytes by which PostgreSQL's output of a JSON number exceeds its input; `None` if the number has too
-/// many digits.
+/// The approximate number of bytes by which PostgreSQL's output of a JSON number is longer than `number`; `None` if the
+/// number has too many digits.
 fn number_expansion(number: &str) -> Option<usize> {
     let unsigned = number.trim_start_matches('-');
     let (digits, exponent) = unsigned.split_once(['e', 'E']).unwrap_or((unsigned, "0"));
@@ -116,8 +116,8 @@ fn number_expansion(number: &str) -> Option<usize> {
     usize::try_from(printed.saturating_sub(length(unsigned))).ok().or(Some(0))
 }
 
-/// The number of bytes by which a value in the response exceeds the value in the request, because exponents are
-/// expanded.
+/// The approximate number of bytes by which a value in the response is longer than in the request, because exponents
+/// are expanded.
 pub fn expansion_bytes(kind: ColumnType, param: &Param) -> usize {
     let bytes = match (kind, param) {
         (ColumnType::Numeric, Param::Text(number)) => number_expansion(number),
@@ -172,8 +172,8 @@ fn bind_double(raw: &RawValue) -> Result<Param, &'static str> {
     if value.is_finite() { Ok(Param::Double(value)) } else { Err("is out of range for a double") }
 }
 
-/// Converts the operand of `operator`, one of `<`, `<=`, `>`, `>=`. A time keeps the digits that a column would round
-/// away, so that it never equals a stored time that differs from it.
+/// Converts the operand of `operator`, one of `<`, `<=`, `>`, `>=`. A time keeps its microseconds: rounded to
+/// milliseconds, as stored times are, it could equal a stored time that differs from it.
 ///
 /// # Errors
 /// A message that states what the value must be.
@@ -186,7 +186,8 @@ pub fn bind_range_operand(kind: ColumnType, operator: &str, raw: &RawValue) -> R
     bind_timestamp(raw, Unit::Microsecond, mode)
 }
 
-/// Converts a time, rounded to `unit`. Columns store milliseconds: rounding lets the same text find the stored value.
+/// Converts a time, rounded to `unit`. Columns store milliseconds: rounding to these lets `eq` with the text that was
+/// inserted find the stored value.
 fn bind_timestamp(raw: &RawValue, unit: Unit, mode: RoundMode) -> Result<Param, &'static str> {
     let expected = "must be an RFC 3339 time with an offset, in the years 1 to 9999";
     let at: Timestamp = string_value(raw).ok_or(expected)?.parse().map_err(|_| expected)?;

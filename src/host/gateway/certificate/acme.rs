@@ -52,11 +52,11 @@ pub struct CertificateIssuance<'a> {
 }
 
 impl CertificateIssuance<'_> {
-    /// Returns the chain in PEM, unchecked.
+    /// Orders a certificate and returns its chain in PEM, which the caller must check.
     ///
     /// # Errors
-    /// The authority does not issue a certificate, or a local file cannot be read or written. The error contains no
-    /// secrets.
+    /// The authority does not issue a certificate within [`ISSUE_TIMEOUT`], the account's file cannot be read or
+    /// written, or the configured key of the external account is invalid. The error contains no secrets.
     pub async fn issue(&self) -> anyhow::Result<String> {
         let issuing = tokio::time::timeout(ISSUE_TIMEOUT, self.complete_order());
         issuing.await.map_err(|_| anyhow!("the authority did not issue a certificate within 5 minutes"))?
@@ -109,8 +109,8 @@ impl CertificateIssuance<'_> {
         Ok(guards)
     }
 
-    /// Returns an error with the authority's reason. It is read from the failed challenge, because the order's own
-    /// error has no detail.
+    /// Returns an error with the authority's reason. The reason is read from the failed challenge if there is one,
+    /// because the order's own error has no detail.
     async fn explain_refusal(&self, order: &mut Order, error: Option<Error>) -> anyhow::Error {
         let mut authorizations = order.authorizations();
         while let Some(Ok(mut authorization)) = authorizations.next().await {
@@ -127,7 +127,8 @@ impl CertificateIssuance<'_> {
         }
     }
 
-    /// Opens the stored account, or creates one and stores it before it is used.
+    /// Opens the stored account and updates its contact. If there is none for these settings, creates an account and
+    /// stores it before it is used.
     async fn open_account(&self) -> anyhow::Result<Account> {
         let settings = self.settings;
         let contact: Vec<&str> = settings.contact.iter().map(String::as_str).collect();
@@ -208,7 +209,7 @@ impl StoredAccount {
     }
 }
 
-/// Adapts [`client::build`]'s HTTP client to the ACME library.
+/// Adapts the HTTP client from [`client::build`] to the ACME library.
 struct HttpAdapter(reqwest::Client);
 
 fn http_client() -> anyhow::Result<Box<dyn HttpClient>> {
@@ -225,14 +226,14 @@ impl HttpClient for HttpAdapter {
 }
 
 async fn send(client: reqwest::Client, request: Request<BodyWrapper<Bytes>>) -> Result<BytesResponse, Error> {
-    let other = |error: reqwest::Error| Error::Other(Box::new(error));
+    let to_acme_error = |error: reqwest::Error| Error::Other(Box::new(error));
     let (parts, body) = request.into_parts();
     if parts.uri.scheme_str() != Some("https") {
         return Err(Error::Other("the authority returned a URL without https://".into()));
     }
     let Ok(body) = body.collect().await.map(Collected::to_bytes);
     let call = client.request(parts.method, parts.uri.to_string()).headers(parts.headers).body(body);
-    let mut response = call.send().await.map_err(other)?;
+    let mut response = call.send().await.map_err(to_acme_error)?;
     let (mut head, ()) = http::Response::new(()).into_parts();
     head.status = response.status();
     head.headers = std::mem::take(response.headers_mut());

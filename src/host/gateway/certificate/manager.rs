@@ -1,7 +1,7 @@
 //! Keeps the gateway's certificate current: from the operator's file, or from the authority.
 //!
 //! Invariant: after startup, the presented certificate is replaced only by a usable chain, and a trusted certificate
-//! only by a trusted one. A failed request changes nothing.
+//! only by a trusted one. A failed request does not change the presented certificate.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -50,7 +50,7 @@ pub struct CertificateManager {
     resolver: Arc<CertificateResolver>,
     verifier: ChainVerifier,
     presented: PresentedChain,
-    /// The content of the operator's file and the host name that were checked last.
+    /// The content of the operator's file (`None` if it could not be read) and the host name that were checked last.
     checked_file: Option<(Option<Vec<u8>>, Option<String>)>,
     attempts: RequestSchedule,
     error: Option<String>,
@@ -89,7 +89,7 @@ struct RequestSchedule {
 }
 
 impl CertificateManager {
-    /// Presents the stored chain, if there is one for this key.
+    /// Creates a manager that presents the stored chain if it can be used, and otherwise the self-signed certificate.
     ///
     /// # Errors
     /// The machine's self-signed certificate or the trusted roots cannot be read.
@@ -164,7 +164,7 @@ impl CertificateManager {
         self.publish_status(&settings);
     }
 
-    /// Presents the chain that was stored before a restart, even if it has expired.
+    /// Presents the chain that was stored before a restart, even if it has expired or is not valid yet.
     fn load_stored_chain(&mut self, settings: &CertificateSettings) {
         let Ok(Some(pem)) = fsx::read_if_exists(&self.config.layout.tls_chain()) else { return };
         let usable = Chain::from_pem(&pem).and_then(|chain| {
@@ -185,11 +185,12 @@ impl CertificateManager {
                     std::str::from_utf8(first).ok().and_then(|line| line.strip_prefix(DIRECTORY_LINE));
                 self.presented.directory = directory.map(str::to_owned);
             }
-            Err(error) => tracing::warn!("the stored certificate chain {error}; requesting a new one"),
+            Err(error) => tracing::warn!("the stored certificate chain {error}; it is not used"),
         }
     }
 
-    /// Frequent restarts must not cause more requests: authorities limit failed and abandoned orders.
+    /// Restores the time of the next request, unless the settings have changed since it was recorded. Frequent restarts
+    /// must not cause more requests: authorities limit failed and abandoned orders.
     fn resume_backoff(&mut self, settings: &CertificateSettings) {
         let layout = &self.config.layout;
         let modified = |path: PathBuf| std::fs::metadata(path).and_then(|meta| meta.modified()).ok();
@@ -283,7 +284,7 @@ impl CertificateManager {
                 self.present(CertificateSource::Acme, chain);
                 self.presented.directory = Some(acme.directory_url.clone());
                 self.attempts.reset(self.config.first_retry);
-                // If the new certificate is already due for renewal, it must not be ordered in a loop.
+                // Even if the new certificate is already due for renewal, the next order must wait.
                 let delay = self.attempts.next_delay();
                 self.attempts.schedule_retry(delay);
                 self.error = None;
@@ -320,17 +321,19 @@ impl CertificateManager {
     /// The time at which the next certificate is requested; `None` means now.
     fn next_attempt(&self, name: &str, acme: &AcmeSettings) -> Option<Timestamp> {
         let PresentedChain { source, chain, directory } = &self.presented;
-        let is_ours = *source == CertificateSource::Acme
+        // At `not_before`, only the key and the name are checked: an expired chain is renewed like any other.
+        let matches_settings = *source == CertificateSource::Acme
             && directory.as_ref().is_none_or(|issuer| *issuer == acme.directory_url)
             && chain.check(self.pin, name, chain.not_before()).is_ok();
         let machine = self.config.machine.unwrap_or_default().0;
-        let renewal = is_ours.then(|| schedule::renewal_time(chain.not_before(), chain.not_after(), machine));
-        // Ignore a later time: the clock was ahead when it was computed.
+        let renewal =
+            matches_settings.then(|| schedule::renewal_time(chain.not_before(), chain.not_after(), machine));
+        // A later retry time is ignored: the clock was ahead when the time was computed.
         let latest = Timestamp::now() + schedule::MAX_RETRY_DELAY;
         renewal.max(self.attempts.retry_at.filter(|at| *at <= latest))
     }
 
-    /// Returns the chain and its PEM.
+    /// Requests a certificate and returns its checked chain and the PEM.
     async fn request(&self, name: &str, settings: &AcmeSettings) -> anyhow::Result<(Chain, String)> {
         let layout = &self.config.layout;
         let key_pem = &self.identity.key_pem;
@@ -338,7 +341,7 @@ impl CertificateManager {
             CertificateIssuance { layout, settings, name, key_pem, resolver: &self.resolver }.issue().await?;
         let chain = Chain::from_pem(pem.as_bytes());
         let chain = chain.and_then(|chain| match chain.check(self.pin, name, Timestamp::now()) {
-            // If the chain is not yet valid, this machine's clock is behind.
+            // If a new chain is not valid yet, this machine's clock is behind.
             Ok(()) | Err(ChainError::NotYetValid(_)) => Ok(chain),
             Err(error) => Err(error),
         });
@@ -365,7 +368,7 @@ impl CertificateManager {
         let chain = &self.presented.chain;
         CERTIFICATE_EXPIRY.set([], chain.not_after().as_second() as f64);
         CERTIFICATE_TRUSTED.set([], f64::from(u8::from(is_trusted)));
-        let requests = name.zip(settings.acme.as_ref()).filter(|_| self.config.file.is_none());
+        let request_settings = name.zip(settings.acme.as_ref()).filter(|_| self.config.file.is_none());
         let current = HostCertificate {
             host_name: settings.host_name.clone(),
             source: self.presented.source.into(),
@@ -373,7 +376,9 @@ impl CertificateManager {
             expires_at: chain.not_after().into(),
             is_trusted,
             error: self.error.clone(),
-            next_attempt_at: requests.and_then(|(name, acme)| self.next_attempt(name, acme)).map(Into::into),
+            next_attempt_at: request_settings
+                .and_then(|(name, acme)| self.next_attempt(name, acme))
+                .map(Into::into),
         };
         if let Err(error) = certificate::write(&self.config.layout, &current) {
             tracing::warn!(%error, "cannot record the certificate's state");
@@ -408,7 +413,7 @@ fn error_chain(error: &anyhow::Error) -> String {
     format_chain(AsRef::<dyn std::error::Error>::as_ref(error))
 }
 
-/// Reads the operator's file up to the maximum size of a chain. The error states why it cannot be read.
+/// Reads the operator's file, but at most one byte more than a chain may have. The error says why it cannot be read.
 fn read_limited(file: &Path) -> Result<Vec<u8>, String> {
     use std::io::Read;
     let mut content = Vec::new();

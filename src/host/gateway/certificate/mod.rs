@@ -2,7 +2,7 @@
 //! Certificate chains from an authority use the same key: see [`manager`].
 //!
 //! The key is written before the certificate, and the pair is used only when both exist: a crash between the two writes
-//! leaves a key that was never used.
+//! leaves a key that was never used, and the next start replaces it.
 
 mod acme;
 mod manager;
@@ -37,7 +37,8 @@ pub fn load_or_create(layout: &Layout) -> anyhow::Result<Identity> {
 /// Prints a certificate signing request for the machine's name, signed with its key.
 ///
 /// # Errors
-/// The machine has no name or no key yet, or its key cannot be read.
+/// [`Exit::Config`] if the machine has no name yet; [`Exit::Unavailable`] if its key cannot be read, for instance
+/// because the gateway has not created it yet; [`Exit::Internal`] if the request cannot be created.
 pub fn print_csr(layout: &Layout) -> Result<(), Failure> {
     let Some(name) = certificate::read_settings(layout).host_name else {
         let error = anyhow!("this machine has no name: set HOST_DOMAIN on the platform");

@@ -9,9 +9,11 @@ use uuid::Uuid;
 /// A certificate with a lifetime of at least 90 days is renewed this long before it expires; a shorter one, when a
 /// third of its lifetime remains.
 const RENEW_BEFORE: SignedDuration = SignedDuration::from_hours(30 * 24);
-/// A machine younger than this has just registered.
+/// A machine younger than this requests its first certificate at once.
 const NEW_MACHINE_AGE: SignedDuration = SignedDuration::from_hours(1);
+/// Maximum delay of an older machine's first request under new settings.
 const FIRST_REQUEST_SPREAD: Duration = Duration::from_secs(600);
+/// Maximum delay after a failed request, without jitter.
 const MAX_BASE_DELAY: Duration = Duration::from_secs(6 * 3600);
 
 /// Returns the time at which a certificate is renewed. To spread the requests from machines that were created together,
@@ -26,8 +28,9 @@ pub fn renewal_time(not_before: Timestamp, not_after: Timestamp, machine: Uuid) 
     not_after - before - earlier
 }
 
-/// Returns the time at which the first certificate under new settings is requested. If a whole fleet gets the settings
-/// at the same time, its machines are spread over ten minutes by their ids; a new machine does not wait.
+/// Returns the time at which the first certificate under new settings is requested. A whole fleet may get the settings
+/// at the same time, so the requests of its machines are spread over ten minutes by their ids. A new machine does not
+/// wait.
 pub fn first_request_time(now: Timestamp, machine: Uuid) -> Timestamp {
     let created = machine.get_timestamp().map(|time| time.to_unix().0);
     let age = created
@@ -39,7 +42,8 @@ pub fn first_request_time(now: Timestamp, machine: Uuid) -> Timestamp {
     now + SignedDuration::try_from(FIRST_REQUEST_SPREAD * share / 1000).unwrap_or_default()
 }
 
-/// Delays after failed requests: `first`, doubled each time up to [`MAX_BASE_DELAY`], plus up to 100% jitter.
+/// Returns the delays after failed requests: `first`, doubled each time up to [`MAX_BASE_DELAY`], plus up to 100 %
+/// jitter.
 pub fn retry_delays(first: Duration) -> ExponentialBackoff {
     ExponentialBuilder::new()
         .with_min_delay(first.min(MAX_BASE_DELAY))

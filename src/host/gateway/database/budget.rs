@@ -8,6 +8,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::pool::Pool;
 
+/// Interval between attempts to free a permit while a request waits for one.
 const RETIRE_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The connection limit shared by all pools.
@@ -34,8 +35,8 @@ impl ConnectionBudget {
         self.permits.clone().try_acquire_owned().ok()
     }
 
-    /// Waits for a permit; when none is available, the pool with the most spare connections closes one. Never `None`
-    /// while the gateway is running.
+    /// Waits for a permit. While none is available, the pool with the most spare connections retires one at a time.
+    /// Never `None`, because the semaphore is never closed.
     pub async fn acquire(&self) -> Option<ConnectionPermit> {
         if let Some(permit) = self.try_acquire() {
             return Some(permit);
@@ -43,7 +44,7 @@ impl ConnectionBudget {
         let mut waiting = pin!(self.permits.clone().acquire_owned());
         loop {
             self.retire_connection();
-            // Permits may belong to connections that are still being opened; these can be retired in a later iteration.
+            // All permits may belong to connections that are being opened; these can be retired in a later iteration.
             if let Ok(permit) = tokio::time::timeout(RETIRE_INTERVAL, &mut waiting).await {
                 return permit.ok();
             }

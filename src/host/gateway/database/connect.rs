@@ -1,4 +1,4 @@
-//! Connects within a deadline and without the libc resolver.
+//! Connects to PostgreSQL with a timeout, and resolves host names without libc.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -56,8 +56,8 @@ impl Database {
         connect(&self.config).await
     }
 
-    /// Opens a connection that notifies `wakeup` for each notification on `channel`, and when it is closed. The client
-    /// must be kept alive.
+    /// Opens a connection that notifies `wakeup` for each notification on `channel`, and when the connection is closed.
+    /// The caller must keep the client: dropping it closes the connection.
     ///
     /// # Errors
     /// See [`DatabaseError`].
@@ -96,7 +96,7 @@ impl Database {
         query.await.unwrap_or(Err(DatabaseError::Timeout))
     }
 
-    /// The connection shared by all short statements.
+    /// Returns the connection shared by all short statements, and opens it if necessary.
     ///
     /// # Errors
     /// See [`DatabaseError`].
@@ -111,7 +111,7 @@ impl Database {
     }
 }
 
-/// Connects, resolving names in Rust.
+/// Connects within [`CONNECT_TIMEOUT`] after resolving the hosts' names without libc.
 pub async fn connect(config: &tokio_postgres::Config) -> Result<Client, DatabaseError> {
     let config = resolve_hosts(config).await?;
     let connecting = tokio::time::timeout(CONNECT_TIMEOUT, config.connect(NoTls));
@@ -125,7 +125,7 @@ pub async fn connect(config: &tokio_postgres::Config) -> Result<Client, Database
     Ok(client)
 }
 
-/// Fills in the hosts' addresses. A configuration with a Unix socket needs no resolution.
+/// Fills in the hosts' addresses. A configuration with a Unix socket or with given addresses is left unchanged.
 async fn resolve_hosts(config: &tokio_postgres::Config) -> Result<tokio_postgres::Config, DatabaseError> {
     let mut config = config.clone();
     let names: Vec<String> = config

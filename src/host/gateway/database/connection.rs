@@ -24,7 +24,7 @@ pub struct Connection {
     occupancy: Occupancy,
     /// Set when a request did not finish its work; the connection is never leased again.
     is_abandoned: AtomicBool,
-    /// The time at which a statement last started on the idle connection, or last ended.
+    /// The time at which a request last started on the idle connection, or last ended.
     last_activity_ms: AtomicU64,
     opened_ms: u64,
     _permit: ConnectionPermit,
@@ -54,7 +54,7 @@ impl Connection {
     /// Returns the prepared statement for this text, preparing it on first use.
     ///
     /// # Errors
-    /// PostgreSQL rejects the statement.
+    /// PostgreSQL rejects the statement, or the connection is lost.
     pub async fn prepare_cached(
         &self,
         sql: &str,

@@ -15,9 +15,9 @@ use super::connect::DatabaseError;
 use super::connection::Connection;
 use super::pool::Pool;
 
-/// Timeout for one cancellation.
+/// Timeout for one cancellation, or for the query that terminates the backend.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(2);
-/// Time for a cancelled statement to end before the next cancellation.
+/// Delay before the next attempt, in which the cancelled statement or the backend can end.
 const CANCEL_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 const MAX_CANCEL_ATTEMPTS: usize = 100;
 

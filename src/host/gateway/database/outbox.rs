@@ -2,10 +2,10 @@
 //! session.
 //!
 //! Triggers slow down each write, so an app's tables get them when a client first listens, and lose them after a long
-//! time without listeners. The triggers notify only for sessions of roles other than the app's: NOTIFY serializes
-//! commits, and the bridge recognizes its own writes.
+//! time without listeners. NOTIFY serializes commits, so the triggers use it only for sessions of roles other than the
+//! app's, and for TRUNCATE: after its own writes, the bridge wakes the change streams itself.
 //!
-//! Invariant: after a position at or above the floors of both the feed and the app, the outbox is complete.
+//! Invariant: after a position at or above the floors of both the feed and the app, the outbox is complete for the app.
 
 use tokio_postgres::{Client, GenericClient, Transaction};
 
@@ -14,11 +14,11 @@ use super::schema_lock;
 use crate::name::SqlIdentifier;
 use svc_machine::epoch::Epoch;
 
-/// The notification channel for changes by other sessions.
+/// The notification channel for changes made outside the bridge.
 pub const NOTIFY_CHANNEL: &str = "svc_changes";
 
-/// An event's position is its transaction id. Arrays of more than 1000 ids are stored as NULL, in which case the reader
-/// reloads the table.
+/// An event's position is its transaction id. If a statement changes more than 1000 rows, NULL is stored instead of
+/// their ids, and clients must reload the table.
 pub const SCHEMA_SQL: &str = "
     CREATE TABLE IF NOT EXISTS svc.watched (
         schema_name text PRIMARY KEY,
@@ -84,7 +84,8 @@ const DROP_TRIGGERS: &str = "
       FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid JOIN pg_namespace n ON n.oid = c.relnamespace
      WHERE n.nspname = $1 AND starts_with(t.tgname, 'svc_changes_')";
 
-/// Adopts the feed for this machine: deletes another machine's events, which the outbox contains after a restore.
+/// Adopts the feed for this machine's epoch and database. After a restore, the outbox contains the events of another
+/// epoch or database; these are deleted.
 ///
 /// # Errors
 /// A database error.
@@ -151,7 +152,7 @@ async fn drop_triggers(client: &impl GenericClient, schema: &str) -> Result<(), 
     Ok(())
 }
 
-/// Starts watching an app. From this point on, its changes are complete.
+/// Starts watching an app. All changes that commit after this has returned are recorded.
 ///
 /// # Errors
 /// The database is unreachable, or a long write holds a table lock.
@@ -164,10 +165,11 @@ pub async fn start_watching(client: &mut Client, schema: &SqlIdentifier) -> Resu
                 ON CONFLICT (schema_name) DO UPDATE SET listened_at = now()";
     transaction.execute(upsert, &[&schema.as_str()]).await?;
     transaction.commit().await?;
-    // Creating the triggers waited for all transactions that had written without firing them.
-    let floor = "UPDATE svc.watched SET floor = pg_snapshot_xmin(pg_current_snapshot())::text::bigint - 1
+    // Creating the triggers waited for all transactions that had written without firing them, so the outbox is complete
+    // from here on.
+    let set_floor = "UPDATE svc.watched SET floor = pg_snapshot_xmin(pg_current_snapshot())::text::bigint - 1
                   WHERE schema_name = $1 AND floor IS NULL";
-    client.execute(floor, &[&schema.as_str()]).await?;
+    client.execute(set_floor, &[&schema.as_str()]).await?;
     Ok(())
 }
 

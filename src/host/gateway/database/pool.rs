@@ -162,7 +162,7 @@ impl Pool {
         PoolUsage { spare: spare.count(), last_used_ms: activity.max().unwrap_or(0) }
     }
 
-    /// Retires the least busy connection; it closes when its statements have finished.
+    /// Retires the least busy connection that can be retired, if any. It closes when its statements have finished.
     pub(super) fn retire_connection(&self) {
         let open = &mut self.lock().connections;
         let spare = (0..open.len()).filter(|&index| open[index].can_be_retired());
@@ -174,7 +174,7 @@ impl Pool {
     /// Removes a connection from the pool and abandons it; `false` if it was already abandoned.
     pub(super) fn abandon(&self, connection: &Arc<Connection>) -> bool {
         let mut state = self.lock();
-        state.connections.retain(|known| !Arc::ptr_eq(known, connection));
+        state.connections.retain(|pooled| !Arc::ptr_eq(pooled, connection));
         connection.abandon()
     }
 
@@ -205,7 +205,7 @@ impl Pool {
                     WaitMetric::mark_served(waiting);
                     return Ok(connection);
                 }
-                Selection::Open(need) => match self.open_another(need).await? {
+                Selection::Open(demand) => match self.open_another(demand).await? {
                     Some(connection) => {
                         WaitMetric::mark_served(waiting);
                         return Ok(connection);
@@ -271,7 +271,8 @@ impl Pool {
         }
     }
 
-    /// Opens another connection, already in use by the caller; `None` if the budget is exhausted.
+    /// Opens another connection, which already counts the caller's request as in flight. With
+    /// [`ConnectionDemand::Further`], returns `None` if the budget is exhausted or the connection cannot be opened.
     async fn open_another(&self, demand: ConnectionDemand) -> Result<Option<Arc<Connection>>, PoolError> {
         let _guard = OpeningGuard(self);
         let permit = match demand {
@@ -298,7 +299,7 @@ impl Pool {
         Ok(connection)
     }
 
-    /// Requests that the role's login be set up again if it was rejected: its password has changed, as after a restore.
+    /// If the role's login was rejected, for instance after a restore, requests that it be set up again.
     fn report_rejected_login(&self, error: &DatabaseError) {
         let DatabaseError::Connect(error) = error else { return };
         let rejections = [SqlState::INVALID_PASSWORD, SqlState::INVALID_AUTHORIZATION_SPECIFICATION];

@@ -1,5 +1,5 @@
-//! One login role per app. Its password is generated at each start, sent only as a SCRAM verifier, and kept only in
-//! memory: neither statement logs nor dumps contain it.
+//! One login role per app. The gateway generates its password at each start, keeps it only in memory, and sends only
+//! its SCRAM verifier in SQL: neither statement logs nor dumps contain the password.
 
 use std::time::Duration;
 
@@ -20,9 +20,9 @@ pub fn generate_password() -> Result<SecretString, ring::error::Unspecified> {
     Ok(SecretString::from(hex::encode(bytes)))
 }
 
-/// Creates the role if it is missing (a restore creates it without login), and enables its login with `password`. The
-/// server's log omits the role's errors, because their text contains row values; the gateway logs them without the
-/// text.
+/// Creates the role if it is missing, and enables its login with `password`: a restore creates the role without login.
+/// The role's errors are not written to the server's log, because their text contains row values; the gateway logs them
+/// without that text.
 ///
 /// # Errors
 /// The database is unreachable or rejects a statement.

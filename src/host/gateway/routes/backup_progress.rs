@@ -29,13 +29,15 @@ struct LastRun {
     status: String,
     key: Option<String>,
     error: Option<String>,
-    held: Option<HeldSnapshot>,
+    held: Option<HeldSnapshotView>,
 }
 
-/// A complete snapshot that did not become the latest, because its database has shrunk.
+/// Why a complete snapshot was held back: the database has lost many rows.
 #[derive(Serialize, Deserialize)]
-struct HeldSnapshot {
+struct HeldSnapshotView {
+    /// The key of the snapshot that remains the latest.
     latest: String,
+    /// The missing tables and rows, as text.
     loss: String,
 }
 
@@ -52,7 +54,7 @@ struct LastRunView {
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    held: Option<HeldSnapshot>,
+    held: Option<HeldSnapshotView>,
 }
 
 /// The state of the file backup.
@@ -101,11 +103,11 @@ pub static BACKUP_PROGRESS: Endpoint = Endpoint {
         id: "showBackup",
         method: Method::GET,
         path: "/_svc/internal/backup",
-        summary: "The progress of the running backup, and the result of the last one.",
+        summary: "The progress of the running backup, the result of the last one, and the state of the file backup.",
         credentials: &[PLATFORM],
         parameters: &[],
         body: None,
-        responses: &[documented_json(200, "The progress and the last result.", || {
+        responses: &[documented_json(200, "The progress, the last result and the state.", || {
             let last = object(
                 &[("status", one_of(&["success", "error"])), ("beganAt", time())],
                 &[("takenAt", time()), ("key", text()), ("error", text()), ("held", held_schema())],

@@ -34,7 +34,7 @@ use svc_http::openapi::{
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 
-/// Maximum number of listed dispatches.
+/// Maximum number of dispatches in a list response.
 const MAX_LISTED: usize = 200;
 
 /// `POST /api/dispatch`.
@@ -159,18 +159,17 @@ fn overall_status(dispatches: &[Arc<Dispatch>]) -> &'static str {
 
 /// Streams the events from number `from` to the last.
 fn stream_events(dispatcher: &Arc<Dispatcher>, target: DispatchTarget, from: u64) -> Response {
-    // The stream has its own time limit: a dispatch that is known only from its record has no deadline.
     let state = (target, from, Instant::now() + MAX_STREAM_DURATION, Arc::clone(dispatcher));
     let greeting = Bytes::from(format!("retry: {RETRY_DELAY_MS}\n\n"));
     let first = stream::iter([Ok::<_, Infallible>(greeting)]);
-    let rest = stream::unfold(Some(state), |state| async move {
+    let event_chunks = stream::unfold(Some(state), |state| async move {
         let (target, from, end, dispatcher) = state?;
         // On shutdown, the stream ends, and the listener reconnects to the restarted gateway.
         let next = dispatcher.closed.run_until_cancelled(next_events(target.log(), from, end)).await;
         let (chunk, next) = next.unwrap_or_else(|| remaining_events(target.log(), from))?;
         Some((Ok(chunk), next.map(|from| (target, from, end, dispatcher))))
     });
-    events::stream_response(first.chain(rest))
+    events::stream_response(first.chain(event_chunks))
 }
 
 /// Returns the existing events starting with number `from`, and ends the stream.
@@ -266,8 +265,9 @@ fn request_schema() -> Value {
 const EVENTS: DocumentedResponse = DocumentedResponse {
     status: 200,
     description: "Server-sent events: `accepted`, `running`, `started`, `text`, `toolStarted`, `toolEnded`, `warning`, \
-                  and finally `result`, which has the complete dispatch. Events of a batch have the index of their \
-                  entry; the last event is `done`.",
+                  and finally `result`, which has the complete dispatch. In the stream of a batch, these events \
+                  have the index of their entry, and the last event is `done`. `missed` has the number of earlier \
+                  events that were dropped to limit memory.",
     content: Content::Other("text/event-stream"),
 };
 
@@ -360,7 +360,7 @@ pub static FOLLOW: Endpoint = Endpoint {
             EVENTS,
             DocumentedResponse {
                 status: 204,
-                description: "That event was the last.",
+                description: "The event in `Last-Event-ID` was the last one.",
                 content: Content::Nothing,
             },
         ],

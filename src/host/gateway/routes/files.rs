@@ -41,7 +41,7 @@ use svc_wire::files::{
     FileRestoreResponse, FileVersions, MAX_ENTRIES, MAX_PATH_CHARS, MAX_VERSIONS,
 };
 
-/// `Retry-After`, in seconds: an operator must fix the cause first.
+/// `Retry-After`, in seconds, while the key cannot be shown: an operator must fix the cause first.
 const RETRY_SECONDS: u64 = 60;
 
 /// `GET /api/files/status`
@@ -127,7 +127,11 @@ pub async fn restore(
     Ok((StatusCode::ACCEPTED, Json(accepted)).into_response())
 }
 
-/// Responds to a request with the idempotency key of the pending or last restore, without a new restore.
+/// Responds to a request that has the idempotency key of the pending or last restore: returns that restore and starts
+/// no new one.
+///
+/// # Errors
+/// 422 if the earlier request was different.
 fn respond_to_repeat(request: &RestoreRequest, earlier: FileRestore) -> Result<Response, Problem> {
     if earlier.request_id != request.request_id {
         let detail = "This Idempotency-Key was used for a different request.";
@@ -214,7 +218,7 @@ pub static VERSIONS: Endpoint = Endpoint {
     max_body_bytes: DEFAULT_MAX_BODY_BYTES,
 };
 
-pub static AT: Endpoint = Endpoint {
+pub static LIST: Endpoint = Endpoint {
     operation: Operation {
         id: "listFilesAt",
         method: Method::GET,
@@ -303,7 +307,7 @@ pub static RESTORE: Endpoint = Endpoint {
             name: idempotency::HEADER,
             location: ParameterLocation::Header,
             schema: idempotency::key_schema,
-            description: "A request with the key of the pending or last restore is not performed again.",
+            description: "A request with the key of the pending or last restore does not start another restore.",
         }],
         body: Some(|| {
             request_object(

@@ -1,4 +1,4 @@
-//! `/livez` and `/readyz`: the only routes without authentication.
+//! `/livez` and `/readyz`: the only routes on the public port that need no authentication.
 
 use std::sync::Arc;
 
@@ -82,7 +82,7 @@ pub static READY: Endpoint = Endpoint {
         body: None,
         responses: &[
             documented_json(200, "It is usable.", readiness_schema),
-            documented_json(503, "It is not usable yet.", readiness_schema),
+            documented_json(503, "It is not usable.", readiness_schema),
         ],
         problems: &[],
     },

@@ -1,4 +1,5 @@
-//! `/_svc/internal/…`: requests from the platform to this machine. Each becomes a file that a unit consumes.
+//! `POST /_svc/internal/…`: the platform's requests for backups, checks and updates. Each becomes a file that a unit
+//! consumes.
 
 use axum::Json;
 use axum::body::Body;
@@ -42,7 +43,7 @@ pub async fn request_files_verification(State(layout): State<Layout>) -> Result<
     write_request(&layout, verify::REQUEST).await
 }
 
-/// Writes the request file with this name.
+/// Writes the request file with this name; replaces an earlier request that no unit has consumed yet.
 async fn write_request(layout: &Layout, name: &'static str) -> Result<Response, Problem> {
     let path = layout.request(name);
     let requested_at = rfc3339_ms(Timestamp::now());

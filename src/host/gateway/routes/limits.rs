@@ -12,6 +12,7 @@ use serde_json::{Map, Value, json};
 use crate::auth::{Caller, OWNER_OR_ADMIN, Principal, PrincipalResolver, READERS};
 use crate::body;
 use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
+use crate::writers::Writers;
 use svc_base::clock::{now_ms, rfc3339_ms};
 use svc_base::fsx::{self, FileError};
 use svc_host::agents::kernel::Kernel;
@@ -106,6 +107,7 @@ pub async fn set(
     State(kernel): State<Arc<Kernel>>,
     State(resolver): State<Arc<PrincipalResolver>>,
     State(layout): State<Layout>,
+    State(writers): State<Arc<Writers>>,
     Extension(Caller(caller)): Extension<Caller>,
     headers: HeaderMap,
     body: Body,
@@ -118,6 +120,8 @@ pub async fn set(
         time_zone: read_time_zone(&mut fields),
     };
     let change = fields.finish(Some(change))?;
+    // A change after the last save of the files would be lost.
+    let _permit = writers.admit()?;
     let file = layout.settings();
     let records = kernel.records().clone();
     let lock = kernel.settings_lock();
@@ -125,7 +129,7 @@ pub async fn set(
         let _guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
         let written = write_limits(&file, &change)?;
         if let Some(size_bytes) = written {
-            // The record writer reports lines that it cannot write.
+            // A dropped line is reported as a gap.
             let _ = records.append(Record::Audit, &audit_entry(size_bytes));
         }
         Ok::<_, FileError>(written.is_some())
@@ -152,7 +156,8 @@ fn read_time_zone(fields: &mut Fields) -> Option<String> {
     Some(zone)
 }
 
-/// Returns the audit entry for a change by the gateway itself, which the file watcher does not see.
+/// Returns the audit entry for the gateway's change to `system/config.json`. The file watcher reports no changes below
+/// `system`.
 fn audit_entry(size_bytes: u64) -> AuditEntry {
     AuditEntry {
         version: AuditEntry::VERSION,
@@ -169,8 +174,8 @@ fn audit_entry(size_bytes: u64) -> AuditEntry {
     }
 }
 
-/// Changes the file and keeps its other contents; returns its size, or `None` if it or its `costLimits` is
-/// not a JSON object.
+/// Changes the limits in the file and keeps its other contents. Returns the file's new size, or `None` if the file or
+/// its `costLimits` is not a JSON object; the file is then unchanged.
 fn write_limits(file: &std::path::Path, change: &LimitsChange) -> Result<Option<u64>, FileError> {
     let text = owner_config::read_config_file(file)?;
     let parsed = text.map_or(Ok(Value::Object(Map::new())), |text| serde_json::from_slice(&text));

@@ -1,4 +1,5 @@
-//! A host's `/metrics`, only on its Unix socket: the gateway's counters, and gauges measured on request.
+//! `/metrics`, served only on the Unix socket of the machine's own users: the gateway's counters, and gauges that are
+//! measured at each request.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -47,7 +48,7 @@ pub async fn render_metrics(
     let records = kernel.records();
     RECORDS_STUCK.set([], f64::from(u8::from(records.is_write_failing())));
     UNWRITTEN_RECORD_BYTES.set([], records.unwritten_bytes() as f64);
-    // Reads records and /proc, which blocks.
+    // Reading records and /proc blocks the thread.
     let rendered = tokio::task::spawn_blocking(move || {
         set_backup_metrics(&layout.logs());
         set_check_metrics(&layout);
@@ -74,9 +75,9 @@ fn set_backup_metrics(logs: &Path) {
     if let Some(last) = runs.first() {
         BACKUP_OK.set([], f64::from(u8::from(has_succeeded(last))));
     }
-    let taken = |run: &Run| -> Option<Timestamp> { key::taken_at(run.key.as_deref()?) };
-    if let Some(taken) = runs.iter().find(|run| has_succeeded(run)).and_then(taken) {
-        SNAPSHOT_TAKEN_AT.set([], taken.as_second() as f64);
+    let parse_taken_at = |run: &Run| -> Option<Timestamp> { key::taken_at(run.key.as_deref()?) };
+    if let Some(taken_at) = runs.iter().find(|run| has_succeeded(run)).and_then(parse_taken_at) {
+        SNAPSHOT_TAKEN_AT.set([], taken_at.as_second() as f64);
     }
 }
 

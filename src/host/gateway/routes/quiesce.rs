@@ -55,8 +55,8 @@ pub static QUIESCE: Endpoint = Endpoint {
         id: "quiesce",
         method: Method::POST,
         path: "/_svc/internal/quiesce",
-        summary: "Stops all writers for an operation: dispatches end and are recorded, the bridge returns 503. \
-                  Repeated requests return the progress; the state survives a restart.",
+        summary: "Stops all writers for an operation: running dispatches are ended and recorded, and the bridge \
+                  returns 503. Repeated requests return the progress; the state survives a restart.",
         credentials: &[PLATFORM],
         parameters: &[],
         body: Some(|| request_object(&[("operationId", uuid())], &[])),

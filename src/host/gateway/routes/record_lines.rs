@@ -27,9 +27,10 @@ pub const DEFAULT_LIMIT: usize = 50;
 pub const MAX_LIMIT: usize = 1000;
 /// Maximum length of a filter value.
 pub const MAX_FILTER_CHARS: usize = 1024;
-/// Poll interval for a stream.
+/// Interval at which a stream checks for new lines.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
-/// Lines may be out of order by up to this many hours: clocks can be set back, and time zones differ by up to 26 hours.
+/// Lines are assumed to be out of order by at most this many hours. A clock may have been set back, and a change of the
+/// owner's time zone, by up to 26 hours, can put lines into an earlier or later day's file.
 const MAX_DISORDER_HOURS: i64 = 50;
 
 /// A record and its filters.
@@ -41,7 +42,7 @@ pub struct RecordView {
     pub exact_members: &'static [&'static str],
     /// A member that is a path: the filter with the same name selects that path and everything below it.
     pub path_member: Option<&'static str>,
-    /// Whether lines are text, filtered by a substring with `contains`.
+    /// Whether lines are text, not JSON. The filter `contains` selects text lines by a substring.
     pub is_text: bool,
 }
 
@@ -74,21 +75,22 @@ impl RecordFilter {
         if let (Some(at), Some(since)) = (at, self.since)
             && at < since
         {
-            let is_past_range = since.checked_sub(MAX_DISORDER_HOURS.hours()).is_ok_and(|before| at < before);
-            return if is_past_range { Verdict::Stop } else { Verdict::Skip };
+            let are_older_lines_out_of_range =
+                since.checked_sub(MAX_DISORDER_HOURS.hours()).is_ok_and(|limit| at < limit);
+            return if are_older_lines_out_of_range { Verdict::Stop } else { Verdict::Skip };
         }
-        let is_in_time = self.until.is_none_or(|until| at.is_some_and(|at| at < until));
+        let is_before_end = self.until.is_none_or(|until| at.is_some_and(|at| at < until));
         let text = |name: &str| entry.get(name).and_then(Value::as_str);
-        // A gap may hide lines that match.
+        // A gap stands for dropped lines, some of which may have matched.
         let is_gap = entry.contains_key("gap");
         let is_equal = self.exact.iter().all(|(name, wanted)| text(name) == Some(wanted));
         let is_under_path = self.path_prefix.as_ref().is_none_or(|(name, wanted)| {
             let rest = text(name).and_then(|path| path.strip_prefix(&**wanted));
             rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/') || wanted.is_empty())
         });
-        let is_contained =
+        let has_text =
             self.contains.as_ref().is_none_or(|part| text("text").is_some_and(|line| line.contains(part)));
-        if is_in_time && (is_gap || (is_equal && is_under_path && is_contained)) {
+        if is_before_end && (is_gap || (is_equal && is_under_path && has_text)) {
             Verdict::Take
         } else {
             Verdict::Skip
@@ -112,7 +114,7 @@ fn parse_line(view: &RecordView, line: &str) -> Option<Map<String, Value>> {
 /// Returns a page from a record.
 ///
 /// # Errors
-/// An invalid filter; 410 for a cursor whose lines no longer exist.
+/// 400 for an invalid parameter; 410 for a cursor whose lines no longer exist; 500 if a file cannot be read.
 pub async fn list(
     kernel: &Kernel,
     view: &'static RecordView,
@@ -151,7 +153,8 @@ pub async fn list(
 /// Streams a record's new lines.
 ///
 /// # Errors
-/// An invalid filter; 410 if the lines after `Last-Event-ID` no longer exist; too many listeners.
+/// 400 for an invalid filter or `Last-Event-ID`; 410 if the lines after `Last-Event-ID` no longer exist; 500 if a file
+/// cannot be read; 503 if too many streams are open.
 pub async fn follow(
     kernel: &Arc<Kernel>,
     view: &'static RecordView,
@@ -171,7 +174,8 @@ pub async fn follow(
     });
     let tail = opened.await.map_err(|error| Problem::internal(&error))?;
     let tail = tail.map_err(|error| Problem::internal(&error))?;
-    let gone = || Problem::new(Code::Gone, "The events after this one are no longer available.");
+    let detail = "The events after `Last-Event-ID` are no longer available; start again without it.";
+    let gone = || Problem::new(Code::Gone, detail);
     let tail = tail.ok_or_else(gone)?;
     let now = Instant::now();
     let ready_event =
@@ -204,7 +208,7 @@ fn id_line(position: Option<TailPosition>) -> String {
 
 /// The state of one stream of a record's new lines.
 struct RecordListener {
-    /// `None` while its lines are being read.
+    /// `None` while a blocking thread reads the next lines.
     tail: Option<Tail>,
     view: &'static RecordView,
     filter: RecordFilter,

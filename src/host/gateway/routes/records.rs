@@ -1,4 +1,4 @@
-//! The record routes and their descriptions.
+//! The routes for reading records, and their descriptions.
 
 use axum::extract::{RawQuery, State};
 use axum::response::Response;
@@ -58,7 +58,7 @@ const LAST_EVENT_ID: Parameter = Parameter {
     description: "Resumes after this event.",
 };
 const POSITION_PATTERN: &str = "^(0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2}$";
-/// At most two positions.
+/// An empty text, or the one or two positions of a `TailPosition`.
 const POSITIONS_PATTERN: &str =
     "^((0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2}(_(0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2})?)?$";
 
@@ -241,7 +241,7 @@ record!(
     "Backup"
 );
 
-/// Describes a line, which may have additional members: later releases may add them.
+/// Returns the schema of a line. It allows additional members, because later releases may add some.
 fn line_schema(required: &[(&str, Value)], optional: &[(&str, Value)]) -> Value {
     let mut line_schema = object(required, optional);
     line_schema["additionalProperties"] = true.into();
@@ -328,7 +328,7 @@ pub fn storage_schema() -> Value {
             ("logsBytes", count()),
             ("databaseBytes", count()),
         ],
-        // Lines from earlier releases lack these.
+        // Lines from earlier releases lack these members; `unreadable` is also absent if it is zero.
         &[
             ("diskBytes", count()),
             ("diskFreeBytes", count()),

@@ -95,8 +95,8 @@ pub async fn copy(State(layout): State<Layout>, headers: HeaderMap, body: Body) 
         let detail = "No side database is open: POST /api/side-database opens one.";
         return Err(Problem::new(Code::InvalidState, detail));
     };
-    let is_known = |table: &&String| state.tables.iter().any(|known| known.name == **table);
-    if let Some(unknown) = copy.tables.iter().find(|table| !is_known(table)) {
+    let exists = |table: &&String| state.tables.iter().any(|existing| existing.name == **table);
+    if let Some(unknown) = copy.tables.iter().find(|table| !exists(table)) {
         let detail =
             format!("{unknown:?} is not a table of the side database: GET /api/side-database lists them.");
         return Err(Problem::new(Code::NotFound, detail));
@@ -163,7 +163,8 @@ pub static COPY: Endpoint = Endpoint {
         method: Method::POST,
         path: "/api/side-database/copy",
         summary: "Copies rows of these tables back. Mode missing restores missing rows; overwrite also restores rows \
-                  that differ; replace restores the whole table. A snapshot of the current data is taken first.",
+                  that differ; replace restores the whole table. A snapshot of the current data is taken first, \
+                  unless `backup` is false or `dryRun` is true.",
         credentials: OWNER_OR_ADMIN,
         parameters: &[],
         body: Some(|| {

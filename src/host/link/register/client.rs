@@ -1,5 +1,5 @@
 //! The client for calls that a machine makes with its registration token. The platform accepts identical repeats, so a
-//! call without a response is retried until its timeout.
+//! call without a response, or with a temporary error, is retried until its timeout.
 
 use std::time::Duration;
 
@@ -27,7 +27,7 @@ pub enum RegistrationError {
     TokenRejected { detail: String },
     #[error("the platform responded with {status}: {detail}")]
     UnexpectedResponse { status: StatusCode, detail: String },
-    #[error("the platform did not respond in time: {last}")]
+    #[error("the call to the platform did not succeed in time: {last}")]
     Unreachable { last: String },
 }
 
@@ -51,7 +51,7 @@ impl<'a> RegistrationClient<'a> {
         Ok(Self { client, platform, token })
     }
 
-    /// Sends the registration until the platform responds or the timeout passes.
+    /// Sends the registration until the platform accepts or rejects it, or the timeout passes.
     pub async fn register(
         &self,
         body: &str,
@@ -92,7 +92,7 @@ impl<'a> RegistrationClient<'a> {
             match self.try_post(&url, body).await {
                 PostAttempt::Done(result) => return result,
                 PostAttempt::Retry(last) => {
-                    tracing::warn!(why = last, "no response from the platform; retrying");
+                    tracing::warn!(why = last, "the call to the platform failed; retrying");
                     backoff.pause().await.map_err(|_| RegistrationError::Unreachable { last })?;
                 }
             }

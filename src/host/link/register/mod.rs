@@ -1,7 +1,7 @@
 //! `svc-register`: registers this machine once, and reports the progress or failure of its boot.
 //!
 //! This module contains the command line, the configuration and the sequence of steps. A retry after a lost response or
-//! a restart sends the identical bytes, which `state` stores.
+//! a restart sends the identical bytes, which [`RegistrationState`] stores.
 
 mod client;
 mod failure;
@@ -119,8 +119,8 @@ impl RegisterConfig {
         let platform = PlatformAccess::read(env, layout);
         let token = env.required_secret(&vars::REGISTRATION_TOKEN);
         let listen = env.or_default(&vars::GATEWAY_LISTEN);
-        // The variable is in root's `update.env`, which this user cannot read. It is needed only if no release is
-        // installed.
+        // On a machine, the variable is in root's `update.env`, which this user cannot read. It is needed only if no
+        // release is installed.
         let configured = env.optional::<String>(&vars::SVC_BUNDLE_SHA256);
         let version = config::image_version(env);
         let gateway_timeout = Duration::from_secs(env.or_default(&vars::REGISTER_GATEWAY_DEADLINE_SECONDS));
@@ -158,7 +158,7 @@ async fn register(layout: &Layout) -> Result<(), Failure> {
     let state = RegistrationState::read(layout).or_exit(Exit::Internal)?;
     if let Some(registered) = state.as_ref().filter(|state| state.is_registered(config.identity.machine)) {
         tracing::info!(epoch = %config.identity.epoch, "already registered");
-        warn_if_key_changed(layout, registered);
+        log_if_key_changed(layout, registered);
         return Ok(());
     }
     let pin = wait_for_gateway(layout, &config).await?;
@@ -209,14 +209,16 @@ async fn wait_for_gateway(layout: &Layout, config: &RegisterConfig) -> Result<Sp
     }
 }
 
-/// Measures the time since user-data was written, in milliseconds. Called when the gateway is ready.
+/// Measures the time since cloud-init wrote `boot.env` from user-data, in milliseconds. Called when the gateway is
+/// ready.
 fn measure_boot_ms(layout: &Layout) -> Option<u64> {
     let written = std::fs::metadata(layout.boot_env()).ok()?.modified().ok()?;
     u64::try_from(written.elapsed().ok()?.as_millis()).ok()
 }
 
-/// Warns if the key has changed: the platform accepts only the registered key and rejects this machine's certificate.
-fn warn_if_key_changed(layout: &Layout, registered: &RegistrationState) {
+/// Logs an error if the gateway's key has changed: the platform accepts only the registered key, so it cannot reach
+/// this machine any more.
+fn log_if_key_changed(layout: &Layout, registered: &RegistrationState) {
     if let Ok(Some(pin)) = probe::read_pin(layout)
         && !registered.has_pin(pin)
     {

@@ -12,8 +12,8 @@ use svc_http::tls::SpkiPin;
 use svc_machine::id::MachineId;
 use svc_wire::registration::Registration;
 
-/// Returns whether both registrations describe the same machine, ignoring the boot time.
-fn is_same_machine(a: &Registration, b: &Registration) -> bool {
+/// Returns whether both registrations are equal, ignoring the boot time.
+fn are_equal_except_boot_time(a: &Registration, b: &Registration) -> bool {
     let without_time = |registration: &Registration| Registration { boot_ms: None, ..registration.clone() };
     without_time(a) == without_time(b)
 }
@@ -29,7 +29,8 @@ pub struct RegistrationState {
 }
 
 impl RegistrationState {
-    /// Reads the file. A malformed file was never written completely, so its request was never sent.
+    /// Reads the file; `None` if it does not exist, or is malformed: such a file was not written completely, so its
+    /// request was never sent.
     ///
     /// # Errors
     /// If the file exists and cannot be read.
@@ -39,15 +40,15 @@ impl RegistrationState {
         Ok(parsed.filter(|state: &Self| state.version == 1))
     }
 
-    /// Returns the earlier request if it describes the same machine; otherwise writes a new one to disk before it is
-    /// sent.
+    /// Returns the earlier request if it differs from `body` at most in the boot time. Otherwise creates a new one, and
+    /// writes it to disk.
     pub fn reuse_or_create(
         layout: &Layout,
         earlier: Option<Self>,
         body: &Registration,
     ) -> Result<Self, FileError> {
         if let Some(earlier) = earlier
-            && earlier.body().is_some_and(|sent| is_same_machine(&sent, body))
+            && earlier.body().is_some_and(|sent| are_equal_except_boot_time(&sent, body))
         {
             return Ok(earlier);
         }
@@ -89,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reuse_or_create_keeps_text_for_same_machine() {
+    fn reuse_or_create_ignores_boot_time() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let body = Registration {

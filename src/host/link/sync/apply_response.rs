@@ -23,7 +23,7 @@ use svc_machine::id::MachineId;
 use svc_machine::name::ImageVersion;
 use svc_wire::heartbeat as wire;
 
-/// Records that another machine has replaced this one. The gateway, the backup and the agent stop once the file
+/// Records that another machine has replaced this one. The gateway, the backups and the sync agent stop once the file
 /// exists.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
@@ -77,7 +77,7 @@ pub fn apply_response(
         tracing::error!(error = %format_chain(&error), "could not store this machine's next token");
     }
     if let Some(desired) = response.desired_image_version {
-        // The updater would drop an invalid id, and the request could not be recognized later.
+        // An invalid id is dropped here, because the updater would not store it with the outcome.
         let request = response.desired_request_id.filter(|id| request_id::is_well_formed(id));
         request_update(config, desired, request)?;
     }
@@ -96,15 +96,15 @@ pub async fn resume_writers(
         return Ok(());
     }
     if quiesce::resume(&config.layout, operation).await? {
-        tracing::warn!(%operation, "operation ended without resuming the writers; resuming them");
+        tracing::warn!(%operation, "resumed the writers: the operation ended without doing so");
     }
     Ok(())
 }
 
 /// Requests the release that the platform names, unless it is current, an update is requested or in progress, or the
 /// release has failed on this machine for the same request. A release that was rejected or rolled back would fail
-/// again, so it is retried only for a new request. The updater stores the request's id with the outcome, whether the
-/// sync agent or the gateway wrote the request, so no clock is needed.
+/// again, so it is retried only for a new request. Requests are compared by id, not by time: the updater stores the id
+/// with the outcome, whether the sync agent or the gateway wrote the request.
 fn request_update(
     config: &SyncConfig,
     desired: ImageVersion,
@@ -129,9 +129,9 @@ fn has_failed(last: &LastUpdate, desired: &ImageVersion, request: Option<&str>) 
     last.outcome.version == *desired && last.outcome.outcome != UpdateResult::Updated && is_same_request
 }
 
-/// Stores the next token. If there is none and the platform accepted only the previous token, that becomes the current
-/// one again. No token is stored during an update, because the updater has written the current one for the release that
-/// it is switching to.
+/// Stores the next token. If there is none and the platform accepted only the previous token, the previous one becomes
+/// the current one again. No token is stored during an update: the updater has written the current one to `host.env`,
+/// because the other release may read it only there.
 fn store_next_token(
     config: &SyncConfig,
     next: Option<&SecretString>,

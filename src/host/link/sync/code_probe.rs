@@ -9,10 +9,10 @@ use crate::system::layout::Layout;
 use svc_wire::host::ComponentStatus;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// `svc-code` allows code-server 90 s to start, and is restarted if that fails.
+/// Longer than the 90 s that `svc-code` allows code-server to start.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Checks code-server, and remembers when it stopped accepting connections.
+/// Checks code-server, and remembers since when it has not accepted connections.
 #[derive(Default)]
 pub struct CodeProbe {
     down_since: Mutex<Option<Instant>>,

@@ -21,7 +21,7 @@ use svc_wire::heartbeat::{Heartbeat, HeartbeatResponse};
 /// The platform's response, and the token that it accepted.
 pub struct HeartbeatReply {
     pub response: HeartbeatResponse,
-    /// `None` if the platform rejected the token because this machine was replaced.
+    /// `None` if the platform rejected the heartbeat because this machine was replaced.
     pub accepted: Option<AcceptedToken>,
 }
 

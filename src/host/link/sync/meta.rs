@@ -12,7 +12,7 @@ use svc_store::StoreError;
 use svc_store::meta::{self, VpsMeta, VpsMetaError};
 use svc_store::pointer_io;
 
-/// Timeout for a write; shorter than the interval between two writes.
+/// Timeout for a write; shorter than the default interval between two checks for changes.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(120);
 
 #[derive(Debug, thiserror::Error)]
@@ -28,7 +28,7 @@ pub enum MetaWriteError {
 pub struct LastWrite(Option<(VpsMeta, Instant)>);
 
 impl LastWrite {
-    /// Returns whether the metadata has changed or the last write is too old.
+    /// Returns whether the metadata, apart from its timestamps, has changed, or the last write is too old.
     fn is_due(&self, current: &VpsMeta, refresh_interval: Duration) -> bool {
         let Some((last, at)) = &self.0 else { return true };
         let comparable =
@@ -37,11 +37,12 @@ impl LastWrite {
     }
 }
 
-/// Writes the metadata when it has changed, and at least once per refresh interval. New timestamps do not
-/// count as a change: 288 writes a day for each machine would cost more than its database.
+/// Writes the metadata when it has changed, and at least once per refresh interval. New timestamps do not count as a
+/// change: a write at each check, 288 a day, would cost more for each machine than the storage of its database.
 ///
 /// # Errors
-/// [`MetaWriteError`]; `Fenced` if a later machine in the slot has written.
+/// [`MetaWriteError`]; `Fenced` if a machine with a higher epoch, or another machine with the same epoch, has written
+/// the metadata.
 pub async fn write_if_due(config: &SyncConfig, last_write: &mut LastWrite) -> Result<(), MetaWriteError> {
     let mut meta = build_meta(config);
     if !last_write.is_due(&meta, config.meta_refresh_interval) {
@@ -66,7 +67,7 @@ fn build_meta(config: &SyncConfig) -> VpsMeta {
         IpAddr::V4(ip) if !ip.is_unspecified() => Some(ip),
         _ => None,
     };
-    // An unreadable file counts as absent, as it does for the writers.
+    // A file that cannot be read must not stop the metadata write: the status is then `running`.
     let quiesced = Quiesce::read(&config.layout).ok().flatten();
     VpsMeta {
         version: meta::FORMAT,

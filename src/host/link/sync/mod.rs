@@ -50,7 +50,8 @@ enum Command {
     Files,
     /// Show the state of the owner's file backup
     #[command(
-        after_help = "Exit codes: 0 saved, 69 changes have not been saved for ten minutes, or the files were not restored."
+        after_help = "Exit codes: 0 saved, 69 changes have not been saved for ten minutes, the file backup is \
+not running, or the files were not restored."
     )]
     Status,
     /// Save the owner's files now, and wait until they are saved
@@ -123,11 +124,11 @@ Exit codes: 0 intact, 65 damaged or different, 69 not completed."
     /// Restore the owner's files on a new machine
     #[command(
         after_help = "A machine that is already in use restores nothing, because its files are newer. If the restore at its \
-first boot failed, --retry repeats it; files from the snapshot then replace files with the same name.\n\n\
+first boot failed or never ran, --retry runs it now; files from the snapshot then replace files with the same name.\n\n\
 Example: svc-sync-agent restore-home --retry"
     )]
     RestoreHome {
-        /// Repeat a restore that failed, although the machine is in use
+        /// Run a restore that failed or never ran, although the machine is in use
         #[arg(long)]
         retry: bool,
     },
@@ -144,13 +145,14 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         Err(code) => return code,
     };
     let layout = Layout::from_process();
-    // If root starts these commands, they run as the user of their units, with the same capabilities.
+    // If root starts these commands, they switch to the user of their units, with the same capabilities.
     if matches!(args.command, Some(Command::RestoreHome { .. } | Command::ServeRestore))
         && let Err(error) = user::switch_to_gateway_user_with(&layout, files::gate::CAPABILITIES)
     {
         return applet::report("svc-sync-agent", &Failure::new(Exit::Internal, error));
     }
-    // Even if root starts these commands, the services must be able to remove their requests and replace their results.
+    // If root starts these commands, they switch to the services' user, so that the services can remove their requests
+    // and replace their results.
     if matches!(args.command, Some(Command::Now | Command::Verify { .. }))
         && let Err(error) = user::switch_to_gateway_user(&layout)
     {
@@ -199,14 +201,14 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 async fn send_heartbeats() -> Result<(), Failure> {
     let config = SyncConfig::read(Layout::from_process())?;
     if config.layout.superseded().exists() {
-        let why = anyhow!("another machine has taken this one's place, so the agent does not run here");
+        let why = anyhow!("another machine has taken this one's place, so the sync agent does not run here");
         return Err(Failure::new(Exit::Permission, why));
     }
     config.platform.upgrade_token.make_durable().or_exit(Exit::Internal)?;
     let heartbeats = HeartbeatClient::new(&config).or_exit(Exit::Config)?;
     let mut term = signal(SignalKind::terminate()).or_exit(Exit::Internal)?;
     let mut int = signal(SignalKind::interrupt()).or_exit(Exit::Internal)?;
-    // Outside systemd the notification fails, which is harmless.
+    // Outside systemd, this does nothing. An error is not a reason to stop.
     let _ = sd_notify::notify(&[NotifyState::Ready]);
     tokio::select! {
         superseded = run_heartbeats(&config, &heartbeats) => {
@@ -254,15 +256,15 @@ async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -
     }
 }
 
-/// Waits for a gateway that is still starting, because the platform keeps the health from the first heartbeat until the
-/// second.
+/// Waits, for a limited time, until the gateway and the database are healthy: they may still be starting, and the
+/// platform keeps the health from the first heartbeat until the second.
 async fn wait_until_healthy(config: &SyncConfig) {
     let healthy = async {
         while !vitals::check_health(config).await.0.is_ok() {
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     };
-    // After the timeout the heartbeat reports the actual health.
+    // After the timeout, the first heartbeat reports the actual health.
     let _ = tokio::time::timeout(config.heartbeat_interval.min(STARTUP_TIMEOUT), healthy).await;
 }
 

@@ -1,4 +1,5 @@
-//! The machine's health: gateway, database, disk, last backup, and accepted proof keys.
+//! The machine's state as heartbeats report it: the health of its gateway and database, the problems that need an
+//! operator, the disk, the last backup, update and checks, the file backup, and the accepted proof keys.
 
 use std::time::Duration;
 
@@ -67,7 +68,8 @@ fn attention_item(code: &str, detail: impl Into<String>) -> Attention {
     Attention { code: code.to_owned(), detail: detail.into() }
 }
 
-/// Checks the gateway and the database. The health of code-server depends on earlier probes: see `code_probe`.
+/// Checks the gateway and the database, and collects the items for the fleet's attention list. The health of
+/// code-server depends on earlier probes: see `code_probe`.
 pub async fn check_health(config: &SyncConfig) -> (ComponentHealth, Vec<Attention>) {
     let (gateway, database) = tokio::join!(is_gateway_ready(config), check_database(config));
     let health = ComponentHealth {
@@ -87,7 +89,7 @@ fn to_status(is_ok: bool) -> ComponentStatus {
     if is_ok { ComponentStatus::Ok } else { ComponentStatus::Failing }
 }
 
-/// Returns the item for a snapshot that did not become the latest.
+/// Returns the item for a snapshot that is held back.
 fn held_snapshot_item(config: &SyncConfig) -> Option<Attention> {
     let held = HeldSnapshot::read(&config.layout).ok()??;
     Some(attention_item("snapshot_held", held.to_string()))
@@ -119,7 +121,7 @@ fn unsaved_files_item(config: &SyncConfig) -> Option<Attention> {
     Some(attention_item("files_unsaved", detail))
 }
 
-/// Returns the item for damage to the file backup, or for checks that fail.
+/// Returns the item for damage to the file backup, or for checks that have failed for a long time.
 fn damaged_files_item(config: &SyncConfig) -> Option<Attention> {
     let checks = FileChecks::read(&config.layout).ok()?;
     let detail = match checks.find_problem() {

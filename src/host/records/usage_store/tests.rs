@@ -105,7 +105,7 @@ fn crashed_store_is_recounted_from_interactions() {
     for n in 10..20 {
         store.record(day("2026-11-22"), &interaction(n)).unwrap();
     }
-    // Neither sealed nor completely written.
+    // The day is not sealed, and the last ten interactions are not in usage.jsonl.
     drop((store, writer));
     let path = test.logs().join("interactions-2026-11-22.jsonl");
     let mut text = fs::read_to_string(&path).unwrap();
@@ -186,7 +186,7 @@ fn compaction_keeps_totals() {
     store.seal();
     assert_eq!(test.read("usage.jsonl").lines().count(), 7);
     drop((store, writer));
-    // What an interrupted compaction left behind is ignored.
+    // The temporary file of an interrupted compaction is removed.
     fs::write(test.logs().join(NEW_USAGE_FILE), "{\"version\":1,\"da").unwrap();
     fs::remove_file(test.logs().join("interactions-2026-11-22.jsonl")).unwrap();
     let (_writer, store) = test.open();
@@ -219,7 +219,7 @@ fn endless_line_is_not_held_in_memory() {
     fs::create_dir_all(test.logs()).unwrap();
     let path = test.logs().join("interactions-2026-11-22.jsonl");
     let file = fs::File::create(&path).unwrap();
-    // A sparse file.
+    // A sparse file: the first line has 100 MiB.
     file.set_len(100 << 20).unwrap();
     let mut file = fs::OpenOptions::new().append(true).open(&path).unwrap();
     file.write_all(b"\n").unwrap();

@@ -1,4 +1,5 @@
-//! Appends to the file that currently has a path, even if an earlier one was renamed or deleted in the meantime.
+//! Appends lines to the file that has a path at the time of the write, even if the previous file with this path was
+//! renamed or deleted.
 
 use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
@@ -26,7 +27,7 @@ pub struct AppendFile {
     format: LineFormat,
     buffers: VecDeque<Vec<u8>>,
     finished: Vec<Vec<u8>>,
-    pending_bytes: usize,
+    unwritten_bytes: usize,
     /// Number of bytes in the first buffer that have already been written.
     written_bytes: usize,
     /// The last written file and its stamp after that write. If either has changed, the file's tail is repaired.
@@ -67,7 +68,7 @@ impl AppendFile {
             format,
             buffers: VecDeque::new(),
             finished: Vec::new(),
-            pending_bytes: 0,
+            unwritten_bytes: 0,
             written_bytes: 0,
             last: None,
             is_dirty: false,
@@ -82,13 +83,13 @@ impl AppendFile {
 
     /// Adds complete lines.
     pub fn push(&mut self, lines: Vec<u8>) {
-        self.pending_bytes += lines.len();
+        self.unwritten_bytes += lines.len();
         self.buffers.push_back(lines);
     }
 
     /// Returns the number of bytes not yet written.
     pub fn unwritten_bytes(&self) -> usize {
-        self.pending_bytes
+        self.unwritten_bytes
     }
 
     /// Returns whether there are writes that [`AppendFile::take_unsynced`] has not returned.
@@ -99,9 +100,9 @@ impl AppendFile {
     /// Writes all buffers.
     ///
     /// # Errors
-    /// [`FileError`]; the rest is written by a later call.
+    /// [`FileError`] if the file cannot be opened, repaired or written. A later call writes the remaining bytes.
     pub fn write(&mut self) -> Result<(), FileError> {
-        if self.pending_bytes == 0 {
+        if self.unwritten_bytes == 0 {
             return Ok(());
         }
         self.append().map_err(FileError::wrap("append to", &self.path))
@@ -116,7 +117,7 @@ impl AppendFile {
                 Ok(written) => {
                     self.is_dirty = true;
                     last.stamp.length += written as u64;
-                    self.pending_bytes -= written;
+                    self.unwritten_bytes -= written;
                     self.written_bytes += written;
                     if self.written_bytes == buffer.len() {
                         self.finished.extend(self.buffers.pop_front());
@@ -131,7 +132,7 @@ impl AppendFile {
         result
     }
 
-    /// Opens the file with this name and repairs its tail.
+    /// Opens the file with this name. Repairs its tail, unless the file is unchanged since the last write.
     fn open(&mut self) -> io::Result<LastWrite> {
         if let Some(dir) = self.path.parent() {
             std::fs::create_dir_all(dir)?;
@@ -162,10 +163,11 @@ impl AppendFile {
         let Some(buffer) = self.buffers.front() else { return };
         let line_start =
             buffer[..self.written_bytes].iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
-        self.pending_bytes += self.written_bytes - line_start;
+        self.unwritten_bytes += self.written_bytes - line_start;
         self.written_bytes = line_start;
     }
 
+    /// Closes a file, or queues it for a sync if it has unsynced writes.
     fn retire(&mut self, last: LastWrite) {
         if std::mem::take(&mut self.is_dirty) {
             let LastWrite { file, stamp } = last;
@@ -176,19 +178,19 @@ impl AppendFile {
     /// Takes the files that must be synced.
     pub fn take_unsynced(&mut self) -> Vec<UnsyncedFile> {
         if let Some(last) = self.last.take() {
-            let reopened =
-                (self.pending_bytes > 0).then(|| LastWrite { file: Arc::clone(&last.file), ..last });
+            // If a write failed within a line, the next write must continue in the same file.
+            let kept = (self.unwritten_bytes > 0).then(|| LastWrite { file: Arc::clone(&last.file), ..last });
             self.retire(last);
-            self.last = reopened;
+            self.last = kept;
         }
         std::mem::take(&mut self.earlier_files)
     }
 }
 
-/// Replaces a file if it has not changed; otherwise returns `false`.
+/// Replaces a file if it still has the `expected` stamp; otherwise returns `false`.
 ///
 /// # Errors
-/// The files cannot be read or renamed.
+/// The file cannot be opened, or the replacement cannot be renamed.
 pub fn replace_if_unchanged(path: &Path, replacement: &Path, expected: FileStamp) -> io::Result<bool> {
     if FileStamp::of_file(&File::open(path)?)? != expected {
         return Ok(false);

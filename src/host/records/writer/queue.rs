@@ -21,6 +21,7 @@ const MAX_SPARE_BUFFERS: usize = 8;
 struct LineQueue {
     buffers: Vec<Vec<u8>>,
     bytes: usize,
+    /// Number of lines rejected since the last gap line.
     lost: u64,
     /// The time at which the first lost line was rejected.
     lost_since: Option<Timestamp>,
@@ -42,6 +43,7 @@ pub enum ThreadState {
 /// A replacement for a record's file.
 pub struct Replacement {
     pub record: Record,
+    /// The path of the new file.
     pub new: PathBuf,
     /// The expected stamp of the current file.
     pub expected: FileStamp,
@@ -61,14 +63,19 @@ pub struct RecordQueue {
     pub replacement: Option<Replacement>,
     pub thread: ThreadState,
     pub is_stopping: bool,
+    /// The number of the latest requested flush.
     pub flushes_requested: u64,
-    /// All lines before this flush have been written; the sync is pending.
+    /// The latest flush whose lines have been written; the sync may be pending.
     pub flushes_written: u64,
+    /// The latest flush whose lines have been synced.
     pub flushes_done: u64,
 }
 
 impl RecordQueue {
-    /// Queues a line; `true` if the thread must be woken.
+    /// Queues a line. Returns whether the thread must be woken.
+    ///
+    /// # Errors
+    /// [`QueueFull`] if the line does not fit, or the writer is stopping.
     pub fn accept(&mut self, record: Record, line: &[u8]) -> Result<bool, QueueFull> {
         let unwritten = self.unwritten_bytes.iter().find(|(other, _)| *other == record);
         let unwritten = unwritten.map_or(0, |(_, bytes)| *bytes);
@@ -123,7 +130,7 @@ impl RecordQueue {
     /// Takes all lines, by record.
     pub fn take_lines(&mut self) -> Vec<(Record, Vec<Vec<u8>>)> {
         if self.taken_bytes == 0 {
-            // The disk is accepting writes again: report gaps even without further lines.
+            // All earlier lines have been written, so there is room again: report gaps even without further lines.
             for (record, queue) in &mut self.queues {
                 if let Some(gap) = queue.take_gap_line(*record) {
                     queue.push(&gap, &mut self.spare_buffers);

@@ -46,7 +46,8 @@ impl Record {
     }
 }
 
-/// The line was rejected. A gap entry before the next line reports the loss.
+/// The line was rejected, because the queue is full or the writer is stopping. Unless the writer stops first, a gap
+/// line reports the loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("record queue full: the line is dropped")]
 pub struct QueueFull;

@@ -38,7 +38,7 @@ impl UnsyncedFile {
 #[derive(Default)]
 struct SyncRequest {
     files: Vec<UnsyncedFile>,
-    /// The flush that is complete once all earlier files have been synced.
+    /// The flush that is complete once `files`, and all files queued earlier, have been synced.
     flush: Option<u64>,
     is_stopping: bool,
 }
@@ -47,7 +47,7 @@ impl SyncRequest {
     /// Keeps the oldest handle to each file, because a handle only reports errors since it was opened.
     fn add(&mut self, files: Vec<UnsyncedFile>) {
         for file in files {
-            if self.files.iter().all(|known| known.inode != file.inode) {
+            if self.files.iter().all(|queued| queued.inode != file.inode) {
                 self.files.push(file);
             }
         }
@@ -82,14 +82,14 @@ impl Syncer {
 
     /// Runs the syncing thread's loop. Calls `on_durable` once a flush is durable.
     pub fn run(&self, sync: &SyncFn, on_durable: impl Fn(u64)) {
-        let mut failed = SyncRequest::default();
+        let mut unfinished = SyncRequest::default();
         loop {
-            let mut request = self.wait_for_request(!failed.files.is_empty());
-            failed.add(std::mem::take(&mut request.files));
-            failed.flush = failed.flush.max(request.flush);
-            failed.files.retain_mut(|unsynced| !unsynced.try_sync(sync));
-            if failed.files.is_empty()
-                && let Some(flush) = failed.flush.take()
+            let mut request = self.wait_for_request(!unfinished.files.is_empty());
+            unfinished.add(std::mem::take(&mut request.files));
+            unfinished.flush = unfinished.flush.max(request.flush);
+            unfinished.files.retain_mut(|unsynced| !unsynced.try_sync(sync));
+            if unfinished.files.is_empty()
+                && let Some(flush) = unfinished.flush.take()
             {
                 on_durable(flush);
             }

@@ -158,8 +158,9 @@ fn blocked_record_delays_only_the_usage_that_counts_it() {
     assert_eq!(numbers(&dir.path().join("usage.jsonl")), [1]);
 }
 
-/// Returns a writer to a disk whose syncs block until they are released.
-fn slow_disk(logs: &Path) -> (Writer, mpsc::Sender<bool>, mpsc::Receiver<()>) {
+/// Returns a writer whose syncs block, a sender that lets one sync succeed or fail, and a receiver of the syncs'
+/// starts. Once the sender is dropped, all syncs succeed.
+fn writer_with_blocked_syncs(logs: &Path) -> (Writer, mpsc::Sender<bool>, mpsc::Receiver<()>) {
     let (release, released) = mpsc::channel();
     let (started, starts) = mpsc::channel();
     let sync: SyncFn = Box::new(move |file| {
@@ -175,7 +176,7 @@ fn slow_disk(logs: &Path) -> (Writer, mpsc::Sender<bool>, mpsc::Receiver<()>) {
 #[test]
 fn lines_are_written_while_a_sync_hangs() {
     let dir = tempfile::tempdir().unwrap();
-    let (writer, release, starts) = slow_disk(dir.path());
+    let (writer, release, starts) = writer_with_blocked_syncs(dir.path());
     let (records, path) = (writer.records(), dir.path().join("audit.jsonl"));
     let append = |n: u64| records.append(Record::Audit, &json!({"n": n})).unwrap();
     append(0);
@@ -198,7 +199,7 @@ fn lines_are_written_while_a_sync_hangs() {
 #[test]
 fn failed_sync_is_retried_and_shutdown_waits_for_it() {
     let dir = tempfile::tempdir().unwrap();
-    let (writer, release, starts) = slow_disk(dir.path());
+    let (writer, release, starts) = writer_with_blocked_syncs(dir.path());
     let records = writer.records();
     records.append(Record::Audit, &json!({"n": 1})).unwrap();
     release.send(false).unwrap();

@@ -22,7 +22,7 @@ struct Directory {
 /// Measures the home. Returns its sizes, and the size of each app's folder by slug.
 ///
 /// # Errors
-/// [`FileError`] if the home is missing.
+/// [`FileError`] if the home's metadata cannot be read.
 pub fn measure_home(
     home: &Path,
     apps: &Path,
@@ -41,7 +41,7 @@ pub fn measure_home(
             sizes.skipped_directories += 1;
             continue;
         };
-        // Files deleted during the walk use no space.
+        // Skip entries whose metadata cannot be read: they were deleted during the walk.
         for (entry, meta) in
             entries.flatten().filter_map(|entry| entry.metadata().ok().map(|meta| (entry, meta)))
         {
@@ -69,7 +69,7 @@ fn mark_counted(meta: &Metadata, counted: &mut HashSet<u64>) -> bool {
     meta.is_dir() || meta.nlink() == 1 || counted.insert(meta.ino())
 }
 
-/// Returns the slug of an app's folder; `None` if the name is not a valid slug.
+/// Returns the slug of an app's folder; `None` if the entry is not a directory, or its name is not a valid slug.
 fn parse_slug(entry: &fs::DirEntry, meta: &Metadata) -> Option<String> {
     const MAX_SLUG_BYTES: usize = 41;
     let name = entry.file_name().into_string().ok()?;

@@ -1,5 +1,5 @@
-//! `svc-db-backup drill`: restores the latest snapshot into a scratch database, compares it with its record, and drops
-//! it. A drill finds an unrestorable snapshot before a recovery needs it.
+//! `svc-db-backup drill`: restores the latest snapshot into a scratch database, compares the database with the
+//! snapshot's sidecar, and drops it. A drill finds an unrestorable snapshot before a recovery needs it.
 
 use std::path::Path;
 use std::time::Instant;
@@ -37,7 +37,7 @@ enum DrillError {
     Connect(#[from] ConnectError),
     #[error(transparent)]
     Load(#[from] LoadError),
-    #[error("cannot remove the databases and roles of earlier drills")]
+    #[error("cannot drop the scratch databases")]
     Query(#[from] tokio_postgres::Error),
     #[error(transparent)]
     File(#[from] FileError),
@@ -65,7 +65,8 @@ impl DrillError {
 /// Runs the drill and records the result. `stop` ends it early; the next drill removes its temporary data.
 ///
 /// # Errors
-/// [`Failure`]; `Refused` if the snapshot is damaged, or cannot be restored exactly as recorded.
+/// [`Failure`]; `Refused` if the snapshot is damaged or cannot be loaded, or the loaded database differs from the
+/// snapshot's sidecar.
 pub async fn run(
     _lock: &Lock,
     settings: &BackupSettings,
@@ -98,7 +99,7 @@ pub async fn run(
         && let Err(error) = staging::remove_dumps(&settings.layout.drill_state())
     {
         // The next drill removes the dump.
-        tracing::warn!(%error, "could not remove the damaged dump");
+        tracing::warn!(%error, "could not remove the drill's dump");
     }
     check.write(&settings.layout).or_exit(Exit::Internal)?;
     failpoint::trigger("drill.recorded").or_exit(Exit::Internal)?;
@@ -142,7 +143,7 @@ async fn find_latest(
     Ok(Some((snapshot, sidecar.map_err(DrillError::Store)?)))
 }
 
-/// Removes databases, dumps and roles of this drill or of a killed one.
+/// Removes the scratch databases, dumps and roles of this drill or of a killed run.
 async fn remove_leftovers(context: &RestoreContext, dir: &Path) -> Result<(), DrillError> {
     let client = context.server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
     staging::drop_scratch_databases(&client).await?;

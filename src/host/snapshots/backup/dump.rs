@@ -1,7 +1,7 @@
 //! The dump pipeline: `pg_dump` → SHA-256 → sink, while `pg_restore` reads the same bytes in full.
 //!
-//! A [`VerifiedDump`] exists only if both tools succeeded, every byte has arrived and the dump has a table of contents;
-//! no upload is completed without one. Memory is bounded by the upload's parts and two short queues.
+//! A [`VerifiedDump`] exists only if both tools succeeded, every byte has arrived and the dump has a table of contents.
+//! No upload is completed without a [`VerifiedDump`]. Memory is bounded by the upload's parts and two short queues.
 
 use std::process::ExitStatus;
 use std::time::Duration;
@@ -31,7 +31,7 @@ const STALL_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// The destination of a dump.
 pub trait Sink {
-    /// Maximum bytes per chunk.
+    /// Returns the maximum length of the next chunk, in bytes.
     fn max_chunk_bytes(&self) -> usize;
 
     /// # Errors
@@ -82,7 +82,7 @@ pub enum DumpError {
     Upload(#[from] UploadError),
     #[error("cannot write the dump")]
     Write(#[source] std::io::Error),
-    #[error("cannot read the database's catalog")]
+    #[error("cannot count the rows or read the catalog of the database")]
     Query(#[from] tokio_postgres::Error),
     #[error(transparent)]
     Injected(#[from] failpoint::Injected),
@@ -134,8 +134,11 @@ pub async fn dump_snapshot(
     sink: &mut impl Sink,
 ) -> Result<DumpedSnapshot, DumpError> {
     let reading_facts = async {
-        let facts =
-            (snapshot.count_rows().await?, snapshot.read_roles().await?, snapshot.read_facts().await?);
+        let facts = (
+            snapshot.count_rows().await?,
+            snapshot.read_referenced_roles().await?,
+            snapshot.read_facts().await?,
+        );
         Ok::<_, DumpError>(facts)
     };
     let dumping = dump_to_sink(settings, &snapshot.id, sink);
@@ -146,7 +149,7 @@ pub async fn dump_snapshot(
 /// Dumps the exported snapshot.
 ///
 /// # Errors
-/// [`DumpError`]; the sink then does not contain a valid dump.
+/// [`DumpError`]; the content of the sink must then be discarded.
 async fn dump_to_sink(
     settings: &BackupSettings,
     snapshot: &str,
@@ -187,7 +190,8 @@ async fn dump_to_sink(
     }
 }
 
-/// Copies the dump to the reader and the sink. The result is valid only if both tools succeed.
+/// Copies the dump to the reader and the sink. Returns its size and digest, and the number of entries in its table of
+/// contents if its head is valid. The result is valid only if both tools succeed.
 async fn pump(
     mut stdout: impl AsyncRead + Unpin,
     reader: &DumpCheck,
@@ -212,7 +216,7 @@ async fn pump(
     Ok((VerifiedDump { size_bytes, sha256: hex::encode(digest.finalize()) }, toc::count_entries(&head)))
 }
 
-/// Reads a full chunk, or the rest; empty at the end.
+/// Reads `size` bytes, or what remains before the end of the dump; empty at the end.
 async fn read_chunk(stdout: &mut (impl AsyncRead + Unpin), size: usize) -> Result<Bytes, DumpError> {
     let mut chunk = BytesMut::with_capacity(size);
     while chunk.len() < size {

@@ -1,4 +1,5 @@
-//! Reads a dump in full with `pg_restore` and discards the output: the only check that finds every kind of damage.
+//! Reads a dump in full with `pg_restore` and discards the output. Listing the dump's entries would not find damage in
+//! the rows.
 
 use std::process::ExitStatus;
 use std::time::Duration;
@@ -30,7 +31,7 @@ pub enum DumpCheckError {
     },
     #[error("the dump is damaged: pg_restore exited with {status}: {stderr_tail}")]
     Damaged { status: ExitStatus, stderr_tail: String },
-    /// The state of the dump is unknown.
+    /// Whether the dump is damaged is unknown.
     #[error("pg_restore was killed: {status}")]
     Killed { status: ExitStatus },
     #[error("cannot wait for {tool}")]
@@ -41,7 +42,7 @@ pub enum DumpCheckError {
     },
     #[error("{tool} did not exit within {seconds} s")]
     TimedOut { tool: &'static str, seconds: u64 },
-    #[error("the reader of the dump exited early")]
+    #[error("pg_restore stopped reading before the end of the dump")]
     ReaderExited,
 }
 
@@ -54,8 +55,10 @@ pub struct DumpCheck {
 }
 
 impl DumpCheck {
+    /// Starts `pg_restore`.
+    ///
     /// # Errors
-    /// [`DumpCheckError::Start`].
+    /// [`DumpCheckError::Start`] if it cannot be started.
     pub fn start(tools: &PgTools) -> Result<Self, DumpCheckError> {
         let start = |source| DumpCheckError::Start { tool: "pg_restore", source };
         let mut child = tools.check_dump().spawn().map_err(start)?;
@@ -68,10 +71,10 @@ impl DumpCheck {
         Ok(Self { child, chunks, feeder, stderr_tail })
     }
 
-    /// Feeds the next bytes.
+    /// Feeds the next bytes. Waits while the queue is full.
     ///
     /// # Errors
-    /// [`DumpCheckError::ReaderExited`] if the tool no longer reads: [`finish`](Self::finish) returns the reason.
+    /// [`DumpCheckError::ReaderExited`] if `pg_restore` no longer reads: [`finish`](Self::finish) returns the reason.
     pub async fn push(&self, chunk: Bytes) -> Result<(), DumpCheckError> {
         self.chunks.send(chunk).await.map_err(|_| DumpCheckError::ReaderExited)
     }
@@ -106,8 +109,10 @@ async fn feed(stdin: Option<ChildStdin>, mut chunks: mpsc::Receiver<Bytes>) -> b
     stdin.shutdown().await.is_ok()
 }
 
+/// Waits for a tool to exit.
+///
 /// # Errors
-/// [`DumpCheckError::TimedOut`] after [`EXIT_TIMEOUT`]; [`DumpCheckError::Wait`].
+/// [`DumpCheckError::TimedOut`] after [`EXIT_TIMEOUT`]; [`DumpCheckError::Wait`] if the system call fails.
 pub async fn wait_for_exit(child: &mut Child, tool: &'static str) -> Result<ExitStatus, DumpCheckError> {
     let ended = tokio::time::timeout(EXIT_TIMEOUT, child.wait()).await;
     ended

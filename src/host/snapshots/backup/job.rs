@@ -1,7 +1,8 @@
 //! The steps of a backup, ordered so that the pointer never names a missing object: snapshot, dump, object, sidecar,
 //! pointer.
 //!
-//! A failure never moves the pointer, and no snapshot is ever pruned. Every run leaves a record.
+//! The pointer moves only to a complete, verified snapshot, and no snapshot is ever pruned. Every attempt that is not
+//! killed leaves a record.
 
 use std::future::Future;
 use std::time::Instant;
@@ -56,7 +57,7 @@ pub enum LossPolicy {
     /// Take no snapshot of an emptied database, and hold back the snapshot of a shrunken one. The previous snapshot
     /// stays the latest.
     Refuse,
-    /// Make the snapshot the latest: the operator has confirmed the loss.
+    /// Make the snapshot the latest: a person has confirmed the loss.
     Accept,
 }
 
@@ -74,7 +75,7 @@ enum BackupError {
     Superseded,
     #[error("{prefix}{0}", prefix = if .0.is_implausible() { "" } else { "this machine has been replaced: " })]
     Fenced(Fenced),
-    /// The content of the database before the restore must never replace the snapshot.
+    /// Until the restore is complete, the database's content must never replace the latest snapshot.
     #[error("the restore gate is closed: no backup is taken until it opens")]
     GateClosed,
     #[error(transparent)]
@@ -103,6 +104,14 @@ enum BackupError {
     Injected(#[from] Injected),
 }
 
+/// Whether a backup was refused because the database has lost rows: it was emptied, or its snapshot is held back.
+pub fn is_refused_for_loss(failure: &Failure) -> bool {
+    matches!(
+        failure.error.downcast_ref::<BackupError>(),
+        Some(BackupError::Emptied(_) | BackupError::HeldBack(_))
+    )
+}
+
 impl BackupError {
     fn exit(&self) -> Exit {
         match self {
@@ -126,8 +135,8 @@ impl BackupError {
 /// another snapshot.
 pub struct UnpublishedSnapshot {
     snapshot: SnapshotWithSidecar,
-    /// Key of the snapshot that the pointer named when this one was taken. If the pointer names another one now, that
-    /// one is newer.
+    /// Key of the snapshot that the pointer named when this one was taken. If the pointer names neither of the two now,
+    /// it names a newer one.
     previous_key: Option<String>,
 }
 
@@ -148,10 +157,13 @@ impl Progress {
     }
 }
 
-/// Takes one backup and records the result. `stop` ends it early and aborts the upload.
+/// Takes one backup and records the result. While the dump is being uploaded, `stop` aborts the upload and ends the
+/// run.
 ///
 /// # Errors
-/// [`Failure`] with the documented exit code.
+/// `Permission` if this machine has been replaced; `Refused` if the database is not this machine's, or has lost rows;
+/// `TryAgain` if the restore gate is closed, or `stop` ended the run; `Unavailable` if the database or the store is
+/// unavailable, or the pointer could not be moved; otherwise `Internal`.
 pub async fn run(
     lock: &Lock,
     settings: &BackupSettings,
@@ -164,7 +176,7 @@ pub async fn run(
 /// Like [`run`], for a caller that retries: `unpublished` is passed from one attempt to the next.
 ///
 /// # Errors
-/// As [`run`].
+/// The same as for [`run`].
 pub async fn attempt(
     _lock: &Lock,
     settings: &BackupSettings,
@@ -288,7 +300,7 @@ fn keep_publishable(progress: &mut Progress, latest: Option<&SnapshotRef>) -> bo
     progress.unpublished.is_some()
 }
 
-/// Makes the stored snapshot the latest.
+/// Makes the stored snapshot the latest. Then removes the record of a held-back snapshot, and drops old databases.
 async fn publish(settings: &BackupSettings, progress: &mut Progress) -> Result<(), BackupError> {
     progress.enter(Stage::Pointer);
     if let Some(stored) = &progress.unpublished {
@@ -307,8 +319,8 @@ async fn publish(settings: &BackupSettings, progress: &mut Progress) -> Result<(
     Ok(())
 }
 
-/// Refuses a database other than the one that the marker names: its snapshot would replace the owner's. Returns the
-/// identity of the database.
+/// Refuses a database other than the one that the marker names: its snapshot would replace the owner's. Adopts the
+/// database if the marker names none. Returns the identity of the database.
 async fn check_database(settings: &BackupSettings) -> Result<Option<DatabaseIdentity>, BackupError> {
     let client = settings.server.connect(settings.server.database(), "svc-db-backup").await?;
     Ok(database_identity::check_or_adopt(&settings.layout, &client).await?)
@@ -345,8 +357,8 @@ struct UploadedSnapshot {
     etag: Option<String>,
 }
 
-/// Uploads the dump, and counts the rows in the same snapshot. The upload is completed only if the dump is
-/// verified; otherwise it is aborted.
+/// Uploads the dump, and counts the rows in the same snapshot. The upload is completed only if the dump is verified and
+/// the database was not emptied; otherwise it is aborted.
 async fn upload(
     settings: &BackupSettings,
     progress: &mut Progress,

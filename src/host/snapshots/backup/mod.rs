@@ -62,7 +62,7 @@ pub use verify::FAILPOINTS as VERIFY_FAILPOINTS;
 
 /// Maximum time that a request waits for a run that was started before it.
 const REQUEST_LOCK_TIMEOUT: Duration = Duration::from_secs(600);
-/// Maximum time that any other run waits. The gateway holds the lock briefly while it checks for a running backup.
+/// Maximum time that any other backup waits. The gateway holds the lock briefly while it checks for a running backup.
 const PROBE_LOCK_TIMEOUT: Duration = Duration::from_millis(400);
 
 #[derive(clap::Parser)]
@@ -163,7 +163,7 @@ struct RunArgs {
     /// Serve the request file: wait for a running backup, and remove the file when done
     #[arg(long)]
     request: bool,
-    /// Retry while the store or the database is unavailable, until shortly before the next hourly run
+    /// If the backup fails, retry it for up to 45 minutes, unless the failure is permanent
     #[arg(long, conflicts_with = "request")]
     retry: bool,
     /// Accept the loss of rows since the previous snapshot, even if no rows remain
@@ -195,7 +195,7 @@ impl VerifyArgs {
     }
 }
 
-/// The command-line definition, from which the reference pages are generated.
+/// Returns the command-line definition, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }
@@ -359,7 +359,7 @@ async fn run_side_command(layout: Layout, command: SideCommand) -> Result<(), Fa
         SideCommand::Serve => None,
     };
     let settings = BackupSettings::read(layout, OutagePolicy::RequirePlatform)?;
-    // Drills use the same directory and databases.
+    // Drills use the same directory and databases, so they use the same lock.
     let wait = if action.is_none() { REQUEST_LOCK_TIMEOUT } else { Duration::ZERO };
     let lock = Lock::wait(&settings.layout.drill_state().join("lock"), wait).await;
     let lock = lock.map_err(|error| {
@@ -378,6 +378,7 @@ fn lock_failure(error: LockError, message: &'static str) -> Failure {
     }
 }
 
+/// Returns a future that completes on SIGTERM.
 fn watch_stop_signal() -> Result<impl Future<Output = ()>, Failure> {
     let mut stop = signal(SignalKind::terminate()).or_exit(Exit::Internal)?;
     Ok(async move {

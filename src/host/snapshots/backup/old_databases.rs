@@ -26,7 +26,7 @@ struct ReplacedDatabase {
 }
 
 impl ReplacedDatabase {
-    /// Parses a database name. Its number is the time of the swap, in milliseconds.
+    /// Parses a database name. Its number is the time of the replacement, in milliseconds since 1970.
     fn parse(name: String) -> Option<Self> {
         let at = name.strip_prefix("svc_before_")?.parse().ok()?;
         Some(Self { replaced_at: Timestamp::from_millisecond(at).ok()?, name })
@@ -41,7 +41,7 @@ impl ReplacedDatabase {
 /// sessions on a database, ends the pass until the next backup, but does not fail the backup.
 pub async fn drop_old_databases(server: &PostgresServer, disk: &Path) {
     if let Err(error) = try_drop(server, disk).await {
-        tracing::warn!(error = %format_chain(&error), "could not drop a replaced database");
+        tracing::warn!(error = %format_chain(&error), "could not drop the replaced databases; the next backup tries again");
     }
 }
 

@@ -11,7 +11,7 @@ use crate::system::layout::Layout;
 use svc_base::clock;
 use svc_base::fsx::{self, FileError};
 
-/// One backup run.
+/// One attempt at a backup, or the acceptance of a held-back snapshot.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct BackupRecord {
@@ -41,8 +41,11 @@ pub struct HeldBackReason {
     pub loss: String,
 }
 
-/// Writes the line and `last-backup.json`, each even if the other fails. The caller holds the backup's lock, so there
-/// is no other writer.
+/// Writes `last-backup.json` and the lines in `backup.jsonl` and `activity.log`, each even if another fails. The caller
+/// holds the backup's lock, so there is no other writer.
+///
+/// # Errors
+/// [`FileError`] if `last-backup.json` or `backup.jsonl` cannot be written.
 pub fn write(layout: &Layout, record: &BackupRecord) -> Result<(), FileError> {
     let line = serde_json::to_vec(record).expect("a record of plain fields is JSON");
     let last = fsx::write_atomic(&layout.last_backup(), &line, 0o644);

@@ -1,4 +1,5 @@
-//! A request file: the requester of a backup or a drill writes it, and the run that serves it removes it.
+//! A request file: the requester of a backup, of a drill or of the acceptance of a held-back snapshot writes it, and
+//! the run that serves it removes it.
 //!
 //! A request made during a run needs a later snapshot than that run's, so it is kept for the next run.
 
@@ -26,12 +27,12 @@ impl RequestFile {
         Self { path, served }
     }
 
-    /// Returns whether there was a request when this value was created.
+    /// Returns whether there was a request when this value was created, or at the last [`RequestFile::begin`].
     pub fn is_pending(&self) -> bool {
         self.served.get().is_some()
     }
 
-    /// The request's id, if the file has one.
+    /// Returns the request's id, if the file has a well-formed one.
     pub fn id(&self) -> Option<String> {
         let text = fsx::read_if_exists(&self.path).ok()??;
         let request: serde_json::Value = serde_json::from_slice(&text).ok()?;

@@ -8,7 +8,7 @@ use crate::system::vars;
 use svc_base::applet::{Exit, Failure};
 use svc_base::config::Env;
 
-/// Retries end before the next hourly run.
+/// Retries start within this time of the run's start: before the next hourly run.
 const RETRY_WINDOW: Duration = Duration::from_secs(45 * 60);
 const MAX_BACKOFF: Duration = Duration::from_secs(15 * 60);
 

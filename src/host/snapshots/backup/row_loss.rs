@@ -9,7 +9,7 @@ use svc_store::snapshot::TableCount;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the database holds no rows, but the previous snapshot, {previous_key}, holds {rows} and stays the latest\n  next: \
-     restore it with `svcctl recover`; if the loss is intended, run `svc-db-backup run --allow-empty`"
+     restore it with `svcctl recover USER`; if the loss is intended, run `svc-db-backup run --allow-empty`"
 )]
 pub struct EmptiedDatabase {
     /// Key of the previous snapshot.
@@ -17,7 +17,7 @@ pub struct EmptiedDatabase {
     pub rows: u64,
 }
 
-/// Returns the total number of rows of the owner's tables. Saturates, because a record from the store may be wrong.
+/// Returns the total number of rows of the owner's tables. Saturates, because a sidecar from the store may be wrong.
 pub fn count_owner_rows(tables: &[TableCount]) -> u64 {
     owner_tables(tables).fold(0, |sum, table| sum.saturating_add(table.rows))
 }
@@ -26,7 +26,7 @@ fn owner_tables(tables: &[TableCount]) -> impl Iterator<Item = &TableCount> {
     tables.iter().filter(|table| row_counts::is_owner_table(&table.name))
 }
 
-/// Describes the loss if at least half of the rows, or a table that had rows, is missing.
+/// Describes the loss if at least half of the rows, or a table that had rows, is missing; otherwise returns `None`.
 pub fn describe_loss(previous: &[TableCount], current: &[TableCount]) -> Option<String> {
     let missing: Vec<&TableCount> = owner_tables(previous)
         .filter(|table| table.rows > 0 && !current.iter().any(|other| other.name == table.name))

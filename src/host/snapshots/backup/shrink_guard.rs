@@ -1,5 +1,5 @@
 //! Decides whether a verified snapshot becomes the latest. A snapshot of a shrunken database is held back until a
-//! person accepts it, or three hourly snapshots in a row agree. It is stored in any case.
+//! person accepts it, or three hourly snapshots in a row show the loss. It is stored in any case.
 
 use std::time::{Duration, Instant};
 
@@ -34,8 +34,8 @@ pub enum Trigger {
 /// A snapshot that is stored but is not the latest.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{0}\n  next: `svc-db-backup accept`, if the loss is intended; otherwise `svc-db-backup side open`, or `svcctl \
-     recover`"
+    "{0}\n  next: if the loss is intended, run `svc-db-backup accept`; otherwise load the latest snapshot \
+     with `svc-db-backup side open` and copy the rows back, or restore it with `svcctl recover USER`"
 )]
 pub struct HeldBackError(HeldSnapshot);
 
@@ -118,10 +118,11 @@ impl AcceptError {
     }
 }
 
-/// Makes the held-back snapshot the latest, on a person's decision.
+/// Makes the held-back snapshot the latest, on a person's decision. Does nothing if no snapshot is held back.
 ///
 /// # Errors
-/// [`Failure`].
+/// `Refused` if the held-back snapshot is unusable; `Permission` if this machine has been replaced; `Unavailable` if
+/// the store is unavailable or the pointer could not be moved; otherwise `Internal`.
 pub async fn accept(_lock: &Lock, settings: &BackupSettings) -> Result<(), Failure> {
     let (started, timestamp) = (Instant::now(), clock::now_ms());
     let accepted = accept_held(settings).await.map_err(|error| Failure::new(error.exit(), error))?;

@@ -1,7 +1,8 @@
-//! A consistent snapshot of the database, shared by the dump and the row counts.
+//! A PostgreSQL transaction snapshot, so that the dump, the row counts and the sidecar's other facts describe the same
+//! state of the database.
 //!
-//! [`Snapshot`] owns the transaction that exports the snapshot. The tables are locked against DDL, as `pg_dump` does,
-//! so that exactly the listed tables are dumped and counted.
+//! [`Snapshot`] owns the transaction that exports the snapshot. The tables are locked against DDL, as `pg_dump` locks
+//! them, so that exactly the listed tables are dumped and counted.
 
 use jiff::Timestamp;
 use tokio_postgres::error::SqlState;
@@ -117,11 +118,11 @@ impl Snapshot {
         row_counts::count_rows(&self.client, &self.tables).await
     }
 
-    /// Reads the roles that have objects, privileges or settings in this database, except built-in roles.
+    /// Reads the names of the roles that have objects, privileges or settings in this database, except built-in roles.
     ///
     /// # Errors
     /// If a query fails.
-    pub async fn read_roles(&self) -> Result<Vec<String>, Error> {
+    pub async fn read_referenced_roles(&self) -> Result<Vec<String>, Error> {
         let rows = self
             .client
             .query(
@@ -183,6 +184,7 @@ impl Snapshot {
         rows.iter().map(grant).collect()
     }
 
+    /// Reads the database's settings without the restore id, which identifies one restored copy of the data.
     async fn read_settings(&self) -> Result<Vec<DatabaseSetting>, Error> {
         let rows = self
             .client

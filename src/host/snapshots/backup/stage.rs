@@ -6,14 +6,21 @@ use serde::Serialize;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Stage {
+    /// Checks whether a backup is permitted: the machine has not been replaced, its restore is complete, and the
+    /// database is the one that it serves.
     Gate,
+    /// Opens the transaction snapshot.
     Snapshot,
+    /// Dumps, verifies and uploads the bytes.
     Dump,
+    /// Completes the upload, so that the object appears.
     Upload,
-    /// Records still use its former name.
+    /// Writes the sidecar. Records still use the stage's former name.
     #[serde(rename = "sideRecord")]
     Sidecar,
+    /// Moves the pointer, unless the snapshot is held back.
     Pointer,
+    /// The snapshot is the latest; old replaced databases are dropped.
     Done,
 }
 

@@ -1,36 +1,37 @@
 //! Parses the head of a custom-format dump, up to the number of entries in its table of contents.
 //!
-//! The layout is the one that `ReadHead` in PostgreSQL's `pg_backup_archiver.c` parses, in formats 1.14 (PostgreSQL 14
-//! and 15) to 1.16.
+//! The layout is the one that `ReadHead` in PostgreSQL's `pg_backup_archiver.c` parses, in formats 1.14 (up to
+//! PostgreSQL 15) to 1.16 (since PostgreSQL 17).
 
-/// Number of bytes that [`count_entries`] needs, for names of reasonable length.
+/// Number of bytes at the start of a dump to pass to [`count_entries`]. The head is usually much shorter, because its
+/// only strings are the database's name and two version numbers.
 pub const HEAD_BYTES: usize = 4096;
 
-/// Returns the number of entries, or `None` if this is not the head of such a dump.
+/// Returns the number of entries, or `None` if `head` is not the start of such a dump or does not contain the number.
 pub fn count_entries(head: &[u8]) -> Option<u32> {
-    let mut rest = Reader { bytes: head.strip_prefix(b"PGDMP")?, int_size: 4 };
-    let (major, minor, _revision) = (rest.read_byte()?, rest.read_byte()?, rest.read_byte()?);
+    let mut reader = Reader { bytes: head.strip_prefix(b"PGDMP")?, int_size: 4 };
+    let (major, minor, _revision) = (reader.read_byte()?, reader.read_byte()?, reader.read_byte()?);
     if major != 1 || !(14..=16).contains(&minor) {
         return None;
     }
-    rest.int_size = usize::from(rest.read_byte()?);
-    let _offset_size = rest.read_byte()?;
+    reader.int_size = usize::from(reader.read_byte()?);
+    let _offset_size = reader.read_byte()?;
     const CUSTOM: u8 = 1;
-    if rest.read_byte()? != CUSTOM {
+    if reader.read_byte()? != CUSTOM {
         return None;
     }
     if minor >= 15 {
-        rest.read_byte()?;
+        let _compression_algorithm = reader.read_byte()?;
     } else {
-        rest.read_int()?;
+        let _compression_level = reader.read_int()?;
     }
     for _time_part in 0..7 {
-        rest.read_int()?;
+        reader.read_int()?;
     }
-    for _name_and_versions in 0..3 {
-        rest.skip_text()?;
+    for _name_or_version in 0..3 {
+        reader.skip_text()?;
     }
-    u32::try_from(rest.read_int()?).ok()
+    u32::try_from(reader.read_int()?).ok()
 }
 
 struct Reader<'a> {
@@ -52,7 +53,7 @@ impl Reader<'_> {
         for index in 0..self.int_size {
             value |= i64::from(self.read_byte()?).checked_shl(8 * u32::try_from(index).ok()?)?;
         }
-        // The minimum has no positive counterpart.
+        // `i64::MIN` cannot be negated.
         if is_negative { value.checked_neg() } else { Some(value) }
     }
 

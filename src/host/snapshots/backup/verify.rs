@@ -64,7 +64,7 @@ impl VerifyError {
     }
 }
 
-/// `verified.json`: when this program last read each snapshot in full.
+/// `verified.json`: when this program last read each snapshot in full and found it intact.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct ReadTimes {
@@ -75,7 +75,8 @@ struct ReadTimes {
 impl ReadTimes {
     const VERSION: u32 = 1;
 
-    /// Reads the file. A file that does not parse counts as empty: snapshots are then read earlier than needed.
+    /// Reads the file. A file that does not parse, or has another version, counts as empty: snapshots are then read
+    /// earlier than needed.
     fn read(settings: &BackupSettings) -> Result<Self, FileError> {
         let text = fsx::read_if_exists(&settings.layout.verification_times())?;
         let read_times = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
@@ -93,10 +94,13 @@ impl ReadTimes {
 /// The results of a run.
 #[derive(Default)]
 struct VerifyResults {
+    /// Number of intact snapshots.
     intact: u64,
+    /// Total size of the intact snapshots.
     bytes: u64,
     /// The key, if a single snapshot is read.
     single_key: Option<String>,
+    /// Key of each damaged snapshot, with a message that describes the damage.
     damaged: Vec<(String, String)>,
 }
 
@@ -104,7 +108,8 @@ struct VerifyResults {
 /// recorded.
 ///
 /// # Errors
-/// [`Failure`]; `Refused` if a snapshot is damaged.
+/// `Refused` if all snapshots were read and at least one is damaged; `TryAgain` after `stop`; the store's exit code if
+/// the object store could not be read; otherwise `Internal`.
 pub async fn run(
     _lock: &Lock,
     settings: &BackupSettings,
@@ -165,9 +170,9 @@ async fn verify_all(
 ) -> Result<(), VerifyError> {
     failpoint::trigger("verify.begin")?;
     let mut read_times = ReadTimes::read(settings)?;
-    let keys = select_keys(settings, targets, &mut read_times).await?;
-    if let [only] = keys.as_slice() {
-        results.single_key = Some(only.clone());
+    let keys = select_keys(settings, targets, &mut read_times, results).await?;
+    if let [key] = keys.as_slice() {
+        results.single_key = Some(key.clone());
     }
     for key in keys {
         match verify_one(settings, &key).await {
@@ -189,10 +194,13 @@ async fn verify_all(
     Ok(())
 }
 
+/// Returns the keys of the target snapshots, in the order in which to read them. A latest snapshot that cannot be used is
+/// added to the damaged ones, because its own content may be intact.
 async fn select_keys(
     settings: &BackupSettings,
     targets: &VerifyTargets,
     read_times: &mut ReadTimes,
+    results: &mut VerifyResults,
 ) -> Result<Vec<String>, VerifyError> {
     if let VerifyTargets::Named(keys) = targets {
         return Ok(keys.clone());
@@ -201,28 +209,35 @@ async fn select_keys(
         return match snapshot::find_latest(&settings.bucket, &settings.slot).await {
             Ok(latest) => Ok(vec![latest.key]),
             Err(SnapshotUnusable::Absent) => Ok(Vec::new()),
-            Err(SnapshotUnusable::Damaged { key, .. }) => Ok(vec![key]),
+            Err(SnapshotUnusable::Damaged { key, why }) => {
+                let message = format!("{key} is not usable: {why}");
+                results.single_key = Some(key.clone());
+                results.damaged.push((key, message));
+                Ok(Vec::new())
+            }
             Err(SnapshotUnusable::Store(error)) => Err(error.into()),
         };
     }
     let all = snapshots::list_keys(&settings.bucket, &settings.slot).await?;
     read_times.read_at.retain(|key, _| all.contains(key));
-    let mut taken: Vec<(String, Timestamp)> = all
+    let mut snapshots: Vec<(String, Timestamp)> = all
         .into_iter()
         .map(|key| (key.clone(), key::taken_at(&key).unwrap_or(Timestamp::UNIX_EPOCH)))
         .collect();
-    taken.sort_unstable_by(|a, b| b.cmp(a));
+    // Newest first: keys start with the time of the snapshot.
+    snapshots.sort_unstable_by(|a, b| b.cmp(a));
     if *targets == VerifyTargets::All {
-        return Ok(taken.into_iter().map(|(key, _)| key).collect());
+        return Ok(snapshots.into_iter().map(|(key, _)| key).collect());
     }
-    let snapshots = verify_schedule::list_last_reads(&taken, &read_times.read_at);
-    Ok(verify_schedule::select_today(snapshots, clock::now_ms(), settings.verify_within_days))
+    let last_reads = verify_schedule::list_last_reads(&snapshots, &read_times.read_at);
+    Ok(verify_schedule::select_today(last_reads, clock::now_ms(), settings.verify_within_days))
 }
 
-/// Why a snapshot could not be verified.
+/// Why a snapshot was not found intact.
 enum VerifyFailure {
+    /// Contains a message that names the snapshot and describes the damage.
     Damaged(String),
-    /// The state of the snapshot is unknown.
+    /// The snapshot could not be verified.
     Unknown(VerifyError),
 }
 

@@ -12,24 +12,24 @@ use svc_store::key::SlotPrefix;
 use svc_store::snapshot::Sidecar;
 use svc_store::{Bucket, StoreError};
 
-/// Why a snapshot could not be verified.
+/// Why a snapshot was not found intact.
 #[derive(Debug, thiserror::Error)]
 pub enum VerifyObjectError {
     /// The state of the snapshot is unknown.
-    #[error("the object store could not be read in time")]
+    #[error("the object store could not be read")]
     Store(#[source] StoreError),
     #[error("{key} is missing from the object store")]
     Missing { key: String },
     #[error("{key} has {found} bytes instead of {expected}")]
     WrongSize { key: String, expected: u64, found: u64 },
-    #[error("the SHA-256 of {key} differs from its record")]
+    #[error("the SHA-256 of {key} differs from its sidecar")]
     WrongDigest { key: String },
     #[error(transparent)]
     Reader(#[from] DumpCheckError),
 }
 
 impl VerifyObjectError {
-    /// Returns whether the snapshot is at fault, rather than the store or the tool.
+    /// Returns whether the snapshot is damaged. Otherwise, its state is unknown.
     pub fn is_damage(&self) -> bool {
         match self {
             Self::Missing { .. } | Self::WrongSize { .. } | Self::WrongDigest { .. } => true,
@@ -41,7 +41,8 @@ impl VerifyObjectError {
     }
 }
 
-/// Verifies a snapshot by reading its object in full; resumes after a broken connection.
+/// Verifies a snapshot by reading its object in full. After a transient error, the read is resumed, with the delays of
+/// `backoff`.
 pub async fn verify_object(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -62,25 +63,27 @@ pub async fn verify_object(
                 }
                 backoff.pause().await.map_err(|_| VerifyObjectError::Store(error))?;
             }
-            // `finish` returns the error of `pg_restore` itself.
+            // `finish` returns the reason.
             Err(VerifyObjectError::Reader(DumpCheckError::ReaderExited)) => break,
             Err(error) => return Err(error),
         }
     }
-    let read = reader.finish().await;
+    let dump_check = reader.finish().await;
     let is_complete = state.length == sidecar.size_bytes;
     if is_complete && hex::encode(state.digest.finalize()) != sidecar.sha256 {
         return Err(VerifyObjectError::WrongDigest { key: sidecar.key.clone() });
     }
-    Ok(read?)
+    Ok(dump_check?)
 }
 
+/// The bytes that have been read so far, across interruptions.
 struct ReadState {
     length: u64,
     digest: Sha256,
 }
 
 impl ReadState {
+    /// Reads the object from the current position to its end.
     async fn read_rest(
         &mut self,
         bucket: &Bucket,

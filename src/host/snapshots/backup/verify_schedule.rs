@@ -17,27 +17,29 @@ pub struct LastRead {
 }
 
 /// Returns all snapshots with the time of their last read. One that no check has read counts as read when it was taken.
+///
+/// `snapshots` contains each key with the time when the snapshot was taken.
 pub fn list_last_reads(
-    taken: &[(String, Timestamp)],
-    checked: &BTreeMap<String, Timestamp>,
+    snapshots: &[(String, Timestamp)],
+    checked_at: &BTreeMap<String, Timestamp>,
 ) -> Vec<LastRead> {
-    let last_read = |(key, taken): &(String, Timestamp)| {
-        let read_at = checked.get(key).copied().unwrap_or(*taken).max(*taken);
+    let last_read = |(key, taken_at): &(String, Timestamp)| {
+        let read_at = checked_at.get(key).copied().unwrap_or(*taken_at).max(*taken_at);
         LastRead { key: key.clone(), read_at }
     };
-    taken.iter().map(last_read).collect()
+    snapshots.iter().map(last_read).collect()
 }
 
-/// Returns today's snapshots, in the order in which to read them.
-pub fn select_today(mut all: Vec<LastRead>, now: Timestamp, within_days: u32) -> Vec<String> {
+/// Returns the keys of the snapshots to read today, in the order in which to read them.
+pub fn select_today(mut snapshots: Vec<LastRead>, now: Timestamp, within_days: u32) -> Vec<String> {
     let days = usize::try_from(within_days.max(1)).unwrap_or(usize::MAX);
-    let share = all.len().div_ceil(days);
-    all.sort_by(|a, b| (a.read_at, &a.key).cmp(&(b.read_at, &b.key)));
+    let daily_share = snapshots.len().div_ceil(days);
+    snapshots.sort_by(|a, b| (a.read_at, &a.key).cmp(&(b.read_at, &b.key)));
     let overdue_before = now - DAY * i32::try_from(within_days.max(1)).unwrap_or(i32::MAX);
-    let overdue = all.iter().filter(|snapshot| snapshot.read_at <= overdue_before).count();
-    let count = share.max(overdue).min(share.saturating_mul(MAX_CATCH_UP_DAYS));
-    // A snapshot read within the last day is skipped, however few there are.
-    let selected = all.into_iter().take(count).filter(|snapshot| snapshot.read_at <= now - DAY);
+    let overdue = snapshots.iter().filter(|snapshot| snapshot.read_at <= overdue_before).count();
+    let count = daily_share.max(overdue).min(daily_share.saturating_mul(MAX_CATCH_UP_DAYS));
+    // A snapshot that was read within the last day is not read again, even if it is in today's share.
+    let selected = snapshots.into_iter().take(count).filter(|snapshot| snapshot.read_at <= now - DAY);
     selected.map(|snapshot| snapshot.key).collect()
 }
 
@@ -48,7 +50,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// With a run every day, no snapshot stays unread for too long, although new snapshots keep arriving.
+        /// With a run every day, each snapshot is read in time, although new snapshots keep arriving.
         #[test]
         fn schedule_reads_every_snapshot_in_time(within in 1_u32..20, per_day in 0_usize..30, days in 1_usize..60) {
             let mut now: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
@@ -61,7 +63,7 @@ mod tests {
                 for key in select_today(list_last_reads(&taken, &checked), now, within) {
                     checked.insert(key, now);
                 }
-                // One more day, because a snapshot's day starts when it is taken.
+                // One more day, because a snapshot may become overdue just after the day's run.
                 let oldest = list_last_reads(&taken, &checked).into_iter().map(|snapshot| snapshot.read_at).min();
                 if let Some(oldest) = oldest {
                     prop_assert!(now.duration_since(oldest) <= DAY * i32::try_from(within + 1).unwrap(), "{oldest} at {now}");

@@ -1,5 +1,5 @@
 //! The steps of a restore. The old database is untouched until the swap, which is one transaction; the marker is
-//! written last. A killed run is simply repeated.
+//! written last. A run that was killed can be repeated.
 
 use anyhow::anyhow;
 
@@ -45,7 +45,7 @@ pub const FAILPOINTS: &[&str] = &[
     "restore.marker",
 ];
 
-/// Why the gate stays closed.
+/// Why a restore or an adoption failed.
 #[derive(Debug, thiserror::Error)]
 enum RestoreError {
     #[error("there is no snapshot, and SVC_RESTORE_MODE does not allow an empty start")]
@@ -60,7 +60,7 @@ enum RestoreError {
     HoldsRows { database: String, table: String },
     #[error(transparent)]
     Identity(#[from] IdentityError),
-    #[error("the object store could not be read in time; the state of the snapshot is unknown")]
+    #[error("the object store could not be read; the state of the snapshot is unknown")]
     Store(#[source] StoreError),
     #[error(transparent)]
     Download(#[from] DownloadError),
@@ -76,7 +76,7 @@ enum RestoreError {
     Injected(#[from] Injected),
 }
 
-/// Maps `Refused` to `Internal`: the gate runs at boot, so there is no request to refuse.
+/// Maps `Refused` to `Internal`: a restore usually runs at boot, where there is no request to refuse.
 fn map_refused(exit: Exit) -> Exit {
     if exit == Exit::Refused { Exit::Internal } else { exit }
 }
@@ -97,7 +97,7 @@ impl RestoreError {
         }
     }
 
-    /// Returns the failure, with its code in the last line: a failed boot reports only that line of the journal.
+    /// Returns the failure, with its code in the last line: a failed boot reports only the last line of the log.
     fn into_failure(self) -> Failure {
         let exit = self.exit();
         match self.code() {
@@ -123,7 +123,7 @@ impl RestoreError {
 /// Policy for an existing database that contains the owner's rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExistingRows {
-    /// Refuse to replace it: it may be newer than the snapshot, and its marker may be lost.
+    /// Refuse to replace it: if only the marker was lost, the database may be newer than the snapshot.
     Refuse,
     /// Replace it, as `svc-restore replace` requests, and keep it as `svc_before_<n>`.
     Replace,
@@ -141,13 +141,13 @@ pub async fn open(
     restore(settings, existing_rows).await.map_err(RestoreError::into_failure)
 }
 
-/// Adopts the existing database as this machine's.
+/// Adopts the existing database as this machine's, and writes the marker for it.
 pub async fn adopt(_lock: &Lock, settings: &RestoreSettings) -> Result<(), Failure> {
     set_marker(settings, None).await.map_err(|error| Failure::new(error.exit(), error))
 }
 
-/// Finishes or undoes an interrupted swap. It runs at every boot, even if the gate is open, because imports swap
-/// databases too.
+/// Finishes or undoes a swap that was interrupted while the gate was open, such as an import's. Runs at boot if there
+/// is a journal.
 pub async fn finish_interrupted_swap(_lock: &Lock, settings: &RestoreSettings) -> Result<(), Failure> {
     finish_or_undo_swap(settings).await.map_err(|error| Failure::new(error.exit(), error))
 }

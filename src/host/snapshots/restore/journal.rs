@@ -1,5 +1,5 @@
-//! The journal entry written before a swap. It names the new database's oid, which a rename keeps, so the next run can
-//! determine whether the swap happened.
+//! The journal of a swap, written before the swap. It contains the new database's oid, which does not change when the
+//! database is renamed, so the next run can determine whether the swap happened.
 
 use serde::{Deserialize, Serialize};
 
@@ -31,12 +31,12 @@ impl Journal {
         }
     }
 
-    /// Returns whether a run was interrupted between its journal entry and its end.
+    /// Returns whether a run is in progress, or was interrupted, between the write of the journal and its removal.
     pub fn is_open(layout: &Layout) -> bool {
         path(layout).exists()
     }
 
-    /// Returns `None` if there is no journal, or if it does not parse because it was never completely written.
+    /// Returns `None` if there is no journal, or if it does not parse: a swap follows only a complete write.
     ///
     /// # Errors
     /// [`FileError`] if the file exists and cannot be read.
@@ -50,6 +50,7 @@ impl Journal {
         fsx::write_atomic(&path(layout), &text, 0o600)
     }
 
+    /// Returns whether this is the journal of a restore of `snapshot`.
     pub fn is_for(&self, snapshot: &SnapshotRef) -> bool {
         self.version == 1 && self.key == snapshot.key && self.sha256 == snapshot.sha256
     }

@@ -119,7 +119,7 @@ async fn open_gate(layout: Layout) -> Result<(), Failure> {
             let settings = RestoreSettings::read(layout)?;
             return gate::finish_interrupted_swap(&lock(&settings)?, &settings).await;
         }
-        tracing::info!("the database of this machine is already in use; nothing is restored");
+        tracing::info!("the restore gate is already open; nothing is restored");
         return Ok(());
     }
     let settings = RestoreSettings::read(layout)?;
@@ -143,7 +143,9 @@ fn record_outcome(layout: &Layout, restored: &Result<(), Failure>) {
 
 fn lock(settings: &RestoreSettings) -> Result<Lock, Failure> {
     Lock::acquire(&settings.layout.restore_state().join("lock")).map_err(|error| match error {
-        LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another restore is under way")),
+        LockError::Held => {
+            Failure::new(Exit::TryAgain, anyhow::anyhow!("another restore or import is under way"))
+        }
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
     })
 }

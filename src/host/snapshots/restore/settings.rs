@@ -21,6 +21,7 @@ pub struct RestoreSettings {
     /// The user of this machine.
     pub user: IdpUserId,
     pub context: RestoreContext,
+    /// Whether the machine may start without a snapshot.
     pub mode: RestoreMode,
     /// The snapshot to restore; `None` for the one that the pointer names.
     pub chosen_snapshot: Option<SnapshotKey>,

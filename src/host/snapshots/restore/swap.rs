@@ -1,5 +1,5 @@
-//! Swaps the names of the owner's database and the restored one in one transaction. The replaced database is kept as
-//! `svc_before_<n>` until a later backup drops it (`backup/old_databases.rs`).
+//! Swaps databases: in one transaction, the owner's database is renamed to `svc_before_<n>`, and the scratch database
+//! gets its name. The replaced database is kept until a later backup drops it (`backup/old_databases.rs`).
 
 use std::time::{Duration, Instant};
 
@@ -12,10 +12,10 @@ use svc_base::applet::Exit;
 use svc_base::failpoint::{self, Injected};
 use svc_http::problem::format_chain;
 
-/// Maximum time for sessions to end.
+/// How long to wait for terminated sessions to end.
 const SESSION_END_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Why a swap failed. Unless it was committed, both databases keep their names.
+/// Why a swap failed. Unless the swap was committed, both databases keep their names.
 #[derive(Debug, thiserror::Error)]
 pub enum SwapError {
     #[error(transparent)]
@@ -38,27 +38,27 @@ impl SwapError {
     }
 }
 
-/// Swaps the names, and ends the sessions of both databases.
+/// Ends the sessions of both databases and renames them.
 pub async fn swap(server: &PostgresServer, scratch: &ScratchDatabase) -> Result<(), SwapError> {
     let client = server.connect(postgres::MAINTENANCE_DATABASE, "svc-restore").await?;
     let database = server.database();
     let exists = find_oid(&client, database).await?.is_some();
     if exists {
-        let close = format!("ALTER DATABASE {} ALLOW_CONNECTIONS false", quote_ident(database));
-        client.batch_execute(&close).await?;
+        let forbid_connections = format!("ALTER DATABASE {} ALLOW_CONNECTIONS false", quote_ident(database));
+        client.batch_execute(&forbid_connections).await?;
         failpoint::trigger("restore.closed")?;
         end_sessions(&client, database).await?;
     }
     end_sessions(&client, &scratch.name).await?;
     let replaced = format!("svc_before_{}", scratch.number);
-    let first = if exists {
+    let rename_replaced = if exists {
         format!("ALTER DATABASE {} RENAME TO {};", quote_ident(database), quote_ident(&replaced))
     } else {
         String::new()
     };
     client
         .batch_execute(&format!(
-            "BEGIN; {first} ALTER DATABASE {} RENAME TO {}; COMMIT",
+            "BEGIN; {rename_replaced} ALTER DATABASE {} RENAME TO {}; COMMIT",
             quote_ident(&scratch.name),
             quote_ident(database)
         ))

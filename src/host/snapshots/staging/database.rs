@@ -11,11 +11,11 @@ use crate::system::postgres::quote_ident;
 pub struct ScratchDatabase {
     pub name: String,
     pub oid: u32,
-    /// The number in its name; the replaced database gets the same number.
+    /// The number in its name. The database that it replaces is renamed to a name with the same number.
     pub number: i64,
 }
 
-/// Finds the oid of a database, which a rename keeps.
+/// Finds a database's oid, which does not change when the database is renamed.
 ///
 /// # Errors
 /// If a query fails.
@@ -35,11 +35,11 @@ const SESSION_END_TIMEOUT: Duration = Duration::from_secs(30);
 /// # Errors
 /// If a query fails.
 pub async fn end_application_sessions(client: &Client, application: &str) -> Result<(), Error> {
-    let others = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity \
-                  WHERE application_name = $1 AND pid <> pg_backend_pid()";
+    let terminate = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity \
+                     WHERE application_name = $1 AND pid <> pg_backend_pid()";
     let deadline = Instant::now() + SESSION_END_TIMEOUT;
     loop {
-        let remaining: i64 = client.query_one(others, &[&application]).await?.try_get(0)?;
+        let remaining: i64 = client.query_one(terminate, &[&application]).await?.try_get(0)?;
         if remaining == 0 || Instant::now() > deadline {
             return Ok(());
         }
@@ -47,13 +47,13 @@ pub async fn end_application_sessions(client: &Client, application: &str) -> Res
     }
 }
 
-/// Drops scratch databases of killed runs.
+/// Drops all scratch databases. The caller holds a lock, so they belong to killed runs.
 ///
 /// # Errors
 /// If a query fails.
 pub async fn drop_scratch_databases(client: &Client) -> Result<(), Error> {
-    let scratches = "SELECT datname::text FROM pg_database WHERE datname ~ '^svc_restore_[0-9]+$'";
-    for row in client.query(scratches, &[]).await? {
+    let sql = "SELECT datname::text FROM pg_database WHERE datname ~ '^svc_restore_[0-9]+$'";
+    for row in client.query(sql, &[]).await? {
         let name: String = row.try_get(0)?;
         client.batch_execute(&build_drop_statement(&name)).await?;
     }

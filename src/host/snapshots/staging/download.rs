@@ -32,11 +32,11 @@ pub enum DownloadError {
     Store(#[source] StoreError),
     #[error("{key} has {found} bytes instead of {expected}")]
     WrongSize { key: String, expected: u64, found: u64 },
-    #[error("the SHA-256 of {key} differs from its record: nothing was restored")]
+    #[error("the SHA-256 of {key} differs from its sidecar: nothing was restored")]
     WrongDigest { key: String },
     #[error(
-        "{}: {free} bytes are free and {needed} are needed for the database\n  next: delete files, or recover onto a \
-         server type with a larger disk (`svcctl recover --server-type`)", .path.display()
+        "{}: {free} bytes are free and {needed} are needed\n  next: delete files, or recover onto a server \
+         type with a larger disk (`svcctl recover USER --server-type TYPE`)", .path.display()
     )]
     NoSpace { path: PathBuf, needed: u64, free: u64 },
     #[error(transparent)]
@@ -46,7 +46,7 @@ pub enum DownloadError {
 }
 
 impl DownloadError {
-    /// Returns `Refused` if the object differs from its record.
+    /// Returns `Refused` if the dump differs from its sidecar.
     pub fn exit(&self) -> Exit {
         match self {
             Self::Store(error) => store::exit_code(error),
@@ -56,7 +56,7 @@ impl DownloadError {
     }
 }
 
-/// The source from which a dump is loaded.
+/// Where the dump is loaded from.
 #[derive(Debug)]
 pub enum Dump {
     /// The complete, verified dump on this machine's disk.
@@ -65,7 +65,7 @@ pub enum Dump {
     InStore(Box<SnapshotRef>),
 }
 
-/// Downloads the verified dump into `dir`, or returns the one in the store if it does not fit beside the database.
+/// Downloads and verifies the dump in `dir`. If it does not fit beside the database, it stays in the store.
 pub async fn fetch_dump(
     context: &RestoreContext,
     dir: &Path,
@@ -87,7 +87,7 @@ pub async fn fetch_dump(
     let mut backoff = Backoff::new(context.outage_timeout);
     let mut is_second_attempt = false;
     loop {
-        complete(context, snapshot, &mut partial, &mut backoff).await?;
+        download_rest(context, snapshot, &mut partial, &mut backoff).await?;
         if partial.sha256() == snapshot.sha256 {
             // No sync is needed: after a power failure, the file is hashed again.
             return Ok(Dump::File(path));
@@ -101,7 +101,7 @@ pub async fn fetch_dump(
     }
 }
 
-/// Removes the partial file of the dump, and checks that the database then fits.
+/// Removes the dump's partial file, and checks that there is then space for the database.
 fn plan_streaming(
     dir: &Path,
     partial: PartialFile,
@@ -124,7 +124,7 @@ fn plan_streaming(
 }
 
 /// Downloads until the file has the snapshot's size; resumes after interruptions.
-async fn complete(
+async fn download_rest(
     context: &RestoreContext,
     snapshot: &SnapshotRef,
     partial: &mut PartialFile,
@@ -198,7 +198,7 @@ pub fn ensure_space_for_snapshot(
     )
 }
 
-/// Checks that a directory's file system has this many free bytes.
+/// Checks that a directory's file system has `needed` free bytes.
 ///
 /// # Errors
 /// [`DownloadError::NoSpace`].
@@ -216,7 +216,7 @@ fn database_bytes_needed(snapshot: &SnapshotRef, sidecar: &Sidecar) -> u64 {
     database.saturating_add(FREE_SPACE_MARGIN_BYTES)
 }
 
-/// Removes all dumps except `keep`.
+/// Removes all dumps in a directory except `keep`.
 fn remove_other_dumps(dir: &Path, keep: &str) -> Result<(), FileError> {
     for entry in std::fs::read_dir(dir).map_err(FileError::wrap("read", dir))?.flatten() {
         let name = entry.file_name();

@@ -10,7 +10,7 @@ use svc_base::failpoint::Injected;
 
 /// Maximum number of bytes of `pg_restore`'s error output that are read.
 pub(super) const MAX_STDERR_BYTES: u64 = 64 * 1024;
-/// Maximum length of that output in an error.
+/// Maximum length of this output in an error.
 pub(super) const MAX_STDERR_CHARS: usize = 2000;
 
 /// Why the snapshot could not be loaded.
@@ -18,7 +18,7 @@ pub(super) const MAX_STDERR_CHARS: usize = 2000;
 pub enum LoadError {
     #[error(
         "{key} was taken with PostgreSQL {snapshot}, but this machine has PostgreSQL {server}, which cannot load it\n  next: \
-         recover with an image that has PostgreSQL {snapshot}, or `svcctl recover --snapshot` with an earlier snapshot"
+         recover with an image that has PostgreSQL {snapshot}, or restore an earlier snapshot with `svcctl recover USER --snapshot KEY`"
     )]
     NewerPostgres { key: String, snapshot: u32, server: i32 },
     #[error(transparent)]
@@ -35,7 +35,7 @@ pub enum LoadError {
     Restore { status: ExitStatus, stderr: String },
     #[error("pg_restore did not exit in time")]
     TimedOut,
-    #[error("the restored database differs from its record: {0}")]
+    #[error("the restored database differs from the snapshot's sidecar: {0}")]
     Mismatch(String),
     #[error(transparent)]
     Download(#[from] DownloadError),

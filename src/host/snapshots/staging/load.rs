@@ -23,7 +23,7 @@ use svc_base::failpoint;
 use svc_base::quantity::pluralize;
 use svc_store::snapshot::{DatabaseFacts, DatabaseSetting, Sidecar};
 
-/// No database on a supported server type takes longer to load.
+/// Maximum duration of a load. No database on a supported server type takes longer.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(12 * 3600);
 
 /// Interval at which the loaded size is queried.
@@ -92,8 +92,8 @@ pub async fn load_into_scratch(
             apply_properties(&loaded, &scratch.name, facts).await?;
         }
         failpoint::trigger("restore.applied")?;
-        context.progress.start_phase("comparing tables and rows with the record");
-        compare_with_record(context, &loaded, sidecar).await?;
+        context.progress.start_phase("comparing tables and rows with the sidecar");
+        compare_with_sidecar(context, &loaded, sidecar).await?;
         failpoint::trigger("restore.counted")?;
         Ok(())
     };
@@ -106,8 +106,8 @@ pub async fn load_into_scratch(
     }
 }
 
-/// Creates a database, owned by this user or by another role. Its number is new, so that a `pg_restore` that outlived a
-/// killed run cannot write into it.
+/// Creates a database, owned by this user or by another role. The number in its name is new, so that a `pg_restore`
+/// that outlived a killed run cannot write into it.
 pub async fn create_database(client: &Client, owner: Option<&str>) -> Result<ScratchDatabase, LoadError> {
     let number = svc_base::clock::now_ms().as_millisecond();
     let name = format!("svc_restore_{number}");
@@ -143,7 +143,9 @@ pub async fn run_restore(mut command: tokio::process::Command) -> Result<(), Loa
     let reading_stderr = async {
         if let Some(stderr) = &mut stderr {
             // A broken pipe just ends the output.
-            let _ = stderr.take(MAX_STDERR_BYTES).read_to_end(&mut stderr_bytes).await;
+            let _ = (&mut *stderr).take(MAX_STDERR_BYTES).read_to_end(&mut stderr_bytes).await;
+            // `pg_restore` would wait for a reader of its further messages.
+            let _ = tokio::io::copy(stderr, &mut tokio::io::sink()).await;
         }
     };
     let result =
@@ -225,8 +227,8 @@ async fn apply_setting(client: &Client, database: &str, setting: &DatabaseSettin
     client.batch_execute("RESET ALL").await.map_err(action())
 }
 
-/// Checks that the database has exactly the recorded tables and numbers of rows.
-pub async fn compare_with_record(
+/// Checks that the database has exactly the sidecar's tables and numbers of rows.
+pub async fn compare_with_sidecar(
     context: &RestoreContext,
     client: &Client,
     sidecar: &Sidecar,

@@ -1,4 +1,4 @@
-//! Loads a snapshot into a scratch database: downloads it, loads it, and compares it with its record. The caller
+//! Loads a snapshot into a scratch database: downloads it, loads it, and compares it with its sidecar. The caller
 //! decides what to do with the scratch database: a restore replaces the owner's database with it, a drill drops it.
 
 mod database;
@@ -27,7 +27,7 @@ pub use download::{
 };
 pub use error::LoadError;
 pub use load::{
-    check_postgres_version, compare_with_record, connect_with_retries, create_database, load_into_scratch,
+    check_postgres_version, compare_with_sidecar, connect_with_retries, create_database, load_into_scratch,
     run_restore,
 };
 pub use roles::{RoleLifetime, drop_drill_roles};

@@ -2,7 +2,7 @@
 //! memberships.
 //!
 //! All roles are created in one transaction, so that none ever lacks its attributes. Existing roles are not changed;
-//! differences are reported. No role can log in before it gets a password.
+//! differences are reported. New roles cannot log in: the gateway enables logins when it sets passwords.
 
 use std::collections::BTreeSet;
 
@@ -29,7 +29,8 @@ pub enum RoleLifetime {
 /// Prefix of the apps' roles: the gateway sets their passwords and lets them log in.
 const APP_PREFIX: &str = "app_";
 
-/// Creates the missing roles. Returns descriptions of the recorded facts that were not restored.
+/// Creates the missing roles; temporary ones without attributes. Returns descriptions of the recorded facts that were
+/// not restored.
 pub async fn create(
     client: &mut Client,
     sidecar: &Sidecar,
@@ -166,6 +167,7 @@ impl RoleSetup<'_> {
         }
     }
 
+    /// Runs statements. If the server refuses them, adds the reason to the facts that were not restored.
     async fn attempt(
         &mut self,
         statements: &[String],
@@ -177,7 +179,8 @@ impl RoleSetup<'_> {
         Ok(())
     }
 
-    /// Runs statements. Those refused by the server are rolled back and reported; a lost connection is an error.
+    /// Runs statements in a savepoint. If the server refuses one, all of them are rolled back, and the inner error is
+    /// the server's message. A lost connection is the outer error.
     async fn run(&mut self, statements: &[String]) -> Result<Result<(), String>, LoadError> {
         let savepoint = self.transaction.savepoint("role").await.map_err(query("set up roles"))?;
         for statement in statements {
@@ -194,7 +197,8 @@ impl RoleSetup<'_> {
     }
 }
 
-/// Drops the roles of drills, after their databases. A role that is now in use belongs to the owner and is kept.
+/// Drops the temporary roles, after the databases that they were created for. A role that has other objects by now
+/// belongs to the owner, and is kept.
 pub async fn drop_drill_roles(client: &Client) -> Result<(), LoadError> {
     let drills = "SELECT rolname::text FROM pg_roles WHERE NOT rolcanlogin AND shobj_description(oid, 'pg_authid') = $1";
     let rows =

@@ -1,8 +1,8 @@
 //! Streams the dump from the store straight into `pg_restore`, for a disk without space for the dump beside the
 //! database.
 //!
-//! The bytes are hashed in transit, so the result is known only at the end: the caller drops the database if the size
-//! or the SHA-256 differs.
+//! The bytes are hashed in transit, so the result is known only at the end: the caller drops the database after an
+//! error, such as a wrong size or SHA-256.
 
 use std::process::ExitStatus;
 use std::time::Duration;
@@ -34,7 +34,7 @@ const INDEX_BUILD_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
 pub async fn load(context: &RestoreContext, snapshot: &SnapshotRef, database: &str) -> Result<(), LoadError> {
     let mut child = context.tools.load_stream(&context.server, database).spawn().map_err(LoadError::Start)?;
     let stderr = child.stderr.take();
-    let errors = tokio::spawn(async move {
+    let stderr_bytes = tokio::spawn(async move {
         let mut output = Vec::new();
         if let Some(stderr) = stderr {
             // A broken pipe just ends the output.
@@ -51,7 +51,7 @@ pub async fn load(context: &RestoreContext, snapshot: &SnapshotRef, database: &s
     let result = tokio::time::timeout(INDEX_BUILD_TIMEOUT, child.wait()).await;
     let status = result.map_err(|_| LoadError::TimedOut)?.map_err(LoadError::Start)?;
     if !status.success() {
-        return Err(restore_error(status, &errors.await.unwrap_or_default()));
+        return Err(restore_error(status, &stderr_bytes.await.unwrap_or_default()));
     }
     if hex::encode(transfer.digest.finalize()) != snapshot.sha256 {
         return Err(DownloadError::WrongDigest { key: snapshot.key.clone() }.into());

@@ -1,4 +1,5 @@
-//! `store-credentials.json`: the sessions that the platform last issued, for the next applet and the next boot.
+//! `store-credentials.json`: the object store sessions that the platform last issued. Applets that start later, also
+//! after a reboot, use them.
 
 use std::path::Path;
 
@@ -21,11 +22,13 @@ pub struct StoredSessions {
     /// The session for normal use.
     #[serde(flatten)]
     pub session: StoredSession,
+    /// From the renewal to the expiry of `session`.
     #[serde(rename = "lifeSeconds")]
     lifetime_seconds: i64,
     /// Time of the renewal, according to this machine's clock. Older releases do not write it.
     #[serde(default, with = "clock::wire_option", skip_serializing_if = "Option::is_none")]
     pub renewed_at: Option<Timestamp>,
+    /// The session for when the platform is unreachable; `None` if the platform issued none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub outage: Option<StoredSession>,
 }
@@ -62,11 +65,13 @@ impl StoredSessions {
         Self { version: FORMAT, machine_id, session, lifetime_seconds, renewed_at: Some(renewed_at), outage }
     }
 
+    /// Returns the lifetime that `session` had when it was renewed.
     pub fn lifetime(&self) -> SignedDuration {
         SignedDuration::from_secs(self.lifetime_seconds)
     }
 
-    /// Reads this machine's stored sessions; `None` if the file has a different format or is for a different machine.
+    /// Reads this machine's stored sessions; `None` if the file does not exist, cannot be parsed, has a different
+    /// format or is for a different machine.
     pub fn read(file: &Path, machine: MachineId) -> Result<Option<Self>, FileError> {
         let Some(text) = fsx::read_if_exists(file)? else { return Ok(None) };
         let stored = serde_json::from_slice::<Self>(&text).ok();

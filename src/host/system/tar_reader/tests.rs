@@ -1,4 +1,4 @@
-//! Tests the reader with archives that claim more than they contain, and with ambiguous names.
+//! Tests the reader with archives whose headers claim more than they contain, and with ambiguous names.
 
 use super::*;
 
@@ -10,7 +10,7 @@ const LIMITS: TarLimits = TarLimits {
     max_total_file_bytes: 15_000,
 };
 
-/// Builds an entry from a header and a body, which need not agree.
+/// Builds an entry. `size` need not match the length of `body`.
 fn entry(kind: u8, path: &[u8], size: u64, body: &[u8]) -> Vec<u8> {
     let mut header = tar::Header::new_gnu();
     header.as_old_mut().name[..path.len()].copy_from_slice(path);
@@ -28,8 +28,9 @@ fn entry_with_body(kind: u8, path: &str, body: &[u8]) -> Vec<u8> {
     entry(kind, path.as_bytes(), body.len() as u64, body)
 }
 
-fn pax(key: &str, value: &str) -> Vec<u8> {
+fn build_pax_record(key: &str, value: &str) -> Vec<u8> {
     let rest = format!(" {key}={value}\n");
+    // The length prefix counts its own digits (POSIX pax).
     let len = (1..).map(|digits| rest.len() + digits).find(|len| len.to_string().len() + rest.len() == *len);
     format!("{}{rest}", len.unwrap()).into_bytes()
 }
@@ -51,7 +52,7 @@ fn next_entry_reads_long_names() {
     let long = "d/".repeat(200) + "f";
     for record in [
         entry_with_body(b'L', "././@LongLink", long.as_bytes()),
-        entry_with_body(b'x', "pax", &pax("path", &long)),
+        entry_with_body(b'x', "pax", &build_pax_record("path", &long)),
     ] {
         let found = read_all([record, entry_with_body(b'0', "short", b"body")].concat().as_slice()).unwrap();
         assert_eq!(found, [(PathBuf::from(&long), b"body".to_vec())]);
@@ -59,7 +60,7 @@ fn next_entry_reads_long_names() {
 }
 
 #[test]
-fn next_entry_rejects_special_entries() {
+fn next_entry_rejects_invalid_archives() {
     let file = || entry_with_body(b'0', "f", b"");
     let long = "n".repeat(1001);
     let mut cases = vec![
@@ -68,19 +69,34 @@ fn next_entry_rejects_special_entries() {
         ("a pipe", entry(b'6', b"f", 0, b"")),
         ("an unknown kind", entry(b'Z', b"f", 0, b"")),
         ("a directory with content", entry_with_body(b'5', "d", b"x")),
-        ("two entries with one name", [file(), file()].concat()),
-        ("two spellings of a name", [file(), entry_with_body(b'0', "./f", b"")].concat()),
-        ("a name without an entry", entry_with_body(b'L', "l", b"name")),
+        ("two entries with the same path", [file(), file()].concat()),
+        ("two entries with equivalent paths", [file(), entry_with_body(b'0', "./f", b"")].concat()),
+        ("a long-name record without an entry", entry_with_body(b'L', "l", b"name")),
         (
-            "an entry named twice",
+            "two long-name records for one entry",
             [entry_with_body(b'L', "l", b"a"), entry_with_body(b'L', "l", b"b"), file()].concat(),
         ),
         ("a file with a link target", [entry_with_body(b'K', "l", b"a"), file()].concat()),
-        ("a name that is too long", [entry_with_body(b'x', "l", &pax("path", &long)), file()].concat()),
-        ("a name with a NUL byte", [entry_with_body(b'x', "l", &pax("path", "a\0b")), file()].concat()),
-        ("a size in an attribute", [entry_with_body(b'x', "l", &pax("size", "0")), file()].concat()),
-        ("a sparse map", [entry_with_body(b'x', "l", &pax("GNU.sparse.map", "0,1")), file()].concat()),
-        ("a name for all entries", [entry_with_body(b'g', "l", &pax("path", "a")), file()].concat()),
+        (
+            "a name that is too long",
+            [entry_with_body(b'x', "l", &build_pax_record("path", &long)), file()].concat(),
+        ),
+        (
+            "a name with a NUL byte",
+            [entry_with_body(b'x', "l", &build_pax_record("path", "a\0b")), file()].concat(),
+        ),
+        (
+            "a size in a PAX header",
+            [entry_with_body(b'x', "l", &build_pax_record("size", "0")), file()].concat(),
+        ),
+        (
+            "a sparse map",
+            [entry_with_body(b'x', "l", &build_pax_record("GNU.sparse.map", "0,1")), file()].concat(),
+        ),
+        (
+            "a path in a global PAX header",
+            [entry_with_body(b'g', "l", &build_pax_record("path", "a")), file()].concat(),
+        ),
         ("a truncated file", entry(b'0', b"f", 600, b"x")),
         ("a file that is too large", entry(b'0', b"f", 10_001, b"")),
         ("a size beyond all limits", entry(b'0', b"f", u64::MAX >> 1, b"")),
@@ -108,13 +124,14 @@ fn next_entry_rejects_special_entries() {
 /// A record is not read if its header claims more bytes than a name can have.
 #[test]
 fn next_entry_does_not_read_oversized_record() {
+    /// Returns the bytes, then endless zeros, and counts what it returns.
     struct CountingReader<'a>(&'a [u8], &'a std::cell::Cell<u64>);
     impl Read for CountingReader<'_> {
         fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
             let read = self.0.read(into)?;
-            let zeros = if read == 0 { into.len() } else { read };
-            self.1.set(self.1.get() + zeros as u64);
-            Ok(zeros)
+            let len = if read == 0 { into.len() } else { read };
+            self.1.set(self.1.get() + len as u64);
+            Ok(len)
         }
     }
     for kind in *b"LKxg" {

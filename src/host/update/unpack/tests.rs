@@ -87,31 +87,34 @@ fn unpack_rejects_hostile_entries() {
     let long = "d/".repeat(49) + "x";
     let many: Vec<String> = (0..60).map(|n| format!("f{n}")).collect();
     let cases: Vec<(&str, Vec<RawEntry<'_>>)> = vec![
-        ("absolute", vec![file("/outside", b"!")]),
-        ("parent", vec![file("../outside", b"!")]),
-        ("parent inside", vec![file("a/../../outside", b"!")]),
-        ("absolute link", vec![link("x", "/etc/passwd")]),
-        ("link up", vec![link("x", "../outside")]),
-        ("link up from below", vec![link("a/b/x", "../../../outside")]),
-        ("through a link", vec![file("d/f", b""), link("x", "d"), file("x/y", b"!")]),
-        ("over a link", vec![file("f", b""), link("x", "f"), file("x", b"!")]),
-        ("over a file", vec![file("x", b"1"), file("x", b"2")]),
+        ("an absolute path", vec![file("/outside", b"!")]),
+        ("a path with `..`", vec![file("../outside", b"!")]),
+        ("a path with `..` in the middle", vec![file("a/../../outside", b"!")]),
+        ("an absolute link", vec![link("x", "/etc/passwd")]),
+        ("a link that leaves the directory", vec![link("x", "../outside")]),
+        ("a nested link that leaves the directory", vec![link("a/b/x", "../../../outside")]),
+        ("a file below a link", vec![file("d/f", b""), link("x", "d"), file("x/y", b"!")]),
+        ("a file over a link", vec![file("f", b""), link("x", "f"), file("x", b"!")]),
+        ("a file over a file", vec![file("x", b"1"), file("x", b"2")]),
         (
             "a directory over a link",
             vec![link("x", "d"), RawEntry { kind: EntryType::Directory, mode: 0o755, ..file("x", b"") }],
         ),
-        ("link over link", vec![file("a/b/f", b""), link("a/b/p", "../.."), link("t", "a/b/p/../outside")]),
-        ("dangling link", vec![link("x", "nowhere")]),
-        ("hard link", vec![kind(EntryType::Link)]),
-        ("character device", vec![kind(EntryType::Char)]),
-        ("block device", vec![kind(EntryType::Block)]),
-        ("pipe", vec![kind(EntryType::Fifo)]),
-        ("sparse", vec![kind(EntryType::GNUSparse)]),
-        ("unknown kind", vec![kind(EntryType::new(b'Z'))]),
-        ("setuid", vec![setuid]),
-        ("setgid", vec![setgid]),
-        ("many entries", many.iter().map(|name| file(name, b"")).collect()),
-        ("many bytes", vec![file(&long, &[0; 600_000]), file("y", &[0; 600_000])]),
+        (
+            "a link through a link",
+            vec![file("a/b/f", b""), link("a/b/p", "../.."), link("t", "a/b/p/../outside")],
+        ),
+        ("a dangling link", vec![link("x", "nowhere")]),
+        ("a hard link", vec![kind(EntryType::Link)]),
+        ("a character device", vec![kind(EntryType::Char)]),
+        ("a block device", vec![kind(EntryType::Block)]),
+        ("a pipe", vec![kind(EntryType::Fifo)]),
+        ("a sparse file", vec![kind(EntryType::GNUSparse)]),
+        ("an unknown kind", vec![kind(EntryType::new(b'Z'))]),
+        ("a setuid bit", vec![setuid]),
+        ("a setgid bit", vec![setgid]),
+        ("too many entries", many.iter().map(|name| file(name, b"")).collect()),
+        ("too many bytes", vec![file(&long, &[0; 600_000]), file("y", &[0; 600_000])]),
     ];
     for (name, entries) in cases {
         let (_dir, result) = try_unpack(&archive(&entries));
@@ -119,8 +122,8 @@ fn unpack_rejects_hostile_entries() {
     }
 }
 
-/// Formats `len key=value\n`, where `len` includes its own digits.
-fn pax(key: &str, value: &str) -> Vec<u8> {
+/// Builds a PAX record, `len key=value\n`, where `len` counts its own digits.
+fn build_pax_record(key: &str, value: &str) -> Vec<u8> {
     let rest = format!(" {key}={value}\n");
     let len = (1..).map(|digits| rest.len() + digits).find(|len| len.to_string().len() + rest.len() == *len);
     format!("{}{rest}", len.unwrap()).into_bytes()
@@ -138,17 +141,17 @@ fn unpack_checks_long_names() {
     result.unwrap();
     assert_eq!(fs::read(dir.path().join("release").join(&long)).unwrap(), b"1");
 
-    let attributes = [pax("mtime", "1.5"), pax("path", &long)].concat();
+    let attributes = [build_pax_record("mtime", "1.5"), build_pax_record("path", &long)].concat();
     let (dir, result) =
         try_unpack(&archive(&[long_name(EntryType::XHeader, &attributes), file("short", b"2")]));
     result.unwrap();
     assert_eq!(fs::read(dir.path().join("release").join(&long)).unwrap(), b"2");
 
-    let up = pax("path", "../outside");
-    let up_link = pax("linkpath", "../outside");
-    let size = pax("size", "1");
+    let up = build_pax_record("path", "../outside");
+    let up_link = build_pax_record("linkpath", "../outside");
+    let size = build_pax_record("size", "1");
     let huge = vec![b'x'; 70_000];
-    let bad: [&[RawEntry<'_>]; 6] = [
+    let rejected: [&[RawEntry<'_>]; 6] = [
         &[long_name(EntryType::GNULongName, b"../outside\0"), file("x", b"!")],
         &[long_name(EntryType::GNULongLink, b"../outside\0"), link("x", "y")],
         &[long_name(EntryType::XHeader, &up), file("x", b"!")],
@@ -156,7 +159,7 @@ fn unpack_checks_long_names() {
         &[long_name(EntryType::XHeader, &size), file("x", b"!")],
         &[long_name(EntryType::GNULongName, &huge), file("x", b"!")],
     ];
-    for entries in bad {
+    for entries in rejected {
         assert!(try_unpack(&archive(entries)).1.is_err());
     }
 }
@@ -165,8 +168,8 @@ fn unpack_checks_long_names() {
 fn unpack_rejects_damaged_archive() {
     let whole = archive(&[file("bin/svc", &[7; 50_000]), file("release.json", b"{}")]);
     assert!(try_unpack(&whole).1.is_ok());
-    for cut in [0, 5, whole.len() / 2, whole.len() - 1] {
-        assert!(try_unpack(&whole[..cut]).1.is_err(), "cut at {cut}");
+    for len in [0, 5, whole.len() / 2, whole.len() - 1] {
+        assert!(try_unpack(&whole[..len]).1.is_err(), "truncated to {len} bytes");
     }
     let mut flipped = whole.clone();
     let middle = flipped.len() / 2;

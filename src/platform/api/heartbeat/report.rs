@@ -23,12 +23,12 @@ use svc_wire::machine::{Disk, Health};
 // A host trusts the keys of one set of bundle keys, so both limits must be equal.
 const _: () = assert!(MAX_TRUSTED_KEYS == MAX_KEYS);
 
-/// A valid heartbeat, whose strings are bounded and printable.
+/// A valid heartbeat. Its texts are bounded and printable, except for `proof_kids`, which are only compared.
 pub struct HeartbeatReport {
     pub sent: Heartbeat,
     /// When the last verified snapshot that the host reports was taken.
     pub backup_taken_at: Option<Timestamp>,
-    /// The registration that the platform has accepted, as the host reports it.
+    /// The registration that the platform accepted, according to the host.
     pub registration: Option<HostRegistration>,
 }
 
@@ -388,17 +388,17 @@ mod tests {
 
     #[tokio::test]
     async fn parse_report_lists_every_invalid_field() {
-        let mut wrong = json!(full_heartbeat());
-        wrong["epoch"] = json!(u64::from(u32::MAX));
-        wrong["disk"] = json!({ "totalBytes": 9 });
-        wrong["health"]["gateway"] = json!("well");
-        wrong["trustedKeys"]["ids"][0] = json!("x");
-        wrong["checks"]["drill"]["at"] = json!("soon");
-        let problem = parse(&wrong).await.err().unwrap();
+        let mut invalid = json!(full_heartbeat());
+        invalid["epoch"] = json!(u64::from(u32::MAX));
+        invalid["disk"] = json!({ "totalBytes": 9 });
+        invalid["health"]["gateway"] = json!("well");
+        invalid["trustedKeys"]["ids"][0] = json!("x");
+        invalid["checks"]["drill"]["at"] = json!("soon");
+        let problem = parse(&invalid).await.err().unwrap();
         let errors = problem.members["errors"].as_array().unwrap();
-        let named: Vec<_> = errors.iter().map(|error| error["pointer"].as_str().unwrap()).collect();
+        let pointers: Vec<_> = errors.iter().map(|error| error["pointer"].as_str().unwrap()).collect();
         assert_eq!(
-            named,
+            pointers,
             ["/epoch", "/health/gateway", "/disk/freeBytes", "/checks/drill/at", "/trustedKeys/ids"]
         );
     }

@@ -29,7 +29,7 @@ const PROBLEMS: &[Code] = &[
     Code::DatabaseUnavailable,
 ];
 
-/// Without `not_found`, because every host has a state.
+/// [`PROBLEMS`] without `not_found`, because every host reports the state of its file backup.
 const STATUS_PROBLEMS: &[Code] = &[
     Code::MachineNotFound,
     Code::InvalidState,

@@ -17,7 +17,7 @@ const TIMEOUT: SignedDuration = SignedDuration::from_mins(3);
 /// Which of the owner's files are saved. Displayed as the end of a note.
 #[derive(Debug, PartialEq, Eq)]
 pub enum SavedFiles {
-    /// The host does not save files.
+    /// The host reports no file backup: its release does not save files, or it has not recorded a state yet.
     Unsupported,
     /// Everything that the writers wrote before they stopped.
     Complete { until: Timestamp },
@@ -43,8 +43,8 @@ impl SavedFiles {
         }
     }
 
-    /// Returns the time since which files are unsaved; `None` if they are saved, or if the host does not save files.
-    /// The time is `None` if no files were ever saved.
+    /// Returns the time since which files are unsaved; `None` if they are saved, or if the host reports no file backup.
+    /// The inner time is `None` if no files were ever saved.
     pub fn unsaved_since(&self) -> Option<Option<Timestamp>> {
         match self {
             Self::Unsupported | Self::Complete { .. } => None,
@@ -76,7 +76,7 @@ impl fmt::Display for SavedFiles {
     }
 }
 
-/// Returns whether to wait for the files.
+/// Returns whether to wait for the files: until they are saved, but at most for `TIMEOUT`.
 pub fn should_wait_for_files(report: &HostReport, progress: &mut LastBackupProgress, now: Timestamp) -> bool {
     if SavedFiles::from_report(report, progress).unsaved_since().is_none() {
         return false;
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn unsaved_files_are_described_and_recorded() {
+    fn saved_files_name_time_since_which_files_are_unsaved() {
         let from_report = |report: HostReport| SavedFiles::from_report(&report, &stopped_at_100());
         let saved = from_report(report(Some(101)));
         assert_eq!(saved.unsaved_since(), None);

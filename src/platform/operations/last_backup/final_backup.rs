@@ -1,6 +1,6 @@
 //! Checks whether an outgoing machine has taken its final backup.
 //!
-//! The pointer alone is not sufficient proof, because every store session for the slot can write it, including a
+//! The pointer alone is not sufficient proof, because every working session for the slot can write it, including a
 //! replaced machine's. The snapshot must be complete, its sidecar must match the pointer, and the machine,
 //! authenticated by its registered key, must report the snapshot as its own. The last condition does not apply to hosts
 //! whose release does not report backups.

@@ -19,7 +19,8 @@ const FACTS: &str = "lastBackup";
 /// Minimum number of additional bytes that counts as progress.
 const MIN_PROGRESS_BYTES: u64 = 1 << 20;
 
-/// Times are by the database's clock, except request times, which are by the host's clock, like those of snapshots.
+/// The progress of the step. Times are by the database's clock, except where a field says otherwise. Request times are
+/// by the host's clock, like those of snapshots, if the host reports them.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct LastBackupProgress {
@@ -31,7 +32,7 @@ pub struct LastBackupProgress {
     pub unreachable_since: Option<Timestamp>,
     #[serde(rename = "hasStopped")]
     pub has_stopped_writers: bool,
-    /// When the host started stopping its writers.
+    /// When the host first reported that it is stopping its writers.
     #[serde(with = "clock::wire_option")]
     stopping_since: Option<Timestamp>,
     /// The lowest count of running dispatches that the host has reported.
@@ -45,7 +46,7 @@ pub struct LastBackupProgress {
     /// When all writers had stopped, by the host's clock.
     #[serde(with = "clock::wire_option")]
     pub quiesced_at: Option<Timestamp>,
-    /// When the database was saved, but not yet the owner's files.
+    /// When the step started waiting for the owner's files: the database was saved, but the files were not.
     #[serde(with = "clock::wire_option")]
     pub files_awaited_since: Option<Timestamp>,
     /// The time of the latest request by the host's clock; the next field is the same time by the database's clock.
@@ -53,6 +54,7 @@ pub struct LastBackupProgress {
     host_clock_at: Option<Timestamp>,
     #[serde(with = "clock::wire_option")]
     host_clock_noted_at: Option<Timestamp>,
+    /// Number of accepted requests since `started_at`.
     requests: u32,
     /// The stage and bytes when progress was last recorded; `progress_at` is the time.
     stage: Option<String>,

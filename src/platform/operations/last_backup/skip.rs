@@ -29,6 +29,7 @@ const SEARCH_TIMEOUT: Duration = Duration::from_secs(15);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SkipReason {
     ServerGone,
+    /// An earlier operation has already ordered the server to be powered off.
     OutOfService,
     Unreachable,
     /// An operator gave up waiting for the backup.
@@ -152,11 +153,11 @@ fn finish_without_backup(
     StepOutcome::Done { note: Some((note + suffix).into()), record }
 }
 
-/// Finds a complete snapshot that is newer than the latest one: this machine's own or, if it has taken none, one of an
-/// earlier machine that was not restored to it.
+/// Finds a complete snapshot that is newer than the latest one: this machine's own or, if neither that nor the latest
+/// one is its own, the recorded one of an earlier machine that was not restored to it.
 ///
-/// Also returns `None` if the pointer names no snapshot, if it is unreadable (which the next step reports), or if the
-/// search fails during a deletion, which restores nothing.
+/// Also returns `None` if the pointer names no snapshot, if the pointer is unreadable (which the next step reports), or
+/// if the search fails during a deletion, which restores nothing.
 async fn find_newer_snapshot(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,

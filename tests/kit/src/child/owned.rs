@@ -1,4 +1,4 @@
-//! A child process that ends with its owner.
+//! A child process that is killed when its handle is dropped.
 
 use std::io;
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus};
@@ -60,7 +60,7 @@ impl OwnedChild {
     }
 
     /// Like [`Self::wait`], without blocking the thread.
-    pub async fn wait_for_exit(&mut self, timeout: Duration) -> Option<ExitStatus> {
+    pub async fn wait_async(&mut self, timeout: Duration) -> Option<ExitStatus> {
         let deadline = Instant::now() + timeout;
         loop {
             let status = self.status();

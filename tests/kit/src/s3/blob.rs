@@ -85,11 +85,12 @@ impl Blob {
     }
 }
 
-// The signature covers the body's length and hash; s3s verifies both while reading.
+/// Maps an error from reading the body. s3s checks the body against the signed length and SHA-256 while reading. Its
+/// error type is private, so a mismatch is recognized by the error's text.
 fn upload_error(error: &s3s::StdError) -> s3s::S3Error {
     let text = error.to_string();
     if text.contains("Sha256Mismatch") {
-        return s3_error!(BadDigest, "the body does not have the signed SHA-256");
+        return s3_error!(BadDigest, "the body's SHA-256 does not match the signed one");
     }
     s3_error!(IncompleteBody, "the body is incomplete: {text}")
 }

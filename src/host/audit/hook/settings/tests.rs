@@ -1,4 +1,4 @@
-//! Tests for installing and uninstalling the hook in all kinds of settings.
+//! Tests for installing and uninstalling the hook beside other hooks.
 
 use proptest::prelude::*;
 
@@ -76,7 +76,7 @@ fn any_groups() -> impl Strategy<Value = Value> {
     prop::collection::vec(group, 0..4).prop_map(Value::from)
 }
 
-/// Lists all foreign hooks, in order.
+/// Lists the foreign hooks by event and matcher, and otherwise in their original order.
 fn list_foreign_hooks(settings: &Value) -> Vec<(String, Value)> {
     let mut found = Vec::new();
     for (event, groups) in settings["hooks"].as_object().into_iter().flatten() {

@@ -10,7 +10,7 @@ use super::*;
 #[derive(Debug, Clone, PartialEq)]
 enum Node {
     File { content: u64, mtime: i64 },
-    Link { target: u64, mtime: i64 },
+    Symlink { target: u64, mtime: i64 },
     Folder(BTreeMap<Name, Inode>),
 }
 
@@ -41,7 +41,7 @@ impl FakeFs {
     fn names(&self, folder: Inode) -> &BTreeMap<Name, Inode> {
         match &self.nodes[&folder] {
             Node::Folder(names) => names,
-            Node::File { .. } | Node::Link { .. } => panic!("only a folder has names"),
+            Node::File { .. } | Node::Symlink { .. } => panic!("only a folder has names"),
         }
     }
 
@@ -61,7 +61,7 @@ impl FakeFs {
         Some(at)
     }
 
-    /// Splits a path into its folder and its last name.
+    /// Splits a path into its folder and its last component; `None` if the folder does not exist.
     fn split<'a>(&self, path: &'a [u8]) -> Option<(Inode, &'a [u8])> {
         let name = super::super::tree::last_component(path);
         let folder = self.find(&path[..path.len() - name.len()])?;
@@ -103,7 +103,7 @@ impl FakeFs {
                 self.emit(folder, name, Marks { is_written: !is_mapped, ..Marks::default() });
             }
             (None, Some(_)) => self.create(path, node),
-            // A write through a link would change the target, not this name.
+            // A write through a symbolic link would change the target, not this name.
             _ => {}
         }
     }
@@ -116,7 +116,7 @@ impl FakeFs {
         }
         let temporary = [path, b".tmp"].concat();
         self.clock += 1;
-        self.create(&temporary, Node::Link { target: self.clock.unsigned_abs(), mtime: self.clock });
+        self.create(&temporary, Node::Symlink { target: self.clock.unsigned_abs(), mtime: self.clock });
         self.rename(&temporary, path);
     }
 
@@ -140,24 +140,24 @@ impl FakeFs {
         }
         self.names_mut(folder).remove(name);
         self.emit(folder, name, Marks { has_name_change: true, ..Marks::default() });
-        let links = self.nodes.values().filter(
+        let folders = self.nodes.values().filter(
             |node| matches!(node, Node::Folder(names) if names.values().any(|other| *other == inode)),
         );
-        if links.count() == 0 {
+        if folders.count() == 0 {
             self.nodes.remove(&inode);
             self.watched.remove(&inode);
         }
     }
 
     fn rename(&mut self, from: &[u8], to: &[u8]) {
-        let inside = to.starts_with(from) && (to.len() == from.len() || to[from.len()] == b'/');
-        let above = from.starts_with(to) && from.get(to.len()) == Some(&b'/');
+        let is_into_itself = to.starts_with(from) && (to.len() == from.len() || to[from.len()] == b'/');
+        let is_onto_ancestor = from.starts_with(to) && from.get(to.len()) == Some(&b'/');
         let (Some(inode), Some((old, old_name)), Some((new, new_name))) =
             (self.find(from), self.split(from), self.split(to))
         else {
             return;
         };
-        if inside || above || self.find(to) == Some(inode) {
+        if is_into_itself || is_onto_ancestor || self.find(to) == Some(inode) {
             return;
         }
         self.remove(to);
@@ -168,7 +168,7 @@ impl FakeFs {
         self.emit(new, new_name, marks);
     }
 
-    fn link(&mut self, from: &[u8], to: &[u8]) {
+    fn hard_link(&mut self, from: &[u8], to: &[u8]) {
         let (Some(inode), Some((folder, name))) = (self.find(from), self.split(to)) else { return };
         if matches!(self.nodes[&inode], Node::File { .. }) && !self.names(folder).contains_key(name) {
             self.names_mut(folder).insert(name.into(), inode);
@@ -180,7 +180,7 @@ impl FakeFs {
     fn state(&self, inode: Inode) -> FileState {
         let links = self.nodes.values().map(|node| match node {
             Node::Folder(names) => names.values().filter(|other| **other == inode).count(),
-            Node::File { .. } | Node::Link { .. } => 0,
+            Node::File { .. } | Node::Symlink { .. } => 0,
         });
         let birth_time = self.birth_time.get(&inode).copied().unwrap_or_default();
         match &self.nodes[&inode] {
@@ -191,13 +191,18 @@ impl FakeFs {
                 mtime: *mtime,
                 birth_time,
                 kind: Kind::File,
-                is_shared: links.sum::<usize>() > 1,
+                has_other_names: links.sum::<usize>() > 1,
             },
-            Node::Link { mtime, .. } => {
-                FileState { inode, size: 9, mtime: *mtime, birth_time, kind: Kind::Link, is_shared: false }
-            }
+            Node::Symlink { mtime, .. } => FileState {
+                inode,
+                size: 9,
+                mtime: *mtime,
+                birth_time,
+                kind: Kind::Symlink,
+                has_other_names: false,
+            },
             Node::Folder(_) => {
-                FileState { inode, size: 0, mtime: 0, birth_time, kind: Kind::Folder, is_shared: false }
+                FileState { inode, size: 0, mtime: 0, birth_time, kind: Kind::Folder, has_other_names: false }
             }
         }
     }
@@ -209,7 +214,7 @@ impl FakeFs {
             for (name, inode) in self.names(folder) {
                 let path = join_path(&path, name);
                 let content = match &self.nodes[inode] {
-                    Node::File { content, .. } | Node::Link { target: content, .. } => Some(*content),
+                    Node::File { content, .. } | Node::Symlink { target: content, .. } => Some(*content),
                     Node::Folder(_) => {
                         rest.push((path.clone(), *inode));
                         None
@@ -249,7 +254,7 @@ enum Step {
     Mkdir(Vec<u8>),
     Remove(Vec<u8>),
     Rename(Vec<u8>, Vec<u8>),
-    Link(Vec<u8>, Vec<u8>),
+    HardLink(Vec<u8>, Vec<u8>),
     Check,
 }
 
@@ -267,7 +272,7 @@ fn any_step() -> impl Strategy<Value = Step> {
         4 => any_path().prop_map(Step::Mkdir),
         3 => any_path().prop_map(Step::Remove),
         4 => (any_path(), any_path()).prop_map(|(from, to)| Step::Rename(from, to)),
-        2 => (any_path(), any_path()).prop_map(|(from, to)| Step::Link(from, to)),
+        2 => (any_path(), any_path()).prop_map(|(from, to)| Step::HardLink(from, to)),
         3 => Just(Step::Check),
     ]
 }
@@ -300,9 +305,9 @@ fn check(fs: &mut FakeFs, tree: &mut Tree, before: &mut BTreeMap<Vec<u8>, Option
         update.changes.iter().map(|change| (change.path.clone(), change.op)).collect();
     assert_eq!(reported.len(), update.changes.len(), "a path was reported more than once");
     assert_eq!(reported, expected);
-    let mut known = Tree::new(ROOT);
-    fill(&mut known, fs);
-    assert_eq!(tree.len(), known.len());
+    let mut rebuilt = Tree::new(ROOT);
+    fill(&mut rebuilt, fs);
+    assert_eq!(tree.len(), rebuilt.len());
     *before = after;
 }
 
@@ -329,9 +334,9 @@ proptest! {
                 Step::Mkdir(path) => fs.create(&path, Node::Folder(BTreeMap::new())),
                 Step::Remove(path) => fs.remove(&path),
                 Step::Rename(from, to) => fs.rename(&from, &to),
-                // A link that is created and deleted between two checks cannot be detected.
-                Step::Link(from, to) => {
-                    fs.link(&from, &to);
+                // A hard link that is created and deleted between two checks cannot be detected.
+                Step::HardLink(from, to) => {
+                    fs.hard_link(&from, &to);
                     check(&mut fs, &mut tree, &mut before, is_full);
                 }
                 Step::Check => check(&mut fs, &mut tree, &mut before, is_full),
@@ -350,9 +355,10 @@ fn too_many_dirty_names_mark_everything() {
     assert!(dirty.is_everything_dirty && dirty.name_count() == 0 && !dirty.is_clean());
 }
 
-/// Found by a random test: a rename put a new link in place of an old one with the same inode.
+/// Regression test for a case that proptest found: a rename replaced a symbolic link with a new one that had the same
+/// inode.
 #[test]
-fn link_that_reuses_the_inode_of_the_replaced_link_is_written() {
+fn update_tree_reports_symlink_that_reuses_inode() {
     let mut fs = FakeFs::new();
     let mut tree = Tree::new(ROOT);
     fill(&mut tree, &mut fs);

@@ -1,5 +1,5 @@
-//! State shared by all change streams: the position up to which the outbox is settled, polled once for all of them, and
-//! the outbox's maintenance.
+//! State shared by all change streams: the position up to which no transaction is still running, which is polled once
+//! for all of them. Also cleans up the outbox.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -25,21 +25,24 @@ const POLL_TIMEOUT: Duration = Duration::from_secs(2);
 const BATCH_DELAY: Duration = Duration::from_millis(10);
 const CLEANUP_INTERVAL: Duration = Duration::from_secs(60);
 const MAX_OUTBOX_ROWS: i64 = 100_000;
+/// Days without a stream after which an app's tables lose their triggers.
 const UNWATCH_AFTER_DAYS: i32 = 7;
 
 /// Maximum numbers of open streams.
 #[derive(Debug, Clone, Copy)]
 pub struct StreamLimits {
-    /// For the owner and all apps together.
+    /// For all clients together.
     total: usize,
-    /// For all apps together; the rest is reserved for the owner.
+    /// For all apps and their agents together; the rest is reserved for the other clients, such as the owner.
     all_apps: usize,
+    /// For one app and its agents.
     per_app: usize,
 }
 
 impl StreamLimits {
-    /// Derives the limits from the listener's maximum number of connections, of which the platform's router can use
-    /// three quarters: other requests also need connections, and no app can use more than half of the streams.
+    /// Derives the limits from the listener's maximum number of connections. The platform's router can use three
+    /// quarters of the connections, and streams at most five eighths, so that some remain for other requests. No app
+    /// can use more than half of the streams.
     pub fn from_connections(max_connections: usize) -> Self {
         let total = max_connections / 8 * 5;
         Self { total, all_apps: total / 8 * 7, per_app: total / 2 }
@@ -57,13 +60,14 @@ pub struct ChangeFeed {
     /// Number of open streams that follow a schema, by schema.
     streams_by_schema: Mutex<HashMap<String, usize>>,
     reads: SharedReads,
+    /// Cancelled when the feed has stopped: all streams then end.
     pub closing: CancellationToken,
 }
 
 /// An open stream; counted until it is dropped.
 pub struct ChangeStream {
     feed: Arc<ChangeFeed>,
-    /// The app that opened the stream; `None` for the owner.
+    /// The app that opened the stream, or whose agent did; `None` for other clients, such as the owner.
     app: Option<String>,
     schemas: Vec<String>,
     pub head: watch::Receiver<FeedHead>,
@@ -95,13 +99,13 @@ impl ChangeFeed {
         self.open_streams.load(Ordering::Relaxed)
     }
 
-    /// Opens a stream for an app or, with `None`, for the owner; returns `None` at the limit.
+    /// Opens a stream for an app or its agent or, with `None`, for another client; returns `None` at the limit.
     pub fn open_stream(self: &Arc<Self>, app: Option<&str>) -> Option<ChangeStream> {
         let mut streams_by_app = self.streams_by_app();
         if let Some(app) = app {
-            let total: usize = streams_by_app.values().sum();
+            let all_app_streams: usize = streams_by_app.values().sum();
             let app_streams = streams_by_app.get(app).copied().unwrap_or(0);
-            if total >= self.limits.all_apps || app_streams >= self.limits.per_app {
+            if all_app_streams >= self.limits.all_apps || app_streams >= self.limits.per_app {
                 return None;
             }
         }
@@ -132,13 +136,13 @@ impl ChangeStream {
         &self.feed.reads
     }
 
-    /// Follows one more app, and creates its table triggers if necessary. From now on, the stream includes all of the
-    /// app's changes.
+    /// Follows one more app, and creates its table triggers if necessary. After this, the outbox contains all changes
+    /// to the app's tables.
     ///
     /// # Errors
     /// The database is unreachable, or a long write is locking a table.
     pub async fn follow(&mut self, database: &Database, schema: &SqlIdentifier) -> Result<(), DatabaseError> {
-        if self.schemas.iter().any(|known| known == schema.as_str()) {
+        if self.schemas.iter().any(|followed| followed == schema.as_str()) {
             return Ok(());
         }
         let is_new = !self.feed.streams_by_schema().contains_key(schema.as_str());
@@ -199,8 +203,8 @@ impl ChangeFeed {
         });
     }
 
-    /// Polls the feed while streams are open, and deletes outbox events older than `max_event_age`, until `stop` is
-    /// cancelled.
+    /// Polls the feed while streams are open, and deletes outbox events older than `max_event_age` or beyond
+    /// [`MAX_OUTBOX_ROWS`], until `stop` is cancelled. Then ends all streams.
     pub async fn run(
         self: Arc<Self>,
         database: Arc<Database>,
@@ -273,13 +277,13 @@ mod tests {
         let open_all = |app: &str| std::iter::from_fn(|| feed.open_stream(Some(app))).collect::<Vec<_>>();
         let greedy = open_all("greedy");
         assert_eq!(greedy.len(), 16);
-        let others: Vec<_> = (0..10).flat_map(|n| open_all(&format!("app-{n}"))).collect();
-        assert_eq!(greedy.len() + others.len(), 96);
+        let other_apps: Vec<_> = (0..10).flat_map(|n| open_all(&format!("app-{n}"))).collect();
+        assert_eq!(greedy.len() + other_apps.len(), 96);
         let owners: Vec<_> = std::iter::from_fn(|| feed.open_stream(None)).collect();
         assert_eq!(owners.len(), 32);
         drop(greedy);
         assert!(feed.open_stream(Some("greedy")).is_some());
-        drop((others, owners));
+        drop((other_apps, owners));
         assert_eq!((feed.open_streams(), feed.streams_by_app().len()), (0, 0));
     }
 }

@@ -1,8 +1,8 @@
 //! `GET /api/bridge/changes`: a stream of the changes in the apps' tables.
 //!
-//! An event names the changed rows, not their contents. It describes one transaction, and its position is the
-//! transaction's id. It is sent only when no transaction with a lower id can still commit, so events are neither out of
-//! order nor skipped.
+//! An event describes one transaction, and its position is the transaction's id. It lists the ids of the changed rows,
+//! not their contents. It is sent only when no transaction with a lower id can still commit, so events are neither out
+//! of order nor skipped.
 
 mod feed;
 mod position;

@@ -1,7 +1,7 @@
-//! An event's id: `<epoch>-<position>`, as its listener sees it.
+//! The ids of change events: `<epoch>-<position>`.
 //!
-//! Positions are transaction ids of the whole database, so two of them reveal how much other apps write. An app
-//! therefore gets each position encrypted under its own key.
+//! Positions are transaction ids, which PostgreSQL assigns in one sequence to all writers, so two of them reveal how
+//! much other apps write. For apps and agents, the position is therefore encrypted under the app's own key.
 
 use std::fmt;
 
@@ -25,7 +25,7 @@ pub struct EventId {
 #[error("must be the id of an event of this stream")]
 pub struct InvalidEventId;
 
-/// The machine's secret, from which each app's key is derived. It is constant within an epoch.
+/// The secret from which each app's key is derived. It is constant within an epoch.
 #[derive(Clone)]
 pub struct EventIdSecret(hmac::Key);
 
@@ -36,7 +36,7 @@ impl fmt::Debug for EventIdSecret {
 }
 
 impl EventIdSecret {
-    /// Derives the secret from a secret of this machine.
+    /// Derives the secret from another secret, which no other machine has.
     pub fn derive(machine_secret: &[u8]) -> Self {
         let key = hmac::Key::new(hmac::HMAC_SHA256, machine_secret);
         let secret = hmac::sign(&key, b"svc: ids of change events");
@@ -47,9 +47,9 @@ impl EventIdSecret {
 /// The id format for one listener.
 #[derive(Debug)]
 pub enum EventIdFormat {
-    /// `<epoch>-<position>`, for the owner.
+    /// The position in decimal, for the owner.
     Plain,
-    /// The position, encrypted under the app's key.
+    /// The position encrypted under the app's key, for the app and for agents.
     Sealed(Box<LessSafeKey>),
 }
 
@@ -68,11 +68,11 @@ impl EventIdFormat {
         format!("{}-{position}", id.epoch)
     }
 
-    /// Parses an id presented to the machine of epoch `current`. An id sealed by another machine reveals only its
-    /// epoch: its position is returned as 0.
+    /// Parses an id presented to the machine of epoch `current`. An id sealed in another epoch cannot be decrypted, so
+    /// its position is returned as 0; no events are available after it anyway.
     ///
     /// # Errors
-    /// [`InvalidEventId`], also for another app's id.
+    /// [`InvalidEventId`] if the text is not an id, or if it was sealed in this epoch for another app.
     pub fn parse(&self, text: &str, current: Epoch) -> Result<EventId, InvalidEventId> {
         let (epoch, position) = text.split_once('-').ok_or(InvalidEventId)?;
         let epoch = Epoch(parse_digits(epoch)?);
@@ -130,7 +130,7 @@ mod tests {
         let secret = EventIdSecret::derive(b"machine secret");
         let (one, other) = (EventIdFormat::for_app(&secret, "one"), EventIdFormat::for_app(&secret, "other"));
         let (first, second) = (one.format(ID), one.format(ID));
-        assert_ne!(first, second, "equal positions must be indistinguishable");
+        assert_ne!(first, second, "equal positions must have different ids");
         assert!(!first.contains("7421"));
         // The ids remain valid after a restart.
         let after_restart = EventIdFormat::for_app(&EventIdSecret::derive(b"machine secret"), "one");
@@ -141,10 +141,10 @@ mod tests {
         for bad in [&first[..first.len() - 1], "3-7421", "3-"] {
             assert_eq!(one.parse(bad, Epoch(3)), Err(InvalidEventId), "{bad}");
         }
-        let opaque_id = EventId { epoch: Epoch(3), position: 0 };
+        let undecrypted_id = EventId { epoch: Epoch(3), position: 0 };
         assert_eq!(
             one.parse("3-AAAA", Epoch(4)),
-            Ok(opaque_id),
+            Ok(undecrypted_id),
             "the position of another epoch is not decrypted"
         );
         assert_eq!(other.parse(&first, Epoch(3)), Err(InvalidEventId));

@@ -1,11 +1,11 @@
-//! Reads the settled part of the outbox: rows from transactions below the oldest running one.
+//! Reads the settled part of the outbox: the rows of transactions with a lower id than the oldest running transaction.
 
 use tokio_postgres::Client;
 
 use super::shared_read::ChangeBatch;
 use crate::database::DatabaseError;
 
-/// Transactions read per query.
+/// Maximum number of transactions read per query.
 const BATCH_SIZE: i64 = 20;
 /// A transaction whose statements and row ids together exceed this number is reported without row ids.
 const MAX_LISTED_IDS: i64 = 2000;
@@ -15,10 +15,12 @@ const MAX_LISTED_IDS: i64 = 2000;
 pub struct FeedHead {
     /// No transaction up to this one is still running.
     pub settled: i64,
-    /// The newest settled transaction that changed something.
+    /// The newest settled transaction in the outbox; 0 if there is none.
     pub newest: i64,
 }
 
+/// Fetches the current head.
+///
 /// # Errors
 /// A database error.
 pub async fn fetch_head(client: &Client) -> Result<FeedHead, DatabaseError> {
@@ -34,7 +36,8 @@ pub async fn fetch_head(client: &Client) -> Result<FeedHead, DatabaseError> {
     Ok(FeedHead { settled: row.try_get(0)?, newest: row.try_get(1)? })
 }
 
-/// The lowest position from which the events for these schemas are complete; `None` if one of them is not watched.
+/// Fetches the lowest position after which the events for all of these schemas are complete; `None` if one of the
+/// schemas is not watched.
 ///
 /// # Errors
 /// A database error.
@@ -46,10 +49,10 @@ pub async fn fetch_floor(client: &Client, schemas: &[String]) -> Result<Option<i
             &[&schemas],
         )
         .await?;
-    let (feed, watched): (Option<i64>, i64) = (row.try_get(0)?, row.try_get(1)?);
-    let apps: Option<i64> = row.try_get(2)?;
-    let all_watched = i64::try_from(schemas.len()).unwrap_or(i64::MAX) == watched;
-    Ok(feed.filter(|_| all_watched).map(|feed| feed.max(apps.unwrap_or(0))))
+    let (feed_floor, watched_count): (Option<i64>, i64) = (row.try_get(0)?, row.try_get(1)?);
+    let max_app_floor: Option<i64> = row.try_get(2)?;
+    let all_watched = i64::try_from(schemas.len()).unwrap_or(i64::MAX) == watched_count;
+    Ok(feed_floor.filter(|_| all_watched).map(|floor| floor.max(max_app_floor.unwrap_or(0))))
 }
 
 /// The changes of one transaction.
@@ -60,7 +63,7 @@ pub struct ChangeEvent {
     pub json: String,
 }
 
-/// Reads the next changes after `position` in these schemas.
+/// Reads the changes of the next settled transactions after `position` in these schemas.
 ///
 /// # Errors
 /// A database error.

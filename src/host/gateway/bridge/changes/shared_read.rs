@@ -25,12 +25,13 @@ pub struct ChangeBatch {
     pub has_more: bool,
 }
 
-/// A read that is running or has ended; it is repeated if it fails.
+/// A read that is running or has completed. After a failure, the next caller reads again.
 type ReadCell = Arc<OnceCell<Arc<ChangeBatch>>>;
 
-/// The latest read of each set of schemas, until one of these is no longer followed. A stream that is far behind reads
-/// different ranges from the idle ones. Their reads then replace one another, which takes additional queries but no
-/// additional memory.
+/// The latest read for each list of schemas. It is kept until a schema in the list has no stream any more.
+///
+/// A stream that is far behind reads other ranges than the idle streams with the same list. Their reads then replace
+/// one another, which takes additional queries but no additional memory. Lists in different orders share no reads.
 #[derive(Debug, Default)]
 pub struct SharedReads {
     latest: Mutex<HashMap<Vec<String>, (ReadRange, ReadCell)>>,
@@ -64,7 +65,7 @@ impl SharedReads {
         cell
     }
 
-    /// Forgets the reads of all sets that include a schema for which `is_followed` returns false.
+    /// Forgets the reads of all lists that include a schema for which `is_followed` returns false.
     pub fn retain(&self, is_followed: impl Fn(&String) -> bool) {
         self.latest().retain(|schemas, _| schemas.iter().all(&is_followed));
     }
@@ -99,7 +100,7 @@ mod tests {
         let all = join_all((0..100).map(|_| shared.get_or_read(&schemas, RANGE, read()))).await;
         assert!(all.into_iter().all(|batch| batch.unwrap().events[0].position == 7));
         assert_eq!(reads.load(Ordering::Relaxed), 1);
-        // A later stream at the same position also needs no query, but every other range and set of schemas does.
+        // A later stream at the same position also needs no query, but every other range and list of schemas does.
         shared.get_or_read(&schemas, RANGE, read()).await.unwrap();
         assert_eq!(reads.load(Ordering::Relaxed), 1);
         shared.get_or_read(&schemas, ReadRange { newest: 8, ..RANGE }, read()).await.unwrap();

@@ -27,13 +27,16 @@ use svc_http::fields::Fields;
 use svc_http::problem::{Code, Problem, format_chain};
 use svc_machine::epoch::Epoch;
 
+/// Timeout for opening a stream, and for each read from the outbox.
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// `GET /api/bridge/changes?app=`: an app listens to its own changes, the owner to those of one or all apps.
+/// `GET /api/bridge/changes?app=`: an app listens to its own changes, an agent to those of one of its apps, and the
+/// owner to those of one or all apps.
 ///
 /// # Errors
-/// 400 for an invalid query or `Last-Event-ID`; 403 or 404 for the app; 410 if the changes after `Last-Event-ID` are no
-/// longer available; 503 if the database is unreachable or too many streams are open.
+/// 400 for an invalid query or `Last-Event-ID`, or if an agent with several apps names none; 403 if the app is not
+/// allowed; 404 if it does not exist; 410 if the changes after `Last-Event-ID` are no longer available; 503 if the
+/// database is unreachable or too many streams are open.
 pub async fn stream_changes(
     State(bridge): State<Arc<Bridge>>,
     Extension(caller): Extension<Caller>,
@@ -49,12 +52,15 @@ pub async fn stream_changes(
         None => default_app(&principal)?,
     };
     let scope = resolve_scope(&bridge, &principal, app)?;
-    // Plain ids reveal the write volume of all apps, so apps and agents do not get them.
-    let app = app.filter(|_| matches!(principal, Principal::App { .. } | Principal::Agent { .. }));
-    let ids = app.map_or(EventIdFormat::Plain, |app| EventIdFormat::for_app(&bridge.change_ids, app));
+    // An agent's stream counts as its app's. Plain ids reveal the write volume of all apps, so apps and agents do not
+    // get them.
+    let client_app = app.filter(|_| matches!(principal, Principal::App { .. } | Principal::Agent { .. }));
+    let ids =
+        client_app.map_or(EventIdFormat::Plain, |app| EventIdFormat::for_app(&bridge.event_id_secret, app));
     let last_event_id = parse_last_event_id(&headers, &ids, bridge.epoch)?;
-    let app = app.map(str::to_owned);
-    let open = ChangeListener::open(bridge.clone(), principal, app.as_deref(), scope, ids, last_event_id);
+    let client_app = client_app.map(str::to_owned);
+    let open =
+        ChangeListener::open(bridge.clone(), principal, client_app.as_deref(), scope, ids, last_event_id);
     let opened = tokio::time::timeout(DATABASE_TIMEOUT, open);
     let listener = opened.await.unwrap_or_else(|_| Err(refusal::database_unavailable()))?;
     Ok(events::stream_response(stream::unfold(listener, |mut listener| async move {
@@ -98,12 +104,13 @@ struct ChangeListener {
     stream: ChangeStream,
     scope: Scope,
     ids: EventIdFormat,
-    /// The position that a listener resumes from.
+    /// The position in the next id to be sent: the listener would resume after it.
     position: i64,
     /// All events up to this position have been read. It is the same for all idle streams, so they share reads.
     read_position: i64,
     /// The events that were read, and the index of the next one to send.
     batch: Option<(Arc<ChangeBatch>, usize)>,
+    /// A `ready` event or a heartbeat, to be sent before the next event.
     queued: Option<Bytes>,
     next_heartbeat: Instant,
     deadline: Instant,
@@ -145,6 +152,8 @@ impl ChangeListener {
         Ok(listener)
     }
 
+    /// Follows the apps and sets the positions. The inner result is 410 if the changes after `last_event_id` are no
+    /// longer available.
     async fn start(&mut self, last_event_id: Option<EventId>) -> Result<Result<(), Problem>, DatabaseError> {
         self.follow_all().await?;
         let client = self.bridge.database.shared_client().await?;
@@ -178,8 +187,8 @@ impl ChangeListener {
         }
     }
 
-    /// Whether the stream belongs to an agent whose dispatch has ended: a process that the agent started can outlive
-    /// it.
+    /// Whether the stream belongs to an agent whose token was revoked because its dispatch has ended. The stream's
+    /// client may still be running.
     fn has_agent_ended(&self) -> bool {
         let Principal::Agent { dispatch, .. } = &self.principal else { return false };
         !self.bridge.agent_tokens.has_token_for(dispatch)
@@ -202,7 +211,7 @@ impl ChangeListener {
             let head = *self.stream.head.borrow_and_update();
             if head.newest > self.read_position {
                 if let Err(error) = self.fetch_changes(head.newest).await {
-                    tracing::debug!(error = %format_chain(&error), "change stream ended");
+                    tracing::debug!(error = %format_chain(&error), "reading changes failed; ending the stream");
                     return None;
                 }
                 continue;

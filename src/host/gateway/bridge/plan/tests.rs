@@ -39,8 +39,8 @@ fn plan_statements(table: &Table, request: &Value) -> Result<Vec<Sql>, String> {
     Ok(statements)
 }
 
-/// Text that starts with an attempt to escape its quotes, and contains letters that the planner's own SQL never
-/// contains.
+/// Text that starts with an SQL injection, followed by a run of letters that the planner's own SQL never contains, and
+/// by arbitrary characters.
 fn hostile_text() -> BoxedStrategy<String> {
     let attack = prop_oneof![
         Just("'; DROP TABLE x; --"),
@@ -85,8 +85,8 @@ fn filter() -> BoxedStrategy<Value> {
             .prop_map(str::to_owned),
         1 => hostile_text(),
     ];
-    let leaf = (name(), operator, value(), any::<bool>()).prop_map(|(name, operator, value, short)| {
-        if short { json!({ name: value }) } else { json!({ name: { operator: value } }) }
+    let leaf = (name(), operator, value(), any::<bool>()).prop_map(|(name, operator, value, is_short)| {
+        if is_short { json!({ name: value }) } else { json!({ name: { operator: value } }) }
     });
     leaf.prop_recursive(3, 12, 3, |inner| {
         prop_oneof![
@@ -106,17 +106,17 @@ fn change() -> BoxedStrategy<Value> {
         value().prop_map(|id| json!({ "id": id })),
     ];
     (selector, proptest::option::of(0..2000_u32), any::<bool>())
-        .prop_map(|(mut change, max, rows)| {
-            if let Some(max) = max {
-                change["maxAffected"] = max.into();
+        .prop_map(|(mut change, max_affected, returning)| {
+            if let Some(max_affected) = max_affected {
+                change["maxAffected"] = max_affected.into();
             }
-            change["returning"] = rows.into();
+            change["returning"] = returning.into();
             change
         })
         .boxed()
 }
 
-/// Mostly valid data, so that statements are tested, not just rejections.
+/// Data that is valid in at least half of the cases, so that statements are tested, not just rejections.
 fn data() -> BoxedStrategy<Value> {
     let valid = (hostile_text(), any::<i32>(), hostile_text()).prop_map(|(text, number, deep)| {
         json!({ "c_text": text, "c_integer": number, "c_numeric": number.to_string(), "c_jsonb": { "a": [deep] } })
@@ -192,9 +192,9 @@ fn request() -> BoxedStrategy<Value> {
 /// come from the planner.
 fn check_names_and_numbers(text: &str, table: &Table) -> Result<(), String> {
     let mut rest = text;
-    let mut outside = String::new();
+    let mut unquoted = String::new();
     while let Some(start) = rest.find('"') {
-        outside.push_str(&rest[..start]);
+        unquoted.push_str(&rest[..start]);
         let end = rest[start + 1..].find('"').ok_or("unclosed quote")? + start + 1;
         let name = &rest[start + 1..end];
         let planner_names = ["t", "hit", "done", "h", "d", "count", "app_n", "things"];
@@ -203,8 +203,8 @@ fn check_names_and_numbers(text: &str, table: &Table) -> Result<(), String> {
         }
         rest = &rest[end + 1..];
     }
-    outside.push_str(rest);
-    let numbers = numbers_outside_placeholders(&outside);
+    unquoted.push_str(rest);
+    let numbers = numbers_outside_placeholders(&unquoted);
     let planner_numbers = ["8388608", "20", "1", "0"];
     match numbers.iter().find(|number| !planner_numbers.contains(&number.as_str())) {
         Some(number) => Err(format!("the number {number} is not a placeholder")),
@@ -215,10 +215,10 @@ fn check_names_and_numbers(text: &str, table: &Table) -> Result<(), String> {
 /// The digit sequences in a text that are not placeholders.
 fn numbers_outside_placeholders(text: &str) -> Vec<String> {
     let mut found = Vec::new();
-    let mut before = ' ';
+    let mut previous = ' ';
     let mut chars = text.chars().peekable();
     while let Some(c) = chars.next() {
-        if c.is_ascii_digit() && before != '$' {
+        if c.is_ascii_digit() && previous != '$' {
             let mut run = String::from(c);
             while let Some(d) = chars.next_if(char::is_ascii_digit) {
                 run.push(d);
@@ -227,7 +227,7 @@ fn numbers_outside_placeholders(text: &str) -> Vec<String> {
         } else if c == '$' {
             while chars.next_if(char::is_ascii_digit).is_some() {}
         }
-        before = c;
+        previous = c;
     }
     found
 }
@@ -338,7 +338,7 @@ fn find_pages_follow_order_and_cursor() {
         plan_statements(&table, &request).map(|statements| statements[0].text.clone())
     };
     let newest = json!([{ "column": "created_at", "direction": "desc" }]);
-    let parsed = |order: &Value| {
+    let encode_cursor = |order: &Value| {
         let text = order.to_string();
         let raw: &RawValue = serde_json::from_str(&text).unwrap();
         Order::parse(&table, Some(raw)).map(|order| {
@@ -354,7 +354,7 @@ fn find_pages_follow_order_and_cursor() {
         sql.contains(r#"ORDER BY "t"."created_at" DESC NULLS FIRST, "t"."id" DESC NULLS FIRST LIMIT $1"#),
         "{sql}"
     );
-    let cursor = parsed(&newest).unwrap();
+    let cursor = encode_cursor(&newest).unwrap();
     let sql = find(newest, Some(cursor.clone())).unwrap();
     assert!(
         sql.contains(r#"("t"."created_at", "t"."id") < ($1::text::timestamptz, $2::text::uuid)"#),

@@ -1,4 +1,4 @@
-//! The statements that change rows. Each is atomic and needs one round trip.
+//! Plans the operations that change rows. Each statement is atomic.
 
 use serde_json::value::RawValue;
 
@@ -13,12 +13,12 @@ use crate::bridge::value::{bind, expansion_bytes};
 use svc_http::problem::FieldError;
 
 const MAX_INSERT_ROWS: usize = 1000;
-/// Maximum rows returned by a change.
+/// Maximum number of rows that a change by filter returns.
 const MAX_RETURNED_ROWS: i64 = 1000;
-/// Maximum number of bytes by which the response to an insert may exceed its request, because it includes all column
-/// names and expanded numbers.
+/// Maximum number of bytes that the response to an `insertMany` may add to the values in the request, as estimated from
+/// the names of all columns and the digits of expanded numbers.
 const MAX_ADDED_BYTES: usize = 4 * 1024 * 1024;
-/// Maximum errors in one response.
+/// Maximum number of errors reported for `data` and `rows`.
 const MAX_ERRORS: usize = 20;
 
 /// A row's values in the table's column order, so that requests with a different field order use the same statement.
@@ -86,7 +86,7 @@ impl<'t> TablePlanner<'_, 't> {
         self.table.columns.iter().map(|column| column.name.as_str().len() + "\"\":null,".len()).sum()
     }
 
-    /// Adds the clause that returns the written row.
+    /// Adds the clause that returns the written rows.
     fn returning(&self, mut sql: Sql) -> RowQuery<'t> {
         let columns = self.all_columns();
         sql.push(" RETURNING ").push_returned_values(&columns);
@@ -199,7 +199,8 @@ impl<'t> TablePlanner<'_, 't> {
         sql
     }
 
-    /// Locks the matching rows, at most one more than the bound, and changes them only if they are within it.
+    /// Locks the matching rows, at most one more than `max_affected`, and changes them only if there are at most
+    /// `max_affected`.
     fn bounded_sql(
         &self,
         kind: ChangeKind<'t>,
@@ -276,6 +277,7 @@ impl<'t> TablePlanner<'_, 't> {
         values
     }
 
+    /// Parses `data` and returns all errors, up to [`MAX_ERRORS`].
     fn parse_values(
         &self,
         data: &RawValue,
@@ -320,16 +322,22 @@ impl<'t> TablePlanner<'_, 't> {
 /// Rows with the same columns, as a list of values for each column.
 struct RowGroup<'t> {
     columns: Vec<(&'t Column, Vec<Param>)>,
+    /// Indexes of the rows in the request.
     rows: Vec<usize>,
 }
 
 impl<'t> RowGroup<'t> {
-    fn add(all: &mut Vec<Self>, row: usize, values: RowValues<'t>) {
+    /// Adds a row to the group with its columns, or to a new group.
+    fn add(groups: &mut Vec<Self>, row: usize, values: RowValues<'t>) {
         let has_same_columns = |group: &&mut Self| {
             group.columns.len() == values.len()
-                && group.columns.iter().zip(&values).all(|((known, _), (column, _))| known == column)
+                && group
+                    .columns
+                    .iter()
+                    .zip(&values)
+                    .all(|((group_column, _), (column, _))| group_column == column)
         };
-        match all.iter_mut().find(has_same_columns) {
+        match groups.iter_mut().find(has_same_columns) {
             Some(group) => {
                 group.rows.push(row);
                 for ((_, list), (_, param)) in group.columns.iter_mut().zip(values) {
@@ -338,14 +346,14 @@ impl<'t> RowGroup<'t> {
             }
             None => {
                 let columns = values.into_iter().map(|(column, param)| (column, vec![param])).collect();
-                all.push(Self { columns, rows: vec![row] });
+                groups.push(Self { columns, rows: vec![row] });
             }
         }
     }
 }
 
-/// The maximum number of changed rows. A change by id needs no bound above 0; a change by filter that returns rows
-/// always has one.
+/// Returns the bound on the number of changed rows, if one is needed. A change by id changes at most one row, so only
+/// the bound 0 matters; a change by filter that returns rows always has a bound.
 fn parse_max_affected(
     raw: Option<&RawValue>,
     target: ChangeTarget,

@@ -107,7 +107,7 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
     let omitted = tokio::task::block_in_place(|| {
         let mut home = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
         home.set_read_timeout(Some(HOME_TIMEOUT))?;
-        // The other process sends nothing before it has received a byte.
+        // The other process lists the home only once it has received a byte.
         home.write_all(b"g")?;
         archive.copy_home(&mut BufReader::with_capacity(CHUNK_BYTES, home))
     });
@@ -137,7 +137,7 @@ fn print_summary(manifest: &Manifest, omitted: &[OmittedEntry]) {
     }
 }
 
-/// The archive's entry for the dump. Its size is written at the end.
+/// The archive's entry for the dump. The size in its header is set at the end, because it is not known before.
 struct DumpEntry<'a> {
     writer: EntryWriter<'a>,
 }
@@ -211,7 +211,7 @@ impl<W: Write + Seek + 'static> Archive<W> {
                 self.add_entry(&encoded, EntryKind::Link, 0, Some(digest));
             }
             EntryKind::File => {
-                // The file may grow while it is read: the number of bytes read is recorded.
+                // The file may grow while it is read, so the size is the number of bytes that were read.
                 let mut writer = self.tar.append_writer(&mut header, &path)?;
                 let (size, digest) = archive::copy_hashed(FileContent::new(frames), &mut writer)?;
                 writer.finish()?;
@@ -237,7 +237,7 @@ impl<'a, R: Read> FileContent<'a, R> {
 }
 
 impl<R: Read> Read for FileContent<'_, R> {
-    fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
         while self.position == self.chunk.len() && !self.has_ended {
             match Frame::read(self.frames)? {
                 Frame::Data(chunk) => (self.chunk, self.position) = (chunk, 0),
@@ -245,8 +245,8 @@ impl<R: Read> Read for FileContent<'_, R> {
                 _ => return Err(out_of_order()),
             }
         }
-        let size = into.len().min(self.chunk.len() - self.position);
-        into[..size].copy_from_slice(&self.chunk[self.position..self.position + size]);
+        let size = buffer.len().min(self.chunk.len() - self.position);
+        buffer[..size].copy_from_slice(&self.chunk[self.position..self.position + size]);
         self.position += size;
         Ok(size)
     }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::snapshots::archive;
 use crate::system::tar_reader::EntryKind;
 
-/// A file, directory or link to export.
+/// A file, directory or symbolic link to export.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HomeEntry {
     /// Relative to the home.
@@ -27,8 +27,8 @@ pub struct OmittedEntry {
 }
 
 /// Lists everything under `home`, apart from the paths in `except` and the directories of imports. The second list has
-/// the entries that cannot be exported: those that cannot be read, and those that are not files, directories or links.
-/// Links are not followed.
+/// the entries that cannot be exported: those that cannot be read, and those that are not files, directories or
+/// symbolic links. Symbolic links are not followed.
 pub fn list_files(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<OmittedEntry>) {
     let except: Vec<PathBuf> = except.iter().filter_map(|path| std::path::absolute(path).ok()).collect();
     let (mut listed, mut omitted) = (Vec::new(), Vec::new());
@@ -43,12 +43,22 @@ pub fn list_files(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<Omitted
                 continue;
             }
         };
-        let mut names: Vec<_> = entries.flatten().map(|entry| entry.file_name()).collect();
+        let mut names = Vec::new();
+        for entry in entries {
+            match entry {
+                Ok(entry) => names.push(entry.file_name()),
+                Err(error) => {
+                    omitted.push(OmittedEntry { path: directory.clone(), reason: error.to_string() });
+                    break;
+                }
+            }
+        }
         names.sort_unstable();
         let mut subdirectories = Vec::new();
         for name in names {
             let (path, full_path) = (directory.join(&name), full_directory.join(&name));
-            if (is_import_target(&directory) && archive::is_import_file(&name)) || except.contains(&full_path)
+            if (is_import_target(&directory) && archive::is_import_directory(&name))
+                || except.contains(&full_path)
             {
                 continue;
             }
@@ -60,7 +70,7 @@ pub fn list_files(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<Omitted
                 }
             };
             let Some(kind) = entry_kind(&meta) else {
-                let reason = "not a file, directory or link".to_owned();
+                let reason = "not a file, directory or symbolic link".to_owned();
                 omitted.push(OmittedEntry { path, reason });
                 continue;
             };

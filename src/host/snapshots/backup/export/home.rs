@@ -14,10 +14,11 @@ use crate::system::tar_reader::EntryKind;
 use crate::system::user;
 use svc_base::applet::{Exit, Failure, OrExit};
 
-/// Sends everything under `home`, apart from the paths in `except`, after the start byte has arrived.
+/// Waits for the start byte, and then sends everything under `home`, apart from the paths in `except`.
 ///
 /// # Errors
-/// [`Failure`] if the receiver has exited, or a file cannot be read to its end.
+/// `TryAgain` if the receiver exits before it sends the start byte; `Internal` if it exits later, or a file cannot be
+/// read to its end.
 pub fn send(home: &Path, except: &[PathBuf], mut start: impl Read, to: impl Write) -> Result<(), Failure> {
     user::end_with_parent();
     let mut start_byte = [0; 1];
@@ -57,7 +58,8 @@ fn send_entry(home: &Path, entry: HomeEntry, to: &mut impl Write) -> io::Result<
     }
 }
 
-/// Opens a file without following links or blocking: it may have become a link or a FIFO since it was listed.
+/// Opens a file without following symbolic links or blocking: since it was listed, it may have been replaced with a
+/// symbolic link or a FIFO.
 fn open_file(path: &Path) -> io::Result<File> {
     let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
     let file = File::options().read(true).custom_flags(flags.bits()).open(path)?;

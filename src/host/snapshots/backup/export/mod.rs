@@ -42,8 +42,8 @@ enum ExportError {
     WritableByOthers { path: PathBuf },
     #[error(transparent)]
     File(#[from] FileError),
-    #[error("cannot start {program}")]
-    Start {
+    #[error("cannot run {program}")]
+    Run {
         program: &'static str,
         #[source]
         source: std::io::Error,
@@ -62,7 +62,7 @@ impl ExportError {
             Self::Exists { .. } | Self::WritableByOthers { .. } => Exit::Refused,
             Self::Failed { end, .. } => Exit::from_child(*end),
             Self::Stopped => Exit::TryAgain,
-            Self::File(_) | Self::Start { .. } | Self::TimedOut { .. } => Exit::Internal,
+            Self::File(_) | Self::Run { .. } | Self::TimedOut { .. } => Exit::Internal,
         }
     }
 }
@@ -70,7 +70,8 @@ impl ExportError {
 /// Writes the archive to `output`, which appears only when complete.
 ///
 /// # Errors
-/// [`Failure`]; no archive is then left behind.
+/// [`Failure`]; the partial archive is then removed. If only the final sync of the directory failed, the complete
+/// archive exists.
 pub async fn run(layout: &Layout, output: &Path, stop: impl Future<Output = ()>) -> Result<(), Failure> {
     let path = output_path(layout, output).map_err(|error| Failure::new(error.exit(), error))?;
     let mut partial = path.as_os_str().to_owned();
@@ -87,7 +88,7 @@ pub async fn run(layout: &Layout, output: &Path, stop: impl Future<Output = ()>)
         }
         Err(error) => {
             if !matches!(error, ExportError::Exists { .. }) {
-                // A partial archive is useless.
+                // A partial archive cannot be imported.
                 let _ = std::fs::remove_file(&partial);
             }
             Err(Failure::new(error.exit(), error))
@@ -95,13 +96,14 @@ pub async fn run(layout: &Layout, output: &Path, stop: impl Future<Output = ()>)
     }
 }
 
-/// Returns the path of the archive. If root writes it for another user, no other user may be able to replace the file.
+/// Returns the path of the archive. If this process is root on a machine with separate users, checks that only root can
+/// replace the file.
 fn output_path(layout: &Layout, output: &Path) -> Result<PathBuf, ExportError> {
     let parent = output.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let parent = parent.canonicalize().map_err(FileError::wrap("find", parent))?;
-    let is_for_others =
+    let has_separate_users =
         user::is_root_with_separate_users(layout).map_err(FileError::wrap("find", &layout.host_env()))?;
-    for dir in parent.ancestors().filter(|_| is_for_others) {
+    for dir in parent.ancestors().filter(|_| has_separate_users) {
         let meta = dir.symlink_metadata().map_err(FileError::wrap("inspect", dir))?;
         if meta.uid() != 0 || meta.mode() & 0o022 != 0 && meta.mode() & 0o1000 == 0 {
             return Err(ExportError::WritableByOthers { path: dir.to_owned() });
@@ -130,30 +132,30 @@ async fn export(layout: &Layout, path: &Path, partial: &Path) -> Result<u64, Exp
 async fn run_processes(layout: &Layout, file: &File, except: &[&Path]) -> Result<(), ExportError> {
     const HOME: &str = "svc-db-backup export-home";
     const ARCHIVE: &str = "svc-db-backup export-archive";
-    let start = |program| move |source| ExportError::Start { program, source };
-    let (archive_end, home_end) = UnixStream::pair().map_err(start(HOME))?;
-    let output = file.try_clone().map_err(start(ARCHIVE))?;
-    let home_input = home_end.try_clone().map_err(start(HOME))?;
+    let run_error = |program| move |source| ExportError::Run { program, source };
+    let (archive_end, home_end) = UnixStream::pair().map_err(run_error(HOME))?;
+    let output = file.try_clone().map_err(run_error(ARCHIVE))?;
+    let home_input = home_end.try_clone().map_err(run_error(HOME))?;
 
     let mut reader = user::applet_command(layout, MachineUser::Owner, &["svc-db-backup", "export-home"])
-        .map_err(start(HOME))?;
+        .map_err(run_error(HOME))?;
     reader.args(except.iter().flat_map(|path| [Path::new("--except"), path]));
     reader.stdin(OwnedFd::from(home_input)).stdout(OwnedFd::from(home_end));
-    let mut home_child = reader.spawn().map_err(start(HOME))?;
+    let mut home_child = reader.spawn().map_err(run_error(HOME))?;
     // Dropping the commands closes this process's ends of the connection.
     drop(reader);
     let mut writer = user::applet_command(layout, MachineUser::Gateway, &["svc-db-backup", "export-archive"])
-        .map_err(start(ARCHIVE))?;
+        .map_err(run_error(ARCHIVE))?;
     writer.stdin(OwnedFd::from(archive_end)).stdout(output);
-    let mut archive_child = writer.spawn().map_err(start(ARCHIVE))?;
+    let mut archive_child = writer.spawn().map_err(run_error(ARCHIVE))?;
     drop(writer);
 
-    let status = archive_child.wait().await.map_err(start(ARCHIVE))?;
+    let status = archive_child.wait().await.map_err(run_error(ARCHIVE))?;
     if !status.success() {
         return Err(ExportError::Failed { program: ARCHIVE, end: status });
     }
     let read = tokio::time::timeout(EXIT_TIMEOUT, home_child.wait()).await;
-    match read.map_err(|_| ExportError::TimedOut { program: HOME })?.map_err(start(HOME))? {
+    match read.map_err(|_| ExportError::TimedOut { program: HOME })?.map_err(run_error(HOME))? {
         end if end.success() => Ok(()),
         end => Err(ExportError::Failed { program: HOME, end }),
     }

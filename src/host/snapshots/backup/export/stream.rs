@@ -49,6 +49,8 @@ struct OmittedHead {
 }
 
 impl Frame {
+    /// Writes the frame.
+    ///
     /// # Errors
     /// I/O errors from the writer.
     pub fn write(&self, to: &mut impl Write) -> io::Result<()> {
@@ -63,7 +65,7 @@ impl Frame {
                 };
                 write_frame(to, b'E', &serde_json::to_vec(&head)?)
             }
-            Self::Data(part) => write_data(part, to),
+            Self::Data(chunk) => write_data(chunk, to),
             Self::FileEnd => write_frame(to, b'F', b""),
             Self::OmittedEntry(OmittedEntry { path, reason }) => {
                 let head = OmittedHead { path: to_hex(path), reason: reason.clone() };
@@ -73,8 +75,11 @@ impl Frame {
         }
     }
 
+    /// Reads and checks the next frame.
+    ///
     /// # Errors
-    /// I/O errors from the reader; `InvalidData` if the frame is invalid or its path is not below the home.
+    /// I/O errors from the reader, also if the stream ends within a frame; `InvalidData` if the frame is invalid or its
+    /// path is not below the home.
     pub fn read(from: &mut impl Read) -> io::Result<Self> {
         let mut head = [0; 5];
         from.read_exact(&mut head)?;
@@ -109,12 +114,12 @@ impl Frame {
     }
 }
 
-/// Writes [`Frame::Data`] without a copy.
+/// Writes a [`Frame::Data`] without copying the chunk.
 ///
 /// # Errors
 /// I/O errors from the writer.
-pub fn write_data(part: &[u8], to: &mut impl Write) -> io::Result<()> {
-    write_frame(to, b'D', part)
+pub fn write_data(chunk: &[u8], to: &mut impl Write) -> io::Result<()> {
+    write_frame(to, b'D', chunk)
 }
 
 fn write_frame(to: &mut impl Write, kind: u8, payload: &[u8]) -> io::Result<()> {

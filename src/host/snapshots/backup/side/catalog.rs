@@ -1,4 +1,4 @@
-//! Reads the properties of a database's tables that copying rows depends on.
+//! Reads the properties of a database's tables on which a copy of rows depends.
 
 use tokio_postgres::{Error, GenericClient};
 
@@ -10,7 +10,7 @@ pub const SESSION_SETTINGS: &str = "SET search_path = pg_catalog; SET row_securi
      SET datestyle = 'ISO, YMD'; SET intervalstyle = 'postgres'; SET bytea_output = 'hex'; \
      SET extra_float_digits = 1; SET xmlbinary = 'base64'";
 
-/// Returns whether an ordinary table exists; `table` is quoted where needed.
+/// Returns whether an ordinary table exists. `table` is `schema.table`, quoted where needed, as in all functions here.
 ///
 /// # Errors
 /// A database error.
@@ -19,7 +19,7 @@ pub async fn is_table(client: &impl GenericClient, table: &str) -> Result<bool, 
     client.query_one(query, &[&table]).await?.try_get(0)
 }
 
-/// Reads the columns of a table, in order.
+/// Reads the columns of a table, in the table's order.
 ///
 /// # Errors
 /// A database error.
@@ -43,11 +43,11 @@ pub async fn read_columns(client: &impl GenericClient, table: &str) -> Result<Ve
     client.query(columns, &[&table]).await?.iter().map(column).collect()
 }
 
-/// A foreign key between two tables.
+/// A foreign key of the table `from` that refers to the table `to`.
 pub struct ForeignKey {
     pub from: String,
     pub to: String,
-    /// Deleting a row changes the rows that refer to it.
+    /// Deleting a row of `to` also deletes or changes the rows of `from` that refer to it.
     pub cascades: bool,
 }
 
@@ -67,7 +67,8 @@ pub async fn read_foreign_keys(client: &impl GenericClient, to: &[&str]) -> Resu
     client.query(foreign_keys, &[&to]).await?.iter().map(foreign_key).collect()
 }
 
-/// Builds statements that advance the sequences of a table's columns past the largest value.
+/// Builds statements that advance the sequences of a table's columns, so that the next values are above the largest
+/// existing ones.
 ///
 /// # Errors
 /// A database error.

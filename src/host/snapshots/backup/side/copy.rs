@@ -39,7 +39,7 @@ const CREATE_COPY_LOG: &str = "
 /// Why tables were not copied.
 #[derive(Debug, thiserror::Error)]
 pub enum CopyError {
-    #[error("{table} is not a table of the side database; `svc-db-backup side show` lists them")]
+    #[error("{table} is not a table that can be copied back; `svc-db-backup side show` lists those tables")]
     NoSuchTable { table: String },
     #[error(transparent)]
     Plan(#[from] PlanError),
@@ -94,7 +94,8 @@ pub struct ConstraintViolation {
 }
 
 impl ConstraintViolation {
-    /// Parses a constraint violation, without its values, which are the owner's data.
+    /// Returns the constraint violation that an error reports; `None` for other errors. Omits the values in the error,
+    /// because they are the owner's data.
     fn parse(error: &tokio_postgres::Error) -> Option<Self> {
         let constraint = error.as_db_error()?.constraint().unwrap_or("a constraint of the table");
         let (what, next) = match error.code()? {
@@ -118,10 +119,12 @@ fn query_error(action: impl Into<String>) -> impl FnOnce(tokio_postgres::Error) 
     move |source| CopyError::Query { action, source }
 }
 
-/// Copies tables back as `request` specifies. `results` receives the results, even if the copy fails.
+/// Copies tables back as `request` specifies. `results` receives the results of recreated tables even if the copy
+/// fails.
 ///
 /// # Errors
-/// [`CopyError`]; nothing has then changed, except for the recreated tables in `results`.
+/// [`CopyError`]; the rows of existing tables have then not changed. Missing tables, or only their schemas, may have
+/// been recreated.
 pub async fn copy(
     settings: &BackupSettings,
     request: &TableCopy,
@@ -176,7 +179,8 @@ pub async fn copy(
     Ok(())
 }
 
-/// Recreates missing tables and their dependents. A repeated run adds the dependents that are still missing.
+/// Recreates missing tables and their dependents. If a run was interrupted between the two, the next run adds the
+/// dependents.
 async fn recreate_missing(
     settings: &BackupSettings,
     side: &Client,
@@ -201,7 +205,7 @@ async fn recreate_missing(
     Ok(failpoint::trigger("side.dependents")?)
 }
 
-/// Returns the results if this request was committed before it was interrupted.
+/// Returns the results if an earlier, interrupted run of this request committed its copy.
 async fn read_committed_results(
     live: &Client,
     request_id: &str,
@@ -217,7 +221,8 @@ async fn read_committed_results(
     Ok(text.and_then(|text| serde_json::from_str(&text).ok()))
 }
 
-/// Copies the rows of existing tables, in one transaction.
+/// Copies the rows of existing tables, in one transaction. `recreated` has the results of the recreated tables, for the
+/// log.
 async fn copy_rows(
     side: &Client,
     live: &mut Client,
@@ -314,12 +319,12 @@ fn copy_error(plan: &CopyPlan) -> impl FnOnce(tokio_postgres::Error) -> CopyErro
     }
 }
 
-/// Executes a statement; returns the number of rows that it changed.
+/// Executes a statement of the plan. Returns the number of rows that it changed.
 async fn execute(transaction: &Transaction<'_>, plan: &CopyPlan, statement: &str) -> Result<u64, CopyError> {
     transaction.execute(statement, &[]).await.map_err(copy_error(plan))
 }
 
-/// Streams the snapshot's rows into the temporary table.
+/// Creates the plan's temporary table and streams the snapshot's rows into it.
 async fn load_rows(side: &Client, transaction: &Transaction<'_>, plan: &CopyPlan) -> Result<(), CopyError> {
     transaction.batch_execute(&plan.build_create_temporary()).await.map_err(copy_error(plan))?;
     let out = side.copy_out(&plan.build_copy_out()).await.map_err(copy_error(plan))?;

@@ -1,5 +1,5 @@
-//! The dependents that a `DROP … CASCADE` removed with a table: other tables' foreign keys, views, extended statistics.
-//! They are recreated with the table; those that cannot be recreated are listed.
+//! The dependents that were dropped with a table: other tables' foreign keys, views and extended statistics. They are
+//! recreated with the table. Other dependents, such as functions and policies, are only listed.
 //!
 //! Definitions come from the side database. Views are part of the dump that recreates the table, in the same
 //! transaction. Foreign keys and statistics are added in a later transaction, which can be repeated after a kill.
@@ -36,6 +36,7 @@ struct View {
     dependent: Dependent,
     /// `schema.name`, quoted where needed.
     relation: String,
+    /// The relations that the view reads.
     dependencies: Vec<String>,
 }
 
@@ -82,8 +83,9 @@ const STATISTICS: &str = "
       JOIN pg_namespace n ON n.oid = s.stxnamespace JOIN pg_roles r ON r.oid = s.stxowner
      ORDER BY 1";
 
-/// Functions, policies, rules and columns that need the table or its row type, and publications.
-const OTHERS: &str = "
+/// Functions, policies, rules and columns that need the table or its row type, and publications. None of them is
+/// recreated.
+const UNSUPPORTED_DEPENDENTS: &str = "
     WITH tables AS (SELECT name, to_regclass(name)::oid AS oid FROM unnest($1::text[]) AS name)
     SELECT DISTINCT ON (d.classid, d.objid, d.objsubid) pg_describe_object(d.classid, d.objid, d.objsubid), t.name
       FROM tables t JOIN pg_class c ON c.oid = t.oid
@@ -103,8 +105,9 @@ const OTHERS: &str = "
      ORDER BY 1";
 
 impl Dependents {
-    /// Finds dependents of these tables in the side database that the owner's database lacks. An earlier run of the
-    /// same request recreated the tables in `recreated`.
+    /// Finds dependents of these tables in the side database that the owner's database lacks. Dependents of a kind that
+    /// is never recreated are found even if the owner's database has them. An earlier run of the same request recreated
+    /// the tables in `recreated`.
     ///
     /// # Errors
     /// If a query fails.
@@ -159,34 +162,34 @@ impl Dependents {
             }
             found.statements.push(Statement { dependent, sql, is_foreign_key: false });
         }
-        for row in side.query(OTHERS, &[&tables]).await? {
+        for row in side.query(UNSUPPORTED_DEPENDENTS, &[&tables]).await? {
             found.not_recreated.push(Dependent { name: row.try_get(0)?, table: row.try_get(1)? });
         }
-        found.drop_unresolvable_views(live, &tables).await?;
+        found.set_aside_unresolvable_views(live, &tables).await?;
         Ok(found)
     }
 
-    /// Removes views over missing relations, and views over those views.
-    async fn drop_unresolvable_views(&mut self, live: &Client, tables: &[&str]) -> Result<(), Error> {
+    /// Moves views over missing relations, and views over those views, to `not_recreated`.
+    async fn set_aside_unresolvable_views(&mut self, live: &Client, tables: &[&str]) -> Result<(), Error> {
         let mut existing: BTreeSet<String> = tables.iter().map(|table| (*table).to_owned()).collect();
         for dependency in self.views.iter().flat_map(|view| &view.dependencies) {
             if is_relation(live, dependency).await? {
                 existing.insert(dependency.clone());
             }
         }
-        let (mut resolvable, mut waiting) = (Vec::new(), std::mem::take(&mut self.views));
+        let (mut resolvable, mut unresolved) = (Vec::new(), std::mem::take(&mut self.views));
         loop {
-            let (ready, rest): (Vec<View>, Vec<View>) = waiting
+            let (ready, blocked): (Vec<View>, Vec<View>) = unresolved
                 .into_iter()
                 .partition(|view| view.dependencies.iter().all(|name| existing.contains(name)));
-            waiting = rest;
+            unresolved = blocked;
             if ready.is_empty() {
                 break;
             }
             existing.extend(ready.iter().map(|view| view.relation.clone()));
             resolvable.extend(ready);
         }
-        self.not_recreated.extend(waiting.into_iter().map(|view| view.dependent));
+        self.not_recreated.extend(unresolved.into_iter().map(|view| view.dependent));
         self.views = resolvable;
         Ok(())
     }
@@ -196,7 +199,7 @@ impl Dependents {
         self.views.iter().map(|view| view.relation.as_str())
     }
 
-    /// Adds the dependents that a copy would recreate to the results of their tables.
+    /// Adds the dependents that a copy would recreate, and those that it would not, to the results of their tables.
     pub fn record_planned(&self, results: &mut [CopiedTable]) {
         self.record_recreated(results);
         for statement in &self.statements {
@@ -213,19 +216,20 @@ impl Dependents {
         }
     }
 
-    /// Adds foreign keys and statistics to recreated tables, and lists the results with each table.
+    /// Adds the foreign keys that refer to the recreated tables, and the tables' extended statistics. Lists all
+    /// dependents in the results of their tables.
     ///
-    /// A foreign key that existing rows violate applies to new rows only. Dependents that the current tables do not
-    /// allow are listed with the reason.
+    /// A foreign key that existing rows violate is added as `NOT VALID`, so that it applies to new rows only.
+    /// Dependents that the current tables do not allow are listed with the reason.
     ///
     /// # Errors
-    /// If a query fails.
+    /// If the transaction cannot be begun, executed or committed.
     pub async fn add(&self, live: &mut Client, results: &mut [CopiedTable]) -> Result<(), Error> {
         let mut transaction = live.transaction().await?;
         transaction.batch_execute("SET LOCAL lock_timeout = '60s'").await?;
         self.record_recreated(results);
         for statement in &self.statements {
-            let mut result = attempt(&mut transaction, &statement.sql).await;
+            let mut result = execute_in_savepoint(&mut transaction, &statement.sql).await;
             let mut remark = "";
             if statement.is_foreign_key
                 && let Err(error) = &result
@@ -234,12 +238,12 @@ impl Dependents {
                 remark = " (NOT VALID: existing rows refer to missing rows)";
                 let unvalidated: Vec<String> =
                     statement.sql.iter().map(|sql| format!("{sql} NOT VALID")).collect();
-                result = attempt(&mut transaction, &unvalidated).await;
+                result = execute_in_savepoint(&mut transaction, &unvalidated).await;
             }
             match result {
                 Ok(()) => record_result(results, &statement.dependent, true, remark),
                 Err(error) => match error.as_db_error() {
-                    // Only the message, because the detail quotes rows.
+                    // List only the message, because the error's detail quotes the owner's rows.
                     Some(why) => {
                         record_result(results, &statement.dependent, false, &format!(": {}", why.message()));
                     }
@@ -254,14 +258,17 @@ impl Dependents {
     }
 }
 
-/// Executes the statements in a savepoint.
-async fn attempt(transaction: &mut tokio_postgres::Transaction<'_>, sql: &[String]) -> Result<(), Error> {
-    let attempt = transaction.savepoint("dependent").await?;
+/// Executes the statements in a savepoint, so that a failure does not abort the transaction.
+async fn execute_in_savepoint(
+    transaction: &mut tokio_postgres::Transaction<'_>,
+    sql: &[String],
+) -> Result<(), Error> {
+    let savepoint = transaction.savepoint("dependent").await?;
     for statement in sql {
         // On failure, dropping the savepoint rolls it back.
-        attempt.batch_execute(statement).await?;
+        savepoint.batch_execute(statement).await?;
     }
-    attempt.commit().await
+    savepoint.commit().await
 }
 
 fn record_result(results: &mut [CopiedTable], dependent: &Dependent, is_recreated: bool, remark: &str) {

@@ -65,7 +65,7 @@ enum SideError {
     Unusable(String),
     #[error("the object store could not be read")]
     Store(#[source] StoreError),
-    #[error("no side database is open\n  next: `svc-db-backup side open`")]
+    #[error("no side database is open\n  next: run `svc-db-backup side open`")]
     NotOpen,
     #[error(transparent)]
     Download(#[from] DownloadError),
@@ -149,8 +149,11 @@ async fn serve_pending(settings: &BackupSettings) -> Result<(), Failure> {
     result.map_err(|error| Failure::new(error.exit(), error))
 }
 
-/// Requests an action, serves it, and prints the result. The request file is the same as the gateway's, so the unit
-/// resumes the action if this run ends early. A request that is already pending is served first.
+/// Requests an action, serves it, and prints the result. The request file is the same as the gateway's, so
+/// `svc-db-side.service` resumes the action if this run ends early. A request that is already pending is served first.
+///
+/// # Errors
+/// The same as for [`serve`].
 pub async fn run(
     lock: &Lock,
     settings: &BackupSettings,
@@ -177,7 +180,7 @@ pub async fn run(
     result.and(shown)
 }
 
-/// Prints the state.
+/// Prints the state of the side database, and the result of the last copy.
 pub fn show(layout: &Layout) -> Result<(), Failure> {
     let state = SideState::read(layout).or_exit(Exit::Internal)?;
     let state = state.unwrap_or_else(|| SideState::new(SideStatus::Closed, ""));
@@ -238,7 +241,7 @@ async fn open(settings: &BackupSettings, choice: &SnapshotChoice, request_id: &s
     if let Err(error) = &opened {
         (state.status, state.error) = (SideStatus::Failed, Some(format_chain(error)));
         state.tables.clear();
-        if let Err(error) = remove_leftovers(settings).await {
+        if let Err(error) = drop_side_database(settings).await {
             tracing::warn!(error = %format_chain(&error), "could not clean up; the next request will");
         }
     }
@@ -252,7 +255,7 @@ async fn load_side_database(
     state: &mut SideState,
 ) -> Result<(), SideError> {
     let context = settings.restore_context();
-    remove_leftovers(settings).await?;
+    drop_side_database(settings).await?;
     failpoint::trigger("side.cleaned")?;
     let sidecar = find_snapshot(settings, choice).await?;
     state.key = Some(sidecar.key.clone());
@@ -280,7 +283,7 @@ async fn load_side_database(
     Ok(())
 }
 
-/// Finds the record of the snapshot that `choice` selects.
+/// Loads the sidecar of the snapshot that `choice` selects.
 async fn find_snapshot(settings: &BackupSettings, choice: &SnapshotChoice) -> Result<Sidecar, SideError> {
     let (bucket, slot) = (&settings.bucket, &settings.slot);
     let unusable = |error| match error {
@@ -353,7 +356,7 @@ async fn snapshot_current(settings: &BackupSettings) -> Result<(), SideError> {
     let lock = lock.map_err(|error| failed(Exit::TryAgain, format_chain(&error)))?;
     let options = RunOptions { loss: LossPolicy::Refuse, trigger: Trigger::Request };
     match job::run(&lock, settings, options, std::future::pending()).await {
-        Err(failure) if failure.exit != Exit::Refused => {
+        Err(failure) if !job::is_refused_for_loss(&failure) => {
             Err(failed(failure.exit, format_chain(failure.error.as_ref())))
         }
         _ => Ok(()),
@@ -361,15 +364,15 @@ async fn snapshot_current(settings: &BackupSettings) -> Result<(), SideError> {
 }
 
 async fn close(settings: &BackupSettings, request_id: &str) -> Result<(), SideError> {
-    remove_leftovers(settings).await?;
+    drop_side_database(settings).await?;
     failpoint::trigger("side.dropped")?;
     let last_copy = SideState::read(&settings.layout)?.and_then(|state| state.last_copy);
     let mut state = SideState { last_copy, ..SideState::new(SideStatus::Closed, request_id) };
     Ok(state.write(&settings.layout)?)
 }
 
-/// Removes databases, dumps and unused roles of earlier runs.
-async fn remove_leftovers(settings: &BackupSettings) -> Result<(), SideError> {
+/// Drops the side database and its unused roles, and the scratch databases and dumps of earlier runs.
+async fn drop_side_database(settings: &BackupSettings) -> Result<(), SideError> {
     let client: Client = settings.server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
     client.batch_execute(&format!("DROP DATABASE IF EXISTS {SIDE_DATABASE} WITH (FORCE)")).await?;
     staging::drop_scratch_databases(&client).await?;

@@ -48,6 +48,7 @@ pub struct CopyPlan {
     number: usize,
     /// Columns that both databases have.
     columns: Vec<String>,
+    /// The primary key's columns; empty if the table has no primary key, or the snapshot lacks one of the columns.
     key: Vec<String>,
     /// The columns that an update may set.
     settable: Vec<String>,
@@ -123,7 +124,8 @@ impl CopyPlan {
         format!("COPY {} ({}) FROM STDIN", self.temporary_table(), join_quoted(&self.columns, ""))
     }
 
-    /// Builds statements to run once the rows are loaded, because later statements look rows up by key.
+    /// Builds statements to execute once the rows are loaded: an index, because later statements look rows up by key,
+    /// and statistics for the planner.
     pub fn build_index_and_analyze(&self) -> Vec<String> {
         let mut statements = Vec::new();
         if !self.key.is_empty() {
@@ -147,7 +149,8 @@ impl CopyPlan {
         format!("DELETE FROM ONLY {table} AS t WHERE NOT EXISTS (SELECT FROM {temporary} AS s WHERE {same})")
     }
 
-    /// Builds a statement that updates existing rows that differ; `None` if no column can differ.
+    /// Builds a statement that updates existing rows that differ; `None` if there is no key, or no column can be
+    /// updated.
     pub fn build_update(&self) -> Option<String> {
         if self.settable.is_empty() || self.key.is_empty() {
             return None;
@@ -166,8 +169,8 @@ impl CopyPlan {
         ))
     }
 
-    /// Builds a statement that inserts missing rows. With `skip_conflicts`, rows that violate a unique constraint are
-    /// skipped.
+    /// Builds a statement that inserts missing rows, or all rows if there is no key. With `skip_conflicts`, rows that
+    /// violate a unique constraint are skipped.
     pub fn build_insert(&self, skip_conflicts: bool) -> String {
         let (columns, table, temporary) =
             (join_quoted(&self.columns, ""), &self.table, self.temporary_table());
@@ -180,7 +183,7 @@ impl CopyPlan {
         )
     }
 
-    /// Builds a query that counts the rows of the snapshot that are missing; `None` without a key.
+    /// Builds a query that counts the snapshot's rows that the table lacks; `None` if there is no key.
     pub fn build_count_missing(&self) -> Option<String> {
         (!self.key.is_empty()).then(|| {
             format!("SELECT count(*) FROM {} AS s WHERE {}", self.temporary_table(), self.absent_condition())
@@ -205,7 +208,7 @@ fn join_quoted(names: &[String], prefix: &str) -> String {
     names.iter().map(|name| format!("{prefix}{}", quote_ident(name))).collect::<Vec<_>>().join(", ")
 }
 
-/// Sorts tables so that each follows the tables that it refers to. Tables in a cycle keep the given order.
+/// Sorts tables so that each follows the tables to which it refers, except within a cycle of references.
 pub fn sort_parents_first<'a>(tables: &[&'a str], references: &[(String, String)]) -> Vec<&'a str> {
     let mut remaining: Vec<&str> = tables.to_vec();
     let mut ordered = Vec::with_capacity(remaining.len());
@@ -252,15 +255,15 @@ mod tests {
         let plan = |current: &[Column], snapshot: &[Column], mode| {
             CopyPlan::new(0, "t", current, snapshot, mode).map(|_| ())
         };
-        let none = [column("id", "integer", false), text.clone()];
-        assert!(matches!(plan(&none, &none, CopyMode::Missing), Err(PlanError::NoPrimaryKey { .. })));
-        assert_eq!(plan(&none, &none, CopyMode::Replace), Ok(()));
-        let both = [id.clone(), text.clone()];
-        let other = [id, column("a", "integer", false)];
-        assert!(matches!(plan(&other, &both, CopyMode::Replace), Err(PlanError::TypeChanged { .. })));
-        let key = [column("id", "integer", true), column("a", "text", true)];
-        assert!(matches!(plan(&key, &both, CopyMode::Missing), Err(PlanError::KeyChanged { .. })));
-        assert!(matches!(plan(&[], &both, CopyMode::Replace), Err(PlanError::NoCommonColumns { .. })));
+        let keyless = [column("id", "integer", false), text.clone()];
+        assert!(matches!(plan(&keyless, &keyless, CopyMode::Missing), Err(PlanError::NoPrimaryKey { .. })));
+        assert_eq!(plan(&keyless, &keyless, CopyMode::Replace), Ok(()));
+        let original = [id.clone(), text.clone()];
+        let retyped = [id, column("a", "integer", false)];
+        assert!(matches!(plan(&retyped, &original, CopyMode::Replace), Err(PlanError::TypeChanged { .. })));
+        let rekeyed = [column("id", "integer", true), column("a", "text", true)];
+        assert!(matches!(plan(&rekeyed, &original, CopyMode::Missing), Err(PlanError::KeyChanged { .. })));
+        assert!(matches!(plan(&[], &original, CopyMode::Replace), Err(PlanError::NoCommonColumns { .. })));
     }
 
     proptest! {

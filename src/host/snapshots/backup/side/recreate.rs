@@ -52,19 +52,19 @@ pub async fn count_recreated(side: &Client, tables: &[&str]) -> Result<Vec<Copie
     Ok(row_counts::count_rows(side, &names).await?.into_iter().map(to_result).collect())
 }
 
-/// Recreates all tables or none, with `pg_dump` and `pg_restore`. Missing schemas are created first, and are kept even
-/// if the tables cannot be recreated.
+/// Recreates all of these tables and views or none, with `pg_dump` and `pg_restore`. Missing schemas are created first,
+/// and are kept even if the relations cannot be recreated.
 pub async fn recreate_tables(
     settings: &BackupSettings,
     side: &Client,
     live: &Client,
-    tables: &[&str],
+    relations: &[&str],
 ) -> Result<(), RecreateError> {
-    for table in tables {
-        let (schema, owner) = catalog::read_schema(side, table).await?;
+    for relation in relations {
+        let (schema, owner) = catalog::read_schema(side, relation).await?;
         create_schema(live, &schema, &owner).await?;
     }
-    pipe_tables(settings, tables).await
+    pipe_relations(settings, relations).await
 }
 
 async fn create_schema(live: &Client, schema: &str, owner: &str) -> Result<(), RecreateError> {
@@ -77,9 +77,9 @@ async fn create_schema(live: &Client, schema: &str, owner: &str) -> Result<(), R
     Ok(())
 }
 
-async fn pipe_tables(settings: &BackupSettings, tables: &[&str]) -> Result<(), RecreateError> {
+async fn pipe_relations(settings: &BackupSettings, relations: &[&str]) -> Result<(), RecreateError> {
     let start = |tool| move |source| DumpCheckError::Start { tool, source };
-    let mut dump = settings.tools.dump_tables(&settings.server, SIDE_DATABASE, tables);
+    let mut dump = settings.tools.dump_tables(&settings.server, SIDE_DATABASE, relations);
     let mut dump = dump.spawn().map_err(start("pg_dump"))?;
     let mut load = settings.tools.load_stdin(&settings.server, settings.server.database());
     let mut load = load.spawn().map_err(start("pg_restore"))?;

@@ -1,8 +1,8 @@
 //! Reads an archive in one pass, compares every entry with the manifest at the end, and can extract some entries into a
 //! staging directory.
 //!
-//! A pass keeps only a digest per entry and the paths of the directories that it writes. The manifest can be as large
-//! as all names together, so it is compared while it is read (`manifest.rs`).
+//! A pass keeps in memory only a digest per entry, a hash per directory, and the paths of the directories that it
+//! writes. The manifest can be as large as all names together, so it is compared while it is read (`manifest.rs`).
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -24,9 +24,9 @@ use svc_base::applet::Exit;
 use svc_base::fsx::FileError;
 use svc_store::snapshot::Sidecar;
 
-/// Limit for `export.json` and `database.json`; the latter has a line per table.
+/// Maximum size of `export.json` and of `database.json`, which has an entry per table.
 const MAX_JSON_BYTES: u64 = 8 << 20;
-/// Enough for two million entries.
+/// Maximum size of the manifest, enough for two million entries.
 const MAX_MANIFEST_BYTES: u64 = 512 << 20;
 const BUFFER_BYTES: usize = 1 << 18;
 
@@ -41,7 +41,7 @@ fn tar_limits(archive_bytes: u64) -> TarLimits {
     }
 }
 
-/// Why an archive is refused.
+/// Why an archive was not read.
 #[derive(Debug, thiserror::Error)]
 pub enum ArchiveError {
     #[error("cannot read {}", .path.display())]
@@ -50,11 +50,11 @@ pub enum ArchiveError {
         #[source]
         source: io::Error,
     },
-    #[error("{} is not a complete archive: {why}; nothing was imported", .path.display())]
+    #[error("{} is not a valid archive: {why}; nothing was imported", .path.display())]
     Damaged { path: PathBuf, why: String },
     #[error("{} was written by a later version of svc ({made_by:?})", .path.display())]
     Later { path: PathBuf, made_by: String },
-    #[error("{} is not a complete archive; nothing was imported", .path.display())]
+    #[error("{} is not a valid archive; nothing was imported", .path.display())]
     Refused {
         path: PathBuf,
         #[source]
@@ -65,8 +65,8 @@ pub enum ArchiveError {
 }
 
 impl ArchiveError {
-    /// Returns `Refused` if the archive is at fault. An entry can also cause a file error, for example by a repeated
-    /// name.
+    /// Returns `Internal` if the disk is full or read-only, and `Refused` otherwise: an archive can cause other file
+    /// errors, for example with a repeated name.
     pub fn exit(&self) -> Exit {
         use io::ErrorKind::{QuotaExceeded, ReadOnlyFilesystem, StorageFull};
         match self {
@@ -83,9 +83,9 @@ impl ArchiveError {
 /// The entries that a pass extracts. All other entries are only read.
 pub enum ExtractTarget<'a> {
     Nothing,
-    /// The owner's files, into a directory.
+    /// The owner's files, which are extracted into this directory.
     Home(&'a Path),
-    /// The entries of the gateway's user: the dump into a file, and its part of the home into a directory.
+    /// The entries of the gateway's user: the dump, as a file, and the home's [`SYSTEM`], as a directory.
     Gateway {
         dump: &'a Path,
         system: &'a Path,
@@ -95,15 +95,15 @@ pub enum ExtractTarget<'a> {
 impl ExtractTarget<'_> {
     /// Returns the destination of an entry, if it is extracted.
     fn destination(&self, name: &Path) -> Option<PathBuf> {
-        let inside = name.strip_prefix(HOME).ok();
-        let inside = inside.filter(|inside| !inside.as_os_str().is_empty());
-        let in_system = inside.and_then(|inside| inside.strip_prefix(SYSTEM).ok());
+        let below_home = name.strip_prefix(HOME).ok();
+        let below_home = below_home.filter(|path| !path.as_os_str().is_empty());
+        let below_system = below_home.and_then(|path| path.strip_prefix(SYSTEM).ok());
         match self {
             Self::Nothing => None,
-            Self::Home(into) => inside.filter(|_| in_system.is_none()).map(|inside| into.join(inside)),
+            Self::Home(into) => below_home.filter(|_| below_system.is_none()).map(|path| into.join(path)),
             Self::Gateway { dump, .. } if name == Path::new(DUMP) => Some(dump.to_path_buf()),
             Self::Gateway { system, .. } => {
-                in_system.filter(|rest| !rest.as_os_str().is_empty()).map(|rest| system.join(rest))
+                below_system.filter(|path| !path.as_os_str().is_empty()).map(|path| system.join(path))
             }
         }
     }
@@ -127,7 +127,7 @@ impl VerifiedArchive {
         Pass::new(path, extract).run(file)
     }
 
-    /// Reads the dump's size as the archive claims it, before it is verified.
+    /// Reads the dump's size as the archive claims it, before anything is verified; 0 if there is no dump.
     pub fn read_dump_size(mut file: &File, path: &Path) -> Result<u64, ArchiveError> {
         let read = |source| ArchiveError::Read { path: path.to_owned(), source };
         let refused = |source| ArchiveError::Refused { path: path.to_owned(), source };
@@ -155,7 +155,7 @@ struct Pass<'a> {
     is_complete: bool,
     digests: Vec<EntryDigest>,
     home_entries: usize,
-    /// Directories and archive roots that may contain entries, by [`name_digest`].
+    /// [`HOME`] and the directories that have been read, by [`name_digest`]. Only they may contain entries.
     directories: HashSet<u128>,
     /// Modes of extracted directories, set at the end because they might deny access.
     modes: Vec<(PathBuf, u32)>,
@@ -230,8 +230,8 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// Accepts an entry only if its path is plain and relative, the archive contains its parent, and its kind is
-    /// allowed there.
+    /// Accepts an entry only if its path is relative and has no `.` or `..`, its parent has been read, and its kind is
+    /// allowed at this path.
     fn check_entry(&mut self, entry: &TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
         let path = entry.path.as_path();
         let is_plain = path.components().all(|part| matches!(part, Component::Normal(_)));
@@ -241,7 +241,7 @@ impl<'a> Pass<'a> {
         if !is_plain || !(is_top_level || has_known_parent) {
             return Err(self.damaged(format!("{} is not a valid path in an archive", quote_path(path))));
         }
-        let is_system = path.strip_prefix(HOME).is_ok_and(|inside| inside == Path::new(SYSTEM));
+        let is_system = path.strip_prefix(HOME).is_ok_and(|below_home| below_home == Path::new(SYSTEM));
         let is_allowed = match entry.kind {
             EntryKind::Directory => !is_top_level,
             EntryKind::Link => !is_top_level && !is_system,
@@ -298,9 +298,11 @@ impl<'a> Pass<'a> {
                 fs::DirBuilder::new().mode(0o700).create(to).map_err(failed("create directory"))?;
                 self.modes.push((to.to_owned(), mode));
             }
-            EntryKind::Link => std::os::unix::fs::symlink(&entry.link, to).map_err(failed("link"))?,
+            EntryKind::Link => {
+                std::os::unix::fs::symlink(&entry.link, to).map_err(failed("create symbolic link"))?
+            }
             EntryKind::File => {
-                // The file must be new, because an earlier entry may have created a link with this name.
+                // The file must be new, because an earlier entry may have created a symbolic link with this name.
                 let mut options = File::options();
                 let file = options.write(true).mode(0o600).create_new(true).open(to);
                 let file = file.map_err(failed("create"))?;

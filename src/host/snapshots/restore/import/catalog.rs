@@ -1,8 +1,8 @@
 //! Inspects the catalog of the new database, before it is used, for objects that the archive's SQL must not create.
 //!
-//! A database with such an object is refused, even if the dump does not list it: code of any kind, granted privileges,
-//! and expressions that call volatile functions other than a few harmless ones. Later sessions of the superuser (a
-//! backup, a restore, the gateway) evaluate checks, defaults and indexes of these tables.
+//! Code of any kind, granted privileges, and expressions that call volatile functions, except a few harmless ones, are
+//! forbidden, because later sessions of the superuser (a backup, a restore, the gateway) evaluate the checks, defaults
+//! and indexes of these tables. The dump's own list of entries is not trusted.
 
 use std::fmt::Write as _;
 
@@ -12,7 +12,8 @@ use tokio_postgres::{Client, Error};
 const ALLOWED_VOLATILE_FUNCTIONS: &str = "'nextval', 'currval', 'random', 'gen_random_uuid', 'uuid_generate_v1', \
      'uuid_generate_v4', 'clock_timestamp', 'timeofday'";
 
-/// Forbidden kinds of objects: label, catalog, name column, and condition.
+/// Forbidden kinds of objects: label, catalog, name column, and condition. Only oids from 16384 are checked, because
+/// initdb assigns the lower ones.
 const FORBIDDEN: [(&str, &str, &str, &str); 24] = [
     ("function", "pg_proc", "proname", ""),
     ("operator", "pg_operator", "oprname", ""),
@@ -87,7 +88,7 @@ const PRIVILEGE_LISTS: [(&str, &str, &str, &str, &str); 4] = [
     ),
 ];
 
-/// Returns the first forbidden object, as `kind name`.
+/// Describes one forbidden object, such as `function f`; `None` if there is none.
 ///
 /// # Errors
 /// If a query fails.

@@ -4,7 +4,7 @@ use super::manifest::{compare, entry_digest};
 use super::toc::select_entries;
 use crate::snapshots::archive::ArchiveEntry;
 
-/// Selects the entries that would be loaded from a dump with this listing: a line per entry, and the extensions.
+/// Returns the entries that would be loaded from a dump with this listing, one per line, and the extensions.
 ///
 /// # Errors
 /// The reason for the refusal.
@@ -17,7 +17,7 @@ pub fn read_listing(listing: &str) -> Result<(String, Vec<String>), String> {
 ///
 /// # Errors
 /// A description of the difference.
-pub fn compare_manifest(manifest: &[u8], seen: &[ArchiveEntry]) -> Result<(), String> {
-    let digests: Vec<_> = seen.iter().map(entry_digest).collect();
+pub fn compare_manifest(manifest: &[u8], entries: &[ArchiveEntry]) -> Result<(), String> {
+    let digests: Vec<_> = entries.iter().map(entry_digest).collect();
     compare(manifest, &digests)
 }

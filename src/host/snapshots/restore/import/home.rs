@@ -1,4 +1,4 @@
-//! Installs the home's entries of an archive, each by a rename, as the user who owns them.
+//! Installs an archive's home entries, each by a rename, as the user who owns them.
 
 use std::ffi::OsString;
 use std::fs;
@@ -25,7 +25,7 @@ impl Staging {
         }
     }
 
-    /// Creates an empty staging directory, and removes the staging directories of killed runs.
+    /// Creates and returns an empty staging directory, and removes the staging directories of killed runs.
     pub fn create(&self) -> Result<&Path, FileError> {
         fs::create_dir_all(&self.directory).map_err(FileError::wrap("create directory", &self.directory))?;
         remove_staged(&self.directory)?;
@@ -41,7 +41,7 @@ impl Staging {
     /// a user may rename only their own files.
     ///
     /// # Errors
-    /// [`FileError`]; it names the file that must be moved away first.
+    /// [`FileError`]; it names the file that the user must move away first.
     pub fn ensure_replaceable(&self) -> Result<(), FileError> {
         let user = nix::unistd::geteuid().as_raw();
         let home = fs::metadata(&self.directory).map_err(FileError::wrap("inspect", &self.directory))?;
@@ -85,7 +85,7 @@ impl Staging {
     }
 }
 
-/// Removes the staging directories of killed runs.
+/// Removes all staging directories below `directory`: this import's, and those of killed runs.
 pub fn remove_staged(directory: &Path) -> Result<(), FileError> {
     for name in list_names(directory)? {
         if name.to_string_lossy().starts_with(STAGING_PREFIX) {
@@ -96,6 +96,7 @@ pub fn remove_staged(directory: &Path) -> Result<(), FileError> {
     Ok(())
 }
 
+/// Lists a directory's names, sorted; empty if the directory does not exist.
 fn list_names(dir: &Path) -> Result<Vec<OsString>, FileError> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,

@@ -16,7 +16,8 @@ use crate::system::tar_reader::EntryKind;
 use crate::system::tar_reader::quote_path;
 use svc_base::untrusted_text;
 
-/// Enough for a path of 16 KiB in which every byte is written as `%XX`, or escaped by JSON as six characters.
+/// Maximum length of a string: enough for a path of 16 KiB in which every byte is written as `%XX`, or escaped by JSON
+/// as six characters.
 const MAX_STRING_BYTES: usize = 128 * 1024;
 
 /// Digest of an [`ArchiveEntry`], unique per entry.

@@ -1,10 +1,11 @@
-//! `svc-restore import`: imports an owner's archive (`host::snapshots::archive`) onto this machine. Its database
-//! replaces the existing one, and its home entries replace those of the same name.
+//! `svc-restore import`: imports an owner's archive (`host::snapshots::archive`) onto this machine. The archive's
+//! database replaces the existing one, and its home entries replace those of the same name.
 //!
 //! This process runs as root. It opens the archive and runs each step in a separate process, as the gateway's user,
 //! which owns the database, or as the owner's user. Nothing changes before every byte has been compared with the
-//! manifest. If the database has rows, a snapshot is taken first. Replaced data is kept: the database for seven days,
-//! the home's entries in directories that are printed at the end. After a kill, the import is simply run again.
+//! manifest. If the database has rows, a snapshot is taken first, unless `--no-backup` is given. Replaced data is kept:
+//! the database for seven days, or until space runs short; the home's entries in directories whose paths are printed.
+//! An import that was killed can be run again.
 
 pub mod archive_reader;
 mod catalog;
@@ -79,7 +80,8 @@ impl ImportError {
 /// Imports an archive.
 ///
 /// # Errors
-/// [`Failure`]; before the swap of the databases, everything is unchanged.
+/// `TryAgain` if another import is in progress, `Refused` if the archive cannot be opened, otherwise the failed step's
+/// exit code. Before the swap of the databases, a failure changes nothing.
 pub async fn run(layout: &Layout, name: &Path, options: ImportOptions) -> Result<(), Failure> {
     let lock = Lock::acquire(&layout.import_lock()).map_err(|error| match error {
         LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another import is under way")),
@@ -96,10 +98,12 @@ pub async fn run(layout: &Layout, name: &Path, options: ImportOptions) -> Result
     Ok(())
 }
 
-/// Opens the archive once and checks that it is a regular file: other users may be able to change its path.
+/// Opens the archive and checks that it is a regular file. It is opened only once, because other users may be able to
+/// replace it.
 fn open_archive(path: &Path) -> Result<File, io::Error> {
     let with_path = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
     let mut options = File::options();
+    // `O_NONBLOCK`: opening a FIFO must not wait for a writer.
     let file = options.read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path).map_err(with_path)?;
     if file.metadata().map_err(with_path)?.is_file() {
         Ok(file)
@@ -111,8 +115,10 @@ fn open_archive(path: &Path) -> Result<File, io::Error> {
 struct ImportRun<'a> {
     layout: &'a Layout,
     archive: File,
+    /// The archive's path, for messages.
     name: &'a Path,
     options: ImportOptions,
+    /// The number in the names of the import's directories.
     number: i64,
 }
 
@@ -134,7 +140,7 @@ impl ImportRun<'_> {
         self.run_step(Step::Install).await
     }
 
-    /// Runs a step to its end, as the user who owns the files.
+    /// Runs a step to its end, as the user who owns the data that it changes.
     async fn run_step(&self, step: Step) -> Result<(), ImportError> {
         let name = step.name();
         let start = |source| ImportError::Start { step: name, source };

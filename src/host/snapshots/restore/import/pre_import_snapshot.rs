@@ -1,5 +1,4 @@
-//! Takes a snapshot of the database that an import replaces, by running `svc-db-backup run`, which switches to its own
-//! user.
+//! Takes a snapshot of the database that an import replaces, by running `svc-db-backup run`.
 
 use std::process::Stdio;
 use std::time::Duration;
@@ -13,7 +12,7 @@ use crate::system::postgres;
 use crate::system::postgres::ConnectError;
 use svc_base::applet::Exit;
 
-/// The timeout of `svc-db-backup.service`.
+/// The same as `TimeoutStartSec` of `svc-db-backup.service`.
 const BACKUP_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
 
 #[derive(Debug, thiserror::Error)]
@@ -27,8 +26,8 @@ pub enum PreImportSnapshotError {
     #[error("cannot start svc-db-backup")]
     Start(#[source] std::io::Error),
     #[error(
-        "the preliminary snapshot of the current database failed ({status}); nothing was changed\n  next: see the \
-         message above, or import without it (--no-backup)"
+        "the preliminary snapshot of the current database failed ({status}); nothing was changed\n  next: see \
+         the message above, or import without this snapshot (`--no-backup`)"
     )]
     Failed { status: String },
 }
@@ -49,7 +48,7 @@ impl PreImportSnapshotError {
 /// stored.
 ///
 /// # Errors
-/// [`PreImportSnapshotError`]; nothing was changed.
+/// [`PreImportSnapshotError`]; the import has then changed nothing.
 pub async fn take_snapshot(settings: &RestoreSettings) -> Result<(), PreImportSnapshotError> {
     let server = &settings.context.server;
     let client = staging::connect_with_retries(&settings.context, server.database()).await?;

@@ -267,13 +267,13 @@ async fn load_and_swap(
     RestoreMarker::new(Some(snapshot.key.clone()), identity).write(layout)?;
     drop(client);
     let replaced = tokio::task::block_in_place(|| system.install())?;
-    // Until the next backup, the pointer names a snapshot of the old database.
+    // Requests a backup: until then, the pointer names a snapshot of the old database.
     let request = serde_json::json!({"requestId": request_id::current()}).to_string();
     fsx::write_atomic(&layout.request("backup"), request.as_bytes(), 0o600)?;
     journal::remove(layout)?;
     staging::remove_dumps(&layout.restore_state())?;
     println!(
-        "imported; the replaced database is kept as svc_before_{} for seven days, or until space runs short",
+        "imported the database; the replaced one is kept as svc_before_{} for seven days, or until space is short",
         loaded.number
     );
     if let Some(replaced) = replaced {

@@ -1,16 +1,16 @@
 //! Selects the parts of an archive's dump to load, from the output of `pg_restore -l`.
 //!
-//! An archive holds tables and their dependents, but no code that a later session, in particular the superuser's, would
-//! run unknowingly. The listing is only the dump's own claim, so this check gives early, plain refusals; the objects
-//! that were really created are inspected afterwards (`catalog.rs`).
+//! An archive may contain tables and their dependents, but no code that a later session, in particular the superuser's,
+//! would run unknowingly. The listing is only the dump's own claim: this check refuses early, with a clear message. The
+//! objects that were really created are inspected afterwards (`catalog.rs`).
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
 
 use crate::system::tar_reader::quote_path;
 
-/// Extensions that add only types and operators, without access to files, programs or other servers. The superuser
-/// creates those that an archive names.
+/// Extensions that add only types, operators and functions, without access to files, programs or other servers. The
+/// superuser creates those that an archive names.
 const EXTENSIONS: [&str; 5] = ["citext", "hstore", "pg_trgm", "pgcrypto", "uuid-ossp"];
 
 /// Kinds of entries to load.
@@ -36,11 +36,11 @@ const LOADED_KINDS: [&str; 16] = [
 /// Kinds of entries to skip: privileges, which the gateway grants to installed apps.
 const SKIPPED_KINDS: [&str; 2] = ["DEFAULT ACL", "ACL"];
 
-/// Objects whose comments are loaded. Other comments can be set only by the object's owner, or belong to skipped
-/// entries.
+/// Kinds of objects whose comments are loaded. Comments on other objects, such as extensions and schemas, are skipped,
+/// because only an object's owner can set them, and the import role does not own all of these objects.
 const COMMENT_TARGETS: [&str; 7] = ["COLUMN", "CONSTRAINT", "DOMAIN", "INDEX", "SEQUENCE", "TABLE", "TYPE"];
 
-/// The outbox of changes, which the gateway recreates itself.
+/// The functions and triggers of the outbox of changes. They are skipped, because the gateway recreates them.
 const OUTBOX_FUNCTIONS: [&str; 2] = ["svc note_change() ", "svc note_truncate() "];
 const OUTBOX_TRIGGER: &str = " svc_changes_";
 
@@ -72,7 +72,8 @@ pub enum TocError {
 /// Selects entries from a listing.
 ///
 /// # Errors
-/// [`TocError`] if the dump has an entry that is neither loaded nor skipped.
+/// [`TocError`] if an entry is neither loaded nor skipped, an extension is not in [`EXTENSIONS`], a line is not an
+/// entry, or a number is repeated.
 pub fn select_entries(listing: &str) -> Result<Selection, TocError> {
     let mut selection = Selection::default();
     let mut ids = HashSet::new();
@@ -109,28 +110,28 @@ enum EntryAction {
 }
 
 fn classify(entry: &str) -> Result<EntryAction, TocError> {
-    let after = |kind: &str| entry.strip_prefix(kind).and_then(|rest| rest.strip_prefix(' '));
-    if let Some(extension) = after("EXTENSION") {
+    let after_kind = |kind: &str| entry.strip_prefix(kind).and_then(|rest| rest.strip_prefix(' '));
+    if let Some(extension) = after_kind("EXTENSION") {
         let name = extension.trim_start_matches("- ").trim();
         return match EXTENSIONS.contains(&name) {
             true => Ok(EntryAction::Extension(name.to_owned())),
             false => Err(TocError::UnsupportedExtension { name: quote_text(name) }),
         };
     }
-    if let Some(commented) = after("COMMENT") {
+    if let Some(commented) = after_kind("COMMENT") {
         // `COMMENT app_notes TABLE notes postgres`; the comment is lost if the schema's name contains a space.
         let mut words = commented.split(' ');
         let is_loaded = words.nth(1).is_some_and(|kind| COMMENT_TARGETS.contains(&kind));
         return Ok(if is_loaded { EntryAction::Load } else { EntryAction::Skip });
     }
-    let is_public = after("SCHEMA").is_some_and(|schema| schema.starts_with("- public "));
-    let is_outbox = after("FUNCTION")
+    let is_public_schema = after_kind("SCHEMA").is_some_and(|schema| schema.starts_with("- public "));
+    let is_outbox = after_kind("FUNCTION")
         .is_some_and(|function| OUTBOX_FUNCTIONS.iter().any(|name| function.starts_with(name)))
-        || after("TRIGGER").is_some_and(|trigger| trigger.contains(OUTBOX_TRIGGER));
-    if is_public || is_outbox || SKIPPED_KINDS.iter().any(|kind| after(kind).is_some()) {
+        || after_kind("TRIGGER").is_some_and(|trigger| trigger.contains(OUTBOX_TRIGGER));
+    if is_public_schema || is_outbox || SKIPPED_KINDS.iter().any(|kind| after_kind(kind).is_some()) {
         return Ok(EntryAction::Skip);
     }
-    if LOADED_KINDS.iter().any(|kind| after(kind).is_some()) {
+    if LOADED_KINDS.iter().any(|kind| after_kind(kind).is_some()) {
         return Ok(EntryAction::Load);
     }
     Err(TocError::NotAllowed { entry: quote_text(entry) })
@@ -164,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn select_entries_refuses_code() {
+    fn select_entries_refuses_code_and_invalid_lines() {
         for entry in [
             "1255 16400 FUNCTION app_notes f(integer) app_notes",
             "1255 16400 FUNCTION svc note_other() postgres",

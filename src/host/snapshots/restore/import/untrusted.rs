@@ -1,9 +1,9 @@
 //! Loads an archive's dump into a new database as an unprivileged role.
 //!
 //! `pg_restore` sends SQL written by the author of the archive. It runs as the gateway's user, and connects with a role
-//! created for this import. The role is not a superuser and not a member of any role; it owns the new database and has
-//! no access to any other. This program sets owners, privileges and extensions. The catalog is inspected before the
-//! superuser reads a row (`catalog.rs`).
+//! created for this import. The role is not a superuser and not a member of any role. It owns the new database, and in
+//! other databases it has only PUBLIC's privileges. This program sets owners and creates extensions. The catalog is
+//! inspected before the superuser reads a row (`catalog.rs`).
 
 use std::path::Path;
 use std::time::Duration;
@@ -31,7 +31,7 @@ use svc_http::problem::format_chain;
 use svc_store::snapshot::Sidecar;
 
 const ROLE_PREFIX: &str = "svc_import_";
-/// One session for `pg_restore`, and one for each of its jobs.
+/// Maximum sessions of the role: enough for `pg_restore` itself and each of its jobs.
 const MAX_SESSIONS: usize = 4;
 const LISTING_TIMEOUT: Duration = Duration::from_secs(600);
 /// Maximum size of a listing, which has a line per table, index and constraint.
@@ -44,8 +44,9 @@ pub enum UntrustedError {
     #[error("the archive's database is refused")]
     Contents(#[from] TocError),
     #[error(
-        "the archive's database is refused: loading it created a forbidden object ({what}); an archive may contain only \
-         tables, sequences, indexes and constraints\n  next: drop it before the export, and recreate it after the import"
+        "the archive's database is refused: loading it created a forbidden object ({what}); an archive may \
+         contain only tables, sequences, indexes, constraints, types, domains and some extensions\n  next: drop \
+         it before the export, and recreate it after the import"
     )]
     Forbidden { what: String },
     #[error("the archive's dump cannot be read: {why}")]
@@ -213,6 +214,7 @@ impl ImportRole {
         Ok(Self { name, password })
     }
 
+    /// Loads the dump as this role, inspects the created objects, and takes ownership of them.
     async fn load(
         &self,
         context: &RestoreContext,
@@ -234,9 +236,12 @@ impl ImportRole {
             return Err(UntrustedError::Forbidden { what: untrusted_text::truncate_printable(&what) });
         }
         let role = quote_ident(&self.name);
-        let adopt = format!("REASSIGN OWNED BY {role} TO CURRENT_USER; DROP OWNED BY {role}");
-        client.batch_execute(&adopt).await.map_err(query("take ownership of the imported objects"))?;
-        staging::compare_with_record(context, &client, sidecar).await?;
+        let take_ownership = format!("REASSIGN OWNED BY {role} TO CURRENT_USER; DROP OWNED BY {role}");
+        client
+            .batch_execute(&take_ownership)
+            .await
+            .map_err(query("take ownership of the imported objects"))?;
+        staging::compare_with_sidecar(context, &client, sidecar).await?;
         Ok(())
     }
 }
@@ -267,9 +272,9 @@ async fn reset_database(admin: &Client, database: &str) -> Result<(), UntrustedE
 /// Warns about roles and settings that are not imported: the gateway creates roles for installed apps, and an archive
 /// must not grant any privileges.
 fn warn_about_omissions(sidecar: &Sidecar) {
-    let others = sidecar.roles.iter().filter(|role| !role.starts_with("app_")).count();
-    if others > 0 {
-        tracing::warn!("not imported: {} without an app", pluralize(others as u64, "role"));
+    let other_roles = sidecar.roles.iter().filter(|role| !role.starts_with("app_")).count();
+    if other_roles > 0 {
+        tracing::warn!("not imported: {} without an app", pluralize(other_roles as u64, "role"));
     }
     let settings = sidecar.database.as_ref().map_or(0, |facts| facts.settings.len());
     if settings > 0 {
