@@ -454,10 +454,7 @@ async fn refusal_shows_reason_and_next_step_and_sets_exit_code() {
 async fn conflict_advice_depends_on_detail() {
     for (detail, advice) in [
         ("Rollout 01a2 has not ended yet.", Some("`svcctl deploy abort` ends one")),
-        (
-            "Hosts cannot update to v1: it was published without a signed manifest.",
-            Some("publish the release again"),
-        ),
+        ("Hosts cannot update to v1: its signature is wrong.", Some("publish the release again")),
         ("Operator ann has been revoked.", None),
     ] {
         let platform = FakePlatform::start([Reply::Json(409, problem(409, "conflict", detail))]).await;

@@ -9,7 +9,6 @@ use crate::error::FilesError;
 use crate::id::Id;
 use crate::key::OVERHEAD_BYTES;
 use crate::pack::{BlobType, FinishedPack, PackedBlob};
-use crate::repository::MAX_BLOBS;
 
 /// One index file.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -63,6 +62,8 @@ struct KnownIds {
     added: HashSet<Id>,
 }
 
+/// Maximum number of blobs in the index: enough for several million files.
+pub(crate) const MAX_BLOBS: usize = 5_000_000;
 /// Maximum number of blobs that saves create. An index may list more: pruning writes some a second time.
 const MAX_SAVED_BLOBS: usize = if cfg!(test) { 100_000 } else { 4_000_000 };
 const _: () = assert!(MAX_SAVED_BLOBS * 5 / 4 <= MAX_BLOBS);

@@ -18,7 +18,7 @@ use crate::cache::Cache;
 use crate::chunker::{self, Polynomial};
 use crate::error::FilesError;
 use crate::id::Id;
-use crate::index::{BlobLocations, IndexFile, KnownBlobs};
+use crate::index::{BlobLocations, IndexFile, KnownBlobs, MAX_BLOBS};
 use crate::key::{MasterKey, RepositoryKey};
 use crate::pack::{BlobType, FinishedPack, PackedBlob, ZSTD_LEVEL, open_blob};
 use crate::random::fill_random;
@@ -34,8 +34,6 @@ const MAX_OBJECT_BYTES: u64 = 64 << 20;
 const COMPRESSED: u8 = 2;
 /// Maximum size of decompressed JSON.
 const MAX_JSON_BYTES: usize = 128 << 20;
-/// Maximum number of blobs in the index: enough for several million files.
-pub(crate) const MAX_BLOBS: usize = 5_000_000;
 /// Maximum number of snapshots read, or objects deleted, concurrently.
 const MAX_CONCURRENT_REQUESTS: usize = 16;
 /// Maximum number of index files read concurrently.
