@@ -402,7 +402,7 @@ async fn hanging_platform_is_distinguished_from_unreachable_one() {
 
     let unreachable = [("PLATFORM_PUBLIC_URL", "http://127.0.0.1:1"), ("PLATFORM_SECRET", SECRET)];
     let text = stderr(&svcctl(&["list"], &unreachable).await);
-    assert!(text.contains("cannot be reached") && text.contains("Check PLATFORM_PUBLIC_URL"), "{text}");
+    assert!(text.contains("cannot be reached") && text.contains("check PLATFORM_PUBLIC_URL"), "{text}");
 }
 
 fn issued(name: &str) -> Reply {

@@ -236,7 +236,7 @@ async fn verify_and_download_snapshot(operator: &Operator, dir: &Path) {
     for content in [Vec::new(), dump[..dump.len() / 2].to_vec(), damaged] {
         operator.0.store.write(kit::story::BUCKET, &object, content);
         let printed = operator.run(65, &["backup", "verify", "ada", key]).await;
-        assert_contains(&printed, &["does not match its record", "next: `svcctl backup now`"]);
+        assert_contains(&printed, &["does not match its record", "next: `svcctl backup now <machine>`"]);
     }
     let other = dir.join("other.dump");
     operator.run(65, &["backup", "download", "ada", "--output", other.to_str().unwrap()]).await;

@@ -253,7 +253,7 @@ async fn restore_never_overwrites_existing_files() -> Result<()> {
             "only the machine writes",
         ),
         (json!({ "path": ".", "replace": true }), "only the machine writes"),
-        (json!({ "path": "never" }), "did not exist"),
+        (json!({ "path": "never" }), "is not in the snapshot"),
         (json!({ "path": "../.." }), "invalid path"),
     ] {
         let state = history.restore(&fields, 69)?;

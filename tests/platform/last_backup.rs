@@ -94,10 +94,7 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     assert_eq!(fetch_operation(&stack, &process, &recovery).await["step"], "last_backup");
 
     old.store_backup(&stack, "user_1");
-    assert_eq!(
-        wait_for_backup_detail(&stack, &process, &recovery).await,
-        "a snapshot was taken after the writers had stopped"
-    );
+    assert_eq!(wait_for_backup_detail(&stack, &process, &recovery).await, "the final snapshot was taken");
     let old_record = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
     assert!(old_record["finalBackupAt"].is_string() && old_record["unsavedSince"].is_null(), "{old_record}");
     assert_eq!(stack.send(beat()).await.body["superseded"], true, "the successor has registered");
@@ -127,10 +124,7 @@ async fn implausible_fence_is_replaced_before_backup_request() {
         "{pointer}"
     );
     old.store_backup(&stack, "user_1");
-    assert_eq!(
-        wait_for_backup_detail(&stack, &process, &recovery).await,
-        "a snapshot was taken after the writers had stopped"
-    );
+    assert_eq!(wait_for_backup_detail(&stack, &process, &recovery).await, "the final snapshot was taken");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -151,10 +145,7 @@ async fn progressing_backup_extends_every_deadline() {
     let found = fetch_operation(&stack, &process, &recovery).await;
     assert_eq!((&found["state"], &found["step"]), (&json!("running"), &json!("last_backup")), "{found}");
     old.store_backup(&stack, "user_1");
-    assert_eq!(
-        wait_for_backup_detail(&stack, &process, &recovery).await,
-        "a snapshot was taken after the writers had stopped"
-    );
+    assert_eq!(wait_for_backup_detail(&stack, &process, &recovery).await, "the final snapshot was taken");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -289,10 +280,7 @@ async fn held_snapshot_waits_and_counts_after_acceptance() {
     let key = stack.store_snapshot_by("user_1", &old.guest.machine, &taken_at);
     old.report_backup(&key, &taken_at);
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
-    assert_eq!(
-        wait_for_backup_detail(&stack, &process, &recovery).await,
-        "a snapshot was taken after the writers had stopped"
-    );
+    assert_eq!(wait_for_backup_detail(&stack, &process, &recovery).await, "the final snapshot was taken");
     let saved = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
     assert_eq!(saved["finalBackupAt"], taken_at);
     stack.post(&process, &accept, &json!({})).await.assert_problem(409, "invalid_state");
@@ -469,10 +457,7 @@ async fn forged_snapshot_does_not_count_as_final_backup() {
 
     old.behavior.lock().unwrap().reports_backups = true;
     old.store_backup(&stack, "user_1");
-    assert_eq!(
-        wait_for_backup_detail(&stack, &process, &recovery).await,
-        "a snapshot was taken after the writers had stopped"
-    );
+    assert_eq!(wait_for_backup_detail(&stack, &process, &recovery).await, "the final snapshot was taken");
 }
 
 #[tokio::test(flavor = "multi_thread")]

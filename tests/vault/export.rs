@@ -237,15 +237,15 @@ async fn invalid_archive_changes_nothing() -> Result<()> {
     };
     refused(&flipped(at(b"fn main()")?), "differs from the manifest")?;
     refused(&flipped(at(b"PGDMP")? + 3000), "differs from the manifest")?;
-    refused(&bytes[..bytes.len() / 2], "not a complete archive")?;
+    refused(&bytes[..bytes.len() / 2], "not a valid archive")?;
     let last = bytes
         .windows(13)
         .rposition(|window| window == b"manifest.json")
         .context("the manifest is missing")?;
     refused(&bytes[..last], "its end is missing")?;
-    refused(&bytes[..last + 600], "not a complete archive")?;
+    refused(&bytes[..last + 600], "not a valid archive")?;
     refused(b"", "export.json")?;
-    refused(&vec![7; 4096], "not a complete archive")?;
+    refused(&vec![7; 4096], "not a valid archive")?;
     for (path, expected) in [
         ("../x", "not a valid path"),
         ("home/../../x", "not a valid path"),
