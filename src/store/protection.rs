@@ -27,7 +27,7 @@ pub struct Protection {
 /// Reads both settings, with one request each.
 ///
 /// # Errors
-/// [`RequestError`]; an error response from the store is [`Setting::Unknown`], except that a 404 means that object lock
+/// `RequestError`; an error response from the store is [`Setting::Unknown`], except that a 404 means that object lock
 /// is [`Setting::Off`].
 pub async fn read(s3: &S3Config) -> Result<Protection, RequestError> {
     let client = SignedClient::new(s3)?;

@@ -193,7 +193,7 @@ impl FileChecks {
         self.drilled_at.or_else(|| self.drill.as_ref().filter(|drill| drill.error.is_none())?.at)
     }
 
-    /// Describes the failure of the checks, if it has lasted for [`MAX_FAILURE_DURATION`].
+    /// Describes the failure of the checks, if it has lasted for `MAX_FAILURE_DURATION`.
     pub fn find_failure(&self, now: Timestamp) -> Option<String> {
         let since = self.failing_since.filter(|since| now.duration_since(*since) >= MAX_FAILURE_DURATION)?;
         Some(format!("its checks have failed since {}: {}", clock::rfc3339_ms(since), self.find_error()?))

@@ -88,7 +88,7 @@ impl FilesStatus {
     }
 
     /// Returns since when changes have been unsaved, if that is too long: the first unsaved change or failure is older
-    /// than [`MAX_PENDING`], or the last save is older than [`MAX_SAVE_AGE`].
+    /// than `MAX_PENDING`, or the last save is older than `MAX_SAVE_AGE`.
     pub fn find_unsaved_since(&self, now: Timestamp) -> Option<Timestamp> {
         let since = self.changed_since.or(self.failing_since).or(self.saved_until)?;
         let is_old = |at: Timestamp, limit: SignedDuration| now.duration_since(at) >= limit;

@@ -228,7 +228,7 @@ impl Writers {
                 Ok(false) => self.reopen(),
                 Ok(true) => {}
                 Err(error) => {
-                    tracing::warn!(error = %format_chain(&error), "cannot check whether quiesce.json exists")
+                    tracing::warn!(error = %format_chain(&error), "cannot check whether quiesce.json exists");
                 }
             }
         }

@@ -135,7 +135,7 @@ impl LeasedOperation<'_> {
             LeasedWrite::CreateSent => db::machine_changes::record_create_sent(&tx, machine).await?,
             LeasedWrite::CreateRefused => db::machine_changes::record_create_refused(&tx, machine).await?,
             LeasedWrite::PowerOnRequested => {
-                db::machine_server::record_power_on_request(&tx, machine).await?
+                db::machine_server::record_power_on_request(&tx, machine).await?;
             }
             LeasedWrite::PowerOffRequested(outgoing) => {
                 db::machine_server::record_power_off_request(&tx, outgoing).await?;

@@ -1,7 +1,7 @@
 //! `svc-register`: registers this machine once, and reports the progress or failure of its boot.
 //!
 //! This module contains the command line, the configuration and the sequence of steps. A retry after a lost response or
-//! a restart sends the identical bytes, which [`RegistrationState`] stores.
+//! a restart sends the identical bytes, which `RegistrationState` stores.
 
 mod client;
 mod failure;

@@ -299,7 +299,7 @@ impl<'a> Pass<'a> {
                 self.modes.push((to.to_owned(), mode));
             }
             EntryKind::Link => {
-                std::os::unix::fs::symlink(&entry.link, to).map_err(failed("create symbolic link"))?
+                std::os::unix::fs::symlink(&entry.link, to).map_err(failed("create symbolic link"))?;
             }
             EntryKind::File => {
                 // The file must be new, because an earlier entry may have created a symbolic link with this name.
