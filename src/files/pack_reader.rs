@@ -1,7 +1,7 @@
 //! Reads packs from the store.
 
 use std::ops::Range;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use backon::{ExponentialBuilder, Retryable};
 use bytes::Bytes;
@@ -34,12 +34,9 @@ impl Repository {
         let warn = |error: &FilesError, _| {
             tracing::warn!(error = %format_chain(error), "cannot read the file backup; retrying");
         };
-        let backoff = OUTAGE_BACKOFF.with_total_delay(Some(self.outage_timeout));
-        (|| self.read_pack_once(id, range.clone()))
-            .retry(backoff)
-            .when(FilesError::is_transient)
-            .notify(warn)
-            .await
+        let began = Instant::now();
+        let may_retry = |error: &FilesError| error.is_transient() && began.elapsed() < self.outage_timeout;
+        (|| self.read_pack_once(id, range.clone())).retry(OUTAGE_BACKOFF).when(may_retry).notify(warn).await
     }
 
     async fn read_pack_once(&self, id: Id, range: Range<u64>) -> Result<Bytes, FilesError> {

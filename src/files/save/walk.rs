@@ -39,8 +39,11 @@ use crate::xattrs::read_xattrs;
 pub(super) const MAX_READ_ATTEMPTS: u32 = 3;
 /// Directories that are nested deeper are not saved: each level takes a file descriptor and stack space.
 const MAX_DEPTH: usize = 1000;
-/// Directories with more entries are not saved: a directory is one object, which is parsed in memory.
-const MAX_DIRECTORY_ENTRIES: usize = 250_000;
+/// Directories with more entries, or with names and numbers of entries that would make the tree larger than a blob, are
+/// not saved: a tree is one blob, which is parsed in memory. Checked before the entries are read.
+const MAX_DIRECTORY_ENTRIES: usize = 200_000;
+/// The size of a typical node without the name, in bytes.
+const NODE_BYTES: usize = 450;
 /// Maximum number of notes in the result.
 const MAX_NOTES: usize = 20;
 
@@ -199,7 +202,7 @@ impl Walker<'_> {
     ) -> Result<Vec<Node>, EntryError> {
         let mut nodes = Vec::new();
         let mut names = self.list(directory)?;
-        check_entry_count(names.len())?;
+        check_names(&names)?;
         let databases = DatabaseFiles::extract_from(&mut names);
         for database in &databases {
             nodes.extend(self.save_database(directory, database, &mut earlier, scope)?);
@@ -418,13 +421,14 @@ impl Walker<'_> {
     }
 }
 
-fn check_entry_count(count: usize) -> Result<(), EntryError> {
-    if count <= MAX_DIRECTORY_ENTRIES {
+fn check_names(names: &[OsString]) -> Result<(), EntryError> {
+    let count = names.len();
+    let bytes: usize = names.iter().map(|name| NODE_BYTES + name.len()).sum();
+    if count <= MAX_DIRECTORY_ENTRIES && bytes <= MAX_BLOB_BYTES {
         return Ok(());
     }
-    let why = format!(
-        "it has {count} entries, and a directory with more than {MAX_DIRECTORY_ENTRIES} is not saved"
-    );
+    let why =
+        format!("its {count} entries are too many: at most {MAX_DIRECTORY_ENTRIES} in a directory are saved");
     Err(EntryError::Unreadable(io::Error::other(why)))
 }
 

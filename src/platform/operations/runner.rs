@@ -436,8 +436,9 @@ async fn end_operation(
 async fn renew_lease_until_lost(leased: &LeasedOperation<'_>) {
     let lease = leased.platform.config.timing.lease_ttl;
     let mut renewed_at = tokio::time::Instant::now();
+    let mut pause = lease / 4;
     loop {
-        tokio::time::sleep(lease / 4).await;
+        tokio::time::sleep(pause).await;
         let began = tokio::time::Instant::now();
         let remaining = lease.saturating_sub(renewed_at.elapsed());
         if remaining.is_zero() {
@@ -448,9 +449,9 @@ async fn renew_lease_until_lost(leased: &LeasedOperation<'_>) {
             db::operations::renew(&session, leased.operation.id, leased.owner, lease).await
         };
         match tokio::time::timeout(remaining.min(lease / 2), renewed).await {
-            Ok(Ok(true)) => renewed_at = began,
+            Ok(Ok(true)) => (renewed_at, pause) = (began, lease / 4),
             Ok(Ok(false)) => return,
-            Ok(Err(_)) | Err(_) => {}
+            Ok(Err(_)) | Err(_) => pause = lease / 20,
         }
     }
 }

@@ -59,7 +59,10 @@ async fn run_pass(platform: &Arc<Platform>) -> anyhow::Result<()> {
     for rollout in unfinished {
         let advanced =
             request_id::run_with_id(rollout.request_id.clone(), advance_rollout(platform, &rollout)).await;
-        result = result.and(advanced.with_context(|| format!("cannot advance the rollout {}", rollout.id)));
+        if let Err(error) = advanced.with_context(|| format!("cannot advance the rollout {}", rollout.id)) {
+            tracing::warn!(error = format!("{error:#}"), "a rollout waits for the next attempt");
+            result = Err(error);
+        }
     }
     result
 }

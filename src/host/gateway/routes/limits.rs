@@ -121,11 +121,13 @@ pub async fn set(
     };
     let change = fields.finish(Some(change))?;
     // A change after the last save of the files would be lost.
-    let _permit = writers.admit()?;
+    let permit = writers.admit()?;
     let file = layout.settings();
     let records = kernel.records().clone();
     let lock = kernel.settings_lock();
     let changed = run_blocking(move || {
+        // Held until the file is written, even if the client disconnects.
+        let _permit = permit;
         let _guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
         let written = write_limits(&file, &change)?;
         if let Some(size_bytes) = written {
