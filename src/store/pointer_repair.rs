@@ -304,7 +304,7 @@ async fn read_newest_entry(bucket: &Bucket, slot: &SlotPrefix) -> Result<(u64, O
     Ok((seq, value))
 }
 
-/// What is known about the slot's highest fence and `seq` so far.
+/// The slot's highest fence and `seq` found so far.
 struct KnownState<'a> {
     found: &'a PointerState,
     keys: &'a [String],

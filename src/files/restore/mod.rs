@@ -94,7 +94,8 @@ pub struct Restored {
 /// Restores a snapshot. Every chunk's hash is checked before it is written.
 ///
 /// # Errors
-/// `NoSpace`, `NoInodes`, `Corrupt`, `Io`, or a store error. The target may then be partly written: retry with a new, empty one.
+/// `NoSpace`, `NoInodes`, `Corrupt`, `Io`, or a store error. The target may then be partly written: retry with a new,
+/// empty one.
 pub async fn restore(
     repository: &Repository,
     snapshot: &Snapshot,

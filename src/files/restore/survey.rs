@@ -56,13 +56,8 @@ impl Survey {
             }
         }
         // Checked at the end, so that the error names everything that is needed.
-        survey.check_bytes(space)?;
-        Ok(survey)
-    }
-
-    fn check_bytes(&self, space: Space) -> Result<(), FilesError> {
-        let (needed, available) = (self.needed_bytes, space.available_bytes);
-        if needed > available { Err(FilesError::NoSpace { needed, available }) } else { Ok(()) }
+        let (needed, available) = (survey.needed_bytes, space.available_bytes);
+        if needed > available { Err(FilesError::NoSpace { needed, available }) } else { Ok(survey) }
     }
 
     fn add_file(&mut self, node: &Node, locations: &BlobLocations, space: Space) -> Result<(), FilesError> {

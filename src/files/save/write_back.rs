@@ -14,7 +14,7 @@ const MAX_WRITE_BACK_TIME: Duration = Duration::from_secs(120);
 /// longer than reading them.
 const MAX_SINGLE_FILES: u32 = 64;
 
-/// What has been written back in a save.
+/// The progress of write-backs in a save.
 #[derive(Debug, Default)]
 pub(super) struct WriteBack {
     /// The number of files that were written back one by one since `everything_until`.
