@@ -241,8 +241,8 @@ impl BlobLocation {
 }
 
 impl BlobLocations {
-    /// Adds the packs of an index file. Packs that are marked for deletion are used only for blobs that no other pack has.
-    /// [`Self::finish_loading`] must follow.
+    /// Adds the packs of an index file. Packs that are marked for deletion are used only for blobs that no other pack
+    /// has. [`Self::finish_loading`] must follow.
     pub(crate) fn load(&mut self, file: IndexFile) {
         self.add_packs(file.packs, false);
         self.add_packs(file.packs_to_delete, true);

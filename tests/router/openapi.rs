@@ -1,5 +1,5 @@
-//! Compares the router's built-in routes with their descriptions: each route gets each kind of invalid request, and each
-//! declared error code is triggered.
+//! Compares the router's built-in routes with their descriptions: each route gets each kind of invalid request, and
+//! each declared error code is triggered.
 
 use anyhow::Result;
 use http::{Method, StatusCode};

@@ -58,8 +58,8 @@ struct Attributes {
 /// Sets the attributes of entries. Failures are counted, and do not prevent the next ones.
 pub(super) struct AttributeWriter {
     owners: Owners,
-    /// A directory's times change when its entries do, and its mode may forbid their creation: it gets its attributes at
-    /// the end. Parents come before their subdirectories.
+    /// A directory's times change when its entries do, and its mode may forbid their creation: it gets its attributes
+    /// at the end. Parents come before their subdirectories.
     directories: Vec<(PathBuf, Attributes)>,
     restored: Restored,
 }

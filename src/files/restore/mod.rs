@@ -1,9 +1,10 @@
 //! Restores a snapshot, or some of its entries, to an empty directory.
 //!
-//! First all trees are read, to check that the target has enough space. Then the entries are restored in batches, so that
-//! the memory does not grow with their number: the directories, the links and the files (without content) are created,
-//! the chunks are read pack by pack and written to their places, and files and links get their owners, modes and times.
-//! Directories get theirs at the end. Names are checked when a tree is parsed: each entry stays in its directory.
+//! First all trees are read, to check that the target has enough space. Then the entries are restored in batches, so
+//! that the memory does not grow with their number: the directories, the links and the files (without content) are
+//! created, the chunks are read pack by pack and written to their places, and files and links get their owners, modes
+//! and times. Directories get theirs at the end. Names are checked when a tree is parsed: each entry stays in its
+//! directory.
 
 mod batch;
 mod content;
@@ -43,11 +44,11 @@ pub const FAILPOINTS: &[&str] =
 pub struct RestoreOptions {
     /// Must be empty and closed to other users. Neither is checked.
     pub target: PathBuf,
-    /// The root directory of the system whose accounts own the files. An id is kept if the system has no account of that
-    /// name.
+    /// The root directory of the system whose accounts own the files. An id is kept if the system has no account of
+    /// that name.
     pub system_root: PathBuf,
-    /// The user and group that own everything; `None` for those of the snapshot. Executables then lose their set-user-ID
-    /// and set-group-ID bits.
+    /// The user and group that own everything; `None` for those of the snapshot. Executables then lose their
+    /// set-user-ID and set-group-ID bits.
     pub owner: Option<(u32, u32)>,
 }
 

@@ -16,8 +16,8 @@ const MIN_HOLE_RATIO: u64 = 500;
 pub(super) struct Survey {
     pub(super) files: u64,
     pub(super) bytes: u64,
-    /// The space that the files and directories take, in bytes. Holes take none; a chunk that compresses as well as zeros
-    /// counts as a hole.
+    /// The space that the files and directories take, in bytes. Holes take none; a chunk that compresses as well as
+    /// zeros counts as a hole.
     pub(super) needed_bytes: u64,
     /// The number of files, directories and symbolic links.
     inodes: u64,

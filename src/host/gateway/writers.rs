@@ -178,8 +178,8 @@ impl Writers {
         });
         match session_count.await {
             Ok(Ok(sessions)) => sessions == 0,
-            // A server that responds, even with "too many connections", may be executing statements, and so may one that
-            // has closed a connection.
+            // A server that responds, even with "too many connections", may be executing statements, and so may one
+            // that has closed a connection.
             Ok(Err(DatabaseError::Connect(error))) => error.as_db_error().is_none(),
             Ok(Err(_)) | Err(_) => false,
         }

@@ -194,8 +194,8 @@ async fn verify_all(
     Ok(())
 }
 
-/// Returns the keys of the target snapshots, in the order in which to read them. A latest snapshot that cannot be used is
-/// added to the damaged ones, because its own content may be intact.
+/// Returns the keys of the target snapshots, in the order in which to read them. A latest snapshot that cannot be used
+/// is added to the damaged ones, because its own content may be intact.
 async fn select_keys(
     settings: &BackupSettings,
     targets: &VerifyTargets,
