@@ -190,3 +190,21 @@ async fn check_fleet(api: &ApiClient) -> Findings {
         Err(error) => findings.skipped(without_advice(&error)),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn readiness_names_each_cause() {
+        let describe = |json| serde_json::from_str::<Readiness>(json).unwrap().describe();
+        let clock =
+            r#"{"status":"failing","database":"ok","store":"ok","clock":"failing","clockSkewMs":9000}"#;
+        let expected = "database ok, store ok, clock failing (9000 ms from the database's)";
+        assert_eq!(describe(clock), expected);
+        let store = r#"{"database":"ok","store":"failing","clock":"ok","clockSkewMs":3}"#;
+        assert_eq!(describe(store), "database ok, store failing, clock ok");
+        let earlier_release = r#"{"database":"failing","store":"ok"}"#;
+        assert_eq!(describe(earlier_release), "database failing, store ok");
+    }
+}

@@ -65,6 +65,8 @@ async fn inserts_are_refused_until_writers_resume() -> Result<()> {
     assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(refused.headers()["content-type"], "application/problem+json");
     assert!(refused.headers().contains_key("retry-after"));
+    let limits = host.owner_request(Method::PUT, "/api/limits").json(&json!({ "daily": 5 })).send().await?;
+    assert_eq!(limits.status(), StatusCode::SERVICE_UNAVAILABLE, "it would be lost with this machine");
     let since = quiesce(&host, operation).await?["quiescedAt"].clone();
     // A power cut changes neither the state nor its start time.
     let host = host.restart()?;
@@ -80,6 +82,8 @@ async fn inserts_are_refused_until_writers_resume() -> Result<()> {
     assert_eq!(resume(&host, operation).await?, StatusCode::OK);
     assert_eq!(resume(&host, operation).await?, StatusCode::OK, "resuming is idempotent");
     assert_eq!(host.query(&insert(&slug)).await?.0, StatusCode::CREATED);
+    let limits = host.owner_request(Method::PUT, "/api/limits").json(&json!({ "daily": 5 })).send().await?;
+    assert_eq!(limits.status(), StatusCode::OK);
     Ok(())
 }
 

@@ -97,6 +97,21 @@ async fn verify_detects_every_kind_of_damage() -> Result<()> {
     Ok(())
 }
 
+/// A restore needs the snapshot that the pointer names: another one under its key is damage, even if it is intact.
+#[tokio::test]
+async fn latest_snapshot_that_differs_from_pointer_is_damaged() -> Result<()> {
+    let store = machine::store()?;
+    let (machine, keys) = create_machine_with_snapshots(&store, 2).await?;
+    let time = keys[1].rsplit_once('/').and_then(|(_, name)| name.strip_suffix("-1.dump"));
+    assert_eq!(store_older_copy(&store, &keys[0], time.context("unexpected key")?)?, keys[1]);
+    machine.run(&["svc-db-backup", "verify", &keys[1]])?.expect(0);
+    let result = machine.run(&["svc-db-backup", "verify", "--latest"])?.expect(65);
+    assert!(result.stderr.contains(&format!("{} is not usable", keys[1])), "{}", result.stderr);
+    let check = read_last_check(&machine, "verify")?;
+    assert_eq!((&check["key"], &check["damaged"][0]), (&keys[1].as_str().into(), &keys[1].as_str().into()));
+    Ok(())
+}
+
 #[tokio::test]
 async fn daily_share_of_snapshots_is_verified() -> Result<()> {
     let store = machine::store()?;

@@ -473,3 +473,16 @@ pub(super) fn check_same(found: &Statx, opened: &Statx) -> Result<(), EntryError
     let identity = |stat: &Statx| (stat.stx_dev_major, stat.stx_dev_minor, stat.stx_ino);
     if identity(found) == identity(opened) { Ok(()) } else { Err(EntryError::Replaced) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn check_names_refuses_too_many_entries() {
+        let names = |count: usize, length: usize| vec![OsString::from("x".repeat(length)); count];
+        assert!(check_names(&names(MAX_DIRECTORY_ENTRIES, 20)).is_ok());
+        assert!(check_names(&names(MAX_DIRECTORY_ENTRIES + 1, 20)).is_err());
+        assert!(check_names(&names(MAX_DIRECTORY_ENTRIES, 255)).is_err(), "long names take more space");
+    }
+}

@@ -11,6 +11,7 @@ use std::process::Stdio;
 use std::str::FromStr;
 use std::time::Duration;
 
+use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::process::Command;
 use tokio_postgres::config::Host;
 
@@ -22,6 +23,8 @@ use svc_base::config::Env;
 const CONTAINER: &str = "svc-postgres";
 /// Number of parallel jobs in a load.
 const RESTORE_JOBS: usize = 2;
+/// Maximum number of bytes of a tool's error output that are kept.
+const MAX_STDERR_BYTES: usize = 4096;
 const PIPE_BYTES: i32 = 1 << 20;
 const PROBE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Variables that a tool inherits: enough to find itself, its libraries and the container runtime.
@@ -276,8 +279,21 @@ fn load_options(cores: usize) -> String {
     format!("-c synchronous_commit=off{workers}")
 }
 
+/// Reads a tool's error output to its end, because the tool would otherwise wait or be killed. Returns the last part on
+/// one line, without the row values that it quotes.
+pub async fn read_stderr_tail(stderr: Option<impl AsyncRead + Unpin>) -> String {
+    let Some(mut stderr) = stderr else { return String::new() };
+    let mut output = Vec::new();
+    let mut buffer = [0; 1024];
+    while let Ok(read @ 1..) = stderr.read(&mut buffer).await {
+        output.extend_from_slice(&buffer[..read]);
+        output.drain(..output.len().saturating_sub(MAX_STDERR_BYTES));
+    }
+    summarize_stderr(&String::from_utf8_lossy(&output))
+}
+
 /// Summarizes a tool's stderr in one line, without the row values that it quotes.
-pub fn summarize_stderr(output: &str) -> String {
+fn summarize_stderr(output: &str) -> String {
     let about_rows = ["DETAIL:", "CONTEXT:", "HINT:", "Command was:", "COPY "];
     let lines = output.lines().map(str::trim).filter(|line| !line.is_empty());
     let lines = lines.filter(|line| !about_rows.iter().any(|start| line.starts_with(start)));
@@ -294,6 +310,16 @@ pub fn enlarge_pipe(pipe: impl AsFd) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn read_stderr_tail_reads_everything() {
+        let mut tool = Command::new("sh");
+        tool.args(["-c", "head -c 1000000 /dev/zero | tr '\\0' x >&2 && echo ': the end' >&2 && exit 3"]);
+        let mut tool = tool.stderr(Stdio::piped()).spawn().unwrap();
+        let tail = read_stderr_tail(tool.stderr.take()).await;
+        assert!(tail.ends_with("x: the end") && tail.len() <= MAX_STDERR_BYTES, "{tail}");
+        assert_eq!(tool.wait().await.unwrap().code(), Some(3), "the tool was not interrupted");
+    }
 
     #[test]
     fn summarize_stderr_quotes_no_row() {

@@ -169,7 +169,7 @@ async fn dump_to_sink(
     let reader = DumpCheck::start(tools)?;
     let stdout = dump.stdout.take().ok_or(DumpError::NoOutput)?;
     postgres_tools::enlarge_pipe(&stdout);
-    let stderr_tail = tokio::spawn(dump_check::read_stderr_tail(dump.stderr.take()));
+    let stderr_tail = tokio::spawn(postgres_tools::read_stderr_tail(dump.stderr.take()));
 
     let pumped = match pump(stdout, &reader, sink).await {
         Err(error) if !matches!(error, DumpError::Reader(DumpCheckError::ReaderExited)) => return Err(error),

@@ -5,7 +5,7 @@ use std::process::ExitStatus;
 use std::time::Duration;
 
 use bytes::Bytes;
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
+use tokio::io::AsyncWriteExt;
 use tokio::process::{Child, ChildStdin};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -17,8 +17,6 @@ use crate::system::postgres_tools::PgTools;
 const QUEUE_CAPACITY: usize = 8;
 /// Maximum time for a tool to exit after the last byte.
 pub const EXIT_TIMEOUT: Duration = Duration::from_secs(600);
-/// Maximum length of a tool's error output in reports.
-const MAX_STDERR_BYTES: usize = 4096;
 
 /// Why a dump was not read in full.
 #[derive(Debug, thiserror::Error)]
@@ -65,7 +63,7 @@ impl DumpCheck {
         if let Some(stdin) = &child.stdin {
             postgres_tools::enlarge_pipe(stdin);
         }
-        let stderr_tail = tokio::spawn(read_stderr_tail(child.stderr.take()));
+        let stderr_tail = tokio::spawn(postgres_tools::read_stderr_tail(child.stderr.take()));
         let (chunks, queue) = mpsc::channel(QUEUE_CAPACITY);
         let feeder = tokio::spawn(feed(child.stdin.take(), queue));
         Ok(Self { child, chunks, feeder, stderr_tail })
@@ -118,16 +116,4 @@ pub async fn wait_for_exit(child: &mut Child, tool: &'static str) -> Result<Exit
     ended
         .map_err(|_| DumpCheckError::TimedOut { tool, seconds: EXIT_TIMEOUT.as_secs() })?
         .map_err(|source| DumpCheckError::Wait { tool, source })
-}
-
-/// Reads a tool's error output; returns its end, on one line.
-pub async fn read_stderr_tail(stderr: Option<impl AsyncRead + Unpin>) -> String {
-    let Some(mut stderr) = stderr else { return String::new() };
-    let mut output = Vec::new();
-    let mut buffer = [0; 1024];
-    while let Ok(read @ 1..) = stderr.read(&mut buffer).await {
-        output.extend_from_slice(&buffer[..read]);
-        output.drain(..output.len().saturating_sub(MAX_STDERR_BYTES));
-    }
-    postgres_tools::summarize_stderr(&String::from_utf8_lossy(&output))
 }

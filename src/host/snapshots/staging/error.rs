@@ -8,11 +8,6 @@ use crate::system::postgres::ConnectError;
 use svc_base::applet::Exit;
 use svc_base::failpoint::Injected;
 
-/// Maximum number of bytes of `pg_restore`'s error output that are read.
-pub(super) const MAX_STDERR_BYTES: u64 = 64 * 1024;
-/// Maximum length of this output in an error.
-pub(super) const MAX_STDERR_CHARS: usize = 2000;
-
 /// Why the snapshot could not be loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {

@@ -5,13 +5,12 @@ use std::convert::Infallible;
 use std::path::Path;
 use std::time::Duration;
 
-use tokio::io::AsyncReadExt;
 use tokio_postgres::Client;
 
 use super::RestoreContext;
 use super::database::{self, ScratchDatabase};
 use super::download::Dump;
-use super::error::{LoadError, MAX_STDERR_BYTES, MAX_STDERR_CHARS, query};
+use super::error::{LoadError, query};
 use super::roles::RoleLifetime;
 use super::{roles, stream};
 use crate::snapshots::row_counts;
@@ -138,25 +137,11 @@ async fn load_file(context: &RestoreContext, dump: &Path, database: &str) -> Res
 /// [`LoadError`], with the tool's error output.
 pub async fn run_restore(mut command: tokio::process::Command) -> Result<(), LoadError> {
     let mut child = command.spawn().map_err(LoadError::Start)?;
-    let mut stderr_bytes = Vec::new();
-    let mut stderr = child.stderr.take();
-    let reading_stderr = async {
-        if let Some(stderr) = &mut stderr {
-            // A broken pipe just ends the output.
-            let _ = (&mut *stderr).take(MAX_STDERR_BYTES).read_to_end(&mut stderr_bytes).await;
-            // `pg_restore` would wait for a reader of its further messages.
-            let _ = tokio::io::copy(stderr, &mut tokio::io::sink()).await;
-        }
-    };
-    let result =
-        tokio::time::timeout(LOAD_TIMEOUT, async { tokio::join!(child.wait(), reading_stderr).0 }).await;
-    let status = result.map_err(|_| LoadError::TimedOut)?.map_err(LoadError::Start)?;
-    if status.success() {
-        return Ok(());
-    }
-    let stderr_text = String::from_utf8_lossy(&stderr_bytes);
-    let stderr = postgres_tools::summarize_stderr(&stderr_text).chars().take(MAX_STDERR_CHARS).collect();
-    Err(LoadError::Restore { status, stderr })
+    let stderr = postgres_tools::read_stderr_tail(child.stderr.take());
+    let ended = tokio::time::timeout(LOAD_TIMEOUT, async { tokio::join!(child.wait(), stderr) }).await;
+    let (status, stderr) = ended.map_err(|_| LoadError::TimedOut)?;
+    let status = status.map_err(LoadError::Start)?;
+    if status.success() { Ok(()) } else { Err(LoadError::Restore { status, stderr }) }
 }
 
 /// Reports the size of the database while it is being loaded.

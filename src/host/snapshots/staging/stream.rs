@@ -4,19 +4,18 @@
 //! The bytes are hashed in transit, so the result is known only at the end: the caller drops the database after an
 //! error, such as a wrong size or SHA-256.
 
-use std::process::ExitStatus;
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::StreamExt;
 use object_store::{GetOptions, GetRange};
 use sha2::{Digest, Sha256};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::AsyncWriteExt;
 use tokio::process::{Child, ChildStdin};
 
 use super::RestoreContext;
 use super::download::DownloadError;
-use super::error::{LoadError, MAX_STDERR_BYTES, MAX_STDERR_CHARS};
+use super::error::LoadError;
 use crate::system::backoff::Backoff;
 use crate::system::postgres_tools;
 use svc_base::failpoint;
@@ -33,15 +32,7 @@ const INDEX_BUILD_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
 /// [`LoadError`]; `Download` if the store does not deliver the recorded dump.
 pub async fn load(context: &RestoreContext, snapshot: &SnapshotRef, database: &str) -> Result<(), LoadError> {
     let mut child = context.tools.load_stream(&context.server, database).spawn().map_err(LoadError::Start)?;
-    let stderr = child.stderr.take();
-    let stderr_bytes = tokio::spawn(async move {
-        let mut output = Vec::new();
-        if let Some(stderr) = stderr {
-            // A broken pipe just ends the output.
-            let _ = stderr.take(MAX_STDERR_BYTES).read_to_end(&mut output).await;
-        }
-        output
-    });
+    let stderr = tokio::spawn(postgres_tools::read_stderr_tail(child.stderr.take()));
     let mut transfer = Transfer { length: 0, digest: Sha256::new(), stdin: child.stdin.take() };
     let received = transfer.receive(context, snapshot, &mut child).await;
     transfer.stdin = None;
@@ -51,17 +42,12 @@ pub async fn load(context: &RestoreContext, snapshot: &SnapshotRef, database: &s
     let result = tokio::time::timeout(INDEX_BUILD_TIMEOUT, child.wait()).await;
     let status = result.map_err(|_| LoadError::TimedOut)?.map_err(LoadError::Start)?;
     if !status.success() {
-        return Err(restore_error(status, &stderr_bytes.await.unwrap_or_default()));
+        return Err(LoadError::Restore { status, stderr: stderr.await.unwrap_or_default() });
     }
     if hex::encode(transfer.digest.finalize()) != snapshot.sha256 {
         return Err(DownloadError::WrongDigest { key: snapshot.key.clone() }.into());
     }
     Ok(())
-}
-
-fn restore_error(status: ExitStatus, stderr: &[u8]) -> LoadError {
-    let stderr = postgres_tools::summarize_stderr(&String::from_utf8_lossy(stderr));
-    LoadError::Restore { status, stderr: stderr.chars().take(MAX_STDERR_CHARS).collect() }
 }
 
 /// Why the transfer ended before the last byte.

@@ -13,6 +13,7 @@ use crate::snapshots::row_counts;
 use crate::snapshots::side_database::{CopiedTable, SIDE_DATABASE};
 use crate::system::postgres;
 use crate::system::postgres::{quote_ident, quote_literal};
+use crate::system::postgres_tools;
 use svc_base::applet::Exit;
 use svc_store::snapshot::TableCount;
 
@@ -83,8 +84,8 @@ async fn pipe_relations(settings: &BackupSettings, relations: &[&str]) -> Result
     let mut dump = dump.spawn().map_err(start("pg_dump"))?;
     let mut load = settings.tools.load_stdin(&settings.server, settings.server.database());
     let mut load = load.spawn().map_err(start("pg_restore"))?;
-    let dump_error = tokio::spawn(dump_check::read_stderr_tail(dump.stderr.take()));
-    let load_error = tokio::spawn(dump_check::read_stderr_tail(load.stderr.take()));
+    let dump_error = tokio::spawn(postgres_tools::read_stderr_tail(dump.stderr.take()));
+    let load_error = tokio::spawn(postgres_tools::read_stderr_tail(load.stderr.take()));
     let (from, to) = (dump.stdout.take(), load.stdin.take());
     let piped = async {
         if let (Some(mut from), Some(mut to)) = (from, to) {

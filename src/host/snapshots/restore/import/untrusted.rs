@@ -36,7 +36,6 @@ const MAX_SESSIONS: usize = 4;
 const LISTING_TIMEOUT: Duration = Duration::from_secs(600);
 /// Maximum size of a listing, which has a line per table, index and constraint.
 const MAX_LISTING_BYTES: u64 = 32 << 20;
-const MAX_STDERR_BYTES: u64 = 64 * 1024;
 
 /// Why the archive's database was not loaded.
 #[derive(Debug, thiserror::Error)]
@@ -128,7 +127,7 @@ pub async fn load(
 async fn list_contents(tools: &PgTools, dump: &Path) -> Result<String, UntrustedError> {
     let mut child = tools.list(dump).spawn().map_err(UntrustedError::Tool)?;
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
-    let (mut listing, mut stderr_bytes) = (Vec::new(), Vec::new());
+    let mut listing = Vec::new();
     let reading = async {
         let listing = async {
             match stdout {
@@ -136,24 +135,19 @@ async fn list_contents(tools: &PgTools, dump: &Path) -> Result<String, Untrusted
                 None => Ok(0),
             }
         };
-        let errors = async {
-            match stderr {
-                Some(stderr) => stderr.take(MAX_STDERR_BYTES).read_to_end(&mut stderr_bytes).await,
-                None => Ok(0),
-            }
-        };
-        let (listing_read, errors_read) = tokio::join!(listing, errors);
-        listing_read.and(errors_read)?;
-        child.wait().await
+        let (listed, stderr) = tokio::join!(listing, postgres_tools::read_stderr_tail(stderr));
+        listed?;
+        Ok((child.wait().await?, stderr))
     };
     let result = tokio::time::timeout(LISTING_TIMEOUT, reading).await;
     let unreadable = |why: &str| UntrustedError::Unreadable { why: untrusted_text::truncate_printable(why) };
-    let status = result.map_err(|_| unreadable("the listing timed out"))?.map_err(UntrustedError::Tool)?;
+    let result = result.map_err(|_| unreadable("the listing timed out"))?;
+    let (status, stderr) = result.map_err(UntrustedError::Tool)?;
     if listing.len() as u64 > MAX_LISTING_BYTES {
         return Err(unreadable("it has too many entries"));
     }
     if !status.success() {
-        return Err(unreadable(&postgres_tools::summarize_stderr(&String::from_utf8_lossy(&stderr_bytes))));
+        return Err(unreadable(&stderr));
     }
     Ok(String::from_utf8_lossy(&listing).into_owned())
 }
