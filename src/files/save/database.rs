@@ -7,7 +7,8 @@
 //! lock, but only if it can lock `X` exclusively.
 //!
 //! In the other modes, a commit changes `X` after it has written the old pages to `X-journal`. A database that changed
-//! while it was read is read once more under a reader's lock, which makes writers wait.
+//! while it was read is read once more under a reader's lock, which makes writers wait. A large database is locked only
+//! if the read before was fast enough: its chunks are known by then, so the next one takes no longer.
 //!
 //! Locks are released after [`MAX_LOCK_TIME`]. A copy that was made without a lock counts as consistent only if the
 //! database did not change while it was read.
@@ -40,8 +41,11 @@ const WAL_READ_LOCK: Range = (123, 1);
 const PENDING_LOCK: Range = (0x4000_0000, 1);
 /// The bytes that each reader locks, and that a writer locks while it changes the database.
 const SHARED_LOCK: Range = (0x4000_0002, 510);
-/// Larger databases are not locked for reading, because their writers would wait too long.
-const MAX_LOCKED_BYTES: u64 = 256 << 20;
+/// Databases up to this size are locked for reading in any case.
+const MAX_ALWAYS_LOCKED_BYTES: u64 = 256 << 20;
+/// Larger databases are locked only if the last read took at most this long. A slower read would probably outlast
+/// [`MAX_LOCK_TIME`], and make writers wait in vain.
+const MAX_LOCKED_READ_TIME: Duration = Duration::from_secs(2);
 /// Shorter than the usual busy timeout of 5 s.
 const MAX_LOCK_TIME: Duration = Duration::from_secs(3);
 /// SQLite's minimum page size.
@@ -161,13 +165,13 @@ impl DatabaseFiles {
         (is_locked && is_current).then_some(held)
     }
 
-    /// Locks the database as a reader does, so that no writer changes it; `None` if it is too large, or if a writer
-    /// does not release its lock in time.
-    pub(super) fn lock_as_reader(&self, directory: &OwnedFd) -> Option<ReadLock> {
+    /// Locks the database as a reader does, so that no writer changes it; `None` if it could not be read in time, or if
+    /// a writer does not release its lock in time. `last_read` is the time that the last attempt to read it took.
+    pub(super) fn lock_as_reader(&self, directory: &OwnedFd, last_read: Duration) -> Option<ReadLock> {
         let opened = open_in(directory, self.database()?, OFlags::NONBLOCK | OFlags::NOCTTY).ok()?;
         let file = File::from(opened);
         let size = file.metadata().ok()?.len();
-        lock_as_reader(&file, size)
+        lock_as_reader(&file, size, last_read)
     }
 
     /// The name of the database itself, which must not change while it is saved.
@@ -182,10 +186,10 @@ fn with_suffix(base: &OsStr, suffix: &[u8]) -> OsString {
     name
 }
 
-/// Locks a small database as a reader does, so that no writer changes it; `None` for other files, or if a writer does
-/// not release its lock in time.
-pub(super) fn lock_as_reader(file: &File, size: u64) -> Option<ReadLock> {
-    if size > MAX_LOCKED_BYTES || !is_database(file, size) {
+/// Locks a database as a reader does, so that no writer changes it; `None` for other files, if it could not be read in
+/// time, or if a writer does not release its lock in time. `last_read` is the time that the last read of it took.
+pub(super) fn lock_as_reader(file: &File, size: u64, last_read: Duration) -> Option<ReadLock> {
+    if !is_readable_in_time(size, last_read) || !is_database(file, size) {
         return None;
     }
     // Locks of an open file description are released only when all of its descriptors are closed.
@@ -196,6 +200,11 @@ pub(super) fn lock_as_reader(file: &File, size: u64) -> Option<ReadLock> {
         set_lock(&file, PENDING_LOCK, libc::F_UNLCK);
     }
     shared.then(|| ReadLock::new(vec![(file, SHARED_LOCK)]))
+}
+
+/// Whether a database can be read before its lock is released.
+fn is_readable_in_time(size: u64, last_read: Duration) -> bool {
+    size <= MAX_ALWAYS_LOCKED_BYTES || last_read <= MAX_LOCKED_READ_TIME
 }
 
 /// Whether a file begins like a database.
@@ -246,5 +255,14 @@ mod tests {
         );
         assert_eq!((found[0].has_wal, found[1].has_wal), (false, true));
         assert_eq!(names, ["b-wal-notes", "c-wal", "d"].map(OsString::from));
+    }
+
+    #[test]
+    fn large_database_is_locked_only_after_a_fast_read() {
+        let slow = MAX_LOCKED_READ_TIME + Duration::from_millis(1);
+        assert!(is_readable_in_time(MAX_ALWAYS_LOCKED_BYTES, slow));
+        assert!(is_readable_in_time(MAX_ALWAYS_LOCKED_BYTES + 1, MAX_LOCKED_READ_TIME));
+        assert!(!is_readable_in_time(MAX_ALWAYS_LOCKED_BYTES + 1, slow));
+        assert!(MAX_LOCKED_READ_TIME < MAX_LOCK_TIME);
     }
 }

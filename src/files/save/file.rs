@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use rustix::fs::{FileType, OFlags, Statx};
 use rustix::io::Errno;
@@ -63,11 +64,11 @@ impl Walker<'_> {
     fn read_file(&mut self, directory: &OwnedFd, name: &OsStr, found: &Statx) -> Result<Node, EntryError> {
         let mut file = File::from(open_in(directory, name, OFlags::NONBLOCK | OFlags::NOCTTY)?);
         check_same(found, &stat_open(&file)?)?;
-        let mut reads = 0;
+        let (mut reads, mut last_read) = (0, Duration::MAX);
         loop {
             self.write_back.clean(&file)?;
             let is_last = reads + 1 >= MAX_READ_ATTEMPTS;
-            let _lock = if is_last { lock_as_reader(&file, found.stx_size) } else { None };
+            let _lock = if is_last { lock_as_reader(&file, found.stx_size, last_read) } else { None };
             let (stat, is_settled) = stat_settled(&file)?;
             if FileType::from_raw_mode(stat.stx_mode.into()) != FileType::RegularFile {
                 return Err(EntryError::Replaced);
@@ -84,8 +85,9 @@ impl Walker<'_> {
                 return Ok(node);
             }
             self.has_read_database |= is_database(&file, stat.stx_size);
+            let began = Instant::now();
             let (content, size) = self.read_content(&mut file, &stat)?;
-            reads += 1;
+            (reads, last_read) = (reads + 1, began.elapsed());
             let is_stable = is_settled && StatFingerprint::of(&stat_open(&file)?) == fingerprint;
             if !is_stable && reads < MAX_READ_ATTEMPTS {
                 continue;

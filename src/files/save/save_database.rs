@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
 
 use super::changes::Scope;
 use super::database::{DatabaseFiles, ReadLock};
@@ -49,16 +50,19 @@ impl Walker<'_> {
     ) -> Result<Vec<Node>, EntryError> {
         let earlier: Vec<_> = database.names.iter().map(|name| (name, earlier.remove(name))).collect();
         let counts = self.counts.clone();
+        let mut last_read = Duration::MAX;
         for is_last in [false, true] {
             self.counts = counts.clone();
             let lock = match database.lock(directory) {
-                None if is_last => database.lock_as_reader(directory),
+                None if is_last => database.lock_as_reader(directory, last_read),
                 lock => lock,
             };
+            let began = Instant::now();
             let mut nodes = Vec::new();
             for (name, earlier) in &earlier {
                 nodes.extend(self.save_entry(directory, name, earlier.clone(), scope)?);
             }
+            last_read = began.elapsed();
             let is_unchanged = is_unchanged(directory, database, &nodes);
             if is_unchanged && lock.as_ref().is_some_and(ReadLock::is_held) {
                 // A log that grows while it is read still contains the state after one of its commits. The next save
