@@ -62,18 +62,20 @@ pub struct FilesStatus {
 }
 
 impl FilesStatus {
-    /// Reads the file; `None` if there is no file, or if it is invalid or has another format version.
+    /// Reads the file; `None` if there is no file. A file that is invalid or has another format version is a state in
+    /// which nothing is known to be saved.
     ///
     /// # Errors
     /// If the file exists and cannot be read.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
-        let text = fsx::read_if_exists(&layout.files_state().join(FILE))?;
-        let status = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
-        let mut status = status.filter(|status| status.version == FORMAT);
-        if let Some(status) = &mut status {
-            status.correct_future_times(clock::now_ms());
-        }
-        Ok(status)
+        let Some(text) = fsx::read_if_exists(&layout.files_state().join(FILE))? else { return Ok(None) };
+        let status = serde_json::from_slice::<Self>(&text).ok().filter(|status| status.version == FORMAT);
+        let mut status = status.unwrap_or_else(|| Self {
+            error: Some("the recorded state of the file backup is invalid".to_owned()),
+            ..Self::default()
+        });
+        status.correct_future_times(clock::now_ms());
+        Ok(Some(status))
     }
 
     /// Corrects times that were recorded while the clock was ahead. Otherwise, changes made now would already count as
@@ -132,6 +134,21 @@ impl FilesStatus {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn invalid_file_is_read_as_nothing_saved() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::below(dir.path());
+        assert_eq!(FilesStatus::read(&layout).unwrap(), None);
+        let mut status = FilesStatus { saved_until: Some(Timestamp::UNIX_EPOCH), ..FilesStatus::default() };
+        status.write(&layout).unwrap();
+        assert_eq!(FilesStatus::read(&layout).unwrap(), Some(status));
+        for text in ["{", r#"{"version":2,"savedUntil":"2026-01-01T00:00:00.000Z"}"#] {
+            std::fs::write(layout.files_state().join(FILE), text).unwrap();
+            let status = FilesStatus::read(&layout).unwrap().unwrap();
+            assert!(status.saved_until.is_none() && status.error.is_some(), "{text}");
+        }
+    }
 
     #[test]
     fn correct_future_times_clears_or_caps_times() {
