@@ -134,21 +134,41 @@ pub async fn find(
     key.map(Some).ok_or(KeyError::Damaged { kid })
 }
 
-/// Reseals a batch of the keys that were sealed with the previous platform key. Returns whether that was the last
-/// batch.
+/// Reseals a batch of the keys that were sealed with the previous platform key, and passes over those that cannot be
+/// opened. Returns whether that was the last batch.
 ///
 /// # Errors
 /// [`KeyError`] if the database or the random number generator fails.
 pub async fn reseal_batch(client: &impl GenericClient, seal: &Seal) -> Result<bool, KeyError> {
     let Some(previous) = seal.previous_id() else { return Ok(true) };
-    let keys = file_keys::list_sealed_with(client, previous, BATCH_SIZE).await?;
-    let is_last = keys.len() < BATCH_SIZE as usize;
+    let mut after = (String::new(), String::new());
+    loop {
+        let keys = file_keys::list_sealed_with(client, previous, &after, BATCH_SIZE).await?;
+        let Some(last) = keys.last().filter(|_| keys.len() == BATCH_SIZE as usize) else {
+            reseal_all(client, seal, keys).await?;
+            return Ok(true);
+        };
+        after = (last.user.clone(), last.slot.clone());
+        if reseal_all(client, seal, keys).await? {
+            return Ok(false);
+        }
+    }
+}
+
+/// Reseals keys. Returns whether any could be opened.
+async fn reseal_all(
+    client: &impl GenericClient,
+    seal: &Seal,
+    keys: Vec<SealedFileKey>,
+) -> Result<bool, KeyError> {
+    let mut has_resealed = false;
     for mut key in keys {
         let name = seal_name(&key.user, &key.slot);
         match seal.open(&name, &key.sealed) {
             Ok(opened) => {
                 key.sealed = seal.seal(&name, &zeroize::Zeroizing::new(opened))?;
                 file_keys::reseal(client, &key, seal.id()).await?;
+                has_resealed = true;
             }
             // A damaged key must not stop the rotation of the others. It still counts as needing the previous key.
             Err(error) => {
@@ -156,5 +176,5 @@ pub async fn reseal_batch(client: &impl GenericClient, seal: &Seal) -> Result<bo
             }
         }
     }
-    Ok(is_last)
+    Ok(has_resealed)
 }

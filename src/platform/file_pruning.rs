@@ -33,8 +33,7 @@ const GRACE_PERIOD: SignedDuration = SignedDuration::from_hours(72);
 const KEPT_LOG_ENTRIES: u64 = 1000;
 /// Maximum interval between polls for a due slot.
 const MAX_POLL_INTERVAL: Duration = Duration::from_secs(60);
-/// A failed pruning is retried after this fraction of `FILES_PRUNE_SECONDS`. If regular prunings are disabled, it is
-/// not retried until the next request.
+/// A failed pruning is retried after this fraction of `FILES_PRUNE_SECONDS`.
 const RETRY_FRACTION: f64 = 0.1;
 
 /// The reason a repository was not pruned.
@@ -69,12 +68,18 @@ pub const TIMEOUT: Duration = Duration::from_secs(4 * 3600);
 /// The interval if regular prunings are disabled. A request sets the slot's last pruning to 1970, so the slot is still
 /// due.
 const DISABLED_PRUNE_INTERVAL: Duration = Duration::from_secs(20 * 365 * 24 * 3600);
+/// The delay before a failed pruning is retried if regular prunings are disabled.
+const DISABLED_RETRY_DELAY: Duration = Duration::from_secs(3600);
 
 /// Prunes due repositories, one at a time, until the platform stops. Several tasks may run this.
 pub async fn run(platform: Arc<Platform>) {
     let configured = platform.config.timing.files_prune;
-    let interval = if configured.is_zero() { DISABLED_PRUNE_INTERVAL } else { configured };
-    let retry_advance = configured.mul_f64(1.0 - RETRY_FRACTION);
+    let (interval, retry_delay) = if configured.is_zero() {
+        (DISABLED_PRUNE_INTERVAL, DISABLED_RETRY_DELAY)
+    } else {
+        (configured, configured.mul_f64(RETRY_FRACTION))
+    };
+    let retry_advance = interval - retry_delay;
     loop {
         let has_pruned = request_id::run_with_new_id(prune_next(&platform, interval, retry_advance)).await;
         let delay = match has_pruned {

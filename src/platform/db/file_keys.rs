@@ -36,15 +36,17 @@ pub async fn insert_if_absent(
     execute(client, sql, &[&key.user, &key.slot, &key.sealed, &sealed_with.as_str()]).await.map(drop)
 }
 
-/// Lists keys that were sealed with this platform key.
+/// Lists keys that were sealed with this platform key, ordered by user and slot, from the first after `after`.
 pub async fn list_sealed_with(
     client: &impl GenericClient,
     sealed_with: &KeyId,
+    (user, slot): &(String, String),
     limit: i64,
 ) -> Result<Vec<SealedFileKey>, DbError> {
-    let sql = "SELECT idp_user_id, slot, sealed FROM file_keys WHERE key_id = $1 \
-               ORDER BY idp_user_id, slot LIMIT $2";
-    Ok(query(client, sql, &[&sealed_with.as_str(), &limit]).await?.iter().map(parse).collect())
+    let sql = "SELECT idp_user_id, slot, sealed FROM file_keys \
+               WHERE key_id = $1 AND (idp_user_id, slot) > ($2, $3) ORDER BY idp_user_id, slot LIMIT $4";
+    let rows = query(client, sql, &[&sealed_with.as_str(), user, slot, &limit]).await?;
+    Ok(rows.iter().map(parse).collect())
 }
 
 /// Counts the keys that were sealed with another platform key, and lists the first of their slots.
