@@ -1,11 +1,14 @@
 //! A slot's file backups: their key, pruning and status, earlier states of files, and restores.
 
+use std::fmt;
+
 use schemars::JsonSchema;
 use secrecy::SecretString;
 use serde::{Deserialize, Serialize};
 
 use crate::secret;
 use crate::text::{Time, WireString};
+use svc_base::quantity::{format_bytes, pluralize};
 use svc_machine::name::{IdpUserId, Slot};
 
 /// The body of `POST /vps/:id/files-key`, as a host sends it.
@@ -142,6 +145,22 @@ pub struct ExcludedFile {
     /// The number of entries, including everything in an excluded directory.
     pub entries: u64,
     pub bytes: u64,
+}
+
+impl fmt::Display for ExcludedFiles {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if !self.complete {
+            f.write_str("at least ")?;
+        }
+        write!(f, "{}, {}", pluralize(self.entries, "item"), format_bytes(self.bytes))
+    }
+}
+
+impl fmt::Display for ExcludedFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { path, entries, bytes } = self;
+        write!(f, "{path}: {}, {}", pluralize(*entries, "item"), format_bytes(*bytes))
+    }
 }
 
 /// Maximum number of characters in a path.

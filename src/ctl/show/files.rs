@@ -84,15 +84,11 @@ pub fn status(view: &View, status: &FileBackupStatus) -> String {
 
 /// The total size of the excluded files, and the largest entries.
 fn excluded_pairs(view: &View, excluded: &ExcludedFiles) -> Vec<(&'static str, Cell)> {
-    let size = |entries, bytes| format!("{}, {}", pluralize(entries, "item"), format_bytes(bytes));
-    let at_least = if excluded.complete { "" } else { "at least " };
-    let total = size(excluded.entries, excluded.bytes);
     let measured = format_time(view.now, &excluded.measured_at);
-    let mut pairs = vec![("excluded", format!("{at_least}{total}; measured {measured}").into())];
-    pairs.extend(excluded.largest.iter().map(|file| {
-        let line = format!("{}: {}", file.path, size(file.entries, file.bytes));
-        ("", Cell::from(one_line(&line).into_owned()))
-    }));
+    let mut pairs = vec![("excluded", format!("{excluded}; measured {measured}").into())];
+    pairs.extend(
+        excluded.largest.iter().map(|file| ("", Cell::from(one_line(&file.to_string()).into_owned()))),
+    );
     pairs
 }
 

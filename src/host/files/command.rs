@@ -4,9 +4,9 @@ use anyhow::anyhow;
 use jiff::Timestamp;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock;
-use svc_base::quantity::{format_bytes, pluralize};
+use svc_base::quantity::pluralize;
 use svc_base::untrusted_text::one_line;
-use svc_wire::files::{ExcludedFile, ExcludedFiles};
+use svc_wire::files::ExcludedFiles;
 
 use super::checks::FileChecks;
 use super::gate::RestoreOutcome;
@@ -105,12 +105,8 @@ fn describe(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now:
 
 /// Returns the rows for the excluded entries: the total, then the largest ones.
 fn describe_excluded(excluded: &ExcludedFiles) -> Vec<(&'static str, String)> {
-    let size = |entries: u64, bytes: u64| format!("{}, {}", pluralize(entries, "item"), format_bytes(bytes));
-    let at_least = if excluded.complete { "" } else { "at least " };
-    let sum = format!("{at_least}{}", size(excluded.entries, excluded.bytes));
-    let largest = excluded.largest.iter().take(MAX_SHOWN_EXCLUDED);
-    let entry = |file: &ExcludedFile| ("", format!("{}: {}", file.path, size(file.entries, file.bytes)));
-    std::iter::once(("excluded", sum)).chain(largest.map(entry)).collect()
+    let largest = excluded.largest.iter().take(MAX_SHOWN_EXCLUDED).map(|file| ("", file.to_string()));
+    std::iter::once(("excluded", excluded.to_string())).chain(largest).collect()
 }
 
 /// Requests a save, and waits until everything written before is saved.
@@ -130,6 +126,8 @@ pub async fn save_now(layout: &Layout) -> Result<(), Failure> {
 
 #[cfg(test)]
 mod tests {
+    use svc_wire::files::ExcludedFile;
+
     use super::*;
 
     #[test]
