@@ -7,7 +7,7 @@ use std::time::Instant;
 use super::settings::BackupSettings;
 use crate::snapshots::check_log::{CheckKind, CheckRecord, Status};
 use crate::snapshots::staging;
-use crate::snapshots::staging::{DownloadError, LoadError, RestoreContext, RoleLifetime};
+use crate::snapshots::staging::{DownloadError, LoadError, RestoreContext, ScratchPurpose};
 use crate::system::lock::Lock;
 use crate::system::postgres;
 use crate::system::postgres::ConnectError;
@@ -117,7 +117,7 @@ async fn drill(settings: &BackupSettings, drilled: &mut Option<SnapshotRef>) -> 
     staging::check_postgres_version(&context, &sidecar).await?;
     let dump = staging::fetch_dump(&context, &dir, &snapshot, &sidecar).await?;
     failpoint::trigger("drill.downloaded")?;
-    let loaded = staging::load_into_scratch(&context, &dump, &sidecar, RoleLifetime::Temporary).await?;
+    let loaded = staging::load_into_scratch(&context, &dump, &sidecar, ScratchPurpose::Check).await?;
     failpoint::trigger("drill.loaded")?;
     let client = context.server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
     staging::drop_scratch(&client, &loaded.name).await;
@@ -146,7 +146,7 @@ async fn find_latest(
 /// Removes the scratch databases, dumps and roles of this drill or of a killed run.
 async fn remove_leftovers(context: &RestoreContext, dir: &Path) -> Result<(), DrillError> {
     let client = context.server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
-    staging::drop_scratch_databases(&client).await?;
+    staging::drop_scratch_databases(&client, ScratchPurpose::Check).await?;
     staging::drop_drill_roles(&client).await?;
     Ok(staging::remove_dumps(dir)?)
 }

@@ -11,7 +11,7 @@ use crate::snapshots::database_identity::IdentityError;
 use crate::snapshots::restore_marker::RestoreMarker;
 use crate::snapshots::row_counts;
 use crate::snapshots::staging;
-use crate::snapshots::staging::{DownloadError, LoadError, RoleLifetime, ScratchDatabase};
+use crate::snapshots::staging::{DownloadError, LoadError, ScratchDatabase, ScratchPurpose};
 use crate::system::backoff::Backoff;
 use crate::system::lock::Lock;
 use crate::system::postgres;
@@ -164,7 +164,7 @@ async fn finish_or_undo_swap(settings: &RestoreSettings) -> Result<(), RestoreEr
         set_marker(settings, Some(&journal.key)).await?;
         tracing::warn!(key = journal.key, "finished an interrupted swap of databases");
     } else {
-        staging::drop_scratch_databases(&client).await.map_err(SwapError::from)?;
+        staging::drop_scratch_databases(&client, ScratchPurpose::Restore).await.map_err(SwapError::from)?;
         tracing::warn!(key = journal.key, "undid an interrupted swap of databases");
     }
     Ok(journal::remove(&settings.layout)?)
@@ -193,7 +193,7 @@ async fn restore(settings: &RestoreSettings, existing_rows: ExistingRows) -> Res
                 .await?;
         failpoint::trigger("restore.downloaded")?;
         let loaded =
-            staging::load_into_scratch(&settings.context, &dump, &sidecar, RoleLifetime::Permanent).await?;
+            staging::load_into_scratch(&settings.context, &dump, &sidecar, ScratchPurpose::Restore).await?;
         assign_restore_id(settings, &loaded).await?;
         settings.context.progress.start_phase("putting the snapshot in place");
         let journal = Journal::new(&snapshot, &loaded);
@@ -281,7 +281,7 @@ async fn clean_up_earlier_run(
         return Ok(true);
     }
     journal::remove(&settings.layout)?;
-    staging::drop_scratch_databases(&client).await.map_err(SwapError::from)?;
+    staging::drop_scratch_databases(&client, ScratchPurpose::Restore).await.map_err(SwapError::from)?;
     swap::open_databases(&client, database).await?;
     Ok(false)
 }

@@ -2,16 +2,40 @@
 
 use std::time::{Duration, Instant};
 
+use jiff::SignedDuration;
 use tokio_postgres::{Client, Error};
 
 use crate::system::postgres::quote_ident;
+
+/// What a scratch database is for. Programs with the same purpose exclude each other with a lock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ScratchPurpose {
+    /// A restore or an import: the database becomes the owner's, and its roles are kept.
+    Restore,
+    /// A drill or the side database: its roles are dropped with it, by [`super::drop_drill_roles`].
+    Check,
+}
+
+impl ScratchPurpose {
+    /// The name of a scratch database is this prefix and a number.
+    pub(super) fn name_prefix(self) -> &'static str {
+        match self {
+            Self::Restore => "svc_restore_",
+            Self::Check => "svc_check_",
+        }
+    }
+}
+
+/// A scratch database of the other purpose that is older than this belongs to a killed run.
+const MAX_SCRATCH_AGE: SignedDuration = SignedDuration::from_hours(48);
 
 /// A database into which a snapshot is loaded.
 #[derive(Debug)]
 pub struct ScratchDatabase {
     pub name: String,
     pub oid: u32,
-    /// The number in its name. The database that it replaces is renamed to a name with the same number.
+    /// The number in its name: when it was created, in milliseconds since 1970. The database that it replaces is
+    /// renamed to a name with the same number.
     pub number: i64,
 }
 
@@ -47,13 +71,18 @@ pub async fn end_application_sessions(client: &Client, application: &str) -> Res
     }
 }
 
-/// Drops all scratch databases. The caller holds a lock, so they belong to killed runs.
+/// Drops the scratch databases of killed runs: all with this purpose, because the caller holds the lock of its runs, and
+/// the old ones with another purpose.
 ///
 /// # Errors
 /// If a query fails.
-pub async fn drop_scratch_databases(client: &Client) -> Result<(), Error> {
-    let sql = "SELECT datname::text FROM pg_database WHERE datname ~ '^svc_restore_[0-9]+$'";
-    for row in client.query(sql, &[]).await? {
+pub async fn drop_scratch_databases(client: &Client, purpose: ScratchPurpose) -> Result<(), Error> {
+    let oldest =
+        svc_base::clock::now_ms().saturating_sub(MAX_SCRATCH_AGE).unwrap_or_default().as_millisecond();
+    let sql = "SELECT datname::text FROM pg_database \
+               WHERE datname ~ '^svc_(restore|check)_[0-9]{1,15}$' \
+                 AND (starts_with(datname, $1) OR split_part(datname, '_', 3)::bigint < $2)";
+    for row in client.query(sql, &[&purpose.name_prefix(), &oldest]).await? {
         let name: String = row.try_get(0)?;
         client.batch_execute(&build_drop_statement(&name)).await?;
     }

@@ -8,10 +8,10 @@ use std::time::Duration;
 use tokio_postgres::Client;
 
 use super::RestoreContext;
+use super::database::ScratchPurpose;
 use super::database::{self, ScratchDatabase};
 use super::download::Dump;
 use super::error::{LoadError, query};
-use super::roles::RoleLifetime;
 use super::{roles, stream};
 use crate::snapshots::row_counts;
 use crate::system::backoff::Backoff;
@@ -71,14 +71,14 @@ pub async fn load_into_scratch(
     context: &RestoreContext,
     dump: &Dump,
     sidecar: &Sidecar,
-    lifetime: RoleLifetime,
+    purpose: ScratchPurpose,
 ) -> Result<ScratchDatabase, LoadError> {
     let mut client = connect_with_retries(context, postgres::MAINTENANCE_DATABASE).await?;
-    for what in roles::create(&mut client, sidecar, lifetime).await? {
+    for what in roles::create(&mut client, sidecar, purpose).await? {
         tracing::warn!(what, "not restored from the snapshot");
     }
     failpoint::trigger("restore.roles")?;
-    let scratch = create_database(&client, None).await?;
+    let scratch = create_database(&client, purpose, None).await?;
     let loaded = async {
         failpoint::trigger("restore.created")?;
         tokio::select! {
@@ -107,9 +107,13 @@ pub async fn load_into_scratch(
 
 /// Creates a database, owned by this user or by another role. The number in its name is new, so that a `pg_restore`
 /// that outlived a killed run cannot write into it.
-pub async fn create_database(client: &Client, owner: Option<&str>) -> Result<ScratchDatabase, LoadError> {
+pub async fn create_database(
+    client: &Client,
+    purpose: ScratchPurpose,
+    owner: Option<&str>,
+) -> Result<ScratchDatabase, LoadError> {
     let number = svc_base::clock::now_ms().as_millisecond();
-    let name = format!("svc_restore_{number}");
+    let name = format!("{}{number}", purpose.name_prefix());
     let owner = owner.map(|owner| format!(" OWNER {}", quote_ident(owner))).unwrap_or_default();
     client
         .batch_execute(&format!("CREATE DATABASE {} TEMPLATE template0{owner}", quote_ident(&name)))

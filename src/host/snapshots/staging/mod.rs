@@ -20,7 +20,7 @@ use svc_store::Bucket;
 use svc_store::key::SlotPrefix;
 
 pub use database::{
-    ScratchDatabase, drop_scratch, drop_scratch_databases, end_application_sessions, find_oid,
+    ScratchDatabase, ScratchPurpose, drop_scratch, drop_scratch_databases, end_application_sessions, find_oid,
 };
 pub use download::{
     DownloadError, Dump, ensure_free_space, ensure_space_for_snapshot, fetch_dump, remove_dumps,
@@ -30,7 +30,7 @@ pub use load::{
     check_postgres_version, compare_with_sidecar, connect_with_retries, create_database, load_into_scratch,
     run_restore,
 };
-pub use roles::{RoleLifetime, drop_drill_roles};
+pub use roles::drop_drill_roles;
 
 /// The context for loading a snapshot: source, destination and limits.
 pub struct RestoreContext {

@@ -9,6 +9,7 @@ use std::collections::BTreeSet;
 use tokio_postgres::error::SqlState;
 use tokio_postgres::{Client, Transaction};
 
+use super::database::ScratchPurpose;
 use super::error::{LoadError, query};
 use crate::snapshots::roles;
 use crate::snapshots::roles::DRILL_ROLE_COMMENT;
@@ -16,29 +17,19 @@ use crate::system::postgres::{quote_ident, quote_literal};
 use svc_store::role_facts::{Membership, RoleFacts, RoleSetting};
 use svc_store::snapshot::Sidecar;
 
-/// Lifetime of the roles created for a snapshot.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RoleLifetime {
-    /// The roles are kept, because the scratch database becomes the owner's.
-    Permanent,
-    /// The roles are dropped with the scratch database of a drill or with the side database, by
-    /// [`super::drop_drill_roles`].
-    Temporary,
-}
-
 /// Prefix of the apps' roles: the gateway sets their passwords and lets them log in.
 const APP_PREFIX: &str = "app_";
 
-/// Creates the missing roles; temporary ones without attributes. Returns descriptions of the recorded facts that were
+/// Creates the missing roles; those for a check without attributes. Returns descriptions of the recorded facts that were
 /// not restored.
 pub async fn create(
     client: &mut Client,
     sidecar: &Sidecar,
-    lifetime: RoleLifetime,
+    purpose: ScratchPurpose,
 ) -> Result<Vec<String>, LoadError> {
     let facts = sidecar.database.iter().flat_map(|facts| facts.roles.iter().flatten());
     let facts: Vec<&RoleFacts> =
-        facts.filter(|role| lifetime == RoleLifetime::Permanent && !is_built_in(&role.name)).collect();
+        facts.filter(|role| purpose == ScratchPurpose::Restore && !is_built_in(&role.name)).collect();
     let owners = sidecar.database.iter().flat_map(|facts| &facts.owner);
     let names = sidecar.roles.iter().chain(owners).chain(facts.iter().map(|role| &role.name));
     let names: BTreeSet<&str> = names.map(String::as_str).filter(|name| !is_built_in(name)).collect();
@@ -52,7 +43,7 @@ pub async fn create(
             continue;
         }
         let mut create = format!("CREATE ROLE {} NOLOGIN", quote_ident(name));
-        if lifetime == RoleLifetime::Temporary {
+        if purpose == ScratchPurpose::Check {
             create.push_str(&format!("; COMMENT ON ROLE {} IS '{DRILL_ROLE_COMMENT}'", quote_ident(name)));
         }
         transaction.batch_execute(&create).await.map_err(query(format!("create the role {name}")))?;

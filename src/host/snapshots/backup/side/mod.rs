@@ -20,7 +20,7 @@ use crate::snapshots::side_database::{
     CopyResult, SIDE_DATABASE, SideAction, SideRequest, SideState, SideStatus, SnapshotChoice, TableCopy,
 };
 use crate::snapshots::staging;
-use crate::snapshots::staging::{DownloadError, LoadError, RoleLifetime};
+use crate::snapshots::staging::{DownloadError, LoadError, ScratchPurpose};
 use crate::system::layout::Layout;
 use crate::system::lock::Lock;
 use crate::system::postgres;
@@ -264,7 +264,7 @@ async fn load_side_database(
     let dump =
         staging::fetch_dump(&context, &dump_dir(&settings.layout), &sidecar.snapshot_ref(), &sidecar).await?;
     failpoint::trigger("side.downloaded")?;
-    let loaded = staging::load_into_scratch(&context, &dump, &sidecar, RoleLifetime::Temporary).await?;
+    let loaded = staging::load_into_scratch(&context, &dump, &sidecar, ScratchPurpose::Check).await?;
     failpoint::trigger("side.loaded")?;
     let client = context.server.connect(postgres::MAINTENANCE_DATABASE, context.name).await?;
     let from = quote_ident(&loaded.name);
@@ -375,7 +375,7 @@ async fn close(settings: &BackupSettings, request_id: &str) -> Result<(), SideEr
 async fn drop_side_database(settings: &BackupSettings) -> Result<(), SideError> {
     let client: Client = settings.server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
     client.batch_execute(&format!("DROP DATABASE IF EXISTS {SIDE_DATABASE} WITH (FORCE)")).await?;
-    staging::drop_scratch_databases(&client).await?;
+    staging::drop_scratch_databases(&client, ScratchPurpose::Check).await?;
     staging::drop_drill_roles(&client).await?;
     Ok(staging::remove_dumps(&dump_dir(&settings.layout))?)
 }

@@ -20,7 +20,7 @@ use crate::snapshots::restore::swap;
 use crate::snapshots::restore::swap::SwapError;
 use crate::snapshots::restore_marker::RestoreMarker;
 use crate::snapshots::staging;
-use crate::snapshots::staging::{DownloadError, LoadError};
+use crate::snapshots::staging::{DownloadError, LoadError, ScratchPurpose};
 use crate::system::layout::Layout;
 use crate::system::postgres;
 use crate::system::postgres::ConnectError;
@@ -245,7 +245,7 @@ async fn load_and_swap(
     staging::check_postgres_version(&settings.context, &archived.sidecar).await?;
     let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
     staging::end_application_sessions(&client, settings.context.name).await?;
-    staging::drop_scratch_databases(&client).await?;
+    staging::drop_scratch_databases(&client, ScratchPurpose::Restore).await?;
     drop(client);
     staging::ensure_space_for_snapshot(
         &layout.restore_state(),

@@ -17,7 +17,7 @@ use tokio_postgres::Client;
 use super::catalog;
 use super::toc::{self, Selection, TocError};
 use crate::snapshots::staging;
-use crate::snapshots::staging::{LoadError, RestoreContext, ScratchDatabase};
+use crate::snapshots::staging::{LoadError, RestoreContext, ScratchDatabase, ScratchPurpose};
 use crate::system::postgres;
 use crate::system::postgres::{ConnectError, quote_ident, quote_literal};
 use crate::system::postgres_tools;
@@ -106,7 +106,7 @@ pub async fn load(
     let admin = staging::connect_with_retries(context, postgres::MAINTENANCE_DATABASE).await?;
     drop_roles(&admin).await?;
     let role = ImportRole::create(&admin).await?;
-    let scratch = staging::create_database(&admin, Some(&role.name)).await?;
+    let scratch = staging::create_database(&admin, ScratchPurpose::Restore, Some(&role.name)).await?;
     let loaded =
         role.load(context, &admin, &scratch, DumpFiles { dump, list: &list }, (&selection, sidecar)).await;
     let removed = fsx::remove_if_exists(&list);
