@@ -3,7 +3,7 @@
 //! A missing manifest or signature can be added later, and both can be replaced with ones that hosts trust for longer.
 
 mod companions;
-mod key_sequence;
+mod host_keys;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -22,9 +22,9 @@ use tokio::fs::File;
 use tokio::io::AsyncReadExt;
 
 use self::companions::{BundleContext, Companions};
-use crate::vars;
+use self::host_keys::HostKeys;
 use svc_base::applet::{Exit, Failure};
-use svc_base::config::Env;
+use svc_base::config::ConfigError;
 use svc_base::quantity::format_bytes;
 use svc_machine::name::ImageVersion;
 use svc_store::bucket::{Bucket, Condition, StoreError};
@@ -73,12 +73,15 @@ pub enum PublishError {
     )]
     SequenceTooHigh { found: u32, base: u32, max: u32 },
     #[error(transparent)]
+    Config(#[from] ConfigError),
+    #[error(transparent)]
     Store(#[from] StoreError),
 }
 
 impl From<PublishError> for Failure {
     fn from(error: PublishError) -> Self {
         let exit = match &error {
+            PublishError::Config(_) => Exit::Config,
             PublishError::Store(StoreError::Denied { .. }) => Exit::Permission,
             PublishError::Store(error) if error.is_transient() => Exit::Unavailable,
             PublishError::PublishedConcurrently { .. } => Exit::TryAgain,
@@ -205,21 +208,21 @@ pub async fn publish(
     dir: &FilePath,
     version: &ImageVersion,
 ) -> Result<PublishResult, PublishError> {
-    publish_with_keys(bucket, dir, version, configured_keys().as_ref()).await
+    publish_with_keys(bucket, dir, version, &HostKeys::from_process()?).await
 }
 
-/// Like [`publish`], but with `keys` as the keys that hosts trust; `None` if they are unknown.
+/// Like [`publish`], with the keys that hosts trust.
 async fn publish_with_keys(
     bucket: &Bucket,
     dir: &FilePath,
     version: &ImageVersion,
-    keys: Option<&TrustedKeys>,
+    host_keys: &HostKeys,
 ) -> Result<PublishResult, PublishError> {
     let archive = dir.join(BUNDLE_FILE);
     let stated = read_stated_digest(&dir.join(format!("{BUNDLE_FILE}.sha256"))).await?;
     let (found, size_bytes) = hash_and_copy(&archive, None).await?;
     check_digest(&archive, &found, &stated)?;
-    let context = BundleContext { version, sha256: &stated, size_bytes, keys };
+    let context = BundleContext { version, sha256: &stated, size_bytes, keys: host_keys.keys.as_ref() };
     let companions = Companions::read(dir, &context).await?;
     let outcome = match read_digest(bucket, version).await? {
         // If two processes published concurrently, the stored archive may be the other process's: it is replaced.
@@ -230,7 +233,7 @@ async fn publish_with_keys(
         Some(stored) => return Err(PublishError::VersionTaken { version: version.clone(), stored }),
         None => PublishOutcome::Published,
     };
-    key_sequence::check(companions.key_set().as_ref(), key_sequence::configured_sequence())?;
+    host_keys.check(companions.key_set().as_ref())?;
     match outcome {
         PublishOutcome::Published => {
             upload(bucket, &archive, &stated, version).await?;
@@ -242,11 +245,6 @@ async fn publish_with_keys(
     let updates = companions::check_updates(bucket, &context).await?;
     let key_set = companions.key_set();
     Ok(PublishResult { version: version.clone(), sha256: stated, size_bytes, outcome, updates, key_set })
-}
-
-/// Returns the keys in `BUNDLE_PUBLIC_KEYS`; `None` if the variable is not set or invalid.
-fn configured_keys() -> Option<TrustedKeys> {
-    Env::from_process().text(&vars::BUNDLE_PUBLIC_KEYS)?.parse().ok()
 }
 
 async fn is_complete(bucket: &Bucket, size_bytes: u64, version: &ImageVersion) -> Result<bool, StoreError> {
@@ -439,15 +437,20 @@ mod tests {
         }
     }
 
+    fn host_keys(public_keys: &str) -> HostKeys {
+        HostKeys { keys: Some(public_keys.parse().unwrap()), ..HostKeys::default() }
+    }
+
     #[tokio::test]
     async fn publish_adds_and_renews_the_signed_manifest() {
         let (bucket, version): (_, ImageVersion) = (bucket(), "1.0".parse().unwrap());
         let dir = build(b"one");
-        let keys: TrustedKeys = key().public_key_base64().parse().unwrap();
-        let publish = async || publish_with_keys(&bucket, dir.path(), &version, Some(&keys)).await;
+        let keys = host_keys(&key().public_key_base64());
+        let publish = async || publish_with_keys(&bucket, dir.path(), &version, &keys).await;
         let read_expiry = async || {
             let signed = bundle::read_signed_manifest(&bucket, &version).await.unwrap().unwrap();
-            let verified = bundle::verify(&signed, &keys, &version, Timestamp::now()).unwrap();
+            let verified =
+                bundle::verify(&signed, keys.keys.as_ref().unwrap(), &version, Timestamp::now()).unwrap();
             verified.manifest().expires_at.to_string()
         };
         assert!(publish().await.unwrap().updates != UpdateSupport::Possible);
@@ -462,7 +465,8 @@ mod tests {
         assert_eq!(read_expiry().await, "2125-01-01T00:00:00Z");
 
         write_manifest(&dir, b"one", "2126-01-01T00:00:00.000Z", Some(&key()));
-        let keyless = publish_with_keys(&bucket, dir.path(), &version, None).await.unwrap_err();
+        let keyless =
+            publish_with_keys(&bucket, dir.path(), &version, &HostKeys::default()).await.unwrap_err();
         assert!(keyless.to_string().contains("BUNDLE_PUBLIC_KEYS"), "{keyless}");
         assert_eq!(publish().await.unwrap().updates, UpdateSupport::Possible);
         assert_eq!(read_expiry().await, "2126-01-01T00:00:00Z");
@@ -485,16 +489,16 @@ mod tests {
     async fn updates_depend_on_the_stored_manifest() {
         let (bucket, version): (_, ImageVersion) = (bucket(), "1.0".parse().unwrap());
         let dir = build(b"one");
-        let keys: TrustedKeys = key().public_key_base64().parse().unwrap();
+        let keys = host_keys(&key().public_key_base64());
         write_manifest(&dir, b"one", "2125-01-01T00:00:00.000Z", Some(&key()));
-        publish_with_keys(&bucket, dir.path(), &version, Some(&keys)).await.unwrap();
+        publish_with_keys(&bucket, dir.path(), &version, &keys).await.unwrap();
         // The same archive is published again from a build without a manifest.
         let bare = build(b"one");
-        let again = publish_with_keys(&bucket, bare.path(), &version, Some(&keys)).await.unwrap();
+        let again = publish_with_keys(&bucket, bare.path(), &version, &keys).await.unwrap();
         assert_eq!(again.outcome, PublishOutcome::AlreadyPublished);
         assert_eq!(again.updates, UpdateSupport::Possible);
-        let other_keys: TrustedKeys = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=".parse().unwrap();
-        let untrusted = publish_with_keys(&bucket, bare.path(), &version, Some(&other_keys)).await.unwrap();
+        let other_keys = host_keys("AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=");
+        let untrusted = publish_with_keys(&bucket, bare.path(), &version, &other_keys).await.unwrap();
         assert!(untrusted.to_string().contains("not signed by a key that is trusted"), "{untrusted}");
     }
 }

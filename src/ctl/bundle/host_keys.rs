@@ -1,0 +1,79 @@
+//! The keys that hosts trust, as configured. Before a release is published, it is checked that hosts accept the sequence
+//! of its keys. Afterwards, its manifest can be replaced only with one that is valid for longer.
+
+use super::PublishError;
+use crate::vars;
+use svc_base::config::{ConfigError, Env};
+use svc_store::bundle::{KeySet, TrustedKeys, max_sequence_after};
+
+#[derive(Debug, Default)]
+pub struct HostKeys {
+    /// `BUNDLE_PUBLIC_KEYS`; `None` if it is not set.
+    pub keys: Option<TrustedKeys>,
+    /// `BUNDLE_KEYS_SEQUENCE`; 0 if it is not set.
+    pub sequence: u32,
+}
+
+impl HostKeys {
+    /// # Errors
+    /// If a variable is invalid.
+    pub fn from_process() -> Result<Self, ConfigError> {
+        Self::from_env(Env::from_process())
+    }
+
+    fn from_env(mut env: Env) -> Result<Self, ConfigError> {
+        let keys = env.optional(&vars::BUNDLE_PUBLIC_KEYS);
+        let sequence = env.or_default(&vars::BUNDLE_KEYS_SEQUENCE);
+        env.finish(Some(Self { keys, sequence }))
+    }
+
+    /// Checks that hosts would not reject the key set because its sequence is too high.
+    ///
+    /// # Errors
+    /// [`PublishError::SequenceTooHigh`] if they would.
+    pub fn check(&self, set: Option<&KeySet>) -> Result<(), PublishError> {
+        let (base, max) = (self.sequence, max_sequence_after(self.sequence));
+        match set.map(|set| set.sequence).filter(|found| *found > max) {
+            Some(found) => Err(PublishError::SequenceTooHigh { found, base, max }),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kit::bundle::SigningKey;
+
+    use super::*;
+
+    #[test]
+    fn check_rejects_sequence_that_is_too_high() {
+        let set = |sequence: u32| {
+            let key =
+                SigningKey::from_pem(include_bytes!("../../../tests/kit/src/bundle/ed25519-test-only.txt"))
+                    .unwrap();
+            Some(KeySet { sequence, keys: key.public_key_base64().parse().unwrap() })
+        };
+        for (sequence, base, is_accepted) in
+            [(3, 2, true), (1002, 2, true), (1003, 2, false), (5000, 2, false)]
+        {
+            let host_keys = HostKeys { sequence: base, ..HostKeys::default() };
+            let checked = host_keys.check(set(sequence).as_ref());
+            assert_eq!(checked.is_ok(), is_accepted, "{sequence} after {base}");
+        }
+        let host_keys = HostKeys { sequence: 2, ..HostKeys::default() };
+        let refused = host_keys.check(set(5000).as_ref()).unwrap_err().to_string();
+        assert!(refused.contains("5000") && refused.contains("1002 at most"), "{refused}");
+        HostKeys::default().check(None).unwrap();
+    }
+
+    #[test]
+    fn invalid_variables_are_refused() {
+        let from = |name, value| HostKeys::from_env(Env::from_pairs([(name, value)]));
+        assert_eq!(from("BUNDLE_KEYS_SEQUENCE", "7").unwrap().sequence, 7);
+        for (name, value) in [("BUNDLE_KEYS_SEQUENCE", "one"), ("BUNDLE_PUBLIC_KEYS", "AAAA")] {
+            let error = from(name, value).unwrap_err().to_string();
+            assert!(error.contains(name), "{error}");
+        }
+    }
+}
