@@ -158,13 +158,9 @@ pub(super) fn default_app(principal: &Principal) -> Result<Option<&str>, Problem
     }
 }
 
-/// Returns the schema of `app` or, by default, that of [`default_app`], which can stand for all apps.
+/// Returns the schema of `app` or, by default, those of all apps that the principal may use.
 fn schemas_response(bridge: &Bridge, principal: &Principal, app: Option<&str>) -> Result<Response, Problem> {
-    let requested = match app {
-        Some(app) => Some(app),
-        None => default_app(principal)?,
-    };
-    let data = match requested {
+    let data = match app {
         Some(slug) => {
             require_access(principal, slug)?;
             vec![schemas::schema_json(&*bridge.find_app(slug)?)]
@@ -174,7 +170,8 @@ fn schemas_response(bridge: &Bridge, principal: &Principal, app: Option<&str>) -
             if !registered.is_loaded {
                 return Err(refusal::database_unavailable());
             }
-            registered.apps.values().map(|app| schemas::schema_json(app)).collect()
+            let apps = registered.apps.iter().filter(|(slug, _)| require_access(principal, slug).is_ok());
+            apps.map(|(_, app)| schemas::schema_json(app)).collect()
         }
     };
     Ok(response::json_response(StatusCode::OK, Bytes::from(json!({ "data": data }).to_string())))
