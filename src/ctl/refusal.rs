@@ -283,7 +283,7 @@ fn advice(code: &str) -> Option<&'static str> {
             "the platform's log has the provider's response under the request id; check quota, location and server type"
         }
         "disabled" => "set CUSTOMER_VPS_ENABLED=true on the platform, if intended",
-        "store_unavailable" => "nothing was changed; check the object store, then try again",
+        "store_unavailable" => "check the object store, then try again",
         "database_unavailable" => "check the platform's database, then try again",
         "internal" => "the platform's log has the cause under the request id",
         "rate_limited" | "unavailable" | "deadline_exceeded" => "try again in a moment",

@@ -37,8 +37,9 @@ use svc_store::pointer::{Fence, Pointer};
 use svc_store::pointer_repair::{self, Inspection, PointerState, RebuildTarget, RepairError, SlotRecord};
 use svc_wire::pointer as wire;
 
-/// Timeout for the store requests of one inspection or one write. A rebuild makes up to two inspections and one write.
-const STORE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Timeout for the store requests of one inspection or one write. A rebuild makes up to two inspections and one write,
+/// which together must take less than svcctl's timeout of 30 s.
+const STORE_TIMEOUT: Duration = Duration::from_secs(8);
 
 struct PointerTarget {
     user: IdpUserId,
@@ -186,7 +187,8 @@ async fn replace(
     drop(session);
 
     let prefix = target.prefix();
-    let written = with_timeout(pointer_repair::rebuild(&platform.bucket, &prefix, &inspection)).await?;
+    let written = with_timeout(pointer_repair::rebuild(&platform.bucket, &prefix, &inspection)).await;
+    let written = written.map_err(|problem| explain_failed_write(problem, target))?;
     let rebuilt = wire::RebuiltPointer {
         idp_user_id: (&target.user).into(),
         slot: (&target.slot).into(),
@@ -203,6 +205,19 @@ async fn replace(
     db::commit(tx).await?;
     tracing::warn!(slot = name, key = written.snapshot.as_ref().map(|named| &*named.key), "pointer rebuilt");
     Ok(reply)
+}
+
+/// Explains that the pointer may have been replaced, if the store did not respond.
+fn explain_failed_write(problem: Problem, target: &PointerTarget) -> Problem {
+    if problem.code != Code::StoreUnavailable {
+        return problem;
+    }
+    let detail = format!(
+        "A request to the object store failed, and the pointer may have been replaced; `svcctl pointer show {} --slot {}` \
+         shows it.",
+        target.user, target.slot
+    );
+    Problem { detail, ..problem }
 }
 
 /// Rejects a slot that is in neither the database nor the store.
