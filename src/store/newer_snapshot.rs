@@ -12,8 +12,9 @@ use super::snapshot::{self, Sidecar, SnapshotUnusable};
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 
-/// Maximum number of objects to list after the pointer's snapshot. Objects beyond this limit are not considered.
-const MAX_OBJECTS: usize = 2000;
+/// Maximum number of objects to list after the pointer's snapshot: two for each hour of more than a year. Objects beyond
+/// this limit are not considered.
+const MAX_OBJECTS: usize = 20_000;
 /// Maximum number of sidecars to read, beginning with the newest.
 const MAX_SIDECARS: usize = 8;
 

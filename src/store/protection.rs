@@ -27,16 +27,15 @@ pub struct Protection {
 /// Reads both settings, with one request each.
 ///
 /// # Errors
-/// `RequestError`; an error response from the store is [`Setting::Unknown`], except that a 404 means that object lock
-/// is [`Setting::Off`].
+/// `RequestError`; an error response from the store is [`Setting::Unknown`], except for the one that means that object
+/// lock is [`Setting::Off`].
 pub async fn read(s3: &S3Config) -> Result<Protection, RequestError> {
     let client = SignedClient::new(s3)?;
     let response = client.send(Method::GET, "?versioning=", &[], b"").await?;
     let versioning = setting_from_status(response.status, response.text.contains("<Status>Enabled</Status>"));
     let response = client.send(Method::GET, "?object-lock=", &[], b"").await?;
     let object_lock = match response.status {
-        // ObjectLockConfigurationNotFoundError.
-        StatusCode::NOT_FOUND => Setting::Off,
+        StatusCode::NOT_FOUND if response.text.contains("ObjectLockConfigurationNotFound") => Setting::Off,
         status => setting_from_status(
             status,
             response.text.contains("<ObjectLockEnabled>Enabled</ObjectLockEnabled>"),
