@@ -1,6 +1,6 @@
 //! The command lines of `svcctl` and of the other applets, from their clap definitions.
 
-use clap::{Arg, Command};
+use clap::{Arg, ArgAction, Command};
 
 use svc::applets::APPLETS;
 
@@ -41,7 +41,7 @@ fn render(command: &Command, parent: Option<&Command>) -> String {
     shown.push_str(&format!("```text\n{}\n```\n\n", usage.trim_start_matches("Usage: ").trim()));
     let is_shown = |arg: &&Arg| {
         let is_inherited = parent.is_some() && arg.is_global_set();
-        !arg.is_hide_set() && !is_inherited && !["help", "version"].contains(&arg.get_id().as_str())
+        !arg.is_hide_set() && !is_inherited && !prints_and_exits(arg)
     };
     let rows: Vec<_> = command.get_arguments().filter(is_shown).map(row).collect();
     if !rows.is_empty() {
@@ -54,6 +54,12 @@ fn render(command: &Command, parent: Option<&Command>) -> String {
         shown.push_str(&render(sub, Some(command)));
     }
     shown
+}
+
+/// Whether the argument is `--help` or `--version`.
+fn prints_and_exits(arg: &Arg) -> bool {
+    use ArgAction::{Help, HelpLong, HelpShort, Version};
+    matches!(arg.get_action(), Help | HelpShort | HelpLong | Version)
 }
 
 fn row(arg: &Arg) -> [String; 3] {

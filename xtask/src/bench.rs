@@ -30,6 +30,9 @@ pub struct Args {
     /// For files: their average size in bytes (default: 50,000)
     #[arg(long, value_name = "N")]
     file_bytes: Option<u32>,
+    /// For files: leave out rclone, which takes far longer than the others for many small files
+    #[arg(long)]
+    without_rclone: bool,
     /// The binary to measure (default: target/dist/svc); for records, the program in tests/bench (default: build it)
     #[arg(long, value_name = "PATH")]
     svc: Option<PathBuf>,
@@ -55,6 +58,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         bench.args(number.map(|number| [name.to_owned(), number.to_string()]).into_iter().flatten());
     }
     bench.args(args.strict.then_some("--strict"));
+    bench.args(args.without_rclone.then_some("--without-rclone"));
     if let Some(revision) = &args.compare {
         bench.arg("--baseline").arg(build_revision(revision, &args.area)?);
     }

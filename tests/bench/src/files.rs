@@ -37,7 +37,7 @@ const RESTORE_CPU: &str = "CPU time of the restore";
 const RESTORE_MEMORY: &str = "peak memory of the restore";
 const WATCHER_MEMORY: &str = "memory of the watcher";
 const RESTIC: &str = "restic 0.14";
-const RCLONE: &str = "rclone 1.75";
+pub const RCLONE: &str = "rclone 1.75";
 
 pub const ROWS: [Spec; 16] = [
     Spec { name: FIRST_COPY, unit: "s", against: Some(RESTIC), target: Target::RatioAtMost(1.2) },
@@ -76,7 +76,7 @@ const FILES_PER_DIRECTORY: u32 = 50;
 pub async fn measure(options: &Options) -> Result<Tally> {
     let bytes = u64::from(options.files) * u64::from(options.file_bytes);
     let dir = create_run_dir(&options.out, bytes * 5)?;
-    let rclone = Rclone::fetch()?;
+    let rclone = if options.without_rclone { None } else { Some(Rclone::fetch()?) };
     let source = dir.path().join("source");
     println!("  {} files of {} bytes on average", options.files, options.file_bytes);
     create_tree(&source, options.files, options.file_bytes)?;
@@ -93,7 +93,11 @@ pub async fn measure(options: &Options) -> Result<Tally> {
             match turn {
                 PRODUCT => measure_product(options, &source, side.path(), &store, &mut tally)?,
                 RESTIC => measure_restic(&source, side.path(), &store, &mut tally)?,
-                _ => measure_rclone(&rclone, &source, side.path(), &store, &mut tally)?,
+                _ => {
+                    if let Some(rclone) = &rclone {
+                        measure_rclone(rclone, &source, side.path(), &store, &mut tally)?;
+                    }
+                }
             }
         }
     }

@@ -111,6 +111,9 @@ struct Options {
     /// For the area files: their average size in bytes
     #[arg(long, value_name = "N", default_value_t = 50_000)]
     file_bytes: u32,
+    /// For the area files: leave out rclone, which takes far longer than the others for many small files
+    #[arg(long)]
+    without_rclone: bool,
     /// The measured binary; for records, the program that links the measured code
     #[arg(long, value_name = "PATH")]
     svc: PathBuf,
@@ -156,7 +159,8 @@ async fn run(options: &Options) -> Result<Report> {
     println!("bench {}: {svc}, {} rounds, {} s per load", area.name(), options.rounds, options.seconds);
     let (specs, tally) = measure(options).await?;
     let row = |spec: &Spec| tally.row(spec).with_context(|| format!("{} was not measured", spec.name));
-    let rows = specs.iter().map(row).collect::<Result<_>>()?;
+    let is_left_out = |spec: &&Spec| options.without_rclone && spec.against == Some(files::RCLONE);
+    let rows = specs.iter().filter(|spec| !is_left_out(spec)).map(row).collect::<Result<_>>()?;
     let report = Report { area: area.name(), rounds: options.rounds, rows };
     print!("{}", report.table());
     let file = options.out.join(format!("{}.json", area.name()));
