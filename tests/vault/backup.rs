@@ -202,7 +202,7 @@ async fn concurrent_run_reports_the_first_and_request_waits() -> Result<()> {
     // The lock file is created and locked in two system calls.
     tokio::time::sleep(Duration::from_millis(100)).await;
     let second = machine.run(&["svc-db-backup"])?.expect(75);
-    assert!(second.stderr.contains("another backup is under way"), "{}", second.stderr);
+    assert!(second.stderr.contains("another backup is running"), "{}", second.stderr);
 
     let request = machine.path("var/lib/svc/requests/backup");
     svc::fsx::write_atomic(&request, b"", 0o600)?;

@@ -58,7 +58,7 @@ async fn run_maintenance(layout: Layout) -> Result<(), Failure> {
     let database = DatabaseUrl::read(&mut env);
     let server = PostgresServer::new(env.finish(database)?.config()?);
     let _lock = Lock::acquire(&layout.heartbeat_lock()).map_err(|error| match error {
-        LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another run is under way")),
+        LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another instance is running")),
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
     })?;
     failpoint::trigger("heartbeat.begin").or_exit(Exit::Internal)?;

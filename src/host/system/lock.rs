@@ -20,7 +20,7 @@ pub struct Lock {
 /// The reason the lock was not acquired.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
-    #[error("another run is under way")]
+    #[error("another instance is running")]
     Held,
     #[error(transparent)]
     File(#[from] FileError),

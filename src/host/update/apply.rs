@@ -142,7 +142,7 @@ async fn acquire_lock(layout: &Layout, target: &UpdateTarget) -> Result<Lock, Fa
         _ => Lock::acquire(&path),
     };
     lock.map_err(|error| match error {
-        LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another update is under way")),
+        LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another update is running")),
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
     })
 }

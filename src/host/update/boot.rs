@@ -138,7 +138,7 @@ impl BootConfig {
 /// if the download was refused; `Unavailable` if it failed in another way; otherwise `Internal`.
 pub async fn run(layout: Layout) -> Result<(), Failure> {
     let _lock = Lock::acquire(&layout.update_state().join("lock")).map_err(|error| match error {
-        LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another update is under way")),
+        LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another update is running")),
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
     })?;
     let mut env = config::environment(&layout);

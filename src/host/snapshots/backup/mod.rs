@@ -248,7 +248,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 async fn accept(layout: Layout) -> Result<(), Failure> {
     let settings = BackupSettings::read(layout, OutagePolicy::RequirePlatform)?;
     let lock = Lock::wait(&settings.layout.backup_lock(), REQUEST_LOCK_TIMEOUT).await;
-    let lock = lock.map_err(|error| lock_failure(error, "another backup is under way"))?;
+    let lock = lock.map_err(|error| lock_failure(error, "another backup is running"))?;
     shrink_guard::accept(&lock, &settings).await
 }
 
@@ -314,7 +314,7 @@ async fn back_up(
 ) -> Result<(), Failure> {
     let wait = if request.is_some() { REQUEST_LOCK_TIMEOUT } else { PROBE_LOCK_TIMEOUT };
     let lock = Lock::wait(&settings.layout.backup_lock(), wait).await;
-    let lock = lock.map_err(|error| lock_failure(error, "another backup is under way"))?;
+    let lock = lock.map_err(|error| lock_failure(error, "another backup is running"))?;
     if let Some(request) = request {
         request.begin();
     }
@@ -338,7 +338,7 @@ async fn run_check(layout: Layout, targets: Option<VerifyTargets>, wait: Duratio
     let settings = BackupSettings::read(layout, OutagePolicy::RequirePlatform)?;
     let lock = Lock::wait(&settings.layout.drill_state().join("lock"), wait).await;
     let lock = lock.map_err(|error| {
-        lock_failure(error, "another check of snapshots, or an action on the side database, is under way")
+        lock_failure(error, "another check of snapshots, or an action on the side database, is running")
     })?;
     match targets {
         Some(targets) => verify::run(&lock, &settings, &targets, watch_stop_signal()?).await,
@@ -363,7 +363,7 @@ async fn run_side_command(layout: Layout, command: SideCommand) -> Result<(), Fa
     let wait = if action.is_none() { REQUEST_LOCK_TIMEOUT } else { Duration::ZERO };
     let lock = Lock::wait(&settings.layout.drill_state().join("lock"), wait).await;
     let lock = lock.map_err(|error| {
-        lock_failure(error, "another check of snapshots, or an action on the side database, is under way")
+        lock_failure(error, "another check of snapshots, or an action on the side database, is running")
     })?;
     match action {
         Some(action) => side::run(&lock, &settings, action, watch_stop_signal()?).await,

@@ -144,7 +144,7 @@ fn record_outcome(layout: &Layout, restored: &Result<(), Failure>) {
 fn lock(settings: &RestoreSettings) -> Result<Lock, Failure> {
     Lock::acquire(&settings.layout.restore_state().join("lock")).map_err(|error| match error {
         LockError::Held => {
-            Failure::new(Exit::TryAgain, anyhow::anyhow!("another restore or import is under way"))
+            Failure::new(Exit::TryAgain, anyhow::anyhow!("another restore or import is running"))
         }
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
     })

@@ -33,7 +33,7 @@ fn assert_no_temporary_file(dir: &Path) -> Result<()> {
 
 /// Returns whether a run was refused because a program that a killed run was starting still holds the lock.
 fn is_locked_out(result: &RunResult) -> bool {
-    result.code == Some(75) && result.stderr.contains("is under way")
+    result.code == Some(75) && result.stderr.contains("is running")
 }
 
 /// Kills runs at random moments, and counts the kills.

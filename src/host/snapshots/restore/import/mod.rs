@@ -84,7 +84,7 @@ impl ImportError {
 /// exit code. Before the swap of the databases, a failure changes nothing.
 pub async fn run(layout: &Layout, name: &Path, options: ImportOptions) -> Result<(), Failure> {
     let lock = Lock::acquire(&layout.import_lock()).map_err(|error| match error {
-        LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another import is under way")),
+        LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another import is running")),
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
     })?;
     let archive = open_archive(name).or_exit(Exit::Refused)?;
