@@ -26,7 +26,7 @@ pub(super) const WATCH: &str = "svc-watch";
 pub(super) const FILES: &str = "svc-files";
 /// `svc-sync-agent history --listen`; systemd would start an instance for each connection to its socket.
 pub(super) const HISTORY: &str = "svc-files-history";
-/// All services, in start order.
+/// All services except PostgreSQL.
 pub(super) const SERVICES: [&str; 8] = [GATEWAY, SHELL, CODE, AGENT, SYNC_AGENT, WATCH, FILES, HISTORY];
 const WATCH_PROGRAM: &str = "current/bin/svc-watch";
 /// Services that are optional in a release, with the files they require. The boot does not wait for them.
