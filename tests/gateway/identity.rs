@@ -11,7 +11,7 @@ use super::host::{Host, Machine, USER, send_json, signer};
 
 const ADMIN: &str = "admin-secret-0123456789-0123456789";
 
-/// No database is needed: authentication comes first.
+/// The routes that these tests call need no database.
 const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
 
 async fn status_with_proof(host: &Host, claims: &Claims) -> Result<StatusCode> {
@@ -33,9 +33,9 @@ async fn public_port_serves_only_health_without_proof() -> Result<()> {
         );
     }
     for path in ["/api/bridge/query", "/_svc/internal/backup", "/_svc/internal/other", "/livez/"] {
-        let sent =
+        let response =
             host.unsigned_request(Method::POST, path).json(&json!({ "action": "schemas" })).send().await?;
-        assert_eq!(sent.status(), StatusCode::UNAUTHORIZED, "{path}");
+        assert_eq!(response.status(), StatusCode::UNAUTHORIZED, "{path}");
     }
     assert_eq!(host.unsigned_request(Method::GET, "/livez").send().await?.status(), StatusCode::OK);
     let ready = host.unsigned_request(Method::GET, "/readyz").send().await?;
@@ -64,17 +64,17 @@ async fn only_current_proof_for_machine_and_owner_is_accepted() -> Result<()> {
             (c.method, c.path, c.jti) = (Some("GET".into()), Some("/api/backups".into()), Some("j".into()));
         }),
     ];
-    for (what, status, change) in cases {
+    for (case, status, change) in cases {
         let mut claims = good.clone();
         change(&mut claims);
-        assert_eq!(status_with_proof(&host, &claims).await?, status, "{what}");
+        assert_eq!(status_with_proof(&host, &claims).await?, status, "{case}");
     }
     let forged = signer("k1").sign(&good);
     let unknown = signer("k9").sign(&good);
     for proof in [forged.as_str(), unknown.as_str(), "", "a.b.c"] {
-        let sent =
+        let response =
             host.unsigned_request(Method::GET, "/api/backups").header("x-svc-proof", proof).send().await?;
-        assert_eq!(sent.status(), StatusCode::UNAUTHORIZED, "{proof}");
+        assert_eq!(response.status(), StatusCode::UNAUTHORIZED, "{proof}");
     }
     let twice =
         host.owner_request(Method::GET, "/api/backups").header("x-svc-proof", host.proof(Route::Shell));
@@ -98,8 +98,8 @@ async fn invalid_token_never_falls_back_to_other_auth() -> Result<()> {
     let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.env.insert("ADMIN_TOKEN".into(), ADMIN.into());
     let host = machine.start()?;
-    let get = |request: &str| {
-        host.send_over_socket(&format!("GET /api/backups HTTP/1.1\nhost: h\nconnection: close\n{request}\n"))
+    let get = |headers: &str| {
+        host.send_over_socket(&format!("GET /api/backups HTTP/1.1\nhost: h\nconnection: close\n{headers}\n"))
     };
     assert!(get("")?.starts_with("HTTP/1.1 200"), "the trusted socket authenticates the owner");
     assert!(get("x-svc-proof: a.b.c\n")?.starts_with("HTTP/1.1 401"));
@@ -111,8 +111,8 @@ async fn invalid_token_never_falls_back_to_other_auth() -> Result<()> {
     );
     let invalid_with_valid = host.owner_request(Method::GET, "/api/backups").bearer_auth("nonsense");
     assert_eq!(invalid_with_valid.send().await?.status(), StatusCode::UNAUTHORIZED);
-    let admin_alone = host.unsigned_request(Method::GET, "/api/backups").bearer_auth(ADMIN);
-    assert_eq!(admin_alone.send().await?.status(), StatusCode::UNAUTHORIZED, "neither proof nor JWT");
+    let only_admin_token = host.unsigned_request(Method::GET, "/api/backups").bearer_auth(ADMIN);
+    assert_eq!(only_admin_token.send().await?.status(), StatusCode::UNAUTHORIZED, "neither proof nor JWT");
     let with_proof = host.owner_request(Method::GET, "/api/backups").bearer_auth(ADMIN);
     assert_eq!(with_proof.send().await?.status(), StatusCode::OK);
     Ok(())
@@ -200,9 +200,9 @@ async fn trusted_socket_is_limited_to_its_user_and_group() -> Result<()> {
         claims.sub = "user_other".parse()?;
         host.machine.signer.sign(&claims)
     });
-    let sent = host
+    let response = host
         .send_over_socket(&format!("GET /api/backups HTTP/1.1\nhost: h\nconnection: close\n{another}\n"))?;
-    assert!(sent.starts_with("HTTP/1.1 403"), "{sent}");
+    assert!(response.starts_with("HTTP/1.1 403"), "{response}");
     Ok(())
 }
 
@@ -225,11 +225,11 @@ async fn issuer_token_authenticates_the_owner() -> Result<()> {
     let bad = idp.mint(USER, &forged);
     let beside_proof = host.owner_request(Method::GET, "/api/backups").bearer_auth(bad);
     assert_eq!(beside_proof.send().await?.status(), StatusCode::UNAUTHORIZED, "with a valid proof");
-    let sent = host.send_over_socket(&format!(
+    let response = host.send_over_socket(&format!(
         "GET /api/backups HTTP/1.1\nhost: h\nconnection: close\nauthorization: Bearer {}\n\n",
         idp.mint("user_other", &MintOptions::default())
     ))?;
-    assert!(sent.starts_with("HTTP/1.1 403"), "the token takes precedence over the socket: {sent}");
+    assert!(response.starts_with("HTTP/1.1 403"), "the token takes precedence over the socket: {response}");
     Ok(())
 }
 
