@@ -6,6 +6,7 @@ use svc::machine::id::MachineId;
 use svc::machine::name::Handle;
 use svc::platform::db::machines::{self, MachineFilter};
 use svc::platform::db::{Db, ended_machines, fleet, servers};
+use svc::platform::router::watch;
 use uuid::Uuid;
 
 /// Number of active machines.
@@ -168,10 +169,9 @@ async fn list_by_handle_reads_the_machines_of_its_user() {
 #[tokio::test(flavor = "multi_thread")]
 async fn router_poll_digest_uses_an_index_only_scan() {
     let database = FilledDatabase::start().await;
-    let sql = "EXPLAIN SELECT count(*), coalesce(bit_xor(hashint8extended(change_seq, 0)), 0) FROM user_machines \
-               WHERE deleted_at IS NULL AND retired_at IS NULL";
+    let sql = format!("EXPLAIN {}", watch::digest_query());
     let plan: Vec<String> =
-        database.session.query(sql, &[]).await.unwrap().iter().map(|row| row.get(0)).collect();
+        database.session.query(&sql, &[]).await.unwrap().iter().map(|row| row.get(0)).collect();
     assert!(plan.join("\n").contains("Index Only Scan using user_machines_routed"), "{plan:#?}");
 }
 

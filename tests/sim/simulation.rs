@@ -43,7 +43,7 @@ pub struct Simulation<'a> {
 }
 
 /// Coverage counters: a run that leaves them at zero detects nothing.
-#[derive(Debug, Default, Clone, Copy)]
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Counts {
     pub requests: u32,
     pub running: u32,

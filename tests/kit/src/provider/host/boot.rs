@@ -43,7 +43,7 @@ const OPTIONAL: [(&str, &str); 6] = [
 /// A path unit: the watched paths under `/var/lib/svc`, the unit they start, and its arguments.
 type PathUnit = (&'static [&'static str], &'static str, &'static [&'static str]);
 const PATH_UNITS: [PathUnit; 6] = [
-    (&["requests/backup"], "svc-db-backup", &["run", "--request"]),
+    (&["requests/backup", "requests/accept"], "svc-db-backup", &["run", "--request"]),
     (&["requests/drill"], "svc-db-backup", &["drill", "--request"]),
     (&["requests/side"], "svc-db-backup", &["side", "serve"]),
     (&["requests/files-verify"], "svc-sync-agent", &["verify"]),
