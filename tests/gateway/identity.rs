@@ -160,7 +160,7 @@ async fn gateway_starts_but_rejects_short_admin_token() -> Result<()> {
 }
 
 #[tokio::test]
-async fn platform_can_read_only_usage() -> Result<()> {
+async fn platform_can_read_only_usage_and_files() -> Result<()> {
     let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let send = async |method: Method, path: &str, signed: &str| -> Result<StatusCode> {
         let mut claims = host.machine.claims(Route::Internal);
@@ -173,7 +173,11 @@ async fn platform_can_read_only_usage() -> Result<()> {
     assert_eq!(send(Method::GET, "/api/usage?groupBy=user", "/api/usage").await?, StatusCode::OK);
     let elsewhere = send(Method::GET, "/api/usage", "/_svc/internal/backup").await?;
     assert_eq!(elsewhere, StatusCode::FORBIDDEN, "a proof for another path");
+    let status = send(Method::GET, "/api/files/status", "/api/files/status").await?;
+    assert_ne!(status, StatusCode::FORBIDDEN, "the state of the file backup");
     for (method, path) in [
+        (Method::GET, "/api/files/key"),
+        (Method::GET, "/api/files/download"),
         (Method::GET, "/api/limits"),
         (Method::PUT, "/api/limits"),
         (Method::GET, "/api/interactions"),

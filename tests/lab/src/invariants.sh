@@ -87,7 +87,7 @@ no_secret_is_exposed() {
 }
 gateway_is_not_root() { [ "$(stat -c %U /proc/"$(systemctl show -P MainPID svc-gateway)")" = svc-gateway ]; }
 users_cannot_write_releases() { run_as svc test ! -w /opt/svc && run_as svc-gateway test ! -w /opt/svc && run_as svc-gateway test ! -w /opt/svc/current/bin/svc; }
-timers_run() { for t in svc-db-backup.timer svc-db-verify.timer svc-db-drill.timer svc-heartbeat.timer; do [ "$(systemctl is-active $t)" = active ] || { echo "$t is $(systemctl is-active $t)"; return 1; }; done; }
+timers_run() { for t in svc-db-backup.timer svc-db-verify.timer svc-db-drill.timer svc-files-verify.timer svc-heartbeat.timer; do [ "$(systemctl is-active $t)" = active ] || { echo "$t is $(systemctl is-active $t)"; return 1; }; done; }
 swap_is_on() { [ "$(awk '/SwapTotal/ {print $2}' /proc/meminfo)" -gt 0 ]; }
 doctor_finds_no_problem() {
   output=$(/opt/svc/bin/svcctl doctor host) || { echo "exit $?: $output"; return 1; }
