@@ -262,11 +262,18 @@ fn serving_and_uploading_units_wait_for_the_gate() {
         "svc-db-backup.service",
         "svc-db-backup.timer",
         "svc-db-backup-request.service",
+        "svc-db-drill.service",
+        "svc-db-drill.timer",
         "svc-db-drill-request.service",
         "svc-db-side.service",
+        "svc-db-verify.service",
+        "svc-db-verify.timer",
         "svc-files-history@.service",
         "svc-files-request.service",
         "svc-files-verify.service",
+        "svc-files-verify.timer",
+        "svc-heartbeat.service",
+        "svc-heartbeat.timer",
     ];
     let units = units();
     for name in gated {

@@ -1,6 +1,6 @@
 //! Alarms: problems with the whole fleet or the provider, not with a single machine. `svcctl fleet` lists them.
 //!
-//! A fuse alarm blocks work until its cause is resolved or an operator releases it; other alarms are informational. A
+//! A blocking alarm blocks work until its cause is resolved or an operator releases it; other alarms are informational. A
 //! release of `servers_missing` expires; a release of `unknown_servers` applies only to the servers listed when it was
 //! made.
 
@@ -19,7 +19,7 @@ use svc_http::problem::format_chain;
 use svc_provider::{ErrorKind, ProviderError};
 use svc_wire::alarm as wire;
 
-/// How long a released fuse allows work. Does not apply to unknown servers, which are released individually.
+/// How long a released alarm allows work. Does not apply to unknown servers, which are released individually.
 pub const RELEASE_TTL: Duration = Duration::from_secs(3600);
 /// Longer than the interval at which a persistent cause raises the alarm again.
 const INFO_TTL: Duration = Duration::from_secs(300);
@@ -87,11 +87,11 @@ impl Alarm {
     }
 
     /// Returns whether the alarm blocks work until its cause is resolved or an operator releases it.
-    pub fn is_fuse(self) -> bool {
+    pub fn is_blocking(self) -> bool {
         matches!(self, Self::ServersMissing | Self::UnknownServers)
     }
 
-    /// Describes when an alarm that is not a fuse ends.
+    /// Describes when an alarm that is not blocking ends.
     pub fn ends_when(self) -> &'static str {
         match self {
             Self::DatabaseBehindStore | Self::UnverifiedFence => "a day after it was last raised",
@@ -208,34 +208,33 @@ pub async fn end_provider_limit(platform: &Platform) {
     }
 }
 
-/// Whether a fuse allows work.
+/// Whether a blocking alarm allows work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fuse {
-    /// Allows work.
-    Intact,
-    /// Blocks work until the cause is resolved or an operator releases the alarm.
-    Tripped,
+pub enum WorkPermission {
+    Allowed,
+    /// Until the cause is resolved or an operator releases the alarm.
+    Blocked,
 }
 
 /// Decides whether a reconciler pass may act on `remaining` cases, such as missing servers, and raises or clears the
-/// alarm. A tripped fuse stays tripped until no case remains or an operator releases it, so that the pass does not act
-/// on the last few when their number falls below the limit.
-pub async fn check_fuse(
+/// alarm. An alarm blocks work until no case remains or an operator releases it, so that the pass does not act on the
+/// last few when their number falls below the limit.
+pub async fn check_blocking(
     client: &impl GenericClient,
     alarm: Alarm,
     remaining: usize,
     is_over_limit: bool,
     detail: &Value,
-) -> Result<Fuse, DbError> {
+) -> Result<WorkPermission, DbError> {
     if remaining == 0 {
         alarms::clear(client, alarm.as_str()).await?;
-        return Ok(Fuse::Intact);
+        return Ok(WorkPermission::Allowed);
     }
     if !is_over_limit && alarms::get(client, alarm.as_str()).await?.is_none() {
-        return Ok(Fuse::Intact);
+        return Ok(WorkPermission::Allowed);
     }
     let row = raise(client, alarm, detail).await?;
-    Ok(if row.is_released { Fuse::Intact } else { Fuse::Tripped })
+    Ok(if row.is_released { WorkPermission::Allowed } else { WorkPermission::Blocked })
 }
 
 /// Raises an alarm while its cause persists; clears it if `remaining` is zero.
@@ -267,7 +266,7 @@ pub async fn release(client: &impl GenericClient, alarm: Alarm) -> Result<Option
     alarms::release(client, alarm.as_str(), RELEASE_TTL).await
 }
 
-/// Returns how many servers may be missing before the fuse trips: 2% of the live machines, but at least 4.
+/// Returns how many servers may be missing before the alarm blocks work: 2% of the live machines, but at least 4.
 pub fn max_missing_servers(live: usize) -> usize {
     const MIN: usize = 4;
     (live / 50).max(MIN)
@@ -337,11 +336,11 @@ mod tests {
     }
 
     #[test]
-    fn names_round_trip_and_only_fuse_advice_mentions_release() {
+    fn names_round_trip_and_only_advice_for_blocking_alarms_mentions_release() {
         for alarm in Alarm::ALL {
             assert_eq!(alarm.as_str().parse(), Ok(alarm));
             let names_release = alarm.advice().contains(&format!("svcctl alarm release {}", alarm.as_str()));
-            assert_eq!(names_release, alarm.is_fuse(), "{alarm:?}");
+            assert_eq!(names_release, alarm.is_blocking(), "{alarm:?}");
         }
     }
 }

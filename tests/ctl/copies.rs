@@ -138,7 +138,7 @@ fn assert_contains(output: &str, parts: &[&str]) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn machine_with_silent_host_can_be_undeleted_and_discarded() {
+async fn machine_with_unreachable_host_can_be_undeleted_and_discarded() {
     let operator = Operator::start(&[]).await;
     let guest = operator.start_machine().await;
     let id = guest.machine.as_str();
@@ -204,7 +204,7 @@ async fn machine_with_silent_host_can_be_undeleted_and_discarded() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn recovery_without_backup_waits_and_abandon_keeps_machine() {
+async fn recovery_waits_without_final_backup_and_can_be_abandoned() {
     let operator = Operator::start(&[("LAST_BACKUP_STALL_SECONDS", "1")]).await;
     let (guest, _host) = operator.start_machine_with_host(StatusCode::INTERNAL_SERVER_ERROR).await;
     operator.stack.store_snapshot(USER);
@@ -289,8 +289,8 @@ async fn recovery_waits_for_snapshot_choice_after_an_outage() {
         &["2026-01-02T04:00:15.000Z", "the latest is the snapshot taken at 2026-01-02T03:45:03.000Z"],
     );
 
-    let other = "system/db/snapshots/2026-01-02T05-00-00.000Z-1.dump";
-    let output = operator.run(65, &["operation", "continue", &operation, "--snapshot", other]).await;
+    let missing = "system/db/snapshots/2026-01-02T05-00-00.000Z-1.dump";
+    let output = operator.run(65, &["operation", "continue", &operation, "--snapshot", missing]).await;
     assert_contains(&output, &["snapshot_unusable", "the object is missing"]);
     operator.run(0, &["operation", "continue", &operation, "--snapshot", &newer, "--wait=60"]).await;
     let output = operator.run(0, &["operation", &operation]).await;

@@ -1,10 +1,10 @@
-//! The requests sent for an operator's decisions, and the output of `--wait` for questions and boot progress.
+//! The requests sent for an operator's decisions, the output of `--wait`, token files, and platform outages.
 
 use super::*;
 
 #[tokio::test]
 async fn options_and_decisions_reach_the_platform() {
-    let sent = async |args: &[&str], replies: Vec<Reply>| {
+    let send = async |args: &[&str], replies: Vec<Reply>| {
         let platform = FakePlatform::start(replies).await;
         let output = platform.svcctl(args).await;
         assert!(output.status.success(), "{args:?}: {}", stderr(&output));
@@ -27,7 +27,7 @@ async fn options_and_decisions_reach_the_platform() {
         "v2",
     ];
     let recover: Vec<&str> = ["recover", "user_1", "--yes"].into_iter().chain(options).collect();
-    let (line, body) = sent(&recover, vec![accepted()]).await;
+    let (line, body) = send(&recover, vec![accepted()]).await;
     assert_eq!(line, "POST /vps/recover HTTP/1.1");
     assert_eq!(
         body,
@@ -35,30 +35,30 @@ async fn options_and_decisions_reach_the_platform() {
                "serverType": "cpx32", "location": "hel1", "fallbackLocations": ["fsn1", "nbg1"], "imageVersion": "v2"})
     );
     // Flags that are not set are omitted, because platforms running an earlier release reject unknown fields.
-    let (_, body) = sent(&["recover", "user_1", "--yes"], vec![accepted()]).await;
+    let (_, body) = send(&["recover", "user_1", "--yes"], vec![accepted()]).await;
     assert_eq!(body, json!({"idpUserId": "user_1", "slot": "primary"}));
     let options = ["--accept-loss", "--allow-empty", "--yes"];
-    let (_, body) = sent(&[&PROVISION[..], &options].concat(), vec![unsupported_quote(), accepted()]).await;
+    let (_, body) = send(&[&PROVISION[..], &options].concat(), vec![unsupported_quote(), accepted()]).await;
     assert_eq!((&body["acceptLoss"], &body["allowEmpty"]), (&json!(true), &json!(true)));
-    let (_, body) = sent(&PROVISION, vec![unsupported_quote(), accepted()]).await;
+    let (_, body) = send(&PROVISION, vec![unsupported_quote(), accepted()]).await;
     assert_eq!(body, json!({"idpUserId": "user_1", "slot": "primary", "handle": "ada"}));
     let delete = ["delete", MACHINE, "--yes", "--now", "--accept-loss"];
-    let (line, _) = sent(&delete, vec![record(), accepted()]).await;
+    let (line, _) = send(&delete, vec![record(), accepted()]).await;
     assert_eq!(line, format!("DELETE /vps/{MACHINE}?now=true&acceptLoss=true HTTP/1.1"));
-    let (line, _) = sent(&["delete", MACHINE, "--yes"], vec![record(), accepted()]).await;
+    let (line, _) = send(&["delete", MACHINE, "--yes"], vec![record(), accepted()]).await;
     assert_eq!(line, format!("DELETE /vps/{MACHINE} HTTP/1.1"));
     let decided = || Reply::Json(200, operation("recover", "running", &[]));
-    let (line, body) = sent(&["operation", "continue", OPERATION, "--accept-loss"], vec![decided()]).await;
+    let (line, body) = send(&["operation", "continue", OPERATION, "--accept-loss"], vec![decided()]).await;
     assert_eq!(line, format!("POST /vps/operations/{OPERATION}/continue HTTP/1.1"));
     assert_eq!(body, json!({"acceptLoss": true}));
-    let (_, body) = sent(&["operation", "continue", OPERATION], vec![decided()]).await;
+    let (_, body) = send(&["operation", "continue", OPERATION], vec![decided()]).await;
     assert_eq!(body, json!({}));
     let abandon = ["operation", "abandon", OPERATION];
-    let (line, _) = sent(&abandon, vec![decided(), record(), decided()]).await;
+    let (line, _) = send(&abandon, vec![decided(), record(), decided()]).await;
     assert_eq!(line, format!("POST /vps/operations/{OPERATION}/abandon HTTP/1.1"));
-    let (line, _) = sent(&["undelete", MACHINE], vec![accepted()]).await;
+    let (line, _) = send(&["undelete", MACHINE], vec![accepted()]).await;
     assert_eq!(line, format!("POST /vps/{MACHINE}/undelete HTTP/1.1"));
-    let (line, _) = sent(&["resume", MACHINE], vec![record(), record()]).await;
+    let (line, _) = send(&["resume", MACHINE], vec![record(), record()]).await;
     assert_eq!(line, format!("POST /vps/{MACHINE}/resume HTTP/1.1"));
     let power = |action: &str| {
         let accepted =
@@ -66,18 +66,18 @@ async fn options_and_decisions_reach_the_platform() {
         Reply::Json(202, accepted)
     };
     for action in ["off", "reboot"] {
-        let (line, body) = sent(&["power", action, MACHINE, "--yes"], vec![record(), power(action)]).await;
+        let (line, body) = send(&["power", action, MACHINE, "--yes"], vec![record(), power(action)]).await;
         assert_eq!((line, body), (format!("POST /vps/{MACHINE}/power HTTP/1.1"), json!({"action": action})));
     }
     let accept = ["backup", "accept", MACHINE, "--yes"];
-    let (line, body) = sent(&accept, vec![record(), accepted()]).await;
+    let (line, body) = send(&accept, vec![record(), accepted()]).await;
     assert_eq!((line, body), (format!("POST /vps/{MACHINE}/backup-accept HTTP/1.1"), json!({})));
-    let (_, body) = sent(&["power", "on", MACHINE], vec![record(), power("on")]).await;
+    let (_, body) = send(&["power", "on", MACHINE], vec![record(), power("on")]).await;
     assert_eq!(body, json!({"action": "on"}));
     let mut discarded = super::record("running", None);
     discarded["operationId"] = OPERATION.into();
     let discarded = Reply::Json(202, discarded);
-    let (line, body) = sent(&["discard", MACHINE, "--yes"], vec![record(), discarded]).await;
+    let (line, body) = send(&["discard", MACHINE, "--yes"], vec![record(), discarded]).await;
     assert_eq!((line, body), (format!("POST /vps/{MACHINE}/discard HTTP/1.1"), json!({"acceptLoss": false})));
 }
 
@@ -319,12 +319,12 @@ async fn abandon_waits_for_the_machine_to_serve_again() {
     assert!(text.contains(&format!("machine {OLD} is running\n")), "{text}");
 
     // If no machine gets the slot back, the wait ends with the operation.
-    let mut alone = record("failed", Some(operation("provision", "failed", &[])));
-    alone["copies"] = json!({"live": null, "newestSnapshotAt": null, "exposedSeconds": null, "kept": []});
+    let mut unserved = record("failed", Some(operation("provision", "failed", &[])));
+    unserved["copies"] = json!({"live": null, "newestSnapshotAt": null, "exposedSeconds": null, "kept": []});
     let provisioned = |state: &str| Reply::Json(200, operation("provision", state, &[]));
-    let alone = || Reply::Json(200, alone.clone());
+    let unserved = || Reply::Json(200, unserved.clone());
     let platform =
-        FakePlatform::start([provisioned("running"), alone(), provisioned("failed"), alone()]).await;
+        FakePlatform::start([provisioned("running"), unserved(), provisioned("failed"), unserved()]).await;
     let output = platform.svcctl(&["operation", "abandon", OPERATION, "--wait"]).await;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success() && text.starts_with("provision  failed"), "{text}{}", stderr(&output));
@@ -428,15 +428,15 @@ async fn operator_add_keeps_existing_file_and_reports_lost_token() {
         (output.status.code(), stderr(&output), platform.requests().len())
     };
     for (file, reason) in [(&existing, "already exists"), (&missing, "does not exist")] {
-        let (code, printed, sent) = add(file).await;
-        assert_eq!((code, sent), (Some(65), 0), "{printed}");
+        let (code, printed, request_count) = add(file).await;
+        assert_eq!((code, request_count), (Some(65), 0), "{printed}");
         assert!(printed.contains(reason) && printed.contains("nothing was changed"), "{printed}");
     }
     assert_eq!(std::fs::read_to_string(&existing).unwrap(), "svco_ada");
     assert!(!missing.parent().unwrap().exists());
 
-    let (code, printed, sent) = add(&long).await;
-    assert_eq!((code, sent), (Some(69), 1), "{printed}");
+    let (code, printed, request_count) = add(&long).await;
+    assert_eq!((code, request_count), (Some(69), 1), "{printed}");
     assert!(
         printed.contains("is lost")
             && printed.contains("next: `svcctl operator rotate bob --token-file FILE`"),

@@ -31,7 +31,7 @@ impl Report {
     }
 
     /// Asserts that the check has a finding at this level that contains `part`. Warnings and problems, and only those,
-    /// must have a next step.
+    /// must have a next step. The exit code must be 65 if the report contains problems, and 0 otherwise.
     #[track_caller]
     pub fn expect(&self, check: &str, level: &str, part: &str) {
         let found = self.findings_of(check).any(|finding| {
@@ -265,8 +265,8 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     let ahead = fleet.check_with(host, |text| Some(set(text, "PLATFORM_INTERNAL_URL", &url))).await;
     ahead.expect("clock", "problem", "ahead of the platform's");
 
-    let other = svc::http::tls::generate_self_signed(&["other.test".to_owned()]).unwrap();
-    let (cert, key) = (other.cert_pem.clone(), other.key_pem.clone());
+    let new_identity = svc::http::tls::generate_self_signed(&["other.test".to_owned()]).unwrap();
+    let (cert, key) = (new_identity.cert_pem.clone(), new_identity.key_pem.clone());
     let original = fs::read_to_string(fleet.disk.join("var/lib/svc/tls/cert.pem")).unwrap();
     fs::write(fleet.disk.join("var/lib/svc/tls/cert.pem"), cert).unwrap();
     let mismatched = fleet.check_with("var/lib/svc/tls/key.pem", |_| Some(key)).await;
@@ -314,7 +314,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     let stored = fs::read_to_string(&file).unwrap();
     let expired_at = "2026-01-01T00:00:00.000Z";
     let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
-    for (renewed_at, level, what) in
+    for (renewed_at, level, part) in
         [(expired_at, "problem", "expired at"), (&now, "ok", "renewed on its next use")]
     {
         let mut sessions: Value = serde_json::from_str(&stored).unwrap();
@@ -324,7 +324,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
         let expired = fleet
             .check_with("opt/svc/env/r2.env", |text| Some(set(text, "AWS_CREDENTIAL_EXPIRATION", expired_at)))
             .await;
-        expired.expect("store", level, what);
+        expired.expect("store", level, part);
     }
     fs::write(&file, stored).unwrap();
     fleet.stack.store.add_fault(Rule::new(Fault::Status(403)).key("system/db/latest").always());
@@ -377,8 +377,8 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
 #[tokio::test(flavor = "multi_thread")]
 async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     let fleet = Fleet::start().await;
-    let other = "system-doctor/another-run/created.json";
-    fleet.stack.store.write(kit::story::BUCKET, other, "{}");
+    let foreign_object = "system-doctor/another-run/created.json";
+    fleet.stack.store.write(kit::story::BUCKET, foreign_object, "{}");
     let healthy = fleet.check_platform(&[], &[]).await;
     assert_eq!(healthy.code, Some(0), "{}", healthy.text);
     let passed = "configuration database store host-credentials file-pruning provider identity-provider platform fleet";
@@ -387,7 +387,10 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     }
     healthy.expect("tls", "skipped", "no listener");
     let remaining = fleet.stack.store.objects(kit::story::BUCKET, "system-doctor/");
-    assert!(remaining.iter().all(|object| object.key == other), "a probe object remains: {remaining:?}");
+    assert!(
+        remaining.iter().all(|object| object.key == foreign_object),
+        "a probe object remains: {remaining:?}"
+    );
 
     let unreachable = "http://127.0.0.1:9";
     let database = "postgres://u:a-password-of-theirs@127.0.0.1:9/platform";
@@ -429,9 +432,9 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     fleet.check_platform(&[], &[]).await.expect("bundle", "problem", "expired at 2026-01-02");
     fleet.publish_manifest(&key, "2126-01-02T03:04:05.000Z", Some("0".repeat(64)));
     fleet.check_platform(&[], &[]).await.expect("bundle", "problem", "for another archive");
-    let other = rcgen::KeyPair::generate_for(&rcgen::PKCS_ED25519).unwrap().serialize_pem();
-    let other = SigningKey::from_pem(other.as_bytes()).unwrap();
-    fleet.publish_manifest(&other, "2126-01-02T03:04:05.000Z", None);
+    let untrusted_key = rcgen::KeyPair::generate_for(&rcgen::PKCS_ED25519).unwrap().serialize_pem();
+    let untrusted_key = SigningKey::from_pem(untrusted_key.as_bytes()).unwrap();
+    fleet.publish_manifest(&untrusted_key, "2126-01-02T03:04:05.000Z", None);
     fleet.check_platform(&[], &[]).await.expect("bundle", "problem", "not signed by a key that is trusted");
 
     let changed =

@@ -164,7 +164,6 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
     operator.0.stop().await;
 }
 
-/// `svcctl` shows the stage of a failed boot, the host's own message, and the next step.
 #[tokio::test(flavor = "multi_thread")]
 async fn failed_boot_shows_its_stage_and_the_host_message() {
     let dir = tempfile::Builder::new().prefix("svc-ctl-").tempdir_in("/tmp").unwrap();
@@ -213,17 +212,17 @@ async fn verify_and_download_snapshot(operator: &Operator, dir: &Path) {
     let dump = operator.0.store.read(kit::story::BUCKET, &object).unwrap();
 
     let file = dir.join("ada.dump");
-    let into = file.to_str().unwrap();
+    let output_path = file.to_str().unwrap();
     // The partial file from an interrupted download.
     let partial = dir.join("ada.dump.partial");
     std::fs::write(&partial, &dump[..dump.len() / 2]).unwrap();
     assert_contains(
-        &operator.run(0, &["backup", "download", "ada", name, "--output", into]).await,
-        &["file", into],
+        &operator.run(0, &["backup", "download", "ada", name, "--output", output_path]).await,
+        &["file", output_path],
     );
     assert!(std::fs::read(&file).unwrap() == dump && !partial.exists());
     assert_contains(
-        &operator.run(65, &["backup", "download", "ada", "--output", into]).await,
+        &operator.run(65, &["backup", "download", "ada", "--output", output_path]).await,
         &["already exists"],
     );
     assert_contains(
@@ -238,8 +237,8 @@ async fn verify_and_download_snapshot(operator: &Operator, dir: &Path) {
         let printed = operator.run(65, &["backup", "verify", "ada", key]).await;
         assert_contains(&printed, &["does not match its record", "next: `svcctl backup now <machine>`"]);
     }
-    let other = dir.join("other.dump");
-    operator.run(65, &["backup", "download", "ada", "--output", other.to_str().unwrap()]).await;
-    assert!(!other.exists() && !dir.join("other.dump.partial").exists());
+    let damaged_file = dir.join("damaged.dump");
+    operator.run(65, &["backup", "download", "ada", "--output", damaged_file.to_str().unwrap()]).await;
+    assert!(!damaged_file.exists() && !dir.join("damaged.dump.partial").exists());
     operator.0.store.write(kit::story::BUCKET, &object, dump);
 }

@@ -75,19 +75,19 @@ async fn cost_and_consent_are_confirmed_separately() {
 #[tokio::test]
 async fn provision_without_terminal_requires_each_option() {
     let provision = ["provision", "user_1", "--handle", "ada"];
-    for (given, missing) in [
+    for (options, advice) in [
         (&[][..], "add --confirm-cost and --confirm-opt-in to confirm"),
         (&["--yes"], "add --confirm-cost and --confirm-opt-in to confirm"),
         (&["--confirm-cost"], "add --confirm-opt-in to confirm"),
         (&["--confirm-opt-in"], "add --confirm-cost to confirm"),
     ] {
         let platform = FakePlatform::start([quote_reply()]).await;
-        let output = platform.svcctl(&[&provision[..], given].concat()).await;
-        assert_eq!(output.status.code(), Some(64), "{given:?}: {}", stderr(&output));
-        for part in ["10.1031 EUR a month", missing] {
-            assert!(stderr(&output).contains(part), "{given:?}: {}", stderr(&output));
+        let output = platform.svcctl(&[&provision[..], options].concat()).await;
+        assert_eq!(output.status.code(), Some(64), "{options:?}: {}", stderr(&output));
+        for part in ["10.1031 EUR a month", advice] {
+            assert!(stderr(&output).contains(part), "{options:?}: {}", stderr(&output));
         }
-        assert!(provision_bodies(&platform).is_empty(), "{given:?}");
+        assert!(provision_bodies(&platform).is_empty(), "{options:?}");
     }
     let platform = FakePlatform::start([quote_reply(), accepted()]).await;
     let output = platform.svcctl(&PROVISION).await;
@@ -100,10 +100,10 @@ async fn provision_without_terminal_requires_each_option() {
 
 #[tokio::test]
 async fn confirmed_cost_is_accepted_up_to_its_limit() {
-    let mut several = quote();
-    let mut ash = several["costs"][0].clone();
+    let mut two_locations = quote();
+    let mut ash = two_locations["costs"][0].clone();
     ash["location"] = json!("ash");
-    several["costs"].as_array_mut().unwrap().push(ash);
+    two_locations["costs"].as_array_mut().unwrap().push(ash);
     for (limit, exit) in [
         ("10.1031 EUR", 0),
         ("12.00EUR", 0),
@@ -113,7 +113,7 @@ async fn confirmed_cost_is_accepted_up_to_its_limit() {
         ("12.00", 64),
         ("cheap", 64),
     ] {
-        let platform = FakePlatform::start([Reply::Json(200, several.clone()), accepted()]).await;
+        let platform = FakePlatform::start([Reply::Json(200, two_locations.clone()), accepted()]).await;
         let limit_option = format!("--confirm-cost={limit}");
         let args = ["provision", "user_1", "--handle", "ada", &limit_option, "--confirm-opt-in"];
         let output = platform.svcctl(&args).await;
@@ -184,7 +184,7 @@ async fn refused_quote_ends_provision_before_any_prompt() {
 }
 
 #[tokio::test]
-async fn price_changed_after_quote_is_rejected() {
+async fn price_change_after_quote_is_reported_with_next_step() {
     let changed = Reply::Json(409, problem(409, "price_changed", "The server costs 12.00 EUR a month."));
     let platform = FakePlatform::start([quote_reply(), changed]).await;
     let output = platform.svcctl(&PROVISION).await;

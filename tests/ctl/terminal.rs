@@ -61,7 +61,7 @@ async fn command_runs_only_after_exact_confirmation() {
 }
 
 #[tokio::test]
-async fn recovery_prompt_shows_backup_age() {
+async fn recovery_prompt_shows_backup_time_and_unsaved_changes() {
     let mut machine = record("running", None);
     machine["lastBackup"] = json!({"status": "success", "takenAt": "2026-01-01T00:00:00.000Z"});
     let page = || Reply::Json(200, json!({"machines": [record("running", None)], "nextCursor": null}));
@@ -153,7 +153,7 @@ async fn discard_prompt_names_the_data_that_would_be_lost() {
 #[tokio::test]
 async fn colors_appear_only_on_supporting_terminals() {
     let page = || Reply::Json(200, json!({"machines": [record("failed", None)], "nextCursor": Value::Null}));
-    for (env, colored) in [
+    for (env, is_colored) in [
         (&[][..], true),
         (&[("NO_COLOR", "1")], false),
         (&[("NO_COLOR", "")], true),
@@ -161,7 +161,7 @@ async fn colors_appear_only_on_supporting_terminals() {
     ] {
         let platform = FakePlatform::start([page()]).await;
         let output = run_on_terminal(&platform, &["list"], "", env).await;
-        assert_eq!(stdout(&output).contains('\x1b'), colored, "{env:?}: {:?}", stdout(&output));
+        assert_eq!(stdout(&output).contains('\x1b'), is_colored, "{env:?}: {:?}", stdout(&output));
     }
     let platform = FakePlatform::start([page()]).await;
     let output = platform.svcctl(&["list"]).await;

@@ -122,9 +122,9 @@ async fn release_is_verified_on_the_host_and_from_outside() {
     // The settings differ from the database that the running gateway uses.
     let settings = fleet.disk.join("opt/svc/env/host.env");
     let before = fs::read_to_string(&settings).unwrap();
-    let other = svc::config::format_env_line("DATABASE_URL", "postgres://svc:pw@127.0.0.1:1/svc");
-    let kept = before.lines().filter(|line| !line.starts_with("DATABASE_URL="));
-    fs::write(&settings, kept.fold(other, |text, line| text + line + "\n")).unwrap();
+    let other_database = svc::config::format_env_line("DATABASE_URL", "postgres://svc:pw@127.0.0.1:1/svc");
+    let other_lines = before.lines().filter(|line| !line.starts_with("DATABASE_URL="));
+    fs::write(&settings, other_lines.fold(other_database, |text, line| text + line + "\n")).unwrap();
     let elsewhere = fleet.verify_on_host(&[]).await;
     elsewhere.expect("vps-database", "problem", "this machine's own database is on 127.0.0.1:1");
     fs::write(&settings, before).unwrap();
@@ -191,10 +191,11 @@ async fn expect_on_host_and_outside(fleet: &Fleet, check: &str, part: &str) {
 }
 
 #[tokio::test]
-async fn session_is_never_sent_in_plaintext_or_as_an_argument() {
+async fn app_url_requires_https_and_a_session_token() {
     let env = [("SVC_SESSION_TOKEN", "a.b.c")];
     let output = super::svcctl(&["verify-rollout", "--app-url", "http://app.example.com"], &env).await;
     assert_eq!(output.status.code(), Some(78), "{}", super::stderr(&output));
+    assert!(super::stderr(&output).contains("must be https"), "{}", super::stderr(&output));
     let output = super::svcctl(&["verify-rollout", "--app-url", "https://app.example.com"], &[]).await;
     assert_eq!(output.status.code(), Some(78));
     assert!(super::stderr(&output).contains("SVC_SESSION_TOKEN"), "{}", super::stderr(&output));

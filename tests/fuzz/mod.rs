@@ -3,8 +3,8 @@
 //!
 //! A [`Target`] is a parser with its rules; `cargo xtask fuzz` also runs it with libFuzzer. Valid documents are
 //! generated and then mutated, because random bytes are rejected at the first check. Inputs that once violated a rule
-//! are kept under `tests/corpus/<target>` and are always replayed. A short run tests a few cases on every change; a
-//! long run (`cargo xtask test --long`) takes a minute per target.
+//! are kept under `tests/corpus/<target>` and are always replayed. A short run, on every change, tests up to 2000 cases
+//! per target; a long run (`cargo xtask test --long`) takes a minute per target.
 
 mod mutation;
 mod parsers;
@@ -207,12 +207,12 @@ fn runner_detects_parsers_that_violate_their_rules() {
     let target_with =
         |check_any, check_valid| Target { name: "broken", valid: valid(), check_any, check_valid, cases: 0 };
     target_with(accepts, accepts).run_cases(3000).unwrap();
-    for (what, target, expected) in [
+    for (failure, target, expected) in [
         ("a rule", target_with(forbids_parent_dir, accepts), "contains `..`"),
         ("a panic", target_with(panics, accepts), "an index out of bounds"),
         ("a refusal", target_with(accepts, refuses), "refused"),
     ] {
-        let found = target.run_cases(3000).expect_err(what);
-        assert!(found.contains(expected) && found.contains("tests/corpus/broken"), "{what}: {found}");
+        let report = target.run_cases(3000).expect_err(failure);
+        assert!(report.contains(expected) && report.contains("tests/corpus/broken"), "{failure}: {report}");
     }
 }

@@ -156,7 +156,7 @@ fn apply(bytes: &mut Vec<u8>, mutation: &Mutation) {
             let path = &paths[at.index(paths.len())];
             let Some((parent, name)) = path.rsplit_once('/') else { return };
             if let Some(Value::Object(parent)) = document.pointer_mut(parent) {
-                parent.remove(name);
+                parent.remove(&name.replace("~1", "/").replace("~0", "~"));
             }
         }),
     }

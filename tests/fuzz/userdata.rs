@@ -61,13 +61,13 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
 
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let parts: UserDataInput = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-    let is_line = |text: &String| !text.chars().any(char::is_control);
+    let is_single_line = |text: &String| !text.chars().any(char::is_control);
     let values = [&parts.session_token, &parts.issuer, &parts.bundle_sha256];
-    let are_single_lines = values.into_iter().all(is_line);
+    let are_single_lines = values.into_iter().all(is_single_line);
     match (are_single_lines, render(&parts)) {
         (true, Ok(_)) | (false, Err(_)) => Ok(()),
         (true, Err(error)) => Err(format!("rejected: {error}")),
-        (false, Ok(_)) => Err("a value with several lines was accepted".to_owned()),
+        (false, Ok(_)) => Err("a value with a control character was accepted".to_owned()),
     }
 }
 
@@ -86,9 +86,9 @@ fn check_document(parts: &UserDataInput, text: &str) -> Result<(), String> {
     if read != json!({ "parsed": ours }) {
         return Err(format!("cloud-init reads {read}"));
     }
-    let usual = parse_user_data(&render(&UserDataInput::typical())?);
+    let typical = parse_user_data(&render(&UserDataInput::typical())?);
     for key in ["bootcmd", "runcmd"] {
-        if ours[key] != usual[key] {
+        if ours[key] != typical[key] {
             return Err(format!("{key} is {}", ours[key]));
         }
     }
@@ -99,7 +99,7 @@ fn check_document(parts: &UserDataInput, text: &str) -> Result<(), String> {
             .map(|file| ["path", "permissions", "owner"].map(|name| file[name].clone()))
             .collect()
     };
-    if files(&ours) != files(&usual) {
+    if files(&ours) != files(&typical) {
         return Err(format!("the files are {:?}", files(&ours)));
     }
     let variables = variables(&ours)?;
@@ -108,7 +108,7 @@ fn check_document(parts: &UserDataInput, text: &str) -> Result<(), String> {
         let names = variables.iter().map(|(name, _)| name.clone());
         names.filter(|name| name != "SVC_HOST_BUNDLE_WITH_TOKEN").collect()
     };
-    let (found, expected) = (names(&variables), names(&self::variables(&usual)?));
+    let (found, expected) = (names(&variables), names(&self::variables(&typical)?));
     if found != expected {
         return Err(format!("the variables are {found:?}"));
     }
@@ -141,13 +141,13 @@ fn variables(document: &Value) -> Result<Vec<(String, String)>, String> {
 }
 
 /// A cloud-init parser process, reused for the thread's next case.
-struct Reader {
+struct CloudInitParser {
     child: Child,
     stdin: ChildStdin,
     stdout: BufReader<ChildStdout>,
 }
 
-impl Reader {
+impl CloudInitParser {
     fn start(mut command: Command) -> Self {
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("start Python");
         let (stdin, stdout) = (
@@ -157,15 +157,15 @@ impl Reader {
         Self { child, stdin, stdout: BufReader::new(stdout) }
     }
 
-    fn read(&mut self, text: &str) -> Value {
-        writeln!(self.stdin, "{}", json!(text)).expect("the reader accepts input");
+    fn parse(&mut self, text: &str) -> Value {
+        writeln!(self.stdin, "{}", json!(text)).expect("the parser accepts input");
         let mut line = String::new();
-        self.stdout.read_line(&mut line).expect("the reader responds");
+        self.stdout.read_line(&mut line).expect("the parser responds");
         serde_json::from_str(&line).expect("the response is JSON")
     }
 }
 
-impl Drop for Reader {
+impl Drop for CloudInitParser {
     fn drop(&mut self) {
         // The process may already have exited.
         let _ = self.child.kill();
@@ -175,10 +175,11 @@ impl Drop for Reader {
 
 fn parse_with_cloud_init(text: &str) -> Value {
     thread_local! {
-        static READER: RefCell<Option<Reader>> = const { RefCell::new(None) };
+        static PARSER: RefCell<Option<CloudInitParser>> = const { RefCell::new(None) };
     }
-    READER.with_borrow_mut(|reader| {
-        let start = || Reader::start(checkers::cloud_init_parser().expect("cloud-init is installed"));
-        reader.get_or_insert_with(start).read(text)
+    PARSER.with_borrow_mut(|parser| {
+        let start =
+            || CloudInitParser::start(checkers::cloud_init_parser().expect("cloud-init is installed"));
+        parser.get_or_insert_with(start).parse(text)
     })
 }

@@ -260,8 +260,11 @@ async fn long_records_match_codex_actions() -> Result<()> {
     let (kind, result) = streamed.last().context("no events")?;
     ensure!(kind == "result" && result["status"] == "success", "{streamed:#?}");
     let recorded = wait_until_recorded(&host, "d1").await?;
-    let (good, patch) = ("success", "apply_patch");
-    assert_eq!(tool_outcomes(&recorded), [(patch, good), ("Bash", good), ("Bash", "error"), (patch, good)]);
+    let (success, patch) = ("success", "apply_patch");
+    assert_eq!(
+        tool_outcomes(&recorded),
+        [(patch, success), ("Bash", success), ("Bash", "error"), (patch, success)]
+    );
     let tokens =
         |name: &str| recorded[name].as_f64().filter(|tokens| *tokens > 0.0).context("no token count");
     let expected = (tokens("tokensIn")? * 2.0 + tokens("tokensOut")? * 10.0) / 1e6;

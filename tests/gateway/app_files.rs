@@ -124,8 +124,8 @@ async fn ranges_are_served_and_text_is_compressed() -> Result<()> {
     // A changed file is compressed again.
     host.machine.write(&file("app.js"), &"const text = 2;\n".repeat(1000))?;
     let packed = script("gzip").await?.bytes().await?;
-    let mut read = String::new();
-    std::io::Read::read_to_string(&mut flate2::read::GzDecoder::new(&*packed), &mut read)?;
-    assert!(read.starts_with("const text = 2;"), "{}", &read[..20]);
+    let mut unpacked = String::new();
+    std::io::Read::read_to_string(&mut flate2::read::GzDecoder::new(&*packed), &mut unpacked)?;
+    assert!(unpacked.starts_with("const text = 2;"), "{}", &unpacked[..20]);
     Ok(())
 }

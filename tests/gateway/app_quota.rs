@@ -86,7 +86,7 @@ async fn app_at_its_quota_cannot_add_rows() -> Result<()> {
     assert_eq!(
         query_as_app(&host, &other, &insert_body(&other)).await?.0,
         StatusCode::CREATED,
-        "another app is not limited"
+        "another app has its own quota"
     );
     host.query_data(&insert_body(&full)).await.context("the owner must still be able to add rows")?;
     let delete = json!({ "action": "delete", "app": full, "table": "t", "filter": { "a": { "ne": "" } }, "maxAffected": 1000 });
@@ -119,7 +119,7 @@ async fn host_with_quota(database_url: &str, slug: &str, columns: &Value, bytes:
     Ok(host)
 }
 
-/// Repeats the request until the quota rejects it. This takes less time than the interval between measurements.
+/// Repeats the request until the quota rejects it, for less time than the interval between regular measurements.
 async fn repeat_until_refused(host: &Host, slug: &str, body: &Value, expected: StatusCode) -> Result<()> {
     let started = std::time::Instant::now();
     while started.elapsed() < Duration::from_secs(25) {

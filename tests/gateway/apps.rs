@@ -176,11 +176,11 @@ async fn pages_are_sandboxed_and_stay_in_their_folder() -> Result<()> {
         "/apps/site/missing.js",
         "/apps/none/",
     ] {
-        let sent = raw_get(&host, path)?;
-        assert!(sent.starts_with("HTTP/1.1 404") && !sent.contains("s3cret"), "{path}: {sent}");
+        let response = raw_get(&host, path)?;
+        assert!(response.starts_with("HTTP/1.1 404") && !response.contains("s3cret"), "{path}: {response}");
     }
-    let sent = raw_get(&host, "/apps/site/../../../secret.txt")?;
-    assert!(!sent.contains("s3cret"), "{sent}");
+    let response = raw_get(&host, "/apps/site/../../../secret.txt")?;
+    assert!(!response.contains("s3cret"), "{response}");
     let without_slash = host.owner_request(Method::GET, "/apps/site").send().await?;
     assert_eq!(header(&without_slash, "location"), "/apps/site/");
     Ok(())
@@ -200,8 +200,8 @@ async fn every_app_has_an_icon() -> Result<()> {
     machine.write("home/svc/home/apps/own/icon.svg", "<svg/>")?;
     let host = machine.start()?;
     let icon = async |slug: &str| -> Result<(StatusCode, String)> {
-        let sent = host.owner_request(Method::GET, &format!("/icons/{slug}")).send().await?;
-        Ok((sent.status(), sent.text().await?))
+        let response = host.owner_request(Method::GET, &format!("/icons/{slug}")).send().await?;
+        Ok((response.status(), response.text().await?))
     };
     host.wait_until("the app's own icon", async || Ok(icon("own").await?.1 == "<svg/>")).await?;
     let (status, first) = icon("unknown-app").await?;

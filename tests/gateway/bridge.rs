@@ -46,7 +46,7 @@ impl TestApp {
         format!("app_{}", self.slug.replace('-', "_"))
     }
 
-    /// Sends a query and returns its status and body.
+    /// Sends a query and returns the response's status and body.
     pub async fn query(&self, action: &str, fields: Value) -> Result<(u16, Value)> {
         let (status, response) = self.host.query(&self.body(action, fields)).await?;
         Ok((status.as_u16(), response))
@@ -182,9 +182,9 @@ async fn pages_join_without_gap_or_duplicate() -> Result<()> {
         json!([{ "column": "size", "direction": "desc" }]),
         json!([{ "column": "size", "direction": "desc" }, "title"]),
     ] {
-        let whole = app.find_titles(json!({ "orderBy": order, "limit": 1000 })).await?;
-        assert_eq!(whole.len(), 23);
-        let (mut seen, mut after) = (Vec::new(), Value::Null);
+        let all_titles = app.find_titles(json!({ "orderBy": order, "limit": 1000 })).await?;
+        assert_eq!(all_titles.len(), 23);
+        let (mut paged_titles, mut after) = (Vec::new(), Value::Null);
         loop {
             let mut find = app.body(
                 "find",
@@ -197,13 +197,13 @@ async fn pages_join_without_gap_or_duplicate() -> Result<()> {
             assert_eq!((status, &page["count"]), (StatusCode::OK, &json!(23)), "{page}");
             let rows = page["data"].as_array().cloned().unwrap_or_default();
             assert!(rows.iter().all(|row| row.as_object().is_some_and(|row| row.len() == 1)), "{page}");
-            seen.extend(rows.iter().map(|row| row["title"].as_str().unwrap_or_default().to_owned()));
+            paged_titles.extend(rows.iter().map(|row| row["title"].as_str().unwrap_or_default().to_owned()));
             after = page["nextCursor"].take();
             if after.is_null() {
                 break;
             }
         }
-        assert_eq!(seen, whole, "{order}");
+        assert_eq!(paged_titles, all_titles, "{order}");
     }
     Ok(())
 }

@@ -34,11 +34,11 @@ async fn count_sessions(app: &TestApp, admin: &tokio_postgres::Client, state: &s
 async fn disconnect_during(app: &TestApp, body: &Value) -> Result<()> {
     let admin = app.database.connect().await?;
     let request = app.host.owner_request(Method::POST, "/api/bridge/query").json(body);
-    let sent = tokio::spawn(request.send());
+    let request_task = tokio::spawn(request.send());
     app.host
         .wait_until("the request is running", async || Ok(count_sessions(app, &admin, "active").await? == 1))
         .await?;
-    sent.abort();
+    request_task.abort();
     let started = std::time::Instant::now();
     app.host
         .wait_until(

@@ -173,8 +173,8 @@ async fn listener_resumes_where_it_stopped() -> Result<()> {
         }
     }
     let code = async |id: &str| -> Result<(u16, Value)> {
-        let sent = changes_request(&app.host, "", Some(id)).send().await?;
-        Ok((sent.status().as_u16(), sent.json::<Value>().await?["code"].take()))
+        let response = changes_request(&app.host, "", Some(id)).send().await?;
+        Ok((response.status().as_u16(), response.json::<Value>().await?["code"].take()))
     };
     let position = last.split_once('-').map(|(_, position)| position).unwrap_or_default();
     assert_eq!(code(&format!("2-{position}")).await?, (410, json!("gone")), "a different epoch");
@@ -198,8 +198,8 @@ async fn expired_position_is_rejected_as_gone() -> Result<()> {
         Ok(admin.query_one("SELECT count(*) FROM svc.changes", &[]).await?.get(0))
     };
     app.host.wait_until("the outbox is empty", async || Ok(count_outbox_rows().await? == 0)).await?;
-    let sent = changes_request(&app.host, "", Some(&start)).send().await?;
-    assert_eq!(sent.status(), StatusCode::GONE);
+    let response = changes_request(&app.host, "", Some(&start)).send().await?;
+    assert_eq!(response.status(), StatusCode::GONE);
     let last = events.id.clone();
     EventStream::open(changes_request(&app.host, "", Some(&last))).await?;
     app.insert(json!({ "title": "b" })).await?;
@@ -222,23 +222,23 @@ async fn app_receives_only_its_own_changes_even_to_new_tables() -> Result<()> {
             .header("x-svc-proof", app.host.machine.signer.sign(&claims))
     };
     let mut own = EventStream::open(as_app(&other, "")).await?;
-    let mut one = EventStream::open(changes_request(&app.host, &format!("?app={other}"), None)).await?;
+    let mut filtered = EventStream::open(changes_request(&app.host, &format!("?app={other}"), None)).await?;
     let mut all = EventStream::open(changes_request(&app.host, "", None)).await?;
     app.insert(json!({ "title": "not for the other" })).await?;
     let insert =
         |table: &str| json!({ "action": "insert", "app": other, "table": table, "data": { "a": "x" } });
     app.host.query_data(&insert("t")).await?;
     assert_eq!(own.next_entries().await?, ["t insert 1"]);
-    assert_eq!(one.next_entries().await?, ["t insert 1"]);
+    assert_eq!(filtered.next_entries().await?, ["t insert 1"]);
     assert_eq!(all.next_entries().await?, ["things insert 1"]);
     assert_eq!(all.next_entries().await?, ["t insert 1"]);
     // The app's event ids reveal nothing about other writers, and are valid only for this app.
-    let position = one.id.trim_start_matches("1-");
-    assert!(position.parse::<u64>().is_ok() && !own.id.contains(position), "{} {}", one.id, own.id);
+    let position = filtered.id.trim_start_matches("1-");
+    assert!(position.parse::<u64>().is_ok() && !own.id.contains(position), "{} {}", filtered.id, own.id);
     let resumed = as_app(&other, "").header("last-event-id", &own.id).send().await?;
     assert_eq!(resumed.status(), StatusCode::OK);
     for (slug, id, status) in [
-        (&other, &one.id, StatusCode::BAD_REQUEST),
+        (&other, &filtered.id, StatusCode::BAD_REQUEST),
         (&app.slug, &own.id, StatusCode::BAD_REQUEST),
         (&other, &own.id.replacen("1-", "2-", 1), StatusCode::GONE),
     ] {
@@ -274,12 +274,12 @@ async fn outbox_is_discarded_after_restore() -> Result<()> {
     app.host = app.host.restart()?;
     app.host.wait_until_registered(&app.slug).await?;
     let admin = app.database.connect().await?;
-    let kept: i64 = admin.query_one("SELECT count(*) FROM svc.changes", &[]).await?.get(0);
-    assert_eq!(kept, 0);
+    let remaining: i64 = admin.query_one("SELECT count(*) FROM svc.changes", &[]).await?.get(0);
+    assert_eq!(remaining, 0);
     assert_eq!(changes_request(&app.host, "", Some(&last)).send().await?.status(), StatusCode::GONE);
     let same_position = last.replacen("1-", "2-", 1);
-    let sent = changes_request(&app.host, "", Some(&same_position)).send().await?;
-    assert_eq!(sent.status(), StatusCode::GONE, "the old position under the new epoch");
+    let response = changes_request(&app.host, "", Some(&same_position)).send().await?;
+    assert_eq!(response.status(), StatusCode::GONE, "the old position under the new epoch");
     let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
     assert!(events.id.starts_with("2-"), "{}", events.id);
     app.insert(json!({ "title": "b" })).await?;

@@ -63,7 +63,7 @@ async fn inserts_between_pages_cause_no_gap_or_duplicate() -> Result<()> {
     let app = TestApp::new().await?;
     let rows: Vec<Value> = (0..20).map(|n| json!({ "title": "first", "size": n / 4 })).collect();
     app.query_data("insertMany", json!({ "rows": rows })).await?;
-    let (mut seen, mut after) = (Vec::new(), Value::Null);
+    let (mut paged_ids, mut after) = (Vec::new(), Value::Null);
     for round in 0.. {
         let mut find = json!({ "orderBy": ["size"], "limit": 3 });
         if after.is_string() {
@@ -71,7 +71,8 @@ async fn inserts_between_pages_cause_no_gap_or_duplicate() -> Result<()> {
         }
         let (_, mut page) = app.query("find", find).await?;
         let rows = page["data"].as_array().cloned().unwrap_or_default();
-        seen.extend(rows.into_iter().filter(|row| row["title"] == "first").map(|row| row["id"].to_string()));
+        paged_ids
+            .extend(rows.into_iter().filter(|row| row["title"] == "first").map(|row| row["id"].to_string()));
         after = page["nextCursor"].take();
         if after.is_null() {
             break;
@@ -84,8 +85,8 @@ async fn inserts_between_pages_cause_no_gap_or_duplicate() -> Result<()> {
             break;
         }
     }
-    assert_eq!(seen.len(), 20, "each row once");
-    assert_eq!(seen.iter().collect::<HashSet<_>>().len(), 20);
+    assert_eq!(paged_ids.len(), 20, "each row once");
+    assert_eq!(paged_ids.iter().collect::<HashSet<_>>().len(), 20);
     Ok(())
 }
 

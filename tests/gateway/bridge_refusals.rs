@@ -118,9 +118,12 @@ async fn database_error_response_quotes_no_value() -> Result<()> {
     let (host, slug, database) = host_with_notes().await?;
     let insert = |data: Value| json!({ "action": "insert", "app": slug, "table": "notes", "data": data });
     host.query_data(&insert(json!({ "title": "s3cret-value" }))).await?;
+    let texts = |problem: &Value| format!("{} {}", problem["detail"], problem["errors"]);
+    let mut responses = String::new();
     let (status, problem) = host.query(&insert(json!({ "title": "s3cret-value" }))).await?;
     assert_eq!((status, problem["code"].as_str()), (StatusCode::CONFLICT, Some("conflict")));
     assert!(problem["constraint"].is_string() && problem["retryable"] == false, "{problem}");
+    responses += &texts(&problem);
 
     let admin = database.connect().await?;
     let schema = format!("app_{}", slug.replace('-', "_"));
@@ -131,8 +134,9 @@ async fn database_error_response_quotes_no_value() -> Result<()> {
              ALTER TABLE {schema}.notes ALTER COLUMN must DROP DEFAULT"
         ))
         .await?;
-    let (status, _) = host.query(&insert(json!({ "size": 987_654 }))).await?;
+    let (status, problem) = host.query(&insert(json!({ "size": 987_654 }))).await?;
     assert_eq!(status, StatusCode::BAD_REQUEST, "23514 or 23502");
+    responses += &texts(&problem);
     admin
         .batch_execute(&format!(
             "ALTER TABLE {schema}.notes DROP COLUMN must;
@@ -146,11 +150,14 @@ async fn database_error_response_quotes_no_value() -> Result<()> {
         (StatusCode::BAD_REQUEST, Some("invalid_request")),
         "{problem}"
     );
+    responses += &texts(&problem);
     admin.batch_execute(&format!("REVOKE INSERT ON {schema}.notes FROM {schema}")).await?;
-    let (status, _) = host.query(&insert(json!({ "title": "s3cret-other" }))).await?;
+    let (status, problem) = host.query(&insert(json!({ "title": "s3cret-other" }))).await?;
     assert_eq!(status, StatusCode::FORBIDDEN, "42501");
+    responses += &texts(&problem);
     let log = host.log();
     for secret in ["s3cret-value", "s3cret-other", "987654", &huge] {
+        assert!(!responses.contains(secret), "{secret} in {responses}");
         assert!(!log.contains(secret), "{secret} in the log");
     }
     Ok(())
@@ -179,9 +186,9 @@ async fn platform_cannot_use_the_bridge() -> Result<()> {
     claims.jti = Some("one".into());
     let proof = host.machine.signer.sign(&claims);
     let find = json!({ "action": "find", "app": slug, "table": "notes" });
-    let sent =
+    let request =
         host.unsigned_request(Method::POST, "/api/bridge/query").header("x-svc-proof", proof).json(&find);
-    assert_eq!(sent.send().await?.status(), StatusCode::FORBIDDEN);
+    assert_eq!(request.send().await?.status(), StatusCode::FORBIDDEN);
     Ok(())
 }
 
@@ -197,10 +204,10 @@ async fn bridge_reports_database_outage_and_recovers() -> Result<()> {
     let host = machine.start()?;
     let insert = json!({ "action": "insert", "app": slug, "table": "notes", "data": { "title": "x" } });
     let assert_unavailable = async || -> Result<()> {
-        let sent = host.owner_request(Method::POST, "/api/bridge/query").json(&insert).send().await?;
-        assert_eq!(sent.status(), StatusCode::SERVICE_UNAVAILABLE);
-        assert!(sent.headers().contains_key("retry-after"));
-        let problem: Value = sent.json().await?;
+        let response = host.owner_request(Method::POST, "/api/bridge/query").json(&insert).send().await?;
+        assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
+        assert!(response.headers().contains_key("retry-after"));
+        let problem: Value = response.json().await?;
         assert_eq!(problem["code"], "database_unavailable");
         Ok(())
     };

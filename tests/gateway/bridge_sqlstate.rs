@@ -8,7 +8,8 @@ use super::bridge::TestApp;
 
 const CANARY: &str = "s3cret-canary";
 
-/// Returns an app whose inserts fail with the SQLSTATE in their title, with a message that contains every value.
+/// Returns an app that rejects inserts with a five-letter title, with this title as SQLSTATE and with messages that
+/// contain the value of `meta`.
 async fn app_with_failing_inserts() -> Result<TestApp> {
     let app = TestApp::with_env(&[("RUST_LOG", "debug")]).await?;
     let admin = app.database.connect().await?;
@@ -54,10 +55,10 @@ async fn every_sqlstate_maps_to_status_without_its_message() -> Result<()> {
     ];
     for (state, status, code, retryable, has_retry_after) in cases {
         let body = app.body("insert", json!({ "data": { "title": state, "meta": { "v": CANARY } } }));
-        let sent = app.host.owner_request(Method::POST, "/api/bridge/query").json(&body).send().await?;
-        assert_eq!(sent.headers().contains_key("retry-after"), has_retry_after, "{state}");
-        assert_eq!(sent.status().as_u16(), status, "{state}");
-        let text = sent.text().await?;
+        let response = app.host.owner_request(Method::POST, "/api/bridge/query").json(&body).send().await?;
+        assert_eq!(response.headers().contains_key("retry-after"), has_retry_after, "{state}");
+        assert_eq!(response.status().as_u16(), status, "{state}");
+        let text = response.text().await?;
         let problem: Value = serde_json::from_str(&text)?;
         assert_eq!(problem["code"], code, "{state} {problem}");
         assert_eq!(problem.get("retryable").and_then(Value::as_bool), retryable, "{state} {problem}");
@@ -90,9 +91,9 @@ async fn real_database_errors_quote_no_value() -> Result<()> {
         .await?;
     let title = format!("{CANARY}-title");
     let row = app.insert(json!({ "title": title, "size": 1 })).await?;
-    let other = app.insert(json!({ "title": "other", "size": 2 })).await;
-    assert!(other.is_err(), "this test's trigger rejects five-letter titles");
-    let other = app.insert(json!({ "title": "another", "size": 2 })).await?;
+    let rejected = app.insert(json!({ "title": "other", "size": 2 })).await;
+    assert!(rejected.is_err(), "this test's trigger rejects five-letter titles");
+    let second_row = app.insert(json!({ "title": "another", "size": 2 })).await?;
     let long = format!("{CANARY}{}", "x".repeat(60));
     let overflow = format!("1{}e140000", "0".repeat(3));
     let forged = {
@@ -105,7 +106,7 @@ async fn real_database_errors_quote_no_value() -> Result<()> {
     let cases = [
         (app.body("insert", json!({ "data": { "title": title } })), 409),
         (app.body("insertMany", json!({ "rows": [{ "title": "one" }, { "title": title }] })), 409),
-        (app.body("update", json!({ "id": other["id"], "data": { "title": title } })), 409),
+        (app.body("update", json!({ "id": second_row["id"], "data": { "title": title } })), 409),
         (app.body("insert", json!({ "data": { "id": row["id"], "title": CANARY } })), 409),
         (app.body("insert", json!({ "data": { "title": long } })), 400),
         (app.body("insert", json!({ "data": { "title": CANARY, "price": overflow } })), 400),

@@ -22,7 +22,7 @@ fn operation(action: &str, fields: Value) -> Value {
 }
 
 #[tokio::test]
-async fn transaction_action_returns_same_result_as_single_request() -> Result<()> {
+async fn transaction_returns_the_result_of_each_operation() -> Result<()> {
     let app = TestApp::new().await?;
     let operations = json!([
         operation("insert", json!({ "data": { "id": KEY, "title": "a" } })),

@@ -216,14 +216,14 @@ async fn concurrent_update_rechecks_its_filter() -> Result<()> {
         app.insert(json!({ "title": "b", "size": n })).await?;
     }
     let mut admin = app.database.connect().await?;
-    let other = admin.transaction().await?;
+    let concurrent = admin.transaction().await?;
     let sql = format!("UPDATE {}.things SET title = 'gone' WHERE size = 0", app.schema());
-    other.execute(&sql, &[]).await?;
+    concurrent.execute(&sql, &[]).await?;
     let change = json!({ "filter": { "title": "b" }, "data": { "done": true }, "maxAffected": 3 });
     let waiting = app.query_data("update", change);
     let committing = async {
         tokio::time::sleep(std::time::Duration::from_millis(200)).await;
-        other.commit().await
+        concurrent.commit().await
     };
     let (changed, committed) = tokio::join!(waiting, committing);
     committed?;

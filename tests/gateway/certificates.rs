@@ -47,15 +47,19 @@ fn read_report(machine: &Machine) -> Value {
     serde_json::from_str(&text).unwrap_or_default()
 }
 
-/// Waits until the report satisfies a condition.
-async fn wait_until_reported(host: &Host, what: &str, condition: impl Fn(&Value) -> bool) -> Result<Value> {
+/// Waits until the report satisfies a condition, and returns the report.
+async fn wait_until_reported(
+    host: &Host,
+    description: &str,
+    condition: impl Fn(&Value) -> bool,
+) -> Result<Value> {
     let check = async || Ok(condition(&read_report(&host.machine)));
-    host.wait_until(what, check).await.with_context(|| read_report(&host.machine).to_string())?;
+    host.wait_until(description, check).await.with_context(|| read_report(&host.machine).to_string())?;
     Ok(read_report(&host.machine))
 }
 
 async fn wait_until_issued(host: &Host) -> Result<Value> {
-    wait_until_reported(host, "a certificate is issued", |seen| seen["source"] == "acme").await
+    wait_until_reported(host, "a certificate is issued", |report| report["source"] == "acme").await
 }
 
 /// Returns the certificate that the gateway presents. The client verifies the pin and, with `roots`, the chain and
@@ -126,18 +130,20 @@ async fn authority_issues_certificate_for_registered_key() -> Result<()> {
         "the certificate is self-signed"
     );
     let self_signed = presented_certificate(&host, &name, None).await?;
+    let pin = read_pin(&host.machine)?;
     let delivered = tls_settings(&name, &pebble.directory_url());
     host.machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
-    let seen = wait_until_issued(&host).await?;
+    let report = wait_until_issued(&host).await?;
     assert_eq!(
-        (&seen["hostName"], &seen["isTrusted"], &seen["error"]),
+        (&report["hostName"], &report["isTrusted"], &report["error"]),
         (&json!(name), &json!(true), &Value::Null)
     );
-    // Neither the process nor the key has changed; the client verifies the key.
+    // Neither the process nor the key has changed; the client verifies that the key has this pin.
+    assert_eq!(read_pin(&host.machine)?, pin);
     let issued = presented_certificate(&host, &name, Some(&pebble.roots())).await?;
     assert_ne!(issued, self_signed);
-    let other = presented_certificate(&host, "another.example.test", Some(&pebble.roots())).await;
-    assert!(other.unwrap_err().to_string().contains("not valid for name"), "the name is verified");
+    let wrong_name = presented_certificate(&host, "another.example.test", Some(&pebble.roots())).await;
+    assert!(wrong_name.unwrap_err().to_string().contains("not valid for name"), "the name is verified");
     for file in ["chain.pem", "acme-account.json"] {
         let mode =
             std::fs::metadata(host.machine.path(&format!("var/lib/svc/tls/{file}")))?.permissions().mode();
@@ -162,18 +168,21 @@ async fn renewal_keeps_key_and_survives_unreachable_authority() -> Result<()> {
     machine.write("var/lib/svc/tls/settings.json", &tls_settings(&name, &directory).to_string())?;
     let host = machine.start()?;
     let first = wait_until_issued(&host).await?;
+    let pin = read_pin(&host.machine)?;
     network.refuse();
-    let failed = wait_until_reported(&host, "the renewal fails", |seen| seen["error"].is_string()).await?;
+    let failed =
+        wait_until_reported(&host, "the renewal fails", |report| report["error"].is_string()).await?;
     assert_eq!(failed["expiresAt"], first["expiresAt"], "the presented certificate is unchanged");
     assert!(failed["nextAttemptAt"].is_string(), "{failed}");
     presented_certificate(&host, &name, Some(&pebble.roots())).await?;
     network.heal();
-    let renewed = wait_until_reported(&host, "the certificate is renewed", |seen| {
-        seen["error"].is_null() && seen["expiresAt"] != first["expiresAt"]
+    let renewed = wait_until_reported(&host, "the certificate is renewed", |report| {
+        report["error"].is_null() && report["expiresAt"] != first["expiresAt"]
     });
     let renewed = renewed.await?;
     ensure!(expiry(&renewed) > expiry(&first), "{renewed}");
-    // The client verifies the first key's pin.
+    // The client verifies that the key has this pin.
+    assert_eq!(read_pin(&host.machine)?, pin);
     presented_certificate(&host, &name, Some(&pebble.roots())).await?;
     Ok(())
 }
@@ -217,15 +226,15 @@ async fn unstorable_certificate_is_presented_and_not_ordered_again() -> Result<(
     // A file cannot replace a folder that has content.
     machine.write("var/lib/svc/tls/chain.pem/in-the-way", "")?;
     let host = machine.start()?;
-    let seen =
-        wait_until_reported(&host, "the certificate cannot be stored", |seen| seen["error"].is_string())
+    let report =
+        wait_until_reported(&host, "the certificate cannot be stored", |report| report["error"].is_string())
             .await?;
-    assert!(seen["error"].as_str().unwrap_or_default().contains("cannot be stored"), "{seen}");
+    assert!(report["error"].as_str().unwrap_or_default().contains("cannot be stored"), "{report}");
     presented_certificate(&host, &name, Some(&pebble.roots())).await?;
     tokio::time::sleep(Duration::from_secs(6)).await;
     assert_eq!(pebble.issued_count(), 1, "{}", host.log());
     std::fs::remove_dir_all(host.machine.path("var/lib/svc/tls/chain.pem"))?;
-    wait_until_reported(&host, "the certificate is stored", |seen| seen["error"].is_null()).await?;
+    wait_until_reported(&host, "the certificate is stored", |report| report["error"].is_null()).await?;
     let host = host.restart()?;
     presented_certificate(&host, &name, Some(&pebble.roots())).await?;
     assert_eq!(pebble.issued_count(), 1, "{}", host.log());
@@ -233,7 +242,7 @@ async fn unstorable_certificate_is_presented_and_not_ordered_again() -> Result<(
 }
 
 #[tokio::test]
-async fn refused_order_is_reported_and_retried_with_backoff() -> Result<()> {
+async fn refused_order_is_reported_and_backoff_survives_restart() -> Result<()> {
     let port = free_port()?;
     let options = Options { blocked_domain: Some(DOMAIN.to_owned()), ..Options::for_validation_port(port) };
     let pebble = Pebble::start(&options).await?;
@@ -242,10 +251,11 @@ async fn refused_order_is_reported_and_retried_with_backoff() -> Result<()> {
     let delivered = tls_settings(&name, &pebble.directory_url());
     machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
     let host = machine.start()?;
-    let seen = wait_until_reported(&host, "the order is refused", |seen| seen["error"].is_string()).await?;
-    assert!(seen["error"].as_str().unwrap_or_default().contains("refused the order"), "{seen}");
-    assert_eq!((&seen["source"], &seen["isTrusted"]), (&json!("self_signed"), &json!(false)));
-    let next: Timestamp = seen["nextAttemptAt"].as_str().context("no time")?.parse()?;
+    let report =
+        wait_until_reported(&host, "the order is refused", |report| report["error"].is_string()).await?;
+    assert!(report["error"].as_str().unwrap_or_default().contains("refused the order"), "{report}");
+    assert_eq!((&report["source"], &report["isTrusted"]), (&json!("self_signed"), &json!(false)));
+    let next: Timestamp = report["nextAttemptAt"].as_str().context("no time")?.parse()?;
     let delay = next.duration_since(Timestamp::now()).as_secs();
     ensure!((500..=1300).contains(&delay), "delay of {delay} s");
     presented_certificate(&host, &name, None).await?;
@@ -253,7 +263,7 @@ async fn refused_order_is_reported_and_retried_with_backoff() -> Result<()> {
     let orders = pebble.log().matches("new-order").count() + pebble.log().matches("/order-plz").count();
     let host = host.restart()?;
     tokio::time::sleep(Duration::from_secs(3)).await;
-    assert_eq!(read_report(&host.machine)["nextAttemptAt"], seen["nextAttemptAt"], "{}", host.log());
+    assert_eq!(read_report(&host.machine)["nextAttemptAt"], report["nextAttemptAt"], "{}", host.log());
     let after = pebble.log().matches("new-order").count() + pebble.log().matches("/order-plz").count();
     assert_eq!(after, orders);
     Ok(())
@@ -267,8 +277,9 @@ async fn failed_validation_is_reported_with_reason() -> Result<()> {
     let delivered = tls_settings(&name, &pebble.directory_url());
     machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
     let host = machine.start()?;
-    let seen = wait_until_reported(&host, "the validation fails", |seen| seen["error"].is_string()).await?;
-    let error = seen["error"].as_str().unwrap_or_default();
+    let report =
+        wait_until_reported(&host, "the validation fails", |report| report["error"].is_string()).await?;
+    let error = report["error"].as_str().unwrap_or_default();
     assert!(
         error.contains(&format!("could not validate {name}")) && error.contains("Failed to connect"),
         "{error}"
@@ -287,7 +298,7 @@ async fn account_is_bound_to_external_account() -> Result<()> {
     machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
     let host = machine.start()?;
     let refused =
-        wait_until_reported(&host, "the account is refused", |seen| seen["error"].is_string()).await?;
+        wait_until_reported(&host, "the account is refused", |report| report["error"].is_string()).await?;
     assert!(refused["error"].as_str().unwrap_or_default().contains("create an account"), "{refused}");
     delivered["acme"]["externalAccount"] = json!({"keyId": "kid-1", "hmacKey": key});
     host.machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
@@ -345,9 +356,9 @@ async fn deactivated_account_is_replaced() -> Result<()> {
 
 #[tokio::test]
 async fn validation_handshake_needs_challenge_in_progress() -> Result<()> {
-    let pebble_roots = tempfile::NamedTempFile::new()?;
-    std::fs::write(pebble_roots.path(), Ca::new()?.root_pem())?;
-    let (machine, name) = machine_listening_on(free_port()?, pebble_roots.path())?;
+    let roots = tempfile::NamedTempFile::new()?;
+    std::fs::write(roots.path(), Ca::new()?.root_pem())?;
+    let (machine, name) = machine_listening_on(free_port()?, roots.path())?;
     let host = machine.start()?;
     let mut config = pinned_client_config(read_pin(&host.machine)?, ChainCheck::PinOnly)?;
     config.alpn_protocols = vec![b"acme-tls/1".to_vec()];
@@ -367,13 +378,14 @@ async fn certificate_file_is_reloaded_and_must_match_key() -> Result<()> {
     machine.env.insert("GATEWAY_TLS_CERT_FILE".into(), file.display().to_string());
     machine.write("var/lib/svc/tls/settings.json", &json!({"hostName": name}).to_string())?;
     let host = machine.start()?;
-    let missing = wait_until_reported(&host, "the file is missing", |seen| seen["error"].is_string()).await?;
+    let missing =
+        wait_until_reported(&host, "the file is missing", |report| report["error"].is_string()).await?;
     assert!(missing["error"].as_str().unwrap_or_default().contains("cannot be opened"), "{missing}");
 
     let key = std::fs::read_to_string(host.machine.path("var/lib/svc/tls/key.pem"))?;
     let issue = |names: &[&str], hours: i64| ca.issue_for(names, &key, SignedDuration::from_hours(hours));
     std::fs::write(&file, issue(&[&name], 24)?)?;
-    let first = wait_until_reported(&host, "the file is used", |seen| seen["source"] == "file").await?;
+    let first = wait_until_reported(&host, "the file is used", |report| report["source"] == "file").await?;
     assert_eq!((&first["isTrusted"], &first["error"]), (&json!(true), &Value::Null));
     let presented_first = presented_certificate(&host, &name, Some(&roots)).await?;
 
@@ -384,8 +396,8 @@ async fn certificate_file_is_reloaded_and_must_match_key() -> Result<()> {
         ("no certificate".to_owned(), "no PEM certificate"),
     ] {
         std::fs::write(&file, content)?;
-        let refused = wait_until_reported(&host, reason, |seen| {
-            seen["error"].as_str().is_some_and(|error| error.contains(reason))
+        let refused = wait_until_reported(&host, reason, |report| {
+            report["error"].as_str().is_some_and(|error| error.contains(reason))
         });
         let refused = refused.await?;
         assert_eq!(refused["expiresAt"], first["expiresAt"]);
@@ -393,8 +405,8 @@ async fn certificate_file_is_reloaded_and_must_match_key() -> Result<()> {
     }
 
     std::fs::write(&file, issue(&[&name], 48)?)?;
-    let later = wait_until_reported(&host, "the new file is used", |seen| {
-        seen["error"].is_null() && seen["expiresAt"] != first["expiresAt"]
+    let later = wait_until_reported(&host, "the new file is used", |report| {
+        report["error"].is_null() && report["expiresAt"] != first["expiresAt"]
     });
     later.await?;
     assert_ne!(presented_certificate(&host, &name, Some(&roots)).await?, presented_first);

@@ -117,13 +117,13 @@ pub async fn request_dispatch(host: &Host, body: Value) -> Result<(StatusCode, V
 /// Parses the events of a finished stream.
 pub fn parse_events(text: &str) -> Vec<(String, Value)> {
     let blocks = text.split("\n\n").filter(|block| block.contains("data: "));
-    let member = |block: &str, name: &str| {
+    let field = |block: &str, name: &str| {
         block.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default().to_owned()
     };
     let parsed = |block| {
         (
-            member(block, "event: "),
-            serde_json::from_str(&member(block, "data: ")).expect("the event's data is JSON"),
+            field(block, "event: "),
+            serde_json::from_str(&field(block, "data: ")).expect("the event's data is JSON"),
         )
     };
     blocks.map(parsed).collect()
@@ -277,7 +277,7 @@ async fn agent_runs_in_the_owner_home_with_a_clean_environment() -> Result<()> {
 
 #[tokio::test]
 async fn failed_dispatch_is_recorded_without_secrets() -> Result<()> {
-    let (machine, _runner) = machine_with_runner(&json!({}))?;
+    let (machine, runner) = machine_with_runner(&json!({}))?;
     let host = machine.start()?;
     for (body, name, part) in [
         (json!({ "prompt": "fail", "id": "f1" }), "ExitCode", "exited with code 3"),
@@ -292,7 +292,7 @@ async fn failed_dispatch_is_recorded_without_secrets() -> Result<()> {
     let failed = wait_until_recorded(&host, "f1").await?;
     let stack = failed["error"]["stack"].as_str().unwrap_or_default();
     assert!(stack.contains("no luck") && !stack.contains("hunter2") && !stack.contains("form"), "{failed}");
-    drop(_runner);
+    drop(runner);
     let streamed = stream_dispatch(&host, json!({ "prompt": "ok", "id": "f4" })).await?;
     assert_eq!(streamed.last().context("no result event")?.1["interaction"]["error"]["name"], "NoRunner");
     Ok(())

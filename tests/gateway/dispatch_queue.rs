@@ -51,12 +51,12 @@ async fn restarted_gateway_reports_ended_dispatches_to_watcher() -> Result<()> {
     request_dispatch(&host, json!({ "prompt": "ok", "id": "waits" })).await?;
     assert_eq!(next()?, ("dispatchBegin".to_owned(), "first".to_owned()));
     let host = host.restart()?;
-    let mut seen = vec![next()?, next()?, next()?];
-    seen.sort();
+    let mut received = vec![next()?, next()?, next()?];
+    received.sort();
     let message = |phase: &str, id: &str| (phase.to_owned(), id.to_owned());
     let expected =
         [message("dispatchBegin", "waits"), message("dispatchEnd", "first"), message("dispatchEnd", "waits")];
-    assert_eq!(seen, expected, "the queued dispatch begins exactly once");
+    assert_eq!(received, expected, "the queued dispatch begins exactly once");
     wait_until_recorded(&host, "first").await?;
     Ok(())
 }
@@ -110,7 +110,7 @@ async fn queue_is_fair_across_users_and_survives_restart() -> Result<()> {
 }
 
 #[tokio::test]
-async fn repeated_or_abandoned_request_creates_one_dispatch() -> Result<()> {
+async fn repeated_request_runs_once_and_abandoned_ones_finish() -> Result<()> {
     let (machine, _runner) = machine_with_runner(&json!({}))?;
     let host = machine.start()?;
     host.wait_until(
@@ -248,18 +248,17 @@ async fn batch_survives_restart_in_order() -> Result<()> {
     let (_, streamed) = send_json(host.owner_request(Method::GET, "/api/dispatch/b/events")).await?;
     assert_eq!(event_kinds(&parse_events(streamed.as_str().unwrap_or_default())).last(), Some(&"done"));
     wait_until_recorded(&host, "b.11").await?;
-    for host in [host.restart()?] {
-        let (_, shown) = host.get("/api/dispatch/b").await?;
-        let ids: Vec<String> = shown["dispatches"]
-            .as_array()
-            .context("no dispatches")?
-            .iter()
-            .map(|dispatch| dispatch["id"].as_str().unwrap_or_default().to_owned())
-            .collect();
-        assert_eq!(ids, (0..12).map(|n| format!("b.{n}")).collect::<Vec<_>>());
-        let (_, page) = host.get("/api/interactions?batchId=b&limit=100").await?;
-        assert_eq!(page["interactions"].as_array().map(Vec::len), Some(12), "each entry is recorded once");
-    }
+    let host = host.restart()?;
+    let (_, shown) = host.get("/api/dispatch/b").await?;
+    let ids: Vec<String> = shown["dispatches"]
+        .as_array()
+        .context("no dispatches")?
+        .iter()
+        .map(|dispatch| dispatch["id"].as_str().unwrap_or_default().to_owned())
+        .collect();
+    assert_eq!(ids, (0..12).map(|n| format!("b.{n}")).collect::<Vec<_>>());
+    let (_, page) = host.get("/api/interactions?batchId=b&limit=100").await?;
+    assert_eq!(page["interactions"].as_array().map(Vec::len), Some(12), "each entry is recorded once");
     Ok(())
 }
 
@@ -285,8 +284,8 @@ async fn batch_has_a_result_for_each_entry() -> Result<()> {
     let (_, shown) = host.get("/api/dispatch/b").await?;
     assert_eq!((&shown["batch"], &shown["status"]), (&json!(true), &json!("error")));
     assert_eq!(request_dispatch(&host, body).await?.0, StatusCode::ACCEPTED, "the same request");
-    let other = json!({ "id": "b", "batch": [{ "prompt": "ok 1" }] });
-    let (status, refused) = request_dispatch(&host, other).await?;
+    let different = json!({ "id": "b", "batch": [{ "prompt": "ok 1" }] });
+    let (status, refused) = request_dispatch(&host, different).await?;
     assert_eq!((status.as_u16(), &refused["code"]), (422, &json!("idempotency_mismatch")));
     for dispatch in shown["dispatches"].as_array().context("no dispatches")? {
         assert_eq!(
@@ -294,7 +293,7 @@ async fn batch_has_a_result_for_each_entry() -> Result<()> {
             (&json!(true), &json!("b"))
         );
     }
-    let (_, one) = host.get("/api/dispatch/b.0").await?;
-    assert_eq!(one["dispatches"][0]["interaction"]["id"], "b.0");
+    let (_, entry) = host.get("/api/dispatch/b.0").await?;
+    assert_eq!(entry["dispatches"][0]["interaction"]["id"], "b.0");
     Ok(())
 }

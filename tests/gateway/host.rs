@@ -209,8 +209,8 @@ impl Host {
     /// Sends a query verbatim and returns the body as text, because its numbers may not fit a native type.
     pub async fn raw_query(&self, body: &str) -> Result<(StatusCode, String)> {
         let request = self.owner_request(Method::POST, "/api/bridge/query").body(body.to_owned());
-        let sent = request.header("content-type", "application/json").send().await?;
-        Ok((sent.status(), sent.text().await?))
+        let response = request.header("content-type", "application/json").send().await?;
+        Ok((response.status(), response.text().await?))
     }
 
     /// Returns the gateway's peak memory use in bytes.
@@ -236,15 +236,14 @@ impl Host {
         .await
     }
 
-    /// Waits for a condition.
     pub async fn wait_until(
         &self,
-        what: &str,
+        description: &str,
         mut condition: impl AsyncFnMut() -> Result<bool>,
     ) -> Result<()> {
         let deadline = Instant::now() + WAIT_TIMEOUT;
         while !condition().await? {
-            ensure!(Instant::now() < deadline, "timed out waiting for: {what}\n{}", self.log());
+            ensure!(Instant::now() < deadline, "timed out waiting for: {description}\n{}", self.log());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         Ok(())

@@ -11,7 +11,7 @@ use super::host::{Host, Machine, USER, send_json, signer};
 
 const ADMIN: &str = "admin-secret-0123456789-0123456789";
 
-/// No database is needed: authentication comes first.
+/// The routes that these tests call need no database.
 const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
 
 async fn status_with_proof(host: &Host, claims: &Claims) -> Result<StatusCode> {
@@ -33,9 +33,9 @@ async fn public_port_serves_only_health_without_proof() -> Result<()> {
         );
     }
     for path in ["/api/bridge/query", "/_svc/internal/backup", "/_svc/internal/other", "/livez/"] {
-        let sent =
+        let response =
             host.unsigned_request(Method::POST, path).json(&json!({ "action": "schemas" })).send().await?;
-        assert_eq!(sent.status(), StatusCode::UNAUTHORIZED, "{path}");
+        assert_eq!(response.status(), StatusCode::UNAUTHORIZED, "{path}");
     }
     assert_eq!(host.unsigned_request(Method::GET, "/livez").send().await?.status(), StatusCode::OK);
     let ready = host.unsigned_request(Method::GET, "/readyz").send().await?;
@@ -64,17 +64,17 @@ async fn only_current_proof_for_machine_and_owner_is_accepted() -> Result<()> {
             (c.method, c.path, c.jti) = (Some("GET".into()), Some("/api/backups".into()), Some("j".into()));
         }),
     ];
-    for (what, status, change) in cases {
+    for (case, status, change) in cases {
         let mut claims = good.clone();
         change(&mut claims);
-        assert_eq!(status_with_proof(&host, &claims).await?, status, "{what}");
+        assert_eq!(status_with_proof(&host, &claims).await?, status, "{case}");
     }
     let forged = signer("k1").sign(&good);
     let unknown = signer("k9").sign(&good);
     for proof in [forged.as_str(), unknown.as_str(), "", "a.b.c"] {
-        let sent =
+        let response =
             host.unsigned_request(Method::GET, "/api/backups").header("x-svc-proof", proof).send().await?;
-        assert_eq!(sent.status(), StatusCode::UNAUTHORIZED, "{proof}");
+        assert_eq!(response.status(), StatusCode::UNAUTHORIZED, "{proof}");
     }
     let twice =
         host.owner_request(Method::GET, "/api/backups").header("x-svc-proof", host.proof(Route::Shell));
@@ -98,8 +98,8 @@ async fn invalid_token_never_falls_back_to_other_auth() -> Result<()> {
     let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.env.insert("ADMIN_TOKEN".into(), ADMIN.into());
     let host = machine.start()?;
-    let get = |request: &str| {
-        host.send_over_socket(&format!("GET /api/backups HTTP/1.1\nhost: h\nconnection: close\n{request}\n"))
+    let get = |headers: &str| {
+        host.send_over_socket(&format!("GET /api/backups HTTP/1.1\nhost: h\nconnection: close\n{headers}\n"))
     };
     assert!(get("")?.starts_with("HTTP/1.1 200"), "the trusted socket authenticates the owner");
     assert!(get("x-svc-proof: a.b.c\n")?.starts_with("HTTP/1.1 401"));
@@ -111,8 +111,8 @@ async fn invalid_token_never_falls_back_to_other_auth() -> Result<()> {
     );
     let invalid_with_valid = host.owner_request(Method::GET, "/api/backups").bearer_auth("nonsense");
     assert_eq!(invalid_with_valid.send().await?.status(), StatusCode::UNAUTHORIZED);
-    let admin_alone = host.unsigned_request(Method::GET, "/api/backups").bearer_auth(ADMIN);
-    assert_eq!(admin_alone.send().await?.status(), StatusCode::UNAUTHORIZED, "neither proof nor JWT");
+    let only_admin_token = host.unsigned_request(Method::GET, "/api/backups").bearer_auth(ADMIN);
+    assert_eq!(only_admin_token.send().await?.status(), StatusCode::UNAUTHORIZED, "neither proof nor JWT");
     let with_proof = host.owner_request(Method::GET, "/api/backups").bearer_auth(ADMIN);
     assert_eq!(with_proof.send().await?.status(), StatusCode::OK);
     Ok(())
@@ -160,7 +160,7 @@ async fn gateway_starts_but_rejects_short_admin_token() -> Result<()> {
 }
 
 #[tokio::test]
-async fn platform_can_read_only_usage() -> Result<()> {
+async fn platform_can_read_only_usage_and_files() -> Result<()> {
     let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let send = async |method: Method, path: &str, signed: &str| -> Result<StatusCode> {
         let mut claims = host.machine.claims(Route::Internal);
@@ -173,7 +173,11 @@ async fn platform_can_read_only_usage() -> Result<()> {
     assert_eq!(send(Method::GET, "/api/usage?groupBy=user", "/api/usage").await?, StatusCode::OK);
     let elsewhere = send(Method::GET, "/api/usage", "/_svc/internal/backup").await?;
     assert_eq!(elsewhere, StatusCode::FORBIDDEN, "a proof for another path");
+    let status = send(Method::GET, "/api/files/status", "/api/files/status").await?;
+    assert_ne!(status, StatusCode::FORBIDDEN, "the state of the file backup");
     for (method, path) in [
+        (Method::GET, "/api/files/key"),
+        (Method::GET, "/api/files/download"),
         (Method::GET, "/api/limits"),
         (Method::PUT, "/api/limits"),
         (Method::GET, "/api/interactions"),
@@ -200,9 +204,9 @@ async fn trusted_socket_is_limited_to_its_user_and_group() -> Result<()> {
         claims.sub = "user_other".parse()?;
         host.machine.signer.sign(&claims)
     });
-    let sent = host
+    let response = host
         .send_over_socket(&format!("GET /api/backups HTTP/1.1\nhost: h\nconnection: close\n{another}\n"))?;
-    assert!(sent.starts_with("HTTP/1.1 403"), "{sent}");
+    assert!(response.starts_with("HTTP/1.1 403"), "{response}");
     Ok(())
 }
 
@@ -225,11 +229,11 @@ async fn issuer_token_authenticates_the_owner() -> Result<()> {
     let bad = idp.mint(USER, &forged);
     let beside_proof = host.owner_request(Method::GET, "/api/backups").bearer_auth(bad);
     assert_eq!(beside_proof.send().await?.status(), StatusCode::UNAUTHORIZED, "with a valid proof");
-    let sent = host.send_over_socket(&format!(
+    let response = host.send_over_socket(&format!(
         "GET /api/backups HTTP/1.1\nhost: h\nconnection: close\nauthorization: Bearer {}\n\n",
         idp.mint("user_other", &MintOptions::default())
     ))?;
-    assert!(sent.starts_with("HTTP/1.1 403"), "the token takes precedence over the socket: {sent}");
+    assert!(response.starts_with("HTTP/1.1 403"), "the token takes precedence over the socket: {response}");
     Ok(())
 }
 

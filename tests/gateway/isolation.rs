@@ -15,7 +15,7 @@ struct AppSession {
     other: String,
     client: Client,
     admin: Client,
-    _database: kit::pg::TestDatabase,
+    database: kit::pg::TestDatabase,
 }
 
 async fn open_app_session() -> Result<AppSession> {
@@ -40,7 +40,7 @@ async fn open_app_session() -> Result<AppSession> {
     config.user(&own).password("known");
     let (client, connection) = config.connect(NoTls).await?;
     tokio::spawn(connection);
-    Ok(AppSession { host, own, other, client, admin, _database: database })
+    Ok(AppSession { host, own, other, client, admin, database })
 }
 
 #[tokio::test]
@@ -117,7 +117,7 @@ async fn reset_role_gains_no_privileges() -> Result<()> {
 #[tokio::test]
 async fn role_cannot_connect_to_another_database() -> Result<()> {
     let app_session = open_app_session().await?;
-    let mut config: tokio_postgres::Config = app_session._database.server().url("postgres").parse()?;
+    let mut config: tokio_postgres::Config = app_session.database.server().url("postgres").parse()?;
     config.user(&app_session.own).password("known");
     let refused = config.connect(NoTls).await.map(|_| ()).expect_err("the role has no CONNECT privilege");
     assert_eq!(refused.code(), Some(&SqlState::INSUFFICIENT_PRIVILEGE), "{refused}");
@@ -144,7 +144,7 @@ async fn externally_changed_password_is_reset() -> Result<()> {
 }
 
 #[tokio::test]
-async fn no_password_is_written_to_disk_or_log() -> Result<()> {
+async fn password_is_stored_as_scram_and_not_logged() -> Result<()> {
     let app_session = open_app_session().await?;
     let stored = app_session
         .admin

@@ -89,7 +89,7 @@ async fn absent_service_is_reported_as_page_or_problem() -> Result<()> {
 }
 
 #[tokio::test]
-async fn shell_and_code_requests_lose_platform_headers() -> Result<()> {
+async fn shell_and_code_requests_are_forwarded_without_proof() -> Result<()> {
     let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     for (name, route, path) in
         [("shell.sock", Route::Shell, "/some/page"), ("code.sock", Route::Code, "/api/apps")]
@@ -106,12 +106,12 @@ async fn shell_and_code_requests_lose_platform_headers() -> Result<()> {
             stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nhi")?;
             Ok(String::from_utf8_lossy(&request).to_lowercase())
         });
-        let sent =
+        let response =
             host.unsigned_request(Method::GET, path).header("x-svc-proof", host.proof(route)).send().await?;
-        assert_eq!((sent.status(), sent.text().await?.as_str()), (StatusCode::OK, "hi"));
-        let seen = serving.join().expect("the upstream thread ends")?;
-        assert!(seen.starts_with(&format!("get {path} http/1.1")), "{seen}");
-        assert!(!seen.contains("x-svc-proof"), "{seen}");
+        assert_eq!((response.status(), response.text().await?.as_str()), (StatusCode::OK, "hi"));
+        let forwarded = serving.join().expect("the upstream thread ends")?;
+        assert!(forwarded.starts_with(&format!("get {path} http/1.1")), "{forwarded}");
+        assert!(!forwarded.contains("x-svc-proof"), "{forwarded}");
     }
     Ok(())
 }
@@ -181,7 +181,7 @@ async fn more_apps_than_connections_are_all_served() -> Result<()> {
     for app in &apps {
         host.wait_until_registered(app).await?;
     }
-    // Nine apps share four connections: of 23, 3 are reserved for superusers, and 16 are headroom.
+    // Nine apps share four connections: of 23, 3 are reserved for superusers, and 16 for tools, backups and the gateway.
     let requests = (0..360).map(|n| {
         let body = json!({ "action": "insert", "app": apps[n % 9], "table": "t", "data": { "a": n } });
         let host = &host;
@@ -210,9 +210,9 @@ async fn database_that_differs_from_the_marker_is_not_served() -> Result<()> {
     host.wait_until_registered(&slug).await?;
     let marker: serde_json::Value =
         serde_json::from_slice(&std::fs::read(host.machine.path("opt/svc/restore-complete"))?)?;
-    let mut other = marker.clone();
-    other["databaseIdentity"]["systemIdentifier"] = json!("1");
-    host.machine.write("opt/svc/restore-complete", &other.to_string())?;
+    let mut changed = marker.clone();
+    changed["databaseIdentity"]["systemIdentifier"] = json!("1");
+    host.machine.write("opt/svc/restore-complete", &changed.to_string())?;
     let host = host.restart()?;
     host.wait_until("the log names the mismatch", async || Ok(host.log().contains("instead of 1"))).await?;
     assert_eq!(

@@ -197,9 +197,9 @@ impl ApiUnderTest for TestGateway {
         ];
         let jwt = |sub: &str| bare().bearer_auth(self.idp.mint(sub, &MintOptions::default()));
         all.push(forbidden("another user's token", jwt("user_other")));
-        for other in ["owner", "app", "admin", "platform"] {
-            if !operation.credentials.iter().any(|one| one.name == other) {
-                all.push(forbidden(other, self.request_as(other, method, &path)));
+        for caller in ["owner", "app", "admin", "platform"] {
+            if !operation.credentials.iter().any(|credential| credential.name == caller) {
+                all.push(forbidden(caller, self.request_as(caller, method, &path)));
             }
         }
         if accepted == "platform" {
@@ -339,8 +339,8 @@ async fn check_names(gateway: &TestGateway) {
         for slug in ["unknown", "..%2f..", "%00", "NOTES"] {
             gateway.send(request(slug)).await.assert_problem(404, "not_found");
         }
-        let other = gateway.request_as("app", &Method::GET, &gateway.path_of(operation, "another"));
-        gateway.send(other).await.assert_problem(403, "forbidden");
+        let other_app = gateway.request_as("app", &Method::GET, &gateway.path_of(operation, "another"));
+        gateway.send(other_app).await.assert_problem(403, "forbidden");
     }
     for path in ["/api", "/api/x", "/api/bridge/query/x", "/_svc/internal/other"] {
         let response = gateway.send(gateway.host.unsigned_request(Method::GET, path)).await;
@@ -403,10 +403,10 @@ async fn check_stored_state(gateway: &TestGateway, database: &PgServer) {
         gateway.request_as("owner", &Method::POST, "/api/side-database/copy").json(&body)
     };
     let close = || gateway.request_as("owner", &Method::DELETE, "/api/side-database");
-    for again in [open(), copy("app_notes.notes"), close()] {
+    for second_request in [open(), copy("app_notes.notes"), close()] {
         gateway.write_side_state("open");
         assert_eq!(gateway.send(open()).await.status, 202);
-        gateway.send(again).await.assert_problem(409, "invalid_state");
+        gateway.send(second_request).await.assert_problem(409, "invalid_state");
     }
     let shown = gateway.host.unsigned_request(Method::GET, "/api/side-database");
     let proof = gateway.host.machine.signer.sign(&gateway.claims("owner", &Method::GET, "/"));
@@ -465,11 +465,11 @@ async fn check_records(gateway: &TestGateway) {
 
 /// Checks a token whose issuer is unreachable.
 async fn check_unverifiable_token(gateway: &TestGateway) {
-    let other = Idp::start().unwrap();
-    let token = other.mint(USER, &MintOptions::default());
+    let idp = Idp::start().unwrap();
+    let token = idp.mint(USER, &MintOptions::default());
     let mut machine = Machine::new(UNREACHABLE_DATABASE).unwrap();
-    machine.env.extend(other.env());
-    other.take_down();
+    machine.env.extend(idp.env());
+    idp.take_down();
     let host = machine.start().unwrap();
     for operation in operations().filter(|operation| !operation.credentials.is_empty()) {
         let request =

@@ -46,7 +46,7 @@ fn request_as(uid: u32, socket: &Path, method: &str, path: &str, body: &str) -> 
 }
 
 #[tokio::test]
-async fn owner_process_has_read_only_access() -> Result<()> {
+async fn owner_process_cannot_raise_limits_or_start_dispatches() -> Result<()> {
     let Some(host) = host_with_two_users()? else { return Ok(()) };
     let socket = host.socket();
     let status_as = |uid, method, path, body| request_as(uid, &socket, method, path, body);
@@ -73,7 +73,7 @@ async fn owner_process_has_read_only_access() -> Result<()> {
         "403",
         "a member of the group, but a different user"
     );
-    assert_eq!(status_as(0, "PUT", "/api/limits", r#"{"daily":1000}"#)?, "200", "root has write access");
+    assert_eq!(status_as(0, "PUT", "/api/limits", r#"{"daily":1000}"#)?, "200", "root can set limits");
     Ok(())
 }
 

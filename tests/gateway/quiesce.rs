@@ -68,7 +68,7 @@ async fn inserts_are_refused_until_writers_resume() -> Result<()> {
     let limits = host.owner_request(Method::PUT, "/api/limits").json(&json!({ "daily": 5 })).send().await?;
     assert_eq!(limits.status(), StatusCode::SERVICE_UNAVAILABLE, "it would be lost with this machine");
     let since = quiesce(&host, operation).await?["quiescedAt"].clone();
-    // A power cut changes neither the state nor its start time.
+    // A crash changes neither the state nor its start time.
     let host = host.restart()?;
     host.wait_until_registered(&slug).await?;
     assert_eq!(host.query(&insert(&slug)).await?.0, StatusCode::SERVICE_UNAVAILABLE);
@@ -182,7 +182,8 @@ async fn queued_dispatches_stay_queued_until_writers_resume() -> Result<()> {
     let status = async |host: &Host, id: &str| -> Result<Value> {
         Ok(host.get(&format!("/api/dispatch/{id}")).await?.1["status"].clone())
     };
-    host.wait_until("the first is running", async || Ok(status(&host, "runs").await? == "running")).await?;
+    host.wait_until("the dispatch is running", async || Ok(status(&host, "runs").await? == "running"))
+        .await?;
     let operation = OperationId::new();
     wait_until_quiesced(&host, operation).await?;
     assert_eq!(wait_until_recorded(&host, "runs").await?["error"]["name"], "Interrupted");

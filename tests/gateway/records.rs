@@ -189,7 +189,7 @@ async fn owner_sets_limits_and_sees_spending() -> Result<()> {
     let shown = get(&host, "/api/limits").await?;
     assert_eq!(shown["daily"]["limit"], json!(0.5));
     assert!(shown["mistake"].as_str().is_some_and(|text| text.contains("costLimits.dailly")), "{shown}");
-    // A day begins at midnight in the owner's time zone.
+    // A valid edit clears the mistake and sets the time zone.
     host.machine.write(CONFIG, r#"{"costLimits": {"daily": 1, "timeZone": "Pacific/Kiritimati"}}"#)?;
     let shown = get(&host, "/api/limits").await?;
     assert_eq!((&shown["mistake"], &shown["timeZone"]), (&Value::Null, &json!("Pacific/Kiritimati")));

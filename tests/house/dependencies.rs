@@ -166,9 +166,9 @@ pub fn import_cycles(files: &[ProjectFile]) -> Vec<String> {
             &module,
             &source::without_tests(&source::tokenize(&source::blank_literals(&file.text))).0,
         ) {
-            let Some((to_package, other)) = split_module(&named.path) else { continue };
-            if to_package == package && other != name {
-                from.entry((to_package, other))
+            let Some((to_package, target)) = split_module(&named.path) else { continue };
+            if to_package == package && target != name {
+                from.entry((to_package, target))
                     .or_insert_with(|| format_violation(&file.path, named.line, ""));
             }
         }
@@ -177,15 +177,15 @@ pub fn import_cycles(files: &[ProjectFile]) -> Vec<String> {
     loop {
         let before = imports.len();
         let names: BTreeSet<_> = imports.keys().cloned().collect();
-        imports.values_mut().for_each(|others| others.retain(|other, _| names.contains(other)));
+        imports.values_mut().for_each(|targets| targets.retain(|target, _| names.contains(target)));
         let imported: BTreeSet<_> = imports.values().flat_map(BTreeMap::keys).cloned().collect();
-        imports.retain(|name, others| !others.is_empty() && imported.contains(name));
+        imports.retain(|name, targets| !targets.is_empty() && imported.contains(name));
         if imports.len() == before {
             break;
         }
     }
-    let found = imports.iter().flat_map(|((_, from), others)| {
-        others.iter().map(move |((_, to), place)| format!("{place}{from} imports {to} in a cycle"))
+    let found = imports.iter().flat_map(|((_, from), targets)| {
+        targets.iter().map(move |((_, to), place)| format!("{place}{from} imports {to} in a cycle"))
     });
     found.collect()
 }
@@ -247,6 +247,15 @@ mod tests {
         assert_eq!(found("src/new/Cargo.toml", ""), 1);
         assert_eq!(found("src/host/Cargo.toml", "name = \"svc-host\"\nsvc-http.workspace = true"), 0);
         assert_eq!(found("Cargo.toml", "svc-host.workspace = true"), 0);
+    }
+
+    #[test]
+    fn package_without_lints_is_detected() {
+        let found =
+            |text: &str| packages_without_lints(&[ProjectFile::sample("src/a/Cargo.toml", text)]).len();
+        assert_eq!(found("[package]\nname = \"a\"\n"), 1);
+        assert_eq!(found("[package]\nname = \"a\"\n\n[lints]\nworkspace = true\n"), 0);
+        assert_eq!(found("[workspace]\nmembers = []\n"), 0);
     }
 
     #[test]

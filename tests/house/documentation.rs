@@ -106,6 +106,26 @@ mod tests {
     use super::*;
 
     #[test]
+    fn dependency_without_exactly_one_row_is_detected() {
+        let manifest = "[dependencies]\na.workspace = true\nb = \"1\"\n\n[lints]\nworkspace = true\n";
+        let found = |page: &str| {
+            unexplained_dependencies(&[
+                ProjectFile::sample("src/x/Cargo.toml", manifest),
+                ProjectFile::sample("docs/dependencies.md", page),
+            ])
+        };
+        assert!(found("| `a` | reason |\n| `b` | reason |\n").is_empty());
+        for (page, part) in [
+            ("| `a` | reason |\n", "b needs exactly one row"),
+            ("| `a` | reason |\n| `b` | reason |\n| `b` | reason |\n", "b needs exactly one row"),
+            ("| `a` | reason |\n| `b` | reason |\n| `c` | reason |\n", "not a dependency of any member: c"),
+        ] {
+            let found = found(page);
+            assert!(found.len() == 1 && found[0].contains(part), "{page}: {found:?}");
+        }
+    }
+
+    #[test]
     fn missing_name_after_a_file_is_detected() {
         let page = ProjectFile::sample(
             "docs/a.md",
@@ -125,7 +145,7 @@ mod tests {
     fn missing_test_named_by_a_page_is_detected() {
         let page = ProjectFile::sample(
             "docs/a.md",
-            "kept by `a::b::c_d`, `a::b::e`, `g::h`, `kit::i::j` and `a/b.rs`",
+            "tested by `a::b::c_d`, `a::b::e`, `g::h`, `kit::i::j` and `a/b.rs`",
         );
         let test = |path: &str, name: &str| ProjectFile::sample(path, &format!("#[test]\nfn {name}() {{}}"));
         let tests = [test("tests/a/b.rs", "c_d"), test("src/g.rs", "h"), test("tests/kit/src/i.rs", "j")];

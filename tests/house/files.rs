@@ -21,7 +21,7 @@ pub fn format_violation(path: &str, line: usize, reason: impl std::fmt::Display)
     format!("{path}:{line}: {reason}")
 }
 
-/// Generated or downloaded folders.
+/// Folders with generated or downloaded content, and Git's own.
 const SKIPPED_FOLDERS: [&str; 4] = [".git", "target", "node_modules", "dist"];
 const TEXT_EXTENSIONS: [&str; 19] = [
     "rs", "toml", "md", "sql", "sh", "py", "js", "mjs", "ts", "json", "html", "css", "yaml", "yml",

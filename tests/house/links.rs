@@ -111,8 +111,8 @@ fn anchors(text: &str) -> Vec<String> {
     headings
         .map(|line| {
             let heading = line.trim_start_matches('#').trim().to_lowercase();
-            let kept = heading.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
-            kept.map(|c| if c == ' ' { '-' } else { c }).collect()
+            let characters = heading.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
+            characters.map(|c| if c == ' ' { '-' } else { c }).collect()
         })
         .collect()
 }

@@ -78,7 +78,7 @@ pub fn misnumbered_migrations(files: &[ProjectFile]) -> Vec<String> {
         .collect()
 }
 
-/// Returns absolute paths under a home directory, except the product's own, or under a build directory.
+/// Returns absolute paths under a build directory, or under a home directory other than the product's.
 pub fn build_machine_paths(file: &ProjectFile) -> Vec<String> {
     let places = [concat!("/ro", "ot/"), concat!("/ho", "me/"), concat!("/wo", "rk/")];
     let mut found = Vec::new();
@@ -99,7 +99,7 @@ pub fn build_machine_paths(file: &ProjectFile) -> Vec<String> {
 }
 
 /// xtask, the kit and its programs drive the product through its public CLI, HTTP and signals, so their manifests must
-/// not depend on the product's package.
+/// not depend on the product's packages.
 pub fn product_dependencies(file: &ProjectFile) -> Vec<String> {
     const MANIFESTS: [&str; 5] = [
         "xtask/Cargo.toml",
@@ -114,10 +114,12 @@ pub fn product_dependencies(file: &ProjectFile) -> Vec<String> {
     let is_product = |key: &str| key == "svc" || key.starts_with("svc-");
     let names_product = |line: &str| {
         let key = line.split(['=', '.']).next().unwrap_or_default().trim().trim_matches('"');
-        is_product(key) || key.ends_with("dependencies.svc]") || line.contains("package = \"svc")
+        is_product(key) || line.contains("package = \"svc")
     };
-    let is_dependency_table =
-        |line: &str| line.trim_start().starts_with('[') && line.contains("dependencies.svc]");
+    let is_dependency_table = |line: &str| {
+        let names_table = line.contains("dependencies.svc]") || line.contains("dependencies.svc-");
+        line.trim_start().starts_with('[') && names_table
+    };
     let lines = file.text.lines().enumerate();
     lines
         .filter(|(_, line)| names_product(line) || is_dependency_table(line))
@@ -178,23 +180,23 @@ mod tests {
     #[test]
     fn unwrap_is_detected_only_outside_tests() {
         let bad = "fn a() { b().unwrap(); }";
-        let lines = |files: &[ProjectFile]| find_unwraps(files).len();
-        assert_eq!(lines(&[ProjectFile::sample("src/a.rs", bad)]), 1);
-        assert_eq!(lines(&[ProjectFile::sample("src/a.rs", "fn a() {\n b()\n  .unwrap\n ( ) }")]), 1);
+        let count = |files: &[ProjectFile]| find_unwraps(files).len();
+        assert_eq!(count(&[ProjectFile::sample("src/a.rs", bad)]), 1);
+        assert_eq!(count(&[ProjectFile::sample("src/a.rs", "fn a() {\n b()\n  .unwrap\n ( ) }")]), 1);
         assert_eq!(
-            lines(&[ProjectFile::sample("src/a.rs", "#[cfg(test)]\nmod tests { fn a() { b().unwrap() } }")]),
+            count(&[ProjectFile::sample("src/a.rs", "#[cfg(test)]\nmod tests { fn a() { b().unwrap() } }")]),
             0
         );
         assert_eq!(
-            lines(&[ProjectFile::sample("src/a.rs", "// b().unwrap()\nb().unwrap_or(1); \".unwrap()\";")]),
+            count(&[ProjectFile::sample("src/a.rs", "// b().unwrap()\nb().unwrap_or(1); \".unwrap()\";")]),
             0
         );
         let parent = ProjectFile::sample("src/a/mod.rs", "#[cfg(test)]\nmod model;");
-        assert_eq!(lines(&[parent, ProjectFile::sample("src/a/model/deep.rs", bad)]), 0);
+        assert_eq!(count(&[parent, ProjectFile::sample("src/a/model/deep.rs", bad)]), 0);
         let parent = ProjectFile::sample("src/a/b.rs", "#[cfg(test)]\n#[path = \"b_tests.rs\"]\nmod tests;");
-        assert_eq!(lines(&[parent, ProjectFile::sample("src/a/b_tests.rs", bad)]), 0);
+        assert_eq!(count(&[parent, ProjectFile::sample("src/a/b_tests.rs", bad)]), 0);
         let parent = ProjectFile::sample("src/a/mod.rs", "mod model;");
-        assert_eq!(lines(&[parent, ProjectFile::sample("src/a/model.rs", bad)]), 1);
+        assert_eq!(count(&[parent, ProjectFile::sample("src/a/model.rs", bad)]), 1);
     }
 
     #[test]
@@ -257,6 +259,7 @@ mod tests {
             "svc.workspace = true",
             "svc-host.workspace = true",
             "[dependencies.svc]",
+            "[dependencies.svc-host]",
             "[dev-dependencies.svc]",
             "product = { path = \"..\", package = \"svc\" }",
         ] {

@@ -132,11 +132,11 @@ fn matches(tokens: &[Token], at: usize, wanted: &[&str]) -> bool {
 
 /// Returns the tokens without the items under `#[cfg(test)]`, and the names of the test modules in separate files.
 pub fn without_tests(tokens: &[Token]) -> (Vec<Token>, Vec<String>) {
-    let (mut kept, mut modules) = (Vec::new(), Vec::new());
+    let (mut code, mut modules) = (Vec::new(), Vec::new());
     let mut at = 0;
     while at < tokens.len() {
         if !is_test_attribute(tokens, at) {
-            kept.push(tokens[at].clone());
+            code.push(tokens[at].clone());
             at += 1;
             continue;
         }
@@ -161,7 +161,7 @@ pub fn without_tests(tokens: &[Token]) -> (Vec<Token>, Vec<String>) {
             modules.push(item[word + 1].text.clone());
         }
     }
-    (kept, modules)
+    (code, modules)
 }
 
 fn is_test_attribute(tokens: &[Token], at: usize) -> bool {
@@ -341,9 +341,9 @@ mod tests {
     #[test]
     fn tests_are_separated_from_code() {
         let text = "a\n#[cfg(test)]\nmod tests { fn x() { b } }\nc\n#[cfg(test)]\npub mod far;\n#[cfg(all(test, unix))]\n#[x]\nfn d([e; 3]) {}\nf";
-        let (kept, modules) = without_tests(&tokenize(&blank_literals(text)));
-        assert_eq!(kept.iter().map(|token| token.text.as_str()).collect::<Vec<_>>(), ["a", "c", "f"]);
+        let (code, modules) = without_tests(&tokenize(&blank_literals(text)));
+        assert_eq!(code.iter().map(|token| token.text.as_str()).collect::<Vec<_>>(), ["a", "c", "f"]);
         assert_eq!(modules, ["far"]);
-        assert_eq!(kept[2].line, 10);
+        assert_eq!(code[2].line, 10);
     }
 }

@@ -8,7 +8,7 @@ use super::{ProjectFile, documentation, format_violation};
 
 const PAGE: &str = "docs/specification.md";
 
-/// The items that have a row: a sentence, a part of a sentence, or a table row.
+/// The items whose rows name code and tests; each is a sentence, a part of a sentence, or a table row.
 const ITEMS: [&str; 199] = [
     "1.1",
     "1.2 slots",
@@ -249,8 +249,8 @@ pub fn untraced_items(files: &[ProjectFile], exists: impl Fn(&str) -> bool) -> V
         }
         let is_test =
             |text: &str| documentation::is_test(files, text) || (text.ends_with(".test.mjs") && exists(text));
-        let (named, missing): (Vec<_>, Vec<_>) = quoted(tests).partition(|text| is_test(text));
-        if named.is_empty() || !missing.is_empty() {
+        let (existing, missing): (Vec<_>, Vec<_>) = quoted(tests).partition(|text| is_test(text));
+        if existing.is_empty() || !missing.is_empty() {
             found.push(format_violation(
                 PAGE,
                 number + 1,

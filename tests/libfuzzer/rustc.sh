@@ -1,6 +1,6 @@
 #!/bin/sh
 # Compiles the workspace's own crates for `cargo xtask fuzz`: only the product gets libFuzzer's counters and comparison
-# traces. They need no nightly compiler, and all other crates stay identical to those in every other build.
+# traces. The flags need no nightly compiler, and all other crates are identical to those in every other build.
 case " $* " in
 *" --crate-name svc_libfuzzer "*)
     exec "$@"

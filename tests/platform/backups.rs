@@ -106,7 +106,8 @@ async fn verified_snapshots_are_listed_newest_first_in_pages() {
             sidecar.to_string(),
         );
     }
-    // The first was not completely verified, the second is unreadable, and the third belongs to another slot.
+    // The first dump has no sidecar, so it is not verified; the second sidecar is unreadable; the third is in another
+    // slot.
     stack.store.write(BUCKET, &format!("user_1/primary/{}", snapshot_key(20)), "dump");
     stack.store.write(BUCKET, &format!("user_1/primary/{}.json", snapshot_key(21)), "{torn");
     stack.store.write(BUCKET, &format!("user_1/other/{}.json", snapshot_key(22)), "{}");
@@ -144,10 +145,10 @@ async fn verified_snapshots_are_listed_newest_first_in_pages() {
 
     let refused = stack.get(&process, &format!("{path}?cursor=xyz")).await;
     refused.assert_problem(400, "invalid_request");
-    let why = refused.body["detail"].as_str().unwrap();
-    assert!(why.contains("cursor: must be a cursor from an earlier page"), "{why}");
-    for wrong in ["limit=0", "limit=201", "limit=x", "page=2"] {
-        stack.get(&process, &format!("{path}?{wrong}")).await.assert_problem(400, "invalid_request");
+    let detail = refused.body["detail"].as_str().unwrap();
+    assert!(detail.contains("cursor: must be a cursor from an earlier page"), "{detail}");
+    for query in ["limit=0", "limit=201", "limit=x", "page=2"] {
+        stack.get(&process, &format!("{path}?{query}")).await.assert_problem(400, "invalid_request");
     }
     stack.store.take_down();
     stack.get(&process, &path).await.assert_problem(503, "store_unavailable");
@@ -198,9 +199,9 @@ async fn latest_snapshot_is_shown_without_listing_all() {
     let before = read_list_metric().await;
     stack.store.clear_requests();
     assert_eq!(stack.get(&process, &format!("{path}?limit=5")).await.status, 200);
-    let listed = count_list_requests();
-    assert!(listed >= 1, "{listed}");
-    assert!(read_list_metric().await >= before + listed as f64, "each listing is counted");
+    let list_requests = count_list_requests();
+    assert!(list_requests >= 1, "{list_requests}");
+    assert!(read_list_metric().await >= before + list_requests as f64, "each list request is counted");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,4 +1,4 @@
-//! POST `/vps/:id/boot-stage` reports boot progress, and changes no state.
+//! POST `/vps/:id/boot-stage` records boot stages and progress; it does not change the machine's status.
 
 use reqwest::Method;
 use serde_json::{Value, json};
@@ -38,14 +38,15 @@ async fn boot_stages_are_recorded_in_order() {
     assert_eq!(booting["boot"]["at"], booting["boot"]["stages"][2]["at"]);
     // The token is still unused.
     assert_eq!(stack.register(&process, &guest).await.status, 200);
+    // The number of stored stages is bounded.
     for _ in 0..30 {
         post_stage(&stack, &process, &guest, &guest.registration_token, &json!({"stage": "register"})).await;
     }
     assert_eq!(record().await.body["boot"]["stages"].as_array().unwrap().len(), 20);
 }
 
-/// A process that was killed during the create request has not recorded the server, so the platform could not reach a
-/// registered machine.
+/// If a process is killed during the create request, the server is not recorded yet. The platform could not reach a
+/// machine that registered then.
 #[tokio::test(flavor = "multi_thread")]
 async fn host_cannot_register_before_its_server_is_recorded() {
     let stack = Stack::start().await;
@@ -70,9 +71,9 @@ async fn boot_stage_requires_registration_token_and_known_stage() {
     let provisioned = stack.provision(&process, "user_1").await;
     let guest = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
     let provisioned = stack.provision(&process, "user_2").await;
-    let other = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
+    let other_guest = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
     let stage = json!({"stage": "bundle"});
-    let refused = post_stage(&stack, &process, &guest, &other.registration_token, &stage).await;
+    let refused = post_stage(&stack, &process, &guest, &other_guest.registration_token, &stage).await;
     refused.assert_problem(401, "registration_rejected");
     let refused = post_stage(&stack, &process, &guest, &guest.upgrade_token, &stage).await;
     refused.assert_problem(401, "registration_rejected");

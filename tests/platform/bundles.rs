@@ -28,18 +28,18 @@ async fn bundle_is_served_in_full_and_in_ranges() {
         stack.send(bundle_request(&stack, &process, &[("range", "bytes=4-"), ("if-range", &etag)])).await;
     assert_eq!((part.status, part.text.as_str()), (206, "456789"));
     assert_eq!(part.headers["content-range"], "bytes 4-9/10");
-    for other in ["\"other\"", "*", &format!("W/{etag}")] {
-        let headers = [("range", "bytes=4-"), ("if-range", other)];
+    for validator in ["\"other\"", "*", &format!("W/{etag}")] {
+        let headers = [("range", "bytes=4-"), ("if-range", validator)];
         let changed = stack.send(bundle_request(&stack, &process, &headers)).await;
-        assert_eq!((changed.status, changed.text.as_str()), (200, "0123456789"), "if-range: {other}");
+        assert_eq!((changed.status, changed.text.as_str()), (200, "0123456789"), "if-range: {validator}");
     }
     stack
         .send(bundle_request(&stack, &process, &[("range", "bytes=10-")]))
         .await
         .assert_problem(416, "range_not_satisfiable");
-    for same in [&etag, &format!("W/{etag}"), &format!("\"other\", {etag}"), "*"] {
-        let response = stack.send(bundle_request(&stack, &process, &[("if-none-match", same)])).await;
-        assert_eq!(response.status, 304, "if-none-match: {same}");
+    for validator in [&etag, &format!("W/{etag}"), &format!("\"other\", {etag}"), "*"] {
+        let response = stack.send(bundle_request(&stack, &process, &[("if-none-match", validator)])).await;
+        assert_eq!(response.status, 304, "if-none-match: {validator}");
     }
 
     let head = stack.request(&process, Method::HEAD, PATH).bearer_auth(SECRET);
@@ -51,7 +51,7 @@ async fn bundle_is_served_in_full_and_in_ranges() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn bundle_download_requires_operator_or_current_host() {
+async fn bundle_download_requires_operator_or_host_token() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;

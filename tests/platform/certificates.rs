@@ -1,5 +1,5 @@
-//! Machine certificates, from provisioning to verification, with a real gateway and a real authority that validates the
-//! gateway's name through the router.
+//! Machine certificates, from provisioning to verification, with a real gateway and a real certificate authority that
+//! validates the gateway's name through the router.
 
 use http::StatusCode;
 use kit::ca::Ca;
@@ -76,8 +76,8 @@ impl Installation {
         let record =
             json!({"machineId": id, "sent": body.to_string(), "registeredAt": "2026-11-21T11:05:00.000Z"});
         host.machine.write("var/lib/svc/register.json", &record.to_string()).unwrap();
-        let named = || async { reported_certificate(&host)["hostName"].is_string().then_some(()) };
-        stack.eventually("the gateway reports its name", named).await;
+        let has_name = || async { reported_certificate(&host)["hostName"].is_string().then_some(()) };
+        stack.eventually("the gateway reports its name", has_name).await;
         self.send_heartbeat(process, &guest, &host).await;
         (guest, host)
     }
@@ -140,7 +140,7 @@ async fn machine_is_validated_through_router_and_its_chain_verified() {
     let shown = stack.get(&process, &format!("/vps/{id}")).await.body;
     assert_eq!(shown["certificate"]["source"], "acme");
     let served = || async { installation.can_reach_host(&process, &id).await.then_some(()) };
-    stack.eventually("the host has the keys", served).await;
+    stack.eventually("the platform can call the host", served).await;
 
     // Whether the verification is turned on or off, the new process can call the host immediately.
     for verify in ["true", "false", "true"] {
@@ -151,11 +151,11 @@ async fn machine_is_validated_through_router_and_its_chain_verified() {
 
     // A platform that does not trust the authority's root refuses to call the host.
     process.kill();
-    let other = installation.dir.path().join("other.pem");
-    std::fs::write(&other, Ca::new().unwrap().root_pem()).unwrap();
-    let other = other.display().to_string();
+    let other_roots = installation.dir.path().join("other.pem");
+    std::fs::write(&other_roots, Ca::new().unwrap().root_pem()).unwrap();
+    let other_roots = other_roots.display().to_string();
     let distrusting =
-        installation.start_platform(&[("CUSTOMER_VPS_TLS_VERIFY", "true"), ("SSL_CERT_FILE", &other)]);
+        installation.start_platform(&[("CUSTOMER_VPS_TLS_VERIFY", "true"), ("SSL_CERT_FILE", &other_roots)]);
     let refused = stack.get(&distrusting, &format!("/vps/{id}/usage")).await;
     refused.assert_problem(502, "host_unreachable");
 }
@@ -164,7 +164,7 @@ async fn machine_is_validated_through_router_and_its_chain_verified() {
 async fn missing_certificate_is_reported_with_verification_off_and_on() {
     let (roots, port) = (tempfile::NamedTempFile::new().unwrap(), free_port().unwrap());
     std::fs::write(roots.path(), Ca::new().unwrap().root_pem()).unwrap();
-    // No authority is listening at this address.
+    // No certificate authority is listening at this address.
     let directory = format!("https://127.0.0.1:{}/dir", free_port().unwrap());
     let installation = Installation::start(port, &directory, roots.path()).await;
     let stack = &installation.stack;
@@ -213,7 +213,7 @@ async fn passthrough_serves_only_validations_of_known_machines() {
     let path = |name: &str| installation.dir.path().join(name);
     let router = Identity::read(&path("router.pem"), &path("router.key")).unwrap().pin().unwrap();
     let name = format!("{}.{DOMAIN}", guest.machine);
-    let other = format!("{}.{DOMAIN}", svc::machine::id::MachineId::new());
+    let unknown = format!("{}.{DOMAIN}", svc::machine::id::MachineId::new());
     let connect = async |name: &str, protocols: &[&str]| {
         let mut config = pinned_client_config(router, ChainCheck::PinOnly).unwrap();
         config.alpn_protocols = protocols.iter().map(|protocol| protocol.as_bytes().to_vec()).collect();
@@ -233,6 +233,6 @@ async fn passthrough_serves_only_validations_of_known_machines() {
     let passed = format!("validation passed through name={name}");
     let logged = || async { stack.log().contains(&passed).then_some(()) };
     stack.eventually("the validation is passed through", logged).await;
-    assert!(connect(&other, &["acme-tls/1"]).await.is_err(), "the router does not speak this protocol");
-    assert!(!stack.log().contains(&other), "an unknown machine is not dialed");
+    assert!(connect(&unknown, &["acme-tls/1"]).await.is_err(), "the router does not speak this protocol");
+    assert!(!stack.log().contains(&unknown), "an unknown machine is not dialed");
 }

@@ -31,17 +31,18 @@ async fn platform_leaves_unknown_operations_unchanged() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("OPERATION_DEADLINE_SECONDS", "1")]);
     let guest = stack.start_machine(&process, "user_1").await;
-    let kind = create_operation(&stack, &guest.machine, "translocate", "fence").await;
-    let step = create_operation(&stack, &guest.machine, "provision", "measure_server").await;
-    let (kind_before, step_before) = (row_version(&stack, &kind).await, row_version(&stack, &step).await);
+    let unknown_kind = create_operation(&stack, &guest.machine, "translocate", "fence").await;
+    let unknown_step = create_operation(&stack, &guest.machine, "provision", "measure_server").await;
+    let (kind_before, step_before) =
+        (row_version(&stack, &unknown_kind).await, row_version(&stack, &unknown_step).await);
     tokio::time::sleep(Duration::from_secs(3)).await;
-    assert_eq!(row_version(&stack, &kind).await, kind_before, "the operation was claimed or ended");
-    assert_eq!(row_version(&stack, &step).await, step_before, "the operation was claimed or ended");
+    assert_eq!(row_version(&stack, &unknown_kind).await, kind_before, "the operation was claimed or ended");
+    assert_eq!(row_version(&stack, &unknown_step).await, step_before, "the operation was claimed or ended");
     assert_eq!(stack.status(&process, &guest.machine).await, "running");
     let fleet = stack.get(&process, "/vps/fleet").await.body;
     assert_eq!(fleet["alarms"][0]["alarm"], "unknown_operations", "{fleet}");
     assert!(stack.get(&process, "/metrics").await.text.contains("svc_operations_unknown 2"));
-    // Known operations are not delayed.
+    // Known operations still run.
     let provisioned = stack.provision(&process, "user_2").await;
     let ended = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");

@@ -1,4 +1,5 @@
-//! Startup: all configuration errors are reported together, with exit code 78.
+//! The configuration at startup: all errors are reported together, with exit code 78; risky settings log a warning; a
+//! file can contain the settings.
 
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -74,13 +75,13 @@ async fn host_domain_in_the_same_site_as_app_host_logs_a_warning() {
         (1, &json!("configuration"), &json!("warning"))
     );
     let (what, next) = (found[0]["what"].as_str().unwrap(), found[0]["next"].as_str().unwrap());
-    let named = "HOST_DOMAIN (hosts.example.com) belongs to the same site (example.com) as APP_HOST and IDP_SIGN_IN_URL:";
-    assert!(what.starts_with(named) && next.contains("certificates.md"), "{found:?}");
+    let warning = "HOST_DOMAIN (hosts.example.com) belongs to the same site (example.com) as APP_HOST and IDP_SIGN_IN_URL:";
+    assert!(what.starts_with(warning) && next.contains("certificates.md"), "{found:?}");
     drop(stack.start_platform_with(&with("hosts.example.com")));
-    assert!(stack.log().contains(named), "{}", stack.log());
+    assert!(stack.log().contains(warning), "{}", stack.log());
 }
 
-/// As in the container, the service and its health check, which has no arguments, share one file.
+/// As in the container, the service and its health check read the same file.
 #[tokio::test(flavor = "multi_thread")]
 async fn service_and_probe_read_settings_from_the_named_file() {
     let stack = Stack::start().await;
@@ -95,8 +96,8 @@ async fn service_and_probe_read_settings_from_the_named_file() {
         ("PLATFORM_TLS_CERT_FILE", path("cert.pem")),
         ("PLATFORM_TLS_KEY_FILE", path("key.pem")),
     ];
-    let own = stack.settings().into_iter().filter(|(name, _)| name != "PLATFORM_LISTEN");
-    let lines = own.chain(changes.map(|(name, value)| (name.to_owned(), value)));
+    let unchanged = stack.settings().into_iter().filter(|(name, _)| name != "PLATFORM_LISTEN");
+    let lines = unchanged.chain(changes.map(|(name, value)| (name.to_owned(), value)));
     let lines: String = lines.map(|(name, value)| svc::config::format_env_line(&name, &value)).collect();
     std::fs::write(path("platform.env"), lines).unwrap();
 

@@ -93,7 +93,7 @@ async fn new_customer_needs_both_confirmations_if_they_are_required() {
     body = confirmed_body("user_1", COST);
     body.as_object_mut().unwrap().remove("confirmedMonthlyCost");
     assert_refused(post(&body).await, json!(["confirmedMonthlyCost"])).await;
-    // A preview does not need confirmations, because it is not a customer's.
+    // A preview does not need confirmations, because it does not add a customer.
     let preview = json!({"idpUserId": "user_2", "handle": "bob", "kind": "preview"});
     assert_eq!(post(&preview).await.status, 202);
 
@@ -101,7 +101,7 @@ async fn new_customer_needs_both_confirmations_if_they_are_required() {
     assert_eq!(first.status, 202, "{first:?}");
     let recorded = json!({"monthlyCost": COST, "optIn": true});
     assert_eq!(list_audited_confirmations(&stack).await.pop(), Some(("operator".to_owned(), recorded)));
-    // The customer has been added: a repeated request returns the machine, and a replacement needs no second consent.
+    // The customer has been added: a repeated request returns the machine, and a replacement needs no confirmation.
     let again = post(&plain).await;
     assert_eq!((again.status, &again.body["machineId"]), (200, &first.body["machineId"]));
     let path = format!("/vps/{}/fail", first.body["machineId"].as_str().unwrap());

@@ -34,14 +34,18 @@ async fn kept_server_that_the_provider_lost_is_shown_as_missing() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "600")]);
     let (old, new) = start_recovered_slot(&stack, &process).await;
-    let kept = fetch_copies(&stack, &process, &new.machine).await["kept"][0].clone();
-    assert_eq!((&kept["machineId"], &kept["missingSince"]), (&json!(old.machine), &Value::Null), "{kept}");
+    let kept_server = fetch_copies(&stack, &process, &new.machine).await["kept"][0].clone();
+    assert_eq!(
+        (&kept_server["machineId"], &kept_server["missingSince"]),
+        (&json!(old.machine), &Value::Null),
+        "{kept_server}"
+    );
 
     let is_missing = |expected: bool| {
         let (stack, process, machine) = (&stack, &process, &new.machine);
         async move {
-            let kept = fetch_copies(stack, process, machine).await["kept"][0].clone();
-            (kept["missingSince"].is_string() == expected).then_some(kept)
+            let kept_server = fetch_copies(stack, process, machine).await["kept"][0].clone();
+            (kept_server["missingSince"].is_string() == expected).then_some(kept_server)
         }
     };
     stack.provider.hide_servers(&[server_name(&old)]);
@@ -54,7 +58,7 @@ async fn kept_server_that_the_provider_lost_is_shown_as_missing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn machine_without_server_is_not_a_live_copy() {
+async fn lost_server_is_not_shown_as_an_intact_copy() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let (gone, failed) =
@@ -62,8 +66,8 @@ async fn machine_without_server_is_not_a_live_copy() {
     stack.provider.vanish_server(&server_name(&gone)).await.unwrap();
     let is_failed = || async { (stack.status(&process, &gone.machine).await == "failed").then_some(()) };
     stack.eventually("the machine fails", is_failed).await;
-    let known = fetch_copies(&stack, &process, &gone.machine).await;
-    assert_eq!((&known["live"], &known["exposedSeconds"]), (&Value::Null, &Value::Null), "{known}");
+    let copies = fetch_copies(&stack, &process, &gone.machine).await;
+    assert_eq!((&copies["live"], &copies["exposedSeconds"]), (&Value::Null, &Value::Null), "{copies}");
 
     // No other check covers a machine that an operator took out of service.
     let path = format!("/vps/{}/fail", failed.machine);
@@ -83,18 +87,18 @@ async fn newest_snapshot_is_read_from_the_store() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    let known = fetch_copies(&stack, &process, &guest.machine).await;
-    assert_eq!((&known["newestSnapshot"], &known["snapshotProblem"]), (&Value::Null, &Value::Null));
+    let copies = fetch_copies(&stack, &process, &guest.machine).await;
+    assert_eq!((&copies["newestSnapshot"], &copies["snapshotProblem"]), (&Value::Null, &Value::Null));
 
     // No heartbeat has reported this snapshot.
     stack.store_snapshot_by("user_1", &guest.machine, TAKEN_AT);
-    let known = fetch_copies(&stack, &process, &guest.machine).await;
-    let newest = &known["newestSnapshot"];
+    let copies = fetch_copies(&stack, &process, &guest.machine).await;
+    let newest = &copies["newestSnapshot"];
     assert_eq!((&newest["takenAt"], &newest["machineId"]), (&json!(TAKEN_AT), &json!(guest.machine)));
-    assert_eq!((&newest["source"], &known["newestSnapshotAt"]), (&json!("store"), &json!(TAKEN_AT)));
-    assert!(newest["key"].as_str().unwrap().ends_with(".dump"), "{known}");
-    let exposed = known["exposedSeconds"].as_u64().unwrap();
-    assert!(exposed > 86_400, "the exposure counts from that snapshot: {known}");
+    assert_eq!((&newest["source"], &copies["newestSnapshotAt"]), (&json!("store"), &json!(TAKEN_AT)));
+    assert!(newest["key"].as_str().unwrap().ends_with(".dump"), "{copies}");
+    let exposed = copies["exposedSeconds"].as_u64().unwrap();
+    assert!(exposed > 86_400, "the exposure counts from that snapshot: {copies}");
 
     // The pointer decides, even if a heartbeat has reported a later time, as after a pointer rebuild.
     let mut beat = heartbeat_of(&guest);
@@ -106,21 +110,21 @@ async fn newest_snapshot_is_read_from_the_store() {
     // If the snapshot is damaged or the store is unreadable, the reported snapshot is shown with the problem.
     let object = stack.store_snapshot_at("user_1", TAKEN_AT);
     stack.store.remove(BUCKET, &object);
-    let known = fetch_copies(&stack, &process, &guest.machine).await;
+    let copies = fetch_copies(&stack, &process, &guest.machine).await;
     assert_eq!(
-        (&known["newestSnapshot"]["source"], &known["newestSnapshotAt"]),
+        (&copies["newestSnapshot"]["source"], &copies["newestSnapshotAt"]),
         (&json!("reported"), &json!(reported))
     );
-    assert!(known["snapshotProblem"].as_str().unwrap().contains("the object is missing"), "{known}");
+    assert!(copies["snapshotProblem"].as_str().unwrap().contains("the object is missing"), "{copies}");
     let stalled = stack
         .store
         .add_fault(Rule::new(Fault::Delay(std::time::Duration::from_secs(60))).key("latest").always());
     let started = std::time::Instant::now();
-    let known = fetch_copies(&stack, &process, &guest.machine).await;
+    let copies = fetch_copies(&stack, &process, &guest.machine).await;
     assert!(started.elapsed() < std::time::Duration::from_secs(5), "{:?}", started.elapsed());
     assert!(stalled.hits() > 0);
-    assert_eq!(known["snapshotProblem"], "the object store does not respond", "{known}");
-    assert_eq!(known["newestSnapshot"]["source"], "reported", "{known}");
+    assert_eq!(copies["snapshotProblem"], "the object store does not respond", "{copies}");
+    assert_eq!(copies["newestSnapshot"]["source"], "reported", "{copies}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -128,18 +132,18 @@ async fn newer_unpublished_snapshot_is_shown() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    // A snapshot from a host that could not advance the pointer.
     let later = svc::clock::rfc3339_ms(jiff::Timestamp::now());
     stack.store_snapshot_by("user_1", &guest.machine, &later);
-    let known = fetch_copies(&stack, &process, &guest.machine).await;
-    assert_eq!((&known["newestSnapshotAt"], &known["newerSnapshot"]), (&json!(later), &Value::Null));
+    let copies = fetch_copies(&stack, &process, &guest.machine).await;
+    assert_eq!((&copies["newestSnapshotAt"], &copies["newerSnapshot"]), (&json!(later), &Value::Null));
+    // The pointer moves back, as if the host had stored its later snapshot but could not advance the pointer.
     stack.store_snapshot_by("user_1", &guest.machine, TAKEN_AT);
-    let known = fetch_copies(&stack, &process, &guest.machine).await;
-    assert_eq!(known["newestSnapshotAt"], TAKEN_AT, "{known}");
-    let newer = &known["newerSnapshot"];
-    assert_eq!((&newer["takenAt"], &newer["machineId"]), (&json!(later), &json!(guest.machine)), "{known}");
-    // A snapshot from another machine, or a damaged one, is not offered.
-    let own = newer["key"].as_str().unwrap().to_owned();
+    let copies = fetch_copies(&stack, &process, &guest.machine).await;
+    assert_eq!(copies["newestSnapshotAt"], TAKEN_AT, "{copies}");
+    let newer = &copies["newerSnapshot"];
+    assert_eq!((&newer["takenAt"], &newer["machineId"]), (&json!(later), &json!(guest.machine)), "{copies}");
+    // A snapshot from another machine, or one without its dump, is not offered.
+    let offered_key = newer["key"].as_str().unwrap().to_owned();
     let still_later = jiff::Timestamp::now().checked_add(jiff::SignedDuration::from_hours(1)).unwrap();
     stack.store_snapshot_by(
         "user_1",
@@ -147,13 +151,16 @@ async fn newer_unpublished_snapshot_is_shown() {
         &svc::clock::rfc3339_ms(still_later),
     );
     stack.store_snapshot_by("user_1", &guest.machine, TAKEN_AT);
-    assert_eq!(fetch_copies(&stack, &process, &guest.machine).await["newerSnapshot"]["key"], own.as_str());
-    stack.store.remove(BUCKET, &format!("user_1/primary/{own}"));
+    assert_eq!(
+        fetch_copies(&stack, &process, &guest.machine).await["newerSnapshot"]["key"],
+        offered_key.as_str()
+    );
+    stack.store.remove(BUCKET, &format!("user_1/primary/{offered_key}"));
     assert_eq!(fetch_copies(&stack, &process, &guest.machine).await["newerSnapshot"], Value::Null);
     stack.store_snapshot_by("user_1", &guest.machine, &later);
     stack.store_snapshot_by("user_1", &guest.machine, TAKEN_AT);
-    let known = fetch_copies(&stack, &process, &guest.machine).await;
-    let newer = &known["newerSnapshot"];
+    let copies = fetch_copies(&stack, &process, &guest.machine).await;
+    let newer = &copies["newerSnapshot"];
     let recovery = json!({"idpUserId": "user_1", "snapshotKey": newer["key"], "acceptLoss": true});
     assert_eq!(stack.post(&process, "/vps/recover", &recovery).await.status, 202);
 }
@@ -166,12 +173,12 @@ async fn snapshot_of_another_machine_does_not_reduce_exposure() {
     let mut beat = heartbeat_of(&guest);
     beat["lastBackup"] = json!({"status": "success", "takenAt": TAKEN_AT, "key": "x", "sizeBytes": 4});
     stack.send_heartbeat(&process, &guest, &beat).await;
-    // A snapshot from a machine that is missing from the database.
+    // The database does not contain the machine that took this snapshot.
     let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
     stack.store_snapshot_by("user_1", &uuid::Uuid::now_v7().to_string(), &now);
-    let known = fetch_copies(&stack, &process, &guest.machine).await;
-    assert_eq!(known["newestSnapshotAt"], now);
-    assert!(known["exposedSeconds"].as_u64().unwrap() > 86_400, "{known}");
+    let copies = fetch_copies(&stack, &process, &guest.machine).await;
+    assert_eq!(copies["newestSnapshotAt"], now);
+    assert!(copies["exposedSeconds"].as_u64().unwrap() > 86_400, "{copies}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -183,8 +190,8 @@ async fn server_of_abandoned_removal_is_kept_until_discarded() {
     let sql = "UPDATE user_machines SET removal_abandoned_at = now() WHERE machine_id = $1";
     let id: uuid::Uuid = old.machine.parse().unwrap();
     client.execute(sql, &[&id]).await.unwrap();
-    let kept = fetch_copies(&stack, &process, &new.machine).await["kept"][0].clone();
-    assert!(kept["until"].is_null() && kept["removalAbandonedAt"].is_string(), "{kept}");
+    let kept_server = fetch_copies(&stack, &process, &new.machine).await["kept"][0].clone();
+    assert!(kept_server["until"].is_null() && kept_server["removalAbandonedAt"].is_string(), "{kept_server}");
     let path = format!("/vps/{}/discard", old.machine);
     let response = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
     assert_eq!(response.status, 202, "{response:?}");

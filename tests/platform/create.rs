@@ -30,7 +30,7 @@ async fn server_is_adopted_after_a_late_create_response() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn create_without_effect_is_retried_under_the_same_name() {
+async fn create_without_effect_is_retried() {
     let stack = provision_despite(Fault::Timeout).await;
     assert_eq!(stack.provider.call_count("POST", "/servers"), 2);
     provision_despite(Fault::LostRequest).await;

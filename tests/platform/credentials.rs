@@ -85,14 +85,14 @@ async fn assert_confined(stack: &Stack, bucket: &Bucket, own: &str, foreign: &[&
     };
     assert_denied(store.delete(&key).await, "delete");
     for prefix in foreign {
-        let other = Path::from(format!("{prefix}/system/db/latest"));
-        assert_denied(store.get(&other).await.map(drop), "get");
-        assert_denied(store.head(&other).await.map(drop), "head");
-        assert_denied(store.put(&other, "x".into()).await.map(drop), "put");
-        assert_denied(store.put_multipart(&other).await.map(drop), "upload");
-        assert_denied(store.copy(&other, &key).await, "copy from");
-        assert_denied(store.copy(&key, &other).await, "copy to");
-        assert_denied(store.delete(&other).await, "delete");
+        let foreign_key = Path::from(format!("{prefix}/system/db/latest"));
+        assert_denied(store.get(&foreign_key).await.map(drop), "get");
+        assert_denied(store.head(&foreign_key).await.map(drop), "head");
+        assert_denied(store.put(&foreign_key, "x".into()).await.map(drop), "put");
+        assert_denied(store.put_multipart(&foreign_key).await.map(drop), "upload");
+        assert_denied(store.copy(&foreign_key, &key).await, "copy from");
+        assert_denied(store.copy(&key, &foreign_key).await, "copy to");
+        assert_denied(store.delete(&foreign_key).await, "delete");
         assert_denied(store.list(Some(&Path::from(*prefix))).try_collect::<Vec<_>>().await.map(drop), "list");
     }
     assert_denied(store.list(None).try_collect::<Vec<_>>().await.map(drop), "list all");
@@ -177,11 +177,11 @@ async fn outage_session_adds_only_snapshots_of_its_epoch() {
         let error = bucket.put_if(&refused, &b"x"[..], Condition::Absent).await.unwrap_err();
         assert!(matches!(error, StoreError::Denied { .. }), "{refused}: {error:?}");
     }
-    let other = Path::from("user_2/primary/system/db/latest");
+    let foreign_pointer = Path::from("user_2/primary/system/db/latest");
     stack.store.write(BUCKET, slot.vps_meta().as_ref(), "{}");
-    let later = snapshot_of(2);
-    stack.store.write(BUCKET, later.as_ref(), "a dump of another epoch");
-    for refused in [&other, &slot.vps_meta(), &later] {
+    let later_snapshot = snapshot_of(2);
+    stack.store.write(BUCKET, later_snapshot.as_ref(), "a dump of another epoch");
+    for refused in [&foreign_pointer, &slot.vps_meta(), &later_snapshot] {
         let error = bucket.get(refused, 1000).await.expect_err(refused.as_ref());
         assert!(matches!(error, StoreError::Denied { .. }), "{refused}: {error:?}");
     }
@@ -216,7 +216,7 @@ async fn only_current_machine_gets_credentials() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let old = stack.start_machine(&process, "user_1").await;
-    let other = stack.start_machine(&process, "user_2").await;
+    let other_guest = stack.start_machine(&process, "user_2").await;
     request_credentials_as(&stack, &process, &old.machine, "nonsense")
         .await
         .assert_problem(401, "unauthorized");
@@ -224,7 +224,7 @@ async fn only_current_machine_gets_credentials() {
     request_credentials_as(&stack, &process, &old.machine, &old.registration_token)
         .await
         .assert_problem(401, "unauthorized");
-    request_credentials_as(&stack, &process, &old.machine, &other.upgrade_token)
+    request_credentials_as(&stack, &process, &old.machine, &other_guest.upgrade_token)
         .await
         .assert_problem(403, "forbidden");
     request_credentials_as(&stack, &process, "x", &old.upgrade_token)
@@ -248,7 +248,7 @@ async fn only_current_machine_gets_credentials() {
 
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", new.machine)).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
-    stack.assert_only_server(&other.machine);
+    stack.assert_only_server(&other_guest.machine);
     request_credentials(&stack, &process, &new).await.assert_problem(401, "unauthorized");
 }
 
@@ -266,7 +266,9 @@ async fn sts_outage_returns_503_and_delays_provisioning() {
     }
     let fault = stack.store.add_fault(Rule::new(Fault::Status(503)).sts().always());
     let provisioned = stack.provision(&process, "user_2").await;
-    stack.eventually("the create was attempted", || async { (fault.hits() >= 4).then_some(()) }).await;
+    stack
+        .eventually("credentials are requested repeatedly", || async { (fault.hits() >= 4).then_some(()) })
+        .await;
     assert_eq!(stack.provider.servers().len(), 1, "no server without credentials");
     stack.store.heal();
     let operation = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;

@@ -21,7 +21,7 @@ async fn delete_removes_server_and_repeat_returns_first_response() {
     stack.assert_no_server();
     let again = stack.delete(&process, &accepting).await;
     assert_eq!((again.status, again.body), (202, first.body));
-    assert!(stack.store.objects(BUCKET, "user_1/").len() >= 3);
+    assert!(stack.store.objects(BUCKET, "user_1/").len() >= 3, "objects are kept");
 
     let beat = stack.request(&process, reqwest::Method::POST, &format!("{path}/heartbeat"));
     let beat = stack.send(beat.bearer_auth(&guest.upgrade_token).json(&heartbeat())).await;

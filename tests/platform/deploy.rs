@@ -137,8 +137,8 @@ async fn rollout_updates_the_canary_then_batches() {
     let rollout = fleet.deploy(&json!({"canary": 1, "batchSize": 2})).await;
     assert_eq!(rollout["totals"]["waiting"], 4);
     fleet.wait_until_requested(0).await;
-    for other in 1..4 {
-        assert_eq!(fleet.fetch_desired_version(other).await, "v1", "only the canary gets the request");
+    for guest in 1..4 {
+        assert_eq!(fleet.fetch_desired_version(guest).await, "v1", "only the canary gets the request");
     }
     // A host that is still applying the update does not count as updated, regardless of the version that it reports.
     let mut beat = heartbeat_of(&fleet.guests[0]);
@@ -174,7 +174,7 @@ async fn rollout_updates_the_canary_then_batches() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn rollout_stops_on_rollback_and_on_silence() {
+async fn rollout_stops_on_canary_failure_or_too_many_failures() {
     let fleet = Fleet::start(4, &[("ROLLOUT_SILENCE_SECONDS", "3")]).await;
     let rollout = fleet.deploy(&json!({"canary": 1, "batchSize": 1})).await;
     fleet.wait_until_requested(0).await;
@@ -188,7 +188,7 @@ async fn rollout_stops_on_rollback_and_on_silence() {
     assert!(reasons.as_array().unwrap().contains(&json!("update_rolled_back")), "{shown}");
     assert_eq!(fleet.post_action(&rollout, "resume").await.status, 409);
 
-    // A report for an earlier rollout does not count for this one.
+    // A report for an earlier rollout does not count for this one; a silent host counts as failed.
     let rollout = fleet.deploy(&json!({"canary": 0, "batchSize": 2, "maxFailures": 2})).await;
     fleet.wait_until_requested(0).await;
     fleet.wait_until_requested(1).await;
@@ -303,8 +303,9 @@ async fn rollout_can_be_paused_resumed_and_aborted() {
         (&shown["rollout"]["rolloutId"], &shown["rollout"]["state"], &shown["rollout"]["totals"]["waiting"]),
         (&rollout["rolloutId"], &json!("paused"), &json!(1))
     );
-    let other = fleet.stack.post(&fleet.process, "/vps/deploy", &json!({"imageVersion": NEXT_VERSION})).await;
-    assert_eq!((other.status, &other.body["rolloutId"]), (409, &rollout["rolloutId"]));
+    let refused =
+        fleet.stack.post(&fleet.process, "/vps/deploy", &json!({"imageVersion": NEXT_VERSION})).await;
+    assert_eq!((refused.status, &refused.body["rolloutId"]), (409, &rollout["rolloutId"]));
     assert_eq!(fleet.post_action(&rollout, "resume").await.body["state"], "running");
     fleet.wait_until_requested(1).await;
     let aborted = fleet.post_action(&rollout, "abort").await;
@@ -438,7 +439,7 @@ async fn failed_verification_pauses_rollout_until_operator_decides() {
 #[tokio::test(flavor = "multi_thread")]
 async fn verification_of_a_killed_process_is_taken_over() {
     let mut fleet = Fleet::start(1, &[]).await;
-    // A host that accepts connections but never responds, so that the verification takes a long time.
+    // This host accepts connections but never responds, so the verification takes a long time.
     let server = fleet.stack.provider.servers().remove(0);
     let silent = TcpListener::bind((server.ipv4, fleet.stack.provider.https_port())).await.unwrap();
     let rollout = fleet.deploy(&json!({"canary": 1, "verify": true})).await;

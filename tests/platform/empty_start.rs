@@ -22,6 +22,13 @@ async fn assert_refused(stack: &Stack, process: &Process, parts: &[&str]) {
     }
 }
 
+/// Loads the state of the machine that the last accepted provision created, from the audit log.
+async fn load_provision_audit(stack: &Stack) -> Value {
+    let client = stack.database.connect().await.unwrap();
+    let sql = "SELECT after FROM operator_audit WHERE action = 'provision' ORDER BY at DESC LIMIT 1";
+    client.query_one(sql, &[]).await.unwrap().get(0)
+}
+
 async fn fail_machine(stack: &Stack, process: &Process, machine: &str) {
     let path = format!("/vps/{machine}/fail");
     assert_eq!(stack.post(process, &path, &json!({"reason": "r"})).await.status, 200);
@@ -38,9 +45,7 @@ async fn failed_machine_that_served_needs_consent_to_start_empty() {
 
     let provisioned = stack.post(&process, "/vps/provision", &body_allowing_empty()).await;
     assert_eq!(provisioned.status, 202, "{provisioned:?}");
-    let client = stack.database.connect().await.unwrap();
-    let sql = "SELECT after FROM operator_audit WHERE action = 'provision' ORDER BY at DESC LIMIT 1";
-    let after: Value = client.query_one(sql, &[]).await.unwrap().get(0);
+    let after = load_provision_audit(&stack).await;
     assert_eq!((&after["allowEmpty"], &after["restoreMode"]), (&json!(true), &json!("empty")), "{after}");
 }
 
@@ -52,6 +57,7 @@ async fn failed_machine_that_never_served_starts_empty_again() {
     fail_machine(&stack, &process, provisioned["machineId"].as_str().unwrap()).await;
     let again = stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
     assert_eq!(again.status, 202, "{again:?}");
+    assert_eq!(load_provision_audit(&stack).await["restoreMode"], "empty");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -76,6 +82,7 @@ async fn slot_whose_loss_was_accepted_starts_empty() {
     stack.wait_until_ended(&process, deleted["operationId"].as_str().unwrap()).await;
     let provisioned = stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
     assert_eq!(provisioned.status, 202, "{provisioned:?}");
+    assert_eq!(load_provision_audit(&stack).await["restoreMode"], "empty");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -98,7 +105,7 @@ async fn slot_is_not_provisioned_during_a_deletion_backup() {
     let response = stack.post(&process, "/vps/provision", &body_allowing_empty()).await;
     response.assert_problem(409, "invalid_state");
     assert!(response.body["detail"].as_str().unwrap().contains("operator's decision"), "{response:?}");
-    // The operator can still decide either way, because no machine occupies the slot.
+    // The operator can still decide either way, because no other machine has taken the slot.
     assert_eq!(stack.post(&process, &format!("{path}/abandon"), &json!({})).await.status, 200);
     assert_eq!(stack.status(&process, &old.guest.machine).await, "running");
 }

@@ -58,8 +58,8 @@ async fn recovery_and_rollback_on_a_test_slot_are_exercises() {
     let shown = fetch_exercises(&stack, &process).await;
     assert_eq!((&shown["rollback"]["isCurrent"], &shown["rollback"]["machineId"]), (&json!(true), machine));
 
-    let old = "UPDATE operations SET ended_at = now() - interval '1 day' * (CASE kind WHEN 'recover' THEN 91 ELSE 89 END)";
-    client.batch_execute(old).await.unwrap();
+    let set_age = "UPDATE operations SET ended_at = now() - interval '1 day' * (CASE kind WHEN 'recover' THEN 91 ELSE 89 END)";
+    client.batch_execute(set_age).await.unwrap();
     stack.subscribe(&process, "user_2").await;
     let quote = stack.post(&process, "/vps/provision/quote", &provision_body("user_2")).await.body;
     let current = |name: &str| quote["exercises"][name]["isCurrent"].clone();

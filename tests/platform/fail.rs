@@ -1,4 +1,5 @@
-//! POST `/vps/:id/fail` takes a machine out of service or ends a stuck operation; also tests the calls that may follow.
+//! POST `/vps/:id/fail` takes a machine out of service or ends a stuck operation. Its slot can then be provisioned
+//! again.
 
 use reqwest::Method;
 use serde_json::{Value, json};
@@ -111,7 +112,7 @@ async fn deleted_slot_restarts_from_its_snapshot_or_empty() {
     stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     let again = stack.post(&process, "/vps/provision", &provision_body("user_3")).await;
     again.assert_problem(409, "snapshot_unusable");
-    let unknown: Value = json!({"reason": "r"});
+    let body: Value = json!({"reason": "r"});
     let request = stack.request(&process, Method::POST, &format!("/vps/{}/fail", uuid::Uuid::now_v7()));
-    stack.send(request.bearer_auth(SECRET).json(&unknown)).await.assert_problem(404, "machine_not_found");
+    stack.send(request.bearer_auth(SECRET).json(&body)).await.assert_problem(404, "machine_not_found");
 }

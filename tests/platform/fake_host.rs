@@ -1,5 +1,5 @@
-//! A fake host: its internal routes are served at its machine's address, with its registered key. They accept only
-//! proofs for this machine.
+//! A fake host: serves the routes that the platform calls, at its machine's address and with its registered TLS key. It
+//! accepts only proofs for its machine.
 
 use std::sync::{Arc, Mutex};
 
@@ -26,7 +26,7 @@ pub struct FakeHostBehavior {
     pub reports_backups: bool,
     /// The reported number of running dispatches.
     pub dispatches: u64,
-    /// The number that each call adds to `dispatches`.
+    /// The number that each request to quiesce adds to `dispatches`.
     pub added_dispatches: u64,
     /// The reported state of its backups.
     pub progress: Value,

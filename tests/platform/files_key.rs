@@ -1,5 +1,6 @@
 //! The key of a slot's file backups. Each slot has one key, which only its current machine and operators with the scope
-//! `admin` can get. The key survives the loss of a machine and the restore of an older database.
+//! `admin` can get. The key survives the loss of a machine and the restore of an older database. With the key, the
+//! platform prunes the slot's file backups.
 
 use reqwest::Method;
 use serde_json::json;
@@ -49,15 +50,15 @@ async fn slot_has_one_key_for_all_its_machines() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let old = stack.start_machine(&process, "user_1").await;
-    let other = stack.start_machine(&process, "user_2").await;
+    let other_guest = stack.start_machine(&process, "user_2").await;
     let operator_path = "/vps/slots/files-key?idpUserId=user_1";
     stack.get(&process, operator_path).await.assert_problem(404, "not_found");
 
     let key = extract_key(&request_key(&stack, &process, &old, json!({})).await);
     assert_eq!(key.len(), 43, "{key}");
     assert_eq!(extract_key(&request_key(&stack, &process, &old, json!({})).await), key);
-    assert_ne!(extract_key(&request_key(&stack, &process, &other, json!({})).await), key);
-    let stolen = Guest { upgrade_token: other.upgrade_token.clone(), ..old.clone() };
+    assert_ne!(extract_key(&request_key(&stack, &process, &other_guest, json!({})).await), key);
+    let stolen = Guest { upgrade_token: other_guest.upgrade_token.clone(), ..old.clone() };
     request_key(&stack, &process, &stolen, json!({})).await.assert_problem(403, "forbidden");
     let offered = "A".repeat(43);
     assert_eq!(
@@ -136,7 +137,7 @@ async fn save_twice(bucket: &Bucket, slot: &SlotPrefix, key: &str, machine: Mach
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn platform_prunes_each_repository_and_reports_failures() {
+async fn platform_prunes_repositories_and_reports_failures() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("FILES_PRUNE_SECONDS", "1")]);
     let guest = stack.start_machine(&process, "user_1").await;
@@ -147,7 +148,7 @@ async fn platform_prunes_each_repository_and_reports_failures() {
     let plan = stack.get(&process, "/vps/slots/files-prune?idpUserId=user_1").await;
     assert_eq!((plan.status, &plan.body["keptSnapshots"]), (200, &json!(2)), "{plan:?}");
 
-    let old = slot.files().join("snapshots").join(ids[0].to_string());
+    let first_snapshot = slot.files().join("snapshots").join(ids[0].to_string());
     let client = stack.database.connect().await.unwrap();
     let is_pruned = || async {
         let row =
@@ -156,7 +157,10 @@ async fn platform_prunes_each_repository_and_reports_failures() {
         row.get::<_, bool>(0).then_some(())
     };
     stack.eventually("the repository is pruned", is_pruned).await;
-    assert!(bucket.get(&old, 1 << 20).await.unwrap().is_some(), "all snapshots of the last day are kept");
+    assert!(
+        bucket.get(&first_snapshot, 1 << 20).await.unwrap().is_some(),
+        "all snapshots of the last day are kept"
+    );
     stack
         .post(&process, "/vps/slots/files-prune", &json!({"idpUserId": "user_none"}))
         .await
@@ -169,7 +173,7 @@ async fn platform_prunes_each_repository_and_reports_failures() {
     assert_eq!(counts, (&json!(2), &json!(4), &json!(null)), "{usage:?}");
     assert!(usage.body["totalBytes"].as_u64() > usage.body["packBytes"].as_u64(), "{usage:?}");
 
-    // A damaged repository is reported, and nothing is removed.
+    // A damaged repository is reported.
     let config = slot.files().join("config");
     bucket.put(&config, b"damaged".to_vec()).await.unwrap();
     let has_failed = || async {

@@ -5,8 +5,8 @@ use serde_json::{Value, json};
 use super::stack::{Guest, Stack, heartbeat_of};
 
 fn reasons(fleet: &Value, machine: &str) -> Value {
-    let found = fleet["attention"].as_array().unwrap().iter().find(|row| row["machineId"] == machine);
-    found.map_or(Value::Null, |row| row["reasons"].clone())
+    let row = fleet["attention"].as_array().unwrap().iter().find(|row| row["machineId"] == machine);
+    row.map_or(Value::Null, |row| row["reasons"].clone())
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -162,12 +162,12 @@ async fn fleet_shows_the_keys_that_hosts_trust() {
     assert_eq!(key(&new)["trustingHandles"], json!([both_handle]), "{shown}");
     assert_eq!(key(&new)["notTrustingHandles"], json!([outdated_handle]), "{shown}");
 
-    let many = vec!["0123456789abcdef"; 17];
-    for wrong in [
+    let too_many_ids = vec!["0123456789abcdef"; 17];
+    for invalid in [
         trusting(&outdated, 1, json!(["\u{1b}[31m"])),
-        trusting(&outdated, 1, json!(many)),
+        trusting(&outdated, 1, json!(too_many_ids)),
         trusting(&outdated, 1 << 40, json!([old])),
     ] {
-        stack.send_heartbeat(&process, &outdated, &wrong).await.assert_problem(400, "invalid_request");
+        stack.send_heartbeat(&process, &outdated, &invalid).await.assert_problem(400, "invalid_request");
     }
 }

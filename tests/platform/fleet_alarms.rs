@@ -1,5 +1,6 @@
 //! Servers that are missing from the provider's list are not immediately assumed to be lost: a host that sends
-//! heartbeats is alive, and many losses at once raise an alarm.
+//! heartbeats is alive, and many losses at once raise an alarm. An error of the provider's account raises an alarm
+//! and fails no machine.
 
 use std::time::{Duration, Instant};
 
@@ -35,7 +36,7 @@ async fn assert_all_running(stack: &Stack, process: &Process, guests: &[Guest]) 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn machine_with_heartbeats_survives_its_missing_listing() {
+async fn unlisted_machine_with_heartbeats_does_not_fail() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("SERVER_GONE_SILENCE_SECONDS", "5")]);
     let guests = start_machines(&stack, &process, 2).await;
@@ -64,7 +65,7 @@ async fn partial_listing_fails_no_machine_and_raises_an_alarm() {
     let shown = stack.eventually("the alarm is raised", raised).await;
     assert_eq!((&shown["detail"]["missing"], &shown["detail"]["limit"]), (&json!(5), &json!(4)), "{shown}");
     assert!(shown["next"].as_str().unwrap().contains("svcctl alarm release servers_missing"), "{shown}");
-    // This is much longer than every timeout in this configuration.
+    // This is much longer than RECONCILE_SECONDS and SERVER_GONE_SILENCE_SECONDS.
     tokio::time::sleep(Duration::from_secs(8)).await;
     assert_all_running(&stack, &process, &guests).await;
     // Machines do not fail one by one either, while the list becomes complete again.
@@ -73,10 +74,10 @@ async fn partial_listing_fails_no_machine_and_raises_an_alarm() {
     assert_all_running(&stack, &process, &guests).await;
     assert!(find_alarm(&fetch_fleet(&stack, &process).await, "servers_missing").is_some());
     stack.provider.hide_servers(&[]);
-    let over = || async {
+    let has_cleared = || async {
         find_alarm(&fetch_fleet(&stack, &process).await, "servers_missing").is_none().then_some(())
     };
-    stack.eventually("the alarm clears", over).await;
+    stack.eventually("the alarm clears", has_cleared).await;
     assert_all_running(&stack, &process, &guests).await;
 }
 
@@ -95,8 +96,8 @@ async fn released_alarm_fails_the_lost_machines() {
         .post(&process, "/vps/fleet/alarms/nothing/release", &json!({}))
         .await
         .assert_problem(404, "not_found");
-    let not_a_fuse = "/vps/fleet/alarms/database_behind_store/release";
-    let refused = stack.post(&process, not_a_fuse, &json!({})).await;
+    let not_blocking = "/vps/fleet/alarms/database_behind_store/release";
+    let refused = stack.post(&process, not_blocking, &json!({})).await;
     refused.assert_problem(409, "invalid_state");
     assert!(refused.body["detail"].as_str().unwrap().contains("cannot be released"), "{refused:?}");
     let response = stack.post(&process, path, &json!({})).await;
@@ -111,11 +112,11 @@ async fn released_alarm_fails_the_lost_machines() {
     let audit =
         client.query("SELECT 1 FROM operator_audit WHERE action = 'alarm.release'", &[]).await.unwrap();
     assert_eq!(audit.len(), 1);
-    let over = || async { (stack.post(&process, path, &json!({})).await.status == 404).then_some(()) };
-    stack.eventually("the alarm clears with its cause", over).await;
+    let has_cleared = || async { (stack.post(&process, path, &json!({})).await.status == 404).then_some(()) };
+    stack.eventually("the alarm clears with its cause", has_cleared).await;
 }
 
-/// The state after the database has been restored from a copy that is older than the machines.
+/// This is the state after the database has been restored from a copy that is older than the machines.
 #[tokio::test(flavor = "multi_thread")]
 async fn many_unknown_servers_are_kept_until_released() {
     let stack = Stack::start().await;
@@ -136,12 +137,12 @@ async fn many_unknown_servers_are_kept_until_released() {
         (&shown["detail"]["unknown"], shown["detail"]["servers"].as_array().map(Vec::len)),
         (&json!(5), Some(5))
     );
-    let named = &shown["detail"]["servers"][0];
+    let server = &shown["detail"]["servers"][0];
     assert_eq!(
-        (&named["epoch"], named["slot"].as_str().map(|slot| slot.ends_with("/primary"))),
+        (&server["epoch"], server["slot"].as_str().map(|slot| slot.ends_with("/primary"))),
         (&json!("1"), Some(true))
     );
-    assert!(named["machineId"].is_string() && named["providerServerId"].is_string(), "{named}");
+    assert!(server["machineId"].is_string() && server["providerServerId"].is_string(), "{server}");
     tokio::time::sleep(Duration::from_secs(4)).await;
     assert_eq!(stack.provider.servers().len(), 6, "{}", stack.log());
     let response = stack.post(&process, "/vps/fleet/alarms/unknown_servers/release", &json!({})).await;
@@ -166,8 +167,8 @@ async fn account_error_raises_one_alarm_and_fails_no_machine() {
         ("unauthorized", 401, "provider_unauthorized"),
         ("resource_unavailable", 412, "provider_capacity"),
     ] {
-        // Both requests are accepted before the provider rejects a create call: after a rejection, the platform would
-        // reject the second request.
+        // Both requests are accepted before the provider returns this error: while the alarm `provider_limit` is
+        // active, the platform rejects new requests.
         fail_server_creation(&stack, 423, "locked");
         let users = (format!("{name}_1"), format!("{name}_2"));
         let provisioned =
@@ -223,7 +224,7 @@ async fn time_without_capacity_does_not_count_toward_the_deadline() {
     assert_eq!(ended["state"], "succeeded", "{ended}");
 }
 
-/// A stuck deletion belongs to a machine that no list shows.
+/// A deleted machine is not in the fleet's lists of machines, but its stuck deletion must be shown.
 #[tokio::test(flavor = "multi_thread")]
 async fn overdue_operation_of_a_deleted_machine_is_shown() {
     let stack = Stack::start().await;

@@ -1,4 +1,5 @@
-//! Operators query a machine's host for earlier versions of files, and restore them. Each request is audited.
+//! Operators query a machine's host for earlier versions of files, and restore them. Each of these requests is
+//! audited.
 
 use reqwest::Method;
 use serde_json::{Value, json};
@@ -65,7 +66,7 @@ async fn responses_are_sanitized_and_requests_audited() {
     let versions = list_audit(&stack, &process, "files.versions").await;
     assert_eq!(versions[1]["after"], json!({"path": "never", "limit": "50", "outcome": "not_found"}));
 
-    // A restore whose response is lost is audited, too.
+    // A restore is audited before it is sent, and again with its outcome, even if the response is invalid.
     let body = json!({"path": "projects", "replace": true});
     set_files_response(&host, 200, &json!("not an object"));
     send(Method::POST, "restore", Some(&body)).await.assert_problem(502, "host_answer_invalid");

@@ -22,10 +22,10 @@ async fn idempotency_key_repeats_only_the_same_request() {
     for response in &responses {
         assert_eq!((response.status, &response.body), (202, &responses[0].body));
     }
-    let mut other = body.clone();
-    other["location"] = json!("fsn1");
+    let mut changed_body = body.clone();
+    changed_body["location"] = json!("fsn1");
     stack
-        .send(provision_request(&stack, &process, &other, "key-1"))
+        .send(provision_request(&stack, &process, &changed_body, "key-1"))
         .await
         .assert_problem(422, "idempotency_mismatch");
     assert_eq!(stack.send(provision_request(&stack, &process, &body, "key-2")).await.status, 200);
@@ -76,7 +76,7 @@ async fn machines_are_listed_in_pages_and_filtered() {
             .as_array()
             .unwrap()
             .iter()
-            .map(|m| m["idpUserId"].as_str().unwrap().to_owned())
+            .map(|machine| machine["idpUserId"].as_str().unwrap().to_owned())
             .collect()
     };
     assert_eq!(users(&first), ["user_3", "user_2"]);
@@ -88,10 +88,10 @@ async fn machines_are_listed_in_pages_and_filtered() {
     let filtered =
         stack.get(&process, "/vps?status=provisioning&handle=h-user-2&slot=primary&deleted=false").await.body;
     assert_eq!(users(&filtered), ["user_2"]);
-    for bad in ["status=off", "limit=0", "limit=x", "cursor=1", "colour=red", "deleted=maybe"] {
-        let response = stack.get(&process, &format!("/vps?{bad}")).await;
+    for query in ["status=off", "limit=0", "limit=x", "cursor=1", "colour=red", "deleted=maybe"] {
+        let response = stack.get(&process, &format!("/vps?{query}")).await;
         response.assert_problem(400, "invalid_request");
-        let name = bad.split('=').next().unwrap();
+        let name = query.split('=').next().unwrap();
         assert_eq!(response.body["errors"][0]["pointer"], format!("?{name}"), "{response:?}");
     }
 }

@@ -145,11 +145,11 @@ async fn old_server_is_deleted_only_after_its_successor_has_served() {
     );
     let refused = stack.post(&process, &format!("/vps/{}/discard", old.machine), &json!({})).await;
     refused.assert_problem(409, "invalid_state");
-    let why = refused.body["detail"].as_str().unwrap();
+    let detail = refused.body["detail"].as_str().unwrap();
     for part in
         ["No later machine in the slot has served traffic yet", "may hold the only copy", "--accept-loss`"]
     {
-        assert!(why.contains(part), "{part}: {why}");
+        assert!(detail.contains(part), "{part}: {detail}");
     }
     let copies = fetch_record(&stack, &process, &new.machine).await["copies"].clone();
     assert_eq!(copies["kept"][0]["machineId"], old.machine, "{copies}");
@@ -177,8 +177,8 @@ async fn server_of_unreachable_host_is_kept_until_loss_accepted() {
     assert_eq!(operation["state"], "succeeded", "{operation}");
     let new = stack.wait_for_guest(&process, &string_field(&recovery, "machineId")).await;
     stack.send_heartbeat(&process, &new, &heartbeat_of(&new)).await;
-    let kept = fetch_record(&stack, &process, &old.machine).await;
-    assert_eq!(kept["unsavedSince"], "2026-01-02T03:04:05.678Z", "{kept}");
+    let record = fetch_record(&stack, &process, &old.machine).await;
+    assert_eq!(record["unsavedSince"], "2026-01-02T03:04:05.678Z", "{record}");
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
     assert_eq!(
         power_state(&stack, &old.machine),
@@ -229,10 +229,10 @@ async fn refused_power_off_or_delete_does_not_delay_a_recovery() {
     );
     let refused =
         operation["log"].as_array().unwrap().iter().find(|line| line["outcome"] == "retry").unwrap();
-    let why = "the provider did not power the server off: locked";
+    let detail = "the provider did not power the server off: locked";
     assert_eq!(
         (&refused["step"], &refused["detail"]),
-        (&json!("power_off_server"), &json!(why)),
+        (&json!("power_off_server"), &json!(detail)),
         "{operation}"
     );
     let new = stack.wait_for_guest(&process, &string_field(&recovery, "machineId")).await;
@@ -378,8 +378,8 @@ async fn discard_is_refused_until_the_recovery_ends() {
     drop(old);
     let ended = stack.wait_until_ended(&process, &string_field(&recovery, "operationId")).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
-    let kept = fetch_record(&stack, &process, &machine).await;
-    assert_eq!((&kept["finalBackupAt"], &kept["unsavedSince"]), (&Value::Null, &Value::Null), "{kept}");
+    let record = fetch_record(&stack, &process, &machine).await;
+    assert_eq!((&record["finalBackupAt"], &record["unsavedSince"]), (&Value::Null, &Value::Null), "{record}");
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 202);
 }
 
@@ -404,8 +404,11 @@ async fn server_wrongly_reported_gone_is_kept_by_a_recovery() {
     let recovery = recover(&stack, &process, &recovery_body()).await;
     stack.wait_until_ended(&process, &string_field(&recovery, "operationId")).await;
     assert_eq!(power_state(&stack, &old.machine), Some(Power::Off));
-    let kept = fetch_record(&stack, &process, &old.machine).await;
-    assert_eq!((&kept["failure"]["cause"], kept["unsavedSince"].is_string()), (&json!("reinstating"), true));
+    let record = fetch_record(&stack, &process, &old.machine).await;
+    assert_eq!(
+        (&record["failure"]["cause"], record["unsavedSince"].is_string()),
+        (&json!("reinstating"), true)
+    );
     let copies =
         fetch_record(&stack, &process, &string_field(&recovery, "machineId")).await["copies"].clone();
     assert_eq!(copies["kept"][0]["machineId"], json!(old.machine), "{copies}");
@@ -418,8 +421,8 @@ async fn server_wrongly_reported_gone_survives_immediate_deletion() {
     let path = format!("/vps/{}", old.machine);
     let deleted = stack.delete(&process, &format!("{path}?now=true")).await.body;
     stack.wait_until_ended(&process, &string_field(&deleted, "operationId")).await;
-    let kept = fetch_record(&stack, &process, &old.machine).await;
-    assert!(kept["unsavedSince"].is_string(), "{kept}");
+    let record = fetch_record(&stack, &process, &old.machine).await;
+    assert!(record["unsavedSince"].is_string(), "{record}");
     let path = format!("{path}/discard");
     stack.post(&process, &path, &json!({})).await.assert_problem(409, "invalid_state");
     assert_eq!(power_state(&stack, &old.machine), Some(Power::Off));
@@ -451,10 +454,10 @@ async fn server_found_during_removal_is_kept() {
     let deleted = stack.delete(&process, &path).await.body;
     stack.wait_until_ended(&process, &string_field(&deleted, "operationId")).await;
     stack.provider.hide_servers(&[]);
-    let kept = || async {
+    let is_kept = || async {
         fetch_record(&stack, &process, &old.machine).await["unsavedSince"].is_string().then_some(())
     };
-    stack.eventually("the server is kept", kept).await;
+    stack.eventually("the server is kept", is_kept).await;
     let query = "SELECT error_code FROM operations WHERE kind = 'remove_server'";
     let code: Option<String> = client.query_one(query, &[]).await.unwrap().get(0);
     assert_eq!(code.as_deref(), Some("server_found"));

@@ -25,9 +25,9 @@ async fn send_heartbeat(stack: &Stack, process: &Process, host: &FakeHost) -> Ve
     let mut body = heartbeat_of(&host.guest);
     body["proofKids"] = json!(acknowledged);
     let response = stack.send_heartbeat(process, &host.guest, &body).await;
-    let given: ProofKeys = serde_json::from_value(response.body["proofKeys"].clone()).unwrap();
-    *host.keys.lock().unwrap() = given.clone();
-    kids(&given)
+    let received: ProofKeys = serde_json::from_value(response.body["proofKeys"].clone()).unwrap();
+    *host.keys.lock().unwrap() = received.clone();
+    kids(&received)
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -46,12 +46,12 @@ async fn keys_rotate_without_refused_proofs() {
     while known.len() < 4 || kids(&host.keys.lock().unwrap()).contains(&first) {
         assert!(Instant::now() < deadline, "{known:?}\n{}", stack.log());
         let process = if requests % 2 == 0 { &processes.0 } else { &processes.1 };
-        // Based on time, because a busy machine serves few requests between two rotations.
+        // Heartbeats are timed, not sent per request: a busy machine serves few requests between two rotations.
         if Instant::now() >= next_heartbeat {
             next_heartbeat = Instant::now() + Duration::from_millis(750);
-            let given = send_heartbeat(&stack, process, &host).await;
-            assert!((1..=3).contains(&given.len()), "{given:?}");
-            known.extend(given);
+            let received = send_heartbeat(&stack, process, &host).await;
+            assert!((1..=3).contains(&received.len()), "{received:?}");
+            known.extend(received);
         }
         let response = stack.post(process, &path, &json!({})).await;
         assert_eq!(response.status, 202, "{response:?}\n{}", stack.log());
@@ -75,9 +75,9 @@ async fn key_stays_until_every_host_acknowledges_its_successor() {
     let started = Instant::now();
     let mut max_keys = 0;
     while started.elapsed() < Duration::from_secs(8) {
-        let given = send_heartbeat(&stack, &process, &host).await;
-        assert!(given.contains(&first), "{given:?}");
-        max_keys = max_keys.max(given.len());
+        let received = send_heartbeat(&stack, &process, &host).await;
+        assert!(received.contains(&first), "{received:?}");
+        max_keys = max_keys.max(received.len());
         let response = stack.post(&process, &format!("/vps/{}/backup", host.guest.machine), &json!({})).await;
         assert_eq!(response.status, 202, "{response:?}");
         tokio::time::sleep(Duration::from_millis(100)).await;
@@ -85,8 +85,9 @@ async fn key_stays_until_every_host_acknowledges_its_successor() {
     assert!(max_keys >= 2, "other hosts continue with the successor");
     // The last host that needed the key has been deleted, so the key is retired.
     stack.delete(&process, &format!("/vps/{}", silent.machine)).await;
-    let gone = || async { (!send_heartbeat(&stack, &process, &host).await.contains(&first)).then_some(()) };
-    stack.eventually("the first key is retired", gone).await;
+    let has_retired =
+        || async { (!send_heartbeat(&stack, &process, &host).await.contains(&first)).then_some(()) };
+    stack.eventually("the first key is retired", has_retired).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -126,13 +127,13 @@ async fn app_key_signs_only_after_every_router_has_it() {
     assert_eq!(signing_key(1000).await, kids[0], "a router may lack the next key");
     assert_ne!(signing_key(1).await, kids[0]);
     assert!(active_keys().await.contains(&kids[0]), "its tokens may still be valid");
-    let gone = || async {
+    let has_retired = || async {
         for kid in active_keys().await.into_iter().skip(1) {
             set_key_age(kid, 50_000).await;
         }
         (!active_keys().await.contains(&kids[0])).then_some(())
     };
-    stack.eventually("the first key is retired", gone).await;
+    stack.eventually("the first key is retired", has_retired).await;
 }
 
 /// The host sends no heartbeats for longer than a rotation waits, but keeps serving.
@@ -156,12 +157,12 @@ async fn silent_host_keeps_its_key_without_delaying_rotation() {
     let request_backup = || async { stack.post(&process, &path, &json!({})).await.status };
     assert_eq!(request_backup().await, 202, "proofs for this host use the key that it has");
     // The response to the host's next heartbeat adds the new keys and removes no key that still signs for the host.
-    let given = send_heartbeat(&stack, &process, &host).await;
-    assert!(given.contains(&first) && given.len() >= 2, "{given:?}");
+    let received = send_heartbeat(&stack, &process, &host).await;
+    assert!(received.contains(&first) && received.len() >= 2, "{received:?}");
     assert_eq!(request_backup().await, 202);
     send_heartbeat(&stack, &process, &host).await;
     assert_eq!(request_backup().await, 202);
-    let given = send_heartbeat(&stack, &process, &host).await;
-    assert!(!given.contains(&first), "{given:?}");
+    let received = send_heartbeat(&stack, &process, &host).await;
+    assert!(!received.contains(&first), "{received:?}");
     assert_eq!(request_backup().await, 202);
 }

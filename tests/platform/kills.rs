@@ -1,4 +1,4 @@
-//! kill -9 at every fail point in a step: after a restart, the operation ends with one server and no orphan.
+//! kill -9 at every fail point in a step: after a restart, the operation succeeds and leaves no orphaned server.
 
 use std::sync::Mutex;
 

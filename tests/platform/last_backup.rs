@@ -128,7 +128,7 @@ async fn implausible_fence_is_replaced_before_backup_request() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn progressing_backup_extends_every_deadline() {
+async fn backup_progress_extends_stall_and_operation_deadlines() {
     let stack = Stack::start().await;
     let short = [("LAST_BACKUP_STALL_SECONDS", "2"), ("OPERATION_DEADLINE_SECONDS", "3")];
     let process = stack.start_platform_with(&short);
@@ -184,8 +184,8 @@ async fn missing_backup_of_reachable_host_waits_for_operator() {
         list_audit(&stack, "last_backup.loss_accepted").await[0]["lostSince"],
         "2026-01-02T03:04:05.678Z"
     );
-    let kept = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
-    assert_eq!(kept["unsavedSince"], Value::Null, "the old server may be removed");
+    let old_record = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
+    assert_eq!(old_record["unsavedSince"], Value::Null, "the old server may be removed");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -335,7 +335,7 @@ async fn host_with_unregistered_key_gets_no_request() {
     assert!(old.proofs.lock().unwrap().is_empty());
 }
 
-/// Starts a host that never stops its writers, and reports more dispatches on each call.
+/// Starts a host that never stops its writers, and reports one more dispatch on each request to quiesce.
 async fn start_host_that_never_stops() -> (Stack, Process, FakeHost) {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "2")]);
@@ -418,7 +418,7 @@ fn spawn_growing_progress(old: &FakeHost, bytes: u64) -> tokio::task::JoinHandle
     })
 }
 
-/// A replaced machine's credentials allow all of these writes.
+/// The credentials of a machine that is being replaced allow all of these writes.
 #[tokio::test(flavor = "multi_thread")]
 async fn forged_snapshot_does_not_count_as_final_backup() {
     let stack = Stack::start().await;

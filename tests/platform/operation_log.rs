@@ -51,11 +51,11 @@ async fn month_of_retries_leaves_a_bounded_log() {
     for n in 0..300 {
         operation_log::log_retry(&session, id, "last_backup", Some(&format!("failure {n}"))).await.unwrap();
     }
-    let kept = newest().await;
-    assert_eq!((kept.lines.len(), kept.omitted), (200, 1), "only the first line is older");
-    let details: Vec<_> = kept.lines.iter().map(|line| line.detail.as_deref()).collect();
+    let bounded = newest().await;
+    assert_eq!((bounded.lines.len(), bounded.omitted), (200, 1), "only the first line is older");
+    let details: Vec<_> = bounded.lines.iter().map(|line| line.detail.as_deref()).collect();
     assert_eq!((details[0], details[199]), (Some("failure 100"), Some("failure 299")));
-    assert!(kept.lines.iter().all(|line| line.repeated_at.is_none()));
+    assert!(bounded.lines.iter().all(|line| line.repeated_at.is_none()));
 
     let age = operations::load_step_age(&session, id, "last_backup").await.unwrap();
     assert!(age > Duration::from_secs(29 * 86_400), "{age:?}");

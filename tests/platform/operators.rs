@@ -61,20 +61,20 @@ async fn every_route_accepts_only_its_declared_scopes() {
             // The call has no body, so that it has no effect.
             let response =
                 stack.send(request_with(&stack, &process, token, operation.method.clone(), &path)).await;
-            let what = format!("{} with the scope {scope}: {response:?}", operation.id);
+            let context = format!("{} with the scope {scope}: {response:?}", operation.id);
             match endpoint.access.scopes() {
                 Some(scopes) if scopes.contains(scope) => {
-                    assert!(![401, 403].contains(&response.status), "{what}");
+                    assert!(![401, 403].contains(&response.status), "{context}");
                 }
                 Some(scopes) => {
                     response.assert_problem(403, "forbidden");
                     let needed: Vec<_> = scopes.iter().map(|scope| scope.as_str()).collect();
-                    assert_eq!(response.body["missingScopes"], json!(needed), "{what}");
+                    assert_eq!(response.body["missingScopes"], json!(needed), "{context}");
                     let detail = response.body["detail"].as_str().unwrap();
-                    assert!(detail.contains(&needed.join(" or ")), "{what}");
+                    assert!(detail.contains(&needed.join(" or ")), "{context}");
                 }
-                None if endpoint.access == Access::Machine => assert_eq!(response.status, 401, "{what}"),
-                None => assert!(response.status < 400 || response.status == 503, "{what}"),
+                None if endpoint.access == Access::Machine => assert_eq!(response.status, 401, "{context}"),
+                None => assert!(response.status < 400 || response.status == 503, "{context}"),
             }
         }
     }

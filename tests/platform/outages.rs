@@ -1,4 +1,4 @@
-//! Database and store outages: readiness names the outage, requests that need the service get 503, and the platform
+//! Database and store outages: readiness names the outage, requests that need the database get 503, and the platform
 //! recovers.
 
 use kit::pg::{PgBinaries, PgOptions, PgServer};

@@ -228,10 +228,10 @@ async fn processes_with_both_keys_do_not_conflict() {
     );
     let before = load_sealed_keys(&client).await;
     let mut guests = Vec::new();
-    for (user, creator, other) in [("user_1", &old, &new), ("user_2", &new, &old)] {
+    for (user, creator, peer) in [("user_1", &old, &new), ("user_2", &new, &old)] {
         let provisioned = stack.provision(creator, user).await;
-        let guest = stack.wait_for_guest(other, provisioned["machineId"].as_str().unwrap()).await;
-        let registered = stack.register(other, &guest).await;
+        let guest = stack.wait_for_guest(peer, provisioned["machineId"].as_str().unwrap()).await;
+        let registered = stack.register(peer, &guest).await;
         assert_eq!(registered.status, 200, "{registered:?}\n{}", stack.log());
         guests.push(guest);
     }
@@ -247,20 +247,20 @@ async fn processes_with_both_keys_do_not_conflict() {
     assert!(assert_refused(&stack, OLD, None).await.contains("PLATFORM_KEY_PREVIOUS"));
 
     stop(old).await;
-    let done = || async {
+    let are_resealed = || async {
         for guest in &mut guests.clone() {
             let response = send_heartbeat(&stack, &new, guest).await;
             assert_eq!(response.status, 200, "{response:?}");
         }
         all_sealed_with(&client, NEW).await.then_some(())
     };
-    stack.eventually("the keys are resealed", done).await;
-    let mut guest = guests[0].clone();
-    let mut other = guests[1].clone();
-    let response = send_heartbeat(&stack, &new, &other).await.body;
-    store_next_token(&mut other, &response);
-    send_heartbeat(&stack, &new, &other).await;
-    complete_key_rotation(&stack, &new, &client, &mut guest).await;
+    stack.eventually("the keys are resealed", are_resealed).await;
+    let mut first = guests[0].clone();
+    let mut second = guests[1].clone();
+    let response = send_heartbeat(&stack, &new, &second).await.body;
+    store_next_token(&mut second, &response);
+    send_heartbeat(&stack, &new, &second).await;
+    complete_key_rotation(&stack, &new, &client, &mut first).await;
     assert!(has_signed_fence(&stack, "user_1", NEW) && has_signed_fence(&stack, "user_2", NEW));
 }
 
@@ -270,11 +270,12 @@ async fn process_with_incompatible_keys_is_rejected() {
     let running = start_process(&stack, OLD, None, &[]);
     let printed = assert_refused(&stack, NEW, Some(OLD)).await;
     assert!(printed.contains("a platform process with different keys is running"), "{printed}");
-    // The rejected process did not start a rotation, so the running process can be restarted with its own key.
     stop(running).await;
+    // Without the mark, the check of the sealed keys rejects the process.
     assert!(stack.store.remove(BUCKET, mark::MARK_PATH), "the current key's mark is in the store");
     let printed = assert_refused(&stack, NEW, Some(NEW + 1)).await;
     assert!(printed.contains("PLATFORM_KEY and PLATFORM_KEY_PREVIOUS"), "{printed}");
+    // No rejected process has started a rotation, so the old key is still sufficient.
     drop(start_process(&stack, OLD, None, &[]));
     // A new process waits until a killed process's row has expired.
     let prepared = start_process(&stack, NEW, Some(OLD), &[]);
@@ -373,9 +374,9 @@ async fn server_restored_with_its_settings_is_refused() {
     );
 }
 
-/// A store that does not respond at startup delays the rejection.
+/// A store that is unavailable at startup delays the rejection.
 #[tokio::test(flavor = "multi_thread")]
-async fn process_with_outdated_key_stops_once_the_store_responds() {
+async fn process_with_outdated_key_stops_once_the_store_recovers() {
     let stack = Stack::start().await;
     stop(start_process(&stack, NEW, None, &[])).await;
     let client = stack.database.connect().await.unwrap();

@@ -13,7 +13,7 @@ async fn clock_skew_from_database_is_reported() {
     assert!(in_sync.body["clockSkewMs"].as_i64().unwrap().abs() < 2000, "{in_sync:?}");
     drop(process);
 
-    // Every new session sees a database clock that is off by a minute.
+    // Every new session sees a database clock that is a minute ahead.
     let client = stack.database.connect().await.unwrap();
     let skew_clock = "CREATE SCHEMA skewed; \
          CREATE FUNCTION skewed.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE \

@@ -81,7 +81,7 @@ async fn new_server_gets_its_identity_and_restore_mode() {
     let server = stack.provider.server_by_name(&format!("svc-{machine}")).unwrap();
     assert_eq!((server.labels["svc-machine"].as_str(), server.labels["svc-epoch"].as_str()), (machine, "1"));
     assert_eq!((server.server_type.as_str(), server.image.as_str()), ("cpx22", "debian-12"));
-    // The fence precedes the server; tokens appear neither in the database nor in the log.
+    // The fence names the machine. The machine's tokens appear neither in its row nor in the log.
     let pointer = stack.pointer("user_1");
     let proof = pointer["fenceProof"].clone();
     assert_eq!(proof.as_str().map(str::len), Some(64), "{pointer}");
@@ -126,12 +126,12 @@ async fn bundle_url_reaches_host_and_only_platform_gets_tokens() {
     let exact = ("SVC_HOST_BUNDLE_URL", "https://mirror.example/exact.tar.gz");
     let base = ("SVC_HOST_BUNDLE_BASE_URL", "https://mirror.example/base/");
     let own = ("SVC_HOST_BUNDLE_BASE_URL", "http://platform.example/other");
-    let below = |base: &str| format!("{base}/system-bundles/v1/svc-host-bundle.tar.gz");
+    let bundle_url = |base: &str| format!("{base}/system-bundles/v1/svc-host-bundle.tar.gz");
     for (settings, url, is_own) in [
         (vec![exact, base], exact.1.to_owned(), false),
-        (vec![base], below("https://mirror.example/base"), false),
-        (vec![own], below("http://platform.example/other"), true),
-        (vec![], below("http://platform.example"), true),
+        (vec![base], bundle_url("https://mirror.example/base"), false),
+        (vec![own], bundle_url("http://platform.example/other"), true),
+        (vec![], bundle_url("http://platform.example"), true),
     ] {
         let (_, variables) = provision_server(&settings).await;
         assert_eq!(variables["SVC_HOST_BUNDLE_URL"], url);

@@ -11,8 +11,8 @@ async fn get_fleet(stack: &Stack, process: &Process, token: &str) -> ApiResponse
 
 /// More requests than a burst allows.
 const ABOVE_BURST: u32 = 40;
-/// Fewer requests than a burst allows, so that one is rejected only if earlier requests count. It is more than one,
-/// because on a slow machine the limit may permit another request in the meantime.
+/// Fewer requests than a burst allows: one of them is rejected only if earlier requests count against the same limit.
+/// More than one request, because on a slow machine the limit may permit another in the meantime.
 const BELOW_BURST: u32 = 5;
 
 /// Sends at most `count` requests, and returns the first rate-limited response.
@@ -83,7 +83,7 @@ async fn operator_rate_limit_does_not_affect_others() {
 async fn host_rate_limit_does_not_affect_others() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("PLATFORM_HOST_REQUESTS_PER_SECOND", "1")]);
-    let (runaway, other) =
+    let (runaway, quiet) =
         (stack.start_machine(&process, "user_1").await, stack.start_machine(&process, "user_2").await);
     let mut refused = None;
     for _ in 0..100 {
@@ -97,7 +97,7 @@ async fn host_rate_limit_does_not_affect_others() {
     let refused = refused.expect("a request must be rejected");
     refused.assert_problem(429, "rate_limited");
     assert!(refused.headers.contains_key("retry-after"), "{refused:?}");
-    assert_eq!(stack.send_heartbeat(&process, &other, &heartbeat_of(&other)).await.status, 200);
+    assert_eq!(stack.send_heartbeat(&process, &quiet, &heartbeat_of(&quiet)).await.status, 200);
 }
 
 #[tokio::test(flavor = "multi_thread")]

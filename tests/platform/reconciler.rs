@@ -16,7 +16,7 @@ async fn assert_fails_with(stack: &Stack, process: &Process, guest: &Guest, caus
     assert_eq!(record["failure"]["cause"], cause, "{record}");
 }
 
-/// Waits until the platform has listed the provider's servers this many times.
+/// Waits until the platform has listed the provider's servers this many more times.
 async fn wait_for_listings(stack: &Stack, count: usize) {
     let listings = || stack.provider.call_count("GET", "label_selector=svc-machine&");
     let expected = listings() + count;
@@ -45,12 +45,12 @@ async fn fetch_installation_id(stack: &Stack) -> String {
 async fn vanished_server_fails_its_machine_without_replacement() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let (guest, other) =
+    let (guest, other_guest) =
         (stack.start_machine(&process, "user_1").await, stack.start_machine(&process, "user_2").await);
     stack.provider.vanish_server(&format!("svc-{}", guest.machine)).await.unwrap();
     assert_fails_with(&stack, &process, &guest, "server_gone").await;
     wait_for_listings(&stack, 2).await;
-    assert_eq!(stack.status(&process, &other.machine).await, "running");
+    assert_eq!(stack.status(&process, &other_guest.machine).await, "running");
     assert_eq!(stack.provider.creations().len(), 2);
     // The machine's host may still be running somewhere, but its heartbeat does not return the machine to service.
     stack.send_heartbeat(&process, &guest, &super::stack::heartbeat_of(&guest)).await;
@@ -103,13 +103,17 @@ async fn token_of_another_project_fails_no_machine() {
         guests.push(stack.start_machine(&process, &format!("user_{n}")).await);
     }
     process.kill();
-    let other = kit::provider::Simulator::start(kit::provider::SimulatorOptions::record()).await.unwrap();
-    let settings = [("PROVIDER_API_URL", other.base_url()), ("PROVIDER_API_TOKEN", other.token().to_owned())];
+    let other_project =
+        kit::provider::Simulator::start(kit::provider::SimulatorOptions::record()).await.unwrap();
+    let settings = [
+        ("PROVIDER_API_URL", other_project.base_url()),
+        ("PROVIDER_API_TOKEN", other_project.token().to_owned()),
+    ];
     let settings: Vec<_> = settings.iter().map(|(name, value)| (*name, &**value)).collect();
     let process = stack.start_platform_with(&settings);
     let is_logged = || async { stack.log().contains("another project").then_some(()) };
     stack.eventually("the problem is reported", is_logged).await;
-    let listings = || other.call_count("GET", "label_selector=svc-machine&");
+    let listings = || other_project.call_count("GET", "label_selector=svc-machine&");
     let expected = listings() + 3;
     stack
         .eventually("the servers are listed again", || async { (listings() >= expected).then_some(()) })
@@ -130,7 +134,8 @@ async fn orphans_are_deleted_once_an_operator_releases_them() {
 
     let unknown = uuid::Uuid::now_v7().to_string();
     create_foreign_server(&stack, "orphan", &json!({"svc-machine": unknown, "svc-installation": ours})).await;
-    create_foreign_server(&stack, "damaged", &json!({"svc-machine": "what", "svc-installation": ours})).await;
+    create_foreign_server(&stack, "damaged", &json!({"svc-machine": "no-id", "svc-installation": ours}))
+        .await;
     let elsewhere = uuid::Uuid::now_v7().to_string();
     create_foreign_server(&stack, "theirs", &json!({"svc-machine": unknown, "svc-installation": elsewhere}))
         .await;
@@ -223,7 +228,7 @@ async fn wait_for_server_deletion(stack: &Stack) {
     stack.eventually("the server is deleted after its retention", gone).await;
 }
 
-/// No kept server is deleted while the database may have forgotten machines.
+/// No kept server is deleted while machines may be missing from the database.
 #[tokio::test(flavor = "multi_thread")]
 async fn kept_server_stays_while_the_inventory_fails() {
     let stack = Stack::start().await;
@@ -237,7 +242,7 @@ async fn kept_server_stays_while_the_inventory_fails() {
     wait_for_server_deletion(&stack).await;
 }
 
-/// The other process's inventory may still be running, and may find a server that this database lacks.
+/// The other process's inventory may still be running, and may find a server whose machine the database lacks.
 #[tokio::test(flavor = "multi_thread")]
 async fn kept_server_stays_while_another_process_takes_inventory() {
     let stack = Stack::start().await;
@@ -374,7 +379,7 @@ async fn unreadable_machine_does_not_stop_the_reconciler() {
     let sql = "UPDATE user_machines SET registration_expires_at = now(), \
                public_ipv4 = CASE WHEN idp_user_id = 'user_3' THEN public_ipv4 ELSE 'nowhere' END";
     client.execute(sql, &[]).await.unwrap();
-    // The machine's own operation would also expire the registration, so it is postponed.
+    // Each machine's own operation would also handle the expired registration, so it is postponed.
     client.execute("UPDATE operations SET due_at = 'infinity'", &[]).await.unwrap();
     let failed = || async { (stack.status(&process, &machines[2]).await == "failed").then_some(()) };
     stack.eventually("the readable machine fails", failed).await;

@@ -14,16 +14,16 @@ async fn recovery_without_a_usable_snapshot_changes_nothing() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    let assert_refused = |what: &'static str| {
+    let assert_refused = |case: &'static str| {
         let (stack, process, guest) = (&stack, &process, &guest);
         async move {
             let calls = stack.provider.calls().len();
             let response = stack.post(process, "/vps/recover", &recovery_body()).await;
-            assert!(response.status == 409, "{what}: {response:?}");
+            assert!(response.status == 409, "{case}: {response:?}");
             response.assert_problem(409, "snapshot_unusable");
-            assert_eq!(stack.status(process, &guest.machine).await, "running", "{what}");
+            assert_eq!(stack.status(process, &guest.machine).await, "running", "{case}");
             let changes = stack.provider.calls().into_iter().skip(calls).filter(|call| call.method != "GET");
-            assert_eq!(changes.count(), 0, "{what}");
+            assert_eq!(changes.count(), 0, "{case}");
             stack.assert_only_server(&guest.machine);
         }
     };
@@ -41,8 +41,8 @@ async fn recovery_without_a_usable_snapshot_changes_nothing() {
     stack.store.remove(BUCKET, &format!("{dump}.json"));
     assert_refused("no sidecar").await;
     stack.store_snapshot("user_1");
-    let other = json!({"idpUserId": "user_1", "snapshotKey": "system/db/snapshots/other.dump"});
-    stack.post(&process, "/vps/recover", &other).await.assert_problem(409, "snapshot_unusable");
+    let missing = json!({"idpUserId": "user_1", "snapshotKey": "system/db/snapshots/other.dump"});
+    stack.post(&process, "/vps/recover", &missing).await.assert_problem(409, "snapshot_unusable");
     let outside =
         json!({"idpUserId": "user_1", "snapshotKey": "../../user_2/primary/system/db/snapshots/x.dump"});
     stack.post(&process, "/vps/recover", &outside).await.assert_problem(400, "invalid_request");

@@ -35,10 +35,10 @@ async fn wrong_or_foreign_registration_token_is_rejected() {
     let provisioned = stack.provision(&process, "user_1").await;
     let guest = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
     let provisioned = stack.provision(&process, "user_2").await;
-    let other = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
+    let other_guest = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
     let body = registration(&guest.machine, 1);
     let forged = guest.registration_token.replace(char::is_numeric, "0");
-    for token in [&other.registration_token, &guest.upgrade_token, &forged, "svcr_x", SECRET] {
+    for token in [&other_guest.registration_token, &guest.upgrade_token, &forged, "svcr_x", SECRET] {
         stack.register_as(&process, token, &body).await.assert_problem(401, "registration_rejected");
     }
     let bare = stack.request(&process, Method::POST, "/vps/register").json(&body);
@@ -90,13 +90,13 @@ async fn reported_boot_failure_prevents_registration() {
 async fn heartbeat_needs_its_token_and_reports_replacement() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let (guest, other) =
+    let (guest, other_guest) =
         (stack.start_machine(&process, "user_1").await, stack.start_machine(&process, "user_2").await);
     let beat = |token: &str| {
         let path = format!("/vps/{}/heartbeat", guest.machine);
         stack.request(&process, Method::POST, &path).bearer_auth(token).json(&heartbeat())
     };
-    stack.send(beat(&other.upgrade_token)).await.assert_problem(403, "forbidden");
+    stack.send(beat(&other_guest.upgrade_token)).await.assert_problem(403, "forbidden");
     stack.send(beat(&guest.registration_token)).await.assert_problem(401, "unauthorized");
     let response = stack.send(beat(&guest.upgrade_token)).await;
     assert_eq!(response.body["superseded"], false, "{response:?}");

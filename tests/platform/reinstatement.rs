@@ -90,7 +90,7 @@ async fn immediate_deletion_keeps_the_predecessors_server() {
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true&now=true", new.machine)).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
     wait_until_deleted(&stack, &new.machine).await;
-    let off = || async {
+    let has_ended = || async {
         let old = fetch_record(&stack, &process, &old.machine).await;
         let operations = old["operations"].as_array()?.clone();
         operations
@@ -98,7 +98,7 @@ async fn immediate_deletion_keeps_the_predecessors_server() {
             .any(|operation| operation["kind"] == "delete" && operation["state"] == "succeeded")
             .then_some(())
     };
-    stack.eventually("the deletion of the machine that served ends", off).await;
+    stack.eventually("the predecessor's deletion ends", has_ended).await;
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
     assert_eq!(power_state(&stack, &old.machine), Some(Power::Off));
     let back = stack.post(&process, &format!("/vps/{}/undelete", old.machine), &json!({})).await;

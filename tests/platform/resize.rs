@@ -133,10 +133,10 @@ async fn impossible_resize_is_refused_and_changes_nothing() {
         );
         assert_eq!(count_actions(&stack, ""), 0, "{code}");
     };
-    let none = stack.request(&process, Method::POST, &path).json(&json!({"serverType": "cpx32"}));
-    assert_refused(stack.send(none).await, 401, "unauthorized");
-    let own = stack.request(&process, Method::POST, &path).bearer_auth(&guest.upgrade_token);
-    assert_refused(stack.send(own.json(&json!({"serverType": "cpx32"}))).await, 401, "unauthorized");
+    let without_token = stack.request(&process, Method::POST, &path).json(&json!({"serverType": "cpx32"}));
+    assert_refused(stack.send(without_token).await, 401, "unauthorized");
+    let by_host = stack.request(&process, Method::POST, &path).bearer_auth(&guest.upgrade_token);
+    assert_refused(stack.send(by_host.json(&json!({"serverType": "cpx32"}))).await, 401, "unauthorized");
     assert_refused(resize(&stack, &process, "not-a-uuid", "cpx32").await, 400, "invalid_request");
     assert_refused(stack.post(&process, &path, &json!({})).await, 400, "invalid_request");
     assert_refused(
@@ -169,7 +169,7 @@ async fn impossible_resize_is_refused_and_changes_nothing() {
     let broken = || Fault::Status { status: 500, code: "server_error".to_owned(), reset_in_seconds: None };
     stack.provider.add_fault(FaultRule::times(9, "GET", "/server_types", broken()));
     assert_refused(resize(&stack, &process, &guest.machine, "cpx32").await, 502, "provisioning_error");
-    // A type outside the plan is rejected without a call to the provider.
+    // A type that no plan includes is rejected without a call to the provider.
     assert_refused(resize(&stack, &process, &guest.machine, "cpx42").await, 403, "server_type_not_allowed");
     stack.provider.clear_faults();
     assert_eq!(fetch_record(&stack, &process, &guest).await["status"], "running");

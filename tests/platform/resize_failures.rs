@@ -136,9 +136,9 @@ async fn server_that_stays_off_fails_until_a_healthy_heartbeat() {
     let mut unhealthy = heartbeat_of(&guest);
     unhealthy["health"]["gateway"] = json!("failing");
     stack.send_heartbeat(&process, &guest, &unhealthy).await;
-    let mut other = heartbeat_of(&guest);
-    other["epoch"] = json!(7);
-    stack.send_heartbeat(&process, &guest, &other).await;
+    let mut wrong_epoch = heartbeat_of(&guest);
+    wrong_epoch["epoch"] = json!(7);
+    stack.send_heartbeat(&process, &guest, &wrong_epoch).await;
     assert_eq!(fetch_record(&stack, &process, &guest).await["status"], "failed");
     // Neither does a heartbeat that was in flight when the power was cut.
     stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
@@ -280,7 +280,7 @@ async fn overdue_resize_powers_server_on() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn resize_cancelled_by_delete_and_undone_powers_server_on() {
+async fn undelete_after_a_cancelled_resize_powers_server_on() {
     let (stack, process, guest, _) = start_stuck_resize(&[("DELETE_GRACE_SECONDS", "600")]).await;
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
     stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;

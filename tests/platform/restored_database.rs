@@ -1,5 +1,5 @@
-//! The platform's database is restored from an older copy. The operations that are open in the copy have since ended,
-//! as the store shows.
+//! The platform's database is restored from an older copy: operations that are open in the copy have since ended, or
+//! later machines are missing from it. The store shows which machine holds a slot.
 
 use kit::pg::copy::DatabaseCopy;
 use kit::provider::Power;
@@ -111,12 +111,12 @@ impl RestorablePlatform {
         self.stack.eventually("the machine is running", runs).await;
     }
 
-    pub async fn wait_until_fleet_shows(&self, what: &str) {
+    pub async fn wait_until_fleet_shows(&self, text: &str) {
         let shown = || async {
             let fleet = self.stack.get(self.process(), "/vps/fleet").await.body.to_string();
-            fleet.contains(what).then_some(())
+            fleet.contains(text).then_some(())
         };
-        self.stack.eventually(what, shown).await;
+        self.stack.eventually(text, shown).await;
     }
 }
 
@@ -140,7 +140,7 @@ async fn recovery_abandoned_after_the_copy_changes_nothing() {
     platform.send_heartbeat(&old.guest, 3, Value::Null).await;
 
     platform.restore(&[]).await;
-    // The copy's operation would immediately request a final backup.
+    // With this final backup, the copy's operation would continue and power the server off.
     old.store_backup(&platform.stack, "user_1");
     let back = platform.wait_for_status(&machine, "running").await;
     assert_eq!(back["epoch"], 3, "{back}");
@@ -336,8 +336,8 @@ async fn registration_of_another_machine_is_ignored() {
     let provisioned = platform.stack.provision(platform.process(), "user_1").await;
     let guest =
         platform.stack.wait_for_guest(platform.process(), &string_field(&provisioned, "machineId")).await;
-    let other = registration("00000000-0000-7000-8000-000000000000", 1);
-    platform.send_heartbeat(&guest, 1, other).await;
+    let foreign = registration("00000000-0000-7000-8000-000000000000", 1);
+    platform.send_heartbeat(&guest, 1, foreign).await;
     assert_eq!(platform.fetch_record(&guest.machine).await["status"], "provisioning");
     platform.stack.delete(platform.process(), &format!("/vps/{}", guest.machine)).await;
     platform.stack.assert_no_server();

@@ -70,9 +70,9 @@ impl RunningHostsTest {
         Ok(machine)
     }
 
-    async fn wait_until(&self, machine: &str, what: &str, is: impl Fn(&Value) -> bool) -> Value {
-        let check = || async { Some(self.fetch_record(machine).await).filter(|record| is(record)) };
-        self.stack.eventually(what, check).await
+    async fn wait_until(&self, machine: &str, condition: &str, holds: impl Fn(&Value) -> bool) -> Value {
+        let check = || async { Some(self.fetch_record(machine).await).filter(|record| holds(record)) };
+        self.stack.eventually(condition, check).await
     }
 
     /// Connects to the owner's database on the machine's host.

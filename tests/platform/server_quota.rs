@@ -56,7 +56,7 @@ async fn repeated_replacement_beyond_the_limit_is_refused() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("PROVIDER_SERVER_LIMIT", "2")]);
     let first = stack.start_machine(&process, "user_1").await;
-    let other = stack.start_machine(&process, "user_2").await;
+    let other_guest = stack.start_machine(&process, "user_2").await;
     let replacement = |user: &str| {
         let mut body = provision_body(user);
         (body["allowEmpty"], body["acceptLoss"]) = (json!(true), json!(true));
@@ -90,7 +90,7 @@ async fn repeated_replacement_beyond_the_limit_is_refused() {
     assert_eq!(stack.provider.servers().len(), 3);
 
     // Another slot may also have one replacement beyond the limit.
-    fail(&other.machine).await;
+    fail(&other_guest.machine).await;
     let replaced = stack.post(&process, PROVISION, &replacement("user_2")).await;
     assert_eq!(replaced.status, 202, "{replaced:?}");
     // After a server is discarded, another replacement fits.
@@ -106,7 +106,7 @@ async fn repeated_replacement_beyond_the_limit_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn provider_refusal_blocks_provisioning_until_accepted_order() {
+async fn provider_refusal_blocks_provisioning_until_order_succeeds() {
     let stack =
         Stack::start_with_provider(|_| SimulatorOptions { server_limit: 1, ..SimulatorOptions::record() })
             .await;

@@ -12,7 +12,7 @@ use svc::platform::db::kept_servers::{self, ServerRetention};
 use uuid::Uuid;
 
 const RETENTION: Duration = Duration::from_secs(600);
-/// A time before the retention period.
+/// A time longer ago than the retention period.
 const OLD: &str = "now() - interval '1200 seconds'";
 /// A time within the retention period.
 const RECENT: &str = "now() - interval '10 seconds'";

@@ -109,12 +109,12 @@ async fn process_paused_beyond_its_lease_writes_nothing() {
     let created = || async { (!stack.provider.servers().is_empty()).then_some(()) };
     stack.eventually("the create is in flight", created).await;
     kill(pid, Signal::SIGSTOP).unwrap();
-    let other = stack.start_platform();
-    let operation = stack.wait_until_ended(&other, provisioned["operationId"].as_str().unwrap()).await;
+    let successor = stack.start_platform();
+    let operation = stack.wait_until_ended(&successor, provisioned["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     let path = format!("/vps/{}", provisioned["machineId"].as_str().unwrap());
     let record = || async {
-        let mut record = stack.get(&other, &path).await.body;
+        let mut record = stack.get(&successor, &path).await.body;
         // These fields change with time.
         record["copies"] = serde_json::Value::Null;
         record["heartbeatAt"] = serde_json::Value::Null;
@@ -122,11 +122,12 @@ async fn process_paused_beyond_its_lease_writes_nothing() {
     };
     let before = record().await;
     kill(pid, Signal::SIGCONT).unwrap();
-    // After the pause, the process serves requests again. Completing another operation shows that it dropped the lost
+    // After the pause, the process serves requests again. During another operation, it has time to write with its lost
     // lease.
     assert_eq!(stack.get(&paused, "/readyz").await.status, 200);
     let second = stack.provision(&paused, "user_2").await;
-    stack.wait_until_ended(&paused, second["operationId"].as_str().unwrap()).await;
+    let operation = stack.wait_until_ended(&paused, second["operationId"].as_str().unwrap()).await;
+    assert_eq!(operation["state"], "succeeded", "{operation}");
     assert_eq!(record().await, before);
     assert_eq!(stack.provider.creations().len(), 2);
 }

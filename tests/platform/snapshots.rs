@@ -5,24 +5,24 @@ use serde_json::{Value, json};
 use super::stack::{BUCKET, DIGEST, Stack};
 
 impl Stack {
-    /// Stores a complete snapshot for the user's slot, with a pointer to it.
+    /// Stores a complete snapshot for the user's slot, with a pointer to it. Returns the path of the dump.
     pub fn store_snapshot(&self, user: &str) -> String {
         self.store_snapshot_at(user, "2026-01-02T03:04:05.678Z")
     }
 
-    /// Stores a complete snapshot taken at the given time, with a pointer to it.
+    /// Stores a complete snapshot taken at the given time, with a pointer to it. Returns the path of the dump.
     pub fn store_snapshot_at(&self, user: &str, at: &str) -> String {
         self.write_snapshot(user, at, &uuid::Uuid::nil().to_string(), 1)
     }
 
     fn write_snapshot(&self, user: &str, at: &str, machine: &str, epoch: u64) -> String {
         let key = format!("system/db/snapshots/{}-{epoch}.dump", at.replace(':', "-"));
-        let named = json!({"key": key, "sizeBytes": 4, "sha256": DIGEST, "etag": null, "machineId": machine,
+        let snapshot = json!({"key": key, "sizeBytes": 4, "sha256": DIGEST, "etag": null, "machineId": machine,
             "epoch": epoch, "takenAt": at, "verifiedAt": at});
         let sidecar = json!({"version": 1, "key": key, "sizeBytes": 4, "sha256": DIGEST, "pgVersion": "16",
             "machineId": machine, "epoch": epoch, "takenAt": at, "verifiedAt": at, "roles": [], "tables": []});
         let seq = self.highest_seq(user) + 1;
-        let pointer = json!({"version": 1, "fenceEpoch": epoch, "seq": seq, "snapshot": named});
+        let pointer = json!({"version": 1, "fenceEpoch": epoch, "seq": seq, "snapshot": snapshot});
         let prefix = format!("{user}/primary");
         self.store.write(BUCKET, &format!("{prefix}/{key}"), "dump");
         self.store.write(BUCKET, &format!("{prefix}/{key}.json"), sidecar.to_string());

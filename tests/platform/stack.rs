@@ -304,7 +304,7 @@ impl Stack {
     /// Polls until the check returns a value.
     pub async fn eventually<T, F: Future<Output = Option<T>>>(
         &self,
-        what: &str,
+        condition: &str,
         mut check: impl FnMut() -> F,
     ) -> T {
         let end = Instant::now() + WAIT_TIMEOUT;
@@ -312,7 +312,7 @@ impl Stack {
             if let Some(found) = check().await {
                 return found;
             }
-            assert!(Instant::now() < end, "not within {WAIT_TIMEOUT:?}: {what}\n{}", self.log());
+            assert!(Instant::now() < end, "not within {WAIT_TIMEOUT:?}: {condition}\n{}", self.log());
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     }
@@ -341,6 +341,7 @@ impl Stack {
     }
 }
 
+/// Publishes a bundle with its checksum, but without a signed manifest.
 pub fn publish_unsigned(store: &S3Server, version: &str) {
     let key = format!("system-bundles/{version}/svc-host-bundle.tar.gz");
     store.write(BUCKET, &key, "0123456789");

@@ -54,9 +54,9 @@ async fn deleted_machine_is_backed_up_and_can_be_undeleted() {
     let operation = wait_until_ended(&stack, &process, &deleted.body["operationId"]).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     wait_until_off(&stack, &machine).await;
-    let kept = fetch_record(&stack, &process, &machine).await;
-    assert!(kept["finalBackupAt"].is_string(), "{kept}");
-    assert_eq!(kept["copies"]["kept"][0]["reason"], "deleted");
+    let record = fetch_record(&stack, &process, &machine).await;
+    assert!(record["finalBackupAt"].is_string(), "{record}");
+    assert_eq!(record["copies"]["kept"][0]["reason"], "deleted");
 
     let back = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
     assert_eq!((back.status, &back.body["epoch"]), (202, &json!(2)), "{back:?}");
@@ -168,7 +168,7 @@ async fn provision_of_a_failed_machine_backs_it_up_first() {
     assert_eq!(
         power_state(&stack, &old.guest.machine),
         Some(Power::Off),
-        "the server must be kept until the successor has served traffic"
+        "the replaced machine's server must be kept for its retention period"
     );
 }
 
@@ -186,7 +186,7 @@ async fn expired_preview_is_backed_up_and_kept() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn slot_with_a_different_kind_of_machine_is_refused() {
+async fn preview_is_refused_in_a_slot_with_a_customer_machine() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.start_machine(&process, "user_1").await;
@@ -198,7 +198,7 @@ async fn slot_with_a_different_kind_of_machine_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deletion_during_recovery_keeps_the_serving_machine() {
+async fn deletion_during_recovery_keeps_the_predecessors_server() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
     let old = stack.start_machine(&process, "user_1").await;

@@ -100,7 +100,7 @@ async fn forged_fence_does_not_lock_the_slot() {
         }
     };
     forge(7);
-    // The forgery does not change the machine's epoch, and the machine serves as before.
+    // The forgery does not change the machine's epoch.
     platform.send_heartbeat(&guest, 7, Value::Null).await;
     assert_eq!(platform.fetch_record(&guest.machine).await["epoch"], 1);
     let deleted = platform

@@ -95,11 +95,11 @@ fn row(arg: &Arg) -> [String; 3] {
     [format!("`{shown}`"), default, meaning.trim().to_owned()]
 }
 
-/// Returns the text as one line that ends with a period, a colon or a backquote. Escapes `<`, which would start an HTML
+/// Returns the text as one line that ends with a period or a colon. Escapes `<`, which would start an HTML
 /// element.
 fn sentence(text: &str) -> String {
     let mut line = escape(&text.split_whitespace().collect::<Vec<_>>().join(" "));
-    if !line.is_empty() && !line.ends_with(['.', ':', '`']) {
+    if !line.is_empty() && !line.ends_with(['.', ':']) {
         line.push('.');
     }
     line
@@ -112,12 +112,14 @@ fn escape(line: &str) -> String {
     parts.collect::<Vec<_>>().join("`")
 }
 
-/// Renders the text after a command's help: examples and indented lines as code, other lines as paragraphs.
+/// Renders the text after a command's help: examples and indented lines as code, other lines as paragraphs. A line that is
+/// indented by three spaces continues an item of a numbered list.
 fn paragraphs(text: &str) -> String {
     let (mut shown, mut is_code) = (String::new(), false);
     for line in text.trim_end().lines() {
         let example = line.trim_start().strip_prefix("Example: ");
-        let begins_code = example.is_some() || line.starts_with("  ");
+        let indent = line.len() - line.trim_start().len();
+        let begins_code = example.is_some() || (indent >= 2 && indent != 3);
         if begins_code != is_code {
             let begin = if shown.is_empty() || shown.ends_with("\n\n") { "```text\n" } else { "\n```text\n" };
             shown.push_str(if begins_code { begin } else { "```\n\n" });
@@ -126,7 +128,7 @@ fn paragraphs(text: &str) -> String {
         match example {
             Some(example) => shown.push_str(example),
             None if is_code => shown.push_str(line.strip_prefix("  ").unwrap_or(line)),
-            None => shown.push_str(&escape(line)),
+            None => shown.push_str(&escape(line.trim_start())),
         }
         shown.push('\n');
     }

@@ -149,7 +149,7 @@ async fn app_token_opens_only_its_app_on_its_machine() -> Result<()> {
     }
     let as_proof = router.get(APP_HOST, "/").header("x-svc-proof", token.trim_start_matches("svca_"));
     assert_eq!(send(as_proof).await.status, StatusCode::UNAUTHORIZED);
-    // A valid cookie does not make up for an invalid token.
+    // An invalid token is rejected even if the cookie is valid.
     let cookie = format!("__session={}", router.token("user_1"));
     let both = router.get(APP_HOST, "/apps/notes/x").bearer_auth("svca_a.b.c").header("cookie", cookie);
     assert_eq!(send(both).await.status, StatusCode::UNAUTHORIZED);

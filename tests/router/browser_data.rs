@@ -12,12 +12,12 @@ const CACHE_AND_STORAGE: &str = "\"cache\", \"storage\"";
 /// Starts a router behind a proxy that terminates TLS, for two users who each have a running machine.
 async fn start_with_two_users() -> Result<(TestRouter, TestMachine, TestMachine)> {
     let router = TestRouter::start_with(&[("ROUTER_PUBLIC_SCHEME", "https")], None).await?;
-    let (one, two) = (TestMachine::start().await?, TestMachine::start().await?);
-    for (machine, user) in [(&one, "user_1"), (&two, "user_2")] {
+    let (machine_1, machine_2) = (TestMachine::start().await?, TestMachine::start().await?);
+    for (machine, user) in [(&machine_1, "user_1"), (&machine_2, "user_2")] {
         router.add_machine(machine, user, "primary", "running").await?;
         router.wait_for_status(user, StatusCode::OK).await;
     }
-    Ok((router, one, two))
+    Ok((router, machine_1, machine_2))
 }
 
 /// Adds the headers of a browser's same-origin request.
@@ -43,17 +43,17 @@ fn last_user_cookie(response: &RouterResponse) -> Result<String> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn data_of_last_user_is_cleared_before_request_is_forwarded() -> Result<()> {
-    let (router, _one, two) = start_with_two_users().await?;
-    let provider = |user: &str| format!("__session={}", router.token(user));
-    let before = two.requests().len();
+    let (router, _machine_1, machine_2) = start_with_two_users().await?;
+    let provider_cookie = |user: &str| format!("__session={}", router.token(user));
+    let before = machine_2.requests().len();
 
-    let first = send(page(&router, APP_HOST, "/a?b=1", &provider("user_1"))).await;
+    let first = send(page(&router, APP_HOST, "/a?b=1", &provider_cookie("user_1"))).await;
     assert_eq!((first.status, first.location()), (StatusCode::FOUND, "/a?b=1"), "{first:?}");
     assert_eq!(
         (clear_site_data(&first.headers), first.cookie("__Host-svc_session")),
         (Some(CACHE_AND_STORAGE), None)
     );
-    let cookies = format!("{}; {}", provider("user_1"), last_user_cookie(&first)?);
+    let cookies = format!("{}; {}", provider_cookie("user_1"), last_user_cookie(&first)?);
     let visit = send(page(&router, APP_HOST, "/a?b=1", &cookies)).await;
     assert_eq!((visit.status, clear_site_data(&visit.headers)), (StatusCode::OK, None), "{visit:?}");
     let session = format!(
@@ -64,7 +64,7 @@ async fn data_of_last_user_is_cleared_before_request_is_forwarded() -> Result<()
     assert_eq!(own.status, StatusCode::OK);
 
     // Requests from user_1's service worker or page with user_2's cookies are rejected.
-    let switched = format!("{}; {}", provider("user_2"), last_user_cookie(&first)?);
+    let switched = format!("{}; {}", provider_cookie("user_2"), last_user_cookie(&first)?);
     for path in ["/api/apps", "/_svc/slots"] {
         let refused = send(in_browser(router.get(APP_HOST, path), &switched)).await;
         assert_eq!(
@@ -86,14 +86,15 @@ async fn data_of_last_user_is_cleared_before_request_is_forwarded() -> Result<()
     let token = in_browser(router.post(APP_HOST, "/_svc/app-token"), &switched)
         .json(&serde_json::json!({"app": "notes"}));
     assert_eq!(send(token).await.status, StatusCode::UNAUTHORIZED);
-    let without_last_user = send(in_browser(router.get(APP_HOST, "/api/apps"), &provider("user_2"))).await;
+    let without_last_user =
+        send(in_browser(router.get(APP_HOST, "/api/apps"), &provider_cookie("user_2"))).await;
     assert_eq!(without_last_user.status, StatusCode::UNAUTHORIZED, "a script may have deleted the cookie");
     let again = send(page(&router, APP_HOST, "/", &switched)).await;
     assert_eq!((again.status, clear_site_data(&again.headers)), (StatusCode::FOUND, Some(CACHE_AND_STORAGE)));
-    assert_eq!(two.requests().len(), before, "a request reached user_2's machine");
-    let cookies = format!("{}; {}", provider("user_2"), last_user_cookie(&again)?);
+    assert_eq!(machine_2.requests().len(), before, "a request reached user_2's machine");
+    let cookies = format!("{}; {}", provider_cookie("user_2"), last_user_cookie(&again)?);
     assert_eq!(send(page(&router, APP_HOST, "/", &cookies)).await.status, StatusCode::OK);
-    assert_eq!(two.requests().len(), before + 1);
+    assert_eq!(machine_2.requests().len(), before + 1);
 
     // A client that is not a browser stores no data, so it is not refused.
     assert_eq!(send(router.get(APP_HOST, "/").header("cookie", &switched)).await.status, StatusCode::OK);
@@ -102,7 +103,7 @@ async fn data_of_last_user_is_cleared_before_request_is_forwarded() -> Result<()
 
 #[tokio::test(flavor = "multi_thread")]
 async fn sign_out_and_account_switch_clear_data() -> Result<()> {
-    let (router, _one, _two) = start_with_two_users().await?;
+    let (router, _machine_1, _machine_2) = start_with_two_users().await?;
     let first = send(page(&router, APP_HOST, "/", &format!("__session={}", router.token("user_1")))).await;
     let cookies = format!("__session={}; {}", router.token("user_1"), last_user_cookie(&first)?);
     let visit = send(page(&router, APP_HOST, "/", &cookies)).await;
@@ -133,7 +134,7 @@ async fn sign_out_and_account_switch_clear_data() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_cannot_affect_later_users_of_the_origin() -> Result<()> {
-    let (router, _one, _two) = start_with_two_users().await?;
+    let (router, _machine_1, _machine_2) = start_with_two_users().await?;
     let first =
         send(page(&router, APP_HOST, "/page", &format!("__session={}", router.token("user_1")))).await;
     let cookies = format!("__session={}; {}", router.token("user_1"), last_user_cookie(&first)?);

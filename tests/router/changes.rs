@@ -58,8 +58,8 @@ async fn changes_apply_without_notifications() -> Result<()> {
 async fn late_commit_with_a_lower_number_is_not_missed() -> Result<()> {
     let router = TestRouter::start().await?;
     let (late, early) = (TestMachine::start().await?, TestMachine::start().await?);
-    let mut other = router.database.connect().await?;
-    let transaction = other.transaction().await?;
+    let mut late_client = router.database.connect().await?;
+    let transaction = late_client.transaction().await?;
     transaction.batch_execute(&insert_machine_sql(&late, "user_late", "primary", "running")).await?;
     router.add_machine(&early, "user_early", "primary", "running").await?;
     router.wait_for_status("user_early", StatusCode::OK).await;

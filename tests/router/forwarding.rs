@@ -96,8 +96,8 @@ async fn code_host_uses_its_own_route() -> Result<()> {
 async fn reserved_cookies_and_hop_headers_are_stripped() -> Result<()> {
     let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
     let response = router.fetch("user_1", "/cookies").await;
-    let set: Vec<_> = response.headers.get_all("set-cookie").iter().collect();
-    assert_eq!(set, ["theme=dark; Path=/"]);
+    let cookies: Vec<_> = response.headers.get_all("set-cookie").iter().collect();
+    assert_eq!(cookies, ["theme=dark; Path=/"]);
     assert!(!response.headers.contains_key("x-hop"));
     let response = router.fetch("user_1", "/missing").await;
     assert_eq!((response.status, &*response.body), (StatusCode::NOT_FOUND, "the machine's own"));

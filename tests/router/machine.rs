@@ -1,4 +1,4 @@
-//! A fake machine for the router: an HTTPS server with a self-signed certificate that records every request.
+//! A fake machine for the router: an HTTPS server that records every request.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::{Arc, Mutex};
@@ -77,7 +77,7 @@ async fn respond(State(requests): State<Arc<Mutex<Vec<ReceivedRequest>>>>, mut r
     requests.lock().unwrap().push(ReceivedRequest { uri, headers });
     match &*path {
         "/echo" => Response::new(request.into_body()),
-        "/ws" => websocket(&mut request),
+        "/ws" => accept_websocket(&mut request),
         "/large" => {
             let chunk = bytes::Bytes::from(vec![7; 64 * 1024]);
             let chunks =
@@ -121,8 +121,8 @@ async fn respond(State(requests): State<Arc<Mutex<Vec<ReceivedRequest>>>>, mut r
     }
 }
 
-/// Echoes every message.
-fn websocket(request: &mut Request) -> Response {
+/// Accepts a WebSocket and echoes every message.
+fn accept_websocket(request: &mut Request) -> Response {
     let Some(key) = request.headers().get("sec-websocket-key") else {
         return StatusCode::BAD_REQUEST.into_response();
     };

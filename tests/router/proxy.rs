@@ -187,9 +187,10 @@ async fn timeouts_and_limits_are_enforced() -> Result<()> {
     let limits =
         ProxyLimits { head_timeout: Duration::from_millis(50), max_connections: 1, ..ProxyLimits::default() };
     let proxy = Arc::new(upstream.proxy_with(limits));
-    let (one, two) = tokio::join!(proxy.forward(request(Method::GET)), proxy.forward(request(Method::GET)));
-    assert!(matches!(one, Err(ProxyError::HeadTimeout)), "{one:?}");
-    assert!(matches!(two, Err(ProxyError::Full)), "{two:?}");
+    let (first, second) =
+        tokio::join!(proxy.forward(request(Method::GET)), proxy.forward(request(Method::GET)));
+    assert!(matches!(first, Err(ProxyError::HeadTimeout)), "{first:?}");
+    assert!(matches!(second, Err(ProxyError::Full)), "{second:?}");
     let again = proxy.forward(request(Method::GET)).await;
     assert!(matches!(again, Err(ProxyError::HeadTimeout)), "the connection still counts: {again:?}");
     Ok(())

@@ -76,20 +76,20 @@ async fn streams_close_when_their_session_ends() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn sign_out_at_second_router_closes_only_older_streams() -> Result<()> {
     let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
-    let other = router.start_second_router().await?;
+    let second_router = router.start_second_router().await?;
     for _ in 0..3 {
         let session = router.open_session(APP_HOST, "user_1").await;
         let mut opened = OpenConnections::open(&router, &session).await?;
-        let response = send(other.post(APP_HOST, "/_svc/sign-out").header("cookie", &session)).await;
+        let response = send(second_router.post(APP_HOST, "/_svc/sign-out").header("cookie", &session)).await;
         assert_eq!(response.status, StatusCode::NO_CONTENT);
         opened.assert_closed_soon(&router).await?;
-        let late = send(other.get(APP_HOST, "/").bearer_auth(&opened.token)).await;
+        let late = send(second_router.get(APP_HOST, "/").bearer_auth(&opened.token)).await;
         assert_eq!(late.status, StatusCode::UNAUTHORIZED);
     }
     // A router that starts after the sign-out also enforces it.
     let session = router.open_session(APP_HOST, "user_1").await;
     let opened = OpenConnections::open(&router, &session).await?;
-    send(other.post(APP_HOST, "/_svc/sign-out").header("cookie", &session)).await;
+    send(second_router.post(APP_HOST, "/_svc/sign-out").header("cookie", &session)).await;
     let late = router.start_second_router().await?;
     late.wait_for_status("user_1", StatusCode::OK).await;
     assert_eq!(
@@ -105,10 +105,10 @@ async fn sign_out_keeps_streams_of_other_users() -> Result<()> {
     let another = TestMachine::start().await?;
     router.add_machine(&another, "user_2", "primary", "running").await?;
     router.wait_for_status("user_2", StatusCode::OK).await;
-    let (one, two) =
+    let (session_1, session_2) =
         (router.open_session(APP_HOST, "user_1").await, router.open_session(APP_HOST, "user_2").await);
-    let mut opened = OpenConnections::open(&router, &two).await?;
-    send(router.post(APP_HOST, "/_svc/sign-out").header("cookie", &one)).await;
+    let mut opened = OpenConnections::open(&router, &session_2).await?;
+    send(router.post(APP_HOST, "/_svc/sign-out").header("cookie", &session_1)).await;
     tokio::time::sleep(Duration::from_millis(700)).await;
     opened.socket.send(Message::text("still here")).await?;
     let echoed =
@@ -158,7 +158,7 @@ async fn old_sign_out_does_not_block_later_tokens() -> Result<()> {
              UPDATE sign_outs SET changed_at = now() - interval '90 minutes'",
         )
         .await?;
-    // The first router has read the row; the second one starts after the row's deletion.
+    // `earlier` has read the row; `later` starts after the row's deletion.
     let earlier = router.start_second_router().await?;
     earlier.wait_for_status("user_1", StatusCode::OK).await;
     router.sql.batch_execute("DELETE FROM sign_outs").await?;

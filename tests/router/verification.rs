@@ -57,13 +57,13 @@ async fn certificate_without_valid_chain_for_name_is_refused() -> Result<()> {
         ("another name", issue_identity(&ca, &[&other_name, "127.0.0.1"], DAY)?),
         ("expired", issue_identity(&ca, &[&host_name(ids[3])], SignedDuration::from_mins(-1))?),
     ];
-    for (id, (what, identity)) in ids.iter().zip(wrong) {
-        let user = format!("user_{}", what.replace([' ', '-'], ""));
+    for (id, (flaw, identity)) in ids.iter().zip(wrong) {
+        let user = format!("user_{}", flaw.replace([' ', '-'], ""));
         let machine = TestMachine::start_as(*id, &identity).await?;
         router.add_machine(&machine, &user, "primary", "running").await?;
         router.wait_for_status(&user, StatusCode::BAD_GATEWAY).await;
-        assert_eq!(router.fetch(&user, "/").await.json()["code"], "upstream_unavailable", "{what}");
-        assert!(machine.requests().is_empty(), "{what}");
+        assert_eq!(router.fetch(&user, "/").await.json()["code"], "upstream_unavailable", "{flaw}");
+        assert!(machine.requests().is_empty(), "{flaw}");
     }
     Ok(())
 }

@@ -13,7 +13,7 @@ use super::ledger::{Ledger, RequestRecord};
 use super::plan::{Action, PROCESSES, SLOTS, Step};
 use super::process::{ApiResponse, Process, SECRET, build_request};
 use super::simulation::Simulation;
-use super::snapshot::{DatabaseState, MachineRow};
+use super::snapshot::{DatabaseState, MachineRow, OperationRow};
 
 /// A request that can be sent to any process.
 #[derive(Debug, Clone)]
@@ -350,7 +350,7 @@ impl Simulation<'_> {
         let acceptance = database_state
             .machine(machine)
             .filter(|_| accepts_loss)
-            .map(|it| self.rows.accept_loss(it.prefix()));
+            .map(|row| self.rows.accept_loss(row.prefix()));
         let (token, path) = (SECRET.to_owned().into(), format!("/vps/operations/{operation_id}/{operation}"));
         let (key, accepted_loss) = (None, AcceptedLoss::Nothing);
         let planned = PlannedRequest { operation, method: "POST", path, token, body, key, accepted_loss };
@@ -362,8 +362,11 @@ impl Simulation<'_> {
     async fn wait_for_operations(&mut self) -> Result<()> {
         for _ in 0..20 {
             let database_state = DatabaseState::read(&self.database.client).await?;
-            let is_busy = |step: &str| !matches!(step, "await_registration" | "await_health");
-            if !database_state.operations.iter().any(|it| it.state == "running" && is_busy(&it.step)) {
+            let is_busy = |operation: &OperationRow| {
+                operation.state == "running"
+                    && !matches!(operation.step.as_str(), "await_registration" | "await_health")
+            };
+            if !database_state.operations.iter().any(is_busy) {
                 return Ok(());
             }
             self.wake_workers();
@@ -400,8 +403,9 @@ impl Simulation<'_> {
             tokio::time::sleep(Duration::from_millis(30)).await;
             let database_state = DatabaseState::read(&self.database.client).await?;
             let live = self.provider.machines_with_servers();
-            let has_lost_server = |it: &MachineRow| it.is_running() && !live.contains(&it.machine_id);
-            let in_progress = database_state.operations.iter().any(|it| it.state == "running");
+            let has_lost_server =
+                |machine: &MachineRow| machine.is_running() && !live.contains(&machine.machine_id);
+            let in_progress = database_state.operations.iter().any(|operation| operation.state == "running");
             let is_quiet = !in_progress
                 && !has_leftovers(&database_state, &live, &self.ledger)
                 && !database_state.machines.iter().any(has_lost_server);
@@ -413,8 +417,10 @@ impl Simulation<'_> {
             } else {
                 quiet_rounds = 0;
             }
-            for operation in
-                database_state.operations.iter().filter(|it| it.question.is_some() && it.state == "running")
+            for operation in database_state
+                .operations
+                .iter()
+                .filter(|operation| operation.question.is_some() && operation.state == "running")
             {
                 self.answer_question(&operation.operation_id, &operation.machine_id, &database_state).await;
             }
@@ -437,7 +443,7 @@ impl Simulation<'_> {
         }
         self.ledger.log("the platform did not settle");
         let database_state = DatabaseState::read(&self.database.client).await?;
-        for operation in database_state.operations.iter().filter(|it| it.state == "running") {
+        for operation in database_state.operations.iter().filter(|operation| operation.state == "running") {
             self.ledger.log(format!("in progress: {operation:?}"));
         }
         Ok(())
@@ -454,8 +460,10 @@ async fn send_request(
     let PlannedRequest { operation, method, path, token, body, key, .. } = planned;
     let request = build_request(method, path, token, body.as_ref(), &request_id, key.as_deref());
     let response = process.send_api(request).await;
-    let result =
-        response.as_ref().map_or_else(|| "no response".to_owned(), |it| format!("{} {}", it.status, it.body));
+    let result = match &response {
+        Some(ApiResponse { status, body }) => format!("{status} {body}"),
+        None => "no response".to_owned(),
+    };
     ledger.log(format!("p{process_index} {operation} {path} {}: {result}", key.as_deref().unwrap_or("")));
     if let Some(response) = &response {
         if let ("register", 200, Some(body)) = (*operation, response.status, body) {

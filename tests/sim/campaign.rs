@@ -23,7 +23,7 @@ use crate::platform::stack::{Process, SECRET, Stack};
 const PROCESSES: usize = 3;
 const USERS: usize = 9;
 const REQUESTS: u32 = 100;
-/// Maximum attempts per request. Including pauses, they take twice as long as a caller waits for a process to restart.
+/// Maximum attempts per request. The pauses between them take 6 s, longer than a killed process needs to restart.
 const MAX_ATTEMPTS: usize = 150;
 
 struct Fleet {
@@ -92,20 +92,20 @@ impl Fleet {
     ) -> ApiResponse {
         let key = Some(format!("{operation} {}", rng.next()));
         let planned = CampaignRequest { operation, method, path, token: SECRET.to_owned(), body, key };
-        let mut other = Rng::new(rng.next());
-        let (first, again) = match rng.below(3) {
-            // Sent concurrently, to two processes.
+        let mut second_rng = Rng::new(rng.next());
+        let (first, second) = match rng.below(3) {
+            // Sent twice concurrently, each time to a random process.
             0 => tokio::join!(
                 self.request_until_response(rng, &planned),
-                self.request_until_response(&mut other, &planned)
+                self.request_until_response(&mut second_rng, &planned)
             ),
             1 => {
                 let first = self.request_until_response(rng, &planned).await;
-                (first, self.request_until_response(&mut other, &planned).await)
+                (first, self.request_until_response(&mut second_rng, &planned).await)
             }
             _ => (self.request_until_response(rng, &planned).await, None),
         };
-        first.or(again).unwrap_or_else(|| panic!("no response to {operation}\n{}", self.stack.log()))
+        first.or(second).unwrap_or_else(|| panic!("no response to {operation}\n{}", self.stack.log()))
     }
 
     /// Sends one user's requests, as an operator would. They are random, so some are refused. Returns their number.
@@ -156,7 +156,7 @@ impl Fleet {
         sent
     }
 
-    /// Runs all hosts until the future is dropped: they register, then send heartbeats.
+    /// Runs the 12 newest hosts until the future is dropped: in each round, a host registers or sends a heartbeat.
     async fn run_hosts(&self, seed: u64) {
         let mut rng = Rng::new(seed);
         let mut known: Vec<Host> = Vec::new();

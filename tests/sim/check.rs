@@ -10,10 +10,11 @@ use super::violation::Violation;
 /// Earlier observations, for invariants that span several states.
 #[derive(Debug, Default)]
 pub struct Observations {
-    /// Ended machines, with their state at the end.
+    /// Ended machines, with their status when they ended and whether they were retired and deleted.
     ended: BTreeMap<String, (String, bool, bool)>,
     /// The first and the last observed epoch of each machine.
     epochs: BTreeMap<String, (u32, u32)>,
+    /// The highest epoch observed in each slot.
     highest: BTreeMap<String, u32>,
 }
 
@@ -65,7 +66,7 @@ pub fn check_always(
     require(active.values().all(|count| *count == 1), Violation::DuplicateActiveMachine);
     require(observations.epochs_increase(database_state), Violation::EpochDidNotIncrease);
     let present: BTreeSet<&str> =
-        database_state.operations.iter().map(|it| it.operation_id.as_str()).collect();
+        database_state.operations.iter().map(|operation| operation.operation_id.as_str()).collect();
     require(
         caller_view.operations.iter().all(|id| present.contains(id.as_str())),
         Violation::AcceptedOperationLost,
@@ -105,9 +106,9 @@ impl Observations {
 
     fn epochs_increase(&mut self, database_state: &DatabaseState) -> bool {
         let mut have_increased = true;
-        let mut seen: Vec<&MachineRow> = database_state.machines.iter().collect();
-        seen.sort_by_key(|machine| machine.epoch);
-        for machine in seen {
+        let mut by_epoch: Vec<&MachineRow> = database_state.machines.iter().collect();
+        by_epoch.sort_by_key(|machine| machine.epoch);
+        for machine in by_epoch {
             let first = self.epochs.get(&machine.machine_id).map(|(first, _)| *first);
             let is_new = self.epochs.get(&machine.machine_id).is_none_or(|(_, last)| *last != machine.epoch);
             let epochs = (first.unwrap_or(machine.epoch), machine.epoch);
@@ -157,7 +158,8 @@ pub fn check_settled(
     if live.iter().any(|id| is_orphaned(database_state, live, ledger, id)) {
         found.insert(Violation::OrphanedServer);
     }
-    if database_state.machines.iter().any(|it| it.is_running() && !live.contains(&it.machine_id)) {
+    let has_lost_server = |machine: &MachineRow| machine.is_running() && !live.contains(&machine.machine_id);
+    if database_state.machines.iter().any(has_lost_server) {
         found.insert(Violation::RunningWithoutServer);
     }
     if !is_audit_complete(database_state, audit, ledger) {
@@ -190,7 +192,7 @@ pub fn has_leftovers(database_state: &DatabaseState, live: &[String], ledger: &L
     orphans.count() + pending.count() > 0
 }
 
-/// Returns whether the audit log has exactly one row for each change, and none for a replayed response.
+/// Returns whether the audit log has a row for each change, and none for a replayed response.
 fn is_audit_complete(database_state: &DatabaseState, audit: &[AuditRow], ledger: &Ledger) -> bool {
     let rows = |actions: &[&str], of: &dyn Fn(&AuditRow) -> bool| {
         audit.iter().filter(|row| actions.contains(&row.action.as_str()) && of(row)).count()
@@ -211,10 +213,10 @@ fn is_audit_complete(database_state: &DatabaseState, audit: &[AuditRow], ledger:
     });
     let resizes = database_state.operations.iter().filter(|operation| operation.kind == "resize");
     let resizes = rows(&["resize"], &|_| true) == resizes.count();
-    let failed = database_state.machines.iter().filter(|it| it.failure_cause.as_deref() == Some("operator"));
-    let failed =
-        failed.into_iter().all(|machine| rows(&["fail"], &|row| row.target == machine.machine_id) > 0);
-    machines && resizes && failed && has_one_row_per_request(audit, ledger)
+    let is_failed = |machine: &&MachineRow| machine.failure_cause.as_deref() == Some("operator");
+    let mut failed = database_state.machines.iter().filter(is_failed);
+    let failures = failed.all(|machine| rows(&["fail"], &|row| row.target == machine.machine_id) > 0);
+    machines && resizes && failures && has_one_row_per_request(audit, ledger)
 }
 
 /// Returns whether each request, and all requests with the same key together, have at most one row, and an accepted

@@ -124,12 +124,12 @@ fn every_enumeration_has_a_kill_test() {
         let text = read_file(test);
         assert!(!points.is_empty());
         let forms = [format!("in {name}"), format!("zip({name})"), format!("{name}.iter()")];
-        let walked = text
+        let is_walked = text
             .split("\nasync fn ")
             .chain(text.split("\nfn "))
             .any(|function| forms.iter().any(|form| function.contains(form)));
         assert!(
-            walked && text.contains("return(kill)"),
+            is_walked && text.contains("return(kill)"),
             "{test} does not kill a process at each point in {name}"
         );
     }

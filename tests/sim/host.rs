@@ -109,7 +109,8 @@ impl Host {
         Ok(true)
     }
 
-    /// Stores the dump, the sidecar and the pointer, in the same order as the backup job. May stop in between.
+    /// Stores the dump, the sidecar and the pointer, in the same order as the backup job. Stops after the dump if
+    /// `stops_after` is 1, and after the sidecar if it is 2.
     pub async fn back_up(
         self,
         store: Arc<Store>,

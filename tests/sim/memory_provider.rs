@@ -132,7 +132,7 @@ impl InMemoryProvider {
     /// Returns whether the next list of servers will be incomplete.
     fn is_next_list_incomplete(&self) -> bool {
         let next = |state: &ProviderState| {
-            state.faults.iter().find(|(call, _, _)| *call == ProviderCall::Read).map(|found| found.1)
+            state.faults.iter().find(|(call, _, _)| *call == ProviderCall::Read).map(|(_, fault, _)| *fault)
         };
         next(&self.state()) == Some(ProviderFault::Partial)
     }
@@ -172,7 +172,7 @@ impl InMemoryProvider {
     async fn call_read<T>(
         &self,
         call: &'static str,
-        found: impl FnOnce(&ProviderState) -> T,
+        read: impl FnOnce(&ProviderState) -> T,
     ) -> Result<T, ProviderError> {
         match self.take_fault(ProviderCall::Read) {
             Some(ProviderFault::RateLimited) => {
@@ -181,9 +181,9 @@ impl InMemoryProvider {
             Some(ProviderFault::ServerError) => Err(failure(call, ErrorKind::Transient, 503, "")),
             Some(ProviderFault::Slow) => {
                 tokio::time::sleep(SLOW_DELAY).await;
-                Ok(found(&self.state()))
+                Ok(read(&self.state()))
             }
-            _ => Ok(found(&self.state())),
+            _ => Ok(read(&self.state())),
         }
     }
 
@@ -238,8 +238,11 @@ impl ProviderState {
             }
             pending.action.status = ActionStatus::Success;
         }
-        let is_busy =
-            |id: i64| actions.values().any(|it| it.server == id && it.action.status == ActionStatus::Running);
+        let is_busy = |id: i64| {
+            let mut running =
+                actions.values().filter(|pending| pending.action.status == ActionStatus::Running);
+            running.any(|pending| pending.server == id)
+        };
         for (id, server) in servers {
             server.locked = is_busy(*id);
         }
@@ -395,9 +398,9 @@ impl Provider for SharedProvider {
     }
 
     async fn action(&self, id: ActionId) -> Result<Action, ProviderError> {
-        let found =
-            self.0.call_read("get action", |state| state.actions.get(&id.0).map(|it| it.action.clone()));
-        found.await?.ok_or_else(|| failure("get action", ErrorKind::NotFound, 404, "not_found"))
+        let find = |state: &ProviderState| state.actions.get(&id.0).map(|pending| pending.action.clone());
+        let found = self.0.call_read("get action", find).await?;
+        found.ok_or_else(|| failure("get action", ErrorKind::NotFound, 404, "not_found"))
     }
 
     async fn power_on(&self, id: ServerId) -> Result<Action, ProviderError> {
@@ -428,6 +431,7 @@ impl Provider for SharedProvider {
         let info = |disk_gb| ServerTypeInfo { name: name.clone(), cores: 2, memory_gb: 4.0, disk_gb };
         self.0.call_read("get server type", |_| disk_of(name).map(info)).await
     }
+
     async fn prices(&self, _: &ServerType) -> Result<ServerPrices, ProviderError> {
         let amount = |net_micros| Amount { net_micros, gross_micros: net_micros };
         let in_every_location = |price| LOCATIONS.map(|name| (name.to_owned(), amount(price))).into();

@@ -49,12 +49,13 @@ pub enum Action {
     RebuildPointer {
         slot: usize,
     },
-    /// The owner's app writes a row, which is acknowledged.
+    /// The owner's app writes a row, which is acknowledged. Here and in the next actions, `host` counts back from the
+    /// newest of all hosts that ever existed. Those without a server are included, because a copy of a disk may still
+    /// be running.
     Write {
         host: usize,
     },
-    /// `host` counts back from the newest of all hosts that ever existed. Those without a server are included, because
-    /// a copy of a disk may still be running.
+    /// `body` determines the host's key.
     Register {
         host: usize,
         body: u8,
@@ -181,7 +182,7 @@ pub struct Step {
 pub fn plan(seed: u64) -> Vec<Step> {
     let mut rng = Rng::new(seed);
     let length = 20 + rng.below(21);
-    // A run has either faults or many requests; with both, few operations would complete.
+    // The other runs have few faults, so that more of their operations complete.
     let has_faults = rng.percent(60);
     let mut steps: Vec<Step> =
         (0..SLOTS.len()).map(|slot| step(&mut rng, Action::Subscribe { slot })).collect();

@@ -174,7 +174,7 @@ impl Process {
     pub async fn stop(&self) {
         self.platform.stop.cancel();
         self.tasks.close();
-        // A hung process is killed, as a supervisor would.
+        // A supervisor would also kill a process that hangs.
         let _ = tokio::time::timeout(Duration::from_secs(2), self.tasks.wait()).await;
         self.switch.kill();
     }

@@ -79,6 +79,7 @@ impl Provider for ProcessProvider {
     async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError> {
         self.call(self.provider.server_type(name)).await
     }
+
     async fn prices(&self, name: &ServerType) -> Result<ServerPrices, ProviderError> {
         self.call(self.provider.prices(name)).await
     }

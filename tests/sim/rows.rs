@@ -14,7 +14,7 @@ struct RowsState {
     last: u32,
     /// By slot prefix.
     slots: BTreeMap<String, SlotRows>,
-    /// By machine; a machine without an entry has never loaded its disk.
+    /// By machine. A machine without an entry has restored no data yet, or the provider lost its disk.
     disks: BTreeMap<String, Disk>,
 }
 
@@ -44,12 +44,12 @@ impl Rows {
         self.state().disks.insert(machine.to_owned(), Disk { prefix: prefix.to_owned(), rows });
     }
 
-    /// Returns the rows on a machine's disk, or `None` if no data has been restored to it.
+    /// Returns the rows on a machine's disk; `None` if no data has been restored to it, or the provider lost it.
     pub fn rows_on_disk(&self, machine: &str) -> Option<BTreeSet<u32>> {
         self.state().disks.get(machine).map(|disk| disk.rows.clone())
     }
 
-    /// Writes one more row and returns its number.
+    /// Writes one more row and returns its number; `None` if the machine has no disk with restored data.
     pub fn write(&self, machine: &str) -> Option<u32> {
         let mut state = self.state();
         state.last += 1;

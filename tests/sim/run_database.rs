@@ -42,7 +42,7 @@ impl RunDatabase {
         let (_, keys) = watch::channel(Arc::new(
             keys::load(&db, &Seal::from_keys(&config.keys), config.timing.keys.overlap).await?,
         ));
-        // The copy empties tables with `DELETE`, which is faster than `TRUNCATE` for the rows of a few runs.
+        // `DatabaseCopy` empties tables with `DELETE`, which is faster than `TRUNCATE` for the rows of a few runs.
         let copy = DatabaseCopy::new(&client).await?;
         let sql = "SELECT installation_id FROM installation";
         let installation = client.query_one(sql, &[]).await?.get(0);

@@ -94,7 +94,8 @@ impl RunProvider {
             Self::Http { simulator, .. } => {
                 // A second server with the same name is allowed only after the first has been deleted.
                 let mut open = BTreeSet::new();
-                simulator.creations().into_iter().any(|it| it.ended.is_none() && !open.insert(it.name))
+                let mut creations = simulator.creations().into_iter();
+                creations.any(|creation| creation.ended.is_none() && !open.insert(creation.name))
             }
         }
     }
@@ -134,12 +135,12 @@ fn fault_rule(call: ProviderCall, fault: ProviderFault, times: u8) -> FaultRule 
         ProviderFault::RateLimited => status(429, "rate_limit_exceeded"),
         ProviderFault::ServerError => status(503, "unavailable"),
         ProviderFault::LostReply => Fault::LostReplyAfterCommit,
-        ProviderFault::Late => Fault::LostRequest,
+        // The kit's provider executes no call late and always lists every server, so over HTTP a lost request replaces
+        // both faults.
+        ProviderFault::Late | ProviderFault::Partial => Fault::LostRequest,
         ProviderFault::Slow => Fault::SlowReply { ms: 200 },
         ProviderFault::Refused => status(422, "unsupported_error"),
         ProviderFault::ActionError => Fault::ActionError,
-        // The kit's provider always lists every server, so over HTTP a lost request replaces this fault.
-        ProviderFault::Partial => Fault::LostRequest,
         ProviderFault::NoCapacity => status(412, "resource_unavailable"),
         ProviderFault::Locked => status(423, "locked"),
     };

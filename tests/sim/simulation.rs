@@ -21,7 +21,7 @@ use super::process::Process;
 use super::rows::Rows;
 use super::run_database::RunDatabase;
 use super::run_provider::RunProvider;
-use super::snapshot::DatabaseState;
+use super::snapshot::{self, DatabaseState, OperationRow};
 use super::store::{Store, StoreConnection};
 use super::violation::{BrokenRule, Violation};
 
@@ -43,7 +43,7 @@ pub struct Simulation<'a> {
 }
 
 /// Coverage counters: a run that leaves them at zero detects nothing.
-#[derive(Debug, Default, Clone, Copy)]
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Counts {
     pub requests: u32,
     pub running: u32,
@@ -141,7 +141,8 @@ impl<'a> Simulation<'a> {
         let process = Arc::clone(&self.processes[self.last_checked_process]);
         for user in users() {
             let has_running_machine = |database_state: &DatabaseState| {
-                database_state.machines.iter().any(|it| it.idp_user_id == user && it.is_running())
+                let mut machines = database_state.machines.iter();
+                machines.any(|machine| machine.idp_user_id == user && machine.is_running())
             };
             let mut routed = self.is_routed(&process, user).await;
             self.counts.routed += u32::from(routed && has_running_machine(database_state));
@@ -178,14 +179,15 @@ impl<'a> Simulation<'a> {
     pub async fn check_settled(&mut self) -> Result<BTreeSet<Violation>> {
         let mut found = BTreeSet::new();
         let database_state = DatabaseState::read(&self.database.client).await?;
-        let audit = super::snapshot::read_audit(&self.database.client).await?;
+        let audit = snapshot::read_audit(&self.database.client).await?;
         found.extend(check::check_settled(
             &database_state,
             &self.provider.machines_with_servers(),
             &audit,
             &self.ledger,
         ));
-        let resized = |it: &&super::snapshot::OperationRow| it.kind == "resize" && it.state == "succeeded";
+        let resized =
+            |operation: &&OperationRow| operation.kind == "resize" && operation.state == "succeeded";
         self.counts.resized += database_state.operations.iter().filter(resized).count() as u32;
         self.counts.rows += u32::try_from(self.rows.acknowledged_count())?;
         self.counts.running +=

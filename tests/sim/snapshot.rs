@@ -76,20 +76,23 @@ impl DatabaseState {
         if machine.registered_at.is_none() {
             return machine.unsaved_since.is_some();
         }
-        let later = |it: &&MachineRow| {
-            it.prefix() == machine.prefix() && it.epoch > machine.epoch && it.registered_at.is_some()
+        let is_successor = |row: &&MachineRow| {
+            row.prefix() == machine.prefix() && row.epoch > machine.epoch && row.registered_at.is_some()
         };
-        let mut later = self.machines.iter().filter(later);
-        let is_replaced = later.any(|it| match it.server_deleted_at {
-            Some(_) => it.deleted_at.is_some(),
-            None if it.failure_cause.as_deref() == Some("server_gone") => it.deleted_at.is_some(),
-            None => it.proven_at.is_some(),
+        let mut successors = self.machines.iter().filter(is_successor);
+        let is_replaced = successors.any(|successor| match successor.server_deleted_at {
+            Some(_) => successor.deleted_at.is_some(),
+            None if successor.failure_cause.as_deref() == Some("server_gone") => {
+                successor.deleted_at.is_some()
+            }
+            None => successor.proven_at.is_some(),
         });
         machine.unsaved_since.is_some() || (machine.deleted_at.is_none() && !is_replaced)
     }
 
     pub fn has_running_operation(&self, machine_id: &str) -> bool {
-        self.operations.iter().any(|it| it.machine_id == machine_id && it.state == "running")
+        let mut operations = self.operations.iter();
+        operations.any(|operation| operation.machine_id == machine_id && operation.state == "running")
     }
 }
 

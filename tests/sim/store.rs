@@ -44,6 +44,7 @@ pub struct Store {
     pointers: tokio::sync::Mutex<BTreeMap<String, Pointer>>,
     /// The writer of each claim, by pointer and `seq`: another writer may advance `latest` to the claim.
     claims: Mutex<BTreeMap<(String, u64), Writer>>,
+    /// The keys of all dumps that were ever listed.
     dumps: Mutex<BTreeSet<String>>,
     /// Pointers that a plan broke: their next value need not follow from the previous value.
     pointers_broken: Mutex<BTreeSet<String>>,
@@ -177,7 +178,7 @@ impl Store {
             let is_older = next.seq <= before.seq || next.fence_epoch < before.fence_epoch;
             let is_of_other_machine = |named: &SnapshotRef| {
                 named.epoch == before.fence_epoch
-                    && before.fence_holder().is_some_and(|it| it != named.machine_id)
+                    && before.fence_holder().is_some_and(|holder| holder != named.machine_id)
             };
             let is_new = next.snapshot != before.snapshot;
             if lock(&self.pointers_broken).remove(at.as_ref()) {

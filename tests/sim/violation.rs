@@ -32,7 +32,8 @@ pub enum Violation {
     ReplayDiffers,
     /// A replaced host is not notified, or a current host is notified that it is superseded.
     HostNotNotified,
-    /// An acknowledged row is on no server and in no snapshot, and no operator accepted its loss.
+    /// An acknowledged row is on no server and in no snapshot, although no operator accepted its loss and the provider
+    /// did not lose its disk.
     LostRows,
     /// The platform responded with an internal error.
     InternalError,

@@ -55,8 +55,12 @@ async fn signed_release_is_installed_and_becomes_current() -> Result<()> {
     fixture.assert_running(OLD_VERSION)?;
     let refused = fixture.apply(NEW_VERSION).await?.expect(65);
     assert!(refused.stderr.contains("--allow-quarantined"), "{}", refused.stderr);
-    let none = fixture.run(&["rollback"], None).await?.expect(65);
-    assert!(none.stderr.contains("no previous release to roll back to"), "{}", none.stderr);
+    let second_rollback = fixture.run(&["rollback"], None).await?.expect(65);
+    assert!(
+        second_rollback.stderr.contains("no previous release to roll back to"),
+        "{}",
+        second_rollback.stderr
+    );
     fixture.run(&["apply", "--version", NEW_VERSION, "--allow-quarantined"], None).await?.expect(0);
     fixture.assert_running(NEW_VERSION)?;
     let status = fixture.status().await?;
@@ -73,35 +77,35 @@ async fn invalid_or_unsuitable_release_is_refused() -> Result<()> {
     let fixture = UpdateFixture::new().await?;
     let good = PublishedRelease::new(NEW_VERSION, &[])?;
     let archive_path = format!("/{NEW_VERSION}/svc-host-bundle.tar.gz");
-    let refused = async |what: &str, failed_stage: &str, expected_error: &str| -> Result<()> {
+    let assert_refused = async |case: &str, failed_stage: &str, expected_error: &str| -> Result<()> {
         let result = fixture.apply(NEW_VERSION).await?.expect(65);
-        assert!(result.stderr.contains(expected_error), "{what}: {}", result.stderr);
+        assert!(result.stderr.contains(expected_error), "{case}: {}", result.stderr);
         let last = fixture.last_update()?;
-        assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &failed_stage.into()), "{what}");
-        fixture.assert_untouched().context(what.to_owned())
+        assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &failed_stage.into()), "{case}");
+        fixture.assert_untouched().context(case.to_owned())
     };
     for suffix in [".json", ".json.sig"] {
         good.serve(&fixture.source)?;
         fixture.source.put(&format!("{archive_path}{suffix}"), None);
-        refused(suffix, "manifest", "404").await?;
+        assert_refused(suffix, "manifest", "404").await?;
     }
     good.serve(&fixture.source)?;
-    let flip = |mut bytes: Vec<u8>, at: usize| {
-        bytes[at] ^= 1;
+    let flip = |mut bytes: Vec<u8>, index: usize| {
+        bytes[index] ^= 1;
         bytes
     };
     let manifest = good.manifest.text()?.into_bytes();
     fixture.source.put(&format!("{archive_path}.json"), Some(flip(manifest, 30)));
-    refused("a manifest with a flipped bit", "manifest", "does not match this manifest").await?;
+    assert_refused("a manifest with a flipped bit", "manifest", "does not match this manifest").await?;
     good.serve(&fixture.source)?;
     let signature = key()?.signature_line(good.manifest.text()?.as_bytes()).into_bytes();
     fixture.source.put(&format!("{archive_path}.json.sig"), Some(flip(signature, 40)));
-    refused("a signature with a flipped bit", "manifest", "signature").await?;
+    assert_refused("a signature with a flipped bit", "manifest", "signature").await?;
     good.serve(&fixture.source)?;
     fixture.source.put(&archive_path, Some(flip(good.archive.clone(), good.archive.len() / 2)));
-    refused("an archive with a flipped bit", "download", "the archive is damaged").await?;
+    assert_refused("an archive with a flipped bit", "download", "the archive is damaged").await?;
 
-    for (what, expected_error, failed_stage, manifest) in [
+    for (case, expected_error, failed_stage, manifest) in [
         (
             "expired",
             "expired",
@@ -141,7 +145,7 @@ async fn invalid_or_unsuitable_release_is_refused() -> Result<()> {
             &format!("{archive_path}.json.sig"),
             Some(key()?.signature_line(text.as_bytes()).into_bytes()),
         );
-        refused(what, failed_stage, expected_error).await?;
+        assert_refused(case, failed_stage, expected_error).await?;
     }
     fixture.run(&["apply", "--version", NEW_VERSION, "--allow-downgrade"], None).await?.expect(0);
     fixture.assert_running(NEW_VERSION)
@@ -151,8 +155,8 @@ async fn invalid_or_unsuitable_release_is_refused() -> Result<()> {
 async fn keys_in_host_env_are_not_trusted() -> Result<()> {
     let fixture = UpdateFixture::with_release(&PublishedRelease::new(NEW_VERSION, &[])?).await?;
     fs::remove_file(fixture.machine.path("opt/svc/env/update.env"))?;
-    let own = key()?.public_key_base64();
-    fixture.machine.add_env("host.env", &[("SVC_BUNDLE_PUBLIC_KEYS", &own)])?;
+    let public_key = key()?.public_key_base64();
+    fixture.machine.add_env("host.env", &[("SVC_BUNDLE_PUBLIC_KEYS", &public_key)])?;
     let refused = fixture.apply(NEW_VERSION).await?.expect(65);
     assert!(refused.stderr.contains("no key is trusted"), "{}", refused.stderr);
     fixture.assert_untouched()
@@ -224,8 +228,8 @@ async fn units_stop_with_their_release() -> Result<()> {
     fixture.apply(NEW_VERSION).await?.expect(65);
     fixture.assert_running(OLD_VERSION)?;
     let service_calls = fixture.service_calls()?;
-    let new = ["stop svc-2026.1.0.service", "daemon-reload", "restart svc-gateway.service"];
-    assert_eq!(service_calls[2..5], new, "after the boot and snapshot calls");
+    let update_calls = ["stop svc-2026.1.0.service", "daemon-reload", "restart svc-gateway.service"];
+    assert_eq!(service_calls[2..5], update_calls, "after the boot and snapshot calls");
     let rollback_start = service_calls
         .iter()
         .position(|call| call == "stop svc-2026.2.0.service")
@@ -290,7 +294,7 @@ async fn release_that_removes_a_part_requires_allow_removal() -> Result<()> {
     let refused = fixture.apply(NEW_VERSION).await?.expect(65);
     assert!(refused.stderr.contains("lacks agents/claude,"), "{}", refused.stderr);
     PublishedRelease::new(NEW_VERSION, &[])?.serve(&fixture.source)?;
-    // A request from the platform cannot permit the removal.
+    // `--allow-removal` cannot be combined with a request from the platform.
     fixture.run(&["apply", "--request", "--allow-removal", "code-server"], None).await?.expect(64);
     let apply = ["apply", "--version", NEW_VERSION, "--allow-removal", "code-server"];
     fixture.run(&apply, None).await?.expect(65);
@@ -379,8 +383,8 @@ async fn assert_completed_after_kills(
         assert_eq!(fixture.history()?.len(), 1, "{point}");
         anyhow::Ok(())
     };
-    let all: Vec<_> = points.iter().map(|point| kill_and_complete((*point).to_owned())).collect();
-    let results: Vec<Result<()>> = futures_util::stream::iter(all).buffer_unordered(4).collect().await;
+    let runs: Vec<_> = points.iter().map(|point| kill_and_complete((*point).to_owned())).collect();
+    let results: Vec<Result<()>> = futures_util::stream::iter(runs).buffer_unordered(4).collect().await;
     results.into_iter().collect()
 }
 
@@ -430,9 +434,9 @@ async fn failed_step_keeps_the_old_release_running() -> Result<()> {
     let good = PublishedRelease::new(NEW_VERSION, &[])?;
     let before_switch =
         ["update.opened", "update.manifest_verified", "update.unpacked", "update.smoke_tested"];
-    let after_switch =
+    let switch_and_later =
         ["update.prepared", "update.activating", "update.reloaded", "update.restarted", "update.healthy"];
-    for point in before_switch.iter().chain(&after_switch) {
+    for point in before_switch.iter().chain(&switch_and_later) {
         let fixture = UpdateFixture::with_release(&good).await?;
         let error = format!("{point}=1*return(error)");
         fixture.run(&["apply", "--version", NEW_VERSION], Some(&error)).await?;

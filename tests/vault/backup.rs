@@ -85,13 +85,13 @@ async fn invalid_dump_never_becomes_an_object() -> Result<()> {
 async fn password_is_not_in_arguments_or_output() -> Result<()> {
     let store = machine::store()?;
     let machine = create_machine_with_tables(&store, ROWS).await?;
-    let seen = tempfile::tempdir()?;
+    let args_dir = tempfile::tempdir()?;
     let script =
-        format!("#!/bin/sh\ncat /proc/$$/cmdline > {}/args\nexec REAL \"$@\"\n", path_str(seen.path()));
+        format!("#!/bin/sh\ncat /proc/$$/cmdline > {}/args\nexec REAL \"$@\"\n", path_str(args_dir.path()));
     let tools = tools_with_script("pg_dump", &script)?;
     let result =
         machine.run_with(&["svc-db-backup"], &[("SVC_PG_BIN_DIR", path_str(tools.path()))])?.expect(0);
-    let args = std::fs::read_to_string(seen.path().join("args"))?;
+    let args = std::fs::read_to_string(args_dir.path().join("args"))?;
     assert!(args.contains("--snapshot="), "{args:?}");
     let password = machine.postgres().password();
     assert!(
@@ -167,7 +167,7 @@ async fn replaced_machine_does_not_move_the_pointer() -> Result<()> {
     machine.run(&["svc-db-backup"])?.expect(0);
     let bucket = machine::bucket(&store)?;
 
-    // The fence is written during the dump.
+    // The fence is written after the sidecar, and before the pointer would move.
     let running = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", "backup.sidecar=sleep(2000)")])?;
     wait_until("a second sidecar", || snapshots(&store).len() == 4).await?;
     pointer_io::fence(
@@ -275,7 +275,7 @@ async fn termination_aborts_the_upload() -> Result<()> {
     Ok(())
 }
 
-/// A 130 MB dump needs only the memory for its parts.
+/// A backup with a dump of more than 60 MiB needs only the memory for a few of its parts.
 #[tokio::test]
 async fn memory_does_not_grow_with_the_dump() -> Result<()> {
     let store = machine::store()?;

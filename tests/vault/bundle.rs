@@ -101,31 +101,31 @@ impl Source {
         Ok(Self { state, addr })
     }
 
-    fn update_state<T>(&self, change: impl FnOnce(&mut SourceState) -> T) -> T {
-        change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))
+    fn access_state<T>(&self, access: impl FnOnce(&mut SourceState) -> T) -> T {
+        access(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub fn replace(&self, content: Vec<u8>) {
-        self.update_state(|state| state.set(content));
+        self.access_state(|state| state.set(content));
     }
 
     /// Replaces the content after the next request has been handled.
     pub fn replace_after_next_request(&self, content: Vec<u8>) {
-        self.update_state(|state| state.next = Some(content));
+        self.access_state(|state| state.next = Some(content));
     }
 
     /// Adds another file, or marks it as missing.
     pub fn put(&self, path_suffix: &str, content: Option<Vec<u8>>) {
-        self.update_state(|state| state.other_files.insert(path_suffix.to_owned(), content));
+        self.access_state(|state| state.other_files.insert(path_suffix.to_owned(), content));
     }
 
     /// Behaves like a server without Range support.
     pub fn disable_ranges(&self) {
-        self.update_state(|state| state.supports_ranges = false);
+        self.access_state(|state| state.supports_ranges = false);
     }
 
     pub fn requests(&self) -> Vec<BundleRequest> {
-        self.update_state(|state| state.requests.clone())
+        self.access_state(|state| state.requests.clone())
     }
 }
 
@@ -134,18 +134,20 @@ async fn serve(State(state): State<Arc<Mutex<SourceState>>>, uri: Uri, headers: 
     let text = |name| headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
     let range = text(header::RANGE);
     state.requests.push(BundleRequest { authorization: text(header::AUTHORIZATION), range: range.clone() });
-    if let Some((_, other)) = state.other_files.iter().find(|(end, _)| uri.path().ends_with(end.as_str())) {
-        let status = if other.is_some() { StatusCode::OK } else { StatusCode::NOT_FOUND };
-        let response = Response::builder().status(status).body(Body::from(other.clone().unwrap_or_default()));
+    if let Some((_, file)) =
+        state.other_files.iter().find(|(suffix, _)| uri.path().ends_with(suffix.as_str()))
+    {
+        let status = if file.is_some() { StatusCode::OK } else { StatusCode::NOT_FOUND };
+        let response = Response::builder().status(status).body(Body::from(file.clone().unwrap_or_default()));
         return response.expect("known headers are valid");
     }
     let from =
         range.as_deref().and_then(|range| range.strip_prefix("bytes=")?.strip_suffix('-')?.parse().ok());
-    let same = text(header::IF_RANGE).as_deref() == Some(state.etag.as_str());
+    let etag_matches = text(header::IF_RANGE).as_deref() == Some(state.etag.as_str());
     let response = Response::builder().header(header::ETAG, &state.etag);
     let total = state.content.len();
     let response = match from {
-        Some(from) if same && state.supports_ranges => response
+        Some(from) if etag_matches && state.supports_ranges => response
             .status(StatusCode::PARTIAL_CONTENT)
             .header(header::CONTENT_RANGE, format!("bytes {from}-{}/{total}", total - 1))
             .body(Body::from(state.content[from..].to_vec())),

@@ -72,8 +72,8 @@ async fn verify_detects_every_kind_of_damage() -> Result<()> {
     store.remove(BUCKET, &object(&keys[2]));
     store.write(BUCKET, &object(&format!("{}.json", keys[3])), "{}");
     // The content of another snapshot, which is itself intact.
-    let other = store.read(BUCKET, &object(&keys[5])).context("the object is missing")?;
-    store.write(BUCKET, &object(&keys[4]), other);
+    let intact_dump = store.read(BUCKET, &object(&keys[5])).context("the object is missing")?;
+    store.write(BUCKET, &object(&keys[4]), intact_dump);
 
     let result = machine.run(&["svc-db-backup", "verify", "--all"])?.expect(65);
     let check = read_last_check(&machine, "verify")?;
@@ -148,8 +148,8 @@ async fn store_failure_is_not_reported_as_damage() -> Result<()> {
     store.heal();
     store.add_fault(Rule::new(Fault::Status(503)).method("GET").key_ending(".dump").always());
     let short_timeout = [("RESTORE_STORE_DEADLINE_SECONDS", "1")];
-    for words in [&["svc-db-backup", "verify", "--latest"][..], &["svc-db-backup", "drill"][..]] {
-        machine.run_with(words, &short_timeout)?.expect(69);
+    for args in [&["svc-db-backup", "verify", "--latest"][..], &["svc-db-backup", "drill"][..]] {
+        machine.run_with(args, &short_timeout)?.expect(69);
     }
     let check = read_last_check(&machine, "verify")?;
     assert_eq!((&check["status"], check.get("damaged")), (&"error".into(), None), "{check}");
@@ -242,17 +242,17 @@ async fn check_run_by_root_switches_to_the_unit_user() -> Result<()> {
     let store = machine::store()?;
     let machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute(ROWS).await?;
-    let mut all = vec![machine.root.path().to_owned()];
-    while let Some(path) = all.pop() {
+    let mut pending = vec![machine.root.path().to_owned()];
+    while let Some(path) = pending.pop() {
         std::os::unix::fs::lchown(&path, Some(USER_ID), Some(USER_ID))?;
         if path.is_dir() {
-            all.extend(std::fs::read_dir(&path)?.flatten().map(|entry| entry.path()));
+            pending.extend(std::fs::read_dir(&path)?.flatten().map(|entry| entry.path()));
         }
     }
-    for words in
+    for args in
         [&["svc-db-backup"][..], &["svc-db-backup", "verify", "--all"][..], &["svc-db-backup", "drill"][..]]
     {
-        machine.run(words)?.expect(0);
+        machine.run(args)?.expect(0);
     }
     let created = ["last-backup.json", "backup.lock", "verified.json", "drill/lock", "last-drill.json"];
     for path in created.map(|name| machine.path("var/lib/svc").join(name)) {

@@ -98,7 +98,7 @@ impl Platform {
             .await?)
     }
 
-    /// Writes `r2.env` as user-data does; `expires_in` is relative to this machine's clock.
+    /// Writes `r2.env` as user-data does, and this platform's URL; `expires_in` is relative to this machine's clock.
     pub async fn write_credentials(&self, machine: &Machine, expires_in: SignedDuration) -> Result<()> {
         let session = self.session().await?;
         let token = session.session_token.as_ref().context("no session token")?;

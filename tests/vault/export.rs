@@ -56,24 +56,24 @@ fn run_import(machine: &Machine, archive: &Path, extra_args: &[&str]) -> Result<
 /// modification time and content hash. Leaves out anything that an import has moved aside.
 fn list_tree(machine: &Machine) -> Result<Vec<String>> {
     let home = machine.path("home/svc/home");
-    let (mut lines, mut all) = (Vec::new(), vec![home.clone()]);
-    while let Some(path) = all.pop() {
+    let (mut lines, mut pending) = (Vec::new(), vec![home.clone()]);
+    while let Some(path) = pending.pop() {
         let meta = fs::symlink_metadata(&path)?;
         let name = path.strip_prefix(&home)?.to_owned();
         let is_moved_aside = |name: &std::ffi::OsStr| name.to_string_lossy().starts_with(".before-import-");
         if path.file_name().is_some_and(is_moved_aside) {
             continue;
         }
-        let what = if meta.is_symlink() {
+        let description = if meta.is_symlink() {
             format!("-> {}", fs::read_link(&path)?.display())
         } else if meta.is_dir() {
-            all.extend(fs::read_dir(&path)?.flatten().map(|entry| entry.path()));
+            pending.extend(fs::read_dir(&path)?.flatten().map(|entry| entry.path()));
             format!("{:o}", meta.mode())
         } else {
             let digest = svc::host::snapshots::archive::sha256(&fs::read(&path)?);
             format!("{:o} {} {digest}", meta.mode(), meta.mtime())
         };
-        lines.push(format!("{name:?} {what}"));
+        lines.push(format!("{name:?} {description}"));
     }
     lines.sort_unstable();
     Ok(lines)
@@ -87,16 +87,16 @@ async fn count_rows(machine: &Machine) -> Result<i64> {
 async fn import_restores_the_archive_and_keeps_existing_data() -> Result<()> {
     let store = machine::store()?;
     let (machine, archive) = machine_with_archive(&store).await?;
-    let other = Machine::in_use(&store, 2).await?;
-    write_file(&other, "projects/here", b"was here")?;
-    write_file(&other, "untouched/file", b"stays")?;
-    write_file(&other, "system/config.json", b"{}")?;
-    write_file(&other, "system/logs/activity.log", b"from the new machine\n")?;
-    other.client().await?.batch_execute("CREATE TABLE before (a int)").await?;
+    let new_machine = Machine::in_use(&store, 2).await?;
+    write_file(&new_machine, "projects/here", b"was here")?;
+    write_file(&new_machine, "untouched/file", b"stays")?;
+    write_file(&new_machine, "system/config.json", b"{}")?;
+    write_file(&new_machine, "system/logs/activity.log", b"from the new machine\n")?;
+    new_machine.client().await?.batch_execute("CREATE TABLE before (a int)").await?;
     // A check changes nothing.
-    run_import(&other, &archive, &["--check"])?.expect(0);
-    assert!(other.path("home/svc/home/projects/here").exists());
-    let printed = run_import(&other, &archive, &[])?.expect(0).stdout;
+    run_import(&new_machine, &archive, &["--check"])?.expect(0);
+    assert!(new_machine.path("home/svc/home/projects/here").exists());
+    let printed = run_import(&new_machine, &archive, &[])?.expect(0).stdout;
     assert!(
         printed.contains("5000 rows")
             && printed.contains(".before-import-")
@@ -104,37 +104,40 @@ async fn import_restores_the_archive_and_keeps_existing_data() -> Result<()> {
         "{printed}"
     );
 
-    assert_eq!(count_rows(&other).await?, 5000);
+    assert_eq!(count_rows(&new_machine).await?, 5000);
     let owner = "SELECT tableowner::text FROM pg_tables WHERE tablename = 'notes'";
-    let owner = other.client().await?.query_one(owner, &[]).await?;
+    let owner = new_machine.client().await?.query_one(owner, &[]).await?;
     assert_eq!(owner.get::<_, &str>(0), "postgres", "the gateway grants the app's role its privileges");
     let mut expected = list_tree(&machine)?;
-    let mut found = list_tree(&other)?;
-    let only_here = |line: &String| line.contains("untouched") || line.contains("config.json");
-    assert_eq!(found.iter().filter(|line| only_here(line)).count(), 3, "files with other names must be kept");
-    found.retain(|line| !only_here(line));
-    let backup = |line: &String| line.contains("backup");
-    found.retain(|line| !backup(line));
-    expected.retain(|line| !backup(line));
-    assert_eq!(found, expected);
-    let aside = |directory: &str| {
-        let entries = fs::read_dir(other.path(directory))?.flatten().map(|entry| entry.path());
+    let mut imported = list_tree(&new_machine)?;
+    let is_outside_archive = |line: &String| line.contains("untouched") || line.contains("config.json");
+    assert_eq!(
+        imported.iter().filter(|line| is_outside_archive(line)).count(),
+        3,
+        "files with other names must be kept"
+    );
+    imported.retain(|line| !is_outside_archive(line));
+    let is_backup_log = |line: &String| line.contains("backup");
+    imported.retain(|line| !is_backup_log(line));
+    expected.retain(|line| !is_backup_log(line));
+    assert_eq!(imported, expected);
+    let find_moved_aside = |directory: &str| {
+        let entries = fs::read_dir(new_machine.path(directory))?.flatten().map(|entry| entry.path());
         entries
             .into_iter()
             .find(|path| path.to_string_lossy().contains(".before-import-"))
             .context("no directory of replaced files")
     };
-    assert_eq!(fs::read(aside("home/svc/home")?.join("projects/here"))?, b"was here");
+    assert_eq!(fs::read(find_moved_aside("home/svc/home")?.join("projects/here"))?, b"was here");
     // The backup before the import is also logged.
-    let replaced = fs::read(aside("home/svc/home/system")?.join("logs/activity.log"))?;
+    let replaced = fs::read(find_moved_aside("home/svc/home/system")?.join("logs/activity.log"))?;
     assert!(replaced.starts_with(b"from the new machine\n"));
-    assert!(other.databases().await?.iter().any(|name| name.starts_with("svc_before_")));
-    assert!(other.path("var/lib/svc/requests/backup").exists(), "a backup must be requested");
-    other.run(&["svc-db-backup", "run", "--request"])?.expect(0);
+    assert!(new_machine.databases().await?.iter().any(|name| name.starts_with("svc_before_")));
+    assert!(new_machine.path("var/lib/svc/requests/backup").exists(), "a backup must be requested");
+    new_machine.run(&["svc-db-backup", "run", "--request"])?.expect(0);
     Ok(())
 }
 
-/// The archive is readable without the product.
 #[tokio::test]
 async fn archive_is_readable_with_stock_tools() -> Result<()> {
     let store = machine::store()?;
@@ -164,9 +167,11 @@ async fn archive_is_readable_with_stock_tools() -> Result<()> {
     assert_eq!(client.query_one("SELECT count(*) FROM app_notes.notes", &[]).await?.get::<_, i64>(0), 5000);
     let mode = fs::metadata(&archive)?.mode() & 0o777;
     assert_eq!(mode, 0o600, "the archive contains all data, so only its owner may read it");
-    // An existing archive is not overwritten, and a partial one never has its final name.
+    // An existing archive is not overwritten, and a failed export leaves no file.
     let output = archive.to_str().context("the path is not UTF-8")?;
+    let before = fs::read(&archive)?;
     machine.run(&["svc-db-backup", "export", "--output", output])?.expect(65);
+    assert!(fs::read(&archive)? == before, "the existing archive was overwritten");
     for point in svc::host::snapshots::backup::EXPORT_FAILPOINTS {
         let next = machine.path("next.tar");
         let args = ["svc-db-backup", "export", "--output", next.to_str().context("the path is not UTF-8")?];
@@ -185,12 +190,12 @@ async fn archive_is_readable_with_stock_tools() -> Result<()> {
 async fn killed_import_is_resumed() -> Result<()> {
     let store = machine::store()?;
     let (_machine, archive) = machine_with_archive(&store).await?;
-    let other = Machine::in_use(&store, 2).await?;
-    other.client().await?.batch_execute("CREATE TABLE before (a int)").await?;
-    write_file(&other, "projects/here", b"was here")?;
+    let new_machine = Machine::in_use(&store, 2).await?;
+    new_machine.client().await?.batch_execute("CREATE TABLE before (a int)").await?;
+    write_file(&new_machine, "projects/here", b"was here")?;
     let args = ["svc-restore", "import", archive.to_str().context("the path is not UTF-8")?];
     for point in svc::host::snapshots::restore::IMPORT_FAILPOINTS {
-        let result = other.run_with(&args, &[("FAILPOINTS", &format!("{point}=return(kill)"))])?;
+        let result = new_machine.run_with(&args, &[("FAILPOINTS", &format!("{point}=return(kill)"))])?;
         match *point {
             "import.done" => drop(result.expect_killed()),
             _ => drop(result.expect_step_killed()),
@@ -198,19 +203,23 @@ async fn killed_import_is_resumed() -> Result<()> {
         if ["import.begin", "import.checked", "import.staged", "import.inspected", "import.loaded"]
             .contains(point)
         {
-            other.client().await?.batch_execute("SELECT FROM before").await?;
-            assert!(other.path("home/svc/home/projects/here").exists(), "after a kill at {point}");
+            new_machine.client().await?.batch_execute("SELECT FROM before").await?;
+            assert!(new_machine.path("home/svc/home/projects/here").exists(), "after a kill at {point}");
         }
     }
-    other.run(&args)?.expect(0);
-    assert_eq!(count_rows(&other).await?, 5000);
+    new_machine.run(&args)?.expect(0);
+    assert_eq!(count_rows(&new_machine).await?, 5000);
     let remaining: Vec<_> =
-        fs::read_dir(other.path("home/svc/home"))?.flatten().map(|entry| entry.file_name()).collect();
+        fs::read_dir(new_machine.path("home/svc/home"))?.flatten().map(|entry| entry.file_name()).collect();
     assert!(!remaining.iter().any(|name| name.to_string_lossy().starts_with(".import-")), "{remaining:?}");
-    let kept = remaining
+    let moved_aside = remaining
         .iter()
-        .filter_map(|name| fs::read(other.path("home/svc/home").join(name).join("projects/here")).ok());
-    assert_eq!(kept.collect::<Vec<_>>(), [b"was here"], "the folder must be moved aside once, and kept");
+        .filter_map(|name| fs::read(new_machine.path("home/svc/home").join(name).join("projects/here")).ok());
+    assert_eq!(
+        moved_aside.collect::<Vec<_>>(),
+        [b"was here"],
+        "the folder must be moved aside once, and kept"
+    );
     Ok(())
 }
 
@@ -218,34 +227,34 @@ async fn killed_import_is_resumed() -> Result<()> {
 async fn invalid_archive_changes_nothing() -> Result<()> {
     let store = machine::store()?;
     let (machine, archive) = machine_with_archive(&store).await?;
-    let other = Machine::in_use(&store, 2).await?;
+    let new_machine = Machine::in_use(&store, 2).await?;
     let bytes = fs::read(&archive)?;
-    let file = other.path("bad.tar");
-    let refused = |content: &[u8], expected: &str| -> Result<()> {
+    let file = new_machine.path("bad.tar");
+    let assert_refused = |content: &[u8], expected: &str| -> Result<()> {
         fs::write(&file, content)?;
-        let result = run_import(&other, &file, &[])?.expect(65);
+        let result = run_import(&new_machine, &file, &[])?.expect(65);
         assert!(result.stderr.contains(expected), "{expected}: {}", result.stderr);
         Ok(())
     };
-    let at = |needle: &[u8]| {
+    let find = |needle: &[u8]| {
         bytes.windows(needle.len()).position(|window| window == needle).context("not found in the archive")
     };
-    let flipped = |at: usize| {
+    let flipped = |index: usize| {
         let mut bytes = bytes.clone();
-        bytes[at] ^= 1;
+        bytes[index] ^= 1;
         bytes
     };
-    refused(&flipped(at(b"fn main()")?), "differs from the manifest")?;
-    refused(&flipped(at(b"PGDMP")? + 3000), "differs from the manifest")?;
-    refused(&bytes[..bytes.len() / 2], "not a valid archive")?;
-    let last = bytes
+    assert_refused(&flipped(find(b"fn main()")?), "differs from the manifest")?;
+    assert_refused(&flipped(find(b"PGDMP")? + 3000), "differs from the manifest")?;
+    assert_refused(&bytes[..bytes.len() / 2], "not a valid archive")?;
+    let manifest_name_start = bytes
         .windows(13)
         .rposition(|window| window == b"manifest.json")
         .context("the manifest is missing")?;
-    refused(&bytes[..last], "its end is missing")?;
-    refused(&bytes[..last + 600], "not a valid archive")?;
-    refused(b"", "export.json")?;
-    refused(&vec![7; 4096], "not a valid archive")?;
+    assert_refused(&bytes[..manifest_name_start], "its end is missing")?;
+    assert_refused(&bytes[..manifest_name_start + 600], "not a valid archive")?;
+    assert_refused(b"", "export.json")?;
+    assert_refused(&vec![7; 4096], "not a valid archive")?;
     for (path, expected) in [
         ("../x", "not a valid path"),
         ("home/../../x", "not a valid path"),
@@ -272,7 +281,7 @@ async fn invalid_archive_changes_nothing() -> Result<()> {
                 None => tar.append_data(&mut header, name, &mut entry)?,
             }
         }
-        refused(&tar.into_inner()?, expected)?;
+        assert_refused(&tar.into_inner()?, expected)?;
     }
     // An import also fails while the gate is closed, or with an archive from another user.
     fs::write(&file, &bytes)?;
@@ -280,11 +289,11 @@ async fn invalid_archive_changes_nothing() -> Result<()> {
     drop(machine);
     let fresh = Machine::new(&store, 3).await?;
     run_import(&fresh, &archive, &[])?.expect(75);
-    other.add_env("host.env", &[("SVC_USER_ID", "user_2")])?;
-    let result = run_import(&other, &archive, &[])?.expect(65);
+    new_machine.add_env("host.env", &[("SVC_USER_ID", "user_2")])?;
+    let result = run_import(&new_machine, &archive, &[])?.expect(65);
     assert!(result.stderr.contains("--of-another-user"), "{}", result.stderr);
-    assert_eq!(other.databases().await?.iter().filter(|name| name.starts_with("svc_")).count(), 0);
-    assert!(!other.path("home/svc/home/projects").exists());
-    run_import(&other, &archive, &["--of-another-user"])?.expect(0);
+    assert_eq!(new_machine.databases().await?.iter().filter(|name| name.starts_with("svc_")).count(), 0);
+    assert!(!new_machine.path("home/svc/home/projects").exists());
+    run_import(&new_machine, &archive, &["--of-another-user"])?.expect(0);
     Ok(())
 }

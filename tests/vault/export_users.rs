@@ -1,5 +1,5 @@
-//! Export and import on a machine with two separate users. Root runs both commands, and opens nothing that either user
-//! can change.
+//! Export and import on a machine with two separate users. Root runs both commands, but processes of these users read
+//! and write their files.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, lchown, symlink};
@@ -15,8 +15,8 @@ use super::machine::{self, Machine};
 const GATEWAY: u32 = 940;
 const OWNER: u32 = 1940;
 
-/// Creates a machine in use whose directories have the owners that tmpfiles assigns. Returns `None` if the test cannot
-/// create one.
+/// Creates a machine in use whose directories have the owners that tmpfiles assigns. Returns `None` unless the test
+/// runs as root.
 async fn machine_with_two_users(store: &S3Server, epoch: u32) -> Result<Option<Machine>> {
     if !nix::unistd::geteuid().is_root() {
         kit::skip::record("only root can act as two users");
@@ -98,31 +98,35 @@ async fn files_are_accessed_as_their_owner() -> Result<()> {
     assert!(printed.stderr.contains("can be changed by users other than root"), "{}", printed.stderr);
     assert!(!machine.path("home/svc/home/projects/ada.tar.partial").exists());
 
-    let Some(other) = machine_with_two_users(&store, 2).await? else { return Ok(()) };
+    let Some(new_machine) = machine_with_two_users(&store, 2).await? else { return Ok(()) };
     // A link is planted where the import would create a directory.
-    let trap = other.path("trap");
+    let trap = new_machine.path("trap");
     fs::create_dir(&trap)?;
-    let planted = other.path("home/svc/home/projects");
+    let planted = new_machine.path("home/svc/home/projects");
     symlink(&trap, &planted)?;
-    let refused = other.run(&["svc-restore", "import", path_str(&archive)?])?.expect(70);
+    let refused = new_machine.run(&["svc-restore", "import", path_str(&archive)?])?.expect(70);
     assert!(refused.stderr.contains("move it away first"), "{}", refused.stderr);
-    let error =
-        other.client().await?.query("SELECT FROM public.t", &[]).await.expect_err("the table must be absent");
+    let error = new_machine
+        .client()
+        .await?
+        .query("SELECT FROM public.t", &[])
+        .await
+        .expect_err("the table must be absent");
     assert_eq!(error.code(), Some(&SqlState::UNDEFINED_TABLE), "{error}");
     lchown(&planted, Some(OWNER), Some(OWNER))?;
-    write_as(&other, "system/logs/activity.log", "another record", GATEWAY, OWNER)?;
-    other.run(&["svc-restore", "import", path_str(&archive)?])?.expect(0);
+    write_as(&new_machine, "system/logs/activity.log", "another record", GATEWAY, OWNER)?;
+    new_machine.run(&["svc-restore", "import", path_str(&archive)?])?.expect(0);
     let owner_of = |path: &str| -> Result<(u32, u32)> {
-        let meta = fs::symlink_metadata(other.path("home/svc/home").join(path))?;
+        let meta = fs::symlink_metadata(new_machine.path("home/svc/home").join(path))?;
         Ok((meta.uid(), meta.gid()))
     };
     assert_eq!(owner_of("projects/file")?, (OWNER, OWNER));
     assert_eq!(owner_of("system/logs/activity.log")?, (GATEWAY, OWNER));
-    assert_eq!(fs::read_to_string(other.path("home/svc/home/projects/file"))?, "mine");
+    assert_eq!(fs::read_to_string(new_machine.path("home/svc/home/projects/file"))?, "mine");
     assert_eq!(fs::read_dir(&trap)?.count(), 0, "no file may be written through the link");
-    assert_eq!(fs::metadata(other.path("var/lib/svc/restore-complete"))?.uid(), GATEWAY);
-    assert_eq!(fs::metadata(other.path("var/lib/svc/requests/backup"))?.uid(), GATEWAY);
-    let rows: i64 = other.client().await?.query_one("SELECT count(*) FROM public.t", &[]).await?.get(0);
+    assert_eq!(fs::metadata(new_machine.path("var/lib/svc/restore-complete"))?.uid(), GATEWAY);
+    assert_eq!(fs::metadata(new_machine.path("var/lib/svc/requests/backup"))?.uid(), GATEWAY);
+    let rows: i64 = new_machine.client().await?.query_one("SELECT count(*) FROM public.t", &[]).await?.get(0);
     assert_eq!(rows, 1);
     Ok(())
 }

@@ -47,19 +47,19 @@ impl ValidArchive {
                 archive.to_str().context("the path is not UTF-8")?,
             ])?
             .expect(0);
-        let mut found = Self { info: Vec::new(), dump: Vec::new(), sidecar: Value::Null };
+        let mut valid = Self { info: Vec::new(), dump: Vec::new(), sidecar: Value::Null };
         for entry in tar::Archive::new(File::open(&archive)?).entries()? {
             let mut entry = entry?;
             let (path, mut body) = (entry.path()?.into_owned(), Vec::new());
             std::io::Read::read_to_end(&mut entry, &mut body)?;
             match path.to_str() {
-                Some("export.json") => found.info = body,
-                Some("database.dump") => found.dump = body,
-                Some("database.json") => found.sidecar = serde_json::from_slice(&body)?,
+                Some("export.json") => valid.info = body,
+                Some("database.dump") => valid.dump = body,
+                Some("database.json") => valid.sidecar = serde_json::from_slice(&body)?,
                 _ => {}
             }
         }
-        Ok(found)
+        Ok(valid)
     }
 
     /// Writes the archive with the given statement in its dump and matching digests.
@@ -105,7 +105,7 @@ fn run_import(machine: &Machine, archive: &Path) -> Result<RunResult> {
     machine.run(&["svc-restore", "import", archive.to_str().context("the path is not UTF-8")?, "--no-backup"])
 }
 
-/// Lists the state that a refused import must not change: databases, roles, privileges, settings.
+/// Lists what a refused import must not leave behind: databases, roles, memberships and settings.
 async fn list_traces(machine: &Machine) -> Result<Vec<String>> {
     let client = machine.postgres().connect("postgres").await?;
     let sql = "SELECT 'database ' || datname FROM pg_database WHERE datname LIKE 'svc\\_%'
@@ -248,7 +248,7 @@ async fn import_check_does_not_trust_claimed_sizes() -> Result<()> {
         &header(b'0', "manifest.json", 500 << 20),
         500 << 20,
     )?);
-    // A parser would need twenty bytes of memory for each of these bytes.
+    // As parsed strings, this text would need many times its size in memory.
     let text = format!("{{\"version\":1,\"entries\":[],\"leftOut\":[{}\"\"]}}", "\"\",".repeat(20_000_000));
     let mut tar = header(b'0', "manifest.json", text.len() as u64);
     tar.extend(text.as_bytes());

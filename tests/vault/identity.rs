@@ -1,4 +1,4 @@
-//! The database that a machine serves: a substitute for the restored database is neither served nor backed up, and a
+//! The identity of a machine's database: a substitute for the restored database is reported and not backed up, and a
 //! database with rows is never replaced automatically.
 
 use anyhow::{Context, Result};
@@ -25,10 +25,10 @@ async fn machine_with_backup(store: &kit::s3::S3Server) -> Result<Machine> {
 
 /// Simulates the loss of the volume: a new PostgreSQL server, whose database has the same rows, replaces the first.
 async fn lose_volume(machine: &mut Machine) -> Result<()> {
-    let other = PgServer::start(&binaries()?, PgOptions::default()).await?;
-    other.create_database("svc").await?;
-    machine.add_env("host.env", &[("DATABASE_URL", &other.url("svc"))])?;
-    machine.postgres = Some(other);
+    let replacement = PgServer::start(&binaries()?, PgOptions::default()).await?;
+    replacement.create_database("svc").await?;
+    machine.add_env("host.env", &[("DATABASE_URL", &replacement.url("svc"))])?;
+    machine.postgres = Some(replacement);
     machine.client().await?.batch_execute(ROWS).await?;
     Ok(())
 }
@@ -108,7 +108,7 @@ async fn marker_from_an_earlier_release_adopts_its_database_once() -> Result<()>
     assert!(sidecar["databaseIdentity"]["restoreId"].is_string(), "{sidecar}");
     assert_eq!(sidecar["database"]["settings"], json!([]), "the id must not be recorded as a setting");
     machine.run(&["svc-db-backup"])?.expect(0);
-    assert_eq!(marker(&machine)?["databaseIdentity"], identity, "it must be adopted only once");
+    assert_eq!(marker(&machine)?["databaseIdentity"], identity, "the database must be adopted only once");
     lose_volume(&mut machine).await?;
     machine.run(&["svc-db-backup"])?.expect(65);
     Ok(())
@@ -239,8 +239,8 @@ async fn loss_confirmed_by_three_hourly_snapshots_is_accepted() -> Result<()> {
     assert_eq!(last["held"]["loss"], "the table public.t with 10 rows is missing", "{last}");
     let simulate_elapsed_hour = || -> Result<()> {
         let mut held: Value = serde_json::from_slice(&std::fs::read(machine.path(HELD))?)?;
-        let at = held["countedAtUptimeMs"].as_i64().context("the held snapshot has no uptime")?;
-        held["countedAtUptimeMs"] = (at - 3_600_000).into();
+        let counted_at = held["countedAtUptimeMs"].as_i64().context("the held snapshot has no uptime")?;
+        held["countedAtUptimeMs"] = (counted_at - 3_600_000).into();
         Ok(std::fs::write(machine.path(HELD), held.to_string())?)
     };
     simulate_elapsed_hour()?;

@@ -1,4 +1,4 @@
-//! A database of more than a gigabyte, with every kind of object, is restored identically, as a plain dump shows.
+//! A database of more than a gigabyte, with many kinds of objects, is restored identically, as a plain dump shows.
 
 use std::io::{BufRead, BufReader};
 use std::process::Stdio;
@@ -70,7 +70,7 @@ fn plain_dump(machine: &Machine) -> Result<String> {
 
 #[tokio::test]
 #[ignore = "long: backs up and restores a gigabyte"]
-async fn gigabyte_with_every_kind_of_object_is_restored_identically() -> Result<()> {
+async fn gigabyte_database_is_restored_identically() -> Result<()> {
     let store = machine::store()?;
     let old = Machine::in_use(&store, 1).await?;
     for content in [APPS, BULK] {

@@ -174,7 +174,7 @@ impl Machine {
             ("SVC_IMAGE_VERSION", "1.0.0"),
             ("SVC_RESTORE_MODE", "required"),
         ];
-        pairs.retain(|(name, _)| !overrides.iter().any(|(other, _)| other == name));
+        pairs.retain(|(name, _)| !overrides.iter().any(|(overridden, _)| overridden == name));
         pairs.extend(overrides);
         let pairs: Vec<_> =
             pairs.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
@@ -320,11 +320,11 @@ fn parse_resident_bytes(status: &str) -> Option<u64> {
 }
 
 /// Waits until the condition holds, usually because of another process.
-pub async fn wait_until(what: &str, mut condition: impl FnMut() -> bool) -> Result<()> {
+pub async fn wait_until(event: &str, mut condition: impl FnMut() -> bool) -> Result<()> {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !condition() {
         if Instant::now() > deadline {
-            bail!("timed out waiting for: {what}");
+            bail!("timed out waiting for: {event}");
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }

@@ -55,7 +55,7 @@ async fn lost_reply_is_resolved_by_reading_back() -> Result<()> {
             assert_eq!(
                 (hits.hits(), count_writes(&store)),
                 (1, 1),
-                "{fault:?}: it must be written once: {:?}",
+                "{fault:?}: the metadata must be written once: {:?}",
                 store.requests()
             );
         }

@@ -42,7 +42,7 @@ async fn outage_session_stores_snapshots_without_moving_pointer() -> Result<()> 
     assert_eq!(records.len(), 2, "the snapshot from the outage must be complete");
     let last: Value = serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/last-backup.json"))?)?;
     assert_eq!((&last["stage"], &last["key"]), (&json!("pointer"), &json!(records[0].key)), "{last}");
-    // Only a working session can read snapshots.
+    // A verification needs a working session.
     machine.run(&["svc-db-backup", "verify", "--latest"])?.expect(69);
 
     platform.set_response(CredentialResponse::Issue);
@@ -58,11 +58,11 @@ async fn retry_publishes_the_snapshot_stored_during_an_outage() -> Result<()> {
     let platform = Platform::start(&store).await?;
     let machine = machine_without_platform(&store, &platform).await?;
     let running = machine.spawn(&["svc-db-backup", "run", "--retry"], &[("BACKUP_RETRY_SECONDS", "1")])?;
-    let stored = wait_until("the stored snapshot", || {
-        let dumps = store.objects(BUCKET, "").into_iter().filter(|object| object.key.ends_with(".dump.json"));
-        dumps.count() == 2
-    });
-    stored.await?;
+    wait_until("the stored snapshot", || {
+        let objects = store.objects(BUCKET, "");
+        objects.iter().filter(|object| object.key.ends_with(".dump.json")).count() == 2
+    })
+    .await?;
     platform.set_response(CredentialResponse::Issue);
     tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
     let dumps = store.objects(BUCKET, "").into_iter().filter(|object| object.key.ends_with(".dump"));
@@ -86,13 +86,13 @@ async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
     let bucket = machine::bucket_as(&store, &session)?;
     let own = slot().snapshot(&latest.key).context("not a snapshot key")?;
     assert!(bucket.head(&own).await?.is_some(), "the machine's own snapshot must be readable");
-    let name = |at: Timestamp, epoch| {
+    let snapshot_path = |at: Timestamp, epoch| {
         slot().snapshot(&key::snapshot_key(at, Epoch(epoch))).context("not a snapshot key")
     };
     let now = Timestamp::now();
-    let foreign = name(now, 2)?;
-    // One day more than the permitted clock skew.
-    let day_before = name(now.checked_sub(SignedDuration::from_hours(25))?, 1)?;
+    let foreign = snapshot_path(now, 2)?;
+    // Before the session's first day, even with the permitted clock skew.
+    let day_before = snapshot_path(now.checked_sub(SignedDuration::from_hours(25))?, 1)?;
     let owner = machine::bucket(&store)?;
     owner.put(&foreign, &b"of another epoch"[..]).await?;
     owner.put(&slot().vps_meta(), &b"{}"[..]).await?;

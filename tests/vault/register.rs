@@ -81,7 +81,7 @@ async fn registration_body_survives_lost_replies_and_kills() -> Result<()> {
 }
 
 #[tokio::test]
-async fn refusal_is_final_and_a_timeout_is_retried() -> Result<()> {
+async fn refusal_is_final_and_a_lost_response_is_retried() -> Result<()> {
     let refused = json!({ "code": "registration_rejected", "detail": "The token was used." });
     let platform = Platform::start(ScriptedResponse::Json(401, refused)).await?;
     let (machine, listen) = machine_with_release(&platform).await?;
@@ -90,13 +90,13 @@ async fn refusal_is_final_and_a_timeout_is_retried() -> Result<()> {
     assert!(result.stderr.contains("The token was used."), "{}", result.stderr);
     assert_eq!(platform.calls().len(), 1);
 
-    let silent = Platform::start(ScriptedResponse::Lost).await?;
-    silent.configure(&machine)?;
+    let unresponsive = Platform::start(ScriptedResponse::Lost).await?;
+    unresponsive.configure(&machine)?;
     register(&machine, &[], &extra_env).await?.expect(75);
-    assert!(silent.calls().len() > 1);
+    assert!(unresponsive.calls().len() > 1);
 
-    let broken = Platform::start(ScriptedResponse::Json(400, json!({ "detail": "no" }))).await?;
-    broken.configure(&machine)?;
+    let rejecting = Platform::start(ScriptedResponse::Json(400, json!({ "detail": "no" }))).await?;
+    rejecting.configure(&machine)?;
     register(&machine, &[], &extra_env).await?.expect(70);
     Ok(())
 }

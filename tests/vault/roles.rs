@@ -64,13 +64,13 @@ async fn restore_reports_role_attributes_it_does_not_keep() -> Result<()> {
     // An operator created a role before the restore.
     new.client().await?.batch_execute("CREATE ROLE team NOLOGIN CONNECTION LIMIT 1").await?;
     let log = new.run(&["svc-restore"])?.expect(0).stderr;
-    for words in [
+    for expected in [
         "the role dba is not a SUPERUSER here",
         "the role reporting has no LOGIN and no password here",
         "the setting work_mem of the role",
         "the attributes of the role team, which existed already",
     ] {
-        assert!(log.contains(words), "{words}: {log}");
+        assert!(log.contains(expected), "{expected}: {log}");
     }
     assert!(!log.contains("the role app_notes has no LOGIN"), "the gateway enables the login: {log}");
     let limit = "SELECT rolconnlimit FROM pg_roles WHERE rolname = 'team'";

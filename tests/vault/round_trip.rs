@@ -42,7 +42,7 @@ ALTER DATABASE svc SET app.name = 'it''s \ here';
 ALTER ROLE reader IN DATABASE svc SET work_mem = '7MB';
 "#;
 
-/// Owner, privileges and settings, which a dump of the content does not contain.
+/// The database's privileges and settings, which a dump of the content does not contain.
 const DATABASE_ATTRIBUTES: &str = "\
      SELECT coalesce((SELECT string_agg(coalesce(r.rolname, 'PUBLIC') || ' ' || a.privilege_type, ',' \
      ORDER BY r.rolname, a.privilege_type) FROM aclexplode(d.datacl) a LEFT JOIN pg_roles r ON r.oid = a.grantee), '-') \

@@ -79,12 +79,11 @@ async fn missing_rows_are_copied_and_existing_ones_unchanged() -> Result<()> {
              ALTER TABLE app_shop.customers DROP COLUMN raw, ADD COLUMN added text DEFAULT 'x'",
         )
         .await?;
-    let rest = "SELECT count(*) FROM app_shop.customers WHERE id = 200 AND price = 7 OR email = 'new' AND added = 'x'";
+    let unchanged = "SELECT count(*) FROM app_shop.customers WHERE id = 200 AND price = 7 OR email = 'new' AND added = 'x'";
     let tables = ["app_shop.orders", "app_shop.customers"];
     let dry_run = run_side(&machine, &["copy", tables[0], tables[1], "--dry-run"])?.expect(0);
-    let nothing_yet =
-        client.query_one("SELECT count(*) FROM app_shop.customers WHERE id <= 100", &[]).await?;
-    assert_eq!(nothing_yet.get::<_, i64>(0), 0, "{}", dry_run.stdout);
+    let restored = client.query_one("SELECT count(*) FROM app_shop.customers WHERE id <= 100", &[]).await?;
+    assert_eq!(restored.get::<_, i64>(0), 0, "{}", dry_run.stdout);
     let backups = machine.backup_records()?.len();
     let copied = run_side(&machine, &["copy", tables[0], tables[1]])?.expect(0);
     assert_eq!(machine.backup_records()?.len(), backups + 1, "a backup must precede the copy");
@@ -101,7 +100,7 @@ async fn missing_rows_are_copied_and_existing_ones_unchanged() -> Result<()> {
         copied.stdout
     );
     assert_eq!(customers["leftOut"], json!(["raw"]));
-    assert_eq!(client.query_one(rest, &[]).await?.get::<_, i64>(0), 2);
+    assert_eq!(client.query_one(unchanged, &[]).await?.get::<_, i64>(0), 2);
     assert_eq!(
         rows(&machine, "svc", "app_shop.orders").await?,
         rows(&machine, "svc_side", "app_shop.orders").await?
@@ -244,7 +243,7 @@ async fn request_killed_at_any_step_is_completed_once() -> Result<()> {
     };
     let serve =
         |points: &str| machine.run_with(&["svc-db-backup", "side", "serve"], &[("FAILPOINTS", points)]);
-    let copies = [
+    let copy_points = [
         "side.saved",
         "side.recreated",
         "side.dependents",
@@ -262,7 +261,7 @@ async fn request_killed_at_any_step_is_completed_once() -> Result<()> {
             assert_eq!(read_state(&machine)?["status"], "closed");
             continue;
         }
-        if !copies.contains(point) {
+        if !copy_points.contains(point) {
             request_side(json!({"action": "open"}))?;
             serve(&kill)?.expect_killed();
             serve("")?.expect(0);
@@ -309,18 +308,18 @@ async fn request_killed_at_any_step_is_completed_once() -> Result<()> {
 async fn killed_command_is_completed() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with_side_database(&store).await?;
-    let killed = |args: &[&str], point: &str| {
+    let run_killed = |args: &[&str], point: &str| {
         let points = format!("{point}=return(kill)");
         let args: Vec<&str> = ["svc-db-backup", "side"].iter().chain(args).copied().collect();
         machine.run_with(&args, &[("FAILPOINTS", &points)]).map(machine::RunResult::expect_killed)
     };
-    killed(&["open"], "side.loaded")?;
+    run_killed(&["open"], "side.loaded")?;
     assert_eq!(read_state(&machine)?["status"], "opening");
     run_side(&machine, &["serve"])?.expect(0);
     assert_eq!(read_state(&machine)?["status"], "open");
 
     machine.client().await?.batch_execute("DELETE FROM app_shop.orders WHERE id = 7").await?;
-    killed(&["copy", "app_shop.orders", "--no-backup"], "side.fetched")?;
+    run_killed(&["copy", "app_shop.orders", "--no-backup"], "side.fetched")?;
     let result = run_side(&machine, &["close"])?.expect(0);
     assert!(
         result.stdout.contains("1 inserted"),

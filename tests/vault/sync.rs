@@ -66,7 +66,7 @@ async fn heartbeat_reports_the_state_of_the_machine() -> Result<()> {
 }
 
 #[tokio::test]
-async fn replaced_machine_stops() -> Result<()> {
+async fn agent_of_replaced_machine_exits() -> Result<()> {
     let store = machine::store()?;
     let responses = [
         ScriptedResponse::Json(
@@ -90,7 +90,7 @@ async fn replaced_machine_stops() -> Result<()> {
 }
 
 #[tokio::test]
-async fn platform_failure_keeps_the_agent_and_its_files() -> Result<()> {
+async fn agent_survives_platform_failures_and_keeps_its_keys() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(ScriptedResponse::Json(503, json!({}))).await?;
     platform.queue([

@@ -13,7 +13,7 @@ use super::machine::{self, BUCKET, Machine, USER};
 
 const MIB: u64 = 1 << 20;
 /// The space that a restore keeps free.
-const MARGIN: u64 = 64 * MIB;
+const FREE_SPACE_MARGIN_BYTES: u64 = 64 * MIB;
 const DISK_MIB: u64 = 256;
 
 /// Creates a new machine whose disk has space for the database and for the given percentage of its dump.
@@ -25,7 +25,7 @@ async fn machine_with_tight_disk(percent: u64) -> Result<Option<(S3Server, Machi
     let sidecar: Value = serde_json::from_slice(&sidecar)?;
     let size = |value: &Value| value.as_u64().context("not a size");
     let (dump, database) = (size(&sidecar["sizeBytes"])?, size(&sidecar["database"]["sizeBytes"])?);
-    disk.fill(database + MARGIN + dump * percent / 100)?;
+    disk.fill(database + FREE_SPACE_MARGIN_BYTES + dump * percent / 100)?;
     Ok(Some((store, new, disk)))
 }
 
@@ -53,13 +53,13 @@ async fn streamed_restore_refuses_a_changed_dump() -> Result<()> {
     let Some((store, new, _disk)) = machine_with_tight_disk(50).await? else { return Ok(()) };
     let key = dump_key(&store);
     let good = store.read(BUCKET, &key).context("the dump is missing")?;
-    // The sidecar and the pointer get the digest of another dump of the same size; pg_restore accepts the stored bytes.
-    let record = format!("{key}.json");
-    let text = String::from_utf8(store.read(BUCKET, &record).context("the sidecar is missing")?)?;
+    // The sidecar and the pointer get a digest that the dump does not have; pg_restore accepts the stored bytes.
+    let sidecar_key = format!("{key}.json");
+    let text = String::from_utf8(store.read(BUCKET, &sidecar_key).context("the sidecar is missing")?)?;
     let sidecar: Value = serde_json::from_str(&text)?;
     let sha256 = sidecar["sha256"].as_str().context("the sidecar has no digest")?;
-    let other = "0".repeat(64);
-    store.write(BUCKET, &record, text.replace(sha256, &other));
+    let wrong_digest = "0".repeat(64);
+    store.write(BUCKET, &sidecar_key, text.replace(sha256, &wrong_digest));
     let pointer = format!("{USER}/primary/system/db/latest");
     let latest = String::from_utf8(store.read(BUCKET, &pointer).context("there is no pointer")?)?;
     // The pointer's log entry must match, or it would take precedence.
@@ -70,13 +70,13 @@ async fn streamed_restore_refuses_a_changed_dump() -> Result<()> {
             store.write(BUCKET, key, text.to_owned());
         }
     };
-    write_pointer(&latest.replace(sha256, &other));
+    write_pointer(&latest.replace(sha256, &wrong_digest));
     let result = new.run(&["svc-restore"])?.expect(70);
     assert!(result.stderr.contains("SHA-256"), "{}", result.stderr);
     assert_untouched(&new, "a different digest").await?;
 
     // Bytes that are not a valid dump.
-    store.write(BUCKET, &record, text.clone());
+    store.write(BUCKET, &sidecar_key, text.clone());
     write_pointer(&latest);
     let mut damaged = good.clone();
     let middle = damaged.len() / 2;
@@ -94,10 +94,10 @@ async fn streamed_restore_refuses_a_changed_dump() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn restore_without_space_for_the_database_is_refused() -> Result<()> {
     let Some((_store, new, disk)) = machine_with_tight_disk(0).await? else { return Ok(()) };
-    disk.fill(MARGIN)?;
+    disk.fill(FREE_SPACE_MARGIN_BYTES)?;
     let result = new.run(&["svc-restore"])?.expect(70);
-    for words in ["bytes are free and", "are needed", "--server-type", "(code no_space)\n"] {
-        assert!(result.stderr.contains(words), "{}", result.stderr);
+    for expected in ["bytes are free and", "are needed", "--server-type", "(code no_space)\n"] {
+        assert!(result.stderr.contains(expected), "{}", result.stderr);
     }
     assert_untouched(&new, "no space").await?;
     disk.delete_filler()?;

@@ -54,10 +54,10 @@ impl Fixture {
     }
 
     /// Runs the real agent until the platform's record of the machine satisfies the condition.
-    async fn run_agent_until(&self, what: &str, condition: impl Fn(&Value) -> bool) -> Result<()> {
+    async fn run_agent_until(&self, event: &str, condition: impl Fn(&Value) -> bool) -> Result<()> {
         let agent = self.host.machine.spawn(&["svc-sync-agent"], &[("HEARTBEAT_SECONDS", "1")])?;
         let check = || async { condition(&self.record().await).then_some(()) };
-        self.platform.eventually(what, check).await;
+        self.platform.eventually(event, check).await;
         agent.signal(Signal::SIGTERM)?;
         tokio::task::spawn_blocking(move || agent.wait()).await??.expect(0);
         Ok(())

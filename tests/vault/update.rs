@@ -120,15 +120,15 @@ async fn bundle_that_changes_during_download_is_refused() -> Result<()> {
 
 #[tokio::test]
 async fn wrong_digest_does_not_switch_releases() -> Result<()> {
-    let (source, digest) = source().await?;
+    let (source, _) = source().await?;
     let wrong = machine(source.addr, &"ab".repeat(32))?;
     let result = boot(&wrong, &[]).await?.expect(70);
     assert!(result.stderr.contains("SHA-256"), "{}", result.stderr);
     assert_untouched(&wrong)?;
 
-    let other = bundle::bundle("9.9.9")?;
-    let machine = machine(source.addr, &bundle::digest(&other))?;
-    source.replace(other);
+    let other_bundle = bundle::bundle("9.9.9")?;
+    let machine = machine(source.addr, &bundle::digest(&other_bundle))?;
+    source.replace(other_bundle);
     let result = boot(&machine, &[]).await?.expect(70);
     assert!(result.stderr.contains("9.9.9"), "{}", result.stderr);
     assert_untouched(&machine)?;
@@ -137,7 +137,6 @@ async fn wrong_digest_does_not_switch_releases() -> Result<()> {
     machine.add_env("update.env", &[("SVC_BUNDLE_SHA256", &bundle::digest(b"not an archive"))])?;
     boot(&machine, &[]).await?.expect(70);
     assert_untouched(&machine)?;
-    let _ = digest;
     Ok(())
 }
 

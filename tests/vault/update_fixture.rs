@@ -202,7 +202,7 @@ impl UpdateFixture {
         Ok(calls.lines().filter(|line| !line.starts_with("show")).map(str::to_owned).collect())
     }
 
-    /// Asserts that no service was restarted or stopped.
+    /// Asserts that the old release is running, and that no service was started, stopped or restarted.
     pub fn assert_untouched(&self) -> Result<()> {
         self.assert_running(OLD_VERSION)?;
         assert_eq!(self.service_calls()?, ["daemon-reload"], "there must be only the boot's calls");

@@ -48,7 +48,8 @@ fn read_trusted_keys(fixture: &UpdateFixture) -> Result<(String, String)> {
     let pairs =
         svc::config::parse_env_file(&text).map_err(|line| anyhow::anyhow!("line {line} of {text}"))?;
     let value = |name: &str| {
-        let mut values = pairs.iter().filter(|(known, _)| known == name).map(|(_, value)| value.clone());
+        let mut values =
+            pairs.iter().filter(|(variable, _)| variable == name).map(|(_, value)| value.clone());
         let first = values.next().unwrap_or_default();
         assert_eq!(values.next(), None, "{name} occurs more than once");
         first
@@ -159,7 +160,7 @@ async fn key_set_that_could_lock_the_machine_out_is_refused() -> Result<()> {
     let fixture = UpdateFixture::new().await?;
     fixture.machine.add_env("update.env", &[("SVC_BUNDLE_KEYS_SEQUENCE", "5")])?;
     let before = fs::read(fixture.machine.path(UPDATE_ENV_FILE))?;
-    for (what, signers, keys, words) in [
+    for (case, signers, keys, expected_error) in [
         ("a new key that did not sign", &[&old][..], key_set(6, &[&new]), "has signed it"),
         (
             "signed with an untrusted key",
@@ -173,10 +174,10 @@ async fn key_set_that_could_lock_the_machine_out_is_refused() -> Result<()> {
     ] {
         publish(&fixture, release(NEW_VERSION)?, signers, keys)?;
         let result = fixture.apply(NEW_VERSION).await?.expect(65);
-        assert!(result.stderr.contains(words), "{what}: {}", result.stderr);
-        assert_eq!(fixture.last_update()?["stage"], "manifest", "{what}");
-        fixture.assert_untouched().context(what)?;
-        assert_eq!(fs::read(fixture.machine.path(UPDATE_ENV_FILE))?, before, "{what}");
+        assert!(result.stderr.contains(expected_error), "{case}: {}", result.stderr);
+        assert_eq!(fixture.last_update()?["stage"], "manifest", "{case}");
+        fixture.assert_untouched().context(case)?;
+        assert_eq!(fs::read(fixture.machine.path(UPDATE_ENV_FILE))?, before, "{case}");
     }
     // A different key replaces one in the signed manifest.
     publish(&fixture, release(NEW_VERSION)?, &[&old], key_set(6, &[&old, &new]))?;
@@ -225,8 +226,8 @@ async fn adoption_killed_at_any_step_is_finished_by_the_next_run() -> Result<()>
         "update.ended",
         "update.outcome_recorded",
     ]);
-    let all: Vec<_> = points.map(check_point).collect();
-    let results: Vec<Result<()>> = futures_util::stream::iter(all).buffer_unordered(4).collect().await;
+    let checks: Vec<_> = points.map(check_point).collect();
+    let results: Vec<Result<()>> = futures_util::stream::iter(checks).buffer_unordered(4).collect().await;
     results.into_iter().collect()
 }
 
@@ -251,7 +252,7 @@ async fn rollback_killed_at_any_step_changes_no_key() -> Result<()> {
         assert_eq!(read_trusted_keys(&fixture)?, expected_keys("", &[old]), "{point}");
         anyhow::Ok(())
     };
-    let all: Vec<_> = ROLLBACK_FAILPOINTS.iter().copied().map(check_point).collect();
-    let results: Vec<Result<()>> = futures_util::stream::iter(all).buffer_unordered(4).collect().await;
+    let checks: Vec<_> = ROLLBACK_FAILPOINTS.iter().copied().map(check_point).collect();
+    let results: Vec<Result<()>> = futures_util::stream::iter(checks).buffer_unordered(4).collect().await;
     results.into_iter().collect()
 }

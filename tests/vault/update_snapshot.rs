@@ -92,7 +92,7 @@ async fn update_without_a_snapshot_waits_then_fails() -> Result<()> {
 }
 
 #[tokio::test]
-async fn update_continues_once_the_store_is_back() -> Result<()> {
+async fn update_continues_once_a_backup_succeeds() -> Result<()> {
     let store = machine::store()?;
     let fixture = start_fixture(&store).await?;
     fixture.set_backup_command(&format!("[ -e \"$SVC_ROOT/back\" ] || exit 1\n{}", backup_command()))?;
@@ -118,8 +118,8 @@ async fn operator_skips_the_snapshot_for_a_waiting_update() -> Result<()> {
     fixture.request_update(NEW_VERSION)?;
     let running = fixture.spawn(&["apply", "--request"])?;
     wait_until("the update to start waiting", || read_waiting_state(&fixture).is_some()).await?;
-    let words = ["apply", "--version", NEW_VERSION, "--without-snapshot"];
-    fixture.run(&words, None).await?.expect(0);
+    let args = ["apply", "--version", NEW_VERSION, "--without-snapshot"];
+    fixture.run(&args, None).await?.expect(0);
     tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
     fixture.assert_running(NEW_VERSION)?;
     assert!(machine::pointer(&store).await?.is_none(), "no snapshot may be taken");

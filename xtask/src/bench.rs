@@ -66,9 +66,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
 }
 
 /// Finds the binary. The default is never a dev build: its figures would be meaningless.
-fn find_binary(area: &str, given: Option<PathBuf>) -> Result<PathBuf> {
-    let path = match (given, area) {
-        (Some(given), _) => given,
+fn find_binary(area: &str, path: Option<PathBuf>) -> Result<PathBuf> {
+    let path = match (path, area) {
+        (Some(path), _) => path,
         (None, RECORDS) => build_bench_program(&cargo::root(), &fetch::target_dir())?,
         (None, _) => {
             let built = fetch::target_dir().join("dist/svc");

@@ -14,7 +14,7 @@ pub struct Args {
     /// The binary to run (default: build it)
     #[arg(long, value_name = "PATH")]
     svc: Option<PathBuf>,
-    /// Include code-server with its Node.js (fetched from npm once, 600 MB) and its tests
+    /// Test only code-server, with its Node.js (both fetched from npm once, 600 MB)
     #[arg(long)]
     code_server: bool,
     /// Run only the tests whose names match

@@ -78,14 +78,14 @@ pub fn run_quick() -> Result<ExitCode> {
 }
 
 /// Runs tests with nextest where it is installed.
-fn run_tests(which: &[&str]) -> Result<Outcome> {
+fn run_tests(selection: &[&str]) -> Result<Outcome> {
     let runner: &[&str] = if cargo::has_subcommand("nextest") { &["nextest", "run"] } else { &["test"] };
     let quiet: &[&str] = if cargo::has_subcommand("nextest") {
         &["--status-level", "fail", "--cargo-quiet"]
     } else {
         &["--quiet"]
     };
-    run_cargo(&[runner, which, quiet].concat())
+    run_cargo(&[runner, selection, quiet].concat())
 }
 
 /// Uses its own target directory, because cargo runs only one build at a time in each.

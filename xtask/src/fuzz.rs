@@ -45,10 +45,10 @@ impl Args {
 /// `target/libfuzzer/report.json`; fails if an input violated a rule.
 pub fn run(args: &Args) -> Result<ExitCode> {
     let program = build()?;
-    let known = list_targets(&program)?;
-    let targets = if args.targets.is_empty() { known.clone() } else { args.targets.clone() };
+    let available = list_targets(&program)?;
+    let targets = if args.targets.is_empty() { available.clone() } else { args.targets.clone() };
     for target in &targets {
-        ensure!(known.contains(target), "unknown target {target}: choose from {}", known.join(", "));
+        ensure!(available.contains(target), "unknown target {target}: choose from {}", available.join(", "));
     }
     let dir = kit::fetch::target_dir().join("libfuzzer");
     let mut rows = Vec::new();
@@ -81,8 +81,8 @@ fn build() -> Result<PathBuf> {
 }
 
 fn has_cpp_compiler() -> bool {
-    let named = std::env::var("CXX").ok();
-    let compilers = named.iter().map(String::as_str).chain(["c++", "g++", "clang++"]);
+    let from_env = std::env::var("CXX").ok();
+    let compilers = from_env.iter().map(String::as_str).chain(["c++", "g++", "clang++"]);
     compilers.into_iter().any(|compiler| {
         let version = Command::new(compiler).arg("--version").output();
         version.is_ok_and(|output| output.status.success())
@@ -107,16 +107,16 @@ struct FuzzRun<'a> {
 impl FuzzRun<'_> {
     fn run(&self, seconds: u64) -> Result<Value> {
         let checked_in = cargo::root().join("tests/corpus").join(self.target);
-        let [found, samples, crashes, minimized] =
+        let [corpus, samples, crashes, minimized] =
             ["corpus", "samples", "crashes", "minimized"].map(|name| self.dir.join(name).join(self.target));
-        for dir in [&found, &samples, &crashes, &minimized] {
+        for dir in [&corpus, &samples, &crashes, &minimized] {
             fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
         }
         self.write_samples(&samples)?;
 
         let log = self.dir.join(format!("{}.log", self.target));
         let mut fuzzer = self.program(&log)?;
-        fuzzer.args([&found, &checked_in, &samples]).arg(format!("-max_total_time={seconds}"));
+        fuzzer.args([&corpus, &checked_in, &samples]).arg(format!("-max_total_time={seconds}"));
         fuzzer.arg(format!("-artifact_prefix={}/", crashes.display())).arg("-print_final_stats=1");
         let status = wait(fuzzer.spawn()?, Duration::from_secs(seconds) + MARGIN)?;
         let text = String::from_utf8_lossy(&fs::read(&log)?).into_owned();
@@ -128,9 +128,9 @@ impl FuzzRun<'_> {
         // The next run starts only from the inputs that add coverage.
         fs::remove_dir_all(&minimized).and_then(|()| fs::create_dir(&minimized))?;
         let mut merge = self.program(&self.dir.join(format!("{}.merge.log", self.target)))?;
-        merge.arg("-merge=1").args([&minimized, &found]);
+        merge.arg("-merge=1").args([&minimized, &corpus]);
         if wait(merge.spawn()?, MARGIN)?.success() {
-            fs::remove_dir_all(&found).and_then(|()| fs::rename(&minimized, &found))?;
+            fs::remove_dir_all(&corpus).and_then(|()| fs::rename(&minimized, &corpus))?;
         }
         Ok(json!({
             "target": self.target,
@@ -139,7 +139,7 @@ impl FuzzRun<'_> {
             "coverage": parse_figure(&text, "cov:"),
             "features": parse_figure(&text, "ft:"),
             "peakRssMib": parse_figure(&text, "stat::peak_rss_mb:"),
-            "corpus": list_files(&found)?.len(),
+            "corpus": list_files(&corpus)?.len(),
             "crashes": crashes,
         }))
     }
@@ -186,12 +186,12 @@ fn wait(mut child: Child, timeout: Duration) -> Result<ExitStatus> {
 }
 
 fn list_files(dir: &Path) -> Result<Vec<PathBuf>> {
-    let mut all = Vec::new();
+    let mut files = Vec::new();
     for entry in fs::read_dir(dir).with_context(|| format!("cannot read {}", dir.display()))? {
-        all.push(entry?.path());
+        files.push(entry?.path());
     }
-    all.sort();
-    Ok(all)
+    files.sort();
+    Ok(files)
 }
 
 /// Returns the last value of a figure in the log.

@@ -33,7 +33,7 @@ enum Command {
     Setup,
     /// Build a host bundle: archive, digest, and manifest with its signature
     Bundle(bundle::Args),
-    /// Test the shell, the apps and code-server in Chromium; writes screenshots to target/browser
+    /// Test the shell and the apps, or code-server, in Chromium; writes screenshots to target/browser
     Browser(browser::Args),
     /// Run the main scenario against real services; writes target/demo/report.json
     Demo {

@@ -158,9 +158,9 @@ fn dev_runs_printed_commands_and_cleans_up() {
     assert!(output.contains("\"tasks\"") && output.contains("\"machines\":1"), "{output}");
 
     let second = command(&dir).output().unwrap();
-    let refused = String::from_utf8_lossy(&second.stderr).into_owned();
+    let error = String::from_utf8_lossy(&second.stderr).into_owned();
     assert!(!second.status.success());
-    assert!(refused.contains(json["platformUrl"].as_str().unwrap()), "{refused}");
+    assert!(error.contains(json["platformUrl"].as_str().unwrap()), "{error}");
     assert!(is_listening(json["platformUrl"].as_str().unwrap()), "the first instance must still be running");
 
     let disks = json["dir"].as_str().unwrap().to_owned();

@@ -219,8 +219,9 @@ who read the cost, and for which days.\n\nExample: svcctl usage ada --from 2026-
     Audit(Audit),
     /// Diagnose this host or platform, and suggest what to do
     #[command(
-        after_help = "On a host, run it as root. It changes nothing and prints no secret. Exits 65 if there is a \
-problem.\n\nExample: svcctl doctor --json | jq -r '.findings[] | select(.level != \"ok\") | .what'"
+        after_help = "On a host, run it as root. It changes nothing, except that `doctor platform` writes objects to the \
+store and deletes them, and prints no secret. Exits 65 if there is a problem.\n\n\
+Example: svcctl doctor --json | jq -r '.findings[] | select(.level != \"ok\") | .what'"
     )]
     Doctor(Doctor),
     /// Verify a release on a running host before rolling it out: shell, gateway, bridge, icons

@@ -1,4 +1,4 @@
-//! POST `/vps/fleet/alarms/:alarm/release`: releases the actions that a fuse holds back.
+//! POST `/vps/fleet/alarms/:alarm/release`: releases the actions that an alarm blocks.
 
 use std::sync::Arc;
 
@@ -31,7 +31,7 @@ pub async fn handle(
         Problem::new(Code::NotFound, detail)
     };
     let alarm_kind: Alarm = alarm.parse().map_err(|_| not_found())?;
-    if !alarm_kind.is_fuse() {
+    if !alarm_kind.is_blocking() {
         return Err(not_releasable(alarm_kind));
     }
     let mutation = Mutation::from_call(&call, &operator)?;
@@ -59,7 +59,7 @@ pub async fn handle(
     Ok(outcome.into_reply().into_response())
 }
 
-/// Returns the problem for an alarm that cannot be released because it is not a fuse.
+/// Returns the problem for an alarm that cannot be released because it blocks nothing.
 fn not_releasable(alarm: Alarm) -> Problem {
     let detail = format!(
         "The alarm {} cannot be released: it ends {}. `svcctl fleet` shows what to do about it.",
@@ -75,7 +75,7 @@ pub static RELEASE: Endpoint = Endpoint {
         id: "releaseAlarm",
         method: Method::POST,
         path: "/vps/fleet/alarms/{alarm}/release",
-        summary: "Releases the actions that a fuse holds back: for one hour, machines with missing servers are marked as failed; servers that are \
+        summary: "Releases the actions that an alarm blocks: for one hour, machines with missing servers are marked as failed; servers that are \
                   unknown now are deleted when their grace period ends.",
         credentials: &[OPERATOR],
         parameters: &[

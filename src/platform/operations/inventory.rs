@@ -3,7 +3,7 @@
 //!
 //! Invariant: a server that is missing from the provider's list is not yet proven to be gone. A machine fails only
 //! after two lookups by id find no server, while its host is sending no heartbeats; a server is deleted only if its
-//! machine has ended. If more than a few machines would fail at once, a fuse trips and an operator decides. A server
+//! machine has ended. If more than a few machines would fail at once, an alarm blocks this and an operator decides. A server
 //! with this installation's label but without a machine is not garbage: each machine is stored before its server is
 //! ordered, so the database has lost the row. An operator decides what to do with each such server.
 
@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 use super::create::{EPOCH_LABEL, INSTALLATION_LABEL, MACHINE_LABEL, SLOT_LABEL};
 use super::reconcile::{Failures, Inventory};
-use crate::alarms::{self, Alarm, Fuse};
+use crate::alarms::{self, Alarm, WorkPermission};
 use crate::context::Platform;
 use crate::db;
 use crate::db::servers::TrackedServer;
@@ -102,13 +102,13 @@ async fn fail_vanished(
     let missing: Vec<&TrackedServer> = live.iter().filter(|live| !present.contains(&live.server)).collect();
     // If many servers are missing from the list, they are not looked up individually: that would exhaust the provider's
     // rate limit and prove nothing.
-    if check_fuse(&session, &live, missing.len()).await? == Fuse::Tripped {
+    if check_permission(&session, &live, missing.len()).await? == WorkPermission::Blocked {
         return Ok(());
     }
     drop(session);
     let (missing, unconfirmed) = confirm_missing(platform, missing, failures).await;
     let session = platform.db.session().await?;
-    if check_fuse(&session, &live, missing.len() + unconfirmed).await? == Fuse::Tripped {
+    if check_permission(&session, &live, missing.len() + unconfirmed).await? == WorkPermission::Blocked {
         return Ok(());
     }
     let mut lost = Vec::new();
@@ -185,20 +185,25 @@ async fn confirm_lost(platform: &Platform, machine: &TrackedServer) -> anyhow::R
 
 /// Checks whether so many servers are missing that an operator must decide. The servers missing in this pass are
 /// counted together with the losses in the last hour, because a slow mass loss is still a mass loss.
-async fn check_fuse(session: &Object, live: &[TrackedServer], missing: usize) -> anyhow::Result<Fuse> {
+async fn check_permission(
+    session: &Object,
+    live: &[TrackedServer],
+    missing: usize,
+) -> anyhow::Result<WorkPermission> {
     let failed = db::servers::count_recent_server_losses(session, LOSS_WINDOW).await?;
     let limit = alarms::max_missing_servers(live.len());
     let is_none_listed = missing == live.len() && missing >= MIN_SERVERS_TO_SUSPECT_TOKEN;
     let is_over = missing.saturating_add(failed) > limit || is_none_listed;
     let detail = json!({"missing": missing, "live": live.len(), "failedInLastHour": failed, "limit": limit});
-    let fuse = alarms::check_fuse(session, Alarm::ServersMissing, missing, is_over, &detail).await?;
-    if fuse == Fuse::Tripped && is_none_listed {
+    let permission =
+        alarms::check_blocking(session, Alarm::ServersMissing, missing, is_over, &detail).await?;
+    if permission == WorkPermission::Blocked && is_none_listed {
         tracing::error!(
             servers = missing,
             "the provider lists none of the servers: the token may belong to another project"
         );
     }
-    Ok(fuse)
+    Ok(permission)
 }
 
 async fn fail_machine(platform: &Platform, expected: &TrackedServer) -> anyhow::Result<()> {

@@ -22,7 +22,7 @@ mod session;
 mod session_token;
 mod sign_in;
 mod sign_outs;
-mod watch;
+pub mod watch;
 
 use std::sync::Arc;
 

@@ -212,14 +212,12 @@ impl Connection {
             }
         });
         client.batch_execute("LISTEN machine_changed; LISTEN session_changed").await?;
-        let digest =
-            format!("SELECT count(*), coalesce(bit_xor(hashint8extended(change_seq, 0)), 0) {ACTIVE}");
         let machines = format!(
             "SELECT machine_id, idp_user_id, slot, handle, status, public_ipv4, https_port, tls_spki_sha256, \
              proof_kids, created_at, powered_off_at IS NOT NULL, registered_at {ACTIVE}"
         );
         Ok(Self {
-            digest: client.prepare(&digest).await?,
+            digest: client.prepare(&digest_query()).await?,
             machines: client.prepare(&machines).await?,
             sessions: client.prepare(CHANGED_SESSIONS).await?,
             sign_outs: client.prepare(SIGN_OUTS).await?,
@@ -228,6 +226,11 @@ impl Connection {
             last_digest: None,
         })
     }
+}
+
+/// Returns the query whose result changes with any active machine. Each poll runs it.
+pub fn digest_query() -> String {
+    format!("SELECT count(*), coalesce(bit_xor(hashint8extended(change_seq, 0)), 0) {ACTIVE}")
 }
 
 async fn resolve_hosts(config: &Config) -> anyhow::Result<Config> {

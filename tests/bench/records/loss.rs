@@ -53,7 +53,7 @@ pub fn measure(dir: &Path) -> Result<()> {
         let mut line = String::new();
         BufReader::new(child.stdout.take().context("the child's output is not piped")?)
             .read_line(&mut line)?;
-        // Covers all phases of the writer's flush interval.
+        // Each kill hits a different phase of the writer's flush interval.
         std::thread::sleep(Duration::from_millis(150 + 37 * kill));
         let killed = now_nanos();
         child.kill()?;

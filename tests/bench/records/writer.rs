@@ -134,7 +134,7 @@ fn run_wake_ups(records: &Records) -> Result<(Vec<u64>, usize)> {
     let event = event(7);
     let mut samples = Vec::new();
     for _ in 0..3 {
-        // Longer than the writer's polling interval.
+        // Longer than the second without events after which the writing thread sleeps until woken.
         std::thread::sleep(Duration::from_millis(1300));
         let call = Instant::now();
         append_with_retry(records, &event);

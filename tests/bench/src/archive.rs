@@ -134,8 +134,8 @@ mod tests {
 
     #[test]
     fn content_is_deterministic_and_has_requested_length() {
-        let (mut one, mut other) = (ContentGenerator(7), ContentGenerator(7));
-        assert_eq!(one.content(10_000), other.content(10_000));
-        assert_eq!(one.content(12_345).len(), 12_345);
+        let (mut first, mut second) = (ContentGenerator(7), ContentGenerator(7));
+        assert_eq!(first.content(10_000), second.content(10_000));
+        assert_eq!(first.content(12_345).len(), 12_345);
     }
 }

@@ -45,7 +45,7 @@ pub const ROWS: [Spec; 10] = [
     Spec { name: DISK_WRITES, unit: "KiB", against: None, target: Target::AtMost(512.0) },
 ];
 
-/// Space for the cached database, the largest of the others, their WAL, the dumps from a few rounds, and a margin.
+/// Space for the cached database, the largest of the others, their WAL, one dump, and a margin.
 const MIN_FREE_BYTES: u64 = 14 << 30;
 const TIMEOUT: Duration = Duration::from_secs(1800);
 /// Maximum growth of the machine's directory in one run, for its records.

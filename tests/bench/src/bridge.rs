@@ -117,7 +117,8 @@ impl Testbed {
         Ok(testbed)
     }
 
-    /// Checks that all sides return the same results, because fast error responses would yield good figures.
+    /// Checks that the gateway and PostgREST insert a row and find the same rows, because fast error responses would
+    /// yield good figures.
     async fn check_results_agree(&self) -> Result<()> {
         let inserted = self.gateway.query(&self.machine, &self.insert.bridge_body).await?;
         ensure!(

@@ -34,7 +34,7 @@ pub const ROWS: [Spec; 5] = [
 ];
 
 const MEMORY_DIR: &str = "/dev/shm";
-/// Space for the archive, two unpacked copies, and a margin.
+/// Space for the archive, one unpacked copy, and a margin.
 const MIN_FREE_BYTES: u64 = 2 << 30;
 const TIMEOUT: Duration = Duration::from_secs(120);
 

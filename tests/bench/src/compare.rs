@@ -93,9 +93,10 @@ fn names(specs: &[Spec]) -> Vec<&'static str> {
     names
 }
 
-/// Rates are better when they are higher; times and sizes, when they are lower.
+/// Rates and the fairness between apps are better when they are higher; times, sizes and processor time per second, when
+/// they are lower.
 fn is_higher_better(unit: &str) -> bool {
-    unit.ends_with("/s")
+    matches!(unit, "1/s" | "MiB/s" | "ratio")
 }
 
 /// Classifies a figure, which has changed if nearly all of its ratios are on one side of 1, and their median is further

@@ -23,7 +23,7 @@ pub const SCALE: u32 = 100;
 const DOCUMENTS_PER_SCALE: u32 = 6_000;
 const FILL_TIMEOUT: Duration = Duration::from_secs(3600);
 
-/// Documents of about 350 bytes, half of them incompressible.
+/// Documents of about 350 bytes, about half of which cannot be compressed.
 const DOCUMENTS: &str = "\
     CREATE FUNCTION pg_temp.noise(bigint, text) RETURNS text LANGUAGE sql IMMUTABLE AS \
       $$SELECT encode(sha256(convert_to($1 || $2, 'UTF8')), 'base64')$$; \

@@ -14,7 +14,7 @@ use rustls::{ServerConfig, ServerConnection, StreamOwned};
 
 use super::connections::read_head;
 
-/// Stack size of a connection thread: small, because there are thousands of idle threads.
+/// Stack size of a connection thread: small, because there are a thousand idle threads.
 const STACK_BYTES: usize = 256 * 1024;
 /// RFC 6455, section 1.3.
 const GUID: &str = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11";

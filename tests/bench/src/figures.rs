@@ -189,7 +189,7 @@ mod tests {
         assert_eq!(is_met(&equal, Target::AtLeast(10.0)), Some(true));
         assert_eq!(is_met(&equal, Target::AtLeast(10.1)), Some(false));
         assert_eq!(is_met(&equal, Target::None), None);
-        // A peer with a zero figure does not pass the target.
+        // There is no ratio to a peer's zero, so the target is missed.
         assert_eq!(is_met(&tally(&[10.0], &[0.0]), Target::RatioAtLeast(0.1)), Some(false));
     }
 

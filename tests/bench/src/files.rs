@@ -28,7 +28,7 @@ const FIRST_COPY: &str = "first copy";
 const FIRST_CPU: &str = "CPU time of the first copy";
 const FIRST_MEMORY: &str = "peak memory of the first copy";
 const STORED: &str = "stored bytes";
-const REQUESTS: &str = "objects written";
+const OBJECTS: &str = "objects written";
 const UNCHANGED_PASS: &str = "pass without a change";
 const FULL_COMPARISON: &str = "comparison of the whole home";
 const CHANGE_DELAY: &str = "one changed file until it is saved";
@@ -45,7 +45,7 @@ pub const ROWS: [Spec; 16] = [
     Spec { name: FIRST_CPU, unit: "s", against: Some(RESTIC), target: Target::None },
     Spec { name: FIRST_MEMORY, unit: "MiB", against: Some(RESTIC), target: Target::None },
     Spec { name: STORED, unit: "MB", against: Some(RESTIC), target: Target::None },
-    Spec { name: REQUESTS, unit: "objects", against: Some(RESTIC), target: Target::None },
+    Spec { name: OBJECTS, unit: "objects", against: Some(RESTIC), target: Target::None },
     Spec { name: UNCHANGED_PASS, unit: "s", against: Some(RESTIC), target: Target::RatioAtMost(0.1) },
     Spec { name: UNCHANGED_PASS, unit: "s", against: Some(RCLONE), target: Target::None },
     Spec { name: FULL_COMPARISON, unit: "s", against: Some(RESTIC), target: Target::None },
@@ -70,7 +70,6 @@ const CHANGES: u32 = 5;
 /// Longer than the service's minimum interval between saves, which is 15 s.
 const CHANGE_INTERVAL: Duration = Duration::from_secs(17);
 const USER: &str = "user_bench";
-/// Files in one directory.
 const FILES_PER_DIRECTORY: u32 = 50;
 
 pub async fn measure(options: &Options) -> Result<Tally> {
@@ -285,13 +284,13 @@ fn measure_restic(source: &Path, dir: &Path, store: &BenchStore, tally: &mut Tal
     let (access, secret) = (store.server.access_key(), store.server.secret_key());
     let restic = Restic::for_store(url, "bench", access, secret)?;
     restic.run(&["init"])?;
-    let shown = source.display().to_string();
-    let first = task::run(restic.command(&["backup", &shown]), TIMEOUT)?;
+    let source_path = source.display().to_string();
+    let first = task::run(restic.command(&["backup", &source_path]), TIMEOUT)?;
     tally.add(FIRST_COPY, RESTIC, first.wall.as_secs_f64());
     tally.add(FIRST_CPU, RESTIC, first.cpu.as_secs_f64());
     tally.add(FIRST_MEMORY, RESTIC, first.peak_mib);
     add_store_usage(store, RESTIC, tally);
-    let unchanged = task::run(restic.command(&["backup", &shown]), TIMEOUT)?;
+    let unchanged = task::run(restic.command(&["backup", &source_path]), TIMEOUT)?;
     tally.add(UNCHANGED_PASS, RESTIC, unchanged.wall.as_secs_f64());
     tally.add(FULL_COMPARISON, RESTIC, unchanged.wall.as_secs_f64());
     let target = dir.join("restored");
@@ -313,10 +312,10 @@ fn measure_rclone(
     store: &BenchStore,
     tally: &mut Tally,
 ) -> Result<()> {
-    let (remote, shown) = (format!(":s3:{BUCKET}/rclone"), source.display().to_string());
-    let first = task::run(rclone.sync(&store.server, &shown, &remote), TIMEOUT)?;
+    let (remote, local) = (format!(":s3:{BUCKET}/rclone"), source.display().to_string());
+    let first = task::run(rclone.sync(&store.server, &local, &remote), TIMEOUT)?;
     tally.add(FIRST_COPY, RCLONE, first.wall.as_secs_f64());
-    let unchanged = task::run(rclone.sync(&store.server, &shown, &remote), TIMEOUT)?;
+    let unchanged = task::run(rclone.sync(&store.server, &local, &remote), TIMEOUT)?;
     tally.add(UNCHANGED_PASS, RCLONE, unchanged.wall.as_secs_f64());
     let target = dir.join("restored");
     let restored = task::run(rclone.sync(&store.server, &remote, &target.display().to_string()), TIMEOUT)?;
@@ -329,7 +328,7 @@ fn add_store_usage(store: &BenchStore, side: &'static str, tally: &mut Tally) {
     let objects = store.server.objects(BUCKET, "");
     let bytes: u64 = objects.iter().map(|object| object.size).sum();
     tally.add(STORED, side, bytes as f64 / 1e6);
-    tally.add(REQUESTS, side, objects.len() as f64);
+    tally.add(OBJECTS, side, objects.len() as f64);
 }
 
 /// Checks that two trees have the same number of files and the same total size.

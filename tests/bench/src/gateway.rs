@@ -21,7 +21,7 @@ const USER: &str = "user_bench";
 const READY_TIMEOUT: Duration = Duration::from_secs(30);
 const KEY_ID: &str = "bench";
 
-/// A machine's directory, on which a gateway can be started.
+/// A machine's directory, in which a gateway can be started.
 pub struct Machine {
     root: TempDir,
     id: String,

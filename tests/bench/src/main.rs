@@ -130,7 +130,7 @@ struct Options {
 
 fn main() -> ExitCode {
     let options = Options::parse();
-    // Fails if an earlier measurement in this process has installed the provider.
+    // Cannot fail: no provider is installed yet.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let succeeded = tokio::runtime::Runtime::new().context("cannot start the runtime").and_then(|runtime| {
         runtime.block_on(async {

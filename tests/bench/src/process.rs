@@ -135,22 +135,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_and_cpu_include_children() {
-        let mut sleep =
+    fn memory_and_cpu_are_readable_with_a_child() {
+        let mut shell =
             Command::new("/bin/sh").args(["-c", "sleep 60 & wait"]).spawn().expect("the shell starts");
         let deadline = Instant::now() + Duration::from_secs(10);
-        while process_and_children(sleep.id()).len() < 2 {
+        while process_and_children(shell.id()).len() < 2 {
             assert!(Instant::now() < deadline, "no child");
             std::thread::sleep(Duration::from_millis(5));
         }
-        let both = memory_mib(sleep.id()).expect("the memory is readable");
+        let both = memory_mib(shell.id()).expect("the memory is readable");
         assert!(both > 0.0 && both < 64.0, "{both} MiB");
-        assert!(cpu_time(sleep.id()).expect("the CPU time is readable") < Duration::from_secs(5));
-        for child in process_and_children(sleep.id()).into_iter().rev() {
-            nix::sys::signal::kill(Pid::from_raw(child.cast_signed()), Signal::SIGKILL)
+        assert!(cpu_time(shell.id()).expect("the CPU time is readable") < Duration::from_secs(5));
+        for pid in process_and_children(shell.id()).into_iter().rev() {
+            nix::sys::signal::kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL)
                 .expect("the process can be killed");
         }
-        sleep.wait().expect("the shell can be reaped");
+        shell.wait().expect("the shell can be reaped");
         // The process clock ticks every 10 ms.
         while cpu_time(std::process::id()).expect("the CPU time of this process is readable")
             == Duration::ZERO

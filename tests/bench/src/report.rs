@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn comparison_shows_what_got_worse() {
+    fn comparison_table_marks_figures_that_got_worse() {
         let figure = |median| Figure { median, spread_percent: 1.0 };
         let row = |name, current, verdict| ComparedRow {
             name,

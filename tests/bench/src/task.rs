@@ -46,7 +46,7 @@ pub fn run(mut command: Command, timeout: Duration) -> Result<RunStats> {
     // The process stays a zombie until `wait`: its kernel counters remain readable and its pid cannot be reused.
     std::thread::spawn(move || {
         let status = waitid(Id::Pid(group), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT);
-        // Fails if the receiver was dropped because the wait was abandoned.
+        // Cannot fail: the receiver waits for this message.
         sender.send(status.map(|_| started.elapsed())).ok();
     });
     let mut peak_kib = 0;
@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn run_measures_time_and_memory() {
-        let stats = run(shell("sleep 0.2; true"), Duration::from_secs(20)).expect("it succeeds");
+        let stats = run(shell("sleep 0.2; true"), Duration::from_secs(20)).expect("the script succeeds");
         assert!(stats.wall >= Duration::from_millis(200), "{:?}", stats.wall);
         assert!(stats.peak_mib > 0.0 && stats.peak_mib < 64.0, "{} MiB", stats.peak_mib);
     }
@@ -113,7 +113,7 @@ mod tests {
     fn run_fails_on_exit_code_and_timeout() {
         let failed = run(shell("echo the reason >&2; exit 3"), Duration::from_secs(20)).err();
         assert!(failed.expect("exit code 3 is an error").to_string().contains("the reason"));
-        let late = run(shell("sleep 600 | cat"), Duration::from_millis(50)).err();
-        assert!(late.expect("a timeout is an error").to_string().contains("signal: 9"));
+        let killed = run(shell("sleep 600 | cat"), Duration::from_millis(50)).err();
+        assert!(killed.expect("a timeout is an error").to_string().contains("signal: 9"));
     }
 }

@@ -32,8 +32,8 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// Checks that a stored manifest parses back to the same value, has no path outside the app, and produces single
-/// statements.
+/// Checks that a stored manifest parses back to the same value and has no path outside the app, and that each of its
+/// statements is a single one with only permitted names.
 fn check_any(bytes: &[u8]) -> Result<(), String> {
     let (stored, statements) = match read_manifest(bytes) {
         Ok(read) => read,
@@ -51,7 +51,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
         }
     }
     for statement in &statements {
-        // Every other part is a name. Only column defaults contain other quotes.
+        // Every second part is a name: no statement contains other double quotes.
         let names = statement.split('"').skip(1).step_by(2);
         let is_name = |name: &str| {
             (1..=63).contains(&name.len()) && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')

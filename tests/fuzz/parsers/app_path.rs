@@ -18,7 +18,8 @@ pub fn target() -> Target {
 
 const INSIDE: &[u8] = b"inside";
 
-/// An app's folder with files, symlinks that leave it and a hidden file; it exists until the process ends.
+/// An app's folder with files, symlinks that leave it and a hidden file. A static is never dropped; `cargo xtask test`
+/// deletes the directory with all other temporary files.
 static APP: LazyLock<(tempfile::TempDir, DirFd)> = LazyLock::new(|| {
     let dir = tempfile::tempdir().expect("create a temporary directory");
     let app = dir.path().join("app");
@@ -39,16 +40,16 @@ static APP: LazyLock<(tempfile::TempDir, DirFd)> = LazyLock::new(|| {
 const FILES: [&str; 3] = ["index.html", "a/b/page", "a/ü 1.txt"];
 
 fn paths() -> impl Strategy<Value = Vec<u8>> {
-    let encoded = |text: &str, all: bool| -> String {
-        let written = |byte: u8| match byte {
+    let encode = |text: &str, all: bool| -> String {
+        let encode_byte = |byte: u8| match byte {
             b'/' => "/".to_owned(),
             byte if !all && byte.is_ascii_alphanumeric() => char::from(byte).to_string(),
             byte => format!("%{byte:02x}"),
         };
-        text.bytes().map(written).collect()
+        text.bytes().map(encode_byte).collect()
     };
-    let known = prop::sample::select(&FILES[..]);
-    (known, any::<bool>()).prop_map(move |(path, all)| encoded(path, all).into_bytes())
+    let file = prop::sample::select(&FILES[..]);
+    (file, any::<bool>()).prop_map(move |(path, all)| encode(path, all).into_bytes())
 }
 
 fn check_any(bytes: &[u8]) -> Result<(), String> {
@@ -62,13 +63,13 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
     {
         return Err(format!("{} was accepted", path.display()));
     }
-    match read(&path) {
+    match read_file(&path) {
         Some(content) if content != INSIDE => Err(format!("{} is a file outside the folder", path.display())),
         _ => Ok(()),
     }
 }
 
-fn read(path: &Path) -> Option<Vec<u8>> {
+fn read_file(path: &Path) -> Option<Vec<u8>> {
     let mut content = Vec::new();
     APP.1.open_file(path).ok()?.take(100).read_to_end(&mut content).ok()?;
     Some(content)
@@ -77,7 +78,7 @@ fn read(path: &Path) -> Option<Vec<u8>> {
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
     let path = path_in_app(text).ok_or("the path was rejected")?;
-    if FILES.iter().any(|file| Path::new(file) == path) && read(&path).as_deref() == Some(INSIDE) {
+    if FILES.iter().any(|file| Path::new(file) == path) && read_file(&path).as_deref() == Some(INSIDE) {
         Ok(())
     } else {
         Err(format!("parsed as {}", path.display()))

@@ -281,7 +281,7 @@ fn archive_checks_detect_each_violation() {
         ("a dangling link", |dir| {
             std::os::unix::fs::symlink("none", dir.target_path().join("x")).expect("create a symbolic link");
         }),
-        ("a pipe", |dir| {
+        ("a FIFO", |dir| {
             nix::unistd::mkfifo(&dir.target_path().join("x"), nix::sys::stat::Mode::S_IRWXU)
                 .expect("create a FIFO");
         }),
@@ -296,15 +296,15 @@ fn archive_checks_detect_each_violation() {
         ("a file next to the directory", |dir| {
             fs::write(dir.root.path().join("x"), "").expect("write a file");
         }),
-        ("another file's content", |dir| {
+        ("a change to the file next to the directory", |dir| {
             fs::write(dir.root.path().join(OUTSIDE), "!").expect("write a file");
         }),
     ];
-    for (what, violate) in violations {
+    for (violation, violate) in violations {
         let dir = UnpackDir::new();
         let check = |dir: &UnpackDir| dir.check_outside().and_then(|()| check_release(&dir.target_path()));
         check(&dir).expect("the directory is unchanged");
         violate(&dir);
-        check(&dir).expect_err(what);
+        check(&dir).expect_err(violation);
     }
 }

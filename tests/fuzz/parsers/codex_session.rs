@@ -1,4 +1,4 @@
-//! A session file that Codex writes, or that the agent's tools forge: only calls from the run's own thread count.
+//! The session file of a run's thread, which Codex writes or the agent's tools forge: only the thread's calls count.
 
 use std::fs;
 use std::path::PathBuf;
@@ -60,22 +60,23 @@ fn sum_recorded_calls(bytes: &[u8]) -> (usize, u64, u64) {
     let own = payloads.filter(|payload| payload["thread_id"] == THREAD && payload["usage"].is_object());
     own.fold((0, 0, 0), |(count, tokens_in, tokens_out), payload| {
         let tokens = |name: &str| payload["usage"][name].as_u64().unwrap_or(0);
-        let sums = (tokens_in, tokens_out);
         (
             count + 1,
-            sums.0.saturating_add(tokens("input_tokens")),
-            sums.1.saturating_add(tokens("output_tokens")),
+            tokens_in.saturating_add(tokens("input_tokens")),
+            tokens_out.saturating_add(tokens("output_tokens")),
         )
     })
 }
 
 fn check_any(bytes: &[u8]) -> Result<(), String> {
     let Some(usage) = read_usage(bytes) else { return Ok(()) };
-    // A file whose thread has a different id is a subagent's, so all its calls count and this rule does not apply.
+    // A file whose thread has a different id is a subagent's: the calls that count have that id, so this rule does not
+    // apply.
     let first = bytes.split(|byte| *byte == b'\n').next().unwrap_or_default();
     let is_own = serde_json::from_slice::<Value>(first).is_ok_and(|meta| meta["payload"]["id"] == THREAD);
     let (count, tokens_in, tokens_out) = sum_recorded_calls(bytes);
-    // Ignored lines may be JSON that this test's parser rejects.
+    // A line may count although this test's parser rejects it because of an ignored member, so the rule does not apply
+    // if that parser finds no calls.
     if is_own && count > 0 && (usage.tokens_in > tokens_in || usage.tokens_out > tokens_out) {
         return Err(format!("{usage:?} for {count} calls with {tokens_in} and {tokens_out} tokens"));
     }

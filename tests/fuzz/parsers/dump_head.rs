@@ -1,4 +1,4 @@
-//! A database dump's header: for any bytes, the result is either a number of entries or nothing.
+//! A database dump's header: a number of entries is returned only for bytes that start like a dump.
 
 use proptest::prelude::*;
 use svc::host::snapshots::backup::count_dump_entries;

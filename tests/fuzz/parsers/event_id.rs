@@ -20,7 +20,7 @@ fn ids() -> impl Strategy<Value = Vec<u8>> {
         position().prop_map(|position| write_event_id(None, EPOCH, position)),
         position().prop_map(|position| write_event_id(Some("notes"), EPOCH, position)),
         line_position(),
-        (line_position(), line_position()).prop_map(|(one, other)| format!("{one}_{other}")),
+        (line_position(), line_position()).prop_map(|(first, second)| format!("{first}_{second}")),
     ]
     .prop_map(String::into_bytes)
 }

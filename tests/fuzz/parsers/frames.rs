@@ -151,8 +151,8 @@ async fn check_any_frames(bytes: &[u8]) -> Result<(), String> {
         frame.write(&mut written).await.map_err(|error| error.to_string())?;
         let again = GatewayFrame::read(&mut &written[..]).await.map_err(|error| error.to_string())?;
         let is_same = match (&frame, again) {
-            (GatewayFrame::Run(one), Some(GatewayFrame::Run(other))) => {
-                serde_json::to_vec(one).ok() == serde_json::to_vec(&other).ok()
+            (GatewayFrame::Run(request), Some(GatewayFrame::Run(reparsed))) => {
+                serde_json::to_vec(request).ok() == serde_json::to_vec(&reparsed).ok()
             }
             (GatewayFrame::Go, Some(GatewayFrame::Go))
             | (GatewayFrame::Cancel, Some(GatewayFrame::Cancel)) => true,
@@ -210,9 +210,9 @@ fn run_adapter(kind: AdapterKind, bytes: &[u8]) -> Outcome {
 
 /// Checks that a run's stored result is within its limits.
 fn check_bounds(outcome: &Outcome) -> Result<(), String> {
-    let within = |what: &str, text: Option<&str>, max: usize| match text {
+    let within = |field: &str, text: Option<&str>, max: usize| match text {
         Some(text) if text.chars().count() > max => {
-            Err(format!("{what} has {} characters", text.chars().count()))
+            Err(format!("{field} has {} characters", text.chars().count()))
         }
         _ => Ok(()),
     };

@@ -158,11 +158,12 @@ fn check_any_hops(bytes: &[u8]) -> Result<(), String> {
     let (connection, upgrade) = (all(CONNECTION), all(UPGRADE));
     let hides_http = |value: &[u8]| {
         let text = String::from_utf8_lossy(value).to_ascii_lowercase();
-        text.split(',').any(|one| ["h2c", "http", "tls"].iter().any(|name| one.trim().starts_with(name)))
+        let mut protocols = text.split(',').map(str::trim);
+        protocols.any(|protocol| ["h2c", "http", "tls"].iter().any(|name| protocol.starts_with(name)))
     };
     let is_valid = match (upgrades, connection.as_slice(), upgrade.as_slice()) {
         (false, [], []) => true,
-        (true, [b"upgrade"], [one]) => !hides_http(one),
+        (true, [b"upgrade"], [protocols]) => !hides_http(protocols),
         _ => false,
     };
     if !is_valid {

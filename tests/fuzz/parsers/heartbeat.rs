@@ -89,16 +89,16 @@ fn check_stored(stored: &Value) -> Result<(), String> {
     }
     // PostgreSQL text cannot contain NUL.
     check_texts(&stored["proofKids"], &mut |text| {
-        if text.contains('\0') { Err("a NUL".to_owned()) } else { Ok(()) }
+        if text.contains('\0') { Err("a key id contains NUL".to_owned()) } else { Ok(()) }
     })?;
     let health = &stored["health"];
     let is_status = |value: &Value| value == "ok" || value == "failing";
     if !is_status(&health["gateway"]) || !is_status(&health["database"]) {
         return Err(format!("the health is {health}"));
     }
-    // Only a successful backup counts.
+    // Only a successful backup sets this time.
     if !stored["backupTakenAt"].is_null() && stored["lastBackup"]["status"] != "success" {
-        return Err(format!("{stored} has a backup that failed"));
+        return Err(format!("{stored} has the time of a backup that did not succeed"));
     }
     Ok(())
 }

@@ -68,14 +68,16 @@ fn check_any_listing(bytes: &[u8]) -> Result<(), String> {
     };
     for line in list.lines() {
         let id = line.strip_suffix(';').filter(|id| id.parse::<u32>().is_ok());
-        let id = id.ok_or_else(|| format!("pg_restore would be given {line:?}"))?;
+        let id = id.ok_or_else(|| format!("pg_restore would get {line:?}"))?;
         let numbered = |line: &&str| {
             let number = line.split_once("; ").and_then(|(number, _)| number.parse::<u32>().ok());
             number.is_some() && number == id.parse().ok()
         };
         for entry in listing.lines().filter(numbered) {
-            let what = entry.splitn(4, ' ').nth(3).unwrap_or_default();
-            if !LOADABLE_TYPES.iter().any(|kind| what.starts_with(kind)) || what.starts_with("DEFAULT ACL ") {
+            let typed_name = entry.splitn(4, ' ').nth(3).unwrap_or_default();
+            if !LOADABLE_TYPES.iter().any(|kind| typed_name.starts_with(kind))
+                || typed_name.starts_with("DEFAULT ACL ")
+            {
                 return Err(format!("{entry:?} would be loaded"));
             }
         }
@@ -161,6 +163,6 @@ fn check_valid_manifest(bytes: &[u8]) -> Result<(), String> {
     compare_manifest(bytes, &ARCHIVE_ENTRIES)?;
     match compare_manifest(bytes, &ARCHIVE_ENTRIES[..2]) {
         Err(_) => Ok(()),
-        Ok(()) => Err("an additional entry was accepted".to_owned()),
+        Ok(()) => Err("a manifest with an additional entry was accepted".to_owned()),
     }
 }

@@ -41,8 +41,8 @@ fn sets() -> impl Strategy<Value = Vec<u8>> {
 fn check_any(bytes: &[u8]) -> Result<(), String> {
     let Ok(keys) = read_keys(bytes) else { return Ok(()) };
     let set: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-    // A list instead of named members is also accepted.
-    let given =
+    // serde also accepts the set as an array of its members' values.
+    let listed =
         set.get("keys").or_else(|| set.get(0)).and_then(Value::as_array).ok_or("keys without a list")?;
     for (kid, algorithms) in keys {
         let [algorithm] = algorithms.as_slice() else { return Err(format!("{kid} has {algorithms:?}")) };
@@ -54,7 +54,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
         };
         let is_for_signatures =
             |key: &Value| key.get("use").is_none_or(|named| named == "sig" || named.is_null());
-        if !given.iter().any(|key| key["kid"] == kid.as_str() && key["kty"] == kty && is_for_signatures(key))
+        if !listed.iter().any(|key| key["kid"] == kid.as_str() && key["kty"] == kty && is_for_signatures(key))
         {
             return Err(format!("{kid} was accepted for {algorithm:?} from {set}"));
         }

@@ -171,7 +171,7 @@ fn check_next_writer(read: &Pointer) -> Result<(), String> {
 }
 
 /// Compares pointers without fractions of a millisecond, which the wire format does not carry.
-fn is_same_on_wire(one: &Pointer, other: &Pointer) -> bool {
+fn is_same_on_wire(left: &Pointer, right: &Pointer) -> bool {
     let truncate = |pointer: &Pointer| {
         let mut pointer = pointer.clone();
         if let Some(named) = &mut pointer.snapshot {
@@ -180,7 +180,7 @@ fn is_same_on_wire(one: &Pointer, other: &Pointer) -> bool {
         }
         pointer
     };
-    truncate(one) == truncate(other)
+    truncate(left) == truncate(right)
 }
 
 fn check_valid_pointer(bytes: &[u8]) -> Result<(), String> {
@@ -272,6 +272,7 @@ fn check_any_sidecar(bytes: &[u8]) -> Result<(), String> {
                 sidecar.taken_at, sidecar.epoch, sidecar.key
             ));
         }
+        // Must not panic, whatever the version.
         let _ = sidecar.pg_major();
         Ok(())
     })

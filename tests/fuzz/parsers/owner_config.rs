@@ -1,5 +1,5 @@
 //! `system/config.json`, which the owner's browser and programs change: limits and agents are within bounds, and an
-//! error names the field but quotes no value.
+//! error message quotes no value.
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -64,7 +64,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
         Err(_) => return Ok(()),
     };
     if is_secret_only_in_values && format!("{:?}", settings.agents.agents).contains(SECRET) {
-        return Err("the output contains a value of an agent's environment".to_owned());
+        return Err("the debug output contains an agent's command or environment".to_owned());
     }
     let limits = settings.limits;
     if [limits.daily, limits.monthly, limits.reservation].iter().any(|amount| *amount < Dollars::ZERO) {
@@ -96,10 +96,10 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let wanted: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     let settings = Settings::parse(bytes)?;
-    let named = wanted["agents"].as_object().map_or(0, serde_json::Map::len).max(1);
+    let agent_count = wanted["agents"].as_object().map_or(0, serde_json::Map::len).max(1);
     let is_same = settings.time_zone == wanted["costLimits"]["timeZone"]
         && wanted["costLimits"]["daily"].as_f64() == json!(settings.limits.daily).as_f64()
-        && settings.agents.agents.len() == named
+        && settings.agents.agents.len() == agent_count
         && settings.storage.quota_for("notes") == Some(5)
         && settings.storage.quota_for("other") == Some(1_000_000);
     if is_same { Ok(()) } else { Err(format!("parsed as {settings:?}")) }

@@ -124,12 +124,12 @@ pub fn signature() -> Target {
 /// Generates the publisher's line, with lines from other publishers before and after it.
 fn files() -> impl Strategy<Value = Vec<u8>> {
     use base64::Engine;
-    let other = (any::<[u8; 8]>(), any::<[u8; 32]>(), any::<[u8; 32]>()).prop_map(|(id, r, s)| {
+    let foreign_line = (any::<[u8; 8]>(), any::<[u8; 32]>(), any::<[u8; 32]>()).prop_map(|(id, r, s)| {
         let signature = base64::engine::general_purpose::STANDARD.encode([r, s].concat());
         format!("{} {signature}\n", hex::encode(id))
     });
-    let others = || prop::collection::vec(other.clone(), 0..3);
-    (others(), others()).prop_map(|(before, after)| {
+    let foreign_lines = || prop::collection::vec(foreign_line.clone(), 0..3);
+    (foreign_lines(), foreign_lines()).prop_map(|(before, after)| {
         [before.concat(), PUBLISHER.line.clone(), after.concat()].concat().into_bytes()
     })
 }
@@ -153,7 +153,7 @@ fn check_any_signature(bytes: &[u8]) -> Result<(), String> {
     let own = publisher_signature();
     let own_lines: Vec<_> = lines.iter().flatten().filter(|(id, _)| *id == own.0).collect();
     if own_lines.is_empty() || own_lines.iter().any(|line| **line != own) {
-        return Err("the file was accepted without the signature".to_owned());
+        return Err("accepted without the publisher's signature, or with another by its key".to_owned());
     }
     Ok(())
 }

@@ -23,7 +23,7 @@ enum State {
     CommentEscape,
 }
 
-/// Returns a file's assignments, in order. Lines without `=` are ignored; systemd logs a warning.
+/// Returns a file's assignments, in order. Lines without `=` are ignored.
 pub fn read_env_file(text: &str) -> Vec<(String, String)> {
     let mut pairs = Vec::new();
     let (mut key, mut value) = (String::new(), String::new());

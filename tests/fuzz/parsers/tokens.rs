@@ -83,8 +83,8 @@ fn check_signature_is_required<T>(
 
 /// Uses the bytes as a token, as the claims of a signed token, and as the header of a signed token.
 fn embed_in_tokens(bytes: &[u8], payload: &[u8]) -> Vec<String> {
-    let given = std::str::from_utf8(bytes).map(str::to_owned).ok();
-    given.into_iter().chain([sign_token(&header(), bytes), sign_token(bytes, payload)]).collect()
+    let token = std::str::from_utf8(bytes).map(str::to_owned).ok();
+    token.into_iter().chain([sign_token(&header(), bytes), sign_token(bytes, payload)]).collect()
 }
 
 pub fn jwt() -> Target {
@@ -166,7 +166,7 @@ fn check_any_jwt(bytes: &[u8]) -> Result<(), String> {
         let is_for_us = match &claims["aud"] {
             Value::Array(all) => all.iter().any(is_ours),
             Value::Null => is_ours(&claims["azp"]),
-            one => is_ours(one),
+            audience => is_ours(audience),
         };
         let is_unexpired = claims["exp"].as_f64().is_some_and(|end| NOW as f64 <= end + JWT_LEEWAY);
         let has_begun = claims["nbf"].as_f64().is_none_or(|begin| NOW as f64 + JWT_LEEWAY >= begin);

@@ -6,6 +6,7 @@ use svc::platform::api::usage::read_report;
 
 use super::Target;
 
+/// Maximum length of a reported text.
 const MAX_CHARS: usize = 2000;
 
 pub fn target() -> Target {
@@ -52,7 +53,10 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
             return Err(format!("{entry} is passed on"));
         }
         for text in ["model", "userId"].iter().filter_map(|name| entry[name].as_str()) {
-            let is_unsafe = |c: char| (c.is_control() && c != '\n') || matches!(c, '\u{202A}'..='\u{202E}');
+            let is_unsafe = |c: char| {
+                (c.is_control() && c != '\n')
+                    || matches!(c, '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
+            };
             if text.chars().count() > MAX_CHARS || text.contains(is_unsafe) {
                 return Err(format!("{text:?} is passed on"));
             }

@@ -5,7 +5,7 @@ use serde_json::json;
 use super::{EXAMPLE_ID, TestGateway, operations};
 use crate::contract::ApiUnderTest;
 
-/// Checks rejected dispatches, with a runner that accepts commands but never responds.
+/// Checks rejected dispatches, with a runner that never responds.
 pub async fn check_dispatches(gateway: &TestGateway) {
     let _runner = gateway.host.machine.owner_socket("agent.sock").unwrap();
     let another = json!({ "id": EXAMPLE_ID, "prompt": "another" });
@@ -28,7 +28,7 @@ pub async fn check_dispatches(gateway: &TestGateway) {
     gateway.dispatch(&batch("a")).await.assert_problem(429, "rate_limited");
     let limited = json!({ "costLimits": { "daily": 0.4 } }).to_string();
     gateway.host.machine.write("home/svc/home/system/config.json", &limited).unwrap();
-    let one = json!({ "senderId": "b", "prompt": "do it" });
-    assert_eq!(gateway.dispatch(&one).await.status, 202);
-    gateway.dispatch(&one).await.assert_problem(429, "cost_limit_reached");
+    let single = json!({ "senderId": "b", "prompt": "do it" });
+    assert_eq!(gateway.dispatch(&single).await.status, 202);
+    gateway.dispatch(&single).await.assert_problem(429, "cost_limit_reached");
 }

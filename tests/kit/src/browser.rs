@@ -111,7 +111,6 @@ pub async fn run_in_terminal(stack: &Stack, command: &str) -> Result<()> {
     tokio::task::spawn_blocking(move || child::run(node, TESTS_TIMEOUT)).await?.map(drop)
 }
 
-/// Returns a `node --test` command.
 fn node_test_command() -> Command {
     let mut node = Command::new("node");
     // `--test-force-exit` ends the run even if a page or browser is still open.

@@ -107,14 +107,14 @@ mod tests {
 
     #[tokio::test]
     async fn client_accepts_only_matching_root_and_name() -> Result<()> {
-        let (ours, other) = (Ca::new()?, Ca::new()?);
+        let (ca, unrelated_ca) = (Ca::new()?, Ca::new()?);
         let names = ["app.example.test", "*.code.test", "127.0.0.7"];
         for name in ["app.example.test", "one.code.test", "127.0.0.7"] {
-            assert!(accepts(&ours, &names, &ours, name).await?, "{name}");
+            assert!(accepts(&ca, &names, &ca, name).await?, "{name}");
         }
-        assert!(!accepts(&ours, &names, &ours, "elsewhere.test").await?, "a different name");
-        assert!(!accepts(&ours, &names, &ours, "127.0.0.8").await?, "a different address");
-        assert!(!accepts(&ours, &names, &other, "app.example.test").await?, "a different root");
+        assert!(!accepts(&ca, &names, &ca, "elsewhere.test").await?, "a different name");
+        assert!(!accepts(&ca, &names, &ca, "127.0.0.8").await?, "a different address");
+        assert!(!accepts(&ca, &names, &unrelated_ca, "app.example.test").await?, "a different root");
         Ok(())
     }
 }

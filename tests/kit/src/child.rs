@@ -114,11 +114,11 @@ fn read_back(file: &mut File) -> Result<String> {
 const REAPER: &str = r#"
 trap '' INT TERM HUP
 children=
-while read -r op signal what; do
+while read -r op signal target; do
   case $op in
-    +) children="$children $signal:$what" ;;
-    -) rest=; for c in $children; do id=${c#*:}; [ "${id#-}" = "$what" ] || rest="$rest $c"; done; children=$rest ;;
-    d) set -- "$@" "$what" ;;
+    +) children="$children $signal:$target" ;;
+    -) rest=; for c in $children; do id=${c#*:}; [ "${id#-}" = "$target" ] || rest="$rest $c"; done; children=$rest ;;
+    d) set -- "$@" "$target" ;;
   esac
 done
 for c in $children; do kill -s "${c%%:*}" -- "${c#*:}" 2>/dev/null; done
@@ -175,8 +175,11 @@ mod tests {
     fn run_kills_command_after_timeout() {
         let mut sleep = Command::new("/bin/sleep");
         sleep.arg("600");
+        let started = Instant::now();
         let error = run(sleep, Duration::from_millis(50)).expect_err("a timeout is an error").to_string();
         assert!(error.contains("still running"), "{error}");
+        // `run` reaps the command, so it would return only after 600 seconds if it did not kill the command.
+        assert!(started.elapsed() < Duration::from_secs(600), "the command was not killed");
     }
 
     /// The program that the next test kills: it starts a child, registers the child and a directory, and waits.

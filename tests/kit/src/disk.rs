@@ -15,7 +15,9 @@ use crate::{child, skip};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Returns the in-memory directory for temporary data, if it has that many free bytes and allows programs to run.
+/// Returns the in-memory directory for temporary data, if it is writable, has at least `min_free_bytes` free bytes, and
+/// allows programs to run.
+///
 /// A test creates hundreds of small files; creating them on a disk takes up to a third of its CPU time. The path is
 /// short, because a Unix socket's path is limited to 107 bytes.
 pub fn in_memory_dir(min_free_bytes: u64) -> Option<&'static Path> {
@@ -109,7 +111,6 @@ impl Drop for SmallDisk {
     }
 }
 
-/// Copies a directory's contents.
 fn copy_content(from: &Path, to: &Path) -> Result<()> {
     let mut copy = Command::new("cp");
     copy.arg("-a").arg(from.join(".")).arg(to);

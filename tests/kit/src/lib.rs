@@ -8,6 +8,7 @@
 //! | [`seaweed`] | SeaweedFS, whose `If-Match` is not always atomic |
 //! | [`stores`] | the choice among these three |
 //! | [`hcloud`] | the provider's own clients, in Python and Go |
+//! | [`restic`] | stock restic, which must read the repositories of the file backup |
 //! | [`provider`] | the cloud provider: its API, and servers backed by records, local processes or virtual machines |
 //! | [`vm`] | virtual machines that boot Debian with user-data |
 //! | [`idp`] | an identity provider: discovery, JWKS, rotation, valid and invalid session tokens |

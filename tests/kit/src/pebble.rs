@@ -114,8 +114,8 @@ impl Pebble {
         name_server.stdin(Stdio::null()).stdout(log("names.log")?).stderr(log("names.err")?);
         let name_server = OwnedChild::spawn(&mut name_server).context("cannot start the name server")?;
         let mut server = fetch()?.command();
-        // Without these variables, Pebble waits several seconds before each validation, and rejects some requests at
-        // random.
+        // Without these variables, Pebble waits up to 15 seconds before each validation, rejects some valid nonces at
+        // random, and reuses some authorizations at random.
         server.env("PEBBLE_VA_NOSLEEP", "1").env("PEBBLE_WFE_NONCEREJECT", "0").env("PEBBLE_AUTHZREUSE", "0");
         server.arg("-strict").arg("-config").arg(path("config.json")).args(["-dnsserver", &dns.to_string()]);
         server.stdin(Stdio::null()).stdout(log("pebble.log")?).stderr(log("pebble.err")?);

@@ -74,10 +74,11 @@ fn find_error(program: &Command, arguments: &str, quoting: Quoting) -> Option<St
         let word = raw.trim_matches(['[', ']', ',', ';', ':', '.', '(', ')', '"', '\'']);
         if let Some(option) = word.strip_prefix("--") {
             let name = option.split(['=', '[']).next().unwrap_or_default();
-            let Some(known) = command.get_arguments().find(|known| known.get_long() == Some(name)) else {
+            let Some(argument) = command.get_arguments().find(|argument| argument.get_long() == Some(name))
+            else {
                 return Some(format!("{path} has no --{name}"));
             };
-            if takes_next_word(known) && !option.contains('=') {
+            if takes_next_word(argument) && !option.contains('=') {
                 words.next();
             }
         } else if is_notation(word) {

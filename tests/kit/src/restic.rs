@@ -30,7 +30,7 @@ pub struct Restic {
 }
 
 impl Restic {
-    /// Fetches the program once into `target/tools`.
+    /// Prepares `restic` for a repository in a directory. Fetches the program once into `target/tools`.
     ///
     /// # Errors
     /// Fails if apt-get cannot download the package, or on a processor other than x86_64.

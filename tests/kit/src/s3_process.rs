@@ -24,7 +24,7 @@ impl S3Process {
     /// Starts the command and waits until it listens on the port.
     ///
     /// # Errors
-    /// Fails with the server's log if it does not start, exits, or does not listen in time.
+    /// Fails if the command cannot be started; fails with the server's log if it exits or does not listen in time.
     pub fn start(name: &'static str, mut command: Command, port: u16, log: &Path) -> Result<Self> {
         let server = command
             .stdin(Stdio::null())

@@ -1,5 +1,5 @@
-//! SeaweedFS, a real S3 server with an atomic `If-None-Match`. Its `If-Match` is not always atomic: in tests, several
-//! concurrent writers have replaced the same version.
+//! SeaweedFS, a real S3 server with an atomic `If-None-Match`. Its `If-Match` is not always atomic: in one test run,
+//! two concurrent writers replaced the same version.
 
 use std::path::Path;
 use std::process::Command;

@@ -30,7 +30,8 @@ impl StoreKind {
         }
     }
 
-    /// Starts the store with an empty bucket. Faults and the request log work with every kind of store.
+    /// Starts the store with an empty bucket. The request log and all faults except
+    /// [`Fault::StaleRead`](crate::s3::Fault::StaleRead) work with every kind of store.
     ///
     /// # Errors
     /// Fails if a third-party server cannot be fetched or does not start.

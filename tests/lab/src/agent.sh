@@ -1,5 +1,5 @@
-# One dispatch on a machine: its agent runs as the owner's user in its own unit, a protected watcher audits its files,
-# and no process remains. Prints a summary; exits at the first violation.
+# Dispatches on a machine, until one is audited: the agent runs as the owner's user in its own unit, a protected watcher
+# audits its files, and no process remains. Prints a summary; exits at the first violation.
 set -eu
 home=/home/svc/home
 fail() {

@@ -1,6 +1,6 @@
 # Dispatches to the coding agents in a full release, against a stub for their model's API at $MODEL on the lab's host.
-# Each agent writes a file with one of its own tools; the records must contain the tool, the tokens and the cost. Prints
-# a summary; exits at the first violation.
+# Each agent writes a file with one of its own tools; the records must contain the tool and the cost. Prints a summary;
+# exits at the first violation.
 set -eu
 home=/home/svc/home
 fail() {

@@ -1,5 +1,5 @@
 //! The owner's data: a store outage during two backups, a table restored from an earlier snapshot, and an export of
-//! all data as one archive.
+//! all data as one archive, which is imported again.
 
 use std::time::Duration;
 
@@ -133,7 +133,7 @@ async fn wait_for_status(stack: &Stack, status: &str) -> Result<Value> {
     .await
 }
 
-/// Exports everything as one archive and imports it on the same machine after a loss, as root.
+/// Exports everything as one archive, deletes the rows and files, and imports the archive on the same machine.
 pub async fn export_and_import(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let rows = wait_until_served(stack).await?;

@@ -60,12 +60,12 @@ pub(super) struct SavedFiles {
     mib: u64,
 }
 
-/// The maximum time for a machine to process files of this size.
+/// Returns the maximum time for a machine to process files of this size.
 pub(super) fn processing_timeout(mib: u64) -> Duration {
     Duration::from_secs((mib << 20) / MIN_BYTES_PER_SECOND)
 }
 
-/// The timeout for a command that processes all parts.
+/// Returns the timeout for a command that processes all parts.
 fn parts_timeout(mib: u64) -> Duration {
     LONG_TIMEOUT + processing_timeout(mib)
 }

@@ -58,15 +58,15 @@ searches_work() {
   [ ${#password} -ge 32 ] && [ "$(wc -l <"$list")" -ge 3 ] && grep -qF -f "$list" /opt/svc/env/host.env || return 1
   files_readable_by svc-gateway | xargs -0 grep -lF -f "$list" -- 2>/dev/null | grep -q '^/opt/svc/env/host.env$' || { echo "host.env was not found by its owner"; return 1; }
 }
-# Lists the files that a user may read, except Debian's.
+# Lists the files under 4 MiB that a user may read, except Debian's and the releases' programs.
 files_readable_by() {
   run_as "$1" find / /run /dev/shm -xdev \( -path /proc -o -path /sys -o -path /usr -o -path /var/lib/dpkg -o -path '/opt/svc/releases/*/bin' \) -prune -o -type f -readable -size -4096k -print0 2>/dev/null
 }
 svc_cannot_read_secrets() {
   found=$(files_readable_by svc | xargs -0 grep -lF -f "$list" -- 2>/dev/null)
   [ -z "$found" ] || { echo "$found"; return 1; }
-  seen=$(run_as svc sh -c 'cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline 2>/dev/null' | tr '\0' '\n' | grep -cF -f "$list")
-  [ "$seen" = 0 ] || { echo "$seen secrets in /proc"; return 1; }
+  count=$(run_as svc sh -c 'cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline 2>/dev/null' | tr '\0' '\n' | grep -cF -f "$list")
+  [ "$count" = 0 ] || { echo "$count secrets in /proc"; return 1; }
   psql=/opt/svc/runtime/postgres/bin/psql
   output=$(run_as svc env PGCONNECT_TIMEOUT=10 $psql -w -h 127.0.0.1 -U postgres -d svc -c 'select 1' 2>&1) && { echo "the database accepts svc without a password"; return 1; }
   case $output in *password*) ;; *) echo "$output"; return 1 ;; esac
@@ -75,10 +75,10 @@ svc_cannot_read_secrets() {
   done
   return 0
 }
-# `nobody` can read world-readable files.
+# `nobody` can read only world-readable files.
 no_secret_is_exposed() {
-  seen=$(cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\0' '\n' | grep -cF -f "$list")
-  [ "$seen" = 0 ] || { echo "$seen secrets in process arguments"; return 1; }
+  count=$(cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\0' '\n' | grep -cF -f "$list")
+  [ "$count" = 0 ] || { echo "$count secrets in process arguments"; return 1; }
   journalctl --no-pager -o cat --all 2>/dev/null | grep -aqF -f "$list" && { echo "the journal contains a secret"; return 1; }
   # cloud-init's copies of user-data are readable by root only; its logs must not contain secrets.
   grep -lF -f "$list" /var/log/cloud-init*.log 2>/dev/null && return 1
@@ -87,7 +87,7 @@ no_secret_is_exposed() {
 }
 gateway_is_not_root() { [ "$(stat -c %U /proc/"$(systemctl show -P MainPID svc-gateway)")" = svc-gateway ]; }
 users_cannot_write_releases() { run_as svc test ! -w /opt/svc && run_as svc-gateway test ! -w /opt/svc && run_as svc-gateway test ! -w /opt/svc/current/bin/svc; }
-timers_run() { for t in svc-db-backup.timer svc-db-verify.timer svc-db-drill.timer svc-heartbeat.timer; do [ "$(systemctl is-active $t)" = active ] || { echo "$t is $(systemctl is-active $t)"; return 1; }; done; }
+timers_run() { for t in svc-db-backup.timer svc-db-verify.timer svc-db-drill.timer svc-files-verify.timer svc-heartbeat.timer; do [ "$(systemctl is-active $t)" = active ] || { echo "$t is $(systemctl is-active $t)"; return 1; }; done; }
 swap_is_on() { [ "$(awk '/SwapTotal/ {print $2}' /proc/meminfo)" -gt 0 ]; }
 doctor_finds_no_problem() {
   output=$(/opt/svc/bin/svcctl doctor host) || { echo "exit $?: $output"; return 1; }
@@ -100,7 +100,7 @@ check "443, ssh and loopback only" only_expected_ports
 check "env files 0600" env_files_are_private
 check "metadata for root only" only_root_reaches_metadata
 check "searches find secrets" searches_work
-check "svc cannot read the password" svc_cannot_read_secrets
+check "svc cannot read secrets" svc_cannot_read_secrets
 check "no secret is exposed" no_secret_is_exposed
 check "the gateway is not root" gateway_is_not_root
 check "releases are root's" users_cannot_write_releases

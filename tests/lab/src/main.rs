@@ -79,7 +79,8 @@ impl Args {
 /// Runs the steps until one fails; no machine is running when this returns.
 ///
 /// # Errors
-/// Fails if the lab cannot start, for example without root or QEMU.
+/// Fails if the directories cannot be created, another lab is running, or the report cannot be written. A failed step
+/// is not an error: the report shows it.
 async fn run(svc: &Path, steps: &StepSelection, files_mib: u64) -> Result<Report> {
     let steps = steps.selected();
     let mut report =
@@ -167,12 +168,12 @@ async fn run_steps(
     report.step("gone", scenario::check_owner_gets_503(stack)).await
 }
 
-/// Deletes large files; the logs remain.
+/// Deletes the disks and the user-data; the logs remain.
 fn remove_disks(machines: &Path) {
     for machine in fs::read_dir(machines).into_iter().flatten().flatten() {
         fs::remove_file(machine.path().join("disk.qcow2")).ok();
+        // The seed and the user-data contain credentials.
         fs::remove_file(machine.path().join("seed.iso")).ok();
-        // The user-data contains credentials.
         fs::remove_file(machine.path().join("user-data")).ok();
     }
 }

@@ -28,7 +28,8 @@ const REMOVE_RELEASE_AND_UNITS: &str = "systemctl disable --now svc.target; syst
                     systemctl daemon-reload";
 
 /// Installs the platform package as in docs/operating/install.md, as a second process of the lab's platform. It
-/// becomes ready, passes `svcctl doctor platform`, restarts after a kill and stops. Then the package is purged.
+/// becomes ready, passes `svcctl doctor platform`, restarts after a kill and stops. Then the package is purged, and the
+/// same platform runs in a container.
 pub async fn check_platform_package(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     vm.upload(&build_package(stack, "svc-platform").await?, "/var/tmp/svc-platform.deb", LONG_TIMEOUT)
@@ -120,8 +121,9 @@ async fn check_container(vm: &Machine) -> Result<String> {
     Ok("the same in a container, read-only and without capabilities".to_owned())
 }
 
-/// Installs the host package on a provisioned machine that has neither a release nor units. The package installs both;
-/// its removal stops everything that it started, and keeps the owner's data.
+/// Installs the host package on a provisioned machine that has neither a release nor units. The package installs the
+/// units, and its program the release; a second installation does not restart the gateway. A purge stops all units, and
+/// keeps the owner's data.
 pub async fn check_host_package(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let before = stack.web.titles(&stack.owner_token()).await?;
@@ -158,7 +160,7 @@ pub async fn check_host_package(stack: &Stack, machine: &MachineRecord) -> Resul
         .context("cannot reinstall the package")?;
     ensure!(
         vm.run(GATEWAY_PID, SHORT_TIMEOUT).await?.success()? == gateway,
-        "upgrading the package restarted the gateway"
+        "reinstalling the package restarted the gateway"
     );
     let files = "find /home/svc /var/lib/svc/tls /opt/svc/env -type f | wc -l; podman volume ls -q";
     let before_purge = vm.run(files, SHORT_TIMEOUT).await?.success()?;
@@ -170,12 +172,15 @@ pub async fn check_host_package(stack: &Stack, machine: &MachineRecord) -> Resul
         "systemctl list-units --no-legend --state=active,activating 'svc*'; ss -Hltn 'sport = :443'";
     let running = vm.run(running, SHORT_TIMEOUT).await?.success()?;
     ensure!(running.trim().is_empty(), "still running after the purge: {running}");
-    let kept = vm.run(files, SHORT_TIMEOUT).await?.success()?;
-    ensure!(kept == before_purge, "the owner had {before_purge} files, now {kept}");
+    let after_purge = vm.run(files, SHORT_TIMEOUT).await?.success()?;
+    ensure!(
+        after_purge == before_purge,
+        "before the purge, the owner had {before_purge} files, now {after_purge}"
+    );
     Ok((
         (),
         format!(
-            "served {seconds:.0} s after the package's start; {} rows; purged, all data is kept",
+            "served {seconds:.0} s after the units' start; {} rows; purged, all data is kept",
             after.len()
         ),
     ))
@@ -191,7 +196,7 @@ async fn build_package(stack: &Stack, name: &str) -> Result<PathBuf> {
     found.with_context(|| format!("no package {name}"))
 }
 
-/// The lab's platform settings as seen from a guest; without TLS, whose files are not on the machine.
+/// Returns the lab's platform settings as seen from a guest, without TLS, whose files are not on the machine.
 fn platform_settings(stack: &Stack) -> String {
     let mut text = String::new();
     for (name, value) in stack.platform_env() {

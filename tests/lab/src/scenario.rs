@@ -171,7 +171,7 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     let timeout = Duration::from_secs(60);
     let identity = format!("cat /etc/machine-id; {MARKER}");
     let size = "nproc; awk '/MemTotal/ {print int($2 / 1024)}' /proc/meminfo";
-    let (same, small) =
+    let (identity_before, small) =
         (vm.run(&identity, timeout).await?.success()?, vm.run(size, timeout).await?.success()?);
     let before = stack.web.titles(&stack.owner_token()).await?;
     stack.svcctl(&["slot", "set", USER, "--plan", "builder"]).await?.success()?;
@@ -183,7 +183,7 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     ensure!(after == before, "there were {before:?}, now {after:?}");
     let large = vm.run(size, timeout).await?.success()?;
     ensure!(
-        vm.run(&identity, timeout).await?.success()? == same,
+        vm.run(&identity, timeout).await?.success()? == identity_before,
         "the machine has a different disk, or was restored again"
     );
     ensure!(large != small, "the size is still {small}");

@@ -143,7 +143,7 @@ impl StepSelection {
         Ok(Self::Only(names))
     }
 
-    /// The selected steps.
+    /// Returns the selected steps in list order.
     pub(super) fn selected(&self) -> Vec<&'static LabStep> {
         let is_selected = |step: &&LabStep| match self {
             Self::Quick => step.is_quick,

@@ -1,5 +1,5 @@
-//! Releases on a machine: one deployed by a rollout, one with a power cut during the update, and a broken one that is
-//! rolled back.
+//! Releases on a machine: one deployed by a rollout, one with a power cut during the update, a broken one that is
+//! rolled back, and a full one.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -20,7 +20,7 @@ const CUT_VERSION: &str = "story-3";
 const BROKEN_VERSION: &str = "story-4";
 const FULL_VERSION: &str = "story-5";
 
-/// Deploys a release with a rollout: canary, health check, record.
+/// Deploys a release with a rollout: the machine runs it, and serves the same rows.
 pub async fn deploy_update(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let before = stack.web.titles(&stack.owner_token()).await?;
     publish_as(stack, SECOND_VERSION, &stack.svc, release::small_options).await?;
@@ -39,7 +39,8 @@ pub async fn deploy_update(stack: &Stack, machine: &MachineRecord) -> Result<(()
     Ok(((), format!("{SECOND_VERSION} deployed by a rollout in {seconds:.0} s, {} rows", after.len())))
 }
 
-/// Cuts the power while the new release's services are starting: the next boot completes the update.
+/// Cuts the power while the new release's services are starting: the next boot completes the update or rolls it back,
+/// and the rollout has the same outcome.
 pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let before = stack.web.titles(&stack.owner_token()).await?;
@@ -128,7 +129,8 @@ pub async fn roll_back_broken_update(stack: &Stack, machine: &MachineRecord) -> 
     ))
 }
 
-/// Deploys a release with all parts: only the owner can reach the shell and code-server.
+/// Deploys a release with all parts: the owner reaches the shell and code-server, and a visitor without a session does
+/// not reach code-server.
 pub async fn deploy_full_release(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let mib = publish_as(stack, FULL_VERSION, &stack.svc, release::full_options).await?;

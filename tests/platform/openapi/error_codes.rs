@@ -18,18 +18,19 @@ const NOT_TRIGGERED: [(&str, &str); 3] = [
     ("whoAmI", "forbidden"),
     // An internal error that no request can cause.
     ("*", "internal"),
-    // This needs a store without credentials: see platform::credentials.
+    // This needs a directory as the store, which has no credentials; no test covers it.
     ("renewStorageCredentials", "disabled"),
 ];
 
-/// Codes that only a race triggers.
+/// Codes that these requests trigger only in some runs.
 const RACE_DEPENDENT: [(&str, &str); 6] = [
     // Two overlapping requests.
     ("provision", "unavailable"),
     ("recover", "unavailable"),
     ("resize", "unavailable"),
     ("resume", "unavailable"),
-    // A host that registers before its own create call has returned: see platform::registration.
+    // A host that registers before its server is recorded, or after its machine has failed: see platform::boot_stages
+    // and platform::registration.
     ("register", "unavailable"),
     ("register", "invalid_state"),
 ];
@@ -235,8 +236,8 @@ async fn trigger_idempotency_errors(tester: &mut RejectionTester<'_>) {
         let first = json!({"idpUserId": "user_keys", "plan": "starter", "status": "active"});
         let first = platform.operator_call(Method::PUT, "/vps/slots", &first).header("idempotency-key", &key);
         assert_eq!(platform.send(first).await.status, 200);
-        let other = valid_call(platform, operation).header("idempotency-key", &key);
-        tester.send(other, 422, "idempotency_mismatch").await;
+        let reused = valid_call(platform, operation).header("idempotency-key", &key);
+        tester.send(reused, 422, "idempotency_mismatch").await;
         for bad in ["", &"x".repeat(256), "a\tb"] {
             let call = valid_call(platform, operation).header("idempotency-key", bad);
             tester.send(call, 400, "invalid_request").await;
@@ -435,8 +436,8 @@ async fn trigger_replaced_machine_errors(tester: &mut RejectionTester<'_>) {
     let recovered = platform.operator_call(Method::POST, "/vps/recover", &json!({"idpUserId": "user_1"}));
     let recovered = platform.send(recovered).await;
     assert_eq!(recovered.status, 202, "{snapshot}: {recovered:?}");
-    let other = json!({"idpUserId": "user_1", "replaceFirst": true});
-    tester.post("/vps/recover", &other, 409, "invalid_state").await;
+    let replace_first = json!({"idpUserId": "user_1", "replaceFirst": true});
+    tester.post("/vps/recover", &replace_first, 409, "invalid_state").await;
     let operation = recovered.body["operationId"].as_str().unwrap();
     stack.wait_until_ended(&platform.process, operation).await;
     let full = stack.start_platform_with(&[KEEP_PREDECESSORS, ("PROVIDER_SERVER_LIMIT", "1")]);

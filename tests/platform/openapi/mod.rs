@@ -28,7 +28,7 @@ struct TestPlatform {
     booting: Guest,
     operation: String,
     rollout: String,
-    /// Operators with a single scope each.
+    /// The tokens of operators with a single scope each.
     operators: Vec<(Scope, String)>,
 }
 
@@ -141,13 +141,13 @@ impl ApiUnderTest for TestPlatform {
         let call = || bare(&self.path(operation));
         let mut tokens = vec![
             ("an arbitrary word", "wrong"),
-            ("no token", "svcu_wrong"),
+            ("a malformed token", "svcu_wrong"),
             ("two words", "a b"),
             ("nothing", ""),
         ];
-        for other in ["operator", "host", "registration"] {
-            if !accepts_credential(operation, other) {
-                tokens.push((other, self.token(other)));
+        for credential in ["operator", "host", "registration"] {
+            if !accepts_credential(operation, credential) {
+                tokens.push((credential, self.token(credential)));
             }
         }
         let truncated = &self.token(operation.credentials[0].name)[1..];

@@ -35,9 +35,9 @@ async fn wait_until_snapshot_is_open(machine: &Machine) -> Result<()> {
 /// Asserts that the last run failed at one of the given stages with the given message.
 fn assert_failed(machine: &Machine, stages: &[&str], expected_error: &str) -> Result<()> {
     let line = machine.backup_records()?.pop().context("backup.jsonl is empty")?;
-    let at = line["stage"].as_str().unwrap_or_default();
+    let stage = line["stage"].as_str().unwrap_or_default();
     let error = line["error"].as_str().unwrap_or_default();
-    ensure!(line["status"] == "error" && stages.contains(&at) && error.contains(expected_error), "{line}");
+    ensure!(line["status"] == "error" && stages.contains(&stage) && error.contains(expected_error), "{line}");
     Ok(())
 }
 
@@ -127,28 +127,28 @@ async fn machine_with_few_connections(store: &kit::s3::S3Server, epoch: u32) -> 
 /// Occupies all connections except `free`.
 async fn occupy_connections(machine: &Machine, free: usize) -> Result<Vec<Client>> {
     let deadline = std::time::Instant::now() + Duration::from_secs(60);
-    let mut held = Vec::new();
-    while held.len() < CONNECTIONS {
+    let mut sessions = Vec::new();
+    while sessions.len() < CONNECTIONS {
         // The server ends a session shortly after its client has disconnected, so a connection may not be free yet.
         match machine.postgres().connect("postgres").await {
-            Ok(client) => held.push(client),
+            Ok(client) => sessions.push(client),
             Err(error) => {
                 ensure!(std::time::Instant::now() < deadline, "timed out: no free connection: {error:#}");
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         }
     }
-    release_connections(&mut held, CONNECTIONS - free).await?;
-    Ok(held)
+    release_connections(&mut sessions, CONNECTIONS - free).await?;
+    Ok(sessions)
 }
 
 /// Ends all sessions except the first `remain`, and waits until the server has ended them.
-async fn release_connections(held: &mut Vec<Client>, remain: usize) -> Result<()> {
+async fn release_connections(sessions: &mut Vec<Client>, remain: usize) -> Result<()> {
     let deadline = std::time::Instant::now() + Duration::from_secs(60);
-    held.truncate(remain);
+    sessions.truncate(remain);
     let expected = i64::try_from(remain)?;
     let sql = "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'";
-    while held[0].query_one(sql, &[]).await?.get::<_, i64>(0) != expected {
+    while sessions[0].query_one(sql, &[]).await?.get::<_, i64>(0) != expected {
         ensure!(std::time::Instant::now() < deadline, "timed out: more than {remain} sessions remain");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }

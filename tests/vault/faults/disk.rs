@@ -22,18 +22,18 @@ async fn wait_for_exit(running: Running) -> Result<RunResult> {
 }
 
 #[tokio::test]
-async fn backup_succeeds_but_reports_that_it_is_not_recorded() -> Result<()> {
+async fn backup_on_full_disk_publishes_snapshot_but_fails() -> Result<()> {
     let store = machine::store()?;
     let machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute("CREATE TABLE t AS SELECT generate_series(1, 9) AS id").await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let mut checker = SnapshotChecker::new(&store);
     let last = machine.path("var/lib/svc/last-backup.json");
-    for place in ["var/lib/svc", "home/svc/home/system/logs"] {
-        let Some(disk) = SmallDisk::mount(machine.path(place), 1)? else { return Ok(()) };
+    for dir in ["var/lib/svc", "home/svc/home/system/logs"] {
+        let Some(disk) = SmallDisk::mount(machine.path(dir), 1)? else { return Ok(()) };
         // The log is removed first, because the free part of its last page could hold another line.
         let log = machine.path("home/svc/home/system/logs/backup.jsonl");
-        if place.ends_with("logs") {
+        if dir.ends_with("logs") {
             svc::fsx::remove_if_exists(&log)?;
         }
         let (before, lines) = (fs::read(&last)?, machine.backup_records().map_or(0, |lines| lines.len()));
@@ -41,17 +41,13 @@ async fn backup_succeeds_but_reports_that_it_is_not_recorded() -> Result<()> {
         let result = machine.run(&["svc-db-backup"])?.expect(70);
         assert!(result.stderr.contains("No space left on device"), "{}", result.stderr);
         let seq = checker.seq();
-        checker.check().context(place)?;
-        assert!(checker.seq() > seq, "{place}: the snapshot itself must be valid");
-        if place.ends_with("logs") {
-            assert_ne!(
-                fs::read(&last)?,
-                before,
-                "{place}: the heartbeat and the gateway must get the result"
-            );
+        checker.check().context(dir)?;
+        assert!(checker.seq() > seq, "{dir}: the snapshot itself must be valid");
+        if dir.ends_with("logs") {
+            assert_ne!(fs::read(&last)?, before, "{dir}: the heartbeat and the gateway must get the result");
         } else {
-            assert_eq!(fs::read(&last)?, before, "{place}: the old record must be complete");
-            assert_eq!(machine.backup_records()?.len(), lines + 1, "{place}: the line must be written");
+            assert_eq!(fs::read(&last)?, before, "{dir}: the old record must be complete");
+            assert_eq!(machine.backup_records()?.len(), lines + 1, "{dir}: the line must be written");
         }
         disk.delete_filler()?;
         machine.run(&["svc-db-backup"])?.expect(0);
@@ -100,12 +96,12 @@ async fn restore_on_full_disk_keeps_old_database_and_resumes() -> Result<()> {
     disk.delete_filler()?;
 
     let running = new.spawn(&["svc-restore"], &[("FAILPOINTS", "restore.downloading=sleep(30)")])?;
-    let dump = || -> Option<u64> {
+    let dump_length = || -> Option<u64> {
         let entries = fs::read_dir(new.path("var/lib/svc/restore")).ok()?.flatten();
         let mut dumps = entries.filter(|entry| entry.file_name().to_string_lossy().ends_with(".dump"));
         dumps.next()?.metadata().ok().map(|meta| meta.len())
     };
-    wait_until("a part of the dump", || dump().is_some_and(|length| length > 0)).await?;
+    wait_until("a part of the dump", || dump_length().is_some_and(|length| length > 0)).await?;
     disk.fill(0)?;
     let result = wait_for_exit(running).await?.expect(70);
     assert!(result.stderr.contains("No space left on device"), "{}", result.stderr);
@@ -134,15 +130,15 @@ async fn restore_on_full_disk_keeps_old_database_and_resumes() -> Result<()> {
     Figures { faults_tried: 4, ..Figures::new("full disks during restores") }.record()
 }
 
-/// Applies an update, fills the disk once `when` holds, and returns the result.
+/// Applies an update, fills the disk once the condition holds, and returns the result.
 async fn apply_on_full_disk(
     fixture: &UpdateFixture,
     disk: &SmallDisk,
     point: &str,
-    when: impl FnMut() -> bool,
+    condition: impl FnMut() -> bool,
 ) -> Result<RunResult> {
     let running = fixture.spawn_with(&["apply", "--version", NEW_VERSION], Some(point))?;
-    wait_until("the condition for filling the disk", when).await?;
+    wait_until("the condition for filling the disk", condition).await?;
     disk.fill(0)?;
     wait_for_exit(running).await
 }

@@ -1,9 +1,10 @@
-//! Fault-injection tests for snapshots, restores, updates and registration: processes killed at any moment, all known
-//! store, database and disk failures, and tampered objects.
+//! Fault-injection tests for snapshots, restores, updates and registration: processes killed at any moment, failures of
+//! the store, the database and the disk, and tampered objects.
 //!
 //! The invariants are defined once: in [`snapshot_checker`] for a slot's objects, in `kills` for a machine's state
-//! after a kill. Each test has a short run for every commit and a long one (`cargo xtask test --long`), which records
-//! its counts (`kit::long_tests`). `SVC_FAULT_SEED=n` replays a seed's kills, as far as timing allows.
+//! after a kill. The kill tests have a short run for every commit and a long one. `cargo xtask test --long` runs both,
+//! and sums the figures that the tests record (`kit::long_tests`). `SVC_FAULT_SEED=n` replays a seed's kills, as far as
+//! timing allows.
 
 mod database;
 mod disk;

@@ -1,5 +1,5 @@
-//! Tampered objects of every kind: the restore rejects inconsistent ones and leaves the machine unchanged, and a backup
-//! loses nothing. `gate` covers damaged, missing and truncated objects.
+//! Tampered pointers, sidecars and dumps: the restore rejects inconsistent ones and leaves the machine unchanged, and a
+//! backup never overwrites an unreadable pointer. `gate` covers damaged, missing and truncated objects.
 
 use anyhow::{Context, Result, ensure};
 use kit::long_tests::Figures;
@@ -101,10 +101,10 @@ type Tamper = fn(&Objects<'_>);
 fn table() -> Vec<(&'static str, &'static str, Tamper)> {
     vec![
         ("the pointer names another slot's snapshot", "not a snapshot key", |objects| {
-            let there = format!("user_2/primary/{}", objects.key);
-            objects.store.write(BUCKET, &there, objects.dump.clone());
-            objects.store.write(BUCKET, &format!("{there}.json"), objects.sidecar.to_string());
-            objects.with_pointer(|pointer| pointer["snapshot"]["key"] = format!("../../{there}").into());
+            let foreign = format!("user_2/primary/{}", objects.key);
+            objects.store.write(BUCKET, &foreign, objects.dump.clone());
+            objects.store.write(BUCKET, &format!("{foreign}.json"), objects.sidecar.to_string());
+            objects.with_pointer(|pointer| pointer["snapshot"]["key"] = format!("../../{foreign}").into());
         }),
         ("the pointer names a missing object", "the object is missing", |objects| {
             objects.with_pointer(|pointer| pointer["snapshot"]["key"] = "system/db/snapshots/x.dump".into());
@@ -149,9 +149,9 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
             objects.with_sidecar(|sidecar| sidecar["roles"] = json!(["a\0b"]));
         }),
         ("the bytes of another snapshot with the same size", "the SHA-256 of", |objects| {
-            let mut other = objects.dump.clone();
-            other.rotate_left(4096);
-            objects.store.write(BUCKET, &objects.path(""), other);
+            let mut rotated = objects.dump.clone();
+            rotated.rotate_left(4096);
+            objects.store.write(BUCKET, &objects.path(""), rotated);
         }),
         ("an empty dump, with a matching sidecar", "pg_restore exited with", |objects| {
             objects.with_dump(b"");
@@ -182,14 +182,14 @@ async fn every_tampered_object_is_refused() -> Result<()> {
     let rows = table.len() as u64;
     for (name, expected_error, tamper) in table {
         tamper(&objects);
-        // With a complete download from an earlier run, the restore would not read the store.
-        let fetched = find(&new.path("var/lib/svc/restore"), "").unwrap_or_default();
+        // With a complete download from an earlier run, the restore would not download the dump.
+        let fetched = find_files(&new.path("var/lib/svc/restore"), "").unwrap_or_default();
         fetched.iter().try_for_each(|path| svc::fsx::remove_if_exists(path))?;
         let result = new.run(&["svc-restore"]).context(name)?;
         assert_eq!(result.code, Some(70), "{name}: {}", result.stderr);
         ensure!(result.stderr.contains(expected_error), "{name}: {}", result.stderr);
         assert_untouched(&new, name).await?;
-        let outside = find(new.root.path(), "outside")?;
+        let outside = find_files(new.root.path(), "outside")?;
         ensure!(outside.is_empty(), "{name}: {outside:?}");
         objects.restore_originals();
     }
@@ -199,7 +199,7 @@ async fn every_tampered_object_is_refused() -> Result<()> {
 }
 
 /// Returns the files below a directory whose names have the given prefix.
-fn find(dir: &std::path::Path, prefix: &str) -> Result<Vec<std::path::PathBuf>> {
+fn find_files(dir: &std::path::Path, prefix: &str) -> Result<Vec<std::path::PathBuf>> {
     let (mut found, mut pending_dirs) = (Vec::new(), vec![dir.to_owned()]);
     while let Some(dir) = pending_dirs.pop() {
         for entry in std::fs::read_dir(&dir)?.flatten() {
@@ -247,7 +247,7 @@ async fn sidecar_text_is_never_executed_as_sql() -> Result<()> {
                     reset(&new).await?;
                 }
                 Some(70) => assert_untouched(&new, name).await?,
-                other => anyhow::bail!("{name}: {other:?}: {}", result.stderr),
+                code => anyhow::bail!("{name}: {code:?}: {}", result.stderr),
             }
         }
     }
@@ -275,9 +275,9 @@ async fn lowered_fence_is_raised_by_the_next_write() -> Result<()> {
 }
 
 /// A backup checks the pointer and the sidecar first: it never overwrites an unreadable pointer, and it replaces a
-/// snapshot that cannot be restored.
+/// snapshot without a usable sidecar.
 #[tokio::test]
-async fn backup_next_to_tampered_objects_loses_nothing() -> Result<()> {
+async fn backup_refuses_bad_pointer_and_replaces_bad_snapshot() -> Result<()> {
     let (store, old, _new) = old_and_new_machines().await?;
     let objects = Objects::read(&store)?;
     let assert_backup_fails =

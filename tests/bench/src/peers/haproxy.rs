@@ -50,8 +50,8 @@ impl HaProxy {
     pub fn router(&self, dir: &Path, pem: &Pem, upstreams: &Upstreams<'_>) -> Result<RunningPeer> {
         let server_dir = dir.join("haproxy");
         fs::create_dir_all(&server_dir)?;
-        let both = server_dir.join("front.pem");
-        fs::write(&both, fs::read_to_string(&pem.cert)? + &fs::read_to_string(&pem.key)?)?;
+        let combined = server_dir.join("front.pem");
+        fs::write(&combined, fs::read_to_string(&pem.cert)? + &fs::read_to_string(&pem.key)?)?;
         let address = SocketAddr::from(([127, 0, 0, 1], net::free_port()?));
         let ca = upstreams.trusted.display();
         let server = |name: &str, at: SocketAddr| {
@@ -66,7 +66,7 @@ impl HaProxy {
              timeout client 600s\n  timeout server 600s\n  timeout tunnel 600s\nfrontend front\n  \
              bind {address} ssl crt {pem} backlog 4096\n  http-request del-header Cookie\n  \
              use_backend sockets if {{ path /ws }}\n  default_backend machine\n{machine}{sockets}",
-            pem = both.display(),
+            pem = combined.display(),
             machine = server("machine", upstreams.upstream),
             sockets = server("sockets", upstreams.websocket),
         );

@@ -106,7 +106,7 @@ impl Nginx {
         let address = SocketAddr::from(([127, 0, 0, 1], net::free_port()?));
         let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
             .iter()
-            .map(|what| format!("{what}_temp_path {}/{what};\n", server_dir.display()))
+            .map(|kind| format!("{kind}_temp_path {}/{kind};\n", server_dir.display()))
             .collect();
         // A root process's workers would otherwise run as a user who cannot read these files.
         let user = if nix::unistd::geteuid().is_root() { "user root root;" } else { "" };

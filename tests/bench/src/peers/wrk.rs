@@ -153,11 +153,11 @@ mod tests {
         let result = parse_result(output).expect("the output has figures");
         assert_eq!((result.per_second(), result.mib_per_second()), (100.0, 2.0));
         assert_eq!(result.cpu_micros(Duration::from_millis(2)), 10.0);
-        assert!(super::parse_result("unable to connect").is_err());
+        assert!(parse_result("unable to connect").is_err());
     }
 
     #[test]
-    fn script_quotes_headers_and_body() {
+    fn headers_are_quoted_and_body_is_written_to_a_file() {
         let dir = tempfile::tempdir().expect("the directory is created");
         let request = Request {
             url: "http://127.0.0.1:1/".to_owned(),

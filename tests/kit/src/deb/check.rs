@@ -24,8 +24,9 @@ const SERVICE_USER: &str = "svc-platform:svc-platform";
 const SETTINGS: &str = "/etc/svc/platform.env";
 const EXAMPLE: &str = "/etc/svc/platform.env.example";
 const PROGRAM: &str = "/usr/lib/svc/svc";
-/// Tags that lintian reports for every statically linked binary, for a package outside the Debian archive, and for a
-/// development build, which is dynamically linked and declares no dependency on libc.
+/// Tags that lintian reports for every statically linked binary, for a package outside the Debian archive, for these
+/// packages' maintainer scripts and restricted modes, and for a development build, which is dynamically linked and
+/// declares no dependency on libc.
 const EXPECTED_TAGS: [&str; 7] = [
     "statically-linked-binary",
     "missing-dependency-on-libc",
@@ -76,9 +77,9 @@ impl StepTimer {
 
 fn check_reproducible(options: &Options, first: &[PathBuf]) -> Result<()> {
     let again = Options { out: options.out.join("again"), ..options.clone() };
-    for (one, other) in first.iter().zip(build(&again)?) {
-        let (one, other) = (fs::read(one)?, fs::read(&other).with_context(|| other.display().to_string())?);
-        ensure!(one == other, "a second build produced a different package");
+    for (package, rebuilt) in first.iter().zip(build(&again)?) {
+        let is_equal = fs::read(package)? == fs::read(&rebuilt)?;
+        ensure!(is_equal, "a second build produced a different package: {}", rebuilt.display());
     }
     let sbom_json = fs::read_to_string(options.out.join("svc.cdx.json"))?;
     ensure!(
@@ -362,9 +363,13 @@ fn check_version(chroot: &Chroot, package: &str, suffix: &str) -> Result<()> {
 }
 
 fn check_removed(chroot: &Chroot, package: &str) -> Result<()> {
-    for path in
-        ["usr/lib/svc", "usr/bin/svcctl", "usr/lib/systemd/system/svc-platform.service", "usr/share/doc"]
-    {
+    for path in [
+        "usr/lib/svc",
+        "usr/bin/svcctl",
+        "usr/lib/systemd/system/svc-platform.service",
+        "usr/lib/systemd/system/svc-gateway.service",
+        "usr/share/doc",
+    ] {
         let path = if path.ends_with("doc") { format!("{path}/{package}") } else { path.to_owned() };
         ensure!(chroot.path(&path).symlink_metadata().is_err(), "/{path} still exists");
     }

@@ -38,7 +38,7 @@ impl Options {
 /// Builds both packages and the bill of materials.
 ///
 /// # Errors
-/// Fails if a file in `packaging/` is missing or dpkg-deb fails.
+/// Fails if a file in `packaging/` is missing, or if cargo or dpkg-deb fails.
 pub fn build(options: &Options) -> Result<Vec<PathBuf>> {
     ensure!(is_in_path("dpkg-deb"), "dpkg-deb is missing: run `apt-get install dpkg`");
     std::fs::create_dir_all(&options.out)?;

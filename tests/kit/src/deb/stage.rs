@@ -145,6 +145,7 @@ fn write_control(stage: &Path, version: &str) -> Result<()> {
         .replace("@VERSION@", version)
         .replace("@ARCH@", &architecture()?)
         .replace("@SIZE@", &size.div_ceil(1024).to_string());
+    // The maintainer's address contains the only remaining `@`.
     ensure!(
         !text.contains('@') || text.matches('@').count() == 1,
         "DEBIAN/control has an unresolved placeholder"
@@ -153,7 +154,7 @@ fn write_control(stage: &Path, version: &str) -> Result<()> {
     Ok(())
 }
 
-/// Sets modes that do not depend on the umask, and the same modification time for everything.
+/// Sets modes that do not depend on the umask, and the same modification time for all files and directories.
 fn normalize(stage: &Path, date: Duration) -> Result<()> {
     let at = SystemTime::UNIX_EPOCH + date;
     for path in list_files(stage)? {

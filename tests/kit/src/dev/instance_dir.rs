@@ -43,8 +43,8 @@ pub(super) struct PublishedFiles {
 
 impl DevLock {
     /// # Errors
-    /// Returns [`AlreadyRunning`] if another instance owns the directory. Also fails if this directory cannot be
-    /// created.
+    /// Returns [`AlreadyRunning`] if another instance owns the directory. Also fails if the directory or its lock file
+    /// cannot be created.
     pub fn acquire(dir: &Path) -> Result<Self> {
         fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
         let dir = dir.canonicalize()?;
@@ -172,8 +172,8 @@ mod tests {
         fs::write(dir.join(INFO_FILE), r#"{"platformUrl": "stale"}"#).unwrap();
         let first = DevLock::acquire(&dir).unwrap();
         assert!(!dir.join(INFO_FILE).exists(), "the stale file was not removed");
-        let refused = DevLock::acquire(&dir).unwrap_err().to_string();
-        assert!(refused.contains(&format!("kill {}", std::process::id())), "{refused}");
+        let error = DevLock::acquire(&dir).unwrap_err().to_string();
+        assert!(error.contains(&format!("kill {}", std::process::id())), "{error}");
         drop(first);
         assert!(!dir.exists());
         drop(DevLock::acquire(&dir).unwrap());
@@ -182,10 +182,10 @@ mod tests {
     #[test]
     fn drop_keeps_other_files() {
         let home = tempfile::tempdir().unwrap();
-        let other = home.path().join("notes.txt");
-        fs::write(&other, "mine").unwrap();
+        let notes = home.path().join("notes.txt");
+        fs::write(&notes, "mine").unwrap();
         drop(DevLock::acquire(home.path()).unwrap());
-        assert!(other.exists());
+        assert!(notes.exists());
         fs::remove_file(home.path().with_added_extension("lock")).unwrap();
     }
 

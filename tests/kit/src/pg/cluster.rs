@@ -145,16 +145,16 @@ mod tests {
             let sql = "SELECT system_identifier::text FROM pg_control_system()";
             Ok(client.query_one(sql, &[]).await?.get(0))
         };
-        let one = PgServer::start(&binaries, PgOptions::default()).await?;
-        let other = PgServer::start(&binaries, PgOptions::default()).await?;
-        let (first, second) = (identifier(&one).await?, identifier(&other).await?);
-        assert_ne!(first, second);
+        let first = PgServer::start(&binaries, PgOptions::default()).await?;
+        let second = PgServer::start(&binaries, PgOptions::default()).await?;
+        let first_identifier = identifier(&first).await?;
+        assert_ne!(first_identifier, identifier(&second).await?);
         // Recovery reads the patched WAL.
-        one.create_database("svc").await?;
-        one.kill9().await?;
-        one.restart().await?;
-        assert_eq!(identifier(&one).await?, first);
-        one.connect("svc").await?;
+        first.create_database("svc").await?;
+        first.kill9().await?;
+        first.restart().await?;
+        assert_eq!(identifier(&first).await?, first_identifier);
+        first.connect("svc").await?;
         Ok(())
     }
 }

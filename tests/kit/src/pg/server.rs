@@ -23,8 +23,8 @@ use crate::net;
 
 pub(super) const START_TIMEOUT: Duration = Duration::from_secs(60);
 const STOP_TIMEOUT: Duration = Duration::from_secs(20);
-/// Free memory, in bytes, required to keep a server's temporary data in memory.
-const MIN_FREE_MEMORY: u64 = 2 << 30;
+/// Free memory required to keep a server's temporary data in memory.
+const MIN_FREE_MEMORY_BYTES: u64 = 2 << 30;
 
 /// Options for a server; the default is a temporary server on a free port.
 #[derive(Clone, Debug, Default)]
@@ -118,7 +118,7 @@ impl PgServer {
     fn prepare(binaries: &PgBinaries, options: PgOptions) -> Result<Self> {
         let temp_dir = tempfile::Builder::new()
             .prefix("kit-pg-")
-            .tempdir_in(in_memory_dir(MIN_FREE_MEMORY).unwrap_or(Path::new("/tmp")))?;
+            .tempdir_in(in_memory_dir(MIN_FREE_MEMORY_BYTES).unwrap_or(Path::new("/tmp")))?;
         child::remove_on_exit(temp_dir.path());
         let mut settings = vec![
             ("shared_buffers".to_owned(), "32MB".to_owned()),
@@ -176,7 +176,7 @@ impl PgServer {
         self.terminate(Signal::SIGINT, STOP_TIMEOUT)
     }
 
-    /// Kills the server and all its processes with SIGKILL, like a machine failure.
+    /// Kills the server and all its processes with SIGKILL, so that nothing is cleaned up.
     pub async fn kill9(&self) -> Result<()> {
         if let Some(postmaster) = self.pid() {
             // Suspend the postmaster first, so that it can neither start a process nor notice that one has ended.

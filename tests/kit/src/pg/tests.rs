@@ -12,7 +12,7 @@ async fn start_server(options: PgOptions) -> Result<PgServer> {
 }
 
 async fn count(server: &PgServer, database: &str) -> Result<i64> {
-    Ok(server.connect(database).await?.query_one("SELECT count(*) FROM kept", &[]).await?.get(0))
+    Ok(server.connect(database).await?.query_one("SELECT count(*) FROM items", &[]).await?.get(0))
 }
 
 #[tokio::test]
@@ -44,7 +44,7 @@ async fn committed_rows_survive_stop_and_kill() -> Result<()> {
     let server = start_server(PgOptions::default()).await?;
     server.create_database("svc").await?;
     let client = server.connect("svc").await?;
-    client.batch_execute("CREATE TABLE kept (id int); INSERT INTO kept VALUES (1)").await?;
+    client.batch_execute("CREATE TABLE items (id int); INSERT INTO items VALUES (1)").await?;
     let port = server.port();
 
     server.stop().await?;
@@ -55,7 +55,7 @@ async fn committed_rows_survive_stop_and_kill() -> Result<()> {
 
     for round in 2..5 {
         let client = server.connect("svc").await?;
-        client.batch_execute(&format!("INSERT INTO kept VALUES ({round})")).await?;
+        client.batch_execute(&format!("INSERT INTO items VALUES ({round})")).await?;
         server.kill9().await?;
         server.restart().await?;
         assert_eq!(count(&server, "svc").await?, round);
@@ -92,14 +92,14 @@ async fn open_reuses_data_with_port_and_password() -> Result<()> {
     let data_dir = dir.path().join("var/lib/postgresql");
     let first = start_server(PgOptions { data_dir: Some(data_dir.clone()), ..PgOptions::default() }).await?;
     first.create_database("svc").await?;
-    first.connect("svc").await?.batch_execute("CREATE TABLE kept (id int)").await?;
+    first.connect("svc").await?.batch_execute("CREATE TABLE items (id int)").await?;
     let (binaries, port, password) = (first.binaries().clone(), first.port(), first.password().to_owned());
     drop(first);
 
     let again = PgServer::open(&binaries, &data_dir, port, &password).await?;
     assert_eq!(count(&again, "svc").await?, 0);
     drop(again);
-    assert!(data_dir.join("PG_VERSION").exists(), "the given data directory was deleted");
+    assert!(data_dir.join("PG_VERSION").exists(), "the persistent data directory was deleted");
     assert!(PgServer::open(&binaries, dir.path(), port, &password).await.is_err(), "not a cluster");
     Ok(())
 }
@@ -125,12 +125,12 @@ async fn start_reports_invalid_setting() -> Result<()> {
 
 #[tokio::test]
 async fn test_databases_are_separate() -> Result<()> {
-    let (one, two) = tokio::try_join!(test_database(), test_database())?;
-    one.connect().await?.batch_execute("CREATE TABLE mine (id int)").await?;
-    assert!(two.connect().await?.query("SELECT * FROM mine", &[]).await.is_err(), "databases are shared");
+    let (first, second) = tokio::try_join!(test_database(), test_database())?;
+    first.connect().await?.batch_execute("CREATE TABLE mine (id int)").await?;
+    assert!(second.connect().await?.query("SELECT * FROM mine", &[]).await.is_err(), "databases are shared");
     let server_of =
         |database: &TestDatabase| database.url().rsplit_once('/').map(|(server, _)| server.to_owned());
-    assert_eq!(server_of(&one), server_of(&two), "the server is not shared");
+    assert_eq!(server_of(&first), server_of(&second), "the server is not shared");
     Ok(())
 }
 
@@ -142,14 +142,14 @@ async fn template_is_prepared_once_and_copied() -> Result<()> {
             PREPARED.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
             let (client, connection) = tokio_postgres::connect(&url, tokio_postgres::NoTls).await?;
             let connection = tokio::spawn(connection);
-            client.batch_execute("CREATE TABLE kept (id int)").await?;
+            client.batch_execute("CREATE TABLE items (id int)").await?;
             drop(client);
             Ok(connection.await??)
         })
     };
-    let (one, two) = tokio::try_join!(make(), make())?;
-    one.connect().await?.batch_execute("INSERT INTO kept VALUES (1)").await?;
-    assert_eq!(two.connect().await?.query("SELECT * FROM kept", &[]).await?.len(), 0);
+    let (first, second) = tokio::try_join!(make(), make())?;
+    first.connect().await?.batch_execute("INSERT INTO items VALUES (1)").await?;
+    assert_eq!(second.connect().await?.query("SELECT * FROM items", &[]).await?.len(), 0);
     assert_eq!(PREPARED.load(std::sync::atomic::Ordering::SeqCst), 1);
     Ok(())
 }
@@ -181,24 +181,24 @@ async fn run_server_prepares_once_and_drops_stale_databases() -> Result<()> {
     let prepare = async |url: String| -> Result<()> {
         let (client, connection) = tokio_postgres::connect(&url, tokio_postgres::NoTls).await?;
         let connection = tokio::spawn(connection);
-        client.batch_execute("CREATE TABLE kept (id int)").await?;
+        client.batch_execute("CREATE TABLE items (id int)").await?;
         drop(client);
         Ok(connection.await??)
     };
-    let first =
+    let failed =
         run_server::prepare_template(&server, "key", async |url| anyhow::bail!("no schema for {url}")).await;
-    assert!(first.is_err(), "a failed preparation must not publish a template");
-    let (one, two) = tokio::try_join!(
+    assert!(failed.is_err(), "a failed preparation must not publish a template");
+    let (template, second_template) = tokio::try_join!(
         run_server::prepare_template(&server, "key", prepare),
         run_server::prepare_template(&server, "key", prepare)
     )?;
-    assert_eq!(one, two);
+    assert_eq!(template, second_template);
     let mut ended = std::process::Command::new("true").spawn()?;
     let names = [format!("test_{}_0", ended.id()), format!("test_{}_0", std::process::id())];
     ended.wait()?;
     for name in &names {
-        server.create_database_from_template(&one, name).await?;
-        server.connect(name).await?.batch_execute("INSERT INTO kept VALUES (1)").await?;
+        server.create_database_from_template(&template, name).await?;
+        server.connect(name).await?.batch_execute("INSERT INTO items VALUES (1)").await?;
     }
     run_server::drop_databases_of_ended_tests(&server).await?;
     let remaining = server.list_databases().await?;

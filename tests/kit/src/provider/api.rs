@@ -1,4 +1,4 @@
-//! The server and action routes of API v1.
+//! The server, action and pricing routes of API v1.
 
 use std::sync::Arc;
 

@@ -33,8 +33,8 @@ impl ErrorResponse {
         Self::new(StatusCode::BAD_REQUEST, "json_error", error.to_string())
     }
 
-    pub(super) fn not_found(what: &str, id: i64) -> Self {
-        Self::new(StatusCode::NOT_FOUND, "not_found", format!("{what} with ID '{id}' not found"))
+    pub(super) fn not_found(kind: &str, id: i64) -> Self {
+        Self::new(StatusCode::NOT_FOUND, "not_found", format!("{kind} with ID '{id}' not found"))
     }
 
     pub(super) fn locked() -> Self {

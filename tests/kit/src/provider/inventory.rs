@@ -1,6 +1,6 @@
-//! The provider's inventory: servers, actions, and the creation log. Implements the API's rules, without I/O.
+//! The provider's inventory: servers, actions, and the creation log. The guests are not accessed here.
 //!
-//! Invariants: names are unique, a server has at most one running action, and a disk never shrinks.
+//! Invariants: names are unique, and a server with a running action accepts no other action.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
@@ -185,7 +185,7 @@ struct RequestedEntries {
 
 pub(super) struct Inventory {
     pub(super) servers: BTreeMap<i64, ServerRecord>,
-    /// Running servers that are hidden from reads, both in listings and by id.
+    /// Names of the servers that are hidden from reads, both in listings and by id.
     pub(super) hidden: BTreeSet<String>,
     actions: BTreeMap<i64, ActionRecord>,
     creations: Vec<Creation>,
@@ -280,9 +280,9 @@ impl Inventory {
     /// Changes a server's labels. Guests are registered by name, so a different name is rejected.
     pub(super) fn update(&mut self, id: i64, request: UpdateRequest) -> Result<&ServerRecord, ErrorResponse> {
         let name = &self.server(id)?.name;
-        if let Some(other) = request.name.as_ref().filter(|new| *new != name) {
-            check_name(other)?;
-            return Err(if self.has_name(other) {
+        if let Some(new_name) = request.name.as_ref().filter(|new_name| *new_name != name) {
+            check_name(new_name)?;
+            return Err(if self.has_name(new_name) {
                 ErrorResponse::name_taken()
             } else {
                 ErrorResponse::invalid("name", "this simulator does not rename servers")

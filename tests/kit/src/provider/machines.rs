@@ -1,6 +1,6 @@
 //! Simulated servers as virtual machines: one per record, with the inventory's power state.
 //!
-//! A machine outlives its server's record: its disk is kept until the simulator ends.
+//! A machine outlives its server's record until the simulator ends. The simulator does not delete its disk.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

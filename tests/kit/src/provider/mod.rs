@@ -20,7 +20,7 @@
 //!
 //! With [`SimulatorKind::Machine`], a server is a virtual machine that boots a real Debian with its user-data.
 //!
-//! Everything is also available over HTTP, under [`Simulator::control_url`].
+//! Faults and most other operations are also available over HTTP, under [`Simulator::control_url`].
 
 mod address;
 mod api;

@@ -21,7 +21,7 @@ use super::view::{HostView, ServerView};
 use super::{api, control, listener};
 use crate::vm::Machine;
 
-/// The kind of guest on which a simulator's servers run.
+/// The kind of guest behind the records of a simulator's servers.
 #[derive(Debug, Clone)]
 pub enum SimulatorKind {
     /// None: a server is only a record.
@@ -32,7 +32,6 @@ pub enum SimulatorKind {
     Machine(MachineSettings),
 }
 
-/// Simulator options.
 #[derive(Debug, Clone)]
 pub struct SimulatorOptions {
     pub kind: SimulatorKind,
@@ -136,7 +135,6 @@ impl Simulator {
         self.cloud.inventory().creations().to_vec()
     }
 
-    /// Adds a scripted fault.
     pub fn add_fault(&self, rule: FaultRule) {
         self.cloud.script().add(rule);
     }

@@ -112,7 +112,7 @@ async fn wrong_token_is_rejected_without_effect() -> Result<()> {
 }
 
 #[tokio::test]
-async fn create_server_names_invalid_field() -> Result<()> {
+async fn create_server_error_names_invalid_field() -> Result<()> {
     let (simulator, api) = start().await?;
     for (field, value) in [
         ("name", json!("not a host name")),

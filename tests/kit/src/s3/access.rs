@@ -69,10 +69,10 @@ fn authorize(policy: &Policy, access_request: &AccessRequest<'_>) -> S3Result<()
 /// The session token of a signed request or a presigned URL.
 pub(super) fn session_token(headers: &HeaderMap, uri: &Uri) -> Option<String> {
     let header = headers.get("x-amz-security-token").and_then(|value| value.to_str().ok()).map(str::to_owned);
-    header.or_else(|| query(uri, "X-Amz-Security-Token"))
+    header.or_else(|| query_parameter(uri, "X-Amz-Security-Token"))
 }
 
-fn query(uri: &Uri, expected_name: &str) -> Option<String> {
+fn query_parameter(uri: &Uri, expected_name: &str) -> Option<String> {
     let pairs = url::form_urlencoded::parse(uri.query().unwrap_or_default().as_bytes());
     pairs.into_iter().find(|(name, _)| name == expected_name).map(|(_, value)| value.into_owned())
 }
@@ -86,7 +86,7 @@ fn required_access(cx: &S3AccessContext<'_>) -> S3Result<Vec<AccessRequest<'stat
     let single = |action: &'static str| Ok(vec![AccessRequest::new(action, object.clone())]);
     let listing = |action: &'static str| {
         Ok(vec![AccessRequest {
-            prefix: query(cx.uri(), "prefix"),
+            prefix: query_parameter(cx.uri(), "prefix"),
             ..AccessRequest::new(action, object.clone())
         }])
     };
@@ -135,8 +135,8 @@ mod percent {
     //! Percent-decoding of a path: unlike in a form, `+` does not mean a space.
 
     pub(super) fn decode(text: &str) -> String {
-        let plus_kept = text.replace('+', "%2B");
-        let pairs = format!("k={plus_kept}");
+        let escaped = text.replace('+', "%2B");
+        let pairs = format!("k={escaped}");
         url::form_urlencoded::parse(pairs.as_bytes())
             .next()
             .map(|(_, value)| value.into_owned())

@@ -37,7 +37,6 @@ impl Drop for Blob {
     }
 }
 
-/// A received upload.
 pub(super) struct ReceivedUpload {
     pub(super) blob: Arc<Blob>,
     pub(super) sha256: [u8; 32],

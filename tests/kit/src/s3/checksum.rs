@@ -1,6 +1,6 @@
 //! Verifies the checksums that an upload's sender provides in headers or after the body.
 //!
-//! (s3s verifies the SHA-256 in the signature.)
+//! s3s verifies the SHA-256 in the signature.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;

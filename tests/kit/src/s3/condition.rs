@@ -31,7 +31,7 @@ impl WriteCondition {
     }
 }
 
-/// The conditional headers for a read, in RFC 9110's order of precedence.
+/// The conditional headers for a read, which are checked in RFC 9110's order of precedence.
 pub(super) struct ReadCondition {
     pub(super) if_match: Option<IfMatch>,
     pub(super) if_none_match: Option<IfNoneMatch>,

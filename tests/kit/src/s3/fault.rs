@@ -39,7 +39,7 @@ pub enum Fault {
     TruncateBody(u64),
     /// One byte in the middle of the response body is changed.
     CorruptBody,
-    /// A read returns the content before the last write to the key.
+    /// A read returns the content before the last write to the key. Has no effect with a third-party server.
     StaleRead,
     /// The request is not executed; the connection is cut.
     Refuse,
@@ -138,14 +138,14 @@ pub(super) struct Faults(Mutex<Vec<ActiveRule>>);
 #[derive(Debug)]
 struct ActiveRule {
     rule: Rule,
-    seen: usize,
+    match_count: usize,
     hits: Arc<AtomicUsize>,
 }
 
 impl Faults {
     pub(super) fn add(&self, rule: Rule) -> HitCounter {
         let hits = HitCounter(Arc::default());
-        let active = ActiveRule { rule, seen: 0, hits: Arc::clone(&hits.0) };
+        let active = ActiveRule { rule, match_count: 0, hits: Arc::clone(&hits.0) };
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(active);
         hits
     }
@@ -154,7 +154,7 @@ impl Faults {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
-    /// Returns the faults for this request, the sum of all matching delays and the first other fault, and counts them.
+    /// Returns and counts the faults for this request: the sum of all matching delays, and the first other fault.
     pub(super) fn take_faults(&self, method: &str, uri: &Uri) -> (Duration, Option<Fault>) {
         let (mut delay, mut fault) = (Duration::ZERO, None);
         for active in self.0.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {
@@ -162,8 +162,8 @@ impl Faults {
             if !active.rule.matches(method, uri) || (fault.is_some() && !is_delay) {
                 continue;
             }
-            active.seen += 1;
-            let nth = active.seen - active.rule.after.min(active.seen);
+            active.match_count += 1;
+            let nth = active.match_count.saturating_sub(active.rule.after);
             if nth == 0 || nth > active.rule.times {
                 continue;
             }

@@ -33,7 +33,7 @@ pub struct RequestRecord {
     /// `/bucket/key` as in the URL.
     pub path: String,
     pub query: String,
-    /// The response status; `None` if a fault cut the connection.
+    /// The response status; `None` if the connection was cut.
     pub status: Option<u16>,
 }
 

@@ -92,9 +92,6 @@ impl S3Server {
     }
 
     /// Like [`Self::start`], but a third-party server executes the requests, without checking signatures.
-    ///
-    /// # Errors
-    /// Like [`Self::start`].
     pub fn start_in_front_of(server: ThirdParty, dir: &Path) -> Result<Self> {
         Self::start_with(dir, Some(Arc::new(Upstream::new(server)?)))
     }
@@ -207,6 +204,9 @@ impl S3Server {
     }
 
     /// Objects whose keys start with `prefix`, sorted; empty if the bucket does not exist.
+    ///
+    /// # Panics
+    /// Panics if a third-party server cannot list the objects, for example because the bucket does not exist.
     pub fn objects(&self, bucket: &str, prefix: &str) -> Vec<ObjectInfo> {
         if let Some(upstream) = &self.upstream {
             return upstream.objects(bucket, prefix).expect("cannot list the third-party store");
@@ -231,7 +231,8 @@ impl S3Server {
         object.body.read().ok()
     }
 
-    /// Writes an object unconditionally, and creates the bucket if necessary.
+    /// Writes an object unconditionally, and creates the bucket if necessary. With a third-party server, the bucket
+    /// must exist.
     pub fn write(&self, bucket: &str, key: &str, content: impl Into<Bytes>) {
         let content = content.into();
         if let Some(upstream) = &self.upstream {
@@ -299,7 +300,7 @@ impl S3Server {
         Ok(self.listener.reopen()?)
     }
 
-    /// Waits until every client has closed its connections and every request has been executed. Otherwise, requests
+    /// Waits until every client has closed its connections and every request has been executed. Until then, requests
     /// that a killed client has sent may still change the objects.
     pub async fn drain(&self) -> Result<()> {
         self.listener.drain(DRAIN_TIMEOUT).await.context("cannot drain the store's connections")

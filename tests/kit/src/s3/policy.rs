@@ -138,10 +138,10 @@ fn parse_bool(value: &Value) -> Result<bool, String> {
     }
 }
 
-fn parse_object(value: Value, what: &str) -> Result<Map<String, Value>, String> {
+fn parse_object(value: Value, name: &str) -> Result<Map<String, Value>, String> {
     match value {
         Value::Object(map) => Ok(map),
-        other => Err(format!("{what} must be an object, not {other}")),
+        other => Err(format!("{name} must be an object, not {other}")),
     }
 }
 
@@ -149,14 +149,14 @@ fn reject_unknown_fields(map: &Map<String, Value>) -> Result<(), String> {
     map.keys().next().map_or(Ok(()), |key| Err(format!("unsupported field {key}")))
 }
 
-fn parse_strings(value: Option<Value>, what: &str) -> Result<Vec<String>, String> {
+fn parse_strings(value: Option<Value>, name: &str) -> Result<Vec<String>, String> {
     let all = match value {
         Some(Value::Array(all)) => all,
         Some(one) => vec![one],
-        None => return Err(format!("{what} is missing")),
+        None => return Err(format!("{name} is missing")),
     };
     let text = |value: Value| {
-        value.as_str().map(str::to_owned).ok_or_else(|| format!("{what} must contain strings, not {value}"))
+        value.as_str().map(str::to_owned).ok_or_else(|| format!("{name} must contain strings, not {value}"))
     };
     all.into_iter().map(text).collect()
 }
@@ -224,23 +224,23 @@ mod tests {
         assert!(!policy.allows(&access_request("s3:GetObject", "b/u/s2/x", None)));
         assert!(!policy.allows(&access_request("s3:DeleteObject", "b/u/s/x", None)));
         assert!(policy.allows(&access_request("s3:ListBucket", "b", Some("u/s/"))));
-        for other in [None, Some(""), Some("u/"), Some("u/s"), Some("u/s2/")] {
-            assert!(!policy.allows(&access_request("s3:ListBucket", "b", other)), "{other:?}");
+        for prefix in [None, Some(""), Some("u/"), Some("u/s"), Some("u/s2/")] {
+            assert!(!policy.allows(&access_request("s3:ListBucket", "b", prefix)), "{prefix:?}");
         }
     }
 
     #[test]
     fn parse_rejects_unsupported_elements() {
-        let with = |statement: &str| {
+        let parse = |statement: &str| {
             Policy::parse(&format!(r#"{{"Version": "2012-10-17", "Statement": [{statement}]}}"#))
         };
-        for bad in [
+        for statement in [
             r#"{"Effect": "Allow", "Action": "s3:GetObject"}"#,
             r#"{"Effect": "Perhaps", "Action": "s3:*", "Resource": "*"}"#,
             r#"{"Effect": "Allow", "NotAction": "s3:*", "Resource": "*"}"#,
             r#"{"Effect": "Allow", "Action": "s3:*", "Resource": "*", "Condition": {"IpAddress": {"aws:SourceIp": "::1"}}}"#,
         ] {
-            assert!(with(bad).is_err(), "{bad}");
+            assert!(parse(statement).is_err(), "{statement}");
         }
         assert!(Policy::parse("{}").is_err());
     }

@@ -1,4 +1,5 @@
-//! The principals: the bucket's owner, and the sessions issued by STS, each with a token, a policy and an expiry.
+//! The principals: the store's owner, and the sessions issued by STS, each with a token, an expiry, and possibly a
+//! policy.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};

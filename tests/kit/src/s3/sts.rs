@@ -18,7 +18,6 @@ const MAX_POLICY_CHARS: usize = 2048;
 
 pub(super) struct Sts(pub(super) Arc<Sessions>);
 
-/// An error response.
 struct StsError {
     status: StatusCode,
     code: &'static str,

@@ -1,5 +1,5 @@
-//! A third-party S3 server behind the kit's HTTP layer. Requests are forwarded unchanged, so that faults and the
-//! request log work with it too.
+//! A third-party S3 server behind the kit's HTTP layer. Requests are forwarded unchanged. The layer's request log and
+//! faults work with it too, except stale reads, which only the kit's own store supports.
 
 use std::future::Future;
 use std::net::SocketAddr;

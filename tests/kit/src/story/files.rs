@@ -65,8 +65,8 @@ pub fn check_restored(stack: &Stack, machine: &MachineRecord) -> Result<((), Str
     for (path, text, mode) in SAVED_FILES {
         let restored = fs::read_to_string(home.join(path)).with_context(|| format!("{path} is missing"))?;
         ensure!(restored == text, "{path} is {restored:?}");
-        let found = fs::metadata(home.join(path))?.mode() & 0o7777;
-        ensure!(found == mode, "{path} has mode {found:o}");
+        let actual_mode = fs::metadata(home.join(path))?.mode() & 0o7777;
+        ensure!(actual_mode == mode, "{path} has mode {actual_mode:o}");
     }
     ensure!(
         fs::read_link(home.join("home/projects/current"))?.to_str() == Some("plan.md"),
@@ -83,7 +83,7 @@ pub fn check_restored(stack: &Stack, machine: &MachineRecord) -> Result<((), Str
 
 /// Restores the deleted file on the new machine, as it was on the first one.
 pub async fn restore_deleted_file(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
-    let path = DELETED.strip_prefix("home/").context("the file is in the watched directory")?;
+    let path = DELETED.strip_prefix("home/").context("the file is outside the watched directory")?;
     let versions = stack.svcctl(&["--json", "files", "versions", HANDLE, path]).await?.success()?;
     let page: Value = versions.json()?;
     let (newest, saved) = (&page["versions"][0], &page["versions"][1]);

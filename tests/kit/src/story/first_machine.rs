@@ -145,9 +145,13 @@ pub async fn insert_and_find(stack: &Stack) -> Result<((), String)> {
         "a request without an identity got {}",
         anonymous.status
     );
-    let other =
+    let response =
         stack.web.get("/api/apps", Some(&stack.session_token("user_other")), "application/json").await?;
-    ensure!(other.status == StatusCode::SERVICE_UNAVAILABLE, "a user without a machine got {}", other.status);
+    ensure!(
+        response.status == StatusCode::SERVICE_UNAVAILABLE,
+        "a user without a machine got {}",
+        response.status
+    );
     Ok(((), format!("{} rows inserted and found through the app host", found.len())))
 }
 

@@ -1,5 +1,5 @@
 //! The main scenario against real services: a stack is started; a machine is provisioned, used, backed up, lost and
-//! recovered; its predecessor is fenced off; and the successor is deleted.
+//! recovered; the lost machine is fenced off; and its successor is deleted.
 //!
 //! It uses the interfaces that users have — the CLI, HTTP, signals — and checks only what users could check: records,
 //! disks and objects. [`InjectedDefect`] injects one defect from outside; the scenario must then fail at the
@@ -155,7 +155,7 @@ async fn run_steps(
         injected_defect::fail_snapshot_puts(stack);
     }
     let backup = report.step("backup", first_machine::backup(stack, &first)).await?;
-    // The recovery steps at which a broken scenario must fail do not depend on these.
+    // Skipped with a defect, because the later steps, at which the scenario must fail, do not depend on these.
     let first = if defect.is_some() {
         first
     } else {

@@ -30,7 +30,7 @@ impl Platform {
     pub async fn start(program: &Program, log: &Path) -> Result<Self> {
         let out = File::create(log)?;
         let mut command = program.command("svc-platform");
-        // Ctrl-C on a terminal must reach only this process, which stops the platform gracefully.
+        // Ctrl-C on a terminal must reach only this process, which then stops the platform.
         command.process_group(0).stdout(out.try_clone()?).stderr(out);
         let mut process = command.spawn().context("cannot start svc-platform")?;
         let pid = process.id().context("svc-platform has already exited")?;
@@ -38,10 +38,10 @@ impl Platform {
         let deadline = Instant::now() + START_TIMEOUT;
         loop {
             let output = std::fs::read_to_string(log)?;
-            let api = output.lines().any(|line| line.starts_with("listening api "));
+            let has_api = output.lines().any(|line| line.starts_with("listening api "));
             let router =
                 output.lines().find_map(|line| line.strip_prefix("listening router ")?.split_once("://"));
-            if let (true, Some((scheme, router))) = (api, router) {
+            if let (true, Some((scheme, router))) = (has_api, router) {
                 let scheme = scheme.to_owned();
                 let router =
                     router.trim().parse().with_context(|| format!("invalid router address {router}"))?;

@@ -179,7 +179,7 @@ pub async fn check_old_machine_superseded(
 }
 
 pub async fn delete(stack: &Stack, second: &MachineRecord) -> Result<((), String)> {
-    let snapshots = stack.slot.snapshots(&stack.store).len();
+    let before = stack.slot.snapshots(&stack.store).len();
     let run =
         stack.svcctl(&["--json", "delete", &second.id, "--now", "--yes", "--wait=120"]).await?.success()?;
     let record: serde_json::Value = run.json()?;
@@ -190,12 +190,9 @@ pub async fn delete(stack: &Stack, second: &MachineRecord) -> Result<((), String
         Ok(())
     })
     .await?;
-    let kept = stack.slot.snapshots(&stack.store).len();
-    ensure!(
-        kept > snapshots,
-        "{kept} snapshots, {snapshots} before the deletion: the final backup is missing"
-    );
-    Ok(((), format!("final backup taken, soft-deleted, server deleted, {kept} snapshots kept")))
+    let after = stack.slot.snapshots(&stack.store).len();
+    ensure!(after > before, "{after} snapshots, {before} before the deletion: the final backup is missing");
+    Ok(((), format!("final backup taken, soft-deleted, server deleted, {after} snapshots kept")))
 }
 
 pub async fn check_owner_gets_503(stack: &Stack) -> Result<((), String)> {

@@ -1,4 +1,4 @@
-//! A scenario report: each step with its duration, printed as it happens and written as `report.json`.
+//! A scenario report: each step with its duration, printed when the step ends, and written to `report.json`.
 
 use std::fs;
 use std::future::Future;

@@ -322,7 +322,7 @@ fn write_file(dir: &Path, name: &str, text: &str) -> Result<String> {
 }
 
 /// Repeats `check` until it succeeds or the timeout expires.
-pub async fn eventually<T, F>(what: &str, timeout: Duration, mut check: impl FnMut() -> F) -> Result<T>
+pub async fn eventually<T, F>(description: &str, timeout: Duration, mut check: impl FnMut() -> F) -> Result<T>
 where
     F: Future<Output = Result<T>>,
 {
@@ -331,7 +331,7 @@ where
         match check().await {
             Ok(value) => return Ok(value),
             Err(error) if tokio::time::Instant::now() >= deadline => {
-                bail!("{what}: timeout after {} s: {error:#}", timeout.as_secs());
+                bail!("{description}: timeout after {} s: {error:#}", timeout.as_secs());
             }
             Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
         }

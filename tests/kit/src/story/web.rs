@@ -42,7 +42,6 @@ impl WebClient {
         self.client.request(method, format!("{}{path}", self.base))
     }
 
-    /// Sends a GET request.
     pub async fn get(&self, path: &str, bearer: Option<&str>, accept: &str) -> Result<WebResponse> {
         let mut request = self.client.get(format!("{}{path}", self.base)).header("accept", accept);
         if let Some(bearer) = bearer {

@@ -23,8 +23,8 @@ pub struct Image {
 }
 
 impl Image {
-    /// Returns the image. Builds it first if its recipe has changed, which takes more than a minute and 1 GB under
-    /// `target/tools`.
+    /// Returns the image. Builds it first if it is missing or its recipe has changed, which takes more than a minute
+    /// and 1 GB under `target/tools`.
     ///
     /// # Errors
     /// Fails if a tool is unavailable, or the build fails.

@@ -15,8 +15,9 @@ use nix::sys::signal::Signal;
 use super::super::machine::{RunResult, Running};
 use crate::sim::rng::Rng;
 
-/// Number of kills in a short run.
+/// Minimum number of kills in a short run.
 const SHORT_KILLS: u64 = 8;
+/// Minimum number of kills in a long run.
 const LONG_KILLS: u64 = 200;
 /// Maximum consecutive kills before a complete run; fewer than the number after which an update is abandoned.
 const MAX_CONSECUTIVE_KILLS: usize = 3;
@@ -45,10 +46,10 @@ struct Killer {
 }
 
 impl Killer {
-    fn new(what: &str, seed: u64) -> Self {
+    fn new(name: &str, seed: u64) -> Self {
         let env_seed = std::env::var("SVC_FAULT_SEED").ok().and_then(|seed| seed.parse().ok());
         let seed = env_seed.unwrap_or(seed);
-        println!("{what}: SVC_FAULT_SEED={seed}");
+        println!("{name}: SVC_FAULT_SEED={seed}");
         Self { rng: Rng::new(seed), run_duration: Duration::ZERO, kills: 0 }
     }
 

@@ -23,11 +23,11 @@ use super::{Killer, LONG_KILLS, SHORT_KILLS};
 #[derive(Default)]
 struct Registrations {
     /// By machine id.
-    accepted: BTreeMap<String, Entry>,
+    accepted: BTreeMap<String, Registration>,
     refused: u64,
 }
 
-struct Entry {
+struct Registration {
     body: String,
     responses: u64,
 }
@@ -39,7 +39,8 @@ async fn respond(State(registrations): State<SharedRegistrations>, body: String)
     let machine = serde_json::from_str::<Value>(&body).ok();
     let machine =
         machine.and_then(|body| Some(body.get("machineId")?.as_str()?.to_owned())).unwrap_or_default();
-    let entry = state.accepted.entry(machine).or_insert_with(|| Entry { body: body.clone(), responses: 0 });
+    let entry =
+        state.accepted.entry(machine).or_insert_with(|| Registration { body: body.clone(), responses: 0 });
     if entry.body != body {
         state.refused += 1;
         let problem = json!({"code": "registration_rejected", "detail": "The token was used."});
@@ -92,7 +93,8 @@ impl Campaign {
         registrations.accepted.get(id).map_or(0, |entry| entry.responses)
     }
 
-    /// Checks that the files are complete, and that none claims a registration that did not happen.
+    /// Checks that the record is complete and claims no registration that did not happen, and that the machine sent no
+    /// second, different body.
     fn check_state(&self, id: &str) -> Result<()> {
         let path = self.machine.path("var/lib/svc/register.json");
         let Some(text) = svc::fsx::read_if_exists(&path)? else { return Ok(()) };
@@ -156,7 +158,7 @@ async fn registrations_survive_random_kills() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: 200 kills"]
-async fn long_registrations_survive_200_kills() -> Result<()> {
+async fn registrations_survive_200_kills() -> Result<()> {
     run_campaign(LONG_KILLS, Killer::new_seed()).await
 }
 
@@ -175,7 +177,7 @@ async fn false_registration_state_is_detected() -> Result<()> {
     write(&json!({"machineId": id, "sent": "{}", "registeredAt": "now"}).to_string())?;
     assert!(campaign.check_state(&id).is_err(), "nothing was accepted");
     let with_accepted_body = || Registrations {
-        accepted: BTreeMap::from([(id.clone(), Entry { body: "{}".to_owned(), responses: 1 })]),
+        accepted: BTreeMap::from([(id.clone(), Registration { body: "{}".to_owned(), responses: 1 })]),
         refused: 0,
     };
     *campaign.registrations.lock().unwrap() = with_accepted_body();

@@ -73,8 +73,8 @@ struct Campaign {
 }
 
 impl Campaign {
-    /// Checks the state after a kill: without the marker, the name `svc` refers to the old database or to the complete
-    /// new database.
+    /// Checks the state after a kill: the database `svc` is the complete new one or, without the marker, the old one or
+    /// closed for the swap.
     async fn check_state(&self) -> Result<()> {
         let has_marker = self.machine.has_marker();
         let database_content = database_content(&self.machine, "svc", &self.snapshot_hash).await?;
@@ -94,17 +94,17 @@ impl Campaign {
         ensure!(self.machine.has_marker(), "the gate is closed: {}", result.stderr);
         let content = database_content(&self.machine, "svc", &self.snapshot_hash).await?;
         ensure!(content == DatabaseContent::Snapshot, "{content:?}\n{}", result.stderr);
-        let mut old = 0;
+        let mut old_count = 0;
         for name in self.machine.databases().await? {
             ensure!(!name.starts_with("svc_restore_"), "{name} remains");
             if name.starts_with("svc_before_") {
-                old += u32::from(
+                old_count += u32::from(
                     database_content(&self.machine, &name, &self.snapshot_hash).await?
                         == DatabaseContent::Old,
                 );
             }
         }
-        ensure!(old == 1, "{old} databases have the old content");
+        ensure!(old_count == 1, "{old_count} databases have the old content");
         assert_no_temporary_file(&self.machine.path("var/lib/svc/restore"))?;
         assert_no_temporary_file(&self.machine.path("opt/svc"))?;
         self.restored += 1;
@@ -154,7 +154,7 @@ async fn restores_survive_random_kills() -> Result<()> {
 
 #[tokio::test]
 #[ignore = "long: 200 kills"]
-async fn long_restores_survive_200_kills() -> Result<()> {
+async fn restores_survive_200_kills() -> Result<()> {
     run_campaign(LONG_KILLS, Killer::new_seed()).await
 }
 

@@ -110,7 +110,7 @@ async fn updates_survive_random_kills() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: 200 kills"]
-async fn long_updates_survive_200_kills() -> Result<()> {
+async fn updates_survive_200_kills() -> Result<()> {
     run_campaign(LONG_KILLS, Killer::new_seed()).await
 }
 

@@ -274,7 +274,7 @@ async fn upload_that_could_not_be_aborted_is_aborted_by_the_next_run() -> Result
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn long_store_outage_fails_only_the_runs_during_it() -> Result<()> {
+async fn store_outage_fails_only_the_runs_during_it() -> Result<()> {
     let fixture = fault_fixture().await?;
     fixture.machine.run(&["svc-db-backup"])?.expect(0);
     let mut checker = SnapshotChecker::new(&fixture.store);

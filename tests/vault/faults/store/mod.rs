@@ -1,5 +1,4 @@
-//! All known failures of an object store, as tables: each row names the failure and the expected exit code and result
-//! of the run.
+//! Failures of an object store, as tables: each row names the failure and the expected exit code and result of the run.
 
 mod backup;
 mod restore;
@@ -18,7 +17,7 @@ struct FaultFixture {
     machine: Machine,
 }
 
-/// A disruption before the run.
+/// A disruption, applied before the run.
 enum Disruption {
     /// Store faults; each must be triggered.
     Rules(Vec<Rule>),
@@ -42,8 +41,8 @@ impl FaultFixture {
     ) -> Result<RunResult> {
         let hits: Vec<_> = match disruption {
             Disruption::Rules(rules) => rules.into_iter().map(|rule| self.store.add_fault(rule)).collect(),
-            Disruption::Action(disruption) => {
-                disruption(self);
+            Disruption::Action(action) => {
+                action(self);
                 Vec::new()
             }
         };

@@ -106,7 +106,7 @@ async fn store_faults_never_open_the_gate_on_a_partial_restore() -> Result<()> {
     Figures { faults_tried: rows, ..Figures::new("store faults during restores") }.record()
 }
 
-/// With stale reads, every visible state is consistent, and the absence of a snapshot needs confirmation.
+/// A missing `latest` does not prove that there is no snapshot, and the pointer log shows that `latest` is stale.
 #[tokio::test(flavor = "multi_thread")]
 async fn stale_pointer_restores_a_complete_snapshot_or_nothing() -> Result<()> {
     let (store, old, new) = gate::old_and_new_machines().await?;
@@ -127,7 +127,7 @@ async fn stale_pointer_restores_a_complete_snapshot_or_nothing() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn long_store_outage_is_retried_by_the_next_boot() -> Result<()> {
+async fn restore_succeeds_after_a_store_outage() -> Result<()> {
     let fixture = fault_fixture().await?;
     fixture.store.take_down();
     for _ in 0..2 {

@@ -26,7 +26,7 @@ pub(super) const WATCH: &str = "svc-watch";
 pub(super) const FILES: &str = "svc-files";
 /// `svc-sync-agent history --listen`; systemd would start an instance for each connection to its socket.
 pub(super) const HISTORY: &str = "svc-files-history";
-/// All services, in start order.
+/// All services except PostgreSQL.
 pub(super) const SERVICES: [&str; 8] = [GATEWAY, SHELL, CODE, AGENT, SYNC_AGENT, WATCH, FILES, HISTORY];
 const WATCH_PROGRAM: &str = "current/bin/svc-watch";
 /// Services that are optional in a release, with the files they require. The boot does not wait for them.
@@ -43,7 +43,7 @@ const OPTIONAL: [(&str, &str); 6] = [
 /// A path unit: the watched paths under `/var/lib/svc`, the unit they start, and its arguments.
 type PathUnit = (&'static [&'static str], &'static str, &'static [&'static str]);
 const PATH_UNITS: [PathUnit; 6] = [
-    (&["requests/backup"], "svc-db-backup", &["run", "--request"]),
+    (&["requests/backup", "requests/accept"], "svc-db-backup", &["run", "--request"]),
     (&["requests/drill"], "svc-db-backup", &["drill", "--request"]),
     (&["requests/side"], "svc-db-backup", &["side", "serve"]),
     (&["requests/files-verify"], "svc-sync-agent", &["verify"]),

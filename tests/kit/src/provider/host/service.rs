@@ -1,7 +1,7 @@
 //! A service run by the init process, like systemd's `Type=notify` with `Restart=on-failure`.
 //!
-//! A service is ready only after it sends `READY=1`. Exit codes 0 and 78 are final; any other exit triggers a limited
-//! number of restarts.
+//! A service is ready only after it sends `READY=1`. Exit codes 0, 77 and 78 are final; any other exit triggers a limited
+//! number of restarts. The product's units do not limit restarts, and some restart after 77.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -21,6 +21,8 @@ const RESTART_DELAY: Duration = Duration::from_millis(100);
 const START_LIMIT: (usize, Duration) = (5, Duration::from_secs(10));
 /// `RestartPreventExitStatus=78`: a restart does not fix an invalid configuration.
 const EX_CONFIG: i32 = 78;
+/// The machine was replaced.
+const EX_NOPERM: i32 = 77;
 
 /// A service's state.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -118,7 +120,7 @@ async fn supervise(
         starts.retain(|start: &Instant| start.elapsed() < window);
         let cause = match run_once(session, unit, stop, state_sender).await? {
             RunEnd::Stopped => return Ok(format!("{} was stopped", unit.name)),
-            RunEnd::Exit(status) if matches!(status.code(), Some(0 | EX_CONFIG)) => {
+            RunEnd::Exit(status) if matches!(status.code(), Some(0 | EX_CONFIG | EX_NOPERM)) => {
                 return Ok(format!("{} ended ({status}) and is not restarted", unit.name));
             }
             RunEnd::Exit(status) => status.to_string(),

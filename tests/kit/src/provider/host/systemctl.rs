@@ -1,8 +1,9 @@
 //! A simulated host's `systemctl`: a script that passes its arguments to this process in a file, and waits for the
 //! response.
 //!
-//! Restarts affect the init's services, and `show` reports their state. Installed units that the init does not run are
-//! reported as not loaded.
+//! `restart` restarts one of the init's services. `show` reports the state of such a service, and every other unit as
+//! inactive. `start` runs a requested backup, and does nothing for a target. `daemon-reload` does nothing. All other
+//! requests fail as if the unit were not loaded.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -18,7 +19,7 @@ use super::service::ServiceState;
 use super::session::PowerSession;
 
 const POLL_INTERVAL: Duration = Duration::from_millis(30);
-/// systemd's exit code for a unit that is not loaded.
+/// `systemctl`'s exit code for a unit that is not loaded.
 const NOT_LOADED: i32 = 5;
 
 const PROGRAM: &str = r#"#!/bin/sh

@@ -51,14 +51,14 @@ impl WriteFile {
         let inside = self.path.strip_prefix("/").context("the path is not absolute")?;
         ensure!(
             inside.components().all(|part| matches!(part, Component::Normal(_))),
-            "the path leaves the root"
+            "the path escapes the root"
         );
         let content = match self.encoding.as_deref() {
             None | Some("" | "text/plain") => self.content.clone().into_bytes(),
             Some("b64" | "base64") => {
                 BASE64_STANDARD.decode(&self.content).context("the content is not base64")?
             }
-            Some(other) => bail!("encoding {other:?} is not supported"),
+            Some(encoding) => bail!("encoding {encoding:?} is not supported"),
         };
         let mode = match self.permissions.as_deref() {
             None => 0o644,

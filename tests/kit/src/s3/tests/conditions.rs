@@ -118,7 +118,8 @@ async fn exactly_one_racing_conditional_completion_wins() -> Result<()> {
     Ok(())
 }
 
-/// Completes a multipart upload with `If-None-Match: *`, which `object_store` does not support.
+/// Uploads one part, and completes the upload with `If-None-Match: *`, which `object_store` does not support. Returns
+/// the status of the completion.
 async fn complete_if_none(fixture: &Fixture, key: &str) -> Result<u16> {
     let path = Key::from(key);
     let id = fixture.client.create_multipart(&path).await?;

@@ -159,6 +159,7 @@ async fn wrong_signature_or_checksum_writes_nothing() -> Result<()> {
     let rejected =
         fixture.client.put(&Key::from("a"), "x".into()).await.expect_err("a wrong secret key is rejected");
     assert!(format!("{rejected:?}").contains("SignatureDoesNotMatch"), "{rejected:?}");
+    assert!(fixture.server.objects("fleet", "").is_empty(), "the object was written");
 
     let fixture = fixture_with(|builder| builder.with_checksum_algorithm(Checksum::SHA256))?;
     fixture.client.put(&Key::from("a"), "x".into()).await?;

@@ -46,7 +46,7 @@ fn form<'a>(policy: &'a str, overrides: &[(&'a str, &'a str)]) -> Vec<(&'a str, 
         ("RoleSessionName", "svc-1"),
         ("Policy", policy),
     ];
-    form.retain(|(name, _)| overrides.iter().all(|(other, _)| other != name));
+    form.retain(|(name, _)| overrides.iter().all(|(overridden, _)| overridden != name));
     form.extend(overrides);
     form
 }
@@ -77,11 +77,11 @@ fn client(fixture: &Fixture, credential: AwsCredential) -> Result<AmazonS3> {
 }
 
 #[track_caller]
-fn assert_denied<T: std::fmt::Debug>(what: &str, result: &object_store::Result<T>) {
+fn assert_denied<T: std::fmt::Debug>(access: &str, result: &object_store::Result<T>) {
     // The client has no specific error for a denied listing.
     let text = format!("{result:?}");
     let is_denied = matches!(result, Err(Error::PermissionDenied { .. })) || text.contains("AccessDenied");
-    assert!(result.is_err() && is_denied, "{what}: {text}");
+    assert!(result.is_err() && is_denied, "{access}: {text}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -102,14 +102,14 @@ async fn session_may_do_only_what_its_policy_allows() -> Result<()> {
     let listed: Vec<_> = client.list(Some(&Key::from("u/s"))).try_collect().await?;
     assert_eq!(listed.len(), 2);
 
-    for other in ["u/other/secret", "u/s2/x", "u/s", "system-bundles/1/x", "x"] {
-        let key = Key::from(other);
-        assert_denied(other, &client.get(&key).await);
-        assert_denied(other, &client.head(&key).await);
-        assert_denied(other, &client.put(&key, "x".into()).await);
-        assert_denied(other, &client.put_multipart(&key).await);
-        assert_denied(other, &client.copy(&own, &key).await);
-        assert_denied(other, &client.copy(&key, &own).await);
+    for path in ["u/other/secret", "u/s2/x", "u/s", "system-bundles/1/x", "x"] {
+        let key = Key::from(path);
+        assert_denied(path, &client.get(&key).await);
+        assert_denied(path, &client.head(&key).await);
+        assert_denied(path, &client.put(&key, "x".into()).await);
+        assert_denied(path, &client.put_multipart(&key).await);
+        assert_denied(path, &client.copy(&own, &key).await);
+        assert_denied(path, &client.copy(&key, &own).await);
     }
     for prefix in [None, Some("u"), Some("u/other"), Some("u/s2"), Some("system-bundles")] {
         let prefix = prefix.map(Key::from);

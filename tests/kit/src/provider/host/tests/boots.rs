@@ -31,9 +31,9 @@ async fn units_start_in_order_with_expected_environment() -> Result<()> {
         let is_service = call.unit == "svc-gateway" || call.unit == "svc-sync-agent";
         assert_eq!(value("NOTIFY_SOCKET").is_some(), is_service, "{}", call.unit);
         // The interpreter sets LC_CTYPE itself.
-        let known = "SVC_ROOT GATEWAY_LISTEN SVC_PG_BIN_DIR SVC_SYSTEMCTL PATH RUST_LOG RUST_BACKTRACE FAILPOINTS STANDIN NOTIFY_SOCKET LC_CTYPE";
+        let expected = "SVC_ROOT GATEWAY_LISTEN SVC_PG_BIN_DIR SVC_SYSTEMCTL PATH RUST_LOG RUST_BACKTRACE FAILPOINTS STANDIN NOTIFY_SOCKET LC_CTYPE";
         let unexpected: Vec<_> =
-            call.env.keys().filter(|key| !known.split(' ').any(|name| name == *key)).collect();
+            call.env.keys().filter(|key| !expected.split(' ').any(|name| name == *key)).collect();
         assert!(unexpected.is_empty(), "{unexpected:?}");
     }
 
@@ -108,8 +108,8 @@ async fn gateway_that_never_becomes_ready_fails_boot() -> Result<()> {
 async fn registration_is_retried_while_platform_is_unreachable() -> Result<()> {
     let testbed = Testbed::start("{\"svc-register\": [75, 75, 0]}").await?;
     testbed.boot("a").await?;
-    let tries = testbed.call_lines("a")?.iter().filter(|call| *call == "svc-register").count();
-    assert_eq!(tries, 3);
+    let attempts = testbed.call_lines("a")?.iter().filter(|call| *call == "svc-register").count();
+    assert_eq!(attempts, 3);
 
     let unreachable = Testbed::start_with("{\"svc-register\": [75]}", |settings| {
         settings.register_timeout = Duration::from_millis(200);

@@ -70,7 +70,7 @@ async fn killed_server_restarts_with_its_data() -> Result<()> {
     let testbed = Testbed::start("{}").await?;
     let id = testbed.boot("a").await?;
     let url = database_url(&testbed, "a")?;
-    query(&url, "CREATE TABLE kept AS SELECT 7 AS n").await?;
+    query(&url, "CREATE TABLE numbers AS SELECT 7 AS n").await?;
     testbed.simulator.kill_server("a").await?;
     assert_eq!(testbed.simulator.server_by_name("a").map(|server| server.status), Some(Power::Off));
     let pids: Vec<i32> =
@@ -90,12 +90,12 @@ async fn killed_server_restarts_with_its_data() -> Result<()> {
     );
     assert!(fs::read_to_string(&env)?.contains("MINE=1"), "user-data was written again");
     assert_eq!(database_url(&testbed, "a")?, url);
-    assert_eq!(query(&url, "SELECT n FROM kept").await?, "7");
+    assert_eq!(query(&url, "SELECT n FROM numbers").await?, "7");
     Ok(())
 }
 
 #[tokio::test]
-async fn shutdown_and_reboot_stop_services_in_order() -> Result<()> {
+async fn reboot_and_shutdown_stop_all_services() -> Result<()> {
     let testbed = Testbed::start("{}").await?;
     let id = testbed.boot("a").await?;
     assert_eq!(testbed.api.run_action(id, "reboot", json!({})).await?, "success");
@@ -116,15 +116,15 @@ async fn shutdown_and_reboot_stop_services_in_order() -> Result<()> {
 async fn lost_server_restarts_from_disk() -> Result<()> {
     let testbed = Testbed::start("{}").await?;
     let id = testbed.boot("a").await?;
-    let other = testbed.boot("b").await?;
-    query(&database_url(&testbed, "a")?, "CREATE TABLE kept AS SELECT 7 AS n").await?;
+    let b_id = testbed.boot("b").await?;
+    query(&database_url(&testbed, "a")?, "CREATE TABLE numbers AS SELECT 7 AS n").await?;
     let address = testbed.simulator.server_by_name("a").map(|server| server.ipv4);
     assert!(testbed.simulator.start_from_disk("a").is_err(), "the provider lists it");
 
     testbed.simulator.vanish_server("a").await?;
     assert_eq!(testbed.api.get(&format!("/servers/{id}")).await?.status, 404);
     let url = testbed.simulator.start_database_only("a").await?;
-    assert_eq!(query(&url, "SELECT n FROM kept").await?, "7");
+    assert_eq!(query(&url, "SELECT n FROM numbers").await?, "7");
     testbed.simulator.stop_unlisted("a").await?;
 
     let calls = testbed.calls("a")?.len();
@@ -138,7 +138,7 @@ async fn lost_server_restarts_from_disk() -> Result<()> {
     assert_eq!(testbed.simulator.servers().len(), 1, "only b is listed");
 
     // A deleted server can be restarted in the same way.
-    assert_eq!(testbed.api.delete(other).await?.status, 200);
+    assert_eq!(testbed.api.delete(b_id).await?.status, 200);
     testbed.simulator.start_from_disk("b")?;
     testbed.simulator.wait_until_booted("b", TIMEOUT).await
 }

@@ -70,7 +70,7 @@ impl Testbed {
         ensure!(self.boot(name).await.is_err(), "the boot succeeded");
         match self.simulator.hosts()?.into_iter().find(|host| host.name == name).map(|host| host.boot) {
             Some(BootState::Failed { stage, message }) => Ok((stage, message)),
-            other => anyhow::bail!("{other:?}"),
+            state => anyhow::bail!("the boot state is {state:?}"),
         }
     }
 
@@ -90,7 +90,7 @@ impl Testbed {
     }
 }
 
-/// Writes the stand-in as an executable that needs no environment.
+/// Writes the stand-in as an executable; its interpreter is not looked up in `PATH`.
 fn write_standin(dir: &Path) -> Result<PathBuf> {
     static PYTHON: OnceLock<String> = OnceLock::new();
     let python = PYTHON.get_or_init(|| {
@@ -105,10 +105,10 @@ fn write_standin(dir: &Path) -> Result<PathBuf> {
     Ok(path)
 }
 
-async fn wait_for(what: &str, mut condition: impl FnMut() -> bool) -> Result<()> {
+async fn wait_for(description: &str, mut condition: impl FnMut() -> bool) -> Result<()> {
     let deadline = Instant::now() + TIMEOUT;
     while !condition() {
-        ensure!(Instant::now() < deadline, "timeout: {what}");
+        ensure!(Instant::now() < deadline, "timeout: {description}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     Ok(())

@@ -11,7 +11,7 @@ args = sys.argv[1:]
 if name == "svc":
     name, args = args[0], args[1:]
 if args == ["install-apps"]:
-    # The same program also runs as another unit.
+    # `svc-gateway install-apps` is the command of the unit svc-apps.
     name = "svc-apps"
 root = os.environ["SVC_ROOT"]
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -24,13 +24,13 @@ if name == "svc-register" and args[:1] == ["stage"]:
 
 try:
     with open(f"{root}/calls.jsonl") as log:
-        before = sum(json.loads(line)["unit"] == name for line in log)
+        earlier_calls = sum(json.loads(line)["unit"] == name for line in log)
 except FileNotFoundError:
-    before = 0
+    earlier_calls = 0
 behaviors = json.loads(os.environ.get("STANDIN", "{}")).get(name, [])
 services = ("svc-gateway", "svc-sync-agent")
 default = "serve" if name in services else 0
-behavior = behaviors[min(before, len(behaviors) - 1)] if behaviors else default
+behavior = behaviors[min(earlier_calls, len(behaviors) - 1)] if behaviors else default
 
 child = None
 if behavior == "serve":
