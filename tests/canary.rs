@@ -90,7 +90,7 @@ fn scan_all(
 
 /// Uses every kind of credential, correctly and incorrectly, and returns all refusals.
 async fn trigger_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<String>> {
-    let mut refused = Vec::new();
+    let mut refusals = Vec::new();
     let client = reqwest::Client::builder().timeout(Duration::from_secs(20)).no_proxy().build()?;
     let owner = stack.owner_token();
     detector.register("session JWT", &owner);
@@ -111,7 +111,7 @@ async fn trigger_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<
     {
         let request =
             stack.web.request(Method::GET, &path).header("cookie", format!("svc_session={session}"));
-        refused.extend(send_for_refusal(request).await?);
+        refusals.extend(send_for_refusal(request).await?);
     }
     let other_app = json!({"action": "find", "app": "other", "table": "notes"});
     let invalid_data = json!({"title": 7, "rank": ROW_VALUE});
@@ -126,11 +126,11 @@ async fn trigger_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<
     }
     for (bearer, body) in [(&token, &other_app), (&owner, &invalid_row), (&token, &invalid_row)] {
         let request = stack.web.request(Method::POST, "/api/bridge/query").bearer_auth(bearer).json(body);
-        refused.extend(send_for_refusal(request).await?);
+        refusals.extend(send_for_refusal(request).await?);
     }
     for bearer in [format!("{owner}x"), format!("{token}x"), session.clone(), stack.secret.clone()] {
         for path in ["/api/apps", "/_svc/app-token", "/"] {
-            refused
+            refusals
                 .extend(send_for_refusal(stack.web.request(Method::GET, path).bearer_auth(&bearer)).await?);
         }
     }
@@ -139,23 +139,23 @@ async fn trigger_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<
     let api = |method: Method, path: &str| client.request(method, format!("{}{path}", stack.api));
     for bearer in [owner.clone(), token.clone(), ADMIN.to_owned(), format!("{}x", stack.secret)] {
         for path in ["/vps", "/vps/fleet", "/metrics", "/vps/none/heartbeat"] {
-            refused.extend(send_for_refusal(api(Method::GET, path).bearer_auth(&bearer)).await?);
+            refusals.extend(send_for_refusal(api(Method::GET, path).bearer_auth(&bearer)).await?);
         }
         let body = json!({"idpUserId": "user_story", "registrationToken": owner, "secret": stack.secret});
         let request = api(Method::POST, "/vps/provision").bearer_auth(&stack.secret).json(&body);
         // The refusal quotes the name of an unknown field, but not its value.
-        refused.extend(send_for_refusal(request).await?);
-        refused.extend(
+        refusals.extend(send_for_refusal(request).await?);
+        refusals.extend(
             send_for_refusal(api(Method::POST, "/vps/register").bearer_auth(&bearer).json(&json!({})))
                 .await?,
         );
     }
     stack.store.take_down();
     let readiness = api(Method::GET, "/readyz").bearer_auth(&stack.secret);
-    refused.extend(send_for_refusal(readiness).await?);
+    refusals.extend(send_for_refusal(readiness).await?);
     stack.store.bring_up()?;
-    ensure!(refused.len() >= 20, "too few refusals: {}", refused.len());
-    Ok(refused)
+    ensure!(refusals.len() >= 20, "too few refusals: {}", refusals.len());
+    Ok(refusals)
 }
 
 /// Sends a request; returns the response's head and body if it is a refusal.

@@ -252,8 +252,8 @@ async fn handle_resolves_to_its_active_machine() {
     let page = |machines: Vec<Value>| Reply::Json(200, json!({"machines": machines, "nextCursor": null}));
     let mut replaced = record("running", None);
     replaced["replacedBy"] = OPERATION.into();
-    let found = [page(vec![replaced, record("running", None)]), Reply::Json(200, record("running", None))];
-    let platform = FakePlatform::start(found).await;
+    let replies = [page(vec![replaced, record("running", None)]), Reply::Json(200, record("running", None))];
+    let platform = FakePlatform::start(replies).await;
     let output = platform.svcctl(&["status", "ada"]).await;
     assert!(output.status.success(), "{}", stderr(&output));
     let lines: Vec<_> = platform.requests().into_iter().map(|request| request.line).collect();
@@ -389,7 +389,7 @@ async fn wait_for_a_failed_operation_fails() {
 }
 
 #[tokio::test]
-async fn irreversible_command_requires_yes_or_a_terminal() {
+async fn command_that_prompts_requires_yes_without_a_terminal() {
     let platform = FakePlatform::start([Reply::Json(200, record("running", None))]).await;
     let output = platform.svcctl(&["delete", MACHINE]).await;
     assert_eq!(output.status.code(), Some(64));

@@ -23,15 +23,15 @@ impl Exposition {
 
     /// # Errors
     ///
-    /// Returns an error that names the malformed line.
+    /// Returns an error that names the malformed line, or the inconsistent histogram.
     pub fn parse(text: &str) -> Result<Self> {
-        let mut found = Self::default();
+        let mut exposition = Self::default();
         ensure!(text.ends_with('\n'), "the last line has no newline");
         for line in text.lines().filter(|line| !line.is_empty()) {
-            found.parse_line(line).with_context(|| line.to_owned())?;
+            exposition.parse_line(line).with_context(|| line.to_owned())?;
         }
-        found.check_histograms()?;
-        Ok(found)
+        exposition.check_histograms()?;
+        Ok(exposition)
     }
 
     fn parse_line(&mut self, line: &str) -> Result<()> {
@@ -51,8 +51,8 @@ impl Exposition {
         ensure!(!line.starts_with('#'), "an unknown comment");
         let (series, value) = line.rsplit_once(' ').context("no value")?;
         let name = series.split('{').next().unwrap_or_default();
-        let valid = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ':';
-        ensure!(!name.is_empty() && name.chars().all(valid), "an invalid metric name");
+        let is_valid = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ':';
+        ensure!(!name.is_empty() && name.chars().all(is_valid), "an invalid metric name");
         let family = self.find_family(name).context("a sample without a preceding TYPE line")?;
         if self.kinds[&family] == "counter" {
             ensure!(name.ends_with("_total"), "a counter's name must end with _total");
@@ -66,11 +66,11 @@ impl Exposition {
     fn find_family(&self, name: &str) -> Option<String> {
         let parts = ["", "_bucket", "_sum", "_count"];
         let families = parts.iter().filter_map(|part| name.strip_suffix(part));
-        let mut known = families.filter(|family| {
+        let mut declared = families.filter(|family| {
             let kind = self.kinds.get(*family).map(String::as_str);
             kind.is_some_and(|kind| (kind == "histogram") == (name != *family))
         });
-        known.next().map(str::to_owned)
+        declared.next().map(str::to_owned)
     }
 
     /// Checks that buckets are cumulative, and that the last one equals the count.

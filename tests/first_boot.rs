@@ -156,8 +156,8 @@ impl Machine {
 }
 
 fn which(program: &str, path: &str) -> PathBuf {
-    let found = path.split(':').map(|dir| Path::new(dir).join(program)).find(|file| file.exists());
-    found.unwrap_or_else(|| panic!("this test needs {program}"))
+    let mut files = path.split(':').map(|dir| Path::new(dir).join(program));
+    files.find(|file| file.exists()).unwrap_or_else(|| panic!("this test needs {program}"))
 }
 
 /// Serves the bundle, accepts every report, and records the requests.
@@ -212,12 +212,12 @@ fn respond(
             .ok();
         return;
     }
-    let (rest, whole) = (&archive[from..], archive.len());
+    let (rest, total) = (&archive[from..], archive.len());
     let status = if from > 0 { "206 Partial Content" } else { "200 OK" };
     let head = format!(
-        "HTTP/1.1 {status}\r\ncontent-length: {}\r\ncontent-range: bytes {from}-{}/{whole}\r\nconnection: close\r\n\r\n",
+        "HTTP/1.1 {status}\r\ncontent-length: {}\r\ncontent-range: bytes {from}-{}/{total}\r\nconnection: close\r\n\r\n",
         rest.len(),
-        whole - 1
+        total - 1
     );
     stream.write_all(head.as_bytes()).ok();
     let is_cut = bundle_response == BundleResponse::CutOnce && served.fetch_add(1, Ordering::SeqCst) == 0;
@@ -307,8 +307,8 @@ async fn token_is_sent_to_public_address() {
     assert_eq!(fetched, ["GET /system-bundles/v1/svc-host-bundle.tar.gz svcu_"]);
 }
 
-/// A partial file from a different release, or one damaged in transit, is discarded, and the bundle is downloaded again
-/// once.
+/// A partial file from a different release, or one damaged in transit, is discarded, and the bundle is downloaded
+/// again.
 #[tokio::test]
 async fn partial_download_with_different_content_is_discarded() {
     for beginning in [10, bundle().archive.len() + 10] {
@@ -395,7 +395,7 @@ async fn failed_unit_is_reported_with_its_log_and_stops_the_boot() {
 }
 
 #[tokio::test]
-async fn unreported_failure_is_retried() {
+async fn failure_that_cannot_be_reported_exits_with_75() {
     let machine = Machine::new(BundleResponse::Whole).await;
     machine.add_program("nft", "exit 1");
     machine.add_program("curl", "exit 7");
@@ -416,9 +416,9 @@ async fn power_cut_at_any_step_is_recovered_by_next_boot() {
     ] {
         let machine = Machine::new(BundleResponse::Whole).await;
         let (program, _) = cut.split_once(' ').unwrap_or((cut, ""));
-        let whole = fs::read_to_string(machine.dir.path().join("fakes").join(program)).unwrap();
+        let script = fs::read_to_string(machine.dir.path().join("fakes").join(program)).unwrap();
         let kill = format!("case \"{program} $*\" in \"{cut}\"*) kill -9 $PPID; exit ;; esac\n");
-        let body = whole.splitn(3, '\n').nth(2).unwrap();
+        let body = script.splitn(3, '\n').nth(2).unwrap();
         machine.add_program(program, &format!("{kill}{body}"));
         let status = machine.run(&[]).await;
         assert!(!machine.is_complete() && !status.success(), "{cut}: the power was not cut");

@@ -88,10 +88,10 @@ async fn daily_check_rotates_expires_and_measures_once() -> Result<()> {
     let apps = line["apps"].as_array().cloned().unwrap_or_default();
     let slugs: Vec<_> = apps.iter().filter_map(|app| app["slug"].as_str()).collect();
     assert_eq!(slugs, ["notes", "to-do"], "{line}");
-    let of_app = |name: &str| apps[0][name].as_u64().unwrap_or_else(|| panic!("{name} in {line}"));
-    assert!((300_000..400_000).contains(&of_app("filesBytes")), "{line}");
+    let app_bytes = |name: &str| apps[0][name].as_u64().unwrap_or_else(|| panic!("{name} in {line}"));
+    assert!((300_000..400_000).contains(&app_bytes("filesBytes")), "{line}");
     // Includes the table and its index.
-    assert!((700_000..1_500_000).contains(&of_app("databaseBytes")), "{line}");
+    assert!((700_000..1_500_000).contains(&app_bytes("databaseBytes")), "{line}");
     assert_eq!(apps[1]["databaseBytes"], 0, "{line}");
     let before = read_files(&machine.path(LOGS))?;
     machine.run(&["svc-heartbeat"])?.expect(0);

@@ -1,4 +1,4 @@
-//! The only integration-test binary: one module for each part that is tested through its public interface.
+//! The integration tests, in one binary: a module for each part that is tested through its public interface.
 
 #![allow(
     clippy::unwrap_used,

@@ -98,28 +98,28 @@ fn find_outdated(
     parts: &[Part],
     mut rewrite: impl FnMut(&ProjectFile, &str) -> bool,
 ) -> Vec<String> {
-    let (mut found, mut placed) = (Vec::new(), Vec::new());
+    let (mut problems, mut placed) = (Vec::new(), Vec::new());
     for page in pages.iter().filter(|page| page.path.starts_with("docs/") && page.path.ends_with(".md")) {
         match fill_page(page, parts) {
             Ok((text, names)) => {
                 placed.extend(names);
                 if text != page.text && !rewrite(page, &text) {
-                    found.push(format!("{} is out of date: run `cargo xtask docs`", page.path));
+                    problems.push(format!("{} is out of date: run `cargo xtask docs`", page.path));
                 }
             }
-            Err(message) => found.push(message),
+            Err(message) => problems.push(message),
         }
     }
     for part in parts {
         let count = placed.iter().filter(|name| **name == part.name).count();
         if count != 1 {
-            found.push(format!(
+            problems.push(format!(
                 "`{BEGIN_PREFIX}{}{BEGIN_SUFFIX}` must be on exactly one page, not on {count}",
                 part.name
             ));
         }
     }
-    found
+    problems
 }
 
 /// Compares the pages with the parts, or writes them.
@@ -156,13 +156,13 @@ fn stores_table_is_current() {
 #[test]
 fn outdated_page_is_detected() {
     let part = || Part::new("a", "new\n".to_owned());
-    let found = |text: &str, parts: &[Part]| {
+    let problems = |text: &str, parts: &[Part]| {
         find_outdated(&[ProjectFile::sample("docs/p.md", text)], parts, |_, _| false).concat()
     };
     let current = "# P\n<!-- generated: a -->\n\nnew\n\n<!-- end -->\nafter\n";
-    assert_eq!(found(current, &[part()]), "");
-    assert!(found(&current.replace("new", "old"), &[part()]).contains("docs/p.md is out of date"));
-    assert!(found(current, &[]).contains("docs/p.md:2: nothing generates a"));
-    assert!(found(&current.replace(END_MARKER, ""), &[part()]).contains("docs/p.md:2: no <!-- end -->"));
-    assert!(found("# P\n", &[part()]).contains("must be on exactly one page, not on 0"));
+    assert_eq!(problems(current, &[part()]), "");
+    assert!(problems(&current.replace("new", "old"), &[part()]).contains("docs/p.md is out of date"));
+    assert!(problems(current, &[]).contains("docs/p.md:2: nothing generates a"));
+    assert!(problems(&current.replace(END_MARKER, ""), &[part()]).contains("docs/p.md:2: no <!-- end -->"));
+    assert!(problems("# P\n", &[part()]).contains("must be on exactly one page, not on 0"));
 }

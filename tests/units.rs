@@ -92,7 +92,7 @@ fn units() -> Vec<Unit> {
         .unwrap()
         .map(|entry| Unit::read(entry.unwrap().path()))
         .collect();
-    units.sort_by(|one, other| one.name.cmp(&other.name));
+    units.sort_by(|a, b| a.name.cmp(&b.name));
     units
 }
 
@@ -332,8 +332,8 @@ fn agents_share_a_resource_limit() {
     let percent =
         |name: &str, key: &str| -> u32 { unit(name).values(key)[0].trim_end_matches('%').parse().unwrap() };
     for key in ["MemoryHigh", "MemoryMax"] {
-        let (one, all) = (percent("svc-agent@.service", key), percent("svcagents.slice", key));
-        assert!(one < all && all < 100, "{key}: {one} {all}");
+        let (agent, slice) = (percent("svc-agent@.service", key), percent("svcagents.slice", key));
+        assert!(agent < slice && slice < 100, "{key}: {agent} {slice}");
     }
 }
 
@@ -345,6 +345,9 @@ fn services_have_limits_and_no_secret_in_environment() {
             assert!(count == 1 || (key == "OOMScoreAdjust" && unit.is_oneshot()), "{}: {key}", unit.name);
         }
         assert!(unit.values("EnvironmentFile").is_empty(), "{}", unit.name);
+        for value in unit.values("Environment") {
+            assert!(value.starts_with("SVC_POSTGRES_IMAGE="), "{}: {value}", unit.name);
+        }
         if !unit.is_oneshot() {
             assert!(!unit.values("TimeoutStopSec").is_empty(), "{}", unit.name);
         }
@@ -436,16 +439,16 @@ fn metadata_address_is_reachable_only_by_root() {
         ip link set lo up; ip addr add 169.254.169.254/32 dev lo; ip addr add 10.0.0.1/32 dev lo
         nft -f "$RULES"; nft -f "$RULES"
         python3 -m http.server --bind 169.254.169.254 80 >/dev/null 2>&1 & metadata=$!
-        python3 -m http.server --bind 127.0.0.1 80 >/dev/null 2>&1 & other=$!
-        trap 'kill $metadata $other' EXIT
+        python3 -m http.server --bind 127.0.0.1 80 >/dev/null 2>&1 & loopback=$!
+        trap 'kill $metadata $loopback' EXIT
         fetch() { for _ in $(seq 600); do curl --silent --output /dev/null --max-time 30 "$1" && return; sleep 0.1; done; return 1; }
         fetch http://169.254.169.254/ && fetch http://127.0.0.1/ && echo up
         as() { setpriv --reuid 1940 --clear-groups curl --silent --output /dev/null --max-time 30 --interface 10.0.0.1 "$1" && echo 0 || echo $?; }
-        echo "metadata $(as http://169.254.169.254/) other $(as http://127.0.0.1/)"
+        echo "metadata $(as http://169.254.169.254/) loopback $(as http://127.0.0.1/)"
     "#;
     let mut command = Command::new("unshare");
     command.args(["--net", "sh", "-c", script]);
     command.env("RULES", concat!(env!("CARGO_MANIFEST_DIR"), "/cloud-init/nftables.conf"));
     let output = command.output().unwrap();
-    assert_eq!(output_text(&output), "up\nmetadata 7 other 0\n", "curl exits with 7 if it cannot connect");
+    assert_eq!(output_text(&output), "up\nmetadata 7 loopback 0\n", "curl exits with 7 if it cannot connect");
 }

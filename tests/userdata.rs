@@ -212,7 +212,7 @@ fn max_egress() -> String {
     networks.collect::<Vec<_>>().join(",")
 }
 
-/// Parses the document as cloud-init does, without its first line.
+/// Parses the document, which is JSON after its first line; cloud-init reads it as YAML.
 pub fn parse_user_data(text: &str) -> Value {
     serde_json::from_str(text.strip_prefix("#cloud-config\n").unwrap()).unwrap()
 }
@@ -241,6 +241,10 @@ async fn secrets_are_only_in_files_with_mode_0600() {
         assert_eq!((&file["permissions"], &file["owner"]), (&json!("0600"), &json!("root:root")), "{name}");
         for run in ["runcmd", "bootcmd"] {
             assert!(!document[run].to_string().contains(secret), "{name} in {run}");
+        }
+        for file in document["write_files"].as_array().unwrap() {
+            let has_secret = file["content"].as_str().unwrap().contains(secret);
+            assert!(!has_secret || file["permissions"] == "0600", "{name} in {}", file["path"]);
         }
     }
     assert_eq!(find_file(&document, "/opt/svc/env/update.env")["permissions"], "0600");

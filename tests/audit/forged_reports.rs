@@ -1,4 +1,5 @@
-//! False reports by agents' programs and their tools: each is detected and recorded as a gap.
+//! Forged, late and missing reports by agents' programs and their tools: they are recorded as gaps, and no change is
+//! attributed to the wrong agent.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -57,7 +58,7 @@ fn tool_impersonating_the_hook_is_detected() -> Result<()> {
     Ok(())
 }
 
-/// The hook timed out before the response, but its report arrived.
+/// The hook timed out before the response, but its report arrived, so it was both saved and received.
 #[test]
 fn late_hook_is_counted_once() -> Result<()> {
     let home = AuditedHome::new()?;

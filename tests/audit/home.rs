@@ -246,8 +246,8 @@ impl AuditedHome {
         command
     }
 
-    /// Runs the hook as an agent's program does, and checks its output and exit code. Returns its duration. The hook
-    /// waits for the watcher's response, unless `has_normal_hook_timeout`.
+    /// Runs the hook as an agent's program does, and checks its output and exit code. Returns its duration. Unless
+    /// `has_normal_hook_timeout`, the hook's timeout is extended, so that it gets the watcher's response.
     pub fn run_hook(&self, agent: Agent, text: &[u8]) -> Result<Duration> {
         let (input, printed) = (self.path("hook.json"), self.path("hook.txt"));
         fs::write(&input, text)?;
@@ -344,11 +344,11 @@ impl AuditedHome {
         }
     }
 
-    /// Reads every line of the record.
+    /// Reads every complete line of the record.
     pub fn lines(&self) -> Result<Vec<Value>> {
         let text = fs::read_to_string(self.dir().join("system/logs/audit.jsonl")).unwrap_or_default();
-        let whole = text.rfind('\n').map_or("", |end| &text[..end]);
-        whole.lines().map(|line| serde_json::from_str(line).context("a line is not JSON")).collect()
+        let complete = text.rfind('\n').map_or("", |end| &text[..end]);
+        complete.lines().map(|line| serde_json::from_str(line).context("a line is not JSON")).collect()
     }
 
     /// Waits until a line in the record satisfies the condition.
@@ -405,25 +405,25 @@ fn observe(root: &Path, dir: &Path, states: &mut PathStates) -> Result<()> {
 
 /// Returns the differences between two observations, as the record must show them.
 pub fn differences(before: &PathStates, after: &PathStates) -> BTreeMap<Vec<u8>, &'static str> {
-    let mut found = BTreeMap::new();
+    let mut operations = BTreeMap::new();
     for path in before.keys().filter(|path| !after.contains_key(*path)) {
-        found.insert(path.clone(), "delete");
+        operations.insert(path.clone(), "delete");
     }
     for (path, state) in after.iter().filter(|(path, state)| before.get(*path) != Some(state)) {
-        found.insert(path.clone(), if *state == PathState::Folder { "mkdir" } else { "write" });
+        operations.insert(path.clone(), if *state == PathState::Folder { "mkdir" } else { "write" });
     }
-    found
+    operations
 }
 
 /// Returns the operation recorded for each path, which must appear only once.
 pub fn recorded_operations(entries: &[Value]) -> Result<BTreeMap<Vec<u8>, String>> {
-    let mut found = BTreeMap::new();
+    let mut operations = BTreeMap::new();
     for entry in entries {
         let op = entry["op"].as_str().with_context(|| format!("not an entry: {entry}"))?.to_owned();
         let path = path_of(entry)?;
-        ensure!(found.insert(path, op).is_none(), "path recorded twice: {entry}");
+        ensure!(operations.insert(path, op).is_none(), "path recorded twice: {entry}");
     }
-    Ok(found)
+    Ok(operations)
 }
 
 /// Returns the original bytes of an entry's path.

@@ -23,7 +23,7 @@ fn hook_without_watcher_returns_and_gap_is_recorded_later() -> Result<()> {
     home.watch()?;
     let gap = home.wait_for_line("a gap", |line| line["gap"]["why"] == "unheard")?;
     assert_eq!(gap["gap"]["lost"], 2);
-    // The gap for the missed beginning has already been recorded.
+    // The missed beginning of `t2` is already recorded as a gap, so only `t3` is recorded as unpaired.
     home.kill()?;
     home.run_hook_event(ADA, "PreToolUse", "t2", bash.clone())?;
     home.watch()?;

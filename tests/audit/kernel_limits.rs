@@ -37,12 +37,12 @@ fn scan_finds_changes_after_queue_overflow() -> Result<()> {
     kill(watcher, Signal::SIGCONT)?;
     result?;
     home.end_command(ADA, &call)?;
-    let found = home.entries()?;
-    let other = found.iter().find(|entry| entry["agentName"] != "ada");
-    ensure!(other.is_none(), "a change was attributed to another actor: {other:?}");
+    let entries = home.entries()?;
+    let misattributed = entries.iter().find(|entry| entry["agentName"] != "ada");
+    ensure!(misattributed.is_none(), "a change was attributed to another actor: {misattributed:?}");
     let expected = differences(&before, &home.states()?);
     ensure!(expected.len() as u64 > files, "{} changes, expected more than {files}", expected.len());
-    let found = recorded_operations(&found)?;
+    let found = recorded_operations(&entries)?;
     ensure!(found.len() == expected.len(), "{} changes recorded, {} expected", found.len(), expected.len());
     for (path, op) in &expected {
         ensure!(

@@ -145,11 +145,11 @@ fn run_scripts(seed: u64, count: u64, failpoints: &'static str) -> Result<Figure
 type Operations = std::collections::BTreeMap<Vec<u8>, String>;
 
 fn describe_difference(actual: &Operations, expected: &Operations) -> String {
-    let only = |one: &Operations, other: &Operations| -> Vec<String> {
-        let unmatched = one.iter().filter(|(path, op)| other.get(*path) != Some(op));
+    let only_in = |operations: &Operations, compared: &Operations| -> Vec<String> {
+        let unmatched = operations.iter().filter(|(path, op)| compared.get(*path) != Some(op));
         unmatched.map(|(path, op)| format!("{op} {}", String::from_utf8_lossy(path))).collect()
     };
-    format!("unexpected: {:#?}\nmissing: {:#?}", only(actual, expected), only(expected, actual))
+    format!("unexpected: {:#?}\nmissing: {:#?}", only_in(actual, expected), only_in(expected, actual))
 }
 
 /// Returns the seed of the first script; `AUDIT_SEED` sets it to replay a failure.

@@ -150,7 +150,7 @@ test("concurrent changes of a note keep both versions", async () => {
   assert.equal(await other.ui.getByLabel("Text").inputValue(), "there");
 });
 
-test("a task is added, done, renamed and deleted with the keyboard, and synced to another tab", async () => {
+test("a task is added, renamed, completed and deleted with the keyboard, and synced to another tab", async () => {
   const { page, ui, frame, context, activity } = await openInNewContext("tasks");
   const other = await openApp(await context.newPage(), "tasks");
   const [name, renamed] = [uniqueTitle("Call"), uniqueTitle("Write to")];

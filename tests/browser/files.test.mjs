@@ -133,18 +133,18 @@ test("an earlier version is downloaded, and restored next to the current one", a
 });
 
 test("an earlier version replaces the current one, which is kept", async () => {
-  const present = join(folder, "letter.txt");
-  writeFileSync(present, "not saved yet");
+  const current = join(folder, "letter.txt");
+  writeFileSync(current, "not saved yet");
   const { context, view } = await openFolder();
   await view.getByRole("button", { name: "letter.txt" }).click();
   await versionOf(view, FIRST).getByRole("button", { name: "Restore" }).click();
   await view.getByRole("radio", { name: "Replace the current one" }).check();
   await view.getByRole("button", { name: "Restore", exact: true }).click();
   await view.getByText("The replaced one was kept as ").waitFor({ timeout: SAVE_TIMEOUT_MS });
-  assert.equal(readFileSync(present, "utf8"), FIRST);
-  const kept = readdirSync(folder).filter((name) => name.startsWith("letter.replaced-"));
-  assert.ok(kept.some((name) => readFileSync(join(folder, name), "utf8") === "not saved yet"), kept.join());
-  writeFileSync(present, SECOND);
+  assert.equal(readFileSync(current, "utf8"), FIRST);
+  const replaced = readdirSync(folder).filter((name) => name.startsWith("letter.replaced-"));
+  assert.ok(replaced.some((name) => readFileSync(join(folder, name), "utf8") === "not saved yet"), replaced.join());
+  writeFileSync(current, SECOND);
   await context.close();
 });
 
@@ -186,7 +186,7 @@ test("a folder is downloaded as a zip archive, and browsed at an earlier time", 
   await context.close();
 });
 
-test("the machine's own files are only restored to another path", async () => {
+test("the home itself can be restored only to another path inside it", async () => {
   const { context, view } = await openFiles();
   await view.getByRole("button", { name: "Versions of this folder" }).click();
   await view.getByRole("button", { name: /^Restore the version/ }).first().click();

@@ -244,7 +244,7 @@ test("the browser's data is cleared when the account changes", async () => {
   await page.goto(app);
   const worker = await page.evaluate(() =>
     navigator.serviceWorker.register("/shell.js").then(() => "registered", String));
-  assert.notEqual(worker, "registered");
+  assert.notEqual(worker, "registered", "a page cannot register a service worker");
   await page.evaluate(async () => {
     localStorage.setItem("left", "by the first account");
     await (await caches.open("left")).put("/left", new Response("by the first account"));

@@ -165,6 +165,7 @@ test("a missing icon has a stable placeholder and is requested once", async () =
     });
   }
   assert.equal(iconRequests, 1);
+  await page.locator(".tile", { hasText: "T" }).waitFor();
   await screenshot(page, "shell-icon-missing");
   await context.close();
 });
@@ -181,7 +182,7 @@ test("an unreachable computer is reported, with a retry button", async () => {
   await context.close();
 });
 
-test("signing out ends the session on the platform", async () => {
+test("the sign-out button signs out on the platform", async () => {
   const { page, context } = await openShell();
   const response = page.waitForResponse("**/_svc/sign-out");
   await page.getByRole("button", { name: "Sign out" }).click();

@@ -117,13 +117,13 @@ function withTimeout(ms, work) {
 }
 
 /** Repeats `check` until it succeeds; after the timeout, fails with the last error. */
-export async function eventually(what, check, timeoutMs = TIMEOUT_MS) {
+export async function eventually(description, check, timeoutMs = TIMEOUT_MS) {
   const deadline = Date.now() + timeoutMs;
   for (;;) {
     try {
       return await check();
     } catch (error) {
-      if (Date.now() > deadline) throw new Error(`timeout: ${what}`, { cause: error });
+      if (Date.now() > deadline) throw new Error(`timeout: ${description}`, { cause: error });
     }
     await new Promise((resolve) => setTimeout(resolve, 50));
   }
@@ -215,23 +215,23 @@ export async function assertAccessible(frame) {
 
     // Contrast of text on plain backgrounds, WCAG 2.2 AA.
     const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-    const rgba = (colour) => {
+    const rgba = (color) => {
       canvas.clearRect(0, 0, 1, 1);
-      canvas.fillStyle = colour;
+      canvas.fillStyle = color;
       canvas.fillRect(0, 0, 1, 1);
       return [...canvas.getImageData(0, 0, 1, 1).data];
     };
-    const luminance = (colour) => {
+    const luminance = (color) => {
       const linearize = (channel) => (channel <= 0.04045 ? channel / 12.92 : ((channel + 0.055) / 1.055) ** 2.4);
-      const [r, g, b] = colour.map((channel) => linearize(channel / 255));
+      const [r, g, b] = color.map((channel) => linearize(channel / 255));
       return 0.2126 * r + 0.7152 * g + 0.0722 * b;
     };
     /** Returns `null` if a background is translucent. */
     const background = (element) => {
       for (let ancestor = element; ancestor; ancestor = ancestor.parentElement) {
-        const colour = rgba(getComputedStyle(ancestor).backgroundColor);
-        if (colour[3] === 255) return colour;
-        if (colour[3] > 0) return null;
+        const color = rgba(getComputedStyle(ancestor).backgroundColor);
+        if (color[3] === 255) return color;
+        if (color[3] > 0) return null;
       }
       return rgba(getComputedStyle(document.documentElement).backgroundColor);
     };

@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 
 /// Reads every log below the stack's directory, by path.
 pub fn read_logs(dir: &Path) -> Result<BTreeMap<String, String>> {
-    let mut found = BTreeMap::new();
+    let mut logs = BTreeMap::new();
     let mut pending_dirs = vec![dir.to_owned()];
     while let Some(next) = pending_dirs.pop() {
         for entry in std::fs::read_dir(&next).with_context(|| next.display().to_string())? {
@@ -25,17 +25,17 @@ pub fn read_logs(dir: &Path) -> Result<BTreeMap<String, String>> {
                 pending_dirs.push(path);
             } else if is_log(&path) {
                 let text = std::fs::read(&path).unwrap_or_default();
-                found.insert(path.display().to_string(), String::from_utf8_lossy(&text).into_owned());
+                logs.insert(path.display().to_string(), String::from_utf8_lossy(&text).into_owned());
             }
         }
     }
-    Ok(found)
+    Ok(logs)
 }
 
 fn is_log(path: &Path) -> bool {
     let in_logs = path.components().any(|part| ["log", "logs"].iter().any(|name| part.as_os_str() == *name));
     let has_log_extension =
-        path.extension().is_some_and(|kind| ["log", "jsonl", "err"].iter().any(|known| kind == *known));
+        path.extension().is_some_and(|kind| ["log", "jsonl", "err"].iter().any(|name| kind == *name));
     in_logs || has_log_extension
 }
 
@@ -54,19 +54,19 @@ pub fn dump_tables(pg: &PgBinaries, url: &str) -> Result<String> {
 
 /// Records the argument lists of all descendants of this process.
 pub struct ProcessWatch {
-    seen: Arc<Mutex<BTreeSet<String>>>,
+    command_lines: Arc<Mutex<BTreeSet<String>>>,
     stop: CancellationToken,
 }
 
 impl ProcessWatch {
     pub fn start() -> Self {
-        let (seen, stop) = (Arc::<Mutex<BTreeSet<String>>>::default(), CancellationToken::new());
-        let watch = Self { seen: seen.clone(), stop: stop.clone() };
+        let (command_lines, stop) = (Arc::<Mutex<BTreeSet<String>>>::default(), CancellationToken::new());
+        let watch = Self { command_lines: command_lines.clone(), stop: stop.clone() };
         std::thread::spawn(move || {
             let mut processes = Descendants::default();
             while !stop.is_cancelled() {
-                let found = processes.list_command_lines();
-                seen.lock().unwrap_or_else(PoisonError::into_inner).extend(found);
+                let lines = processes.list_command_lines();
+                command_lines.lock().unwrap_or_else(PoisonError::into_inner).extend(lines);
                 std::thread::sleep(Duration::from_millis(15));
             }
         });
@@ -74,7 +74,7 @@ impl ProcessWatch {
     }
 
     pub fn command_lines(&self) -> BTreeSet<String> {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.command_lines.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
@@ -110,8 +110,8 @@ impl Descendants {
         if pid <= 1 || pid == std::process::id() {
             return pid > 1;
         }
-        if let Some(known) = self.processes.get(&pid) {
-            return *known;
+        if let Some(is_descendant) = self.processes.get(&pid) {
+            return *is_descendant;
         }
         let is_descendant = parent_pid(pid).is_some_and(|parent| self.is_descendant(parent));
         self.processes.insert(pid, is_descendant);

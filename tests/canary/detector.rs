@@ -124,6 +124,8 @@ fn detector_finds_secret_in_every_encoding() {
         format!("x {secret} y"),
         format!("\\x{}", hex::encode(secret)),
         B64.encode(secret),
+        B64URL.encode(secret),
+        "a\\/known+secret==".to_owned(),
         "a%2Fknown%2Bsecret%3D%3D".to_owned(),
     ] {
         let leaks = detector.scan("log", &text);

@@ -22,7 +22,7 @@ pub struct Reply {
 
 /// A request with a credential that this route does not accept.
 pub struct WrongCredential {
-    pub what: &'static str,
+    pub description: &'static str,
     pub request: RequestBuilder,
     pub status: u16,
     pub code: &'static str,
@@ -44,7 +44,8 @@ pub trait ApiUnderTest {
     /// Builds a request with a credential that the route accepts.
     fn authorized_request(&self, operation: &Operation, path: &str) -> RequestBuilder;
     fn wrong_credentials(&self, operation: &Operation) -> Vec<WrongCredential>;
-    /// Returns the value for a field that must be meaningful to this operation.
+    /// Returns the value of a field or parameter for which no sample value would do, null for a field to omit, and
+    /// `None` if a sample value will do.
     fn required_value(&self, operation: &Operation, name: &str) -> Option<Value>;
     /// Whether the query may contain unknown parameters, because a different site redirects the browser to the route.
     fn allows_unknown_query(&self, _: &Operation) -> bool {
@@ -113,15 +114,15 @@ async fn send(api: &impl ApiUnderTest, request: RequestBuilder) -> Reply {
 
 /// Adds the required query parameters to a path.
 pub fn with_required_query(api: &impl ApiUnderTest, operation: &Operation, path: String) -> String {
-    let needed = operation
+    let required = operation
         .parameters
         .iter()
         .filter(|parameter| parameter.location == ParameterLocation::RequiredQuery);
-    let known =
-        needed.filter_map(|parameter| Some((parameter.name, api.required_value(operation, parameter.name)?)));
+    let pairs = required
+        .filter_map(|parameter| Some((parameter.name, api.required_value(operation, parameter.name)?)));
     let text = |value: Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
     let query = form_urlencoded::Serializer::new(String::new())
-        .extend_pairs(known.map(|(name, value)| (name, text(value))))
+        .extend_pairs(pairs.map(|(name, value)| (name, text(value))))
         .finish();
     if query.is_empty() { path } else { format!("{path}?{query}") }
 }
@@ -139,8 +140,8 @@ pub fn valid_call(api: &impl ApiUnderTest, operation: &Operation) -> RequestBuil
 pub fn valid_body(api: &impl ApiUnderTest, operation: &Operation, schema: &Value) -> Value {
     let mut body = valid_value(api.contract(), schema, &|name| api.required_value(operation, name));
     // Keep only the first of mutually exclusive fields.
-    for other in schema["oneOf"].as_array().into_iter().flatten().skip(1) {
-        for name in other["required"].as_array().into_iter().flatten() {
+    for alternative in schema["oneOf"].as_array().into_iter().flatten().skip(1) {
+        for name in alternative["required"].as_array().into_iter().flatten() {
             body.as_object_mut().unwrap().shift_remove(name.as_str().unwrap());
         }
     }
@@ -189,10 +190,10 @@ async fn check_credentials(api: &impl ApiUnderTest, operation: &Operation) {
     if operation.credentials.is_empty() {
         return;
     }
-    for WrongCredential { what, request, status, code } in api.wrong_credentials(operation) {
+    for WrongCredential { description, request, status, code } in api.wrong_credentials(operation) {
         let response = send(api, request.body("{")).await;
         let got = (response.status, response.body["code"].as_str());
-        assert_eq!(got, (status, Some(code)), "{} by {what}: {response:?}", operation.id);
+        assert_eq!(got, (status, Some(code)), "{} with {description}: {response:?}", operation.id);
     }
 }
 

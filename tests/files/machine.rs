@@ -32,13 +32,13 @@ impl FilesPlatform {
     pub async fn start() -> Result<Self> {
         svc::http::tls::install_provider();
         let key: Arc<str> = RepositoryKey::generate()?.password().expose_secret().into();
-        let answer = key.clone();
+        let response_key = key.clone();
         let respond = async move |uri: Uri, headers: HeaderMap| {
             let is_authorized = headers
                 .get("authorization")
                 .is_some_and(|value| value == "Bearer upgrade-token-of-a-machine");
             if is_authorized && uri.path().ends_with("/files-key") {
-                axum::Json(json!({"key": &*answer})).into_response()
+                axum::Json(json!({"key": &*response_key})).into_response()
             } else {
                 (StatusCode::UNAUTHORIZED, axum::Json(json!({"code": "unauthorized"}))).into_response()
             }
@@ -134,22 +134,23 @@ impl Host {
         self.wait_for_status(part, has_failed).await
     }
 
-    async fn wait_for_status(&self, what: &str, condition: impl Fn(&Value) -> bool) -> Result<()> {
+    async fn wait_for_status(&self, description: &str, condition: impl Fn(&Value) -> bool) -> Result<()> {
         let end = Instant::now() + TIMEOUT;
         loop {
             let status = self.read_status().unwrap_or_default();
             if condition(&status) {
                 return Ok(());
             }
-            ensure!(Instant::now() < end, "timed out waiting for: {what}; the status is {status}");
+            ensure!(Instant::now() < end, "timed out waiting for: {description}; the status is {status}");
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
 }
 
-/// Describes each entry below a directory: its kind, mode, number of links, time and content.
+/// Describes each entry below a directory: its kind and mode, the target of a symbolic link, and the number of links,
+/// modification time and content of a file.
 pub fn describe_tree(root: &Path) -> Result<BTreeMap<String, String>> {
-    let mut found = BTreeMap::new();
+    let mut descriptions = BTreeMap::new();
     let mut pending = vec![root.to_owned()];
     while let Some(dir) = pending.pop() {
         for entry in fs::read_dir(&dir)? {
@@ -170,8 +171,8 @@ pub fn describe_tree(root: &Path) -> Result<BTreeMap<String, String>> {
                 )
             };
             let name = path.strip_prefix(root)?.display().to_string();
-            found.insert(name, format!("{:o} {content}", meta.mode()));
+            descriptions.insert(name, format!("{:o} {content}", meta.mode()));
         }
     }
-    Ok(found)
+    Ok(descriptions)
 }

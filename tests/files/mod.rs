@@ -67,7 +67,7 @@ async fn saved_files_are_restored_on_next_machine() -> Result<()> {
     }
 
     let second = Host::new(&store, &platform, 2)?;
-    // A record that the new machine has written during its boot.
+    // The new machine has written this record during its boot.
     second.write("home/system/logs/activity.log", "the new machine's\n")?;
     let bucket = bucket(&store)?;
     files_pointer::set_fence(&bucket, &slot(), Epoch(2), second.machine.id).await?;
@@ -152,7 +152,7 @@ async fn damaged_snapshot_is_not_replaced_by_empty_home() -> Result<()> {
     };
     let id = latest().await?;
     let key = format!("{}/snapshots/{id}", slot().files());
-    let sound = store.read(BUCKET, &key).context("the snapshot is not in the store")?;
+    let intact = store.read(BUCKET, &key).context("the snapshot is not in the store")?;
     store.write(BUCKET, &key, b"damaged".to_vec());
 
     let next = Host::new(&store, &platform, 2)?;
@@ -165,7 +165,7 @@ async fn damaged_snapshot_is_not_replaced_by_empty_home() -> Result<()> {
     drop(service);
     assert_eq!(latest().await?, id);
 
-    store.write(BUCKET, &key, sound);
+    store.write(BUCKET, &key, intact);
     next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
     assert!(next.read_outcome()?["error"].is_string(), "only an operator repeats the restore");
     next.machine.run(&["svc-sync-agent", "restore-home", "--retry"])?.expect(0);

@@ -48,8 +48,8 @@ async fn damage_is_located_and_repaired() -> Result<()> {
     let mut damaged = store.read(BUCKET, &key).context("no pack")?;
     damaged[100] ^= 1;
     store.write(BUCKET, &key, damaged);
-    let found = host.machine.run(&verify)?.expect(65);
-    assert!(found.stderr.contains("/home/svc/home/projects/large from "), "{}", found.stderr);
+    let verified = host.machine.run(&verify)?.expect(65);
+    assert!(verified.stderr.contains("/home/svc/home/projects/large from "), "{}", verified.stderr);
     let status = host.machine.run(&["svc-sync-agent", "status"])?.expect(0);
     assert!(status.stdout.contains("damaged     1 damaged pack, needed by"), "{}", status.stdout);
 
@@ -74,7 +74,7 @@ async fn damage_is_located_and_repaired() -> Result<()> {
     Ok(())
 }
 
-/// The machine caches the index; the cached copies must not hide that the store's copies are damaged.
+/// The machine caches index files and snapshots; the cached copies must not hide that the store's copies are damaged.
 #[tokio::test(flavor = "multi_thread")]
 async fn damaged_index_is_found_despite_the_cache() -> Result<()> {
     let store = store()?;
@@ -88,15 +88,15 @@ async fn damaged_index_is_found_despite_the_cache() -> Result<()> {
         let prefix = format!("{}/{folder}", slot().files()).into();
         let objects: Vec<_> = bucket(&store)?.raw().list(Some(&prefix)).try_collect().await?;
         let key = objects.first().context("no object")?.location.to_string();
-        let sound = store.read(BUCKET, &key).context("no object")?;
-        let mut damaged = sound.clone();
+        let intact = store.read(BUCKET, &key).context("no object")?;
+        let mut damaged = intact.clone();
         damaged[20] ^= 1;
         store.write(BUCKET, &key, damaged);
-        let found = host.machine.run(&verify)?.expect(65);
-        assert!(found.stderr.contains("is damaged"), "{folder}: {}", found.stderr);
+        let verified = host.machine.run(&verify)?.expect(65);
+        assert!(verified.stderr.contains("is damaged"), "{folder}: {}", verified.stderr);
         let status = host.machine.run(&["svc-sync-agent", "status"])?.expect(0);
         assert!(status.stdout.contains("damaged     the repository's"), "{folder}: {}", status.stdout);
-        store.write(BUCKET, &key, sound);
+        store.write(BUCKET, &key, intact);
         host.machine.run(&verify)?.expect(0);
     }
     Ok(())

@@ -167,9 +167,14 @@ impl ApiUnderTest for TestGateway {
     fn wrong_credentials(&self, operation: &Operation) -> Vec<WrongCredential> {
         let (path, method) = (self.path(operation), &operation.method);
         let accepted = operation.credentials[0].name;
-        let unauthorized =
-            |what, request| WrongCredential { what, request, status: 401, code: "unauthorized" };
-        let forbidden = |what, request| WrongCredential { what, request, status: 403, code: "forbidden" };
+        let unauthorized = |description, request| WrongCredential {
+            description,
+            request,
+            status: 401,
+            code: "unauthorized",
+        };
+        let forbidden =
+            |description, request| WrongCredential { description, request, status: 403, code: "forbidden" };
         let bare = || self.host.unsigned_request(method.clone(), &path);
         let signed = |change: fn(&mut Claims)| {
             let mut claims = self.claims(accepted, method, &path);

@@ -78,8 +78,8 @@ pub fn sidecar(epoch: Epoch, at: Timestamp) -> Sidecar {
     }
 }
 
-/// Runs a platform that prepares the machine for `epoch`. It retries until that machine's fence or a later one is
-/// written.
+/// Runs a platform that prepares the machine for `epoch`. It retries, up to [`MAX_ATTEMPTS`] times, until
+/// that machine's fence or a later one is written.
 pub async fn run_platform(
     bucket: Bucket,
     external: Arc<ExternalState>,

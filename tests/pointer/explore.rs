@@ -67,7 +67,7 @@ impl Scenario {
         Self {
             roles,
             broken_rule: None,
-            conditions: Conditions::Honoured,
+            conditions: Conditions::Honored,
             faults: 12,
             crashes: 3,
             success_weight: 16,
@@ -307,7 +307,7 @@ fn replacement(conditions: Conditions) -> Scenario {
 
 #[test]
 fn pointer_invariants_hold_in_random_replacement_orders() {
-    for conditions in [Conditions::Honoured, Conditions::CreateOnly] {
+    for conditions in [Conditions::Honored, Conditions::CreateOnly] {
         assert_invariants_hold_without_faults(&replacement(conditions), 0..1000);
     }
 }
@@ -315,7 +315,7 @@ fn pointer_invariants_hold_in_random_replacement_orders() {
 #[test]
 #[ignore = "a long campaign: cargo xtask test --long"]
 fn pointer_invariants_hold_in_every_replacement_order() {
-    for conditions in [Conditions::Honoured, Conditions::CreateOnly] {
+    for conditions in [Conditions::Honored, Conditions::CreateOnly] {
         assert!(assert_invariants_hold_in_every_order(&replacement(conditions)) > 500);
     }
 }
@@ -333,7 +333,7 @@ fn assert_invariants_hold_without_faults(scenario: &Scenario, seeds: std::ops::R
 fn pointer_invariants_hold_with_one_fault_and_one_crash() {
     let roles =
         vec![Role::Platform { epoch: 1 }, Role::Host { epoch: 1, backups: 1 }, Role::Platform { epoch: 2 }];
-    for conditions in [Conditions::Honoured, Conditions::CreateOnly] {
+    for conditions in [Conditions::Honored, Conditions::CreateOnly] {
         let scenario = Scenario {
             roles: roles.clone(),
             broken_rule: None,

@@ -7,7 +7,7 @@ use svc::store::pointer::Pointer;
 /// A violated pointer rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Violation {
-    /// A write overwrote another write that it had not seen.
+    /// A write overwrote another write that its writer had not read.
     LostUpdate,
     /// The fence was lowered.
     FenceLowered,
@@ -17,7 +17,7 @@ pub enum Violation {
     IncompleteSnapshot,
     /// The pointer named a snapshot, but no longer names one.
     SnapshotDropped,
-    /// A host saw success, but the pointer never named its snapshot.
+    /// A host reported success, but the pointer never named its snapshot.
     FalseSuccess,
     /// A snapshot was published, but a reader found no usable one.
     DamagedRead,

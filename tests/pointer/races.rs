@@ -1,4 +1,4 @@
-//! Real clients racing over HTTP against a third-party server.
+//! Races of real clients over HTTP on third-party servers.
 
 use std::time::Duration;
 
@@ -46,15 +46,15 @@ async fn observe_pointers(
     slot: SlotPrefix,
     stop: tokio_util::sync::CancellationToken,
 ) -> Vec<Pointer> {
-    let mut seen: Vec<Pointer> = Vec::new();
+    let mut pointers: Vec<Pointer> = Vec::new();
     while !stop.is_cancelled() {
         if let Ok(Some(read)) = pointer_io::read(&bucket, &slot).await
-            && seen.last() != Some(&read.value)
+            && pointers.last() != Some(&read.value)
         {
-            seen.push(read.value);
+            pointers.push(read.value);
         }
     }
-    seen
+    pointers
 }
 
 /// Runs the old machine, the platform and the new machine concurrently, and returns the number of successful writes.
@@ -143,9 +143,9 @@ async fn start_seaweedfs() -> Result<Option<Seaweed>> {
 #[tokio::test(flavor = "multi_thread")]
 async fn probe_accepts_seaweedfs() -> Result<()> {
     let Some(seaweed) = start_seaweedfs().await? else { return Ok(()) };
-    let found = parallel_probe::run(&open_bucket(&seaweed.s3().env())?, Duration::from_secs(60)).await?;
-    println!("If-Match on SeaweedFS: {:?}", found.replace);
-    assert_eq!(found.refusal(), None);
+    let probe = parallel_probe::run(&open_bucket(&seaweed.s3().env())?, Duration::from_secs(60)).await?;
+    println!("If-Match on SeaweedFS: {:?}", probe.replace);
+    assert_eq!(probe.refusal(), None);
     Ok(())
 }
 
@@ -159,11 +159,11 @@ async fn run_races(settings: &StoreSettings, count: usize) -> Result<()> {
         let writes =
             race(&bucket, &slot, &mut SeededChoices(n as u64)).await.with_context(|| format!("race {n}"))?;
         stop.cancel();
-        let seen = watcher.await?;
-        for pair in seen.windows(2) {
+        let observed = watcher.await?;
+        for pair in observed.windows(2) {
             assert!(
                 pair[0].seq < pair[1].seq && pair[0].fence_epoch <= pair[1].fence_epoch,
-                "race {n}: {seen:?}"
+                "race {n}: {observed:?}"
             );
         }
         let end = pointer_io::read(&bucket, &slot).await?.context("the slot has no pointer")?.value;

@@ -46,8 +46,8 @@ impl Choices for ExhaustiveChoices {
         if self.position == self.digits.len() {
             self.digits.push((0, count));
         }
-        let (digit, known) = self.digits[self.position];
-        assert_eq!(known, count, "a replayed run made a different choice");
+        let (digit, earlier_count) = self.digits[self.position];
+        assert_eq!(earlier_count, count, "a replayed run made a different choice");
         self.position += 1;
         digit
     }
@@ -56,14 +56,14 @@ impl Choices for ExhaustiveChoices {
 #[test]
 fn exhaustive_schedule_visits_every_run_once() {
     let mut choices = ExhaustiveChoices::default();
-    let mut seen = Vec::new();
+    let mut runs = Vec::new();
     loop {
         let first = choices.pick(2);
         let second = if first == 0 { choices.pick(3) } else { 0 };
-        seen.push((first, second));
+        runs.push((first, second));
         if !choices.next_run() {
             break;
         }
     }
-    assert_eq!(seen, [(0, 0), (0, 1), (0, 2), (1, 0)]);
+    assert_eq!(runs, [(0, 0), (0, 1), (0, 2), (1, 0)]);
 }

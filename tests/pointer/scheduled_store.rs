@@ -59,7 +59,7 @@ impl CallOutcome {
 /// The write conditions that the server enforces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Conditions {
-    Honoured,
+    Honored,
     /// Objects are created only once, but `If-Match` never rejects a write: the weakest store that the protocol
     /// supports.
     CreateOnly,
@@ -108,7 +108,7 @@ impl Server {
     async fn apply(&self, at: &Path, payload: PutPayload, mut options: PutOptions) -> Result<PutResult> {
         let is_enforced = match options.mode {
             PutMode::Create => self.conditions != Conditions::Ignored,
-            PutMode::Update(_) | PutMode::Overwrite => self.conditions == Conditions::Honoured,
+            PutMode::Update(_) | PutMode::Overwrite => self.conditions == Conditions::Honored,
         };
         if !is_enforced {
             options.mode = PutMode::Overwrite;
@@ -220,17 +220,17 @@ impl ObjectStore for ScheduledStore {
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
-        let (me, prefix) = (self.clone(), prefix.cloned());
-        let listed = async move {
-            match me.take_turn(Call::List).await {
+        let (store, prefix) = (self.clone(), prefix.cloned());
+        let listing = async move {
+            match store.take_turn(Call::List).await {
                 CallOutcome::Lost => Err(lost_error()),
                 _ => {
-                    let all: Vec<_> = me.server.inner.list(prefix.as_ref()).collect().await;
-                    Ok(stream::iter(all))
+                    let objects: Vec<_> = store.server.inner.list(prefix.as_ref()).collect().await;
+                    Ok(stream::iter(objects))
                 }
             }
         };
-        listed.try_flatten_stream().boxed()
+        listing.try_flatten_stream().boxed()
     }
 
     async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {

@@ -1,8 +1,8 @@
 """Drives the provider's simulator with the provider's own Python library.
 
-The argument names the part to run: lifecycle, errors or rate_limit. Every JSON object in a response is compared with
-the library's domain class. If the object has a field that the library does not know, or lacks one of the library's
-fields, the simulator has a defect.
+The argument names the part to run: lifecycle, errors or rate_limit. The servers, actions, lists and pagination in each
+successful response are compared with the library's domain classes. If an object has a field that the library does not
+know, or lacks one of the library's fields, the simulator has a defect.
 """
 
 import ipaddress
@@ -96,10 +96,10 @@ def check_server(server):
     assert set(server["protection"]) == {"delete", "rebuild"}, server["protection"]
 
 
-def assert_same_fields(found, kind):
-    known = set(kind.__api_properties__)
-    invented = set(found) - known - UNREAD.get(kind, set())
-    missing = known - set(found) - ABSENT.get(kind, set())
+def assert_same_fields(value, kind):
+    expected = set(kind.__api_properties__)
+    invented = set(value) - expected - UNREAD.get(kind, set())
+    missing = expected - set(value) - ABSENT.get(kind, set())
     assert not invented and not missing, f"{kind.__name__}: invented {invented}, missing {missing}"
 
 
@@ -352,9 +352,9 @@ def rate_limit():
             assert error.code == "rate_limit_exceeded", error
     assert Responses.last.headers["RateLimit-Remaining"] == "0"
     # The library retries a refused call after a delay, as the provider recommends.
-    patient = client(retries=5)
+    retrying = client(retries=5)
     for _ in range(3):
-        patient.servers.get_list()
+        retrying.servers.get_list()
 
 
 {"lifecycle": lifecycle, "errors": errors, "rate_limit": rate_limit}[sys.argv[1]]()

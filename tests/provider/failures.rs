@@ -77,16 +77,19 @@ async fn rate_limited_client_and_its_clones_wait_for_the_reset() {
     simulator.add_fault(FaultRule::once("GET", "/servers", fault));
     let start = Instant::now();
     let clone = provider.clone();
-    let other = async {
+    let clone_wait = async {
         tokio::time::sleep(Duration::from_millis(300)).await;
         clone.server_type(&server_type("cpx22")).await.unwrap();
         start.elapsed()
     };
-    let (found, other) = tokio::join!(provider.find("svc-1"), other);
-    found.unwrap();
+    let (find_result, clone_wait) = tokio::join!(provider.find("svc-1"), clone_wait);
+    find_result.unwrap();
     let max_wait = FAST_LIMITS.max_rate_wait;
     assert!(start.elapsed() >= max_wait && start.elapsed() < max_wait * 4, "{:?}", start.elapsed());
-    assert!(other >= max_wait, "the clone made a call although the budget was exhausted: {other:?}");
+    assert!(
+        clone_wait >= max_wait,
+        "the clone made a call although the budget was exhausted: {clone_wait:?}"
+    );
 }
 
 #[tokio::test]

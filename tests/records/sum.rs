@@ -1,4 +1,5 @@
-//! Sums the cost independently of the product: with its own line parser, in billionths of a dollar as 128-bit integers.
+//! Sums usage independently of the product. Costs are parsed digit by digit, as 128-bit integers in billionths of a
+//! dollar.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -28,9 +29,9 @@ impl UsageSum {
 }
 
 pub fn total(sums: &BTreeMap<UsageKey, UsageSum>) -> UsageSum {
-    let mut all = UsageSum::default();
-    sums.values().for_each(|sum| all.add(sum));
-    all
+    let mut total = UsageSum::default();
+    sums.values().for_each(|sum| total.add(sum));
+    total
 }
 
 /// Sums all interaction files by day, user and model. Also returns the number of each stored dispatch.

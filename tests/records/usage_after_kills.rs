@@ -40,7 +40,7 @@ fn hash(n: u64) -> u64 {
 fn dispatch(n: u64) -> (Date, Interaction) {
     let random = hash(n);
     let day = Date::constant(2026, 11, if random.is_multiple_of(16) { 21 } else { 22 });
-    let one = Interaction {
+    let interaction = Interaction {
         version: Interaction::VERSION,
         id: n.to_string(),
         timestamp: jiff::Timestamp::UNIX_EPOCH,
@@ -61,7 +61,7 @@ fn dispatch(n: u64) -> (Date, Interaction) {
         batch_id: None,
         fingerprint: None,
     };
-    (day, one)
+    (day, interaction)
 }
 
 fn now_nanos() -> u64 {
@@ -84,17 +84,17 @@ fn victim() {
     let acknowledged = File::options().write(true).open(layout.root().join("acknowledged")).unwrap();
     println!("started");
     std::thread::scope(|scope| {
-        let ends = scope.spawn(|| {
+        let recorder = scope.spawn(|| {
             for n in parse_variable(FIRST_VAR)..parse_variable(END_VAR) {
-                let (day, one) = dispatch(n);
-                store.record(day, &one).unwrap();
+                let (day, interaction) = dispatch(n);
+                store.record(day, &interaction).unwrap();
                 acknowledged.write_all_at(&now_nanos().to_le_bytes(), n * 8).unwrap();
                 std::thread::sleep(DISPATCH_INTERVAL);
             }
         });
         // These tasks normally run on a timer; here they run more often.
         for turn in 0_u32.. {
-            if ends.is_finished() {
+            if recorder.is_finished() {
                 break;
             }
             match turn % 4 {
@@ -273,8 +273,8 @@ impl KillTest {
 
 fn wait_for_line(child: &mut OwnedChild, ending: &str) -> Result<()> {
     let lines = BufReader::new(child.stdout().context("the process has no stdout")?).lines();
-    let mut found = lines.map_while(Result::ok).filter(|line| line.ends_with(ending));
-    found.next().map(|_| ()).with_context(|| format!("the process did not print {ending}"))
+    let mut matching = lines.map_while(Result::ok).filter(|line| line.ends_with(ending));
+    matching.next().map(|_| ()).with_context(|| format!("the process did not print {ending}"))
 }
 
 fn group_sums(sums: &BTreeMap<UsageKey, UsageSum>, group_by: GroupBy) -> BTreeMap<String, UsageSum> {
@@ -328,7 +328,7 @@ fn run_with_kills(dispatches: u64, kills: u64, seed: u64) -> Result<KillTest> {
 fn usage_is_exact_after_random_kills() -> Result<()> {
     let test = run_with_kills(3_000, 8, 1)?;
     test.print_figures("kills of the usage writer")?;
-    // A stalled machine does not increase the age of lost lines.
+    // The limit allows for a busy machine; the long test has a stricter one.
     ensure!(test.oldest_lost < Duration::from_secs(2), "{:?}", test.oldest_lost);
     ensure!(test.kills >= 4, "{} kills", test.kills);
     Ok(())

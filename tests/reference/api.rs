@@ -26,7 +26,7 @@ fn plain_text(text: &str) -> String {
 }
 
 struct Document {
-    /// The side that serves this API; the schema headings begin with it.
+    /// The side that serves this API; the headings of the schemas begin with it.
     owner: &'static str,
     document: Value,
 }
@@ -47,8 +47,8 @@ impl Document {
         }
         for (name, schema) in members(&self.document["components"]["schemas"]) {
             let fields = self.render_fields(schema);
-            let shown = if fields.is_empty() { self.describe_type(schema) + "\n" } else { fields };
-            page.push_str(&format!("### {} schema `{name}`\n\n{shown}\n", self.owner));
+            let body = if fields.is_empty() { self.describe_type(schema) + "\n" } else { fields };
+            page.push_str(&format!("### {} schema `{name}`\n\n{body}\n", self.owner));
         }
         page
     }
@@ -65,12 +65,12 @@ impl Document {
     }
 
     fn operation(&self, method: &str, path: &str, operation: &Value, siblings: &Value) -> String {
-        let mut shown = format!("### `{method} {path}`\n\n{}\n\n", plain_text(text(&operation["summary"])));
-        shown.push_str(&format!("- Credential: {}\n", credentials(&operation["security"])));
+        let mut section = format!("### `{method} {path}`\n\n{}\n\n", plain_text(text(&operation["summary"])));
+        section.push_str(&format!("- Credential: {}\n", credentials(&operation["security"])));
         let servers = siblings["servers"].as_array().into_iter().flatten();
         let servers: Vec<_> = servers.map(|server| plain_text(text(&server["description"]))).collect();
         if !servers.is_empty() {
-            shown.push_str(&format!("- Served by: {}\n", servers.join("; ")));
+            section.push_str(&format!("- Served by: {}\n", servers.join("; ")));
         }
         let mut errors = Vec::new();
         for (status, response) in members(&operation["responses"]) {
@@ -80,10 +80,10 @@ impl Document {
                 errors.push(format!("{status} {}", codes.collect::<Vec<_>>().join(" ")));
             } else {
                 let about = plain_text(text(&response["description"]));
-                shown.push_str(&format!("- **{status}**: {about}{}\n", self.render_content(content)));
+                section.push_str(&format!("- **{status}**: {about}{}\n", self.render_content(content)));
             }
         }
-        shown.push_str(&format!("- Errors: {}\n", errors.join(", ")));
+        section.push_str(&format!("- Errors: {}\n", errors.join(", ")));
         let parameters = operation["parameters"].as_array().into_iter().flatten().map(|parameter| {
             let is_required = parameter["required"] == true && parameter["in"] != "path";
             let place = text(&parameter["in"]).to_owned() + if is_required { ", **required**" } else { "" };
@@ -97,13 +97,13 @@ impl Document {
         });
         let parameters: Vec<_> = parameters.collect();
         if !parameters.is_empty() {
-            shown.push_str(&format!("\n{}", table(&["parameter", "in", "form", "meaning"], parameters)));
+            section.push_str(&format!("\n{}", table(&["parameter", "in", "form", "meaning"], parameters)));
         }
         for (titles, fields) in self.inline_schemas(operation) {
-            shown.push_str(&format!("\n{}:\n\n{fields}", titles.join(", ")));
+            section.push_str(&format!("\n{}:\n\n{fields}", titles.join(", ")));
         }
-        shown.push('\n');
-        shown
+        section.push('\n');
+        section
     }
 
     /// Renders the details of a response, except its description.
@@ -123,16 +123,16 @@ impl Document {
         let responses = members(&operation["responses"]).map(|(status, response)| {
             (format!("Response {status}"), &response["content"]["application/json"]["schema"])
         });
-        let mut found: Vec<(Vec<String>, String)> = Vec::new();
+        let mut tables: Vec<(Vec<String>, String)> = Vec::new();
         for (title, schema) in std::iter::once(body).chain(responses) {
             let fields = self.render_fields(schema);
-            match found.iter_mut().find(|(_, known)| *known == fields) {
+            match tables.iter_mut().find(|(_, table)| *table == fields) {
                 _ if fields.is_empty() => {}
                 Some((titles, _)) => titles.push(title),
-                None => found.push((vec![title], fields)),
+                None => tables.push((vec![title], fields)),
             }
         }
-        found
+        tables
     }
 
     /// Renders the table of an object's fields, including those of nested objects.
@@ -216,7 +216,7 @@ impl Document {
     }
 }
 
-/// The limit for every JSON integer, which need not be mentioned.
+/// The limit of every JSON integer; it is not shown.
 const MAX_SAFE_INTEGER: u64 = (1 << 53) - 1;
 
 const LIMITS: [(&str, &str); 6] = [
@@ -251,7 +251,7 @@ fn credentials(security: &Value) -> String {
 fn operation_is_rendered_with_fields_and_codes() {
     let document = serde_json::json!({
         "paths": { "/things/{id}": { "post": {
-            "summary": "Asks.",
+            "summary": "Creates a thing.",
             "security": [{ "operator": ["read", "billing"] }, { "host": [] }],
             "parameters": [{ "name": "id", "in": "path", "required": true, "schema": { "type": "string" } }],
             "requestBody": { "content": { "application/json": { "schema": {
@@ -259,7 +259,7 @@ fn operation_is_rendered_with_fields_and_codes() {
                 "properties": { "a": { "type": "array", "items": { "type": "object", "properties": {
                     "b": { "type": ["string", "null"], "maxLength": 8 } } } } } } } } },
             "responses": {
-                "202": { "description": "Asked.", "content": { "application/json": { "schema": { "$ref": "#/components/schemas/Thing" } } } },
+                "202": { "description": "Accepted.", "content": { "application/json": { "schema": { "$ref": "#/components/schemas/Thing" } } } },
                 "409": { "description": "conflict, gone", "content": { "application/problem+json": {} } }
             },
         } } },
@@ -269,7 +269,7 @@ fn operation_is_rendered_with_fields_and_codes() {
     for line in [
         "### `POST /things/{id}`",
         "- Credential: `operator` with scope `read` or `billing`, or `host`",
-        "- **202**: Asked. ([`Thing`](#demo-schema-thing))",
+        "- **202**: Accepted. ([`Thing`](#demo-schema-thing))",
         "- Errors: 409 `conflict` `gone`",
         "| `id` | path | string |  |",
         "| `a` | array of object, **required** |",

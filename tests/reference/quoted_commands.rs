@@ -13,7 +13,7 @@ fn unknown_commands(files: &[ProjectFile]) -> (usize, Vec<String>) {
         let is_page = file.path.ends_with(".md") && file.path != "CHANGELOG.md";
         is_page || file.path.starts_with("src/") && !file.path.ends_with("quoted_command_tests.rs")
     };
-    let (mut checked, mut found) = (0, Vec::new());
+    let (mut checked, mut errors) = (0, Vec::new());
     for applet in APPLETS {
         let mut command = (applet.command)();
         command.build();
@@ -21,17 +21,17 @@ fn unknown_commands(files: &[ProjectFile]) -> (usize, Vec<String>) {
             let Some(language) = Language::of_file(&file.path) else { continue };
             let quoted = quoted_commands::check(&command, &file.text, language);
             checked += quoted.checked;
-            found.extend(quoted.errors.iter().map(|error| format!("{}: {error}", file.path)));
+            errors.extend(quoted.errors.iter().map(|error| format!("{}: {error}", file.path)));
         }
     }
-    (checked, found)
+    (checked, errors)
 }
 
 #[test]
 fn every_quoted_command_exists() {
-    let (checked, found) = unknown_commands(&files());
-    assert_none(&found);
-    assert!(checked > 250, "only {checked} commands were found");
+    let (checked, errors) = unknown_commands(&files());
+    assert_none(&errors);
+    assert!(checked > 250, "only {checked} commands were checked");
 }
 
 #[test]

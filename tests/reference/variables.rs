@@ -87,11 +87,11 @@ fn default_text(default: DefaultValue) -> String {
 
 /// Formats the names of programs and units as code, and other text unchanged.
 fn programs(names: &[&str]) -> String {
-    let shown = names.iter().map(|name| match name.contains(' ') {
+    let formatted = names.iter().map(|name| match name.contains(' ') {
         true => (*name).to_owned(),
         false => format!("`{name}`"),
     });
-    shown.collect::<Vec<_>>().join(", ")
+    formatted.collect::<Vec<_>>().join(", ")
 }
 
 /// Host settings that root reads only from its own process and `update.env`, or that only other users' services read.
@@ -157,7 +157,7 @@ fn every_reader_of_a_variable_exists() {
 /// Host variables that only units use.
 const USED_ONLY_BY_UNITS: [&str; 1] = ["SVC_POSTGRES_IMAGE"];
 
-/// Finds declared variables that no code uses.
+/// Finds declared variables that no code outside tests uses.
 fn unread_variables(files: &[ProjectFile], declared: &[&str]) -> Vec<String> {
     let is_code = |file: &&ProjectFile| {
         file.path.starts_with("src/") && file.path.ends_with(".rs") && !file.path.ends_with("/vars.rs")

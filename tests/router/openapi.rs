@@ -77,22 +77,28 @@ impl ApiUnderTest for RouterSetup {
 
     fn wrong_credentials(&self, operation: &Operation) -> Vec<WrongCredential> {
         let call = || self.request_without_credentials(operation, operation.method.clone(), operation.path);
-        let refused = |what, request| WrongCredential { what, request, status: 401, code: "unauthorized" };
-        let forbidden = |what, request| WrongCredential { what, request, status: 403, code: "forbidden" };
+        let unauthorized = |description, request| WrongCredential {
+            description,
+            request,
+            status: 401,
+            code: "unauthorized",
+        };
+        let forbidden =
+            |description, request| WrongCredential { description, request, status: 403, code: "forbidden" };
         let minted = |options: MintOptions| self.router.idp.mint("user_1", &options);
         let forged = minted(MintOptions { flaw: Some(Flaw::BadSignature), ..MintOptions::default() });
         let expired = minted(MintOptions { ttl: -120, ..MintOptions::default() });
         let unknown = format!("svc_session={}", "A".repeat(43));
         let elsewhere = self.session.replace("svc_session", "svc_code_session");
         let mut all = vec![
-            refused("no credential", call()),
-            refused("a malformed token", call().bearer_auth("x.y.z")),
-            refused("a forged token", call().bearer_auth(&forged)),
-            refused("an expired token", call().bearer_auth(expired)),
-            refused("a forged cookie", call().header("cookie", format!("__session={forged}"))),
-            refused("an unknown session", call().header("cookie", unknown)),
-            refused("the other host's session", call().header("cookie", elsewhere)),
-            refused(
+            unauthorized("no credential", call()),
+            unauthorized("a malformed token", call().bearer_auth("x.y.z")),
+            unauthorized("a forged token", call().bearer_auth(&forged)),
+            unauthorized("an expired token", call().bearer_auth(expired)),
+            unauthorized("a forged cookie", call().header("cookie", format!("__session={forged}"))),
+            unauthorized("an unknown session", call().header("cookie", unknown)),
+            unauthorized("the other host's session", call().header("cookie", elsewhere)),
+            unauthorized(
                 "an invalid token together with a session",
                 call().header("cookie", &self.session).bearer_auth("x"),
             ),

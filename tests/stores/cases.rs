@@ -67,8 +67,8 @@ pub async fn conditional_puts_have_one_winner(fixture: &StoreFixture) -> Result<
     if let Some(deviation) = results.into_iter().find(|result| result.support != Support::Yes) {
         return Ok(deviation.support);
     }
-    let found = parallel_probe::run(&fixture.bucket, Duration::from_secs(60)).await?;
-    Ok(found.refusal().map_or(Support::Yes, Support::No))
+    let probe = parallel_probe::run(&fixture.bucket, Duration::from_secs(60)).await?;
+    Ok(probe.refusal().map_or(Support::Yes, Support::No))
 }
 
 pub async fn pointer_follows_backups_and_fences(fixture: &StoreFixture) -> Result<Support> {
@@ -126,8 +126,9 @@ pub async fn missing_pointer_with_snapshots_is_reported_as_damaged(
     }
     match snapshot::find_latest(&fixture.bucket, &slot).await {
         Err(SnapshotUnusable::Absent) => anyhow::bail!("a slot with snapshots counts as empty"),
-        Err(_) => Ok(Support::Yes),
-        Ok(found) => anyhow::bail!("{found:?} without a pointer"),
+        Err(SnapshotUnusable::Damaged { .. }) => Ok(Support::Yes),
+        Err(error) => Err(error.into()),
+        Ok(snapshot) => anyhow::bail!("{snapshot:?} without a pointer"),
     }
 }
 
@@ -183,10 +184,10 @@ pub async fn upload_from_killed_process_can_be_aborted(fixture: &StoreFixture) -
 
 /// Returns the result of the product's probe for a capability.
 async fn probe_capability(fixture: &StoreFixture, capability: Capability) -> Result<Support> {
-    let found =
+    let results =
         capabilities::probe_other_capabilities(&StoreConfig::S3(fixture.s3.clone()), &fixture.bucket).await;
-    let probed = found.into_iter().find(|probed| probed.capability == capability);
-    Ok(probed.context("the capability was not probed")?.support)
+    let result = results.into_iter().find(|result| result.capability == capability);
+    Ok(result.context("the capability was not probed")?.support)
 }
 
 pub async fn upload_creates_a_snapshot_only_once(fixture: &StoreFixture) -> Result<Support> {
@@ -214,16 +215,16 @@ pub async fn interrupted_download_resumes_on_the_same_version(fixture: &StoreFix
     while let Some(Ok(chunk)) = chunks.next().await {
         read.extend_from_slice(&chunk);
     }
-    let rest = async |from: u64| {
+    let get_from = async |from: u64| {
         let (range, if_match) = (Some(GetRange::Offset(from)), version.clone());
         fixture.bucket.raw().get_opts(&key, GetOptions { range, if_match, ..GetOptions::default() }).await
     };
     if read.len() < content.len() {
-        read.extend_from_slice(&rest(read.len() as u64).await?.bytes().await?);
+        read.extend_from_slice(&get_from(read.len() as u64).await?.bytes().await?);
     }
     ensure!(read == content, "the {} bytes that were read differ from the stored ones", read.len());
     fixture.bucket.put(&key, &b"another version"[..]).await?;
-    match rest(3).await {
+    match get_from(3).await {
         Err(object_store::Error::Precondition { .. }) => Ok(Support::Yes),
         Err(error) => Err(error.into()),
         Ok(_) => Ok(Support::No("the download resumed with a different version".to_owned())),

@@ -14,22 +14,26 @@ async fn diagnose(kind: StoreKind) -> Result<Report> {
     let store = kind.start(dir.path(), BUCKET).await?;
     let (transport, backend) = (RouterTransport::Tls, HostBackend::Processes);
     let (stack, _) = Stack::start_with_store(svc, dir.path(), transport, backend, store, &[]).await?;
-    let found = run_report(svc, &["doctor", "platform"], stack.platform_env()).await;
+    let report = run_report(svc, &["doctor", "platform"], stack.platform_env()).await;
     let remaining = stack.store.objects(BUCKET, "system-doctor/");
     assert!(remaining.is_empty(), "probe objects remain: {remaining:?}");
     let remaining = stack.store.objects(BUCKET, "svc-doctor");
     assert!(remaining.is_empty(), "session objects remain: {remaining:?}");
     stack.stop().await;
-    Ok(found)
+    Ok(report)
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn doctor_reports_capabilities_that_moto_lacks() -> Result<()> {
-    let found = diagnose(StoreKind::Moto).await?;
-    found.expect("host-credentials", "problem", "reaches other slots: it wrote an object there");
-    found.expect("store", "problem", "Anyone who can reach the endpoint can read and delete every snapshot.");
-    found.expect("store", "warning", "A snapshot that was damaged in transit is stored");
-    assert_eq!(found.levels("store"), ["warning", "problem"], "{}", found.text);
+    let report = diagnose(StoreKind::Moto).await?;
+    report.expect("host-credentials", "problem", "reaches other slots: it wrote an object there");
+    report.expect(
+        "store",
+        "problem",
+        "Anyone who can reach the endpoint can read and delete every snapshot.",
+    );
+    report.expect("store", "warning", "A snapshot that was damaged in transit is stored");
+    assert_eq!(report.levels("store"), ["warning", "problem"], "{}", report.text);
     Ok(())
 }
 
@@ -40,9 +44,13 @@ async fn doctor_reports_capabilities_that_seaweedfs_lacks() -> Result<()> {
         kit::skip::record(format_args!("SeaweedFS cannot be fetched: {error:#}"));
         return Ok(());
     }
-    let found = diagnose(StoreKind::Seaweedfs).await?;
-    found.expect("host-credentials", "warning", "STORE_HOST_CREDENTIALS=static");
-    found.expect("store", "problem", "Anyone who can reach the endpoint can read and delete every snapshot.");
-    found.expect("store-protection", "warning", "no versioning");
+    let report = diagnose(StoreKind::Seaweedfs).await?;
+    report.expect("host-credentials", "warning", "STORE_HOST_CREDENTIALS=static");
+    report.expect(
+        "store",
+        "problem",
+        "Anyone who can reach the endpoint can read and delete every snapshot.",
+    );
+    report.expect("store-protection", "warning", "no versioning");
     Ok(())
 }

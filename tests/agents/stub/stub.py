@@ -10,9 +10,12 @@
    stateless (except for "times").  The response to a request without a marker is
    "ok"; to a request without tools (to generate a title), it is "A title".
    step: {"text": "...", "thinking": "...", "tools": [{"name":..,"input":{..}}],
-          "usage": {...}, "delay": seconds, "stop": "...",
-          "status": 500, "body": {...}, "headers": {...}, "times": 2 (then the next
-          entry "then" is used), "cut": true (drop the connection mid-stream)}
+          "usage": {...}, "delay": seconds, "stop": "...", "model": "..." (Messages),
+          "status": 500, "body": {...}, "headers": {...}, "times": 2 (after that, the
+          step in "then" is used), "cut": true (drop the connection mid-stream),
+          "hang": seconds after each part of a block (Messages),
+          "failed": {...} (the error of a response that fails; Responses)}
+   A tool call of Responses may have "custom": true or "namespace": "...".
 """
 import json, re, sys, threading, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -152,19 +152,19 @@ impl ApiUnderTest for TestPlatform {
         }
         let truncated = &self.token(operation.credentials[0].name)[1..];
         tokens.push(("a truncated token", truncated));
-        let with_token = |(what, token): (&'static str, &str)| {
+        let with_token = |(description, token): (&'static str, &str)| {
             let request = call().bearer_auth(token);
-            WrongCredential { what, request, status: 401, code }
+            WrongCredential { description, request, status: 401, code }
         };
         let mut all: Vec<WrongCredential> = tokens.into_iter().map(with_token).collect();
-        let unauthorized = |what, request| WrongCredential { what, request, status: 401, code };
+        let unauthorized = |description, request| WrongCredential { description, request, status: 401, code };
         all.push(unauthorized("no credential", call()));
         all.push(unauthorized("another scheme", call().header("authorization", "Basic b3A6eA==")));
         let endpoint = ENDPOINTS.iter().find(|endpoint| endpoint.operation.id == operation.id).unwrap();
         if let Some(scopes) = endpoint.access.scopes() {
             let without_scope = self.operators.iter().filter(|(scope, _)| !scopes.contains(scope));
             all.extend(without_scope.map(|(scope, token)| WrongCredential {
-                what: scope.as_str(),
+                description: scope.as_str(),
                 request: call().bearer_auth(token),
                 status: 403,
                 code: "forbidden",
@@ -174,7 +174,7 @@ impl ApiUnderTest for TestPlatform {
             let another =
                 bare(&self.path_of(operation, &self.booting.machine)).bearer_auth(self.token("host"));
             all.push(WrongCredential {
-                what: "another host",
+                description: "another host",
                 request: another,
                 status: 403,
                 code: "forbidden",
