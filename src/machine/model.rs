@@ -48,13 +48,16 @@ pub struct Rules {
 pub type Data = BTreeSet<u32>;
 
 /// A row in `user_machines`, with facts about the real world that the database does not record.
-#[expect(clippy::struct_excessive_bools, reason = "each is one column or one fact, as the database has them")]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each is one database column or one fact about the real world"
+)]
 pub struct MachineRow {
     pub slot: usize,
     pub machine: Machine,
     /// Number of open proxied connections.
     pub connections: u32,
-    /// Whether its host has sent the registration.
+    /// Whether its host has registered.
     pub registered: bool,
     /// Whether its host has sent a healthy heartbeat since it registered.
     pub proven: bool,
@@ -66,7 +69,7 @@ pub struct MachineRow {
     pub quiesced: bool,
     /// Whether it has written the pointer since it registered.
     pub backed_up: bool,
-    /// The epoch that its host uses, from its heartbeats.
+    /// The epoch that its host uses: the provisioned one, or a higher one from a heartbeat response.
     pub host_epoch: Epoch,
     pub power_off_ordered: bool,
     /// Whether an operator abandoned the operation that would have powered its server on.

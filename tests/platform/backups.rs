@@ -106,8 +106,8 @@ async fn verified_snapshots_are_listed_newest_first_in_pages() {
             sidecar.to_string(),
         );
     }
-    // The first dump has no sidecar, so it is not verified; the second sidecar is unreadable; the third is in another
-    // slot.
+    // None of these is listed: a dump without a sidecar, which is not verified, a sidecar with invalid JSON, and a
+    // sidecar in another slot.
     stack.store.write(BUCKET, &format!("user_1/primary/{}", snapshot_key(20)), "dump");
     stack.store.write(BUCKET, &format!("user_1/primary/{}.json", snapshot_key(21)), "{torn");
     stack.store.write(BUCKET, &format!("user_1/other/{}.json", snapshot_key(22)), "{}");

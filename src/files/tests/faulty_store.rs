@@ -23,7 +23,7 @@ pub(super) struct Faults {
 }
 
 impl Faults {
-    /// Makes this percentage of requests fail from now on.
+    /// Sets the probability, in percent, that a check fails. Some requests are checked twice.
     pub(super) fn set_percent(&self, percent: usize) {
         self.percent.store(percent, Ordering::Relaxed);
     }
@@ -103,7 +103,7 @@ impl ObjectStore for FaultyStore {
         let faults = Arc::clone(&self.faults);
         let failing = locations.map(move |location| faults.check().and(location));
         let faults = Arc::clone(&self.faults);
-        // A deletion may take effect although its response is lost.
+        // A deletion may take effect even if its response is lost.
         self.inner.delete_stream(failing.boxed()).map(move |deleted| faults.check().and(deleted)).boxed()
     }
 

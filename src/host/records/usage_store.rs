@@ -101,7 +101,7 @@ impl UsageStore {
         self.lock_ledger().users_since(start).into_iter().map(str::to_owned).collect()
     }
 
-    /// Appends missing lines to `usage.jsonl`; compacts it if most of its lines are obsolete.
+    /// Appends missing lines to `usage.jsonl`; compacts it if it has too many obsolete lines.
     pub fn write(&self) {
         let mut line_count = lock(&self.line_count);
         self.write_lines(&mut line_count);

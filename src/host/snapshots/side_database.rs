@@ -152,7 +152,7 @@ pub struct CopyResult {
     pub at: Timestamp,
     pub mode: CopyMode,
     pub dry_run: bool,
-    /// Why the copy failed. Then `tables` contains only missing tables that were recreated; all others are unchanged.
+    /// Why the copy failed. If set, `tables` contains only missing tables that were recreated; all others are unchanged.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     pub tables: Vec<CopiedTable>,
@@ -178,8 +178,8 @@ pub struct SideState {
     pub error: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_copy: Option<CopyResult>,
-    /// Missing tables that the running copy recreates in one transaction: after an interruption, all of them exist, or
-    /// none.
+    /// Missing tables that the running copy recreates in one transaction: after an interruption, either all of them
+    /// exist or none do.
     #[serde(default, skip_serializing_if = "Vec::is_empty", rename = "making")]
     pub recreating: Vec<String>,
 }

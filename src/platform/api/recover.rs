@@ -95,7 +95,7 @@ fn parse_request(call: &ApiCall) -> Result<RecoveryRequest, Problem> {
 /// The properties of the new machine, looked up before any change.
 struct RecoveryPlan {
     restore: RestoreMode,
-    /// `None` means the snapshot that the pointer names.
+    /// `None` means the snapshot that the pointer names or, if the machine starts empty, none.
     snapshot: Option<String>,
     /// A stored snapshot that is newer than the one to restore. A final backup by the host supersedes both.
     newer: Option<Sidecar>,
@@ -120,8 +120,8 @@ async fn prepare_plan(
             .await?;
     }
     let initial = find_initial_data(platform, request, machine).await?;
-    if let Some(side) = &initial.side {
-        replacement_checks::ensure_fits_disk(platform, side, &server_type).await?;
+    if let Some(sidecar) = &initial.sidecar {
+        replacement_checks::ensure_fits_disk(platform, sidecar, &server_type).await?;
     }
     let image_version = match &request.image_version {
         Some(version) => version.clone(),
@@ -132,8 +132,10 @@ async fn prepare_plan(
     let accepts_loss = request.options.accept_loss;
     replacement_checks::ensure_no_unknown_holder(platform, slot_key, Some(machine), accepts_loss).await?;
     let epoch_floor = replacement_checks::find_epoch_floor(platform, &request.user, &request.slot).await?;
-    let newer = match &initial.side {
-        Some(side) => copies::find_newer_for_machine(&platform.bucket, machine, &side.snapshot_ref()).await,
+    let newer = match &initial.sidecar {
+        Some(sidecar) => {
+            copies::find_newer_for_machine(&platform.bucket, machine, &sidecar.snapshot_ref()).await
+        }
         None => None,
     };
     let (restore, snapshot) = (initial.restore, initial.key);
@@ -162,7 +164,7 @@ async fn recover(
     let machine =
         require_machine(db::machines::find_in_slot(&session, &request.user, &request.slot).await?, request)?;
     drop(session);
-    // A running recovery needs no lookups. No row or session is held during requests to the store.
+    // A running recovery needs no lookups. No row lock or session is held during requests to the store.
     let plan = if machine.status == Status::Recovering {
         None
     } else {
@@ -243,9 +245,9 @@ fn require_machine(found: Option<MachineRow>, request: &RecoveryRequest) -> Resu
 /// The initial data of the new machine.
 struct InitialData {
     restore: RestoreMode,
-    /// `None` means the snapshot that the pointer names.
+    /// `None` means the snapshot that the pointer names or, if the machine starts empty, none.
     key: Option<String>,
-    side: Option<Sidecar>,
+    sidecar: Option<Sidecar>,
 }
 
 /// Finds the requested snapshot, which must be complete, or the latest one. A requested snapshot is found without the
@@ -258,19 +260,19 @@ async fn find_initial_data(
 ) -> Result<InitialData, Problem> {
     let slot = SlotPrefix::new(&request.user, &request.slot);
     if let Some(key) = &request.snapshot_key {
-        let side = snapshot::load(&platform.bucket, &slot, key.as_str())
+        let sidecar = snapshot::load(&platform.bucket, &slot, key.as_str())
             .await
             .map_err(problems::snapshot_unusable)?;
         return Ok(InitialData {
             restore: RestoreMode::Required,
-            key: Some(side.key.clone()),
-            side: Some(side),
+            key: Some(sidecar.key.clone()),
+            sidecar: Some(sidecar),
         });
     }
     match snapshot::find_latest(&platform.bucket, &slot).await {
         Ok(named) => {
-            let side = snapshot::read_sidecar(&platform.bucket, &slot, &named).await?;
-            Ok(InitialData { restore: RestoreMode::Required, key: None, side: Some(side) })
+            let sidecar = snapshot::read_sidecar(&platform.bucket, &slot, &named).await?;
+            Ok(InitialData { restore: RestoreMode::Required, key: None, sidecar: Some(sidecar) })
         }
         Err(SnapshotUnusable::Absent) => {
             replacement_checks::ensure_may_start_empty(platform, &request.user, &request.slot).await?;
@@ -278,7 +280,7 @@ async fn find_initial_data(
                 return Err(unsaved_machine_problem(machine)
                     .unwrap_or_else(|| problems::snapshot_unusable(SnapshotUnusable::Absent)));
             }
-            Ok(InitialData { restore: RestoreMode::Empty, key: None, side: None })
+            Ok(InitialData { restore: RestoreMode::Empty, key: None, sidecar: None })
         }
         Err(error) => Err(problems::snapshot_unusable(error)),
     }
@@ -385,7 +387,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         id: "recover",
         method: Method::POST,
         path: "/vps/recover",
-        summary: "Replaces the slot's machine with a new one, restored from the slot's latest snapshot.",
+        summary: "Replaces the slot's machine with a new one, restored from the slot's latest snapshot or a requested one.",
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY, PREFER],
         body: Some(|| {

@@ -10,7 +10,7 @@ use crate::records::money::Dollars;
 
 const DEFAULT_NAME: &str = "claude";
 /// The command of the agent that is used if the settings define none: the Claude Code that the release includes. It may
-/// edit the owner's files without confirmation; other actions that need a permission are denied.
+/// edit the owner's files without confirmation; other actions that require permission are denied.
 const DEFAULT_COMMAND: [&str; 3] = ["claude", "--permission-mode", "acceptEdits"];
 const DEFAULT_CONCURRENCY: usize = 4;
 const MAX_CONCURRENCY: usize = 64;
@@ -35,7 +35,7 @@ pub struct Agent {
 }
 
 impl fmt::Debug for Agent {
-    /// Omits the environment, which contains keys.
+    /// Omits the command and the environment, which may contain secrets.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Agent")
             .field("adapter", &self.adapter)
@@ -76,7 +76,7 @@ impl Price {
 pub struct AgentSettings {
     pub agents: BTreeMap<String, Agent>,
     pub default_agent: String,
-    /// Maximum agents that run concurrently.
+    /// Maximum number of agents that run concurrently.
     pub concurrency: usize,
     pub prices: BTreeMap<String, Price>,
 }

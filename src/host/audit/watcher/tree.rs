@@ -62,7 +62,7 @@ pub struct Tree {
     indexed: HashMap<FileId, HashSet<(Inode, Name)>>,
 }
 
-/// Maximum folders in a path: Linux limits a path to 4096 bytes.
+/// Maximum number of folders in a path: Linux limits a path to 4096 bytes.
 const MAX_DEPTH: usize = 4096;
 /// Above this number of indexed files, the index is cleared.
 const MAX_INDEXED: usize = 20_000;

@@ -1,4 +1,4 @@
-//! Streams the dump from the store straight into `pg_restore`, for a disk without space for the dump beside the
+//! Streams the dump from the store straight into `pg_restore`, for disks that cannot hold both the dump and the
 //! database.
 //!
 //! The bytes are hashed in transit, so the result is known only at the end: the caller drops the database after an
@@ -102,7 +102,7 @@ impl Transfer {
         snapshot: &SnapshotRef,
         child: &mut Child,
     ) -> Result<(), TransferError> {
-        let key = context.slot.snapshot(&snapshot.key).expect("the key was validated before");
+        let key = context.slot.snapshot(&snapshot.key).expect("the key has already been validated");
         let failed = |error| DownloadError::Store(StoreError::classify(&key, error));
         let wrong_size = |found| DownloadError::WrongSize {
             key: snapshot.key.clone(),

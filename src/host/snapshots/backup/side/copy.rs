@@ -162,14 +162,15 @@ pub async fn copy(
             true => existing.push(table),
         }
     }
+    let missing = recreate::count_recreated(&side, &missing_tables).await?;
     results.extend(recreate::count_recreated(&side, &recreated).await?);
-    results.extend(recreate::count_recreated(&side, &missing_tables).await?);
     let dependents = Dependents::find(&side, &live, &missing_tables, &recreated).await;
     let dependents = dependents.map_err(query_error("read the dependents of the tables"))?;
     if request.dry_run {
+        results.extend(missing);
         dependents.record_planned(results);
     } else if !missing_tables.is_empty() || !recreated.is_empty() {
-        recreate_missing(settings, &side, &mut live, state, &missing_tables, &dependents, results).await?;
+        recreate_missing(settings, &side, &mut live, state, missing, &dependents, results).await?;
     }
     if existing.is_empty() {
         return Ok(());
@@ -179,26 +180,24 @@ pub async fn copy(
     Ok(())
 }
 
-/// Recreates missing tables and their dependents. If a run was interrupted between the two, the next run adds the
-/// dependents.
+/// Recreates missing tables and their dependents, and adds their results to `results`. If a run was interrupted between
+/// the two, the next run adds the dependents.
 async fn recreate_missing(
     settings: &BackupSettings,
     side: &Client,
     live: &mut Client,
     state: &mut SideState,
-    missing_tables: &[&str],
+    missing: Vec<CopiedTable>,
     dependents: &Dependents,
     results: &mut Vec<CopiedTable>,
 ) -> Result<(), CopyError> {
-    if !missing_tables.is_empty() {
-        state.recreating.extend(missing_tables.iter().map(|table| (*table).to_owned()));
+    if !missing.is_empty() {
+        state.recreating.extend(missing.iter().map(|table| table.name.clone()));
         state.write(&settings.layout)?;
-        let relations: Vec<&str> = missing_tables.iter().copied().chain(dependents.views()).collect();
-        let result = recreate::recreate_tables(settings, side, live, &relations).await;
-        if result.is_err() {
-            results.clear();
-        }
-        result?;
+        let names = missing.iter().map(|table| table.name.as_str());
+        let relations: Vec<&str> = names.chain(dependents.views()).collect();
+        recreate::recreate_tables(settings, side, live, &relations).await?;
+        results.extend(missing);
         failpoint::trigger("side.recreated")?;
     }
     dependents.add(live, results).await.map_err(query_error("add the dependents of the tables"))?;
