@@ -188,7 +188,7 @@ impl LeasedOperation<'_> {
     /// Ends the operation, and applies the event to its machine.
     pub async fn end_with_event(&self, event: &Event, note: &str) -> Result<(), StepError> {
         let mut session = self.platform.db.session().await?;
-        let tx = db::begin(&mut session).await?;
+        let mut tx = db::begin(&mut session).await?;
         let machine = self.operation.machine;
         let row = db::machines::lock(&tx, machine).await?.ok_or(StepError::Lost)?;
         let lease = self.platform.config.timing.lease_ttl;
@@ -197,9 +197,11 @@ impl LeasedOperation<'_> {
         }
         db::operations::log(&tx, self.operation.id, &self.operation.step, "done", Some(note)).await?;
         let context = EventContext { failure: Some((&self.operation.step, note)), ..EventContext::default() };
-        match lifecycle::apply(&tx, &self.platform.mint, &row, event, context).await {
+        let nested = db::begin_nested(&mut tx).await?;
+        match lifecycle::apply(&nested, &self.platform.mint, &row, event, context).await {
+            Ok(_) => db::commit(nested).await?,
             // A refused event no longer applies, for example because the machine has left its slot.
-            Ok(_) | Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => {}
+            Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => db::roll_back(nested).await?,
             Err(LifecycleError::Db(error)) => return Err(error.into()),
         }
         // If the change to the machine has ended the operation as failed, this has no effect. Operations that the
