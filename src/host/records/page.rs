@@ -156,6 +156,9 @@ impl BackwardReader {
                     let mut line = self.text.split_off(start);
                     line.pop();
                     self.searched = 0;
+                    if line.len() > MAX_LINE_BYTES {
+                        continue;
+                    }
                     return Ok(ReadOutcome::Line(self.text_offset + start as u64, line));
                 }
                 if self.text.len() > MAX_LINE_BYTES {
@@ -295,12 +298,13 @@ mod tests {
     fn page_reads_a_bounded_amount_for_any_line() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("audit.jsonl");
-        // 200 MiB without a newline, in a sparse file; then a long line and an unfinished one.
+        // 200 MiB without a newline, in a sparse file; then a long line, one that is too long, and an unfinished one.
         fs::write(&path, "first\n").unwrap();
         let mut file = fs::OpenOptions::new().append(true).open(&path).unwrap();
         file.set_len(200 << 20).unwrap();
-        let long = "x".repeat(MAX_LINE_BYTES - 10);
-        std::io::Write::write_all(&mut file, format!("\nsecond\n{long}\nlast\nhalf").as_bytes()).unwrap();
+        let (long, too_long) = ("x".repeat(MAX_LINE_BYTES - 10), "y".repeat(MAX_LINE_BYTES + 1));
+        let end = format!("\nsecond\n{long}\n{too_long}\nlast\nhalf");
+        std::io::Write::write_all(&mut file, end.as_bytes()).unwrap();
         file.set_len(file.metadata().unwrap().len() + (50 << 20)).unwrap();
         let (mut found, mut before, mut pages) = (Vec::new(), None, 0);
         loop {
