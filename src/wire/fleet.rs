@@ -17,7 +17,7 @@ string_enum!(
     EndReason { Deleted = "deleted", Replaced = "replaced" }
 );
 
-/// The fleet: totals, the machines that need attention, overdue operations, alarms, and the running rollout.
+/// The fleet: totals, the machines that need attention, overdue operations, alarms, and the open rollout.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -149,7 +149,8 @@ pub struct OverdueOperation {
     pub age_seconds: u64,
 }
 
-/// The certificates of the machines that have booted. Lists of handles are bounded; the numbers are not.
+/// The certificates of machines in service: booting, failed and powered-off machines are not counted. Lists of handles
+/// are bounded; the counts are not.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -174,7 +175,7 @@ pub struct Certificates {
     pub exempt: u64,
 }
 
-/// The release keys that hosts trust. Lists of handles are bounded; the numbers are not.
+/// The release keys that hosts trust. Lists of handles are bounded; the counts are not.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
@@ -188,7 +189,7 @@ pub struct BundleKeys {
     #[serde(default)]
     pub sequence: u64,
     pub highest_sequence: Option<u64>,
-    /// Number of hosts whose key set has a higher number.
+    /// Number of hosts whose key set has a sequence higher than `sequence`.
     #[serde(default)]
     pub ahead: u64,
     #[serde(default)]

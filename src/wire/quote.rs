@@ -1,4 +1,4 @@
-//! The effect, cost and quota of provisioning a machine, for the operator who confirms it.
+//! The effect, cost and quota usage of provisioning a machine, for the operator who confirms it.
 
 use std::fmt;
 use std::str::FromStr;
@@ -153,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn price_has_one_text_with_two_to_six_decimals() {
+    fn price_round_trips_with_two_to_six_decimals() {
         for (micros, text) in
             [(0, "0.00 EUR"), (9_500_000, "9.50 EUR"), (9_508_100, "9.5081 EUR"), (1, "0.000001 EUR")]
         {

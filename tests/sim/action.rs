@@ -66,7 +66,7 @@ impl Simulation<'_> {
                 }
             }
             Action::FailProvider { call, fault, times } => self.provider.add_fault(*call, *fault, *times),
-            Action::FailStore { write, fault, times } => self.store.add_fault(*write, *fault, *times),
+            Action::FailStore { is_write, fault, times } => self.store.add_fault(*is_write, *fault, *times),
             Action::BreakPointer { slot, is_lost } => {
                 let (user, slot) = SLOTS[*slot];
                 self.store.break_pointer(&format!("{user}/{slot}"), *is_lost).await;
@@ -194,10 +194,10 @@ impl Simulation<'_> {
                 let planned = operator_request("provision", "POST", "/vps/provision".to_owned(), Some(body));
                 planned.with_accepted_loss(*accept_loss, AcceptedLoss::OfSlot(format!("{user}/{slot}")))
             }
-            Action::Recover { slot, empty, accept_loss } => {
+            Action::Recover { slot, allow_empty, accept_loss } => {
                 let (user, slot) = SLOTS[*slot];
-                let body =
-                    json!({"idpUserId": user, "slot": slot, "allowEmpty": empty, "acceptLoss": accept_loss});
+                let body = json!({"idpUserId": user, "slot": slot, "allowEmpty": allow_empty,
+                    "acceptLoss": accept_loss});
                 let planned = operator_request("recover", "POST", "/vps/recover".to_owned(), Some(body));
                 planned.with_accepted_loss(*accept_loss, AcceptedLoss::OfSlot(format!("{user}/{slot}")))
             }

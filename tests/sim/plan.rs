@@ -17,7 +17,7 @@ pub enum Action {
     },
     Recover {
         slot: usize,
-        empty: bool,
+        allow_empty: bool,
         accept_loss: bool,
     },
     /// Here and in the next actions, `machine` counts back from the newest of all machines that responses have named.
@@ -80,7 +80,7 @@ pub enum Action {
         times: u8,
     },
     FailStore {
-        write: bool,
+        is_write: bool,
         fault: StoreFault,
         times: u8,
     },
@@ -111,7 +111,8 @@ pub enum Action {
     Start {
         process: usize,
     },
-    /// Moves all stored times into the past. With `expire_leases`, every current holder loses its lease.
+    /// Moves the stored times that affect decisions into the past. With `expire_leases`, every current holder loses its
+    /// lease.
     AdvanceTime {
         seconds: u32,
         expire_leases: bool,
@@ -227,7 +228,7 @@ fn machine_lifecycle(rng: &mut Rng) -> Vec<Action> {
         vec![
             back_up(newest),
             Action::WaitForOperations,
-            Action::Recover { slot, empty: false, accept_loss },
+            Action::Recover { slot, allow_empty: false, accept_loss },
             back_up(newest),
         ]
     } else if rng.percent(65) {
@@ -302,7 +303,11 @@ fn action(rng: &mut Rng, has_faults: bool) -> Action {
     match rng.pick_weighted(&weights) {
         0 => Action::Subscribe { slot },
         1 => Action::Provision { slot, accept_loss: rng.percent(ACCEPT_LOSS_PERCENT) },
-        2 => Action::Recover { slot, empty: rng.percent(70), accept_loss: rng.percent(ACCEPT_LOSS_PERCENT) },
+        2 => Action::Recover {
+            slot,
+            allow_empty: rng.percent(70),
+            accept_loss: rng.percent(ACCEPT_LOSS_PERCENT),
+        },
         3 => Action::Resize { machine, to: rng.pick(&["cpx22", "cpx32", "cpx52"]) },
         4 => Action::Fail { machine },
         5 => Action::Delete { machine, accept_loss: rng.percent(ACCEPT_LOSS_PERCENT) },
@@ -313,7 +318,7 @@ fn action(rng: &mut Rng, has_faults: bool) -> Action {
         10 => Action::LoseServer { host },
         11 => pick_provider_fault(rng),
         12 => Action::FailStore {
-            write: rng.percent(60),
+            is_write: rng.percent(60),
             fault: rng.pick(&[StoreFault::Unavailable, StoreFault::LostReply, StoreFault::Slow]),
             times: 1 + rng.below(3) as u8,
         },

@@ -34,7 +34,7 @@ fn plan_running_machine(slot: usize) -> Vec<Step> {
 #[tokio::test(flavor = "multi_thread")]
 async fn second_key_does_not_restart_a_recovery() {
     let mut steps = plan_running_machine(0);
-    let recover = || Action::Recover { slot: 0, empty: true, accept_loss: true };
+    let recover = || Action::Recover { slot: 0, allow_empty: true, accept_loss: true };
     steps.push(step(recover(), Some(0)));
     steps.push(step(recover(), Some(1)));
     steps.push(step(Action::WaitForOperations, None));

@@ -64,8 +64,8 @@ impl Store {
         })
     }
 
-    pub fn add_fault(&self, write: bool, fault: StoreFault, times: u8) {
-        lock(&self.faults).push((write, fault, times));
+    pub fn add_fault(&self, is_write: bool, fault: StoreFault, times: u8) {
+        lock(&self.faults).push((is_write, fault, times));
     }
 
     pub fn clear_faults(&self) {
@@ -119,9 +119,9 @@ impl Store {
     }
 
     /// Returns the next fault for a write or a read, and counts it as used.
-    fn take_fault(&self, write: bool) -> Option<StoreFault> {
+    fn take_fault(&self, is_write: bool) -> Option<StoreFault> {
         let mut faults = lock(&self.faults);
-        let at = faults.iter().position(|(known, _, _)| *known == write)?;
+        let at = faults.iter().position(|(known, _, _)| *known == is_write)?;
         let fault = faults[at].1;
         faults[at].2 -= 1;
         if faults[at].2 == 0 {

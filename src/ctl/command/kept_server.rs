@@ -77,7 +77,8 @@ pub async fn discard(api: &ApiClient, args: Discard, out: &Output) -> Result<(),
         Selection::None { failure, kept } => kept.id_being_deleted().ok_or(failure)?,
     };
     let machine: MachineDetail = api.get(&["vps", &id], &[]).await?.parse()?;
-    // Without the option the platform refuses a server with unsaved changes, so there is nothing to confirm.
+    // Without `--accept-loss`, the platform refuses to discard a server with unsaved changes, so there is nothing to
+    // confirm.
     if must_confirm && (args.accept_loss || machine.unsaved_since.is_none()) {
         confirm::prompt(&format!("{what}\n{}", data_at_risk(&machine)), &machine.handle)?;
     }

@@ -162,7 +162,7 @@ pub fn show(view: &View, accepted: &AcceptedChange) -> String {
 fn newest_snapshot(view: &View, deletion: &DeletedMachine) -> String {
     let is_reported =
         deletion.newest_snapshot_source.as_ref().is_some_and(|source| source.is(SnapshotSource::Reported));
-    let source = if is_reported { ", as its host reported" } else { "" };
+    let source = if is_reported { ", as reported by its host" } else { "" };
     let newest = deletion.newest_snapshot_at.as_deref();
     let newest =
         newest.map_or_else(|| "none known".to_owned(), |at| format!("{}{source}", format_time(view.now, at)));

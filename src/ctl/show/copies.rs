@@ -121,9 +121,9 @@ fn snapshot_cell(view: &View, copies: &Copies, machine: &MachineDetail) -> Cell 
     let source = copies.newest_snapshot.as_ref();
     let formatted = copies.newest_snapshot_at.as_ref().map(|at| {
         let other = source.filter(|newest| newest.machine_id != machine.machine_id);
-        let origin = other.map(|newest| format!(", of machine {}", newest.machine_id)).unwrap_or_default();
+        let origin = other.map(|newest| format!(", from machine {}", newest.machine_id)).unwrap_or_default();
         let reported = if source.is_some_and(|newest| newest.source == "reported") {
-            ", as its host reported"
+            ", as reported by its host"
         } else {
             ""
         };
@@ -161,8 +161,8 @@ pub fn describe_risk(view: &View, copies: &Copies) -> String {
     let problem = copies.snapshot_problem.as_ref();
     let newer = copies.newer_snapshot.as_ref().map(|newer| {
         format!(
-            ", and {} of {} is stored but not the latest: if its host cannot take the final backup, a recovery asks which \
-             of them to restore",
+            ", and {} from {} is stored but not the latest: if its host cannot take the final backup, a recovery asks \
+             which of them to restore",
             newer.key,
             format_time(view.now, &newer.taken_at)
         )
@@ -175,7 +175,7 @@ pub fn describe_risk(view: &View, copies: &Copies) -> String {
     }
 }
 
-/// Whether the kept server's retention has ended, so that the platform deletes it and no command can restore it.
+/// Whether the kept server's retention has ended, so that the platform deletes it.
 pub fn is_being_deleted(view: &View, kept: &KeptServer) -> bool {
     let remaining = kept.until.as_deref().and_then(|until| seconds_between(&view.now.to_string(), until));
     remaining.is_some_and(|remaining| remaining <= 0.0)
@@ -191,10 +191,11 @@ fn describe_no_live_server(machine: &MachineDetail) -> String {
 }
 
 fn format_missing(view: &View, since: &str) -> String {
-    format!("not at the provider, first noticed {}", format_time(view.now, since))
+    format!("missing at the provider, first noticed {}", format_time(view.now, since))
 }
 
-/// A snapshot that was stored while the platform was unreachable, or that is held.
+/// A snapshot that was stored while the platform was unreachable, or that the host holds back because its database has
+/// shrunk.
 fn newer_cell(view: &View, newer: &NewerSnapshot, machine: &Machine) -> Cell {
     let (user, slot, key) = (&machine.idp_user_id, &machine.slot, &newer.key);
     let line = format!(
@@ -213,8 +214,8 @@ fn unrestored_cell(view: &View, snapshot: &UnrestoredSnapshot, machine: &Machine
         .as_deref()
         .map_or_else(String::new, |at| format!("{}, ", format_time(view.now, at)));
     let line = format!(
-        "{at}of the previous machine: newer than the snapshot that this one restored; `svcctl recover {user} --slot {slot} \
-         --snapshot {key}` restores it"
+        "{at}from the previous machine: newer than the snapshot that this one restored; `svcctl recover {user} \
+         --slot {slot} --snapshot {key}` restores it"
     );
     Cell::painted(Some(Color::Warning), line)
 }
@@ -255,7 +256,7 @@ mod tests {
             "newerSnapshot": {"takenAt": "2026-11-21T11:55:00.000Z", "machineId": MACHINE, "key": key}});
         let at_risk = machine::data_at_risk(&plain_view(), &with_copies(running_machine(), copies));
         assert!(
-            at_risk.contains(&format!("{key} of ")) && at_risk.contains("asks which of them to restore"),
+            at_risk.contains(&format!("{key} from ")) && at_risk.contains("asks which of them to restore"),
             "{at_risk}"
         );
     }

@@ -297,11 +297,11 @@ fn status_shows_lost_and_reported_copies() {
     for (line, part) in shown.iter().zip([
         "none: the provider no longer has server 4711".to_owned(),
         format!(
-            "not at the provider, first noticed 2026-11-21 11:00:00 UTC, 60 min ago; `svcctl discard {OTHER}`"
+            "missing at the provider, first noticed 2026-11-21 11:00:00 UTC, 60 min ago; `svcctl discard {OTHER}`"
         ),
         format!("its removal was abandoned; kept until `svcctl discard {OTHER}`"),
         "being deleted".to_owned(),
-        format!("9 min ago, of machine {OTHER}, as its host reported; the object store does not respond"),
+        format!("9 min ago, from machine {OTHER}, as reported by its host; the object store does not respond"),
     ]) {
         assert!(line.contains(&part), "{part}: {line}");
     }

@@ -29,7 +29,7 @@ pub enum ChangesError {
 /// Returns the changes since the reply whose token is `saved`.
 ///
 /// # Errors
-/// [`ChangesError`].
+/// [`ChangesError`] if the watcher cannot be reached, does not respond in time, or sends an invalid response.
 pub async fn request(sockets: &Path, saved: Option<String>) -> Result<ChangesReply, ChangesError> {
     let exchange = async {
         let mut stream = UnixStream::connect(sockets.join(SOCKET)).await?;

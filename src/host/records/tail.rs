@@ -110,8 +110,8 @@ impl Tail {
         Some(TailPosition { last: position_in(self.last_file?)?, other_file })
     }
 
-    /// Reads new lines, each with the position after it. A call reads a bounded number of bytes: it may return no line
-    /// while an overlong line is being skipped, although lines follow.
+    /// Reads new lines, each with the position after it. A call reads a bounded number of bytes: it may return no
+    /// lines while it skips an overlong line, even if more lines follow.
     pub fn read_lines(&mut self) -> Result<Vec<(TailPosition, String)>, FileError> {
         let mut batch = ReadBatch { budget: MAX_READ_BYTES, lines: Vec::new(), line_bytes: 0 };
         for path in self.kind.list_files(&self.logs)? {
@@ -158,7 +158,8 @@ impl Tail {
                 rest = &rest[length + 1..];
                 let followed = &mut self.files[index];
                 followed.offset += line.len() as u64 + 1;
-                if !std::mem::take(&mut followed.is_skipping) {
+                let is_overlong = std::mem::take(&mut followed.is_skipping) || line.len() > MAX_LINE_BYTES;
+                if !is_overlong {
                     if self.last_file != Some(id) {
                         self.other_file = self.last_file.replace(id);
                     }
@@ -290,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn deleted_file_returns_no_old_line() {
+    fn deleting_a_file_returns_no_old_lines() {
         let dir = tempfile::tempdir().unwrap();
         let (logs, current) = (dir.path().to_owned(), dir.path().join("audit.jsonl"));
         append(&dir.path().join("audit-2026-11-20.jsonl"), "old\n");
@@ -379,12 +380,27 @@ mod tests {
     }
 
     #[test]
+    fn line_one_byte_over_the_limit_is_skipped() {
+        let dir = tempfile::tempdir().unwrap();
+        let (logs, current) = (dir.path().to_owned(), dir.path().join("audit.jsonl"));
+        append(&current, "0\n");
+        let mut tail = Tail::from_end(RecordKind::Audit, logs).unwrap();
+        // The overlong line's newline is in the chunk that crosses the limit.
+        let (longest, overlong) = ("x".repeat(MAX_LINE_BYTES), "y".repeat(MAX_LINE_BYTES + 1));
+        append(&current, &format!("{longest}\n{overlong}\n1\n"));
+        let lines = read_all(&mut tail);
+        let lengths: Vec<usize> = lines.iter().map(String::len).collect();
+        assert_eq!(lengths, [MAX_LINE_BYTES, 1]);
+        assert!(lines == [&*longest, "1"]);
+    }
+
+    #[test]
     fn overlong_line_is_skipped_in_bounded_reads() {
         let dir = tempfile::tempdir().unwrap();
         let (logs, current) = (dir.path().to_owned(), dir.path().join("audit.jsonl"));
         append(&current, "0\n");
         let mut tail = Tail::from_end(RecordKind::Audit, logs.clone()).unwrap();
-        // A sparse file: the last line has 100 MiB and no newline.
+        // A sparse file: the last line is 100 MiB long and has no newline.
         OpenOptions::new().write(true).open(&current).unwrap().set_len(100 << 20).unwrap();
         append(&current, "rest\n1\n");
         assert!(tail.read_lines().unwrap().is_empty());

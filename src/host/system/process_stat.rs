@@ -62,8 +62,8 @@ mod tests {
         assert!(
             ProcessStat::parse("7 (sh) Z 3 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 4242 0").unwrap().is_zombie
         );
-        for damaged in ["", "nothing", "7 (sh) S", "7 (sh) S 3 1 1"] {
-            assert_eq!(ProcessStat::parse(damaged), None, "{damaged}");
+        for malformed in ["", "nothing", "7 (sh) S", "7 (sh) S 3 1 1"] {
+            assert_eq!(ProcessStat::parse(malformed), None, "{malformed}");
         }
     }
 

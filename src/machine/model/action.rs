@@ -39,15 +39,15 @@ pub enum Action {
     Undelete {
         machine: Index,
     },
-    /// Runs the steps of the slot's machine successfully, and then its host, so that the machine normally serves
-    /// traffic; random steps rarely get that far.
+    /// Completes steps for the slot's machine, and then performs its host's actions, so that the machine normally
+    /// serves traffic; random steps rarely get that far.
     Serve {
         slot: usize,
     },
     /// The reconciler deletes servers that are no longer kept.
     Reconcile,
     /// Runs a step of an open operation.
-    Work {
+    RunStep {
         operation: Index,
         call_result: CallResult,
     },
@@ -117,7 +117,8 @@ pub fn actions() -> impl Strategy<Value = Vec<Action>> {
         1 => (0..SLOTS).prop_map(|slot| Action::Recover { slot }),
         2 => (any::<Index>(), event).prop_map(|(machine, event)| Action::Deliver { machine, event }),
         4 => (any::<Index>(), host_action).prop_map(|(machine, host_action)| Action::Host { machine, host_action }),
-        12 => (any::<Index>(), call_result).prop_map(|(operation, call_result)| Action::Work { operation, call_result }),
+        12 => (any::<Index>(), call_result)
+            .prop_map(|(operation, call_result)| Action::RunStep { operation, call_result }),
         1 => any::<Index>().prop_map(|machine| Action::LoseServer { machine }),
         1 => Just(Action::CompleteCreates),
         1 => (any::<Index>(), decision).prop_map(|(operation, decision)| Action::Decide { operation, decision }),
@@ -154,7 +155,7 @@ impl LifecycleModel {
             Action::Host { machine, host_action } if !self.machines.is_empty() => {
                 self.run_host_action(machine.index(self.machines.len()), *host_action);
             }
-            Action::Work { operation, call_result } => {
+            Action::RunStep { operation, call_result } => {
                 if let Some(index) = self.open_operation(*operation) {
                     self.run_step(index, *call_result);
                 }

@@ -168,7 +168,8 @@ fn host_url(router: &RouterState, context: &RequestContext, host: PublicHost) ->
     format!("{}://{}", context.scheme, router.config.address(host).authority(&context.authority))
 }
 
-/// Returns the path and query of a request, or `/` if a browser could interpret them as a URL on another host.
+/// Returns the path and query of a request, or `/` if they are too long or a browser could interpret them as a URL on
+/// another host.
 pub(super) fn local_path(uri: &Uri) -> &str {
     uri.path_and_query()
         .map(http::uri::PathAndQuery::as_str)
@@ -176,7 +177,7 @@ pub(super) fn local_path(uri: &Uri) -> &str {
         .unwrap_or("/")
 }
 
-/// Whether this is a path on the same host that no browser interprets as a URL on another host.
+/// Whether this is a path of at most `MAX_RETURN_PATH_BYTES` that no browser interprets as a URL on another host.
 pub(super) fn is_local_path(path: &str) -> bool {
     path.len() <= MAX_RETURN_PATH_BYTES
         && path.starts_with('/')

@@ -1,6 +1,6 @@
 //! moto, an independent S3 server, for tests of racing conditional puts that must not rely on the kit's own server.
 //!
-//! Its conditional puts are atomic. It checks neither signatures nor checksums; [`crate::s3`] does both.
+//! Its conditional puts are atomic. It checks neither signatures nor checksums; [`crate::s3`] checks both.
 
 use std::path::Path;
 use std::process::Command;
@@ -13,7 +13,7 @@ use crate::{child, fetch, net};
 
 const VERSION: &str = "5.2.5";
 const INSTALL_TIMEOUT: Duration = Duration::from_secs(300);
-/// `moto[s3]` and its dependencies, resolved together.
+/// `moto[s3]`, Flask for its server, and their main dependencies, in versions that work together.
 const REQUIREMENTS: [&str; 9] = [
     "moto[s3]==5.2.5",
     "boto3==1.44.5",

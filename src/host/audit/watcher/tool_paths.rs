@@ -54,17 +54,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn written_paths_resolve_links_and_stay_in_the_home() {
+    fn written_paths_resolve_links_and_stay_in_home() {
         let dir = tempfile::tempdir().unwrap();
         let root = std::fs::canonicalize(dir.path()).unwrap();
         let home = root.join("home");
-        for made in ["home/a/b", "home/system", "out"] {
-            std::fs::create_dir_all(root.join(made)).unwrap();
+        for folder in ["home/a/b", "home/system", "out"] {
+            std::fs::create_dir_all(root.join(folder)).unwrap();
         }
         for (link, target) in [
             ("home/in", "a/b"),
             ("home/a/file", "b/real"),
-            ("home/gone", "../out"),
+            ("home/outside", "../out"),
             ("out/back", "../home/a"),
         ] {
             std::os::unix::fs::symlink(target, root.join(link)).unwrap();
@@ -77,7 +77,7 @@ mod tests {
             ("n/../w", &["a/w"]),
             ("../in/x", &["a/b/x"]),
             ("file", &["a/file", "a/b/real"]),
-            ("../gone/x", &[]),
+            ("../outside/x", &[]),
             ("../system/config.json", &[]),
             ("../../out/x", &[]),
             ("../../out/back/x", &["a/x"]),

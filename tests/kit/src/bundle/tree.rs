@@ -1,7 +1,7 @@
-//! A bundle's content: sorted entries whose content stays on disk until it is written.
+//! A bundle's entries, sorted by path. The content of source files stays on disk until it is written.
 //!
-//! If a host would refuse to unpack an entry, packing fails with an error that names the entry: a link that is
-//! absolute, dangling or leads out of the bundle, or anything but a file, a directory or a link.
+//! Packing fails, with an error that names the entry, for a link that is absolute or dangling or that leads out of the
+//! bundle, and for anything other than a file, a directory or a link, because a host would refuse to unpack it.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
