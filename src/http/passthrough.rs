@@ -54,7 +54,7 @@ pub struct Validation {
 /// A function that finds the address of the machine with this name.
 type FindMachine = dyn Fn(&str) -> Option<SocketAddr> + Send + Sync;
 
-/// The validations that a listener passes through.
+/// Finds and forwards the validations that reach a listener, within limits.
 pub struct Passthrough {
     find_machine: Box<FindMachine>,
     connections: Semaphore,

@@ -84,7 +84,10 @@ pub enum Change {
 /// Applies an event to a machine whose row the transaction has locked.
 ///
 /// # Errors
-/// [`LifecycleError`]; in that case, the transaction must not be committed.
+/// [`LifecycleError::Refused`] if the machine's state does not allow the event; nothing has been written. After
+/// [`LifecycleError::Db`] or [`LifecycleError::Missing`], part of the change may have been written, so the transaction
+/// must not be committed. The same would apply if a predecessor could not be reinstated, but a registered machine
+/// always can.
 pub async fn apply(
     tx: &Transaction<'_>,
     mint: &TokenMint,

@@ -77,7 +77,7 @@ fn late_hook_is_counted_once() -> Result<()> {
     Ok(())
 }
 
-/// A forged line in the late-hook file does not suppress the gap for a call without a beginning.
+/// A forged line in the late-hook file does not suppress the gap for a call whose start was not reported.
 #[test]
 fn planted_hook_report_does_not_suppress_a_gap() -> Result<()> {
     let home = AuditedHome::new()?;
@@ -92,7 +92,7 @@ fn planted_hook_report_does_not_suppress_a_gap() -> Result<()> {
 }
 
 #[test]
-fn agent_cannot_end_calls_of_another_agent() -> Result<()> {
+fn agent_cannot_end_another_agents_calls() -> Result<()> {
     let home = AuditedHome::new()?;
     let call = home.begin_command(ADA)?;
     let ada_fields = json!({ "session_id": "session-ada", "tool_name": "Bash", "tool_response": {} });
@@ -165,7 +165,7 @@ fn calls_missed_by_hooks_are_recorded_as_gap() -> Result<()> {
     let call = home.begin_command(ADA)?;
     home.end_command(ADA, &call)?;
     let mut seen = SeenCalls { is_by_id: true, ..SeenCalls::default() };
-    [call.as_str(), "toolu_of_no_hook", "toolu_of_none_either"].iter().for_each(|call| seen.add(call));
+    [call.as_str(), "toolu_without_hook_1", "toolu_without_hook_2"].iter().for_each(|call| seen.add(call));
     home.send_to_watcher(&Message::dispatch_end("ada", seen))?;
     let gap = home.wait_for_line("a gap", |line| line["gap"]["why"] == "unseen")?;
     assert_eq!(gap["gap"]["lost"], 2);
@@ -174,7 +174,7 @@ fn calls_missed_by_hooks_are_recorded_as_gap() -> Result<()> {
 
 /// Call ids are tracked per process, so one agent cannot consume another's id.
 #[test]
-fn call_with_an_id_that_another_agent_ended_is_recorded() -> Result<()> {
+fn agent_cannot_consume_another_agents_call_id() -> Result<()> {
     let home = AuditedHome::new()?;
     let ada_fields = json!({ "session_id": "session-ada", "tool_name": "Bash", "tool_response": {} });
     home.run_hook_event(BOB, "PostToolUse", "toolu_1000", ada_fields)?;

@@ -44,7 +44,7 @@ async fn assert_pointer_valid(store: &S3Server) -> Result<()> {
 
 #[tokio::test]
 async fn invalid_dump_never_becomes_an_object() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = create_machine_with_tables(&store, &format!("{ROWS}; {LARGE_TABLE}")).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let good = machine::pointer(&store).await?;
@@ -83,7 +83,7 @@ async fn invalid_dump_never_becomes_an_object() -> Result<()> {
 
 #[tokio::test]
 async fn password_is_not_in_arguments_or_output() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = create_machine_with_tables(&store, ROWS).await?;
     let args_dir = tempfile::tempdir()?;
     let script =
@@ -102,7 +102,7 @@ async fn password_is_not_in_arguments_or_output() -> Result<()> {
 
 #[tokio::test]
 async fn transient_store_faults_are_retried() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = create_machine_with_tables(&store, LARGE_TABLE).await?;
     let faults = [
         ("a part fails twice", Rule::new(Fault::Status(500)).query("partNumber=2").times(2)),
@@ -134,7 +134,7 @@ async fn transient_store_faults_are_retried() -> Result<()> {
 
 #[tokio::test]
 async fn backup_without_store_or_database_exits_with_69() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = create_machine_with_tables(&store, ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let good = machine::pointer(&store).await?;
@@ -162,7 +162,7 @@ async fn backup_without_store_or_database_exits_with_69() -> Result<()> {
 
 #[tokio::test]
 async fn replaced_machine_does_not_move_the_pointer() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = create_machine_with_tables(&store, ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let bucket = machine::bucket(&store)?;
@@ -195,7 +195,7 @@ async fn replaced_machine_does_not_move_the_pointer() -> Result<()> {
 
 #[tokio::test]
 async fn concurrent_run_reports_the_first_and_request_waits() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = create_machine_with_tables(&store, ROWS).await?;
     let first = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", "backup.snapshot=sleep(1500)")])?;
     wait_until("the lock", || machine.path("var/lib/svc/backup.lock").exists()).await?;
@@ -216,7 +216,7 @@ async fn concurrent_run_reports_the_first_and_request_waits() -> Result<()> {
 
 #[tokio::test]
 async fn killed_run_leaves_a_valid_pointer_and_next_run_succeeds() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = create_machine_with_tables(&store, ROWS).await?;
     for (n, point) in (1_u64..).zip(svc::host::snapshots::backup::FAILPOINTS) {
         machine.client().await?.execute(&format!("INSERT INTO t VALUES ({})", 10_000 + n), &[]).await?;
@@ -235,7 +235,7 @@ async fn killed_run_leaves_a_valid_pointer_and_next_run_succeeds() -> Result<()>
 
 #[tokio::test]
 async fn failed_step_is_recorded_and_publishes_nothing_partial() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = create_machine_with_tables(&store, ROWS).await?;
     for point in svc::host::snapshots::backup::FAILPOINTS {
         let error = format!("{point}=return(error)");
@@ -250,7 +250,7 @@ async fn failed_step_is_recorded_and_publishes_nothing_partial() -> Result<()> {
 /// The database of a machine that has not been restored yet must not become the latest snapshot.
 #[tokio::test]
 async fn backup_refuses_to_run_before_gate_opens() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let old = create_machine_with_tables(&store, ROWS).await?;
     old.run(&["svc-db-backup"])?.expect(0);
     let good = machine::pointer(&store).await?;
@@ -262,7 +262,7 @@ async fn backup_refuses_to_run_before_gate_opens() -> Result<()> {
 
 #[tokio::test]
 async fn termination_aborts_the_upload() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = create_machine_with_tables(&store, LARGE_TABLE).await?;
     let running = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", "backup.streaming=sleep(200)")])?;
     wait_until("the upload", || !store.uploads(BUCKET).is_empty()).await?;
@@ -278,7 +278,7 @@ async fn termination_aborts_the_upload() -> Result<()> {
 /// A backup with a dump of more than 60 MiB needs only the memory for a few of its parts.
 #[tokio::test]
 async fn memory_does_not_grow_with_the_dump() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = create_machine_with_tables(
         &store,
         "CREATE TABLE big AS SELECT n, string_agg(sha512((n || '-' || m)::bytea), '') AS bytes \

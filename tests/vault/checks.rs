@@ -54,7 +54,7 @@ fn store_older_copy(store: &S3Server, key: &str, time: &str) -> Result<String> {
 
 #[tokio::test]
 async fn verify_detects_every_kind_of_damage() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let (machine, keys) = create_machine_with_snapshots(&store, 6).await?;
     let result = machine.run(&["svc-db-backup", "verify", "--all"])?.expect(0);
     assert!(result.stdout.starts_with("6 snapshots, "), "{}", result.stdout);
@@ -100,7 +100,7 @@ async fn verify_detects_every_kind_of_damage() -> Result<()> {
 /// A restore needs the snapshot that the pointer names: another one under its key is damage, even if it is intact.
 #[tokio::test]
 async fn latest_snapshot_that_differs_from_pointer_is_damaged() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let (machine, keys) = create_machine_with_snapshots(&store, 2).await?;
     let time = keys[1].rsplit_once('/').and_then(|(_, name)| name.strip_suffix("-1.dump"));
     assert_eq!(store_older_copy(&store, &keys[0], time.context("unexpected key")?)?, keys[1]);
@@ -114,7 +114,7 @@ async fn latest_snapshot_that_differs_from_pointer_is_damaged() -> Result<()> {
 
 #[tokio::test]
 async fn daily_share_of_snapshots_is_verified() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let (machine, keys) = create_machine_with_snapshots(&store, 1).await?;
     // The snapshot that its backup has just verified is not read again.
     let result = machine.run(&["svc-db-backup", "verify"])?.expect(0);
@@ -140,7 +140,7 @@ async fn daily_share_of_snapshots_is_verified() -> Result<()> {
 
 #[tokio::test]
 async fn store_failure_is_not_reported_as_damage() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let (machine, keys) = create_machine_with_snapshots(&store, 1).await?;
     // The download is interrupted twice, and resumes.
     store.add_fault(Rule::new(Fault::TruncateBody(20_000)).method("GET").key_ending(".dump").times(2));
@@ -172,7 +172,7 @@ async fn list_leftovers(machine: &Machine) -> Result<Vec<String>> {
 
 #[tokio::test]
 async fn drill_restores_compares_and_cleans_up() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = Machine::in_use(&store, 1).await?;
     let result = machine.run(&["svc-db-backup", "drill"])?.expect(0);
     assert!(result.stdout.contains("no snapshot yet"), "{}", result.stdout);
@@ -209,7 +209,7 @@ async fn drill_restores_compares_and_cleans_up() -> Result<()> {
 
 #[tokio::test]
 async fn snapshot_with_missing_rows_fails_the_drill() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let (machine, keys) = create_machine_with_snapshots(&store, 1).await?;
     let sidecar_key = format!("{}.json", object(&keys[0]));
     let record = String::from_utf8(store.read(BUCKET, &sidecar_key).context("the sidecar is missing")?)?;
@@ -239,7 +239,7 @@ async fn check_run_by_root_switches_to_the_unit_user() -> Result<()> {
         kit::skip::record("only root can become another user");
         return Ok(());
     }
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute(ROWS).await?;
     let mut pending = vec![machine.root.path().to_owned()];
@@ -264,7 +264,7 @@ async fn check_run_by_root_switches_to_the_unit_user() -> Result<()> {
 
 #[tokio::test]
 async fn lost_database_does_not_replace_its_snapshot() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let (machine, keys) = create_machine_with_snapshots(&store, 1).await?;
     let good = machine::pointer(&store).await?;
     // The tables that the gateway creates at startup are not the owner's data.

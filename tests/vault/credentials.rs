@@ -202,7 +202,7 @@ pub(super) async fn create_machine_with_credentials(
 
 #[tokio::test(flavor = "multi_thread")]
 async fn valid_credentials_are_used_unchanged() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let platform = Platform::start(&store).await?;
     let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
@@ -213,7 +213,7 @@ async fn valid_credentials_are_used_unchanged() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn expired_credentials_are_renewed_and_stored() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let platform = Platform::start(&store).await?;
     let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_secs(-60)).await?;
     store.expire_sessions();
@@ -232,7 +232,7 @@ async fn expired_credentials_are_renewed_and_stored() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn wrong_clock_costs_one_request() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let platform = Platform::start(&store).await?;
     let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(9)).await?;
     store.expire_sessions();
@@ -246,7 +246,7 @@ async fn wrong_clock_costs_one_request() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn backup_survives_expiring_sessions() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let platform = Platform::start(&store).await?;
     let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(9)).await?;
     let noise = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
@@ -266,7 +266,7 @@ async fn backup_survives_expiring_sessions() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn restore_works_after_initial_credentials_expire() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let platform = Platform::start(&store).await?;
     create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(1))
         .await?
@@ -287,7 +287,7 @@ async fn restore_works_after_initial_credentials_expire() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn replaced_machine_gets_no_credentials_and_reports_it() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let platform = Platform::start(&store).await?;
     let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
@@ -311,7 +311,7 @@ async fn replaced_machine_gets_no_credentials_and_reports_it() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn platform_outage_matters_only_after_expiry() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let platform = Platform::start(&store).await?;
     let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_mins(10)).await?;
     platform.set_response(CredentialResponse::Unavailable);
@@ -333,7 +333,7 @@ async fn platform_outage_matters_only_after_expiry() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn agent_renews_many_sessions() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let platform = Platform::start(&store).await?;
     let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_secs(-1)).await?;
     store.set_session_lifetime(Some(Duration::from_secs(2)));
@@ -374,7 +374,7 @@ fn renewing_credentials(
 
 #[tokio::test(flavor = "multi_thread")]
 async fn one_renewal_serves_all_waiting_requests() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let platform = Platform::start(&store).await?;
     let dir = tempfile::tempdir()?;
     let source = renewing_credentials(&platform, dir.path(), SignedDuration::from_secs(-1))?;
@@ -399,7 +399,7 @@ async fn one_renewal_serves_all_waiting_requests() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn withdrawn_credentials_are_never_requested_again() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let platform = Platform::start(&store).await?;
     let dir = tempfile::tempdir()?;
     // The credentials would be valid for five more minutes.
@@ -415,7 +415,7 @@ async fn withdrawn_credentials_are_never_requested_again() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn damaged_or_foreign_credentials_file_is_ignored() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let platform = Platform::start(&store).await?;
     let dir = tempfile::tempdir()?;
     let foreign = json!({"version": 1, "machineId": "00000000-0000-7000-8000-000000000002", "accessKeyId": "other",

@@ -85,7 +85,7 @@ async fn count_rows(machine: &Machine) -> Result<i64> {
 
 #[tokio::test]
 async fn import_restores_the_archive_and_keeps_existing_data() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let (machine, archive) = machine_with_archive(&store).await?;
     let new_machine = Machine::in_use(&store, 2).await?;
     write_file(&new_machine, "projects/here", b"was here")?;
@@ -140,7 +140,7 @@ async fn import_restores_the_archive_and_keeps_existing_data() -> Result<()> {
 
 #[tokio::test]
 async fn archive_is_readable_with_stock_tools() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let (machine, archive) = machine_with_archive(&store).await?;
     let into = tempfile::tempdir()?;
     let status = Command::new("tar").arg("-xf").arg(&archive).arg("-C").arg(into.path()).status()?;
@@ -188,7 +188,7 @@ async fn archive_is_readable_with_stock_tools() -> Result<()> {
 
 #[tokio::test]
 async fn killed_import_is_resumed() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let (_machine, archive) = machine_with_archive(&store).await?;
     let new_machine = Machine::in_use(&store, 2).await?;
     new_machine.client().await?.batch_execute("CREATE TABLE before (a int)").await?;
@@ -225,7 +225,7 @@ async fn killed_import_is_resumed() -> Result<()> {
 
 #[tokio::test]
 async fn invalid_archive_changes_nothing() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let (machine, archive) = machine_with_archive(&store).await?;
     let new_machine = Machine::in_use(&store, 2).await?;
     let bytes = fs::read(&archive)?;
@@ -291,9 +291,9 @@ async fn invalid_archive_changes_nothing() -> Result<()> {
     run_import(&fresh, &archive, &[])?.expect(75);
     new_machine.add_env("host.env", &[("SVC_USER_ID", "user_2")])?;
     let result = run_import(&new_machine, &archive, &[])?.expect(65);
-    assert!(result.stderr.contains("--of-another-user"), "{}", result.stderr);
+    assert!(result.stderr.contains("--from-another-user"), "{}", result.stderr);
     assert_eq!(new_machine.databases().await?.iter().filter(|name| name.starts_with("svc_")).count(), 0);
     assert!(!new_machine.path("home/svc/home/projects").exists());
-    run_import(&new_machine, &archive, &["--of-another-user"])?.expect(0);
+    run_import(&new_machine, &archive, &["--from-another-user"])?.expect(0);
     Ok(())
 }

@@ -74,7 +74,7 @@ fn path_str(path: &Path) -> Result<&str> {
 
 #[tokio::test]
 async fn files_are_accessed_as_their_owner() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let Some(machine) = machine_with_two_users(&store, 1).await? else { return Ok(()) };
     machine.client().await?.batch_execute("CREATE TABLE public.t AS SELECT 1 AS a").await?;
     write_as(&machine, "projects/file", "mine", OWNER, OWNER)?;
@@ -134,7 +134,7 @@ async fn files_are_accessed_as_their_owner() -> Result<()> {
 /// Opening a FIFO like a regular file would block forever.
 #[tokio::test]
 async fn fifo_is_refused_as_archive() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let Some(machine) = machine_with_two_users(&store, 1).await? else { return Ok(()) };
     let fifo = machine.path("home/svc/home/apps/ada.tar");
     nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU)?;

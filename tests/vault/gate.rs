@@ -21,7 +21,7 @@ const LOCAL_TABLE: &str = "CREATE TABLE local (id int)";
 /// Creates a store with a snapshot of 500 rows and a few MiB, the machine that took it, and a new machine with its own
 /// table.
 pub async fn old_and_new_machines() -> Result<(S3Server, Machine, Machine)> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let old = Machine::in_use(&store, 1).await?;
     old.client()
         .await?
@@ -116,7 +116,7 @@ fn run_restore(machine: &Machine, extra_env: RunEnv<'_>) -> Result<RunResult> {
 
 #[tokio::test]
 async fn requested_earlier_snapshot_is_restored_then_backed_up() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let old = Machine::in_use(&store, 1).await?;
     old.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;
     old.run(&["svc-db-backup"])?.expect(0);
@@ -156,7 +156,7 @@ async fn requested_earlier_snapshot_is_restored_then_backed_up() -> Result<()> {
 
 #[tokio::test]
 async fn snapshot_from_a_newer_postgresql_is_refused() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let old = Machine::in_use(&store, 1).await?;
     old.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;
     old.run(&["svc-db-backup"])?.expect(0);
@@ -274,7 +274,7 @@ async fn unreachable_store_does_not_count_as_absence() -> Result<()> {
 
 #[tokio::test]
 async fn confirmed_absence_opens_the_gate_only_if_permitted() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let new = Machine::new(&store, 2).await?;
     new.client().await?.batch_execute("CREATE TABLE local (id int)").await?;
     let result = run_restore(&new, &[])?.expect(70);
@@ -299,7 +299,7 @@ async fn confirmed_absence_opens_the_gate_only_if_permitted() -> Result<()> {
 /// As on a real machine, root's directory contains only a link to the marker in another directory.
 #[tokio::test]
 async fn marker_is_written_through_its_link() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let new = Machine::new(&store, 2).await?;
     let (link, target) = (new.path("opt/svc/restore-complete"), new.path("var/lib/svc/restore-complete"));
     std::os::unix::fs::symlink(&target, &link)?;

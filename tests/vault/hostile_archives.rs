@@ -118,7 +118,7 @@ async fn list_traces(machine: &Machine) -> Result<Vec<String>> {
 
 #[tokio::test]
 async fn import_runs_archive_sql_without_privileges() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let valid = ValidArchive::export(&store).await?;
     let machine = Machine::in_use(&store, 2).await?;
     machine.client().await?.batch_execute("CREATE TABLE public.before (a int)").await?;
@@ -171,7 +171,7 @@ async fn import_runs_archive_sql_without_privileges() -> Result<()> {
 /// Settings for all database sessions are dropped; owners and privileges are those that an import sets.
 #[tokio::test]
 async fn import_drops_settings_and_owners_of_the_archive() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let mut valid = ValidArchive::export(&store).await?;
     valid.sidecar["database"]["settings"] =
         json!([{"role": null, "name": "session_preload_libraries", "value": "x"}]);
@@ -229,7 +229,7 @@ fn create_sparse_file(path: PathBuf, head: &[u8], size: u64) -> Result<PathBuf> 
 
 #[tokio::test]
 async fn import_check_does_not_trust_claimed_sizes() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = Machine::in_use(&store, 1).await?;
     let gib = 1 << 30;
     let mut cases = Vec::new();

@@ -39,7 +39,7 @@ fn marker(machine: &Machine) -> Result<Value> {
 
 #[tokio::test]
 async fn backup_refuses_a_database_that_lost_its_volume() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let mut machine = machine_with_backup(&store).await?;
     let good = machine::pointer(&store).await?;
     lose_volume(&mut machine).await?;
@@ -77,7 +77,7 @@ async fn backup_refuses_a_database_that_lost_its_volume() -> Result<()> {
 
 #[tokio::test]
 async fn replace_restores_a_lost_database_and_keeps_the_substitute() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let mut machine = machine_with_backup(&store).await?;
     lose_volume(&mut machine).await?;
     machine.client().await?.batch_execute("DELETE FROM t WHERE id > 3").await?;
@@ -92,7 +92,7 @@ async fn replace_restores_a_lost_database_and_keeps_the_substitute() -> Result<(
 /// With a marker from a release without database ids, the database is adopted once.
 #[tokio::test]
 async fn marker_from_an_earlier_release_adopts_its_database_once() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let mut machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute(ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
@@ -140,7 +140,7 @@ async fn restore_refuses_to_replace_unknown_rows() -> Result<()> {
 async fn interrupted_import_is_resolved_at_the_next_boot() -> Result<()> {
     for (point, restored) in [("restore.closed", false), ("restore.renamed", true), ("import.swapped", true)]
     {
-        let store = machine::store()?;
+        let store = machine::start_store()?;
         let machine = machine_with_backup(&store).await?;
         let archive = machine.path("ada.tar");
         machine.run(&["svc-db-backup", "export", "--output", machine::path_str(&archive)])?.expect(0);
@@ -172,7 +172,7 @@ async fn interrupted_import_is_resolved_at_the_next_boot() -> Result<()> {
 
 #[tokio::test]
 async fn shrunken_snapshot_is_held_until_accepted() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = machine_with_backup(&store).await?;
     let good = machine::pointer(&store).await?;
     machine.client().await?.batch_execute("DELETE FROM t WHERE id > 5").await?;
@@ -209,7 +209,7 @@ async fn shrunken_snapshot_is_held_until_accepted() -> Result<()> {
 #[tokio::test]
 async fn loss_confirmed_by_three_hourly_snapshots_is_accepted() -> Result<()> {
     const HELD: &str = "var/lib/svc/held-snapshot.json";
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = machine_with_backup(&store).await?;
     machine
         .client()
@@ -262,7 +262,7 @@ async fn replaced_databases(machine: &Machine) -> Result<Vec<String>> {
 /// is empty or if space is short.
 #[tokio::test]
 async fn replaced_databases_are_kept_for_seven_days() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = machine_with_backup(&store).await?;
     let Some(disk) = SmallDisk::mount(machine.path(""), 64)? else { return Ok(()) };
     let admin = machine.postgres().connect("postgres").await?;
@@ -285,7 +285,7 @@ async fn replaced_databases_are_kept_for_seven_days() -> Result<()> {
 /// A brief failure does not delay the backup by an hour: the hourly run retries, and each attempt is recorded.
 #[tokio::test]
 async fn failed_hourly_backup_is_retried() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = machine_with_backup(&store).await?;
     let before = machine.backup_records()?.len();
     let extra = [("FAILPOINTS", "backup.verified=2*return(error)"), ("BACKUP_RETRY_SECONDS", "1")];

@@ -71,7 +71,7 @@ fn plain_dump(machine: &Machine) -> Result<String> {
 #[tokio::test]
 #[ignore = "long: backs up and restores a gigabyte"]
 async fn gigabyte_database_is_restored_identically() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let old = Machine::in_use(&store, 1).await?;
     for content in [APPS, BULK] {
         old.client().await?.batch_execute(content).await?;

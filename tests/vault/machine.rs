@@ -29,7 +29,7 @@ pub fn binaries() -> Result<PgBinaries> {
 }
 
 /// Starts an object store with the bucket for all machines in these tests.
-pub fn store() -> Result<S3Server> {
+pub fn start_store() -> Result<S3Server> {
     let store = S3Server::start(&std::env::temp_dir())?;
     store.create_bucket(BUCKET);
     Ok(store)
@@ -93,7 +93,7 @@ impl RunResult {
         self
     }
 
-    /// Asserts that a child process of a step was killed, and that the run reported it.
+    /// Asserts that the process that runs a step was killed, and that the run reported it.
     #[track_caller]
     pub fn expect_step_killed(self) -> Self {
         let result = self.expect(svc::applet::Exit::Internal as i32);
@@ -238,7 +238,7 @@ impl Machine {
         Ok(rows.iter().map(|row| row.get(0)).collect())
     }
 
-    pub fn spawn(&self, args: &[&str], extra_env: RunEnv<'_>) -> Result<Running> {
+    pub fn spawn(&self, args: &[&str], extra_env: RunEnv<'_>) -> Result<RunningApplet> {
         let out = tempfile::NamedTempFile::new()?;
         let err = tempfile::NamedTempFile::new()?;
         let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
@@ -250,7 +250,7 @@ impl Machine {
             .stdin(Stdio::null())
             .stdout(out.reopen()?)
             .stderr(err.reopen()?);
-        Ok(Running { child: OwnedChild::spawn(&mut command)?, out, err })
+        Ok(RunningApplet { child: OwnedChild::spawn(&mut command)?, out, err })
     }
 
     /// Runs an applet until it exits.
@@ -275,18 +275,18 @@ impl Machine {
 }
 
 /// A running applet.
-pub struct Running {
+pub struct RunningApplet {
     child: OwnedChild,
     out: tempfile::NamedTempFile,
     err: tempfile::NamedTempFile,
 }
 
-impl Running {
+impl RunningApplet {
     pub fn signal(&self, signal: nix::sys::signal::Signal) -> Result<()> {
         self.child.signal(signal)
     }
 
-    /// Returns the peak resident memory in anonymous pages, sampled until the run ends.
+    /// Returns the peak resident anonymous memory in bytes, sampled until the run ends.
     pub async fn peak_memory(&self) -> u64 {
         let (mut peak, path) = (0, format!("/proc/{}/status", self.child.pid()));
         while let Some(bytes) = fs::read_to_string(&path).ok().as_deref().and_then(parse_resident_bytes) {
@@ -319,7 +319,7 @@ fn parse_resident_bytes(status: &str) -> Option<u64> {
     Some(kib * 1024)
 }
 
-/// Waits until the condition holds, usually because of another process.
+/// Polls until the condition holds; usually, another process makes it true.
 pub async fn wait_until(event: &str, mut condition: impl FnMut() -> bool) -> Result<()> {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !condition() {

@@ -45,7 +45,7 @@ fn count_writes(store: &S3Server) -> usize {
 #[tokio::test]
 async fn lost_reply_is_resolved_by_reading_back() -> Result<()> {
     for fault in [Fault::LostReply, Fault::StatusAfterCommit(500), Fault::StatusAfterCommit(503)] {
-        let store = machine::store()?;
+        let store = machine::start_store()?;
         let bucket = machine::bucket(&store)?;
         for second in [1, 2] {
             let hits = store.add_fault(meta_rule(fault.clone()).method("PUT"));
@@ -65,7 +65,7 @@ async fn lost_reply_is_resolved_by_reading_back() -> Result<()> {
 
 #[tokio::test]
 async fn earlier_machine_never_overwrites_a_later_one() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let bucket = machine::bucket(&store)?;
     meta::write(&bucket, &slot(), &make_metadata(1, 1)?).await?;
     meta::write(&bucket, &slot(), &make_metadata(2, 2)?).await?;
@@ -80,7 +80,7 @@ async fn earlier_machine_never_overwrites_a_later_one() -> Result<()> {
 
 #[tokio::test]
 async fn unreadable_metadata_is_rewritten() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     store.write(BUCKET, &format!("{USER}/primary/system/vps-meta.json"), "{torn");
     meta::write(&machine::bucket(&store)?, &slot(), &make_metadata(1, 1)?).await?;
     assert_eq!(read_metadata(&store)?, make_metadata(1, 1)?);

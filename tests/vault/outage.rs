@@ -29,7 +29,7 @@ async fn machine_without_platform(store: &S3Server, platform: &Platform) -> Resu
 
 #[tokio::test(flavor = "multi_thread")]
 async fn outage_session_stores_snapshots_without_moving_pointer() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let platform = Platform::start(&store).await?;
     let machine = machine_without_platform(&store, &platform).await?;
     let before = machine::pointer(&store).await?.context("there is no pointer")?;
@@ -54,7 +54,7 @@ async fn outage_session_stores_snapshots_without_moving_pointer() -> Result<()> 
 
 #[tokio::test(flavor = "multi_thread")]
 async fn retry_publishes_the_snapshot_stored_during_an_outage() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let platform = Platform::start(&store).await?;
     let machine = machine_without_platform(&store, &platform).await?;
     let running = machine.spawn(&["svc-db-backup", "run", "--retry"], &[("BACKUP_RETRY_SECONDS", "1")])?;
@@ -77,7 +77,7 @@ async fn retry_publishes_the_snapshot_stored_during_an_outage() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let platform = Platform::start(&store).await?;
     let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
@@ -119,7 +119,7 @@ async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn agent_renews_the_outage_session() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let platform = Platform::start(&store).await?;
     let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
     let stored = machine.path("var/lib/svc/store-credentials.json");
@@ -143,7 +143,7 @@ async fn agent_renews_the_outage_session() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn backup_uses_no_outage_session_after_a_refusal() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let platform = Platform::start(&store).await?;
     let machine = machine_without_platform(&store, &platform).await?;
     for response in [CredentialResponse::Superseded, CredentialResponse::Unauthorized] {

@@ -32,7 +32,7 @@ async fn roles(machine: &Machine) -> Result<String> {
 
 #[tokio::test]
 async fn restore_keeps_roles_or_reports_differences() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let old = Machine::in_use(&store, 1).await?;
     old.client().await?.batch_execute(CONTENT).await?;
     old.run(&["svc-db-backup"])?.expect(0);
@@ -56,7 +56,7 @@ async fn restore_keeps_roles_or_reports_differences() -> Result<()> {
 
 #[tokio::test]
 async fn restore_reports_role_attributes_it_does_not_keep() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let old = Machine::in_use(&store, 1).await?;
     old.client().await?.batch_execute(CONTENT).await?;
     old.run(&["svc-db-backup"])?.expect(0);

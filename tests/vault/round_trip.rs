@@ -64,7 +64,7 @@ fn plain_dump(machine: &Machine) -> Result<String> {
 
 #[tokio::test]
 async fn restored_database_equals_the_backed_up_one() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let old = Machine::in_use(&store, 1).await?;
     old.client().await?.batch_execute(CONTENT).await?;
     old.run(&["svc-db-backup"])?.expect(0);
@@ -127,7 +127,7 @@ async fn restored_database_equals_the_backed_up_one() -> Result<()> {
 
 #[tokio::test]
 async fn stock_pg_restore_reads_the_object() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;
     machine.run(&["svc-db-backup", "run"])?.expect(0);
@@ -148,7 +148,7 @@ async fn stock_pg_restore_reads_the_object() -> Result<()> {
 /// Concurrent writes cannot make the dump and the row counts differ, because both use the same snapshot.
 #[tokio::test]
 async fn database_in_use_is_backed_up_at_one_instant() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let old = Machine::in_use(&store, 1).await?;
     let client = old.client().await?;
     client.batch_execute("CREATE TABLE a (id bigserial); CREATE TABLE b (id bigserial)").await?;

@@ -69,7 +69,7 @@ const TABLES: [&str; 3] = ["app_shop.customers", "app_shop.log", "app_shop.order
 
 #[tokio::test]
 async fn missing_rows_are_copied_and_existing_ones_unchanged() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = machine_with_side_database(&store).await?;
     let client = machine.client().await?;
     client
@@ -110,7 +110,7 @@ async fn missing_rows_are_copied_and_existing_ones_unchanged() -> Result<()> {
 
 #[tokio::test]
 async fn dangling_reference_aborts_the_copy_without_changes() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = machine_with_side_database(&store).await?;
     let client = machine.client().await?;
     client.batch_execute("DELETE FROM app_shop.customers WHERE id = 5").await?;
@@ -132,7 +132,7 @@ async fn dangling_reference_aborts_the_copy_without_changes() -> Result<()> {
 
 #[tokio::test]
 async fn every_mode_works_and_a_dropped_table_is_recreated() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = machine_with_side_database(&store).await?;
     let client = machine.client().await?;
     let damage = "UPDATE app_shop.customers SET price = 7, doc = '[]' WHERE id % 2 = 0; DELETE FROM app_shop.orders WHERE id % 3 = 0;
@@ -189,7 +189,7 @@ async fn every_mode_works_and_a_dropped_table_is_recreated() -> Result<()> {
 
 #[tokio::test]
 async fn open_selects_snapshot_by_time_and_close_cleans_up() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = machine_with_side_database(&store).await?;
     let first = read_state(&machine)?["key"].clone();
     let between = jiff::Timestamp::now().to_string();
@@ -230,7 +230,7 @@ async fn open_selects_snapshot_by_time_and_close_cleans_up() -> Result<()> {
 /// request, exactly once.
 #[tokio::test]
 async fn request_killed_at_any_step_is_completed_once() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = machine_with_side_database(&store).await?;
     let client = machine.client().await?;
     let request_side = |action: Value| -> Result<()> {
@@ -306,7 +306,7 @@ async fn request_killed_at_any_step_is_completed_once() -> Result<()> {
 /// A killed command is completed by the unit or by the next command.
 #[tokio::test]
 async fn killed_command_is_completed() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = machine_with_side_database(&store).await?;
     let run_killed = |args: &[&str], point: &str| {
         let points = format!("{point}=return(kill)");
@@ -334,7 +334,7 @@ async fn killed_command_is_completed() -> Result<()> {
 /// Names in triggers resolve as in every other session.
 #[tokio::test]
 async fn owner_triggers_resolve_their_tables() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = machine_with_side_database(&store).await?;
     let client = machine.client().await?;
     client

@@ -48,7 +48,7 @@ const VALID: &str = "SELECT convalidated FROM pg_constraint WHERE conname = 'ord
 
 #[tokio::test]
 async fn dropped_table_is_restored_with_its_dependents() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = machine_with_dropped_table(&store).await?;
     let expected = json!([
         "view app_shop.totals",
@@ -89,7 +89,7 @@ async fn dropped_table_is_restored_with_its_dependents() -> Result<()> {
 
 #[tokio::test]
 async fn unrecreatable_dependents_are_reported() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = machine_with_dropped_table(&store).await?;
     let damage = "INSERT INTO app_shop.orders (customer) VALUES (99999); DROP TABLE app_shop.log;
                 CREATE STATISTICS app_shop.moods ON id, customer FROM app_shop.orders";

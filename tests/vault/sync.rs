@@ -9,7 +9,7 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use svc::store::meta::VpsMeta;
 
-use super::machine::{self, BUCKET, Machine, RunResult, Running, USER, wait_until};
+use super::machine::{self, BUCKET, Machine, RunResult, RunningApplet, USER, wait_until};
 use super::platform::{Platform, ScriptedResponse, gateway};
 
 fn accepted_heartbeat() -> ScriptedResponse {
@@ -20,13 +20,13 @@ fn accepted_heartbeat() -> ScriptedResponse {
     )
 }
 
-async fn wait_for_exit(running: Running) -> Result<RunResult> {
+async fn wait_for_exit(running: RunningApplet) -> Result<RunResult> {
     tokio::task::spawn_blocking(move || running.wait()).await?
 }
 
 #[tokio::test]
 async fn heartbeat_reports_the_state_of_the_machine() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let platform = Platform::start(accepted_heartbeat()).await?;
     let machine = Machine::in_use(&store, 3).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
@@ -67,7 +67,7 @@ async fn heartbeat_reports_the_state_of_the_machine() -> Result<()> {
 
 #[tokio::test]
 async fn agent_of_replaced_machine_exits() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let responses = [
         ScriptedResponse::Json(
             200,
@@ -80,7 +80,7 @@ async fn agent_of_replaced_machine_exits() -> Result<()> {
         let machine = Machine::new(&store, 3).await?;
         platform.configure(&machine)?;
         let result = wait_for_exit(machine.spawn(&["svc-sync-agent"], &[])?).await?.expect(0);
-        assert!(result.stderr.contains("taken this one's place"), "{}", result.stderr);
+        assert!(result.stderr.contains("this machine has been replaced"), "{}", result.stderr);
         let record: Value = serde_json::from_slice(&fs::read(machine.path("var/lib/svc/superseded.json"))?)?;
         assert_eq!(record["mine"], 3);
         wait_for_exit(machine.spawn(&["svc-sync-agent"], &[])?).await?.expect(77);
@@ -91,7 +91,7 @@ async fn agent_of_replaced_machine_exits() -> Result<()> {
 
 #[tokio::test]
 async fn agent_survives_platform_failures_and_keeps_its_keys() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let platform = Platform::start(ScriptedResponse::Json(503, json!({}))).await?;
     platform.queue([
         accepted_heartbeat(),
@@ -118,7 +118,7 @@ async fn agent_survives_platform_failures_and_keeps_its_keys() -> Result<()> {
 /// A machine that was replaced during a platform outage does not overwrite the new machine's metadata.
 #[tokio::test]
 async fn later_machines_metadata_is_kept() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let platform = Platform::start(accepted_heartbeat()).await?;
     let key = format!("{USER}/primary/system/vps-meta.json");
     for (epoch, expected) in [(3, 3), (5, 5), (4, 5)] {
@@ -146,7 +146,7 @@ async fn later_machines_metadata_is_kept() -> Result<()> {
 
 #[tokio::test]
 async fn desired_release_is_requested_until_its_outcome() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let desired_release = |id: &str| json!({ "desiredImageVersion": "2.0.0", "desiredRequestId": id, "epoch": 3, "superseded": false, "proofKeys": { "keys": [] } });
     let platform = Platform::start(ScriptedResponse::Json(200, desired_release("rollout-one"))).await?;
     let machine = Machine::in_use(&store, 3).await?;
@@ -198,7 +198,7 @@ async fn desired_release_is_requested_until_its_outcome() -> Result<()> {
 /// The epoch from a heartbeat response is used for heartbeats, metadata and backups, and never decreases.
 #[tokio::test]
 async fn raised_epoch_is_stored_and_used_by_backups() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let platform =
         Platform::start(ScriptedResponse::Json(200, json!({ "epoch": 5, "superseded": false }))).await?;
     let machine = Machine::in_use(&store, 3).await?;
@@ -237,7 +237,7 @@ async fn raised_epoch_is_stored_and_used_by_backups() -> Result<()> {
 /// Writers resume only when the response to a heartbeat that was sent after the quiesce no longer names the operation.
 #[tokio::test]
 async fn writers_resume_when_response_names_no_operation() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let operation = svc::machine::id::OperationId::new();
     let response = json!({ "epoch": 3, "superseded": false, "quiesce": operation.to_string() });
     let platform = Platform::start(ScriptedResponse::Json(200, response)).await?;
@@ -265,7 +265,7 @@ async fn writers_resume_when_response_names_no_operation() -> Result<()> {
 /// The metadata contains the server's id and address, and is written only when it changes.
 #[tokio::test]
 async fn metadata_is_written_only_when_it_changes() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let platform = Platform::start(accepted_heartbeat()).await?;
     let machine = Machine::in_use(&store, 3).await?;
     platform.configure(&machine)?;
@@ -295,7 +295,7 @@ async fn metadata_is_written_only_when_it_changes() -> Result<()> {
 
 #[tokio::test]
 async fn certificate_settings_are_stored_and_certificate_is_reported() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let external = json!({ "keyId": "kid-1", "hmacKey": "bWFj" });
     let settings = json!({ "hostName": "a.hosts.example",
         "acme": { "directoryUrl": "https://ca.example/dir", "externalAccount": external } });

@@ -28,7 +28,7 @@ impl Fixture {
         let platform = Stack::start().await;
         let process = platform.start_platform_with(&OVERLAP);
         let guest = platform.start_machine(&process, "user_1").await;
-        let store = machine::store()?;
+        let store = machine::start_store()?;
         let host = UpdateFixture::for_machine(Machine::in_use(&store, 1).await?).await?;
         store.take_down();
         let env = [

@@ -7,7 +7,7 @@ use anyhow::Result;
 use nix::sys::signal::Signal;
 use serde_json::json;
 
-use super::machine::{self, Machine, RunResult, Running, wait_until};
+use super::machine::{self, Machine, RunResult, RunningApplet, wait_until};
 use super::platform::{Platform, ScriptedResponse};
 
 const TOKEN_FILE: &str = "var/lib/svc/upgrade-token.json";
@@ -21,13 +21,13 @@ fn response_with_token(token: &str) -> ScriptedResponse {
     ScriptedResponse::Json(200, json!({ "superseded": false, "nextToken": token }))
 }
 
-async fn wait_for_exit(running: Running) -> Result<RunResult> {
+async fn wait_for_exit(running: RunningApplet) -> Result<RunResult> {
     tokio::task::spawn_blocking(move || running.wait()).await?
 }
 
 /// Creates a machine whose first token has the real format.
 async fn machine_with_token(platform: &Platform) -> Result<Machine> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = Machine::new(&store, 3).await?;
     platform.configure(&machine)?;
     machine.add_env("host.env", &[("UPGRADE_TOKEN", &token(&machine, 1))])?;

@@ -11,7 +11,7 @@ use kit::bundle::{Manifest, SigningKey};
 use serde_json::Value;
 
 use super::bundle::{self, Source};
-use super::machine::{Machine, RunResult, Running};
+use super::machine::{Machine, RunResult, RunningApplet};
 
 pub const OLD_VERSION: &str = "2026.1.0";
 pub const NEW_VERSION: &str = "2026.2.0";
@@ -131,11 +131,11 @@ impl UpdateFixture {
         tokio::task::spawn_blocking(move || running.wait()).await?
     }
 
-    pub fn spawn(&self, args: &[&str]) -> Result<Running> {
+    pub fn spawn(&self, args: &[&str]) -> Result<RunningApplet> {
         self.spawn_with(args, None)
     }
 
-    pub fn spawn_with(&self, args: &[&str], failpoints: Option<&str>) -> Result<Running> {
+    pub fn spawn_with(&self, args: &[&str], failpoints: Option<&str>) -> Result<RunningApplet> {
         let args: Vec<&str> = ["svc-update"].iter().chain(args).copied().collect();
         let mut env: Vec<(&str, &str)> =
             self.env.iter().map(|(name, value)| (*name, value.as_str())).collect();

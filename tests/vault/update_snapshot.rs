@@ -38,7 +38,7 @@ fn read_waiting_state(fixture: &UpdateFixture) -> Option<Value> {
 
 #[tokio::test]
 async fn update_takes_a_snapshot_before_the_switch() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let fixture = start_fixture(&store).await?;
     // An earlier snapshot does not count.
     fixture.machine.run(&["svc-db-backup"])?.expect(0);
@@ -64,7 +64,7 @@ async fn update_takes_a_snapshot_before_the_switch() -> Result<()> {
 
 #[tokio::test]
 async fn update_without_a_snapshot_waits_then_fails() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let mut fixture = start_fixture(&store).await?;
     fixture.set_env("SVC_UPDATE_SNAPSHOT_SECONDS", "3");
     // The store refuses every upload.
@@ -93,7 +93,7 @@ async fn update_without_a_snapshot_waits_then_fails() -> Result<()> {
 
 #[tokio::test]
 async fn update_continues_once_a_backup_succeeds() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let fixture = start_fixture(&store).await?;
     fixture.set_backup_command(&format!("[ -e \"$SVC_ROOT/back\" ] || exit 1\n{}", backup_command()))?;
     let running = fixture.spawn(&["apply", "--version", NEW_VERSION])?;
@@ -112,7 +112,7 @@ async fn update_continues_once_a_backup_succeeds() -> Result<()> {
 
 #[tokio::test]
 async fn operator_skips_the_snapshot_for_a_waiting_update() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let fixture = start_fixture(&store).await?;
     fixture.set_backup_command("exit 1\n")?;
     fixture.request_update(NEW_VERSION)?;
@@ -131,7 +131,7 @@ async fn operator_skips_the_snapshot_for_a_waiting_update() -> Result<()> {
 
 #[tokio::test]
 async fn rollback_needs_no_snapshot() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let fixture = start_fixture(&store).await?;
     fixture.apply(NEW_VERSION).await?.expect(0);
     fixture.set_backup_command("exit 1\n")?;

@@ -43,7 +43,7 @@ pub(super) fn failed_machine() -> Value {
     machine["slot"] = "second".into();
     machine["status"] = "failed".into();
     machine["failure"] = json!({"cause": "boot_reported", "stage": "restore",
-        "message": "svc-restore: exit status: 69: the SHA-256 of x.dump differs from its sidecar: nothing was restored"});
+        "message": "svc-restore: exit status: 69: the SHA-256 of x.dump does not match the recorded one: nothing was restored"});
     machine["heartbeatAt"] = Value::Null;
     machine["health"] = Value::Null;
     machine["lastBackup"] = Value::Null;

@@ -231,7 +231,8 @@ fn failed_restore_advice_depends_on_the_code() {
         let shown = machine::details(&plain_view(), &from_json(machine));
         shown.lines().find(|line| line.starts_with("next")).unwrap_or_default().to_owned()
     };
-    let damaged = next("primary", "the SHA-256 of x.dump differs from its sidecar: nothing was restored");
+    let damaged =
+        next("primary", "the SHA-256 of x.dump does not match the recorded one: nothing was restored");
     for command in [
         format!("`svcctl backup list {OTHER}`"),
         "`svcctl recover user_1 --snapshot KEY`".to_owned(),

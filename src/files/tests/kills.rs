@@ -57,7 +57,7 @@ impl Fixture {
         self.run_with_failpoint(&format!("{point}=return(kill)"), action)
     }
 
-    /// Runs the action in a process with the value `failpoint` of `FAILPOINTS`. Returns whether it was killed.
+    /// Runs the action in a process with `FAILPOINTS` set to `failpoint`. Returns whether it was killed.
     fn run_with_failpoint(&self, failpoint: &str, action: Action) -> bool {
         let job = Job {
             dir: self.dir.path().to_owned(),

@@ -1,4 +1,4 @@
-//! Stops the gateway when another machine has taken this one's place.
+//! Stops the gateway when this machine has been replaced.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -15,7 +15,7 @@ pub async fn watch_superseded(file: PathBuf, stop: CancellationToken) {
             () = tokio::time::sleep(CHECK_INTERVAL) => {}
         }
         if tokio::fs::try_exists(&file).await.unwrap_or(false) {
-            tracing::warn!("another machine has taken this one's place; stopping");
+            tracing::warn!("this machine has been replaced; stopping");
             stop.cancel();
         }
     }

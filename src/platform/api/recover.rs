@@ -312,7 +312,11 @@ async fn respond_during_recovery(
     let old = db::machines::find_predecessor(client, machine.id).await?;
     let operation = db::operations::find_newest(client, machine.id, "recover").await?;
     let (Some(old), Some(operation)) = (old, operation) else {
-        return Err(problems::machine_not_found("that this one replaces"));
+        let id = machine.id;
+        let detail = format!(
+            "Machine {id} is recovering, but its predecessor or its recovery operation is not recorded."
+        );
+        return Err(Problem::new(Code::MachineNotFound, detail));
     };
     let has_moved = db::operation_log::has_outcome(client, operation.id, "location").await?;
     let differences = differing_options(request, machine, operation.options, has_moved);

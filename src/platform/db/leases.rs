@@ -8,7 +8,8 @@ use uuid::Uuid;
 use super::{DbError, execute, query_opt};
 use svc_machine::id::{MachineId, OperationId};
 
-/// Returns whether a process may still be running another operation on this machine, including one that has ended.
+/// Returns whether a process may still be running another operation on this machine, even if that operation is already
+/// recorded as ended.
 pub async fn has_other_lease_on_machine(
     client: &impl GenericClient,
     machine: MachineId,
@@ -31,8 +32,9 @@ pub async fn has_other_lease_in_slot(
     Ok(query_opt(client, sql, &[&machine.0, &except.0]).await?.is_some())
 }
 
-/// Delays an operation whose step's outcome could not be stored: by one second after the first failure, then twice as
-/// long after each further one, up to `max`. Has no effect unless `owner` is the last holder of its lease.
+/// Delays an operation whose step's outcome could not be stored, with exponential backoff: by 2^`attempts` seconds (at
+/// most 2^10), up to `max`. `attempts` includes earlier failed attempts at the step; it is then incremented. Has no
+/// effect unless `owner` is the last holder of the operation's lease.
 pub async fn postpone(
     client: &impl GenericClient,
     id: OperationId,

@@ -187,7 +187,11 @@ pub async fn raise_epoch(tx: &Transaction<'_>, id: MachineId, epoch: Epoch) -> R
 }
 
 /// Records the key of a snapshot that is newer than the one from which the machine is restored.
-pub async fn record_unrestored(tx: &Transaction<'_>, id: MachineId, key: &str) -> Result<(), DbError> {
+pub async fn record_unrestored_snapshot(
+    tx: &Transaction<'_>,
+    id: MachineId,
+    key: &str,
+) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET unrestored_snapshot = $2 WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &key]).await.map(drop)
 }

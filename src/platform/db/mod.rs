@@ -179,16 +179,6 @@ pub async fn begin_snapshot(session: &mut Object) -> Result<Transaction<'_>, DbE
     with_timeout(transaction.read_only(true).start()).await
 }
 
-/// Begins a transaction in another one: a savepoint.
-pub async fn begin_nested<'tx>(tx: &'tx mut Transaction<'_>) -> Result<Transaction<'tx>, DbError> {
-    with_timeout(tx.transaction()).await
-}
-
-/// Undoes everything that a transaction has written.
-pub async fn roll_back(tx: Transaction<'_>) -> Result<(), DbError> {
-    with_timeout(tx.rollback()).await
-}
-
 /// Commits a transaction.
 ///
 /// # Errors

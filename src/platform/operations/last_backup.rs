@@ -444,7 +444,7 @@ async fn handle_failure(
 /// Continues without a final backup, and records the time since which data is lost.
 async fn continue_with_loss(leased: &LeasedOperation<'_>, machine: &MachineRow) -> StepOutcome {
     let saved = find_newest_copy(leased, machine).await;
-    let suffix = skip::record_unrestored(leased, machine).await;
+    let suffix = skip::record_unrestored_snapshot(leased, machine).await;
     let note = format!(
         "no final backup; the operator accepted the loss of data written since the newest copy, which is {saved}{suffix}"
     );

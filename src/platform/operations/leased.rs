@@ -94,13 +94,13 @@ impl LeasedOperation<'_> {
         Ok(true)
     }
 
-    /// Records, under the lease, that the machine's server holds data that no snapshot contains.
+    /// Records, under the lease, that the machine's server may hold data that no snapshot contains.
     pub async fn mark_unsaved(&self, machine: MachineId) -> Result<(), StepError> {
         self.write_under_lease(LeasedWrite::Unsaved(machine)).await
     }
 
     /// Records, under the lease, a snapshot that is newer than the one from which the machine is restored.
-    pub async fn record_unrestored(&self, key: String) -> Result<(), StepError> {
+    pub async fn record_unrestored_snapshot(&self, key: String) -> Result<(), StepError> {
         self.write_under_lease(LeasedWrite::Unrestored(key)).await
     }
 
@@ -110,7 +110,7 @@ impl LeasedOperation<'_> {
     }
 
     /// Finds the newest operation that was to take this machine out of service, and so may have stopped its writers.
-    pub async fn find_stopping_operation(&self) -> Result<Option<OperationId>, DbError> {
+    pub async fn find_retiring_operation(&self) -> Result<Option<OperationId>, DbError> {
         let session = self.platform.db.session().await?;
         db::slot_operations::find_retiring_operation(&session, self.operation.machine).await
     }
@@ -147,7 +147,7 @@ impl LeasedOperation<'_> {
             }
             LeasedWrite::PoweredOn => db::machine_server::clear_powered_off(&tx, machine).await?,
             LeasedWrite::Unrestored(key) => {
-                db::machine_changes::record_unrestored(&tx, machine, &key).await?;
+                db::machine_changes::record_unrestored_snapshot(&tx, machine, &key).await?;
             }
             LeasedWrite::Unsaved(machine) => db::machine_changes::mark_unsaved(&tx, machine).await?,
             LeasedWrite::Kept(machine) => db::machine_changes::mark_kept(&tx, machine).await?,
@@ -188,7 +188,7 @@ impl LeasedOperation<'_> {
     /// Ends the operation, and applies the event to its machine.
     pub async fn end_with_event(&self, event: &Event, note: &str) -> Result<(), StepError> {
         let mut session = self.platform.db.session().await?;
-        let mut tx = db::begin(&mut session).await?;
+        let tx = db::begin(&mut session).await?;
         let machine = self.operation.machine;
         let row = db::machines::lock(&tx, machine).await?.ok_or(StepError::Lost)?;
         let lease = self.platform.config.timing.lease_ttl;
@@ -197,11 +197,9 @@ impl LeasedOperation<'_> {
         }
         db::operations::log(&tx, self.operation.id, &self.operation.step, "done", Some(note)).await?;
         let context = EventContext { failure: Some((&self.operation.step, note)), ..EventContext::default() };
-        let nested = db::begin_nested(&mut tx).await?;
-        match lifecycle::apply(&nested, &self.platform.mint, &row, event, context).await {
-            Ok(_) => db::commit(nested).await?,
-            // A refused event no longer applies, for example because the machine has left its slot.
-            Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => db::roll_back(nested).await?,
+        match lifecycle::apply(&tx, &self.platform.mint, &row, event, context).await {
+            // Nothing has been written: the events that end operations need no successor and reinstate no predecessor.
+            Ok(_) | Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => {}
             Err(LifecycleError::Db(error)) => return Err(error.into()),
         }
         // If the change to the machine has ended the operation as failed, this has no effect. Operations that the

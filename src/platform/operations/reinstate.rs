@@ -76,7 +76,7 @@ pub async fn await_host(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Ste
     let age = leased.step_age().await?;
     let is_waiting = machine.status == Status::Failed
         && machine.failure.as_ref().is_some_and(|failure| failure.cause == FailureCause::Reinstating);
-    if let Some(stopped_for) = leased.find_stopping_operation().await? {
+    if let Some(stopped_for) = leased.find_retiring_operation().await? {
         // The response to the host's next heartbeat also resumes the writers; this call is faster.
         if let Err(error) = host_call::resume(leased.platform, &machine, stopped_for).await {
             tracing::debug!(machine = %machine.id, error = %format_chain(&error), "cannot resume the host's writers yet");

@@ -112,7 +112,7 @@ impl Connection {
 pub fn message() -> Vec<u8> {
     let mut frame = vec![0x82, 0x80 | MESSAGE_BYTES as u8];
     frame.extend(MASK);
-    frame.extend((0..MESSAGE_BYTES).map(|at| (at as u8) ^ MASK[at % 4]));
+    frame.extend((0..MESSAGE_BYTES).map(|index| (index as u8) ^ MASK[index % 4]));
     frame
 }
 

@@ -1,4 +1,4 @@
-//! A WebSocket echo server behind TLS, which stands in for a machine. It is the same for all routers.
+//! A WebSocket echo server over TLS, which stands in for a machine. It is the same for all routers.
 
 use std::io::{BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -19,7 +19,7 @@ const STACK_BYTES: usize = 256 * 1024;
 /// RFC 6455, section 1.3.
 const GUID: &str = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11";
 
-/// Serves until the process ends; returns the address.
+/// Starts a server that runs until the process exits, and returns its address.
 pub fn serve(cert_pem: &str, key_pem: &str) -> Result<SocketAddr> {
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let config = ServerConfig::builder_with_provider(provider)
@@ -54,16 +54,16 @@ fn serve_connection(tcp: TcpStream, config: Arc<ServerConfig>) -> Result<()> {
     let response = upgrade_response(&key.context("the request has no WebSocket key")?);
     send(&mut tls, response.as_bytes())?;
     loop {
-        let mut start = [0; FRAME_START_BYTES];
-        tls.read_exact(&mut start)?;
-        let mut echo = EchoFrame::new(start)?;
+        let mut header = [0; FRAME_HEADER_BYTES];
+        tls.read_exact(&mut header)?;
+        let mut echo = EchoFrame::new(header)?;
         tls.read_exact(echo.payload())?;
         send(&mut tls, echo.unmask())?;
     }
 }
 
 /// The bytes before the payload of a short, masked frame.
-pub const FRAME_START_BYTES: usize = 6;
+pub const FRAME_HEADER_BYTES: usize = 6;
 
 /// A frame that is sent back without its mask.
 pub struct EchoFrame {
@@ -73,8 +73,8 @@ pub struct EchoFrame {
 
 impl EchoFrame {
     /// Starts a frame; the caller reads its payload into [`Self::payload`].
-    pub fn new(start: [u8; FRAME_START_BYTES]) -> Result<Self> {
-        let [opcode, length, mask @ ..] = start;
+    pub fn new(header: [u8; FRAME_HEADER_BYTES]) -> Result<Self> {
+        let [opcode, length, mask @ ..] = header;
         let is_masked = length & 0x80 != 0;
         let length = length & 0x7f;
         ensure!(is_masked && length < 126, "only short, masked frames are supported");

@@ -9,14 +9,14 @@ use kit::pg::PgOptions;
 use tokio_postgres::Client;
 
 use super::super::gate::{SHORT_DEADLINE, assert_untouched, is_restored, old_and_new_machines, reset};
-use super::super::machine::{self, BUCKET, Machine, RunResult, Running, wait_until};
+use super::super::machine::{self, BUCKET, Machine, RunResult, RunningApplet, wait_until};
 use super::snapshot_checker::SnapshotChecker;
 
 /// A table larger than one upload part.
 const CONTENT: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
      FROM generate_series(1, 360) n, generate_series(1, 1000) m GROUP BY n";
 
-async fn wait_for_exit(running: Running) -> Result<RunResult> {
+async fn wait_for_exit(running: RunningApplet) -> Result<RunResult> {
     tokio::task::spawn_blocking(move || running.wait()).await?
 }
 
@@ -43,7 +43,7 @@ fn assert_failed(machine: &Machine, stages: &[&str], expected_error: &str) -> Re
 
 #[tokio::test(flavor = "multi_thread")]
 async fn database_restart_during_a_backup_fails_that_run() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute(CONTENT).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
@@ -157,7 +157,7 @@ async fn release_connections(sessions: &mut Vec<Client>, remain: usize) -> Resul
 
 #[tokio::test(flavor = "multi_thread")]
 async fn exhausted_connections_fail_the_run_with_a_message() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = machine_with_few_connections(&store, 1).await?;
     svc::fsx::write_atomic(&machine.path("opt/svc/restore-complete"), b"", 0o644)?;
     machine.client().await?.batch_execute(CONTENT).await?;
@@ -194,7 +194,7 @@ async fn exhausted_connections_fail_the_run_with_a_message() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: a backup waits a minute for a lock"]
 async fn backup_of_a_long_locked_table_fails_and_is_recorded() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = Machine::in_use(&store, 1).await?;
     let client = machine.client().await?;
     client.batch_execute("CREATE TABLE notes AS SELECT generate_series(1, 9) AS id").await?;

@@ -9,7 +9,7 @@ use kit::disk::SmallDisk;
 use kit::long_tests::Figures;
 
 use super::super::gate::{assert_untouched, is_restored, old_and_new_machines, reset};
-use super::super::machine::{self, Machine, RunResult, Running, wait_until};
+use super::super::machine::{self, Machine, RunResult, RunningApplet, wait_until};
 use super::super::update_fixture::{NEW_VERSION, OLD_VERSION, PublishedRelease, UpdateFixture};
 use super::snapshot_checker::SnapshotChecker;
 
@@ -17,13 +17,13 @@ const MIB: u64 = 1 << 20;
 /// The size of the file system, of which a run keeps 64 MiB free.
 const DISK_MIB: u64 = 160;
 
-async fn wait_for_exit(running: Running) -> Result<RunResult> {
+async fn wait_for_exit(running: RunningApplet) -> Result<RunResult> {
     tokio::task::spawn_blocking(move || running.wait()).await?
 }
 
 #[tokio::test]
 async fn backup_on_full_disk_publishes_snapshot_but_fails() -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute("CREATE TABLE t AS SELECT generate_series(1, 9) AS id").await?;
     machine.run(&["svc-db-backup"])?.expect(0);

@@ -202,7 +202,7 @@ mod tests {
             }),
         ];
         for (number, (expected, violate)) in violations.into_iter().enumerate() {
-            let store = machine::store().expect("the store should start");
+            let store = machine::start_store().expect("the store should start");
             let mut checker = SnapshotChecker::new(&store);
             checker.check().expect("the slot is empty");
             let first = write_snapshot(&store, 1, None);

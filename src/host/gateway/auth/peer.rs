@@ -18,7 +18,7 @@ pub enum Peer {
     Machine,
     /// A process of the owner's user: a terminal, the editor, the shell.
     OwnerProcess,
-    /// A process started by a dispatched agent, including all descendants.
+    /// A dispatched agent's process, or any descendant of it.
     Agent,
     /// A process of any other user.
     Untrusted,

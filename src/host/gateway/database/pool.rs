@@ -1,8 +1,8 @@
 //! An app's connections. When all are busy, requests share them: PostgreSQL's protocol allows pipelining, so the next
 //! statement can be sent before the previous one has finished. A transaction has exclusive use of a connection.
 //!
-//! Invariants: all pools together never exceed the shared connection budget; a connection with unfinished work is never
-//! leased again.
+//! Invariants: all pools together never exceed the shared connection budget; an abandoned connection is never leased
+//! again.
 
 use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -123,7 +123,7 @@ impl Pool {
         let waited = tokio::time::timeout(LEASE_TIMEOUT, async {
             loop {
                 let mut lease = self.lease().await?;
-                // No further statement enters; those in flight finish first.
+                // No new statements are admitted; those in flight finish first.
                 if lease.reserve() {
                     loop {
                         let mut freed = pin!(self.freed.notified());

@@ -1,6 +1,6 @@
-//! `svc-sync-agent`: sends heartbeats to the platform, applies its responses, such as new proof keys or the replacement
-//! of this machine, and writes the machine's metadata to the object store. Its commands save and restore the owner's
-//! files ([`crate::files`]).
+//! `svc-sync-agent`: sends heartbeats to the platform, applies its responses, such as new proof keys or the notice that
+//! this machine has been replaced, and writes the machine's metadata to the object store. Its commands save and restore
+//! the owner's files ([`crate::files`]).
 
 mod apply_response;
 mod code_probe;
@@ -98,7 +98,7 @@ Exit codes: 0 restored, 64 invalid path or time, 65 refused, 69 not restored, 77
         #[arg(long)]
         replace: bool,
     },
-    /// Serve one request about earlier files from the socket on standard input
+    /// Serve one file history request from the socket on standard input
     #[command(after_help = "Used by svc-files-history@.service. Example: svc-sync-agent history --listen")]
     History {
         /// Accept connections on history.sock and serve each in a separate process
@@ -112,9 +112,9 @@ Exit codes: 0 restored, 64 invalid path or time, 65 refused, 69 not restored, 77
     ServeRestore,
     /// Verify part of the file backup
     #[command(
-        after_help = "Reads the shares that are due, so that everything is verified within VERIFY_WITHIN_DAYS, and requests a save if \
+        after_help = "Reads the parts that are due, so that everything is verified within VERIFY_WITHIN_DAYS, and requests a save if \
 packs are damaged. Once a week, also compares a sample with the files on this machine.\n\nExample: svc-sync-agent verify --all\n\n\
-Exit codes: 0 intact, 65 damaged or different, 69 not completed."
+Exit codes: 0 intact, 65 damaged or different, 69 not completed, 75 another verification is still running."
     )]
     Verify {
         /// Verify everything
@@ -128,7 +128,7 @@ first boot failed or never ran, --retry runs it now; files from the snapshot the
 Example: svc-sync-agent restore-home --retry"
     )]
     RestoreHome {
-        /// Run a restore that failed or never ran, although the machine is in use
+        /// Run a restore that failed or never ran, even though the machine is in use
         #[arg(long)]
         retry: bool,
     },
@@ -201,7 +201,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 async fn send_heartbeats() -> Result<(), Failure> {
     let config = SyncConfig::read(Layout::from_process())?;
     if config.layout.superseded().exists() {
-        let why = anyhow!("another machine has taken this one's place, so the sync agent does not run here");
+        let why = anyhow!("this machine has been replaced, so the sync agent does not run here");
         return Err(Failure::new(Exit::Permission, why));
     }
     config.platform.upgrade_token.make_durable().or_exit(Exit::Internal)?;
@@ -213,7 +213,7 @@ async fn send_heartbeats() -> Result<(), Failure> {
     tokio::select! {
         superseded = run_heartbeats(&config, &heartbeats) => {
             superseded.write(&config.layout).or_exit(Exit::Internal)?;
-            tracing::warn!(epoch = ?superseded.epoch, "another machine has taken this one's place; stopping");
+            tracing::warn!(epoch = ?superseded.epoch, "this machine has been replaced; stopping");
         }
         never = run_meta_writer(&config) => match never {},
         _ = term.recv() => {}

@@ -59,7 +59,7 @@ fn lines_are_written_without_a_flush() {
 }
 
 #[test]
-fn renamed_or_deleted_file_loses_no_later_line() {
+fn lines_after_rename_or_delete_are_not_lost() {
     let dir = tempfile::tempdir().unwrap();
     let writer = Writer::start(dir.path().to_owned()).unwrap();
     let (records, path) = (writer.records(), dir.path().join("audit.jsonl"));
@@ -70,8 +70,10 @@ fn renamed_or_deleted_file_loses_no_later_line() {
     write(1);
     fs::rename(&path, dir.path().join("audit-2026-11-21.jsonl")).unwrap();
     write(2);
+    assert_eq!(numbers(&path), [2]);
     fs::remove_file(&path).unwrap();
     write(3);
+    assert_eq!(numbers(&path), [3]);
     // A torn line from another program.
     fs::write(&path, "{\"n\":4}\n{\"n\":").unwrap();
     write(5);
@@ -94,9 +96,9 @@ fn torn_text_is_kept_and_terminated() {
     assert!(text.starts_with("2026-11-22T00:00:00.000Z half a li\n2"), "{text}");
 }
 
-/// A directory blocks the record: as on a full disk, lines are queued, then rejected.
+/// A directory in the file's place makes every write fail: as on a full disk, lines are queued, then rejected.
 #[test]
-fn rejected_lines_are_counted_and_reported_by_a_gap() {
+fn rejected_lines_are_counted_and_reported_as_a_gap() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("audit.jsonl");
     fs::create_dir(&path).unwrap();
@@ -140,7 +142,7 @@ fn rejected_lines_are_counted_and_reported_by_a_gap() {
 }
 
 #[test]
-fn blocked_record_delays_only_the_usage_that_counts_it() {
+fn blocked_interactions_delay_only_usage() {
     let dir = tempfile::tempdir().unwrap();
     let day: Date = "2026-11-22".parse().unwrap();
     let blocked = dir.path().join("interactions-2026-11-22.jsonl");
@@ -158,8 +160,8 @@ fn blocked_record_delays_only_the_usage_that_counts_it() {
     assert_eq!(numbers(&dir.path().join("usage.jsonl")), [1]);
 }
 
-/// Returns a writer whose syncs block, a sender that lets one sync succeed or fail, and a receiver of the syncs'
-/// starts. Once the sender is dropped, all syncs succeed.
+/// Returns a writer whose syncs block, a sender that lets one sync succeed or fail, and a receiver that gets a
+/// message when each sync starts. Once the sender is dropped, all syncs succeed.
 fn writer_with_blocked_syncs(logs: &Path) -> (Writer, mpsc::Sender<bool>, mpsc::Receiver<()>) {
     let (release, released) = mpsc::channel();
     let (started, starts) = mpsc::channel();
@@ -208,12 +210,12 @@ fn failed_sync_is_retried_and_shutdown_waits_for_it() {
     assert!(records.flush(TIMEOUT));
     assert_eq!(starts.try_iter().count(), 2);
     records.append(Record::Audit, &json!({"n": 2})).unwrap();
-    let ends = std::thread::spawn(move || drop(writer));
+    let shutdown = std::thread::spawn(move || drop(writer));
     starts.recv_timeout(TIMEOUT).unwrap();
-    assert!(!ends.is_finished() && !records.flush(Duration::from_millis(20)));
+    assert!(!shutdown.is_finished() && !records.flush(Duration::from_millis(20)));
     assert_eq!(numbers(&dir.path().join("audit.jsonl")), [1, 2]);
     drop(release);
-    ends.join().unwrap();
+    shutdown.join().unwrap();
 }
 
 #[test]
@@ -244,7 +246,7 @@ fn file_is_replaced_only_if_unchanged() {
 }
 
 #[test]
-fn full_disk_resumes_where_it_stopped_and_reports_the_gap() {
+fn writer_resumes_after_full_disk_and_reports_the_gap() {
     let dir = tempfile::tempdir().unwrap();
     let logs = dir.path().join("logs");
     let Some(disk) = kit::disk::SmallDisk::mount(logs.clone(), 8).unwrap() else { return };

@@ -1,6 +1,6 @@
 //! Downloads the dump to this machine's disk, and accepts it only with the right size and SHA-256.
 //!
-//! Interrupted downloads are resumed. A partial file of an earlier run is kept, but hashed again.
+//! Interrupted downloads are resumed. A partial file from an earlier run is kept, but hashed again.
 
 use std::path::{Path, PathBuf};
 
@@ -32,7 +32,7 @@ pub enum DownloadError {
     Store(#[source] StoreError),
     #[error("{key} has {found} bytes instead of {expected}")]
     WrongSize { key: String, expected: u64, found: u64 },
-    #[error("the SHA-256 of {key} differs from its sidecar: nothing was restored")]
+    #[error("the SHA-256 of {key} does not match the recorded one: nothing was restored")]
     WrongDigest { key: String },
     #[error(
         "{}: {free} bytes are free and {needed} are needed\n  next: delete files, or recover onto a server \
@@ -46,7 +46,7 @@ pub enum DownloadError {
 }
 
 impl DownloadError {
-    /// Returns `Refused` if the dump differs from its sidecar.
+    /// Returns `Refused` if the dump's size or SHA-256 does not match the snapshot reference.
     pub fn exit(&self) -> Exit {
         match self {
             Self::Store(error) => store::exit_code(error),
@@ -65,7 +65,7 @@ pub enum Dump {
     InStore(Box<SnapshotRef>),
 }
 
-/// Downloads and verifies the dump in `dir`. If it does not fit beside the database, it stays in the store.
+/// Downloads and verifies the dump in `dir`. If it does not fit on disk alongside the database, it stays in the store.
 pub async fn fetch_dump(
     context: &RestoreContext,
     dir: &Path,
@@ -96,12 +96,12 @@ pub async fn fetch_dump(
         if is_second_attempt {
             return Err(DownloadError::WrongDigest { key: snapshot.key.clone() });
         }
-        tracing::warn!(key = snapshot.key, "the downloaded bytes are damaged; starting over");
+        tracing::warn!(key = snapshot.key, "the download is corrupt; starting over");
         is_second_attempt = true;
     }
 }
 
-/// Removes the dump's partial file, and checks that there is then space for the database.
+/// Removes the dump's partial file, and checks that this frees enough space for the database.
 fn plan_streaming(
     dir: &Path,
     partial: PartialFile,
@@ -118,7 +118,7 @@ fn plan_streaming(
     tracing::warn!(
         free,
         dump = snapshot.size_bytes,
-        "the dump does not fit beside the database: it is streamed from the object store"
+        "the dump does not fit on disk alongside the database: streaming it from the object store"
     );
     Ok(Dump::InStore(Box::new(snapshot.clone())))
 }
@@ -153,7 +153,7 @@ async fn resume_download(
     snapshot: &SnapshotRef,
     partial: &mut PartialFile,
 ) -> Result<(), DownloadError> {
-    let key = context.slot.snapshot(&snapshot.key).expect("the key was validated before");
+    let key = context.slot.snapshot(&snapshot.key).expect("the key has already been validated");
     let failed = |error| DownloadError::Store(StoreError::classify(&key, error));
     let range = (partial.length() > 0).then_some(GetRange::Offset(partial.length()));
     let options = GetOptions { range, ..GetOptions::default() };
@@ -185,7 +185,7 @@ async fn resume_download(
 /// Checks that the dump and the database fit on this file system; `already_downloaded` is the size of the partial file.
 ///
 /// # Errors
-/// [`DownloadError::NoSpace`].
+/// [`DownloadError::NoSpace`] if they do not fit; [`DownloadError::File`] if the free space cannot be read.
 pub fn ensure_space_for_snapshot(
     dir: &Path,
     snapshot: &SnapshotRef,
@@ -201,7 +201,7 @@ pub fn ensure_space_for_snapshot(
 /// Checks that a directory's file system has `needed` free bytes.
 ///
 /// # Errors
-/// [`DownloadError::NoSpace`].
+/// [`DownloadError::NoSpace`] if there is less; [`DownloadError::File`] if the free space cannot be read.
 pub fn ensure_free_space(dir: &Path, needed: u64) -> Result<(), DownloadError> {
     let free = fs4::available_space(dir).map_err(FileError::wrap("read free space of", dir))?;
     if free < needed {

@@ -90,7 +90,7 @@ pub async fn skip_final_backup(
             }));
         }
         _ => {
-            leased.record_unrestored(newer.key.clone()).await?;
+            leased.record_unrestored_snapshot(newer.key.clone()).await?;
             let chosen = chosen.unwrap_or_else(|| latest.to_string());
             format!("; the operator chose {chosen}, and {stored} is not restored")
         }
@@ -100,9 +100,11 @@ pub async fn skip_final_backup(
 
 /// Records a newer snapshot after an operator has accepted that a reachable host will not take a final backup. Returns
 /// a suffix for the note in the log.
-pub async fn record_unrestored(leased: &LeasedOperation<'_>, machine: &MachineRow) -> String {
+pub async fn record_unrestored_snapshot(leased: &LeasedOperation<'_>, machine: &MachineRow) -> String {
     let Ok(Some(newer)) = Box::pin(find_newer_snapshot(leased, machine)).await else { return String::new() };
-    if leased.kind != OperationKind::Delete && leased.record_unrestored(newer.key.clone()).await.is_err() {
+    if leased.kind != OperationKind::Delete
+        && leased.record_unrestored_snapshot(newer.key.clone()).await.is_err()
+    {
         tracing::warn!(key = newer.key, "cannot record a newer snapshot that is not restored");
     }
     format!("; {} (taken at {}) is stored but not the latest", newer.key, rfc3339_ms(newer.taken_at))

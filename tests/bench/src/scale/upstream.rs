@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{UnixListener, UnixStream};
 
-use super::super::echo::{EchoFrame, FRAME_START_BYTES, upgrade_response};
+use super::super::echo::{EchoFrame, FRAME_HEADER_BYTES, upgrade_response};
 
 /// Serves until the runtime ends.
 pub fn serve(socket: &Path) -> Result<()> {
@@ -60,9 +60,9 @@ async fn discard(stream: &mut BufReader<UnixStream>, bytes: u64) -> Result<()> {
 async fn echo(mut stream: BufReader<UnixStream>, key: &str) -> Result<()> {
     stream.write_all(upgrade_response(key).as_bytes()).await?;
     loop {
-        let mut start = [0; FRAME_START_BYTES];
-        stream.read_exact(&mut start).await?;
-        let mut echo = EchoFrame::new(start)?;
+        let mut header = [0; FRAME_HEADER_BYTES];
+        stream.read_exact(&mut header).await?;
+        let mut echo = EchoFrame::new(header)?;
         stream.read_exact(echo.payload()).await?;
         stream.write_all(echo.unmask()).await?;
     }

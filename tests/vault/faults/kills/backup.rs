@@ -70,7 +70,7 @@ impl Campaign<'_> {
 }
 
 async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute(CONTENT).await?;
     let killer = Killer::new("backups", seed);

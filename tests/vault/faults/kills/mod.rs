@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail, ensure};
 use nix::sys::signal::Signal;
 
-use super::super::machine::{RunResult, Running};
+use super::super::machine::{RunResult, RunningApplet};
 use crate::sim::rng::Rng;
 
 /// Minimum number of kills in a short run.
@@ -59,7 +59,7 @@ impl Killer {
     }
 
     /// Completes a run and measures its duration, which changes with the load.
-    async fn complete_run(&mut self, spawn: impl Fn() -> Result<Running>) -> Result<RunResult> {
+    async fn complete_run(&mut self, spawn: impl Fn() -> Result<RunningApplet>) -> Result<RunResult> {
         let deadline = Instant::now() + Duration::from_secs(10);
         loop {
             let (start, running) = (Instant::now(), spawn()?);
@@ -75,7 +75,7 @@ impl Killer {
     }
 
     /// Kills a run at a random point, unless it has already succeeded.
-    async fn kill_run(&mut self, running: Running) -> Result<()> {
+    async fn kill_run(&mut self, running: RunningApplet) -> Result<()> {
         let part = self.rng.below(1050) as u32;
         tokio::time::sleep(self.run_duration * part / 1000).await;
         running.signal(Signal::SIGKILL)?;

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use svc::machine::id::MachineId;
 
 use super::super::super::bundle;
-use super::super::super::machine::{Machine, Running};
+use super::super::super::machine::{Machine, RunningApplet};
 use super::super::super::platform::gateway;
 use super::{Killer, LONG_KILLS, SHORT_KILLS};
 
@@ -76,7 +76,7 @@ impl Campaign {
         })
     }
 
-    fn spawn(&self) -> Result<Running> {
+    fn spawn(&self) -> Result<RunningApplet> {
         self.machine.spawn(&["svc-register"], &[("GATEWAY_LISTEN", &self.listen)])
     }
 

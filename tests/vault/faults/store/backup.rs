@@ -192,7 +192,7 @@ fn last_claimed_seq(store: &S3Server) -> u64 {
 }
 
 async fn fault_fixture() -> Result<FaultFixture> {
-    let store = machine::store()?;
+    let store = machine::start_store()?;
     let platform = Platform::start(&store).await?;
     let machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute(CONTENT).await?;

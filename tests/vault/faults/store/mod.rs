@@ -8,7 +8,7 @@ use jiff::SignedDuration;
 use kit::s3::{Fault, Rule, S3Server};
 
 use super::super::credentials::{CredentialResponse, Platform};
-use super::super::machine::{Machine, RunResult, Running};
+use super::super::machine::{Machine, RunResult, RunningApplet};
 
 /// A machine, its store, and the platform that issues its short-lived credentials.
 struct FaultFixture {
@@ -37,7 +37,7 @@ impl FaultFixture {
     async fn run_disrupted(
         &self,
         disruption: Disruption,
-        run: impl FnOnce() -> Result<Running>,
+        run: impl FnOnce() -> Result<RunningApplet>,
     ) -> Result<RunResult> {
         let hits: Vec<_> = match disruption {
             Disruption::Rules(rules) => rules.into_iter().map(|rule| self.store.add_fault(rule)).collect(),

@@ -82,7 +82,7 @@ enum StepError {
     Superseded,
     #[error(
         "the archive belongs to the user {archive}, but this machine belongs to {machine}\n  next: if this is intended, add \
-         `--of-another-user`"
+         `--from-another-user`"
     )]
     OtherUser { archive: String, machine: String },
     #[error("cannot open the archive on standard input")]
@@ -165,7 +165,7 @@ fn check_archive(settings: &RestoreSettings, archive: &File, args: &StepArgs) ->
         return Ok(());
     }
     let machine = settings.user.as_str();
-    if archived.info.idp_user_id.as_str() != machine && !args.options.of_another_user {
+    if archived.info.idp_user_id.as_str() != machine && !args.options.from_another_user {
         let archive = archived.info.idp_user_id.as_str().to_owned();
         return Err(StepError::OtherUser { archive, machine: machine.to_owned() });
     }
