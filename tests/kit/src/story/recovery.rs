@@ -180,8 +180,9 @@ pub async fn check_old_machine_superseded(
 
 pub async fn delete(stack: &Stack, second: &MachineRecord) -> Result<((), String)> {
     let before = stack.slot.snapshots(&stack.store).len();
-    let run =
-        stack.svcctl(&["--json", "delete", &second.id, "--now", "--yes", "--wait=120"]).await?.success()?;
+    // The final backup waits up to three minutes for the files of a machine that was just restored.
+    let wait = format!("--wait={}", stack.svcctl_timeout.as_secs() - 20);
+    let run = stack.svcctl(&["--json", "delete", &second.id, "--now", "--yes", &wait]).await?.success()?;
     let record: serde_json::Value = run.json()?;
     ensure!(record["deletedAt"].is_string(), "the record is {record}");
     eventually("its server is deleted", Duration::from_secs(60), || async {

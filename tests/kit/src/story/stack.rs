@@ -87,7 +87,7 @@ pub struct Stack {
     operator: Program,
     platform_env: Vec<(String, String)>,
     /// Timeout for one `svcctl` invocation.
-    svcctl_timeout: Duration,
+    pub(super) svcctl_timeout: Duration,
     platform: Platform,
     database: PgServer,
 }
