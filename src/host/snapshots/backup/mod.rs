@@ -115,7 +115,7 @@ enum Command {
         #[arg(long, value_name = "FILE")]
         except: Vec<PathBuf>,
     },
-    /// Load an earlier snapshot beside the owner's database, to inspect it and copy tables back
+    /// Load an earlier snapshot next to the owner's database, to inspect it and copy tables back
     #[command(subcommand)]
     Side(SideCommand),
 }
