@@ -58,7 +58,7 @@ mod tests {
     /// An error that wraps another one and names no component.
     #[derive(Debug, thiserror::Error)]
     #[error("cannot create the machine")]
-    struct Wrapped(#[source] Box<dyn Error + Send + Sync>);
+    struct WrapperError(#[source] Box<dyn Error + Send + Sync>);
 
     #[test]
     fn creation_failure_names_the_failed_component() {
@@ -68,7 +68,7 @@ mod tests {
             ProviderError::new("create server", kind, cause)
         };
         let refused = || provider(ErrorKind::Refused);
-        let wrapped = |error: Box<dyn Error + Send + Sync>| StepError::permanent("x", Wrapped(error));
+        let wrapped = |error: Box<dyn Error + Send + Sync>| StepError::permanent("x", WrapperError(error));
         let fenced = Fenced { fence_epoch: Epoch(3), holder: None, writer_epoch: Epoch(2) };
         let store = || StoreError::Corrupt { key: "k".to_owned(), why: "w".to_owned() };
         let cases = [
@@ -81,7 +81,7 @@ mod tests {
             (StepError::from(DbError::Contended), CreationFailure::Internal),
             (wrapped(Box::new(PointerError::Fenced(fenced))), CreationFailure::Fenced),
             (wrapped(Box::new(refused())), CreationFailure::ProviderRefused),
-            (wrapped(Box::new(Wrapped(Box::new(store())))), CreationFailure::StoreFailed),
+            (wrapped(Box::new(WrapperError(Box::new(store())))), CreationFailure::StoreFailed),
             (wrapped(Box::new(DbError::Contended)), CreationFailure::Internal),
         ];
         for (error, expected) in cases {
