@@ -33,10 +33,10 @@ const BUFFER_BYTES: usize = 1 << 18;
 /// Returns the limits for an archive of this size: no entry can be larger than the file.
 fn tar_limits(archive_bytes: u64) -> TarLimits {
     TarLimits {
-        entries: 4_000_000,
-        name_bytes: 16 * 1024,
+        max_entries: 4_000_000,
+        max_name_bytes: 16 * 1024,
         max_total_name_bytes: 256 << 20,
-        file_bytes: archive_bytes,
+        max_file_bytes: archive_bytes,
         max_total_file_bytes: archive_bytes,
     }
 }
