@@ -109,8 +109,8 @@ impl StoreError {
 /// Whether an error message means that a snapshot pointer is unreadable or unsound. Hosts report errors only as
 /// messages.
 pub fn is_unusable_pointer(error: &str) -> bool {
-    let is_unreadable = error.match_indices(CORRUPT).any(|(at, _)| {
-        let key = error[..at].rsplit(char::is_whitespace).next().unwrap_or_default();
+    let is_unreadable = error.match_indices(CORRUPT).any(|(end, _)| {
+        let key = error[..end].rsplit(char::is_whitespace).next().unwrap_or_default();
         key.ends_with(LATEST) || key.contains(POINTER_LOG)
     });
     is_unreadable || pointer::is_unsound(error)
@@ -178,8 +178,8 @@ impl Bucket {
         Self { multipart: Some(MultipartUploads(store)), ..self }
     }
 
-    /// Returns the same bucket with a timeout for each head, get and put, including retries. Calls to [`Self::raw`]
-    /// have no such timeout.
+    /// Returns the same bucket with a timeout for each head, get and put, including retries. Calls through
+    /// [`Self::raw`] have no such timeout.
     #[must_use]
     pub fn with_call_timeout(self, timeout: Duration) -> Self {
         Self { call_timeout: Some(timeout), ..self }
@@ -254,7 +254,7 @@ impl Bucket {
     /// Reads an object's metadata.
     ///
     /// # Errors
-    /// [`StoreError`]; absence is `Ok(None)`.
+    /// [`StoreError`] if the request fails; absence is `Ok(None)`.
     pub async fn head(&self, key: &Path) -> Result<Option<ObjectMeta>, StoreError> {
         self.call("head", key, Box::pin(self.head_once(key))).await
     }
@@ -272,13 +272,13 @@ impl Bucket {
     /// a part of the bucket, so the key is looked up in a listing of that part. `false` if the listing fails.
     async fn is_absent(&self, key: &Path) -> bool {
         let Some((folder, name)) = key.as_ref().rsplit_once('/') else { return false };
-        let mut before = name.to_owned();
-        before.pop();
-        let (Ok(folder), Ok(before)) = (Path::parse(folder), Path::parse(format!("{folder}/{before}")))
+        let mut offset = name.to_owned();
+        offset.pop();
+        let (Ok(folder), Ok(offset)) = (Path::parse(folder), Path::parse(format!("{folder}/{offset}")))
         else {
             return false;
         };
-        let mut listed = self.inner.list_with_offset(Some(&folder), &before);
+        let mut listed = self.inner.list_with_offset(Some(&folder), &offset);
         loop {
             match listed.try_next().await {
                 Ok(Some(meta)) if meta.location == *key => return false,
@@ -292,7 +292,7 @@ impl Bucket {
     /// Reads a whole object of at most `limit` bytes.
     ///
     /// # Errors
-    /// [`StoreError`]; absence is `Ok(None)`, a larger object is `Corrupt`.
+    /// [`StoreError`] if the request fails, `Corrupt` if the object is larger; absence is `Ok(None)`.
     pub async fn get(&self, key: &Path, limit: u64) -> Result<Option<Versioned<Bytes>>, StoreError> {
         self.call("get", key, Box::pin(self.get_once(key, limit))).await
     }
@@ -320,7 +320,8 @@ impl Bucket {
     /// Reads a JSON object of at most 1 MiB.
     ///
     /// # Errors
-    /// [`StoreError`]; absence is `Ok(None)`, invalid JSON is `Corrupt`.
+    /// [`StoreError`] if the request fails, `Corrupt` if the object is larger or is not JSON of this type; absence is
+    /// `Ok(None)`.
     pub async fn get_json<T: DeserializeOwned>(
         &self,
         key: &Path,
@@ -347,7 +348,7 @@ impl Bucket {
     }
 
     /// Writes an object if the condition holds, and returns `Precondition` if it does not. A retried write of our own
-    /// whose response was lost can also cause `Precondition`, so the caller must then read the object back.
+    /// whose response was lost can also cause `Precondition`, so after this error the caller must read the object back.
     pub async fn put_json_if(
         &self,
         key: &Path,

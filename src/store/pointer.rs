@@ -35,7 +35,7 @@ pub struct Pointer<S = SnapshotRef> {
     pub fence_proof: Option<String>,
     pub seq: u64,
     pub snapshot: Option<S>,
-    /// When an operator decided that the slot starts empty although it has snapshots.
+    /// When an operator decided that the slot starts empty even though it has snapshots.
     #[serde(default, with = "clock::wire_option", skip_serializing_if = "Option::is_none")]
     pub emptied_at: Option<Timestamp>,
 }
@@ -128,7 +128,7 @@ impl Fenced {
     fn message(&self) -> String {
         let Self { fence_epoch, holder, writer_epoch } = self;
         if self.is_implausible() {
-            return format!("{UNSOUND}: no machine of the slot can have had its fence's epoch {fence_epoch}");
+            return format!("{UNSOUND}: no machine in the slot can have had its fence's epoch {fence_epoch}");
         }
         let by = holder.map(|machine| format!(" by machine {machine}")).unwrap_or_default();
         format!(
@@ -391,9 +391,9 @@ pub(crate) mod tests {
         for merged in [merge(&unsigned, &signed), merge(&signed, &unsigned)] {
             assert_eq!(merged.fence_proof.as_deref(), Some("a"));
         }
-        let of_other_machine =
+        let other_pointer =
             Pointer { fence_machine_id: Some(machine(2)), fence_proof: Some("b".into()), ..unsigned.clone() };
-        assert_eq!(merge(&unsigned, &of_other_machine).fence_proof, None, "the proof is for another machine");
+        assert_eq!(merge(&unsigned, &other_pointer).fence_proof, None, "the proof is for another machine");
     }
 
     #[test]
