@@ -155,11 +155,11 @@ fn compare(layout: &Layout, path: &Path, entry: &Entry, restored: &Path) -> Opti
     let mut current = open_home(layout, &layout.user_home()).ok()?.open_file(path).ok()?;
     let modified_at = |meta: &Metadata| to_nanoseconds(meta.mtime(), meta.mtime_nsec());
     let is_unchanged = |meta: &Metadata| {
-        let (changed_at, inode) = entry.changed_at();
+        let (ctime, inode) = entry.ctime_and_inode();
         meta.len() == entry.size()
             && meta.ino() == inode
             && modified_at(meta) == entry.modified_at().as_nanosecond()
-            && to_nanoseconds(meta.ctime(), meta.ctime_nsec()) == changed_at.as_nanosecond()
+            && to_nanoseconds(meta.ctime(), meta.ctime_nsec()) == ctime.as_nanosecond()
     };
     let meta = current.metadata().ok().filter(is_unchanged)?;
     let current_hash = hash(&mut current, entry.size())?;

@@ -14,7 +14,7 @@ use svc_base::fsx;
 use svc_base::quantity::{format_bytes, pluralize};
 use svc_base::untrusted_text::truncate_printable;
 use svc_files::FilesError;
-use svc_files::affected::{Affected, AffectedPath, find_affected};
+use svc_files::affected::{AffectedFiles, AffectedPath, find_affected_files};
 use svc_files::verify::{PackShare, verify, verify_index};
 use svc_store::StoreError;
 
@@ -138,8 +138,11 @@ async fn verify_shares(
         checks.write(&settings.layout).map_err(AccessError::File)?;
     }
     let blobs = checks.damaged_blobs();
-    let affected =
-        if blobs.is_empty() { Affected::default() } else { find_affected(&repository, &blobs).await? };
+    let affected = if blobs.is_empty() {
+        AffectedFiles::default()
+    } else {
+        find_affected_files(&repository, &blobs).await?
+    };
     checks.affected_snapshots = affected.snapshots;
     let describe = |file: AffectedPath| AffectedFile {
         path: truncate_printable(&HomePath::from_relative(file.path).to_string()),

@@ -13,7 +13,7 @@ use crate::system::postgres;
 use crate::system::postgres::ConnectError;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock;
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::FileError;
 use svc_base::quantity::pluralize;
 use svc_http::problem::format_chain;
@@ -44,7 +44,7 @@ enum DrillError {
     #[error("stopped by a signal")]
     Stopped,
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 impl DrillError {

@@ -85,7 +85,7 @@ pub enum DumpError {
     #[error("cannot count the rows or read the catalog of the database")]
     Query(#[from] tokio_postgres::Error),
     #[error(transparent)]
-    Injected(#[from] failpoint::Injected),
+    Injected(#[from] failpoint::InjectedFailure),
 }
 
 impl DumpError {

@@ -27,7 +27,7 @@ use crate::system::lock::Lock;
 use crate::system::postgres::ConnectError;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock;
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::FileError;
 use svc_http::problem::format_chain;
 use svc_store::StoreError;
@@ -101,7 +101,7 @@ enum BackupError {
     #[error("stopped by a signal")]
     Stopped,
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 /// Whether a backup was refused because the database has lost rows: it was emptied, or its snapshot is held back.

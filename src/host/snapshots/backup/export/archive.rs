@@ -27,7 +27,7 @@ use crate::system::tar_reader::EntryKind;
 use crate::system::user;
 use svc_base::applet::{self, Exit, Failure};
 use svc_base::clock;
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 
 const CHUNK_BYTES: usize = 256 * 1024;
 /// Maximum time without data from the process that reads the home.
@@ -46,7 +46,7 @@ enum WriteError {
     #[error("cannot copy the home into the archive")]
     Home(#[source] std::io::Error),
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 impl WriteError {

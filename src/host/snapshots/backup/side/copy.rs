@@ -18,7 +18,7 @@ use crate::snapshots::side_database::{CopiedTable, CopyMode, SIDE_DATABASE, Side
 use crate::system::postgres;
 use crate::system::postgres::ConnectError;
 use svc_base::applet::Exit;
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::FileError;
 
 const APPLICATION_NAME: &str = "svc-db-backup";
@@ -67,7 +67,7 @@ pub enum CopyError {
         source: tokio_postgres::Error,
     },
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 impl CopyError {
