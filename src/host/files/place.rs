@@ -84,7 +84,7 @@ fn move_between(from: &OwnedFd, to: &OwnedFd, path: &Path) -> Result<u64, FileEr
         if is_existing_directory.is_some() {
             replaced += 1;
         }
-        if is_existing_directory.is_some_and(|is_existing| is_existing != is_directory(&source)) {
+        if is_existing_directory == Some(!is_directory(&source)) {
             // A rename cannot replace a directory with a file, or the reverse.
             let replaced_name = format!("{REPLACED_PREFIX}{}", uuid::Uuid::new_v4().simple());
             renameat(to, &name, from, replaced_name.as_str()).map_err(wrap("replace", &target))?;
