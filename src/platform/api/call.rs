@@ -53,6 +53,10 @@ pub struct AuthenticatedHost {
 
 impl ApiCall {
     /// Reads the body within size and time limits.
+    ///
+    /// # Errors
+    /// `request_too_large` if the body is larger than [`MAX_BODY_BYTES`]; `invalid_request` if it is not received
+    /// completely in time.
     pub async fn read(request: Request) -> Result<Self, Problem> {
         let (parts, mut body) = request.into_parts();
         let too_large = || {
