@@ -139,7 +139,7 @@ impl Version {
 
 /// A value with its object's version.
 #[derive(Debug, Clone)]
-pub struct Versioned<T> {
+pub struct VersionedValue<T> {
     pub value: T,
     pub version: Version,
 }
@@ -293,11 +293,11 @@ impl Bucket {
     ///
     /// # Errors
     /// [`StoreError`] if the request fails, `Corrupt` if the object is larger; absence is `Ok(None)`.
-    pub async fn get(&self, key: &Path, limit: u64) -> Result<Option<Versioned<Bytes>>, StoreError> {
+    pub async fn get(&self, key: &Path, limit: u64) -> Result<Option<VersionedValue<Bytes>>, StoreError> {
         self.call("get", key, Box::pin(self.get_once(key, limit))).await
     }
 
-    async fn get_once(&self, key: &Path, limit: u64) -> Result<Option<Versioned<Bytes>>, StoreError> {
+    async fn get_once(&self, key: &Path, limit: u64) -> Result<Option<VersionedValue<Bytes>>, StoreError> {
         let got = match self.inner.get_opts(key, GetOptions::default()).await {
             Ok(got) => got,
             Err(Error::NotFound { .. }) => return Ok(None),
@@ -314,7 +314,7 @@ impl Bucket {
         let version =
             Version(UpdateVersion { e_tag: got.meta.e_tag.clone(), version: got.meta.version.clone() });
         let value = got.bytes().await.map_err(|error| StoreError::classify(key, error))?;
-        Ok(Some(Versioned { value, version }))
+        Ok(Some(VersionedValue { value, version }))
     }
 
     /// Reads a JSON object of at most 1 MiB.
@@ -325,12 +325,12 @@ impl Bucket {
     pub async fn get_json<T: DeserializeOwned>(
         &self,
         key: &Path,
-    ) -> Result<Option<Versioned<T>>, StoreError> {
+    ) -> Result<Option<VersionedValue<T>>, StoreError> {
         let Some(got) = self.get(key, 1 << 20).await? else {
             return Ok(None);
         };
         let value = serde_json::from_slice(&got.value).map_err(|error| StoreError::corrupt(key, &error))?;
-        Ok(Some(Versioned { value, version: got.version }))
+        Ok(Some(VersionedValue { value, version: got.version }))
     }
 
     pub async fn put(&self, key: &Path, body: impl Into<Bytes>) -> Result<(), StoreError> {
@@ -397,7 +397,7 @@ mod tests {
 
     use super::*;
     use crate::key::SlotPrefix;
-    use crate::pointer::{Fenced, Pointer};
+    use crate::pointer::{FencedError, Pointer};
     use svc_base::untrusted_text::MAX_CHARS;
     use svc_machine::epoch::Epoch;
     use svc_machine::name::Slot;
@@ -407,8 +407,8 @@ mod tests {
         let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
         let corrupt = |key: &Path| StoreError::corrupt(key, &"expected value").to_string();
         let sidecar = slot.sidecar("system/db/snapshots/x.dump").unwrap();
-        let fenced = Fenced { fence_epoch: Epoch(3), holder: None, writer_epoch: Epoch(2) };
-        let implausible = Fenced { fence_epoch: Epoch(100_000), ..fenced };
+        let fenced = FencedError { fence_epoch: Epoch(3), holder: None, writer_epoch: Epoch(2) };
+        let implausible = FencedError { fence_epoch: Epoch(100_000), ..fenced };
         for (error, expected) in [
             (corrupt(&slot.pointer()), true),
             (format!("the pointer was not moved: {}", corrupt(&slot.pointer_entry(7))), true),

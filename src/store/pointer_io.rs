@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use super::bucket::{Bucket, Condition, StoreError, Version};
 use super::key::{PointerPaths, SlotPrefix};
-use super::pointer::{self, Fence, Fenced, Pointer, PointerTarget, SnapshotRef};
+use super::pointer::{self, Fence, FencedError, Pointer, PointerTarget, SnapshotRef};
 use super::pointer_log::find_newest_entry;
 use super::snapshot_with_sidecar::SnapshotWithSidecar;
 use svc_machine::epoch::MAX_EPOCH;
@@ -24,7 +24,7 @@ const MAX_ATTEMPTS: u32 = 16;
 #[derive(Debug, thiserror::Error)]
 pub enum PointerError {
     #[error(transparent)]
-    Fenced(#[from] Fenced),
+    Fenced(#[from] FencedError),
     #[error(transparent)]
     Store(#[from] StoreError),
     #[error("the pointer was changed by other writers {MAX_ATTEMPTS} times in a row")]
@@ -232,7 +232,7 @@ impl RetryState {
 pub(super) async fn write<S: PointerTarget>(
     bucket: &Bucket,
     paths: &PointerPaths,
-    plan: impl Fn(Option<&Pointer<S>>) -> Result<Option<Pointer<S>>, Fenced>,
+    plan: impl Fn(Option<&Pointer<S>>) -> Result<Option<Pointer<S>>, FencedError>,
 ) -> Result<(), PointerError> {
     let (mut retry_state, mut is_claimed) = (RetryState::default(), false);
     for _ in 0..MAX_ATTEMPTS {
@@ -261,8 +261,8 @@ pub(super) async fn write<S: PointerTarget>(
 /// Plans the pointer to write. A merged value is in no log entry yet, so it is written even if `plan` changes nothing.
 fn plan_next<S: PointerTarget>(
     current: Option<&PointerRead<S>>,
-    plan: impl Fn(Option<&Pointer<S>>) -> Result<Option<Pointer<S>>, Fenced>,
-) -> Result<Option<Pointer<S>>, Fenced> {
+    plan: impl Fn(Option<&Pointer<S>>) -> Result<Option<Pointer<S>>, FencedError>,
+) -> Result<Option<Pointer<S>>, FencedError> {
     let planned = plan(current.map(|current| &current.value))?;
     let merged = current.filter(|current| !current.is_published());
     Ok(planned.or_else(|| merged.map(|read| Pointer { seq: read.value.seq + 1, ..read.value.clone() })))

@@ -10,7 +10,7 @@ use object_store::path::Path;
 use super::{PublishError, UpdateSupport};
 use svc_base::clock::rfc3339_ms;
 use svc_machine::name::ImageVersion;
-use svc_store::bucket::{Bucket, Condition, StoreError, Versioned};
+use svc_store::bucket::{Bucket, Condition, StoreError, VersionedValue};
 use svc_store::bundle::{
     self, KeySet, MAX_COMPANION_BYTES, Manifest, ManifestError, SignedManifest, TrustedKeys,
     VerifiedManifest, verify,
@@ -193,8 +193,8 @@ async fn put_companion(
 
 /// The manifest and signature in the store.
 struct StoredCompanions {
-    manifest: Option<Versioned<Bytes>>,
-    signature: Option<Versioned<Bytes>>,
+    manifest: Option<VersionedValue<Bytes>>,
+    signature: Option<VersionedValue<Bytes>>,
 }
 
 impl StoredCompanions {
@@ -204,7 +204,7 @@ impl StoredCompanions {
         Ok(Self { manifest, signature })
     }
 
-    fn get(&self, suffix: &str) -> Option<&Versioned<Bytes>> {
+    fn get(&self, suffix: &str) -> Option<&VersionedValue<Bytes>> {
         if suffix == MANIFEST { self.manifest.as_ref() } else { self.signature.as_ref() }
     }
 

@@ -18,7 +18,7 @@ use crate::context::Platform;
 use crate::platform_key::{KeyId, KeyIds};
 use svc_base::clock::{self, now_ms};
 use svc_http::problem::format_chain;
-use svc_store::bucket::{Bucket, Condition, StoreError, Versioned};
+use svc_store::bucket::{Bucket, Condition, StoreError, VersionedValue};
 
 /// Host sessions cannot reach this path: they can reach only objects below `USER/SLOT/`, whose paths have at least
 /// three segments.
@@ -154,7 +154,7 @@ fn mark_path() -> Path {
     Path::from(MARK_PATH)
 }
 
-async fn read(bucket: &Bucket) -> Result<Option<Versioned<Mark>>, StoreError> {
+async fn read(bucket: &Bucket) -> Result<Option<VersionedValue<Mark>>, StoreError> {
     let path = mark_path();
     let found = bucket.run_with_timeout(&path, CALL_TIMEOUT, bucket.get_json::<Mark>(&path)).await?;
     let is_id = |text: &str| text.len() == KeyId::CHARS && text.bytes().all(|byte| byte.is_ascii_hexdigit());
@@ -166,7 +166,7 @@ async fn read(bucket: &Bucket) -> Result<Option<Versioned<Mark>>, StoreError> {
     }
 }
 
-fn classify(found: Option<&Versioned<Mark>>, ids: &KeyIds) -> Result<NamedKey, MarkError> {
+fn classify(found: Option<&VersionedValue<Mark>>, ids: &KeyIds) -> Result<NamedKey, MarkError> {
     let Some(found) = found else { return Ok(NamedKey::NoMark) };
     let key_id = &found.value.key_id;
     if key_id == ids.current.as_str() {

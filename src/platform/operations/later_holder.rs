@@ -22,7 +22,7 @@ use svc_machine::id::MachineId;
 use svc_machine::name::{IdpUserId, Slot};
 use svc_store::StoreError;
 use svc_store::key::SlotPrefix;
-use svc_store::pointer::{Fenced, Pointer};
+use svc_store::pointer::{FencedError, Pointer};
 use svc_store::pointer_io::{self, PointerError};
 
 /// The code of questions and failed operations if the database is older than the store.
@@ -321,7 +321,7 @@ async fn apply_decision(
             })))
         }
         HolderDecision::FailMachine => {
-            let fenced = Fenced {
+            let fenced = FencedError {
                 fence_epoch: holder.epoch,
                 holder: Some(holder.machine),
                 writer_epoch: machine.epoch,

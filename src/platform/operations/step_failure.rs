@@ -6,7 +6,7 @@ use super::step::StepError;
 use svc_machine::event::CreationFailure;
 use svc_provider::{ErrorKind, ProviderError};
 use svc_store::StoreError;
-use svc_store::pointer::Fenced;
+use svc_store::pointer::FencedError;
 use svc_store::pointer_io::PointerError;
 use svc_store::sts::StsError;
 
@@ -41,7 +41,7 @@ fn classify_component_error(error: &(dyn Error + 'static)) -> Option<CreationFai
             | ErrorKind::Ambiguous => CreationFailure::ProviderUnavailable,
         });
     }
-    if matches!(error.downcast_ref(), Some(PointerError::Fenced(_))) || error.is::<Fenced>() {
+    if matches!(error.downcast_ref(), Some(PointerError::Fenced(_))) || error.is::<FencedError>() {
         return Some(CreationFailure::Fenced);
     }
     let is_store_error = error.is::<PointerError>() || error.is::<StoreError>() || error.is::<StsError>();
@@ -69,7 +69,7 @@ mod tests {
         };
         let refused = || provider(ErrorKind::Refused);
         let wrapped = |error: Box<dyn Error + Send + Sync>| StepError::permanent("x", WrapperError(error));
-        let fenced = Fenced { fence_epoch: Epoch(3), holder: None, writer_epoch: Epoch(2) };
+        let fenced = FencedError { fence_epoch: Epoch(3), holder: None, writer_epoch: Epoch(2) };
         let store = || StoreError::Corrupt { key: "k".to_owned(), why: "w".to_owned() };
         let cases = [
             (StepError::permanent("x", refused()), CreationFailure::ProviderRefused),

@@ -32,7 +32,7 @@ use svc_base::fsx::FileError;
 use svc_http::problem::format_chain;
 use svc_store::StoreError;
 use svc_store::key;
-use svc_store::pointer::{Fenced, SnapshotRef};
+use svc_store::pointer::{FencedError, SnapshotRef};
 use svc_store::pointer_io::{self, PointerError};
 use svc_store::snapshot::{self as stored, DatabaseIdentity, Sidecar};
 use svc_store::snapshot_with_sidecar::SnapshotWithSidecar;
@@ -74,7 +74,7 @@ enum BackupError {
     #[error("this machine has been replaced (superseded.json): it no longer takes backups")]
     Superseded,
     #[error("{prefix}{0}", prefix = if .0.is_implausible() { "" } else { "this machine has been replaced: " })]
-    Fenced(Fenced),
+    Fenced(FencedError),
     /// Until the restore is complete, the database's content must never replace the latest snapshot.
     #[error("the restore gate is closed: no backup is taken until it opens")]
     GateClosed,
