@@ -97,8 +97,8 @@ impl ApiCall {
     /// Authenticates the operator and checks the route's scopes.
     ///
     /// # Errors
-    /// `unauthorized` if there is no bearer token; `rate_limited` if the client's address has exceeded its rate limit for
-    /// token checks; otherwise, same as [`access::authorize`].
+    /// `unauthorized` if there is no bearer token; `rate_limited` if the client's address has exceeded its rate limit
+    /// for token checks; otherwise, same as [`access::authorize`].
     pub async fn authenticate_operator(&self, platform: &Platform) -> Result<Operator, Problem> {
         let token = self.rate_limited_bearer(platform)?;
         access::authorize(platform, self.access, &self.method, token).await
