@@ -189,7 +189,7 @@ impl KeySet {
     ///
     /// # Errors
     /// [`KeySetError::SequenceTaken`] if the sequences are equal but the keys differ, and
-    /// [`KeySetError::SequenceTooHigh`] if the offered sequence is above [`max_sequence_after`] this one's.
+    /// [`KeySetError::SequenceTooHigh`] if the offered sequence is higher than [`max_sequence_after`] allows.
     pub fn successor(&self, offered: &Self) -> Result<Option<Self>, KeySetError> {
         let max = max_sequence_after(self.sequence);
         match offered.sequence {
