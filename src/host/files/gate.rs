@@ -21,7 +21,7 @@ use svc_base::clock;
 use svc_base::error_chain::format_chain;
 use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::{self, FileError};
-use svc_files::restore::{RestoreOptions, RestoreProgress, Restored, restore};
+use svc_files::restore::{RestoreOptions, RestoreProgress, RestoreReport, restore};
 use svc_files::{FilesError, Id};
 use svc_store::StoreError;
 use svc_store::files_pointer::{self, FilesSnapshotRef};
@@ -253,7 +253,7 @@ async fn download(
     let repository = repository.with_outage_timeout(OUTAGE_TIMEOUT);
     let options = RestoreOptions::new(staging.files(), settings.layout.root().to_owned());
     let counts = Arc::new(RestoreProgress::default());
-    let attempt = async || -> Result<Restored, GateError> {
+    let attempt = async || -> Result<RestoreReport, GateError> {
         let snapshot = repository.read_snapshot(id).await?;
         staging.clear()?;
         Ok(restore(&repository, &snapshot, &options, &counts).await?)

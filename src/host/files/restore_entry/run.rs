@@ -17,7 +17,7 @@ use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::FileError;
 use svc_files::FilesError;
 use svc_files::history::{EntryKind, History};
-use svc_files::restore::{RestoreOptions, RestoreProgress, Restored, restore_entries};
+use svc_files::restore::{RestoreOptions, RestoreProgress, RestoreReport, restore_entries};
 use svc_wire::files::{FileRestore, FileRestoreStatus};
 
 use super::entry_placement::Directory;
@@ -385,7 +385,7 @@ async fn restore_to_staging(
             "the mode, times or attributes of some files could not be restored"
         );
     }
-    let Restored { files, bytes, incomplete, .. } = restored;
+    let RestoreReport { files, bytes, incomplete, .. } = restored;
     let inode = find_inode(&staging.files().join(STAGED))?.unwrap_or(0);
     Ok(StagedEntry { saved_at: at, inode, files, bytes, incomplete })
 }
