@@ -222,8 +222,9 @@ async fn damage_is_traced_to_files_and_repaired() {
     for days in [4, 8, 12] {
         run(&fixture, &days_later(days)).await;
         let index = repository.load_index().await.unwrap();
-        let has_copy =
-            |pack: &IndexedPack| pack.id != damaged_pack && pack.blobs.iter().any(|blob| blob.id == lost_blob);
+        let has_copy = |pack: &IndexedPack| {
+            pack.id != damaged_pack && pack.blobs.iter().any(|blob| blob.id == lost_blob)
+        };
         assert!(index.iter().flat_map(|(_, file)| &file.packs).any(has_copy), "after {days} days");
     }
     fixture.restore(&repaired.snapshot).await;
