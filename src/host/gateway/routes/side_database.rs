@@ -1,4 +1,4 @@
-//! `/api/side-database`: the owner opens an earlier snapshot alongside the database, and copies tables back from it.
+//! `/api/side-database`: the owner opens an earlier snapshot next to the database, and copies tables back from it.
 //!
 //! A request becomes a file that a unit consumes. `GET` shows the state file that the unit writes.
 
@@ -60,7 +60,7 @@ fn describe_state(layout: &Layout) -> Result<Value, FileError> {
     }))
 }
 
-/// `POST /api/side-database`: requests that an earlier snapshot be opened alongside the database.
+/// `POST /api/side-database`: requests that an earlier snapshot be opened next to the database.
 pub async fn open(State(layout): State<Layout>, headers: HeaderMap, body: Body) -> Result<Response, Problem> {
     let mut fields = body::read_fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
     let key: Option<SnapshotKey> = fields.optional("key");
@@ -131,7 +131,7 @@ pub static SHOW: Endpoint = Endpoint {
         id: "showSideDatabase",
         method: Method::GET,
         path: "/api/side-database",
-        summary: "The snapshot open alongside the database, its tables, and the result of the last copy.",
+        summary: "The snapshot open next to the database, its tables, and the result of the last copy.",
         credentials: OWNER_OR_ADMIN,
         parameters: &[],
         body: None,
@@ -146,7 +146,7 @@ pub static OPEN: Endpoint = Endpoint {
         id: "openSideDatabase",
         method: Method::POST,
         path: "/api/side-database",
-        summary: "Loads a snapshot alongside the database: the one with this key, else the last one taken at or \
+        summary: "Loads a snapshot next to the database: the one with this key, else the last one taken at or \
                   before this time, else the latest.",
         credentials: OWNER_OR_ADMIN,
         parameters: &[],
