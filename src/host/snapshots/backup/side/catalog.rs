@@ -89,7 +89,7 @@ pub async fn build_sequence_updates(client: &impl GenericClient, table: &str) ->
 /// Reads the name and the owner of a table's schema.
 ///
 /// # Errors
-/// The database is unreachable or rejects the query.
+/// The database is unreachable or rejects the query, or the table does not exist.
 pub async fn read_schema(client: &impl GenericClient, table: &str) -> Result<(String, String), Error> {
     let schema = "
         SELECT n.nspname::text, r.rolname::text FROM pg_class c
