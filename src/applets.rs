@@ -56,7 +56,7 @@ pub static APPLETS: &[Applet] = &[
     },
     Applet {
         name: "svc-watch",
-        about: "records what agents' tools change in the owner's home",
+        about: "records what agents' tools change in the owner's home directory",
         command: host::audit::watcher::command,
         run: host::audit::watcher::run,
     },

@@ -72,7 +72,7 @@ exit_codes! {
     Unavailable = 69,
         "A required service is unreachable, or an operation that the command waited for failed.";
     Internal = 70,
-        "An unexpected error: a failed operation on the system, such as writing a file, or a bug in svc.";
+        "An unexpected error: a failed system operation, such as writing a file, or a bug in svc.";
     TryAgain = 75,
         "Try again later; or an operation that the command waited for needs an operator's decision.";
     Permission = 77, "Permission denied, or, on a host, this machine has been replaced.";
@@ -231,12 +231,12 @@ fn usage(applets: &[Applet]) -> String {
 mod tests {
     use super::*;
 
-    fn run_nothing(_: Vec<OsString>) -> ExitCode {
+    fn succeed(_: Vec<OsString>) -> ExitCode {
         ExitCode::SUCCESS
     }
 
     static TABLE: &[Applet] =
-        &[Applet { name: "svc-a", about: "a", command: || clap::Command::new("svc-a"), run: run_nothing }];
+        &[Applet { name: "svc-a", about: "a", command: || clap::Command::new("svc-a"), run: succeed }];
 
     fn call(words: &[&str]) -> ExitCode {
         dispatch(build(), TABLE, words.iter().map(OsString::from).collect())

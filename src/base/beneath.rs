@@ -33,7 +33,7 @@ impl DirFd {
     /// trusts.
     ///
     /// # Errors
-    /// File system errors; `NotADirectory` if the last component is a link.
+    /// `NotADirectory` if a component is not a directory, or if the last one is a link; other file system errors.
     pub fn open(path: &Path) -> io::Result<Self> {
         let flags = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
         Self::new(open(path, flags, Mode::empty())?)
@@ -45,11 +45,11 @@ impl DirFd {
         Self { owner, ..self }
     }
 
-    /// Opens a directory below this one, whose files are checked against the owner of that directory.
+    /// Opens a directory below this one. Its files are checked against its own owner, not against this directory's.
     ///
     /// # Errors
-    /// `NotFound`; `NotADirectory`; `InvalidInput` if a component is a link or the path is not below this directory;
-    /// other file system errors.
+    /// `NotFound` if a component does not exist; `NotADirectory` if one is not a directory; `InvalidInput` if one is a
+    /// link, or if the path is not below this directory; other file system errors.
     pub fn open_dir(&self, path: &Path) -> io::Result<Self> {
         Self::new(self.resolve(path, OFlag::O_DIRECTORY)?)
     }
@@ -60,9 +60,10 @@ impl DirFd {
     /// file is not opened, even if this process could read it.
     ///
     /// # Errors
-    /// `NotFound`; `InvalidInput` if it is not a regular file, a component is a link, or the path is not below this
-    /// directory; `PermissionDenied` if this process or the rule above does not permit reading it; other file system
-    /// errors.
+    /// `NotFound` if a component does not exist; `NotADirectory` if one above the file is not a directory;
+    /// `InvalidInput` if it is not a regular file, if a component is a link, or if the path is not below this
+    /// directory; `PermissionDenied` if this process may not read it, or if the rule above forbids it; other file
+    /// system errors.
     pub fn open_file(&self, path: &Path) -> io::Result<File> {
         let file = File::from(self.resolve(path, OFlag::O_NONBLOCK | OFlag::O_NOCTTY)?);
         let meta = file.metadata()?;
@@ -123,7 +124,7 @@ impl DirFd {
     /// Reads a whole file of at most `max` bytes.
     ///
     /// # Errors
-    /// Those of [`Self::open_file`]; `FileTooLarge`; errors of reading.
+    /// Those of [`Self::open_file`]; `FileTooLarge` if the file is larger than `max` bytes; read errors.
     pub fn read(&self, path: &Path, max: u64) -> io::Result<Vec<u8>> {
         let mut content = Vec::new();
         // The size from the metadata is not enough: another process may be appending.
@@ -134,7 +135,7 @@ impl DirFd {
         Ok(content)
     }
 
-    /// Returns the names in this directory, sorted.
+    /// Returns the names of the entries in this directory, sorted.
     ///
     /// # Errors
     /// File system errors.

@@ -295,8 +295,8 @@ pub fn set_env_lines(text: &str, pairs: &[(&str, &str)]) -> String {
         let name = line.trim_start_matches(is_blank).split('=').next().unwrap_or_default();
         !pairs.iter().any(|(replaced, _)| *replaced == name)
     };
-    let kept = text.lines().filter(is_kept).map(|line| format!("{line}\n"));
-    kept.chain(pairs.iter().map(|(name, value)| format_env_line(name, value))).collect()
+    let kept_lines = text.lines().filter(is_kept).map(|line| format!("{line}\n"));
+    kept_lines.chain(pairs.iter().map(|(name, value)| format_env_line(name, value))).collect()
 }
 
 #[cfg(test)]
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn parse_env_file_refuses_line_that_systemd_joins_with_next() {
+    fn parse_env_file_refuses_line_that_systemd_reads_differently() {
         for line in [r"A=b\", r#"A="b"#, "A='b", r"# c\", "A=b\rB=c", "A=b\0c"] {
             assert_eq!(parse_env_file(&format!("B=c\n{line}\nC=d\n")), Err(2), "{line}");
         }

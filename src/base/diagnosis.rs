@@ -148,7 +148,7 @@ impl Report {
         })
     }
 
-    /// Counts the findings by level: `1 problem, 2 warnings, 1 skipped`.
+    /// Counts the findings by level, without zeros: `1 problem, 2 warnings, 3 ok`.
     pub fn tally(&self) -> String {
         let count_text = |level: Level, one: &str, many: &str| {
             let count = self.count(level);

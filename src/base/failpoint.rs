@@ -20,8 +20,8 @@ pub fn arm() {
 /// Triggers the fail point if a test has set it.
 ///
 /// # Errors
-/// [`Injected`] if the test requested an error here.
-pub fn trigger(name: &str) -> Result<(), Injected> {
+/// [`InjectedFailure`] if the test requested an error here.
+pub fn trigger(name: &str) -> Result<(), InjectedFailure> {
     #[cfg(feature = "failpoints")]
     if let Some(injected) = fail::eval(name, |action| match action.as_deref() {
         Some("kill") => {
@@ -29,7 +29,7 @@ pub fn trigger(name: &str) -> Result<(), Injected> {
             let _ = nix::sys::signal::kill(nix::unistd::Pid::this(), nix::sys::signal::Signal::SIGKILL);
             std::process::abort();
         }
-        _ => Injected { name: name.to_owned() },
+        _ => InjectedFailure { name: name.to_owned() },
     }) {
         return Err(injected);
     }
@@ -41,6 +41,6 @@ pub fn trigger(name: &str) -> Result<(), Injected> {
 /// A failure requested by a test.
 #[derive(Debug, thiserror::Error)]
 #[error("injected failure at {name}")]
-pub struct Injected {
+pub struct InjectedFailure {
     pub name: String,
 }

@@ -57,14 +57,14 @@ impl LogFormat {
     fn write_time(&self, writer: &mut Writer<'_>) -> fmt::Result {
         let now = Timestamp::now().round(Unit::Millisecond).unwrap_or(Timestamp::UNIX_EPOCH);
         let text = format!("{now:.3}");
-        let shown = match self.time_format {
+        let time = match self.time_format {
             TimeFormat::Full => text.as_str(),
             TimeFormat::Short => text.get(11..23).unwrap_or(&text),
         };
         if writer.has_ansi_escapes() {
-            write!(writer, "\x1b[2m{shown}\x1b[0m ")
+            write!(writer, "\x1b[2m{time}\x1b[0m ")
         } else {
-            write!(writer, "{shown} ")
+            write!(writer, "{time} ")
         }
     }
 }
@@ -105,12 +105,12 @@ mod tests {
         }
     }
 
-    fn render_line(time_format: TimeFormat, color: bool) -> String {
+    fn render_line(time_format: TimeFormat, has_colors: bool) -> String {
         let buffer = Buffer::default();
         let output = buffer.clone();
         let layer = tracing_subscriber::fmt::layer()
             .with_writer(move || buffer.clone())
-            .with_ansi(color)
+            .with_ansi(has_colors)
             .event_format(LogFormat { applet: "svc-x", time_format });
         tracing::subscriber::with_default(tracing_subscriber::registry().with(layer), || {
             let outer = tracing::info_span!("operation", kind = "resize");

@@ -127,8 +127,8 @@ pub fn intern_label(text: &str) -> &'static str {
     leaked
 }
 
-/// The metrics of this process. A series whose first value is recorded before [`install`] stays lost, because its
-/// handle is cached.
+/// The metrics of this process. A series whose first value is recorded before [`install`] never appears in the output,
+/// because its handle is cached.
 #[derive(Clone)]
 pub struct MetricsHandle(PrometheusHandle);
 
@@ -158,7 +158,7 @@ impl MetricsHandle {
         self.0.render()
     }
 
-    /// Bounds the memory of recorded durations until `stop`, even without scrapes.
+    /// Bounds the memory for recorded durations until `stop` is cancelled, even without scrapes.
     pub fn spawn_upkeep(&self, stop: CancellationToken) {
         let handle = self.0.clone();
         tokio::spawn(async move {

@@ -63,11 +63,11 @@ fn stderr_layer<S>(applet: &'static str) -> impl Layer<S>
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
 {
-    let terminal = std::io::IsTerminal::is_terminal(&std::io::stderr());
-    let time_format = if terminal { TimeFormat::Short } else { TimeFormat::Full };
+    let is_terminal = std::io::IsTerminal::is_terminal(&std::io::stderr());
+    let time_format = if is_terminal { TimeFormat::Short } else { TimeFormat::Full };
     fmt::layer()
         .with_writer(std::io::stderr)
-        .with_ansi(terminal && NO_COLOR.from_process().is_none())
+        .with_ansi(is_terminal && NO_COLOR.from_process().is_none())
         .event_format(LogFormat { applet, time_format })
 }
 

@@ -113,7 +113,7 @@ impl ApiClient {
     /// Sends a GET without retries; returns any status with its body.
     ///
     /// # Errors
-    /// [`CallError::Unreachable`] or [`CallError::TimedOut`].
+    /// [`CallError::TimedOut`] if the response times out; [`CallError::Unreachable`] if there is none for another reason.
     pub async fn get_once(&self, path: &[&str]) -> Result<(StatusCode, String), CallError> {
         let request = self.client.get(self.url(path)).header(header::AUTHORIZATION, self.bearer.clone());
         let response =
@@ -125,8 +125,8 @@ impl ApiClient {
     /// Starts the download of a file at an offset, without retries and without a timeout for the whole body.
     ///
     /// # Errors
-    /// [`CallError::Unreachable`] if there is no response, or if a retry may succeed; [`CallError::Refused`] for any
-    /// other status than 200, or 206 with an offset.
+    /// [`CallError::Unreachable`] if the client cannot be created, if there is no response, or if the platform refuses
+    /// but a retry may succeed; [`CallError::Refused`] for any other status except 200, or 206 with an offset.
     pub async fn open_download(&self, path: &[&str], offset: u64) -> Result<reqwest::Response, CallError> {
         let unreachable = |why: String| CallError::Unreachable { base: self.base.clone(), why };
         let client = client::build(Deadlines::DOWNLOAD).map_err(|error| unreachable(format!("{error:#}")))?;

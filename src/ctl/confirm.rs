@@ -34,7 +34,7 @@ pub fn is_required_without(what: &str, missing: &[&str]) -> Result<bool, Failure
 /// Asks the operator to type `word`.
 ///
 /// # Errors
-/// [`Exit::Refused`] if the input is anything else.
+/// [`Exit::Refused`] if the input is anything else; [`Exit::Internal`] if the terminal cannot be read or written to.
 pub fn prompt(what: &str, word: &str) -> Result<(), Failure> {
     eprint!("{what}\nType {word} to continue: ");
     io::stderr().flush().map_err(anyhow::Error::from)?;

@@ -17,7 +17,7 @@ use svc_store::config::StoreConfig;
 /// Opens the object store that the environment specifies.
 ///
 /// # Errors
-/// If a setting is missing or invalid; the error lists all of them.
+/// If settings are missing or invalid (the error lists all of them), or if the store cannot be opened.
 pub fn open_store() -> Result<Bucket, Failure> {
     let mut env = Env::from_process();
     let store = StoreConfig::read(&mut env);
@@ -27,7 +27,7 @@ pub fn open_store() -> Result<Bucket, Failure> {
 /// Returns a client for the platform that the arguments or the environment specify.
 ///
 /// # Errors
-/// If a setting is missing or invalid; the error lists all of them.
+/// If settings are missing or invalid (the error lists all of them), or if the client cannot be created.
 pub fn connect(global: &GlobalOptions) -> Result<ApiClient, Failure> {
     let mut env = Env::from_process();
     let base = match &global.platform_url {

@@ -7,7 +7,7 @@ use anyhow::anyhow;
 
 use svc_base::applet::{Exit, Failure};
 
-/// Runs `work`. On Ctrl-C, prints the command that continues the wait, and terminates the process by SIGINT.
+/// Runs `work`. On Ctrl-C, prints the command that continues the wait, and terminates the process with SIGINT.
 ///
 /// # Errors
 /// Those of `work`; [`Exit::TryAgain`] after Ctrl-C if `/bin/sh` cannot be executed.
@@ -21,12 +21,12 @@ pub async fn run_until_interrupted<T>(
     }
 }
 
-/// Prints that the operation continues, and terminates this process by SIGINT, so that a surrounding shell loop ends as
-/// well. A shell sends the signal, because `exec` restores its default action. Returns only if `exec` fails.
+/// Prints that the operation continues, and terminates this process with SIGINT, so that a surrounding shell loop ends
+/// as well. A shell sends the signal, because `exec` restores its default action. Returns only if `exec` fails.
 fn stop_waiting(command: &str) -> Failure {
     let message = format!("stopped waiting; the operation continues\n  next: `{command}`");
     eprintln!("\n{message}");
     let error = Command::new("/bin/sh").args(["-c", "kill -INT $$"]).exec();
-    tracing::debug!(%error, "cannot execute /bin/sh to terminate by SIGINT");
+    tracing::debug!(%error, "cannot execute /bin/sh to terminate with SIGINT");
     Failure::new(Exit::TryAgain, anyhow!("interrupted"))
 }

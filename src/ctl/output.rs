@@ -8,7 +8,7 @@ use svc_base::applet::Failure;
 
 #[derive(Clone, Copy)]
 pub struct Output {
-    pub json: bool,
+    pub is_json: bool,
 }
 
 impl Output {
@@ -19,7 +19,7 @@ impl Output {
         response: &ApiResponse,
         text: impl FnOnce(&View) -> Result<String, CallError>,
     ) -> Result<(), Failure> {
-        if self.json {
+        if self.is_json {
             print(&format!("{}\n", response.text.trim_end()))
         } else {
             print(&text(&View::for_stdout())?)

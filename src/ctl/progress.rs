@@ -15,8 +15,8 @@ pub struct Progress {
 
 impl Progress {
     pub fn start() -> Self {
-        let terminal = std::io::stderr().is_terminal();
-        let spinner = terminal.then(|| {
+        let is_terminal = std::io::stderr().is_terminal();
+        let spinner = is_terminal.then(|| {
             let spinner = ProgressBar::new_spinner();
             if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} ({elapsed})") {
                 spinner.set_style(style);
@@ -25,7 +25,7 @@ impl Progress {
             spinner
         });
         let view = View {
-            has_colors: terminal && View::for_stdout().has_colors,
+            has_colors: is_terminal && View::for_stdout().has_colors,
             now: Timestamp::now(),
             width: None,
         };

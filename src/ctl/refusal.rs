@@ -21,7 +21,7 @@ pub struct ApiProblem {
     pub code: Option<String>,
     pub detail: String,
     pub request_id: Option<String>,
-    /// The body if it is JSON, for `--json`.
+    /// The body if it is problem+json, for `--json`.
     body: Option<Box<Value>>,
     pub retry_after: Option<Duration>,
 }
@@ -124,7 +124,7 @@ const OWN_SERVER_LIMIT_ADVICE: &str = "raise PROVIDER_SERVER_LIMIT with the proj
 /// Only the live server has the data: `--allow-empty` would abandon it.
 const BACKUP_FIRST_ADVICE: &str = "`svcctl backup now <machine> --wait`, then `svcctl recover` again";
 
-/// Snapshots may exist although the pointer is missing or damaged: `--allow-empty` would abandon them.
+/// Snapshots may exist even if the pointer is missing or damaged: `--allow-empty` would abandon them.
 const UNUSABLE_POINTER_ADVICE: &str = "`svcctl pointer show <user>` shows which snapshots exist, `svcctl pointer rebuild <user>` points to one of them again";
 
 /// The advice for `invalid_state`, if it depends on the state.
@@ -204,8 +204,8 @@ fn describe_members(body: &Value, detail: &str) -> String {
     // The state explains the refusal only if it is not itself allowed.
     let status = body["machineStatus"].as_str().filter(|status| !allowed.contains(status));
     // Platforms running an earlier release write "; this needs ".
-    let names_states = detail.contains(", but must be ") || detail.contains("; this needs ");
-    if let Some(status) = status.filter(|_| !allowed.is_empty() && !names_states) {
+    let has_states = detail.contains(", but must be ") || detail.contains("; this needs ");
+    if let Some(status) = status.filter(|_| !allowed.is_empty() && !has_states) {
         message.push_str(&format!(" It is {status}, and must be {}.", allowed.join(" or ")));
     }
     message
@@ -241,7 +241,7 @@ fn advice(code: &str) -> Option<&'static str> {
         "forbidden" => "`svcctl operator whoami` shows your scopes; use a token that has the missing one",
         "subscription_required" => "`svcctl slot set <user> --slot <slot> --plan <plan>`, then try again",
         "server_type_not_allowed" => {
-            "choose a server type of the slot's plan, or change the plan with `svcctl slot set`"
+            "choose a server type from the slot's plan, or change the plan with `svcctl slot set`"
         }
         "machine_not_found" => "`svcctl list` shows the machines, `svcctl list --deleted` the deleted ones",
         "not_found" => {

@@ -9,7 +9,7 @@ use svc_base::diagnosis::{Level, Report};
 
 /// Prints a report. Fails if it contains a problem or, with the threshold [`Level::Skipped`], a skipped check.
 pub fn print(report: &Report, threshold: Level, out: &Output) -> Result<(), Failure> {
-    if out.json {
+    if out.is_json {
         output::print(&format!("{}\n", report.to_json()))?;
     } else {
         output::print(&show::report::show(&View::for_stdout(), report))?;

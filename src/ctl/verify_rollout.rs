@@ -12,12 +12,12 @@ use svc_base::diagnosis::{Findings, Level, Report};
 use svc_verify::{HostClient, check_release, fetch_database_server};
 
 pub async fn run(args: VerifyRollout, local: LocalChecks, out: &Output) -> Result<(), Failure> {
-    let from_outside = args.app_url.is_some();
+    let is_from_outside = args.app_url.is_some();
     let threshold = if args.strict { Level::Skipped } else { Level::Problem };
     let host = connect_host(args, local)?;
     let database = async {
         let findings = Findings::new("vps-database");
-        if from_outside {
+        if is_from_outside {
             return findings.skipped("the database can be checked only on the host");
         }
         let server = fetch_database_server(&host).await;

@@ -9,7 +9,7 @@ use tokio::time::{Instant, sleep};
 use super::api::{ApiClient, ApiResponse};
 use super::interrupt;
 use super::progress::Progress;
-use super::show::{boot, failure, machine as shown, operation};
+use super::show::{boot, failure, machine, operation};
 use svc_base::applet::{Exit, Failure};
 use svc_base::untrusted_text::one_line;
 use svc_wire::machine::{BootProgress, MachineDetail};
@@ -81,7 +81,7 @@ async fn follow(
 /// Polls at growing intervals until there is a value; `None` if there is none before the timeout.
 ///
 /// # Errors
-/// The first error of `poll`.
+/// The first error from `poll`.
 pub async fn poll_until<T>(
     timeout: Duration,
     mut poll: impl AsyncFnMut() -> Result<Option<T>, Failure>,
@@ -146,8 +146,8 @@ fn activity(machine: &MachineDetail, operation: Option<&Operation>) -> String {
         Some("delete") => "is being deleted".to_owned(),
         Some("reinstate") => "is being reinstated".to_owned(),
         _ if is_being_reinstated => "is being reinstated".to_owned(),
-        _ if shown::shown_state(machine) == "off" => "is powered off".to_owned(),
-        _ => format!("is {}", shown::shown_state(machine)),
+        _ if machine::state_or_off(machine) == "off" => "is powered off".to_owned(),
+        _ => format!("is {}", machine::state_or_off(machine)),
     }
 }
 
@@ -279,8 +279,8 @@ impl ProgressReporter {
             self.last_entry = last;
         }
         let stages = machine.boot.as_ref().map_or(&[][..], |boot| &boot.stages);
-        // The stages of a boot before the operation are not part of its progress: a machine that is resized has booted
-        // before.
+        // The stages of a boot before the operation are not part of its progress: a machine that is resized has already
+        // booted.
         let is_earlier = |at: &str| operation.is_some_and(|operation| at < operation.created_at.as_str());
         for stage in stages.iter().skip(self.printed_stages).filter(|stage| !is_earlier(&stage.at)) {
             let at = operation.map_or_else(

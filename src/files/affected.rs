@@ -19,7 +19,7 @@ const MAX_PATHS: usize = 20;
 
 /// The files and snapshots that damaged blobs affect.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Affected {
+pub struct AffectedFiles {
     /// Affected files, and directories whose trees are damaged, so that their entries are unknown; at most `MAX_PATHS`.
     pub paths: Vec<AffectedPath>,
     /// The number of snapshots that need a damaged blob.
@@ -39,11 +39,14 @@ pub struct AffectedPath {
 /// # Errors
 /// If the store fails, or if the index is damaged or changed during every attempt to read it. Damaged directories are
 /// part of the result, and damaged snapshots are skipped.
-pub async fn find_affected(repository: &Repository, damaged: &HashSet<Id>) -> Result<Affected, FilesError> {
+pub async fn find_affected_files(
+    repository: &Repository,
+    damaged: &HashSet<Id>,
+) -> Result<AffectedFiles, FilesError> {
     let (snapshots, _) = repository.list_sound_snapshots().await?;
     let locations = repository.load_tree_locations().await?;
     let mut search = Search::new(repository, &locations, damaged);
-    let mut affected = Affected::default();
+    let mut affected = AffectedFiles::default();
     let mut found: BTreeMap<PathBuf, (Timestamp, Timestamp)> = BTreeMap::new();
     for (_, snapshot) in snapshots {
         let paths = search.find_below(snapshot.tree).await?;

@@ -5,7 +5,7 @@ use crate::error::FilesError;
 /// Runs `work` on a thread for blocking work.
 ///
 /// # Errors
-/// The errors from `work`; [`FilesError::Stopped`] if it panics.
+/// The errors from `work`; [`FilesError::Stopped`] if it panics, or if the runtime shuts down before it starts.
 pub(crate) async fn run_blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, FilesError> + Send + 'static,
 ) -> Result<T, FilesError> {

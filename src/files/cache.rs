@@ -17,7 +17,8 @@ const MAX_UNWRITTEN_BYTES: usize = 16 << 20;
 pub struct Cache {
     /// `None` for no cache.
     dir: Option<PathBuf>,
-    /// Copies that could not be written. Without the trees of the last save, the next one would read the whole home.
+    /// Copies that could not be written. Without the trees of the last save, the next save would read the whole home
+    /// directory.
     unwritten: Arc<Mutex<UnwrittenFiles>>,
 }
 
@@ -130,13 +131,14 @@ mod tests {
         let content = vec![1; MAX_UNWRITTEN_BYTES / 4];
         let ids: Vec<Id> = (0..6_u8).map(|n| Id::of(&[n])).collect();
         ids.iter().for_each(|id| cache.write("trees", *id, &content));
-        let kept = || ids.iter().map(|id| cache.read_unverified("trees", *id).is_some()).collect::<Vec<_>>();
-        assert_eq!(kept(), [false, false, true, true, true, true]);
+        let in_memory =
+            || ids.iter().map(|id| cache.read_unverified("trees", *id).is_some()).collect::<Vec<_>>();
+        assert_eq!(in_memory(), [false, false, true, true, true, true]);
         cache.write("trees", Id::of(b"large"), &vec![1; MAX_UNWRITTEN_BYTES + 1]);
         cache.retain("trees", |id| id == ids[5]);
         cache.retain("index", |_| false);
-        assert_eq!(kept(), [false, false, false, false, false, true]);
+        assert_eq!(in_memory(), [false, false, false, false, false, true]);
         ids[..3].iter().for_each(|id| cache.write("trees", *id, &content));
-        assert_eq!(kept(), [true, true, true, false, false, true]);
+        assert_eq!(in_memory(), [true, true, true, false, false, true]);
     }
 }

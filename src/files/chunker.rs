@@ -143,10 +143,10 @@ impl Chunker {
     /// Returns how many of the buffer's bytes belong to the current chunk.
     fn find_boundary(&mut self, length: usize, limit: usize) -> usize {
         let length = length.min(limit);
-        for (at, byte) in self.buffer[..length].iter().enumerate() {
+        for (index, byte) in self.buffer[..length].iter().enumerate() {
             self.rabin.slide(*byte);
             if self.rabin.hash & SPLIT_MASK == 0 {
-                return at + 1;
+                return index + 1;
             }
         }
         length

@@ -2,14 +2,14 @@
 
 use std::path::PathBuf;
 
-use svc_base::failpoint::Injected;
+use svc_base::failpoint::InjectedFailure;
 use svc_store::StoreError;
 
 #[derive(Debug, thiserror::Error)]
 pub enum FilesError {
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// An object or blob does not match its name or the index.
+    /// An object or blob is malformed, or does not match its name or the index.
     #[error("the repository's {what} is damaged: {why}")]
     Corrupt { what: String, why: String },
     #[error(
@@ -47,7 +47,7 @@ pub enum FilesError {
     #[error("cannot encode the {what}: {why}")]
     Encode { what: &'static str, why: String },
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 impl FilesError {

@@ -30,9 +30,9 @@ fn push_byte(escaped: &mut String, byte: u8) {
 pub(crate) fn unescape_name(escaped: &str) -> Option<OsString> {
     let mut bytes = Vec::with_capacity(escaped.len());
     let mut rest = escaped;
-    while let Some(at) = rest.find('\\') {
-        bytes.extend_from_slice(&rest.as_bytes()[..at]);
-        rest = &rest[at + 1..];
+    while let Some(index) = rest.find('\\') {
+        bytes.extend_from_slice(&rest.as_bytes()[..index]);
+        rest = &rest[index + 1..];
         let kind = rest.chars().next()?;
         let digits = match kind {
             'x' => 2,
@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn unescape_name_reads_all_escapes_of_go() {
+    fn unescape_name_reads_all_go_escapes() {
         let read = |text| unescape_name(text).map(OsString::into_vec);
         let all = r#"a\a\b\f\n\r\t\v\\\"\'\x41\101\u00e4\U0001f600z"#;
         let expected = "a\x07\x08\x0c\n\r\t\x0b\\\"'AA\u{e4}\u{1f600}z";

@@ -94,7 +94,7 @@ impl Entry {
     }
 
     /// The entry's ctime and inode on the machine that saved it.
-    pub fn changed_at(&self) -> (Timestamp, u64) {
+    pub fn ctime_and_inode(&self) -> (Timestamp, u64) {
         (self.node.ctime, self.node.inode)
     }
 
@@ -232,7 +232,7 @@ impl History {
     }
 
     /// Returns the last snapshot at or before `time`, or the latest one for `None`. Times are compared in milliseconds,
-    /// the precision in which they are shown. Damaged snapshots are skipped.
+    /// the precision at which they are shown. Damaged snapshots are skipped.
     pub fn find_snapshot(&self, time: Option<Timestamp>) -> Option<&(Id, Snapshot)> {
         let is_wanted = |at: Timestamp| time.is_none_or(|time| at.as_millisecond() <= time.as_millisecond());
         self.snapshots.iter().find(|(_, snapshot)| is_wanted(snapshot.time))
@@ -409,7 +409,7 @@ impl History {
         };
         let mut packs = packs.lock().await;
         let bytes = match packs.iter().position(|(number, _)| *number == location.pack) {
-            Some(at) => packs.remove(at).map(|(_, bytes)| bytes).unwrap_or_default(),
+            Some(index) => packs.remove(index).map(|(_, bytes)| bytes).unwrap_or_default(),
             None => match self.repository.read_pack(pack.id, 0..pack.end).await {
                 // The pack may be truncated after this blob.
                 Err(error) if error.is_damage() => {

@@ -14,8 +14,9 @@ use crate::pack::{BlobType, FinishedPack, PackedBlob};
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(crate) struct IndexFile {
     pub(crate) packs: Vec<IndexedPack>,
-    /// Packs that no snapshot needed when they were marked. A save must not rely on them; a restore may read them until
-    /// they are deleted. `rustic` uses the same field, and `restic` ignores it.
+    /// Packs that are marked for deletion: when they were marked, the other packs had all blobs that a snapshot needed.
+    /// A save must not rely on them; a restore may read them until they are deleted. `rustic` uses the same field, and
+    /// `restic` ignores it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) packs_to_delete: Vec<IndexedPack>,
 }
@@ -92,7 +93,8 @@ impl KnownIds {
 }
 
 impl KnownBlobs {
-    /// Adds the blobs of an index file. [`Self::finish_loading`] must follow.
+    /// Adds the blobs of an index file, except those in packs that are marked for deletion. [`Self::finish_loading`]
+    /// must follow.
     pub(crate) fn load(&mut self, file: &IndexFile) {
         for blob in file.packs.iter().flat_map(|pack| &pack.blobs) {
             self.ids(blob.blob_type).sorted.push(blob.id);
@@ -127,7 +129,8 @@ impl KnownBlobs {
     /// Adds a blob that is to be saved; `false` if it was already known.
     ///
     /// # Errors
-    /// [`FilesError::Full`]: an index that is too large could not be read again.
+    /// [`FilesError::Full`] if the repository now has more than `MAX_SAVED_BLOBS` blobs: an index that is too large
+    /// could not be read again.
     pub(crate) fn insert_new(&mut self, blob_type: BlobType, id: Id) -> Result<bool, FilesError> {
         let is_new = self.insert(blob_type, id);
         if is_new && self.len() > MAX_SAVED_BLOBS {
@@ -157,7 +160,7 @@ impl KnownBlobs {
     }
 }
 
-/// The location of each blob. The locations are in sorted vectors, which take 48 bytes for each.
+/// The location of each blob. The locations are in sorted vectors, which take 48 bytes per location.
 #[derive(Debug, Default)]
 pub(crate) struct BlobLocations {
     packs: Vec<PackExtent>,
@@ -178,8 +181,8 @@ struct LocationsOfType {
 
 impl LocationsOfType {
     fn find(&self, id: Id) -> Option<BlobLocation> {
-        let at = self.sorted.binary_search_by_key(&id, |(id, _)| *id).ok()?;
-        Some(self.sorted[at].1)
+        let index = self.sorted.binary_search_by_key(&id, |(id, _)| *id).ok()?;
+        Some(self.sorted[index].1)
     }
 
     fn find_others(&self, id: Id) -> &[(Id, BlobLocation)] {
@@ -213,7 +216,7 @@ pub(crate) struct PackExtent {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BlobLocation {
-    /// The position of the pack in [`BlobLocations::pack`].
+    /// The position of the pack in [`BlobLocations::packs`].
     pub(crate) pack: u32,
     pub(crate) offset: u32,
     pub(crate) length: u32,
@@ -374,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn index_without_compression_omits_the_length() {
+    fn index_omits_uncompressed_length_of_uncompressed_blobs() {
         let json = serde_json::to_string(&index_file([1])).unwrap();
         assert!(!json.contains("uncompressed_length"), "{json}");
         let read: IndexFile = serde_json::from_str(&json).unwrap();

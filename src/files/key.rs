@@ -185,15 +185,15 @@ mod tests {
 
     #[test]
     fn decrypt_refuses_changed_ciphertext_and_other_key() {
-        let (key, other) = (RepositoryKey::generate().unwrap(), RepositoryKey::generate().unwrap());
+        let (key, other_key) = (RepositoryKey::generate().unwrap(), RepositoryKey::generate().unwrap());
         let sealed = key.master_key().encrypt(b"secret").unwrap();
         assert_eq!(sealed.len(), b"secret".len() + OVERHEAD_BYTES);
         assert_eq!(key.master_key().decrypt(&sealed).as_deref(), Some(&b"secret"[..]));
-        assert_eq!(other.master_key().decrypt(&sealed), None);
-        for at in 0..sealed.len() {
+        assert_eq!(other_key.master_key().decrypt(&sealed), None);
+        for index in 0..sealed.len() {
             let mut changed = sealed.clone();
-            changed[at] ^= 1;
-            assert_eq!(key.master_key().decrypt(&changed), None, "byte {at}");
+            changed[index] ^= 1;
+            assert_eq!(key.master_key().decrypt(&changed), None, "byte {index}");
         }
         assert_eq!(key.master_key().decrypt(b"short"), None);
     }

@@ -14,7 +14,7 @@ const TARGET_PACK_BYTES: usize = 8 << 20;
 const MAX_BLOBS: usize = 8192;
 /// The zstd level that `restic` uses by default.
 pub(crate) const ZSTD_LEVEL: i32 = 3;
-/// Maximum size of a blob after decompression. A chunk of a file has at most 8 MiB; the tree of a directory may be
+/// Maximum size of a blob after decompression. A chunk of a file is at most 8 MiB long; the tree of a directory may be
 /// larger.
 pub(crate) const MAX_BLOB_BYTES: usize = 128 << 20;
 
@@ -77,7 +77,8 @@ impl PackWriter {
     /// Adds a blob, and returns the pack if it is now full.
     ///
     /// # Errors
-    /// If the blob cannot be compressed or encrypted.
+    /// If the blob cannot be compressed, the blob or the header cannot be encrypted, or the pack would be larger than
+    /// 4 GiB.
     pub(crate) fn add(&mut self, id: Id, content: &[u8]) -> Result<Option<FinishedPack>, FilesError> {
         let compressed =
             self.compressor.compress(content).map_err(|error| FilesError::encode("blob", &error))?;
@@ -98,7 +99,7 @@ impl PackWriter {
     /// Adds a blob in its encrypted form from another pack, and returns the pack if it is now full.
     ///
     /// # Errors
-    /// If the header cannot be encrypted.
+    /// If the header cannot be encrypted, or the pack would be larger than 4 GiB.
     pub(crate) fn add_sealed(
         &mut self,
         blob: PackedBlob,
@@ -159,7 +160,8 @@ fn encode_header(blobs: &[PackedBlob]) -> Vec<u8> {
 /// Decrypts, decompresses and verifies a blob.
 ///
 /// # Errors
-/// [`FilesError::Corrupt`] if the blob cannot be decrypted or decompressed, or does not match its id.
+/// [`FilesError::Corrupt`] if the blob cannot be decrypted or decompressed, is longer than `MAX_BLOB_BYTES` before
+/// compression, or does not match its id.
 pub(crate) fn open_blob(key: &MasterKey, blob: &PackedBlob, sealed: &[u8]) -> Result<Vec<u8>, FilesError> {
     let corrupt = |why: &str| FilesError::corrupt(format!("blob {}", blob.id), &why);
     let stored = key.decrypt(sealed).ok_or_else(|| corrupt("decryption failed"))?;
@@ -249,22 +251,24 @@ mod tests {
         }
 
         #[test]
-        fn damaged_pack_is_an_error(at in any::<prop::sample::Index>(), bit in 0..8_u32, cut in any::<bool>()) {
+        fn damaged_pack_is_an_error(
+            position in any::<prop::sample::Index>(), bit in 0..8_u32, is_truncated in any::<bool>(),
+        ) {
             let key = RepositoryKey::generate().unwrap().master_key();
             let mut writer = PackWriter::new(key.clone(), BlobType::Tree).unwrap();
             let content = [7; 1000];
             writer.add(Id::of(&content), &content).unwrap();
             let pack = writer.finish().unwrap().unwrap();
             let mut bytes = pack.bytes.to_vec();
-            let at = at.index(bytes.len());
-            if cut { bytes.truncate(at) } else { bytes[at] ^= 1 << bit }
+            let index = position.index(bytes.len());
+            if is_truncated { bytes.truncate(index) } else { bytes[index] ^= 1 << bit }
             let blob = &pack.blobs[0];
             let content = |bytes: &[u8]| {
                 parse_header(&key, pack.id, bytes)?;
                 let sealed = bytes.get(blob.offset as usize..(blob.offset + blob.length) as usize);
                 open_blob(&key, blob, sealed.unwrap_or_default())
             };
-            prop_assert!(content(&bytes).is_err(), "byte {at}");
+            prop_assert!(content(&bytes).is_err(), "byte {index}");
             prop_assert!(content(&pack.bytes).is_ok());
         }
     }

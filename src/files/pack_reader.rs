@@ -22,8 +22,8 @@ const OUTAGE_BACKOFF: ExponentialBuilder = ExponentialBuilder::new()
     .without_max_times();
 
 impl Repository {
-    /// Retries each read of a pack for `timeout` while the store is unavailable, so that an outage does not end a
-    /// restore of hours. By default, only the store's client retries.
+    /// Retries each read of a pack for `timeout` while the store is unavailable, so that an outage does not abort a
+    /// restore that takes hours. By default, only the store's client retries.
     pub fn with_outage_timeout(mut self, timeout: Duration) -> Self {
         self.outage_timeout = timeout;
         self

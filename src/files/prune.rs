@@ -6,7 +6,7 @@
 //! to them.
 //!
 //! Invariant: a crash between any two requests leaves a repository in which every remaining snapshot can be restored.
-//! An index file is deleted only after its replacement has been written, and a pack only after no index file lists it.
+//! An index file is deleted only after its replacement has been written, and a pack only once no index file lists it.
 
 use std::collections::{HashMap, HashSet};
 
@@ -38,12 +38,12 @@ const MAX_UNUSED_PERCENT: u64 = 50;
 const MIN_INDEX_BLOBS: usize = 10_000;
 const MAX_SMALL_INDEX_FILES: usize = 16;
 /// A merged index file is written once it has this many blobs.
-const MAX_INDEX_BLOBS: usize = 20_000;
+const TARGET_INDEX_BLOBS: usize = 20_000;
 
 #[derive(Debug, Clone)]
 pub struct PruneOptions {
     pub policy: RetentionPolicy,
-    /// Snapshots that are kept regardless of the policy, such as the pointer's.
+    /// Snapshots that are kept regardless of the policy, such as the one to which the files pointer refers.
     pub protected: Vec<Id>,
     /// Must be longer than any save and any restore.
     pub grace_period: SignedDuration,
@@ -52,8 +52,8 @@ pub struct PruneOptions {
     pub is_dry_run: bool,
 }
 
-/// The changes that a run plans; a dry run only plans them. If the run then finds damaged packs, it marks and deletes
-/// fewer packs.
+/// The changes that a run plans, and makes unless it is a dry run. If it finds damaged packs while it makes them, it
+/// marks and deletes fewer packs than this.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PruneReport {
     pub kept_snapshots: u64,
@@ -74,7 +74,8 @@ pub struct PruneReport {
 /// # Errors
 /// `Corrupt` if a snapshot, an index file or a needed tree is damaged, or if a snapshot needs a blob that no index file
 /// lists; nothing is removed in that case. `Corrupt` if a pack to rewrite is missing; expired snapshots are removed in
-/// that case, but no packs. Other [`FilesError`]s if the store fails.
+/// that case, but no packs. `IndexChanging` if the index changed during every attempt to read it; a store error if the
+/// store fails.
 pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<PruneReport, FilesError> {
     // Snapshots are listed first, so that the index, which is read later, contains all of their blobs.
     let snapshots = repository.list_uploaded_snapshots().await?;
@@ -86,14 +87,14 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
         .collect();
     let mut expired: HashSet<Id> = options.policy.select_expired(&times, options.now).into_iter().collect();
     expired.retain(|id| !options.protected.contains(id));
-    let kept: Vec<&Snapshot> =
+    let kept_snapshots: Vec<&Snapshot> =
         snapshots.iter().filter(|(id, ..)| !expired.contains(id)).map(|(_, snapshot, _)| snapshot).collect();
-    let used = UsedBlobs::find(repository, &index, &kept).await?;
+    let used = UsedBlobs::find(repository, &index, &kept_snapshots).await?;
     let uploads: HashMap<Id, Timestamp> = repository.list_packs().await?.into_iter().collect();
     let mut plan = PrunePlan::create(&index, &used, &uploads, options);
     plan.limit_deletions();
-    let pruned = PruneReport {
-        kept_snapshots: kept.len() as u64,
+    let report = PruneReport {
+        kept_snapshots: kept_snapshots.len() as u64,
         removed_snapshots: expired.len() as u64,
         marked_packs: plan.marked.len() as u64,
         reclaimable_bytes: plan.reclaimable_bytes,
@@ -102,7 +103,7 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
         deleted_packs: plan.deleted.len() as u64,
     };
     if options.is_dry_run {
-        return Ok(pruned);
+        return Ok(report);
     }
     failpoint::trigger("files.prune.snapshot")?;
     repository.delete_all(expired.iter().map(|id| repository.path(Kind::Snapshot, *id)).collect()).await?;
@@ -112,7 +113,7 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     replace_index(repository, index, &plan, new_packs, options.now).await?;
     failpoint::trigger("files.prune.replaced")?;
     repository.delete_all(plan.deleted.iter().map(|id| repository.pack_path(*id)).collect()).await?;
-    Ok(pruned)
+    Ok(report)
 }
 
 /// Whether a snapshot's time is close to that of its upload. If not, the snapshot is kept and does not cause others to
@@ -431,7 +432,7 @@ async fn replace_index(
                 new.packs_to_delete.push(pack);
             }
         }
-        if new.blob_count() >= MAX_INDEX_BLOBS {
+        if new.blob_count() >= TARGET_INDEX_BLOBS {
             repository.write_json(Kind::Index, &std::mem::take(&mut new)).await?;
         }
     }

@@ -52,7 +52,7 @@ struct Config {
     polynomial: Polynomial,
 }
 
-/// The kinds of objects that contain encrypted JSON.
+/// The kinds of encrypted JSON objects that are named by their hash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Index,
@@ -90,7 +90,8 @@ impl Repository {
     /// Opens the repository below `root`; `None` if there is none.
     ///
     /// # Errors
-    /// `WrongKey`, `UnsupportedVersion`, `Corrupt` for an invalid configuration, or a store error.
+    /// [`FilesError::WrongKey`] if the configuration cannot be decrypted; [`FilesError::Corrupt`] if it is invalid;
+    /// [`FilesError::UnsupportedVersion`] if its format version is not 2; [`FilesError::Store`] if the store fails.
     pub async fn open(
         bucket: Bucket,
         root: Path,
@@ -115,7 +116,7 @@ impl Repository {
     /// the same one.
     ///
     /// # Errors
-    /// See [`Self::open`]; also `NoRandomness`.
+    /// Those of [`Self::open`]; [`FilesError::NoRandomness`] if the system provides no random bytes.
     pub async fn open_or_create(
         bucket: Bucket,
         root: Path,
@@ -322,10 +323,10 @@ impl Repository {
         open_blob(&self.key, blob, sealed)
     }
 
-    /// Reads a tree from the cache.
+    /// Reads a tree from the cache; `None` if it is not there, or if its copy there is damaged.
     ///
     /// # Errors
-    /// [`FilesError::Corrupt`] if the cached object is not a valid tree.
+    /// [`FilesError::Corrupt`] if the object with this id is not a valid tree.
     pub(crate) fn cached_tree(&self, id: Id) -> Result<Option<Tree>, FilesError> {
         let Some(compressed) = self.cache.read_unverified("trees", id) else { return Ok(None) };
         let json = decompress(&compressed).ok().filter(|json| Id::of(json) == id);
@@ -351,7 +352,7 @@ impl Repository {
     /// Reads a snapshot.
     ///
     /// # Errors
-    /// If the store fails; [`FilesError::Corrupt`] if an object is damaged.
+    /// If the store fails or lacks the snapshot; [`FilesError::Corrupt`] if the snapshot is damaged.
     pub async fn read_snapshot(&self, id: Id) -> Result<Snapshot, FilesError> {
         self.read_json(Kind::Snapshot, id).await
     }
@@ -359,7 +360,7 @@ impl Repository {
     /// Reads all snapshots, newest first.
     ///
     /// # Errors
-    /// If the store fails; [`FilesError::Corrupt`] if an object is damaged.
+    /// If the store fails; [`FilesError::Corrupt`] if a snapshot is damaged.
     pub async fn list_snapshots(&self) -> Result<Vec<(Id, Snapshot)>, FilesError> {
         let snapshots = self.list_uploaded_snapshots().await?;
         Ok(snapshots.into_iter().map(|(id, snapshot, _)| (id, snapshot)).collect())

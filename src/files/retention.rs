@@ -33,7 +33,7 @@ impl Default for RetentionPolicy {
     }
 }
 
-/// A period of which only the last snapshot is kept. An instant keeps its only snapshot.
+/// A period from which only the last snapshot is kept. An instant has only one snapshot, so that one is kept.
 #[derive(Debug, PartialEq, Eq)]
 enum Period {
     Instant(Timestamp),
@@ -49,9 +49,9 @@ impl RetentionPolicy {
         newest_first.sort_unstable_by(|a, b| b.1.cmp(&a.1).then(b.0.cmp(&a.0)));
         let mut last_kept = None;
         let mut expired = Vec::new();
-        for (number, (id, time)) in newest_first.into_iter().enumerate() {
+        for (index, (id, time)) in newest_first.into_iter().enumerate() {
             let period = self.period(time, now);
-            let is_kept = number < self.newest
+            let is_kept = index < self.newest
                 || period.as_ref().is_some_and(|period| last_kept.as_ref() != Some(period));
             if is_kept {
                 last_kept = period;
@@ -100,8 +100,8 @@ mod tests {
     #[test]
     fn last_snapshot_of_each_period_is_kept() {
         let now: Timestamp = "2026-11-27T12:00:00Z".parse().unwrap();
-        let minutes = (0..2 * 365 * 24 * 4).map(|n| now - SignedDuration::from_mins(15 * n));
-        let kept = kept(RetentionPolicy::default(), &snapshots(minutes), now);
+        let times = (0..2 * 365 * 24 * 4).map(|n| now - SignedDuration::from_mins(15 * n));
+        let kept = kept(RetentionPolicy::default(), &snapshots(times), now);
         let count = |from: i64, to: i64| {
             let days = |days| SignedDuration::from_hours(24 * days);
             kept.iter().filter(|time| (days(from)..days(to)).contains(&now.duration_since(**time))).count()

@@ -106,7 +106,7 @@ impl ExtendedAttribute {
         Self { name, value: Some(BASE64_STANDARD.encode(value)) }
     }
 
-    /// Returns the value; `None` if it is not base64.
+    /// Returns the value; `None` if it is not valid base64.
     pub fn value(&self) -> Option<Vec<u8>> {
         BASE64_STANDARD.decode(self.value.as_deref().unwrap_or_default()).ok()
     }
@@ -158,15 +158,15 @@ impl Node {
         is_plain.then_some(name)
     }
 
-    /// Returns an estimate of the memory for its texts and attributes, in bytes.
+    /// Returns an estimate of the memory for its strings and attributes, in bytes.
     pub(crate) fn heap_bytes(&self) -> usize {
-        let texts = [&self.name, &self.user, &self.group, &self.linktarget];
-        let texts = texts.into_iter().chain(&self.linktarget_raw).map(String::len).sum::<usize>();
+        let strings = [&self.name, &self.user, &self.group, &self.linktarget];
+        let string_bytes = strings.into_iter().chain(&self.linktarget_raw).map(String::len).sum::<usize>();
         let attributes = self.extended_attributes.iter().map(|attribute| {
             let value = attribute.value.as_ref().map_or(0, String::len);
             size_of::<ExtendedAttribute>() + attribute.name.len() + value
         });
-        texts + attributes.sum::<usize>()
+        string_bytes + attributes.sum::<usize>()
     }
 
     /// The lowest twelve bits of a Unix mode.
@@ -218,7 +218,7 @@ impl Tree {
     /// Parses a tree, and checks that the names of its entries are unique and do not lead out of the directory.
     ///
     /// # Errors
-    /// [`FilesError::Corrupt`] if the JSON or a name is invalid.
+    /// [`FilesError::Corrupt`] if the JSON or a name is invalid, or if a name occurs more than once.
     pub(crate) fn parse(id: Id, json: &[u8]) -> Result<Self, FilesError> {
         let corrupt = |why: &dyn std::fmt::Display| FilesError::corrupt(format!("tree {id}"), &why);
         let tree: Self = serde_json::from_slice(json).map_err(|error| corrupt(&error))?;
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn tree_of_restic_is_read() {
+    fn tree_from_restic_is_read() {
         // From `restic cat blob`, version 0.14.
         let json = br#"{"nodes":[{"name":"a","type":"file","mode":420,"mtime":"2026-11-27T10:00:00.5+01:00",
             "atime":"2026-11-27T10:00:00+01:00","ctime":"2026-11-27T10:00:00+01:00","uid":0,"gid":0,"user":"root",

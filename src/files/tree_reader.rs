@@ -17,7 +17,7 @@ const MAX_CACHED_PACKS: usize = 4;
 pub(crate) struct TreeReader<'a> {
     repository: &'a Repository,
     locations: &'a BlobLocations,
-    /// The contents of packs, by their numbers in `locations`; the most recently used pack is last.
+    /// The contents of packs, by their positions in `locations`; the most recently used pack is last.
     packs: VecDeque<(u32, Bytes)>,
     /// Whether trees are written to the cache. A reader of many snapshots does not write to it, because their trees
     /// would fill it.
@@ -78,11 +78,11 @@ impl<'a> TreeReader<'a> {
     }
 
     async fn read_pack(&mut self, location: BlobLocation) -> Result<Bytes, FilesError> {
-        if let Some(at) = self.packs.iter().position(|(pack, _)| *pack == location.pack)
-            && let Some(found) = self.packs.remove(at)
+        if let Some(index) = self.packs.iter().position(|(pack, _)| *pack == location.pack)
+            && let Some(cached) = self.packs.remove(index)
         {
-            let bytes = found.1.clone();
-            self.packs.push_back(found);
+            let bytes = cached.1.clone();
+            self.packs.push_back(cached);
             return Ok(bytes);
         }
         let pack = self.locations.pack(location);

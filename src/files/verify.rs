@@ -1,7 +1,7 @@
 //! Checks the content of packs against the index. Packs that are marked for deletion are skipped.
 //!
-//! A blob that is damaged in one pack is not lost if another pack has a sound copy. [`crate::affected`] names the files
-//! of lost blobs, and a save writes these blobs again if the machine still has the content.
+//! A blob that is damaged in one pack is not lost if another pack has a sound copy. [`crate::affected`] finds the files
+//! that need lost blobs, and a save writes these blobs again if the machine still has the content.
 
 use std::collections::{HashMap, HashSet};
 

@@ -57,7 +57,8 @@ impl Chain {
     /// Parses a PEM chain. Does not check its key, names or validity period.
     ///
     /// # Errors
-    /// `TooLarge`, `NoCertificate` or `Unreadable`.
+    /// `TooLarge` if the text is longer than [`MAX_CHAIN_BYTES`]; `NoCertificate` if it is not PEM or contains no
+    /// certificate; `Unreadable` if the leaf certificate cannot be parsed.
     pub fn from_pem(pem: &[u8]) -> Result<Self, ChainError> {
         if pem.len() > MAX_CHAIN_BYTES {
             return Err(ChainError::TooLarge);
@@ -85,7 +86,7 @@ impl Chain {
     /// Checks that a server with this key may present the chain for this name now.
     ///
     /// # Errors
-    /// `WrongKey`, `WrongName`, `Expired` or `NotYetValid`.
+    /// `WrongKey`, `WrongName`, `Expired` or `NotYetValid`, for the first check that fails.
     pub fn check(&self, pin: SpkiPin, name: &str, now: Timestamp) -> Result<(), ChainError> {
         self.check_key(pin)?;
         if !self.is_valid_for(name) {
@@ -103,7 +104,7 @@ impl Chain {
     /// Checks that the chain is for this key.
     ///
     /// # Errors
-    /// [`ChainError::WrongKey`].
+    /// [`ChainError::WrongKey`] if it is for a different key.
     pub fn check_key(&self, pin: SpkiPin) -> Result<(), ChainError> {
         if self.pin == pin { Ok(()) } else { Err(ChainError::WrongKey) }
     }
@@ -118,7 +119,7 @@ impl Chain {
     /// Checks that a client with the verifier's roots accepts the chain for this name now.
     ///
     /// # Errors
-    /// A message with the reason for which the client would reject the chain.
+    /// A message that says why the client would reject the chain.
     pub fn verify(&self, verifier: &ChainVerifier, name: &str) -> Result<(), String> {
         let server = ServerName::try_from(name).map_err(|error| error.to_string())?;
         verifier.verify(&self.certificates, &server).map_err(|error| error.to_string())

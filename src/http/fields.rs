@@ -39,7 +39,7 @@ impl Fields {
         Self { remaining, prefix, errors: Vec::new(), expected_names: Vec::new(), unknown_fields }
     }
 
-    /// Ignores unknown fields, here and in nested objects; for bodies from programs that may be newer.
+    /// Ignores unknown fields, here and in nested objects; for bodies from programs that may be newer than this one.
     pub fn ignoring_unknown(mut self) -> Self {
         self.unknown_fields = UnknownFields::Ignore;
         self
@@ -229,7 +229,7 @@ impl Fields {
         number
     }
 
-    /// Returns whether the field is present and not `null`.
+    /// Returns whether the field is present, not `null` and not parsed yet.
     pub fn has(&self, name: &str) -> bool {
         self.remaining.get(name).is_some_and(|value| !value.is_null())
     }

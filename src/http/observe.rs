@@ -132,8 +132,8 @@ fn without_token(path: &str) -> Cow<'_, str> {
     if !path.split('/').any(is_token) {
         return Cow::Borrowed(path);
     }
-    let shown = path.split('/').map(|segment| if is_token(segment) { "~…" } else { segment });
-    Cow::Owned(shown.collect::<Vec<_>>().join("/"))
+    let redacted = path.split('/').map(|segment| if is_token(segment) { "~…" } else { segment });
+    Cow::Owned(redacted.collect::<Vec<_>>().join("/"))
 }
 
 #[cfg(test)]

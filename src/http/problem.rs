@@ -40,7 +40,7 @@ codes! {
     Forbidden FORBIDDEN "forbidden" "Permission denied"
         "Use a credential that has the permission; an operator needs one of the scopes in `missingScopes`."
     RegistrationRejected UNAUTHORIZED "registration_rejected" "Registration rejected"
-        "A host's token has expired, was used before, or belongs to another machine: check `svcctl status \
+        "A host's token has expired, has already been used, or belongs to another machine: check `svcctl status \
          MACHINE`, then recover or provision again."
     Superseded FORBIDDEN "superseded" "This machine has been replaced"
         "No action is needed: the machine was replaced and stops automatically."
@@ -139,9 +139,10 @@ impl Code {
     }
 }
 
-/// An invalid field in a request: a JSON pointer (RFC 6901), or `?name` for a query parameter.
+/// An invalid field in a request.
 #[derive(Debug, Clone, Serialize, PartialEq, Eq)]
 pub struct FieldError {
+    /// A JSON pointer (RFC 6901), or `?name` for a query parameter.
     pub pointer: String,
     pub detail: String,
 }
@@ -182,12 +183,12 @@ impl Problem {
     /// Creates an `invalid_request` problem. It lists only the first `MAX_ERRORS` errors, each shortened, so that a
     /// response is never many times the size of its request.
     pub fn invalid(errors: &[FieldError]) -> Self {
-        let shown: Vec<_> = errors.iter().take(MAX_ERRORS).map(FieldError::shortened).collect();
-        let mut detail: Vec<_> = shown.iter().map(|e| format!("{}: {}", e.pointer, e.detail)).collect();
+        let listed: Vec<_> = errors.iter().take(MAX_ERRORS).map(FieldError::shortened).collect();
+        let mut detail: Vec<_> = listed.iter().map(|e| format!("{}: {}", e.pointer, e.detail)).collect();
         if errors.len() > MAX_ERRORS {
             detail.push(format!("and {} more", errors.len() - MAX_ERRORS));
         }
-        Self::new(Code::InvalidRequest, detail.join("; ")).with("errors", serde_json::json!(shown))
+        Self::new(Code::InvalidRequest, detail.join("; ")).with("errors", serde_json::json!(listed))
     }
 
     pub fn field(pointer: impl Into<String>, detail: impl Into<String>) -> Self {

@@ -52,7 +52,7 @@ impl<K: Hash + Eq + Clone> RateLimit<K> {
         if self.checks.fetch_add(1, Ordering::Relaxed) % SWEEP_INTERVAL == SWEEP_INTERVAL - 1 {
             buckets.retain_recent();
         }
-        buckets.check_key(key).map_err(|refused| refused.wait_time_from(DefaultClock::default().now()))
+        buckets.check_key(key).map_err(|not_until| not_until.wait_time_from(DefaultClock::default().now()))
     }
 }
 
@@ -90,7 +90,7 @@ mod tests {
         for key in 0..3 * SWEEP_INTERVAL {
             limit.check(&key).unwrap();
         }
-        let held = limit.buckets.as_ref().map_or(0, RateLimiter::len);
-        assert!(held <= SWEEP_INTERVAL as usize, "{held}");
+        let bucket_count = limit.buckets.as_ref().map_or(0, RateLimiter::len);
+        assert!(bucket_count <= SWEEP_INTERVAL as usize, "{bucket_count}");
     }
 }

@@ -33,7 +33,7 @@ use super::shards::Shards;
 #[derive(Debug, Clone)]
 pub struct ListenerLimits {
     pub max_connections: usize,
-    /// Maximum per IPv4 address or IPv6 /64. Loopback addresses have no limit.
+    /// Maximum number of connections per IPv4 address or IPv6 /64. Loopback addresses have no limit.
     pub max_connections_per_address: usize,
     /// Load balancers, which are exempt from the per-address limit.
     pub trusted_proxies: Networks,
@@ -64,8 +64,8 @@ impl Default for ListenerLimits {
     }
 }
 
-/// Returns a limit that bounds the memory for unfinished heads to an eighth of the machine's memory. It is at least 512
-/// and at most 16,384 connections. `tests/unfinished_heads.rs` measures the memory per connection.
+/// Returns a connection limit that bounds the memory for unfinished heads to an eighth of the machine's memory. It is
+/// at least 512 and at most 16,384. `tests/unfinished_heads.rs` measures the memory per connection.
 fn max_connections() -> usize {
     const BYTES_PER_CONNECTION: u64 = 128 * 1024;
     let memory = nix::sys::sysinfo::sysinfo().map_or(0, |info| info.ram_total());
@@ -97,7 +97,7 @@ pub async fn serve(
     accept(listener, tls, router, limits, stop, None).await;
 }
 
-/// Like [`serve`], but runs each connection on one of `threads`.
+/// Like [`serve`], but runs each connection on one of `threads`, and passes ACME validations through if configured.
 pub async fn serve_on(
     threads: RouterThreads,
     listener: TcpListener,
@@ -178,7 +178,7 @@ async fn accept(
                     });
                     let mut stream = tokio::select! {
                         () = stop.cancelled() => return,
-                        done = handshake => match done {
+                        accepted = handshake => match accepted {
                             Ok(Some(stream)) => stream,
                             _ => return,
                         },
@@ -250,7 +250,7 @@ where
     let (stream, timer) = HeadStream::new(stream, limits.head_timeout);
     let mut builder = http1::Builder::new();
     builder.timer(timer).header_read_timeout(limits.idle_timeout).max_header_size(limits.max_head_bytes);
-    // Extensions are inserted here, because a router layer costs every request two allocations.
+    // Extensions are inserted here, because a router layer would cost each request two allocations.
     let service = service_fn(move |request: Request<Incoming>| {
         let body = |body: Incoming| if body.is_end_stream() { Body::empty() } else { Body::new(body) };
         let mut request = request.map(body);
@@ -263,14 +263,14 @@ where
     let connection = builder.serve_connection(TokioIo::new(stream), service).with_upgrades();
     let mut connection = Box::pin(connection);
     async move {
-        let end = tokio::select! {
-            end = connection.as_mut() => end,
+        let result = tokio::select! {
+            result = connection.as_mut() => result,
             () = stop.cancelled() => {
                 connection.as_mut().graceful_shutdown();
                 connection.await
             }
         };
-        if let Err(error) = end {
+        if let Err(error) = result {
             tracing::debug!(%error, "connection ended");
         }
     }
@@ -293,7 +293,10 @@ pub fn stop_on_signal() -> std::io::Result<CancellationToken> {
     Ok(stop)
 }
 
-/// Returns a listener's address, for the log.
+/// Returns the address that a listener is bound to.
+///
+/// # Errors
+/// If the operating system does not report it.
 pub fn local_addr(listener: &TcpListener) -> std::io::Result<SocketAddr> {
     listener.local_addr()
 }
@@ -342,8 +345,8 @@ mod tests {
 
         let mut slow = TcpStream::connect(address).await.unwrap();
         slow.write_all(&REQUEST[..20]).await.unwrap();
-        let end = read_until(&mut slow, "never").await;
-        assert!(end.is_empty() || end.starts_with("HTTP/1.1 408"), "{end}");
+        let response = read_until(&mut slow, "never").await;
+        assert!(response.is_empty() || response.starts_with("HTTP/1.1 408"), "{response}");
 
         // The other connections have now been open for longer than the head timeout.
         for stream in [&mut idle, &mut reused] {
@@ -353,8 +356,8 @@ mod tests {
 
         // The head timeout applies to each request on a connection.
         reused.write_all(&REQUEST[..20]).await.unwrap();
-        let end = read_until(&mut reused, "never").await;
-        assert!(end.is_empty() || end.starts_with("HTTP/1.1 408"), "{end}");
+        let response = read_until(&mut reused, "never").await;
+        assert!(response.is_empty() || response.starts_with("HTTP/1.1 408"), "{response}");
     }
 
     #[tokio::test]

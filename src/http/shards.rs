@@ -16,7 +16,7 @@ thread_local! {
     static CURRENT_SHARD: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
-/// Returns the current thread's shard; `None` on other threads.
+/// Returns the index of the current thread's shard; `None` if the thread is not a shard.
 pub fn current() -> Option<usize> {
     CURRENT_SHARD.get()
 }
@@ -104,16 +104,16 @@ mod tests {
         for _ in 0..count * 2 {
             let (sender, open) = (sender.clone(), open.clone());
             shards.spawn(async move {
-                let (before, thread) = (current(), thread::current().id());
+                let (shard, thread) = (current(), thread::current().id());
                 tokio::time::sleep(Duration::from_millis(5)).await;
                 let nested = tokio::spawn(async { (current(), thread::current().id()) }).await.unwrap();
-                assert_eq!((before, thread), nested);
-                sender.send(before).unwrap();
+                assert_eq!((shard, thread), nested);
+                sender.send(shard).unwrap();
                 open.cancelled().await;
             });
         }
-        let seen: Vec<_> = (0..count * 2).map(|_| receiver.blocking_recv().unwrap().unwrap()).collect();
-        assert_eq!(seen.iter().collect::<BTreeSet<_>>().len(), count);
+        let used: Vec<_> = (0..count * 2).map(|_| receiver.blocking_recv().unwrap().unwrap()).collect();
+        assert_eq!(used.iter().collect::<BTreeSet<_>>().len(), count);
         assert!(shards.all.iter().all(|shard| shard.load.load(Ordering::Relaxed) == 2));
         open.cancel();
         drop(sender);

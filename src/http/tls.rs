@@ -63,7 +63,7 @@ pub(crate) fn provider() -> Arc<CryptoProvider> {
     Arc::new(ring::default_provider())
 }
 
-/// Loads the public root certificates, and those in the PEM file `SSL_CERT_FILE`.
+/// Loads the public root certificates and, if `SSL_CERT_FILE` is set, those in the PEM file that it names.
 ///
 /// # Errors
 /// If that file cannot be read or is not valid PEM.
@@ -87,7 +87,7 @@ fn load_roots_with(file: Option<PathBuf>) -> anyhow::Result<RootCertStore> {
 /// Returns a client configuration with ordinary chain verification.
 ///
 /// # Errors
-/// If the root certificates cannot be read.
+/// If the root certificates cannot be loaded, or the crypto provider does not support TLS.
 pub fn client_config() -> anyhow::Result<ClientConfig> {
     Ok(ClientConfig::builder_with_provider(provider())
         .with_safe_default_protocol_versions()?
@@ -100,7 +100,7 @@ pub fn client_config() -> anyhow::Result<ClientConfig> {
 pub struct ChainVerifier(Arc<WebPkiServerVerifier>);
 
 impl ChainVerifier {
-    /// Trusts the public roots and those in `file`, which is `SSL_CERT_FILE`.
+    /// Trusts the public roots and, if `file` (the value of `SSL_CERT_FILE`) is set, those in that file.
     ///
     /// # Errors
     /// If the file cannot be read or is not valid PEM.

@@ -4,7 +4,7 @@
 pub fn must_be_one_of(names: &[&str]) -> String {
     match names {
         [] => "has no valid value".to_owned(),
-        [one] => format!("must be {one}"),
+        [name] => format!("must be {name}"),
         [others @ .., last] => format!("must be {} or {last}", others.join(", ")),
     }
 }

@@ -14,8 +14,8 @@ pub struct Epoch(pub u32);
 /// The highest valid epoch. The database stores signed 32-bit numbers, and the next epoch must also fit.
 pub const MAX_EPOCH: Epoch = Epoch(i32::MAX.unsigned_abs() - 1);
 
-/// How far the store may be ahead of the platform's database, which may have been restored from an older copy. A higher
-/// epoch is not plausible: no slot has so many machines after the copy was made.
+/// Maximum number of epochs by which the store may be ahead of the platform's database, which may have been restored
+/// from an older copy. A higher epoch is implausible: no slot gets that many machines after the copy was made.
 const MAX_EPOCHS_AHEAD: u32 = 1000;
 
 impl Epoch {

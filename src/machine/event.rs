@@ -82,7 +82,7 @@ pub enum Event {
     ServerGone,
     /// The provider once again has the server of a machine that failed because its server was missing.
     ServerFound,
-    /// An operator requests to provision the slot, which this machine holds.
+    /// An operator provisions the slot, which this machine holds.
     ProvisionRequested {
         restore: RestoreMode,
     },
@@ -126,7 +126,7 @@ pub enum Event {
 /// An effect of a transition, applied in the same transaction as the new state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
-    /// Replace this machine with a new one in the same slot, with this status and this next epoch.
+    /// Replace this machine with a new one in the same slot, with this status and epoch.
     ///
     /// The new machine's operation takes a final backup, writes the fence and powers the predecessor off. The
     /// reconciler deletes the predecessor's server once the new machine is healthy.

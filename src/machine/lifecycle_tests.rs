@@ -52,9 +52,9 @@ fn every_state() -> Vec<State> {
         State::Resizing { from: large(), to: small() },
     ];
     states.extend(FailureCause::ALL.iter().copied().map(failed));
-    let ended: Vec<State> =
+    let inactive: Vec<State> =
         states.iter().flat_map(|state| [retired(state.clone()), deleted(state.clone())]).collect();
-    states.extend(ended);
+    states.extend(inactive);
     states
 }
 
@@ -215,7 +215,7 @@ fn machine_becomes_running_only_by_allowed_events() {
             let Ok(Outcome::Moved { next: State::Running { .. }, .. }) = apply(&state, &event) else {
                 continue;
             };
-            let allowed = matches!(
+            let is_allowed = matches!(
                 (&state, &event),
                 (State::Provisioning | State::Recovering, Event::Registered { .. })
                     | (State::Resizing { .. }, Event::ResizeSucceeded | Event::ResizeReverted)
@@ -229,7 +229,7 @@ fn machine_becomes_running_only_by_allowed_events() {
                         Event::Reinstated { power: ServerPower::On, .. }
                     )
             );
-            assert!(allowed, "{state:?} is running after {event:?}");
+            assert!(is_allowed, "{state:?} is running after {event:?}");
         }
     }
 }
@@ -281,7 +281,7 @@ fn resize_needs_running_machine() {
 }
 
 #[test]
-fn resize_ends_with_new_type_old_type_or_failed() {
+fn resize_ends_with_new_type_old_type_or_failure() {
     assert_moves(&resizing(), &Event::ResizeSucceeded, &State::Running { server_type: large() }, &[]);
     let cause = FailureCause::Resize;
     assert_moves(&resizing(), &Event::ResizeReverted, &running(), &[Effect::FailOperation { cause }]);
@@ -333,18 +333,18 @@ fn missing_server_fails_machine_without_replacement() {
 
 #[test]
 fn found_server_waits_for_heartbeat() {
-    let (gone, found) = (failed(FailureCause::ServerGone), failed(FailureCause::Reinstating));
-    assert_moves(&gone, &Event::ServerFound, &found, &[]);
+    let (missing, reinstating) = (failed(FailureCause::ServerGone), failed(FailureCause::Reinstating));
+    assert_moves(&missing, &Event::ServerFound, &reinstating, &[]);
     let retired = |previous: &State| State::Retired { previous: Box::new(previous.clone()) };
     let deleted = |previous: &State| State::Deleted { previous: Box::new(previous.clone()) };
-    assert_moves(&retired(&gone), &Event::ServerFound, &retired(&found), &[]);
-    assert_moves(&deleted(&gone), &Event::ServerFound, &deleted(&found), &[]);
-    for state in every_state().into_iter().filter(|state| *state != gone) {
+    assert_moves(&retired(&missing), &Event::ServerFound, &retired(&reinstating), &[]);
+    assert_moves(&deleted(&missing), &Event::ServerFound, &deleted(&reinstating), &[]);
+    for state in every_state().into_iter().filter(|state| *state != missing) {
         let inner = match &state {
             State::Retired { previous } | State::Deleted { previous } => previous,
             other => other,
         };
-        if *inner != gone {
+        if *inner != missing {
             assert_unchanged(&state, &Event::ServerFound);
         }
     }
@@ -397,6 +397,7 @@ fn heartbeat_clears_failure_only_for_current_epoch() {
     for state in every_state().into_iter().filter(is_clearable) {
         assert_moves(&state, &beat(EPOCH), &cleared, &[]);
         assert_unchanged(&state, &beat(Epoch(6)));
+        assert_unchanged(&state, &beat(Epoch(8)));
     }
     for state in every_state().into_iter().filter(|state| !is_clearable(state)) {
         assert_unchanged(&state, &beat(EPOCH));
@@ -415,7 +416,7 @@ fn delete_ends_any_active_machine_and_is_idempotent() {
 }
 
 #[test]
-fn resume_takes_failed_machine_back_into_service() {
+fn resume_returns_failed_machine_to_service() {
     let event = Event::ResumeRequested { server_type: large() };
     for &cause in FailureCause::ALL {
         assert_moves(&failed(cause), &event, &State::Running { server_type: large() }, &[]);

@@ -84,7 +84,7 @@ checked_name!(
     |text| has_shape(text, 32, |c| c.is_ascii_lowercase(), is_slug_char)
 );
 checked_name!(
-    /// The owner's public handle; unique per user.
+    /// An owner's public handle. It belongs to one user, permanently.
     Handle,
     "2 to 39 characters from a-z, 0-9 and `-`, starting with a letter",
     "^[a-z][a-z0-9-]{1,38}$",

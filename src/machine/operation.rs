@@ -57,7 +57,7 @@ pub enum Step {
     /// Requests a shutdown, and cuts the power after a timeout.
     StopServer,
     RebootServer,
-    /// Waits for a healthy heartbeat since the step started.
+    /// Waits for a healthy heartbeat that is received after the step has started.
     AwaitHeartbeat,
 }
 
@@ -77,7 +77,7 @@ pub enum Lane {
 pub struct OperationOptions {
     /// Data that no snapshot contains may be lost if no final backup can be taken.
     pub accept_loss: bool,
-    /// An operator accepted the loss during the final backup, so the step stops waiting for it.
+    /// An operator accepted the loss during the final backup, so the step stops waiting for the backup.
     pub give_up_backup: bool,
     /// An unverified fence no longer blocks the operation, because an operator decided that a host forged it.
     pub disregard_fence: bool,

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::choice::must_be_one_of;
 use super::name::ServerType;
 
-/// A slot's subscription (specification, part 1.2).
+/// A subscription plan (specification, part 1.2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[derive(

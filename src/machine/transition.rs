@@ -192,7 +192,7 @@ fn apply_registration(machine: &Machine, server_type: ServerType) -> Result<Outc
     }
 }
 
-/// Fails a machine that is booting. For other machines, a report of the host is refused, and other events have no
+/// Fails a machine that is booting. For other machines, a report from the host is refused, and other events have no
 /// effect.
 fn apply_boot_failure(machine: &Machine, cause: FailureCause) -> Result<Outcome, Refusal> {
     match machine.state {
@@ -245,7 +245,7 @@ fn failed_resize() -> Outcome {
     failed_while_off(FailureCause::Resize)
 }
 
-/// Fails a machine whose server may be off, because a resize powers it off.
+/// Fails a machine whose server may be off, for example because a resize powered it off, and powers the server on.
 fn failed_while_off(cause: FailureCause) -> Outcome {
     moved(
         State::Failed { cause },

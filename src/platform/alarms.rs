@@ -297,12 +297,12 @@ fn next_step(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownS
     match (alarm, released_until) {
         (Alarm::UnknownServers, Some(last)) => format!(
             "released: each of these servers is deleted, with its disk, ORPHAN_GRACE_SECONDS after it was first seen, the \
-             last at {}. A server that appears later is held until it is released, too",
+             last at {}. A server that appears later is also held until it is released",
             format_time(last)
         ),
         (Alarm::UnknownServers, None) => match unknown.last_deletion {
             Some(last) => format!(
-                "{}. {} of them were released before: the last of these is deleted at {}",
+                "{}. Already released: {} of them; the last of these is deleted at {}",
                 alarm.advice(),
                 unknown.released,
                 format_time(last)
@@ -311,7 +311,7 @@ fn next_step(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownS
         },
         (Alarm::ServersMissing, Some(end)) => format!(
             "released: machines whose servers the provider does not list are marked as failed until {}; after that, the \
-             alarm prevents this again",
+             alarm blocks this again",
             format_time(end)
         ),
         _ => alarm.advice().to_owned(),

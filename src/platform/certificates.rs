@@ -76,13 +76,13 @@ pub fn attention_reason(row: &FleetRow, trust: &HostTrust) -> Option<&'static st
 /// Builds `certificates` for `GET /vps/fleet`; `None` without `HOST_DOMAIN`.
 pub fn summarize(rows: &[FleetRow], trust: &HostTrust) -> Option<Certificates> {
     trust.domain.as_ref()?;
-    let of_state = |state: CertificateState| {
+    let in_state = |state: CertificateState| {
         rows.iter().filter(move |row| is_expected(row) && certificate_state(row, trust) == state)
     };
     let handles = |state: CertificateState| -> Vec<WireString<Handle>> {
-        of_state(state).take(MAX_HANDLES).map(|row| WireString::from_stored(&row.handle)).collect()
+        in_state(state).take(MAX_HANDLES).map(|row| WireString::from_stored(&row.handle)).collect()
     };
-    let count = |state: CertificateState| of_state(state).count() as u64;
+    let count = |state: CertificateState| in_state(state).count() as u64;
     let is_exempt = |row: &&FleetRow| trust.chain.as_ref().is_some_and(|rule| rule.is_exempt(row.machine));
     Some(Certificates {
         is_required: trust.chain.is_some(),
@@ -91,7 +91,7 @@ pub fn summarize(rows: &[FleetRow], trust: &HostTrust) -> Option<Certificates> {
         expiring_handles: handles(CertificateState::Expiring),
         missing: count(CertificateState::Missing),
         missing_handles: handles(CertificateState::Missing),
-        exempt: of_state(CertificateState::Missing).filter(is_exempt).count() as u64,
+        exempt: in_state(CertificateState::Missing).filter(is_exempt).count() as u64,
     })
 }
 

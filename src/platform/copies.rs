@@ -1,8 +1,8 @@
 //! The existing copies of a slot's data: the serving server, the kept servers with their retention, and the newest
 //! snapshot; and how much data would be lost with the serving machine.
 //!
-//! The newest snapshot is the one that the store's pointer names. Reports from hosts are used only if the store is
-//! unavailable or its snapshot is damaged.
+//! The newest snapshot is the one that the store's pointer names. A snapshot that a host reported takes its place only
+//! if the store is unavailable or its snapshot is damaged.
 
 use std::time::Duration;
 
@@ -85,7 +85,8 @@ fn reported_snapshot(machine: &MachineRow) -> Option<NewestSnapshot> {
 
 impl Copies {
     /// Returns the copies with the store's newest snapshot or, if the store is unavailable or that snapshot is damaged,
-    /// the newest snapshot that a host reported.
+    /// the newest snapshot that a host reported. If the store has no snapshot, there is no newest one, even if a host
+    /// reported one.
     pub async fn with_snapshot(&self, bucket: &Bucket) -> wire::Copies {
         let slot = SlotPrefix::new(&self.user, &self.slot);
         let deadline = tokio::time::Instant::now() + STORE_TIMEOUT;
@@ -137,11 +138,11 @@ fn to_unrestored_snapshot(key: &str) -> wire::UnrestoredSnapshot {
 }
 
 /// Returns the API representation of a complete snapshot that is newer than the one that the pointer names.
-pub fn to_newer_snapshot(side: &Sidecar) -> wire::NewerSnapshot {
+pub fn to_newer_snapshot(sidecar: &Sidecar) -> wire::NewerSnapshot {
     wire::NewerSnapshot {
-        taken_at: side.taken_at.into(),
-        machine_id: side.machine_id.into(),
-        key: side.key.clone(),
+        taken_at: sidecar.taken_at.into(),
+        machine_id: sidecar.machine_id.into(),
+        key: sidecar.key.clone(),
     }
 }
 

@@ -54,9 +54,9 @@ impl From<DbError> for FileKeyError {
 /// stored, unless the slot has a repository that this key does not open.
 ///
 /// # Errors
-/// [`FileKeyError`]; `Lost` if the slot has a repository that the stored key does not open or, without a stored key,
-/// that the host's key, if it offers one, does not open. The stored key is not tested if the host offers the same key
-/// or none.
+/// [`FileKeyError`]; `Lost` if the slot has a repository that the stored key does not open or, if no key is stored, a
+/// repository that the host's key does not open or for which the host offers no key. The stored key is not tested if
+/// the host offers the same key or none.
 pub async fn load_or_create(
     platform: &Platform,
     (user, slot): (&IdpUserId, &Slot),
@@ -115,13 +115,13 @@ async fn store(
     let session = platform.host_db.session().await?;
     file_keys::insert_if_absent(&session, &sealed, seal.id()).await?;
     let stored = find(&session, seal, (user, slot)).await?;
-    Ok(stored.ok_or(KeyError::Damaged { kid: name })?)
+    Ok(stored.ok_or(KeyError::Corrupt { kid: name })?)
 }
 
 /// Returns the slot's key; `None` if no host has requested it yet.
 ///
 /// # Errors
-/// [`KeyError`]; `Sealed` for a key that neither platform key opens.
+/// [`KeyError`]; `Sealed` for a key that neither platform key opens, `Corrupt` if the opened key is invalid.
 pub async fn find(
     client: &impl GenericClient,
     seal: &Seal,
@@ -131,11 +131,11 @@ pub async fn find(
     let kid = seal_name(&stored.user, &stored.slot);
     let opened = zeroize::Zeroizing::new(seal.open(&kid, &stored.sealed)?);
     let key = std::str::from_utf8(&opened).ok().and_then(|text| text.parse().ok());
-    key.map(Some).ok_or(KeyError::Damaged { kid })
+    key.map(Some).ok_or(KeyError::Corrupt { kid })
 }
 
-/// Reseals a batch of the keys that were sealed with the previous platform key, and passes over those that cannot be
-/// opened. Returns whether that was the last batch.
+/// Reseals a batch of the keys that were sealed with the previous platform key, and skips those that cannot be opened.
+/// Returns whether that was the last batch.
 ///
 /// # Errors
 /// [`KeyError`] if the database or the random number generator fails.
@@ -170,7 +170,8 @@ async fn reseal_all(
                 file_keys::reseal(client, &key, seal.id()).await?;
                 has_resealed = true;
             }
-            // A damaged key must not stop the rotation of the others. It still counts as needing the previous key.
+            // A key that cannot be opened must not stop the rotation of the others. It still counts as needing the
+            // previous key.
             Err(error) => {
                 tracing::error!(error = %format_chain(&error), "cannot reseal the key of a slot's file backups");
             }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
 use svc_base::error_chain::format_chain;
-use svc_base::failpoint::Injected;
+use svc_base::failpoint::InjectedFailure;
 use svc_base::untrusted_text::truncate_printable;
 use svc_files::prune::{PruneOptions, PruneReport, prune};
 use svc_files::retention::RetentionPolicy;
@@ -54,7 +54,7 @@ pub enum PruneError {
     #[error("the platform stopped; the next pruning continues")]
     Stopped,
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 /// Limits the prunings and the reports that run at the same time in this process: each loads an index into memory.

@@ -84,7 +84,7 @@ pub struct FleetSummary {
 
 /// Summarizes the active machines.
 pub fn summarize(rows: &[FleetRow], token_rotation: Duration, trust: &HostTrust) -> FleetSummary {
-    let zero = |word: &str| (word.to_owned(), 0);
+    let zero = |name: &str| (name.to_owned(), 0);
     let mut by_status: BTreeMap<String, u64> =
         Status::ALL.iter().map(|status| zero(status.as_str())).collect();
     let mut by_image_version: BTreeMap<String, u64> = BTreeMap::new();
@@ -121,9 +121,13 @@ fn summarize_backups(rows: &[FleetRow]) -> BackupAges {
     let mut ages: Vec<f64> = with_data().filter_map(|row| row.backup_age).collect();
     ages.sort_by(f64::total_cmp);
     let never = with_data().filter(|row| row.backup_age.is_none()).count() as u64;
-    let whole = |age: &f64| age.max(0.0) as u64;
+    let whole_seconds = |age: &f64| age.max(0.0) as u64;
     let median = ages.len().checked_sub(1).and_then(|last| ages.get(last / 2));
-    BackupAges { max_age_seconds: ages.last().map(whole), p50_age_seconds: median.map(whole), never }
+    BackupAges {
+        max_age_seconds: ages.last().map(whole_seconds),
+        p50_age_seconds: median.map(whole_seconds),
+        never,
+    }
 }
 
 fn is_booting(row: &FleetRow) -> bool {
@@ -157,7 +161,7 @@ fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust
         (is_waiting, "operation_waiting"),
         (row.powered_off_age.is_some_and(|age| age > POWERED_OFF_LONG_SECONDS), "powered_off"),
         (is_running && is_silent, "heartbeat_silent"),
-        // The machine is unreachable, although it may be healthy.
+        // The machine is unreachable, even if it is healthy.
         (certificate == Some(certificates::CERTIFICATE_MISSING), certificates::CERTIFICATE_MISSING),
         (failing(row.database.as_deref()), "database_failing"),
         (failing(row.gateway.as_deref()), "gateway_failing"),

@@ -24,7 +24,7 @@ use super::db::{self, Db, DbError};
 use super::file_keys;
 use super::keys::{KeyError, SIGNING_KEYS_LOCK, Seal};
 use super::platform_key::KeyIds;
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 use svc_http::problem::format_chain;
 use svc_store::StoreError;
 
@@ -66,7 +66,7 @@ pub enum KeyChangeError {
     #[error(transparent)]
     Mark(#[from] mark::MarkError),
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 /// Identifies this process and its keys to the platform's other processes.

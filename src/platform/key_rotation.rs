@@ -15,7 +15,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::config::KeyTiming;
-use super::db::keys::{APP_PURPOSE, Acknowledged, KeyDistribution, PROOF_PURPOSE, UnacknowledgedHosts};
+use super::db::keys::{APP_PURPOSE, Acknowledgement, KeyDistribution, PROOF_PURPOSE, UnacknowledgedHosts};
 use super::db::{self, Db};
 use super::keys::{self, KeyError, SIGNING_KEYS_LOCK, Seal, SigningSet};
 use super::signed_lifetimes::MAX_SIGNED_LIFETIME;
@@ -60,7 +60,7 @@ pub async fn run(
 enum RotationStep {
     Nothing,
     Successor,
-    Acknowledged(Acknowledged),
+    Acknowledgement(Acknowledgement),
     Retirement,
 }
 
@@ -77,14 +77,14 @@ fn next_app_step(distribution: &[KeyDistribution], timing: KeyTiming) -> Rotatio
     }
 }
 
-/// Returns the next step for keys that hosts read. `lacking` is the number of hosts that are sending heartbeats but
-/// lack the newest key.
-fn next_proof_step(distribution: &[KeyDistribution], lacking: i64, timing: KeyTiming) -> RotationStep {
+/// Returns the next step for keys that hosts read. `lacking_hosts` is the number of hosts that are sending heartbeats
+/// but lack the newest key.
+fn next_proof_step(distribution: &[KeyDistribution], lacking_hosts: i64, timing: KeyTiming) -> RotationStep {
     let Some(newest) = distribution.last() else { return RotationStep::Nothing };
     if distribution.len() > 1 {
         match newest.acknowledged_for {
-            None if lacking == 0 => return RotationStep::Acknowledged(Acknowledged::ByAll),
-            Some(_) if lacking > 0 => return RotationStep::Acknowledged(Acknowledged::NotByAll),
+            None if lacking_hosts == 0 => return RotationStep::Acknowledgement(Acknowledgement::ByAll),
+            Some(_) if lacking_hosts > 0 => return RotationStep::Acknowledgement(Acknowledgement::NotByAll),
             Some(time) if time >= timing.overlap => return RotationStep::Retirement,
             Some(_) | None => {}
         }
@@ -126,7 +126,9 @@ async fn rotate_if_due(
             let key = keys::generate(&tx, seal, purpose).await?;
             tracing::info!(kid = key.kid, "created a signing key");
         }
-        RotationStep::Acknowledged(by_all) => db::keys::record_acknowledged(&tx, &newest, by_all).await?,
+        RotationStep::Acknowledgement(acknowledgement) => {
+            db::keys::record_acknowledged(&tx, &newest, acknowledgement).await?;
+        }
         RotationStep::Retirement => {
             let retired = db::keys::retire_all_but(&tx, purpose, &newest).await?;
             tracing::info!(kid = newest, retired, "retired older signing keys");
@@ -159,17 +161,17 @@ mod tests {
 
     #[test]
     fn proof_key_is_retired_after_acknowledgement_and_overlap() {
-        use Acknowledged::{ByAll, NotByAll};
+        use Acknowledgement::{ByAll, NotByAll};
         assert_eq!(next_proof_step(&[], 0, TIMING), RotationStep::Nothing);
         assert_eq!(next_proof_step(&[key(999, None)], 5, TIMING), RotationStep::Nothing);
         assert_eq!(next_proof_step(&[key(1000, None)], 5, TIMING), RotationStep::Successor);
         let fresh = |acknowledged| [key(1010, None), key(10, acknowledged)];
         assert_eq!(next_proof_step(&fresh(None), 1, TIMING), RotationStep::Nothing);
-        assert_eq!(next_proof_step(&fresh(None), 0, TIMING), RotationStep::Acknowledged(ByAll));
+        assert_eq!(next_proof_step(&fresh(None), 0, TIMING), RotationStep::Acknowledgement(ByAll));
         assert_eq!(next_proof_step(&fresh(Some(99)), 0, TIMING), RotationStep::Nothing);
-        assert_eq!(next_proof_step(&fresh(Some(99)), 1, TIMING), RotationStep::Acknowledged(NotByAll));
+        assert_eq!(next_proof_step(&fresh(Some(99)), 1, TIMING), RotationStep::Acknowledgement(NotByAll));
         assert_eq!(next_proof_step(&fresh(Some(100)), 0, TIMING), RotationStep::Retirement);
-        assert_eq!(next_proof_step(&fresh(Some(500)), 1, TIMING), RotationStep::Acknowledged(NotByAll));
+        assert_eq!(next_proof_step(&fresh(Some(500)), 1, TIMING), RotationStep::Acknowledgement(NotByAll));
     }
 
     #[test]

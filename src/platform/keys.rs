@@ -65,8 +65,8 @@ pub enum KeyError {
          PLATFORM_KEY_PREVIOUS to that key"
     )]
     Sealed { kid: String },
-    #[error("key {kid} in the database is damaged")]
-    Damaged { kid: String },
+    #[error("key {kid} in the database is corrupt")]
+    Corrupt { kid: String },
     #[error("the system's random number generator failed")]
     Randomness,
 }
@@ -97,7 +97,7 @@ impl Seal {
         Self { key: derive_sealing_key(platform_key), id: KeyId::from_key(platform_key), previous: None }
     }
 
-    /// Seals with the current key, and opens with either key.
+    /// Creates a seal that seals with the current key and opens with either key.
     pub fn from_keys(keys: &PlatformKeys) -> Self {
         let previous = keys.previous.as_ref().map(|key| (derive_sealing_key(key), KeyId::from_key(key)));
         Self { previous, ..Self::new(&keys.current) }
@@ -150,7 +150,7 @@ impl Seal {
     /// Decrypts a sealed secret with the current or the previous key.
     ///
     /// # Errors
-    /// `Sealed` if neither key opens it, if it was sealed with another `kid`, or if it is damaged.
+    /// `Sealed` if neither key opens it, if it was sealed with another `kid`, or if it is corrupt.
     pub fn open(&self, kid: &str, sealed: &[u8]) -> Result<Vec<u8>, KeyError> {
         let mut keys = std::iter::once(&self.key).chain(self.previous.as_ref().map(|(key, _)| key));
         keys.find_map(|key| open_with(key, kid, sealed))
@@ -183,7 +183,7 @@ pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet,
     let session = db.session().await?;
     let retired = db::keys::list_retired(&session, db::keys::PROOF_PURPOSE, MAX_RETIRED_KEYS).await?;
     drop(session);
-    let no_key = || KeyError::Damaged { kid: "(none)".to_owned() };
+    let no_key = || KeyError::Corrupt { kid: "(none)".to_owned() };
     let app_signer = app.get(app_index).cloned().ok_or_else(no_key)?;
     // The oldest key signs proofs until hosts have acknowledged the newest one.
     let mut signers = proof.iter().cloned();
@@ -199,7 +199,7 @@ pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet,
 /// Checks that each active signing key can be opened with one of the platform keys.
 ///
 /// # Errors
-/// [`KeyError`]; `Sealed` for a key that neither platform key opens.
+/// [`KeyError`]; `Sealed` for a key that neither platform key opens, `Corrupt` if the opened key is invalid.
 pub async fn ensure_keys_can_be_opened(
     client: &impl deadpool_postgres::GenericClient,
     seal: &Seal,
@@ -234,7 +234,7 @@ pub async fn generate(
 ) -> Result<db::keys::StoredKey, KeyError> {
     let kid = format!("{purpose}-{}", uuid::Uuid::now_v7().simple());
     let pkcs8 = Signer::generate()?;
-    let signer = Signer::from_pkcs8(&kid, &pkcs8).map_err(|_| KeyError::Damaged { kid: kid.clone() })?;
+    let signer = Signer::from_pkcs8(&kid, &pkcs8).map_err(|_| KeyError::Corrupt { kid: kid.clone() })?;
     let sealed = seal.seal(&kid, &pkcs8)?;
     let key = db::keys::StoredKey { kid, public_key: signer.public_key().x, sealed, age: Duration::ZERO };
     db::keys::insert(tx, purpose, &key).await?;
@@ -245,7 +245,7 @@ fn open_all(stored: Vec<db::keys::StoredKey>, seal: &Seal) -> Result<Vec<Arc<Sig
     let open = |key: db::keys::StoredKey| {
         let pkcs8 = seal.open(&key.kid, &key.sealed)?;
         let signer = Signer::from_pkcs8(&key.kid, &pkcs8);
-        signer.map(Arc::new).map_err(|_| KeyError::Damaged { kid: key.kid })
+        signer.map(Arc::new).map_err(|_| KeyError::Corrupt { kid: key.kid })
     };
     stored.into_iter().map(open).collect()
 }
@@ -280,11 +280,11 @@ mod tests {
 
     #[test]
     fn reseal_replaces_only_seal_of_previous_key() {
-        let keys = |current: u8, previous: Option<u8>| {
+        let seal = |current: u8, previous: Option<u8>| {
             let key = |byte: u8| vec![byte; 32].into();
             Seal::from_keys(&PlatformKeys { current: key(current), previous: previous.map(key) })
         };
-        let (old, both, new) = (keys(1, None), keys(2, Some(1)), keys(2, None));
+        let (old, both, new) = (seal(1, None), seal(2, Some(1)), seal(2, None));
         let sealed = old.seal("k1", b"private").unwrap();
         assert_eq!(both.open("k1", &sealed).unwrap(), b"private");
         assert_eq!(both.find_opening_key("k1", &sealed), OpeningKey::Previous);

@@ -168,7 +168,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     log_start(&process, &api.url);
     let keys = keys::load(&db, &seal(), config.timing.keys.overlap).await.map_err(|error| match error {
         KeyError::Db(_) => Failure::new(Exit::Unavailable, error),
-        KeyError::Sealed { .. } | KeyError::Damaged { .. } => Failure::new(Exit::Config, error),
+        KeyError::Sealed { .. } | KeyError::Corrupt { .. } => Failure::new(Exit::Config, error),
         KeyError::Randomness => Failure::new(Exit::Internal, error),
     })?;
     warn_about_missing_certificates(&report_db, &config.trust).await;
@@ -292,7 +292,7 @@ async fn admit(
     Ok(process)
 }
 
-/// Rejects outdated keys and a damaged mark; otherwise returns whether the check or write succeeded. If the store is
+/// Rejects outdated keys and a corrupt mark; otherwise returns whether the check or write succeeded. If the store is
 /// unavailable, the process starts, and repeats the check while it is running ([`mark::write_until_stopped`]).
 fn check_mark(result: Result<(), MarkError>) -> Result<bool, Failure> {
     match result {

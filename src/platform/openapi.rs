@@ -12,7 +12,7 @@ use svc_http::openapi::{Api, generate_document, schema_of};
 
 const API: Api = Api {
     title: "svc platform",
-    description: "The control plane: the machines of slots, their life cycle, and the requests of their hosts.",
+    description: "The control plane: slots' machines, their life cycle, and requests from their hosts.",
     version: env!("CARGO_PKG_VERSION"),
     schemas: &[
         ("Machine", schema_of::<svc_wire::machine::Machine>),

@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fingerprint_differs_by_key_and_reveals_nothing() {
+    fn fingerprint_differs_by_key_and_excludes_key_bytes() {
         let id = |byte: u8| KeyId::from_key(&vec![byte; 32].into());
         assert_eq!(id(7), id(7));
         assert_ne!(id(7), id(8));

@@ -39,7 +39,7 @@ impl QuoteCache {
     /// Returns the cached prices of a server type, or those that `read` returns.
     ///
     /// # Errors
-    /// The error of `read`.
+    /// The error that `read` returns.
     pub async fn get_prices(
         &self,
         server_type: &ServerType,
@@ -56,7 +56,7 @@ impl QuoteCache {
     /// Returns whether the provider has a location, from the cache or from `read`.
     ///
     /// # Errors
-    /// The error of `read`.
+    /// The error that `read` returns.
     pub async fn has_location(
         &self,
         location: &Location,
@@ -65,10 +65,10 @@ impl QuoteCache {
         self.locations.get(location, read).await
     }
 
-    /// Returns the cached numbers of servers, or those that `read` returns.
+    /// Returns the cached counts of servers, or those that `read` returns.
     ///
     /// # Errors
-    /// The error of `read`.
+    /// The error that `read` returns.
     pub async fn get_servers(
         &self,
         read: impl Future<Output = Result<ListedServerCount, Problem>>,

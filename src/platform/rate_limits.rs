@@ -89,11 +89,11 @@ impl ApiRateLimits {
         }
     }
 
-    /// Counts a token verification against the limit for `client`, the address of the connected peer. Trusted proxies
-    /// and recently accepted tokens are exempt.
+    /// Counts a token verification against the limit for `client`, the address of the connected peer. Unknown
+    /// addresses, trusted proxies and recently accepted tokens are exempt.
     ///
     /// # Errors
-    /// `rate_limited`.
+    /// `rate_limited` if the limit is exceeded.
     pub fn admit_unverified_token(&self, client: Option<IpAddr>, token: &str) -> Result<(), Problem> {
         let Some(address) = client.filter(|address| !self.trusted_proxies.contains(*address)) else {
             return Ok(());
@@ -123,7 +123,7 @@ impl ApiRateLimits {
     /// Counts a request from a verified operator.
     ///
     /// # Errors
-    /// `rate_limited`.
+    /// `rate_limited` if the limit is exceeded.
     pub fn admit_operator(&self, operator: &Operator) -> Result<(), Problem> {
         let actor = operator.actor();
         self.operators
@@ -134,7 +134,7 @@ impl ApiRateLimits {
     /// Counts a request from a verified host.
     ///
     /// # Errors
-    /// `rate_limited`.
+    /// `rate_limited` if the limit is exceeded.
     pub fn admit_host(&self, machine: MachineId) -> Result<(), Problem> {
         self.hosts
             .check(&machine)
@@ -144,7 +144,7 @@ impl ApiRateLimits {
     /// Counts a host's request for object store credentials.
     ///
     /// # Errors
-    /// `rate_limited`.
+    /// `rate_limited` if the limit is exceeded.
     pub fn admit_credentials(&self, machine: MachineId) -> Result<(), Problem> {
         let cause = "This host is requesting credentials too often.";
         self.credentials.check(&machine).map_err(|wait| rate_limited(cause, wait))

@@ -237,8 +237,8 @@ mod tests {
             let mut ended = None;
             let mut verification = if requires_verification { VerificationState::Due } else { VerificationState::Satisfied };
             let mut verifications = 0;
-            for (choice, paused) in order.iter().zip(pauses) {
-                let pace = if paused { RolloutPace::Halted } else { RolloutPace::Running };
+            for (choice, is_paused) in order.iter().zip(pauses) {
+                let pace = if is_paused { RolloutPace::Halted } else { RolloutPace::Running };
                 let before = members.clone();
                 // A verification takes one step.
                 if verification == VerificationState::Running {

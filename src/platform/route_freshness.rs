@@ -5,7 +5,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Routes up to this age count as current: the watcher confirms them at least every 500 ms, and a poll has a timeout of
+/// Routes below this age count as current: the watcher confirms them at least every 500 ms, and a poll has a timeout of
 /// 2 s.
 const MAX_CURRENT_AGE: Duration = Duration::from_secs(4);
 const NOT_LOADED: u64 = 0;
@@ -54,8 +54,8 @@ impl RouteFreshness {
 
     /// Records that the routes matched the database at `at`.
     pub fn confirm(&self, at: Instant) {
-        let since = at.saturating_duration_since(self.start).as_millis();
-        let confirmed = u64::try_from(since).unwrap_or(u64::MAX - 1) + 1;
+        let elapsed_ms = at.saturating_duration_since(self.start).as_millis();
+        let confirmed = u64::try_from(elapsed_ms).unwrap_or(u64::MAX - 1) + 1;
         self.confirmed_ms.fetch_max(confirmed, Ordering::AcqRel);
     }
 

@@ -32,12 +32,12 @@ impl ServerChecks {
 
     fn claim_lookup_at(&self, machine: MachineId, now: Instant) -> bool {
         let mut last_lookups = self.last_lookups.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_recent = |at: &Instant| now.saturating_duration_since(*at) < self.interval;
+        let is_recent = |last: &Instant| now.saturating_duration_since(*last) < self.interval;
         if last_lookups.get(&machine).is_some_and(is_recent) {
             return false;
         }
         if last_lookups.len() >= MAX_MACHINES {
-            last_lookups.retain(|_, at| is_recent(at));
+            last_lookups.retain(|_, last| is_recent(last));
         }
         if last_lookups.len() >= MAX_MACHINES {
             return false;

@@ -10,7 +10,7 @@ pub const SESSION_SECONDS: u64 = 12 * 3600;
 /// Lifetime of an app token.
 pub const APP_TOKEN_SECONDS: i64 = 3600;
 
-/// Age from which no router accepts an app token: its lifetime, plus the leeway for clock skew.
+/// Age after which no router accepts an app token: its lifetime, plus the leeway for clock skew.
 pub const MAX_APP_TOKEN_LIFETIME: Duration = Duration::from_secs((APP_TOKEN_SECONDS + LEEWAY_SECONDS) as u64);
 
 /// Maximum lifetime of app tokens and session cookies, which are signed with the same key.

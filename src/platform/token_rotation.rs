@@ -208,7 +208,7 @@ mod tests {
         machine: MachineId,
         now: Timestamp,
         keys: (u8, Option<u8>),
-        /// Whether processes with different current keys are running. Each heartbeat then reaches a process with the
+        /// Whether processes with different current keys are running. If so, each heartbeat reaches a process with the
         /// other key.
         is_mixed: bool,
         row: UpgradeToken,
@@ -298,8 +298,8 @@ mod tests {
                     self.copy = None;
                 }
                 Event::EndKeyChange => {
-                    if let (true, (one, Some(other))) = (self.is_mixed, self.keys) {
-                        self.keys = (one.max(other), Some(one.min(other)));
+                    if let (true, (current, Some(previous))) = (self.is_mixed, self.keys) {
+                        self.keys = (current.max(previous), Some(current.min(previous)));
                     }
                     self.is_mixed = false;
                 }

@@ -21,8 +21,8 @@ const FIREWALL: &str = "/etc/nftables.conf";
 /// The rule that admits connections to a machine's services: SSH and the gateway.
 const SERVED_PORTS_RULE: &str = "tcp dport { 22, 443 } accept";
 
-/// Path, mode and content of the files that depend on no machine. The script must be written last: when it runs, it
-/// takes all files as written.
+/// Path, mode and content of the files that do not depend on the machine. The script must be written last: when it
+/// runs, it assumes that all files have been written.
 const FIXED_FILES: [(&str, &str, &str); 5] = [
     (
         "/etc/systemd/system/svc-first-boot.service",
@@ -45,7 +45,7 @@ const RESUME_COMMAND: &str = "sem=/var/lib/cloud/instance/sem/config_; if test !
 /// The reason user-data cannot be rendered.
 #[derive(Debug, thiserror::Error)]
 pub enum RenderError {
-    #[error("the user-data has {size} bytes, but the provider accepts at most {MAX_BYTES}")]
+    #[error("the user-data is {size} bytes long, but the provider accepts at most {MAX_BYTES}")]
     TooLarge { size: usize },
     #[error(
         "the value of {name} contains a line break or another control character, which {path} cannot store"
@@ -144,10 +144,10 @@ fn escape_for_yaml(json: &str) -> String {
 
 /// Removes comments and empty lines, except the first line, because the size of user-data is limited.
 fn strip_comments(text: &str) -> String {
-    let kept = text.lines().enumerate().filter(|(number, line)| {
+    let lines = text.lines().enumerate().filter(|(number, line)| {
         *number == 0 || !(line.trim().is_empty() || line.trim_start().starts_with('#'))
     });
-    kept.map(|(_, line)| format!("{line}\n")).collect()
+    lines.map(|(_, line)| format!("{line}\n")).collect()
 }
 
 fn host_env(machine: &MachineRow, hosts: &HostSettings, keys: &ProofKeys, mint: &TokenMint) -> String {

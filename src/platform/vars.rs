@@ -255,7 +255,7 @@ svc_base::variables! {
         PLATFORM_OPERATOR_REQUESTS_PER_SECOND: "number" = "200";
         // A host sends two heartbeats a minute; a download or an update adds a few requests.
         /// Requests per second with one host's `UPGRADE_TOKEN`; the burst is 20 seconds' worth. Requests for storage
-        /// credentials are limited to one in 10 seconds, with a burst of 20. `0` removes both limits.
+        /// credentials are limited to one every 10 seconds, with a burst of 20. `0` removes both limits.
         PLATFORM_HOST_REQUESTS_PER_SECOND: "number" = "5";
         // Enough for a fleet of 6,000 machines behind one address to send one token each per minute after a platform
         // restart.

@@ -16,7 +16,7 @@ pub trait RateBudget: Send + Sync {
         observed: Option<ObservedBudget>,
     ) -> Option<BudgetGrant>;
 
-    /// Reports that the provider rejected a call: no process may call the provider for the time `wait`.
+    /// Reports that the provider rejected a call: no process may call the provider until `wait` has passed.
     async fn close(&self, wait: Duration);
 }
 

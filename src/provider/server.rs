@@ -52,7 +52,7 @@ pub struct Server {
     pub name: String,
     pub status: ServerStatus,
     /// Whether an action is in progress; the provider rejects other actions until it ends.
-    pub locked: bool,
+    pub is_locked: bool,
     pub public_ipv4: Option<Ipv4Addr>,
     pub server_type: ServerType,
     /// The server's actual disk size; after a type change, the size of the type may be larger.

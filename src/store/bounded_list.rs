@@ -30,12 +30,12 @@ where
     D: Deserializer<'de>,
     T: Deserialize<'de>,
 {
-    Ok(Option::<Bounded<T, MAX>>::deserialize(from)?.map(|list| list.0))
+    Ok(Option::<BoundedList<T, MAX>>::deserialize(from)?.map(|list| list.0))
 }
 
-struct Bounded<T, const MAX: usize>(Vec<T>);
+struct BoundedList<T, const MAX: usize>(Vec<T>);
 
-impl<'de, T: Deserialize<'de>, const MAX: usize> Deserialize<'de> for Bounded<T, MAX> {
+impl<'de, T: Deserialize<'de>, const MAX: usize> Deserialize<'de> for BoundedList<T, MAX> {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         deserialize_at_most::<D, T, MAX>(from).map(Self)
     }

@@ -109,8 +109,8 @@ impl StoreError {
 /// Whether an error message means that a snapshot pointer is unreadable or unsound. Hosts report errors only as
 /// messages.
 pub fn is_unusable_pointer(error: &str) -> bool {
-    let is_unreadable = error.match_indices(CORRUPT).any(|(at, _)| {
-        let key = error[..at].rsplit(char::is_whitespace).next().unwrap_or_default();
+    let is_unreadable = error.match_indices(CORRUPT).any(|(end, _)| {
+        let key = error[..end].rsplit(char::is_whitespace).next().unwrap_or_default();
         key.ends_with(LATEST) || key.contains(POINTER_LOG)
     });
     is_unreadable || pointer::is_unsound(error)
@@ -139,7 +139,7 @@ impl Version {
 
 /// A value with its object's version.
 #[derive(Debug, Clone)]
-pub struct Versioned<T> {
+pub struct VersionedValue<T> {
     pub value: T,
     pub version: Version,
 }
@@ -178,8 +178,8 @@ impl Bucket {
         Self { multipart: Some(MultipartUploads(store)), ..self }
     }
 
-    /// Returns the same bucket with a timeout for each head, get and put, including retries. Calls to [`Self::raw`]
-    /// have no such timeout.
+    /// Returns the same bucket with a timeout for each head, get and put, including retries. Calls through
+    /// [`Self::raw`] have no such timeout.
     #[must_use]
     pub fn with_call_timeout(self, timeout: Duration) -> Self {
         Self { call_timeout: Some(timeout), ..self }
@@ -254,7 +254,7 @@ impl Bucket {
     /// Reads an object's metadata.
     ///
     /// # Errors
-    /// [`StoreError`]; absence is `Ok(None)`.
+    /// [`StoreError`] if the request fails; absence is `Ok(None)`.
     pub async fn head(&self, key: &Path) -> Result<Option<ObjectMeta>, StoreError> {
         self.call("head", key, Box::pin(self.head_once(key))).await
     }
@@ -272,13 +272,13 @@ impl Bucket {
     /// a part of the bucket, so the key is looked up in a listing of that part. `false` if the listing fails.
     async fn is_absent(&self, key: &Path) -> bool {
         let Some((folder, name)) = key.as_ref().rsplit_once('/') else { return false };
-        let mut before = name.to_owned();
-        before.pop();
-        let (Ok(folder), Ok(before)) = (Path::parse(folder), Path::parse(format!("{folder}/{before}")))
+        let mut offset = name.to_owned();
+        offset.pop();
+        let (Ok(folder), Ok(offset)) = (Path::parse(folder), Path::parse(format!("{folder}/{offset}")))
         else {
             return false;
         };
-        let mut listed = self.inner.list_with_offset(Some(&folder), &before);
+        let mut listed = self.inner.list_with_offset(Some(&folder), &offset);
         loop {
             match listed.try_next().await {
                 Ok(Some(meta)) if meta.location == *key => return false,
@@ -292,12 +292,12 @@ impl Bucket {
     /// Reads a whole object of at most `limit` bytes.
     ///
     /// # Errors
-    /// [`StoreError`]; absence is `Ok(None)`, a larger object is `Corrupt`.
-    pub async fn get(&self, key: &Path, limit: u64) -> Result<Option<Versioned<Bytes>>, StoreError> {
+    /// [`StoreError`] if the request fails, `Corrupt` if the object is larger; absence is `Ok(None)`.
+    pub async fn get(&self, key: &Path, limit: u64) -> Result<Option<VersionedValue<Bytes>>, StoreError> {
         self.call("get", key, Box::pin(self.get_once(key, limit))).await
     }
 
-    async fn get_once(&self, key: &Path, limit: u64) -> Result<Option<Versioned<Bytes>>, StoreError> {
+    async fn get_once(&self, key: &Path, limit: u64) -> Result<Option<VersionedValue<Bytes>>, StoreError> {
         let got = match self.inner.get_opts(key, GetOptions::default()).await {
             Ok(got) => got,
             Err(Error::NotFound { .. }) => return Ok(None),
@@ -314,22 +314,23 @@ impl Bucket {
         let version =
             Version(UpdateVersion { e_tag: got.meta.e_tag.clone(), version: got.meta.version.clone() });
         let value = got.bytes().await.map_err(|error| StoreError::classify(key, error))?;
-        Ok(Some(Versioned { value, version }))
+        Ok(Some(VersionedValue { value, version }))
     }
 
     /// Reads a JSON object of at most 1 MiB.
     ///
     /// # Errors
-    /// [`StoreError`]; absence is `Ok(None)`, invalid JSON is `Corrupt`.
+    /// [`StoreError`] if the request fails, `Corrupt` if the object is larger or is not JSON of this type; absence is
+    /// `Ok(None)`.
     pub async fn get_json<T: DeserializeOwned>(
         &self,
         key: &Path,
-    ) -> Result<Option<Versioned<T>>, StoreError> {
+    ) -> Result<Option<VersionedValue<T>>, StoreError> {
         let Some(got) = self.get(key, 1 << 20).await? else {
             return Ok(None);
         };
         let value = serde_json::from_slice(&got.value).map_err(|error| StoreError::corrupt(key, &error))?;
-        Ok(Some(Versioned { value, version: got.version }))
+        Ok(Some(VersionedValue { value, version: got.version }))
     }
 
     pub async fn put(&self, key: &Path, body: impl Into<Bytes>) -> Result<(), StoreError> {
@@ -347,7 +348,7 @@ impl Bucket {
     }
 
     /// Writes an object if the condition holds, and returns `Precondition` if it does not. A retried write of our own
-    /// whose response was lost can also cause `Precondition`, so the caller must then read the object back.
+    /// whose response was lost can also cause `Precondition`, so after this error the caller must read the object back.
     pub async fn put_json_if(
         &self,
         key: &Path,
@@ -396,7 +397,7 @@ mod tests {
 
     use super::*;
     use crate::key::SlotPrefix;
-    use crate::pointer::{Fenced, Pointer};
+    use crate::pointer::{FencedError, Pointer};
     use svc_base::untrusted_text::MAX_CHARS;
     use svc_machine::epoch::Epoch;
     use svc_machine::name::Slot;
@@ -406,8 +407,8 @@ mod tests {
         let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
         let corrupt = |key: &Path| StoreError::corrupt(key, &"expected value").to_string();
         let sidecar = slot.sidecar("system/db/snapshots/x.dump").unwrap();
-        let fenced = Fenced { fence_epoch: Epoch(3), holder: None, writer_epoch: Epoch(2) };
-        let implausible = Fenced { fence_epoch: Epoch(100_000), ..fenced };
+        let fenced = FencedError { fence_epoch: Epoch(3), holder: None, writer_epoch: Epoch(2) };
+        let implausible = FencedError { fence_epoch: Epoch(100_000), ..fenced };
         for (error, expected) in [
             (corrupt(&slot.pointer()), true),
             (format!("the pointer was not moved: {}", corrupt(&slot.pointer_entry(7))), true),

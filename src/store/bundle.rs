@@ -25,7 +25,7 @@ const FORMAT: u32 = 1;
 /// Reads the SHA-256 (hex) from a bundle's `.sha256` companion; `None` if there is no such bundle.
 ///
 /// # Errors
-/// [`StoreError`]; a companion without a digest is `Corrupt`.
+/// [`StoreError`] if the companion cannot be read, `Corrupt` if it contains no digest.
 pub async fn read_digest(bucket: &Bucket, version: &ImageVersion) -> Result<Option<String>, StoreError> {
     let companion = key::bundle(version, ".sha256");
     let Some(read) = bucket.get(&companion, MAX_DIGEST_FILE_BYTES).await? else {
@@ -118,7 +118,8 @@ impl Manifest {
     /// Parses a manifest without verifying it.
     ///
     /// # Errors
-    /// [`ManifestError::WrongFormat`], or [`ManifestError::Malformed`] for invalid JSON or an invalid SHA-256.
+    /// [`ManifestError::WrongFormat`] for an unsupported format, [`ManifestError::Malformed`] for invalid JSON or an
+    /// invalid SHA-256.
     pub fn parse(text: &[u8]) -> Result<Self, ManifestError> {
         #[derive(Deserialize)]
         struct Format {
@@ -146,7 +147,7 @@ impl Manifest {
     /// Checks that the manifest is for this version.
     ///
     /// # Errors
-    /// [`ManifestError::WrongVersion`].
+    /// [`ManifestError::WrongVersion`] if it is for another version.
     pub fn check_version(&self, expected: &ImageVersion) -> Result<(), ManifestError> {
         if self.image_version == *expected {
             return Ok(());
@@ -157,7 +158,7 @@ impl Manifest {
     /// Checks that the manifest is for this archive.
     ///
     /// # Errors
-    /// [`ManifestError::WrongSize`], [`ManifestError::WrongDigest`].
+    /// [`ManifestError::WrongSize`] or [`ManifestError::WrongDigest`] if the archive's size or SHA-256 differs.
     pub fn check_archive(&self, sha256: &str, size_bytes: u64) -> Result<(), ManifestError> {
         if self.size_bytes != size_bytes {
             return Err(ManifestError::WrongSize { expected: self.size_bytes, found: size_bytes });
@@ -223,7 +224,8 @@ pub enum BundleUnusable {
 /// Verifies the published manifest for the archive with this SHA-256, as a host does.
 ///
 /// # Errors
-/// [`BundleUnusable`].
+/// [`BundleUnusable`] if no signed manifest is published, if it cannot be read or verified, or if it is for another
+/// archive.
 pub async fn verify_published(
     bucket: &Bucket,
     version: &ImageVersion,

@@ -118,7 +118,7 @@ pub const UPLOAD_ONCE: Capability = Capability {
 pub const CHECKSUMS: Capability = Capability {
     name: "a body that does not match its SHA-256 is refused",
     need: CapabilityNeed::Recommended,
-    without: "A snapshot that was damaged in transit is stored; the host detects it only when it reads the snapshot back.",
+    without: "A snapshot that was corrupted in transit is stored; the host detects it only when it reads the snapshot back.",
 };
 pub const SIGNATURES: Capability = Capability {
     name: "a request with a wrong secret key is refused",

@@ -43,8 +43,8 @@ pub struct S3Config {
 }
 
 impl StoreConfig {
-    /// Reads `OBJECT_STORE_URL`, or `OBJECT_STORE_BUCKET`/`S3_BUCKET`; `OBJECT_STORE_ENDPOINT`; `AWS_*`. Returns `None`
-    /// if a required variable is missing or invalid; `env` then has the error.
+    /// Reads `OBJECT_STORE_URL`, or `OBJECT_STORE_BUCKET`/`S3_BUCKET`; `OBJECT_STORE_ENDPOINT`; `AWS_*`. Adds errors to
+    /// `env`; `None` if a required variable is missing or invalid.
     pub fn read(env: &mut Env) -> Option<Self> {
         if let Some(dir) =
             env.text(&vars::OBJECT_STORE_URL).as_deref().and_then(|url| url.strip_prefix("file://"))

@@ -53,7 +53,8 @@ impl PointerTarget for FilesSnapshotRef {
 /// Reads the pointer; `None` if there is neither `latest` nor a log entry.
 ///
 /// # Errors
-/// [`StoreError`]; `Corrupt` for invalid JSON, an unknown format, and a `seq` or fence above the maximum.
+/// [`StoreError`]; `Corrupt` if `latest` or the newest log entry is not valid JSON, has an unknown format, or has a
+/// `seq` or fence above the maximum, or if the entry's `seq` is not the one in its name.
 pub async fn read(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -64,7 +65,8 @@ pub async fn read(
 /// Moves the pointer to a snapshot, on behalf of the machine that took it.
 ///
 /// # Errors
-/// [`PointerError`]; `Fenced` if that machine has been replaced.
+/// [`PointerError`]; `Fenced` if that machine has been replaced, `TooManyConflicts` if other writers interfered in
+/// every attempt.
 pub async fn advance(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -74,7 +76,7 @@ pub async fn advance(
         .await
 }
 
-/// Replaces the fence with one for the slot's current machine, even if the present fence has a higher epoch. Only the
+/// Replaces the fence with one for the slot's current machine, even if the current fence has a higher epoch. Only the
 /// platform calls this, after it has fenced the database's pointer for the same machine.
 ///
 /// # Errors
@@ -99,7 +101,7 @@ const MAX_TRIMMED: usize = 20_000;
 /// entries. Only the platform calls this, because hosts may not delete objects. Returns the number of deleted entries.
 ///
 /// # Errors
-/// [`StoreError`]. Some entries may already have been deleted; no reader needs them.
+/// [`StoreError`] if a request fails. Some entries may already have been deleted; no reader needs them.
 pub async fn trim_log(bucket: &Bucket, slot: &SlotPrefix, kept: u64) -> Result<u64, StoreError> {
     let paths = slot.files_pointer_paths();
     let Some(pointer) = read(bucket, slot).await? else { return Ok(0) };
@@ -177,14 +179,14 @@ mod tests {
             advance(&bucket, &slot, &snapshot(number, 1)).await.unwrap();
         }
         let before = read(&bucket, &slot).await.unwrap().unwrap().value;
-        let entries = async || {
+        let lowest_seq = async || {
             let log = slot.files_pointer_paths().log;
-            let names: Vec<_> = bucket.raw().list(Some(&log)).try_collect().await.unwrap();
-            names.iter().filter_map(|meta| key::entry_seq(&meta.location)).min()
+            let objects: Vec<_> = bucket.raw().list(Some(&log)).try_collect().await.unwrap();
+            objects.iter().filter_map(|meta| key::entry_seq(&meta.location)).min()
         };
-        assert_eq!((before.seq, entries().await), (6, Some(1)));
+        assert_eq!((before.seq, lowest_seq().await), (6, Some(1)));
         assert_eq!(trim_log(&bucket, &slot, 2).await.unwrap(), 3);
-        assert_eq!(entries().await, Some(4));
+        assert_eq!(lowest_seq().await, Some(4));
         assert_eq!(read(&bucket, &slot).await.unwrap().unwrap().value, before);
         advance(&bucket, &slot, &snapshot(7, 1)).await.unwrap();
         assert_eq!(read(&bucket, &slot).await.unwrap().unwrap().value.seq, 7);

@@ -205,8 +205,8 @@ pub(super) fn matches_record(key: &str, taken_at: Timestamp, epoch: Epoch) -> bo
     if parse_time_and_epoch(key).is_some() {
         return snapshot_key(taken_at, epoch) == key;
     }
-    let end = key.strip_suffix(".dump").and_then(|name| name.rsplit_once('-')).map(|(_, end)| end);
-    end.and_then(|end| end.parse::<Epoch>().ok()).is_none_or(|end| end == epoch)
+    let suffix = key.strip_suffix(".dump").and_then(|name| name.rsplit_once('-')).map(|(_, suffix)| suffix);
+    suffix.and_then(|suffix| suffix.parse::<Epoch>().ok()).is_none_or(|key_epoch| key_epoch == epoch)
 }
 
 /// Whether the object is a snapshot's sidecar.
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn snapshot_key_matches_its_pattern() {
+    fn snapshot_key_parses_only_valid_names() {
         let key = snapshot_key("2026-01-02T03:04:05.678Z".parse().unwrap(), Epoch(7));
         assert_eq!(key.parse::<SnapshotKey>().unwrap().as_str(), key);
         for bad in [

@@ -37,7 +37,7 @@ impl LenientStore {
         self.listed.load(Ordering::Relaxed)
     }
 
-    fn count_names(
+    fn count_objects(
         &self,
         listing: BoxStream<'static, Result<ObjectMeta>>,
     ) -> BoxStream<'static, Result<ObjectMeta>> {
@@ -91,7 +91,7 @@ impl ObjectStore for LenientStore {
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
-        self.count_names(self.inner.list(prefix))
+        self.count_objects(self.inner.list(prefix))
     }
 
     fn list_with_offset(
@@ -99,7 +99,7 @@ impl ObjectStore for LenientStore {
         prefix: Option<&Path>,
         offset: &Path,
     ) -> BoxStream<'static, Result<ObjectMeta>> {
-        self.count_names(self.inner.list_with_offset(prefix, offset))
+        self.count_objects(self.inner.list_with_offset(prefix, offset))
     }
 
     async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {

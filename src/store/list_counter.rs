@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn outcome_uses_the_labels_of_other_calls() {
+    fn outcome_label_matches_the_labels_of_other_calls() {
         for (status, expected) in
             [(Some(200), "ok"), (Some(403), "denied"), (Some(503), "unavailable"), (None, "unavailable")]
         {

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::bucket::{Bucket, Condition, StoreError};
 use super::key::SlotPrefix;
-use super::pointer::Fenced;
+use super::pointer::FencedError;
 use svc_base::clock;
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
@@ -42,7 +42,7 @@ pub struct VpsMeta {
 #[derive(Debug, thiserror::Error)]
 pub enum VpsMetaError {
     #[error(transparent)]
-    Fenced(#[from] Fenced),
+    Fenced(#[from] FencedError),
     #[error(transparent)]
     Store(#[from] StoreError),
 }
@@ -74,13 +74,18 @@ pub async fn write(bucket: &Bucket, slot: &SlotPrefix, meta: &VpsMeta) -> Result
             None => Condition::Absent,
             Some(read) if read.value == *meta => return Ok(()),
             Some(read) if read.value.epoch > meta.epoch => {
-                return Err(
-                    Fenced { fence_epoch: read.value.epoch, holder: None, writer_epoch: meta.epoch }.into()
-                );
+                return Err(FencedError {
+                    fence_epoch: read.value.epoch,
+                    holder: None,
+                    writer_epoch: meta.epoch,
+                }
+                .into());
             }
             Some(read) if read.value.epoch == meta.epoch && read.value.machine_id != meta.machine_id => {
                 let holder = Some(read.value.machine_id);
-                return Err(Fenced { fence_epoch: read.value.epoch, holder, writer_epoch: meta.epoch }.into());
+                return Err(
+                    FencedError { fence_epoch: read.value.epoch, holder, writer_epoch: meta.epoch }.into()
+                );
             }
             Some(read) => Condition::Unchanged(read.version),
         };

@@ -12,27 +12,28 @@ use super::snapshot::{self, Sidecar, SnapshotUnusable};
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 
-/// Maximum number of objects to list after the pointer's snapshot: two for each hour of more than a year. Objects beyond
-/// this limit are not considered.
+/// Maximum number of objects to list after the pointer's snapshot: two for each hour of more than a year. Objects
+/// beyond this limit are not considered.
 const MAX_OBJECTS: usize = 20_000;
 /// Maximum number of sidecars to read, beginning with the newest.
 const MAX_SIDECARS: usize = 8;
 
 /// Finds the newest complete snapshot of this machine and epoch that is newer than `current`, the pointer's snapshot;
-/// `None` if there is none. Snapshots of other machines are ignored, because a replaced machine's credentials can still
-/// add some. Lists only the keys after the pointer's snapshot; usually there are none.
+/// `None` if there is none within the limits, or if `current` has an invalid key. Snapshots of other machines are
+/// ignored, because a replaced machine's credentials can still add some. Lists only the keys after the pointer's
+/// snapshot; usually there are none.
 ///
 /// # Errors
-/// [`StoreError`]: it is unknown whether there is such a snapshot.
+/// [`StoreError`] if the store cannot be read, so that it is unknown whether there is such a snapshot.
 pub async fn find(
     bucket: &Bucket,
     slot: &SlotPrefix,
     (machine, epoch): (MachineId, Epoch),
     current: &SnapshotRef,
 ) -> Result<Option<Sidecar>, StoreError> {
-    let Some(after) = slot.snapshot(&current.key) else { return Ok(None) };
+    let Some(offset) = slot.snapshot(&current.key) else { return Ok(None) };
     let prefix = slot.snapshots();
-    let mut listing = bucket.raw().list_with_offset(Some(&prefix), &after).take(MAX_OBJECTS);
+    let mut listing = bucket.raw().list_with_offset(Some(&prefix), &offset).take(MAX_OBJECTS);
     let mut newer = VecDeque::with_capacity(MAX_SIDECARS + 1);
     while let Some(object) = listing.next().await {
         let object = object.map_err(|error| StoreError::classify(&prefix, error))?;

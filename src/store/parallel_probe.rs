@@ -74,7 +74,8 @@ impl ProbeFindings {
 /// within `timeout`.
 ///
 /// # Errors
-/// [`StoreError`]; `Unavailable` if the store does not finish one round within `timeout`.
+/// [`StoreError`] if a call fails; `Unavailable` if the store does not finish one round within `timeout`, `NotFound` if
+/// an object is missing right after its creation.
 pub async fn run(bucket: &Bucket, timeout: Duration) -> Result<ProbeFindings, StoreError> {
     run_rounds(bucket, ROUNDS, timeout).await
 }

@@ -35,7 +35,7 @@ pub struct Pointer<S = SnapshotRef> {
     pub fence_proof: Option<String>,
     pub seq: u64,
     pub snapshot: Option<S>,
-    /// When an operator decided that the slot starts empty although it has snapshots.
+    /// When an operator decided that the slot starts empty even though it has snapshots.
     #[serde(default, with = "clock::wire_option", skip_serializing_if = "Option::is_none")]
     pub emptied_at: Option<Timestamp>,
 }
@@ -112,14 +112,14 @@ impl Fence {
 /// The writer has been replaced: the fence is above its epoch, or at its epoch for another machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{}", self.message())]
-pub struct Fenced {
+pub struct FencedError {
     pub fence_epoch: Epoch,
     /// The fence's machine, if the epochs are equal.
     pub holder: Option<MachineId>,
     pub writer_epoch: Epoch,
 }
 
-impl Fenced {
+impl FencedError {
     /// Whether no machine in the slot can have had the fence's epoch.
     pub fn is_implausible(&self) -> bool {
         self.fence_epoch > self.writer_epoch.max_plausible()
@@ -128,7 +128,7 @@ impl Fenced {
     fn message(&self) -> String {
         let Self { fence_epoch, holder, writer_epoch } = self;
         if self.is_implausible() {
-            return format!("{UNSOUND}: no machine of the slot can have had its fence's epoch {fence_epoch}");
+            return format!("{UNSOUND}: no machine in the slot can have had its fence's epoch {fence_epoch}");
         }
         let by = holder.map(|machine| format!(" by machine {machine}")).unwrap_or_default();
         format!(
@@ -155,14 +155,14 @@ impl<S: PointerTarget> Pointer<S> {
     /// Checks that this machine may move the pointer.
     ///
     /// # Errors
-    /// [`Fenced`] if the fence is above `epoch`, or at `epoch` for another machine.
-    pub fn admit(&self, epoch: Epoch, machine: MachineId) -> Result<(), Fenced> {
+    /// [`FencedError`] if the fence is above `epoch`, or at `epoch` for another machine.
+    pub fn admit(&self, epoch: Epoch, machine: MachineId) -> Result<(), FencedError> {
         let fence_epoch = self.fence_epoch;
         if fence_epoch > epoch {
-            return Err(Fenced { fence_epoch, holder: None, writer_epoch: epoch });
+            return Err(FencedError { fence_epoch, holder: None, writer_epoch: epoch });
         }
         match self.fence_holder().filter(|holder| fence_epoch == epoch && *holder != machine) {
-            Some(holder) => Err(Fenced { fence_epoch, holder: Some(holder), writer_epoch: epoch }),
+            Some(holder) => Err(FencedError { fence_epoch, holder: Some(holder), writer_epoch: epoch }),
             None => Ok(()),
         }
     }
@@ -172,11 +172,11 @@ impl<S: PointerTarget> Pointer<S> {
 /// a fence that is far above it: no machine ever had such an epoch, so a host must have written that fence.
 ///
 /// # Errors
-/// [`Fenced`] if there is already a fence for a higher epoch, or for another machine with the same epoch.
+/// [`FencedError`] if there is already a fence for a higher epoch, or for another machine with the same epoch.
 pub fn fence<S: PointerTarget>(
     current: Option<&Pointer<S>>,
     fence: &Fence,
-) -> Result<Option<Pointer<S>>, Fenced> {
+) -> Result<Option<Pointer<S>>, FencedError> {
     let Fence { epoch, machine, proof } = fence;
     let mut known_proof = None;
     let is_implausible =
@@ -219,11 +219,11 @@ pub fn set_fence<S: PointerTarget>(current: Option<&Pointer<S>>, fence: &Fence) 
 /// pointer fences all earlier machines.
 ///
 /// # Errors
-/// [`Fenced`] if the fence is above the snapshot's epoch, or at that epoch for another machine.
+/// [`FencedError`] if the fence is above the snapshot's epoch, or at that epoch for another machine.
 pub fn advance<S: PointerTarget>(
     current: Option<&Pointer<S>>,
     snapshot: &S,
-) -> Result<Option<Pointer<S>>, Fenced> {
+) -> Result<Option<Pointer<S>>, FencedError> {
     if let Some(pointer) = current {
         if pointer.snapshot.as_ref().is_some_and(|latest| latest.key() == snapshot.key()) {
             return Ok(None);
@@ -318,7 +318,7 @@ pub(crate) mod tests {
         assert_eq!(first.snapshot, None);
         let second = fence(Some(&first), &Fence::unsigned(Epoch(2), machine(2))).unwrap().unwrap();
         let refused = advance(Some(&second), &snapshot_by(1, Epoch(1), machine(1))).unwrap_err();
-        assert_eq!(refused, Fenced { fence_epoch: Epoch(2), holder: None, writer_epoch: Epoch(1) });
+        assert_eq!(refused, FencedError { fence_epoch: Epoch(2), holder: None, writer_epoch: Epoch(1) });
     }
 
     #[test]
@@ -333,7 +333,7 @@ pub(crate) mod tests {
     #[test]
     fn equal_epoch_of_another_machine_is_fenced() {
         let fenced = fence::<SnapshotRef>(None, &Fence::unsigned(Epoch(2), machine(1))).unwrap().unwrap();
-        let refusal = Fenced { fence_epoch: Epoch(2), holder: Some(machine(1)), writer_epoch: Epoch(2) };
+        let refusal = FencedError { fence_epoch: Epoch(2), holder: Some(machine(1)), writer_epoch: Epoch(2) };
         assert_eq!(fence(Some(&fenced), &Fence::unsigned(Epoch(2), machine(2))), Err(refusal));
         assert_eq!(advance(Some(&fenced), &snapshot_by(1, Epoch(2), machine(2))), Err(refusal));
         assert!(refusal.to_string().contains(&machine(1).to_string()), "{refusal}");
@@ -391,9 +391,9 @@ pub(crate) mod tests {
         for merged in [merge(&unsigned, &signed), merge(&signed, &unsigned)] {
             assert_eq!(merged.fence_proof.as_deref(), Some("a"));
         }
-        let of_other_machine =
+        let other_pointer =
             Pointer { fence_machine_id: Some(machine(2)), fence_proof: Some("b".into()), ..unsigned.clone() };
-        assert_eq!(merge(&unsigned, &of_other_machine).fence_proof, None, "the proof is for another machine");
+        assert_eq!(merge(&unsigned, &other_pointer).fence_proof, None, "the proof is for another machine");
     }
 
     #[test]

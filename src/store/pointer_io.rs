@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use super::bucket::{Bucket, Condition, StoreError, Version};
 use super::key::{PointerPaths, SlotPrefix};
-use super::pointer::{self, Fence, Fenced, Pointer, PointerTarget, SnapshotRef};
+use super::pointer::{self, Fence, FencedError, Pointer, PointerTarget, SnapshotRef};
 use super::pointer_log::find_newest_entry;
 use super::snapshot_with_sidecar::SnapshotWithSidecar;
 use svc_machine::epoch::MAX_EPOCH;
@@ -24,7 +24,7 @@ const MAX_ATTEMPTS: u32 = 16;
 #[derive(Debug, thiserror::Error)]
 pub enum PointerError {
     #[error(transparent)]
-    Fenced(#[from] Fenced),
+    Fenced(#[from] FencedError),
     #[error(transparent)]
     Store(#[from] StoreError),
     #[error("the pointer was changed by other writers {MAX_ATTEMPTS} times in a row")]
@@ -35,11 +35,11 @@ pub enum PointerError {
 #[derive(Debug, Clone)]
 pub struct PointerRead<S = SnapshotRef> {
     pub value: Pointer<S>,
-    latest: Option<Latest>,
+    latest: Option<LatestObject>,
 }
 
 #[derive(Debug, Clone)]
-struct Latest {
+struct LatestObject {
     seq: u64,
     /// Whether `latest` equals the log entry with the same `seq`; also true if that entry does not exist or was not
     /// read.
@@ -73,7 +73,8 @@ impl<S> PointerRead<S> {
 /// Reads the database's current pointer; `None` if there is neither `latest` nor a log entry.
 ///
 /// # Errors
-/// [`StoreError`]; `Corrupt` for invalid JSON, an unknown format, and a `seq` or fence above the maximum.
+/// [`StoreError`]; `Corrupt` if `latest` or the newest log entry is not valid JSON, has an unknown format, or has a
+/// `seq` or fence above the maximum, or if the entry's `seq` is not the one in its name.
 pub async fn read(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<PointerRead>, StoreError> {
     read_at(bucket, &slot.pointer_paths()).await
 }
@@ -97,19 +98,19 @@ pub(super) async fn read_at<S: PointerTarget>(
     let (value, matches_log) = match newest {
         None => (latest.value, true),
         // The log entry has the same ETag, so the values are equal.
-        Some((at, meta))
-            if at == seq && meta.e_tag.is_some() && meta.e_tag.as_deref() == latest.version.etag() =>
+        Some((entry_seq, meta))
+            if entry_seq == seq && meta.e_tag.is_some() && meta.e_tag.as_deref() == latest.version.etag() =>
         {
             (latest.value, true)
         }
-        Some((at, _)) if at == seq => {
-            let claimed = read_entry(bucket, paths, at).await?;
+        Some((entry_seq, _)) if entry_seq == seq => {
+            let claimed = read_entry(bucket, paths, entry_seq).await?;
             let matches_log = claimed == latest.value;
             (if matches_log { claimed } else { pointer::merge(&claimed, &latest.value) }, matches_log)
         }
-        Some((at, _)) => (read_entry(bucket, paths, at).await?, true),
+        Some((entry_seq, _)) => (read_entry(bucket, paths, entry_seq).await?, true),
     };
-    Ok(Some(PointerRead { value, latest: Some(Latest { seq, matches_log, version: latest.version }) }))
+    Ok(Some(PointerRead { value, latest: Some(LatestObject { seq, matches_log, version: latest.version }) }))
 }
 
 pub(super) async fn read_entry<S: PointerTarget>(
@@ -179,7 +180,8 @@ pub async fn fence(bucket: &Bucket, slot: &SlotPrefix, fence: &Fence) -> Result<
 /// Moves the pointer to a snapshot, on behalf of the machine that took it.
 ///
 /// # Errors
-/// [`PointerError`]; `Fenced` if that machine has been replaced.
+/// [`PointerError`]; `Fenced` if that machine has been replaced, `TooManyConflicts` if other writers interfered in
+/// every attempt.
 pub async fn advance(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -226,16 +228,16 @@ impl RetryState {
 /// then updates `latest`. If the response to our own claim was lost, `plan` finds nothing to do in a later attempt.
 ///
 /// # Errors
-/// [`PointerError`]; `Fenced` from `plan`.
+/// [`PointerError`]; `Fenced` from `plan`, `TooManyConflicts` if other writers interfered in every attempt.
 pub(super) async fn write<S: PointerTarget>(
     bucket: &Bucket,
     paths: &PointerPaths,
-    plan: impl Fn(Option<&Pointer<S>>) -> Result<Option<Pointer<S>>, Fenced>,
+    plan: impl Fn(Option<&Pointer<S>>) -> Result<Option<Pointer<S>>, FencedError>,
 ) -> Result<(), PointerError> {
     let (mut retry_state, mut is_claimed) = (RetryState::default(), false);
     for _ in 0..MAX_ATTEMPTS {
         let current = read_at(bucket, paths).await.map_err(|error| retry_state.report(error))?;
-        let stepped = match current.as_ref().filter(|current| current.is_ahead_of_latest()) {
+        let result = match current.as_ref().filter(|current| current.is_ahead_of_latest()) {
             Some(ahead) => publish(bucket, paths, &ahead.value, ahead.condition()).await,
             None if is_claimed => return Ok(()),
             None => {
@@ -249,7 +251,7 @@ pub(super) async fn write<S: PointerTarget>(
                 }
             }
         };
-        if let Err(error) = stepped {
+        if let Err(error) = result {
             retry_state.back_off(error).await?;
         }
     }
@@ -259,8 +261,8 @@ pub(super) async fn write<S: PointerTarget>(
 /// Plans the pointer to write. A merged value is in no log entry yet, so it is written even if `plan` changes nothing.
 fn plan_next<S: PointerTarget>(
     current: Option<&PointerRead<S>>,
-    plan: impl Fn(Option<&Pointer<S>>) -> Result<Option<Pointer<S>>, Fenced>,
-) -> Result<Option<Pointer<S>>, Fenced> {
+    plan: impl Fn(Option<&Pointer<S>>) -> Result<Option<Pointer<S>>, FencedError>,
+) -> Result<Option<Pointer<S>>, FencedError> {
     let planned = plan(current.map(|current| &current.value))?;
     let merged = current.filter(|current| !current.is_published());
     Ok(planned.or_else(|| merged.map(|read| Pointer { seq: read.value.seq + 1, ..read.value.clone() })))

@@ -67,8 +67,8 @@ pub(super) async fn find_free_seq(
 ) -> Result<(u64, Option<u64>), StoreError> {
     let (log, mut seq, mut skipped) = (&paths.log, seq, None);
     let corrupt = |why: &str| StoreError::Corrupt { key: paths.log.to_string(), why: why.to_owned() };
-    let before = paths.entry(seq.saturating_sub(1));
-    let mut listing = bucket.raw().list_with_offset(Some(log), &before);
+    let offset = paths.entry(seq.saturating_sub(1));
+    let mut listing = bucket.raw().list_with_offset(Some(log), &offset);
     let mut names = 0;
     while let Some(meta) = listing.try_next().await.map_err(|error| StoreError::classify(log, error))? {
         names += 1;
@@ -93,7 +93,7 @@ async fn find_highest_listed(
 ) -> Result<(Option<LogEntry>, bool), StoreError> {
     let log = &paths.log;
     let mut listing = match start.checked_sub(1) {
-        Some(before) => bucket.raw().list_with_offset(Some(log), &paths.entry(before)),
+        Some(previous) => bucket.raw().list_with_offset(Some(log), &paths.entry(previous)),
         None => bucket.raw().list(Some(log)),
     };
     let mut newest: Option<LogEntry> = None;

@@ -35,8 +35,8 @@ pub enum PointerState {
     /// It names a complete snapshot, or none, because the slot has none or an operator decided that the slot starts
     /// empty. `None` if there is neither a pointer nor a snapshot.
     Sound(Option<Pointer>),
-    /// It is readable, but its fence is implausible, its snapshot cannot be restored, or it names none although the
-    /// slot has snapshots.
+    /// It is readable, but its fence is implausible, its snapshot cannot be restored, or it names none even
+    /// though the slot has snapshots.
     Unsound { pointer: Pointer, why: String },
     /// `system/db/latest` does not exist, but the slot has snapshots or the log is unreadable.
     Absent { why: String },
@@ -107,8 +107,8 @@ pub enum RepairError {
 /// Reads the pointer, and plans the pointer that a rebuild would write.
 ///
 /// # Errors
-/// [`RepairError`]; `Unusable` if the requested snapshot is not complete, or if the pointer's log has no free `seq`.
-/// Never `ChangedConcurrently`.
+/// [`RepairError`]; `Unusable` if the requested snapshot is not complete, if the pointer's log has no free `seq`, or
+/// if it has too many entries to skip. Never `ChangedConcurrently`.
 pub async fn inspect(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -304,7 +304,7 @@ async fn read_newest_entry(bucket: &Bucket, slot: &SlotPrefix) -> Result<(u64, O
     Ok((seq, value))
 }
 
-/// The slot's highest fence and `seq` found so far.
+/// What the fence and `seq` of the rebuilt pointer are derived from.
 struct KnownState<'a> {
     found: &'a PointerState,
     keys: &'a [String],
@@ -321,7 +321,7 @@ impl KnownState<'_> {
     fn plan(&self, snapshot: Option<SnapshotRef>, emptied_at: Option<Timestamp>) -> Option<Pointer> {
         let pointers = || self.found.pointer().into_iter().chain(&self.newest_entry.1);
         let fences = pointers().map(|pointer| pointer.fence_epoch).filter(|fence| *fence <= self.bound);
-        let snapshot_epoch = snapshot.as_ref().map_or(Epoch::NONE, |named| named.epoch);
+        let snapshot_epoch = snapshot.as_ref().map_or(Epoch::NONE, |snapshot| snapshot.epoch);
         let stored_epochs = [epoch_floor::highest_in_keys(self.keys, self.bound), self.meta, snapshot_epoch];
         let holder_epoch = self.holder.map(|holder| holder.epoch);
         let fence_epoch =
@@ -331,7 +331,7 @@ impl KnownState<'_> {
             pointers().filter(|pointer| pointer.fence_epoch == fence_epoch).find_map(Pointer::fence_holder)
         };
         let snapshot_holder =
-            || snapshot.as_ref().filter(|named| named.epoch == fence_epoch).map(|named| named.machine_id);
+            || snapshot.as_ref().filter(|target| target.epoch == fence_epoch).map(|target| target.machine_id);
         let fence_machine_id =
             platform_fence.map(|fence| fence.machine).or_else(pointer_holder).or_else(snapshot_holder);
         let pointer_proof = || {
@@ -356,8 +356,8 @@ impl KnownState<'_> {
     /// fence. A `seq` far above the estimate is ignored, because a host can write any value.
     fn last_seq(&self, fence: Epoch) -> u64 {
         let estimate = self.keys.len() as u64 + u64::from(fence.0);
-        let seen = [self.found.pointer().map_or(estimate, |pointer| pointer.seq), self.newest_entry.0];
-        let plausible = seen.into_iter().filter(|seq| *seq <= estimate.saturating_add(MAX_SEQ_AHEAD));
+        let known_seqs = [self.found.pointer().map_or(estimate, |pointer| pointer.seq), self.newest_entry.0];
+        let plausible = known_seqs.into_iter().filter(|seq| *seq <= estimate.saturating_add(MAX_SEQ_AHEAD));
         plausible.max().unwrap_or(estimate)
     }
 }
@@ -391,16 +391,16 @@ mod tests {
     async fn slot_with_backup() -> (Bucket, String) {
         let bucket = Bucket::new(Arc::new(InMemory::new()));
         let taken_at = "2026-11-24T03:04:05.678Z".parse().unwrap();
-        let named = SnapshotRef {
+        let snapshot = SnapshotRef {
             key: key::snapshot_key(taken_at, Epoch(1)),
             taken_at,
             ..crate::pointer::tests::snapshot(1, Epoch(1))
         };
-        bucket.put(&slot().snapshot(&named.key).unwrap(), "d").await.unwrap();
+        bucket.put(&slot().snapshot(&snapshot.key).unwrap(), "d").await.unwrap();
         pointer_io::fence(&bucket, &slot(), &record().holder.unwrap()).await.unwrap();
-        let stored = snapshot::write_sidecar(&bucket, &slot(), &sidecar(&named), None).await.unwrap();
+        let stored = snapshot::write_sidecar(&bucket, &slot(), &sidecar(&snapshot), None).await.unwrap();
         pointer_io::advance(&bucket, &slot(), &stored).await.unwrap();
-        (bucket, named.key)
+        (bucket, snapshot.key)
     }
 
     /// Writes an object and a sidecar, as one of the slot's sessions could forge them.
@@ -437,7 +437,7 @@ mod tests {
             assert!(pointer_io::read(&bucket, &slot()).await.is_err(), "{junk}");
             let inspection = inspect_target(&bucket, RebuildTarget::Newest).await;
             let written = rebuild(&bucket, &slot(), &inspection).await.unwrap();
-            assert_eq!(written.snapshot.as_ref().map(|named| &*named.key), Some(&*key), "{junk}");
+            assert_eq!(written.snapshot.as_ref().map(|snapshot| &*snapshot.key), Some(&*key), "{junk}");
             let read = pointer_io::read(&bucket, &slot()).await.unwrap().unwrap();
             assert_eq!(read.value, written, "{junk}");
             // Later writes succeed.
@@ -467,7 +467,7 @@ mod tests {
         }
         forge(&bucket, "2026-11-24T03-04-06.678Z-1.dump", 900).await;
         let next = inspect_target(&bucket, RebuildTarget::Newest).await.next.unwrap();
-        assert_eq!((next.fence_epoch, next.snapshot.map(|named| named.key)), (Epoch(1), Some(key)));
+        assert_eq!((next.fence_epoch, next.snapshot.map(|snapshot| snapshot.key)), (Epoch(1), Some(key)));
         let mismatched: SnapshotKey = "system/db/snapshots/2026-11-24T03-04-06.678Z-1.dump".parse().unwrap();
         let refused =
             inspect(&bucket, &slot(), record(), RebuildTarget::Snapshot(&mismatched)).await.unwrap_err();
@@ -489,7 +489,7 @@ mod tests {
             (inspection.next, inspection.snapshots, inspection.unchecked),
             (None, MAX_CHECKED_SNAPSHOTS + 1, 1)
         );
-        let named: SnapshotKey = key.parse().unwrap();
-        assert!(inspect_target(&bucket, RebuildTarget::Snapshot(&named)).await.next.is_some());
+        let key: SnapshotKey = key.parse().unwrap();
+        assert!(inspect_target(&bucket, RebuildTarget::Snapshot(&key)).await.next.is_some());
     }
 }

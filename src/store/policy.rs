@@ -51,7 +51,7 @@ pub fn slot_policy(partition: &str, bucket: &str, slot: &SlotPrefix, writes: Sna
         }),
     ];
     if writes == SnapshotWrites::CreateOnly {
-        // Only the pointers `latest` and `system/vps-meta.json` are overwritten.
+        // Only the `latest` pointers and `system/vps-meta.json` are overwritten.
         let once = ["system/db/*/*", "files/*/*", "files/config"];
         let once = once.map(|objects| format!("{bucket}/{slot}/{objects}"));
         statements.push(deny_overwrites(&once));
@@ -67,24 +67,24 @@ pub struct SessionWindow {
 }
 
 impl SessionWindow {
-    /// Returns the name prefixes of all UTC days in the window.
+    /// Returns the name prefixes of all UTC days in the window, extended by the clock skew; at most [`MAX_DAYS`].
     fn day_prefixes(self) -> Vec<String> {
         let from = self.from.saturating_sub(MAX_CLOCK_SKEW).unwrap_or(Timestamp::MIN);
         let until = self.until.saturating_add(MAX_CLOCK_SKEW).unwrap_or(Timestamp::MAX);
         let last = day_prefix(until);
         let mut days = vec![day_prefix(from)];
-        let mut at = from;
+        let mut time = from;
         while days.last().is_some_and(|day| *day < last) && days.len() < MAX_DAYS {
-            at = at.saturating_add(SignedDuration::from_hours(24)).unwrap_or(Timestamp::MAX);
-            days.push(day_prefix(at));
+            time = time.saturating_add(SignedDuration::from_hours(24)).unwrap_or(Timestamp::MAX);
+            days.push(day_prefix(time));
         }
         days
     }
 }
 
 /// Returns the name prefix of this day's snapshots, such as `2026-11-24T`.
-fn day_prefix(at: Timestamp) -> String {
-    snapshot_name_at(at).split_inclusive('T').next().unwrap_or_default().to_owned()
+fn day_prefix(time: Timestamp) -> String {
+    snapshot_name_at(time).split_inclusive('T').next().unwrap_or_default().to_owned()
 }
 
 /// Returns the days' longest common prefix. The days are in order, so the first and the last determine it.

@@ -27,8 +27,8 @@ pub struct Protection {
 /// Reads both settings, with one request each.
 ///
 /// # Errors
-/// `RequestError`; an error response from the store is [`Setting::Unknown`], except for the one that means that object
-/// lock is [`Setting::Off`].
+/// [`RequestError`] if a request cannot be sent or gets no response. An error response from the store is
+/// [`Setting::Unknown`], except for the one that means that object lock is [`Setting::Off`].
 pub async fn read(s3: &S3Config) -> Result<Protection, RequestError> {
     let client = SignedClient::new(s3)?;
     let response = client.send(Method::GET, "?versioning=", &[], b"").await?;

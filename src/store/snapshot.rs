@@ -164,15 +164,15 @@ pub async fn write_sidecar(
 /// Like [`load`], but also returns the snapshot in the form that the pointer can be moved to.
 ///
 /// # Errors
-/// [`SnapshotUnusable`]; never `Absent`.
+/// Same as [`load`].
 pub async fn load_with_sidecar(
     bucket: &Bucket,
     slot: &SlotPrefix,
     key: &str,
 ) -> Result<(Sidecar, SnapshotWithSidecar), SnapshotUnusable> {
     let sidecar = load(bucket, slot, key).await?;
-    let named = sidecar.snapshot_ref();
-    Ok((sidecar, SnapshotWithSidecar::new(named)))
+    let snapshot = sidecar.snapshot_ref();
+    Ok((sidecar, SnapshotWithSidecar::new(snapshot)))
 }
 
 /// The reason there is no snapshot to restore.
@@ -191,22 +191,23 @@ pub enum SnapshotUnusable {
 /// content.
 ///
 /// # Errors
-/// [`SnapshotUnusable`]; only `Absent` means that there is no snapshot. Snapshots without a pointer are `Damaged`: the
-/// pointer was lost, and starting empty would abandon them.
+/// `Absent` if there is certainly no snapshot to restore, `Store` if the store cannot be read, and `Damaged` if the
+/// pointer is unreadable or its snapshot is incomplete. Snapshots without a pointer are also `Damaged`: the pointer was
+/// lost, and starting empty would abandon them.
 pub async fn find_latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<SnapshotRef, SnapshotUnusable> {
     match read_pointer_snapshot(bucket, slot).await? {
-        Ok(named) => check_complete(bucket, slot, named).await,
+        Ok(snapshot) => check_complete(bucket, slot, snapshot).await,
         Err(NoSnapshot::Emptied) => Err(SnapshotUnusable::Absent),
         Err(_) if !has_snapshots(bucket, slot).await.map_err(SnapshotUnusable::Store)? => {
             Err(SnapshotUnusable::Absent)
         }
         // The first backup may have moved the pointer since the first read.
         Err(_) => match read_pointer_snapshot(bucket, slot).await? {
-            Ok(named) => check_complete(bucket, slot, named).await,
+            Ok(snapshot) => check_complete(bucket, slot, snapshot).await,
             Err(reason) => Err(SnapshotUnusable::Damaged {
                 key: slot.pointer().to_string(),
                 why: format!(
-                    "{reason} although snapshots exist; see `svcctl pointer show`, then `svcctl pointer rebuild`"
+                    "{reason} even though snapshots exist; see `svcctl pointer show`, then `svcctl pointer rebuild`"
                 ),
             }),
         },
@@ -258,23 +259,24 @@ async fn has_snapshots(bucket: &Bucket, slot: &SlotPrefix) -> Result<bool, Store
 async fn check_complete(
     bucket: &Bucket,
     slot: &SlotPrefix,
-    named: SnapshotRef,
+    snapshot: SnapshotRef,
 ) -> Result<SnapshotRef, SnapshotUnusable> {
-    let sidecar = load(bucket, slot, &named.key).await?;
-    if sidecar.sha256 != named.sha256 || sidecar.size_bytes != named.size_bytes {
+    let sidecar = load(bucket, slot, &snapshot.key).await?;
+    if sidecar.sha256 != snapshot.sha256 || sidecar.size_bytes != snapshot.size_bytes {
         return Err(SnapshotUnusable::Damaged {
-            key: named.key,
+            key: snapshot.key,
             why: "its sidecar does not match the pointer".to_owned(),
         });
     }
-    Ok(named)
+    Ok(snapshot)
 }
 
-/// Loads the sidecar of the snapshot with this key, whether or not the pointer names it, and checks that its object
-/// exists with the recorded size.
+/// Loads the sidecar of the snapshot with this key, whether or not the pointer names it. Checks that the sidecar
+/// matches the key, and that the object exists with the recorded size.
 ///
 /// # Errors
-/// [`SnapshotUnusable`]; never `Absent`.
+/// `Damaged` if the key is invalid, if the object or the sidecar is missing, or if a check fails; `Store` if the store
+/// cannot be read. Never `Absent`.
 pub async fn load(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<Sidecar, SnapshotUnusable> {
     // The pointer's key may be any text.
     let damaged = |why: String| SnapshotUnusable::Damaged { key: truncate_printable(key), why };
@@ -304,7 +306,10 @@ pub async fn load(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<Sidec
         return Err(damaged("its sidecar contains no valid SHA-256".to_owned()));
     }
     if meta.size != sidecar.size_bytes {
-        return Err(damaged(format!("the object has {} bytes instead of {}", meta.size, sidecar.size_bytes)));
+        return Err(damaged(format!(
+            "the object's size is {} bytes instead of {}",
+            meta.size, sidecar.size_bytes
+        )));
     }
     Ok(sidecar)
 }
@@ -312,7 +317,7 @@ pub async fn load(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<Sidec
 /// Reads the sidecar of a snapshot that [`find_latest`] returned.
 ///
 /// # Errors
-/// [`StoreError`]; `NotFound` if the sidecar has been deleted since.
+/// [`StoreError`]; `NotFound` if the sidecar has been deleted since, `Corrupt` if it is unreadable.
 pub async fn read_sidecar(
     bucket: &Bucket,
     slot: &SlotPrefix,

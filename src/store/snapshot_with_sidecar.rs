@@ -7,8 +7,8 @@ use super::pointer::SnapshotRef;
 pub struct SnapshotWithSidecar(SnapshotRef);
 
 impl SnapshotWithSidecar {
-    pub(super) fn new(named: SnapshotRef) -> Self {
-        Self(named)
+    pub(super) fn new(snapshot: SnapshotRef) -> Self {
+        Self(snapshot)
     }
 
     pub fn snapshot_ref(&self) -> &SnapshotRef {

@@ -72,7 +72,8 @@ pub struct PageWindow<'a> {
 /// Lists the newest snapshots in a window. Only keys near the page's time range are listed.
 ///
 /// # Errors
-/// [`StoreError`]; a sidecar that is unreadable or does not match its key is skipped, with one log line.
+/// [`StoreError`] if the store cannot be read. Sidecars that are unreadable or do not match their keys are skipped,
+/// with one log line.
 pub async fn list_page(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -154,9 +155,9 @@ async fn list_newest_keys(
     let initial_range = SignedDuration::from_hours(hours);
     let mut range = initial_range;
     let before = window.before.map(|key| (key, key::time_in(key)));
-    let mut from = before.and_then(|(_, at)| at).unwrap_or_else(Timestamp::now);
+    let mut from = before.and_then(|(_, time)| time).unwrap_or_else(Timestamp::now);
     // If the cursor contains no time, all keys are listed.
-    let has_no_time = before.is_some_and(|(_, at)| at.is_none());
+    let has_no_time = before.is_some_and(|(_, time)| time.is_none());
     let mut latest = window.latest.filter(|_| window.before.is_none());
     let mut end = window.before.and_then(|key| key.rsplit('/').next()).map(str::to_owned);
     let mut found = Vec::new();
@@ -257,15 +258,15 @@ mod tests {
 
     const TOTAL: i64 = 2000;
 
-    /// Creates a slot with [`TOTAL`] hourly snapshots, the newest of the given age, in a store that counts listed
-    /// names.
+    /// Creates a slot with [`TOTAL`] hourly snapshots, the newest of which has the given age, in a store that counts
+    /// listed objects.
     async fn hourly_snapshots(
-        newest_ago: SignedDuration,
+        newest_age: SignedDuration,
     ) -> (Bucket, SlotPrefix, Arc<LenientStore>, Vec<String>) {
         let store = Arc::new(LenientStore::new(IgnoredCondition::Replace));
         let bucket = Bucket::new(store.clone());
         let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
-        let newest = Timestamp::now() - newest_ago;
+        let newest = Timestamp::now() - newest_age;
         let mut keys = Vec::new();
         for hour in 0..TOTAL {
             let key = key::snapshot_key(newest - SignedDuration::from_hours(hour), Epoch(1));
@@ -348,18 +349,18 @@ mod tests {
     async fn page_skips_sidecars_that_do_not_match_their_key() {
         let bucket = Bucket::new(Arc::new(object_store::memory::InMemory::new()));
         let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
-        let at = |second: u32| format!("system/db/snapshots/2026-11-24T03-04-0{second}.678Z-1.dump");
+        let key_at = |second: u32| format!("system/db/snapshots/2026-11-24T03-04-0{second}.678Z-1.dump");
         for (second, changes) in [
             (0, json!({})),
             (1, json!({"epoch": 900})),
             (2, json!({"takenAt": "2026-11-25T03:04:02.678Z"})),
-            (3, json!({"key": at(0)})),
+            (3, json!({"key": key_at(0)})),
             (4, json!({"sha256": "x".repeat(64)})),
             // Members that a list does not show are not parsed.
             (5, json!({"roles": "none"})),
         ] {
-            let sidecar_path = slot.sidecar(&at(second)).unwrap();
-            bucket.put(&sidecar_path, sidecar_json(&at(second), &changes)).await.unwrap();
+            let sidecar_path = slot.sidecar(&key_at(second)).unwrap();
+            bucket.put(&sidecar_path, sidecar_json(&key_at(second), &changes)).await.unwrap();
         }
         // An outage session's policy for epoch 1 allows this name, which ends in epoch 900.
         let forged = "system/db/snapshots/2026-11-24T03-04-06.678Z-1.dumpZ-900.dump";
@@ -368,8 +369,8 @@ mod tests {
         let all = PageWindow { before: None, latest: None, limit: 50 };
         let page = list_page(&bucket, &slot, all).await.unwrap();
         let keys: Vec<_> = page.records.iter().map(|record| record.key.clone()).collect();
-        assert_eq!(keys, [at(5), at(0)]);
-        assert_eq!(read_listed_snapshot(&bucket, &slot, &at(1)).await.unwrap(), None);
+        assert_eq!(keys, [key_at(5), key_at(0)]);
+        assert_eq!(read_listed_snapshot(&bucket, &slot, &key_at(1)).await.unwrap(), None);
         assert!(!list_keys(&bucket, &slot).await.unwrap().contains(&forged.to_owned()));
     }
 

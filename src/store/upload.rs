@@ -47,7 +47,7 @@ pub enum UploadError {
     Store(#[from] StoreError),
     #[error("the stream is longer than {MAX_PARTS} parts of {part_bytes} bytes")]
     TooLong { part_bytes: usize },
-    #[error("{key} has {found} bytes in the object store instead of {sent}")]
+    #[error("the size of {key} in the object store is {found} bytes instead of {sent}")]
     WrongSize { key: String, sent: u64, found: u64 },
 }
 
@@ -108,7 +108,8 @@ impl Upload {
     /// parts are in flight than the memory budget allows.
     ///
     /// # Errors
-    /// [`UploadError`] for this part or an earlier one.
+    /// [`UploadError`] if this part or an earlier one could not be sent, or if the upload already has the maximum
+    /// number of parts.
     ///
     /// # Panics
     /// If the chunk is larger than [`Self::part_space`].

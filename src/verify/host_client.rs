@@ -148,7 +148,7 @@ impl HostClient {
         let mut body = Vec::new();
         read_response(&mut response, self.max_body_bytes, &mut body).await.map_err(|error| match error {
             ResponseBodyError::TooLarge(max) => {
-                format!("{}: the response has more than {} MiB", url.path(), max >> 20)
+                format!("{}: the response is larger than {} MiB", url.path(), max >> 20)
             }
             ResponseBodyError::Http(error) => describe(error),
         })?;

@@ -56,18 +56,19 @@ fn find_placeholder_in_text(text: &str) -> Option<&str> {
     if let Some(known) = PLACEHOLDER_HOSTS.into_iter().find(|known| text.contains(known)) {
         return Some(known);
     }
-    for (at, _) in text.match_indices("placeholder") {
-        let before = text[..at].chars().next_back();
-        let word_starts_host = text[..at].ends_with("//") || before == Some('@');
-        let is_quoted = matches!(before, Some('"' | '\'' | '`'));
-        let window = text.floor_char_boundary(at.saturating_sub(MAX_HOST_BYTES));
-        let host_start = text[window..at].rfind(|c: char| !is_host_char(c));
+    for (word_start, _) in text.match_indices("placeholder") {
+        let previous = text[..word_start].chars().next_back();
+        let word_starts_host = text[..word_start].ends_with("//") || previous == Some('@');
+        let is_quoted = matches!(previous, Some('"' | '\'' | '`'));
+        let window = text.floor_char_boundary(word_start.saturating_sub(MAX_HOST_BYTES));
+        let host_start = text[window..word_start].rfind(|c: char| !is_host_char(c));
         let host_start = host_start.map_or(window, |end| text.ceil_char_boundary(window + end + 1));
         // A label before `placeholder`, as in `clerk.placeholder.dev`, belongs to the host.
-        let start = if before.is_some_and(is_host_char) { host_start } else { at };
+        let start = if previous.is_some_and(is_host_char) { host_start } else { word_start };
         let host_follows_slashes = text[..start].ends_with("//");
-        let limit = text.floor_char_boundary(at + MAX_HOST_BYTES);
-        let end = text[at..limit].find(|c: char| !is_host_char(c)).map_or(limit, |length| at + length);
+        let limit = text.floor_char_boundary(word_start + MAX_HOST_BYTES);
+        let length = text[word_start..limit].find(|c: char| !is_host_char(c));
+        let end = length.map_or(limit, |length| word_start + length);
         let host = text[start..end].trim_end_matches('.');
         let dots = host.matches('.').count();
         let is_in_url = word_starts_host || host_follows_slashes;

@@ -77,20 +77,20 @@ async fn load_shell(host: &HostClient) -> Result<Vec<ShellFile>, String> {
     let mut has_script = false;
     let mut bytes = page.len();
     let mut files = vec![ShellFile { url: host.base().clone(), text: page }];
-    while let Some((url, from_page)) = queue.pop_front() {
+    while let Some((url, is_from_page)) = queue.pop_front() {
         let response = host.get(&url, "*/*").await?;
         // A quoted name in a script or style need not refer to a file, but a name in the page must.
         let is_script = response.content_type.contains("javascript");
         let is_code = is_script || response.content_type.contains("css");
         if !response.status.is_success() || !is_code {
-            if from_page {
+            if is_from_page {
                 return Err(format!("{} returned {} {}", url.path(), response.status, response.content_type));
             }
             continue;
         }
         if files.len() >= MAX_FILES || bytes + response.body.len() > MAX_TOTAL_BYTES {
             return Err(format!(
-                "the shell has more than {MAX_FILES} files or {} MiB: some were not read",
+                "the shell has more than {MAX_FILES} files or is larger than {} MiB: some files were not read",
                 MAX_TOTAL_BYTES >> 20
             ));
         }
@@ -126,7 +126,7 @@ fn queue_files(
     base: &Url,
     referrer: &Url,
     names: &[String],
-    from_page: bool,
+    is_from_page: bool,
     seen: &mut HashSet<Url>,
     queue: &mut VecDeque<(Url, bool)>,
 ) -> Result<(), String> {
@@ -142,7 +142,7 @@ fn queue_files(
                 return Err(format!("the files refer to more than {MAX_REFERENCES} scripts and styles"));
             }
             seen.insert(url.clone());
-            queue.push_back((url, from_page));
+            queue.push_back((url, is_from_page));
         }
     }
     Ok(())
@@ -176,11 +176,11 @@ fn check_legacy_calls(files: &[ShellFile]) -> Findings {
 fn check_gestures(files: &[ShellFile]) -> Findings {
     let findings = Findings::new(GESTURES_CHECK);
     match meta_content(&files[0].text, GESTURES_META) {
-        Some(from) if from == GESTURES_ON_SURFACE => findings.ok(
+        Some(area) if area == GESTURES_ON_SURFACE => findings.ok(
             "the shell declares that pan and zoom begin only on the canvas surface; verify it in a browser",
         ),
-        Some(from) => findings.problem(
-            format!("the shell declares that pan and zoom begin on {from:?}"),
+        Some(area) => findings.problem(
+            format!("the shell declares that pan and zoom begin on {area:?}"),
             "pan and zoom would intercept gestures in app windows: rebuild the bundle from the current sources",
         ),
         None => findings

@@ -85,14 +85,14 @@ pub struct DeletedMachine {
     pub undeletable_until: Option<Time>,
     pub operation_id: Option<WireString<OperationId>>,
     /// The machine that this one was to replace, which was deleted together with it.
-    pub also_deleted: Option<AlsoDeleted>,
+    pub also_deleted: Option<AlsoDeletedMachine>,
 }
 
 /// A machine that was deleted together with the one that was to replace it.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
-pub struct AlsoDeleted {
+pub struct AlsoDeletedMachine {
     pub machine_id: WireString<MachineId>,
     pub operation_id: WireString<OperationId>,
     /// The end of the period in which `undelete` is possible.

@@ -100,7 +100,7 @@ pub struct FileBackupStatus {
     pub pending_bytes: Option<u64>,
     /// Why the last save failed.
     pub error: Option<String>,
-    /// The number of files, and their total size, when the whole home was last saved.
+    /// The number of files, and their total size, when the whole home directory was last saved.
     pub files: u64,
     pub bytes: u64,
     /// Number of entries that the last save could not read, and the first of them.
@@ -108,7 +108,7 @@ pub struct FileBackupStatus {
     pub first_unreadable: Option<String>,
     /// Number of files that changed during every attempt of the last save to read them.
     pub unstable: u64,
-    /// Invalid lines of `.svcignore`, which exclude nothing.
+    /// Invalid lines in `.svcignore`, which exclude nothing.
     pub invalid_rules: Vec<String>,
     /// `null` until it has been measured.
     pub excluded: Option<ExcludedFiles>,
@@ -287,7 +287,7 @@ pub struct FileRestoreResponse {
     pub restore: Option<FileRestore>,
 }
 
-/// A restore of a file or directory into the home of a running machine.
+/// A restore of a file or directory into the home directory on a running machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]

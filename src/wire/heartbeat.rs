@@ -91,7 +91,7 @@ pub struct ComponentHealth {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub struct TrustedKeyIds {
-    /// Number of the key set; a later set has a higher number.
+    /// Sequence number of the key set; a later set has a higher one.
     #[schemars(schema_with = "any_u32")]
     pub sequence: u32,
     /// 16 hexadecimal digits each; at most 16 ids.

@@ -64,7 +64,7 @@ pub struct FileBackupReport {
     /// Estimated number of unsaved bytes; absent if there are none, or if the number is unknown.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub pending_bytes: Option<u64>,
-    /// The number of files, and their total size, when the whole home was last saved.
+    /// The number of files, and their total size, when the whole home directory was last saved.
     #[serde(default)]
     pub files: u64,
     #[serde(default)]

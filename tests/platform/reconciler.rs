@@ -202,7 +202,7 @@ async fn released_server_is_deleted_after_its_grace_period() {
     };
     let alarm = stack.eventually("the later server is held back", is_held).await;
     assert_eq!(alarm["detail"]["released"], 1, "{alarm}");
-    assert!(alarm["next"].as_str().unwrap().contains("1 of them were released before"), "{alarm}");
+    assert!(alarm["next"].as_str().unwrap().contains("Already released: 1 of them"), "{alarm}");
     assert!(
         stack.provider.server_by_name("known").is_some(),
         "the released server was deleted before its grace period ended"

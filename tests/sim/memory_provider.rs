@@ -153,7 +153,7 @@ impl InMemoryProvider {
             server_type: order.server_type.clone(),
             disk_gb: disk_of(&order.server_type).unwrap_or(80),
             labels: order.labels.clone(),
-            locked: false,
+            is_locked: false,
         };
         state.created.push(OrderedServer {
             name: order.name.clone(),
@@ -244,7 +244,7 @@ impl ProviderState {
             running.any(|pending| pending.server == id)
         };
         for (id, server) in servers {
-            server.locked = is_busy(*id);
+            server.is_locked = is_busy(*id);
         }
     }
 
@@ -258,7 +258,7 @@ impl ProviderState {
         let Some(server) = self.servers.get(&id.0) else {
             return Err(failure(call, ErrorKind::NotFound, 404, "not_found"));
         };
-        if server.locked {
+        if server.is_locked {
             return Err(failure(call, ErrorKind::Transient, 423, "locked"));
         }
         if let Effect::Type(to) = &effect {
@@ -384,7 +384,7 @@ impl Provider for SharedProvider {
         }
         let existed = {
             let mut state = self.0.state();
-            if state.servers.get(&id.0).is_some_and(|server| server.locked) {
+            if state.servers.get(&id.0).is_some_and(|server| server.is_locked) {
                 return Err(failure(CALL, ErrorKind::Transient, 423, "locked"));
             }
             state.servers.remove(&id.0).is_some()

@@ -32,7 +32,7 @@ async fn doctor_reports_capabilities_that_moto_lacks() -> Result<()> {
         "problem",
         "Anyone who can reach the endpoint can read and delete every snapshot.",
     );
-    report.expect("store", "warning", "A snapshot that was damaged in transit is stored");
+    report.expect("store", "warning", "A snapshot that was corrupted in transit is stored");
     assert_eq!(report.levels("store"), ["warning", "problem"], "{}", report.text);
     Ok(())
 }

@@ -103,7 +103,7 @@ async fn invalid_or_unsuitable_release_is_refused() -> Result<()> {
     assert_refused("a signature with a flipped bit", "manifest", "signature").await?;
     good.serve(&fixture.source)?;
     fixture.source.put(&archive_path, Some(flip(good.archive.clone(), good.archive.len() / 2)));
-    assert_refused("an archive with a flipped bit", "download", "the archive is damaged").await?;
+    assert_refused("an archive with a flipped bit", "download", "the archive is corrupt").await?;
 
     for (case, expected_error, failed_stage, manifest) in [
         (

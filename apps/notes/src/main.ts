@@ -108,6 +108,7 @@ function renderList(): void {
   });
   emptyMessage.hidden = notes.length > 0 || !store.isLoaded;
   emptyMessage.textContent = searchText ? "No notes match your search." : "No notes yet. Press N to write one.";
+  list.setAttribute("aria-label", searchText ? pluralize(items.size, "note found", "notes found") : "Notes");
 }
 
 function createItem(id: string): HTMLLIElement {
@@ -190,11 +191,7 @@ bodyInput.oninput = () => openNote && store.edit(openNote, { body: bodyInput.val
 pinButton.onclick = () => openNote && store.edit(openNote, { pinned: !openNote.content.pinned });
 deleteButton.onclick = () => openNote && deleteNote(openNote);
 newButton.onclick = createNote;
-searchInput.oninput = () => {
-  renderList();
-  const isSearching = searchInput.value.trim() !== "";
-  list.setAttribute("aria-label", isSearching ? pluralize(items.size, "note found", "notes found") : "Notes");
-};
+searchInput.oninput = renderList;
 backButton.onclick = closeEditor;
 editor.onsubmit = (event) => event.preventDefault();
 titleInput.onkeydown = (event) => {

@@ -232,8 +232,8 @@ async function insertRow(id: string, content: NoteContent, keepalive: boolean): 
 }
 
 /**
- * Updates a row if its content is still the one that this page last saved or read. Inserts it again if it was deleted
- * elsewhere. Returns `null` if it was changed elsewhere.
+ * Updates a row if its content is still what this page last saved or read. Inserts it again if it was deleted
+ * elsewhere. Returns `null` if its content was changed elsewhere, or if its timestamp changed during every attempt.
  */
 async function updateRow(
   note: Note,

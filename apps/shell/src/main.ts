@@ -106,15 +106,15 @@ function updatePanel(): void {
   const app = apps.find((candidate) => candidate.slug === slug && candidate.url);
   // The app list has not been loaded yet, or is empty.
   if (slug && !app && apps.length === 0) return;
-  const showsFiles = location.hash === FILES_HASH;
-  const [previousSlug, showedFiles] = [openSlug, files.isOpen];
+  const shouldShowFiles = location.hash === FILES_HASH;
+  const [previousSlug, wereFilesOpen] = [openSlug, files.isOpen];
   openSlug = app?.slug ?? "";
-  if (openSlug === previousSlug && showsFiles === showedFiles) return;
+  if (openSlug === previousSlug && shouldShowFiles === wereFilesOpen) return;
   panel.hidden = !app;
   // A closed app must not keep running. Navigating an existing frame would also add an entry to the browser's history.
   document.getElementById("frame")?.remove();
-  for (const element of background) element.inert = app !== undefined || showsFiles;
-  if (showedFiles) files.close();
+  for (const element of background) element.inert = app !== undefined || shouldShowFiles;
+  if (wereFilesOpen) files.close();
   if (app) {
     const name = app.name ?? app.slug;
     appName.textContent = name;
@@ -123,9 +123,9 @@ function updatePanel(): void {
     const frame = el("iframe", { id: "frame", title: name, src: app.url!, allow: "clipboard-write; fullscreen" });
     frame.onload = () => frame.focus();
     panel.append(frame);
-  } else if (showsFiles) {
+  } else if (shouldShowFiles) {
     files.open();
-  } else if (showedFiles) {
+  } else if (wereFilesOpen) {
     filesButton.focus();
   } else if (!icons.focus(previousSlug)) {
     surface.focus();

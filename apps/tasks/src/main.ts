@@ -19,7 +19,7 @@ byId("submit").prepend(icon("plus"));
 
 const toast = new Toast(document.body);
 const items = new Map<string, HTMLLIElement>();
-/** The ids of tasks that were checked or unchecked. They stay listed until the filter changes, for easy undoing. */
+/** The ids of tasks that were checked or unchecked. They stay listed until the filter changes, to make undoing easy. */
 const recentlyToggled = new Set<string>();
 let filter: "open" | "done" | "all" = "open";
 
@@ -154,8 +154,8 @@ function deleteTasks(tasks: Task[]): void {
 
 function moveFocus(offset: 1 | -1): void {
   const item = (document.activeElement as HTMLElement | null)?.closest<HTMLElement>(".task");
-  const all = [...list.children] as HTMLElement[];
-  const target = item ? all[all.indexOf(item) + offset] : all[offset > 0 ? 0 : all.length - 1];
+  const listed = [...list.children] as HTMLElement[];
+  const target = item ? listed[listed.indexOf(item) + offset] : listed[offset > 0 ? 0 : listed.length - 1];
   if (target) (target.firstElementChild as HTMLElement).focus();
   else if (offset < 0) titleInput.focus();
 }

@@ -87,7 +87,7 @@ families! {
     OPERATIONS_OVERDUE: Gauges<0> = "svc_operations_overdue", [], on Platform,
         "Operations in progress for more than 30 minutes.";
     MACHINES: Gauges<1> = "svc_machines", ["status"], on Platform,
-        "Active machines of the whole installation, by status.";
+        "Active machines in the whole installation, by status.";
     MACHINES_BY_HEALTH: Gauges<1> = "svc_machines_by_health", ["health"], on Platform,
         "Active machines by the health that their hosts last reported. silent: no report for two minutes. \
          unknown: no report yet.";
@@ -103,11 +103,11 @@ families! {
     FILE_PRUNINGS_FAILED: Gauges<0> = "svc_files_prunings_failed", [], on Platform,
         "Slots whose file backups could not be pruned by the last attempt.";
     FLEET_READ_AT: Gauges<0> = "svc_fleet_read_timestamp_seconds", [], on Platform,
-        "Unix time when the figures of the whole installation were last read from the database.";
+        "Unix time when the figures for the whole installation were last read from the database.";
     PROVIDER_CALLS: Counters<2> = "svc_provider_calls_total", ["call", "outcome"], on Platform,
-        "Attempts of calls to the cloud provider, by call and outcome.";
+        "Attempts to call the cloud provider, by call and outcome.";
     PROVIDER_DURATION: Durations<1> = "svc_provider_call_duration_seconds", ["call"], on Platform,
-        "Duration of one attempt of a call to the cloud provider, without the wait for the rate budget.";
+        "Duration of one attempt to call the cloud provider, without the wait for the rate budget.";
     PROVIDER_BUDGET: Gauges<0> = "svc_provider_budget_calls", [], on Platform,
         "Calls that the provider's rate limit still allows, shared by all processes.";
     STORE_CALLS: Counters<2> = "svc_store_calls_total", ["call", "outcome"], on Platform,
@@ -125,8 +125,8 @@ families! {
     SESSIONS_OPENED: Counters<1> = "svc_router_sessions_opened_total", ["host"], on Platform,
         "Browser sessions opened, by public host.";
     POOL_CONNECTIONS: Gauges<1> = "svc_database_pool_connections", ["state"], on Everywhere,
-        "Connections of this process's database pools, by state: open, idle (part of the open ones), or on \
-         the platform limit (the maximum).";
+        "Connections of this process's database pools, by state: open, idle (part of the open ones), or, on \
+         the platform, limit (the maximum).";
     POOL_WAITING: Gauges<0> = "svc_database_pool_waiting", [], on Platform,
         "Tasks of this process that are waiting for a database connection.";
     BRIDGE_ACTIONS: Counters<2> = "svc_bridge_actions_total", ["action", "outcome"], on Host,
@@ -158,7 +158,7 @@ families! {
         "1 if the last check of snapshots succeeded, 0 if it failed. verify: reads stored snapshots \
          again. drill: restores the latest one.";
     SNAPSHOT_CHECK_AT: Gauges<1> = "svc_snapshot_check_last_timestamp_seconds", ["check"], on Host,
-        "Unix time of the end of the last check of snapshots, by check.";
+        "Unix time when the last check of snapshots ended, by check.";
     FILES_SAVED_UNTIL: Gauges<0> = "svc_files_saved_until_timestamp_seconds", [], on Host,
         "Unix time before which everything that was written to the home directory is saved.";
     FILES_PENDING_SINCE: Gauges<0> = "svc_files_pending_since_timestamp_seconds", [], on Host,

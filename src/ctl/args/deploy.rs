@@ -13,7 +13,7 @@ pub enum DeployCommand {
         after_help = "A machine that is unhealthy under the new release rolls back automatically and counts as failed. \
 The rollout stops after --max-failures failures, or when a canary fails. When the first machines have the release, the \
 platform runs the checks of `svcctl verify-rollout` on them. A problem pauses the rollout: `svcctl deploy status` shows it, \
-`svcctl deploy resume` verifies again.\n\n\
+and `svcctl deploy resume` verifies again.\n\n\
 Example: svcctl deploy start 2026.11.2 --canary 2 --batch-size 20 --wait"
     )]
     Start(StartRollout),

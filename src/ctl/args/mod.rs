@@ -125,8 +125,8 @@ pub enum Command {
     Alarm(AlarmCommand),
     /// Replace a slot's machine, restoring its latest snapshot
     #[command(
-        after_help = "The old host stops its writers and takes a final backup. Its server is powered off. It is deleted at the \
-earliest the platform's PREDECESSOR_KEEP_SECONDS after the new machine's first healthy heartbeat, unless you choose \
+        after_help = "The old host stops its writers and takes a final backup. Its server is powered off, and kept for at least \
+the platform's PREDECESSOR_KEEP_SECONDS after the new machine's first healthy heartbeat, unless you choose \
 --replace-first. If the recovery fails, the old machine serves again. If the old host responds but cannot take the backup, \
 the operation waits for your decision. To undo a recovery before its new machine has registered: \
 `svcctl operation abandon OPERATION_ID`.\n\n\
@@ -304,11 +304,11 @@ mod tests {
     }
 
     fn append_help(command: &clap::Command, texts: &mut String) {
-        let mut shown = command.clone().term_width(110);
+        let mut wide_command = command.clone().term_width(110);
         texts.push_str(&format!(
             "$ {} --help\n{}\n",
             command.get_bin_name().unwrap_or("svcctl"),
-            shown.render_long_help()
+            wide_command.render_long_help()
         ));
         for sub in command.get_subcommands().filter(|sub| sub.get_name() != "help") {
             append_help(sub, texts);
@@ -327,9 +327,9 @@ mod tests {
     #[test]
     fn every_command_has_an_example() {
         visit_commands(|command| {
-            let after = command.get_after_help().map(ToString::to_string).unwrap_or_default();
-            let is_root = command.get_name() == "svcctl" && after.contains("A first machine:\n  svcctl ");
-            assert!(is_root || after.contains("Example: svcctl "), "{}", command.get_name());
+            let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            let is_root = command.get_name() == "svcctl" && help.contains("A first machine:\n  svcctl ");
+            assert!(is_root || help.contains("Example: svcctl "), "{}", command.get_name());
         });
     }
 

@@ -15,33 +15,33 @@ fn svcctl() -> clap::Command {
 }
 
 fn text_files() -> Vec<PathBuf> {
-    fn walk(dir: &Path, found: &mut Vec<PathBuf>) {
+    fn walk(dir: &Path, files: &mut Vec<PathBuf>) {
         for entry in fs::read_dir(dir).unwrap() {
             let path = entry.unwrap().path();
             if path.is_dir() {
-                walk(&path, found);
-            } else if path.extension().is_some_and(|end| end == "rs" || end == "md") {
-                found.push(path);
+                walk(&path, files);
+            } else if path.extension().is_some_and(|extension| extension == "rs" || extension == "md") {
+                files.push(path);
             }
         }
     }
     let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
-    let mut found = vec![root.join("README.md"), root.join("ARCHITECTURE.md"), root.join("CONTRIBUTING.md")];
-    walk(&root.join("src"), &mut found);
-    walk(&root.join("docs"), &mut found);
-    found.retain(|path| !path.ends_with("quoted_command_tests.rs"));
-    found
+    let mut files = vec![root.join("README.md"), root.join("ARCHITECTURE.md"), root.join("CONTRIBUTING.md")];
+    walk(&root.join("src"), &mut files);
+    walk(&root.join("docs"), &mut files);
+    files.retain(|path| !path.ends_with("quoted_command_tests.rs"));
+    files
 }
 
 #[test]
 fn texts_name_only_existing_commands_and_options() {
     let (svcctl, mut errors, mut checked) = (svcctl(), Vec::new(), 0);
     for path in text_files() {
-        let shown = path.display().to_string();
-        let Some(language) = Language::of_file(&shown) else { continue };
+        let name = path.display().to_string();
+        let Some(language) = Language::of_file(&name) else { continue };
         let quoted = quoted_commands::check(&svcctl, &fs::read_to_string(&path).unwrap(), language);
         checked += quoted.checked;
-        errors.extend(quoted.errors.iter().map(|error| format!("{shown}: {error}")));
+        errors.extend(quoted.errors.iter().map(|error| format!("{name}: {error}")));
     }
     assert!(errors.is_empty(), "{}", errors.join("\n"));
     assert!(checked > 150, "only {checked} commands were found");
@@ -79,8 +79,8 @@ fn texts_name_options_instead_of_request_members() {
     {
         for sentence in extract_sentences(&fs::read_to_string(&path).unwrap()) {
             checked += 1;
-            let named = REQUEST_MEMBERS.iter().find(|member| sentence.contains(**member));
-            errors.extend(named.map(|member| format!("{}: {member} in {sentence:?}", path.display())));
+            let member = REQUEST_MEMBERS.iter().find(|member| sentence.contains(**member));
+            errors.extend(member.map(|member| format!("{}: {member} in {sentence:?}", path.display())));
         }
     }
     assert!(errors.is_empty(), "{}", errors.join("\n"));

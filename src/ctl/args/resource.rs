@@ -215,15 +215,15 @@ Example: svcctl files status ada"
         /// A machine's id, its user's handle, or USER/SLOT
         machine: MachineTarget,
     },
-    /// List the saved versions of a file or directory of a machine's owner
+    /// List the saved versions of an owner's file or directory
     #[command(
-        after_help = "A relative path is below /home/svc/home. The host reads its slot's file backup, and the request is \
+        after_help = "Relative paths start at /home/svc/home. The host reads its slot's file backup, and the request is \
 recorded in the audit log.\n\nExample: svcctl files versions ada projects/app/main.rs"
     )]
     Versions {
         /// A machine's id, its user's handle, or USER/SLOT
         machine: MachineTarget,
-        /// A path below /home/svc; a relative path is below /home/svc/home
+        /// A path below /home/svc; relative paths start at /home/svc/home
         path: String,
         /// Only versions before this time (RFC 3339)
         #[arg(long)]
@@ -232,7 +232,7 @@ recorded in the audit log.\n\nExample: svcctl files versions ada projects/app/ma
         #[arg(long, default_value_t = 50)]
         limit: u32,
     },
-    /// List a directory of a machine's owner as it was saved
+    /// List an owner's directory as it was saved
     #[command(
         after_help = "Names and sizes are shown, but no content. The request is recorded in the audit log.\n\n\
 Example: svcctl files list ada projects --time 2026-11-27T18:00:00Z"
@@ -240,7 +240,7 @@ Example: svcctl files list ada projects --time 2026-11-27T18:00:00Z"
     List {
         /// A machine's id, its user's handle, or USER/SLOT
         machine: MachineTarget,
-        /// A path below /home/svc; a relative path is below /home/svc/home
+        /// A path below /home/svc; relative paths start at /home/svc/home
         #[arg(default_value = "/home/svc/home")]
         path: String,
         /// Time (RFC 3339) [default: the last save]
@@ -256,7 +256,7 @@ Example: svcctl files restore ada projects/app --time 2026-11-27T18:00:00Z"
     Restore {
         /// A machine's id, its user's handle, or USER/SLOT
         machine: MachineTarget,
-        /// A path below /home/svc; a relative path is below /home/svc/home
+        /// A path below /home/svc; relative paths start at /home/svc/home
         path: String,
         /// Time (RFC 3339) [default: the last save]
         #[arg(long)]

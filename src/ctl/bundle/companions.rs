@@ -10,7 +10,7 @@ use object_store::path::Path;
 use super::{PublishError, UpdateSupport};
 use svc_base::clock::rfc3339_ms;
 use svc_machine::name::ImageVersion;
-use svc_store::bucket::{Bucket, Condition, StoreError, Versioned};
+use svc_store::bucket::{Bucket, Condition, StoreError, VersionedValue};
 use svc_store::bundle::{
     self, KeySet, MAX_COMPANION_BYTES, Manifest, ManifestError, SignedManifest, TrustedKeys,
     VerifiedManifest, verify,
@@ -114,7 +114,8 @@ impl Companions {
     ///
     /// # Errors
     /// [`PublishError::NoRenewal`] if the stored companions differ and hosts would not trust these for longer;
-    /// [`PublishError::PublishedConcurrently`] if another process changes the stored ones in the meantime.
+    /// [`PublishError::PublishedConcurrently`] if another process changes the stored ones in the meantime;
+    /// [`PublishError::Store`] if the store fails.
     pub async fn add_or_renew(
         &self,
         bucket: &Bucket,
@@ -123,15 +124,15 @@ impl Companions {
         let stored = StoredCompanions::read(bucket, context).await?;
         let is_different = self
             .entries()
-            .any(|(suffix, content)| stored.get(suffix).is_some_and(|other| other.value != *content));
+            .any(|(suffix, content)| stored.get(suffix).is_some_and(|existing| existing.value != *content));
         if is_different {
             self.check_renewal(&stored, context)
                 .map_err(|why| PublishError::NoRenewal { version: context.version.clone(), why })?;
         }
         for (suffix, content) in self.entries() {
             let condition = match stored.get(suffix) {
-                Some(other) if other.value == *content => continue,
-                Some(other) => Condition::Unchanged(other.version.clone()),
+                Some(existing) if existing.value == *content => continue,
+                Some(existing) => Condition::Unchanged(existing.version.clone()),
                 None => Condition::Absent,
             };
             put_companion(bucket, context, suffix, content, condition).await?;
@@ -192,8 +193,8 @@ async fn put_companion(
 
 /// The manifest and signature in the store.
 struct StoredCompanions {
-    manifest: Option<Versioned<Bytes>>,
-    signature: Option<Versioned<Bytes>>,
+    manifest: Option<VersionedValue<Bytes>>,
+    signature: Option<VersionedValue<Bytes>>,
 }
 
 impl StoredCompanions {
@@ -203,7 +204,7 @@ impl StoredCompanions {
         Ok(Self { manifest, signature })
     }
 
-    fn get(&self, suffix: &str) -> Option<&Versioned<Bytes>> {
+    fn get(&self, suffix: &str) -> Option<&VersionedValue<Bytes>> {
         if suffix == MANIFEST { self.manifest.as_ref() } else { self.signature.as_ref() }
     }
 

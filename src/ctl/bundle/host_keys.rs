@@ -1,5 +1,5 @@
-//! The keys that hosts trust, as configured. Before a release is published, it is checked that hosts accept the sequence
-//! of its keys. Afterwards, its manifest can be replaced only with one that is valid for longer.
+//! The keys that hosts trust, as configured. `bundle publish` first checks that hosts accept the sequence of the
+//! release's keys, because a published manifest can be replaced only with one that is valid for longer.
 
 use super::PublishError;
 use crate::vars;

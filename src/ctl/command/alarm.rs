@@ -41,8 +41,8 @@ pub async fn run(api: &ApiClient, command: AlarmCommand, out: &Output) -> Result
     if !INFORMATIONAL_ALARMS.contains(&alarm.as_str()) && confirm::is_required(what, yes)? {
         let fleet: Fleet = api.get(&["vps", "fleet"], &[]).await?.parse()?;
         let raised = fleet.alarms.iter().find(|raised| raised.alarm == alarm);
-        let shown = raised.map(|raised| format!("\n{}", alarm_line(raised))).unwrap_or_default();
-        confirm::prompt(&format!("{what}{shown}"), &alarm)?;
+        let line = raised.map(|raised| format!("\n{}", alarm_line(raised))).unwrap_or_default();
+        confirm::prompt(&format!("{what}{line}"), &alarm)?;
     }
     let path = ["vps", "fleet", "alarms", &alarm, "release"];
     let response = api.send(Method::POST, &path, Some(&json!({}))).await?;

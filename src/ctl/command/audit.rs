@@ -45,13 +45,16 @@ async fn follow(api: &ApiClient, args: &Args, first: AuditEntryPage, out: &Outpu
     let mut window = FollowWindow { since: args.since, ..FollowWindow::default() };
     let mut started = Instant::now();
     let mut entries = window.add(first.entries, started);
-    for number in 0_usize.. {
+    for poll_number in 0_usize.. {
         for entry in entries.iter().filter(|entry| oldest.is_none_or(|oldest| entry.at >= oldest)) {
             show(entry, out)?;
         }
-        let pages =
-            if number % POLLS_PER_FULL_READ == 0 { PagesToRead::All } else { PagesToRead::UntilKnownPage };
-        if number == 0 {
+        let pages = if poll_number % POLLS_PER_FULL_READ == 0 {
+            PagesToRead::All
+        } else {
+            PagesToRead::UntilKnownPage
+        };
+        if poll_number == 0 {
             window.advance(started);
         }
         tokio::time::sleep(FOLLOW_INTERVAL).await;
@@ -173,7 +176,7 @@ async fn fetch_new_entries(
 }
 
 fn show(entry: &AuditEntry, out: &Output) -> Result<(), Failure> {
-    if out.json {
+    if out.is_json {
         let json: &Value = &entry.json;
         return print(&format!("{json}\n"));
     }

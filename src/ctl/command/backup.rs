@@ -44,16 +44,16 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
             let backup = dump::find(api, &machine.machine_id, key.as_deref()).await?;
             let into = output.unwrap_or_else(|| PathBuf::from(backup.name()));
             dump::download(api, &machine.machine_id, &backup, &into).await?;
-            print_backup(out, &backup, json!({"file": into.display().to_string()}), |shown| {
-                format!("{shown}file    {}\n", into.display())
+            print_backup(out, &backup, json!({"file": into.display().to_string()}), |details| {
+                format!("{details}file    {}\n", into.display())
             })
         }
         BackupCommand::Verify { machine, key } => {
             let machine = find(api, &machine).await?;
             let backup = dump::find(api, &machine.machine_id, key.as_deref()).await?;
             dump::verify(api, &machine.machine_id, &backup).await?;
-            print_backup(out, &backup, json!({"verified": true}), |shown| {
-                format!("{shown}size and SHA-256 match the record\n")
+            print_backup(out, &backup, json!({"verified": true}), |details| {
+                format!("{details}size and SHA-256 match the record\n")
             })
         }
         BackupCommand::Accept { machine, yes } => accept(api, &machine, yes, out).await,
@@ -77,7 +77,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
                         wait_for_drill(api, id, last_drill(&machine), Duration::from_secs(seconds)),
                     )
                     .await?;
-                    print(&if out.json { format!("{}\n", json!(result)) } else { format_drill(&result) })?;
+                    print(&if out.is_json { format!("{}\n", json!(result)) } else { format_drill(&result) })?;
                     if result.status.is(Outcome::Success) {
                         return Ok(());
                     }
@@ -121,7 +121,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
                         wait_for_backup(api, &requested, timeout),
                     )
                     .await?;
-                    print(&if out.json {
+                    print(&if out.is_json {
                         format!("{}\n", backup.json)
                     } else {
                         details(&View::for_stdout(), &backup.backup)
@@ -201,18 +201,18 @@ fn last_drill(machine: &MachineDetail) -> Option<&SnapshotCheck> {
     machine.checks.as_ref()?.drill.as_ref()
 }
 
-/// Waits until one of the machine's heartbeats reports a drill other than `before`.
+/// Waits until one of the machine's heartbeats reports a drill other than `previous`.
 async fn wait_for_drill(
     api: &ApiClient,
     id: &str,
-    before: Option<&SnapshotCheck>,
+    previous: Option<&SnapshotCheck>,
     timeout: Duration,
 ) -> Result<SnapshotCheck, Failure> {
     let progress = Progress::start();
     progress.set_message("the host is restoring the latest snapshot in a drill".to_owned());
     let reported = wait::poll_until(timeout, async || {
         let Ok((_, machine)) = wait::poll_machine(api, id).await? else { return Ok(None) };
-        Ok(last_drill(&machine).filter(|drill| Some(*drill) != before).cloned())
+        Ok(last_drill(&machine).filter(|drill| Some(*drill) != previous).cloned())
     });
     reported.await?.ok_or_else(|| {
         let error = anyhow!(
@@ -237,7 +237,7 @@ fn print_backup(
     extra_members: Value,
     text: impl FnOnce(String) -> String,
 ) -> Result<(), Failure> {
-    if !out.json {
+    if !out.is_json {
         return print(&text(details(&View::for_stdout(), backup)));
     }
     let mut body = json!({"key": backup.key, "sizeBytes": backup.size_bytes, "sha256": backup.sha256});
@@ -258,7 +258,7 @@ struct BackupRequest<'a> {
 }
 
 impl BackupRequest<'_> {
-    /// Whether `reported` states that the requested backup has failed. It may be a late report about an earlier backup.
+    /// Whether `reported` states that the requested backup has failed, and is not a late report about an earlier one.
     fn has_failed(&self, reported: &LastBackup) -> bool {
         let began: Option<Timestamp> = reported.began_at.as_deref().and_then(|at| at.parse().ok());
         let is_earlier =

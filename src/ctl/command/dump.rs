@@ -17,7 +17,7 @@ use svc_base::quantity::format_bytes;
 use svc_store::key::SnapshotCursor;
 use svc_wire::backup::{Backup, BackupPage};
 
-/// Maximum number of consecutive attempts that receive no byte.
+/// Maximum number of consecutive failed attempts. An attempt that receives data restarts the count.
 const MAX_ATTEMPTS: u32 = 6;
 const RETRY_INTERVAL: Duration = Duration::from_secs(2);
 
@@ -63,7 +63,7 @@ pub async fn verify(api: &ApiClient, machine: &str, backup: &Backup) -> Result<(
 ///
 /// # Errors
 /// [`Exit::Refused`] if `into` already exists or the download does not match its record; [`Exit::Internal`] if a file
-/// cannot be written; or the error of a failed download. A failure leaves `into` unchanged.
+/// cannot be read or written; or the error of a failed download. A failure leaves `into` unchanged.
 pub async fn download(api: &ApiClient, machine: &str, backup: &Backup, into: &Path) -> Result<(), Failure> {
     if into.exists() {
         let error =

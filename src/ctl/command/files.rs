@@ -103,8 +103,8 @@ async fn wait_for_restore(api: &ApiClient, id: &str, request: &str, out: &Output
             Err(error) if error.is_transient() => return Ok(None),
             Err(error) => return Err(error.into()),
         };
-        let shown: FileRestoreResponse = response.parse()?;
-        let state = shown.restore.filter(|state| state.request_id == request);
+        let body: FileRestoreResponse = response.parse()?;
+        let state = body.restore.filter(|state| state.request_id == request);
         Ok(state.filter(|state| state.status.has_ended()).map(|state| (response, state)))
     });
     let command = format!("svcctl status {id}");

@@ -15,7 +15,7 @@ use crate::confirm;
 use crate::output::Output;
 use crate::show::View;
 use crate::show::copies::is_being_deleted;
-use crate::show::machine as shown;
+use crate::show::machine;
 use crate::wait;
 use svc_base::applet::{Exit, Failure};
 use svc_machine::id::OperationId;
@@ -66,7 +66,7 @@ async fn undelete_active(
 pub async fn resume(api: &ApiClient, args: Resume, out: &Output) -> Result<(), Failure> {
     let machine = super::machine::find(api, &args.machine).await?;
     let response = api.send(Method::POST, &["vps", &machine.machine_id, "resume"], None).await?;
-    out.print_response(&response, |view| Ok(shown::details(view, &response.parse()?)))
+    out.print_response(&response, |view| Ok(machine::details(view, &response.parse()?)))
 }
 
 pub async fn discard(api: &ApiClient, args: Discard, out: &Output) -> Result<(), Failure> {
@@ -85,10 +85,10 @@ pub async fn discard(api: &ApiClient, args: Discard, out: &Output) -> Result<(),
     let body = json!({"acceptLoss": args.accept_loss});
     let response = api.send(Method::POST, &["vps", &id, "discard"], Some(&body)).await?;
     let mut discarded: DiscardedMachine = response.parse()?;
-    if discarded.operation_id.is_none() && !out.json {
+    if discarded.operation_id.is_none() && !out.is_json {
         discarded.operation_id = wait_for_removal(api, &id).await;
     }
-    out.print_response(&response, |view| Ok(shown::discarded(view, &discarded)))
+    out.print_response(&response, |view| Ok(machine::discarded(view, &discarded)))
 }
 
 /// Waits for the operation that deletes the server, which the platform creates shortly after the request.
@@ -107,7 +107,7 @@ async fn wait_for_removal(api: &ApiClient, id: &str) -> Option<WireString<Operat
 fn data_at_risk(machine: &MachineDetail) -> String {
     let view = View::for_stdout();
     let mut message = format!("It is {} of {} (slot {})", machine.handle, machine.idp_user_id, machine.slot);
-    if let Some(held) = shown::unsaved_changes(&view, machine) {
+    if let Some(held) = machine::unsaved_changes(&view, machine) {
         message.push_str(&format!(", and its server holds {held}"));
     }
     let mut kept = machine.copies.iter().flat_map(|copies| &copies.kept);

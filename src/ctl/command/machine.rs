@@ -14,7 +14,7 @@ use crate::output::Output;
 use crate::show::View;
 use crate::show::accepted_change::{self, AcceptedChange};
 use crate::show::copies::SlotExitTimes;
-use crate::show::machine as shown;
+use crate::show::machine;
 use crate::show::token;
 use crate::wait::Goal;
 use crate::{confirm, wait};
@@ -50,7 +50,7 @@ pub async fn slot_data_at_risk(api: &ApiClient, user: &IdpUserId, slot: &Slot) -
         return Ok(String::new());
     };
     let machine: MachineDetail = api.get(&["vps", &active.machine_id], &[]).await?.parse()?;
-    Ok(format!("\n{}", shown::data_at_risk(&View::for_stdout(), &machine)))
+    Ok(format!("\n{}", machine::data_at_risk(&View::for_stdout(), &machine)))
 }
 
 pub async fn resize(api: &ApiClient, args: Resize, out: &Output) -> Result<(), Failure> {
@@ -73,12 +73,12 @@ pub async fn fail(api: &ApiClient, args: Fail, out: &Output) -> Result<(), Failu
     let must_confirm = confirm::is_required(&what, args.yes)?;
     let machine = find(api, &args.machine).await?;
     if must_confirm {
-        let at_risk = shown::data_at_risk(&View::for_stdout(), &machine);
+        let at_risk = machine::data_at_risk(&View::for_stdout(), &machine);
         confirm::prompt(&format!("{what}\n{at_risk}"), &machine.handle)?;
     }
     let body = json!({"reason": args.reason});
     let response = api.send(Method::POST, &["vps", &machine.machine_id, "fail"], Some(&body)).await?;
-    out.print_response(&response, |view| Ok(shown::details(view, &response.parse()?)))
+    out.print_response(&response, |view| Ok(machine::details(view, &response.parse()?)))
 }
 
 pub async fn delete(api: &ApiClient, args: Delete, out: &Output) -> Result<(), Failure> {
@@ -88,7 +88,7 @@ pub async fn delete(api: &ApiClient, args: Delete, out: &Output) -> Result<(), F
         let what = risk::successor_deletion_risk(&machine, args.accept_loss)
             .unwrap_or_else(|| risk::deletion_risk(&args, Some(&machine)));
         let owner = format!("It belongs to {} (slot {}).", machine.idp_user_id, machine.slot);
-        let at_risk = shown::data_at_risk(&View::for_stdout(), &machine);
+        let at_risk = machine::data_at_risk(&View::for_stdout(), &machine);
         confirm::prompt(&format!("{what}\n{owner} {at_risk}"), &machine.handle)?;
     }
     let requested = [("now", args.now), ("acceptLoss", args.accept_loss)];
@@ -108,7 +108,7 @@ pub async fn run(api: &ApiClient, command: MachineCommand, out: &Output) -> Resu
     let machine = find(api, &target).await?;
     let path = ["vps", machine.machine_id.as_str(), "rotate-token"];
     let response = api.send(Method::POST, &path, Some(&json!({}))).await?;
-    out.print_response(&response, |view| Ok(shown::details(view, &response.parse()?)))
+    out.print_response(&response, |view| Ok(machine::details(view, &response.parse()?)))
 }
 
 /// Prints the accepted request, or with `--wait` its result.
@@ -127,7 +127,7 @@ pub async fn print_outcome<T: DeserializeOwned + Into<AcceptedChange>>(
     }
     if accepted.is_off_already() {
         let response = api.get(&["vps", &accepted.machine_id], &[]).await?;
-        return out.print_response(&response, |view| Ok(shown::details(view, &response.parse()?)));
+        return out.print_response(&response, |view| Ok(machine::details(view, &response.parse()?)));
     }
     let timeout = Duration::from_secs(seconds);
     let operation = accepted.operation_id.as_deref();
@@ -135,11 +135,11 @@ pub async fn print_outcome<T: DeserializeOwned + Into<AcceptedChange>>(
         wait::wait_until_settled(api, &accepted.machine_id, operation, Goal::Success, timeout).await?;
     // Also wait for the machine that was to be replaced: it holds the data, and its deletion may need an operator's
     // decision.
-    if let Some(also) = &accepted.also_deleted {
-        wait::wait_until_settled(api, &also.machine_id, Some(&also.operation_id), Goal::Success, timeout)
-            .await?;
+    if let Some(replaced) = &accepted.also_deleted {
+        let operation = Some(replaced.operation_id.as_str());
+        wait::wait_until_settled(api, &replaced.machine_id, operation, Goal::Success, timeout).await?;
     }
-    out.print_response(&response, |view| Ok(shown::details(view, &machine)))
+    out.print_response(&response, |view| Ok(machine::details(view, &machine)))
 }
 
 pub async fn list(api: &ApiClient, args: List, out: &Output) -> Result<(), Failure> {
@@ -154,19 +154,19 @@ pub async fn list(api: &ApiClient, args: List, out: &Output) -> Result<(), Failu
     ];
     let query: Vec<_> = requested.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
     let response = api.get(&["vps"], &query).await?;
-    out.print_response(&response, |view| Ok(shown::list(view, &response.parse::<MachinePage>()?)))
+    out.print_response(&response, |view| Ok(machine::list(view, &response.parse::<MachinePage>()?)))
 }
 
 pub async fn status(api: &ApiClient, machine: &MachineTarget, out: &Output) -> Result<(), Failure> {
     let id = find_id(api, machine).await?;
     let response = api.get(&["vps", &id], &[]).await?;
-    if out.json {
+    if out.is_json {
         return out.print_response(&response, |_| Ok(String::new()));
     }
     let machine: MachineDetail = response.parse()?;
     let slot_exit_times = fetch_slot_exit_times(api, &machine).await?;
     out.print_response(&response, |view| {
-        Ok(shown::details_with_slot_exit_times(view, &machine, &slot_exit_times))
+        Ok(machine::details_with_slot_exit_times(view, &machine, &slot_exit_times))
     })
 }
 
@@ -191,7 +191,7 @@ pub async fn find(api: &ApiClient, target: &MachineTarget) -> Result<MachineDeta
 /// Finds the id of the only active machine. A target that is an id is returned as is.
 ///
 /// # Errors
-/// `Refused` if there is no active machine, or if several slots have one.
+/// [`Exit::Refused`] if there is no active machine, or if several slots have one; or the error of a failed call.
 pub async fn find_id(api: &ApiClient, target: &MachineTarget) -> Result<String, Failure> {
     match find_active_id(api, target).await? {
         Some(id) => Ok(id),
@@ -209,7 +209,7 @@ pub async fn find_id(api: &ApiClient, target: &MachineTarget) -> Result<String, 
 /// Like [`find_id`], but returns `None` if there is no active machine.
 ///
 /// # Errors
-/// `Refused` if several slots have one.
+/// [`Exit::Refused`] if several slots have one, or the error of a failed call.
 pub async fn find_active_id(api: &ApiClient, target: &MachineTarget) -> Result<Option<String>, Failure> {
     if let MachineTarget::Id(id) = target {
         return Ok(Some(id.to_string()));

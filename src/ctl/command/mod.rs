@@ -30,7 +30,7 @@ use super::{bundle, doctor, verify_rollout};
 use svc_base::applet::{Exit, Failure, OrExit};
 
 pub async fn run(args: Args, local: LocalChecks) -> Result<(), Failure> {
-    let out = Output { json: args.global.json };
+    let out = Output { is_json: args.global.json };
     match args.command {
         Command::Completions { shell } => {
             let mut script = Vec::new();
@@ -87,11 +87,11 @@ async fn run_bundle_command(command: BundleCommand, out: &Output) -> Result<(), 
     match command {
         BundleCommand::Publish { dir, image_version } => {
             let published = bundle::publish(&open_store()?, &dir, &image_version).await?;
-            print(&if out.json { format!("{}\n", published.to_json()) } else { format!("{published}\n") })
+            print(&if out.is_json { format!("{}\n", published.to_json()) } else { format!("{published}\n") })
         }
         BundleCommand::List => {
             let bundles = bundle::list(&open_store()?).await?;
-            if out.json {
+            if out.is_json {
                 return print(&format!("{}\n", json!({"bundles": bundles})));
             }
             print(&show::bundle::list(&View::for_stdout(), &bundles))
@@ -111,7 +111,7 @@ async fn show_bundle_keys(api: &ApiClient, out: &Output) -> Result<(), Failure> 
             ),
         ));
     }
-    if out.json {
+    if out.is_json {
         return print(&format!("{keys}\n"));
     }
     let keys = serde_json::from_value(keys).or_exit(Exit::Internal)?;

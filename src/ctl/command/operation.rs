@@ -9,7 +9,7 @@ use serde_json::json;
 use crate::api::ApiClient;
 use crate::args::{Operation as Args, OperationCommand, Wait};
 use crate::output::Output;
-use crate::show::machine as shown;
+use crate::show::machine;
 use crate::show::operation;
 use crate::wait::{self, Goal};
 use svc_base::applet::{Exit, Failure};
@@ -52,7 +52,7 @@ pub async fn run(api: &ApiClient, args: Args, out: &Output) -> Result<(), Failur
                 let (response, machine) =
                     wait::wait_until_settled(api, &subject.machine_id, in_progress, Goal::Service, timeout)
                         .await?;
-                return out.print_response(&response, |view| Ok(shown::details(view, &machine)));
+                return out.print_response(&response, |view| Ok(machine::details(view, &machine)));
             }
             out.print_response(&response, |view| Ok(operation::details(view, &response.parse()?)))
         }

@@ -124,7 +124,7 @@ fn output_token(
         );
         return Err(Failure::new(Exit::Unavailable, error));
     }
-    if out.json {
+    if out.is_json {
         let mut body: Value = response.parse()?;
         body["token"] = Value::Null;
         body["tokenFile"] = file.display().to_string().into();

@@ -30,8 +30,8 @@ pub async fn run(api: &ApiClient, command: PointerCommand, out: &Output) -> Resu
             };
             if confirm::is_required(&what, yes)? {
                 let found: PointerInspection = inspect(api, &slot, to.as_ref()).await?.parse()?;
-                let shown = inspection(&View::for_stdout(), &slot, &found);
-                confirm::prompt(&format!("{what}\n{shown}"), slot.user.as_str())?;
+                let details = inspection(&View::for_stdout(), &slot, &found);
+                confirm::prompt(&format!("{what}\n{details}"), slot.user.as_str())?;
             }
             let mut body = json!({"idpUserId": slot.user, "slot": slot.slot, "force": force, "empty": empty});
             if let Some(key) = to {

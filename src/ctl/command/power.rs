@@ -10,7 +10,7 @@ use crate::args::{MachineTarget, PowerCommand, Wait};
 use crate::confirm;
 use crate::output::Output;
 use crate::show::View;
-use crate::show::machine as shown;
+use crate::show::machine;
 use svc_base::applet::Failure;
 use svc_wire::change::PowerChange;
 
@@ -44,7 +44,7 @@ async fn confirm_machine(
     let must_confirm = confirm::is_required(what, yes)?;
     let machine = find(api, target).await?;
     if must_confirm {
-        let at_risk = shown::data_at_risk(&View::for_stdout(), &machine);
+        let at_risk = machine::data_at_risk(&View::for_stdout(), &machine);
         confirm::prompt(&format!("{what}\n{at_risk}"), &machine.handle)?;
     }
     Ok(machine.machine.machine_id.into())

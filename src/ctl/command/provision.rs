@@ -11,7 +11,7 @@ use crate::args::{CostLimit, Provision};
 use crate::confirm;
 use crate::output::Output;
 use crate::show::View;
-use crate::show::quote as shown;
+use crate::show::quote;
 use svc_base::applet::{Exit, Failure};
 use svc_wire::change::ProvisionedMachine;
 use svc_wire::quote::{Price, ProvisionQuote};
@@ -35,7 +35,7 @@ pub async fn run(api: &ApiClient, args: Provision, out: &Output) -> Result<(), F
                 anyhow!("the platform's release is too old for --dry-run\n  next: update the platform");
             Failure::new(Exit::Unavailable, error)
         })?;
-        return out.print_response(&response, |view| Ok(shown::show(view, &response.parse()?)));
+        return out.print_response(&response, |view| Ok(quote::show(view, &response.parse()?)));
     }
     let quote: Option<ProvisionQuote> = quote.map(|response| response.parse()).transpose()?;
     confirm_customer(&args, quote.as_ref())?;
@@ -89,7 +89,7 @@ fn confirm_customer(args: &Provision, quote: Option<&ProvisionQuote>) -> Result<
         return Ok(());
     }
     let price = match quote {
-        Some(quote) => shown::cost(quote),
+        Some(quote) => quote::cost(quote),
         None => "a cost that this platform's release does not report".to_owned(),
     };
     let what = if adds_customer {
@@ -111,10 +111,10 @@ fn confirm_customer(args: &Provision, quote: Option<&ProvisionQuote>) -> Result<
         .collect();
     let is_prompted = confirm::is_required_without(&what, &missing)?;
     match quote {
-        Some(quote) if is_prompted => eprint!("{}", shown::show(&View::for_stdout(), quote)),
+        Some(quote) if is_prompted => eprint!("{}", quote::show(&View::for_stdout(), quote)),
         _ => {
             eprintln!("{what}");
-            let warnings = quote.map(shown::warnings).unwrap_or_default();
+            let warnings = quote.map(quote::warnings).unwrap_or_default();
             warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
         }
     }

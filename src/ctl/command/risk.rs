@@ -30,8 +30,8 @@ pub fn recovery_risk(args: &Recover) -> String {
     lines.join("\n")
 }
 
-/// The risk of creating a machine with `--accept-loss` or `--allow-empty`; `None` without them, because no data can be
-/// lost then.
+/// The risk of creating a machine with `--accept-loss` or `--allow-empty`; `None` without them, because in that case no
+/// data can be lost.
 pub fn provision_risk(args: &Provision) -> Option<String> {
     let mut lines = Vec::new();
     lines.extend(args.accept_loss.then_some(LOSS_ACCEPTED));
@@ -48,17 +48,17 @@ pub fn provision_risk(args: &Provision) -> Option<String> {
 /// The risk of deleting a machine; `machine` is `None` if its record was not read.
 pub fn deletion_risk(args: &Delete, machine: Option<&MachineDetail>) -> String {
     if machine.is_some_and(|machine| machine.powered_off_at.is_some()) {
-        let kept = if args.accept_loss {
+        let server = if args.accept_loss {
             "--accept-loss: changes that are in no snapshot are lost with its server."
         } else {
             "Its server is kept, even with --now, until `svcctl discard` with --accept-loss."
         };
         return format!(
-            "This deletes machine {}. It is off, so its host cannot take a final backup; its snapshots stay.\n{kept}",
+            "This deletes machine {}. It is off, so its host cannot take a final backup; its snapshots stay.\n{server}",
             args.machine
         );
     }
-    let kept = if args.now {
+    let server = if args.now {
         "--now deletes its server once that backup is taken and the server is off: this cannot be undone, and a new \
          machine starts from the snapshot."
             .to_owned()
@@ -74,14 +74,14 @@ pub fn deletion_risk(args: &Delete, machine: Option<&MachineDetail>) -> String {
         args.machine
     );
     let loss = if args.accept_loss { LOSS_ACCEPTED } else { LOSS_QUESTION };
-    [what.as_str(), loss, kept.as_str()].join("\n")
+    [what.as_str(), loss, server.as_str()].join("\n")
 }
 
 /// The risk of deleting a machine that is replacing another one: this cancels the recovery and deletes both machines.
 /// `None` for other machines.
 pub fn successor_deletion_risk(machine: &MachineDetail, accept_loss: bool) -> Option<String> {
-    let mut kept = machine.copies.iter().flat_map(|copies| &copies.kept);
-    let replaced = kept.find(|kept| machine.registered_at.is_none() && kept.reason == "replaced")?;
+    let mut servers = machine.copies.iter().flat_map(|copies| &copies.kept);
+    let replaced = servers.find(|server| machine.registered_at.is_none() && server.reason == "replaced")?;
     let operation = machine.operations.iter().find(|operation| operation.is_in_progress());
     let (new, old) = (&machine.machine_id, &replaced.machine_id);
     let noun = operation.map_or("recovery", |operation| kind_noun(&operation.kind));

@@ -5,8 +5,8 @@ use super::table::{self, Cell};
 use super::{View, or_empty};
 use crate::args;
 use svc_wire::change::{
-    AlsoDeleted, DeletedMachine, PowerAction, PowerChange, ProvisionedMachine, RecoveredMachine, Resize,
-    UndeletedMachine,
+    AlsoDeletedMachine, DeletedMachine, PowerAction, PowerChange, ProvisionedMachine, RecoveredMachine,
+    Resize, UndeletedMachine,
 };
 use svc_wire::copies::{NewerSnapshot, SnapshotSource};
 use svc_wire::text::WireString;
@@ -16,7 +16,7 @@ use svc_wire::text::WireString;
 pub struct AcceptedChange {
     pub machine_id: String,
     pub operation_id: Option<String>,
-    pub also_deleted: Option<AlsoDeleted>,
+    pub also_deleted: Option<AlsoDeletedMachine>,
     status: String,
     server_type: Option<String>,
     old_machine_id: Option<String>,
@@ -178,7 +178,7 @@ fn slot(deletion: &DeletedMachine) -> String {
 }
 
 /// Describes the machine that was deleted along with its intended replacement.
-fn also_deleted(also: &AlsoDeleted) -> String {
+fn also_deleted(also: &AlsoDeletedMachine) -> String {
     format!(
         "machine {}, which was to be replaced: operation {} takes its final backup, then its server is powered off and \
          kept",

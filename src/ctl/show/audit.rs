@@ -73,8 +73,8 @@ fn format_changes(before: &Value, after: &Value) -> String {
         value => compact(Some(value)),
     };
     let removed = old.keys().filter(|name| !new.contains_key(name.as_str()));
-    let all: Vec<&String> = new.keys().chain(removed).filter(is_changed).collect();
-    let mut shown_changes: Vec<String> = all
+    let changed: Vec<&String> = new.keys().chain(removed).filter(is_changed).collect();
+    let mut shown_changes: Vec<String> = changed
         .iter()
         .take(MAX_CHANGES)
         .map(|name| {
@@ -82,8 +82,8 @@ fn format_changes(before: &Value, after: &Value) -> String {
             format!("{name}={}→{}", format_value(was), format_value(now))
         })
         .collect();
-    if all.len() > MAX_CHANGES {
-        shown_changes.push(format!("and {} more", all.len() - MAX_CHANGES));
+    if changed.len() > MAX_CHANGES {
+        shown_changes.push(format!("and {} more", changed.len() - MAX_CHANGES));
     }
     shown_changes.join(" ")
 }
@@ -124,10 +124,10 @@ mod tests {
         let mut older = entry(&Value::Null, &Value::Null);
         older["at"] = json!("2026-01-01T00:00:00.000Z");
         let page = json!({"entries": [entry(&Value::Null, &Value::Null), older], "nextCursor": "c-1"});
-        let shown = list(&VIEW, &serde_json::from_value(page).unwrap());
-        let lines: Vec<&str> = shown.lines().collect();
-        assert!(lines[0].starts_with("2026-01-01") && lines[1].starts_with("2026-01-02"), "{shown}");
-        assert!(lines[2].ends_with("`--cursor c-1`"), "{shown}");
+        let text = list(&VIEW, &serde_json::from_value(page).unwrap());
+        let lines: Vec<&str> = text.lines().collect();
+        assert!(lines[0].starts_with("2026-01-01") && lines[1].starts_with("2026-01-02"), "{text}");
+        assert!(lines[2].ends_with("`--cursor c-1`"), "{text}");
         let none: AuditEntryPage =
             serde_json::from_value(json!({"entries": [], "nextCursor": null})).unwrap();
         assert_eq!(list(&VIEW, &none), "no entries\n");

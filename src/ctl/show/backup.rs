@@ -21,13 +21,13 @@ pub fn list(view: &View, page: &BackupPage) -> String {
         ]
     };
     let rows: Vec<_> = page.backups.iter().map(row).collect();
-    let mut shown = table::render(view, &["TAKEN", "SIZE", "EPOCH", "", "KEY"], &rows);
+    let mut text = table::render(view, &["TAKEN", "SIZE", "EPOCH", "", "KEY"], &rows);
     if let Some(cursor) = &page.next_cursor {
-        shown.push_str(&format!(
+        text.push_str(&format!(
             "more snapshots: repeat the command with `--cursor {cursor}`; `--limit` sets the page size\n"
         ));
     }
-    shown
+    text
 }
 
 /// Shows one snapshot.

@@ -14,11 +14,12 @@ pub fn summary_line(
     registered: Option<&Time>,
     progress: Option<&BootProgress>,
 ) -> String {
-    let ends = boot.stages.iter().skip(1).map(|stage| Some(&stage.at)).chain([registered]);
-    let took = |stage: &BootStage, end: &Time| {
+    let end_times = boot.stages.iter().skip(1).map(|stage| Some(&stage.at)).chain([registered]);
+    let format_duration = |stage: &BootStage, end: &Time| {
         Some(format!("{} {:.1} s", stage.stage, seconds_between(&stage.at, end)?.max(0.0)))
     };
-    let stages: Vec<_> = boot.stages.iter().zip(ends).filter_map(|(stage, end)| took(stage, end?)).collect();
+    let stages: Vec<_> =
+        boot.stages.iter().zip(end_times).filter_map(|(stage, end)| format_duration(stage, end?)).collect();
     let stages = stages.join(", ");
     if registered.is_some() {
         return stages;
@@ -26,7 +27,7 @@ pub fn summary_line(
     let progress = progress.filter(|progress| progress.stage == boot.stage).map(progress_line);
     let progress = progress.map(|line| format!(": {line}")).unwrap_or_default();
     let current = format!("at {}, {}{progress}", boot.stage, format_ago(view.now, &boot.at));
-    if stages.is_empty() { current } else { format!("{current}; before: {stages}") }
+    if stages.is_empty() { current } else { format!("{current}; completed: {stages}") }
 }
 
 /// Returns the current phase's percentage. Rows take precedence over bytes, because they are loaded after the download.

@@ -25,7 +25,7 @@ fn choose_form(count: u64, one: &'static str, many: &'static str) -> &'static st
     if count == 1 { one } else { many }
 }
 
-/// Adds findings for configured keys that some hosts do not trust, for keys that hosts trust although they are not
+/// Adds findings for configured keys that some hosts do not trust, for keys that hosts trust even though they are not
 /// configured, and for an outdated `BUNDLE_KEYS_SEQUENCE`.
 pub fn findings(keys: &BundleKeys, findings: Findings) -> Findings {
     let findings = keys.keys.iter().fold(findings, |findings, key| key_findings(key, findings));
@@ -90,19 +90,19 @@ pub fn show(view: &View, keys: &BundleKeys) -> String {
         return "no key is configured (BUNDLE_PUBLIC_KEYS), and no machine trusts one\n".to_owned();
     }
     let rows: Vec<_> = keys.keys.iter().map(row).collect();
-    let mut shown = table::render(view, &["KEY", "PLATFORM", "TRUSTED BY", "NOT TRUSTED BY"], &rows);
+    let mut text = table::render(view, &["KEY", "PLATFORM", "TRUSTED BY", "NOT TRUSTED BY"], &rows);
     if keys.not_reporting > 0 {
         let who = format_machines(keys.not_reporting, &keys.not_reporting_handles);
         let verb = choose_form(keys.not_reporting, "has", "have");
-        shown.push_str(&format!(
+        text.push_str(&format!(
             "\n{who} {verb} not reported any key\n  next: update to a release that reports keys; a machine that sends no \
              heartbeats cannot be updated\n"
         ));
     }
     if let Some((what, next)) = outdated_sequence(keys) {
-        shown.push_str(&format!("\n{what}\n  next: {next}\n"));
+        text.push_str(&format!("\n{what}\n  next: {next}\n"));
     }
-    shown
+    text
 }
 
 #[cfg(test)]
@@ -157,11 +157,11 @@ mod tests {
     #[test]
     fn show_lists_keys_and_machines_without_them() {
         let view = View { now: jiff::Timestamp::UNIX_EPOCH, has_colors: false, width: None };
-        let shown = show(&view, &keys());
+        let text = show(&view, &keys());
         for part in
             ["aaaaaaaaaaaaaaaa  yes", "7 machines (bob, …)", "1 machine (cy) has not reported any key"]
         {
-            assert!(shown.contains(part), "{part}: {shown}");
+            assert!(text.contains(part), "{part}: {text}");
         }
     }
 }

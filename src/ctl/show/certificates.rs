@@ -17,37 +17,41 @@ fn join_handles(handles: &[WireString<Handle>], count: u64) -> String {
 
 /// Formats the fleet's certificates as `3 trusted, 1 missing (ada); required`.
 pub fn fleet_cell(certificates: Option<&Certificates>) -> Cell {
-    let Some(seen) = certificates else { return "".into() };
-    let mut words = vec![format!("{} trusted", seen.trusted)];
-    if seen.expiring > 0 {
+    let Some(certificates) = certificates else { return "".into() };
+    let mut words = vec![format!("{} trusted", certificates.trusted)];
+    if certificates.expiring > 0 {
         words.push(format!(
             "{} expiring ({})",
-            seen.expiring,
-            join_handles(&seen.expiring_handles, seen.expiring)
+            certificates.expiring,
+            join_handles(&certificates.expiring_handles, certificates.expiring)
         ));
     }
-    if seen.missing > 0 {
+    if certificates.missing > 0 {
         words.push(format!(
             "{} missing ({})",
-            seen.missing,
-            join_handles(&seen.missing_handles, seen.missing)
+            certificates.missing,
+            join_handles(&certificates.missing_handles, certificates.missing)
         ));
     }
-    let required = if seen.is_required { "; required" } else { "; not required" };
-    let is_bad = seen.expiring > 0 || (seen.is_required && seen.missing > seen.exempt);
+    let required = if certificates.is_required { "; required" } else { "; not required" };
+    let is_bad =
+        certificates.expiring > 0 || (certificates.is_required && certificates.missing > certificates.exempt);
     Cell::painted(is_bad.then_some(Color::Bad), words.join(", ") + required)
 }
 
 /// Adds a finding for machines without a trusted certificate, which are unreachable once `CUSTOMER_VPS_TLS_VERIFY` is
 /// set, unless all of them are exempt.
 pub fn findings(certificates: Option<&Certificates>, findings: Findings) -> Findings {
-    let Some(seen) = certificates.filter(|seen| seen.missing > seen.exempt) else { return findings };
+    let Some(certificates) = certificates.filter(|certificates| certificates.missing > certificates.exempt)
+    else {
+        return findings;
+    };
     let who = format!(
         "{} ({})",
-        pluralize(seen.missing, "machine"),
-        join_handles(&seen.missing_handles, seen.missing)
+        pluralize(certificates.missing, "machine"),
+        join_handles(&certificates.missing_handles, certificates.missing)
     );
-    if seen.is_required {
+    if certificates.is_required {
         findings.warning(
             format!("CUSTOMER_VPS_TLS_VERIFY is on; without a trusted certificate: {who}"),
             "svcctl status HANDLE shows why; CUSTOMER_VPS_TLS_VERIFY_EXCEPT keeps a machine reachable",
@@ -61,12 +65,12 @@ pub fn findings(certificates: Option<&Certificates>, findings: Findings) -> Find
 }
 
 /// Formats a machine's certificate as `acme, trusted, until 2026-12-01T00:00:00.000Z`.
-pub fn machine_cell(seen: &HostCertificate) -> Cell {
-    let trust = if seen.is_trusted { "trusted" } else { "not trusted" };
-    let line = format!("{}, {trust}, until {}", seen.source, seen.expires_at);
-    match &seen.error {
+pub fn machine_cell(certificate: &HostCertificate) -> Cell {
+    let trust = if certificate.is_trusted { "trusted" } else { "not trusted" };
+    let line = format!("{}, {trust}, until {}", certificate.source, certificate.expires_at);
+    match &certificate.error {
         Some(error) => Cell::painted(Some(Color::Bad), format!("{line}; last attempt: {error}")),
-        None if seen.source.as_str() == "self_signed" && seen.next_attempt_at.is_none() => {
+        None if certificate.source.as_str() == "self_signed" && certificate.next_attempt_at.is_none() => {
             format!("{line}; neither an authority (ACME_DIRECTORY_URL) nor GATEWAY_TLS_CERT_FILE is set")
                 .into()
         }

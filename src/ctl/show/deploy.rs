@@ -67,7 +67,7 @@ pub fn list(view: &View, page: &RolloutList) -> String {
 }
 
 pub fn show(view: &View, rollout: &Rollout) -> String {
-    let mut shown = table::render_pairs(
+    let mut text = table::render_pairs(
         view,
         &[
             ("rollout", Cell::from(rollout.rollout_id.clone())),
@@ -81,13 +81,13 @@ pub fn show(view: &View, rollout: &Rollout) -> String {
     let findings = rollout.verification.iter().flat_map(|last| &last.findings);
     for RolloutFinding { handle, check, what, next, .. } in findings {
         let line = format!("{handle}: {check}: {}", one_line(what));
-        shown.push_str(&format!("{}\n", view.paint(Some(Color::Bad), &line)));
+        text.push_str(&format!("{}\n", view.paint(Some(Color::Bad), &line)));
         if let Some(next) = next {
-            shown.push_str(&format!("  next: {}\n", one_line(next)));
+            text.push_str(&format!("  next: {}\n", one_line(next)));
         }
     }
     if rollout.machines.is_empty() {
-        return shown;
+        return text;
     }
     let row = |machine: &RolloutMachine| {
         let batch = if machine.batch == 0 { "canary".to_owned() } else { machine.batch.to_string() };
@@ -101,9 +101,9 @@ pub fn show(view: &View, rollout: &Rollout) -> String {
         ]
     };
     let rows: Vec<_> = rollout.machines.iter().map(row).collect();
-    shown.push('\n');
-    shown.push_str(&table::render(view, &["BATCH", "HANDLE", "SLOT", "STATE", "RUNS", "WHY"], &rows));
-    shown
+    text.push('\n');
+    text.push_str(&table::render(view, &["BATCH", "HANDLE", "SLOT", "STATE", "RUNS", "WHY"], &rows));
+    text
 }
 
 #[cfg(test)]

@@ -61,7 +61,7 @@ pub fn next_step(failure: &Failure, machine: &MachineDetail) -> String {
             format!("it runs again after its next healthy heartbeat; if there is none, {recover}")
         }
         "reinstating" if is_held_by_another(machine) => format!(
-            "the store says that another machine holds the slot, which the platform's database does not know (alarm \
+            "the store says that another machine holds the slot, but the platform's database has no record of it (alarm \
              database_behind_store): {recover} with --accept-loss creates a new machine from the newest snapshot"
         ),
         "reinstating" => format!(

@@ -22,8 +22,8 @@ pub fn alarm_line(alarm: &Alarm) -> String {
         alarm.detail.iter().partition(|(_, value)| value.is_array() || value.is_object());
     let figures: Vec<_> = figures.iter().map(|(name, value)| format_figure(name, value)).collect();
     let cases = cases.iter().map(|(name, value)| format!("{}: {}", split_words(name), format_detail(value)));
-    let shown: Vec<_> = (!figures.is_empty()).then(|| figures.join(", ")).into_iter().chain(cases).collect();
-    let figures = if shown.is_empty() { String::new() } else { format!(" ({})", shown.join("; ")) };
+    let parts: Vec<_> = (!figures.is_empty()).then(|| figures.join(", ")).into_iter().chain(cases).collect();
+    let figures = if parts.is_empty() { String::new() } else { format!(" ({})", parts.join("; ")) };
     let released = match &alarm.released_until {
         Some(last) if alarm.alarm == "unknown_servers" => {
             format!(", released: the last one is deleted at {last}")
@@ -155,7 +155,7 @@ pub fn findings(fleet: &Fleet, findings: Findings) -> Findings {
 
 pub fn show(view: &View, fleet: &Fleet) -> String {
     let totals = &fleet.totals;
-    let mut shown = table::render_pairs(
+    let mut text = table::render_pairs(
         view,
         &[
             ("machines", Cell::painted(Some(Color::Strong), totals.machines.to_string())),
@@ -170,15 +170,15 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
     );
     for alarm in &fleet.alarms {
         let line = view.paint(Some(Color::Bad), &format!("alarm: {}", alarm_line(alarm)));
-        shown.push_str(&format!("\n{line}\n  next: {}\n", alarm.next));
+        text.push_str(&format!("\n{line}\n  next: {}\n", alarm.next));
     }
     for overdue in &fleet.overdue_operations {
         let line = view.paint(Some(Color::Bad), &overdue_line(overdue));
-        shown.push_str(&format!("\n{line}\n  next: {}\n", overdue_advice(overdue)));
+        text.push_str(&format!("\n{line}\n  next: {}\n", overdue_advice(overdue)));
     }
     if fleet.attention.is_empty() {
-        shown.push_str(&format!("\n{}\n", view.paint(Some(Color::Good), "no machine needs attention")));
-        return shown;
+        text.push_str(&format!("\n{}\n", view.paint(Some(Color::Good), "no machine needs attention")));
+        return text;
     }
     let row = |a: &MachineNeedingAttention| {
         vec![
@@ -191,15 +191,15 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
         ]
     };
     let rows: Vec<_> = fleet.attention.iter().map(row).collect();
-    shown.push_str(&format!(
+    text.push_str(&format!(
         "\n{}",
         table::render(view, &["HANDLE", "STATUS", "USER", "SLOT", "WHY", "NEXT"], &rows)
     ));
     let omitted = fleet.attention_total.saturating_sub(fleet.attention.len() as u64);
     if omitted > 0 {
-        shown.push_str(&format!("and {omitted} more\n"));
+        text.push_str(&format!("and {omitted} more\n"));
     }
-    shown
+    text
 }
 
 /// Formats counts as `3 running, 1 failed`: sorted by count, without zeros.

@@ -39,7 +39,7 @@ pub fn discarded(view: &View, discarded: &DiscardedMachine) -> String {
         &[
             ("machine", id.clone().into()),
             ("slot", format!("{}, slot {} of {}", machine.handle, machine.slot, machine.idp_user_id).into()),
-            ("status", Cell::state(shown_state(machine))),
+            ("status", Cell::state(state_or_off(machine))),
             ("server", format!("{server}: being deleted, with its disk").into()),
             ("operation", operation.into()),
             ("note", note.into()),
@@ -48,7 +48,7 @@ pub fn discarded(view: &View, discarded: &DiscardedMachine) -> String {
 }
 
 /// Returns the machine's state, or `off` instead of `running` while it is powered off.
-pub fn shown_state(machine: &Machine) -> &str {
+pub fn state_or_off(machine: &Machine) -> &str {
     let is_off = machine.powered_off_at.is_some() && machine.display_state() == "running";
     if is_off { "off" } else { machine.display_state() }
 }
@@ -86,7 +86,7 @@ fn heartbeat_cell(view: &View, machine: &Machine, format: fn(jiff::Timestamp, &s
     let Some(at) = &machine.heartbeat_at else { return "".into() };
     let is_stale =
         seconds_between(at, &view.now.to_string()).is_some_and(|age| age > MAX_HEARTBEAT_AGE_SECONDS);
-    let is_overdue = is_stale && shown_state(machine) == "running";
+    let is_overdue = is_stale && state_or_off(machine) == "running";
     Cell::painted(is_overdue.then_some(Color::Bad), format(view.now, at))
 }
 
@@ -115,7 +115,7 @@ pub fn list(view: &View, page: &MachinePage) -> String {
     let row = |m: &Machine| {
         vec![
             m.handle.clone().into(),
-            Cell::state(shown_state(m)),
+            Cell::state(state_or_off(m)),
             m.idp_user_id.clone().into(),
             m.slot.clone().into(),
             m.server_type.clone().into(),
@@ -129,11 +129,11 @@ pub fn list(view: &View, page: &MachinePage) -> String {
     let rows: Vec<_> = page.machines.iter().map(row).collect();
     let heading =
         ["HANDLE", "STATUS", "USER", "SLOT", "TYPE", "IMAGE", "EPOCH", "HEARTBEAT", "BACKUP", "MACHINE"];
-    let mut shown = table::render(view, &heading, &rows);
+    let mut text = table::render(view, &heading, &rows);
     if let Some(cursor) = &page.next_cursor {
-        shown.push_str(&format!("more machines: repeat the command with `--cursor {cursor}`\n"));
+        text.push_str(&format!("more machines: repeat the command with `--cursor {cursor}`\n"));
     }
-    shown
+    text
 }
 
 pub fn details(view: &View, m: &MachineDetail) -> String {
@@ -175,7 +175,7 @@ pub fn details_with_slot_exit_times(
         ("user", m.idp_user_id.clone().into()),
         ("slot", m.slot.clone().into()),
         ("kind", m.kind.clone().into()),
-        ("status", Cell::state(shown_state(m))),
+        ("status", Cell::state(state_or_off(m))),
         ("power", power_cell(view, m)),
         ("failure", Cell::painted(Some(Color::Bad), failure.map(failure::summary_line).unwrap_or_default())),
         ("next", next.into()),
@@ -211,12 +211,12 @@ pub fn details_with_slot_exit_times(
         rows.extend(m.attention.iter().map(|item| ("attention", attention_cell(item, &m.handle))));
     }
     rows.extend(copies);
-    let mut shown = table::render_pairs(view, &rows);
+    let mut text = table::render_pairs(view, &rows);
     for operation in &m.operations {
-        shown.push('\n');
-        shown.push_str(&operation::details(view, operation));
+        text.push('\n');
+        text.push_str(&operation::details(view, operation));
     }
-    shown
+    text
 }
 
 /// Formats a host's health as `gateway ok, database failing`, with the free disk space or `disk unknown`.

@@ -55,9 +55,9 @@ pub enum Color {
 impl View {
     /// Returns the view for standard output: colors and a width only on a terminal, and no colors with `NO_COLOR`.
     pub fn for_stdout() -> Self {
-        let terminal = std::io::stdout().is_terminal();
-        let width = terminal.then(|| comfy_table::Table::new().width()).flatten();
-        Self { now: Timestamp::now(), has_colors: terminal && is_color_allowed(), width }
+        let is_terminal = std::io::stdout().is_terminal();
+        let width = is_terminal.then(|| comfy_table::Table::new().width()).flatten();
+        Self { now: Timestamp::now(), has_colors: is_terminal && is_color_allowed(), width }
     }
 
     pub fn paint(&self, color: Option<Color>, text: &str) -> String {
@@ -106,8 +106,8 @@ pub fn compact(value: Option<&Value>) -> String {
         None | Some(Value::Null) => String::new(),
         Some(Value::String(text)) => one_line(text).into_owned(),
         Some(Value::Object(members)) => {
-            let shown = members.iter().filter(|(_, value)| !value.is_null());
-            shown
+            let present = members.iter().filter(|(_, value)| !value.is_null());
+            present
                 .map(|(name, value)| format!("{name}={}", compact(Some(value))))
                 .collect::<Vec<_>>()
                 .join(" ")

@@ -98,8 +98,8 @@ impl Example {
             if unchecked.remove(&path) {
                 assert!(read.is_err(), "{path} can be omitted, so it is not essential");
             } else {
-                let shown = show(read.unwrap_or_else(|error| panic!("without {path}: {error}")));
-                assert!(!shown.trim().is_empty(), "without {path}");
+                let text = show(read.unwrap_or_else(|error| panic!("without {path}: {error}")));
+                assert!(!text.trim().is_empty(), "without {path}");
             }
         }
         assert!(unchecked.is_empty(), "{unchecked:?} are not in the example");
@@ -244,40 +244,44 @@ fn machines_of_older_platforms_are_shown() {
         .essential(MACHINE_FIELDS)
         .essential_within("/operations/0", OPERATION_FIELDS)
         .essential_within("/copies", COPIES_FIELDS)
-        .assert_shown(&schema_of::<MachineDetail>(), |it: MachineDetail| {
-            machine::details(&plain_view(), &it) + &machine::data_at_risk(&plain_view(), &it)
+        .assert_shown(&schema_of::<MachineDetail>(), |response: MachineDetail| {
+            machine::details(&plain_view(), &response) + &machine::data_at_risk(&plain_view(), &response)
         });
     Example::new(json!({"machines": [machine()], "nextCursor": "c"}))
         .essential(&["/machines"])
         .essential_within("/machines/0", MACHINE_FIELDS)
-        .assert_shown(&schema_of::<MachinePage>(), |it: MachinePage| machine::list(&plain_view(), &it));
+        .assert_shown(&schema_of::<MachinePage>(), |response: MachinePage| {
+            machine::list(&plain_view(), &response)
+        });
     Example::new(merge(machine(), json!({"operationId": ID, "alreadyOrdered": true})))
         .essential(MACHINE_FIELDS)
-        .assert_shown(&schema_of::<DiscardedMachine>(), |it: DiscardedMachine| {
-            machine::discarded(&plain_view(), &it)
+        .assert_shown(&schema_of::<DiscardedMachine>(), |response: DiscardedMachine| {
+            machine::discarded(&plain_view(), &response)
         });
     Example::new(operation())
         .essential(OPERATION_FIELDS)
-        .assert_shown(&schema_of::<Operation>(), |it: Operation| operation::details(&plain_view(), &it));
+        .assert_shown(&schema_of::<Operation>(), |response: Operation| {
+            operation::details(&plain_view(), &response)
+        });
 }
 
 #[test]
 fn changes_of_older_platforms_are_shown() {
-    fn shown<T: Into<accepted_change::AcceptedChange>>(it: T) -> String {
-        accepted_change::show(&plain_view(), &it.into())
+    fn show_change<T: Into<accepted_change::AcceptedChange>>(change: T) -> String {
+        accepted_change::show(&plain_view(), &change.into())
     }
     let slot = json!({"machineId": ID, "slot": "primary", "kind": "customer", "status": "running", "epoch": 3,
         "operationId": ID});
     let user = json!({"idpUserId": "user_1", "handle": "ada"});
     Example::new(merge(slot.clone(), user))
         .essential(CHANGE_FIELDS)
-        .assert_shown(&schema_of::<ProvisionedMachine>(), shown::<ProvisionedMachine>);
+        .assert_shown(&schema_of::<ProvisionedMachine>(), show_change::<ProvisionedMachine>);
     let recovered =
         json!({"oldMachineId": ID, "newerSnapshot": {"takenAt": AT, "machineId": ID, "key": "k"}});
     Example::new(merge(slot, recovered))
         .essential(CHANGE_FIELDS)
         .essential(&["/operationId", "/newerSnapshot/key"])
-        .assert_shown(&schema_of::<RecoveredMachine>(), shown::<RecoveredMachine>);
+        .assert_shown(&schema_of::<RecoveredMachine>(), show_change::<RecoveredMachine>);
     let deleted = json!({"machineId": ID, "idpUserId": "user_1", "slot": "primary", "handle": "ada",
         "kind": "customer", "status": "running", "registeredAt": AT, "deletedAt": AT, "newestSnapshotAt": AT,
         "newestSnapshotSource": "reported", "snapshotProblem": "p", "undeleteUntil": AT, "undeletableUntil": AT,
@@ -286,20 +290,20 @@ fn changes_of_older_platforms_are_shown() {
     Example::new(deleted)
         .essential(CHANGE_FIELDS)
         .essential(&["/alsoDeleted/machineId", "/alsoDeleted/operationId"])
-        .assert_shown(&schema_of::<DeletedMachine>(), shown::<DeletedMachine>);
+        .assert_shown(&schema_of::<DeletedMachine>(), show_change::<DeletedMachine>);
     let undeleted = json!({"machineId": ID, "kind": "customer", "status": "failed", "epoch": 3, "operationId": ID,
         "alreadyUndone": true});
     Example::new(undeleted)
         .essential(CHANGE_FIELDS)
         .essential(&["/operationId"])
-        .assert_shown(&schema_of::<UndeletedMachine>(), shown::<UndeletedMachine>);
+        .assert_shown(&schema_of::<UndeletedMachine>(), show_change::<UndeletedMachine>);
     Example::new(json!({"machineId": ID, "action": "off", "status": "running", "operationId": ID}))
         .essential(CHANGE_FIELDS)
         .essential(&["/action"])
-        .assert_shown(&schema_of::<PowerChange>(), shown::<PowerChange>);
+        .assert_shown(&schema_of::<PowerChange>(), show_change::<PowerChange>);
     Example::new(json!({"machineId": ID, "serverType": "cpx32", "status": "resizing", "operationId": ID}))
         .essential(CHANGE_FIELDS)
-        .assert_shown(&schema_of::<Resize>(), shown::<Resize>);
+        .assert_shown(&schema_of::<Resize>(), show_change::<Resize>);
     Example::new(json!({"requested": 3}))
         .essential(&["/requested"])
         .assert_shown(&schema_of::<TokenRotations>(), token::rotations);
@@ -338,10 +342,10 @@ fn fleets_of_older_platforms_are_shown() {
         .essential(&["/bundleKeys/keys/0/isConfigured", "/bundleKeys/keys/0/trusting"])
         .essential(&["/bundleKeys/keys/0/notTrusting"])
         .essential_within("/rollout", ROLLOUT_FIELDS)
-        .assert_shown(&schema_of::<Fleet>(), |it: Fleet| fleet::show(&plain_view(), &it));
+        .assert_shown(&schema_of::<Fleet>(), |response: Fleet| fleet::show(&plain_view(), &response));
     Example::new(alarm())
         .essential(&["/alarm"])
-        .assert_shown(&schema_of::<Alarm>(), |it: Alarm| fleet::show_released(&it));
+        .assert_shown(&schema_of::<Alarm>(), |response: Alarm| fleet::show_released(&response));
 }
 
 #[test]
@@ -351,11 +355,13 @@ fn rollouts_of_older_platforms_are_shown() {
     Example::new(merge(rollout(), json!({"machines": [member]})))
         .essential(ROLLOUT_FIELDS)
         .essential(&["/machines/0/machineId", "/machines/0/state"])
-        .assert_shown(&schema_of::<Rollout>(), |it: Rollout| deploy::show(&plain_view(), &it));
+        .assert_shown(&schema_of::<Rollout>(), |response: Rollout| deploy::show(&plain_view(), &response));
     Example::new(json!({"rollouts": [rollout()]}))
         .essential(&["/rollouts"])
         .essential_within("/rollouts/0", ROLLOUT_FIELDS)
-        .assert_shown(&schema_of::<RolloutList>(), |it: RolloutList| deploy::list(&plain_view(), &it));
+        .assert_shown(&schema_of::<RolloutList>(), |response: RolloutList| {
+            deploy::list(&plain_view(), &response)
+        });
 }
 
 #[test]
@@ -364,9 +370,13 @@ fn snapshots_of_older_platforms_are_shown() {
         "machineId": ID, "latest": true});
     Example::new(json!({"latest": "k", "backups": [backup], "nextCursor": "c"}))
         .essential(&["/backups", "/backups/0/key"])
-        .assert_shown(&schema_of::<BackupPage>(), |it: BackupPage| {
-            backup::list(&plain_view(), &it)
-                + &it.backups.iter().map(|backup| backup::details(&plain_view(), backup)).collect::<String>()
+        .assert_shown(&schema_of::<BackupPage>(), |response: BackupPage| {
+            backup::list(&plain_view(), &response)
+                + &response
+                    .backups
+                    .iter()
+                    .map(|backup| backup::details(&plain_view(), backup))
+                    .collect::<String>()
         });
     let slot = crate::args::SlotTarget { user: "user_1".parse().unwrap(), slot: "primary".parse().unwrap() };
     let inspection = json!({"idpUserId": "user_1", "slot": "primary", "state": "unsound", "problem": "p",
@@ -375,14 +385,14 @@ fn snapshots_of_older_platforms_are_shown() {
         .essential(&["/state"])
         .essential_within("/current", POINTER_FIELDS)
         .essential_within("/rebuilt", POINTER_FIELDS)
-        .assert_shown(&schema_of::<PointerInspection>(), |it: PointerInspection| {
-            pointer::inspection(&plain_view(), &slot, &it)
+        .assert_shown(&schema_of::<PointerInspection>(), |response: PointerInspection| {
+            pointer::inspection(&plain_view(), &slot, &response)
         });
     Example::new(json!({"idpUserId": "user_1", "slot": "primary", "pointer": pointer()}))
         .essential(&["/pointer"])
         .essential_within("/pointer", POINTER_FIELDS)
-        .assert_shown(&schema_of::<RebuiltPointer>(), |it: RebuiltPointer| {
-            pointer::rebuilt(&plain_view(), &it)
+        .assert_shown(&schema_of::<RebuiltPointer>(), |response: RebuiltPointer| {
+            pointer::rebuilt(&plain_view(), &response)
         });
 }
 
@@ -392,30 +402,32 @@ fn other_resources_of_older_platforms_are_shown() {
         "currentPeriodEnd": AT, "test": true});
     Example::new(json!({"slots": [subscription], "nextCursor": "user_1/primary"}))
         .essential(&["/slots", "/slots/0/idpUserId", "/slots/0/slot", "/slots/0/status"])
-        .assert_shown(&schema_of::<SubscriptionList>(), |it: SubscriptionList| {
-            slot::page(&plain_view(), &it)
+        .assert_shown(&schema_of::<SubscriptionList>(), |response: SubscriptionList| {
+            slot::page(&plain_view(), &response)
         });
     Example::new(json!({"operators": [operator()]}))
         .essential(&["/operators"])
         .essential_within("/operators/0", OPERATOR_FIELDS)
-        .assert_shown(&schema_of::<OperatorList>(), |it: OperatorList| {
-            operator::list(&plain_view(), &it.operators)
+        .assert_shown(&schema_of::<OperatorList>(), |response: OperatorList| {
+            operator::list(&plain_view(), &response.operators)
         });
     Example::new(json!({"operator": operator(), "tokenId": ID, "token": "svco_x"}))
         .essential(&["/operator", "/token"])
         .essential_within("/operator", OPERATOR_FIELDS)
-        .assert_shown(&schema_of::<IssuedToken>(), |it: IssuedToken| {
-            operator::issued(&plain_view(), &it, None)
+        .assert_shown(&schema_of::<IssuedToken>(), |response: IssuedToken| {
+            operator::issued(&plain_view(), &response, None)
         });
     Example::new(json!({"name": "ada", "scopes": ["read"], "expiresAt": AT}))
         .essential(&["/name"])
-        .assert_shown(&schema_of::<WhoAmI>(), |it: WhoAmI| operator::who_am_i(&plain_view(), &it));
+        .assert_shown(&schema_of::<WhoAmI>(), |response: WhoAmI| {
+            operator::who_am_i(&plain_view(), &response)
+        });
     let entry = json!({"auditId": ID, "at": AT, "actor": "ada", "action": "fail", "target": "t",
         "before": {"status": "running"}, "after": {"status": "failed"}, "requestId": "r"});
     Example::new(json!({"entries": [entry], "nextCursor": "c"}))
         .essential(&["/entries", "/entries/0/auditId", "/entries/0/at"])
-        .assert_shown(&schema_of::<AuditPage>(), |it: AuditPage| {
-            audit::list(&plain_view(), &serde_json::from_value(json!(it)).unwrap())
+        .assert_shown(&schema_of::<AuditPage>(), |response: AuditPage| {
+            audit::list(&plain_view(), &serde_json::from_value(json!(response)).unwrap())
         });
     let entry = json!({"date": "2026-11-01", "model": "m", "userId": "u", "cost": 1.5, "tokensIn": 1,
         "tokensOut": 2, "dispatches": 3});
@@ -424,7 +436,7 @@ fn other_resources_of_older_platforms_are_shown() {
     Example::new(report)
         .essential(&["/totalCost", "/totalTokensIn", "/totalTokensOut", "/totalDispatches", "/entries"])
         .essential_within("/entries/0", &["/date", "/cost", "/tokensIn", "/tokensOut", "/dispatches"])
-        .assert_shown(&schema_of::<UsageReport>(), |it: UsageReport| {
-            usage::show(&plain_view(), GroupBy::User, &it)
+        .assert_shown(&schema_of::<UsageReport>(), |response: UsageReport| {
+            usage::show(&plain_view(), GroupBy::User, &response)
         });
 }

@@ -154,25 +154,25 @@ pub fn details(view: &View, o: &Operation) -> String {
     }
     head.extend(o.error_code.as_ref().map(|code| view.paint(Some(Color::Bad), code)));
     head.push(format_ago(view.now, &o.created_at));
-    let took = o.ended_at.as_ref().and_then(|ended| seconds_between(&o.created_at, ended));
-    head.extend(took.map(|took| format!("took {took:.1} s")));
+    let duration = o.ended_at.as_ref().and_then(|ended| seconds_between(&o.created_at, ended));
+    head.extend(duration.map(|seconds| format!("took {seconds:.1} s")));
     head.push(view.paint(Some(Color::Faint), &o.operation_id));
-    let mut shown = head.join("  ") + "\n";
+    let mut text = head.join("  ") + "\n";
     if let Some(why) = waiting_reason(o) {
-        shown.push_str(&format!("{}\n", view.paint(Some(Color::Warning), &format!("waiting: {why}"))));
+        text.push_str(&format!("{}\n", view.paint(Some(Color::Warning), &format!("waiting: {why}"))));
     }
     for line in question_lines(o) {
-        shown.push_str(&format!("{}\n", view.paint(Some(Color::Bad), &line)));
+        text.push_str(&format!("{}\n", view.paint(Some(Color::Bad), &line)));
     }
     let omitted = o.log_omitted.unwrap_or_default();
     if omitted > 0 {
         let (entries, are) = if omitted == 1 { ("entry", "is") } else { ("entries", "are") };
-        shown.push_str(&format!("({omitted} older {entries} {are} not shown)\n"));
+        text.push_str(&format!("({omitted} older {entries} {are} not shown)\n"));
     }
     for entry in o.log.iter().filter(|entry| should_show(entry)) {
-        shown.push_str(&format!("{}\n", line(view, o, entry)));
+        text.push_str(&format!("{}\n", line(view, o, entry)));
     }
-    shown
+    text
 }
 
 /// Returns the state that determines an operation's color: a running operation is in progress, while a running machine

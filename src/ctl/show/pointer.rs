@@ -19,9 +19,9 @@ pub fn inspection(view: &View, slot: &SlotTarget, found: &PointerInspection) -> 
         ("after a rebuild", target(&found.rebuilt).into()),
         ("snapshots", found.snapshots.to_string().into()),
     ];
-    let mut shown = table::render_pairs(view, &pairs);
+    let mut text = table::render_pairs(view, &pairs);
     if !is_sound {
-        shown.push_str(&match &found.rebuilt {
+        text.push_str(&match &found.rebuilt {
             Some(_) => format!("  next: `svcctl pointer rebuild {}`\n", slot.arguments()),
             None => format!(
                 "  no complete snapshot was found; `svcctl pointer rebuild {} --empty` makes the pointer name none\n",
@@ -29,7 +29,7 @@ pub fn inspection(view: &View, slot: &SlotTarget, found: &PointerInspection) -> 
             ),
         });
     }
-    shown
+    text
 }
 
 /// Shows the pointer after a rebuild.

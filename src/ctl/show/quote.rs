@@ -35,7 +35,7 @@ pub fn show(view: &View, quote: &ProvisionQuote) -> String {
         quote.handle,
         release.unwrap_or_default()
     );
-    let mut shown = table::render_pairs(
+    let mut text = table::render_pairs(
         view,
         &[
             (
@@ -53,23 +53,23 @@ pub fn show(view: &View, quote: &ProvisionQuote) -> String {
         ],
     );
     let costs: Vec<_> = quote.costs.iter().map(|cost| ("cost", Cell::from(location_cost(cost)))).collect();
-    shown.push_str(&table::render_pairs(view, &costs));
+    text.push_str(&table::render_pairs(view, &costs));
     if !costs.is_empty() {
         let excluded = "object storage and extra traffic; no volume or provider backup is ordered";
-        shown.push_str(&table::render_pairs(view, &[("not included", excluded.into())]));
+        text.push_str(&table::render_pairs(view, &[("not included", excluded.into())]));
     }
-    shown.push_str(&table::render_pairs(
+    text.push_str(&table::render_pairs(
         view,
         &[("quota", quota(quote).into()), ("exercised", exercises(view, &quote.exercises).into())],
     ));
     for warning in warnings(quote) {
-        shown.push_str(&format!("{} {warning}\n", view.paint(Some(Color::Warning), "warning:")));
+        text.push_str(&format!("{} {warning}\n", view.paint(Some(Color::Warning), "warning:")));
     }
-    shown
+    text
 }
 
 fn subscription(view: &View, quote: &ProvisionQuote) -> String {
-    let shown = match &quote.subscription {
+    let description = match &quote.subscription {
         None => "none".to_owned(),
         Some(subscription) => {
             let end = subscription.current_period_end.as_ref();
@@ -79,7 +79,7 @@ fn subscription(view: &View, quote: &ProvisionQuote) -> String {
             format!("{}, {}{end}{purpose}", subscription.plan, subscription.status)
         }
     };
-    if quote.billing_enforced { shown } else { format!("{shown} (not enforced)") }
+    if quote.billing_enforced { description } else { format!("{description} (not enforced)") }
 }
 
 /// Formats a location's cost as

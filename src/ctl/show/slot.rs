@@ -6,11 +6,11 @@ use super::table::{self, Cell};
 use svc_wire::slot::{Subscription, SubscriptionList};
 
 pub fn page(view: &View, page: &SubscriptionList) -> String {
-    let mut shown = list(view, &page.slots);
+    let mut text = list(view, &page.slots);
     if let Some(cursor) = &page.next_cursor {
-        shown.push_str(&format!("more slots: repeat the command with `--cursor {cursor}`\n"));
+        text.push_str(&format!("more slots: repeat the command with `--cursor {cursor}`\n"));
     }
-    shown
+    text
 }
 
 pub fn list(view: &View, slots: &[Subscription]) -> String {

@@ -66,14 +66,14 @@ pub fn render(view: &View, heading: &[&str], rows: &[Vec<Cell>]) -> String {
 
 fn styled_cell(cell: &Cell) -> TableCell {
     let text = if cell.text.is_empty() { "-" } else { &cell.text };
-    let shown = TableCell::new(text);
+    let styled = TableCell::new(text);
     match cell.color {
-        None => shown,
-        Some(Color::Good) => shown.fg(TableColor::DarkGreen),
-        Some(Color::Warning) => shown.fg(TableColor::DarkYellow),
-        Some(Color::Bad) => shown.fg(TableColor::DarkRed),
-        Some(Color::Faint) => shown.add_attribute(Attribute::Dim),
-        Some(Color::Strong) => shown.add_attribute(Attribute::Bold),
+        None => styled,
+        Some(Color::Good) => styled.fg(TableColor::DarkGreen),
+        Some(Color::Warning) => styled.fg(TableColor::DarkYellow),
+        Some(Color::Bad) => styled.fg(TableColor::DarkRed),
+        Some(Color::Faint) => styled.add_attribute(Attribute::Dim),
+        Some(Color::Strong) => styled.add_attribute(Attribute::Bold),
     }
 }
 

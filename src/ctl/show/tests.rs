@@ -39,9 +39,9 @@ fn multiline_text_stays_in_one_row() {
     let listed = machine::list(&plain_view(), &page);
     assert_eq!(listed.lines().count(), 3, "{listed}");
     assert!(listed.contains(flat), "{listed}");
-    let shown = machine::details(&plain_view(), &from_json(failing));
-    assert!(!shown.contains('\u{1b}') && !shown.contains("\n  next: delete"), "{shown}");
-    assert_eq!(shown.matches(flat).count(), 5, "{shown}");
+    let output = machine::details(&plain_view(), &from_json(failing));
+    assert!(!output.contains('\u{1b}') && !output.contains("\n  next: delete"), "{output}");
+    assert_eq!(output.matches(flat).count(), 5, "{output}");
 }
 
 #[test]
@@ -50,14 +50,14 @@ fn unreadable_pointer_shows_how_to_rebuild_it() {
     machine["slot"] = "second".into();
     let error = "user_1/second/system/db/latest in the object store is not readable: EOF";
     machine["lastBackup"] = json!({"status": "error", "error": error});
-    let shown = machine::details(&plain_view(), &from_json(machine));
+    let output = machine::details(&plain_view(), &from_json(machine));
     assert!(
-        shown.contains(
+        output.contains(
             "next         the snapshot pointer cannot be used: `svcctl pointer show user_1 --slot second`"
         ),
-        "{shown}"
+        "{output}"
     );
-    assert!(shown.contains("`svcctl pointer rebuild user_1 --slot second` rebuilds it"), "{shown}");
+    assert!(output.contains("`svcctl pointer rebuild user_1 --slot second` rebuilds it"), "{output}");
 }
 
 #[test]
@@ -70,12 +70,12 @@ fn rolled_back_update_shows_reason_and_advice() {
     let mut machine = running_machine();
     machine["lastUpdate"] = json!({"version": "2026.11.2", "outcome": "rolled_back", "stage": "health",
         "error": "the gateway was not ready", "at": "2026-11-21T11:55:00.000Z"});
-    let shown = machine::details(&plain_view(), &from_json(machine));
+    let output = machine::details(&plain_view(), &from_json(machine));
     for line in [
         "update       2026.11.2 rolled_back at health: the gateway was not ready; 2026-11-21 11:55:00 UTC, 5 min ago",
         "next         `svc-update status` on its host",
     ] {
-        assert!(shown.contains(line), "{line}: {shown}");
+        assert!(output.contains(line), "{line}: {output}");
     }
 }
 
@@ -95,30 +95,33 @@ fn repeated_and_omitted_log_entries_are_counted() {
     long["log"][1]["repeats"] = 4319.into();
     long["log"][1]["repeatedAt"] = "2026-11-20T11:00:00.400Z".into();
     long["logOmitted"] = 7.into();
-    let shown = operation::details(&plain_view(), &from_json(long.clone()));
-    assert!(shown.contains("(7 older entries are not shown)"), "{shown}");
-    assert!(shown.contains("the provider is busy  (repeated 4319 times, last at 3600.4 s)"), "{shown}");
+    let output = operation::details(&plain_view(), &from_json(long.clone()));
+    assert!(output.contains("(7 older entries are not shown)"), "{output}");
+    assert!(output.contains("the provider is busy  (repeated 4319 times, last at 3600.4 s)"), "{output}");
 
     long["log"][1]["repeats"] = 1.into();
     long["logOmitted"] = 1.into();
-    let shown = operation::details(&plain_view(), &from_json(long.clone()));
+    let output = operation::details(&plain_view(), &from_json(long));
     assert!(
-        shown.contains("(1 older entry is not shown)") && shown.contains("(repeated 1 time, last"),
-        "{shown}"
+        output.contains("(1 older entry is not shown)") && output.contains("(repeated 1 time, last"),
+        "{output}"
     );
+}
 
-    // Older platforms send no sequence numbers, so the position in the log is used.
-    let after = |value: &Value, seen| {
+#[test]
+fn lines_after_uses_positions_without_sequence_numbers() {
+    let mut operation = operation("delete", "running");
+    let after = |value: &Value, last_seen| {
         let operation: svc_wire::operation::Operation = from_json(value.clone());
-        let (lines, last) = operation::lines_after(&operation, seen);
+        let (lines, last) = operation::lines_after(&operation, last_seen);
         (lines.len(), last)
     };
-    assert_eq!(after(&long, 2), (1, 3));
+    assert_eq!(after(&operation, 2), (1, 3));
     for (index, seq) in [(0, 40), (1, 52), (2, 97)] {
-        long["log"][index]["seq"] = seq.into();
+        operation["log"][index]["seq"] = seq.into();
     }
-    assert_eq!(after(&long, 40), (2, 97));
-    assert_eq!(after(&long, 97), (0, 97));
+    assert_eq!(after(&operation, 40), (2, 97));
+    assert_eq!(after(&operation, 97), (0, 97));
 }
 
 #[test]
@@ -136,34 +139,37 @@ fn status_shows_copies_of_a_healthy_machine() {
 #[test]
 fn status_shows_unsaved_changes_and_expiry_of_kept_servers() {
     let kept = |reason: &str, until: Value, unsaved: Value| json!({"machineId": OTHER, "providerServerId": "4700", "reason": reason, "until": until, "unsavedSince": unsaved});
-    let shown = |live: Value, kept: Value| {
+    let kept_server_line = |live: Value, kept: Value| {
         let copies = json!({"live": live, "kept": [kept], "newestSnapshotAt": null, "exposedSeconds": null});
         let slot_exit_times = serde_json::from_value(json!({OTHER: "2026-11-21T11:00:00.000Z"})).unwrap();
-        let shown = machine::details_with_slot_exit_times(
+        let output = machine::details_with_slot_exit_times(
             &plain_view(),
             &with_copies(running_machine(), copies),
             &slot_exit_times,
         );
-        shown.lines().find(|line| line.starts_with("kept server")).unwrap().to_owned()
+        output.lines().find(|line| line.starts_with("kept server")).unwrap().to_owned()
     };
     let live = json!({"machineId": MACHINE, "providerServerId": "4711"});
-    let unsaved = shown(live.clone(), kept("replaced", Value::Null, json!("2026-11-21T10:17:00.000Z")));
+    let unsaved =
+        kept_server_line(live.clone(), kept("replaced", Value::Null, json!("2026-11-21T10:17:00.000Z")));
     let held = "holds 43 min of changes that are in no snapshot; kept until `svcctl discard";
     assert!(unsaved.contains(held) && unsaved.ends_with("--accept-loss`"), "{unsaved}");
-    let unproven = shown(Value::Null, kept("replaced", Value::Null, Value::Null));
+    let unproven = kept_server_line(Value::Null, kept("replaced", Value::Null, Value::Null));
     assert!(unproven.ends_with("kept until a new machine is healthy"), "{unproven}");
     let later = json!("2026-11-22T12:00:00.000Z");
-    let deleted = shown(Value::Null, kept("deleted", later.clone(), Value::Null));
+    let deleted = kept_server_line(Value::Null, kept("deleted", later.clone(), Value::Null));
     let undo = format!("kept until 2026-11-22 12:00:00 UTC, in 24 h; `svcctl undelete {OTHER}` restores it");
     assert!(deleted.ends_with(&undo), "{deleted}");
-    let superseded = shown(live, kept("deleted", later, Value::Null));
+    let superseded = kept_server_line(live, kept("deleted", later, Value::Null));
     assert!(!superseded.contains("undelete"), "{superseded}");
-    let unsaved = shown(Value::Null, kept("deleted", Value::Null, json!("2026-11-21T10:17:00.000Z")));
+    let unsaved =
+        kept_server_line(Value::Null, kept("deleted", Value::Null, json!("2026-11-21T10:17:00.000Z")));
     assert!(
         unsaved.ends_with(&format!("--accept-loss`; `svcctl undelete {OTHER}` restores it")),
         "{unsaved}"
     );
-    let expired = shown(Value::Null, kept("deleted", json!("2026-11-21T11:59:00.000Z"), Value::Null));
+    let expired =
+        kept_server_line(Value::Null, kept("deleted", json!("2026-11-21T11:59:00.000Z"), Value::Null));
     assert!(expired.ends_with("being deleted"), "{expired}");
 }
 
@@ -174,13 +180,13 @@ fn status_without_snapshot_shows_all_data_at_risk() {
         json!({"live": {"machineId": MACHINE, "providerServerId": "4711"}, "kept": [], "newestSnapshotAt": null,
                "exposedSeconds": 180}),
     );
-    let shown = machine::details(&plain_view(), &machine);
+    let output = machine::details(&plain_view(), &machine);
     for line in [
         "live server  4711\n",
         "snapshot     none known\n",
         "at risk      losing the live server now would cost all of its data (3 min old): there is no snapshot\n",
     ] {
-        assert!(shown.contains(line), "{line}: {shown}");
+        assert!(output.contains(line), "{line}: {output}");
     }
 }
 
@@ -214,8 +220,8 @@ fn failed_machine_advice_depends_on_the_cause() {
         let mut machine = running_machine();
         machine["status"] = "failed".into();
         machine["failure"] = json!({"cause": cause, "stage": null, "message": null});
-        let shown = machine::details(&plain_view(), &from_json(machine));
-        shown.lines().find(|line| line.starts_with("next")).unwrap_or_default().to_owned()
+        let output = machine::details(&plain_view(), &from_json(machine));
+        output.lines().find(|line| line.starts_with("next")).unwrap_or_default().to_owned()
     };
     assert!(advice("operator").contains(&format!("`svcctl resume {MACHINE}`")));
     assert!(advice("reinstating").contains("being powered on"));
@@ -228,8 +234,8 @@ fn failed_restore_advice_depends_on_the_code() {
         let mut machine = failed_machine();
         machine["slot"] = slot.into();
         machine["failure"]["message"] = message.into();
-        let shown = machine::details(&plain_view(), &from_json(machine));
-        shown.lines().find(|line| line.starts_with("next")).unwrap_or_default().to_owned()
+        let output = machine::details(&plain_view(), &from_json(machine));
+        output.lines().find(|line| line.starts_with("next")).unwrap_or_default().to_owned()
     };
     let damaged =
         next("primary", "the SHA-256 of x.dump does not match the recorded one: nothing was restored");
@@ -259,8 +265,8 @@ fn failed_restore_shows_advice_while_old_machine_holds_slot() {
         json!({"live": {"machineId": live, "providerServerId": "4711"}, "kept": [],
         "newestSnapshotAt": null, "exposedSeconds": 5})
     };
-    let shown = machine::details(&plain_view(), &with_copies(machine.clone(), copies(MACHINE)));
-    assert!(shown.contains("--snapshot KEY"), "{shown}");
+    let output = machine::details(&plain_view(), &with_copies(machine.clone(), copies(MACHINE)));
+    assert!(output.contains("--snapshot KEY"), "{output}");
     let later = machine::details(
         &plain_view(),
         &with_copies(machine, copies("019a0000-0000-7000-8000-000000000009")),
@@ -271,11 +277,11 @@ fn failed_restore_shows_advice_while_old_machine_holds_slot() {
 #[test]
 fn status_shows_lost_and_reported_copies() {
     let lines = |machine: Value, copies: Value| {
-        let shown = machine::details(&plain_view(), &with_copies(machine, copies));
+        let output = machine::details(&plain_view(), &with_copies(machine, copies));
         let is_copy = |line: &&str| {
             ["live server", "kept server", "snapshot"].iter().any(|name| line.starts_with(name))
         };
-        shown.lines().filter(is_copy).map(str::to_owned).collect::<Vec<_>>()
+        output.lines().filter(is_copy).map(str::to_owned).collect::<Vec<_>>()
     };
     let kept = json!({"machineId": OTHER, "providerServerId": "4700", "reason": "replaced", "until": null,
         "unsavedSince": null, "missingSince": "2026-11-21T11:00:00.000Z", "removalAbandonedAt": null});
@@ -285,17 +291,17 @@ fn status_shows_lost_and_reported_copies() {
     let mut discarded = kept.clone();
     discarded["missingSince"] = Value::Null;
     discarded["until"] = "2026-11-21T11:59:59.000Z".into();
-    let mut gone = running_machine();
-    gone["status"] = "failed".into();
-    gone["failure"] = json!({"cause": "server_gone", "stage": null, "message": null});
-    let shown = lines(
-        gone,
+    let mut machine = running_machine();
+    machine["status"] = "failed".into();
+    machine["failure"] = json!({"cause": "server_gone", "stage": null, "message": null});
+    let output = lines(
+        machine,
         json!({"live": null, "kept": [kept, abandoned, discarded],
         "newestSnapshotAt": "2026-11-21T11:51:00.000Z", "exposedSeconds": null,
         "newestSnapshot": {"takenAt": "2026-11-21T11:51:00.000Z", "machineId": OTHER, "key": null, "source": "reported"},
         "snapshotProblem": "the object store does not respond"}),
     );
-    for (line, part) in shown.iter().zip([
+    for (line, part) in output.iter().zip([
         "none: the provider no longer has server 4711".to_owned(),
         format!(
             "missing at the provider, first noticed 2026-11-21 11:00:00 UTC, 60 min ago; `svcctl discard {OTHER}`"
@@ -306,7 +312,7 @@ fn status_shows_lost_and_reported_copies() {
     ]) {
         assert!(line.contains(&part), "{part}: {line}");
     }
-    assert_eq!(shown.len(), 5, "{shown:?}");
+    assert_eq!(output.len(), 5, "{output:?}");
 }
 
 #[test]
@@ -339,11 +345,11 @@ fn status_of_immediate_deletion_has_no_kept_server() {
          "deletedBy": OTHER}]});
     let mut deleted = running_machine();
     deleted["deletedAt"] = "2026-11-21T11:59:00.000Z".into();
-    let shown = machine::details(&plain_view(), &with_copies(deleted, copies));
-    let line = shown.lines().find(|line| line.starts_with("old server")).unwrap();
+    let output = machine::details(&plain_view(), &with_copies(deleted, copies));
+    let line = output.lines().find(|line| line.starts_with("old server")).unwrap();
     assert!(line.contains(&format!("deleted as soon as operation {OTHER}")), "{line}");
     assert!(line.contains(&format!("`svcctl operation abandon {OTHER}`")), "{line}");
-    assert!(!shown.contains("kept"), "{shown}");
+    assert!(!output.contains("kept"), "{output}");
 }
 
 #[test]
@@ -353,9 +359,9 @@ fn deletion_of_machine_that_never_served_has_no_undo() {
         "kind": "customer", "status": "provisioning", "registeredAt": null, "deletedAt": "2026-11-21T12:00:00.000Z",
         "newestSnapshotAt": null, "undeleteUntil": null, "operationId": OTHER, "alsoDeleted": null}),
     );
-    let shown = accepted_change::show(&plain_view(), &deletion.into());
+    let output = accepted_change::show(&plain_view(), &deletion.into());
     let undo = "none: it never served traffic; `svcctl provision user_1 --slot second --handle ada` creates a new machine";
-    assert!(shown.contains(undo), "{shown}");
+    assert!(output.contains(undo), "{output}");
 }
 
 #[test]
@@ -364,9 +370,9 @@ fn accepted_recovery_shows_undo() {
         json!({"oldMachineId": OTHER, "machineId": MACHINE, "slot": "primary", "status": "recovering",
         "epoch": 3, "operationId": OTHER}),
     );
-    let shown = accepted_change::show(&plain_view(), &accepted.into());
+    let output = accepted_change::show(&plain_view(), &accepted.into());
     let undo = format!("`svcctl operation abandon {OTHER}` until the new machine has registered");
-    assert!(shown.lines().any(|line| line.starts_with("undo") && line.ends_with(&undo)), "{shown}");
+    assert!(output.lines().any(|line| line.starts_with("undo") && line.ends_with(&undo)), "{output}");
 }
 
 #[test]
@@ -436,14 +442,14 @@ fn list_shows_slots() {
 fn view_determines_colors_and_width() {
     let page = from_json(json!({"machines": [running_machine(), failed_machine()], "nextCursor": null}));
     let narrow = View { width: Some(80), ..plain_view() };
-    let shown = machine::list(&narrow, &page);
-    assert!(shown.lines().all(|line| line.chars().count() <= 80), "{shown}");
+    let output = machine::list(&narrow, &page);
+    assert!(output.lines().all(|line| line.chars().count() <= 80), "{output}");
     let colored = machine::list(&View { has_colors: true, ..plain_view() }, &page);
     assert!(colored.contains("\x1b["), "{colored}");
-    for shown in
+    for output in
         [machine::list(&plain_view(), &page), machine::details(&plain_view(), &from_json(failed_machine()))]
     {
-        assert!(!shown.contains('\x1b'), "{shown}");
+        assert!(!output.contains('\x1b'), "{output}");
     }
     assert!(
         machine::details(&View { has_colors: true, ..plain_view() }, &from_json(failed_machine()))

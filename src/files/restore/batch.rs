@@ -17,7 +17,7 @@ const MAX_BATCH_BYTES: usize = if cfg!(test) { 4 << 10 } else { 64 << 20 };
 /// An entry to restore. Its node has no list of chunks, and a file's size is the sum of its chunks' sizes.
 #[derive(Debug)]
 pub(super) struct PlannedEntry {
-    /// Below the target.
+    /// Relative to the target.
     pub(super) path: PathBuf,
     pub(super) node: Node,
 }
@@ -95,8 +95,8 @@ impl Batch {
         Ok(size)
     }
 
-    /// Creates the directories, the symbolic links, each file in its full size, without content, and the hard links. No
-    /// entry may exist.
+    /// Creates the directories, the symbolic links, each file at its full size but without content, and the hard links.
+    /// None of them may exist yet.
     pub(super) fn create_entries(&self, target: &Path) -> Result<(), FilesError> {
         let mut target = Target::open(target).map_err(FilesError::io("open", target))?;
         for PlannedEntry { path, .. } in &self.directories {

@@ -20,7 +20,7 @@ use crate::key::MasterKey;
 use crate::pack::{BlobType, open_blob};
 use crate::repository::Repository;
 
-/// Ranges of a pack that are nearer than this are read together.
+/// Ranges of a pack are read together if the gap between them is at most this long.
 const MAX_GAP_BYTES: u64 = 256 << 10;
 /// Bounds the memory for one request. A single chunk may be larger.
 const MAX_READ_BYTES: u64 = 16 << 20;
@@ -58,8 +58,8 @@ pub(super) async fn write_contents(
             let written = match write(Arc::clone(&read)).await {
                 Err(error) if error.is_damage() => {
                     let mut written = 0;
-                    for same in read.pieces.chunk_by(|a, b| a.location == b.location) {
-                        written += write_other_copy(locations, same, &write, &error).await?;
+                    for placements in read.pieces.chunk_by(|a, b| a.location == b.location) {
+                        written += write_other_copy(locations, placements, &write, &error).await?;
                     }
                     written
                 }
@@ -80,14 +80,14 @@ pub(super) async fn write_contents(
 /// Writes a chunk from the first of its copies that is sound. `error` says why they could not be read together.
 async fn write_other_copy(
     locations: &BlobLocations,
-    same: &[ChunkPlacement],
+    placements: &[ChunkPlacement],
     write: &impl AsyncFn(Arc<RangeRead>) -> Result<u64, FilesError>,
     error: &FilesError,
 ) -> Result<u64, FilesError> {
-    let id = same[0].id;
-    let copies = [same[0].location].into_iter().chain(locations.find_others(BlobType::Data, id));
+    let id = placements[0].id;
+    let copies = [placements[0].location].into_iter().chain(locations.find_others(BlobType::Data, id));
     for location in copies {
-        let pieces = same.iter().map(|piece| ChunkPlacement { location, ..*piece }).collect();
+        let pieces = placements.iter().map(|piece| ChunkPlacement { location, ..*piece }).collect();
         let read = RangeRead { pack: locations.pack(location).id, range: location.range(), pieces };
         match write(Arc::new(read)).await {
             Err(error) if error.is_damage() => tracing::warn!(%error, "a copy of a chunk is damaged"),
@@ -117,7 +117,8 @@ fn plan_reads(locations: &BlobLocations, pieces: &[ChunkPlacement]) -> Vec<Range
     reads
 }
 
-/// Decrypts the chunks of a read, and writes each to all of its places. Returns the bytes written, including holes.
+/// Decrypts the chunks of a read, and writes each to all of its places. Returns the number of bytes written, including
+/// holes.
 fn write_pieces(
     key: &MasterKey,
     read: &RangeRead,
@@ -127,20 +128,20 @@ fn write_pieces(
 ) -> Result<u64, FilesError> {
     let mut written = 0;
     let mut target = Target::open(target).map_err(FilesError::io("open", target))?;
-    for same in read.pieces.chunk_by(|a, b| a.location == b.location) {
-        let (id, location) = (same[0].id, same[0].location);
+    for placements in read.pieces.chunk_by(|a, b| a.location == b.location) {
+        let (id, location) = (placements[0].id, placements[0].location);
         let range = location.range();
         let sealed = usize::try_from(range.start - read.range.start)
             .ok()
             .and_then(|start| bytes.get(start..start + location.length as usize))
             .unwrap_or_default();
         let content = open_blob(key, &location.to_packed(BlobType::Data, id), sealed)?;
-        written += content.len() as u64 * same.len() as u64;
-        // The file already has its size, so that zeros become a hole.
+        written += content.len() as u64 * placements.len() as u64;
+        // The file already has its full size, so zeros that are not written become a hole.
         if content.iter().all(|byte| *byte == 0) {
             continue;
         }
-        for piece in same {
+        for piece in placements {
             let path = &files[piece.file as usize].path;
             let file = target.open_for_writing(path).map_err(FilesError::io("open", path))?;
             file.write_all_at(&content, piece.file_offset).map_err(FilesError::io("write", path))?;

@@ -6,11 +6,11 @@ use std::path::Path;
 use crate::id::Id;
 use crate::tree::{Node, NodeType};
 
-/// Device, inode and content: a save of changes visits only some of the names, so an inode alone may mean two versions
-/// of the file.
+/// Device, inode and content. The inode does not suffice: a save of changes visits only some of a file's names, so the
+/// names may have different versions of its content.
 type LinkedFile = (u64, u64, Id);
 
-/// Returns `None` for an entry that has only one name.
+/// Returns `None` unless the entry is a file with several names and a known inode.
 fn identify(node: &Node) -> Option<LinkedFile> {
     let has_other_names = node.node_type == NodeType::File && node.links > 1 && node.inode != 0;
     has_other_names
@@ -33,7 +33,7 @@ impl LinkedFiles {
 pub(super) struct FirstNames(HashMap<LinkedFile, Box<Path>>);
 
 impl FirstNames {
-    /// Returns the first name of the file if this is a further one. Otherwise it becomes the first.
+    /// Returns the first name of the file if `path` is a further one. Otherwise, `path` becomes the first one.
     pub(super) fn find_or_insert(&mut self, path: &Path, node: &Node) -> Option<Box<Path>> {
         let file = identify(node)?;
         let known = self.0.get(&file).cloned();

@@ -11,16 +11,16 @@ use rustix::fs::{AtFlags, Gid, Timespec, Timestamps, Uid};
 use svc_base::accounts::AccountNames;
 use svc_base::untrusted_text::truncate_printable;
 
-use super::Restored;
+use super::RestoreReport;
 use super::batch::{Batch, PlannedEntry};
 use super::target::Target;
 use crate::error::FilesError;
 use crate::tree::{ExtendedAttribute, Node, NodeType};
 use crate::xattrs::write_xattrs;
 
-/// Who owns what is restored.
+/// The owners of the restored entries.
 pub(super) enum Owners {
-    /// The accounts of the same names on this system, else the same numbers.
+    /// The accounts with the same names on this system, or the same ids if there are none.
     Saved(AccountNames),
     Fixed {
         uid: u32,
@@ -31,7 +31,7 @@ pub(super) enum Owners {
 impl Owners {
     fn resolve(&self, node: Node) -> Attributes {
         let mode = match self {
-            // A file that runs with the rights of its owner must not do so for another owner.
+            // A file that runs with the privileges of its owner must not do so for a different owner.
             Self::Fixed { .. } if node.node_type == NodeType::File => node.unix_mode() & 0o1777,
             _ => node.unix_mode(),
         };
@@ -55,21 +55,22 @@ struct Attributes {
     extended: Vec<ExtendedAttribute>,
 }
 
-/// Sets the attributes of entries. Failures are counted, and do not prevent the next ones.
+/// Sets the attributes of entries. A failure is counted, and does not prevent later changes.
 pub(super) struct AttributeWriter {
     owners: Owners,
     /// A directory's times change when its entries do, and its mode may forbid their creation: it gets its attributes
     /// at the end. Parents come before their subdirectories.
     directories: Vec<(PathBuf, Attributes)>,
-    restored: Restored,
+    restored: RestoreReport,
 }
 
 impl AttributeWriter {
     pub(super) fn new(owners: Owners) -> Self {
-        Self { owners, directories: Vec::new(), restored: Restored::default() }
+        Self { owners, directories: Vec::new(), restored: RestoreReport::default() }
     }
 
-    /// Sets the attributes of the files and links of a batch.
+    /// Sets the attributes of a batch's files and symbolic links, and keeps those of its directories for
+    /// [`Self::finish`].
     ///
     /// # Errors
     /// [`FilesError::Io`] if the target cannot be opened.
@@ -97,7 +98,7 @@ impl AttributeWriter {
     ///
     /// # Errors
     /// [`FilesError::Io`] if the target cannot be opened or written to the disk.
-    pub(super) fn finish(mut self, path: &Path) -> Result<Restored, FilesError> {
+    pub(super) fn finish(mut self, path: &Path) -> Result<RestoreReport, FilesError> {
         let mut target = Target::open(path).map_err(FilesError::io("open", path))?;
         for (path, attributes) in std::mem::take(&mut self.directories).into_iter().rev() {
             let result = apply_to_open(&mut target, &path, &attributes);
@@ -120,7 +121,7 @@ impl AttributeWriter {
 fn apply_to_open(target: &mut Target, path: &Path, attributes: &Attributes) -> io::Result<()> {
     let file = target.open_for_reading(path)?;
     // Changing the owner clears the set-user-ID bit, so the mode follows; the mode may make attributes unwritable. A
-    // failed step does not prevent the next ones.
+    // failed step does not prevent the others.
     let extended = write_xattrs(&file, &attributes.extended);
     let owner = change_owner(&file, attributes.uid, attributes.gid);
     let mode = file.set_permissions(Permissions::from_mode(attributes.mode));

@@ -39,7 +39,7 @@ use walk::{Start, Walk};
 pub const FAILPOINTS: &[&str] =
     &["files.restore.planned", "files.restore.written", "files.restore.completed"];
 
-/// Where to restore.
+/// Where to restore, and who owns the restored entries.
 #[derive(Debug, Clone)]
 pub struct RestoreOptions {
     /// Must be empty and closed to other users. Neither is checked.
@@ -47,13 +47,13 @@ pub struct RestoreOptions {
     /// The root directory of the system whose accounts own the files. An id is kept if the system has no account of
     /// that name.
     pub system_root: PathBuf,
-    /// The user and group that own everything; `None` for those of the snapshot. Executables then lose their
-    /// set-user-ID and set-group-ID bits.
+    /// The user and group that own everything, in which case files lose their set-user-ID and set-group-ID bits. `None`
+    /// for the owners in the snapshot.
     pub owner: Option<(u32, u32)>,
 }
 
 impl RestoreOptions {
-    /// Restores to `target`, with the owners of the snapshot.
+    /// Returns options for a restore to `target`, with the owners in the snapshot.
     pub fn new(target: PathBuf, system_root: PathBuf) -> Self {
         Self { target, system_root, owner: None }
     }
@@ -83,7 +83,7 @@ impl RestoreProgress {
 
 /// The result of a restore.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Restored {
+pub struct RestoreReport {
     pub files: u64,
     pub directories: u64,
     pub bytes: u64,
@@ -95,18 +95,21 @@ pub struct Restored {
 /// Restores a snapshot. Every chunk's hash is checked before it is written.
 ///
 /// # Errors
-/// `NoSpace`, `NoInodes`, `Corrupt`, `Io`, or a store error. The target may then be partly written: retry with a new,
+/// [`FilesError::NoSpace`] or [`FilesError::NoInodes`] if the target's file system is too small;
+/// [`FilesError::Corrupt`] if an object is damaged, or the index lacks a blob; [`FilesError::IndexChanging`] if the
+/// index changed during every attempt to read it; [`FilesError::Io`] if an entry cannot be created or written;
+/// [`FilesError::Store`] if the store fails or lacks an object. The target may be partly written: retry with a new,
 /// empty one.
 pub async fn restore(
     repository: &Repository,
     snapshot: &Snapshot,
     options: &RestoreOptions,
     progress: &RestoreProgress,
-) -> Result<Restored, FilesError> {
+) -> Result<RestoreReport, FilesError> {
     restore_from(repository, Start::Tree(snapshot.tree), options, progress).await
 }
 
-/// Restores entries of a snapshot, each with everything below it, to these names in the target.
+/// Restores entries of a snapshot, each with everything below it, under the given names in the target.
 ///
 /// # Errors
 /// Those of [`restore`].
@@ -115,7 +118,7 @@ pub async fn restore_entries(
     entries: impl IntoIterator<Item = (&Entry, String)>,
     options: &RestoreOptions,
     progress: &RestoreProgress,
-) -> Result<Restored, FilesError> {
+) -> Result<RestoreReport, FilesError> {
     let entries = entries.into_iter().map(|(entry, name)| (PathBuf::from(name), entry.node.clone()));
     restore_from(repository, Start::Entries(entries.collect()), options, progress).await
 }
@@ -125,7 +128,7 @@ async fn restore_from(
     start: Start,
     options: &RestoreOptions,
     progress: &RestoreProgress,
-) -> Result<Restored, FilesError> {
+) -> Result<RestoreReport, FilesError> {
     let locations = repository.load_locations().await?;
     let mut walk = Walk::new(repository, &locations);
     walk.start(start.clone());
@@ -169,7 +172,7 @@ struct Restore<'a> {
     repository: &'a Repository,
     locations: &'a BlobLocations,
     target: &'a Path,
-    /// The space that all files take, in bytes.
+    /// The space that all files and directories take, in bytes.
     needed_bytes: u64,
     attributes: AttributeWriter,
     progress: &'a RestoreProgress,

@@ -4,13 +4,14 @@ use std::path::Path;
 
 use crate::error::FilesError;
 
-/// A restore leaves this share of the file system free, and at most `MAX_RESERVE_BYTES`: the database is on it, too.
-const RESERVE_SHARE: u64 = 20;
+/// A restore leaves one part in this many of the file system free, but at most `MAX_RESERVE_BYTES`: the database is on
+/// it, too.
+const RESERVE_DIVISOR: u64 = 20;
 const MAX_RESERVE_BYTES: u64 = 1 << 30;
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Space {
-    /// The free space without the reserve.
+    /// The free space minus the reserve.
     pub(super) available_bytes: u64,
     /// `None` if the file system creates inodes as needed.
     pub(super) available_inodes: Option<u64>,
@@ -27,7 +28,7 @@ impl Space {
         let stat =
             rustix::fs::statvfs(directory).map_err(FilesError::io("read the free space of", directory))?;
         let bytes = |blocks: u64| blocks.saturating_mul(stat.f_frsize);
-        let reserve = (bytes(stat.f_blocks) / RESERVE_SHARE).min(MAX_RESERVE_BYTES);
+        let reserve = (bytes(stat.f_blocks) / RESERVE_DIVISOR).min(MAX_RESERVE_BYTES);
         let available_bytes = bytes(stat.f_bavail).saturating_sub(reserve);
         // btrfs reports no inodes. It stores small files in its metadata, without a block of their own.
         let has_inodes = stat.f_files > 0;
@@ -39,7 +40,7 @@ impl Space {
     }
 }
 
-/// Returns the space that a restore may take in a directory, in bytes: the free space without a reserve.
+/// Returns the space that a restore may take in a directory, in bytes: the free space minus a reserve.
 ///
 /// # Errors
 /// [`FilesError::Io`] if the free space cannot be read.

@@ -27,8 +27,8 @@ impl Survey {
     /// Reads all trees, finds the location of each chunk, and checks that everything fits.
     ///
     /// # Errors
-    /// Those of [`Walk::next`]; [`FilesError::Corrupt`] if a chunk is not in the index; [`FilesError::NoSpace`] and
-    /// [`FilesError::NoInodes`].
+    /// Those of [`Walk::next`]; [`FilesError::Corrupt`] if a chunk is not in the index; [`FilesError::NoSpace`] or
+    /// [`FilesError::NoInodes`] if the target's file system is too small.
     pub(super) async fn create(
         walk: &mut Walk<'_>,
         locations: &BlobLocations,
@@ -50,7 +50,7 @@ impl Survey {
                     NodeType::File | NodeType::Special => {}
                 }
             }
-            // Checked at once, because a crafted snapshot may have an unlimited number of entries.
+            // Checked after each directory, because a crafted snapshot may have an unlimited number of entries.
             if let Some(available) = space.available_inodes.filter(|available| survey.inodes > *available) {
                 return Err(FilesError::NoInodes { needed: survey.inodes, available });
             }

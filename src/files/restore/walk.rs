@@ -14,7 +14,7 @@ use crate::tree_reader::TreeReader;
 pub(super) enum Start {
     /// Everything in a tree.
     Tree(Id),
-    /// These entries, each to a path below the target.
+    /// These entries, with their paths relative to the target.
     Entries(Vec<(PathBuf, Node)>),
 }
 
@@ -31,7 +31,7 @@ impl<'a> Walk<'a> {
         Self { trees: TreeReader::new(repository, locations), first: Vec::new(), pending: Vec::new() }
     }
 
-    /// Starts again. The trees that were read last are still in memory.
+    /// Starts or restarts the walk. At a restart, the most recently read trees are still in memory.
     pub(super) fn start(&mut self, start: Start) {
         (self.first, self.pending) = match start {
             Start::Tree(root) => (Vec::new(), vec![(PathBuf::new(), root)]),
@@ -39,11 +39,11 @@ impl<'a> Walk<'a> {
         };
     }
 
-    /// Returns the entries of the next directory, with their paths below the target. A directory is returned before its
-    /// entries. `None` at the end.
+    /// Returns the entries of the next directory, with their paths relative to the target. A directory is returned
+    /// before its entries. `None` at the end.
     ///
     /// # Errors
-    /// [`FilesError::Corrupt`] if a tree is damaged or an entry is incomplete; errors of the store.
+    /// If the store fails; [`FilesError::Corrupt`] if a tree is damaged or an entry is invalid.
     pub(super) async fn next(&mut self) -> Result<Option<Vec<(PathBuf, Node)>>, FilesError> {
         let mut entries = std::mem::take(&mut self.first);
         if entries.is_empty() {

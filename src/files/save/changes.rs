@@ -1,10 +1,11 @@
-//! The directories that have changed since the parent snapshot, so that a save does not have to walk the whole home.
+//! The directories that have changed since the parent snapshot, so that a save does not have to walk the whole home
+//! directory.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 use std::path::{Component, Path};
 
-/// The changes in a directory and below it. The root is the home.
+/// The changes in a directory and below it. The root is the home directory.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ChangeSet {
     /// Whether an entry was added to, removed from or changed in this directory.
@@ -63,8 +64,8 @@ impl<'a> Scope<'a> {
         }
     }
 
-    /// Returns the scope for a subdirectory that the earlier snapshot has; `None` if neither it nor anything below it
-    /// is marked.
+    /// Returns the scope for a subdirectory that the parent snapshot has; `None` if neither it nor anything below it is
+    /// marked.
     pub(super) fn below(self, name: &OsStr) -> Option<Self> {
         match self {
             Self::All => Some(Self::All),
@@ -103,9 +104,9 @@ mod tests {
         let c = scope.below(OsStr::new("c")).unwrap();
         assert!(c.lists_directory() && matches!(c.below(OsStr::new("any")), Some(Scope::All)));
 
-        let mut more = ChangeSet::default();
-        more.mark_directory(Path::new(""));
-        changes.merge(more);
+        let mut root_changes = ChangeSet::default();
+        root_changes.mark_directory(Path::new(""));
+        changes.merge(root_changes);
         assert!(Scope::Changed(&changes).lists_directory());
     }
 }

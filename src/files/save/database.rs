@@ -8,7 +8,7 @@
 //!
 //! In the other modes, a commit changes `X` after it has written the old pages to `X-journal`. A database that changed
 //! while it was read is read once more under a reader's lock, which makes writers wait. A large database is locked only
-//! if the read before was fast enough: its chunks are known by then, so the next one takes no longer.
+//! if the previous read was fast enough: its chunks are known by then, so the next one takes no longer.
 //!
 //! Locks are released after [`MAX_LOCK_TIME`]. A copy that was made without a lock counts as consistent only if the
 //! database did not change while it was read.
@@ -51,7 +51,7 @@ const MAX_LOCK_TIME: Duration = Duration::from_secs(3);
 /// SQLite's minimum page size.
 const MIN_DATABASE_BYTES: u64 = 512;
 /// Maximum number of attempts to take a lock, one per [`LOCK_PAUSE`].
-const LOCK_ATTEMPTS: u32 = 50;
+const MAX_LOCK_ATTEMPTS: u32 = 50;
 const LOCK_PAUSE: Duration = Duration::from_millis(10);
 
 /// The files of one database in a directory.
@@ -65,7 +65,7 @@ pub(super) struct DatabaseFiles {
 /// Locks that are released on drop, and in any case after [`MAX_LOCK_TIME`], because the save may be waiting for the
 /// store.
 pub(super) struct ReadLock {
-    held: Arc<LockSet>,
+    lock_set: Arc<LockSet>,
     /// Dropping it ends the thread that releases the locks after [`MAX_LOCK_TIME`].
     _end: mpsc::Sender<()>,
 }
@@ -90,30 +90,30 @@ impl LockSet {
 
 impl ReadLock {
     fn new(locks: Vec<(OwnedFd, Range)>) -> Self {
-        let held = Arc::new(LockSet { locks, is_released: AtomicBool::new(false) });
+        let lock_set = Arc::new(LockSet { locks, is_released: AtomicBool::new(false) });
         let (end, ended) = mpsc::channel();
-        let timed = Arc::clone(&held);
+        let timed_lock_set = Arc::clone(&lock_set);
         let release = move || {
             if ended.recv_timeout(MAX_LOCK_TIME) == Err(mpsc::RecvTimeoutError::Timeout) {
-                timed.release();
+                timed_lock_set.release();
             }
         };
         // Without the thread, the locks could be held too long.
         if std::thread::Builder::new().name("files-lock".to_owned()).spawn(release).is_err() {
-            held.release();
+            lock_set.release();
         }
-        Self { held, _end: end }
+        Self { lock_set, _end: end }
     }
 
     /// Whether the locks are still held.
     pub(super) fn is_held(&self) -> bool {
-        !self.held.is_released.load(Ordering::Acquire)
+        !self.lock_set.is_released.load(Ordering::Acquire)
     }
 }
 
 impl Drop for ReadLock {
     fn drop(&mut self) {
-        self.held.release();
+        self.lock_set.release();
     }
 }
 
@@ -157,16 +157,17 @@ impl DatabaseFiles {
             return None;
         }
         let is_locked = lock(&shared, WAL_READ_LOCK);
-        let held = ReadLock::new(vec![(database, SHARED_LOCK), (shared.try_clone().ok()?, WAL_READ_LOCK)]);
+        let read_lock =
+            ReadLock::new(vec![(database, SHARED_LOCK), (shared.try_clone().ok()?, WAL_READ_LOCK)]);
         // The last connection may have closed the database before it was locked, and a later one may have created a new
         // shared-memory file.
         let inode = stat_open(&shared).ok()?.stx_ino;
         let is_current = stat_in(directory, &shared_name).is_ok_and(|stat| stat.stx_ino == inode);
-        (is_locked && is_current).then_some(held)
+        (is_locked && is_current).then_some(read_lock)
     }
 
-    /// Locks the database as a reader does, so that no writer changes it; `None` if it could not be read in time, or if
-    /// a writer does not release its lock in time. `last_read` is the time that the last attempt to read it took.
+    /// Locks the database as a reader does, so that no writer changes it; `None` if reading it would take too long, or
+    /// if a writer does not release its lock in time. `last_read` is the time that the last attempt to read it took.
     pub(super) fn lock_as_reader(&self, directory: &OwnedFd, last_read: Duration) -> Option<ReadLock> {
         let opened = open_in(directory, self.database()?, OFlags::NONBLOCK | OFlags::NOCTTY).ok()?;
         let file = File::from(opened);
@@ -186,13 +187,13 @@ fn with_suffix(base: &OsStr, suffix: &[u8]) -> OsString {
     name
 }
 
-/// Locks a database as a reader does, so that no writer changes it; `None` for other files, if it could not be read in
-/// time, or if a writer does not release its lock in time. `last_read` is the time that the last read of it took.
+/// Locks a database as a reader does, so that no writer changes it; `None` for other files, if reading it would take
+/// too long, or if a writer does not release its lock in time. `last_read` is the time that the last read of it took.
 pub(super) fn lock_as_reader(file: &File, size: u64, last_read: Duration) -> Option<ReadLock> {
     if !is_readable_in_time(size, last_read) || !is_database(file, size) {
         return None;
     }
-    // Locks of an open file description are released only when all of its descriptors are closed.
+    // Open file description locks are released only when all descriptors of the description are closed.
     let file = file.as_fd().try_clone_to_owned().ok()?;
     let pending = lock(&file, PENDING_LOCK);
     let shared = pending && lock(&file, SHARED_LOCK);
@@ -215,7 +216,7 @@ pub(super) fn is_database(file: &File, size: u64) -> bool {
 
 /// Takes a read lock. Retries, because a writer may briefly hold a conflicting lock.
 fn lock(file: &OwnedFd, range: Range) -> bool {
-    (0..LOCK_ATTEMPTS).any(|attempt| {
+    (0..MAX_LOCK_ATTEMPTS).any(|attempt| {
         if attempt > 0 {
             std::thread::sleep(LOCK_PAUSE);
         }
@@ -223,9 +224,9 @@ fn lock(file: &OwnedFd, range: Range) -> bool {
     })
 }
 
-/// Sets or releases a lock of an open file description, without waiting. Returns whether it succeeded. Such locks
-/// conflict with those that SQLite takes, and are not lost when another descriptor of the file is closed. Read locks do
-/// not conflict with each other.
+/// Sets or releases an open file description lock, without waiting. Returns whether it succeeded. Such locks conflict
+/// with those that SQLite takes, and are not lost when another descriptor of the file is closed. Read locks do not
+/// conflict with each other.
 fn set_lock(file: &OwnedFd, (start, length): Range, kind: i32) -> bool {
     let lock = libc::flock {
         l_type: i16::try_from(kind).unwrap_or_default(),

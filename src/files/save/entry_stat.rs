@@ -19,7 +19,7 @@ const CACHE_TAG_START: &[u8] = b"Signature: 8a477f597d28d172789f06886806bc55";
 pub(super) const CACHE_TAG: &str = "CACHEDIR.TAG";
 
 /// Fields of a file's `stat`. A change to the file changes at least one of them, except in the cases that
-/// [`stat_settled`] and [`has_changed_recently`] detect.
+/// [`stat_settled`] detects and [`WriteBack`](super::write_back::WriteBack) prevents.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct StatFingerprint {
     mtime: Timestamp,
@@ -73,7 +73,7 @@ pub(super) fn stat_settled(file: &File) -> Result<(Statx, bool), Errno> {
 }
 
 /// Whether the directory has a CACHEDIR.TAG with a valid signature.
-pub(super) fn is_cache_tag(directory: &OwnedFd) -> bool {
+pub(super) fn has_cache_tag(directory: &OwnedFd) -> bool {
     let mut start = [0; CACHE_TAG_START.len()];
     open_in(directory, OsStr::new(CACHE_TAG), OFlags::NONBLOCK | OFlags::NOCTTY)
         .is_ok_and(|tag| File::from(tag).read_exact(&mut start).is_ok() && start == CACHE_TAG_START)

@@ -59,9 +59,9 @@ impl ExcludedSizes {
         self.entries += entries;
         self.bytes += bytes;
         let entry = ExcludedEntry { path: path.to_owned(), entries, bytes };
-        let at = self.largest.partition_point(|larger| larger.bytes >= bytes);
-        if at < MAX_LISTED_ENTRIES {
-            self.largest.insert(at, entry);
+        let position = self.largest.partition_point(|larger| larger.bytes >= bytes);
+        if position < MAX_LISTED_ENTRIES {
+            self.largest.insert(position, entry);
             self.largest.truncate(MAX_LISTED_ENTRIES);
         }
     }

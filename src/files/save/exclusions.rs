@@ -24,13 +24,13 @@ struct Rules {
     owner: Gitignore,
     owner_root: PathBuf,
     /// Paths that no rule excludes, nor anything below them.
-    kept: Vec<PathBuf>,
+    never_excluded: Vec<PathBuf>,
 }
 
 impl Exclusions {
     /// Sets the rules, in the syntax of `.gitignore`. `defaults` apply everywhere, and the owner's below `owner_root`,
-    /// where they take precedence: `!name/` includes what the defaults exclude. No rule excludes the paths in `kept` or
-    /// anything below them.
+    /// where they take precedence: `!name/` includes what the defaults exclude. No rule excludes the paths in
+    /// `never_excluded` or anything below them.
     ///
     /// Returns the owner's lines that are not valid rules; they are ignored. If all rules together are too large, all
     /// of the owner's are ignored, and the error is returned as well.
@@ -39,7 +39,7 @@ impl Exclusions {
         defaults: &[&str],
         owner_lines: &str,
         owner_root: &Path,
-        kept: Vec<PathBuf>,
+        never_excluded: Vec<PathBuf>,
     ) -> Vec<String> {
         let mut builder = GitignoreBuilder::new("");
         for line in defaults {
@@ -57,7 +57,8 @@ impl Exclusions {
             invalid.push(error.to_string());
             defaults.clone()
         });
-        self.rules = Some(Arc::new(Rules { defaults, owner, owner_root: owner_root.to_owned(), kept }));
+        let owner_root = owner_root.to_owned();
+        self.rules = Some(Arc::new(Rules { defaults, owner, owner_root, never_excluded }));
         invalid
     }
 
@@ -66,7 +67,7 @@ impl Exclusions {
             return true;
         }
         let Some(rules) = &self.rules else { return false };
-        if rules.kept.iter().any(|kept| path.starts_with(kept)) {
+        if rules.never_excluded.iter().any(|included| path.starts_with(included)) {
             return false;
         }
         let matched = match path.strip_prefix(&rules.owner_root) {
@@ -85,8 +86,9 @@ mod tests {
     fn exclusions(owner: &str) -> (Exclusions, Vec<String>) {
         let mut exclusions = Exclusions::default();
         exclusions.paths.push("staging".into());
-        let kept = vec![PathBuf::from("home/system")];
-        let invalid = exclusions.set_rules(&["node_modules/", ".cache/"], owner, Path::new("home"), kept);
+        let never_excluded = vec![PathBuf::from("home/system")];
+        let defaults = ["node_modules/", ".cache/"];
+        let invalid = exclusions.set_rules(&defaults, owner, Path::new("home"), never_excluded);
         (exclusions, invalid)
     }
 

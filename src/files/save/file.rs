@@ -32,7 +32,7 @@ pub(super) struct HardLinkedContent {
     fingerprint: StatFingerprint,
     content: Vec<Id>,
     size: u64,
-    /// Names that have not been visited yet.
+    /// The number of names that have not been visited yet.
     remaining_names: u32,
 }
 
@@ -173,7 +173,7 @@ impl Walker<'_> {
 fn find_data(file: &File, from: u64, size: u64) -> io::Result<(u64, u64)> {
     use rustix::fs::SeekFrom::{Data, Hole};
     let seek = |to, otherwise| match rustix::fs::seek(file, to) {
-        Ok(at) => Ok(at.min(size)),
+        Ok(offset) => Ok(offset.min(size)),
         // There is no data between here and the end.
         Err(Errno::NXIO) => Ok(otherwise),
         Err(error) => Err(io::Error::from(error)),

@@ -63,7 +63,7 @@ pub struct SaveOptions {
     pub username: String,
     pub origin: SnapshotOrigin,
     pub exclusions: Exclusions,
-    /// Whether a save of the whole home measures what it excludes.
+    /// Whether a save of the whole home directory measures what it excludes.
     pub should_measure_excluded: bool,
     /// The root directory of the system whose accounts own the files.
     pub system_root: PathBuf,
@@ -115,7 +115,7 @@ pub struct SaveCounts {
     /// Entries that could not be read. Their earlier state is kept, if there is one.
     pub unreadable: u64,
     pub first_unreadable: Option<String>,
-    /// Descriptions of the first special and unstable files.
+    /// Descriptions of the first special files and unstable entries.
     pub notes: Vec<String>,
 }
 
@@ -129,7 +129,7 @@ pub struct SaveResult {
     pub retry: ChangeSet,
     /// The number of bytes uploaded in packs.
     pub uploaded_bytes: u64,
-    /// Whether nothing had changed, so that no snapshot was written and `id` is the parent.
+    /// Whether nothing had changed, so that no snapshot was written and `id` is the parent's.
     pub is_unchanged: bool,
 }
 
@@ -137,8 +137,8 @@ pub struct SaveResult {
 pub struct Saver {
     repository: Repository,
     options: SaveOptions,
-    /// The index, including what the last save added. `None` before the first save, and after a failed save, whose
-    /// packs may not be in the repository.
+    /// The index, including what the last save added. `None` before the first save, after the damaged blobs have
+    /// changed, and after a failed save, whose packs may not be in the repository.
     index: Option<LoadedIndex>,
     /// Blobs that the repository has only in damaged packs: they count as missing.
     damaged: HashSet<Id>,
@@ -176,13 +176,17 @@ impl Saver {
     /// read again.
     ///
     /// # Errors
-    /// [`FilesError`]. The repository stays consistent; the next save reuses the packs that are already indexed.
+    /// If the store fails; [`FilesError::Corrupt`] if the index is damaged; [`FilesError::IndexChanging`] if it changed
+    /// during every attempt to read it; [`FilesError::Full`] if the repository would have too many blobs;
+    /// [`FilesError::Io`] if the directory itself cannot be read; [`FilesError::Thread`] or [`FilesError::Stopped`] if
+    /// a thread cannot be started or panics. The repository stays consistent; the next save reuses the packs that are
+    /// already indexed.
     pub async fn save(&mut self, parent: Option<(Id, Snapshot)>) -> Result<SaveResult, FilesError> {
         self.save_scope(parent, None).await
     }
 
     /// Saves what has changed since the snapshot `parent`. Nothing else is visited, unless the parent's trees cannot be
-    /// read: then the whole directory is saved.
+    /// read; in that case, the whole directory is saved.
     ///
     /// # Errors
     /// See [`Self::save`].
@@ -200,7 +204,7 @@ impl Saver {
         changes: Option<ChangeSet>,
     ) -> Result<SaveResult, FilesError> {
         let (LoadedIndex { blobs: mut known, mut files }, is_reloaded) = self.take_index().await?;
-        // A parent without its tree is of no use, so the whole home is read.
+        // A parent without its tree is of no use, so the whole home directory is read.
         let is_readable = |tree| {
             known.contains(BlobType::Tree, tree) || matches!(self.repository.cached_tree(tree), Ok(Some(_)))
         };
@@ -208,7 +212,7 @@ impl Saver {
         if let Some((_, snapshot)) = parent.as_ref().filter(|_| is_reloaded) {
             match self.load_missing_trees(snapshot.tree).await {
                 Ok(()) => {}
-                // The files still exist in the home: read them again, and write their trees again.
+                // The files still exist in the home directory: read them again, and write their trees again.
                 Err(
                     error @ (FilesError::Corrupt { .. } | FilesError::Store(StoreError::NotFound { .. })),
                 ) => {

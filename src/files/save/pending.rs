@@ -10,7 +10,7 @@ use rustix::fs::{Dir, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::changes::{ChangeSet, Scope};
-use super::entry_stat::{is_cache_tag, open_in, stat_in, stat_open, to_timestamp};
+use super::entry_stat::{has_cache_tag, open_in, stat_in, stat_open, to_timestamp};
 use super::exclusions::Exclusions;
 
 /// Maximum number of entries that an estimate examines.
@@ -42,7 +42,7 @@ struct Estimate<'a> {
     exclusions: &'a Exclusions,
     since: Timestamp,
     device: (u32, u32),
-    /// The current entry, below the home.
+    /// The path of the current entry, relative to the home directory.
     path: PathBuf,
     bytes: u64,
     /// How many more entries may be examined.
@@ -53,7 +53,7 @@ impl Estimate<'_> {
     fn add_directory(&mut self, directory: &OwnedFd, scope: Scope<'_>, depth: usize) {
         let names: Vec<OsString> = if scope.lists_directory() {
             // Only the tag of a cache directory is saved.
-            if depth > 0 && is_cache_tag(directory) {
+            if depth > 0 && has_cache_tag(directory) {
                 return;
             }
             list_names(directory, self.remaining).unwrap_or_default()
@@ -66,7 +66,7 @@ impl Estimate<'_> {
             }
             self.remaining -= 1;
             self.path.push(&name);
-            // An entry that has vanished is not pending.
+            // An entry that has vanished or cannot be read is not counted.
             let _ = self.add_entry(directory, &name, scope, depth);
             self.path.pop();
         }

@@ -40,7 +40,7 @@ impl Walker<'_> {
         Ok(())
     }
 
-    /// Saves the files of a database in a consistent state.
+    /// Saves the files of a database in a consistent state, or counts the database as unstable.
     pub(super) fn save_database(
         &mut self,
         directory: &OwnedFd,

@@ -18,8 +18,8 @@ use crate::repository::{Kind, Repository};
 /// Maximum number of packs in flight, which are held in memory.
 const MAX_CONCURRENT_UPLOADS: usize = 2;
 /// An index file is written once its packs hold this many blobs or bytes, so that a failed save leaves reusable packs.
-const MAX_INDEX_BLOBS: usize = 20_000;
-const MAX_INDEX_BYTES: u64 = 512 << 20;
+const TARGET_INDEX_BLOBS: usize = 20_000;
+const TARGET_INDEX_BYTES: u64 = 512 << 20;
 
 /// The result of an upload.
 #[derive(Default)]
@@ -110,7 +110,7 @@ impl PendingIndex {
         self.blobs += pack.blobs.len();
         self.bytes += pack.bytes.len() as u64;
         self.file.packs.push(IndexedPack::from(pack));
-        self.blobs >= MAX_INDEX_BLOBS || self.bytes >= MAX_INDEX_BYTES
+        self.blobs >= TARGET_INDEX_BLOBS || self.bytes >= TARGET_INDEX_BYTES
     }
 
     /// Writes an index file, if there are packs for it.

@@ -1,7 +1,7 @@
 //! Walks the home directory. Unchanged files keep the content of the earlier snapshot; all others are read.
 //!
 //! Entries are opened from their directory's descriptor, one name at a time and without following symbolic links, so
-//! that a link or a renamed directory never leads out of the home. Other file systems are not entered.
+//! that a link or a renamed directory never leads out of the home directory. Other file systems are not entered.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
@@ -21,7 +21,7 @@ use svc_base::untrusted_text::truncate_printable;
 
 use super::changes::{ChangeSet, Scope};
 use super::database::DatabaseFiles;
-use super::entry_stat::{CACHE_TAG, is_cache_tag, open_in, stat_in, stat_open, to_timestamp};
+use super::entry_stat::{CACHE_TAG, has_cache_tag, open_in, stat_in, stat_open, to_timestamp};
 use super::file::HardLinkedContent;
 use super::workers::Workers;
 use super::write_back::WriteBack;
@@ -39,8 +39,8 @@ use crate::xattrs::read_xattrs;
 pub(super) const MAX_READ_ATTEMPTS: u32 = 3;
 /// Directories that are nested deeper are not saved: each level takes a file descriptor and stack space.
 const MAX_DEPTH: usize = 1000;
-/// Directories with more entries, or with names and numbers of entries that would make the tree larger than a blob, are
-/// not saved: a tree is one blob, which is parsed in memory. Checked before the entries are read.
+/// Directories with more entries, or whose tree would be larger than [`MAX_BLOB_BYTES`], are not saved: a tree is one
+/// blob, which is parsed in memory. Checked before the entries are read.
 const MAX_DIRECTORY_ENTRIES: usize = 200_000;
 /// The size of a typical node without the name, in bytes.
 const NODE_BYTES: usize = 450;
@@ -67,7 +67,7 @@ pub(super) struct WalkResult {
 }
 
 impl Walk {
-    /// Walks the home, and sends all packs to the uploader. `parent` is the tree of the previous snapshot.
+    /// Walks the home directory, and sends all packs to the uploader. `parent` is the tree of the previous snapshot.
     pub(super) fn run(self, parent: Option<Id>, scope: Scope<'_>) -> Result<WalkResult, FilesError> {
         let Self { repository, options, known, packs, is_stopped } = self;
         let home = &options.home;
@@ -133,7 +133,7 @@ pub(super) struct Walker<'a> {
     trees: HashSet<Id>,
     /// The contents of files with names that have not been visited yet, by inode.
     pub(super) linked: HashMap<u64, HardLinkedContent>,
-    /// The current directory, below the home.
+    /// The path of the current entry, relative to the home directory.
     pub(super) path: PathBuf,
     /// Whether a database was read in the current directory.
     pub(super) has_read_database: bool,
@@ -158,7 +158,7 @@ impl Walker<'_> {
         Ok(tree)
     }
 
-    /// Saves a directory, and returns its tree.
+    /// Saves a directory, and returns the id of its tree.
     fn save_directory(
         &mut self,
         directory: &OwnedFd,
@@ -207,12 +207,12 @@ impl Walker<'_> {
         for database in &databases {
             nodes.extend(self.save_database(directory, database, &mut earlier, scope)?);
         }
-        let outer = std::mem::take(&mut self.has_read_database);
+        let parent_has_read_database = std::mem::take(&mut self.has_read_database);
         for name in names {
             let earlier = earlier.remove(&name);
             nodes.extend(self.save_entry(directory, &name, earlier, scope)?);
         }
-        if std::mem::replace(&mut self.has_read_database, outer) {
+        if std::mem::replace(&mut self.has_read_database, parent_has_read_database) {
             self.save_started_databases(directory, &databases, &mut nodes, scope)?;
         }
         Ok(nodes)
@@ -253,7 +253,7 @@ impl Walker<'_> {
     }
 
     /// Returns the names in a directory, sorted. For a cache directory, returns only the tag, and counts the other
-    /// names as excluded; the home itself never counts as a cache.
+    /// names as excluded; the home directory itself never counts as a cache.
     pub(super) fn list(&mut self, directory: &OwnedFd) -> Result<Vec<OsString>, EntryError> {
         let mut names = Vec::new();
         for entry in Dir::read_from(directory)? {
@@ -267,7 +267,7 @@ impl Walker<'_> {
         // Some file systems list a name twice if it is removed and created again during the listing.
         names.dedup();
         let is_tag = |name: &OsString| name == CACHE_TAG;
-        if !self.path.as_os_str().is_empty() && names.iter().any(is_tag) && is_cache_tag(directory) {
+        if !self.path.as_os_str().is_empty() && names.iter().any(is_tag) && has_cache_tag(directory) {
             self.counts.excluded += names.len() as u64 - 1;
             for name in names.iter().filter(|name| !is_tag(name)) {
                 self.path.push(name);
@@ -279,7 +279,7 @@ impl Walker<'_> {
         Ok(names)
     }
 
-    /// Saves an entry; `None` if it is skipped or has vanished.
+    /// Saves an entry; `None` if it is skipped, has vanished, or cannot be read and has no earlier state.
     pub(super) fn save_entry(
         &mut self,
         directory: &OwnedFd,
@@ -427,8 +427,10 @@ fn check_names(names: &[OsString]) -> Result<(), EntryError> {
     if count <= MAX_DIRECTORY_ENTRIES && bytes <= MAX_BLOB_BYTES {
         return Ok(());
     }
-    let why =
-        format!("its {count} entries are too many: at most {MAX_DIRECTORY_ENTRIES} in a directory are saved");
+    let why = format!(
+        "its {count} entries take about {bytes} bytes, but the limits are {MAX_DIRECTORY_ENTRIES} entries and \
+         {MAX_BLOB_BYTES} bytes"
+    );
     Err(EntryError::Unreadable(io::Error::other(why)))
 }
 
@@ -436,7 +438,7 @@ fn check_names(names: &[OsString]) -> Result<(), EntryError> {
 pub(super) enum EntryError {
     /// It was removed during the save.
     Vanished,
-    /// Another entry took its place during the save.
+    /// It was replaced by another entry during the save.
     Replaced,
     Unreadable(io::Error),
     /// The save cannot continue.
@@ -465,7 +467,7 @@ impl From<Errno> for EntryError {
     }
 }
 
-/// Checks that an entry was not replaced between the `stat` of its name and its opening.
+/// Checks that an entry was not replaced between the `stat` and the `open` of its name.
 ///
 /// # Errors
 /// `Replaced` if the opened entry is not the one that was found by its name; it may even be on another file system.

@@ -11,8 +11,8 @@ use crate::id::Id;
 use crate::key::MasterKey;
 use crate::pack::{BlobType, FinishedPack, PackWriter};
 
-/// Maximum number of chunks that wait for a worker; each has up to 8 MiB.
-const MAX_WAITING: usize = 1;
+/// Maximum number of chunks that wait for a worker; each is up to 8 MiB long.
+const MAX_WAITING_CHUNKS: usize = 1;
 
 type Chunk = (Id, Vec<u8>);
 
@@ -31,7 +31,7 @@ impl Workers {
         key: &MasterKey,
         packs: &mpsc::Sender<FinishedPack>,
     ) -> Result<Self, FilesError> {
-        let (chunks, receiver) = sync_channel(MAX_WAITING);
+        let (chunks, receiver) = sync_channel(MAX_WAITING_CHUNKS);
         let receiver = Arc::new(Mutex::new(receiver));
         let start = |_| {
             let writer = PackWriter::new(key.clone(), BlobType::Data)?;
@@ -45,7 +45,7 @@ impl Workers {
         Ok(Self { chunks, threads })
     }
 
-    /// Queues a chunk; blocks while all workers are busy.
+    /// Queues a chunk; blocks while the queue is full.
     ///
     /// # Errors
     /// [`FilesError::Stopped`] if the workers have ended; [`Self::finish`] returns their error.
@@ -56,13 +56,13 @@ impl Workers {
     /// Waits until the workers have sent all packs.
     ///
     /// # Errors
-    /// The first error of a worker.
+    /// The first error from a worker.
     pub(super) fn finish(self) -> Result<(), FilesError> {
         drop(self.chunks);
         let mut result = Ok(());
         for thread in self.threads {
-            let ended = thread.join().unwrap_or(Err(FilesError::Stopped));
-            result = result.and(ended);
+            let worker_result = thread.join().unwrap_or(Err(FilesError::Stopped));
+            result = result.and(worker_result);
         }
         result
     }

@@ -1,5 +1,5 @@
 //! Writes changed pages to disk before a file is read. A write through a memory map changes the file's times only if
-//! the page is clean: the next change of a dirty page could not be noticed.
+//! the page is clean: the next change to a dirty page would go unnoticed.
 
 use std::fs::File;
 use std::io;

@@ -114,7 +114,7 @@ async fn assert_saved_states_open(mode: &str, pause: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn database_in_wal_mode_is_saved_as_after_a_commit() {
+async fn wal_database_is_saved_in_the_state_after_a_commit() {
     assert_saved_states_open("wal", "0").await;
 }
 
@@ -124,7 +124,7 @@ async fn reopened_database_is_saved_consistently() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn database_with_a_journal_is_saved_as_after_a_commit() {
+async fn journal_database_is_saved_in_the_state_after_a_commit() {
     for mode in ["delete", "persist", "truncate"] {
         assert_saved_states_open(mode, "0.02").await;
     }

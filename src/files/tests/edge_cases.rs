@@ -81,7 +81,7 @@ async fn cache_tag_applies_to_saves_of_changes() {
     fixture.write("kept", "kept");
     let saved = fixture.save().await;
     let (target, _) = fixture.restore(&saved.snapshot).await;
-    assert!(target.path().join("kept").exists(), "a tag in the home itself is ignored");
+    assert!(target.path().join("kept").exists(), "a tag in the home directory itself is ignored");
 }
 
 #[tokio::test]
@@ -100,9 +100,9 @@ async fn sparse_file_is_saved_quickly_and_restored_sparse() {
     let restored = File::open(target.path().join("sparse")).unwrap();
     assert_eq!(restored.metadata().unwrap().len(), 300 << 30);
     assert!(restored.metadata().unwrap().blocks() * 512 < 64 << 20);
-    for (text, at) in [("start", 0), ("middle", (100 << 30) + 12_345), ("end", (300 << 30) - 3)] {
+    for (text, offset) in [("start", 0), ("middle", (100 << 30) + 12_345), ("end", (300 << 30) - 3)] {
         let mut found = vec![0; text.len()];
-        restored.read_exact_at(&mut found, at).unwrap();
+        restored.read_exact_at(&mut found, offset).unwrap();
         assert_eq!(found, text.as_bytes());
     }
 }
@@ -156,18 +156,18 @@ async fn damaged_tree_is_written_again() {
     }
     fixture.restart().await;
     fixture.write("directory/other", "more");
-    let again = fixture.save().await;
-    assert_eq!(again.counts.files_read, 2, "without the trees, every file is read");
-    assert!(again.uploaded_bytes > 0);
+    let second_save = fixture.save().await;
+    assert_eq!(second_save.counts.files_read, 2, "without the trees, every file is read");
+    assert!(second_save.uploaded_bytes > 0);
     // The damaged copies are still in the index.
     for _ in 0..3 {
-        let (target, _) = fixture.restore(&again.snapshot).await;
+        let (target, _) = fixture.restore(&second_save.snapshot).await;
         assert_eq!(fs::read_to_string(target.path().join("directory/file")).unwrap(), "content");
         fixture.restart().await;
     }
     pruning::run(&fixture, &pruning::days_later(3)).await;
     pruning::run(&fixture, &pruning::days_later(9)).await;
-    let (target, _) = fixture.restore(&again.snapshot).await;
+    let (target, _) = fixture.restore(&second_save.snapshot).await;
     assert_eq!(fs::read_to_string(target.path().join("directory/other")).unwrap(), "more");
 }
 
@@ -294,9 +294,9 @@ async fn pack_reads_are_retried_during_an_outage() {
     let locations = repository.load_locations().await.unwrap();
     let pack = locations.pack(locations.find(BlobType::Tree, saved.snapshot.tree).unwrap());
     fixture.faults.set_percent(60);
-    let patient = repository.clone().with_outage_timeout(Duration::from_secs(60));
+    let retrying_repository = repository.clone().with_outage_timeout(Duration::from_secs(60));
     for _ in 0..10 {
-        patient.read_pack(pack.id, 0..pack.end).await.unwrap();
+        retrying_repository.read_pack(pack.id, 0..pack.end).await.unwrap();
     }
     let mut results = Vec::new();
     for _ in 0..10 {

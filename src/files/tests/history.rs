@@ -57,10 +57,10 @@ async fn versions_begin_and_end_with_the_changes_of_an_entry() {
         [] as [bool; 0]
     );
 
-    // Each page continues where the previous one ended, regardless of the limits.
-    for (limit, max_snapshots) in [(1, 1000), (2, 1000), (3, 1000)] {
+    // Each page continues where the previous one ended, regardless of the limit.
+    for limit in 1..=3 {
         let mut versions = Vec::new();
-        let mut query = VersionQuery { before: None, limit, max_snapshots };
+        let mut query = VersionQuery { limit, ..ALL };
         loop {
             let page = history.list_versions(Path::new("dir/file"), query).await.unwrap();
             versions.extend(existing(&page));
@@ -72,9 +72,9 @@ async fn versions_begin_and_end_with_the_changes_of_an_entry() {
         assert_eq!(versions, [true, false, true, true], "limit {limit}");
     }
 
-    let at = |time| history.find_snapshot(Some(time));
-    assert_eq!(at(saved[3].snapshot.time).unwrap().0, saved[3].id);
-    assert_eq!(at(Timestamp::UNIX_EPOCH), None);
+    let find_at = |time| history.find_snapshot(Some(time));
+    assert_eq!(find_at(saved[3].snapshot.time).unwrap().0, saved[3].id);
+    assert_eq!(find_at(Timestamp::UNIX_EPOCH), None);
     let (latest, _) = history.find_snapshot(None).unwrap();
     assert_eq!(*latest, saved[5].id);
     assert_eq!(fixture.read(&history, &saved[3].snapshot, "dir/file").await.unwrap(), b"2");

@@ -31,7 +31,7 @@ use svc_store::Bucket;
 
 use faulty_store::{Faults, FaultyStore};
 
-use crate::restore::{RestoreOptions, RestoreProgress, Restored, restore};
+use crate::restore::{RestoreOptions, RestoreProgress, RestoreReport, restore};
 use crate::save::{ChangeSet, SaveOptions, SaveResult, Saver};
 use crate::{Cache, FilesError, Id, Repository, RepositoryKey, Snapshot, SnapshotOrigin};
 
@@ -100,11 +100,14 @@ impl Fixture {
     }
 
     /// Restores a snapshot through a newly opened repository without a cache.
-    async fn restore(&self, snapshot: &Snapshot) -> (tempfile::TempDir, Restored) {
+    async fn restore(&self, snapshot: &Snapshot) -> (tempfile::TempDir, RestoreReport) {
         self.try_restore(snapshot).await.unwrap()
     }
 
-    async fn try_restore(&self, snapshot: &Snapshot) -> Result<(tempfile::TempDir, Restored), FilesError> {
+    async fn try_restore(
+        &self,
+        snapshot: &Snapshot,
+    ) -> Result<(tempfile::TempDir, RestoreReport), FilesError> {
         let target = tempfile::tempdir().unwrap();
         let repository = self.open(&self.key).await?.unwrap();
         let options = RestoreOptions::new(target.path().to_owned(), "/".into());
@@ -284,12 +287,12 @@ async fn save_changes_visits_only_marked_directories() {
         changes.mark_directory(Path::new(directory));
     }
     let saved = fixture.saver.save_changes(fixture.last.clone().unwrap(), changes).await.unwrap();
-    // The home, a, a/b, a/new, a/new/deep and d, but not a/c.
+    // The home directory, a, a/b, a/new, a/new/deep and d, but not a/c.
     assert_eq!((saved.counts.directories, saved.counts.files_read), (6, 2));
     let (target, _) = fixture.restore(&saved.snapshot).await;
     assert_same(&describe(target.path()), &expected);
 
-    // An unmarked change is not noticed until the whole home is saved.
+    // An unmarked change is not noticed until the whole home directory is saved.
     fixture.last = Some((saved.id, saved.snapshot));
     fixture.write("f", "unmarked");
     let mut changes = ChangeSet::default();
@@ -369,7 +372,7 @@ async fn caches_and_excluded_directories_are_left_out() {
 }
 
 #[tokio::test]
-async fn symlinks_out_of_the_home_are_not_followed() {
+async fn symlinks_out_of_the_home_directory_are_not_followed() {
     let mut fixture = Fixture::new().await;
     let outside = fixture.dir.path().join("outside");
     fs::create_dir(&outside).unwrap();

@@ -6,7 +6,7 @@ use std::collections::HashSet;
 use jiff::{SignedDuration, Timestamp};
 
 use super::*;
-use crate::affected::{Affected, AffectedPath, find_affected};
+use crate::affected::{AffectedFiles, AffectedPath, find_affected_files};
 use crate::history::History;
 use crate::index::{IndexFile, IndexedPack};
 use crate::pack::{BlobType, PackedBlob};
@@ -24,12 +24,12 @@ const NEWEST: RetentionPolicy = RetentionPolicy {
     monthly: Some(SignedDuration::ZERO),
     newest: 1,
 };
-const GRACE: SignedDuration = SignedDuration::from_hours(48);
+const GRACE_PERIOD: SignedDuration = SignedDuration::from_hours(48);
 
-/// Returns the options of a run in `days` days that keeps only the newest snapshot.
+/// Returns the options for a run in `days` days that keeps only the newest snapshot.
 pub(super) fn days_later(days: i64) -> PruneOptions {
     let now = Timestamp::now() + SignedDuration::from_hours(24 * days);
-    PruneOptions { policy: NEWEST, protected: Vec::new(), grace_period: GRACE, now, is_dry_run: false }
+    PruneOptions { policy: NEWEST, protected: Vec::new(), grace_period: GRACE_PERIOD, now, is_dry_run: false }
 }
 
 pub(super) async fn run(fixture: &Fixture, options: &PruneOptions) -> PruneReport {
@@ -185,7 +185,7 @@ async fn damaged_pack_is_reported_with_its_blobs() {
 
 /// The machine still has the damaged content, so the next save writes it again.
 #[tokio::test]
-async fn damage_names_its_files_and_is_repaired() {
+async fn damage_is_traced_to_files_and_repaired() {
     let mut fixture = Fixture::new().await;
     fixture.write("projects/kept", random_bytes(200_000));
     let first = fixture.save().await;
@@ -204,12 +204,12 @@ async fn damage_names_its_files_and_is_repaired() {
     let damaged = verify(&repository, PackShare::ALL).await.unwrap().damaged;
     let blobs: HashSet<Id> = damaged.iter().flat_map(|damaged| damaged.blobs.iter().copied()).collect();
     assert_eq!((damaged.len(), blobs.len()), (1, 1));
-    let affected = find_affected(&repository, &blobs).await.unwrap();
+    let affected = find_affected_files(&repository, &blobs).await.unwrap();
     let expected =
         AffectedPath { path: "projects/kept".into(), first: first.snapshot.time, last: second.snapshot.time };
-    assert_eq!(affected, Affected { paths: vec![expected], snapshots: 2 });
+    assert_eq!(affected, AffectedFiles { paths: vec![expected], snapshots: 2 });
 
-    let (damaged_pack, lost) = (pack, *blobs.iter().next().unwrap());
+    let (damaged_pack, lost_blob) = (pack, *blobs.iter().next().unwrap());
     fixture.saver.set_damaged(blobs);
     let repaired = fixture.save().await;
     let verified = verify(&repository, PackShare::ALL).await.unwrap();
@@ -218,12 +218,13 @@ async fn damage_names_its_files_and_is_repaired() {
     for saved in [&first, &second, &repaired] {
         fixture.restore(&saved.snapshot).await;
     }
-    // Pruning succeeds and keeps the sound copy, although the damaged pack has the blob as well.
+    // Pruning succeeds and keeps the sound copy, even though the damaged pack has the blob as well.
     for days in [4, 8, 12] {
         run(&fixture, &days_later(days)).await;
         let index = repository.load_index().await.unwrap();
-        let has_copy =
-            |pack: &IndexedPack| pack.id != damaged_pack && pack.blobs.iter().any(|blob| blob.id == lost);
+        let has_copy = |pack: &IndexedPack| {
+            pack.id != damaged_pack && pack.blobs.iter().any(|blob| blob.id == lost_blob)
+        };
         assert!(index.iter().flat_map(|(_, file)| &file.packs).any(has_copy), "after {days} days");
     }
     fixture.restore(&repaired.snapshot).await;
@@ -273,7 +274,7 @@ async fn damaged_directory_is_named() {
     assert_eq!(damaged[0].blobs, [tree]);
     // The saver's repository still has the directory in its cache.
     for repository in [&repository, fixture.saver.repository()] {
-        let affected = find_affected(repository, &HashSet::from([tree])).await.unwrap();
+        let affected = find_affected_files(repository, &HashSet::from([tree])).await.unwrap();
         assert_eq!(affected.paths[0].path, Path::new("projects/app"));
     }
 }
@@ -302,6 +303,6 @@ async fn forged_index_deletes_no_genuine_pack() {
     for days in [3, 6, 9, 12] {
         run(&fixture, &days_later(days)).await;
     }
-    let left: Vec<Id> = repository.list_packs().await.unwrap().into_iter().map(|(id, _)| id).collect();
-    assert!(packs.iter().all(|pack| left.contains(pack)), "{packs:?}, left {left:?}");
+    let remaining: Vec<Id> = repository.list_packs().await.unwrap().into_iter().map(|(id, _)| id).collect();
+    assert!(packs.iter().all(|pack| remaining.contains(pack)), "{packs:?}, remaining {remaining:?}");
 }

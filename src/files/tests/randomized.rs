@@ -1,5 +1,5 @@
 //! Random trees with random writers, kills, restarts, pruning, a store that fails, and clocks that jump. The model is
-//! independent of the code under test: a description of the home at each moment that was reported as saved.
+//! independent of the code under test: a description of the home directory at each moment that was reported as saved.
 
 use jiff::{SignedDuration, Timestamp};
 use kit::long_tests::Figures;
@@ -35,12 +35,12 @@ impl Random {
     }
 
     fn choose<'a, T>(&mut self, from: &'a [T]) -> Option<&'a T> {
-        let at = self.below(from.len());
-        from.get(at)
+        let index = self.below(from.len());
+        from.get(index)
     }
 }
 
-/// Changes a home at random.
+/// Changes a home directory at random.
 struct Writer {
     home: PathBuf,
     random: Random,
@@ -51,18 +51,18 @@ struct Writer {
 }
 
 impl Writer {
-    /// Lists directories and files below the home; the home itself comes first.
+    /// Lists the home directory, and the directories and files below it.
     fn paths(&self) -> (Vec<PathBuf>, Vec<PathBuf>) {
         let (mut directories, mut files) = (vec![PathBuf::new()], Vec::new());
-        let mut at = 0;
-        while at < directories.len() {
-            let directory = directories[at].clone();
+        let mut next = 0;
+        while next < directories.len() {
+            let directory = directories[next].clone();
             for entry in fs::read_dir(self.home.join(&directory)).into_iter().flatten().flatten() {
                 let is_directory = entry.file_type().is_ok_and(|kind| kind.is_dir());
                 let list = if is_directory { &mut directories } else { &mut files };
                 list.push(directory.join(entry.file_name()));
             }
-            at += 1;
+            next += 1;
         }
         directories.sort();
         files.sort();
@@ -141,7 +141,7 @@ struct Counts {
     kills: u64,
     /// Operations that failed because the store did.
     failures: u64,
-    /// Restored snapshots that were compared with the home at the time of the save.
+    /// Restored snapshots that were compared with the home directory at the time of the save.
     compared: u64,
 }
 
@@ -182,8 +182,8 @@ async fn run_seed(seed: u64) -> Counts {
         let description = (!is_concurrent).then(|| describe(&writer.home));
         moments.push((saved.id, saved.snapshot, description));
         if random.chance(20) {
-            let kept = moments.len() - random.below(3).min(moments.len() - 1);
-            moments.drain(..moments.len() - kept);
+            let kept_count = moments.len() - random.below(3).min(moments.len() - 1);
+            moments.drain(..moments.len() - kept_count);
             let protected: Vec<Id> = moments.iter().map(|(id, _, _)| *id).collect();
             let mut options = prune_options(protected.clone(), i64::from(round) * 3 + 3);
             if random.chance(20) {
@@ -266,8 +266,8 @@ async fn save_with_faults(fixture: &mut Fixture, writer: &mut Writer, random: &m
     failures
 }
 
-/// Saves the whole home or only the changes, optionally while the writer keeps changing files. The changes of a failed
-/// save are part of the next one.
+/// Saves the whole home directory or only the changes, optionally while the writer keeps changing files. The changes of
+/// a failed save are part of the next one.
 async fn save(
     fixture: &mut Fixture,
     writer: &mut Writer,

@@ -56,7 +56,7 @@ async fn restic_checks_a_pruned_repository() {
 }
 
 #[tokio::test]
-async fn snapshot_of_restic_is_restored_and_continued() {
+async fn restic_snapshot_is_restored_and_continued() {
     let mut fixture = Fixture::in_directory().await;
     let restic = fixture.restic();
     write_odd_tree(&fixture);
@@ -70,7 +70,7 @@ async fn snapshot_of_restic_is_restored_and_continued() {
     let restored = target.path().join(home.trim_start_matches('/'));
     assert_same(&describe(&restored), &describe(&fixture.home()));
 
-    // `restic` saves the directories above the home as well, so the trees differ; the chunks are the same.
+    // `restic` saves the directories above the home directory as well, so the trees differ; the chunks are the same.
     fixture.last = Some((id, snapshot));
     let saved = fixture.save().await;
     assert!(saved.uploaded_bytes < 20_000, "{} bytes", saved.uploaded_bytes);

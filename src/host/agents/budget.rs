@@ -16,7 +16,7 @@ use crate::records::money::Dollars;
 use svc_base::clock::rfc3339_ms;
 use svc_http::problem::{Code, Problem};
 
-/// Maximum users listed in the message about a changed limit.
+/// Maximum number of users listed in the message about a changed limit.
 const MAX_LISTED_USERS: usize = 5;
 
 /// An amount reserved for a dispatch, released on drop.
@@ -215,18 +215,18 @@ impl Kernel {
         let spent = |user: String| (store.spent(&user, since, today), user);
         let mut spent: Vec<(Dollars, String)> = store.users_since(since).into_iter().map(spent).collect();
         spent.sort_by(|a, b| b.cmp(a));
-        let named: Vec<String> = spent
+        let listed: Vec<String> = spent
             .iter()
             .take(MAX_LISTED_USERS)
             .map(|(dollars, user)| format!("{dollars} by {user}"))
             .collect();
-        match (named.is_empty(), spent.len().saturating_sub(MAX_LISTED_USERS)) {
+        match (listed.is_empty(), spent.len().saturating_sub(MAX_LISTED_USERS)) {
             (true, _) => "nothing has been spent in the current period".to_owned(),
-            (false, 0) => format!("spending in the current period already counts: {}", named.join(", ")),
+            (false, 0) => format!("spending in the current period already counts: {}", listed.join(", ")),
             (false, unlisted) => {
-                let (named, users) = (named.join(", "), if unlisted == 1 { "user" } else { "users" });
+                let (listed, users) = (listed.join(", "), if unlisted == 1 { "user" } else { "users" });
                 format!(
-                    "spending in the current period already counts: {named}, and by {unlisted} more {users}"
+                    "spending in the current period already counts: {listed}, and by {unlisted} more {users}"
                 )
             }
         }

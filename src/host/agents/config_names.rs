@@ -62,7 +62,11 @@ pub fn check_names(text: &[u8]) -> Result<(), String> {
 
 fn check_members(object: &str, members: &Members, known: &[&str]) -> Result<(), String> {
     let Some(unknown) = members.keys().find(|name| !known.contains(&name.as_str())) else { return Ok(()) };
-    Err(format!("{object}.{} is not a setting; {object} has {}", shorten(unknown), known.join(", ")))
+    Err(format!(
+        "{object}.{} is not a setting; the settings in {object} are {}",
+        shorten(unknown),
+        known.join(", ")
+    ))
 }
 
 fn shorten(name: &str) -> String {
@@ -89,7 +93,7 @@ mod tests {
         for (text, part) in [
             (
                 r#"{"costLimits": {"dailly": 1}}"#,
-                "costLimits.dailly is not a setting; costLimits has daily, monthly",
+                "costLimits.dailly is not a setting; the settings in costLimits are daily, monthly",
             ),
             (r#"{"costLimits": {"daily": 1, "weekly": 5}}"#, "costLimits.weekly"),
             (r#"{"storage": {"bytes": 1}}"#, "storage.bytes"),

@@ -34,7 +34,7 @@ const USAGE_WRITE_INTERVAL: Duration = Duration::from_secs(300);
 const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 /// Maximum time that a request waits for the store.
 const USAGE_STORE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Maximum concurrent record streams.
+/// Maximum number of concurrent record streams.
 const MAX_LISTENERS: usize = 32;
 /// Pause before the records are read again after a failure.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
@@ -94,7 +94,7 @@ impl Kernel {
         Arc::clone(&self.settings_lock)
     }
 
-    /// Admits one more record stream, until the permit is dropped.
+    /// Admits one more record stream, until the permit is dropped; `None` if the maximum is reached.
     pub fn admit_listener(&self) -> Option<OwnedSemaphorePermit> {
         Arc::clone(&self.listeners).try_acquire_owned().ok()
     }

@@ -20,7 +20,7 @@ use crate::records::money::Dollars;
 use svc_base::error_chain::format_chain;
 use svc_base::fsx::FileError;
 
-/// Maximum bytes of the settings file.
+/// Maximum size of the settings file.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
 
 /// The validated settings.
@@ -32,7 +32,8 @@ pub struct Settings {
     pub limits: Limits,
     pub agents: AgentSettings,
     pub storage: StorageQuotas,
-    /// The error in the current file. These settings are then the last good ones, or the defaults if there are none.
+    /// The error in the current file, if any. In that case, these settings are the last good ones, or the defaults if
+    /// there are none.
     pub error: Option<String>,
 }
 
@@ -152,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn broken_file_falls_back_to_the_last_good() {
+    fn broken_file_falls_back_to_the_last_good_settings() {
         let dir = tempfile::tempdir().unwrap();
         let (file, good) = (dir.path().join("config.json"), dir.path().join("good.json"));
         let day = || {

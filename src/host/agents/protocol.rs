@@ -17,9 +17,9 @@ use super::adapters::{AdapterKind, Exit};
 
 /// The socket's file name in [`crate::system::layout::Layout::owner_sockets`].
 pub const SOCKET: &str = "agent.sock";
-/// Maximum bytes in a forwarded line; a tool's input may be a whole file.
+/// Maximum number of bytes in a forwarded line; a tool's input may be a whole file.
 pub const MAX_LINE_BYTES: usize = 8 << 20;
-/// Maximum bytes in a frame: a request with its prompt, or a line.
+/// Maximum number of bytes in a frame: a request with its prompt, or a line.
 const MAX_FRAME_BYTES: u32 = 16 << 20;
 /// Time between an agent's SIGINT and SIGTERM. Claude Code prints its cost within 0.3 s after SIGINT, and never after
 /// SIGTERM.

@@ -1,4 +1,4 @@
-//! The protocol by which the watcher reports changed paths in the home to the service that backs up files.
+//! The protocol by which the watcher reports changed paths in the home directory to the service that backs up files.
 //!
 //! The service sends the token of the last reply whose changes it has saved. The watcher replies with all changes since
 //! then. If it cannot list them, it replies that anything may have changed: to the first request, after its restart,
@@ -8,9 +8,9 @@ use serde::{Deserialize, Serialize};
 
 /// The socket's file name in [`crate::system::layout::Layout::watch_sockets`].
 pub const SOCKET: &str = "changes.sock";
-/// Maximum bytes in a request.
+/// Maximum number of bytes in a request.
 pub const MAX_REQUEST_BYTES: u64 = 1024;
-/// Maximum bytes in a reply.
+/// Maximum number of bytes in a reply.
 pub const MAX_REPLY_BYTES: u64 = 64 << 20;
 
 /// A request: one line of JSON.
@@ -20,7 +20,7 @@ pub struct ChangesRequest {
     pub saved: Option<String>,
 }
 
-/// The changed paths below the home, as bytes.
+/// The changed paths, relative to the home directory, as bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ChangedPaths {
     /// Directories in which an entry was added, removed or changed.
@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reply_survives_encoding_and_rejects_truncation() {
+    fn decode_restores_a_reply_and_rejects_a_truncated_one() {
         let paths = ChangedPaths {
             directories: vec![Vec::new(), b"a/line\nbreak".to_vec()],
             subtrees: vec![b"not \xff utf-8".to_vec()],

@@ -20,16 +20,16 @@ use svc_base::failpoint;
 
 /// The file name of the watcher's socket.
 pub const SOCKET: &str = "watch.sock";
-/// Maximum bytes in a message.
+/// Maximum number of bytes in a message.
 pub const MAX_MESSAGE_BYTES: u64 = 64 << 10;
 /// Approximate maximum size of the file of saved messages. Further messages are dropped, because those in the file
 /// already prove a gap.
 const MAX_GAP_BYTES: u64 = 64 << 10;
-/// Maximum attempts to open and lock the file of saved messages.
+/// Maximum number of attempts to open and lock the file of saved messages.
 const MAX_LOCK_TRIES: u32 = 8;
 /// Timeout for the dispatcher's messages.
 const DISPATCH_TIMEOUT: Duration = Duration::from_secs(2);
-/// Maximum processes that [`Process::with_ancestors`] lists.
+/// Maximum number of processes that [`Process::with_ancestors`] lists.
 const MAX_ANCESTORS: usize = 64;
 
 /// Claude Code and Codex tools that may change any file.
@@ -122,7 +122,7 @@ pub struct Message {
     /// The file that the tool writes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path: Option<String>,
-    /// The command continues in the background after the call has ended.
+    /// Whether the command continues in the background after the call has ended.
     #[serde(default)]
     pub is_background: bool,
     /// The dispatch's runner, only for [`Phase::DispatchBegin`]. A hook's process is identified by the kernel.
@@ -199,7 +199,7 @@ impl Message {
     }
 }
 
-/// Returns a time limit of the hook or of the watcher. Tests on slow machines extend both with the fail point
+/// Returns a time limit for the hook or the watcher. Tests on slow machines extend both with the fail point
 /// `hook.long_timeout`.
 pub fn time_limit(normal: Duration) -> Duration {
     if failpoint::trigger("hook.long_timeout").is_err() { normal * 60 } else { normal }
@@ -254,7 +254,7 @@ impl UndeliveredHook {
         Self { version: 1, at: clock::now_ms(), why, message }
     }
 
-    /// Saves the message for the watcher.
+    /// Saves the message for the watcher; drops it if the file is full.
     ///
     /// # Errors
     /// The file cannot be written or locked.

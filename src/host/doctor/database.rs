@@ -69,7 +69,7 @@ fn identity_next_step(error: &IdentityError) -> &'static str {
 /// Returns the port of this machine's own database, from `DATABASE_URL`.
 ///
 /// # Errors
-/// The reason why `DATABASE_URL` does not name this machine's own database.
+/// The reason: `DATABASE_URL` is missing, unreadable or invalid, or it does not name this machine's own database.
 pub fn read_own_port(layout: &Layout, env: &mut Env) -> Result<u16, String> {
     let Some(url) = DatabaseUrl::read(env) else {
         return Err("DATABASE_URL is not set, or this user may not read it".to_owned());
@@ -96,7 +96,7 @@ pub fn read_own_port(layout: &Layout, env: &mut Env) -> Result<u16, String> {
 /// # Errors
 /// A description of the difference.
 pub fn check_gateway_server(server: &str, port: u16) -> Result<String, String> {
-    let is_here = |at: SocketAddr| at.ip().is_loopback() && at.port() == port;
+    let is_here = |address: SocketAddr| address.ip().is_loopback() && address.port() == port;
     if server == "socket" || server.parse().is_ok_and(is_here) {
         return Ok(format!("the gateway is connected to this machine's own database, {server}"));
     }
@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn identity_next_step_is_restore_only_for_mismatch() {
+    fn identity_next_step_suggests_restore_only_for_mismatch() {
         let mismatch = IdentityError::Mismatch { difference: "x".to_owned() };
         assert_eq!(identity_next_step(&mismatch), IDENTITY_NEXT_STEP);
         assert_eq!(identity_next_step(&IdentityError::Absent("svc".to_owned())), NEXT_STEP);

@@ -75,18 +75,18 @@ fn check_file(
     users: &Accounts,
 ) -> Findings {
     let mode = meta.permissions().mode() & 0o7777;
-    let shown = path.display();
+    let path = path.display();
     let findings = if mode & 0o077 == 0 {
         findings
     } else {
-        let what = format!("{shown} has mode {mode:04o}: other users can access its secrets");
+        let what = format!("{path} has mode {mode:04o}: other users can access its secrets");
         findings
-            .problem(what, format!("chmod 0600 {shown}, then change the secrets in it if others had access"))
+            .problem(what, format!("chmod 0600 {path}, then change the secrets in it if others had access"))
     };
     match users.uid(owner) {
         Some(id) if id != meta.uid() => {
-            let what = format!("{shown} belongs to the user {}, not to {owner}", meta.uid());
-            findings.problem(what, format!("chown {owner}: {shown}"))
+            let what = format!("{path} belongs to the user {}, not to {owner}", meta.uid());
+            findings.problem(what, format!("chown {owner}: {path}"))
         }
         _ => findings,
     }

@@ -1,4 +1,4 @@
-//! Checks the free space of the file systems that hold the owner's files and the machine's state.
+//! Checks the free space of the root file system, and of those that hold the owner's files and the machine's state.
 
 use std::path::{Path, PathBuf};
 
@@ -49,7 +49,7 @@ mod tests {
     const GIB: u64 = 1 << 30;
 
     #[test]
-    fn list_directories_returns_existing_directories() {
+    fn list_directories_returns_root_home_and_state() {
         let root = tempfile::tempdir().unwrap();
         let layout = Layout::new(root.path());
         std::fs::create_dir_all(layout.home()).unwrap();

@@ -1,5 +1,5 @@
 //! Checks the object store with the current credentials, and the slot's pointer. The check never renews credentials:
-//! if root runs it, the services could not read the file that it would write.
+//! root may run it, and the services could not read a file that root writes.
 
 use jiff::{SignedDuration, Timestamp};
 use secrecy::SecretString;

@@ -131,7 +131,8 @@ impl FilesSettings {
             && std::fs::metadata(&dir).is_ok_and(|meta| meta.uid() == nix::unistd::geteuid().as_raw())
     }
 
-    /// Returns the id of the latest snapshot, which the pointer names; `None` if it names none.
+    /// Returns the id of the latest snapshot, which the pointer names; `None` if there is no pointer, or if it names no
+    /// valid id.
     ///
     /// # Errors
     /// The pointer cannot be read from the store.
@@ -148,13 +149,14 @@ impl FilesSettings {
     /// saved yet.
     ///
     /// # Errors
-    /// [`AccessError`]; `WrongKey` if neither the platform's key nor this machine's key opens it.
+    /// [`AccessError`] if no key is available, if the platform refuses to send its key, or if the repository or the key
+    /// file cannot be read or written; `WrongKey` if neither the platform's key nor this machine's key opens it.
     pub async fn open(&self) -> Result<Option<Repository>, AccessError> {
         Ok(self.open_with_known_keys().await?.1)
     }
 
     /// Opens the slot's repository with this machine's key. Requests the platform's key only if this machine has no key
-    /// or a wrong one.
+    /// or a wrong one, or if the repository seems to be missing.
     ///
     /// # Errors
     /// Those of [`Self::open`].
@@ -228,10 +230,10 @@ impl FilesSettings {
         Err(refusal.unwrap_or(FilesError::WrongKey).into())
     }
 
-    /// Sends this machine's key to the platform, in case the platform's database is older than the key.
+    /// Sends this machine's key, if it has one, to the platform, in case the platform's database is older than the key.
     ///
     /// # Errors
-    /// [`AccessError`].
+    /// [`AccessError`] if the key file cannot be read, or if the platform is unavailable or refuses the request.
     pub async fn offer_key(&self) -> Result<(), AccessError> {
         match self.read_key()? {
             Some(key) => self.request_key(Some(&key)).await.map(drop),

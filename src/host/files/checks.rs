@@ -78,8 +78,8 @@ pub struct DrillResult {
     pub files: u64,
     pub bytes: u64,
     pub compared: u64,
-    /// The number of files whose content, mode or time differs from the current file, although the current file has not
-    /// changed since it was saved; and the paths of the first ones.
+    /// The number of files whose content, mode or time differs from the current file, even though the current file has
+    /// not changed since it was saved; and the paths of the first ones.
     pub differing_count: u64,
     pub differing: Vec<String>,
     /// Why the drill could not be completed.
@@ -99,7 +99,7 @@ pub struct AffectedFile {
 }
 
 impl FileChecks {
-    /// Reads the file; returns an empty value if there is no file, or if it is invalid or of another format version.
+    /// Reads the file; returns an empty value if there is no file, or if it is invalid or has another format version.
     ///
     /// # Errors
     /// If the file exists and cannot be read.
@@ -205,10 +205,10 @@ impl FileChecks {
     }
 
     /// Records the verification of a share.
-    pub fn record_share(&mut self, share: PackShare, verified: &VerifyReport, now: Timestamp) {
+    pub fn record_share(&mut self, share: PackShare, report: &VerifyReport, now: Timestamp) {
         let before = self.damaged_blobs();
         self.damaged.retain(|pack, _| pack.parse().is_ok_and(|pack: Id| !share.contains(pack)));
-        for damaged in &verified.damaged {
+        for damaged in &report.damaged {
             let blobs = damaged.blobs.iter().map(ToString::to_string).collect();
             self.damaged.insert(damaged.pack.to_string(), blobs);
         }

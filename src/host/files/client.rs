@@ -82,7 +82,7 @@ fn describe_problem(status: StatusCode, body: &[u8]) -> Failure {
 /// Prints the versions of a file or directory.
 ///
 /// # Errors
-/// [`Failure`] with the gateway's reason.
+/// [`Failure`] if the gateway cannot be reached, refuses the request, or sends an invalid response.
 pub async fn print_versions(layout: &Layout, path: &str, before: Option<&str>) -> Result<(), Failure> {
     let gateway = Gateway::new(layout)?;
     let mut query = vec![("path", path), ("limit", "500")];
@@ -119,10 +119,10 @@ fn format_entry(entry: &FileEntry) -> String {
     format!("{size:>10}  {}  {}", entry.mode, entry.modified_at)
 }
 
-/// Lists a directory as it was at `time`.
+/// Lists a directory, or shows a single entry, as it was at `time`; without `time`, as of the latest snapshot.
 ///
 /// # Errors
-/// [`Failure`] with the gateway's reason.
+/// [`Failure`] if the gateway cannot be reached, refuses the request, or sends an invalid response.
 pub async fn print_listing(layout: &Layout, path: &str, time: Option<&str>) -> Result<(), Failure> {
     let gateway = Gateway::new(layout)?;
     let mut cursor = 0;
@@ -149,15 +149,16 @@ pub async fn print_listing(layout: &Layout, path: &str, time: Option<&str>) -> R
 /// Requests a restore, and waits until it has ended.
 ///
 /// # Errors
-/// [`Failure`] with the gateway's reason, or with the reason that the restore failed.
+/// [`Failure`] if the gateway cannot be reached, refuses the request, or sends an invalid response, or if the restore
+/// fails or makes no progress.
 pub async fn restore(layout: &Layout, request: &Value) -> Result<(), Failure> {
     let gateway = Gateway::new(layout)?;
     let post = gateway.0.post("http://gateway/api/files/restore").json(request);
     let accepted: FileRestoreAccepted = gateway.send(post).await?;
     let (mut last, mut changed_at) = (None, Instant::now());
     loop {
-        let shown: FileRestoreResponse = gateway.send(gateway.get("restore", &[])).await?;
-        let state = shown.restore.filter(|state| state.request_id == accepted.request_id);
+        let response: FileRestoreResponse = gateway.send(gateway.get("restore", &[])).await?;
+        let state = response.restore.filter(|state| state.request_id == accepted.request_id);
         if let Some(state) = &state
             && state.status.has_ended()
         {
@@ -181,8 +182,8 @@ fn report(state: &FileRestore) -> Result<(), Failure> {
     };
     let at = state.saved_at.as_ref().map_or("an unknown time", |at| at.as_str());
     println!("restored to {}, as of {at}", one_line(restored_to));
-    if let Some(kept) = &state.kept_as {
-        println!("the replaced entry is now {}", one_line(kept));
+    if let Some(kept_as) = &state.kept_as {
+        println!("the replaced entry is now {}", one_line(kept_as));
     }
     if state.incomplete > 0 {
         println!("the mode, times or attributes of {} could not be set", pluralize(state.incomplete, "item"));

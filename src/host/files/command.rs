@@ -20,8 +20,8 @@ const MAX_SHOWN_EXCLUDED: usize = 5;
 /// Prints the state of the file backup.
 ///
 /// # Errors
-/// `Unavailable` if files could not be restored, if nothing has been saved yet, or if changes have been unsaved for too
-/// long; `Internal` if the state cannot be read.
+/// `Unavailable` if files could not be restored, if the file backup has never run, or if changes have been unsaved for
+/// too long; `Internal` if the state cannot be read.
 pub fn show_status(layout: &Layout) -> Result<(), Failure> {
     let status = FilesStatus::read(layout).or_exit(Exit::Internal)?;
     let outcome = RestoreOutcome::read(layout).or_exit(Exit::Internal)?;
@@ -109,7 +109,7 @@ fn describe_excluded(excluded: &ExcludedFiles) -> Vec<(&'static str, String)> {
     std::iter::once(("excluded", excluded.to_string())).chain(largest).collect()
 }
 
-/// Requests a save, and waits until everything written before is saved.
+/// Requests a save, and waits until everything written before the request is saved.
 ///
 /// # Errors
 /// `Unavailable` if the save fails or takes too long; `Internal` if the save cannot be requested, or its status cannot
@@ -145,7 +145,7 @@ mod tests {
         status.error = Some("the store is unreachable".to_owned());
         let mut outcome = RestoreOutcome::default();
         (outcome.taken_at, outcome.files) = (Some(at(50)), 2);
-        let shown = describe(Some(&status), Some(&outcome), at(140));
+        let text = describe(Some(&status), Some(&outcome), at(140));
         for part in [
             "40 s ago",
             "10 s ago; not saved yet",
@@ -156,7 +156,7 @@ mod tests {
             "the store is unreachable",
             "2 files as of",
         ] {
-            assert!(shown.contains(part), "{part:?} is not in {shown}");
+            assert!(text.contains(part), "{part:?} is not in {text}");
         }
         let mut failed = RestoreOutcome::default();
         failed.error = Some("damaged".to_owned());

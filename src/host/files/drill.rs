@@ -152,21 +152,21 @@ async fn compare_sample(
 /// Returns whether the restored file equals the current one; `None` if the current one has changed since it was saved,
 /// or if one of them cannot be read. A missing restored file is a difference.
 fn compare(layout: &Layout, path: &Path, entry: &Entry, restored: &Path) -> Option<bool> {
-    let mut present = open_home(layout, &layout.user_home()).ok()?.open_file(path).ok()?;
+    let mut current = open_home(layout, &layout.user_home()).ok()?.open_file(path).ok()?;
     let modified_at = |meta: &Metadata| to_nanoseconds(meta.mtime(), meta.mtime_nsec());
     let is_unchanged = |meta: &Metadata| {
-        let (changed_at, inode) = entry.changed_at();
+        let (ctime, inode) = entry.ctime_and_inode();
         meta.len() == entry.size()
             && meta.ino() == inode
             && modified_at(meta) == entry.modified_at().as_nanosecond()
-            && to_nanoseconds(meta.ctime(), meta.ctime_nsec()) == changed_at.as_nanosecond()
+            && to_nanoseconds(meta.ctime(), meta.ctime_nsec()) == ctime.as_nanosecond()
     };
-    let meta = present.metadata().ok().filter(is_unchanged)?;
-    let present_hash = hash(&mut present, entry.size())?;
-    present.metadata().ok().filter(is_unchanged)?;
+    let meta = current.metadata().ok().filter(is_unchanged)?;
+    let current_hash = hash(&mut current, entry.size())?;
+    current.metadata().ok().filter(is_unchanged)?;
     let mut restored = match File::open(restored) {
         Ok(restored) => restored,
-        // The file's mode denies reading even to its owner, and this process lacks the capability of the service.
+        // The file's mode denies reading even to its owner, and this process lacks the service's capabilities.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return None,
         Err(_) => return Some(false),
     };
@@ -175,7 +175,7 @@ fn compare(layout: &Layout, path: &Path, entry: &Entry, restored: &Path) -> Opti
     let mode = |meta: &Metadata| meta.mode() & 0o1777;
     let has_same_metadata =
         mode(&restored_meta) == mode(&meta) && modified_at(&restored_meta) == modified_at(&meta);
-    Some(has_same_metadata && hash(&mut restored, entry.size())? == present_hash)
+    Some(has_same_metadata && hash(&mut restored, entry.size())? == current_hash)
 }
 
 fn to_nanoseconds(seconds: i64, nanoseconds: i64) -> i128 {

@@ -19,9 +19,9 @@ use serde::{Deserialize, Serialize};
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock;
 use svc_base::error_chain::format_chain;
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::{self, FileError};
-use svc_files::restore::{RestoreOptions, RestoreProgress, Restored, restore};
+use svc_files::restore::{RestoreOptions, RestoreProgress, RestoreReport, restore};
 use svc_files::{FilesError, Id};
 use svc_store::StoreError;
 use svc_store::files_pointer::{self, FilesSnapshotRef};
@@ -69,7 +69,7 @@ enum GateError {
     #[error("a thread panicked or was cancelled")]
     Thread(#[from] tokio::task::JoinError),
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 impl GateError {
@@ -143,14 +143,14 @@ impl RestoreOutcome {
 }
 
 /// Restores the owner's files on a new machine. If an earlier restore failed, or the machine is in use and has never
-/// restored files, this requires `retry`. After a successful restore, does nothing.
-pub async fn run(layout: Layout, retry: bool) -> Result<(), Failure> {
+/// restored files, this requires `should_retry`. After a successful restore, does nothing.
+pub async fn run(layout: Layout, should_retry: bool) -> Result<(), Failure> {
     let outcome = RestoreOutcome::read(&layout).or_exit(Exit::Internal)?;
     let is_done = match &outcome {
         Some(RestoreOutcome { error: None, .. }) => true,
-        Some(RestoreOutcome { error: Some(_), .. }) => !retry,
+        Some(RestoreOutcome { error: Some(_), .. }) => !should_retry,
         // An earlier release did not restore files.
-        None => layout.restore_complete().exists() && !retry,
+        None => layout.restore_complete().exists() && !should_retry,
     };
     if let Some(RestoreOutcome { error: Some(error), .. }) = outcome.as_ref().filter(|_| is_done) {
         tracing::warn!(
@@ -160,7 +160,7 @@ pub async fn run(layout: Layout, retry: bool) -> Result<(), Failure> {
         return Ok(());
     }
     if is_done {
-        tracing::info!("the files have been restored before, or the machine is in use; nothing is restored");
+        tracing::info!("the files have already been restored, or the machine is in use; nothing to restore");
         return Ok(());
     }
     let settings = FilesSettings::read(layout)?;
@@ -197,7 +197,7 @@ fn describe(outcome: &RestoreOutcome) -> String {
         (Some(_), Some(at)) => {
             format!("{} files were restored as they were at {}", outcome.files, clock::rfc3339_ms(at))
         }
-        _ => "no files were restored: there is no file backup of an earlier machine".to_owned(),
+        _ => "no files were restored: there is no file backup from an earlier machine".to_owned(),
     }
 }
 
@@ -253,7 +253,7 @@ async fn download(
     let repository = repository.with_outage_timeout(OUTAGE_TIMEOUT);
     let options = RestoreOptions::new(staging.files(), settings.layout.root().to_owned());
     let counts = Arc::new(RestoreProgress::default());
-    let attempt = async || -> Result<Restored, GateError> {
+    let attempt = async || -> Result<RestoreReport, GateError> {
         let snapshot = repository.read_snapshot(id).await?;
         staging.clear()?;
         Ok(restore(&repository, &snapshot, &options, &counts).await?)

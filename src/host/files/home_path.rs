@@ -76,11 +76,11 @@ impl FromStr for HomePath {
         if text.chars().count() > MAX_PATH_CHARS {
             return Err(HomePathError::TooLong);
         }
-        let given = Path::new(text);
-        let relative = if given.is_absolute() {
-            given.strip_prefix(SHOWN_HOME).map_err(|_| HomePathError::Outside)?.to_owned()
+        let input = Path::new(text);
+        let relative = if input.is_absolute() {
+            input.strip_prefix(SHOWN_HOME).map_err(|_| HomePathError::Outside)?.to_owned()
         } else {
-            Path::new(FILES).join(given)
+            Path::new(FILES).join(input)
         };
         let mut path = PathBuf::new();
         for component in relative.components() {

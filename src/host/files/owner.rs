@@ -15,7 +15,7 @@ pub fn owner_ids(layout: &Layout) -> Option<(u32, u32)> {
 }
 
 /// Opens a root-owned directory that contains the owner's files. Files in it are accepted if they belong to the owner's
-/// user, although the directory itself does not.
+/// user, even though the directory itself does not.
 ///
 /// # Errors
 /// If the directory cannot be opened.

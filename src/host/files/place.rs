@@ -1,7 +1,7 @@
 //! Moves restored files into place.
 //!
 //! A new machine's home directory is nearly empty: it contains the directories that the services need, and their first
-//! records. The restored files replace files of the same name, and directories are merged. Each file is moved by a
+//! records. The restored files replace files with the same name, and directories are merged. Each file is moved by a
 //! rename, so that a killed run can be repeated.
 //!
 //! `restore-home --retry` runs at the same time as the owner's programs. Directories are therefore opened without
@@ -37,7 +37,7 @@ pub fn move_contents(from: &Path, to: &Path) -> Result<u64, FileError> {
     move_between(&open(from)?, &open(to)?, to)
 }
 
-/// Adds the action and a path to an error. The path is not used otherwise.
+/// Adds the action and a path to an error.
 fn wrap(action: &'static str, path: &Path) -> impl FnOnce(Errno) -> FileError {
     move |errno| FileError::wrap(action, path)(errno.into())
 }
@@ -84,10 +84,10 @@ fn move_between(from: &OwnedFd, to: &OwnedFd, path: &Path) -> Result<u64, FileEr
         if is_existing_directory.is_some() {
             replaced += 1;
         }
-        if is_existing_directory.is_some_and(|is_existing| is_existing != is_directory(&source)) {
+        if is_existing_directory == Some(!is_directory(&source)) {
             // A rename cannot replace a directory with a file, or the reverse.
-            let aside = format!("{REPLACED_PREFIX}{}", uuid::Uuid::new_v4().simple());
-            renameat(to, &name, from, aside.as_str()).map_err(wrap("replace", &target))?;
+            let replaced_name = format!("{REPLACED_PREFIX}{}", uuid::Uuid::new_v4().simple());
+            renameat(to, &name, from, replaced_name.as_str()).map_err(wrap("replace", &target))?;
         }
         renameat(from, &name, to, &name).map_err(wrap("move", &target))?;
     }
@@ -165,9 +165,13 @@ mod tests {
         assert_eq!(fs::read_link(to.join("link")).unwrap(), Path::new("/etc"));
         assert_eq!(fs::read_dir(root.path().join("outside")).unwrap().count(), 0);
         // Only entries that were replaced by another kind remain.
-        let left: Vec<_> = fs::read_dir(&from).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-        assert!(left.iter().all(|name| name.to_string_lossy().starts_with(REPLACED_PREFIX)), "{left:?}");
-        assert_eq!(left.len(), 3);
+        let remaining: Vec<_> =
+            fs::read_dir(&from).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert!(
+            remaining.iter().all(|name| name.to_string_lossy().starts_with(REPLACED_PREFIX)),
+            "{remaining:?}"
+        );
+        assert_eq!(remaining.len(), 3);
         assert_eq!(move_contents(&from, &to).unwrap(), 0, "a repeated call moves nothing");
     }
 }

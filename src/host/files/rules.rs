@@ -11,7 +11,7 @@ use crate::system::layout::Layout;
 
 /// Directories that programs can re-create, excluded at any depth.
 const DEFAULT_RULES: &[&str] = &["node_modules/", ".cache/", "__pycache__/"];
-/// The file in the home that contains the owner's rules, in the syntax of `.gitignore`.
+/// The file in the owner's `home` directory that contains the rules, in the syntax of `.gitignore`.
 const RULES_FILE: &str = ".svcignore";
 const MAX_RULES_BYTES: u64 = 64 << 10;
 /// Maximum number of messages about the rules in the status.
@@ -40,9 +40,9 @@ pub(super) fn read_rules(layout: &Layout) -> OwnerRules {
 /// ones.
 pub(super) fn set_rules(exclusions: &mut Exclusions, rules: &OwnerRules) -> Vec<String> {
     exclusions.paths = STAGING_NAMES.map(PathBuf::from).to_vec();
-    let kept = vec![PathBuf::from("home/system")];
+    let never_excluded = vec![PathBuf::from("home/system")];
     let mut invalid: Vec<String> = rules.error.iter().cloned().collect();
-    invalid.extend(exclusions.set_rules(DEFAULT_RULES, &rules.text, Path::new("home"), kept));
+    invalid.extend(exclusions.set_rules(DEFAULT_RULES, &rules.text, Path::new("home"), never_excluded));
     invalid.truncate(MAX_INVALID_RULES);
     invalid.iter().map(|line| truncate_printable(line)).collect()
 }

@@ -1,6 +1,6 @@
 //! The error of a failed save.
 
-use svc_base::failpoint::Injected;
+use svc_base::failpoint::InjectedFailure;
 use svc_files::FilesError;
 use svc_store::StoreError;
 use svc_store::pointer_io::PointerError;
@@ -19,7 +19,7 @@ pub(super) enum SaveError {
     #[error("cannot read the pointer")]
     Store(#[from] StoreError),
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 impl SaveError {

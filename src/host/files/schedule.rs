@@ -9,8 +9,8 @@ pub const UNWATCHED_INTERVAL: Duration = Duration::from_secs(60);
 /// Minimum pause after a save, because each new snapshot costs several requests to the store. It does not apply to a
 /// requested save.
 pub const MIN_INTERVAL: Duration = Duration::from_secs(15);
-/// Checks of unwatched files take at most 1/50 of the time, and saves of the whole home at most 1/100, unless the
-/// interval would then exceed its maximum.
+/// Checks of unwatched files take at most 1/50 of the time, and saves of the whole home directory at most 1/100, unless
+/// the interval would then exceed its maximum.
 const UNWATCHED_INTERVAL_FACTOR: u32 = 50;
 const MAX_UNWATCHED_INTERVAL: Duration = Duration::from_secs(600);
 const FULL_INTERVAL_FACTOR: u32 = 100;
@@ -19,9 +19,10 @@ const MAX_FULL_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 /// changes, for example because the cache cannot be written, must not use the processor all the time.
 const PAUSE_FACTOR: u32 = 10;
 const MAX_PAUSE: Duration = Duration::from_secs(300);
-/// Interval between saves of the whole home, which also find writes without events, such as through a shared mapping.
+/// Interval between saves of the whole home directory, which also find writes without events, such as through a shared
+/// mapping.
 pub const FULL_INTERVAL: Duration = Duration::from_secs(3600);
-/// Interval between saves of the whole home while the watcher does not respond.
+/// Interval between saves of the whole home directory while the watcher does not respond.
 pub const WATCHER_UNAVAILABLE_INTERVAL: Duration = Duration::from_secs(600);
 /// Minimum and maximum pause after a failed save.
 const RETRY_BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(120));
@@ -89,8 +90,8 @@ impl Schedule {
     }
 
     /// Returns what to save.
-    pub fn decide(&mut self, seen: Observation, now: Instant) -> Save {
-        if seen != Observation::Unchanged {
+    pub fn decide(&mut self, observation: Observation, now: Instant) -> Save {
+        if observation != Observation::Unchanged {
             self.changed_since.get_or_insert(now);
         }
         let age = |at: Option<Instant>| at.map_or(Duration::MAX, |at| now.duration_since(at));
@@ -99,19 +100,19 @@ impl Schedule {
             return Save::Nothing;
         }
         // If the watcher does not respond, only a save of everything is sure to include all changes.
-        let full_interval = match seen {
+        let full_interval = match observation {
             Observation::WatcherUnavailable if is_requested => Duration::ZERO,
             Observation::WatcherUnavailable => WATCHER_UNAVAILABLE_INTERVAL,
             _ => self.full_interval,
         };
-        if seen == Observation::Unknown || age(self.last_full) >= full_interval {
+        if observation == Observation::Unknown || age(self.last_full) >= full_interval {
             return Save::Everything;
         }
-        let is_due = match seen {
+        let is_due = match observation {
             Observation::Changed { is_settled } => is_settled || age(self.changed_since) >= MAX_DELAY,
             _ => false,
         };
-        let is_watcher_available = seen != Observation::WatcherUnavailable;
+        let is_watcher_available = observation != Observation::WatcherUnavailable;
         if is_due || is_watcher_available && (is_requested || now >= self.next_unwatched) {
             Save::Changes
         } else {

@@ -69,13 +69,13 @@ pub async fn run(layout: Layout) -> Result<(), Failure> {
     let mut int = signal(SignalKind::interrupt()).or_exit(Exit::Internal)?;
     systemd::notify(&[NotifyState::Ready]);
     let mut service = FileBackup::new(settings);
-    let stopped = tokio::select! {
-        ended = service.run() => ended,
+    let result = tokio::select! {
+        result = service.run() => result,
         _ = term.recv() => Ok(()),
         _ = int.recv() => Ok(()),
     };
     systemd::notify(&[NotifyState::Stopping]);
-    stopped
+    result
 }
 
 fn superseded() -> Failure {
@@ -112,7 +112,7 @@ struct OpenSaver {
     /// Whether this machine took the snapshot that the pointer names.
     is_own_parent: bool,
     /// The id of the snapshot that the pointer names.
-    pointed: Option<String>,
+    pointer_target: Option<String>,
 }
 
 impl FileBackup {
@@ -171,8 +171,8 @@ impl FileBackup {
         }
         let sockets = self.settings.layout.watch_sockets();
         let reply = changes::request(&sockets, self.saved_token.clone()).await;
-        let seen = changes::observe(&reply);
-        let save = self.schedule.decide(seen, Instant::now());
+        let observation = changes::observe(&reply);
+        let save = self.schedule.decide(observation, Instant::now());
         self.record_changed_since(checked_at);
         self.measure_pending(reply.as_ref().ok()).await;
         if save == Save::Nothing {
@@ -259,9 +259,9 @@ impl FileBackup {
         // A file that was moved during the save may have been missed at both its old and its new path.
         if began.elapsed() >= MIN_RECHECKED_SAVE_DURATION {
             let token = reply.as_ref().map(|reply| reply.token.clone());
-            let again = changes::request(&self.settings.layout.watch_sockets(), token).await;
+            let recheck = changes::request(&self.settings.layout.watch_sockets(), token).await;
             if let Some(paths) =
-                again.ok().and_then(|again| again.paths).filter(|paths| !paths.subtrees.is_empty())
+                recheck.ok().and_then(|reply| reply.paths).filter(|paths| !paths.subtrees.is_empty())
             {
                 let mut changed = saved.retry.clone();
                 changed.merge(changes::watched_changes(Some(&paths)));
@@ -274,7 +274,7 @@ impl FileBackup {
         open.parent = Some((saved.id, saved.snapshot.clone()));
         open.is_own_parent = true;
         let id = saved.id.to_string();
-        if open.pointed.as_ref() != Some(&id) {
+        if open.pointer_target.as_ref() != Some(&id) {
             let snapshot = FilesSnapshotRef {
                 id: id.clone(),
                 machine_id: self.settings.identity.machine,
@@ -282,7 +282,7 @@ impl FileBackup {
                 taken_at: checked_at,
             };
             files_pointer::advance(&self.settings.bucket, &self.settings.slot, &snapshot).await?;
-            open.pointed = Some(id);
+            open.pointer_target = Some(id);
         }
         failpoint::trigger("files.service.advanced")?;
         // Without a reply, there is no token: the watcher then reports that anything may have changed.
@@ -317,7 +317,7 @@ impl FileBackup {
         }
     }
 
-    /// Refuses to save a home directory whose files could not be restored: its snapshot would hide the earlier files.
+    /// Refuses to save a home directory whose files could not be restored: its snapshot would hide the earlier ones.
     fn ensure_home_is_complete(&self) -> Result<(), SaveError> {
         match RestoreOutcome::read(&self.settings.layout).map_err(AccessError::File)? {
             Some(RestoreOutcome { error: Some(_), .. }) => Err(AccessError::NotRestored.into()),
@@ -331,9 +331,9 @@ impl FileBackup {
         let identity = &self.settings.identity;
         // Compare with the epoch at provisioning: the current one was raised if a recovery was undone, and the machine
         // of that recovery is not a predecessor.
-        let is_predecessors = latest
+        let is_from_predecessor = latest
             .is_some_and(|latest| latest.machine_id != identity.machine && latest.epoch < identity.epoch);
-        if is_predecessors
+        if is_from_predecessor
             && RestoreOutcome::read(&self.settings.layout).map_err(AccessError::File)?.is_none()
         {
             return Err(AccessError::NotRestored.into());
@@ -355,8 +355,8 @@ impl FileBackup {
         self.ensure_latest_was_restored(latest.as_ref())?;
         let own = self.settings.identity.machine;
         let is_own_parent = latest.as_ref().is_some_and(|latest| latest.machine_id == own);
-        let pointed = latest.map(|snapshot| snapshot.id);
-        let parent = match pointed.as_deref().and_then(|id| id.parse::<Id>().ok()) {
+        let pointer_target = latest.map(|snapshot| snapshot.id);
+        let parent = match pointer_target.as_deref().and_then(|id| id.parse::<Id>().ok()) {
             Some(id) => read_parent(&repository, id).await?,
             None => None,
         };
@@ -369,7 +369,7 @@ impl FileBackup {
             max_bytes_per_second: self.settings.max_bytes_per_second,
             ..SaveOptions::new(self.settings.layout.user_home(), self.settings.origin())
         };
-        Ok(OpenSaver { saver: Saver::new(repository, options), parent, is_own_parent, pointed })
+        Ok(OpenSaver { saver: Saver::new(repository, options), parent, is_own_parent, pointer_target })
     }
 
     fn record_changed_since(&mut self, checked_at: Timestamp) {
@@ -463,9 +463,10 @@ impl FileBackup {
 }
 
 fn to_excluded_files(sizes: &ExcludedSizes, measured_at: Timestamp) -> ExcludedFiles {
-    let shown = |path: &Path| truncate_printable(&HomePath::from_relative(path.to_owned()).to_string());
+    let display_path =
+        |path: &Path| truncate_printable(&HomePath::from_relative(path.to_owned()).to_string());
     let to_file = |entry: &ExcludedEntry| ExcludedFile {
-        path: shown(&entry.path),
+        path: display_path(&entry.path),
         entries: entry.entries,
         bytes: entry.bytes,
     };

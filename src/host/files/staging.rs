@@ -42,7 +42,8 @@ impl Staging {
     /// or rename or remove it, because its parent directory is sticky and belongs to root.
     ///
     /// # Errors
-    /// If something else than a directory of svc-gateway or root has this name, or if the check fails.
+    /// If something other than a directory that belongs to svc-gateway or root has this name, or if its metadata cannot
+    /// be read.
     pub fn ensure_own(&self) -> Result<bool, FileError> {
         match fs::symlink_metadata(&self.path) {
             Ok(meta) if meta.is_dir() && [0, self.service_uid].contains(&meta.uid()) => Ok(true),
@@ -55,7 +56,8 @@ impl Staging {
         }
     }
 
-    /// Returns the data that [`Self::mark_complete`] wrote; `None` if the directory does not contain all files yet.
+    /// Returns the data that [`Self::mark_complete`] wrote; `None` if the directory does not contain all files yet, or
+    /// if the data is invalid.
     pub fn read_complete<T: DeserializeOwned>(&self) -> Result<Option<T>, FileError> {
         let text = fsx::read_if_exists(&self.path.join(COMPLETE_MARK))?;
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
@@ -67,7 +69,7 @@ impl Staging {
         fsx::write_atomic(&self.path.join(COMPLETE_MARK), &text, 0o600)
     }
 
-    /// Creates the directory, empty and inaccessible to other users. First removes the files of a killed run.
+    /// Creates the directory, empty and inaccessible to other users. First removes the files that a killed run left.
     ///
     /// # Errors
     /// If another user has created a directory with this name, or a directory cannot be removed or created.

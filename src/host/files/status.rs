@@ -30,11 +30,11 @@ pub struct FilesStatus {
     /// When the service saw the first change that is not in the store yet.
     #[serde(with = "clock::wire_option")]
     pub changed_since: Option<Timestamp>,
-    /// An estimate of the bytes that are not in the store yet; `None` if there are none, or if the number is unknown.
+    /// An estimate of the bytes that are not in the store yet; `None` if there are none, or if their number is unknown.
     pub pending_bytes: Option<u64>,
     /// The latest snapshot's id.
     pub snapshot: Option<String>,
-    /// The counts of the last save of the whole home.
+    /// The counts of the last save of the whole home directory.
     pub files: u64,
     pub bytes: u64,
     pub excluded: u64,
@@ -89,8 +89,8 @@ impl FilesStatus {
         before != (self.saved_until, self.changed_since, self.failing_since)
     }
 
-    /// Returns since when changes have been unsaved, if that is too long: the first unsaved change or failure is older
-    /// than `MAX_PENDING`, or the last save is older than `MAX_SAVE_AGE`.
+    /// Returns the time since which changes have been unsaved, if that is too long ago: the first unsaved change or
+    /// failure is at least `MAX_PENDING` old, or the last save is at least `MAX_SAVE_AGE` old.
     pub fn find_unsaved_since(&self, now: Timestamp) -> Option<Timestamp> {
         let since = self.changed_since.or(self.failing_since).or(self.saved_until)?;
         let is_old = |at: Timestamp, limit: SignedDuration| now.duration_since(at) >= limit;

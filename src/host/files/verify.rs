@@ -14,7 +14,7 @@ use svc_base::fsx;
 use svc_base::quantity::{format_bytes, pluralize};
 use svc_base::untrusted_text::truncate_printable;
 use svc_files::FilesError;
-use svc_files::affected::{Affected, AffectedPath, find_affected};
+use svc_files::affected::{AffectedFiles, AffectedPath, find_affected_files};
 use svc_files::verify::{PackShare, verify, verify_index};
 use svc_store::StoreError;
 
@@ -47,13 +47,14 @@ enum CheckError {
     NothingSaved,
 }
 
-/// Verifies the shares that are due, or with `all` every share. If that could be completed, runs a drill if one is due.
+/// Verifies the shares that are due, or every share with `should_verify_all`. If that could be completed, runs a drill
+/// if one is due.
 ///
 /// # Errors
 /// `Refused` if something is damaged or differs; `Unavailable` if a check could not be completed; `TryAgain` if another
 /// verification is still running after an hour; `Config` if the configuration is invalid; `Internal` if a file of the
 /// machine cannot be read or written.
-pub async fn run(layout: Layout, all: bool) -> Result<(), Failure> {
+pub async fn run(layout: Layout, should_verify_all: bool) -> Result<(), Failure> {
     let mut env = config::environment(&layout);
     let days = config::read_verify_within_days(&mut env);
     let days = env.finish(Some(days))?;
@@ -66,7 +67,8 @@ pub async fn run(layout: Layout, all: bool) -> Result<(), Failure> {
     let mut checks = FileChecks::read(layout).or_exit(Exit::Internal)?;
     let now = clock::now_ms();
     let days = u16::try_from(days).unwrap_or(u16::MAX);
-    let shares = if all { checks.select_all_shares(days) } else { checks.select_shares(days, now) };
+    let shares =
+        if should_verify_all { checks.select_all_shares(days) } else { checks.select_shares(days, now) };
     let mut result = VerifyResult { at: Some(now), ..VerifyResult::default() };
     let verified = verify_shares(&settings, &mut checks, &shares, &mut result).await;
     result.error = verified.as_ref().err().map(|error| format_chain(error));
@@ -132,12 +134,15 @@ async fn verify_shares(
             tracing::warn!(pack = %damaged.pack, why = damaged.why, "a pack is damaged; other packs have its content");
         }
         checks.record_share(*share, &verified, clock::now_ms());
-        // Written before the search for affected files, which can take a long time.
+        // Write the result before the search for affected files, which can take a long time.
         checks.write(&settings.layout).map_err(AccessError::File)?;
     }
     let blobs = checks.damaged_blobs();
-    let affected =
-        if blobs.is_empty() { Affected::default() } else { find_affected(&repository, &blobs).await? };
+    let affected = if blobs.is_empty() {
+        AffectedFiles::default()
+    } else {
+        find_affected_files(&repository, &blobs).await?
+    };
     checks.affected_snapshots = affected.snapshots;
     let describe = |file: AffectedPath| AffectedFile {
         path: truncate_printable(&HomePath::from_relative(file.path).to_string()),

@@ -26,8 +26,9 @@ pub fn too_large_problem(max_bytes: usize) -> Problem {
 /// # Errors
 /// The content type is not `application/json`.
 pub fn require_json(headers: &HeaderMap) -> Result<(), Problem> {
-    let given = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    let media_type = given.split(';').next().unwrap_or_default().trim();
+    let content_type =
+        headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    let media_type = content_type.split(';').next().unwrap_or_default().trim();
     if media_type.eq_ignore_ascii_case("application/json") {
         return Ok(());
     }

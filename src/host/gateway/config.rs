@@ -35,7 +35,7 @@ pub struct Config {
     pub statement_timeout: Duration,
     /// How long change events are kept.
     pub changes_retention: Duration,
-    /// A certificate chain that the operator places on the machine.
+    /// The file of a certificate chain that the operator has placed on the machine.
     pub certificate_file: Option<PathBuf>,
     /// Initial backoff after a failed certificate request.
     pub acme_initial_backoff: Duration,

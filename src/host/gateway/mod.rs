@@ -142,9 +142,9 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let services = Arc::new(Services::new(&config, event_id_secret)?);
     let Services { apps, database, quotas, changes, kernel, dispatcher, writers, .. } = &*services;
 
-    let release = release::current_version(&layout)
-        .map_or_else(String::new, |version| format!(" of release {version}"));
-    kernel.note(&format!("the gateway{release} has started"));
+    let release =
+        release::current_version(&layout).map_or_else(String::new, |version| format!(" (release {version})"));
+    kernel.note(&format!("the gateway has started{release}"));
     let supervisor = apps::SupervisorContext {
         layout: layout.clone(),
         registry: apps.clone(),

@@ -20,7 +20,7 @@ use svc_http::server::ListenerLimits;
 
 /// Reload interval for the waiting page, and `Retry-After` for problems, in seconds.
 const RETRY_AFTER_SECONDS: u64 = 3;
-/// Maximum number of concurrent requests about earlier states of files; `svc-files-history.socket` has the same limit.
+/// Maximum number of concurrent requests to the file history; `svc-files-history.socket` has the same limit.
 const MAX_HISTORY_REQUESTS: usize = 4;
 
 /// The machine's services behind the gateway.
@@ -73,7 +73,7 @@ pub async fn proxy_to_code(upstreams: &Upstreams, request: Request) -> Response 
     forward(&upstreams.code, "The code server", request).await
 }
 
-/// Proxies requests about earlier states of the owner's files.
+/// Proxies requests to the file history.
 pub async fn proxy_to_history(upstreams: &Upstreams, request: Request) -> Response {
     forward(&upstreams.history, "The file history", request).await
 }

@@ -176,7 +176,7 @@ pub fn bridge_router(gateway: &Gateway) -> Router {
         .with_state(gateway.clone())
 }
 
-/// Builds a router of routes, each behind its guards.
+/// Builds a router from these routes, each behind its guards.
 fn build_routes(routes: impl Iterator<Item = &'static Route>) -> Router<Gateway> {
     routes
         .fold(Router::new(), |router, route| router.route(route.endpoint.operation.path, guard_route(route)))

@@ -202,8 +202,8 @@ impl Writers {
                 self.reopen();
                 Ok(())
             }
-            Some(other) => {
-                let detail = format!("Writers are stopped for another operation, {}.", other.operation_id);
+            Some(current) => {
+                let detail = format!("Writers are stopped for another operation, {}.", current.operation_id);
                 Err(Problem::new(Code::InvalidState, detail))
             }
         }

@@ -59,11 +59,11 @@ struct CodeServer {
 /// The release lacks code-server, or Node.js for it.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "the release has no {what} ({} is missing); build the bundle with --runtime {argument}=DIR, or do not start svc-code",
+    "the release has no {component} ({} is missing); build the bundle with --runtime {argument}=DIR, or do not start svc-code",
     .path.display()
 )]
 struct MissingRuntime {
-    what: &'static str,
+    component: &'static str,
     path: PathBuf,
     argument: &'static str,
 }
@@ -73,7 +73,7 @@ impl CodeServer {
         let dir = runtime.join("code-server");
         let entry = ENTRY_POINTS.iter().map(|entry| dir.join(entry)).find(|entry| entry.is_file());
         let entry = entry.ok_or_else(|| MissingRuntime {
-            what: "code-server",
+            component: "code-server",
             path: dir.clone(),
             argument: "code-server",
         })?;
@@ -81,7 +81,7 @@ impl CodeServer {
         let nodes = [runtime.join("node/bin/node"), dir.join("lib/node")];
         let node = nodes.iter().find(|node| node.is_file()).cloned();
         let [path, _] = nodes;
-        let node = node.ok_or(MissingRuntime { what: "Node.js", path, argument: "node" })?;
+        let node = node.ok_or(MissingRuntime { component: "Node.js", path, argument: "node" })?;
         Ok(Self { node, entry })
     }
 
@@ -133,7 +133,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 async fn serve(layout: Layout) -> Result<(), Failure> {
     let server = CodeServer::find(&layout.runtime()).or_exit(Exit::Config)?;
     std::fs::create_dir_all(layout.home())
-        .context("cannot create the owner's home")
+        .context("cannot create the owner's home directory")
         .or_exit(Exit::Unavailable)?;
     let socket = claim_socket(&layout.owner_sockets())
         .context("cannot claim the Unix socket")
@@ -147,9 +147,9 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let pid = pid_of(&child);
     let status = tokio::select! {
         waited = child.wait() => waited.context("cannot wait for code-server").or_exit(Exit::Internal)?,
-        timed_out = supervise(&socket) => {
+        error = supervise(&socket) => {
             stop_child(&mut child).await.or_exit(Exit::Internal)?;
-            return Err(Failure::new(Exit::Unavailable, timed_out));
+            return Err(Failure::new(Exit::Unavailable, error));
         }
         () = forward_signals(pid, &mut signals) => {
             systemd::notify(&[NotifyState::Stopping]);
@@ -274,9 +274,9 @@ mod tests {
         touch(&npm);
         let missing = CodeServer::find(runtime).unwrap_err().to_string();
         assert!(missing.contains("no Node.js") && missing.contains("--runtime node="), "{missing}");
-        let own = runtime.join("code-server/lib/node");
-        touch(&own);
-        assert_eq!(CodeServer::find(runtime).unwrap(), CodeServer { node: own, entry: npm });
+        let included_node = runtime.join("code-server/lib/node");
+        touch(&included_node);
+        assert_eq!(CodeServer::find(runtime).unwrap(), CodeServer { node: included_node, entry: npm });
         let (node, entry) = (runtime.join("node/bin/node"), runtime.join("code-server/out/node/entry.js"));
         touch(&node);
         touch(&entry);

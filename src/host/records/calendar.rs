@@ -48,7 +48,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn days_and_months_start_by_local_time() {
+    fn days_and_months_start_in_local_time() {
         let next = |zone: &str, at: &str| {
             let (calendar, at) = (Calendar::for_zone(zone).unwrap(), at.parse().unwrap());
             (calendar.next_day(at).to_string(), calendar.next_month(at).to_string())

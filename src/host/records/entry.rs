@@ -79,7 +79,7 @@ pub struct DispatchError {
     pub turn: Option<u64>,
 }
 
-/// A file change in the home: a line of `audit.jsonl`.
+/// A file change in the home directory: a line of `audit.jsonl`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AuditEntry {
@@ -88,7 +88,7 @@ pub struct AuditEntry {
     #[serde(with = "clock::wire")]
     pub timestamp: Timestamp,
     pub op: FileOperation,
-    /// Relative to the home.
+    /// Relative to the home directory.
     pub path: String,
     /// The path is not valid UTF-8: in `path`, `\xNN` is a byte, and `\\` is a backslash.
     #[serde(default, skip_serializing_if = "is_false")]

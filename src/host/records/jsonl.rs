@@ -42,10 +42,10 @@ pub fn repair_tail(file: &mut File) -> std::io::Result<&'static [u8]> {
     let length = file.metadata()?.len();
     let start = length.saturating_sub(MAX_LINE_BYTES);
     file.seek(SeekFrom::Start(start))?;
-    let mut end = Vec::new();
-    file.take(MAX_LINE_BYTES).read_to_end(&mut end)?;
-    let tail_start = end.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
-    let tail = &end[tail_start..];
+    let mut buffer = Vec::new();
+    file.take(MAX_LINE_BYTES).read_to_end(&mut buffer)?;
+    let tail_start = buffer.iter().rposition(|&byte| byte == b'\n').map_or(0, |index| index + 1);
+    let tail = &buffer[tail_start..];
     if tail.is_empty() {
         return Ok(b"");
     }

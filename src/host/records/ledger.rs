@@ -31,7 +31,7 @@ struct KeyTotals {
 /// A day's keys, sorted and contiguous, so that years are scanned in milliseconds.
 #[derive(Debug, Default)]
 struct DayUsage {
-    all: Vec<KeyTotals>,
+    entries: Vec<KeyTotals>,
     /// Number of counted interactions.
     interaction_count: u64,
 }
@@ -39,28 +39,28 @@ struct DayUsage {
 impl DayUsage {
     fn totals_mut(&mut self, key: UsageKey) -> &mut Totals {
         // The lines in a file are mostly sorted, so a new key usually belongs at the end.
-        let found = match self.all.last() {
-            Some(last) if last.key >= key => self.all.binary_search_by_key(&key, |entry| entry.key),
-            _ => Err(self.all.len()),
+        let found = match self.entries.last() {
+            Some(last) if last.key >= key => self.entries.binary_search_by_key(&key, |entry| entry.key),
+            _ => Err(self.entries.len()),
         };
         let index = found.unwrap_or_else(|index| {
-            self.all.insert(index, KeyTotals { key, totals: Totals::default() });
+            self.entries.insert(index, KeyTotals { key, totals: Totals::default() });
             index
         });
-        &mut self.all[index].totals
+        &mut self.entries[index].totals
     }
 
     fn totals(&self, key: UsageKey) -> Totals {
-        let found = self.all.binary_search_by_key(&key, |entry| entry.key);
-        found.map_or_else(|_| Totals::default(), |index| self.all[index].totals)
+        let found = self.entries.binary_search_by_key(&key, |entry| entry.key);
+        found.map_or_else(|_| Totals::default(), |index| self.entries[index].totals)
     }
 
     /// Returns the totals of a user's keys, or of all keys.
     fn user_keys(&self, user: Option<NameId>) -> &[KeyTotals] {
-        let Some(user) = user else { return &self.all };
-        let from = self.all.partition_point(|entry| entry.key.user < user);
-        let length = self.all[from..].partition_point(|entry| entry.key.user == user);
-        &self.all[from..from + length]
+        let Some(user) = user else { return &self.entries };
+        let from = self.entries.partition_point(|entry| entry.key.user < user);
+        let length = self.entries[from..].partition_point(|entry| entry.key.user == user);
+        &self.entries[from..from + length]
     }
 }
 
@@ -224,14 +224,14 @@ impl Ledger {
     pub fn finish_recount(&mut self, recount: Recount) {
         let Recount { date, totals: mut recounted, interaction_count } = recount;
         let day = self.days.entry(date).or_default();
-        for entry in &day.all {
+        for entry in &day.entries {
             // A key without interactions becomes zero: usage.jsonl still has lines for it.
             recounted.entry(entry.key).or_default();
         }
         day.interaction_count = interaction_count;
         for (key, totals) in recounted {
             // A new key has no line yet, even with zero totals.
-            let is_new = day.all.binary_search_by_key(&key, |entry| entry.key).is_err();
+            let is_new = day.entries.binary_search_by_key(&key, |entry| entry.key).is_err();
             let current = day.totals_mut(key);
             if is_new || *current != totals {
                 *current = totals;
@@ -242,13 +242,17 @@ impl Ledger {
 
     /// Frees excess memory after the files have been read.
     pub fn shrink_to_fit(&mut self) {
-        self.days.values_mut().for_each(|day| day.all.shrink_to_fit());
+        self.days.values_mut().for_each(|day| day.entries.shrink_to_fit());
     }
 
     /// Returns the totals for a day.
     pub fn day_totals(&self, date: Date) -> Totals {
         let mut sum = Totals::default();
-        self.days.get(&date).into_iter().flat_map(|day| &day.all).for_each(|entry| sum.add(&entry.totals));
+        self.days
+            .get(&date)
+            .into_iter()
+            .flat_map(|day| &day.entries)
+            .for_each(|entry| sum.add(&entry.totals));
         sum
     }
 
@@ -308,13 +312,13 @@ impl Ledger {
     pub fn day_lines(&self, date: Date) -> impl Iterator<Item = UsageLine<'_>> {
         let day = self.days.get(&date);
         day.into_iter().flat_map(move |day| {
-            let used = day.all.iter().filter(|entry| entry.totals != Totals::default());
+            let used = day.entries.iter().filter(|entry| entry.totals != Totals::default());
             used.map(move |entry| self.build_line(date, entry.key, entry.totals, day.interaction_count))
         })
     }
 
     pub fn key_count(&self) -> usize {
-        self.days.values().map(|day| day.all.len()).sum()
+        self.days.values().map(|day| day.entries.len()).sum()
     }
 
     /// Returns the amount that a user spent from `start` to `end`, both inclusive.
@@ -326,7 +330,7 @@ impl Ledger {
 
     /// Returns the users with dispatches on or after this day.
     pub fn users_since(&self, start: Date) -> BTreeSet<&str> {
-        let all = self.days_between(Some(start), None).flat_map(|(_, day)| &day.all);
+        let all = self.days_between(Some(start), None).flat_map(|(_, day)| &day.entries);
         all.filter(|entry| entry.totals.dispatches > 0).map(|entry| self.name(entry.key.user)).collect()
     }
 

@@ -149,18 +149,18 @@ mod tests {
             let limits = limits(500, 0);
             let mut spent = Spending::default();
             let mut running: Vec<Dollars> = Vec::new();
-            for (cost, ends) in costs {
+            for (cost, should_end) in costs {
                 if check_limits(limits, &spent).is_ok() {
                     running.push(dollars(cost));
                     spent.reserved += limits.reservation;
                 }
-                if ends && let Some(cost) = running.pop() {
+                if should_end && let Some(cost) = running.pop() {
                     spent.today += cost;
                     spent.reserved = spent.reserved.saturating_sub(limits.reservation);
                 }
             }
-            let all = spent.today + running.iter().copied().sum();
-            prop_assert!(all < limits.daily + limits.reservation, "{:?}", all);
+            let total = spent.today + running.iter().copied().sum();
+            prop_assert!(total < limits.daily + limits.reservation, "{:?}", total);
         }
     }
 }

@@ -30,10 +30,10 @@ impl Dollars {
         self.0
     }
 
-    /// Converts a number of dollars, rounded to the nearest amount.
+    /// Converts a number of dollars, rounded to the nearest billionth.
     ///
     /// # Errors
-    /// [`InvalidAmount`]: negative, not finite, or above the maximum.
+    /// [`InvalidAmount`] if `dollars` is negative, not finite, or above the maximum.
     pub fn from_f64(dollars: f64) -> Result<Self, InvalidAmount> {
         if !(0.0..=MAX_DOLLARS).contains(&dollars) {
             return Err(InvalidAmount);
@@ -120,10 +120,10 @@ mod tests {
 
     #[test]
     fn display_shows_at_least_cents() {
-        for (nanos, shown) in
+        for (nanos, expected) in
             [(0, "$0.00"), (12_300_000_000, "$12.30"), (1_234, "$0.000001234"), (500_000_000, "$0.50")]
         {
-            assert_eq!(Dollars::from_nanos(nanos).to_string(), shown);
+            assert_eq!(Dollars::from_nanos(nanos).to_string(), expected);
         }
     }
 

@@ -11,7 +11,7 @@ use svc_base::fsx::FileError;
 const CHUNK_BYTES: u64 = 64 << 10;
 /// Longer lines are skipped.
 const MAX_LINE_BYTES: usize = 8 << 20;
-/// Maximum bytes read per page: a filter with few matches gets a short page and a cursor.
+/// Maximum number of bytes read per page: a filter with few matches gets a short page and a cursor.
 const MAX_READ_BYTES: u64 = 16 << 20;
 
 /// The caller's decision on a line.
@@ -43,8 +43,8 @@ pub enum PageError {
 /// [`Verdict::Stop`], or `MAX_READ_BYTES` have been read.
 ///
 /// # Errors
-/// [`PageError::Gone`] if the file of `before` no longer exists or is shorter; [`PageError::File`] if a file cannot be
-/// read.
+/// [`PageError::Gone`] if the file that `before` refers to no longer exists, or has become shorter than its offset;
+/// [`PageError::File`] if a file cannot be read.
 pub fn read_newest(
     kind: RecordKind,
     logs: &Path,
@@ -146,13 +146,14 @@ impl BackwardReader {
         loop {
             if self.is_skipping {
                 let end = self.text.iter().rposition(|&byte| byte == b'\n');
-                self.text.truncate(end.map_or(0, |at| at + 1));
+                self.text.truncate(end.map_or(0, |index| index + 1));
                 (self.searched, self.is_skipping) = (0, end.is_none());
             }
             if !self.is_skipping && !self.text.is_empty() {
                 let unsearched = self.text.len() - self.searched.max(1);
-                let before = self.text[..unsearched].iter().rposition(|&byte| byte == b'\n').map(|at| at + 1);
-                if let Some(start) = before.or((self.text_offset == 0).then_some(0)) {
+                let newline = self.text[..unsearched].iter().rposition(|&byte| byte == b'\n');
+                let line_start = newline.map(|index| index + 1);
+                if let Some(start) = line_start.or((self.text_offset == 0).then_some(0)) {
                     let mut line = self.text.split_off(start);
                     line.pop();
                     self.searched = 0;
@@ -205,7 +206,7 @@ mod tests {
         fn pages_return_each_line_once(
             files in prop::collection::vec(prop::collection::vec(0_usize..70_000, 0..6), 1..4),
             limit in 1_usize..5,
-            torn in any::<bool>(),
+            is_torn in any::<bool>(),
         ) {
             let dir = tempfile::tempdir().unwrap();
             let mut expected = Vec::new();
@@ -213,13 +214,13 @@ mod tests {
             for (n, lengths) in files.iter().enumerate() {
                 let name = if n == last { "audit.jsonl".to_owned() } else { format!("audit-2026-11-{:02}.jsonl", n + 1) };
                 let mut text = String::new();
-                for (at, length) in lengths.iter().enumerate() {
-                    let line = format!("{n} {at} {}", "x".repeat(*length));
+                for (index, length) in lengths.iter().enumerate() {
+                    let line = format!("{n} {index} {}", "x".repeat(*length));
                     text.push_str(&line);
                     text.push('\n');
                     expected.push(line);
                 }
-                if torn && n == last {
+                if is_torn && n == last {
                     text.push_str("half a li");
                 }
                 fs::write(dir.path().join(name), text).unwrap();
@@ -245,8 +246,8 @@ mod tests {
             (vec!["3".to_owned()], Page { lines: vec!["2".into(), "1".into()], next: None })
         );
         fs::remove_file(renamed).unwrap();
-        let gone = read_newest(RecordKind::Audit, dir.path(), Some(cursor), 5, |_| Verdict::Take);
-        assert!(matches!(gone, Err(PageError::Gone)));
+        let result = read_newest(RecordKind::Audit, dir.path(), Some(cursor), 5, |_| Verdict::Take);
+        assert!(matches!(result, Err(PageError::Gone)));
         for wrong in ["", "1", "1-2", "1-2-", "-1-2", "01-2-3", "1-2-3-4", "a-b-c"] {
             assert!(wrong.parse::<LinePosition>().is_err(), "{wrong}");
         }

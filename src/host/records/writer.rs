@@ -229,10 +229,10 @@ impl Shared {
                 buffers.into_iter().for_each(|buffer| file.push(buffer));
             }
             files.sort_by_key(|(record, _)| *record);
-            let written = self.write_files(&mut files, is_stopping);
+            let is_all_written = self.write_files(&mut files, is_stopping);
             self.return_buffers(&mut files);
             let directory = replacement.and_then(|replacement| self.replace_file(replacement, &mut files));
-            let flush = flush.filter(|_| written);
+            let flush = flush.filter(|_| is_all_written);
             if is_stopping || flush.is_some() || sync_requested_at.elapsed() >= SYNC_INTERVAL {
                 let mut unsynced: Vec<UnsyncedFile> =
                     files.iter_mut().flat_map(|(_, file)| file.take_unsynced()).collect();
@@ -249,7 +249,7 @@ impl Shared {
             if is_stopping {
                 return;
             }
-            if !written {
+            if !is_all_written {
                 self.wait_before_retry();
             }
         }

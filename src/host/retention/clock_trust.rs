@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn persists_state_and_ignores_damaged_file() {
+    fn persists_state_and_ignores_malformed_file() {
         let dir = tempfile::tempdir().unwrap();
         let (file, logs) = (dir.path().join("clock.json"), dir.path().join("logs"));
         std::fs::create_dir(&logs).unwrap();

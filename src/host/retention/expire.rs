@@ -108,8 +108,9 @@ mod tests {
     }
 
     /// Simulates four months hour by hour. Each hour, the check runs, and a record for the clock's current day is
-    /// written unless the clock is behind. Each jump (its hour, days ahead, and hours) lasts for less than a day. The
-    /// machine may be off for up to two months (from an hour, for a number of days).
+    /// written unless the clock is behind. Each jump has a start hour, a number of days ahead, and a duration of less
+    /// than a day, in hours. `off` is a period of up to two months in which the machine is off: its start hour, and its
+    /// duration in days.
     fn simulate_four_months(jumps: &[(u16, i64, u8)], off: Option<(u16, u16)>) -> Result<(), TestCaseError> {
         const HOUR: i64 = 3600;
         let start: i64 = TODAY.to_zoned(jiff::tz::TimeZone::UTC).unwrap().timestamp().as_second();

@@ -130,7 +130,7 @@ mod tests {
             assert!(rotate_and_expire(&layout, &Calendar::utc(), now).is_ok());
         };
         run_after(0);
-        assert_eq!(files(), 0, "records expire although no newer ones were written");
+        assert_eq!(files(), 0, "records expire even though no newer ones were written");
         // A clock that jumps ahead deletes nothing.
         std::fs::write(logs.join(format!("interactions-{}.jsonl", Calendar::utc().day(now))), "{}\n")
             .unwrap();

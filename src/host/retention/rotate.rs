@@ -32,8 +32,8 @@ pub struct DaySpan {
 }
 
 /// Returns the day for a record's new name, or `None` if the record was started today or later. The day is the record's
-/// last day, so that no line expires early, even if the clock was set back. If the last day is today, it is yesterday,
-/// because today is not over: today's lines in the file then expire one day early.
+/// last day, so that no line expires early, even if the clock was set back. If the last day is today, yesterday is
+/// returned instead, because today is not over: in that case, today's lines in the file expire one day early.
 pub fn rotation_day(span: DaySpan, today: Date) -> Option<Date> {
     let yesterday = today.yesterday().ok()?;
     (span.first < today).then(|| if span.last == today { yesterday } else { span.last })

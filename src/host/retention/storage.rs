@@ -1,7 +1,8 @@
-//! The daily measurement: one line in `storage.jsonl` with the sizes of the disk, the home, apps, logs and the
-//! database.
+//! The daily measurement: one line in `storage.jsonl` with the sizes of the disk, the home directory, apps, logs and
+//! the database.
 //!
-//! Apps and logs are part of the home; an app's schema is part of the database. Each day has at most one line.
+//! Apps and logs are part of the home directory; an app's schema is part of the database. Each day has at most one
+//! line.
 
 mod disk_usage;
 
@@ -58,7 +59,7 @@ pub struct StorageLine {
     #[serde(with = "clock::wire")]
     pub timestamp: Timestamp,
     pub date: Date,
-    /// The size of the file system that contains the home.
+    /// The size of the file system that contains the home directory.
     pub disk_bytes: u64,
     pub disk_free_bytes: u64,
     #[serde(flatten)]
@@ -99,8 +100,8 @@ pub fn record_path(layout: &Layout) -> PathBuf {
 /// Measures, and appends today's line.
 ///
 /// # Errors
-/// [`StorageError`] if the home, the database or the record is not accessible. A later run on this day measures again,
-/// unless the line was written but could not be synced.
+/// [`StorageError`] if the home directory, the database or the record is not accessible, or the database does not
+/// respond in time. A later run on this day measures again, unless the line was written but could not be synced.
 pub async fn measure(
     layout: &Layout,
     server: &PostgresServer,

@@ -26,14 +26,14 @@ pub const ARCHIVE_INFO: &str = "export.json";
 pub const DUMP: &str = "database.dump";
 /// The dump's sidecar, in the same format as a snapshot's.
 pub const SIDECAR: &str = "database.json";
-/// Prefix of the home's files.
+/// Prefix of the home directory's files.
 pub const HOME: &str = "home";
 pub const MANIFEST: &str = "manifest.json";
-/// The gateway's part of the home, below [`HOME`]: records and the owner's settings.
+/// The gateway's part of the home directory, below [`HOME`]: records and the owner's settings.
 pub const SYSTEM: &str = "system";
-/// Prefix of an import's directory of staged files, below the home and its [`SYSTEM`]; not archived.
+/// Prefix of an import's directory of staged files, below the home directory and its [`SYSTEM`]; not archived.
 pub const STAGING_PREFIX: &str = ".import-";
-/// Prefix of an import's directory of replaced files, below the home and its [`SYSTEM`]; not archived.
+/// Prefix of an import's directory of replaced files, below the home directory and its [`SYSTEM`]; not archived.
 pub const REPLACED_PREFIX: &str = ".before-import-";
 
 /// Origin of an archive.
@@ -69,8 +69,8 @@ pub struct ArchiveEntry {
 pub struct Manifest {
     pub version: u32,
     pub entries: Vec<ArchiveEntry>,
-    /// Entries below the home that could not be archived: sockets, devices, FIFOs, and those that could not be read or
-    /// were deleted during the export.
+    /// Entries below the home directory that could not be archived: sockets, devices, FIFOs, and those that could not
+    /// be read or were deleted during the export.
     pub left_out: Vec<String>,
 }
 
@@ -107,7 +107,8 @@ pub fn copy_hashed(mut from: impl Read, mut to: impl Write) -> io::Result<(u64, 
     }
 }
 
-/// Returns whether a name directly below the home or its [`SYSTEM`] is an import's directory, which is not archived.
+/// Returns whether a name directly below the home directory or its [`SYSTEM`] is an import's directory, which is not
+/// archived.
 pub fn is_import_directory(name: &OsStr) -> bool {
     let name = name.as_bytes();
     name.starts_with(STAGING_PREFIX.as_bytes()) || name.starts_with(REPLACED_PREFIX.as_bytes())
@@ -118,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn encode_path_is_injective() {
+    fn encode_path_escapes_invalid_utf8_and_percent() {
         let encode = |bytes: &[u8]| encode_path(Path::new(OsStr::from_bytes(bytes)));
         assert_eq!(encode("home/ä b".as_bytes()), "home/ä b");
         assert_eq!(encode(b"home/\xff"), "home/%FF");

@@ -1,4 +1,4 @@
-//! Progress of the running backup: `svc-db-backup` writes it, the gateway reports it to the platform.
+//! Progress of the running backup: `svc-db-backup` writes it, and the gateway reports it to the platform.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};

@@ -76,14 +76,14 @@ impl CheckRecord {
 
     /// Describes the check for `activity.log`.
     fn describe(&self) -> String {
-        let what = match self.check {
+        let name = match self.check {
             CheckKind::Verify => "snapshot verification",
             CheckKind::Drill => "the test restore of a snapshot",
         };
         let error = self.error.as_deref().unwrap_or("unknown error");
         match self.status {
-            Status::Success => format!("{what} succeeded ({} intact)", self.snapshots),
-            Status::Error => format!("{what} failed: {error}"),
+            Status::Success => format!("{name} succeeded ({} intact)", self.snapshots),
+            Status::Error => format!("{name} failed: {error}"),
         }
     }
 

@@ -19,7 +19,7 @@ pub struct RestoreMarker {
     pub completed_at: Option<Timestamp>,
     /// Key of the restored snapshot; `None` if the machine started with an empty database, or adopted one.
     pub snapshot: Option<String>,
-    /// Absent in markers of earlier releases.
+    /// Absent in markers that earlier releases wrote.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub database_identity: Option<DatabaseIdentity>,
 }

@@ -1,4 +1,4 @@
-//! The side database: a snapshot loaded beside the owner's database, to copy tables back from.
+//! The side database: a snapshot loaded next to the owner's database, to copy tables back from.
 //!
 //! The gateway and `svc-db-backup` share the request file and the state file that this module defines. The gateway
 //! serves the state.

@@ -24,7 +24,7 @@ pub struct AppSize {
 /// used for anything else.
 ///
 /// # Errors
-/// Database errors, including a table that stays locked for more than two seconds.
+/// If a query fails, for example because a table stays locked for more than two seconds.
 pub async fn measure(client: &Client) -> Result<BTreeMap<String, AppSize>, tokio_postgres::Error> {
     client.batch_execute(SESSION_TIMEOUTS).await?;
     let mut sizes = BTreeMap::new();

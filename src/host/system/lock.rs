@@ -28,7 +28,7 @@ pub enum LockError {
 
 impl Lock {
     /// # Errors
-    /// `Held` if another run holds the lock.
+    /// `Held` if another run holds the lock; `File` if the file cannot be created, opened or locked.
     pub fn acquire(path: &Path) -> Result<Self, LockError> {
         if let Some(dir) = path.parent() {
             std::fs::create_dir_all(dir).map_err(FileError::wrap("create directory", dir))?;
@@ -50,7 +50,7 @@ impl Lock {
     /// lock should use [`Self::wait`] instead of [`Self::acquire`].
     ///
     /// # Errors
-    /// [`LockError::File`].
+    /// [`LockError::File`] if the file exists and cannot be opened or locked.
     pub fn is_held(path: &Path) -> Result<bool, LockError> {
         let file = match File::open(path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
@@ -66,7 +66,8 @@ impl Lock {
     /// Waits for the lock.
     ///
     /// # Errors
-    /// `Held` if another run still holds the lock when the timeout expires.
+    /// `Held` if another run still holds the lock when the timeout expires; `File` if the file cannot be created,
+    /// opened or locked.
     pub async fn wait(path: &Path, timeout: Duration) -> Result<Self, LockError> {
         let deadline = Instant::now() + timeout;
         loop {

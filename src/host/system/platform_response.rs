@@ -4,7 +4,7 @@ use serde::Deserialize;
 
 use svc_http::body::{ResponseBodyError, read_response};
 
-/// Far larger than the largest response, a heartbeat response with many proof keys.
+/// Maximum size of a response body: far larger than the largest response, a heartbeat response with many proof keys.
 pub const MAX_RESPONSE_BYTES: usize = 256 << 10;
 
 /// Reads the body of a response.

@@ -61,7 +61,8 @@ impl PostgresServer {
     }
 
     /// # Errors
-    /// [`ConnectError`], within 10 s after the name lookups, which take up to 5 s for each host name.
+    /// [`ConnectError`] if a host name cannot be resolved, which takes at most 5 s for each name, or if the connection
+    /// then fails or is not established within 10 s.
     pub async fn connect(&self, database: &str, application: &str) -> Result<Client, ConnectError> {
         let mut config = self.config.clone();
         config.dbname(database).application_name(application).connect_timeout(CONNECT_TIMEOUT);

@@ -46,7 +46,7 @@ pub enum ReleaseError {
 
 impl Release {
     /// # Errors
-    /// [`ReleaseError`], including if the file is missing.
+    /// [`ReleaseError::File`] if the file is missing or cannot be read; [`ReleaseError::Malformed`] if it is not valid.
     pub fn read(dir: &Path) -> Result<Self, ReleaseError> {
         let path = dir.join(MANIFEST_FILE);
         let text = std::fs::read(&path).map_err(FileError::wrap("read", &path))?;

@@ -33,28 +33,28 @@ pub enum EntryKind {
 /// Limits for an archive.
 #[derive(Debug, Clone, Copy)]
 pub struct TarLimits {
-    /// Number of entries, including long-name records and PAX headers.
-    pub entries: usize,
-    /// Bytes in one path or link target.
-    pub name_bytes: usize,
-    /// Bytes in all paths and link targets.
+    /// Maximum number of entries, including long-name records and PAX headers.
+    pub max_entries: usize,
+    /// Maximum number of bytes in one path or link target.
+    pub max_name_bytes: usize,
+    /// Maximum number of bytes in all paths and link targets.
     pub max_total_name_bytes: u64,
-    /// Bytes in one file.
-    pub file_bytes: u64,
-    /// Bytes in all files.
+    /// Maximum number of bytes in one file.
+    pub max_file_bytes: u64,
+    /// Maximum number of bytes in all files.
     pub max_total_file_bytes: u64,
 }
 
 /// The reason the rest of an archive is not read.
 #[derive(Debug, thiserror::Error)]
 pub enum TarError {
-    #[error("it is damaged or truncated")]
-    Damaged(#[source] io::Error),
+    #[error("it is malformed or truncated")]
+    Malformed(#[source] io::Error),
     /// `entry` is the entry's path or a PAX attribute's key, quoted so that it is safe to print.
     #[error("{entry}: {why}")]
     Rejected { entry: String, why: &'static str },
-    #[error("it has more than {limit} {what}")]
-    LimitExceeded { what: &'static str, limit: u64 },
+    #[error("it has more than {limit} {quantity}")]
+    LimitExceeded { quantity: &'static str, limit: u64 },
 }
 
 impl TarError {
@@ -79,37 +79,41 @@ impl<'a, R: Read> TarReader<'a, R> {
     /// # Errors
     /// [`TarError`] if the archive has been read before.
     pub fn new(archive: &'a mut tar::Archive<R>, limits: TarLimits) -> Result<Self, TarError> {
-        let entries = archive.entries().map_err(TarError::Damaged)?.raw(true);
+        let entries = archive.entries().map_err(TarError::Malformed)?.raw(true);
         Ok(Self { entries, limits, path_digests: HashSet::new(), count: 0, name_bytes: 0, file_bytes: 0 })
     }
 
     /// Returns the next file, directory or symbolic link; `None` at the end of the archive.
     ///
     /// # Errors
-    /// [`TarError`]; the rest of the archive must not be used.
+    /// [`TarError`] if the archive is malformed or truncated, the entry is rejected, or a limit is exceeded. The rest
+    /// of the archive must not be used.
     pub fn next_entry(&mut self) -> Result<Option<TarEntry<'a, R>>, TarError> {
         let mut names = LongNames::default();
         while let Some(raw) = self.entries.next() {
-            let mut raw = raw.map_err(TarError::Damaged)?;
+            let mut raw = raw.map_err(TarError::Malformed)?;
             self.count += 1;
-            if self.count > self.limits.entries {
-                return Err(TarError::LimitExceeded { what: "entries", limit: self.limits.entries as u64 });
+            if self.count > self.limits.max_entries {
+                return Err(TarError::LimitExceeded {
+                    quantity: "entries",
+                    limit: self.limits.max_entries as u64,
+                });
             }
-            if !names.read_record(&mut raw, self.limits.name_bytes)? {
+            if !names.read_record(&mut raw, self.limits.max_name_bytes)? {
                 return self.accept(raw, names).map(Some);
             }
         }
         if names == LongNames::default() {
             Ok(None)
         } else {
-            Err(TarError::Damaged(io::Error::other("its last entry is missing")))
+            Err(TarError::Malformed(io::Error::other("its last entry is missing")))
         }
     }
 
     fn accept(&mut self, raw: tar::Entry<'a, R>, names: LongNames) -> Result<TarEntry<'a, R>, TarError> {
         let path = match names.path {
             Some(path) => path,
-            None => raw.path().map_err(TarError::Damaged)?.into_owned(),
+            None => raw.path().map_err(TarError::Malformed)?.into_owned(),
         };
         let kind = match raw.header().entry_type() {
             EntryType::Regular => EntryKind::File,
@@ -120,7 +124,7 @@ impl<'a, R: Read> TarReader<'a, R> {
         let link = match (kind, names.link) {
             (EntryKind::Link, Some(link)) => link,
             (EntryKind::Link, None) => {
-                raw.link_name().map_err(TarError::Damaged)?.unwrap_or_default().into_owned()
+                raw.link_name().map_err(TarError::Malformed)?.unwrap_or_default().into_owned()
             }
             (_, Some(_)) => {
                 return Err(TarError::rejected(&path, "it is not a symbolic link, but has a target"));
@@ -128,19 +132,19 @@ impl<'a, R: Read> TarReader<'a, R> {
             (_, None) => PathBuf::new(),
         };
         let max_len = path.as_os_str().len().max(link.as_os_str().len());
-        if max_len > self.limits.name_bytes {
+        if max_len > self.limits.max_name_bytes {
             return Err(TarError::rejected(&path, "its name or its target is too long"));
         }
         if path.as_os_str().as_bytes().contains(&0) || link.as_os_str().as_bytes().contains(&0) {
             return Err(TarError::rejected(&path, "its name or its target has a NUL byte"));
         }
         let header = raw.header();
-        let size = header.entry_size().map_err(TarError::Damaged)?;
+        let size = header.entry_size().map_err(TarError::Malformed)?;
         if kind != EntryKind::File && size != 0 {
             return Err(TarError::rejected(&path, "it is not a file, but has content"));
         }
         let (mode, modified) = (header.mode(), header.mtime());
-        let (mode, modified) = (mode.map_err(TarError::Damaged)?, modified.map_err(TarError::Damaged)?);
+        let (mode, modified) = (mode.map_err(TarError::Malformed)?, modified.map_err(TarError::Malformed)?);
         self.count_against_limits(&path, &link, size)?;
         if !self.path_digests.insert(name_digest(&path)) {
             return Err(TarError::rejected(&path, "it occurs more than once"));
@@ -150,20 +154,20 @@ impl<'a, R: Read> TarReader<'a, R> {
 
     fn count_against_limits(&mut self, path: &Path, link: &Path, size: u64) -> Result<(), TarError> {
         let limits = self.limits;
-        if size > limits.file_bytes {
+        if size > limits.max_file_bytes {
             return Err(TarError::rejected(path, "it exceeds the size limit for a file"));
         }
         self.file_bytes = self.file_bytes.saturating_add(size);
         if self.file_bytes > limits.max_total_file_bytes {
             return Err(TarError::LimitExceeded {
-                what: "bytes in files",
+                quantity: "bytes in files",
                 limit: limits.max_total_file_bytes,
             });
         }
         self.name_bytes += (path.as_os_str().len() + link.as_os_str().len()) as u64;
         if self.name_bytes > limits.max_total_name_bytes {
             return Err(TarError::LimitExceeded {
-                what: "bytes in names",
+                quantity: "bytes in names",
                 limit: limits.max_total_name_bytes,
             });
         }
@@ -234,7 +238,7 @@ impl LongNames {
 
     fn read_attributes(&mut self, text: &[u8]) -> Result<(), TarError> {
         for attribute in tar::PaxExtensions::new(text) {
-            let attribute = attribute.map_err(TarError::Damaged)?;
+            let attribute = attribute.map_err(TarError::Malformed)?;
             match attribute.key_bytes() {
                 b"path" => set_once(&mut self.path, attribute.value_bytes())?,
                 b"linkpath" => set_once(&mut self.link, attribute.value_bytes())?,
@@ -263,14 +267,14 @@ fn rejected_attribute(key: &[u8], why: &'static str) -> TarError {
 /// Reads a whole long-name record or PAX header of at most `max` bytes. Memory grows with the bytes present, not with
 /// the size in the header.
 fn read_bounded(raw: &mut tar::Entry<'_, impl Read>, max: u64) -> Result<Vec<u8>, TarError> {
-    let claimed = raw.header().entry_size().map_err(TarError::Damaged)?;
+    let claimed = raw.header().entry_size().map_err(TarError::Malformed)?;
     if claimed > max {
-        return Err(TarError::LimitExceeded { what: "bytes in a long-name record", limit: max });
+        return Err(TarError::LimitExceeded { quantity: "bytes in a long-name record", limit: max });
     }
     let mut text = Vec::new();
-    raw.read_to_end(&mut text).map_err(TarError::Damaged)?;
+    raw.read_to_end(&mut text).map_err(TarError::Malformed)?;
     if (text.len() as u64) < claimed {
-        return Err(TarError::Damaged(io::ErrorKind::UnexpectedEof.into()));
+        return Err(TarError::Malformed(io::ErrorKind::UnexpectedEof.into()));
     }
     Ok(text)
 }

@@ -2,7 +2,7 @@
 //!
 //! Only the sync agent writes the file. It stores the next token durably before it sends a heartbeat with it, and keeps
 //! the previous one, which the platform may still accept if it rejects the stored one. Every call rereads the file, so
-//! a long backup notices a rotation. Root also reads the file, although another user can write it: root follows no
+//! a long backup notices a rotation. Root also reads the file, even though another user can write it: root follows no
 //! links, and accepts only a regular file whose content has the format of this machine's token.
 //!
 //! Invariant: even after a crash while a token is being stored, the file is complete: it has the old content or the
@@ -21,7 +21,7 @@ use super::vars::UPGRADE_TOKEN;
 use crate::system::layout::Layout;
 use svc_base::config::set_env_lines;
 use svc_base::error_chain::format_chain;
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::{self, FileError};
 use svc_machine::id::MachineId;
 
@@ -63,7 +63,7 @@ pub enum TokenError {
     #[error(transparent)]
     File(#[from] FileError),
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 #[derive(Serialize, Deserialize)]
@@ -110,7 +110,8 @@ impl UpgradeToken {
     /// token that does not rotate.
     ///
     /// # Errors
-    /// `ForeignToken`, and nothing is stored; `File` if the token could not be written, or not durably.
+    /// `ForeignToken` if the token does not belong to this machine; nothing is stored in that case. `File` if the token
+    /// could not be written, or not durably.
     pub fn store(&self, next: &SecretString, previous: &SecretString) -> Result<(), TokenError> {
         let Some(token_file) = &self.stored else { return Ok(()) };
         if !belongs_to(next.expose_secret(), token_file.machine) {
@@ -195,7 +196,8 @@ fn generation(token: &str) -> u32 {
 /// the token only there. The token stays valid during the update, because the sync agent stores no token meanwhile.
 ///
 /// # Errors
-/// [`FileError`]; `host.env` is unchanged, unless only the sync of its directory failed.
+/// [`FileError`] if a file cannot be read or written. `host.env` is unchanged, unless only the sync of its directory
+/// failed.
 pub fn write_to_host_env(layout: &Layout, token: &UpgradeToken) -> Result<(), FileError> {
     let current = token.current();
     if current.expose_secret() == token.initial.expose_secret() {

@@ -51,11 +51,11 @@ pub fn switch_to_gateway_user(layout: &Layout) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Like [`switch_to_gateway_user`], but keeps the capabilities `kept`, as a unit with ambient capabilities does.
+/// Like [`switch_to_gateway_user`], but keeps `capabilities`, as a unit with ambient capabilities does.
 ///
 /// # Errors
 /// If the kernel refuses.
-pub fn switch_to_gateway_user_with(layout: &Layout, kept: CapabilitySet) -> anyhow::Result<()> {
+pub fn switch_to_gateway_user_with(layout: &Layout, capabilities: CapabilitySet) -> anyhow::Result<()> {
     if !geteuid().is_root() {
         return Ok(());
     }
@@ -65,7 +65,11 @@ pub fn switch_to_gateway_user_with(layout: &Layout, kept: CapabilitySet) -> anyh
         return Ok(());
     }
     // The change of user has cleared the effective set, but not the permitted one.
-    let sets = CapabilitySets { effective: kept, permitted: kept, inheritable: CapabilitySet::empty() };
+    let sets = CapabilitySets {
+        effective: capabilities,
+        permitted: capabilities,
+        inheritable: CapabilitySet::empty(),
+    };
     Ok(set_capabilities(None, sets)?)
 }
 
@@ -74,7 +78,7 @@ pub fn switch_to_gateway_user_with(layout: &Layout, kept: CapabilitySet) -> anyh
 pub enum MachineUser {
     /// `svc-gateway`: env files, database, records.
     Gateway,
-    /// `svc`: the owner's home.
+    /// `svc`: the owner's home directory.
     Owner,
 }
 
@@ -86,7 +90,7 @@ const OWNER_VARIABLES: [&str; 4] = ["PATH", "LANG", "RUST_LOG", "SVC_ROOT"];
 /// user. If this process is not root, or the machine has only root, the applet keeps the current user.
 ///
 /// # Errors
-/// If the path of this executable cannot be found; for the owner's user, also if root cannot find out that user's ids.
+/// If the path of this executable cannot be found; for the owner's user, also if root cannot determine that user's ids.
 pub fn applet_command(layout: &Layout, user: MachineUser, args: &[&str]) -> io::Result<Command> {
     let mut command = Command::new(std::env::current_exe()?);
     command.args(args).kill_on_drop(true).current_dir("/");
@@ -113,7 +117,7 @@ pub fn end_with_parent() {
 /// Returns whether this process is root on a machine with separate users.
 ///
 /// # Errors
-/// If this process is root and there is no `host.env`.
+/// If this process is root, and `host.env` does not exist or cannot be inspected.
 pub fn is_root_with_separate_users(layout: &Layout) -> io::Result<bool> {
     Ok(geteuid().is_root() && std::fs::metadata(layout.host_env())?.uid() != 0)
 }

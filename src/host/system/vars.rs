@@ -86,7 +86,7 @@ svc_base::variables! {
         /// certificates](../operating/certificates.md#certificates-from-files).
         GATEWAY_TLS_CERT_FILE: "path" = unset;
         /// Initial backoff after a failed request for a certificate. It doubles, up to 6 hours; jitter adds up
-        /// to 100 %.
+        /// to 100%.
         ACME_RETRY_SECONDS: "seconds, at least 1" = "120";
         /// Timeout of an app's SQL statement.
         BRIDGE_STATEMENT_TIMEOUT_MS: "milliseconds, at least 1" = "10000";

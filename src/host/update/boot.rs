@@ -24,7 +24,7 @@ use crate::system::vars;
 use svc_base::applet::{Exit, Failure};
 use svc_base::config::Env;
 use svc_base::error_chain::format_chain;
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::FileError;
 use svc_machine::name::ImageVersion;
 use svc_store::bundle;
@@ -68,7 +68,7 @@ enum BootError {
     #[error(transparent)]
     File(#[from] FileError),
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 impl BootError {

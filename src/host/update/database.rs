@@ -12,7 +12,7 @@ use crate::system::config;
 use crate::system::layout::Layout;
 use crate::system::vars;
 use svc_base::config::{format_env_line, parse_env_file};
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::{self, FileError};
 
 #[derive(Debug, thiserror::Error)]
@@ -22,7 +22,7 @@ pub enum DatabaseError {
     #[error(transparent)]
     File(#[from] FileError),
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 /// Writes a new password to `postgres.env`, or reuses the one there, and appends `DATABASE_URL` with it to `host.env`.

@@ -1,5 +1,5 @@
-//! Downloads a bundle, or a file beside it, sequentially. An interrupted download is resumed with a Range request, if
-//! the file has the same strong ETag as before.
+//! Downloads a bundle, or one of its companion files, sequentially. An interrupted download is resumed with a Range
+//! request, if the file has the same strong ETag as before.
 //!
 //! `UPGRADE_TOKEN` is sent only to the platform's own origin.
 
@@ -17,14 +17,14 @@ use url::Url;
 use crate::system::backoff::Backoff;
 use crate::system::config::PlatformAccess;
 use crate::system::upgrade_token::UpgradeToken;
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 use svc_http::client::{self, Deadlines};
 use svc_http::request_id;
 
 /// Maximum time for retries without progress. It starts again when an attempt that received new bytes ends.
 const STALL_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// The URL of a bundle or of a file beside it, and the token for the platform, if the URL is the platform's.
+/// The URL of a bundle or of a companion file, and the token for the platform, if the URL is the platform's.
 pub struct BundleSource {
     url: Url,
     token: Option<UpgradeToken>,
@@ -63,7 +63,7 @@ pub enum DownloadError {
     #[error("the archive was rejected")]
     Abandoned,
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 impl DownloadError {
@@ -88,7 +88,7 @@ impl BundleSource {
     /// Reads a small file completely.
     ///
     /// # Errors
-    /// [`DownloadError`], for example if the file is larger than `max_bytes`.
+    /// [`DownloadError`] if the download fails, or the file is larger than `max_bytes`.
     pub async fn read(&self, max_bytes: u64) -> Result<Vec<u8>, DownloadError> {
         let download = self.open().await?;
         let url = download.url();
@@ -150,7 +150,7 @@ pub struct Download<'a> {
 
 struct PendingBody {
     response: reqwest::Response,
-    /// Number of leading bytes to discard. They have been received before, but the source ignored the Range header.
+    /// Number of leading bytes to discard. They have already been received, but the source sent them again.
     skip: u64,
 }
 
@@ -210,7 +210,8 @@ impl Download<'_> {
         Ok(())
     }
 
-    /// Opens a `file:` URL, for a bundle that is already on the machine, and starts at its first byte.
+    /// Opens a `file:` URL, for a bundle that is already on the machine. The file is read from its first byte; bytes
+    /// that have already been received are skipped.
     async fn open_file(&mut self) -> Result<(), DownloadError> {
         let unreadable = |source| DownloadError::File { url: self.url(), source };
         let path = self.source.url.to_file_path().unwrap_or_default();
@@ -218,7 +219,7 @@ impl Download<'_> {
         let length = file.metadata().await.map_err(unreadable)?.len();
         let body = reqwest::Body::wrap_stream(ReaderStream::with_capacity(file, 1 << 16));
         self.length = Some(length);
-        self.body = Some(PendingBody { response: http::Response::new(body).into(), skip: 0 });
+        self.body = Some(PendingBody { response: http::Response::new(body).into(), skip: self.received });
         Ok(())
     }
 
@@ -229,7 +230,7 @@ impl Download<'_> {
     /// Sends every byte to `chunks`, in order, and returns their SHA-256. Resumes the download after transient errors.
     ///
     /// # Errors
-    /// [`DownloadError`]; `Abandoned` if the receiver has been dropped.
+    /// [`DownloadError`] if the download fails and cannot be resumed; `Abandoned` if the receiver has been dropped.
     pub async fn stream_to(mut self, chunks: mpsc::Sender<Bytes>) -> Result<String, DownloadError> {
         let mut digest = Sha256::new();
         let mut backoff = Backoff::new(STALL_TIMEOUT);

@@ -3,7 +3,7 @@
 use super::history::HistoryError;
 use svc_base::applet::{Exit, Failure};
 use svc_base::config::ConfigError;
-use svc_base::failpoint::Injected;
+use svc_base::failpoint::InjectedFailure;
 use svc_base::fsx::FileError;
 
 /// The reason an update did not finish. The journal, if any, is kept, so that the next run resumes the update.
@@ -20,7 +20,7 @@ pub enum UpdateError {
     #[error(transparent)]
     Config(#[from] ConfigError),
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 impl From<UpdateError> for Failure {

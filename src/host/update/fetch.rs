@@ -8,7 +8,7 @@ use super::releases::{InstallError, StagedRelease};
 use super::unpack::{self, UnpackError, UnpackLimits};
 use crate::system::layout::Layout;
 use crate::system::release;
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::FileError;
 use svc_machine::name::ImageVersion;
 
@@ -35,7 +35,7 @@ pub enum FetchError {
     #[error(transparent)]
     File(#[from] FileError),
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 /// Expected properties of the archive, from a trusted source.

@@ -34,7 +34,7 @@ pub enum HealthState {
 
 /// How the gateway is probed.
 pub enum GatewayProbe {
-    /// There is no usable certificate of the gateway, so it cannot be probed and the release cannot pass.
+    /// The gateway has no usable certificate, so it cannot be probed and the release cannot pass.
     Unavailable,
     /// The gateway must be ready.
     Ready(GatewayClient),

@@ -12,7 +12,7 @@ use super::protocol::Outcome;
 use super::releases;
 use crate::system::layout::Layout;
 use crate::system::release;
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::{self, FileError};
 use svc_machine::name::ImageVersion;
 
@@ -29,7 +29,7 @@ pub enum HistoryError {
     #[error("{}: malformed, or of an unsupported version", .path.display())]
     Unreadable { path: PathBuf },
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 /// A line in `history.jsonl`; `last.json` has the newest.

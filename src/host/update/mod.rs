@@ -103,7 +103,7 @@ struct TargetArg {
 }
 
 impl ApplyArgs {
-    /// Waives the snapshot if `--without-snapshot` is given, even for an update that another run has in progress.
+    /// Waives the snapshot if `--without-snapshot` is given, even for an update that is in progress in another run.
     fn waive_snapshot(&self, layout: &Layout) -> Result<(), Failure> {
         let Some(version) = self.target.version.as_ref().filter(|_| self.without_snapshot) else {
             return Ok(());

@@ -14,7 +14,7 @@ use svc_store::bundle::Manifest;
 /// Parts that a release must not drop, even if their removal is allowed: the backup tools and the owner's desktop.
 /// Without them, no service counts as failed, so the health check would not notice their absence.
 const REQUIRED_PARTS: [&str; 2] = ["runtime/postgres/bin/pg_dump", "app/shell"];
-/// Default apps are copied to the owner's home, where they stay, so a release that drops one removes nothing.
+/// Default apps are copied to the owner's home directory, where they stay, so a release that drops one removes nothing.
 const BUNDLED_APPS_PREFIX: &str = "app/apps/";
 
 /// The reason an update is not permitted.
@@ -60,13 +60,15 @@ fn describe_older(
             "{to} and {from} were created at the same time ({created_at}), and the name {to} comes before {from}"
         );
     }
-    format!("{to} of {created_at} is older than {from} of {}", rfc3339_ms(current_created))
+    let current_created_at = rfc3339_ms(current_created);
+    format!("{to}, created at {created_at}, is older than {from}, created at {current_created_at}")
 }
 
 /// Checks that this machine may be updated, and that the release is not quarantined on it.
 ///
 /// # Errors
-/// `Superseded`, `NotRestored` or `Quarantined`; `History` if the quarantined releases cannot be read.
+/// `Superseded` if this machine has been replaced; `NotRestored` if it has not been restored yet; `Quarantined` if the
+/// release is quarantined, unless that is allowed; `History` if the quarantined releases cannot be read.
 pub fn check_machine(layout: &Layout, to: &ImageVersion, allow: &Allowances) -> Result<(), PolicyError> {
     if layout.superseded().exists() {
         return Err(PolicyError::Superseded);
@@ -103,7 +105,8 @@ impl<'a> Candidate<'a> {
 /// decides which release is older. If the times are equal, or the current release's is unknown, the version decides.
 ///
 /// # Errors
-/// [`PolicyError::BelowMinVersion`], [`PolicyError::Older`].
+/// [`PolicyError::BelowMinVersion`] if the current release is too old for the new one; [`PolicyError::Older`] if the
+/// new one is older, unless a downgrade is allowed.
 pub fn check_release(candidate: &Candidate<'_>, allow: &Allowances) -> Result<(), PolicyError> {
     let Candidate { from, current_created, manifest } = candidate;
     let (from, to) = ((*from).clone(), manifest.image_version.clone());
@@ -122,7 +125,8 @@ pub fn check_release(candidate: &Candidate<'_>, allow: &Allowances) -> Result<()
 /// manifest removes or whose removal an operator allows.
 ///
 /// # Errors
-/// [`PolicyError::MissingRequiredPart`], [`PolicyError::MissingParts`].
+/// [`PolicyError::MissingRequiredPart`] if a part is missing that no release may drop; [`PolicyError::MissingParts`] if
+/// other parts are missing.
 pub fn check_parts(
     layout: &Layout,
     from: &ImageVersion,
@@ -144,8 +148,8 @@ pub fn check_parts(
     Err(PolicyError::MissingParts { from: from.clone(), to: to.clone(), parts })
 }
 
-/// Returns the parts that `release.json` lists and that the release contains. A release without a valid list, such as
-/// an older one, has none.
+/// Returns the parts, except default apps, that `release.json` lists and that the release contains. A release without a
+/// valid list, such as an older one, has none.
 fn list_installed_parts(layout: &Layout, version: &ImageVersion) -> Vec<String> {
     let dir = layout.release(version);
     let components = Release::read(&dir).map(|release| release.components).unwrap_or_default();
@@ -210,7 +214,8 @@ mod tests {
             "{same_time}"
         );
         assert!(
-            describe("r1", "2026-05-31T00:00:00Z", "story-1").contains("is older than story-1 of 2026-06-01")
+            describe("r1", "2026-05-31T00:00:00Z", "story-1")
+                .contains("is older than story-1, created at 2026-06-01")
         );
     }
 

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::system::layout::Layout;
 use crate::system::release;
 use crate::system::release::{Release, ReleaseError};
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::{self, FileError};
 use svc_machine::name::ImageVersion;
 
@@ -26,7 +26,7 @@ pub enum InstallError {
     #[error(transparent)]
     File(#[from] FileError),
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 /// A staged release. Dropping it removes the directory, unless the release was committed.

@@ -29,7 +29,8 @@ const BACKUP_UNIT: &str = "svc-db-backup-request.service";
 /// A failed unit is restarted with exponential backoff; systemd ignores the call while the unit is running.
 const MIN_START_BACKOFF: Duration = Duration::from_secs(5);
 const MAX_START_BACKOFF: Duration = Duration::from_secs(60);
-/// An older snapshot is not used, even if it was taken after the update began: an update can be resumed much later.
+/// A snapshot older than this is not used, even if it was taken after the update began: an update can be resumed much
+/// later.
 const MAX_SNAPSHOT_AGE: SignedDuration = SignedDuration::from_hours(1);
 /// A waiver older than this is ignored.
 const MAX_WAIVER_AGE: SignedDuration = SignedDuration::from_hours(1);

@@ -29,7 +29,8 @@ pub fn read(layout: &Layout) -> Result<KeySet, ConfigError> {
 /// Adopts the key set from a release that passed its health check. Idempotent; ignores a set that is not newer.
 ///
 /// # Errors
-/// [`UpdateError`]; the set may already have been adopted, and a repeated call completes the adoption.
+/// [`UpdateError`] if the trusted keys cannot be read or written. The set may already have been adopted; a repeated
+/// call completes the adoption.
 pub fn adopt(layout: &Layout, offered: &KeySet) -> Result<(), UpdateError> {
     failpoint::trigger("update.keys_adopting")?;
     let trusted = read(layout)?;

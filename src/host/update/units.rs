@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::system::layout::Layout;
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::{self, FileError};
 use svc_machine::name::ImageVersion;
 
@@ -29,7 +29,7 @@ pub enum UnitsError {
     #[error(transparent)]
     File(#[from] FileError),
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 /// The installed files, as paths below the root. During an installation, the list also includes the new files.
@@ -45,7 +45,8 @@ struct InstalledFiles {
 /// remove the files that its release does not have, whichever release that is.
 ///
 /// # Errors
-/// [`UnitsError`]; the run can be repeated.
+/// [`UnitsError`] if a file's name does not begin with `svc`, `installed.json` is malformed, or a file cannot be read
+/// or written. The run can be repeated.
 pub fn install(layout: &Layout, version: &ImageVersion) -> Result<(), UnitsError> {
     let wanted = list_release_files(layout, version)?;
     let installed = read_installed_files(layout)?;
@@ -89,7 +90,7 @@ fn is_runnable(unit: &str) -> bool {
 /// Returns the release's files, by the path at which each is installed.
 ///
 /// # Errors
-/// [`UnitsError::Foreign`] if a name does not begin with `svc`.
+/// [`UnitsError::Foreign`] if a name does not begin with `svc`; [`UnitsError::File`] if a directory cannot be read.
 fn list_release_files(
     layout: &Layout,
     version: &ImageVersion,
@@ -239,7 +240,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let version = release(&layout, "1", &[("system/ssh.service", "x")]);
+        let foreign = dir.path().join(UNITS).join("ssh.service");
+        fsx::write_atomic(&foreign, b"original", 0o644).unwrap();
         assert!(matches!(install(&layout, &version), Err(UnitsError::Foreign { .. })));
-        assert!(!dir.path().join("etc/systemd/system/ssh.service").exists());
+        assert_eq!(fs::read(foreign).unwrap(), b"original");
     }
 }

@@ -33,10 +33,10 @@ impl UnpackLimits {
 
     fn tar_limits(self) -> TarLimits {
         TarLimits {
-            entries: self.entries,
-            name_bytes: MAX_PATH_BYTES,
+            max_entries: self.entries,
+            max_name_bytes: MAX_PATH_BYTES,
             max_total_name_bytes: 64 << 20,
-            file_bytes: self.bytes,
+            max_file_bytes: self.bytes,
             max_total_file_bytes: self.bytes,
         }
     }
@@ -45,7 +45,7 @@ impl UnpackLimits {
 /// The reason an archive was not unpacked.
 #[derive(Debug, thiserror::Error)]
 pub enum UnpackError {
-    #[error("the archive is damaged")]
+    #[error("the archive is corrupt")]
     Archive(#[source] io::Error),
     #[error("the archive was rejected")]
     Tar(#[source] TarError),
@@ -62,7 +62,7 @@ pub enum UnpackError {
 impl From<TarError> for UnpackError {
     fn from(error: TarError) -> Self {
         match error {
-            TarError::Damaged(error) => Self::Archive(error),
+            TarError::Malformed(error) => Self::Archive(error),
             error => Self::Tar(error),
         }
     }
@@ -105,7 +105,8 @@ impl Read for ChunkReader {
 /// Unpacks a `.tar.gz` into the empty directory `into` and reads the archive to its end.
 ///
 /// # Errors
-/// [`UnpackError`]; the caller removes the partial content of `into`.
+/// [`UnpackError`] if the archive is corrupt or rejected, or a file cannot be written. The caller must remove the
+/// partial content of `into`.
 pub fn unpack(archive: impl Read, into: &Path, limits: UnpackLimits) -> Result<(), UnpackError> {
     let inflated = MultiGzDecoder::new(BufReader::with_capacity(64 * 1024, archive));
     let mut archive = tar::Archive::new(inflated);

@@ -131,7 +131,8 @@ impl<S: Services> Updater<S> {
     /// Runs an update to completion.
     ///
     /// # Errors
-    /// [`UpdateError`]; the journal keeps the state that was reached.
+    /// [`UpdateError`] if the journal or the final records cannot be written. The journal keeps the state that was
+    /// reached.
     pub async fn finish(&self, mut journal: Journal) -> Result<Outcome, UpdateError> {
         loop {
             let has_attempts_left = journal.start_attempt();
@@ -434,8 +435,8 @@ mod tests {
             assert_eq!(why.stage, Stage::Download);
         }
         let duplicate = write(io::ErrorKind::AlreadyExists.into());
-        let damaged = FetchError::from(UnpackError::Archive(io::ErrorKind::InvalidData.into()));
-        for archive_error in [duplicate, damaged] {
+        let corrupt = FetchError::from(UnpackError::Archive(io::ErrorKind::InvalidData.into()));
+        for archive_error in [duplicate, corrupt] {
             assert!(matches!(classify_fetch_error(archive_error), StepError::Refused(_)));
         }
     }

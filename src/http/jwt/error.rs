@@ -17,8 +17,8 @@ pub enum JwtError {
     WrongAudience,
     #[error("the token is expired or not yet valid")]
     OutsideValidity,
-    /// Only from the router: its cache records a recent rejection of this token, or too many tokens from the client's
-    /// address had to be verified.
+    /// Returned only by the router: its cache records a recent rejection of this token, or too many tokens from the
+    /// client's address had to be verified.
     #[error(
         "the token was rejected recently, or too many tokens from the client's address had to be verified"
     )]

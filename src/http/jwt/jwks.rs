@@ -212,7 +212,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parse_keeps_only_keys_that_verify_our_algorithms() {
+    fn parse_keeps_only_keys_that_can_verify_our_tokens() {
         let ed = json!({"kty": "OKP", "crv": "Ed25519", "x": "11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo"});
         let key_with = |name: &str, members: Value| {
             let mut key = ed.clone();

@@ -17,13 +17,13 @@ type BoxError = Box<dyn std::error::Error + Send + Sync>;
 /// The progress of a request body.
 #[derive(Default)]
 pub(super) struct Upload {
-    done: AtomicBool,
+    is_done: AtomicBool,
     frames: AtomicU64,
 }
 
 impl Upload {
     pub(super) fn is_done(&self) -> bool {
-        self.done.load(Ordering::Acquire)
+        self.is_done.load(Ordering::Acquire)
     }
 
     pub(super) fn sent_frames(&self) -> u64 {
@@ -76,7 +76,7 @@ impl HttpBody for RequestBody {
 impl Drop for RequestBody {
     fn drop(&mut self) {
         if let Some(upload) = &self.upload {
-            upload.done.store(true, Ordering::Release);
+            upload.is_done.store(true, Ordering::Release);
         }
     }
 }
@@ -118,7 +118,7 @@ impl ResponseBody {
             let UpstreamConnection { sender: _sender, connection, permit: _permit } = *upstream;
             tokio::select! {
                 () = closed.cancelled() => {}
-                ended = connection => if let Err(error) = ended {
+                result = connection => if let Err(error) = result {
                     tracing::debug!(%error, "upstream connection ended");
                 }
             }

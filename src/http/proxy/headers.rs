@@ -20,16 +20,17 @@ static HOP_BY_HOP: [HeaderName; 9] = [
 /// Removes all hop-by-hop headers except those for an upgrade that may be tunneled, which are reduced to exactly
 /// `Connection: upgrade` and one `Upgrade`. Returns whether there is such an upgrade. Idempotent.
 pub fn strip_hop_by_hop(headers: &mut HeaderMap) -> bool {
-    // Most messages have none or one of these, and removing an absent header costs hashing its name.
+    // Most messages have none or one of these, and even the removal of an absent header hashes its name.
     let present: Vec<&'static HeaderName> =
         headers.keys().filter_map(|name| HOP_BY_HOP.iter().find(|hop_by_hop| *hop_by_hop == name)).collect();
     let mut upgrade = None;
     if present.iter().any(|name| **name == CONNECTION) {
-        let named: Vec<HeaderName> = headers.get_all(CONNECTION).iter().flat_map(parse_names).collect();
-        if named.contains(&UPGRADE) {
+        let connection_options: Vec<HeaderName> =
+            headers.get_all(CONNECTION).iter().flat_map(parse_names).collect();
+        if connection_options.contains(&UPGRADE) {
             upgrade = headers.remove(UPGRADE).filter(can_tunnel);
         }
-        for name in named {
+        for name in connection_options {
             headers.remove(name);
         }
     }
@@ -91,16 +92,16 @@ mod tests {
     }
 
     #[test]
-    fn strip_keeps_upgrades_except_to_http() {
+    fn strip_keeps_only_upgrades_that_can_be_tunneled() {
         let (upgrade, remaining) = strip(&[("connection", "keep-alive, Upgrade"), ("upgrade", "websocket")]);
         assert!(upgrade);
         assert_eq!(
             (remaining["connection"].as_bytes(), remaining["upgrade"].as_bytes()),
             (&b"upgrade"[..], &b"websocket"[..])
         );
-        for http in ["h2c", "websocket, H2C", "HTTP/2.0", "TLS/1.0", ""] {
-            let (upgrade, remaining) = strip(&[("connection", "upgrade"), ("upgrade", http)]);
-            assert!(!upgrade && remaining.is_empty(), "{http}");
+        for protocol in ["h2c", "websocket, H2C", "HTTP/2.0", "TLS/1.0", ""] {
+            let (upgrade, remaining) = strip(&[("connection", "upgrade"), ("upgrade", protocol)]);
+            assert!(!upgrade && remaining.is_empty(), "{protocol}");
         }
     }
 }

@@ -66,7 +66,7 @@ impl Default for ProxyLimits {
     }
 }
 
-/// The reason a request got no response from the upstream.
+/// The reason [`Proxy::forward`] returns no response.
 #[derive(Debug, thiserror::Error)]
 pub enum ProxyError {
     #[error("cannot connect to the upstream")]
@@ -206,8 +206,8 @@ impl<'a> Exchange<'a> {
         mut upstream: Box<UpstreamConnection>,
         request: Request<RequestBody>,
     ) -> Result<Response<Body>, Box<FailedExchange<'a>>> {
-        let sent = upstream.sender.try_send_request(request);
-        let response = self.receive_head(sent, Some(&mut upstream)).await;
+        let response = upstream.sender.try_send_request(request);
+        let response = self.receive_head(response, Some(&mut upstream)).await;
         let (parts, body) = match response {
             Ok(response) => response.into_parts(),
             Err(error) => return Err(self.into_failed(error)),
@@ -235,13 +235,13 @@ impl<'a> Exchange<'a> {
             let _permit = permit;
             tokio::select! {
                 () = closed.cancelled() => {}
-                ended = connection.with_upgrades() => if let Err(error) = ended {
+                result = connection.with_upgrades() => if let Err(error) = result {
                     tracing::debug!(%error, "upstream connection ended");
                 }
             }
         });
-        let sent = sender.try_send_request(request);
-        let mut response = match self.receive_head(sent, None).await {
+        let response = sender.try_send_request(request);
+        let mut response = match self.receive_head(response, None).await {
             Ok(response) => response,
             Err(error) => return Err(self.into_failed(error)),
         };
@@ -267,12 +267,12 @@ impl<'a> Exchange<'a> {
     /// request if no byte of it was sent.
     async fn receive_head(
         &self,
-        sent: impl Future<
+        response: impl Future<
             Output = Result<Response<Incoming>, hyper::client::conn::TrySendError<Request<RequestBody>>>,
         >,
         mut upstream: Option<&mut Box<UpstreamConnection>>,
     ) -> Result<Response<Incoming>, (ProxyError, Option<Request<RequestBody>>)> {
-        let mut sent = pin!(sent);
+        let mut response = pin!(response);
         let mut deadline = pin!(tokio::time::sleep(self.pool.limits.head_timeout));
         let mut closed = pin!(self.pool.closed.cancelled());
         let mut sent_frames = 0;
@@ -283,8 +283,8 @@ impl<'a> Exchange<'a> {
                 // The response future returns the connection's error, if any.
                 upstream = None;
             }
-            if let Poll::Ready(response) = sent.as_mut().poll(cx) {
-                return Poll::Ready(response.map_err(|mut failed| {
+            if let Poll::Ready(result) = response.as_mut().poll(cx) {
+                return Poll::Ready(result.map_err(|mut failed| {
                     let unsent = failed.take_message();
                     (ProxyError::Exchange(failed.into_error()), unsent)
                 }));

@@ -141,11 +141,11 @@ async fn reap(pool: Weak<Pool>, idle_timeout: std::time::Duration) {
             .take_while(|connection| connection.idle_since.elapsed() >= idle_timeout)
             .count();
         let dropped: Vec<_> = idle.connections.drain(..expired).collect();
-        let done = idle.connections.is_empty();
-        idle.has_reaper = !done;
+        let is_empty = idle.connections.is_empty();
+        idle.has_reaper = !is_empty;
         drop(idle);
         drop(dropped);
-        if done {
+        if is_empty {
             return;
         }
     }

@@ -45,7 +45,7 @@ impl HttpBody for TimeLimitedBody {
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
         // Checked first, because a body that is always ready must end too.
         if self.limit_reached.as_mut().poll(cx).is_ready() {
-            return Poll::Ready(Some(Err(axum::Error::new("the session of this request has ended"))));
+            return Poll::Ready(Some(Err(axum::Error::new("this request's session has ended"))));
         }
         Poll::Ready(ready!(Pin::new(&mut self.body).poll_frame(cx)))
     }

@@ -29,7 +29,7 @@ pub(super) fn open(
         tokio::select! {
             () = closed.cancelled() => {}
             () = time_limit => {}
-            ended = copying => if let Err(error) = ended {
+            result = copying => if let Err(error) = result {
                 tracing::debug!(%error, "tunnel ended");
             }
         }

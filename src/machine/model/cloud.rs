@@ -17,7 +17,7 @@ pub enum Power {
 
 pub struct Cloud {
     pub servers: Vec<Server>,
-    /// Create requests that timed out and may still take effect.
+    /// The machines whose create request timed out and may still take effect.
     pub in_flight: Vec<usize>,
     has_unique_names: bool,
 }

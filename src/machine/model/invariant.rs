@@ -17,7 +17,8 @@ pub enum Violation {
     RunningUnregistered,
     /// A machine is running while its server is off.
     RunningWhileOff,
-    /// A machine holds its slot without an open operation while its server is off.
+    /// A machine holds its slot while its server is off, although no power-off was ordered and no operator abandoned
+    /// the power-on.
     LeftOff,
     /// A running machine's server type differs from the one in its row.
     WrongType,
@@ -103,14 +104,14 @@ pub fn check_settled(model: &LifecycleModel) -> BTreeSet<Violation> {
         if is_off && !row.power_off_ordered && !row.may_stay_off {
             found.insert(Violation::LeftOff);
         }
-        let never_served = matches!(row.machine.state, State::Failed { .. }) && !row.registered;
+        let has_never_served = matches!(row.machine.state, State::Failed { .. }) && !row.registered;
         let is_retired = |row: &MachineRow| matches!(row.machine.state, State::Retired { .. });
         // A retired machine without a server and without a backup does not count.
         let is_candidate = |id: &usize| {
             !is_retired(&model.machines[*id]) || model.machines[*id].backed_up || has_server(*id)
         };
         let newest = model.list_registered_before(id).into_iter().find(is_candidate);
-        if never_served
+        if has_never_served
             && newest.is_some_and(|newest| has_server(newest) && is_retired(&model.machines[newest]))
         {
             found.insert(Violation::NotReinstated);

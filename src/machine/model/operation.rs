@@ -43,7 +43,7 @@ pub struct Operation {
     pub ending: Option<Ending>,
     /// Whether it is waiting for an operator's decision.
     pub awaits_decision: bool,
-    accept_loss: bool,
+    is_loss_accepted: bool,
     kind: OperationKind,
     step: Step,
 }
@@ -79,7 +79,7 @@ impl Operation {
             OperationKind::Reinstate => Step::Fence,
             OperationKind::PowerOn => Step::StartServer,
         };
-        Self { machine, ending: None, awaits_decision: false, accept_loss: false, kind, step }
+        Self { machine, ending: None, awaits_decision: false, is_loss_accepted: false, kind, step }
     }
 }
 
@@ -157,9 +157,9 @@ impl LifecycleModel {
         if self.operations.iter().enumerate().any(|(other, operation)| other != index && deletes(operation)) {
             return;
         }
-        let reachable = self.is_on(outgoing);
+        let is_reachable = self.is_on(outgoing);
         match call_result {
-            CallResult::Success | CallResult::LostReply if reachable => {
+            CallResult::Success | CallResult::LostReply if is_reachable => {
                 self.machines[outgoing].quiesced = self.rules.stops_writers;
                 let before = self.pointers[self.machines[outgoing].slot].writer_epoch;
                 self.back_up(outgoing);
@@ -172,7 +172,7 @@ impl LifecycleModel {
                     self.request_decision(index, outgoing);
                 }
             }
-            CallResult::BackupFailed if reachable => self.request_decision(index, outgoing),
+            CallResult::BackupFailed if is_reachable => self.request_decision(index, outgoing),
             CallResult::Refused | CallResult::Success => self.skip_backup(index, outgoing),
             _ => {}
         }
@@ -180,7 +180,7 @@ impl LifecycleModel {
 
     /// Requests an operator's decision, unless the loss has already been accepted.
     fn request_decision(&mut self, index: usize, outgoing: usize) {
-        if self.operations[index].accept_loss {
+        if self.operations[index].is_loss_accepted {
             self.skip_backup(index, outgoing);
         } else {
             self.operations[index].awaits_decision = true;
@@ -188,10 +188,10 @@ impl LifecycleModel {
     }
 
     fn skip_backup(&mut self, index: usize, outgoing: usize) {
-        let accepted = self.operations[index].accept_loss;
+        let is_loss_accepted = self.operations[index].is_loss_accepted;
         let row = &mut self.machines[outgoing];
-        row.loss_accepted |= accepted;
-        row.unsaved = self.rules.marks_unsaved && !accepted;
+        row.loss_accepted |= is_loss_accepted;
+        row.unsaved = self.rules.marks_unsaved && !is_loss_accepted;
         self.operations[index].step = self.step_after_backup(index);
     }
 
@@ -213,7 +213,7 @@ impl LifecycleModel {
         match (decision, operation.kind.clone()) {
             (OperatorDecision::AcceptLoss, _) if operation.awaits_decision => {
                 operation.awaits_decision = false;
-                operation.accept_loss = true;
+                operation.is_loss_accepted = true;
             }
             (OperatorDecision::Retry, _) => operation.awaits_decision = false,
             (OperatorDecision::AcceptLoss, _) => {}
@@ -375,7 +375,7 @@ impl LifecycleModel {
             self.run_step(index, CallResult::Refused);
             self.run_step(index, CallResult::Success);
         }
-        // A failed operation may have given its slot back to the earlier machine, which starts another operation.
+        // A failed operation may have returned the slot to an earlier machine, which starts another operation.
         self.run_all(max_steps);
         // Removing one server may make another removable.
         for _ in 0..self.machines.len() {

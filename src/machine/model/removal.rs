@@ -77,7 +77,7 @@ impl LifecycleModel {
         holds_data && !later.any(|other| has_data(other) || is_deleted(other))
     }
 
-    /// Deletes a server. If an operator accepted the loss of its data, its rows are recorded as accepted.
+    /// Deletes a server. If an operator accepted the loss of its data, its rows are recorded as accepted losses.
     pub fn remove(&mut self, id: usize) {
         let row = &mut self.machines[id];
         row.removed = true;

@@ -148,16 +148,13 @@ async fn request_host_task(
     Ok(outcome.into_reply())
 }
 
-/// Finds the machine whose host is holding back a snapshot: `named`, or its predecessor while the predecessor's final
+/// Finds the machine whose host is holding back a snapshot: `target`, or its predecessor while the predecessor's final
 /// backup is pending. It is an error if that machine is not holding back a snapshot.
 async fn find_machine_holding_snapshot(
     session: &impl GenericClient,
-    named: MachineRow,
+    target: MachineRow,
 ) -> Result<MachineRow, Problem> {
-    let machine = match find_predecessor(session, &named).await? {
-        Some(replaced) => replaced,
-        None => named,
-    };
+    let machine = find_predecessor(session, &target).await?.unwrap_or(target);
     let mut has_held_back_question = false;
     if let Err(refusal) = ensure_running(&machine) {
         // An operation may be waiting for a decision about the final backup of a machine that is out of service.
@@ -187,11 +184,12 @@ async fn find_predecessor(
     if !successor.is_active() || successor.registered_at.is_some() {
         return Ok(None);
     }
-    let Some(replaced) = db::machines::find_last_registered(session, successor).await? else {
+    let Some(predecessor) = db::machines::find_last_registered(session, successor).await? else {
         return Ok(None);
     };
-    let is_needed = db::slot_operations::find_operation_needing_server(session, &replaced).await?.is_some();
-    Ok(Some(replaced).filter(|replaced| is_needed && replaced.has_server()))
+    let is_needed =
+        db::slot_operations::find_operation_needing_server(session, &predecessor).await?.is_some();
+    Ok(Some(predecessor).filter(|predecessor| is_needed && predecessor.has_server()))
 }
 
 /// Returns whether the host reports a held-back snapshot, as an attention item or as the error of its last backup.
@@ -240,7 +238,7 @@ pub static BACKUP: Endpoint = Endpoint {
         method: Method::POST,
         path: "/vps/{id}/backup",
         summary: "Requests a backup from the host of a running machine. `requestedAt` and the machine's `lastBackup.beganAt` \
-                  are times of the host's clock: a backup that began before `requestedAt` is an earlier one.",
+                  are times by the host's clock: a backup that began before `requestedAt` is an earlier one.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| request_object(&[], &[])),

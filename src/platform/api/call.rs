@@ -53,6 +53,10 @@ pub struct AuthenticatedHost {
 
 impl ApiCall {
     /// Reads the body within size and time limits.
+    ///
+    /// # Errors
+    /// `request_too_large` if the body is larger than [`MAX_BODY_BYTES`]; `invalid_request` if it is not received
+    /// completely in time.
     pub async fn read(request: Request) -> Result<Self, Problem> {
         let (parts, mut body) = request.into_parts();
         let too_large = || {
@@ -93,7 +97,8 @@ impl ApiCall {
     /// Authenticates the operator and checks the route's scopes.
     ///
     /// # Errors
-    /// Same as [`access::authorize`].
+    /// `unauthorized` if there is no bearer token; `rate_limited` if the client's address has exceeded its rate limit
+    /// for token checks; otherwise, same as [`access::authorize`].
     pub async fn authenticate_operator(&self, platform: &Platform) -> Result<Operator, Problem> {
         let token = self.rate_limited_bearer(platform)?;
         access::authorize(platform, self.access, &self.method, token).await

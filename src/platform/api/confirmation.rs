@@ -28,12 +28,13 @@ pub struct Confirmation {
     /// The monthly cost that the operator was shown.
     monthly_cost: Option<Price>,
     /// The customer has opted in.
-    opt_in: bool,
+    has_opted_in: bool,
 }
 
 impl Confirmation {
     pub fn read(fields: &mut Fields) -> Self {
-        Self { monthly_cost: fields.optional(COST), opt_in: fields.boolean(OPT_IN).unwrap_or(false) }
+        let has_opted_in = fields.boolean(OPT_IN).unwrap_or(false);
+        Self { monthly_cost: fields.optional(COST), has_opted_in }
     }
 
     /// Returns whether there is a cost to compare with the provider's prices.
@@ -47,7 +48,7 @@ impl Confirmation {
     /// `confirmation_required` if one of them is missing and the platform enforces confirmations.
     pub fn check_complete(&self, required: RequiredConfirmation, enforcement: Flag) -> Result<(), Problem> {
         let lacks_cost = required != RequiredConfirmation::Nothing && self.monthly_cost.is_none();
-        let lacks_consent = required == RequiredConfirmation::CostAndConsent && !self.opt_in;
+        let lacks_consent = required == RequiredConfirmation::CostAndConsent && !self.has_opted_in;
         let missing: Vec<_> = [(COST, lacks_cost), (OPT_IN, lacks_consent)]
             .into_iter()
             .filter_map(|(name, is_missing)| is_missing.then_some(name))
@@ -89,7 +90,7 @@ impl Confirmation {
 
     /// Returns the confirmations for the audit entry, which also records the operator and the time.
     pub fn audit_record(&self) -> Value {
-        json!({ "monthlyCost": self.monthly_cost.as_ref().map(Price::to_string), "optIn": self.opt_in })
+        json!({ "monthlyCost": self.monthly_cost.as_ref().map(Price::to_string), "optIn": self.has_opted_in })
     }
 }
 
@@ -100,21 +101,21 @@ mod tests {
     #[test]
     fn check_complete_rejects_missing_confirmation_if_enforced() {
         let cost: Price = "9.50 EUR".parse().unwrap();
-        for (monthly_cost, opt_in, suffices_for_customer, suffices_for_cost) in [
+        for (monthly_cost, has_opted_in, suffices_for_customer, suffices_for_cost) in [
             (None, false, false, false),
             (Some(cost.clone()), false, false, true),
             (None, true, false, false),
             (Some(cost), true, true, true),
         ] {
-            let confirmation = Confirmation { monthly_cost, opt_in };
+            let confirmation = Confirmation { monthly_cost, has_opted_in };
             for (required, is_complete) in [
                 (RequiredConfirmation::CostAndConsent, suffices_for_customer),
                 (RequiredConfirmation::Cost, suffices_for_cost),
                 (RequiredConfirmation::Nothing, true),
             ] {
                 assert!(confirmation.check_complete(required, Flag::Off).is_ok());
-                let checked = confirmation.check_complete(required, Flag::On);
-                assert_eq!(checked.is_ok(), is_complete, "{required:?} {confirmation:?}");
+                let result = confirmation.check_complete(required, Flag::On);
+                assert_eq!(result.is_ok(), is_complete, "{required:?} {confirmation:?}");
             }
         }
     }

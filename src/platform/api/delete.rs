@@ -29,7 +29,7 @@ use svc_http::problem::{Code, Problem};
 use svc_machine::event::Event;
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::operation::OperationOptions;
-use svc_wire::change::{AlsoDeleted, DeletedMachine};
+use svc_wire::change::{AlsoDeletedMachine, DeletedMachine};
 use svc_wire::copies::Copies;
 use svc_wire::text::Time;
 
@@ -113,10 +113,10 @@ async fn response_body(
     machine: &MachineRow,
     deletion: &Deletion,
 ) -> Result<DeletedMachine, DbError> {
-    let also = find_also_deleted(tx, machine).await?.map(|(other, operation)| {
-        let until = undelete_until(platform, &other, operation.options);
-        AlsoDeleted {
-            machine_id: other.id.into(),
+    let also = find_also_deleted(tx, machine).await?.map(|(predecessor, operation)| {
+        let until = undelete_until(platform, &predecessor, operation.options);
+        AlsoDeletedMachine {
+            machine_id: predecessor.id.into(),
             operation_id: operation.id.into(),
             undelete_until: until.clone(),
             undeletable_until: until,
@@ -159,13 +159,13 @@ async fn find_also_deleted(
     if machine.registered_at.is_some() {
         return Ok(None);
     }
-    let Some(last) = db::machines::find_last_registered(tx, machine).await? else { return Ok(None) };
+    let Some(predecessor) = db::machines::find_last_registered(tx, machine).await? else { return Ok(None) };
     // One transaction deleted both; an earlier deletion has a different time.
-    if last.deleted_at.is_none() || last.deleted_at != machine.deleted_at {
+    if predecessor.deleted_at.is_none() || predecessor.deleted_at != machine.deleted_at {
         return Ok(None);
     }
-    let operation = db::operations::find_newest(tx, last.id, "delete").await?;
-    Ok(operation.map(|operation| (last, operation)))
+    let operation = db::operations::find_newest(tx, predecessor.id, "delete").await?;
+    Ok(operation.map(|operation| (predecessor, operation)))
 }
 
 const NOW: Parameter = Parameter {

@@ -33,7 +33,7 @@ use svc_machine::name::{Handle, ImageVersion};
 use svc_store::bundle::{self, BundleUnusable};
 use svc_wire::rollout::{RolloutList, RolloutState};
 
-/// Maximum for each number in a request: canary, batch size and failures.
+/// Maximum value of each count in a request: canary, batch size and failures.
 const MAX_COUNT: u64 = 1000;
 const MAX_HANDLES: usize = 1000;
 /// Maximum number of listed rollouts.
@@ -51,7 +51,7 @@ struct RolloutRequest {
     canary: u64,
     batch_size: u64,
     max_failures: u64,
-    verify: bool,
+    should_verify: bool,
 }
 
 pub async fn start(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
@@ -72,8 +72,8 @@ fn parse_request(mut fields: Fields) -> Result<RolloutRequest, Problem> {
     let version = fields.required("imageVersion");
     let handles = read_handles(&mut fields, "handles");
     let except = read_handles(&mut fields, "except").unwrap_or_default();
-    if let Some(both) = handles.iter().flatten().find(|handle| except.contains(handle)) {
-        fields.add_error("except", format!("must not contain {both}, which is also in `handles`"));
+    if let Some(duplicate) = handles.iter().flatten().find(|handle| except.contains(handle)) {
+        fields.add_error("except", format!("must not contain {duplicate}, which is also in `handles`"));
     }
     let mut number = |name: &str, min: u64, default: u64| {
         let number = fields.optional_number(name).unwrap_or(default);
@@ -85,7 +85,7 @@ fn parse_request(mut fields: Fields) -> Result<RolloutRequest, Problem> {
     let canary = number("canary", 0, DEFAULT_CANARY);
     let batch_size = number("batchSize", 1, DEFAULT_BATCH_SIZE);
     let max_failures = number("maxFailures", 1, DEFAULT_MAX_FAILURES);
-    let verify = fields.boolean("verify").unwrap_or(true);
+    let should_verify = fields.boolean("verify").unwrap_or(true);
     let request = version.map(|version| RolloutRequest {
         version,
         handles,
@@ -93,16 +93,16 @@ fn parse_request(mut fields: Fields) -> Result<RolloutRequest, Problem> {
         canary,
         batch_size,
         max_failures,
-        verify,
+        should_verify,
     });
     fields.finish(request)
 }
 
 /// Reads a list of handles, if the field is present and not null.
 fn read_handles(fields: &mut Fields, name: &str) -> Option<Vec<Handle>> {
-    let is_given = fields.has(name);
+    let is_present = fields.has(name);
     let texts = fields.strings(name, MAX_HANDLES);
-    if !is_given {
+    if !is_present {
         return None;
     }
     let handles: Result<Vec<Handle>, _> = texts.iter().map(|text| text.parse()).collect();
@@ -139,8 +139,8 @@ async fn create_rollout(
             let row = rollouts::get(tx, id).await?.ok_or_else(|| not_found(id))?;
             let rollout = json!(resource::rollout::load_with_machines(tx, &row).await?);
             let reply = Reply::new(StatusCode::ACCEPTED, &rollout);
-            // Without the machines, which the rollout itself stores: a large fleet's list would add a megabyte to the
-            // audit log.
+            // The machines are left out, because the rollout itself stores them and a large fleet's list would add a
+            // megabyte to the audit log.
             let mut after = rollout;
             after.as_object_mut().map(|rollout| rollout.remove("machines"));
             after["except"] = handle_names(&request.except);
@@ -187,7 +187,7 @@ async fn insert_rollout(tx: &Transaction<'_>, request: &RolloutRequest) -> Resul
         canary: to_i32(request.canary),
         batch_size: to_i32(request.batch_size),
         max_failures: to_i32(request.max_failures),
-        should_verify: request.verify,
+        should_verify: request.should_verify,
         machines: &machines,
     };
     Ok(rollouts::insert(tx, &new).await?)

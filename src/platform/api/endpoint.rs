@@ -52,7 +52,7 @@ pub const READ_OR_ADMIN: &[Scope] = &[Scope::Read, Scope::Admin];
 pub const HOST: Credential = Credential {
     name: "host",
     scheme: CredentialScheme::Bearer,
-    description: "The UPGRADE_TOKEN of a machine; after the machine has left its slot, few requests accept it",
+    description: "The UPGRADE_TOKEN of a machine; after the machine has left its slot, few routes accept it",
 };
 pub const REGISTRATION: Credential = Credential {
     name: "registration",

@@ -16,7 +16,7 @@ use svc_wire::machine::MachineKind;
 ///
 /// # Errors
 /// `subscription_required` without an active subscription; `server_type_not_allowed` if the plan does not include the
-/// server type; `database_unavailable`.
+/// server type; `database_unavailable` if the database is unreachable.
 pub async fn ensure_entitled(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -56,7 +56,7 @@ pub async fn ensure_machine_entitled(
 /// Ensures that the plan includes the server type.
 ///
 /// # Errors
-/// `server_type_not_allowed`.
+/// `server_type_not_allowed` if it does not.
 pub fn ensure_plan_includes(plan: Plan, server_type: &ServerType) -> Result<(), Problem> {
     if plan.contains(server_type) {
         return Ok(());

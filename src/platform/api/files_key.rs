@@ -40,12 +40,12 @@ pub async fn for_host(
     let machine = authenticate_machine(&call, &platform, &id).await?;
     let id = machine.id;
     let mut fields = call.json_fields()?;
-    let offered: Option<RepositoryKey> = fields.optional("key");
+    let offered_key: Option<RepositoryKey> = fields.optional("key");
     fields.finish(Some(()))?;
     platform.rate_limits.admit_credentials(id)?;
     check_slot_access(&platform, &machine).await?;
     let slot = (&machine.user, &machine.slot);
-    let key = file_keys::load_or_create(&platform, slot, offered).await.map_err(|error| match error {
+    let key = file_keys::load_or_create(&platform, slot, offered_key).await.map_err(|error| match error {
         FileKeyError::Key(error) => key_unavailable(error),
         error => {
             tracing::error!(machine = %id, error = %format_chain(&error), "cannot give a host the key of its file backups");

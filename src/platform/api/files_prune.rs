@@ -109,7 +109,7 @@ pub static START: Endpoint = Endpoint {
         id: "pruneFiles",
         method: Method::POST,
         path: "/vps/slots/files-prune",
-        summary: "Requests that a slot's file backups be pruned now, not only once per `FILES_PRUNE_SECONDS`.",
+        summary: "Requests that a slot's file backups be pruned now, without waiting for the interval `FILES_PRUNE_SECONDS`.",
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY],
         body: Some(|| request_object(&[("idpUserId", idp_user_id())], &[("slot", slot_name())])),

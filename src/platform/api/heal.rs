@@ -12,8 +12,9 @@ use svc_machine::event::Event;
 use svc_machine::state::Status;
 use svc_provider::{ServerId, ServerStatus};
 
-/// Returns a machine with a healthy host to service after its resize failed or its deletion was undone. Records the
-/// server type that the provider reports. If this fails, it is retried at the next heartbeat.
+/// Returns a machine with a healthy host to service after its resize failed, it was reinstated, or its missing server
+/// was found again. Records the server type that the provider reports. If this fails, it is retried at the next
+/// heartbeat.
 pub async fn resume_healthy_machine(platform: &Platform, machine: &MachineRow, epoch: Epoch) {
     let is_healable = machine.failure.as_ref().is_some_and(|failure| failure.cause.is_cleared_by_heartbeat());
     if !machine.is_active() || machine.status != Status::Failed || !is_healable || epoch != machine.epoch {
@@ -84,7 +85,7 @@ async fn record_power_on(platform: &Platform, machine: &MachineRow) -> anyhow::R
         return Ok(false);
     }
     let found = platform.provider.get(ServerId(server)).await?;
-    // The server is off or missing, so the heartbeat was sent before that.
+    // The server was powered off or deleted after it had sent the heartbeat.
     if found.is_none_or(|server| server.status != ServerStatus::Running) {
         return Ok(false);
     }

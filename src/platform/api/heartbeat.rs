@@ -111,7 +111,7 @@ pub async fn handle(
 }
 
 /// Records the use of a token of a later generation, which proves that the host has stored it. Returns the token that
-/// the host must use next. `None` if it keeps its token, has not registered yet, or must wait because processes with
+/// the host must use next; `None` if it keeps its token, has not registered yet, or must wait because processes with
 /// different platform keys are running.
 async fn issue_next_token(
     platform: &Platform,

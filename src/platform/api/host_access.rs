@@ -21,8 +21,9 @@ pub enum SlotAccess {
 /// Authenticates a host for the machine in the path.
 ///
 /// # Errors
-/// `unauthorized`; `rate_limited`; `forbidden` for another machine's token; `invalid_request` for an invalid id;
-/// `database_unavailable`.
+/// `unauthorized` if the token is missing, unknown or expired; `rate_limited` if the client or the host sends too many
+/// requests; `forbidden` for another machine's token; `invalid_request` for an invalid id; `database_unavailable` if
+/// the database is unreachable.
 pub async fn authenticate_machine(
     call: &ApiCall,
     platform: &Platform,
@@ -40,7 +41,7 @@ pub async fn authenticate_machine(
 ///
 /// # Errors
 /// Unless the final backup is pending: `unauthorized` for a deleted machine, `superseded` for a replaced one.
-/// `database_unavailable`.
+/// `database_unavailable` if the database is unreachable.
 pub async fn check_slot_access(platform: &Platform, machine: &MachineRow) -> Result<SlotAccess, Problem> {
     if machine.is_active() {
         Ok(SlotAccess::Current)

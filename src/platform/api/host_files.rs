@@ -318,14 +318,14 @@ async fn request_restore(
     };
     // Audited before the call: the host may accept the request, and the database may be unreachable afterwards.
     audit(&platform, &operator, change("requested")).await?;
-    let sent = async {
+    let call = async {
         let machine = find_serving(&platform, id).await?;
         // With this key, a repeated request does not restore twice if this process stops before it stores the response.
         let idempotency_key = mutation.to_host_key();
         let restore = FilesCall::Restore { body: body.clone(), idempotency_key };
         call_host::<FileRestoreAccepted>(&platform, &machine, restore).await
     };
-    let accepted = match sent.await {
+    let accepted = match call.await {
         Ok(accepted) => accepted,
         Err(problem) => {
             // The host may have accepted the request even though its response was lost.

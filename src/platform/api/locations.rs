@@ -20,10 +20,10 @@ impl RequestedLocations {
     pub fn read(fields: &mut Fields) -> Self {
         let name = "fallbackLocations";
         let location = fields.optional("location");
-        let is_given = fields.has(name);
+        let is_present = fields.has(name);
         let names = fields.strings(name, MAX_FALLBACK_LOCATIONS);
         let fallback = names.iter().map(|name| name.parse()).collect::<Result<Vec<Location>, _>>();
-        let fallback = fallback.inspect_err(|why| fields.add_error(name, why)).ok().filter(|_| is_given);
+        let fallback = fallback.inspect_err(|why| fields.add_error(name, why)).ok().filter(|_| is_present);
         Self { location, fallback }
     }
 
@@ -31,7 +31,7 @@ impl RequestedLocations {
     /// provider checks the location again when the server is created.
     ///
     /// # Errors
-    /// `invalid_request`.
+    /// `invalid_request` if the provider does not offer one of the locations.
     pub async fn ensure_known(&self, platform: &Platform) -> Result<(), Problem> {
         for (pointer, location) in self.locations_with_pointers() {
             ensure_found(pointer, location, has_location(platform, location).await)?;
@@ -42,7 +42,7 @@ impl RequestedLocations {
     /// Like [`Self::ensure_known`], but uses the locations cached for quotes.
     ///
     /// # Errors
-    /// `invalid_request`.
+    /// Same as [`Self::ensure_known`].
     pub async fn ensure_known_for_quote(&self, platform: &Platform) -> Result<(), Problem> {
         for (pointer, location) in self.locations_with_pointers() {
             let found = platform.quotes.has_location(location, has_location(platform, location)).await;

@@ -26,7 +26,8 @@ impl ChangeRequest {
     /// Authenticates the operator, and parses the machine's id and the idempotency key.
     ///
     /// # Errors
-    /// `request_too_large`, `unauthorized`, `rate_limited`, `forbidden`, `invalid_request`, `database_unavailable`.
+    /// Same as [`ApiCall::read`] and [`ApiCall::authenticate_operator`]; `invalid_request` if the id or the idempotency
+    /// key is invalid.
     pub async fn read(platform: &Platform, id: &str, request: Request) -> Result<Self, Problem> {
         let call = ApiCall::read(request).await?;
         let operator = call.authenticate_operator(platform).await?;
@@ -73,7 +74,7 @@ impl<'a> MachineChange<'a> {
     /// Begins the change and locks the machine, unless the request is replayed.
     ///
     /// # Errors
-    /// `machine_not_found`, `idempotency_mismatch`, `database_unavailable`.
+    /// `machine_not_found` if there is no such machine; otherwise, same as [`Mutation::begin`].
     pub async fn begin(
         session: &'a mut Object,
         mutation: &'a Mutation,
@@ -99,7 +100,7 @@ impl<'a> MachineChange<'a> {
     /// Writes the audit row and the stored response, and commits. `body` receives the machine after the change.
     ///
     /// # Errors
-    /// `database_unavailable`.
+    /// `database_unavailable` if the database is unreachable.
     pub async fn end<T: Serialize>(
         self,
         effect: ChangeEffect,

@@ -122,7 +122,8 @@ impl Mutation {
     /// Finds the stored response to an earlier request with this key.
     ///
     /// # Errors
-    /// `idempotency_mismatch` if the earlier request was a different one.
+    /// `idempotency_mismatch` if the earlier request was a different one; `database_unavailable` if the database is
+    /// unreachable.
     pub async fn replay(&self, client: &impl GenericClient) -> Result<Option<Reply>, Problem> {
         let Some(key) = &self.key else { return Ok(None) };
         let Some(stored) = db::idempotency::find_response(client, &self.actor, key).await? else {
@@ -211,7 +212,7 @@ impl Mutation {
     /// Stores the response for replays; must run before the commit.
     ///
     /// # Errors
-    /// `database_unavailable`.
+    /// [`DbError`] if the response cannot be written.
     pub async fn store(&self, tx: &Transaction<'_>, reply: &Reply) -> Result<(), DbError> {
         let Some(key) = &self.key else { return Ok(()) };
         let stored = StoredResponse {

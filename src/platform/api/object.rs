@@ -32,7 +32,8 @@ pub const RESPONSES: [DocumentedResponse; 3] = [
 /// Responds with the object, or with its requested range.
 ///
 /// # Errors
-/// The problem from `not_found` if there is no such object; `store_unavailable`, `range_not_satisfiable`.
+/// The problem from `not_found` if there is no such object; `range_not_satisfiable` if the requested range is outside
+/// the object; `store_unavailable` if a request to the store fails.
 pub async fn serve(
     bucket: &Bucket,
     object: &Path,
@@ -65,11 +66,11 @@ pub async fn serve(
         if_match: meta.e_tag.clone(),
         ..GetOptions::default()
     };
-    let got = bucket.raw().get_opts(object, options).await.map_err(|error| {
+    let content = bucket.raw().get_opts(object, options).await.map_err(|error| {
         tracing::warn!(%error, key = %object, "cannot read an object");
         svc_store::problem::unavailable()
     })?;
-    Ok((status, headers, Body::from_stream(got.into_stream())).into_response())
+    Ok((status, headers, Body::from_stream(content.into_stream())).into_response())
 }
 
 fn base_headers(meta: &ObjectMeta, media_type: &'static str) -> HeaderMap {
@@ -96,15 +97,15 @@ fn quoted(etag: &str) -> String {
 /// Returns whether `If-None-Match` names this version, by weak comparison (RFC 9110, section 13.1.2).
 fn is_unchanged(headers: &HeaderMap, meta: &ObjectMeta) -> bool {
     let Some(etag) = meta.e_tag.as_deref().map(quoted) else { return false };
-    let given = headers.get_all(header::IF_NONE_MATCH).iter().filter_map(|value| value.to_str().ok());
-    let mut candidates = given.flat_map(|value| value.split(',')).map(str::trim);
+    let values = headers.get_all(header::IF_NONE_MATCH).iter().filter_map(|value| value.to_str().ok());
+    let mut candidates = values.flat_map(|value| value.split(',')).map(str::trim);
     candidates.any(|candidate| candidate == "*" || candidate.strip_prefix("W/").unwrap_or(candidate) == etag)
 }
 
 /// Returns whether `If-Range`, if present, names this version, by strong comparison (RFC 9110, section 13.1.5).
 fn permits_range(headers: &HeaderMap, meta: &ObjectMeta) -> bool {
-    let Some(given) = headers.get(header::IF_RANGE) else { return true };
-    meta.e_tag.as_deref().is_some_and(|etag| given.as_bytes() == quoted(etag).as_bytes())
+    let Some(value) = headers.get(header::IF_RANGE) else { return true };
+    meta.e_tag.as_deref().is_some_and(|etag| value.as_bytes() == quoted(etag).as_bytes())
 }
 
 #[derive(Debug, PartialEq, Eq)]

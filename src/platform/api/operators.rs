@@ -37,7 +37,7 @@ const MIN_TTL_SECONDS: u64 = 60;
 const MAX_TTL_SECONDS: u64 = 400 * DAY_SECONDS;
 const DEFAULT_OVERLAP_SECONDS: u64 = 3600;
 const MAX_OVERLAP_SECONDS: u64 = 7 * DAY_SECONDS;
-/// Includes revoked and expired operators, which are kept as long as the audit log names them.
+/// Maximum number of operators, including revoked and expired ones, which are kept as long as the audit log names them.
 const MAX_OPERATORS: i64 = 1000;
 
 async fn add(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
@@ -367,7 +367,7 @@ pub static WHO_AM_I: Endpoint = Endpoint {
         id: "whoAmI",
         method: Method::GET,
         path: "/operators/whoami",
-        summary: "Shows the operator of the token.",
+        summary: "Shows the operator that the token belongs to.",
         credentials: &[OPERATOR],
         parameters: &[],
         body: None,

@@ -127,7 +127,7 @@ pub async fn rebuild(State(platform): State<Arc<Platform>>, request: Request) ->
     let mut body = call.json_fields()?;
     let should_be_empty = body.boolean("empty") == Some(true);
     let target = PointerTarget::read(&mut body).map(|target| PointerTarget { should_be_empty, ..target });
-    let sound = if body.boolean("force") == Some(true) {
+    let policy = if body.boolean("force") == Some(true) {
         SoundPointerPolicy::Replace
     } else {
         SoundPointerPolicy::Keep
@@ -137,13 +137,13 @@ pub async fn rebuild(State(platform): State<Arc<Platform>>, request: Request) ->
         return Err(Problem::field("/empty", "cannot be combined with `--to`"));
     }
     let mutation = Mutation::from_call(&call, &operator)?;
-    Ok(replace(&platform, &target, sound, &mutation).await?.into_response())
+    Ok(replace(&platform, &target, policy, &mutation).await?.into_response())
 }
 
 async fn replace(
     platform: &Platform,
     target: &PointerTarget,
-    sound: SoundPointerPolicy,
+    policy: SoundPointerPolicy,
     mutation: &Mutation,
 ) -> Result<Reply, Problem> {
     let session = platform.db.session().await?;
@@ -155,7 +155,7 @@ async fn replace(
     drop(session);
     let inspection = inspect(platform, target, record.clone()).await?;
     ensure_exists(target, is_recorded, &inspection)?;
-    if inspection.found.is_sound() && sound == SoundPointerPolicy::Keep {
+    if inspection.found.is_sound() && policy == SoundPointerPolicy::Keep {
         // If this request is a retry, the original may have completed in the meantime.
         if let Some(reply) = mutation.replay(&platform.db.session().await?).await? {
             return Ok(reply);
@@ -166,7 +166,7 @@ async fn replace(
         );
         return Err(Problem::new(Code::Conflict, detail));
     }
-    if target.should_be_empty && sound == SoundPointerPolicy::Keep {
+    if target.should_be_empty && policy == SoundPointerPolicy::Keep {
         ensure_nothing_restorable(platform, target, record).await?;
     }
     let Some(next) = &inspection.next else {
@@ -203,7 +203,11 @@ async fn replace(
     }
     mutation.store(&tx, &reply).await?;
     db::commit(tx).await?;
-    tracing::warn!(slot = name, key = written.snapshot.as_ref().map(|named| &*named.key), "pointer rebuilt");
+    tracing::warn!(
+        slot = name,
+        key = written.snapshot.as_ref().map(|snapshot| &*snapshot.key),
+        "pointer rebuilt"
+    );
     Ok(reply)
 }
 
@@ -253,12 +257,12 @@ async fn ensure_nothing_restorable(
         );
         return Err(Problem::new(Code::Conflict, detail));
     }
-    let Some(complete) = found.next.and_then(|next| next.snapshot) else { return Ok(()) };
+    let Some(snapshot) = found.next.and_then(|next| next.snapshot) else { return Ok(()) };
     let detail = format!(
         "{}, taken at {}, can be restored, and the pointer was not changed; `svcctl pointer rebuild {} --slot {} --empty --force` \
          ignores that snapshot.",
-        complete.key,
-        rfc3339_ms(complete.taken_at),
+        snapshot.key,
+        rfc3339_ms(snapshot.taken_at),
         target.user,
         target.slot
     );
@@ -339,14 +343,14 @@ fn pointer_resource(pointer: &Pointer) -> wire::Pointer {
         fence_epoch: pointer.fence_epoch.0.into(),
         fence_machine_id: pointer.fence_holder().map(Into::into),
         emptied_at: pointer.emptied_at.map(Into::into),
-        snapshot: pointer.snapshot.as_ref().map(|named| wire::NamedSnapshot {
-            key: named.key.clone(),
-            size_bytes: named.size_bytes,
-            sha256: named.sha256.clone(),
-            epoch: named.epoch.0.into(),
-            machine_id: named.machine_id.into(),
-            taken_at: named.taken_at.into(),
-            verified_at: named.verified_at.into(),
+        snapshot: pointer.snapshot.as_ref().map(|snapshot| wire::NamedSnapshot {
+            key: snapshot.key.clone(),
+            size_bytes: snapshot.size_bytes,
+            sha256: snapshot.sha256.clone(),
+            epoch: snapshot.epoch.0.into(),
+            machine_id: snapshot.machine_id.into(),
+            taken_at: snapshot.taken_at.into(),
+            verified_at: snapshot.verified_at.into(),
         }),
     }
 }

@@ -131,7 +131,7 @@ async fn provision(
     }
     let existing = check_admission(platform, &session, request).await?;
     drop(session);
-    // Before the transaction, so that no row or session is held during requests to the store.
+    // These checks run before the transaction, so that no row or session is held during requests to the store.
     let plan = if existing.as_ref().is_none_or(has_failed) {
         request.locations.ensure_known(platform).await?;
         let plan = prepare_plan(platform, request, existing.as_ref()).await?;
@@ -149,7 +149,7 @@ async fn provision(
                 Reply::new(StatusCode::OK, response_body(machine, operation.map(|operation| operation.id)));
             return Ok(MutationEffect::unchanged(reply));
         }
-        // If the slot has changed since, the plan and the required confirmations are for its earlier state.
+        // If the slot has changed since the checks, the plan and the required confirmations are for its earlier state.
         let replaced = existing.as_ref().map(|failed| failed.id);
         let Some((plan, listed)) = plan.filter(|(plan, _)| plan.replaces == replaced) else {
             return Err(Problem::new(Code::Unavailable, "The slot has changed; try again.").retry_after(1));
@@ -317,14 +317,15 @@ pub async fn check_admission(
     {
         return Err(deletion_pending(&deletion));
     }
-    if let Some(other) = existing.as_ref().filter(|machine| machine.kind != request.kind) {
-        let (held, requested) = (other.kind.as_str(), request.kind.as_str());
+    if let Some(machine) = existing.as_ref().filter(|machine| machine.kind != request.kind) {
+        let (existing_kind, requested_kind) = (machine.kind.as_str(), request.kind.as_str());
         let detail = format!(
-            "The slot holds a {held} machine, but a {requested} machine was requested; delete the existing machine first."
+            "The slot holds a {existing_kind} machine, but a {requested_kind} machine was requested; delete the \
+             existing machine first."
         );
         return Err(Problem::new(Code::InvalidState, detail)
-            .with("machineStatus", json!(other.status))
-            .with("kind", json!(held)));
+            .with("machineStatus", json!(machine.status))
+            .with("kind", json!(existing_kind)));
     }
     match request.kind {
         MachineKind::Customer if config.billing_enforcement == Flag::On => {
@@ -362,9 +363,9 @@ async fn choose_restore_mode(
 ) -> Result<RestoreMode, Problem> {
     let slot = SlotPrefix::new(&request.user, &request.slot);
     match snapshot::find_latest(&platform.bucket, &slot).await {
-        Ok(named) => {
-            let side = snapshot::read_sidecar(&platform.bucket, &slot, &named).await?;
-            replacement_checks::ensure_fits_disk(platform, &side, &request.server_type).await?;
+        Ok(latest) => {
+            let sidecar = snapshot::read_sidecar(&platform.bucket, &slot, &latest).await?;
+            replacement_checks::ensure_fits_disk(platform, &sidecar, &request.server_type).await?;
             Ok(RestoreMode::Required)
         }
         Err(SnapshotUnusable::Absent) => {

@@ -92,11 +92,11 @@ pub static ENDPOINT: Endpoint = Endpoint {
         id: "quoteProvision",
         method: Method::POST,
         path: "/vps/provision/quote",
-        summary: "Describes what a provision would do, cost and use, without changing anything.",
+        summary: "Describes what provisioning would do, cost and use, without changing anything.",
         credentials: &[OPERATOR],
         parameters: &[],
         body: Some(provision::body_schema),
-        responses: &[documented_json(200, "The provision is possible.", schema_of::<ProvisionQuote>)],
+        responses: &[documented_json(200, "Provisioning is possible.", schema_of::<ProvisionQuote>)],
         problems: &[
             Code::Disabled,
             Code::SubscriptionRequired,

@@ -61,7 +61,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let machine = db::machines::get(&platform.host_db.session().await?, claimed).await?;
     let machine = machine.ok_or_else(registration_rejected)?;
     check_token(token, &machine)?;
-    // Before the transaction, so that no row or session is held during requests to the store.
+    // This check runs before the transaction, so that no row or session is held during requests to the store.
     ensure_not_fenced_out(&platform, &machine).await?;
     let mut session = platform.host_db.session().await?;
     // The token is checked before the body is parsed. The lock serializes the uses of the token.
@@ -125,7 +125,7 @@ async fn ensure_not_fenced_out(platform: &Platform, machine: &MachineRow) -> Res
 /// # Errors
 /// `invalid_state` if another machine holds the slot's fence, or if this one is not waiting for its registration;
 /// `registration_rejected` if a different registration is recorded; `unavailable` if its server is not recorded;
-/// `store_unavailable`; `database_unavailable`.
+/// `store_unavailable` if the pointer cannot be read; `database_unavailable` if the database is unreachable.
 pub async fn register_from_heartbeat(
     platform: &Platform,
     machine: &MachineRow,
@@ -196,8 +196,8 @@ async fn register(
         serde_json::to_vec(&registration.canonical()).map_err(|error| Problem::internal(&error))?;
     let body_hash = Sha256::digest(&canonical).to_vec();
     if let Some(first) = &machine.registration_body_hash {
-        let same: bool = first.ct_eq(&body_hash).into();
-        return if same { Ok(response) } else { Err(registration_rejected()) };
+        let is_same: bool = first.ct_eq(&body_hash).into();
+        return if is_same { Ok(response) } else { Err(registration_rejected()) };
     }
     if machine.registration_expires_at.is_none() || machine.provider_server_id.is_none() {
         // The host booted before the provider's response to the create request was stored, so the host must retry.

@@ -41,13 +41,13 @@ const BYTES_PER_DATABASE_BYTE: f64 = 1.25;
 /// provider is unreachable, the check passes: the host checks its disk before the restore.
 ///
 /// # Errors
-/// `disk_too_small`; `invalid_request` if the provider does not have the server type.
+/// `disk_too_small` if the database does not fit; `invalid_request` if the provider does not have the server type.
 pub async fn ensure_fits_disk(
     platform: &Platform,
-    side: &Sidecar,
+    sidecar: &Sidecar,
     server_type: &ServerType,
 ) -> Result<(), Problem> {
-    let Some(database) = &side.database else { return Ok(()) };
+    let Some(database) = &sidecar.database else { return Ok(()) };
     let info = match platform.provider.server_type(server_type).await {
         Ok(Some(info)) => info,
         Ok(None) => {
@@ -83,7 +83,8 @@ fn needed_bytes(database_bytes: u64) -> u64 {
 /// it.
 ///
 /// # Errors
-/// `snapshot_unusable`, `store_unavailable`.
+/// `snapshot_unusable` if the pointer is unreadable or its snapshot's epoch is implausible; `store_unavailable` if a
+/// request to the store fails; `database_unavailable` if the database is unreachable.
 pub async fn find_epoch_floor(platform: &Platform, user: &IdpUserId, slot: &Slot) -> Result<Epoch, Problem> {
     let recorded = db::machines::find_highest_epoch(&platform.db.session().await?, user, slot).await?;
     match epoch_floor::read_floor(&platform.bucket, &SlotPrefix::new(user, slot), recorded).await {
@@ -101,7 +102,8 @@ pub async fn find_epoch_floor(platform: &Platform, user: &IdpUserId, slot: &Slot
 /// hold the slot under a later epoch.
 ///
 /// # Errors
-/// `invalid_state`; `snapshot_unusable` if the pointer is unreadable; `store_unavailable`; `database_unavailable`.
+/// `invalid_state` for such a slot; `snapshot_unusable` if the pointer is unreadable; `store_unavailable` if a request
+/// to the store fails; `database_unavailable` if the database is unreachable.
 pub async fn ensure_no_unknown_holder(
     platform: &Platform,
     (user, slot): (&IdpUserId, &Slot),
@@ -141,7 +143,8 @@ pub async fn ensure_no_unknown_holder(
 /// is unreadable, the check passes.
 ///
 /// # Errors
-/// `invalid_state`, `store_unavailable`, `database_unavailable`.
+/// `invalid_state` for such a change; `store_unavailable` if a request to the store fails; `database_unavailable` if
+/// the database is unreachable.
 pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Result<(), Problem> {
     let found = match later_holder::find_claim(platform, &platform.db, &machine.user, &machine.slot).await {
         Ok(found) => found,
@@ -174,7 +177,7 @@ pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Res
 /// take a final backup only after the machine has been powered on again.
 ///
 /// # Errors
-/// `invalid_state`.
+/// `invalid_state` for such a machine.
 pub fn ensure_not_powered_off(machine: &MachineRow, accepts_loss: bool) -> Result<(), Problem> {
     let has_server = machine.has_server() && machine.server_missing_since.is_none();
     let holds_data = machine.registered_at.is_some() && has_server;
@@ -204,10 +207,11 @@ fn held_by_another(detail: String, current: Option<&MachineRow>) -> Problem {
 }
 
 /// Rejects an empty start if the store has no snapshot but the database records one: that snapshot is lost, unless an
-/// operator has emptied the slot since.
+/// operator emptied the pointer after it was taken.
 ///
 /// # Errors
-/// `snapshot_unusable`, `store_unavailable`.
+/// `snapshot_unusable` for such a slot; `store_unavailable` if the pointer cannot be read; `database_unavailable` if
+/// the database is unreachable.
 pub async fn ensure_may_start_empty(
     platform: &Platform,
     user: &IdpUserId,
@@ -216,7 +220,7 @@ pub async fn ensure_may_start_empty(
     let newest = db::machines::load_newest_backup_time(&platform.db.session().await?, user, slot).await?;
     let Some(taken_at) = newest else { return Ok(()) };
     let pointer = pointer_io::read(&platform.bucket, &SlotPrefix::new(user, slot)).await?;
-    if pointer.and_then(|read| read.value.emptied_at).is_some_and(|emptied_at| emptied_at > taken_at) {
+    if pointer.and_then(|pointer| pointer.value.emptied_at).is_some_and(|emptied_at| emptied_at > taken_at) {
         return Ok(());
     }
     let detail = format!(
@@ -232,7 +236,7 @@ pub async fn ensure_may_start_empty(
 /// the data.
 ///
 /// # Errors
-/// `snapshot_unusable`.
+/// `snapshot_unusable` for such a slot; `database_unavailable` if the database is unreachable.
 pub async fn ensure_no_unsaved_data(
     client: &impl GenericClient,
     user: &IdpUserId,

@@ -154,7 +154,7 @@ async fn ensure_disk_fits(
     let server =
         platform.provider.get(ServerId(id)).await.map_err(|error| problems::provider_problem(&error))?;
     let Some(server) = server else {
-        // The reconciler decides what a missing server means.
+        // The reconciler handles the missing server.
         platform.reconciler_wake.notify_one();
         tracing::warn!(machine = %machine.id, server = id, "the provider has no server with this id");
         return Err(problems::provisioning_error());

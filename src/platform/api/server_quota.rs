@@ -21,7 +21,7 @@ use svc_http::problem::{Code, Problem, format_chain};
 /// Counts the servers in the project: those that the provider lists, if it responds, and those that are recorded.
 ///
 /// # Errors
-/// [`DbError`]; an error from the provider is only logged.
+/// [`DbError`] if the recorded servers cannot be counted; an error from the provider is only logged.
 pub async fn count_listed(platform: &Platform) -> Result<ListedServerCount, DbError> {
     let session = platform.db.session().await?;
     let recorded = db::servers::count_own(&session).await?.existing;
@@ -64,7 +64,7 @@ fn total_used(listed: Option<ListedServerCount>, own: OwnServerCounts) -> u64 {
 /// Ensures that there is room for one more server. A lock serializes orders, so that two cannot take the last place.
 ///
 /// # Errors
-/// `server_limit_reached`, `database_unavailable`.
+/// `server_limit_reached` if there is no room; `database_unavailable` if the database is unreachable.
 pub async fn ensure_room(
     platform: &Platform,
     tx: &Transaction<'_>,
@@ -74,7 +74,7 @@ pub async fn ensure_room(
     check_room(platform, tx, listed).await.map(drop)
 }
 
-/// Like [`ensure_room`], but for a machine's replacement.
+/// Like [`ensure_room`], but for a machine's replacement, which may exceed the limit unless the slot has other servers.
 ///
 /// # Errors
 /// Same as [`ensure_room`].

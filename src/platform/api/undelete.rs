@@ -63,15 +63,15 @@ async fn undelete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Re
     change.end(ChangeEffect::Changed("undelete"), StatusCode::ACCEPTED, body).await
 }
 
-/// Rejects a machine whose slot another machine holds, according to the store. If the store is unavailable, the check
-/// passes: the operation repeats it before any change.
+/// Rejects a machine whose slot another machine holds or may hold, according to the store. If the store is unavailable,
+/// the check passes: the operation repeats it before any change.
 ///
 /// # Errors
-/// `invalid_state`, `database_unavailable`.
+/// `invalid_state` for such a machine; `database_unavailable` if the database is unreachable.
 pub async fn ensure_slot_is_free(platform: &Platform, deleted: &MachineRow) -> Result<(), Problem> {
     match replacement_checks::ensure_holds_slot(platform, deleted).await {
         Err(problem) if problem.code == Code::StoreUnavailable => Ok(()),
-        checked => checked,
+        result => result,
     }
 }
 
@@ -104,9 +104,12 @@ pub async fn reinstate(
     let event = Event::Reinstated { epoch: highest.next(), power: machine.server_power() };
     // A machine that had failed before its deletion stays failed for the same reason.
     let failure = machine.failure.as_ref().filter(|failure| !failure.cause.is_cleared_by_heartbeat());
-    let earlier = failure.and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
-    let undone = ("reinstate", "its deletion was undone; its next healthy heartbeat returns it to service");
-    let context = EventContext { failure: earlier.or(Some(undone)), ..EventContext::default() };
+    let previous_failure =
+        failure.and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
+    let awaiting_heartbeat =
+        ("reinstate", "its deletion was undone; its next healthy heartbeat returns it to service");
+    let context =
+        EventContext { failure: previous_failure.or(Some(awaiting_heartbeat)), ..EventContext::default() };
     let change = lifecycle::apply(tx, &platform.mint, machine, &event, context).await;
     match change.map_err(|error| problems::lifecycle_problem(error, machine))? {
         Change::Moved { created: Some(created) } => Ok(created),

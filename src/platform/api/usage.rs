@@ -129,7 +129,7 @@ async fn audit_read(
     Ok(db::commit(tx).await?)
 }
 
-/// Parses a host's report. Unknown fields are dropped, texts are made bounded and printable, and negative costs and
+/// Parses a host's report. Unknown fields are dropped, texts are truncated and made printable, and negative costs and
 /// invalid dates are errors.
 fn parse_report(response: &[u8]) -> Result<UsageReport, String> {
     let mut report: UsageReport = serde_json::from_slice(response).map_err(|error| error.to_string())?;
@@ -223,6 +223,7 @@ mod tests {
             (refused(StatusCode::UNAUTHORIZED), Code::HostRefused, "clock"),
             (refused(StatusCode::FORBIDDEN), Code::HostRefused, "update it"),
             (refused(StatusCode::NOT_FOUND), Code::HostRefused, "update it"),
+            (refused(StatusCode::METHOD_NOT_ALLOWED), Code::HostRefused, "update it"),
             (refused(StatusCode::SERVICE_UNAVAILABLE), Code::Unavailable, "try again"),
             (refused(StatusCode::INTERNAL_SERVER_ERROR), Code::HostRefused, "returned 500"),
             (host_problem(id, &UsageError::TooLarge(7)), Code::HostAnswerInvalid, "fewer days"),

@@ -44,7 +44,7 @@ pub enum AlarmLifetime {
 
 #[derive(Debug, Clone, Copy)]
 pub struct RaiseOutcome {
-    /// Whether the alarm was inactive before.
+    /// Whether the alarm was inactive before this call.
     pub is_new: bool,
     pub is_released: bool,
 }
@@ -112,7 +112,7 @@ pub async fn list_active(client: &impl GenericClient) -> Result<Vec<AlarmRow>, D
     Ok(query(client, &sql, &[]).await?.iter().map(parse).collect())
 }
 
-/// Allows work for `duration` although the alarm is active; returns `None` if it is not active.
+/// Allows work for `duration` even though the alarm is active; returns `None` if it is not active.
 pub async fn release(
     client: &impl GenericClient,
     alarm: &str,

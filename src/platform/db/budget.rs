@@ -31,7 +31,7 @@ pub async fn reserve(
     })
 }
 
-/// Grants no more calls for `wait`, because the provider has rejected a call.
+/// Suspends all calls for `wait`, because the provider has rejected a call.
 pub async fn suspend_calls(
     client: &impl GenericClient,
     account: &str,
@@ -43,7 +43,8 @@ pub async fn suspend_calls(
     execute(client, sql, &[&account, &wait.as_secs_f64()]).await.map(drop)
 }
 
-/// Estimates how many calls can be granted now; `None` if the provider has not reported its limit yet.
+/// Estimates how many calls are left in the bucket of the account used last, even while calls are suspended; `None` if
+/// the provider has not reported its limit yet.
 pub async fn load_remaining(client: &impl GenericClient) -> Result<Option<f64>, DbError> {
     let sql = "SELECT least(capacity, tokens + greatest(extract(epoch FROM clock_timestamp() - at), 0) * per_second) \
                ::float8 FROM provider_budget WHERE learnt ORDER BY at DESC LIMIT 1";

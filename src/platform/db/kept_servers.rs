@@ -80,7 +80,7 @@ pub async fn list_removable(
     Ok(query(client, &sql, params).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// Lists the slot's kept servers that may hold data, newest machine first.
+/// Lists at most 50 of the slot's kept servers that may hold data, newest machine first.
 pub async fn list_in_slot(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -98,7 +98,7 @@ pub async fn list_in_slot(
     );
     let (replaced, deleted, unregistered) = retention_seconds(retention);
     let params: Params<'_> = &[&replaced, &deleted, &unregistered, &user.as_str(), &slot.as_str()];
-    let kept = |row: &Row| KeptServerRow {
+    let parse = |row: &Row| KeptServerRow {
         machine: MachineId(row.get("machine_id")),
         server: row.get("provider_server_id"),
         is_deleted: row.get("is_deleted"),
@@ -108,7 +108,7 @@ pub async fn list_in_slot(
         missing_since: row.get("server_missing_since"),
         deleted_by: row.get::<_, Option<_>>("deleted_by").map(OperationId),
     };
-    Ok(query(client, &sql, params).await?.iter().map(kept).collect())
+    Ok(query(client, &sql, params).await?.iter().map(parse).collect())
 }
 
 fn retention_seconds(retention: &ServerRetention) -> (f64, f64, f64) {

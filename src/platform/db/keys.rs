@@ -123,7 +123,7 @@ pub async fn list_distribution(
         .collect())
 }
 
-/// Numbers of machines that are or may become routable and whose hosts have not acknowledged a key.
+/// Counts of the hosts that have not acknowledged a key and whose machines are, or may become, routable.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct UnacknowledgedHosts {
     /// Hosts that are not silent; a rotation waits for them.
@@ -152,15 +152,17 @@ pub async fn count_unacknowledged(
 pub async fn record_acknowledged(
     client: &impl GenericClient,
     kid: &str,
-    by_all: Acknowledged,
+    acknowledgement: Acknowledgement,
 ) -> Result<(), DbError> {
     let sql =
         "UPDATE signing_keys SET acknowledged_at = CASE WHEN $2 THEN clock_timestamp() END WHERE kid = $1";
-    execute(client, sql, &[&kid, &(by_all == Acknowledged::ByAll)]).await.map(drop)
+    let is_by_all = acknowledgement == Acknowledgement::ByAll;
+    execute(client, sql, &[&kid, &is_by_all]).await.map(drop)
 }
 
+/// Whether every host that the rotation waits for has acknowledged a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Acknowledged {
+pub enum Acknowledgement {
     ByAll,
     NotByAll,
 }

@@ -334,8 +334,8 @@ pub async fn mark_kept(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbErro
         .map(drop)
 }
 
-/// The columns that a heartbeat writes. For `last_backup`, `last_update`, `checks` and `trusted_keys`, `None` keeps the
-/// last reported value.
+/// The columns that a heartbeat writes. For `last_backup`, `last_update`, `checks`, `backup_taken_at` and
+/// `trusted_keys`, `None` keeps the last reported value.
 pub struct Heartbeat<'a> {
     pub image_version: &'a ImageVersion,
     pub health: Value,
@@ -356,8 +356,8 @@ pub struct Heartbeat<'a> {
     pub files: Option<Value>,
 }
 
-/// Writes a heartbeat. The time of a snapshot that is dated more than five minutes in the future is ignored: until
-/// then, it would hide that the slot's backups are overdue.
+/// Writes a heartbeat. The time of a snapshot that is dated more than five minutes in the future is ignored: until that
+/// time, it would hide that the slot's backups are overdue.
 pub async fn record_heartbeat(
     client: &impl GenericClient,
     id: MachineId,

@@ -247,7 +247,7 @@ impl MachineRow {
                 to: self.resize_to.clone().unwrap_or_else(|| self.server_type.clone()),
             },
             Status::Failed => State::Failed {
-                // A failed row always has a cause; for a damaged row, the strictest cause is assumed.
+                // A failed row should always have a cause; if it has none, the strictest cause is assumed.
                 cause: self.failure.as_ref().map_or(FailureCause::Operator, |failure| failure.cause),
             },
         }

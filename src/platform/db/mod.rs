@@ -159,7 +159,7 @@ impl Db {
     /// Returns a connection from the pool.
     ///
     /// # Errors
-    /// `Unavailable` if no connection becomes available in time, or a new one cannot be opened.
+    /// `Unavailable` if no connection becomes available in time, or if a new one cannot be opened.
     pub async fn session(&self) -> Result<Object, DbError> {
         self.pool.get().await.map_err(|error| DbError::Unavailable {
             what: "no connection available",
@@ -249,7 +249,7 @@ impl deadpool_postgres::Connect for ResolvingConnector {
 /// Opens a connection and spawns the task that serves it.
 ///
 /// # Errors
-/// When the connection fails.
+/// When the host name cannot be resolved, or the connection fails.
 pub async fn connect(config: &Config) -> ConnectResult {
     let config = match resolve_hosts(config).await {
         Ok(config) => config,

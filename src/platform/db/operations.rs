@@ -183,7 +183,7 @@ pub struct StallLimits<'a> {
 impl<'a> StallLimits<'a> {
     /// - `progress_timeout`: maximum time without progress. Time during which the provider's account is blocked does
     ///   not count.
-    /// - `max_age`: maximum age since the operation was created, or was last continued by an operator.
+    /// - `max_age`: maximum time since the operation was created or, if later, was last continued by an operator.
     /// - `supported`: operations that only other releases support never count as stalled.
     pub fn new(progress_timeout: Duration, max_age: Duration, supported: SupportedSteps<'a>) -> Self {
         let (progress_timeout_seconds, max_age_seconds) =

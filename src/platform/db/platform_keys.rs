@@ -49,9 +49,9 @@ impl ProcessKeys {
                    ON CONFLICT (process_id) DO UPDATE SET seen_at = clock_timestamp(), steady_since = \
                    CASE WHEN process.seen_at < clock_timestamp() - make_interval(secs => $4) \
                        THEN clock_timestamp() ELSE process.steady_since END";
-        let other = self.ids.previous.as_ref().map(KeyId::as_str);
+        let previous = self.ids.previous.as_ref().map(KeyId::as_str);
         let max_gap = self.ttl.as_secs_f64() / 2.0;
-        execute(client, sql, &[&self.process, &self.ids.current.as_str(), &other, &max_gap]).await?;
+        execute(client, sql, &[&self.process, &self.ids.current.as_str(), &previous, &max_gap]).await?;
         let sql =
             "DELETE FROM platform_processes WHERE seen_at < clock_timestamp() - make_interval(secs => $1)";
         execute(client, sql, &[&ENDED_PROCESS_RETENTION.max(self.ttl * 2).as_secs_f64()]).await.map(drop)

@@ -18,19 +18,19 @@ const ROLLOUT_BATCH_ROWS: i64 = 5;
 pub struct RetentionRule {
     /// The table's name in metrics. Dependent rows in other tables are deleted with its rows.
     pub table: &'static str,
-    /// Deletes at most `$2` rows that expired, ended or were written more than `$1` seconds ago.
+    /// Deletes at most `$2` rows that expired, ended, or were revoked or written more than `$1` seconds ago.
     statement: &'static str,
     /// The retention period, counted from the time in `statement`.
-    pub keep: Duration,
+    retention: Duration,
     /// Maximum number of rows of `table` that one statement deletes.
     pub batch_rows: i64,
 }
 
 impl RetentionRule {
-    pub fn new(table: ExpiringTable, keep: Duration) -> Self {
+    pub fn new(table: ExpiringTable, retention: Duration) -> Self {
         let (name, statement) = table.name_and_statement();
         let batch_rows = if table == ExpiringTable::Rollouts { ROLLOUT_BATCH_ROWS } else { BATCH_ROWS };
-        Self { table: name, statement, keep, batch_rows }
+        Self { table: name, statement, retention, batch_rows }
     }
 }
 
@@ -112,5 +112,5 @@ impl ExpiringTable {
 
 /// Deletes at most one batch of rows and returns the number of deleted rows.
 pub async fn delete_batch(client: &impl GenericClient, rule: &RetentionRule) -> Result<u64, DbError> {
-    execute(client, rule.statement, &[&rule.keep.as_secs_f64(), &rule.batch_rows]).await
+    execute(client, rule.statement, &[&rule.retention.as_secs_f64(), &rule.batch_rows]).await
 }

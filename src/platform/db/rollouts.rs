@@ -121,7 +121,7 @@ pub async fn lock(tx: &Transaction<'_>, id: RolloutId) -> Result<Option<RolloutR
     query_opt(tx, &sql, &[&id.0]).await?.as_ref().map(RolloutRow::parse).transpose()
 }
 
-/// Like [`lock`], but returns `None` if another transaction holds the lock.
+/// Like [`lock`], but also returns `None` if another transaction holds the lock.
 pub async fn try_lock(tx: &Transaction<'_>, id: RolloutId) -> Result<Option<RolloutRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM rollouts WHERE rollout_id = $1 FOR UPDATE SKIP LOCKED");
     query_opt(tx, &sql, &[&id.0]).await?.as_ref().map(RolloutRow::parse).transpose()
@@ -133,7 +133,7 @@ pub async fn find_open(client: &impl GenericClient) -> Result<Option<RolloutRow>
     query_opt(client, &sql, &[]).await?.as_ref().map(RolloutRow::parse).transpose()
 }
 
-/// Lists the rollouts that are open or still waiting for machines to update.
+/// Lists at most 20 rollouts that are open or still waiting for machines to update, oldest first.
 pub async fn list_unfinished(client: &impl GenericClient) -> Result<Vec<RolloutRow>, DbError> {
     let sql = format!(
         "SELECT {COLUMNS} FROM rollouts WHERE state IN ('running', 'paused') OR rollout_id IN \
@@ -167,10 +167,11 @@ pub async fn list_reachable_machines(
 /// Timeouts for a host whose update was requested.
 #[derive(Debug, Clone, Copy)]
 pub struct UpdateTimeouts {
-    /// Counts from the request, from the end of a pause, or from the host's last report of an update in progress.
+    /// Counts from the request, from the end of a pause, or from the host's last report of an update in progress,
+    /// whichever is latest.
     pub silence: Duration,
-    /// Counts from the request or the end of a pause, regardless of reports: the host may be running another update, or
-    /// may never finish.
+    /// Counts from the request or, if later, the end of a pause, regardless of reports: the host may be running another
+    /// update, or may never finish.
     pub total: Duration,
 }
 

@@ -35,7 +35,7 @@ pub async fn now(client: &impl GenericClient) -> Result<Timestamp, DbError> {
     Ok(found.map_or(Timestamp::MIN, |row| row.get(0)))
 }
 
-/// The number of servers belonging to the platform's machines.
+/// Counts of the servers that belong to the platform's machines.
 #[derive(Debug, Clone, Copy)]
 pub struct OwnServerCounts {
     /// Recorded, and not recorded as deleted.
@@ -60,8 +60,8 @@ pub async fn count_own(client: &impl GenericClient) -> Result<OwnServerCounts, D
                    OR deleted_at IS NULL AND retired_at IS NULL AND status IN ('provisioning', 'recovering'))) \
                FROM user_machines WHERE server_deleted_at IS NULL";
     let counted = query_opt(client, sql, &[]).await?;
-    let number = |column: usize| counted.as_ref().map_or(0, |row| row.get::<_, i64>(column).unsigned_abs());
-    Ok(OwnServerCounts { existing: number(0), ordered: number(1) })
+    let count = |column: usize| counted.as_ref().map_or(0, |row| row.get::<_, i64>(column).unsigned_abs());
+    Ok(OwnServerCounts { existing: count(0), ordered: count(1) })
 }
 
 /// Lists at most 10 other machines in this machine's slot whose servers exist or were requested, oldest first.

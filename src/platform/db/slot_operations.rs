@@ -35,7 +35,7 @@ pub async fn find_running_deletion(
     Ok(query_opt(client, &sql, &[&machine.0]).await?.as_ref().map(OperationRow::parse))
 }
 
-/// Finds a running deletion whose final backup is pending, of a machine that has served traffic in this slot.
+/// Finds a running deletion whose final backup is pending and whose machine has served traffic in this slot.
 pub async fn find_deletion_awaiting_backup(
     client: &impl GenericClient,
     user: &IdpUserId,

@@ -10,7 +10,7 @@ use jiff::Timestamp;
 
 use super::{DbError, execute, query, query_opt};
 
-/// Numbers of unknown servers, by whether an operator has released them.
+/// Counts of the unknown servers, by whether an operator has released them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct UnknownServers {
     /// Waiting for an operator's decision.

@@ -14,7 +14,7 @@ use svc_store::StoreError;
 /// The database state that the check assesses.
 struct KeyUsage {
     need: KeyNeed,
-    /// Whether the database has a record of the previous key, so that it is not only prepared for a rotation.
+    /// Whether the database has a record of the previous key. If it has none, that key is only prepared for a rotation.
     is_previous_recorded: bool,
     /// The number of running processes, and the number of those that have the previous key as either of their keys.
     processes: (i64, i64),
@@ -73,9 +73,9 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Name
             "set PLATFORM_KEY_PREVIOUS to the earlier PLATFORM_KEY; svc-platform will not start",
         ),
         Some(previous) if !usage.is_previous_recorded && usage.need.is_empty() => {
-            let (all, with) = usage.processes;
+            let (running, prepared) = usage.processes;
             findings.ok(format!(
-                "{previous} is prepared, and active in {with} of {all} running processes: once all have it, it may \
+                "{previous} is prepared, and active in {prepared} of {running} running processes: once all have it, it may \
                  become PLATFORM_KEY, and {} PLATFORM_KEY_PREVIOUS",
                 ids.current
             ))

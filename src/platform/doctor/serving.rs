@@ -18,7 +18,7 @@ use svc_http::tls::Identity;
 const SERVICE_USER: &str = "svc-platform";
 const EXPIRY_WARNING: SignedDuration = SignedDuration::from_hours(14 * 24);
 
-/// Checks the settings file's permissions and names.
+/// Checks the settings file's permissions, and the names of the settings in it.
 pub fn check_env_file(file: Option<&Path>) -> Vec<Finding> {
     let findings = Findings::new("env-file");
     let Some(file) = file else { return Vec::new() };

@@ -39,7 +39,7 @@ pub async fn probe_store(
         Ok(hosts) => hosts.try_session().await.map(|session| session.map_err(|error| format_chain(&error))),
         Err(error) => Some(Err(format!("{error:#}"))),
     };
-    let (sessions, keys, once) = match session {
+    let (sessions, keys, write_once) = match session {
         Some(Ok(session)) => {
             let as_host = SessionStores::new(store, session);
             (Support::Yes, as_host.try_other_slot().await, as_host.try_write_once().await)
@@ -53,7 +53,9 @@ pub async fn probe_store(
             (unknown(), unknown(), unknown())
         }
     };
-    for (capability, support) in [(SESSIONS, sessions), (SESSION_KEYS, keys), (SESSION_WRITE_ONCE, once)] {
+    for (capability, support) in
+        [(SESSIONS, sessions), (SESSION_KEYS, keys), (SESSION_WRITE_ONCE, write_once)]
+    {
         found.push(ProbeResult::new(capability, support));
     }
     found

@@ -70,7 +70,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
             .or_ok("supports all that svc relies on: reads, lists, uploads, and atomic conditional puts"),
         Ok(count) => findings.warning(
             format!(
-                "{} of this or an earlier check could not be deleted",
+                "{} from this or an earlier check could not be deleted",
                 pluralize(count as u64, "temporary object")
             ),
             format!(
@@ -152,7 +152,7 @@ pub async fn check_protection(config: &PlatformConfig) -> Findings {
             protection::object_lock_command(s3),
         ),
         Setting::Unknown(_) => {
-            findings.or_ok("the bucket has versioning; the store does not support object lock")
+            findings.or_ok("the bucket has versioning; the store does not report whether it has object lock")
         }
     }
 }

@@ -41,7 +41,10 @@ pub enum AdmissionError {
 /// if it was killed, its row expires.
 ///
 /// # Errors
-/// [`AdmissionError`]; `Incompatible` if such a process is still running after a row's lifetime.
+/// [`AdmissionError`]: `Needed` if the process has no previous key and something still needs a key other than its
+/// current one; `Key` if it has two keys, and neither opens an active signing key or the key of a slot's file backups;
+/// `Incompatible` if a process with incompatible keys is still running after a row's lifetime; `Db` if the database
+/// fails.
 pub async fn admit(
     db: &Db,
     own: &ProcessKeys,

@@ -18,7 +18,7 @@ use crate::context::Platform;
 use crate::platform_key::{KeyId, KeyIds};
 use svc_base::clock::{self, now_ms};
 use svc_http::problem::format_chain;
-use svc_store::bucket::{Bucket, Condition, StoreError, Versioned};
+use svc_store::bucket::{Bucket, Condition, StoreError, VersionedValue};
 
 /// Host sessions cannot reach this path: they can reach only objects below `USER/SLOT/`, whose paths have at least
 /// three segments.
@@ -131,7 +131,7 @@ pub async fn write(bucket: &Bucket, ids: &KeyIds) -> Result<(), MarkError> {
 }
 
 /// Writes the mark, in case the write at startup failed, and retries until the store is available. Returns before the
-/// stop, which ends the process, if the mark is damaged or names a key that this process does not have.
+/// stop, which ends the process, if the mark is corrupt or names a key that this process does not have.
 pub async fn write_until_stopped(platform: Arc<Platform>) {
     loop {
         match write(&platform.bucket, &platform.process.ids).await {
@@ -154,7 +154,7 @@ fn mark_path() -> Path {
     Path::from(MARK_PATH)
 }
 
-async fn read(bucket: &Bucket) -> Result<Option<Versioned<Mark>>, StoreError> {
+async fn read(bucket: &Bucket) -> Result<Option<VersionedValue<Mark>>, StoreError> {
     let path = mark_path();
     let found = bucket.run_with_timeout(&path, CALL_TIMEOUT, bucket.get_json::<Mark>(&path)).await?;
     let is_id = |text: &str| text.len() == KeyId::CHARS && text.bytes().all(|byte| byte.is_ascii_hexdigit());
@@ -166,16 +166,16 @@ async fn read(bucket: &Bucket) -> Result<Option<Versioned<Mark>>, StoreError> {
     }
 }
 
-fn classify(found: Option<&Versioned<Mark>>, ids: &KeyIds) -> Result<NamedKey, MarkError> {
+fn classify(found: Option<&VersionedValue<Mark>>, ids: &KeyIds) -> Result<NamedKey, MarkError> {
     let Some(found) = found else { return Ok(NamedKey::NoMark) };
-    let named = &found.value.key_id;
-    if named == ids.current.as_str() {
+    let key_id = &found.value.key_id;
+    if key_id == ids.current.as_str() {
         return Ok(NamedKey::Current);
     }
-    if ids.previous.as_ref().is_some_and(|previous| named == previous.as_str()) {
+    if ids.previous.as_ref().is_some_and(|previous| key_id == previous.as_str()) {
         return Ok(NamedKey::Previous);
     }
-    Err(MarkError::UnknownKey(Box::new(UnknownKey { named: named.clone(), ids: ids.clone() })))
+    Err(MarkError::UnknownKey(Box::new(UnknownKey { named: key_id.clone(), ids: ids.clone() })))
 }
 
 #[cfg(test)]
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn check_refuses_damaged_mark() {
+    async fn check_refuses_corrupt_mark() {
         let bucket = Bucket::new(Arc::new(InMemory::new()));
         for text in ["{}", r#"{"version":1,"keyId":"\u001b[31m","notedAt":"2026-01-01T00:00:00.000Z"}"#] {
             bucket.put(&mark_path(), text).await.unwrap();

@@ -27,8 +27,8 @@ pub struct KeyNeed {
     file_keys: CountedNames,
     /// Machines whose token was made with another key and will rotate, because their hosts are sending heartbeats.
     machines: CountedNames,
-    /// Silent machines. A rotation does not wait for them: their tokens are accepted by the stored hash, and rotate
-    /// when the hosts send heartbeats again.
+    /// Silent machines. A rotation does not wait for them: their tokens stay valid, because the database has their
+    /// hashes, and rotate when the hosts send heartbeats again.
     silent: CountedNames,
     /// Slots whose fence has not been checked yet in this rotation.
     fences: CountedNames,

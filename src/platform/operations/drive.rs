@@ -44,25 +44,25 @@ pub async fn run(platform: Arc<Platform>) {
             () = platform.runner_wake.notified() => {}
             () = tokio::time::sleep(wait.map_or(poll, |wait| wait.clamp(MIN_CLAIM_INTERVAL.min(poll), poll))) => {}
             Some(ended) = drivers.general.join_next() => log_panic(ended),
-            Some(ended) = drivers.calling.join_next() => log_panic(ended),
+            Some(ended) = drivers.host_calls.join_next() => log_panic(ended),
         }
     }
     while drivers.general.join_next().await.is_some() {}
-    while drivers.calling.join_next().await.is_some() {}
+    while drivers.host_calls.join_next().await.is_some() {}
 }
 
 /// The operations that this process is driving, by lane.
 #[derive(Default)]
 struct Drivers {
     general: JoinSet<()>,
-    calling: JoinSet<()>,
+    host_calls: JoinSet<()>,
 }
 
 impl Drivers {
     /// Claims due operations up to the capacity of each lane. Returns the time until the next one is due in a lane with
     /// capacity, if there is one.
     async fn fill(&mut self, platform: &Arc<Platform>) -> Result<Option<Duration>, DbError> {
-        while let Some(supported) = self.claimable() {
+        while let Some(supported) = self.claimable_steps() {
             // Each claim has its own owner: a process that claims an operation again after losing it must not look like
             // the previous owner.
             let owner = Uuid::now_v7();
@@ -74,7 +74,7 @@ impl Drivers {
             drop(session);
             let lane = match lane_of(&operation) {
                 Lane::General => &mut self.general,
-                Lane::HostCalls => &mut self.calling,
+                Lane::HostCalls => &mut self.host_calls,
             };
             let platform = platform.clone();
             lane.spawn(async move { drive_with_request_id(&platform, operation, owner).await });
@@ -83,8 +83,8 @@ impl Drivers {
     }
 
     /// Returns the steps of the lanes with capacity.
-    fn claimable(&self) -> Option<SupportedSteps<'static>> {
-        match (self.general.len() < MAX_DRIVEN_OPERATIONS, self.calling.len() < MAX_HOST_CALL_OPERATIONS) {
+    fn claimable_steps(&self) -> Option<SupportedSteps<'static>> {
+        match (self.general.len() < MAX_DRIVEN_OPERATIONS, self.host_calls.len() < MAX_HOST_CALL_OPERATIONS) {
             (true, true) => Some(supported_steps()),
             (true, false) => Some(supported_steps_in(Lane::General)),
             (false, true) => Some(supported_steps_in(Lane::HostCalls)),

@@ -37,8 +37,8 @@ const CALL_DEADLINES: Deadlines = Deadlines {
     idle: Duration::from_secs(6),
 };
 
-/// For queries about earlier files, for which the host reads a repository's index. The total is shorter than the
-/// timeout of `svcctl`.
+/// For calls about the file backup and file history, for which the host may read a repository's index. The total is
+/// shorter than `svcctl`'s timeout.
 const FILES_DEADLINES: Deadlines = Deadlines {
     connect: Duration::from_secs(3),
     total: Some(Duration::from_secs(20)),
@@ -98,8 +98,8 @@ pub async fn request_update(
 /// The reason a call to a host failed.
 #[derive(Debug, thiserror::Error)]
 pub enum HostCallError {
-    /// The machine has no address or never registered, no connection to the host could be made, or the host did not
-    /// respond in time.
+    /// The machine has no address or never registered, no connection to the host could be made, the host did not
+    /// respond in time, or its response could not be read.
     #[error("the host cannot be reached")]
     Unreachable(#[source] anyhow::Error),
     /// The host responded with this error status.
@@ -145,7 +145,8 @@ pub async fn resume(
 #[derive(Debug, Default, serde::Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct BackupProgress {
-    pub running: bool,
+    #[serde(rename = "running")]
+    pub is_running: bool,
     pub stage: Option<String>,
     pub dumped_bytes: Option<u64>,
     pub uploaded_bytes: Option<u64>,
@@ -388,7 +389,7 @@ fn check_accepted(sent: anyhow::Result<reqwest::Response>) -> Result<reqwest::Re
 /// Returns a host's base URL, and a client that connects to its address and verifies its key.
 ///
 /// # Errors
-/// If the machine has no address yet, or never registered.
+/// If the machine has no address yet or never registered, or if the client cannot be created.
 pub fn build_client(
     platform: &Platform,
     machine: &MachineRow,

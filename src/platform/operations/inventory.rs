@@ -3,9 +3,9 @@
 //!
 //! Invariant: a server that is missing from the provider's list is not yet proven to be gone. A machine fails only
 //! after two lookups by id find no server, while its host is sending no heartbeats; a server is deleted only if its
-//! machine has ended. If more than a few machines would fail at once, an alarm blocks this and an operator decides. A server
-//! with this installation's label but without a machine is not garbage: each machine is stored before its server is
-//! ordered, so the database has lost the row. An operator decides what to do with each such server.
+//! machine has ended. If more than a few machines would fail at once, an alarm blocks this and an operator decides. A
+//! server with this installation's label but without a machine is not garbage: each machine is stored before its server
+//! is ordered, so the database has lost the row. An operator decides what to do with each such server.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -79,10 +79,10 @@ fn parse_machine_label(server: &Server) -> Option<MachineId> {
 
 /// Records the listed servers of ended machines that were recorded as having none: the servers were created late.
 async fn record_late_servers(platform: &Platform, listed: &[Server], began: Timestamp) -> anyhow::Result<()> {
-    let named: HashMap<MachineId, i64> =
+    let servers: HashMap<MachineId, i64> =
         listed.iter().filter_map(|server| Some((parse_machine_label(server)?, server.id.0))).collect();
     let session = platform.db.session().await?;
-    for (machine, server) in db::servers::record_returned(&session, &named, began).await? {
+    for (machine, server) in db::servers::record_returned(&session, &servers, began).await? {
         tracing::warn!(%machine, server, "the provider has the server of a machine that was recorded as having none");
     }
     Ok(())
@@ -99,7 +99,8 @@ async fn fail_vanished(
     let present: Vec<i64> = listed.iter().map(|server| server.id.0).collect();
     db::servers::record_seen(&session, &present).await?;
     let present: HashSet<i64> = present.into_iter().collect();
-    let missing: Vec<&TrackedServer> = live.iter().filter(|live| !present.contains(&live.server)).collect();
+    let missing: Vec<&TrackedServer> =
+        live.iter().filter(|machine| !present.contains(&machine.server)).collect();
     // If many servers are missing from the list, they are not looked up individually: that would exhaust the provider's
     // rate limit and prove nothing.
     if check_permission(&session, &live, missing.len()).await? == WorkPermission::Blocked {
@@ -242,13 +243,13 @@ async fn fail_machine(platform: &Platform, expected: &TrackedServer) -> anyhow::
 async fn describe(session: &Object, servers: &[&Server]) -> anyhow::Result<Vec<Value>> {
     let label = |server: &Server, name: &str| server.labels.get(name).cloned();
     let slots: Vec<String> = servers.iter().filter_map(|server| label(server, SLOT_LABEL)).collect();
-    let named = if slots.is_empty() {
+    let slots_by_label = if slots.is_empty() {
         HashMap::new()
     } else {
         db::slots::find_slots_by_label(session, &slots).await?
     };
     let describe = |server: &&Server| {
-        let slot = label(server, SLOT_LABEL).and_then(|slot| named.get(&slot).cloned());
+        let slot = label(server, SLOT_LABEL).and_then(|slot| slots_by_label.get(&slot).cloned());
         json!({
             "providerServerId": server.id.0.to_string(),
             "machineId": label(server, MACHINE_LABEL),
@@ -271,9 +272,9 @@ async fn handle_orphans(
     let labeled = listed.iter().filter(|server| server.labels.get(INSTALLATION_LABEL) == Some(&installation));
     let claimed: Vec<(&Server, Option<MachineId>)> =
         labeled.map(|server| (server, parse_machine_label(server))).collect();
-    let named: Vec<MachineId> = claimed.iter().filter_map(|(_, machine)| *machine).collect();
+    let machines: Vec<MachineId> = claimed.iter().filter_map(|(_, machine)| *machine).collect();
     let session = platform.db.session().await?;
-    let known = db::servers::filter_known(&session, &named).await?;
+    let known = db::servers::filter_known(&session, &machines).await?;
     let unknown: Vec<&Server> = claimed
         .iter()
         .filter(|(_, machine)| machine.is_none_or(|machine| !known.contains(&machine)))
@@ -283,8 +284,8 @@ async fn handle_orphans(
     db::unknown_servers::replace(&session, &ids).await?;
     let grace = platform.config.timing.orphan_grace;
     let counted = db::unknown_servers::count(&session, grace).await?;
-    let shown = describe(&session, &unknown[..unknown.len().min(MAX_SHOWN_SERVERS)]).await?;
-    let detail = json!({"unknown": unknown.len(), "released": counted.released, "servers": shown});
+    let descriptions = describe(&session, &unknown[..unknown.len().min(MAX_SHOWN_SERVERS)]).await?;
+    let detail = json!({"unknown": unknown.len(), "released": counted.released, "servers": descriptions});
     alarms::raise_or_clear(&session, Alarm::UnknownServers, unknown.len(), &detail).await?;
     let due = db::unknown_servers::list_due(&session, grace).await?;
     drop(session);

@@ -45,7 +45,7 @@ const MAX_REQUESTS: u32 = 3;
 const POINTER_TIMEOUT: Duration = Duration::from_secs(10);
 /// The code of the question about a held-back snapshot.
 pub const HELD_BACK: &str = "last_backup_held_back";
-/// If the host runs an earlier release, the error of a held-back snapshot contains this text.
+/// If the host runs an earlier release, the error that it reports for a held-back snapshot contains this text.
 pub const HELD_BACK_HINT: &str = "svc-db-backup accept";
 
 /// The outcome of one attempt to make the final backup.
@@ -309,8 +309,8 @@ async fn replace_implausible_fence(leased: &LeasedOperation<'_>, machine: &Machi
     tracing::warn!(machine = %machine.id, %fence_epoch, "replaced a fence that no machine could have set");
 }
 
-/// Requests that the host stop its writers. Returns whether all of them have stopped, or the host's release cannot stop
-/// them: then the snapshot is taken while they are running.
+/// Requests that the host stop its writers. Returns whether the snapshot can be taken: all writers have stopped, or the
+/// host's release cannot stop them, in which case the snapshot is taken while they are running.
 async fn stop_writers(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,
@@ -360,7 +360,7 @@ async fn find_newest_copy(leased: &LeasedOperation<'_>, machine: &MachineRow) ->
     let (bucket, key) = (&leased.platform.bucket, slot.pointer());
     match bucket.run_with_timeout(&key, POINTER_TIMEOUT, pointer_io::read(bucket, &slot)).await {
         Ok(pointer) => {
-            let newest = pointer.and_then(|pointer| pointer.value.snapshot).map(|named| named.taken_at);
+            let newest = pointer.and_then(|pointer| pointer.value.snapshot).map(|snapshot| snapshot.taken_at);
             newest.map_or(NewestCopy::Nothing(machine.registered_at), NewestCopy::Snapshot)
         }
         Err(error) => {
@@ -380,7 +380,7 @@ async fn find_newest_reported(
 }
 
 fn find_failure_since(host: &BackupProgress, since: Timestamp) -> Option<BackupFailure> {
-    let last = host.last.as_ref().filter(|last| !host.running && last.status == "error")?;
+    let last = host.last.as_ref().filter(|last| !host.is_running && last.status == "error")?;
     last.began_at.filter(|began| *began >= since)?;
     Some(classify_failure(last))
 }
@@ -396,8 +396,8 @@ fn classify_failure(last: &BackupOutcome) -> BackupFailure {
     }
 }
 
-/// Calls the silent host again until the deadline. Then the host is skipped or, if it has sent a heartbeat since it
-/// became unreachable, an operator decides.
+/// Calls the silent host again until the deadline. After that, the host is skipped or, if it has sent a heartbeat since
+/// it became unreachable, an operator decides.
 async fn handle_unreachable(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,

@@ -22,7 +22,7 @@ use svc_machine::id::MachineId;
 use svc_machine::name::{IdpUserId, Slot};
 use svc_store::StoreError;
 use svc_store::key::SlotPrefix;
-use svc_store::pointer::{Fenced, Pointer};
+use svc_store::pointer::{FencedError, Pointer};
 use svc_store::pointer_io::{self, PointerError};
 
 /// The code of questions and failed operations if the database is older than the store.
@@ -186,17 +186,17 @@ fn decide_for_holder(kind: OperationKind, subject: OperationSubject, holder: Lat
 
 /// Returns whether an unverified fence makes an operation wait for an operator. The fence has no other effect, because
 /// the machine id in it may be forged.
-fn needs_decision(kind: OperationKind, step: Step, subject: OperationSubject, named: LaterHolder) -> bool {
-    let is_other = named.machine != subject.machine;
+fn needs_decision(kind: OperationKind, step: Step, subject: OperationSubject, claimed: LaterHolder) -> bool {
+    let is_other = claimed.machine != subject.machine;
     match kind {
         OperationKind::Delete => true,
         // A fence below the machine's own epoch was known when the operation was requested. A booting machine destroys
         // nothing.
         OperationKind::Provision | OperationKind::Recover => {
-            step != Step::AwaitRegistration && !subject.is_registered && named.epoch >= subject.epoch
+            step != Step::AwaitRegistration && !subject.is_registered && claimed.epoch >= subject.epoch
         }
         OperationKind::Reinstate => is_other,
-        OperationKind::PowerOn | OperationKind::Reboot => is_other && named.epoch > subject.epoch,
+        OperationKind::PowerOn | OperationKind::Reboot => is_other && claimed.epoch > subject.epoch,
         OperationKind::RemoveServer | OperationKind::Resize | OperationKind::PowerOff => false,
     }
 }
@@ -221,7 +221,7 @@ pub async fn check_step(leased: &LeasedOperation<'_>, step: Step) -> Result<Opti
     let machine = leased.machine().await?;
     let found = match find_claim(leased.platform, &leased.platform.db, &machine.user, &machine.slot).await {
         Ok(found) => found,
-        // The step that needs the pointer reports the damage.
+        // The step that needs the pointer reports that it is unreadable.
         Err(LookupError::Store(StoreError::Corrupt { .. })) => FenceClaim::Nothing,
         // An unavailable store does not end a long wait: the next poll, or the registration, checks again.
         Err(error) if step == Step::AwaitRegistration => {
@@ -247,8 +247,8 @@ pub async fn check_step(leased: &LeasedOperation<'_>, step: Step) -> Result<Opti
     };
     match found {
         FenceClaim::Nothing => Ok(None),
-        FenceClaim::Unverified(named) => {
-            Ok(require_fence_decision(leased, step, (&machine, subject), named).await)
+        FenceClaim::Unverified(claimed) => {
+            Ok(require_fence_decision(leased, step, (&machine, subject), claimed).await)
         }
         FenceClaim::Holder(holder) => apply_decision(leased, (&machine, subject), holder).await,
     }
@@ -259,18 +259,18 @@ async fn require_fence_decision(
     leased: &LeasedOperation<'_>,
     step: Step,
     (machine, subject): (&MachineRow, OperationSubject),
-    named: LaterHolder,
+    claimed: LaterHolder,
 ) -> Option<StepOutcome> {
-    if leased.operation.options.disregard_fence || !needs_decision(leased.kind, step, subject, named) {
+    if leased.operation.options.disregard_fence || !needs_decision(leased.kind, step, subject, claimed) {
         return None;
     }
-    raise_unverified_alarm(leased.platform, machine, named).await;
+    raise_unverified_alarm(leased.platform, machine, claimed).await;
     let operation = leased.operation.id;
     let detail = format!(
         "{} The operation is waiting: after you have corrected the keys, `svcctl operation continue {operation}` checks again. \
          If the keys are correct, the slot's host forged the signature, and `svcctl operation continue {operation} \
          --accept-loss` disregards it.",
-        describe_unverified(named)
+        describe_unverified(claimed)
     );
     Some(StepOutcome::NeedsDecision(Question {
         code: UNVERIFIED_FENCE,
@@ -281,8 +281,8 @@ async fn require_fence_decision(
 }
 
 /// Describes an unverified fence, and what to check.
-pub fn describe_unverified(named: LaterHolder) -> String {
-    let LaterHolder { machine, epoch } = named;
+pub fn describe_unverified(claimed: LaterHolder) -> String {
+    let LaterHolder { machine, epoch } = claimed;
     format!(
         "According to the store, machine {machine} holds the slot under epoch {epoch}. This database does not record that \
          epoch, and no active platform key verifies the signature. Check whether PLATFORM_KEY is the current key, or an \
@@ -321,7 +321,7 @@ async fn apply_decision(
             })))
         }
         HolderDecision::FailMachine => {
-            let fenced = Fenced {
+            let fenced = FencedError {
                 fence_epoch: holder.epoch,
                 holder: Some(holder.machine),
                 writer_epoch: machine.epoch,
@@ -343,9 +343,11 @@ pub async fn is_holder_per_store(platform: &Platform, machine: &MachineRow) -> R
     let (user, slot) = (&machine.user, &machine.slot);
     let Some(pointer) = read_pointer(platform, &SlotPrefix::new(user, slot)).await? else { return Ok(false) };
     let claim = evaluate_fence(platform, &platform.db, (user, slot), &pointer).await?;
-    let own = claim.named_holder().filter(|named| named.machine == machine.id);
+    let own = claim.named_holder().filter(|claimed| claimed.machine == machine.id);
     match (claim, own) {
-        (FenceClaim::Unverified(_), Some(named)) => raise_unverified_alarm(platform, machine, named).await,
+        (FenceClaim::Unverified(_), Some(claimed)) => {
+            raise_unverified_alarm(platform, machine, claimed).await
+        }
         (_, Some(holder)) => raise_alarm(platform, machine, holder).await,
         (_, None) => {}
     }
@@ -355,8 +357,8 @@ pub async fn is_holder_per_store(platform: &Platform, machine: &MachineRow) -> R
 }
 
 /// Raises the alarm that names the slot with the unverified fence.
-pub async fn raise_unverified_alarm(platform: &Platform, machine: &MachineRow, named: LaterHolder) {
-    let LaterHolder { machine: holder, epoch } = named;
+pub async fn raise_unverified_alarm(platform: &Platform, machine: &MachineRow, claimed: LaterHolder) {
+    let LaterHolder { machine: holder, epoch } = claimed;
     let slot = format!("{}/{}", machine.user, machine.slot);
     tracing::warn!(slot, %holder, %epoch, "no active platform key verifies the slot's fence");
     let detail = json!({slot: {"machineId": holder, "epoch": epoch}});
@@ -439,29 +441,33 @@ mod tests {
             is_registered,
             is_deletion_confirmed: true,
         };
-        let named = |machine, epoch| LaterHolder { machine, epoch: Epoch(epoch) };
-        for (kind, is_registered, named, expected) in [
-            (OperationKind::Delete, true, named(other, 1), true),
-            (OperationKind::Delete, true, named(own, 6), true),
-            (OperationKind::Recover, false, named(other, 5), true),
-            (OperationKind::Provision, false, named(own, 6), true),
-            (OperationKind::Recover, false, named(other, 4), false),
-            (OperationKind::Recover, true, named(other, 6), false),
-            (OperationKind::Reinstate, true, named(other, 1), true),
-            (OperationKind::Reinstate, true, named(own, 6), false),
-            (OperationKind::PowerOn, true, named(other, 6), true),
-            (OperationKind::Reboot, true, named(other, 5), false),
-            (OperationKind::PowerOff, true, named(other, 6), false),
+        let claimed = |machine, epoch| LaterHolder { machine, epoch: Epoch(epoch) };
+        for (kind, is_registered, claimed, expected) in [
+            (OperationKind::Delete, true, claimed(other, 1), true),
+            (OperationKind::Delete, true, claimed(own, 6), true),
+            (OperationKind::Recover, false, claimed(other, 5), true),
+            (OperationKind::Provision, false, claimed(own, 6), true),
+            (OperationKind::Recover, false, claimed(other, 4), false),
+            (OperationKind::Recover, true, claimed(other, 6), false),
+            (OperationKind::Reinstate, true, claimed(other, 1), true),
+            (OperationKind::Reinstate, true, claimed(own, 6), false),
+            (OperationKind::PowerOn, true, claimed(other, 6), true),
+            (OperationKind::Reboot, true, claimed(other, 5), false),
+            (OperationKind::PowerOff, true, claimed(other, 6), false),
         ] {
             let step = Step::Fence;
             assert_eq!(
-                needs_decision(kind, step, subject(is_registered), named),
+                needs_decision(kind, step, subject(is_registered), claimed),
                 expected,
-                "{kind:?} {named:?}"
+                "{kind:?} {claimed:?}"
             );
         }
-        let waits =
-            needs_decision(OperationKind::Recover, Step::AwaitRegistration, subject(false), named(other, 6));
+        let waits = needs_decision(
+            OperationKind::Recover,
+            Step::AwaitRegistration,
+            subject(false),
+            claimed(other, 6),
+        );
         assert!(!waits, "a replaced host must not stop its successor from booting");
     }
 

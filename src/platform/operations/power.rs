@@ -75,7 +75,7 @@ pub async fn reboot_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
         leased.platform.provider.power_on(server.id).await?;
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
-    if server.locked || server.status != ServerStatus::Running {
+    if server.is_locked || server.status != ServerStatus::Running {
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
     leased.hit_fail_point(Step::RebootServer, StepPoint::RequestRecorded)?;
@@ -96,7 +96,7 @@ pub async fn await_heartbeat(leased: &LeasedOperation<'_>) -> Result<StepOutcome
         return Ok(StepOutcome::Done { note: None, record });
     }
     if age >= leased.platform.config.timing.resize_health {
-        // The server has been powered on, although its host is silent.
+        // The server has been powered on, even though its host is silent.
         leased.clear_powered_off().await?;
         return Ok(StepOutcome::Fail { code: "host_silent", note: "the host did not come back in time" });
     }

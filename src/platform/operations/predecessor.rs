@@ -115,13 +115,13 @@ pub(super) async fn power_off(
     age: Duration,
 ) -> Result<Option<StepOutcome>, ProviderError> {
     let provider = &leased.platform.provider;
-    let Some(Server { status, locked, .. }) = provider.get(id).await? else { return Ok(None) };
+    let Some(Server { status, is_locked, .. }) = provider.get(id).await? else { return Ok(None) };
     if status == ServerStatus::Off {
         return Ok(Some(StepOutcome::done()));
     }
     let mut facts = leased.facts();
     let since_cut = facts.get(POWER_CUT_AT).and_then(Value::as_f64).map(|cut_at| time_since_cut(cut_at, age));
-    if locked {
+    if is_locked {
         let delay = resize::poll_interval(since_cut.unwrap_or(age));
         let why = "the provider has locked the server for another action";
         return Ok(Some(StepOutcome::wait_for(delay, "server_locked", why)));

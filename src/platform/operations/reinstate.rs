@@ -61,7 +61,7 @@ async fn may_shut_down_late(
 /// powered on.
 pub(super) async fn ensure_on(leased: &LeasedOperation<'_>, server: &Server) -> Result<bool, ProviderError> {
     match server.status {
-        _ if server.locked => Ok(false),
+        _ if server.is_locked => Ok(false),
         ServerStatus::Running | ServerStatus::Starting => Ok(true),
         ServerStatus::Off => {
             leased.platform.provider.power_on(server.id).await?;
@@ -76,9 +76,9 @@ pub async fn await_host(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Ste
     let age = leased.step_age().await?;
     let is_waiting = machine.status == Status::Failed
         && machine.failure.as_ref().is_some_and(|failure| failure.cause == FailureCause::Reinstating);
-    if let Some(stopped_for) = leased.find_retiring_operation().await? {
+    if let Some(operation) = leased.find_retiring_operation().await? {
         // The response to the host's next heartbeat also resumes the writers; this call is faster.
-        if let Err(error) = host_call::resume(leased.platform, &machine, stopped_for).await {
+        if let Err(error) = host_call::resume(leased.platform, &machine, operation).await {
             tracing::debug!(machine = %machine.id, error = %format_chain(&error), "cannot resume the host's writers yet");
         } else if !is_waiting {
             return Ok(StepOutcome::done());

@@ -58,7 +58,7 @@ pub async fn power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
         Ok(state) => state,
         Err(outcome) => return Ok(outcome),
     };
-    if server.locked {
+    if server.is_locked {
         return Ok(StepOutcome::wait(poll_interval(age)));
     }
     if server.status == ServerStatus::Off {
@@ -79,7 +79,7 @@ pub async fn change_type(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
         Err(outcome) => return Ok(outcome),
     };
     // A locked server may have a running action that was requested by a crashed process.
-    if server.locked {
+    if server.is_locked {
         return Ok(StepOutcome::wait(poll_interval(age)));
     }
     if server.server_type == target_type {
@@ -113,7 +113,7 @@ pub async fn power_on(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepE
         Ok(state) => state,
         Err(outcome) => return Ok(outcome),
     };
-    if server.locked {
+    if server.is_locked {
         return Ok(StepOutcome::wait(poll_interval(age)));
     }
     match server.status {
@@ -141,13 +141,13 @@ pub async fn await_health(leased: &LeasedOperation<'_>) -> Result<StepOutcome, S
         Err(outcome) => return Ok(outcome),
     };
     // If the server is off again, the host obeyed the shutdown request late.
-    if server.status == ServerStatus::Off && !server.locked {
+    if server.status == ServerStatus::Off && !server.is_locked {
         leased.record_power_on_request().await?;
         leased.platform.provider.power_on(server.id).await?;
         return Ok(StepOutcome::wait(poll_interval(age)));
     }
     let has_returned = machine.heartbeat_at.zip(machine.power_ordered_at).is_some_and(|(beat, on)| beat > on);
-    if !has_returned || !machine.is_healthy() || server.locked {
+    if !has_returned || !machine.is_healthy() || server.is_locked {
         return Ok(StepOutcome::wait(poll_interval(age)));
     }
     Ok(if server.server_type == target_type {

@@ -36,7 +36,8 @@ const MAX_BACKOFF: Duration = Duration::from_secs(60);
 /// Runs the operation's current step. Returns the operation if its next step is due immediately.
 ///
 /// # Errors
-/// [`StepError::Lost`], or another error if the operation cannot be read or its progress cannot be stored.
+/// [`StepError::Lost`] if this process no longer leases the operation or the operation has ended; another error if the
+/// operation cannot be read or its progress cannot be stored.
 pub async fn run_current_step(
     platform: &Platform,
     operation: &OperationRow,
@@ -247,10 +248,10 @@ fn max_backoff(attempts: i32) -> Duration {
 
 /// Returns a random delay between half of [`max_backoff`] and all of it.
 fn backoff(attempts: i32) -> Duration {
-    let whole = max_backoff(attempts);
+    let max = max_backoff(attempts);
     let jitter =
         f64::from(u16::from_be_bytes([Uuid::new_v4().as_bytes()[0], Uuid::new_v4().as_bytes()[1]])) / 65536.0;
-    whole.mul_f64(0.5 + jitter / 2.0)
+    max.mul_f64(0.5 + jitter / 2.0)
 }
 
 struct NextStep<'a> {
@@ -431,8 +432,8 @@ async fn end_operation(
     Ok(())
 }
 
-/// Renews the lease while the step is running. Returns when this process no longer holds the lease, or cannot renew it
-/// for too long.
+/// Renews the lease while the step is running. Returns when this process no longer holds the lease, or could not renew
+/// it before it expired.
 async fn renew_lease_until_lost(leased: &LeasedOperation<'_>) {
     let lease = leased.platform.config.timing.lease_ttl;
     let mut renewed_at = tokio::time::Instant::now();

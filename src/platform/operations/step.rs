@@ -15,7 +15,7 @@ use super::{
 use crate::db::machine_row::MachineRow;
 use crate::db::{self, DbError};
 use crate::keys::KeyError;
-use svc_base::failpoint::Injected;
+use svc_base::failpoint::InjectedFailure;
 use svc_base::metrics::{OPERATION_STEP_DURATION, OPERATION_STEPS};
 use svc_http::problem::format_chain;
 use svc_machine::event::Event;
@@ -168,8 +168,8 @@ impl From<KeyError> for StepError {
     }
 }
 
-impl From<Injected> for StepError {
-    fn from(error: Injected) -> Self {
+impl From<InjectedFailure> for StepError {
+    fn from(error: InjectedFailure) -> Self {
         Self::transient("a test injected a failure", error)
     }
 }
@@ -250,7 +250,7 @@ async fn fence_files(
 ) -> Result<StepOutcome, StepError> {
     match files_pointer::set_fence(&leased.platform.bucket, slot, machine.epoch, machine.id).await {
         Ok(()) => {}
-        // Hosts write this pointer, so a damaged one must not prevent the machine's replacement. The new host reports
+        // Hosts write this pointer, so a corrupt one must not prevent the machine's replacement. The new host reports
         // that it cannot restore the files.
         Err(error @ PointerError::Store(StoreError::Corrupt { .. })) => {
             tracing::error!(slot = %slot.root(), error = %format_chain(&error), "cannot read the pointer of the slot's file backups");

@@ -6,7 +6,7 @@ use super::step::StepError;
 use svc_machine::event::CreationFailure;
 use svc_provider::{ErrorKind, ProviderError};
 use svc_store::StoreError;
-use svc_store::pointer::Fenced;
+use svc_store::pointer::FencedError;
 use svc_store::pointer_io::PointerError;
 use svc_store::sts::StsError;
 
@@ -41,7 +41,7 @@ fn classify_component_error(error: &(dyn Error + 'static)) -> Option<CreationFai
             | ErrorKind::Ambiguous => CreationFailure::ProviderUnavailable,
         });
     }
-    if matches!(error.downcast_ref(), Some(PointerError::Fenced(_))) || error.is::<Fenced>() {
+    if matches!(error.downcast_ref(), Some(PointerError::Fenced(_))) || error.is::<FencedError>() {
         return Some(CreationFailure::Fenced);
     }
     let is_store_error = error.is::<PointerError>() || error.is::<StoreError>() || error.is::<StsError>();
@@ -58,7 +58,7 @@ mod tests {
     /// An error that wraps another one and names no component.
     #[derive(Debug, thiserror::Error)]
     #[error("cannot create the machine")]
-    struct Wrapped(#[source] Box<dyn Error + Send + Sync>);
+    struct WrapperError(#[source] Box<dyn Error + Send + Sync>);
 
     #[test]
     fn creation_failure_names_the_failed_component() {
@@ -68,8 +68,8 @@ mod tests {
             ProviderError::new("create server", kind, cause)
         };
         let refused = || provider(ErrorKind::Refused);
-        let wrapped = |error: Box<dyn Error + Send + Sync>| StepError::permanent("x", Wrapped(error));
-        let fenced = Fenced { fence_epoch: Epoch(3), holder: None, writer_epoch: Epoch(2) };
+        let wrapped = |error: Box<dyn Error + Send + Sync>| StepError::permanent("x", WrapperError(error));
+        let fenced = FencedError { fence_epoch: Epoch(3), holder: None, writer_epoch: Epoch(2) };
         let store = || StoreError::Corrupt { key: "k".to_owned(), why: "w".to_owned() };
         let cases = [
             (StepError::permanent("x", refused()), CreationFailure::ProviderRefused),
@@ -81,7 +81,7 @@ mod tests {
             (StepError::from(DbError::Contended), CreationFailure::Internal),
             (wrapped(Box::new(PointerError::Fenced(fenced))), CreationFailure::Fenced),
             (wrapped(Box::new(refused())), CreationFailure::ProviderRefused),
-            (wrapped(Box::new(Wrapped(Box::new(store())))), CreationFailure::StoreFailed),
+            (wrapped(Box::new(WrapperError(Box::new(store())))), CreationFailure::StoreFailed),
             (wrapped(Box::new(DbError::Contended)), CreationFailure::Internal),
         ];
         for (error, expected) in cases {

@@ -85,7 +85,7 @@ async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyh
     if has_effects {
         failpoint::trigger("rollouts.decided")?;
     }
-    let mut ended = Vec::new();
+    let mut ended_states = Vec::new();
     let mut to_verify = None;
     for effect in &effects {
         match effect {
@@ -94,7 +94,7 @@ async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyh
                 if *state == MemberState::Updated {
                     db::slots::set_release_for_machine(&tx, *machine, &rollout.image_version).await?;
                 }
-                ended.push(*state);
+                ended_states.push(*state);
                 tracing::info!(rollout = %rollout.id, %machine, state = state.as_str(), error, "the update of a rollout machine ended");
             }
             RolloutEffect::RequestUpdate { machine } => {
@@ -118,7 +118,7 @@ async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyh
         failpoint::trigger("rollouts.committed")?;
     }
     drop(session);
-    for state in ended {
+    for state in ended_states {
         ROLLOUT_MACHINES.add_one([state.as_str()]);
     }
     if let Some(claimed) = to_verify {

@@ -34,7 +34,7 @@ const MAX_MACHINES: usize = 5;
 const MAX_CONCURRENT_MACHINES: usize = 2;
 /// Maximum number of findings that are stored.
 const MAX_FINDINGS: usize = 20;
-/// Attempts per machine: a host that was just updated may still be starting.
+/// Maximum number of attempts per machine: a host that was just updated may still be starting.
 const MAX_ATTEMPTS: usize = 3;
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 /// Maximum duration of the checks on one machine.
@@ -47,7 +47,7 @@ const MAX_REASON_FINDINGS: usize = 3;
 /// Verifies the release on the first machines that run it, and stores the result.
 ///
 /// # Errors
-/// When the database is unavailable. The claim then expires.
+/// When the database is unavailable. In that case, the claim expires.
 pub async fn run(platform: &Arc<Platform>, mut claimed: RolloutRow) -> anyhow::Result<()> {
     let rollout = claimed.clone();
     let mut verification = pin!(verify_release(platform, &rollout));
@@ -94,8 +94,8 @@ async fn verify_release(
     let has_checked_machine = !handles.is_empty();
     if !has_checked_machine {
         let session = platform.db.session().await?;
-        let first = rollouts::list_updated(&session, rollout.id).await?;
-        findings = load_machines(&session, first)
+        let updated = rollouts::list_updated(&session, rollout.id).await?;
+        findings = load_machines(&session, updated)
             .await?
             .iter()
             .take(1)
@@ -279,14 +279,14 @@ fn truncate_findings(verification: &mut RolloutVerification) -> String {
 /// Summarizes the findings on one line.
 fn pause_reason(verification: &RolloutVerification) -> String {
     let findings = &verification.findings;
-    let named: Vec<_> = findings
+    let summaries: Vec<_> = findings
         .iter()
         .take(MAX_REASON_FINDINGS)
         .map(|found| format!("{}: {}: {}", found.handle, found.check, found.what))
         .collect();
     let more = findings.len().saturating_sub(MAX_REASON_FINDINGS);
     let more = if more > 0 { format!("; and {more} more") } else { String::new() };
-    let reason = format!("the verification failed: {}{more}", named.join("; "));
+    let reason = format!("the verification failed: {}{more}", summaries.join("; "));
     untrusted_text::truncate_printable(&untrusted_text::one_line(&reason))
 }
 

@@ -103,7 +103,7 @@ pub(super) async fn handle_choice(
 }
 
 impl RouterState {
-    /// Returns a name that the user recognizes: the handle of their oldest machine.
+    /// Returns a name that the user recognizes: the handle of their oldest machine, or a description if none is known.
     fn account_name(&self, user: &IdpUserId) -> String {
         let machines = self.directory.list_machines(user).unwrap_or_default();
         // Handles contain no HTML special characters.

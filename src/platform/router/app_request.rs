@@ -126,7 +126,7 @@ fn reject(router: &RouterState, context: &RequestContext, rejection: TokenReject
 enum TokenRejection {
     /// Malformed, or not signed with a key for app tokens.
     Forged,
-    /// Expired, revoked by a sign-out, or for a machine that has been replaced.
+    /// Expired, not yet valid, revoked by a sign-out, or for a machine that has been replaced or deleted.
     Expired,
     AnotherApp,
 }

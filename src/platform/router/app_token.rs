@@ -65,11 +65,11 @@ pub(super) fn is_app_token(text: &str) -> bool {
     text.starts_with(PREFIX)
 }
 
-/// Verifies a token's signature, claims and times. The caller checks the machine, the app and the
-/// sign-out generation.
+/// Verifies a token's signature, claims and times. The caller checks the machine, the app and the sign-out generation.
 ///
 /// # Errors
-/// [`ProofError`], except `WrongMachine`.
+/// [`ProofError::OutsideValidity`] if the token has expired or is not yet valid, [`ProofError::UnknownKey`] or
+/// [`ProofError::InvalidSignature`] if none of `keys` has signed it, [`ProofError::Malformed`] for any other defect.
 pub(super) fn verify(keys: &ProofKeys, token: &str, now: Timestamp) -> Result<AppClaims, ProofError> {
     let jwt =
         token.strip_prefix(PREFIX).filter(|_| token.len() <= MAX_TOKEN_BYTES).ok_or(ProofError::Malformed)?;

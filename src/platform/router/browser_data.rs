@@ -83,7 +83,7 @@ fn user_digest(key: &hmac::Key, user: &IdpUserId) -> String {
 /// on `CODE_HOST` needs its service worker.
 ///
 /// # Errors
-/// `forbidden`.
+/// `forbidden` if the request is for a service worker script on `APP_HOST`.
 pub(super) fn check_service_worker(context: &RequestContext, headers: &HeaderMap) -> Result<(), Problem> {
     if context.host == PublicHost::App && headers.contains_key(&SERVICE_WORKER) {
         return Err(Problem::new(Code::Forbidden, "Service workers are not allowed on this host."));
@@ -93,7 +93,8 @@ pub(super) fn check_service_worker(context: &RequestContext, headers: &HeaderMap
 
 /// Returns a response that replaces the machine's response if the browser may hold another user's data: its last user
 /// was a different one or, in a browser without a session, is unknown. A page is requested again after the data has
-/// been cleared. Any other request is rejected, because the last user's script may have sent it.
+/// been cleared. Any other request is rejected, because the last user's script may have sent it. `None` for a request
+/// with a bearer token, and for a client that does not honor `Clear-Site-Data`.
 pub(super) fn require_cleared_data(
     router: &RouterState,
     context: &RequestContext,
@@ -123,7 +124,7 @@ pub(super) fn require_cleared_data(
 }
 
 /// Records the user in the response that opens a session. Unless the same user was the browser's last one, the response
-/// also instructs the browser to clear its data.
+/// also instructs the browser to clear its data. Does nothing for a client that does not honor `Clear-Site-Data`.
 pub(super) fn record_user(
     router: &RouterState,
     response: &mut Response,
@@ -225,10 +226,10 @@ mod tests {
     fn digest_depends_on_user_and_key() {
         let key = |byte: u8| SecretSlice::from(vec![byte; 32]);
         let (first, second) = (UserDigests::new(&key(1), None), UserDigests::new(&key(2), Some(&key(1))));
-        let (one, other): (IdpUserId, IdpUserId) = ("a".parse().unwrap(), "b".parse().unwrap());
-        assert!(first.matches(&one, &first.digest(&one)) && !first.matches(&other, &first.digest(&one)));
-        assert!(second.matches(&one, &first.digest(&one)), "a digest with the previous key");
-        assert!(!first.matches(&one, &second.digest(&one)));
+        let (ada, bob): (IdpUserId, IdpUserId) = ("a".parse().unwrap(), "b".parse().unwrap());
+        assert!(first.matches(&ada, &first.digest(&ada)) && !first.matches(&bob, &first.digest(&ada)));
+        assert!(second.matches(&ada, &first.digest(&ada)), "a digest with the previous key");
+        assert!(!first.matches(&ada, &second.digest(&ada)));
     }
 
     #[test]

@@ -52,7 +52,7 @@ pub static CHOOSE_SLOT: BuiltinRoute = BuiltinRoute {
         id: "chooseSlot",
         method: Method::POST,
         path: "/_svc/slots",
-        summary: "Chooses the slot of this browser's session.",
+        summary: "Chooses the slot for this browser's session.",
         credentials: USER_CREDENTIALS,
         parameters: &[],
         body: Some(|| request_object(&[("slot", slot_name_schema())], &[])),
@@ -198,7 +198,7 @@ pub static REDEEM_CODE: BuiltinRoute = BuiltinRoute {
 
 const SIGN_IN_REDIRECT: DocumentedResponse = DocumentedResponse {
     status: 302,
-    description: "Redirect of a browser to the next step of the sign-in, or to the requested page.",
+    description: "Redirect to the next step of the sign-in, or to the requested page.",
     content: Content::Nothing,
 };
 

@@ -20,7 +20,7 @@ pub(super) enum RouterCookie {
     Session(PublicHost),
     /// Binds a single-use code to the browser that requested it.
     State,
-    /// Records that the user kept the session's account although the provider's cookie belongs to a different user.
+    /// Records that the user kept the session's account even though the provider's cookie belongs to a different user.
     KeptAccount,
     /// A digest of the user whose machine this browser last used. The cookie outlives the session.
     LastUser,
@@ -127,10 +127,10 @@ pub(super) fn drop_reserved_cookies(headers: &mut HeaderMap) {
     if !headers.get_all(SET_COOKIE).iter().any(is_reserved_line) {
         return;
     }
-    let kept: Vec<HeaderValue> =
+    let allowed: Vec<HeaderValue> =
         headers.get_all(SET_COOKIE).iter().filter(|line| !is_reserved_line(line)).cloned().collect();
     headers.remove(SET_COOKIE);
-    for line in kept {
+    for line in allowed {
         headers.append(SET_COOKIE, line);
     }
 }

@@ -49,7 +49,7 @@ pub(super) fn render(slug: &str, rest: &str, uri: &Uri, origin: &str, minted: &M
     response
 }
 
-/// Returns the page shown inside the frame after the token has expired.
+/// Returns the page shown inside the frame if the app token is invalid or has expired.
 pub(super) fn expired_page() -> Response {
     let body = EXPIRED.replace("{{style}}", EXPIRED_STYLE).replace("{{script}}", EXPIRED_SCRIPT);
     let mut response = page::html_response(StatusCode::UNAUTHORIZED, body);

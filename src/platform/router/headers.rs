@@ -109,7 +109,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn prepare_headers_keeps_valid_traceparent() {
+    fn prepare_headers_keeps_only_valid_traceparent() {
         let good = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
         let id = request_id::generate();
         for (sent, is_kept) in [

@@ -19,7 +19,7 @@ use svc_http::jwt::{JwtError, LEEWAY_SECONDS, Subject, Verifier};
 use svc_http::rate_limit::RateLimit;
 use svc_machine::name::{IdpUserId, Slot};
 
-/// How long an accepted token is cached before it is verified again with the current keys.
+/// Maximum time for which an accepted token is cached before it is verified again with the current keys.
 const ACCEPTED_TTL: Duration = Duration::from_secs(60);
 /// How long a rejected token is cached, because a browser may send it with every request.
 const REJECTED_TTL: Duration = Duration::from_secs(5);
@@ -95,7 +95,9 @@ impl Authenticator {
     /// Identifies the caller; `None` if the request has no valid session or token.
     ///
     /// # Errors
-    /// If the bearer token is invalid, too many credentials were checked, or sessions or keys are unavailable.
+    /// [`AuthError::Bearer`] if the bearer token is invalid, [`AuthError::RateLimited`] if the client address has
+    /// exceeded its limit, [`AuthError::NoKeys`] if the provider's keys are needed but unavailable, and
+    /// [`AuthError::Sessions`] if sessions cannot be looked up and the provider's cookie does not identify the caller.
     pub(super) async fn identify(
         &self,
         context: &RequestContext,

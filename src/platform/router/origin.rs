@@ -46,8 +46,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn is_cross_origin_accepts_only_own_host() {
-        for (origin, foreign) in [
+    fn is_cross_origin_recognizes_foreign_origins() {
+        for (origin, is_foreign) in [
             ("https://app.example", false),
             ("https://APP.example:443", false),
             ("http://app.example", true),
@@ -61,7 +61,7 @@ mod tests {
         ] {
             let mut headers = HeaderMap::new();
             headers.insert(ORIGIN, HeaderValue::from_static(origin));
-            assert_eq!(is_cross_origin(&headers, "https", "app.example"), foreign, "{origin}");
+            assert_eq!(is_cross_origin(&headers, "https", "app.example"), is_foreign, "{origin}");
             headers.append(ORIGIN, HeaderValue::from_static("https://evil.example"));
             assert!(is_cross_origin(&headers, "https", "app.example"), "two origins, {origin}");
         }

@@ -21,8 +21,8 @@ pub(super) const REFRESH_SECONDS: u64 = 5;
 
 /// Whether the client is a browser that shows the response to a person.
 pub(super) fn wants_page(method: &Method, headers: &HeaderMap) -> bool {
-    let html = |value: &HeaderValue| value.to_str().is_ok_and(|value| value.contains("text/html"));
-    matches!(*method, Method::GET | Method::HEAD) && headers.get_all(ACCEPT).iter().any(html)
+    let accepts_html = |value: &HeaderValue| value.to_str().is_ok_and(|value| value.contains("text/html"));
+    matches!(*method, Method::GET | Method::HEAD) && headers.get_all(ACCEPT).iter().any(accepts_html)
 }
 
 /// The reason the request cannot be forwarded to a machine.

@@ -27,7 +27,7 @@ use svc_http::rate_limit::RateLimit;
 use svc_machine::name::{IdpUserId, Slot};
 
 const CODE_LIFETIME_SECONDS: i32 = 60;
-/// How long it is cached that no live session has a cookie.
+/// How long a cookie that belongs to no live session is cached as unknown.
 const UNKNOWN_TTL: Duration = Duration::from_secs(5);
 const MAX_CACHED_SESSIONS: usize = 50_000;
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(3);
@@ -67,7 +67,7 @@ pub(super) enum SessionError {
     Randomness,
     #[error("cannot parse a stored session")]
     Unreadable,
-    #[error("the parent session has ended")]
+    #[error("the parent session has ended, or the user has signed out")]
     ParentEnded,
 }
 
@@ -160,7 +160,7 @@ impl Sessions {
         self.open_with_origin(SessionOrigin::PROVIDER, host, user, slot).await
     }
 
-    /// Opens a session that ends together with its parent session and does not expire later.
+    /// Opens a session that ends together with its parent session, if it has one, and does not expire after it.
     pub(super) async fn open_with_origin(
         &self,
         origin: SessionOrigin,
@@ -174,8 +174,8 @@ impl Sessions {
         let sql = format!(
             "INSERT INTO sessions (token_hash, host, idp_user_id, slot, expires_at, opened_by) \
              SELECT $1, $2, $3, $4, least(now() + make_interval(secs => $5), parent.expires_at), $6 \
-             FROM (SELECT $6::bytea AS hash) AS given LEFT JOIN sessions AS parent ON parent.token_hash = given.hash \
-             WHERE (given.hash IS NULL OR parent.revoked_at IS NULL AND parent.expires_at > now()) AND NOT EXISTS \
+             FROM (SELECT $6::bytea AS hash) AS origin LEFT JOIN sessions AS parent ON parent.token_hash = origin.hash \
+             WHERE (origin.hash IS NULL OR parent.revoked_at IS NULL AND parent.expires_at > now()) AND NOT EXISTS \
              (SELECT 1 FROM sign_outs WHERE idp_user_id = $3 AND generation > $7) RETURNING {COLUMNS}"
         );
         let lifetime = SESSION_SECONDS as f64;
@@ -198,7 +198,7 @@ impl Sessions {
         Ok((token, session))
     }
 
-    /// Stores the slot that the user has chosen. Returns `false` if the session has ended.
+    /// Stores the slot that the user has chosen. Returns `false` if the session has been revoked or deleted.
     pub(super) async fn choose_slot(&self, session: &Session, slot: &Slot) -> Result<bool, SessionError> {
         let sql = format!(
             "UPDATE sessions SET slot = $2 WHERE token_hash = $1 AND revoked_at IS NULL RETURNING {COLUMNS}"
@@ -260,7 +260,7 @@ impl Sessions {
         Ok(code)
     }
 
-    /// Redeems a code; `None` if it is unknown, used or expired.
+    /// Redeems a code; `None` if it is unknown, used or expired, or was issued for a different `state`.
     pub(super) async fn redeem_code(
         &self,
         code: &str,

@@ -9,8 +9,7 @@ use super::session::{SessionError, random_token};
 use crate::public_host::PublicHost;
 use svc_http::proof::{ProofKeys, Signer};
 
-/// Distinguishes a session token from the identity provider's JWT. `svc_verify` relies on this prefix,
-/// too.
+/// Distinguishes a session token from the identity provider's JWT. `svc_verify` relies on this prefix, too.
 const PREFIX: &str = "svcs_";
 const ISSUER: &str = "svc-session";
 const MAX_TOKEN_BYTES: usize = 512;

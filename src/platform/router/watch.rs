@@ -228,7 +228,7 @@ impl Connection {
     }
 }
 
-/// Returns the query whose result changes with any active machine. Each poll runs it.
+/// Returns the query whose result changes whenever an active machine's row changes. Each poll runs it.
 pub fn digest_query() -> String {
     format!("SELECT count(*), coalesce(bit_xor(hashint8extended(change_seq, 0)), 0) {ACTIVE}")
 }

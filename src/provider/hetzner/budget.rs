@@ -1,7 +1,7 @@
 //! The provider's rate limit: one budget for all clones of the adapter and, with a [`RateBudget`], for all processes
 //! that share it.
 //!
-//! The gate closes when the provider reports an empty budget or rejects a call. A call waits until the gate is open and
+//! The gate closes when the provider reports an empty budget or returns 429. A call waits until the gate is open and
 //! the call is reserved in the shared budget. While the shared budget is unavailable, calls are sent without a
 //! reservation. One round trip to the shared budget reserves up to [`RESERVATION_BATCH`] calls. The budget also limits
 //! the calls in flight.
@@ -31,7 +31,7 @@ const MIN_USED_CALLS: u64 = 5;
 
 /// No call became available within the maximum wait.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Exhausted;
+pub(super) struct BudgetExhausted;
 
 /// Cloned with the adapter; all clones share one state.
 #[derive(Clone)]
@@ -48,7 +48,7 @@ struct State {
     closed_until: Option<Instant>,
     /// Calls reserved in the shared budget but not yet made.
     reserved: u32,
-    /// When the reserved calls expire; they are then returned to the shared budget.
+    /// When the reserved calls expire. The next reservation returns them to the shared budget.
     reserved_until: Option<Instant>,
     /// The last observation that has not been reported to the shared budget yet.
     observed: Option<ObservedBudget>,
@@ -68,9 +68,9 @@ impl Budget {
     /// call counts as in flight until the permit is dropped.
     ///
     /// # Errors
-    /// [`Exhausted`] if there is a shared budget and no call became available within the maximum wait. Without a shared
-    /// budget, the permit is then granted even if the gate is still closed.
-    pub(super) async fn acquire(&self) -> Result<OwnedSemaphorePermit, Exhausted> {
+    /// [`BudgetExhausted`] if there is a shared budget and no call became available within the maximum wait. Without a
+    /// shared budget, the permit is granted after that wait even if the gate is still closed.
+    pub(super) async fn acquire(&self) -> Result<OwnedSemaphorePermit, BudgetExhausted> {
         let permit =
             Arc::clone(&self.in_flight).acquire_owned().await.expect("the semaphore is never closed");
         // Other tasks' responses may close the gate again and again, so `max_wait` also bounds the total wait.
@@ -85,7 +85,7 @@ impl Budget {
             };
             if Instant::now() >= deadline {
                 // Without a shared budget, the gate is only an estimate: calls by other users are not known.
-                return if self.shared.is_none() { Ok(permit) } else { Err(Exhausted) };
+                return if self.shared.is_none() { Ok(permit) } else { Err(BudgetExhausted) };
             }
             tokio::time::sleep_until(until.min(deadline)).await;
         }
@@ -157,7 +157,7 @@ impl Budget {
     fn close_for(&self, wait: Duration) {
         let until = Instant::now() + wait.min(self.max_wait);
         let mut state = self.state();
-        state.closed_until = Some(state.closed_until.map_or(until, |before| before.max(until)));
+        state.closed_until = Some(state.closed_until.map_or(until, |previous| previous.max(until)));
         state.reserved = 0;
     }
 
@@ -245,8 +245,8 @@ mod tests {
                     let full_refill = fraction + used / rate;
                     let refill_time = Duration::from_secs_f64(full_refill.ceil() - fraction);
                     // It also rounds the remaining budget down.
-                    let shown = used.ceil() as u64;
-                    let derived_rate = min_refill_rate(shown, refill_time).unwrap();
+                    let reported = used.ceil() as u64;
+                    let derived_rate = min_refill_rate(reported, refill_time).unwrap();
                     assert!(
                         derived_rate <= rate,
                         "derived rate {derived_rate} exceeds {rate} (used {used}, fraction {fraction})"

@@ -97,8 +97,8 @@ fn parse_micros(text: &str) -> Option<u64> {
     if whole.is_empty() || !is_number(whole) || !is_number(fraction) {
         return None;
     }
-    let (kept, rest) = fraction.split_at(fraction.len().min(DIGITS));
-    let micros: u64 = format!("{kept:0<DIGITS$}").parse().ok()?;
+    let (digits, rest) = fraction.split_at(fraction.len().min(DIGITS));
+    let micros: u64 = format!("{digits:0<DIGITS$}").parse().ok()?;
     let rounded = micros + u64::from(rest.bytes().any(|digit| digit != b'0'));
     whole.parse::<u64>().ok()?.checked_mul(1_000_000)?.checked_add(rounded)
 }

@@ -193,7 +193,7 @@ impl From<WireServer> for Server {
             id: ServerId(wire.id),
             name: wire.name,
             status: parse_status(&wire.status),
-            locked: wire.locked,
+            is_locked: wire.locked,
             public_ipv4: wire.public_net.ipv4.map(|address| address.ip),
             disk_gb: wire.primary_disk_size.unwrap_or(wire.server_type.disk),
             server_type: wire.server_type.name,
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_state_and_missing_address_are_accepted() {
+    fn unknown_status_and_missing_address_are_accepted() {
         let json = r#"{"id": 1, "name": "n", "status": "levitating", "public_net": {"ipv4": null},
             "server_type": {"name": "cpx22", "cores": 2, "memory": 4, "disk": 80}}"#;
         let server = Server::from(serde_json::from_str::<WireServer>(json).unwrap());

@@ -176,7 +176,7 @@ impl KeySet {
     ///
     /// # Errors
     /// [`KeySetError::Unproven`] if none has signed it, [`ManifestError::InvalidSignature`] if a signature by one of
-    /// them is invalid, and [`ManifestError::MalformedSignature`].
+    /// them is invalid, and [`ManifestError::MalformedSignature`] if the signature file is malformed.
     pub(super) fn check_signed_by_own_key(&self, signed: &SignedManifest) -> Result<(), ManifestError> {
         self.keys.check(&signed.manifest, &signed.signature).map_err(|error| match error {
             ManifestError::UnknownKey { .. } => KeySetError::Unproven { ids: self.keys.ids() }.into(),
@@ -189,7 +189,7 @@ impl KeySet {
     ///
     /// # Errors
     /// [`KeySetError::SequenceTaken`] if the sequences are equal but the keys differ, and
-    /// [`KeySetError::SequenceTooHigh`].
+    /// [`KeySetError::SequenceTooHigh`] if the offered sequence is higher than [`max_sequence_after`] allows.
     pub fn successor(&self, offered: &Self) -> Result<Option<Self>, KeySetError> {
         let max = max_sequence_after(self.sequence);
         match offered.sequence {

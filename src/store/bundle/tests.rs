@@ -91,22 +91,22 @@ fn trusted_keys_parses_only_a_short_list_of_32_byte_keys() {
 
 proptest! {
     #[test]
-    fn verify_detects_a_flipped_bit_in_the_manifest(at in 0..MANIFEST.len() * 8) {
+    fn verify_detects_a_flipped_bit_in_the_manifest(bit in 0..MANIFEST.len() * 8) {
         let mut manifest = MANIFEST.as_bytes().to_vec();
-        manifest[at / 8] ^= 1 << (at % 8);
+        manifest[bit / 8] ^= 1 << (bit % 8);
         let signed = SignedManifest { manifest, signature: SIGNATURE.into() };
         let result = verify(&signed, &keys(KEY), &"2026.11.21-1".parse().unwrap(), Timestamp::UNIX_EPOCH);
         prop_assert_eq!(result.unwrap_err(), ManifestError::InvalidSignature { id: "614c4b637b092e93".to_owned() });
     }
 
     #[test]
-    fn verify_detects_a_flipped_bit_in_the_signature(at in 0..SIGNATURE.len() * 8) {
+    fn verify_detects_a_flipped_bit_in_the_signature(bit in 0..SIGNATURE.len() * 8) {
         let mut signature = SIGNATURE.as_bytes().to_vec();
-        signature[at / 8] ^= 1 << (at % 8);
+        signature[bit / 8] ^= 1 << (bit % 8);
         let signed = SignedManifest { manifest: MANIFEST.into(), signature };
         let result = verify(&signed, &keys(KEY), &"2026.11.21-1".parse().unwrap(), Timestamp::UNIX_EPOCH);
         // A flipped bit can turn the line end into other white space, which does not change the signature.
-        prop_assert!(result.is_err() || at / 8 == SIGNATURE.len() - 1);
+        prop_assert!(result.is_err() || bit / 8 == SIGNATURE.len() - 1);
     }
 
     #[test]
@@ -117,7 +117,7 @@ proptest! {
 }
 
 #[test]
-fn verify_requires_a_signature_by_a_key_of_the_new_set() {
+fn verify_requires_a_signature_by_a_key_in_the_new_set() {
     let signer = include_bytes!("../../../tests/kit/src/bundle/ed25519-test-only.txt");
     let signer = kit::bundle::SigningKey::from_pem(signer).unwrap();
     let own = signer.public_key_base64();

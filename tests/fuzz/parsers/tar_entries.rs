@@ -10,10 +10,10 @@ use super::Target;
 use super::archive::{hostile_archive, is_valid_release_path, valid_release, with_valid_checksums};
 
 const LIMITS: TarLimits = TarLimits {
-    entries: 16,
-    name_bytes: 200,
+    max_entries: 16,
+    max_name_bytes: 200,
     max_total_name_bytes: 600,
-    file_bytes: 4_000,
+    max_file_bytes: 4_000,
     max_total_file_bytes: 8_000,
 };
 
@@ -42,7 +42,7 @@ fn read_entries(bytes: &[u8], limits: TarLimits) -> Result<Option<Vec<(String, u
         if length > size || (end.is_ok() && length != size) {
             return Err(format!("read {length} bytes of a {size}-byte file"));
         }
-        if entry.path.as_os_str().len().max(entry.link.as_os_str().len()) > limits.name_bytes {
+        if entry.path.as_os_str().len().max(entry.link.as_os_str().len()) > limits.max_name_bytes {
             return Err("a name is too long".to_owned());
         }
         if end.is_err() {
@@ -57,7 +57,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
         let Some(found) = read_entries(&tar, LIMITS)? else { continue };
         let paths: HashSet<_> = found.iter().map(|(path, _)| path).collect();
         let sum: u64 = found.iter().map(|(_, size)| size).sum();
-        if found.len() > LIMITS.entries || sum > LIMITS.max_total_file_bytes {
+        if found.len() > LIMITS.max_entries || sum > LIMITS.max_total_file_bytes {
             return Err(format!("{} entries of {sum} bytes exceed the limits", found.len()));
         }
         if paths.len() != found.len() {
@@ -80,7 +80,7 @@ fn check_valid(bytes: &[u8]) -> Result<(), String> {
     }
     let larger_limits = TarLimits {
         max_total_name_bytes: 10_000,
-        file_bytes: 1 << 20,
+        max_file_bytes: 1 << 20,
         max_total_file_bytes: 1 << 20,
         ..LIMITS
     };

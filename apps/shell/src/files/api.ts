@@ -27,7 +27,7 @@ export interface BackupState {
   invalidRules: string[];
   /** `null` until the excluded files have been measured. */
   excluded: Exclusions | null;
-  /** When a share of the backup was last verified. */
+  /** When a part of the backup was last verified. */
   verifiedAt: string | null;
   /** When a sample of the files was last restored and compared. */
   drilledAt: string | null;
@@ -114,7 +114,7 @@ export function fetchKey(signal: AbortSignal): Promise<RepositoryKey> {
   return fetchJson("/api/files/key", { signal });
 }
 
-/** Lists a directory in the last snapshot at or before `time`, or in the newest one. */
+/** Lists a directory in the last snapshot at or before `time`, or in the newest one if `time` is `null`. */
 export function fetchListing(
   path: string,
   time: string | null,
@@ -142,7 +142,7 @@ export function requestRestore(
   return fetchJson("/api/files/restore", { signal, body: request, idempotencyKey });
 }
 
-/** Returns the restore in progress; if there is none, the last one. */
+/** Returns the restore in progress or, if there is none, the last one; `null` if there has been none. */
 export async function fetchRestore(): Promise<Restore | null> {
   return (await fetchJson<{ restore: Restore | null }>("/api/files/restore")).restore;
 }

@@ -1,4 +1,4 @@
-// Earlier files: a folder at a chosen time, or the versions of one file or folder.
+// The file history: a folder at a chosen time, or the versions of one file or folder.
 
 import { el } from "../../../shared/ui";
 import type { FileEntry } from "./api";
@@ -34,7 +34,7 @@ export class FileBrowser {
       onRestore,
     });
     this.element = el("section", { className: "browser", "aria-labelledby": "files-browser-title" },
-      el("h2", { id: "files-browser-title" }, "Earlier files"),
+      el("h2", { id: "files-browser-title" }, "File history"),
       this.timeForm,
       el("nav", { className: "crumbs", "aria-label": "Folders" }, this.crumbs, this.versionsButton),
       this.listing.element,

@@ -3,7 +3,7 @@
 import { el } from "../../../shared/ui";
 import { toVisibleText } from "./format";
 
-/** Creates an element for a name or another text from the machine, which may be long and contain any characters. */
+/** Creates an element for a name or other text from the machine, which may be long and contain any characters. */
 export function verbatim(text: string): HTMLElement {
   return el("bdi", { className: "verbatim" }, toVisibleText(text));
 }

@@ -25,7 +25,7 @@ export class DirectoryListing {
     this.moreButton.hidden = true;
   }
 
-  /** Shows a directory in the last snapshot at or before `time`, or in the newest one. */
+  /** Shows a directory in the last snapshot at or before `time`, or in the newest one if `time` is `null`. */
   async show(path: string, time: string | null): Promise<void> {
     this.clear();
     const load = async (signal: AbortSignal) => {

@@ -26,7 +26,7 @@ const CHOICES: Choice[] = [
     label: "Replace the current one",
     hint: "The current one is saved first, and kept next to it under another name. Stop programs that write to it.",
   },
-  { value: "into", label: "To another path", hint: `A relative path is below ${HOME}.` },
+  { value: "into", label: "To another path", hint: `Relative paths start at ${HOME}.` },
 ];
 const RESERVED_HINT =
   "Only the machine may change this, or a folder in it. It can be restored only to another path.";

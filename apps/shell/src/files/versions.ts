@@ -1,4 +1,4 @@
-// The saved versions of a file or folder, the newest first. Each can be downloaded and restored.
+// The saved versions of a file or folder, newest first. Each can be downloaded and restored.
 
 import { el } from "../../../shared/ui";
 import { downloadUrl, type FileEntry, fetchVersions, type Version, VERSIONS_PER_PAGE, type VersionPage } from "./api";

@@ -1,4 +1,4 @@
-// The view "Files": the state of the backup, earlier files, restores, and the key.
+// The "Files" view: the state of the backup, the file history, restores, and the key.
 
 import { el } from "../../../shared/ui";
 import "./files.css";

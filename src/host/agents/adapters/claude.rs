@@ -407,7 +407,7 @@ mod tests {
 
     /// The second run's cost excludes that of the first.
     #[test]
-    fn resumed_conversation_costs_only_the_run() {
+    fn resumed_run_excludes_the_cost_of_earlier_runs() {
         let (first, resumed) = (replay("session_id").1, replay("resume").1);
         assert_eq!(first.conversation_id, resumed.conversation_id);
         assert_eq!((first.cost, first.tokens_in), (resumed.cost, resumed.tokens_in));

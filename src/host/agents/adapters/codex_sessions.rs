@@ -15,10 +15,10 @@ use serde::{Deserialize, Serialize};
 
 /// Maximum number of session files considered.
 const MAX_FILES: usize = 100_000;
-/// Maximum bytes read from a file.
+/// Maximum number of bytes read from a file.
 const MAX_FILE_BYTES: u64 = 256 << 20;
-/// Maximum bytes of a line that is parsed. Relevant lines have a few hundred bytes, and the first line has about ten
-/// thousand.
+/// Maximum number of bytes in a line that is parsed. Relevant lines are a few hundred bytes long, and the first line is
+/// about ten thousand bytes long.
 const MAX_LINE_BYTES: u64 = 1 << 20;
 
 /// The usage of a run, including its subagents.
@@ -112,7 +112,7 @@ fn list_session_files(sessions: &Path) -> impl Iterator<Item = DirEntry> {
 }
 
 /// Adds the usage in one file since `since`. Returns whether there is any; `None` if the file is unreadable or belongs
-/// to a different thread.
+/// to neither the thread nor one of its subagents.
 fn add_usage(path: &Path, thread: &str, since: Timestamp, total: &mut SessionUsage) -> Option<bool> {
     let mut lines = BufReader::new(open_regular(path)?.take(MAX_FILE_BYTES));
     let mut line = Vec::new();

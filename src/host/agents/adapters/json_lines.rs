@@ -24,7 +24,7 @@ use super::{
 use crate::records::entry::{DispatchError, ResultStatus};
 use crate::records::money::Dollars;
 
-/// Maximum characters in an error or tool name.
+/// Maximum number of characters in an error or tool name.
 const MAX_NAME_CHARS: usize = 100;
 
 #[derive(Deserialize)]

@@ -152,7 +152,7 @@ mod tests {
 
     #[test]
     fn claude_starts_a_conversation_once_then_resumes() {
-        let (first, again) = (
+        let (first, resumed) = (
             AdapterKind::ClaudeCode.build_launch(&REQUEST, false),
             AdapterKind::ClaudeCode.build_launch(&REQUEST, true),
         );
@@ -161,22 +161,22 @@ mod tests {
             first.arguments[..7],
             ["-p", "--output-format", "stream-json", "--verbose", "--model", "m", "--session-id"]
         );
-        assert_eq!((&*again.arguments[6], &again.arguments[7]), ("--resume", &first.arguments[7]));
+        assert_eq!((&*resumed.arguments[6], &resumed.arguments[7]), ("--resume", &first.arguments[7]));
         assert!(Uuid::try_parse(&first.arguments[7]).is_ok());
-        let named = "6ba7b810-9dad-41d1-80b4-00c04fd430c8";
-        let given = AdapterKind::ClaudeCode
-            .build_launch(&LaunchRequest { conversation_id: Some(named), ..REQUEST }, false);
-        assert_eq!(given.arguments[7], named);
+        let uuid = "6ba7b810-9dad-41d1-80b4-00c04fd430c8";
+        let launch = AdapterKind::ClaudeCode
+            .build_launch(&LaunchRequest { conversation_id: Some(uuid), ..REQUEST }, false);
+        assert_eq!(launch.arguments[7], uuid);
     }
 
     #[test]
     fn codex_resumes_a_known_thread() {
-        let (first, again) = (
+        let (first, resumed) = (
             AdapterKind::Codex.build_launch(&REQUEST, false),
             AdapterKind::Codex.build_launch(&REQUEST, true),
         );
         assert_eq!(first.arguments[3..], ["-m", "m", "-"]);
-        assert_eq!(again.arguments[3..], ["-m", "m", "resume", "telegram:7", "-"]);
+        assert_eq!(resumed.arguments[3..], ["-m", "m", "resume", "telegram:7", "-"]);
     }
 
     #[test]

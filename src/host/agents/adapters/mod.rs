@@ -27,7 +27,7 @@ use crate::records::money::Dollars;
 /// Longer messages and stacks are truncated.
 const MAX_MESSAGE_CHARS: usize = 2000;
 const MAX_STACK_CHARS: usize = 4000;
-/// Maximum characters in a model name or a conversation ID.
+/// Maximum number of characters in a model name or a conversation ID.
 const MAX_ID_CHARS: usize = 200;
 
 /// An event that a run reports to its listeners.

@@ -10,9 +10,9 @@ use std::sync::LazyLock;
 use regex_lite::Regex;
 use serde_json::Value;
 
-/// Maximum characters in a preview.
+/// Maximum number of characters in a preview.
 pub const MAX_PREVIEW_CHARS: usize = 200;
-/// Maximum characters scanned in an input or error.
+/// Maximum number of characters scanned in an input or error.
 const MAX_SCANNED_CHARS: usize = 4000;
 
 const REDACTED: &str = "***";
@@ -131,7 +131,7 @@ pub fn flatten_and_truncate(text: &str, max: usize) -> String {
     flat
 }
 
-/// The start of an error that a tool returned, on one line and without secrets.
+/// The start of an error that a tool returned, at most `max_bytes` long, on one line and without secrets.
 pub fn preview_error(error: &str, max_bytes: usize) -> String {
     // Scan more than is shown, so that a secret at the cut is recognized.
     let scanned: String = error.trim().chars().take(MAX_SCANNED_CHARS).collect();
@@ -165,7 +165,7 @@ mod tests {
 
     #[test]
     fn scrub_removes_only_secrets() {
-        for (text, shown) in [
+        for (text, expected) in [
             (
                 "curl -H 'Authorization: Bearer abc.def-123456' https://x.example",
                 "curl -H 'Authorization: ***' https://x.example",
@@ -190,7 +190,7 @@ mod tests {
             ("-----BEGIN OPENSSH PRIVATE KEY-----\nabc", "***"),
             ("jwt eyJhbGciOi.eyJzdWIi.c2ln x", "jwt *** x"),
         ] {
-            assert_eq!(scrub(text), shown, "{text}");
+            assert_eq!(scrub(text), expected, "{text}");
         }
     }
 
@@ -208,16 +208,16 @@ mod tests {
             &environment.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
         );
         assert_eq!(secrets.0.len(), 2, "{:?}", secrets.0);
-        for (text, shown) in [
+        for (text, expected) in [
             ("say plain words, and \"more\"\nof it to example x", "say *** to example x"),
             ("say plain words as Ada Lovelace", "say *** as Ada Lovelace"),
         ] {
-            let mut hidden = text.to_owned();
-            secrets.redact(&mut hidden);
-            assert_eq!(hidden, shown);
+            let mut redacted = text.to_owned();
+            secrets.redact(&mut redacted);
+            assert_eq!(redacted, expected);
             let line = json!({"input": [{"command": text}], "n": 100_000}).to_string();
-            let expected = json!({"input": [{"command": shown}], "n": 100_000}).to_string();
-            assert_eq!(secrets.redact_line(&line), expected);
+            let expected_line = json!({"input": [{"command": expected}], "n": 100_000}).to_string();
+            assert_eq!(secrets.redact_line(&line), expected_line);
         }
         assert_eq!(secrets.redact_line("no JSON: plain words"), "no JSON: ***");
         assert!(matches!(secrets.redact_line("{\"a\": 1}"), Cow::Borrowed(_)));
@@ -238,16 +238,16 @@ mod tests {
     proptest! {
         #[test]
         fn preview_is_one_bounded_line(text in ".{0,400}") {
-            let shown = preview_input(&json!({"command": text}));
-            prop_assert!(shown.chars().count() <= MAX_PREVIEW_CHARS && !shown.chars().any(char::is_control));
+            let preview = preview_input(&json!({"command": text}));
+            prop_assert!(preview.chars().count() <= MAX_PREVIEW_CHARS && !preview.chars().any(char::is_control));
         }
 
         #[test]
         fn value_after_secret_name_is_scrubbed(
             name in "(password|API_KEY|clientSecret|x-auth-token)", between in "(=|: |=\"|\": \")", value in "[a-zA-Z0-9]{8,40}",
         ) {
-            let shown = scrub(&format!("run {name}{between}{value} end"));
-            prop_assert!(!shown.contains(&value), "{}", shown);
+            let scrubbed = scrub(&format!("run {name}{between}{value} end"));
+            prop_assert!(!scrubbed.contains(&value), "{}", scrubbed);
         }
     }
 }

@@ -15,11 +15,11 @@ use svc_base::clock;
 use svc_base::metrics::DISPATCHES;
 use svc_http::problem::{Code, Problem};
 
-/// Maximum queued dispatches.
+/// Maximum number of queued dispatches.
 const MAX_QUEUED: usize = 500;
-/// Maximum queued dispatches per sender.
+/// Maximum number of queued dispatches per sender.
 const MAX_QUEUED_PER_SENDER: usize = 200;
-/// Maximum bytes in the prompts of all queued dispatches.
+/// Maximum number of bytes in the prompts of all queued dispatches.
 const MAX_QUEUED_BYTES: usize = 64 << 20;
 
 impl Dispatcher {
@@ -27,7 +27,8 @@ impl Dispatcher {
     ///
     /// # Errors
     /// 503 while the records or the journal are being read, while dispatches are paused for a final backup, and at
-    /// shutdown; 429 when a limit is reached or the queue is full; 422 when the ID belongs to a different request.
+    /// shutdown; 429 when a limit is reached or the queue is full; 422 when the ID belongs to a different request; 500
+    /// when the records cannot be read.
     pub async fn accept(self: &Arc<Self>, request: DispatchRequest) -> Result<DispatchTarget, Problem> {
         self.wait_until_ready().await?;
         if let Some(id) = &request.id

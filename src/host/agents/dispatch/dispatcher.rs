@@ -32,7 +32,7 @@ use svc_base::clock;
 use svc_base::metrics::{DISPATCHES, DISPATCHES_QUEUED, DISPATCHES_RUNNING};
 use svc_http::problem::{Code, Problem};
 
-/// Maximum ended dispatches kept in memory with their text and events.
+/// Maximum number of ended dispatches kept in memory with their text and events, and their maximum total size.
 const MAX_ENDED: usize = 1000;
 const MAX_ENDED_BYTES: usize = 32 << 20;
 /// Multiplies both limits while a full disk prevents recording: a dispatch must remain findable by its ID until its
@@ -216,13 +216,13 @@ impl Dispatcher {
 
     /// Cancels a target's dispatches in any phase. Queued ones have ended when this returns.
     pub async fn cancel(self: &Arc<Self>, target: &DispatchTarget) {
-        let mut ending = Vec::new();
+        let mut tasks = Vec::new();
         for dispatch in self.entries(target) {
             dispatch.cancel.cancel();
             let queued = self.lock().queue.remove(|other| other.id() == dispatch.id());
             if let Some(dispatch) = queued {
                 let dispatcher = Arc::clone(self);
-                ending.push(self.runs.spawn(async move {
+                tasks.push(self.runs.spawn(async move {
                     let interaction = run::interaction_without_run(
                         &dispatch,
                         "Cancelled",
@@ -232,9 +232,9 @@ impl Dispatcher {
                 }));
             }
         }
-        for ended in ending {
+        for task in tasks {
             // The panic hook has logged a panic.
-            let _ = ended.await;
+            let _ = task.await;
         }
     }
 

@@ -8,7 +8,7 @@ use jiff::Timestamp;
 use serde_json::Value;
 use tokio::sync::watch;
 
-/// Maximum bytes of events kept; the oldest are dropped first.
+/// Maximum total size of the events kept; the oldest are dropped first, but the newest event is always kept.
 const MAX_BYTES: usize = 1 << 20;
 
 /// The first event number of this process: the time of its first dispatch in microseconds, so that it exceeds all

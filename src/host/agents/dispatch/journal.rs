@@ -128,7 +128,7 @@ impl Journal {
     /// files are logged and stay in place. Must run before anything is written.
     ///
     /// # Errors
-    /// [`FileError`] if the journal exists but cannot be read.
+    /// [`FileError`] if the journal exists but cannot be read, or if a temporary file cannot be removed.
     pub fn read(&self) -> Result<Vec<JournalEntry>, FileError> {
         let entries = match std::fs::read_dir(&self.0) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),

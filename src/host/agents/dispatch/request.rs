@@ -25,7 +25,7 @@ pub struct DispatchId(String);
 impl DispatchId {
     pub const PATTERN: &str = "^[A-Za-z0-9][A-Za-z0-9._-]{0,103}$";
     const MAX_CHARS: usize = 104;
-    /// Maximum characters in an ID chosen by a caller; leaves room for an entry's index.
+    /// Maximum number of characters in an ID chosen by a caller; leaves room for an entry's index.
     const MAX_CALLER_ID_CHARS: usize = 100;
 
     pub fn generate() -> Self {
@@ -38,8 +38,8 @@ impl DispatchId {
 
     /// Whether this ID has the form of a batch entry's ID.
     fn is_entry_id(&self) -> bool {
-        let ending = self.0.rsplit_once('.').map(|(_, ending)| ending);
-        ending.is_some_and(|ending| !ending.is_empty() && ending.bytes().all(|byte| byte.is_ascii_digit()))
+        let suffix = self.0.rsplit_once('.').map(|(_, suffix)| suffix);
+        suffix.is_some_and(|suffix| !suffix.is_empty() && suffix.bytes().all(|byte| byte.is_ascii_digit()))
     }
 
     /// The ID of an entry of this batch.
@@ -220,14 +220,14 @@ impl DispatchRequest {
         options: &Options,
         settings: &AgentSettings,
     ) -> Option<(Vec<PromptEntry>, Value)> {
-        let given = fields.nested_array("batch", 1..=MAX_BATCH_ENTRIES)?;
+        let items = fields.nested_array("batch", 1..=MAX_BATCH_ENTRIES)?;
         let (mut entries, mut all) = (Vec::new(), vec![options.to_json("")]);
-        let count = given.len();
-        for mut entry in given {
+        let count = items.len();
+        for mut entry in items {
             let prompt = entry.text("prompt", MAX_PROMPT_CHARS);
-            let own = Options::read(&mut entry);
-            all.push(own.to_json(prompt.as_deref().unwrap_or_default()));
-            let options = own.with_defaults(options);
+            let own_options = Options::read(&mut entry);
+            all.push(own_options.to_json(prompt.as_deref().unwrap_or_default()));
+            let options = own_options.with_defaults(options);
             entries.extend(prompt.and_then(|prompt| options.into_entry(&mut entry, prompt, settings)));
             fields.close(entry);
         }

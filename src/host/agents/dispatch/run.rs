@@ -142,7 +142,7 @@ pub fn interrupted_interaction(
 /// The end of a run.
 struct RunEnd {
     outcome: Outcome,
-    /// The agent was running and was ended by something else, so it may not have reported its cost.
+    /// Whether the agent was running and did not end on its own, so that it may not have reported its cost.
     is_cut_off: bool,
 }
 
@@ -308,8 +308,8 @@ impl<'a> Run<'a> {
             Err(_) => return failed_outcome("NoRunner", "svc-agent did not accept the run in time").into(),
         };
         let ended = self.follow(from, to).await;
-        let at = self.elapsed_ms();
-        let was_ended_from_outside = self.end_reason.is_some()
+        let at_ms = self.elapsed_ms();
+        let is_ended_externally = self.end_reason.is_some()
             || ended.as_ref().map_or(true, |ended| ended.exit.is_caused_by_signal());
         let mut outcome = match ended {
             Ok(mut ended) => {
@@ -320,11 +320,11 @@ impl<'a> Run<'a> {
                 if let Some(usage) = ended.usage {
                     self.adapter.set_usage(usage);
                 }
-                self.adapter.finish(at, ended.exit, &ended.stderr_tail)
+                self.adapter.finish(at_ms, ended.exit, &ended.stderr_tail)
             }
             Err(failed) => {
                 // Usage and tools reported so far still count.
-                let reported = self.adapter.finish(at, Exit::Signal(9), "");
+                let reported = self.adapter.finish(at_ms, Exit::Signal(9), "");
                 Outcome { status: ResultStatus::Error, error: Some(failed), ..reported }
             }
         };
@@ -333,7 +333,7 @@ impl<'a> Run<'a> {
             let (tool, turn) = reported.map(|reported| (reported.tool, reported.turn)).unwrap_or_default();
             outcome.error = Some(DispatchError { tool, turn, ..self.early_end_error(why) });
         }
-        let is_cut_off = self.is_started && was_ended_from_outside && outcome.status == ResultStatus::Error;
+        let is_cut_off = self.is_started && is_ended_externally && outcome.status == ResultStatus::Error;
         RunEnd { outcome, is_cut_off }
     }
 

@@ -273,7 +273,7 @@ impl Dispatch {
         })
     }
 
-    /// Approximate bytes in memory.
+    /// The approximate number of bytes that it takes in memory.
     pub fn bytes(&self) -> usize {
         self.log.bytes() + self.accepted.entry.prompt.len()
     }
@@ -292,7 +292,7 @@ impl Batch {
     }
 }
 
-/// Parses the index of a batch entry from its ID.
+/// Parses the index of a batch entry from its ID; 0 if the ID has none.
 pub fn parse_entry_index(id: &str) -> usize {
     id.rsplit_once('.').and_then(|(_, index)| index.parse().ok()).unwrap_or_default()
 }

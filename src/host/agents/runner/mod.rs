@@ -20,7 +20,7 @@ use crate::system::socket_service::{self, SocketService};
 use svc_base::applet::{self, Exit, Failure, OrExit};
 use svc_http::server;
 
-/// Maximum concurrent runs without systemd, whose socket unit has its own limit.
+/// Maximum number of concurrent runs without systemd, whose socket unit has its own limit.
 const MAX_RUNS: usize = 128;
 
 #[derive(Parser)]
@@ -32,7 +32,7 @@ const MAX_RUNS: usize = 128;
                   svc-agent@.service. Example: svc-agent --listen"
 )]
 struct Args {
-    /// Accept connections on agent.sock and run each in a separate process
+    /// Accept connections on agent.sock and serve each in a separate process
     #[arg(long)]
     listen: bool,
 }

@@ -7,7 +7,7 @@ use tokio::io::{AsyncBufRead, AsyncBufReadExt, AsyncRead, AsyncReadExt};
 
 use crate::agents::protocol::MAX_LINE_BYTES;
 
-/// Maximum bytes kept from the end of standard error.
+/// Maximum number of bytes kept from the end of standard error.
 const STDERR_TAIL_BYTES: usize = 8 << 10;
 
 #[derive(Debug, PartialEq, Eq)]
@@ -122,8 +122,8 @@ mod tests {
         let text = format!("{}the end", "x".repeat(3 * STDERR_TAIL_BYTES));
         let mut tail = StderrTail::default();
         tail.read_from(&mut text.as_bytes()).await.unwrap();
-        let kept = tail.into_text();
-        assert!(kept.len() == STDERR_TAIL_BYTES && kept.ends_with("the end"));
+        let tail_text = tail.into_text();
+        assert!(tail_text.len() == STDERR_TAIL_BYTES && tail_text.ends_with("the end"));
         let mut tail = StderrTail::default();
         tail.read_from(&mut format!("{}\nthe end", "x".repeat(3 * STDERR_TAIL_BYTES)).as_bytes())
             .await

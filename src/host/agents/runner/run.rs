@@ -172,9 +172,9 @@ struct Run {
     session: Option<SessionFiles>,
     to: OwnedWriteHalf,
     stop: CancellationToken,
-    /// The gateway cancelled the run, or disconnected.
+    /// Cancelled when the gateway cancels the run or disconnects.
     cancelled: CancellationToken,
-    /// The agent was sent SIGINT.
+    /// Whether the agent has been sent SIGINT.
     is_ending: bool,
     is_resumed: bool,
 }

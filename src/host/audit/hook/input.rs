@@ -9,7 +9,7 @@ use serde::de::IgnoredAny;
 
 use crate::audit::protocol::{COMMAND_TOOLS, Message, Phase, WRITER_TOOLS};
 
-/// Maximum bytes in a hook's input.
+/// Maximum number of bytes in a hook's input.
 const MAX_INPUT_BYTES: u64 = 4 << 20;
 
 #[derive(Debug, Deserialize)]
@@ -26,9 +26,9 @@ pub struct HookInput {
     #[serde(default)]
     tool_use_id: Option<String>,
     #[serde(default)]
-    tool_input: Option<Lenient<ToolInput>>,
+    tool_input: Option<LenientValue<ToolInput>>,
     #[serde(default)]
-    tool_response: Option<Lenient<ToolResponse>>,
+    tool_response: Option<LenientValue<ToolResponse>>,
     /// Only Codex sends this field.
     #[serde(default)]
     turn_id: Option<IgnoredAny>,
@@ -41,12 +41,12 @@ pub struct HookInput {
 /// The expected object, or any other value that a program sends instead.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
-enum Lenient<T> {
+enum LenientValue<T> {
     Expected(T),
     Other(IgnoredAny),
 }
 
-impl<T> Lenient<T> {
+impl<T> LenientValue<T> {
     fn expected(&self) -> Option<&T> {
         match self {
             Self::Expected(value) => Some(value),
@@ -114,13 +114,13 @@ impl HookInput {
         message.subagent = self.agent_id;
         message.tool_use_id = self.tool_use_id;
         message.cwd = self.cwd;
-        let input = self.tool_input.as_ref().and_then(Lenient::expected);
+        let input = self.tool_input.as_ref().and_then(LenientValue::expected);
         let is_writer = self.tool_name.as_deref().is_some_and(|tool| WRITER_TOOLS.contains(&tool));
         message.path = input
             .filter(|_| is_writer)
             .and_then(|input| input.file_path.clone().or_else(|| input.notebook_path.clone()));
         message.tool = self.tool_name;
-        let response = self.tool_response.as_ref().and_then(Lenient::expected);
+        let response = self.tool_response.as_ref().and_then(LenientValue::expected);
         message.is_background = response
             .is_some_and(|found| found.background_task_id.is_some() || found.timed_out_after_ms.is_some());
         message

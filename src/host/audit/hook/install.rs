@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::settings::{self, HookSpec, SettingsError};
 use svc_base::fsx::{self, FileError};
 
-/// The matcher for the tools that may change files: `COMMAND_TOOLS` and `WRITER_TOOLS` of the protocol.
+/// The matcher for the tools that may change files: `COMMAND_TOOLS` and `WRITER_TOOLS` from the protocol.
 const TOOLS: &str = "Write|Edit|MultiEdit|NotebookEdit|Bash|apply_patch";
 
 const fn for_tools(event: &'static str) -> HookSpec {
@@ -74,8 +74,8 @@ pub enum InstallError {
     File(#[from] FileError),
 }
 
-/// Adds `svc-hook`, which is in the directory `bin`, to the settings of all programs. A failure for one program does
-/// not prevent the others.
+/// Adds `svc-hook`, which is in the directory `bin`, to the settings of all programs. If that fails for one program,
+/// the settings of the others are still changed.
 ///
 /// # Errors
 /// The first failure.
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn install_is_idempotent_and_uninstall_complete() {
+    fn install_is_idempotent_and_uninstall_is_complete() {
         let dir = tempfile::tempdir().unwrap();
         let (home, bin) = (dir.path(), Path::new("/opt/svc/bin"));
         let claude = home.join(".claude/settings.json");

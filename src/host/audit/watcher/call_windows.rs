@@ -1,7 +1,7 @@
 //! Attributes changes to the tool calls that were running when they happened.
 //!
 //! Performs no I/O. A command may change anything, so changes between its start and its end are attributed to it. A
-//! tool that writes one file claims that file: if the call succeeds, the change is attributed to it alone.
+//! tool that writes one file claims that file: if the call succeeds, the change is attributed only to it.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -10,7 +10,7 @@ use super::diff::Change;
 use crate::audit::protocol::Process;
 use crate::records::entry::{AuditEntry, FileOperation};
 
-/// Maximum open tool calls.
+/// Maximum number of open tool calls.
 pub const MAX_WINDOWS: usize = 256;
 
 /// The agent that made a change.

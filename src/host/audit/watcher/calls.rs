@@ -4,7 +4,7 @@ use super::call_windows::CallWindow;
 use super::peer::Peer;
 use crate::audit::protocol::{Message, Process};
 
-/// Maximum bytes in agent names and IDs; longer ones are truncated.
+/// Maximum number of bytes in agent names and IDs; longer ones are truncated.
 const MAX_NAME_BYTES: usize = 200;
 
 /// A tool call. Its process is part of its identity, because any program can send any ID.
@@ -18,7 +18,7 @@ pub struct Call {
 /// A call that has ended.
 pub struct EndedCall {
     pub call: Call,
-    /// The end was reported by a live process rather than by a saved message.
+    /// Whether the end was reported by a live process rather than by a saved message.
     pub is_live: bool,
 }
 

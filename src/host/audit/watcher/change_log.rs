@@ -56,7 +56,7 @@ pub struct ChangeLog {
 }
 
 impl ChangeLog {
-    /// Creates a log in which anything may have changed, until a reader has saved the home.
+    /// Creates a log in which anything may have changed, until a reader has saved the home directory.
     pub fn new() -> Self {
         Self {
             instance: uuid::Uuid::now_v7().simple().to_string(),
@@ -68,7 +68,7 @@ impl ChangeLog {
         }
     }
 
-    /// Whether changes need not be recorded, because the next reply says anyway that anything may have changed.
+    /// Whether changes need not be recorded: in any case, the next reply will say that anything may have changed.
     fn will_report_everything(&self) -> bool {
         self.fresh.is_everything || self.last_reply == 0
     }
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn too_many_changes_become_everything() {
+    fn too_many_changes_are_reported_as_everything() {
         let mut log = ChangeLog::new();
         let first = log.take(None, 0);
         for number in 0..=MAX_PATHS {

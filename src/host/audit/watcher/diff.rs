@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use super::tree::{FileId, FileState, Inode, Kind, Name, Paths, Tree, TreeEntry, join_path};
 use crate::records::entry::FileOperation;
 
-/// Maximum names with events; beyond that, the whole tree is checked.
+/// Maximum number of names with events; beyond that, the whole tree is checked.
 pub const MAX_NAMES: usize = 200_000;
 
 /// Reads the file system. Symbolic links are never followed.

@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 use super::peer::Peer;
 use crate::audit::protocol::{Process, SeenCalls};
 
-/// Maximum concurrent dispatches, far above the configurable limit. Beyond it, the oldest is forgotten.
+/// Maximum number of concurrent dispatches, far above the configurable limit. Beyond it, the oldest is forgotten.
 const MAX_DISPATCHES: usize = 256;
-/// Maximum tool call IDs stored per dispatch; further calls are only counted.
+/// Maximum number of tool call IDs stored per dispatch; further calls are only counted.
 const MAX_IDS: usize = 1024;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -67,7 +67,7 @@ impl Dispatches {
         if seen.is_by_id && further_reported == 0 && seen.further_calls == 0 {
             return unmatched;
         }
-        // Without common IDs, or if some IDs were not stored, compare the numbers of calls.
+        // Without common IDs, or if some IDs were not stored, compare only the counts.
         unmatched.saturating_sub((reported.len() - matched) as u64 + further_reported)
     }
 }
@@ -81,10 +81,10 @@ mod tests {
     }
 
     fn dispatches_with_calls(reported: &[&str]) -> Dispatches {
-        let mut all = Dispatches::default();
-        all.begin("d".to_owned(), "coder".to_owned(), Process { pid: 7, started: 1 });
-        reported.iter().for_each(|call| all.add_call("d", call));
-        all
+        let mut dispatches = Dispatches::default();
+        dispatches.begin("d".to_owned(), "coder".to_owned(), Process { pid: 7, started: 1 });
+        reported.iter().for_each(|call| dispatches.add_call("d", call));
+        dispatches
     }
 
     #[test]
@@ -103,9 +103,9 @@ mod tests {
     #[test]
     fn calls_beyond_the_bound_are_counted() {
         let ids: Vec<String> = (0..MAX_IDS + 50).map(|n| n.to_string()).collect();
-        let mut all = dispatches_with_calls(&ids.iter().map(String::as_str).collect::<Vec<_>>());
+        let mut dispatches = dispatches_with_calls(&ids.iter().map(String::as_str).collect::<Vec<_>>());
         let seen = SeenCalls { ids: ids[..MAX_IDS].to_vec(), further_calls: 60, is_by_id: true };
-        assert_eq!(all.end("d", &seen), 10);
-        assert_eq!(all, Dispatches::default());
+        assert_eq!(dispatches.end("d", &seen), 10);
+        assert_eq!(dispatches, Dispatches::default());
     }
 }

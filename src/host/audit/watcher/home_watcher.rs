@@ -24,7 +24,7 @@ use svc_base::fsx::FileError;
 
 /// The folder with records and settings. It is not watched, because the owner's programs cannot change it.
 const SYSTEM_FOLDER: &[u8] = b"system";
-/// Maximum events per drain: a program that writes endlessly must not block the watcher.
+/// Maximum number of events read per drain: a program that writes endlessly must not block the watcher.
 const MAX_EVENTS: usize = 200_000;
 
 const WATCHED_EVENTS: AddWatchFlags = AddWatchFlags::IN_CREATE
@@ -42,7 +42,7 @@ pub struct HomeWatcher {
     inotify: Inotify,
     folders: HashMap<WatchDescriptor, Inode>,
     watches: HashMap<Inode, WatchDescriptor>,
-    /// A folder could not be watched, probably because the system's watch limit has been reached.
+    /// Whether a folder could not be watched, probably because the system's watch limit has been reached.
     is_at_watch_limit: bool,
     /// The number of events that have been read.
     event_count: u64,
@@ -52,7 +52,7 @@ impl HomeWatcher {
     /// Opens the home directory.
     ///
     /// # Errors
-    /// The home directory does not exist or cannot be watched.
+    /// The home directory cannot be opened or watched, or openat2(2) is not permitted.
     pub fn open(home: &Path) -> Result<Self, FileError> {
         let cannot = |action: &'static str| move |errno: Errno| FileError::wrap(action, home)(errno.into());
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;

@@ -46,7 +46,7 @@ use crate::system::unix_socket;
 use crate::system::unix_socket::PeerCredentials;
 use svc_base::applet::{self, Exit, Failure, OrExit};
 
-/// Maximum concurrent hook connections.
+/// Maximum number of concurrent hook connections.
 const MAX_CONNECTIONS: usize = 128;
 /// Timeout for one hook connection; longer than the hook itself waits.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(1);
@@ -62,7 +62,7 @@ pub const FAILPOINTS: &[&str] = &["watch.check"];
 #[command(
     name = "svc-watch",
     version = applet::version(),
-    about = "Records what agents' tools change in the owner's home",
+    about = "Records what agents' tools change in the owner's home directory",
     after_help = "Agents' hooks (svc-hook) report the start and end of tool calls; entries go to system/logs/audit.jsonl."
 )]
 struct Args {}

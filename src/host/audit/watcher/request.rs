@@ -15,7 +15,7 @@ pub struct HookRequest {
 
 pub enum Request {
     Hook(Box<HookRequest>),
-    /// The changes since the reply with this token.
+    /// Requests the changes since the reply with the token `saved`; if it is `None`, anything may have changed.
     Changes {
         saved: Option<String>,
         done: oneshot::Sender<ChangesReply>,

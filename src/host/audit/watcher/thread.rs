@@ -42,7 +42,7 @@ const TICK_INTERVAL: Duration = Duration::from_secs(2);
 const BACKGROUND_INTERVAL: Duration = Duration::from_secs(10);
 /// Number of dirty names that triggers a check while no tool is running.
 const MAX_IDLE_DIRTY_NAMES: usize = 5_000;
-/// Maximum remembered tool calls with a gap, and maximum remembered ended calls.
+/// Maximum number of remembered tool calls with a gap, and of remembered ended calls.
 const MAX_REMEMBERED_CALLS: usize = 512;
 
 pub struct Watcher {
@@ -68,7 +68,7 @@ impl Watcher {
     /// Scans the whole home directory, and records the calls that were running during a restart as a gap.
     ///
     /// # Errors
-    /// The home directory cannot be watched.
+    /// The home directory cannot be resolved, opened or watched.
     pub fn start(layout: &Layout, records: Records) -> Result<Self, FileError> {
         let home = layout.home();
         let home = std::fs::canonicalize(&home).map_err(FileError::wrap("resolve", &home))?;
@@ -83,7 +83,7 @@ impl Watcher {
             "watching the home directory"
         );
         let state_file = layout.tool_calls();
-        let WatcherState { windows: open, dispatches } = load_state(&state_file);
+        let WatcherState { windows: open_windows, dispatches } = load_state(&state_file);
         let mut watcher = Self {
             home,
             state_file,
@@ -100,10 +100,10 @@ impl Watcher {
             last_check: Instant::now(),
             was_at_watch_limit: false,
         };
-        if let Some(since) = open.iter().map(|window| window.opened).min() {
-            watcher.record_gap(GapReason::Restarted, open.len(), since);
+        if let Some(since) = open_windows.iter().map(|window| window.opened).min() {
+            watcher.record_gap(GapReason::Restarted, open_windows.len(), since);
         }
-        watcher.windows = CallWindows::restore(open);
+        watcher.windows = CallWindows::restore(open_windows);
         watcher.report_watch_limit();
         watcher.tick();
         Ok(watcher)
@@ -263,11 +263,11 @@ impl Watcher {
             }
             _ => {
                 self.end_windows(|window| window.agent.dispatch.as_ref() == Some(&id));
-                let lost = self.dispatches.end(&id, &message.seen.unwrap_or_default());
-                if lost > 0 {
+                let unreported = self.dispatches.end(&id, &message.seen.unwrap_or_default());
+                if unreported > 0 {
                     self.record_gap(
                         GapReason::Unseen,
-                        usize::try_from(lost).unwrap_or(usize::MAX),
+                        usize::try_from(unreported).unwrap_or(usize::MAX),
                         message.sent_at,
                     );
                 }
@@ -430,8 +430,8 @@ impl Watcher {
         if self.home_watcher.is_at_watch_limit() != self.was_at_watch_limit {
             self.was_at_watch_limit = self.home_watcher.is_at_watch_limit();
             let note = if self.was_at_watch_limit {
-                "the file audit cannot watch all folders, so it scans the whole home at each tool call: raise \
-                 fs.inotify.max_user_watches"
+                "the file audit cannot watch all folders, so it scans the whole home directory at each tool call: \
+                 raise fs.inotify.max_user_watches"
             } else {
                 "the file audit watches all folders again"
             };

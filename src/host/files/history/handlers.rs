@@ -190,7 +190,7 @@ async fn find(
     let entry = history.find(&snapshot, path.as_path()).await.map_err(problem)?;
     let entry = entry.ok_or_else(|| {
         let detail = format!(
-            "{path} is not in the snapshot of {}; list its versions to see which snapshots contain it.",
+            "{path} is not in the snapshot taken at {}; list its versions to see which snapshots contain it.",
             rfc3339_ms(snapshot.time)
         );
         Problem::new(Code::NotFound, detail)

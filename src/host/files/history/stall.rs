@@ -37,7 +37,7 @@ impl WriteStallTimer {
     }
 }
 
-/// A connection that records in its timer since when a write has been waiting for the client.
+/// A connection that records in its timer when the pending write began to wait for the client.
 pub(super) struct StallTrackedStream<S> {
     pub(super) stream: S,
     pub(super) stall_timer: WriteStallTimer,

@@ -32,8 +32,8 @@ impl Directory {
     /// `NotADirectory` if a name is a symbolic link or a file; `InvalidInput` if `path` is absolute or contains `..`;
     /// other file system errors.
     pub(super) fn open(home: &Path, path: &Path, owner: Option<(u32, u32)>) -> Result<Self, FileError> {
-        let shown = home.join(path);
-        let wrap = |action| move |errno: Errno| FileError::wrap(action, &shown)(errno.into());
+        let full_path = home.join(path);
+        let wrap = |action| move |errno: Errno| FileError::wrap(action, &full_path)(errno.into());
         let mut directory =
             openat(CWD, home, directory_flags(), Mode::empty()).map_err(wrap.clone()("open"))?;
         for component in path.components() {
@@ -52,7 +52,7 @@ impl Directory {
     /// Returns whether an entry, such as a dangling symbolic link, has this name.
     ///
     /// # Errors
-    /// If the check fails.
+    /// File system errors other than `NOENT`.
     pub(super) fn has(&self, name: &OsStr) -> Result<bool, Errno> {
         match statat(&self.0, name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(_) => Ok(true),
@@ -67,9 +67,9 @@ impl Directory {
     /// `EXIST` if all names are taken; other file system errors.
     pub(super) fn find_free_name(&self, name: &OsStr, mark: &str, at: Timestamp) -> Result<OsString, Errno> {
         for number in 1..=MAX_NAMES {
-            let free = mark_name(name, mark, at, number);
-            if !self.has(&free)? {
-                return Ok(free);
+            let candidate = mark_name(name, mark, at, number);
+            if !self.has(&candidate)? {
+                return Ok(candidate);
             }
         }
         Err(Errno::EXIST)

@@ -1,5 +1,5 @@
-//! Restores one of the owner's files or directories to an earlier state: beside the existing entry, in its place, or to
-//! another path.
+//! Restores one of the owner's files or directories to an earlier state: next to the existing entry, in its place, or
+//! to another path.
 //!
 //! The gateway writes a request file, and `svc-files-request.service` serves it (`svc-sync-agent serve-restore`). The
 //! entry is restored to a staging directory and moved into place by a rename, so that a killed run can be repeated.

@@ -27,7 +27,7 @@ pub struct RestoreRequest {
     #[serde(with = "clock::wire_option", default)]
     pub time: Option<Timestamp>,
     /// Where to restore the entry. `None` for its original path; if that path exists and is not replaced, for a new
-    /// name beside it.
+    /// name next to it.
     pub into: Option<String>,
     /// Whether to replace an existing entry, which is saved first and kept under another name.
     pub replace: bool,
@@ -110,7 +110,8 @@ fn hash_text(text: &str) -> String {
     hex::encode(&Sha256::digest(text)[..16])
 }
 
-/// Returns the state of the pending request or, if there is none, of the last one; `None` if there has never been one.
+/// Returns the state of the pending request or, if there is none, of the last one; `None` if there has never been one,
+/// or if the state file is invalid.
 ///
 /// # Errors
 /// If a file exists and cannot be read.

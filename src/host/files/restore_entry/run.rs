@@ -13,11 +13,11 @@ use serde::{Deserialize, Serialize};
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock::{self, rfc3339_ms};
 use svc_base::error_chain::format_chain;
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::FileError;
 use svc_files::FilesError;
 use svc_files::history::{EntryKind, History};
-use svc_files::restore::{RestoreOptions, RestoreProgress, Restored, restore_entries};
+use svc_files::restore::{RestoreOptions, RestoreProgress, RestoreReport, restore_entries};
 use svc_wire::files::{FileRestore, FileRestoreStatus};
 
 use super::entry_placement::Directory;
@@ -60,7 +60,7 @@ enum RestoreError {
     NothingSaved,
     #[error("there is no snapshot at or before {}", rfc3339_ms(*.0))]
     NoSnapshot(Timestamp),
-    #[error("{path} is not in the snapshot of {}", rfc3339_ms(*.at))]
+    #[error("{path} is not in the snapshot taken at {}", rfc3339_ms(*.at))]
     NotFound { path: HomePath, at: Timestamp },
     #[error("{0} is a device, FIFO or socket; these are not saved")]
     Special(HomePath),
@@ -91,7 +91,7 @@ enum RestoreError {
     #[error("cannot move the restored entry into place")]
     Move(#[from] Errno),
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 impl RestoreError {
@@ -114,12 +114,12 @@ struct Placement {
     /// The name under which the existing entry is kept; `None` if none is replaced.
     kept_as: Option<Vec<u8>>,
     #[serde(flatten)]
-    staged: Staged,
+    staged: StagedEntry,
 }
 
-/// The content of the staging directory.
+/// The restored entry in the staging directory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct Staged {
+struct StagedEntry {
     /// When the snapshot was taken.
     saved_at: Timestamp,
     /// The inode of the restored entry, by which a run after an interrupted exchange finds it.
@@ -130,7 +130,7 @@ struct Staged {
 }
 
 impl Placement {
-    /// Returns the path for display of a name in the directory.
+    /// Returns the path of a name in the directory, for display.
     fn display_path(&self, name: &[u8]) -> String {
         let path = Path::new(SHOWN_HOME).join(bytes_to_name(&self.directory)).join(bytes_to_name(name));
         path.display().to_string()
@@ -138,7 +138,7 @@ impl Placement {
 }
 
 impl Placement {
-    /// Converts the error of moving the entry into place.
+    /// Converts an error from moving the entry into place.
     fn explain(&self, error: Errno) -> RestoreError {
         let path = Path::new(&bytes_to_name(&self.directory)).join(bytes_to_name(&self.name));
         match error {
@@ -243,11 +243,11 @@ fn describe(request: &RestoreRequest, state: &FileRestore) -> String {
     match (&state.restored_to, &state.error) {
         (Some(restored_to), None) => {
             let at = state.saved_at.as_ref().map_or("an unknown time", |at| at.as_str());
-            let kept = state
+            let kept_note = state
                 .kept_as
                 .as_ref()
-                .map_or_else(String::new, |kept| format!("; the replaced entry is now {kept}"));
-            format!("restored {} as it was at {at} to {restored_to}{kept}", request.path)
+                .map_or_else(String::new, |path| format!("; the replaced entry is now {path}"));
+            format!("restored {} as it was at {at} to {restored_to}{kept_note}", request.path)
         }
         (_, error) => {
             let why = error.as_deref().unwrap_or("the reason is unknown");
@@ -280,20 +280,20 @@ async fn restore(
         }
     };
     failpoint::trigger("files.entry.staged")?;
-    // Otherwise, an earlier run was interrupted after it had moved the entry.
+    // If the entry is no longer there, an earlier run was interrupted after it had moved the entry.
     if find_inode(&staging.files().join(STAGED))? == Some(placement.staged.inode) {
         // Check again, because the download may have taken a long time.
         ensure_writable(&settings.layout)?;
         move_into_place(&settings.layout, staging, &placement, owner)?;
     }
     state.kept_as = match finish_exchange(&settings.layout, staging)? {
-        Some(kept) => Some(kept),
+        Some(path) => Some(path),
         None => find_kept(&settings.layout, &placement)?,
     };
     failpoint::trigger("files.entry.placed")?;
     state.saved_at = Some(placement.staged.saved_at.into());
     state.restored_to = Some(placement.display_path(&placement.name));
-    let Staged { files, bytes, incomplete, .. } = placement.staged;
+    let StagedEntry { files, bytes, incomplete, .. } = placement.staged;
     (state.files, state.incomplete, state.total_bytes, state.written_bytes) =
         (files, incomplete, bytes, bytes);
     Ok(())
@@ -314,14 +314,14 @@ async fn stage(
     owner: Option<(u32, u32)>,
 ) -> Result<Placement, RestoreError> {
     let path: HomePath = request.path.parse()?;
-    let wanted: HomePath = match &request.into {
+    let target: HomePath = match &request.into {
         Some(into) => into.parse()?,
         None => path.clone(),
     };
-    if wanted.is_reserved() {
-        return Err(RestoreError::Reserved(wanted));
+    if target.is_reserved() {
+        return Err(RestoreError::Reserved(target));
     }
-    let (directory_path, name) = wanted.split().ok_or_else(|| RestoreError::Reserved(wanted.clone()))?;
+    let (directory_path, name) = target.split().ok_or_else(|| RestoreError::Reserved(target.clone()))?;
     if request.replace {
         save_request::save_now(&settings.layout).await.map_err(RestoreError::Unsaved)?;
     }
@@ -341,7 +341,7 @@ async fn stage(
             (name.to_owned(), Some(directory.find_free_name(name, "replaced", clock::now_ms())?))
         }
         (true, false, None) => (directory.find_free_name(name, "restored", staged.saved_at)?, None),
-        (true, false, Some(_)) => return Err(RestoreError::Taken(wanted)),
+        (true, false, Some(_)) => return Err(RestoreError::Taken(target)),
     };
     let placement = Placement {
         request_id: request.request_id.clone(),
@@ -362,7 +362,7 @@ async fn restore_to_staging(
     staging: &Staging,
     owner: Option<(u32, u32)>,
     counts: &RestoreProgress,
-) -> Result<Staged, RestoreError> {
+) -> Result<StagedEntry, RestoreError> {
     let repository = settings.open_with_stored_key().await?.ok_or(RestoreError::NothingSaved)?;
     let repository = repository.with_outage_timeout(OUTAGE_TIMEOUT);
     let history = History::open_for_restore(repository.clone()).await?;
@@ -385,9 +385,9 @@ async fn restore_to_staging(
             "the mode, times or attributes of some files could not be restored"
         );
     }
-    let Restored { files, bytes, incomplete, .. } = restored;
+    let RestoreReport { files, bytes, incomplete, .. } = restored;
     let inode = find_inode(&staging.files().join(STAGED))?.unwrap_or(0);
-    Ok(Staged { saved_at: at, inode, files, bytes, incomplete })
+    Ok(StagedEntry { saved_at: at, inode, files, bytes, incomplete })
 }
 
 async fn show_progress(
@@ -404,7 +404,7 @@ async fn show_progress(
 }
 
 /// Moves the restored entry into place. An existing entry is atomically exchanged with it, so that the path always
-/// exists; [`finish_exchange`] then moves the replaced entry beside the restored one.
+/// exists; [`finish_exchange`] then moves the replaced entry next to the restored one.
 fn move_into_place(
     layout: &Layout,
     staging: &Staging,
@@ -434,8 +434,8 @@ fn find_exchanged(staging: &Staging) -> Result<Option<Placement>, RestoreError> 
     Ok(Some(placement).filter(|placement| inode.is_some_and(|inode| inode != placement.staged.inode)))
 }
 
-/// Moves the replaced entry, if any, from the staging directory to a name beside the restored one, and returns its path
-/// for display. If it cannot be moved, undoes the exchange.
+/// Moves the replaced entry, if any, from the staging directory to a name next to the restored one, and returns its
+/// path for display. If the move fails for a reason other than a taken name, undoes the exchange.
 fn finish_exchange(layout: &Layout, staging: &Staging) -> Result<Option<String>, RestoreError> {
     let Some(placement) = find_exchanged(staging)? else { return Ok(None) };
     let staged = staging.files().join(STAGED);
@@ -462,7 +462,7 @@ fn finish_exchange(layout: &Layout, staging: &Staging) -> Result<Option<String>,
     Err(Errno::EXIST.into())
 }
 
-/// Returns the path for display to which an earlier, interrupted run has moved the replaced entry.
+/// Returns the path, for display, to which an earlier, interrupted run has moved the replaced entry.
 fn find_kept(layout: &Layout, placement: &Placement) -> Result<Option<String>, RestoreError> {
     let Some(kept_as) = &placement.kept_as else { return Ok(None) };
     let path = bytes_to_name(&placement.directory);

@@ -44,7 +44,7 @@ pub enum SkippedApp {
 }
 
 #[derive(Debug, thiserror::Error)]
-pub enum BundledError {
+pub enum BundledAppsError {
     #[error(transparent)]
     File(#[from] FileError),
     #[error("cannot serialize the record of bundled apps")]
@@ -81,7 +81,7 @@ pub fn can_install(layout: &Layout) -> bool {
 ///
 /// # Errors
 /// Files cannot be read or written.
-pub fn install(layout: &Layout) -> Result<Vec<SkippedApp>, BundledError> {
+pub fn install(layout: &Layout) -> Result<Vec<SkippedApp>, BundledAppsError> {
     let apps = layout.apps();
     fs::create_dir_all(&apps).map_err(FileError::wrap("create directory", &apps))?;
     remove_leftovers(&apps);
@@ -117,7 +117,7 @@ pub fn install(layout: &Layout) -> Result<Vec<SkippedApp>, BundledError> {
 
 /// An invalid record counts as empty. In that case, every app that differs is treated as the owner's, and an app that
 /// the owner removed is copied again.
-fn read_record(path: &Path) -> Result<InstallRecord, BundledError> {
+fn read_record(path: &Path) -> Result<InstallRecord, BundledAppsError> {
     let Some(text) = fsx::read_if_exists(path)? else { return Ok(InstallRecord::default()) };
     Ok(serde_json::from_slice(&text).unwrap_or_else(|error| {
         tracing::warn!(path = %path.display(), %error, "invalid record of bundled apps; ignoring it");
@@ -261,55 +261,55 @@ mod tests {
 
     #[test]
     fn install_updates_unchanged_app() {
-        let target = Fixture::new();
-        target.bundle("notes/svc.json", "1");
-        target.bundle("notes/dist/old.js", "old");
-        assert_eq!(install(&target.layout).unwrap(), []);
-        assert_eq!(target.read("notes/svc.json").as_deref(), Some("1"));
-        target.bundle("notes/svc.json", "2");
-        fs::remove_file(target.layout.bundled_apps().join("notes/dist/old.js")).unwrap();
-        assert_eq!(install(&target.layout).unwrap(), []);
-        assert_eq!(target.read("notes/svc.json").as_deref(), Some("2"));
-        assert_eq!(target.read("notes/dist/old.js"), None);
+        let fixture = Fixture::new();
+        fixture.bundle("notes/svc.json", "1");
+        fixture.bundle("notes/dist/old.js", "old");
+        assert_eq!(install(&fixture.layout).unwrap(), []);
+        assert_eq!(fixture.read("notes/svc.json").as_deref(), Some("1"));
+        fixture.bundle("notes/svc.json", "2");
+        fs::remove_file(fixture.layout.bundled_apps().join("notes/dist/old.js")).unwrap();
+        assert_eq!(install(&fixture.layout).unwrap(), []);
+        assert_eq!(fixture.read("notes/svc.json").as_deref(), Some("2"));
+        assert_eq!(fixture.read("notes/dist/old.js"), None);
     }
 
     #[test]
     fn install_keeps_changed_created_and_removed_apps() {
-        let target = Fixture::new();
-        target.bundle("notes/svc.json", "1");
-        target.bundle("removed/svc.json", "1");
-        target.write_own("mine/svc.json", "mine");
-        target.bundle("mine/svc.json", "1");
-        install(&target.layout).unwrap();
-        target.write_own("notes/extra.txt", "owner");
-        fs::remove_dir_all(target.layout.apps().join("removed")).unwrap();
+        let fixture = Fixture::new();
+        fixture.bundle("notes/svc.json", "1");
+        fixture.bundle("removed/svc.json", "1");
+        fixture.write_own("mine/svc.json", "mine");
+        fixture.bundle("mine/svc.json", "1");
+        install(&fixture.layout).unwrap();
+        fixture.write_own("notes/extra.txt", "owner");
+        fs::remove_dir_all(fixture.layout.apps().join("removed")).unwrap();
         for app in ["notes", "removed", "mine"] {
-            target.bundle(&format!("{app}/svc.json"), "2");
+            fixture.bundle(&format!("{app}/svc.json"), "2");
         }
-        let skipped = install(&target.layout).unwrap();
+        let skipped = install(&fixture.layout).unwrap();
         let expected = [
             SkippedApp::Changed("mine".into()),
             SkippedApp::Changed("notes".into()),
             SkippedApp::Removed("removed".into()),
         ];
         assert_eq!(skipped, expected);
-        assert_eq!(target.read("notes/svc.json").as_deref(), Some("1"));
-        assert_eq!(target.read("notes/extra.txt").as_deref(), Some("owner"));
-        assert_eq!(target.read("mine/svc.json").as_deref(), Some("mine"));
-        assert_eq!(target.read("removed/svc.json"), None);
+        assert_eq!(fixture.read("notes/svc.json").as_deref(), Some("1"));
+        assert_eq!(fixture.read("notes/extra.txt").as_deref(), Some("owner"));
+        assert_eq!(fixture.read("mine/svc.json").as_deref(), Some("mine"));
+        assert_eq!(fixture.read("removed/svc.json"), None);
     }
 
     #[test]
     fn install_recovers_from_crash_between_renames() {
-        let target = Fixture::new();
-        target.bundle("notes/svc.json", "1");
-        install(&target.layout).unwrap();
-        let apps = target.layout.apps();
+        let fixture = Fixture::new();
+        fixture.bundle("notes/svc.json", "1");
+        install(&fixture.layout).unwrap();
+        let apps = fixture.layout.apps();
         let id = "0123456789abcdef0123456789abcdef";
         fs::rename(apps.join("notes"), apps.join(format!(".notes.{id}.old"))).unwrap();
-        target.write_own(&format!(".notes.{id}.new/svc.json"), "half");
-        install(&target.layout).unwrap();
-        assert_eq!(target.read("notes/svc.json").as_deref(), Some("1"));
+        fixture.write_own(&format!(".notes.{id}.new/svc.json"), "half");
+        install(&fixture.layout).unwrap();
+        assert_eq!(fixture.read("notes/svc.json").as_deref(), Some("1"));
         let remaining: Vec<_> =
             fs::read_dir(&apps).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         assert!(remaining.len() == 2 && remaining.contains(&"notes".into()), "{remaining:?}");
@@ -317,14 +317,14 @@ mod tests {
 
     #[test]
     fn install_keeps_folders_named_like_leftovers() {
-        let target = Fixture::new();
-        target.bundle("notes/svc.json", "1");
+        let fixture = Fixture::new();
+        fixture.bundle("notes/svc.json", "1");
         for own in [".notes.2026.old/draft.txt", ".gone.mine.old/svc.json", ".notes.a.new/x"] {
-            target.write_own(own, "mine");
+            fixture.write_own(own, "mine");
         }
-        install(&target.layout).unwrap();
-        assert_eq!(target.read(".notes.2026.old/draft.txt").as_deref(), Some("mine"));
-        assert_eq!(target.read(".gone.mine.old/svc.json").as_deref(), Some("mine"));
-        assert_eq!(target.read(".notes.a.new/x").as_deref(), Some("mine"));
+        install(&fixture.layout).unwrap();
+        assert_eq!(fixture.read(".notes.2026.old/draft.txt").as_deref(), Some("mine"));
+        assert_eq!(fixture.read(".gone.mine.old/svc.json").as_deref(), Some("mine"));
+        assert_eq!(fixture.read(".notes.a.new/x").as_deref(), Some("mine"));
     }
 }

@@ -82,7 +82,7 @@ pub static PAGE: Endpoint = Endpoint {
         id: "getPage",
         method: Method::GET,
         path: "/apps/{slug}/{*path}",
-        summary: "A file of the app's build; a missing path without an extension returns the first page.",
+        summary: "A file from the app's build; a missing path without an extension returns the first page.",
         credentials: VIEWERS,
         parameters: &[
             SLUG,

@@ -25,7 +25,7 @@ pub struct AppFolder {
 /// app.
 ///
 /// # Errors
-/// The home or the apps folder cannot be opened, or the apps folder cannot be listed.
+/// The home directory or the apps folder exists but cannot be opened, or the apps folder cannot be listed.
 pub fn scan(home: &Path) -> io::Result<Vec<AppFolder>> {
     let apps = match DirFd::open(home).and_then(|home| home.open_dir(Path::new(APPS_DIR))) {
         Ok(apps) => apps,

@@ -52,12 +52,12 @@ impl FolderWatcher {
         self.watched = active.collect();
     }
 
-    /// Waits for a change, then until no further change has followed for [`DEBOUNCE_INTERVAL`].
+    /// Waits for a change, then until no further change has followed for [`DEBOUNCE_INTERVAL`], but at most for
+    /// [`MAX_DEBOUNCE`].
     pub async fn wait_for_change(&self) {
         self.changed.notified().await;
         let settled =
             async { while tokio::time::timeout(DEBOUNCE_INTERVAL, self.changed.notified()).await.is_ok() {} };
-        // Continuous changes are reported after the maximum delay.
         let _ = tokio::time::timeout(MAX_DEBOUNCE, settled).await;
     }
 }

@@ -47,7 +47,7 @@ fn read_icon(home: &Path, icon: &Path) -> Option<StaticFile> {
         return None;
     }
     // Open the icon's folder first: `DirFd` opens a file that not everyone can read only if it belongs to the owner of
-    // the folder, and root owns the home.
+    // the folder, and root owns the home directory.
     let folder = DirFd::open(home).ok()?.open_dir(icon.parent()?).ok()?;
     let content = folder.read(Path::new(icon.file_name()?), MAX_ICON_BYTES).ok()?;
     Some(StaticFile::in_memory(content, kind))
@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn generated_icon_is_stable_and_escaped() {
+    fn generated_icon_is_stable_and_omits_markup_in_slug() {
         assert_eq!(generate_icon("notes"), generate_icon("notes"));
         assert_ne!(generate_icon("notes"), generate_icon("tasks"));
         assert!(!generate_icon("<script>").contains("<script>"));

@@ -28,7 +28,7 @@ const SANDBOX: &str = "sandbox allow-scripts allow-forms allow-modals allow-popu
                        frame-ancestors 'self'; object-src 'none'; base-uri 'none'; form-action 'self'";
 /// Larger files are not compressed, because compression happens in memory.
 const MAX_GZIP_BYTES: u64 = 8 << 20;
-/// Maximum bytes of compressed files in memory.
+/// Maximum total size of the compressed files in memory.
 const GZIP_CACHE_BYTES: u64 = 16 << 20;
 
 /// The files in the apps' folders.

@@ -162,7 +162,8 @@ impl Quotas {
     /// Admits a request that adds or changes rows; `load` returns the owner's current settings.
     ///
     /// # Errors
-    /// `storage_quota_reached`.
+    /// `storage_quota_reached` if the app's tables have reached their quota, unless the principal is the owner or an
+    /// administrator.
     pub fn admit(
         &self,
         load: impl Fn() -> Arc<Settings>,
@@ -237,7 +238,7 @@ impl Quotas {
     async fn measure(&self, database: &Database) -> Result<(), DatabaseError> {
         // Writes from this point on may already be included in the measured sizes; they are counted twice until the
         // next measurement.
-        let before = std::mem::take(&mut *self.written());
+        let estimates = std::mem::take(&mut *self.written());
         let sizes = tokio::time::timeout(MEASURE_TIMEOUT, measure_sizes(database)).await;
         match sizes.unwrap_or(Err(DatabaseError::Timeout)) {
             Ok(sizes) => {
@@ -245,7 +246,7 @@ impl Quotas {
                 Ok(())
             }
             Err(error) => {
-                for (slug, bytes) in before {
+                for (slug, bytes) in estimates {
                     self.add_written(&slug, bytes);
                 }
                 Err(error)

@@ -43,7 +43,7 @@ pub struct SupervisorContext {
     pub writers: Arc<Writers>,
     pub kernel: Arc<Kernel>,
     pub epoch: Epoch,
-    /// Timeout of a single statement of an app's role.
+    /// Timeout for a single statement of an app's role.
     pub statement_timeout: Duration,
 }
 
@@ -165,8 +165,8 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Notes in `activity.log` whether an app could be registered; for a rejected manifest only once, although it is
-    /// tried again at every scan.
+    /// Notes in `activity.log` whether an app could be registered; for a rejected manifest only once, even though
+    /// it is tried again at every scan.
     fn note_outcome(&mut self, manifest: Manifest) {
         let (slug, version) = (manifest.slug.clone(), manifest.version.clone());
         let outcome = if self.is_registered(&manifest) {

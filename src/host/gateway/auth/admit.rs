@@ -22,9 +22,10 @@ pub async fn admit(credentials: &[Credential], mut request: Request, next: Next)
             return next.run(request).await;
         }
         Ok(authentication) => {
-            let (given, wanted) = (authentication.principal.credential().name, join_names(credentials));
+            let (credential, accepted) =
+                (authentication.principal.credential().name, join_names(credentials));
             let detail =
-                format!("This route does not accept the credential `{given}`; it requires {wanted}.");
+                format!("This route does not accept the credential `{credential}`; it requires {accepted}.");
             Problem::new(Code::Forbidden, detail).into_response()
         }
         Err(failure) => failure.into_response(),
@@ -47,7 +48,7 @@ impl IntoResponse for AuthFailure {
             Self::WrongUser => Problem::new(Code::Forbidden, "This machine belongs to another user."),
             Self::UntrustedPeer => Problem::new(
                 Code::Forbidden,
-                "This socket accepts only processes of root, the gateway's user and the owner's user.",
+                "This socket accepts only processes that run as root, the gateway's user or the owner's user.",
             ),
             Self::AgentWithoutToken => {
                 let detail = "An agent must send its token. If it has none, list its apps in system/config.json; its next \

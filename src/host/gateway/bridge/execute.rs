@@ -111,8 +111,8 @@ pub async fn execute_transaction(
     let without_index = |problem| ExecutionError::new(None, problem);
     let mut lease =
         pool.lease_exclusive().await.map_err(|error| without_index(refusal::from_pool_error(&error)))?;
-    let all = execute_transaction_with_lease(&mut lease, &plans, changed);
-    let result = tokio::time::timeout(statement_timeout + TIMEOUT_GRACE, all).await;
+    let execution = execute_transaction_with_lease(&mut lease, &plans, changed);
+    let result = tokio::time::timeout(statement_timeout + TIMEOUT_GRACE, execution).await;
     let is_write = plans.iter().any(Plan::is_write);
     result.unwrap_or_else(|_| Err(without_index(refusal::no_result_in_time(is_write))))
 }
@@ -155,18 +155,18 @@ async fn prepare_all<'p, 't>(
     connection: &Connection,
     plans: &'p [Plan<'t>],
 ) -> Result<Vec<PreparedPlan<'p, 't>>, ExecutionError> {
-    let mut all = Vec::with_capacity(plans.len());
+    let mut prepared_plans = Vec::with_capacity(plans.len());
     for (index, plan) in plans.iter().enumerate() {
         let prepared = PreparedPlan::prepare(connection, plan).await;
-        all.push(prepared.map_err(|problem| ExecutionError::new(Some(index), problem))?);
+        prepared_plans.push(prepared.map_err(|problem| ExecutionError::new(Some(index), problem))?);
     }
-    Ok(all)
+    Ok(prepared_plans)
 }
 
 /// Sends `BEGIN` and the statements without waiting for each result. Returns early when the budget is exceeded.
 async fn send_pipelined(
     connection: &Connection,
-    all: Vec<PreparedPlan<'_, '_>>,
+    prepared_plans: Vec<PreparedPlan<'_, '_>>,
     budget: &ResponseBudget<'_>,
 ) -> Result<Vec<BridgeResponse>, ExecutionError> {
     let begin = async {
@@ -177,7 +177,7 @@ async fn send_pipelined(
     };
     let begin =
         PipelinedStatement { future: begin.boxed(), may_be_large: false, result: None, is_started: false };
-    let statements = all.into_iter().map(|prepared| {
+    let statements = prepared_plans.into_iter().map(|prepared| {
         let may_be_large = prepared.plan().returns_stored_rows();
         let response = execute(connection, prepared, ExecutionMode::InTransaction, budget);
         let future = response.map(|response| response.map(Some)).boxed();

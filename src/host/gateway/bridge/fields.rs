@@ -18,7 +18,8 @@ impl<'a> Fields<'a> {
     /// Reads the fields of an object; their values are not parsed.
     ///
     /// # Errors
-    /// A message that does not quote the input.
+    /// If `raw` is not an object, names a field twice, or has more than 256 fields. The message does not quote the
+    /// input.
     pub fn parse(raw: &'a RawValue) -> Result<Self, &'static str> {
         if !raw.get().starts_with('{') {
             return Err("must be an object");
@@ -143,8 +144,8 @@ mod tests {
     fn fields_keep_order_and_digits() {
         let fields =
             Fields::parse(raw(r#"{"b": 12345678901234567890123, "\u0061": [1, {"x": 2}]}"#)).unwrap();
-        let seen: Vec<_> = fields.0.iter().map(|(name, value)| (name.as_ref(), value.get())).collect();
-        assert_eq!(seen, [("b", "12345678901234567890123"), ("a", r#"[1, {"x": 2}]"#)]);
+        let entries: Vec<_> = fields.0.iter().map(|(name, value)| (name.as_ref(), value.get())).collect();
+        assert_eq!(entries, [("b", "12345678901234567890123"), ("a", r#"[1, {"x": 2}]"#)]);
     }
 
     #[test]

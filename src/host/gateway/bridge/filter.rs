@@ -266,7 +266,8 @@ fn bind_pattern(operator: &'static str, kind: ColumnType, raw: &RawValue) -> Res
         return Err("requires a column of type text");
     }
     match bind_non_null(kind, raw)? {
-        // PostgreSQL rejects a pattern that ends with its escape character, but only while it matches a row.
+        // PostgreSQL rejects a pattern that ends with its escape character, but only when it applies the pattern to a
+        // row.
         Param::Text(text) if (text.len() - text.trim_end_matches('\\').len()) % 2 == 1 => {
             Err("must not end with an unescaped backslash")
         }

@@ -68,7 +68,7 @@ pub struct AcceptedRequest {
 /// Parses a request and plans its operations.
 ///
 /// # Errors
-/// The message for the client.
+/// The message for the client, if the request is invalid.
 pub fn read_request(body: &[u8]) -> Result<AcceptedRequest, String> {
     let request = BridgeRequest::parse(body).map_err(|problem| problem.body().to_string())?;
     let calls = match &request.action {
@@ -89,7 +89,7 @@ pub fn read_request(body: &[u8]) -> Result<AcceptedRequest, String> {
 /// A filter's SQL and its fingerprint; `None` if the text is not JSON.
 ///
 /// # Errors
-/// The JSON pointer and the error.
+/// The JSON pointer and the message, if the filter is invalid.
 pub fn read_filter(text: &str) -> Option<Result<(Statement, String), String>> {
     let raw: &RawValue = serde_json::from_str(text).ok()?;
     let filter = Filter::parse(&TABLE, raw, "/filter");
@@ -116,7 +116,7 @@ pub fn write_cursor(order: usize, filter: &str, keys: Vec<Option<String>>) -> Op
 /// The cursor's keys, and the condition for the page after it.
 ///
 /// # Errors
-/// The message for the client.
+/// The message for the client, if the cursor is invalid.
 pub fn read_cursor(
     order: usize,
     filter: &str,

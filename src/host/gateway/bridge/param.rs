@@ -128,7 +128,7 @@ mod tests {
     #[test]
     fn debug_hides_value() {
         let text = Param::Text("s3cret".to_owned());
-        let shown = format!("{text:?} {:?}", Param::Array(ColumnType::Text, vec![text.clone()]));
-        assert_eq!(shown, "a text 1 values");
+        let debug_text = format!("{text:?} {:?}", Param::Array(ColumnType::Text, vec![text.clone()]));
+        assert_eq!(debug_text, "a text 1 values");
     }
 }

@@ -279,7 +279,7 @@ impl<'t> TablePlanner<'_, 't> {
         sql
     }
 
-    /// Starts a query of these columns.
+    /// Starts a query that selects these columns.
     fn select(&self, columns: &[&Column]) -> Sql {
         let mut sql = Sql::new("SELECT ");
         sql.push_list(columns, ", ", |sql, column| {

@@ -231,7 +231,7 @@ impl<'a, 'w> ObjectReader<'a, 'w> {
 
     fn read_operations(&mut self) -> Option<Vec<TableCall<'a>>> {
         let raw = self.require("operations")?;
-        let elements = array_elements(raw).filter(|all| (1..=MAX_OPERATIONS).contains(&all.len()));
+        let elements = array_elements(raw).filter(|elements| (1..=MAX_OPERATIONS).contains(&elements.len()));
         let Some(elements) = elements else {
             return self
                 .reject("operations", format!("must be an array of 1 to {MAX_OPERATIONS} operations"));
@@ -351,8 +351,8 @@ impl<'a, 'w> ObjectReader<'a, 'w> {
 
 /// Joins the names of an action's fields.
 fn join_field_names(shape: &ActionShape, common: &[&'static str]) -> String {
-    let all = ["action"].iter().chain(common).chain(shape.required).chain(shape.optional);
-    all.copied().collect::<Vec<_>>().join(", ")
+    let names = ["action"].iter().chain(common).chain(shape.required).chain(shape.optional);
+    names.copied().collect::<Vec<_>>().join(", ")
 }
 
 #[cfg(test)]

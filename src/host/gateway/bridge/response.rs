@@ -24,7 +24,7 @@ use svc_http::problem::{Code, Problem};
 /// A page that reaches this size ends early, which bounds the memory of one response. The responses of a transaction
 /// share this limit.
 const MAX_RESPONSE_BYTES: usize = 8 * 1024 * 1024;
-/// Maximum attempts for an upsert whose row is inserted and deleted concurrently.
+/// Maximum number of attempts for an upsert whose row is inserted and deleted concurrently.
 const MAX_UPSERT_ATTEMPTS: usize = 3;
 
 /// The response to one operation: a complete JSON object.

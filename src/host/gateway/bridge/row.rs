@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn timestamps_are_written_like_to_char_writes_them() {
+    fn timestamps_are_written_as_by_to_char() {
         // The results of PostgreSQL 16's `to_char`.
         for (micros, expected) in [
             (0, "\"2000-01-01T00:00:00.000Z\""),
@@ -300,7 +300,7 @@ mod tests {
         }
 
         #[test]
-        fn text_is_valid_json_of_the_same_text(text in any::<String>()) {
+        fn text_round_trips_through_json(text in any::<String>()) {
             let json = write_to_string(ColumnType::Text, text.as_bytes());
             let parsed: String = serde_json::from_str(&json).unwrap();
             let size: usize = text.bytes().map(escaped_bytes).sum();

@@ -160,7 +160,7 @@ impl Sql {
         })
     }
 
-    /// Adds an expression that evaluates to `value`. If a row's texts, documents and bytes together exceed
+    /// Adds an expression that evaluates to `value`. If a row's text, jsonb and bytea values together exceed
     /// [`MAX_ROW_BYTES`], the whole statement instead fails with SQLSTATE 54000 before that row leaves the server.
     /// Values of other types are short, except for a numeric, which has up to 147,000 characters. `push_value` adds a
     /// column's value.

@@ -19,7 +19,7 @@ const YEAR_ONE_SECONDS: i64 = -62_135_596_800;
 /// Converts a value to the parameter for a column of type `kind`.
 ///
 /// # Errors
-/// A message that states what the value must be.
+/// The value is invalid for this type; the message states why, without quoting the value.
 pub fn bind(kind: ColumnType, raw: &RawValue) -> Result<Param, &'static str> {
     if is_null(raw) {
         return Ok(Param::Null(kind));
@@ -176,7 +176,7 @@ fn bind_double(raw: &RawValue) -> Result<Param, &'static str> {
 /// milliseconds, as stored times are, it could equal a stored time that differs from it.
 ///
 /// # Errors
-/// A message that states what the value must be.
+/// As for [`bind`].
 pub fn bind_range_operand(kind: ColumnType, operator: &str, raw: &RawValue) -> Result<Param, &'static str> {
     if kind != ColumnType::Timestamptz || is_null(raw) {
         return bind(kind, raw);
@@ -190,9 +190,9 @@ pub fn bind_range_operand(kind: ColumnType, operator: &str, raw: &RawValue) -> R
 /// inserted find the stored value.
 fn bind_timestamp(raw: &RawValue, unit: Unit, mode: RoundMode) -> Result<Param, &'static str> {
     let expected = "must be an RFC 3339 time with an offset, in the years 1 to 9999";
-    let at: Timestamp = string_value(raw).ok_or(expected)?.parse().map_err(|_| expected)?;
-    let at = at.round(TimestampRound::new().smallest(unit).mode(mode)).map_err(|_| expected)?;
-    if at.as_second() >= YEAR_ONE_SECONDS { Ok(Param::Timestamp(at)) } else { Err(expected) }
+    let time: Timestamp = string_value(raw).ok_or(expected)?.parse().map_err(|_| expected)?;
+    let time = time.round(TimestampRound::new().smallest(unit).mode(mode)).map_err(|_| expected)?;
+    if time.as_second() >= YEAR_ONE_SECONDS { Ok(Param::Timestamp(time)) } else { Err(expected) }
 }
 
 #[cfg(test)]
@@ -218,12 +218,12 @@ mod tests {
         assert_eq!(bind_json(C::Bytea, r#""AAE=""#), Ok(Param::Bytea(vec![0, 1])));
         let day = jiff::civil::date(2026, 2, 28);
         assert_eq!(bind_json(C::Date, r#""2026-02-28""#), Ok(Param::Date(day)));
-        let at = |text: &str| Ok(Param::Timestamp(text.parse().unwrap()));
-        let given = r#""2026-01-02T03:04:05.6789004+01:00""#;
-        assert_eq!(bind_json(C::Timestamptz, given), at("2026-01-02T02:04:05.679Z"));
-        let raw = || serde_json::from_str(given).unwrap();
-        assert_eq!(bind_range_operand(C::Timestamptz, "<", raw()), at("2026-01-02T02:04:05.678901Z"));
-        assert_eq!(bind_range_operand(C::Timestamptz, "<=", raw()), at("2026-01-02T02:04:05.678900Z"));
+        let timestamp = |text: &str| Ok(Param::Timestamp(text.parse().unwrap()));
+        let input = r#""2026-01-02T03:04:05.6789004+01:00""#;
+        assert_eq!(bind_json(C::Timestamptz, input), timestamp("2026-01-02T02:04:05.679Z"));
+        let raw = || serde_json::from_str(input).unwrap();
+        assert_eq!(bind_range_operand(C::Timestamptz, "<", raw()), timestamp("2026-01-02T02:04:05.678901Z"));
+        assert_eq!(bind_range_operand(C::Timestamptz, "<=", raw()), timestamp("2026-01-02T02:04:05.678900Z"));
         assert_eq!(bind_json(C::Jsonb, "null"), Ok(Param::Null(C::Jsonb)));
     }
 
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn bind_rejects_invalid_values_without_quoting() {
+    fn bind_rejects_invalid_values() {
         use ColumnType as C;
         let cases = [
             (C::Text, "1"),

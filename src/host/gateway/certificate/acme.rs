@@ -55,8 +55,9 @@ impl CertificateIssuance<'_> {
     /// Orders a certificate and returns its chain in PEM, which the caller must check.
     ///
     /// # Errors
-    /// The authority does not issue a certificate within [`ISSUE_TIMEOUT`], the account's file cannot be read or
-    /// written, or the configured key of the external account is invalid. The error contains no secrets.
+    /// The authority cannot be reached, refuses a step, or does not issue a certificate within [`ISSUE_TIMEOUT`]; the
+    /// account's file cannot be read, written or removed; or the configured key of the external account is invalid.
+    /// The error contains no secrets.
     pub async fn issue(&self) -> anyhow::Result<String> {
         let issuing = tokio::time::timeout(ISSUE_TIMEOUT, self.complete_order());
         issuing.await.map_err(|_| anyhow!("the authority did not issue a certificate within 5 minutes"))?
@@ -79,14 +80,20 @@ impl CertificateIssuance<'_> {
             Err(error) => return Err(error).context("failed while waiting for the validation of the name"),
         }
         let request = create_signing_request(self.name, self.key_pem)?;
-        order.finalize_csr(&request.der).await.context("the authority refused the certificate request")?;
+        order
+            .finalize_csr(&request.der)
+            .await
+            .context("the authority did not accept the certificate request")?;
         order.poll_certificate(&POLL_POLICY).await.context("failed while waiting for the certificate")
     }
 
     async fn place_order(&self) -> anyhow::Result<Order> {
         let identifiers = [Identifier::Dns(self.name.to_owned())];
         let account = self.open_account().await?;
-        account.new_order(&NewOrder::new(&identifiers)).await.context("the authority refused the order")
+        account
+            .new_order(&NewOrder::new(&identifiers))
+            .await
+            .context("the authority did not accept the order")
     }
 
     async fn start_challenges(&self, order: &mut Order) -> anyhow::Result<Vec<ChallengeGuard>> {
@@ -104,7 +111,7 @@ impl CertificateIssuance<'_> {
             };
             let digest = challenge.key_authorization().digest();
             guards.push(self.resolver.respond_to_challenge(self.name, digest.as_ref())?);
-            challenge.set_ready().await.context("the authority refused to start the validation")?;
+            challenge.set_ready().await.context("the authority did not start the validation")?;
         }
         Ok(guards)
     }
@@ -127,8 +134,8 @@ impl CertificateIssuance<'_> {
         }
     }
 
-    /// Opens the stored account and updates its contact. If there is none for these settings, creates an account and
-    /// stores it before it is used.
+    /// Opens the stored account and updates its contact. If no account is stored for these settings, creates an account
+    /// and stores it before it is used.
     async fn open_account(&self) -> anyhow::Result<Account> {
         let settings = self.settings;
         let contact: Vec<&str> = settings.contact.iter().map(String::as_str).collect();

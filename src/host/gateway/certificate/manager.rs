@@ -75,7 +75,7 @@ struct PresentedChain {
 
 /// Prefix of the stored chain's first line, which names the ACME directory. PEM parsers ignore text outside
 /// certificates (RFC 7468).
-const DIRECTORY_LINE: &str = "Directory: ";
+const DIRECTORY_PREFIX: &str = "Directory: ";
 
 const NOT_TRUSTED: &str = "is not trusted by this machine's roots, but the presented certificate is";
 
@@ -84,7 +84,7 @@ struct RequestSchedule {
     /// The settings as JSON; a change resets the backoff.
     settings: Option<String>,
     delays: backon::ExponentialBackoff,
-    /// The earliest time of the next request. Set by each attempt, and by a settings change.
+    /// The earliest time of the next request. Set by each attempt and each settings change; restored after a restart.
     retry_at: Option<Timestamp>,
 }
 
@@ -182,7 +182,7 @@ impl CertificateManager {
                 self.present(CertificateSource::Acme, chain);
                 let first = pem.split(|byte| *byte == b'\n').next().unwrap_or_default();
                 let directory =
-                    std::str::from_utf8(first).ok().and_then(|line| line.strip_prefix(DIRECTORY_LINE));
+                    std::str::from_utf8(first).ok().and_then(|line| line.strip_prefix(DIRECTORY_PREFIX));
                 self.presented.directory = directory.map(str::to_owned);
             }
             Err(error) => tracing::warn!("the stored certificate chain {error}; it is not used"),
@@ -288,7 +288,7 @@ impl CertificateManager {
                 let delay = self.attempts.next_delay();
                 self.attempts.schedule_retry(delay);
                 self.error = None;
-                self.unstored_chain = Some(format!("{DIRECTORY_LINE}{}\n{pem}", acme.directory_url));
+                self.unstored_chain = Some(format!("{DIRECTORY_PREFIX}{}\n{pem}", acme.directory_url));
                 self.store_chain();
             }
             Err(error) => {
@@ -328,7 +328,7 @@ impl CertificateManager {
         let machine = self.config.machine.unwrap_or_default().0;
         let renewal =
             matches_settings.then(|| schedule::renewal_time(chain.not_before(), chain.not_after(), machine));
-        // A later retry time is ignored: the clock was ahead when the time was computed.
+        // A retry time after `latest` is ignored: the clock was ahead when the time was computed.
         let latest = Timestamp::now() + schedule::MAX_RETRY_DELAY;
         renewal.max(self.attempts.retry_at.filter(|at| *at <= latest))
     }

@@ -20,12 +20,12 @@ const MAX_BASE_DELAY: Duration = Duration::from_secs(6 * 3600);
 /// the time between renewal and expiry is longer by up to a tenth, depending on the machine's id.
 pub fn renewal_time(not_before: Timestamp, not_after: Timestamp, machine: Uuid) -> Timestamp {
     let lifetime = not_after.duration_since(not_before);
-    let before = (lifetime / 3).min(RENEW_BEFORE);
-    let spread = before.as_millis() / 10;
+    let margin = (lifetime / 3).min(RENEW_BEFORE);
+    let max_spread = margin.as_millis() / 10;
     // The end of a UUIDv7 is random.
     let share = i128::try_from(machine.as_u128() % 1000).unwrap_or(0);
-    let earlier = SignedDuration::from_millis(i64::try_from(spread * share / 1000).unwrap_or(0));
-    not_after - before - earlier
+    let spread = SignedDuration::from_millis(i64::try_from(max_spread * share / 1000).unwrap_or(0));
+    not_after - margin - spread
 }
 
 /// Returns the time at which the first certificate under new settings is requested. A whole fleet may get the settings
@@ -42,7 +42,7 @@ pub fn first_request_time(now: Timestamp, machine: Uuid) -> Timestamp {
     now + SignedDuration::try_from(FIRST_REQUEST_SPREAD * share / 1000).unwrap_or_default()
 }
 
-/// Returns the delays after failed requests: `first`, doubled each time up to [`MAX_BASE_DELAY`], plus up to 100 %
+/// Returns the delays after failed requests: `first`, doubled each time up to [`MAX_BASE_DELAY`], plus up to 100%
 /// jitter.
 pub fn retry_delays(first: Duration) -> ExponentialBackoff {
     ExponentialBuilder::new()
@@ -89,9 +89,9 @@ mod tests {
             .map(|machine| first_request_time(later, *machine).duration_since(later))
             .collect();
         delays.sort();
-        let quarter = |share: usize| delays[share * delays.len() / 4 - 1].as_secs();
-        assert!(quarter(1) > 60 && quarter(1) < quarter(2) && quarter(2) < quarter(3), "{delays:?}");
-        assert!(quarter(3) < 600 && quarter(4) <= 600, "{delays:?}");
+        let quartile = |number: usize| delays[number * delays.len() / 4 - 1].as_secs();
+        assert!(quartile(1) > 60 && quartile(1) < quartile(2) && quartile(2) < quartile(3), "{delays:?}");
+        assert!(quartile(3) < 600 && quartile(4) <= 600, "{delays:?}");
     }
 
     #[test]

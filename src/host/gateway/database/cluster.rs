@@ -11,7 +11,7 @@ use svc_machine::epoch::Epoch;
 
 /// Connections reserved for the owner's tools, backups and the gateway itself.
 const RESERVED_CONNECTIONS: usize = 16;
-/// Maximum connections for all apps; more connections do not help on any machine size.
+/// Maximum number of connections for all apps together; more connections do not help on any machine size.
 const MAX_CONNECTIONS: usize = 64;
 
 const SCHEMA_SQL: &str = "
@@ -66,7 +66,7 @@ pub async fn prepare(client: &mut Client, epoch: Epoch) -> Result<(), DatabaseEr
 /// Returns the maximum number of connections for all apps together.
 ///
 /// # Errors
-/// The database is unreachable.
+/// The database is unreachable or rejects the query.
 pub async fn connection_budget(client: &Client) -> Result<usize, DatabaseError> {
     let row = client
         .query_one(

@@ -51,7 +51,8 @@ impl Database {
     /// Opens a connection for the caller; it closes when the client is dropped.
     ///
     /// # Errors
-    /// See [`DatabaseError`].
+    /// The database's host name cannot be resolved, or the database cannot be reached, rejects the login, or does not
+    /// respond in time.
     pub async fn connect(&self) -> Result<Client, DatabaseError> {
         connect(&self.config).await
     }
@@ -60,7 +61,7 @@ impl Database {
     /// The caller must keep the client: dropping it closes the connection.
     ///
     /// # Errors
-    /// See [`DatabaseError`].
+    /// The connection cannot be opened, or the database rejects the `LISTEN` statement.
     pub async fn listen(&self, channel: &'static str, wakeup: Arc<Notify>) -> Result<Client, DatabaseError> {
         let config = resolve_hosts(&self.config).await?;
         let connecting = tokio::time::timeout(CONNECT_TIMEOUT, config.connect(NoTls));
@@ -78,10 +79,10 @@ impl Database {
         Ok(client)
     }
 
-    /// The server's own address and port; `None` behind a Unix socket.
+    /// The server's own address and port; `None` if the connection uses a Unix socket.
     ///
     /// # Errors
-    /// See [`DatabaseError`].
+    /// The connection cannot be opened, or the database rejects the query or does not respond in time.
     pub async fn server_address(&self) -> Result<Option<SocketAddr>, DatabaseError> {
         let query = tokio::time::timeout(PING_TIMEOUT, async {
             let client = self.shared_client().await?;
@@ -99,7 +100,7 @@ impl Database {
     /// Returns the connection shared by all short statements, and opens it if necessary.
     ///
     /// # Errors
-    /// See [`DatabaseError`].
+    /// The connection cannot be opened.
     pub async fn shared_client(&self) -> Result<Arc<Client>, DatabaseError> {
         let mut shared = self.shared.lock().await;
         if let Some(client) = shared.as_ref().filter(|client| !client.is_closed()) {
@@ -125,7 +126,7 @@ pub async fn connect(config: &tokio_postgres::Config) -> Result<Client, Database
     Ok(client)
 }
 
-/// Fills in the hosts' addresses. A configuration with a Unix socket or with given addresses is left unchanged.
+/// Fills in the hosts' addresses. A configuration with a Unix socket or with explicit addresses is left unchanged.
 async fn resolve_hosts(config: &tokio_postgres::Config) -> Result<tokio_postgres::Config, DatabaseError> {
     let mut config = config.clone();
     let names: Vec<String> = config

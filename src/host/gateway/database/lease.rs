@@ -17,7 +17,7 @@ use super::pool::Pool;
 
 /// Timeout for one cancellation, or for the query that terminates the backend.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(2);
-/// Delay before the next attempt, in which the cancelled statement or the backend can end.
+/// Delay before the next attempt, during which the cancelled statement or the backend can end.
 const CANCEL_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 const MAX_CANCEL_ATTEMPTS: usize = 100;
 

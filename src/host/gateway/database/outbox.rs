@@ -88,7 +88,7 @@ const DROP_TRIGGERS: &str = "
 /// epoch or database; these are deleted.
 ///
 /// # Errors
-/// A database error.
+/// The database is unreachable or rejects a statement.
 pub async fn adopt_feed(transaction: &Transaction<'_>, epoch: Epoch) -> Result<(), tokio_postgres::Error> {
     let epoch = i64::from(epoch.0);
     let row = transaction
@@ -118,7 +118,7 @@ pub async fn adopt_feed(transaction: &Transaction<'_>, epoch: Epoch) -> Result<(
 /// Whether the tables in `schema` are watched.
 ///
 /// # Errors
-/// A database error.
+/// The database is unreachable or rejects a statement.
 pub async fn is_watched(
     client: &impl GenericClient,
     schema: &SqlIdentifier,
@@ -130,7 +130,7 @@ pub async fn is_watched(
 /// Creates the missing triggers on all tables in `schema`.
 ///
 /// # Errors
-/// A database error.
+/// The database is unreachable or rejects a statement.
 pub async fn create_triggers(
     client: &impl GenericClient,
     schema: &SqlIdentifier,
@@ -144,7 +144,7 @@ pub async fn create_triggers(
 /// Drops a schema's triggers.
 ///
 /// # Errors
-/// A database error.
+/// The database is unreachable or rejects a statement.
 async fn drop_triggers(client: &impl GenericClient, schema: &str) -> Result<(), tokio_postgres::Error> {
     for row in client.query(DROP_TRIGGERS, &[&schema]).await? {
         client.batch_execute(row.get(0)).await?;
@@ -155,7 +155,8 @@ async fn drop_triggers(client: &impl GenericClient, schema: &str) -> Result<(), 
 /// Starts watching an app. All changes that commit after this has returned are recorded.
 ///
 /// # Errors
-/// The database is unreachable, or a long write holds a table lock.
+/// The database is unreachable or rejects a statement, or another transaction, such as a long write, holds a required
+/// lock for more than two seconds.
 pub async fn start_watching(client: &mut Client, schema: &SqlIdentifier) -> Result<(), DatabaseError> {
     let transaction = client.transaction().await?;
     transaction.batch_execute("SET LOCAL lock_timeout = '2s'").await?;
@@ -183,18 +184,17 @@ pub struct OutboxRetention {
 }
 
 /// Deletes events beyond the retention limits, and stops watching schemas that have had no listener for too long.
-/// `followed` are the schemas with listeners.
 ///
 /// # Errors
-/// A database error.
+/// The database is unreachable or rejects a statement, or a table stays locked for more than a second.
 pub async fn clean_up(
     client: &mut Client,
     retention: OutboxRetention,
-    followed: &[String],
+    schemas_with_listeners: &[String],
 ) -> Result<(), DatabaseError> {
     client
         .execute(
-            "WITH edge AS (
+            "WITH cutoff AS (
                 SELECT greatest(
                     (SELECT xid FROM svc.changes
                       WHERE at < now() - make_interval(secs => $1)
@@ -202,9 +202,9 @@ pub async fn clean_up(
                     (SELECT xid FROM svc.changes
                       WHERE xid < pg_snapshot_xmin(pg_current_snapshot()) ORDER BY xid DESC OFFSET $2 LIMIT 1)
                 ) AS xid),
-             gone AS (DELETE FROM svc.changes c USING edge WHERE c.xid <= edge.xid)
-             UPDATE svc.feed SET floor = greatest(floor, edge.xid::text::bigint)
-               FROM edge WHERE edge.xid IS NOT NULL",
+             deleted AS (DELETE FROM svc.changes c USING cutoff WHERE c.xid <= cutoff.xid)
+             UPDATE svc.feed SET floor = greatest(floor, cutoff.xid::text::bigint)
+               FROM cutoff WHERE cutoff.xid IS NOT NULL",
             &[&retention.max_age_seconds, &retention.max_rows],
         )
         .await?;
@@ -212,14 +212,14 @@ pub async fn clean_up(
         .execute(
             "UPDATE svc.watched SET listened_at = now()
               WHERE schema_name = ANY ($1) AND listened_at < now() - interval '1 hour'",
-            &[&followed],
+            &[&schemas_with_listeners],
         )
         .await?;
     let unwatched = client
         .query(
             "SELECT schema_name FROM svc.watched
               WHERE listened_at < now() - make_interval(days => $1) AND schema_name <> ALL ($2)",
-            &[&retention.unwatch_after_days, &followed],
+            &[&retention.unwatch_after_days, &schemas_with_listeners],
         )
         .await?;
     for row in &unwatched {

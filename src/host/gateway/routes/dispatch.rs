@@ -35,7 +35,7 @@ use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem};
 
 /// Maximum number of dispatches in a list response.
-const MAX_LISTED: usize = 200;
+const MAX_LISTED_DISPATCHES: usize = 200;
 
 /// `POST /api/dispatch`.
 pub async fn submit(
@@ -74,9 +74,10 @@ fn wants_json(headers: &HeaderMap) -> bool {
 /// `GET /api/dispatch`.
 pub async fn list(State(dispatcher): State<Arc<Dispatcher>>) -> Result<Json<Value>, Problem> {
     dispatcher.wait_until_ready().await?;
-    let all = dispatcher.list();
-    let listed: Vec<Value> = all.iter().take(MAX_LISTED).map(|dispatch| dispatch.to_json()).collect();
-    Ok(Json(json!({ "dispatches": listed })))
+    let dispatches = dispatcher.list();
+    let newest: Vec<Value> =
+        dispatches.iter().take(MAX_LISTED_DISPATCHES).map(|dispatch| dispatch.to_json()).collect();
+    Ok(Json(json!({ "dispatches": newest })))
 }
 
 /// `GET /api/dispatch/{id}`.
@@ -133,12 +134,12 @@ async fn find_dispatch(dispatcher: &Dispatcher, id: &str) -> Result<DispatchTarg
 }
 
 fn dispatch_json(dispatcher: &Dispatcher, target: &DispatchTarget) -> Value {
-    let all = dispatcher.entries(target);
+    let dispatches = dispatcher.entries(target);
     json!({
         "id": target.id(),
         "batch": !matches!(target, DispatchTarget::One(_)),
-        "status": overall_status(&all),
-        "dispatches": all.iter().map(|dispatch| dispatch.to_json()).collect::<Vec<_>>(),
+        "status": overall_status(&dispatches),
+        "dispatches": dispatches.iter().map(|dispatch| dispatch.to_json()).collect::<Vec<_>>(),
     })
 }
 
@@ -172,7 +173,7 @@ fn stream_events(dispatcher: &Arc<Dispatcher>, target: DispatchTarget, from: u64
     events::stream_response(first.chain(event_chunks))
 }
 
-/// Returns the existing events starting with number `from`, and ends the stream.
+/// Returns the existing events starting with number `from` as the stream's last chunk; `None` if there are none.
 fn remaining_events(log: &EventLog, from: u64) -> Option<(Bytes, Option<u64>)> {
     let events = log.read(from).events.concat();
     (!events.is_empty()).then(|| (Bytes::from(events), None))
@@ -265,9 +266,9 @@ fn request_schema() -> Value {
 const EVENTS: DocumentedResponse = DocumentedResponse {
     status: 200,
     description: "Server-sent events: `accepted`, `running`, `started`, `text`, `toolStarted`, `toolEnded`, `warning`, \
-                  and finally `result`, which has the complete dispatch. In the stream of a batch, these events \
-                  have the index of their entry, and the last event is `done`. `missed` has the number of earlier \
-                  events that were dropped to limit memory.",
+                  and finally `result`, which contains the complete dispatch. In the stream of a batch, these events \
+                  contain the index of their entry, and the last event is `done`. `missed` contains the number of \
+                  earlier events that were dropped to limit memory.",
     content: Content::Other("text/event-stream"),
 };
 
@@ -284,7 +285,7 @@ pub static DISPATCH: Endpoint = Endpoint {
         method: Method::POST,
         path: "/api/dispatch",
         summary: "Submits one or more prompts to a coding agent configured in system/config.json, which works in the \
-                  owner's home. Idempotent by id. The dispatch continues without listeners.",
+                  owner's home directory. Idempotent by id. The dispatch continues without listeners.",
         credentials: OWNER_OR_ADMIN,
         parameters: &[],
         body: Some(request_schema),

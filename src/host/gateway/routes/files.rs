@@ -1,6 +1,6 @@
-//! `/api/files`: the state of the file backup, and earlier states of the owner's files.
+//! `/api/files`: the state of the file backup, the history of the owner's files, and restores from it.
 //!
-//! `history.sock` serves requests about earlier states, each in a separate process. A restore becomes a request file
+//! `history.sock` serves requests to the file history, each in a separate process. A restore becomes a request file
 //! that a unit consumes.
 
 use std::convert::Infallible;
@@ -299,9 +299,9 @@ pub static RESTORE: Endpoint = Endpoint {
         id: "restoreFile",
         method: Method::POST,
         path: "/api/files/restore",
-        summary: "Restores a file or directory to its original path or, if that path exists, beside it; with `into`, \
-                  to another path; with `replace`, in place of the existing entry, which is saved first and kept under \
-                  another name.",
+        summary: "Restores a file or directory to its original path or, if that path exists, next to it under a \
+                  different name; with `into`, to another path; with `replace`, in place of the existing entry, which \
+                  is saved first and kept under another name.",
         credentials: READERS_AND_PLATFORM,
         parameters: &[Parameter {
             name: idempotency::HEADER,

@@ -98,7 +98,7 @@ impl RecordFilter {
     }
 }
 
-/// Parses a line; `None` if it does not belong to this record.
+/// Parses a line; `None` if it is not a valid line of this record.
 fn parse_line(view: &RecordView, line: &str) -> Option<Map<String, Value>> {
     if !view.is_text {
         return match serde_json::from_str(line) {

@@ -58,7 +58,7 @@ const LAST_EVENT_ID: Parameter = Parameter {
     description: "Resumes after this event.",
 };
 const POSITION_PATTERN: &str = "^(0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2}$";
-/// An empty text, or the one or two positions of a `TailPosition`.
+/// An empty string, or the one or two positions of a `TailPosition`.
 const POSITIONS_PATTERN: &str =
     "^((0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2}(_(0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2})?)?$";
 
@@ -188,7 +188,7 @@ record!(
     "listAudit",
     "followAudit",
     "/api/audit",
-    "Changes by agents to files in the home",
+    "Changes by agents to files in the owner's home directory",
     [
         filter_parameter("op", "`write`, `delete` or `mkdir`."),
         filter_parameter("actor", "Changes by this agent or part of the system."),

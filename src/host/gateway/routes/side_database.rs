@@ -1,4 +1,4 @@
-//! `/api/side-database`: the owner opens an earlier snapshot beside the database, and copies tables back from it.
+//! `/api/side-database`: the owner opens an earlier snapshot next to the database, and copies tables back from it.
 //!
 //! A request becomes a file that a unit consumes. `GET` shows the state file that the unit writes.
 
@@ -60,7 +60,7 @@ fn describe_state(layout: &Layout) -> Result<Value, FileError> {
     }))
 }
 
-/// `POST /api/side-database`: requests that an earlier snapshot be opened beside the database.
+/// `POST /api/side-database`: requests that an earlier snapshot be opened next to the database.
 pub async fn open(State(layout): State<Layout>, headers: HeaderMap, body: Body) -> Result<Response, Problem> {
     let mut fields = body::read_fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
     let key: Option<SnapshotKey> = fields.optional("key");
@@ -68,9 +68,9 @@ pub async fn open(State(layout): State<Layout>, headers: HeaderMap, body: Body) 
     if key.is_some() && at.is_some() {
         fields.add_error("at", "must not be combined with key");
     }
-    let chosen = SnapshotChoice { key: key.map(|key| key.as_str().to_owned()), at };
-    let chosen = fields.finish(Some(chosen))?;
-    submit(layout, SideAction::Open(chosen)).await
+    let choice = SnapshotChoice { key: key.map(|key| key.as_str().to_owned()), at };
+    let choice = fields.finish(Some(choice))?;
+    submit(layout, SideAction::Open(choice)).await
 }
 
 /// `POST /api/side-database/copy`: requests that rows be copied back from the side database.
@@ -131,7 +131,7 @@ pub static SHOW: Endpoint = Endpoint {
         id: "showSideDatabase",
         method: Method::GET,
         path: "/api/side-database",
-        summary: "The snapshot open beside the database, its tables, and the result of the last copy.",
+        summary: "The snapshot open next to the database, its tables, and the result of the last copy.",
         credentials: OWNER_OR_ADMIN,
         parameters: &[],
         body: None,
@@ -146,8 +146,8 @@ pub static OPEN: Endpoint = Endpoint {
         id: "openSideDatabase",
         method: Method::POST,
         path: "/api/side-database",
-        summary: "Loads a snapshot beside the database: the one with this key, else the last one taken at or before \
-                  this time, else the last one.",
+        summary: "Loads a snapshot next to the database: the one with this key, else the last one taken at or \
+                  before this time, else the latest.",
         credentials: OWNER_OR_ADMIN,
         parameters: &[],
         body: Some(|| request_object(&[], &[("key", text_matching(SnapshotKey::PATTERN)), ("at", time())])),
@@ -162,8 +162,8 @@ pub static COPY: Endpoint = Endpoint {
         id: "copyFromSideDatabase",
         method: Method::POST,
         path: "/api/side-database/copy",
-        summary: "Copies rows of these tables back. Mode missing restores missing rows; overwrite also restores rows \
-                  that differ; replace restores the whole table. A snapshot of the current data is taken first, \
+        summary: "Copies rows from these tables back. Mode `missing` restores missing rows; `overwrite` also restores \
+                  rows that differ; `replace` restores the whole table. A snapshot of the current data is taken first, \
                   unless `backup` is false or `dryRun` is true.",
         credentials: OWNER_OR_ADMIN,
         parameters: &[],

@@ -23,8 +23,8 @@ const REDACTED: &str = "[hidden]";
 /// Reports the failed boot to the platform.
 ///
 /// # Errors
-/// [`Failure`]: exit code 78 if the configuration is invalid, 77 if the platform rejects the token, 75 if it is
-/// unavailable until the timeout, 70 after any other response.
+/// [`Failure`]: exit code 78 if the configuration is invalid or the HTTP client cannot be created, 77 if the platform
+/// rejects the token, 75 if it is unavailable until the timeout, 70 after any other response.
 pub async fn report(layout: &Layout, stage: BootStageName, message: &str) -> Result<(), Failure> {
     let mut env = config::environment(layout);
     let identity = Identity::read(&mut env);

@@ -72,7 +72,7 @@ pub fn apply_response(
     {
         tracing::error!(error = %format_chain(&error), "could not store the certificate settings");
     }
-    // The current token remains valid, so an error does not stop the rest of the response.
+    // The current token remains valid, so the rest of the response is applied even after an error.
     if let Err(error) = store_next_token(config, response.next_token.as_ref(), accepted.as_ref()) {
         tracing::error!(error = %format_chain(&error), "could not store this machine's next token");
     }

@@ -41,8 +41,8 @@ impl LastWrite {
 /// change: a write at each check, 288 a day, would cost more for each machine than the storage of its database.
 ///
 /// # Errors
-/// [`MetaWriteError`]; `Fenced` if a machine with a higher epoch, or another machine with the same epoch, has written
-/// the metadata.
+/// [`MetaWriteError::Timeout`] after [`WRITE_TIMEOUT`]; [`MetaWriteError::Meta`] if the store cannot be read or written
+/// or, as `Fenced`, if a machine with a higher epoch, or another machine with the same epoch, has written the metadata.
 pub async fn write_if_due(config: &SyncConfig, last_write: &mut LastWrite) -> Result<(), MetaWriteError> {
     let mut meta = build_meta(config);
     if !last_write.is_due(&meta, config.meta_refresh_interval) {
@@ -67,7 +67,7 @@ fn build_meta(config: &SyncConfig) -> VpsMeta {
         IpAddr::V4(ip) if !ip.is_unspecified() => Some(ip),
         _ => None,
     };
-    // A file that cannot be read must not stop the metadata write: the status is then `running`.
+    // A file that cannot be read must not stop the metadata write: in that case, the status is `running`.
     let quiesced = Quiesce::read(&config.layout).ok().flatten();
     VpsMeta {
         version: meta::FORMAT,

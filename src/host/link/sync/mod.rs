@@ -58,20 +58,20 @@ not running, or the files were not restored."
     Now,
     /// List the versions of a file or directory
     #[command(
-        after_help = "A relative path is below /home/svc/home.\n\nExample: svc-sync-agent versions projects/app/main.rs"
+        after_help = "Relative paths start at /home/svc/home.\n\nExample: svc-sync-agent versions projects/app/main.rs"
     )]
     Versions {
-        /// A path below /home/svc; a relative path is below /home/svc/home
+        /// A path below /home/svc; relative paths start at /home/svc/home
         path: String,
         /// Only versions before this time (RFC 3339)
         #[arg(long)]
         before: Option<String>,
     },
     /// List an earlier state of a directory
-    #[command(after_help = "A relative path is below /home/svc/home.\n\n\
+    #[command(after_help = "Relative paths start at /home/svc/home.\n\n\
 Example: svc-sync-agent list projects --time 2026-11-27T18:00:00Z")]
     List {
-        /// A path below /home/svc; a relative path is below /home/svc/home
+        /// A path below /home/svc; relative paths start at /home/svc/home
         #[arg(default_value = ".")]
         path: String,
         /// Time (RFC 3339) [default: the last save]
@@ -86,7 +86,7 @@ Example: svc-sync-agent restore projects/app --time 2026-11-27T18:00:00Z\n\n\
 Exit codes: 0 restored, 64 invalid path or time, 65 refused, 69 not restored, 77 not permitted."
     )]
     Restore {
-        /// A path below /home/svc; a relative path is below /home/svc/home
+        /// A path below /home/svc; relative paths start at /home/svc/home
         path: String,
         /// Time (RFC 3339) [default: the last save]
         #[arg(long)]

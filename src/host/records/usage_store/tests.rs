@@ -126,8 +126,9 @@ fn crashed_store_is_recounted_from_interactions() {
         "the torn line was not removed"
     );
     // Lost lines reduce the totals, including those in usage.jsonl.
-    let kept: String = test.read("interactions-2026-11-22.jsonl").split_inclusive('\n').take(5).collect();
-    fs::write(&path, kept).unwrap();
+    let first_lines: String =
+        test.read("interactions-2026-11-22.jsonl").split_inclusive('\n').take(5).collect();
+    fs::write(&path, first_lines).unwrap();
     let (writer, store) = test.open();
     assert_eq!(cost(&store), (0..5).map(|n| interaction(n).cost).sum());
     store.seal();
@@ -203,14 +204,14 @@ fn usage_with_many_obsolete_lines_is_compacted() {
     fs::write(test.logs().join("usage.jsonl"), &text).unwrap();
     let (_writer, store) = test.open();
     store.write();
-    assert_eq!(test.read("usage.jsonl"), text, "not more than the maximum");
+    assert_eq!(test.read("usage.jsonl"), text, "the obsolete lines do not exceed the maximum");
     for _ in 0..3 {
         store.record(day("2026-01-02"), &interaction(1)).unwrap();
         store.write();
     }
     assert_eq!(test.read("usage.jsonl").lines().count(), 2);
-    let three = Dollars::from_nanos(3 * interaction(1).cost.nanos());
-    assert_eq!(cost(&store), Dollars::from_nanos(500_000_000) + three);
+    let added_cost = Dollars::from_nanos(3 * interaction(1).cost.nanos());
+    assert_eq!(cost(&store), Dollars::from_nanos(500_000_000) + added_cost);
 }
 
 #[test]
@@ -219,7 +220,7 @@ fn endless_line_is_not_held_in_memory() {
     fs::create_dir_all(test.logs()).unwrap();
     let path = test.logs().join("interactions-2026-11-22.jsonl");
     let file = fs::File::create(&path).unwrap();
-    // A sparse file: the first line has 100 MiB.
+    // A sparse file: the first line is 100 MiB long.
     file.set_len(100 << 20).unwrap();
     let mut file = fs::OpenOptions::new().append(true).open(&path).unwrap();
     file.write_all(b"\n").unwrap();

@@ -1,4 +1,4 @@
-//! Appends lines to the file that has a path at the time of the write, even if the previous file with this path was
+//! Appends lines to the file that exists at a path at the time of the write, even if the previous file at this path was
 //! renamed or deleted.
 
 use std::collections::VecDeque;
@@ -162,7 +162,7 @@ impl AppendFile {
     fn rewind_to_line(&mut self) {
         let Some(buffer) = self.buffers.front() else { return };
         let line_start =
-            buffer[..self.written_bytes].iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
+            buffer[..self.written_bytes].iter().rposition(|&byte| byte == b'\n').map_or(0, |index| index + 1);
         self.unwritten_bytes += self.written_bytes - line_start;
         self.written_bytes = line_start;
     }
@@ -179,9 +179,10 @@ impl AppendFile {
     pub fn take_unsynced(&mut self) -> Vec<UnsyncedFile> {
         if let Some(last) = self.last.take() {
             // If a write failed within a line, the next write must continue in the same file.
-            let kept = (self.unwritten_bytes > 0).then(|| LastWrite { file: Arc::clone(&last.file), ..last });
+            let current =
+                (self.unwritten_bytes > 0).then(|| LastWrite { file: Arc::clone(&last.file), ..last });
             self.retire(last);
-            self.last = kept;
+            self.last = current;
         }
         std::mem::take(&mut self.earlier_files)
     }

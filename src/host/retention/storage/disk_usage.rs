@@ -1,5 +1,5 @@
-//! Measures the disk usage of the home's files. Each file counts once, however many hard links it has, and only if it
-//! is on the home's file system.
+//! Measures the disk usage of the files in the home directory. Each file counts once, however many hard links it has,
+//! and only if it is on the same file system as the home directory.
 //!
 //! Symbolic links are not followed. Directories that are not reached before the deadline are skipped.
 
@@ -19,10 +19,10 @@ struct Directory {
     app: Option<String>,
 }
 
-/// Measures the home. Returns its sizes, and the size of each app's folder by slug.
+/// Measures the home directory. Returns its sizes, and the size of each app's folder by slug.
 ///
 /// # Errors
-/// [`FileError`] if the home's metadata cannot be read.
+/// [`FileError`] if the home directory's metadata cannot be read.
 pub fn measure_home(
     home: &Path,
     apps: &Path,

@@ -13,7 +13,7 @@ use crate::system::postgres;
 use crate::system::postgres::ConnectError;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock;
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::FileError;
 use svc_base::quantity::pluralize;
 use svc_http::problem::format_chain;
@@ -44,7 +44,7 @@ enum DrillError {
     #[error("stopped by a signal")]
     Stopped,
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 impl DrillError {
@@ -65,8 +65,9 @@ impl DrillError {
 /// Runs the drill and records the result. `stop` ends it early; the next drill removes its temporary data.
 ///
 /// # Errors
-/// [`Failure`]; `Refused` if the snapshot is damaged or cannot be loaded, or the loaded database differs from the
-/// snapshot's sidecar.
+/// `Refused` if the snapshot is damaged or cannot be loaded, or the loaded database differs from the snapshot's
+/// sidecar; `Unavailable` if the store or the database server is unavailable; `Permission` if this machine's access to
+/// the store has been withdrawn; `TryAgain` if `stop` ended the run; otherwise `Internal`.
 pub async fn run(
     _lock: &Lock,
     settings: &BackupSettings,
@@ -74,11 +75,11 @@ pub async fn run(
 ) -> Result<(), Failure> {
     let started = Instant::now();
     let mut snapshot = None;
-    let end = tokio::select! {
-        end = drill(settings, &mut snapshot) => end,
+    let result = tokio::select! {
+        result = drill(settings, &mut snapshot) => result,
         () = stop => Err(DrillError::Stopped),
     };
-    if end.is_ok() && snapshot.is_none() {
+    if result.is_ok() && snapshot.is_none() {
         println!("there is no snapshot yet");
         return Ok(());
     }
@@ -87,15 +88,15 @@ pub async fn run(
         version: CheckRecord::VERSION,
         timestamp: clock::now_ms(),
         check: CheckKind::Drill,
-        status: if end.is_ok() { Status::Success } else { Status::Error },
-        snapshots: u64::from(end.is_ok()),
+        status: if result.is_ok() { Status::Success } else { Status::Error },
+        snapshots: u64::from(result.is_ok()),
         size_bytes,
         duration_ms: u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX),
         key: snapshot.map(|snapshot| snapshot.key),
         damaged: Vec::new(),
-        error: end.as_ref().err().map(|error| format_chain(error)),
+        error: result.as_ref().err().map(|error| format_chain(error)),
     };
-    if end.as_ref().err().is_some_and(|error| error.exit() == Exit::Refused)
+    if result.as_ref().err().is_some_and(|error| error.exit() == Exit::Refused)
         && let Err(error) = staging::remove_dumps(&settings.layout.drill_state())
     {
         // The next drill removes the dump.
@@ -103,7 +104,7 @@ pub async fn run(
     }
     check.write(&settings.layout).or_exit(Exit::Internal)?;
     failpoint::trigger("drill.recorded").or_exit(Exit::Internal)?;
-    let summary = end.map_err(|error| Failure::new(error.exit(), error))?;
+    let summary = result.map_err(|error| Failure::new(error.exit(), error))?;
     println!("{} was restored and matches its record: {summary}", check.key.unwrap_or_default());
     Ok(())
 }

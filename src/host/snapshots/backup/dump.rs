@@ -34,11 +34,16 @@ pub trait Sink {
     /// Returns the maximum length of the next chunk, in bytes.
     fn max_chunk_bytes(&self) -> usize;
 
+    /// Accepts the next chunk.
+    ///
     /// # Errors
-    /// [`DumpError`], as for all methods.
+    /// [`DumpError`] if the chunk cannot be delivered.
     async fn push(&mut self, chunk: Bytes) -> Result<(), DumpError>;
 
     /// Waits until every byte has arrived.
+    ///
+    /// # Errors
+    /// [`DumpError`] if not every byte can be delivered.
     async fn flush(&mut self) -> Result<(), DumpError>;
 }
 
@@ -85,7 +90,7 @@ pub enum DumpError {
     #[error("cannot count the rows or read the catalog of the database")]
     Query(#[from] tokio_postgres::Error),
     #[error(transparent)]
-    Injected(#[from] failpoint::Injected),
+    Injected(#[from] failpoint::InjectedFailure),
 }
 
 impl DumpError {
@@ -149,7 +154,7 @@ pub async fn dump_snapshot(
 /// Dumps the exported snapshot.
 ///
 /// # Errors
-/// [`DumpError`]; the content of the sink must then be discarded.
+/// [`DumpError`] if a tool or the sink fails. In that case, the content of the sink must be discarded.
 async fn dump_to_sink(
     settings: &BackupSettings,
     snapshot: &str,
@@ -175,11 +180,11 @@ async fn dump_to_sink(
         Err(error) if !matches!(error, DumpError::Reader(DumpCheckError::ReaderExited)) => return Err(error),
         pumped => pumped,
     };
-    let reader_exited = pumped.is_err();
+    let has_reader_exited = pumped.is_err();
     let status = dump_check::wait_for_exit(&mut dump, "pg_dump").await?;
     let read = reader.finish().await;
     // A reader that fails breaks the pipe of a healthy pg_dump, so the reader's error takes precedence.
-    if !status.success() && !reader_exited {
+    if !status.success() && !has_reader_exited {
         return Err(DumpError::Dump { status, stderr_tail: stderr_tail.await.unwrap_or_default() });
     }
     read?;

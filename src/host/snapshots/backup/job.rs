@@ -27,12 +27,12 @@ use crate::system::lock::Lock;
 use crate::system::postgres::ConnectError;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock;
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::FileError;
 use svc_http::problem::format_chain;
 use svc_store::StoreError;
 use svc_store::key;
-use svc_store::pointer::{Fenced, SnapshotRef};
+use svc_store::pointer::{FencedError, SnapshotRef};
 use svc_store::pointer_io::{self, PointerError};
 use svc_store::snapshot::{self as stored, DatabaseIdentity, Sidecar};
 use svc_store::snapshot_with_sidecar::SnapshotWithSidecar;
@@ -74,7 +74,7 @@ enum BackupError {
     #[error("this machine has been replaced (superseded.json): it no longer takes backups")]
     Superseded,
     #[error("{prefix}{0}", prefix = if .0.is_implausible() { "" } else { "this machine has been replaced: " })]
-    Fenced(Fenced),
+    Fenced(FencedError),
     /// Until the restore is complete, the database's content must never replace the latest snapshot.
     #[error("the restore gate is closed: no backup is taken until it opens")]
     GateClosed,
@@ -101,7 +101,7 @@ enum BackupError {
     #[error("stopped by a signal")]
     Stopped,
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 /// Whether a backup was refused because the database has lost rows: it was emptied, or its snapshot is held back.
@@ -161,9 +161,10 @@ impl Progress {
 /// run.
 ///
 /// # Errors
-/// `Permission` if this machine has been replaced; `Refused` if the database is not this machine's, or has lost rows;
-/// `TryAgain` if the restore gate is closed, or `stop` ended the run; `Unavailable` if the database or the store is
-/// unavailable, or the pointer could not be moved; otherwise `Internal`.
+/// `Permission` if this machine has been replaced, or its access to the store has been withdrawn; `Refused` if the
+/// database is not this machine's, or has lost rows; `TryAgain` if the restore gate is closed, a table stays locked, or
+/// `stop` ended the run; `Unavailable` if the database or the store is unavailable, or the pointer could not be moved;
+/// otherwise `Internal`.
 pub async fn run(
     lock: &Lock,
     settings: &BackupSettings,
@@ -193,13 +194,13 @@ pub async fn attempt(
         unpublished: unpublished.take(),
         tracker: ProgressTracker::begin(&settings.layout, timestamp),
     };
-    let end = back_up(settings, options, &mut progress, stop).await;
-    let record = build_record(timestamp, started, &progress, end.as_ref().err());
-    if end.is_err() {
+    let result = back_up(settings, options, &mut progress, stop).await;
+    let record = build_record(timestamp, started, &progress, result.as_ref().err());
+    if result.is_err() {
         *unpublished = progress.unpublished;
     }
     let recorded = record::write(&settings.layout, &record).or_exit(Exit::Internal);
-    match end {
+    match result {
         Ok(()) => {
             failpoint::trigger("backup.recorded").or_exit(Exit::Internal)?;
             tracing::info!(
@@ -372,19 +373,19 @@ async fn upload(
     let growth = settings.compression.max_growth();
     let parts = PartLayout::for_max_bytes(snapshot.database_bytes.saturating_mul(growth));
     let mut upload = Upload::begin(&settings.bucket, &object, parts).await?;
-    let open = upload.open_upload().cloned();
-    if let Some(open) = &open {
-        open_uploads::record(&settings.layout, open);
+    let open_upload = upload.open_upload().cloned();
+    if let Some(open_upload) = &open_upload {
+        open_uploads::record(&settings.layout, open_upload);
     }
-    let end = tokio::select! {
-        end = dump_to_upload(settings, progress, snapshot, &key, previous, &mut upload) => end,
+    let result = tokio::select! {
+        result = dump_to_upload(settings, progress, snapshot, &key, previous, &mut upload) => result,
         () = stop => Err(BackupError::Stopped),
     };
-    let is_closed = end.is_ok() || upload.abort().await;
-    if let Some(open) = open.filter(|_| is_closed) {
-        open_uploads::remove(&settings.layout, &open);
+    let is_closed = result.is_ok() || upload.abort().await;
+    if let Some(open_upload) = open_upload.filter(|_| is_closed) {
+        open_uploads::remove(&settings.layout, &open_upload);
     }
-    end
+    result
 }
 
 async fn dump_to_upload(

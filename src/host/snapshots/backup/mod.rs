@@ -115,7 +115,7 @@ enum Command {
         #[arg(long, value_name = "FILE")]
         except: Vec<PathBuf>,
     },
-    /// Load an earlier snapshot beside the owner's database, to inspect it and copy tables back
+    /// Load an earlier snapshot next to the owner's database, to inspect it and copy tables back
     #[command(subcommand)]
     Side(SideCommand),
 }
@@ -136,7 +136,7 @@ enum SideCommand {
     },
     /// Show the side database's tables and the result of the last copy
     Show,
-    /// Copy rows of tables back into the owner's database; a missing table is recreated
+    /// Copy rows from these tables back into the owner's database; a missing table is recreated
     #[command(after_help = "Example:\n  svc-db-backup side copy app_notes.notes --dry-run")]
     Copy {
         /// As listed by `side show`
@@ -255,9 +255,9 @@ async fn accept(layout: Layout) -> Result<(), Failure> {
 /// Serves a request to accept the held-back snapshot. A request for a backup may be pending at the same time.
 async fn serve_accept_request(layout: &Layout, request: &RequestFile) -> Result<(), Failure> {
     let id = request.id().unwrap_or_else(request_id::generate);
-    let end = request_id::run_with_id(id, accept(layout.clone())).await;
+    let result = request_id::run_with_id(id, accept(layout.clone())).await;
     request.complete();
-    end
+    result
 }
 
 async fn run_backup(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
@@ -270,7 +270,7 @@ async fn run_backup(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
     }
     let request = args.request.then(|| RequestFile::new(&layout, "backup"));
     let id = request.as_ref().and_then(RequestFile::id).unwrap_or_else(request_id::generate);
-    let end = match BackupSettings::read(layout, OutagePolicy::UseOutageSession) {
+    let result = match BackupSettings::read(layout, OutagePolicy::UseOutageSession) {
         Ok(settings) => {
             request_id::run_with_id(id, back_up_with_retries(&settings, args, request.as_ref())).await
         }
@@ -281,7 +281,7 @@ async fn run_backup(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
     if let Some(request) = request {
         request.complete();
     }
-    end
+    result
 }
 
 async fn back_up_with_retries(
@@ -294,7 +294,7 @@ async fn back_up_with_retries(
     loop {
         let failure = match back_up(settings, args, request, &mut unpublished).await {
             Err(failure) if args.retry => failure,
-            end => return end,
+            result => return result,
         };
         let Some(delay) = retry.next_delay(&failure) else { return Err(failure) };
         let (seconds, error) = (delay.as_secs(), format_chain(failure.error.as_ref()));
@@ -327,10 +327,10 @@ async fn back_up(
 async fn serve_drill_request(layout: Layout) -> Result<(), Failure> {
     let request = RequestFile::new(&layout, "drill");
     let id = request.id().unwrap_or_else(request_id::generate);
-    let end = request_id::run_with_id(id, run_check(layout, None, REQUEST_LOCK_TIMEOUT)).await;
+    let result = request_id::run_with_id(id, run_check(layout, None, REQUEST_LOCK_TIMEOUT)).await;
     // As for a backup, a failed drill's request is removed too.
     request.complete();
-    end
+    result
 }
 
 /// Checks snapshots: verifies the targets or, for `None`, runs a drill.

@@ -37,8 +37,8 @@ impl ReplacedDatabase {
     }
 }
 
-/// Drops the replaced databases that are expired or empty, or for which there is no space. An error, such as open
-/// sessions on a database, ends the pass until the next backup, but does not fail the backup.
+/// Drops the replaced databases that are expired or empty and, while space is short, the oldest of the others. An
+/// error, such as open sessions on a database, ends the pass until the next backup, but does not fail the backup.
 pub async fn drop_old_databases(server: &PostgresServer, disk: &Path) {
     if let Err(error) = try_drop(server, disk).await {
         tracing::warn!(error = %format_chain(&error), "could not drop the replaced databases; the next backup tries again");
@@ -47,20 +47,21 @@ pub async fn drop_old_databases(server: &PostgresServer, disk: &Path) {
 
 async fn try_drop(server: &PostgresServer, disk: &Path) -> Result<(), SnapshotError> {
     let client = server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
-    let replaced = "SELECT datname::text FROM pg_database WHERE datname ~ '^svc_before_[0-9]+$'";
-    let mut all = Vec::new();
-    for row in client.query(replaced, &[]).await? {
-        all.extend(ReplacedDatabase::parse(row.try_get(0)?));
+    let query = "SELECT datname::text FROM pg_database WHERE datname ~ '^svc_before_[0-9]+$'";
+    let mut databases = Vec::new();
+    for row in client.query(query, &[]).await? {
+        databases.extend(ReplacedDatabase::parse(row.try_get(0)?));
     }
-    all.sort_by_key(|old| old.replaced_at);
-    for old in all {
-        let is_due =
-            old.is_expired(Timestamp::now()) || is_short_of_space(disk) || is_empty(server, &old).await;
+    databases.sort_by_key(|database| database.replaced_at);
+    for database in databases {
+        let is_due = database.is_expired(Timestamp::now())
+            || is_short_of_space(disk)
+            || is_empty(server, &database).await;
         if is_due {
             client
-                .batch_execute(&format!("DROP DATABASE IF EXISTS {}", postgres::quote_ident(&old.name)))
+                .batch_execute(&format!("DROP DATABASE IF EXISTS {}", postgres::quote_ident(&database.name)))
                 .await?;
-            tracing::info!(database = old.name, "dropped a replaced database");
+            tracing::info!(database = database.name, "dropped a replaced database");
         }
     }
     Ok(())
@@ -68,8 +69,8 @@ async fn try_drop(server: &PostgresServer, disk: &Path) -> Result<(), SnapshotEr
 
 /// Returns whether the database has no rows of the owner, so that it is not worth keeping. A database that cannot be
 /// read counts as not empty.
-async fn is_empty(server: &PostgresServer, old: &ReplacedDatabase) -> bool {
-    let Ok(client) = server.connect(&old.name, "svc-db-backup").await else { return false };
+async fn is_empty(server: &PostgresServer, database: &ReplacedDatabase) -> bool {
+    let Ok(client) = server.connect(&database.name, "svc-db-backup").await else { return false };
     row_counts::find_table_with_rows(&client).await.is_ok_and(|table| table.is_none())
 }
 
@@ -88,12 +89,12 @@ mod tests {
     #[test]
     fn replaced_database_expires_after_seven_days() {
         let now: Timestamp = "2026-01-10T00:00:00Z".parse().unwrap();
-        let at = |text: &str| {
+        let replaced_at = |text: &str| {
             let at: Timestamp = text.parse().unwrap();
             ReplacedDatabase::parse(format!("svc_before_{}", at.as_millisecond())).unwrap()
         };
-        assert!(!at("2026-01-03T00:00:01Z").is_expired(now));
-        assert!(at("2026-01-02T23:59:59Z").is_expired(now));
+        assert!(!replaced_at("2026-01-03T00:00:01Z").is_expired(now));
+        assert!(replaced_at("2026-01-02T23:59:59Z").is_expired(now));
         assert_eq!(ReplacedDatabase::parse("svc_before_x".to_owned()), None);
     }
 

@@ -21,7 +21,7 @@ struct UploadList {
     uploads: Vec<OpenUpload>,
 }
 
-/// Reads the list. A list that does not parse counts as empty.
+/// Reads the list. A list that does not parse, or has another version, counts as empty.
 fn read(layout: &Layout) -> Result<Vec<OpenUpload>, FileError> {
     let text = fsx::read_if_exists(&layout.open_uploads())?.unwrap_or_default();
     let list: UploadList = serde_json::from_slice(&text).unwrap_or_default();

@@ -17,7 +17,7 @@ pub struct EmptiedDatabase {
     pub rows: u64,
 }
 
-/// Returns the total number of rows of the owner's tables. Saturates, because a sidecar from the store may be wrong.
+/// Returns the total number of rows in the owner's tables. Saturates, because a sidecar from the store may be wrong.
 pub fn count_owner_rows(tables: &[TableCount]) -> u64 {
     owner_tables(tables).fold(0, |sum, table| sum.saturating_add(table.rows))
 }

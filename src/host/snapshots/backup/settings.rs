@@ -57,7 +57,7 @@ impl BackupSettings {
         })
     }
 
-    /// Returns the context for loading a snapshot beside the owner's database.
+    /// Returns the context for loading a snapshot next to the owner's database.
     pub fn restore_context(&self) -> RestoreContext {
         RestoreContext {
             name: "svc-db-backup",

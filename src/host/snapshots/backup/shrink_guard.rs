@@ -50,7 +50,8 @@ impl HeldBackError {
 /// error to report.
 ///
 /// # Errors
-/// [`FileError`]: a snapshot is never held back without a record.
+/// [`FileError`] if the record of the held-back snapshot cannot be read or written: a snapshot is never held back
+/// without a record.
 pub fn check_shrinkage(
     settings: &BackupSettings,
     trigger: Trigger,

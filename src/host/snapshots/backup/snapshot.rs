@@ -17,7 +17,7 @@ use svc_base::clock;
 use svc_store::snapshot::{DatabaseFacts, DatabaseGrant, DatabaseSetting, TableCount};
 
 const MAX_ATTEMPTS: u32 = 3;
-/// Number of tables that one statement locks.
+/// Maximum number of tables that one statement locks.
 const TABLES_PER_LOCK: usize = 200;
 /// Maximum wait for a table lock, in seconds.
 const LOCK_TIMEOUT_SECONDS: u32 = 60;
@@ -71,7 +71,7 @@ impl Snapshot {
                 Err(error) if error.code() == Some(&SqlState::LOCK_NOT_AVAILABLE) => {
                     return Err(SnapshotError::Locked(error));
                 }
-                end => return Ok(end?),
+                result => return Ok(result?),
             }
         }
     }

@@ -15,7 +15,7 @@ use crate::system::backoff::Backoff;
 use crate::system::lock::Lock;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock;
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::{self, FileError};
 use svc_http::problem::format_chain;
 use svc_store::StoreError;
@@ -49,7 +49,7 @@ enum VerifyError {
     #[error("stopped by a signal")]
     Stopped,
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 impl VerifyError {
@@ -76,7 +76,7 @@ impl ReadTimes {
     const VERSION: u32 = 1;
 
     /// Reads the file. A file that does not parse, or has another version, counts as empty: snapshots are then read
-    /// earlier than needed.
+    /// sooner than needed.
     fn read(settings: &BackupSettings) -> Result<Self, FileError> {
         let text = fsx::read_if_exists(&settings.layout.verification_times())?;
         let read_times = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
@@ -118,11 +118,11 @@ pub async fn run(
 ) -> Result<(), Failure> {
     let started = Instant::now();
     let mut results = VerifyResults::default();
-    let end = tokio::select! {
-        end = verify_all(settings, targets, &mut results) => end,
+    let outcome = tokio::select! {
+        outcome = verify_all(settings, targets, &mut results) => outcome,
         () = stop => Err(VerifyError::Stopped),
     };
-    let error = match (&end, results.damaged.as_slice()) {
+    let error = match (&outcome, results.damaged.as_slice()) {
         (Err(error), _) => Some(format_chain(error)),
         (Ok(()), [(_, why), ..]) => Some(why.clone()),
         (Ok(()), []) => None,
@@ -141,7 +141,7 @@ pub async fn run(
     };
     check.write(&settings.layout).or_exit(Exit::Internal)?;
     failpoint::trigger("verify.recorded").or_exit(Exit::Internal)?;
-    end.map_err(|error| Failure::new(error.exit(), error))?;
+    outcome.map_err(|error| Failure::new(error.exit(), error))?;
     match results.damaged.as_slice() {
         [] => {
             println!(
@@ -195,7 +195,7 @@ async fn verify_all(
 }
 
 /// Returns the keys of the target snapshots, in the order in which to read them. A latest snapshot that cannot be used
-/// is added to the damaged ones, because its own content may be intact.
+/// counts as damaged without being read, because a read might find its content intact.
 async fn select_keys(
     settings: &BackupSettings,
     targets: &VerifyTargets,

@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// With a run every day, each snapshot is read in time, although new snapshots keep arriving.
+        /// With a run every day, each snapshot is read in time, even while new snapshots keep arriving.
         #[test]
         fn schedule_reads_every_snapshot_in_time(within in 1_u32..20, per_day in 0_usize..30, days in 1_usize..60) {
             let mut now: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();

@@ -18,7 +18,7 @@ use crate::system::postgres;
 use crate::system::postgres::ConnectError;
 use svc_base::applet::{Exit, Failure};
 use svc_base::error_chain::format_chain;
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::{self, FileError};
 use svc_http::request_id;
 use svc_machine::event::RestoreMode;
@@ -73,7 +73,7 @@ enum RestoreError {
     #[error(transparent)]
     File(#[from] FileError),
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 /// Maps `Refused` to `Internal`: a restore usually runs at boot, where there is no request to refuse.
@@ -132,7 +132,8 @@ pub enum ExistingRows {
 /// Restores the snapshot, if there is one, and writes the marker.
 ///
 /// # Errors
-/// [`Failure`]; the marker is then not written and, unless the databases were swapped, the old database is unchanged.
+/// If a step fails. In that case, the marker is not written and, unless the databases were swapped, the old database is
+/// unchanged.
 pub async fn open(
     _lock: &Lock,
     settings: &RestoreSettings,

@@ -51,7 +51,7 @@ enum Command {
     Adopt,
     /// Restore the latest snapshot in place of the existing database, which is kept as svc_before_<n>
     Replace,
-    /// Import an archive of `svc-db-backup export`: its database and its files
+    /// Import an archive written by `svc-db-backup export`: its database and its files
     #[command(
         after_help = "Run this command as root. Every byte is compared with the archive's manifest first. Replaced data \
 is kept: the database as svc_before_<n> for seven days, and as a snapshot that is taken first; files in ~/.before-import-<n> and ~/system/.before-import-<n>.\n\n\

@@ -9,7 +9,7 @@ use crate::snapshots::staging::{ScratchDatabase, drop_scratch, find_oid};
 use crate::system::postgres;
 use crate::system::postgres::{ConnectError, PostgresServer, quote_ident};
 use svc_base::applet::Exit;
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 use svc_http::problem::format_chain;
 
 /// How long to wait for terminated sessions to end.
@@ -25,7 +25,7 @@ pub enum SwapError {
     #[error("{sessions} sessions of the database {database} did not end in time")]
     InUse { database: String, sessions: i64 },
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 impl SwapError {
@@ -38,7 +38,7 @@ impl SwapError {
     }
 }
 
-/// Ends the sessions of both databases and renames them.
+/// Ends the sessions of both databases, and renames both databases.
 pub async fn swap(server: &PostgresServer, scratch: &ScratchDatabase) -> Result<(), SwapError> {
     let client = server.connect(postgres::MAINTENANCE_DATABASE, "svc-restore").await?;
     let database = server.database();

@@ -26,7 +26,7 @@ impl ScratchPurpose {
     }
 }
 
-/// A scratch database of the other purpose that is older than this belongs to a killed run.
+/// A scratch database with another purpose that is older than this belongs to a killed run.
 const MAX_SCRATCH_AGE: SignedDuration = SignedDuration::from_hours(48);
 
 /// A database into which a snapshot is loaded.
@@ -71,8 +71,8 @@ pub async fn end_application_sessions(client: &Client, application: &str) -> Res
     }
 }
 
-/// Drops the scratch databases of killed runs: all with this purpose, because the caller holds the lock of its runs, and
-/// the old ones with another purpose.
+/// Drops the scratch databases of killed runs: all with this purpose, because the caller holds the lock of its runs,
+/// and the old ones with another purpose.
 ///
 /// # Errors
 /// If a query fails.

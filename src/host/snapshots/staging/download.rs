@@ -11,7 +11,7 @@ use super::RestoreContext;
 use crate::system::backoff::Backoff;
 use crate::system::store;
 use svc_base::applet::Exit;
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::FileError;
 use svc_base::partial_file::PartialFile;
 use svc_http::problem::format_chain;
@@ -42,7 +42,7 @@ pub enum DownloadError {
     #[error(transparent)]
     File(#[from] FileError),
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 impl DownloadError {

@@ -6,7 +6,7 @@ use super::download::DownloadError;
 use crate::system::postgres;
 use crate::system::postgres::ConnectError;
 use svc_base::applet::Exit;
-use svc_base::failpoint::Injected;
+use svc_base::failpoint::InjectedFailure;
 
 /// Why the snapshot could not be loaded.
 #[derive(Debug, thiserror::Error)]
@@ -35,7 +35,7 @@ pub enum LoadError {
     #[error(transparent)]
     Download(#[from] DownloadError),
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 impl LoadError {

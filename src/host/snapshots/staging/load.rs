@@ -1,5 +1,5 @@
-//! Loads a snapshot into a new database beside the old one: roles, content, the database's privileges and settings. Row
-//! counts then confirm that nothing is missing.
+//! Loads a snapshot into a new database next to the existing one: roles, content, and the database's privileges and
+//! settings. Row counts then confirm that nothing is missing.
 
 use std::convert::Infallible;
 use std::path::Path;
@@ -53,7 +53,8 @@ pub async fn connect_with_retries(context: &RestoreContext, database: &str) -> R
 /// Refuses a dump from a newer PostgreSQL than the server's.
 ///
 /// # Errors
-/// [`LoadError::NewerPostgres`], or [`LoadError::Query`] if the query fails.
+/// [`LoadError::NewerPostgres`] if the dump is from a newer PostgreSQL, [`LoadError::Connect`] if there is no
+/// connection, or [`LoadError::Query`] if the query fails.
 pub async fn check_postgres_version(context: &RestoreContext, sidecar: &Sidecar) -> Result<(), LoadError> {
     let client = connect_with_retries(context, postgres::MAINTENANCE_DATABASE).await?;
     let row = client.query_one("SELECT current_setting('server_version_num')::int4 / 10000", &[]).await;
@@ -138,12 +139,13 @@ async fn load_file(context: &RestoreContext, dump: &Path, database: &str) -> Res
 /// Runs `pg_restore` to completion.
 ///
 /// # Errors
-/// [`LoadError`], with the tool's error output.
+/// [`LoadError::Start`] if the tool cannot be run, [`LoadError::TimedOut`] after `LOAD_TIMEOUT`, or
+/// [`LoadError::Restore`], with the tool's error output, if the tool fails.
 pub async fn run_restore(mut command: tokio::process::Command) -> Result<(), LoadError> {
     let mut child = command.spawn().map_err(LoadError::Start)?;
     let stderr = postgres_tools::read_stderr_tail(child.stderr.take());
-    let ended = tokio::time::timeout(LOAD_TIMEOUT, async { tokio::join!(child.wait(), stderr) }).await;
-    let (status, stderr) = ended.map_err(|_| LoadError::TimedOut)?;
+    let result = tokio::time::timeout(LOAD_TIMEOUT, async { tokio::join!(child.wait(), stderr) }).await;
+    let (status, stderr) = result.map_err(|_| LoadError::TimedOut)?;
     let status = status.map_err(LoadError::Start)?;
     if status.success() { Ok(()) } else { Err(LoadError::Restore { status, stderr }) }
 }
@@ -216,7 +218,7 @@ async fn apply_setting(client: &Client, database: &str, setting: &DatabaseSettin
     client.batch_execute("RESET ALL").await.map_err(action())
 }
 
-/// Checks that the database has exactly the sidecar's tables and numbers of rows.
+/// Checks that the database has exactly the sidecar's tables and row counts.
 pub async fn compare_with_sidecar(
     context: &RestoreContext,
     client: &Client,

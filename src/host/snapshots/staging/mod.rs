@@ -1,5 +1,5 @@
 //! Loads a snapshot into a scratch database: downloads it, loads it, and compares it with its sidecar. The caller
-//! decides what to do with the scratch database: a restore replaces the owner's database with it, a drill drops it.
+//! decides what to do with the scratch database: a restore replaces the owner's database with it, and a drill drops it.
 
 mod database;
 mod download;

@@ -20,8 +20,8 @@ use svc_store::snapshot::Sidecar;
 /// Prefix of the apps' roles: the gateway sets their passwords and lets them log in.
 const APP_PREFIX: &str = "app_";
 
-/// Creates the missing roles; those for a check without attributes. Returns descriptions of the recorded facts that were
-/// not restored.
+/// Creates the missing roles. For a check, they have no attributes. Returns descriptions of the recorded facts that
+/// were not restored.
 pub async fn create(
     client: &mut Client,
     sidecar: &Sidecar,
@@ -129,8 +129,8 @@ impl RoleSetup<'_> {
             membership.inherit,
             membership.set
         );
-        let what = || format!("the membership of the role {} in {}", role.name, membership.role);
-        self.attempt(&[grant], what).await
+        let describe = || format!("the membership of the role {} in {}", role.name, membership.role);
+        self.attempt(&[grant], describe).await
     }
 
     /// Reports how an existing role, which is not changed, differs from the recorded one.
@@ -162,10 +162,10 @@ impl RoleSetup<'_> {
     async fn attempt(
         &mut self,
         statements: &[String],
-        what: impl FnOnce() -> String,
+        describe: impl FnOnce() -> String,
     ) -> Result<(), LoadError> {
         if let Err(why) = self.run(statements).await? {
-            self.not_restored.push(format!("{}: {why}", what()));
+            self.not_restored.push(format!("{}: {why}", describe()));
         }
         Ok(())
     }

@@ -1,5 +1,5 @@
-//! `store-credentials.json`: the object store sessions that the platform last issued. Applets that start later, also
-//! after a reboot, use them.
+//! `store-credentials.json`: the object store sessions that the platform last issued. Applets that start later use
+//! them, even after a reboot.
 
 use std::path::Path;
 

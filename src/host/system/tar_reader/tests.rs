@@ -3,10 +3,10 @@
 use super::*;
 
 const LIMITS: TarLimits = TarLimits {
-    entries: 20,
-    name_bytes: 1000,
+    max_entries: 20,
+    max_name_bytes: 1000,
     max_total_name_bytes: 4000,
-    file_bytes: 10_000,
+    max_file_bytes: 10_000,
     max_total_file_bytes: 15_000,
 };
 
@@ -41,7 +41,7 @@ fn read_all(archive: impl Read) -> Result<Vec<(PathBuf, Vec<u8>)>, TarError> {
     let mut found = Vec::new();
     while let Some(mut entry) = entries.next_entry()? {
         let mut body = Vec::new();
-        entry.read_to_end(&mut body).map_err(TarError::Damaged)?;
+        entry.read_to_end(&mut body).map_err(TarError::Malformed)?;
         found.push((entry.path, body));
     }
     Ok(found)
@@ -115,8 +115,8 @@ fn next_entry_rejects_invalid_archives() {
         .concat()
     });
     cases.push(("too many bytes in names", names.collect()));
-    for (what, bytes) in cases {
-        assert!(read_all(bytes.as_slice()).is_err(), "{what} was accepted");
+    for (name, bytes) in cases {
+        assert!(read_all(bytes.as_slice()).is_err(), "{name} was accepted");
     }
     assert_eq!(read_all(many(20).as_slice()).unwrap().len(), 20);
 }
@@ -146,7 +146,7 @@ fn next_entry_does_not_read_oversized_record() {
 #[test]
 fn quoted_path_is_safe_for_a_terminal() {
     let name = OsStr::from_bytes(b"a\x1b[2J\xff\n\xe2\x80\xaeb");
-    let shown = quote_path(Path::new(name));
-    assert!(!shown.chars().any(|c| c.is_control() || c == '\u{202e}'), "{shown}");
+    let quoted = quote_path(Path::new(name));
+    assert!(!quoted.chars().any(|c| c.is_control() || c == '\u{202e}'), "{quoted}");
     assert!(quote_path(Path::new(&"x".repeat(5000))).len() < 300);
 }

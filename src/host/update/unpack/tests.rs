@@ -1,4 +1,4 @@
-//! Tests the unpacker with valid, hostile and damaged archives: nothing outside the directory is ever touched.
+//! Tests the unpacker with valid, hostile and corrupt archives: nothing outside the directory is ever touched.
 
 use std::io::Write;
 
@@ -165,7 +165,7 @@ fn unpack_checks_long_names() {
 }
 
 #[test]
-fn unpack_rejects_damaged_archive() {
+fn unpack_rejects_corrupt_archive() {
     let whole = archive(&[file("bin/svc", &[7; 50_000]), file("release.json", b"{}")]);
     assert!(try_unpack(&whole).1.is_ok());
     for len in [0, 5, whole.len() / 2, whole.len() - 1] {

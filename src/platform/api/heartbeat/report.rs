@@ -61,7 +61,7 @@ impl HeartbeatReport {
 /// Parses a heartbeat's body.
 ///
 /// # Errors
-/// A problem that lists every error.
+/// `unsupported_media_type` if the body is not sent as JSON; `invalid_request`, with every error, if it is invalid.
 pub fn parse_report(call: &ApiCall) -> Result<HeartbeatReport, Problem> {
     let mut fields = call.host_fields()?;
     let image_version = fields.required("imageVersion");

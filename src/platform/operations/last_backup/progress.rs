@@ -183,7 +183,7 @@ mod tests {
 
     fn host(stage: &str, dumped: u64) -> BackupProgress {
         let (stage, dumped_bytes) = (Some(stage.to_owned()), Some(dumped));
-        BackupProgress { running: true, stage, dumped_bytes, ..BackupProgress::default() }
+        BackupProgress { is_running: true, stage, dumped_bytes, ..BackupProgress::default() }
     }
 
     #[test]

@@ -167,16 +167,16 @@ async fn find_newer_snapshot(
     let (bucket, slot) = (&leased.platform.bucket, SlotPrefix::new(&machine.user, &machine.slot));
     let search = async {
         let pointer = pointer_io::read(bucket, &slot).await?;
-        let Some(named) = pointer.and_then(|read| read.value.snapshot) else { return Ok(None) };
-        let own = newer_snapshot::find(bucket, &slot, (machine.id, machine.epoch), &named).await?;
-        if own.is_some() || named.machine_id == machine.id {
+        let Some(latest) = pointer.and_then(|read| read.value.snapshot) else { return Ok(None) };
+        let own = newer_snapshot::find(bucket, &slot, (machine.id, machine.epoch), &latest).await?;
+        if own.is_some() || latest.machine_id == machine.id {
             return Ok(own);
         }
-        let Some(key) = machine.unrestored_snapshot.as_ref().filter(|key| **key > named.key) else {
+        let Some(key) = machine.unrestored_snapshot.as_ref().filter(|key| **key > latest.key) else {
             return Ok(None);
         };
         match snapshot::load(bucket, &slot, key).await {
-            Ok(side) => Ok(Some(side)),
+            Ok(sidecar) => Ok(Some(sidecar)),
             Err(SnapshotUnusable::Store(error)) => Err(error),
             Err(SnapshotUnusable::Absent | SnapshotUnusable::Damaged { .. }) => Ok(None),
         }

@@ -1,4 +1,4 @@
-//! Tests for installing and uninstalling the hook beside other hooks.
+//! Tests for installing and uninstalling the hook alongside other hooks.
 
 use proptest::prelude::*;
 
@@ -85,7 +85,7 @@ fn list_foreign_hooks(settings: &Value) -> Vec<(String, Value)> {
             found.extend(hooks.map(|hook| (format!("{event} {}", group["matcher"]), hook.clone())));
         }
     }
-    found.sort_by(|one, other| one.0.cmp(&other.0));
+    found.sort_by(|a, b| a.0.cmp(&b.0));
     found
 }
 

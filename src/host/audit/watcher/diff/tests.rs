@@ -1,5 +1,5 @@
 //! Tests with an in-memory file system that emits the events of inotify(7) and changes at random: the reported changes
-//! must be the difference between its states, and the tree must match it.
+//! must be the difference between its states, and the updated tree must have as many names as one that is filled anew.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -53,12 +53,12 @@ impl FakeFs {
     }
 
     fn find(&self, path: &[u8]) -> Option<Inode> {
-        let mut at = ROOT;
+        let mut inode = ROOT;
         for name in path.split(|&byte| byte == b'/').filter(|name| !name.is_empty()) {
-            let Node::Folder(names) = &self.nodes[&at] else { return None };
-            at = *names.get(name)?;
+            let Node::Folder(names) = &self.nodes[&inode] else { return None };
+            inode = *names.get(name)?;
         }
-        Some(at)
+        Some(inode)
     }
 
     /// Splits a path into its folder and its last component; `None` if the folder does not exist.
@@ -122,10 +122,10 @@ impl FakeFs {
 
     fn touch(&mut self, path: &[u8]) {
         self.clock += 1;
-        let at = self.clock;
+        let now = self.clock;
         if let (Some(inode), Some((folder, name))) = (self.find(path), self.split(path)) {
             if let Some(Node::File { mtime, .. }) = self.nodes.get_mut(&inode) {
-                *mtime = at;
+                *mtime = now;
             }
             self.emit(folder, name, Marks { is_touched: true, ..Marks::default() });
         }

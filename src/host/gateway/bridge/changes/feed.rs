@@ -140,7 +140,7 @@ impl ChangeStream {
     /// to the app's tables.
     ///
     /// # Errors
-    /// The database is unreachable, or a long write is locking a table.
+    /// A database error, such as a lock timeout while a long write locks a table.
     pub async fn follow(&mut self, database: &Database, schema: &SqlIdentifier) -> Result<(), DatabaseError> {
         if self.schemas.iter().any(|followed| followed == schema.as_str()) {
             return Ok(());

@@ -20,9 +20,9 @@ pub struct EventId {
     pub position: i64,
 }
 
-/// The error for text that is not an event id of the listener's stream.
+/// The error for text that is not an event id from the listener's stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("must be the id of an event of this stream")]
+#[error("must be the id of an event from this stream")]
 pub struct InvalidEventId;
 
 /// The secret from which each app's key is derived. It is constant within an epoch.
@@ -145,7 +145,7 @@ mod tests {
         assert_eq!(
             one.parse("3-AAAA", Epoch(4)),
             Ok(undecrypted_id),
-            "the position of another epoch is not decrypted"
+            "a position from another epoch is not decrypted"
         );
         assert_eq!(other.parse(&first, Epoch(3)), Err(InvalidEventId));
         assert_eq!(EventIdFormat::Plain.parse(&first, Epoch(3)), Err(InvalidEventId));

@@ -51,8 +51,8 @@ pub async fn fetch_floor(client: &Client, schemas: &[String]) -> Result<Option<i
         .await?;
     let (feed_floor, watched_count): (Option<i64>, i64) = (row.try_get(0)?, row.try_get(1)?);
     let max_app_floor: Option<i64> = row.try_get(2)?;
-    let all_watched = i64::try_from(schemas.len()).unwrap_or(i64::MAX) == watched_count;
-    Ok(feed_floor.filter(|_| all_watched).map(|floor| floor.max(max_app_floor.unwrap_or(0))))
+    let is_every_schema_watched = i64::try_from(schemas.len()).unwrap_or(i64::MAX) == watched_count;
+    Ok(feed_floor.filter(|_| is_every_schema_watched).map(|floor| floor.max(max_app_floor.unwrap_or(0))))
 }
 
 /// The changes of one transaction.

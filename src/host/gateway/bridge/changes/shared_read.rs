@@ -28,7 +28,7 @@ pub struct ChangeBatch {
 /// A read that is running or has completed. After a failure, the next caller reads again.
 type ReadCell = Arc<OnceCell<Arc<ChangeBatch>>>;
 
-/// The latest read for each list of schemas. It is kept until a schema in the list has no stream any more.
+/// The latest read for each list of schemas. It is kept until a schema in the list no longer has a stream.
 ///
 /// A stream that is far behind reads other ranges than the idle streams with the same list. Their reads then replace
 /// one another, which takes additional queries but no additional memory. Lists in different orders share no reads.
@@ -97,8 +97,8 @@ mod tests {
             tokio::task::yield_now().await;
             Ok(batch())
         };
-        let all = join_all((0..100).map(|_| shared.get_or_read(&schemas, RANGE, read()))).await;
-        assert!(all.into_iter().all(|batch| batch.unwrap().events[0].position == 7));
+        let batches = join_all((0..100).map(|_| shared.get_or_read(&schemas, RANGE, read()))).await;
+        assert!(batches.into_iter().all(|batch| batch.unwrap().events[0].position == 7));
         assert_eq!(reads.load(Ordering::Relaxed), 1);
         // A later stream at the same position also needs no query, but every other range and list of schemas does.
         shared.get_or_read(&schemas, RANGE, read()).await.unwrap();

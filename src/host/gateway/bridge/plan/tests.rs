@@ -137,8 +137,8 @@ fn write() -> BoxedStrategy<Value> {
         proptest::collection::vec(data(), 1..5)
             .prop_map(move |rows| with_action("insertMany", json!({ "rows": rows }))),
         (data(), proptest::collection::vec(name(), 1..3), any::<bool>()).prop_map(
-            move |(data, key, merge)| {
-                let resolution = if merge { "merge" } else { "ignore" };
+            move |(data, key, is_merge)| {
+                let resolution = if is_merge { "merge" } else { "ignore" };
                 with_action("upsert", json!({ "data": data, "onConflict": key, "resolution": resolution }))
             }
         ),
@@ -162,7 +162,7 @@ fn request() -> BoxedStrategy<Value> {
             |(filter, order, columns, limit, after)| {
                 let order: Vec<Value> = order
                     .into_iter()
-                    .map(|(column, ascending)| json!({ "column": column, "direction": if ascending { "asc" } else { "desc" } }))
+                    .map(|(column, is_ascending)| json!({ "column": column, "direction": if is_ascending { "asc" } else { "desc" } }))
                     .collect();
                 let mut find = json!({ "action": "find", "app": "n", "table": "things", "filter": filter,
                     "columns": columns, "orderBy": order, "limit": limit, "count": "exact" });

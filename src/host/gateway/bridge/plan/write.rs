@@ -120,7 +120,7 @@ impl<'t> TablePlanner<'_, 't> {
         let mut errors = Vec::new();
         for column in &target {
             // NULL never conflicts: each upsert would insert another row.
-            match values.iter().find(|(given, param)| given == column && !matches!(param, Param::Null(_))) {
+            match values.iter().find(|(field, param)| field == column && !matches!(param, Param::Null(_))) {
                 Some((_, param)) => key.push(Filter::equals(column, param.clone())),
                 None => errors.push(field_error(
                     format!("/data/{}", column.name),
@@ -131,7 +131,7 @@ impl<'t> TablePlanner<'_, 't> {
         if !errors.is_empty() {
             return Err(errors);
         }
-        let given: Vec<&Column> = values.iter().map(|(column, _)| *column).collect();
+        let named_columns: Vec<&Column> = values.iter().map(|(column, _)| *column).collect();
         let mut write = self.insert_sql(self.with_id(values));
         write.push(" ON CONFLICT (").push_list(&target, ", ", |sql, column| {
             sql.push_name(&column.name);
@@ -142,7 +142,7 @@ impl<'t> TablePlanner<'_, 't> {
                 write.push("now()");
                 let is_updated =
                     |column: &&&Column| column.origin == ColumnOrigin::Declared && !target.contains(column);
-                for column in given.iter().filter(is_updated) {
+                for column in named_columns.iter().filter(is_updated) {
                     write.push(", ").push_name(&column.name).push(" = excluded.").push_name(&column.name);
                 }
             }
@@ -286,7 +286,7 @@ impl<'t> TablePlanner<'_, 't> {
     ) -> Result<RowValues<'t>, FieldErrors> {
         let fields = Fields::parse(data).map_err(|message| vec![field_error(pointer, message)])?;
         let mut errors = Vec::new();
-        let mut given: Vec<Option<Param>> = vec![None; self.table.columns.len()];
+        let mut params: Vec<Option<Param>> = vec![None; self.table.columns.len()];
         for (name, raw) in &fields.0 {
             let mut reject = |message: &str| {
                 errors.push(field_error(format!("{pointer}/{}", escape_segment(name)), message));
@@ -307,7 +307,7 @@ impl<'t> TablePlanner<'_, 't> {
             }
             match bind(column.kind, raw) {
                 Ok(Param::Null(_)) if !column.is_nullable() => reject("must not be null"),
-                Ok(param) => given[index] = Some(param),
+                Ok(param) => params[index] = Some(param),
                 Err(message) => reject(message),
             }
         }
@@ -315,7 +315,7 @@ impl<'t> TablePlanner<'_, 't> {
             errors.truncate(MAX_ERRORS);
             return Err(errors);
         }
-        Ok(self.table.columns.iter().zip(given).filter_map(|(column, p)| Some((column, p?))).collect())
+        Ok(self.table.columns.iter().zip(params).filter_map(|(column, p)| Some((column, p?))).collect())
     }
 }
 

@@ -1,5 +1,5 @@
-//! `svc-db-backup export-archive`: writes the archive to standard output, as the gateway's user. The home's entries
-//! arrive on standard input from the process that reads them.
+//! `svc-db-backup export-archive`: writes the archive to standard output, as the gateway's user. The entries of the
+//! home directory arrive on standard input from the process that reads them.
 
 use std::fs::File;
 use std::io::{BufReader, BufWriter, Read, Seek, Write};
@@ -27,10 +27,10 @@ use crate::system::tar_reader::EntryKind;
 use crate::system::user;
 use svc_base::applet::{self, Exit, Failure};
 use svc_base::clock;
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 
 const CHUNK_BYTES: usize = 256 * 1024;
-/// Maximum time without data from the process that reads the home.
+/// Maximum time without data from the process that reads the home directory.
 const HOME_TIMEOUT: Duration = Duration::from_secs(600);
 
 #[derive(Debug, thiserror::Error)]
@@ -43,10 +43,10 @@ enum WriteError {
     Dump(#[from] DumpError),
     #[error("cannot write the archive")]
     Write(#[source] std::io::Error),
-    #[error("cannot copy the home into the archive")]
+    #[error("cannot copy the home directory into the archive")]
     Home(#[source] std::io::Error),
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 impl WriteError {
@@ -63,7 +63,8 @@ impl WriteError {
 /// Writes the archive.
 ///
 /// # Errors
-/// [`Failure`]; the output is then not a valid archive.
+/// `TryAgain` if the restore gate is closed, or a table stays locked; `Unavailable` if the database is unavailable;
+/// otherwise `Internal`. After an error, the output is not a valid archive.
 pub async fn write(settings: &BackupSettings) -> Result<(), Failure> {
     write_archive(settings).await.map_err(|error| Failure::new(error.exit(), error))
 }
@@ -107,7 +108,7 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
     let omitted = tokio::task::block_in_place(|| {
         let mut home = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
         home.set_read_timeout(Some(HOME_TIMEOUT))?;
-        // The other process lists the home only once it has received a byte.
+        // The other process lists the home directory only once it has received a byte.
         home.write_all(b"g")?;
         archive.copy_home(&mut BufReader::with_capacity(CHUNK_BYTES, home))
     });
@@ -131,13 +132,13 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
 fn print_summary(manifest: &Manifest, omitted: &[OmittedEntry]) {
     let files = manifest.entries.iter().filter(|entry| entry.path.starts_with(HOME)).count();
     let bytes: u64 = manifest.entries.iter().map(|entry| entry.size_bytes).sum();
-    eprintln!("exported the database and {files} entries of the home, {bytes} bytes");
+    eprintln!("exported the database and {files} entries of the home directory, {bytes} bytes");
     for entry in omitted {
         eprintln!("  left out: {}: {}", archive::encode_path(&entry.path), entry.reason);
     }
 }
 
-/// The archive's entry for the dump. The size in its header is set at the end, because it is not known before.
+/// The archive's entry for the dump. The size in its header is set at the end, because it is not known until then.
 struct DumpEntry<'a> {
     writer: EntryWriter<'a>,
 }
@@ -175,7 +176,7 @@ impl<W: Write + Seek + 'static> Archive<W> {
         Ok(())
     }
 
-    /// Copies the entries from the process that reads the home. Returns the entries that it omitted.
+    /// Copies the entries from the process that reads the home directory. Returns the entries that it omitted.
     fn copy_home(&mut self, frames: &mut impl Read) -> std::io::Result<Vec<OmittedEntry>> {
         let mut omitted = Vec::new();
         loop {
@@ -253,7 +254,7 @@ impl<R: Read> Read for FileContent<'_, R> {
 }
 
 fn out_of_order() -> std::io::Error {
-    std::io::Error::new(std::io::ErrorKind::InvalidData, "the home's entries are out of order")
+    std::io::Error::new(std::io::ErrorKind::InvalidData, "the entries of the home directory are out of order")
 }
 
 fn header(kind: EntryType, mode: u32, modified: u64) -> Header {

@@ -1,4 +1,4 @@
-//! Lists the files below the home, each directory before its content.
+//! Lists the files below the home directory, each directory before its content.
 
 use std::fs::{self, Metadata};
 use std::os::unix::fs::MetadataExt;
@@ -10,7 +10,7 @@ use crate::system::tar_reader::EntryKind;
 /// A file, directory or symbolic link to export.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HomeEntry {
-    /// Relative to the home.
+    /// Relative to the home directory.
     pub path: PathBuf,
     pub kind: EntryKind,
     pub mode: u32,
@@ -18,17 +18,17 @@ pub struct HomeEntry {
     pub modified: u64,
 }
 
-/// An entry of the home that is not in the archive.
+/// An entry of the home directory that is not in the archive.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OmittedEntry {
-    /// Relative to the home.
+    /// Relative to the home directory.
     pub path: PathBuf,
     pub reason: String,
 }
 
-/// Lists everything under `home`, apart from the paths in `except` and the directories of imports. The second list has
-/// the entries that cannot be exported: those that cannot be read, and those that are not files, directories or
-/// symbolic links. Symbolic links are not followed.
+/// Lists everything under `home`, apart from the paths in `except` and the directories of imports. The second list
+/// contains the entries that cannot be exported: those that cannot be read, and those that are not files, directories
+/// or symbolic links. Symbolic links are not followed.
 pub fn list_files(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<OmittedEntry>) {
     let except: Vec<PathBuf> = except.iter().filter_map(|path| std::path::absolute(path).ok()).collect();
     let (mut listed, mut omitted) = (Vec::new(), Vec::new());
@@ -85,7 +85,7 @@ pub fn list_files(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<Omitted
     (listed, omitted)
 }
 
-/// Returns whether imports stage files in this directory: the home, and the gateway's part of it.
+/// Returns whether imports stage files in this directory: the home directory, and the gateway's part of it.
 fn is_import_target(directory: &Path) -> bool {
     directory.as_os_str().is_empty() || directory == Path::new(archive::SYSTEM)
 }

@@ -1,5 +1,5 @@
-//! `svc-db-backup export-home`: reads the home as the owner's user, and sends its entries to the process that writes
-//! the archive.
+//! `svc-db-backup export-home`: reads the home directory as the owner's user, and sends its entries to the process that
+//! writes the archive.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Read, Write};

@@ -1,8 +1,8 @@
 //! `svc-db-backup export`: writes all of the owner's data to one archive (`host::snapshots::archive`): a verified dump,
-//! the home with its records, and a manifest with checksums.
+//! the home directory with its records, and a manifest with checksums.
 //!
 //! This process runs as root: it opens the archive's file and renames it at the end. `archive` reads the database and
-//! writes the file as the gateway's user; `home` reads the home as the owner's user.
+//! writes the file as the gateway's user; `home` reads the home directory as the owner's user.
 
 mod archive;
 mod files;
@@ -28,7 +28,7 @@ pub use home::send as send_home;
 
 /// Fail points of a run.
 pub const FAILPOINTS: &[&str] = &["export.begin", "export.dumped", "export.listed", "export.written"];
-/// Maximum time for the process that reads the home to exit once the archive is written.
+/// Maximum time for the process that reads the home directory to exit once the archive is written.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[derive(Debug, thiserror::Error)]
@@ -48,8 +48,8 @@ enum ExportError {
         #[source]
         source: std::io::Error,
     },
-    #[error("{program} failed ({end})")]
-    Failed { program: &'static str, end: ExitStatus },
+    #[error("{program} failed ({status})")]
+    Failed { program: &'static str, status: ExitStatus },
     #[error("{program} did not exit in time")]
     TimedOut { program: &'static str },
     #[error("stopped by a signal")]
@@ -60,7 +60,7 @@ impl ExportError {
     fn exit(&self) -> Exit {
         match self {
             Self::Exists { .. } | Self::WritableByOthers { .. } => Exit::Refused,
-            Self::Failed { end, .. } => Exit::from_child(*end),
+            Self::Failed { status, .. } => Exit::from_child(*status),
             Self::Stopped => Exit::TryAgain,
             Self::File(_) | Self::Run { .. } | Self::TimedOut { .. } => Exit::Internal,
         }
@@ -70,18 +70,19 @@ impl ExportError {
 /// Writes the archive to `output`, which appears only when complete.
 ///
 /// # Errors
-/// [`Failure`]; the partial archive is then removed. If only the final sync of the directory failed, the complete
-/// archive exists.
+/// `Refused` if `output` exists, or users other than root can change its directory; `TryAgain` if `stop` ended the run;
+/// the exit code of a process that failed; otherwise `Internal`. The partial archive is removed. If only the final sync
+/// of the directory failed, the complete archive exists.
 pub async fn run(layout: &Layout, output: &Path, stop: impl Future<Output = ()>) -> Result<(), Failure> {
     let path = output_path(layout, output).map_err(|error| Failure::new(error.exit(), error))?;
     let mut partial = path.as_os_str().to_owned();
     partial.push(".partial");
     let partial = PathBuf::from(partial);
-    let end = tokio::select! {
-        end = export(layout, &path, &partial) => end,
+    let result = tokio::select! {
+        result = export(layout, &path, &partial) => result,
         () = stop => Err(ExportError::Stopped),
     };
-    match end {
+    match result {
         Ok(bytes) => {
             println!("{}: {bytes} bytes", output.display());
             Ok(())
@@ -128,7 +129,7 @@ async fn export(layout: &Layout, path: &Path, partial: &Path) -> Result<u64, Exp
     Ok(file.metadata().map_err(FileError::wrap("inspect", path))?.len())
 }
 
-/// Runs the process that reads the home and the one that writes the archive.
+/// Runs the process that reads the home directory and the one that writes the archive.
 async fn run_processes(layout: &Layout, file: &File, except: &[&Path]) -> Result<(), ExportError> {
     const HOME: &str = "svc-db-backup export-home";
     const ARCHIVE: &str = "svc-db-backup export-archive";
@@ -152,11 +153,11 @@ async fn run_processes(layout: &Layout, file: &File, except: &[&Path]) -> Result
 
     let status = archive_child.wait().await.map_err(run_error(ARCHIVE))?;
     if !status.success() {
-        return Err(ExportError::Failed { program: ARCHIVE, end: status });
+        return Err(ExportError::Failed { program: ARCHIVE, status });
     }
-    let read = tokio::time::timeout(EXIT_TIMEOUT, home_child.wait()).await;
-    match read.map_err(|_| ExportError::TimedOut { program: HOME })?.map_err(run_error(HOME))? {
-        end if end.success() => Ok(()),
-        end => Err(ExportError::Failed { program: HOME, end }),
+    let exited = tokio::time::timeout(EXIT_TIMEOUT, home_child.wait()).await;
+    match exited.map_err(|_| ExportError::TimedOut { program: HOME })?.map_err(run_error(HOME))? {
+        status if status.success() => Ok(()),
+        status => Err(ExportError::Failed { program: HOME, status }),
     }
 }

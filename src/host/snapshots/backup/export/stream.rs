@@ -1,5 +1,5 @@
-//! The protocol between the process that reads the home as the owner's user and the one that writes the archive: frames
-//! with a kind, a length and a payload. The writer checks every frame and the order of the frames.
+//! The protocol between the process that reads the home directory as the owner's user and the one that writes the
+//! archive: frames with a kind, a length and a payload. The writer checks every frame and the order of the frames.
 
 use std::ffi::OsString;
 use std::io::{self, Read, Write};
@@ -11,10 +11,10 @@ use serde::{Deserialize, Serialize};
 use super::files::{HomeEntry, OmittedEntry};
 use crate::system::tar_reader::EntryKind;
 
-/// Maximum payload of a frame.
+/// Maximum size of a frame's payload.
 pub const MAX_FRAME_BYTES: usize = 256 * 1024;
 
-/// A message about the home.
+/// A message from the process that reads the home directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Frame {
     /// An entry; a file's content follows, up to [`Frame::FileEnd`].
@@ -78,8 +78,8 @@ impl Frame {
     /// Reads and checks the next frame.
     ///
     /// # Errors
-    /// I/O errors from the reader, also if the stream ends within a frame; `InvalidData` if the frame is invalid or its
-    /// path is not below the home.
+    /// I/O errors from the reader, and `UnexpectedEof` if the stream ends before the frame is complete; an error if
+    /// the frame is invalid, or its path is not below the home directory.
     pub fn read(from: &mut impl Read) -> io::Result<Self> {
         let mut head = [0; 5];
         from.read_exact(&mut head)?;
@@ -143,7 +143,10 @@ fn check_below_home(path: PathBuf) -> io::Result<PathBuf> {
 }
 
 fn invalid() -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, "the process that reads the home sent an invalid entry")
+    io::Error::new(
+        io::ErrorKind::InvalidData,
+        "the process that reads the home directory sent an invalid entry",
+    )
 }
 
 #[cfg(test)]

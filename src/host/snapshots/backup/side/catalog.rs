@@ -13,7 +13,7 @@ pub const SESSION_SETTINGS: &str = "SET search_path = pg_catalog; SET row_securi
 /// Returns whether an ordinary table exists. `table` is `schema.table`, quoted where needed, as in all functions here.
 ///
 /// # Errors
-/// A database error.
+/// The database is unreachable or rejects the query.
 pub async fn is_table(client: &impl GenericClient, table: &str) -> Result<bool, Error> {
     let query = "SELECT EXISTS (SELECT FROM pg_class WHERE oid = to_regclass($1) AND relkind = 'r')";
     client.query_one(query, &[&table]).await?.try_get(0)
@@ -22,7 +22,7 @@ pub async fn is_table(client: &impl GenericClient, table: &str) -> Result<bool, 
 /// Reads the columns of a table, in the table's order.
 ///
 /// # Errors
-/// A database error.
+/// The database is unreachable or rejects the query.
 pub async fn read_columns(client: &impl GenericClient, table: &str) -> Result<Vec<Column>, Error> {
     let columns = "
         SELECT a.attname::text, format_type(a.atttypid, a.atttypmod),
@@ -48,13 +48,13 @@ pub struct ForeignKey {
     pub from: String,
     pub to: String,
     /// Deleting a row of `to` also deletes or changes the rows of `from` that refer to it.
-    pub cascades: bool,
+    pub is_cascading: bool,
 }
 
 /// Reads the foreign keys that refer to one of these tables.
 ///
 /// # Errors
-/// A database error.
+/// The database is unreachable or rejects the query.
 pub async fn read_foreign_keys(client: &impl GenericClient, to: &[&str]) -> Result<Vec<ForeignKey>, Error> {
     let foreign_keys = "
         SELECT format('%I.%I', fn.nspname, f.relname), t.name, k.confdeltype IN ('c', 'n', 'd')
@@ -62,7 +62,7 @@ pub async fn read_foreign_keys(client: &impl GenericClient, to: &[&str]) -> Resu
           JOIN pg_constraint k ON k.confrelid = to_regclass(t.name) AND k.contype = 'f'
           JOIN pg_class f ON f.oid = k.conrelid JOIN pg_namespace fn ON fn.oid = f.relnamespace";
     let foreign_key = |row: &tokio_postgres::Row| {
-        Ok(ForeignKey { from: row.try_get(0)?, to: row.try_get(1)?, cascades: row.try_get(2)? })
+        Ok(ForeignKey { from: row.try_get(0)?, to: row.try_get(1)?, is_cascading: row.try_get(2)? })
     };
     client.query(foreign_keys, &[&to]).await?.iter().map(foreign_key).collect()
 }
@@ -71,7 +71,7 @@ pub async fn read_foreign_keys(client: &impl GenericClient, to: &[&str]) -> Resu
 /// existing ones.
 ///
 /// # Errors
-/// A database error.
+/// The database is unreachable or rejects the query.
 pub async fn build_sequence_updates(client: &impl GenericClient, table: &str) -> Result<Vec<String>, Error> {
     let sequences = "
         SELECT format('SELECT setval(%L, m) FROM (SELECT max(%I)::bigint AS m FROM %s) AS t, %I.%I AS s
@@ -89,7 +89,7 @@ pub async fn build_sequence_updates(client: &impl GenericClient, table: &str) ->
 /// Reads the name and the owner of a table's schema.
 ///
 /// # Errors
-/// A database error.
+/// The database is unreachable or rejects the query, or the table does not exist.
 pub async fn read_schema(client: &impl GenericClient, table: &str) -> Result<(String, String), Error> {
     let schema = "
         SELECT n.nspname::text, r.rolname::text FROM pg_class c

@@ -18,7 +18,7 @@ use crate::snapshots::side_database::{CopiedTable, CopyMode, SIDE_DATABASE, Side
 use crate::system::postgres;
 use crate::system::postgres::ConnectError;
 use svc_base::applet::Exit;
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::FileError;
 
 const APPLICATION_NAME: &str = "svc-db-backup";
@@ -44,14 +44,14 @@ pub enum CopyError {
     #[error(transparent)]
     Plan(#[from] PlanError),
     #[error(
-        "deleting rows of {table} would change the rows of {other} that refer to them\n  next: also name {other}, or use \
-         mode overwrite"
+        "deleting rows from {table} would change the rows in {other} that refer to them\n  next: also name {other}, or \
+         use mode overwrite"
     )]
     Cascades { table: String, other: String },
     #[error(
         "rows of {table} conflict with the current data: {}; nothing was copied\n  next: {}",
-        .violation.what,
-        .violation.next
+        .violation.description,
+        .violation.next_step
     )]
     ConstraintViolation { table: String, violation: ConstraintViolation },
     #[error(transparent)]
@@ -67,7 +67,7 @@ pub enum CopyError {
         source: tokio_postgres::Error,
     },
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 impl CopyError {
@@ -89,8 +89,8 @@ impl CopyError {
 /// A constraint that rows of the snapshot violate.
 #[derive(Debug)]
 pub struct ConstraintViolation {
-    what: String,
-    next: &'static str,
+    description: String,
+    next_step: &'static str,
 }
 
 impl ConstraintViolation {
@@ -98,7 +98,7 @@ impl ConstraintViolation {
     /// because they are the owner's data.
     fn parse(error: &tokio_postgres::Error) -> Option<Self> {
         let constraint = error.as_db_error()?.constraint().unwrap_or("a constraint of the table");
-        let (what, next) = match error.code()? {
+        let (description, next_step) = match error.code()? {
             &SqlState::FOREIGN_KEY_VIOLATION => {
                 ("a row refers to a missing row", "also name the table that it refers to")
             }
@@ -110,7 +110,7 @@ impl ConstraintViolation {
             }
             _ => return None,
         };
-        Some(Self { what: format!("{what} ({constraint})"), next })
+        Some(Self { description: format!("{description} ({constraint})"), next_step })
     }
 }
 
@@ -123,8 +123,9 @@ fn query_error(action: impl Into<String>) -> impl FnOnce(tokio_postgres::Error) 
 /// fails.
 ///
 /// # Errors
-/// [`CopyError`]; the rows of existing tables have then not changed. Missing tables, or only their schemas, may have
-/// been recreated.
+/// [`CopyError`] if the request cannot be served as made, or a database, a tool or the state file fails. Unless the
+/// error occurred during the commit or later, the rows of existing tables have not changed. Missing tables, or only
+/// their schemas, may have been recreated.
 pub async fn copy(
     settings: &BackupSettings,
     request: &TableCopy,
@@ -275,7 +276,7 @@ async fn copy_rows(
             result.deleted = execute(&transaction, plan, &plan.build_delete()).await?;
             let other = foreign_keys
                 .iter()
-                .find(|key| key.to == plan.table && key.cascades && !tables.contains(&key.from.as_str()));
+                .find(|key| key.to == plan.table && key.is_cascading && !tables.contains(&key.from.as_str()));
             if let (1.., Some(other)) = (result.deleted, other) {
                 return Err(CopyError::Cascades { table: plan.table.clone(), other: other.from.clone() });
             }
@@ -300,10 +301,10 @@ async fn copy_rows(
         transaction.rollback().await.map_err(query_error("roll back the dry run"))?;
         return Ok(copied);
     }
-    let all: Vec<&CopiedTable> = recreated.iter().chain(&copied).collect();
-    let all = serde_json::to_string(&all).expect("plain fields serialize to JSON");
+    let logged: Vec<&CopiedTable> = recreated.iter().chain(&copied).collect();
+    let logged = serde_json::to_string(&logged).expect("plain fields serialize to JSON");
     let insert_log = "INSERT INTO svc.side_copies (request_id, tables) VALUES ($1, $2::text::jsonb)";
-    transaction.execute(insert_log, &[&request_id, &all]).await.map_err(query_error("record the copy"))?;
+    transaction.execute(insert_log, &[&request_id, &logged]).await.map_err(query_error("record the copy"))?;
     failpoint::trigger("side.copied")?;
     transaction.commit().await.map_err(query_error("commit the copy"))?;
     failpoint::trigger("side.committed")?;

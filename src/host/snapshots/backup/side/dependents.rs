@@ -12,7 +12,7 @@ use tokio_postgres::{Client, Error, GenericClient};
 use crate::snapshots::side_database::CopiedTable;
 use crate::system::postgres::quote_ident;
 
-/// The dependents of recreated tables that the owner's database lacks.
+/// The dependents of recreated tables that the owner's database lacks, and those that an earlier run recreated.
 #[derive(Debug, Default)]
 pub struct Dependents {
     views: Vec<View>,
@@ -105,9 +105,9 @@ const UNSUPPORTED_DEPENDENTS: &str = "
      ORDER BY 1";
 
 impl Dependents {
-    /// Finds dependents of these tables in the side database that the owner's database lacks. Dependents of a kind that
-    /// is never recreated are found even if the owner's database has them. An earlier run of the same request recreated
-    /// the tables in `recreated`.
+    /// Finds the dependents, in the side database, of the tables `missing` and `recreated` that the owner's database
+    /// lacks. Dependents of a kind that is never recreated are found even if the owner's database has them. An earlier
+    /// run of the same request recreated the tables in `recreated`: their existing dependents count as recreated, too.
     ///
     /// # Errors
     /// If a query fails.
@@ -223,7 +223,8 @@ impl Dependents {
     /// Dependents that the current tables do not allow are listed with the reason.
     ///
     /// # Errors
-    /// If the transaction cannot be begun, executed or committed.
+    /// If the transaction cannot be begun or committed, or the connection fails. A statement that the server rejects is
+    /// listed instead.
     pub async fn add(&self, live: &mut Client, results: &mut [CopiedTable]) -> Result<(), Error> {
         let mut transaction = live.transaction().await?;
         transaction.batch_execute("SET LOCAL lock_timeout = '60s'").await?;

@@ -1,4 +1,4 @@
-//! `svc-db-backup side`: loads an earlier snapshot beside the owner's database, to inspect it and copy tables back.
+//! `svc-db-backup side`: loads an earlier snapshot next to the owner's database, to inspect it and copy tables back.
 //!
 //! This module runs one action at a time and keeps its state in a file. An interrupted action is repeated; a committed
 //! copy is recognized by its request id.
@@ -28,7 +28,7 @@ use crate::system::postgres::{ConnectError, quote_ident};
 use crate::system::quiesce::Quiesce;
 use copy::CopyError;
 use svc_base::applet::{Exit, Failure, OrExit};
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::FileError;
 use svc_http::problem::format_chain;
 use svc_store::StoreError;
@@ -87,11 +87,12 @@ enum SideError {
     #[error(transparent)]
     File(#[from] FileError),
     #[error(
-        "stopped by a signal\n  next: svc-db-side.service resumes it; `svc-db-backup side show` shows its progress"
+        "stopped by a signal\n  next: svc-db-side.service resumes the action; `svc-db-backup side show` shows its \
+         progress"
     )]
     Stopped,
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 impl SideError {
@@ -122,7 +123,9 @@ fn dump_dir(layout: &Layout) -> PathBuf {
 /// Serves the pending request, if there is one.
 ///
 /// # Errors
-/// [`Failure`]. The request is removed if the action fails, but kept if the run is stopped: the next start repeats it.
+/// The action's exit code if it fails, or `Refused` if the request cannot be parsed; the request is removed. `TryAgain`
+/// if `stop` ends the run; the request is kept, and the next start repeats it. `Internal` if the request file cannot be
+/// read or removed.
 pub async fn serve(
     _lock: &Lock,
     settings: &BackupSettings,
@@ -161,7 +164,7 @@ pub async fn run(
     stop: impl Future<Output = ()>,
 ) -> Result<(), Failure> {
     let request = SideRequest::new(action);
-    let served = async {
+    let submission = async {
         while !request.submit(&settings.layout).or_exit(Exit::Internal)? {
             if let Err(earlier) = serve_pending(settings).await {
                 let error = format_chain(earlier.error.as_ref());
@@ -172,12 +175,12 @@ pub async fn run(
     };
     tokio::pin!(stop);
     tokio::select! {
-        served = served => served,
+        submitted = submission => submitted,
         () = &mut stop => Err(Failure::new(SideError::Stopped.exit(), SideError::Stopped)),
     }?;
     let result = serve(lock, settings, stop).await;
-    let shown = show(&settings.layout);
-    result.and(shown)
+    let printed = show(&settings.layout);
+    result.and(printed)
 }
 
 /// Prints the state of the side database, and the result of the last copy.

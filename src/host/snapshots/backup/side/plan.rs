@@ -268,7 +268,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn sort_parents_first_lists_each_table_once(edges in proptest::collection::vec((0_usize..8, 0_usize..8), 0..12)) {
+        fn sort_parents_first_puts_parents_first(edges in proptest::collection::vec((0_usize..8, 0_usize..8), 0..12)) {
             let names: Vec<String> = (0..8).map(|n| format!("t{n}")).collect();
             let tables: Vec<&str> = names.iter().map(String::as_str).collect();
             // No edge points to a higher number, so there is no cycle except from a table to itself.

@@ -33,10 +33,10 @@ const BUFFER_BYTES: usize = 1 << 18;
 /// Returns the limits for an archive of this size: no entry can be larger than the file.
 fn tar_limits(archive_bytes: u64) -> TarLimits {
     TarLimits {
-        entries: 4_000_000,
-        name_bytes: 16 * 1024,
+        max_entries: 4_000_000,
+        max_name_bytes: 16 * 1024,
         max_total_name_bytes: 256 << 20,
-        file_bytes: archive_bytes,
+        max_file_bytes: archive_bytes,
         max_total_file_bytes: archive_bytes,
     }
 }
@@ -51,11 +51,11 @@ pub enum ArchiveError {
         source: io::Error,
     },
     #[error("{} is not a valid archive: {why}; nothing was imported", .path.display())]
-    Damaged { path: PathBuf, why: String },
+    Invalid { path: PathBuf, why: String },
     #[error("{} was written by a later version of svc ({made_by:?})", .path.display())]
-    Later { path: PathBuf, made_by: String },
+    NewerVersion { path: PathBuf, made_by: String },
     #[error("{} is not a valid archive; nothing was imported", .path.display())]
-    Refused {
+    Tar {
         path: PathBuf,
         #[source]
         source: TarError,
@@ -85,7 +85,7 @@ pub enum ExtractTarget<'a> {
     Nothing,
     /// The owner's files, which are extracted into this directory.
     Home(&'a Path),
-    /// The entries of the gateway's user: the dump, as a file, and the home's [`SYSTEM`], as a directory.
+    /// The entries of the gateway's user: the dump, as a file, and the home directory's [`SYSTEM`], as a directory.
     Gateway {
         dump: &'a Path,
         system: &'a Path,
@@ -114,7 +114,7 @@ impl ExtractTarget<'_> {
 pub struct VerifiedArchive {
     pub info: ArchiveInfo,
     pub sidecar: Sidecar,
-    /// Number of entries below the home.
+    /// Number of entries in the home directory.
     pub home_entries: usize,
 }
 
@@ -122,7 +122,8 @@ impl VerifiedArchive {
     /// Reads the whole archive and extracts a part into existing, empty directories.
     ///
     /// # Errors
-    /// [`ArchiveError`]; the caller removes the extracted files.
+    /// [`ArchiveError`] if the archive cannot be read, is invalid or was written by a later version, or if a file
+    /// cannot be extracted. The caller must remove the extracted files.
     pub fn read(file: &File, path: &Path, extract: &ExtractTarget<'_>) -> Result<Self, ArchiveError> {
         Pass::new(path, extract).run(file)
     }
@@ -130,12 +131,12 @@ impl VerifiedArchive {
     /// Reads the dump's size as the archive claims it, before anything is verified; 0 if there is no dump.
     pub fn read_dump_size(mut file: &File, path: &Path) -> Result<u64, ArchiveError> {
         let read = |source| ArchiveError::Read { path: path.to_owned(), source };
-        let refused = |source| ArchiveError::Refused { path: path.to_owned(), source };
+        let tar_error = |source| ArchiveError::Tar { path: path.to_owned(), source };
         file.rewind().map_err(read)?;
         let limits = tar_limits(file.metadata().map_err(read)?.len());
         let mut tar = tar::Archive::new(BufReader::new(file));
-        let mut entries = TarReader::new(&mut tar, limits).map_err(refused)?;
-        while let Some(entry) = entries.next_entry().map_err(refused)? {
+        let mut entries = TarReader::new(&mut tar, limits).map_err(tar_error)?;
+        while let Some(entry) = entries.next_entry().map_err(tar_error)? {
             if entry.path == Path::new(DUMP) {
                 return Ok(entry.size);
             }
@@ -177,19 +178,19 @@ impl<'a> Pass<'a> {
         }
     }
 
-    fn damaged(&self, why: impl Into<String>) -> ArchiveError {
-        ArchiveError::Damaged { path: self.path.to_owned(), why: why.into() }
+    fn invalid(&self, why: impl Into<String>) -> ArchiveError {
+        ArchiveError::Invalid { path: self.path.to_owned(), why: why.into() }
     }
 
     fn run(mut self, mut file: &File) -> Result<VerifiedArchive, ArchiveError> {
         let path = self.path;
         let read = |source| ArchiveError::Read { path: path.to_owned(), source };
-        let refused = |source| ArchiveError::Refused { path: path.to_owned(), source };
+        let tar_error = |source| ArchiveError::Tar { path: path.to_owned(), source };
         file.rewind().map_err(read)?;
         let limits = tar_limits(file.metadata().map_err(read)?.len());
         let mut tar = tar::Archive::new(BufReader::with_capacity(BUFFER_BYTES, file));
-        let mut entries = TarReader::new(&mut tar, limits).map_err(refused)?;
-        while let Some(entry) = entries.next_entry().map_err(refused)? {
+        let mut entries = TarReader::new(&mut tar, limits).map_err(tar_error)?;
+        while let Some(entry) = entries.next_entry().map_err(tar_error)? {
             self.read_entry(entry)?;
         }
         for (path, mode) in self.modes.iter().rev() {
@@ -202,7 +203,7 @@ impl<'a> Pass<'a> {
     fn read_entry(&mut self, mut entry: TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
         self.check_entry(&entry)?;
         if self.is_complete {
-            return Err(self.damaged(format!("{} comes after the manifest", quote_path(&entry.path))));
+            return Err(self.invalid(format!("{} comes after the manifest", quote_path(&entry.path))));
         }
         let listed = match entry.path.to_str() {
             Some(ARCHIVE_INFO) => {
@@ -219,7 +220,7 @@ impl<'a> Pass<'a> {
             _ => match self.extract.destination(&entry.path) {
                 Some(destination) => self.extract_entry(&mut entry, &destination)?,
                 None => copy_listed(&mut entry, io::sink())
-                    .map_err(|error| self.damaged_entry(&entry.path, &error))?,
+                    .map_err(|error| self.invalid_entry(&entry.path, &error))?,
             },
         };
         if listed.path == DUMP {
@@ -239,7 +240,7 @@ impl<'a> Pass<'a> {
         let has_known_parent =
             path.parent().is_some_and(|parent| self.directories.contains(&name_digest(parent)));
         if !is_plain || !(is_top_level || has_known_parent) {
-            return Err(self.damaged(format!("{} is not a valid path in an archive", quote_path(path))));
+            return Err(self.invalid(format!("{} is not a valid path in an archive", quote_path(path))));
         }
         let is_system = path.strip_prefix(HOME).is_ok_and(|below_home| below_home == Path::new(SYSTEM));
         let is_allowed = match entry.kind {
@@ -248,7 +249,7 @@ impl<'a> Pass<'a> {
             EntryKind::File => !is_system,
         };
         if !is_allowed {
-            return Err(self.damaged(format!("{} has the wrong kind, {:?}", quote_path(path), entry.kind)));
+            return Err(self.invalid(format!("{} has the wrong kind, {:?}", quote_path(path), entry.kind)));
         }
         if entry.kind == EntryKind::Directory {
             self.directories.insert(name_digest(path));
@@ -261,28 +262,28 @@ impl<'a> Pass<'a> {
         entry: &mut TarEntry<'_, impl Read>,
     ) -> Result<(T, ArchiveEntry), ArchiveError> {
         if entry.size > MAX_JSON_BYTES {
-            return Err(self.damaged(format!("{} is too large", quote_path(&entry.path))));
+            return Err(self.invalid(format!("{} is too large", quote_path(&entry.path))));
         }
         let mut text = Vec::new();
         let listed =
-            copy_listed(entry, &mut text).map_err(|error| self.damaged_entry(&entry.path, &error))?;
+            copy_listed(entry, &mut text).map_err(|error| self.invalid_entry(&entry.path, &error))?;
         let parsed = serde_json::from_slice(&text);
         let parsed = parsed
-            .map_err(|error| self.damaged(format!("{} is not valid: {error}", quote_path(&entry.path))))?;
+            .map_err(|error| self.invalid(format!("{} is not valid: {error}", quote_path(&entry.path))))?;
         Ok((parsed, listed))
     }
 
     fn compare_manifest(&mut self, entry: TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
         if entry.size > MAX_MANIFEST_BYTES {
-            return Err(self.damaged(format!("{MANIFEST} is too large")));
+            return Err(self.invalid(format!("{MANIFEST} is too large")));
         }
-        manifest::compare(entry, &self.digests).map_err(|why| self.damaged(why))?;
+        manifest::compare(entry, &self.digests).map_err(|why| self.invalid(why))?;
         self.is_complete = true;
         Ok(())
     }
 
-    fn damaged_entry(&self, path: &Path, error: &io::Error) -> ArchiveError {
-        self.damaged(format!("{}: {error}", quote_path(path)))
+    fn invalid_entry(&self, path: &Path, error: &io::Error) -> ArchiveError {
+        self.invalid(format!("{}: {error}", quote_path(path)))
     }
 
     fn extract_entry(
@@ -309,28 +310,28 @@ impl<'a> Pass<'a> {
                 let listed = copy_listed(entry, &file).map_err(failed("write"))?;
                 let modified = std::time::UNIX_EPOCH
                     .checked_add(std::time::Duration::from_secs(entry.modified))
-                    .ok_or_else(|| self.damaged(format!("{} has no valid time", quote_path(&entry.path))))?;
+                    .ok_or_else(|| self.invalid(format!("{} has no valid time", quote_path(&entry.path))))?;
                 file.set_modified(modified).map_err(failed("set the time of"))?;
                 let permissions = fs::Permissions::from_mode(mode);
                 file.set_permissions(permissions).map_err(failed("set the mode of"))?;
                 return Ok(listed);
             }
         }
-        copy_listed(entry, io::sink()).map_err(|error| self.damaged_entry(&entry.path, &error))
+        copy_listed(entry, io::sink()).map_err(|error| self.invalid_entry(&entry.path, &error))
     }
 
     fn finish(self) -> Result<VerifiedArchive, ArchiveError> {
-        let damaged = |why: String| ArchiveError::Damaged { path: self.path.to_owned(), why };
-        let info = self.info.ok_or_else(|| damaged(format!("{ARCHIVE_INFO} is missing")))?;
+        let invalid = |why: String| ArchiveError::Invalid { path: self.path.to_owned(), why };
+        let info = self.info.ok_or_else(|| invalid(format!("{ARCHIVE_INFO} is missing")))?;
         if info.version > archive::VERSION {
-            return Err(ArchiveError::Later { path: self.path.to_owned(), made_by: info.made_by });
+            return Err(ArchiveError::NewerVersion { path: self.path.to_owned(), made_by: info.made_by });
         }
         if !self.is_complete {
-            return Err(damaged("its end is missing".to_owned()));
+            return Err(invalid("its end is missing".to_owned()));
         }
-        let sidecar = self.sidecar.ok_or_else(|| damaged(format!("{SIDECAR} is missing")))?;
+        let sidecar = self.sidecar.ok_or_else(|| invalid(format!("{SIDECAR} is missing")))?;
         if self.dump != Some((sidecar.size_bytes, sidecar.sha256.clone())) {
-            return Err(damaged(format!("{SIDECAR} does not match {DUMP}")));
+            return Err(invalid(format!("{SIDECAR} does not match {DUMP}")));
         }
         Ok(VerifiedArchive { info, sidecar, home_entries: self.home_entries })
     }

@@ -93,7 +93,7 @@ const PRIVILEGE_LISTS: [(&str, &str, &str, &str, &str); 4] = [
 /// # Errors
 /// If a query fails.
 pub async fn find_forbidden(client: &Client) -> Result<Option<String>, Error> {
-    // Objects of the archive must not shadow built-in names.
+    // Objects from the archive must not shadow built-in names.
     client.batch_execute("SET search_path = pg_catalog").await?;
     let row = client.query_opt(&build_forbidden_query(), &[]).await?;
     row.map(|row| row.try_get(0)).transpose()
@@ -102,10 +102,10 @@ pub async fn find_forbidden(client: &Client) -> Result<Option<String>, Error> {
 fn build_forbidden_query() -> String {
     let mut sql = "WITH member AS (SELECT classid, objid FROM pg_depend WHERE deptype = 'e')".to_owned();
     let mut parts = Vec::new();
-    for (what, catalog, name, condition) in FORBIDDEN {
+    for (label, catalog, name, condition) in FORBIDDEN {
         let condition = if condition.is_empty() { "true" } else { condition };
         parts.push(format!(
-            "SELECT '{what} ' || quote_ident(o.{name}::text) FROM {catalog} o WHERE o.oid >= 16384 AND {condition} \
+            "SELECT '{label} ' || quote_ident(o.{name}::text) FROM {catalog} o WHERE o.oid >= 16384 AND {condition} \
                 AND NOT EXISTS (SELECT FROM member m WHERE m.classid = '{catalog}'::regclass AND m.objid = o.oid)"
         ));
     }

@@ -29,19 +29,20 @@ impl Staging {
     pub fn create(&self) -> Result<&Path, FileError> {
         fs::create_dir_all(&self.directory).map_err(FileError::wrap("create directory", &self.directory))?;
         remove_staged(&self.directory)?;
-        let mut private = fs::DirBuilder::new();
-        private
+        let mut builder = fs::DirBuilder::new();
+        builder
             .mode(0o700)
             .create(&self.staged)
             .map_err(FileError::wrap("create directory", &self.staged))?;
         Ok(&self.staged)
     }
 
-    /// Checks that this user may rename the files to be replaced. In a directory with the sticky bit, such as the home,
-    /// a user may rename only their own files.
+    /// Checks that this user may rename the files to be replaced. In a directory with the sticky bit, such as the home
+    /// directory, a user may rename only their own files.
     ///
     /// # Errors
-    /// [`FileError`]; it names the file that the user must move away first.
+    /// [`FileError`] if a directory cannot be read, or a file to be replaced belongs to another user. The error names
+    /// the file that must be moved away first.
     pub fn ensure_replaceable(&self) -> Result<(), FileError> {
         let user = nix::unistd::geteuid().as_raw();
         let home = fs::metadata(&self.directory).map_err(FileError::wrap("inspect", &self.directory))?;
@@ -61,8 +62,9 @@ impl Staging {
     /// Installs all staged entries; returns the directory with the replaced files, if any.
     ///
     /// # Errors
-    /// [`FileError`]; each entry is then completely replaced or unchanged, except that the previous version of one
-    /// entry may already be in the directory of replaced files while its new version is not yet installed.
+    /// [`FileError`] if a directory cannot be read, created or removed, or an entry cannot be moved. Each entry is then
+    /// completely replaced or unchanged, except that the previous version of one entry may already be in the directory
+    /// of replaced files while its new version is not yet installed.
     pub fn install(&self) -> Result<Option<&Path>, FileError> {
         for name in list_names(&self.staged)? {
             self.replace_entry(&name)?;
@@ -76,8 +78,8 @@ impl Staging {
     fn replace_entry(&self, name: &OsString) -> Result<(), FileError> {
         let to = self.directory.join(name);
         if fs::symlink_metadata(&to).is_ok() {
-            let mut private = fs::DirBuilder::new();
-            let created = private.recursive(true).mode(0o750).create(&self.replaced);
+            let mut builder = fs::DirBuilder::new();
+            let created = builder.recursive(true).mode(0o750).create(&self.replaced);
             created.map_err(FileError::wrap("create directory", &self.replaced))?;
             fs::rename(&to, self.replaced.join(name)).map_err(FileError::wrap("move", &to))?;
         }
@@ -85,7 +87,7 @@ impl Staging {
     }
 }
 
-/// Removes all staging directories below `directory`: this import's, and those of killed runs.
+/// Removes all staging directories in `directory`: this import's, and those of killed runs.
 pub fn remove_staged(directory: &Path) -> Result<(), FileError> {
     for name in list_names(directory)? {
         if name.to_string_lossy().starts_with(STAGING_PREFIX) {
@@ -103,7 +105,8 @@ fn list_names(dir: &Path) -> Result<Vec<OsString>, FileError> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(FileError::wrap("read", dir)(error)),
     };
-    let mut names: Vec<_> = entries.flatten().map(|entry| entry.file_name()).collect();
+    let names: std::io::Result<Vec<_>> = entries.map(|entry| entry.map(|entry| entry.file_name())).collect();
+    let mut names = names.map_err(FileError::wrap("read", dir))?;
     names.sort_unstable();
     Ok(names)
 }

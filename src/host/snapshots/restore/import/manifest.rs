@@ -1,7 +1,7 @@
 //! Compares an archive's manifest, while it is read, with the entries that preceded it.
 //!
 //! The entries' digests and the manifest's entries are in the same order, so the manifest is never in memory as a
-//! whole. No string of the manifest may be longer than a valid entry needs.
+//! whole. No string in the manifest may be longer than a valid entry needs.
 
 use std::fmt;
 use std::io::{self, BufReader, Read};

@@ -4,8 +4,8 @@
 //! This process runs as root. It opens the archive and runs each step in a separate process, as the gateway's user,
 //! which owns the database, or as the owner's user. Nothing changes before every byte has been compared with the
 //! manifest. If the database has rows, a snapshot is taken first, unless `--no-backup` is given. Replaced data is kept:
-//! the database for seven days, or until space runs short; the home's entries in directories whose paths are printed.
-//! An import that was killed can be run again.
+//! the database for seven days, or until space runs short; the replaced entries of the home directory, in directories
+//! whose paths are printed. An import that was killed can be run again.
 
 pub mod archive_reader;
 mod catalog;
@@ -80,8 +80,9 @@ impl ImportError {
 /// Imports an archive.
 ///
 /// # Errors
-/// `TryAgain` if another import is in progress, `Refused` if the archive cannot be opened, otherwise the failed step's
-/// exit code. Before the swap of the databases, a failure changes nothing.
+/// `TryAgain` if another import is in progress; `Refused` if the archive cannot be opened; `Internal` if the lock file
+/// cannot be opened or a step cannot be started; otherwise the failed step's exit code. Before the swap of the
+/// databases, a failure changes nothing.
 pub async fn run(layout: &Layout, name: &Path, options: ImportOptions) -> Result<(), Failure> {
     let lock = Lock::acquire(&layout.import_lock()).map_err(|error| match error {
         LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another import is running")),

@@ -48,7 +48,8 @@ impl PreImportSnapshotError {
 /// stored.
 ///
 /// # Errors
-/// [`PreImportSnapshotError`]; the import has then changed nothing.
+/// [`PreImportSnapshotError`] if the database cannot be read, or is not this machine's, or the backup fails. The import
+/// has changed nothing by then.
 pub async fn take_snapshot(settings: &RestoreSettings) -> Result<(), PreImportSnapshotError> {
     let server = &settings.context.server;
     let client = staging::connect_with_retries(&settings.context, server.database()).await?;

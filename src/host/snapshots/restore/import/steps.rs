@@ -8,7 +8,7 @@ use super::archive_reader::{ArchiveError, ExtractTarget, VerifiedArchive};
 use super::home::{self, Staging};
 use super::options::ImportOptions;
 use super::pre_import_snapshot::{self, PreImportSnapshotError};
-use super::untrusted::{self, UntrustedError};
+use super::untrusted::{self, UntrustedLoadError};
 use crate::snapshots::archive::SYSTEM;
 use crate::snapshots::database_identity;
 use crate::snapshots::database_identity::IdentityError;
@@ -26,7 +26,7 @@ use crate::system::postgres;
 use crate::system::postgres::ConnectError;
 use crate::system::user;
 use svc_base::applet::{Exit, Failure};
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::{self, FileError};
 use svc_http::request_id;
 
@@ -40,7 +40,7 @@ pub enum Step {
     Stage,
     /// Removes the staging directory of [`Step::Stage`].
     Unstage,
-    /// Replaces the database and the gateway's part of the home.
+    /// Replaces the database and the gateway's part of the home directory.
     Database,
     /// Installs the owner's staged files.
     #[strum(serialize = "place")]
@@ -96,7 +96,7 @@ enum StepError {
     #[error(transparent)]
     Load(#[from] LoadError),
     #[error(transparent)]
-    Untrusted(#[from] UntrustedError),
+    Untrusted(#[from] UntrustedLoadError),
     #[error(transparent)]
     PreImportSnapshot(#[from] PreImportSnapshotError),
     #[error("cannot clean up after an earlier run")]
@@ -108,7 +108,7 @@ enum StepError {
     #[error(transparent)]
     File(#[from] FileError),
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
 impl StepError {
@@ -267,7 +267,7 @@ async fn load_and_swap(
     RestoreMarker::new(Some(snapshot.key.clone()), identity).write(layout)?;
     drop(client);
     let replaced = tokio::task::block_in_place(|| system.install())?;
-    // Requests a backup: until then, the pointer names a snapshot of the old database.
+    // Requests a backup: until it completes, the pointer names a snapshot of the old database.
     let request = serde_json::json!({"requestId": request_id::current()}).to_string();
     fsx::write_atomic(&layout.request("backup"), request.as_bytes(), 0o600)?;
     journal::remove(layout)?;

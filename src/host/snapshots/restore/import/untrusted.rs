@@ -23,7 +23,7 @@ use crate::system::postgres::{ConnectError, quote_ident, quote_literal};
 use crate::system::postgres_tools;
 use crate::system::postgres_tools::PgTools;
 use svc_base::applet::Exit;
-use svc_base::failpoint::{self, Injected};
+use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::{self, FileError};
 use svc_base::quantity::pluralize;
 use svc_base::untrusted_text;
@@ -31,7 +31,7 @@ use svc_http::problem::format_chain;
 use svc_store::snapshot::Sidecar;
 
 const ROLE_PREFIX: &str = "svc_import_";
-/// Maximum sessions of the role: enough for `pg_restore` itself and each of its jobs.
+/// Maximum number of sessions of the role: enough for `pg_restore` itself and each of its jobs.
 const MAX_SESSIONS: usize = 4;
 const LISTING_TIMEOUT: Duration = Duration::from_secs(600);
 /// Maximum size of a listing, which has a line per table, index and constraint.
@@ -39,15 +39,15 @@ const MAX_LISTING_BYTES: u64 = 32 << 20;
 
 /// Why the archive's database was not loaded.
 #[derive(Debug, thiserror::Error)]
-pub enum UntrustedError {
+pub enum UntrustedLoadError {
     #[error("the archive's database is refused")]
     Contents(#[from] TocError),
     #[error(
-        "the archive's database is refused: loading it created a forbidden object ({what}); an archive may \
+        "the archive's database is refused: loading it created a forbidden object ({object}); an archive may \
          contain only tables, sequences, indexes, constraints, types, domains and some extensions\n  next: drop \
          it before the export, and recreate it after the import"
     )]
-    Forbidden { what: String },
+    Forbidden { object: String },
     #[error("the archive's dump cannot be read: {why}")]
     Unreadable { why: String },
     #[error(
@@ -71,10 +71,10 @@ pub enum UntrustedError {
     #[error(transparent)]
     File(#[from] FileError),
     #[error(transparent)]
-    Injected(#[from] Injected),
+    Injected(#[from] InjectedFailure),
 }
 
-impl UntrustedError {
+impl UntrustedLoadError {
     pub fn exit(&self) -> Exit {
         match self {
             Self::Contents(_) | Self::Forbidden { .. } | Self::Unreadable { .. } => Exit::Refused,
@@ -87,8 +87,8 @@ impl UntrustedError {
     }
 }
 
-fn query(action: &'static str) -> impl FnOnce(tokio_postgres::Error) -> UntrustedError {
-    move |source| UntrustedError::Query { action, source }
+fn query(action: &'static str) -> impl FnOnce(tokio_postgres::Error) -> UntrustedLoadError {
+    move |source| UntrustedLoadError::Query { action, source }
 }
 
 /// Loads a dump and checks the created objects. On failure, the database is dropped.
@@ -96,9 +96,9 @@ pub async fn load(
     context: &RestoreContext,
     dump: &Path,
     sidecar: &Sidecar,
-) -> Result<ScratchDatabase, UntrustedError> {
+) -> Result<ScratchDatabase, UntrustedLoadError> {
     if context.tools == PgTools::Container {
-        return Err(UntrustedError::NoTools);
+        return Err(UntrustedLoadError::NoTools);
     }
     let selection = toc::select_entries(&list_contents(&context.tools, dump).await?)?;
     let list = dump.with_extension("list");
@@ -124,8 +124,8 @@ pub async fn load(
 }
 
 /// Lists a dump's contents, in a process without a connection to the database.
-async fn list_contents(tools: &PgTools, dump: &Path) -> Result<String, UntrustedError> {
-    let mut child = tools.list(dump).spawn().map_err(UntrustedError::Tool)?;
+async fn list_contents(tools: &PgTools, dump: &Path) -> Result<String, UntrustedLoadError> {
+    let mut child = tools.list(dump).spawn().map_err(UntrustedLoadError::Tool)?;
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
     let mut listing = Vec::new();
     let reading = async {
@@ -135,14 +135,15 @@ async fn list_contents(tools: &PgTools, dump: &Path) -> Result<String, Untrusted
                 None => Ok(0),
             }
         };
-        let (listed, stderr) = tokio::join!(listing, postgres_tools::read_stderr_tail(stderr));
-        listed?;
+        let (read, stderr) = tokio::join!(listing, postgres_tools::read_stderr_tail(stderr));
+        read?;
         Ok((child.wait().await?, stderr))
     };
     let result = tokio::time::timeout(LISTING_TIMEOUT, reading).await;
-    let unreadable = |why: &str| UntrustedError::Unreadable { why: untrusted_text::truncate_printable(why) };
+    let unreadable =
+        |why: &str| UntrustedLoadError::Unreadable { why: untrusted_text::truncate_printable(why) };
     let result = result.map_err(|_| unreadable("the listing timed out"))?;
-    let (status, stderr) = result.map_err(UntrustedError::Tool)?;
+    let (status, stderr) = result.map_err(UntrustedLoadError::Tool)?;
     if listing.len() as u64 > MAX_LISTING_BYTES {
         return Err(unreadable("it has too many entries"));
     }
@@ -153,7 +154,7 @@ async fn list_contents(tools: &PgTools, dump: &Path) -> Result<String, Untrusted
 }
 
 /// Drops the roles of this and earlier imports. Their databases have been dropped, or have another owner.
-async fn drop_roles(admin: &Client) -> Result<(), UntrustedError> {
+async fn drop_roles(admin: &Client) -> Result<(), UntrustedLoadError> {
     let failed = || query("drop an import role");
     let leftover_roles =
         format!("SELECT rolname::text FROM pg_roles WHERE rolname ~ '^{ROLE_PREFIX}[0-9]+$'");
@@ -166,7 +167,7 @@ async fn drop_roles(admin: &Client) -> Result<(), UntrustedError> {
 }
 
 /// Ends the role's sessions and prevents new ones.
-async fn end_sessions(admin: &Client, role: &str) -> Result<(), UntrustedError> {
+async fn end_sessions(admin: &Client, role: &str) -> Result<(), UntrustedLoadError> {
     let failed = || query("end the sessions of the import role");
     admin.batch_execute(&format!("ALTER ROLE {} NOLOGIN", quote_ident(role))).await.map_err(failed())?;
     let sessions = "SELECT count(pg_terminate_backend(pid, 10000)) FROM pg_stat_activity WHERE usename = $1";
@@ -187,9 +188,9 @@ struct ImportRole {
 }
 
 impl ImportRole {
-    async fn create(admin: &Client) -> Result<Self, UntrustedError> {
+    async fn create(admin: &Client) -> Result<Self, UntrustedLoadError> {
         let mut bytes = [0; 32];
-        SystemRandom::new().fill(&mut bytes).map_err(|_| UntrustedError::Random)?;
+        SystemRandom::new().fill(&mut bytes).map_err(|_| UntrustedLoadError::Random)?;
         let password = SecretString::from(hex::encode(bytes));
         let name = format!("{ROLE_PREFIX}{}", svc_base::clock::now_ms().as_millisecond());
         let verifier = scram_sha_256(password.expose_secret().as_bytes());
@@ -216,7 +217,7 @@ impl ImportRole {
         scratch: &ScratchDatabase,
         files: DumpFiles<'_>,
         (selection, sidecar): (&Selection, &Sidecar),
-    ) -> Result<(), UntrustedError> {
+    ) -> Result<(), UntrustedLoadError> {
         create_extensions(context, scratch, selection).await?;
         let server = context.server.as_role(&self.name, self.password.expose_secret());
         let command = context.tools.load_listed(&server, &scratch.name, files.dump, files.list);
@@ -226,8 +227,9 @@ impl ImportRole {
         failpoint::trigger("import.inspected")?;
         let client = staging::connect_with_retries(context, &scratch.name).await?;
         let forbidden = catalog::find_forbidden(&client).await.map_err(query("inspect the new database"))?;
-        if let Some(what) = forbidden {
-            return Err(UntrustedError::Forbidden { what: untrusted_text::truncate_printable(&what) });
+        if let Some(object) = forbidden {
+            let object = untrusted_text::truncate_printable(&object);
+            return Err(UntrustedLoadError::Forbidden { object });
         }
         let role = quote_ident(&self.name);
         let take_ownership = format!("REASSIGN OWNED BY {role} TO CURRENT_USER; DROP OWNED BY {role}");
@@ -244,17 +246,17 @@ async fn create_extensions(
     context: &RestoreContext,
     scratch: &ScratchDatabase,
     selection: &Selection,
-) -> Result<(), UntrustedError> {
+) -> Result<(), UntrustedLoadError> {
     let client = staging::connect_with_retries(context, &scratch.name).await?;
     for name in &selection.extensions {
         let create = format!("CREATE EXTENSION {} WITH SCHEMA public", quote_ident(name));
-        client.batch_execute(&create).await.map_err(query("create an extension of the archive"))?;
+        client.batch_execute(&create).await.map_err(query("create an extension that the archive needs"))?;
     }
     Ok(())
 }
 
 /// Resets settings that the owner of a database can change for all of its sessions, including the superuser's.
-async fn reset_database(admin: &Client, database: &str) -> Result<(), UntrustedError> {
+async fn reset_database(admin: &Client, database: &str) -> Result<(), UntrustedLoadError> {
     let database = quote_ident(database);
     let sql = format!(
         "ALTER DATABASE {database} RESET ALL;
