@@ -23,7 +23,7 @@ use crate::repository::Repository;
 /// Ranges of a pack are read together if the gap between them is at most this long.
 const MAX_GAP_BYTES: u64 = 256 << 10;
 /// Bounds the memory for one request. A single chunk may be larger.
-const MAX_READ_BYTES: u64 = 16 << 20;
+const MAX_READ_BYTES: u64 = 4 << 20;
 const MAX_CONCURRENT_READS: usize = 4;
 
 /// One request, and the pieces that it serves.
