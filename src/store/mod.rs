@@ -1,7 +1,7 @@
 //! Typed access to the object store: the location, format and verification of each kind of object.
 //!
 //! An unreachable object is never "absent": [`StoreError`] distinguishes the two, and only a 404, or a listing
-//! without the key, is an absence.
+//! without the key, means that the object is absent.
 
 mod bounded_list;
 pub mod bucket;

@@ -200,7 +200,7 @@ pub struct BootStage {
     pub at: Time,
 }
 
-/// A stage's progress: downloaded bytes and loaded rows.
+/// A stage's progress: the bytes or rows that its current phase has processed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]

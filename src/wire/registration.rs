@@ -70,7 +70,7 @@ pub struct Registration {
     /// SHA-256 of the gateway certificate's public key: 64 hexadecimal digits.
     #[schemars(schema_with = "sha256")]
     pub tls_spki_sha256: String,
-    /// Milliseconds from the time when user-data was written until the gateway was ready.
+    /// Milliseconds from the time when cloud-init wrote `boot.env` until the gateway was ready.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot_ms: Option<u64>,
 }
@@ -95,17 +95,17 @@ pub struct BootStageReport {
     pub progress: Option<StageProgress>,
 }
 
-/// Progress within a stage. The numbers only increase.
+/// Progress within the current phase of a stage. The numbers restart with each phase.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct StageProgress {
-    /// Bytes that have been downloaded.
+    /// Bytes that the current phase has processed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub total_bytes: Option<u64>,
-    /// Rows that have been loaded into the database.
+    /// Rows that have been counted to verify the restored database.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rows: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]

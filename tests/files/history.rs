@@ -16,15 +16,15 @@ use svc::host::files::restore_entry;
 use super::machine::{FilesPlatform, Host, describe_tree};
 use crate::vault::machine::{BUCKET, Running, bucket, slot, store};
 
-/// A machine with saved files, and the process that serves their history.
-pub struct History {
+/// A machine with saved files, and the processes that save them and serve their history.
+pub struct HistoryFixture {
     pub host: Host,
     pub store: S3Server,
     _platform: FilesPlatform,
     _services: [Running; 2],
 }
 
-impl History {
+impl HistoryFixture {
     pub async fn start() -> Result<Self> {
         let (store, platform) = (store()?, FilesPlatform::start().await?);
         let host = Host::new(&store, &platform, 1)?;
@@ -34,9 +34,9 @@ impl History {
         host.write("home/projects/app/main.rs", "fn main() {}")?;
         let saver = host.start_and_save().await?;
         let listener = host.machine.spawn(&["svc-sync-agent", "history", "--listen"], &[])?;
-        let end = Instant::now() + Duration::from_secs(60);
+        let deadline = Instant::now() + Duration::from_secs(60);
         while !host.machine.path("run/svc/files/history.sock").exists() {
-            ensure!(Instant::now() < end, "history.sock does not exist: {}", listener.stderr());
+            ensure!(Instant::now() < deadline, "history.sock does not exist: {}", listener.stderr());
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
         Ok(Self { host, store, _platform: platform, _services: [saver, listener] })
@@ -95,8 +95,8 @@ impl History {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn versions_and_listings_match_each_time() -> Result<()> {
-    let history = History::start().await?;
+async fn versions_and_listings_reflect_requested_time() -> Result<()> {
+    let history = HistoryFixture::start().await?;
     let first = history.save().await?;
     history.host.write("home/projects/plan.md", "version 2, longer")?;
     let second = history.save().await?;
@@ -152,7 +152,7 @@ async fn versions_and_listings_match_each_time() -> Result<()> {
 /// Independent programs can unpack the archives, and the archives are complete.
 #[tokio::test(flavor = "multi_thread")]
 async fn archives_contain_the_snapshot_files() -> Result<()> {
-    let history = History::start().await?;
+    let history = HistoryFixture::start().await?;
     let home = history.host.home();
     history.host.write("home/projects/app/empty", "")?;
     let deep = "d".repeat(120);
@@ -200,7 +200,7 @@ async fn archives_contain_the_snapshot_files() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn restore_never_overwrites_existing_files() -> Result<()> {
-    let history = History::start().await?;
+    let history = HistoryFixture::start().await?;
     let first = history.save().await?;
     let time = first.to_string();
     history.host.write("home/projects/plan.md", "version 2")?;
@@ -288,7 +288,7 @@ async fn restore_never_overwrites_existing_files() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn restore_survives_a_kill_at_every_fail_point() -> Result<()> {
     for point in restore_entry::FAILPOINTS {
-        let history = History::start().await?;
+        let history = HistoryFixture::start().await?;
         let time = history.save().await?.to_string();
         history.host.write("home/projects/app/main.rs", "newer")?;
         history.request_restore(&json!({ "path": "projects/app", "time": time, "replace": true }))?;
@@ -302,8 +302,8 @@ async fn restore_survives_a_kill_at_every_fail_point() -> Result<()> {
         let kept_path =
             state["keptAs"].as_str().and_then(|path| path.strip_prefix("/home/svc/")).context("not kept")?;
         assert_eq!(history.read(&format!("{kept_path}/main.rs"))?, "newer", "{point}");
-        let names = fs::read_dir(history.host.home().join("home/projects"))?.count();
-        assert_eq!(names, 3, "{point}: app, its previous version, and plan.md");
+        let entry_count = fs::read_dir(history.host.home().join("home/projects"))?.count();
+        assert_eq!(entry_count, 3, "{point}: app, its previous version, and plan.md");
         for leftover in [".svc-restore-entry", "home/projects/app/entry"] {
             assert!(!Path::new(&history.host.home().join(leftover)).exists(), "{point}: {leftover}");
         }
@@ -314,7 +314,7 @@ async fn restore_survives_a_kill_at_every_fail_point() -> Result<()> {
 /// A restore that needs more memory than the machine has would be killed on every attempt, and block all others.
 #[tokio::test(flavor = "multi_thread")]
 async fn repeatedly_killed_restore_fails() -> Result<()> {
-    let history = History::start().await?;
+    let history = HistoryFixture::start().await?;
     history.request_restore(&json!({ "path": "projects/app" }))?;
     let serve = ["svc-sync-agent", "serve-restore"];
     for _ in 0..5 {

@@ -160,7 +160,7 @@ async fn authority_issues_certificate_for_registered_key() -> Result<()> {
 #[tokio::test]
 async fn renewal_keeps_key_and_survives_unreachable_authority() -> Result<()> {
     let port = free_port()?;
-    let options = Options { certificate_seconds: 24, ..Options::for_validation_port(port) };
+    let options = Options { certificate_lifetime_seconds: 24, ..Options::for_validation_port(port) };
     let pebble = Pebble::start(&options).await?;
     let network = Proxy::start(pebble.api_address())?;
     let (machine, name) = machine_listening_on(port, &pebble.roots())?;

@@ -20,7 +20,7 @@ use crate::contract::{
     self, ApiUnderTest, Contract, Reply, WrongCredential, assert_rejects_invalid_requests, valid_body,
     valid_call, variants,
 };
-use crate::files::history::History;
+use crate::files::history::HistoryFixture;
 
 const ADMIN: &str = "admin-s3cret-0123456789-0123456789";
 const UNREACHABLE_DATABASE: &str = "postgres://postgres:hunter2-s3cret@127.0.0.1:1/svc";
@@ -39,7 +39,7 @@ struct TestGateway {
     slug: String,
     idp: Idp,
     /// The history service, which serves earlier versions of files.
-    history: Option<History>,
+    history: Option<HistoryFixture>,
 }
 
 impl TestGateway {
@@ -65,7 +65,7 @@ impl TestGateway {
         let mut gateway = Self::start(url).await;
         gateway.host.wait_until_registered(&gateway.slug).await.unwrap();
         files::write_key(&gateway.host.machine);
-        let history = History::start().await.unwrap();
+        let history = HistoryFixture::start().await.unwrap();
         let socket = gateway.history_socket();
         std::fs::create_dir_all(socket.parent().unwrap()).unwrap();
         std::os::unix::fs::symlink(history.socket(), &socket).unwrap();

@@ -7,7 +7,7 @@ use kit::s3::{Fault, Rule};
 
 use super::stack::{Stack, heartbeat_of};
 
-/// More requests than a process has database connections, both for reports and in total.
+/// More requests than any one of a process's connection pools has connections.
 const MANY_REQUESTS: usize = 24;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -47,7 +47,7 @@ async fn slow_reports_do_not_delay_heartbeats() {
 
 /// More requests than connections wait for a hanging store, and none of them holds a connection in the meantime.
 #[tokio::test(flavor = "multi_thread")]
-async fn hanging_store_blocks_no_database_connection() {
+async fn hanging_store_ties_up_no_database_connections() {
     let stack = Arc::new(Stack::start().await);
     let process = Arc::new(stack.start_platform());
     let guest = stack.start_machine(&process, "user_1").await;

@@ -1,5 +1,5 @@
-//! POST `/vps/:id/power`: an operator powers a machine off or on, or restarts it. Nothing else starts a machine
-//! that must be off.
+//! POST `/vps/:id/power`: an operator powers a machine off or on, or restarts it. Without such a request,
+//! the platform never starts a machine that an operator has powered off.
 
 use std::time::Duration;
 
@@ -169,7 +169,7 @@ async fn reboot_ends_with_a_heartbeat_or_reports_silence() {
     let same = request_power(&stack, &process, &guest, "reboot").await;
     assert_eq!(
         same.body["operationId"], accepted.body["operationId"],
-        "a repeated request is the same operation"
+        "a repeated request must return the same operation"
     );
     request_power(&stack, &process, &guest, "off").await.assert_problem(409, "invalid_state");
     let ended = || async {
@@ -235,7 +235,7 @@ async fn powered_off_machine_is_replaced_only_with_accepted_loss() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn power_on_of_a_deleted_machine_is_not_found() {
+async fn power_on_of_a_deleted_machine_returns_not_found() {
     let (stack, process, guest) = start_with_machine(&[("DELETE_GRACE_SECONDS", "600")]).await;
     stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
     request_power(&stack, &process, &guest, "on").await.assert_problem(404, "machine_not_found");

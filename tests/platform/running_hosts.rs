@@ -124,11 +124,11 @@ async fn resized_host_keeps_its_data_without_another_restore() -> Result<()> {
     assert_eq!(response.status, 202, "{response:?}");
     test.wait_until_owner_gets(503).await;
     assert_eq!(test.fetch_record(&machine).await["status"], "resizing");
-    let back = test.wait_until(&machine, "the machine is running on the new type", |record| {
+    let resized = test.wait_until(&machine, "the machine is running on the new type", |record| {
         record["status"] == "running" && record["serverType"] == "cpx32"
     });
-    let back = back.await;
-    assert_eq!(back["operations"][0]["state"], "succeeded", "{back}");
+    let resized = resized.await;
+    assert_eq!(resized["operations"][0]["state"], "succeeded", "{resized}");
     test.wait_until_owner_gets(200).await;
     assert_eq!(test.list_notes(&machine).await?, ["mine"]);
     assert_eq!(std::fs::read_to_string(disk.join("home/svc/home/letter.txt"))?, "dear me");

@@ -312,7 +312,11 @@ impl Stack {
             if let Some(found) = check().await {
                 return found;
             }
-            assert!(Instant::now() < end, "not within {WAIT_TIMEOUT:?}: {condition}\n{}", self.log());
+            assert!(
+                Instant::now() < end,
+                "timed out after {WAIT_TIMEOUT:?} waiting for this condition: {condition}\n{}",
+                self.log()
+            );
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     }
@@ -341,7 +345,7 @@ impl Stack {
     }
 }
 
-/// Publishes a bundle with its checksum, but without a signed manifest.
+/// Publishes a placeholder bundle and a checksum file, which does not match it, but no signed manifest.
 pub fn publish_unsigned(store: &S3Server, version: &str) {
     let key = format!("system-bundles/{version}/svc-host-bundle.tar.gz");
     store.write(BUCKET, &key, "0123456789");
@@ -370,7 +374,7 @@ pub fn heartbeat_of(guest: &Guest) -> Value {
     body
 }
 
-/// A server's host, as configured by the user-data.
+/// The simulated host software on a server, with the settings from its user-data.
 #[derive(Debug, Clone)]
 pub struct Guest {
     pub machine: String,

@@ -30,7 +30,7 @@ pub fn summary_line(
     if stages.is_empty() { current } else { format!("{current}; completed: {stages}") }
 }
 
-/// Returns the current phase's percentage. Rows take precedence over bytes, because they are loaded after the download.
+/// Returns the current phase's percentage. Rows take precedence over bytes, because they are counted last.
 pub fn percent(progress: &BootProgress) -> Option<u64> {
     let percent_of = |done: Option<u64>, total: Option<u64>| {
         let (done, total) = done.zip(total).filter(|(_, total)| *total > 0)?;

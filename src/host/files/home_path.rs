@@ -10,11 +10,12 @@ use svc_wire::files::MAX_PATH_CHARS;
 use super::staging::STAGING_NAMES;
 
 /// The user's home directory as snapshots and responses show it, even in tests, where the actual directory differs.
-pub const SHOWN_HOME: &str = "/home/svc";
+pub const DISPLAY_HOME: &str = "/home/svc";
 /// The directory in the user's home directory that contains the owner's files.
 const FILES: &str = "home";
-/// The machine's records, which the owner can read but only the machine can write.
-const RECORDS: &str = "home/system";
+/// The directory with the machine's records and `config.json`. The owner's programs can read it, but only the machine
+/// can write to it.
+const SYSTEM: &str = "home/system";
 
 /// The user's home directory, or a path below it without `..`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,7 +24,7 @@ pub struct HomePath(PathBuf);
 /// The reason a string is not a valid path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum HomePathError {
-    #[error("must be a path below {SHOWN_HOME}; a relative path is below {SHOWN_HOME}/{FILES}")]
+    #[error("must be a path below {DISPLAY_HOME}; a relative path is below {DISPLAY_HOME}/{FILES}")]
     Outside,
     #[error("must have at most {MAX_PATH_CHARS} characters")]
     TooLong,
@@ -32,8 +33,8 @@ pub enum HomePathError {
 }
 
 impl HomePath {
-    /// An ECMA 262 pattern for the API's schema: no name is `..`, and an absolute path begins with [`SHOWN_HOME`]. It
-    /// does not limit the length to [`MAX_PATH_CHARS`].
+    /// An ECMA 262 pattern for the API's schema: no component is `..`, and an absolute path begins with
+    /// [`DISPLAY_HOME`]. It does not limit the length to [`MAX_PATH_CHARS`].
     pub const PATTERN: &str = r"^(/home/svc(/(\.|[^./\u0000][^/\u0000]*|\.[^./\u0000][^/\u0000]*|\.\.[^/\u0000]+)?)*|(\.|[^./\u0000][^/\u0000]*|\.[^./\u0000][^/\u0000]*|\.\.[^/\u0000]+)(/(\.|[^./\u0000][^/\u0000]*|\.[^./\u0000][^/\u0000]*|\.\.[^/\u0000]+)?)*)$";
 
     /// Returns the path of the directory that contains the owner's files.
@@ -56,12 +57,12 @@ impl HomePath {
         self.0.parent().zip(self.0.file_name())
     }
 
-    /// Whether only the machine may write to this path. This is true for its records, the directories that contain the
-    /// records, and the staging directories of restores.
+    /// Whether a restore must not write to this path. This is true for the machine's `system` directory and its
+    /// contents, the directories that contain it, and the staging directories of restores.
     pub fn is_reserved(&self) -> bool {
-        let records = Path::new(RECORDS);
-        self.0.starts_with(records)
-            || records.starts_with(&self.0)
+        let system = Path::new(SYSTEM);
+        self.0.starts_with(system)
+            || system.starts_with(&self.0)
             || STAGING_NAMES.iter().any(|staging| self.0.starts_with(staging))
     }
 }
@@ -78,7 +79,7 @@ impl FromStr for HomePath {
         }
         let input = Path::new(text);
         let relative = if input.is_absolute() {
-            input.strip_prefix(SHOWN_HOME).map_err(|_| HomePathError::Outside)?.to_owned()
+            input.strip_prefix(DISPLAY_HOME).map_err(|_| HomePathError::Outside)?.to_owned()
         } else {
             Path::new(FILES).join(input)
         };
@@ -96,7 +97,7 @@ impl FromStr for HomePath {
 
 impl fmt::Display for HomePath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        Path::new(SHOWN_HOME).join(&self.0).display().fmt(f)
+        Path::new(DISPLAY_HOME).join(&self.0).display().fmt(f)
     }
 }
 
@@ -151,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn only_machine_paths_are_reserved() {
+    fn paths_overlapping_machine_paths_are_reserved() {
         for (text, expected) in [
             ("system", true),
             ("system/logs/usage.jsonl", true),

@@ -29,7 +29,7 @@ use super::access::{AccessError, FilesSettings};
 use super::changes;
 use super::checks::FileChecks;
 use super::gate::RestoreOutcome;
-use super::home_path::{HomePath, SHOWN_HOME};
+use super::home_path::{DISPLAY_HOME, HomePath};
 use super::rules::{OwnerRules, read_rules, set_rules};
 use super::save_error::SaveError;
 use super::save_request::SAVE_REQUEST;
@@ -362,7 +362,7 @@ impl FileBackup {
         };
         let identity = &self.settings.identity;
         let options = SaveOptions {
-            shown_path: SHOWN_HOME.to_owned(),
+            shown_path: DISPLAY_HOME.to_owned(),
             hostname: identity.handle.to_string(),
             username: "svc".to_owned(),
             system_root: self.settings.layout.root().to_owned(),

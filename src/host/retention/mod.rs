@@ -35,7 +35,8 @@ pub const FAILPOINTS: &[&str] =
 #[command(
     name = "svc-heartbeat",
     version = applet::version(),
-    about = "Rotates the machine's records, deletes those older than 30 days, and measures its storage",
+    about = "Rotates the activity and audit records, deletes activity, audit and interaction records older than \
+             30 days, and measures the machine's storage",
     after_help = "Days begin at midnight in costLimits.timeZone of the owner's system/config.json. The program can run at any time and any number of times."
 )]
 struct Args {}

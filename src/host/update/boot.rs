@@ -5,7 +5,7 @@
 //! interrupted run is simply repeated. A complete current release is never replaced here: only its missing links, units
 //! and password are added. Later releases need a signed manifest.
 
-use super::database::{self, DatabaseError};
+use super::database::{self, PasswordError};
 use super::download::{BundleSource, DownloadError};
 use super::fetch;
 use super::fetch::{ExpectedArchive, FetchError};
@@ -62,7 +62,7 @@ enum BootError {
     #[error(transparent)]
     Units(#[from] UnitsError),
     #[error(transparent)]
-    Database(#[from] DatabaseError),
+    Password(#[from] PasswordError),
     #[error(transparent)]
     Services(#[from] ServicesError),
     #[error(transparent)]

@@ -16,7 +16,7 @@ use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::{self, FileError};
 
 #[derive(Debug, thiserror::Error)]
-pub enum DatabaseError {
+pub enum PasswordError {
     #[error("the system random number generator failed")]
     Random,
     #[error(transparent)]
@@ -27,7 +27,7 @@ pub enum DatabaseError {
 
 /// Writes a new password to `postgres.env`, or reuses the one there, and appends `DATABASE_URL` with it to `host.env`.
 /// Does nothing if `DATABASE_URL` is set.
-pub fn ensure_password(layout: &Layout) -> Result<(), DatabaseError> {
+pub fn ensure_password(layout: &Layout) -> Result<(), PasswordError> {
     if config::environment(layout).is_set(&vars::DATABASE_URL) {
         return Ok(());
     }
@@ -56,9 +56,9 @@ fn read_password(path: &Path) -> Result<Option<SecretString>, FileError> {
     Ok(found.map(|(_, value)| value.into()))
 }
 
-fn create_password(path: &Path) -> Result<SecretString, DatabaseError> {
+fn create_password(path: &Path) -> Result<SecretString, PasswordError> {
     let mut bytes = [0; 32];
-    SystemRandom::new().fill(&mut bytes).map_err(|_| DatabaseError::Random)?;
+    SystemRandom::new().fill(&mut bytes).map_err(|_| PasswordError::Random)?;
     let password = SecretString::from(hex::encode(bytes));
     // The value is not quoted, because podman would keep the quotes.
     let line = format!("{}={}\n", vars::POSTGRES_PASSWORD.name, password.expose_secret());

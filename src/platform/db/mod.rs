@@ -2,7 +2,7 @@
 //! directory.
 //!
 //! This module makes no decisions about machines. Invariants: every statement has a deadline, and an error shows
-//! whether the database was unreachable or rejected the statement.
+//! whether the database was unavailable or rejected the statement.
 
 pub mod alarms;
 pub mod audit;
@@ -59,7 +59,7 @@ pub type Params<'a> = &'a [&'a (dyn ToSql + Sync)];
 /// A database error, classified by its meaning.
 #[derive(Debug, thiserror::Error)]
 pub enum DbError {
-    #[error("database unreachable: {what}")]
+    #[error("database unavailable: {what}")]
     Unavailable {
         what: &'static str,
         #[source]

@@ -22,7 +22,7 @@ use svc_store::protection::{self, Setting};
 
 const CHECK_STORE: &str =
     "check that the store is running, and that OBJECT_STORE_URL, OBJECT_STORE_ENDPOINT and AWS_* are correct";
-const USE_OTHER_STORE: &str = "use a store that supports this; docs/operating/stores.md compares several";
+const USE_ANOTHER_STORE: &str = "use a store that supports this; docs/operating/stores.md compares several";
 /// Time limit for the parallel writer test; with a slow store, fewer rounds are run.
 const PARALLEL_TIMEOUT: Duration = Duration::from_secs(8);
 /// After this time, a check by another process has certainly ended.
@@ -54,7 +54,9 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     }
     let findings = match parallel_probe::run(&bucket, PARALLEL_TIMEOUT).await {
         Ok(found) => match (found.refusal(), found.warning()) {
-            (Some(why), _) => return findings.problem(why, "svc-platform refuses to start on such a store"),
+            (Some(why), _) => {
+                return findings.problem(why, "use another store: svc-platform refuses to start on this one");
+            }
             (None, Some(why)) => {
                 findings.warning(why, "update all hosts and platform processes before you use this store")
             }
@@ -66,8 +68,9 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     let other_results = capabilities::probe_other_capabilities(&config.store, &bucket).await;
     let findings = other_results.iter().fold(findings, report);
     match count_remaining_objects(&bucket).await {
-        Ok(0) => findings
-            .or_ok("supports all that svc relies on: reads, lists, uploads, and atomic conditional puts"),
+        Ok(0) => findings.or_ok(
+            "supports everything that svc relies on: reads, lists, uploads, and atomic conditional puts",
+        ),
         Ok(count) => findings.warning(
             format!(
                 "{} from this or an earlier check could not be deleted",
@@ -101,12 +104,10 @@ fn report_capability(findings: Findings, probed: &ProbeResult, store: &StoreConf
     let ProbeResult { capability, support } = probed;
     match (support, capability.need) {
         (Support::Yes, _) | (_, CapabilityNeed::Unused) => findings,
-        (Support::No(instead), CapabilityNeed::Required) => {
-            findings.problem(describe_missing(capability.name, instead, capability.without), USE_OTHER_STORE)
-        }
-        (Support::No(instead), CapabilityNeed::Recommended) => {
-            findings.warning(describe_missing(capability.name, instead, capability.without), USE_OTHER_STORE)
-        }
+        (Support::No(instead), CapabilityNeed::Required) => findings
+            .problem(describe_missing(capability.name, instead, capability.without), USE_ANOTHER_STORE),
+        (Support::No(instead), CapabilityNeed::Recommended) => findings
+            .warning(describe_missing(capability.name, instead, capability.without), USE_ANOTHER_STORE),
         (Support::Unknown(_), _)
             if capability.applies_only_to_servers() && matches!(store, StoreConfig::Directory(_)) =>
         {
@@ -142,7 +143,8 @@ pub async fn check_protection(config: &PlatformConfig) -> Findings {
             protection::versioning_command(s3),
         ),
         Setting::Unknown(status) => {
-            return findings.skipped(format!("the store does not report its versioning ({status})"));
+            return findings
+                .skipped(format!("the store does not report whether the bucket has versioning ({status})"));
         }
     };
     match found.object_lock {
@@ -151,9 +153,8 @@ pub async fn check_protection(config: &PlatformConfig) -> Findings {
             "the bucket has no object lock: credentials that may delete versions can delete every snapshot",
             protection::object_lock_command(s3),
         ),
-        Setting::Unknown(_) => {
-            findings.or_ok("the bucket has versioning; the store does not report whether it has object lock")
-        }
+        Setting::Unknown(_) => findings
+            .or_ok("the bucket has versioning; the store does not report whether the bucket has object lock"),
     }
 }
 

@@ -1,10 +1,10 @@
 //! Keeps the directory, the session cache and the sign-outs current: polls the database at an interval, and immediately
 //! after a NOTIFY.
 //!
-//! Each change to a machine's row takes a number from a sequence. The numbers are not committed in order, so reading
-//! only the rows above the last number seen could miss rows. Instead, each poll compares a digest of the numbers of all
-//! active machines. Sessions, sign-outs and acknowledged keys change rarely: each poll reads, by an index, the changes
-//! within a window that is longer than any transaction that writes such a change.
+//! Each change to a machine's row that affects routing takes a number from a sequence. The numbers are not committed in
+//! order, so reading only the rows above the last number seen could miss rows. Instead, each poll compares a digest of
+//! the numbers of all active machines. Sessions, sign-outs and acknowledged keys change rarely: each poll reads, using
+//! an index, the changes within a window that is longer than any transaction that writes such a change.
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -228,7 +228,8 @@ impl Connection {
     }
 }
 
-/// Returns the query whose result changes whenever an active machine's row changes. Each poll runs it.
+/// Returns the query whose result changes when an active machine's row changes in a way that affects routing. Each poll
+/// runs it.
 pub fn digest_query() -> String {
     format!("SELECT count(*), coalesce(bit_xor(hashint8extended(change_seq, 0)), 0) {ACTIVE}")
 }

@@ -1,5 +1,5 @@
 //! Frames from agents, their hooks and the process that runs them: no file content is passed on, and every stored
-//! text has a maximum length.
+//! string has a maximum length.
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -48,10 +48,11 @@ fn hooks() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// Checks that every text sent to the watcher comes from one of the permitted fields.
+/// Checks that every string sent to the watcher is a known constant, the configured agent name, or the value of a
+/// permitted field.
 fn check_any_hook(bytes: &[u8]) -> Result<(), String> {
     let Ok(Some(message)) = hook::read_input(bytes) else { return check_any_message(bytes) };
-    // Ignored input may contain invalid text, which this test's parser rejects.
+    // Fields that the hook skips may contain invalid strings, which this test's parser rejects.
     let Ok(input) = serde_json::from_slice::<Value>(bytes) else { return Ok(()) };
     let fields = ["session_id", "tool_name", "tool_use_id", "cwd", "agent_id", "agent_type"];
     let mut allowed: Vec<&str> = fields.iter().filter_map(|field| input[field].as_str()).collect();
@@ -194,7 +195,7 @@ pub fn agent_output() -> Target {
 
 const ADAPTER_KINDS: [AdapterKind; 3] = [AdapterKind::ClaudeCode, AdapterKind::Codex, AdapterKind::JsonLines];
 
-/// Generates recorded output, truncated to a few lines.
+/// Selects a recorded output and truncates it to fewer than 40 lines.
 fn outputs() -> impl Strategy<Value = Vec<u8>> {
     (prop::sample::select(&RECORDED_OUTPUT[..]), 3..40usize)
         .prop_map(|(text, lines)| text.lines().take(lines).collect::<Vec<_>>().join("\n").into_bytes())

@@ -42,7 +42,7 @@ pub fn fetch() -> Result<FetchedProgram> {
 pub struct Options {
     /// The port to which the authority connects to validate a name with TLS-ALPN-01.
     pub validation_port: u16,
-    pub certificate_seconds: u64,
+    pub certificate_lifetime_seconds: u64,
     /// A domain for which the authority refuses orders.
     pub blocked_domain: Option<String>,
     /// Id and MAC key (base64url) of the only external account to which ACME accounts can be bound.
@@ -51,8 +51,8 @@ pub struct Options {
 
 impl Options {
     pub fn for_validation_port(validation_port: u16) -> Self {
-        let certificate_seconds = 90 * 86_400;
-        Self { validation_port, certificate_seconds, blocked_domain: None, external_account: None }
+        let certificate_lifetime_seconds = 90 * 86_400;
+        Self { validation_port, certificate_lifetime_seconds, blocked_domain: None, external_account: None }
     }
 }
 
@@ -93,7 +93,7 @@ impl Pebble {
             "externalAccountBindingRequired": !mac_keys.is_empty(),
             "externalAccountMACKeys": mac_keys,
             "domainBlocklist": blocked,
-            "certificateValidityPeriod": options.certificate_seconds,
+            "certificateValidityPeriod": options.certificate_lifetime_seconds,
         }});
         fs::write(path("config.json"), config.to_string())?;
         let mut name_server = NAME_SERVER.locate_or_fetch()?.command();

@@ -34,7 +34,7 @@ impl StoreKind {
     /// [`Fault::StaleRead`](crate::s3::Fault::StaleRead) work with every kind of store.
     ///
     /// # Errors
-    /// Fails if a third-party server cannot be fetched or does not start.
+    /// Fails if the server cannot be fetched or started, or if the bucket cannot be created.
     pub async fn start(self, dir: &Path, bucket: &str) -> Result<S3Server> {
         let (dir, bucket) = (dir.to_owned(), bucket.to_owned());
         let start = move || {

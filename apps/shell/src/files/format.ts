@@ -41,7 +41,7 @@ export function formatMoment(timestamp: string): string {
 }
 
 /** Formats a time as a date, or as a time of day if the date is today. */
-export function formatDay(timestamp: string): string {
+export function formatDateOrTime(timestamp: string): string {
   const date = new Date(timestamp);
   return isToday(date) ? formatMoment(timestamp) : date.toLocaleDateString(undefined, { dateStyle: "medium" });
 }
@@ -54,7 +54,10 @@ export function formatAge(timestamp: string): string {
   return relativeTime.format(-Math.floor(seconds / length), unit);
 }
 
-/** Replaces control characters, and invisible characters that can break lines or reorder text, with visible ones. */
+/**
+ * Replaces control characters, invisible characters that can break lines or reorder text, and U+FEFF, with visible
+ * ones.
+ */
 export function toVisibleText(text: string): string {
   return text.replace(/[\p{Cc}\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]/gu, (character) => {
     const code = character.charCodeAt(0);

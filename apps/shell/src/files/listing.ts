@@ -4,7 +4,7 @@ import { el } from "../../../shared/ui";
 import { RequestError } from "../http";
 import { type FileEntry, fetchListing, type Listing } from "./api";
 import { button, hiddenText, verbatim } from "./elements";
-import { formatBytes, formatCount, formatDay, formatTimestamp, KIND_LABELS } from "./format";
+import { formatBytes, formatCount, formatDateOrTime, formatTimestamp, KIND_LABELS } from "./format";
 import { Loader } from "./loader";
 import { HOME } from "./paths";
 
@@ -83,7 +83,8 @@ export class DirectoryListing {
     if (kind !== "file") openButton.append(hiddenText(`, ${KIND_LABELS[kind]}`));
     if (target !== undefined) openButton.append(el("span", { className: "target" }, " → ", verbatim(target)));
     openButton.onclick = () => this.onOpen(entry);
-    const changed = el("time", { dateTime: modifiedAt, title: formatTimestamp(modifiedAt) }, formatDay(modifiedAt));
+    const title = formatTimestamp(modifiedAt);
+    const changed = el("time", { dateTime: modifiedAt, title }, formatDateOrTime(modifiedAt));
     return el("tr", {},
       el("th", { scope: "row" }, openButton),
       el("td", {}, kind === "file" ? formatBytes(sizeBytes) : ""),

@@ -4,8 +4,8 @@
 export const ROOT = "/home/svc";
 /** The directory with the owner's own files. */
 export const HOME = `${ROOT}/home`;
-/** The directory with the machine's records, to which only the machine may write. */
-const RECORDS = `${HOME}/system`;
+/** The directory with the machine's records and `config.json`, to which only the machine may write. */
+const SYSTEM = `${HOME}/system`;
 
 export interface Crumb {
   name: string;
@@ -33,7 +33,7 @@ export function splitIntoCrumbs(path: string): Crumb[] {
   return crumbs;
 }
 
-/** Whether a path is the directory of the machine's records, or is inside it, or contains it. */
+/** Whether a path is the machine's `system` directory, or is inside it, or contains it. */
 export function isReserved(path: string): boolean {
-  return `${path}/`.startsWith(`${RECORDS}/`) || RECORDS.startsWith(`${path}/`);
+  return `${path}/`.startsWith(`${SYSTEM}/`) || SYSTEM.startsWith(`${path}/`);
 }

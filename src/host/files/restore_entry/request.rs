@@ -9,9 +9,9 @@ use svc_wire::files::{FileRestore, FileRestoreStatus};
 
 use crate::system::layout::Layout;
 
-/// The request file in the directory of requests.
+/// The name of the request file in the requests directory.
 const REQUEST: &str = "files-restore";
-/// The state file in the directory of the file backup.
+/// The name of the state file in the file backup's directory.
 const STATE_FILE: &str = "entry-restore.json";
 
 /// A request to restore an entry: the content of the request file.
@@ -21,7 +21,7 @@ pub struct RestoreRequest {
     pub request_id: String,
     #[serde(with = "clock::wire")]
     pub requested_at: Timestamp,
-    /// The entry to restore, as [`crate::files::home_path::HomePath`] shows it.
+    /// The entry to restore, as formatted by [`crate::files::home_path::HomePath`].
     pub path: String,
     /// The entry is restored from the last snapshot at or before this time; `None` for the time of the request.
     #[serde(with = "clock::wire_option", default)]
@@ -73,7 +73,7 @@ impl RestoreRequest {
         fsx::write_atomic(&layout.request(REQUEST), &text, 0o600)
     }
 
-    /// Reads the pending request. The inner error means that the file cannot be parsed, so that a retry is pointless.
+    /// Reads the pending request. The inner error means that the file cannot be parsed, so a retry is pointless.
     ///
     /// # Errors
     /// If the file exists and cannot be read.

@@ -23,7 +23,7 @@ use svc_wire::files::{FileRestore, FileRestoreStatus};
 use super::entry_placement::Directory;
 use super::request::{RestoreRequest, read_state, write_state};
 use crate::files::access::{AccessError, FilesSettings, retry};
-use crate::files::home_path::{HomePath, HomePathError, SHOWN_HOME};
+use crate::files::home_path::{DISPLAY_HOME, HomePath, HomePathError};
 use crate::files::owner::owner_ids;
 use crate::files::save_request::{self, SaveRequestError};
 use crate::files::staging::{ENTRY_STAGING, Staging};
@@ -132,7 +132,7 @@ struct StagedEntry {
 impl Placement {
     /// Returns the path of a name in the directory, for display.
     fn display_path(&self, name: &[u8]) -> String {
-        let path = Path::new(SHOWN_HOME).join(bytes_to_name(&self.directory)).join(bytes_to_name(name));
+        let path = Path::new(DISPLAY_HOME).join(bytes_to_name(&self.directory)).join(bytes_to_name(name));
         path.display().to_string()
     }
 }

@@ -1,7 +1,7 @@
 //! Plans the registration of a manifest in an existing schema: additions only.
 //!
-//! Pure. SQL contains no values, and only names of type [`SqlIdentifier`] or derived from such names. Differences that
-//! additions cannot remove are reported as text; nothing is ever dropped or rewritten.
+//! Performs no I/O. SQL contains no values, and only names of type [`SqlIdentifier`] or derived from such names.
+//! Differences that additions cannot remove are reported as text; nothing is ever dropped or rewritten.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -176,7 +176,7 @@ fn uses_gin(table: &Table, columns: &[SqlIdentifier]) -> bool {
     columns.len() == 1 && kind(&columns[0]) == Some(ColumnType::Jsonb)
 }
 
-/// Returns a deterministic name for the columns, within PostgreSQL's limit of 63 bytes.
+/// Returns a deterministic name for an index on the columns, within PostgreSQL's limit of 63 bytes.
 fn index_name(prefix: &str, table: &Table, columns: &[SqlIdentifier]) -> String {
     let columns = columns.iter().map(SqlIdentifier::as_str).collect::<Vec<_>>();
     let digest = hex::encode(&Sha256::digest(columns.join(",").as_bytes())[..4]);

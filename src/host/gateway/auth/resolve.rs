@@ -89,7 +89,8 @@ impl PrincipalResolver {
         }
     }
 
-    /// Resolves the principal of a request, and counts presented credentials.
+    /// Resolves the principal of a request. Counts verified credentials, and all failures except
+    /// [`AuthFailure::Missing`].
     ///
     /// # Errors
     /// See [`AuthFailure`]. An invalid token is always an error.

@@ -215,7 +215,7 @@ fn usage_with_many_obsolete_lines_is_compacted() {
 }
 
 #[test]
-fn endless_line_is_not_held_in_memory() {
+fn oversized_line_is_not_held_in_memory() {
     let test = TestStore::new();
     fs::create_dir_all(test.logs()).unwrap();
     let path = test.logs().join("interactions-2026-11-22.jsonl");

@@ -40,7 +40,7 @@ impl PgBinaries {
         )
     }
 
-    /// Uses the programs in `dir`, after checking that they are a complete PostgreSQL 16.
+    /// Uses the programs in `dir`, after checking that all except `pgbench` exist and that the version is 16.
     pub fn from_dir(dir: PathBuf) -> Result<Self> {
         for program in ["postgres", "initdb", "psql", "pg_dump", "pg_restore"] {
             ensure!(dir.join(program).exists(), "no {program} in {}", dir.display());
