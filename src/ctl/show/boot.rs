@@ -40,17 +40,17 @@ pub fn percent(progress: &BootProgress) -> Option<u64> {
         .or_else(|| percent_of(progress.bytes, progress.total_bytes))
 }
 
-/// Formats progress as `42%, 1.2 GiB of 2.9 GiB downloaded, 1200 of 4000 rows loaded`.
+/// Formats progress as `42%, 1.2 GiB of 2.9 GiB, 1200 of 4000 rows counted`.
 pub fn progress_line(progress: &BootProgress) -> String {
     let mut parts = Vec::new();
     parts.extend(percent(progress).map(|percent| format!("{percent}%")));
     parts.extend(progress.bytes.map(|bytes| match progress.total_bytes {
-        Some(total) => format!("{} of {} downloaded", format_bytes(bytes), format_bytes(total)),
-        None => format!("{} downloaded", format_bytes(bytes)),
+        Some(total) => format!("{} of {}", format_bytes(bytes), format_bytes(total)),
+        None => format_bytes(bytes),
     }));
     parts.extend(progress.rows.map(|rows| match progress.total_rows {
-        Some(total) => format!("{rows} of {} loaded", pluralize(total, "row")),
-        None => format!("{} loaded", pluralize(rows, "row")),
+        Some(total) => format!("{rows} of {} counted", pluralize(total, "row")),
+        None => format!("{} counted", pluralize(rows, "row")),
     }));
     parts.join(", ")
 }
@@ -66,13 +66,13 @@ mod tests {
             BootProgress { stage, bytes, total_bytes, rows, total_rows }
         };
         let downloading = progress(Some(1 << 30), Some(4 << 30), None, None);
-        assert_eq!(progress_line(&downloading), "25%, 1.0 GiB of 4.0 GiB downloaded");
+        assert_eq!(progress_line(&downloading), "25%, 1.0 GiB of 4.0 GiB");
         let loading = progress(Some(4096), Some(4096), Some(900), Some(1000));
-        assert_eq!(progress_line(&loading), "90%, 4.0 KiB of 4.0 KiB downloaded, 900 of 1000 rows loaded");
+        assert_eq!(progress_line(&loading), "90%, 4.0 KiB of 4.0 KiB, 900 of 1000 rows counted");
         assert_eq!(percent(&progress(Some(5), Some(0), None, None)), None);
         assert_eq!(percent(&progress(Some(u64::MAX), Some(1), None, None)), Some(100));
-        assert_eq!(progress_line(&progress(None, None, Some(7), None)), "7 rows loaded");
-        assert_eq!(progress_line(&progress(None, None, Some(1), None)), "1 row loaded");
-        assert_eq!(progress_line(&progress(None, None, Some(1), Some(1))), "100%, 1 of 1 row loaded");
+        assert_eq!(progress_line(&progress(None, None, Some(7), None)), "7 rows counted");
+        assert_eq!(progress_line(&progress(None, None, Some(1), None)), "1 row counted");
+        assert_eq!(progress_line(&progress(None, None, Some(1), Some(1))), "100%, 1 of 1 row counted");
     }
 }
