@@ -9,7 +9,7 @@ use std::time::SystemTime;
 use anyhow::Result;
 use jiff::{Timestamp, ToSpan};
 
-use crate::vault::machine::{Machine, store};
+use crate::vault::machine::{Machine, start_store};
 
 const LOGS: &str = "home/svc/home/system/logs";
 
@@ -67,7 +67,7 @@ fn assert_rotated(machine: &Machine) -> Result<()> {
 
 #[tokio::test]
 async fn daily_check_rotates_expires_and_measures_once() -> Result<()> {
-    let machine = Machine::in_use(&store()?, 1).await?;
+    let machine = Machine::in_use(&start_store()?, 1).await?;
     add_old_records(&machine)?;
     fs::create_dir_all(machine.path("home/svc/home/apps/notes"))?;
     fs::write(machine.path("home/svc/home/apps/notes/big"), vec![7; 300_000])?;
@@ -101,7 +101,7 @@ async fn daily_check_rotates_expires_and_measures_once() -> Result<()> {
 
 #[tokio::test]
 async fn killed_check_is_completed_by_the_next_run() -> Result<()> {
-    let machine = Machine::in_use(&store()?, 1).await?;
+    let machine = Machine::in_use(&start_store()?, 1).await?;
     for point in svc::host::retention::FAILPOINTS {
         fs::remove_dir_all(machine.path(LOGS)).ok();
         add_old_records(&machine)?;
@@ -115,7 +115,7 @@ async fn killed_check_is_completed_by_the_next_run() -> Result<()> {
 
 #[tokio::test]
 async fn records_rotate_without_a_database() -> Result<()> {
-    let mut machine = Machine::in_use(&store()?, 1).await?;
+    let mut machine = Machine::in_use(&start_store()?, 1).await?;
     add_old_records(&machine)?;
     machine.postgres.take();
     machine.run(&["svc-heartbeat"])?.expect(69);
@@ -130,7 +130,7 @@ async fn records_rotate_without_a_database() -> Result<()> {
 
 #[tokio::test]
 async fn concurrent_check_exits_with_75() -> Result<()> {
-    let machine = Machine::in_use(&store()?, 1).await?;
+    let machine = Machine::in_use(&start_store()?, 1).await?;
     add_old_records(&machine)?;
     let slow = [("FAILPOINTS", "heartbeat.begin=sleep(1500)")];
     let first = machine.spawn(&["svc-heartbeat"], &slow)?;
@@ -145,7 +145,7 @@ async fn concurrent_check_exits_with_75() -> Result<()> {
 /// others.
 #[tokio::test]
 async fn record_with_different_owner_is_rotated() -> Result<()> {
-    let machine = Machine::in_use(&store()?, 1).await?;
+    let machine = Machine::in_use(&start_store()?, 1).await?;
     add_old_records(&machine)?;
     if nix::unistd::geteuid().is_root() {
         for name in ["audit.jsonl", "audit-2020-01-01.jsonl"] {
@@ -168,7 +168,7 @@ async fn record_with_different_owner_is_rotated() -> Result<()> {
 /// If `config.json` is invalid, the time zone in the last valid settings still determines the owner's date.
 #[tokio::test]
 async fn invalid_config_does_not_change_time_zone() -> Result<()> {
-    let machine = Machine::in_use(&store()?, 1).await?;
+    let machine = Machine::in_use(&start_store()?, 1).await?;
     let zone = if Timestamp::now().to_zoned(jiff::tz::TimeZone::UTC).hour() < 12 {
         "Etc/GMT+12"
     } else {

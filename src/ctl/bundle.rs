@@ -28,7 +28,7 @@ use svc_base::config::ConfigError;
 use svc_base::quantity::format_bytes;
 use svc_machine::name::ImageVersion;
 use svc_store::bucket::{Bucket, Condition, StoreError};
-use svc_store::bundle::{KeySet, ManifestError, TrustedKeys, digest_line, parse_digest, read_digest};
+use svc_store::bundle::{KeySet, ManifestError, digest_line, parse_digest, read_digest};
 use svc_store::key::{self, BUNDLE_FILE};
 
 const CHUNK_BYTES: usize = 256 * 1024;

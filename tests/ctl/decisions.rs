@@ -374,10 +374,7 @@ async fn wait_shows_boot_progress_once_for_each_ten_percent() {
     let text = stderr(&output);
     assert!(output.status.success(), "{text}");
     let lines: Vec<_> = text.lines().filter(|line| line.contains(" of 1000 B")).map(str::trim).collect();
-    assert_eq!(
-        lines,
-        ["boot: restore 42%, 420 B of 1000 B", "boot: restore 99%, 990 B of 1000 B"]
-    );
+    assert_eq!(lines, ["boot: restore 42%, 420 B of 1000 B", "boot: restore 99%, 990 B of 1000 B"]);
 }
 
 #[tokio::test]

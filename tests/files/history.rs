@@ -14,19 +14,19 @@ use serde_json::{Value, json};
 use svc::host::files::restore_entry;
 
 use super::machine::{FilesPlatform, Host, describe_tree};
-use crate::vault::machine::{BUCKET, Running, bucket, slot, store};
+use crate::vault::machine::{BUCKET, RunningApplet, bucket, slot, start_store};
 
 /// A machine with saved files, and the processes that save them and serve their history.
 pub struct HistoryFixture {
     pub host: Host,
     pub store: S3Server,
     _platform: FilesPlatform,
-    _services: [Running; 2],
+    _services: [RunningApplet; 2],
 }
 
 impl HistoryFixture {
     pub async fn start() -> Result<Self> {
-        let (store, platform) = (store()?, FilesPlatform::start().await?);
+        let (store, platform) = (start_store()?, FilesPlatform::start().await?);
         let host = Host::new(&store, &platform, 1)?;
         fs::create_dir_all(host.machine.path("var/lib/svc/requests"))?;
         fs::create_dir_all(host.machine.path("home/svc/home/system/logs"))?;

@@ -17,7 +17,7 @@ use secrecy::ExposeSecret;
 use serde_json::{Value, json};
 use svc_files::RepositoryKey;
 
-use crate::vault::machine::{BUCKET, Machine, Running};
+use crate::vault::machine::{BUCKET, Machine, RunningApplet};
 
 /// Longer than the interval between saves of an unchanged home, which also advance `savedUntil`.
 const TIMEOUT: Duration = Duration::from_secs(120);
@@ -86,7 +86,7 @@ impl Host {
     }
 
     /// Starts the watcher, and waits until it is listening.
-    pub fn start_watcher(&self) -> Result<Running> {
+    pub fn start_watcher(&self) -> Result<RunningApplet> {
         let watcher = self.machine.spawn(&["svc-watch"], &[])?;
         let end = Instant::now() + TIMEOUT;
         while !self.machine.path("run/svc/watch/changes.sock").exists() {
@@ -96,7 +96,7 @@ impl Host {
         Ok(watcher)
     }
 
-    pub fn start_service(&self, failpoints: &str) -> Result<Running> {
+    pub fn start_service(&self, failpoints: &str) -> Result<RunningApplet> {
         self.machine.spawn(&["svc-sync-agent", "files"], &[("FAILPOINTS", failpoints)])
     }
 
@@ -109,7 +109,7 @@ impl Host {
     }
 
     /// Starts the service, and waits until everything written before the call is saved.
-    pub async fn start_and_save(&self) -> Result<Running> {
+    pub async fn start_and_save(&self) -> Result<RunningApplet> {
         let before = Timestamp::now();
         let service = self.start_service("")?;
         self.wait_until_saved_since(before).await?;

@@ -16,7 +16,7 @@ use svc::machine::epoch::Epoch;
 use svc::store::files_pointer;
 
 use self::machine::{FilesPlatform, Host, describe_tree};
-use super::vault::machine::{BUCKET, bucket, slot, store};
+use super::vault::machine::{BUCKET, bucket, slot, start_store};
 
 /// Writes a small home directory.
 fn fill(host: &Host) -> Result<()> {
@@ -41,7 +41,7 @@ async fn save_once(store: &S3Server, platform: &FilesPlatform) -> Result<BTreeMa
 
 #[tokio::test(flavor = "multi_thread")]
 async fn saved_files_are_restored_on_next_machine() -> Result<()> {
-    let store = store()?;
+    let store = start_store()?;
     let platform = FilesPlatform::start().await?;
     let first = Host::new(&store, &platform, 1)?;
     fill(&first)?;
@@ -93,7 +93,7 @@ async fn saved_files_are_restored_on_next_machine() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn restore_survives_a_kill_at_every_fail_point() -> Result<()> {
-    let store = store()?;
+    let store = start_store()?;
     let platform = FilesPlatform::start().await?;
     let expected = save_once(&store, &platform).await?;
     for point in gate::FAILPOINTS {
@@ -123,7 +123,7 @@ async fn restore_survives_a_kill_at_every_fail_point() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn service_survives_a_kill_at_every_fail_point() -> Result<()> {
     for point in service::FAILPOINTS {
-        let store = store()?;
+        let store = start_store()?;
         let platform = FilesPlatform::start().await?;
         let first = Host::new(&store, &platform, 1)?;
         fill(&first)?;
@@ -142,7 +142,7 @@ async fn service_survives_a_kill_at_every_fail_point() -> Result<()> {
 /// The machine serves without the files, and its own, nearly empty home never becomes the latest snapshot.
 #[tokio::test(flavor = "multi_thread")]
 async fn damaged_snapshot_is_not_replaced_by_empty_home() -> Result<()> {
-    let store = store()?;
+    let store = start_store()?;
     let platform = FilesPlatform::start().await?;
     let expected = save_once(&store, &platform).await?;
     let bucket = bucket(&store)?;
@@ -180,7 +180,7 @@ async fn damaged_snapshot_is_not_replaced_by_empty_home() -> Result<()> {
 /// Without the watcher, a requested save reads everything.
 #[tokio::test(flavor = "multi_thread")]
 async fn requested_save_needs_no_watcher() -> Result<()> {
-    let store = store()?;
+    let store = start_store()?;
     let platform = FilesPlatform::start().await?;
     let first = Host::new(&store, &platform, 1)?;
     fill(&first)?;
@@ -200,7 +200,7 @@ async fn requested_save_needs_no_watcher() -> Result<()> {
 /// Changes made during an outage of the store are saved afterwards; they do not accumulate on the disk meanwhile.
 #[tokio::test(flavor = "multi_thread")]
 async fn changes_during_store_outage_are_saved_later() -> Result<()> {
-    let store = store()?;
+    let store = start_store()?;
     let platform = FilesPlatform::start().await?;
     let first = Host::new(&store, &platform, 1)?;
     fill(&first)?;
@@ -238,7 +238,7 @@ async fn changes_during_store_outage_are_saved_later() -> Result<()> {
 /// While the disk with the service's state is full, changes are still saved, and unchanged files are not read.
 #[tokio::test(flavor = "multi_thread")]
 async fn full_disk_does_not_stop_saves() -> Result<()> {
-    let store = store()?;
+    let store = start_store()?;
     let platform = FilesPlatform::start().await?;
     let first = Host::new(&store, &platform, 1)?;
     fill(&first)?;

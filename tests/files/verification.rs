@@ -9,7 +9,7 @@ use kit::s3::S3Server;
 use serde_json::Value;
 
 use super::machine::{FilesPlatform, Host};
-use crate::vault::machine::{BUCKET, bucket, slot, store};
+use crate::vault::machine::{BUCKET, bucket, slot, start_store};
 
 fn read_checks(host: &Host) -> Result<Value> {
     Ok(serde_json::from_str(&fs::read_to_string(host.machine.path("var/lib/svc/files/checks.json"))?)?)
@@ -26,7 +26,7 @@ fn create_host(store: &S3Server, platform: &FilesPlatform) -> Result<Host> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn damage_is_located_and_repaired() -> Result<()> {
-    let store = store()?;
+    let store = start_store()?;
     let platform = FilesPlatform::start().await?;
     let host = create_host(&store, &platform)?;
     let content: String = (0..60_000_u32).map(|n| n.wrapping_mul(2_654_435_761).to_string()).collect();
@@ -77,7 +77,7 @@ async fn damage_is_located_and_repaired() -> Result<()> {
 /// The machine caches index files and snapshots; the cached copies must not hide that the store's copies are damaged.
 #[tokio::test(flavor = "multi_thread")]
 async fn damaged_index_is_found_despite_the_cache() -> Result<()> {
-    let store = store()?;
+    let store = start_store()?;
     let platform = FilesPlatform::start().await?;
     let host = create_host(&store, &platform)?;
     host.write("home/projects/plan.md", "version 1")?;
@@ -104,7 +104,7 @@ async fn damaged_index_is_found_despite_the_cache() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn drill_waits_until_the_disk_has_space() -> Result<()> {
-    let store = store()?;
+    let store = start_store()?;
     let platform = FilesPlatform::start().await?;
     let host = create_host(&store, &platform)?;
     host.write("home/projects/empty", "")?;

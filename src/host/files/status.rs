@@ -138,7 +138,7 @@ mod tests {
     #[test]
     fn invalid_file_is_read_as_nothing_saved() {
         let dir = tempfile::tempdir().unwrap();
-        let layout = Layout::below(dir.path());
+        let layout = Layout::new(dir.path());
         assert_eq!(FilesStatus::read(&layout).unwrap(), None);
         let mut status = FilesStatus { saved_until: Some(Timestamp::UNIX_EPOCH), ..FilesStatus::default() };
         status.write(&layout).unwrap();

@@ -346,7 +346,7 @@ pub async fn is_holder_per_store(platform: &Platform, machine: &MachineRow) -> R
     let own = claim.named_holder().filter(|claimed| claimed.machine == machine.id);
     match (claim, own) {
         (FenceClaim::Unverified(_), Some(claimed)) => {
-            raise_unverified_alarm(platform, machine, claimed).await
+            raise_unverified_alarm(platform, machine, claimed).await;
         }
         (_, Some(holder)) => raise_alarm(platform, machine, holder).await,
         (_, None) => {}
