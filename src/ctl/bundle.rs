@@ -437,15 +437,11 @@ mod tests {
         }
     }
 
-    fn host_keys(public_keys: &str) -> HostKeys {
-        HostKeys { keys: Some(public_keys.parse().unwrap()), ..HostKeys::default() }
-    }
-
     #[tokio::test]
     async fn publish_adds_and_renews_the_signed_manifest() {
         let (bucket, version): (_, ImageVersion) = (bucket(), "1.0".parse().unwrap());
         let dir = build(b"one");
-        let keys = host_keys(&key().public_key_base64());
+        let keys = HostKeys::with_keys(&key().public_key_base64());
         let publish = async || publish_with_keys(&bucket, dir.path(), &version, &keys).await;
         let read_expiry = async || {
             let signed = bundle::read_signed_manifest(&bucket, &version).await.unwrap().unwrap();
@@ -489,7 +485,7 @@ mod tests {
     async fn updates_depend_on_the_stored_manifest() {
         let (bucket, version): (_, ImageVersion) = (bucket(), "1.0".parse().unwrap());
         let dir = build(b"one");
-        let keys = host_keys(&key().public_key_base64());
+        let keys = HostKeys::with_keys(&key().public_key_base64());
         write_manifest(&dir, b"one", "2125-01-01T00:00:00.000Z", Some(&key()));
         publish_with_keys(&bucket, dir.path(), &version, &keys).await.unwrap();
         // The same archive is published again from a build without a manifest.
@@ -497,7 +493,7 @@ mod tests {
         let again = publish_with_keys(&bucket, bare.path(), &version, &keys).await.unwrap();
         assert_eq!(again.outcome, PublishOutcome::AlreadyPublished);
         assert_eq!(again.updates, UpdateSupport::Possible);
-        let other_keys = host_keys("AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=");
+        let other_keys = HostKeys::with_keys("AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=");
         let untrusted = publish_with_keys(&bucket, bare.path(), &version, &other_keys).await.unwrap();
         assert!(untrusted.to_string().contains("not signed by a key that is trusted"), "{untrusted}");
     }

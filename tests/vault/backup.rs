@@ -34,7 +34,7 @@ async fn assert_pointer_valid(store: &S3Server) -> Result<()> {
         Ok(_) | Err(snapshot::SnapshotUnusable::Absent) => Ok(()),
         // After an interrupted first backup, the slot does not count as empty.
         Err(snapshot::SnapshotUnusable::Damaged { why, .. })
-            if !has_pointer && why.contains("although snapshots") =>
+            if !has_pointer && why.contains("even though snapshots") =>
         {
             Ok(())
         }

@@ -41,7 +41,7 @@ async fn restore_streams_dump_that_does_not_fit_on_disk() -> Result<()> {
     let broken =
         store.add_fault(Rule::new(Fault::TruncateBody(300_000)).method("GET").key_ending(".dump").times(2));
     let result = new.run(&["svc-restore"])?.expect(0);
-    assert!(result.stderr.contains("it is streamed from the object store"), "{}", result.stderr);
+    assert!(result.stderr.contains("streaming it from the object store"), "{}", result.stderr);
     assert_eq!(broken.hits(), 2);
     assert!(new.has_marker() && is_restored(&new).await?);
     assert_eq!(count_dumps(&new), 0);

@@ -15,6 +15,11 @@ pub struct HostKeys {
 }
 
 impl HostKeys {
+    #[cfg(test)]
+    pub fn with_keys(keys: &str) -> Self {
+        Self { keys: Some(keys.parse().unwrap()), sequence: 0 }
+    }
+
     /// # Errors
     /// If a variable is invalid.
     pub fn from_process() -> Result<Self, ConfigError> {

@@ -9,7 +9,7 @@ use super::*;
 /// accounts is always 1000.
 const WRITER: &str = r#"
 import sqlite3, sys, time
-path, mode, pause = sys.argv[1], sys.argv[2], float(sys.argv[3])
+path, mode, pause, filler_mib = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
 reopens = mode == "wal-reopened"
 mode = mode.split("-")[0]
 db = sqlite3.connect(path, isolation_level=None)
@@ -21,6 +21,9 @@ db.execute("CREATE TABLE a (id INTEGER PRIMARY KEY, amount INTEGER, filler BLOB)
 db.execute("CREATE TABLE b (id INTEGER PRIMARY KEY, amount INTEGER, filler BLOB)")
 db.execute("INSERT INTO a VALUES (1, 600, zeroblob(3000))")
 db.execute("INSERT INTO b VALUES (1, 400, zeroblob(3000))")
+db.execute("CREATE TABLE filler (content BLOB)")
+for _ in range(filler_mib):
+    db.execute("INSERT INTO filler VALUES (randomblob(1048576))")
 print("ready", flush=True)
 n = 0
 while True:
@@ -55,11 +58,11 @@ print(db.execute("SELECT (SELECT sum(amount) FROM a) + (SELECT sum(amount) FROM 
 struct Writer(Child);
 
 impl Writer {
-    fn start(path: &Path, mode: &str, pause: &str) -> Self {
+    fn start(path: &Path, mode: &str, pause: &str, filler_mib: u32) -> Self {
         let mut child = Command::new("python3")
             .args(["-c", WRITER])
             .arg(path)
-            .args([mode, pause])
+            .args([mode, pause, &filler_mib.to_string()])
             .stdout(Stdio::piped())
             .stderr(Stdio::inherit())
             .spawn()
@@ -88,12 +91,12 @@ fn check(path: &Path) -> String {
 }
 
 /// Saves a database six times while a program writes it, and checks every state that was saved as consistent. `pause`
-/// is the time between two commits, in seconds.
-async fn assert_saved_states_open(mode: &str, pause: &str) {
+/// is the time between two commits, in seconds. The database has at least `filler_mib` MiB.
+async fn assert_saved_states_open(mode: &str, pause: &str, filler_mib: u32) {
     let mut fixture = Fixture::new().await;
     fixture.write("app/other", "x");
     let path = fixture.home().join("app/data.db");
-    let mut writer = Writer::start(&path, mode, pause);
+    let mut writer = Writer::start(&path, mode, pause, filler_mib);
     let mut checked = 0;
     for save in 0..6 {
         // Without a parent, everything is read again.
@@ -115,18 +118,18 @@ async fn assert_saved_states_open(mode: &str, pause: &str) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn wal_database_is_saved_in_the_state_after_a_commit() {
-    assert_saved_states_open("wal", "0").await;
+    assert_saved_states_open("wal", "0", 0).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn reopened_database_is_saved_consistently() {
-    assert_saved_states_open("wal-reopened", "0.02").await;
+    assert_saved_states_open("wal-reopened", "0.02", 0).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn journal_database_is_saved_in_the_state_after_a_commit() {
     for mode in ["delete", "persist", "truncate"] {
-        assert_saved_states_open(mode, "0.02").await;
+        assert_saved_states_open(mode, "0.02", 0).await;
     }
 }
 
@@ -134,6 +137,13 @@ async fn journal_database_is_saved_in_the_state_after_a_commit() {
 #[tokio::test(flavor = "multi_thread")]
 async fn busy_database_is_read_under_a_lock() {
     for mode in ["delete", "persist"] {
-        assert_saved_states_open(mode, "0").await;
+        assert_saved_states_open(mode, "0", 0).await;
     }
+}
+
+/// The database is larger than those that are locked in any case, but is read in time once its chunks are known.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "long: a database of 400 MiB"]
+async fn large_busy_database_is_read_under_a_lock() {
+    assert_saved_states_open("delete", "0", 400).await;
 }

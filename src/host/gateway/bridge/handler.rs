@@ -160,12 +160,13 @@ pub(super) fn default_app(principal: &Principal) -> Result<Option<&str>, Problem
 
 /// Returns the schema of `app` or, by default, those of all apps that the principal may use.
 fn schemas_response(bridge: &Bridge, principal: &Principal, app: Option<&str>) -> Result<Response, Problem> {
-    let data = match app {
-        Some(slug) => {
+    let data = match (app, principal) {
+        (Some(slug), _) => {
             require_access(principal, slug)?;
             vec![schemas::schema_json(&*bridge.find_app(slug)?)]
         }
-        None => {
+        (None, Principal::App { slug }) => vec![schemas::schema_json(&*bridge.find_app(slug)?)],
+        (None, _) => {
             let registered = bridge.apps.snapshot();
             if !registered.is_loaded {
                 return Err(refusal::database_unavailable());
