@@ -31,7 +31,7 @@ pub use owned::OwnedChild;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AtExit {
     Kill,
-    /// The whole process group that the child leads.
+    /// Kills the whole process group that the child leads.
     KillGroup,
     /// For PostgreSQL: an immediate shutdown, which also releases its shared memory. `SIGKILL` follows after three
     /// seconds.

@@ -121,7 +121,7 @@ pub fn build_minimal(svc: &Path, image_version: &str, out: &Path) -> Result<Bund
     build(&Options::new(svc, image_version, out)?)
 }
 
-/// Builds a bundle in `options.out`: the archive, `.sha256`, `.json`, and `.json.sig` if there are keys.
+/// Builds a bundle in `options.out`: the archive, `.sha256`, `.json`, and `.json.sig` if there are signing keys.
 pub fn build(options: &Options) -> Result<Bundle> {
     let keys: Vec<_> = options.signing_keys.iter().map(|key| SigningKey::read(key)).collect::<Result<_>>()?;
     if let Some(set) = &options.trusted_keys {
