@@ -29,7 +29,7 @@ pub async fn process_server() -> Result<&'static PgServer> {
 /// Returns the server on which [`test_database_from`] creates databases.
 ///
 /// # Errors
-/// Fails if it cannot be started.
+/// Fails if it cannot be started, or if the variable that names the run's server is malformed.
 pub async fn prepared_server() -> Result<PgConnectionInfo> {
     match run_server::connection_info()? {
         Some(connection_info) => Ok(connection_info),

@@ -96,16 +96,16 @@ async fn open_reuses_data_with_port_and_password() -> Result<()> {
     let (binaries, port, password) = (first.binaries().clone(), first.port(), first.password().to_owned());
     drop(first);
 
-    let again = PgServer::open(&binaries, &data_dir, port, &password).await?;
-    assert_eq!(count(&again, "svc").await?, 0);
-    drop(again);
+    let reopened = PgServer::open(&binaries, &data_dir, port, &password).await?;
+    assert_eq!(count(&reopened, "svc").await?, 0);
+    drop(reopened);
     assert!(data_dir.join("PG_VERSION").exists(), "the persistent data directory was deleted");
     assert!(PgServer::open(&binaries, dir.path(), port, &password).await.is_err(), "not a cluster");
     Ok(())
 }
 
 #[tokio::test]
-async fn drop_removes_process_and_files() -> Result<()> {
+async fn drop_stops_server_and_removes_files() -> Result<()> {
     let server = start_server(PgOptions::default()).await?;
     let (port, dir) = (server.port(), server.socket_dir().to_owned());
     drop(server);
