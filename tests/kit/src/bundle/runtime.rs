@@ -294,20 +294,20 @@ fn prune(dir: &Path) -> Result<()> {
 
 /// Replaces additional hard links to a file with symbolic links, because an archive would contain another copy for
 /// each. Install scripts create hard links to files that are hundreds of megabytes in size.
-fn link_duplicates(root: &Path, dir: &Path, first: &mut HashMap<u64, PathBuf>) -> Result<()> {
+fn link_duplicates(root: &Path, dir: &Path, first_paths: &mut HashMap<u64, PathBuf>) -> Result<()> {
     let mut entries = fs::read_dir(dir)?.collect::<std::io::Result<Vec<_>>>()?;
     entries.sort_by_key(fs::DirEntry::file_name);
     for entry in entries {
         let (path, metadata) = (entry.path(), entry.metadata()?);
         if metadata.is_dir() {
-            link_duplicates(root, &path, first)?;
+            link_duplicates(root, &path, first_paths)?;
         } else if metadata.is_file() && metadata.nlink() > 1 {
-            match first.entry(metadata.ino()) {
+            match first_paths.entry(metadata.ino()) {
                 Entry::Vacant(vacant) => drop(vacant.insert(path)),
-                Entry::Occupied(earlier) => {
+                Entry::Occupied(first_path) => {
                     let up = "../".repeat(dir.strip_prefix(root)?.components().count());
                     fs::remove_file(&path)?;
-                    symlink(Path::new(&up).join(earlier.get().strip_prefix(root)?), &path)?;
+                    symlink(Path::new(&up).join(first_path.get().strip_prefix(root)?), &path)?;
                 }
             }
         }

@@ -73,8 +73,8 @@ where
 }
 
 async fn create_from(server: &PgConnectionInfo, template: &str) -> Result<TestDatabase> {
-    let dropped = std::mem::take(&mut *PENDING_DROPS.lock().unwrap_or_else(PoisonError::into_inner));
-    for (server, name) in dropped {
+    let pending_drops = std::mem::take(&mut *PENDING_DROPS.lock().unwrap_or_else(PoisonError::into_inner));
+    for (server, name) in pending_drops {
         server.drop_database(&name).await?;
     }
     let name = generate_name();

@@ -193,9 +193,9 @@ async fn run_server_prepares_once_and_drops_stale_databases() -> Result<()> {
         run_server::prepare_template(&server, "key", prepare)
     )?;
     assert_eq!(template, second_template);
-    let mut ended = std::process::Command::new("true").spawn()?;
-    let names = [format!("test_{}_0", ended.id()), format!("test_{}_0", std::process::id())];
-    ended.wait()?;
+    let mut ended_process = std::process::Command::new("true").spawn()?;
+    let names = [format!("test_{}_0", ended_process.id()), format!("test_{}_0", std::process::id())];
+    ended_process.wait()?;
     for name in &names {
         server.create_database_from_template(&template, name).await?;
         server.connect(name).await?.batch_execute("INSERT INTO items VALUES (1)").await?;
