@@ -185,6 +185,9 @@ impl S3Server {
     }
 
     /// Creates a bucket; does nothing if it exists.
+    ///
+    /// # Panics
+    /// Panics if [`Self::try_create_bucket`] fails.
     pub fn create_bucket(&self, name: &str) {
         self.try_create_bucket(name).expect("cannot create the bucket");
     }
@@ -192,7 +195,7 @@ impl S3Server {
     /// Like [`Self::create_bucket`].
     ///
     /// # Errors
-    /// Fails if a third-party server's bucket does not accept objects within the timeout.
+    /// Fails if a third-party server does not create the bucket or does not accept objects within the timeout.
     pub fn try_create_bucket(&self, name: &str) -> Result<()> {
         match &self.upstream {
             None => {
