@@ -134,9 +134,12 @@ fn dev_runs_printed_commands_and_cleans_up() {
     let lines_with_prefix = |prefix: &str| -> Vec<&str> {
         output.lines().map(str::trim).filter(|line| line.starts_with(prefix)).collect()
     };
-    let operator =
-        [lines_with_prefix(". ")[0], lines_with_prefix("svcctl list")[0], lines_with_prefix("svcctl status")[0]]
-            .join("\n");
+    let operator = [
+        lines_with_prefix(". ")[0],
+        lines_with_prefix("svcctl list")[0],
+        lines_with_prefix("svcctl status")[0],
+    ]
+    .join("\n");
     let output = stdout(&run_in_shell(&operator));
     assert!(output.contains("running") && output.contains("ada"), "{output}");
     let owner = [&[lines_with_prefix("TOKEN=")[0]][..], &lines_with_prefix("curl")].concat().join("\necho\n");
