@@ -8,8 +8,8 @@ use super::bridge::TestApp;
 
 const CANARY: &str = "s3cret-canary";
 
-/// Returns an app that rejects inserts with a five-letter title, with this title as SQLSTATE and with messages that
-/// contain the value of `meta`.
+/// Returns an app whose database rejects inserts with a five-character title. The title is the error's SQLSTATE, and its
+/// messages contain the value of `meta`.
 async fn app_with_failing_inserts() -> Result<TestApp> {
     let app = TestApp::with_env(&[("RUST_LOG", "debug")]).await?;
     let admin = app.database.connect().await?;
@@ -92,7 +92,7 @@ async fn real_database_errors_quote_no_value() -> Result<()> {
     let title = format!("{CANARY}-title");
     let row = app.insert(json!({ "title": title, "size": 1 })).await?;
     let rejected = app.insert(json!({ "title": "other", "size": 2 })).await;
-    assert!(rejected.is_err(), "this test's trigger rejects five-letter titles");
+    assert!(rejected.is_err(), "the trigger rejects five-character titles");
     let second_row = app.insert(json!({ "title": "another", "size": 2 })).await?;
     let long = format!("{CANARY}{}", "x".repeat(60));
     let overflow = format!("1{}e140000", "0".repeat(3));
