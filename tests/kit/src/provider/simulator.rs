@@ -194,7 +194,7 @@ impl Simulator {
         self.cloud.guests.machine(name)
     }
 
-    /// Waits until the server has this power state.
+    /// Waits at most 30 s until the server has this power state.
     pub async fn wait_for_power(&self, name: &str, power: Power) -> Result<ServerView> {
         for _ in 0..1500 {
             if let Some(server) = self.server_by_name(name).filter(|server| server.status == power) {
@@ -225,7 +225,8 @@ impl Simulator {
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 
-    /// Waits until the host's init has finished: the gateway is ready, and the machine is registered.
+    /// Waits until the host's init has finished: the gateway is ready, and the machine is registered. Fails if the boot
+    /// fails, the host is off, or the timeout expires.
     pub async fn wait_until_booted(&self, name: &str, timeout: Duration) -> Result<()> {
         self.cloud.guests.hosts()?.machine(name)?.wait_until_booted(timeout).await
     }

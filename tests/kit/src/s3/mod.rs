@@ -225,7 +225,7 @@ impl S3Server {
         objects.map(info).collect()
     }
 
-    /// Returns an object's content.
+    /// Returns an object's content, or `None` if it cannot be read.
     pub fn read(&self, bucket: &str, key: &str) -> Option<Vec<u8>> {
         if let Some(upstream) = &self.upstream {
             return upstream.read(bucket, key);
@@ -236,6 +236,9 @@ impl S3Server {
 
     /// Writes an object unconditionally, and creates the bucket if necessary. With a third-party server, the bucket
     /// must exist.
+    ///
+    /// # Panics
+    /// Panics if a third-party server does not accept the object.
     pub fn write(&self, bucket: &str, key: &str, content: impl Into<Bytes>) {
         let content = content.into();
         if let Some(upstream) = &self.upstream {
@@ -260,6 +263,9 @@ impl S3Server {
     }
 
     /// Keys of multipart uploads that were neither completed nor aborted.
+    ///
+    /// # Panics
+    /// Panics if a third-party server cannot list the uploads.
     pub fn uploads(&self, bucket: &str) -> Vec<String> {
         if let Some(upstream) = &self.upstream {
             return upstream.uploads(bucket).expect("cannot list the uploads of the third-party store");

@@ -231,7 +231,7 @@ impl Machine {
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// Saves the journal next to the machine's other logs; returns its path.
+    /// Saves the journal in [`Self::dir`]; returns the file's path.
     pub async fn save_journal(&self) -> Result<PathBuf> {
         let output = self.run("journalctl --no-pager -o short-iso-precise", Duration::from_secs(120)).await?;
         let path = self.dir.join("journal.txt");
