@@ -89,8 +89,8 @@ fn find_secret_patterns(text: &str) -> Vec<(&'static str, usize, usize)> {
             }
         }
     }
-    found.extend(text.find("PRIVATE KEY-----").map(|offset| ("a private key", offset, 16)));
-    found.extend(text.find("SCRAM-SHA-256$").map(|offset| ("a password verifier", offset, 100)));
+    found.extend(text.find("PRIVATE KEY-----").map(|offset| ("a private key", offset, text.len() - offset)));
+    found.extend(text.find("SCRAM-SHA-256$").map(|offset| ("a password verifier", offset, 140)));
     for (offset, scheme) in text.match_indices("postgres://") {
         let rest = &text[offset + scheme.len()..];
         let authority = rest.split(['/', ' ', '"', '\n']).next().unwrap_or_default();

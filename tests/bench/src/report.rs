@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn json_has_documented_fields() {
+    fn json_has_every_field_of_a_row() {
         let json = report().json();
         assert_eq!(json["area"], "test");
         let first = &json["rows"][0];
