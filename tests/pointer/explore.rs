@@ -94,7 +94,7 @@ struct ScenarioRun {
 struct RunResult {
     violations: Vec<Violation>,
     writes: u32,
-    /// Failed calls and crashed writers.
+    /// The number of faulty calls and crashes.
     faults: u32,
     log: Vec<String>,
 }
