@@ -49,17 +49,17 @@ pub fn check_always(
         if machine.is_active() {
             *active.entry(machine.prefix()).or_default() += 1;
         }
-        let running = machine.is_running();
-        require(!running || registrations.contains(&machine.machine_id), Violation::RunningUnregistered);
+        let is_running = machine.is_running();
+        require(!is_running || registrations.contains(&machine.machine_id), Violation::RunningUnregistered);
         let needs_operation = machine.is_booting() || (machine.is_active() && machine.status == "resizing");
         require(
             !needs_operation || database_state.has_running_operation(&machine.machine_id),
             Violation::MissingOperation,
         );
-        let ended = caller_view.ended.contains(&machine.machine_id)
+        let is_ended = caller_view.ended.contains(&machine.machine_id)
             && !observations.is_reinstated(machine, database_state);
         require(
-            observations.has_stayed_ended(machine, database_state) && !(ended && machine.is_active()),
+            observations.has_stayed_ended(machine, database_state) && !(is_ended && machine.is_active()),
             Violation::BecameActiveAgain,
         );
     }
@@ -194,8 +194,8 @@ pub fn has_leftovers(database_state: &DatabaseState, live: &[String], ledger: &L
 
 /// Returns whether the audit log has a row for each change, and none for a replayed response.
 fn is_audit_complete(database_state: &DatabaseState, audit: &[AuditRow], ledger: &Ledger) -> bool {
-    let rows = |actions: &[&str], of: &dyn Fn(&AuditRow) -> bool| {
-        audit.iter().filter(|row| actions.contains(&row.action.as_str()) && of(row)).count()
+    let rows = |actions: &[&str], matches: &dyn Fn(&AuditRow) -> bool| {
+        audit.iter().filter(|row| actions.contains(&row.action.as_str()) && matches(row)).count()
     };
     let machines = database_state.machines.iter().all(|machine| {
         let id = &machine.machine_id;

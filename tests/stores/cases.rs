@@ -299,7 +299,7 @@ pub async fn session_reaches_only_its_slot(fixture: &StoreFixture) -> Result<Sup
     ensure!(host.get(&own.pointer(), 10).await?.is_some(), "the session cannot read its own object");
     match host.put(&other.pointer(), &b"{}"[..]).await {
         Err(StoreError::Denied { .. }) => {}
-        Ok(()) => return Ok(Support::No("it wrote an object in another slot".to_owned())),
+        Ok(()) => return Ok(Support::No("the session wrote an object in another slot".to_owned())),
         Err(error) => return Err(error.into()),
     }
     fixture.bucket.put(&other.pointer(), &b"{}"[..]).await?;
