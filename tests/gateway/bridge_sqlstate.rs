@@ -35,9 +35,13 @@ async fn every_sqlstate_maps_to_status_without_its_message() -> Result<()> {
     let cases = [
         ("23505", 409, "conflict", Some(false), false),
         ("23503", 409, "conflict", Some(false), false),
+        ("23001", 409, "conflict", Some(false), false),
         ("23P01", 409, "conflict", Some(false), false),
         ("40001", 409, "conflict", Some(true), true),
         ("40P01", 409, "conflict", Some(true), true),
+        ("55P03", 409, "conflict", Some(true), true),
+        ("42P10", 400, "invalid_request", None, false),
+        ("21000", 400, "invalid_request", None, false),
         ("23502", 400, "invalid_request", None, false),
         ("23514", 400, "invalid_request", None, false),
         ("22001", 400, "invalid_request", None, false),
