@@ -8,8 +8,8 @@ use super::bridge::TestApp;
 
 const CANARY: &str = "s3cret-canary";
 
-/// Returns an app whose database rejects inserts with a five-character title. The title is the error's SQLSTATE, and its
-/// messages contain the value of `meta`.
+/// Returns an app whose database rejects inserts with a five-character title. The title is the error's SQLSTATE, and
+/// its messages contain the value of `meta`.
 async fn app_with_failing_inserts() -> Result<TestApp> {
     let app = TestApp::with_env(&[("RUST_LOG", "debug")]).await?;
     let admin = app.database.connect().await?;

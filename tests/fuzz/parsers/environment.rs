@@ -81,8 +81,8 @@ pub fn boot_env() -> Target {
     }
 }
 
-/// Generates a document with the variables of three env files that `platform/userdata.rs` writes (host, store and boot),
-/// and the `DATABASE_URL` that the updater adds to the host's.
+/// Generates a document with the variables of three env files that `platform/userdata.rs` writes (host, store and
+/// boot), and the `DATABASE_URL` that the updater adds to the host's.
 fn boot_envs() -> impl Strategy<Value = Vec<u8>> {
     let user = "[A-Za-z0-9][A-Za-z0-9._|:@+-]{0,30}";
     let (slot, handle, version) = ("[a-z][a-z0-9-]{0,31}", "[a-z][a-z0-9-]{1,38}", "[0-9]{1,4}\\.[0-9]{1,3}");
