@@ -22,8 +22,8 @@ pub fn target() -> Target {
     Target { name: "tar-entries", valid, check_any, check_valid, cases: 2000 }
 }
 
-/// Reads an archive; returns the path and size of each entry, or `None` if the archive was rejected. The error names the
-/// violated rule.
+/// Reads an archive; returns the path and size of each entry, or `None` if the archive was rejected. The error names
+/// the violated rule.
 fn read_entries(bytes: &[u8], limits: TarLimits) -> Result<Option<Vec<(String, u64)>>, String> {
     let mut archive = tar::Archive::new(bytes);
     let Ok(mut entries) = TarReader::new(&mut archive, limits) else { return Ok(None) };
