@@ -31,11 +31,11 @@ async fn fetch_operation(stack: &Stack, process: &Process, recovery: &Value) -> 
 }
 
 async fn wait_for_question(stack: &Stack, process: &Process, recovery: &Value) -> Value {
-    let waits = || async {
+    let is_waiting = || async {
         let found = fetch_operation(stack, process, recovery).await;
         (found["state"] == "waiting").then_some(found)
     };
-    stack.eventually("the operation is waiting", waits).await
+    stack.eventually("the operation is waiting", is_waiting).await
 }
 
 async fn wait_for_call(stack: &Stack, host: &FakeHost, method: &str, path: &str) {
