@@ -237,7 +237,7 @@ fn held_back_report(overrides: &Value) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn held_snapshot_waits_and_counts_after_acceptance() {
+async fn held_back_snapshot_waits_and_counts_after_acceptance() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
     let old = start_host(&stack, &process).await;
@@ -288,7 +288,7 @@ async fn held_snapshot_waits_and_counts_after_acceptance() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn older_host_with_a_held_snapshot_gets_no_retries() {
+async fn older_host_with_a_held_back_snapshot_gets_no_retries() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
     let old = start_host(&stack, &process).await;

@@ -123,7 +123,7 @@ async fn resize_fails_when_the_provider_never_completes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn server_that_stays_off_fails_until_a_healthy_heartbeat() {
+async fn machine_with_its_server_off_fails_until_a_healthy_heartbeat() {
     let (stack, process, guest) = start_with_settings(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
     stack.provider.add_fault(FaultRule::times(1000, "POST", "poweron", refusal(503)));
     let ended = resize_until_ended(&stack, &process, &guest).await;
@@ -174,7 +174,7 @@ async fn resize_fails_without_a_later_heartbeat() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn server_that_vanishes_during_a_resize_fails_as_gone() {
+async fn machine_fails_if_its_server_vanishes_during_a_resize() {
     let (stack, process, guest) = start_with_machine().await;
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     let response = resize(&stack, &process, &guest.machine, "cpx32").await;
