@@ -166,7 +166,7 @@ async fn send_for_refusal(request: reqwest::RequestBuilder) -> Result<Option<Str
     Ok((status.is_client_error() || status.is_server_error()).then(|| format!("{status} {head} {body}")))
 }
 
-/// Registers every secret in the stack and on its hosts' disks, and returns the databases by name.
+/// Registers every secret in the stack and on its hosts' disks, and returns the URLs of the running databases by name.
 fn register_secrets_of_stack(stack: &Stack, detector: &mut Detector) -> Result<BTreeMap<String, String>> {
     detector.register("ADMIN_TOKEN", ADMIN);
     detector.register("PLATFORM_SECRET", &stack.secret);

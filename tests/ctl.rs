@@ -199,8 +199,8 @@ async fn wait_shows_each_step_once_and_ends_with_the_record() {
     assert!(output.status.success(), "{text}");
     assert_eq!(text.matches("  fence  done").count(), 1, "{text}");
     assert_eq!(text.matches("  create_server  done").count(), 1, "{text}");
-    let shown: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(shown["status"], "running");
+    let printed_record: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(printed_record["status"], "running");
 }
 
 #[tokio::test]
@@ -491,7 +491,7 @@ async fn secret_is_read_from_a_file() {
 }
 
 #[tokio::test]
-async fn unreachable_platform_is_unavailable() {
+async fn unreachable_platform_is_reported_with_its_url() {
     let port = kit::net::free_port().unwrap();
     let base = format!("http://127.0.0.1:{port}");
     let output = svcctl(&["list"], &[("PLATFORM_PUBLIC_URL", &base), ("PLATFORM_SECRET", SECRET)]).await;

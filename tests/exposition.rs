@@ -1,5 +1,6 @@
-//! A parser for the Prometheus text format 0.0.4 that rejects what a scraper would reject: malformed lines, undeclared
-//! or duplicate series, duplicate labels, and inconsistent histograms. It does not support escapes in label values.
+//! A strict parser for the Prometheus text format 0.0.4. It rejects malformed lines, undeclared or duplicate series,
+//! duplicate labels, inconsistent histograms, and also what a scraper would accept: unknown comments, metrics without
+//! help, and counters whose names do not end with `_total`. It does not support escapes in label values.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -21,9 +22,12 @@ impl Exposition {
         self.samples.get(series).copied()
     }
 
+    /// Parses a scrape.
+    ///
     /// # Errors
     ///
-    /// Returns an error that names the malformed line, or the inconsistent histogram.
+    /// Fails if the last line has no newline. Otherwise, the error names the malformed line or the inconsistent
+    /// histogram.
     pub fn parse(text: &str) -> Result<Self> {
         let mut exposition = Self::default();
         ensure!(text.ends_with('\n'), "the last line has no newline");
@@ -64,8 +68,8 @@ impl Exposition {
     }
 
     fn find_family(&self, name: &str) -> Option<String> {
-        let parts = ["", "_bucket", "_sum", "_count"];
-        let families = parts.iter().filter_map(|part| name.strip_suffix(part));
+        let suffixes = ["", "_bucket", "_sum", "_count"];
+        let families = suffixes.iter().filter_map(|suffix| name.strip_suffix(suffix));
         let mut declared = families.filter(|family| {
             let kind = self.kinds.get(*family).map(String::as_str);
             kind.is_some_and(|kind| (kind == "histogram") == (name != *family))
@@ -73,7 +77,7 @@ impl Exposition {
         declared.next().map(str::to_owned)
     }
 
-    /// Checks that buckets are cumulative, and that the last one equals the count.
+    /// Checks that buckets are cumulative, and that the last one is `+Inf` and equals the count.
     fn check_histograms(&self) -> Result<()> {
         let mut buckets: BTreeMap<String, Vec<(f64, f64)>> = BTreeMap::new();
         for (series, value) in self.samples.iter().filter(|(series, _)| series.contains("_bucket{")) {

@@ -278,8 +278,8 @@ async fn user_data_boots_a_machine_to_its_target() {
     let host = fs::read_to_string(opt.join("env/host.env")).unwrap();
     assert!(host.contains(&format!(":{password}@127.0.0.1:5432/svc")) && !calls.contains(password));
     let line_of = |call: &str| {
-        let place = calls.lines().position(|line| line.contains(call));
-        place.unwrap_or_else(|| panic!("no {call} in {calls}"))
+        let index = calls.lines().position(|line| line.contains(call));
+        index.unwrap_or_else(|| panic!("no {call} in {calls}"))
     };
     let (firewall, download) = (line_of("nft list table inet svc"), line_of("--output bundle.tar.gz"));
     assert!(firewall < download, "the firewall is active before any download: {calls}");
@@ -311,11 +311,11 @@ async fn token_is_sent_to_public_address() {
 /// again.
 #[tokio::test]
 async fn partial_download_with_different_content_is_discarded() {
-    for beginning in [10, bundle().archive.len() + 10] {
+    for partial_bytes in [10, bundle().archive.len() + 10] {
         let machine = Machine::new(BundleResponse::Whole).await;
         let bootstrap = machine.dir.path().join("opt/svc/bootstrap");
         fs::create_dir_all(&bootstrap).unwrap();
-        fs::write(bootstrap.join("bundle.tar.gz"), vec![b'x'; beginning]).unwrap();
+        fs::write(bootstrap.join("bundle.tar.gz"), vec![b'x'; partial_bytes]).unwrap();
         assert_eq!(machine.boot().await, 0, "{}", machine.calls());
     }
 }
@@ -404,7 +404,7 @@ async fn failure_that_cannot_be_reported_exits_with_75() {
 
 /// Power is cut when the script reaches each of these programs in turn; the next boot completes.
 #[tokio::test]
-async fn power_cut_at_any_step_is_recovered_by_next_boot() {
+async fn next_boot_recovers_from_power_cut_at_any_step() {
     for cut in [
         "nft list",
         "curl --config - --silent --show-error --connect-timeout 10 --fail",

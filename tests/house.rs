@@ -19,8 +19,8 @@ mod specification;
 
 use files::{ProjectFile, files, format_violation, root};
 
-fn assert_none(broken: &[String]) {
-    assert!(broken.is_empty(), "\n{}\n", broken.join("\n"));
+fn assert_none(violations: &[String]) {
+    assert!(violations.is_empty(), "\n{}\n", violations.join("\n"));
 }
 
 #[test]

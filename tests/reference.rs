@@ -92,7 +92,8 @@ fn fill_page(page: &ProjectFile, parts: &[Part]) -> Result<(String, Vec<String>)
     Ok((text, placed))
 }
 
-/// Finds pages whose generated parts differ from the code, and parts that are not on exactly one page.
+/// Finds invalid markers, pages whose generated parts differ from the code and were not rewritten, and parts that are
+/// not on exactly one page.
 fn find_outdated(
     pages: &[ProjectFile],
     parts: &[Part],

@@ -152,8 +152,8 @@ fn verify(units: &[Unit]) -> String {
 #[test]
 fn systemd_verifies_all_units() {
     assert_eq!(verify(&units()), "");
-    let first = include_str!("../cloud-init/svc-first-boot.service");
-    assert_eq!(verify(&[Unit::from_text("svc-first-boot.service", first)]), "");
+    let first_boot = include_str!("../cloud-init/svc-first-boot.service");
+    assert_eq!(verify(&[Unit::from_text("svc-first-boot.service", first_boot)]), "");
     assert_eq!(verify(&[platform_unit()]), "");
     for invalid in [
         "[Service]\nExecStart=/bin/sh\nRestrat=always\n",
@@ -240,7 +240,7 @@ fn long_running_services_restart_without_a_limit() {
 
 /// Without `Restart=`, the path unit would start a failed update again immediately, with the same request and journal.
 #[test]
-fn failed_update_is_retried_with_backoff_without_a_limit() {
+fn failed_update_is_retried_each_minute_without_a_limit() {
     let units = units();
     let update = units.iter().find(|unit| unit.name == "svc-update.service").unwrap();
     assert_eq!(update.values("Restart"), ["on-failure"]);
@@ -305,12 +305,13 @@ fn database_is_the_only_container_with_a_local_volume() {
     let unit = units.iter().find(|unit| unit.name == "svc-postgres.service").unwrap();
     assert_eq!(unit.values("Environment"), ["SVC_POSTGRES_IMAGE=docker.io/library/postgres:16"]);
     let words = unit.split_values("ExecStart");
-    let beginning =
-        |start: &str| -> Vec<&str> { words.iter().copied().filter(|word| word.starts_with(start)).collect() };
-    assert_eq!(beginning("--name"), ["--name=svc-postgres"]);
-    assert_eq!(beginning("--volume"), ["--volume=svc-postgres:/var/lib/postgresql/data"]);
-    assert_eq!(beginning("--mount"), Vec::<&str>::new());
-    assert_eq!(beginning("listen_addresses"), ["listen_addresses=127.0.0.1"]);
+    let words_with_prefix = |prefix: &str| -> Vec<&str> {
+        words.iter().copied().filter(|word| word.starts_with(prefix)).collect()
+    };
+    assert_eq!(words_with_prefix("--name"), ["--name=svc-postgres"]);
+    assert_eq!(words_with_prefix("--volume"), ["--volume=svc-postgres:/var/lib/postgresql/data"]);
+    assert_eq!(words_with_prefix("--mount"), Vec::<&str>::new());
+    assert_eq!(words_with_prefix("listen_addresses"), ["listen_addresses=127.0.0.1"]);
     let image = words.iter().position(|word| *word == "${SVC_POSTGRES_IMAGE}").unwrap();
     assert_eq!(words[image + 1], "postgres", "the server's options follow the image");
 }

@@ -239,8 +239,8 @@ async fn secrets_are_only_in_files_with_mode_0600() {
         let file = find_file(&document, &format!("/opt/svc/env/{name}.env"));
         assert!(file["content"].as_str().unwrap().contains(secret), "{name}");
         assert_eq!((&file["permissions"], &file["owner"]), (&json!("0600"), &json!("root:root")), "{name}");
-        for run in ["runcmd", "bootcmd"] {
-            assert!(!document[run].to_string().contains(secret), "{name} in {run}");
+        for key in ["runcmd", "bootcmd"] {
+            assert!(!document[key].to_string().contains(secret), "{name} in {key}");
         }
         for file in document["write_files"].as_array().unwrap() {
             let has_secret = file["content"].as_str().unwrap().contains(secret);
@@ -301,9 +301,9 @@ async fn files_are_rewritten_until_the_script_confirms_them() {
         let script = document["bootcmd"][0][2].as_str().unwrap();
         let script = script.replace("/var/lib", &below_root("/var/lib").display().to_string());
         let script = script.replace("/opt/svc", &opt.display().to_string()).replace("systemctl", "echo");
-        let ran = Command::new("sh").args(["-c", &script]).output().unwrap();
-        assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
-        (String::from_utf8(ran.stdout).unwrap(), std::fs::read_dir(&sem).unwrap().count())
+        let output = Command::new("sh").args(["-c", &script]).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        (String::from_utf8(output.stdout).unwrap(), std::fs::read_dir(&sem).unwrap().count())
     };
     assert_eq!(boot(), (String::new(), 1));
     std::fs::write(opt.join("user-data-written"), "").unwrap();
@@ -318,8 +318,8 @@ async fn first_boot_script_is_posix_shell() {
     let document = parse_user_data(&UserDataInput::typical().render().await);
     let script = find_file(&document, "/opt/svc/first-boot.sh")["content"].as_str().unwrap();
     assert!(script.starts_with("#!/bin/sh\nset -eu\n"), "{script}");
-    let read = Command::new("sh").args(["-n", "-c", script]).output().unwrap();
-    assert!(read.status.success(), "{}", String::from_utf8_lossy(&read.stderr));
+    let syntax_check = Command::new("sh").args(["-n", "-c", script]).output().unwrap();
+    assert!(syntax_check.status.success(), "{}", String::from_utf8_lossy(&syntax_check.stderr));
     let source = concat!(env!("CARGO_MANIFEST_DIR"), "/cloud-init/first-boot.sh");
     let checked = checkers::shellcheck().unwrap().args(["--shell=sh", source]).output().unwrap();
     assert!(checked.status.success(), "{}", String::from_utf8_lossy(&checked.stdout));
@@ -342,10 +342,10 @@ async fn cloud_init_accepts_user_data() {
     for input in [UserDataInput::typical(), UserDataInput::with_maximum_lengths()] {
         check_with_cloud_init(&input.render().await).unwrap();
     }
-    let wrong =
+    let error =
         check_with_cloud_init("#cloud-config\n{\"write_files\": [{\"pat\": \"/a\"}], \"runcmd\": 3}\n")
             .unwrap_err();
-    assert!(wrong.contains("'path' is a required property") && wrong.contains("runcmd"), "{wrong}");
+    assert!(error.contains("'path' is a required property") && error.contains("runcmd"), "{error}");
 }
 
 /// Checks that nft parses the machines' rules for various egress networks.
@@ -391,8 +391,8 @@ fn run_documented_commands(dir: &std::path::Path, admit: &str) -> Result<(bool, 
     let commands = commands.replace("/etc/", &format!("{}/", dir.display()));
     let stubs = "nft() { :; }\nsystemctl() { :; }\nsvcctl() { :; }\n";
     let script = format!("{stubs}admit='{admit}'\n{commands}");
-    let ended = Command::new("/bin/sh").arg("-c").arg(script).output()?;
-    Ok((ended.status.success(), String::from_utf8_lossy(&ended.stderr).into_owned()))
+    let output = Command::new("/bin/sh").arg("-c").arg(script).output()?;
+    Ok((output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned()))
 }
 
 #[tokio::test]

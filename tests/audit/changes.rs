@@ -90,9 +90,9 @@ fn non_utf8_names_can_be_read_back() -> Result<()> {
 }
 
 #[test]
-fn file_tool_is_trusted_for_paths_within_the_home() -> Result<()> {
+fn file_tool_is_trusted_for_paths_within_the_home_directory() -> Result<()> {
     let home = AuditedHome::new()?;
-    let absolute = |below: &str| home.path(below).display().to_string();
+    let absolute = |relative: &str| home.path(relative).display().to_string();
     home.shell("mkdir real; ln -s real in; ln -s ../out away; ln -s real/t link; echo t > real/t; ln -s ../out/x gone")?;
     let logged = |path: &str, script: &str| -> Result<Vec<String>> {
         home.write(ADA, path, || home.shell(script))?;
@@ -125,11 +125,11 @@ fn file_tool_is_trusted_for_paths_within_the_home() -> Result<()> {
 }
 
 #[test]
-fn thousands_of_simultaneous_changes_are_all_recorded() -> Result<()> {
+fn thousands_of_changes_in_one_command_are_all_recorded() -> Result<()> {
     let home = AuditedHome::new()?;
-    let many =
+    let script =
         "for d in $(seq 60); do mkdir -p p/$d/q; for f in $(seq 100); do echo $f > p/$d/q/$f; done; done";
-    assert_eq!(home.run(ADA, many)?.len(), 1 + 60 * 102);
+    assert_eq!(home.run(ADA, script)?.len(), 1 + 60 * 102);
     assert_eq!(home.run(ADA, "cp -r p r")?.len(), 1 + 60 * 102);
     assert_eq!(home.run(ADA, "for f in r/7/q/*; do echo x >> $f; done")?.len(), 100);
     assert_eq!(home.run(ADA, "rm -rf p r")?.len(), 2 * (1 + 60 * 102));
@@ -137,7 +137,7 @@ fn thousands_of_simultaneous_changes_are_all_recorded() -> Result<()> {
 }
 
 #[test]
-fn owner_changes_are_omitted_and_concurrent_agents_both_named() -> Result<()> {
+fn owner_changes_are_omitted_and_concurrent_agents_are_both_named() -> Result<()> {
     let home = AuditedHome::new()?;
     home.shell("echo mine > mine; mkdir own")?;
     assert!(home.entries()?.is_empty());
@@ -151,7 +151,8 @@ fn owner_changes_are_omitted_and_concurrent_agents_both_named() -> Result<()> {
     home.shell("echo mine >> mine")?;
     let entries = home.entries()?;
     assert_eq!(summarize(&entries), ["write a", "write both", "write b"]);
-    let attribution = |at: usize| (entries[at]["agentName"].clone(), entries[at]["ambiguous"].clone());
+    let attribution =
+        |index: usize| (entries[index]["agentName"].clone(), entries[index]["ambiguous"].clone());
     assert_eq!(attribution(0), (json!("ada"), json!(null)));
     assert_eq!(attribution(1), (json!("ada, bob"), json!(true)));
     assert_eq!(attribution(2), (json!("bob"), json!(null)));

@@ -41,7 +41,7 @@ impl AgentProcess {
         self.shell.pid()
     }
 
-    /// Runs a shell line and returns its exit code.
+    /// Runs a shell line and returns its exit code as text.
     pub fn run(&mut self, line: &str) -> Result<String> {
         writeln!(self.stdin, "{line}; echo $?")?;
         let mut code = String::new();
@@ -114,15 +114,15 @@ impl AuditedHome {
         })
     }
 
-    pub fn path(&self, below: &str) -> PathBuf {
-        self.root.path().join(below)
+    pub fn path(&self, relative: &str) -> PathBuf {
+        self.root.path().join(relative)
     }
 
     pub fn dir(&self) -> PathBuf {
         self.path("home/svc/home")
     }
 
-    /// Starts the watcher and waits for its readiness message.
+    /// Starts the watcher, waits for its readiness message, and announces the dispatches of running agents.
     pub fn watch(&mut self) -> Result<()> {
         let notify = self.path("notify.sock");
         let _ = fs::remove_file(&notify);
@@ -166,7 +166,7 @@ impl AuditedHome {
         Ok(protocol::send(&self.path("run/svc/watch/watch.sock"), message, Duration::from_secs(20))?)
     }
 
-    /// Runs `action` with an agent's process, which is started if necessary.
+    /// Runs `action` with an agent's process, which is started if necessary, and its dispatch announced.
     pub fn with_process<T>(
         &self,
         agent: Agent,
@@ -203,7 +203,7 @@ impl AuditedHome {
         self.watcher.as_ref().map_or(0, OwnedChild::pid)
     }
 
-    /// Waits briefly for the watcher to exit; returns whether it did.
+    /// Waits up to ten seconds for the watcher to exit; returns whether it did.
     pub fn wait_for_exit(&mut self) -> Result<bool> {
         let watcher = self.watcher.as_mut().context("no watcher was started")?;
         Ok(watcher.wait(Duration::from_secs(10)).is_some())
@@ -334,9 +334,9 @@ impl AuditedHome {
         let deadline = Instant::now() + RECORD_TIMEOUT;
         loop {
             let lines = self.lines()?;
-            if let Some(at) = lines.iter().position(|line| line["path"] == *marker) {
-                let new = lines[self.lines_read.get()..at].to_vec();
-                self.lines_read.set(at + 1);
+            if let Some(marker_index) = lines.iter().position(|line| line["path"] == *marker) {
+                let new = lines[self.lines_read.get()..marker_index].to_vec();
+                self.lines_read.set(marker_index + 1);
                 return Ok(new);
             }
             ensure!(Instant::now() < deadline, "the marker was not recorded: {}", self.log());

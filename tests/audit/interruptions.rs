@@ -146,9 +146,9 @@ fn background_task_is_attributed_until_the_session_ends() -> Result<()> {
     home.run_hook_event(ADA, "PostToolUse", &call, fields)?;
     home.run_hook_event(ADA, "Stop", "", json!({}))?;
     home.shell("echo x > from-background")?;
-    let other = home.begin_command(BOB)?;
+    let bob_call = home.begin_command(BOB)?;
     home.shell("echo x > either")?;
-    home.end_command(BOB, &other)?;
+    home.end_command(BOB, &bob_call)?;
     home.shell("echo x > late")?;
     home.run_hook_event(ADA, "SessionEnd", "", json!({}))?;
     home.shell("echo own > own")?;

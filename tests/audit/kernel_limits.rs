@@ -55,7 +55,7 @@ fn scan_finds_changes_after_queue_overflow() -> Result<()> {
 }
 
 #[test]
-fn home_beyond_the_watch_limit_is_scanned() -> Result<()> {
+fn home_directory_beyond_the_watch_limit_is_scanned() -> Result<()> {
     let unshare = Command::new("unshare").args(["--user", "--map-root-user", "true"]).output();
     if !unshare.is_ok_and(|output| output.status.success()) {
         kit::skip::record("cannot create a user namespace");
@@ -82,12 +82,12 @@ fn home_beyond_the_watch_limit_is_scanned() -> Result<()> {
     wait_for_activity("cannot watch all folders")?;
     for round in 0..3 {
         let before = home.states()?;
-        let found = home.run(
+        let entries = home.run(
             ADA,
             &format!("for d in 3 31 59; do echo {round} > deep/$d/new{round}; rm -f deep/$d/file; done; mkdir deep/m{round}"),
         )?;
         let expected = differences(&before, &home.states()?);
-        let found = recorded_operations(&found)?;
+        let found = recorded_operations(&entries)?;
         let found: Vec<_> = found.iter().map(|(path, op)| (path.clone(), op.as_str())).collect();
         ensure!(found == expected.into_iter().collect::<Vec<_>>(), "{found:?}");
     }

@@ -28,7 +28,7 @@ async function openInNewContext(slug, options = {}) {
 
 const findAppFrame = (page, slug) => page.frames().find((frame) => frame.url().includes(`/apps/${slug}/~`));
 
-/** Opens an app's page inside the router's frame: returns the frame, and a locator of its content as `ui`. */
+/** Opens an app's page inside the router's frame: returns the frame, and a locator for its content as `ui`. */
 async function openApp(page, slug) {
   await page.goto(`${app}/apps/${slug}/`);
   const ui = page.frameLocator("#app");
@@ -37,7 +37,7 @@ async function openApp(page, slug) {
   return { page, ui, frame };
 }
 
-/** Moves the focus into a page with Tab. */
+/** Presses Tab until an element that matches `selector` has the focus. */
 async function tabInto(page, frame, selector) {
   for (let step = 0; step < 30; step += 1) {
     if (await frame.evaluate((selector) => document.activeElement?.matches(selector), selector)) return;
@@ -51,7 +51,7 @@ const uniqueTitle = (word) => `${word} ${Math.random().toString(36).slice(2, 8)}
 
 test("a note is created, synced to another tab, edited and deleted with the keyboard", async () => {
   const { page, ui, frame, context, activity } = await openInNewContext("notes");
-  const other = await openApp(await context.newPage(), "notes");
+  const otherTab = await openApp(await context.newPage(), "notes");
   const name = uniqueTitle("Milk");
   await page.bringToFront();
   await tabInto(page, frame, "#new");
@@ -60,7 +60,7 @@ test("a note is created, synced to another tab, edited and deleted with the keyb
   await page.keyboard.press("Enter");
   await page.keyboard.type("two litres\nand bread");
   await waitUntilSaved(ui);
-  const otherNote = other.ui.getByRole("button", { name });
+  const otherNote = otherTab.ui.getByRole("button", { name });
   await otherNote.waitFor();
 
   // The edit appears in the other tab without a reload.
@@ -69,7 +69,7 @@ test("a note is created, synced to another tab, edited and deleted with the keyb
   await page.keyboard.type(", and butter");
   await waitUntilSaved(ui);
   await eventually("the edit in the other tab", async () =>
-    assert.match(await other.ui.getByLabel("Text").inputValue(), /butter$/));
+    assert.match(await otherTab.ui.getByLabel("Text").inputValue(), /butter$/));
 
   await page.reload();
   await ui.getByRole("button", { name }).waitFor();
@@ -125,40 +125,40 @@ test("an unsaved note is kept, reported, and saved later", async () => {
   await ui.getByRole("button", { name }).waitFor();
 });
 
-test("concurrent changes of a note keep both versions", async () => {
+test("concurrent changes to a note keep both versions", async () => {
   const { page, ui, context } = await openInNewContext("notes");
-  const other = await openApp(await context.newPage(), "notes");
+  const otherTab = await openApp(await context.newPage(), "notes");
   const name = uniqueTitle("Shared");
   await page.bringToFront();
   await ui.getByRole("button", { name: "New" }).click();
   await page.keyboard.type(name);
   await page.keyboard.press("Enter");
   await waitUntilSaved(ui);
-  await other.ui.getByRole("button", { name }).click();
+  await otherTab.ui.getByRole("button", { name }).click();
   // Each tab writes before it has received the other's version.
   await page.route("**/api/bridge/query", (route) => route.abort());
   await ui.getByLabel("Text").fill("here");
   await ui.getByText("Not saved yet: ").waitFor();
-  await other.ui.getByLabel("Text").fill("there");
-  await waitUntilSaved(other.ui);
+  await otherTab.ui.getByLabel("Text").fill("there");
+  await waitUntilSaved(otherTab.ui);
   await page.unroute("**/api/bridge/query");
   await ui.getByRole("button", { name: "Try again" }).click();
   await ui.getByText("Both versions are kept").waitFor();
-  await other.ui.getByRole("button", { name: `${name} (your version)` }).click();
-  assert.equal(await other.ui.getByLabel("Text").inputValue(), "here");
-  await other.ui.getByRole("button", { name: new RegExp(`^${name}(?! \\(your)`) }).click();
-  assert.equal(await other.ui.getByLabel("Text").inputValue(), "there");
+  await otherTab.ui.getByRole("button", { name: `${name} (your version)` }).click();
+  assert.equal(await otherTab.ui.getByLabel("Text").inputValue(), "here");
+  await otherTab.ui.getByRole("button", { name: new RegExp(`^${name}(?! \\(your)`) }).click();
+  assert.equal(await otherTab.ui.getByLabel("Text").inputValue(), "there");
 });
 
 test("a task is added, renamed, completed and deleted with the keyboard, and synced to another tab", async () => {
   const { page, ui, frame, context, activity } = await openInNewContext("tasks");
-  const other = await openApp(await context.newPage(), "tasks");
+  const otherTab = await openApp(await context.newPage(), "tasks");
   const [name, renamed] = [uniqueTitle("Call"), uniqueTitle("Write to")];
   await page.bringToFront();
   await tabInto(page, frame, "#title");
   await page.keyboard.type(name);
   await page.keyboard.press("Enter");
-  const otherCheckbox = (title) => other.ui.getByRole("checkbox", { name: `Done: ${title}` });
+  const otherCheckbox = (title) => otherTab.ui.getByRole("checkbox", { name: `Done: ${title}` });
   await otherCheckbox(name).waitFor();
 
   await page.keyboard.press("ArrowDown");
@@ -169,7 +169,7 @@ test("a task is added, renamed, completed and deleted with the keyboard, and syn
   await page.keyboard.press("Enter");
   await otherCheckbox(renamed).waitFor();
   await page.keyboard.press("Space");
-  await other.ui.getByRole("radio", { name: "Done" }).check({ force: true });
+  await otherTab.ui.getByRole("radio", { name: "Done" }).check({ force: true });
   await eventually("done in the other tab", async () => assert.ok(await otherCheckbox(renamed).isChecked()));
 
   await page.reload();

@@ -186,7 +186,7 @@ test("a folder is downloaded as a zip archive, and browsed at an earlier time", 
   await context.close();
 });
 
-test("the home itself can be restored only to another path inside it", async () => {
+test("the home directory itself can be restored only to another path inside it", async () => {
   const { context, view } = await openFiles();
   await view.getByRole("button", { name: "Versions of this folder" }).click();
   await view.getByRole("button", { name: /^Restore the version/ }).first().click();
@@ -299,7 +299,7 @@ test("a restore in progress is shown when the view is opened again, with its fai
   await context.close();
 });
 
-test("a signed-out owner is offered to sign in", async () => {
+test("a signed-out owner sees a button to sign in", async () => {
   const { page, context } = await newVisitor(chrome);
   await page.route("**/api/files/**", (route) => route.fulfill(problem(401, "unauthorized", "Sign in.")));
   await page.goto(`${app}/#/files`);

@@ -160,7 +160,7 @@ const waitForConnect = (origins) =>
   });
 
 test("an app can send data only to the origins in its manifest", async () => {
-  // An earlier attempt of this test may have left its origins in the manifest.
+  // An earlier attempt at this test may have left its origins in the manifest.
   install();
   await waitForConnect([]);
   const { frame } = await open();

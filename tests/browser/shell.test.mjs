@@ -190,7 +190,7 @@ test("the sign-out button signs out on the platform", async () => {
   await context.close();
 });
 
-test("the shell's files have ETags and caching, and no other files are served", async () => {
+test("the shell's files have ETags and caching headers, and no other files are served", async () => {
   const page = await requestAsOwner("/");
   assert.match(page.headers["content-security-policy"], /default-src 'none'/);
   assert.equal(page.headers["cache-control"], "private, no-cache");

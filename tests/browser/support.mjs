@@ -51,7 +51,7 @@ export async function newVisitor(chrome, { signedIn = true, ...options } = {}) {
   return { context, activity, page: await context.newPage() };
 }
 
-/** Opens code-server's workbench through the router as the owner, with `file` open. */
+/** Opens code-server's workbench through the router as the owner, with `file` open if it is given. */
 export async function openEditor(chrome, { file, timeoutMs }) {
   const visitor = await newVisitor(chrome);
   visitor.context.setDefaultTimeout(timeoutMs);
@@ -178,7 +178,10 @@ export function assertOnlyOwnHosts(activity) {
   assert.deepEqual(activity.requests.filter((url) => url.includes("/api/canvas")), []);
 }
 
-/** Checks basic accessibility inside any frame: names for screen readers, tab order, ids, width and contrast. */
+/**
+ * Checks basic accessibility inside any frame: names for screen readers, alternative texts, tab order, ids, language,
+ * title, width and contrast.
+ */
 export async function assertAccessible(frame) {
   const violations = await frame.evaluate(() => {
     const violations = [];

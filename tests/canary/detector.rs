@@ -33,7 +33,7 @@ impl Detector {
         let name = name.into();
         assert!(value.len() >= MIN_SECRET_BYTES, "{name} is too short to search for");
         let json = value.replace('/', "\\/");
-        let query: String = url_encoded(value);
+        let query: String = url_encode(value);
         let mut forms = vec![
             value.to_owned(),
             hex::encode(value),
@@ -55,16 +55,16 @@ impl Detector {
     pub fn scan(&self, place: &str, text: &str) -> Vec<Leak> {
         let mut leaks = Vec::new();
         for (name, forms) in &self.forms {
-            let found = forms.iter().find_map(|form| text.find(form).map(|at| (at, form.len())));
-            leaks.extend(found.map(|(at, size)| describe_leak(name, place, text, at, size)));
+            let found = forms.iter().find_map(|form| text.find(form).map(|offset| (offset, form.len())));
+            leaks.extend(found.map(|(offset, size)| describe_leak(name, place, text, offset, size)));
         }
         leaks.extend(
             find_secret_patterns(text)
                 .into_iter()
-                .map(|(name, at, size)| describe_leak(name, place, text, at, size)),
+                .map(|(name, offset, size)| describe_leak(name, place, text, offset, size)),
         );
         leaks.retain(|leak| {
-            !ALLOWED.iter().any(|(secret, at, _)| leak.secret == *secret && leak.place.contains(at))
+            !ALLOWED.iter().any(|(secret, place, _)| leak.secret == *secret && leak.place.contains(place))
         });
         leaks
     }
@@ -74,49 +74,49 @@ impl Detector {
 fn find_secret_patterns(text: &str) -> Vec<(&'static str, usize, usize)> {
     let mut found = Vec::new();
     let is_token_char = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-    for (at, _) in text.match_indices("eyJ") {
-        let token: &str = text[at..].split(|c| !is_token_char(c)).next().unwrap_or_default();
+    for (offset, _) in text.match_indices("eyJ") {
+        let token: &str = text[offset..].split(|c| !is_token_char(c)).next().unwrap_or_default();
         let parts: Vec<&str> = token.split('.').collect();
         if parts.len() == 3 && parts[1].starts_with("eyJ") && parts[2].len() >= 32 {
-            found.push(("a JWT", at, token.len()));
+            found.push(("a JWT", offset, token.len()));
         }
     }
     for (prefix, name) in [("svcr_", "a registration token"), ("svcu_", "an upgrade token")] {
-        for (at, _) in text.match_indices(prefix) {
-            let token = text[at..].split(|c| !is_token_char(c)).next().unwrap_or_default();
+        for (offset, _) in text.match_indices(prefix) {
+            let token = text[offset..].split(|c| !is_token_char(c)).next().unwrap_or_default();
             if token.len() >= 40 {
-                found.push((name, at, token.len()));
+                found.push((name, offset, token.len()));
             }
         }
     }
-    found.extend(text.find("PRIVATE KEY-----").map(|at| ("a private key", at, 16)));
-    found.extend(text.find("SCRAM-SHA-256$").map(|at| ("a password verifier", at, 100)));
-    for (at, scheme) in text.match_indices("postgres://") {
-        let rest = &text[at + scheme.len()..];
+    found.extend(text.find("PRIVATE KEY-----").map(|offset| ("a private key", offset, text.len() - offset)));
+    found.extend(text.find("SCRAM-SHA-256$").map(|offset| ("a password verifier", offset, 140)));
+    for (offset, scheme) in text.match_indices("postgres://") {
+        let rest = &text[offset + scheme.len()..];
         let authority = rest.split(['/', ' ', '"', '\n']).next().unwrap_or_default();
         if authority.split_once('@').is_some_and(|(user, _)| user.contains(':')) {
-            found.push(("a database password", at, scheme.len() + authority.len()));
+            found.push(("a database password", offset, scheme.len() + authority.len()));
         }
     }
     found
 }
 
-fn describe_leak(secret: &str, place: &str, text: &str, at: usize, size: usize) -> Leak {
-    let size = size.min(text.len() - at);
+fn describe_leak(secret: &str, place: &str, text: &str, offset: usize, size: usize) -> Leak {
+    let size = size.min(text.len() - offset);
     let near = |from: usize, to: usize| -> String {
         String::from_utf8_lossy(&text.as_bytes()[from..to]).replace('\n', " ")
     };
-    let (before, after) = (at.saturating_sub(80), (at + size + 40).min(text.len()));
-    let context = format!("{}[…]{}", near(before, at), near(at + size, after));
+    let (before, after) = (offset.saturating_sub(80), (offset + size + 40).min(text.len()));
+    let context = format!("{}[…]{}", near(before, offset), near(offset + size, after));
     Leak { secret: secret.to_owned(), place: place.to_owned(), context }
 }
 
-fn url_encoded(value: &str) -> String {
+fn url_encode(value: &str) -> String {
     url::form_urlencoded::byte_serialize(value.as_bytes()).collect()
 }
 
 #[test]
-fn detector_finds_secret_in_every_encoding() {
+fn detector_finds_secrets_in_every_encoding_and_by_pattern() {
     let mut detector = Detector::default();
     let secret = "a/known+secret==";
     detector.register("registered", secret);

@@ -69,7 +69,7 @@ impl Reply {
 
     fn reports(&self, pointer: &str) -> bool {
         let inside = format!("{pointer}/");
-        self.pointers().iter().any(|named| named == pointer || named.starts_with(&inside))
+        self.pointers().iter().any(|reported| reported == pointer || reported.starts_with(&inside))
     }
 
     /// Returns the accepted names, as listed in the response to an unknown name.
@@ -197,7 +197,7 @@ async fn check_credentials(api: &impl ApiUnderTest, operation: &Operation) {
     }
 }
 
-/// Checks the responses to bodies that are not a JSON object.
+/// Checks the responses to a body without a media type, and to bodies that are not a JSON object.
 async fn check_malformed_bodies(api: &impl ApiUnderTest, operation: &Operation) {
     let call = || api.authorized_request(operation, &api.path(operation));
     send(api, call().body("{}")).await.assert_problem(415, "unsupported_media_type");

@@ -128,7 +128,7 @@ impl Contract {
         // A file is served with its own media type.
         let is_file = kinds.contains_key("application/octet-stream");
         if content.is_none() && !is_file {
-            // A browser gets a page instead of a problem, and instead of JSON from the router's own routes.
+            // A browser gets a page instead of an error response, and instead of JSON from the router's own routes.
             let has_page =
                 kinds.contains_key("application/problem+json") || exchange.path.starts_with("/_svc/");
             let is_page = media_type == "text/html" && has_page;
@@ -261,7 +261,8 @@ fn matches_template(template: &str, path: &str) -> bool {
     }
 }
 
-/// Checks the document itself: that references resolve, schemas are valid, and parameters match the paths.
+/// Checks the document itself: that operation ids are unique, references resolve, schemas are valid, and parameters
+/// match the paths.
 #[track_caller]
 pub fn assert_document_is_valid(contract: &Contract) {
     let document = contract.document();

@@ -1,5 +1,5 @@
 //! Request bodies derived from a schema: a valid body, and variants in which one value is replaced by a valid or
-//! invalid one.
+//! invalid one, or an unknown field is added.
 
 use std::collections::BTreeSet;
 

@@ -259,8 +259,8 @@ async fn recovery_waits_without_final_backup_and_can_be_abandoned() {
 async fn lose_server_after_outage(operator: &Operator) -> (Guest, String) {
     let guest = operator.start_machine().await;
     let (old, new) = ("2026-01-02T03:45:03.000Z", "2026-01-02T04:00:15.000Z");
-    for at in [new, old] {
-        operator.stack.store_snapshot_by(USER, &guest.machine, at);
+    for taken_at in [new, old] {
+        operator.stack.store_snapshot_by(USER, &guest.machine, taken_at);
     }
     let server = format!("svc-{}", guest.machine);
     operator.stack.provider.vanish_server(&server).await.unwrap();

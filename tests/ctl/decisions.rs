@@ -253,7 +253,7 @@ async fn undelete_reports_that_the_machine_is_being_reinstated() {
                                 "operationId": OPERATION, "alreadyUndone": already_undone}),
         )
     };
-    let at = |status: &str, state: &str| {
+    let machine_at = |status: &str, state: &str| {
         let mut machine = record(status, Some(operation("reinstate", state, &[])));
         if status == "failed" {
             machine["failure"] = json!({"cause": "reinstating", "stage": null, "message": null});
@@ -268,7 +268,8 @@ async fn undelete_reports_that_the_machine_is_being_reinstated() {
         "{printed}"
     );
     for already_undone in [false, true] {
-        let replies = [reply(already_undone), at("failed", "running"), at("running", "succeeded")];
+        let replies =
+            [reply(already_undone), machine_at("failed", "running"), machine_at("running", "succeeded")];
         let platform = FakePlatform::start(replies).await;
         let output = platform.svcctl(&["undelete", MACHINE, "--wait"]).await;
         let printed = stderr(&output);
@@ -358,17 +359,17 @@ async fn wait_ends_when_operation_asks_a_question() {
 
 #[tokio::test]
 async fn wait_shows_boot_progress_once_for_each_ten_percent() {
-    let at = |stage: &str, bytes: u64| {
+    let progress_at = |stage: &str, bytes: u64| {
         let mut booting = record("recovering", Some(operation("recover", "running", &[])));
         booting["bootProgress"] = json!({"stage": "restore", "bytes": bytes, "totalBytes": 1000});
         booting["boot"] = json!({"stage": stage, "at": "2026-01-01T00:00:01.000Z",
             "stages": [{"stage": stage, "at": "2026-01-01T00:00:01.000Z"}]});
         Reply::Json(200, booting)
     };
-    let restoring = |bytes| at("restore", bytes);
+    let restoring = |bytes| progress_at("restore", bytes);
     let done = Reply::Json(200, record("running", Some(operation("recover", "succeeded", &[]))));
     // Progress reported after its stage has ended is not printed.
-    let polls = [restoring(50), restoring(420), restoring(440), restoring(990), at("gateway", 1000)];
+    let polls = [restoring(50), restoring(420), restoring(440), restoring(990), progress_at("gateway", 1000)];
     let platform = FakePlatform::start([accepted()].into_iter().chain(polls).chain([done])).await;
     let output = platform.svcctl(&["recover", "user_1", "--yes", "--wait"]).await;
     let text = stderr(&output);
@@ -461,10 +462,10 @@ async fn audit_follow_survives_a_platform_outage() {
         FakePlatform::start([page(&["a"])].into_iter().chain(lost).chain([page(&["b", "a"])])).await;
     // After the scripted replies, the fake platform returns 500, which does not count as an outage.
     let output = platform.svcctl(&["--json", "audit", "--follow"]).await;
-    let (printed, shown) = (stderr(&output), String::from_utf8_lossy(&output.stdout).into_owned());
+    let (printed, printed_entries) = (stderr(&output), String::from_utf8_lossy(&output.stdout).into_owned());
     assert_eq!(output.status.code(), Some(70), "{printed}");
-    assert_eq!(shown.matches("\"auditId\":\"a\"").count(), 1, "{shown}");
-    assert_eq!(shown.matches("\"auditId\":\"b\"").count(), 1, "{shown}: {printed}");
+    assert_eq!(printed_entries.matches("\"auditId\":\"a\"").count(), 1, "{printed_entries}");
+    assert_eq!(printed_entries.matches("\"auditId\":\"b\"").count(), 1, "{printed_entries}: {printed}");
     assert_eq!(printed.matches("still following: ").count(), 1, "{printed}");
 }
 

@@ -197,14 +197,14 @@ async fn price_change_after_quote_is_reported_with_next_step() {
 #[tokio::test]
 async fn dry_run_shows_the_quote_and_creates_nothing() {
     let platform = FakePlatform::start([quote_reply()]).await;
-    let dry = ["provision", "user_1", "--handle", "ada", "--dry-run", "--json"];
-    let output = platform.svcctl(&dry).await;
+    let dry_run = ["provision", "user_1", "--handle", "ada", "--dry-run", "--json"];
+    let output = platform.svcctl(&dry_run).await;
     assert!(output.status.success(), "{}", stderr(&output));
     assert_eq!(serde_json::from_slice::<Value>(&output.stdout).unwrap(), quote());
     assert_eq!(platform.requests().len(), 1);
 
     let platform = FakePlatform::start([unsupported_quote()]).await;
-    let output = platform.svcctl(&dry).await;
+    let output = platform.svcctl(&dry_run).await;
     assert_eq!(output.status.code(), Some(69), "{}", stderr(&output));
     assert!(stderr(&output).contains("too old for --dry-run"), "{}", stderr(&output));
 }

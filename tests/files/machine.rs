@@ -19,7 +19,7 @@ use svc_files::RepositoryKey;
 
 use crate::vault::machine::{BUCKET, Machine, RunningApplet};
 
-/// Longer than the interval between saves of an unchanged home, which also advance `savedUntil`.
+/// Longer than the interval between saves of an unchanged home directory, which also advance `savedUntil`.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The platform's route for the key of the file backup.
@@ -88,9 +88,9 @@ impl Host {
     /// Starts the watcher, and waits until it is listening.
     pub fn start_watcher(&self) -> Result<RunningApplet> {
         let watcher = self.machine.spawn(&["svc-watch"], &[])?;
-        let end = Instant::now() + TIMEOUT;
+        let deadline = Instant::now() + TIMEOUT;
         while !self.machine.path("run/svc/watch/changes.sock").exists() {
-            ensure!(Instant::now() < end, "svc-watch is not listening: {}", watcher.stderr());
+            ensure!(Instant::now() < deadline, "svc-watch is not listening: {}", watcher.stderr());
             std::thread::sleep(Duration::from_millis(10));
         }
         Ok(watcher)
@@ -135,13 +135,16 @@ impl Host {
     }
 
     async fn wait_for_status(&self, description: &str, condition: impl Fn(&Value) -> bool) -> Result<()> {
-        let end = Instant::now() + TIMEOUT;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             let status = self.read_status().unwrap_or_default();
             if condition(&status) {
                 return Ok(());
             }
-            ensure!(Instant::now() < end, "timed out waiting for: {description}; the status is {status}");
+            ensure!(
+                Instant::now() < deadline,
+                "timed out waiting for: {description}; the status is {status}"
+            );
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }

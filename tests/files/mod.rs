@@ -31,7 +31,7 @@ fn fill(host: &Host) -> Result<()> {
     Ok(())
 }
 
-/// Saves a small home on the first machine, and describes it.
+/// Saves a small home directory on the first machine, and describes it.
 async fn save_once(store: &S3Server, platform: &FilesPlatform) -> Result<BTreeMap<String, String>> {
     let first = Host::new(store, platform, 1)?;
     fill(&first)?;
@@ -139,7 +139,7 @@ async fn service_survives_a_kill_at_every_fail_point() -> Result<()> {
     Ok(())
 }
 
-/// The machine serves without the files, and its own, nearly empty home never becomes the latest snapshot.
+/// The machine serves without the files, and its own, nearly empty home directory never becomes the latest snapshot.
 #[tokio::test(flavor = "multi_thread")]
 async fn damaged_snapshot_is_not_replaced_by_empty_home() -> Result<()> {
     let store = start_store()?;
@@ -225,8 +225,8 @@ async fn changes_during_store_outage_are_saved_later() -> Result<()> {
     let failed = first.machine.run(&["svc-sync-agent", "now"])?.expect(69);
     assert!(!failed.stderr.is_empty());
     first.write("home/during-the-outage-2", "x")?;
-    let grown = state_bytes()?.saturating_sub(before);
-    ensure!(grown < 100_000, "the state grew by {grown} bytes for {} bytes of changes", large.len());
+    let growth = state_bytes()?.saturating_sub(before);
+    ensure!(growth < 100_000, "the state grew by {growth} bytes for {} bytes of changes", large.len());
     store.bring_up()?;
     first.machine.run(&["svc-sync-agent", "now"])?.expect(0);
     let next = Host::new(&store, &platform, 2)?;

@@ -55,9 +55,9 @@ async fn damage_is_located_and_repaired() -> Result<()> {
 
     // The verification has requested a save, which reads everything again and requests another verification.
     let request = host.machine.path("var/lib/svc/requests/files-verify");
-    let end = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
     while !request.exists() {
-        ensure!(std::time::Instant::now() < end, "the service has not repaired the damage");
+        ensure!(std::time::Instant::now() < deadline, "the service has not repaired the damage");
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
     let repaired = host.machine.run(&["svc-sync-agent", "verify"])?.expect(0);

@@ -22,7 +22,7 @@ use mutation::{Mutation, mutate};
 use parsers::Target;
 
 const LONG_DURATION: Duration = Duration::from_secs(60);
-/// A long run's deadline is checked between rounds.
+/// Number of cases between checks of a long run's deadline.
 const CASES_PER_ROUND: u32 = 400;
 
 /// A parser's input: a valid document, and the mutations to apply.

@@ -1,5 +1,5 @@
-//! Document mutations: flipped bits and replaced bytes; removed, duplicated and inserted byte ranges; and replaced or
-//! removed JSON values.
+//! Document mutations: flipped bits and replaced bytes; removed, duplicated and inserted byte ranges; truncation; and
+//! replaced or removed JSON values.
 
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -9,36 +9,36 @@ use serde_json::{Value, json};
 #[derive(Debug, Clone)]
 pub enum Mutation {
     FlipBit {
-        at: Index,
+        position: Index,
         bit: u8,
     },
     ReplaceByte {
-        at: Index,
+        position: Index,
         byte: u8,
     },
     Insert {
-        at: Index,
+        position: Index,
         fragment: &'static [u8],
     },
     Remove {
-        at: Index,
+        position: Index,
         length: u8,
     },
     Duplicate {
-        at: Index,
+        position: Index,
         length: u8,
     },
     Truncate {
-        at: Index,
+        position: Index,
     },
     /// Replaces a value in a JSON document; documents that are not JSON do not change.
     ReplaceValue {
-        at: Index,
+        position: Index,
         value: Value,
     },
-    /// Removes a field from a JSON document.
+    /// Removes an object's field from a JSON document; has no effect on the root or an array's element.
     RemoveField {
-        at: Index,
+        position: Index,
     },
 }
 
@@ -75,16 +75,16 @@ impl Arbitrary for Mutation {
     type Strategy = BoxedStrategy<Self>;
 
     fn arbitrary_with((): ()) -> Self::Strategy {
-        let at = || any::<Index>();
+        let position = || any::<Index>();
         prop_oneof![
-            2 => (at(), 0..8u8).prop_map(|(at, bit)| Self::FlipBit { at, bit }),
-            2 => (at(), any::<u8>()).prop_map(|(at, byte)| Self::ReplaceByte { at, byte }),
-            3 => (at(), prop::sample::select(&FRAGMENTS[..])).prop_map(|(at, fragment)| Self::Insert { at, fragment }),
-            1 => (at(), 1..40u8).prop_map(|(at, length)| Self::Remove { at, length }),
-            1 => (at(), 1..40u8).prop_map(|(at, length)| Self::Duplicate { at, length }),
-            1 => at().prop_map(|at| Self::Truncate { at }),
-            4 => (at(), replacement_values()).prop_map(|(at, value)| Self::ReplaceValue { at, value }),
-            1 => at().prop_map(|at| Self::RemoveField { at }),
+            2 => (position(), 0..8u8).prop_map(|(position, bit)| Self::FlipBit { position, bit }),
+            2 => (position(), any::<u8>()).prop_map(|(position, byte)| Self::ReplaceByte { position, byte }),
+            3 => (position(), prop::sample::select(&FRAGMENTS[..])).prop_map(|(position, fragment)| Self::Insert { position, fragment }),
+            1 => (position(), 1..40u8).prop_map(|(position, length)| Self::Remove { position, length }),
+            1 => (position(), 1..40u8).prop_map(|(position, length)| Self::Duplicate { position, length }),
+            1 => position().prop_map(|position| Self::Truncate { position }),
+            4 => (position(), replacement_values()).prop_map(|(position, value)| Self::ReplaceValue { position, value }),
+            1 => position().prop_map(|position| Self::RemoveField { position }),
         ]
         .boxed()
     }
@@ -127,33 +127,33 @@ pub fn mutate(mut bytes: Vec<u8>, mutations: &[Mutation]) -> Vec<u8> {
 
 fn apply(bytes: &mut Vec<u8>, mutation: &Mutation) {
     let length = bytes.len();
-    let range = |at: &Index, max: u8| {
-        let from = at.index(length.max(1)).min(length);
+    let range = |position: &Index, max: u8| {
+        let from = position.index(length.max(1)).min(length);
         from..(from + usize::from(max)).min(length)
     };
     match mutation {
-        Mutation::FlipBit { at, bit } if length > 0 => bytes[at.index(length)] ^= 1 << bit,
-        Mutation::ReplaceByte { at, byte } if length > 0 => bytes[at.index(length)] = *byte,
+        Mutation::FlipBit { position, bit } if length > 0 => bytes[position.index(length)] ^= 1 << bit,
+        Mutation::ReplaceByte { position, byte } if length > 0 => bytes[position.index(length)] = *byte,
         Mutation::FlipBit { .. } | Mutation::ReplaceByte { .. } => {}
-        Mutation::Insert { at, fragment } => {
-            let at = at.index(length + 1);
-            bytes.splice(at..at, fragment.iter().copied());
+        Mutation::Insert { position, fragment } => {
+            let position = position.index(length + 1);
+            bytes.splice(position..position, fragment.iter().copied());
         }
-        Mutation::Remove { at, length } => drop(bytes.drain(range(at, *length))),
-        Mutation::Duplicate { at, length } => {
-            let range = range(at, *length);
+        Mutation::Remove { position, length } => drop(bytes.drain(range(position, *length))),
+        Mutation::Duplicate { position, length } => {
+            let range = range(position, *length);
             let (end, copy) = (range.end, bytes[range].to_vec());
             bytes.splice(end..end, copy);
         }
-        Mutation::Truncate { at } => bytes.truncate(at.index(length + 1)),
-        Mutation::ReplaceValue { at, value } => edit_json(bytes, |document, paths| {
-            let path = &paths[at.index(paths.len())];
+        Mutation::Truncate { position } => bytes.truncate(position.index(length + 1)),
+        Mutation::ReplaceValue { position, value } => edit_json(bytes, |document, paths| {
+            let path = &paths[position.index(paths.len())];
             if let Some(target) = document.pointer_mut(path) {
                 *target = value.clone();
             }
         }),
-        Mutation::RemoveField { at } => edit_json(bytes, |document, paths| {
-            let path = &paths[at.index(paths.len())];
+        Mutation::RemoveField { position } => edit_json(bytes, |document, paths| {
+            let path = &paths[position.index(paths.len())];
             let Some((parent, name)) = path.rsplit_once('/') else { return };
             if let Some(Value::Object(parent)) = document.pointer_mut(parent) {
                 parent.remove(&name.replace("~1", "/").replace("~0", "~"));

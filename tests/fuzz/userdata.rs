@@ -1,4 +1,4 @@
-//! User-data: for any machine and platform names, cloud-init parses the intended document.
+//! User-data: for any values of the machine and the platform, cloud-init parses the intended document.
 //!
 //! A case is the input for a user-data document, as JSON; the parser is cloud-init's own.
 
@@ -79,7 +79,7 @@ fn render(parts: &UserDataInput) -> Result<String, String> {
 
 fn check_document(parts: &UserDataInput, text: &str) -> Result<(), String> {
     if text.len() > MAX_BYTES {
-        return Err(format!("{} bytes", text.len()));
+        return Err(format!("the document has {} bytes, more than {MAX_BYTES}", text.len()));
     }
     let ours = parse_user_data(text);
     let read = parse_with_cloud_init(text);

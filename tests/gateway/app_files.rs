@@ -91,7 +91,8 @@ async fn ranges_are_served_and_text_is_compressed() -> Result<()> {
     machine.add_app("media", &json!({}))?;
     let file = |name: &str| format!("home/svc/home/apps/media/dist/{name}");
     machine.write(&file("index.html"), "page")?;
-    let film: String = (0..400_000).map(|at| char::from(b'a' + u8::try_from(at % 26).unwrap_or(0))).collect();
+    let film: String =
+        (0..400_000).map(|index| char::from(b'a' + u8::try_from(index % 26).unwrap_or(0))).collect();
     machine.write(&file("film.mp4"), &film)?;
     machine.write(&file("app.js"), &"const text = 1;\n".repeat(1000))?;
     let host = machine.start()?;

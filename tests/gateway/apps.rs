@@ -64,9 +64,9 @@ async fn new_version_adds_columns_and_reports_other_changes() -> Result<()> {
         Ok(find_app(&host, &slug).await?["tables"] == json!(["t", "u"]))
     })
     .await?;
-    let shown = find_app(&host, &slug).await?["notDone"].to_string();
+    let not_done = find_app(&host, &slug).await?["notDone"].to_string();
     for part in ["t.a stays text", "t.old", "unique constraint (a)"] {
-        assert!(shown.contains(part), "{part} in {shown}");
+        assert!(not_done.contains(part), "{part} in {not_done}");
     }
     let expected = ["id uuid", "a text", "b jsonb", "created_at timestamptz", "updated_at timestamptz"];
     assert_eq!(list_columns(&host, &slug).await?, expected);
@@ -89,9 +89,9 @@ async fn unknown_type_is_reported_and_other_apps_still_work() -> Result<()> {
     machine.write("home/svc/home/apps/broken/svc.json", "{ not json")?;
     let host = machine.start()?;
     host.wait_until_registered(&good).await?;
-    let shown = find_app(&host, &bad).await?;
-    assert_eq!(shown["status"], "error");
-    assert!(shown["error"].as_str().unwrap_or_default().contains("\"txt\""), "{shown}");
+    let app = find_app(&host, &bad).await?;
+    assert_eq!(app["status"], "error");
+    assert!(app["error"].as_str().unwrap_or_default().contains("\"txt\""), "{app}");
     assert_eq!(find_app(&host, "broken").await?["status"], "error");
     host.machine.add_app(&bad, &json!({ "t": { "columns": { "a": "text" } } }))?;
     host.wait_until_registered(&bad).await
@@ -216,7 +216,7 @@ async fn every_app_has_an_icon() -> Result<()> {
 async fn token_for_removed_app_is_rejected() -> Result<()> {
     let (database, slug) = (test_database().await?, unique_name("removed"));
     let host = host_with_app(&database, &slug, &json!({ "t": { "columns": { "a": "text" } } })).await?;
-    let as_app = async || -> Result<StatusCode> {
+    let status_as_app = async || -> Result<StatusCode> {
         let mut claims = host.machine.claims(Route::App);
         claims.app = Some(slug.clone());
         let proof = host.machine.signer.sign(&claims);
@@ -224,9 +224,10 @@ async fn token_for_removed_app_is_rejected() -> Result<()> {
         let request = host.unsigned_request(Method::POST, "/api/bridge/query").json(&body);
         Ok(send_json(request.header("x-svc-proof", proof)).await?.0)
     };
-    assert_eq!(as_app().await?, StatusCode::OK);
+    assert_eq!(status_as_app().await?, StatusCode::OK);
     std::fs::remove_dir_all(host.machine.path(&format!("home/svc/home/apps/{slug}")))?;
-    host.wait_until("the token is refused", async || Ok(as_app().await? == StatusCode::FORBIDDEN)).await?;
+    host.wait_until("the token is refused", async || Ok(status_as_app().await? == StatusCode::FORBIDDEN))
+        .await?;
     let count = json!({ "action": "count", "app": slug, "table": "t" });
     assert_eq!(host.query_data(&count).await?["count"], 0, "the owner can still read the tables");
     Ok(())
@@ -238,13 +239,13 @@ async fn app_token_opens_only_its_own_pages() -> Result<()> {
     machine.add_app("site", &json!({}))?;
     machine.write("home/svc/home/apps/site/dist/index.html", "x")?;
     let host = machine.start()?;
-    let as_app = async |slug: &str| -> Result<StatusCode> {
+    let status_as_app = async |slug: &str| -> Result<StatusCode> {
         let mut claims = host.machine.claims(Route::App);
         claims.app = Some(slug.to_owned());
         let proof = host.machine.signer.sign(&claims);
         Ok(send_json(host.unsigned_request(Method::GET, "/apps/site/").header("x-svc-proof", proof)).await?.0)
     };
-    host.wait_until("its own page", async || Ok(as_app("site").await? == StatusCode::OK)).await?;
-    assert_eq!(as_app("other").await?, StatusCode::FORBIDDEN);
+    host.wait_until("its own page", async || Ok(status_as_app("site").await? == StatusCode::OK)).await?;
+    assert_eq!(status_as_app("other").await?, StatusCode::FORBIDDEN);
     Ok(())
 }

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::bridge::TestApp;
 
-/// Returns an app whose inserts with `size = -1` take a minute, much longer than any test waits.
+/// Returns an app whose inserts with `size = -1` take a minute, longer than any of these tests waits.
 async fn app_with_slow_inserts() -> Result<TestApp> {
     let app = TestApp::with_env(&[("BRIDGE_STATEMENT_TIMEOUT_MS", "120000")]).await?;
     let admin = app.database.connect().await?;

@@ -34,14 +34,15 @@ impl EventStream {
 
     /// Returns the next block of lines.
     async fn next_block(&mut self) -> Result<String> {
-        let end = tokio::time::Instant::now() + EVENT_TIMEOUT;
+        let deadline = tokio::time::Instant::now() + EVENT_TIMEOUT;
         loop {
-            if let Some(at) = self.text.find("\n\n") {
-                let block = self.text[..at].to_owned();
-                self.text.drain(..at + 2);
+            if let Some(length) = self.text.find("\n\n") {
+                let block = self.text[..length].to_owned();
+                self.text.drain(..length + 2);
                 return Ok(block);
             }
-            let chunk = tokio::time::timeout_at(end, self.response.chunk()).await.context("no event")??;
+            let chunk =
+                tokio::time::timeout_at(deadline, self.response.chunk()).await.context("no event")??;
             let Some(chunk) = chunk else { bail!("the stream has ended") };
             self.text.push_str(std::str::from_utf8(&chunk)?);
         }

@@ -1,4 +1,4 @@
-//! Bridge pagination: sorting by every column type, ties and NULLs, inserts between pages, and cursors from different
+//! Bridge pagination: sorting by every sortable type, ties and NULLs, inserts between pages, and cursors from different
 //! queries. Also covers how filters compare NULLs.
 
 use std::collections::HashSet;

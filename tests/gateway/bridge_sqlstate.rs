@@ -8,8 +8,8 @@ use super::bridge::TestApp;
 
 const CANARY: &str = "s3cret-canary";
 
-/// Returns an app that rejects inserts with a five-letter title, with this title as SQLSTATE and with messages that
-/// contain the value of `meta`.
+/// Returns an app whose database rejects inserts with a five-character title. The title is the error's SQLSTATE, and
+/// its messages contain the value of `meta`.
 async fn app_with_failing_inserts() -> Result<TestApp> {
     let app = TestApp::with_env(&[("RUST_LOG", "debug")]).await?;
     let admin = app.database.connect().await?;
@@ -35,9 +35,13 @@ async fn every_sqlstate_maps_to_status_without_its_message() -> Result<()> {
     let cases = [
         ("23505", 409, "conflict", Some(false), false),
         ("23503", 409, "conflict", Some(false), false),
+        ("23001", 409, "conflict", Some(false), false),
         ("23P01", 409, "conflict", Some(false), false),
         ("40001", 409, "conflict", Some(true), true),
         ("40P01", 409, "conflict", Some(true), true),
+        ("55P03", 409, "conflict", Some(true), true),
+        ("42P10", 400, "invalid_request", None, false),
+        ("21000", 400, "invalid_request", None, false),
         ("23502", 400, "invalid_request", None, false),
         ("23514", 400, "invalid_request", None, false),
         ("22001", 400, "invalid_request", None, false),
@@ -92,7 +96,7 @@ async fn real_database_errors_quote_no_value() -> Result<()> {
     let title = format!("{CANARY}-title");
     let row = app.insert(json!({ "title": title, "size": 1 })).await?;
     let rejected = app.insert(json!({ "title": "other", "size": 2 })).await;
-    assert!(rejected.is_err(), "this test's trigger rejects five-letter titles");
+    assert!(rejected.is_err(), "the trigger rejects five-character titles");
     let second_row = app.insert(json!({ "title": "another", "size": 2 })).await?;
     let long = format!("{CANARY}{}", "x".repeat(60));
     let overflow = format!("1{}e140000", "0".repeat(3));

@@ -77,13 +77,13 @@ async fn failed_transaction_changes_nothing_and_names_operation() -> Result<()> 
     ];
     for (bad, status, code) in cases {
         // The failed operation is first, in the middle, or last: later operations do not commit either.
-        for at in [0, 1, 2] {
+        for index in [0, 1, 2] {
             let mut operations = vec![good(), good()];
-            operations.insert(at, bad.clone());
+            operations.insert(index, bad.clone());
             let (got, problem) = run_transaction(&app, json!(operations)).await?;
             assert_eq!((got, problem["code"].as_str()), (status, Some(code)), "{bad} {problem}");
-            assert_eq!(problem["operation"], at, "{bad} {problem}");
-            assert_eq!(app.find_titles(json!({})).await?, ["there"], "{bad} at {at}");
+            assert_eq!(problem["operation"], index, "{bad} {problem}");
+            assert_eq!(app.find_titles(json!({})).await?, ["there"], "{bad} at {index}");
         }
     }
     let wrong = operation("insert", json!({ "data": { "size": "x" } }));
@@ -121,9 +121,9 @@ async fn failing_deferred_constraint_is_not_reported_as_success() -> Result<()> 
 #[tokio::test]
 async fn single_requests_never_join_a_transaction() -> Result<()> {
     let app = TestApp::new().await?;
-    let pair = |n: i32, good: bool| {
+    let pair = |n: i32, is_valid: bool| {
         // Only PostgreSQL rejects this value, after the first operation has succeeded.
-        let meta = if good { json!(n) } else { json!("\u{0}") };
+        let meta = if is_valid { json!(n) } else { json!("\u{0}") };
         json!([
             operation("insert", json!({ "data": { "title": format!("pair{n}") } })),
             operation("insert", json!({ "data": { "title": format!("pair{n}"), "meta": meta } })),

@@ -30,8 +30,8 @@ fn bigint() -> BoxedStrategy<Pair> {
     let number =
         prop_oneof![any::<i64>(), -safe - 2..=-safe + 2, safe - 2..=safe + 2, Just(i64::MIN), Just(i64::MAX)];
     (number, any::<bool>())
-        .prop_map(move |(number, as_text)| {
-            let sent = if as_text { json!(number.to_string()) } else { json!(number) };
+        .prop_map(move |(number, is_text)| {
+            let sent = if is_text { json!(number.to_string()) } else { json!(number) };
             let is_safe = number.unsigned_abs() <= safe.unsigned_abs();
             (sent, if is_safe { json!(number) } else { json!(number.to_string()) })
         })
@@ -41,10 +41,10 @@ fn bigint() -> BoxedStrategy<Pair> {
 fn numeric() -> BoxedStrategy<Pair> {
     let digits = ("-?", "(0|[1-9][0-9]{0,60})", proptest::option::of("[0-9]{1,60}"));
     digits
-        .prop_map(|(sign, whole, part)| {
-            let part = part.map_or_else(String::new, |part| format!(".{part}"));
-            let is_zero = format!("{whole}{part}").bytes().all(|byte| matches!(byte, b'0' | b'.'));
-            let text = format!("{}{whole}{part}", if is_zero { "" } else { &sign });
+        .prop_map(|(sign, whole, fraction)| {
+            let fraction = fraction.map_or_else(String::new, |digits| format!(".{digits}"));
+            let is_zero = format!("{whole}{fraction}").bytes().all(|byte| matches!(byte, b'0' | b'.'));
+            let text = format!("{}{whole}{fraction}", if is_zero { "" } else { &sign });
             unchanged(json!(text))
         })
         .boxed()
@@ -74,19 +74,24 @@ fn timestamptz() -> BoxedStrategy<Pair> {
     ];
     let offset = (0_i64..=14 * 4).prop_map(|quarters| quarters * 15);
     (ms, offset, any::<bool>())
-        .prop_map(|(ms, minutes, east)| {
-            let at = jiff::Timestamp::from_millisecond(ms).expect("the timestamp is in range");
+        .prop_map(|(ms, minutes, is_east)| {
+            let timestamp = jiff::Timestamp::from_millisecond(ms).expect("the timestamp is in range");
             let seconds = i32::try_from(minutes * 60).unwrap_or(0);
-            let offset = jiff::tz::Offset::from_seconds(if east { seconds } else { -seconds })
+            let offset = jiff::tz::Offset::from_seconds(if is_east { seconds } else { -seconds })
                 .expect("the offset is valid");
             // Local time may be outside the year range that the format supports.
-            let local = offset.to_datetime(at);
+            let local = offset.to_datetime(timestamp);
             let sent = if (1..=9999).contains(&local.year()) {
-                format!("{local:.3}{}{:02}:{:02}", if east { '+' } else { '-' }, minutes / 60, minutes % 60)
+                format!(
+                    "{local:.3}{}{:02}:{:02}",
+                    if is_east { '+' } else { '-' },
+                    minutes / 60,
+                    minutes % 60
+                )
             } else {
-                format!("{at:.3}")
+                format!("{timestamp:.3}")
             };
-            (json!(sent), json!(format!("{at:.3}")))
+            (json!(sent), json!(format!("{timestamp:.3}")))
         })
         .boxed()
 }
@@ -124,7 +129,7 @@ fn columns() -> Vec<(&'static str, BoxedStrategy<Pair>)> {
     ]
 }
 
-/// Rows with values as text, because `serde_json` would round the last digit of a double.
+/// A row with its values as text, because `serde_json` would round the last digit of a double.
 type RawRow = BTreeMap<String, Box<RawValue>>;
 
 async fn raw_rows(app: &TestApp, action: &str, fields: Value) -> Result<Vec<RawRow>> {
@@ -323,7 +328,7 @@ async fn every_type_enforces_its_limits() -> Result<()> {
             "{name} {value} {problem}"
         );
         assert!(
-            problem["errors"][0]["pointer"].as_str().is_some_and(|at| at.starts_with("/data")),
+            problem["errors"][0]["pointer"].as_str().is_some_and(|pointer| pointer.starts_with("/data")),
             "{problem}"
         );
     }
@@ -341,7 +346,7 @@ async fn every_type_enforces_its_limits() -> Result<()> {
         let found = app.query_data("count", json!({ "filter": { "at": bound } })).await?;
         assert_eq!(found["count"], count, "{bound}");
     }
-    assert_eq!(app.insert(json!({ "meta": null })).await?["meta"], Value::Null, "SQL's NULL");
+    assert_eq!(app.insert(json!({ "meta": null })).await?["meta"], Value::Null, "SQL NULL");
     Ok(())
 }
 
@@ -362,7 +367,7 @@ async fn json_value_keeps_its_digits_and_is_bounded() -> Result<()> {
     assert!(text.contains(r#"{"a": 2}"#), "the last of two duplicate names wins, as in JavaScript: {text}");
     let deep = |levels: usize| format!("{}{}", "[".repeat(levels), "]".repeat(levels));
     assert_eq!(send(&deep(1000)).await?.0, 201);
-    assert_eq!(send(&deep(200_000)).await?.0, 400, "deeper than PostgreSQL's stack");
+    assert_eq!(send(&deep(200_000)).await?.0, 400, "deeper than PostgreSQL's stack permits");
     assert_eq!(send("\"\\ud800\"").await?.0, 400, "half of a surrogate pair");
     assert_eq!(app.count().await?, 3, "the gateway is still available");
     Ok(())

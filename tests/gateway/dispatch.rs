@@ -70,7 +70,7 @@ pub fn start_runner(root: &Path) -> Result<Runner> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     command.args(["svc-agent", "--listen"]).env_clear().env("PATH", path).env("SVC_ROOT", root);
     command.env("HOME", root.join("home/svc")).env("A_SECRET_OF_OURS", "not-for-agents");
-    // Nothing is listening there.
+    // Nothing listens on this socket.
     command.env("NOTIFY_SOCKET", root.join("no.sock"));
     let log = std::fs::OpenOptions::new().create(true).append(true).open(root.join("agent.log"))?;
     let runner =
@@ -142,11 +142,11 @@ pub fn event_kinds(events: &[(String, Value)]) -> Vec<&str> {
 pub async fn wait_until_finished(host: &Host, id: &str) -> Result<Value> {
     let end = Instant::now() + Duration::from_secs(40);
     loop {
-        let (_, shown) = host.get(&format!("/api/dispatch/{id}")).await?;
-        if ["success", "error"].contains(&shown["status"].as_str().unwrap_or_default()) {
-            return Ok(shown);
+        let (_, response) = host.get(&format!("/api/dispatch/{id}")).await?;
+        if ["success", "error"].contains(&response["status"].as_str().unwrap_or_default()) {
+            return Ok(response);
         }
-        ensure!(Instant::now() < end, "dispatch {id} has not finished: {shown}");
+        ensure!(Instant::now() < end, "dispatch {id} has not finished: {response}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
@@ -230,7 +230,7 @@ async fn dispatch_streams_its_events_and_is_recorded() -> Result<()> {
     assert!(
         tool["inputPreview"]
             .as_str()
-            .is_some_and(|shown| shown.contains("ls") && !shown.contains("sk-secret"))
+            .is_some_and(|preview| preview.contains("ls") && !preview.contains("sk-secret"))
     );
     // A repeated id names the same dispatch: its events are replayed, and it does not run again.
     assert_eq!(stream_dispatch(&host, body.clone()).await?, streamed);
@@ -314,8 +314,8 @@ async fn no_agent_process_outlives_its_dispatch() -> Result<()> {
     let pid = wait_for_pid(&host, "sleeping.pid").await?;
     let (status, _) = send_json(host.owner_request(Method::DELETE, "/api/dispatch/s1")).await?;
     assert_eq!(status, StatusCode::ACCEPTED);
-    let shown = wait_until_finished(&host, "s1").await?;
-    let interaction = &shown["dispatches"][0]["interaction"];
+    let response = wait_until_finished(&host, "s1").await?;
+    let interaction = &response["dispatches"][0]["interaction"];
     assert_eq!((&interaction["error"]["name"], &interaction["cost"]), (&json!("Cancelled"), &json!(0.01)));
     assert!(!is_alive(pid) && !is_alive(wait_for_pid(&host, "sleeper.pid").await?));
     // The agent exceeds its deadline.
@@ -323,8 +323,8 @@ async fn no_agent_process_outlives_its_dispatch() -> Result<()> {
     std::fs::remove_file(host.machine.path("home/svc/home/sleeper.pid"))?;
     request_dispatch(&host, json!({ "prompt": "sleep", "id": "s2", "deadlineSeconds": 3 })).await?;
     let pid = wait_for_pid(&host, "sleeping.pid").await?;
-    let shown = wait_until_finished(&host, "s2").await?;
-    assert_eq!(shown["dispatches"][0]["interaction"]["error"]["name"], "DeadlineExceeded");
+    let response = wait_until_finished(&host, "s2").await?;
+    assert_eq!(response["dispatches"][0]["interaction"]["error"]["name"], "DeadlineExceeded");
     assert!(!is_alive(pid) && !is_alive(wait_for_pid(&host, "sleeper.pid").await?));
     // The gateway is killed: the runner ends the agent's processes, and the next gateway records the dispatch.
     std::fs::remove_file(host.machine.path("home/svc/home/sleeping.pid"))?;
@@ -342,7 +342,7 @@ async fn no_agent_process_outlives_its_dispatch() -> Result<()> {
     }
     let (_, usage) = host.get("/api/usage").await?;
     assert_eq!(usage["entries"][0]["dispatches"], 5);
-    // A client that resumes with an event number from the earlier gateway still receives the result.
+    // A client that resumes with an event number from the previous gateway still receives the result.
     let request = host.owner_request(Method::GET, "/api/dispatch/s3/events").header("last-event-id", "1");
     let (_, again) = send_json(request).await?;
     assert_eq!(event_kinds(&parse_events(again.as_str().unwrap_or_default())).last(), Some(&"result"));

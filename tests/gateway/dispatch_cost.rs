@@ -31,9 +31,9 @@ async fn cancelled_agent_reports_its_cost_on_interrupt() -> Result<()> {
     request_dispatch(&host, json!({ "prompt": "interrupt", "id": "i" })).await?;
     wait_for_pid(&host, "sleeping.pid").await?;
     cancel(&host, "i").await?;
-    let shown = wait_until_finished(&host, "i").await?;
+    let response = wait_until_finished(&host, "i").await?;
     let expected = ("Cancelled", &json!(0.02), false);
-    assert_eq!(error_and_cost(&shown["dispatches"][0]["interaction"]), expected);
+    assert_eq!(error_and_cost(&response["dispatches"][0]["interaction"]), expected);
     Ok(())
 }
 
@@ -45,12 +45,12 @@ async fn dispatch_ended_without_a_cost_counts_its_reservation() -> Result<()> {
     request_dispatch(&host, json!({ "prompt": "hold", "id": "cancelled" })).await?;
     wait_until_started(&host, "cancelled").await?;
     cancel(&host, "cancelled").await?;
-    let shown = wait_until_finished(&host, "cancelled").await?;
+    let response = wait_until_finished(&host, "cancelled").await?;
     let reserved = &json!(0.3);
-    assert_eq!(error_and_cost(&shown["dispatches"][0]["interaction"]), ("Cancelled", reserved, true));
+    assert_eq!(error_and_cost(&response["dispatches"][0]["interaction"]), ("Cancelled", reserved, true));
     request_dispatch(&host, json!({ "prompt": "hold", "id": "late", "deadlineSeconds": 1 })).await?;
-    let shown = wait_until_finished(&host, "late").await?;
-    let interaction = &shown["dispatches"][0]["interaction"];
+    let response = wait_until_finished(&host, "late").await?;
+    let interaction = &response["dispatches"][0]["interaction"];
     assert_eq!(error_and_cost(interaction), ("DeadlineExceeded", reserved, true));
     request_dispatch(&host, json!({ "prompt": "hold", "id": "killed" })).await?;
     wait_until_started(&host, "killed").await?;
@@ -72,7 +72,7 @@ async fn dispatch_that_never_started_costs_nothing() -> Result<()> {
     request_dispatch(&host, json!({ "prompt": "hold", "id": "first" })).await?;
     request_dispatch(&host, json!({ "prompt": "ok", "id": "queued" })).await?;
     cancel(&host, "queued").await?;
-    let shown = wait_until_finished(&host, "queued").await?;
-    assert_eq!(error_and_cost(&shown["dispatches"][0]["interaction"]), ("Cancelled", &json!(0), false));
+    let response = wait_until_finished(&host, "queued").await?;
+    assert_eq!(error_and_cost(&response["dispatches"][0]["interaction"]), ("Cancelled", &json!(0), false));
     Ok(())
 }

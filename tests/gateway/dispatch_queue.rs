@@ -17,7 +17,7 @@ use super::dispatch::{
 };
 use super::host::{Host, send_json};
 
-/// Starts a fake svc-watch; the receiver gets each message's phase and dispatch.
+/// Starts a fake svc-watch; the receiver gets each message's phase and dispatch id.
 fn start_fake_watcher(socket: &Path) -> Result<Receiver<(String, String)>> {
     std::fs::create_dir_all(socket.parent().context("the socket has no parent folder")?)?;
     let listener = UnixListener::bind(socket)?;
@@ -70,8 +70,8 @@ async fn queue_is_fair_across_users_and_survives_restart() -> Result<()> {
     for (id, sender) in [("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b")] {
         request_dispatch(&host, json!({ "prompt": "ok", "id": id, "senderId": sender })).await?;
     }
-    let (_, shown) = host.get("/api/dispatch").await?;
-    let statuses: Vec<(&str, &str)> = shown["dispatches"]
+    let (_, response) = host.get("/api/dispatch").await?;
+    let statuses: Vec<(&str, &str)> = response["dispatches"]
         .as_array()
         .context("no dispatches")?
         .iter()
@@ -191,8 +191,8 @@ async fn refused_batch_entry_stays_refused_after_a_crash() -> Result<()> {
     let batch = json!([{ "prompt": "hold" }, { "prompt": "ok" }, { "prompt": "ok" }]);
     request_dispatch(&host, json!({ "id": "b", "batch": batch })).await?;
     let status = async |host: &Host| {
-        let (_, shown) = host.get("/api/dispatch/b.2").await?;
-        Ok::<_, anyhow::Error>(shown["dispatches"][0]["status"].clone())
+        let (_, response) = host.get("/api/dispatch/b.2").await?;
+        Ok::<_, anyhow::Error>(response["dispatches"][0]["status"].clone())
     };
     host.wait_until("the last entry is refused", async || Ok(status(&host).await? == "refused")).await?;
     host.machine.write(CONFIG, &config_json(&limits(100.0)))?;
@@ -249,8 +249,8 @@ async fn batch_survives_restart_in_order() -> Result<()> {
     assert_eq!(event_kinds(&parse_events(streamed.as_str().unwrap_or_default())).last(), Some(&"done"));
     wait_until_recorded(&host, "b.11").await?;
     let host = host.restart()?;
-    let (_, shown) = host.get("/api/dispatch/b").await?;
-    let ids: Vec<String> = shown["dispatches"]
+    let (_, response) = host.get("/api/dispatch/b").await?;
+    let ids: Vec<String> = response["dispatches"]
         .as_array()
         .context("no dispatches")?
         .iter()
@@ -281,13 +281,13 @@ async fn batch_has_a_result_for_each_entry() -> Result<()> {
     assert_eq!(results, [(0, "success"), (1, "error"), (2, "success")]);
     wait_until_recorded(&host, "b.2").await?;
     let host = host.restart()?;
-    let (_, shown) = host.get("/api/dispatch/b").await?;
-    assert_eq!((&shown["batch"], &shown["status"]), (&json!(true), &json!("error")));
+    let (_, response) = host.get("/api/dispatch/b").await?;
+    assert_eq!((&response["batch"], &response["status"]), (&json!(true), &json!("error")));
     assert_eq!(request_dispatch(&host, body).await?.0, StatusCode::ACCEPTED, "the same request");
     let different = json!({ "id": "b", "batch": [{ "prompt": "ok 1" }] });
     let (status, refused) = request_dispatch(&host, different).await?;
     assert_eq!((status.as_u16(), &refused["code"]), (422, &json!("idempotency_mismatch")));
-    for dispatch in shown["dispatches"].as_array().context("no dispatches")? {
+    for dispatch in response["dispatches"].as_array().context("no dispatches")? {
         assert_eq!(
             (&dispatch["interaction"]["batch"], &dispatch["interaction"]["batchId"]),
             (&json!(true), &json!("b"))

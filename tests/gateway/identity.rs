@@ -160,7 +160,7 @@ async fn gateway_starts_but_rejects_short_admin_token() -> Result<()> {
 }
 
 #[tokio::test]
-async fn platform_can_read_only_usage_and_files() -> Result<()> {
+async fn platform_can_read_only_usage_and_file_status() -> Result<()> {
     let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let send = async |method: Method, path: &str, signed: &str| -> Result<StatusCode> {
         let mut claims = host.machine.claims(Route::Internal);
@@ -199,13 +199,14 @@ async fn trusted_socket_is_limited_to_its_user_and_group() -> Result<()> {
     let socket = host.socket();
     let dir = socket.parent().expect("the socket has a parent directory");
     assert_eq!((mode(&socket)?, mode(dir)?), (0o660, 0o750));
-    let another = format!("x-svc-proof: {}\n", {
+    let other_users_proof = format!("x-svc-proof: {}\n", {
         let mut claims = host.machine.claims(Route::Shell);
         claims.sub = "user_other".parse()?;
         host.machine.signer.sign(&claims)
     });
-    let response = host
-        .send_over_socket(&format!("GET /api/backups HTTP/1.1\nhost: h\nconnection: close\n{another}\n"))?;
+    let response = host.send_over_socket(&format!(
+        "GET /api/backups HTTP/1.1\nhost: h\nconnection: close\n{other_users_proof}\n"
+    ))?;
     assert!(response.starts_with("HTTP/1.1 403"), "{response}");
     Ok(())
 }
@@ -227,8 +228,8 @@ async fn issuer_token_authenticates_the_owner() -> Result<()> {
     let forged = MintOptions { flaw: Some(Flaw::BadSignature), ..MintOptions::default() };
     assert_eq!(status_with_token(USER, &forged).await?, StatusCode::UNAUTHORIZED);
     let bad = idp.mint(USER, &forged);
-    let beside_proof = host.owner_request(Method::GET, "/api/backups").bearer_auth(bad);
-    assert_eq!(beside_proof.send().await?.status(), StatusCode::UNAUTHORIZED, "with a valid proof");
+    let with_proof = host.owner_request(Method::GET, "/api/backups").bearer_auth(bad);
+    assert_eq!(with_proof.send().await?.status(), StatusCode::UNAUTHORIZED, "with a valid proof");
     let response = host.send_over_socket(&format!(
         "GET /api/backups HTTP/1.1\nhost: h\nconnection: close\nauthorization: Bearer {}\n\n",
         idp.mint("user_other", &MintOptions::default())
@@ -272,7 +273,7 @@ async fn proof_keys_are_replaced_on_rotation() -> Result<()> {
 }
 
 #[tokio::test]
-async fn internal_proof_is_valid_for_one_request_once() -> Result<()> {
+async fn internal_proof_is_valid_once_for_its_request() -> Result<()> {
     let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let path = "/_svc/internal/backup";
     let claims = |jti: &str| {

@@ -12,7 +12,8 @@ use kit::child::OwnedChild;
 
 use super::host::Machine;
 
-/// Runs a command in a private mount namespace, so that the machine's own journal is unaffected.
+/// Replaces the journal's socket with `$1` and runs a command. The script must run in a private mount namespace, so
+/// that the machine's own journal is unaffected.
 const FAKE_JOURNAL_SCRIPT: &str = "mount -t tmpfs none /run && mkdir -p /run/systemd/journal && \
     touch /run/systemd/journal/socket && mount --bind \"$1\" /run/systemd/journal/socket && shift && exec \"$@\"";
 

@@ -154,12 +154,12 @@ async fn websocket_is_proxied() -> Result<()> {
 async fn backups_are_listed_newest_first() -> Result<()> {
     let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     assert_eq!(host.get("/api/backups").await?.1, json!({ "backups": [], "nextCursor": null }));
-    let at = |n: i32| format!("2026-01-0{n}T03:04:05.678Z");
-    let line = |n| json!({ "timestamp": at(n), "status": "success", "stage": "done" }).to_string();
+    let timestamp = |n: i32| format!("2026-01-0{n}T03:04:05.678Z");
+    let line = |n| json!({ "timestamp": timestamp(n), "status": "success", "stage": "done" }).to_string();
     let lines = (1..=3).map(line).collect::<Vec<_>>();
     host.machine.write("home/svc/home/system/logs/backup.jsonl", &(lines.join("\n") + "\n{\"torn"))?;
     let (_, listed) = host.get("/api/backups?limit=2").await?;
-    assert_eq!(listed["backups"][0]["timestamp"], at(3));
+    assert_eq!(listed["backups"][0]["timestamp"], timestamp(3));
     assert_eq!(listed["backups"].as_array().map(Vec::len), Some(2));
     assert_eq!(host.get("/api/backups?limit=x").await?.0, StatusCode::BAD_REQUEST);
     Ok(())

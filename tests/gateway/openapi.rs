@@ -26,7 +26,7 @@ const ADMIN: &str = "admin-s3cret-0123456789-0123456789";
 const UNREACHABLE_DATABASE: &str = "postgres://postgres:hunter2-s3cret@127.0.0.1:1/svc";
 const EXAMPLE_ID: &str = "0192d1f0-0000-7000-8000-000000000000";
 
-/// Error codes that no request can trigger, with their operations (`*` for all).
+/// Error codes that no request here can trigger, with their operations (`*` for all).
 const UNREACHABLE_CODES: [(&str, &str); 2] = [
     // An internal error that no request can cause.
     ("*", "internal"),
@@ -437,7 +437,7 @@ async fn check_stored_state(gateway: &TestGateway, database: &PgServer) {
     check_records(gateway).await;
 }
 
-/// Checks unknown cursors and event ids for records, and invalid settings.
+/// Checks unknown cursors and event ids for records, invalid settings, and invalid usage queries.
 async fn check_records(gateway: &TestGateway) {
     for record in ["interactions", "audit", "activity", "storage", "backups"] {
         let as_owner = |path: &str| gateway.request_as("owner", &Method::GET, path);

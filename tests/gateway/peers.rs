@@ -120,13 +120,13 @@ async fn agent_uses_its_apps_bridge_while_running() -> Result<()> {
         Ok(accepted["id"] == "d1")
     })
     .await?;
-    let shown = wait_until_finished(&host, "d1").await?;
+    let response = wait_until_finished(&host, "d1").await?;
     let home = host.machine.path("home/svc/home");
     let codes = fs::read_to_string(home.join("codes"))?;
     assert_eq!(
         codes.lines().collect::<Vec<_>>(),
         ["200", "403", "200", "404", "404", "401", "401"],
-        "{shown}"
+        "{response}"
     );
     let read = |name: &str| -> Result<Value> { Ok(serde_json::from_slice(&fs::read(home.join(name))?)?) };
     assert_eq!(read("own.json")?["data"][0]["title"], "from notes");
@@ -139,7 +139,7 @@ async fn agent_uses_its_apps_bridge_while_running() -> Result<()> {
     assert!(read("other.json")?["detail"].to_string().contains(&format!("only the tables of {notes}.")));
     // The dispatch's output does not contain its token, which is invalid after the dispatch.
     let token = fs::read_to_string(home.join("token"))?;
-    assert!(token.len() > 40 && !shown.to_string().contains(&token), "{shown}");
+    assert!(token.len() > 40 && !response.to_string().contains(&token), "{response}");
     let socket = host.machine.path("run/svc/bridge/bridge.sock");
     let mut later = Command::new("curl");
     later.args(["-sS", "-o", "/dev/null", "-w", "%{http_code}", "--unix-socket"]).arg(socket);

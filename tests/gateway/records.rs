@@ -27,8 +27,8 @@ fn interaction(n: u32, at: Timestamp, user: &str, model: &str, cost: f64) -> Val
 fn machine_with_interactions() -> Result<(Machine, Timestamp)> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
     let now = Timestamp::now();
-    for (ago, first) in [(24, 0), (0, 10)] {
-        let at = now.checked_sub(ago.hours())?;
+    for (hours_ago, first) in [(24, 0), (0, 10)] {
+        let at = now.checked_sub(hours_ago.hours())?;
         let day = at.to_zoned(jiff::tz::TimeZone::UTC).date();
         let user = |n: u32| if n.is_multiple_of(2) { "user_owner" } else { "telegram:7" };
         let lines: String = (first..first + 10)
@@ -95,13 +95,13 @@ async fn usage_equals_interactions_and_outlives_them() -> Result<()> {
     );
     assert_eq!(all["entries"].as_array().context("no entries")?.len(), 2);
     let models = get(&host, "/api/usage?groupBy=model&userId=telegram:7").await?;
-    let named: Vec<_> = models["entries"]
+    let costs: Vec<_> = models["entries"]
         .as_array()
         .context("no entries")?
         .iter()
         .map(|entry| (&entry["model"], &entry["cost"]))
         .collect();
-    assert_eq!(named, [(&json!("big"), &json!(0.7)), (&json!("small"), &json!(0.3))]);
+    assert_eq!(costs, [(&json!("big"), &json!(0.7)), (&json!("small"), &json!(0.3))]);
     let day = all["entries"][1]["date"].as_str().context("no date")?.to_owned();
     let today = get(&host, &format!("/api/usage?startDate={day}&endDate={day}")).await?;
     assert_eq!((&today["totalCost"], &today["entries"][0]["dispatches"]), (&json!(1), &json!(10)));

@@ -65,7 +65,7 @@ async fn full_disk_is_reported_and_records_resume() -> Result<()> {
     wait_for_stuck_metric(&host, 1.0).await?;
     ensure!(
         scrape(&host)?.get("svc_records_waiting_bytes").is_some_and(|bytes| bytes > 0.0),
-        "records are waiting"
+        "no records are waiting"
     );
     ensure!(host.log().contains("records cannot be written"), "{}", host.log());
     set_limit(&host, 3).await?;
@@ -76,7 +76,7 @@ async fn full_disk_is_reported_and_records_resume() -> Result<()> {
     wait_for_stuck_metric(&host, 0.0).await?;
     ensure!(host.log().contains("records can be written again"), "{}", host.log());
     let text = fs::read_to_string(logs.join("activity.log"))?;
-    ensure!(text.lines().all(|line| line.starts_with("20")), "each line is complete: {text}");
+    ensure!(text.lines().all(|line| line.starts_with("20")), "a line is incomplete: {text}");
     assert_serves(&host).await?;
     // A full disk does not prevent a clean exit.
     disk.fill(0)?;
@@ -105,11 +105,11 @@ async fn records_continue_after_rename_delete_or_truncate() -> Result<()> {
     wait_until_limit_logged(&host, 4).await?;
     let text = fs::read_to_string(&current)?;
     let last = text.lines().last().context("the log is empty")?;
-    ensure!(last.contains("$4.00") && last.starts_with("20"), "the new line is a separate line: {text}");
+    ensure!(last.contains("$4.00") && last.starts_with("20"), "the new line is not a separate line: {text}");
     fs::remove_dir_all(&logs)?;
     set_limit(&host, 5).await?;
     wait_until_limit_logged(&host, 5).await?;
-    ensure!(!fs::read_to_string(&current)?.contains("$4.00"), "deleted lines are not restored");
+    ensure!(!fs::read_to_string(&current)?.contains("$4.00"), "a deleted line was restored");
     assert_serves(&host).await
 }
 
@@ -127,7 +127,7 @@ async fn unwritable_record_is_reported_and_retried() -> Result<()> {
     set_limit(&host, 1).await?;
     wait_for_stuck_metric(&host, 1.0).await?;
     assert_serves(&host).await?;
-    ensure!(fs::read_to_string(&target)? == "theirs\n", "the link's target is unchanged");
+    ensure!(fs::read_to_string(&target)? == "theirs\n", "the link's target was changed");
     fs::remove_file(logs.join("activity.log"))?;
     wait_until_limit_logged(&host, 1).await?;
     wait_for_stuck_metric(&host, 0.0).await?;

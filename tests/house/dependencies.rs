@@ -20,7 +20,8 @@ const HOST_MODULES: [(&str, &[&str]); 12] = [
     ("update", &["snapshots", "system"]),
 ];
 
-/// Folders under `src/host`, each of which is an applet; no other module imports them.
+/// Folders under `src/host`, each of which is an applet. No module outside the folder may import it, except a parent
+/// module that declares it; [`SHARED_UPDATE_MODULES`] may be imported anywhere.
 const APPLETS: [&[&str]; 12] = [
     &["agents", "runner"],
     &["audit", "hook"],

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use super::{ProjectFile, format_violation};
 
-/// Checks that every crate that a workspace member depends on has one row in `docs/dependencies.md`, and that every row
-/// belongs to such a crate.
+/// Returns crates that a workspace member depends on without exactly one row in `docs/dependencies.md`, and rows that
+/// belong to no such crate.
 pub fn unexplained_dependencies(files: &[ProjectFile]) -> Vec<String> {
     let mut named = BTreeMap::new();
     for file in files.iter().filter(|file| file.path.ends_with("Cargo.toml")) {

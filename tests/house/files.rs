@@ -21,7 +21,7 @@ pub fn format_violation(path: &str, line: usize, reason: impl std::fmt::Display)
     format!("{path}:{line}: {reason}")
 }
 
-/// Folders with generated or downloaded content, and Git's own.
+/// Folders with generated or downloaded content, and Git's own folder.
 const SKIPPED_FOLDERS: [&str; 4] = [".git", "target", "node_modules", "dist"];
 const TEXT_EXTENSIONS: [&str; 19] = [
     "rs", "toml", "md", "sql", "sh", "py", "js", "mjs", "ts", "json", "html", "css", "yaml", "yml",
@@ -63,5 +63,7 @@ fn walk(folder: &Path, prefix: &str, found: &mut Vec<ProjectFile>) {
 
 fn is_text(path: &str) -> bool {
     path == ".ci/run"
-        || Path::new(path).extension().is_some_and(|end| TEXT_EXTENSIONS.iter().any(|text| end == *text))
+        || Path::new(path)
+            .extension()
+            .is_some_and(|extension| TEXT_EXTENSIONS.iter().any(|text| extension == *text))
 }

@@ -37,8 +37,8 @@ const TOP_FOLDERS: [&str; 10] = [
     "xtask/",
 ];
 
-/// Returns paths in backticks that do not exist. Patterns and `{a,b}` are skipped, and so is the changelog, which names
-/// earlier paths.
+/// Returns paths in backticks that do not exist. Patterns, `{a,b}` and placeholders are skipped, and so is the
+/// changelog, which names former paths.
 pub fn unknown_paths(files: &[ProjectFile], exists: impl Fn(&str) -> bool) -> Vec<String> {
     let is_path = |text: &&str| {
         TOP_FOLDERS.iter().any(|folder| text.starts_with(folder))

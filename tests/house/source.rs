@@ -6,27 +6,27 @@ use super::ProjectFile;
 pub fn blank_literals(text: &str) -> String {
     let chars: Vec<char> = text.chars().collect();
     let mut out = String::with_capacity(text.len());
-    let mut at = 0;
-    while at < chars.len() {
-        let end = match (chars[at], chars.get(at + 1)) {
-            ('/', Some('/')) => find_char(&chars, at, '\n'),
-            ('/', Some('*')) => end_of_block_comment(&chars, at),
-            ('"', _) => end_of_string(&chars, at),
-            ('r' | 'b' | 'c', _) if at == 0 || !is_word(chars[at - 1]) => {
-                match end_of_prefixed_literal(&chars, at) {
+    let mut index = 0;
+    while index < chars.len() {
+        let end = match (chars[index], chars.get(index + 1)) {
+            ('/', Some('/')) => find_char(&chars, index, '\n'),
+            ('/', Some('*')) => end_of_block_comment(&chars, index),
+            ('"', _) => end_of_string(&chars, index),
+            ('r' | 'b' | 'c', _) if index == 0 || !is_word(chars[index - 1]) => {
+                match end_of_prefixed_literal(&chars, index) {
                     Some(end) => end,
-                    None => at,
+                    None => index,
                 }
             }
-            ('\'', _) => end_of_char_literal(&chars, at),
-            _ => at,
+            ('\'', _) => end_of_char_literal(&chars, index),
+            _ => index,
         };
-        if end == at {
-            out.push(chars[at]);
-            at += 1;
+        if end == index {
+            out.push(chars[index]);
+            index += 1;
         } else {
-            chars[at..end].iter().for_each(|&c| out.push(if c == '\n' { '\n' } else { ' ' }));
-            at = end;
+            chars[index..end].iter().for_each(|&c| out.push(if c == '\n' { '\n' } else { ' ' }));
+            index = end;
         }
     }
     out
@@ -37,51 +37,53 @@ fn is_word(c: char) -> bool {
 }
 
 fn find_char(chars: &[char], from: usize, wanted: char) -> usize {
-    (from..chars.len()).find(|&at| chars[at] == wanted).unwrap_or(chars.len())
+    (from..chars.len()).find(|&index| chars[index] == wanted).unwrap_or(chars.len())
 }
 
 fn end_of_block_comment(chars: &[char], from: usize) -> usize {
     let mut depth = 0;
-    let mut at = from;
-    while at < chars.len() {
-        match (chars[at], chars.get(at + 1)) {
-            ('/', Some('*')) => (depth, at) = (depth + 1, at + 2),
-            ('*', Some('/')) => (depth, at) = (depth - 1, at + 2),
-            _ => at += 1,
+    let mut index = from;
+    while index < chars.len() {
+        match (chars[index], chars.get(index + 1)) {
+            ('/', Some('*')) => (depth, index) = (depth + 1, index + 2),
+            ('*', Some('/')) => (depth, index) = (depth - 1, index + 2),
+            _ => index += 1,
         }
         if depth == 0 {
-            return at;
+            return index;
         }
     }
     chars.len()
 }
 
 fn end_of_string(chars: &[char], from: usize) -> usize {
-    let mut at = from + 1;
-    while at < chars.len() && chars[at] != '"' {
-        at += if chars[at] == '\\' { 2 } else { 1 };
+    let mut index = from + 1;
+    while index < chars.len() && chars[index] != '"' {
+        index += if chars[index] == '\\' { 2 } else { 1 };
     }
-    (at + 1).min(chars.len())
+    (index + 1).min(chars.len())
 }
 
 /// Returns the end of a literal with a prefix (`r"`, `br#"`, `b"`, `c"`), if one starts here.
 fn end_of_prefixed_literal(chars: &[char], from: usize) -> Option<usize> {
     let letters = chars[from..].iter().take(2).take_while(|c| "rbc".contains(**c)).count();
-    let raw = chars[from..from + letters].contains(&'r');
+    let is_raw = chars[from..from + letters].contains(&'r');
     let hashes = chars[from + letters..].iter().take_while(|c| **c == '#').count();
     let quote = from + letters + hashes;
-    if chars.get(quote) != Some(&'"') || (hashes > 0 && !raw) {
+    if chars.get(quote) != Some(&'"') || (hashes > 0 && !is_raw) {
         return None;
     }
-    if !raw {
+    if !is_raw {
         return Some(end_of_string(chars, quote));
     }
-    let mut at = quote + 1;
-    while at < chars.len() {
-        if chars[at] == '"' && chars[at + 1..].iter().take(hashes).filter(|c| **c == '#').count() == hashes {
-            return Some(at + 1 + hashes);
+    let mut index = quote + 1;
+    while index < chars.len() {
+        if chars[index] == '"'
+            && chars[index + 1..].iter().take(hashes).filter(|c| **c == '#').count() == hashes
+        {
+            return Some(index + 1 + hashes);
         }
-        at += 1;
+        index += 1;
     }
     Some(chars.len())
 }
@@ -106,55 +108,55 @@ pub fn tokenize(code: &str) -> Vec<Token> {
     let mut found: Vec<Token> = Vec::new();
     for (number, line) in code.lines().enumerate() {
         let chars: Vec<char> = line.chars().collect();
-        let mut at = 0;
-        while at < chars.len() {
-            let length = if is_word(chars[at]) {
-                chars[at..].iter().take_while(|c| is_word(**c)).count()
-            } else if chars[at] == ':' && chars.get(at + 1) == Some(&':') {
+        let mut index = 0;
+        while index < chars.len() {
+            let length = if is_word(chars[index]) {
+                chars[index..].iter().take_while(|c| is_word(**c)).count()
+            } else if chars[index] == ':' && chars.get(index + 1) == Some(&':') {
                 2
             } else {
                 1
             };
-            if !chars[at].is_whitespace() {
-                let text = chars[at..at + length].iter().collect();
+            if !chars[index].is_whitespace() {
+                let text = chars[index..index + length].iter().collect();
                 found.push(Token { text, line: number + 1 });
             }
-            at += length;
+            index += length;
         }
     }
     found
 }
 
-fn matches(tokens: &[Token], at: usize, wanted: &[&str]) -> bool {
-    tokens.len() >= at + wanted.len()
-        && tokens[at..].iter().zip(wanted).all(|(token, text)| token.text == *text)
+fn matches(tokens: &[Token], index: usize, wanted: &[&str]) -> bool {
+    tokens.len() >= index + wanted.len()
+        && tokens[index..].iter().zip(wanted).all(|(token, text)| token.text == *text)
 }
 
 /// Returns the tokens without the items under `#[cfg(test)]`, and the names of the test modules in separate files.
 pub fn without_tests(tokens: &[Token]) -> (Vec<Token>, Vec<String>) {
     let (mut code, mut modules) = (Vec::new(), Vec::new());
-    let mut at = 0;
-    while at < tokens.len() {
-        if !is_test_attribute(tokens, at) {
-            code.push(tokens[at].clone());
-            at += 1;
+    let mut index = 0;
+    while index < tokens.len() {
+        if !is_test_attribute(tokens, index) {
+            code.push(tokens[index].clone());
+            index += 1;
             continue;
         }
-        let from = at;
+        let from = index;
         let mut depth = 0;
-        while at < tokens.len() {
-            match tokens[at].text.as_str() {
+        while index < tokens.len() {
+            match tokens[index].text.as_str() {
                 "{" | "(" | "[" => depth += 1,
                 "}" | ")" | "]" => depth -= 1,
                 _ => {}
             }
-            let ended = depth == 0 && matches!(tokens[at].text.as_str(), "}" | ";");
-            at += 1;
-            if ended {
+            let is_end = depth == 0 && matches!(tokens[index].text.as_str(), "}" | ";");
+            index += 1;
+            if is_end {
                 break;
             }
         }
-        let item = &tokens[from..at];
+        let item = &tokens[from..index];
         if item.last().is_some_and(|token| token.text == ";")
             && let Some(word) = item.iter().position(|token| token.text == "mod")
         {
@@ -164,9 +166,9 @@ pub fn without_tests(tokens: &[Token]) -> (Vec<Token>, Vec<String>) {
     (code, modules)
 }
 
-fn is_test_attribute(tokens: &[Token], at: usize) -> bool {
-    matches(tokens, at, &["#", "[", "cfg", "(", "test", ")", "]"])
-        || matches(tokens, at, &["#", "[", "cfg", "(", "all", "(", "test", ","])
+fn is_test_attribute(tokens: &[Token], index: usize) -> bool {
+    matches(tokens, index, &["#", "[", "cfg", "(", "test", ")", "]"])
+        || matches(tokens, index, &["#", "[", "cfg", "(", "all", "(", "test", ","])
 }
 
 /// Returns the module path of a file in `src`, beginning with its package's folder.
@@ -215,12 +217,12 @@ pub fn named_paths(module: &[String], tokens: &[Token]) -> Vec<NamedPath> {
     // The inline modules open at the current token, each with its brace depth.
     let mut inline: Vec<(usize, String)> = Vec::new();
     let mut depth = 0;
-    for (at, token) in tokens.iter().enumerate() {
+    for (index, token) in tokens.iter().enumerate() {
         match token.text.as_str() {
             "{" => {
                 depth += 1;
-                if at >= 2 && tokens[at - 2].text == "mod" {
-                    inline.push((depth, tokens[at - 1].text.clone()));
+                if index >= 2 && tokens[index - 2].text == "mod" {
+                    inline.push((depth, tokens[index - 1].text.clone()));
                 }
             }
             "}" => {
@@ -228,7 +230,7 @@ pub fn named_paths(module: &[String], tokens: &[Token]) -> Vec<NamedPath> {
                 depth = depth.saturating_sub(1);
             }
             "crate" | "super" | "svc_host"
-                if matches(tokens, at + 1, &["::"]) && !follows_path(tokens, at) =>
+                if matches(tokens, index + 1, &["::"]) && !follows_path(tokens, index) =>
             {
                 let here: Vec<String> =
                     module.iter().cloned().chain(inline.iter().map(|(_, name)| name.clone())).collect();
@@ -237,7 +239,7 @@ pub fn named_paths(module: &[String], tokens: &[Token]) -> Vec<NamedPath> {
                     "svc_host" => vec!["host".to_owned()],
                     _ => parent(&here),
                 };
-                let mut next = at + 2;
+                let mut next = index + 2;
                 while matches(tokens, next, &["super", "::"]) {
                     prefix = parent(&prefix);
                     next += 2;
@@ -256,40 +258,45 @@ pub fn package_depth(module: &[String]) -> usize {
     if module.starts_with(&["host".to_owned(), "gateway".to_owned()]) { 2 } else { 1 }
 }
 
-fn follows_path(tokens: &[Token], at: usize) -> bool {
-    at > 0 && tokens[at - 1].text == "::"
+fn follows_path(tokens: &[Token], index: usize) -> bool {
+    index > 0 && tokens[index - 1].text == "::"
 }
 
 fn parent(path: &[String]) -> Vec<String> {
     path[..path.len().saturating_sub(1)].to_vec()
 }
 
-/// Expands the use tree that begins at `at` and returns the position after it.
-fn expand_use_tree(tokens: &[Token], mut at: usize, prefix: &[String], found: &mut Vec<NamedPath>) -> usize {
+/// Expands the use tree that begins at `index` and returns the index after it.
+fn expand_use_tree(
+    tokens: &[Token],
+    mut index: usize,
+    prefix: &[String],
+    found: &mut Vec<NamedPath>,
+) -> usize {
     let mut path = prefix.to_vec();
-    let line = tokens.get(at).map_or(0, |token| token.line);
+    let line = tokens.get(index).map_or(0, |token| token.line);
     loop {
-        match tokens.get(at).map(|token| token.text.as_str()) {
+        match tokens.get(index).map(|token| token.text.as_str()) {
             Some("{") => {
-                at += 1;
-                while at < tokens.len() && tokens[at].text != "}" {
-                    at = expand_use_tree(tokens, at, &path, found);
+                index += 1;
+                while index < tokens.len() && tokens[index].text != "}" {
+                    index = expand_use_tree(tokens, index, &path, found);
                     // Skips `as` and a name.
-                    while at < tokens.len() && !matches!(tokens[at].text.as_str(), "," | "}") {
-                        at += 1;
+                    while index < tokens.len() && !matches!(tokens[index].text.as_str(), "," | "}") {
+                        index += 1;
                     }
-                    at += usize::from(matches(tokens, at, &[","]));
+                    index += usize::from(matches(tokens, index, &[","]));
                 }
-                return at + 1;
+                return index + 1;
             }
             Some(word) if word.starts_with(is_word) && word != "self" => path.push(word.to_owned()),
             _ => {}
         }
-        if !matches(tokens, at + 1, &["::"]) {
+        if !matches(tokens, index + 1, &["::"]) {
             found.push(NamedPath { path, line });
-            return at + 1;
+            return index + 1;
         }
-        at += 2;
+        index += 2;
     }
 }
 

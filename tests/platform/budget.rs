@@ -42,16 +42,16 @@ async fn processes_share_the_provider_rate_without_refusals() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn rate_refusal_of_one_process_applies_to_all() {
+async fn rate_refusal_for_one_process_applies_to_all() {
     let stack = Stack::start().await;
     let quiet = [("RECONCILE_SECONDS", "600")];
     let first = stack.start_platform_with(&quiet);
     stack.start_machine(&first, "user_1").await;
-    // The reset time is much longer than the check below takes, even on a stalled machine. The provider reports whole
-    // seconds, so up to one second is lost.
-    let spent =
+    // The time until the reset is much longer than the check below takes, even on a stalled machine. The provider
+    // reports whole seconds, so up to one second is lost.
+    let exhausted =
         Fault::Status { status: 429, code: "rate_limit_exceeded".to_owned(), reset_in_seconds: Some(7) };
-    stack.provider.add_fault(FaultRule::once("POST", "/servers", spent));
+    stack.provider.add_fault(FaultRule::once("POST", "/servers", exhausted));
     stack.provision(&first, "user_2").await;
     let refused =
         || async { stack.provider.calls().iter().any(|call| call.status == Some(429)).then_some(()) };

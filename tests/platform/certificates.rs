@@ -23,7 +23,7 @@ struct Installation {
 
 impl Installation {
     /// Prepares a platform that trusts the given roots, and whose router terminates TLS on the given port.
-    async fn start(router_port: u16, directory: &str, roots: &std::path::Path) -> Self {
+    async fn start(router_port: u16, directory_url: &str, roots: &std::path::Path) -> Self {
         let (stack, dir) = (Stack::start().await, tempfile::tempdir().unwrap());
         let (certificate, key) = Ca::new().unwrap().issue(&["app.test", "code.test"]).unwrap();
         let path = |name: &str| dir.path().join(name).display().to_string();
@@ -34,7 +34,7 @@ impl Installation {
             ("ROUTER_TLS_CERT_FILE", path("router.pem")),
             ("ROUTER_TLS_KEY_FILE", path("router.key")),
             ("HOST_DOMAIN", DOMAIN.to_owned()),
-            ("ACME_DIRECTORY_URL", directory.to_owned()),
+            ("ACME_DIRECTORY_URL", directory_url.to_owned()),
             ("ACME_CONTACT", "ops@example.test".to_owned()),
             ("SSL_CERT_FILE", roots.display().to_string()),
             ("CUSTOMER_VPS_TLS_VERIFY_GRACE_SECONDS", "0".to_owned()),
@@ -44,11 +44,12 @@ impl Installation {
     }
 
     fn start_platform(&self, extra_env: &[(&str, &str)]) -> Process {
-        let own = self.settings.iter().map(|(name, value)| (name.as_str(), value.as_str()));
-        self.stack.start_platform_with(&own.chain(extra_env.iter().copied()).collect::<Vec<_>>())
+        let settings = self.settings.iter().map(|(name, value)| (name.as_str(), value.as_str()));
+        self.stack.start_platform_with(&settings.chain(extra_env.iter().copied()).collect::<Vec<_>>())
     }
 
-    /// Starts a registered machine whose gateway has the settings from its user-data.
+    /// Provisions a machine, starts its gateway with the host name from its user-data, registers it, and sends a
+    /// heartbeat.
     async fn start_machine(&self, process: &Process, user: &str, roots: &std::path::Path) -> (Guest, Host) {
         let stack = &self.stack;
         let provisioned = stack.provision(process, user).await;
@@ -56,7 +57,7 @@ impl Installation {
         let guest = stack.wait_for_guest(process, &id).await;
         let server = stack.provider.server_by_name(&format!("svc-{id}")).unwrap();
         let mut machine = Machine::new(UNREACHABLE_DATABASE).unwrap();
-        let own = [
+        let env = [
             ("SVC_MACHINE_ID", id.clone()),
             ("SVC_USER_ID", user.to_owned()),
             ("GATEWAY_LISTEN", format!("{}:{}", server.ipv4, stack.provider.https_port())),
@@ -64,7 +65,7 @@ impl Installation {
             ("ACME_RETRY_SECONDS", "1".to_owned()),
             ("SSL_CERT_FILE", roots.display().to_string()),
         ];
-        for (name, value) in own {
+        for (name, value) in env {
             machine.env.insert(name.into(), value);
         }
         let host = machine.start().unwrap();
@@ -86,12 +87,12 @@ impl Installation {
     async fn send_heartbeat(&self, process: &Process, guest: &Guest, host: &Host) -> Value {
         let mut body = heartbeat_of(guest);
         body["certificate"] = reported_certificate(host);
-        let sent = self.stack.send_heartbeat(process, guest, &body).await;
-        assert_eq!(sent.status, 200, "{sent:?}");
-        host.machine.write("var/lib/svc/proof-keys.json", &sent.body["proofKeys"].to_string()).unwrap();
+        let response = self.stack.send_heartbeat(process, guest, &body).await;
+        assert_eq!(response.status, 200, "{response:?}");
+        host.machine.write("var/lib/svc/proof-keys.json", &response.body["proofKeys"].to_string()).unwrap();
         let path = "var/lib/svc/tls/settings.json";
-        host.machine.write(path, &sent.body["certificate"].to_string()).unwrap();
-        sent.body
+        host.machine.write(path, &response.body["certificate"].to_string()).unwrap();
+        response.body
     }
 
     async fn wait_until_trusted(&self, host: &Host) {
@@ -132,13 +133,13 @@ async fn machine_is_validated_through_router_and_its_chain_verified() {
     assert_eq!(delivered["hostName"], json!(format!("{id}.{DOMAIN}")));
     assert_eq!(delivered["acme"]["contact"], "mailto:ops@example.test");
     let fleet = stack.get(&process, "/vps/fleet").await.body;
-    let shown_certificates = &fleet["certificates"];
+    let summary = &fleet["certificates"];
     assert_eq!(
-        (&shown_certificates["isRequired"], &shown_certificates["trusted"], &shown_certificates["missing"]),
+        (&summary["isRequired"], &summary["trusted"], &summary["missing"]),
         (&json!(false), &json!(1), &json!(0))
     );
-    let shown = stack.get(&process, &format!("/vps/{id}")).await.body;
-    assert_eq!(shown["certificate"]["source"], "acme");
+    let record = stack.get(&process, &format!("/vps/{id}")).await.body;
+    assert_eq!(record["certificate"]["source"], "acme");
     let served = || async { installation.can_reach_host(&process, &id).await.then_some(()) };
     stack.eventually("the platform can call the host", served).await;
 
@@ -181,8 +182,8 @@ async fn missing_certificate_is_reported_with_verification_off_and_on() {
 
     process.kill();
     process = installation.start_platform(&[("CUSTOMER_VPS_TLS_VERIFY", "true")]);
-    let warned = "CUSTOMER_VPS_TLS_VERIFY is on, but machines have no trusted certificate";
-    assert!(stack.log().contains(warned), "{}", stack.log());
+    let warning = "CUSTOMER_VPS_TLS_VERIFY is on, but machines have no trusted certificate";
+    assert!(stack.log().contains(warning), "{}", stack.log());
     let fleet = stack.get(&process, "/vps/fleet").await.body;
     assert_eq!(reasons(&fleet), json!(["certificate_missing"]));
     assert!(!installation.can_reach_host(&process, &guest.machine).await);
@@ -230,8 +231,8 @@ async fn passthrough_serves_only_validations_of_known_machines() {
     // The machine refuses the connection, because no validation is in progress.
     assert!(connect(&name, &["acme-tls/1"]).await.is_err());
     let stack = &installation.stack;
-    let passed = format!("validation passed through name={name}");
-    let logged = || async { stack.log().contains(&passed).then_some(()) };
+    let log_line = format!("validation passed through name={name}");
+    let logged = || async { stack.log().contains(&log_line).then_some(()) };
     stack.eventually("the validation is passed through", logged).await;
     assert!(connect(&unknown, &["acme-tls/1"]).await.is_err(), "the router does not speak this protocol");
     assert!(!stack.log().contains(&unknown), "an unknown machine is not dialed");

@@ -33,8 +33,8 @@ async fn platform_key_that_differs_from_the_database_is_rejected() {
     drop(stack.start_platform());
     let mut command = stack.command(&[("PLATFORM_KEY", &"08".repeat(32))]);
     let mut child = command.stdout(Stdio::null()).spawn().unwrap();
-    let end = std::time::Instant::now() + Duration::from_secs(30);
-    let status = kit::child::wait_until(&mut child, end);
+    let deadline = std::time::Instant::now() + Duration::from_secs(30);
+    let status = kit::child::wait_until(&mut child, deadline);
     child.kill().ok();
     assert_eq!(status.and_then(|status| status.code()), Some(78), "{}", stack.log());
     assert!(stack.log().contains("PLATFORM_KEY"), "{}", stack.log());
@@ -61,9 +61,10 @@ async fn host_domain_in_the_same_site_as_app_host_logs_a_warning() {
         command.envs(stack.settings()).envs(with(domain)).kill_on_drop(true);
         let output = command.output().await.unwrap();
         let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-        let all = report["findings"].as_array().unwrap().iter();
-        let site = all.filter(|finding| finding["what"].as_str().unwrap().contains("the same site"));
-        site.cloned().collect::<Vec<_>>()
+        let findings = report["findings"].as_array().unwrap().iter();
+        let same_site =
+            findings.filter(|finding| finding["what"].as_str().unwrap().contains("the same site"));
+        same_site.cloned().collect::<Vec<_>>()
     };
     assert_eq!(findings("hosts.example.net").await, [] as [Value; 0]);
     drop(stack.start_platform_with(&with("hosts.example.net")));

@@ -200,8 +200,8 @@ async fn missing_confirmations_are_accepted_and_recorded_by_default() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.provision(&process, "user_1").await;
-    let nothing = json!({"monthlyCost": null, "optIn": false});
-    assert_eq!(list_audited_confirmations(&stack).await, [("operator".to_owned(), nothing)]);
+    let no_confirmations = json!({"monthlyCost": null, "optIn": false});
+    assert_eq!(list_audited_confirmations(&stack).await, [("operator".to_owned(), no_confirmations)]);
     assert_eq!(stack.provider.call_count("GET", "/pricing"), 0);
 }
 

@@ -61,12 +61,12 @@ async fn kept_server_that_the_provider_lost_is_shown_as_missing() {
 async fn lost_server_is_not_shown_as_an_intact_copy() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let (gone, failed) =
+    let (lost, failed) =
         (stack.start_machine(&process, "user_1").await, stack.start_machine(&process, "user_2").await);
-    stack.provider.vanish_server(&server_name(&gone)).await.unwrap();
-    let is_failed = || async { (stack.status(&process, &gone.machine).await == "failed").then_some(()) };
+    stack.provider.vanish_server(&server_name(&lost)).await.unwrap();
+    let is_failed = || async { (stack.status(&process, &lost.machine).await == "failed").then_some(()) };
     stack.eventually("the machine fails", is_failed).await;
-    let copies = fetch_copies(&stack, &process, &gone.machine).await;
+    let copies = fetch_copies(&stack, &process, &lost.machine).await;
     assert_eq!((&copies["live"], &copies["exposedSeconds"]), (&Value::Null, &Value::Null), "{copies}");
 
     // No other check covers a machine that an operator took out of service.
@@ -107,7 +107,7 @@ async fn newest_snapshot_is_read_from_the_store() {
     stack.send_heartbeat(&process, &guest, &beat).await;
     assert_eq!(fetch_copies(&stack, &process, &guest.machine).await["newestSnapshotAt"], TAKEN_AT);
 
-    // If the snapshot is damaged or the store is unreadable, the reported snapshot is shown with the problem.
+    // If the snapshot is incomplete or the store is unreadable, the reported snapshot is shown with the problem.
     let object = stack.store_snapshot_at("user_1", TAKEN_AT);
     stack.store.remove(BUCKET, &object);
     let copies = fetch_copies(&stack, &process, &guest.machine).await;
@@ -195,8 +195,8 @@ async fn server_of_abandoned_removal_is_kept_until_discarded() {
     let path = format!("/vps/{}/discard", old.machine);
     let response = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
     assert_eq!(response.status, 202, "{response:?}");
-    let gone = || async { stack.provider.server_by_name(&server_name(&old)).is_none().then_some(()) };
-    stack.eventually("the old server is deleted", gone).await;
+    let is_deleted = || async { stack.provider.server_by_name(&server_name(&old)).is_none().then_some(()) };
+    stack.eventually("the old server is deleted", is_deleted).await;
 
     // A deleted server cannot be discarded, and neither can the server of a machine that still has its slot.
     let is_refused = || async {

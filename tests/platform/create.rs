@@ -70,8 +70,8 @@ async fn unstartable_server_ends_the_recovery() {
         record["replacedBy"].is_null().then_some(())
     };
     stack.eventually("the old machine has its slot back", has_returned).await;
-    let gone = || async { (stack.provider.servers().len() == 1).then_some(()) };
-    stack.eventually("the server that did not start is deleted", gone).await;
+    let is_deleted = || async { (stack.provider.servers().len() == 1).then_some(()) };
+    stack.eventually("the server that did not start is deleted", is_deleted).await;
     stack.assert_only_server(&old.machine);
 }
 

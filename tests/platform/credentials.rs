@@ -310,11 +310,7 @@ async fn static_mode_returns_the_platform_credentials() {
     assert_eq!(env["AWS_SECRET_ACCESS_KEY"], stack.store.secret_key());
     assert!(!env.contains_key("AWS_CREDENTIAL_EXPIRATION"), "static credentials do not expire");
     let response = request_credentials(&stack, &process, &guest).await;
-    assert_eq!(
-        response.body["secretAccessKey"],
-        stack.store.secret_key(),
-        "hosts that were created in sts mode get them, too"
-    );
+    assert_eq!(response.body["secretAccessKey"], stack.store.secret_key(), "the route returns them, too");
     assert!(stack.store.sessions().is_empty());
 }
 

@@ -12,14 +12,14 @@ async fn delete_removes_server_and_repeat_returns_first_response() {
     let guest = stack.start_machine(&process, "user_1").await;
     stack.store_snapshot("user_1");
     let path = format!("/vps/{}", guest.machine);
-    let accepting = format!("{path}?acceptLoss=true");
-    let first = stack.delete(&process, &accepting).await;
+    let accepting_path = format!("{path}?acceptLoss=true");
+    let first = stack.delete(&process, &accepting_path).await;
     assert_eq!(first.status, 202, "{first:?}");
     assert!(first.body["deletedAt"].is_string());
     let operation = stack.wait_until_ended(&process, first.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded");
     stack.assert_no_server();
-    let again = stack.delete(&process, &accepting).await;
+    let again = stack.delete(&process, &accepting_path).await;
     assert_eq!((again.status, again.body), (202, first.body));
     assert!(stack.store.objects(BUCKET, "user_1/").len() >= 3, "objects are kept");
 
@@ -28,8 +28,8 @@ async fn delete_removes_server_and_repeat_returns_first_response() {
     assert_eq!(beat.body["superseded"], true, "{beat:?}");
     stack.register(&process, &guest).await.assert_problem(401, "registration_rejected");
     assert_eq!(stack.get(&process, "/vps").await.body["machines"], json!([]));
-    let ended = stack.get(&process, "/vps?deleted=true").await.body;
-    assert_eq!(ended["machines"][0]["machineId"], guest.machine);
+    let deleted_machines = stack.get(&process, "/vps?deleted=true").await.body;
+    assert_eq!(deleted_machines["machines"][0]["machineId"], guest.machine);
 
     // The slot can be provisioned again, with its data.
     let accepted = stack.provision(&process, "user_1").await;
@@ -71,11 +71,11 @@ async fn deletion_logs_that_it_waits_for_the_store() {
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
     let path = format!("/vps/operations/{}", deleted.body["operationId"].as_str().unwrap());
-    let waits = || async {
+    let is_waiting = || async {
         let operation = stack.get(&process, &path).await.body;
         (operation["errorCode"] == "store_unavailable").then_some(operation)
     };
-    let operation = stack.eventually("the deletion waits for the store", waits).await;
+    let operation = stack.eventually("the deletion waits for the store", is_waiting).await;
     let last = operation["log"].as_array().unwrap().last().unwrap();
     assert_eq!((&last["step"], &last["outcome"]), (&json!("last_backup"), &json!("retry")), "{operation}");
     assert!(last["detail"].as_str().unwrap().contains("the object store is unavailable"), "{operation}");

@@ -157,12 +157,12 @@ async fn rollout_updates_the_canary_then_batches() {
         .post(&fleet.process, &format!("/vps/{}/fail", fleet.guests[2].machine), &json!({"reason": "r"}))
         .await;
     // Any process can continue the rollout.
-    let another = fleet.stack.start_platform_with(&[("BUNDLE_PUBLIC_KEYS", &public_key())]);
+    let second_process = fleet.stack.start_platform_with(&[("BUNDLE_PUBLIC_KEYS", &public_key())]);
     fleet.wait_until_requested(3).await;
     fleet.report_update(3, NEXT_VERSION, "updated").await;
     let ended = fleet.wait_for_state(&rollout, "succeeded").await;
     assert_eq!(ended["totals"], json!({"waiting": 0, "asked": 0, "updated": 3, "failed": 0, "skipped": 1}));
-    let record = fleet.stack.get(&another, &format!("/vps/{}", fleet.guests[1].machine)).await.body;
+    let record = fleet.stack.get(&second_process, &format!("/vps/{}", fleet.guests[1].machine)).await.body;
     assert_eq!(
         (&record["imageVersion"], &record["lastUpdate"]["outcome"]),
         (&json!(NEXT_VERSION), &json!("updated"))
@@ -183,9 +183,9 @@ async fn rollout_stops_on_canary_failure_or_too_many_failures() {
     assert_eq!(stopped["why"], "the canary failed");
     assert_eq!(stopped["totals"], json!({"waiting": 3, "asked": 0, "updated": 0, "failed": 1, "skipped": 0}));
     assert_eq!(fleet.fetch_desired_version(1).await, "v1");
-    let shown = fleet.stack.get(&fleet.process, "/vps/fleet").await.body;
-    let reasons = &shown["attention"].as_array().unwrap()[0]["reasons"];
-    assert!(reasons.as_array().unwrap().contains(&json!("update_rolled_back")), "{shown}");
+    let overview = fleet.stack.get(&fleet.process, "/vps/fleet").await.body;
+    let reasons = &overview["attention"].as_array().unwrap()[0]["reasons"];
+    assert!(reasons.as_array().unwrap().contains(&json!("update_rolled_back")), "{overview}");
     assert_eq!(fleet.post_action(&rollout, "resume").await.status, 409);
 
     // A report for an earlier rollout does not count for this one; a silent host counts as failed.
@@ -258,7 +258,7 @@ async fn host_receives_the_id_of_the_update_request() {
     let idle =
         fleet.stack.send_heartbeat(&fleet.process, &fleet.guests[0], &heartbeat_of(&fleet.guests[0])).await;
     assert_eq!(idle.body["desiredRequestId"], Value::Null);
-    let mut before = Value::Null;
+    let mut previous_id = Value::Null;
     for _ in 0..2 {
         let rollout = fleet.deploy(&json!({})).await;
         fleet.wait_until_requested(0).await;
@@ -268,8 +268,8 @@ async fn host_receives_the_id_of_the_update_request() {
             .await
             .body;
         assert_eq!(body["desiredRequestId"], rollout["requestId"]);
-        assert_ne!(body["desiredRequestId"], before, "a repeated rollout is a new request");
-        before = body["desiredRequestId"].clone();
+        assert_ne!(body["desiredRequestId"], previous_id, "a repeated rollout is a new request");
+        previous_id = body["desiredRequestId"].clone();
         assert_eq!(fleet.post_action(&rollout, "abort").await.status, 200);
         // The request ends with the host's report.
         fleet.report_update(0, "v1", "failed").await;
@@ -298,9 +298,9 @@ async fn rollout_can_be_paused_resumed_and_aborted() {
         })
         .await;
     assert_eq!(fleet.fetch_rollout(&rollout).await["totals"]["waiting"], 1);
-    let shown = fleet.stack.get(&fleet.process, "/vps/fleet").await.body;
+    let open_rollout = fleet.stack.get(&fleet.process, "/vps/fleet").await.body["rollout"].clone();
     assert_eq!(
-        (&shown["rollout"]["rolloutId"], &shown["rollout"]["state"], &shown["rollout"]["totals"]["waiting"]),
+        (&open_rollout["rolloutId"], &open_rollout["state"], &open_rollout["totals"]["waiting"]),
         (&rollout["rolloutId"], &json!("paused"), &json!(1))
     );
     let refused =

@@ -23,11 +23,11 @@ impl Stack {
         let output = command.kill_on_drop(true).output().await.unwrap();
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         let report: Value = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
-        let all = report["findings"].as_array().unwrap().iter();
-        let found: Vec<String> = all
+        let findings = report["findings"].as_array().unwrap().iter();
+        let findings: Vec<String> = findings
             .filter(|finding| finding["check"] == check)
             .map(|finding| format!("{}: {}\n  {}", finding["level"], finding["what"], finding["next"]))
             .collect();
-        found.join("\n")
+        findings.join("\n")
     }
 }

@@ -1,4 +1,4 @@
-//! Recovery and rollback count as exercised only on slots that are marked as tests.
+//! Recovery and rollback count as exercised only on slots that are marked as test slots.
 
 use kit::provider::{Fault, FaultRule};
 use reqwest::Method;
@@ -35,13 +35,20 @@ async fn recovery_and_rollback_on_a_test_slot_are_exercises() {
     assert_eq!(set_slot(&stack, &process, json!({"test": true})).await["test"], true);
     // The billing system's requests do not contain this field.
     assert_eq!(set_slot(&stack, &process, json!({})).await["test"], true);
-    let shown = fetch_exercises(&stack, &process).await;
-    assert_eq!((&shown["recovery"]["isCurrent"], &shown["rollback"]), (&json!(true), &never), "{shown}");
+    let exercises = fetch_exercises(&stack, &process).await;
+    assert_eq!(
+        (&exercises["recovery"]["isCurrent"], &exercises["rollback"]),
+        (&json!(true), &never),
+        "{exercises}"
+    );
     let machine = &recovered.body["machineId"];
     let path = format!("/vps/{}/fail", machine.as_str().unwrap());
     assert_eq!(stack.post(&process, &path, &json!({"reason": "an exercise"})).await.status, 200);
-    let shown = fetch_exercises(&stack, &process).await;
-    assert_eq!((&shown["rollback"]["isCurrent"], &shown["rollback"]["machineId"]), (&json!(true), machine));
+    let exercises = fetch_exercises(&stack, &process).await;
+    assert_eq!(
+        (&exercises["rollback"]["isCurrent"], &exercises["rollback"]["machineId"]),
+        (&json!(true), machine)
+    );
     let client = stack.database.connect().await.unwrap();
     client.batch_execute("DELETE FROM operator_audit WHERE action = 'fail'").await.unwrap();
     assert_eq!(fetch_exercises(&stack, &process).await["rollback"], never);
@@ -55,8 +62,11 @@ async fn recovery_and_rollback_on_a_test_slot_are_exercises() {
     assert_eq!(fetch_exercises(&stack, &process).await["rollback"], never);
     stack.provider.clear_faults();
     stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
-    let shown = fetch_exercises(&stack, &process).await;
-    assert_eq!((&shown["rollback"]["isCurrent"], &shown["rollback"]["machineId"]), (&json!(true), machine));
+    let exercises = fetch_exercises(&stack, &process).await;
+    assert_eq!(
+        (&exercises["rollback"]["isCurrent"], &exercises["rollback"]["machineId"]),
+        (&json!(true), machine)
+    );
 
     let set_age = "UPDATE operations SET ended_at = now() - interval '1 day' * (CASE kind WHEN 'recover' THEN 91 ELSE 89 END)";
     client.batch_execute(set_age).await.unwrap();

@@ -42,8 +42,8 @@ async fn fail_ends_the_open_operation_or_is_refused() {
     stack.post(&process, &path, &json!({})).await.assert_problem(400, "invalid_request");
     stack.post(&process, &path, &json!({"reason": ""})).await.assert_problem(400, "invalid_request");
     stack.post(&process, "/vps/x/fail", &json!({"reason": "r"})).await.assert_problem(400, "invalid_request");
-    let own = stack.request(&process, Method::POST, &path).bearer_auth(&guest.upgrade_token);
-    stack.send(own.json(&json!({"reason": "r"}))).await.assert_problem(401, "unauthorized");
+    let host_request = stack.request(&process, Method::POST, &path).bearer_auth(&guest.upgrade_token);
+    stack.send(host_request.json(&json!({"reason": "r"}))).await.assert_problem(401, "unauthorized");
 
     let response = stack.post(&process, &path, &json!({"reason": "stuck"})).await;
     assert_eq!(response.status, 200, "{response:?}");

@@ -68,10 +68,13 @@ async fn slot_has_one_key_for_all_its_machines() {
     );
     request_key(&stack, &process, &old, json!({"key": "short"})).await.assert_problem(400, "invalid_request");
 
-    let shown = stack.get(&process, operator_path).await;
-    assert_eq!(extract_key(&shown), key);
-    let repository = shown.body["repository"].as_str().unwrap();
-    assert!(repository.starts_with("s3:http") && repository.ends_with("/user_1/primary/files"), "{shown:?}");
+    let operator_response = stack.get(&process, operator_path).await;
+    assert_eq!(extract_key(&operator_response), key);
+    let repository = operator_response.body["repository"].as_str().unwrap();
+    assert!(
+        repository.starts_with("s3:http") && repository.ends_with("/user_1/primary/files"),
+        "{operator_response:?}"
+    );
     let audit = stack.get(&process, "/audit").await;
     let text = audit.body.to_string();
     assert!(text.contains("files.key") && text.contains("user_1/primary"), "{text}");
@@ -173,7 +176,7 @@ async fn platform_prunes_repositories_and_reports_failures() {
     assert_eq!(counts, (&json!(2), &json!(4), &json!(null)), "{usage:?}");
     assert!(usage.body["totalBytes"].as_u64() > usage.body["packBytes"].as_u64(), "{usage:?}");
 
-    // A damaged repository is reported.
+    // A corrupt repository is reported.
     let config = slot.files().join("config");
     bucket.put(&config, b"damaged".to_vec()).await.unwrap();
     let has_failed = || async {

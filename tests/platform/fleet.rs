@@ -39,8 +39,8 @@ async fn fleet_counts_machines_and_lists_problems() {
     stack.post(&process, &format!("/vps/{}/fail", failed.machine), &json!({"reason": "r"})).await;
     let booting = stack.provision(&process, "user_5").await;
     let booting = booting["machineId"].as_str().unwrap();
-    let gone = stack.start_machine(&process, "user_6").await;
-    stack.delete(&process, &format!("/vps/{}", gone.machine)).await;
+    let deleted = stack.start_machine(&process, "user_6").await;
+    stack.delete(&process, &format!("/vps/{}", deleted.machine)).await;
     let client = stack.database.connect().await.unwrap();
     let old = "UPDATE user_machines SET heartbeat_at = now() - interval '5 minutes', \
                created_at = now() - interval '1 day' WHERE machine_id = $1";
@@ -48,9 +48,9 @@ async fn fleet_counts_machines_and_lists_problems() {
     let slow = "UPDATE user_machines SET created_at = now() - interval '20 minutes' WHERE machine_id = $1";
     client.execute(slow, &[&booting.parse::<uuid::Uuid>().unwrap()]).await.unwrap();
 
-    let shown = fleet().await.body;
+    let overview = fleet().await.body;
     assert_eq!(
-        shown["totals"],
+        overview["totals"],
         json!({
             "machines": 5,
             "byStatus": {"provisioning": 1, "running": 3, "recovering": 0, "resizing": 0, "failed": 1},
@@ -58,16 +58,16 @@ async fn fleet_counts_machines_and_lists_problems() {
             "byHealth": {"healthy": 1, "unhealthy": 1, "silent": 1, "unknown": 2},
         })
     );
-    let age = shown["backups"]["maxAgeSeconds"].as_u64().unwrap();
-    assert!((100..160).contains(&age), "{shown}");
-    assert_eq!(shown["backups"]["never"], 2, "{shown}");
-    assert_eq!(reasons(&shown, &healthy.machine), Value::Null, "{shown}");
-    assert_eq!(reasons(&shown, &unhealthy.machine), json!(["database_failing", "backup_failing"]));
-    assert_eq!(reasons(&shown, &silent.machine), json!(["heartbeat_silent", "backup_overdue"]));
-    assert_eq!(reasons(&shown, &failed.machine), json!(["failed:operator"]));
-    assert_eq!(reasons(&shown, booting), json!(["boot_slow"]));
-    assert_eq!(shown["attentionTotal"], 4);
-    assert!(shown["asOf"].as_str().unwrap().ends_with('Z'));
+    let age = overview["backups"]["maxAgeSeconds"].as_u64().unwrap();
+    assert!((100..160).contains(&age), "{overview}");
+    assert_eq!(overview["backups"]["never"], 2, "{overview}");
+    assert_eq!(reasons(&overview, &healthy.machine), Value::Null, "{overview}");
+    assert_eq!(reasons(&overview, &unhealthy.machine), json!(["database_failing", "backup_failing"]));
+    assert_eq!(reasons(&overview, &silent.machine), json!(["heartbeat_silent", "backup_overdue"]));
+    assert_eq!(reasons(&overview, &failed.machine), json!(["failed:operator"]));
+    assert_eq!(reasons(&overview, booting), json!(["boot_slow"]));
+    assert_eq!(overview["attentionTotal"], 4);
+    assert!(overview["asOf"].as_str().unwrap().ends_with('Z'));
 
     stack.get(&process, "/vps/fleet?x=1").await.assert_problem(400, "invalid_request");
     let anonymous = stack.request(&process, reqwest::Method::GET, "/vps/fleet");
@@ -79,7 +79,7 @@ async fn failing_code_server_is_shown_and_counts_as_unhealthy() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    for (code, shown, healthy) in [
+    for (code, expected_reasons, healthy_count) in [
         (Value::Null, Value::Null, 1),
         (json!("failing"), json!(["code_failing"]), 0),
         (json!("ok"), Value::Null, 1),
@@ -88,8 +88,8 @@ async fn failing_code_server_is_shown_and_counts_as_unhealthy() {
         beat["health"]["code"] = code.clone();
         assert_eq!(stack.send_heartbeat(&process, &guest, &beat).await.status, 200);
         let fleet = stack.get(&process, "/vps/fleet").await.body;
-        assert_eq!(reasons(&fleet, &guest.machine), shown, "{code}");
-        assert_eq!(fleet["totals"]["byHealth"]["healthy"], healthy, "{code}");
+        assert_eq!(reasons(&fleet, &guest.machine), expected_reasons, "{code}");
+        assert_eq!(fleet["totals"]["byHealth"]["healthy"], healthy_count, "{code}");
         let machine = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
         assert_eq!(machine["health"].get("code").cloned().unwrap_or_default(), code);
     }
@@ -108,9 +108,9 @@ async fn heartbeat_without_a_disk_is_accepted_and_shown() {
         }
         let response = stack.send_heartbeat(&process, &guest, &beat).await;
         assert_eq!(response.status, 200, "{response:?}");
-        let shown = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
+        let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
         let fleet = stack.get(&process, "/vps/fleet").await.body;
-        (shown["health"]["disk"].clone(), reasons(&fleet, &guest.machine))
+        (record["health"]["disk"].clone(), reasons(&fleet, &guest.machine))
     };
     let measured = json!({"totalBytes": 10, "freeBytes": 5});
     assert_eq!(report_disk(Some(measured.clone())).await, (measured.clone(), Value::Null));
@@ -154,13 +154,17 @@ async fn fleet_shows_the_keys_that_hosts_trust() {
     };
     let (both_handle, outdated_handle, silent_handle) =
         (handle(&both).await, handle(&outdated).await, handle(&silent).await);
-    let shown = stack.get(&process, "/vps/fleet").await.body["bundleKeys"].clone();
-    assert_eq!((&shown["notReporting"], &shown["notReportingHandles"]), (&json!(1), &json!([silent_handle])));
-    let key =
-        |id: &str| shown["keys"].as_array().unwrap().iter().find(|key| key["keyId"] == id).cloned().unwrap();
-    assert_eq!((&key(&old)["trusting"], &key(&old)["notTrusting"]), (&json!(2), &json!(0)), "{shown}");
-    assert_eq!(key(&new)["trustingHandles"], json!([both_handle]), "{shown}");
-    assert_eq!(key(&new)["notTrustingHandles"], json!([outdated_handle]), "{shown}");
+    let bundle_keys = stack.get(&process, "/vps/fleet").await.body["bundleKeys"].clone();
+    assert_eq!(
+        (&bundle_keys["notReporting"], &bundle_keys["notReportingHandles"]),
+        (&json!(1), &json!([silent_handle]))
+    );
+    let key = |id: &str| {
+        bundle_keys["keys"].as_array().unwrap().iter().find(|key| key["keyId"] == id).cloned().unwrap()
+    };
+    assert_eq!((&key(&old)["trusting"], &key(&old)["notTrusting"]), (&json!(2), &json!(0)), "{bundle_keys}");
+    assert_eq!(key(&new)["trustingHandles"], json!([both_handle]), "{bundle_keys}");
+    assert_eq!(key(&new)["notTrustingHandles"], json!([outdated_handle]), "{bundle_keys}");
 
     let too_many_ids = vec!["0123456789abcdef"; 17];
     for invalid in [

@@ -1,5 +1,5 @@
 //! Servers that are missing from the provider's list are not immediately assumed to be lost: a host that sends
-//! heartbeats is alive, and many losses at once raise an alarm. An error of the provider's account raises an alarm
+//! heartbeats is alive, and many losses at once raise an alarm. An error in the provider account raises an alarm
 //! and fails no machine.
 
 use std::time::{Duration, Instant};
@@ -50,8 +50,9 @@ async fn unlisted_machine_with_heartbeats_does_not_fail() {
     }
     assert_all_running(&stack, &process, &guests).await;
     // A machine that is neither listed nor sending heartbeats is lost.
-    let failed = || async { (stack.status(&process, &guests[0].machine).await == "failed").then_some(()) };
-    stack.eventually("the silent machine fails", failed).await;
+    let has_failed =
+        || async { (stack.status(&process, &guests[0].machine).await == "failed").then_some(()) };
+    stack.eventually("the silent machine fails", has_failed).await;
     assert_eq!(stack.status(&process, &guests[1].machine).await, "running");
 }
 
@@ -61,14 +62,15 @@ async fn partial_listing_fails_no_machine_and_raises_an_alarm() {
     let process = stack.start_platform();
     let guests = start_machines(&stack, &process, 6).await;
     stack.provider.hide_servers(&server_names(&guests[1..]));
-    let raised = || async { find_alarm(&fetch_fleet(&stack, &process).await, "servers_missing").cloned() };
-    let shown = stack.eventually("the alarm is raised", raised).await;
-    assert_eq!((&shown["detail"]["missing"], &shown["detail"]["limit"]), (&json!(5), &json!(4)), "{shown}");
-    assert!(shown["next"].as_str().unwrap().contains("svcctl alarm release servers_missing"), "{shown}");
+    let find_raised_alarm =
+        || async { find_alarm(&fetch_fleet(&stack, &process).await, "servers_missing").cloned() };
+    let alarm = stack.eventually("the alarm is raised", find_raised_alarm).await;
+    assert_eq!((&alarm["detail"]["missing"], &alarm["detail"]["limit"]), (&json!(5), &json!(4)), "{alarm}");
+    assert!(alarm["next"].as_str().unwrap().contains("svcctl alarm release servers_missing"), "{alarm}");
     // This is much longer than RECONCILE_SECONDS and SERVER_GONE_SILENCE_SECONDS.
     tokio::time::sleep(Duration::from_secs(8)).await;
     assert_all_running(&stack, &process, &guests).await;
-    // Machines do not fail one by one either, while the list becomes complete again.
+    // Nor do machines fail one by one while the list becomes complete again.
     stack.provider.hide_servers(&server_names(&guests[4..]));
     tokio::time::sleep(Duration::from_secs(4)).await;
     assert_all_running(&stack, &process, &guests).await;
@@ -89,8 +91,9 @@ async fn released_alarm_fails_the_lost_machines() {
     for name in server_names(&guests[1..]) {
         stack.provider.vanish_server(&name).await.unwrap();
     }
-    let raised = || async { find_alarm(&fetch_fleet(&stack, &process).await, "servers_missing").cloned() };
-    stack.eventually("the alarm is raised", raised).await;
+    let find_raised_alarm =
+        || async { find_alarm(&fetch_fleet(&stack, &process).await, "servers_missing").cloned() };
+    stack.eventually("the alarm is raised", find_raised_alarm).await;
     let path = "/vps/fleet/alarms/servers_missing/release";
     stack
         .post(&process, "/vps/fleet/alarms/nothing/release", &json!({}))
@@ -104,8 +107,9 @@ async fn released_alarm_fails_the_lost_machines() {
     assert_eq!(response.status, 200, "{response:?}");
     assert!(response.body["releasedUntil"].is_string(), "{response:?}");
     for guest in &guests[1..] {
-        let failed = || async { (stack.status(&process, &guest.machine).await == "failed").then_some(()) };
-        stack.eventually("the lost machine fails", failed).await;
+        let has_failed =
+            || async { (stack.status(&process, &guest.machine).await == "failed").then_some(()) };
+        stack.eventually("the lost machine fails", has_failed).await;
     }
     assert_eq!(stack.status(&process, &guests[0].machine).await, "running");
     let client = stack.database.connect().await.unwrap();
@@ -131,13 +135,14 @@ async fn many_unknown_servers_are_kept_until_released() {
                   DELETE FROM user_machines WHERE machine_id = ANY($1)";
     client.execute(forget, &[&forgotten]).await.unwrap();
     let process = stack.start_platform_with(&[("ORPHAN_GRACE_SECONDS", "1")]);
-    let raised = || async { find_alarm(&fetch_fleet(&stack, &process).await, "unknown_servers").cloned() };
-    let shown = stack.eventually("the alarm is raised", raised).await;
+    let find_raised_alarm =
+        || async { find_alarm(&fetch_fleet(&stack, &process).await, "unknown_servers").cloned() };
+    let raised = stack.eventually("the alarm is raised", find_raised_alarm).await;
     assert_eq!(
-        (&shown["detail"]["unknown"], shown["detail"]["servers"].as_array().map(Vec::len)),
+        (&raised["detail"]["unknown"], raised["detail"]["servers"].as_array().map(Vec::len)),
         (&json!(5), Some(5))
     );
-    let server = &shown["detail"]["servers"][0];
+    let server = &raised["detail"]["servers"][0];
     assert_eq!(
         (&server["epoch"], server["slot"].as_str().map(|slot| slot.ends_with("/primary"))),
         (&json!("1"), Some(true))
@@ -147,8 +152,8 @@ async fn many_unknown_servers_are_kept_until_released() {
     assert_eq!(stack.provider.servers().len(), 6, "{}", stack.log());
     let response = stack.post(&process, "/vps/fleet/alarms/unknown_servers/release", &json!({})).await;
     assert_eq!(response.status, 200, "{response:?}");
-    let deleted = || async { (stack.provider.servers().len() == 1).then_some(()) };
-    stack.eventually("the unknown servers are deleted", deleted).await;
+    let is_deleted = || async { (stack.provider.servers().len() == 1).then_some(()) };
+    stack.eventually("the unknown servers are deleted", is_deleted).await;
     assert_eq!(stack.status(&process, &guests[0].machine).await, "running");
 }
 
@@ -175,14 +180,14 @@ async fn account_error_raises_one_alarm_and_fails_no_machine() {
             [stack.provision(&process, &users.0).await, stack.provision(&process, &users.1).await];
         stack.provider.clear_faults();
         fail_server_creation(&stack, status, code);
-        let raised = || async { find_alarm(&fetch_fleet(&stack, &process).await, name).cloned() };
-        stack.eventually("the alarm is raised", raised).await;
+        let find_raised_alarm = || async { find_alarm(&fetch_fleet(&stack, &process).await, name).cloned() };
+        stack.eventually("the alarm is raised", find_raised_alarm).await;
         // This is longer than the operation deadline.
         tokio::time::sleep(Duration::from_secs(4)).await;
-        let shown = fetch_fleet(&stack, &process).await;
-        let of_name = |alarm: &&Value| alarm["alarm"] == name;
-        assert_eq!(shown["alarms"].as_array().unwrap().iter().filter(of_name).count(), 1, "{shown}");
-        assert_eq!(shown["attention"], json!([]), "the alarm is the only item: {shown}");
+        let fleet = fetch_fleet(&stack, &process).await;
+        let has_name = |alarm: &&Value| alarm["alarm"] == name;
+        assert_eq!(fleet["alarms"].as_array().unwrap().iter().filter(has_name).count(), 1, "{fleet}");
+        assert_eq!(fleet["attention"], json!([]), "the alarm is the only item: {fleet}");
         for provisioned in &provisioned {
             let machine = provisioned["machineId"].as_str().unwrap();
             assert_eq!(stack.status(&process, machine).await, "provisioning", "{}", stack.log());
@@ -205,19 +210,19 @@ async fn time_without_capacity_does_not_count_toward_the_deadline() {
     let provisioned = stack.provision(&process, "user_1").await;
     let operation = provisioned["operationId"].as_str().unwrap();
     let client = stack.database.connect().await.unwrap();
-    let blocked = || async {
+    let find_blocked = || async {
         let sql = "SELECT 1 FROM operations WHERE error_code = 'provider_account'";
         client.query_opt(sql, &[]).await.unwrap()
     };
-    stack.eventually("the operation waits for capacity", blocked).await;
+    stack.eventually("the operation waits for capacity", find_blocked).await;
     let age = "UPDATE operations SET created_at = created_at - interval '3 hours', \
                progress_at = progress_at - interval '3 hours'";
     assert_eq!(client.execute(age, &[]).await.unwrap(), 1);
     // The operation continues, but first gets a different error, so the reconciler sees the operation before it ends.
     stack.provider.clear_faults();
     fail_server_creation(&stack, 423, "locked");
-    let continued = || async { blocked().await.is_none().then_some(()) };
-    stack.eventually("the operation continues", continued).await;
+    let has_continued = || async { find_blocked().await.is_none().then_some(()) };
+    stack.eventually("the operation continues", has_continued).await;
     tokio::time::sleep(Duration::from_secs(2)).await;
     stack.provider.clear_faults();
     let ended = stack.wait_until_ended(&process, operation).await;
@@ -237,11 +242,11 @@ async fn overdue_operation_of_a_deleted_machine_is_shown() {
     let client = stack.database.connect().await.unwrap();
     let old = "UPDATE operations SET created_at = now() - interval '31 minutes' WHERE state = 'running'";
     assert_eq!(client.execute(old, &[]).await.unwrap(), 1);
-    let shown = fetch_fleet(&stack, &process).await;
-    let overdue = &shown["overdueOperations"][0];
-    assert_eq!(overdue["operationId"], deleted.body["operationId"], "{shown}");
-    assert_eq!((&overdue["kind"], &overdue["handle"]), (&json!("delete"), &json!("h-user-1")), "{shown}");
-    assert_eq!(shown["overdueOperationsTotal"], 1);
+    let fleet = fetch_fleet(&stack, &process).await;
+    let overdue = &fleet["overdueOperations"][0];
+    assert_eq!(overdue["operationId"], deleted.body["operationId"], "{fleet}");
+    assert_eq!((&overdue["kind"], &overdue["handle"]), (&json!("delete"), &json!("h-user-1")), "{fleet}");
+    assert_eq!(fleet["overdueOperationsTotal"], 1);
     let metrics = stack.get(&process, "/metrics").await.text;
     assert!(metrics.contains("svc_operations_overdue 1"), "{metrics}");
 }

@@ -54,11 +54,14 @@ async fn responses_are_sanitized_and_requests_audited() {
     set_files_response(
         &host,
         400,
-        &json!({"detail": "d", "errors": [{"pointer": "?path", "detail": "must be below the home"}]}),
+        &json!({"detail": "d", "errors": [{"pointer": "?path", "detail": "must be below the home directory"}]}),
     );
     let invalid = send(Method::GET, "versions?path=../x", None).await;
     invalid.assert_problem(400, "invalid_request");
-    assert_eq!(invalid.body["errors"][0], json!({"pointer": "?path", "detail": "must be below the home"}));
+    assert_eq!(
+        invalid.body["errors"][0],
+        json!({"pointer": "?path", "detail": "must be below the home directory"})
+    );
     let rows = list_audit(&stack, &process, "files.list").await;
     let outcomes: Vec<_> = rows.iter().map(|row| &row["after"]["outcome"]).collect();
     assert_eq!(outcomes, ["host_answer_invalid", "read"]);
@@ -87,7 +90,7 @@ async fn responses_are_sanitized_and_requests_audited() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn earlier_files_need_the_scope_operate() {
+async fn file_history_requires_the_scope_operate() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let host = start_host(&stack, &process).await;

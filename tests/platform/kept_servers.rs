@@ -69,8 +69,8 @@ async fn cancelled_recovery_keeps_the_healthy_machine() {
     assert_eq!((&resumed["epoch"], &resumed["replacedBy"]), (&json!(3), &Value::Null), "{resumed}");
     let is_resumed = || async { (old.call_count("POST", "/_svc/internal/resume") > 0).then_some(()) };
     stack.eventually("the host's writers resume", is_resumed).await;
-    let fenced = || async { (stack.pointer("user_1")["fenceEpoch"] == 3).then_some(()) };
-    stack.eventually("the fence names the old machine", fenced).await;
+    let has_fence = || async { (stack.pointer("user_1")["fenceEpoch"] == 3).then_some(()) };
+    stack.eventually("the fence names the old machine", has_fence).await;
     stack.assert_only_server(&old.guest.machine);
     assert_eq!(power_state(&stack, &old.guest.machine), Some(Power::Running));
     assert_eq!(stack.provider.call_count("DELETE", "/servers/"), 0);
@@ -100,8 +100,8 @@ async fn failed_boot_powers_the_old_machine_on_again() {
     assert_eq!(report.status, 202, "{report:?}");
     let reinstated = wait_for_status(&stack, &process, &old.machine, "failed").await;
     assert_eq!(reinstated["failure"]["cause"], "reinstating", "{reinstated}");
-    let on = || async { (power_state(&stack, &old.machine) == Some(Power::Running)).then_some(()) };
-    stack.eventually("the old server is on", on).await;
+    let is_on = || async { (power_state(&stack, &old.machine) == Some(Power::Running)).then_some(()) };
+    stack.eventually("the old server is on", is_on).await;
     send_heartbeats_until_running(&stack, &process, &old).await;
     assert_eq!(fetch_record(&stack, &process, &old.machine).await["epoch"], 3);
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 3);
@@ -161,8 +161,8 @@ async fn old_server_is_deleted_only_after_its_successor_has_served() {
     stack.send_heartbeat(&process, &new, &heartbeat_of(&new)).await;
     let copies = fetch_record(&stack, &process, &new.machine).await["copies"].clone();
     assert!(copies["kept"][0]["until"].is_string(), "{copies}");
-    let gone = || async { power_state(&stack, &old.machine).is_none().then_some(()) };
-    stack.eventually("the old server is deleted when its retention ends", gone).await;
+    let is_deleted = || async { power_state(&stack, &old.machine).is_none().then_some(()) };
+    stack.eventually("the old server is deleted when its retention ends", is_deleted).await;
     stack.assert_only_server(&new.machine);
 }
 
@@ -195,17 +195,17 @@ async fn server_of_unreachable_host_is_kept_until_loss_accepted() {
     stack.provider.add_fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
     let requested = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
     assert_eq!((requested.status, &requested.body["alreadyOrdered"]), (202, &json!(false)), "{requested:?}");
-    let removal = || async {
+    let find_removal = || async {
         let again = stack.post(&process, &path, &json!({})).await;
         assert_eq!((again.status, &again.body["alreadyOrdered"]), (202, &json!(true)), "{again:?}");
         again.body["operationId"].as_str().map(str::to_owned)
     };
-    let removal = stack.eventually("the removal is created", removal).await;
+    let removal = stack.eventually("the removal is created", find_removal).await;
     let operation = stack.get(&process, &format!("/vps/operations/{removal}")).await.body;
     assert_eq!((&operation["kind"], &operation["machineId"]), (&json!("remove_server"), &json!(old.machine)));
     stack.provider.clear_faults();
-    let gone = || async { power_state(&stack, &old.machine).is_none().then_some(()) };
-    stack.eventually("the server is deleted", gone).await;
+    let is_deleted = || async { power_state(&stack, &old.machine).is_none().then_some(()) };
+    stack.eventually("the server is deleted", is_deleted).await;
     let path = format!("/vps/{}/discard", new.machine);
     stack.post(&process, &path, &json!({"acceptLoss": true})).await.assert_problem(409, "invalid_state");
 }
@@ -237,11 +237,11 @@ async fn refused_power_off_or_delete_does_not_delay_a_recovery() {
     );
     let new = stack.wait_for_guest(&process, &string_field(&recovery, "machineId")).await;
     stack.send_heartbeat(&process, &new, &heartbeat_of(&new)).await;
-    let removal = || async {
+    let find_removal = || async {
         let operations = fetch_record(&stack, &process, &old.machine).await["operations"].clone();
         operations.as_array()?.iter().find(|operation| operation["kind"] == "remove_server").cloned()
     };
-    let removal = stack.eventually("the removal is created", removal).await;
+    let removal = stack.eventually("the removal is created", find_removal).await;
     let path = format!("/vps/operations/{}/abandon", string_field(&removal, "operationId"));
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
     // A call in flight ends when the lease expires, after 2 s.
@@ -262,11 +262,11 @@ async fn replace_first_requires_confirmation_before_data_loss() {
     stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, &json!({"idpUserId": "user_1", "replaceFirst": true})).await;
     let path = format!("/vps/operations/{}", string_field(&recovery, "operationId"));
-    let waiting = || async {
+    let is_waiting = || async {
         let found = stack.get(&process, &path).await.body;
         (found["state"] == "waiting").then_some(found)
     };
-    let waiting = stack.eventually("the operation waits", waiting).await;
+    let waiting = stack.eventually("the operation waits", is_waiting).await;
     assert_eq!(waiting["question"]["code"], "replace_first_loses_data", "{waiting}");
     stack.assert_only_server(&old.machine);
     stack.post(&process, &format!("{path}/continue"), &json!({"acceptLoss": true})).await;
@@ -292,12 +292,12 @@ async fn boot_progress_extends_the_registration_deadline() {
     }
     let booting = fetch_record(&stack, &process, &guest.machine).await;
     assert_eq!((&booting["status"], &booting["bootProgress"]["bytes"]), (&json!("provisioning"), &json!(6)));
-    let stuck = || async {
+    let has_failed = || async {
         // Repeating the same byte count is not progress.
         report_bytes(6).await;
         (stack.status(&process, &guest.machine).await == "failed").then_some(())
     };
-    stack.eventually("the registration expires without progress", stuck).await;
+    stack.eventually("the registration expires without progress", has_failed).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -352,8 +352,8 @@ async fn discard_is_refused_until_deletion_has_final_backup() {
     stack.post(&process, &path, &json!({})).await.assert_problem(409, "invalid_state");
     client.execute("UPDATE user_machines SET final_backup_at = now()", &[]).await.unwrap();
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 202);
-    let gone = || async { power_state(&stack, &machine).is_none().then_some(()) };
-    stack.eventually("the server is deleted", gone).await;
+    let is_deleted = || async { power_state(&stack, &machine).is_none().then_some(()) };
+    stack.eventually("the server is deleted", is_deleted).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

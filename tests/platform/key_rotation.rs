@@ -146,11 +146,11 @@ async fn silent_host_keeps_its_key_without_delaying_rotation() {
     send_heartbeat(&stack, &process, &host).await;
     let first = kids(&host.keys.lock().unwrap()).remove(0);
     let client = stack.database.connect().await.unwrap();
-    let retired = || async {
+    let is_retired = || async {
         let sql = "SELECT 1 FROM signing_keys WHERE kid = $1 AND retired_at IS NOT NULL";
         (!client.query(sql, &[&first]).await.unwrap().is_empty()).then_some(())
     };
-    stack.eventually("the silent host's key is retired", retired).await;
+    stack.eventually("the silent host's key is retired", is_retired).await;
     // Until the process reloads the keys, it may sign with the old ones.
     tokio::time::sleep(Duration::from_secs(2)).await;
     let path = format!("/vps/{}/backup", host.guest.machine);

@@ -135,21 +135,21 @@ async fn reinstatement_survives_a_kill_at_every_fail_point() {
             .await;
 
         let second = stack.start_platform_with(&[("DELETE_GRACE_SECONDS", "600")]);
-        let runs = || async {
+        let is_running = || async {
             let is_on = stack.provider.servers()[0].status == Power::Running;
             if is_on {
                 stack.send_heartbeat(&second, &guest, &beat).await;
             }
             (is_on && stack.status(&second, &guest.machine).await == "running").then_some(())
         };
-        stack.eventually(&point, runs).await;
+        stack.eventually(&point, is_running).await;
         stack.assert_only_server(&guest.machine);
         assert_eq!(stack.pointer("user_1")["fenceEpoch"], 2, "{point}");
     })
     .await;
 }
 
-/// Kills the platform at each point of a power operation; another process completes it.
+/// Kills the platform at each fail point in a power operation; another process completes it.
 async fn assert_survives_kills(kind: OperationKind, action: &'static str, power: Power) {
     let run = |point: String| async move {
         let stack = Stack::start().await;

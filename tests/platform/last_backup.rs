@@ -31,11 +31,11 @@ async fn fetch_operation(stack: &Stack, process: &Process, recovery: &Value) -> 
 }
 
 async fn wait_for_question(stack: &Stack, process: &Process, recovery: &Value) -> Value {
-    let waits = || async {
+    let is_waiting = || async {
         let found = fetch_operation(stack, process, recovery).await;
         (found["state"] == "waiting").then_some(found)
     };
-    stack.eventually("the operation is waiting", waits).await
+    stack.eventually("the operation is waiting", is_waiting).await
 }
 
 async fn wait_for_call(stack: &Stack, host: &FakeHost, method: &str, path: &str) {
@@ -237,7 +237,7 @@ fn held_back_report(overrides: &Value) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn held_snapshot_waits_and_counts_after_acceptance() {
+async fn held_back_snapshot_waits_and_counts_after_acceptance() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
     let old = start_host(&stack, &process).await;
@@ -288,7 +288,7 @@ async fn held_snapshot_waits_and_counts_after_acceptance() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn older_host_with_a_held_snapshot_gets_no_retries() {
+async fn older_host_with_a_held_back_snapshot_gets_no_retries() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
     let old = start_host(&stack, &process).await;

@@ -32,11 +32,11 @@ async fn metrics_count_work_and_describe_the_fleet() {
         "key": "system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump", "sizeBytes": 4});
     assert_eq!(stack.send_heartbeat(&process, &guest, &beat).await.status, 200);
     stack.get(&process, "/nothing/here").await.assert_problem(404, "not_found");
-    let succeeded = || async {
+    let find_success = || async {
         let scraped = scrape(&stack, &process).await;
         scraped.get("svc_operations_total{kind=\"provision\",outcome=\"succeeded\"}").map(|_| scraped)
     };
-    let after = stack.eventually("the operation is counted", succeeded).await;
+    let after = stack.eventually("the operation is counted", find_success).await;
 
     for series in [
         "svc_http_requests_total{listener=\"api\",method=\"POST\",route=\"/vps/provision\",status=\"2xx\"}",
@@ -57,11 +57,11 @@ async fn metrics_count_work_and_describe_the_fleet() {
     assert!(after.get("svc_backup_age_seconds{over=\"max\"}").is_some_and(|age| age > 1000.0));
     assert!(after.get("svc_database_pool_connections{state=\"open\"}").is_some_and(|open| open >= 1.0));
     assert!(after.get("process_resident_memory_bytes").is_some_and(|bytes| bytes > 1e6));
-    let reconciled = || async {
+    let find_last_success = || async {
         let scraped = scrape(&stack, &process).await;
         scraped.get("svc_reconciler_last_success_timestamp_seconds{part=\"servers\"}")
     };
-    assert!(stack.eventually("the reconciler ran", reconciled).await > 1.7e9);
+    assert!(stack.eventually("the reconciler ran", find_last_success).await > 1.7e9);
     // No label identifies a machine or a user.
     let identifies = |series: &&String| series.contains(&guest.machine) || series.contains("user_1");
     assert_eq!(after.samples.keys().filter(identifies).count(), 0);

@@ -357,7 +357,7 @@ async fn svcctl_audit_follows_entries_that_commit_late() {
     let process = stack.start_platform();
     stack.subscribe(&process, "user_1").await;
     let client = stack.database.connect().await.unwrap();
-    // This entry's transaction starts before the following ones, and commits after them.
+    // This entry's transaction starts before the next entry's, and commits after it.
     let late = "BEGIN; INSERT INTO operator_audit (audit_id, actor, action, target, request_id) \
                 VALUES (gen_random_uuid(), 'late', 'late.act', 't', 'r')";
     client.batch_execute(late).await.unwrap();

@@ -23,8 +23,9 @@ async fn platform_reports_and_survives_database_outage() {
     );
     assert_eq!(stack.get(&process, "/livez").await.status, 200);
     // Requests are still routed, so no load balancer may remove the process.
-    let stale = || async { (stack.get(&process, "/readyz").await.body["routes"] == "stale").then_some(()) };
-    stack.eventually("the routes are stale", stale).await;
+    let is_stale =
+        || async { (stack.get(&process, "/readyz").await.body["routes"] == "stale").then_some(()) };
+    stack.eventually("the routes are stale", is_stale).await;
     let routing = stack.get(&process, "/readyz").await;
     assert_eq!(routing.status, 200, "{routing:?}");
     assert!(stack.get(&process, "/metrics").await.text.contains("svc_router_routes_age_seconds "));

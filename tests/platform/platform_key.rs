@@ -26,7 +26,7 @@ use super::stack::{ApiResponse, BUCKET, Guest, Process, SECRET, Stack, heartbeat
 
 const OLD: u8 = 7;
 const NEW: u8 = 8;
-/// The lease duration for these processes. A process row four times as old is ignored.
+/// The lease duration for these processes. A process that has not renewed its row for four leases counts as ended.
 const LEASE: (&str, &str) = ("PLATFORM_LEASE_SECONDS", "1");
 
 fn key(byte: u8) -> SecretSlice<u8> {
@@ -86,7 +86,7 @@ async fn load_sealed_keys(client: &Client) -> BTreeMap<String, Vec<u8>> {
     rows.iter().map(|row| (row.get(0), row.get(1))).collect()
 }
 
-async fn all_sealed_with(client: &Client, byte: u8) -> bool {
+async fn are_all_sealed_with(client: &Client, byte: u8) -> bool {
     let seal = Seal::new(&key(byte));
     load_sealed_keys(client)
         .await
@@ -182,7 +182,7 @@ async fn key_rotation_completes_with_a_running_machine() {
     assert_eq!((&record["upgradeToken"]["generation"], old_token == guest.upgrade_token), (&json!(2), false));
     let after = load_sealed_keys(&client).await;
     assert!(before.keys().eq(after.keys()) && before.iter().all(|(kid, sealed)| after[kid] != *sealed));
-    assert!(all_sealed_with(&client, NEW).await && has_signed_fence(&stack, "user_1", NEW));
+    assert!(are_all_sealed_with(&client, NEW).await && has_signed_fence(&stack, "user_1", NEW));
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 1);
     let safe = run_doctor(&stack, &process, NEW, Some(OLD)).await;
     assert!(safe.contains("can be dropped"), "{safe}");
@@ -252,7 +252,7 @@ async fn processes_with_both_keys_do_not_conflict() {
             let response = send_heartbeat(&stack, &new, guest).await;
             assert_eq!(response.status, 200, "{response:?}");
         }
-        all_sealed_with(&client, NEW).await.then_some(())
+        are_all_sealed_with(&client, NEW).await.then_some(())
     };
     stack.eventually("the keys are resealed", are_resealed).await;
     let mut first = guests[0].clone();
@@ -331,7 +331,7 @@ async fn assert_survives_a_kill_at(point: &str) {
     stop(process).await;
     let process = start_process(&stack, NEW, None, &[]);
     assert_eq!(send_heartbeat(&stack, &process, &guest).await.status, 200, "{point}");
-    assert!(all_sealed_with(&client, NEW).await && has_signed_fence(&stack, "user_1", NEW), "{point}");
+    assert!(are_all_sealed_with(&client, NEW).await && has_signed_fence(&stack, "user_1", NEW), "{point}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

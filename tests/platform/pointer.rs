@@ -45,13 +45,13 @@ async fn rebuild_replaces_an_unreadable_pointer_and_keeps_its_bytes() {
     let before = stack.pointer("user_1");
     stack.store.write(BUCKET, LATEST, "{not json");
 
-    let shown = stack.get(&process, SHOW).await;
-    assert_eq!((shown.status, &shown.body["state"]), (200, &json!("unreadable")), "{shown:?}");
-    assert_eq!((&shown.body["current"], &shown.body["snapshots"]), (&Value::Null, &json!(2)));
-    let rebuilt = &shown.body["rebuilt"];
+    let inspection = stack.get(&process, SHOW).await;
+    assert_eq!((inspection.status, &inspection.body["state"]), (200, &json!("unreadable")), "{inspection:?}");
+    assert_eq!((&inspection.body["current"], &inspection.body["snapshots"]), (&Value::Null, &json!(2)));
+    let rebuilt = &inspection.body["rebuilt"];
     assert_eq!((&rebuilt["snapshot"]["key"], &rebuilt["fenceEpoch"]), (&json!(newer), &json!(2)));
     assert_eq!(rebuilt["fenceMachineId"], before["fenceMachineId"]);
-    assert!(rebuilt["seq"].as_u64() > before["seq"].as_u64(), "{shown:?}");
+    assert!(rebuilt["seq"].as_u64() > before["seq"].as_u64(), "{inspection:?}");
 
     let request = || {
         let request = stack.request(&process, Method::POST, REBUILD).bearer_auth(SECRET);
@@ -97,9 +97,9 @@ async fn rebuild_restores_a_lost_pointer_with_its_fence() {
 async fn unknown_slot_is_not_found_and_not_written() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let shown = stack.get(&process, "/vps/slots/pointer?idpUserId=user_9&slot=second").await;
-    shown.assert_problem(404, "not_found");
-    let why = shown.body["detail"].as_str().unwrap();
+    let inspection = stack.get(&process, "/vps/slots/pointer?idpUserId=user_9&slot=second").await;
+    inspection.assert_problem(404, "not_found");
+    let why = inspection.body["detail"].as_str().unwrap();
     assert!(
         why.contains("User user_9 has no slot second") && why.contains("`svcctl slot list user_9`"),
         "{why}"
@@ -111,8 +111,8 @@ async fn unknown_slot_is_not_found_and_not_written() {
     let slot = json!({"idpUserId": "user_9", "slot": "primary", "plan": "starter", "status": "active"});
     let request = stack.request(&process, Method::PUT, "/vps/slots").bearer_auth(SECRET).json(&slot);
     assert_eq!(stack.send(request).await.status, 200);
-    let shown = stack.get(&process, "/vps/slots/pointer?idpUserId=user_9").await;
-    assert_eq!((shown.status, &shown.body["state"]), (200, &json!("sound")), "{shown:?}");
+    let inspection = stack.get(&process, "/vps/slots/pointer?idpUserId=user_9").await;
+    assert_eq!((inspection.status, &inspection.body["state"]), (200, &json!("sound")), "{inspection:?}");
 }
 
 /// With any other fence, the old host's final backup, for which the recovery is waiting, would never be accepted.
@@ -180,9 +180,9 @@ async fn rebuild_skips_an_incomplete_snapshot() {
     let process = stack.start_platform();
     let [newer, older] = recover_with_two_snapshots(&stack, &process).await;
     stack.store.write(BUCKET, &format!("user_1/primary/{newer}"), "du");
-    let shown = stack.get(&process, SHOW).await;
+    let inspection = stack.get(&process, SHOW).await;
     assert_eq!(
-        (&shown.body["state"], &shown.body["rebuilt"]["snapshot"]["key"]),
+        (&inspection.body["state"], &inspection.body["rebuilt"]["snapshot"]["key"]),
         (&json!("unsound"), &json!(older))
     );
     assert_eq!(stack.post(&process, REBUILD, &slot_body()).await.status, 200);
@@ -274,11 +274,11 @@ async fn forged_epochs_and_entries_do_not_block_the_slot() {
     stack.store.write(BUCKET, &log_entry_key(seq), forged.to_string());
     forged["seq"] = json!(9_999_999_999_999_999_u64);
     stack.store.write(BUCKET, &log_entry_key(9_999_999_999_999_999), forged.to_string());
-    let shown = stack.get(&process, SHOW).await.body;
+    let inspection = stack.get(&process, SHOW).await.body;
     assert_eq!(
-        (&shown["state"], &shown["rebuilt"]["snapshot"]["key"]),
+        (&inspection["state"], &inspection["rebuilt"]["snapshot"]["key"]),
         (&json!("unsound"), &json!(newer)),
-        "{shown}"
+        "{inspection}"
     );
 
     let rebuilt = stack.post(&process, REBUILD, &slot_body()).await;
@@ -333,13 +333,17 @@ async fn rebuild_skips_invalid_pointer_log_entries() {
         (200, &json!(newer)),
         "{rebuilt:?}"
     );
-    let shown = stack.get(&process, SHOW).await.body;
-    assert_eq!((&shown["state"], &shown["current"]["fenceEpoch"]), (&json!("sound"), &json!(2)), "{shown}");
+    let inspection = stack.get(&process, SHOW).await.body;
+    assert_eq!(
+        (&inspection["state"], &inspection["current"]["fenceEpoch"]),
+        (&json!("sound"), &json!(2)),
+        "{inspection}"
+    );
     let response = stack.post(&process, "/vps/recover", &slot_body()).await;
     assert_eq!((response.status, &response.body["epoch"]), (202, &json!(3)), "{response:?}");
 }
 
-/// The store has more sidecars without snapshots than a rebuild checks, and they are newer than the snapshots.
+/// The store has more sidecars without dumps than a rebuild checks, and they are newer than the complete snapshots.
 #[tokio::test(flavor = "multi_thread")]
 async fn pointer_with_unchecked_snapshots_is_emptied_only_by_force() {
     let stack = Stack::start().await;

@@ -13,13 +13,13 @@ use uuid::Uuid;
 const ACTIVE: i64 = 2_000;
 /// Number of active machines that are booting.
 const BOOTING: i64 = 300;
-/// Number of machines that ended long ago.
+/// Number of ended machines.
 const ENDED: i64 = 20_000;
 /// Number of ended machines whose servers may still exist.
 const KEPT_SERVERS: i64 = 500;
 /// Number of running operations.
 const RUNNING: i64 = 400;
-/// Maximum rows read by a statement that returns a few rows.
+/// Maximum number of rows read by a statement that returns a few rows.
 const MAX_ROWS_READ: i64 = 60;
 
 /// A database with many machines and operations.

@@ -32,7 +32,7 @@ async fn send_until_limited(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn wrong_tokens_of_an_address_are_limited() {
+async fn wrong_tokens_from_an_address_are_limited() {
     let stack = Stack::start().await;
     let settings = [("PLATFORM_ADDRESS_CHECKS_PER_SECOND", "1")];
     let process = stack.start_platform_with(&settings);
@@ -53,7 +53,7 @@ async fn wrong_tokens_of_an_address_are_limited() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn clients_of_a_trusted_proxy_have_no_address_limit() {
+async fn clients_behind_a_trusted_proxy_have_no_address_limit() {
     let stack = Stack::start().await;
     let settings =
         [("PLATFORM_ADDRESS_CHECKS_PER_SECOND", "1"), ("PLATFORM_TRUSTED_PROXIES", "127.0.0.1, ::1")];

@@ -8,11 +8,11 @@ use serde_json::{Value, json};
 use super::stack::{Guest, Process, Stack, provision_body};
 
 async fn assert_fails_with(stack: &Stack, process: &Process, guest: &Guest, cause: &str) {
-    let failed = || async {
+    let has_failed = || async {
         let record = stack.get(process, &format!("/vps/{}", guest.machine)).await.body;
         (record["status"] == "failed").then_some(record)
     };
-    let record = stack.eventually("the machine fails", failed).await;
+    let record = stack.eventually("the machine fails", has_failed).await;
     assert_eq!(record["failure"]["cause"], cause, "{record}");
 }
 
@@ -80,8 +80,8 @@ async fn outage_or_earlier_absence_is_not_a_vanished_server() {
     };
     let down = || Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
     stack.provider.add_fault(FaultRule::times(5, "GET", "/servers", down()));
-    let over = || async { stack.provider.pending_faults().is_empty().then_some(()) };
-    stack.eventually("the outage is over", over).await;
+    let is_over = || async { stack.provider.pending_faults().is_empty().then_some(()) };
+    stack.eventually("the outage is over", is_over).await;
     wait_for_listings(&stack, 2).await;
     assert_eq!((stack.status(&process, &guest.machine).await, count_missing().await), (json!("running"), 0));
 
@@ -134,7 +134,7 @@ async fn orphans_are_deleted_once_an_operator_releases_them() {
 
     let unknown = uuid::Uuid::now_v7().to_string();
     create_foreign_server(&stack, "orphan", &json!({"svc-machine": unknown, "svc-installation": ours})).await;
-    create_foreign_server(&stack, "damaged", &json!({"svc-machine": "no-id", "svc-installation": ours}))
+    create_foreign_server(&stack, "malformed", &json!({"svc-machine": "no-id", "svc-installation": ours}))
         .await;
     let elsewhere = uuid::Uuid::now_v7().to_string();
     create_foreign_server(&stack, "theirs", &json!({"svc-machine": unknown, "svc-installation": elsewhere}))
@@ -154,11 +154,11 @@ async fn orphans_are_deleted_once_an_operator_releases_them() {
     stack.provider.add_fault(FaultRule::times(1000, "DELETE", &format!("/servers/{first}"), locked));
     let release = "/vps/fleet/alarms/unknown_servers/release";
     assert_eq!(stack.post(&process, release, &json!({})).await.status, 200);
-    let gone = || async { stack.provider.server_by_name("damaged").is_none().then_some(()) };
-    stack.eventually("the other orphan is deleted", gone).await;
+    let is_deleted = || async { stack.provider.server_by_name("malformed").is_none().then_some(()) };
+    stack.eventually("the other orphan is deleted", is_deleted).await;
     stack.provider.clear_faults();
-    let gone = || async { stack.provider.server_by_name("orphan").is_none().then_some(()) };
-    stack.eventually("the first orphan is deleted", gone).await;
+    let is_deleted = || async { stack.provider.server_by_name("orphan").is_none().then_some(()) };
+    stack.eventually("the first orphan is deleted", is_deleted).await;
     wait_for_listings(&stack, 3).await;
     let mut names: Vec<_> = stack.provider.servers().into_iter().map(|server| server.name).collect();
     names.sort();
@@ -185,8 +185,8 @@ async fn released_server_is_deleted_after_its_grace_period() {
         stack.eventually("the alarm is raised", || find_unknown_servers_alarm(&stack, &process)).await;
     assert!(raised["next"].as_str().unwrap().contains("svcctl alarm release unknown_servers"), "{raised}");
     let released = stack.post(&process, "/vps/fleet/alarms/unknown_servers/release", &json!({})).await.body;
-    let shown = find_unknown_servers_alarm(&stack, &process).await.unwrap();
-    for alarm in [&released, &shown] {
+    let current = find_unknown_servers_alarm(&stack, &process).await.unwrap();
+    for alarm in [&released, &current] {
         assert!(alarm["releasedUntil"].is_string(), "{alarm}");
         let next = alarm["next"].as_str().unwrap();
         assert!(next.contains("is deleted") && !next.contains("neither they nor any kept"), "{alarm}");
@@ -207,8 +207,8 @@ async fn released_server_is_deleted_after_its_grace_period() {
         stack.provider.server_by_name("known").is_some(),
         "the released server was deleted before its grace period ended"
     );
-    let gone = || async { stack.provider.server_by_name("known").is_none().then_some(()) };
-    stack.eventually("the released server is deleted", gone).await;
+    let is_deleted = || async { stack.provider.server_by_name("known").is_none().then_some(()) };
+    stack.eventually("the released server is deleted", is_deleted).await;
     tokio::time::sleep(Duration::from_secs(7)).await;
     assert!(
         stack.provider.server_by_name("later").is_some(),
@@ -216,7 +216,7 @@ async fn released_server_is_deleted_after_its_grace_period() {
     );
 }
 
-/// Deletes a machine without retention, so that the reconciler may delete its server immediately.
+/// Starts a machine and deletes it without retention, so that the reconciler may delete its server immediately.
 async fn delete_machine_without_retention(stack: &Stack, process: &Process) {
     let guest = stack.start_machine(process, "user_1").await;
     let deleted = stack.delete(process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
@@ -224,8 +224,8 @@ async fn delete_machine_without_retention(stack: &Stack, process: &Process) {
 }
 
 async fn wait_for_server_deletion(stack: &Stack) {
-    let gone = || async { stack.provider.servers().is_empty().then_some(()) };
-    stack.eventually("the server is deleted after its retention", gone).await;
+    let is_deleted = || async { stack.provider.servers().is_empty().then_some(()) };
+    stack.eventually("the server is deleted after its retention", is_deleted).await;
 }
 
 /// No kept server is deleted while machines may be missing from the database.
@@ -273,8 +273,8 @@ async fn late_server_of_an_ended_machine_is_deleted() {
     client.execute(sql, &[]).await.unwrap();
     create_foreign_server(&stack, &format!("svc-{}", guest.machine), &json!({"svc-machine": guest.machine}))
         .await;
-    let gone = || async { stack.provider.servers().is_empty().then_some(()) };
-    stack.eventually("the late server is deleted", gone).await;
+    let is_deleted = || async { stack.provider.servers().is_empty().then_some(()) };
+    stack.eventually("the late server is deleted", is_deleted).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -293,11 +293,11 @@ async fn stuck_operation_is_ended_and_its_machine_fails() {
     let process = stack.start_platform_with(&settings);
     let found = stack.get(&process, "/vps?idpUserId=user_1").await.body["machines"][0].clone();
     let machine = found["machineId"].as_str().unwrap();
-    let failed = || async {
+    let has_failed = || async {
         let record = stack.get(&process, &format!("/vps/{machine}")).await.body;
         (record["status"] == "failed").then_some(record)
     };
-    let record = stack.eventually("the machine fails", failed).await;
+    let record = stack.eventually("the machine fails", has_failed).await;
     assert_eq!(
         (&record["failure"]["cause"], &record["failure"]["stage"]),
         (&json!("operation_hung"), &json!("fence"))
@@ -381,8 +381,8 @@ async fn unreadable_machine_does_not_stop_the_reconciler() {
     client.execute(sql, &[]).await.unwrap();
     // Each machine's own operation would also handle the expired registration, so it is postponed.
     client.execute("UPDATE operations SET due_at = 'infinity'", &[]).await.unwrap();
-    let failed = || async { (stack.status(&process, &machines[2]).await == "failed").then_some(()) };
-    stack.eventually("the readable machine fails", failed).await;
+    let has_failed = || async { (stack.status(&process, &machines[2]).await == "failed").then_some(()) };
+    stack.eventually("the readable machine fails", has_failed).await;
     let is_logged = || async {
         let is_named = machines[..2].iter().all(|id| {
             stack
@@ -406,8 +406,9 @@ async fn unreadable_preview_does_not_stop_the_reconciler() {
                public_ipv4 = CASE WHEN idp_user_id = 'user_2' THEN public_ipv4 ELSE 'nowhere' END";
     client.execute(sql, &[]).await.unwrap();
     let path = format!("/vps/{}", second.machine);
-    let deleted = || async { stack.get(&process, &path).await.body["deletedAt"].is_string().then_some(()) };
-    stack.eventually("the readable preview is deleted", deleted).await;
+    let is_deleted =
+        || async { stack.get(&process, &path).await.body["deletedAt"].is_string().then_some(()) };
+    stack.eventually("the readable preview is deleted", is_deleted).await;
     let is_logged = || async {
         let names =
             |line: &str| line.contains("the reconciler skipped an item") && line.contains(&first.machine);

@@ -53,8 +53,8 @@ async fn machine_fails_if_host_does_not_register_in_time() {
     let provisioned = stack.provision(&process, "user_1").await;
     let machine = provisioned["machineId"].as_str().unwrap();
     let guest = stack.wait_for_guest(&process, machine).await;
-    let failed = || async { (stack.status(&process, machine).await == "failed").then_some(()) };
-    stack.eventually("the machine fails", failed).await;
+    let has_failed = || async { (stack.status(&process, machine).await == "failed").then_some(()) };
+    stack.eventually("the machine fails", has_failed).await;
     stack.register(&process, &guest).await.assert_problem(401, "registration_rejected");
     let record = stack.get(&process, &format!("/vps/{machine}")).await.body;
     assert_eq!(record["failure"]["cause"], "registration_expired");

@@ -57,8 +57,8 @@ async fn slot_skips_a_lost_machine_without_snapshot() {
     let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
     let (first, third) = start_third_machine(&stack, &process, "").await;
     fail_boot(&stack, &process, &third).await;
-    let on = || async { (power_state(&stack, &first.machine) == Some(Power::Running)).then_some(()) };
-    stack.eventually("the first machine is on again", on).await;
+    let is_on = || async { (power_state(&stack, &first.machine) == Some(Power::Running)).then_some(()) };
+    stack.eventually("the first machine is on again", is_on).await;
     let back = fetch_record(&stack, &process, &first.machine).await;
     assert_eq!((&back["epoch"], &back["retiredAt"]), (&json!(4), &Value::Null), "{back}");
     assert_eq!(fetch_record(&stack, &process, &third.machine).await["replacedBy"], first.machine);
@@ -70,8 +70,8 @@ async fn machine_with_data_older_than_a_snapshot_is_not_reinstated() {
     let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
     let (first, third) = start_third_machine(&stack, &process, ", backup_taken_at = now()").await;
     fail_boot(&stack, &process, &third).await;
-    let failed = || async { (stack.status(&process, &third.machine).await == "failed").then_some(()) };
-    stack.eventually("the third machine fails", failed).await;
+    let has_failed = || async { (stack.status(&process, &third.machine).await == "failed").then_some(()) };
+    stack.eventually("the third machine fails", has_failed).await;
     assert_eq!(fetch_record(&stack, &process, &third.machine).await["replacedBy"], Value::Null);
     assert_eq!(
         power_state(&stack, &first.machine),
@@ -112,11 +112,11 @@ async fn abandon_removal(stack: &Stack, process: &Process) -> Guest {
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
     stack.provider.add_fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
     stack.delete(process, &format!("/vps/{}?acceptLoss=true&now=true", old.machine)).await;
-    let removal = || async {
+    let find_removal = || async {
         let operations = fetch_record(stack, process, &old.machine).await["operations"].clone();
         operations.as_array()?.iter().find(|operation| operation["kind"] == "remove_server").cloned()
     };
-    let removal = stack.eventually("the removal is attempted", removal).await;
+    let removal = stack.eventually("the removal is attempted", find_removal).await;
     let path = format!("/vps/operations/{}/abandon", removal["operationId"].as_str().unwrap());
     assert_eq!(stack.post(process, &path, &json!({})).await.status, 200);
     let fleet = stack.get(process, "/vps/fleet").await.body;
@@ -135,11 +135,11 @@ async fn discard_ends_an_abandoned_removal() {
     let discarded = stack.post(&process, &format!("/vps/{}/discard", old.machine), &json!({})).await;
     assert_eq!(discarded.status, 202, "{discarded:?}");
     wait_until_deleted(&stack, &old.machine).await;
-    let settled = || async {
+    let is_settled = || async {
         let fleet = stack.get(&process, "/vps/fleet").await.body;
         (fleet["attentionTotal"] == 0).then_some(())
     };
-    stack.eventually("nothing needs attention", settled).await;
+    stack.eventually("nothing needs attention", is_settled).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -151,13 +151,13 @@ async fn undelete_ends_an_abandoned_removal() {
     assert_eq!(back.status, 202, "{back:?}");
     let mut beat = heartbeat_of(&old);
     beat["epoch"] = json!(2);
-    let runs = || async {
+    let is_running = || async {
         if power_state(&stack, &old.machine) == Some(Power::Running) {
             stack.send_heartbeat(&process, &old, &beat).await;
         }
         (stack.status(&process, &old.machine).await == "running").then_some(())
     };
-    stack.eventually("the machine is running again", runs).await;
+    stack.eventually("the machine is running again", is_running).await;
     // After another deletion, the server is removed as usual.
     stack.delete(&process, &format!("/vps/{}?acceptLoss=true&now=true", old.machine)).await;
     wait_until_deleted(&stack, &old.machine).await;

@@ -48,16 +48,16 @@ async fn resize_changes_only_the_type() {
     assert_eq!(response.body, expected);
     // A heartbeat from before the power-on does not count.
     stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
-    let on = || async {
+    let is_on = || async {
         let server = stack.provider.servers().remove(0);
         (server.server_type == "cpx32" && server.status == Power::Running).then_some(())
     };
-    stack.eventually("the server is on again", on).await;
-    let waits = || async {
+    stack.eventually("the server is on again", is_on).await;
+    let is_waiting = || async {
         let found = stack.get(&process, &format!("/vps/operations/{operation}")).await.body;
         (found["step"] == "await_health").then_some(())
     };
-    stack.eventually("the resize is waiting for the host", waits).await;
+    stack.eventually("the resize is waiting for the host", is_waiting).await;
     wait_for_polls(&stack).await;
     assert_eq!(
         fetch_record(&stack, &process, &guest).await["status"],

@@ -123,7 +123,7 @@ async fn resize_fails_when_the_provider_never_completes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn server_that_stays_off_fails_until_a_healthy_heartbeat() {
+async fn machine_with_its_server_off_fails_until_a_healthy_heartbeat() {
     let (stack, process, guest) = start_with_settings(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
     stack.provider.add_fault(FaultRule::times(1000, "POST", "poweron", refusal(503)));
     let ended = resize_until_ended(&stack, &process, &guest).await;
@@ -162,11 +162,11 @@ async fn resize_fails_without_a_later_heartbeat() {
     let (stack, process, guest) = start_with_settings(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
     let response = resize(&stack, &process, &guest.machine, "cpx32").await;
     let path = format!("/vps/operations/{}", response.body["operationId"].as_str().unwrap());
-    let ended = || async {
+    let has_ended = || async {
         let found = stack.get(&process, &path).await.body;
         (found["state"] != "running").then_some(found)
     };
-    let ended = stack.eventually("the operation ends", ended).await;
+    let ended = stack.eventually("the operation ends", has_ended).await;
     assert_eq!(ended["state"], "failed", "{ended}");
     let failure = fetch_record(&stack, &process, &guest).await["failure"].clone();
     assert_eq!((&failure["cause"], &failure["stage"]), (&json!("resize"), &json!("await_health")));
@@ -174,7 +174,7 @@ async fn resize_fails_without_a_later_heartbeat() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn server_that_vanishes_during_a_resize_fails_as_gone() {
+async fn machine_fails_if_its_server_vanishes_during_a_resize() {
     let (stack, process, guest) = start_with_machine().await;
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     let response = resize(&stack, &process, &guest.machine, "cpx32").await;
@@ -269,14 +269,14 @@ async fn overdue_resize_powers_server_on() {
     let settings = [("RESIZE_CHANGE_SECONDS", "600"), ("OPERATION_LIMIT_SECONDS", "4")];
     let (stack, process, guest, operation) = start_stuck_resize(&settings).await;
     let path = format!("/vps/operations/{operation}");
-    let hung = || async { (stack.get(&process, &path).await.body["state"] == "failed").then_some(()) };
-    stack.eventually("the reconciler ends the operation", hung).await;
+    let has_failed = || async { (stack.get(&process, &path).await.body["state"] == "failed").then_some(()) };
+    stack.eventually("the reconciler ends the operation", has_failed).await;
     wait_until_settled(&stack, &process, &guest).await;
-    let runs = || async {
+    let is_running = || async {
         stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
         (fetch_record(&stack, &process, &guest).await["status"] == "running").then_some(())
     };
-    stack.eventually("a heartbeat returns the machine to service", runs).await;
+    stack.eventually("a heartbeat returns the machine to service", is_running).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

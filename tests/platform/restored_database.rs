@@ -75,11 +75,11 @@ impl RestorablePlatform {
 
     /// Waits until a deletion needs a decision because the database is older than the store.
     pub async fn wait_for_question(&self, operation: &str) {
-        let waiting = || async {
+        let is_waiting = || async {
             let found = self.stack.get(self.process(), operation).await.body;
             (!found["question"].is_null()).then_some(found)
         };
-        let waiting = self.stack.eventually("the deletion waits", waiting).await;
+        let waiting = self.stack.eventually("the deletion waits", is_waiting).await;
         assert_eq!(waiting["question"]["code"], "database_behind_store", "{waiting}");
     }
 
@@ -89,8 +89,8 @@ impl RestorablePlatform {
     }
 
     pub async fn wait_for_fence(&self, epoch: u64) {
-        let fenced = || async { (self.stack.pointer("user_1")["fenceEpoch"] == epoch).then_some(()) };
-        self.stack.eventually("the fence has the epoch", fenced).await;
+        let has_fence = || async { (self.stack.pointer("user_1")["fenceEpoch"] == epoch).then_some(()) };
+        self.stack.eventually("the fence has the epoch", has_fence).await;
     }
 
     pub async fn send_heartbeat(&self, guest: &Guest, epoch: u64, registration: Value) -> Value {
@@ -104,19 +104,19 @@ impl RestorablePlatform {
 
     /// Sends heartbeats with this epoch until the machine is running.
     pub async fn send_heartbeats_until_running(&self, guest: &Guest, epoch: u64) {
-        let runs = || async {
+        let is_running = || async {
             self.send_heartbeat(guest, epoch, Value::Null).await;
             (self.stack.status(self.process(), &guest.machine).await == "running").then_some(())
         };
-        self.stack.eventually("the machine is running", runs).await;
+        self.stack.eventually("the machine is running", is_running).await;
     }
 
     pub async fn wait_until_fleet_shows(&self, text: &str) {
-        let shown = || async {
+        let is_shown = || async {
             let fleet = self.stack.get(self.process(), "/vps/fleet").await.body.to_string();
             fleet.contains(text).then_some(())
         };
-        self.stack.eventually(text, shown).await;
+        self.stack.eventually(text, is_shown).await;
     }
 }
 
@@ -225,11 +225,11 @@ async fn deletion_undone_after_the_copy_continues_when_confirmed() {
         .post(platform.process(), &format!("{operation}/continue"), &json!({"acceptLoss": true}))
         .await;
     assert_eq!(accepted.status, 200, "{accepted:?}");
-    let off = || async {
+    let is_off = || async {
         old.store_backup(&platform.stack, "user_1");
         (platform.power_state(&machine) == Some(Power::Off)).then_some(())
     };
-    platform.stack.eventually("the server is off", off).await;
+    platform.stack.eventually("the server is off", is_off).await;
     assert_eq!(platform.fetch_record(&machine).await["epoch"], 2);
 }
 
@@ -321,8 +321,8 @@ async fn heartbeat_repeats_a_forgotten_registration() {
     platform.restore(&[]).await;
     assert_eq!(platform.stack.status(platform.process(), &guest.machine).await, "provisioning");
     platform.send_heartbeat(&guest, 1, registration(&guest.machine, 1)).await;
-    let runs = platform.fetch_record(&guest.machine).await;
-    assert_eq!(runs["status"], "running", "{runs}");
+    let record = platform.fetch_record(&guest.machine).await;
+    assert_eq!(record["status"], "running", "{record}");
     let operation =
         platform.stack.wait_until_ended(platform.process(), &string_field(&provisioned, "operationId")).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");

@@ -98,26 +98,26 @@ async fn repeated_replacement_beyond_the_limit_is_refused() {
     let discarded = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
     assert_eq!(discarded.status, 202, "{discarded:?}");
     stack.provider.clear_faults();
-    let fits = || async {
+    let is_accepted = || async {
         let again = stack.post(&process, PROVISION, &replacement("user_1")).await;
         (again.status == 202).then_some(())
     };
-    stack.eventually("the slot gets its replacement", fits).await;
+    stack.eventually("the slot gets its replacement", is_accepted).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn provider_refusal_blocks_provisioning_until_order_succeeds() {
+async fn provider_refusal_blocks_provisioning_until_creation_succeeds() {
     let stack =
         Stack::start_with_provider(|_| SimulatorOptions { server_limit: 1, ..SimulatorOptions::record() })
             .await;
     let process = stack.start_platform();
     let first = stack.start_machine(&process, "user_1").await;
     let second = stack.provision(&process, "user_2").await;
-    let raised = || async {
+    let is_raised = || async {
         let fleet = stack.get(&process, "/vps/fleet").await.body;
         (fleet["alarms"][0]["alarm"] == "provider_limit").then_some(())
     };
-    stack.eventually("the provider's refusal raises the alarm", raised).await;
+    stack.eventually("the provider's refusal raises the alarm", is_raised).await;
     stack.subscribe(&process, "user_3").await;
     for path in [PROVISION, "/vps/provision/quote"] {
         stack
@@ -127,7 +127,7 @@ async fn provider_refusal_blocks_provisioning_until_order_succeeds() {
     }
     assert_eq!(count_machines(&stack, &process).await, 2);
 
-    // The waiting server order succeeds once another server has been deleted.
+    // The pending server creation succeeds once another server has been deleted.
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", first.machine)).await;
     stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     let ended = stack.wait_until_ended(&process, second["operationId"].as_str().unwrap()).await;

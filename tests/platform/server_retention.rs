@@ -262,8 +262,8 @@ async fn displayed_time_and_deletion_follow_the_same_rule() {
     let user: IdpUserId = "user_1".parse().unwrap();
     for (n, case) in cases.iter().enumerate() {
         let slot: Slot = format!("s{n}").parse().unwrap();
-        let shown = kept_servers::list_in_slot(&session, &user, &slot, &retention).await.unwrap();
-        let subject = shown.iter().find(|row| subjects.get(&row.machine.0) == Some(&n));
+        let kept_machines = kept_servers::list_in_slot(&session, &user, &slot, &retention).await.unwrap();
+        let subject = kept_machines.iter().find(|row| subjects.get(&row.machine.0) == Some(&n));
         let until = subject.map(|row| match row.until {
             None => RetentionEnd::Never,
             Some(until) if until <= Timestamp::now() => RetentionEnd::Past,

@@ -54,8 +54,8 @@ async fn concurrent_first_starts_create_one_key_per_purpose() {
         started.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
     for process in &processes {
-        let ready = || async { (stack.get(process, "/readyz").await.status == 200).then_some(()) };
-        stack.eventually("the routes are loaded", ready).await;
+        let is_ready = || async { (stack.get(process, "/readyz").await.status == 200).then_some(()) };
+        stack.eventually("the routes are loaded", is_ready).await;
     }
     let client = empty.connect().await.unwrap();
     let keys = client.query("SELECT purpose FROM signing_keys ORDER BY purpose", &[]).await.unwrap();
@@ -79,8 +79,8 @@ async fn termination_completes_requests_and_releases_leases() {
         kit::provider::Fault::SlowReply { ms: 700 },
     ));
     let stop = async {
-        let called = || async { (stack.provider.call_count("DELETE", "/servers") > 0).then_some(()) };
-        stack.eventually("the delete is in flight", called).await;
+        let is_called = || async { (stack.provider.call_count("DELETE", "/servers") > 0).then_some(()) };
+        stack.eventually("the delete is in flight", is_called).await;
         kill(Pid::from_raw(i32::try_from(process.pid()).unwrap()), Signal::SIGTERM).unwrap();
     };
     let (response, ()) = tokio::join!(stack.send(request), stop);
@@ -106,8 +106,8 @@ async fn process_paused_beyond_its_lease_writes_nothing() {
         kit::provider::Fault::SlowReply { ms: 1500 },
     ));
     let provisioned = stack.provision(&paused, "user_1").await;
-    let created = || async { (!stack.provider.servers().is_empty()).then_some(()) };
-    stack.eventually("the create is in flight", created).await;
+    let is_created = || async { (!stack.provider.servers().is_empty()).then_some(()) };
+    stack.eventually("the create is in flight", is_created).await;
     kill(pid, Signal::SIGSTOP).unwrap();
     let successor = stack.start_platform();
     let operation = stack.wait_until_ended(&successor, provisioned["operationId"].as_str().unwrap()).await;

@@ -57,15 +57,15 @@ async fn reboot_and_provision_are_not_delayed_by_silent_hosts() {
     stack.subscribe(&process, "user_2").await;
     let (port, calls) = start_silent_listener().await;
     delete_silent_machines(&stack, &process, port).await;
-    let all_called = || async { (calls.load(Ordering::Relaxed) >= SILENT_HOSTS).then_some(()) };
-    stack.eventually("the silent hosts are called", all_called).await;
+    let are_all_called = || async { (calls.load(Ordering::Relaxed) >= SILENT_HOSTS).then_some(()) };
+    stack.eventually("the silent hosts are called", are_all_called).await;
 
     let before = calls.load(Ordering::Relaxed);
     let reboot =
         stack.post(&process, &format!("/vps/{}/power", guest.machine), &json!({"action": "reboot"})).await;
     assert_eq!(reboot.status, 202, "{reboot:?}");
-    let ordered = || async { (stack.provider.call_count("POST", "/actions/reboot") > 0).then_some(()) };
-    stack.eventually("the reboot is requested", ordered).await;
+    let is_requested = || async { (stack.provider.call_count("POST", "/actions/reboot") > 0).then_some(()) };
+    stack.eventually("the reboot is requested", is_requested).await;
     let during = calls.load(Ordering::Relaxed) - before;
     assert!(during < MAX_CALLS_BEFORE, "the reboot waited for {during} calls");
 

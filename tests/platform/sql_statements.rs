@@ -25,7 +25,7 @@ async fn start_database() -> (TestDatabase, Object) {
 }
 
 #[tokio::test]
-async fn set_release_for_machine_keeps_time_without_change() {
+async fn set_release_for_machine_keeps_time_of_unchanged_release() {
     let (_database, session) = start_database().await;
     let machine = MachineId::new();
     let insert = format!(

@@ -41,7 +41,7 @@ async fn request_credentials_status(stack: &Stack, process: &Process, guest: &Gu
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn old_token_expires_after_the_host_has_used_the_next() {
+async fn old_token_expires_after_the_host_has_used_the_next_one() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&SHORT_OVERLAP);
     let guest = stack.start_machine(&process, "user_1").await;
@@ -110,8 +110,8 @@ async fn old_token_rotates_automatically_and_all_on_request() {
     assert!(find_row(&aged).is_none_or(|row| !row["reasons"].to_string().contains("token_not_rotated")));
 
     stack.delete(&process, &format!("/vps/{}", recent.machine)).await;
-    let gone = stack.post(&process, &format!("/vps/{}/rotate-token", recent.machine), &json!({})).await;
-    gone.assert_problem(409, "invalid_state");
+    let refused = stack.post(&process, &format!("/vps/{}/rotate-token", recent.machine), &json!({})).await;
+    refused.assert_problem(409, "invalid_state");
 }
 
 /// After the platform's database has been restored from an older copy, the host has a later token than the one in the
@@ -137,8 +137,8 @@ async fn restored_database_accepts_the_later_token_of_a_host() {
     let record = stack.get(&process, &format!("/vps/{}", third.machine)).await.body;
     assert_eq!(record["upgradeToken"]["generation"], 3);
     tokio::time::sleep(std::time::Duration::from_millis(2500)).await;
-    for copied in [&first, &second] {
-        send_heartbeat(&stack, &process, copied).await.assert_problem(401, "unauthorized");
+    for outdated in [&first, &second] {
+        send_heartbeat(&stack, &process, outdated).await.assert_problem(401, "unauthorized");
     }
     // A generation without a valid signature is not accepted.
     let forged = third.upgrade_token.replace("_3_", "_9_");

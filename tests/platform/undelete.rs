@@ -28,17 +28,17 @@ async fn store_requested_backup(stack: &Stack, old: &FakeHost) {
 }
 
 async fn wait_until_off(stack: &Stack, machine: &str) {
-    let off = || async { (power_state(stack, machine) == Some(Power::Off)).then_some(()) };
-    stack.eventually("the server is off", off).await;
+    let is_off = || async { (power_state(stack, machine) == Some(Power::Off)).then_some(()) };
+    stack.eventually("the server is off", is_off).await;
 }
 
 async fn wait_until_ended(stack: &Stack, process: &Process, id: &Value) -> Value {
     let path = format!("/vps/operations/{}", id.as_str().unwrap());
-    let ended = || async {
+    let has_ended = || async {
         let found = stack.get(process, &path).await.body;
         (found["state"] != "running").then_some(found)
     };
-    stack.eventually("the operation ends", ended).await
+    stack.eventually("the operation ends", has_ended).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -62,13 +62,13 @@ async fn deleted_machine_is_backed_up_and_can_be_undeleted() {
     assert_eq!((back.status, &back.body["epoch"]), (202, &json!(2)), "{back:?}");
     let mut beat = heartbeat_of(&old.guest);
     beat["epoch"] = json!(2);
-    let runs = || async {
+    let is_running = || async {
         if power_state(&stack, &machine) == Some(Power::Running) {
             stack.send_heartbeat(&process, &old.guest, &beat).await;
         }
         (stack.status(&process, &machine).await == "running").then_some(())
     };
-    stack.eventually("the machine is running again", runs).await;
+    stack.eventually("the machine is running again", is_running).await;
     assert_eq!(fetch_record(&stack, &process, &machine).await["deletedAt"], Value::Null);
     let again = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
     assert_eq!((again.status, &again.body["alreadyUndone"]), (202, &json!(true)), "{again:?}");
@@ -125,8 +125,8 @@ async fn deletion_without_backup_waits_and_can_be_abandoned() {
     assert_eq!(deleted["undeleteUntil"], Value::Null);
     let operation = wait_until_ended(&stack, &process, &deleted["operationId"]).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
-    let gone = || async { power_state(&stack, &machine).is_none().then_some(()) };
-    stack.eventually("the server is deleted without a grace period", gone).await;
+    let is_deleted = || async { power_state(&stack, &machine).is_none().then_some(()) };
+    stack.eventually("the server is deleted without a grace period", is_deleted).await;
     stack
         .post(&process, &format!("/vps/{machine}/undelete"), &json!({}))
         .await
@@ -206,12 +206,15 @@ async fn deletion_during_recovery_keeps_the_predecessors_server() {
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     let new = stack.wait_for_guest(&process, recovery["machineId"].as_str().unwrap()).await;
     let deleted = stack.delete(&process, &format!("/vps/{}", new.machine)).await.body;
-    let also = &deleted["alsoDeleted"];
-    assert_eq!((&also["machineId"], &deleted["undeleteUntil"]), (&json!(old.machine), &Value::Null));
-    assert!(also["undeleteUntil"].is_string() && also["operationId"].is_string(), "{deleted}");
-    assert_ne!(also["operationId"], deleted["operationId"]);
+    let also_deleted = &deleted["alsoDeleted"];
+    assert_eq!((&also_deleted["machineId"], &deleted["undeleteUntil"]), (&json!(old.machine), &Value::Null));
+    assert!(
+        also_deleted["undeleteUntil"].is_string() && also_deleted["operationId"].is_string(),
+        "{deleted}"
+    );
+    assert_ne!(also_deleted["operationId"], deleted["operationId"]);
     let again = stack.delete(&process, &format!("/vps/{}", new.machine)).await.body;
-    assert_eq!(&again["alsoDeleted"], also, "a repeated request must get the same response");
+    assert_eq!(&again["alsoDeleted"], also_deleted, "a repeated request must get the same response");
     let is_only_server = || async { (stack.provider.servers().len() == 1).then_some(()) };
     stack.eventually("the new machine's server is deleted", is_only_server).await;
     stack.assert_only_server(&old.machine);

@@ -69,11 +69,11 @@ async fn fence_signed_by_later_key_does_not_free_the_slot() {
 
 impl RestorablePlatform {
     async fn wait_for_fence_question(&self, operation: &str) {
-        let waiting = || async {
+        let is_waiting = || async {
             let found = self.stack.get(self.process(), operation).await.body;
             (!found["question"].is_null()).then_some(found)
         };
-        let waiting = self.stack.eventually("the operation is waiting", waiting).await;
+        let waiting = self.stack.eventually("the operation is waiting", is_waiting).await;
         assert_eq!(waiting["question"]["code"], "unverified_fence", "{waiting}");
     }
 }
@@ -117,8 +117,8 @@ async fn forged_fence_does_not_lock_the_slot() {
     assert_eq!(response.status, 200, "{response:?}");
     // Another forgery does not require another decision.
     forge(9);
-    let gone = || async { platform.power_state(&guest.machine).is_none().then_some(()) };
-    platform.stack.eventually("the server is deleted", gone).await;
+    let is_deleted = || async { platform.power_state(&guest.machine).is_none().then_some(()) };
+    platform.stack.eventually("the server is deleted", is_deleted).await;
     // No machine in the slot can have had this epoch, so it is ignored.
     forge(100_000);
     let provisioned =

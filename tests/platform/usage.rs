@@ -71,14 +71,14 @@ async fn billing_operator_reads_usage_from_host() {
     let unproven = read_usage(&stack, &process, &ada, &id, "").await;
     unproven.assert_problem(502, "host_refused");
     assert!(unproven.body["detail"].as_str().unwrap().contains("its clock"), "{unproven:?}");
-    let beat = stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
-    gateway.machine.write("var/lib/svc/proof-keys.json", &beat.body["proofKeys"].to_string()).unwrap();
+    let heartbeat = stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
+    gateway.machine.write("var/lib/svc/proof-keys.json", &heartbeat.body["proofKeys"].to_string()).unwrap();
     let query = format!("?groupBy=user&startDate={today}&endDate={today}");
-    let served = || async {
+    let try_read = || async {
         let response = read_usage(&stack, &process, &ada, &id, &query).await;
         (response.status == 200).then_some(response)
     };
-    let response = stack.eventually("the host has the keys", served).await;
+    let response = stack.eventually("the host has the keys", try_read).await;
     assert_eq!(response.headers["cache-control"], "no-store");
     assert_eq!((&response.body["totalCost"], &response.body["totalDispatches"]), (&json!(0.75), &json!(2)));
     let users: Vec<_> =
@@ -158,16 +158,16 @@ async fn machine_out_of_service_has_no_usage() {
     failed.assert_problem(409, "invalid_state");
     assert_eq!(failed.body["machineStatus"], "failed");
     stack.delete(&process, &format!("/vps/{}?now=true&acceptLoss=true", guest.machine)).await;
-    let gone = || async {
+    let read_deleted = || async {
         let response = read_usage(&stack, &process, &ada, &guest.machine, "").await;
         (response.status == 404).then_some(response)
     };
-    let gone = stack.eventually("the deletion is recorded", gone).await;
-    gone.assert_problem(404, "machine_not_found");
-    assert!(gone.body["detail"].as_str().unwrap().contains("has been deleted"), "{gone:?}");
-    let first = list_audit(&stack, &process).await.pop().unwrap();
+    let deleted = stack.eventually("the deletion is recorded", read_deleted).await;
+    deleted.assert_problem(404, "machine_not_found");
+    assert!(deleted.body["detail"].as_str().unwrap().contains("has been deleted"), "{deleted:?}");
+    let oldest = list_audit(&stack, &process).await.pop().unwrap();
     assert_eq!(
-        (&first["target"], &first["after"]["outcome"]),
+        (&oldest["target"], &oldest["after"]["outcome"]),
         (&json!(unknown), &json!("machine_not_found"))
     );
 }

@@ -43,7 +43,7 @@ pub fn slot() -> SlotPrefix {
 
 /// State outside the store.
 pub struct ExternalState {
-    /// The highest fenced epoch that a platform has observed.
+    /// The highest epoch whose fence a platform has written.
     pub fenced: watch::Sender<u32>,
     clock: AtomicU32,
 }
@@ -78,8 +78,8 @@ pub fn sidecar(epoch: Epoch, at: Timestamp) -> Sidecar {
     }
 }
 
-/// Runs a platform that prepares the machine for `epoch`. It retries, up to [`MAX_ATTEMPTS`] times, until
-/// that machine's fence or a later one is written.
+/// Runs a platform that prepares the machine for `epoch`, once the previous epoch's fence has been written. It makes up
+/// to [`MAX_ATTEMPTS`] attempts, until that machine's fence or a later one has been written.
 pub async fn run_platform(
     bucket: Bucket,
     external: Arc<ExternalState>,
@@ -109,7 +109,8 @@ pub async fn run_platform(
     }
 }
 
-/// Runs the host for `epoch`, which starts once its fence has been written and makes the given number of backups.
+/// Runs the host for `epoch`, which starts once its fence has been written. It attempts the given number of backups,
+/// and stops early if it is fenced.
 pub async fn run_host(
     bucket: Bucket,
     external: Arc<ExternalState>,

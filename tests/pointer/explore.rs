@@ -17,8 +17,9 @@ use super::history::{History, Violation};
 use super::schedule::{Choices, ExhaustiveChoices, SeededChoices};
 use super::scheduled_store::{Call, CallOutcome, Conditions, ScheduledStore, Server, Turn};
 
-/// Longer than any retry delay of a writer. The clock does not advance while an actor can run.
-const MAX_RETRY_DELAY: Duration = Duration::from_secs(5);
+/// The simulated time between two events, longer than any retry delay of a writer. The clock does not advance while an
+/// actor can run.
+const EVENT_INTERVAL: Duration = Duration::from_secs(5);
 
 /// The actors in a run, and its fault budget.
 #[derive(Debug, Clone)]
@@ -94,7 +95,7 @@ struct ScenarioRun {
 struct RunResult {
     violations: Vec<Violation>,
     writes: u32,
-    /// Failed calls and crashed writers.
+    /// The number of faulty calls and crashes.
     faults: u32,
     log: Vec<String>,
 }
@@ -113,7 +114,7 @@ fn run_scenario(scenario: &Scenario, choices: &mut dyn Choices) -> RunResult {
 }
 
 /// Stores the dump and sidecar for every [`Role::Advance`] before the run starts.
-async fn store_recorded(server: &Server, roles: &[Role]) -> HashMap<usize, SnapshotWithSidecar> {
+async fn store_snapshots(server: &Server, roles: &[Role]) -> HashMap<usize, SnapshotWithSidecar> {
     let mut recorded = HashMap::new();
     for (actor, role) in roles.iter().enumerate() {
         let Role::Advance { epoch } = role else { continue };
@@ -132,7 +133,7 @@ impl ScenarioRun {
     async fn execute(scenario: Scenario, choices: &mut dyn Choices) -> RunResult {
         let (server, turns) = Server::new(slot(), scenario.conditions);
         let fault_budget = scenario.faults + scenario.crashes;
-        let recorded = store_recorded(&server, &scenario.roles).await;
+        let recorded = store_snapshots(&server, &scenario.roles).await;
         let mut run = Self {
             recorded,
             scenario,
@@ -146,7 +147,7 @@ impl ScenarioRun {
         let mut log = Vec::new();
         loop {
             // Every actor runs until it waits for a turn: the paused clock advances only when none can run.
-            tokio::time::sleep(MAX_RETRY_DELAY).await;
+            tokio::time::sleep(EVENT_INTERVAL).await;
             while let Ok(turn) = run.turns.try_recv() {
                 run.waiting.push(turn);
             }

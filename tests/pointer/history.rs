@@ -13,7 +13,7 @@ pub enum Violation {
     FenceLowered,
     /// The pointer was moved to a snapshot from a fenced machine, or to an older snapshot than before.
     StaleSnapshot,
-    /// The pointer names a snapshot whose object or sidecar does not match.
+    /// The pointer names a snapshot whose object or sidecar is missing or does not match.
     IncompleteSnapshot,
     /// The pointer named a snapshot, but no longer names one.
     SnapshotDropped,
@@ -54,7 +54,8 @@ impl History {
         }
     }
 
-    /// Records a successful claim; `is_complete` states whether its snapshot's object and sidecar exist.
+    /// Records a successful claim; `is_complete` states whether its snapshot's object and sidecar exist and
+    /// match.
     pub fn record_claim(&mut self, new: Pointer, is_complete: bool) {
         self.writes += 1;
         let old_fence = self.current.as_ref().map(|old| old.fence_epoch);
@@ -69,9 +70,9 @@ impl History {
         match (before, &new.snapshot) {
             (Some(_), None) => self.violations.push(Violation::SnapshotDropped),
             (before, Some(named)) if before.is_none_or(|before| before.key != named.key) => {
-                let older = before
+                let is_older = before
                     .is_some_and(|before| (named.epoch, named.taken_at) < (before.epoch, before.taken_at));
-                if old_fence.is_some_and(|fence| named.epoch < fence) || older {
+                if old_fence.is_some_and(|fence| named.epoch < fence) || is_older {
                     self.violations.push(Violation::StaleSnapshot);
                 }
                 if !is_complete {

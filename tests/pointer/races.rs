@@ -1,4 +1,4 @@
-//! Races of real clients over HTTP on third-party servers.
+//! Races between real clients, over HTTP, on third-party servers.
 
 use std::time::Duration;
 

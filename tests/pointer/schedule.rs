@@ -1,6 +1,6 @@
-//! The choices of a run, drawn from a seed or enumerated.
+//! The choices in a run, drawn from a seed or enumerated.
 
-/// Decides each choice of a run.
+/// Makes each choice in a run.
 pub trait Choices {
     /// Returns a number below `count`, which must not be 0.
     fn pick(&mut self, count: usize) -> usize;
@@ -47,7 +47,7 @@ impl Choices for ExhaustiveChoices {
             self.digits.push((0, count));
         }
         let (digit, earlier_count) = self.digits[self.position];
-        assert_eq!(earlier_count, count, "a replayed run made a different choice");
+        assert_eq!(earlier_count, count, "a replayed run had a different number of options");
         self.position += 1;
         digit
     }

@@ -178,9 +178,9 @@ impl ObjectStore for ScheduledStore {
                 Err(lost_error())
             }
             CallOutcome::RefusedRetry => {
-                let conditional = !matches!(options.mode, PutMode::Overwrite);
+                let is_conditional = !matches!(options.mode, PutMode::Overwrite);
                 let put = self.server.apply(at, payload, options).await?;
-                if !conditional {
+                if !is_conditional {
                     return Ok(put);
                 }
                 Err(Error::Precondition {

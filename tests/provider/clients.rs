@@ -39,7 +39,7 @@ async fn python_library_takes_servers_through_their_life_cycle() -> Result<()> {
 }
 
 #[tokio::test]
-async fn python_library_reads_every_documented_error() -> Result<()> {
+async fn python_library_parses_provider_errors() -> Result<()> {
     let options = SimulatorOptions {
         server_limit: 2,
         action_time: Duration::from_millis(500),
@@ -75,9 +75,9 @@ impl CommandLine<'_> {
         command.env("HCLOUD_TOKEN", self.simulator.token());
         command.env("HCLOUD_ENDPOINT", self.simulator.base_url());
         command.args(["--poll-interval", "50ms"]).args(args);
-        let shown = args.join(" ");
+        let joined_args = args.join(" ");
         let output = tokio::task::spawn_blocking(move || kit::child::run(command, CLIENT_TIMEOUT)).await?;
-        output.with_context(|| format!("hcloud {shown}"))
+        output.with_context(|| format!("hcloud {joined_args}"))
     }
 
     async fn json(&self, args: &[&str]) -> Result<Value> {
@@ -117,7 +117,7 @@ async fn go_command_line_takes_server_through_its_life_cycle() -> Result<()> {
     let table = hcloud.run(&["server", "list"]).await?;
     assert!(table.contains("go-1") && table.contains(&record.ipv4.to_string()), "{table}");
 
-    // This release prints 0 for the data center, which is no longer part of the API.
+    // The data center is not checked: this release prints 0 for it, because it is no longer part of the API.
     let described = hcloud.run(&["server", "describe", "go-1"]).await?.replace('\t', "");
     for expected in [
         &format!("ID:{}\n", record.id),

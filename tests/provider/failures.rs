@@ -55,21 +55,21 @@ async fn response_without_effect_is_retried() {
 async fn reads_are_retried_a_bounded_number_of_times() {
     let simulator = start_simulator().await;
     let provider = adapter(&simulator);
-    let gateway = |times| {
+    let bad_gateway = |times| {
         let fault = Fault::Status { status: 502, code: "bad_gateway".to_owned(), reset_in_seconds: None };
         FaultRule::times(times, "GET", "/servers", fault)
     };
-    simulator.add_fault(gateway(3));
+    simulator.add_fault(bad_gateway(3));
     assert_eq!(provider.find("svc-1").await.unwrap(), None);
     assert_eq!(simulator.call_count("GET", "/servers"), 4);
 
-    simulator.add_fault(gateway(100));
+    simulator.add_fault(bad_gateway(100));
     assert_eq!(provider.find("svc-1").await.unwrap_err().kind(), ErrorKind::Transient);
     assert_eq!(simulator.call_count("GET", "/servers"), 4 + 1 + FAST_LIMITS.retries);
 }
 
 #[tokio::test]
-async fn rate_limited_client_and_its_clones_wait_for_the_reset() {
+async fn rate_limited_client_and_its_clones_pause_for_max_wait() {
     let simulator = start_simulator().await;
     let provider = adapter(&simulator);
     let fault =
@@ -86,10 +86,7 @@ async fn rate_limited_client_and_its_clones_wait_for_the_reset() {
     find_result.unwrap();
     let max_wait = FAST_LIMITS.max_rate_wait;
     assert!(start.elapsed() >= max_wait && start.elapsed() < max_wait * 4, "{:?}", start.elapsed());
-    assert!(
-        clone_wait >= max_wait,
-        "the clone made a call although the budget was exhausted: {clone_wait:?}"
-    );
+    assert!(clone_wait >= max_wait, "the clone made a call while the budget was exhausted: {clone_wait:?}");
 }
 
 #[tokio::test]

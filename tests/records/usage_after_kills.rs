@@ -1,5 +1,5 @@
-//! A day of dispatches written by a process that is killed repeatedly. Usage always equals the sum of the stored
-//! interactions, and only the newest acknowledged ones may be missing.
+//! Dispatches recorded by a process that is killed repeatedly. Usage always equals the sum of the stored interactions,
+//! and only the newest acknowledged interactions may be missing.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -157,32 +157,33 @@ impl KillTest {
         Ok(OwnedChild::spawn(command.stdout(Stdio::piped()).stderr(Stdio::null()))?)
     }
 
-    /// Kills a process `wait` after it was spawned or, if `has_started`, after it reported its start. Returns `false`
-    /// if it had already finished.
-    fn kill_after(&mut self, wait: Duration, has_started: bool) -> Result<bool> {
+    /// Kills a process `wait` after it was spawned or, if `should_wait_for_start`, after it reported its start.
+    /// Returns `false` if it had already finished.
+    fn kill_after(&mut self, wait: Duration, should_wait_for_start: bool) -> Result<bool> {
         let mut child = self.start("")?;
-        if has_started {
+        if should_wait_for_start {
             wait_for_line(&mut child, "started")?;
         }
         let status = child.wait(wait);
-        let killed = now_nanos();
+        let killed_at = now_nanos();
         let status = status.map_or_else(|| child.kill(), Ok)?;
         if status.success() {
             return Ok(false);
         }
-        self.record_losses(killed)?;
+        self.record_losses(killed_at)?;
         Ok(true)
     }
 
     /// Finds the acknowledged lines that are missing after a kill, and their age.
-    fn record_losses(&mut self, killed: u64) -> Result<()> {
+    fn record_losses(&mut self, killed_at: u64) -> Result<()> {
         self.kills += 1;
         let (_, stored) = sum::sum_interactions(&self.layout.logs())?;
         let unique: BTreeSet<u64> = stored.iter().copied().collect();
         ensure!(unique.len() == stored.len(), "a line is duplicated");
-        for (n, at) in self.acknowledgements()? {
+        for (n, acknowledged_at) in self.acknowledgements()? {
             if !unique.contains(&n) && self.lost.insert(n) {
-                self.oldest_lost = self.oldest_lost.max(Duration::from_nanos(killed.saturating_sub(at)));
+                let age = Duration::from_nanos(killed_at.saturating_sub(acknowledged_at));
+                self.oldest_lost = self.oldest_lost.max(age);
             }
         }
         Ok(())
@@ -217,10 +218,10 @@ impl KillTest {
                 sums_of_report(&report) == expected,
                 "the usage store, grouped by {group_name}: {report:?}\nexpected: {expected:?}"
             );
-            let shown = self.read_usage_report(group_name)?;
+            let reported = self.read_usage_report(group_name)?;
             ensure!(
-                shown == (expected, sum::total(&sums)),
-                "`svc-gateway usage`, grouped by {group_name}: {shown:?}"
+                reported == (expected, sum::total(&sums)),
+                "`svc-gateway usage`, grouped by {group_name}: {reported:?}"
             );
         }
         store.seal();
@@ -236,7 +237,7 @@ impl KillTest {
             .args(["svc-gateway", "usage", "--json", "--by", group_name])
             .env("SVC_ROOT", self.layout.root());
         let text = child::run(command, Duration::from_secs(60))?;
-        let shown: Value = serde_json::from_str(&text)?;
+        let report: Value = serde_json::from_str(&text)?;
         let read = |group: &Value, names: [&str; 4]| -> Result<UsageSum> {
             let number = |name: &str| {
                 group[name].as_u64().map(u128::from).with_context(|| format!("{group} has no {name}"))
@@ -250,12 +251,12 @@ impl KillTest {
             })
         };
         let mut groups = BTreeMap::new();
-        for entry in shown["entries"].as_array().context("the report has no entries")? {
+        for entry in report["entries"].as_array().context("the report has no entries")? {
             let name = ["model", "userId", "date"].iter().find_map(|name| entry[*name].as_str());
             let sum = read(entry, ["cost", "tokensIn", "tokensOut", "dispatches"])?;
             groups.insert(name.context("an entry has no name")?.to_owned(), sum);
         }
-        let all = read(&shown, ["totalCost", "totalTokensIn", "totalTokensOut", "totalDispatches"])?;
+        let all = read(&report, ["totalCost", "totalTokensIn", "totalTokensOut", "totalDispatches"])?;
         Ok((groups, all))
     }
 
@@ -313,9 +314,9 @@ fn run_with_kills(dispatches: u64, kills: u64, seed: u64) -> Result<KillTest> {
     while test.kills < kills {
         turn += 1;
         // One in eight kills happens while the process is still loading the records.
-        let has_started = !hash(turn).is_multiple_of(8);
+        let should_wait_for_start = !hash(turn).is_multiple_of(8);
         let wait = mean_interval.mul_f64((hash(turn) >> 40) as f64 / f64::from(1 << 24) * 2.0);
-        if !test.kill_after(wait.max(Duration::from_millis(1)), has_started)? {
+        if !test.kill_after(wait.max(Duration::from_millis(1)), should_wait_for_start)? {
             break;
         }
     }
@@ -341,9 +342,9 @@ fn usage_is_exact_after_kill_at_each_compaction_step() -> Result<()> {
     for point in FAILPOINTS {
         let mut child = test.start(&format!("{point}=5*off->return(kill)"))?;
         let status = child.wait(Duration::from_secs(60));
-        let killed = now_nanos();
+        let killed_at = now_nanos();
         ensure!(status.is_some_and(|status| !status.success()), "{point}: {status:?}");
-        test.record_losses(killed)?;
+        test.record_losses(killed_at)?;
         test.assert_exact().with_context(|| point.to_string())?;
     }
     test.finish()?;

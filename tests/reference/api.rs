@@ -171,7 +171,7 @@ impl Document {
 
     /// Describes a value's type and limits in a few words.
     fn describe_type(&self, schema: &Value) -> String {
-        let any = |of: &Value| of.as_array().cloned().filter(|all| !all.is_empty());
+        let non_empty = |value: &Value| value.as_array().cloned().filter(|items| !items.is_empty());
         let forms = |all: Vec<Value>, word: &str| {
             all.iter().map(|schema| self.describe_type(schema)).collect::<Vec<_>>().join(word)
         };
@@ -179,7 +179,7 @@ impl Document {
             let anchor = format!("{}-schema-{name}", self.owner).to_ascii_lowercase();
             return format!("[`{name}`](#{anchor})");
         }
-        if let Some(values) = any(&schema["enum"]) {
+        if let Some(values) = non_empty(&schema["enum"]) {
             return values
                 .iter()
                 .map(|value| format!("`{}`", json_text(value)))
@@ -190,7 +190,7 @@ impl Document {
             return format!("`{}`", json_text(&schema["const"]));
         }
         for (key, word) in [("anyOf", " or "), ("oneOf", " or "), ("allOf", " and ")] {
-            if let Some(all) = any(&schema[key]) {
+            if let Some(all) = non_empty(&schema[key]) {
                 return forms(all, word);
             }
         }

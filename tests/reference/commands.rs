@@ -33,27 +33,27 @@ fn render(command: &Command, parent: Option<&Command>) -> String {
         .get_display_name()
         .map_or_else(|| command.get_name().to_owned(), |name| name.replace('-', " "));
     let name = command.get_bin_name().map_or(name, str::to_owned);
-    let mut shown = format!("## `{name}`\n\n");
+    let mut section = format!("## `{name}`\n\n");
     if let Some(about) = command.get_long_about().or(command.get_about()) {
-        shown.push_str(&format!("{}\n\n", sentence(&about.to_string())));
+        section.push_str(&format!("{}\n\n", sentence(&about.to_string())));
     }
     let usage = command.clone().render_usage().to_string();
-    shown.push_str(&format!("```text\n{}\n```\n\n", usage.trim_start_matches("Usage: ").trim()));
+    section.push_str(&format!("```text\n{}\n```\n\n", usage.trim_start_matches("Usage: ").trim()));
     let is_shown = |arg: &&Arg| {
         let is_inherited = parent.is_some() && arg.is_global_set();
         !arg.is_hide_set() && !is_inherited && !prints_and_exits(arg)
     };
     let rows: Vec<_> = command.get_arguments().filter(is_shown).map(row).collect();
     if !rows.is_empty() {
-        shown.push_str(&format!("{}\n", table(&["argument", "default", "meaning"], rows)));
+        section.push_str(&format!("{}\n", table(&["argument", "default", "meaning"], rows)));
     }
     if let Some(after) = command.get_after_long_help().or(command.get_after_help()) {
-        shown.push_str(&paragraphs(&after.to_string()));
+        section.push_str(&paragraphs(&after.to_string()));
     }
     for sub in command.get_subcommands().filter(|sub| sub.get_name() != "help" && !sub.is_hide_set()) {
-        shown.push_str(&render(sub, Some(command)));
+        section.push_str(&render(sub, Some(command)));
     }
-    shown
+    section
 }
 
 /// Whether the argument is `--help` or `--version`.
@@ -72,7 +72,7 @@ fn row(arg: &Arg) -> [String; 3] {
         [arg.get_short().map(|short| format!("-{short}")), arg.get_long().map(|long| format!("--{long}"))];
     let flags: Vec<_> = flags.into_iter().flatten().collect();
     let values = values.join(" ");
-    let shown = match (flags.is_empty(), values.is_empty()) {
+    let syntax = match (flags.is_empty(), values.is_empty()) {
         (true, _) => values,
         (false, true) => flags.join(", "),
         (false, false) if arg.is_require_equals_set() => format!("{}[={values}]", flags.join(", ")),
@@ -92,7 +92,7 @@ fn row(arg: &Arg) -> [String; 3] {
         let names: Vec<_> = choices.iter().map(|choice| format!("`{}`", choice.get_name())).collect();
         meaning.push_str(&format!(" One of {}.", names.join(", ")));
     }
-    [format!("`{shown}`"), default, meaning.trim().to_owned()]
+    [format!("`{syntax}`"), default, meaning.trim().to_owned()]
 }
 
 /// Returns the text as one line that ends with a period or a colon. Escapes `<`, which would start an HTML
@@ -108,32 +108,34 @@ fn sentence(text: &str) -> String {
 /// Escapes `<` outside code.
 fn escape(line: &str) -> String {
     let parts = line.split('`').enumerate();
-    let parts = parts.map(|(at, part)| if at % 2 == 0 { part.replace('<', "&lt;") } else { part.to_owned() });
+    let parts =
+        parts.map(|(index, part)| if index % 2 == 0 { part.replace('<', "&lt;") } else { part.to_owned() });
     parts.collect::<Vec<_>>().join("`")
 }
 
 /// Renders the text after a command's help: examples and indented lines as code, other lines as paragraphs. A line that is
 /// indented by three spaces continues an item of a numbered list.
 fn paragraphs(text: &str) -> String {
-    let (mut shown, mut is_code) = (String::new(), false);
+    let (mut markdown, mut is_code) = (String::new(), false);
     for line in text.trim_end().lines() {
         let example = line.trim_start().strip_prefix("Example: ");
         let indent = line.len() - line.trim_start().len();
         let begins_code = example.is_some() || (indent >= 2 && indent != 3);
         if begins_code != is_code {
-            let begin = if shown.is_empty() || shown.ends_with("\n\n") { "```text\n" } else { "\n```text\n" };
-            shown.push_str(if begins_code { begin } else { "```\n\n" });
+            let begin =
+                if markdown.is_empty() || markdown.ends_with("\n\n") { "```text\n" } else { "\n```text\n" };
+            markdown.push_str(if begins_code { begin } else { "```\n\n" });
             is_code = begins_code;
         }
         match example {
-            Some(example) => shown.push_str(example),
-            None if is_code => shown.push_str(line.strip_prefix("  ").unwrap_or(line)),
-            None => shown.push_str(&escape(line.trim_start())),
+            Some(example) => markdown.push_str(example),
+            None if is_code => markdown.push_str(line.strip_prefix("  ").unwrap_or(line)),
+            None => markdown.push_str(&escape(line.trim_start())),
         }
-        shown.push('\n');
+        markdown.push('\n');
     }
-    shown.push_str(if is_code { "```\n\n" } else { "\n" });
-    shown
+    markdown.push_str(if is_code { "```\n\n" } else { "\n" });
+    markdown
 }
 
 #[test]

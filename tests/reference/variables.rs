@@ -94,7 +94,8 @@ fn programs(names: &[&str]) -> String {
     formatted.collect::<Vec<_>>().join(", ")
 }
 
-/// Host settings that root reads only from its own process and `update.env`, or that only other users' services read.
+/// Host settings that root reads only from its own environment and `update.env`, or that only other users' services
+/// read.
 const NOT_FROM_OTHERS: [&Variable; 28] = [
     &host::ACME_RETRY_SECONDS,
     &host::BRIDGE_CHANGES_KEEP_SECONDS,

@@ -96,9 +96,9 @@ async fn new_keys_are_fetched_and_kept_during_issuer_outage() -> Result<()> {
     let router = TestRouter::start().await?;
     // A caller with a valid token but no machine gets 503.
     let accepted = StatusCode::SERVICE_UNAVAILABLE;
-    let (first, again) = (router.token("user_1"), router.token("user_1"));
+    let (token_1, token_2) = (router.token("user_1"), router.token("user_1"));
     assert_eq!(
-        send(router.get(APP_HOST, "/").bearer_auth(&first)).await.status,
+        send(router.get(APP_HOST, "/").bearer_auth(&token_1)).await.status,
         accepted,
         "signed with the first key"
     );
@@ -111,7 +111,7 @@ async fn new_keys_are_fetched_and_kept_during_issuer_outage() -> Result<()> {
         "signed with the new key"
     );
     assert_eq!(
-        send(router.get(APP_HOST, "/").bearer_auth(&again)).await.status,
+        send(router.get(APP_HOST, "/").bearer_auth(&token_2)).await.status,
         StatusCode::UNAUTHORIZED,
         "signed with the withdrawn key"
     );
@@ -131,7 +131,7 @@ async fn new_keys_are_fetched_and_kept_during_issuer_outage() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn requests_succeed_once_provider_keys_are_available() -> Result<()> {
+async fn requests_are_authenticated_once_keys_are_available() -> Result<()> {
     let router = TestRouter::start().await?;
     router.idp.set_jwks_status(503);
     router.idp.rotate(OldKeys::Withdrawn)?;

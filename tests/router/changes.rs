@@ -55,7 +55,7 @@ async fn changes_apply_without_notifications() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn late_commit_with_a_lower_number_is_not_missed() -> Result<()> {
+async fn late_commit_with_lower_change_seq_is_not_missed() -> Result<()> {
     let router = TestRouter::start().await?;
     let (late, early) = (TestMachine::start().await?, TestMachine::start().await?);
     let mut late_client = router.database.connect().await?;
@@ -95,12 +95,12 @@ async fn route_follows_moved_machine_and_its_pin() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn primary_slot_is_preferred_to_the_oldest_machine() -> Result<()> {
     let router = TestRouter::start().await?;
-    let (oldest, primary, young) =
+    let (oldest, primary, newer) =
         (TestMachine::start().await?, TestMachine::start().await?, TestMachine::start().await?);
     router.add_machine(&oldest, "user_1", "studio", "running").await?;
-    router.add_machine(&young, "user_1", "zoo", "running").await?;
+    router.add_machine(&newer, "user_1", "zoo", "running").await?;
     router.wait_for_status("user_1", StatusCode::OK).await;
-    assert!(!oldest.requests().is_empty() && young.requests().is_empty());
+    assert!(!oldest.requests().is_empty() && newer.requests().is_empty());
     router.add_machine(&primary, "user_1", "primary", "running").await?;
     let started = Instant::now();
     while primary.requests().is_empty() {

@@ -59,14 +59,14 @@ async fn spoofed_identity_headers_do_not_reach_the_machine() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn connection_header_cannot_remove_the_proof() -> Result<()> {
     let (router, machine) = TestRouter::start_with_machine("user_1").await?;
-    for named in ["x-svc-proof", "close, X-Svc-Proof, x-forwarded-for", "upgrade, x-svc-proof"] {
+    for connection in ["x-svc-proof", "close, X-Svc-Proof, x-forwarded-for", "upgrade, x-svc-proof"] {
         let token = router.token("user_1");
         let request = router
             .get(APP_HOST, "/")
             .bearer_auth(token)
-            .header("connection", named)
+            .header("connection", connection)
             .header("x-svc-proof", "x");
-        assert_eq!(send(request).await.status, StatusCode::OK, "{named}");
+        assert_eq!(send(request).await.status, StatusCode::OK, "{connection}");
         let received = machine.last_request();
         router.verify_proof(&machine, &received.headers);
         assert!(
@@ -93,7 +93,7 @@ async fn code_host_uses_its_own_route() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn reserved_cookies_and_hop_headers_are_stripped() -> Result<()> {
+async fn reserved_cookies_and_hop_by_hop_headers_are_stripped() -> Result<()> {
     let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
     let response = router.fetch("user_1", "/cookies").await;
     let cookies: Vec<_> = response.headers.get_all("set-cookie").iter().collect();

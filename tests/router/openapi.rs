@@ -89,7 +89,7 @@ impl ApiUnderTest for RouterSetup {
         let forged = minted(MintOptions { flaw: Some(Flaw::BadSignature), ..MintOptions::default() });
         let expired = minted(MintOptions { ttl: -120, ..MintOptions::default() });
         let unknown = format!("svc_session={}", "A".repeat(43));
-        let elsewhere = self.session.replace("svc_session", "svc_code_session");
+        let other_host_session = self.session.replace("svc_session", "svc_code_session");
         let mut all = vec![
             unauthorized("no credential", call()),
             unauthorized("a malformed token", call().bearer_auth("x.y.z")),
@@ -97,7 +97,7 @@ impl ApiUnderTest for RouterSetup {
             unauthorized("an expired token", call().bearer_auth(expired)),
             unauthorized("a forged cookie", call().header("cookie", format!("__session={forged}"))),
             unauthorized("an unknown session", call().header("cookie", unknown)),
-            unauthorized("the other host's session", call().header("cookie", elsewhere)),
+            unauthorized("the other host's session", call().header("cookie", other_host_session)),
             unauthorized(
                 "an invalid token together with a session",
                 call().header("cookie", &self.session).bearer_auth("x"),

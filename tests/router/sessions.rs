@@ -64,7 +64,7 @@ async fn sign_out_ends_all_sessions_of_the_user() -> Result<()> {
     let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
     let (app, code) =
         (router.open_session(APP_HOST, "user_1").await, router.open_session(CODE_HOST, "user_1").await);
-    let of_user_2 = router.open_session(APP_HOST, "user_2").await;
+    let user_2_session = router.open_session(APP_HOST, "user_2").await;
     let response = send(router.post(APP_HOST, "/_svc/sign-out").header("cookie", &app)).await;
     assert_eq!(
         (response.status, response.cookie("svc_session").as_deref()),
@@ -73,7 +73,7 @@ async fn sign_out_ends_all_sessions_of_the_user() -> Result<()> {
     assert_eq!(get_with_cookie(&router, APP_HOST, "/", &app).await.status, StatusCode::UNAUTHORIZED);
     assert_eq!(get_with_cookie(&router, CODE_HOST, "/", &code).await.status, StatusCode::UNAUTHORIZED);
     assert_eq!(
-        get_with_cookie(&router, APP_HOST, "/", &of_user_2).await.status,
+        get_with_cookie(&router, APP_HOST, "/", &user_2_session).await.status,
         StatusCode::SERVICE_UNAVAILABLE,
         "no machine"
     );

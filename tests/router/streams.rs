@@ -80,15 +80,15 @@ async fn unrelated_change_keeps_websockets_open() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn ten_mebibyte_bodies_pass_unchanged() -> Result<()> {
     let (router, machine) = TestRouter::start_with_machine("user_1").await?;
-    let up =
+    let upload =
         router
             .post(APP_HOST, "/count")
             .bearer_auth(router.token("user_1"))
             .body(vec![1; CHUNK_BYTES * CHUNKS]);
-    assert_eq!(send(up).await.body, (CHUNK_BYTES * CHUNKS).to_string());
+    assert_eq!(send(upload).await.body, (CHUNK_BYTES * CHUNKS).to_string());
     assert_eq!(machine.last_request().headers["content-length"], (CHUNK_BYTES * CHUNKS).to_string());
-    let down = router.fetch("user_1", "/large").await;
-    assert_eq!(down.body.len(), CHUNK_BYTES * CHUNKS);
+    let download = router.fetch("user_1", "/large").await;
+    assert_eq!(download.body.len(), CHUNK_BYTES * CHUNKS);
     Ok(())
 }
 

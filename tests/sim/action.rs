@@ -301,7 +301,7 @@ impl Simulation<'_> {
         }
     }
 
-    /// Waits until every request so far has ended.
+    /// Waits until every background request and backup has ended.
     async fn wait_for_requests(&mut self) {
         while self.tasks.join_next().await.is_some() {}
     }

@@ -23,7 +23,8 @@ use crate::platform::stack::{Process, SECRET, Stack};
 const PROCESSES: usize = 3;
 const USERS: usize = 9;
 const REQUESTS: u32 = 100;
-/// Maximum attempts per request. The pauses between them take 6 s, longer than a killed process needs to restart.
+/// Maximum number of attempts per request. The pauses between them take 6 s, longer than a killed process needs to
+/// restart.
 const MAX_ATTEMPTS: usize = 150;
 
 struct Fleet {
@@ -43,7 +44,8 @@ struct CampaignRequest {
 }
 
 impl Fleet {
-    /// Retries until the response is not a 503, each time on a random process.
+    /// Retries until the response is not a 503, each time on a random process. Returns `None` after [`MAX_ATTEMPTS`]
+    /// attempts.
     async fn request_until_response(&self, rng: &mut Rng, planned: &CampaignRequest) -> Option<ApiResponse> {
         for _ in 0..MAX_ATTEMPTS {
             let base_url = rng.pick(&self.base_urls.lock().unwrap_or_else(PoisonError::into_inner));
@@ -156,7 +158,7 @@ impl Fleet {
         sent
     }
 
-    /// Runs the 12 newest hosts until the future is dropped: in each round, a host registers or sends a heartbeat.
+    /// Runs the 12 newest hosts until the future is dropped: in each round, each host registers or sends a heartbeat.
     async fn run_hosts(&self, seed: u64) {
         let mut rng = Rng::new(seed);
         let mut known: Vec<Host> = Vec::new();

@@ -49,17 +49,17 @@ pub fn check_always(
         if machine.is_active() {
             *active.entry(machine.prefix()).or_default() += 1;
         }
-        let running = machine.is_running();
-        require(!running || registrations.contains(&machine.machine_id), Violation::RunningUnregistered);
+        let is_running = machine.is_running();
+        require(!is_running || registrations.contains(&machine.machine_id), Violation::RunningUnregistered);
         let needs_operation = machine.is_booting() || (machine.is_active() && machine.status == "resizing");
         require(
             !needs_operation || database_state.has_running_operation(&machine.machine_id),
             Violation::MissingOperation,
         );
-        let ended = caller_view.ended.contains(&machine.machine_id)
+        let is_ended = caller_view.ended.contains(&machine.machine_id)
             && !observations.is_reinstated(machine, database_state);
         require(
-            observations.has_stayed_ended(machine, database_state) && !(ended && machine.is_active()),
+            observations.has_stayed_ended(machine, database_state) && !(is_ended && machine.is_active()),
             Violation::BecameActiveAgain,
         );
     }
@@ -194,10 +194,10 @@ pub fn has_leftovers(database_state: &DatabaseState, live: &[String], ledger: &L
 
 /// Returns whether the audit log has a row for each change, and none for a replayed response.
 fn is_audit_complete(database_state: &DatabaseState, audit: &[AuditRow], ledger: &Ledger) -> bool {
-    let rows = |actions: &[&str], of: &dyn Fn(&AuditRow) -> bool| {
-        audit.iter().filter(|row| actions.contains(&row.action.as_str()) && of(row)).count()
+    let rows = |actions: &[&str], matches: &dyn Fn(&AuditRow) -> bool| {
+        audit.iter().filter(|row| actions.contains(&row.action.as_str()) && matches(row)).count()
     };
-    let machines = database_state.machines.iter().all(|machine| {
+    let has_machine_rows = database_state.machines.iter().all(|machine| {
         let id = &machine.machine_id;
         let created = |row: &AuditRow| {
             row.after.as_ref().is_some_and(|after| after["machineId"].as_str() == Some(id.as_str()))
@@ -212,11 +212,11 @@ fn is_audit_complete(database_state: &DatabaseState, audit: &[AuditRow], ledger:
             && rows(&["register"], &target) == usize::from(machine.registered_at.is_some())
     });
     let resizes = database_state.operations.iter().filter(|operation| operation.kind == "resize");
-    let resizes = rows(&["resize"], &|_| true) == resizes.count();
+    let has_resize_rows = rows(&["resize"], &|_| true) == resizes.count();
     let is_failed = |machine: &&MachineRow| machine.failure_cause.as_deref() == Some("operator");
     let mut failed = database_state.machines.iter().filter(is_failed);
-    let failures = failed.all(|machine| rows(&["fail"], &|row| row.target == machine.machine_id) > 0);
-    machines && resizes && failures && has_one_row_per_request(audit, ledger)
+    let has_failure_rows = failed.all(|machine| rows(&["fail"], &|row| row.target == machine.machine_id) > 0);
+    has_machine_rows && has_resize_rows && has_failure_rows && has_one_row_per_request(audit, ledger)
 }
 
 /// Returns whether each request, and all requests with the same key together, have at most one row, and an accepted
@@ -225,17 +225,17 @@ fn has_one_row_per_request(audit: &[AuditRow], ledger: &Ledger) -> bool {
     let mut groups = BTreeMap::<String, (bool, Vec<String>)>::new();
     for record in ledger.records() {
         let group = record.key.unwrap_or_else(|| record.request_id.clone());
-        let (accepted, requests) = groups.entry(group).or_default();
-        *accepted |= record.operation == "subscribe" && record.status == 200;
+        let (is_accepted, requests) = groups.entry(group).or_default();
+        *is_accepted |= record.operation == "subscribe" && record.status == 200;
         requests.push(record.request_id);
     }
-    groups.values().all(|(accepted, requests)| {
+    groups.values().all(|(is_accepted, requests)| {
         // A change to another machine in the slot, or to its data, has a separate row.
         let is_separate = |row: &&AuditRow| {
             matches!(row.action.as_str(), "delete.predecessor" | "reinstate" | "last_backup.loss_accepted")
         };
         let of_requests = audit.iter().filter(|row| requests.contains(&row.request_id));
         let rows = of_requests.filter(|row| !is_separate(row)).count();
-        if *accepted { rows == 1 } else { rows <= 1 }
+        if *is_accepted { rows == 1 } else { rows <= 1 }
     })
 }

@@ -89,7 +89,8 @@ impl Host {
         format!("{}/{}", self.user, self.slot)
     }
 
-    /// Restores the slot's latest snapshot, once per disk. Returns `false` if that is currently not possible.
+    /// Restores the slot's latest snapshot, once per disk. If there is none and the restore mode is `empty`, the disk
+    /// starts without rows. Returns `false` if no usable snapshot was found.
     pub async fn boot(&self, store: &Arc<Store>, rows: &Rows) -> anyhow::Result<bool> {
         if rows.rows_on_disk(&self.machine).is_some() {
             return Ok(true);

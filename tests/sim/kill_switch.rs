@@ -44,16 +44,16 @@ impl KillSwitch {
         }
     }
 
-    /// A point at which the process may be killed; if it is, the call never returns.
+    /// Marks a point at which the process may be killed. If the process is dead, the call never returns.
     pub async fn reach(&self, kill_point: KillPoint) {
         {
             let mut armed = self.armed.lock().unwrap_or_else(PoisonError::into_inner);
             match &mut *armed {
-                Some((at, 0)) if *at == kill_point => {
+                Some((armed_point, 0)) if *armed_point == kill_point => {
                     *armed = None;
                     self.dead.cancel();
                 }
-                Some((at, remaining)) if *at == kill_point => *remaining -= 1,
+                Some((armed_point, remaining)) if *armed_point == kill_point => *remaining -= 1,
                 _ => {}
             }
         }

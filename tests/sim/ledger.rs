@@ -22,7 +22,7 @@ pub struct RequestRecord {
 struct LedgerState {
     lines: Vec<String>,
     records: Vec<RequestRecord>,
-    /// The first response to each key.
+    /// The first successful response to each key.
     keys: BTreeMap<String, (u16, Value)>,
     machines: Vec<String>,
     operations: BTreeSet<String>,
@@ -83,15 +83,15 @@ impl Ledger {
                     state.violations.insert(Violation::ReplayDiffers);
                 }
             }
-            let named = |name: &str| response.body[name].as_str().map(str::to_owned);
-            if let Some(operation) = named("operationId") {
+            let text_field = |name: &str| response.body[name].as_str().map(str::to_owned);
+            if let Some(operation) = text_field("operationId") {
                 state.operations.insert(operation);
             }
-            state.ended.extend(named("oldMachineId"));
+            state.ended.extend(text_field("oldMachineId"));
             if record.operation == "delete" {
-                state.ended.extend(named("machineId"));
+                state.ended.extend(text_field("machineId"));
             }
-            if let Some(machine) = named("machineId")
+            if let Some(machine) = text_field("machineId")
                 && !state.machines.contains(&machine)
             {
                 state.machines.push(machine);

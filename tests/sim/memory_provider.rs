@@ -52,9 +52,9 @@ struct ProviderState {
 struct PendingAction {
     action: Action,
     server: i64,
-    ends: Instant,
+    ends_at: Instant,
     effect: Effect,
-    fails: bool,
+    should_fail: bool,
 }
 
 #[derive(Debug, Clone)]
@@ -120,11 +120,11 @@ impl InMemoryProvider {
         {
             return Some(ProviderFault::LostReply);
         }
-        let at = state.faults.iter().position(|(known, _, _)| *known == call)?;
-        let fault = state.faults[at].1;
-        state.faults[at].2 -= 1;
-        if state.faults[at].2 == 0 {
-            state.faults.remove(at);
+        let index = state.faults.iter().position(|(known, _, _)| *known == call)?;
+        let fault = state.faults[index].1;
+        state.faults[index].2 -= 1;
+        if state.faults[index].2 == 0 {
+            state.faults.remove(index);
         }
         Some(fault)
     }
@@ -223,11 +223,11 @@ impl ProviderState {
     fn settle(&mut self) {
         let now = Instant::now();
         let Self { servers, actions, .. } = self;
-        for pending in actions.values_mut().filter(|pending| pending.ends <= now) {
+        for pending in actions.values_mut().filter(|pending| pending.ends_at <= now) {
             if pending.action.status != ActionStatus::Running {
                 continue;
             }
-            let Some(server) = servers.get_mut(&pending.server).filter(|_| !pending.fails) else {
+            let Some(server) = servers.get_mut(&pending.server).filter(|_| !pending.should_fail) else {
                 let (code, message) = ("action_failed".to_owned(), "Action failed".to_owned());
                 pending.action.status = ActionStatus::Error { code, message };
                 continue;
@@ -253,7 +253,7 @@ impl ProviderState {
         call: &'static str,
         id: ServerId,
         effect: Effect,
-        fails: bool,
+        should_fail: bool,
     ) -> Result<Action, ProviderError> {
         let Some(server) = self.servers.get(&id.0) else {
             return Err(failure(call, ErrorKind::NotFound, 404, "not_found"));
@@ -276,9 +276,9 @@ impl ProviderState {
         let pending = PendingAction {
             action: action.clone(),
             server: id.0,
-            ends: Instant::now() + ACTION_DURATION,
+            ends_at: Instant::now() + ACTION_DURATION,
             effect,
-            fails,
+            should_fail,
         };
         self.actions.insert(self.last_id, pending);
         Ok(action)
@@ -339,8 +339,8 @@ impl Provider for SharedProvider {
             self.0.broken_rule,
             Some(BrokenRule::ProviderAcceptsDuplicateNames | BrokenRule::ProviderDeletesNothing)
         );
-        let named = |server: &&Server| server.name == name && !finds_nothing;
-        self.0.call_read("find server", |state| state.servers.values().find(named).cloned()).await
+        let has_name = |server: &&Server| server.name == name && !finds_nothing;
+        self.0.call_read("find server", |state| state.servers.values().find(has_name).cloned()).await
     }
 
     async fn find_by_label(&self, selector: &str) -> Result<Vec<Server>, ProviderError> {

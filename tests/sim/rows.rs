@@ -83,7 +83,8 @@ impl Rows {
         state.slots.entry(disk.prefix).or_default().expendable.extend(disk.rows);
     }
 
-    /// Records that an operator accepts the loss of the slot's unsaved rows, until the end of the request.
+    /// Records that an operator accepts the loss of the slot's acknowledged rows, until the returned acceptance is
+    /// dropped at the end of the request.
     pub fn accept_loss(&self, prefix: String) -> LossAcceptance {
         let acceptance = LossAcceptance { rows: self.clone(), prefix };
         acceptance.adjust_count(1);

@@ -80,8 +80,8 @@ fn start_s3() -> Result<StoreWithServer> {
     Ok((Arc::clone(config.open()?.raw()), server))
 }
 
-/// Runs seeds, several at a time, and panics with the log of the first violation. `SVC_SIM_SEED` runs only that seed,
-/// and `SVC_SIM_FROM` resumes a long run at that seed.
+/// Runs seeds, several at a time, and panics with the log of the first violation. With `SVC_SIM_SEED`, runs only that
+/// seed, or none if it is outside the range; `SVC_SIM_FROM` resumes a long run at that seed.
 pub async fn assert_seeds_find_no_violation(
     seeds: std::ops::Range<u64>,
     backends: Backends,
@@ -153,19 +153,19 @@ async fn find_shortest_failure(
     failed: usize,
 ) -> String {
     let steps = plan(seed);
-    let (mut holds, mut fails, mut last) = (0, failed, None);
-    while holds + 1 < fails {
-        let middle = (holds + fails) / 2;
+    let (mut passing_len, mut failing_len, mut last) = (0, failed, None);
+    while passing_len + 1 < failing_len {
+        let middle = (passing_len + failing_len) / 2;
         match run_plan(database, backends, &steps[..middle], None).await {
             Ok(RunResult::Violated { found, after, log }) => {
-                fails = after.min(middle);
+                failing_len = after.min(middle);
                 last = Some(render_report(seed, &found, after, &log));
             }
-            Ok(RunResult::Passed(_)) | Err(_) => holds = middle,
+            Ok(RunResult::Passed(_)) | Err(_) => passing_len = middle,
         }
     }
     match last {
-        Some(report) => format!("the shortest prefix that failed again has {fails} steps:\n{report}"),
+        Some(report) => format!("the shortest prefix that failed again has {failing_len} steps:\n{report}"),
         None => "no shorter prefix failed again\n".to_owned(),
     }
 }

@@ -108,7 +108,8 @@ impl StoredTimes {
         Ok(Self(statements))
     }
 
-    /// Lets time pass. With `expire_leases`, every current holder loses its lease.
+    /// Moves the stored times `seconds` into the past. With `expire_leases`, also moves the leases, so that those with
+    /// less than `seconds` left expire.
     pub async fn advance(&self, client: &Client, seconds: u32, expire_leases: bool) -> Result<()> {
         for sql in &self.0 {
             execute_with_retry(client, &sql.replace("$N", &seconds.to_string())).await?;

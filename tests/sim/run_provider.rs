@@ -1,4 +1,4 @@
-//! The provider of a run: in memory, or the kit's simulator behind the production adapter.
+//! A run's provider: in memory, or the kit's simulator behind the production adapter.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};

@@ -222,7 +222,8 @@ impl<'a> Simulation<'a> {
         Ok(found)
     }
 
-    /// Stops the platform, restores its saved database, starts it again, and sends heartbeats from its hosts.
+    /// Kills the platform's processes, restores its saved database if there is one, starts the processes again, and
+    /// sends heartbeats from the registered hosts whose servers are powered on.
     pub async fn restore_database(&mut self) -> Result<()> {
         for process in &self.processes {
             process.switch.kill();

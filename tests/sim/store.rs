@@ -47,7 +47,7 @@ pub struct Store {
     /// The keys of all dumps that were ever listed.
     dumps: Mutex<BTreeSet<String>>,
     /// Pointers that a plan broke: their next value need not follow from the previous value.
-    pointers_broken: Mutex<BTreeSet<String>>,
+    broken_pointers: Mutex<BTreeSet<String>>,
 }
 
 impl Store {
@@ -60,7 +60,7 @@ impl Store {
             pointers: tokio::sync::Mutex::default(),
             claims: Mutex::default(),
             dumps: Mutex::default(),
-            pointers_broken: Mutex::default(),
+            broken_pointers: Mutex::default(),
         })
     }
 
@@ -93,7 +93,7 @@ impl Store {
         if self.inner.head(&at).await.is_err() {
             return;
         }
-        lock(&self.pointers_broken).insert(at.to_string());
+        lock(&self.broken_pointers).insert(at.to_string());
         let result = if is_lost {
             self.inner.delete(&at).await
         } else {
@@ -104,7 +104,7 @@ impl Store {
 
     /// Returns the prefixes of the slots whose broken pointers have not been rewritten yet.
     pub fn broken_pointers(&self) -> Vec<String> {
-        lock(&self.pointers_broken)
+        lock(&self.broken_pointers)
             .iter()
             .filter_map(|key| key.strip_suffix(POINTER))
             .map(str::to_owned)
@@ -121,11 +121,11 @@ impl Store {
     /// Returns the next fault for a write or a read, and counts it as used.
     fn take_fault(&self, is_write: bool) -> Option<StoreFault> {
         let mut faults = lock(&self.faults);
-        let at = faults.iter().position(|(known, _, _)| *known == is_write)?;
-        let fault = faults[at].1;
-        faults[at].2 -= 1;
-        if faults[at].2 == 0 {
-            faults.remove(at);
+        let index = faults.iter().position(|(known, _, _)| *known == is_write)?;
+        let fault = faults[index].1;
+        faults[index].2 -= 1;
+        if faults[index].2 == 0 {
+            faults.remove(index);
         }
         Some(fault)
     }
@@ -181,7 +181,7 @@ impl Store {
                     && before.fence_holder().is_some_and(|holder| holder != named.machine_id)
             };
             let is_new = next.snapshot != before.snapshot;
-            if lock(&self.pointers_broken).remove(at.as_ref()) {
+            if lock(&self.broken_pointers).remove(at.as_ref()) {
                 // Restored from the log, or rebuilt from snapshots.
                 if next.seq < before.seq || next.fence_epoch < before.fence_epoch {
                     found.insert(Violation::PointerSetBack);

@@ -14,7 +14,7 @@ pub enum Violation {
     BecameActiveAgain,
     /// A server exists although its machine's epoch is above the slot's fence.
     ServerBeforeFence,
-    /// `seq`, the fence or the epoch of the named snapshot decreased.
+    /// `seq` did not increase, or the fence or the named snapshot's epoch decreased.
     PointerSetBack,
     PointerMovedByFencedHost,
     PointerToUnverifiedSnapshot,
@@ -43,9 +43,10 @@ pub enum Violation {
 /// database.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BrokenRule {
-    /// The provider accepts a name more than once, and finds no server by name.
+    /// The provider accepts a name more than once, finds no server by name or label, and loses the responses to some
+    /// creations.
     ProviderAcceptsDuplicateNames,
-    /// The provider reports a deletion without deleting.
+    /// The provider reports a deletion without deleting, and finds no server by name or label.
     ProviderDeletesNothing,
     /// The store ignores write conditions.
     StoreIgnoresConditions,

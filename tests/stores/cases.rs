@@ -278,11 +278,11 @@ pub async fn reads_and_lists_are_current(fixture: &StoreFixture) -> Result<Suppo
 }
 
 pub async fn session_reaches_only_its_slot(fixture: &StoreFixture) -> Result<Support> {
-    let (own, other) = (slot_of("user_1")?, slot_of("user_2")?);
+    let (own_slot, other_slot) = (slot_of("user_1")?, slot_of("user_2")?);
     let role = "arn:aws:iam::000000000000:role/svc-host".to_owned();
     let endpoint = fixture.server.endpoint().parse()?;
     let sts = Sts::new(endpoint, fixture.s3.region.clone(), role, fixture.s3.credential())?;
-    let policy = policy::slot_policy("aws", BUCKET, &own, SnapshotWrites::Overwritable);
+    let policy = policy::slot_policy("aws", BUCKET, &own_slot, SnapshotWrites::Overwritable);
     let session = match sts.assume_role("svc-test", &policy, Duration::from_secs(900)).await {
         Ok(session) => session,
         Err(error) => return Ok(Support::No(error.to_string())),
@@ -295,17 +295,17 @@ pub async fn session_reaches_only_its_slot(fixture: &StoreFixture) -> Result<Sup
         ..fixture.s3.clone()
     };
     let host = StoreConfig::S3(host_config).open()?;
-    host.put(&own.pointer(), &b"{}"[..]).await?;
-    ensure!(host.get(&own.pointer(), 10).await?.is_some(), "the session cannot read its own object");
-    match host.put(&other.pointer(), &b"{}"[..]).await {
+    host.put(&own_slot.pointer(), &b"{}"[..]).await?;
+    ensure!(host.get(&own_slot.pointer(), 10).await?.is_some(), "the session cannot read its own object");
+    match host.put(&other_slot.pointer(), &b"{}"[..]).await {
         Err(StoreError::Denied { .. }) => {}
-        Ok(()) => return Ok(Support::No("it wrote an object in another slot".to_owned())),
+        Ok(()) => return Ok(Support::No("the session wrote an object in another slot".to_owned())),
         Err(error) => return Err(error.into()),
     }
-    fixture.bucket.put(&other.pointer(), &b"{}"[..]).await?;
-    let read = host.get(&other.pointer(), 10).await;
+    fixture.bucket.put(&other_slot.pointer(), &b"{}"[..]).await?;
+    let read = host.get(&other_slot.pointer(), 10).await;
     ensure!(matches!(read, Err(StoreError::Denied { .. })), "the session read an object in another slot");
-    let deleted = host.raw().delete(&own.pointer()).await;
+    let deleted = host.raw().delete(&own_slot.pointer()).await;
     ensure!(deleted.is_err(), "the session deleted an object");
     Ok(Support::Yes)
 }

@@ -20,7 +20,7 @@ const CASE_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Store, case, and a substring of the deviation that [`Support::No`] reports.
 const DEVIATIONS: [(StoreKind, &str, &str); 5] = [
-    (StoreKind::Moto, "session_reaches_only_its_slot", "it wrote an object in another slot"),
+    (StoreKind::Moto, "session_reaches_only_its_slot", "the session wrote an object in another slot"),
     (StoreKind::Moto, "damaged_body_is_refused", "it stored the object"),
     (StoreKind::Moto, "wrong_secret_is_refused", "it stored an object"),
     // The tests run SeaweedFS without an identity configuration, and so without STS.

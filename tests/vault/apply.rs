@@ -46,8 +46,8 @@ async fn signed_release_is_installed_and_becomes_current() -> Result<()> {
     );
 
     let request_count = requests.len();
-    let again = fixture.apply(NEW_VERSION).await?.expect(0);
-    assert!(again.stdout.contains("is current"), "{}", again.stdout);
+    let repeated = fixture.apply(NEW_VERSION).await?.expect(0);
+    assert!(repeated.stdout.contains("is current"), "{}", repeated.stdout);
     assert_eq!(fixture.source.requests().len(), request_count, "the current release was requested again");
 
     // Rolls back to the previous release, without an automatic update afterwards.

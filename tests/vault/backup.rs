@@ -56,7 +56,7 @@ async fn invalid_dump_never_becomes_an_object() -> Result<()> {
         ("empty", "exit 0"),
         ("not a dump", "echo hello"),
         (
-            "damaged in the middle",
+            "corrupted in the middle",
             "REAL \"$@\" | { head -c 5000000; head -c 4000 >/dev/null; head -c 4000 /dev/zero; cat; }",
         ),
         ("a failed pg_dump", "REAL \"$@\"; exit 3"),
@@ -227,7 +227,7 @@ async fn killed_run_leaves_a_valid_pointer_and_next_run_succeeds() -> Result<()>
         let latest = snapshot::find_latest(&machine::bucket(&store)?, &slot()).await?;
         let sidecar = snapshot::read_sidecar(&machine::bucket(&store)?, &slot(), &latest).await?;
         assert_eq!(sidecar.tables[0].rows, 1000 + n, "after {point}");
-        assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "after {point}: the next run must abort it");
+        assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "after {point}: the upload must be aborted");
         assert_eq!(machine.backup_records()?.pop().context("no record")?["status"], "success");
     }
     Ok(())

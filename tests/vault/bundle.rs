@@ -119,7 +119,7 @@ impl Source {
         self.access_state(|state| state.other_files.insert(path_suffix.to_owned(), content));
     }
 
-    /// Behaves like a server without Range support.
+    /// Makes the source ignore `Range`, like a server that does not support it.
     pub fn disable_ranges(&self) {
         self.access_state(|state| state.supports_ranges = false);
     }

@@ -1,4 +1,5 @@
-//! Verification of stored snapshots: damage is detected, and intact snapshots are reported as such.
+//! Verification and drills of stored snapshots: damage is detected, and intact snapshots are reported as such. A
+//! database that lost its data does not replace its snapshot.
 
 use anyhow::{Context, Result};
 use kit::s3::{Fault, Rule, S3Server};
@@ -157,7 +158,7 @@ async fn store_failure_is_not_reported_as_damage() -> Result<()> {
     Ok(())
 }
 
-/// Lists the databases, roles and files that a drill may have left.
+/// Lists the databases, roles and files that a drill may have left behind.
 async fn list_leftovers(machine: &Machine) -> Result<Vec<String>> {
     let mut leftovers: Vec<String> =
         machine.databases().await?.into_iter().filter(|name| name.starts_with("svc_")).collect();

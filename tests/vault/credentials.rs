@@ -414,7 +414,7 @@ async fn withdrawn_credentials_are_never_requested_again() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn damaged_or_foreign_credentials_file_is_ignored() -> Result<()> {
+async fn malformed_or_foreign_credentials_file_is_ignored() -> Result<()> {
     let store = machine::start_store()?;
     let platform = Platform::start(&store).await?;
     let dir = tempfile::tempdir()?;

@@ -23,29 +23,29 @@ async fn machine_with_two_users(store: &S3Server, epoch: u32) -> Result<Option<M
         return Ok(None);
     }
     let machine = Machine::in_use(store, epoch).await?;
-    let set = |path: &str, mode: u32, uid: u32, gid: u32| -> Result<()> {
+    let create_dir = |path: &str, mode: u32, uid: u32, gid: u32| -> Result<()> {
         let path = machine.path(path);
         fs::create_dir_all(&path)?;
         chown(&path, Some(uid), Some(gid))?;
         Ok(fs::set_permissions(&path, Permissions::from_mode(mode))?)
     };
-    set("", 0o755, 0, 0)?;
+    create_dir("", 0o755, 0, 0)?;
     for env in ["host.env", "r2.env", "boot.env"] {
         let env = machine.path("opt/svc/env").join(env);
         chown(&env, Some(GATEWAY), Some(GATEWAY))?;
         fs::set_permissions(&env, Permissions::from_mode(0o600))?;
     }
-    set("var/lib/svc", 0o1771, 0, GATEWAY)?;
+    create_dir("var/lib/svc", 0o1771, 0, GATEWAY)?;
     for state in ["restore", "requests"] {
-        set(&format!("var/lib/svc/{state}"), 0o700, GATEWAY, GATEWAY)?;
+        create_dir(&format!("var/lib/svc/{state}"), 0o700, GATEWAY, GATEWAY)?;
     }
-    set("run/svc", 0o755, 0, 0)?;
-    set("run/svc/owner", 0o2770, OWNER, GATEWAY)?;
-    set("home/svc", 0o1770, 0, OWNER)?;
-    set("home/svc/home", 0o1770, 0, OWNER)?;
-    set("home/svc/home/apps", 0o755, OWNER, OWNER)?;
+    create_dir("run/svc", 0o755, 0, 0)?;
+    create_dir("run/svc/owner", 0o2770, OWNER, GATEWAY)?;
+    create_dir("home/svc", 0o1770, 0, OWNER)?;
+    create_dir("home/svc/home", 0o1770, 0, OWNER)?;
+    create_dir("home/svc/home/apps", 0o755, OWNER, OWNER)?;
     for system in ["home/svc/home/system", "home/svc/home/system/logs"] {
-        set(system, 0o2750, GATEWAY, OWNER)?;
+        create_dir(system, 0o2750, GATEWAY, OWNER)?;
     }
     // The marker is in a directory where the gateway's user can replace it.
     fs::remove_file(machine.path("opt/svc/restore-complete"))?;
@@ -88,14 +88,14 @@ async fn files_are_accessed_as_their_owner() -> Result<()> {
     fs::create_dir(machine.path("backups"))?;
     let archive = machine.path("backups/ada.tar");
     let export = |to: &Path| machine.run(&["svc-db-backup", "export", "--output", path_str(to)?]);
-    let printed = export(&archive)?.expect(0);
-    assert!(printed.stderr.contains("left out: roots: "), "{}", printed.stderr);
+    let result = export(&archive)?.expect(0);
+    assert!(result.stderr.contains("left out: roots: "), "{}", result.stderr);
     let meta = fs::metadata(&archive)?;
     assert_eq!((meta.uid(), meta.mode() & 0o777), (0, 0o600));
     assert!(!fs::read(&archive)?.windows(6).any(|part| part == b"S3CRET"));
     // Root creates no file where the owner could place a link.
-    let printed = export(&machine.path("home/svc/home/projects/ada.tar"))?.expect(65);
-    assert!(printed.stderr.contains("can be changed by users other than root"), "{}", printed.stderr);
+    let result = export(&machine.path("home/svc/home/projects/ada.tar"))?.expect(65);
+    assert!(result.stderr.contains("can be changed by users other than root"), "{}", result.stderr);
     assert!(!machine.path("home/svc/home/projects/ada.tar.partial").exists());
 
     let Some(new_machine) = machine_with_two_users(&store, 2).await? else { return Ok(()) };
@@ -138,7 +138,7 @@ async fn fifo_is_refused_as_archive() -> Result<()> {
     let Some(machine) = machine_with_two_users(&store, 1).await? else { return Ok(()) };
     let fifo = machine.path("home/svc/home/apps/ada.tar");
     nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU)?;
-    let printed = machine.run(&["svc-restore", "import", path_str(&fifo)?])?.expect(65);
-    assert!(printed.stderr.contains("not a regular file"), "{}", printed.stderr);
+    let result = machine.run(&["svc-restore", "import", path_str(&fifo)?])?.expect(65);
+    assert!(result.stderr.contains("not a regular file"), "{}", result.stderr);
     Ok(())
 }

@@ -170,7 +170,7 @@ async fn import_runs_archive_sql_without_privileges() -> Result<()> {
 
 /// Settings for all database sessions are dropped; owners and privileges are those that an import sets.
 #[tokio::test]
-async fn import_drops_settings_and_owners_of_the_archive() -> Result<()> {
+async fn import_drops_settings_and_owners_from_the_archive() -> Result<()> {
     let store = machine::start_store()?;
     let mut valid = ValidArchive::export(&store).await?;
     valid.sidecar["database"]["settings"] =

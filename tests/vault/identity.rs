@@ -89,9 +89,9 @@ async fn replace_restores_a_lost_database_and_keeps_the_substitute() -> Result<(
     Ok(())
 }
 
-/// With a marker from a release without database ids, the database is adopted once.
+/// A marker from a release without database ids does not identify the database, so the first backup adopts it.
 #[tokio::test]
-async fn marker_from_an_earlier_release_adopts_its_database_once() -> Result<()> {
+async fn database_with_marker_from_old_release_is_adopted_once() -> Result<()> {
     let store = machine::start_store()?;
     let mut machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute(ROWS).await?;

@@ -10,7 +10,7 @@ use super::machine::{self, Machine};
 
 const GIGABYTE: i64 = 1_000_000_000;
 
-/// 25 apps with 12 tables each, with their own roles.
+/// 25 apps with 12 tables and a role each, and many other kinds of objects.
 const APPS: &str = r#"
 DO $$
 DECLARE app text; t int;

@@ -93,9 +93,9 @@ async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
     let foreign = snapshot_path(now, 2)?;
     // Before the session's first day, even with the permitted clock skew.
     let day_before = snapshot_path(now.checked_sub(SignedDuration::from_hours(25))?, 1)?;
-    let owner = machine::bucket(&store)?;
-    owner.put(&foreign, &b"of another epoch"[..]).await?;
-    owner.put(&slot().vps_meta(), &b"{}"[..]).await?;
+    let admin_bucket = machine::bucket(&store)?;
+    admin_bucket.put(&foreign, &b"from another epoch"[..]).await?;
+    admin_bucket.put(&slot().vps_meta(), &b"{}"[..]).await?;
     for key in [&foreign, &slot().vps_meta()] {
         let refused = bucket.get(key, 100).await.unwrap_err();
         assert!(matches!(refused, StoreError::Denied { .. }), "{key}: {refused:?}");

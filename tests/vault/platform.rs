@@ -23,7 +23,7 @@ pub struct Call {
     pub body: String,
 }
 
-/// A scripted response. `Lost` records the call, but breaks off the response.
+/// A scripted response. With `Lost`, the connection closes before the response is complete.
 #[derive(Debug, Clone)]
 pub enum ScriptedResponse {
     Json(u16, serde_json::Value),

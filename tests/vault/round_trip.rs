@@ -96,7 +96,7 @@ async fn restored_database_equals_the_backed_up_one() -> Result<()> {
 
     let new = Machine::new(&store, 2).await?;
     pointer_io::fence(&machine::bucket(&store)?, &slot(), &Fence::unsigned(new.epoch, new.id)).await?;
-    new.client().await?.batch_execute("CREATE TABLE of_the_empty_start (id int)").await?;
+    new.client().await?.batch_execute("CREATE TABLE created_before_restore (id int)").await?;
     new.run(&["svc-restore"])?.expect(0);
     assert!(new.has_marker());
     assert_eq!(plain_dump(&new)?, plain_dump(&old)?);
@@ -147,7 +147,7 @@ async fn stock_pg_restore_reads_the_object() -> Result<()> {
 
 /// Concurrent writes cannot make the dump and the row counts differ, because both use the same snapshot.
 #[tokio::test]
-async fn database_in_use_is_backed_up_at_one_instant() -> Result<()> {
+async fn database_in_use_is_backed_up_consistently() -> Result<()> {
     let store = machine::start_store()?;
     let old = Machine::in_use(&store, 1).await?;
     let client = old.client().await?;

@@ -52,7 +52,7 @@ async fn rows(machine: &Machine, database: &str, table: &str) -> Result<Vec<Stri
     Ok(rows.iter().map(|row| row.get(0)).collect())
 }
 
-/// Asserts that the tables are identical to the snapshot.
+/// Asserts that the tables have the same rows as in the side database.
 async fn assert_as_in_snapshot(machine: &Machine, tables: &[&str]) -> Result<()> {
     for table in tables {
         let (live, side) = (rows(machine, "svc", table).await?, rows(machine, "svc_side", table).await?);

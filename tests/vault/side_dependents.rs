@@ -88,7 +88,7 @@ async fn dropped_table_is_restored_with_its_dependents() -> Result<()> {
 }
 
 #[tokio::test]
-async fn unrecreatable_dependents_are_reported() -> Result<()> {
+async fn dependents_that_cannot_be_recreated_are_reported() -> Result<()> {
     let store = machine::start_store()?;
     let machine = machine_with_dropped_table(&store).await?;
     let damage = "INSERT INTO app_shop.orders (customer) VALUES (99999); DROP TABLE app_shop.log;

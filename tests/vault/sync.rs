@@ -145,7 +145,7 @@ async fn later_machines_metadata_is_kept() -> Result<()> {
 }
 
 #[tokio::test]
-async fn desired_release_is_requested_until_its_outcome() -> Result<()> {
+async fn desired_release_is_requested_until_outcome_is_known() -> Result<()> {
     let store = machine::start_store()?;
     let desired_release = |id: &str| json!({ "desiredImageVersion": "2.0.0", "desiredRequestId": id, "epoch": 3, "superseded": false, "proofKeys": { "keys": [] } });
     let platform = Platform::start(ScriptedResponse::Json(200, desired_release("rollout-one"))).await?;

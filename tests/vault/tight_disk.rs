@@ -1,5 +1,5 @@
 //! A restore on a disk without space for both the database and the dump: the dump is streamed from the store, and the
-//! new database is swapped in only if its SHA-256 and row counts match the sidecar.
+//! new database is swapped in only if the dump's SHA-256 and the row counts match the sidecar.
 
 use std::fs;
 
@@ -38,11 +38,11 @@ fn count_dumps(machine: &Machine) -> usize {
 async fn restore_streams_dump_that_does_not_fit_on_disk() -> Result<()> {
     let Some((store, new, _disk)) = machine_with_tight_disk(50).await? else { return Ok(()) };
     // The transfer is interrupted and resumed twice.
-    let broken =
+    let hits =
         store.add_fault(Rule::new(Fault::TruncateBody(300_000)).method("GET").key_ending(".dump").times(2));
     let result = new.run(&["svc-restore"])?.expect(0);
     assert!(result.stderr.contains("streaming it from the object store"), "{}", result.stderr);
-    assert_eq!(broken.hits(), 2);
+    assert_eq!(hits.hits(), 2);
     assert!(new.has_marker() && is_restored(&new).await?);
     assert_eq!(count_dumps(&new), 0);
     Ok(())

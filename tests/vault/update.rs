@@ -166,7 +166,7 @@ async fn boot_killed_at_any_step_can_be_rerun() -> Result<()> {
         let current = machine.path("opt/svc/current");
         assert!(
             !current.exists() || current.join("bin/svc").is_file(),
-            "{point}: current does not name a release"
+            "{point}: current does not name a complete release"
         );
         boot(&machine, &[]).await?.expect(0);
         assert_current(&machine).context(*point)?;

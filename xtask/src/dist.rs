@@ -18,8 +18,8 @@ use crate::cargo;
 /// Maximum size of the binary; the footprint bench has a lower target. The largest additions were: the split into
 /// packages, each of which compiles its own copies of generic code (1.8 MiB); host certificates (0.6 MiB); the release
 /// checks, which the platform and svcctl both contain, with quotes and the object store probes (0.6 MiB); file backups,
-/// with zstd and `.svcignore` matching (2.2 MiB); earlier states of files, with their archives, routes and verification
-/// (1.4 MiB); and the state of the backup (0.3 MiB).
+/// with zstd and `.svcignore` matching (2.2 MiB); file history, with its archives, routes and verification (1.4 MiB);
+/// and the state of the backup (0.3 MiB).
 const MAX_BYTES: u64 = 37 << 20;
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// The variable that activates fail points. A binary with fail points contains its name.
@@ -163,12 +163,13 @@ fn verify_executable(svc: &Path) -> Result<()> {
     check_unknown_host_error(svc)
 }
 
-/// A static glibc cannot use the system's resolver, but a host name that does not exist must still be reported as such.
+/// A static glibc cannot use the system's resolver, but an unknown host name must still end a command with exit
+/// code 69, like any unreachable platform.
 fn check_unknown_host_error(svc: &Path) -> Result<()> {
-    let mut list = Command::new(svc);
-    list.args(["svcctl", "list", "--platform-url", "https://platform.invalid", "--timeout", "5"]);
-    list.env_clear().env("PLATFORM_SECRET", "none-that-is-used-anywhere-0123456789");
-    let result = child::run(list, TIMEOUT);
+    let mut svcctl = Command::new(svc);
+    svcctl.args(["svcctl", "list", "--platform-url", "https://platform.invalid", "--timeout", "5"]);
+    svcctl.env_clear().env("PLATFORM_SECRET", "none-that-is-used-anywhere-0123456789");
+    let result = child::run(svcctl, TIMEOUT);
     let message = result.err().map(|error| format!("{error:#}")).unwrap_or_default();
     ensure!(message.contains("exit status: 69"), "unexpected result for an unknown host: {message:?}");
     Ok(())
@@ -204,7 +205,7 @@ mod tests {
         let source = root.join("src/main.rs");
         fs::create_dir_all(root.join("src")).unwrap();
         fs::write(&source, "fn main() {}").unwrap();
-        write_program(&svc, "of-an-archive");
+        write_program(&svc, "unknown");
         let reason = || outdated_reason(&svc, &root).unwrap();
         assert_eq!(reason(), None, "without git, it must be assumed to match");
 
@@ -216,7 +217,7 @@ mod tests {
         git(&["init", "--quiet"]);
         git(&["add", "."]);
         git(&["commit", "--quiet", "--message", "first"]);
-        assert!(reason().unwrap().starts_with("it was built from of-an-archive, but the sources are at "));
+        assert!(reason().unwrap().starts_with("it was built from unknown, but the sources are at "));
         write_program(&svc, git(&["rev-parse", "--short=12", "HEAD"]).trim());
         assert_eq!(reason(), None);
 

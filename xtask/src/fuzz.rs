@@ -41,7 +41,7 @@ impl Args {
     }
 }
 
-/// Fuzzes each target, seeded with `tests/corpus`, valid samples, and the corpus of earlier runs. Writes a summary to
+/// Fuzzes each target, seeded with `tests/corpus`, valid samples, and the corpus from earlier runs. Writes a summary to
 /// `target/libfuzzer/report.json`; fails if an input violated a rule.
 pub fn run(args: &Args) -> Result<ExitCode> {
     let program = build()?;

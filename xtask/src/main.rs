@@ -253,7 +253,7 @@ mod tests {
                 let path = entry.unwrap().path();
                 if path.is_dir() {
                     folders.push(path);
-                } else if path.extension().is_some_and(|end| end == "md") {
+                } else if path.extension().is_some_and(|extension| extension == "md") {
                     found.push(path);
                 }
             }

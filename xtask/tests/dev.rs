@@ -39,8 +39,8 @@ impl Dev {
             if self.output().contains("dev: ready") {
                 return serde_json::from_slice(&fs::read(self.dir.join("dev.json")).unwrap()).unwrap();
             }
-            let ended = self.process.try_wait().unwrap();
-            assert!(ended.is_none() && Instant::now() < deadline, "{ended:?}: {}", self.output());
+            let status = self.process.try_wait().unwrap();
+            assert!(status.is_none() && Instant::now() < deadline, "{status:?}: {}", self.output());
             std::thread::sleep(Duration::from_millis(50));
         }
     }
@@ -99,10 +99,10 @@ fn list_processes(dir: &str) -> Vec<String> {
     lines.collect()
 }
 
-fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
+fn eventually(failure: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + STOP_TIMEOUT;
     while !condition() {
-        assert!(Instant::now() < deadline, "timed out: {what}");
+        assert!(Instant::now() < deadline, "timed out: {failure}");
         std::thread::sleep(Duration::from_millis(50));
     }
 }
@@ -131,13 +131,18 @@ fn dev_runs_printed_commands_and_cleans_up() {
 
     // Every printed command works when pasted.
     let output = dev.output();
-    let line = |start: &str| -> Vec<&str> {
-        output.lines().map(str::trim).filter(|line| line.starts_with(start)).collect()
+    let lines_with_prefix = |prefix: &str| -> Vec<&str> {
+        output.lines().map(str::trim).filter(|line| line.starts_with(prefix)).collect()
     };
-    let operator = [line(". ")[0], line("svcctl list")[0], line("svcctl status")[0]].join("\n");
+    let operator = [
+        lines_with_prefix(". ")[0],
+        lines_with_prefix("svcctl list")[0],
+        lines_with_prefix("svcctl status")[0],
+    ]
+    .join("\n");
     let output = stdout(&run_in_shell(&operator));
     assert!(output.contains("running") && output.contains("ada"), "{output}");
-    let owner = [&[line("TOKEN=")[0]][..], &line("curl")].concat().join("\necho\n");
+    let owner = [&[lines_with_prefix("TOKEN=")[0]][..], &lines_with_prefix("curl")].concat().join("\necho\n");
     let output = stdout(&run_in_shell(&owner));
     assert!(
         output.contains("\"slug\":\"notes\"") && output.matches("\"title\":\"hello\"").count() == 2,

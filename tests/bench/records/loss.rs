@@ -19,8 +19,8 @@ const KILLS: u64 = 6;
 const EVENT_INTERVAL: Duration = Duration::from_micros(200);
 
 fn now_nanos() -> u64 {
-    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
+    let elapsed = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Runs in the child: writes events until it is killed. The `n`th number in the file `times` is the submission time of
@@ -40,7 +40,7 @@ pub fn run_crash_child(dir: &Path) -> Result<()> {
 }
 
 pub fn measure(dir: &Path) -> Result<()> {
-    let mut oldest = Duration::ZERO;
+    let mut max_age = Duration::ZERO;
     for kill in 0..KILLS {
         let run_dir = dir.join(format!("kill-{kill}"));
         fs::create_dir_all(&run_dir)?;
@@ -55,18 +55,18 @@ pub fn measure(dir: &Path) -> Result<()> {
             .read_line(&mut line)?;
         // Each kill hits a different phase of the writer's flush interval.
         std::thread::sleep(Duration::from_millis(150 + 37 * kill));
-        let killed = now_nanos();
+        let killed_at = now_nanos();
         child.kill()?;
         child.wait()?;
-        oldest = oldest.max(find_oldest_lost(&run_dir, killed)?);
+        max_age = max_age.max(oldest_lost_age(&run_dir, killed_at)?);
         fs::remove_dir_all(run_dir)?;
     }
-    print_figure("age of the oldest event lost to kill -9", "svc", oldest.as_secs_f64() * 1000.0);
+    print_figure("age of the oldest event lost to kill -9", "svc", max_age.as_secs_f64() * 1000.0);
     Ok(())
 }
 
-/// Returns the age, at the time of the kill, of the oldest event that is not in the file.
-fn find_oldest_lost(dir: &Path, killed: u64) -> Result<Duration> {
+/// Returns the age, at the time of the kill, of the oldest event that is not in the file; zero if all events are in it.
+fn oldest_lost_age(dir: &Path, killed_at: u64) -> Result<Duration> {
     let text = fs::read_to_string(dir.join(format!("logs/interactions-{DAY}.jsonl"))).unwrap_or_default();
     let complete = text.split_inclusive('\n').filter(|line| line.ends_with('\n'));
     let mut next = 0;
@@ -80,5 +80,6 @@ fn find_oldest_lost(dir: &Path, killed: u64) -> Result<Duration> {
         times.chunks_exact(8).filter_map(|time| Some(u64::from_le_bytes(time.try_into().ok()?))).collect();
     ensure!(times.len() > 100, "the child submitted only {} events", times.len());
     let lost = times.get(usize::try_from(next)?).copied();
-    Ok(lost.map_or(Duration::ZERO, |at| Duration::from_nanos(killed.saturating_sub(at))))
+    Ok(lost
+        .map_or(Duration::ZERO, |submitted_at| Duration::from_nanos(killed_at.saturating_sub(submitted_at))))
 }

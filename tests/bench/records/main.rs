@@ -84,8 +84,8 @@ fn quantile(samples: &mut [u64], q: f64) -> f64 {
     samples.sort_unstable();
     let last = samples.len().saturating_sub(1);
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "an index")]
-    let at = (q * last as f64).round() as usize;
-    samples.get(at).copied().unwrap_or_default() as f64
+    let index = (q * last as f64).round() as usize;
+    samples.get(index).copied().unwrap_or_default() as f64
 }
 
 fn elapsed_nanos(started: Instant) -> u64 {

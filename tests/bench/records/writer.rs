@@ -16,7 +16,8 @@ const EVENT_COUNT: usize = 1_200_000;
 /// Interval between calls in a paced load.
 const CALL_INTERVAL: Duration = Duration::from_micros(100);
 
-/// Runs a load on a new writer, and checks the file after the writer has stopped.
+/// Runs a load on a new writer. After the writer has stopped, checks that the file is long enough for the accepted
+/// events.
 fn with_writer<T>(dir: &Path, run: impl FnOnce(&Records) -> Result<(T, usize)>) -> Result<T> {
     let logs = dir.join("logs");
     let writer = Writer::start(logs.clone())?;
@@ -58,7 +59,7 @@ fn append_with_retry(records: &Records, event: &Interaction) {
     }
 }
 
-/// Returns the throughput until all events are written.
+/// Returns the throughput, measured until all events are written, and the number of accepted events.
 fn run_full_load(records: &Records, events: &[Interaction], threads: usize) -> Result<(f64, usize)> {
     let started = Instant::now();
     std::thread::scope(|scope| {
@@ -76,7 +77,8 @@ fn run_full_load(records: &Records, events: &[Interaction], threads: usize) -> R
     Ok((EVENT_COUNT as f64 / started.elapsed().as_secs_f64(), EVENT_COUNT))
 }
 
-/// Returns the latencies of all calls, including rejected ones, and the peak of unwritten bytes.
+/// Returns the latencies of all calls, including rejected ones, the peak of unwritten bytes, and the number of accepted
+/// events.
 fn run_timed_load(
     records: &Records,
     events: &[Interaction],

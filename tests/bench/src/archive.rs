@@ -11,7 +11,7 @@ use tar::{Builder, EntryType, Header};
 pub const FILE_COUNT: u32 = 5_232;
 pub const TOTAL_BYTES: u64 = 460_000_000;
 pub const VERSION: &str = "bench-1";
-/// A few large programs, like a language runtime and the product's binary.
+/// Sizes of a few large programs, such as a language runtime and the product's binary.
 const LARGE_FILES: [u64; 4] = [96 << 20, 48 << 20, 24 << 20, 12 << 20];
 /// Each block starts with random bytes, and text fills the rest. This yields the compression ratio of real bundles:
 /// 178 MB for 460 MB.

@@ -24,7 +24,7 @@ const DUMP_TO_FILE: &str = "pg_dump to a file";
 const DUMP_TO_STORE: &str = "pg_dump | s5cmd pipe";
 
 const MEMORY: &str = "peak memory, 1.9 GB database";
-/// Databases of other sizes, with their scales; memory must not grow with a database's size.
+/// The figures for databases of other sizes, with the scales; memory must not grow with a database's size.
 const OTHER_SIZES: [(&str, u32); 3] = [
     ("peak memory, 0.1 GB database", 5),
     ("peak memory, 1 GB database", 53),

@@ -117,8 +117,8 @@ impl Testbed {
         Ok(testbed)
     }
 
-    /// Checks that the gateway and PostgREST insert a row and find the same rows, because fast error responses would
-    /// yield good figures.
+    /// Checks that the gateway and PostgREST insert a row, and find the same number of rows with the same first one,
+    /// because fast error responses would yield good figures.
     async fn check_results_agree(&self) -> Result<()> {
         let inserted = self.gateway.query(&self.machine, &self.insert.bridge_body).await?;
         ensure!(
@@ -214,7 +214,7 @@ impl Testbed {
     }
 }
 
-/// Fills `docs` and creates PostgREST's login; returns its URL.
+/// Fills `docs` and creates PostgREST's login role; returns the database URL for it.
 async fn prepare(server: &PgServer) -> Result<String> {
     let admin = server.connect(DATABASE).await?;
     let (login, password) = (postgrest::LOGIN, uuid::Uuid::new_v4().simple().to_string());

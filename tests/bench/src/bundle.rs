@@ -138,7 +138,7 @@ fn shell(dir: &Path, into: &Path, script: &str) -> Command {
     command
 }
 
-/// Verifies the number of files and bytes.
+/// Verifies the number of files, and that they are at least as large as expected in total.
 fn check_unpacked(dir: &Path, is_product: bool) -> Result<()> {
     let root = if is_product { dir.join("opt/svc/releases").join(archive::VERSION) } else { dir.to_owned() };
     let (mut files, mut bytes, mut dirs) = (0, 0, vec![root]);
@@ -161,7 +161,7 @@ fn check_unpacked(dir: &Path, is_product: bool) -> Result<()> {
     Ok(())
 }
 
-/// Serves `content` over plain HTTP; the cost of the platform's tunnel is negligible here.
+/// Serves `content` over plain HTTP, so that the measurement does not include TLS.
 fn serve(content: Vec<u8>) -> Result<SocketAddr> {
     let listener = TcpListener::bind(("127.0.0.1", 0))?;
     let (address, content) = (listener.local_addr()?, Arc::new(content));
@@ -178,10 +178,10 @@ fn serve(content: Vec<u8>) -> Result<SocketAddr> {
 fn respond(mut stream: TcpStream, content: &[u8]) -> Result<()> {
     let mut request = Vec::new();
     while !request.windows(4).any(|end| end == b"\r\n\r\n") {
-        let mut piece = [0; 1024];
-        let read = stream.read(&mut piece)?;
+        let mut chunk = [0; 1024];
+        let read = stream.read(&mut chunk)?;
         ensure!(read > 0, "the client closed the connection without a complete request");
-        request.extend_from_slice(&piece[..read]);
+        request.extend_from_slice(&chunk[..read]);
     }
     let length = content.len();
     let head = format!(

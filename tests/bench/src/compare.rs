@@ -5,7 +5,7 @@
 
 use super::figures::{Figure, PRODUCT, Spec, Tally, median, quantile};
 
-/// A median that differs by at most this fraction is never a change.
+/// A median ratio that differs from 1 by at most this much is never a change.
 const MIN_CHANGE: f64 = 0.02;
 /// Fewer rounds cannot distinguish a change from noise.
 const MIN_ROUNDS: usize = 3;
@@ -55,8 +55,8 @@ impl Comparison {
         }
     }
 
-    /// Compares the product's figures. A figure that was not measured in both builds, or that was always zero, has no
-    /// row.
+    /// Compares the product's figures. A figure that was not measured in both builds, or that was always zero in the
+    /// baseline, has no row.
     pub fn rows(&self, specs: &[Spec]) -> Vec<ComparedRow> {
         let unit = |name| specs.iter().find(|spec| spec.name == name).map_or("", |spec| spec.unit);
         names(specs).into_iter().filter_map(|name| self.row(name, unit(name))).collect()
@@ -159,8 +159,8 @@ mod tests {
         assert_eq!(verdict(&RATE, &baseline, &[99.0; 5]), Verdict::Same, "a steady difference of 1%");
         assert_eq!(verdict(&RATE, &baseline, &[97.0; 5]), Verdict::Worse);
         assert_eq!(verdict(&RATE, &[100.0; 2], &[80.0; 2]), Verdict::Same, "too few rounds");
-        let nine = [97.0, 96.0, 97.0, 110.0, 95.0, 96.0, 97.0, 97.0, 96.0];
-        assert_eq!(verdict(&RATE, &[100.0; 9], &nine), Verdict::Worse, "one outlier of nine");
+        let with_outlier = [97.0, 96.0, 97.0, 110.0, 95.0, 96.0, 97.0, 97.0, 96.0];
+        assert_eq!(verdict(&RATE, &[100.0; 9], &with_outlier), Verdict::Worse, "one outlier of nine");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! A reproducible database the size of a busy owner's: pgbench's tables, and documents with a GIN index. The database
-//! with scale factor [`SCALE`] is cached under `target/bench`; others are created per run and deleted with their
-//! server.
+//! with scale factor [`SCALE`] is cached under `target/bench`; others are created for each run and deleted with its
+//! directory.
 
 use std::fs;
 use std::future::Future;
@@ -163,7 +163,7 @@ pub async fn size_bytes(server: &PgServer) -> Result<u64> {
     Ok(size.unsigned_abs())
 }
 
-/// Creates a temporary directory under `out`, on a disk with this much free space.
+/// Creates a temporary directory under `out`, whose disk must have more than this much free space.
 pub fn create_run_dir(out: &Path, min_free_bytes: u64) -> Result<tempfile::TempDir> {
     fs::create_dir_all(out)?;
     let stats = statvfs(out).with_context(|| format!("statvfs {}", out.display()))?;

@@ -129,7 +129,7 @@ pub fn median(samples: &[f64]) -> Option<f64> {
     quantile(samples, 0.5)
 }
 
-/// Interpolates between two samples.
+/// Returns the quantile `q` (0 to 1), interpolated between the two nearest samples; `None` if there are no samples.
 pub fn quantile(samples: &[f64], q: f64) -> Option<f64> {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);

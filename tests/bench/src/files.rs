@@ -29,9 +29,9 @@ const FIRST_CPU: &str = "CPU time of the first copy";
 const FIRST_MEMORY: &str = "peak memory of the first copy";
 const STORED: &str = "stored bytes";
 const OBJECTS: &str = "objects written";
-const UNCHANGED_PASS: &str = "pass without a change";
-const FULL_COMPARISON: &str = "comparison of the whole home";
-const CHANGE_DELAY: &str = "one changed file until it is saved";
+const UNCHANGED_PASS: &str = "save without changes";
+const FULL_COMPARISON: &str = "comparison of the whole home directory";
+const CHANGE_DELAY: &str = "time until a changed file is saved";
 const RESTORE: &str = "restore";
 const RESTORE_CPU: &str = "CPU time of the restore";
 const RESTORE_MEMORY: &str = "peak memory of the restore";
@@ -86,15 +86,15 @@ pub async fn measure(options: &Options) -> Result<Tally> {
         let mut turns = [PRODUCT, RESTIC, RCLONE];
         turns.rotate_left(round as usize % 3);
         for turn in turns {
-            let side = tempfile::Builder::new().prefix("side-").tempdir_in(run.path())?;
-            let store = BenchStore::open(side.path())?;
+            let side_dir = tempfile::Builder::new().prefix("side-").tempdir_in(run.path())?;
+            let store = BenchStore::open(side_dir.path())?;
             nix::unistd::sync();
             match turn {
-                PRODUCT => measure_product(options, &source, side.path(), &store, &mut tally)?,
-                RESTIC => measure_restic(&source, side.path(), &store, &mut tally)?,
+                PRODUCT => measure_product(options, &source, side_dir.path(), &store, &mut tally)?,
+                RESTIC => measure_restic(&source, side_dir.path(), &store, &mut tally)?,
                 _ => {
                     if let Some(rclone) = &rclone {
-                        measure_rclone(rclone, &source, side.path(), &store, &mut tally)?;
+                        measure_rclone(rclone, &source, side_dir.path(), &store, &mut tally)?;
                     }
                 }
             }
@@ -249,7 +249,7 @@ fn measure_product(
         tally.add(CHANGE_DELAY, PRODUCT, started.elapsed().as_secs_f64());
     }
     drop(watcher);
-    // Without the watcher, the whole home is compared.
+    // Without the watcher, the whole home directory is compared.
     let whole = task::run(machine.command(svc, &["svc-sync-agent", "now"]), TIMEOUT)?;
     tally.add(FULL_COMPARISON, PRODUCT, whole.wall.as_secs_f64());
     drop(service);
@@ -331,7 +331,8 @@ fn add_store_usage(store: &BenchStore, side: &'static str, tally: &mut Tally) {
     tally.add(OBJECTS, side, objects.len() as f64);
 }
 
-/// Checks that two trees have the same number of files and the same total size.
+/// Checks that `home/projects` has the same number of files and the same total size in both trees. Files whose names
+/// begin with a dot are not counted.
 fn check_restored(restored: &Path, source: &Path) -> Result<()> {
     let (found, expected) = (measure_tree(restored)?, measure_tree(source)?);
     ensure!(found == expected, "restored (files, bytes): {found:?}, expected: {expected:?}");

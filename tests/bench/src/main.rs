@@ -105,19 +105,19 @@ struct Options {
     /// Seconds per load
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=60))]
     seconds: u32,
-    /// For the area files: the number of files
+    /// For the area `files`: the number of files
     #[arg(long, value_name = "N", default_value_t = 200_000)]
     files: u32,
-    /// For the area files: their average size in bytes
+    /// For the area `files`: their average size in bytes
     #[arg(long, value_name = "N", default_value_t = 50_000)]
     file_bytes: u32,
-    /// For the area files: leave out rclone, which takes far longer than the others for many small files
+    /// For the area `files`: leave out rclone, which takes far longer than the others for many small files
     #[arg(long)]
     without_rclone: bool,
     /// The measured binary; for records, the program that links the measured code
     #[arg(long, value_name = "PATH")]
     svc: PathBuf,
-    /// Also measure this earlier build, in turn, and fail if a figure got worse
+    /// Also measure this earlier build, in alternation, and fail if a figure is worse
     #[arg(long, value_name = "PATH")]
     baseline: Option<PathBuf>,
     /// Directory for `AREA.json`

@@ -44,8 +44,10 @@ impl Report {
         json!({ "area": self.area, "rows": rows })
     }
 
+    /// Writes the report as JSON.
+    ///
     /// # Errors
-    /// Fails if the file cannot be written.
+    /// Fails if the directory cannot be created, or the file cannot be written.
     pub fn write(&self, path: &Path) -> Result<()> {
         if let Some(dir) = path.parent() {
             std::fs::create_dir_all(dir)?;
@@ -76,14 +78,15 @@ pub fn comparison_table(rows: &[ComparedRow]) -> String {
     align(&lines, &[1, 2, 4])
 }
 
-/// Aligns text to the left, and the columns of numbers to the right.
-fn align<const N: usize>(lines: &[[String; N]], numbers: &[usize]) -> String {
+/// Aligns the numeric columns to the right, and all others to the left.
+fn align<const N: usize>(lines: &[[String; N]], numeric_columns: &[usize]) -> String {
     let width = |column: usize| lines.iter().map(|line| line[column].chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..N).map(width).collect();
     let mut text = String::new();
     for line in lines {
         let padded = line.iter().zip(&widths).enumerate().map(|(column, (cell, width))| {
-            if numbers.contains(&column) { format!("{cell:>width$}") } else { format!("{cell:<width$}") }
+            let is_numeric = numeric_columns.contains(&column);
+            if is_numeric { format!("{cell:>width$}") } else { format!("{cell:<width$}") }
         });
         text.push_str(padded.collect::<Vec<_>>().join("  ").trim_end());
         text.push('\n');
@@ -195,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn json_has_documented_fields() {
+    fn json_has_every_field_of_a_row() {
         let json = report().json();
         assert_eq!(json["area"], "test");
         let first = &json["rows"][0];

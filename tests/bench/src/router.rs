@@ -25,7 +25,7 @@ const CPU_32: &str = "CPU per request, 32 connections";
 const CPU_128: &str = "CPU per request, 128 connections";
 const LARGE_BODIES: &str = "bodies of 10 MiB, 4 connections";
 const MESSAGES: &str = "WebSocket messages/s, 32 connections";
-const HANDSHAKES: &str = "TLS handshakes/s, a request each";
+const HANDSHAKES: &str = "TLS handshakes/s, one request each";
 const IDLE_MEMORY: &str = "idle memory";
 const HTTPS_MEMORY: &str = "memory of 1,000 idle HTTPS connections";
 const WEBSOCKET_MEMORY: &str = "memory of 1,000 idle WebSockets";
@@ -215,7 +215,7 @@ impl Testbed {
         &self,
         address: SocketAddr,
         path: &str,
-        close: bool,
+        should_close: bool,
         connections: u32,
         seconds: u32,
     ) -> Result<LoadResult> {
@@ -223,7 +223,7 @@ impl Testbed {
             ("Host".to_owned(), self.site.host().to_owned()),
             ("Cookie".to_owned(), format!("theme=dark; {}", self.reader)),
         ];
-        if close {
+        if should_close {
             headers.push(("Connection".to_owned(), "close".to_owned()));
         }
         let request = Request { url: format!("https://{address}{path}"), headers, body: None };

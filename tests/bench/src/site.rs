@@ -190,7 +190,7 @@ impl Site {
         bail!("no session was opened: {} {}", response.status(), response.text().await?)
     }
 
-    /// Returns an endpoint that trusts this site's certificate.
+    /// Returns an endpoint that trusts this site's certificate authority.
     pub fn endpoint(&self, address: SocketAddr, cookie: &str) -> Result<Endpoint> {
         Endpoint::new(address, APP_HOST, cookie, &self.ca.root_pem())
     }

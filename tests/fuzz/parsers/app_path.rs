@@ -40,16 +40,16 @@ static APP: LazyLock<(tempfile::TempDir, DirFd)> = LazyLock::new(|| {
 const FILES: [&str; 3] = ["index.html", "a/b/page", "a/ü 1.txt"];
 
 fn paths() -> impl Strategy<Value = Vec<u8>> {
-    let encode = |text: &str, all: bool| -> String {
+    let encode = |text: &str, encodes_all: bool| -> String {
         let encode_byte = |byte: u8| match byte {
             b'/' => "/".to_owned(),
-            byte if !all && byte.is_ascii_alphanumeric() => char::from(byte).to_string(),
+            byte if !encodes_all && byte.is_ascii_alphanumeric() => char::from(byte).to_string(),
             byte => format!("%{byte:02x}"),
         };
         text.bytes().map(encode_byte).collect()
     };
     let file = prop::sample::select(&FILES[..]);
-    (file, any::<bool>()).prop_map(move |(path, all)| encode(path, all).into_bytes())
+    (file, any::<bool>()).prop_map(move |(path, encodes_all)| encode(path, encodes_all).into_bytes())
 }
 
 fn check_any(bytes: &[u8]) -> Result<(), String> {

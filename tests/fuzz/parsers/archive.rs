@@ -1,6 +1,6 @@
 //! A bundle's archive, as the updater unpacks it. For any content, the updater neither creates nor changes anything
-//! outside the directory, and creates no link that points outside it. A case is the tar within the bundle; damage to
-//! the compressed bytes is detected by their checksum.
+//! outside the directory, and creates no link that points outside it. A case is the tar within the bundle; corruption
+//! of the compressed bytes is detected by their checksum.
 
 use std::fs;
 use std::io::Write;
@@ -68,16 +68,16 @@ fn gzip(bytes: &[u8]) -> Vec<u8> {
 
 /// Recomputes the header checksums, so that mutated headers are parsed.
 pub(super) fn with_valid_checksums(mut bytes: Vec<u8>) -> Vec<u8> {
-    let mut at = 0_usize;
-    while let Some(block) = at.checked_add(512).and_then(|end| bytes.get_mut(at..end)) {
+    let mut offset = 0_usize;
+    while let Some(block) = offset.checked_add(512).and_then(|end| bytes.get_mut(offset..end)) {
         let mut header = tar::Header::new_old();
         header.as_mut_bytes().copy_from_slice(block);
         header.set_cksum();
         block.copy_from_slice(header.as_bytes());
         let size = header.entry_size().ok().and_then(|size| usize::try_from(size).ok()).unwrap_or_default();
-        at = at.saturating_add(512).saturating_add(size).saturating_add(511) / 512 * 512;
+        offset = offset.saturating_add(512).saturating_add(size).saturating_add(511) / 512 * 512;
         // An end-of-archive marker is a block of zeros without a checksum.
-        let next = at.checked_add(512).and_then(|end| bytes.get(at..end));
+        let next = offset.checked_add(512).and_then(|end| bytes.get(offset..end));
         if next.is_none_or(|next| next.iter().all(|&byte| byte == 0)) {
             break;
         }
@@ -118,7 +118,7 @@ pub(super) fn is_valid_release_path(path: &str) -> bool {
     number.is_some_and(|number| number.len() == 1 && number < "8")
 }
 
-/// Generates entries that try to escape the directory, in any order.
+/// Generates archives of arbitrary entries, many of which try to escape the directory.
 pub(super) fn hostile_archive() -> impl Strategy<Value = Vec<u8>> {
     let name = || {
         prop_oneof![
@@ -204,19 +204,19 @@ impl UnpackDir {
 /// writable by group or others; the total size is within the limit.
 fn check_release(into: &Path) -> Result<(), String> {
     let root = fs::canonicalize(into).map_err(|error| error.to_string())?;
-    let (mut bytes, mut todo) = (0, vec![root.clone()]);
-    while let Some(dir) = todo.pop() {
+    let (mut bytes, mut pending) = (0, vec![root.clone()]);
+    while let Some(dir) = pending.pop() {
         for entry in fs::read_dir(&dir).map_err(|error| error.to_string())?.flatten() {
             let path = entry.path();
             let meta = fs::symlink_metadata(&path).map_err(|error| error.to_string())?;
             let mode = meta.permissions().mode();
             if meta.is_symlink() {
-                let end = fs::canonicalize(&path);
-                if !end.as_ref().is_ok_and(|end| end.starts_with(&root)) {
-                    return Err(format!("{} points to {end:?}", path.display()));
+                let target = fs::canonicalize(&path);
+                if !target.as_ref().is_ok_and(|target| target.starts_with(&root)) {
+                    return Err(format!("{} points to {target:?}", path.display()));
                 }
             } else if meta.is_dir() {
-                todo.push(path);
+                pending.push(path);
             } else if !meta.is_file() || mode & 0o7022 != 0 {
                 return Err(format!("{} has the mode {mode:o}", path.display()));
             } else {
@@ -258,11 +258,14 @@ fn check_valid_archive(bytes: &[u8]) -> Result<(), String> {
     let dir = UnpackDir::new();
     unpack(&*gzip(bytes), &dir.target_path(), LIMITS).map_err(|error| error.to_string())?;
     for (path, body, mode) in wanted {
-        let at = dir.target_path().join(&path);
-        let linked =
-            at.with_file_name(format!("{}.link", at.file_name().unwrap_or_default().to_string_lossy()));
-        let found = fs::metadata(&at).map_err(|error| error.to_string())?.permissions().mode() & 0o7777;
-        if fs::read(&at).ok() != Some(body.clone()) || fs::read(linked).ok() != Some(body) || found != mode {
+        let unpacked = dir.target_path().join(&path);
+        let linked = unpacked
+            .with_file_name(format!("{}.link", unpacked.file_name().unwrap_or_default().to_string_lossy()));
+        let found = fs::metadata(&unpacked).map_err(|error| error.to_string())?.permissions().mode() & 0o7777;
+        if fs::read(&unpacked).ok() != Some(body.clone())
+            || fs::read(linked).ok() != Some(body)
+            || found != mode
+        {
             return Err(format!("{} has unexpected content", path.display()));
         }
     }
@@ -273,7 +276,7 @@ fn check_valid_archive(bytes: &[u8]) -> Result<(), String> {
 #[test]
 fn archive_checks_detect_each_violation() {
     type Violation = fn(&UnpackDir);
-    let violations: [(&str, Violation); 7] = [
+    let violations: [(&str, Violation); 8] = [
         ("a link that points outside", |dir| {
             std::os::unix::fs::symlink("../outside", dir.target_path().join("x"))
                 .expect("create a symbolic link");
@@ -289,6 +292,11 @@ fn archive_checks_detect_each_violation() {
             let path = dir.target_path().join("x");
             fs::write(&path, "").expect("write a file");
             fs::set_permissions(path, fs::Permissions::from_mode(0o4755)).expect("set the mode");
+        }),
+        ("a group-writable file", |dir| {
+            let path = dir.target_path().join("x");
+            fs::write(&path, "").expect("write a file");
+            fs::set_permissions(path, fs::Permissions::from_mode(0o664)).expect("set the mode");
         }),
         ("more bytes than the limit", |dir| {
             fs::write(dir.target_path().join("x"), vec![0; 200_001]).expect("write a file");

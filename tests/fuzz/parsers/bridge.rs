@@ -122,7 +122,7 @@ fn requests() -> impl Strategy<Value = Vec<u8>> {
         operation
     });
     let transaction = prop::collection::vec(operations(), 1..4)
-        .prop_map(|all| json!({ "action": "transaction", "app": "n", "operations": all }));
+        .prop_map(|list| json!({ "action": "transaction", "app": "n", "operations": list }));
     prop_oneof![3 => single, 1 => transaction, 1 => Just(json!({ "action": "schemas" }))]
         .prop_map(|request| request.to_string().into_bytes())
 }

@@ -75,7 +75,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
     let first = bytes.split(|byte| *byte == b'\n').next().unwrap_or_default();
     let is_own = serde_json::from_slice::<Value>(first).is_ok_and(|meta| meta["payload"]["id"] == THREAD);
     let (count, tokens_in, tokens_out) = sum_recorded_calls(bytes);
-    // A line may count although this test's parser rejects it because of an ignored member, so the rule does not apply
+    // A line may count even if this test's parser rejects it because of an ignored member, so the rule does not apply
     // if that parser finds no calls.
     if is_own && count > 0 && (usage.tokens_in > tokens_in || usage.tokens_out > tokens_out) {
         return Err(format!("{usage:?} for {count} calls with {tokens_in} and {tokens_out} tokens"));

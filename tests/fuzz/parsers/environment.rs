@@ -52,11 +52,11 @@ fn check_any_file(bytes: &[u8]) -> Result<(), String> {
     if read != pairs {
         return Err(format!("{pairs:?} was parsed, but systemd reads {read:?}"));
     }
-    let again: String = pairs.iter().map(|(name, value)| format_env_line(name, value)).collect();
-    if parse_env_file(&again).as_ref() == Ok(&pairs) {
+    let rewritten: String = pairs.iter().map(|(name, value)| format_env_line(name, value)).collect();
+    if parse_env_file(&rewritten).as_ref() == Ok(&pairs) {
         Ok(())
     } else {
-        Err(format!("{again:?}, written from the parsed pairs, is parsed differently"))
+        Err(format!("{rewritten:?}, written from the parsed pairs, is parsed differently"))
     }
 }
 
@@ -68,7 +68,7 @@ fn check_valid_file(bytes: &[u8]) -> Result<(), String> {
     if pairs.len() == lines { Ok(()) } else { Err(format!("{} of {lines} lines were parsed", pairs.len())) }
 }
 
-/// Text in every secret variable's value; no error may contain it.
+/// Text in every secret variable's value; neither an error nor debug output may contain it.
 const SECRET: &str = "hunter2-hunter2";
 
 pub fn boot_env() -> Target {
@@ -81,7 +81,8 @@ pub fn boot_env() -> Target {
     }
 }
 
-/// Generates three of the env files that `platform/userdata.rs` writes (host, store and boot), in one document.
+/// Generates a document with the variables of three env files that `platform/userdata.rs` writes (host, store and
+/// boot), and the `DATABASE_URL` that the updater adds to the host's.
 fn boot_envs() -> impl Strategy<Value = Vec<u8>> {
     let user = "[A-Za-z0-9][A-Za-z0-9._|:@+-]{0,30}";
     let (slot, handle, version) = ("[a-z][a-z0-9-]{0,31}", "[a-z][a-z0-9-]{1,38}", "[0-9]{1,4}\\.[0-9]{1,3}");
@@ -110,7 +111,8 @@ fn boot_envs() -> impl Strategy<Value = Vec<u8>> {
     )
 }
 
-/// The identity that an applet reads from the files at startup, and everything that it would print.
+/// The identity that an applet reads from the files at startup, and what it would print: errors, or debug output that
+/// contains the secret.
 struct StartupResult {
     identity: Option<Identity>,
     printed: Option<String>,
@@ -128,12 +130,12 @@ fn read_settings(bytes: &[u8]) -> StartupResult {
     let database = DatabaseUrl::read(&mut env);
     let keys = read_initial_proof_keys(&mut env);
     let database_error = database.as_ref().and_then(|url| url.config().err()).map(|error| error.to_string());
-    let shown = format!("{identity:?} {version:?} {store:?} {database:?}");
+    let debug_output = format!("{identity:?} {version:?} {store:?} {database:?}");
     let all = identity.clone().zip(version).zip(platform).zip(store).zip(database).zip(keys);
     let printed = env.finish(all).err().map(|error| error.to_string());
     let printed = [printed, database_error].into_iter().flatten().reduce(|first, second| first + &second);
-    // Anything that a log would show counts as printed.
-    let printed = if shown.contains(SECRET) { Some(shown) } else { printed };
+    // A log may contain debug output, so a secret in it counts as printed.
+    let printed = if debug_output.contains(SECRET) { Some(debug_output) } else { printed };
     StartupResult { identity, printed }
 }
 

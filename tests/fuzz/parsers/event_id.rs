@@ -42,7 +42,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
         (read_event_id(Some("notes"), text, EPOCH), read_event_id(Some("other"), text, EPOCH));
     match (notes, other) {
         // An id from another machine reveals only that it is from another machine.
-        (Some((epoch, 0)), Some((same, 0))) if epoch == same && epoch != EPOCH => Ok(()),
+        (Some((epoch, 0)), Some((other_epoch, 0))) if epoch == other_epoch && epoch != EPOCH => Ok(()),
         (Some(_), Some(_)) => Err(format!("{text:?} is accepted for two apps")),
         (Some((epoch, _)), None) | (None, Some((epoch, _))) if epoch != EPOCH => {
             Err(format!("{text:?}, from epoch {epoch}, is accepted for one app only"))

@@ -27,7 +27,7 @@ fn cookies() -> impl Strategy<Value = Vec<u8>> {
     prop::collection::vec(line, 0..5).prop_map(|lines| lines.join("\n").into_bytes())
 }
 
-/// Parses the lines that are valid headers.
+/// Returns a header with this name for each line that is a valid header value.
 fn parse_header_lines(name: &HeaderName, bytes: &[u8]) -> HeaderMap {
     let mut headers = HeaderMap::new();
     let lines = bytes.split(|byte| *byte == b'\n').take(64);
@@ -140,13 +140,13 @@ const HOP_BY_HOP: [&str; 7] = [
 ];
 
 /// Checks that hop-by-hop headers and those named in `Connection` are removed, and that a remaining upgrade is valid
-/// and does not switch to HTTP, which would allow request smuggling.
+/// and does not switch to HTTP or TLS, which would allow request smuggling.
 fn check_any_hops(bytes: &[u8]) -> Result<(), String> {
     let before = parse_headers(bytes);
     let mut after = before.clone();
     let upgrades = strip_hop_by_hop(&mut after);
-    let named = before.get_all(CONNECTION).iter().flat_map(|value| value.as_bytes().split(|b| *b == b','));
-    for name in named.filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok()) {
+    let listed = before.get_all(CONNECTION).iter().flat_map(|value| value.as_bytes().split(|b| *b == b','));
+    for name in listed.filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok()) {
         if after.contains_key(&name) && name != UPGRADE && name != CONNECTION {
             return Err(format!("{name} was named but remains"));
         }

@@ -1,4 +1,4 @@
-//! The parts of an owner's archive that describe its content, and are untrusted: the dump's listing and the manifest.
+//! The untrusted parts of an owner's archive that describe its content: the dump's listing and the manifest.
 
 use std::sync::LazyLock;
 
@@ -69,11 +69,11 @@ fn check_any_listing(bytes: &[u8]) -> Result<(), String> {
     for line in list.lines() {
         let id = line.strip_suffix(';').filter(|id| id.parse::<u32>().is_ok());
         let id = id.ok_or_else(|| format!("pg_restore would get {line:?}"))?;
-        let numbered = |line: &&str| {
+        let has_this_number = |line: &&str| {
             let number = line.split_once("; ").and_then(|(number, _)| number.parse::<u32>().ok());
             number.is_some() && number == id.parse().ok()
         };
-        for entry in listing.lines().filter(numbered) {
+        for entry in listing.lines().filter(has_this_number) {
             let typed_name = entry.splitn(4, ' ').nth(3).unwrap_or_default();
             if !LOADABLE_TYPES.iter().any(|kind| typed_name.starts_with(kind))
                 || typed_name.starts_with("DEFAULT ACL ")
@@ -136,9 +136,9 @@ static ARCHIVE_ENTRIES: LazyLock<Vec<ArchiveEntry>> = LazyLock::new(|| {
 });
 
 fn manifests() -> impl Strategy<Value = Vec<u8>> {
-    (prop::collection::vec("\\PC{0,20}", 0..3), any::<bool>()).prop_map(|(left_out, is_pretty)| {
+    (prop::collection::vec("\\PC{0,20}", 0..3), any::<bool>()).prop_map(|(omitted, is_pretty)| {
         let manifest =
-            json!({ "version": 1, "entries": *ARCHIVE_ENTRIES, "leftOut": left_out, "later": { "entries": 1 } });
+            json!({ "version": 1, "entries": *ARCHIVE_ENTRIES, "leftOut": omitted, "later": { "entries": 1 } });
         if is_pretty { format!("{manifest:#}").into_bytes() } else { manifest.to_string().into_bytes() }
     })
 }

@@ -53,7 +53,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
             other => return Err(format!("{kid} is for {other}")),
         };
         let is_for_signatures =
-            |key: &Value| key.get("use").is_none_or(|named| named == "sig" || named.is_null());
+            |key: &Value| key.get("use").is_none_or(|usage| usage == "sig" || usage.is_null());
         if !listed.iter().any(|key| key["kid"] == kid.as_str() && key["kty"] == kty && is_for_signatures(key))
         {
             return Err(format!("{kid} was accepted for {algorithm:?} from {set}"));

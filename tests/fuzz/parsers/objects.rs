@@ -100,11 +100,11 @@ pub fn pointer() -> Target {
 }
 
 fn pointers() -> impl Strategy<Value = Vec<u8>> {
-    let named = prop_oneof![
+    let snapshot = prop_oneof![
         2 => Just(Some(SnapshotRef { etag: Some("\"abc\"".to_owned()), ..complete_sidecar().snapshot_ref() })),
         1 => Just(None),
     ];
-    (0..60u32, 0..1u64 << 40, named).prop_map(|(fence, seq, snapshot)| {
+    (0..60u32, 0..1u64 << 40, snapshot).prop_map(|(fence, seq, snapshot)| {
         let pointer = Pointer {
             version: 1,
             fence_epoch: Epoch(fence),
@@ -125,15 +125,15 @@ fn check_any_pointer(bytes: &[u8]) -> Result<(), String> {
             check_next_writer(&read.value)?;
         }
         match snapshot::find_latest(&bucket, &slot()).await {
-            Ok(named)
-                if (&named.key, named.size_bytes, &*named.sha256) == (&complete_sidecar().key, 5, SHA256) =>
+            Ok(found)
+                if (&found.key, found.size_bytes, &*found.sha256) == (&complete_sidecar().key, 5, SHA256) =>
             {
                 Ok(())
             }
-            Ok(named) => Err(format!("it resolves to {named:?}, which is not the complete snapshot")),
+            Ok(found) => Err(format!("it resolves to {found:?}, which is not the complete snapshot")),
             Err(SnapshotUnusable::Absent | SnapshotUnusable::Damaged { .. }) => Ok(()),
             Err(SnapshotUnusable::Store(error)) => {
-                Err(format!("a damaged pointer is reported as a store failure: {error}"))
+                Err(format!("a malformed pointer is reported as a store failure: {error}"))
             }
         }
     })
@@ -164,7 +164,7 @@ fn check_next_writer(read: &Pointer) -> Result<(), String> {
     ];
     for next in next.into_iter().flatten().flatten() {
         if next.seq <= read.seq || next.fence_epoch < read.fence_epoch {
-            return Err(format!("the pointer was set back from {read:?} to {next:?}"));
+            return Err(format!("the pointer was moved back from {read:?} to {next:?}"));
         }
     }
     Ok(())
@@ -174,9 +174,9 @@ fn check_next_writer(read: &Pointer) -> Result<(), String> {
 fn is_same_on_wire(left: &Pointer, right: &Pointer) -> bool {
     let truncate = |pointer: &Pointer| {
         let mut pointer = pointer.clone();
-        if let Some(named) = &mut pointer.snapshot {
-            named.taken_at = timestamp(named.taken_at.as_millisecond());
-            named.verified_at = timestamp(named.verified_at.as_millisecond());
+        if let Some(snapshot) = &mut pointer.snapshot {
+            snapshot.taken_at = timestamp(snapshot.taken_at.as_millisecond());
+            snapshot.verified_at = timestamp(snapshot.verified_at.as_millisecond());
         }
         pointer
     };
@@ -193,10 +193,10 @@ fn check_valid_pointer(bytes: &[u8]) -> Result<(), String> {
             return Err(format!("parsed as {:?}", read.value));
         }
         match (snapshot::find_latest(&bucket, &slot()).await, wanted.snapshot) {
-            (Ok(found), Some(named)) if found == named => Ok(()),
+            (Ok(found), Some(expected)) if found == expected => Ok(()),
             // The bucket contains a snapshot, but the pointer names none.
             (Err(SnapshotUnusable::Damaged { .. }), None) => Ok(()),
-            (found, named) => Err(format!("{named:?} resolved to {found:?}")),
+            (found, expected) => Err(format!("{expected:?} resolved to {found:?}")),
         }
     })
 }
@@ -251,7 +251,7 @@ fn check_any_sidecar(bytes: &[u8]) -> Result<(), String> {
         let sidecar = match snapshot::load(&bucket, &slot(), &complete_sidecar().key).await {
             Ok(sidecar) => sidecar,
             Err(SnapshotUnusable::Damaged { .. }) => return Ok(()),
-            Err(error) => return Err(format!("a damaged sidecar is reported as {error:?}")),
+            Err(error) => return Err(format!("a malformed sidecar is reported as {error:?}")),
         };
         if sidecar.version != 1
             || sidecar.key != complete_sidecar().key
@@ -272,7 +272,7 @@ fn check_any_sidecar(bytes: &[u8]) -> Result<(), String> {
                 sidecar.taken_at, sidecar.epoch, sidecar.key
             ));
         }
-        // Must not panic, whatever the version.
+        // Must not panic for any version.
         let _ = sidecar.pg_major();
         Ok(())
     })

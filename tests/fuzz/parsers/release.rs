@@ -56,16 +56,16 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
     let lifetime = 0..4_000_000_000_000_i64;
     (any::<[u8; 32]>(), any::<u64>(), prop::option::of(version()), millis, lifetime, sequence).prop_map(
         |(digest, size_bytes, min_version, created, lifetime, sequence)| {
-            let at = |millis| Timestamp::from_millisecond(millis).expect("the time is in range");
+            let timestamp = |millis| Timestamp::from_millisecond(millis).expect("the time is in range");
             let manifest = Manifest {
                 version: 1,
                 image_version: VERSION.parse().expect("the version is valid"),
                 sha256: hex::encode(digest),
                 size_bytes,
                 min_version: min_version.map(|text| text.parse().expect("the version is valid")),
-                created_at: at(created),
+                created_at: timestamp(created),
                 // Later than the check, by at least a millisecond.
-                expires_at: at(1_796_083_200_001 + lifetime),
+                expires_at: timestamp(1_796_083_200_001 + lifetime),
                 trusted_keys: sequence.map(|sequence| KeySet { sequence, keys: PUBLISHER.trusted.clone() }),
                 removes: sequence.map(|sequence| format!("agents/{sequence}")).into_iter().collect(),
             };
@@ -121,7 +121,7 @@ pub fn signature() -> Target {
     }
 }
 
-/// Generates the publisher's line, with lines from other publishers before and after it.
+/// Generates the publisher's line, with up to two lines from other publishers before it and after it.
 fn files() -> impl Strategy<Value = Vec<u8>> {
     use base64::Engine;
     let foreign_line = (any::<[u8; 8]>(), any::<[u8; 32]>(), any::<[u8; 32]>()).prop_map(|(id, r, s)| {

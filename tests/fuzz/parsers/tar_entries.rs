@@ -22,7 +22,8 @@ pub fn target() -> Target {
     Target { name: "tar-entries", valid, check_any, check_valid, cases: 2000 }
 }
 
-/// Reads an archive; returns the path and size of each entry, or `None` if the archive was rejected.
+/// Reads an archive; returns the path and size of each entry, or `None` if the archive was rejected. The error names
+/// the violated rule.
 fn read_entries(bytes: &[u8], limits: TarLimits) -> Result<Option<Vec<(String, u64)>>, String> {
     let mut archive = tar::Archive::new(bytes);
     let Ok(mut entries) = TarReader::new(&mut archive, limits) else { return Ok(None) };
@@ -37,15 +38,15 @@ fn read_entries(bytes: &[u8], limits: TarLimits) -> Result<Option<Vec<(String, u
             Err(_) => return Ok(None),
         };
         let mut body = Vec::new();
-        let end = entry.read_to_end(&mut body);
+        let result = entry.read_to_end(&mut body);
         let (size, length) = (entry.size, body.len() as u64);
-        if length > size || (end.is_ok() && length != size) {
+        if length > size || (result.is_ok() && length != size) {
             return Err(format!("read {length} bytes of a {size}-byte file"));
         }
         if entry.path.as_os_str().len().max(entry.link.as_os_str().len()) > limits.max_name_bytes {
             return Err("a name is too long".to_owned());
         }
-        if end.is_err() {
+        if result.is_err() {
             return Ok(None);
         }
         found.push((entry.path.to_string_lossy().into_owned(), size));

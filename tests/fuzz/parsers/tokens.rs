@@ -60,9 +60,9 @@ fn verified_claims(token: &str) -> Option<Value> {
 /// Returns copies of the token with one byte changed, at positions throughout it.
 fn altered_tokens(token: &str) -> impl Iterator<Item = String> {
     let step = (token.len() / 24).max(1);
-    (0..token.len()).step_by(step).chain(token.len().checked_sub(1)).filter_map(|at| {
+    (0..token.len()).step_by(step).chain(token.len().checked_sub(1)).filter_map(|position| {
         let mut bytes = token.as_bytes().to_vec();
-        bytes[at] = if bytes[at] == b'A' { b'B' } else { b'A' };
+        bytes[position] = if bytes[position] == b'A' { b'B' } else { b'A' };
         String::from_utf8(bytes).ok()
     })
 }
@@ -110,7 +110,7 @@ fn jwts() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// The issuer's keys, served by this process.
+/// The address of the issuer's keys, which this process serves.
 static JWKS_URL: LazyLock<url::Url> = LazyLock::new(|| {
     let listener = TcpListener::bind("127.0.0.1:0").expect("bind a port");
     let address = listener.local_addr().expect("the listener is bound");

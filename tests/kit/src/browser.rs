@@ -35,7 +35,7 @@ pub struct Options {
 /// Starts all services, runs the tests, and stops the services.
 ///
 /// # Errors
-/// Fails if a dependency or service is unavailable, or if a test fails.
+/// Fails if a dependency or service is unavailable, if the bundle cannot be built, or if a test fails.
 pub async fn run(options: &Options) -> Result<()> {
     let out = fetch::target_dir().join("browser");
     fs::create_dir_all(&out)?;

@@ -31,7 +31,7 @@ pub use owned::OwnedChild;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AtExit {
     Kill,
-    /// The whole process group that the child leads.
+    /// Kills the whole process group that the child leads.
     KillGroup,
     /// For PostgreSQL: an immediate shutdown, which also releases its shared memory. `SIGKILL` follows after three
     /// seconds.
@@ -200,11 +200,11 @@ mod tests {
     fn killed_process_is_cleaned_up() {
         use std::io::{BufRead, BufReader};
         let dir = tempfile::tempdir().expect("the directory is created");
-        let doomed = dir.path().join("with space");
-        std::fs::create_dir(&doomed).expect("the directory is created");
+        let registered_dir = dir.path().join("with space");
+        std::fs::create_dir(&registered_dir).expect("the directory is created");
         let mut victim = Command::new(std::env::current_exe().expect("the test knows its own path"))
             .args(["--ignored", "--exact", "--nocapture", "child::tests::victim"])
-            .env("KIT_VICTIM_DIR", &doomed)
+            .env("KIT_VICTIM_DIR", &registered_dir)
             .stdout(Stdio::piped())
             .spawn()
             .expect("the victim starts");
@@ -221,10 +221,10 @@ mod tests {
         unregister(victim.id());
 
         let deadline = Instant::now() + Duration::from_secs(20);
-        while (is_running(grandchild) || doomed.exists()) && Instant::now() < deadline {
+        while (is_running(grandchild) || registered_dir.exists()) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(10));
         }
         assert!(!is_running(grandchild), "the child outlived its parent");
-        assert!(!doomed.exists(), "the directory still exists");
+        assert!(!registered_dir.exists(), "the directory still exists");
     }
 }

@@ -40,7 +40,7 @@ impl SmallDisk {
     /// mounted.
     ///
     /// # Errors
-    /// Fails if the previous content cannot be copied.
+    /// Fails if `dir` cannot be created, or if its previous content cannot be copied.
     pub fn mount(dir: PathBuf, mib: u64) -> Result<Option<Self>> {
         if !nix::unistd::geteuid().is_root() {
             skip::record(format_args!("only root can mount a small disk at {}", dir.display()));
@@ -63,7 +63,7 @@ impl SmallDisk {
     /// Limits the number of files and directories on the disk, including the existing ones.
     ///
     /// # Errors
-    /// Fails if the disk already has more.
+    /// Fails if the disk already has more, or cannot be remounted.
     pub fn limit_inodes(&self, count: u64) -> Result<()> {
         let mut mount = Command::new("mount");
         mount.args(["-o", &format!("remount,nr_inodes={count}")]).arg(&self.dir);
@@ -75,10 +75,10 @@ impl SmallDisk {
         self.dir.join("filler")
     }
 
-    /// Fills the disk until only this many bytes are free.
+    /// Fills the disk until at most this many bytes are free.
     ///
     /// # Errors
-    /// Fails if the filler file cannot be created.
+    /// Fails if the filler file cannot be created, or if the free space cannot be determined.
     pub fn fill(&self, free_bytes: u64) -> Result<()> {
         let mut file = File::create(self.filler())?;
         let piece = vec![0; 4096];
@@ -91,14 +91,14 @@ impl SmallDisk {
         Ok(())
     }
 
-    /// Deletes the filler file.
+    /// Deletes the filler file, if there is one.
     ///
     /// # Errors
     /// Fails if the file cannot be deleted.
     pub fn delete_filler(&self) -> Result<()> {
         match fs::remove_file(self.filler()) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
-            removed => Ok(removed?),
+            result => Ok(result?),
         }
     }
 }

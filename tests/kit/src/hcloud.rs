@@ -54,7 +54,8 @@ pub fn fetch_library(target_dir: &Path) -> Result<PathBuf> {
 /// Fetches the command-line client once.
 ///
 /// # Errors
-/// Fails if the machine's package sources do not have the pinned Debian 12 package.
+/// Fails if the machine is not x86_64, if its package sources do not have the pinned Debian 12 package, or if the
+/// package cannot be unpacked.
 pub fn fetch_cli() -> Result<FetchedProgram> {
     CLI.locate_or_fetch()
 }

@@ -28,7 +28,7 @@ impl Language {
     }
 }
 
-/// Checks every command line that begins with the name of `program`, which must have been built.
+/// Checks every command line that begins with the name of `program`. The caller must have called [`Command::build`].
 pub fn check(program: &Command, text: &str, language: Language) -> QuoteReport {
     let commands = find_command_lines(program.get_name(), text, language);
     let checked = commands.len();
@@ -83,11 +83,11 @@ fn find_error(program: &Command, arguments: &str, quoting: Quoting) -> Option<St
             }
         } else if is_notation(word) {
         } else if command.has_subcommands() && !is_placeholder(word) {
-            let found = word.split('|').map(|name| command.find_subcommand(name));
-            match found.collect::<Option<Vec<_>>>().and_then(|found| found.into_iter().next()) {
-                Some(found) => {
+            let subcommands = word.split('|').map(|name| command.find_subcommand(name));
+            match subcommands.collect::<Option<Vec<_>>>().and_then(|all| all.into_iter().next()) {
+                Some(subcommand) => {
                     path = format!("{path} {word}");
-                    command = found;
+                    command = subcommand;
                 }
                 // The text is prose: the program's name is the subject of a sentence.
                 None if quoting == Quoting::Undelimited => return None,
@@ -149,25 +149,26 @@ fn is_placeholder(word: &str) -> bool {
 /// Finds the arguments after each mention of a program.
 fn find_command_lines(program: &str, text: &str, language: Language) -> Vec<(String, Quoting)> {
     let text = join_lines(text, language);
-    let mut found = Vec::new();
-    for (at, mention) in text.match_indices(&format!("{program} ")) {
-        let (before, rest) = (&text[..at], &text[at + mention.len()..]);
+    let mut command_lines = Vec::new();
+    for (start, mention) in text.match_indices(&format!("{program} ")) {
+        let (before, rest) = (&text[..start], &text[start + mention.len()..]);
         let line = rest.split('\n').next().unwrap_or_default();
         let line =
             if language == Language::Rust { line.split("\\n").next().unwrap_or_default() } else { line };
         let is_fenced = language == Language::Markdown && before.matches("\n```").count() % 2 == 1;
         if before.ends_with('`') {
             let quoted = line.split(['`', '"']).next().unwrap_or_default();
-            found.push((quoted.to_owned(), Quoting::Backticks));
+            command_lines.push((quoted.to_owned(), Quoting::Backticks));
         } else if before.ends_with("$ ") || (is_fenced && before.ends_with('\n')) {
-            let ends = [" #", " |", " >", " &", ";"];
-            let end = ends.iter().filter_map(|end| line.find(end)).min().unwrap_or(line.len());
-            found.push((line[..end].to_owned(), Quoting::Line));
+            let terminators = [" #", " |", " >", " &", ";"];
+            let end = terminators.iter().filter_map(|text| line.find(text)).min().unwrap_or(line.len());
+            command_lines.push((line[..end].to_owned(), Quoting::Line));
         } else if before.ends_with(['"', ' ', '(']) {
-            found.push((line.split(['`', '"']).next().unwrap_or_default().to_owned(), Quoting::Undelimited));
+            let rest_of_line = line.split(['`', '"']).next().unwrap_or_default();
+            command_lines.push((rest_of_line.to_owned(), Quoting::Undelimited));
         }
     }
-    found
+    command_lines
 }
 
 /// Joins lines that belong together: those of a string literal, or of a quotation in a page.
@@ -211,6 +212,7 @@ mod tests {
             "\n```sh\ncargo tool build --in X    # why\n```\n",
             "\n```\n$ cargo tool build a b\n```\n",
             "\n```\ncargo tool build --out 'a b'\n```\n",
+            "run cargo tool build --in X",
         ] {
             assert_eq!(check(&program(), text, Language::Markdown).errors.len(), 1, "{text}");
         }

@@ -56,7 +56,7 @@ impl Restic {
     /// Runs a command, and returns its output.
     ///
     /// # Errors
-    /// Fails with the output of `restic` if the command fails.
+    /// Fails if `restic` cannot be started; fails with its output if the command fails or times out.
     pub fn run(&self, arguments: &[&str]) -> Result<String> {
         child::run(self.command(arguments), TIMEOUT)
             .with_context(|| format!("restic {}", arguments.join(" ")))
@@ -79,7 +79,7 @@ impl Restic {
         self.run(&["check", "--read-data"]).map(drop)
     }
 
-    /// Restores a snapshot to a new directory.
+    /// Restores a snapshot to `target`, and returns that directory.
     ///
     /// # Errors
     /// Fails if `restic` fails.

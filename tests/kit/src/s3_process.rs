@@ -24,7 +24,8 @@ impl S3Process {
     /// Starts the command and waits until it listens on the port.
     ///
     /// # Errors
-    /// Fails if the command cannot be started; fails with the server's log if it exits or does not listen in time.
+    /// Fails if the log cannot be created or the command cannot be started; fails with the server's log if it exits or
+    /// does not listen in time.
     pub fn start(name: &'static str, mut command: Command, port: u16, log: &Path) -> Result<Self> {
         let server = command
             .stdin(Stdio::null())
@@ -47,7 +48,7 @@ impl S3Process {
     /// Creates the bucket and waits until it accepts objects, because a server may reject them at first.
     ///
     /// # Errors
-    /// Fails if the server still rejects objects after the timeout.
+    /// Fails if the server still rejects the bucket or an object after the timeout.
     pub async fn create_bucket(&self) -> Result<()> {
         let url = format!("{}/{BUCKET}", self.endpoint());
         let client = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(30)).build()?;

@@ -30,6 +30,8 @@ pub struct Seaweed {
 }
 
 impl Seaweed {
+    /// Starts the server on free ports.
+    ///
     /// # Errors
     /// Fails if SeaweedFS cannot be fetched, or does not start in time.
     pub fn start() -> Result<Self> {
@@ -68,7 +70,7 @@ impl Seaweed {
 /// Fetches the program once into `<target_dir>/tools`.
 ///
 /// # Errors
-/// Fails if the download fails.
+/// Fails if the program cannot be downloaded or unpacked.
 #[cfg(target_arch = "x86_64")]
 pub fn fetch(target_dir: &Path) -> Result<std::path::PathBuf> {
     fetch::locate_or_create(target_dir, &format!("seaweedfs-{VERSION}"), |dir| {

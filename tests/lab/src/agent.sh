@@ -1,5 +1,5 @@
-# Dispatches on a machine, until one is audited: the agent runs as the owner's user in its own unit, a protected watcher
-# audits its files, and no process remains. Prints a summary; exits at the first violation.
+# Runs dispatches on a machine until one is audited: the agent runs as the owner's user in its own unit, a protected
+# watcher audits its files, and no process remains. Prints a summary; exits at the first violation.
 set -eu
 home=/home/svc/home
 fail() {
@@ -59,7 +59,7 @@ for _ in 1 2 3 4 5 6 7 8 9 10; do /opt/svc/bin/svc-hook --version >/dev/null; do
 start_ms=$((($(date +%s%N) - began) / 10000000))
 
 # A hook times out after 500 ms, and takes about 50 ms to start on an emulated processor, so audit entries may be
-# missing. In this case, a gap must be recorded. At least one of several dispatches must be audited.
+# missing. In that case, a gap must be recorded. At least one of several dispatches must be audited.
 audit=$home/system/logs/audit.jsonl
 for try in 1 2 3 4 5 6 7 8; do
   id=lab-$try

@@ -73,7 +73,8 @@ mkdir -p $home/lab-bin && printf '#!/bin/sh\nid -un >>/var/tmp/lab-ran-as\nexit 
 for tool in pg_restore psql pg_dumpall; do cp $home/lab-bin/pg_dump $home/lab-bin/$tool; done
 chmod -R a+rx $home/lab-bin && chown -R svc:svc $home/lab-bin
 rm -f /var/tmp/lab-ran-as && install -m 0666 /dev/null /var/tmp/lab-ran-as
-# The planted programs work, and commands run them if root's own environment names them, so the next check can fail.
+# Checks that the planted programs work, and that commands run them if root's own environment names them: otherwise, the
+# next check could not fail.
 $home/lab-bin/pg_dump || true
 grep -qx root /var/tmp/lab-ran-as || fail "the planted programs do not work"
 : >/var/tmp/lab-ran-as

@@ -1,5 +1,5 @@
-//! The owner's data: a store outage during two backups, a table restored from an earlier snapshot, and an export of
-//! all data as one archive, which is imported again.
+//! The owner's data: a store outage during two backups, a table restored from a snapshot, and an export of all data as
+//! one archive, which is imported again.
 
 use std::time::Duration;
 
@@ -161,9 +161,9 @@ pub async fn export_and_import(stack: &Stack, machine: &MachineRecord) -> Result
                 systemctl --failed --no-legend; rm -rf /var/backups/ada.tar /home/svc/home/.before-import-* \
                 /home/svc/home/system/.before-import-*";
     let report = vm.run(inspect, SHORT_TIMEOUT).await?.success()?;
-    let owners =
+    let expected_lines =
         ["svc:svc /home/svc/home/projects/file", "svc-gateway:svc /home/svc/home/system/logs", "mine"];
-    ensure!(owners.iter().all(|line| report.contains(line)), "{report}");
+    ensure!(expected_lines.iter().all(|line| report.contains(line)), "{report}");
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("backup after the import")?;
     ensure!(import.contains("restarted svc-gateway"), "{import}");
     Ok((

@@ -157,8 +157,8 @@ pub async fn cut_power_during_backup(stack: &Stack, machine: &MachineRecord) -> 
     let before = verified_pointer(stack)?;
     vm.run(CREATE_LARGE_TABLE, LONG_TIMEOUT).await?.success().context("cannot create a large table")?;
     let rows = stack.web.titles(&stack.owner_token()).await?;
-    let dumping = "systemctl start --no-block svc-db-backup.service; for n in $(seq 600); do pgrep -x pg_dump && exit 0; sleep 0.1; done; exit 1";
-    vm.run(dumping, LONG_TIMEOUT).await?.success().context("pg_dump did not start")?;
+    let start_dump = "systemctl start --no-block svc-db-backup.service; for n in $(seq 600); do pgrep -x pg_dump && exit 0; sleep 0.1; done; exit 1";
+    vm.run(start_dump, LONG_TIMEOUT).await?.success().context("pg_dump did not start")?;
     stack.provider.kill_server(&machine.server).await?;
     let at_cut = verified_pointer(stack)?;
     ensure!(at_cut == before, "the pointer moved before the dump was complete: {at_cut}");

@@ -84,7 +84,7 @@ pub(super) async fn save(stack: &Stack, machine: &MachineRecord, mib: u64) -> Re
     vm.run(&create, timeout).await?.success().context("cannot create the parts")?;
     let parts_hash = vm.run(HASH_PARTS, timeout).await?.success()?;
     vm.run(START_WRITER, SHORT_TIMEOUT).await?.success().context("cannot start the writer")?;
-    let rows = count_rows(&vm.run(CHECK_NOTES, SHORT_TIMEOUT).await?.success()?)?;
+    let rows = parse_row_count(&vm.run(CHECK_NOTES, SHORT_TIMEOUT).await?.success()?)?;
     let began = Instant::now();
     loop {
         match vm.run("/opt/svc/bin/svc-sync-agent now", timeout).await?.success() {
@@ -101,7 +101,7 @@ pub(super) async fn save(stack: &Stack, machine: &MachineRecord, mib: u64) -> Re
     Ok((SavedFiles { commit, rows, parts_hash, mib }, detail))
 }
 
-/// Checks that the files are on the next machine.
+/// Checks that the files were restored on the new machine.
 pub(super) async fn check_restored(
     stack: &Stack,
     machine: &MachineRecord,
@@ -110,7 +110,7 @@ pub(super) async fn check_restored(
     let vm = stack.provider.machine(&machine.server)?;
     let parts_hash = vm.run(HASH_PARTS, parts_timeout(saved.mib)).await?.success()?;
     ensure!(parts_hash == saved.parts_hash, "the parts' hash was {}, now {parts_hash}", saved.parts_hash);
-    let rows = count_rows(&vm.run(CHECK_NOTES, SHORT_TIMEOUT).await?.success()?)?;
+    let rows = parse_row_count(&vm.run(CHECK_NOTES, SHORT_TIMEOUT).await?.success()?)?;
     ensure!(rows >= saved.rows, "the database had {} rows when the save began, now {rows}", saved.rows);
     let archive = "tar -C /home/svc/home/projects/lab -c repository | base64 -w 0";
     let archive = vm.run(archive, SHORT_TIMEOUT).await?.success()?;
@@ -126,11 +126,11 @@ pub(super) async fn check_restored(
     Ok(((), detail))
 }
 
-/// Parses `ok 123`: the result of the integrity check, and the number of rows.
-fn count_rows(output: &str) -> Result<u64> {
+/// Returns the number of rows from the output of [`CHECK_NOTES`], such as `ok 123`. Fails if the database is corrupt.
+fn parse_row_count(output: &str) -> Result<u64> {
     match output.trim().split_once(' ') {
         Some(("ok", count)) => Ok(count.parse()?),
-        _ => bail!("the database is damaged: {output}"),
+        _ => bail!("the database is corrupt: {output}"),
     }
 }
 
@@ -170,7 +170,7 @@ fn check_repository(dir: &Path, archive: &str, commit: &str) -> Result<()> {
     fs::write(unpacked.join("archive"), archive)?;
     run_shell(&unpacked, "base64 -d archive | tar --no-same-owner -x")?;
     let repository = unpacked.join("repository");
-    run_git(&repository, &["fsck", "--strict", "--full"]).context("the repository is damaged")?;
+    run_git(&repository, &["fsck", "--strict", "--full"]).context("the repository is corrupt")?;
     let head = run_git(&repository, &["rev-parse", "HEAD"])?;
     ensure!(head == commit, "the last commit was {commit}, now {head}");
     let changed = run_git(&repository, &["status", "--porcelain"])?;

@@ -72,7 +72,7 @@ pub async fn reboot(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     })
     .await?;
     let owner = stack.owner_token();
-    let after = eventually("the rows after the reboot", BOOT_TIMEOUT, || stack.web.titles(&owner)).await?;
+    let after = eventually("the rows are found", BOOT_TIMEOUT, || stack.web.titles(&owner)).await?;
     let seconds = started.elapsed().as_secs_f64();
     ensure!(after == before, "there were {before:?}, now {after:?}");
     ensure!(vm.run(MARKER, timeout).await?.success()? == marker, "the machine was restored again");
@@ -152,8 +152,8 @@ pub async fn run_drill(stack: &Stack, machine: &MachineRecord) -> Result<((), St
         let run = stack.svcctl(&["--json", "status", HANDLE]).await?.success()?;
         let record: serde_json::Value = run.json()?;
         let checks = record["checks"].clone();
-        let both = ["drill", "verify"].iter().all(|kind| checks[*kind]["status"] == "success");
-        ensure!(both, "the record has {checks}");
+        let has_both_results = ["drill", "verify"].iter().all(|kind| checks[*kind]["status"] == "success");
+        ensure!(has_both_results, "the record has {checks}");
         Ok(checks)
     })
     .await?;
@@ -179,7 +179,7 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     let record: serde_json::Value = run.json()?;
     ensure!(record["status"] == "running" && record["serverType"] == "cpx32", "the record is {record}");
     let owner = stack.owner_token();
-    let after = eventually("the rows after the resize", BOOT_TIMEOUT, || stack.web.titles(&owner)).await?;
+    let after = eventually("the rows are found", BOOT_TIMEOUT, || stack.web.titles(&owner)).await?;
     ensure!(after == before, "there were {before:?}, now {after:?}");
     let large = vm.run(size, timeout).await?.success()?;
     ensure!(

@@ -37,10 +37,10 @@ pub async fn measure_boot(stack: &Stack, machine: &MachineRecord) -> Result<((),
         marks.push((if stage == "register" { "registered" } else { stage }, when));
     }
     let end: Timestamp = record["registeredAt"].as_str().context("not registered")?.parse()?;
-    let ends = marks.iter().skip(1).map(|mark| mark.1).chain([end]);
+    let end_times = marks.iter().skip(1).map(|mark| mark.1).chain([end]);
     let parts: Vec<String> = marks
         .iter()
-        .zip(ends)
+        .zip(end_times)
         .map(|((name, begin), end)| format!("{name} {:.1}", end.duration_since(*begin).as_secs_f64()))
         .collect();
     let total = end.duration_since(power_on).as_secs_f64();

@@ -17,7 +17,7 @@ pub enum StepSelection {
     Only(Vec<String>),
 }
 
-/// The slot's machines.
+/// The slot's machines, and the owner's files.
 pub(super) struct SlotMachines {
     pub(super) first: MachineRecord,
     /// The serving machine; equal to `first` until a recovery.

@@ -91,7 +91,7 @@ pub async fn cut_power_during_update(stack: &Stack, machine: &MachineRecord) -> 
 /// Deploys a release whose gateway does not start: the machine rolls back, and the fleet reports it.
 pub async fn roll_back_broken_update(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let before = current_release(stack, machine).await?;
-    // The script behaves like the applet by whose name it is called.
+    // The script behaves like the applet whose name it is called by, except that svc-gateway fails.
     let svc = stack.dir.join("broken/svc");
     fs::create_dir_all(stack.dir.join("broken"))?;
     let script = format!(
@@ -143,10 +143,11 @@ pub async fn deploy_full_release(stack: &Stack, machine: &MachineRecord) -> Resu
     let seconds = started.elapsed().as_secs_f64();
     let owner = stack.owner_token();
     let page = |web, path| get_page(web, path, &owner);
-    let shell = eventually("the shell", BOOT_TIMEOUT, || page(&stack.web, "/")).await?;
+    let shell = eventually("the shell is served", BOOT_TIMEOUT, || page(&stack.web, "/")).await?;
     ensure!(shell.contains("<script"), "the shell is {shell}");
     let editor =
-        eventually("code-server", BOOT_TIMEOUT, || page(&stack.code, "/?folder=/home/svc/home")).await?;
+        eventually("code-server is served", BOOT_TIMEOUT, || page(&stack.code, "/?folder=/home/svc/home"))
+            .await?;
     ensure!(editor.contains("workbench"), "code-server is {editor}");
     let socket = "/stable-0000000000000000000000000000000000000000?reconnectionToken=lab&reconnection=false";
     let status = stack.code.request_web_socket(socket, &owner).await?;

@@ -32,7 +32,7 @@ struct TestPlatform {
     operators: Vec<(Scope, String)>,
 }
 
-/// A snapshot of the running machine.
+/// The file name of the running machine's snapshot.
 const DUMP: &str = "2026-01-01T00-00-00.000Z-1.dump";
 
 impl TestPlatform {

@@ -57,7 +57,7 @@ async fn database_restart_during_a_backup_fails_that_run() -> Result<()> {
         if point == "backup.streaming" {
             wait_until("the upload", || !store.uploads(BUCKET).is_empty()).await?;
         } else {
-            // Before the snapshot is open, the run might connect only after the restart, and succeed.
+            // If the restart preceded the snapshot, the run might connect only after it, and succeed.
             wait_until_snapshot_is_open(&machine).await?;
         }
         match how {

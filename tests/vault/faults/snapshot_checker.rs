@@ -80,9 +80,9 @@ impl<'a> SnapshotChecker<'a> {
         let sidecar: Sidecar = serde_json::from_slice(&read(&format!("{key}.json")))
             .map_err(|error| format!("cannot read the sidecar of {key}: {error}"))?;
         let dump = read(key);
-        let found = (dump.len() as u64, hex::encode(Sha256::digest(&dump)));
-        if sidecar.key != key || (sidecar.size_bytes, &sidecar.sha256) != (found.0, &found.1) {
-            return Err(format!("{key} has size and SHA-256 {found:?}, but its sidecar is {sidecar:?}"));
+        let actual = (dump.len() as u64, hex::encode(Sha256::digest(&dump)));
+        if sidecar.key != key || (sidecar.size_bytes, &sidecar.sha256) != (actual.0, &actual.1) {
+            return Err(format!("{key} has size and SHA-256 {actual:?}, but its sidecar is {sidecar:?}"));
         }
         Ok(sidecar)
     }
@@ -97,12 +97,12 @@ impl<'a> SnapshotChecker<'a> {
             return Err(format!("the pointer moved back from {} to {}", self.seq, pointer.seq));
         }
         self.seq = pointer.seq;
-        let Some(named) = pointer.snapshot else { return Ok(()) };
-        let Some(seen) = self.complete.get(&named.key) else {
-            return Err(format!("the pointer names {}, which is not complete", named.key));
+        let Some(snapshot) = pointer.snapshot else { return Ok(()) };
+        let Some(seen) = self.complete.get(&snapshot.key) else {
+            return Err(format!("the pointer names {}, which is not complete", snapshot.key));
         };
-        if (named.size_bytes, &named.sha256) != (seen.sidecar.size_bytes, &seen.sidecar.sha256) {
-            return Err(format!("the pointer states {named:?}, but the sidecar is {:?}", seen.sidecar));
+        if (snapshot.size_bytes, &snapshot.sha256) != (seen.sidecar.size_bytes, &seen.sidecar.sha256) {
+            return Err(format!("the pointer states {snapshot:?}, but the sidecar is {:?}", seen.sidecar));
         }
         Ok(())
     }
@@ -162,7 +162,7 @@ mod tests {
     fn check_detects_every_violation() {
         type Violation = fn(&S3Server, &Pointer);
         fn key(pointer: &Pointer) -> &str {
-            pointer.snapshot.as_ref().map_or("", |named| &named.key)
+            pointer.snapshot.as_ref().map_or("", |snapshot| &snapshot.key)
         }
         fn tamper(store: &S3Server, pointer: &Pointer, change: fn(&mut Pointer)) {
             let mut pointer = pointer.clone();

@@ -1,5 +1,5 @@
 //! Tampered pointers, sidecars and dumps: the restore rejects inconsistent ones and leaves the machine unchanged, and a
-//! backup never overwrites an unreadable pointer. `gate` covers damaged, missing and truncated objects.
+//! backup never overwrites an unreadable pointer. `gate` covers corrupt, missing and truncated objects.
 
 use anyhow::{Context, Result, ensure};
 use kit::long_tests::Figures;
@@ -148,7 +148,7 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
         ("a role whose name no server accepts", "role", |objects| {
             objects.with_sidecar(|sidecar| sidecar["roles"] = json!(["a\0b"]));
         }),
-        ("the bytes of another snapshot with the same size", "the SHA-256 of", |objects| {
+        ("different bytes with the same size", "the SHA-256 of", |objects| {
             let mut rotated = objects.dump.clone();
             rotated.rotate_left(4096);
             objects.store.write(BUCKET, &objects.path(""), rotated);
@@ -165,7 +165,7 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
         ("a dump truncated in the middle, with a matching sidecar", "pg_restore exited with", |objects| {
             objects.with_dump(&objects.dump[..objects.dump.len() / 2]);
         }),
-        ("damage in the middle, with a matching sidecar", "pg_restore exited with", |objects| {
+        ("corruption in the middle, with a matching sidecar", "pg_restore exited with", |objects| {
             let mut dump = objects.dump.clone();
             let middle = dump.len() / 2;
             dump[middle..middle + 4000].fill(0);

@@ -54,9 +54,9 @@ impl HaProxy {
         fs::write(&combined, fs::read_to_string(&pem.cert)? + &fs::read_to_string(&pem.key)?)?;
         let address = SocketAddr::from(([127, 0, 0, 1], net::free_port()?));
         let ca = upstreams.trusted.display();
-        let server = |name: &str, at: SocketAddr| {
+        let backend = |name: &str, target: SocketAddr| {
             format!(
-                "backend {name}\n  http-reuse always\n  server one {at} ssl verify required ca-file {ca} \
+                "backend {name}\n  http-reuse always\n  server one {target} ssl verify required ca-file {ca} \
                  pool-max-conn 256\n"
             )
         };
@@ -67,8 +67,8 @@ impl HaProxy {
              bind {address} ssl crt {pem} backlog 4096\n  http-request del-header Cookie\n  \
              use_backend sockets if {{ path /ws }}\n  default_backend machine\n{machine}{sockets}",
             pem = combined.display(),
-            machine = server("machine", upstreams.upstream),
-            sockets = server("sockets", upstreams.websocket),
+            machine = backend("machine", upstreams.upstream),
+            sockets = backend("sockets", upstreams.websocket),
         );
         let file = server_dir.join("haproxy.cfg");
         fs::write(&file, conf)?;

@@ -51,7 +51,7 @@ pub struct RunningPeer {
     pub started_in: Duration,
 }
 
-/// A router's targets. Their certificates are verified, as the product verifies its pins.
+/// A router's targets. Their certificates are verified, because the product verifies its upstreams' pinned keys.
 pub struct Upstreams<'a> {
     pub upstream: SocketAddr,
     /// The target for upgrades.
@@ -64,7 +64,7 @@ impl Nginx {
         Ok(Self { program: NGINX.locate_or_fetch()? })
     }
 
-    /// Serves a small body at `/` and `large` at `/large`.
+    /// Starts an upstream that serves a small body at `/` and the file `large` at `/large`.
     pub fn upstream(&self, dir: &Path, pem: &Pem, large: &Path) -> Result<RunningPeer> {
         let locations = format!(
             "location / {{ default_type text/plain; return 200 \"{}\"; }}\n\
@@ -100,7 +100,7 @@ impl Nginx {
         self.serve(dir, "nginx", pem, &pools, &locations)
     }
 
-    fn serve(&self, dir: &Path, name: &str, pem: &Pem, before: &str, locations: &str) -> Result<RunningPeer> {
+    fn serve(&self, dir: &Path, name: &str, pem: &Pem, pools: &str, locations: &str) -> Result<RunningPeer> {
         let server_dir = dir.join(name);
         fs::create_dir_all(&server_dir)?;
         let address = SocketAddr::from(([127, 0, 0, 1], net::free_port()?));
@@ -114,7 +114,7 @@ impl Nginx {
             "daemon off;\n{user}\npid {server_dir}/pid;\nerror_log stderr error;\nworker_processes auto;\n\
              worker_rlimit_nofile 16384;\nevents {{ worker_connections 8000; }}\nhttp {{\naccess_log off;\n\
              {temporary}keepalive_requests 1000000000;\nkeepalive_timeout 600s;\nclient_max_body_size 0;\n\
-             ssl_protocols TLSv1.2 TLSv1.3;\ntcp_nodelay on;\n{before}server {{\nlisten {address} ssl \
+             ssl_protocols TLSv1.2 TLSv1.3;\ntcp_nodelay on;\n{pools}server {{\nlisten {address} ssl \
              backlog=4096;\nssl_certificate {cert};\nssl_certificate_key {key};\n{locations}\n}}\n}}\n",
             server_dir = server_dir.display(),
             cert = pem.cert.display(),

@@ -1,4 +1,4 @@
-//! pgbench: the same prepared statements, sent directly to PostgreSQL, as the upper bound.
+//! pgbench: sends the bridge's prepared statements directly to PostgreSQL, as the upper bound.
 
 use std::fs;
 use std::time::Duration;

@@ -35,7 +35,7 @@ impl S5cmd {
         Ok(Self { program })
     }
 
-    /// Returns the environment for a script that calls `"$S5CMD"` on the store.
+    /// Returns the environment for a script that runs `"$S5CMD"` against the store.
     pub fn env(&self, store: &S3Server) -> [(&'static str, String); 5] {
         [
             ("S5CMD", self.program.display().to_string()),

@@ -63,7 +63,8 @@ impl Wrk {
     /// Sends the request repeatedly.
     ///
     /// # Errors
-    /// Fails if a response was an error or a connection failed, because the figures would be meaningless.
+    /// Fails if wrk fails, a response is an error, a connection fails or times out, or there is no response: the
+    /// figures would be meaningless.
     pub fn load(&self, request: &Request, connections: u32, seconds: u32) -> Result<LoadResult> {
         let dir = tempfile::tempdir()?;
         let script = dir.path().join("load.lua");

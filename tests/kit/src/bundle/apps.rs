@@ -15,7 +15,7 @@ use crate::child;
 
 /// Environment variable with the identity provider's publishable key, which is embedded in the shell.
 pub const KEY_VAR: &str = "NEXT_PUBLIC_IDP_PUBLISHABLE_KEY";
-/// Hosts that must not occur in a bundle: the fallback of a shell without a key, and the example host.
+/// Hosts that must not occur in a bundle: the fallback of a shell built without a key, and the example host.
 pub const PLACEHOLDER_HOSTS: [&str; 2] = ["placeholder-idp.invalid", "idp.example.com"];
 
 const TIMEOUT: Duration = Duration::from_secs(1200);
@@ -25,7 +25,8 @@ pub fn test_key(host: &str) -> String {
     format!("pk_test_{}", STANDARD.encode(format!("{host}$")))
 }
 
-/// Builds everything into `dir` and adds it to a bundle; without a key, the shell is omitted.
+/// Builds everything into `dir` and adds it to a bundle. With `None` as the key, the shell is omitted; an empty key is
+/// rejected.
 pub fn build(options: &mut Options, dir: &Path, key: Option<&str>) -> Result<()> {
     let mut node = Command::new("node");
     node.arg(project_dir().join("scripts/build-default-apps.mjs")).arg("--out").arg(dir);
@@ -58,7 +59,7 @@ pub fn build(options: &mut Options, dir: &Path, key: Option<&str>) -> Result<()>
     Ok(())
 }
 
-/// Reads the version from a `package.json`; `None` if the file does not exist.
+/// Reads the version from a `package.json`; `None` if the file cannot be read or has no version.
 pub fn read_package_version(manifest: &Path) -> Result<Option<String>> {
     let Ok(text) = fs::read(manifest) else { return Ok(None) };
     let json: Value =

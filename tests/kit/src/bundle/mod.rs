@@ -121,7 +121,7 @@ pub fn build_minimal(svc: &Path, image_version: &str, out: &Path) -> Result<Bund
     build(&Options::new(svc, image_version, out)?)
 }
 
-/// Builds a bundle in `options.out`: the archive, `.sha256`, `.json`, and `.json.sig` if there are keys.
+/// Builds a bundle in `options.out`: the archive, `.sha256`, `.json`, and `.json.sig` if there are signing keys.
 pub fn build(options: &Options) -> Result<Bundle> {
     let keys: Vec<_> = options.signing_keys.iter().map(|key| SigningKey::read(key)).collect::<Result<_>>()?;
     if let Some(set) = &options.trusted_keys {
@@ -248,9 +248,9 @@ fn assemble_tree(options: &Options, program: PathBuf) -> Result<Tree> {
     for runtime in &options.runtime {
         add(format!("runtime/{}", runtime.name), runtime)?;
     }
-    for agent in &options.runtime {
-        let Some(name) = agent.name.strip_prefix("agents/") else { continue };
-        for command in runtime::list_commands(agent)? {
+    for part in &options.runtime {
+        let Some(name) = part.name.strip_prefix("agents/") else { continue };
+        for command in runtime::list_commands(part)? {
             tree.add_link(format!("runtime/agents/bin/{command}"), format!("../{name}/bin/{command}"));
         }
     }
@@ -270,7 +270,7 @@ fn project_dir() -> PathBuf {
 }
 
 /// Returns the time of the sources, so that the build time does not affect the output: `SOURCE_DATE_EPOCH`, otherwise
-/// the commit's time, otherwise 1970.
+/// the commit's time, otherwise 1970. A value that is not a number counts as 1970.
 fn source_date() -> i64 {
     let epoch = std::env::var("SOURCE_DATE_EPOCH").ok();
     let commit = || {

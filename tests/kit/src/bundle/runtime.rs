@@ -71,9 +71,9 @@ impl FromStr for RuntimeSource {
             Some(package) => {
                 let (package, version) =
                     package.rsplit_once('@').context("missing version: must be npm:PACKAGE@VERSION")?;
-                let exact =
+                let is_exact =
                     version.split('.').count() >= 3 && version.starts_with(|c: char| c.is_ascii_digit());
-                ensure!(exact && !package.is_empty(), "{version:?} is not an exact version");
+                ensure!(is_exact && !package.is_empty(), "{version:?} is not an exact version");
                 Origin::Npm { package: package.to_owned(), version: version.to_owned() }
             }
         };
@@ -93,7 +93,7 @@ pub fn fetch_editor() -> Result<Vec<BundlePart>> {
 /// Fetches one of the coding agents in a full bundle: `claude` or `codex`.
 ///
 /// # Errors
-/// Fails if it cannot be fetched.
+/// Fails for any other name, or if the agent cannot be fetched.
 pub fn fetch_agent(name: &str) -> Result<BundlePart> {
     let prefix = format!("agents/{name}=");
     let pinned = PINNED_AGENTS.iter().find(|pinned| pinned.starts_with(&prefix));
@@ -169,7 +169,7 @@ fn directory_part(name: &str, dir: &Path) -> Result<BundlePart> {
 /// them.
 ///
 /// # Errors
-/// Fails if the pinned PostgreSQL is unavailable.
+/// Fails if the pinned PostgreSQL is unavailable, or if its tools cannot be copied.
 pub fn add_client_tools(parts: &mut Vec<BundlePart>) -> Result<()> {
     if parts.iter().any(|part| part.name == POSTGRES) {
         return Ok(());
@@ -193,7 +193,7 @@ pub fn add_client_tools(parts: &mut Vec<BundlePart>) -> Result<()> {
 /// relative path, which is preserved.
 ///
 /// # Errors
-/// Fails if a program is missing or does not run.
+/// Fails if a file cannot be copied, or if the copied `pg_dump` does not run.
 pub fn copy_client_tools(postgres: &PgBinaries, into: &Path) -> Result<BundlePart> {
     let install = postgres.dir().parent().context("PostgreSQL's programs are not in an installation")?;
     let (name, package) = (install.file_name(), install.parent());
@@ -294,20 +294,20 @@ fn prune(dir: &Path) -> Result<()> {
 
 /// Replaces additional hard links to a file with symbolic links, because an archive would contain another copy for
 /// each. Install scripts create hard links to files that are hundreds of megabytes in size.
-fn link_duplicates(root: &Path, dir: &Path, first: &mut HashMap<u64, PathBuf>) -> Result<()> {
+fn link_duplicates(root: &Path, dir: &Path, first_paths: &mut HashMap<u64, PathBuf>) -> Result<()> {
     let mut entries = fs::read_dir(dir)?.collect::<std::io::Result<Vec<_>>>()?;
     entries.sort_by_key(fs::DirEntry::file_name);
     for entry in entries {
         let (path, metadata) = (entry.path(), entry.metadata()?);
         if metadata.is_dir() {
-            link_duplicates(root, &path, first)?;
+            link_duplicates(root, &path, first_paths)?;
         } else if metadata.is_file() && metadata.nlink() > 1 {
-            match first.entry(metadata.ino()) {
+            match first_paths.entry(metadata.ino()) {
                 Entry::Vacant(vacant) => drop(vacant.insert(path)),
-                Entry::Occupied(earlier) => {
+                Entry::Occupied(first_path) => {
                     let up = "../".repeat(dir.strip_prefix(root)?.components().count());
                     fs::remove_file(&path)?;
-                    symlink(Path::new(&up).join(earlier.get().strip_prefix(root)?), &path)?;
+                    symlink(Path::new(&up).join(first_path.get().strip_prefix(root)?), &path)?;
                 }
             }
         }
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn copied_client_tools_run() {
+    fn copy_client_tools_copies_all_tools_and_pg_dump_runs() {
         let postgres = PgBinaries::locate_or_fetch(&fetch::target_dir()).unwrap();
         let dir = tempfile::tempdir().unwrap();
         let part = copy_client_tools(&postgres, &dir.path().join("postgres")).unwrap();

@@ -30,7 +30,7 @@ impl OwnedChild {
     }
 
     /// # Errors
-    /// Fails if the process has been reaped.
+    /// Fails if the signal cannot be sent, for example because the process has been reaped.
     pub fn signal(&self, signal: Signal) -> Result<()> {
         kill(Pid::from_raw(i32::try_from(self.pid())?), signal)
             .with_context(|| format!("cannot send {signal}"))

@@ -84,7 +84,7 @@ fn check_reproducible(options: &Options, first: &[PathBuf]) -> Result<()> {
     let sbom_json = fs::read_to_string(options.out.join("svc.cdx.json"))?;
     ensure!(
         sbom_json == sbom::generate(&options.source, &options.svc)?,
-        "a second bill of materials differs"
+        "a second build produced a different bill of materials"
     );
     Ok(())
 }
@@ -211,7 +211,7 @@ fn write_settings(chroot: &Chroot, source: &Path, stack: &Stack, url: &str) -> R
     Ok(fs::write(chroot.path(SETTINGS), text)?)
 }
 
-/// Returns `svcctl doctor`'s report on the installed platform; it may contain problems.
+/// Returns `svcctl doctor`'s report on the installed platform; it may list problems.
 fn run_doctor(chroot: &Chroot) -> Result<String> {
     chroot.run(&["sh", "-c", "svcctl doctor platform --json 2>&1 || true"])
 }

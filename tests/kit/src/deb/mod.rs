@@ -22,7 +22,7 @@ const TIMEOUT: Duration = Duration::from_secs(300);
 pub struct Options {
     /// The packaged binary.
     pub svc: PathBuf,
-    /// The source tree: `packaging/`, `systemd/`, `LICENSE`, `CHANGELOG.md`.
+    /// The source tree, with `packaging/`, `systemd/`, `CHANGELOG.md` and `Cargo.lock`.
     pub source: PathBuf,
     pub version: String,
     pub out: PathBuf,
@@ -38,7 +38,8 @@ impl Options {
 /// Builds both packages and the bill of materials.
 ///
 /// # Errors
-/// Fails if a file in `packaging/` is missing, or if cargo or dpkg-deb fails.
+/// Fails if a source file is missing, if `SOURCE_DATE_EPOCH` is not a number, or if cargo, the packaged binary, dpkg or
+/// dpkg-deb fails.
 pub fn build(options: &Options) -> Result<Vec<PathBuf>> {
     ensure!(is_in_path("dpkg-deb"), "dpkg-deb is missing: run `apt-get install dpkg`");
     std::fs::create_dir_all(&options.out)?;

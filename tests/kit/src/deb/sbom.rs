@@ -25,7 +25,7 @@ type Crate = (String, String);
 /// Generates the bill of materials for `svc`, built from `source`, as JSON.
 ///
 /// # Errors
-/// Fails if cargo fails, or if its outputs contradict each other.
+/// Fails if `svc` or `Cargo.lock` cannot be read, if cargo fails, or if its outputs contradict each other.
 pub fn generate(source: &Path, svc: &Path) -> Result<String> {
     let linked_crates = list_linked_crates(source)?;
     let mut metadata = cargo(source);

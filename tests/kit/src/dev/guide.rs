@@ -60,14 +60,14 @@ The databases:
     )
 }
 
-/// Returns the path relative to the current directory. It always contains a slash, because the shell's `.` searches
-/// `PATH` for a bare name.
+/// Returns the path, quoted for a shell, and relative to the current directory if it is inside it. The result always
+/// contains a slash, because the shell's `.` searches `PATH` for a bare name.
 fn display_path(path: &Path) -> String {
-    let here = std::env::current_dir().ok();
-    let short = here.and_then(|here| Some(path.strip_prefix(here).ok()?.to_owned()));
+    let current_dir = std::env::current_dir().ok();
+    let relative = current_dir.and_then(|dir| Some(path.strip_prefix(dir).ok()?.to_owned()));
     shell_quote(
-        &short
-            .filter(|short| short.components().count() > 1)
+        &relative
+            .filter(|relative| relative.components().count() > 1)
             .unwrap_or_else(|| path.to_owned())
             .display()
             .to_string(),

@@ -29,7 +29,7 @@ pub struct DevLock {
 #[derive(Debug)]
 pub struct AlreadyRunning {
     pid: Option<u32>,
-    /// The other instance's platform and router URLs; `None` while it is starting.
+    /// The other instance's platform and router URLs; `None` while it is starting or stopping.
     urls: Option<(String, String)>,
     info: PathBuf,
 }
@@ -44,7 +44,7 @@ pub(super) struct PublishedFiles {
 impl DevLock {
     /// # Errors
     /// Returns [`AlreadyRunning`] if another instance owns the directory. Also fails if the directory or its lock file
-    /// cannot be created.
+    /// cannot be created or written.
     pub fn acquire(dir: &Path) -> Result<Self> {
         fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
         let dir = dir.canonicalize()?;
@@ -166,8 +166,8 @@ mod tests {
 
     #[test]
     fn acquire_is_exclusive_and_replaces_stale_files() {
-        let home = tempfile::tempdir().unwrap();
-        let dir = home.path().join("dev");
+        let parent = tempfile::tempdir().unwrap();
+        let dir = parent.path().join("dev");
         fs::create_dir_all(&dir).unwrap();
         fs::write(dir.join(INFO_FILE), r#"{"platformUrl": "stale"}"#).unwrap();
         let first = DevLock::acquire(&dir).unwrap();
@@ -181,12 +181,12 @@ mod tests {
 
     #[test]
     fn drop_keeps_other_files() {
-        let home = tempfile::tempdir().unwrap();
-        let notes = home.path().join("notes.txt");
+        let dir = tempfile::tempdir().unwrap();
+        let notes = dir.path().join("notes.txt");
         fs::write(&notes, "mine").unwrap();
-        drop(DevLock::acquire(home.path()).unwrap());
+        drop(DevLock::acquire(dir.path()).unwrap());
         assert!(notes.exists());
-        fs::remove_file(home.path().with_added_extension("lock")).unwrap();
+        fs::remove_file(dir.path().with_added_extension("lock")).unwrap();
     }
 
     #[test]

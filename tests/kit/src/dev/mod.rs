@@ -25,7 +25,7 @@ const ROUTE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Starts all services, prints how to use them, and runs until SIGINT, SIGTERM or SIGHUP.
 ///
 /// # Errors
-/// Fails if a service cannot be started, or if the platform exits.
+/// Fails if a service cannot be started, if the machine cannot be provisioned, or if the platform exits.
 pub async fn run(lock: DevLock, svc: &Path, bundle: Option<&Path>) -> Result<()> {
     let started = Instant::now();
     let mut stop = StopSignals::listen()?;

@@ -8,7 +8,7 @@
 //! let session = idp.mint("user_1", &MintOptions::default());
 //! let expired = idp.mint("user_1", &MintOptions { ttl: -60, ..MintOptions::default() });
 //! let forged = idp.mint("user_1", &MintOptions { flaw: Some(Flaw::BadSignature), ..MintOptions::default() });
-//! idp.rotate(kit::idp::OldKeys::Withdrawn); // tokens minted before no longer verify
+//! idp.rotate(kit::idp::OldKeys::Withdrawn); // tokens minted earlier no longer verify
 //! # Ok(()) }
 //! ```
 //!

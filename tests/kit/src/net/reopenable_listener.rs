@@ -1,7 +1,7 @@
 //! A listener that can be closed, so that connections are refused, and reopened on the same port.
 //!
 //! When [`ReopenableListener::close`] or [`ReopenableListener::cut`] returns, the affected tasks have ended and send no
-//! more data.
+//! more data, unless they take longer than 10 seconds to end.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};

@@ -69,7 +69,7 @@ impl PgConnectionInfo {
         }
     }
 
-    /// Drops a database and its connections.
+    /// Drops a database, if it exists, and closes its connections.
     pub async fn drop_database(&self, name: &str) -> Result<()> {
         let client = self.connect("postgres").await?;
         let sql = format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", quote_identifier(name));

@@ -98,10 +98,10 @@ fn copy_dir(from: &Path, to: &Path) -> Result<()> {
 fn set_system_identifier(data: &Path, identifier: u64) -> Result<()> {
     let path = data.join(CONTROL_FILE);
     let mut control = fs::read(&path)?;
-    let checksum_at = checksum_position(&control).context("pg_control has no checksum")?;
+    let checksum_offset = checksum_position(&control).context("pg_control has no checksum")?;
     control[..8].copy_from_slice(&identifier.to_ne_bytes());
-    let checksum = crc32c(&control[..checksum_at]);
-    control[checksum_at..checksum_at + 4].copy_from_slice(&checksum.to_ne_bytes());
+    let checksum = crc32c(&control[..checksum_offset]);
+    control[checksum_offset..checksum_offset + 4].copy_from_slice(&checksum.to_ne_bytes());
     fs::write(&path, control)?;
     for segment in fs::read_dir(data.join(WAL_DIR))? {
         let segment = segment?;
@@ -116,8 +116,11 @@ fn set_system_identifier(data: &Path, identifier: u64) -> Result<()> {
 /// Returns the position of the checksum, which covers everything before it and is followed by zeros only.
 fn checksum_position(control: &[u8]) -> Option<usize> {
     let length = control.iter().rposition(|byte| *byte != 0)? + 1;
-    let candidates = (length.saturating_sub(4)..=length).filter(|at| at % 4 == 0 && at + 4 <= control.len());
-    candidates.into_iter().find(|at| crc32c(&control[..*at]).to_ne_bytes() == control[*at..*at + 4])
+    let candidates =
+        (length.saturating_sub(4)..=length).filter(|offset| offset % 4 == 0 && offset + 4 <= control.len());
+    candidates
+        .into_iter()
+        .find(|offset| crc32c(&control[..*offset]).to_ne_bytes() == control[*offset..*offset + 4])
 }
 
 /// Computes a CRC-32C as PostgreSQL does.

@@ -84,7 +84,7 @@ const RESTORE: &str = "DO $$ DECLARE name text; columns text; BEGIN
 /// Executes SQL, and retries if it deadlocks with the platform.
 ///
 /// # Errors
-/// Fails on a database error.
+/// Fails on any other database error, or if every attempt deadlocks.
 pub async fn execute_with_retry(client: &Client, sql: &str) -> Result<()> {
     for _ in 0..20 {
         match client.batch_execute(sql).await {

@@ -29,7 +29,7 @@ pub async fn process_server() -> Result<&'static PgServer> {
 /// Returns the server on which [`test_database_from`] creates databases.
 ///
 /// # Errors
-/// Fails if it cannot be started.
+/// Fails if it cannot be started, or if the variable that names the run's server is malformed.
 pub async fn prepared_server() -> Result<PgConnectionInfo> {
     match run_server::connection_info()? {
         Some(connection_info) => Ok(connection_info),
@@ -73,8 +73,8 @@ where
 }
 
 async fn create_from(server: &PgConnectionInfo, template: &str) -> Result<TestDatabase> {
-    let dropped = std::mem::take(&mut *PENDING_DROPS.lock().unwrap_or_else(PoisonError::into_inner));
-    for (server, name) in dropped {
+    let pending_drops = std::mem::take(&mut *PENDING_DROPS.lock().unwrap_or_else(PoisonError::into_inner));
+    for (server, name) in pending_drops {
         server.drop_database(&name).await?;
     }
     let name = generate_name();

@@ -64,9 +64,9 @@ pub struct PgServer {
 }
 
 impl PgServer {
-    /// Creates a new cluster and starts it. A given `data_dir` must be missing or empty.
+    /// Creates a new cluster and starts it. The data directory must be missing or empty.
     ///
-    /// A server for tests starts from a copy of a prepared cluster, unless its password is given.
+    /// With [`Durability::FsyncOff`] and no password in the options, the cluster is a copy of a prepared one.
     pub async fn start(binaries: &PgBinaries, options: PgOptions) -> Result<Self> {
         let may_change_port = options.port.is_none();
         let uses_prepared_cluster = options.password.is_none() && options.durability == Durability::FsyncOff;
@@ -106,7 +106,8 @@ impl PgServer {
         Self::open_with(binaries, options).await
     }
 
-    /// Like [`Self::open`], with the data directory and password from the options; the password must match the data.
+    /// Like [`Self::open`], with everything taken from the options. The data directory is required, and the password
+    /// must match the data.
     pub async fn open_with(binaries: &PgBinaries, options: PgOptions) -> Result<Self> {
         let data_dir = options.data_dir.as_ref().filter(|dir| dir.join("PG_VERSION").exists());
         ensure!(data_dir.is_some(), "{:?} is not a PostgreSQL cluster", options.data_dir);

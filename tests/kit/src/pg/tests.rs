@@ -96,16 +96,16 @@ async fn open_reuses_data_with_port_and_password() -> Result<()> {
     let (binaries, port, password) = (first.binaries().clone(), first.port(), first.password().to_owned());
     drop(first);
 
-    let again = PgServer::open(&binaries, &data_dir, port, &password).await?;
-    assert_eq!(count(&again, "svc").await?, 0);
-    drop(again);
+    let reopened = PgServer::open(&binaries, &data_dir, port, &password).await?;
+    assert_eq!(count(&reopened, "svc").await?, 0);
+    drop(reopened);
     assert!(data_dir.join("PG_VERSION").exists(), "the persistent data directory was deleted");
     assert!(PgServer::open(&binaries, dir.path(), port, &password).await.is_err(), "not a cluster");
     Ok(())
 }
 
 #[tokio::test]
-async fn drop_removes_process_and_files() -> Result<()> {
+async fn drop_stops_server_and_removes_files() -> Result<()> {
     let server = start_server(PgOptions::default()).await?;
     let (port, dir) = (server.port(), server.socket_dir().to_owned());
     drop(server);
@@ -193,9 +193,9 @@ async fn run_server_prepares_once_and_drops_stale_databases() -> Result<()> {
         run_server::prepare_template(&server, "key", prepare)
     )?;
     assert_eq!(template, second_template);
-    let mut ended = std::process::Command::new("true").spawn()?;
-    let names = [format!("test_{}_0", ended.id()), format!("test_{}_0", std::process::id())];
-    ended.wait()?;
+    let mut ended_process = std::process::Command::new("true").spawn()?;
+    let names = [format!("test_{}_0", ended_process.id()), format!("test_{}_0", std::process::id())];
+    ended_process.wait()?;
     for name in &names {
         server.create_database_from_template(&template, name).await?;
         server.connect(name).await?.batch_execute("INSERT INTO items VALUES (1)").await?;

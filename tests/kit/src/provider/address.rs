@@ -42,8 +42,8 @@ impl Addresses {
         loop {
             let index = self.next_index;
             self.next_index = self.next_index.wrapping_add(1);
-            let third = self.network[1].wrapping_add((index / 254) as u8);
-            let address = Ipv4Addr::new(127, self.network[0], third, 1 + (index % 254) as u8);
+            let third_octet = self.network[1].wrapping_add((index / 254) as u8);
+            let address = Ipv4Addr::new(127, self.network[0], third_octet, 1 + (index % 254) as u8);
             if TcpListener::bind((address, self.https_port)).is_ok() {
                 return address;
             }

@@ -81,8 +81,8 @@ async fn update_server(State(cloud): Shared, Path(id): Path<String>, body: Bytes
     let id = parse_id("server", &id)?;
     let request: UpdateRequest = parse_body(&body)?;
     let mut inventory = cloud.inventory();
-    let locked = inventory.is_locked(id);
-    Ok(Json(json!({"server": wire::server_json(inventory.update(id, request)?, locked)})))
+    let is_locked = inventory.is_locked(id);
+    Ok(Json(json!({"server": wire::server_json(inventory.update(id, request)?, is_locked)})))
 }
 
 async fn delete_server(State(cloud): Shared, Path(id): Path<String>) -> ApiResult {

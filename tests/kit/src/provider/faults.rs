@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", rename_all_fields = "camelCase", tag = "kind")]
 pub enum Fault {
-    /// The call is rejected with this status and code. With `reset_in_seconds`, the headers report an exhausted limit.
+    /// The call is rejected with this status and code. With `reset_in_seconds`, the headers report an exhausted
+    /// rate limit.
     Status {
         status: u16,
         code: String,
@@ -41,7 +42,7 @@ pub struct FaultRule {
 }
 
 impl FaultRule {
-    /// Applies to the next call with this method whose path contains `path_contains`.
+    /// Returns a rule for the next call with this method whose path contains `path_contains`.
     pub fn once(method: &str, path_contains: &str, fault: Fault) -> Self {
         Self::times(1, method, path_contains, fault)
     }

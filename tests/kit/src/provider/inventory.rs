@@ -215,7 +215,7 @@ impl Inventory {
         request: CreateRequest,
     ) -> Result<(ServerRecord, Vec<ActionRecord>), ErrorResponse> {
         let RequestedEntries { server_type, image, location } = self.validate(&request)?;
-        let starts = request.start_after_create;
+        let should_start = request.start_after_create;
         let ipv4_id = request.public_net.enable_ipv4.then(|| self.next_id());
         let ipv6_id = request.public_net.enable_ipv6.then(|| self.next_id());
         let record = ServerRecord {
@@ -243,7 +243,7 @@ impl Inventory {
         });
         self.servers.insert(record.id, record.clone());
         let mut actions = vec![self.add_action(record.id, "create_server")];
-        if starts {
+        if should_start {
             actions.push(self.add_action(record.id, "start_server"));
         }
         Ok((record, actions))

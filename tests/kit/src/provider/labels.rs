@@ -61,13 +61,13 @@ pub(super) fn selects(selector: &str, labels: &Labels) -> Result<bool, ErrorResp
 /// Splits a selector at the commas outside parentheses.
 fn split_terms(selector: &str) -> Result<Vec<&str>, ErrorResponse> {
     let (mut terms, mut start, mut depth) = (Vec::new(), 0, 0_u32);
-    for (at, c) in selector.char_indices() {
+    for (index, c) in selector.char_indices() {
         match c {
             '(' => depth += 1,
             ')' => depth = depth.checked_sub(1).ok_or_else(syntax_error)?,
             ',' if depth == 0 => {
-                terms.push(&selector[start..at]);
-                start = at + 1;
+                terms.push(&selector[start..index]);
+                start = index + 1;
             }
             _ => {}
         }

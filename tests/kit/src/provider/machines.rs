@@ -73,8 +73,8 @@ impl Machines {
     }
 }
 
-/// Returns half of the type's memory and a fifth of its disk, with limits for large types, because a test runs several
-/// machines concurrently.
+/// Returns the type's cores, half of its memory and a fifth of its disk, with limits for large types, because a test
+/// runs several machines concurrently.
 fn scaled_size(server_type: &CatalogType) -> Size {
     Size {
         cores: server_type.cores.min(4),

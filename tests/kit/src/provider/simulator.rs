@@ -159,12 +159,12 @@ impl Simulator {
         self.cloud.script().calls().iter().filter(matches).count()
     }
 
-    /// Kills all of the machine's processes. The provider shows the server as off.
+    /// Cuts the power to a server. The provider shows it as off.
     pub async fn kill_server(&self, name: &str) -> Result<()> {
         self.cloud.kill(name).await
     }
 
-    /// Kills all of the machine's processes, and removes the server from the provider. The disk is kept.
+    /// Cuts the power to a server, and removes it from the provider. The disk is kept.
     pub async fn vanish_server(&self, name: &str) -> Result<()> {
         self.cloud.vanish(name).await
     }
@@ -194,7 +194,7 @@ impl Simulator {
         self.cloud.guests.machine(name)
     }
 
-    /// Waits until the server has this power state.
+    /// Waits at most 30 s until the server has this power state.
     pub async fn wait_for_power(&self, name: &str, power: Power) -> Result<ServerView> {
         for _ in 0..1500 {
             if let Some(server) = self.server_by_name(name).filter(|server| server.status == power) {
@@ -206,7 +206,7 @@ impl Simulator {
     }
 }
 
-/// Operations on hosts that consist of processes; with any other kind of guest, each is an error.
+/// Operations on hosts that consist of processes; with any other kind of guest, each of them fails.
 impl Simulator {
     /// All hosts, whether or not the provider lists them.
     pub fn hosts(&self) -> Result<Vec<HostView>> {
@@ -225,7 +225,8 @@ impl Simulator {
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 
-    /// Waits until the host's init has finished: the gateway is ready, and the machine is registered.
+    /// Waits until the host's init has finished: the gateway is ready, and the machine is registered. Fails if the boot
+    /// fails, the host is off, or the timeout expires.
     pub async fn wait_until_booted(&self, name: &str, timeout: Duration) -> Result<()> {
         self.cloud.guests.hosts()?.machine(name)?.wait_until_booted(timeout).await
     }
@@ -281,7 +282,7 @@ impl Simulator {
 }
 
 impl Simulator {
-    /// Cuts the power to all hosts and waits until none of their processes is running.
+    /// Cuts the power to all servers and waits until none of their processes is running.
     pub async fn stop(self) {
         match self.cloud.guests.hosts() {
             Ok(hosts) => hosts.stop().await,

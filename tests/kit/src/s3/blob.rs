@@ -167,7 +167,7 @@ type ByteStream = std::pin::Pin<Box<dyn Stream<Item = io::Result<Bytes>> + Send 
 async fn open(blob: Arc<Blob>, range: Range<u64>) -> io::Result<ByteStream> {
     match &blob.content {
         Content::Memory(bytes) => {
-            let index = |at: u64| usize::try_from(at).map_err(io::Error::other);
+            let index = |offset: u64| usize::try_from(offset).map_err(io::Error::other);
             let piece = bytes.slice(index(range.start)?..index(range.end)?);
             Ok(Box::pin(stream::iter([Ok(piece)])))
         }

@@ -202,13 +202,13 @@ fn truncate(body: s3s::Body, after: u64) -> Body {
     StreamBody::new(data.chain(truncation_error)).boxed_unsync()
 }
 
-fn corrupt(body: s3s::Body, at: u64) -> Body {
+fn corrupt(body: s3s::Body, offset: u64) -> Body {
     let mut position = 0;
     let data = body.into_data_stream().map(move |chunk| {
         let chunk = chunk?;
-        let index = usize::try_from(at - at.min(position))
+        let index = usize::try_from(offset - offset.min(position))
             .ok()
-            .filter(|index| position <= at && *index < chunk.len());
+            .filter(|index| position <= offset && *index < chunk.len());
         position += chunk.len() as u64;
         let Some(index) = index else {
             return Ok(Frame::data(chunk));

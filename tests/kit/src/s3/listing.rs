@@ -43,7 +43,7 @@ impl Store {
             contents: Some(contents),
             common_prefixes: Some(common_prefixes),
             is_truncated: Some(page.next.is_some()),
-            next_marker: page.next.map(|(Cursor::After(at) | Cursor::AfterPrefix(at))| at),
+            next_marker: page.next.map(|(Cursor::After(marker) | Cursor::AfterPrefix(marker))| marker),
             marker: input.marker,
             max_keys: Some(max_keys),
             name: Some(input.bucket),

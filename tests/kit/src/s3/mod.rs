@@ -185,6 +185,9 @@ impl S3Server {
     }
 
     /// Creates a bucket; does nothing if it exists.
+    ///
+    /// # Panics
+    /// Panics if [`Self::try_create_bucket`] fails.
     pub fn create_bucket(&self, name: &str) {
         self.try_create_bucket(name).expect("cannot create the bucket");
     }
@@ -192,7 +195,7 @@ impl S3Server {
     /// Like [`Self::create_bucket`].
     ///
     /// # Errors
-    /// Fails if a third-party server's bucket does not accept objects within the timeout.
+    /// Fails if a third-party server does not create the bucket or does not accept objects within the timeout.
     pub fn try_create_bucket(&self, name: &str) -> Result<()> {
         match &self.upstream {
             None => {
@@ -222,7 +225,7 @@ impl S3Server {
         objects.map(info).collect()
     }
 
-    /// Returns an object's content.
+    /// Returns an object's content, or `None` if it cannot be read.
     pub fn read(&self, bucket: &str, key: &str) -> Option<Vec<u8>> {
         if let Some(upstream) = &self.upstream {
             return upstream.read(bucket, key);
@@ -233,6 +236,9 @@ impl S3Server {
 
     /// Writes an object unconditionally, and creates the bucket if necessary. With a third-party server, the bucket
     /// must exist.
+    ///
+    /// # Panics
+    /// Panics if a third-party server does not accept the object.
     pub fn write(&self, bucket: &str, key: &str, content: impl Into<Bytes>) {
         let content = content.into();
         if let Some(upstream) = &self.upstream {
@@ -257,6 +263,9 @@ impl S3Server {
     }
 
     /// Keys of multipart uploads that were neither completed nor aborted.
+    ///
+    /// # Panics
+    /// Panics if a third-party server cannot list the uploads.
     pub fn uploads(&self, bucket: &str) -> Vec<String> {
         if let Some(upstream) = &self.upstream {
             return upstream.uploads(bucket).expect("cannot list the uploads of the third-party store");

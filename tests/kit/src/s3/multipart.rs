@@ -189,9 +189,9 @@ fn select_parts(upload: &Upload, completed: &[CompletedPart]) -> S3Result<Vec<Pa
         let part = upload.parts.get(&number);
         let matches_etag =
             |part: &&Part| entry.e_tag.as_ref().is_some_and(|etag| etag.strong_cmp(&part.etag));
-        let part = part
-            .filter(matches_etag)
-            .ok_or_else(|| s3_error!(InvalidPart, "part {number} does not match its upload"))?;
+        let part = part.filter(matches_etag).ok_or_else(|| {
+            s3_error!(InvalidPart, "part {number} was not uploaded or has a different ETag")
+        })?;
         parts.push(part.clone());
     }
     let Some((_, all_but_last)) = parts.split_last() else {

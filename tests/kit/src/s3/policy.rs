@@ -56,8 +56,8 @@ impl Policy {
             return Err(format!("unsupported Version {version:?}"));
         }
         let statements = match fields.remove("Statement") {
-            Some(Value::Array(all)) => all,
-            Some(one @ Value::Object(_)) => vec![one],
+            Some(Value::Array(statements)) => statements,
+            Some(statement @ Value::Object(_)) => vec![statement],
             other => return Err(format!("invalid Statement {other:?}")),
         };
         reject_unknown_fields(&fields)?;
@@ -150,15 +150,15 @@ fn reject_unknown_fields(map: &Map<String, Value>) -> Result<(), String> {
 }
 
 fn parse_strings(value: Option<Value>, name: &str) -> Result<Vec<String>, String> {
-    let all = match value {
-        Some(Value::Array(all)) => all,
-        Some(one) => vec![one],
+    let values = match value {
+        Some(Value::Array(values)) => values,
+        Some(value) => vec![value],
         None => return Err(format!("{name} is missing")),
     };
     let text = |value: Value| {
         value.as_str().map(str::to_owned).ok_or_else(|| format!("{name} must contain strings, not {value}"))
     };
-    all.into_iter().map(text).collect()
+    values.into_iter().map(text).collect()
 }
 
 /// `*` matches any text, `?` one character.
@@ -168,9 +168,9 @@ fn matches_pattern(pattern: &str, text: &str) -> bool {
         Some('*') => {
             let rest = &pattern[1..];
             text.char_indices()
-                .map(|(at, _)| at)
+                .map(|(index, _)| index)
                 .chain([text.len()])
-                .any(|at| matches_pattern(rest, &text[at..]))
+                .any(|index| matches_pattern(rest, &text[index..]))
         }
         Some(first) => {
             let mut chars = text.chars();

@@ -68,20 +68,20 @@ impl Sessions {
         requested_lifetime: Duration,
     ) -> Session {
         let mut inner = self.inner();
-        let hex = || uuid::Uuid::new_v4().simple().to_string();
+        let random_hex = || uuid::Uuid::new_v4().simple().to_string();
         let lifetime = inner.lifetime.unwrap_or(requested_lifetime);
-        let (text, policy) = policy.unzip();
+        let (policy_text, policy) = policy.unzip();
         let session = Session {
             info: SessionInfo {
-                access_key: format!("ASIA{}", &hex()[..16].to_ascii_uppercase()),
+                access_key: format!("ASIA{}", &random_hex()[..16].to_ascii_uppercase()),
                 name: name.to_owned(),
-                policy: text,
+                policy: policy_text,
                 expires: SystemTime::now() + lifetime,
                 requested_lifetime,
             },
-            secret: hex(),
+            secret: random_hex(),
             // Contains base64's special characters, like real tokens.
-            token: format!("{}/{}+{}==", hex(), hex(), hex()),
+            token: format!("{}/{}+{}==", random_hex(), random_hex(), random_hex()),
             policy,
             is_revoked: false,
         };

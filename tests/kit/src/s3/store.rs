@@ -169,7 +169,7 @@ impl Bucket {
                 break;
             }
             let rest = &key[prefix.len()..];
-            let common = delimiter.and_then(|d| rest.find(d).map(|at| &key[..prefix.len() + at + d.len()]));
+            let common = delimiter.and_then(|d| rest.find(d).map(|i| &key[..prefix.len() + i + d.len()]));
             if let Some(common) = common {
                 page.prefixes.push(common.to_owned());
                 cursor = Some(Cursor::AfterPrefix(common.to_owned()));

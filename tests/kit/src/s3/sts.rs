@@ -69,7 +69,7 @@ impl Sts {
         let field = |name: &str| {
             pairs
                 .iter()
-                .find(|(known, _)| known == name)
+                .find(|(field_name, _)| field_name == name)
                 .map(|(_, value)| value.as_str())
                 .filter(|v| !v.is_empty())
         };

@@ -63,14 +63,14 @@ impl Upstream {
 
     /// Forwards a request, with the `Host` that the client has signed.
     pub(super) async fn forward(&self, request: Request<Body>) -> Result<Response<Body>, HttpError> {
-        let sent = async {
+        let exchange = async {
             let stream = TcpStream::connect(self.address).await?;
             let (mut sender, connection) =
                 hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
             tokio::spawn(connection);
             anyhow::Ok(sender.send_request(request).await?)
         };
-        let response = sent.await.map_err(|error| HttpError::new(error.into()))?;
+        let response = exchange.await.map_err(|error| HttpError::new(error.into()))?;
         Ok(response.map(Body::http_body_unsync))
     }
 
@@ -111,9 +111,9 @@ impl Upstream {
     }
 
     pub(super) fn objects(&self, bucket: &str, prefix: &str) -> Result<Vec<ObjectInfo>> {
-        let mut found: Vec<ObjectInfo> = Vec::new();
+        let mut objects: Vec<ObjectInfo> = Vec::new();
         loop {
-            let after = found.last().map_or_else(String::new, |last| last.key.clone());
+            let after = objects.last().map_or_else(String::new, |last| last.key.clone());
             let mut query = url::form_urlencoded::Serializer::new(String::new());
             query.append_pair("list-type", "2").append_pair("prefix", prefix);
             if !after.is_empty() {
@@ -125,9 +125,9 @@ impl Upstream {
             let text = String::from_utf8(body.to_vec())?;
             let page = elements(&text, "Contents").map(parse_object).collect::<Result<Vec<_>>>()?;
             let is_last = page.is_empty() || !text.contains("<IsTruncated>true</IsTruncated>");
-            found.extend(page);
+            objects.extend(page);
             if is_last {
-                return Ok(found);
+                return Ok(objects);
             }
         }
     }

@@ -1,4 +1,4 @@
-//! The owner's files: what was saved survives the loss of the machine, and what was deleted stays deleted.
+//! The owner's files: saved files survive the loss of the machine, and deleted files stay deleted.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -22,7 +22,7 @@ const EXCLUDED: &str = "home/projects/node_modules/module.js";
 /// Longer than the interval at which saves without changes advance `savedUntil`.
 const SAVE_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Writes files, deletes one that was saved before, and waits until this state is saved.
+/// Writes files and waits until they are saved; then changes them, deletes one, and waits until that state is saved.
 pub async fn save(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let home = stack.provider.disk(&machine.server)?.join("home/svc");
     let write = |path: &str, text: &str| -> Result<()> {

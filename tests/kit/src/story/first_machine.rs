@@ -267,7 +267,7 @@ async fn check_running_release(stack: &Stack, machine: &MachineRecord, version: 
     Ok(())
 }
 
-/// Publishes the smallest bundle with a signed manifest.
+/// Publishes a minimal bundle with a signed manifest.
 pub async fn publish_signed(stack: &Stack, version: &'static str, svc: PathBuf) -> Result<()> {
     let (out, key) = (stack.dir.join(version), stack.signing_key.clone());
     let built = tokio::task::spawn_blocking(move || {

@@ -86,7 +86,7 @@ pub async fn run_inspected(
     let mut report = Report::new();
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
-    let interrupted = tokio::select! {
+    let is_interrupted = tokio::select! {
         result = run_all(&mut report, &options, extra_env, dir.path(), &mut inspect) => {
             report.ok = result.is_ok();
             false
@@ -96,7 +96,7 @@ pub async fn run_inspected(
     };
     let is_expected =
         options.defect.map(InjectedDefect::fails_at) == report.failed().map(|step| step.name.as_str());
-    if options.keep || (!interrupted && !report.ok && !is_expected) {
+    if options.keep || (!is_interrupted && !report.ok && !is_expected) {
         println!("kept: {}", keep_dir(dir)?.display());
     }
     println!("{}", report.summary());

@@ -83,7 +83,7 @@ impl Platform {
 
 impl Drop for Platform {
     fn drop(&mut self) {
-        // If `stop` was not called, tokio kills and reaps the process (`kill_on_drop`).
+        // If `stop` was not called, this kills the process, and tokio reaps it.
         self.process.start_kill().ok();
         child::unregister(self.pid);
     }

@@ -21,6 +21,8 @@ pub enum Accel {
 }
 
 impl Accel {
+    /// Returns `Kvm` if KVM can boot the image's kernel, and `Tcg` otherwise.
+    ///
     /// # Errors
     /// Fails if QEMU cannot be started.
     pub fn probe(image: &Image) -> Result<Self> {

@@ -24,10 +24,10 @@ pub struct Image {
 
 impl Image {
     /// Returns the image. Builds it first if it is missing or its recipe has changed, which takes more than a minute
-    /// and 1 GB under `target/tools`.
+    /// and needs 1 GB under `target/tools`.
     ///
     /// # Errors
-    /// Fails if a tool is unavailable, or the build fails.
+    /// Fails without root, if a tool cannot be installed, or if the build fails.
     pub fn build_or_reuse(target: &Path, postgres: &PgBinaries) -> Result<Self> {
         tools::ensure_installed()?;
         let recipe = hex::encode(Sha256::digest(SCRIPT));

@@ -36,7 +36,7 @@ pub struct MachineSpec<'a> {
     pub user_data: &'a str,
     pub size: Size,
     pub address: Ipv4Addr,
-    /// The port of `address` that is forwarded to the machine's port 443.
+    /// The port on `address` that is forwarded to the machine's port 443.
     pub https_port: u16,
     /// Directory for the disk, the seed and the logs.
     pub dir: PathBuf,
@@ -64,6 +64,18 @@ struct Power {
     qemu: Option<Child>,
     on_since: Option<Timestamp>,
     size: Option<Size>,
+}
+
+impl Power {
+    fn is_on(&mut self) -> bool {
+        let Some(qemu) = self.qemu.as_mut() else { return false };
+        if let Ok(None) = qemu.try_wait() {
+            return true;
+        }
+        child::unregister(qemu.id());
+        self.qemu = None;
+        false
+    }
 }
 
 impl Machine {
@@ -100,10 +112,10 @@ impl Machine {
     /// Powers on; does nothing if the machine is already on.
     ///
     /// # Errors
-    /// Fails if QEMU cannot be started.
+    /// Fails if the log cannot be opened or QEMU cannot be started.
     pub fn power_on(&self, size: Size) -> Result<()> {
         let mut power = self.power();
-        if power.qemu.is_some() {
+        if power.is_on() {
             return Ok(());
         }
         let log = fs::OpenOptions::new().create(true).append(true).open(self.dir.join("qemu.log"))?;
@@ -138,7 +150,7 @@ impl Machine {
     /// Powers on with the previous size, regardless of the provider's record.
     ///
     /// # Errors
-    /// Fails if the machine was never on, or QEMU cannot be started.
+    /// Fails if the machine was never on, the log cannot be opened, or QEMU cannot be started.
     pub fn power_on_at_previous_size(&self) -> Result<()> {
         let size = self.power().size;
         self.power_on(size.with_context(|| format!("{} was never on", self.name))?)
@@ -166,14 +178,7 @@ impl Machine {
 
     /// Whether QEMU is running. QEMU exits when the guest powers itself off.
     pub fn is_on(&self) -> bool {
-        let mut power = self.power();
-        let Some(qemu) = power.qemu.as_mut() else { return false };
-        if let Ok(None) = qemu.try_wait() {
-            return true;
-        }
-        child::unregister(qemu.id());
-        power.qemu = None;
-        false
+        self.power().is_on()
     }
 
     /// The time of the last power-on.
@@ -205,6 +210,9 @@ impl Machine {
 
     /// Like [`Self::run`], but retries until the machine is reachable, for at most `timeout`; the last attempt may take
     /// another `timeout`.
+    ///
+    /// # Errors
+    /// Fails if the machine is off, or still unreachable after the timeout.
     pub async fn run_when_reachable(&self, script: &str, timeout: Duration) -> Result<ShellOutput> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -223,7 +231,7 @@ impl Machine {
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// Saves the journal next to the machine's other logs; returns its path.
+    /// Saves the journal in [`Self::dir`]; returns the file's path.
     pub async fn save_journal(&self) -> Result<PathBuf> {
         let output = self.run("journalctl --no-pager -o short-iso-precise", Duration::from_secs(120)).await?;
         let path = self.dir.join("journal.txt");

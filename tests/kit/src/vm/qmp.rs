@@ -10,9 +10,9 @@ use tokio::net::UnixStream;
 
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-pub(super) async fn execute(socket: &Path, name: &str) -> Result<()> {
-    let response = tokio::time::timeout(TIMEOUT, exchange(socket, name)).await;
-    response.with_context(|| format!("QMP {name}: timed out"))?.with_context(|| format!("QMP {name}"))
+pub(super) async fn execute(socket: &Path, command: &str) -> Result<()> {
+    let response = tokio::time::timeout(TIMEOUT, exchange(socket, command)).await;
+    response.with_context(|| format!("QMP {command}: timed out"))?.with_context(|| format!("QMP {command}"))
 }
 
 async fn exchange(socket: &Path, name: &str) -> Result<()> {

@@ -19,7 +19,7 @@ use crate::sim::rng::Rng;
 const SHORT_KILLS: u64 = 8;
 /// Minimum number of kills in a long run.
 const LONG_KILLS: u64 = 200;
-/// Maximum consecutive kills before a complete run; fewer than the number after which an update is abandoned.
+/// Maximum number of consecutive kills before a complete run; fewer than the number after which an update is abandoned.
 const MAX_CONSECUTIVE_KILLS: usize = 3;
 
 /// Asserts that the last complete run removed the temporary files left by killed runs.
@@ -76,8 +76,8 @@ impl Killer {
 
     /// Kills a run at a random point, unless it has already succeeded.
     async fn kill_run(&mut self, running: RunningApplet) -> Result<()> {
-        let part = self.rng.below(1050) as u32;
-        tokio::time::sleep(self.run_duration * part / 1000).await;
+        let permille = self.rng.below(1050) as u32;
+        tokio::time::sleep(self.run_duration * permille / 1000).await;
         running.signal(Signal::SIGKILL)?;
         let result = tokio::task::spawn_blocking(move || running.wait()).await??;
         match (result.signal, result.code) {

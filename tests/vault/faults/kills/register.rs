@@ -128,8 +128,8 @@ impl Campaign {
         self.check_state(id)?;
         let responses = self.responses(id);
         ensure!(responses > 0, "not registered:\n{}", result.stderr);
-        let again = self.spawn()?;
-        tokio::task::spawn_blocking(move || again.wait()).await??.expect(0);
+        let second_run = self.spawn()?;
+        tokio::task::spawn_blocking(move || second_run.wait()).await??.expect(0);
         ensure!(self.responses(id) == responses, "a registered machine registered again");
         Ok(())
     }

@@ -70,7 +70,7 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
             unavailable("upload"),
         ),
         (
-            "the sidecar is refused",
+            "the sidecar's write is refused",
             single_rule(sidecar(Fault::Status(503)).always()),
             unavailable("sideRecord"),
         ),
@@ -80,7 +80,7 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
             unavailable("pointer"),
         ),
         (
-            "the pointer's move is refused",
+            "the pointer's write is refused",
             single_rule(pointer_writes(Fault::Status(500)).always()),
             unavailable("pointer"),
         ),
@@ -95,15 +95,15 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
             single_rule(upload_completions(Fault::LostReply).always()),
             SUCCESS,
         ),
-        ("no response to the sidecar", single_rule(sidecar(Fault::LostReply).times(3)), SUCCESS),
+        ("no response to three sidecar writes", single_rule(sidecar(Fault::LostReply).times(3)), SUCCESS),
         (
-            "no response to any sidecar",
+            "no response to any sidecar write",
             single_rule(sidecar(Fault::LostReply).always()),
             unavailable("sideRecord"),
         ),
-        ("no response to any pointer move", single_rule(pointer_writes(Fault::LostReply).always()), SUCCESS),
+        ("no response to any pointer write", single_rule(pointer_writes(Fault::LostReply).always()), SUCCESS),
         (
-            "an error after each pointer move",
+            "an error after each pointer write",
             single_rule(pointer_writes(Fault::StatusAfterCommit(500)).always()),
             SUCCESS,
         ),

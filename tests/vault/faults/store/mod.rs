@@ -33,7 +33,8 @@ fn single_rule(rule: Rule) -> Disruption {
 }
 
 impl FaultFixture {
-    /// Applies the disruption, runs, and restores normal operation.
+    /// Applies the disruption, starts the run and waits for its exit, and restores normal operation. Returns an error
+    /// if a fault was not triggered.
     async fn run_disrupted(
         &self,
         disruption: Disruption,

@@ -47,9 +47,9 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRestore)> {
         ("the sidecar is truncated twice", single_rule(sidecar(Fault::TruncateBody(20)).times(2)), OPEN),
         ("the dump is truncated nine times", single_rule(dump(Fault::TruncateBody(1 << 20)).times(9)), OPEN),
         ("no byte of the dump arrives", single_rule(dump(Fault::TruncateBody(0)).always()), NO_DUMP),
-        ("the dump is damaged in transit once", single_rule(dump(Fault::CorruptBody)), OPEN),
+        ("the dump is corrupted in transit once", single_rule(dump(Fault::CorruptBody)), OPEN),
         (
-            "the dump is always damaged in transit",
+            "the dump is always corrupted in transit",
             single_rule(dump(Fault::CorruptBody).always()),
             (70, "the SHA-256 of"),
         ),
@@ -108,7 +108,7 @@ async fn store_faults_never_open_the_gate_on_a_partial_restore() -> Result<()> {
 
 /// A missing `latest` does not prove that there is no snapshot, and the pointer log shows that `latest` is stale.
 #[tokio::test(flavor = "multi_thread")]
-async fn stale_pointer_restores_a_complete_snapshot_or_nothing() -> Result<()> {
+async fn restore_with_stale_pointer_is_complete_or_refused() -> Result<()> {
     let (store, old, new) = gate::old_and_new_machines().await?;
     // There was no pointer before the last write.
     store.add_fault(rule(Fault::StaleRead).method("GET").key("db/latest").always());

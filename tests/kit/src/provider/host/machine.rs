@@ -186,7 +186,7 @@ impl ProcessHost {
         Ok(())
     }
 
-    /// Starts only PostgreSQL on the disk, and returns the `svc` database's URL.
+    /// Starts only PostgreSQL if the machine is off. Returns the `svc` database's URL.
     pub(in super::super) async fn start_database_only(&self) -> Result<String> {
         ensure!(self.disk.exists(), "{} was never started", self.name);
         if let Some(session) = self.power_on()? {

@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn malformed_user_data_is_rejected() {
+    fn invalid_user_data_is_rejected() {
         assert!(UserData::parse("#!/bin/sh\n{}").is_err());
         assert!(UserData::parse("#cloud-config\nwrite_files: []").is_err());
         assert!(write(r#"[{"path": "/../etc/passwd", "content": ""}]"#).is_err());

@@ -27,7 +27,7 @@ async fn objects_are_read_back_in_full_and_in_ranges() -> Result<()> {
         if len > 1000 {
             let (start, end) = (len / 3, len / 3 + 500);
             let part = fixture.client.get_range(&Key::from("a/b"), start as u64..end as u64).await?;
-            assert!(part == content[start..end], "a range of {len} bytes");
+            assert!(part == content[start..end], "a range of an object with {len} bytes");
         }
     }
     assert!(matches!(fixture.get("missing").await, Err(Error::NotFound { .. })));
@@ -109,7 +109,7 @@ async fn listings_are_sorted_paginated_and_grouped() -> Result<()> {
     let listed: Vec<_> = fixture.client.list(Some(&Key::from("user/primary"))).try_collect().await?;
     let keys: Vec<_> = listed.into_iter().map(|meta| meta.location.to_string()).collect();
     assert_eq!(keys, expected);
-    assert_eq!(fixture.server.requests().len(), 2, "1,203 keys are two pages");
+    assert_eq!(fixture.server.requests().len(), 2, "1,203 keys require two pages");
 
     let grouped = fixture.client.list_with_delimiter(Some(&Key::from("user"))).await?;
     assert_eq!(grouped.common_prefixes, [Key::from("user/primary")]);

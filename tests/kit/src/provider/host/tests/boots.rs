@@ -67,8 +67,8 @@ async fn failed_unit_stops_boot_and_is_reported() -> Result<()> {
         assert_eq!(failed_at, stage_name);
         assert!(message.contains(&format!("{unit} ends with 70")), "{message}");
         let order = testbed.call_lines("a")?;
-        let (report, before) = order.split_last().context("no calls")?;
-        assert_eq!(before, expected_order);
+        let (report, previous_calls) = order.split_last().context("no calls")?;
+        assert_eq!(previous_calls, expected_order);
         assert!(
             report.starts_with(&format!("svc-register failure --stage {stage_name} --message ")),
             "{report}"

@@ -8,9 +8,9 @@ use super::*;
 async fn failed_service_is_restarted_within_limit() -> Result<()> {
     let testbed = Testbed::start("{\"svc-gateway\": [\"serve:1\", \"serve:1\", \"serve\"]}").await?;
     testbed.boot("a").await?;
-    let gateways =
+    let gateway_starts =
         || testbed.call_lines("a").map(|order| order.iter().filter(|call| *call == "svc-gateway").count());
-    wait_for("the third gateway", || gateways().is_ok_and(|count| count == 3)).await?;
+    wait_for("the gateway's third start", || gateway_starts().is_ok_and(|count| count == 3)).await?;
 
     let failing = Testbed::start("{\"svc-sync-agent\": [\"serve:1\"]}").await?;
     failing.boot("a").await.ok();
@@ -127,10 +127,10 @@ async fn lost_server_restarts_from_disk() -> Result<()> {
     assert_eq!(query(&url, "SELECT n FROM numbers").await?, "7");
     testbed.simulator.stop_unlisted("a").await?;
 
-    let calls = testbed.calls("a")?.len();
+    let call_count = testbed.calls("a")?.len();
     testbed.simulator.start_from_disk("a")?;
     testbed.simulator.wait_until_booted("a", TIMEOUT).await?;
-    let started = &testbed.calls("a")?[calls..];
+    let started = &testbed.calls("a")?[call_count..];
     let listen =
         format!("{}:{}", address.context("the server had no address")?, testbed.simulator.https_port());
     assert!(started.iter().all(|call| call.env["GATEWAY_LISTEN"] == listen));
