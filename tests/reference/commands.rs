@@ -130,7 +130,13 @@ fn paragraphs(text: &str) -> String {
         match example {
             Some(example) => markdown.push_str(example),
             None if is_code => markdown.push_str(line.strip_prefix("  ").unwrap_or(line)),
-            None => markdown.push_str(&escape(line.trim_start())),
+            None => {
+                // In Markdown, an item with another number than 1 must follow an empty line.
+                if line.starts_with(|first: char| first.is_ascii_digit()) && !markdown.ends_with("\n\n") {
+                    markdown.push('\n');
+                }
+                markdown.push_str(&escape(line.trim_start()));
+            }
         }
         markdown.push('\n');
     }
