@@ -27,7 +27,7 @@ pub struct Protection {
 /// Reads both settings, with one request each.
 ///
 /// # Errors
-/// [`RequestError`] if a request cannot be sent or gets no response. An error response from the store is
+/// `RequestError` if a request cannot be sent or gets no response. An error response from the store is
 /// [`Setting::Unknown`], except for the one that means that object lock is [`Setting::Off`].
 pub async fn read(s3: &S3Config) -> Result<Protection, RequestError> {
     let client = SignedClient::new(s3)?;
