@@ -1,8 +1,8 @@
 //! Crash-safe file operations: content is written to a temporary file, which is synced and then renamed or hard-linked
 //! to its final name; then the directory is synced.
 //!
-//! A reader sees the old content or the new one, never a mix, except after [`write_atomic_or_in_place`] on a full disk.
-//! All functions block; async callers use `spawn_blocking`.
+//! A reader sees either the old content or the new, never a mix, except after [`write_atomic_or_in_place`] on a full
+//! disk. All functions block; async callers use `spawn_blocking`.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};

@@ -12,12 +12,12 @@ use svc_base::diagnosis::{Findings, Level, Report};
 use svc_verify::{HostClient, check_release, fetch_database_server};
 
 pub async fn run(args: VerifyRollout, local: LocalChecks, out: &Output) -> Result<(), Failure> {
-    let is_from_outside = args.app_url.is_some();
+    let is_remote = args.app_url.is_some();
     let threshold = if args.strict { Level::Skipped } else { Level::Problem };
     let host = connect_host(args, local)?;
     let database = async {
         let findings = Findings::new("vps-database");
-        if is_from_outside {
+        if is_remote {
             return findings.skipped("the database can be checked only on the host");
         }
         let server = fetch_database_server(&host).await;
@@ -42,7 +42,8 @@ fn connect_host(args: VerifyRollout, local: LocalChecks) -> Result<HostClient, F
     if !can_carry_secret(&base) {
         env.add_option_error(
             "--app-url",
-            "must be https, because requests carry the session (plain http only to this machine)",
+            "must be https, because requests carry the session token (plain http is allowed only to this \
+             machine)",
         );
     }
     let token = match &args.session_file {

@@ -25,7 +25,7 @@ const MAX_CHECKED_SNAPSHOTS: usize = 64;
 pub struct SlotRecord {
     /// The highest epoch of all machines in the slot.
     pub highest: Epoch,
-    /// The slot's current machine, with the signed fence written before its creation.
+    /// The slot's signed fence. Until the current machine's server has been ordered, this is its predecessor's fence.
     pub holder: Option<Fence>,
 }
 
@@ -73,7 +73,7 @@ impl PointerState {
 /// The snapshot that the rebuilt pointer should name.
 #[derive(Debug, Clone, Copy)]
 pub enum RebuildTarget<'a> {
-    /// The newest complete snapshot of the highest epoch; none if the slot has no snapshots.
+    /// The newest complete snapshot of the highest epoch that has one; none if the slot has no snapshots.
     Newest,
     Snapshot(&'a SnapshotKey),
     /// No snapshot, even if there are some: an operator's decision.
@@ -304,7 +304,7 @@ async fn read_newest_entry(bucket: &Bucket, slot: &SlotPrefix) -> Result<(u64, O
     Ok((seq, value))
 }
 
-/// What the fence and `seq` of the rebuilt pointer are derived from.
+/// The state from which the fence and `seq` of the rebuilt pointer are derived.
 struct KnownState<'a> {
     found: &'a PointerState,
     keys: &'a [String],

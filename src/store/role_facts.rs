@@ -1,4 +1,4 @@
-//! Facts about the roles on a PostgreSQL server, which a sidecar contains: attributes, settings and memberships, but no
+//! Facts about the roles on a PostgreSQL server, as recorded in a sidecar: attributes, settings and memberships, but no
 //! passwords.
 
 use serde::{Deserialize, Serialize};
@@ -19,7 +19,7 @@ pub struct RoleFacts {
     pub connection_limit: i32,
     /// When the role's password expires, in PostgreSQL's format; `None` for no expiry.
     pub valid_until: Option<String>,
-    /// Made by `ALTER ROLE … SET`, for all databases.
+    /// Set by `ALTER ROLE … SET` for all databases.
     pub settings: Vec<RoleSetting>,
     pub member_of: Vec<Membership>,
 }

@@ -38,8 +38,8 @@ impl<'a> SignedClient<'a> {
         Ok(Self { client: HttpClient::new(client), s3 })
     }
 
-    /// Sends a request, and returns the response with any status. `target` is an object's key with an optional
-    /// query, or only a query.
+    /// Sends a request, and returns the response regardless of its status. `target` is an object's key with an
+    /// optional query, or only a query.
     pub(super) async fn send(
         &self,
         method: Method,

@@ -12,15 +12,15 @@ use super::entry_stat::{TIME_GRANULARITY, stat_open, to_timestamp};
 const MAX_WRITE_BACK_TIME: Duration = Duration::from_secs(120);
 /// After this many files, everything is written back at once: a flush of the disk for each of many new files would take
 /// longer than reading them.
-const MAX_SINGLE_FILES: u32 = 64;
+const MAX_INDIVIDUAL_FLUSHES: u32 = 64;
 
 /// The progress of write-backs in a save.
 #[derive(Debug, Default)]
 pub(super) struct WriteBack {
-    /// The number of files that were written back one by one since `everything_until`.
-    single_files: u32,
+    /// The number of files that have been written back individually since the last full write-back.
+    individual_flushes: u32,
     /// Every file that last changed before this time has been written back.
-    everything_until: Option<SystemTime>,
+    flushed_before: Option<SystemTime>,
 }
 
 impl WriteBack {
@@ -33,20 +33,20 @@ impl WriteBack {
         if self.is_clean(changed_at, SystemTime::now()) {
             return Ok(());
         }
-        if self.single_files < MAX_SINGLE_FILES {
-            self.single_files += 1;
+        if self.individual_flushes < MAX_INDIVIDUAL_FLUSHES {
+            self.individual_flushes += 1;
             return Ok(rustix::fs::fdatasync(file)?);
         }
         let began = SystemTime::now();
         nix::unistd::syncfs(file)?;
-        *self = Self { single_files: 0, everything_until: began.checked_sub(TIME_GRANULARITY) };
+        *self = Self { individual_flushes: 0, flushed_before: began.checked_sub(TIME_GRANULARITY) };
         Ok(())
     }
 
     /// Whether a file that last changed at this time has no dirty pages.
     fn is_clean(&self, changed_at: SystemTime, now: SystemTime) -> bool {
         let is_old = now.duration_since(changed_at).is_ok_and(|age| age >= MAX_WRITE_BACK_TIME);
-        is_old || self.everything_until.is_some_and(|until| changed_at < until)
+        is_old || self.flushed_before.is_some_and(|time| changed_at < time)
     }
 }
 
@@ -58,24 +58,29 @@ mod tests {
     fn many_new_files_are_written_back_at_once() {
         let dir = tempfile::tempdir().unwrap();
         let mut write_back = WriteBack::default();
-        for number in 0..MAX_SINGLE_FILES {
+        for number in 0..MAX_INDIVIDUAL_FLUSHES {
             let file = File::create(dir.path().join(number.to_string())).unwrap();
             write_back.clean(&file).unwrap();
         }
-        assert!(write_back.everything_until.is_none());
+        assert!(write_back.flushed_before.is_none());
         std::thread::sleep(TIME_GRANULARITY * 2);
         let file = File::create(dir.path().join("next")).unwrap();
         std::thread::sleep(TIME_GRANULARITY * 2);
         write_back.clean(&file).unwrap();
-        let until = write_back.everything_until.unwrap();
+        let flushed_before = write_back.flushed_before.unwrap();
         let second = Duration::from_secs(1);
-        let now = until + second;
-        assert!(write_back.is_clean(until - second, now) && !write_back.is_clean(until, now));
-        assert!(write_back.is_clean(until, until + MAX_WRITE_BACK_TIME));
-        assert!(!write_back.is_clean(now + second, now), "a time in the future says nothing");
+        let now = flushed_before + second;
+        assert!(
+            write_back.is_clean(flushed_before - second, now) && !write_back.is_clean(flushed_before, now)
+        );
+        assert!(write_back.is_clean(flushed_before, flushed_before + MAX_WRITE_BACK_TIME));
+        assert!(
+            !write_back.is_clean(now + second, now),
+            "a file whose change time is in the future may be dirty"
+        );
         let count = |write_back: &mut WriteBack| {
             write_back.clean(&file).unwrap();
-            write_back.single_files
+            write_back.individual_flushes
         };
         assert_eq!(count(&mut write_back), 0, "the file was written back with all others");
     }

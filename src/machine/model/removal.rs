@@ -51,7 +51,7 @@ impl LifecycleModel {
         }
     }
 
-    /// Looks up the missing server of a machine that has served traffic. If the provider has it, records that and
+    /// Looks up the missing server of a machine whose host has registered. If the provider has it, records that and
     /// returns `true`.
     pub fn detect_returned_server(&mut self, id: usize) -> bool {
         let row = &self.machines[id];
@@ -99,7 +99,8 @@ impl LifecycleModel {
         self.acknowledged[slot].accepted_loss.extend(lost);
     }
 
-    /// Returns a slot's acknowledged rows that are in no snapshot and on no server.
+    /// Returns a slot's acknowledged rows that are neither in the pointer's snapshot nor on any server, except accepted
+    /// losses.
     pub fn missing_rows(&self, slot: usize) -> Vec<u32> {
         let acknowledged = &self.acknowledged[slot];
         let is_stored = |row: &u32| {

@@ -136,7 +136,7 @@ async fn list_slots(
         let buttons: String = rows
             .map(|(row, current)| {
                 let attribute = if current { " aria-current=\"true\"" } else { "" };
-                // Slots, handles and statuses contain no HTML special characters.
+                // Slots and statuses contain no HTML special characters.
                 format!(
                     "<button name=\"slot\" value=\"{0}\"{attribute}><b>{0}</b><span>{1}</span></button>",
                     row.slot, row.status

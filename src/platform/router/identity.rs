@@ -21,7 +21,7 @@ use svc_machine::name::{IdpUserId, Slot};
 
 /// Maximum time for which an accepted token is cached before it is verified again with the current keys.
 const ACCEPTED_TTL: Duration = Duration::from_secs(60);
-/// How long a rejected token is cached, because a browser may send it with every request.
+/// How long a rejection is cached. A browser may send the same invalid token with every request.
 const REJECTED_TTL: Duration = Duration::from_secs(5);
 const MAX_CACHED_VERDICTS: usize = 20_000;
 /// Burst of the check limit, in seconds of the sustained rate.

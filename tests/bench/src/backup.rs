@@ -1,5 +1,5 @@
-//! Backup benchmark: `svc-db-backup` dumps, hashes, verifies the dump, uploads it and moves the pointer. Its peers dump
-//! to a file, or upload without verification.
+//! Backup benchmark: `svc-db-backup` dumps the database, hashes, verifies and uploads the dump, and moves the pointer.
+//! Its peers dump to a file, or upload without verification.
 
 use std::fs;
 use std::path::Path;
@@ -24,7 +24,8 @@ const DUMP_TO_FILE: &str = "pg_dump to a file";
 const DUMP_TO_STORE: &str = "pg_dump | s5cmd pipe";
 
 const MEMORY: &str = "peak memory, 1.9 GB database";
-/// The figures for databases of other sizes, with the scales; memory must not grow with a database's size.
+/// The names of the memory figures for other database sizes, with each database's scale. Memory use must not grow with
+/// the database.
 const OTHER_SIZES: [(&str, u32); 3] = [
     ("peak memory, 0.1 GB database", 5),
     ("peak memory, 1 GB database", 53),
@@ -51,7 +52,7 @@ const TIMEOUT: Duration = Duration::from_secs(1800);
 /// Maximum growth of the machine's directory in one run, for its records.
 const MAX_RECORD_BYTES: u64 = 256 << 10;
 /// Maximum difference between two dumps of the same rows, whose headers contain the time.
-const MAX_SIZE_DIFFERENCE: u64 = 64 << 10;
+const MAX_SIZE_DIFFERENCE_BYTES: u64 = 64 << 10;
 
 pub async fn measure(options: &Options) -> Result<Tally> {
     let dir = database::create_run_dir(&options.out, MIN_FREE_BYTES)?;
@@ -79,7 +80,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
                 _ => (DUMP_TO_STORE, testbed.dump_to_store(&s5cmd)?),
             };
             ensure!(
-                dumped.abs_diff(size) <= MAX_SIZE_DIFFERENCE,
+                dumped.abs_diff(size) <= MAX_SIZE_DIFFERENCE_BYTES,
                 "{name} dumped {dumped} bytes, expected about {size}"
             );
             tally.add(WALL_TIME, name, stats.wall.as_secs_f64());

@@ -46,7 +46,7 @@ fn read_icon(home: &Path, icon: &Path) -> Option<StaticFile> {
     if !kind.starts_with("image/") {
         return None;
     }
-    // Open the icon's folder first: `DirFd` opens a file that not everyone can read only if it belongs to the owner of
+    // Open the icon's folder first: `DirFd` opens a file that is not world-readable only if it belongs to the owner of
     // the folder, and root owns the home directory.
     let folder = DirFd::open(home).ok()?.open_dir(icon.parent()?).ok()?;
     let content = folder.read(Path::new(icon.file_name()?), MAX_ICON_BYTES).ok()?;

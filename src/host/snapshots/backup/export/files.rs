@@ -1,4 +1,4 @@
-//! Lists the files below the home directory, each directory before its content.
+//! Lists the files under the home directory, each directory before its contents.
 
 use std::fs::{self, Metadata};
 use std::os::unix::fs::MetadataExt;
@@ -18,7 +18,7 @@ pub struct HomeEntry {
     pub modified: u64,
 }
 
-/// An entry of the home directory that is not in the archive.
+/// An entry in the home directory that is missing from the archive, or incomplete in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OmittedEntry {
     /// Relative to the home directory.
@@ -26,9 +26,9 @@ pub struct OmittedEntry {
     pub reason: String,
 }
 
-/// Lists everything under `home`, apart from the paths in `except` and the directories of imports. The second list
-/// contains the entries that cannot be exported: those that cannot be read, and those that are not files, directories
-/// or symbolic links. Symbolic links are not followed.
+/// Lists everything under `home`, apart from the paths in `except` and import directories. The second list contains the
+/// entries that cannot be exported: those that cannot be read, and those that are not files, directories or symbolic
+/// links. Symbolic links are not followed.
 pub fn list_files(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<OmittedEntry>) {
     let except: Vec<PathBuf> = except.iter().filter_map(|path| std::path::absolute(path).ok()).collect();
     let (mut listed, mut omitted) = (Vec::new(), Vec::new());
