@@ -1,4 +1,4 @@
-//! Rate limits requests by key, with one token bucket per key (GCRA).
+//! Rate-limits requests by key, with one token bucket per key (GCRA).
 
 use std::hash::Hash;
 use std::num::NonZeroU32;
@@ -9,7 +9,7 @@ use governor::clock::{Clock, DefaultClock};
 use governor::{DefaultKeyedRateLimiter, Quota, RateLimiter};
 
 /// Number of checks after which full buckets are dropped, so that memory depends only on the active keys.
-const SWEEP_INTERVAL: u32 = 4096;
+const SWEEP_INTERVAL_CHECKS: u32 = 4096;
 
 /// A rate limit per key, with a burst.
 pub struct RateLimit<K: Hash + Eq + Clone> {
@@ -28,7 +28,7 @@ impl<K: Hash + Eq + Clone> RateLimit<K> {
         Self::with_quota(quota)
     }
 
-    /// Creates a limit of one request per key and `interval`, with a burst. `interval` must not be zero.
+    /// Creates a limit of one request per key per `interval`, with a burst. `interval` must not be zero.
     pub fn every(interval: Duration, burst: u32) -> Self {
         let burst = NonZeroU32::new(burst).unwrap_or(NonZeroU32::MIN);
         Self::with_quota(Quota::with_period(interval).map(|quota| quota.allow_burst(burst)))
@@ -49,7 +49,7 @@ impl<K: Hash + Eq + Clone> RateLimit<K> {
     /// counted.
     pub fn check(&self, key: &K) -> Result<(), Duration> {
         let Some(buckets) = &self.buckets else { return Ok(()) };
-        if self.checks.fetch_add(1, Ordering::Relaxed) % SWEEP_INTERVAL == SWEEP_INTERVAL - 1 {
+        if self.checks.fetch_add(1, Ordering::Relaxed) % SWEEP_INTERVAL_CHECKS == SWEEP_INTERVAL_CHECKS - 1 {
             buckets.retain_recent();
         }
         buckets.check_key(key).map_err(|not_until| not_until.wait_time_from(DefaultClock::default().now()))
@@ -87,10 +87,10 @@ mod tests {
     #[test]
     fn full_buckets_are_dropped() {
         let limit = RateLimit::new(1_000_000, 1);
-        for key in 0..3 * SWEEP_INTERVAL {
+        for key in 0..3 * SWEEP_INTERVAL_CHECKS {
             limit.check(&key).unwrap();
         }
         let bucket_count = limit.buckets.as_ref().map_or(0, RateLimiter::len);
-        assert!(bucket_count <= SWEEP_INTERVAL as usize, "{bucket_count}");
+        assert!(bucket_count <= SWEEP_INTERVAL_CHECKS as usize, "{bucket_count}");
     }
 }

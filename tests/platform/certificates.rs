@@ -143,7 +143,7 @@ async fn machine_is_validated_through_router_and_its_chain_verified() {
     let served = || async { installation.can_reach_host(&process, &id).await.then_some(()) };
     stack.eventually("the platform can call the host", served).await;
 
-    // Whether the verification is turned on or off, the new process can call the host immediately.
+    // Whether verification is on or off, the new process can call the host immediately.
     for verify in ["true", "false", "true"] {
         process.kill();
         process = installation.start_platform(&[("CUSTOMER_VPS_TLS_VERIFY", verify)]);

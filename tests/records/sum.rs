@@ -1,5 +1,5 @@
-//! Sums usage independently of the product. Costs are parsed digit by digit, as 128-bit integers in billionths of a
-//! dollar.
+//! Sums usage independently of the product. Costs are parsed exactly, without floating point, as 128-bit integers in
+//! billionths of a dollar.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -34,9 +34,9 @@ pub fn total(sums: &BTreeMap<UsageKey, UsageSum>) -> UsageSum {
     total
 }
 
-/// Sums all interaction files by day, user and model. Also returns the number of each stored dispatch.
+/// Sums all interaction files by day, user and model. Also returns the id of each stored dispatch.
 pub fn sum_interactions(logs: &Path) -> Result<(BTreeMap<UsageKey, UsageSum>, Vec<u64>)> {
-    let (mut sums, mut numbers) = (BTreeMap::<UsageKey, UsageSum>::new(), Vec::new());
+    let (mut sums, mut ids) = (BTreeMap::<UsageKey, UsageSum>::new(), Vec::new());
     for entry in fs::read_dir(logs)? {
         let path = entry?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -45,7 +45,7 @@ pub fn sum_interactions(logs: &Path) -> Result<(BTreeMap<UsageKey, UsageSum>, Ve
             continue;
         };
         for line in fs::read_to_string(&path)?.lines() {
-            // A line that a kill truncated does not count.
+            // Skip a line that was truncated when the process was killed.
             let Ok(Value::Object(entry)) = serde_json::from_str::<Value>(line) else { continue };
             let text = |name: &str| entry[name].as_str().unwrap_or_default().to_owned();
             let sum = UsageSum {
@@ -55,13 +55,13 @@ pub fn sum_interactions(logs: &Path) -> Result<(BTreeMap<UsageKey, UsageSum>, Ve
                 dispatches: 1,
             };
             sums.entry((day.to_owned(), text("senderId"), text("model"))).or_default().add(&sum);
-            numbers.push(text("id").parse()?);
+            ids.push(text("id").parse()?);
         }
     }
-    Ok((sums, numbers))
+    Ok((sums, ids))
 }
 
-/// Reads the sums in `usage.jsonl`: the last line for each key counts.
+/// Reads the sums in `usage.jsonl`: the last line for each key wins.
 pub fn sum_usage(logs: &Path) -> Result<BTreeMap<UsageKey, UsageSum>> {
     let mut sums = BTreeMap::new();
     for line in fs::read_to_string(logs.join("usage.jsonl"))?.lines() {
@@ -85,12 +85,12 @@ fn cost_digits(line: &str) -> Result<&str> {
     Ok(rest.split([',', '}']).next().unwrap_or_default())
 }
 
-/// Converts a decimal number of dollars to billionths, digit by digit.
+/// Converts a decimal number of dollars to billionths, without floating point.
 pub fn parse_nanos(text: &str) -> Result<u128> {
     let (digits, exponent) = text.split_once(['e', 'E']).unwrap_or((text, "0"));
-    let (whole, part) = digits.split_once('.').unwrap_or((digits, ""));
-    let shift = exponent.parse::<i32>()? + 9 - i32::try_from(part.len())?;
-    let number: u128 = format!("{whole}{part}").parse().with_context(|| text.to_owned())?;
+    let (whole, fraction) = digits.split_once('.').unwrap_or((digits, ""));
+    let shift = exponent.parse::<i32>()? + 9 - i32::try_from(fraction.len())?;
+    let number: u128 = format!("{whole}{fraction}").parse().with_context(|| text.to_owned())?;
     let power = 10_u128.pow(shift.unsigned_abs());
     if shift >= 0 {
         return Ok(number * power);

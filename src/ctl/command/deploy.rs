@@ -1,4 +1,4 @@
-//! `svcctl deploy`: starts, lists, follows, pauses and aborts rollouts.
+//! `svcctl deploy`: starts, lists, follows, pauses, resumes and aborts rollouts.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -37,7 +37,7 @@ pub async fn run(api: &ApiClient, command: DeployCommand, out: &Output) -> Resul
     }
 }
 
-/// The rollout to use without an id, if none is open.
+/// The rollout to use if no id is given and no rollout is open.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fallback {
     Latest,

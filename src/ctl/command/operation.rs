@@ -80,7 +80,8 @@ async fn find_machine_after_abandoning(
     }
 }
 
-/// Finds the machine that gets its slot back, if an operator had powered it off: its server is powered on nonetheless.
+/// Finds the machine that will get its slot back, if an operator has powered it off: abandoning the operation powers
+/// its server on anyway.
 async fn find_machine_to_power_on(api: &ApiClient, id: OperationId) -> Result<Option<String>, Failure> {
     let operation: Operation = api.get(&["vps", "operations", &id.to_string()], &[]).await?.parse()?;
     let machine: MachineDetail = api.get(&["vps", &operation.machine_id], &[]).await?.parse()?;

@@ -117,7 +117,7 @@ pub fn usage(view: &View, slot: &SlotTarget, usage: &FilesUsage) -> String {
     table::render_pairs(view, &pairs)
 }
 
-/// Shows what a pruning would do.
+/// Shows what pruning would do.
 pub fn prune_plan(view: &View, slot: &SlotTarget, plan: &FilesPrunePlan) -> String {
     let bytes = format_bytes(plan.reclaimable_bytes);
     let pairs = [
@@ -194,22 +194,22 @@ pub fn listing(view: &View, page: &FileListing) -> String {
 
 /// Shows the result of a restore.
 pub fn restored(view: &View, state: &FileRestore) -> String {
-    let or_none =
+    let or_empty =
         |text: Option<&str>| Cell::from(text.map_or_else(String::new, |text| one_line(text).into_owned()));
     let mut pairs = vec![
-        ("restored to", or_none(state.restored_to.as_deref())),
-        ("as of", or_none(state.saved_at.as_deref())),
+        ("restored to", or_empty(state.restored_to.as_deref())),
+        ("as of", or_empty(state.saved_at.as_deref())),
         ("files", format!("{}, {}", state.files, format_bytes(state.total_bytes)).into()),
     ];
     if let Some(kept) = &state.kept_as {
         pairs.push(("previous version", one_line(kept).into_owned().into()));
     }
     if state.incomplete > 0 {
-        let entries = format!(
+        let message = format!(
             "the mode, times or attributes of {} could not be set",
             pluralize(state.incomplete, "item")
         );
-        pairs.push(("incomplete", Cell::painted(Some(Color::Bad), entries)));
+        pairs.push(("incomplete", Cell::painted(Some(Color::Bad), message)));
     }
     table::render_pairs(view, &pairs)
 }

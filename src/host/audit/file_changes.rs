@@ -1,8 +1,8 @@
 //! The protocol by which the watcher reports changed paths in the home directory to the service that backs up files.
 //!
 //! The service sends the token of the last reply whose changes it has saved. The watcher replies with all changes since
-//! then. If it cannot list them, it replies that anything may have changed: to the first request, after its restart,
-//! after it has lost events, or if there are too many.
+//! then. If it cannot list them, it replies that anything may have changed: on the first request, after a restart of
+//! the watcher, after it has lost events, or if there are too many changes.
 
 use serde::{Deserialize, Serialize};
 

@@ -191,7 +191,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let limits = ListenerLimits::default();
     let limits = ListenerLimits { max_connections_per_address: limits.max_connections / 4 * 3, ..limits };
     server::serve(public, Some(Arc::new(tls)), routes, limits, stop).await;
-    // All requests on the public port have been handled. Requests on the Unix sockets are not waited for.
+    // The public port has been drained, or the drain timeout has passed. Requests on the Unix sockets are not awaited.
     supervisor_task.abort();
     local_task.abort();
     agents_task.abort();

@@ -1,5 +1,5 @@
-//! The record of a snapshot check: a line in `backup-checks.jsonl`. A file with the last check of each kind is kept for
-//! the heartbeat, the metrics and the doctor.
+//! The record of a snapshot check: a line in `backup-checks.jsonl`. The last check of each kind is also kept in a file
+//! of its own, for the heartbeat, the metrics and the doctor.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};

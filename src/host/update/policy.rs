@@ -12,9 +12,9 @@ use svc_machine::name::ImageVersion;
 use svc_store::bundle::Manifest;
 
 /// Parts that a release must not drop, even if their removal is allowed: the backup tools and the owner's desktop.
-/// Without them, no service counts as failed, so the health check would not notice their absence.
+/// None of the checked services fails without them, so the health check would not detect their absence.
 const REQUIRED_PARTS: [&str; 2] = ["runtime/postgres/bin/pg_dump", "app/shell"];
-/// Default apps are copied to the owner's home directory, where they stay, so a release that drops one removes nothing.
+/// Bundled apps are copied to the owner's home directory, where they stay, so a release that drops one removes nothing.
 const BUNDLED_APPS_PREFIX: &str = "app/apps/";
 
 /// The reason an update is not permitted.
@@ -148,7 +148,7 @@ pub fn check_parts(
     Err(PolicyError::MissingParts { from: from.clone(), to: to.clone(), parts })
 }
 
-/// Returns the parts, except default apps, that `release.json` lists and that the release contains. A release without a
+/// Returns the parts, except bundled apps, that `release.json` lists and that the release contains. A release without a
 /// valid list, such as an older one, has none.
 fn list_installed_parts(layout: &Layout, version: &ImageVersion) -> Vec<String> {
     let dir = layout.release(version);

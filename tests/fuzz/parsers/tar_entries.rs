@@ -59,7 +59,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
         let paths: HashSet<_> = found.iter().map(|(path, _)| path).collect();
         let sum: u64 = found.iter().map(|(_, size)| size).sum();
         if found.len() > LIMITS.max_entries || sum > LIMITS.max_total_file_bytes {
-            return Err(format!("{} entries of {sum} bytes exceed the limits", found.len()));
+            return Err(format!("{} entries totaling {sum} bytes exceed the limits", found.len()));
         }
         if paths.len() != found.len() {
             return Err("two entries have the same name".to_owned());

@@ -98,7 +98,7 @@ fn pointer_key() -> String {
 type Tamper = fn(&Objects<'_>);
 
 /// Returns each manipulation's name, part of the resulting message, and the manipulation itself.
-fn table() -> Vec<(&'static str, &'static str, Tamper)> {
+fn tamper_cases() -> Vec<(&'static str, &'static str, Tamper)> {
     vec![
         ("the pointer names another slot's snapshot", "not a snapshot key", |objects| {
             let foreign = format!("user_2/primary/{}", objects.key);
@@ -178,9 +178,9 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
 async fn every_tampered_object_is_refused() -> Result<()> {
     let (store, _old, new) = old_and_new_machines().await?;
     let objects = Objects::read(&store)?;
-    let table = table();
-    let rows = table.len() as u64;
-    for (name, expected_error, tamper) in table {
+    let cases = tamper_cases();
+    let case_count = cases.len() as u64;
+    for (name, expected_error, tamper) in cases {
         tamper(&objects);
         // With a complete download from an earlier run, the restore would not download the dump.
         let fetched = find_files(&new.path("var/lib/svc/restore"), "").unwrap_or_default();
@@ -195,7 +195,7 @@ async fn every_tampered_object_is_refused() -> Result<()> {
     }
     new.run(&["svc-restore"])?.expect(0);
     assert!(new.has_marker() && is_restored(&new).await?);
-    Figures { faults_tried: rows, ..Figures::new("tampered objects") }.record()
+    Figures { faults_tried: case_count, ..Figures::new("tampered objects") }.record()
 }
 
 /// Returns the files below a directory whose names have the given prefix.

@@ -102,7 +102,7 @@ export class FileBrowser {
   }
 }
 
-/** Formats a time for an input of the type `datetime-local`. */
+/** Formats a time for an input of type `datetime-local`. */
 function formatLocalTime(date: Date): string {
   const local = new Date(date.getTime() - date.getTimezoneOffset() * 60_000);
   return local.toISOString().slice(0, "2026-11-28T10:04:12".length);
