@@ -35,7 +35,8 @@ pub fn connect(global: &GlobalOptions) -> Result<ApiClient, Failure> {
         None => env.required::<Url>(&vars::PLATFORM_PUBLIC_URL),
     };
     if base.as_ref().is_some_and(|base| !can_carry_secret(base)) {
-        let why = "must be https, because calls carry the secret (plain http only to this machine)";
+        let why =
+            "must be https, because calls carry the secret (plain http is allowed only to this machine)";
         match &global.platform_url {
             Some(_) => env.add_option_error("--platform-url", why),
             None => env.add_error(&vars::PLATFORM_PUBLIC_URL, why),
