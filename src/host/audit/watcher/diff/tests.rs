@@ -1,5 +1,5 @@
 //! Tests with an in-memory file system that emits the events of inotify(7) and changes at random: the reported changes
-//! must be the difference between its states, and the updated tree must have as many names as one that is filled anew.
+//! must be the difference between its states, and the updated tree must have as many names as one built from scratch.
 
 use std::collections::{BTreeMap, BTreeSet};
 
