@@ -214,7 +214,7 @@ impl HostStore {
                 let partition =
                     role.split(':').nth(1).filter(|name| name.starts_with("aws")).unwrap_or("aws");
                 let partition = partition.to_owned();
-                let sts = Sts::new(config.endpoint.clone(), s3.region.clone(), role, s3.credential())?;
+                let sts = Sts::new(&config.endpoint, s3.region.clone(), role, s3.credential())?;
                 Some(SessionIssuer { sts, outage_ttl: config.outage_ttl, partition, writes: config.writes })
             }
             _ => None,

@@ -10,6 +10,8 @@ use super::config::S3Config;
 /// The reason there is no response.
 #[derive(Debug, thiserror::Error)]
 pub enum RequestError {
+    #[error("cannot create an HTTP client: {0}")]
+    Client(String),
     #[error("the URL or a header of the request is invalid")]
     InvalidRequest,
     #[error("cannot sign the request")]
@@ -34,7 +36,7 @@ pub(super) struct SignedClient<'a> {
 impl<'a> SignedClient<'a> {
     pub(super) fn new(s3: &'a S3Config) -> Result<Self, RequestError> {
         let client =
-            client::build(Deadlines::CALL).map_err(|error| RequestError::NoResponse(error.to_string()))?;
+            client::build(Deadlines::CALL).map_err(|error| RequestError::Client(format!("{error:#}")))?;
         Ok(Self { client: HttpClient::new(client), s3 })
     }
 

@@ -5,8 +5,9 @@
 
 use std::time::Duration;
 
+use anyhow::Context;
 use http::header::{ACCEPT, CONTENT_TYPE};
-use http::{Method, StatusCode};
+use http::{Method, StatusCode, Uri};
 use jiff::Timestamp;
 use object_store::aws::{AwsAuthorizer, AwsCredential};
 use object_store::client::{HttpClient, HttpRequest};
@@ -59,7 +60,7 @@ impl StsError {
 #[derive(Debug)]
 pub struct Sts {
     client: HttpClient,
-    endpoint: Url,
+    endpoint: Uri,
     region: String,
     role_arn: String,
     caller: AwsCredential,
@@ -67,13 +68,14 @@ pub struct Sts {
 
 impl Sts {
     /// # Errors
-    /// If the HTTP client cannot be created.
+    /// If the endpoint is not a valid target of a request, or the HTTP client cannot be created.
     pub fn new(
-        endpoint: Url,
+        endpoint: &Url,
         region: String,
         role_arn: String,
         caller: AwsCredential,
     ) -> anyhow::Result<Self> {
+        let endpoint = endpoint.as_str().parse().context("the STS endpoint is not a valid URL")?;
         let client = HttpClient::new(client::build(TIMEOUTS)?);
         Ok(Self { client, endpoint, region, role_arn, caller })
     }
@@ -115,11 +117,7 @@ impl Sts {
     async fn try_assume(&self, form: &str) -> Result<TemporaryCredentials, StsError> {
         let mut request = HttpRequest::new(form.to_owned().into());
         *request.method_mut() = Method::POST;
-        *request.uri_mut() = self
-            .endpoint
-            .as_str()
-            .parse()
-            .map_err(|_| StsError::NoResponse("its URL is invalid".to_owned()))?;
+        *request.uri_mut() = self.endpoint.clone();
         let headers = request.headers_mut();
         let content_type = "application/x-www-form-urlencoded; charset=utf-8";
         headers.insert(CONTENT_TYPE, http::HeaderValue::from_static(content_type));

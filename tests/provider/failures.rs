@@ -123,7 +123,7 @@ async fn unreachable_provider_is_transient_even_for_create() {
 }
 
 #[tokio::test]
-async fn provider_message_is_logged_but_not_returned() {
+async fn provider_message_is_only_in_the_source_of_the_error() {
     let simulator = start_simulator().await;
     let provider = adapter_with(&simulator, "a-token-that-is-wrong", FAST_LIMITS);
     let error = provider.find("svc-1").await.unwrap_err();

@@ -15,7 +15,7 @@ async fn get_with_cookie(router: &TestRouter, host: &str, path: &str, cookie: &s
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn page_visit_opens_session_that_outlives_the_token() -> Result<()> {
+async fn page_visit_opens_session_that_works_without_the_token() -> Result<()> {
     let (router, machine) = TestRouter::start_with_machine("user_1").await?;
     let cookie = format!("__session={}", router.token("user_1"));
     let page = send(router.get(APP_HOST, "/").header("accept", "text/html").header("cookie", &cookie)).await;

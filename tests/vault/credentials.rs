@@ -58,7 +58,7 @@ impl Platform {
         let key_id = store.access_key().to_owned();
         let caller = AwsCredential { key_id, secret_key: store.secret_key().to_owned(), token: None };
         let role = "arn:aws:iam::000000000000:role/svc-host".to_owned();
-        let sts = Sts::new(store.endpoint().parse()?, store.region().to_owned(), role, caller)?;
+        let sts = Sts::new(&store.endpoint().parse()?, store.region().to_owned(), role, caller)?;
         let (response, request_count) = (Mutex::new(CredentialResponse::Issue), AtomicUsize::new(0));
         let service =
             Arc::new(CredentialService { sts, response, request_count, heartbeats: AtomicUsize::new(0) });
@@ -177,7 +177,7 @@ async fn sts_client_works_with_another_server() -> Result<()> {
     let key = || "moto".to_owned();
     let caller = AwsCredential { key_id: key(), secret_key: key(), token: None };
     let role = "arn:aws:iam::123456789012:role/svc-host".to_owned();
-    let sts = Sts::new(moto.s3().endpoint().parse()?, "us-east-1".to_owned(), role, caller)?;
+    let sts = Sts::new(&moto.s3().endpoint().parse()?, "us-east-1".to_owned(), role, caller)?;
     let policy = policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::CreateOnly);
     let session = sts.assume_role("svc-host", &policy, Duration::from_secs(900)).await?;
     let remaining = session.expires_at.duration_since(Timestamp::now());

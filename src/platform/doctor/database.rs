@@ -4,6 +4,7 @@
 use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
+use tokio_postgres::error::SqlState;
 
 use crate::config::PlatformConfig;
 use crate::db::{self, migrate};
@@ -42,8 +43,15 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     };
     let newest = migrate::NEWEST_VERSION;
     let applied = "SELECT max(version)::int FROM refinery_schema_history";
-    let applied = client.query_one(applied, &[]).await.map(|row| row.get::<_, Option<i32>>(0));
-    match applied.ok().flatten().map(i32::unsigned_abs) {
+    let applied = match client.query_one(applied, &[]).await {
+        Ok(row) => row.get::<_, Option<i32>>(0),
+        Err(error) if error.code() == Some(&SqlState::UNDEFINED_TABLE) => None,
+        Err(error) => {
+            let why = format!("cannot read the schema's version: {}", format_chain(&error));
+            return findings.problem(why, "check that PLATFORM_DATABASE_URL names the user that owns the schema");
+        }
+    };
+    match applied.map(i32::unsigned_abs) {
         None => findings.warning(
             "the database has no svc schema yet",
             "svc-platform creates the schema when it first starts; check that this is the right database",
