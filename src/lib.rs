@@ -16,6 +16,7 @@ pub use svc_http as http;
 pub use svc_machine as machine;
 pub use svc_platform as platform;
 pub use svc_provider as provider;
+pub use svc_router as router;
 pub use svc_store as store;
 pub use svc_verify as verify;
 pub use svc_wire as wire;

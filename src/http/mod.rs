@@ -2,6 +2,7 @@
 
 pub mod address_limit;
 pub mod body;
+pub mod buffered_request;
 pub mod certificate;
 pub mod client;
 pub mod fields;

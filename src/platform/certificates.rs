@@ -4,8 +4,8 @@
 //! Pure: the input is the fleet's rows.
 
 use super::db::fleet::{FleetRow, ReportedCertificate};
-use super::host_trust::HostTrust;
 use svc_machine::name::Handle;
+use svc_router::host_trust::HostTrust;
 use svc_wire::fleet::Certificates;
 use svc_wire::text::WireString;
 
@@ -101,7 +101,7 @@ mod tests {
 
     use super::*;
     use crate::fleet::tests::healthy_row;
-    use crate::host_domain::HostDomain;
+    use svc_router::host_domain::HostDomain;
 
     const DAY: f64 = 86_400.0;
 

@@ -3,9 +3,10 @@
 //! Invariant: every value in a [`PlatformConfig`] has been validated.
 
 mod connections;
+pub mod host_trust;
 mod keys;
 mod provisioning;
-mod router;
+pub mod router;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -17,18 +18,18 @@ use super::db;
 use super::db::kept_servers::ServerRetention;
 use super::host_settings::HostSettings;
 use super::host_store::HostCredentials;
-use super::host_trust::HostTrust;
 use super::platform_key::PlatformKeys;
 use super::rate_limits::RateLimitConfig;
 use super::token_rotation::TokenTiming;
 use crate::vars;
 use svc_base::config::{ConfigError, Env};
 use svc_base::variable::Variable;
+use svc_router::config::RouterConfig;
+use svc_router::host_trust::HostTrust;
 use svc_store::config::StoreConfig;
 
 pub use self::connections::ConnectionLimits;
 pub use self::provisioning::{MAX_FALLBACK_LOCATIONS, ProviderConfig, Provisioning};
-pub use self::router::{HostAndPort, RouterConfig};
 
 /// All settings of `svc-platform`.
 pub struct PlatformConfig {
@@ -199,13 +200,13 @@ impl PlatformConfig {
         let api = Self::read_api_listener(env);
         let router =
             read_listener(env, &vars::ROUTER_LISTEN, &vars::ROUTER_TLS_CERT_FILE, &vars::ROUTER_TLS_KEY_FILE);
-        let routing = RouterConfig::read(env);
+        let routing = router::read(env);
         let database = read_database(env);
         let keys = keys::read(env);
         let secret = read_platform_secret(env);
         let provisioning = provisioning::read_provisioning(env);
         let hosts = HostSettings::read(env);
-        let trust = HostTrust::read(env, hosts.as_ref().and_then(|hosts| hosts.domain.clone()));
+        let trust = host_trust::read(env, hosts.as_ref().and_then(|hosts| hosts.domain.clone()));
         let provider = provisioning::read_provider(env);
         let store = StoreConfig::read(env);
         let host_credentials = HostCredentials::read(env, store.as_ref());

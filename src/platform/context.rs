@@ -10,14 +10,15 @@ use super::config::PlatformConfig;
 use super::db::Db;
 use super::db::platform_keys::ProcessKeys;
 use super::host_store::HostStore;
-use super::keys::{Seal, SigningSet};
+use super::keys::Seal;
 use super::process_clock::ProcessClock;
 use super::quote_cache::QuoteCache;
 use super::rate_limits::ApiRateLimits;
-use super::route_freshness::RouteFreshness;
 use super::server_checks::ServerChecks;
 use super::tokens::TokenMint;
 use svc_provider::Provider;
+use svc_router::route_freshness::RouteFreshness;
+use svc_router::signing_set::SigningSet;
 use svc_store::Bucket;
 
 pub struct Platform {

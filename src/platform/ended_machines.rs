@@ -43,8 +43,8 @@ mod tests {
     use super::*;
     use crate::db::fleet::FleetRow;
     use crate::fleet::{summarize, tests::healthy_row};
-    use crate::host_trust::HostTrust;
     use svc_machine::id::{MachineId, OperationId};
+    use svc_router::host_trust::HostTrust;
 
     fn row() -> EndedMachineRow {
         EndedMachineRow {

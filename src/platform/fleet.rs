@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use super::certificates;
 use super::db::fleet::FleetRow;
-use super::host_trust::HostTrust;
 use svc_machine::state::Status;
+use svc_router::host_trust::HostTrust;
 use svc_store::bucket::is_unusable_pointer;
 use svc_wire::fleet::{BackupAges, MachineNeedingAttention, Totals};
 use svc_wire::text::WireString;

@@ -11,7 +11,6 @@ use deadpool_postgres::Status;
 use super::alarms::Alarm;
 use super::context::Platform;
 use super::db::{self, Db, DbError};
-use super::host_trust::HostTrust;
 use super::operations::supported_steps;
 use super::{certificates, ended_machines, fleet};
 use svc_base::metrics::{
@@ -22,6 +21,7 @@ use svc_base::metrics::{
 };
 use svc_http::problem::format_chain;
 use svc_machine::operation::OperationKind;
+use svc_router::host_trust::HostTrust;
 
 /// Shorter than a scraper's usual timeout of ten seconds.
 const COLLECT_TIMEOUT: Duration = Duration::from_secs(4);

@@ -5,13 +5,13 @@ use base64::engine::general_purpose::{STANDARD as B64, URL_SAFE_NO_PAD};
 use secrecy::ExposeSecret;
 use url::Url;
 
-use super::host_domain::HostDomain;
 use crate::vars;
 use svc_base::config::Env;
 use svc_base::variable::Variable;
 use svc_http::networks::Networks;
 use svc_machine::id::MachineId;
 use svc_machine::name::ImageVersion;
+use svc_router::host_domain::HostDomain;
 use svc_store::bundle::TrustedKeys;
 use svc_store::key::BUNDLE_FILE;
 use svc_wire::heartbeat::{AcmeSettings, CertificateSettings, ExternalAccount};

@@ -17,9 +17,10 @@ use tokio_util::sync::CancellationToken;
 use super::config::KeyTiming;
 use super::db::keys::{APP_PURPOSE, Acknowledgement, KeyDistribution, PROOF_PURPOSE, UnacknowledgedHosts};
 use super::db::{self, Db};
-use super::keys::{self, KeyError, SIGNING_KEYS_LOCK, Seal, SigningSet};
-use super::signed_lifetimes::MAX_SIGNED_LIFETIME;
+use super::keys::{self, KeyError, SIGNING_KEYS_LOCK, Seal};
 use svc_http::problem::format_chain;
+use svc_router::signed_lifetimes::MAX_SIGNED_LIFETIME;
+use svc_router::signing_set::SigningSet;
 
 const MAX_INTERVAL: Duration = Duration::from_secs(10);
 /// Maximum number of active keys per purpose. Hosts store at least as many.

@@ -14,46 +14,13 @@ use secrecy::{ExposeSecret, SecretSlice};
 use super::db::{self, Db, DbError};
 use super::platform_key::{KeyId, PlatformKeys};
 use svc_http::proof::{ProofKeys, Signer};
+use svc_router::signing_set::{AppKeys, SigningSet};
 
 /// Maximum number of retired keys that still sign for hosts without a newer key.
 const MAX_RETIRED_KEYS: i64 = 8;
 
 /// Advisory lock held while the set of signing keys changes.
 pub const SIGNING_KEYS_LOCK: &str = "signing keys";
-
-/// One process's current view of the signing keys.
-pub struct SigningSet {
-    /// The oldest active proof key. It signs for hosts that have not acknowledged `next`, except hosts that have
-    /// acknowledged only a retired key.
-    pub current: Arc<Signer>,
-    /// The newest active proof key, if there are several. It signs for hosts that have acknowledged it.
-    pub next: Option<Arc<Signer>>,
-    /// Retired proof keys, newest first. They sign for hosts that were unreachable during the rotation and have no
-    /// other key.
-    pub retired: Vec<Arc<Signer>>,
-    /// The public keys of all active proof keys, which hosts receive.
-    pub public: ProofKeys,
-    pub app: AppKeys,
-}
-
-/// The keys that sign app tokens. Only routers verify such tokens, so the newest key signs as soon as every router has
-/// had time to read it.
-pub struct AppKeys {
-    pub current: Arc<Signer>,
-    /// The public keys of all active app keys.
-    pub public: ProofKeys,
-}
-
-impl SigningSet {
-    /// Returns the key that signs for a host: the newest of `next`, `current` and the retired keys that the host has
-    /// acknowledged. If it has acknowledged none of them, for example before its first heartbeat, this is `current`,
-    /// which was in its user-data.
-    pub fn signer_for(&self, acknowledged: &[String]) -> &Signer {
-        let is_acknowledged = |signer: &&Arc<Signer>| acknowledged.iter().any(|kid| kid == signer.kid());
-        let newest_first = self.next.iter().chain([&self.current]).chain(&self.retired);
-        newest_first.into_iter().find(is_acknowledged).unwrap_or(&self.current)
-    }
-}
 
 /// The reason a signing key, or the key of a slot's file backups, is unavailable.
 #[derive(Debug, thiserror::Error)]

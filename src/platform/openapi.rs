@@ -7,7 +7,6 @@ use serde_json::Value;
 
 use super::api::ENDPOINTS;
 use super::api::endpoint::OPERATOR;
-use super::router;
 use svc_http::openapi::{Api, generate_document, schema_of};
 
 const API: Api = Api {
@@ -22,7 +21,7 @@ const API: Api = Api {
         ("Subscription", schema_of::<svc_wire::slot::Subscription>),
         ("Alarm", schema_of::<svc_wire::alarm::Alarm>),
         ("Operator", schema_of::<svc_wire::operator::Operator>),
-        ("OwnSlot", router::own_slot_schema),
+        ("OwnSlot", svc_router::own_slot_schema),
     ],
 };
 
@@ -32,7 +31,7 @@ pub static JSON: LazyLock<Bytes> = LazyLock::new(|| document().to_string().into(
 /// Builds the OpenAPI document for all routes: the control API's, and the router's on the public hosts.
 pub fn document() -> Value {
     let control = ENDPOINTS.iter().map(|endpoint| &endpoint.operation);
-    let public = router::ROUTES.iter().map(|route| &route.operation);
+    let public = svc_router::ROUTES.iter().map(|route| &route.operation);
     let mut document = generate_document(&API, control.chain(public));
     for endpoint in ENDPOINTS {
         let Some(scopes) = endpoint.access.scopes() else { continue };
@@ -45,8 +44,8 @@ pub fn document() -> Value {
             }
         }
     }
-    for route in router::ROUTES {
-        document["paths"][route.operation.path]["servers"] = router::openapi_servers();
+    for route in svc_router::ROUTES {
+        document["paths"][route.operation.path]["servers"] = svc_router::openapi_servers();
     }
     document
 }

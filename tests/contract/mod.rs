@@ -46,7 +46,7 @@ pub struct Exchange<'a> {
 pub fn platform() -> &'static Contract {
     static PLATFORM: LazyLock<Contract> = LazyLock::new(|| {
         let api = svc::platform::api::ENDPOINTS.iter().map(|endpoint| &endpoint.operation);
-        let router = svc::platform::router::ROUTES.iter().map(|route| &route.operation);
+        let router = svc::router::ROUTES.iter().map(|route| &route.operation);
         Contract::new(svc::platform::openapi::document(), api.chain(router).collect())
     });
     &PLATFORM

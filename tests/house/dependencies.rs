@@ -44,7 +44,7 @@ const GATEWAY_STATE: [&str; 2] = ["gateway", "state"];
 const SHARED_UPDATE_MODULES: [&str; 2] = ["protocol", "trusted_keys"];
 
 /// The product's packages, each with the packages that it may depend on.
-const PACKAGES: [(&str, &[&str]); 12] = [
+const PACKAGES: [(&str, &[&str]); 13] = [
     ("base", &["machine"]),
     ("ctl", &["base", "http", "machine", "store", "verify", "wire"]),
     ("files", &["base", "machine", "store"]),
@@ -52,7 +52,8 @@ const PACKAGES: [(&str, &[&str]); 12] = [
     ("host/gateway", &["base", "host", "http", "machine", "store", "wire"]),
     ("http", &["base", "machine"]),
     ("machine", &[]),
-    ("platform", &["base", "files", "http", "machine", "provider", "store", "verify", "wire"]),
+    ("platform", &["base", "files", "http", "machine", "provider", "router", "store", "verify", "wire"]),
+    ("platform/router", &["base", "http", "machine"]),
     ("provider", &["base", "http", "machine"]),
     ("store", &["base", "http", "machine"]),
     ("verify", &["base", "http"]),

@@ -252,10 +252,11 @@ pub fn named_paths(module: &[String], tokens: &[Token]) -> Vec<NamedPath> {
     found
 }
 
-/// Returns how many leading names of a module path form its package's folder: two for `src/host/gateway`, one for every
-/// other package.
+/// Returns how many leading names of a module path form its package's folder: two for `src/host/gateway` and
+/// `src/platform/router`, one for every other package.
 pub fn package_depth(module: &[String]) -> usize {
-    if module.starts_with(&["host".to_owned(), "gateway".to_owned()]) { 2 } else { 1 }
+    let is_nested = |folders: [&str; 2]| module.len() >= 2 && module[..2] == folders;
+    if is_nested(["host", "gateway"]) || is_nested(["platform", "router"]) { 2 } else { 1 }
 }
 
 fn follows_path(tokens: &[Token], index: usize) -> bool {

@@ -6,7 +6,7 @@ use svc::machine::id::MachineId;
 use svc::machine::name::Handle;
 use svc::platform::db::machines::{self, MachineFilter};
 use svc::platform::db::{Db, ended_machines, fleet, servers};
-use svc::platform::router::watch;
+use svc::router::watch;
 use uuid::Uuid;
 
 /// Number of active machines.

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use http::StatusCode;
 use svc::http::proof::Route;
-use svc::platform::keys::SigningSet;
+use svc::router::signing_set::SigningSet;
 
 use super::machine::TestMachine;
 use super::test_router::{APP_HOST, CODE_HOST, TestRouter, app_keys, send, signer};

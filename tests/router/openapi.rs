@@ -7,7 +7,7 @@ use kit::idp::{Flaw, MintOptions};
 use reqwest::RequestBuilder;
 use serde_json::{Value, json};
 use svc::http::openapi::Operation;
-use svc::platform::router::ROUTES;
+use svc::router::ROUTES;
 
 use super::machine::TestMachine;
 use super::test_router::{APP_HOST, CODE_HOST, TestRouter, send};

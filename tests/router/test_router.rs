@@ -12,13 +12,12 @@ use reqwest::RequestBuilder;
 use serde_json::Value;
 use svc::config::Env;
 use svc::http::proof::{Claims, ProofKeys, Signer};
-use svc::http::server::{ListenerLimits, RouterThreads, serve_on};
+use svc::http::server::ListenerLimits;
 use svc::http::shards::Shards;
-use svc::platform::config::RouterConfig;
-use svc::platform::host_trust::HostTrust;
-use svc::platform::keys::{AppKeys, SigningSet};
-use svc::platform::route_freshness::RouteFreshness;
-use svc::platform::router::{RouterContext, RouterService, UserDigests, start_router};
+use svc::platform::config;
+use svc::router::route_freshness::RouteFreshness;
+use svc::router::signing_set::{AppKeys, SigningSet};
+use svc::router::{RouterContext, UserDigests, start_router};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio_postgres::{Client, NoTls};
@@ -140,9 +139,9 @@ impl TestRouter {
         (signing, app_signer): (watch::Sender<Arc<SigningSet>>, Arc<Signer>),
     ) -> Result<Self> {
         let mut env = Env::from_pairs(settings.iter().map(|(name, value)| (&**name, &**value)));
-        let config = RouterConfig::read(&mut env);
+        let config = config::router::read(&mut env);
         let domain = env.optional(&svc::platform::vars::HOST_DOMAIN);
-        let trust = HostTrust::read(&mut env, domain);
+        let trust = config::host_trust::read(&mut env, domain);
         let (config, trust) = env.finish(config.zip(trust))?;
         let keys = signing.borrow().public.clone();
         let proof = signing.subscribe();
@@ -161,12 +160,11 @@ impl TestRouter {
             freshness,
             stop: stop.clone(),
         };
-        let RouterService { responder, passthrough } = start_router(context)?;
+        let router = start_router(context)?;
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
         let addr = listener.local_addr()?;
         let limits = ListenerLimits { drain_timeout: Duration::ZERO, ..ListenerLimits::default() };
-        let threads = RouterThreads { shards: Shards::start()?, passthrough };
-        tokio::spawn(serve_on(threads, listener, None, responder, limits, stop.clone()));
+        tokio::spawn(router.serve(Shards::start()?, listener, None, limits, stop.clone()));
         let client = reqwest::Client::builder()
             .redirect(reqwest::redirect::Policy::none())
             .no_proxy()

@@ -25,7 +25,7 @@ pub async fn handle(
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(&platform).await?;
-    call.json_fields()?.finish(Some(()))?;
+    call.request.json_fields()?.finish(Some(()))?;
     let not_found = || {
         let detail = format!("The alarm {alarm} is not active. `svcctl fleet` lists the active alarms.");
         Problem::new(Code::NotFound, detail)

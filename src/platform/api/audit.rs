@@ -24,7 +24,7 @@ const MAX_FILTER_CHARS: usize = 256;
 async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     call.authenticate_operator(&platform).await?;
-    let mut query = call.query_fields();
+    let mut query = call.request.query_fields();
     let filter = AuditFilter {
         actor: query.optional_text("actor", MAX_FILTER_CHARS),
         action: query.optional_text("action", MAX_FILTER_CHARS),

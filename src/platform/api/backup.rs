@@ -88,7 +88,7 @@ async fn handle(
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(&platform).await?;
-    let fields = call.json_fields()?;
+    let fields = call.request.json_fields()?;
     let id = path_id("machineId", &id)?;
     fields.finish(Some(()))?;
     let mutation = Mutation::from_call(&call, &operator)?;

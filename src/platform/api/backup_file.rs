@@ -39,7 +39,7 @@ pub async fn handle(
     };
     let key = format!("system/db/snapshots/{name}");
     let dump = slot.snapshot(&key).ok_or_else(not_found)?;
-    if call.method == Method::GET {
+    if call.request.method == Method::GET {
         let tx = db::begin(&mut session).await?;
         let (target, read) = (format!("{}/{}", machine.user, machine.slot), json!({"key": key}));
         let change = AuditChange { action: "backup.read", target, before: None, after: Some(read) };

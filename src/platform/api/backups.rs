@@ -38,7 +38,7 @@ pub async fn handle(
     let call = ApiCall::read(request).await?;
     call.authenticate_operator(&platform).await?;
     let id: MachineId = path_id("machineId", &id)?;
-    let mut query = call.query_fields();
+    let mut query = call.request.query_fields();
     let limit = query.number_in_range("limit", 1..=MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE);
     let before: Option<SnapshotCursor> = query.optional("cursor");
     let only_latest = query.optional::<bool>("latest").unwrap_or(false);

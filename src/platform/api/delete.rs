@@ -39,7 +39,7 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
-    let mut query = call.query_fields();
+    let mut query = call.request.query_fields();
     let options = OperationOptions {
         now: read_flag(&mut query, "now"),
         accept_loss: read_flag(&mut query, "acceptLoss"),

@@ -57,7 +57,7 @@ struct RolloutRequest {
 pub async fn start(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(&platform).await?;
-    let request = parse_request(call.json_fields()?)?;
+    let request = parse_request(call.request.json_fields()?)?;
     let mutation = Mutation::from_call(&call, &operator)?;
     let session = platform.db.session().await?;
     if let Some(reply) = mutation.replay(&session).await? {
@@ -217,7 +217,7 @@ fn not_found(id: RolloutId) -> Problem {
 async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     call.authenticate_operator(&platform).await?;
-    call.query_fields().finish(Some(()))?;
+    call.request.query_fields().finish(Some(()))?;
     let session = platform.db.session().await?;
     let rollouts = rollouts::list_newest(&session, MAX_LISTED_ROLLOUTS).await?;
     let rollouts = resource::rollout::load_summaries(&session, &rollouts).await?;
@@ -275,7 +275,7 @@ async fn execute_command(
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(platform).await?;
-    let fields = call.json_fields()?;
+    let fields = call.request.json_fields()?;
     let id: RolloutId = path_id("rolloutId", id)?;
     fields.finish(Some(()))?;
     let mutation = Mutation::from_call(&call, &operator)?;

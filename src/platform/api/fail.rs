@@ -30,7 +30,7 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
-    let mut fields = call.json_fields()?;
+    let mut fields = call.request.json_fields()?;
     let reason = fields.text("reason", MAX_REASON_CHARS);
     let reason = fields.finish(reason)?;
     let reply = fail(&platform, id, &reason, &mutation).await?;

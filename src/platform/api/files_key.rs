@@ -39,7 +39,7 @@ pub async fn for_host(
     let call = ApiCall::read(request).await?;
     let machine = authenticate_machine(&call, &platform, &id).await?;
     let id = machine.id;
-    let mut fields = call.json_fields()?;
+    let mut fields = call.request.json_fields()?;
     let offered_key: Option<RepositoryKey> = fields.optional("key");
     fields.finish(Some(()))?;
     platform.rate_limits.admit_credentials(id)?;
@@ -61,7 +61,7 @@ pub async fn for_operator(
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(&platform).await?;
-    let mut query = call.query_fields();
+    let mut query = call.request.query_fields();
     let user = query.required("idpUserId");
     let slot = query.optional("slot").unwrap_or_else(Slot::primary);
     let user = query.finish(user)?;

@@ -31,7 +31,7 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     call.authenticate_operator(&platform).await?;
-    let mut query = call.query_fields();
+    let mut query = call.request.query_fields();
     let user: Option<IdpUserId> = query.required("idpUserId");
     let slot = query.optional("slot").unwrap_or_else(Slot::primary);
     let user = query.finish(user)?;
@@ -62,7 +62,7 @@ pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Re
 pub async fn start(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(&platform).await?;
-    let mut fields = call.json_fields()?;
+    let mut fields = call.request.json_fields()?;
     let user: Option<IdpUserId> = fields.required("idpUserId");
     let slot = fields.optional("slot").unwrap_or_else(Slot::primary);
     let user = fields.finish(user)?;

@@ -28,7 +28,7 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     call.authenticate_operator(&platform).await?;
-    let mut query = call.query_fields();
+    let mut query = call.request.query_fields();
     let user: Option<IdpUserId> = query.required("idpUserId");
     let slot = query.optional("slot").unwrap_or_else(Slot::primary);
     let user = query.finish(user)?;

@@ -30,7 +30,7 @@ const MAX_LISTED_OPERATIONS: i64 = 100;
 pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     call.authenticate_operator(&platform).await?;
-    call.query_fields().finish(Some(()))?;
+    call.request.query_fields().finish(Some(()))?;
     let session = platform.report_db.session().await?;
     let rows = db::fleet::list_active_machines(&session).await?;
     let mut summary = fleet::summarize(&rows, platform.config.timing.tokens.rotate, &platform.config.trust);

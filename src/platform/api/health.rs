@@ -17,10 +17,10 @@ use serde_json::json;
 use super::endpoint::{Access, Endpoint, component_status, documented_json};
 use crate::context::Platform;
 use crate::db;
-use crate::route_freshness::RoutesState;
 use axum::routing::get;
 use svc_http::openapi::{Operation, count, nullable, object, one_of};
 use svc_http::problem::format_chain;
+use svc_router::route_freshness::RoutesState;
 
 const PROBE_TIMEOUT: Duration = Duration::from_secs(3);
 

@@ -102,7 +102,7 @@ pub async fn show_restore(
     let call = ApiCall::read(request).await?;
     call.authenticate_operator(&platform).await?;
     let id: MachineId = path_id("machineId", &id)?;
-    call.query_fields().finish(Some(()))?;
+    call.request.query_fields().finish(Some(()))?;
     let machine = find_serving(&platform, id).await?;
     let response: FileRestoreResponse = call_host(&platform, &machine, FilesCall::ShowRestore).await?;
     Ok(([(header::CACHE_CONTROL, "no-store")], Json(response)).into_response())
@@ -128,7 +128,7 @@ async fn parse_read<'a>(
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(platform).await?;
     let id: MachineId = path_id("machineId", id)?;
-    let mut fields = call.query_fields();
+    let mut fields = call.request.query_fields();
     let query = read_query(&mut fields);
     let query = fields.finish(query)?;
     Ok(FilesReadRequest { platform, operator, id, action, query })
@@ -286,7 +286,7 @@ pub async fn restore(
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(&platform).await?;
     let id: MachineId = path_id("machineId", &id)?;
-    let mut fields = call.json_fields()?;
+    let mut fields = call.request.json_fields()?;
     let path = fields.text("path", MAX_PATH_CHARS);
     let time = fields.time("time");
     let into = fields.optional_text("into", MAX_PATH_CHARS);

@@ -25,7 +25,7 @@ const MAX_PAGE_SIZE: usize = 500;
 pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     call.authenticate_operator(&platform).await?;
-    let mut query = call.query_fields();
+    let mut query = call.request.query_fields();
     let scope = match query.flag("deleted") {
         Some(true) => MachineScope::Ended,
         Some(false) | None => MachineScope::Active,

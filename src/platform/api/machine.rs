@@ -29,7 +29,7 @@ pub async fn handle(
     let call = ApiCall::read(request).await?;
     call.authenticate_operator(&platform).await?;
     let id = path_id("machineId", &id)?;
-    call.query_fields().finish(Some(()))?;
+    call.request.query_fields().finish(Some(()))?;
     let stored = read_machine(&platform, id).await?;
     // No session is held during requests to the store.
     let copies = Some(stored.copies.with_snapshot(&platform.bucket).await);

@@ -71,6 +71,7 @@ use serde_json::json;
 
 use self::endpoint::{Access, Endpoint, documented_json};
 use super::context::Platform;
+use svc_http::buffered_request::BODY_LIMITS;
 use svc_http::observe::{self, Listener};
 use svc_http::openapi::Operation;
 use svc_http::problem::{Code, Problem};
@@ -176,11 +177,11 @@ pub fn routes(platform: Arc<Platform>) -> Router {
 }
 
 async fn not_found(request: Request) -> Problem {
-    call::BODY_LIMITS.drain(request.into_body()).await;
+    BODY_LIMITS.drain(request.into_body()).await;
     Problem::new(Code::NotFound, "There is no such route.")
 }
 
 async fn method_not_allowed(request: Request) -> Problem {
-    call::BODY_LIMITS.drain(request.into_body()).await;
+    BODY_LIMITS.drain(request.into_body()).await;
     Problem::new(Code::MethodNotAllowed, "This route does not accept this method.")
 }

@@ -101,10 +101,11 @@ impl Mutation {
     /// # Errors
     /// `invalid_request` if the idempotency key is invalid.
     pub fn from_call(call: &ApiCall, operator: &Operator) -> Result<Self, Problem> {
-        let key = idempotency::read_key(&call.headers)?.map(str::to_owned);
+        let key = idempotency::read_key(&call.request.headers)?.map(str::to_owned);
         // Options in the query are part of the request's identity.
-        let path = call.uri.path_and_query().map_or_else(|| call.uri.path(), |path| path.as_str());
-        let route = format!("{} {path}", call.method);
+        let path =
+            call.request.uri.path_and_query().map_or_else(|| call.request.uri.path(), |path| path.as_str());
+        let route = format!("{} {path}", call.request.method);
         Ok(Self { actor: operator.actor().to_owned(), key, route, body_hash: call.body_hash() })
     }
 

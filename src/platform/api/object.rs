@@ -43,11 +43,11 @@ pub async fn serve(
 ) -> Result<Response, Problem> {
     let meta = bucket.head(object).await?.ok_or_else(not_found)?;
     let mut headers = base_headers(&meta, media_type);
-    if is_unchanged(&call.headers, &meta) {
+    if is_unchanged(&call.request.headers, &meta) {
         return Ok((StatusCode::NOT_MODIFIED, headers).into_response());
     }
     let whole = 0..meta.size;
-    let (status, range) = match requested_range(&call.headers, &meta) {
+    let (status, range) = match requested_range(&call.request.headers, &meta) {
         RequestedRange::Whole => (StatusCode::OK, whole),
         RequestedRange::Partial(range) => (StatusCode::PARTIAL_CONTENT, range),
         RequestedRange::Unsatisfiable => return Err(range_not_satisfiable(&meta)),
@@ -57,7 +57,7 @@ pub async fn serve(
         insert(&mut headers, header::CONTENT_RANGE, &text);
     }
     headers.insert(header::CONTENT_LENGTH, HeaderValue::from(range.end - range.start));
-    if call.method == Method::HEAD || range.is_empty() {
+    if call.request.method == Method::HEAD || range.is_empty() {
         return Ok((status, headers).into_response());
     }
     // The headers describe this version of the object: if it has been overwritten since, the read fails.

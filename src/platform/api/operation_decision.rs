@@ -66,7 +66,7 @@ async fn continue_operation(
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(&platform).await?;
-    let mut body = call.json_fields()?;
+    let mut body = call.request.json_fields()?;
     let accept_loss = body.boolean("acceptLoss").unwrap_or(false);
     let snapshot: Option<SnapshotKey> = body.optional("snapshotKey");
     let is_ambiguous = accept_loss && snapshot.is_some();

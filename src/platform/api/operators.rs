@@ -43,7 +43,7 @@ const MAX_OPERATORS: i64 = 1000;
 async fn add(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(&platform).await?;
-    let mut fields = call.json_fields()?;
+    let mut fields = call.request.json_fields()?;
     let name: Option<OperatorName> = fields.required("name");
     let scopes = read_scopes(&mut fields);
     let ttl = read_ttl(&mut fields);
@@ -88,7 +88,7 @@ async fn rotate(
 ) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(&platform).await?;
-    let mut fields = call.json_fields()?;
+    let mut fields = call.request.json_fields()?;
     let ttl = read_ttl(&mut fields);
     let overlap =
         read_seconds(&mut fields, "overlapSeconds", 0, MAX_OVERLAP_SECONDS, DEFAULT_OVERLAP_SECONDS);
@@ -145,7 +145,7 @@ async fn revoke(
 async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     call.authenticate_operator(&platform).await?;
-    call.query_fields().finish(Some(()))?;
+    call.request.query_fields().finish(Some(()))?;
     let session = platform.report_db.session().await?;
     let all = db::operators::list(&session, MAX_OPERATORS).await?;
     Ok(Json(OperatorList { operators: all.iter().map(Into::into).collect() }).into_response())
@@ -154,7 +154,7 @@ async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result
 async fn who_am_i(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(&platform).await?;
-    call.query_fields().finish(Some(()))?;
+    call.request.query_fields().finish(Some(()))?;
     let expires_at = match &operator {
         Operator::PlatformSecret => None,
         Operator::Named { name, .. } => {

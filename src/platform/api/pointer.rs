@@ -109,7 +109,7 @@ enum SoundPointerPolicy {
 pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     call.authenticate_operator(&platform).await?;
-    let mut query = call.query_fields();
+    let mut query = call.request.query_fields();
     let target = PointerTarget::read(&mut query);
     let target = query.finish(target)?;
     let session = platform.db.session().await?;
@@ -124,7 +124,7 @@ pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Re
 pub async fn rebuild(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(&platform).await?;
-    let mut body = call.json_fields()?;
+    let mut body = call.request.json_fields()?;
     let should_be_empty = body.boolean("empty") == Some(true);
     let target = PointerTarget::read(&mut body).map(|target| PointerTarget { should_be_empty, ..target });
     let policy = if body.boolean("force") == Some(true) {

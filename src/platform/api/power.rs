@@ -51,7 +51,7 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
-    let mut fields = call.json_fields()?;
+    let mut fields = call.request.json_fields()?;
     let action = fields.required("action");
     let action = fields.finish(action)?;
     let reply = power(&platform, id, action, &mutation).await?;

@@ -91,7 +91,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
 
 pub fn parse_request(platform: &Platform, call: &ApiCall) -> Result<ProvisionRequest, Problem> {
     let defaults = &platform.config.provisioning;
-    let mut fields = call.json_fields()?;
+    let mut fields = call.request.json_fields()?;
     let user = fields.required("idpUserId");
     let slot = fields.optional("slot").unwrap_or_default();
     let handle = fields.required("handle");

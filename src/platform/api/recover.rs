@@ -66,7 +66,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
 }
 
 fn parse_request(call: &ApiCall) -> Result<RecoveryRequest, Problem> {
-    let mut fields = call.json_fields()?;
+    let mut fields = call.request.json_fields()?;
     let user = fields.required("idpUserId");
     let slot = fields.optional("slot").unwrap_or_default();
     let empty = EmptyStart::read(&mut fields);

@@ -37,7 +37,7 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
-    let mut fields = call.json_fields()?;
+    let mut fields = call.request.json_fields()?;
     let to = fields.required("serverType");
     let to = fields.finish(to)?;
     let reply = resize(&platform, id, &to, &mutation).await?;

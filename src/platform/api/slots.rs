@@ -70,7 +70,7 @@ pub async fn put(State(platform): State<Arc<Platform>>, request: Request) -> Res
 }
 
 fn parse_subscription(call: &ApiCall) -> Result<NewSubscription, Problem> {
-    let mut fields = call.json_fields()?;
+    let mut fields = call.request.json_fields()?;
     let user = fields.required("idpUserId");
     let slot = fields.optional("slot").unwrap_or_else(Slot::primary);
     let plan = fields.required("plan");
@@ -86,7 +86,7 @@ fn parse_subscription(call: &ApiCall) -> Result<NewSubscription, Problem> {
 pub async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = ApiCall::read(request).await?;
     call.authenticate_operator(&platform).await?;
-    let mut query = call.query_fields();
+    let mut query = call.request.query_fields();
     let user = query.optional("idpUserId");
     let after: Option<Cursor> = query.optional("cursor");
     query.finish(Some(()))?;

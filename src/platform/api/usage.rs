@@ -38,7 +38,7 @@ pub async fn handle(
     let call = ApiCall::read(request).await?;
     let operator = call.authenticate_operator(&platform).await?;
     let id: MachineId = path_id("machineId", &id)?;
-    let mut fields = call.query_fields();
+    let mut fields = call.request.query_fields();
     let query = UsageQuery::read(&mut fields);
     let query = fields.finish(Some(query))?;
     let report = fetch_report(&platform, id, &query).await;

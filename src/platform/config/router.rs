@@ -1,4 +1,4 @@
-//! The router's configuration. Invariant: every value is validated.
+//! Reads the router's settings. Invariant: every value is validated.
 
 use std::time::Duration;
 
@@ -7,105 +7,60 @@ use url::Url;
 use crate::vars;
 use svc_base::config::Env;
 use svc_http::jwt::TrustedIssuer;
-use svc_http::networks::Networks;
-
-use crate::public_host::PublicHost;
+use svc_router::config::{HostAndPort, RouterConfig};
 
 /// Maximum interval at which routes are refreshed: a change to a machine must take effect within one second.
 const MAX_POLL_INTERVAL_MS: u64 = 500;
 
-#[derive(Debug, Clone)]
-pub struct RouterConfig {
-    pub app_host: HostAndPort,
-    pub code_host: HostAndPort,
-    /// The scheme that browsers use; `None` means the listener's. If it is set, a proxy is in front of the router.
-    pub public_scheme: Option<&'static str>,
-    pub idp: TrustedIssuer,
-    pub sign_in: Url,
-    /// Redirect target for users without a running machine; only for legacy deployments.
-    pub legacy_fallback: Option<Url>,
-    pub poll_interval: Duration,
-    /// Maximum age of the routes that are served while the database is unreachable.
-    pub max_staleness: Duration,
-    /// Maximum number of requests per user and second that a process forwards; 0 means no limit.
-    pub user_rate: u32,
-    /// Maximum number of verifications of uncached credentials per client address (IPv4) or network (IPv6) and second;
-    /// 0 means no limit.
-    pub check_rate: u32,
-    /// Load balancers in front of the router. They are exempt from the limits per address, because all clients share
-    /// their addresses.
-    pub trusted_proxies: Networks,
-}
-
-impl RouterConfig {
-    /// Reads `APP_HOST`, `CODE_HOST`, `IDP_*`, `LEGACY_FALLBACK_URL`, `PLATFORM_ROUTES_POLL_MS`, and `ROUTER_*` except
-    /// the listener settings. Records errors in `env` and returns `None` if a required value is missing or invalid.
-    pub fn read(env: &mut Env) -> Option<Self> {
-        let app_host: Option<HostAndPort> = env.required(&vars::APP_HOST);
-        let code_host: Option<HostAndPort> = env.required(&vars::CODE_HOST);
-        match (&app_host, &code_host) {
-            (Some(app), Some(code)) if app == code => {
-                env.add_error(&vars::CODE_HOST, "must differ from APP_HOST");
-            }
-            // Requests to the code host would be served as requests to the app host, which is matched first.
-            (Some(app), Some(code)) if app.name == code.name && app.port.is_none() => {
-                let why =
-                    "has the same name as APP_HOST, which matches every port: add a port to APP_HOST, too";
-                env.add_error(&vars::CODE_HOST, why);
-            }
-            _ => {}
+/// Reads `APP_HOST`, `CODE_HOST`, `IDP_*`, `LEGACY_FALLBACK_URL`, `PLATFORM_ROUTES_POLL_MS`, and `ROUTER_*` except
+/// the listener settings. Records errors in `env` and returns `None` if a required value is missing or invalid.
+pub fn read(env: &mut Env) -> Option<RouterConfig> {
+    let app_host: Option<HostAndPort> = env.required(&vars::APP_HOST);
+    let code_host: Option<HostAndPort> = env.required(&vars::CODE_HOST);
+    match (&app_host, &code_host) {
+        (Some(app), Some(code)) if app == code => {
+            env.add_error(&vars::CODE_HOST, "must differ from APP_HOST");
         }
-        let public_scheme = match env.text(&vars::ROUTER_PUBLIC_SCHEME).as_deref() {
-            None => None,
-            Some("https") => Some("https"),
-            Some("http") => Some("http"),
-            Some(_) => {
-                env.add_error(&vars::ROUTER_PUBLIC_SCHEME, "must be https or http");
-                None
-            }
-        };
-        let issuer: Option<String> = env.required(&vars::IDP_ISSUER);
-        let audiences = read_audiences(env);
-        let jwks_url = read_jwks_url(env, issuer.as_deref());
-        env.require(&vars::IDP_SIGN_IN_URL);
-        let sign_in = env.web_url(&vars::IDP_SIGN_IN_URL);
-        let legacy_fallback = env.web_url(&vars::LEGACY_FALLBACK_URL);
-        let poll_interval =
-            env.or_default::<u64>(&vars::PLATFORM_ROUTES_POLL_MS).clamp(10, MAX_POLL_INTERVAL_MS);
-        let max_stale = env.or_default::<u64>(&vars::ROUTER_MAX_STALE_SECONDS).max(1);
-        let user_rate = env.or_default(&vars::ROUTER_USER_REQUESTS_PER_SECOND);
-        let check_rate = env.or_default(&vars::ROUTER_ADDRESS_CHECKS_PER_SECOND);
-        let trusted_proxies = env.optional(&vars::ROUTER_TRUSTED_PROXIES).unwrap_or_default();
-        Some(Self {
-            app_host: app_host?,
-            code_host: code_host?,
-            public_scheme,
-            idp: TrustedIssuer { issuer: issuer?, audiences: audiences?, jwks_url: jwks_url? },
-            sign_in: sign_in?,
-            legacy_fallback,
-            poll_interval: Duration::from_millis(poll_interval),
-            max_staleness: Duration::from_secs(max_stale),
-            user_rate,
-            check_rate,
-            trusted_proxies,
-        })
-    }
-
-    /// Returns the public host that a request's authority names.
-    pub fn find_host(&self, authority: &str) -> Option<PublicHost> {
-        if self.app_host.matches(authority) {
-            Some(PublicHost::App)
-        } else {
-            self.code_host.matches(authority).then_some(PublicHost::Code)
+        // Requests to the code host would be served as requests to the app host, which is matched first.
+        (Some(app), Some(code)) if app.name() == code.name() && app.port().is_none() => {
+            let why = "has the same name as APP_HOST, which matches every port: add a port to APP_HOST, too";
+            env.add_error(&vars::CODE_HOST, why);
         }
+        _ => {}
     }
-
-    pub fn address(&self, host: PublicHost) -> &HostAndPort {
-        match host {
-            PublicHost::App => &self.app_host,
-            PublicHost::Code => &self.code_host,
+    let public_scheme = match env.text(&vars::ROUTER_PUBLIC_SCHEME).as_deref() {
+        None => None,
+        Some("https") => Some("https"),
+        Some("http") => Some("http"),
+        Some(_) => {
+            env.add_error(&vars::ROUTER_PUBLIC_SCHEME, "must be https or http");
+            None
         }
-    }
+    };
+    let issuer: Option<String> = env.required(&vars::IDP_ISSUER);
+    let audiences = read_audiences(env);
+    let jwks_url = read_jwks_url(env, issuer.as_deref());
+    env.require(&vars::IDP_SIGN_IN_URL);
+    let sign_in = env.web_url(&vars::IDP_SIGN_IN_URL);
+    let legacy_fallback = env.web_url(&vars::LEGACY_FALLBACK_URL);
+    let poll_interval = env.or_default::<u64>(&vars::PLATFORM_ROUTES_POLL_MS).clamp(10, MAX_POLL_INTERVAL_MS);
+    let max_stale = env.or_default::<u64>(&vars::ROUTER_MAX_STALE_SECONDS).max(1);
+    let user_rate = env.or_default(&vars::ROUTER_USER_REQUESTS_PER_SECOND);
+    let check_rate = env.or_default(&vars::ROUTER_ADDRESS_CHECKS_PER_SECOND);
+    let trusted_proxies = env.optional(&vars::ROUTER_TRUSTED_PROXIES).unwrap_or_default();
+    Some(RouterConfig {
+        app_host: app_host?,
+        code_host: code_host?,
+        public_scheme,
+        idp: TrustedIssuer { issuer: issuer?, audiences: audiences?, jwks_url: jwks_url? },
+        sign_in: sign_in?,
+        legacy_fallback,
+        poll_interval: Duration::from_millis(poll_interval),
+        max_staleness: Duration::from_secs(max_stale),
+        user_rate,
+        check_rate,
+        trusted_proxies,
+    })
 }
 
 fn read_audiences(env: &mut Env) -> Option<Vec<String>> {
@@ -130,61 +85,13 @@ fn read_jwks_url(env: &mut Env, issuer: Option<&str>) -> Option<Url> {
     Some(url)
 }
 
-/// A host name, with a port only if requests must match it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct HostAndPort {
-    name: String,
-    port: Option<u16>,
-}
-
-impl HostAndPort {
-    /// Returns the host name without the port, in lower case.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    fn matches(&self, authority: &str) -> bool {
-        let (name, port) = split_port(authority);
-        name.eq_ignore_ascii_case(&self.name) && self.port.is_none_or(|own| port == Some(own))
-    }
-
-    /// Returns the authority for a URL to this host, for a client whose own request had the authority `requested`.
-    pub fn authority(&self, requested: &str) -> String {
-        match self.port.or_else(|| split_port(requested).1) {
-            Some(port) => format!("{}:{port}", self.name),
-            None => self.name.clone(),
-        }
-    }
-}
-
-fn split_port(authority: &str) -> (&str, Option<u16>) {
-    match authority.rsplit_once(':') {
-        Some((name, port)) => match port.parse() {
-            Ok(port) => (name, Some(port)),
-            Err(_) => (authority, None),
-        },
-        None => (authority, None),
-    }
-}
-
-impl std::str::FromStr for HostAndPort {
-    type Err = &'static str;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let (name, port) = split_port(text);
-        let is_allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '.';
-        if name.is_empty() || !name.chars().all(is_allowed) {
-            return Err("must be a host name, optionally followed by the :port that requests must use");
-        }
-        Ok(Self { name: name.to_ascii_lowercase(), port })
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use svc_router::public_host::PublicHost;
+
     use super::*;
 
-    fn read(pairs: &[(&str, &str)]) -> Result<RouterConfig, Vec<String>> {
+    fn read_pairs(pairs: &[(&str, &str)]) -> Result<RouterConfig, Vec<String>> {
         let mut all = vec![
             ("APP_HOST", "App.example"),
             ("CODE_HOST", "code.example"),
@@ -197,13 +104,13 @@ mod tests {
             all.push(*pair);
         }
         let mut env = Env::from_pairs(all.into_iter().filter(|(_, value)| !value.is_empty()));
-        let config = RouterConfig::read(&mut env);
+        let config = super::read(&mut env);
         env.finish(config).map_err(|error| error.errors)
     }
 
     #[test]
     fn find_host_ignores_case_and_unconfigured_port() {
-        let config = read(&[("CODE_HOST", "code.example:8443")]).unwrap();
+        let config = read_pairs(&[("CODE_HOST", "code.example:8443")]).unwrap();
         assert_eq!(config.find_host("app.EXAMPLE"), Some(PublicHost::App));
         assert_eq!(config.find_host("app.example:9"), Some(PublicHost::App));
         assert_eq!(config.find_host("code.example:8443"), Some(PublicHost::Code));
@@ -218,7 +125,7 @@ mod tests {
 
     #[test]
     fn read_reports_every_error() {
-        let errors = read(&[
+        let errors = read_pairs(&[
             ("APP_HOST", "https://app"),
             ("CODE_HOST", ""),
             ("IDP_AUDIENCE", " , "),
@@ -227,11 +134,11 @@ mod tests {
         ]);
         assert_eq!(errors.unwrap_err().len(), 5);
         for unreachable in ["app.example", "app.example:8443"] {
-            let errors = read(&[("CODE_HOST", unreachable)]).unwrap_err();
+            let errors = read_pairs(&[("CODE_HOST", unreachable)]).unwrap_err();
             assert!(errors[0].starts_with("CODE_HOST"), "{errors:?}");
         }
         let ports = [("APP_HOST", "app.example:8443"), ("CODE_HOST", "app.example:9443")];
-        let config = read(&ports).unwrap();
+        let config = read_pairs(&ports).unwrap();
         assert_eq!(config.find_host("app.example:9443"), Some(PublicHost::Code));
     }
 }

@@ -7,9 +7,9 @@ use deadpool_postgres::Object;
 use crate::context::Platform;
 use crate::db::retention::{ExpiringTable, RetentionRule};
 use crate::db::{self, DbError};
-use crate::signed_lifetimes::SIGN_OUT_TTL;
 use svc_base::error_chain::format_chain;
 use svc_base::metrics::RETENTION_DELETED;
+use svc_router::signed_lifetimes::SIGN_OUT_TTL;
 
 /// Interval between passes across all processes.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(60);

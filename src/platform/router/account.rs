@@ -11,11 +11,13 @@ use http::{StatusCode, Uri};
 
 use super::cookie::RouterCookie;
 use super::identity::Identity;
-use super::serve::{RequestContext, redirect, session_problem};
+use super::request_context::RequestContext;
+use super::responses::{redirect, session_problem};
+use super::return_path::{is_local_path, local_path};
 use super::session::sha256;
-use super::{RouterState, browser_data, page, sign_in};
-use crate::api::call::ApiCall;
+use super::{RouterState, browser_data, page};
 use crate::signed_lifetimes::SESSION_SECONDS;
+use svc_http::buffered_request::BufferedRequest;
 use svc_http::problem::Problem;
 use svc_machine::name::IdpUserId;
 
@@ -59,7 +61,7 @@ pub(super) fn choice_page(
     if !context.wants_page || decided == Some(&decision_mark(&session.user, &subject.user)) {
         return None;
     }
-    let return_to = sign_in::local_path(uri);
+    let return_to = local_path(uri);
     let body = page::insert_style(TEMPLATE)
         .replace("{{session}}", &router.account_name(&session.user))
         .replace("{{provider}}", &router.account_name(&subject.user))
@@ -71,14 +73,14 @@ pub(super) fn choice_page(
 pub(super) async fn handle_choice(
     router: &RouterState,
     context: &RequestContext,
-    call: &ApiCall,
+    call: &BufferedRequest,
 ) -> Result<Response, Problem> {
     let identity = router.require_identity(context, &call.headers).await?;
     let mut fields = if call.is_form() { call.form_fields()? } else { call.json_fields()? };
     let choice = fields.required::<AccountChoice>("account");
     let return_to = fields.optional::<String>("returnTo");
     let choice = fields.finish(choice)?;
-    let return_to = return_to.filter(|path| sign_in::is_local_path(path)).unwrap_or_else(|| "/".to_owned());
+    let return_to = return_to.filter(|path| is_local_path(path)).unwrap_or_else(|| "/".to_owned());
     let mut response = redirect(StatusCode::SEE_OTHER, &return_to);
     // The accounts no longer differ, for example because the user has already switched in another tab.
     let Identity::Disputed(session, subject) = &identity else { return Ok(response) };

@@ -18,9 +18,11 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri};
 
 use super::app_token::{self, AppClaims};
 use super::directory::MachineLookup;
+use super::forward::Caller;
 use super::identity::bearer_token;
 use super::page::UnavailableReason;
-use super::serve::{Caller, RequestContext, rate_limited};
+use super::request_context::RequestContext;
+use super::responses::rate_limited;
 use super::{RouterState, builtin, frame, origin};
 use crate::public_host::PublicHost;
 use svc_http::problem::{Code, Problem};

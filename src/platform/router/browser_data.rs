@@ -18,8 +18,9 @@ use secrecy::{ExposeSecret, SecretSlice};
 use super::RouterState;
 use super::cookie::{self, RouterCookie};
 use super::identity::Identity;
-use super::serve::{RequestContext, redirect};
-use super::sign_in;
+use super::request_context::RequestContext;
+use super::responses::redirect;
+use super::return_path::local_path;
 use crate::public_host::PublicHost;
 use svc_http::problem::{Code, Problem};
 use svc_machine::name::IdpUserId;
@@ -112,7 +113,7 @@ pub(super) fn require_cleared_data(
         _ => {}
     }
     let mut response = if context.wants_page && is_navigation(headers) {
-        let mut response = redirect(StatusCode::FOUND, sign_in::local_path(uri));
+        let mut response = redirect(StatusCode::FOUND, local_path(uri));
         response.headers_mut().append(SET_COOKIE, set_last_user(router, context, identity.user()));
         response
     } else {

@@ -4,61 +4,24 @@
 use axum::extract::Request;
 use axum::response::{IntoResponse, Response};
 use http::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, SET_COOKIE};
-use http::{HeaderValue, Method, StatusCode};
+use http::{HeaderValue, StatusCode};
 use serde_json::json;
 
-use super::builtin_routes::{
-    CHOOSE_ACCOUNT, CHOOSE_SLOT, ISSUE_CODE, LIST_SLOTS, MINT_APP_TOKEN, REDEEM_CODE, SIGN_OUT,
-};
+use super::builtin_routes::{BuiltinAction, BuiltinRoute, ROUTES};
 use super::cookie::RouterCookie;
 use super::directory::MachineLookup;
 use super::identity::Identity;
 use super::page::{self, UnavailableReason};
-use super::serve::{RequestContext, redirect, session_problem};
+use super::request_context::RequestContext;
+use super::responses::{redirect, session_problem, sign_in_required};
 use super::{RouterState, account, app_token, browser_data, sign_in};
-use crate::api::call::{self, ApiCall};
-use crate::public_host::PublicHost;
 use crate::signed_lifetimes::SESSION_SECONDS;
-use svc_http::openapi::Operation;
+use svc_http::buffered_request::{BODY_LIMITS, BufferedRequest};
 use svc_http::problem::{Code, Problem};
 use svc_machine::name::Slot;
 
 const SLOTS_PAGE: &str = include_str!("slots.html");
 const PREFIX: &str = "/_svc";
-
-/// A route that the router serves itself.
-pub struct BuiltinRoute {
-    pub operation: Operation,
-    /// `None` means both hosts.
-    pub(super) host: Option<PublicHost>,
-    pub(super) action: BuiltinAction,
-}
-
-#[derive(Debug, Clone, Copy)]
-pub(super) enum BuiltinAction {
-    ListSlots,
-    ChooseSlot,
-    ChooseAccount,
-    SignOut,
-    IssueCode,
-    RedeemCode,
-    MintAppToken,
-}
-
-impl BuiltinRoute {
-    /// Whether the route accepts the method. HEAD is accepted only by the GET route without side effects: the other GET
-    /// routes issue or redeem a code.
-    fn accepts(&self, method: &Method) -> bool {
-        let declared = &self.operation.method;
-        declared == method
-            || (method == Method::HEAD
-                && declared == Method::GET
-                && matches!(self.action, BuiltinAction::ListSlots))
-    }
-}
-
-pub static ROUTES: [&BuiltinRoute; 7] =
-    [&LIST_SLOTS, &CHOOSE_SLOT, &CHOOSE_ACCOUNT, &MINT_APP_TOKEN, &SIGN_OUT, &ISSUE_CODE, &REDEEM_CODE];
 
 pub(super) fn is_builtin_path(path: &str) -> bool {
     path.strip_prefix(PREFIX).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
@@ -85,7 +48,7 @@ pub(super) async fn handle(
     {
         return Ok(response);
     }
-    let call = ApiCall::read(request).await?;
+    let call = BufferedRequest::read(request).await?;
     match route.action {
         BuiltinAction::ListSlots => list_slots(router, context, &call).await,
         BuiltinAction::ChooseSlot => choose_slot(router, context, &call).await,
@@ -99,7 +62,7 @@ pub(super) async fn handle(
 
 /// Rejects an unknown path or a wrong method.
 async fn reject(candidates: &[&BuiltinRoute], request: Request) -> Response {
-    call::BODY_LIMITS.drain(request.into_body()).await;
+    BODY_LIMITS.drain(request.into_body()).await;
     if candidates.is_empty() {
         return Problem::new(Code::NotFound, "The router has no route at this path.").into_response();
     }
@@ -116,7 +79,7 @@ async fn reject(candidates: &[&BuiltinRoute], request: Request) -> Response {
 async fn list_slots(
     router: &RouterState,
     context: &RequestContext,
-    call: &ApiCall,
+    call: &BufferedRequest,
 ) -> Result<Response, Problem> {
     let Some(identity) = router.identify(context, &call.headers).await? else {
         return sign_in::start_sign_in(router, context, &call.uri);
@@ -163,7 +126,7 @@ async fn list_slots(
 async fn choose_slot(
     router: &RouterState,
     context: &RequestContext,
-    call: &ApiCall,
+    call: &BufferedRequest,
 ) -> Result<Response, Problem> {
     let identity = router.require_identity(context, &call.headers).await?;
     // The router's page sends a form; other clients send JSON.
@@ -216,7 +179,7 @@ async fn choose_slot(
 async fn mint_app_token(
     router: &RouterState,
     context: &RequestContext,
-    call: &ApiCall,
+    call: &BufferedRequest,
 ) -> Result<Response, Problem> {
     let identity = router.require_identity(context, &call.headers).await?;
     let mut fields = call.json_fields()?;
@@ -233,7 +196,7 @@ async fn mint_app_token(
         MachineLookup::NoMachine => return Ok(UnavailableReason::NoMachine.respond(false)),
         MachineLookup::Unknown => return Ok(UnavailableReason::Unknown.respond(false)),
     };
-    let minted = router.mint(context, &machine, &identity, &app).ok_or_else(sign_in::sign_in_required)?;
+    let minted = router.mint(context, &machine, &identity, &app).ok_or_else(sign_in_required)?;
     Ok(json_response(&json!({ "token": minted.token, "expiresAt": minted.expires_at })))
 }
 

@@ -3,7 +3,6 @@
 use http::Method;
 use serde_json::{Value, json};
 
-use super::builtin::{BuiltinAction, BuiltinRoute};
 use super::{account, sign_in};
 use crate::public_host::PublicHost;
 use svc_http::openapi::{
@@ -14,6 +13,40 @@ use svc_http::openapi::{
 use svc_http::problem::Code;
 use svc_machine::name::Slot;
 use svc_machine::state::Status;
+
+/// A route that the router serves itself.
+pub struct BuiltinRoute {
+    pub operation: Operation,
+    /// `None` means both hosts.
+    pub(super) host: Option<PublicHost>,
+    pub(super) action: BuiltinAction,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(super) enum BuiltinAction {
+    ListSlots,
+    ChooseSlot,
+    ChooseAccount,
+    SignOut,
+    IssueCode,
+    RedeemCode,
+    MintAppToken,
+}
+
+impl BuiltinRoute {
+    /// Whether the route accepts the method. HEAD is accepted only by the GET route without side effects: the other GET
+    /// routes issue or redeem a code.
+    pub(super) fn accepts(&self, method: &Method) -> bool {
+        let declared = &self.operation.method;
+        declared == method
+            || (method == Method::HEAD
+                && declared == Method::GET
+                && matches!(self.action, BuiltinAction::ListSlots))
+    }
+}
+
+pub static ROUTES: [&BuiltinRoute; 7] =
+    [&LIST_SLOTS, &CHOOSE_SLOT, &CHOOSE_ACCOUNT, &MINT_APP_TOKEN, &SIGN_OUT, &ISSUE_CODE, &REDEEM_CODE];
 
 const SESSION: Credential = Credential {
     name: "session",

@@ -12,7 +12,7 @@ use http::header::{AUTHORIZATION, HeaderMap};
 use jiff::Timestamp;
 
 use super::cookie::{self, RouterCookie};
-use super::serve::RequestContext;
+use super::request_context::RequestContext;
 use super::session::{Session, SessionError, Sessions, TokenHash, sha256};
 use svc_http::address_limit::client_network;
 use svc_http::jwt::{JwtError, LEEWAY_SECONDS, Subject, Verifier};

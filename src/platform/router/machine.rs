@@ -11,7 +11,7 @@ use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 
 use crate::host_trust::HostTrust;
-use crate::keys::SigningSet;
+use crate::signing_set::SigningSet;
 use svc_http::proof::{Claims, ISSUER, MAX_LIFETIME_SECONDS, Route, Signer};
 use svc_http::proxy::{Dial, Io, Proxy, ProxyLimits};
 use svc_http::tls::SpkiPin;

@@ -5,23 +5,34 @@
 
 mod account;
 mod app_request;
-pub(super) mod app_token;
+mod app_token;
 mod browser_data;
 mod builtin;
 mod builtin_routes;
+pub mod config;
 mod cookie;
 mod directory;
+mod forward;
 mod frame;
 mod headers;
+pub mod host_domain;
+pub mod host_trust;
 mod identity;
 mod machine;
 mod origin;
 mod page;
+pub mod public_host;
+mod request_context;
+mod responses;
+mod return_path;
+pub mod route_freshness;
 mod serve;
 mod session;
 mod session_token;
 mod sign_in;
 mod sign_outs;
+pub mod signed_lifetimes;
+pub mod signing_set;
 pub mod watch;
 
 use std::sync::Arc;
@@ -30,30 +41,31 @@ use anyhow::Context;
 use axum::extract::Request;
 use axum::response::Response;
 use deadpool_postgres::Pool;
+use tokio::net::TcpListener;
 use tokio::sync::watch as channel;
 use tokio_util::sync::CancellationToken;
 
 pub use browser_data::UserDigests;
-pub use builtin::{BuiltinRoute, ROUTES};
-pub use builtin_routes::{openapi_servers, own_slot_schema};
+pub use builtin_routes::{BuiltinRoute, ROUTES, openapi_servers, own_slot_schema};
 #[cfg(feature = "fuzzing")]
 pub use cookie::{drop_reserved, reserved_names};
 
 /// Burst of the limit on each user's requests, in seconds of the sustained rate.
 const USER_BURST_SECONDS: u32 = 2;
 
-use crate::config::RouterConfig;
-use crate::host_trust::HostTrust;
-use crate::keys::SigningSet;
-use crate::route_freshness::RouteFreshness;
+use config::RouterConfig;
 use directory::Directory;
+use host_trust::HostTrust;
 use identity::Authenticator;
+use route_freshness::RouteFreshness;
 use session::Sessions;
 use sign_outs::SignOuts;
+use signing_set::SigningSet;
 use svc_http::observe::{self, Listener};
 use svc_http::passthrough::Passthrough;
 use svc_http::rate_limit::RateLimit;
-use svc_http::server::Respond;
+use svc_http::server::{self, ListenerLimits, Respond, RouterThreads};
+use svc_http::shards::Shards;
 use svc_http::{client, jwt};
 use svc_machine::name::IdpUserId;
 use watch::Watcher;
@@ -90,6 +102,24 @@ pub struct RouterService {
     pub responder: RouterResponder,
     /// Present if hosts have names.
     pub passthrough: Option<Arc<Passthrough>>,
+}
+
+impl RouterService {
+    /// Serves the public listener on `shards` until `stop`.
+    ///
+    /// Called here and not by the control plane's package, whose code a release optimizes for size: the compiler
+    /// generates a generic server's code for the package that calls it.
+    pub async fn serve(
+        self,
+        shards: Shards,
+        listener: TcpListener,
+        tls: Option<Arc<rustls::ServerConfig>>,
+        limits: ListenerLimits,
+        stop: CancellationToken,
+    ) {
+        let threads = RouterThreads { shards, passthrough: self.passthrough };
+        server::serve_on(threads, listener, tls, self.responder, limits, stop).await;
+    }
 }
 
 /// Responds without a route table, because every request takes the same path.

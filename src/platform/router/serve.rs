@@ -1,64 +1,31 @@
 //! Handles a request: determines the public host, identifies the caller, finds the machine, and forwards the request.
 
-use std::net::{IpAddr, SocketAddr};
-use std::sync::Arc;
-use std::time::Duration;
-
-use axum::body::HttpBody;
-use axum::extract::{ConnectInfo, Request};
+use axum::extract::Request;
 use axum::response::{IntoResponse, Response};
-use http::header::{CONTENT_LENGTH, HOST, LOCATION, SET_COOKIE, STRICT_TRANSPORT_SECURITY, UPGRADE};
+use http::header::{SET_COOKIE, STRICT_TRANSPORT_SECURITY, UPGRADE};
 use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
-use jiff::Timestamp;
-use tokio_util::sync::CancellationToken;
 
-use super::app_token::{AppClaims, MintedToken};
+use super::app_token::MintedToken;
 use super::cookie::RouterCookie;
 use super::directory::MachineLookup;
-use super::headers::{ForwardHeaders, prepare_headers};
+use super::forward::Caller;
 use super::identity::{AuthError, Identity};
-use super::machine::{Machine, Upstream};
+use super::machine::Machine;
 use super::page::{self, UnavailableReason};
-use super::session::SessionError;
-use super::{
-    RouterState, account, app_request, app_token, browser_data, builtin, cookie, frame, origin, sign_in,
-};
+use super::request_context::{self, RequestContext};
+use super::responses::{rate_limited, redirect, session_problem, sign_in_required};
+use super::{RouterState, account, app_request, app_token, browser_data, builtin, frame, origin, sign_in};
 use crate::public_host::PublicHost;
 use crate::signed_lifetimes::SESSION_SECONDS;
-use svc_base::metrics::UPSTREAM_FAILURES;
 use svc_http::problem::{Code, Problem, format_chain};
-use svc_http::proof::{LEEWAY_SECONDS, Route};
-use svc_http::proxy::{ProxyError, TimeLimit};
-use svc_http::request_id;
 use svc_http::server::Scheme;
 
 /// Omits `includeSubDomains`, because other hosts on the operator's domain may not support HTTPS.
 const HSTS_ONE_YEAR: &str = "max-age=31536000";
 
-/// The properties of a request, except its caller.
-pub(super) struct RequestContext {
-    pub(super) host: PublicHost,
-    /// The request's host name and port.
-    pub(super) authority: String,
-    pub(super) scheme: &'static str,
-    /// The peer's address; `None` behind a proxy, because all of the proxy's clients share one address.
-    pub(super) client_address: Option<IpAddr>,
-    /// Whether a browser shows the response to a person.
-    pub(super) wants_page: bool,
-    pub(super) now: Timestamp,
-}
-
-/// The caller for whom a request is forwarded.
-#[derive(Clone, Copy)]
-pub(super) enum Caller<'a> {
-    /// The owner, with the generation of their last sign-out at the time of authentication.
-    Owner(&'a Identity, i64),
-    App(&'a AppClaims),
-}
-
 impl RouterState {
     pub(super) async fn respond(&self, request: Request) -> Response {
-        let scheme = self.scheme(&request);
+        let scheme = request_context::scheme(&self.config, &request);
         let mut response = self.serve(request).await.unwrap_or_else(IntoResponse::into_response);
         if scheme == Scheme::Https.as_str() {
             response.headers_mut().insert(STRICT_TRANSPORT_SECURITY, HeaderValue::from_static(HSTS_ONE_YEAR));
@@ -66,21 +33,8 @@ impl RouterState {
         response
     }
 
-    /// Returns the scheme that the browser used.
-    fn scheme(&self, request: &Request) -> &'static str {
-        let listener = request.extensions().get::<Scheme>().copied().unwrap_or(Scheme::Http);
-        self.config.public_scheme.unwrap_or(listener.as_str())
-    }
-
-    fn client_address(&self, request: &Request) -> Option<IpAddr> {
-        let ConnectInfo(peer) = request.extensions().get::<ConnectInfo<SocketAddr>>()?;
-        let is_proxy = self.config.trusted_proxies.contains(peer.ip());
-        let is_behind_proxy = is_proxy || self.config.public_scheme.is_some();
-        (!is_behind_proxy).then(|| peer.ip())
-    }
-
     async fn serve(&self, mut request: Request) -> Result<Response, Problem> {
-        let context = self.request_context(&mut request)?;
+        let context = RequestContext::read(&self.config, &mut request)?;
         if request.method() == Method::CONNECT {
             return Err(Problem::new(Code::MethodNotAllowed, "This server is not a forward proxy."));
         }
@@ -144,30 +98,6 @@ impl RouterState {
         Ok(response)
     }
 
-    /// Reads the request's properties, and rejects unknown hosts. An absolute target overrides `Host` (RFC 9112,
-    /// section 3.2.2).
-    fn request_context(&self, request: &mut Request) -> Result<RequestContext, Problem> {
-        if let Some(authority) = request.uri().authority() {
-            let host = HeaderValue::from_str(authority.as_str());
-            let host =
-                host.map_err(|_| Problem::new(Code::InvalidRequest, "The request target is not valid."))?;
-            request.headers_mut().insert(HOST, host);
-        }
-        let mut hosts = request.headers().get_all(HOST).iter();
-        let unknown = || Problem::new(Code::NotFound, "The router does not serve this host.");
-        let (Some(host), None) = (hosts.next(), hosts.next()) else { return Err(unknown()) };
-        let authority = host.to_str().map_err(|_| unknown())?.to_owned();
-        let host = self.config.find_host(&authority).ok_or_else(unknown)?;
-        Ok(RequestContext {
-            host,
-            authority,
-            scheme: self.scheme(request),
-            client_address: self.client_address(request),
-            wants_page: page::wants_page(request.method(), request.headers()),
-            now: Timestamp::now(),
-        })
-    }
-
     /// Counts a credential check against the client address's limit.
     pub(super) fn admit_check(&self, context: &RequestContext) -> Result<(), Problem> {
         self.authenticator.admit_check(context).map_err(auth_problem)
@@ -190,7 +120,7 @@ impl RouterState {
         context: &RequestContext,
         headers: &HeaderMap,
     ) -> Result<Identity, Problem> {
-        self.identify(context, headers).await?.ok_or_else(sign_in::sign_in_required)
+        self.identify(context, headers).await?.ok_or_else(sign_in_required)
     }
 
     /// Opens a session for a request with the provider's cookie, so that the browser stays signed in after the cookie
@@ -251,88 +181,6 @@ impl RouterState {
         Some(app_token::mint(&proof.app.current, &record.user, record.id, app, generation, context.now))
     }
 
-    pub(super) async fn forward(
-        &self,
-        context: &RequestContext,
-        machine: &Machine,
-        upstream: &Upstream,
-        caller: Caller<'_>,
-        mut request: Request,
-    ) -> Response {
-        let (route, app) = match caller {
-            Caller::Owner(..) => (context.host.route(), None),
-            Caller::App(claims) => (Route::App, Some(claims.app.as_str())),
-        };
-        let proof = machine.proof(route, app, &self.proof.borrow(), context.now);
-        let peer = request.extensions().get::<ConnectInfo<SocketAddr>>().map(|ConnectInfo(peer)| *peer);
-        let request_id = request_id::current();
-        let values = ForwardHeaders { peer, scheme: context.scheme, proof, request_id: &request_id };
-        if prepare_headers(request.headers_mut(), values)
-            && let Some(limit) = self.stream_limit(caller, context.now)
-        {
-            request.extensions_mut().insert(limit);
-        }
-        match upstream.proxy.forward(request).await {
-            Ok(mut response) => {
-                cookie::drop_reserved_cookies(response.headers_mut());
-                browser_data::sanitize_response_headers(context, response.headers_mut());
-                self.limit_stream(caller, context.now, response)
-            }
-            Err(error) => {
-                tracing::warn!(svc_machine_id = %machine.record.id, error = %format_chain(&error), "request to the machine failed");
-                UPSTREAM_FAILURES.add_one([error.kind()]);
-                match error {
-                    ProxyError::Closed => UnavailableReason::RouteChanged.respond(context.wants_page),
-                    ProxyError::HeadTimeout => page::upstream_timeout(context.wants_page),
-                    ProxyError::Full => {
-                        Problem::new(Code::Unavailable, "The machine has too many open connections.")
-                            .retry_after(page::REFRESH_SECONDS)
-                            .into_response()
-                    }
-                    _ => page::upstream_unreachable(context.wants_page),
-                }
-            }
-        }
-    }
-
-    /// Limits a response of unknown length, which may stream for hours, to the lifetime of the caller's credential.
-    fn limit_stream(&self, caller: Caller<'_>, now: Timestamp, response: Response) -> Response {
-        if response.body().size_hint().exact().is_some() || response.headers().contains_key(CONTENT_LENGTH) {
-            return response;
-        }
-        match self.stream_limit(caller, now) {
-            Some(limit) => response.map(|body| limit.limit_body(body)),
-            None => response,
-        }
-    }
-
-    /// Returns when this caller's streams end; `None` for a bearer token, which a sign-out does not revoke.
-    fn stream_limit(&self, caller: Caller<'_>, now: Timestamp) -> Option<TimeLimit> {
-        let (user, expires_at) = match caller {
-            Caller::Owner(Identity::Bearer(_), _) => return None,
-            // The lifetime of a session that is opened now.
-            Caller::Owner(Identity::Cookie(subject), _) => {
-                (&subject.user, now.as_second() + SESSION_SECONDS.cast_signed())
-            }
-            Caller::Owner(Identity::Session(session) | Identity::Disputed(session, _), _) => {
-                (&session.user, session.expires_at.as_second())
-            }
-            Caller::App(claims) => (&claims.sub, claims.exp + LEEWAY_SECONDS),
-        };
-        let revoked = self.sign_outs.register_stream(user);
-        let is_valid = match caller {
-            Caller::Owner(Identity::Session(session) | Identity::Disputed(session, _), _) => {
-                self.sessions.is_open(session)
-            }
-            Caller::Owner(_, generation) => generation >= self.sign_outs.required_generation(user),
-            Caller::App(claims) => claims.generation >= self.sign_outs.required_generation(user),
-        };
-        let revoked = if is_valid { revoked } else { cancelled_token() };
-        let remaining =
-            |end: i64| Duration::from_secs(u64::try_from(end - now.as_second()).unwrap_or_default());
-        Some(TimeLimit { revoked, deadline: tokio::time::Instant::now() + remaining(expires_at) })
-    }
-
     /// Redirects to the legacy fallback, if one is configured, or reports why no machine is available.
     fn respond_unavailable(
         &self,
@@ -353,13 +201,6 @@ impl RouterState {
     }
 }
 
-/// Returns a cancelled token, for a stream whose credential is no longer valid.
-fn cancelled_token() -> Arc<CancellationToken> {
-    let token = CancellationToken::new();
-    token.cancel();
-    Arc::new(token)
-}
-
 fn auth_problem(error: AuthError) -> Problem {
     match error {
         AuthError::Bearer(error) => {
@@ -370,35 +211,5 @@ fn auth_problem(error: AuthError) -> Problem {
             .retry_after(page::REFRESH_SECONDS),
         AuthError::Sessions(error) => session_problem(&error),
         AuthError::RateLimited { retry_after } => rate_limited(retry_after),
-    }
-}
-
-pub(super) fn session_problem(error: &SessionError) -> Problem {
-    if let SessionError::RateLimited(wait) = error {
-        return rate_limited(*wait);
-    }
-    if matches!(error, SessionError::ParentEnded) {
-        return Problem::new(Code::Unauthorized, "The session has ended; sign in again.");
-    }
-    tracing::warn!(error = %format_chain(error), "cannot read or change sessions");
-    Problem::new(Code::DatabaseUnavailable, "The session database is unavailable.")
-        .retry_after(page::REFRESH_SECONDS)
-}
-
-pub(super) fn rate_limited(wait: Duration) -> Problem {
-    Problem::new(Code::RateLimited, "Too many requests. Retry after the number of seconds in Retry-After.")
-        .retry_after(wait.as_secs() + 1)
-}
-
-/// Returns a redirect that browsers do not cache, because its target depends on the caller.
-pub(super) fn redirect(code: StatusCode, to: &str) -> Response {
-    let mut response = code.into_response();
-    match HeaderValue::from_str(to) {
-        Ok(to) => {
-            response.headers_mut().insert(LOCATION, to);
-            response.headers_mut().insert(http::header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
-            response
-        }
-        Err(_) => Problem::new(Code::InvalidRequest, "The request target is not valid.").into_response(),
     }
 }

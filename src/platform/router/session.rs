@@ -18,10 +18,10 @@ use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 
 use super::session_token;
-use crate::keys::SigningSet;
 use crate::public_host::PublicHost;
 use crate::route_freshness::{RouteFreshness, RoutesState};
 use crate::signed_lifetimes::SESSION_SECONDS;
+use crate::signing_set::SigningSet;
 use svc_base::metrics::SESSIONS_OPENED;
 use svc_http::rate_limit::RateLimit;
 use svc_machine::name::{IdpUserId, Slot};
@@ -169,7 +169,7 @@ impl Sessions {
         slot: Option<&Slot>,
     ) -> Result<(String, Arc<Session>), SessionError> {
         self.open_rate.check(user).map_err(SessionError::RateLimited)?;
-        let token = session_token::mint(&self.keys.borrow().app.current, host)?;
+        let token = session_token::mint(&self.keys.borrow().app.current, host, random_token()?);
         let hash = sha256(token.as_bytes());
         let sql = format!(
             "INSERT INTO sessions (token_hash, host, idp_user_id, slot, expires_at, opened_by) \

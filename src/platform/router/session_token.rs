@@ -5,7 +5,6 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::session::{SessionError, random_token};
 use crate::public_host::PublicHost;
 use svc_http::proof::{ProofKeys, Signer};
 
@@ -21,10 +20,10 @@ struct SessionClaims {
     host: String,
 }
 
-pub(super) fn mint(signer: &Signer, host: PublicHost) -> Result<String, SessionError> {
-    let claims =
-        SessionClaims { iss: ISSUER.to_owned(), jti: random_token()?, host: host.as_str().to_owned() };
-    Ok(format!("{PREFIX}{}", signer.sign_json(&claims)))
+/// Signs a random `id`.
+pub(super) fn mint(signer: &Signer, host: PublicHost, id: String) -> String {
+    let claims = SessionClaims { iss: ISSUER.to_owned(), jti: id, host: host.as_str().to_owned() };
+    format!("{PREFIX}{}", signer.sign_json(&claims))
 }
 
 /// Whether a router issued this value for this host.
@@ -46,12 +45,13 @@ mod tests {
         let signer = |kid| Signer::from_pkcs8(kid, &Signer::generate().unwrap()).unwrap();
         let (own, other) = (signer("app-1"), signer("app-1"));
         let keys = ProofKeys { keys: vec![own.public_key()] };
-        let token = mint(&own, PublicHost::App).unwrap();
+        let id = || "A".repeat(43);
+        let token = mint(&own, PublicHost::App, id());
         assert!(token.len() < MAX_TOKEN_BYTES);
         assert!(is_genuine(&keys, PublicHost::App, &token));
         assert!(!is_genuine(&keys, PublicHost::Code, &token), "for another host");
         assert!(
-            !is_genuine(&keys, PublicHost::App, &mint(&other, PublicHost::App).unwrap()),
+            !is_genuine(&keys, PublicHost::App, &mint(&other, PublicHost::App, id())),
             "signed with another key"
         );
         let app_token =

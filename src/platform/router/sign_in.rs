@@ -14,11 +14,13 @@ use super::RouterState;
 use super::account;
 use super::browser_data;
 use super::cookie::RouterCookie;
-use super::serve::{RequestContext, redirect, session_problem};
+use super::request_context::RequestContext;
+use super::responses::{redirect, session_problem, sign_in_required};
+use super::return_path::{is_local_path, local_path};
 use super::session::{CodeGrant, SessionOrigin, random_token};
-use crate::api::call::ApiCall;
 use crate::public_host::PublicHost;
 use crate::signed_lifetimes::SESSION_SECONDS;
+use svc_http::buffered_request::BufferedRequest;
 use svc_http::problem::{Code, Problem};
 
 /// On `APP_HOST`: issues a code for the browser that holds `state` on `CODE_HOST`.
@@ -26,7 +28,6 @@ pub(super) const ISSUE_CODE_PATH: &str = "/_svc/code-session";
 /// On `CODE_HOST`: redeems the code.
 pub(super) const REDEEM_CODE_PATH: &str = "/_svc/session";
 const STATE_TTL_SECONDS: u64 = 600;
-const MAX_RETURN_PATH_BYTES: usize = 2048;
 
 /// Responds to an unauthenticated request: redirects a browser to sign in, and rejects other clients.
 pub(super) fn start_sign_in(
@@ -71,7 +72,7 @@ pub(super) fn start_sign_in(
 pub(super) async fn issue_code(
     router: &RouterState,
     context: &RequestContext,
-    call: &ApiCall,
+    call: &BufferedRequest,
 ) -> Result<Response, Problem> {
     let Some(identity) = router.identify(context, &call.headers).await? else {
         return start_sign_in(router, context, &call.uri);
@@ -104,7 +105,7 @@ pub(super) async fn issue_code(
 pub(super) async fn redeem_code(
     router: &RouterState,
     context: &RequestContext,
-    call: &ApiCall,
+    call: &BufferedRequest,
 ) -> Result<Response, Problem> {
     let mut query = call.query_fields();
     let code: Option<String> = query.required("code");
@@ -156,44 +157,6 @@ pub(super) async fn sign_out(
     Ok(response)
 }
 
-/// Returns the problem for an unauthenticated request.
-pub(super) fn sign_in_required() -> Problem {
-    Problem::new(
-        Code::Unauthorized,
-        "Sign in first, or send the identity provider's token as a bearer token.",
-    )
-}
-
 fn host_url(router: &RouterState, context: &RequestContext, host: PublicHost) -> String {
     format!("{}://{}", context.scheme, router.config.address(host).authority(&context.authority))
-}
-
-/// Returns the path and query of a request, or `/` if they are too long or a browser could interpret them as a URL on
-/// another host.
-pub(super) fn local_path(uri: &Uri) -> &str {
-    uri.path_and_query()
-        .map(http::uri::PathAndQuery::as_str)
-        .filter(|path| is_local_path(path))
-        .unwrap_or("/")
-}
-
-/// Whether this is a path of at most `MAX_RETURN_PATH_BYTES` that no browser interprets as a URL on another host.
-pub(super) fn is_local_path(path: &str) -> bool {
-    path.len() <= MAX_RETURN_PATH_BYTES
-        && path.starts_with('/')
-        && !path.starts_with("//")
-        && path.chars().all(|c| c.is_ascii_graphic() && c != '\\')
-}
-
-#[cfg(test)]
-mod tests {
-    #[test]
-    fn is_local_path_rejects_other_hosts() {
-        for good in ["/", "/a?b=c#d", "/%2F/x"] {
-            assert!(super::is_local_path(good), "{good}");
-        }
-        for bad in ["", "a", "//evil", "/\\evil", "https://evil", "/a\nb", "/a b", "/\t/evil"] {
-            assert!(!super::is_local_path(bad), "{bad:?}");
-        }
-    }
 }

@@ -3,7 +3,7 @@
 use http::header::{CONNECTION, HeaderMap, HeaderName, HeaderValue, SET_COOKIE, UPGRADE};
 use proptest::prelude::*;
 use svc::http::proxy::strip_hop_by_hop;
-use svc::platform::router::{drop_reserved, reserved_names};
+use svc::router::{drop_reserved, reserved_names};
 
 use super::Target;
 

@@ -1,0 +1,90 @@
+//! A request whose body has been read into memory, and the ways to parse it: JSON, an HTML form, the query.
+
+use std::time::Duration;
+
+use axum::extract::Request;
+use bytes::Bytes;
+use http::{HeaderMap, Method, Uri, header};
+use serde_json::Value;
+
+use crate::body::{BodyLimits, RequestBodyError, declares_more_than};
+use crate::fields::Fields;
+use crate::problem::{Code, Problem};
+
+/// Maximum size of a [`BufferedRequest`]'s body.
+pub const MAX_BODY_BYTES: usize = 64 << 10;
+pub const BODY_LIMITS: BodyLimits = BodyLimits {
+    read_timeout: Duration::from_secs(15),
+    max_drained_bytes: 1 << 20,
+    drain_timeout: Duration::from_secs(2),
+};
+
+/// A request with its whole body, of at most [`MAX_BODY_BYTES`].
+pub struct BufferedRequest {
+    pub method: Method,
+    pub uri: Uri,
+    pub headers: HeaderMap,
+    pub body: Bytes,
+}
+
+impl BufferedRequest {
+    /// Reads the body within size and time limits.
+    ///
+    /// # Errors
+    /// `request_too_large` if the body is larger than [`MAX_BODY_BYTES`]; `invalid_request` if it is not received
+    /// completely in time.
+    pub async fn read(request: Request) -> Result<Self, Problem> {
+        let (parts, mut body) = request.into_parts();
+        let too_large = || {
+            Problem::new(Code::RequestTooLarge, format!("The body is larger than {MAX_BODY_BYTES} bytes."))
+        };
+        if declares_more_than(&parts.headers, MAX_BODY_BYTES) {
+            BODY_LIMITS.drain(body).await;
+            return Err(too_large());
+        }
+        let body = match BODY_LIMITS.read(&mut body, MAX_BODY_BYTES).await {
+            Ok(body) => body,
+            Err(RequestBodyError::TooLarge) => {
+                BODY_LIMITS.drain(body).await;
+                return Err(too_large());
+            }
+            Err(RequestBodyError::Timeout | RequestBodyError::Incomplete) => {
+                return Err(Problem::field("", "was not received completely in time"));
+            }
+        };
+        Ok(Self { method: parts.method, uri: parts.uri, headers: parts.headers, body })
+    }
+
+    fn media_type(&self) -> &str {
+        let content_type = self.headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+        content_type.and_then(|value| value.split(';').next()).map(str::trim).unwrap_or_default()
+    }
+
+    /// Returns whether the body is an HTML form.
+    pub fn is_form(&self) -> bool {
+        self.media_type().eq_ignore_ascii_case("application/x-www-form-urlencoded")
+    }
+
+    /// Parses the fields of a form body.
+    pub fn form_fields(&self) -> Result<Fields, Problem> {
+        let text = std::str::from_utf8(&self.body).map_err(|_| Problem::field("", "is not a valid form"))?;
+        Ok(Fields::from_form(text))
+    }
+
+    /// Parses the fields of a JSON body.
+    pub fn json_fields(&self) -> Result<Fields, Problem> {
+        if !self.media_type().eq_ignore_ascii_case("application/json") {
+            return Err(Problem::new(Code::UnsupportedMediaType, "Send the body as application/json."));
+        }
+        match serde_json::from_slice(&self.body) {
+            Ok(Value::Object(map)) => Ok(Fields::from_body(map)),
+            Ok(_) => Err(Problem::field("", "must be a JSON object")),
+            Err(error) => Err(Problem::field("", format!("is not valid JSON: {error}"))),
+        }
+    }
+
+    /// Parses the fields of the query.
+    pub fn query_fields(&self) -> Fields {
+        Fields::from_query(self.uri.query().unwrap_or_default())
+    }
+}

@@ -1,0 +1,104 @@
+//! The router's settings.
+
+use std::time::Duration;
+
+use url::Url;
+
+use crate::public_host::PublicHost;
+use svc_http::jwt::TrustedIssuer;
+use svc_http::networks::Networks;
+
+#[derive(Debug, Clone)]
+pub struct RouterConfig {
+    pub app_host: HostAndPort,
+    pub code_host: HostAndPort,
+    /// The scheme that browsers use; `None` means the listener's. If it is set, a proxy is in front of the router.
+    pub public_scheme: Option<&'static str>,
+    pub idp: TrustedIssuer,
+    pub sign_in: Url,
+    /// Redirect target for users without a running machine; only for legacy deployments.
+    pub legacy_fallback: Option<Url>,
+    pub poll_interval: Duration,
+    /// Maximum age of the routes that are served while the database is unreachable.
+    pub max_staleness: Duration,
+    /// Maximum number of requests per user and second that a process forwards; 0 means no limit.
+    pub user_rate: u32,
+    /// Maximum number of verifications of uncached credentials per client address (IPv4) or network (IPv6) and second;
+    /// 0 means no limit.
+    pub check_rate: u32,
+    /// Load balancers in front of the router. They are exempt from the limits per address, because all clients share
+    /// their addresses.
+    pub trusted_proxies: Networks,
+}
+
+impl RouterConfig {
+    /// Returns the public host that a request's authority names.
+    pub fn find_host(&self, authority: &str) -> Option<PublicHost> {
+        if self.app_host.matches(authority) {
+            Some(PublicHost::App)
+        } else {
+            self.code_host.matches(authority).then_some(PublicHost::Code)
+        }
+    }
+
+    pub fn address(&self, host: PublicHost) -> &HostAndPort {
+        match host {
+            PublicHost::App => &self.app_host,
+            PublicHost::Code => &self.code_host,
+        }
+    }
+}
+
+/// A host name, with a port only if requests must match it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HostAndPort {
+    name: String,
+    port: Option<u16>,
+}
+
+impl HostAndPort {
+    /// Returns the host name without the port, in lower case.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub fn port(&self) -> Option<u16> {
+        self.port
+    }
+
+    fn matches(&self, authority: &str) -> bool {
+        let (name, port) = split_port(authority);
+        name.eq_ignore_ascii_case(&self.name) && self.port.is_none_or(|own| port == Some(own))
+    }
+
+    /// Returns the authority for a URL to this host, for a client whose own request had the authority `requested`.
+    pub fn authority(&self, requested: &str) -> String {
+        match self.port.or_else(|| split_port(requested).1) {
+            Some(port) => format!("{}:{port}", self.name),
+            None => self.name.clone(),
+        }
+    }
+}
+
+fn split_port(authority: &str) -> (&str, Option<u16>) {
+    match authority.rsplit_once(':') {
+        Some((name, port)) => match port.parse() {
+            Ok(port) => (name, Some(port)),
+            Err(_) => (authority, None),
+        },
+        None => (authority, None),
+    }
+}
+
+impl std::str::FromStr for HostAndPort {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let (name, port) = split_port(text);
+        let is_allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '.';
+        if name.is_empty() || !name.chars().all(is_allowed) {
+            return Err("must be a host name, optionally followed by the :port that requests must use");
+        }
+        Ok(Self { name: name.to_ascii_lowercase(), port })
+    }
+}

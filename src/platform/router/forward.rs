@@ -1,0 +1,126 @@
+//! Forwards a request to its machine, with a proof of the caller's identity, and limits long responses to the lifetime
+//! of the caller's credential.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::HttpBody;
+use axum::extract::{ConnectInfo, Request};
+use axum::response::{IntoResponse, Response};
+use http::header::CONTENT_LENGTH;
+use jiff::Timestamp;
+use tokio_util::sync::CancellationToken;
+
+use super::app_token::AppClaims;
+use super::headers::{ForwardHeaders, prepare_headers};
+use super::identity::Identity;
+use super::machine::{Machine, Upstream};
+use super::page::{self, UnavailableReason};
+use super::request_context::RequestContext;
+use super::{RouterState, browser_data, cookie};
+use crate::signed_lifetimes::SESSION_SECONDS;
+use svc_base::metrics::UPSTREAM_FAILURES;
+use svc_http::problem::{Code, Problem, format_chain};
+use svc_http::proof::{LEEWAY_SECONDS, Route};
+use svc_http::proxy::{ProxyError, TimeLimit};
+use svc_http::request_id;
+
+/// The caller for whom a request is forwarded.
+#[derive(Clone, Copy)]
+pub(super) enum Caller<'a> {
+    /// The owner, with the generation of their last sign-out at the time of authentication.
+    Owner(&'a Identity, i64),
+    App(&'a AppClaims),
+}
+
+impl RouterState {
+    pub(super) async fn forward(
+        &self,
+        context: &RequestContext,
+        machine: &Machine,
+        upstream: &Upstream,
+        caller: Caller<'_>,
+        mut request: Request,
+    ) -> Response {
+        let (route, app) = match caller {
+            Caller::Owner(..) => (context.host.route(), None),
+            Caller::App(claims) => (Route::App, Some(claims.app.as_str())),
+        };
+        let proof = machine.proof(route, app, &self.proof.borrow(), context.now);
+        let peer = request.extensions().get::<ConnectInfo<SocketAddr>>().map(|ConnectInfo(peer)| *peer);
+        let request_id = request_id::current();
+        let values = ForwardHeaders { peer, scheme: context.scheme, proof, request_id: &request_id };
+        if prepare_headers(request.headers_mut(), values)
+            && let Some(limit) = self.stream_limit(caller, context.now)
+        {
+            request.extensions_mut().insert(limit);
+        }
+        match upstream.proxy.forward(request).await {
+            Ok(mut response) => {
+                cookie::drop_reserved_cookies(response.headers_mut());
+                browser_data::sanitize_response_headers(context, response.headers_mut());
+                self.limit_stream(caller, context.now, response)
+            }
+            Err(error) => {
+                tracing::warn!(svc_machine_id = %machine.record.id, error = %format_chain(&error), "request to the machine failed");
+                UPSTREAM_FAILURES.add_one([error.kind()]);
+                match error {
+                    ProxyError::Closed => UnavailableReason::RouteChanged.respond(context.wants_page),
+                    ProxyError::HeadTimeout => page::upstream_timeout(context.wants_page),
+                    ProxyError::Full => {
+                        Problem::new(Code::Unavailable, "The machine has too many open connections.")
+                            .retry_after(page::REFRESH_SECONDS)
+                            .into_response()
+                    }
+                    _ => page::upstream_unreachable(context.wants_page),
+                }
+            }
+        }
+    }
+
+    /// Limits a response of unknown length, which may stream for hours, to the lifetime of the caller's credential.
+    fn limit_stream(&self, caller: Caller<'_>, now: Timestamp, response: Response) -> Response {
+        if response.body().size_hint().exact().is_some() || response.headers().contains_key(CONTENT_LENGTH) {
+            return response;
+        }
+        match self.stream_limit(caller, now) {
+            Some(limit) => response.map(|body| limit.limit_body(body)),
+            None => response,
+        }
+    }
+
+    /// Returns when this caller's streams end; `None` for a bearer token, which a sign-out does not revoke.
+    fn stream_limit(&self, caller: Caller<'_>, now: Timestamp) -> Option<TimeLimit> {
+        let (user, expires_at) = match caller {
+            Caller::Owner(Identity::Bearer(_), _) => return None,
+            // The lifetime of a session that is opened now.
+            Caller::Owner(Identity::Cookie(subject), _) => {
+                (&subject.user, now.as_second() + SESSION_SECONDS.cast_signed())
+            }
+            Caller::Owner(Identity::Session(session) | Identity::Disputed(session, _), _) => {
+                (&session.user, session.expires_at.as_second())
+            }
+            Caller::App(claims) => (&claims.sub, claims.exp + LEEWAY_SECONDS),
+        };
+        let revoked = self.sign_outs.register_stream(user);
+        let is_valid = match caller {
+            Caller::Owner(Identity::Session(session) | Identity::Disputed(session, _), _) => {
+                self.sessions.is_open(session)
+            }
+            Caller::Owner(_, generation) => generation >= self.sign_outs.required_generation(user),
+            Caller::App(claims) => claims.generation >= self.sign_outs.required_generation(user),
+        };
+        let revoked = if is_valid { revoked } else { cancelled_token() };
+        let remaining =
+            |end: i64| Duration::from_secs(u64::try_from(end - now.as_second()).unwrap_or_default());
+        Some(TimeLimit { revoked, deadline: tokio::time::Instant::now() + remaining(expires_at) })
+    }
+}
+
+/// Returns a cancelled token, for a stream whose credential is no longer valid.
+fn cancelled_token() -> Arc<CancellationToken> {
+    let token = CancellationToken::new();
+    token.cancel();
+    Arc::new(token)
+}

@@ -1,0 +1,69 @@
+//! The properties of a request that do not depend on its caller.
+
+use std::net::{IpAddr, SocketAddr};
+
+use axum::extract::{ConnectInfo, Request};
+use http::HeaderValue;
+use http::header::HOST;
+use jiff::Timestamp;
+
+use super::page;
+use crate::config::RouterConfig;
+use crate::public_host::PublicHost;
+use svc_http::problem::{Code, Problem};
+use svc_http::server::Scheme;
+
+/// The properties of a request, except its caller.
+pub(super) struct RequestContext {
+    pub(super) host: PublicHost,
+    /// The request's host name and port.
+    pub(super) authority: String,
+    pub(super) scheme: &'static str,
+    /// The peer's address; `None` behind a proxy, because all of the proxy's clients share one address.
+    pub(super) client_address: Option<IpAddr>,
+    /// Whether a browser shows the response to a person.
+    pub(super) wants_page: bool,
+    pub(super) now: Timestamp,
+}
+
+impl RequestContext {
+    /// Reads the request's properties, and rejects unknown hosts. An absolute target overrides `Host` (RFC 9112,
+    /// section 3.2.2).
+    ///
+    /// # Errors
+    /// `not_found` if the request does not name one of the router's hosts; `invalid_request` if its target is invalid.
+    pub(super) fn read(config: &RouterConfig, request: &mut Request) -> Result<Self, Problem> {
+        if let Some(authority) = request.uri().authority() {
+            let host = HeaderValue::from_str(authority.as_str());
+            let host =
+                host.map_err(|_| Problem::new(Code::InvalidRequest, "The request target is not valid."))?;
+            request.headers_mut().insert(HOST, host);
+        }
+        let mut hosts = request.headers().get_all(HOST).iter();
+        let unknown = || Problem::new(Code::NotFound, "The router does not serve this host.");
+        let (Some(host), None) = (hosts.next(), hosts.next()) else { return Err(unknown()) };
+        let authority = host.to_str().map_err(|_| unknown())?.to_owned();
+        let host = config.find_host(&authority).ok_or_else(unknown)?;
+        Ok(Self {
+            host,
+            authority,
+            scheme: scheme(config, request),
+            client_address: client_address(config, request),
+            wants_page: page::wants_page(request.method(), request.headers()),
+            now: Timestamp::now(),
+        })
+    }
+}
+
+/// Returns the scheme that the browser used.
+pub(super) fn scheme(config: &RouterConfig, request: &Request) -> &'static str {
+    let listener = request.extensions().get::<Scheme>().copied().unwrap_or(Scheme::Http);
+    config.public_scheme.unwrap_or(listener.as_str())
+}
+
+fn client_address(config: &RouterConfig, request: &Request) -> Option<IpAddr> {
+    let ConnectInfo(peer) = request.extensions().get::<ConnectInfo<SocketAddr>>()?;
+    let is_proxy = config.trusted_proxies.contains(peer.ip());
+    let is_behind_proxy = is_proxy || config.public_scheme.is_some();
+    (!is_behind_proxy).then(|| peer.ip())
+}
