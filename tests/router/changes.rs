@@ -201,6 +201,9 @@ async fn routes_are_refused_once_they_are_too_old() -> Result<()> {
         (response.status, response.json()["machineStatus"].as_str()),
         (StatusCode::SERVICE_UNAVAILABLE, Some("unknown"))
     );
+    let choice = router.post(APP_HOST, "/_svc/slots").bearer_auth(router.token("user_1"));
+    let choice = send(choice.json(&serde_json::json!({ "slot": "primary" }))).await;
+    assert_eq!(choice.status, StatusCode::SERVICE_UNAVAILABLE, "whether the slot exists is not known");
     // Changes made during the outage are applied once the database is reachable again.
     router.set_status(&machine, "failed").await?;
     proxy.heal();

@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use http::StatusCode;
+use http::{Method, StatusCode};
 use reqwest::RequestBuilder;
 
 use super::machine::TestMachine;
@@ -389,6 +389,10 @@ async fn user_can_choose_slot_of_browser_session() -> Result<()> {
     assert_eq!(router.verify_proof(&studio, &studio.last_request().headers).slot.as_str(), "studio");
     assert_eq!(send(choose(r#"{"slot":"of-another"}"#)).await.status, StatusCode::NOT_FOUND);
     assert_eq!(send(choose(r#"{"slot":"studio","x":1}"#)).await.status, StatusCode::BAD_REQUEST);
+    let wrong_method =
+        send(router.request(Method::DELETE, APP_HOST, "/_svc/slots").header("cookie", &cookie)).await;
+    assert_eq!(wrong_method.status, StatusCode::METHOD_NOT_ALLOWED);
+    assert_eq!(wrong_method.headers["allow"], "GET, HEAD, POST");
     // If the chosen machine is down, the router reports this and does not switch to another machine.
     router.set_status(&studio, "recovering").await?;
     let started = Instant::now();

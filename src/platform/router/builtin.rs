@@ -68,7 +68,7 @@ async fn reject(candidates: &[&BuiltinRoute], request: Request) -> Response {
     }
     let detail = "This route does not accept the method; see the Allow header.";
     let mut response = Problem::new(Code::MethodNotAllowed, detail).into_response();
-    let methods: Vec<&str> = candidates.iter().map(|route| route.operation.method.as_str()).collect();
+    let methods: Vec<&str> = candidates.iter().flat_map(|route| route.methods()).collect();
     if let Ok(allow) = HeaderValue::from_str(&methods.join(", ")) {
         response.headers_mut().insert(ALLOW, allow);
     }
@@ -134,10 +134,10 @@ async fn choose_slot(
     let mut fields = if is_form { call.form_fields()? } else { call.json_fields()? };
     let slot = fields.required::<Slot>("slot");
     let slot = fields.finish(slot)?;
-    let machines = router.directory.list_machines(identity.user());
-    let has_slot =
-        machines.is_some_and(|machines| machines.iter().any(|machine| machine.record.slot == slot));
-    if !has_slot {
+    let Some(machines) = router.directory.list_machines(identity.user()) else {
+        return Ok(UnavailableReason::Unknown.respond(context.wants_page));
+    };
+    if !machines.iter().any(|machine| machine.record.slot == slot) {
         return Err(Problem::new(
             Code::NotFound,
             "You have no slot with this name; GET /_svc/slots lists your slots.",

@@ -34,14 +34,15 @@ pub(super) enum BuiltinAction {
 }
 
 impl BuiltinRoute {
-    /// Whether the route accepts the method. HEAD is accepted only by the GET route without side effects: the other GET
-    /// routes issue or redeem a code.
+    /// Returns the methods that the route accepts. HEAD is accepted only by the GET route without side effects: the
+    /// other GET routes issue or redeem a code.
+    pub(super) fn methods(&self) -> impl Iterator<Item = &str> {
+        let head = matches!(self.action, BuiltinAction::ListSlots).then_some("HEAD");
+        std::iter::once(self.operation.method.as_str()).chain(head)
+    }
+
     pub(super) fn accepts(&self, method: &Method) -> bool {
-        let declared = &self.operation.method;
-        declared == method
-            || (method == Method::HEAD
-                && declared == Method::GET
-                && matches!(self.action, BuiltinAction::ListSlots))
+        self.methods().any(|accepted| accepted == method.as_str())
     }
 }
 
