@@ -36,10 +36,12 @@ const RESTORE: &str = "restore";
 const RESTORE_CPU: &str = "CPU time of the restore";
 const RESTORE_MEMORY: &str = "peak memory of the restore";
 const WATCHER_MEMORY: &str = "memory of the watcher";
+const WATCHER_IDLE_CPU: &str = "CPU of the idle watcher";
+const SERVICE_IDLE_CPU: &str = "CPU of the idle service";
 const RESTIC: &str = "restic 0.14";
 pub const RCLONE: &str = "rclone 1.75";
 
-pub const ROWS: [Spec; 16] = [
+pub const ROWS: [Spec; 18] = [
     Spec { name: FIRST_COPY, unit: "s", against: Some(RESTIC), target: Target::RatioAtMost(1.2) },
     Spec { name: FIRST_COPY, unit: "s", against: Some(RCLONE), target: Target::None },
     Spec { name: FIRST_CPU, unit: "s", against: Some(RESTIC), target: Target::None },
@@ -61,6 +63,8 @@ pub const ROWS: [Spec; 16] = [
         against: None,
         target: Target::AtMost(128.0),
     },
+    Spec { name: WATCHER_IDLE_CPU, unit: "ms/s", against: None, target: Target::AtMost(1.0) },
+    Spec { name: SERVICE_IDLE_CPU, unit: "ms/s", against: None, target: Target::AtMost(5.0) },
 ];
 const SERVICE_MEMORY: &str = ROWS[15].name;
 
@@ -69,6 +73,8 @@ const TIMEOUT: Duration = Duration::from_secs(3600);
 const CHANGES: u32 = 5;
 /// Longer than the service's minimum interval between saves, which is 15 s.
 const CHANGE_INTERVAL: Duration = Duration::from_secs(17);
+/// Interval over which the idle CPU time is measured, which the kernel counts in steps of 10 ms.
+const IDLE_INTERVAL: Duration = Duration::from_secs(20);
 const USER: &str = "user_bench";
 const FILES_PER_DIRECTORY: u32 = 50;
 
@@ -239,6 +245,13 @@ fn measure_product(
     machine.command(svc, &["svc-sync-agent", "now"]).output()?;
     let unchanged = task::run(machine.command(svc, &["svc-sync-agent", "now"]), TIMEOUT)?;
     tally.add(UNCHANGED_PASS, PRODUCT, unchanged.wall.as_secs_f64());
+    let cpu_times = || anyhow::Ok((process::cpu_time(watcher.pid())?, process::cpu_time(service.pid())?));
+    let before = cpu_times()?;
+    std::thread::sleep(IDLE_INTERVAL);
+    let after = cpu_times()?;
+    let per_second = |used: Duration| used.as_secs_f64() * 1e3 / IDLE_INTERVAL.as_secs_f64();
+    tally.add(WATCHER_IDLE_CPU, PRODUCT, per_second(after.0 - before.0));
+    tally.add(SERVICE_IDLE_CPU, PRODUCT, per_second(after.1 - before.1));
     for number in 0..CHANGES {
         std::thread::sleep(CHANGE_INTERVAL);
         let path = machine.home().join(format!("home/projects/000/0000/file-{number}"));

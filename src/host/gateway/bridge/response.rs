@@ -4,7 +4,7 @@ use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use axum::response::{IntoResponse, Response};
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::Bytes;
 use futures_util::future::{join_all, try_join};
 use futures_util::{TryStreamExt, future};
 use http::{HeaderValue, StatusCode, header};
@@ -48,11 +48,11 @@ impl BridgeResponse {
     /// Combines a transaction's responses.
     pub fn combine(responses: &[Self]) -> Bytes {
         let size: usize = responses.iter().map(|response| response.body.len() + 1).sum();
-        let mut body = BytesMut::with_capacity(size + 16);
-        body.put_slice(b"{\"data\":");
+        let mut body = Vec::with_capacity(size + 16);
+        body.extend_from_slice(b"{\"data\":");
         put_json_array(&mut body, responses.iter().map(|response| response.body.as_ref()));
-        body.put_u8(b'}');
-        body.freeze()
+        body.push(b'}');
+        body.into()
     }
 }
 
@@ -212,14 +212,14 @@ impl Executor<'_> {
             created.extend(group.rows.iter().zip(rows?).map(|(index, row)| (*index, row, format)));
         }
         created.sort_unstable_by_key(|(index, ..)| *index);
-        let mut body = BytesMut::from(&b"{\"data\":["[..]);
+        let mut body = b"{\"data\":[".to_vec();
         for (position, (_, row, format)) in created.iter().enumerate() {
             if position > 0 {
-                body.put_u8(b',');
+                body.push(b',');
             }
             self.write_row(row, *format, &mut body)?;
         }
-        body.put_slice(b"]}");
+        body.extend_from_slice(b"]}");
         Ok(BridgeResponse::created(body))
     }
 
@@ -273,7 +273,7 @@ impl Executor<'_> {
         let (mut page_buffer, count) =
             future::try_join(self.fill_page(page, rows, mode, budget), counted).await?;
         let body = &mut page_buffer.body;
-        body.put_slice(b"],\"nextCursor\":");
+        body.extend_from_slice(b"],\"nextCursor\":");
         match page_buffer.last_keys {
             Some(keys) => {
                 let cursor = Cursor::new(&page.order, &page.filter, keys).encode();
@@ -281,16 +281,16 @@ impl Executor<'_> {
                     let detail = "cannot be used for paging: a value of its columns is too long";
                     budget.refuse(Problem::field("/orderBy", detail))
                 })?;
-                body.put_u8(b'"');
-                body.put_slice(cursor.as_bytes());
-                body.put_u8(b'"');
+                body.push(b'"');
+                body.extend_from_slice(cursor.as_bytes());
+                body.push(b'"');
             }
-            None => body.put_slice(b"null"),
+            None => body.extend_from_slice(b"null"),
         }
         if let Some(count) = count {
-            body.put_slice(format!(",\"count\":{count}").as_bytes());
+            body.extend_from_slice(format!(",\"count\":{count}").as_bytes());
         }
-        body.put_u8(b'}');
+        body.push(b'}');
         Ok(BridgeResponse {
             is_fully_read: page_buffer.is_fully_read,
             ..BridgeResponse::ok(page_buffer.body)
@@ -309,8 +309,8 @@ impl Executor<'_> {
         let to_problem = |error: tokio_postgres::Error| refusal::from_database_error(&error, self.context);
         let mut rows = pin!(self.send_query(statement, &page.rows).await.map_err(to_problem)?);
         let mut page_buffer =
-            PageBuffer { body: BytesMut::with_capacity(4096), last_keys: None, is_fully_read: true };
-        page_buffer.body.put_slice(b"{\"data\":[");
+            PageBuffer { body: Vec::with_capacity(4096), last_keys: None, is_fully_read: true };
+        page_buffer.body.extend_from_slice(b"{\"data\":[");
         let (mut listed_rows, mut last_row) = (0, None::<Row>);
         let mut has_more = false;
         while let Some(row) = rows.try_next().await.map_err(to_problem)? {
@@ -329,7 +329,7 @@ impl Executor<'_> {
                 break;
             }
             if listed_rows > 0 {
-                page_buffer.body.put_u8(b',');
+                page_buffer.body.push(b',');
             }
             let format = RowFormat::for_read(&page.columns);
             let size = self.write_row(&row, format, &mut page_buffer.body).map_err(|p| budget.refuse(p))?;
@@ -361,7 +361,7 @@ impl Executor<'_> {
         let mut stream = pin!(self.send_query(statement, &change.sql).await.map_err(to_problem)?);
         let first_column = usize::from(change.max_affected.is_some());
         let (mut matched, mut affected, mut listed) = (0_i64, 0_i64, 0_usize);
-        let mut rows = BytesMut::new();
+        let mut rows = Vec::new();
         while let Some(row) = stream.try_next().await.map_err(to_problem)? {
             if change.max_affected.is_some() {
                 matched = row.try_get(0).map_err(to_problem)?;
@@ -376,7 +376,7 @@ impl Executor<'_> {
                     affected += 1;
                     if budget.has_room() {
                         if listed > 0 {
-                            rows.put_u8(b',');
+                            rows.push(b',');
                         }
                         let format = RowFormat::for_write(first_column + 1, &change.columns);
                         budget.consume(self.write_row(&row, format, &mut rows)?);
@@ -396,17 +396,17 @@ impl Executor<'_> {
         if affected == 0 && change.target == ChangeTarget::Id {
             return Err(row_not_found());
         }
-        let mut body = BytesMut::with_capacity(rows.len() + 64);
-        body.put_slice(format!("{{\"data\":{{\"affected\":{affected}").as_bytes());
+        let mut body = Vec::with_capacity(rows.len() + 64);
+        body.extend_from_slice(format!("{{\"data\":{{\"affected\":{affected}").as_bytes());
         if change.returning == Returning::Rows {
-            body.put_slice(b",\"rows\":[");
-            body.put_slice(&rows);
-            body.put_u8(b']');
+            body.extend_from_slice(b",\"rows\":[");
+            body.extend_from_slice(&rows);
+            body.push(b']');
             if usize::try_from(affected).unwrap_or(usize::MAX) > listed {
-                body.put_slice(b",\"truncated\":true");
+                body.extend_from_slice(b",\"truncated\":true");
             }
         }
-        body.put_slice(b"}}");
+        body.extend_from_slice(b"}}");
         Ok(BridgeResponse::ok(body))
     }
 
@@ -427,15 +427,15 @@ impl Executor<'_> {
     }
 
     /// Returns `{"data":…}` with one row.
-    fn row_data(self, row: &Row, format: RowFormat<'_>) -> Result<BytesMut, Problem> {
-        let mut data = BytesMut::from(&b"{\"data\":"[..]);
+    fn row_data(self, row: &Row, format: RowFormat<'_>) -> Result<Vec<u8>, Problem> {
+        let mut data = b"{\"data\":".to_vec();
         self.write_row(row, format, &mut data)?;
-        data.put_u8(b'}');
+        data.push(b'}');
         Ok(data)
     }
 
     /// Appends a row; returns the size of its JSON.
-    fn write_row(self, row: &Row, format: RowFormat<'_>, out: &mut BytesMut) -> Result<usize, Problem> {
+    fn write_row(self, row: &Row, format: RowFormat<'_>, out: &mut Vec<u8>) -> Result<usize, Problem> {
         row::write_row(row, format, out).map_err(|error| match error {
             RowError::Database(error) => refusal::from_database_error(&error, self.context),
             RowError::TooLarge => refusal::row_too_large(),
@@ -445,7 +445,7 @@ impl Executor<'_> {
 
 /// The rows of a page that have been read so far.
 struct PageBuffer {
-    body: BytesMut,
+    body: Vec<u8>,
     /// The order keys of the last row, if more rows follow.
     last_keys: Option<Vec<Option<String>>>,
     is_fully_read: bool,
@@ -455,15 +455,15 @@ fn row_not_found() -> Problem {
     Problem::new(Code::NotFound, "There is no row with this id.")
 }
 
-fn put_json_array<'a>(body: &mut BytesMut, items: impl Iterator<Item = &'a [u8]>) {
-    body.put_u8(b'[');
+fn put_json_array<'a>(body: &mut Vec<u8>, items: impl Iterator<Item = &'a [u8]>) {
+    body.push(b'[');
     for (index, item) in items.enumerate() {
         if index > 0 {
-            body.put_u8(b',');
+            body.push(b',');
         }
-        body.put_slice(item);
+        body.extend_from_slice(item);
     }
-    body.put_u8(b']');
+    body.push(b']');
 }
 
 pub fn json_response(status: StatusCode, body: Bytes) -> Response {

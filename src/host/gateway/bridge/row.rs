@@ -5,7 +5,6 @@ use std::error::Error;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use bytes::{BufMut, BytesMut};
 use tokio_postgres::Row;
 use tokio_postgres::types::{FromSql, Type};
 use uuid::Uuid;
@@ -54,7 +53,7 @@ impl<'c> RowFormat<'c> {
 ///
 /// # Errors
 /// See [`RowError`].
-pub fn write_row(row: &Row, format: RowFormat<'_>, out: &mut BytesMut) -> Result<usize, RowError> {
+pub fn write_row(row: &Row, format: RowFormat<'_>, out: &mut Vec<u8>) -> Result<usize, RowError> {
     let start = out.len();
     let written = write_object(row, format, out);
     if written.is_err() {
@@ -63,23 +62,23 @@ pub fn write_row(row: &Row, format: RowFormat<'_>, out: &mut BytesMut) -> Result
     written.map(|()| out.len() - start)
 }
 
-fn write_object(row: &Row, format: RowFormat<'_>, out: &mut BytesMut) -> Result<(), RowError> {
+fn write_object(row: &Row, format: RowFormat<'_>, out: &mut Vec<u8>) -> Result<(), RowError> {
     let RowFormat { first, columns, max_bytes } = format;
     let max_length = out.len().saturating_add(max_bytes);
     for (index, column) in columns.iter().enumerate() {
-        out.put_slice(if index == 0 { b"{\"" } else { b",\"" });
+        out.extend_from_slice(if index == 0 { b"{\"" } else { b",\"" });
         // A name needs no escapes.
-        out.put_slice(column.name.as_str().as_bytes());
-        out.put_slice(b"\":");
+        out.extend_from_slice(column.name.as_str().as_bytes());
+        out.extend_from_slice(b"\":");
         match row.try_get::<_, Option<BinaryValue<'_>>>(first + index)? {
             Some(BinaryValue(raw)) if fits(column.kind, raw, max_length.saturating_sub(out.len())) => {
                 write_value(column.kind, raw, out);
             }
             Some(_) => return Err(RowError::TooLarge),
-            None => out.put_slice(b"null"),
+            None => out.extend_from_slice(b"null"),
         }
     }
-    out.put_u8(b'}');
+    out.push(b'}');
     if out.len() <= max_length { Ok(()) } else { Err(RowError::TooLarge) }
 }
 
@@ -108,10 +107,10 @@ fn escaped_bytes(byte: u8) -> usize {
 
 /// Appends a value as JSON; see `README.md`. The casts in the statement determine PostgreSQL's format; a value in any
 /// other format would become `null`.
-fn write_value(kind: ColumnType, raw: &[u8], out: &mut BytesMut) {
+fn write_value(kind: ColumnType, raw: &[u8], out: &mut Vec<u8>) {
     let written = match kind {
         ColumnType::Boolean => {
-            raw.first().map(|byte| out.put_slice(if *byte == 0 { b"false" } else { b"true" }))
+            raw.first().map(|byte| out.extend_from_slice(if *byte == 0 { b"false" } else { b"true" }))
         }
         ColumnType::Integer => {
             raw.try_into().ok().map(|bytes| write_number(i32::from_be_bytes(bytes).into(), out))
@@ -122,7 +121,7 @@ fn write_value(kind: ColumnType, raw: &[u8], out: &mut BytesMut) {
         }
         // Already JSON.
         ColumnType::Double | ColumnType::Date | ColumnType::Jsonb => {
-            out.put_slice(raw);
+            out.extend_from_slice(raw);
             Some(())
         }
         ColumnType::Timestamptz => {
@@ -136,34 +135,34 @@ fn write_value(kind: ColumnType, raw: &[u8], out: &mut BytesMut) {
     };
     if written.is_none() {
         tracing::error!(?kind, bytes = raw.len(), "PostgreSQL sent a value in an unknown format");
-        out.put_slice(b"null");
+        out.extend_from_slice(b"null");
     }
 }
 
-fn write_number(number: i64, out: &mut BytesMut) {
-    serde_json::to_writer(out.writer(), &number).expect("a number can be written to memory");
+fn write_number(number: i64, out: &mut Vec<u8>) {
+    serde_json::to_writer(&mut *out, &number).expect("a number can be written to memory");
 }
 
-fn write_bigint(number: i64, out: &mut BytesMut) {
+fn write_bigint(number: i64, out: &mut Vec<u8>) {
     if number.unsigned_abs() <= MAX_SAFE_INTEGER {
         return write_number(number, out);
     }
-    out.put_u8(b'"');
+    out.push(b'"');
     write_number(number, out);
-    out.put_u8(b'"');
+    out.push(b'"');
 }
 
-fn write_string(text: &str, out: &mut BytesMut) {
-    serde_json::to_writer(out.writer(), text).expect("a string can be written to memory");
+fn write_string(text: &str, out: &mut Vec<u8>) {
+    serde_json::to_writer(&mut *out, text).expect("a string can be written to memory");
 }
 
-fn write_quoted(text: &[u8], out: &mut BytesMut) {
-    out.put_u8(b'"');
-    out.put_slice(text);
-    out.put_u8(b'"');
+fn write_quoted(text: &[u8], out: &mut Vec<u8>) {
+    out.push(b'"');
+    out.extend_from_slice(text);
+    out.push(b'"');
 }
 
-fn write_uuid(bytes: [u8; 16], out: &mut BytesMut) {
+fn write_uuid(bytes: [u8; 16], out: &mut Vec<u8>) {
     let mut buffer = [0; uuid::fmt::Hyphenated::LENGTH];
     let text = Uuid::from_bytes(bytes).hyphenated().encode_lower(&mut buffer);
     write_quoted(text.as_bytes(), out);
@@ -172,17 +171,17 @@ fn write_uuid(bytes: [u8; 16], out: &mut BytesMut) {
 /// Appends `"YYYY-MM-DDTHH:MM:SS.mmmZ"` in UTC, from microseconds since 2000-01-01. Like PostgreSQL's `to_char`, it
 /// drops units smaller than milliseconds, prints years above 9999 with more digits, and prints a year before 1 as its
 /// BC number without the era. Infinity has no RFC 3339 representation; it is written as PostgreSQL prints it.
-fn write_timestamp(micros: i64, out: &mut BytesMut) {
+fn write_timestamp(micros: i64, out: &mut Vec<u8>) {
     const MICROS_PER_DAY: i64 = 86_400_000_000;
     match micros {
-        i64::MAX => return out.put_slice(b"\"infinity\""),
-        i64::MIN => return out.put_slice(b"\"-infinity\""),
+        i64::MAX => return out.extend_from_slice(b"\"infinity\""),
+        i64::MIN => return out.extend_from_slice(b"\"-infinity\""),
         _ => {}
     }
     let (year, month, day) = civil_date(micros.div_euclid(MICROS_PER_DAY));
     let millis = micros.rem_euclid(MICROS_PER_DAY) / 1000;
     let (seconds, millis) = (millis / 1000, millis % 1000);
-    out.put_u8(b'"');
+    out.push(b'"');
     write_padded(if year > 0 { year } else { 1 - year }, 4, out);
     for (separator, number, width) in [
         (b'-', month, 2),
@@ -192,14 +191,14 @@ fn write_timestamp(micros: i64, out: &mut BytesMut) {
         (b':', seconds % 60, 2),
         (b'.', millis, 3),
     ] {
-        out.put_u8(separator);
+        out.push(separator);
         write_padded(number, width, out);
     }
-    out.put_slice(b"Z\"");
+    out.extend_from_slice(b"Z\"");
 }
 
 /// Appends a number of at most eight digits, with leading zeros.
-fn write_padded(number: i64, width: usize, out: &mut BytesMut) {
+fn write_padded(number: i64, width: usize, out: &mut Vec<u8>) {
     let mut digits = [b'0'; 8];
     let (mut rest, mut start) = (number.unsigned_abs(), digits.len());
     while rest > 0 && start > 0 {
@@ -207,7 +206,7 @@ fn write_padded(number: i64, width: usize, out: &mut BytesMut) {
         digits[start] = b'0' + (rest % 10) as u8;
         rest /= 10;
     }
-    out.put_slice(&digits[start.min(digits.len() - width)..]);
+    out.extend_from_slice(&digits[start.min(digits.len() - width)..]);
 }
 
 /// Returns year, month and day of a number of days since 2000-01-01 in the proleptic Gregorian calendar, with a year 0.
@@ -247,9 +246,9 @@ mod tests {
     use super::*;
 
     fn write_to_string(kind: ColumnType, raw: &[u8]) -> String {
-        let mut out = BytesMut::new();
+        let mut out = Vec::new();
         write_value(kind, raw, &mut out);
-        String::from_utf8(out.to_vec()).unwrap()
+        String::from_utf8(out).unwrap()
     }
 
     #[test]
