@@ -20,7 +20,7 @@ use crate::cargo;
 /// checks, which the platform and svcctl both contain, with quotes and the object store probes (0.6 MiB); file backups,
 /// with zstd and `.svcignore` matching (2.2 MiB); file history, with its archives, routes and verification (1.4 MiB);
 /// and the state of the backup (0.3 MiB).
-const MAX_BYTES: u64 = 37 << 20;
+const MAX_BYTES: u64 = 35 << 20;
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// The variable that activates fail points. A binary with fail points contains its name.
 const FAIL_POINTS_VAR: &[u8] = b"FAILPOINTS";
