@@ -5,6 +5,7 @@ mod decisions;
 pub mod doctor;
 mod end_to_end;
 mod provision;
+pub mod report;
 mod terminal;
 mod verify_rollout;
 

@@ -2,8 +2,8 @@
 
 crate::variables! {
     "all", in "process environment", by [] {
-        /// Log filter, in the format of [tracing](https://docs.rs/tracing-subscriber). The lowest level is `debug`: trace
-        /// events are not compiled.
+        /// Log filter, in the format of [tracing](https://docs.rs/tracing-subscriber). In a release, the lowest level
+        /// is `debug`: trace events are not compiled.
         RUST_LOG: "filter" = "info";
         /// Disables colors on a terminal.
         NO_COLOR: "any text" = unset;

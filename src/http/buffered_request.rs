@@ -12,14 +12,15 @@ use crate::fields::Fields;
 use crate::problem::{Code, Problem};
 
 /// Maximum size of a [`BufferedRequest`]'s body.
-pub const MAX_BODY_BYTES: usize = 64 << 10;
+const MAX_BODY_BYTES: usize = 64 << 10;
+/// Limits for reading a [`BufferedRequest`]'s body, and for draining the body of a rejected request.
 pub const BODY_LIMITS: BodyLimits = BodyLimits {
     read_timeout: Duration::from_secs(15),
     max_drained_bytes: 1 << 20,
     drain_timeout: Duration::from_secs(2),
 };
 
-/// A request with its whole body, of at most [`MAX_BODY_BYTES`].
+/// A request with its whole body, of at most 64 KiB.
 pub struct BufferedRequest {
     pub method: Method,
     pub uri: Uri,
@@ -31,8 +32,8 @@ impl BufferedRequest {
     /// Reads the body within size and time limits.
     ///
     /// # Errors
-    /// `request_too_large` if the body is larger than [`MAX_BODY_BYTES`]; `invalid_request` if it is not received
-    /// completely in time.
+    /// `request_too_large` if the body is larger than 64 KiB; `invalid_request` if it is not received completely in
+    /// time.
     pub async fn read(request: Request) -> Result<Self, Problem> {
         let (parts, mut body) = request.into_parts();
         let too_large = || {
@@ -66,12 +67,18 @@ impl BufferedRequest {
     }
 
     /// Parses the fields of a form body.
+    ///
+    /// # Errors
+    /// `invalid_request` if the body is not UTF-8.
     pub fn form_fields(&self) -> Result<Fields, Problem> {
         let text = std::str::from_utf8(&self.body).map_err(|_| Problem::field("", "is not a valid form"))?;
         Ok(Fields::from_form(text))
     }
 
     /// Parses the fields of a JSON body.
+    ///
+    /// # Errors
+    /// `unsupported_media_type` if the body is not declared as JSON; `invalid_request` if it is not a JSON object.
     pub fn json_fields(&self) -> Result<Fields, Problem> {
         if !self.media_type().eq_ignore_ascii_case("application/json") {
             return Err(Problem::new(Code::UnsupportedMediaType, "Send the body as application/json."));

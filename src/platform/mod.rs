@@ -1,4 +1,4 @@
-//! `svc-platform`: the control plane and the router. Only this file assembles their parts.
+//! `svc-platform`: the control plane. Only this file assembles its parts, and starts the router next to it.
 //!
 //! Arguments → configuration → store check → bind → migrate → key check → serve, ready → signal → drain.
 

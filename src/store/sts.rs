@@ -75,7 +75,8 @@ impl Sts {
         role_arn: String,
         caller: AwsCredential,
     ) -> anyhow::Result<Self> {
-        let endpoint = endpoint.as_str().parse().context("the STS endpoint is not a valid URL")?;
+        let endpoint =
+            endpoint.as_str().parse().context("the STS endpoint cannot be the target of a request")?;
         let client = HttpClient::new(client::build(TIMEOUTS)?);
         Ok(Self { client, endpoint, region, role_arn, caller })
     }
@@ -245,5 +246,14 @@ mod tests {
     fn parse_response_hides_the_secret_in_a_truncated_response() {
         let error = parse_response(StatusCode::OK, &SAMPLE[..SAMPLE.len() / 2]).unwrap_err();
         assert!(!error.to_string().contains("wJalr"), "{error}");
+    }
+
+    #[test]
+    fn endpoint_that_is_no_request_target_is_refused() {
+        svc_http::tls::install_provider();
+        let caller = || AwsCredential { key_id: "k".to_owned(), secret_key: "s".to_owned(), token: None };
+        let new = |url: &str| Sts::new(&url.parse().unwrap(), "eu".to_owned(), "role".to_owned(), caller());
+        assert!(new("https://sts.example/").is_ok());
+        assert!(new(&format!("https://sts.example/{}", "a".repeat(70_000))).is_err());
     }
 }

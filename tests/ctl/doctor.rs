@@ -13,48 +13,7 @@ use serde_json::Value;
 use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
 
-/// The exit code and output of a `--json` run.
-pub struct Report {
-    pub code: Option<i32>,
-    pub json: Value,
-    pub text: String,
-}
-
-impl Report {
-    pub fn levels(&self, check: &str) -> Vec<&str> {
-        self.findings_of(check).filter_map(|finding| finding["level"].as_str()).collect()
-    }
-
-    pub fn findings_of(&self, check: &str) -> impl Iterator<Item = &Value> {
-        let all = self.json["findings"].as_array().unwrap_or_else(|| panic!("{}", self.text));
-        all.iter().filter(move |finding| finding["check"] == check)
-    }
-
-    /// Asserts that the check has a finding at this level that contains `part`. Warnings and problems, and only those,
-    /// must have a next step. The exit code must be 65 if the report contains problems, and 0 otherwise.
-    #[track_caller]
-    pub fn expect(&self, check: &str, level: &str, part: &str) {
-        let found = self.findings_of(check).any(|finding| {
-            let what = finding["what"].as_str().unwrap_or_default();
-            let has_next_step = finding["next"].is_string() == matches!(level, "warning" | "problem");
-            finding["level"] == level && what.contains(part) && has_next_step
-        });
-        assert!(found, "no {level} from {check} with {part:?}: {}", self.text);
-        let expected = if self.json["problems"] == 0 { 0 } else { 65 };
-        assert_eq!(self.code, Some(expected), "{}", self.text);
-    }
-}
-
-/// Runs `svcctl` with these arguments and `--json`.
-pub async fn run_report(svc: &Path, args: &[&str], env: &[(String, String)]) -> Report {
-    let mut command = Command::new(svc);
-    command.arg("svcctl").args(args).arg("--json").env_clear().envs(env.iter().cloned());
-    let output = command.kill_on_drop(true).output().await.unwrap();
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    let printed = format!("{}{}", text(&output.stdout), text(&output.stderr));
-    let json = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {printed}"));
-    Report { code: output.status.code(), json, text: printed }
-}
+use super::report::{Report, run_report};
 
 /// A stack with one running machine.
 pub struct Fleet {
@@ -96,6 +55,20 @@ impl Fleet {
         [("SVC_ROOT", self.disk.display().to_string()), ("GATEWAY_LISTEN", listen)]
             .map(|(name, value)| (name.to_owned(), value))
             .to_vec()
+    }
+
+    /// Returns the platform's database URL with another role, which has no privileges.
+    async fn database_url_of_stranger(&self) -> String {
+        let url =
+            &self.stack.platform_env().iter().find(|(name, _)| name == "PLATFORM_DATABASE_URL").unwrap().1;
+        let (client, connection) = tokio_postgres::connect(url, tokio_postgres::NoTls).await.unwrap();
+        tokio::spawn(connection);
+        let role = format!("stranger_{}", std::process::id());
+        client.batch_execute(&format!("CREATE ROLE {role} LOGIN PASSWORD 'stranger'")).await.unwrap();
+        let mut url: url::Url = url.parse().unwrap();
+        url.set_username(&role).unwrap();
+        url.set_password(Some("stranger")).unwrap();
+        url.into()
     }
 
     async fn check_host(&self) -> Report {
@@ -445,6 +418,10 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     let incomplete = fleet.check_platform(&[("PLATFORM_KEY", ""), ("APP_HOST", "")], &[]).await;
     ["PLATFORM_KEY", "APP_HOST"].iter().for_each(|name| incomplete.expect("configuration", "problem", name));
     incomplete.expect("database", "skipped", "the configuration is invalid");
+
+    let with_stranger = fleet.database_url_of_stranger().await;
+    let denied = fleet.check_platform(&[("PLATFORM_DATABASE_URL", &with_stranger)], &[]).await;
+    denied.expect("database", "problem", "cannot read the schema's version");
 
     // The settings can also come from a file, which must not be world-readable.
     let file = fleet.stack.dir.join("platform.env");

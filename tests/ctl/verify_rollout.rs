@@ -4,7 +4,8 @@
 use std::fs;
 use std::path::PathBuf;
 
-use super::doctor::{Fleet, Report, run_report};
+use super::doctor::Fleet;
+use super::report::{Report, run_report};
 
 /// The built shell in the machine's release.
 struct Shell<'a> {

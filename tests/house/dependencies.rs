@@ -246,6 +246,8 @@ mod tests {
         assert_eq!(found("src/platform/Cargo.toml", "svc-host = { path = \"../host\" }"), 1);
         assert_eq!(found("src/host/Cargo.toml", "svc-gateway.workspace = true"), 1);
         assert_eq!(found("src/machine/Cargo.toml", "svc-base.workspace = true"), 1);
+        assert_eq!(found("src/platform/router/Cargo.toml", "svc-store.workspace = true"), 1);
+        assert_eq!(found("src/platform/Cargo.toml", "svc-router.workspace = true"), 0);
         assert_eq!(found("src/new/Cargo.toml", ""), 1);
         assert_eq!(found("src/host/Cargo.toml", "name = \"svc-host\"\nsvc-http.workspace = true"), 0);
         assert_eq!(found("Cargo.toml", "svc-host.workspace = true"), 0);
@@ -265,7 +267,9 @@ mod tests {
         for table in [&HOST_MODULES[..], &PACKAGES] {
             let mut remaining: Vec<_> = table.to_vec();
             while !remaining.is_empty() {
-                let names: Vec<_> = remaining.iter().map(|(name, _)| *name).collect();
+                // A dependency is named without the folder that contains it.
+                let names: Vec<_> =
+                    remaining.iter().filter_map(|(name, _)| name.rsplit('/').next()).collect();
                 let before = remaining.len();
                 remaining.retain(|(_, imports)| imports.iter().any(|import| names.contains(import)));
                 assert!(remaining.len() < before, "a cycle among {names:?}");

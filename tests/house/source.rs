@@ -344,6 +344,7 @@ mod tests {
             paths(&["host", "gateway", "a"], "use crate::b::c; use svc_host::{d, e::f};"),
             ["host::gateway::b::c", "host::d", "host::e::f"]
         );
+        assert_eq!(paths(&["platform", "router", "a"], "use crate::b::c;"), ["platform::router::b::c"]);
     }
 
     #[test]

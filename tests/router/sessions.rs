@@ -393,6 +393,9 @@ async fn user_can_choose_slot_of_browser_session() -> Result<()> {
         send(router.request(Method::DELETE, APP_HOST, "/_svc/slots").header("cookie", &cookie)).await;
     assert_eq!(wrong_method.status, StatusCode::METHOD_NOT_ALLOWED);
     assert_eq!(wrong_method.headers["allow"], "GET, HEAD, POST");
+    let wrong_method = router.request(Method::DELETE, APP_HOST, "/_svc/code-session");
+    let wrong_method = send(wrong_method.header("cookie", &cookie)).await;
+    assert_eq!(wrong_method.headers["allow"], "GET", "HEAD would issue a code");
     // If the chosen machine is down, the router reports this and does not switch to another machine.
     router.set_status(&studio, "recovering").await?;
     let started = Instant::now();

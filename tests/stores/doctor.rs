@@ -6,7 +6,7 @@ use anyhow::Result;
 use kit::stores::StoreKind;
 use kit::story::{BUCKET, HostBackend, RouterTransport, Stack};
 
-use crate::ctl::doctor::{Report, run_report};
+use crate::ctl::report::{Report, run_report};
 
 /// Runs the doctor on a platform with the given store.
 async fn diagnose(kind: StoreKind) -> Result<Report> {

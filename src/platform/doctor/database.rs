@@ -48,8 +48,9 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         Err(error) if error.code() == Some(&SqlState::UNDEFINED_TABLE) => None,
         Err(error) => {
             let why = format!("cannot read the schema's version: {}", format_chain(&error));
-            return findings
-                .problem(why, "check that PLATFORM_DATABASE_URL names the user that owns the schema");
+            let is_denied = error.code() == Some(&SqlState::INSUFFICIENT_PRIVILEGE);
+            let owner = "check that PLATFORM_DATABASE_URL names the user that owns the schema";
+            return findings.problem(why, if is_denied { owner } else { next });
         }
     };
     match applied.map(i32::unsigned_abs) {

@@ -135,7 +135,7 @@ async fn choose_slot(
     let slot = fields.required::<Slot>("slot");
     let slot = fields.finish(slot)?;
     let Some(machines) = router.directory.list_machines(identity.user()) else {
-        return Ok(UnavailableReason::Unknown.respond(context.wants_page));
+        return Ok(UnavailableReason::Unknown.respond(false));
     };
     if !machines.iter().any(|machine| machine.record.slot == slot) {
         return Err(Problem::new(

@@ -62,7 +62,7 @@ const USER: Credential = Credential {
 };
 const USER_CREDENTIALS: &[Credential] = &[SESSION, USER];
 
-pub static LIST_SLOTS: BuiltinRoute = BuiltinRoute {
+static LIST_SLOTS: BuiltinRoute = BuiltinRoute {
     operation: Operation {
         id: "listOwnSlots",
         method: Method::GET,
@@ -81,7 +81,7 @@ pub static LIST_SLOTS: BuiltinRoute = BuiltinRoute {
     action: BuiltinAction::ListSlots,
 };
 
-pub static CHOOSE_SLOT: BuiltinRoute = BuiltinRoute {
+static CHOOSE_SLOT: BuiltinRoute = BuiltinRoute {
     operation: Operation {
         id: "chooseSlot",
         method: Method::POST,
@@ -110,7 +110,7 @@ pub static CHOOSE_SLOT: BuiltinRoute = BuiltinRoute {
     action: BuiltinAction::ChooseSlot,
 };
 
-pub static CHOOSE_ACCOUNT: BuiltinRoute = BuiltinRoute {
+static CHOOSE_ACCOUNT: BuiltinRoute = BuiltinRoute {
     operation: Operation {
         id: "chooseAccount",
         method: Method::POST,
@@ -135,7 +135,7 @@ pub static CHOOSE_ACCOUNT: BuiltinRoute = BuiltinRoute {
     action: BuiltinAction::ChooseAccount,
 };
 
-pub static MINT_APP_TOKEN: BuiltinRoute = BuiltinRoute {
+static MINT_APP_TOKEN: BuiltinRoute = BuiltinRoute {
     operation: Operation {
         id: "mintAppToken",
         method: Method::POST,
@@ -153,7 +153,7 @@ pub static MINT_APP_TOKEN: BuiltinRoute = BuiltinRoute {
     action: BuiltinAction::MintAppToken,
 };
 
-pub static SIGN_OUT: BuiltinRoute = BuiltinRoute {
+static SIGN_OUT: BuiltinRoute = BuiltinRoute {
     operation: Operation {
         id: "signOut",
         method: Method::POST,
@@ -180,7 +180,7 @@ pub static SIGN_OUT: BuiltinRoute = BuiltinRoute {
     action: BuiltinAction::SignOut,
 };
 
-pub static ISSUE_CODE: BuiltinRoute = BuiltinRoute {
+static ISSUE_CODE: BuiltinRoute = BuiltinRoute {
     operation: Operation {
         id: "handOverSession",
         method: Method::GET,
@@ -209,7 +209,7 @@ pub static ISSUE_CODE: BuiltinRoute = BuiltinRoute {
     action: BuiltinAction::IssueCode,
 };
 
-pub static REDEEM_CODE: BuiltinRoute = BuiltinRoute {
+static REDEEM_CODE: BuiltinRoute = BuiltinRoute {
     operation: Operation {
         id: "takeSession",
         method: Method::GET,

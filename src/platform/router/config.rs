@@ -62,6 +62,7 @@ impl HostAndPort {
         &self.name
     }
 
+    /// Returns the port that requests must use; `None` if every port matches.
     pub fn port(&self) -> Option<u16> {
         self.port
     }
@@ -100,5 +101,44 @@ impl std::str::FromStr for HostAndPort {
             return Err("must be a host name, optionally followed by the :port that requests must use");
         }
         Ok(Self { name: name.to_ascii_lowercase(), port })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(app_host: &str, code_host: &str) -> RouterConfig {
+        let url = |text: &str| Url::parse(text).unwrap();
+        RouterConfig {
+            app_host: app_host.parse().unwrap(),
+            code_host: code_host.parse().unwrap(),
+            public_scheme: None,
+            idp: TrustedIssuer {
+                issuer: "https://idp.example/".to_owned(),
+                audiences: Vec::new(),
+                jwks_url: url("https://idp.example/.well-known/jwks.json"),
+            },
+            sign_in: url("https://idp.example/sign-in"),
+            legacy_fallback: None,
+            poll_interval: Duration::from_millis(500),
+            max_staleness: Duration::from_secs(1800),
+            user_rate: 0,
+            check_rate: 0,
+            trusted_proxies: Networks::default(),
+        }
+    }
+
+    #[test]
+    fn find_host_ignores_case_and_unconfigured_port() {
+        let config = config("App.example", "code.example:8443");
+        assert_eq!(config.find_host("app.EXAMPLE"), Some(PublicHost::App));
+        assert_eq!(config.find_host("app.example:9"), Some(PublicHost::App));
+        assert_eq!(config.find_host("code.example:8443"), Some(PublicHost::Code));
+        for other in ["code.example", "app.example.evil", "xapp.example", "", ":1", "app.example@code"] {
+            assert_eq!(config.find_host(other), None, "{other}");
+        }
+        assert_eq!(config.app_host.authority("code.example:8443"), "app.example:8443");
+        assert_eq!(config.app_host.authority("code.example"), "app.example");
     }
 }

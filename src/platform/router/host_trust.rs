@@ -87,3 +87,27 @@ impl HostTrust {
         pinned_client_config(pin, check)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chain_is_required_after_grace_unless_exempt() {
+        svc_http::tls::install_provider();
+        let (machine, exempt) = (MachineId::new(), MachineId::new());
+        let verifier = ChainVerifier::new(None).unwrap();
+        let chain = ChainPolicy::new(verifier, Duration::from_secs(600), HashSet::from([exempt]));
+        let domain: HostDomain = "hosts.example.com".parse().unwrap();
+        let trust = HostTrust { domain: Some(domain), chain: Some(chain) };
+        let registered = Timestamp::from_second(1000).unwrap();
+        assert_eq!(trust.chain_required_from(machine, Some(registered)), Some(1600));
+        assert_eq!(trust.chain_required_from(machine, None), Some(600));
+        assert_eq!(trust.chain_required_from(exempt, Some(registered)), None);
+        let name = trust.server_name(machine, Ipv4Addr::LOCALHOST);
+        assert_eq!(name.to_str(), format!("{machine}.hosts.example.com"));
+        let pin_only = HostTrust::pin_only();
+        assert_eq!(pin_only.chain_required_from(machine, Some(registered)), None);
+        assert_eq!(pin_only.server_name(machine, Ipv4Addr::LOCALHOST).to_str(), "127.0.0.1");
+    }
+}

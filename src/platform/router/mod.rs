@@ -101,14 +101,14 @@ struct RouterState {
 pub struct RouterService {
     pub responder: RouterResponder,
     /// Present if hosts have names.
-    pub passthrough: Option<Arc<Passthrough>>,
+    passthrough: Option<Arc<Passthrough>>,
 }
 
 impl RouterService {
     /// Serves the public listener on `shards` until `stop`.
     ///
-    /// Called here and not by the control plane's package, whose code a release optimizes for size: the compiler
-    /// generates a generic server's code for the package that calls it.
+    /// [`server::serve_on`] is called here and not in the control plane's package, whose code a release optimizes for
+    /// size: the compiler generates a generic function's code in the package that calls it.
     pub async fn serve(
         self,
         shards: Shards,

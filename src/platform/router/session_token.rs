@@ -20,7 +20,7 @@ struct SessionClaims {
     host: String,
 }
 
-/// Signs a random `id`.
+/// Returns a token for this host. `id` must be random, because the token is the session's only secret.
 pub(super) fn mint(signer: &Signer, host: PublicHost, id: String) -> String {
     let claims = SessionClaims { iss: ISSUER.to_owned(), jti: id, host: host.as_str().to_owned() };
     format!("{PREFIX}{}", signer.sign_json(&claims))
