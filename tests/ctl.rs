@@ -493,8 +493,7 @@ async fn secret_is_read_from_a_file() {
 
 #[tokio::test]
 async fn unreachable_platform_is_reported_with_its_url() {
-    let port = kit::net::free_port().unwrap();
-    let base = format!("http://127.0.0.1:{port}");
+    let base = format!("http://127.0.0.1:{}", kit::net::free_port().unwrap());
     let output = svcctl(&["list"], &[("PLATFORM_PUBLIC_URL", &base), ("PLATFORM_SECRET", SECRET)]).await;
     assert_eq!(output.status.code(), Some(69));
     assert!(stderr(&output).contains(&base), "{}", stderr(&output));
