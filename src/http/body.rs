@@ -63,6 +63,13 @@ impl BodyLimits {
     }
 }
 
+/// Returns whether the Content-Type names this media type, regardless of case and parameters.
+pub fn has_media_type(headers: &HeaderMap, media_type: &str) -> bool {
+    let content_type = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+    let named = content_type.and_then(|value| value.split(';').next());
+    named.is_some_and(|named| named.trim().eq_ignore_ascii_case(media_type))
+}
+
 /// Returns whether a request's Content-Length is more than `max_bytes`. A body without a declared length is limited
 /// while it is read.
 pub fn declares_more_than(headers: &HeaderMap, max_bytes: usize) -> bool {

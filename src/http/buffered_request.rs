@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use axum::extract::Request;
 use bytes::Bytes;
-use http::{HeaderMap, Method, Uri, header};
+use http::{HeaderMap, Method, Uri};
 use serde_json::Value;
 
-use crate::body::{BodyLimits, RequestBodyError, declares_more_than};
+use crate::body::{BodyLimits, RequestBodyError, declares_more_than, has_media_type};
 use crate::fields::Fields;
 use crate::problem::{Code, Problem};
 
@@ -56,14 +56,9 @@ impl BufferedRequest {
         Ok(Self { method: parts.method, uri: parts.uri, headers: parts.headers, body })
     }
 
-    fn media_type(&self) -> &str {
-        let content_type = self.headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
-        content_type.and_then(|value| value.split(';').next()).map(str::trim).unwrap_or_default()
-    }
-
     /// Returns whether the body is an HTML form.
     pub fn is_form(&self) -> bool {
-        self.media_type().eq_ignore_ascii_case("application/x-www-form-urlencoded")
+        has_media_type(&self.headers, "application/x-www-form-urlencoded")
     }
 
     /// Parses the fields of a form body.
@@ -80,7 +75,7 @@ impl BufferedRequest {
     /// # Errors
     /// `unsupported_media_type` if the body is not declared as JSON; `invalid_request` if it is not a JSON object.
     pub fn json_fields(&self) -> Result<Fields, Problem> {
-        if !self.media_type().eq_ignore_ascii_case("application/json") {
+        if !has_media_type(&self.headers, "application/json") {
             return Err(Problem::new(Code::UnsupportedMediaType, "Send the body as application/json."));
         }
         match serde_json::from_slice(&self.body) {

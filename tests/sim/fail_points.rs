@@ -92,6 +92,13 @@ fn failpoint_calls(text: &str) -> Vec<String> {
     calls.map(|call| call.split(')').next().unwrap_or_default().trim_matches('"').to_owned()).collect()
 }
 
+/// `cargo xtask dist` relies on this to refuse a release with fail points.
+#[test]
+fn dev_build_is_recognized_by_its_fail_points() {
+    assert!(kit::fail_points::are_in(&fs::read(env!("CARGO_BIN_EXE_svc")).unwrap()));
+    assert!(!kit::fail_points::are_in(b"FAILPOINTS: for tests only"));
+}
+
 #[test]
 fn every_failpoint_in_the_source_is_enumerated() {
     let mut files = Vec::new();

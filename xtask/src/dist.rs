@@ -11,7 +11,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use kit::{child, fetch};
+use kit::{child, fail_points, fetch};
 
 use crate::cargo;
 
@@ -22,8 +22,6 @@ use crate::cargo;
 /// and the state of the backup (0.3 MiB).
 const MAX_BYTES: u64 = 35 << 20;
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// A part of a message of the `fail` library, which only a binary with fail points contains.
-const FAIL_POINTS_MESSAGE: &[u8] = b"unable to configure failpoint";
 
 #[cfg(target_arch = "x86_64")]
 const TARGET: &str = "x86_64-unknown-linux-gnu";
@@ -146,7 +144,7 @@ fn verify_executable(svc: &Path) -> Result<()> {
         ["statically linked", "not a dynamic executable"].iter().any(|text| linkage.contains(text));
     ensure!(is_static, "{} is not static; ldd: {linkage}", svc.display());
     let bytes = fs::read(svc)?;
-    ensure!(!contains(&bytes, FAIL_POINTS_MESSAGE), "{} contains fail points", svc.display());
+    ensure!(!fail_points::are_in(&bytes), "{} contains fail points", svc.display());
     for path in [cargo_home()?, cargo::root()] {
         let text = OsString::from(&path).into_encoded_bytes();
         ensure!(

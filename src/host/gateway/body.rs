@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use axum::body::Body;
 use bytes::Bytes;
-use http::{HeaderMap, header};
+use http::HeaderMap;
 use serde_json::Value;
 
-use svc_http::body::{BodyLimits, RequestBodyError};
+use svc_http::body::{BodyLimits, RequestBodyError, has_media_type};
 use svc_http::fields::Fields;
 use svc_http::problem::{Code, Problem};
 
@@ -26,10 +26,7 @@ pub fn too_large_problem(max_bytes: usize) -> Problem {
 /// # Errors
 /// The content type is not `application/json`.
 pub fn require_json(headers: &HeaderMap) -> Result<(), Problem> {
-    let content_type =
-        headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    let media_type = content_type.split(';').next().unwrap_or_default().trim();
-    if media_type.eq_ignore_ascii_case("application/json") {
+    if has_media_type(headers, "application/json") {
         return Ok(());
     }
     Err(Problem::new(Code::UnsupportedMediaType, "Send the request as application/json."))

@@ -8,6 +8,7 @@
 //! | [`seaweed`] | SeaweedFS, whose `If-Match` is not always atomic |
 //! | [`stores`] | the choice among these three |
 //! | [`hcloud`] | the provider's own clients, in Python and Go |
+//! | [`fail_points`] | how to recognize an executable with fail points |
 //! | [`restic`] | stock restic, which must read the repositories of the file backup |
 //! | [`provider`] | the cloud provider: its API, and servers backed by records, local processes or virtual machines |
 //! | [`vm`] | virtual machines that boot Debian with user-data |
@@ -44,6 +45,7 @@ pub mod child;
 pub mod deb;
 pub mod dev;
 pub mod disk;
+pub mod fail_points;
 pub mod fetch;
 pub mod hcloud;
 pub mod idp;
