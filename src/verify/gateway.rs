@@ -8,6 +8,7 @@ use serde_json::json;
 use super::host_client::HostClient;
 use super::responses::{AppList, Readiness, SchemaList};
 use svc_base::diagnosis::Findings;
+use svc_base::quantity::pluralize;
 
 const JOURNAL_HINT: &str = "run `journalctl -u svc-gateway -n 50` on the host";
 /// Maximum number of problems that one check reports.
@@ -57,7 +58,7 @@ pub async fn check_schemas(host: &HostClient) -> Findings {
     if findings.is_empty() && schemas.is_empty() {
         return findings.skipped("no app declares tables");
     }
-    findings.or_ok(format!("{} apps: {}", schemas.len(), schemas.join(", ")))
+    findings.or_ok(format!("{}: {}", pluralize(schemas.len() as u64, "app"), schemas.join(", ")))
 }
 
 async fn fetch_schemas(host: &HostClient) -> Result<SchemaList, String> {
@@ -113,7 +114,8 @@ pub async fn check_icons(host: &HostClient) -> Findings {
             }
         }
     }
-    findings.or_ok(format!("{} icons and the fallback for a missing one, all stable", paths.len() - 1))
+    let icons = pluralize(paths.len() as u64 - 1, "icon");
+    findings.or_ok(format!("{icons} and the fallback for a missing one, all stable"))
 }
 
 async fn check_icon(host: &HostClient, path: &str) -> Result<(), String> {

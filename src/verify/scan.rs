@@ -51,7 +51,8 @@ fn hosts_in_keys(text: &str) -> impl Iterator<Item = String> {
 }
 
 /// Finds a known placeholder host, or a host name that contains `placeholder`. To distinguish it from other text, such
-/// as an input's `placeholder` attribute, it must be in a URL, or have at least two dots and begin a quoted string.
+/// as an input's `placeholder` attribute, it must be in a URL, or a quoted string that begins with `placeholder` and has
+/// at least two dots.
 fn find_placeholder_in_text(text: &str) -> Option<&str> {
     if let Some(known) = PLACEHOLDER_HOSTS.into_iter().find(|known| text.contains(known)) {
         return Some(known);

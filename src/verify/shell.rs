@@ -8,6 +8,7 @@ use url::Url;
 use super::host_client::{HostClient, HostResponse};
 use super::scan;
 use svc_base::diagnosis::{Finding, Findings};
+use svc_base::quantity::pluralize;
 
 const MAX_FILES: usize = 400;
 const MAX_TOTAL_BYTES: usize = 96 << 20;
@@ -15,7 +16,7 @@ const MAX_TOTAL_BYTES: usize = 96 << 20;
 const MAX_NAMES_PER_FILE: usize = 2000;
 /// Maximum number of distinct URLs that the files refer to, including those that are not files.
 const MAX_REFERENCES: usize = 4000;
-/// Every call to the legacy route contains this text, no matter how its URL is built.
+/// Calls to the legacy route contain this text, whether their URL is relative or absolute.
 const LEGACY_API_PATH: &str = "api/canvas";
 /// The page's `meta` that declares where canvas gestures may begin.
 const GESTURES_META: &str = "svc-canvas-gestures";
@@ -49,7 +50,7 @@ pub async fn check_shell(host: &HostClient, timeout: Duration) -> Vec<Finding> {
         }
     };
     let bytes: usize = files.iter().map(|file| file.text.len()).sum();
-    let summary = format!("its page and {} files, {} KiB", files.len() - 1, bytes >> 10);
+    let summary = format!("its page and {}, {} KiB", pluralize(files.len() as u64 - 1, "file"), bytes >> 10);
     // Scanning megabytes of text must not block other tasks on this thread.
     let checks = tokio::task::spawn_blocking(move || {
         [check_placeholder(&files), check_legacy_calls(&files), check_gestures(&files)]

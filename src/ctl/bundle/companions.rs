@@ -1,5 +1,5 @@
-//! A bundle's companions, which are its manifest and signature, in a build and in the store. Invariant: a published
-//! version's manifest is replaced only with one that hosts trust for longer.
+//! A bundle's companions, which are its manifest and signature, in a build and in the store. Invariant: the manifest of
+//! a published version whose archive is stored is replaced only with one that hosts trust for longer.
 
 use std::path::Path as FilePath;
 

@@ -253,7 +253,7 @@ struct BackupRequest<'a> {
     previous_latest: Option<String>,
     /// The host's last backup before the request.
     last_backup: Option<LastBackup>,
-    /// The time of the request, according to the host's clock.
+    /// The time of the request by the host's clock, or by the platform's if the host does not report it.
     requested_at: Option<Timestamp>,
 }
 

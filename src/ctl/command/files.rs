@@ -66,7 +66,7 @@ pub async fn run(api: &ApiClient, command: FilesCommand, out: &Output) -> Result
             let response = api.send(Method::POST, &["vps", &id, "files", "verify"], Some(&json!({}))).await?;
             out.print_response(&response, |_| {
                 Ok(format!(
-                    "the host verifies a share now; the `files` row of `svcctl status {id}` shows the result\n"
+                    "the host is verifying a share; the `files` row of `svcctl status {id}` shows the result\n"
                 ))
             })
         }

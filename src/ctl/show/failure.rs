@@ -18,7 +18,7 @@ pub fn summary_line(failure: &Failure) -> String {
     line
 }
 
-/// Whether the machine has got its slot back and its server is being powered on.
+/// Whether the machine has its slot back and is waiting for its first healthy heartbeat.
 pub fn is_reinstating(failure: &Failure) -> bool {
     failure.cause.is(FailureCause::Reinstating)
 }

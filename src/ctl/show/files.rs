@@ -21,7 +21,7 @@ pub fn cell(view: &View, report: &FileBackupReport) -> Cell {
         Some(at) => format!("saved {}", format_time(view.now, at)),
         None => "not saved yet".to_owned(),
     };
-    let mut line = format!("{saved}; {} files, {}", report.files, format_bytes(report.bytes));
+    let mut line = format!("{saved}; {}, {}", pluralize(report.files, "file"), format_bytes(report.bytes));
     if let Some(bytes) = report.pending_bytes {
         line.push_str(&format!("; {} of changes not saved yet", format_bytes(bytes)));
     }
