@@ -136,7 +136,7 @@ fn is_settled(machine: &MachineDetail, operation: Option<&Operation>) -> bool {
 /// Describes a machine's activity during an operation, or else its state.
 fn activity(machine: &MachineDetail, operation: Option<&Operation>) -> String {
     let in_progress = operation.filter(|operation| operation.is_in_progress());
-    let is_being_reinstated = machine.failure.as_ref().is_some_and(failure::is_reinstating)
+    let is_being_reinstated = machine.failure.as_ref().is_some_and(failure::awaits_first_heartbeat)
         && machine.display_state() == "failed"
         && operation.is_none_or(Operation::is_in_progress);
     match in_progress.map(|operation| operation.kind.as_str()) {
@@ -212,7 +212,9 @@ fn outcome_phrase(operation: &Operation) -> &str {
 }
 
 /// The machine that holds the slot instead of the failed machine.
-struct SlotHolder(MachineDetail);
+struct SlotHolder {
+    machine: MachineDetail,
+}
 
 impl SlotHolder {
     /// Finds the holder. `None` if the machine holds its slot itself, if no machine does, if the platform does not
@@ -220,14 +222,14 @@ impl SlotHolder {
     async fn find(api: &ApiClient, machine: &MachineDetail) -> Result<Option<Self>, Failure> {
         let live = machine.copies.as_ref().and_then(|copies| copies.live.as_ref());
         let Some(live) = live.filter(|live| live.machine_id != machine.machine_id) else { return Ok(None) };
-        Ok(poll_machine(api, &live.machine_id).await?.ok().map(|(_, holder)| Self(holder)))
+        Ok(poll_machine(api, &live.machine_id).await?.ok().map(|(_, machine)| Self { machine }))
     }
 
     fn line(&self) -> String {
-        let id = &self.0.machine_id;
-        match (self.0.display_state(), self.0.failure.as_ref()) {
+        let id = &self.machine.machine_id;
+        match (self.machine.display_state(), self.machine.failure.as_ref()) {
             ("running", _) => format!("machine {id} is now serving the slot"),
-            (_, Some(failure)) if failure::is_reinstating(failure) => {
+            (_, Some(failure)) if failure::awaits_first_heartbeat(failure) => {
                 format!("machine {id} has the slot; its server is being powered on")
             }
             (_, Some(failure)) => {
@@ -238,7 +240,10 @@ impl SlotHolder {
     }
 
     fn advice(&self) -> String {
-        format!("`svcctl status {}` shows that machine; try again when the cause is fixed", self.0.machine_id)
+        format!(
+            "`svcctl status {}` shows that machine; try again when the cause is fixed",
+            self.machine.machine_id
+        )
     }
 }
 

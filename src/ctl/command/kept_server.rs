@@ -120,17 +120,17 @@ fn data_at_risk(machine: &MachineDetail) -> String {
 /// The servers of a slot's former machines.
 struct KeptServers {
     being_deleted: Vec<KeptServer>,
-    kept: Vec<KeptServer>,
+    retained: Vec<KeptServer>,
 }
 
 impl KeptServers {
     fn all(&self) -> impl Iterator<Item = &KeptServer> {
-        self.being_deleted.iter().chain(&self.kept)
+        self.being_deleted.iter().chain(&self.retained)
     }
 
     /// Returns the only machine whose server is being deleted, if no server is kept; for a repeated discard.
     fn id_being_deleted(&self) -> Option<String> {
-        match (self.being_deleted.as_slice(), self.kept.as_slice()) {
+        match (self.being_deleted.as_slice(), self.retained.as_slice()) {
             ([server], []) => Some(server.machine_id.to_string()),
             _ => None,
         }
@@ -160,13 +160,13 @@ async fn find_kept_id(
         return Ok(Selection::One(id.to_string()));
     }
     let (all, view) = (list_kept_servers(api, target).await?, View::for_stdout());
-    let (being_deleted, kept) = all.into_iter().partition(|server| is_being_deleted(&view, server));
-    let kept = KeptServers { being_deleted, kept };
-    let matching: Vec<_> = kept.kept.iter().filter(|server| matches(server)).collect();
+    let (being_deleted, retained) = all.into_iter().partition(|server| is_being_deleted(&view, server));
+    let kept = KeptServers { being_deleted, retained };
+    let matching: Vec<_> = kept.retained.iter().filter(|server| matches(server)).collect();
     match matching.as_slice() {
         [server] => Ok(Selection::One(server.machine_id.to_string())),
         [] => {
-            let error = no_match_error(target, &kept.being_deleted, &kept.kept);
+            let error = no_match_error(target, &kept.being_deleted, &kept.retained);
             Ok(Selection::None { failure: Failure::new(Exit::Refused, error), kept })
         }
         ambiguous => {

@@ -19,7 +19,7 @@ pub fn summary_line(failure: &Failure) -> String {
 }
 
 /// Whether the machine has its slot back and is waiting for its first healthy heartbeat.
-pub fn is_reinstating(failure: &Failure) -> bool {
+pub fn awaits_first_heartbeat(failure: &Failure) -> bool {
     failure.cause.is(FailureCause::Reinstating)
 }
 

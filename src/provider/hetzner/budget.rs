@@ -140,14 +140,14 @@ impl Budget {
 
     /// Closes the gate after a 429, until the provider's reset, or for `fallback` if the response contains no reset
     /// time, but for at most the maximum wait. Returns how long the gate is closed.
-    pub(super) fn record_refusal(&self, headers: &HeaderMap, fallback: Duration) -> Duration {
+    pub(super) fn close_after_rate_limit(&self, headers: &HeaderMap, fallback: Duration) -> Duration {
         let wait = reset_in(headers).unwrap_or(fallback).min(self.max_wait);
         self.close_for(wait);
         wait
     }
 
-    /// Reports a refusal to the other users of the shared budget.
-    pub(super) async fn report_refusal(&self, wait: Duration) {
+    /// Reports a 429 to the other users of the shared budget, which wait as long.
+    pub(super) async fn report_rate_limit(&self, wait: Duration) {
         if let Some(shared) = &self.shared {
             // If the report fails, the provider itself rejects the other users' calls.
             let _ = tokio::time::timeout(SHARED_BUDGET_TIMEOUT, shared.close(wait)).await;
@@ -230,7 +230,7 @@ mod tests {
         assert!(start.elapsed() >= Duration::from_millis(95), "{:?}", start.elapsed());
 
         let start = Instant::now();
-        assert_eq!(budget.record_refusal(&headers(0, 3600), Duration::ZERO), max_wait);
+        assert_eq!(budget.close_after_rate_limit(&headers(0, 3600), Duration::ZERO), max_wait);
         drop(clone.acquire().await.unwrap());
         assert!(start.elapsed() >= max_wait, "{:?}", start.elapsed());
     }

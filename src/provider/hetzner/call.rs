@@ -188,9 +188,9 @@ impl Connection {
         if response.status.is_success() {
             return Ok(response);
         }
-        let failed = self.record_refusal(call, &response);
+        let failed = self.classify_failure(call, &response);
         if let Retry::After(wait) = failed.retry {
-            self.budget.report_refusal(wait).await;
+            self.budget.report_rate_limit(wait).await;
         }
         Err(failed)
     }
@@ -223,14 +223,16 @@ impl Connection {
     }
 
     /// Classifies an unsuccessful response. A 429 also closes the budget's gate.
-    fn record_refusal(&self, call: &Call<'_>, response: &Response) -> FailedExchange {
+    fn classify_failure(&self, call: &Call<'_>, response: &Response) -> FailedExchange {
         let (code, message) = match serde_json::from_slice::<ErrorBody>(&response.body) {
             Ok(body) => (body.error.code, body.error.message),
             Err(_) => (String::new(), String::new()),
         };
         let (kind, mut retry) = classify(response.status, &code, call.idempotence);
         if response.status == StatusCode::TOO_MANY_REQUESTS {
-            retry = Retry::After(self.budget.record_refusal(&response.headers, self.limits.initial_backoff));
+            retry = Retry::After(
+                self.budget.close_after_rate_limit(&response.headers, self.limits.initial_backoff),
+            );
         }
         let status = response.status.as_u16();
         FailedExchange {
