@@ -68,13 +68,14 @@ impl Budget {
     /// call counts as in flight until the permit is dropped.
     ///
     /// # Errors
-    /// [`BudgetExhausted`] if there is a shared budget and no call became available within the maximum wait. Without a
-    /// shared budget, the permit is granted after that wait even if the gate is still closed.
+    /// [`BudgetExhausted`] if no permit was released within the maximum wait, or if there is a shared budget and no call
+    /// became available in it. Without a shared budget, a permit is granted after that wait even if the gate is still
+    /// closed.
     pub(super) async fn acquire(&self) -> Result<OwnedSemaphorePermit, BudgetExhausted> {
-        let permit =
-            Arc::clone(&self.in_flight).acquire_owned().await.expect("the semaphore is never closed");
         // Other tasks' responses may close the gate again and again, so `max_wait` also bounds the total wait.
         let deadline = Instant::now() + self.max_wait;
+        let permit = tokio::time::timeout_at(deadline, Arc::clone(&self.in_flight).acquire_owned()).await;
+        let permit = permit.map_err(|_| BudgetExhausted)?.expect("the semaphore is never closed");
         loop {
             let until = match self.closed_until() {
                 Some(until) => until,
@@ -233,6 +234,20 @@ mod tests {
         assert_eq!(budget.close_after_rate_limit(&headers(0, 3600), Duration::ZERO), max_wait);
         drop(clone.acquire().await.unwrap());
         assert!(start.elapsed() >= max_wait, "{:?}", start.elapsed());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn acquire_fails_if_no_permit_is_released_in_time() {
+        let max_wait = Duration::from_millis(400);
+        let budget = Budget::new(max_wait, None);
+        let mut permits = Vec::new();
+        for _ in 0..MAX_CALLS_IN_FLIGHT {
+            permits.push(budget.acquire().await.unwrap());
+        }
+        let refused = tokio::time::timeout(2 * max_wait, budget.acquire()).await.unwrap();
+        assert!(refused.is_err());
+        permits.pop();
+        assert!(budget.acquire().await.is_ok());
     }
 
     #[test]

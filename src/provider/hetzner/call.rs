@@ -27,7 +27,7 @@ pub struct CallLimits {
     pub timeout: Duration,
     pub initial_backoff: Duration,
     pub max_backoff: Duration,
-    /// Maximum wait for the rate budget, for each exchange.
+    /// Maximum wait for the rate budget, including a place among the calls in flight, for each exchange.
     pub max_rate_wait: Duration,
     /// Maximum number of retries after the first exchange.
     pub retries: usize,
