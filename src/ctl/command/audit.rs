@@ -111,7 +111,8 @@ impl FollowWindow {
             self.platform_time(began).and_then(|time| time.checked_sub(MAX_TRANSACTION_DURATION).ok());
         self.since = self.since.max(since);
         if let Some(since) = self.since {
-            self.seen.retain(|_, at| *at >= since);
+            // The query's `since` is truncated to milliseconds, so the next page still has these entries.
+            self.seen.retain(|_, at| at.as_millisecond() >= since.as_millisecond());
         }
     }
 }
@@ -204,6 +205,18 @@ mod tests {
         window.advance(began + Duration::from_secs(61));
         assert_eq!(window.since, Some(at + SignedDuration::from_secs(1)));
         assert!(window.seen.is_empty(), "entries before the window are dropped");
+    }
+
+    #[test]
+    fn advance_keeps_entries_of_the_millisecond_of_since() {
+        let (at, began) = (Timestamp::UNIX_EPOCH, Instant::now());
+        let mut window = FollowWindow::default();
+        window.add(vec![entry("a", at)], began);
+        // The window then begins 0.5 ms after the entry.
+        let later = began + Duration::from_micros(60_000_500);
+        window.advance(later);
+        assert!(window.since > Some(at), "{:?}", window.since);
+        assert!(window.add(vec![entry("a", at)], later).is_empty());
     }
 
     #[test]
