@@ -4,6 +4,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use http::StatusCode;
 use jiff::{SignedDuration, Timestamp};
 
 use super::api::{ApiClient, CallError};
@@ -113,14 +114,19 @@ async fn check_readiness(api: &ApiClient) -> Findings {
                 findings.ok("it is running, and reaches its database and its store")
             }
             Ok(ready) => findings.problem(format!("it is running but not ready: {}", ready.describe()), next),
-            Err(_) => findings.problem(
-                format!("{status}: the response is not from the platform's API"),
-                "set PLATFORM_PUBLIC_URL or --platform-url to the URL of the platform's API",
-            ),
+            Err(_) => findings.problem(foreign_response(status), FOREIGN_RESPONSE_ADVICE),
         },
         Err(error) => findings.problem(without_advice(&error), next),
     }
 }
+
+/// Describes a response that another server, such as a proxy, has sent.
+fn foreign_response(status: StatusCode) -> String {
+    format!("{status}: the response is not from the platform's API")
+}
+
+const FOREIGN_RESPONSE_ADVICE: &str =
+    "set PLATFORM_PUBLIC_URL or --platform-url to the URL of the platform's API";
 
 /// Reports the operator to whom the credential belongs, with a warning if the token expires soon.
 async fn check_operator(api: &ApiClient) -> Findings {
@@ -153,26 +159,35 @@ async fn check_operator(api: &ApiClient) -> Findings {
 #[derive(serde::Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct RouterReadiness {
-    routes: String,
+    /// `None` from an earlier release.
+    routes: Option<String>,
     routes_age_seconds: Option<u64>,
 }
 
 async fn check_router(api: &ApiClient) -> Findings {
     let findings = Findings::new("router");
-    let next =
-        "restore the platform's connection to its database; the routes are then refreshed automatically";
     match api.get_once(&["readyz"]).await {
-        Ok((status, body)) => match serde_json::from_str::<RouterReadiness>(&body) {
-            Ok(routing) if routing.routes == "current" => findings.ok("its routes are current"),
-            Ok(RouterReadiness { routes, routes_age_seconds }) => {
-                let age = routes_age_seconds.map_or_else(String::new, |age| format!(", {age} s old"));
-                let what = format!("its routes are {}{age}", routes.replace('_', " "));
-                if status.is_success() { findings.warning(what, next) } else { findings.problem(what, next) }
-            }
-            Err(_) => findings.skipped("the platform's release is too old to report the state of its routes"),
-        },
+        Ok((status, body)) => router_findings(status, &body, findings),
         Err(error) => findings.skipped(without_advice(&error)),
     }
+}
+
+/// Adds the finding for the router's response to `/readyz`.
+fn router_findings(status: StatusCode, body: &str, findings: Findings) -> Findings {
+    let Ok(RouterReadiness { routes, routes_age_seconds }) = serde_json::from_str(body) else {
+        return findings.problem(foreign_response(status), FOREIGN_RESPONSE_ADVICE);
+    };
+    let Some(routes) = routes else {
+        return findings.skipped("the platform's release is too old to report the state of its routes");
+    };
+    if routes == "current" {
+        return findings.ok("its routes are current");
+    }
+    let age = routes_age_seconds.map_or_else(String::new, |age| format!(", {age} s old"));
+    let what = format!("its routes are {}{age}", routes.replace('_', " "));
+    let next =
+        "restore the platform's connection to its database; the routes are then refreshed automatically";
+    if status.is_success() { findings.warning(what, next) } else { findings.problem(what, next) }
 }
 
 fn without_advice(error: &CallError) -> String {
@@ -194,6 +209,18 @@ async fn check_fleet(api: &ApiClient) -> Findings {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn router_findings_distinguish_old_release_from_proxy() {
+        let level = |status: u16, body: &str| {
+            let status = StatusCode::from_u16(status).unwrap();
+            router_findings(status, body, Findings::new("router")).into_list()[0].level
+        };
+        assert_eq!(level(200, r#"{"routes":"current"}"#), Level::Ok);
+        assert_eq!(level(503, r#"{"routes":"not_loaded"}"#), Level::Problem);
+        assert_eq!(level(200, r#"{"status":"ok"}"#), Level::Skipped);
+        assert_eq!(level(502, "<html>502 Bad Gateway</html>"), Level::Problem);
+    }
 
     #[test]
     fn readiness_names_each_cause() {
