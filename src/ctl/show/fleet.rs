@@ -83,6 +83,14 @@ fn overdue_advice(overdue: &OverdueOperation) -> String {
     format!("svcctl operation {}", overdue.operation_id)
 }
 
+/// Counts the overdue operations beyond the `named` ones, as `and 2 more operations are overdue`; `None` without any.
+fn omitted_overdue_line(fleet: &Fleet, named: usize) -> Option<String> {
+    let total = fleet.overdue_operations_total.max(fleet.overdue_operations.len() as u64);
+    let omitted = total.saturating_sub(named as u64);
+    let verb = if omitted == 1 { "is" } else { "are" };
+    (omitted > 0).then(|| format!("and {} {verb} overdue", pluralize(omitted, "more operation")))
+}
+
 /// Shows a released alarm.
 pub fn show_released(alarm: &Alarm) -> String {
     format!("{}\n  next: {}\n", alarm_line(alarm), alarm.next)
@@ -130,6 +138,10 @@ pub fn findings(fleet: &Fleet, findings: Findings) -> Findings {
         .iter()
         .take(MAX_NAMED)
         .fold(findings, |found, overdue| found.warning(overdue_line(overdue), overdue_advice(overdue)));
+    let findings = match omitted_overdue_line(fleet, MAX_NAMED) {
+        Some(line) => findings.warning(line, "svcctl fleet"),
+        None => findings,
+    };
     let findings = fleet.attention.iter().take(MAX_NAMED).fold(findings, |findings, machine| {
         let reasons = machine.reasons.join(", ");
         let what =
@@ -175,6 +187,9 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
     for overdue in &fleet.overdue_operations {
         let line = view.paint(Some(Color::Bad), &overdue_line(overdue));
         text.push_str(&format!("\n{line}\n  next: {}\n", overdue_advice(overdue)));
+    }
+    if let Some(line) = omitted_overdue_line(fleet, fleet.overdue_operations.len()) {
+        text.push_str(&format!("\n{}\n", view.paint(Some(Color::Bad), &line)));
     }
     if fleet.attention.is_empty() {
         text.push_str(&format!("\n{}\n", view.paint(Some(Color::Good), "no machine needs attention")));
@@ -298,6 +313,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::show::test_data::plain_view;
 
     const OTHER: &str = "019a0000-0000-7000-8000-000000000002";
     const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
@@ -314,6 +330,21 @@ mod tests {
         assert!(next_step(&machine, &[alarm("provider_limit")]).contains("recover"));
         let refused = next_step(&machine, &[alarm("provider_limit"), alarm("host_tokens_refused")]);
         assert!(!refused.contains("recover") && refused.contains("host_tokens_refused"), "{refused}");
+    }
+
+    #[test]
+    fn overdue_operations_beyond_the_named_ones_are_counted() {
+        let overdue = json!({"operationId": OTHER, "machineId": MACHINE, "handle": "ada", "kind": "recover",
+            "step": "fence", "attempts": 3, "ageSeconds": 99});
+        let overdue: Vec<_> = std::iter::repeat_n(overdue, MAX_NAMED + 5).collect();
+        let fleet = json!({"totals": {"machines": 200, "byStatus": {}}, "backups": {"never": 0},
+            "overdueOperations": overdue, "overdueOperationsTotal": 126});
+        let fleet: Fleet = serde_json::from_value(fleet).unwrap();
+        let found = findings(&fleet, Findings::new("fleet")).into_list();
+        assert_eq!(found.len(), MAX_NAMED + 1);
+        assert_eq!(found[MAX_NAMED].what, "and 106 more operations are overdue");
+        let text = show(&plain_view(), &fleet);
+        assert!(text.contains("\nand 101 more operations are overdue\n"), "{text}");
     }
 
     #[test]
