@@ -201,7 +201,7 @@ async fn assert_drill_finds_damage(operator: &Operator) {
     operator.0.store.write(kit::story::BUCKET, &object, dump);
 }
 
-/// Verifies and downloads a snapshot, resumes a download, and detects a damaged object.
+/// Verifies and downloads a snapshot, resumes a download of this one and of another, and detects a damaged object.
 async fn verify_and_download_snapshot(operator: &Operator, dir: &Path) {
     let intact = ["system/db/snapshots/", "size and SHA-256 match the record"];
     assert_contains(&operator.run(0, &["backup", "verify", "ada"]).await, &intact);
@@ -213,14 +213,17 @@ async fn verify_and_download_snapshot(operator: &Operator, dir: &Path) {
 
     let file = dir.join("ada.dump");
     let output_path = file.to_str().unwrap();
-    // The partial file from an interrupted download.
     let partial = dir.join("ada.dump.partial");
-    std::fs::write(&partial, &dump[..dump.len() / 2]).unwrap();
-    assert_contains(
-        &operator.run(0, &["backup", "download", "ada", name, "--output", output_path]).await,
-        &["file", output_path],
-    );
-    assert!(std::fs::read(&file).unwrap() == dump && !partial.exists());
+    // The partial files from interrupted downloads of another snapshot and of this one.
+    for interrupted in [vec![1; dump.len() / 2], dump[..dump.len() / 2].to_vec()] {
+        std::fs::remove_file(&file).ok();
+        std::fs::write(&partial, interrupted).unwrap();
+        assert_contains(
+            &operator.run(0, &["backup", "download", "ada", name, "--output", output_path]).await,
+            &["file", output_path],
+        );
+        assert!(std::fs::read(&file).unwrap() == dump && !partial.exists());
+    }
     assert_contains(
         &operator.run(65, &["backup", "download", "ada", "--output", output_path]).await,
         &["already exists"],

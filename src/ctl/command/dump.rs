@@ -59,7 +59,8 @@ pub async fn verify(api: &ApiClient, machine: &str, backup: &Backup) -> Result<(
     sink.check(backup)
 }
 
-/// Downloads a snapshot to `into`. Resumes from `<into>.partial`, if it exists.
+/// Downloads a snapshot to `into`. Resumes from `<into>.partial`, if it exists, and starts over if that file turns out
+/// to be from another snapshot.
 ///
 /// # Errors
 /// [`Exit::Refused`] if `into` already exists or the download does not match its record; [`Exit::Internal`] if a file
@@ -75,8 +76,18 @@ pub async fn download(api: &ApiClient, machine: &str, backup: &Backup, into: &Pa
     let partial = PathBuf::from(name);
     let opened = PartialFile::open(partial.clone(), backup.size_bytes);
     let mut sink = Sink::File(opened.or_exit(Exit::Internal)?);
+    let is_resumed = sink.length() > 0;
     sink.download_with_retries(api, machine, backup).await?;
-    if let Err(failure) = sink.check(backup) {
+    let mut checked = sink.check(backup);
+    // The partial file may be from another snapshot: by default, each download is of the latest one.
+    if checked.is_err() && is_resumed {
+        if let Sink::File(file) = &mut sink {
+            file.restart().or_exit(Exit::Internal)?;
+        }
+        sink.download_with_retries(api, machine, backup).await?;
+        checked = sink.check(backup);
+    }
+    if let Err(failure) = checked {
         // A later download must not resume from wrong bytes.
         fs::remove_file(&partial).ok();
         return Err(failure);
