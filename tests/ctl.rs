@@ -299,9 +299,9 @@ async fn backup_wait_ends_with_the_new_snapshot_or_the_host_error() {
         record["lastBackup"] = backup;
         Reply::Json(200, record)
     };
-    let old = json!({"status": "error", "error": "an old error"});
+    let (old, failed_poll) = (json!({"status": "error", "error": "earlier"}), (0..5).map(|_| Reply::Lost));
     let start = [machine_with(old.clone()), page("old"), accepted(), page("old"), machine_with(old.clone())];
-    let platform = FakePlatform::start(start.into_iter().chain([page("new")])).await;
+    let platform = FakePlatform::start(start.into_iter().chain(failed_poll).chain([page("new")])).await;
     let output = platform.svcctl(&["--json", "backup", "now", MACHINE, "--wait"]).await;
     assert!(output.status.success(), "{}", stderr(&output));
     assert_eq!(serde_json::from_slice::<Value>(&output.stdout).unwrap(), backup("new"));

@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::anyhow;
 use tokio::time::{Instant, sleep};
 
-use super::api::{ApiClient, ApiResponse};
+use super::api::{ApiClient, ApiResponse, CallError};
 use super::interrupt;
 use super::progress::Progress;
 use super::show::{boot, failure, machine, operation};
@@ -101,18 +101,30 @@ pub async fn poll_until<T>(
     }
 }
 
-/// Fetches a machine. A transient error is returned as the inner `Err`, because the operation continues regardless.
+/// Fetches what is waited for. A transient error is returned as the inner `Err`, because the awaited work continues
+/// regardless.
+pub async fn poll_once(
+    api: &ApiClient,
+    path: &[&str],
+    query: &[(&str, String)],
+) -> Result<Result<ApiResponse, CallError>, Failure> {
+    match api.poll(path, query).await {
+        Err(error) if !error.is_transient() => Err(error.into()),
+        polled => Ok(polled),
+    }
+}
+
+/// Like [`poll_once`], for a machine. The inner `Err` is the error's message.
 pub async fn poll_machine(
     api: &ApiClient,
     machine_id: &str,
 ) -> Result<Result<(ApiResponse, MachineDetail), String>, Failure> {
-    match api.poll(&["vps", machine_id], &[]).await {
+    match poll_once(api, &["vps", machine_id], &[]).await? {
         Ok(response) => {
             let machine = response.parse()?;
             Ok(Ok((response, machine)))
         }
-        Err(error) if error.is_transient() => Ok(Err(error.to_string())),
-        Err(error) => Err(error.into()),
+        Err(error) => Ok(Err(error.to_string())),
     }
 }
 

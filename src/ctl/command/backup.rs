@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::dump;
 use super::kept_server::list_kept_servers;
 use super::machine::{find, find_active_id};
-use crate::api::{ApiClient, ApiResponse};
+use crate::api::ApiClient;
 use crate::args::{BackupCommand, MachineTarget};
 use crate::confirm;
 use crate::interrupt;
@@ -93,7 +93,10 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
             let id = machine.machine_id.as_str();
             // A new snapshot is recognized by its key, because comparing times would depend on clocks.
             let previous_latest = match wait.wait {
-                Some(_) => fetch_latest_page(api, id).await?.parse::<BackupPage>()?.latest,
+                Some(_) => {
+                    let response = api.get(&["vps", id, "backups"], &latest_only()).await?;
+                    response.parse::<BackupPage>()?.latest
+                }
                 None => None,
             };
             let response = api.send(Method::POST, &["vps", id, "backup"], Some(&json!({}))).await?;
@@ -283,7 +286,8 @@ async fn wait_for_backup(
     progress.set_message("the host is taking and verifying a backup".to_owned());
     let id = requested.id;
     let taken = wait::poll_until(timeout, async || {
-        let response = fetch_latest_page(api, id).await?;
+        let polled = wait::poll_once(api, &["vps", id, "backups"], &latest_only()).await?;
+        let Ok(response) = polled else { return Ok(None) };
         let page: BackupPage = response.parse()?;
         if page.latest.is_some() && page.latest != requested.previous_latest {
             let mut body: Value = response.parse()?;
@@ -313,8 +317,9 @@ async fn wait_for_backup(
     })
 }
 
-async fn fetch_latest_page(api: &ApiClient, id: &str) -> Result<ApiResponse, Failure> {
-    Ok(api.get(&["vps", id, "backups"], &[("latest", "true".to_owned())]).await?)
+/// The query for the page that has only the latest snapshot.
+fn latest_only() -> [(&'static str, String); 1] {
+    [("latest", "true".to_owned())]
 }
 
 #[cfg(test)]

@@ -134,15 +134,13 @@ async fn wait_until_ended(
     let outcome = wait::poll_until(Duration::from_secs(seconds), async || {
         let (response, rollout) = match initial.take() {
             Some(initial) => initial,
-            None => match api.poll(&["vps", "deploy", &id], &[]).await {
-                Ok(response) => {
-                    let rollout: Rollout = response.parse()?;
-                    (response, rollout)
-                }
-                // The rollout continues while the platform's API does not respond.
-                Err(error) if error.is_transient() => return Ok(None),
-                Err(error) => return Err(error.into()),
-            },
+            None => {
+                let Ok(response) = wait::poll_once(api, &["vps", "deploy", &id], &[]).await? else {
+                    return Ok(None);
+                };
+                let rollout: Rollout = response.parse()?;
+                (response, rollout)
+            }
         };
         for machine in rollout.machines.iter().filter(|machine| machine.has_ended()) {
             if reported.insert(machine.machine_id.clone()) {

@@ -12,7 +12,7 @@ use crate::args::FilesCommand;
 use crate::interrupt;
 use crate::output::Output;
 use crate::show::files::{access, listing, prune_plan, restored, status, usage, versions};
-use crate::wait::poll_until;
+use crate::wait::{poll_once, poll_until};
 use svc_base::applet::{Exit, Failure};
 use svc_base::clock::rfc3339_ms;
 use svc_base::untrusted_text::one_line;
@@ -97,12 +97,7 @@ fn restore_path(id: &str) -> [&str; 4] {
 /// Waits until a machine's restore has ended, and shows the result.
 async fn wait_for_restore(api: &ApiClient, id: &str, request: &str, out: &Output) -> Result<(), Failure> {
     let ended = poll_until(RESTORE_TIMEOUT, async || {
-        let response = match api.poll(&restore_path(id), &[]).await {
-            Ok(response) => response,
-            // The restore continues regardless.
-            Err(error) if error.is_transient() => return Ok(None),
-            Err(error) => return Err(error.into()),
-        };
+        let Ok(response) = poll_once(api, &restore_path(id), &[]).await? else { return Ok(None) };
         let body: FileRestoreResponse = response.parse()?;
         let state = body.restore.filter(|state| state.request_id == request);
         Ok(state.filter(|state| state.status.has_ended()).map(|state| (response, state)))
