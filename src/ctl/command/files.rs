@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use anyhow::anyhow;
 use http::Method;
+use jiff::Timestamp;
 use serde_json::json;
 
 use super::machine::find_id;
@@ -16,7 +17,9 @@ use crate::wait::{poll_once, poll_until};
 use svc_base::applet::{Exit, Failure};
 use svc_base::clock::rfc3339_ms;
 use svc_base::untrusted_text::one_line;
-use svc_wire::files::{FileRestoreAccepted, FileRestoreResponse, FileRestoreStatus, MAX_ENTRIES};
+use svc_wire::files::{
+    FileRestore, FileRestoreAccepted, FileRestoreResponse, FileRestoreStatus, MAX_ENTRIES,
+};
 
 /// Maximum time to wait for a restore, which continues after that.
 const RESTORE_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
@@ -59,7 +62,7 @@ pub async fn run(api: &ApiClient, command: FilesCommand, out: &Output) -> Result
                 });
             }
             let accepted: FileRestoreAccepted = response.parse()?;
-            wait_for_restore(api, &id, &accepted.request_id, out).await
+            wait_for_restore(api, &id, &accepted, out).await
         }
         FilesCommand::Verify { machine } => {
             let id = find_id(api, &machine).await?;
@@ -95,11 +98,24 @@ fn restore_path(id: &str) -> [&str; 4] {
 }
 
 /// Waits until a machine's restore has ended, and shows the result.
-async fn wait_for_restore(api: &ApiClient, id: &str, request: &str, out: &Output) -> Result<(), Failure> {
+///
+/// # Errors
+/// [`Exit::Unavailable`] if the restore has failed; [`Exit::TryAgain`] if it does not end in time, or if its result has
+/// been replaced by another restore; or the error of a call, unless it is transient.
+async fn wait_for_restore(
+    api: &ApiClient,
+    id: &str,
+    accepted: &FileRestoreAccepted,
+    out: &Output,
+) -> Result<(), Failure> {
     let ended = poll_until(RESTORE_TIMEOUT, async || {
         let Ok(response) = poll_once(api, &restore_path(id), &[]).await? else { return Ok(None) };
         let body: FileRestoreResponse = response.parse()?;
-        let state = body.restore.filter(|state| state.request_id == request);
+        if body.restore.as_ref().is_some_and(|state| is_successor(state, accepted)) {
+            let text = "another restore has started; the machine's activity.log shows this one's result";
+            return Err(Failure::new(Exit::TryAgain, anyhow!(text)));
+        }
+        let state = body.restore.filter(|state| state.request_id == accepted.request_id);
         Ok(state.filter(|state| state.status.has_ended()).map(|state| (response, state)))
     });
     let command = format!("svcctl status {id}");
@@ -114,4 +130,32 @@ async fn wait_for_restore(api: &ApiClient, id: &str, request: &str, out: &Output
         return Err(Failure::new(Exit::Unavailable, anyhow!("not restored: {}", one_line(&why))));
     }
     out.print_response(&response, |view| Ok(restored(view, &state)))
+}
+
+/// Whether `reported` was requested after the accepted restore, which has then ended: a machine runs one at a time, and
+/// reports only the last. Both times are from the machine's clock.
+fn is_successor(reported: &FileRestore, accepted: &FileRestoreAccepted) -> bool {
+    let parse = |at: &str| at.parse::<Timestamp>().ok();
+    let times = parse(&reported.requested_at).zip(parse(&accepted.requested_at));
+    times.is_some_and(|(reported, accepted)| reported > accepted)
+        && reported.request_id != accepted.request_id
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn is_successor_ignores_this_and_earlier_restores() {
+        let accepted = json!({"requestId": "this", "requestedAt": "2026-11-22T10:00:00.000Z"});
+        let accepted: FileRestoreAccepted = serde_json::from_value(accepted).unwrap();
+        let succeeds = |id: &str, at: &str| {
+            let state = json!({"requestId": id, "status": "running", "path": "a", "requestedAt": at});
+            is_successor(&serde_json::from_value(state).unwrap(), &accepted)
+        };
+        assert!(!succeeds("this", "2026-11-22T10:00:00.000Z"));
+        assert!(!succeeds("earlier", "2026-11-22T09:59:59.000Z"));
+        assert!(!succeeds("of an older host", "unknown"));
+        assert!(succeeds("later", "2026-11-22T10:00:00.500Z"));
+    }
 }
