@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use anyhow::anyhow;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout_at};
 
 use super::api::{ApiClient, ApiResponse, CallError};
 use super::interrupt;
@@ -28,6 +28,19 @@ pub enum Goal {
     Service,
 }
 
+/// A time limit, which several waits can share.
+#[derive(Debug, Clone, Copy)]
+pub struct TimeLimit {
+    timeout: Duration,
+    deadline: Instant,
+}
+
+impl TimeLimit {
+    pub fn from_now(timeout: Duration) -> Self {
+        Self { timeout, deadline: Instant::now() + timeout }
+    }
+}
+
 /// Follows a machine's operation, or its status if there is no operation. Returns the last response with the machine.
 ///
 /// # Errors
@@ -38,10 +51,10 @@ pub async fn wait_until_settled(
     machine_id: &str,
     operation_id: Option<&str>,
     goal: Goal,
-    timeout: Duration,
+    limit: TimeLimit,
 ) -> Result<(ApiResponse, MachineDetail), Failure> {
     let command = command_to_follow(machine_id, operation_id);
-    let followed = follow(api, machine_id, operation_id, timeout);
+    let followed = follow(api, machine_id, operation_id, limit);
     let (response, machine) = interrupt::run_until_interrupted(&command, followed).await?;
     let operation = find_operation(&machine, operation_id).filter(|_| goal == Goal::Success);
     check_result(api, &machine, operation).await?;
@@ -56,10 +69,10 @@ async fn follow(
     api: &ApiClient,
     machine_id: &str,
     operation_id: Option<&str>,
-    timeout: Duration,
+    limit: TimeLimit,
 ) -> Result<(ApiResponse, MachineDetail), Failure> {
     let mut reporter = ProgressReporter::new();
-    let settled = poll_until(timeout, async || {
+    let settled = poll_until_deadline(limit.deadline, async || {
         let (response, machine) = match poll_machine(api, machine_id).await? {
             Ok(polled) => polled,
             Err(error) => {
@@ -75,21 +88,30 @@ async fn follow(
         Ok(is_settled(&machine, operation).then_some((response, machine)))
     });
     let settled = settled.await?;
-    settled.ok_or_else(|| Failure::new(Exit::TryAgain, timeout_error(machine_id, operation_id, timeout)))
+    settled
+        .ok_or_else(|| Failure::new(Exit::TryAgain, timeout_error(machine_id, operation_id, limit.timeout)))
 }
 
-/// Polls at growing intervals until there is a value; `None` if there is none before the timeout.
+/// Polls at growing intervals until there is a value; `None` if there is none before the timeout. A poll in progress is
+/// then cancelled, because its retries could take minutes.
 ///
 /// # Errors
 /// The first error from `poll`.
 pub async fn poll_until<T>(
     timeout: Duration,
+    poll: impl AsyncFnMut() -> Result<Option<T>, Failure>,
+) -> Result<Option<T>, Failure> {
+    poll_until_deadline(Instant::now() + timeout, poll).await
+}
+
+async fn poll_until_deadline<T>(
+    deadline: Instant,
     mut poll: impl AsyncFnMut() -> Result<Option<T>, Failure>,
 ) -> Result<Option<T>, Failure> {
-    let deadline = Instant::now() + timeout;
     let mut interval = MIN_POLL_INTERVAL;
     loop {
-        if let Some(value) = poll().await? {
+        let Ok(polled) = timeout_at(deadline, poll()).await else { return Ok(None) };
+        if let Some(value) = polled? {
             return Ok(Some(value));
         }
         let now = Instant::now();
@@ -348,5 +370,21 @@ impl ProgressReporter {
             self.progress.print_line(&format!("still waiting: {what}"));
         }
         self.has_reported_error = true;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn poll_until_cancels_a_poll_at_the_timeout() {
+        let start = Instant::now();
+        let polled = poll_until(Duration::from_millis(20), async || {
+            sleep(Duration::from_secs(60)).await;
+            Ok(Some(()))
+        });
+        assert!(matches!(polled.await, Ok(None)));
+        assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
     }
 }

@@ -16,7 +16,7 @@ use crate::show::accepted_change::{self, AcceptedChange};
 use crate::show::copies::SlotExitTimes;
 use crate::show::machine;
 use crate::show::token;
-use crate::wait::Goal;
+use crate::wait::{Goal, TimeLimit};
 use crate::{confirm, wait};
 use svc_base::applet::{Exit, Failure};
 use svc_machine::name::{IdpUserId, Location, Slot};
@@ -129,15 +129,15 @@ pub async fn print_outcome<T: DeserializeOwned + Into<AcceptedChange>>(
         let response = api.get(&["vps", &accepted.machine_id], &[]).await?;
         return out.print_response(&response, |view| Ok(machine::details(view, &response.parse()?)));
     }
-    let timeout = Duration::from_secs(seconds);
+    let limit = TimeLimit::from_now(Duration::from_secs(seconds));
     let operation = accepted.operation_id.as_deref();
     let (response, machine) =
-        wait::wait_until_settled(api, &accepted.machine_id, operation, Goal::Success, timeout).await?;
+        wait::wait_until_settled(api, &accepted.machine_id, operation, Goal::Success, limit).await?;
     // Also wait for the machine that was to be replaced: it holds the data, and its deletion may need an operator's
     // decision.
     if let Some(replaced) = &accepted.also_deleted {
         let operation = Some(replaced.operation_id.as_str());
-        wait::wait_until_settled(api, &replaced.machine_id, operation, Goal::Success, timeout).await?;
+        wait::wait_until_settled(api, &replaced.machine_id, operation, Goal::Success, limit).await?;
     }
     out.print_response(&response, |view| Ok(machine::details(view, &machine)))
 }

@@ -11,7 +11,7 @@ use crate::args::{Operation as Args, OperationCommand, Wait};
 use crate::output::Output;
 use crate::show::machine;
 use crate::show::operation;
-use crate::wait::{self, Goal};
+use crate::wait::{self, Goal, TimeLimit};
 use svc_base::applet::{Exit, Failure};
 use svc_machine::id::OperationId;
 use svc_wire::machine::MachineDetail;
@@ -46,11 +46,11 @@ pub async fn run(api: &ApiClient, args: Args, out: &Output) -> Result<(), Failur
             if let Some(seconds) = wait.wait
                 && let Some(subject) = find_machine_after_abandoning(api, &response.parse()?).await?
             {
-                let timeout = Duration::from_secs(seconds);
+                let limit = TimeLimit::from_now(Duration::from_secs(seconds));
                 let in_progress = subject.operations.iter().find(|operation| operation.is_in_progress());
                 let in_progress = in_progress.map(|operation| operation.operation_id.as_str());
                 let (response, machine) =
-                    wait::wait_until_settled(api, &subject.machine_id, in_progress, Goal::Service, timeout)
+                    wait::wait_until_settled(api, &subject.machine_id, in_progress, Goal::Service, limit)
                         .await?;
                 return out.print_response(&response, |view| Ok(machine::details(view, &machine)));
             }
@@ -114,13 +114,13 @@ async fn show(api: &ApiClient, id: OperationId, wait: Wait, out: &Output) -> Res
     let mut response = api.get(&path, &[]).await?;
     let mut operation: Operation = response.parse()?;
     if let Some(seconds) = wait.wait {
-        let timeout = Duration::from_secs(seconds);
+        let limit = TimeLimit::from_now(Duration::from_secs(seconds));
         wait::wait_until_settled(
             api,
             &operation.machine_id,
             Some(&operation.operation_id),
             Goal::Success,
-            timeout,
+            limit,
         )
         .await?;
         response = api.get(&path, &[]).await?;
