@@ -64,7 +64,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
             match wait.wait {
                 None => {
                     let next = format!(
-                        "  next: `svcctl status {} --json` has the result in \"checks\"",
+                        "  next: `svcctl status {}` shows the result once it is reported",
                         machine.handle
                     );
                     out.print_response(&response, |_| {

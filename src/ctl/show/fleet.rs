@@ -285,6 +285,12 @@ fn advice(reason: &str) -> &'static str {
             "svcctl pointer show USER_SLOT shows what is wrong and what a rebuild would choose; svcctl pointer rebuild USER_SLOT, \
              then svcctl backup now HANDLE --wait"
         }
+        "snapshot_damaged" => {
+            "svcctl status HANDLE names the damaged snapshots; svcctl backup now HANDLE --wait takes a new one"
+        }
+        "drill_failed" => {
+            "svcctl status HANDLE shows why; once the cause is fixed, svcctl backup drill HANDLE --wait"
+        }
         "backup_overdue" | "backup_failing" => "svcctl backup now HANDLE --wait",
         "gateway_failing" | "database_failing" => "check its logs; recover if it persists",
         "code_failing" => {
@@ -318,11 +324,26 @@ mod tests {
     const OTHER: &str = "019a0000-0000-7000-8000-000000000002";
     const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
 
+    fn machine_with_reason(reason: &str) -> MachineNeedingAttention {
+        let machine = json!({"machineId": MACHINE, "idpUserId": "user_1", "slot": "primary", "handle": "ada",
+            "status": "running", "reasons": [reason]});
+        serde_json::from_value(machine).unwrap()
+    }
+
+    #[test]
+    fn next_step_names_command_for_failed_snapshot_check() {
+        for (reason, command) in [
+            ("snapshot_damaged", "svcctl backup now ada --wait"),
+            ("drill_failed", "svcctl backup drill ada --wait"),
+        ] {
+            let next = next_step(&machine_with_reason(reason), &[]);
+            assert!(next.starts_with("svcctl status ada ") && next.contains(command), "{next}");
+        }
+    }
+
     #[test]
     fn next_step_omits_recovery_while_hosts_are_refused() {
-        let machine = json!({"machineId": MACHINE, "idpUserId": "user_1", "slot": "primary", "handle": "ada",
-            "status": "running", "reasons": ["heartbeat_silent"]});
-        let machine: MachineNeedingAttention = serde_json::from_value(machine).unwrap();
+        let machine = machine_with_reason("heartbeat_silent");
         let alarm = |name: &str| {
             let alarm = json!({"alarm": name, "since": "T", "seenAt": "T", "detail": {}, "releasedUntil": null, "next": "n"});
             serde_json::from_value::<Alarm>(alarm).unwrap()

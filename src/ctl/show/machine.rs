@@ -6,7 +6,7 @@ use super::table::{self, Cell};
 use super::{Color, View, boot, certificates, copies, failure, files, operation, or_empty, token};
 use crate::args;
 use svc_store::bucket::is_unusable_pointer;
-use svc_wire::host::{ComponentStatus, LastBackup, LastUpdate, Outcome, UpdateOutcome};
+use svc_wire::host::{ComponentStatus, LastBackup, LastUpdate, Outcome, SnapshotCheck, UpdateOutcome};
 use svc_wire::machine::{Attention, DiscardedMachine, Health, Machine, MachineDetail, MachinePage};
 use svc_wire::operation::Operation;
 use svc_wire::text::Time;
@@ -149,6 +149,7 @@ pub fn details_with_slot_exit_times(
     let time = |at: &Option<Time>| at.as_deref().map(|at| format_time(view.now, at)).unwrap_or_default();
     let failure = m.failure.as_ref();
     let update = m.last_update.as_ref();
+    let checks = m.checks.as_ref();
     let next = match failure {
         _ if waiting_operation(m).is_some() => "answer the operation's question, shown below".to_owned(),
         Some(failure) if !m.is_active() => {
@@ -200,6 +201,8 @@ pub fn details_with_slot_exit_times(
         ("heartbeat", heartbeat_cell(view, m, format_time)),
         ("health", health_cell(m.health.as_ref())),
         ("backup", backup_cell(view, m.last_backup.as_ref(), format_time)),
+        ("verify", check_cell(view, checks.and_then(|checks| checks.verify.as_ref()))),
+        ("drill", check_cell(view, checks.and_then(|checks| checks.drill.as_ref()))),
         ("files", m.files.as_ref().map_or_else(|| "".into(), |files| files::cell(view, files))),
         ("update", update.map_or_else(|| "".into(), |update| update_cell(view, update))),
         ("certificate", m.certificate.as_ref().map_or("".into(), certificates::machine_cell)),
@@ -246,6 +249,21 @@ fn backup_cell(
     let Some(taken) = &backup.taken_at else { return backup.status.clone().into() };
     let size = backup.size_bytes.map(|bytes| format!(", {}", format_bytes(bytes))).unwrap_or_default();
     format!("{}{size}", format(view.now, taken)).into()
+}
+
+/// Formats the last verification of stored snapshots, or the last drill, as `success, 2026-01-01 00:00:00 UTC, 5 min ago`
+/// or `error: …`, with the damaged snapshots.
+fn check_cell(view: &View, check: Option<&SnapshotCheck>) -> Cell {
+    let Some(SnapshotCheck { status, at, damaged, error, .. }) = check else { return "".into() };
+    let at = format_time(view.now, at);
+    if !status.is(Outcome::Error) {
+        return format!("{status}, {at}").into();
+    }
+    let mut line = format!("error: {}", error.as_deref().unwrap_or_default());
+    if !damaged.is_empty() {
+        line.push_str(&format!("; damaged: {}", damaged.join(", ")));
+    }
+    Cell::painted(Some(Color::Bad), format!("{line}; {at}"))
 }
 
 /// Describes the data at risk if the machine is replaced or deleted.

@@ -80,6 +80,22 @@ fn rolled_back_update_shows_reason_and_advice() {
 }
 
 #[test]
+fn snapshot_checks_show_damage_and_errors() {
+    let mut machine = running_machine();
+    machine["checks"] = json!({
+        "verify": {"status": "error", "at": "2026-11-21T11:00:00.000Z", "damaged": ["a.dump", "b.dump"],
+                   "error": "a.dump has another size"},
+        "drill": {"status": "success", "at": "2026-11-21T11:55:00.000Z", "key": "c.dump"}});
+    let output = machine::details(&plain_view(), &from_json(machine));
+    for line in [
+        "verify       error: a.dump has another size; damaged: a.dump, b.dump; 2026-11-21 11:00:00 UTC, 60 min ago\n",
+        "drill        success, 2026-11-21 11:55:00 UTC, 5 min ago\n",
+    ] {
+        assert!(output.contains(line), "{line}: {output}");
+    }
+}
+
+#[test]
 fn failed_machine_shows_advice() {
     insta::assert_snapshot!(machine::details(&plain_view(), &from_json(failed_machine())));
 }
