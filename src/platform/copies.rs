@@ -137,7 +137,8 @@ fn to_unrestored_snapshot(key: &str) -> wire::UnrestoredSnapshot {
     wire::UnrestoredSnapshot { key: key.to_owned(), taken_at: key::taken_at(key).map(Into::into) }
 }
 
-/// Returns the API representation of a complete snapshot that is newer than the one that the pointer names.
+/// Returns the API representation of a complete snapshot that is newer than the one that the pointer names or, in a
+/// recovery, than the one to restore.
 pub fn to_newer_snapshot(sidecar: &Sidecar) -> wire::NewerSnapshot {
     wire::NewerSnapshot {
         taken_at: sidecar.taken_at.into(),
@@ -169,8 +170,8 @@ async fn find_newer(
     }
 }
 
-/// Finds a complete snapshot that is newer than `latest`, the snapshot that the pointer names. Operators are warned of
-/// it before a recovery. Also returns `None` if the store is unavailable or slow.
+/// Finds a complete snapshot of this machine that is newer than `latest`, the snapshot to restore. The response to a
+/// request for a recovery warns operators of it. Also returns `None` if the store is unavailable or slow.
 pub async fn find_newer_for_machine(
     bucket: &Bucket,
     machine: &MachineRow,

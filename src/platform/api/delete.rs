@@ -197,7 +197,8 @@ pub static ENDPOINT: Endpoint = Endpoint {
             "The machine has been deleted; undelete restores it while its server is kept. `alsoDeleted` is the \
              machine that it was going to replace; that machine's server has the slot's data and is kept. \
              `newestSnapshotAt` is the time of the snapshot that the store's pointer names, or, if the store is \
-             unavailable, of the last one that a host reported; in that case, `snapshotProblem` has the reason.",
+             unavailable or that snapshot is damaged, of the last one that a host reported; in that case, \
+             `snapshotProblem` has the reason.",
             schema_of::<DeletedMachine>,
         )],
         problems: &[
