@@ -137,7 +137,8 @@ fn to_unrestored_snapshot(key: &str) -> wire::UnrestoredSnapshot {
     wire::UnrestoredSnapshot { key: key.to_owned(), taken_at: key::taken_at(key).map(Into::into) }
 }
 
-/// Returns the API representation of a complete snapshot that is newer than the one that the pointer names.
+/// Returns the API representation of a complete snapshot that is newer than the one that the pointer names or, in a
+/// recovery, than the one to restore.
 pub fn to_newer_snapshot(sidecar: &Sidecar) -> wire::NewerSnapshot {
     wire::NewerSnapshot {
         taken_at: sidecar.taken_at.into(),
@@ -152,10 +153,10 @@ async fn find_newer(
     bucket: &Bucket,
     slot: &SlotPrefix,
     holder: (MachineId, Epoch),
-    latest: &SnapshotRef,
+    current: &SnapshotRef,
     deadline: tokio::time::Instant,
 ) -> Option<Sidecar> {
-    let found = tokio::time::timeout_at(deadline, newer_snapshot::find(bucket, slot, holder, latest)).await;
+    let found = tokio::time::timeout_at(deadline, newer_snapshot::find(bucket, slot, holder, current)).await;
     match found {
         Ok(Ok(newer)) => newer,
         Ok(Err(error)) => {
@@ -169,16 +170,16 @@ async fn find_newer(
     }
 }
 
-/// Finds a complete snapshot that is newer than `latest`, the snapshot that the pointer names. Operators are warned of
-/// it before a recovery. Also returns `None` if the store is unavailable or slow.
+/// Finds a complete snapshot of this machine that is newer than `current`, the snapshot to restore. The response to a
+/// request for a recovery warns operators of it. Also returns `None` if the store is unavailable or slow.
 pub async fn find_newer_for_machine(
     bucket: &Bucket,
     machine: &MachineRow,
-    latest: &SnapshotRef,
+    current: &SnapshotRef,
 ) -> Option<Sidecar> {
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
     let deadline = tokio::time::Instant::now() + STORE_TIMEOUT;
-    find_newer(bucket, &slot, (machine.id, machine.epoch), latest, deadline).await
+    find_newer(bucket, &slot, (machine.id, machine.epoch), current, deadline).await
 }
 
 fn missing_snapshot_problem(reported: &NewestSnapshot) -> String {

@@ -58,12 +58,16 @@ pub enum PruneError {
 }
 
 /// Limits the prunings and the reports that run at the same time in this process: each loads an index into memory.
-static PRUNINGS: Semaphore = Semaphore::const_new(WORKERS);
-static REPORTS: Semaphore = Semaphore::const_new(1);
+static PRUNING_PERMITS: Semaphore = Semaphore::const_new(WORKERS);
+static REPORT_PERMITS: Semaphore = Semaphore::const_new(1);
 /// Number of tasks in each process that run [`run`].
 pub const WORKERS: usize = 2;
 /// Maximum duration of one pruning: far longer than a large repository takes, so that only a hostile one reaches it.
 pub const TIMEOUT: Duration = Duration::from_secs(4 * 3600);
+
+/// How long a slot stays claimed: longer than any pruning, so that only the claim of a process that was killed, or lost
+/// the database, expires.
+const CLAIM_TTL: Duration = TIMEOUT.saturating_add(Duration::from_secs(600));
 
 /// The interval if regular prunings are disabled. A request sets the slot's last pruning to 1970, so the slot is still
 /// due.
@@ -103,7 +107,7 @@ async fn prune_next(
     interval: Duration,
     retry_advance: Duration,
 ) -> Result<bool, DbError> {
-    let claimed = db::file_keys::claim_prune(&platform.db.session().await?, interval).await?;
+    let claimed = db::file_keys::claim_prune(&platform.db.session().await?, interval, CLAIM_TTL).await?;
     let Some((user, slot)) = claimed else { return Ok(false) };
     let result = match (user.parse::<IdpUserId>(), slot.parse::<Slot>()) {
         // When the platform stops, the future is dropped. The next run continues: see the invariant of
@@ -122,8 +126,8 @@ async fn prune_next(
             (None, Duration::ZERO)
         }
         Err(PruneError::Stopped) => {
-            // The slot stays due, so that a pruning that an operator has requested is not lost.
-            db::file_keys::request_prune(&session, &user, &slot).await?;
+            // The slot is due again immediately, so that a pruning that an operator has requested is not lost.
+            db::file_keys::release_prune(&session, &user, &slot).await?;
             return Ok(true);
         }
         Err(error) => {
@@ -162,7 +166,7 @@ pub async fn prune_slot(
     is_dry_run: bool,
 ) -> Result<PruneReport, PruneError> {
     // Reports must not wait for the workers.
-    let permits = if is_dry_run { &REPORTS } else { &PRUNINGS };
+    let permits = if is_dry_run { &REPORT_PERMITS } else { &PRUNING_PERMITS };
     let _permit = permits.acquire().await;
     let session = platform.db.session().await?;
     let key = file_keys::find(&session, &platform.seal, (user, slot)).await?;

@@ -57,18 +57,24 @@ fn collect_pool_metrics(pools: &[&Db]) {
 }
 
 async fn collect_fleet_metrics(db: &Db, token_rotation: Duration, trust: &HostTrust) -> Result<(), DbError> {
+    // All queries run before any gauge is set: a failure must not mix new values with old ones.
     let session = db.session().await?;
     let rows = db::fleet::list_active_machines(&session).await?;
+    let ended = db::ended_machines::list_needing_attention(&session).await?;
+    let failed_prunings = db::file_keys::count_failed_prunings(&session).await?;
+    let in_progress = db::operations::count_running_by_kind(&session).await?;
+    let (_, overdue) = db::operations::list_long_running(&session, OVERDUE_AGE, 1).await?;
+    let alarms = db::alarms::list_active(&session).await?;
+    let unsupported = db::operations::count_unsupported(&session, &supported_steps()).await?;
+    let remaining_budget = db::budget::load_remaining(&session).await?;
+
     let mut summary = fleet::summarize(&rows, token_rotation, trust);
+    ended_machines::add_to_attention(&mut summary, &ended);
     if let Some(certificates) = certificates::summarize(&rows, trust) {
         MACHINES_BY_CERTIFICATE.set(["trusted"], certificates.trusted as f64);
         MACHINES_BY_CERTIFICATE.set(["expiring"], certificates.expiring as f64);
         MACHINES_BY_CERTIFICATE.set(["missing"], certificates.missing as f64);
     }
-    ended_machines::add_to_attention(
-        &mut summary,
-        &db::ended_machines::list_needing_attention(&session).await?,
-    );
     for (status, count) in &summary.totals.by_status {
         MACHINES.set([intern_label(status)], *count as f64);
     }
@@ -79,22 +85,18 @@ async fn collect_fleet_metrics(db: &Db, token_rotation: Duration, trust: &HostTr
     BACKUP_AGE.set(["max"], seconds_or_nan(summary.backups.max_age_seconds));
     BACKUP_AGE.set(["p50"], seconds_or_nan(summary.backups.p50_age_seconds));
     SLOTS_WITHOUT_BACKUP.set([], summary.backups.never as f64);
-    FILE_PRUNINGS_FAILED.set([], db::file_keys::count_failed_prunings(&session).await? as f64);
-    let in_progress = db::operations::count_running_by_kind(&session).await?;
+    FILE_PRUNINGS_FAILED.set([], failed_prunings as f64);
     for kind in OperationKind::ALL {
         let found = in_progress.iter().find(|(name, _)| name == kind.as_str());
         OPERATIONS_IN_PROGRESS.set([kind.as_str()], found.map_or(0.0, |(_, count)| *count as f64));
     }
-    let (_, overdue) = db::operations::list_long_running(&session, OVERDUE_AGE, 1).await?;
     OPERATIONS_OVERDUE.set([], overdue as f64);
-    let alarms = db::alarms::list_active(&session).await?;
     for alarm in Alarm::ALL {
         let is_active = alarms.iter().any(|row| row.alarm == alarm.as_str());
         ALARMS.set([alarm.as_str()], f64::from(u8::from(is_active)));
     }
-    OPERATIONS_UNSUPPORTED
-        .set([], db::operations::count_unsupported(&session, &supported_steps()).await? as f64);
-    if let Some(remaining) = db::budget::load_remaining(&session).await? {
+    OPERATIONS_UNSUPPORTED.set([], unsupported as f64);
+    if let Some(remaining) = remaining_budget {
         PROVIDER_BUDGET.set([], remaining);
     }
     Ok(())

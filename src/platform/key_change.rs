@@ -98,7 +98,7 @@ pub async fn renew_process_row(db: Db, own: ProcessKeys) {
 }
 
 /// Runs rotation passes until the platform stops. Without a previous key, only waits for the stop.
-pub async fn run_key_change(platform: Arc<Platform>, seal: Seal) {
+pub async fn run_key_rotation(platform: Arc<Platform>, seal: Seal) {
     let own = &platform.process;
     if own.ids.previous.is_none() {
         return platform.stop.cancelled().await;
@@ -132,7 +132,7 @@ async fn run_pass(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeError
         return Ok(());
     }
     if fences::re_sign_batch(platform).await? == fences::FenceProgress::Done {
-        finish_change(platform, seal).await?;
+        finish_rotation(platform, seal).await?;
     }
     Ok(())
 }
@@ -177,7 +177,7 @@ async fn list_sealed_with_previous(
 }
 
 /// Ends the rotation if nothing needs the previous key any longer.
-async fn finish_change(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeError> {
+async fn finish_rotation(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeError> {
     let (own, mut session) = (&platform.process, platform.db.session().await?);
     let silence = platform.config.timing.keys.max_silence;
     // The first check takes no lock, because starting processes wait for the lock. Every pass ends here until the

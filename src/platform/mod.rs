@@ -214,7 +214,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
 
     let mut tasks = JoinSet::new();
     tasks.spawn(key_rotation::run(db, rotation_seal, platform.config.timing.keys, keys_sender, stop.clone()));
-    tasks.spawn(key_change::run_key_change(platform.clone(), change_seal));
+    tasks.spawn(key_change::run_key_rotation(platform.clone(), change_seal));
     tasks.spawn(mark::write_until_stopped(platform.clone()));
     tasks.spawn(process_clock::run(Arc::clone(&platform.clock), platform.db.clone(), platform.stop.clone()));
     tasks.spawn(operations::runner::run(platform.clone()));

@@ -197,7 +197,10 @@ impl Bucket {
     }
 
     /// Runs `work` with the call timeout, if any.
-    pub(super) async fn run_with_call_timeout<T>(
+    ///
+    /// # Errors
+    /// The errors from `work`, or [`StoreError::Unavailable`] after the timeout.
+    pub async fn run_with_call_timeout<T>(
         &self,
         key: &Path,
         work: impl Future<Output = Result<T, StoreError>>,

@@ -1,10 +1,13 @@
 //! POST `/vps/:id/backup` requests a backup from a host; GET `/vps/:id/backups` lists the snapshots in the store.
 
+use std::time::Duration;
+
+use reqwest::Method;
 use serde_json::{Value, json};
 use svc::http::proof::Route;
 
 use super::fake_host::start_host;
-use super::stack::{BUCKET, DIGEST, Stack, heartbeat_of};
+use super::stack::{BUCKET, DIGEST, SECRET, Stack, heartbeat_of};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn backup_request_reaches_the_host_with_a_proof() {
@@ -46,6 +49,24 @@ async fn backup_request_reaches_the_host_with_a_proof() {
     assert_eq!(audit.len(), 1, "only accepted requests to the host are audited");
     let audit = client.query("SELECT 1 FROM operator_audit WHERE action = 'drill'", &[]).await.unwrap();
     assert_eq!(audit.len(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn request_is_audited_if_the_operator_disconnects() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    let host = start_host(&stack, &process).await;
+    host.behavior.lock().unwrap().delay = Duration::from_secs(2);
+    let path = format!("/vps/{}/backup", host.guest.machine);
+    let request = stack.request(&process, Method::POST, &path).bearer_auth(SECRET).json(&json!({}));
+    let disconnected = request.timeout(Duration::from_secs(1)).send().await;
+    assert!(disconnected.is_err_and(|error| error.is_timeout()));
+    let client = stack.database.connect().await.unwrap();
+    let is_audited = || async {
+        let rows = client.query("SELECT 1 FROM operator_audit WHERE action = 'backup'", &[]).await.unwrap();
+        (rows.len() == 1).then_some(())
+    };
+    stack.eventually("the accepted request is audited", is_audited).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

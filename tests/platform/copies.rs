@@ -166,6 +166,26 @@ async fn newer_unpublished_snapshot_is_shown() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn repeated_recovery_names_newer_snapshot() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
+    let later = svc::clock::rfc3339_ms(jiff::Timestamp::now());
+    stack.store_snapshot_by("user_1", &guest.machine, &later);
+    stack.store_snapshot_by("user_1", &guest.machine, TAKEN_AT);
+    let recovery = json!({"idpUserId": "user_1", "acceptLoss": true});
+    let first = stack.post(&process, "/vps/recover", &recovery).await.body;
+    assert_eq!(first["newerSnapshot"]["takenAt"], later, "{first}");
+    // The first replacement never registers, so it has taken no snapshot.
+    let replacement = first["machineId"].as_str().unwrap();
+    stack.wait_for_guest(&process, replacement).await;
+    let failed = stack.post(&process, &format!("/vps/{replacement}/fail"), &json!({"reason": "test"})).await;
+    assert_eq!(failed.status, 200, "{failed:?}");
+    let second = stack.post(&process, "/vps/recover", &recovery).await;
+    assert_eq!((second.status, &second.body["newerSnapshot"]["takenAt"]), (202, &json!(later)), "{second:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn snapshot_of_another_machine_does_not_reduce_exposure() {
     let stack = Stack::start().await;
     let process = stack.start_platform();

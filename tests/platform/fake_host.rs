@@ -2,6 +2,7 @@
 //! accepts only proofs for its machine.
 
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use axum::extract::Request;
 use axum::response::{IntoResponse, Response};
@@ -32,6 +33,8 @@ pub struct FakeHostBehavior {
     pub progress: Value,
     /// The response to a usage request.
     pub usage: (StatusCode, String),
+    /// How long the host takes to respond.
+    pub delay: Duration,
     /// The response to each request about files.
     pub files: (StatusCode, String),
 }
@@ -129,6 +132,7 @@ pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> Fak
         added_dispatches: 0,
         progress: json!({"running": true}),
         usage: (StatusCode::FORBIDDEN, String::new()),
+        delay: Duration::ZERO,
         files: (StatusCode::NOT_FOUND, String::new()),
     };
     let behavior = Arc::new(Mutex::new(behavior));
@@ -145,6 +149,8 @@ pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> Fak
         assert_eq!(claims.method.as_deref(), Some(request.method().as_str()));
         assert_eq!(claims.path.as_deref(), Some(request.uri().path()));
         received.lock().unwrap().push(claims);
+        let delay = current_behavior.lock().unwrap().delay;
+        tokio::time::sleep(delay).await;
         respond(&mut current_behavior.lock().unwrap(), request.method().as_str(), request.uri().path())
     });
     let listener = TcpListener::bind((server.ipv4, stack.provider.https_port())).await.unwrap();

@@ -2,15 +2,44 @@
 //! recovers.
 
 use kit::pg::{PgBinaries, PgOptions, PgServer};
+use reqwest::Method;
 
-use super::stack::{Stack, provision_body};
+use super::stack::{SECRET, Stack, provision_body};
+
+/// Starts a database server that a test can kill.
+async fn start_database_server() -> PgServer {
+    let binaries = tokio::task::spawn_blocking(|| PgBinaries::locate_or_fetch(&kit::fetch::target_dir()));
+    let server = PgServer::start(&binaries.await.unwrap().unwrap(), PgOptions::default()).await.unwrap();
+    server.create_database("svc").await.unwrap();
+    server
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn committed_change_is_accepted_despite_an_outage() {
+    let stack = Stack::start().await;
+    let server = start_database_server().await;
+    let process = stack.start_platform_with(&[("PLATFORM_DATABASE_URL", &server.url("svc"))]);
+    stack.subscribe(&process, "user_1").await;
+    // The operation is running until a host registers.
+    let request = stack.request(&process, Method::POST, "/vps/provision").bearer_auth(SECRET);
+    let request = request.header("prefer", "wait=30").json(&provision_body("user_1"));
+    let outage = async {
+        let is_committed = || async {
+            let machines = stack.get(&process, "/vps").await.body["machines"].clone();
+            machines.as_array().is_some_and(|machines| !machines.is_empty()).then_some(())
+        };
+        stack.eventually("the change is committed", is_committed).await;
+        server.kill9().await.unwrap();
+    };
+    let (response, ()) = tokio::join!(stack.send(request), outage);
+    assert_eq!(response.status, 202, "{response:?}");
+    assert!(!response.headers.contains_key("preference-applied"), "{response:?}");
+}
 
 #[tokio::test(flavor = "multi_thread")]
 async fn platform_reports_and_survives_database_outage() {
     let stack = Stack::start().await;
-    let binaries = tokio::task::spawn_blocking(|| PgBinaries::locate_or_fetch(&kit::fetch::target_dir()));
-    let server = PgServer::start(&binaries.await.unwrap().unwrap(), PgOptions::default()).await.unwrap();
-    server.create_database("svc").await.unwrap();
+    let server = start_database_server().await;
     let process = stack.start_platform_with(&[("PLATFORM_DATABASE_URL", &server.url("svc"))]);
     stack.wait_for_routes(&process).await;
     assert_eq!(stack.get(&process, "/readyz/control").await.status, 200);

@@ -202,7 +202,12 @@ async fn key_rotation_completes_with_a_running_machine() {
     assert_eq!(who_am_i_status(&stack, &process, &ada).await, 200);
     add_operator(&stack, &process).await.assert_problem(409, "conflict");
     assert!(run_doctor(&stack, &process, NEW, None).await.starts_with("\"ok\""));
+    // A host that was silent when the rotation ended sends heartbeats again.
+    client.batch_execute("UPDATE user_machines SET upgrade_token_hash = 'x'").await.unwrap();
+    let late = run_doctor(&stack, &process, NEW, None).await;
+    assert!(late.starts_with("\"warning\"") && late.contains(&guest.machine), "{late}");
     stop(process).await;
+    stop(start_process(&stack, NEW, None, &[])).await;
     assert!(assert_refused(&stack, OLD, None).await.contains("PLATFORM_KEY_PREVIOUS"));
 }
 

@@ -1,4 +1,4 @@
-//! The machines that a rollout updates, and their order.
+//! The machines that a rollout updates, and their order; and repeated commands.
 
 use reqwest::Method;
 use serde_json::{Value, json};
@@ -39,6 +39,21 @@ async fn test_slots_are_updated_first_and_others_in_random_order() {
     second_handles.sort();
     second_handles.dedup();
     assert_eq!(second_handles, ["h-user-0", "h-user-1", "h-user-3"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn repeated_abort_changes_nothing() {
+    let fleet = Fleet::start(1, &[]).await;
+    let rollout = fleet.deploy(&json!({})).await;
+    let aborted = fleet.post_action(&rollout, "abort").await.body;
+    assert!(aborted["endedAt"].is_string(), "{aborted}");
+    // A later rollout halts.
+    let client = fleet.stack.database.connect().await.unwrap();
+    client.batch_execute("INSERT INTO fleet_alarms (alarm) VALUES ('rollout_halted')").await.unwrap();
+    let again = fleet.post_action(&rollout, "abort").await;
+    assert_eq!((again.status, &again.body["endedAt"]), (200, &aborted["endedAt"]));
+    let alarm = "SELECT 1 FROM fleet_alarms WHERE alarm = 'rollout_halted'";
+    assert!(client.query_opt(alarm, &[]).await.unwrap().is_some(), "the alarm was cleared");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,4 +1,6 @@
-//! SQL statements that read many rows, and one that must not write an unchanged value.
+//! SQL statements that read many rows, that must not write an unchanged value, or that claim a pruning.
+
+use std::time::Duration;
 
 use deadpool_postgres::Object;
 use kit::pg::{TestDatabase, test_database_from};
@@ -6,9 +8,10 @@ use secrecy::SecretSlice;
 use serde_json::Value;
 use svc::machine::id::MachineId;
 use svc::machine::name::ImageVersion;
-use svc::platform::db::{Db, slots};
+use svc::platform::db::{self, Db, file_keys, slots, upgrade_token};
 use svc::platform::key_change::need::KeyNeed;
 use svc::platform::keys::Seal;
+use svc::platform::tokens::Generation;
 
 use super::stack::Stack;
 
@@ -24,9 +27,7 @@ async fn start_database() -> (TestDatabase, Object) {
     (database, session)
 }
 
-#[tokio::test]
-async fn set_release_for_machine_keeps_time_of_unchanged_release() {
-    let (_database, session) = start_database().await;
+async fn insert_machine(session: &Object) -> MachineId {
     let machine = MachineId::new();
     let insert = format!(
         "INSERT INTO handles VALUES ('ada', 'user_1'); \
@@ -36,6 +37,50 @@ async fn set_release_for_machine_keeps_time_of_unchanged_release() {
          'x', 443, 'x', 'x')"
     );
     session.batch_execute(&insert).await.unwrap();
+    machine
+}
+
+#[tokio::test]
+async fn later_token_is_recorded_once() {
+    let (_database, mut session) = start_database().await;
+    let machine = insert_machine(&session).await;
+    let tx = db::begin(&mut session).await.unwrap();
+    for expected in [true, false] {
+        let advanced =
+            upgrade_token::advance(&tx, machine, Generation(7), b"hash", Duration::from_secs(60)).await;
+        assert_eq!(advanced.unwrap(), expected);
+    }
+}
+
+#[tokio::test]
+async fn requested_pruning_survives_a_running_and_a_killed_one() {
+    let (_database, session) = start_database().await;
+    let insert = "INSERT INTO file_keys (idp_user_id, slot, key_id, sealed, pruned_at) \
+                  VALUES ('user_1', 'primary', 'x', 'x', 'epoch')";
+    session.batch_execute(insert).await.unwrap();
+    let year = Duration::from_secs(365 * 24 * 3600);
+    let claim =
+        async |ttl| file_keys::claim_prune(&session, year, Duration::from_secs(ttl)).await.unwrap().is_some();
+    let record = async || {
+        file_keys::record_prune(&session, ("user_1", "primary"), None, Duration::ZERO).await.unwrap();
+    };
+    assert!(claim(3600).await);
+    assert!(file_keys::request_prune(&session, "user_1", "primary").await.unwrap());
+    assert!(!claim(3600).await, "the slot is still claimed");
+    record().await;
+    // This claim expires immediately, like that of a killed process.
+    assert!(claim(0).await, "the request is pending");
+    assert!(claim(3600).await, "the interrupted pruning is repeated");
+    file_keys::release_prune(&session, "user_1", "primary").await.unwrap();
+    assert!(claim(3600).await, "the released slot is due");
+    record().await;
+    assert!(!claim(3600).await, "nothing is due");
+}
+
+#[tokio::test]
+async fn set_release_for_machine_keeps_time_of_unchanged_release() {
+    let (_database, session) = start_database().await;
+    let machine = insert_machine(&session).await;
     let set_to = async |version: &str| -> (String, jiff::Timestamp) {
         let version: ImageVersion = version.parse().unwrap();
         slots::set_release_for_machine(&session, machine, &version).await.unwrap();

@@ -57,6 +57,9 @@ async fn deleted_machine_is_backed_up_and_can_be_undeleted() {
     let record = fetch_record(&stack, &process, &machine).await;
     assert!(record["finalBackupAt"].is_string(), "{record}");
     assert_eq!(record["copies"]["kept"][0]["reason"], "deleted");
+    // The retention period starts with the power-off, which had to wait for the final backup.
+    let repeated = stack.delete(&process, &format!("/vps/{machine}")).await.body;
+    assert_eq!(repeated["undeleteUntil"], record["copies"]["kept"][0]["until"], "{record}");
 
     let back = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
     assert_eq!((back.status, &back.body["epoch"]), (202, &json!(2)), "{back:?}");

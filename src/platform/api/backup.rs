@@ -24,6 +24,7 @@ use svc_base::clock::now_ms;
 use svc_http::openapi::{Operation, request_object, schema_of};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem, format_chain};
+use svc_http::request_id;
 use svc_machine::id::MachineId;
 use svc_machine::state::Status;
 use svc_wire::change::HostRequest;
@@ -92,13 +93,16 @@ async fn handle(
     let id = path_id("machineId", &id)?;
     fields.finish(Some(()))?;
     let mutation = Mutation::from_call(&call, &operator)?;
-    Ok(request_host_task(&platform, id, &mutation, task).await?.into_response())
+    // The request completes even if the operator disconnects, so that an accepted request is always audited.
+    let requested = request_host_task(platform, id, mutation, task);
+    let requested = tokio::spawn(request_id::run_with_id(request_id::current(), requested));
+    Ok(requested.await.map_err(|error| Problem::internal(&error))??.into_response())
 }
 
 async fn request_host_task(
-    platform: &Platform,
+    platform: Arc<Platform>,
     id: MachineId,
-    mutation: &Mutation,
+    mutation: Mutation,
     task: HostTask,
 ) -> Result<Reply, Problem> {
     let session = platform.db.session().await?;
@@ -117,10 +121,10 @@ async fn request_host_task(
     // No session is held during the request to the host.
     drop(session);
     let response = match task {
-        HostTask::Backup => host_call::request_backup(platform, &machine).await,
-        HostTask::Drill => host_call::request_drill(platform, &machine).await,
-        HostTask::Accept => host_call::request_backup_acceptance(platform, &machine).await,
-        HostTask::VerifyFiles => host_call::request_files_verification(platform, &machine).await,
+        HostTask::Backup => host_call::request_backup(&platform, &machine).await,
+        HostTask::Drill => host_call::request_drill(&platform, &machine).await,
+        HostTask::Accept => host_call::request_backup_acceptance(&platform, &machine).await,
+        HostTask::VerifyFiles => host_call::request_files_verification(&platform, &machine).await,
     };
     let requested_at = response.map_err(|error| {
         let task = task.as_str();
@@ -134,7 +138,7 @@ async fn request_host_task(
     let requested_at = requested_at.unwrap_or_else(now_ms).into();
     let requested = HostRequest { machine_id: id.into(), requested_at };
     let outcome = mutation
-        .run(platform, async |_| {
+        .run(&platform, async |_| {
             let change = AuditChange {
                 action: task.as_str(),
                 target: id.to_string(),

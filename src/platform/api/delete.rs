@@ -48,7 +48,7 @@ pub async fn handle(
     let options = query.finish(Some(options))?;
     let reply = delete(&platform, id, options, &mutation).await?;
     platform.runner_wake.notify_one();
-    mutation::respond(&platform, &call, reply).await
+    Ok(mutation::respond(&platform, &call, reply).await)
 }
 
 fn read_flag(query: &mut Fields, name: &str) -> bool {
@@ -148,7 +148,9 @@ fn undelete_until(platform: &Platform, machine: &MachineRow, options: OperationO
     let grace = SignedDuration::try_from(platform.config.timing.delete_grace).unwrap_or(SignedDuration::MAX);
     // The server of a machine that never registered holds no data, so it is not kept.
     let deleted_at = machine.deleted_at.filter(|_| !options.now && machine.registered_at.is_some());
-    deleted_at.and_then(|at| at.checked_add(grace).ok()).map(Into::into)
+    // The retention period of the server starts later if the deletion had to wait before powering it off.
+    let kept_since = deleted_at.map(|at| machine.power_off_ordered_at.map_or(at, |ordered| at.max(ordered)));
+    kept_since.and_then(|since| since.checked_add(grace).ok()).map(Into::into)
 }
 
 /// Finds the predecessor that was deleted together with its replacement, and the predecessor's delete operation.
@@ -197,7 +199,8 @@ pub static ENDPOINT: Endpoint = Endpoint {
             "The machine has been deleted; undelete restores it while its server is kept. `alsoDeleted` is the \
              machine that it was going to replace; that machine's server has the slot's data and is kept. \
              `newestSnapshotAt` is the time of the snapshot that the store's pointer names, or, if the store is \
-             unavailable, of the last one that a host reported; in that case, `snapshotProblem` has the reason.",
+             unavailable or that snapshot is damaged, of the last one that a host reported; in that case, \
+             `snapshotProblem` has the reason.",
             schema_of::<DeletedMachine>,
         )],
         problems: &[

@@ -283,10 +283,13 @@ async fn execute_command(
         .run(platform, async |tx| {
             let before = rollouts::lock(tx, id).await?.ok_or_else(|| not_found(id))?;
             let Some(next) = command.next_state(before.state) else { return Err(rollout_ended(&before)) };
-            // A rollout that is already paused keeps the reason for the pause.
-            if (before.state, next) != (RolloutState::Paused, RolloutState::Paused) {
-                rollouts::set_state(tx, id, next, None).await?;
+            if next == before.state {
+                // Nothing is written: a paused rollout keeps the reason for the pause, an aborted one the time of its
+                // end, and the alarm may be another rollout's.
+                let rollout = resource::rollout::load_with_machines(tx, &before).await?;
+                return Ok(MutationEffect::unchanged(Reply::new(StatusCode::OK, rollout)));
             }
+            rollouts::set_state(tx, id, next, None).await?;
             if next != RolloutState::Paused {
                 db::alarms::clear(tx, Alarm::RolloutHalted.as_str()).await?;
             }
@@ -296,9 +299,6 @@ async fn execute_command(
             }
             let after = rollouts::get(tx, id).await?.ok_or_else(|| not_found(id))?;
             let reply = Reply::new(StatusCode::OK, resource::rollout::load_with_machines(tx, &after).await?);
-            if next == before.state {
-                return Ok(MutationEffect::unchanged(reply));
-            }
             let state = |state: RolloutState| Some(json!({"state": state.as_str()}));
             let (target, before, after) = (id.to_string(), state(before.state), state(next));
             Ok(MutationEffect::changed(

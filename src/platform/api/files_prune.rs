@@ -25,7 +25,8 @@ use svc_http::problem::{Code, Problem, format_chain};
 use svc_machine::name::{IdpUserId, Slot};
 use svc_wire::files::{FilesPrunePlan, FilesPruneRequest};
 
-/// Timeout for a report, which reads the repository's index and trees. It is shorter than `svcctl`'s default timeout.
+/// Timeout for a report, which waits until any other report has ended, and then reads the repository's index and trees.
+/// It is shorter than `svcctl`'s default timeout.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
@@ -37,8 +38,8 @@ pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Re
     let user = query.finish(user)?;
     let plan = file_pruning::prune_slot(&platform, &user, &slot, true);
     let plan = tokio::time::timeout(TIMEOUT, plan).await.map_err(|_| {
-        let detail =
-            "The report took too long because the repository is large. The platform can still prune it.";
+        let detail = "The report took too long, because the repository is large or another report is \
+                      running. The platform can still prune the repository.";
         Problem::new(Code::StoreUnavailable, detail)
     })?;
     let plan = plan.map_err(|error| match error {

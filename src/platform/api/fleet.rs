@@ -24,7 +24,7 @@ use svc_wire::fleet::{self as wire, Fleet};
 use svc_wire::text::WireString;
 
 /// An operation that has been running for longer is overdue.
-const MAX_OPERATION_AGE: Duration = Duration::from_secs(1800);
+const OVERDUE_AGE: Duration = Duration::from_secs(1800);
 const MAX_LISTED_OPERATIONS: i64 = 100;
 
 pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
@@ -41,7 +41,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let hosts = &platform.config.hosts;
     let open = rollouts::find_open(&session).await?;
     let (overdue, total) =
-        db::operations::list_long_running(&session, MAX_OPERATION_AGE, MAX_LISTED_OPERATIONS).await?;
+        db::operations::list_long_running(&session, OVERDUE_AGE, MAX_LISTED_OPERATIONS).await?;
     let fleet = Fleet {
         totals: summary.totals,
         backups: summary.backups,

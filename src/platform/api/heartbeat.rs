@@ -155,8 +155,12 @@ async fn advance_token(
     let mut session = platform.host_db.session().await?;
     let tx = db::begin(&mut session).await?;
     let overlap = platform.config.timing.tokens.overlap;
-    upgrade_token::advance(&tx, id, generation, &host.hash, overlap).await?;
+    let is_first = upgrade_token::advance(&tx, id, generation, &host.hash, overlap).await?;
     let after = before.clone().advance(generation, host.hash.clone(), overlap, Timestamp::now());
+    if !is_first {
+        // A concurrent heartbeat has recorded and audited the rotation.
+        return Ok(after);
+    }
     let change = AuditChange {
         action: "token.taken_up",
         target: id.to_string(),

@@ -2,7 +2,7 @@
 //!
 //! Invariant: the change, its audit row and the stored response are written in one transaction. This cannot include
 //! changes outside the database: `pointer.rs` and `host_files.rs` write an audit row before the change, in a separate
-//! transaction; `backup.rs` writes it after the call to the host.
+//! transaction; `backup.rs` writes it after the call to the host, in a task that the operator's client cannot cancel.
 
 use std::time::Duration;
 
@@ -18,9 +18,10 @@ use tokio::time::Instant;
 use super::call::ApiCall;
 use crate::context::Platform;
 use crate::db::idempotency::StoredResponse;
+use crate::db::machine_row::MachineRow;
 use crate::db::{self, DbError};
 use crate::operators::{Operator, PLATFORM_SECRET_ACTOR};
-use svc_http::problem::{Code, Problem};
+use svc_http::problem::{Code, Problem, format_chain};
 use svc_http::{idempotency, request_id};
 use svc_machine::id::{MachineId, OperationId};
 use svc_machine::name::IdpUserId;
@@ -236,17 +237,23 @@ pub async fn write_audit(tx: &Transaction<'_>, actor: &str, change: &AuditChange
 }
 
 /// Converts the reply into the response. With `Prefer: wait=N`, first waits until the operation has ended or N seconds
-/// have passed, and updates the machine's status and server type in the reply.
-pub async fn respond(platform: &Platform, call: &ApiCall, mut reply: Reply) -> Result<Response, Problem> {
+/// have passed, and updates the machine's status and server type in the reply. If the database fails while waiting,
+/// responds without waiting, because the change has been committed.
+pub async fn respond(platform: &Platform, call: &ApiCall, mut reply: Reply) -> Response {
     let body_text = |name: &str| reply.body.get(name).and_then(Value::as_str).map(str::to_owned);
     let operation: Option<OperationId> = body_text("operationId").and_then(|id| id.parse().ok());
     let machine: Option<MachineId> = body_text("machineId").and_then(|id| id.parse().ok());
     let (Some(seconds), Some(operation), Some(machine)) = (call.wait_seconds(), operation, machine) else {
-        return Ok(reply.into_response());
+        return reply.into_response();
     };
-    wait_for_operation(platform, operation, Duration::from_secs(seconds)).await?;
-    let session = platform.db.session().await?;
-    if let Some(row) = db::machines::get(&session, machine).await? {
+    let after = match wait_and_reload(platform, operation, machine, Duration::from_secs(seconds)).await {
+        Ok(after) => after,
+        Err(error) => {
+            tracing::warn!(%operation, error = %format_chain(&error), "database error while waiting for an operation");
+            return reply.into_response();
+        }
+    };
+    if let Some(row) = after {
         reply.body["status"] = json!(row.status);
         // The response to a resize has the requested type. After a failed resize, it must have the actual type.
         if reply.body.get("serverType").is_some() && row.resize_to.is_none() {
@@ -257,7 +264,19 @@ pub async fn respond(platform: &Platform, call: &ApiCall, mut reply: Reply) -> R
     if let Ok(applied) = HeaderValue::from_str(&format!("wait={seconds}")) {
         response.headers_mut().insert("preference-applied", applied);
     }
-    Ok(response)
+    response
+}
+
+/// Waits for the operation, and returns the machine's current row.
+async fn wait_and_reload(
+    platform: &Platform,
+    operation: OperationId,
+    machine: MachineId,
+    timeout: Duration,
+) -> Result<Option<MachineRow>, DbError> {
+    wait_for_operation(platform, operation, timeout).await?;
+    let session = platform.db.session().await?;
+    db::machines::get(&session, machine).await
 }
 
 /// Waits until the operation has ended, the timeout has passed, or the platform stops.
@@ -265,7 +284,7 @@ async fn wait_for_operation(
     platform: &Platform,
     operation: OperationId,
     timeout: Duration,
-) -> Result<(), Problem> {
+) -> Result<(), DbError> {
     let deadline = Instant::now() + timeout;
     loop {
         let session = platform.db.session().await?;

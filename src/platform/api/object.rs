@@ -11,8 +11,8 @@ use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore};
 
 use super::call::ApiCall;
 use svc_http::openapi::{Content, DocumentedResponse};
-use svc_http::problem::{Code, Problem};
-use svc_store::Bucket;
+use svc_http::problem::{Code, Problem, format_chain};
+use svc_store::{Bucket, StoreError};
 
 /// The responses from a route that serves an object.
 pub const RESPONSES: [DocumentedResponse; 3] = [
@@ -47,7 +47,7 @@ pub async fn serve(
         return Ok((StatusCode::NOT_MODIFIED, headers).into_response());
     }
     let whole = 0..meta.size;
-    let (status, range) = match requested_range(&call.request.headers, &meta) {
+    let (status, range) = match requested_range(&call.request.method, &call.request.headers, &meta) {
         RequestedRange::Whole => (StatusCode::OK, whole),
         RequestedRange::Partial(range) => (StatusCode::PARTIAL_CONTENT, range),
         RequestedRange::Unsatisfiable => return Err(range_not_satisfiable(&meta)),
@@ -66,8 +66,13 @@ pub async fn serve(
         if_match: meta.e_tag.clone(),
         ..GetOptions::default()
     };
-    let content = bucket.raw().get_opts(object, options).await.map_err(|error| {
-        tracing::warn!(%error, key = %object, "cannot read an object");
+    let read = Box::pin(async {
+        let response = bucket.raw().get_opts(object, options).await;
+        response.map_err(|error| StoreError::classify(object, error))
+    });
+    // The timeout does not cover the content, which a slow client may read for a long time.
+    let content = bucket.run_with_call_timeout(object, read).await.map_err(|error| {
+        tracing::warn!(error = %format_chain(&error), key = %object, "cannot read an object");
         svc_store::problem::unavailable()
     })?;
     Ok((status, headers, Body::from_stream(content.into_stream())).into_response())
@@ -116,8 +121,11 @@ enum RequestedRange {
 }
 
 /// Returns the requested range (RFC 9110, sections 13.1.5 and 14.2). A request for several ranges receives the whole
-/// object.
-fn requested_range(headers: &HeaderMap, meta: &ObjectMeta) -> RequestedRange {
+/// object, and only GET may request a range.
+fn requested_range(method: &Method, headers: &HeaderMap, meta: &ObjectMeta) -> RequestedRange {
+    if method != Method::GET {
+        return RequestedRange::Whole;
+    }
     let Some(text) = headers.get(header::RANGE).and_then(|value| value.to_str().ok()) else {
         return RequestedRange::Whole;
     };
@@ -150,6 +158,21 @@ fn range_not_satisfiable(meta: &ObjectMeta) -> Problem {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_get_may_request_a_range() {
+        let mut headers = HeaderMap::new();
+        headers.insert(header::RANGE, HeaderValue::from_static("bytes=10-"));
+        let meta = ObjectMeta {
+            location: Path::from("a"),
+            last_modified: std::time::SystemTime::UNIX_EPOCH.into(),
+            size: 10,
+            e_tag: None,
+            version: None,
+        };
+        assert_eq!(requested_range(&Method::GET, &headers, &meta), RequestedRange::Unsatisfiable);
+        assert_eq!(requested_range(&Method::HEAD, &headers, &meta), RequestedRange::Whole);
+    }
 
     #[test]
     fn parse_range_follows_rfc_9110() {

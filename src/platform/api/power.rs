@@ -56,7 +56,7 @@ pub async fn handle(
     let action = fields.finish(action)?;
     let reply = power(&platform, id, action, &mutation).await?;
     platform.runner_wake.notify_one();
-    mutation::respond(&platform, &call, reply).await
+    Ok(mutation::respond(&platform, &call, reply).await)
 }
 
 async fn power(

@@ -16,7 +16,7 @@ impl From<DbError> for Problem {
             return Self::internal(&error);
         }
         tracing::warn!(error = %format_chain(&error), "database error");
-        Self::new(Code::DatabaseUnavailable, "The database is unreachable; try again.").retry_after(2)
+        Self::new(Code::DatabaseUnavailable, "The database is unreachable or busy; try again.").retry_after(2)
     }
 }
 

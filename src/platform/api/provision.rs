@@ -86,7 +86,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let mutation = Mutation::from_call(&call, &operator)?;
     let reply = provision(&platform, &request, &mutation).await?;
     platform.runner_wake.notify_one();
-    mutation::respond(&platform, &call, reply).await
+    Ok(mutation::respond(&platform, &call, reply).await)
 }
 
 pub fn parse_request(platform: &Platform, call: &ApiCall) -> Result<ProvisionRequest, Problem> {

@@ -62,7 +62,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let mutation = Mutation::from_call(&call, &operator)?;
     let reply = recover(&platform, &request, &mutation).await?;
     platform.runner_wake.notify_one();
-    mutation::respond(&platform, &call, reply).await
+    Ok(mutation::respond(&platform, &call, reply).await)
 }
 
 fn parse_request(call: &ApiCall) -> Result<RecoveryRequest, Problem> {
@@ -133,9 +133,7 @@ async fn prepare_plan(
     replacement_checks::ensure_no_unknown_holder(platform, slot_key, Some(machine), accepts_loss).await?;
     let epoch_floor = replacement_checks::find_epoch_floor(platform, &request.user, &request.slot).await?;
     let newer = match &initial.sidecar {
-        Some(sidecar) => {
-            copies::find_newer_for_machine(&platform.bucket, machine, &sidecar.snapshot_ref()).await
-        }
+        Some(sidecar) => find_newer_snapshot(platform, machine, sidecar).await?,
         None => None,
     };
     let (restore, snapshot) = (initial.restore, initial.key);
@@ -150,6 +148,21 @@ async fn prepare_plan(
         epoch_floor,
         listed,
     })
+}
+
+/// Finds a snapshot that is newer than the one to restore, taken by the slot's last registered machine: a machine that
+/// never registered has taken none.
+async fn find_newer_snapshot(
+    platform: &Platform,
+    machine: &MachineRow,
+    sidecar: &Sidecar,
+) -> Result<Option<Sidecar>, Problem> {
+    let predecessor = match machine.registered_at {
+        Some(_) => None,
+        None => db::machines::find_last_registered(&platform.db.session().await?, machine).await?,
+    };
+    let holder = predecessor.as_ref().unwrap_or(machine);
+    Ok(copies::find_newer_for_machine(&platform.bucket, holder, &sidecar.snapshot_ref()).await)
 }
 
 async fn recover(

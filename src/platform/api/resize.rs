@@ -42,7 +42,7 @@ pub async fn handle(
     let to = fields.finish(to)?;
     let reply = resize(&platform, id, &to, &mutation).await?;
     platform.runner_wake.notify_one();
-    mutation::respond(&platform, &call, reply).await
+    Ok(mutation::respond(&platform, &call, reply).await)
 }
 
 async fn resize(

@@ -42,17 +42,20 @@ pub async fn handle(
 
 async fn resume(platform: &Platform, id: MachineId, mutation: &Mutation) -> Result<Reply, Problem> {
     let not_found = || problems::machine_not_found(&id.to_string());
-    let mut session = platform.db.session().await?;
+    let session = platform.db.session().await?;
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply);
     }
     let unlocked = db::machines::get(&session, id).await?.ok_or_else(not_found)?;
     let now = db::servers::now(&session).await?;
+    // No session is held during the request to the provider.
+    drop(session);
     let server_type = match unlocked.status {
         Status::Failed if unlocked.is_active() => check_server_and_host(platform, &unlocked, now).await?,
         // In any other state, the transition rejects the request or changes nothing, so the type is not used.
         _ => unlocked.server_type.clone(),
     };
+    let mut session = platform.db.session().await?;
     let change = match MachineChange::begin(&mut session, mutation, id, LockScope::Machine).await? {
         ChangeStart::Replayed(reply) => return Ok(reply),
         ChangeStart::Started(change) => change,

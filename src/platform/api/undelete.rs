@@ -35,7 +35,7 @@ pub async fn handle(
     call.ensure_no_body()?;
     let reply = undelete(&platform, id, &mutation).await?;
     platform.runner_wake.notify_one();
-    mutation::respond(&platform, &call, reply).await
+    Ok(mutation::respond(&platform, &call, reply).await)
 }
 
 async fn undelete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Result<Reply, Problem> {

@@ -83,18 +83,25 @@ pub async fn reseal(
     execute(client, sql, &[&key.user, &key.slot, &key.sealed, &sealed_with.as_str()]).await.map(drop)
 }
 
-/// Claims the slot whose repository was pruned longest ago, if that is longer ago than `interval`. Concurrent processes
-/// claim different slots.
+/// Claims the slot whose repository was pruned longest ago among those that are due: pruned longer ago than `interval`,
+/// or with an expired claim, so that the pruning was interrupted. Concurrent processes claim different slots. The claim
+/// lasts for `ttl`, unless [`record_prune`] or [`release_prune`] ends it.
 pub async fn claim_prune(
     client: &impl GenericClient,
     interval: Duration,
+    ttl: Duration,
 ) -> Result<Option<(String, String)>, DbError> {
-    let sql = "UPDATE file_keys SET pruned_at = clock_timestamp() WHERE (idp_user_id, slot) = (\
+    let sql = "UPDATE file_keys SET pruned_at = clock_timestamp(), \
+                   prune_claimed_until = clock_timestamp() + make_interval(secs => $2) \
+               WHERE (idp_user_id, slot) = (\
                    SELECT idp_user_id, slot FROM file_keys \
-                   WHERE pruned_at <= clock_timestamp() - make_interval(secs => $1) \
+                   WHERE CASE WHEN prune_claimed_until IS NULL \
+                       THEN pruned_at <= clock_timestamp() - make_interval(secs => $1) \
+                       ELSE prune_claimed_until <= clock_timestamp() END \
                    ORDER BY pruned_at LIMIT 1 FOR UPDATE SKIP LOCKED) \
                RETURNING idp_user_id, slot";
-    Ok(query_opt(client, sql, &[&interval.as_secs_f64()]).await?.map(|row| (row.get(0), row.get(1))))
+    let claimed = query_opt(client, sql, &[&interval.as_secs_f64(), &ttl.as_secs_f64()]).await?;
+    Ok(claimed.map(|row| (row.get(0), row.get(1))))
 }
 
 /// The last pruning of a slot's repository.
@@ -167,13 +174,21 @@ pub async fn has_prune_ended_at_column(client: &impl GenericClient) -> Result<bo
     Ok(query_opt(client, sql, &[]).await?.is_some_and(|row| row.get(0)))
 }
 
-/// Requests a pruning. Returns whether the slot has a key.
+/// Requests a pruning. If one is running, another follows it. Returns whether the slot has a key.
 pub async fn request_prune(client: &impl GenericClient, user: &str, slot: &str) -> Result<bool, DbError> {
     let sql = "UPDATE file_keys SET pruned_at = 'epoch' WHERE idp_user_id = $1 AND slot = $2";
     Ok(execute(client, sql, &[&user, &slot]).await? == 1)
 }
 
-/// Records the result of a pruning. The next one is due earlier by `advance`, which is zero except after a failure.
+/// Ends the claim of a pruning that was interrupted; the slot is due immediately.
+pub async fn release_prune(client: &impl GenericClient, user: &str, slot: &str) -> Result<(), DbError> {
+    let sql = "UPDATE file_keys SET pruned_at = 'epoch', prune_claimed_until = NULL \
+               WHERE idp_user_id = $1 AND slot = $2";
+    execute(client, sql, &[&user, &slot]).await.map(drop)
+}
+
+/// Records the result of a pruning, and ends its claim. The next one is due earlier by `advance`, which is zero except
+/// after a failure. A request that arrived during the pruning has set `pruned_at` to the epoch, so the next one is due.
 pub async fn record_prune(
     client: &impl GenericClient,
     (user, slot): (&str, &str),
@@ -181,7 +196,7 @@ pub async fn record_prune(
     advance: Duration,
 ) -> Result<(), DbError> {
     let sql = "UPDATE file_keys SET prune_error = $3, pruned_at = pruned_at - make_interval(secs => $4), \
-                   prune_ended_at = clock_timestamp() \
+                   prune_ended_at = clock_timestamp(), prune_claimed_until = NULL \
                WHERE idp_user_id = $1 AND slot = $2";
     execute(client, sql, &[&user, &slot, &error, &advance.as_secs_f64()]).await.map(drop)
 }

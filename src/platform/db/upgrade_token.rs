@@ -30,14 +30,15 @@ pub fn parse(row: &Row) -> Result<UpgradeToken, DbError> {
 }
 
 /// Records that a heartbeat has used a later generation for the first time. The previous token stays valid for
-/// `overlap`. A pending request for a rotation is fulfilled.
+/// `overlap`. A pending request for a rotation is fulfilled. Returns false, and changes nothing, if this or a later
+/// generation has been recorded already.
 pub async fn advance(
     tx: &Transaction<'_>,
     id: MachineId,
     to: Generation,
     hash: &[u8],
     overlap: Duration,
-) -> Result<(), DbError> {
+) -> Result<bool, DbError> {
     let sql = "UPDATE user_machines SET previous_token_hash = upgrade_token_hash, \
                previous_token_until = clock_timestamp() + make_interval(secs => $4), \
                upgrade_token_generation = $2, upgrade_token_hash = $3, \
@@ -45,7 +46,7 @@ pub async fn advance(
                WHERE machine_id = $1 AND upgrade_token_generation < $2";
     let unwritable = |_| DbError::Unreadable { what: "upgrade_token_generation", why: to.0.to_string() };
     let to = i32::try_from(to.0).map_err(unwritable)?;
-    execute(tx, sql, &[&id.0, &to, &hash, &overlap.as_secs_f64()]).await.map(drop)
+    Ok(execute(tx, sql, &[&id.0, &to, &hash, &overlap.as_secs_f64()]).await? == 1)
 }
 
 /// Records that an operator has requested the rotation of a machine's token. The time of a pending request is kept.

@@ -36,8 +36,8 @@ fn assess(mut findings: Findings, found: &PruningProblems, is_scheduled: bool) -
     for (slot, error) in &found.failures {
         findings = findings.warning(
             format!("the file backups of {slot} could not be pruned: {error}"),
-            "the platform retries, unless FILES_PRUNE_SECONDS is 0; `svcctl files usage USER` shows their size and \
-             the last result",
+            "the platform retries automatically; `svcctl files usage USER` shows their size and the last \
+             result",
         );
     }
     let unnamed = found.failed.saturating_sub(found.failures.len() as u64);

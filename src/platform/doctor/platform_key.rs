@@ -14,6 +14,8 @@ use svc_store::StoreError;
 /// The database state that the check assesses.
 struct KeyUsage {
     need: KeyNeed,
+    /// Whether the rotation to the current key is complete. `svc-platform` then starts with that key alone.
+    is_rotation_complete: bool,
     /// Whether the database has a record of the previous key. If it has none, that key is only prepared for a rotation.
     is_previous_recorded: bool,
     /// The number of running processes, and the number of those that have the previous key as either of their keys.
@@ -68,6 +70,14 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Name
     }
     let findings = match &ids.previous {
         None if usage.need.is_empty() => findings.ok(format!("all stored secrets use {}", ids.current)),
+        // The tokens of hosts that were silent when the rotation ended are valid until they rotate.
+        None if usage.is_rotation_complete => findings.warning(
+            format!(
+                "the key rotation to {} is complete, but an earlier key was used for {}",
+                ids.current, usage.need
+            ),
+            "wait for the machines' next heartbeats, which replace the tokens; then run this check again",
+        ),
         None => findings.problem(
             format!("PLATFORM_KEY {} is not sufficient: another key is needed by {}", ids.current, usage.need),
             "set PLATFORM_KEY_PREVIOUS to the earlier PLATFORM_KEY; svc-platform will not start",
@@ -132,6 +142,7 @@ async fn read_usage(
     let silence = config.timing.keys.max_silence;
     let need =
         KeyNeed::find(client, &ids.current, &mint, &Seal::from_keys(&config.keys), silence, ttl).await?;
+    let is_rotation_complete = platform_keys::load_state(client, &ids.current).await?.is_rotation_complete;
     let (is_previous_recorded, processes) = match &ids.previous {
         Some(previous) => (
             platform_keys::is_recorded(client, previous).await?,
@@ -139,7 +150,7 @@ async fn read_usage(
         ),
         None => (false, (0, 0)),
     };
-    Ok(KeyUsage { need, is_previous_recorded, processes, undecryptable })
+    Ok(KeyUsage { need, is_rotation_complete, is_previous_recorded, processes, undecryptable })
 }
 
 /// Finds the error with which `svc-platform` would refuse to start. Not needed with a single key, because

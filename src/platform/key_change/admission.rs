@@ -31,7 +31,7 @@ pub enum AdmissionError {
     Needed(KeyNeed),
     #[error(
         "a platform process with different keys is running ({processes}): each must have the PLATFORM_KEY of every other as \
-         PLATFORM_KEY or PLATFORM_KEY_PREVIOUS. First restart the processes that run with the new key as \
+         PLATFORM_KEY or PLATFORM_KEY_PREVIOUS. First restart the running processes with the new key as \
          PLATFORM_KEY_PREVIOUS; docs/operating/keys.md gives the order"
     )]
     Incompatible { processes: String },

@@ -86,6 +86,7 @@ async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyh
         failpoint::trigger("rollouts.decided")?;
     }
     let mut ended_states = Vec::new();
+    let mut ended_rollout = None;
     let mut to_verify = None;
     for effect in &effects {
         match effect {
@@ -105,8 +106,12 @@ async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyh
             }
             RolloutEffect::Stop { why } => {
                 end_rollout(&tx, &rollout, RolloutState::Stopped, Some(why)).await?;
+                ended_rollout = Some((RolloutState::Stopped, Some(why)));
             }
-            RolloutEffect::Succeed => end_rollout(&tx, &rollout, RolloutState::Succeeded, None).await?,
+            RolloutEffect::Succeed => {
+                end_rollout(&tx, &rollout, RolloutState::Succeeded, None).await?;
+                ended_rollout = Some((RolloutState::Succeeded, None));
+            }
         }
     }
     let unnotified = rollouts::claim_unnotified(&tx, rollout.id).await?;
@@ -120,6 +125,10 @@ async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyh
     drop(session);
     for state in ended_states {
         ROLLOUT_MACHINES.add_one([state.as_str()]);
+    }
+    if let Some((state, why)) = ended_rollout {
+        ROLLOUTS.add_one([state.as_str()]);
+        tracing::info!(rollout = %rollout.id, state = state.as_str(), why, "rollout ended");
     }
     if let Some(claimed) = to_verify {
         let (platform, id) = (Arc::clone(platform), request_id::current());
@@ -156,10 +165,7 @@ async fn end_rollout(
         after: Some(&after),
         request_id: &request_id::current(),
     };
-    audit::write(tx, &entry).await?;
-    ROLLOUTS.add_one([state.as_str()]);
-    tracing::info!(rollout = %rollout.id, state = state.as_str(), why, "rollout ended");
-    Ok(())
+    Ok(audit::write(tx, &entry).await?)
 }
 
 /// Notifies hosts of their requested updates.
