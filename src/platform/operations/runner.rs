@@ -27,7 +27,7 @@ use svc_machine::event::Event;
 use svc_machine::id::MachineId;
 use svc_provider::{ErrorKind, ProviderError};
 
-/// A new machine fails after a step has been retried for this long, after which a recovery can be requested again.
+/// A new machine fails if a step still fails this long after it started. A recovery can then be requested again.
 const CREATION_TIMEOUT: Duration = Duration::from_secs(3600);
 /// Minimum number of consecutive failures of a step before a new machine fails.
 const MIN_CONSECUTIVE_FAILURES: i32 = 5;
