@@ -71,7 +71,7 @@ impl LeasedOperation<'_> {
 
     /// Records, under the lease, that the machine should be on again.
     pub async fn clear_powered_off(&self) -> Result<(), StepError> {
-        self.write_under_lease(LeasedWrite::PoweredOn).await
+        self.write_under_lease(LeasedWrite::ClearPoweredOff).await
     }
 
     /// Records, under the lease, that the machine's server is kept, because the machine may be serving without a record
@@ -145,7 +145,7 @@ impl LeasedOperation<'_> {
                 let (id, step) = (self.operation.id, &self.operation.step);
                 db::operations::log(&tx, id, step, "location", Some(&why)).await?;
             }
-            LeasedWrite::PoweredOn => db::machine_server::clear_powered_off(&tx, machine).await?,
+            LeasedWrite::ClearPoweredOff => db::machine_server::clear_powered_off(&tx, machine).await?,
             LeasedWrite::Unrestored(key) => {
                 db::machine_changes::record_unrestored_snapshot(&tx, machine, &key).await?;
             }
@@ -229,7 +229,7 @@ enum LeasedWrite {
     NextLocation(String),
     PowerOnRequested,
     PowerOffRequested(MachineId),
-    PoweredOn,
+    ClearPoweredOff,
     EpochRaised(Epoch),
     Kept(MachineId),
     Unsaved(MachineId),
