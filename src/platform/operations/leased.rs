@@ -143,7 +143,7 @@ impl LeasedOperation<'_> {
             LeasedWrite::NextLocation(why) => {
                 db::machine_server::move_to_next_location(&tx, machine).await?;
                 let (id, step) = (self.operation.id, &self.operation.step);
-                db::operations::log(&tx, id, step, "location", Some(&why)).await?;
+                db::operation_log::log_location_change(&tx, id, step, &why).await?;
             }
             LeasedWrite::ClearPoweredOff => db::machine_server::clear_powered_off(&tx, machine).await?,
             LeasedWrite::Unrestored(key) => {
