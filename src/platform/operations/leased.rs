@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use deadpool_postgres::Transaction;
 use jiff::Timestamp;
 use serde_json::{Map, Value};
 use uuid::Uuid;
@@ -162,15 +163,22 @@ impl LeasedOperation<'_> {
         Ok(())
     }
 
-    /// Marks as failed the machine that the operation is creating.
+    /// Marks as failed, under the lease, the machine that the operation is creating.
     pub async fn fail_creation(
         &self,
         why: CreationFailure,
         stage: &str,
         message: &str,
-    ) -> Result<(), DbError> {
-        let machine = self.operation.machine;
-        apply_event(self.platform, machine, &Event::CreationFailed { why }, (stage, message)).await
+    ) -> Result<(), StepError> {
+        let mut session = self.platform.db.session().await?;
+        let tx = db::begin(&mut session).await?;
+        let row = db::machines::lock(&tx, self.operation.machine).await?.ok_or(StepError::Lost)?;
+        let lease = self.platform.config.timing.lease_ttl;
+        if !db::operations::renew(&tx, self.operation.id, self.owner, lease).await? {
+            return Err(StepError::Lost);
+        }
+        let event = Event::CreationFailed { why };
+        Ok(apply_to_locked(self.platform, tx, &row, &event, (stage, message)).await?)
     }
 
     /// Returns the operation's age, by the database's clock.
@@ -251,8 +259,19 @@ async fn apply_event(
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::lock(&tx, machine).await? else { return Ok(()) };
+    apply_to_locked(platform, tx, &row, event, failure).await
+}
+
+/// Applies the event to a machine whose row the transaction has locked, and commits.
+async fn apply_to_locked(
+    platform: &Platform,
+    tx: Transaction<'_>,
+    row: &MachineRow,
+    event: &Event,
+    failure: (&str, &str),
+) -> Result<(), DbError> {
     let context = EventContext { failure: Some(failure), ..EventContext::default() };
-    match lifecycle::apply(&tx, &platform.mint, &row, event, context).await {
+    match lifecycle::apply(&tx, &platform.mint, row, event, context).await {
         Ok(_) => db::commit(tx).await,
         Err(LifecycleError::Db(error)) => Err(error),
         // The machine has left its slot or changed state: the event came too late.
