@@ -47,6 +47,7 @@ const MIGRATIONS: &[(&str, &str)] = embed_migrations![
     "V29__file_keys",
     "V30__files_report",
     "V31__file_prunings",
+    "V33__operation_deadlines",
 ];
 
 /// The advisory lock's key: `svc_migr` in ASCII. No other code uses this key.

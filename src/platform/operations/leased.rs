@@ -193,6 +193,19 @@ impl LeasedOperation<'_> {
         db::operations::load_step_age(&session, self.operation.id, &self.operation.step).await
     }
 
+    /// Like [`Self::step_age`], but counts from the end of the last time that the provider's account blocked the
+    /// operation, if that is later; zero while the account blocks it.
+    pub async fn unblocked_step_age(&self) -> Result<Duration, DbError> {
+        let session = self.platform.db.session().await?;
+        db::operations::load_unblocked_step_age(&session, self.operation.id, &self.operation.step).await
+    }
+
+    /// Returns the time since the first of the step's consecutive failures, by the database's clock.
+    pub async fn failing_time(&self) -> Result<Duration, DbError> {
+        let session = self.platform.db.session().await?;
+        db::operations::load_failing_time(&session, self.operation.id).await
+    }
+
     /// Ends the operation, and applies the event to its machine.
     pub async fn end_with_event(&self, event: &Event, note: &str) -> Result<(), StepError> {
         let mut session = self.platform.db.session().await?;
