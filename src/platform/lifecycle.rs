@@ -87,7 +87,7 @@ pub enum Change {
 /// [`LifecycleError::Refused`] if the machine's state does not allow the event; nothing has been written. After
 /// [`LifecycleError::Db`] or [`LifecycleError::Missing`], part of the change may have been written, so the transaction
 /// must not be committed. The same would apply if a predecessor could not be reinstated, but a registered machine
-/// always can.
+/// always can be.
 pub async fn apply(
     tx: &Transaction<'_>,
     mint: &TokenMint,

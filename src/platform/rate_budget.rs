@@ -27,14 +27,14 @@ impl SharedBudget {
     async fn try_reserve(
         &self,
         wanted: u32,
-        returned: u32,
+        unused: u32,
         observed: Option<ObservedBudget>,
     ) -> Result<BudgetGrant, DbError> {
         let session = self.db.session().await?;
-        db::budget::reserve(&session, &self.account, wanted, returned, observed).await
+        db::budget::reserve(&session, &self.account, wanted, unused, observed).await
     }
 
-    async fn try_close(&self, wait: Duration) -> Result<(), DbError> {
+    async fn try_suspend_calls(&self, wait: Duration) -> Result<(), DbError> {
         let session = self.db.session().await?;
         db::budget::suspend_calls(&session, &self.account, wait).await
     }
@@ -45,10 +45,10 @@ impl RateBudget for SharedBudget {
     async fn reserve(
         &self,
         wanted: u32,
-        returned: u32,
+        unused: u32,
         observed: Option<ObservedBudget>,
     ) -> Option<BudgetGrant> {
-        let grant = self.try_reserve(wanted, returned, observed).await;
+        let grant = self.try_reserve(wanted, unused, observed).await;
         grant
             .inspect_err(
                 |error| tracing::debug!(error = %format_chain(error), "cannot reserve from the shared rate budget"),
@@ -56,8 +56,8 @@ impl RateBudget for SharedBudget {
             .ok()
     }
 
-    async fn close(&self, wait: Duration) {
-        if let Err(error) = self.try_close(wait).await {
+    async fn suspend_calls(&self, wait: Duration) {
+        if let Err(error) = self.try_suspend_calls(wait).await {
             tracing::debug!(error = %format_chain(&error), "cannot suspend calls in the shared rate budget");
         }
     }

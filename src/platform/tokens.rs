@@ -70,8 +70,8 @@ impl TokenMint {
         token(&self.key, machine, purpose, generation)
     }
 
-    /// Makes a machine's first token with the key that matches the stored hash, so that user-data is rendered
-    /// identically during a platform key change. If neither key matches, the current key is used.
+    /// Makes a machine's first token with the key that matches the stored hash, so that user-data that is rendered
+    /// again during a platform key change contains the same token. If neither key matches, the current key is used.
     pub fn first_token(&self, machine: MachineId, purpose: Purpose, stored_hash: &[u8]) -> SecretString {
         let first = Generation::FIRST;
         let stored = self.stored_token(machine, purpose, first, stored_hash);

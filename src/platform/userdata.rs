@@ -1,7 +1,8 @@
 //! Renders the user-data of a new server: `#cloud-config` in JSON, with the host's env files and first-boot files.
 //!
-//! The content can be reproduced from the row and the configuration, so that a create request can be repeated after a
-//! crash. It contains credentials, so it is a secret and is never logged.
+//! The content can be rendered again from the row, the configuration, the current proof keys and new store credentials,
+//! so that a create request can be repeated after a crash. It contains credentials, so it is a secret and is never
+//! logged.
 
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::json;

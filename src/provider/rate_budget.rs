@@ -7,17 +7,17 @@ use async_trait::async_trait;
 /// A rate budget that all users of one provider account share.
 #[async_trait]
 pub trait RateBudget: Send + Sync {
-    /// Reserves up to `wanted` calls, gives back `returned` reserved calls that were not made, and reports the budget
+    /// Reserves up to `wanted` calls, gives back `unused` reserved calls that were not made, and reports the budget
     /// in the provider's last response. Returns `None` if the shared budget is unavailable.
     async fn reserve(
         &self,
         wanted: u32,
-        returned: u32,
+        unused: u32,
         observed: Option<ObservedBudget>,
     ) -> Option<BudgetGrant>;
 
     /// Reports that the provider rejected a call: no process may call the provider until `wait` has passed.
-    async fn close(&self, wait: Duration);
+    async fn suspend_calls(&self, wait: Duration);
 }
 
 /// The state of the rate limit, as reported in one of the provider's responses.

@@ -64,6 +64,38 @@ async fn host_cannot_register_before_its_server_is_recorded() {
     stack.register(&process, &guest).await.assert_problem(503, "unavailable");
 }
 
+/// An operation may wait for longer than `OPERATION_LIMIT_SECONDS` before it creates the server.
+#[tokio::test(flavor = "multi_thread")]
+async fn progress_extends_registration_of_an_old_machine() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    let provisioned = stack.provision(&process, "user_1").await;
+    let guest = stack.wait_for_guest(&process, provisioned["machineId"].as_str().unwrap()).await;
+    let client = stack.database.connect().await.unwrap();
+    let is_recorded = || async {
+        let sql = "SELECT 1 FROM user_machines WHERE registration_expires_at IS NOT NULL";
+        client.query_opt(sql, &[]).await.unwrap()
+    };
+    stack.eventually("the registration period starts", is_recorded).await;
+    let remaining = async |progress: u64| -> f64 {
+        let progress = json!({"stage": "restore", "progress": {"bytes": progress, "totalBytes": 100}});
+        let reported = post_stage(&stack, &process, &guest, &guest.registration_token, &progress).await;
+        assert_eq!(reported.status, 204, "{reported:?}");
+        let sql = "SELECT extract(epoch FROM registration_expires_at - now())::float8 FROM user_machines";
+        client.query_one(sql, &[]).await.unwrap().get(0)
+    };
+    let age = "UPDATE user_machines SET created_at = created_at - interval '2 days', \
+               registration_expires_at = now() + interval '1 minute'";
+    client.execute(age, &[]).await.unwrap();
+    let seconds = remaining(10).await;
+    assert!(seconds > 600.0, "{seconds} s left");
+    let age = "UPDATE user_machines SET registration_started_at = now() - interval '2 days', \
+               registration_expires_at = now() + interval '1 minute'";
+    client.execute(age, &[]).await.unwrap();
+    let seconds = remaining(20).await;
+    assert!(seconds <= 60.0, "{seconds} s left beyond the limit");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn boot_stage_requires_registration_token_and_known_stage() {
     let stack = Stack::start().await;

@@ -200,7 +200,7 @@ async fn account_error_raises_one_alarm_and_fails_no_machine() {
     }
 }
 
-/// An operation that has waited for the provider's capacity for longer than its deadline gets the full deadline again
+/// An operation that has waited for the provider's capacity for longer than its deadlines gets the full deadlines again
 /// once it continues.
 #[tokio::test(flavor = "multi_thread")]
 async fn time_without_capacity_does_not_count_toward_the_deadline() {
@@ -215,8 +215,10 @@ async fn time_without_capacity_does_not_count_toward_the_deadline() {
         client.query_opt(sql, &[]).await.unwrap()
     };
     stack.eventually("the operation waits for capacity", find_blocked).await;
-    let age = "UPDATE operations SET created_at = created_at - interval '3 hours', \
-               progress_at = progress_at - interval '3 hours'";
+    // The waiting operation is older than all deadlines and has failed often enough.
+    let age = "WITH lines AS (UPDATE operation_log SET at = at - interval '25 hours') \
+               UPDATE operations SET created_at = created_at - interval '25 hours', \
+               progress_at = progress_at - interval '25 hours', attempts = greatest(attempts, 4)";
     assert_eq!(client.execute(age, &[]).await.unwrap(), 1);
     // The operation continues, but first gets a different error, so the reconciler sees the operation before it ends.
     stack.provider.clear_faults();

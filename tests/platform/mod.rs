@@ -30,6 +30,7 @@ mod kills;
 mod last_backup;
 mod metrics;
 mod openapi;
+mod operation_deadlines;
 mod operation_log;
 mod operators;
 mod outages;

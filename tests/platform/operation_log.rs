@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use kit::pg::test_database_from;
+use deadpool_postgres::Object;
+use kit::pg::{TestDatabase, test_database_from};
 use svc::machine::id::OperationId;
 use svc::platform::db::{Db, operation_log, operations};
 use uuid::Uuid;
@@ -18,8 +19,8 @@ const FILL: &str = "
     INSERT INTO operation_log (operation_id, step, outcome, at)
         SELECT operation_id, 'last_backup', 'begun', now() - interval '30 days' FROM operations";
 
-#[tokio::test(flavor = "multi_thread")]
-async fn month_of_retries_leaves_a_bounded_log() {
+/// Starts a database with one running operation, whose step started 30 days ago.
+pub async fn start_with_operation() -> (TestDatabase, Object, OperationId) {
     let database =
         test_database_from(
             "platform",
@@ -29,7 +30,12 @@ async fn month_of_retries_leaves_a_bounded_log() {
     let session = Db::new(&database.url().parse().unwrap(), 1).unwrap().session().await.unwrap();
     session.batch_execute(FILL).await.unwrap();
     let id: Uuid = session.query_one("SELECT operation_id FROM operations", &[]).await.unwrap().get(0);
-    let id = OperationId(id);
+    (database, session, OperationId(id))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn month_of_retries_leaves_a_bounded_log() {
+    let (_database, session, id) = start_with_operation().await;
     let newest = || async { operation_log::load_newest_lines(&session, id).await.unwrap() };
 
     // These lines are from a release that added a line for each retry.
@@ -67,4 +73,17 @@ async fn month_of_retries_leaves_a_bounded_log() {
                 AND outcome = 'begun'";
     let plan: Vec<String> = session.query(plan, &[]).await.unwrap().iter().map(|row| row.get(0)).collect();
     assert!(plan.join("\n").contains("operation_log_begun"), "{plan:#?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn location_changes_leave_a_bounded_log() {
+    let (_database, session, id) = start_with_operation().await;
+    for n in 0..300 {
+        let why = format!("round {n}");
+        operation_log::log_location_change(&session, id, "create_server", &why).await.unwrap();
+        operation_log::log_retry(&session, id, "create_server", Some(&why)).await.unwrap();
+    }
+    let newest = operation_log::load_newest_lines(&session, id).await.unwrap();
+    assert_eq!((newest.lines.len(), newest.omitted), (200, 201), "200 of each outcome, and the first line");
+    assert!(operation_log::has_outcome(&session, id, operation_log::LOCATION_CHANGE).await.unwrap());
 }

@@ -349,7 +349,8 @@ async fn unstorable_outcome_is_retried_with_backoff() {
     let client = stack.database.connect().await.unwrap();
     client.execute("UPDATE user_machines SET public_ipv4 = 'nowhere'", &[]).await.unwrap();
     let is_reported = || async {
-        client.execute("UPDATE operation_log SET at = at - interval '2 hours'", &[]).await.unwrap();
+        let age = "UPDATE operations SET failing_since = failing_since - interval '2 hours'";
+        client.execute(age, &[]).await.unwrap();
         (count_log_lines(&stack, "cannot store the outcome of a step") > 0).then_some(())
     };
     stack.eventually("the outcome cannot be stored", is_reported).await;

@@ -157,6 +157,27 @@ async fn machine_with_its_server_off_fails_until_a_healthy_heartbeat() {
     assert_eq!(record["serverType"], "cpx32", "the record must show the type that the provider reports");
 }
 
+/// The time in which the provider's account prevents the power-on does not count toward `RESIZE_HEALTH_SECONDS`.
+#[tokio::test(flavor = "multi_thread")]
+async fn resize_succeeds_after_a_long_account_block() {
+    let (stack, process, guest) = start_with_machine().await;
+    let fault =
+        Fault::Status { status: 403, code: "resource_limit_exceeded".to_owned(), reset_in_seconds: None };
+    stack.provider.add_fault(FaultRule::times(1000, "POST", "poweron", fault));
+    let response = resize(&stack, &process, &guest.machine, "cpx32").await;
+    let operation = response.body["operationId"].as_str().unwrap();
+    let client = stack.database.connect().await.unwrap();
+    let find_blocked = || async {
+        let sql = "SELECT 1 FROM operations WHERE error_code = 'provider_account'";
+        client.query_opt(sql, &[]).await.unwrap()
+    };
+    stack.eventually("the power-on is blocked", find_blocked).await;
+    client.execute("UPDATE operation_log SET at = at - interval '1 hour'", &[]).await.unwrap();
+    stack.provider.clear_faults();
+    let ended = stack.wait_until_ended_with_heartbeats(&process, operation).await;
+    assert_changed(&stack, &process, &guest, &ended).await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn resize_fails_without_a_later_heartbeat() {
     let (stack, process, guest) = start_with_settings(&[("RESIZE_HEALTH_SECONDS", "2")]).await;

@@ -23,11 +23,13 @@ async fn expired_rows_are_deleted_and_live_ones_kept() {
         INSERT INTO idempotency_keys VALUES \
             ('a', 'old', 'r', 'x', 200, '{}', now() - interval '8 days'), \
             ('a', 'kept', 'r', 'x', 200, '{}', now() - interval '6 days'); \
-        INSERT INTO operators (name, scopes, token_id, token_hash, expires_at, created_by, revoked_at) \
+        INSERT INTO operators (name, scopes, token_id, token_hash, expires_at, created_by, revoked_at, \
+            previous_expires_at) \
         SELECT 'ada-' || n, '{read}', gen_random_uuid(), 'x', now() + make_interval(days => expires), 'operator', \
-            now() + make_interval(days => revoked) \
-        FROM (VALUES (1, -4000, NULL), (2, -3000, NULL), (3, 10, -4000), (4, 10, -3000), (5, 10, NULL)) \
-            AS v (n, expires, revoked)";
+            now() + make_interval(days => revoked), now() + make_interval(days => previous) \
+        FROM (VALUES (1, -4000, NULL, NULL), (2, -3000, NULL, NULL), (3, 10, -4000, NULL), (4, 10, -3000, NULL), \
+            (5, 10, NULL, NULL), (6, -4000, -3000, NULL), (7, -4000, NULL, -3000)) \
+            AS v (n, expires, revoked, previous)";
     client.batch_execute(fill).await.unwrap();
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
@@ -47,7 +49,7 @@ async fn expired_rows_are_deleted_and_live_ones_kept() {
             (SELECT count(*) FROM operations), (SELECT count(*) FROM operators)";
         let row = client.query_one(sql, &[]).await.unwrap();
         let counts: Vec<i64> = (0..6).map(|column| row.get(column)).collect();
-        (counts == [2, 1, 1, 1, 1, 3]).then_some(())
+        (counts == [2, 1, 1, 1, 1, 5]).then_some(())
     };
     stack.eventually("expired rows are deleted", only_live_remain).await;
     let metrics = stack.get(&process, "/metrics").await.text;

@@ -25,6 +25,7 @@ use crate::context::Platform;
 use crate::copies;
 use crate::db;
 use crate::db::machine_row::MachineRow;
+use crate::db::operation_log::LOCATION_CHANGE;
 use crate::db::servers::ListedServerCount;
 use crate::lifecycle::{self, Change, EventContext, MachineRequest};
 use axum::routing::post;
@@ -331,7 +332,7 @@ async fn respond_during_recovery(
         );
         return Err(Problem::new(Code::MachineNotFound, detail));
     };
-    let has_moved = db::operation_log::has_outcome(client, operation.id, "location").await?;
+    let has_moved = db::operation_log::has_outcome(client, operation.id, LOCATION_CHANGE).await?;
     let differences = differing_options(request, machine, operation.options, has_moved);
     if !differences.is_empty() {
         let detail = format!(

@@ -252,8 +252,8 @@ pub async fn record_proven(client: &impl GenericClient, id: MachineId) -> Result
 }
 
 /// Records a booting host's restore progress, and extends its registration period to `ttl` from now, but at most to
-/// `limit` after the machine's creation. If the server has not been recorded yet, the period has not started, and is
-/// not extended.
+/// `limit` after the period's start. If the server has not been recorded yet, the period has not started, and is not
+/// extended.
 pub async fn record_boot_progress(
     tx: &Transaction<'_>,
     id: MachineId,
@@ -264,7 +264,7 @@ pub async fn record_boot_progress(
     let sql = "UPDATE user_machines SET boot_progress = $2, \
                registration_expires_at = CASE WHEN registration_expires_at IS NOT NULL THEN greatest(\
                registration_expires_at, least(clock_timestamp() + make_interval(secs => $3), \
-               created_at + make_interval(secs => $4))) END WHERE machine_id = $1";
+               coalesce(registration_started_at, created_at) + make_interval(secs => $4))) END WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &progress, &ttl.as_secs_f64(), &limit.as_secs_f64()]).await.map(drop)
 }
 
@@ -283,6 +283,7 @@ pub async fn record_server(
     registration_ttl: Duration,
 ) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET provider_server_id = $2, public_ipv4 = $3, create_ordered_at = NULL, \
+               registration_started_at = clock_timestamp(), \
                registration_expires_at = clock_timestamp() + make_interval(secs => $4) WHERE machine_id = $1";
     let address = address.map(|address| address.to_string());
     execute(tx, sql, &[&id.0, &server, &address, &registration_ttl.as_secs_f64()]).await.map(drop)

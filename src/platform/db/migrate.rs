@@ -48,6 +48,7 @@ const MIGRATIONS: &[(&str, &str)] = embed_migrations![
     "V30__files_report",
     "V31__file_prunings",
     "V32__file_prune_claims",
+    "V33__operation_deadlines",
 ];
 
 /// The advisory lock's key: `svc_migr` in ASCII. No other code uses this key.

@@ -1,5 +1,5 @@
 //! An operation's log. Its size is bounded: a repeated failure increments a counter on its line, and only the newest
-//! retries of each step are kept.
+//! retries and changes of location of each step are kept.
 //!
 //! Invariant: the line that records a step's start is never changed or deleted, because the step's age is computed from
 //! it.
@@ -13,10 +13,12 @@ use svc_machine::id::OperationId;
 
 /// The outcome of a step that failed and will be retried.
 pub const RETRY: &str = "retry";
+/// The outcome of a create request that continues in another location.
+pub const LOCATION_CHANGE: &str = "location";
 /// Maximum number of lines shown per operation.
 const MAX_SHOWN_LINES: i64 = 200;
-/// Maximum number of retries kept per step.
-const MAX_KEPT_RETRIES: i64 = 200;
+/// Maximum number of retries, and of changes of location, kept per step.
+const MAX_KEPT_LINES: i64 = 200;
 
 const COLUMNS: &str = "seq, at, step, outcome, detail, repeats, repeated_at";
 
@@ -91,8 +93,30 @@ pub async fn log_retry(
         return Ok(());
     }
     super::operations::log(client, id, step, RETRY, detail).await?;
-    let trim = "DELETE FROM operation_log WHERE operation_id = $1 AND step = $2 AND outcome = $3 \
+    trim(client, id, step, RETRY).await
+}
+
+/// Logs that a server is to be created in another location. The newest line is always kept, because it shows that the
+/// machine's location has changed.
+pub async fn log_location_change(
+    client: &impl GenericClient,
+    id: OperationId,
+    step: &str,
+    why: &str,
+) -> Result<(), DbError> {
+    super::operations::log(client, id, step, LOCATION_CHANGE, Some(why)).await?;
+    trim(client, id, step, LOCATION_CHANGE).await
+}
+
+/// Deletes all but the newest of a step's lines with this outcome.
+async fn trim(
+    client: &impl GenericClient,
+    id: OperationId,
+    step: &str,
+    outcome: &str,
+) -> Result<(), DbError> {
+    let sql = "DELETE FROM operation_log WHERE operation_id = $1 AND step = $2 AND outcome = $3 \
                 AND seq <= (SELECT seq FROM operation_log WHERE operation_id = $1 AND step = $2 AND outcome = $3 \
                   ORDER BY seq DESC OFFSET $4 LIMIT 1)";
-    execute(client, trim, &[&id.0, &step, &RETRY, &MAX_KEPT_RETRIES]).await.map(drop)
+    execute(client, sql, &[&id.0, &step, &outcome, &MAX_KEPT_LINES]).await.map(drop)
 }

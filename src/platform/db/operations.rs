@@ -183,7 +183,8 @@ pub struct StallLimits<'a> {
 impl<'a> StallLimits<'a> {
     /// - `progress_timeout`: maximum time without progress. Time during which the provider's account is blocked does
     ///   not count.
-    /// - `max_age`: maximum time since the operation was created or, if later, was last continued by an operator.
+    /// - `max_age`: maximum time since the operation was created or, if later, was last continued by an operator or
+    ///   unblocked by the provider's account.
     /// - `supported`: operations that only other releases support never count as stalled.
     pub fn new(progress_timeout: Duration, max_age: Duration, supported: SupportedSteps<'a>) -> Self {
         let (progress_timeout_seconds, max_age_seconds) =
@@ -202,8 +203,8 @@ impl<'a> StallLimits<'a> {
     const CONDITION: &'static str = "state = 'running' AND kind NOT IN ('delete', 'remove_server') \
          AND question IS NULL AND error_code IS DISTINCT FROM $5 AND kind = ANY($3) AND step = ANY($4) \
          AND (greatest(created_at, progress_at) <= clock_timestamp() - make_interval(secs => $1) \
-              OR greatest(created_at, (SELECT max(at) FROM operation_log WHERE outcome = 'continued' \
-                AND operation_log.operation_id = operations.operation_id)) \
+              OR greatest(created_at, account_unblocked_at, (SELECT max(at) FROM operation_log \
+                WHERE outcome = 'continued' AND operation_log.operation_id = operations.operation_id)) \
                 <= clock_timestamp() - make_interval(secs => $2))";
 }
 
@@ -270,8 +271,8 @@ pub async fn suspend(
     question: &Value,
     facts: &Value,
 ) -> Result<bool, DbError> {
-    let sql = "UPDATE operations SET question = $3, facts = $4, due_at = 'infinity', lease_owner = NULL, \
-               lease_until = NULL, updated_at = clock_timestamp() \
+    let sql = "UPDATE operations SET question = $3, facts = $4, error_code = NULL, due_at = 'infinity', \
+               lease_owner = NULL, lease_until = NULL, updated_at = clock_timestamp() \
                WHERE operation_id = $1 AND lease_owner = $2 AND lease_until > clock_timestamp() \
                AND state = 'running'";
     Ok(execute(client, sql, &[&id.0, &owner, &question, &facts]).await? == 1)
@@ -281,8 +282,8 @@ pub async fn suspend(
 pub async fn resume(tx: &Transaction<'_>, id: OperationId, options: OperationOptions) -> Result<(), DbError> {
     let options = serde_json::to_value(options).unwrap_or_default();
     let sql = "UPDATE operations SET question = NULL, options = $2, due_at = clock_timestamp(), attempts = 0, \
-               progress_at = clock_timestamp(), updated_at = clock_timestamp() WHERE operation_id = $1 \
-               AND state = 'running'";
+               failing_since = NULL, error_code = NULL, progress_at = clock_timestamp(), \
+               updated_at = clock_timestamp() WHERE operation_id = $1 AND state = 'running'";
     execute(tx, sql, &[&id.0, &options]).await.map(drop)
 }
 
@@ -346,6 +347,31 @@ pub async fn load_step_age(
     let sql = "SELECT coalesce(extract(epoch FROM clock_timestamp() - min(at)), 0)::float8 FROM operation_log \
                WHERE operation_id = $1 AND step = $2 AND outcome = 'begun'";
     let seconds: f64 = query_opt(client, sql, &[&id.0, &step]).await?.map_or(0.0, |row| row.get(0));
+    Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
+}
+
+/// Like [`load_step_age`], but counts from the end of the last time that the provider's account blocked the operation, if
+/// that is later; zero while the account blocks it.
+pub async fn load_unblocked_step_age(
+    client: &impl GenericClient,
+    id: OperationId,
+    step: &str,
+) -> Result<Duration, DbError> {
+    let sql = "SELECT (CASE WHEN error_code IS NOT DISTINCT FROM $3 THEN 0 ELSE coalesce(extract(epoch FROM \
+               clock_timestamp() - greatest(account_unblocked_at, (SELECT min(at) FROM operation_log \
+                 WHERE operation_id = $1 AND step = $2 AND outcome = 'begun'))), 0) END)::float8 \
+               FROM operations WHERE operation_id = $1";
+    let row = query_opt(client, sql, &[&id.0, &step, &PROVIDER_ACCOUNT_BLOCKED]).await?;
+    let seconds: f64 = row.map_or(0.0, |row| row.get(0));
+    Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
+}
+
+/// Loads the time since the first of the step's consecutive failures, by the database's clock; zero if the step is not
+/// failing.
+pub async fn load_failing_time(client: &impl GenericClient, id: OperationId) -> Result<Duration, DbError> {
+    let sql = "SELECT coalesce(extract(epoch FROM clock_timestamp() - failing_since), 0)::float8 \
+               FROM operations WHERE operation_id = $1";
+    let seconds: f64 = query_opt(client, sql, &[&id.0]).await?.map_or(0.0, |row| row.get(0));
     Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
 }
 
@@ -414,7 +440,8 @@ pub struct OperationUpdate<'a> {
 }
 
 /// Advances an operation if `owner` still holds its lease, and returns whether it did. A new step, a new fact and the
-/// unblocking of the provider account count as progress.
+/// unblocking of the provider account count as progress. Failures while the account is blocked do not count toward
+/// `failing_since`.
 pub async fn advance(
     client: &impl GenericClient,
     id: OperationId,
@@ -423,8 +450,12 @@ pub async fn advance(
 ) -> Result<bool, DbError> {
     let sql = "UPDATE operations SET state = $3, step = $4, \
                progress_at = CASE WHEN step = $4 AND facts = $5 AND error_code IS DISTINCT FROM $10 \
-               THEN progress_at ELSE clock_timestamp() END, facts = $5, attempts = $6, error_code = $7, \
-               due_at = clock_timestamp() + make_interval(secs => $8), \
+               THEN progress_at ELSE clock_timestamp() END, \
+               account_unblocked_at = CASE WHEN error_code = $10 AND $7::text IS DISTINCT FROM $10 \
+               THEN clock_timestamp() ELSE account_unblocked_at END, \
+               failing_since = CASE WHEN $6 = 0 OR $7::text IS NOT DISTINCT FROM $10 THEN NULL \
+               WHEN attempts = 0 OR failing_since IS NULL THEN clock_timestamp() ELSE failing_since END, \
+               facts = $5, attempts = $6, error_code = $7, due_at = clock_timestamp() + make_interval(secs => $8), \
                lease_owner = CASE WHEN $9::float8 IS NULL THEN NULL ELSE lease_owner END, \
                lease_until = clock_timestamp() + make_interval(secs => $9), updated_at = clock_timestamp(), \
                ended_at = CASE WHEN $3 = 'running' THEN NULL ELSE clock_timestamp() END \

@@ -45,7 +45,7 @@ pub enum ExpiringTable {
     /// Rollouts with their machines.
     Rollouts,
     Audit,
-    /// Operators whose tokens have expired or been revoked.
+    /// Operators that have been revoked, or whose tokens have all expired.
     Operators,
 }
 
@@ -100,11 +100,14 @@ impl ExpiringTable {
                 "DELETE FROM operator_audit WHERE audit_id IN (SELECT audit_id FROM operator_audit \
                  WHERE at < now() - make_interval(secs => $1) ORDER BY at LIMIT $2 FOR UPDATE SKIP LOCKED)",
             ),
+            // The audit log may contain what an operator did until then, so its name must not be reused earlier.
             Self::Operators => (
                 "operators",
                 "DELETE FROM operators WHERE name IN (SELECT name FROM operators \
-                 WHERE least(revoked_at, expires_at) < now() - make_interval(secs => $1) \
-                 ORDER BY least(revoked_at, expires_at) LIMIT $2 FOR UPDATE SKIP LOCKED)",
+                 WHERE coalesce(revoked_at, greatest(expires_at, previous_expires_at)) \
+                   < now() - make_interval(secs => $1) \
+                 ORDER BY coalesce(revoked_at, greatest(expires_at, previous_expires_at)) LIMIT $2 \
+                 FOR UPDATE SKIP LOCKED)",
             ),
         }
     }

@@ -1,7 +1,7 @@
 //! Deletes the server of a machine that has left its slot.
 //!
-//! Invariant: a machine is recorded as having no server only if the provider reports none while no process can
-//! still be creating one.
+//! Invariant: a machine is recorded as having no server only if the provider has accepted the server's deletion, or
+//! reports no server, while no process can still be creating one.
 
 use std::time::Duration;
 

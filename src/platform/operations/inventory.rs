@@ -129,8 +129,8 @@ async fn fail_vanished(
     Ok(())
 }
 
-/// Records which kept servers, and servers of failed machines, the provider no longer has. This affects only the list
-/// of a slot's copies.
+/// Records which kept servers, and servers of failed machines, the provider no longer has. The machines' states do not
+/// change.
 async fn record_lost(platform: &Platform, listed: &[Server], failures: &mut Failures) -> anyhow::Result<()> {
     let present: HashSet<i64> = listed.iter().map(|server| server.id.0).collect();
     let session = platform.db.session().await?;

@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use deadpool_postgres::Transaction;
 use jiff::Timestamp;
 use serde_json::{Map, Value};
 use uuid::Uuid;
@@ -71,7 +72,7 @@ impl LeasedOperation<'_> {
 
     /// Records, under the lease, that the machine should be on again.
     pub async fn clear_powered_off(&self) -> Result<(), StepError> {
-        self.write_under_lease(LeasedWrite::PoweredOn).await
+        self.write_under_lease(LeasedWrite::ClearPoweredOff).await
     }
 
     /// Records, under the lease, that the machine's server is kept, because the machine may be serving without a record
@@ -143,9 +144,9 @@ impl LeasedOperation<'_> {
             LeasedWrite::NextLocation(why) => {
                 db::machine_server::move_to_next_location(&tx, machine).await?;
                 let (id, step) = (self.operation.id, &self.operation.step);
-                db::operations::log(&tx, id, step, "location", Some(&why)).await?;
+                db::operation_log::log_location_change(&tx, id, step, &why).await?;
             }
-            LeasedWrite::PoweredOn => db::machine_server::clear_powered_off(&tx, machine).await?,
+            LeasedWrite::ClearPoweredOff => db::machine_server::clear_powered_off(&tx, machine).await?,
             LeasedWrite::Unrestored(key) => {
                 db::machine_changes::record_unrestored_snapshot(&tx, machine, &key).await?;
             }
@@ -162,15 +163,22 @@ impl LeasedOperation<'_> {
         Ok(())
     }
 
-    /// Marks as failed the machine that the operation is creating.
+    /// Marks as failed, under the lease, the machine that the operation is creating.
     pub async fn fail_creation(
         &self,
         why: CreationFailure,
         stage: &str,
         message: &str,
-    ) -> Result<(), DbError> {
-        let machine = self.operation.machine;
-        apply_event(self.platform, machine, &Event::CreationFailed { why }, (stage, message)).await
+    ) -> Result<(), StepError> {
+        let mut session = self.platform.db.session().await?;
+        let tx = db::begin(&mut session).await?;
+        let row = db::machines::lock(&tx, self.operation.machine).await?.ok_or(StepError::Lost)?;
+        let lease = self.platform.config.timing.lease_ttl;
+        if !db::operations::renew(&tx, self.operation.id, self.owner, lease).await? {
+            return Err(StepError::Lost);
+        }
+        let event = Event::CreationFailed { why };
+        Ok(apply_to_locked(self.platform, tx, &row, &event, (stage, message)).await?)
     }
 
     /// Returns the operation's age, by the database's clock.
@@ -183,6 +191,19 @@ impl LeasedOperation<'_> {
     pub async fn step_age(&self) -> Result<Duration, DbError> {
         let session = self.platform.db.session().await?;
         db::operations::load_step_age(&session, self.operation.id, &self.operation.step).await
+    }
+
+    /// Like [`Self::step_age`], but counts from the end of the last time that the provider's account blocked the
+    /// operation, if that is later; zero while the account blocks it.
+    pub async fn unblocked_step_age(&self) -> Result<Duration, DbError> {
+        let session = self.platform.db.session().await?;
+        db::operations::load_unblocked_step_age(&session, self.operation.id, &self.operation.step).await
+    }
+
+    /// Returns the time since the first of the step's consecutive failures, by the database's clock.
+    pub async fn failing_time(&self) -> Result<Duration, DbError> {
+        let session = self.platform.db.session().await?;
+        db::operations::load_failing_time(&session, self.operation.id).await
     }
 
     /// Ends the operation, and applies the event to its machine.
@@ -229,7 +250,7 @@ enum LeasedWrite {
     NextLocation(String),
     PowerOnRequested,
     PowerOffRequested(MachineId),
-    PoweredOn,
+    ClearPoweredOff,
     EpochRaised(Epoch),
     Kept(MachineId),
     Unsaved(MachineId),
@@ -251,8 +272,19 @@ async fn apply_event(
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::lock(&tx, machine).await? else { return Ok(()) };
+    apply_to_locked(platform, tx, &row, event, failure).await
+}
+
+/// Applies the event to a machine whose row the transaction has locked, and commits.
+async fn apply_to_locked(
+    platform: &Platform,
+    tx: Transaction<'_>,
+    row: &MachineRow,
+    event: &Event,
+    failure: (&str, &str),
+) -> Result<(), DbError> {
     let context = EventContext { failure: Some(failure), ..EventContext::default() };
-    match lifecycle::apply(&tx, &platform.mint, &row, event, context).await {
+    match lifecycle::apply(&tx, &platform.mint, row, event, context).await {
         Ok(_) => db::commit(tx).await,
         Err(LifecycleError::Db(error)) => Err(error),
         // The machine has left its slot or changed state: the event came too late.

@@ -19,7 +19,7 @@ pub async fn start_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, S
     if is_slot_leased(leased, &machine).await? {
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
-    let Some(server) = find_server(leased, &machine).await? else { return Ok(server_missing()) };
+    let Some(server) = find_server(leased, &machine).await? else { return Ok(fail_server_gone()) };
     leased.detect_returned_server(&machine).await?;
     let is_on = reinstate::ensure_on(leased, &server).await?;
     if is_on && !may_shut_down_late(leased, &machine).await? {
@@ -52,9 +52,9 @@ pub async fn stop_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
     if is_slot_leased(leased, &machine).await? {
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
-    let Some(id) = machine.provider_server_id else { return Ok(server_missing()) };
+    let Some(id) = machine.provider_server_id else { return Ok(fail_server_gone()) };
     let outcome = predecessor::power_off(leased, ServerId(id), leased.step_age().await?).await?;
-    Ok(outcome.unwrap_or_else(server_missing))
+    Ok(outcome.unwrap_or_else(fail_server_gone))
 }
 
 /// Restarts the server, or powers it on if it is off. If the process is killed in this step, the restart may be
@@ -70,7 +70,7 @@ pub async fn reboot_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
     if is_slot_leased(leased, &machine).await? {
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
-    let Some(server) = find_server(leased, &machine).await? else { return Ok(server_missing()) };
+    let Some(server) = find_server(leased, &machine).await? else { return Ok(fail_server_gone()) };
     if server.status == ServerStatus::Off {
         leased.platform.provider.power_on(server.id).await?;
         return Ok(StepOutcome::wait(POLL_INTERVAL));
@@ -123,6 +123,6 @@ async fn find_server(
     Ok(leased.platform.provider.get(ServerId(id)).await?)
 }
 
-fn server_missing() -> StepOutcome {
+fn fail_server_gone() -> StepOutcome {
     StepOutcome::Fail { code: "server_gone", note: "the provider has no server for this machine" }
 }

@@ -2,8 +2,9 @@
 //! registered or, in a deletion, the deleted machine itself. Also contains the steps that power its server off and, if
 //! an operator chose to replace it first, delete the server.
 //!
-//! Invariant: a server is powered off after the fence is set. It is deleted here only if it is not recorded as holding
-//! unsaved data, or an operator accepted the loss; otherwise it is kept until its machine's successor is proven.
+//! Invariant: a replaced machine's server is powered off after the fence is set. It is deleted here only if it is not
+//! recorded as holding unsaved data, or an operator accepted the loss; otherwise it is kept until its machine's
+//! successor is proven.
 
 use std::time::Duration;
 
@@ -89,9 +90,12 @@ async fn try_power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
     let timing = &leased.platform.config.timing;
     let shutdown = timing.resize_shutdown;
     if age >= shutdown + timing.power_off_retry {
-        return Ok(StepOutcome::done_with_note(
-            "the provider did not power the server off; the fence protects the data",
-        ));
+        // A deletion sets no fence.
+        return Ok(StepOutcome::done_with_note(if leased.kind == OperationKind::Delete {
+            "the provider did not power the server off"
+        } else {
+            "the provider did not power the server off; the fence protects the data"
+        }));
     }
     leased.record_power_off_request(machine.id).await?;
     match power_off(leased, ServerId(id), age).await {

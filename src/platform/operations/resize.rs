@@ -183,7 +183,7 @@ pub async fn decide_retry(
 ) -> Result<RetryDecision, StepError> {
     let timing = &leased.platform.config.timing;
     if matches!(step, Step::PowerOn | Step::AwaitHealth) {
-        let is_late = leased.step_age().await? >= timing.resize_health;
+        let is_late = leased.unblocked_step_age().await? >= timing.resize_health;
         return Ok(if is_late { RetryDecision::Fail } else { RetryDecision::Retry });
     }
     let is_late = leased.age().await? >= timing.resize_shutdown + timing.resize_change;

@@ -27,8 +27,8 @@ use svc_machine::event::Event;
 use svc_machine::id::MachineId;
 use svc_provider::{ErrorKind, ProviderError};
 
-/// A new machine fails after a step has been retried for this long, after which a recovery can be requested again.
-const CREATION_TIMEOUT: Duration = Duration::from_secs(3600);
+/// A new machine fails if all attempts of a step fail for this long. A recovery can then be requested again.
+const FAILING_STEP_TIMEOUT: Duration = Duration::from_secs(3600);
 /// Minimum number of consecutive failures of a step before a new machine fails.
 const MIN_CONSECUTIVE_FAILURES: i32 = 5;
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
@@ -118,6 +118,7 @@ async fn start_step(
     // The facts of the previous step do not apply to this one.
     operation.facts = json!({"begun": step.as_str()});
     operation.attempts = 0;
+    operation.error_code = None;
     let kind: OperationKind =
         operation.kind.parse().map_err(|why| DbError::Unreadable { what: "operation", why })?;
     let leased = LeasedOperation { platform, operation: &operation, kind, owner };
@@ -182,19 +183,23 @@ async fn abandon_resize(leased: &LeasedOperation<'_>, why: &str) -> Result<Opera
 
 async fn retry_step(leased: &LeasedOperation<'_>, step: Step, error: &StepError) -> Result<(), StepError> {
     let operation = leased.operation;
-    let attempts = operation.attempts.saturating_add(1);
+    let account_error = as_account_error(error);
+    let was_blocked = operation.error_code.as_deref() == Some(db::operations::PROVIDER_ACCOUNT_BLOCKED);
+    // Failures because of the provider's account do not count once it no longer blocks the operation.
+    let attempts =
+        if was_blocked && account_error.is_none() { 1 } else { operation.attempts.saturating_add(1) };
     tracing::warn!(operation = %operation.id, step = step.as_str(), attempts, error = %format_chain(error), "a step failed");
-    if let Some(cause) = as_account_error(error) {
+    if let Some(cause) = account_error {
         alarms::raise_for_provider_error(leased.platform, cause).await;
         let to = NextStep { step, facts: &operation.facts, attempts, due_in: backoff(attempts) };
         let why = format!("{error}; retrying within {} s", max_backoff(attempts).as_secs_f64().ceil());
         // While the provider restricts the account, the operation has no deadline.
         return wait_for(leased, to, db::operations::PROVIDER_ACCOUNT_BLOCKED, &why).await;
     }
-    // A step may take a long time: a single late failure is not a reason to give up.
+    // A single failure is not a reason to give up, even if no process has retried the step for a long time.
     if creates_machine(leased.kind)
         && attempts >= MIN_CONSECUTIVE_FAILURES
-        && leased.step_age().await? > CREATION_TIMEOUT
+        && leased.failing_time().await? > FAILING_STEP_TIMEOUT
     {
         let message = format!("retries exhausted after 1 h: {error}");
         leased.fail_creation(error.creation_failure(), step.as_str(), &message).await?;

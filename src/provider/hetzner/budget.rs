@@ -151,7 +151,7 @@ impl Budget {
     pub(super) async fn report_rate_limit(&self, wait: Duration) {
         if let Some(shared) = &self.shared {
             // If the report fails, the provider itself rejects the other users' calls.
-            let _ = tokio::time::timeout(SHARED_BUDGET_TIMEOUT, shared.close(wait)).await;
+            let _ = tokio::time::timeout(SHARED_BUDGET_TIMEOUT, shared.suspend_calls(wait)).await;
         }
     }
 
@@ -303,17 +303,17 @@ mod tests {
         async fn reserve(
             &self,
             wanted: u32,
-            returned: u32,
+            unused: u32,
             _observed: Option<ObservedBudget>,
         ) -> Option<BudgetGrant> {
             self.requests.fetch_add(1, Ordering::SeqCst);
-            self.remaining.fetch_add(returned, Ordering::SeqCst);
+            self.remaining.fetch_add(unused, Ordering::SeqCst);
             let calls = self.remaining.load(Ordering::SeqCst).min(wanted);
             self.remaining.fetch_sub(calls, Ordering::SeqCst);
             Some(BudgetGrant { calls, wait: Duration::from_millis(30) })
         }
 
-        async fn close(&self, _wait: Duration) {}
+        async fn suspend_calls(&self, _wait: Duration) {}
     }
 
     #[tokio::test]
