@@ -1,4 +1,4 @@
-//! The owner's current settings (`host::agents::owner_config`), reloaded when the file changes.
+//! The owner's current settings ([`super::owner_config`]), reloaded when the file changes.
 //!
 //! A broken edit changes nothing: the last good settings remain in effect, even across restarts, because a copy of them
 //! is kept in the machine's state directory. [`Settings::error`] describes the error until the file is fixed.

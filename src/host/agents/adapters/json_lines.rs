@@ -1,7 +1,7 @@
 //! The project's own protocol, for agents that have none: one JSON object per line.
 //!
 //! The program reads one line, `{"type": "prompt", "version": 1, "prompt", "agentName", "model", "conversationId"}`,
-//! of which the last two may be `null`; then its standard input ends. It writes to its standard output:
+//! whose last two members may be `null`; then its standard input ends. It writes to its standard output:
 //!
 //! | line | |
 //! |---|---|

@@ -214,7 +214,7 @@ impl Dispatcher {
         all
     }
 
-    /// Cancels a target's dispatches in any phase. Queued ones have ended when this returns.
+    /// Cancels a target's dispatches in any phase. Those in the queue have ended when this returns.
     pub async fn cancel(self: &Arc<Self>, target: &DispatchTarget) {
         let mut tasks = Vec::new();
         for dispatch in self.entries(target) {

@@ -81,7 +81,7 @@ pub async fn run(context: &RunContext<'_>, dispatch: &Dispatch) -> (Interaction,
     let reserved = dispatch.reserved_amount();
     if let Some(estimate) = estimate_cost(context.settings, &outcome, cost, is_cut_off, reserved) {
         context.kernel.note(&format!(
-            "dispatch {}: ended before it reported its full cost, which is estimated at {estimate}, including the reservation",
+            "dispatch {}: ended before it reported its full cost, which is estimated at {estimate}",
             dispatch.id()
         ));
         let text = outcome.text.clone();
