@@ -92,7 +92,7 @@ pub(super) struct DispatchTable {
     /// Ended dispatches, oldest first.
     pub(super) ended: VecDeque<Arc<Dispatch>>,
     pub(super) ended_bytes: usize,
-    /// Journal files of recorded dispatches, removed once the records are durable.
+    /// Journal files of recorded or refused dispatches and of ended batches, removed once the records are durable.
     pub(super) recorded: Vec<JournalFile>,
 }
 
@@ -362,20 +362,19 @@ impl Dispatcher {
         self.end_refused(dispatch, reached.period);
     }
 
-    /// Ends a refused dispatch. Removes it from the journal, unless it belongs to a batch that is still there.
+    /// Ends a refused dispatch, which needs no record.
     pub(super) fn end_refused(&self, dispatch: &Arc<Dispatch>, period: Period) {
         let refused = Some(period.reached_message());
+        self.lock().recorded.push(dispatch.accepted.file());
         dispatch.end(DispatchResult { phase: Phase::Refused, interaction: None, text: None, refused });
         dispatch.mark_durable();
-        if dispatch.batch.is_none() {
-            self.journal.remove(&JournalFile::One(dispatch.id().to_owned()));
-        }
         self.retain_ended(dispatch);
     }
 
     /// Journals, records and publishes the end of a dispatch.
     async fn end(&self, dispatch: &Arc<Dispatch>, interaction: Interaction, text: Option<String>) {
         self.write_journal(vec![JournalEntry {
+            started_at: dispatch.started_at(),
             ended: Some(interaction.clone()),
             ..dispatch.accepted.clone()
         }])
@@ -384,7 +383,7 @@ impl Dispatcher {
         match self.kernel.record(&interaction) {
             Some(warnings) => {
                 warnings.iter().for_each(|warning| dispatch.publish("warning", &warning.to_json()));
-                self.lock().recorded.push(JournalFile::One(dispatch.id().to_owned()));
+                self.lock().recorded.push(dispatch.accepted.file());
             }
             // The dispatch will be recorded at the next start.
             None => {

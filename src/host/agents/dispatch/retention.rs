@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::dispatcher::{DispatchTable, DispatchTarget, Dispatcher};
 use super::journal::JournalFile;
-use super::state::{Dispatch, Phase};
+use super::state::Dispatch;
 
 /// Maximum number of ended dispatches kept in memory with their text and events, and their maximum total size.
 const MAX_ENDED: usize = 1000;
@@ -18,15 +18,7 @@ impl Dispatcher {
     pub(super) fn retain_ended(&self, dispatch: &Arc<Dispatch>) {
         let mut table = self.lock();
         if let Some(batch) = dispatch.batch.as_ref().filter(|batch| batch.is_over()) {
-            // After a crash, only its own file shows that an entry was refused, so the batch's file is removed first.
-            let is_refused = |id: &&String| match table.targets.get(*id) {
-                Some(DispatchTarget::One(dispatch)) => dispatch.phase() == Phase::Refused,
-                _ => false,
-            };
-            let refused = batch.entries.iter().filter(is_refused).cloned().map(JournalFile::One);
-            let files: Vec<JournalFile> =
-                std::iter::once(JournalFile::Batch(batch.id.clone())).chain(refused).collect();
-            table.recorded.extend(files);
+            table.recorded.push(JournalFile::Batch(batch.id.clone()));
         }
         table.ended_bytes += dispatch.bytes();
         table.ended.push_back(Arc::clone(dispatch));

@@ -214,6 +214,11 @@ impl Dispatch {
             || self.lock().conversation.as_ref() == Some(wanted)
     }
 
+    /// The time at which the agent started.
+    pub fn started_at(&self) -> Option<Timestamp> {
+        self.lock().started_at
+    }
+
     pub fn mark_running(&self, at: Timestamp) {
         let mut state = self.lock();
         (state.phase, state.started_at) = (Phase::Running, Some(at));
