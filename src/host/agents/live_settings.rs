@@ -14,7 +14,8 @@ use crate::records::writer::Records;
 use svc_base::error_chain::format_chain;
 use svc_base::fsx;
 
-/// Identifies a version of the file without reading it: inode, size and mtime; `None` if there is no file.
+/// Identifies a version of the file without reading it: inode, size and ctime; `None` if there is no file. Unlike the
+/// mtime, the ctime also changes with the permissions, so a file that could not be read is read again.
 type FileStamp = Option<(u64, u64, i64, i64)>;
 
 /// The current settings.
@@ -107,18 +108,30 @@ impl LiveSettings {
 
 fn read_file_stamp(path: &Path) -> FileStamp {
     let meta = std::fs::metadata(path).ok()?;
-    Some((meta.ino(), meta.len(), meta.mtime(), meta.mtime_nsec()))
+    Some((meta.ino(), meta.len(), meta.ctime(), meta.ctime_nsec()))
 }
 
 #[cfg(test)]
 mod tests {
     use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+    use std::time::Duration;
 
     use super::*;
     use crate::records::writer::Writer;
 
     fn spent_text(_: &Settings, _: Period) -> String {
         "spending in the current period already counts".to_owned()
+    }
+
+    #[test]
+    fn file_stamp_changes_with_the_permissions() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let before = read_file_stamp(file.path());
+        // The kernel's clock for times of files advances every few milliseconds.
+        std::thread::sleep(Duration::from_millis(50));
+        fs::set_permissions(file.path(), fs::Permissions::from_mode(0o640)).unwrap();
+        assert_ne!(read_file_stamp(file.path()), before);
     }
 
     #[test]
