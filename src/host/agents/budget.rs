@@ -16,6 +16,8 @@ use crate::records::money::Dollars;
 use svc_base::clock::rfc3339_ms;
 use svc_http::problem::{Code, Problem};
 
+/// `Retry-After` while only reservations prevent a dispatch: they are released when the dispatches in flight end.
+const RESERVED_RETRY_SECONDS: u64 = 10;
 /// Maximum number of users listed in the message about a changed limit.
 const MAX_LISTED_USERS: usize = 5;
 
@@ -74,9 +76,11 @@ impl LimitReached {
     }
 
     pub fn problem(&self, now: Timestamp) -> Problem {
-        let seconds = self.resets_at.as_second().saturating_sub(now.as_second()).max(0);
+        let until_reset = self.resets_at.as_second().saturating_sub(now.as_second());
+        let until_reset = u64::try_from(until_reset).unwrap_or_default() + 1;
+        let can_retry = self.can_retry_in_period();
         Problem::new(Code::CostLimitReached, self.period.reached_message())
-            .retry_after(u64::try_from(seconds).unwrap_or_default() + 1)
+            .retry_after(if can_retry { until_reset.min(RESERVED_RETRY_SECONDS) } else { until_reset })
             .with("period", self.period.as_str().into())
             .with("limit", json!(self.limit))
             .with("spent", json!(self.spent.in_period(self.period)))
@@ -278,6 +282,21 @@ mod tests {
             Ok(_) => Ok(()),
             Err(reached) => Err(format!("{} {}", reached.period.as_str(), rfc3339_ms(reached.resets_at))),
         }
+    }
+
+    #[test]
+    fn retry_after_is_short_if_only_reservations_block() {
+        let now: Timestamp = "2026-09-06T03:00:00.000Z".parse().unwrap();
+        let retry_after = |today: u64, resets_at: &str| {
+            let (limit, today) = (Dollars::from_nanos(100), Dollars::from_nanos(today));
+            let spent = Spending { today, this_month: today, reserved: limit };
+            let reached =
+                LimitReached { period: Period::Daily, limit, spent, resets_at: resets_at.parse().unwrap() };
+            reached.problem(now).retry_after_seconds
+        };
+        assert_eq!(retry_after(100, "2026-09-06T04:00:00.000Z"), Some(3601));
+        assert_eq!(retry_after(99, "2026-09-06T04:00:00.000Z"), Some(RESERVED_RETRY_SECONDS));
+        assert_eq!(retry_after(99, "2026-09-06T03:00:00.000Z"), Some(1));
     }
 
     #[test]
