@@ -9,7 +9,7 @@ use jiff::civil::Date;
 use serde_json::{Value, json};
 
 use super::kernel::Kernel;
-use super::owner_config::Settings;
+use super::owner_config::OwnerSettings;
 use crate::records::entry::Interaction;
 use crate::records::limits::{Period, Spending, check_limits, crosses_warning_threshold};
 use crate::records::money::Dollars;
@@ -94,7 +94,7 @@ impl Kernel {
     ///
     /// # Errors
     /// The records are still being read.
-    pub fn spent(&self, user: &str, settings: &Settings, now: Timestamp) -> Result<Spending, Problem> {
+    pub fn spent(&self, user: &str, settings: &OwnerSettings, now: Timestamp) -> Result<Spending, Problem> {
         let reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         let reserved = reserved.get(user).copied().unwrap_or_default();
         self.spent_with_reserved(user, settings, now, reserved)
@@ -103,7 +103,7 @@ impl Kernel {
     fn spent_with_reserved(
         &self,
         user: &str,
-        settings: &Settings,
+        settings: &OwnerSettings,
         now: Timestamp,
         reserved: Dollars,
     ) -> Result<Spending, Problem> {
@@ -125,7 +125,7 @@ impl Kernel {
     pub fn reserve(
         self: &Arc<Self>,
         user: &str,
-        settings: &Settings,
+        settings: &OwnerSettings,
     ) -> Result<Result<Reservation, LimitReached>, Problem> {
         self.reserve_at(Timestamp::now(), user, settings)
     }
@@ -134,7 +134,7 @@ impl Kernel {
         self: &Arc<Self>,
         now: Timestamp,
         user: &str,
-        settings: &Settings,
+        settings: &OwnerSettings,
     ) -> Result<Result<Reservation, LimitReached>, Problem> {
         let mut reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         let already_reserved = reserved.get(user).copied().unwrap_or_default();
@@ -159,7 +159,7 @@ impl Kernel {
     }
 
     /// Reserves the amount for a dispatch that was accepted before a restart, regardless of the limits.
-    pub fn restore_reservation(self: &Arc<Self>, user: &str, settings: &Settings) -> Reservation {
+    pub fn restore_reservation(self: &Arc<Self>, user: &str, settings: &OwnerSettings) -> Reservation {
         let amount = settings.limits.reservation;
         let mut reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         if amount > Dollars::ZERO {
@@ -210,7 +210,7 @@ impl Kernel {
     }
 
     /// Describes the spending that already counts toward a changed limit.
-    pub(super) fn describe_spent(&self, settings: &Settings, period: Period) -> String {
+    pub(super) fn describe_spent(&self, settings: &OwnerSettings, period: Period) -> String {
         let Ok(store) = self.usage_store() else {
             return "spending in the current period already counts".to_owned();
         };

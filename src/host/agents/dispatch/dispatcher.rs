@@ -20,7 +20,7 @@ use super::run::{self, RunContext};
 use super::state::{Batch, Dispatch, DispatchResult, Phase, parse_entry_index};
 use crate::agents::bridge_tokens::AgentTokens;
 use crate::agents::kernel::{Kernel, LimitReached};
-use crate::agents::owner_config::Settings;
+use crate::agents::owner_config::OwnerSettings;
 use crate::agents::protocol;
 use crate::audit::protocol as audit_protocol;
 use crate::audit::protocol::Message;
@@ -285,7 +285,7 @@ impl Dispatcher {
         Some(dispatch)
     }
 
-    fn decide_start(&self, dispatch: &Dispatch, settings: &Settings) -> QueueDecision {
+    fn decide_start(&self, dispatch: &Dispatch, settings: &OwnerSettings) -> QueueDecision {
         if dispatch.has_reservation() {
             return QueueDecision::Take;
         }
