@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::auth::Principal;
 use crate::database::{Database, DatabaseError};
-use svc_host::agents::owner_config::{Settings, StorageQuotas};
+use svc_host::agents::owner_config::{OwnerSettings, StorageQuotas};
 use svc_host::system::app_sizes;
 use svc_host::system::app_sizes::AppSize;
 use svc_host::system::layout::Layout;
@@ -111,7 +111,7 @@ pub struct Quotas {
     /// Notified to request a measurement.
     measure_requested: Notify,
     /// The last loaded settings, cached because every write needs them and loading takes a system call.
-    settings: Mutex<Option<(Instant, Arc<Settings>)>>,
+    settings: Mutex<Option<(Instant, Arc<OwnerSettings>)>>,
 }
 
 impl Quotas {
@@ -127,7 +127,7 @@ impl Quotas {
     }
 
     /// Returns settings that are at most [`MAX_SETTINGS_AGE`] old; calls `load` if the cached ones are older.
-    fn recent_settings(&self, load: impl FnOnce() -> Arc<Settings>) -> Arc<Settings> {
+    fn recent_settings(&self, load: impl FnOnce() -> Arc<OwnerSettings>) -> Arc<OwnerSettings> {
         let now = Instant::now();
         let mut cached = self.settings.lock().unwrap_or_else(PoisonError::into_inner);
         match &*cached {
@@ -166,7 +166,7 @@ impl Quotas {
     /// administrator.
     pub fn admit(
         &self,
-        load: impl Fn() -> Arc<Settings>,
+        load: impl Fn() -> Arc<OwnerSettings>,
         principal: &Principal,
         slug: &str,
     ) -> Result<(), Problem> {
@@ -194,7 +194,7 @@ impl Quotas {
     /// Counts a write before it is sent.
     pub fn begin_write<'q>(
         &'q self,
-        load: impl FnOnce() -> Arc<Settings>,
+        load: impl FnOnce() -> Arc<OwnerSettings>,
         slug: &'q str,
         size: WriteSize,
     ) -> InFlightWrite<'q> {
@@ -316,9 +316,9 @@ mod tests {
         }
     }
 
-    fn settings(quota: u64) -> Arc<Settings> {
+    fn settings(quota: u64) -> Arc<OwnerSettings> {
         let text = format!(r#"{{"storage": {{"appBytes": {quota}}}}}"#);
-        Arc::new(Settings::parse(text.as_bytes()).unwrap())
+        Arc::new(OwnerSettings::parse(text.as_bytes()).unwrap())
     }
 
     fn begin_write(quotas: &Quotas, size: WriteSize) -> InFlightWrite<'_> {
