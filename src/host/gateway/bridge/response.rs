@@ -12,7 +12,7 @@ use tokio_postgres::{Row, RowStream, Statement};
 
 use super::cursor::{Cursor, key_text};
 use super::param::Param;
-use super::plan::{ChangePlan, ChangeTarget, FindPlan, InsertGroup, Plan, RowQuery};
+use super::plan::{FindPlan, InsertGroup, MutationPlan, MutationTarget, Plan, RowQuery};
 use super::refusal::{self, ErrorContext};
 use super::request::Returning;
 use super::row::{self, RowError, RowFormat};
@@ -353,7 +353,7 @@ impl Executor<'_> {
 
     async fn apply_change(
         self,
-        change: &ChangePlan<'_>,
+        change: &MutationPlan<'_>,
         statement: &Statement,
         budget: &ResponseBudget<'_>,
     ) -> Result<BridgeResponse, Problem> {
@@ -393,7 +393,7 @@ impl Executor<'_> {
             _ => {}
         }
         budget.changed.add(affected.try_into().unwrap_or(0));
-        if affected == 0 && change.target == ChangeTarget::Id {
+        if affected == 0 && change.target == MutationTarget::Id {
             return Err(row_not_found());
         }
         let mut body = Vec::with_capacity(rows.len() + 64);

@@ -63,7 +63,7 @@ pub const SCHEMA_SQL: &str = "
 ";
 
 /// Selects the statements that create a schema's missing triggers. A table without the built-in `id` is not an app's.
-const CREATE_MISSING_TRIGGERS: &str = "
+const CREATE_TRIGGER_STATEMENTS: &str = "
     SELECT format('CREATE TRIGGER %I AFTER %s ON %I.%I %s FOR EACH STATEMENT EXECUTE FUNCTION svc.%I()',
                   k.name, k.event, n.nspname, c.relname, k.referencing, k.function)
       FROM pg_class c
@@ -79,7 +79,7 @@ const CREATE_MISSING_TRIGGERS: &str = "
      ORDER BY c.relname, k.name";
 
 /// Selects the statements that drop a schema's triggers.
-const DROP_TRIGGERS: &str = "
+const DROP_TRIGGER_STATEMENTS: &str = "
     SELECT format('DROP TRIGGER %I ON %I.%I', t.tgname, n.nspname, c.relname)
       FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid JOIN pg_namespace n ON n.oid = c.relnamespace
      WHERE n.nspname = $1 AND starts_with(t.tgname, 'svc_changes_')";
@@ -135,7 +135,7 @@ pub async fn create_triggers(
     client: &impl GenericClient,
     schema: &SqlIdentifier,
 ) -> Result<(), tokio_postgres::Error> {
-    for row in client.query(CREATE_MISSING_TRIGGERS, &[&schema.as_str()]).await? {
+    for row in client.query(CREATE_TRIGGER_STATEMENTS, &[&schema.as_str()]).await? {
         client.batch_execute(row.get(0)).await?;
     }
     Ok(())
@@ -146,7 +146,7 @@ pub async fn create_triggers(
 /// # Errors
 /// The database is unreachable or rejects a statement.
 async fn drop_triggers(client: &impl GenericClient, schema: &str) -> Result<(), tokio_postgres::Error> {
-    for row in client.query(DROP_TRIGGERS, &[&schema]).await? {
+    for row in client.query(DROP_TRIGGER_STATEMENTS, &[&schema]).await? {
         client.batch_execute(row.get(0)).await?;
     }
     Ok(())
