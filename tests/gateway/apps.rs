@@ -106,6 +106,29 @@ async fn new_app_folder_is_registered_at_run_time() -> Result<()> {
     host.wait_until_registered(&later).await
 }
 
+/// A backup locks every table until its dump has ended.
+#[tokio::test]
+async fn registration_waiting_for_lock_blocks_no_app() -> Result<()> {
+    let (database, slug) = (test_database().await?, unique_name("locked"));
+    let host = host_with_app(&database, &slug, &json!({ "t": { "columns": { "a": "text" } } })).await?;
+    let mut admin = database.connect().await?;
+    let dump = admin.transaction().await?;
+    let schema = format!("app_{}", slug.replace('-', "_"));
+    dump.batch_execute(&format!("LOCK TABLE {schema}.t IN ACCESS SHARE MODE")).await?;
+    host.machine.add_app(&slug, &json!({ "t": { "columns": { "a": "text", "b": "text" } } }))?;
+    // The folders are registered in name order.
+    let other = unique_name("other");
+    host.machine.add_app(&other, &json!({ "t": { "columns": { "a": "text" } } }))?;
+    host.wait_until_registered(&other).await?;
+    let insert = json!({ "action": "insert", "app": slug, "table": "t", "data": { "a": "during the dump" } });
+    host.query_data(&insert).await?;
+    dump.commit().await?;
+    host.wait_until("the new column", async || {
+        Ok(list_columns(&host, &slug).await?.contains(&"b text".to_owned()))
+    })
+    .await
+}
+
 #[tokio::test]
 async fn two_apps_never_share_a_schema() -> Result<()> {
     let (database, slug) = (test_database().await?, unique_name("one"));

@@ -155,14 +155,18 @@ impl Supervisor {
         if !self.snapshot.is_loaded {
             self.load_apps(&mut client).await?;
         }
+        let mut updated = Ok(());
         for manifest in new_manifests {
             // `load_apps` may already have registered the same manifest from the database.
             if !self.is_registered(&manifest) {
-                self.register(&mut client, manifest.clone()).await?;
-                self.note_outcome(manifest);
+                match self.register(&mut client, manifest.clone()).await {
+                    Ok(()) => self.note_outcome(manifest),
+                    // A locked table of one app does not delay the others.
+                    Err(error) => updated = Err(error),
+                }
             }
         }
-        Ok(())
+        updated
     }
 
     /// Notes in `activity.log` whether an app could be registered; for a rejected manifest only once, even though
@@ -241,8 +245,8 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Registers one app. A rejection becomes that app's error; only an unreachable database, or a failure to
-    /// generate a password, ends the round.
+    /// Registers one app. A rejection becomes that app's error; only a transient database error, or a failure to
+    /// generate a password, is returned, so that the round is retried.
     async fn register(&mut self, client: &mut Client, manifest: Manifest) -> Result<(), RoundError> {
         let slug = manifest.slug.clone();
         let password = self.get_or_generate_password(&slug)?;

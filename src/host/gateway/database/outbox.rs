@@ -159,7 +159,6 @@ async fn drop_triggers(client: &impl GenericClient, schema: &str) -> Result<(), 
 /// lock for more than two seconds.
 pub async fn start_watching(client: &mut Client, schema: &SqlIdentifier) -> Result<(), DatabaseError> {
     let transaction = client.transaction().await?;
-    transaction.batch_execute("SET LOCAL lock_timeout = '2s'").await?;
     schema_lock::lock_schemas(&transaction).await?;
     create_triggers(&transaction, schema).await?;
     let upsert = "INSERT INTO svc.watched (schema_name) VALUES ($1)
