@@ -112,6 +112,11 @@ pub async fn adopt_feed(transaction: &Transaction<'_>, epoch: Epoch) -> Result<(
             &[&epoch],
         )
         .await?;
+    // After a restore onto another server, the restored floors are transaction ids of the old server, which may be far
+    // ahead. A missing floor is set when the app's next listener connects.
+    let set_floors =
+        "UPDATE svc.watched SET floor = pg_current_xact_id()::text::bigint WHERE floor IS NOT NULL";
+    transaction.execute(set_floors, &[]).await?;
     Ok(())
 }
 
