@@ -318,3 +318,36 @@ async fn triggers_are_created_when_first_listener_connects() -> Result<()> {
     assert_eq!(count_triggers().await?, 4);
     Ok(())
 }
+
+#[tokio::test]
+async fn cleanup_keeps_triggers_of_new_listener() -> Result<()> {
+    let app = TestApp::with_env(&[("BRIDGE_CHANGES_KEEP_SECONDS", "1")]).await?;
+    drop(EventStream::open(changes_request(&app.host, "", None)).await?);
+    let (mut locker, admin) = (app.database.connect().await?, app.database.connect().await?);
+    let age_listener = "UPDATE svc.watched SET listened_at = now() - interval '8 days'";
+    let count_triggers = async || -> Result<i64> {
+        let sql = "SELECT count(*) FROM pg_trigger WHERE tgname LIKE 'svc_changes_%'";
+        Ok(admin.query_one(sql, &[]).await?.get(0))
+    };
+    let lock = locker.transaction().await?;
+    lock.batch_execute("SELECT pg_advisory_xact_lock(hashtext('svc-gateway'))").await?;
+    app.host
+        .wait_until("the cleanup waits for the lock", async || {
+            admin.execute(age_listener, &[]).await?;
+            let sql = "SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND NOT granted
+                          AND database = (SELECT oid FROM pg_database WHERE datname = current_database()))";
+            Ok(admin.query_one(sql, &[]).await?.get(0))
+        })
+        .await?;
+    // A listener connects before the cleanup gets the lock.
+    admin.execute("UPDATE svc.watched SET listened_at = now()", &[]).await?;
+    lock.commit().await?;
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(count_triggers().await?, 4);
+    app.host
+        .wait_until("the app is no longer watched", async || {
+            admin.execute(age_listener, &[]).await?;
+            Ok(count_triggers().await? == 0)
+        })
+        .await
+}

@@ -190,7 +190,8 @@ pub struct OutboxRetention {
 /// Deletes events beyond the retention limits, and stops watching schemas that have had no listener for too long.
 ///
 /// # Errors
-/// The database is unreachable or rejects a statement, or a table stays locked for more than a second.
+/// The database is unreachable or rejects a statement, or a required lock is not available within two
+/// seconds.
 pub async fn clean_up(
     client: &mut Client,
     retention: OutboxRetention,
@@ -229,9 +230,13 @@ pub async fn clean_up(
     for row in &unwatched {
         let schema: &str = row.get(0);
         let transaction = client.transaction().await?;
-        transaction.batch_execute("SET LOCAL lock_timeout = '1s'").await?;
-        drop_triggers(&transaction, schema).await?;
-        transaction.execute("DELETE FROM svc.watched WHERE schema_name = $1", &[&schema]).await?;
+        schema_lock::lock_schemas(&transaction).await?;
+        // A listener may have connected since the query. While the lock is held, none can start watching.
+        let delete = "DELETE FROM svc.watched
+                       WHERE schema_name = $1 AND listened_at < now() - make_interval(days => $2)";
+        if transaction.execute(delete, &[&schema, &retention.unwatch_after_days]).await? > 0 {
+            drop_triggers(&transaction, schema).await?;
+        }
         transaction.commit().await?;
     }
     Ok(())
