@@ -209,6 +209,22 @@ async fn expired_position_is_rejected_as_gone() -> Result<()> {
 }
 
 #[tokio::test]
+async fn stream_ends_when_unread_changes_were_deleted() -> Result<()> {
+    let app = TestApp::new().await?;
+    let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
+    app.insert(json!({ "title": "seen" })).await?;
+    events.next_entries().await?;
+    let admin = app.database.connect().await?;
+    admin.execute("UPDATE svc.feed SET floor = floor + 1000000", &[]).await?;
+    app.insert(json!({ "title": "deleted" })).await?;
+    let ended = events.next_entries().await;
+    assert!(ended.as_ref().is_err_and(|error| error.to_string() == "the stream has ended"), "{ended:?}");
+    let resumed = changes_request(&app.host, "", Some(&events.id)).send().await?;
+    assert_eq!(resumed.status(), StatusCode::GONE);
+    Ok(())
+}
+
+#[tokio::test]
 async fn app_receives_only_its_own_changes_even_to_new_tables() -> Result<()> {
     let app = TestApp::new().await?;
     let other = super::host::unique_name("other");
