@@ -118,6 +118,34 @@ async fn disconnect_cancels_no_other_statement() -> Result<()> {
     Ok(())
 }
 
+/// A transaction may wait for the slow statement's connection, which is abandoned when the client disconnects.
+#[tokio::test]
+async fn disconnect_cancels_no_waiting_transaction() -> Result<()> {
+    let app = app_with_slow_inserts().await?;
+    let host = &app.host;
+    let insert = |n: i32| json!({ "action": "insert", "table": "things", "data": { "size": n } });
+    for round in 0..5 {
+        let builder = app.host.owner_request(Method::POST, "/api/bridge/query");
+        let request =
+            tokio::spawn(builder.json(&app.body("insert", json!({ "data": { "size": -1 } }))).send());
+        let others = (0..40).map(|n| {
+            let operations = json!([insert(n), insert(n)]);
+            let body = json!({ "action": "transaction", "app": app.slug, "operations": operations });
+            async move { host.query_data(&body).await }
+        });
+        let disconnect = async {
+            tokio::time::sleep(Duration::from_millis(20 * round)).await;
+            request.abort();
+        };
+        let (all, ()) = tokio::join!(futures_util::future::join_all(others), disconnect);
+        for response in all {
+            response?;
+        }
+    }
+    assert_eq!(app.count().await?, 400);
+    Ok(())
+}
+
 #[tokio::test]
 async fn exhausted_pool_returns_503_with_retry_after() -> Result<()> {
     let app = app_with_slow_inserts().await?;
