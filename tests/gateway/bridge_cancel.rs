@@ -80,6 +80,25 @@ async fn disconnect_cancels_the_transaction() -> Result<()> {
 }
 
 #[tokio::test]
+async fn failed_find_ends_its_count() -> Result<()> {
+    let app = TestApp::with_env(&[("BRIDGE_STATEMENT_TIMEOUT_MS", "2000")]).await?;
+    let (admin, schema) = (app.database.connect().await?, app.schema());
+    admin
+        .batch_execute(&format!(
+            "INSERT INTO {schema}.things (size) VALUES (1);
+             CREATE FUNCTION public.wait_for_row() RETURNS boolean LANGUAGE plpgsql AS
+                $$ BEGIN PERFORM pg_sleep(60); RETURN true; END $$;
+             ALTER TABLE {schema}.things ENABLE ROW LEVEL SECURITY;
+             CREATE POLICY wait ON {schema}.things USING (public.wait_for_row())"
+        ))
+        .await?;
+    assert_eq!(app.query("find", json!({ "count": "exact" })).await?.0, 504);
+    app.host
+        .wait_until("the connection is closed", async || Ok(count_sessions(&app, &admin, "%").await? == 0))
+        .await
+}
+
+#[tokio::test]
 async fn long_statement_does_not_block_other_requests() -> Result<()> {
     let app = app_with_slow_inserts().await?;
     app.insert(json!({ "size": 0 })).await?;

@@ -270,8 +270,12 @@ impl Executor<'_> {
                 None => Ok(None),
             }
         };
-        let (mut page_buffer, count) =
-            future::try_join(self.fill_page(page, rows, mode, budget), counted).await?;
+        let read = future::try_join(self.fill_page(page, rows, mode, budget), counted).await;
+        let (mut page_buffer, count) = read.map_err(|problem| {
+            // The other query may still be running. In a transaction, ROLLBACK waits for it.
+            let may_have_unread_result = count.is_some() && mode == ExecutionMode::Single;
+            if may_have_unread_result { budget.refuse(problem) } else { problem }
+        })?;
         let body = &mut page_buffer.body;
         body.extend_from_slice(b"],\"nextCursor\":");
         match page_buffer.last_keys {
