@@ -154,9 +154,12 @@ async fn inspect_schema(
         }
     }
     let indexes = transaction
-        .query("SELECT indexname::text FROM pg_indexes WHERE schemaname = $1", &[&schema.as_str()])
+        .query(
+            "SELECT tablename::text, indexname::text FROM pg_indexes WHERE schemaname = $1",
+            &[&schema.as_str()],
+        )
         .await?;
-    existing.indexes = indexes.iter().map(|row| row.get(0)).collect();
+    existing.indexes = indexes.iter().map(|row| (row.get(0), row.get(1))).collect();
     Ok(existing)
 }
 
