@@ -256,6 +256,26 @@ async fn token_for_removed_app_is_rejected() -> Result<()> {
     Ok(())
 }
 
+/// The owner may be editing `svc.json`.
+#[tokio::test]
+async fn app_with_invalid_manifest_stays_installed() -> Result<()> {
+    let (database, slug) = (test_database().await?, unique_name("edited"));
+    let machine = Machine::new(&database.url())?;
+    let file = "home/svc/home/apps/another-name/svc.json";
+    machine.write(file, &manifest(&slug, &json!({ "t": { "columns": { "a": "text" } } })).to_string())?;
+    let host = machine.start()?;
+    host.wait_until_registered(&slug).await?;
+    host.machine.write(file, "{ not json")?;
+    host.wait_until("the error", async || Ok(find_app(&host, &slug).await?["status"] == "error")).await?;
+    let mut claims = host.machine.claims(Route::App);
+    claims.app = Some(slug.clone());
+    let proof = host.machine.signer.sign(&claims);
+    let body = json!({ "action": "count", "app": slug, "table": "t" });
+    let request = host.unsigned_request(Method::POST, "/api/bridge/query").json(&body);
+    assert_eq!(send_json(request.header("x-svc-proof", proof)).await?.0, StatusCode::OK);
+    Ok(())
+}
+
 #[tokio::test]
 async fn app_token_opens_only_its_own_pages() -> Result<()> {
     let machine = Machine::new("postgres://postgres:x@127.0.0.1:1/svc")?;

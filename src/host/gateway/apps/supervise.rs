@@ -57,6 +57,7 @@ pub async fn supervise(context: SupervisorContext, stop: CancellationToken) {
         budget: None,
         snapshot: AppsSnapshot::default(),
         unreadable: BTreeMap::new(),
+        last_slugs: HashMap::new(),
         rejected: HashMap::new(),
     };
     install_bundled(layout.clone()).await;
@@ -105,6 +106,8 @@ struct Supervisor {
     snapshot: AppsSnapshot,
     /// Errors of stored manifests that this version cannot parse, by slug.
     unreadable: BTreeMap<String, AppError>,
+    /// The slug in each folder's last valid manifest, by folder name.
+    last_slugs: HashMap<String, Slug>,
     /// Manifests that the database rejected.
     rejected: HashMap<Slug, Manifest>,
 }
@@ -195,14 +198,17 @@ impl Supervisor {
         self.snapshot.errors.clear();
         self.snapshot.is_scanned = true;
         let mut manifests = Vec::new();
+        self.last_slugs.retain(|name, _| folders.iter().any(|folder| folder.name == *name));
         for AppFolder { name, path, manifest } in folders {
             match manifest {
                 Ok(manifest) => {
+                    self.last_slugs.insert(name, manifest.slug.clone());
                     self.snapshot.folders.insert(manifest.slug.to_string(), (path, manifest.clone()));
                     manifests.push(manifest);
                 }
                 Err(message) => {
-                    let slug = name.parse::<Slug>().ok().map(|slug| slug.to_string());
+                    let slug = self.last_slugs.get(&name).cloned().or_else(|| name.parse().ok());
+                    let slug = slug.map(|slug| slug.to_string());
                     self.snapshot.errors.insert(name, AppError { slug, message });
                 }
             }
