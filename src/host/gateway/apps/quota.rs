@@ -46,7 +46,7 @@ const ROW_OVERHEAD_BYTES: u64 = 64;
 const MIN_ROW_BYTES: u64 = 256;
 const MAX_ROW_BYTES: u64 = 8 << 10;
 /// A measurement is requested when the estimates reach the quota divided by this.
-const MAX_UNMEASURED_DIVISOR: u64 = 10;
+const UNMEASURED_SHARE_DIVISOR: u64 = 10;
 
 /// The number of changed rows, including those rolled back later.
 #[derive(Debug, Default)]
@@ -213,9 +213,9 @@ impl Quotas {
     }
 
     /// Adds an estimate, and requests a measurement if the sum reaches the quota divided by
-    /// [`MAX_UNMEASURED_DIVISOR`].
+    /// [`UNMEASURED_SHARE_DIVISOR`].
     fn add_estimate(&self, slug: &str, bytes: u64, quota: u64) {
-        if self.add_written(slug, bytes) >= quota / MAX_UNMEASURED_DIVISOR {
+        if self.add_written(slug, bytes) >= quota / UNMEASURED_SHARE_DIVISOR {
             self.measure_requested.notify_one();
         }
     }
