@@ -276,8 +276,8 @@ async fn run_backup(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
         }
         Err(failure) => Err(failure),
     };
-    // A failed request is removed too: the failure is recorded, and the path unit would restart this program
-    // immediately.
+    // A failed request is removed too: otherwise, the path unit would restart this program immediately. Its service
+    // restarts a failed run after a delay.
     if let Some(request) = request {
         request.complete();
     }
