@@ -37,6 +37,7 @@ async fn machine_with_archive(store: &S3Server) -> Result<(Machine, PathBuf)> {
     fs::create_dir_all(machine.path("home/svc/home/empty"))?;
     std::os::unix::fs::symlink("../projects/a/main.rs", machine.path("home/svc/home/empty/link"))?;
     std::os::unix::fs::symlink("/etc", machine.path("home/svc/home/empty/outside"))?;
+    std::os::unix::fs::symlink("..//projects/./a", machine.path("home/svc/home/empty/not-normalized"))?;
     let odd: &std::ffi::OsStr = std::os::unix::ffi::OsStrExt::from_bytes(b"odd \xff \n name%");
     fs::write(machine.path("home/svc/home/empty").join(odd), "odd")?;
     let archive = machine.path("ada.tar");
