@@ -193,15 +193,24 @@ async fn shrunken_snapshot_is_held_until_accepted() -> Result<()> {
             "the object must be kept"
         );
     }
-    svc::fsx::write_atomic(&machine.path("var/lib/svc/requests/accept"), b"{}", 0o600)?;
+    let request = machine.path("var/lib/svc/requests/accept");
+    svc::fsx::write_atomic(&request, b"{}", 0o600)?;
+    store.take_down();
+    machine.run(&["svc-db-backup", "run", "--request"])?.expect(69);
+    assert!(request.exists(), "the restarted service must serve the request again");
+    store.bring_up()?;
     machine.run(&["svc-db-backup", "run", "--request"])?.expect(0);
-    assert!(!machine.path("var/lib/svc/requests/accept").exists());
+    assert!(!request.exists());
     let latest = machine::pointer(&store)
         .await?
         .and_then(|pointer| pointer.snapshot)
         .context("the pointer names no snapshot")?;
     assert_eq!(latest.key, key);
     assert!(!machine.path("var/lib/svc/held-snapshot.json").exists());
+    svc::fsx::write_atomic(&request, b"{}", 0o600)?;
+    let result = machine.run(&["svc-db-backup", "run", "--request"])?.expect(65);
+    assert!(result.stderr.contains("no snapshot is held back"), "{}", result.stderr);
+    assert!(!request.exists(), "a request that can never be served must be removed");
     machine.run(&["svc-db-backup"])?.expect(0);
     Ok(())
 }

@@ -97,6 +97,8 @@ fn is_same_database(previous: &Sidecar, taken: &Sidecar) -> bool {
 
 #[derive(Debug, thiserror::Error)]
 enum AcceptError {
+    #[error("no snapshot is held back")]
+    NothingHeld,
     #[error(transparent)]
     Unusable(#[from] SnapshotUnusable),
     #[error(transparent)]
@@ -113,24 +115,20 @@ impl AcceptError {
             }
             Self::Pointer(PointerError::Fenced(_)) => Exit::Permission,
             Self::Pointer(_) => Exit::Unavailable,
-            Self::Unusable(_) => Exit::Refused,
+            Self::NothingHeld | Self::Unusable(_) => Exit::Refused,
             Self::File(_) => Exit::Internal,
         }
     }
 }
 
-/// Makes the held-back snapshot the latest, on a person's decision. Does nothing if no snapshot is held back.
+/// Makes the held-back snapshot the latest, on a person's decision.
 ///
 /// # Errors
-/// `Refused` if the held-back snapshot is unusable; `Permission` if this machine has been replaced; `Unavailable` if
-/// the store is unavailable or the pointer could not be moved; otherwise `Internal`.
+/// `Refused` if no snapshot is held back, or the one that is held back is unusable; `Permission` if this machine has
+/// been replaced; `Unavailable` if the store is unavailable or the pointer could not be moved; otherwise `Internal`.
 pub async fn accept(_lock: &Lock, settings: &BackupSettings) -> Result<(), Failure> {
     let (started, timestamp) = (Instant::now(), clock::now_ms());
-    let accepted = accept_held(settings).await.map_err(|error| Failure::new(error.exit(), error))?;
-    let Some(sidecar) = accepted else {
-        println!("no snapshot is held back");
-        return Ok(());
-    };
+    let sidecar = accept_held(settings).await.map_err(|error| Failure::new(error.exit(), error))?;
     println!("{} is now the latest snapshot", sidecar.key);
     let record = BackupRecord {
         timestamp,
@@ -146,10 +144,10 @@ pub async fn accept(_lock: &Lock, settings: &BackupSettings) -> Result<(), Failu
     record::write(&settings.layout, &record).or_exit(Exit::Internal)
 }
 
-async fn accept_held(settings: &BackupSettings) -> Result<Option<Sidecar>, AcceptError> {
-    let Some(held) = HeldSnapshot::read(&settings.layout)? else { return Ok(None) };
+async fn accept_held(settings: &BackupSettings) -> Result<Sidecar, AcceptError> {
+    let held = HeldSnapshot::read(&settings.layout)?.ok_or(AcceptError::NothingHeld)?;
     let (sidecar, snapshot) = stored::load_with_sidecar(&settings.bucket, &settings.slot, &held.key).await?;
     pointer_io::advance(&settings.bucket, &settings.slot, &snapshot).await?;
     HeldSnapshot::clear(&settings.layout)?;
-    Ok(Some(sidecar))
+    Ok(sidecar)
 }
