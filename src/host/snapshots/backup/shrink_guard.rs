@@ -16,7 +16,7 @@ use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock;
 use svc_base::fsx::FileError;
 use svc_store::pointer_io::{self, PointerError};
-use svc_store::snapshot::{self as stored, Sidecar, SnapshotUnusable};
+use svc_store::snapshot::{self as stored, DatabaseIdentity, Sidecar, SnapshotUnusable};
 
 /// Number of hourly snapshots in a row that confirm the loss.
 const MIN_AGREEING_SNAPSHOTS: u32 = 3;
@@ -46,8 +46,8 @@ impl HeldBackError {
     }
 }
 
-/// Compares the snapshot `taken` with the latest, `previous`. If `taken` is held back, records that and returns an
-/// error to report.
+/// Compares the snapshot `taken` with the latest, `previous`, which is of the same database. If `taken` is held back,
+/// records that and returns an error to report.
 ///
 /// # Errors
 /// [`FileError`] if the record of the held-back snapshot cannot be read or written: a snapshot is never held back
@@ -59,11 +59,7 @@ pub fn check_shrinkage(
     taken: &Sidecar,
 ) -> Result<Option<HeldBackError>, FileError> {
     let layout = &settings.layout;
-    let Some(loss) = row_loss::describe_loss(&previous.tables, &taken.tables)
-        .filter(|_| is_same_database(previous, taken))
-    else {
-        return Ok(None);
-    };
+    let Some(loss) = row_loss::describe_loss(&previous.tables, &taken.tables) else { return Ok(None) };
     let earlier = HeldSnapshot::read(layout)?.filter(|held| held.latest == previous.key);
     let held = match earlier {
         Some(held) => held.with_next_snapshot(taken.key.clone(), loss),
@@ -86,11 +82,11 @@ fn read_uptime() -> Duration {
     clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::ZERO, Duration::from)
 }
 
-/// Returns whether both are of the same database. A database that was restored, imported or adopted in between may
-/// legitimately be smaller.
-fn is_same_database(previous: &Sidecar, taken: &Sidecar) -> bool {
-    match (&previous.database_identity, &taken.database_identity) {
-        (Some(previous), Some(taken)) => previous.restore_id == taken.restore_id,
+/// Returns whether the previous snapshot is of the current database. A database that was restored, imported or adopted
+/// in between may legitimately be smaller, or empty.
+pub fn is_same_database(previous: Option<&DatabaseIdentity>, current: Option<&DatabaseIdentity>) -> bool {
+    match (previous, current) {
+        (Some(previous), Some(current)) => previous.restore_id == current.restore_id,
         _ => true,
     }
 }
