@@ -24,8 +24,6 @@ use crate::system::platform_response::{ProblemBody, read_body};
 use crate::system::store::HostStoreAccess;
 use crate::system::vars;
 
-/// The file that contains the key, readable only by the gateway's user.
-const KEY_FILE: &str = "key";
 const KEY_MODE: u32 = 0o600;
 
 /// Why the repository cannot be used.
@@ -246,8 +244,7 @@ impl FilesSettings {
     }
 
     fn store_key(&self, key: &RepositoryKey) -> Result<(), FileError> {
-        let dir = self.layout.files_state();
-        let path = dir.join(KEY_FILE);
+        let path = self.layout.files_key();
         let text = key.password().expose_secret();
         if !self.owns_state() || fsx::read_if_exists(&path)?.as_deref() == Some(text.as_bytes()) {
             return Ok(());
@@ -281,7 +278,7 @@ impl FilesSettings {
 }
 
 fn read_key_file(layout: &Layout) -> Result<Option<RepositoryKey>, FileError> {
-    let text = fsx::read_if_exists(&layout.files_state().join(KEY_FILE))?;
+    let text = fsx::read_if_exists(&layout.files_key())?;
     // An invalid file is replaced by the platform's key.
     Ok(text.and_then(|text| std::str::from_utf8(&text).ok()?.trim().parse().ok()))
 }
