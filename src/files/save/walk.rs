@@ -127,7 +127,7 @@ pub(super) struct Walker<'a> {
     names: AccountNames,
     device: (u32, u32),
     pub(super) counts: SaveCounts,
-    /// Files that were not saved in their current state.
+    /// Entries that were not saved in their current state.
     pub(super) retry: ChangeSet,
     /// The visited directories' trees.
     trees: HashSet<Id>,

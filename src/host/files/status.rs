@@ -46,7 +46,7 @@ pub struct FilesStatus {
     pub first_unreadable: Option<String>,
     /// Files of the last save that changed during every read.
     pub unstable: u64,
-    /// Why the owner's rules cannot be read, if so, and their first invalid lines, which exclude nothing.
+    /// The error if the owner's rules cannot be read, and their first invalid lines, which exclude nothing.
     pub invalid_rules: Vec<String>,
     /// Why the last save failed; `None` if it succeeded.
     pub error: Option<String>,
