@@ -66,10 +66,12 @@ impl Walker<'_> {
         check_same(found, &stat_open(&file)?)?;
         let (mut reads, mut last_read) = (0, Duration::MAX);
         loop {
-            self.write_back.clean(&file)?;
             let is_last = reads + 1 >= MAX_READ_ATTEMPTS;
             let _lock = if is_last { lock_as_reader(&file, found.stx_size, last_read) } else { None };
             let (stat, is_settled) = stat_settled(&file)?;
+            // Must follow `stat_settled`: a page that becomes dirty again during the write-back changes the times once,
+            // and later changes to it do not. The comparison after the read must find that change.
+            self.write_back.clean(&file)?;
             if FileType::from_raw_mode(stat.stx_mode.into()) != FileType::RegularFile {
                 return Err(EntryError::Replaced);
             }
