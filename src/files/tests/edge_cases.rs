@@ -124,6 +124,27 @@ async fn file_of_an_implausible_size_is_reported() {
 }
 
 #[tokio::test]
+async fn cache_holds_only_current_trees_despite_unreadable_entry() {
+    let mut fixture = Fixture::new().await;
+    fixture.write("kept/below/file", "content");
+    fixture.save().await;
+    fs::remove_dir_all(fixture.home().join("kept")).unwrap();
+    let unreadable = fixture.write("kept", "");
+    if File::options().write(true).open(&unreadable).unwrap().set_len(2 << 40).is_err() {
+        eprintln!("skipped: the file system does not support files of 2 TiB");
+        return;
+    }
+    let trees = fixture.dir.path().join("cache/trees");
+    let files_in = |dir: &Path| fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    for round in 0..3_u8 {
+        fixture.write("counter", [round]);
+        assert_eq!(fixture.save().await.counts.unreadable, 1);
+        let count = files_in(&trees).flat_map(|folder| files_in(&folder)).count();
+        assert_eq!(count, 3, "the home directory, and the two directories whose earlier state is kept");
+    }
+}
+
+#[tokio::test]
 async fn expired_parent_does_not_make_later_snapshots_incomplete() {
     let mut fixture = Fixture::new().await;
     fixture.write("file", random_bytes(100_000));
