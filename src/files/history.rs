@@ -99,7 +99,7 @@ impl Entry {
     }
 
     /// The device and inode of a file with several names; `None` for other entries. Entries of a snapshot with the same
-    /// key are hard links to one file.
+    /// key are hard links to one file, but their contents differ if the file changed between the visits to its names.
     pub fn hard_link_key(&self) -> Option<(u64, u64)> {
         let Node { links, inode, device_id, .. } = self.node;
         (self.kind() == EntryKind::File && links > 1 && inode != 0).then_some((device_id, inode))

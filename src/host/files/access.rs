@@ -150,7 +150,7 @@ impl FilesSettings {
     /// [`AccessError`] if no key is available, if the platform refuses to send its key, or if the repository or the key
     /// file cannot be read or written; `WrongKey` if neither the platform's key nor this machine's key opens it.
     pub async fn open(&self) -> Result<Option<Repository>, AccessError> {
-        Ok(self.open_with_known_keys().await?.1)
+        Ok(self.open_with_known_keys(&self.cache()).await?.1)
     }
 
     /// Opens the slot's repository with this machine's key. Requests the platform's key only if this machine has no key
@@ -159,7 +159,7 @@ impl FilesSettings {
     /// # Errors
     /// Those of [`Self::open`].
     pub async fn open_with_stored_key(&self) -> Result<Option<Repository>, AccessError> {
-        self.open_with_cache(self.cache()).await
+        self.open_with_cache(&self.cache()).await
     }
 
     /// Like [`Self::open_with_stored_key`], but without the local cache.
@@ -167,13 +167,13 @@ impl FilesSettings {
     /// # Errors
     /// Those of [`Self::open`].
     pub async fn open_uncached(&self) -> Result<Option<Repository>, AccessError> {
-        self.open_with_cache(Cache::none()).await
+        self.open_with_cache(&Cache::none()).await
     }
 
-    async fn open_with_cache(&self, cache: Cache) -> Result<Option<Repository>, AccessError> {
+    async fn open_with_cache(&self, cache: &Cache) -> Result<Option<Repository>, AccessError> {
         if let Some(key) = self.read_key()? {
             let (bucket, root) = (self.bucket.clone(), self.slot.files());
-            match Repository::open(bucket, root, &key, cache).await {
+            match Repository::open(bucket, root, &key, cache.clone()).await {
                 Ok(Some(repository)) => return Ok(Some(repository)),
                 // A machine with a key has saved files before, so a missing repository is checked with the platform's
                 // key.
@@ -181,7 +181,7 @@ impl FilesSettings {
                 Err(error) => return Err(error.into()),
             }
         }
-        self.open().await
+        Ok(self.open_with_known_keys(cache).await?.1)
     }
 
     /// Opens the slot's repository, and creates it if there is none.
@@ -189,18 +189,22 @@ impl FilesSettings {
     /// # Errors
     /// Those of [`Self::open`].
     pub async fn open_or_create(&self) -> Result<Repository, AccessError> {
-        match self.open_with_known_keys().await? {
+        let cache = self.cache();
+        match self.open_with_known_keys(&cache).await? {
             (_, Some(repository)) => Ok(repository),
             (key, None) => {
                 let (bucket, root) = (self.bucket.clone(), self.slot.files());
-                Ok(Repository::open_or_create(bucket, root, &key, self.cache()).await?)
+                Ok(Repository::open_or_create(bucket, root, &key, cache).await?)
             }
         }
     }
 
     /// Returns the key to use, and the repository if there is one. The platform's key and the machine's differ only if
     /// the platform's database is older than the machine's key.
-    async fn open_with_known_keys(&self) -> Result<(RepositoryKey, Option<Repository>), AccessError> {
+    async fn open_with_known_keys(
+        &self,
+        cache: &Cache,
+    ) -> Result<(RepositoryKey, Option<Repository>), AccessError> {
         let stored = self.read_key()?;
         let keys = match self.request_key(stored.as_ref()).await {
             Ok(key) => vec![key].into_iter().chain(stored).collect(),
@@ -216,7 +220,7 @@ impl FilesSettings {
         let mut refusal = None;
         for key in keys {
             let (bucket, root) = (self.bucket.clone(), self.slot.files());
-            match Repository::open(bucket, root, &key, self.cache()).await {
+            match Repository::open(bucket, root, &key, cache.clone()).await {
                 Ok(repository) => {
                     self.store_key(&key)?;
                     return Ok((key, repository));
