@@ -321,8 +321,9 @@ async fn back_up(
     stop: &Shared<impl Future<Output = ()>>,
 ) -> Result<(), Failure> {
     let wait = if request.is_some() { REQUEST_LOCK_TIMEOUT } else { PROBE_LOCK_TIMEOUT };
+    let lock_file = settings.layout.backup_lock();
     let lock = tokio::select! {
-        lock = Lock::wait(&settings.layout.backup_lock(), wait) => lock,
+        lock = Lock::wait(&lock_file, wait) => lock,
         () = stop.clone() => {
             return Err(Failure::new(Exit::TryAgain, anyhow::anyhow!("stopped by a signal")));
         }
