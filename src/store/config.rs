@@ -19,7 +19,7 @@ use super::write_once::WriteOnce;
 use crate::vars;
 use svc_base::config::Env;
 use svc_base::variable::Variable;
-use svc_http::client::{self, Deadlines};
+use svc_http::client::{self, Timeouts};
 
 /// The location of the objects: `s3://bucket`, or `file:///dir` for development.
 #[derive(Debug, Clone)]
@@ -124,7 +124,7 @@ impl S3Config {
     }
 
     fn open(&self, source: Option<Arc<dyn CredentialSource>>) -> anyhow::Result<Bucket> {
-        let client = HttpClient::new(client::build(Deadlines::DOWNLOAD)?);
+        let client = HttpClient::new(client::build(Timeouts::DOWNLOAD)?);
         let (credentials, client): (AwsCredentialProvider, HttpClient) = match source {
             None => (Arc::new(StaticCredentialProvider::new(self.credential())), client),
             Some(source) => {

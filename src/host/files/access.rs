@@ -10,7 +10,7 @@ use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::error_chain::format_chain;
 use svc_base::fsx::{self, FileError};
 use svc_files::{Cache, FilesError, Id, Repository, RepositoryKey, SnapshotOrigin};
-use svc_http::client::{self, Deadlines};
+use svc_http::client::{self, Timeouts};
 use svc_http::request_id;
 use svc_machine::epoch::Epoch;
 use svc_store::key::SlotPrefix;
@@ -105,7 +105,7 @@ impl FilesSettings {
             slot: SlotPrefix::new(&identity.user, &identity.slot),
             max_bytes_per_second: NonZeroU64::new(kib_per_second.saturating_mul(1024)),
             bucket: store.open().or_exit(Exit::Config)?,
-            client: client::build(Deadlines::CALL).or_exit(Exit::Internal)?,
+            client: client::build(Timeouts::CALL).or_exit(Exit::Internal)?,
             layout,
             identity,
             platform,
