@@ -11,7 +11,8 @@ use svc_base::fsx::FileError;
 const CHUNK_BYTES: u64 = 64 << 10;
 /// Longer lines are skipped.
 const MAX_LINE_BYTES: usize = 8 << 20;
-/// Maximum number of bytes read per page: a filter with few matches gets a short page and a cursor.
+/// A page ends once this many bytes have been read: a filter with few matches gets a short page and a cursor. The last
+/// chunk can exceed the limit by up to `MAX_LINE_BYTES`.
 const MAX_READ_BYTES: u64 = 16 << 20;
 
 /// The caller's decision on a line.

@@ -230,7 +230,7 @@ impl Layout {
         self.state("epoch.json")
     }
 
-    /// Progress of the current backup.
+    /// Progress of the current or last backup.
     pub fn backup_progress(&self) -> PathBuf {
         self.state("backup-progress.json")
     }
