@@ -209,9 +209,9 @@ fn apply_server_gone(machine: &Machine) -> Outcome {
         State::Running { .. } => failed(FailureCause::ServerGone),
         // A failure that a heartbeat would clear becomes permanent once the server is missing. The server may still
         // exist but be off.
-        State::Resizing { .. } => failed_while_off(FailureCause::ServerGone),
+        State::Resizing { .. } => failed_while_maybe_off(FailureCause::ServerGone),
         State::Failed { cause } if cause.is_cleared_by_heartbeat() => {
-            failed_while_off(FailureCause::ServerGone)
+            failed_while_maybe_off(FailureCause::ServerGone)
         }
         _ => Outcome::Unchanged,
     }
@@ -242,11 +242,11 @@ fn failed(cause: FailureCause) -> Outcome {
 }
 
 fn failed_resize() -> Outcome {
-    failed_while_off(FailureCause::Resize)
+    failed_while_maybe_off(FailureCause::Resize)
 }
 
 /// Fails a machine whose server may be off, for example because a resize powered it off, and powers the server on.
-fn failed_while_off(cause: FailureCause) -> Outcome {
+fn failed_while_maybe_off(cause: FailureCause) -> Outcome {
     moved(
         State::Failed { cause },
         vec![Effect::FailOperation { cause }, Effect::CloseConnections, Effect::PowerOn],

@@ -129,6 +129,18 @@ fn open_call_ends_with_its_turn_session_or_process() -> Result<()> {
 }
 
 #[test]
+fn write_by_killed_agent_is_recorded_as_ambiguous() -> Result<()> {
+    let home = AuditedHome::new()?;
+    let input = json!({ "tool_name": "Write", "tool_input": { "file_path": "written", "content": "x" } });
+    home.run_hook_event(BOB, "PreToolUse", "w", input)?;
+    home.shell("echo x > written")?;
+    home.end_process(BOB)?;
+    let entry = home.wait_for_line("the write", |line| line["path"] == "written")?;
+    assert_eq!((&entry["agentName"], &entry["ambiguous"]), (&json!("bob"), &json!(true)));
+    Ok(())
+}
+
+#[test]
 fn end_of_a_dispatch_ends_its_calls() -> Result<()> {
     let home = AuditedHome::new()?;
     home.begin_command(ADA)?;

@@ -96,7 +96,7 @@ fn programs(names: &[&str]) -> String {
 
 /// Host settings that root reads only from its own environment and `update.env`, or that only other users' services
 /// read.
-const NOT_FROM_OTHERS: [&Variable; 28] = [
+const NOT_FROM_OTHERS: [&Variable; 27] = [
     &host::ACME_RETRY_SECONDS,
     &host::BRIDGE_CHANGES_KEEP_SECONDS,
     &host::BRIDGE_STATEMENT_TIMEOUT_MS,
@@ -115,8 +115,6 @@ const NOT_FROM_OTHERS: [&Variable; 28] = [
     &host::SVC_BUNDLE_SHA256,
     &host::SVC_ENVIRONMENT,
     &host::SVC_HOST_BUNDLE_URL,
-    // As root, the doctor reads the name that a heartbeat delivered.
-    &host::SVC_HOST_NAME,
     &host::SVC_PG_BIN_DIR,
     &host::SVC_POSTGRES_IMAGE,
     &host::SVC_PRODUCTION,

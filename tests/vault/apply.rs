@@ -202,6 +202,18 @@ async fn unhealthy_release_is_rolled_back_and_not_retried() -> Result<()> {
 }
 
 #[tokio::test]
+async fn rollback_works_after_the_automatic_one_failed() -> Result<()> {
+    let fixture = UpdateFixture::with_release(&broken_release()?).await?;
+    let args = ["apply", "--version", NEW_VERSION];
+    fixture.run(&args, Some("update.reverting=return(error)")).await?.expect(70);
+    let last = fixture.last_update()?;
+    assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"rollback".into()), "{last}");
+    fs::write(fixture.machine.path("gateway"), "active\n")?;
+    fixture.run(&["rollback"], None).await?.expect(0);
+    fixture.assert_running(OLD_VERSION)
+}
+
+#[tokio::test]
 async fn boot_does_not_change_the_current_release() -> Result<()> {
     let fixture = UpdateFixture::with_release(&PublishedRelease::new(NEW_VERSION, &[])?).await?;
     fixture.apply(NEW_VERSION).await?.expect(0);

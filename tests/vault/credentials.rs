@@ -19,7 +19,7 @@ use secrecy::ExposeSecret;
 use serde_json::{Value, json};
 use svc::clock::rfc3339_ms;
 use svc::host::system::config::PlatformAccess;
-use svc::host::system::store_credentials::RenewingCredentials;
+use svc::host::system::store_credentials::{OutagePolicy, RenewingCredentials};
 use svc::host::system::upgrade_token::UpgradeToken;
 use svc::machine::epoch::Epoch;
 use svc::store::credentials::{CredentialError, CredentialSource, TemporaryCredentials};
@@ -410,6 +410,31 @@ async fn withdrawn_credentials_are_never_requested_again() -> Result<()> {
         assert!(matches!(source.replacement_for("x").await, Err(CredentialError::Withdrawn)));
     }
     assert_eq!(platform.request_count(), 1);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn refusal_ends_use_of_outage_session() -> Result<()> {
+    let store = machine::start_store()?;
+    let platform = Platform::start(&store).await?;
+    let dir = tempfile::tempdir()?;
+    renewing_credentials(&platform, dir.path(), SignedDuration::from_secs(-1))?.current().await?;
+    let file = dir.path().join("credentials.json");
+    let mut stored: Value = serde_json::from_slice(&std::fs::read(&file)?)?;
+    stored["expiresAt"] = json!(rfc3339_ms(Timestamp::now().checked_sub(SignedDuration::from_secs(1))?));
+    std::fs::write(&file, stored.to_string())?;
+    let source_with_outage_session = || {
+        let source = renewing_credentials(&platform, dir.path(), SignedDuration::from_secs(-60))?;
+        let source = Arc::into_inner(source).context("the source is shared")?;
+        anyhow::Ok(source.with_outage_policy(OutagePolicy::UseOutageSession))
+    };
+    platform.set_response(CredentialResponse::Unavailable);
+    source_with_outage_session()?.current().await?;
+    platform.set_response(CredentialResponse::Unauthorized);
+    let source = source_with_outage_session()?;
+    for _ in 0..2 {
+        assert!(matches!(source.current().await, Err(CredentialError::Refused(_))));
+    }
     Ok(())
 }
 

@@ -130,6 +130,20 @@ async fn operator_skips_the_snapshot_for_a_waiting_update() -> Result<()> {
 }
 
 #[tokio::test]
+async fn resumed_update_keeps_its_waiver() -> Result<()> {
+    let store = machine::start_store()?;
+    let fixture = start_fixture(&store).await?;
+    let args = ["apply", "--version", NEW_VERSION, "--without-snapshot"];
+    fixture.run(&args, Some("update.smoke_tested=return(kill)")).await?.expect_killed();
+    // As if the waiver for other runs had expired.
+    fs::remove_file(fixture.machine.path("var/lib/svc/update/without-snapshot.json"))?;
+    fixture.run(&["resume"], None).await?.expect(0);
+    fixture.assert_running(NEW_VERSION)?;
+    assert_eq!(count_backup_starts(&fixture)?, 0);
+    Ok(())
+}
+
+#[tokio::test]
 async fn rollback_needs_no_snapshot() -> Result<()> {
     let store = machine::start_store()?;
     let fixture = start_fixture(&store).await?;

@@ -103,7 +103,8 @@ pub struct AuditEntry {
     pub dispatch_id: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool: Option<String>,
-    /// Any of several agents may have made the change: `actor` and `agent_name` list all of them.
+    /// Any of these agents may have made the change: `actor` and `agent_name` list all of them. A single agent was
+    /// killed during a call that writes this file.
     #[serde(default, skip_serializing_if = "is_false")]
     pub ambiguous: bool,
 }

@@ -47,26 +47,61 @@ impl RecordKind {
         }
     }
 
-    /// Lists all files, oldest first.
+    /// Lists all files, oldest first. A file that a rotation renames meanwhile may be missing from the list.
     pub fn list_files(self, logs: &Path) -> Result<Vec<PathBuf>, FileError> {
-        let mut dated = Vec::new();
-        if let Some(record) = self.dated_record() {
-            let entries = match std::fs::read_dir(logs) {
-                Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
-                entries => entries.map_err(FileError::wrap("read", logs))?,
-            };
-            for entry in entries {
-                let entry = entry.map_err(FileError::wrap("read", logs))?;
-                if let Some(position) =
-                    entry.file_name().to_str().and_then(|name| record.parse_day_and_number(name))
-                {
-                    dated.push((position, entry.path()));
-                }
-            }
-            dated.sort();
-        }
+        let dated = self.list_dated_files(logs)?;
         let current = self.current_name().map(|name| logs.join(name)).filter(|path| path.exists());
-        Ok(dated.into_iter().map(|(_, path)| path).chain(current).collect())
+        Ok(dated.into_iter().chain(current).collect())
+    }
+
+    /// Opens all files, oldest first. Includes the file that is current when this call begins, even if a rotation
+    /// renames it meanwhile.
+    pub fn open_files(self, logs: &Path) -> Result<Vec<OpenRecordFile>, FileError> {
+        let current = match self.current_name() {
+            Some(name) => OpenRecordFile::open(logs.join(name))?,
+            None => None,
+        };
+        let mut files = Vec::new();
+        for path in self.list_dated_files(logs)? {
+            files.extend(OpenRecordFile::open(path)?);
+        }
+        let current = current.filter(|current| files.iter().all(|file| file.id != current.id));
+        files.extend(current);
+        Ok(files)
+    }
+
+    fn list_dated_files(self, logs: &Path) -> Result<Vec<PathBuf>, FileError> {
+        let Some(record) = self.dated_record() else { return Ok(Vec::new()) };
+        let entries = match std::fs::read_dir(logs) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries.map_err(FileError::wrap("read", logs))?,
+        };
+        let mut dated = Vec::new();
+        for entry in entries {
+            let entry = entry.map_err(FileError::wrap("read", logs))?;
+            if let Some(position) =
+                entry.file_name().to_str().and_then(|name| record.parse_day_and_number(name))
+            {
+                dated.push((position, entry.path()));
+            }
+        }
+        dated.sort();
+        Ok(dated.into_iter().map(|(_, path)| path).collect())
+    }
+}
+
+/// An open file of a record.
+#[derive(Debug)]
+pub struct OpenRecordFile {
+    pub path: PathBuf,
+    pub id: FileId,
+    pub file: File,
+}
+
+impl OpenRecordFile {
+    fn open(path: PathBuf) -> Result<Option<Self>, FileError> {
+        let opened = open_regular(&path).map_err(FileError::wrap("read", &path))?;
+        Ok(opened.map(|(file, id)| Self { path, id, file }))
     }
 }
 
@@ -166,4 +201,36 @@ pub fn open_regular(path: &Path) -> io::Result<Option<(File, FileId)>> {
     };
     let meta = file.metadata()?;
     Ok(meta.is_file().then(|| (file, FileId::from_metadata(&meta))))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+
+    #[test]
+    fn open_files_includes_file_that_is_being_rotated() {
+        let dir = tempfile::tempdir().unwrap();
+        let (logs, current) = (dir.path(), dir.path().join(AUDIT.current_name()));
+        std::fs::write(&current, "0\n").unwrap();
+        let has_ended = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for n in 1..=200 {
+                    let day = jiff::civil::date(2026, 11, 20);
+                    std::fs::rename(&current, logs.join(AUDIT.dated_name(day, n))).unwrap();
+                    std::fs::write(&current, format!("{n}\n")).unwrap();
+                }
+                has_ended.store(true, Ordering::Relaxed);
+            });
+            while !has_ended.load(Ordering::Relaxed) {
+                let Ok(meta) = current.symlink_metadata() else { continue };
+                let id = FileId::from_metadata(&meta);
+                let files = RecordKind::Audit.open_files(logs).unwrap();
+                assert_eq!(files.iter().filter(|file| file.id == id).count(), 1);
+            }
+        });
+        assert_eq!(RecordKind::Audit.open_files(logs).unwrap().len(), 201);
+    }
 }

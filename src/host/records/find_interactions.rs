@@ -7,8 +7,8 @@ use super::entry::Interaction;
 use super::files::RecordKind;
 use super::page::{self, PageError, Verdict};
 
-/// Maximum number of pages searched, newest first. A page reads at most 16 MiB, so the pages cover a day or two on a
-/// busy machine.
+/// Maximum number of pages searched, newest first. A page reads about 16 MiB, so the pages cover a day or two on a busy
+/// machine.
 const MAX_PAGES: usize = 8;
 /// Maximum number of matching lines per page.
 const MAX_LINES: usize = 1000;

@@ -3,15 +3,16 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use super::files::{self, FileId, LinePosition, RecordKind};
+use super::files::{FileId, LinePosition, OpenRecordFile, RecordKind};
 use svc_base::fsx::FileError;
 
 const CHUNK_BYTES: u64 = 64 << 10;
 /// Longer lines are skipped.
 const MAX_LINE_BYTES: usize = 8 << 20;
-/// Maximum number of bytes read per page: a filter with few matches gets a short page and a cursor.
+/// A page ends once this many bytes have been read: a filter with few matches gets a short page and a cursor. The last
+/// chunk can exceed the limit by up to `MAX_LINE_BYTES`.
 const MAX_READ_BYTES: u64 = 16 << 20;
 
 /// The caller's decision on a line.
@@ -52,13 +53,13 @@ pub fn read_newest(
     limit: usize,
     mut judge: impl FnMut(&str) -> Verdict,
 ) -> Result<Page, PageError> {
-    let mut files: Vec<PathBuf> = kind.list_files(logs)?;
+    let mut files = kind.open_files(logs)?;
     let mut lines = Vec::new();
     let mut budget = MAX_READ_BYTES;
     let mut from = before;
-    while let Some(path) = files.pop() {
+    while let Some(OpenRecordFile { path, id, file }) = files.pop() {
         let failed = FileError::wrap("read", &path);
-        let Some(mut reader) = BackwardReader::open(&path, from).map_err(failed)? else { continue };
+        let Some(mut reader) = BackwardReader::start(file, id, from).map_err(failed)? else { continue };
         from = None;
         loop {
             let (offset, is_enough) =
@@ -112,10 +113,9 @@ enum ReadOutcome {
 }
 
 impl BackwardReader {
-    /// Opens a file at a position, or at its end. `None` if this is not a regular file, or if the position is in a
-    /// different file or beyond the end of this one.
-    fn open(path: &Path, from: Option<LinePosition>) -> io::Result<Option<Self>> {
-        let Some((file, id)) = files::open_regular(path)? else { return Ok(None) };
+    /// Starts at a position, or at the end of the file. `None` if the position is in a different file or beyond the end
+    /// of this one.
+    fn start(file: File, id: FileId, from: Option<LinePosition>) -> io::Result<Option<Self>> {
         let length = file.metadata()?.len();
         if from.is_some_and(|position| position.file != id || position.offset > length) {
             return Ok(None);

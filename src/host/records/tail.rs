@@ -7,9 +7,9 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use super::files::{self, FileId, LinePosition, RecordKind, TailPosition};
+use super::files::{self, FileId, LinePosition, OpenRecordFile, RecordKind, TailPosition};
 use svc_base::fsx::FileError;
 
 const CHUNK_BYTES: usize = 256 << 10;
@@ -55,11 +55,9 @@ impl Tail {
     /// Starts after the last complete line of each file.
     pub fn from_end(kind: RecordKind, logs: PathBuf) -> Result<Self, FileError> {
         let mut tail = Self { kind, logs, files: Vec::new(), last_file: None, other_file: None };
-        for path in tail.kind.list_files(&tail.logs)? {
-            if let Some((id, file)) = open_regular(&path)? {
-                tail.files.push(FollowedFile::from_end(id, &file).map_err(FileError::wrap("read", &path))?);
-                tail.last_file = Some(id);
-            }
+        for OpenRecordFile { path, id, file } in tail.kind.open_files(&tail.logs)? {
+            tail.files.push(FollowedFile::from_end(id, &file).map_err(FileError::wrap("read", &path))?);
+            tail.last_file = Some(id);
         }
         Ok(tail)
     }
@@ -71,18 +69,15 @@ impl Tail {
         logs: PathBuf,
         position: TailPosition,
     ) -> Result<Option<Self>, FileError> {
-        let mut files = Vec::new();
-        for path in kind.list_files(&logs)? {
-            files.extend(open_regular(&path)?.map(|(id, file)| (path, id, file)));
-        }
-        let index_of = |position: LinePosition| files.iter().position(|(_, id, _)| *id == position.file);
+        let files = kind.open_files(&logs)?;
+        let index_of = |position: LinePosition| files.iter().position(|file| file.id == position.file);
         let Some(last) = index_of(position.last) else { return Ok(None) };
         // Files newer than those in the position have not been read. All others count as read to their end, because a
         // position names only the last two files that have grown.
         let newest = position.other_file.and_then(index_of).map_or(last, |other| other.max(last));
         let last_file = Some(position.last.file);
         let mut tail = Self { kind, logs, files: Vec::new(), last_file, other_file: None };
-        for (index, (path, id, file)) in files.iter().enumerate() {
+        for (index, OpenRecordFile { path, id, file }) in files.iter().enumerate() {
             let followed = if *id == position.last.file {
                 FollowedFile::after(position.last, file)
             } else if let Some(other) = position.other_file.filter(|other| other.file == *id) {
@@ -121,7 +116,8 @@ impl Tail {
                 continue;
             }
             // The name may belong to a different file by now, so use the ID of the opened file.
-            let Some((id, file)) = open_regular(&path)? else { continue };
+            let opened = files::open_regular(&path).map_err(FileError::wrap("read", &path))?;
+            let Some((file, id)) = opened else { continue };
             let index = self.files.iter().position(|followed| followed.id == id).unwrap_or_else(|| {
                 self.files.push(FollowedFile::new(id));
                 self.files.len() - 1
@@ -225,11 +221,6 @@ impl ReadBatch {
     }
 }
 
-fn open_regular(path: &Path) -> Result<Option<(FileId, File)>, FileError> {
-    let opened = files::open_regular(path).map_err(FileError::wrap("read", path))?;
-    Ok(opened.map(|(file, id)| (id, file)))
-}
-
 fn is_line_start(file: &File, offset: u64) -> io::Result<bool> {
     let mut last = [b'\n'];
     if offset > 0 {
@@ -242,6 +233,7 @@ fn is_line_start(file: &File, offset: u64) -> io::Result<bool> {
 mod tests {
     use std::fs::{self, OpenOptions};
     use std::io::Write;
+    use std::path::Path;
 
     use super::*;
 

@@ -9,6 +9,7 @@
 //! a day after the last write to a record. Such a clock counts as a jump: `time-sync.target` is reached even if no time
 //! server responds. A machine that was off for weeks therefore expires its records one day after it was powered on.
 
+use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
@@ -97,7 +98,11 @@ fn find_last_write(dir: &Path) -> Result<Option<i64>, FileError> {
     let mut last = None;
     for entry in std::fs::read_dir(dir).map_err(FileError::wrap("read", dir))? {
         let path = entry.map_err(FileError::wrap("read", dir))?.path();
-        let meta = std::fs::symlink_metadata(&path).map_err(FileError::wrap("stat", &path))?;
+        let meta = match std::fs::symlink_metadata(&path) {
+            // Another program has renamed or deleted the file since.
+            Err(error) if error.kind() == ErrorKind::NotFound => continue,
+            meta => meta.map_err(FileError::wrap("stat", &path))?,
+        };
         if meta.is_file() {
             last = last.max(Some(meta.mtime()));
         }

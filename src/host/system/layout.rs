@@ -230,7 +230,7 @@ impl Layout {
         self.state("epoch.json")
     }
 
-    /// Progress of the current backup.
+    /// Progress of the current or last backup.
     pub fn backup_progress(&self) -> PathBuf {
         self.state("backup-progress.json")
     }
@@ -313,7 +313,7 @@ impl Layout {
 
     /// Tool calls that a hook could not report. The owner's programs write the file, and the watcher reads it.
     pub fn audit_gaps(&self) -> PathBuf {
-        self.hook_notes().join("audit-gaps.jsonl")
+        self.undelivered_hooks_dir().join("audit-gaps.jsonl")
     }
 
     /// Held by root while an archive is being exported.
@@ -327,7 +327,7 @@ impl Layout {
     }
 
     /// The directory for files that hooks leave for the watcher. It belongs to the owner's user.
-    pub fn hook_notes(&self) -> PathBuf {
+    pub fn undelivered_hooks_dir(&self) -> PathBuf {
         self.root.join("run/svc/hooks")
     }
 

@@ -3,6 +3,7 @@
 //! The password is passed only in the environment, never in an argument list. Each call's environment starts empty, so
 //! that no inherited `PG*` variable affects it.
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::num::NonZero;
 use std::os::fd::AsFd;
@@ -23,8 +24,14 @@ use svc_base::config::Env;
 const CONTAINER: &str = "svc-postgres";
 /// Number of parallel jobs in a load.
 const RESTORE_JOBS: usize = 2;
-/// Maximum number of bytes of a tool's error output that are kept.
+/// Maximum number of bytes that are kept of a line of a tool's error output, and of all lines.
 const MAX_STDERR_BYTES: usize = 4096;
+/// How the tools' own messages begin. A line that begins otherwise may continue a value that contains line breaks.
+const TOOL_PREFIXES: [&str; 2] = ["pg_dump:", "pg_restore:"];
+/// How the lines of a message begin that quote rows or statements.
+const QUOTING_PREFIXES: [&str; 5] = ["DETAIL:", "CONTEXT:", "HINT:", "Command was:", "COPY "];
+/// Separates the lines of a summary.
+const SEPARATOR: &str = "; ";
 const PIPE_BYTES: i32 = 1 << 20;
 const PROBE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Variables that a tool inherits: enough to find itself, its libraries and the container runtime.
@@ -283,23 +290,65 @@ fn load_options(cores: usize) -> String {
 /// one line, without the row values that it quotes.
 pub async fn read_stderr_tail(stderr: Option<impl AsyncRead + Unpin>) -> String {
     let Some(mut stderr) = stderr else { return String::new() };
-    let mut output = Vec::new();
+    let mut summary = StderrSummary::default();
     let mut buffer = [0; 1024];
     while let Ok(read @ 1..) = stderr.read(&mut buffer).await {
-        output.extend_from_slice(&buffer[..read]);
-        output.drain(..output.len().saturating_sub(MAX_STDERR_BYTES));
+        summary.push(&buffer[..read]);
     }
-    summarize_stderr(&String::from_utf8_lossy(&output))
+    summary.finish()
 }
 
-/// Summarizes a tool's stderr in one line, without the row values that it quotes.
-fn summarize_stderr(output: &str) -> String {
-    let about_rows = ["DETAIL:", "CONTEXT:", "HINT:", "Command was:", "COPY "];
-    let lines = output.lines().map(str::trim).filter(|line| !line.is_empty());
-    let lines = lines.filter(|line| !about_rows.iter().any(|start| line.starts_with(start)));
-    // `invalid input syntax for type integer: "…"`
-    let lines = lines.map(|line| line.split(": \"").next().unwrap_or_default());
-    lines.collect::<Vec<_>>().join("; ")
+/// The last lines of a tool's error output, without the row values that they quote. Lines are examined as they arrive,
+/// because the beginning of a line, and the lines before it, show whether it quotes a value.
+#[derive(Default)]
+struct StderrSummary {
+    /// The beginning of the line that has not ended.
+    line: Vec<u8>,
+    /// Whether the line may continue a quoted value.
+    is_in_quote: bool,
+    lines: VecDeque<String>,
+    /// Number of bytes in `lines`, with separators.
+    bytes: usize,
+}
+
+impl StderrSummary {
+    fn push(&mut self, output: &[u8]) {
+        for &byte in output {
+            if byte == b'\n' {
+                self.end_line();
+            } else if self.line.len() < MAX_STDERR_BYTES {
+                self.line.push(byte);
+            }
+        }
+    }
+
+    fn end_line(&mut self) {
+        let line = std::mem::take(&mut self.line);
+        let line = String::from_utf8_lossy(&line);
+        if TOOL_PREFIXES.iter().any(|prefix| line.starts_with(prefix)) {
+            self.is_in_quote = false;
+        }
+        let line = line.trim();
+        self.is_in_quote |= QUOTING_PREFIXES.iter().any(|prefix| line.starts_with(prefix));
+        if self.is_in_quote || line.is_empty() {
+            return;
+        }
+        // `invalid input syntax for type integer: "…"`
+        let (unquoted, is_quoting) = line.split_once(": \"").map_or((line, false), |(line, _)| (line, true));
+        self.is_in_quote = is_quoting;
+        self.bytes += unquoted.len() + SEPARATOR.len();
+        self.lines.push_back(unquoted.to_owned());
+        while self.bytes > MAX_STDERR_BYTES && self.lines.len() > 1 {
+            let removed = self.lines.pop_front().unwrap_or_default();
+            self.bytes -= removed.len() + SEPARATOR.len();
+        }
+    }
+
+    /// Returns the lines as one.
+    fn finish(mut self) -> String {
+        self.end_line();
+        Vec::from(self.lines).join(SEPARATOR)
+    }
 }
 
 /// Enlarges the pipe, so that fewer wake-ups are needed per byte. If the kernel refuses, the pipe keeps its size.
@@ -314,11 +363,48 @@ mod tests {
     #[tokio::test]
     async fn read_stderr_tail_reads_everything() {
         let mut tool = Command::new("sh");
-        tool.args(["-c", "head -c 1000000 /dev/zero | tr '\\0' x >&2 && echo ': the end' >&2 && exit 3"]);
+        tool.args(["-c", "yes x | head -c 1000000 >&2 && echo 'the end' >&2 && exit 3"]);
         let mut tool = tool.stderr(Stdio::piped()).spawn().unwrap();
         let tail = read_stderr_tail(tool.stderr.take()).await;
-        assert!(tail.ends_with("x: the end") && tail.len() <= MAX_STDERR_BYTES, "{tail}");
+        assert!(tail.ends_with("; x; the end") && tail.len() <= MAX_STDERR_BYTES, "{tail}");
         assert_eq!(tool.wait().await.unwrap().code(), Some(3), "the tool was not interrupted");
+    }
+
+    fn summarize_stderr(output: &str) -> String {
+        let mut summary = StderrSummary::default();
+        // A line may arrive in several reads.
+        output.as_bytes().chunks(7).for_each(|chunk| summary.push(chunk));
+        summary.finish()
+    }
+
+    #[test]
+    fn summarize_stderr_drops_values_with_line_breaks() {
+        let output = "pg_restore: error: could not execute query: ERROR:  could not create unique index \"i\"\n\
+                    DETAIL:  Key (title)=(first\nmine\n\n  mine too) is duplicated.\n\
+                    Command was: CREATE UNIQUE INDEX\n  ON mine;\n\
+                    pg_restore: error: invalid input syntax for type integer: \"first\nmine\"\n\
+                    pg_restore: error: ended";
+        assert_eq!(
+            summarize_stderr(output),
+            "pg_restore: error: could not execute query: ERROR:  could not create unique index \"i\"; \
+             pg_restore: error: invalid input syntax for type integer; pg_restore: error: ended"
+        );
+    }
+
+    #[test]
+    fn summarize_stderr_drops_long_value_and_keeps_error() {
+        let value = "mine ".repeat(2 * MAX_STDERR_BYTES);
+        let output = format!("pg_restore: error: duplicate key\nDETAIL:  Key (title)=({value}) exists.\n");
+        assert_eq!(summarize_stderr(&output), "pg_restore: error: duplicate key");
+    }
+
+    #[test]
+    fn summarize_stderr_keeps_other_programs_messages() {
+        let output = "Error: no container with name \"svc-postgres\"\nError: exit status 125\n";
+        assert_eq!(
+            summarize_stderr(output),
+            "Error: no container with name \"svc-postgres\"; Error: exit status 125"
+        );
     }
 
     #[test]

@@ -33,7 +33,7 @@ pub enum AcceptReason {
 }
 
 /// The settings that root accepts from other users' files.
-pub const ALLOWED_FROM_OTHERS: [(&Variable, AcceptReason); 28] = [
+pub const ALLOWED_FROM_OTHERS: [(&Variable, AcceptReason); 29] = [
     (&vars::SVC_MACHINE_ID, AcceptReason::Identifier),
     (&vars::SVC_USER_ID, AcceptReason::Identifier),
     (&vars::SVC_HANDLE, AcceptReason::Identifier),
@@ -62,6 +62,7 @@ pub const ALLOWED_FROM_OTHERS: [(&Variable, AcceptReason); 28] = [
     // Accepted only until root has its own value: see `copy_platform_url`.
     (&vars::PLATFORM_INTERNAL_URL, AcceptReason::Address),
     (&vars::SVC_PROOF_KEYS, AcceptReason::CheckedOnly),
+    (&vars::SVC_HOST_NAME, AcceptReason::CheckedOnly),
     (&vars::ADMIN_TOKEN, AcceptReason::Credential),
 ];
 

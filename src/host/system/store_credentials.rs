@@ -231,6 +231,10 @@ impl RenewingCredentials {
                 }
                 Err(error) => {
                     state.is_withdrawn |= matches!(error, CredentialError::Withdrawn);
+                    if !matches!(error, CredentialError::Unavailable(_)) {
+                        // The platform is reachable and has refused, so this is not an outage.
+                        state.active.outage = None;
+                    }
                     let later = Timestamp::now().saturating_add(RETRY_INTERVAL);
                     state.not_before = later.unwrap_or(Timestamp::MAX);
                     return Err(error);

@@ -26,8 +26,8 @@ const MAX_QUOTED_CHARS: usize = 200;
 pub enum EntryKind {
     File,
     Directory,
-    /// A symbolic link.
-    Link,
+    #[serde(rename = "link")]
+    Symlink,
 }
 
 /// Limits for an archive.
@@ -118,12 +118,12 @@ impl<'a, R: Read> TarReader<'a, R> {
         let kind = match raw.header().entry_type() {
             EntryType::Regular => EntryKind::File,
             EntryType::Directory => EntryKind::Directory,
-            EntryType::Symlink => EntryKind::Link,
+            EntryType::Symlink => EntryKind::Symlink,
             other => return Err(TarError::rejected(&path, rejection_reason(other))),
         };
         let link = match (kind, names.link) {
-            (EntryKind::Link, Some(link)) => link,
-            (EntryKind::Link, None) => {
+            (EntryKind::Symlink, Some(link)) => link,
+            (EntryKind::Symlink, None) => {
                 raw.link_name().map_err(TarError::Malformed)?.unwrap_or_default().into_owned()
             }
             (_, Some(_)) => {

@@ -9,7 +9,7 @@ use super::protocol::{Outcome, UpdateResult};
 use super::request::{self, RequestFile};
 use super::services::{ServicesError, Systemctl};
 use super::updater::{self, Updater};
-use super::{releases, snapshot, trust};
+use super::{releases, trust};
 use crate::system::config;
 use crate::system::config::PlatformAccess;
 use crate::system::layout::Layout;
@@ -135,10 +135,8 @@ async fn acquire_lock(layout: &Layout, target: &UpdateTarget) -> Result<Lock, Fa
     let path = layout.update_state().join("lock");
     let lock = match target {
         UpdateTarget::Requested | UpdateTarget::Resume => Lock::wait(&path, LOCK_TIMEOUT).await,
-        // The run that holds the lock may be waiting for a snapshot. It continues once it sees this waiver.
-        UpdateTarget::Version(version, _) if snapshot::is_waived(layout, version) => {
-            Lock::wait(&path, LOCK_TIMEOUT).await
-        }
+        // The run that holds the lock may be waiting for a snapshot. It continues once it sees the waiver of this run.
+        UpdateTarget::Version(_, allow) if allow.without_snapshot => Lock::wait(&path, LOCK_TIMEOUT).await,
         _ => Lock::acquire(&path),
     };
     lock.map_err(|error| match error {

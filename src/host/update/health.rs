@@ -11,7 +11,7 @@ use crate::system::probe::GatewayClient;
 pub const GATEWAY_UNIT: &str = "svc-gateway.service";
 /// Services that are checked after an update if they were running before it. One that is inactive does not count as
 /// failed.
-pub const OTHER_SERVICES: [&str; 5] = [
+pub const CHECKED_SERVICES: [&str; 5] = [
     "svc-shell.service",
     "svc-code.service",
     "svc-sync-agent.service",
@@ -65,7 +65,7 @@ fn assess(units: &[(String, UnitState)], passes_probe: bool) -> HealthState {
         match unit.active.as_str() {
             "active" => {}
             "failed" => return HealthState::Failed(format!("{name} failed ({})", unit.result)),
-            // A release may lack any of the other services, or the program that one of them runs. systemd then leaves
+            // A release may lack any of the checked services, or the program that one of them runs. systemd then leaves
             // the unit inactive.
             "inactive" if name != GATEWAY_UNIT => {}
             "inactive" => return HealthState::Failed(format!("{name} is not running ({})", unit.result)),

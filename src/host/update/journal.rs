@@ -46,6 +46,9 @@ pub struct Allowances {
     /// Parts that the release may lack.
     #[serde(default)]
     pub removal: Vec<String>,
+    /// Do not wait for a snapshot.
+    #[serde(default)]
+    pub without_snapshot: bool,
 }
 
 /// An update's plan, and the state of the machine when the update began.

@@ -103,7 +103,7 @@ struct TargetArg {
 }
 
 impl ApplyArgs {
-    /// Waives the snapshot if `--without-snapshot` is given, even for an update that is in progress in another run.
+    /// Waives the snapshot for an update that is in progress in another run, if `--without-snapshot` is given.
     fn waive_snapshot(&self, layout: &Layout) -> Result<(), Failure> {
         let Some(version) = self.target.version.as_ref().filter(|_| self.without_snapshot) else {
             return Ok(());
@@ -116,6 +116,7 @@ impl ApplyArgs {
             downgrade: self.allow_downgrade,
             quarantined: self.allow_quarantined,
             removal: self.allow_removal,
+            without_snapshot: self.without_snapshot,
         };
         self.target.version.map_or(UpdateTarget::Requested, |version| UpdateTarget::Version(version, allow))
     }

@@ -4,10 +4,12 @@
 //! The writers are not root, so the content is untrusted. A request can name a version, but cannot waive a policy.
 
 use std::fs::OpenOptions;
-use std::io::Read;
+use std::io::{self, ErrorKind, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
+use nix::fcntl::OFlag;
+use nix::sys::stat::Mode;
 use serde::Deserialize;
 
 use crate::system::layout::Layout;
@@ -38,17 +40,18 @@ pub fn read(layout: &Layout) -> RequestFile {
     if path.symlink_metadata().is_err() {
         return RequestFile::Missing;
     }
-    read_untrusted(&path).and_then(|text| parse(&text)).map_or(RequestFile::Invalid, RequestFile::Valid)
+    let text = read_untrusted(&path, MAX_REQUEST_BYTES);
+    text.and_then(|text| parse(&text)).map_or(RequestFile::Invalid, RequestFile::Valid)
 }
 
-/// Reads the first `MAX_REQUEST_BYTES` of a file that another user can write; `None` if it is not a readable regular
-/// file. A symbolic link is not followed, and a FIFO does not block.
-pub fn read_untrusted(path: &Path) -> Option<Vec<u8>> {
+/// Reads the first `max_bytes` of a file that another user can write; `None` if it is not a readable regular file. A
+/// symbolic link is not followed, and a FIFO does not block.
+pub fn read_untrusted(path: &Path, max_bytes: u64) -> Option<Vec<u8>> {
     let flags = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK;
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;
     file.metadata().ok().filter(std::fs::Metadata::is_file)?;
     let mut text = Vec::new();
-    file.take(MAX_REQUEST_BYTES).read_to_end(&mut text).ok()?;
+    file.take(max_bytes).read_to_end(&mut text).ok()?;
     Some(text)
 }
 
@@ -73,8 +76,27 @@ pub fn complete(layout: &Layout, served: &ImageVersion) -> Result<(), FileError>
     }
 }
 
+/// Removes the request. A directory with its name, which would block every update, is renamed.
 pub fn remove(layout: &Layout) -> Result<(), FileError> {
-    fsx::remove_if_exists(&layout.request("update"))
+    let path = layout.request("update");
+    match fsx::remove_if_exists(&path) {
+        Err(error) if error.source.kind() == ErrorKind::IsADirectory => {
+            rename_directory(&path).map_err(FileError::wrap("rename", &path))
+        }
+        removed => removed,
+    }
+}
+
+/// Renames a directory within its parent. Root does not remove the directory: the parent belongs to another user, who
+/// could replace it with a symbolic link, and root would then remove a directory elsewhere.
+fn rename_directory(path: &Path) -> io::Result<()> {
+    let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
+        return Err(ErrorKind::InvalidInput.into());
+    };
+    let flags = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+    let parent = nix::fcntl::open(parent, flags, Mode::empty())?;
+    let new_name = format!(".not-a-request-{}", uuid::Uuid::new_v4().simple());
+    Ok(nix::fcntl::renameat(&parent, name, &parent, new_name.as_str())?)
 }
 
 #[cfg(test)]
@@ -117,5 +139,26 @@ mod tests {
         assert_eq!(read(&layout), RequestFile::Invalid);
         complete(&layout, &"2".parse().unwrap()).unwrap();
         assert_eq!(read(&layout), RequestFile::Missing);
+    }
+
+    #[test]
+    fn remove_renames_directory_but_follows_no_link() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let request = layout.request("update");
+        for _ in 0..2 {
+            std::fs::create_dir_all(request.join("inside")).unwrap();
+            assert_eq!(read(&layout), RequestFile::Invalid);
+            complete(&layout, &"2".parse().unwrap()).unwrap();
+            assert_eq!(read(&layout), RequestFile::Missing);
+        }
+        let requests = request.parent().unwrap();
+        assert_eq!(std::fs::read_dir(requests).unwrap().count(), 2);
+        let victim = dir.path().join("victim/update");
+        std::fs::create_dir_all(&victim).unwrap();
+        std::fs::rename(requests, dir.path().join("old")).unwrap();
+        std::os::unix::fs::symlink(dir.path().join("victim"), requests).unwrap();
+        assert!(remove(&layout).is_err());
+        assert!(victim.is_dir());
     }
 }

@@ -29,11 +29,13 @@ const BACKUP_UNIT: &str = "svc-db-backup-request.service";
 /// A failed unit is restarted with exponential backoff; systemd ignores the call while the unit is running.
 const MIN_START_BACKOFF: Duration = Duration::from_secs(5);
 const MAX_START_BACKOFF: Duration = Duration::from_secs(60);
-/// A snapshot older than this is not used, even if it was taken after the update began: an update can be resumed much
-/// later.
+/// A snapshot whose run ended longer ago than this is not used, even if it was taken after the update began: an update
+/// can be resumed much later. The age counts from the end of the run, because a backup can take hours.
 const MAX_SNAPSHOT_AGE: SignedDuration = SignedDuration::from_hours(1);
 /// A waiver older than this is ignored.
 const MAX_WAIVER_AGE: SignedDuration = SignedDuration::from_hours(1);
+/// Maximum number of bytes read from a backup's record or progress. A record contains the whole error of a failed run.
+const MAX_BACKUP_FILE_BYTES: u64 = 64 * 1024;
 
 /// The reason there is no snapshot.
 #[derive(Debug, thiserror::Error)]
@@ -50,10 +52,13 @@ pub enum SnapshotError {
 
 /// The fields of the last backup record that this module reads.
 #[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
 struct LastRun {
     /// When the run started.
     #[serde(with = "clock::wire")]
     timestamp: Timestamp,
+    #[serde(default)]
+    duration_ms: u64,
     status: String,
     key: Option<String>,
     error: Option<String>,
@@ -61,13 +66,59 @@ struct LastRun {
 
 impl LastRun {
     fn read(layout: &Layout) -> Option<Self> {
-        serde_json::from_slice(&read_untrusted(&layout.last_backup())?).ok()
+        serde_json::from_slice(&read_untrusted(&layout.last_backup(), MAX_BACKUP_FILE_BYTES)?).ok()
+    }
+
+    fn ended_at(&self) -> Timestamp {
+        let duration = SignedDuration::from_millis(i64::try_from(self.duration_ms).unwrap_or(i64::MAX));
+        self.timestamp.saturating_add(duration).unwrap_or(Timestamp::MAX)
     }
 
     /// Returns when the run's snapshot was taken, if the snapshot became the latest.
     fn taken_at(&self) -> Option<Timestamp> {
         (self.status == "success").then(|| self.key.as_deref().and_then(key::taken_at))?
     }
+
+    /// Returns whether the run's snapshot was taken after the update began, and the run ended at most
+    /// [`MAX_SNAPSHOT_AGE`] ago.
+    fn has_recent_snapshot(&self, update_began_at: Timestamp, now: Timestamp) -> bool {
+        self.taken_at().is_some_and(|taken_at| taken_at >= update_began_at)
+            && now.duration_since(self.ended_at()) <= MAX_SNAPSHOT_AGE
+    }
+}
+
+/// Detects whether backups make progress during a wait.
+struct ProgressDetector {
+    /// The run whose progress was stored when the wait began, until another run stores its progress.
+    earlier_run: Option<Timestamp>,
+    max_bytes: u64,
+}
+
+impl ProgressDetector {
+    /// Starts with the stored progress, which belongs to a run that is still going, or to the last one.
+    fn new(stored: Option<&BackupProgress>) -> Self {
+        Self {
+            earlier_run: stored.map(|progress| progress.began_at),
+            max_bytes: stored.map_or(0, count_bytes),
+        }
+    }
+
+    /// Records the stored progress, and returns whether a backup has advanced. Only exceeding every run of this wait
+    /// counts, because each run may fail at the same position. Runs from before the wait do not count: a backup that
+    /// is as large as the last one would otherwise make no progress until its end.
+    fn record(&mut self, progress: &BackupProgress) -> bool {
+        if self.earlier_run.take_if(|began_at| *began_at != progress.began_at).is_some() {
+            self.max_bytes = 0;
+        }
+        let bytes = count_bytes(progress);
+        let has_advanced = bytes > self.max_bytes;
+        self.max_bytes = self.max_bytes.max(bytes);
+        has_advanced
+    }
+}
+
+fn count_bytes(progress: &BackupProgress) -> u64 {
+    progress.dumped_bytes.saturating_add(progress.uploaded_bytes)
 }
 
 /// Waits for an update's snapshot.
@@ -90,16 +141,18 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
     pub async fn wait_for_snapshot(&self, journal: &mut Journal) -> Result<(), SnapshotError> {
         let mut backoff = Backoff::new(self.timeout);
         let (mut next_start, mut start_backoff) = (Instant::now(), MIN_START_BACKOFF);
-        let (mut last_checked, mut max_bytes) = (Timestamp::now(), 0);
+        let mut last_checked = Timestamp::now();
+        let mut detector = ProgressDetector::new(self.read_progress().as_ref());
         let since = clock::now_ms();
         loop {
-            if is_waived(self.layout, &journal.plan.to) {
+            if journal.plan.allow.without_snapshot || is_waived(self.layout, &journal.plan.to) {
                 tracing::warn!(to = %journal.plan.to, "an operator waived the snapshot before this update");
                 return Ok(());
             }
             let last = LastRun::read(self.layout);
-            if last.as_ref().and_then(LastRun::taken_at).is_some_and(|taken_at| is_recent(taken_at, journal))
-            {
+            let has_snapshot =
+                |last: &LastRun| last.has_recent_snapshot(journal.started_at, Timestamp::now());
+            if last.as_ref().is_some_and(has_snapshot) {
                 return Ok(());
             }
             // A run that started earlier has already been recorded, or is older than this wait.
@@ -123,10 +176,7 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
                     self.record_wait(journal, since, "")?;
                 }
             }
-            let bytes = self.read_progress_bytes();
-            // Only exceeding every earlier run counts as progress, because each run may fail at the same position.
-            if bytes > max_bytes {
-                max_bytes = bytes;
+            if self.read_progress().is_some_and(|progress| detector.record(&progress)) {
                 backoff.record_progress();
             }
             if let Err(DeadlinePassed) = backoff.pause().await {
@@ -135,11 +185,10 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
         }
     }
 
-    /// Reads the number of bytes that the current or last backup run has dumped and uploaded.
-    fn read_progress_bytes(&self) -> u64 {
-        let progress = read_untrusted(&self.layout.backup_progress())
-            .and_then(|text| serde_json::from_slice::<BackupProgress>(&text).ok());
-        progress.map_or(0, |progress| progress.dumped_bytes.saturating_add(progress.uploaded_bytes))
+    /// Reads the progress of the current or last backup run.
+    fn read_progress(&self) -> Option<BackupProgress> {
+        let text = read_untrusted(&self.layout.backup_progress(), MAX_BACKUP_FILE_BYTES)?;
+        serde_json::from_slice(&text).ok()
     }
 
     fn record_wait(&self, journal: &mut Journal, since: Timestamp, why: &str) -> Result<(), FileError> {
@@ -165,12 +214,8 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
     }
 }
 
-/// Returns whether a snapshot was taken after the update began and at most [`MAX_SNAPSHOT_AGE`] ago.
-fn is_recent(taken_at: Timestamp, journal: &Journal) -> bool {
-    taken_at >= journal.started_at && Timestamp::now().duration_since(taken_at) <= MAX_SNAPSHOT_AGE
-}
-
-/// An operator's waiver of the snapshot for an update to this release. Only root can write the file.
+/// An operator's waiver of the snapshot for an update to this release, for a run that is already waiting: the
+/// operator's own run has it in its journal. Only root can write the file.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Waiver {
@@ -190,15 +235,99 @@ pub fn waive(layout: &Layout, version: &ImageVersion) -> Result<(), FileError> {
     fsx::write_atomic(&waiver_path(layout), &text, 0o644)
 }
 
+fn read_waiver(layout: &Layout) -> Option<Waiver> {
+    let text = fsx::read_if_exists(&waiver_path(layout)).ok().flatten()?;
+    serde_json::from_slice(&text).ok()
+}
+
 /// Returns whether an operator recently waived the snapshot for an update to this release.
-pub fn is_waived(layout: &Layout, version: &ImageVersion) -> bool {
-    let text = fsx::read_if_exists(&waiver_path(layout)).ok().flatten();
-    let waiver = text.and_then(|text| serde_json::from_slice::<Waiver>(&text).ok());
-    waiver.is_some_and(|waiver| {
+fn is_waived(layout: &Layout, version: &ImageVersion) -> bool {
+    read_waiver(layout).is_some_and(|waiver| {
         waiver.version == *version && Timestamp::now().duration_since(waiver.at) <= MAX_WAIVER_AGE
     })
 }
 
-pub fn remove_waiver(layout: &Layout) -> Result<(), FileError> {
-    fsx::remove_if_exists(&waiver_path(layout))
+/// Removes the waiver after an update to this release, unless it is for a different one.
+pub fn remove_waiver(layout: &Layout, version: &ImageVersion) -> Result<(), FileError> {
+    match read_waiver(layout) {
+        Some(waiver) if waiver.version != *version => Ok(()),
+        _ => fsx::remove_if_exists(&waiver_path(layout)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(seconds: i64) -> Timestamp {
+        Timestamp::from_second(1_795_000_000 + seconds).unwrap()
+    }
+
+    fn successful_run(began_at: Timestamp, duration_ms: u64) -> LastRun {
+        let key = key::snapshot_key(began_at, svc_machine::epoch::Epoch(1));
+        let status = "success".to_owned();
+        LastRun { timestamp: began_at, duration_ms, status, key: Some(key), error: None }
+    }
+
+    #[test]
+    fn snapshot_age_counts_from_end_of_its_run() {
+        let run = successful_run(at(10), 3 * 3_600_000);
+        let ended_at = 10 + 3 * 3600;
+        assert!(run.has_recent_snapshot(at(0), at(ended_at)));
+        assert!(run.has_recent_snapshot(at(0), at(ended_at + 3600)));
+        assert!(!run.has_recent_snapshot(at(0), at(ended_at + 3601)));
+        assert!(!run.has_recent_snapshot(at(11), at(ended_at)), "it was taken before the update began");
+        let forged = successful_run(at(10), u64::MAX);
+        assert_eq!(forged.ended_at(), Timestamp::MAX);
+    }
+
+    fn progress(began_at: Timestamp, dumped_bytes: u64) -> BackupProgress {
+        let mut progress = BackupProgress::new(began_at, "dump".to_owned());
+        progress.dumped_bytes = dumped_bytes;
+        progress
+    }
+
+    #[test]
+    fn detector_ignores_runs_before_the_wait() {
+        let mut detector = ProgressDetector::new(Some(&progress(at(0), 1000)));
+        assert!(!detector.record(&progress(at(0), 1000)), "the last run has ended");
+        assert!(!detector.record(&progress(at(60), 0)));
+        assert!(detector.record(&progress(at(60), 10)), "the new run need not exceed the last one");
+        assert!(!detector.record(&progress(at(60), 10)));
+        assert!(!detector.record(&progress(at(120), 10)), "the next run has not exceeded this one");
+        assert!(detector.record(&progress(at(120), 11)));
+    }
+
+    #[test]
+    fn detector_sees_progress_of_run_that_is_going() {
+        let mut detector = ProgressDetector::new(Some(&progress(at(0), 1000)));
+        assert!(detector.record(&progress(at(0), 1001)));
+        let mut detector = ProgressDetector::new(None);
+        assert!(!detector.record(&progress(at(0), 0)));
+        assert!(detector.record(&progress(at(0), 1)));
+    }
+
+    #[test]
+    fn record_with_long_error_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let error = "x".repeat(20_000);
+        let last = serde_json::json!({"timestamp": "2026-01-02T03:04:05.678Z", "status": "error", "key": null,
+            "durationMs": 7, "error": error});
+        fsx::write_atomic(&layout.last_backup(), last.to_string().as_bytes(), 0o644).unwrap();
+        let last = LastRun::read(&layout).unwrap();
+        assert_eq!((last.error, last.duration_ms), (Some(error), 7));
+    }
+
+    #[test]
+    fn remove_waiver_keeps_waiver_for_other_release() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let (one, two): (ImageVersion, ImageVersion) = ("1".parse().unwrap(), "2".parse().unwrap());
+        waive(&layout, &two).unwrap();
+        remove_waiver(&layout, &one).unwrap();
+        assert!(is_waived(&layout, &two) && !is_waived(&layout, &one));
+        remove_waiver(&layout, &two).unwrap();
+        assert!(!waiver_path(&layout).exists());
+    }
 }

@@ -141,7 +141,7 @@ impl Tree<'_> {
         match entry.kind {
             EntryKind::Directory => self.create_directory(&path),
             EntryKind::File => self.create_file(&mut entry, &path),
-            EntryKind::Link => self.create_link(&path, &entry.link),
+            EntryKind::Symlink => self.create_link(&path, &entry.link),
         }
     }
 

@@ -13,7 +13,7 @@ use super::download::{BundleSource, DownloadError};
 use super::error::UpdateError;
 use super::fetch;
 use super::fetch::{ExpectedArchive, FetchError};
-use super::health::{self, GATEWAY_UNIT, GatewayProbe, OTHER_SERVICES};
+use super::health::{self, CHECKED_SERVICES, GATEWAY_UNIT, GatewayProbe};
 use super::history;
 use super::history::{HistoryEntry, HistoryError};
 use super::journal::{Allowances, Journal, UpdateKind, UpdatePlan};
@@ -114,7 +114,7 @@ impl<S: Services> Updater<S> {
         allow: Allowances,
     ) -> Journal {
         let mut running = Vec::new();
-        for name in OTHER_SERVICES {
+        for name in CHECKED_SERVICES {
             if self.services.state(name).await.is_ok_and(|state| state.active == "active") {
                 running.push(name.to_owned());
             }
@@ -281,7 +281,7 @@ impl<S: Services> Updater<S> {
                 tracing::warn!(error = %format_chain(&error), "could not restart a service; the health check shows whether the update failed");
             }
         }
-        for name in OTHER_SERVICES.iter().filter(|name| !names.iter().any(|other| other == *name)) {
+        for name in CHECKED_SERVICES.iter().filter(|name| !names.iter().any(|other| other == *name)) {
             // These services were not running when the update began, but they may have started since, from the old
             // release. A failed restart does not fail the update.
             if let Err(error) = self.services.try_restart(name).await {
@@ -356,14 +356,19 @@ impl<S: Services> Updater<S> {
             outcome.clone(),
         );
         history::record(&self.layout, &entry)?;
-        if let Err(error) = history::prune(&self.layout) {
+        if matches!(journal.state, State::Ended { end: UpdateResult::Failed, stage: Stage::Rollback, .. }) {
+            self.keep_working_release(&journal.plan.from);
+        } else if let Err(error) = history::prune(&self.layout) {
             if let HistoryError::Injected(error) = error {
                 return Err(error.into());
             }
             tracing::warn!(error = %format_chain(&error), "could not remove old releases");
         }
-        request::complete(&self.layout, &journal.plan.to)?;
-        snapshot::remove_waiver(&self.layout)?;
+        // An update must be able to end even if another user has made the request's directory unusable.
+        if let Err(error) = request::complete(&self.layout, &journal.plan.to) {
+            tracing::error!(error = %format_chain(&error), "could not remove the update request");
+        }
+        snapshot::remove_waiver(&self.layout, &journal.plan.to)?;
         failpoint::trigger("update.request_done")?;
         fsx::remove_if_exists(&self.layout.update_journal())?;
         fsx::sync_dir(&self.layout.update_state())?;
@@ -375,6 +380,17 @@ impl<S: Services> Updater<S> {
             "the update ended"
         );
         Ok(())
+    }
+
+    /// After a failed rollback, makes `svc-update rollback` return to the release that worked, unless the rollback has
+    /// already switched to it. No release is removed, in case an operator needs one.
+    fn keep_working_release(&self, from: &ImageVersion) {
+        if release::current_version(&self.layout).as_ref() == Some(from) {
+            return;
+        }
+        if let Err(error) = history::record_previous(&self.layout, from) {
+            tracing::error!(error = %format_chain(&error), "could not record the previous release");
+        }
     }
 
     fn record_success(&self, journal: &Journal) -> Result<(), UpdateError> {

@@ -131,7 +131,7 @@ static ARCHIVE_ENTRIES: LazyLock<Vec<ArchiveEntry>> = LazyLock::new(|| {
     vec![
         entry("export.json", EntryKind::File, 3, Some("ab".repeat(32))),
         entry("home", EntryKind::Directory, 0, None),
-        entry("home/a%25\"b", EntryKind::Link, 7, Some("cd".repeat(32))),
+        entry("home/a%25\"b", EntryKind::Symlink, 7, Some("cd".repeat(32))),
     ]
 });
 

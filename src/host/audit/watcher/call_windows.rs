@@ -58,9 +58,24 @@ fn is_above(folder: &[u8], path: &[u8]) -> bool {
 struct Attribution {
     agents: Vec<Agent>,
     tool: Option<String>,
+    /// Whether someone other than these agents may have made the change.
+    is_uncertain: bool,
 }
 
 impl Attribution {
+    /// Adds a killed call that claimed the change. The call may have made it, or ended before.
+    fn add_killed_call(&mut self, window: &CallWindow) {
+        if self.agents.is_empty() {
+            self.is_uncertain = true;
+            self.tool = Some(window.tool.clone());
+        } else if self.tool.as_ref() != Some(&window.tool) {
+            self.tool = None;
+        }
+        if !self.agents.contains(&window.agent) {
+            self.agents.push(window.agent.clone());
+        }
+    }
+
     fn build_entry(&self, change: &Change, timestamp: Timestamp) -> Option<AuditEntry> {
         let first = self.agents.first()?;
         let join_names = |name_of: fn(&Agent) -> &str| {
@@ -72,7 +87,7 @@ impl Attribution {
             }
             names.join(", ")
         };
-        let is_unambiguous = self.agents.len() == 1;
+        let is_unambiguous = self.agents.len() == 1 && !self.is_uncertain;
         let (path, escaped) = AuditEntry::encode_path(&change.path);
         Some(AuditEntry {
             version: AuditEntry::VERSION,
@@ -167,7 +182,8 @@ impl CallWindows {
             }
         }
         let tool = commands().next().map(|window| window.tool.clone());
-        Attribution { agents, tool: tool.filter(|tool| commands().all(|window| window.tool == *tool)) }
+        let tool = tool.filter(|tool| commands().all(|window| window.tool == *tool));
+        Attribution { agents, tool, is_uncertain: false }
     }
 
     /// Ends a successful call. If the call claimed a file, returns the pending changes that it claims, attributed to
@@ -192,7 +208,8 @@ impl CallWindows {
             .into_iter()
             .partition::<Vec<_>, _>(|pending| window.claims(&pending.change));
         self.pending = others;
-        let attribution = Attribution { agents: vec![window.agent], tool: Some(window.tool) };
+        let attribution =
+            Attribution { agents: vec![window.agent], tool: Some(window.tool), is_uncertain: false };
         if !claimed.iter().any(|pending| pending.change.op == FileOperation::Write) {
             let fallback =
                 fallback.map(|change| PendingChange { change, attribution: attribution.clone(), at });
@@ -209,6 +226,24 @@ impl CallWindows {
     /// commands that were running.
     pub fn end(&mut self, should_end: impl Fn(&CallWindow) -> bool) -> Vec<AuditEntry> {
         self.open.retain(|window| !should_end(window));
+        self.release_unclaimed()
+    }
+
+    /// Ends the matching calls, whose process ended before it reported a result. The changes that they claimed are
+    /// attributed to them and to the commands that were running.
+    pub fn end_killed(&mut self, was_killed: impl Fn(&CallWindow) -> bool) -> Vec<AuditEntry> {
+        let (killed, open) = std::mem::take(&mut self.open).into_iter().partition::<Vec<_>, _>(was_killed);
+        self.open = open;
+        for pending in &mut self.pending {
+            for window in killed.iter().filter(|window| window.claims(&pending.change)) {
+                pending.attribution.add_killed_call(window);
+            }
+        }
+        self.release_unclaimed()
+    }
+
+    /// Removes the pending changes that no open call claims, and builds their entries.
+    fn release_unclaimed(&mut self) -> Vec<AuditEntry> {
         let open = &self.open;
         let (pending, released) = std::mem::take(&mut self.pending)
             .into_iter()

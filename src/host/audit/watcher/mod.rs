@@ -87,7 +87,7 @@ async fn watch(layout: Layout) -> Result<(), Failure> {
     if let Some(dir) = state.parent() {
         unix_socket::ensure_dir(dir).or_exit(Exit::Internal)?;
     }
-    unix_socket::ensure_dir(&layout.hook_notes()).or_exit(Exit::Internal)?;
+    unix_socket::ensure_dir(&layout.undelivered_hooks_dir()).or_exit(Exit::Internal)?;
     let writer = Writer::start(layout.logs()).or_exit(Exit::Internal)?;
     let records = writer.records();
     let thread_layout = layout.clone();

@@ -9,7 +9,7 @@ use crate::system::unix_socket::PeerCredentials;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Peer {
     /// Whether the process runs as root or as the gateway's user; only such a process may report dispatches.
-    pub is_gateway: bool,
+    pub may_report_dispatches: bool,
     /// The process, then its parent, and so on; empty if the process had already ended.
     processes: Vec<Process>,
 }
@@ -18,7 +18,7 @@ impl Peer {
     pub fn from_credentials(credentials: PeerCredentials) -> Self {
         let is_own = |uid: u32| uid == 0 || uid == geteuid().as_raw();
         let processes = credentials.pid.map(Process::with_ancestors).unwrap_or_default();
-        Self { is_gateway: credentials.uid.is_some_and(is_own), processes }
+        Self { may_report_dispatches: credentials.uid.is_some_and(is_own), processes }
     }
 
     /// The hook's parent process, which is the agent's program.
@@ -46,11 +46,11 @@ mod tests {
         let pid = i32::try_from(std::process::id()).unwrap();
         let peer = Peer::from_credentials(PeerCredentials { uid: Some(geteuid().as_raw()), pid: Some(pid) });
         let parent = Process::from_pid(nix::unistd::getppid().as_raw());
-        assert!(peer.is_gateway && peer.is_identified());
+        assert!(peer.may_report_dispatches && peer.is_identified());
         assert_eq!(peer.caller(), Some(parent));
         assert!(peer.is_below(Process::from_pid(pid)) && peer.is_below(parent));
         assert!(!peer.is_below(Process { pid, started: 1 }));
         let unknown = Peer::from_credentials(PeerCredentials { uid: Some(u32::MAX), pid: Some(i32::MAX) });
-        assert!(!unknown.is_gateway && !unknown.is_identified() && unknown.caller().is_none());
+        assert!(!unknown.may_report_dispatches && !unknown.is_identified() && unknown.caller().is_none());
     }
 }

@@ -14,6 +14,16 @@ pub struct WatcherState {
     pub dispatches: Dispatches,
 }
 
+/// Replaces the file, without a sync.
+///
+/// # Errors
+/// If the file cannot be written.
+pub fn save_state(file: &Path, state: &WatcherState) -> std::io::Result<()> {
+    let new = file.with_extension("new");
+    std::fs::write(&new, serde_json::to_vec(state)?)?;
+    std::fs::rename(new, file)
+}
+
 /// Loads the state; a missing or invalid file counts as empty.
 pub fn load_state(file: &Path) -> WatcherState {
     let text = std::fs::read(file).unwrap_or_default();

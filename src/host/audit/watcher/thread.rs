@@ -19,17 +19,17 @@ use super::call_windows::{Agent, CallWindow, CallWindows};
 use super::calls::{Authority, Call, EndedCall, determine_authority, sanitize_names};
 use super::change_log::ChangeLog;
 use super::diff;
-use super::diff::{Change, DirtySet};
+use super::diff::DirtySet;
 use super::dispatches::Dispatches;
 use super::home_watcher::HomeWatcher;
 use super::peer::Peer;
 use super::request::{HookRequest, Request};
-use super::state_file::{WatcherState, load_state};
-use super::tool_paths;
+use super::state_file::{WatcherState, load_state, save_state};
+use super::tool_paths::{find_reported_write, resolve_written_paths};
 use super::tree::Tree;
 use crate::audit::file_changes::ChangesReply;
 use crate::audit::protocol::{Message, Phase, Process, UndeliveredHook};
-use crate::records::entry::{AuditEntry, FileOperation, Gap, GapLine, GapReason};
+use crate::records::entry::{AuditEntry, Gap, GapLine, GapReason};
 use crate::records::writer::{Record, Records};
 use crate::system::layout::Layout;
 use svc_base::clock;
@@ -173,17 +173,29 @@ impl Watcher {
 
     fn tick(&mut self) {
         self.collect_saved();
+        self.end_killed_calls();
         let is_due = if self.windows.is_empty() {
             !self.dirty.is_clean()
         } else {
             self.windows.has_only_background_calls() && self.last_check.elapsed() >= BACKGROUND_INTERVAL
         };
-        let has_ended = |window: &CallWindow| window.process.is_some_and(Process::has_ended);
-        if self.windows.all().iter().any(has_ended) {
-            self.end_windows(has_ended);
-        } else if is_due {
+        if is_due {
             self.check_home();
         }
+    }
+
+    /// Ends the calls whose process has ended, after collecting its changes.
+    fn end_killed_calls(&mut self) {
+        let processes = self.windows.all().iter().filter_map(|window| window.process);
+        let ended: Vec<Process> = processes.filter(|process| process.has_ended()).collect();
+        if ended.is_empty() {
+            return;
+        }
+        self.check_home();
+        let has_ended = |window: &CallWindow| window.process.is_some_and(|process| ended.contains(&process));
+        let entries = self.windows.end_killed(has_ended);
+        self.write_entries(entries);
+        self.save_state();
     }
 
     fn process_message(&mut self, message: Message, peer: &Peer) {
@@ -253,7 +265,7 @@ impl Watcher {
 
     /// Processes a message from the dispatcher, which only root and the gateway's user may send.
     fn process_dispatch(&mut self, message: Message, peer: &Peer) {
-        let Some(id) = message.dispatch_id.filter(|_| peer.is_gateway) else {
+        let Some(id) = message.dispatch_id.filter(|_| peer.may_report_dispatches) else {
             return self.record_gap(GapReason::Forged, 1, message.sent_at);
         };
         match message.process {
@@ -262,6 +274,7 @@ impl Watcher {
                 self.save_state();
             }
             _ => {
+                self.end_killed_calls();
                 self.end_windows(|window| window.agent.dispatch.as_ref() == Some(&id));
                 let unreported = self.dispatches.end(&id, &message.seen.unwrap_or_default());
                 if unreported > 0 {
@@ -345,10 +358,8 @@ impl Watcher {
     }
 
     fn open_window(&mut self, message: &Message) {
-        let claim = message
-            .path
-            .as_ref()
-            .map(|path| tool_paths::resolve_written_paths(&self.home, message.cwd.as_deref(), path));
+        let claim =
+            message.path.as_ref().map(|path| resolve_written_paths(&self.home, message.cwd.as_deref(), path));
         let window = CallWindow {
             session: message.session_id.clone(),
             tool_use: message.tool_use_id.clone().unwrap_or_default(),
@@ -374,26 +385,12 @@ impl Watcher {
         if message.is_background {
             self.windows.mark_as_background(session, tool_use);
         } else {
-            let fallback =
-                message.path.as_ref().and_then(|path| self.reported_write(message.cwd.as_deref(), path));
+            let find_write = |path: &String| find_reported_write(&self.home, message.cwd.as_deref(), path);
+            let fallback = message.path.as_ref().and_then(find_write);
             let entries = self.windows.end_successful(session, tool_use, fallback, clock::now_ms());
             self.write_entries(entries);
         }
         self.save_state();
-    }
-
-    /// Returns the write that a tool reports. It is used if the tree shows no change, because the content was the same
-    /// or a check for another call has already seen the change.
-    fn reported_write(&self, cwd: Option<&str>, path: &str) -> Option<Change> {
-        let paths = tool_paths::resolve_written_paths(&self.home, cwd, path);
-        let path = paths.last()?;
-        let meta = std::fs::symlink_metadata(self.home.join(path)).ok();
-        // The last path is a symbolic link only if its target is not audited, so the write is not audited either.
-        if meta.as_ref().is_some_and(std::fs::Metadata::is_symlink) {
-            return None;
-        }
-        let size = meta.map_or(0, |meta| meta.len());
-        Some(Change { op: FileOperation::Write, path: path.clone().into_bytes(), size })
     }
 
     /// Collects the changes so far, then ends the matching calls.
@@ -486,14 +483,8 @@ impl Watcher {
 
     /// Saves the running calls and dispatches, without a sync: a power cut may lose the file, but also ends all calls.
     fn save_state(&self) {
-        let state =
-            WatcherState { windows: self.windows.all().to_vec(), dispatches: self.dispatches.clone() };
-        let saved = serde_json::to_vec(&state).map_err(std::io::Error::from).and_then(|text| {
-            let new = self.state_file.with_extension("new");
-            std::fs::write(&new, text)?;
-            std::fs::rename(new, &self.state_file)
-        });
-        if let Err(error) = saved {
+        let (windows, dispatches) = (self.windows.all().to_vec(), self.dispatches.clone());
+        if let Err(error) = save_state(&self.state_file, &WatcherState { windows, dispatches }) {
             tracing::error!(%error, path = %self.state_file.display(), "cannot save the watcher's state");
         }
     }

@@ -2,6 +2,9 @@
 
 use std::path::{Component, Path, PathBuf};
 
+use super::diff::Change;
+use crate::records::entry::FileOperation;
+
 /// Lists the paths below the home directory that a tool may have written: the name in its resolved folder and, if the
 /// name is a symbolic link, the link's target. Omits paths outside the home directory or in its `system` folder.
 pub fn resolve_written_paths(home: &Path, cwd: Option<&str>, path: &str) -> Vec<String> {
@@ -15,6 +18,19 @@ pub fn resolve_written_paths(home: &Path, cwd: Option<&str>, path: &str) -> Vec<
         found.push(target);
     }
     found
+}
+
+/// Finds the write that a tool reports. It is used if the tree shows no change, because the content was the same or a
+/// check for another call has already seen the change.
+pub fn find_reported_write(home: &Path, cwd: Option<&str>, path: &str) -> Option<Change> {
+    let path = resolve_written_paths(home, cwd, path).pop()?;
+    let meta = std::fs::symlink_metadata(home.join(&path)).ok();
+    // The last path is a symbolic link only if its target is not audited, so the write is not audited either.
+    if meta.as_ref().is_some_and(std::fs::Metadata::is_symlink) {
+        return None;
+    }
+    let size = meta.map_or(0, |meta| meta.len());
+    Some(Change { op: FileOperation::Write, path: path.into_bytes(), size })
 }
 
 fn path_within_home(home: &Path, path: &Path) -> Option<String> {

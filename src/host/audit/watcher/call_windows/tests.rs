@@ -67,6 +67,33 @@ fn failed_tools_claim_reverts_to_running_commands() {
 }
 
 #[test]
+fn killed_tools_claim_is_attributed_as_ambiguous() {
+    let mut windows = CallWindows::default();
+    windows.begin(window("bob", "1", Some("w")));
+    assert!(windows.attribute(vec![change(FileOperation::Write, "w")], NOW).is_empty());
+    let entries = windows.end_killed(|window| window.session == "bob");
+    assert_eq!(attributions(&entries), [("w".to_owned(), "bob".to_owned(), true)]);
+    assert_eq!(entries[0].tool.as_deref(), Some("Write"));
+    windows.begin(window("ada", "2", None));
+    windows.begin(window("bob", "3", Some("w")));
+    assert!(windows.attribute(vec![change(FileOperation::Write, "w")], NOW).is_empty());
+    let entries = windows.end_killed(|window| window.session == "bob");
+    assert_eq!(attributions(&entries), [("w".to_owned(), "ada, bob".to_owned(), true)]);
+    assert_eq!(entries[0].tool, None);
+}
+
+#[test]
+fn killed_tools_claim_waits_for_other_tool() {
+    let mut windows = CallWindows::default();
+    windows.begin(window("ada", "1", Some("w")));
+    windows.begin(window("bob", "2", Some("w")));
+    assert!(windows.attribute(vec![change(FileOperation::Write, "w")], NOW).is_empty());
+    assert!(windows.end_killed(|window| window.session == "bob").is_empty());
+    let entries = windows.end_successful("ada", "1", None, NOW);
+    assert_eq!(attributions(&entries), [("w".to_owned(), "ada".to_owned(), false)]);
+}
+
+#[test]
 fn several_calls_by_one_agent_are_unambiguous() {
     let mut windows = CallWindows::default();
     windows.begin(window("ada", "1", None));

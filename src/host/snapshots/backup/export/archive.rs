@@ -204,7 +204,7 @@ impl<W: Write + Seek + 'static> Archive<W> {
                 self.tar.append_data(&mut header, &path, std::io::empty())?;
                 self.add_entry(&encoded, EntryKind::Directory, 0, None);
             }
-            EntryKind::Link => {
+            EntryKind::Symlink => {
                 let target = link_target.ok_or_else(out_of_order)?;
                 let target = target.as_os_str().as_bytes();
                 header.set_size(0);
@@ -214,7 +214,7 @@ impl<W: Write + Seek + 'static> Archive<W> {
                 }
                 self.tar.append_data(&mut header, &path, std::io::empty())?;
                 let digest = archive::sha256(target);
-                self.add_entry(&encoded, EntryKind::Link, 0, Some(digest));
+                self.add_entry(&encoded, EntryKind::Symlink, 0, Some(digest));
             }
             EntryKind::File => {
                 // The file may grow while it is read, so the size is the number of bytes that were read.
@@ -283,7 +283,7 @@ impl From<EntryKind> for EntryType {
         match kind {
             EntryKind::File => Self::Regular,
             EntryKind::Directory => Self::Directory,
-            EntryKind::Link => Self::Symlink,
+            EntryKind::Symlink => Self::Symlink,
         }
     }
 }

@@ -95,7 +95,7 @@ fn entry_kind(meta: &Metadata) -> Option<EntryKind> {
     match () {
         () if kind.is_file() => Some(EntryKind::File),
         () if kind.is_dir() => Some(EntryKind::Directory),
-        () if kind.is_symlink() => Some(EntryKind::Link),
+        () if kind.is_symlink() => Some(EntryKind::Symlink),
         () => None,
     }
 }

@@ -44,7 +44,7 @@ fn send_entry(home: &Path, entry: HomeEntry, to: &mut impl Write) -> io::Result<
     };
     match entry.kind {
         EntryKind::Directory => Frame::Entry { entry, link_target: None }.write(to),
-        EntryKind::Link => match std::fs::read_link(&path) {
+        EntryKind::Symlink => match std::fs::read_link(&path) {
             Ok(target) => Frame::Entry { entry, link_target: Some(target) }.write(to),
             Err(error) => omit(error, entry.path).write(to),
         },

@@ -93,7 +93,7 @@ impl Frame {
             b'E' => {
                 let head: EntryHead = serde_json::from_slice(&payload)?;
                 let link_target = head.link_target.as_deref().map(from_hex).transpose()?;
-                if link_target.is_some() != (head.kind == EntryKind::Link) {
+                if link_target.is_some() != (head.kind == EntryKind::Symlink) {
                     return Err(invalid());
                 }
                 let path = check_below_home(from_hex(&head.path)?)?;
@@ -164,7 +164,7 @@ mod tests {
         let frames = [
             Frame::Entry { entry: entry(b"odd \xff\n", EntryKind::Directory), link_target: None },
             Frame::Entry {
-                entry: entry(b"a/link", EntryKind::Link),
+                entry: entry(b"a/link", EntryKind::Symlink),
                 link_target: Some("/etc/passwd".into()),
             },
             Frame::Entry { entry: entry(b"a/file", EntryKind::File), link_target: None },

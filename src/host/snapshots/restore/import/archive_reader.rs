@@ -245,7 +245,7 @@ impl<'a> Pass<'a> {
         let is_system = path.strip_prefix(HOME).is_ok_and(|below_home| below_home == Path::new(SYSTEM));
         let is_allowed = match entry.kind {
             EntryKind::Directory => !is_top_level,
-            EntryKind::Link => !is_top_level && !is_system,
+            EntryKind::Symlink => !is_top_level && !is_system,
             EntryKind::File => !is_system,
         };
         if !is_allowed {
@@ -299,7 +299,7 @@ impl<'a> Pass<'a> {
                 fs::DirBuilder::new().mode(0o700).create(to).map_err(failed("create directory"))?;
                 self.modes.push((to.to_owned(), mode));
             }
-            EntryKind::Link => {
+            EntryKind::Symlink => {
                 std::os::unix::fs::symlink(&entry.link, to).map_err(failed("create symbolic link"))?;
             }
             EntryKind::File => {
@@ -343,7 +343,7 @@ fn copy_listed(entry: &mut TarEntry<'_, impl Read>, to: impl Write) -> io::Resul
     let (path, kind) = (archive::encode_path(&entry.path), entry.kind);
     match kind {
         EntryKind::Directory => Ok(ArchiveEntry { path, kind, size_bytes: 0, sha256: None }),
-        EntryKind::Link => {
+        EntryKind::Symlink => {
             let sha256 = Some(archive::sha256(entry.link.as_os_str().as_bytes()));
             Ok(ArchiveEntry { path, kind, size_bytes: 0, sha256 })
         }

@@ -28,7 +28,7 @@ pub fn entry_digest(listed: &ArchiveEntry) -> EntryDigest {
     let kind = match listed.kind {
         EntryKind::File => b'f',
         EntryKind::Directory => b'd',
-        EntryKind::Link => b'l',
+        EntryKind::Symlink => b'l',
     };
     let mut hash = Sha256::new();
     hash.update([kind, u8::from(listed.sha256.is_some())]);
