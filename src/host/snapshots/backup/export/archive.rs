@@ -302,7 +302,7 @@ mod tests {
         let mut archive = Archive { tar: Builder::new(Cursor::new(Vec::new())), entries: Vec::new() };
         for (number, target) in targets.iter().enumerate() {
             let path = PathBuf::from(format!("link-{number}"));
-            let entry = HomeEntry { path, kind: EntryKind::Link, mode: 0o777, modified: 0 };
+            let entry = HomeEntry { path, kind: EntryKind::Symlink, mode: 0o777, modified: 0 };
             archive.write_entry(&entry, Some(PathBuf::from(target)), &mut std::io::empty()).unwrap();
         }
         let bytes = archive.tar.into_inner().unwrap().into_inner();
