@@ -27,8 +27,8 @@ use crate::tree_reader::TreeReader;
 pub const FAILPOINTS: &[&str] =
     &["files.prune.snapshot", "files.prune.repacked", "files.prune.indexed", "files.prune.replaced"];
 
-/// Maximum difference between a snapshot's time and that of its upload: a save takes some time, and clocks differ.
-const MAX_TIME_DIFFERENCE: SignedDuration = SignedDuration::from_hours(12);
+/// Maximum difference between the machine's clock and the store's.
+const MAX_CLOCK_DIFFERENCE: SignedDuration = SignedDuration::from_hours(12);
 /// Maximum numbers of packs that one run deletes and rewrites.
 const MAX_DELETIONS: usize = 5_000;
 const MAX_REWRITES: usize = 1_000;
@@ -82,7 +82,7 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     let index = repository.load_index().await?;
     let times: Vec<_> = snapshots
         .iter()
-        .filter(|(_, snapshot, uploaded)| has_plausible_time(snapshot, *uploaded))
+        .filter(|(_, snapshot, uploaded)| has_plausible_time(snapshot, *uploaded, options.grace_period))
         .map(|(id, snapshot, _)| (*id, snapshot.time))
         .collect();
     let mut expired: HashSet<Id> = options.policy.select_expired(&times, options.now).into_iter().collect();
@@ -116,11 +116,13 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     Ok(report)
 }
 
-/// Whether a snapshot's time is close to that of its upload. If not, the snapshot is kept and does not cause others to
-/// expire: someone with a stolen key could choose times that make earlier snapshots expire, and copied objects all have
-/// the time of the copy.
-fn has_plausible_time(snapshot: &Snapshot, uploaded: Timestamp) -> bool {
-    snapshot.time.duration_since(uploaded).abs() <= MAX_TIME_DIFFERENCE
+/// Whether a snapshot's time is plausible given that of its upload. If not, the snapshot is kept and does not cause
+/// others to expire: someone with a stolen key could choose times that make earlier snapshots expire, and copied objects
+/// all have the time of the copy. A snapshot has the time at which its save began, and the grace period is longer than
+/// any save.
+fn has_plausible_time(snapshot: &Snapshot, uploaded: Timestamp, grace_period: SignedDuration) -> bool {
+    let delay = uploaded.duration_since(snapshot.time);
+    (-MAX_CLOCK_DIFFERENCE..=grace_period + MAX_CLOCK_DIFFERENCE).contains(&delay)
 }
 
 /// Unmarks packs that have the only sound copy of a blob that a snapshot needs. The index lists the blob in another
@@ -460,11 +462,14 @@ mod tests {
             username: String::new(),
             tags: Vec::new(),
         };
-        for seconds in [-43_200, -5, 0, 5, 43_200] {
-            assert!(has_plausible_time(&dated(seconds), uploaded), "{seconds}");
+        let is_plausible =
+            |seconds| has_plausible_time(&dated(seconds), uploaded, SignedDuration::from_hours(72));
+        // Up to 84 hours before the upload: a save may be long.
+        for seconds in [-302_400, -100_000, -5, 0, 5, 43_200] {
+            assert!(is_plausible(seconds), "{seconds}");
         }
-        for seconds in [-100_000, -43_201, 43_201, 100_000_000] {
-            assert!(!has_plausible_time(&dated(seconds), uploaded), "{seconds}");
+        for seconds in [-1_000_000, -302_401, 43_201, 100_000_000] {
+            assert!(!is_plausible(seconds), "{seconds}");
         }
     }
 }
