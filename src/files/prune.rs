@@ -126,7 +126,8 @@ fn has_plausible_time(snapshot: &Snapshot, uploaded: Timestamp, grace_period: Si
 }
 
 /// Unmarks packs that have the only sound copy of a blob that a snapshot needs. The index lists the blob in another
-/// pack as well, but machines write the index, so the other copy is read before this one is deleted.
+/// pack as well, but machines write the index, so the other copy is read before this one is deleted. The other pack may
+/// be marked in this run: it is checked in the same way before it is deleted.
 async fn keep_needed_packs(
     repository: &Repository,
     index: &[(Id, IndexFile)],
@@ -150,8 +151,8 @@ async fn keep_needed_packs(
         return Ok(());
     }
     let mut copies: HashMap<Id, Vec<PackedBlob>> = HashMap::new();
-    for pack in index.iter().flat_map(|(_, file)| &file.packs).filter(|pack| !plan.marked.contains(&pack.id))
-    {
+    // These packs are not deleted in this run.
+    for pack in index.iter().flat_map(|(_, file)| &file.packs) {
         let blobs = pack.blobs.iter().filter(|blob| needed.contains_key(&(blob.blob_type, blob.id)));
         let blobs: Vec<PackedBlob> = blobs.copied().collect();
         if !blobs.is_empty() {
