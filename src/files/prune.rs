@@ -16,7 +16,7 @@ use svc_base::failpoint;
 
 use crate::error::FilesError;
 use crate::id::Id;
-use crate::index::{BlobLocations, IndexFile, IndexedPack};
+use crate::index::{BlobLocations, IndexFile, IndexToPrune, IndexedPack, MAX_INDEX_BLOBS, MAX_SAVED_BLOBS};
 use crate::pack::{BlobType, FinishedPack, PackWriter, PackedBlob, parse_header};
 use crate::repository::{Kind, Repository};
 use crate::retention::RetentionPolicy;
@@ -79,7 +79,7 @@ pub struct PruneReport {
 pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<PruneReport, FilesError> {
     // Snapshots are listed first, so that the index, which is read later, contains all of their blobs.
     let snapshots = repository.list_uploaded_snapshots().await?;
-    let index = repository.load_index().await?;
+    let index = repository.load_index_to_prune().await?;
     let times: Vec<_> = snapshots
         .iter()
         .filter(|(_, snapshot, uploaded)| has_plausible_time(snapshot, *uploaded, options.grace_period))
@@ -89,10 +89,11 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     expired.retain(|id| !options.protected.contains(id));
     let kept_snapshots: Vec<&Snapshot> =
         snapshots.iter().filter(|(id, ..)| !expired.contains(id)).map(|(_, snapshot, _)| snapshot).collect();
-    let used = UsedBlobs::find(repository, &index, &kept_snapshots).await?;
+    let used = UsedBlobs::find(repository, &index.files, &kept_snapshots).await?;
     let uploads: HashMap<Id, Timestamp> = repository.list_packs().await?.into_iter().collect();
-    let mut plan = PrunePlan::create(&index, &used, &uploads, options);
-    plan.limit_deletions();
+    let mut plan = PrunePlan::create(&index.files, &used, &uploads, options);
+    // A concurrent save may add blobs up to its own limit.
+    plan.limit_work(MAX_INDEX_BLOBS.saturating_sub(index.blobs.max(MAX_SAVED_BLOBS)));
     let report = PruneReport {
         kept_snapshots: kept_snapshots.len() as u64,
         removed_snapshots: expired.len() as u64,
@@ -107,8 +108,8 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     }
     failpoint::trigger("files.prune.snapshot")?;
     repository.delete_all(expired.iter().map(|id| repository.path(Kind::Snapshot, *id)).collect()).await?;
-    keep_needed_packs(repository, &index, &used, &mut plan).await?;
-    let new_packs = rewrite_packs(repository, &index, &mut plan, &used).await?;
+    keep_needed_packs(repository, &index.files, &used, &mut plan).await?;
+    let new_packs = rewrite_packs(repository, &index.files, &mut plan, &used).await?;
     failpoint::trigger("files.prune.repacked")?;
     replace_index(repository, index, &plan, new_packs, options.now).await?;
     failpoint::trigger("files.prune.replaced")?;
@@ -223,8 +224,8 @@ struct PrunePlan {
     /// Packs that are marked in one index file but not in another, because an earlier run was interrupted. They are
     /// unmarked.
     half_marked: HashSet<Id>,
-    /// Packs whose used blobs are written to new packs. They are marked as well.
-    rewritten: HashSet<Id>,
+    /// Packs whose used blobs are written to new packs, with the number of these blobs. They are marked as well.
+    rewritten: HashMap<Id, usize>,
     /// Marked packs, which are removed from the index as well, and orphans.
     deleted: HashSet<Id>,
     /// The pack that provides the blob, for each blob that several packs have.
@@ -252,20 +253,23 @@ impl PrunePlan {
             active.values().copied().filter(|pack| uploads.contains_key(&pack.id)).collect();
         packs.sort_unstable_by_key(|pack| (std::cmp::Reverse(pack.blobs.len()), pack.id));
         for pack in packs {
-            let mut is_needed = |blob: &&PackedBlob| {
-                used.contains(blob)
+            let (mut used_blobs, mut used_bytes) = (0, 0);
+            for blob in &pack.blobs {
+                if used.contains(blob)
                     && plan.provides(pack.id, blob)
                     && counted.insert((blob.blob_type, blob.id))
-            };
-            let used_bytes: u64 =
-                pack.blobs.iter().filter(&mut is_needed).map(|blob| u64::from(blob.length)).sum();
+                {
+                    used_blobs += 1;
+                    used_bytes += u64::from(blob.length);
+                }
+            }
             let bytes: u64 = pack.blobs.iter().map(|blob| u64::from(blob.length)).sum();
             let is_settled = uploads.get(&pack.id).is_some_and(|time| is_old(*time));
             if !is_settled || (bytes - used_bytes) * 100 <= bytes * MAX_UNUSED_PERCENT {
                 continue;
             }
             if used_bytes > 0 {
-                plan.rewritten.insert(pack.id);
+                plan.rewritten.insert(pack.id, used_blobs);
             }
             plan.marked.insert(pack.id);
             plan.reclaimable_bytes += bytes - used_bytes;
@@ -317,18 +321,23 @@ impl PrunePlan {
         self.providers.get(&(blob.blob_type, blob.id)).is_none_or(|provider| *provider == pack)
     }
 
-    /// Bounds the duration of a run: leaves the remaining deletions and rewrites to later runs.
-    fn limit_deletions(&mut self) {
+    /// Leaves deletions and rewrites to later runs if they would take too long. Rewrites add at most `max_new_blobs`
+    /// blobs to the index, so that it can still be read.
+    fn limit_work(&mut self, max_new_blobs: usize) {
         if self.deleted.len() > MAX_DELETIONS {
             self.deleted = self.deleted.drain().take(MAX_DELETIONS).collect();
         }
-        if self.rewritten.len() > MAX_REWRITES {
-            let later: Vec<Id> = self.rewritten.iter().copied().skip(MAX_REWRITES).collect();
-            for pack in later {
-                self.rewritten.remove(&pack);
-                self.marked.remove(&pack);
+        let (mut rewrites, mut new_blobs) = (0, 0);
+        self.rewritten.retain(|pack, used_blobs| {
+            let is_kept = rewrites < MAX_REWRITES && new_blobs + *used_blobs <= max_new_blobs;
+            if is_kept {
+                rewrites += 1;
+                new_blobs += *used_blobs;
+            } else {
+                self.marked.remove(pack);
             }
-        }
+            is_kept
+        });
     }
 
     /// Whether the plan unmarks this pack.
@@ -355,7 +364,7 @@ async fn rewrite_packs(
         .collect::<Result<HashMap<_, _>, _>>()?;
     let packs = index.iter().flat_map(|(_, file)| &file.packs);
     let rewritten = plan.rewritten.clone();
-    let packs: Vec<&IndexedPack> = packs.filter(|pack| rewritten.contains(&pack.id)).collect();
+    let packs: Vec<&IndexedPack> = packs.filter(|pack| rewritten.contains_key(&pack.id)).collect();
     for pack in packs {
         let bytes = repository.read_whole_pack(pack.id).await?;
         let missing = || FilesError::corrupt(format!("pack {}", pack.id), &"it does not exist");
@@ -401,23 +410,24 @@ async fn upload(
 /// Replaces the index files that the plan changes. Merges small ones, because each save adds one.
 async fn replace_index(
     repository: &Repository,
-    index: Vec<(Id, IndexFile)>,
+    index: IndexToPrune,
     plan: &PrunePlan,
     new_packs: Vec<IndexedPack>,
     now: Timestamp,
 ) -> Result<(), FilesError> {
+    let IndexToPrune { files, files_with_repeats, .. } = index;
     let is_changed = |file: &IndexFile| {
         let is_removed = |pack: &IndexedPack| plan.should_unmark(pack.id) || plan.deleted.contains(&pack.id);
         file.packs.iter().any(|pack| plan.marked.contains(&pack.id))
             || file.packs_to_delete.iter().any(is_removed)
     };
     let is_small = |file: &IndexFile| file.blob_count() < MIN_INDEX_BLOBS;
-    let should_merge = index.iter().filter(|(_, file)| is_small(file)).count() > MAX_SMALL_INDEX_FILES;
+    let should_merge = files.iter().filter(|(_, file)| is_small(file)).count() > MAX_SMALL_INDEX_FILES;
     let mut replaced = Vec::new();
     let mut new = IndexFile { packs: new_packs, ..IndexFile::default() };
-    for (id, file) in index {
+    for (id, file) in files {
         let is_merged = should_merge && is_small(&file);
-        if !is_changed(&file) && !is_merged {
+        if !is_changed(&file) && !is_merged && !files_with_repeats.contains(&id) {
             continue;
         }
         replaced.push(id);
@@ -450,6 +460,20 @@ async fn replace_index(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn limit_work_bounds_new_blobs() {
+        let packs = [b"a", b"b", b"c"].map(|name| Id::of(name));
+        let mut plan = PrunePlan {
+            marked: packs.into_iter().chain([Id::of(b"unused")]).collect(),
+            rewritten: packs.into_iter().map(|pack| (pack, 6)).collect(),
+            ..PrunePlan::default()
+        };
+        plan.limit_work(12);
+        assert_eq!((plan.rewritten.len(), plan.marked.len()), (2, 3));
+        plan.limit_work(5);
+        assert_eq!((plan.rewritten.len(), plan.marked), (0, HashSet::from([Id::of(b"unused")])));
+    }
 
     #[test]
     fn snapshot_dated_far_from_its_upload_is_implausible() {

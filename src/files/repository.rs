@@ -18,7 +18,9 @@ use crate::cache::Cache;
 use crate::chunker::{self, Polynomial};
 use crate::error::FilesError;
 use crate::id::Id;
-use crate::index::{BlobLocations, IndexFile, KnownBlobs, MAX_BLOBS};
+use crate::index::{
+    BlobLocations, IndexFile, IndexToPrune, KnownBlobs, ListedPacks, MAX_INDEX_BLOBS, MAX_PRUNED_INDEX_BLOBS,
+};
 use crate::key::{MasterKey, RepositoryKey};
 use crate::pack::{BlobType, FinishedPack, PackedBlob, ZSTD_LEVEL, open_blob};
 use crate::random::fill_random;
@@ -73,6 +75,22 @@ impl Kind {
             Self::Snapshot => "snapshot",
         }
     }
+}
+
+/// An index file that was read, without the packs that earlier files list.
+struct ReadIndexFile {
+    id: Id,
+    file: IndexFile,
+    /// Whether earlier files list some of its packs.
+    has_repeats: bool,
+}
+
+/// An index that was read.
+struct ReadIndex<T> {
+    content: T,
+    files: Vec<Id>,
+    /// The number of blobs that it lists.
+    blobs: usize,
 }
 
 /// An open repository.
@@ -222,22 +240,23 @@ impl Repository {
         Ok(object.map(|object| object.value))
     }
 
-    /// Reads the index, and returns the ids of its files as well.
+    /// Reads the index, unless it lists more than `max_blobs` blobs.
     ///
     /// If pruning replaces files in the meantime, the index is read again.
     async fn read_index<T: Default>(
         &self,
-        add: impl Fn(&mut T, Id, IndexFile),
-    ) -> Result<(T, Vec<Id>), FilesError> {
+        max_blobs: usize,
+        add: impl Fn(&mut T, ReadIndexFile),
+    ) -> Result<ReadIndex<T>, FilesError> {
         let mut attempts = 1;
         loop {
             let files = self.list(Kind::Index).await?;
-            match self.read_index_files(&files, &add).await {
-                Ok(index) => {
+            match self.read_index_files(&files, max_blobs, &add).await {
+                Ok((content, blobs)) => {
                     let present: HashSet<Id> = self.list(Kind::Index).await?.into_iter().collect();
                     // Additional files are from a concurrent save; the caller does not need them.
                     if files.iter().all(|id| present.contains(id)) {
-                        return Ok((index, files));
+                        return Ok(ReadIndex { content, files, blobs });
                     }
                 }
                 Err(FilesError::Store(StoreError::NotFound { .. })) => {}
@@ -254,10 +273,11 @@ impl Repository {
     async fn read_index_files<T: Default>(
         &self,
         files: &[Id],
-        add: impl Fn(&mut T, Id, IndexFile),
-    ) -> Result<T, FilesError> {
-        let mut index = T::default();
-        let mut blobs = 0;
+        max_blobs: usize,
+        add: impl Fn(&mut T, ReadIndexFile),
+    ) -> Result<(T, usize), FilesError> {
+        let mut content = T::default();
+        let mut listed = ListedPacks::default();
         // Owned values, because the compiler cannot prove that futures of borrowing closures are `Send`.
         let read = |id: Id| {
             let repository = self.clone();
@@ -265,20 +285,21 @@ impl Repository {
         };
         let mut reads = stream::iter(files.to_vec()).map(read).buffer_unordered(MAX_CONCURRENT_READS);
         while let Some(read) = reads.next().await {
-            let (id, file) = read?;
-            blobs += file.blob_count();
-            if blobs > MAX_BLOBS {
+            let (id, mut file) = read?;
+            let has_repeats = listed.remove_repeats(&mut file);
+            if listed.blobs > max_blobs {
                 return Err(FilesError::corrupt("index", &"it has too many blobs"));
             }
-            add(&mut index, id, file);
+            add(&mut content, ReadIndexFile { id, file, has_repeats });
         }
-        Ok(index)
+        Ok((content, listed.blobs))
     }
 
     /// Reads which blobs are in the index, and returns the ids of the index files as well.
     pub(crate) async fn load_known_blobs(&self) -> Result<(KnownBlobs, Vec<Id>), FilesError> {
-        let (mut known, files) = self.read_index(|known: &mut KnownBlobs, _, file| known.load(&file)).await?;
-        known.finish_loading();
+        let add = |known: &mut KnownBlobs, read: ReadIndexFile| known.load(&read.file);
+        let ReadIndex { content: mut known, files, blobs } = self.read_index(MAX_INDEX_BLOBS, add).await?;
+        known.finish_loading(blobs);
         Ok((known, files))
     }
 
@@ -287,10 +308,19 @@ impl Repository {
         self.list_uploads(&self.root.clone().join("data")).await
     }
 
-    /// Reads all index files.
+    /// Reads all index files. Each pack is only in the first file that lists it.
     pub(crate) async fn load_index(&self) -> Result<Vec<(Id, IndexFile)>, FilesError> {
-        let (files, _) = self.read_index(|files: &mut Vec<_>, id, file| files.push((id, file))).await?;
-        Ok(files)
+        let add = |files: &mut Vec<_>, read: ReadIndexFile| files.push((read.id, read.file));
+        Ok(self.read_index(MAX_INDEX_BLOBS, add).await?.content)
+    }
+
+    pub(crate) async fn load_index_to_prune(&self) -> Result<IndexToPrune, FilesError> {
+        let add = |index: &mut IndexToPrune, read: ReadIndexFile| {
+            index.files_with_repeats.extend(read.has_repeats.then_some(read.id));
+            index.files.push((read.id, read.file));
+        };
+        let ReadIndex { content, blobs, .. } = self.read_index(MAX_PRUNED_INDEX_BLOBS, add).await?;
+        Ok(IndexToPrune { blobs, ..content })
     }
 
     /// Deletes an object if it exists. Only the platform's credentials permit deletions.
@@ -305,18 +335,17 @@ impl Repository {
     }
 
     pub(crate) async fn load_locations(&self) -> Result<BlobLocations, FilesError> {
-        let (locations, _) = self.read_index(|all: &mut BlobLocations, _, file| all.load(file)).await?;
-        Ok(locations.finish_loading())
+        let add = |all: &mut BlobLocations, read: ReadIndexFile| all.load(read.file);
+        Ok(self.read_index(MAX_INDEX_BLOBS, add).await?.content.finish_loading())
     }
 
     /// Like [`Self::load_locations`], but only for trees, which takes much less memory.
     pub(crate) async fn load_tree_locations(&self) -> Result<BlobLocations, FilesError> {
-        let add = |all: &mut BlobLocations, _, mut file: IndexFile| {
-            file.retain_blobs(BlobType::Tree);
-            all.load(file);
+        let add = |all: &mut BlobLocations, mut read: ReadIndexFile| {
+            read.file.retain_blobs(BlobType::Tree);
+            all.load(read.file);
         };
-        let (locations, _) = self.read_index(add).await?;
-        Ok(locations.finish_loading())
+        Ok(self.read_index(MAX_INDEX_BLOBS, add).await?.content.finish_loading())
     }
 
     pub(crate) fn open_blob(&self, blob: &PackedBlob, sealed: &[u8]) -> Result<Vec<u8>, FilesError> {
