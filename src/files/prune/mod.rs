@@ -31,11 +31,11 @@ pub const FAILPOINTS: &[&str] =
 
 /// Maximum difference between the machine's clock and the store's.
 const MAX_CLOCK_DIFFERENCE: SignedDuration = SignedDuration::from_hours(12);
+/// An index file is written once it has this many blobs. Tests use small files.
+const TARGET_INDEX_BLOBS: usize = if cfg!(test) { 2_000 } else { 20_000 };
 /// Index files with fewer blobs are merged if there are more than [`MAX_SMALL_INDEX_FILES`] of them.
-const MIN_INDEX_BLOBS: usize = 10_000;
+const MIN_INDEX_BLOBS: usize = TARGET_INDEX_BLOBS / 2;
 const MAX_SMALL_INDEX_FILES: usize = 16;
-/// A merged index file is written once it has this many blobs.
-const TARGET_INDEX_BLOBS: usize = 20_000;
 
 #[derive(Debug, Clone)]
 pub struct PruneOptions {
@@ -253,7 +253,10 @@ async fn replace_index(
     let is_small = |file: &IndexFile| file.blob_count() < MIN_INDEX_BLOBS;
     let should_merge = files.iter().filter(|(_, file)| is_small(file)).count() > MAX_SMALL_INDEX_FILES;
     let mut replaced = Vec::new();
-    let mut new = IndexFile { packs: new_packs, ..IndexFile::default() };
+    let mut writer = IndexWriter::new(repository);
+    for pack in new_packs {
+        writer.add(pack).await?;
+    }
     for (id, file) in files {
         let is_merged = should_merge && is_small(&file);
         if !is_changed(&file) && !is_merged && !files_with_repeats.contains(&id) {
@@ -262,28 +265,63 @@ async fn replace_index(
         replaced.push(id);
         for pack in file.packs {
             if plan.marked.contains(&pack.id) {
-                new.packs_to_delete.push(IndexedPack { time: Some(now), ..pack });
+                writer.add_marked(IndexedPack { time: Some(now), ..pack }).await?;
             } else {
-                new.packs.push(pack);
+                writer.add(pack).await?;
             }
         }
         for pack in file.packs_to_delete {
             if plan.unmarked.contains(&pack.id) {
-                new.packs.push(IndexedPack { time: None, ..pack });
+                writer.add(IndexedPack { time: None, ..pack }).await?;
             } else if !plan.should_unmark(pack.id) && !plan.deleted.contains(&pack.id) {
-                new.packs_to_delete.push(pack);
+                writer.add_marked(pack).await?;
             }
         }
-        if new.blob_count() >= TARGET_INDEX_BLOBS {
-            repository.write_json(Kind::Index, &std::mem::take(&mut new)).await?;
-        }
     }
-    if !new.packs.is_empty() || !new.packs_to_delete.is_empty() {
-        repository.write_json(Kind::Index, &new).await?;
-    }
+    writer.flush().await?;
     failpoint::trigger("files.prune.indexed")?;
     repository.delete_all(replaced.into_iter().map(|id| repository.path(Kind::Index, id)).collect()).await?;
     Ok(())
+}
+
+/// Writes index files that are small enough to be read.
+struct IndexWriter<'a> {
+    repository: &'a Repository,
+    file: IndexFile,
+    blobs: usize,
+}
+
+impl<'a> IndexWriter<'a> {
+    fn new(repository: &'a Repository) -> Self {
+        Self { repository, file: IndexFile::default(), blobs: 0 }
+    }
+
+    async fn add(&mut self, pack: IndexedPack) -> Result<(), FilesError> {
+        self.blobs += pack.blobs.len();
+        self.file.packs.push(pack);
+        self.write_if_full().await
+    }
+
+    /// Adds a pack that is marked for deletion.
+    async fn add_marked(&mut self, pack: IndexedPack) -> Result<(), FilesError> {
+        self.blobs += pack.blobs.len();
+        self.file.packs_to_delete.push(pack);
+        self.write_if_full().await
+    }
+
+    async fn write_if_full(&mut self) -> Result<(), FilesError> {
+        if self.blobs >= TARGET_INDEX_BLOBS { self.flush().await } else { Ok(()) }
+    }
+
+    /// Writes the packs that were added since the last file.
+    async fn flush(&mut self) -> Result<(), FilesError> {
+        let file = std::mem::take(&mut self.file);
+        self.blobs = 0;
+        if !file.packs.is_empty() || !file.packs_to_delete.is_empty() {
+            self.repository.write_json(Kind::Index, &file).await?;
+        }
+        Ok(())
+    }
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use super::pruning::{days_later, run};
 use super::*;
 use crate::index::{IndexFile, IndexedPack};
 use crate::pack::{BlobType, PackedBlob};
-use crate::repository::Kind;
+use crate::repository::{Kind, MAX_JSON_BYTES};
 
 /// Lists `count` packs with `blobs` blobs each.
 fn list_packs(name: &str, count: usize, blobs: usize) -> Vec<IndexedPack> {
@@ -56,6 +56,31 @@ async fn packs_in_several_index_files_count_once() {
     let index = repository.load_index().await.unwrap();
     assert_eq!(index.iter().filter(|(_, file)| file.packs.len() >= 10).count(), 1);
     fixture.restore(&saved.snapshot).await;
+}
+
+#[tokio::test]
+async fn pruning_splits_large_index_files() {
+    let (fixture, saved, repository) = fixture_with_file().await;
+    let deleted = list_marked_packs("deleted", 1, 1, Timestamp::UNIX_EPOCH);
+    let large = IndexFile { packs: list_packs("large", 100, 100), ..deleted };
+    repository.write_json(Kind::Index, &large).await.unwrap();
+    run(&fixture, &days_later(0)).await;
+    let index = repository.load_index().await.unwrap();
+    let counts: Vec<usize> = index.iter().map(|(_, file)| file.blob_count()).collect();
+    assert!(counts.iter().all(|count| *count <= 2_000), "{counts:?}");
+    assert!(counts.iter().sum::<usize>() > 10_000, "{counts:?}");
+    fixture.restore(&saved.snapshot).await;
+}
+
+#[tokio::test]
+async fn write_json_refuses_what_could_not_be_read() {
+    let (_fixture, _, repository) = fixture_with_file().await;
+    // JSON adds two quotation marks.
+    let text = "x".repeat(MAX_JSON_BYTES - 2);
+    let id = repository.write_json(Kind::Index, &text).await.unwrap();
+    assert_eq!(repository.read_json::<String>(Kind::Index, id).await.unwrap().len(), text.len());
+    let error = repository.write_json(Kind::Index, &format!("{text}x")).await.unwrap_err();
+    assert!(matches!(error, FilesError::Encode { .. }), "{error}");
 }
 
 /// Someone with a stolen key could list other blobs for a genuine pack.
