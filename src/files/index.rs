@@ -39,8 +39,8 @@ impl IndexFile {
 pub(crate) struct IndexToPrune {
     /// Each pack is only in the first file that lists it.
     pub(crate) files: Vec<(Id, IndexFile)>,
-    /// The files with packs that other files list as well. They must be replaced, or a pack that is marked or removed in
-    /// one file would stay in another.
+    /// The files with packs that other files list as well. They must be replaced, or a pack that is marked or removed
+    /// in one file would stay in another.
     pub(crate) files_with_repeats: HashSet<Id>,
     /// The number of blobs that the index lists.
     pub(crate) blobs: usize,
@@ -56,8 +56,8 @@ pub(crate) struct ListedPacks {
 }
 
 impl ListedPacks {
-    /// Removes the packs that an earlier file lists in the same way, and counts the blobs of the others. Returns whether
-    /// it removed any.
+    /// Removes the packs that an earlier file lists in the same way, and counts the blobs of the others. Returns
+    /// whether it removed any.
     pub(crate) fn remove_repeats(&mut self, file: &mut IndexFile) -> bool {
         let mut has_repeats = false;
         for (packs, is_marked) in [(&mut file.packs, false), (&mut file.packs_to_delete, true)] {
@@ -87,8 +87,8 @@ pub(crate) struct IndexedPack {
 }
 
 impl IndexedPack {
-    /// Returns a hash of the pack's id and its blobs. The id does not suffice: someone with a stolen key could list other
-    /// blobs for the pack, and this list must not replace the genuine one.
+    /// Returns a hash of the pack's id and its blobs. The id does not suffice: someone with a stolen key could list
+    /// other blobs for the pack, and this list must not replace the genuine one.
     fn digest(&self) -> Id {
         let mut bytes = self.id.as_bytes().to_vec();
         for PackedBlob { id, blob_type, offset, length, uncompressed_length } in &self.blobs {

@@ -93,8 +93,8 @@ pub struct Node {
     pub subtree: Option<Id>,
 }
 
-/// The device, inode and content of a file with several names. The inode does not suffice: a save of changes visits only
-/// some of a file's names, so the names in a snapshot may have different versions of its content.
+/// The device, inode and content of a file with several names. The inode does not suffice: a save of changes visits
+/// only some of a file's names, so the names in a snapshot may have different versions of its content.
 pub type HardLinkKey = (u64, u64, Id);
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

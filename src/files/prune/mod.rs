@@ -115,9 +115,9 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
 }
 
 /// Whether a snapshot's time is plausible given that of its upload. If not, the snapshot is kept and does not cause
-/// others to expire: someone with a stolen key could choose times that make earlier snapshots expire, and copied objects
-/// all have the time of the copy. A snapshot has the time at which its save began, and the grace period is longer than
-/// any save.
+/// others to expire: someone with a stolen key could choose times that make earlier snapshots expire, and copied
+/// objects all have the time of the copy. A snapshot has the time at which its save began, and the grace period is
+/// longer than any save.
 fn has_plausible_time(snapshot: &Snapshot, uploaded: Timestamp, grace_period: SignedDuration) -> bool {
     let delay = uploaded.duration_since(snapshot.time);
     (-MAX_CLOCK_DIFFERENCE..=grace_period + MAX_CLOCK_DIFFERENCE).contains(&delay)

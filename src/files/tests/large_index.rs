@@ -1,5 +1,5 @@
-//! Indexes near their limits, which are much smaller in tests. Most of the listed packs do not exist, and no snapshot needs
-//! them.
+//! Indexes near their limits, which are much smaller in tests. Most of the listed packs do not exist, and no snapshot
+//! needs them.
 
 use jiff::Timestamp;
 
