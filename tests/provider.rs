@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use kit::provider::{Power, Simulator, SimulatorOptions};
 use secrecy::SecretString;
-use svc::http::client::{self, Deadlines};
+use svc::http::client::{self, Timeouts};
 use svc::machine::name::ServerType;
 use svc::provider::hetzner::{CallLimits, Hetzner};
 use svc::provider::{
@@ -35,7 +35,7 @@ async fn start_simulator() -> Simulator {
 fn adapter_with(simulator: &Simulator, token: &str, limits: CallLimits) -> Hetzner {
     // Installed once per process; later tests reuse it.
     let _ = rustls::crypto::ring::default_provider().install_default();
-    let client = client::build(Deadlines::CALL).unwrap();
+    let client = client::build(Timeouts::CALL).unwrap();
     Hetzner::with_limits(client, simulator.base_url().parse().unwrap(), &SecretString::from(token), limits)
         .unwrap()
 }

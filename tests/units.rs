@@ -248,6 +248,17 @@ fn failed_update_is_retried_each_minute_without_a_limit() {
     assert_eq!(update.values("StartLimitIntervalSec"), ["0"]);
 }
 
+/// Each retry of a backup that is held back would upload another snapshot.
+#[test]
+fn requested_backup_is_not_retried_after_permanent_failure() {
+    let units = units();
+    for name in ["svc-db-backup-request.service", "svc-db-drill-request.service"] {
+        let unit = units.iter().find(|unit| unit.name == name).unwrap();
+        assert_eq!(unit.values("Restart"), ["on-failure"], "{name}");
+        assert_eq!(unit.split_values("RestartPreventExitStatus"), ["65", "77", "78"], "{name}");
+    }
+}
+
 #[test]
 fn serving_and_uploading_units_wait_for_the_gate() {
     let gated = [

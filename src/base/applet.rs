@@ -5,6 +5,7 @@
 use std::ffi::OsString;
 use std::fmt;
 use std::future::Future;
+use std::io::{self, Write};
 use std::path::Path;
 use std::process::{ExitCode, ExitStatus};
 use std::sync::OnceLock;
@@ -178,7 +179,8 @@ pub fn block_on(name: &str, work: impl Future<Output = Result<(), Failure>>) -> 
 
 /// Prints a failure and returns its exit code.
 pub fn report(name: &str, failure: &Failure) -> ExitCode {
-    eprintln!("{name}: {}", format_chain(failure.error.as_ref()));
+    // A closed stderr is ignored: the exit code still reports the failure.
+    let _ = writeln!(io::stderr(), "{name}: {}", format_chain(failure.error.as_ref()));
     failure.exit.into()
 }
 
@@ -190,22 +192,27 @@ pub fn dispatch(build: Build, applets: &'static [Applet], mut args: Vec<OsString
         return (applet.run)(args);
     }
     let Some(argument) = args.get(1).cloned() else {
-        eprint!("{}", usage(applets));
+        let _ = write!(io::stderr(), "{}", usage(applets));
         return Exit::Usage.into();
     };
     if let Some(applet) = find_applet(applets, &argument) {
         args.remove(0);
         return (applet.run)(args);
     }
-    match argument.to_str() {
-        Some("--list") => applets.iter().for_each(|applet| println!("{}", applet.name)),
-        Some("--help" | "-h" | "help") => print!("{}", usage(applets)),
-        Some("--version" | "-V") => println!("svc {}", version()),
+    let text: String = match argument.to_str() {
+        Some("--list") => applets.iter().map(|applet| format!("{}\n", applet.name)).collect(),
+        Some("--help" | "-h" | "help") => usage(applets),
+        Some("--version" | "-V") => format!("svc {}\n", version()),
         _ => {
-            eprintln!("svc: unknown applet {argument:?}; run `svc --list` to list all applets");
+            let _ = writeln!(
+                io::stderr(),
+                "svc: unknown applet {argument:?}; run `svc --list` to list all applets"
+            );
             return Exit::Usage.into();
         }
-    }
+    };
+    // Like clap, ignores a closed or full stdout.
+    let _ = io::stdout().write_all(text.as_bytes());
     ExitCode::SUCCESS
 }
 

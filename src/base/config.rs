@@ -4,7 +4,8 @@
 //! read as `None` or as the default, so one run reports every error. Values never appear in an error, because they may
 //! be secrets.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsString;
 use std::fmt::Display;
 use std::fs::File;
 use std::io::{self, Read};
@@ -36,13 +37,34 @@ pub fn platform_env_file(option: Option<PathBuf>) -> Option<PathBuf> {
 #[derive(Default)]
 pub struct Env {
     vars: BTreeMap<String, String>,
+    /// Variables that are set to a value that is not UTF-8.
+    undecodable: BTreeSet<String>,
     errors: Vec<String>,
 }
 
 impl Env {
-    /// The process environment. An empty variable counts as unset.
+    /// The process environment. An empty variable counts as unset. A value that is not UTF-8 is an error only if it is
+    /// read: the environment also contains other programs' variables.
     pub fn from_process() -> Self {
-        Self { vars: std::env::vars().filter(|(_, value)| !value.is_empty()).collect(), errors: Vec::new() }
+        Self::from_os_pairs(std::env::vars_os())
+    }
+
+    fn from_os_pairs(pairs: impl IntoIterator<Item = (OsString, OsString)>) -> Self {
+        let mut env = Self::default();
+        for (name, value) in pairs {
+            // The names of declared variables are ASCII.
+            let Ok(name) = name.into_string() else { continue };
+            match value.into_string() {
+                Ok(value) if value.is_empty() => {}
+                Ok(value) => {
+                    env.vars.insert(name, value);
+                }
+                Err(_) => {
+                    env.undecodable.insert(name);
+                }
+            }
+        }
+        env
     }
 
     /// The process environment and, if `file` is given, the file's variables that are not set in the environment.
@@ -54,7 +76,7 @@ impl Env {
     /// A fixed set of variables, for tests.
     pub fn from_pairs<'a>(pairs: impl IntoIterator<Item = (&'a str, &'a str)>) -> Self {
         let vars = pairs.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
-        Self { vars, errors: Vec::new() }
+        Self { vars, ..Self::default() }
     }
 
     /// Adds the variables of an env file that are not set yet. A missing file adds nothing.
@@ -92,16 +114,24 @@ impl Env {
     }
 
     pub fn is_set(&self, variable: &Variable) -> bool {
-        self.vars.contains_key(variable.name)
+        self.vars.contains_key(variable.name) || self.undecodable.contains(variable.name)
     }
 
     /// Returns a variable's raw text, if set.
-    pub fn text(&self, variable: &Variable) -> Option<String> {
+    pub fn text(&mut self, variable: &Variable) -> Option<String> {
+        if self.undecodable.contains(variable.name) {
+            let error = format!("{}: must be UTF-8", variable.name);
+            // A variable may be read twice.
+            if !self.errors.contains(&error) {
+                self.errors.push(error);
+            }
+            return None;
+        }
         self.vars.get(variable.name).cloned()
     }
 
     pub fn optional<T: FromStr<Err: Display>>(&mut self, variable: &Variable) -> Option<T> {
-        let parsed = self.vars.get(variable.name)?.parse();
+        let parsed = self.text(variable)?.parse();
         parsed.map_err(|why| self.add_error(variable, why)).ok()
     }
 
@@ -140,7 +170,7 @@ impl Env {
     }
 
     pub fn path(&mut self, variable: &Variable) -> Option<PathBuf> {
-        self.vars.get(variable.name).map(PathBuf::from)
+        self.text(variable).map(PathBuf::from)
     }
 
     /// Records an error if a variable is not set.
@@ -301,6 +331,8 @@ pub fn set_env_lines(text: &str, pairs: &[(&str, &str)]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::ffi::OsStringExt;
+
     use super::*;
     use crate::variable::DefaultValue;
     use proptest::prelude::*;
@@ -327,11 +359,33 @@ mod tests {
     }
 
     #[test]
+    fn finish_reports_undecodable_variable_only_if_read() {
+        let os = |bytes: &[u8]| OsString::from_vec(bytes.to_vec());
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("host.env");
+        std::fs::write(&file, "PORT=1\n").unwrap();
+        let read_env = || {
+            let foreign = [(os(b"\xff"), os(b"1")), (os(b"LS_COLORS"), os(b"\xff")), (os(b"EMPTY"), os(b""))];
+            let own = [(os(b"PORT"), os(b"1\xff")), (os(b"FLAG"), os(b"true"))];
+            Env::from_os_pairs(foreign.into_iter().chain(own)).with_file(&file)
+        };
+        let mut env = read_env();
+        assert_eq!(env.flag(&FLAG), Flag::On);
+        assert!(!env.is_set(&variable("EMPTY", DefaultValue::Unset)));
+        assert!(env.finish(Some(())).is_ok());
+
+        let mut env = read_env();
+        assert_eq!(env.text(&PORT), None, "the process takes precedence over the file");
+        let port = env.required::<u16>(&PORT);
+        assert_eq!(env.finish(port).unwrap_err().errors, ["PORT: must be UTF-8"]);
+    }
+
+    #[test]
     fn process_takes_precedence_over_file() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("host.env");
         std::fs::write(&file, "A=file\nB=\"two words\"\n# C=no\n").unwrap();
-        let env = Env::from_pairs([("A", "process")]).with_file(&file);
+        let mut env = Env::from_pairs([("A", "process")]).with_file(&file);
         assert_eq!(env.text(&variable("A", DefaultValue::Unset)).as_deref(), Some("process"));
         assert_eq!(env.text(&variable("B", DefaultValue::Unset)).as_deref(), Some("two words"));
         assert!(!env.is_set(&variable("C", DefaultValue::Unset)));

@@ -30,8 +30,8 @@ impl FileError {
     }
 }
 
-/// Replaces `path` with `content`, durably. `mode` sets the permission bits of the new file. Missing parent
-/// directories are created.
+/// Replaces `path` with `content`, durably. The new file has the permission bits `mode`, less the process's umask.
+/// Missing parent directories are created.
 pub fn write_atomic(path: &Path, content: &[u8], mode: u32) -> Result<(), FileError> {
     write_then(path, content, mode, |temp| fs::rename(temp, path))
 }

@@ -3,11 +3,12 @@
 //! Each error is logged once, where it is handled. Invariant: in the journal, a request's lines have the field
 //! `SVC_REQUEST_ID`, and a machine's lines `SVC_MACHINE_ID`.
 
+use std::ffi::OsStr;
 use std::os::fd::AsFd;
 
 use tracing::{Level, Metadata, Subscriber};
 use tracing_journald::{Priority, PriorityMappings};
-use tracing_subscriber::filter::filter_fn;
+use tracing_subscriber::filter::{ParseError, filter_fn};
 use tracing_subscriber::layer::{Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt;
@@ -28,7 +29,10 @@ pub fn init_on_machine(applet: &'static str, machine: Option<MachineId>) {
 }
 
 fn start(applet: &'static str, machine: Option<MachineId>) {
-    let filter = EnvFilter::try_from_env(RUST_LOG.name).unwrap_or_else(|_| RUST_LOG.default_value());
+    let (filter, invalid) = match parse_filter(RUST_LOG.from_process().as_deref()) {
+        Ok(filter) => (filter, None),
+        Err(why) => (RUST_LOG.default_value(), Some(why)),
+    };
     let registry = tracing_subscriber::registry().with(filter).with(filter_fn(may_be_logged));
     let journal = is_stderr_journal().then(|| journal_layer(applet, machine)).and_then(Result::ok);
     let started = match journal {
@@ -37,6 +41,17 @@ fn start(applet: &'static str, machine: Option<MachineId>) {
     };
     // A second initialization in the same process, as in tests, is ignored.
     drop(started);
+    if let Some(why) = invalid {
+        let default = RUST_LOG.default_value::<String>();
+        tracing::warn!("invalid RUST_LOG: {why}; using {default}");
+    }
+}
+
+/// Parses the value of `RUST_LOG`. Without a value, returns the default filter: an empty filter would match nothing.
+fn parse_filter(value: Option<&OsStr>) -> Result<EnvFilter, String> {
+    let Some(value) = value else { return Ok(RUST_LOG.default_value()) };
+    let value = value.to_str().ok_or("not UTF-8")?;
+    value.parse().map_err(|error: ParseError| error.to_string())
 }
 
 /// Hides the database driver's messages below warnings, regardless of `RUST_LOG`: they quote statements with row
@@ -77,4 +92,20 @@ fn is_stderr_journal() -> bool {
     let Ok(stream) = std::env::var("JOURNAL_STREAM") else { return false };
     let Ok(stat) = nix::sys::stat::fstat(std::io::stderr().as_fd()) else { return false };
     stream == format!("{}:{}", stat.st_dev, stat.st_ino)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::ffi::OsStrExt;
+
+    use super::*;
+
+    #[test]
+    fn parse_filter_defaults_to_info_and_rejects_invalid_values() {
+        assert_eq!(parse_filter(None).unwrap().to_string(), "info");
+        assert_eq!(parse_filter(Some(OsStr::new("svc=debug"))).unwrap().to_string(), "svc=debug");
+        for invalid in [OsStr::new("svc=loud"), OsStr::from_bytes(b"\xff")] {
+            assert!(parse_filter(Some(invalid)).is_err(), "{invalid:?}");
+        }
+    }
 }

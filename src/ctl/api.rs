@@ -15,7 +15,7 @@ use uuid::Uuid;
 use super::refusal::ApiProblem;
 pub use super::refusal::CallError;
 use svc_base::untrusted_text;
-use svc_http::client::{self, Deadlines};
+use svc_http::client::{self, Timeouts};
 use svc_http::{problem, request_id};
 
 const MAX_ATTEMPTS: usize = 5;
@@ -68,7 +68,7 @@ impl ApiClient {
     pub fn new(base: Url, secret: &SecretString, timeout: Duration) -> anyhow::Result<Self> {
         let mut bearer = HeaderValue::from_str(&format!("Bearer {}", secret.expose_secret()))?;
         bearer.set_sensitive(true);
-        let client = client::build(Deadlines { total: Some(timeout), idle: timeout, ..Deadlines::CALL })?;
+        let client = client::build(Timeouts { total: Some(timeout), idle: timeout, ..Timeouts::CALL })?;
         Ok(Self { client, base, bearer, timeout })
     }
 
@@ -129,7 +129,7 @@ impl ApiClient {
     /// but a retry may succeed; [`CallError::Refused`] for any other status except 200, or 206 with an offset.
     pub async fn open_download(&self, path: &[&str], offset: u64) -> Result<reqwest::Response, CallError> {
         let unreachable = |why: String| CallError::Unreachable { base: self.base.clone(), why };
-        let client = client::build(Deadlines::DOWNLOAD).map_err(|error| unreachable(format!("{error:#}")))?;
+        let client = client::build(Timeouts::DOWNLOAD).map_err(|error| unreachable(format!("{error:#}")))?;
         let mut request = client.get(self.url(path)).header(header::AUTHORIZATION, self.bearer.clone());
         if offset > 0 {
             request = request.header(header::RANGE, format!("bytes={offset}-"));

@@ -20,6 +20,10 @@ pub enum FilesError {
     UnsupportedVersion(u32),
     #[error("the repository's index changed during every attempt to read it; try again later")]
     IndexChanging,
+    #[error(
+        "the save took so long that pruning may have deleted packs that it needs; the next save writes them again"
+    )]
+    SaveTooLong,
     #[error("the system provides no random bytes")]
     NoRandomness,
     #[error("cannot {action} {}", path.display())]
@@ -92,7 +96,7 @@ impl FilesError {
     pub fn is_transient(&self) -> bool {
         match self {
             Self::Store(error) => error.is_transient(),
-            Self::IndexChanging => true,
+            Self::IndexChanging | Self::SaveTooLong => true,
             _ => false,
         }
     }

@@ -1,5 +1,5 @@
-//! Which snapshots are kept: by default, all for a day, one per hour for a week, one per day for 90 days, and one per
-//! month after that.
+//! The retention of snapshots: by default, all are kept for a day, one per hour for a week, one per day for 90 days,
+//! and one per month after that.
 
 use jiff::{SignedDuration, Timestamp, tz::TimeZone};
 

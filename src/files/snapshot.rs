@@ -11,6 +11,7 @@ use crate::id::Id;
 /// A snapshot, as `restic` stores it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Snapshot {
+    /// When the save began: the snapshot contains everything that was written before this time.
     pub time: Timestamp,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<Id>,

@@ -11,7 +11,7 @@ use super::{resolve, tls};
 
 /// Timeouts for a client's calls.
 #[derive(Debug, Clone, Copy)]
-pub struct Deadlines {
+pub struct Timeouts {
     pub connect: Duration,
     /// Timeout from the start of the call until the last byte of the response; `None` for downloads, which only
     /// `connect` and `idle` limit.
@@ -20,7 +20,7 @@ pub struct Deadlines {
     pub idle: Duration,
 }
 
-impl Deadlines {
+impl Timeouts {
     pub const CALL: Self = Self {
         connect: Duration::from_secs(5),
         total: Some(Duration::from_secs(10)),
@@ -34,16 +34,16 @@ impl Deadlines {
 ///
 /// # Errors
 /// If the extra root certificates cannot be read, or reqwest rejects the configuration.
-pub fn build(deadlines: Deadlines) -> anyhow::Result<reqwest::Client> {
-    build_with_tls(deadlines, tls::client_config()?)
+pub fn build(timeouts: Timeouts) -> anyhow::Result<reqwest::Client> {
+    build_with_tls(timeouts, tls::client_config()?)
 }
 
 /// Builds a client with the given TLS configuration, such as one with a pinned key.
 ///
 /// # Errors
 /// If reqwest rejects the configuration.
-pub fn build_with_tls(deadlines: Deadlines, config: ClientConfig) -> anyhow::Result<reqwest::Client> {
-    Ok(builder(deadlines, config).build()?)
+pub fn build_with_tls(timeouts: Timeouts, config: ClientConfig) -> anyhow::Result<reqwest::Client> {
+    Ok(builder(timeouts, config).build()?)
 }
 
 /// Like [`build_with_tls`], but connects to `address` for URLs with the host `name`.
@@ -51,33 +51,33 @@ pub fn build_with_tls(deadlines: Deadlines, config: ClientConfig) -> anyhow::Res
 /// # Errors
 /// If reqwest rejects the configuration.
 pub fn build_for_address(
-    deadlines: Deadlines,
+    timeouts: Timeouts,
     config: ClientConfig,
     name: &str,
     address: IpAddr,
 ) -> anyhow::Result<reqwest::Client> {
     // Port 0 means the port in the URL.
-    Ok(builder(deadlines, config).resolve(name, SocketAddr::new(address, 0)).build()?)
+    Ok(builder(timeouts, config).resolve(name, SocketAddr::new(address, 0)).build()?)
 }
 
 /// Builds a client that sends all requests to a Unix socket, regardless of their host.
 ///
 /// # Errors
 /// If the extra root certificates cannot be read, or reqwest rejects the configuration.
-pub fn build_for_socket(deadlines: Deadlines, socket: &Path) -> anyhow::Result<reqwest::Client> {
-    Ok(builder(deadlines, tls::client_config()?).unix_socket(socket).build()?)
+pub fn build_for_socket(timeouts: Timeouts, socket: &Path) -> anyhow::Result<reqwest::Client> {
+    Ok(builder(timeouts, tls::client_config()?).unix_socket(socket).build()?)
 }
 
-fn builder(deadlines: Deadlines, config: ClientConfig) -> reqwest::ClientBuilder {
+fn builder(timeouts: Timeouts, config: ClientConfig) -> reqwest::ClientBuilder {
     let builder = reqwest::Client::builder()
         .tls_backend_preconfigured(config)
         .dns_resolver(resolve::reqwest_resolver())
-        .connect_timeout(deadlines.connect)
-        .read_timeout(deadlines.idle)
+        .connect_timeout(timeouts.connect)
+        .read_timeout(timeouts.idle)
         .redirect(reqwest::redirect::Policy::none())
         .no_proxy()
         .user_agent(concat!("svc/", env!("CARGO_PKG_VERSION")));
-    match deadlines.total {
+    match timeouts.total {
         Some(total) => builder.timeout(total),
         None => builder,
     }

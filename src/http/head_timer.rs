@@ -41,21 +41,24 @@ impl FirstByte {
     }
 }
 
-/// A connection's stream, which records when the first byte of a head is read.
-pub struct HeadStream<S> {
+/// A connection's stream, which records when the first byte of a head is read. It holds the connection's permits,
+/// because an upgraded stream outlives the HTTP connection.
+pub struct HeadStream<S, P> {
     stream: S,
     first_byte: Arc<FirstByte>,
+    _permits: P,
 }
 
-impl<S> HeadStream<S> {
+impl<S, P> HeadStream<S, P> {
     /// Wraps a stream and creates the timer for its heads. `head_timeout` runs from a head's first byte to its last.
-    pub fn new(stream: S, head_timeout: Duration) -> (Self, HeadTimer) {
+    pub fn new(stream: S, permits: P, head_timeout: Duration) -> (Self, HeadTimer) {
         let first_byte = Arc::new(FirstByte { opened: Instant::now(), elapsed_ms: AtomicU64::new(0) });
-        (Self { stream, first_byte: first_byte.clone() }, HeadTimer { first_byte, head_timeout })
+        let timer = HeadTimer { first_byte: Arc::clone(&first_byte), head_timeout };
+        (Self { stream, first_byte, _permits: permits }, timer)
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for HeadStream<S> {
+impl<S: AsyncRead + Unpin, P: Unpin> AsyncRead for HeadStream<S, P> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -70,7 +73,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for HeadStream<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for HeadStream<S> {
+impl<S: AsyncWrite + Unpin, P: Unpin> AsyncWrite for HeadStream<S, P> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.stream).poll_write(cx, bytes)
     }

@@ -103,7 +103,7 @@ codes! {
     HostRefused BAD_GATEWAY "host_refused" "The host refused the platform's request"
         "`detail` has the reason: the host's release is too old (update it with `svcctl deploy start`), or its \
          clock is wrong."
-    HostAnswerInvalid BAD_GATEWAY "host_answer_invalid" "Invalid response from the host"
+    HostResponseInvalid BAD_GATEWAY "host_answer_invalid" "Invalid response from the host"
         "`detail` has the reason: request fewer days, or check the platform's log."
     UpstreamUnavailable BAD_GATEWAY "upstream_unavailable" "The machine did not respond"
         "The machine is running but does not respond: check its own logs, then recover."

@@ -38,13 +38,14 @@ pub async fn lookup_addresses(name: &str) -> Result<Vec<IpAddr>, ResolveError> {
 }
 
 fn resolver() -> Result<&'static TokioResolver, String> {
-    static RESOLVER: OnceLock<Result<TokioResolver, String>> = OnceLock::new();
-    let created = RESOLVER.get_or_init(|| {
-        TokioResolver::builder_tokio()
-            .and_then(hickory_resolver::ResolverBuilder::build)
-            .map_err(|error| error.to_string())
-    });
-    created.as_ref().map_err(Clone::clone)
+    static RESOLVER: OnceLock<TokioResolver> = OnceLock::new();
+    if let Some(resolver) = RESOLVER.get() {
+        return Ok(resolver);
+    }
+    // A failure is not stored: a process may start before the system's resolver configuration exists.
+    let created = TokioResolver::builder_tokio().and_then(hickory_resolver::ResolverBuilder::build);
+    let created = created.map_err(|error| error.to_string())?;
+    Ok(RESOLVER.get_or_init(|| created))
 }
 
 /// The resolver for reqwest.

@@ -17,12 +17,12 @@ use hyper_util::rt::TokioIo;
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::address_limit::AddressLimiter;
+use super::address_limit::{AddressLimiter, AddressPermit};
 use super::certificate::ACME_ALPN;
 use super::head_timer::HeadStream;
 use super::networks::Networks;
@@ -32,6 +32,7 @@ use super::shards::Shards;
 /// Limits for one listener.
 #[derive(Debug, Clone)]
 pub struct ListenerLimits {
+    /// Maximum number of open connections, including upgraded ones.
     pub max_connections: usize,
     /// Maximum number of connections per IPv4 address or IPv6 /64. Loopback addresses have no limit.
     pub max_connections_per_address: usize,
@@ -162,9 +163,10 @@ async fn accept(
         let passthrough = passthrough.clone();
         let (stop, tracked) = (stop.clone(), connections.token());
         let serve_stream = move |stream: TcpStream| async move {
-            let _guards = (permit, address_permit, tracked);
+            let _tracked = tracked;
+            let permits = ConnectionPermits { _connection: permit, _address: address_permit };
             match acceptor {
-                None => serve_connection(stream, responder, extensions, &limits, stop).await,
+                None => serve_connection(stream, permits, responder, extensions, &limits, stop).await,
                 Some(acceptor) => {
                     let handshake = tokio::time::timeout(limits.handshake_timeout, async {
                         if let Some(passthrough) = passthrough
@@ -188,7 +190,7 @@ async fn accept(
                         let _ = tokio::time::timeout(limits.handshake_timeout, stream.shutdown()).await;
                         return;
                     }
-                    serve_connection(stream, responder, extensions, &limits, stop).await;
+                    serve_connection(stream, permits, responder, extensions, &limits, stop).await;
                 }
             }
         };
@@ -226,6 +228,12 @@ impl Scheme {
     }
 }
 
+/// Counts a connection against the listener's limits until it is closed.
+struct ConnectionPermits {
+    _connection: OwnedSemaphorePermit,
+    _address: AddressPermit,
+}
+
 /// A connection's properties, which are added to each of its requests as extensions.
 #[derive(Debug, Clone, Copy)]
 struct ConnectionExtensions {
@@ -238,6 +246,7 @@ struct ConnectionExtensions {
 /// not keep the handshake's memory.
 fn serve_connection<S, R>(
     stream: S,
+    permits: ConnectionPermits,
     responder: R,
     extensions: ConnectionExtensions,
     limits: &ListenerLimits,
@@ -247,7 +256,7 @@ where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     R: Respond,
 {
-    let (stream, timer) = HeadStream::new(stream, limits.head_timeout);
+    let (stream, timer) = HeadStream::new(stream, permits, limits.head_timeout);
     let mut builder = http1::Builder::new();
     builder.timer(timer).header_read_timeout(limits.idle_timeout).max_header_size(limits.max_head_bytes);
     // Extensions are inserted here, because a router layer would cost each request two allocations.
@@ -314,9 +323,23 @@ mod tests {
     async fn start_server(limits: ListenerLimits) -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = local_addr(&listener).unwrap();
-        let router = Router::new().route("/", get(async || "ok"));
+        let router = Router::new().route("/", get(async || "ok")).route("/upgrade", get(accept_upgrade));
         tokio::spawn(serve(listener, None, router, limits, CancellationToken::new()));
         address
+    }
+
+    /// Switches protocols, and keeps the stream until the client closes it.
+    async fn accept_upgrade(request: Request<Body>) -> Response {
+        tokio::spawn(async move {
+            let mut stream = TokioIo::new(hyper::upgrade::on(request).await.unwrap());
+            let _ = stream.read_u8().await;
+        });
+        Response::builder()
+            .status(http::StatusCode::SWITCHING_PROTOCOLS)
+            .header("connection", "upgrade")
+            .header("upgrade", "test")
+            .body(Body::empty())
+            .unwrap()
     }
 
     async fn read_until(stream: &mut TcpStream, end: &str) -> String {
@@ -371,5 +394,22 @@ mod tests {
             let response = read_until(&mut stream, "ok").await;
             assert_eq!(response.get(9..12), Some(status), "{response}");
         }
+    }
+
+    #[tokio::test]
+    async fn upgraded_connection_counts_until_it_is_closed() {
+        let limits = ListenerLimits { max_connections: 1, ..ListenerLimits::default() };
+        let address = start_server(limits).await;
+        let mut upgraded = TcpStream::connect(address).await.unwrap();
+        let request = b"GET /upgrade HTTP/1.1\r\nhost: h\r\nconnection: upgrade\r\nupgrade: test\r\n\r\n";
+        upgraded.write_all(request).await.unwrap();
+        assert!(read_until(&mut upgraded, "\r\n\r\n").await.starts_with("HTTP/1.1 101"));
+
+        let mut waiting = TcpStream::connect(address).await.unwrap();
+        waiting.write_all(REQUEST).await.unwrap();
+        let early = tokio::time::timeout(Duration::from_millis(200), waiting.read_u8()).await;
+        assert!(early.is_err(), "a second connection was served: {early:?}");
+        drop(upgraded);
+        assert!(read_until(&mut waiting, "ok").await.starts_with("HTTP/1.1 200"));
     }
 }

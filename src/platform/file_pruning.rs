@@ -27,7 +27,8 @@ use crate::db::{self, DbError};
 use crate::file_keys;
 use crate::keys::KeyError;
 
-/// How long a pack that no snapshot needs is kept after it is marked: longer than any save or restore.
+/// How long a pack that no snapshot needs is kept after it is marked: longer than any restore, and much longer than a
+/// save may take without checking the index again (`MAX_UNCHECKED_DURATION` in `src/files/save/mod.rs`).
 const GRACE_PERIOD: SignedDuration = SignedDuration::from_hours(72);
 /// Number of entries kept in the pointer log.
 const KEPT_LOG_ENTRIES: u64 = 1000;

@@ -73,7 +73,7 @@ use svc_base::applet::{self, Exit, Failure, OrExit};
 use svc_base::config::{Env, platform_env_file};
 use svc_base::metrics;
 use svc_base::telemetry;
-use svc_http::client::{self, Deadlines};
+use svc_http::client::{self, Timeouts};
 use svc_http::server::{self, ListenerLimits};
 use svc_http::shards::Shards;
 use svc_http::tls::Identity;
@@ -185,7 +185,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     };
     let clock = Arc::new(ProcessClock::new(config.timing.max_clock_skew));
     clock.compare(&db).await;
-    let client = client::build(Deadlines::CALL).or_exit(Exit::Internal)?;
+    let client = client::build(Timeouts::CALL).or_exit(Exit::Internal)?;
     let (api_url, token) = (config.provider.api_url.clone(), &config.provider.token);
     let budget = Arc::new(SharedBudget::new(db.clone(), &api_url, token));
     let provider = Hetzner::with_rate_budget(client, api_url, token, budget);

@@ -8,7 +8,7 @@ use anyhow::anyhow;
 use super::config::{ListenerConfig, PlatformConfig};
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::config::Env;
-use svc_http::client::{self, Deadlines};
+use svc_http::client::{self, Timeouts};
 use svc_http::problem::format_chain;
 use svc_http::tls::{self, ChainCheck, Identity};
 
@@ -33,8 +33,8 @@ pub async fn run(mut env: Env) -> Result<(), Failure> {
 /// Builds a client and returns it with the URL scheme. With TLS, the certificate names the public host, which differs
 /// from the probed address, so the client verifies the key instead of the name.
 fn build_client(listener: &ListenerConfig) -> anyhow::Result<(reqwest::Client, &'static str)> {
-    let Some(files) = &listener.tls else { return Ok((client::build(Deadlines::CALL)?, "http")) };
+    let Some(files) = &listener.tls else { return Ok((client::build(Timeouts::CALL)?, "http")) };
     let pin = Identity::read(&files.cert, &files.key)?.pin()?;
     let config = tls::pinned_client_config(pin, ChainCheck::PinOnly)?;
-    Ok((client::build_with_tls(Deadlines::CALL, config)?, "https"))
+    Ok((client::build_with_tls(Timeouts::CALL, config)?, "https"))
 }

@@ -226,7 +226,8 @@ impl Bucket {
     /// ended, or if the store does not support upload ids.
     pub async fn abort_upload(&self, open: &OpenUpload) -> Result<(), StoreError> {
         let Some(store) = &self.multipart else { return Ok(()) };
-        let key = Path::from(open.key.as_str());
+        // The key is already encoded. If it is invalid, the error from the store contains it.
+        let key = Path::parse(&open.key).unwrap_or_default();
         record_call("give_up", async {
             store.abort_upload(open).await.map_err(|error| StoreError::classify(&key, error))
         })

@@ -17,7 +17,7 @@ use object_store::path::Path;
 use super::bucket::{Bucket, StoreError};
 use super::config::StoreConfig;
 use super::parallel_probe::{self, Atomicity, RUN_PREFIX};
-use super::protection::{self, Setting};
+use super::protection::{self, SettingState};
 use svc_base::error_chain::format_chain;
 
 /// How much svc depends on a capability.
@@ -204,8 +204,8 @@ pub async fn probe_all(config: &StoreConfig, races: RaceLimits) -> Vec<ProbeResu
     found.extend(probe_other_capabilities(config, &bucket).await);
     if let StoreConfig::S3(s3) = config {
         let versioning = match protection::read(s3).await.map(|read| read.versioning) {
-            Ok(Setting::On | Setting::Off) => Support::Yes,
-            Ok(Setting::Unknown(status)) => Support::No(format!("it returned {status}")),
+            Ok(SettingState::On | SettingState::Off) => Support::Yes,
+            Ok(SettingState::Unknown(status)) => Support::No(format!("it returned {status}")),
             Err(error) => Support::Unknown(format_chain(&error)),
         };
         found.push(ProbeResult::new(VERSIONING, versioning));
@@ -223,13 +223,13 @@ fn atomicity_support(atomicity: Atomicity) -> Support {
 
 /// `None` if the store has the capability; otherwise, the store's actual behavior. An error makes the probe
 /// inconclusive.
-type Outcome = Result<Option<String>, StoreError>;
+type ProbeOutcome = Result<Option<String>, StoreError>;
 
 fn to_support(deviation: Option<String>) -> Support {
     deviation.map_or(Support::Yes, Support::No)
 }
 
-async fn determine_support(probe: impl Future<Output = Outcome>) -> Support {
+async fn determine_support(probe: impl Future<Output = ProbeOutcome>) -> Support {
     probe.await.map_or_else(|error| Support::Unknown(format_chain(&error)), to_support)
 }
 

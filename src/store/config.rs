@@ -13,13 +13,13 @@ use secrecy::{ExposeSecret, SecretString};
 use super::bucket::Bucket;
 use super::credentials::{CredentialSource, SourceAdapter};
 use super::list_counter::ListCounter;
-use super::local::LocalStore;
+use super::local::{LocalStore, OBJECTS_DIR};
 use super::retrying_signer::RetryingSigner;
 use super::write_once::WriteOnce;
 use crate::vars;
 use svc_base::config::Env;
 use svc_base::variable::Variable;
-use svc_http::client::{self, Deadlines};
+use svc_http::client::{self, Timeouts};
 
 /// The location of the objects: `s3://bucket`, or `file:///dir` for development.
 #[derive(Debug, Clone)]
@@ -80,7 +80,7 @@ impl StoreConfig {
     /// `s3:https://s3.eu-central-1.amazonaws.com/bucket/user_1/primary/files`.
     pub fn restic_location(&self, repository: &object_store::path::Path) -> String {
         match self {
-            Self::Directory(dir) => format!("{}/{repository}", dir.display()),
+            Self::Directory(dir) => format!("{}/{repository}", dir.join(OBJECTS_DIR).display()),
             Self::S3(s3) => {
                 let endpoint = match &s3.endpoint {
                     Some(endpoint) => endpoint.trim_end_matches('/').to_owned(),
@@ -124,7 +124,7 @@ impl S3Config {
     }
 
     fn open(&self, source: Option<Arc<dyn CredentialSource>>) -> anyhow::Result<Bucket> {
-        let client = HttpClient::new(client::build(Deadlines::DOWNLOAD)?);
+        let client = HttpClient::new(client::build(Timeouts::DOWNLOAD)?);
         let (credentials, client): (AwsCredentialProvider, HttpClient) = match source {
             None => (Arc::new(StaticCredentialProvider::new(self.credential())), client),
             Some(source) => {
@@ -222,5 +222,16 @@ mod tests {
             ["OBJECT_STORE_URL", short.0, alternate.0].iter().all(|name| missing.contains(name)),
             "{missing}"
         );
+    }
+
+    #[tokio::test]
+    async fn restic_location_of_a_directory_has_the_objects() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = StoreConfig::Directory(dir.path().to_owned());
+        let repository = object_store::path::Path::from_iter(["auth0|x", "primary", "files"]);
+        let bucket = config.open().unwrap();
+        bucket.put(&repository.clone().join("config"), "{}").await.unwrap();
+        let location = PathBuf::from(config.restic_location(&repository));
+        assert!(location.join("config").is_file(), "{}", location.display());
     }
 }

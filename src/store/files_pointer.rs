@@ -16,7 +16,7 @@ use svc_machine::id::MachineId;
 
 use super::bucket::{Bucket, StoreError};
 use super::key::{self, SlotPrefix};
-use super::pointer::{self, Fence, PointerTarget};
+use super::pointer::{self, Fence, PointedSnapshot};
 use super::pointer_io::{self, PointerError, PointerRead};
 
 /// A reference to a snapshot of the owner's files.
@@ -32,7 +32,7 @@ pub struct FilesSnapshotRef {
     pub taken_at: Timestamp,
 }
 
-impl PointerTarget for FilesSnapshotRef {
+impl PointedSnapshot for FilesSnapshotRef {
     fn key(&self) -> &str {
         &self.id
     }

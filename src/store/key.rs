@@ -84,7 +84,8 @@ impl SlotPrefix {
 
     /// Returns the path of a snapshot's sidecar; `None` as in [`Self::snapshot`].
     pub fn sidecar(&self, key: &str) -> Option<Path> {
-        self.snapshot(key).map(|path| Path::from(format!("{path}.json")))
+        let dump = self.snapshot(key)?;
+        Some(self.snapshots().join(format!("{}.json", dump.filename()?)))
     }
 }
 
@@ -246,6 +247,16 @@ mod tests {
         let path = prefix.snapshot(&key).unwrap();
         assert_eq!(path.as_ref(), format!("user_1/primary/{key}"));
         assert_eq!(prefix.sidecar(&key).unwrap().as_ref(), format!("user_1/primary/{key}.json"));
+    }
+
+    #[test]
+    fn sidecar_of_an_encoded_user_is_beside_its_dump() {
+        let prefix = SlotPrefix::new(&"auth0|x".parse().unwrap(), &Slot::primary());
+        let key = snapshot_key("2026-01-02T03:04:05.678Z".parse().unwrap(), Epoch(7));
+        let (dump, sidecar) = (prefix.snapshot(&key).unwrap(), prefix.sidecar(&key).unwrap());
+        assert_eq!(dump.as_ref(), format!("auth0%7Cx/primary/{key}"));
+        assert_eq!(sidecar.as_ref(), format!("{dump}.json"));
+        assert!(sidecar.prefix_matches(prefix.root()));
     }
 
     #[test]

@@ -17,6 +17,9 @@ use object_store::{
     ObjectStoreExt, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
 };
 
+/// The folder with the objects, in the store's directory.
+pub(super) const OBJECTS_DIR: &str = "objects";
+
 #[derive(Debug)]
 pub(super) struct LocalStore {
     inner: LocalFileSystem,
@@ -26,7 +29,7 @@ pub(super) struct LocalStore {
 impl LocalStore {
     /// Opens `dir`, and creates it if it does not exist.
     pub(super) fn open(dir: &FilePath) -> anyhow::Result<Self> {
-        let objects = dir.join("objects");
+        let objects = dir.join(OBJECTS_DIR);
         std::fs::create_dir_all(&objects)?;
         Ok(Self { inner: LocalFileSystem::new_with_prefix(objects)?, lock: dir.join("lock") })
     }

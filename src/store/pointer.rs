@@ -59,7 +59,7 @@ pub struct SnapshotRef {
 }
 
 /// A snapshot that a pointer can name: of the database, or of the owner's files.
-pub trait PointerTarget: Clone + PartialEq + Serialize + DeserializeOwned {
+pub trait PointedSnapshot: Clone + PartialEq + Serialize + DeserializeOwned {
     /// Identifies the snapshot in its slot.
     fn key(&self) -> &str;
     /// The machine that took it.
@@ -68,7 +68,7 @@ pub trait PointerTarget: Clone + PartialEq + Serialize + DeserializeOwned {
     fn taken_at(&self) -> Timestamp;
 }
 
-impl PointerTarget for SnapshotRef {
+impl PointedSnapshot for SnapshotRef {
     fn key(&self) -> &str {
         &self.key
     }
@@ -138,12 +138,12 @@ impl FencedError {
     }
 }
 
-impl<S: PointerTarget> Pointer<S> {
+impl<S: PointedSnapshot> Pointer<S> {
     /// Returns the machine with the fence's epoch: the fence's machine, or the machine that took the latest snapshot,
     /// if that snapshot has the same epoch.
     pub fn fence_holder(&self) -> Option<MachineId> {
         let writer = || self.snapshot.as_ref().filter(|latest| latest.epoch() == self.fence_epoch);
-        self.fence_machine_id.or_else(|| writer().map(PointerTarget::machine_id))
+        self.fence_machine_id.or_else(|| writer().map(PointedSnapshot::machine_id))
     }
 
     /// Returns the fence's proof, if the fence is for this machine and epoch.
@@ -173,7 +173,7 @@ impl<S: PointerTarget> Pointer<S> {
 ///
 /// # Errors
 /// [`FencedError`] if there is already a fence for a higher epoch, or for another machine with the same epoch.
-pub fn fence<S: PointerTarget>(
+pub fn fence<S: PointedSnapshot>(
     current: Option<&Pointer<S>>,
     fence: &Fence,
 ) -> Result<Option<Pointer<S>>, FencedError> {
@@ -193,7 +193,7 @@ pub fn fence<S: PointerTarget>(
 }
 
 /// Returns the pointer with this fence in place of any other; `None` if the pointer already has this fence.
-pub fn set_fence<S: PointerTarget>(current: Option<&Pointer<S>>, fence: &Fence) -> Option<Pointer<S>> {
+pub fn set_fence<S: PointedSnapshot>(current: Option<&Pointer<S>>, fence: &Fence) -> Option<Pointer<S>> {
     let Fence { epoch, machine, proof } = fence;
     let is_same = |pointer: &&Pointer<S>| {
         pointer.fence_epoch == *epoch
@@ -220,7 +220,7 @@ pub fn set_fence<S: PointerTarget>(current: Option<&Pointer<S>>, fence: &Fence) 
 ///
 /// # Errors
 /// [`FencedError`] if the fence is above the snapshot's epoch, or at that epoch for another machine.
-pub fn advance<S: PointerTarget>(
+pub fn advance<S: PointedSnapshot>(
     current: Option<&Pointer<S>>,
     snapshot: &S,
 ) -> Result<Option<Pointer<S>>, FencedError> {
@@ -244,7 +244,7 @@ pub fn advance<S: PointerTarget>(
 /// Merges different values with the same `seq` in the log and in `latest`: an older release wrote `latest` without
 /// claiming that `seq`. The writes were concurrent, so the higher fence is kept, and the snapshot with the higher
 /// epoch or, if the epochs are equal, the later one.
-pub fn merge<S: PointerTarget>(claimed: &Pointer<S>, latest: &Pointer<S>) -> Pointer<S> {
+pub fn merge<S: PointedSnapshot>(claimed: &Pointer<S>, latest: &Pointer<S>) -> Pointer<S> {
     let order =
         |pointer: &Pointer<S>| pointer.snapshot.as_ref().map(|target| (target.epoch(), target.taken_at()));
     let snapshot = if order(latest) > order(claimed) { &latest.snapshot } else { &claimed.snapshot };

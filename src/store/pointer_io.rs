@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use super::bucket::{Bucket, Condition, StoreError, Version};
 use super::key::{PointerPaths, SlotPrefix};
-use super::pointer::{self, Fence, FencedError, Pointer, PointerTarget, SnapshotRef};
+use super::pointer::{self, Fence, FencedError, PointedSnapshot, Pointer, SnapshotRef};
 use super::pointer_log::find_newest_entry;
 use super::snapshot_with_sidecar::SnapshotWithSidecar;
 use svc_machine::epoch::MAX_EPOCH;
@@ -80,7 +80,7 @@ pub async fn read(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<PointerRe
 }
 
 /// Like [`read`], for any pointer.
-pub(super) async fn read_at<S: PointerTarget>(
+pub(super) async fn read_at<S: PointedSnapshot>(
     bucket: &Bucket,
     paths: &PointerPaths,
 ) -> Result<Option<PointerRead<S>>, StoreError> {
@@ -113,7 +113,7 @@ pub(super) async fn read_at<S: PointerTarget>(
     Ok(Some(PointerRead { value, latest: Some(LatestObject { seq, matches_log, version: latest.version }) }))
 }
 
-pub(super) async fn read_entry<S: PointerTarget>(
+pub(super) async fn read_entry<S: PointedSnapshot>(
     bucket: &Bucket,
     paths: &PointerPaths,
     seq: u64,
@@ -229,7 +229,7 @@ impl RetryState {
 ///
 /// # Errors
 /// [`PointerError`]; `Fenced` from `plan`, `TooManyConflicts` if other writers interfered in every attempt.
-pub(super) async fn write<S: PointerTarget>(
+pub(super) async fn write<S: PointedSnapshot>(
     bucket: &Bucket,
     paths: &PointerPaths,
     plan: impl Fn(Option<&Pointer<S>>) -> Result<Option<Pointer<S>>, FencedError>,
@@ -259,7 +259,7 @@ pub(super) async fn write<S: PointerTarget>(
 }
 
 /// Plans the pointer to write. A merged value is in no log entry yet, so it is written even if `plan` changes nothing.
-fn plan_next<S: PointerTarget>(
+fn plan_next<S: PointedSnapshot>(
     current: Option<&PointerRead<S>>,
     plan: impl Fn(Option<&Pointer<S>>) -> Result<Option<Pointer<S>>, FencedError>,
 ) -> Result<Option<Pointer<S>>, FencedError> {
@@ -268,7 +268,7 @@ fn plan_next<S: PointerTarget>(
     Ok(planned.or_else(|| merged.map(|read| Pointer { seq: read.value.seq + 1, ..read.value.clone() })))
 }
 
-async fn claim<S: PointerTarget>(
+async fn claim<S: PointedSnapshot>(
     bucket: &Bucket,
     paths: &PointerPaths,
     next: &Pointer<S>,
@@ -278,7 +278,7 @@ async fn claim<S: PointerTarget>(
 
 /// Writes the newest log entry to `latest`. The condition only keeps a later writer's value from being overwritten; if
 /// the store does not honor it, the next attempt finds a stale `latest` and writes it again.
-async fn publish<S: PointerTarget>(
+async fn publish<S: PointedSnapshot>(
     bucket: &Bucket,
     paths: &PointerPaths,
     value: &Pointer<S>,

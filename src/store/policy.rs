@@ -29,7 +29,8 @@ pub enum SnapshotWrites {
     CreateOnly,
 }
 
-/// Returns the policy for a slot: get, put, list and abort uploads below the slot's prefix.
+/// Returns the policy for a slot. Below the slot's prefix, it allows getting, putting and listing objects, and aborting
+/// uploads.
 ///
 /// `partition` is `aws`, except in other AWS partitions, such as `aws-us-gov`.
 pub fn slot_policy(partition: &str, bucket: &str, slot: &SlotPrefix, writes: SnapshotWrites) -> String {

@@ -9,7 +9,7 @@ use super::signed_request::{RequestError, SignedClient};
 
 /// The state of one of the bucket's settings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Setting {
+pub enum SettingState {
     On,
     Off,
     /// The store does not support the request, or rejects it for these credentials. Contains the status of the
@@ -20,22 +20,24 @@ pub enum Setting {
 /// A bucket's two protection settings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Protection {
-    pub versioning: Setting,
-    pub object_lock: Setting,
+    pub versioning: SettingState,
+    pub object_lock: SettingState,
 }
 
 /// Reads both settings, with one request each.
 ///
 /// # Errors
 /// `RequestError` if a request cannot be sent or gets no response. An error response from the store is
-/// [`Setting::Unknown`], except for the one that means that object lock is [`Setting::Off`].
+/// [`SettingState::Unknown`], except for the one that means that object lock is [`SettingState::Off`].
 pub async fn read(s3: &S3Config) -> Result<Protection, RequestError> {
     let client = SignedClient::new(s3)?;
     let response = client.send(Method::GET, "?versioning=", &[], b"").await?;
     let versioning = setting_from_status(response.status, response.text.contains("<Status>Enabled</Status>"));
     let response = client.send(Method::GET, "?object-lock=", &[], b"").await?;
     let object_lock = match response.status {
-        StatusCode::NOT_FOUND if response.text.contains("ObjectLockConfigurationNotFound") => Setting::Off,
+        StatusCode::NOT_FOUND if response.text.contains("ObjectLockConfigurationNotFound") => {
+            SettingState::Off
+        }
         status => setting_from_status(
             status,
             response.text.contains("<ObjectLockEnabled>Enabled</ObjectLockEnabled>"),
@@ -44,11 +46,11 @@ pub async fn read(s3: &S3Config) -> Result<Protection, RequestError> {
     Ok(Protection { versioning, object_lock })
 }
 
-fn setting_from_status(status: StatusCode, is_on: bool) -> Setting {
+fn setting_from_status(status: StatusCode, is_on: bool) -> SettingState {
     match (status, is_on) {
-        (StatusCode::OK, true) => Setting::On,
-        (StatusCode::OK, false) => Setting::Off,
-        (status, _) => Setting::Unknown(status),
+        (StatusCode::OK, true) => SettingState::On,
+        (StatusCode::OK, false) => SettingState::Off,
+        (status, _) => SettingState::Unknown(status),
     }
 }
 

@@ -3,7 +3,7 @@
 use http::{HeaderName, HeaderValue, Method, StatusCode};
 use object_store::aws::AwsAuthorizer;
 use object_store::client::{HttpClient, HttpRequest};
-use svc_http::client::{self, Deadlines};
+use svc_http::client::{self, Timeouts};
 
 use super::config::S3Config;
 
@@ -36,7 +36,7 @@ pub(super) struct SignedClient<'a> {
 impl<'a> SignedClient<'a> {
     pub(super) fn new(s3: &'a S3Config) -> Result<Self, RequestError> {
         let client =
-            client::build(Deadlines::CALL).map_err(|error| RequestError::Client(format!("{error:#}")))?;
+            client::build(Timeouts::CALL).map_err(|error| RequestError::Client(format!("{error:#}")))?;
         Ok(Self { client: HttpClient::new(client), s3 })
     }
 

@@ -15,7 +15,7 @@ use serde::Deserialize;
 use url::Url;
 
 use super::credentials::TemporaryCredentials;
-use svc_http::client::{self, Deadlines};
+use svc_http::client::{self, Timeouts};
 
 const VERSION: &str = "2011-06-15";
 const MAX_ATTEMPTS: u32 = 3;
@@ -23,7 +23,7 @@ const MAX_ATTEMPTS: u32 = 3;
 /// platform.
 const CALL_TIMEOUT: Duration = Duration::from_secs(8);
 /// Timeouts for one attempt.
-const TIMEOUTS: Deadlines = Deadlines {
+const TIMEOUTS: Timeouts = Timeouts {
     connect: Duration::from_secs(3),
     total: Some(Duration::from_secs(5)),
     idle: Duration::from_secs(5),

@@ -14,9 +14,9 @@ use url::Url;
 
 use svc_base::error_chain::format_chain;
 use svc_http::body::{ResponseBodyError, read_response};
-use svc_http::client::{self, Deadlines};
+use svc_http::client::{self, Timeouts};
 
-pub const TIMEOUTS: Deadlines = Deadlines {
+pub const TIMEOUTS: Timeouts = Timeouts {
     connect: Duration::from_secs(5),
     total: Some(Duration::from_secs(20)),
     idle: Duration::from_secs(10),

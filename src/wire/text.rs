@@ -50,7 +50,7 @@ impl<T> WireString<T> {
     }
 
     /// Whether the writer sent the field: a reader sets a missing one to [`UNKNOWN`].
-    pub fn is_known(&self) -> bool {
+    pub fn is_present(&self) -> bool {
         self.text != UNKNOWN
     }
 

@@ -84,7 +84,7 @@ async fn damaged_index_is_found_despite_the_cache() -> Result<()> {
     drop(host.start_and_save().await?);
     let verify = ["svc-sync-agent", "verify"];
     host.machine.run(&verify)?.expect(0);
-    for folder in ["index", "snapshots"] {
+    for (folder, has_key) in [("index", true), ("snapshots", true), ("snapshots", false)] {
         let prefix = format!("{}/{folder}", slot().files()).into();
         let objects: Vec<_> = bucket(&store)?.raw().list(Some(&prefix)).try_collect().await?;
         let key = objects.first().context("no object")?.location.to_string();
@@ -92,6 +92,10 @@ async fn damaged_index_is_found_despite_the_cache() -> Result<()> {
         let mut damaged = intact.clone();
         damaged[20] ^= 1;
         store.write(BUCKET, &key, damaged);
+        if !has_key {
+            // The machine requests the key from the platform.
+            fs::remove_file(host.machine.path("var/lib/svc/files/key"))?;
+        }
         let verified = host.machine.run(&verify)?.expect(65);
         assert!(verified.stderr.contains("is damaged"), "{folder}: {}", verified.stderr);
         let status = host.machine.run(&["svc-sync-agent", "status"])?.expect(0);

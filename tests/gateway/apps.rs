@@ -106,6 +106,29 @@ async fn new_app_folder_is_registered_at_run_time() -> Result<()> {
     host.wait_until_registered(&later).await
 }
 
+/// A backup locks every table until its dump has ended.
+#[tokio::test]
+async fn registration_waiting_for_lock_blocks_no_app() -> Result<()> {
+    let (database, slug) = (test_database().await?, unique_name("locked"));
+    let host = host_with_app(&database, &slug, &json!({ "t": { "columns": { "a": "text" } } })).await?;
+    let mut admin = database.connect().await?;
+    let dump = admin.transaction().await?;
+    let schema = format!("app_{}", slug.replace('-', "_"));
+    dump.batch_execute(&format!("LOCK TABLE {schema}.t IN ACCESS SHARE MODE")).await?;
+    host.machine.add_app(&slug, &json!({ "t": { "columns": { "a": "text", "b": "text" } } }))?;
+    // The folders are registered in name order.
+    let other = unique_name("other");
+    host.machine.add_app(&other, &json!({ "t": { "columns": { "a": "text" } } }))?;
+    host.wait_until_registered(&other).await?;
+    let insert = json!({ "action": "insert", "app": slug, "table": "t", "data": { "a": "during the dump" } });
+    host.query_data(&insert).await?;
+    dump.commit().await?;
+    host.wait_until("the new column", async || {
+        Ok(list_columns(&host, &slug).await?.contains(&"b text".to_owned()))
+    })
+    .await
+}
+
 #[tokio::test]
 async fn two_apps_never_share_a_schema() -> Result<()> {
     let (database, slug) = (test_database().await?, unique_name("one"));
@@ -230,6 +253,26 @@ async fn token_for_removed_app_is_rejected() -> Result<()> {
         .await?;
     let count = json!({ "action": "count", "app": slug, "table": "t" });
     assert_eq!(host.query_data(&count).await?["count"], 0, "the owner can still read the tables");
+    Ok(())
+}
+
+/// The owner may be editing `svc.json`.
+#[tokio::test]
+async fn app_with_invalid_manifest_stays_installed() -> Result<()> {
+    let (database, slug) = (test_database().await?, unique_name("edited"));
+    let machine = Machine::new(&database.url())?;
+    let file = "home/svc/home/apps/another-name/svc.json";
+    machine.write(file, &manifest(&slug, &json!({ "t": { "columns": { "a": "text" } } })).to_string())?;
+    let host = machine.start()?;
+    host.wait_until_registered(&slug).await?;
+    host.machine.write(file, "{ not json")?;
+    host.wait_until("the error", async || Ok(find_app(&host, &slug).await?["status"] == "error")).await?;
+    let mut claims = host.machine.claims(Route::App);
+    claims.app = Some(slug.clone());
+    let proof = host.machine.signer.sign(&claims);
+    let body = json!({ "action": "count", "app": slug, "table": "t" });
+    let request = host.unsigned_request(Method::POST, "/api/bridge/query").json(&body);
+    assert_eq!(send_json(request.header("x-svc-proof", proof)).await?.0, StatusCode::OK);
     Ok(())
 }
 

@@ -80,6 +80,25 @@ async fn disconnect_cancels_the_transaction() -> Result<()> {
 }
 
 #[tokio::test]
+async fn failed_find_ends_its_count() -> Result<()> {
+    let app = TestApp::with_env(&[("BRIDGE_STATEMENT_TIMEOUT_MS", "2000")]).await?;
+    let (admin, schema) = (app.database.connect().await?, app.schema());
+    admin
+        .batch_execute(&format!(
+            "INSERT INTO {schema}.things (size) VALUES (1);
+             CREATE FUNCTION public.wait_for_row() RETURNS boolean LANGUAGE plpgsql AS
+                $$ BEGIN PERFORM pg_sleep(60); RETURN true; END $$;
+             ALTER TABLE {schema}.things ENABLE ROW LEVEL SECURITY;
+             CREATE POLICY wait ON {schema}.things USING (public.wait_for_row())"
+        ))
+        .await?;
+    assert_eq!(app.query("find", json!({ "count": "exact" })).await?.0, 504);
+    app.host
+        .wait_until("the connection is closed", async || Ok(count_sessions(&app, &admin, "%").await? == 0))
+        .await
+}
+
+#[tokio::test]
 async fn long_statement_does_not_block_other_requests() -> Result<()> {
     let app = app_with_slow_inserts().await?;
     app.insert(json!({ "size": 0 })).await?;
@@ -115,6 +134,34 @@ async fn disconnect_cancels_no_other_statement() -> Result<()> {
         }
     }
     assert_eq!(app.count().await?, 200);
+    Ok(())
+}
+
+/// A transaction may wait for the slow statement's connection, which is abandoned when the client disconnects.
+#[tokio::test]
+async fn disconnect_cancels_no_waiting_transaction() -> Result<()> {
+    let app = app_with_slow_inserts().await?;
+    let host = &app.host;
+    let insert = |n: i32| json!({ "action": "insert", "table": "things", "data": { "size": n } });
+    for round in 0..5 {
+        let builder = app.host.owner_request(Method::POST, "/api/bridge/query");
+        let request =
+            tokio::spawn(builder.json(&app.body("insert", json!({ "data": { "size": -1 } }))).send());
+        let others = (0..40).map(|n| {
+            let operations = json!([insert(n), insert(n)]);
+            let body = json!({ "action": "transaction", "app": app.slug, "operations": operations });
+            async move { host.query_data(&body).await }
+        });
+        let disconnect = async {
+            tokio::time::sleep(Duration::from_millis(20 * round)).await;
+            request.abort();
+        };
+        let (all, ()) = tokio::join!(futures_util::future::join_all(others), disconnect);
+        for response in all {
+            response?;
+        }
+    }
+    assert_eq!(app.count().await?, 400);
     Ok(())
 }
 

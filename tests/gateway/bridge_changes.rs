@@ -209,6 +209,22 @@ async fn expired_position_is_rejected_as_gone() -> Result<()> {
 }
 
 #[tokio::test]
+async fn stream_ends_when_unread_changes_were_deleted() -> Result<()> {
+    let app = TestApp::new().await?;
+    let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
+    app.insert(json!({ "title": "seen" })).await?;
+    events.next_entries().await?;
+    let admin = app.database.connect().await?;
+    admin.execute("UPDATE svc.feed SET floor = floor + 1000000", &[]).await?;
+    app.insert(json!({ "title": "deleted" })).await?;
+    let ended = events.next_entries().await;
+    assert!(ended.as_ref().is_err_and(|error| error.to_string() == "the stream has ended"), "{ended:?}");
+    let resumed = changes_request(&app.host, "", Some(&events.id)).send().await?;
+    assert_eq!(resumed.status(), StatusCode::GONE);
+    Ok(())
+}
+
+#[tokio::test]
 async fn app_receives_only_its_own_changes_even_to_new_tables() -> Result<()> {
     let app = TestApp::new().await?;
     let other = super::host::unique_name("other");
@@ -271,10 +287,12 @@ async fn outbox_is_discarded_after_restore() -> Result<()> {
     let last = events.id.clone();
     drop(events);
     app.insert(json!({ "title": "from the old epoch" })).await?;
+    // A dump from a server with a far higher transaction id has such a floor.
+    let admin = app.database.connect().await?;
+    admin.execute("UPDATE svc.watched SET floor = 1000000000000", &[]).await?;
     app.host.machine.env.insert("SVC_EPOCH".into(), "2".into());
     app.host = app.host.restart()?;
     app.host.wait_until_registered(&app.slug).await?;
-    let admin = app.database.connect().await?;
     let remaining: i64 = admin.query_one("SELECT count(*) FROM svc.changes", &[]).await?.get(0);
     assert_eq!(remaining, 0);
     assert_eq!(changes_request(&app.host, "", Some(&last)).send().await?.status(), StatusCode::GONE);
@@ -285,6 +303,8 @@ async fn outbox_is_discarded_after_restore() -> Result<()> {
     assert!(events.id.starts_with("2-"), "{}", events.id);
     app.insert(json!({ "title": "b" })).await?;
     assert_eq!(events.next_entries().await?, ["things insert 1"]);
+    let last = events.id.clone();
+    EventStream::open(changes_request(&app.host, "", Some(&last))).await?;
     Ok(())
 }
 
@@ -313,4 +333,37 @@ async fn triggers_are_created_when_first_listener_connects() -> Result<()> {
     drop(EventStream::open(changes_request(&app.host, "", None)).await?);
     assert_eq!(count_triggers().await?, 4);
     Ok(())
+}
+
+#[tokio::test]
+async fn cleanup_keeps_triggers_of_new_listener() -> Result<()> {
+    let app = TestApp::with_env(&[("BRIDGE_CHANGES_KEEP_SECONDS", "1")]).await?;
+    drop(EventStream::open(changes_request(&app.host, "", None)).await?);
+    let (mut locker, admin) = (app.database.connect().await?, app.database.connect().await?);
+    let age_listener = "UPDATE svc.watched SET listened_at = now() - interval '8 days'";
+    let count_triggers = async || -> Result<i64> {
+        let sql = "SELECT count(*) FROM pg_trigger WHERE tgname LIKE 'svc_changes_%'";
+        Ok(admin.query_one(sql, &[]).await?.get(0))
+    };
+    let lock = locker.transaction().await?;
+    lock.batch_execute("SELECT pg_advisory_xact_lock(hashtext('svc-gateway'))").await?;
+    app.host
+        .wait_until("the cleanup waits for the lock", async || {
+            admin.execute(age_listener, &[]).await?;
+            let sql = "SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND NOT granted
+                          AND database = (SELECT oid FROM pg_database WHERE datname = current_database()))";
+            Ok(admin.query_one(sql, &[]).await?.get(0))
+        })
+        .await?;
+    // A listener connects before the cleanup gets the lock.
+    admin.execute("UPDATE svc.watched SET listened_at = now()", &[]).await?;
+    lock.commit().await?;
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(count_triggers().await?, 4);
+    app.host
+        .wait_until("the app is no longer watched", async || {
+            admin.execute(age_listener, &[]).await?;
+            Ok(count_triggers().await? == 0)
+        })
+        .await
 }

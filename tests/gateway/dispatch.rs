@@ -365,7 +365,7 @@ async fn cost_limit_warns_then_refuses_new_dispatches() -> Result<()> {
     let request = host.owner_request(Method::POST, "/api/dispatch").json(&json!({ "prompt": "ok" }));
     let response = request.send().await?;
     let retry: u64 = response.headers()["retry-after"].to_str()?.parse()?;
-    assert_eq!((response.status().as_u16(), (1..=86_400).contains(&retry)), (429, true), "{retry}");
+    assert_eq!((response.status().as_u16(), (1..=10).contains(&retry)), (429, true), "{retry}");
     let problem: Value = response.json().await?;
     assert_eq!(
         (&problem["code"], &problem["detail"], &problem["period"], &problem["spent"]),

@@ -94,6 +94,8 @@ async fn queue_is_fair_across_users_and_survives_restart() -> Result<()> {
         wait_until_recorded(&host, id).await?;
     }
     assert_eq!(wait_until_recorded(&host, "first").await?["error"]["name"], "Interrupted");
+    let (_, first) = host.get("/api/dispatch/first").await?;
+    assert!(first["dispatches"][0]["startedAt"].is_string(), "{first}");
     let (_, page) = host.get("/api/interactions?status=success").await?;
     let order: Vec<&str> = page["interactions"]
         .as_array()

@@ -15,7 +15,7 @@ use kit::pg::TestDatabase;
 use nix::sys::signal::Signal;
 use reqwest::{Method, RequestBuilder, StatusCode};
 use serde_json::{Value, json};
-use svc::http::client::{Deadlines, build_with_tls};
+use svc::http::client::{Timeouts, build_with_tls};
 use svc::http::proof::{Claims, ISSUER, ProofKeys, Route, Signer};
 use svc::http::tls::{ChainCheck, Identity, pinned_client_config};
 use svc::machine::id::MachineId;
@@ -164,8 +164,8 @@ impl Machine {
         let tls =
             Identity::read(&self.path("var/lib/svc/tls/cert.pem"), &self.path("var/lib/svc/tls/key.pem"))?;
         let config = pinned_client_config(tls.pin()?, ChainCheck::PinOnly)?;
-        let deadlines = Deadlines { total: Some(WAIT_TIMEOUT), idle: WAIT_TIMEOUT, ..Deadlines::CALL };
-        Ok(Host { client: build_with_tls(deadlines, config)?, machine: self, address, child })
+        let timeouts = Timeouts { total: Some(WAIT_TIMEOUT), idle: WAIT_TIMEOUT, ..Timeouts::CALL };
+        Ok(Host { client: build_with_tls(timeouts, config)?, machine: self, address, child })
     }
 }
 

@@ -253,6 +253,18 @@ async fn record_stream_follows_rotation_and_resumes() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test]
+async fn open_record_stream_does_not_delay_shutdown() -> Result<()> {
+    let mut host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
+    let mut events = EventStream::open(&host, "/api/activity/changes", None).await?;
+    events.next().await?;
+    let started = std::time::Instant::now();
+    host.terminate()?;
+    assert!(host.wait_for_exit().await?.success());
+    assert!(started.elapsed() < Duration::from_secs(15), "the gateway waited for the drain timeout of 20 s");
+    Ok(())
+}
+
 struct EventStream {
     body: futures_util::stream::BoxStream<'static, reqwest::Result<bytes::Bytes>>,
     text: String,

@@ -1,6 +1,8 @@
 //! The configuration at startup: all errors are reported together, with exit code 78; risky settings log a warning; a
 //! file can contain the settings.
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -15,6 +17,7 @@ fn all_configuration_errors_are_reported_at_once() {
         .arg("svc-platform")
         .env_clear()
         .env("PLATFORM_KEY", "short-secret")
+        .env("PROVIDER_PROJECT", OsStr::from_bytes(b"\xff"))
         .env("STORE_HOST_CREDENTIALS", "sts");
     let output = command.stdin(Stdio::null()).output().unwrap();
     assert_eq!(output.status.code(), Some(78));
@@ -24,7 +27,17 @@ fn all_configuration_errors_are_reported_at_once() {
     {
         assert!(text.contains(name), "{name}: {text}");
     }
+    assert!(text.contains("PROVIDER_PROJECT: must be UTF-8"), "{text}");
     assert!(!text.contains("short-secret"), "{text}");
+}
+
+#[test]
+fn invalid_log_filter_is_reported() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
+    command.arg("svc-platform").env_clear().env("RUST_LOG", "svc=loud");
+    let output = command.stdin(Stdio::null()).output().unwrap();
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(text.contains("invalid RUST_LOG:") && text.contains("using info"), "{text}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -20,7 +20,7 @@ use svc::store::config::StoreConfig;
 use svc::store::key::{self, SlotPrefix};
 use svc::store::snapshot::Sidecar;
 use svc::store::upload::{PartLayout, Upload};
-use svc::store::{Bucket, pointer_io, snapshot};
+use svc::store::{Bucket, pointer_io, snapshot, snapshots};
 
 use super::super::pointer::actors::sidecar;
 use super::stack::{ApiResponse, BUCKET, Guest, Process, SECRET, Stack};
@@ -297,6 +297,11 @@ async fn user_with_special_characters_is_confined() {
         all_objects(&stack)
     );
     bucket.put(&Path::parse(format!("{prefix}/x")).unwrap(), "own").await.unwrap();
+    let slot = SlotPrefix::new(&user.parse().unwrap(), &Slot::primary());
+    let sidecar = sidecar(Epoch(1), Timestamp::UNIX_EPOCH);
+    bucket.put(&slot.snapshot(&sidecar.key).unwrap(), "dump").await.unwrap();
+    snapshot::write_sidecar(&bucket, &slot, &sidecar, None).await.unwrap();
+    assert_eq!(snapshots::list_keys(&bucket, &slot).await.unwrap(), [sidecar.key]);
     let error = bucket.put(&Path::from("auth0/primary/x"), "foreign").await.unwrap_err();
     assert!(matches!(error, StoreError::Denied { .. }), "{error:?}");
 }

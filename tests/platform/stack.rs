@@ -16,7 +16,7 @@ use kit::s3::S3Server;
 use reqwest::Method;
 use serde_json::{Value, json};
 use svc::config::parse_env_file;
-use svc::http::client::{self, Deadlines};
+use svc::http::client::{self, Timeouts};
 
 use crate::contract::{self, Exchange};
 
@@ -52,9 +52,9 @@ impl Stack {
         publish_unsigned(&store, "v1");
         let provider =
             Simulator::start(provider(logs.path())).await.expect("the provider simulator must start");
-        let deadlines = Deadlines { total: Some(Duration::from_secs(70)), ..Deadlines::CALL };
-        let deadlines = Deadlines { idle: Duration::from_secs(70), ..deadlines };
-        let client = client::build(deadlines).expect("the client configuration must be valid");
+        let timeouts = Timeouts { total: Some(Duration::from_secs(70)), ..Timeouts::CALL };
+        let timeouts = Timeouts { idle: Duration::from_secs(70), ..timeouts };
+        let client = client::build(timeouts).expect("the client configuration must be valid");
         Self { database, store, provider, client, logs }
     }
 

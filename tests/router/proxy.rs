@@ -5,13 +5,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use async_trait::async_trait;
 use axum::body::{Body, to_bytes};
 use http::{Method, Request, StatusCode};
 use svc::http::proxy::{Dial, Io, Proxy, ProxyError, ProxyLimits};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
+use tokio_util::io::ReaderStream;
 
 struct PlainDialer(SocketAddr);
 
@@ -178,6 +179,29 @@ async fn truncated_body_fails_and_closes_its_connection() -> Result<()> {
     assert!(to_bytes(response.into_body(), 100).await.is_err());
     assert_eq!(exchange(&proxy, Method::GET).await?, StatusCode::OK);
     assert_eq!(upstream.counts().0, 2);
+    Ok(())
+}
+
+#[tokio::test]
+async fn early_response_closes_connection_after_upload() -> Result<()> {
+    let listener = TcpListener::bind("127.0.0.1:0").await?;
+    let proxy = Proxy::new(PlainDialer(listener.local_addr()?), ProxyLimits::default());
+    let upstream = tokio::spawn(async move {
+        let (mut stream, _) = listener.accept().await?;
+        let mut received = Vec::new();
+        while !received.ends_with(b"\r\n\r\n") {
+            received.push(stream.read_u8().await?);
+        }
+        stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok").await?;
+        stream.read_to_end(&mut received).await
+    });
+    let (upload, body) = tokio::io::duplex(64);
+    let body = Body::from_stream(ReaderStream::new(body));
+    let response = proxy.forward(Request::post("/").header("host", "x").body(body)?).await?;
+    assert_eq!(to_bytes(response.into_body(), 100).await?, "ok");
+    drop(upload);
+    let closed = tokio::time::timeout(Duration::from_secs(10), upstream).await;
+    closed.context("the connection is still open")???;
     Ok(())
 }
 

@@ -1,4 +1,5 @@
-//! The effect of a sign-out on streams, WebSockets and app tokens, at the same router and at others.
+//! The effect of a sign-out, or of a switch to another account, on streams, WebSockets and app tokens, at the same router
+//! and at others.
 
 use std::time::{Duration, Instant};
 
@@ -70,6 +71,18 @@ async fn streams_close_when_their_session_ends() -> Result<()> {
     let mut opened = OpenConnections::open(&router, &session).await?;
     let response = send(router.post(APP_HOST, "/_svc/sign-out").header("cookie", &session)).await;
     assert_eq!(response.status, StatusCode::NO_CONTENT);
+    opened.assert_closed_soon(&router).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn account_switch_ends_streams_and_app_tokens() -> Result<()> {
+    let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
+    let session = router.open_session(APP_HOST, "user_1").await;
+    let mut opened = OpenConnections::open(&router, &session).await?;
+    let cookies = format!("{session}; __session={}", router.token("user_2"));
+    let choice = router.post(APP_HOST, "/_svc/account").header("cookie", cookies);
+    let response = send(choice.json(&json!({ "account": "provider" }))).await;
+    assert_eq!(response.status, StatusCode::SEE_OTHER, "{response:?}");
     opened.assert_closed_soon(&router).await
 }
 

@@ -8,7 +8,7 @@ use futures_util::future::join_all;
 use kit::long_tests::Figures;
 use reqwest::Method;
 use serde_json::{Value, json};
-use svc::http::client::{self, Deadlines};
+use svc::http::client::{self, Timeouts};
 
 use super::check::{self, CallerView, Observations};
 use super::host::Host;
@@ -239,7 +239,7 @@ async fn kill_repeatedly(
 /// Runs a campaign and returns the number of kills.
 async fn run_campaign(seed: u64) -> Result<u32> {
     let stack = Stack::start().await;
-    let client = client::build(Deadlines { total: Some(Duration::from_secs(15)), ..Deadlines::CALL })?;
+    let client = client::build(Timeouts { total: Some(Duration::from_secs(15)), ..Timeouts::CALL })?;
     let base_urls = Mutex::new(vec![String::new(); PROCESSES]);
     let fleet = Arc::new(Fleet { stack, client, base_urls, ledger: Ledger::new() });
     let starting = Arc::clone(&fleet);

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use kit::provider::{Fault, FaultRule, Power, RateLimit, Simulator, SimulatorOptions};
-use svc::http::client::{self, Deadlines};
+use svc::http::client::{self, Timeouts};
 use svc::provider::Provider;
 use svc::provider::hetzner::{CallLimits, Hetzner};
 
@@ -34,7 +34,7 @@ impl RunProvider {
         match self {
             Self::InMemory(provider) => Arc::new(SharedProvider(Arc::clone(provider))),
             Self::Http { simulator, .. } => {
-                let client = client::build(Deadlines::CALL).expect("the client should be created");
+                let client = client::build(Timeouts::CALL).expect("the client should be created");
                 let base = simulator.base_url().parse().expect("the base URL is valid");
                 let limits = CallLimits {
                     initial_backoff: Duration::from_millis(10),

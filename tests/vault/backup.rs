@@ -264,7 +264,9 @@ async fn backup_refuses_to_run_before_gate_opens() -> Result<()> {
 async fn termination_aborts_the_upload() -> Result<()> {
     let store = machine::start_store()?;
     let machine = create_machine_with_tables(&store, LARGE_TABLE).await?;
-    let running = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", "backup.streaming=sleep(200)")])?;
+    // The run would otherwise be retried after ten minutes.
+    let extra = [("FAILPOINTS", "backup.streaming=sleep(200)"), ("BACKUP_RETRY_SECONDS", "600")];
+    let running = machine.spawn(&["svc-db-backup", "run", "--retry"], &extra)?;
     wait_until("the upload", || !store.uploads(BUCKET).is_empty()).await?;
     let stop_requested = Instant::now();
     running.signal(Signal::SIGTERM)?;

@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use kit::s3::S3Server;
 use serde_json::Value;
 
-use super::machine::{self, Machine, RunResult};
+use super::machine::{self, Machine, RunResult, wait_until};
 
 const NOTES: &str = "CREATE ROLE app_notes NOLOGIN; CREATE SCHEMA app_notes AUTHORIZATION app_notes; \
      CREATE TABLE app_notes.notes (id int PRIMARY KEY, body text); ALTER TABLE app_notes.notes OWNER TO app_notes; \
@@ -37,6 +37,7 @@ async fn machine_with_archive(store: &S3Server) -> Result<(Machine, PathBuf)> {
     fs::create_dir_all(machine.path("home/svc/home/empty"))?;
     std::os::unix::fs::symlink("../projects/a/main.rs", machine.path("home/svc/home/empty/link"))?;
     std::os::unix::fs::symlink("/etc", machine.path("home/svc/home/empty/outside"))?;
+    std::os::unix::fs::symlink("..//projects/./a", machine.path("home/svc/home/empty/not-normalized"))?;
     let odd: &std::ffi::OsStr = std::os::unix::ffi::OsStrExt::from_bytes(b"odd \xff \n name%");
     fs::write(machine.path("home/svc/home/empty").join(odd), "odd")?;
     let archive = machine.path("ada.tar");
@@ -183,6 +184,22 @@ async fn archive_is_readable_with_stock_tools() -> Result<()> {
         machine.run(&args)?.expect(0);
         fs::remove_file(next)?;
     }
+    Ok(())
+}
+
+/// Two exports to the same file would write to the same partial archive.
+#[tokio::test]
+async fn second_export_is_refused_until_the_first_ends() -> Result<()> {
+    let store = machine::start_store()?;
+    let machine = Machine::in_use(&store, 1).await?;
+    let archive = machine.path("ada.tar");
+    let args = ["svc-db-backup", "export", "--output", machine::path_str(&archive)];
+    let first = machine.spawn(&args, &[("FAILPOINTS", "export.dumped=sleep(3000)")])?;
+    wait_until("the partial archive", || machine.path("ada.tar.partial").exists()).await?;
+    let second = machine.run(&args)?.expect(75);
+    assert!(second.stderr.contains("another export is running"), "{}", second.stderr);
+    first.wait()?.expect(0);
+    run_import(&machine, &archive, &["--check"])?.expect(0);
     Ok(())
 }
 

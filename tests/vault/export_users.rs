@@ -84,6 +84,13 @@ async fn files_are_accessed_as_their_owner() -> Result<()> {
     fs::write(machine.path("secret"), "S3CRET")?;
     fs::set_permissions(machine.path("secret"), Permissions::from_mode(0o600))?;
     symlink(machine.path("secret"), machine.path("home/svc/home/projects/link"))?;
+    // Read-only directories, like those of Go's module cache.
+    for path in ["go", "go/pkg"] {
+        write_as(&machine, &format!("{path}/file"), "read-only", OWNER, OWNER)?;
+    }
+    for path in ["home/svc/home/go/pkg", "home/svc/home/go"] {
+        fs::set_permissions(machine.path(path), Permissions::from_mode(0o555))?;
+    }
 
     fs::create_dir(machine.path("backups"))?;
     let archive = machine.path("backups/ada.tar");
@@ -113,14 +120,26 @@ async fn files_are_accessed_as_their_owner() -> Result<()> {
         .await
         .expect_err("the table must be absent");
     assert_eq!(error.code(), Some(&SqlState::UNDEFINED_TABLE), "{error}");
+    for entry in fs::read_dir(new_machine.path("home/svc/home"))? {
+        let name = entry?.file_name();
+        assert!(
+            !name.to_string_lossy().starts_with(".import-"),
+            "the staged files must be removed: {name:?}"
+        );
+    }
     lchown(&planted, Some(OWNER), Some(OWNER))?;
     write_as(&new_machine, "system/logs/activity.log", "another record", GATEWAY, OWNER)?;
     new_machine.run(&["svc-restore", "import", path_str(&archive)?])?.expect(0);
+    // A second import moves the read-only directories aside.
+    new_machine.run(&["svc-restore", "import", path_str(&archive)?, "--no-backup"])?.expect(0);
     let owner_of = |path: &str| -> Result<(u32, u32)> {
         let meta = fs::symlink_metadata(new_machine.path("home/svc/home").join(path))?;
         Ok((meta.uid(), meta.gid()))
     };
     assert_eq!(owner_of("projects/file")?, (OWNER, OWNER));
+    for path in ["home/svc/home/go/pkg", "home/svc/home/go"] {
+        assert_eq!(fs::metadata(new_machine.path(path))?.mode() & 0o777, 0o555, "{path}");
+    }
     assert_eq!(owner_of("system/logs/activity.log")?, (GATEWAY, OWNER));
     assert_eq!(fs::read_to_string(new_machine.path("home/svc/home/projects/file"))?, "mine");
     assert_eq!(fs::read_dir(&trap)?.count(), 0, "no file may be written through the link");

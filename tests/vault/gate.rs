@@ -291,8 +291,12 @@ async fn confirmed_absence_opens_the_gate_only_if_permitted() -> Result<()> {
     assert_untouched(&new, "tombstone").await?;
 
     new.write_boot_env(&[("SVC_RESTORE_MODE", "empty")])?;
+    new.client().await?.batch_execute("INSERT INTO local VALUES (1)").await?;
+    std::fs::create_dir_all(new.path("home/svc/home/system/logs"))?;
     run_restore(&new, &[])?.expect(0);
     assert!(new.has_marker() && has_table(&new, "local").await?);
+    let log = std::fs::read_to_string(new.path("home/svc/home/system/logs/activity.log"))?;
+    assert!(log.ends_with("there is no snapshot: kept the existing database\n"), "{log}");
     Ok(())
 }
 
@@ -364,6 +368,8 @@ async fn restore_killed_at_any_step_can_be_rerun() -> Result<()> {
         assert!(new.has_marker() && is_restored(&new).await?, "{point}");
         let databases = new.databases().await?;
         assert!(!databases.iter().any(|name| name.starts_with("svc_restore_")), "{point}: {databases:?}");
+        let mut files = std::fs::read_dir(new.path("var/lib/svc/restore"))?.flatten();
+        assert!(!files.any(|file| file.path().extension().is_some_and(|kind| kind == "dump")), "{point}");
         for replaced in databases.iter().filter(|name| name.starts_with("svc_before_")) {
             new.postgres()
                 .connect(replaced)

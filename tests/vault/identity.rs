@@ -171,6 +171,39 @@ async fn interrupted_import_is_resolved_at_the_next_boot() -> Result<()> {
 }
 
 #[tokio::test]
+async fn interrupted_import_can_be_run_again() -> Result<()> {
+    for point in ["restore.closed", "restore.renamed", "import.swapped"] {
+        let store = machine::start_store()?;
+        let machine = machine_with_backup(&store).await?;
+        let archive = machine.path("ada.tar");
+        machine.run(&["svc-db-backup", "export", "--output", machine::path_str(&archive)])?.expect(0);
+        machine.client().await?.batch_execute("INSERT INTO t VALUES (11)").await?;
+        let import = ["svc-restore", "import", machine::path_str(&archive)];
+        let kill = format!("{point}=return(kill)");
+        let killed = machine.run_with(&import, &[("FAILPOINTS", &kill)])?.expect_step_killed();
+        assert!(killed.stdout.contains("restart svc-gateway"), "{point}: {}", killed.stdout);
+        machine.run(&import)?.expect(0);
+        let rows = machine.client().await?.query_one("SELECT count(*) FROM t", &[]).await?;
+        assert_eq!(rows.get::<_, i64>(0), 10, "{point}");
+        machine.run(&["svc-db-backup"])?.expect(0);
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn emptied_database_is_backed_up_after_its_import() -> Result<()> {
+    let store = machine::start_store()?;
+    let machine = machine_with_backup(&store).await?;
+    machine.client().await?.batch_execute("DELETE FROM t").await?;
+    machine.run(&["svc-db-backup"])?.expect(65);
+    let archive = machine.path("ada.tar");
+    machine.run(&["svc-db-backup", "export", "--output", machine::path_str(&archive)])?.expect(0);
+    machine.run(&["svc-restore", "import", machine::path_str(&archive)])?.expect(0);
+    machine.run(&["svc-db-backup", "run", "--request"])?.expect(0);
+    Ok(())
+}
+
+#[tokio::test]
 async fn shrunken_snapshot_is_held_until_accepted() -> Result<()> {
     let store = machine::start_store()?;
     let machine = machine_with_backup(&store).await?;
@@ -193,15 +226,24 @@ async fn shrunken_snapshot_is_held_until_accepted() -> Result<()> {
             "the object must be kept"
         );
     }
-    svc::fsx::write_atomic(&machine.path("var/lib/svc/requests/accept"), b"{}", 0o600)?;
+    let request = machine.path("var/lib/svc/requests/accept");
+    svc::fsx::write_atomic(&request, b"{}", 0o600)?;
+    store.take_down();
+    machine.run(&["svc-db-backup", "run", "--request"])?.expect(69);
+    assert!(request.exists(), "the restarted service must serve the request again");
+    store.bring_up()?;
     machine.run(&["svc-db-backup", "run", "--request"])?.expect(0);
-    assert!(!machine.path("var/lib/svc/requests/accept").exists());
+    assert!(!request.exists());
     let latest = machine::pointer(&store)
         .await?
         .and_then(|pointer| pointer.snapshot)
         .context("the pointer names no snapshot")?;
     assert_eq!(latest.key, key);
     assert!(!machine.path("var/lib/svc/held-snapshot.json").exists());
+    svc::fsx::write_atomic(&request, b"{}", 0o600)?;
+    let result = machine.run(&["svc-db-backup", "run", "--request"])?.expect(65);
+    assert!(result.stderr.contains("no snapshot is held back"), "{}", result.stderr);
+    assert!(!request.exists(), "a request that can never be served must be removed");
     machine.run(&["svc-db-backup"])?.expect(0);
     Ok(())
 }

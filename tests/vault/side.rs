@@ -7,7 +7,8 @@ use serde_json::{Value, json};
 use super::machine::{self, Machine};
 
 const SHOP: &str = r#"
-    CREATE ROLE app_shop NOLOGIN; CREATE SCHEMA app_shop AUTHORIZATION app_shop;
+    CREATE ROLE app_shop NOLOGIN; GRANT CONNECT ON DATABASE svc TO app_shop;
+    CREATE SCHEMA app_shop AUTHORIZATION app_shop;
     CREATE TYPE app_shop.mood AS ENUM ('good', 'bad');
     CREATE TABLE app_shop.customers (
         id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY, email text UNIQUE, mood app_shop.mood, moods app_shop.mood[],
@@ -81,11 +82,15 @@ async fn missing_rows_are_copied_and_existing_ones_unchanged() -> Result<()> {
         .await?;
     let unchanged = "SELECT count(*) FROM app_shop.customers WHERE id = 200 AND price = 7 OR email = 'new' AND added = 'x'";
     let tables = ["app_shop.orders", "app_shop.customers"];
+    client.batch_execute("SELECT setval('app_shop.orders_id_seq', 1)").await?;
+    let last_order_id = "SELECT last_value FROM app_shop.orders_id_seq";
     let dry_run = run_side(&machine, &["copy", tables[0], tables[1], "--dry-run"])?.expect(0);
     let restored = client.query_one("SELECT count(*) FROM app_shop.customers WHERE id <= 100", &[]).await?;
     assert_eq!(restored.get::<_, i64>(0), 0, "{}", dry_run.stdout);
+    assert_eq!(client.query_one(last_order_id, &[]).await?.get::<_, i64>(0), 1, "after a dry run");
     let backups = machine.backup_records()?.len();
     let copied = run_side(&machine, &["copy", tables[0], tables[1]])?.expect(0);
+    assert_eq!(client.query_one(last_order_id, &[]).await?.get::<_, i64>(0), 2000);
     assert_eq!(machine.backup_records()?.len(), backups + 1, "a backup must precede the copy");
     let last_copy = read_state(&machine)?["lastCopy"].clone();
     // One row's email address now belongs to another customer, so that row is not copied.
@@ -208,6 +213,8 @@ async fn open_selects_snapshot_by_time_and_close_cleans_up() -> Result<()> {
     for invalid_table in ["svc.side_copies", "public.nothing", "app_shop.orders; DROP TABLE x"] {
         run_side(&machine, &["copy", invalid_table])?.expect(65);
     }
+    let can_connect = "SELECT has_database_privilege('app_shop', 'svc_side', 'CONNECT')";
+    assert!(!machine.client().await?.query_one(can_connect, &[]).await?.get::<_, bool>(0));
     // Hourly backups and drills are unaffected, and do not delete the side database.
     machine.run(&["svc-db-backup"])?.expect(0);
     machine.run(&["svc-db-backup", "drill"])?.expect(0);
@@ -223,6 +230,38 @@ async fn open_selects_snapshot_by_time_and_close_cleans_up() -> Result<()> {
         .map(|file| file.file_name())
         .collect();
     assert_eq!(files, ["lock"]);
+    Ok(())
+}
+
+/// A role that the machine no longer has is created with the side database, and dropped with it.
+#[tokio::test]
+async fn drill_leaves_roles_of_the_side_database_temporary() -> Result<()> {
+    let store = machine::start_store()?;
+    let machine = machine_with_side_database(&store).await?;
+    let client = machine.client().await?;
+    run_side(&machine, &["close"])?.expect(0);
+    let drop_role = "REASSIGN OWNED BY app_shop TO CURRENT_USER; DROP OWNED BY app_shop; DROP ROLE app_shop";
+    client.batch_execute(drop_role).await?;
+    run_side(&machine, &["open"])?.expect(0);
+    machine.run(&["svc-db-backup", "drill"])?.expect(0);
+    run_side(&machine, &["close"])?.expect(0);
+    assert!(client.query_opt("SELECT FROM pg_roles WHERE rolname = 'app_shop'", &[]).await?.is_none());
+    Ok(())
+}
+
+/// A copy that only recreated tables is not in the log of copies.
+#[tokio::test]
+async fn recorded_copy_is_not_repeated_over_later_rows() -> Result<()> {
+    let store = machine::start_store()?;
+    let machine = machine_with_side_database(&store).await?;
+    let client = machine.client().await?;
+    client.batch_execute("DROP TABLE app_shop.log").await?;
+    let args = ["svc-db-backup", "side", "copy", "app_shop.log", "--mode", "replace", "--no-backup"];
+    machine.run_with(&args, &[("FAILPOINTS", "side.recorded=return(kill)")])?.expect_killed();
+    client.batch_execute("INSERT INTO app_shop.log VALUES ('since')").await?;
+    run_side(&machine, &["serve"])?.expect(0);
+    assert!(!machine.path("var/lib/svc/requests/side").exists());
+    assert_eq!(rows(&machine, "svc", "app_shop.log").await?.len(), 301);
     Ok(())
 }
 

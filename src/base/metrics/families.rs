@@ -75,8 +75,8 @@ families! {
     CLOCK_SKEW: Gauges<0> = "svc_clock_skew_seconds", [], on Platform,
         "How far this process's clock is ahead of the database's clock.";
     ROUTES_AGE: Gauges<0> = "svc_router_routes_age_seconds", [], on Platform,
-        "Time since the router last read its routes. More than a few seconds: the database is unreachable \
-         and routes are stale.";
+        "Time since the router's routes last matched the database. Above a few seconds, the database is \
+         unreachable and the routes are stale.";
     RETENTION_DELETED: Counters<1> = "svc_retention_deleted_total", ["table"], on Platform,
         "Rows that the reconciler deleted after their retention period, by table.";
     OPERATIONS_UNSUPPORTED: Gauges<0> = "svc_operations_unknown", [], on Platform,

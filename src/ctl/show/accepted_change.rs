@@ -174,7 +174,7 @@ fn newest_snapshot(view: &View, deletion: &DeletedMachine) -> String {
 /// Formats the slot as `ada, slot primary of user_1`; empty if an older platform omits it.
 fn slot(deletion: &DeletedMachine) -> String {
     let DeletedMachine { handle, slot, idp_user_id, .. } = deletion;
-    if handle.is_known() { format!("{handle}, slot {slot} of {idp_user_id}") } else { String::new() }
+    if handle.is_present() { format!("{handle}, slot {slot} of {idp_user_id}") } else { String::new() }
 }
 
 /// Describes the machine that was deleted along with its intended replacement.
@@ -209,7 +209,7 @@ fn undo_of_deletion(view: &View, deletion: &DeletedMachine, operation: Option<&s
     }
     let DeletedMachine { handle, slot, idp_user_id, .. } = deletion;
     // Older platforms report neither the handle nor whether the machine ever registered.
-    if deletion.registered_at.is_none() && handle.is_known() {
+    if deletion.registered_at.is_none() && handle.is_present() {
         return format!(
             "none: it never served traffic; `svcctl provision {} --handle {handle}` creates a new machine",
             args::slot_arguments(idp_user_id, slot),

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use crate::error::FilesError;
 
-/// A restore leaves one part in this many of the file system free, but at most `MAX_RESERVE_BYTES`: the database is on
+/// A restore leaves `1 / RESERVE_DIVISOR` of the file system free, but at most `MAX_RESERVE_BYTES`: the database is on
 /// it, too.
 const RESERVE_DIVISOR: u64 = 20;
 const MAX_RESERVE_BYTES: u64 = 1 << 30;

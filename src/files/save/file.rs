@@ -66,10 +66,13 @@ impl Walker<'_> {
         check_same(found, &stat_open(&file)?)?;
         let (mut reads, mut last_read) = (0, Duration::MAX);
         loop {
-            self.write_back.clean(&file)?;
             let is_last = reads + 1 >= MAX_READ_ATTEMPTS;
             let _lock = if is_last { lock_as_reader(&file, found.stx_size, last_read) } else { None };
             let (stat, is_settled) = stat_settled(&file)?;
+            wait_for_writes(&file);
+            // Must follow `stat_settled`: a page that becomes dirty again during the write-back changes the times once,
+            // and later changes to it do not. The comparison after the read must find that change.
+            self.write_back.clean(&file)?;
             if FileType::from_raw_mode(stat.stx_mode.into()) != FileType::RegularFile {
                 return Err(EntryError::Replaced);
             }
@@ -167,6 +170,13 @@ impl Walker<'_> {
         }
         Ok(())
     }
+}
+
+/// Waits for writes in progress. ext4 sets a file's times before it copies the data, so a large write that began before
+/// the times were read would not change them again.
+fn wait_for_writes(file: &File) {
+    // The seek takes the lock that a writer holds; on XFS, each read does so. It fails for a file without data.
+    let _ = rustix::fs::seek(file, rustix::fs::SeekFrom::Data(0));
 }
 
 /// Returns the next range with data at or after `from`. Holes in it are shorter than `MIN_HOLE_BYTES`.

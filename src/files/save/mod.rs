@@ -22,6 +22,7 @@ use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
 use tokio::sync::mpsc;
@@ -50,6 +51,9 @@ pub const FAILPOINTS: &[&str] =
 const DEFAULT_WORKERS: usize = 1;
 /// The stack size of the walking thread, for deep directories. Unused parts of the stack take no memory.
 const WALK_STACK_BYTES: usize = 64 << 20;
+/// A save that takes longer checks whether the index that it has read is still current. Pruning deletes a pack 72 hours
+/// after it has marked it, or later; the difference is a margin.
+const MAX_UNCHECKED_DURATION: Duration = Duration::from_secs(48 * 3600);
 
 /// The directory to save, and how its snapshots are labeled.
 #[derive(Debug, Clone)]
@@ -142,6 +146,8 @@ pub struct Saver {
     index: Option<LoadedIndex>,
     /// Blobs that the repository has only in damaged packs: they count as missing.
     damaged: HashSet<Id>,
+    /// [`MAX_UNCHECKED_DURATION`], except in tests.
+    pub(crate) max_unchecked_duration: Duration,
 }
 
 struct LoadedIndex {
@@ -152,7 +158,8 @@ struct LoadedIndex {
 
 impl Saver {
     pub fn new(repository: Repository, options: SaveOptions) -> Self {
-        Self { repository, options, index: None, damaged: HashSet::new() }
+        let max_unchecked_duration = MAX_UNCHECKED_DURATION;
+        Self { repository, options, index: None, damaged: HashSet::new(), max_unchecked_duration }
     }
 
     pub fn repository(&self) -> &Repository {
@@ -178,9 +185,10 @@ impl Saver {
     /// # Errors
     /// If the store fails; [`FilesError::Corrupt`] if the index is damaged; [`FilesError::IndexChanging`] if it changed
     /// during every attempt to read it; [`FilesError::Full`] if the repository would have too many blobs;
-    /// [`FilesError::Io`] if the directory itself cannot be read; [`FilesError::Thread`] or [`FilesError::Stopped`] if
-    /// a thread cannot be started or panics. The repository stays consistent; the next save reuses the packs that are
-    /// already indexed.
+    /// [`FilesError::Io`] if the directory itself cannot be read; [`FilesError::SaveTooLong`] if the save took more
+    /// than 48 hours, and pruning has replaced an index file in the meantime; [`FilesError::Thread`] or
+    /// [`FilesError::Stopped`] if a thread cannot be started or panics. The repository stays consistent; the next save
+    /// reuses the packs that are already indexed.
     pub async fn save(&mut self, parent: Option<(Id, Snapshot)>) -> Result<SaveResult, FilesError> {
         self.save_scope(parent, None).await
     }
@@ -203,6 +211,7 @@ impl Saver {
         parent: Option<(Id, Snapshot)>,
         changes: Option<ChangeSet>,
     ) -> Result<SaveResult, FilesError> {
+        let began = Instant::now();
         let (LoadedIndex { blobs: mut known, mut files }, is_reloaded) = self.take_index().await?;
         // A parent without its tree is of no use, so the whole home directory is read.
         let is_readable = |tree| {
@@ -265,6 +274,10 @@ impl Saver {
             let (id, snapshot) = (*id, snapshot.clone());
             return Ok(SaveResult { id, snapshot, counts, retry, uploaded_bytes, is_unchanged: true });
         }
+        // Pruning may have deleted packs on which this save relies.
+        if began.elapsed() > self.max_unchecked_duration && !self.has_index_files(&files).await? {
+            return Err(FilesError::SaveTooLong);
+        }
         let snapshot = Snapshot {
             time,
             parent: parent.map(|(id, _)| id),
@@ -283,16 +296,21 @@ impl Saver {
     /// Returns the index, and whether it was read. It is read again if one of its files was replaced, because known
     /// blobs may have been marked for deletion.
     async fn take_index(&mut self) -> Result<(LoadedIndex, bool), FilesError> {
-        if let Some(loaded) = self.index.take() {
-            let present: HashSet<Id> = self.repository.list(Kind::Index).await?.into_iter().collect();
-            if loaded.files.iter().all(|file| present.contains(file)) {
-                return Ok((loaded, false));
-            }
+        if let Some(loaded) = self.index.take()
+            && self.has_index_files(&loaded.files).await?
+        {
+            return Ok((loaded, false));
         }
         let (mut blobs, files) = self.repository.load_known_blobs().await?;
         blobs.remove(&self.damaged);
         self.repository.retain_cached_index_files(&files.iter().copied().collect());
         Ok((LoadedIndex { blobs, files }, true))
+    }
+
+    /// Whether the repository still has all of these index files.
+    async fn has_index_files(&self, files: &[Id]) -> Result<bool, FilesError> {
+        let present: HashSet<Id> = self.repository.list(Kind::Index).await?.into_iter().collect();
+        Ok(files.iter().all(|file| present.contains(file)))
     }
 
     /// Loads the parent's trees into the cache, from which the walk reads them. If a tree is missing there, the walk

@@ -60,8 +60,7 @@ pub(super) struct WalkResult {
     pub(super) tree: Id,
     pub(super) counts: SaveCounts,
     pub(super) retry: ChangeSet,
-    /// All trees of the snapshot; `None` if they are not all known, because only changes were visited or an entry could
-    /// not be read.
+    /// All trees of the snapshot; `None` if only changes were visited.
     pub(super) trees: Option<HashSet<Id>>,
     pub(super) known: KnownBlobs,
 }
@@ -88,7 +87,7 @@ impl Walk {
             workers: &workers,
             counts: SaveCounts::default(),
             retry: ChangeSet::default(),
-            trees: HashSet::new(),
+            trees: matches!(scope, Scope::All).then(HashSet::new),
             linked: HashMap::new(),
             path: PathBuf::new(),
             has_read_database: false,
@@ -108,9 +107,6 @@ impl Walk {
                 return Err(error);
             }
         };
-        // The trees below a directory that could not be read are in the snapshot, but not in the set.
-        let is_complete = matches!(scope, Scope::All) && counts.unreadable == 0;
-        let trees = is_complete.then_some(trees);
         Ok(WalkResult { tree, counts, retry, trees, known })
     }
 }
@@ -127,10 +123,10 @@ pub(super) struct Walker<'a> {
     names: AccountNames,
     device: (u32, u32),
     pub(super) counts: SaveCounts,
-    /// Files that were not saved in their current state.
+    /// Entries that were not saved in their current state.
     pub(super) retry: ChangeSet,
-    /// The visited directories' trees.
-    trees: HashSet<Id>,
+    /// The trees of the snapshot; `None` if only changes are visited.
+    trees: Option<HashSet<Id>>,
     /// The contents of files with names that have not been visited yet, by inode.
     pub(super) linked: HashMap<u64, HardLinkedContent>,
     /// The path of the current entry, relative to the home directory.
@@ -186,7 +182,9 @@ impl Walker<'_> {
         if earlier != Some(id) || !is_cached {
             self.repository.cache_tree(id, &json);
         }
-        self.trees.insert(id);
+        if let Some(trees) = &mut self.trees {
+            trees.insert(id);
+        }
         if self.known.insert_new(BlobType::Tree, id)? {
             let pack = self.tree_packs.add(id, &json)?;
             self.send(pack)?;
@@ -353,7 +351,17 @@ impl Walker<'_> {
         self.retry.mark_subtree(&self.path);
         let path = self.path.display();
         self.counts.first_unreadable.get_or_insert_with(|| truncate_printable(&format!("{path}: {error}")));
+        self.keep_trees(earlier.as_ref().and_then(|node| node.subtree));
         earlier
+    }
+
+    /// Adds a tree that stays in the snapshot, and the trees below it.
+    fn keep_trees(&mut self, root: Option<Id>) {
+        let mut pending: Vec<Id> = root.into_iter().collect();
+        while let (Some(trees), Some(id)) = (&mut self.trees, pending.pop()) {
+            let tree = trees.insert(id).then(|| self.repository.cached_tree(id).ok().flatten()).flatten();
+            pending.extend(tree.into_iter().flat_map(|tree| tree.nodes).filter_map(|node| node.subtree));
+        }
     }
 
     pub(super) fn note(&mut self, what: &str) {

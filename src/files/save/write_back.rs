@@ -1,5 +1,6 @@
 //! Writes changed pages to disk before a file is read. A write through a memory map changes the file's times only if
-//! the page is clean: the next change to a dirty page would go unnoticed.
+//! the page is clean: the next change to a dirty page would go unnoticed. The times must therefore be read before the
+//! write-back, and must still be the same after the file has been read.
 
 use std::fs::File;
 use std::io;

@@ -1,5 +1,6 @@
 //! Sequences in which a simpler implementation would lose data or never end.
 
+use std::num::NonZeroU64;
 use std::os::unix::fs::FileExt;
 
 use kit::disk::SmallDisk;
@@ -131,6 +132,27 @@ async fn file_of_an_implausible_size_is_reported() {
 }
 
 #[tokio::test]
+async fn cache_holds_only_current_trees_despite_unreadable_entry() {
+    let mut fixture = Fixture::new().await;
+    fixture.write("kept/below/file", "content");
+    fixture.save().await;
+    fs::remove_dir_all(fixture.home().join("kept")).unwrap();
+    let unreadable = fixture.write("kept", "");
+    if File::options().write(true).open(&unreadable).unwrap().set_len(2 << 40).is_err() {
+        eprintln!("skipped: the file system does not support files of 2 TiB");
+        return;
+    }
+    let trees = fixture.dir.path().join("cache/trees");
+    let files_in = |dir: &Path| fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    for round in 0..3_u8 {
+        fixture.write("counter", [round]);
+        assert_eq!(fixture.save().await.counts.unreadable, 1);
+        let count = files_in(&trees).flat_map(|folder| files_in(&folder)).count();
+        assert_eq!(count, 3, "the home directory, and the two directories whose earlier state is kept");
+    }
+}
+
+#[tokio::test]
 async fn expired_parent_does_not_make_later_snapshots_incomplete() {
     let mut fixture = Fixture::new().await;
     fixture.write("file", random_bytes(100_000));
@@ -198,6 +220,39 @@ async fn small_index_files_are_merged() {
     fixture.write("counter", "more");
     let saved = fixture.save().await;
     fixture.assert_restores(&saved).await;
+}
+
+/// Pruning replaces the index when it marks packs, which it deletes after a grace period.
+#[tokio::test]
+async fn long_save_fails_if_an_index_file_was_replaced() {
+    for (max_duration, should_fail) in [(Duration::ZERO, true), (Duration::from_secs(3600), false)] {
+        let mut fixture = Fixture::new().await;
+        fixture.write("a", random_bytes(100_000));
+        fixture.save().await;
+        let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+        let (old, file) = repository.load_index().await.unwrap().remove(0);
+        let pack_count = repository.list_packs().await.unwrap().len();
+        let replacing = async {
+            // A save reads the index before it uploads a pack.
+            while repository.list_packs().await.unwrap().len() == pack_count {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+            repository.write_json(Kind::Index, &IndexFile::clone(&file)).await.unwrap();
+            repository.delete(&repository.path(Kind::Index, old)).await.unwrap();
+        };
+        fixture.write("b", random_bytes(100_000));
+        // The upload of the tree, which is a few hundred bytes long, delays that of the chunk by about a second.
+        fixture.saver.options_mut().max_bytes_per_second = NonZeroU64::new(500);
+        fixture.saver.max_unchecked_duration = max_duration;
+        let parent = fixture.last.clone();
+        let (saved, ()) = tokio::join!(fixture.saver.save(parent), replacing);
+        assert_eq!(matches!(saved, Err(FilesError::SaveTooLong)), should_fail, "{saved:?}");
+        assert_eq!(saved.is_err(), should_fail, "{saved:?}");
+        // The next save reads the new index.
+        fixture.saver.options_mut().max_bytes_per_second = None;
+        let saved = fixture.save().await;
+        fixture.assert_restores(&saved).await;
+    }
 }
 
 #[tokio::test]

@@ -6,6 +6,7 @@ mod faulty_store;
 mod history;
 mod kills;
 mod large_index;
+mod memory_maps;
 mod pruning;
 mod randomized;
 mod restic;

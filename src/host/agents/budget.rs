@@ -9,13 +9,15 @@ use jiff::civil::Date;
 use serde_json::{Value, json};
 
 use super::kernel::Kernel;
-use super::owner_config::Settings;
+use super::owner_config::OwnerSettings;
 use crate::records::entry::Interaction;
 use crate::records::limits::{Period, Spending, check_limits, crosses_warning_threshold};
 use crate::records::money::Dollars;
 use svc_base::clock::rfc3339_ms;
 use svc_http::problem::{Code, Problem};
 
+/// `Retry-After` while only reservations prevent a dispatch: they are released when the dispatches in flight end.
+const RESERVED_RETRY_SECONDS: u64 = 10;
 /// Maximum number of users listed in the message about a changed limit.
 const MAX_LISTED_USERS: usize = 5;
 
@@ -74,9 +76,11 @@ impl LimitReached {
     }
 
     pub fn problem(&self, now: Timestamp) -> Problem {
-        let seconds = self.resets_at.as_second().saturating_sub(now.as_second()).max(0);
+        let until_reset = self.resets_at.as_second().saturating_sub(now.as_second());
+        let until_reset = u64::try_from(until_reset).unwrap_or_default() + 1;
+        let can_retry = self.can_retry_in_period();
         Problem::new(Code::CostLimitReached, self.period.reached_message())
-            .retry_after(u64::try_from(seconds).unwrap_or_default() + 1)
+            .retry_after(if can_retry { until_reset.min(RESERVED_RETRY_SECONDS) } else { until_reset })
             .with("period", self.period.as_str().into())
             .with("limit", json!(self.limit))
             .with("spent", json!(self.spent.in_period(self.period)))
@@ -90,7 +94,7 @@ impl Kernel {
     ///
     /// # Errors
     /// The records are still being read.
-    pub fn spent(&self, user: &str, settings: &Settings, now: Timestamp) -> Result<Spending, Problem> {
+    pub fn spent(&self, user: &str, settings: &OwnerSettings, now: Timestamp) -> Result<Spending, Problem> {
         let reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         let reserved = reserved.get(user).copied().unwrap_or_default();
         self.spent_with_reserved(user, settings, now, reserved)
@@ -99,7 +103,7 @@ impl Kernel {
     fn spent_with_reserved(
         &self,
         user: &str,
-        settings: &Settings,
+        settings: &OwnerSettings,
         now: Timestamp,
         reserved: Dollars,
     ) -> Result<Spending, Problem> {
@@ -121,7 +125,7 @@ impl Kernel {
     pub fn reserve(
         self: &Arc<Self>,
         user: &str,
-        settings: &Settings,
+        settings: &OwnerSettings,
     ) -> Result<Result<Reservation, LimitReached>, Problem> {
         self.reserve_at(Timestamp::now(), user, settings)
     }
@@ -130,7 +134,7 @@ impl Kernel {
         self: &Arc<Self>,
         now: Timestamp,
         user: &str,
-        settings: &Settings,
+        settings: &OwnerSettings,
     ) -> Result<Result<Reservation, LimitReached>, Problem> {
         let mut reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         let already_reserved = reserved.get(user).copied().unwrap_or_default();
@@ -155,7 +159,7 @@ impl Kernel {
     }
 
     /// Reserves the amount for a dispatch that was accepted before a restart, regardless of the limits.
-    pub fn restore_reservation(self: &Arc<Self>, user: &str, settings: &Settings) -> Reservation {
+    pub fn restore_reservation(self: &Arc<Self>, user: &str, settings: &OwnerSettings) -> Reservation {
         let amount = settings.limits.reservation;
         let mut reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         if amount > Dollars::ZERO {
@@ -206,7 +210,7 @@ impl Kernel {
     }
 
     /// Describes the spending that already counts toward a changed limit.
-    pub(super) fn describe_spent(&self, settings: &Settings, period: Period) -> String {
+    pub(super) fn describe_spent(&self, settings: &OwnerSettings, period: Period) -> String {
         let Ok(store) = self.usage_store() else {
             return "spending in the current period already counts".to_owned();
         };
@@ -278,6 +282,21 @@ mod tests {
             Ok(_) => Ok(()),
             Err(reached) => Err(format!("{} {}", reached.period.as_str(), rfc3339_ms(reached.resets_at))),
         }
+    }
+
+    #[test]
+    fn retry_after_is_short_if_only_reservations_block() {
+        let now: Timestamp = "2026-09-06T03:00:00.000Z".parse().unwrap();
+        let retry_after = |today: u64, resets_at: &str| {
+            let (limit, today) = (Dollars::from_nanos(100), Dollars::from_nanos(today));
+            let spent = Spending { today, this_month: today, reserved: limit };
+            let reached =
+                LimitReached { period: Period::Daily, limit, spent, resets_at: resets_at.parse().unwrap() };
+            reached.problem(now).retry_after_seconds
+        };
+        assert_eq!(retry_after(100, "2026-09-06T04:00:00.000Z"), Some(3601));
+        assert_eq!(retry_after(99, "2026-09-06T04:00:00.000Z"), Some(RESERVED_RETRY_SECONDS));
+        assert_eq!(retry_after(99, "2026-09-06T03:00:00.000Z"), Some(1));
     }
 
     #[test]

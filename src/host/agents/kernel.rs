@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 pub use super::budget::{LimitReached, Reservation};
 
 use super::live_settings::LiveSettings;
-use super::owner_config::Settings;
+use super::owner_config::OwnerSettings;
 use crate::records::entry::Interaction;
 use crate::records::find_interactions::find_interactions;
 use crate::records::money::Dollars;
@@ -100,7 +100,7 @@ impl Kernel {
     }
 
     /// The owner's current settings.
-    pub fn settings(&self) -> Arc<Settings> {
+    pub fn settings(&self) -> Arc<OwnerSettings> {
         self.settings.current(|settings, period| self.describe_spent(settings, period))
     }
 

@@ -1,20 +1,21 @@
-//! The owner's current settings (`host::agents::owner_config`), reloaded when the file changes.
+//! The owner's current settings ([`super::owner_config`]), reloaded when the file changes.
 //!
 //! A broken edit changes nothing: the last good settings remain in effect, even across restarts, because a copy of them
-//! is kept in the machine's state directory. [`Settings::error`] describes the error until the file is fixed.
+//! is kept in the machine's state directory. [`OwnerSettings::error`] describes the error until the file is fixed.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::owner_config::{Settings, read_config_file};
+use super::owner_config::{OwnerSettings, read_config_file};
 use crate::records::limits::Period;
 use crate::records::money::Dollars;
 use crate::records::writer::Records;
 use svc_base::error_chain::format_chain;
 use svc_base::fsx;
 
-/// Identifies a version of the file without reading it: inode, size and mtime; `None` if there is no file.
+/// Identifies a version of the file without reading it: inode, size and ctime; `None` if there is no file. Unlike the
+/// mtime, the ctime also changes with the permissions, so a file that could not be read is read again.
 type FileStamp = Option<(u64, u64, i64, i64)>;
 
 /// The current settings.
@@ -28,18 +29,18 @@ pub struct LiveSettings {
 
 struct CachedSettings {
     stamp: Option<FileStamp>,
-    settings: Arc<Settings>,
+    settings: Arc<OwnerSettings>,
 }
 
 impl LiveSettings {
     pub fn new(path: PathBuf, last_good: PathBuf, records: Records) -> Self {
-        let settings = Arc::new(Settings::load_last_good(&last_good));
+        let settings = Arc::new(OwnerSettings::load_last_good(&last_good));
         Self { path, last_good, records, cached: Mutex::new(CachedSettings { stamp: None, settings }) }
     }
 
     /// Returns the current settings. Each call checks whether the file has changed, which takes about a microsecond.
     /// `describe_spent` describes the spending that counts toward a changed limit, for `activity.log`.
-    pub fn current(&self, describe_spent: impl Fn(&Settings, Period) -> String) -> Arc<Settings> {
+    pub fn current(&self, describe_spent: impl Fn(&OwnerSettings, Period) -> String) -> Arc<OwnerSettings> {
         let mut cached = self.cached.lock().unwrap_or_else(PoisonError::into_inner);
         let stamp = read_file_stamp(&self.path);
         if cached.stamp != Some(stamp) {
@@ -50,10 +51,14 @@ impl LiveSettings {
         Arc::clone(&cached.settings)
     }
 
-    fn reload(&self, before: &Settings, describe_spent: impl Fn(&Settings, Period) -> String) -> Settings {
+    fn reload(
+        &self,
+        before: &OwnerSettings,
+        describe_spent: impl Fn(&OwnerSettings, Period) -> String,
+    ) -> OwnerSettings {
         let parsed = match read_config_file(&self.path) {
-            Ok(Some(text)) => Settings::parse(&text).map(|settings| (settings, text)),
-            Ok(None) => Ok((Settings::default(), b"{}".to_vec())),
+            Ok(Some(text)) => OwnerSettings::parse(&text).map(|settings| (settings, text)),
+            Ok(None) => Ok((OwnerSettings::default(), b"{}".to_vec())),
             Err(error) => Err(format_chain(&error)),
         };
         match parsed {
@@ -68,16 +73,16 @@ impl LiveSettings {
                 self.report(&format!(
                     "system/config.json is invalid, so the earlier settings remain in effect until it is fixed: {error}"
                 ));
-                Settings { error: Some(error), ..before.clone() }
+                OwnerSettings { error: Some(error), ..before.clone() }
             }
         }
     }
 
     fn report_changes(
         &self,
-        before: &Settings,
-        current: &Settings,
-        describe_spent: impl Fn(&Settings, Period) -> String,
+        before: &OwnerSettings,
+        current: &OwnerSettings,
+        describe_spent: impl Fn(&OwnerSettings, Period) -> String,
     ) {
         for period in Period::ALL {
             let (earlier_limit, limit) =
@@ -107,18 +112,30 @@ impl LiveSettings {
 
 fn read_file_stamp(path: &Path) -> FileStamp {
     let meta = std::fs::metadata(path).ok()?;
-    Some((meta.ino(), meta.len(), meta.mtime(), meta.mtime_nsec()))
+    Some((meta.ino(), meta.len(), meta.ctime(), meta.ctime_nsec()))
 }
 
 #[cfg(test)]
 mod tests {
     use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+    use std::time::Duration;
 
     use super::*;
     use crate::records::writer::Writer;
 
-    fn spent_text(_: &Settings, _: Period) -> String {
+    fn spent_text(_: &OwnerSettings, _: Period) -> String {
         "spending in the current period already counts".to_owned()
+    }
+
+    #[test]
+    fn file_stamp_changes_with_the_permissions() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let before = read_file_stamp(file.path());
+        // The kernel's clock for times of files advances every few milliseconds.
+        std::thread::sleep(Duration::from_millis(50));
+        fs::set_permissions(file.path(), fs::Permissions::from_mode(0o640)).unwrap();
+        assert_ne!(read_file_stamp(file.path()), before);
     }
 
     #[test]
@@ -128,7 +145,7 @@ mod tests {
         let writer = Writer::start(dir.path().join("logs")).unwrap();
         let last_good = dir.path().join("last-good.json");
         let live = LiveSettings::new(path.clone(), last_good.clone(), writer.records());
-        assert_eq!(*live.current(spent_text), Settings::default());
+        assert_eq!(*live.current(spent_text), OwnerSettings::default());
         fs::write(&path, r#"{"costLimits": {"daily": 5, "timeZone": "Europe/Berlin"}, "other": 1}"#).unwrap();
         let good = live.current(spent_text);
         assert_eq!(
@@ -149,7 +166,7 @@ mod tests {
         fs::write(&path, r#"{"costLimits": {"daily": 6}}"#).unwrap();
         assert_eq!(live.current(spent_text).error, None);
         fs::remove_file(&path).unwrap();
-        assert_eq!(*live.current(spent_text), Settings::default());
+        assert_eq!(*live.current(spent_text), OwnerSettings::default());
         drop(writer);
         let activity = fs::read_to_string(dir.path().join("logs/activity.log")).unwrap();
         for line in

@@ -25,7 +25,7 @@ const MAX_CONFIG_BYTES: u64 = 1 << 20;
 
 /// The validated settings.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Settings {
+pub struct OwnerSettings {
     pub calendar: Calendar,
     /// The name of the time zone, as written in the file; `UTC` by default.
     pub time_zone: String,
@@ -71,7 +71,7 @@ struct CostLimits {
     time_zone: Option<String>,
 }
 
-impl Default for Settings {
+impl Default for OwnerSettings {
     fn default() -> Self {
         Self {
             calendar: Calendar::utc(),
@@ -84,7 +84,7 @@ impl Default for Settings {
     }
 }
 
-impl Settings {
+impl OwnerSettings {
     /// Parses and validates the settings.
     ///
     /// # Errors
@@ -157,7 +157,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (file, good) = (dir.path().join("config.json"), dir.path().join("good.json"));
         let day = || {
-            let settings = Settings::load(&file, &good);
+            let settings = OwnerSettings::load(&file, &good);
             let day = settings.calendar.day("2026-11-20T23:30:00Z".parse().unwrap());
             (day.to_string(), settings.error.is_some())
         };
@@ -186,7 +186,7 @@ mod tests {
         std::fs::write(&file, r#"{"costLimits": {"dailly": 1}}"#).unwrap();
         // An earlier release accepted this file.
         std::fs::write(&good, r#"{"costLimits": {"daily": 5, "note": "x"}}"#).unwrap();
-        let settings = Settings::load(&file, &good);
+        let settings = OwnerSettings::load(&file, &good);
         assert_eq!(settings.limits.daily, Dollars::from_nanos(5_000_000_000));
         assert!(settings.error.is_some_and(|error| error.contains("costLimits.dailly")));
     }
@@ -194,7 +194,7 @@ mod tests {
     #[test]
     fn error_quotes_no_values() {
         for text in [r#"{"costLimits": {"daily": "hunter2"}}"#, r#"{"costLimits": "hunter2"}"#, "hunter2"] {
-            let error = Settings::parse(text.as_bytes()).unwrap_err();
+            let error = OwnerSettings::parse(text.as_bytes()).unwrap_err();
             assert!(!error.contains("hunter2"), "{error}");
         }
     }

@@ -52,7 +52,15 @@ pub fn check_secrets(layout: &Layout) -> Findings {
     let mut findings = Findings::new("secrets");
     let users = read_accounts(layout);
     let mut count = 0;
-    for path in [layout.tls_key(), layout.store_credentials(), layout.registration()] {
+    let paths = [
+        layout.tls_key(),
+        layout.acme_account(),
+        layout.store_credentials(),
+        layout.registration(),
+        layout.upgrade_token(),
+        layout.files_key(),
+    ];
+    for path in paths {
         match std::fs::metadata(&path) {
             Ok(meta) => {
                 count += 1;
@@ -97,4 +105,26 @@ fn check_file(
 fn read_accounts(layout: &Layout) -> Accounts {
     let accounts = Accounts::load(layout.root());
     if accounts.uid(GATEWAY_USER).is_some() { accounts } else { Accounts::default() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn check_secrets_reports_each_file_open_to_others() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let paths = [layout.acme_account(), layout.upgrade_token(), layout.files_key()];
+        for path in &paths {
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, "secret").unwrap();
+            std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o644)).unwrap();
+        }
+        let findings = check_secrets(&layout).into_list();
+        assert_eq!(findings.len(), paths.len(), "{findings:?}");
+        for (finding, path) in findings.iter().zip(&paths) {
+            assert!(finding.what.contains(&path.display().to_string()), "{finding:?}");
+        }
+    }
 }

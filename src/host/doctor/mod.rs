@@ -53,37 +53,37 @@ pub fn check_gateway_database(server: Option<&str>) -> Result<String, String> {
 /// Runs all checks of the machine below `SVC_ROOT`.
 pub async fn run_checks() -> Report {
     let layout = Layout::from_process();
-    let file_checks = FileChecks { layout: &layout };
+    let blocking_checks = BlockingChecks { layout: &layout };
     let checks = vec![
-        file_checks.check("configuration", configuration::check),
-        file_checks.check("env-files", files::check_env_files),
-        file_checks.check("secrets", files::check_secrets),
-        file_checks.check("gate", release::check_gate),
-        file_checks.check("release", release::check_current),
-        file_checks.check("update", release::check_update),
+        blocking_checks.check("configuration", configuration::check),
+        blocking_checks.check("env-files", files::check_env_files),
+        blocking_checks.check("secrets", files::check_secrets),
+        blocking_checks.check("gate", release::check_gate),
+        blocking_checks.check("release", release::check_current),
+        blocking_checks.check("update", release::check_update),
         Check::new("database", SLOW_CHECK_TIMEOUT, database::check(&layout)),
         Check::new("gateway", SLOW_CHECK_TIMEOUT, gateway::check(&layout)),
-        file_checks.check("tls-key", gateway::check_key),
-        file_checks.check("certificate", certificate::check),
+        blocking_checks.check("tls-key", gateway::check_key),
+        blocking_checks.check("certificate", certificate::check),
         Check::new("platform", SLOW_CHECK_TIMEOUT, platform::check(&layout)),
         Check::new("clock", SLOW_CHECK_TIMEOUT, platform::check_clock(&layout)),
         Check::new("store", SLOW_CHECK_TIMEOUT, store::check(&layout)),
-        file_checks.check("backup", backup::check),
-        file_checks.check("snapshots", backup::check_snapshots),
-        file_checks.check("file-backup", file_backup::check),
-        file_checks.check("disk", space::check),
-        file_checks.check("ports", ports::check),
+        blocking_checks.check("backup", backup::check),
+        blocking_checks.check("snapshots", backup::check_snapshots),
+        blocking_checks.check("file-backup", file_backup::check),
+        blocking_checks.check("disk", space::check),
+        blocking_checks.check("ports", ports::check),
         Check::new("firewall", SLOW_CHECK_TIMEOUT, firewall::check(&layout)),
         Check::new("units", SLOW_CHECK_TIMEOUT, units::check(&layout)),
     ];
     Report { subject: "host".to_owned(), findings: diagnosis::run_checks(checks).await }
 }
 
-struct FileChecks<'a> {
+struct BlockingChecks<'a> {
     layout: &'a Layout,
 }
 
-impl<'a> FileChecks<'a> {
+impl<'a> BlockingChecks<'a> {
     /// Returns a check that only reads files. It runs outside the async worker threads.
     fn check(&self, name: &'static str, check: fn(&Layout) -> Findings) -> Check<'a> {
         let layout = self.layout.clone();

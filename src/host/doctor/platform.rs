@@ -11,11 +11,11 @@ use crate::system::config::PlatformAccess;
 use crate::system::layout::Layout;
 use svc_base::diagnosis::Findings;
 use svc_base::error_chain::format_chain;
-use svc_http::client::{self, Deadlines};
+use svc_http::client::{self, Timeouts};
 
-/// Below the times that limit the allowed skew: proofs are valid for a minute, and tokens have 30 s of leeway.
+/// Less than the skew that causes rejections: proofs are valid for a minute, and tokens have 30 s of leeway.
 const MAX_CLOCK_SKEW_SECONDS: i64 = 20;
-const DEADLINES: Deadlines = Deadlines {
+const TIMEOUTS: Timeouts = Timeouts {
     connect: Duration::from_secs(4),
     total: Some(Duration::from_secs(8)),
     idle: Duration::from_secs(8),
@@ -25,7 +25,7 @@ async fn fetch_headers(layout: &Layout) -> Result<HeaderMap, String> {
     let Some(platform) = PlatformAccess::read(&mut services_env(layout), layout) else {
         return Err("PLATFORM_INTERNAL_URL or UPGRADE_TOKEN is missing or invalid".to_owned());
     };
-    let client = client::build(DEADLINES).map_err(|error| format!("{error:#}"))?;
+    let client = client::build(TIMEOUTS).map_err(|error| format!("{error:#}"))?;
     let url = platform.url("/livez");
     let response = client.get(url.clone()).send().await;
     let response = response.map_err(|error| format_chain(&error.without_url()))?;

@@ -16,7 +16,8 @@ use svc_store::config::{S3Config, StoreConfig};
 use svc_store::key::SlotPrefix;
 use svc_store::pointer_io;
 
-/// `svc-sync-agent` renews sessions older than 50 minutes at its heartbeats. The limit allows some late heartbeats.
+/// `svc-sync-agent` renews sessions older than 50 minutes each time it checks the metadata, by default every five
+/// minutes. The limit allows some failed renewals.
 const MAX_RENEWAL_AGE: SignedDuration = SignedDuration::from_mins(75);
 
 pub async fn check(layout: &Layout) -> Findings {

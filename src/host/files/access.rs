@@ -10,7 +10,7 @@ use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::error_chain::format_chain;
 use svc_base::fsx::{self, FileError};
 use svc_files::{Cache, FilesError, Id, Repository, RepositoryKey, SnapshotOrigin};
-use svc_http::client::{self, Deadlines};
+use svc_http::client::{self, Timeouts};
 use svc_http::request_id;
 use svc_machine::epoch::Epoch;
 use svc_store::key::SlotPrefix;
@@ -24,8 +24,6 @@ use crate::system::platform_response::{ProblemBody, read_body};
 use crate::system::store::HostStoreAccess;
 use crate::system::vars;
 
-/// The file that contains the key, readable only by the gateway's user.
-const KEY_FILE: &str = "key";
 const KEY_MODE: u32 = 0o600;
 
 /// Why the repository cannot be used.
@@ -107,7 +105,7 @@ impl FilesSettings {
             slot: SlotPrefix::new(&identity.user, &identity.slot),
             max_bytes_per_second: NonZeroU64::new(kib_per_second.saturating_mul(1024)),
             bucket: store.open().or_exit(Exit::Config)?,
-            client: client::build(Deadlines::CALL).or_exit(Exit::Internal)?,
+            client: client::build(Timeouts::CALL).or_exit(Exit::Internal)?,
             layout,
             identity,
             platform,
@@ -152,7 +150,7 @@ impl FilesSettings {
     /// [`AccessError`] if no key is available, if the platform refuses to send its key, or if the repository or the key
     /// file cannot be read or written; `WrongKey` if neither the platform's key nor this machine's key opens it.
     pub async fn open(&self) -> Result<Option<Repository>, AccessError> {
-        Ok(self.open_with_known_keys().await?.1)
+        Ok(self.open_with_known_keys(&self.cache()).await?.1)
     }
 
     /// Opens the slot's repository with this machine's key. Requests the platform's key only if this machine has no key
@@ -161,7 +159,7 @@ impl FilesSettings {
     /// # Errors
     /// Those of [`Self::open`].
     pub async fn open_with_stored_key(&self) -> Result<Option<Repository>, AccessError> {
-        self.open_with_cache(self.cache()).await
+        self.open_with_cache(&self.cache()).await
     }
 
     /// Like [`Self::open_with_stored_key`], but without the local cache.
@@ -169,13 +167,13 @@ impl FilesSettings {
     /// # Errors
     /// Those of [`Self::open`].
     pub async fn open_uncached(&self) -> Result<Option<Repository>, AccessError> {
-        self.open_with_cache(Cache::none()).await
+        self.open_with_cache(&Cache::none()).await
     }
 
-    async fn open_with_cache(&self, cache: Cache) -> Result<Option<Repository>, AccessError> {
+    async fn open_with_cache(&self, cache: &Cache) -> Result<Option<Repository>, AccessError> {
         if let Some(key) = self.read_key()? {
             let (bucket, root) = (self.bucket.clone(), self.slot.files());
-            match Repository::open(bucket, root, &key, cache).await {
+            match Repository::open(bucket, root, &key, cache.clone()).await {
                 Ok(Some(repository)) => return Ok(Some(repository)),
                 // A machine with a key has saved files before, so a missing repository is checked with the platform's
                 // key.
@@ -183,7 +181,7 @@ impl FilesSettings {
                 Err(error) => return Err(error.into()),
             }
         }
-        self.open().await
+        Ok(self.open_with_known_keys(cache).await?.1)
     }
 
     /// Opens the slot's repository, and creates it if there is none.
@@ -191,18 +189,22 @@ impl FilesSettings {
     /// # Errors
     /// Those of [`Self::open`].
     pub async fn open_or_create(&self) -> Result<Repository, AccessError> {
-        match self.open_with_known_keys().await? {
+        let cache = self.cache();
+        match self.open_with_known_keys(&cache).await? {
             (_, Some(repository)) => Ok(repository),
             (key, None) => {
                 let (bucket, root) = (self.bucket.clone(), self.slot.files());
-                Ok(Repository::open_or_create(bucket, root, &key, self.cache()).await?)
+                Ok(Repository::open_or_create(bucket, root, &key, cache).await?)
             }
         }
     }
 
     /// Returns the key to use, and the repository if there is one. The platform's key and the machine's differ only if
     /// the platform's database is older than the machine's key.
-    async fn open_with_known_keys(&self) -> Result<(RepositoryKey, Option<Repository>), AccessError> {
+    async fn open_with_known_keys(
+        &self,
+        cache: &Cache,
+    ) -> Result<(RepositoryKey, Option<Repository>), AccessError> {
         let stored = self.read_key()?;
         let keys = match self.request_key(stored.as_ref()).await {
             Ok(key) => vec![key].into_iter().chain(stored).collect(),
@@ -218,7 +220,7 @@ impl FilesSettings {
         let mut refusal = None;
         for key in keys {
             let (bucket, root) = (self.bucket.clone(), self.slot.files());
-            match Repository::open(bucket, root, &key, self.cache()).await {
+            match Repository::open(bucket, root, &key, cache.clone()).await {
                 Ok(repository) => {
                     self.store_key(&key)?;
                     return Ok((key, repository));
@@ -246,8 +248,7 @@ impl FilesSettings {
     }
 
     fn store_key(&self, key: &RepositoryKey) -> Result<(), FileError> {
-        let dir = self.layout.files_state();
-        let path = dir.join(KEY_FILE);
+        let path = self.layout.files_key();
         let text = key.password().expose_secret();
         if !self.owns_state() || fsx::read_if_exists(&path)?.as_deref() == Some(text.as_bytes()) {
             return Ok(());
@@ -281,7 +282,7 @@ impl FilesSettings {
 }
 
 fn read_key_file(layout: &Layout) -> Result<Option<RepositoryKey>, FileError> {
-    let text = fsx::read_if_exists(&layout.files_state().join(KEY_FILE))?;
+    let text = fsx::read_if_exists(&layout.files_key())?;
     // An invalid file is replaced by the platform's key.
     Ok(text.and_then(|text| std::str::from_utf8(&text).ok()?.trim().parse().ok()))
 }

@@ -20,7 +20,7 @@ const DRILL_INTERVAL: SignedDuration = SignedDuration::from_hours(7 * 24 - 12);
 /// Checks, which run daily, raise an attention item after they have failed for this long.
 const MAX_FAILURE_DURATION: SignedDuration = SignedDuration::from_hours(36);
 /// Maximum number of overdue shares that one run verifies, to catch up after days without a run.
-const MAX_SHARES: usize = 3;
+const MAX_OVERDUE_SHARES: usize = 3;
 /// Maximum number of affected files that a message names.
 const MAX_NAMED_FILES: usize = 5;
 const DAY: SignedDuration = SignedDuration::from_hours(24);
@@ -144,7 +144,8 @@ impl FileChecks {
         // Shares that have never been verified are not overdue: one per run covers all of them within the interval.
         let is_overdue = |index: &&u16| time(index).is_some_and(|at| at <= overdue_before);
         let overdue = indices.iter().filter(is_overdue).count();
-        let mut selected: BTreeSet<u16> = indices.into_iter().take(overdue.clamp(1, MAX_SHARES)).collect();
+        let mut selected: BTreeSet<u16> =
+            indices.into_iter().take(overdue.clamp(1, MAX_OVERDUE_SHARES)).collect();
         let damaged: Vec<Id> = self.damaged.keys().filter_map(|pack| pack.parse().ok()).collect();
         let has_damage =
             |index: &u16| damaged.iter().any(|pack| PackShare { index: *index, count }.contains(*pack));

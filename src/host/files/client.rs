@@ -10,7 +10,7 @@ use serde_json::Value;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::quantity::{format_bytes, pluralize};
 use svc_base::untrusted_text::one_line;
-use svc_http::client::{self, Deadlines};
+use svc_http::client::{self, Timeouts};
 use svc_http::request_id;
 use svc_wire::files::{
     FileEntry, FileKind, FileListing, FileRestore, FileRestoreAccepted, FileRestoreResponse, FileVersions,
@@ -24,8 +24,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(250);
 /// Maximum time without progress. The save before a replacement may take up to ten minutes.
 const NO_PROGRESS_TIMEOUT: Duration = Duration::from_secs(900);
 /// The gateway's own timeouts are shorter.
-const DEADLINES: Deadlines =
-    Deadlines { connect: Duration::from_secs(5), idle: Duration::from_secs(320), total: None };
+const TIMEOUTS: Timeouts =
+    Timeouts { connect: Duration::from_secs(5), idle: Duration::from_secs(320), total: None };
 
 /// An HTTP client for the gateway's socket.
 struct Gateway(reqwest::Client);
@@ -33,7 +33,7 @@ struct Gateway(reqwest::Client);
 impl Gateway {
     fn new(layout: &Layout) -> Result<Self, Failure> {
         let socket = layout.gateway_sockets().join("gateway.sock");
-        Ok(Self(client::build_for_socket(DEADLINES, &socket).or_exit(Exit::Internal)?))
+        Ok(Self(client::build_for_socket(TIMEOUTS, &socket).or_exit(Exit::Internal)?))
     }
 
     fn get(&self, path: &str, query: &[(&str, &str)]) -> RequestBuilder {

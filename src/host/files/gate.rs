@@ -225,8 +225,8 @@ async fn restore_files(settings: &FilesSettings, progress: &Progress) -> Result<
         None => download(settings, &latest, &staging, progress).await?,
     };
     failpoint::trigger("files.gate.marked")?;
-    let (from, to) = (staging.files(), settings.layout.user_home());
-    let replaced = tokio::task::spawn_blocking(move || place::move_contents(&from, &to)).await??;
+    let (from, to, replaced) = (staging.files(), settings.layout.user_home(), staging.replaced());
+    let replaced = tokio::task::spawn_blocking(move || place::move_contents(&from, &to, &replaced)).await??;
     failpoint::trigger("files.gate.placed")?;
     staging.remove()?;
     tracing::info!(

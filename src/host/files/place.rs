@@ -22,19 +22,17 @@ use svc_base::fsx::FileError;
 /// Entries with these names are moved before the others in their directory: the owner's `home`, and in it the machine's
 /// records and the apps.
 const FIRST_NAMES: [&[u8]; 3] = [b"home", b"system", b"apps"];
-/// Prefix for the names, in the staging directory, of existing directories that a file replaces and of existing files
-/// that a directory replaces. They are deleted with the staging directory.
-const REPLACED_PREFIX: &str = ".svc-replaced-";
 
 /// Moves everything in `from` to `to`, on the same file system, and gives existing directories the owner and mode of
-/// the restored ones. An existing directory that a file replaces is moved to `from`, and so is an existing file that a
-/// directory replaces. Returns the number of entries that were replaced.
+/// the restored ones. An existing directory that a file replaces is moved to `replaced`, which is created if it is
+/// missing, and so is an existing file that a directory replaces. Returns the number of entries that were replaced.
 ///
 /// # Errors
 /// If an entry cannot be moved. Entries that were already moved remain in `to`; a repeated call moves the rest.
-pub fn move_contents(from: &Path, to: &Path) -> Result<u64, FileError> {
+pub fn move_contents(from: &Path, to: &Path, replaced: &Path) -> Result<u64, FileError> {
+    std::fs::create_dir_all(replaced).map_err(FileError::wrap("create", replaced))?;
     let open = |path: &Path| open_directory(CWD, path.as_os_str()).map_err(wrap("open", path));
-    move_between(&open(from)?, &open(to)?, to)
+    move_between(&open(from)?, &open(to)?, &open(replaced)?, to)
 }
 
 /// Adds the action and a path to an error.
@@ -52,8 +50,7 @@ fn list(directory: &OwnedFd) -> Result<Vec<CString>, Errno> {
     let mut names = Vec::new();
     for entry in Dir::read_from(directory)? {
         let name = entry?.file_name().to_owned();
-        let is_replaced = name.as_bytes().starts_with(REPLACED_PREFIX.as_bytes());
-        if !is_replaced && !matches!(name.as_bytes(), b"." | b"..") {
+        if !matches!(name.as_bytes(), b"." | b"..") {
             names.push(name);
         }
     }
@@ -67,7 +64,7 @@ fn is_directory(stat: &Stat) -> bool {
 }
 
 /// Moves everything between two open directories. `path` is the path of `to`, for messages.
-fn move_between(from: &OwnedFd, to: &OwnedFd, path: &Path) -> Result<u64, FileError> {
+fn move_between(from: &OwnedFd, to: &OwnedFd, replaced_dir: &OwnedFd, path: &Path) -> Result<u64, FileError> {
     let mut replaced = 0;
     for name in list(from).map_err(wrap("list", path))? {
         let target = path.join(OsStr::from_bytes(name.as_bytes()));
@@ -78,7 +75,7 @@ fn move_between(from: &OwnedFd, to: &OwnedFd, path: &Path) -> Result<u64, FileEr
             Err(error) => return Err(wrap("read", &target)(error)),
         };
         if is_directory(&source) && is_existing_directory == Some(true) {
-            replaced += merge(from, to, &name, &target)?;
+            replaced += merge(from, to, replaced_dir, &name, &target)?;
             continue;
         }
         if is_existing_directory.is_some() {
@@ -86,8 +83,8 @@ fn move_between(from: &OwnedFd, to: &OwnedFd, path: &Path) -> Result<u64, FileEr
         }
         if is_existing_directory == Some(!is_directory(&source)) {
             // A rename cannot replace a directory with a file, or the reverse.
-            let replaced_name = format!("{REPLACED_PREFIX}{}", uuid::Uuid::new_v4().simple());
-            renameat(to, &name, from, replaced_name.as_str()).map_err(wrap("replace", &target))?;
+            let replaced_name = uuid::Uuid::new_v4().to_string();
+            renameat(to, &name, replaced_dir, replaced_name.as_str()).map_err(wrap("replace", &target))?;
         }
         renameat(from, &name, to, &name).map_err(wrap("move", &target))?;
     }
@@ -95,11 +92,17 @@ fn move_between(from: &OwnedFd, to: &OwnedFd, path: &Path) -> Result<u64, FileEr
 }
 
 /// Merges a directory into the existing one.
-fn merge(from: &OwnedFd, to: &OwnedFd, name: &CString, target: &Path) -> Result<u64, FileError> {
+fn merge(
+    from: &OwnedFd,
+    to: &OwnedFd,
+    replaced_dir: &OwnedFd,
+    name: &CString,
+    target: &Path,
+) -> Result<u64, FileError> {
     let name_text = OsStr::from_bytes(name.as_bytes());
     let inner_from = open_directory(from, name_text).map_err(wrap("open", target))?;
     let inner_to = open_directory(to, name_text).map_err(wrap("open", target))?;
-    let replaced = move_between(&inner_from, &inner_to, target)?;
+    let replaced = move_between(&inner_from, &inner_to, replaced_dir, target)?;
     let (restored, existing) =
         (fstat(&inner_from).map_err(wrap("read", target))?, fstat(&inner_to).map_err(wrap("read", target))?);
     if (restored.st_uid, restored.st_gid) != (existing.st_uid, existing.st_gid) {
@@ -108,11 +111,8 @@ fn merge(from: &OwnedFd, to: &OwnedFd, name: &CString, target: &Path) -> Result<
     }
     // Set the mode after the owner, because changing the owner can clear mode bits.
     fchmod(&inner_to, Mode::from_raw_mode(restored.st_mode)).map_err(wrap("change the mode of", target))?;
-    match unlinkat(from, name, AtFlags::REMOVEDIR) {
-        // The directory is not empty if replaced entries were moved to it.
-        Ok(()) | Err(Errno::NOTEMPTY) => Ok(replaced),
-        Err(error) => Err(wrap("remove", target)(error)),
-    }
+    unlinkat(from, name, AtFlags::REMOVEDIR).map_err(wrap("remove", target))?;
+    Ok(replaced)
 }
 
 #[cfg(test)]
@@ -136,7 +136,7 @@ mod tests {
     #[test]
     fn move_contents_merges_directories_and_replaces_files() {
         let root = tempfile::tempdir().unwrap();
-        let (from, to) = (root.path().join("from"), root.path().join("to"));
+        let [from, to, replaced] = ["from", "to", "replaced"].map(|name| root.path().join(name));
         let write = |path: &Path, text: &str| {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, text).unwrap();
@@ -145,6 +145,7 @@ mod tests {
         write(&from.join("notes/today"), "restored");
         write(&from.join("was-a-directory"), "restored");
         write(&from.join("was-a-file/inside"), "restored");
+        write(&from.join("system/logs/.svc-replaced-1"), "an owner's file");
         fs::set_permissions(from.join("system"), Permissions::from_mode(0o2750)).unwrap();
         std::os::unix::fs::symlink("/etc", from.join("link")).unwrap();
         write(&to.join("system/logs/a.log"), "new");
@@ -155,7 +156,7 @@ mod tests {
         fs::create_dir(root.path().join("outside")).unwrap();
         std::os::unix::fs::symlink(root.path().join("outside"), to.join("notes")).unwrap();
 
-        assert_eq!(move_contents(&from, &to).unwrap(), 4);
+        assert_eq!(move_contents(&from, &to, &replaced).unwrap(), 4);
         let read = |path: &str| fs::read_to_string(to.join(path)).unwrap();
         for path in ["system/logs/a.log", "notes/today", "was-a-directory", "was-a-file/inside"] {
             assert_eq!(read(path), "restored", "{path}");
@@ -164,14 +165,13 @@ mod tests {
         assert_eq!(fs::metadata(to.join("system")).unwrap().mode() & 0o7777, 0o2750);
         assert_eq!(fs::read_link(to.join("link")).unwrap(), Path::new("/etc"));
         assert_eq!(fs::read_dir(root.path().join("outside")).unwrap().count(), 0);
-        // Only entries that were replaced by another kind remain.
-        let remaining: Vec<_> =
-            fs::read_dir(&from).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-        assert!(
-            remaining.iter().all(|name| name.to_string_lossy().starts_with(REPLACED_PREFIX)),
-            "{remaining:?}"
+        assert_eq!(read("system/logs/.svc-replaced-1"), "an owner's file");
+        let count = |dir: &Path| fs::read_dir(dir).unwrap().count();
+        assert_eq!(
+            (count(&from), count(&replaced)),
+            (0, 3),
+            "entries replaced by another kind are kept apart"
         );
-        assert_eq!(remaining.len(), 3);
-        assert_eq!(move_contents(&from, &to).unwrap(), 0, "a repeated call moves nothing");
+        assert_eq!(move_contents(&from, &to, &replaced).unwrap(), 0, "a repeated call moves nothing");
     }
 }

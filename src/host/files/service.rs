@@ -242,7 +242,7 @@ impl FileBackup {
         // The save writes content again if it exists only in damaged packs.
         let checks = FileChecks::read(&self.settings.layout).map_err(AccessError::File)?;
         open.saver.set_damaged(checks.damaged_blobs());
-        let is_repair = checks.damage_found_at > self.status.repaired_at;
+        let is_repair = self.status.needs_repair(checks.damage_found_at);
         let save = if is_repair { Save::Everything } else { save };
         let parent = open.parent.clone();
         let began = Instant::now();

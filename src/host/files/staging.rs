@@ -37,6 +37,12 @@ impl Staging {
         self.path.join("files")
     }
 
+    /// The directory for entries that restored ones of another kind replace. It is not in [`Self::files`], where an
+    /// owner's entry may have any name.
+    pub fn replaced(&self) -> PathBuf {
+        self.path.join("replaced")
+    }
+
     /// Returns whether the directory exists. Rejects one that belongs to another user, because the owner's programs can
     /// create a directory with this name. They cannot enter a directory created by this process, because of its mode,
     /// or rename or remove it, because its parent directory is sticky and belongs to root.

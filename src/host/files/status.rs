@@ -46,7 +46,7 @@ pub struct FilesStatus {
     pub first_unreadable: Option<String>,
     /// Files of the last save that changed during every read.
     pub unstable: u64,
-    /// Why the owner's rules cannot be read, if so, and their first invalid lines, which exclude nothing.
+    /// The error if the owner's rules cannot be read, and their first invalid lines, which exclude nothing.
     pub invalid_rules: Vec<String>,
     /// Why the last save failed; `None` if it succeeded.
     pub error: Option<String>,
@@ -87,6 +87,12 @@ impl FilesStatus {
             *since = (*since).min(now);
         }
         before != (self.saved_until, self.changed_since, self.failing_since)
+    }
+
+    /// Whether all files must be read again because of damage, given [`FileChecks::damage_found_at`]. The times are
+    /// compared only for equality, because the clock may have been ahead when the earlier damage was found.
+    pub fn needs_repair(&self, damage_found_at: Option<Timestamp>) -> bool {
+        damage_found_at.is_some() && damage_found_at != self.repaired_at
     }
 
     /// Returns the time since which changes have been unsaved, if that is too long ago: the first unsaved change or
@@ -166,6 +172,18 @@ mod tests {
         );
         assert!(!status.correct_future_times(at(10)));
         assert_eq!(status.find_unsaved_since(at(20)), Some(at(10)));
+    }
+
+    #[test]
+    fn needs_repair_until_files_were_read_for_this_damage() {
+        let at = |minute: i64| Timestamp::from_second(minute * 60).ok();
+        let needs_repair = |repaired_at, damage_found_at| {
+            FilesStatus { repaired_at, ..FilesStatus::default() }.needs_repair(damage_found_at)
+        };
+        assert!(!needs_repair(None, None) && !needs_repair(at(5), None));
+        assert!(needs_repair(None, at(5)) && needs_repair(at(5), at(6)));
+        assert!(!needs_repair(at(5), at(5)), "a repair ends");
+        assert!(needs_repair(at(999), at(6)), "the clock was ahead");
     }
 
     #[test]

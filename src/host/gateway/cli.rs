@@ -2,7 +2,7 @@
 //! that the gateway does not have to be running.
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use comfy_table::{CellAlignment, Table, presets};
@@ -123,21 +123,8 @@ pub fn print_logs(layout: &Layout, args: &LogsArgs) -> Result<(), Failure> {
     let (kind, logs): (RecordKind, PathBuf) = (args.record.into(), layout.logs());
     // Open the tail first, so that lines written in the meantime are printed afterwards.
     let tail = args.follow.then(|| Tail::from_end(kind, logs.clone())).transpose().or_exit(Exit::Internal)?;
-    let (mut lines, mut before) = (Vec::new(), None);
-    let limit = args.lines as usize;
-    while lines.len() < limit {
-        let page = page::read_newest(kind, &logs, before, limit - lines.len(), |_| Verdict::Take);
-        let page = match page {
-            // Retention removed the file in the meantime.
-            Err(PageError::Gone) => break,
-            page => page.or_exit(Exit::Internal)?,
-        };
-        lines.extend(page.lines);
-        before = page.next;
-        if before.is_none() {
-            break;
-        }
-    }
+    let lines = read_existing_lines(kind, &logs, tail.as_ref(), args.lines as usize);
+    let lines = lines.or_exit(Exit::Internal)?;
     for line in lines.iter().rev() {
         if print(&format!("{line}\n"))? == OutputState::Closed {
             return Ok(());
@@ -157,6 +144,35 @@ pub fn print_logs(layout: &Layout, args: &LogsArgs) -> Result<(), Failure> {
     }
 }
 
+/// Reads at most `limit` lines, newest first. With a tail, these are the lines before those that it will return.
+fn read_existing_lines(
+    kind: RecordKind,
+    logs: &Path,
+    tail: Option<&Tail>,
+    limit: usize,
+) -> Result<Vec<String>, PageError> {
+    let mut lines = Vec::new();
+    let mut before = None;
+    if let Some(tail) = tail {
+        // Without a position, there was no file yet, so the tail returns all lines.
+        let Some(position) = tail.position() else { return Ok(lines) };
+        before = Some(position.last);
+    }
+    while lines.len() < limit {
+        let page = match page::read_newest(kind, logs, before, limit - lines.len(), |_| Verdict::Take) {
+            // Retention removed the file in the meantime.
+            Err(PageError::Gone) => break,
+            page => page?,
+        };
+        lines.extend(page.lines);
+        before = page.next;
+        if before.is_none() {
+            break;
+        }
+    }
+    Ok(lines)
+}
+
 /// Whether the output's reader is still connected.
 #[derive(PartialEq, Eq)]
 enum OutputState {
@@ -169,5 +185,27 @@ fn print(text: &str) -> Result<OutputState, Failure> {
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(OutputState::Closed),
         written => written.map(|()| OutputState::Open).or_exit(Exit::Internal),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn existing_lines_exclude_those_of_the_tail() {
+        let dir = tempfile::tempdir().unwrap();
+        let (kind, logs) = (RecordKind::Audit, dir.path());
+        let open_tail = || Tail::from_end(kind, logs.to_owned()).unwrap();
+        let first_tail = open_tail();
+        fs::write(logs.join("audit.jsonl"), "1\n2\n").unwrap();
+        let tail = open_tail();
+        fs::write(logs.join("audit.jsonl"), "1\n2\n3\n").unwrap();
+        let read = |tail: Option<&Tail>| read_existing_lines(kind, logs, tail, 10).unwrap();
+        assert_eq!(read(Some(&tail)), ["2", "1"]);
+        assert_eq!(read(Some(&first_tail)), Vec::<String>::new());
+        assert_eq!(read(None), ["3", "2", "1"]);
     }
 }

@@ -1,5 +1,5 @@
-//! The write gate: admits requests to the bridge, except while writers are stopped for this machine's final backup.
-//! During that time it rejects all of them, even reads.
+//! The write gate: admits operations on the apps' tables and changes to the cost limits, except while writers are
+//! stopped for this machine's final backup. During that time, it rejects all of them, even reads of tables.
 //!
 //! Invariant: once `quiescedAt` is set, no bridge request and no dispatch changes the owner's data until writers are
 //! resumed. The file that `host::system::quiesce` manages is authoritative, so the state survives a restart.

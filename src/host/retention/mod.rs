@@ -16,7 +16,7 @@ use jiff::civil::Date;
 
 use super::records::calendar::Calendar;
 use super::records::record_file_names;
-use crate::agents::owner_config::Settings;
+use crate::agents::owner_config::OwnerSettings;
 use crate::system::config;
 use crate::system::config::{DatabaseUrl, init_log};
 use crate::system::layout::Layout;
@@ -67,7 +67,7 @@ async fn run_maintenance(layout: Layout) -> Result<(), Failure> {
     std::fs::create_dir_all(&logs)
         .map_err(FileError::wrap("create directory", &logs))
         .or_exit(Exit::Internal)?;
-    let settings = Settings::load(&layout.settings(), &layout.last_good_settings());
+    let settings = OwnerSettings::load(&layout.settings(), &layout.last_good_settings());
     if let Some(error) = &settings.error {
         tracing::warn!(error, "system/config.json is invalid; using the last valid settings");
     }

@@ -6,7 +6,7 @@ use tokio_postgres::{Error, GenericClient};
 use svc_store::role_facts::{Membership, RoleFacts, RoleSetting};
 
 /// The comment on a role that was created for a drill or for the side database.
-pub const DRILL_ROLE_COMMENT: &str = "made for a drill of svc-db-backup";
+pub const TEMPORARY_ROLE_COMMENT: &str = "made for a drill of svc-db-backup";
 
 const ROLES: &str = "
     SELECT rolname::text, rolsuper, rolcanlogin, rolinherit, rolcreatedb, rolcreaterole, rolreplication, rolbypassrls,
@@ -31,7 +31,7 @@ const MEMBERSHIPS: &str = "
 /// If a query fails.
 pub async fn read_roles(client: &impl GenericClient) -> Result<Vec<RoleFacts>, Error> {
     let mut roles = Vec::new();
-    for row in client.query(ROLES, &[&DRILL_ROLE_COMMENT]).await? {
+    for row in client.query(ROLES, &[&TEMPORARY_ROLE_COMMENT]).await? {
         roles.push(RoleFacts {
             name: row.try_get(0)?,
             superuser: row.try_get(1)?,

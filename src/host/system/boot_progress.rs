@@ -14,7 +14,7 @@ use crate::system::config::{Identity, PlatformAccess};
 use crate::system::layout::Layout;
 use crate::system::vars;
 use svc_base::error_chain::format_chain;
-use svc_http::client::{self, Deadlines};
+use svc_http::client::{self, Timeouts};
 use svc_machine::id::MachineId;
 use svc_wire::registration::{BootStageName, BootStageReport, StageProgress};
 
@@ -46,7 +46,7 @@ impl BootReporter {
         let identity = Identity::read(&mut env);
         let platform = PlatformAccess::read(&mut env, layout);
         let token = env.secret(&vars::REGISTRATION_TOKEN);
-        let http = client::build(Deadlines::CALL).ok()?;
+        let http = client::build(Timeouts::CALL).ok()?;
         let client = ProgressClient { http, platform: platform?, machine: identity?.machine, token: token? };
         Some(Self(tokio::spawn(send_reports(client, progress))))
     }

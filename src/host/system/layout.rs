@@ -297,6 +297,11 @@ impl Layout {
         self.state("files")
     }
 
+    /// The key of the file backup, readable only by the gateway's user.
+    pub fn files_key(&self) -> PathBuf {
+        self.files_state().join("key")
+    }
+
     pub fn sync_state(&self) -> PathBuf {
         self.state("sync")
     }
@@ -309,6 +314,11 @@ impl Layout {
     /// Tool calls that a hook could not report. The owner's programs write the file, and the watcher reads it.
     pub fn audit_gaps(&self) -> PathBuf {
         self.hook_notes().join("audit-gaps.jsonl")
+    }
+
+    /// Held by root while an archive is being exported.
+    pub fn export_lock(&self) -> PathBuf {
+        self.root.join("run/svc/export.lock")
     }
 
     /// Held by root while an archive is being imported.

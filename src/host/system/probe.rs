@@ -3,7 +3,7 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use super::layout::Layout;
-use svc_http::client::{self, Deadlines};
+use svc_http::client::{self, Timeouts};
 use svc_http::tls::{self, ChainCheck, Identity, SpkiPin};
 
 /// Reads the pin of the gateway's certificate; `None` if the gateway has not created it yet.
@@ -31,7 +31,7 @@ impl GatewayClient {
     /// If the HTTP client cannot be created.
     pub fn new(listen: SocketAddr, pin: SpkiPin) -> anyhow::Result<Self> {
         let config = tls::pinned_client_config(pin, ChainCheck::PinOnly)?;
-        let client = client::build_with_tls(Deadlines::CALL, config)?;
+        let client = client::build_with_tls(Timeouts::CALL, config)?;
         let base = format!("https://{}", replace_unspecified(listen));
         Ok(Self { client, ready_url: format!("{base}/readyz"), live_url: format!("{base}/livez") })
     }

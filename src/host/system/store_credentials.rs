@@ -24,7 +24,7 @@ use tokio::sync::Mutex;
 use crate::system::config::PlatformAccess;
 use crate::system::platform_response::{ProblemBody, read_body};
 use svc_base::clock;
-use svc_http::client::{self, Deadlines};
+use svc_http::client::{self, Timeouts};
 use svc_http::problem::format_chain;
 use svc_http::request_id;
 use svc_machine::id::MachineId;
@@ -143,7 +143,7 @@ impl RenewingCredentials {
         file: PathBuf,
         initial: &TemporaryCredentials,
     ) -> anyhow::Result<Self> {
-        let client = client::build(Deadlines::CALL)?;
+        let client = client::build(Timeouts::CALL)?;
         let initial =
             ActiveSession::new(initial.to_aws_credential(), initial.expires_at, DEFAULT_SESSION_TTL);
         let state = SourceState { active: initial, not_before: Timestamp::MIN, is_withdrawn: false };

@@ -18,7 +18,7 @@ use crate::system::backoff::Backoff;
 use crate::system::config::PlatformAccess;
 use crate::system::upgrade_token::UpgradeToken;
 use svc_base::failpoint::{self, InjectedFailure};
-use svc_http::client::{self, Deadlines};
+use svc_http::client::{self, Timeouts};
 use svc_http::request_id;
 
 /// Maximum time for retries without progress. It starts again when an attempt that received new bytes ends.
@@ -112,7 +112,7 @@ impl BundleSource {
 
     /// Sends the first request, and retries it after transient errors. The response usually gives the length.
     pub async fn open(&self) -> Result<Download<'_>, DownloadError> {
-        let client = client::build(Deadlines::DOWNLOAD).map_err(DownloadError::Client)?;
+        let client = client::build(Timeouts::DOWNLOAD).map_err(DownloadError::Client)?;
         let mut download =
             Download { source: self, client, etag: None, length: None, received: 0, body: None };
         let mut backoff = Backoff::new(STALL_TIMEOUT);

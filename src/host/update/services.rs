@@ -75,10 +75,10 @@ impl Systemctl {
     /// Finds this machine's service manager, if any. Root takes the program only from its own environment, never
     /// from a file that the gateway can write.
     pub fn find(layout: &Layout) -> Option<Self> {
-        Self::find_in_env(&Env::from_process(), layout)
+        Self::find_in_env(&mut Env::from_process(), layout)
     }
 
-    fn find_in_env(env: &Env, layout: &Layout) -> Option<Self> {
+    fn find_in_env(env: &mut Env, layout: &Layout) -> Option<Self> {
         if let Some(program) = env.text(&vars::SVC_SYSTEMCTL).map(PathBuf::from) {
             return Some(Self { program, setup_commands: Vec::new() });
         }
@@ -199,10 +199,10 @@ mod tests {
     fn find_requires_systemd_unless_program_is_set() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
-        assert!(Systemctl::find_in_env(&Env::default(), &layout).is_none());
+        assert!(Systemctl::find_in_env(&mut Env::default(), &layout).is_none());
         std::fs::create_dir_all(dir.path().join("run/systemd/system")).unwrap();
-        assert_eq!(Systemctl::find_in_env(&Env::default(), &layout).unwrap().setup_commands.len(), 2);
-        let env = Env::from_pairs([("SVC_SYSTEMCTL", "/x")]);
-        assert!(Systemctl::find_in_env(&env, &layout).unwrap().setup_commands.is_empty());
+        assert_eq!(Systemctl::find_in_env(&mut Env::default(), &layout).unwrap().setup_commands.len(), 2);
+        let mut env = Env::from_pairs([("SVC_SYSTEMCTL", "/x")]);
+        assert!(Systemctl::find_in_env(&mut env, &layout).unwrap().setup_commands.is_empty());
     }
 }

@@ -227,7 +227,7 @@ async fn call_host<T: HostFilesResponse>(
     parsed.map_err(|error| {
         tracing::warn!(machine = %id, %error, "the host's response to a files request is invalid");
         let detail = format!("The response from machine {id} is invalid; see the platform's log.");
-        Problem::new(Code::HostAnswerInvalid, detail)
+        Problem::new(Code::HostResponseInvalid, detail)
     })
 }
 
@@ -241,7 +241,7 @@ fn host_problem(id: MachineId, error: FilesCallError) -> Problem {
             let detail = format!(
                 "The response from machine {id} is larger than {max} bytes; for a list, reduce `limit`."
             );
-            Problem::new(Code::HostAnswerInvalid, detail)
+            Problem::new(Code::HostResponseInvalid, detail)
         }
         FilesCallError::Problem { status: StatusCode::NOT_FOUND, detail } if !detail.is_empty() => {
             Problem::new(Code::NotFound, detail)

@@ -66,7 +66,7 @@ async fn fetch_report(
         tracing::warn!(machine = %id, %error, "the host's response is not a valid usage report");
         let detail =
             format!("The response from machine {id} is not a valid usage report; see the platform's log.");
-        Problem::new(Code::HostAnswerInvalid, detail)
+        Problem::new(Code::HostResponseInvalid, detail)
     })
 }
 
@@ -103,7 +103,7 @@ fn host_problem(id: MachineId, error: &UsageError) -> Problem {
                 "The usage report of machine {id} is larger than {max} bytes: request fewer days with startDate and endDate, or \
                  one user with userId."
             );
-            Problem::new(Code::HostAnswerInvalid, detail)
+            Problem::new(Code::HostResponseInvalid, detail)
         }
     }
 }
@@ -175,7 +175,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
             Code::InvalidState,
             Code::HostUnreachable,
             Code::HostRefused,
-            Code::HostAnswerInvalid,
+            Code::HostResponseInvalid,
             Code::Unavailable,
             Code::DatabaseUnavailable,
         ],
@@ -226,7 +226,7 @@ mod tests {
             (refused(StatusCode::METHOD_NOT_ALLOWED), Code::HostRefused, "update it"),
             (refused(StatusCode::SERVICE_UNAVAILABLE), Code::Unavailable, "try again"),
             (refused(StatusCode::INTERNAL_SERVER_ERROR), Code::HostRefused, "returned 500"),
-            (host_problem(id, &UsageError::TooLarge(7)), Code::HostAnswerInvalid, "fewer days"),
+            (host_problem(id, &UsageError::TooLarge(7)), Code::HostResponseInvalid, "fewer days"),
             (host_problem(id, &unreachable), Code::HostUnreachable, "be reached"),
         ] {
             assert_eq!(problem.code, code);

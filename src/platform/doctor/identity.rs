@@ -6,7 +6,7 @@ use crate::config::PlatformConfig;
 use svc_base::diagnosis::Findings;
 use svc_base::error_chain::format_chain;
 use svc_base::quantity::pluralize;
-use svc_http::client::{self, Deadlines};
+use svc_http::client::{self, Timeouts};
 
 #[derive(Deserialize)]
 struct KeySet {
@@ -34,7 +34,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
 }
 
 async fn fetch(url: url::Url) -> Result<KeySet, String> {
-    let client = client::build(Deadlines::CALL).map_err(|error| format!("{error:#}"))?;
+    let client = client::build(Timeouts::CALL).map_err(|error| format!("{error:#}"))?;
     let response = client.get(url).send().await.map_err(|error| format_chain(&error.without_url()))?;
     if !response.status().is_success() {
         return Err(format!("the identity provider responded with {}", response.status()));

@@ -4,14 +4,14 @@ use crate::config::PlatformConfig;
 use svc_base::diagnosis::Findings;
 use svc_base::error_chain::format_chain;
 use svc_base::quantity::pluralize;
-use svc_http::client::{self, Deadlines};
+use svc_http::client::{self, Timeouts};
 use svc_provider::Provider;
 use svc_provider::hetzner::Hetzner;
 
 pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("provider");
     let next = "check PROVIDER_API_TOKEN, PROVIDER_API_URL and the provider's status page";
-    let client = match client::build(Deadlines::CALL) {
+    let client = match client::build(Timeouts::CALL) {
         Ok(client) => client,
         Err(error) => return findings.problem(format!("{error:#}"), "check SSL_CERT_FILE"),
     };

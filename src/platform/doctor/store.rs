@@ -18,7 +18,7 @@ use svc_store::capabilities::{self, CapabilityNeed, ProbeResult, Support};
 use svc_store::config::StoreConfig;
 use svc_store::parallel_probe::{self, PREFIX, RUN_PREFIX};
 use svc_store::policy::SnapshotWrites;
-use svc_store::protection::{self, Setting};
+use svc_store::protection::{self, SettingState};
 
 const CHECK_STORE: &str =
     "check that the store is running, and that OBJECT_STORE_URL, OBJECT_STORE_ENDPOINT and AWS_* are correct";
@@ -137,23 +137,23 @@ pub async fn check_protection(config: &PlatformConfig) -> Findings {
         Err(error) => return findings.warning(format_chain(&error), CHECK_STORE),
     };
     let findings = match found.versioning {
-        Setting::On => findings,
-        Setting::Off => findings.warning(
+        SettingState::On => findings,
+        SettingState::Off => findings.warning(
             "the bucket has no versioning: an object that is overwritten or deleted cannot be restored",
             protection::versioning_command(s3),
         ),
-        Setting::Unknown(status) => {
+        SettingState::Unknown(status) => {
             return findings
                 .skipped(format!("the store does not report whether the bucket has versioning ({status})"));
         }
     };
     match found.object_lock {
-        Setting::On => findings.or_ok("the bucket has versioning and object lock"),
-        Setting::Off => findings.warning(
+        SettingState::On => findings.or_ok("the bucket has versioning and object lock"),
+        SettingState::Off => findings.warning(
             "the bucket has no object lock: credentials that may delete versions can delete every snapshot",
             protection::object_lock_command(s3),
         ),
-        Setting::Unknown(_) => findings
+        SettingState::Unknown(_) => findings
             .or_ok("the bucket has versioning; the store does not report whether the bucket has object lock"),
     }
 }

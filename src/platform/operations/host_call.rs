@@ -15,7 +15,7 @@ use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use svc_base::untrusted_text;
 use svc_http::body::{ResponseBodyError, read_response};
-use svc_http::client::{self, Deadlines};
+use svc_http::client::{self, Timeouts};
 use svc_http::proof::{self, Claims, Route};
 use svc_http::usage::UsageQuery;
 use svc_http::{idempotency, request_id};
@@ -31,7 +31,7 @@ const QUIESCE_PATH: &str = "/_svc/internal/quiesce";
 const RESUME_PATH: &str = "/_svc/internal/resume";
 const USAGE_PATH: &str = "/api/usage";
 const FILES_RESTORE_PATH: &str = "/api/files/restore";
-const CALL_DEADLINES: Deadlines = Deadlines {
+const CALL_TIMEOUTS: Timeouts = Timeouts {
     connect: Duration::from_secs(3),
     total: Some(Duration::from_secs(6)),
     idle: Duration::from_secs(6),
@@ -39,7 +39,7 @@ const CALL_DEADLINES: Deadlines = Deadlines {
 
 /// For calls about the file backup and file history, for which the host may read a repository's index. The total is
 /// shorter than `svcctl`'s timeout.
-const FILES_DEADLINES: Deadlines = Deadlines {
+const FILES_TIMEOUTS: Timeouts = Timeouts {
     connect: Duration::from_secs(3),
     total: Some(Duration::from_secs(20)),
     idle: Duration::from_secs(20),
@@ -311,7 +311,7 @@ pub async fn call_files(
             HostRequest { idempotency_key, ..HostRequest::post(FILES_RESTORE_PATH, Some(body)) }
         }
     };
-    let sent = send_within(platform, machine, &request, FILES_DEADLINES).await;
+    let sent = send_within(platform, machine, &request, FILES_TIMEOUTS).await;
     let mut response = sent.map_err(HostCallError::Unreachable)?;
     let status = response.status();
     let mut body = Vec::new();
@@ -393,7 +393,7 @@ fn check_accepted(sent: anyhow::Result<reqwest::Response>) -> Result<reqwest::Re
 pub fn build_client(
     platform: &Platform,
     machine: &MachineRow,
-    deadlines: Deadlines,
+    timeouts: Timeouts,
 ) -> anyhow::Result<(Url, reqwest::Client)> {
     let address = machine.public_ipv4.context("the machine has no address")?;
     let pin = machine.tls_pin.context("the machine never registered")?;
@@ -401,7 +401,7 @@ pub fn build_client(
     let name = trust.server_name(machine.id, address);
     let base = Url::parse(&format!("https://{}:{}/", name.to_str(), machine.https_port))?;
     let tls = trust.client_config(pin, trust.chain_required_from(machine.id, machine.registered_at))?;
-    Ok((base, client::build_for_address(deadlines, tls, &name.to_str(), address.into())?))
+    Ok((base, client::build_for_address(timeouts, tls, &name.to_str(), address.into())?))
 }
 
 async fn send(
@@ -409,16 +409,16 @@ async fn send(
     machine: &MachineRow,
     request: &HostRequest,
 ) -> anyhow::Result<reqwest::Response> {
-    send_within(platform, machine, request, CALL_DEADLINES).await
+    send_within(platform, machine, request, CALL_TIMEOUTS).await
 }
 
 async fn send_within(
     platform: &Platform,
     machine: &MachineRow,
     request: &HostRequest,
-    deadlines: Deadlines,
+    timeouts: Timeouts,
 ) -> anyhow::Result<reqwest::Response> {
-    let (mut url, client) = build_client(platform, machine, deadlines)?;
+    let (mut url, client) = build_client(platform, machine, timeouts)?;
     url.set_path(request.path);
     if !request.query.is_empty() {
         url.query_pairs_mut().extend_pairs(&request.query);

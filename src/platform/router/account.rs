@@ -3,6 +3,8 @@
 //! Two users may share a browser, so a page prompts for the choice. Any host on the same domain can set the provider's
 //! cookie, so the session takes precedence until the user chooses an account.
 
+use std::time::Duration;
+
 use axum::response::Response;
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD as B64;
@@ -93,7 +95,9 @@ pub(super) async fn handle_choice(
         AccountChoice::Provider => {
             let opened = router.sessions.open(context.host, &subject.user, None).await;
             let (token, _) = opened.map_err(|error| session_problem(&error))?;
-            router.sessions.revoke(session).await.map_err(|error| session_problem(&error))?;
+            let revoked = router.sessions.revoke(session).await;
+            let generation = revoked.map_err(|error| session_problem(&error))?;
+            router.sign_outs.record_sign_out(&session.user, generation, Duration::ZERO);
             RouterCookie::Session(context.host).set_cookie_header(&token, context.scheme, SESSION_SECONDS)
         }
     };

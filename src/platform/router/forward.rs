@@ -52,7 +52,7 @@ impl RouterState {
         let request_id = request_id::current();
         let values = ForwardHeaders { peer, scheme: context.scheme, proof, request_id: &request_id };
         if prepare_headers(request.headers_mut(), values)
-            && let Some(limit) = self.stream_limit(caller, context.now)
+            && let Some(limit) = self.stream_limit(caller, context.now).await
         {
             request.extensions_mut().insert(limit);
         }
@@ -60,7 +60,7 @@ impl RouterState {
             Ok(mut response) => {
                 cookie::drop_reserved_cookies(response.headers_mut());
                 browser_data::sanitize_response_headers(context, response.headers_mut());
-                self.limit_stream(caller, context.now, response)
+                self.limit_stream(caller, context.now, response).await
             }
             Err(error) => {
                 tracing::warn!(svc_machine_id = %machine.record.id, error = %format_chain(&error), "request to the machine failed");
@@ -80,18 +80,18 @@ impl RouterState {
     }
 
     /// Limits a response of unknown length, which may stream for hours, to the lifetime of the caller's credential.
-    fn limit_stream(&self, caller: Caller<'_>, now: Timestamp, response: Response) -> Response {
+    async fn limit_stream(&self, caller: Caller<'_>, now: Timestamp, response: Response) -> Response {
         if response.body().size_hint().exact().is_some() || response.headers().contains_key(CONTENT_LENGTH) {
             return response;
         }
-        match self.stream_limit(caller, now) {
+        match self.stream_limit(caller, now).await {
             Some(limit) => response.map(|body| limit.limit_body(body)),
             None => response,
         }
     }
 
     /// Returns when this caller's streams end; `None` for a bearer token, which a sign-out does not revoke.
-    fn stream_limit(&self, caller: Caller<'_>, now: Timestamp) -> Option<TimeLimit> {
+    async fn stream_limit(&self, caller: Caller<'_>, now: Timestamp) -> Option<TimeLimit> {
         let (user, expires_at) = match caller {
             Caller::Owner(Identity::Bearer(_), _) => return None,
             // The lifetime of a session that is opened now.
@@ -105,8 +105,12 @@ impl RouterState {
         };
         let revoked = self.sign_outs.register_stream(user);
         let is_valid = match caller {
-            Caller::Owner(Identity::Session(session) | Identity::Disputed(session, _), _) => {
-                self.sessions.is_open(session)
+            Caller::Owner(Identity::Session(session) | Identity::Disputed(session, _), generation) => {
+                match self.sessions.is_revoked(session).await {
+                    Ok(is_revoked) => !is_revoked,
+                    // A database failure ends no stream, but a sign-out that is known to this process does.
+                    Err(_) => generation >= self.sign_outs.required_generation(user),
+                }
             }
             Caller::Owner(_, generation) => generation >= self.sign_outs.required_generation(user),
             Caller::App(claims) => claims.generation >= self.sign_outs.required_generation(user),

@@ -1,6 +1,7 @@
 //! Headers that the router forwards, drops and adds.
 //!
-//! Invariant: no client header that claims an identity, a client address or an original URL reaches a machine.
+//! Invariant: no machine receives a client's `Cookie`, `Authorization`, `Forwarded`, `x-svc-…` or `x-forwarded-…`
+//! header, or one of its `PROXY_HEADERS`.
 
 use std::net::SocketAddr;
 

@@ -137,8 +137,8 @@ impl Respond for RouterResponder {
 /// # Errors
 /// If the HTTP client for the identity provider cannot be created.
 pub fn start_router(ctx: RouterContext) -> anyhow::Result<RouterService> {
-    let client = client::build(client::Deadlines::CALL)
-        .context("cannot create the identity provider's HTTP client")?;
+    let client =
+        client::build(client::Timeouts::CALL).context("cannot create the identity provider's HTTP client")?;
     let directory = Arc::new(Directory::new(ctx.trust, Arc::clone(&ctx.freshness)));
     let sessions = Sessions::new(ctx.pool, Arc::clone(&ctx.freshness), ctx.proof.clone());
     let sessions = Arc::new(sessions);

@@ -93,7 +93,7 @@ impl UnavailableReason {
     pub(super) fn respond(self, wants_page: bool) -> Response {
         let (title, text) = self.page_text();
         if wants_page {
-            return Page { code: StatusCode::SERVICE_UNAVAILABLE, title, text, state: self.status() }
+            return Page { status: StatusCode::SERVICE_UNAVAILABLE, title, text, state: self.status() }
                 .into_response();
         }
         Problem::new(Code::Unavailable, format!("{title}."))
@@ -108,7 +108,7 @@ pub(super) fn upstream_unreachable(wants_page: bool) -> Response {
     let (title, text) =
         ("Your computer is not responding", "It may be restarting. This page will try again in a moment.");
     if wants_page {
-        return Page { code: StatusCode::BAD_GATEWAY, title, text, state: "unreachable" }.into_response();
+        return Page { status: StatusCode::BAD_GATEWAY, title, text, state: "unreachable" }.into_response();
     }
     Problem::new(Code::UpstreamUnavailable, "The machine did not respond.")
         .retry_after(REFRESH_SECONDS)
@@ -122,14 +122,14 @@ pub(super) fn upstream_timeout(wants_page: bool) -> Response {
         "It may be busy. This page will try again in a moment.",
     );
     if wants_page {
-        return Page { code: StatusCode::GATEWAY_TIMEOUT, title, text, state: "slow" }.into_response();
+        return Page { status: StatusCode::GATEWAY_TIMEOUT, title, text, state: "slow" }.into_response();
     }
     Problem::new(Code::DeadlineExceeded, "The machine did not respond in time.").into_response()
 }
 
 /// A page that reloads periodically.
 struct Page {
-    code: StatusCode,
+    status: StatusCode,
     title: &'static str,
     text: &'static str,
     /// A one-word state, for support.
@@ -143,7 +143,7 @@ impl IntoResponse for Page {
             .replace("{{text}}", self.text)
             .replace("{{state}}", self.state)
             .replace("{{refresh}}", &REFRESH_SECONDS.to_string());
-        let mut response = html_response(self.code, body);
+        let mut response = html_response(self.status, body);
         response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(REFRESH_SECONDS));
         response
     }
@@ -155,8 +155,8 @@ pub(super) fn insert_style(template: &str) -> String {
 }
 
 /// Returns an HTML response that is not cached, loads no resources and sends no referrer.
-pub(super) fn html_response(code: StatusCode, body: String) -> Response {
-    let mut response = (code, body).into_response();
+pub(super) fn html_response(status: StatusCode, body: String) -> Response {
+    let mut response = (status, body).into_response();
     let headers = response.headers_mut();
     for (name, value) in [
         (CONTENT_TYPE, "text/html; charset=utf-8"),

@@ -14,6 +14,7 @@ use super::machine::Machine;
 use super::page::{self, UnavailableReason};
 use super::request_context::{self, RequestContext};
 use super::responses::{rate_limited, redirect, session_problem, sign_in_required};
+use super::session::SessionError;
 use super::{RouterState, account, app_request, app_token, browser_data, builtin, frame, origin, sign_in};
 use crate::public_host::PublicHost;
 use crate::signed_lifetimes::SESSION_SECONDS;
@@ -74,7 +75,7 @@ impl RouterState {
         };
         let mut response = match self.directory.find(identity.user(), identity.slot()) {
             MachineLookup::Running(machine, upstream) => {
-                match self.app_frame(&context, &machine, &identity, &request) {
+                match self.app_frame(&context, &machine, &identity, request.uri()).await? {
                     Some(frame) => frame,
                     None => {
                         let caller = Caller::Owner(&identity, generation);
@@ -140,45 +141,50 @@ impl RouterState {
     }
 
     /// Renders the frame around an app's page; `None` if the request is not for an app's page.
-    fn app_frame(
+    async fn app_frame(
         &self,
         context: &RequestContext,
         machine: &Machine,
         identity: &Identity,
-        request: &Request,
-    ) -> Option<Response> {
+        uri: &Uri,
+    ) -> Result<Option<Response>, Problem> {
         if context.host != PublicHost::App || !context.wants_page {
-            return None;
+            return Ok(None);
         }
-        let uri = request.uri();
-        let (app, rest) = frame::parse_target(uri.path())?;
-        let Some(minted) = self.mint(context, machine, identity, app) else {
+        let Some((app, rest)) = frame::parse_target(uri.path()) else { return Ok(None) };
+        let minted = self.mint(context, machine, identity, app).await;
+        let Some(minted) = minted.map_err(|error| session_problem(&error))? else {
             // The session has ended, so the same request now starts a sign-in.
-            return Some(redirect(StatusCode::FOUND, uri.path_and_query().map_or("/", |path| path.as_str())));
+            let path = uri.path_and_query().map_or("/", |path| path.as_str());
+            return Ok(Some(redirect(StatusCode::FOUND, path)));
         };
         let origin = format!("{}://{}", context.scheme, context.authority);
-        Some(frame::render(app, rest, uri, &origin, &minted))
+        Ok(Some(frame::render(app, rest, uri, &origin, &minted)))
     }
 
     /// Issues an app token for this machine; `None` if the session has ended since the caller was authenticated.
-    pub(super) fn mint(
+    ///
+    /// # Errors
+    /// If the session must be looked up, and the database cannot be read.
+    pub(super) async fn mint(
         &self,
         context: &RequestContext,
         machine: &Machine,
         identity: &Identity,
         app: &str,
-    ) -> Option<MintedToken> {
+    ) -> Result<Option<MintedToken>, SessionError> {
         let record = &machine.record;
         let generation = self.sign_outs.generation(&record.user);
         // The session is checked after the generation is read: a sign-out ends the sessions before it raises the
         // generation.
         if let Some(session) = identity.session()
-            && !self.sessions.is_open(session)
+            && self.sessions.is_revoked(session).await?
         {
-            return None;
+            return Ok(None);
         }
         let proof = self.proof.borrow();
-        Some(app_token::mint(&proof.app.current, &record.user, record.id, app, generation, context.now))
+        let signer = &proof.app.current;
+        Ok(Some(app_token::mint(signer, &record.user, record.id, app, generation, context.now)))
     }
 
     /// Redirects to the legacy fallback, if one is configured, or reports why no machine is available.

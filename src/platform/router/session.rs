@@ -36,6 +36,10 @@ const OPEN_RATE_PER_SECOND: u32 = 1;
 const OPEN_BURST_SECONDS: u32 = 60;
 
 const COLUMNS: &str = "token_hash, host, idp_user_id, slot, expires_at, revoked_at IS NOT NULL";
+/// Records a sign-out of the user `$1`.
+const RECORD_SIGN_OUT: &str = "INSERT INTO sign_outs (idp_user_id, generation) \
+     VALUES ($1, nextval('sign_out_generations')) \
+     ON CONFLICT (idp_user_id) DO UPDATE SET generation = nextval('sign_out_generations') RETURNING generation";
 
 pub(super) type TokenHash = [u8; 32];
 
@@ -136,18 +140,23 @@ impl Sessions {
         if !session_token::is_genuine(&self.keys.borrow().app.public, host, token) {
             return Ok(None);
         }
-        let sql = format!("SELECT {COLUMNS} FROM sessions WHERE token_hash = $1");
         // Boxed: most requests hit the cache, but the unboxed future would enlarge every request's future.
-        let session = match Box::pin(self.query_row(&sql, &[&hash.as_slice()])).await? {
-            Some(row) => parse_session(&row)?,
+        let session = Box::pin(self.load(hash)).await?;
+        Ok(session.filter(is_live))
+    }
+
+    /// Loads a session into the cache; `None` if there is none with this hash, or if it has been revoked.
+    async fn load(&self, hash: TokenHash) -> Result<Option<Arc<Session>>, SessionError> {
+        let sql = format!("SELECT {COLUMNS} FROM sessions WHERE token_hash = $1");
+        let session = match self.query_row(&sql, &[&hash.as_slice()]).await? {
+            Some(row) => parse_session(&row)?.map(Arc::new),
             None => None,
         };
-        let session = session.map(Arc::new);
         self.insert_cached(
             hash,
             session.clone().map_or_else(|| CachedSession::Unknown(Instant::now()), CachedSession::Live),
         );
-        Ok(session.filter(is_live))
+        Ok(session)
     }
 
     /// Opens a session and returns it with its cookie value, which is not stored.
@@ -214,34 +223,46 @@ impl Sessions {
 
     /// Revokes all of a user's sessions and unused codes on both hosts, and returns the generation of this sign-out.
     pub(super) async fn revoke_all(&self, user: &IdpUserId) -> Result<i64, SessionError> {
-        let sql = "WITH ended AS (UPDATE sessions SET revoked_at = now() \
-                     WHERE idp_user_id = $1 AND revoked_at IS NULL), \
-                   codes AS (UPDATE session_codes SET used_at = now() \
-                     WHERE idp_user_id = $1 AND used_at IS NULL) \
-                   INSERT INTO sign_outs (idp_user_id, generation) VALUES ($1, nextval('sign_out_generations')) \
-                   ON CONFLICT (idp_user_id) DO UPDATE SET generation = nextval('sign_out_generations') \
-                   RETURNING generation";
-        let row =
-            self.query_row_serialized(user, sql, &[&user.as_str()]).await?.ok_or(SessionError::Unreadable)?;
+        let sql = format!(
+            "WITH ended AS (UPDATE sessions SET revoked_at = now() \
+               WHERE idp_user_id = $1 AND revoked_at IS NULL), \
+             codes AS (UPDATE session_codes SET used_at = now() \
+               WHERE idp_user_id = $1 AND used_at IS NULL) \
+             {RECORD_SIGN_OUT}"
+        );
+        let row = self.query_row_serialized(user, &sql, &[&user.as_str()]).await?;
+        let row = row.ok_or(SessionError::Unreadable)?;
         self.lock_cache()
             .retain(|_, entry| !matches!(entry, CachedSession::Live(session) if session.user == *user));
         Ok(row.try_get(0)?)
     }
 
-    /// Revokes a session, its child sessions and their unused codes.
-    pub(super) async fn revoke(&self, session: &Session) -> Result<(), SessionError> {
-        let sql = "WITH codes AS (UPDATE session_codes SET used_at = now() \
-                     WHERE opened_by = $1 AND used_at IS NULL) \
-                   UPDATE sessions SET revoked_at = now() \
-                     WHERE (token_hash = $1 OR opened_by = $1) AND revoked_at IS NULL";
-        self.query_row(sql, &[&session.hash.as_slice()]).await?;
+    /// Revokes a session, its child sessions and their unused codes, and returns the generation of this sign-out. It
+    /// ends all app tokens of the user, because a token does not name the session for which it was issued.
+    pub(super) async fn revoke(&self, session: &Session) -> Result<i64, SessionError> {
+        let sql = format!(
+            "WITH ended AS (UPDATE sessions SET revoked_at = now() \
+               WHERE (token_hash = $2 OR opened_by = $2) AND revoked_at IS NULL), \
+             codes AS (UPDATE session_codes SET used_at = now() \
+               WHERE opened_by = $2 AND used_at IS NULL) \
+             {RECORD_SIGN_OUT}"
+        );
+        let values: [&(dyn ToSql + Sync); 2] = [&session.user.as_str(), &session.hash.as_slice()];
+        let row = self.query_row_serialized(&session.user, &sql, &values).await?;
+        let row = row.ok_or(SessionError::Unreadable)?;
         self.insert_cached(session.hash, CachedSession::Unknown(Instant::now()));
-        Ok(())
+        Ok(row.try_get(0)?)
     }
 
-    /// Whether the session is live in this process's cache.
-    pub(super) fn is_open(&self, session: &Session) -> bool {
-        matches!(self.lock_cache().get(&session.hash), Some(CachedSession::Live(_)))
+    /// Whether the session, which was live when it was found, has been revoked since then. Looks it up if it is no
+    /// longer cached: clearing the cache revokes no session.
+    pub(super) async fn is_revoked(&self, session: &Session) -> Result<bool, SessionError> {
+        match self.lock_cache().get(&session.hash) {
+            Some(CachedSession::Live(_)) => return Ok(false),
+            Some(CachedSession::Unknown(_)) => return Ok(true),
+            None => {}
+        }
+        Ok(Box::pin(self.load(session.hash)).await?.is_none())
     }
 
     /// Issues a single-use code that opens a session on the code host in the browser that holds `state`.
@@ -407,4 +428,44 @@ pub(super) fn random_token() -> Result<String, SessionError> {
     let mut bytes = [0; 32];
     SystemRandom::new().fill(&mut bytes).map_err(|_| SessionError::Randomness)?;
     Ok(B64.encode(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use deadpool_postgres::Manager;
+    use svc_http::proof::{ProofKeys, Signer};
+    use tokio_postgres::{Config, NoTls};
+
+    use super::*;
+    use crate::signing_set::AppKeys;
+
+    /// Returns sessions whose database is unreachable.
+    fn sessions_without_database() -> Sessions {
+        let signer = || Arc::new(Signer::from_pkcs8("k1", &Signer::generate().unwrap()).unwrap());
+        let public = || ProofKeys { keys: Vec::new() };
+        let app = AppKeys { current: signer(), public: public() };
+        let set = SigningSet { current: signer(), next: None, retired: Vec::new(), public: public(), app };
+        let (_, keys) = watch::channel(Arc::new(set));
+        let config: Config = "postgres://nobody@127.0.0.1:1/none".parse().unwrap();
+        let pool = Pool::builder(Manager::new(config, NoTls)).build().unwrap();
+        Sessions::new(pool, Arc::new(RouteFreshness::new(Duration::ZERO)), keys)
+    }
+
+    #[tokio::test]
+    async fn is_revoked_looks_up_uncached_session() {
+        let sessions = sessions_without_database();
+        let session = Session {
+            hash: [1; 32],
+            host: PublicHost::App,
+            user: "user_1".parse().unwrap(),
+            slot: None,
+            expires_at: Timestamp::MAX,
+        };
+        sessions.insert_cached(session.hash, CachedSession::Live(Arc::new(session.clone())));
+        assert!(!sessions.is_revoked(&session).await.unwrap());
+        sessions.clear_cache();
+        assert!(sessions.is_revoked(&session).await.is_err(), "the session's state is not known");
+        sessions.insert_cached(session.hash, CachedSession::Unknown(Instant::now()));
+        assert!(sessions.is_revoked(&session).await.unwrap());
+    }
 }

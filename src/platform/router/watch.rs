@@ -139,12 +139,13 @@ impl Watcher {
         // Sessions are updated before sign-outs are recorded: a request that registers a stream after the sign-out has
         // closed the user's streams then finds its session revoked when it checks the session again.
         for row in signed_out {
-            match row.try_get::<_, &str>(0)?.parse() {
+            let user: &str = row.try_get(0)?;
+            match user.parse() {
                 Ok(user) => {
                     let age = Duration::try_from_secs_f64(row.try_get(2)?).unwrap_or_default();
                     self.sign_outs.record_sign_out(&user, row.try_get(1)?, age);
                 }
-                Err(error) => tracing::error!(%error, "cannot parse a sign-out row"),
+                Err(error) => tracing::error!(user, %error, "cannot parse a sign-out row"),
             }
         }
         Ok(())
@@ -275,6 +276,9 @@ fn parse_machine(row: &tokio_postgres::Row, trust: &HostTrust) -> Option<Machine
         })
     };
     parse()
-        .inspect_err(|error| tracing::error!(error = format!("{error:#}"), "cannot parse a machine row"))
+        .inspect_err(|error| {
+            let id = row.try_get(0).map_or_else(|_| "unknown".to_owned(), |id| MachineId(id).to_string());
+            tracing::error!(svc_machine_id = id, error = format!("{error:#}"), "cannot parse a machine row");
+        })
         .ok()
 }

@@ -7,7 +7,7 @@ use object_store::path::Path;
 use object_store::{GetOptions, GetRange, ObjectStoreExt};
 use serde_json::{Value, json};
 
-use super::{Outcome, delete, temporary_key};
+use super::{ProbeOutcome, delete, temporary_key};
 use crate::bucket::{Bucket, Condition, StoreError};
 
 /// Repetitions of probes that a store with inconsistent replicas could pass by chance.
@@ -22,7 +22,7 @@ fn was_refused_by_condition(result: Result<(), StoreError>) -> Result<bool, Stor
     }
 }
 
-pub(super) async fn probe_create_once(bucket: &Bucket) -> Outcome {
+pub(super) async fn probe_create_once(bucket: &Bucket) -> ProbeOutcome {
     let key = temporary_key("created.json");
     let probe = async {
         bucket.put_json_if(&key, &json!({"n": 1}), Condition::Absent).await?;
@@ -35,7 +35,7 @@ pub(super) async fn probe_create_once(bucket: &Bucket) -> Outcome {
     outcome
 }
 
-pub(super) async fn probe_replace_read_version(bucket: &Bucket) -> Outcome {
+pub(super) async fn probe_replace_read_version(bucket: &Bucket) -> ProbeOutcome {
     let key = temporary_key("replaced.json");
     let probe = async {
         bucket.put_json(&key, &json!({"n": 1})).await?;
@@ -53,7 +53,7 @@ pub(super) async fn probe_replace_read_version(bucket: &Bucket) -> Outcome {
     outcome
 }
 
-pub(super) async fn probe_current_reads(bucket: &Bucket) -> Outcome {
+pub(super) async fn probe_current_reads(bucket: &Bucket) -> ProbeOutcome {
     let key = temporary_key("read.json");
     let probe = async {
         for n in 0..REPEATS {
@@ -71,7 +71,7 @@ pub(super) async fn probe_current_reads(bucket: &Bucket) -> Outcome {
     outcome
 }
 
-pub(super) async fn probe_current_lists(bucket: &Bucket) -> Outcome {
+pub(super) async fn probe_current_lists(bucket: &Bucket) -> ProbeOutcome {
     let folder = temporary_key("listed");
     let keys: Vec<Path> = (0..REPEATS).map(|n| folder.clone().join(format!("{n}.json"))).collect();
     let list = async || {
@@ -101,7 +101,7 @@ pub(super) async fn probe_current_lists(bucket: &Bucket) -> Outcome {
     outcome
 }
 
-pub(super) async fn probe_ranges(bucket: &Bucket) -> Outcome {
+pub(super) async fn probe_ranges(bucket: &Bucket) -> ProbeOutcome {
     const RANGE: Range<u64> = 2..6;
     let key = temporary_key("range");
     let read = async |version: Option<String>| {

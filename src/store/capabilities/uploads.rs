@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use object_store::path::Path;
 
-use super::{Outcome, delete, temporary_key};
+use super::{ProbeOutcome, delete, temporary_key};
 use crate::bucket::{Bucket, StoreError};
 use crate::key::SNAPSHOTS;
 use crate::upload::{PartLayout, Upload, UploadError};
@@ -31,7 +31,7 @@ fn to_store_error(key: &Path, error: UploadError) -> StoreError {
     }
 }
 
-pub(super) async fn probe_visibility(bucket: &Bucket) -> Outcome {
+pub(super) async fn probe_visibility(bucket: &Bucket) -> ProbeOutcome {
     let key = temporary_key("upload");
     let probe = async {
         let aborted = start_upload(bucket, &key, b"aborted").await?;
@@ -56,7 +56,7 @@ pub(super) async fn probe_visibility(bucket: &Bucket) -> Outcome {
 }
 
 /// The key looks like a snapshot's, because only uploads of snapshots are completed conditionally.
-pub(super) async fn probe_upload_once(bucket: &Bucket) -> Outcome {
+pub(super) async fn probe_upload_once(bucket: &Bucket) -> ProbeOutcome {
     let key = temporary_key(&format!("{}/probe.dump", SNAPSHOTS.trim_matches('/')));
     let probe = async {
         bucket.put(&key, &b"first"[..]).await?;

@@ -3,7 +3,7 @@
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use svc::host::agents::owner_config::Settings;
+use svc::host::agents::owner_config::OwnerSettings;
 use svc::host::records::money::Dollars;
 
 use super::Target;
@@ -53,7 +53,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
     // Ignored members may be JSON that this test's parser rejects.
     let is_secret_only_in_values =
         serde_json::from_slice::<Value>(bytes).is_ok_and(|config| !is_misplaced(&config));
-    let settings = match Settings::parse(bytes) {
+    let settings = match OwnerSettings::parse(bytes) {
         Ok(settings) => settings,
         Err(reason) if is_secret_only_in_values && reason.contains(SECRET) => {
             return Err(format!("the message quotes a value: {reason}"));
@@ -95,7 +95,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
 
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let wanted: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-    let settings = Settings::parse(bytes)?;
+    let settings = OwnerSettings::parse(bytes)?;
     let agent_count = wanted["agents"].as_object().map_or(0, serde_json::Map::len).max(1);
     let is_same = settings.time_zone == wanted["costLimits"]["timeZone"]
         && wanted["costLimits"]["daily"].as_f64() == json!(settings.limits.daily).as_f64()

@@ -133,7 +133,7 @@ static JWKS_URL: LazyLock<url::Url> = LazyLock::new(|| {
 fn jwt_user(token: &str) -> Option<String> {
     thread_local! {
         static VERIFIER: Verifier = {
-            let client = svc::http::client::build(svc::http::client::Deadlines::CALL).expect("build a client");
+            let client = svc::http::client::build(svc::http::client::Timeouts::CALL).expect("build a client");
             let trust = TrustedIssuer { issuer: ISSUER.to_owned(), audiences: vec![AUDIENCE.to_owned()], jwks_url: JWKS_URL.clone() };
             let verifier = Verifier::new(trust, client);
             // Fetches the keys.

@@ -20,7 +20,7 @@ use crate::records::entry::{DispatchError, ResultStatus};
 use crate::records::money::Dollars;
 
 #[derive(Deserialize)]
-struct Line {
+struct ClaudeLine {
     #[serde(rename = "type")]
     kind: String,
     #[serde(default)]
@@ -165,7 +165,7 @@ struct TurnEnd {
 
 impl Adapter for Claude {
     fn parse_line(&mut self, at_ms: u64, line: &str) -> Vec<Event> {
-        let Ok(line) = serde_json::from_str::<Line>(line) else { return Vec::new() };
+        let Ok(line) = serde_json::from_str::<ClaudeLine>(line) else { return Vec::new() };
         match (&*line.kind, line.subtype.as_deref()) {
             ("system", Some("init")) => self.handle_init(line),
             ("assistant" | "user", _) => self.handle_message(at_ms, line),
@@ -203,7 +203,7 @@ impl Adapter for Claude {
 
 impl Claude {
     /// Handles an init line. The program repeats it when background work wakes the model.
-    fn handle_init(&mut self, line: Line) -> Vec<Event> {
+    fn handle_init(&mut self, line: ClaudeLine) -> Vec<Event> {
         let is_first = self.run.conversation_id.is_none();
         self.run.conversation_id = line.session_id.or(self.run.conversation_id.take());
         self.run.model = line.model.or(self.run.model.take());
@@ -211,7 +211,7 @@ impl Claude {
         is_first.then_some(Event::Started { conversation_id, model }).into_iter().collect()
     }
 
-    fn handle_message(&mut self, at_ms: u64, line: Line) -> Vec<Event> {
+    fn handle_message(&mut self, at_ms: u64, line: ClaudeLine) -> Vec<Event> {
         let (Some(message), is_assistant) = (line.message, line.kind == "assistant") else {
             return Vec::new();
         };
@@ -242,7 +242,7 @@ impl Claude {
         events
     }
 
-    fn handle_result(&mut self, line: Line) {
+    fn handle_result(&mut self, line: ClaudeLine) {
         self.has_result = true;
         self.input_tokens.clear();
         // A run that failed at its start has no init line.

@@ -17,7 +17,7 @@ use crate::records::entry::{DispatchError, ResultStatus};
 
 #[derive(Deserialize)]
 #[serde(tag = "type")]
-enum Line {
+enum CodexLine {
     #[serde(rename = "thread.started")]
     ThreadStarted { thread_id: String },
     #[serde(rename = "item.started")]
@@ -93,20 +93,20 @@ pub struct Codex {
 
 impl Adapter for Codex {
     fn parse_line(&mut self, at_ms: u64, line: &str) -> Vec<Event> {
-        let event = match serde_json::from_str(line).unwrap_or(Line::Other) {
-            Line::ThreadStarted { thread_id } => {
+        let event = match serde_json::from_str(line).unwrap_or(CodexLine::Other) {
+            CodexLine::ThreadStarted { thread_id } => {
                 self.run.conversation_id = Some(thread_id.clone());
                 Some(Event::Started { conversation_id: Some(thread_id), model: None })
             }
-            Line::ItemStarted { item } => self.start_item(at_ms, &item),
-            Line::ItemCompleted { item } => return self.complete_item(at_ms, item),
-            Line::TurnCompleted { usage } => {
+            CodexLine::ItemStarted { item } => self.start_item(at_ms, &item),
+            CodexLine::ItemCompleted { item } => return self.complete_item(at_ms, item),
+            CodexLine::TurnCompleted { usage } => {
                 self.run.add_tokens(usage.input_tokens, usage.output_tokens);
                 self.run.tokens_cached = usage.cached_input_tokens;
                 self.is_turn_completed = true;
                 None
             }
-            Line::TurnFailed { error } => {
+            CodexLine::TurnFailed { error } => {
                 let message = scrub_and_truncate(&error.message, MAX_MESSAGE_CHARS);
                 self.failure = Some(DispatchError {
                     name: "TurnFailed".to_owned(),
@@ -117,7 +117,7 @@ impl Adapter for Codex {
                 });
                 None
             }
-            Line::Other => None,
+            CodexLine::Other => None,
         };
         event.into_iter().collect()
     }
@@ -144,7 +144,7 @@ impl Adapter for Codex {
 /// Returns the thread ID if the line reports that a thread has started.
 pub fn parse_thread_id(line: &[u8]) -> Option<String> {
     match serde_json::from_slice(line) {
-        Ok(Line::ThreadStarted { thread_id }) => Some(thread_id),
+        Ok(CodexLine::ThreadStarted { thread_id }) => Some(thread_id),
         _ => None,
     }
 }

@@ -33,7 +33,7 @@ pub struct SessionUsage {
 }
 
 #[derive(Deserialize)]
-struct Line<T> {
+struct SessionLine<T> {
     #[serde(default)]
     timestamp: Option<Timestamp>,
     payload: T,
@@ -117,7 +117,7 @@ fn add_usage(path: &Path, thread: &str, since: Timestamp, total: &mut SessionUsa
     let mut lines = BufReader::new(open_regular(path)?.take(MAX_FILE_BYTES));
     let mut line = Vec::new();
     read_line(&mut lines, &mut line).ok()?;
-    let meta = serde_json::from_slice::<Line<SessionMeta>>(&line).ok()?.payload;
+    let meta = serde_json::from_slice::<SessionLine<SessionMeta>>(&line).ok()?.payload;
     if meta.id != thread && meta.session_id.as_deref() != Some(thread) {
         return None;
     }
@@ -128,7 +128,9 @@ fn add_usage(path: &Path, thread: &str, since: Timestamp, total: &mut SessionUsa
         }
         // Most lines are long and irrelevant: check the type before parsing.
         if has_type(&line, b"\"token_usage_record\"") {
-            let Ok(Line { timestamp, payload }) = serde_json::from_slice::<Line<UsageRecord>>(&line) else {
+            let Ok(SessionLine { timestamp, payload }) =
+                serde_json::from_slice::<SessionLine<UsageRecord>>(&line)
+            else {
                 continue;
             };
             // The file of a forked thread also contains the records of the thread that it was forked from.
@@ -137,7 +139,7 @@ fn add_usage(path: &Path, thread: &str, since: Timestamp, total: &mut SessionUsa
                 has_usage = true;
             }
         } else if meta.id == thread && has_type(&line, b"\"turn_context\"") {
-            let context = serde_json::from_slice::<Line<TurnContext>>(&line).ok();
+            let context = serde_json::from_slice::<SessionLine<TurnContext>>(&line).ok();
             total.model = context.and_then(|context| context.payload.model).or(total.model.take());
         }
     }

@@ -1,7 +1,7 @@
 //! The project's own protocol, for agents that have none: one JSON object per line.
 //!
 //! The program reads one line, `{"type": "prompt", "version": 1, "prompt", "agentName", "model", "conversationId"}`,
-//! of which the last two may be `null`; then its standard input ends. It writes to its standard output:
+//! whose last two members may be `null`; then its standard input ends. It writes to its standard output:
 //!
 //! | line | |
 //! |---|---|
@@ -29,7 +29,7 @@ const MAX_NAME_CHARS: usize = 100;
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", rename_all_fields = "camelCase", tag = "type")]
-enum Line {
+enum ProtocolLine {
     Started {
         conversation_id: Option<String>,
         model: Option<String>,
@@ -94,26 +94,26 @@ impl Adapter for JsonLines {
     fn parse_line(&mut self, at_ms: u64, line: &str) -> Vec<Event> {
         let Ok(line) = serde_json::from_str(line) else { return Vec::new() };
         let event = match line {
-            Line::Started { conversation_id, model } => {
+            ProtocolLine::Started { conversation_id, model } => {
                 (self.run.conversation_id, self.run.model) = (conversation_id.clone(), model.clone());
                 Some(Event::Started { conversation_id, model })
             }
-            Line::Text { text } => {
+            ProtocolLine::Text { text } => {
                 self.run.set_text(&text);
                 Some(Event::Text { text })
             }
-            Line::Tool { id, name, input } => self.run.tools.start(at_ms, &id, &name, &input),
-            Line::ToolResult { id, status, error } => {
+            ProtocolLine::Tool { id, name, input } => self.run.tools.start(at_ms, &id, &name, &input),
+            ProtocolLine::ToolResult { id, status, error } => {
                 self.run.tools.end(at_ms, &id, status, error.as_deref())
             }
-            Line::Usage { tokens_in, tokens_out, cost } => {
+            ProtocolLine::Usage { tokens_in, tokens_out, cost } => {
                 self.run.add_tokens(tokens_in, tokens_out);
                 if let Some(cost) = cost {
                     self.run.add_cost(cost);
                 }
                 None
             }
-            Line::Result { status, text, error } => {
+            ProtocolLine::Result { status, text, error } => {
                 self.run.text = text.or(self.run.text.take());
                 self.result = Some((status, error.map(DispatchError::from)));
                 None

@@ -114,7 +114,7 @@ fn build_codex_launch(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
 }
 
 /// Claude Code requires UUIDs, so any other conversation ID is mapped to a stable UUID.
-fn to_session_id(conversation_id: &str) -> String {
+pub fn to_session_id(conversation_id: &str) -> String {
     if let Ok(id) = Uuid::try_parse(conversation_id) {
         return id.to_string();
     }

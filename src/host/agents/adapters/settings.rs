@@ -218,10 +218,10 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::agents::owner_config::Settings;
+    use crate::agents::owner_config::OwnerSettings;
 
     fn parse(file: &Value) -> Result<AgentSettings, String> {
-        Settings::parse(file.to_string().as_bytes()).map(|settings| settings.agents)
+        OwnerSettings::parse(file.to_string().as_bytes()).map(|settings| settings.agents)
     }
 
     #[test]

@@ -20,7 +20,7 @@ use super::run::{self, RunContext};
 use super::state::{Batch, Dispatch, DispatchResult, Phase, parse_entry_index};
 use crate::agents::bridge_tokens::AgentTokens;
 use crate::agents::kernel::{Kernel, LimitReached};
-use crate::agents::owner_config::Settings;
+use crate::agents::owner_config::OwnerSettings;
 use crate::agents::protocol;
 use crate::audit::protocol as audit_protocol;
 use crate::audit::protocol::Message;
@@ -32,12 +32,6 @@ use svc_base::clock;
 use svc_base::metrics::{DISPATCHES, DISPATCHES_QUEUED, DISPATCHES_RUNNING};
 use svc_http::problem::{Code, Problem};
 
-/// Maximum number of ended dispatches kept in memory with their text and events, and their maximum total size.
-const MAX_ENDED: usize = 1000;
-const MAX_ENDED_BYTES: usize = 32 << 20;
-/// Multiplies both limits while a full disk prevents recording: a dispatch must remain findable by its ID until its
-/// record is durable.
-const MAX_NOT_DURABLE_FACTOR: usize = 8;
 /// Interval at which the journal is pruned and the start of queued dispatches is retried.
 pub(super) const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
 /// Timeout for ending the runs at shutdown.
@@ -96,9 +90,9 @@ pub(super) struct DispatchTable {
     /// Cancelled while writers are stopped: nothing starts, and running dispatches are ended.
     pause: CancellationToken,
     /// Ended dispatches, oldest first.
-    ended: VecDeque<Arc<Dispatch>>,
-    ended_bytes: usize,
-    /// Journal files of recorded dispatches, removed once the records are durable.
+    pub(super) ended: VecDeque<Arc<Dispatch>>,
+    pub(super) ended_bytes: usize,
+    /// Journal files of recorded or refused dispatches and of ended batches, removed once the records are durable.
     pub(super) recorded: Vec<JournalFile>,
 }
 
@@ -214,7 +208,7 @@ impl Dispatcher {
         all
     }
 
-    /// Cancels a target's dispatches in any phase. Queued ones have ended when this returns.
+    /// Cancels a target's dispatches in any phase. Those in the queue have ended when this returns.
     pub async fn cancel(self: &Arc<Self>, target: &DispatchTarget) {
         let mut tasks = Vec::new();
         for dispatch in self.entries(target) {
@@ -291,7 +285,7 @@ impl Dispatcher {
         Some(dispatch)
     }
 
-    fn decide_start(&self, dispatch: &Dispatch, settings: &Settings) -> QueueDecision {
+    fn decide_start(&self, dispatch: &Dispatch, settings: &OwnerSettings) -> QueueDecision {
         if dispatch.has_reservation() {
             return QueueDecision::Take;
         }
@@ -368,20 +362,19 @@ impl Dispatcher {
         self.end_refused(dispatch, reached.period);
     }
 
-    /// Ends a refused dispatch. Removes it from the journal, unless it belongs to a batch that is still there.
+    /// Ends a refused dispatch, which needs no record.
     pub(super) fn end_refused(&self, dispatch: &Arc<Dispatch>, period: Period) {
         let refused = Some(period.reached_message());
+        self.lock().recorded.push(dispatch.accepted.file());
         dispatch.end(DispatchResult { phase: Phase::Refused, interaction: None, text: None, refused });
         dispatch.mark_durable();
-        if dispatch.batch.is_none() {
-            self.journal.remove(&JournalFile::One(dispatch.id().to_owned()));
-        }
         self.retain_ended(dispatch);
     }
 
     /// Journals, records and publishes the end of a dispatch.
     async fn end(&self, dispatch: &Arc<Dispatch>, interaction: Interaction, text: Option<String>) {
         self.write_journal(vec![JournalEntry {
+            started_at: dispatch.started_at(),
             ended: Some(interaction.clone()),
             ..dispatch.accepted.clone()
         }])
@@ -390,7 +383,7 @@ impl Dispatcher {
         match self.kernel.record(&interaction) {
             Some(warnings) => {
                 warnings.iter().for_each(|warning| dispatch.publish("warning", &warning.to_json()));
-                self.lock().recorded.push(JournalFile::One(dispatch.id().to_owned()));
+                self.lock().recorded.push(dispatch.accepted.file());
             }
             // The dispatch will be recorded at the next start.
             None => {
@@ -401,44 +394,6 @@ impl Dispatcher {
         DISPATCHES.add_one([if phase == Phase::Success { "success" } else { "error" }]);
         dispatch.end(DispatchResult { phase, interaction: Some(interaction), text, refused: None });
         self.retain_ended(dispatch);
-    }
-
-    /// Keeps an ended dispatch for later requests, and evicts the oldest ones beyond the limits.
-    pub(super) fn retain_ended(&self, dispatch: &Arc<Dispatch>) {
-        let mut table = self.lock();
-        if let Some(batch) = dispatch.batch.as_ref().filter(|batch| batch.is_over()) {
-            // After a crash, only its own file shows that an entry was refused, so the batch's file is removed first.
-            let is_refused = |id: &&String| match table.targets.get(*id) {
-                Some(DispatchTarget::One(dispatch)) => dispatch.phase() == Phase::Refused,
-                _ => false,
-            };
-            let refused = batch.entries.iter().filter(is_refused).cloned().map(JournalFile::One);
-            let files: Vec<JournalFile> =
-                std::iter::once(JournalFile::Batch(batch.id.clone())).chain(refused).collect();
-            table.recorded.extend(files);
-        }
-        table.ended_bytes += dispatch.bytes();
-        table.ended.push_back(Arc::clone(dispatch));
-        let is_over_limit = |table: &DispatchTable, factor: usize| {
-            table.ended.len() > MAX_ENDED * factor || table.ended_bytes > MAX_ENDED_BYTES * factor
-        };
-        while is_over_limit(&table, 1) {
-            let is_far_over = is_over_limit(&table, MAX_NOT_DURABLE_FACTOR);
-            // The entries of a batch are kept until all of them have ended.
-            let can_evict = |dispatch: &Arc<Dispatch>| {
-                dispatch.batch.as_ref().is_none_or(|batch| batch.is_over())
-                    && (dispatch.is_durable() || is_far_over)
-            };
-            let Some(index) = table.ended.iter().position(can_evict) else { break };
-            let Some(oldest) = table.ended.remove(index) else { break };
-            table.ended_bytes = table.ended_bytes.saturating_sub(oldest.bytes());
-            table.targets.remove(oldest.id());
-            if let Some(batch) = &oldest.batch
-                && !batch.entries.iter().any(|id| table.targets.contains_key(id))
-            {
-                table.targets.remove(&batch.id);
-            }
-        }
     }
 
     /// Writes entries to the journal; returns whether that succeeded. After a failure, the dispatch is still accepted:

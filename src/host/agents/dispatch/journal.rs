@@ -2,10 +2,10 @@
 //! and running ones are recorded as interrupted, so that no accepted dispatch is lost.
 //!
 //! Each dispatch has its own file, `ID.json`. A batch of several entries is accepted atomically in one file,
-//! `ID.batch`; entries that have started, ended or been refused also have their own file. On a full disk, an empty
-//! `ID.begun` marks a dispatch as started.
+//! `ID.batch`; entries that have started, ended or been refused also have their own file, until the batch's file is
+//! removed. On a full disk, an empty `ID.begun` marks a dispatch as started.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
@@ -56,6 +56,15 @@ pub struct JournalEntry {
 
 impl JournalEntry {
     pub const VERSION: u32 = 1;
+
+    /// The dispatch's own file.
+    pub fn file(&self) -> JournalFile {
+        let id = self.id.clone();
+        match &self.batch {
+            Some(position) => JournalFile::Entry { batch: position.id.clone(), id },
+            None => JournalFile::One(id),
+        }
+    }
 }
 
 /// A journal file.
@@ -63,6 +72,28 @@ impl JournalEntry {
 pub enum JournalFile {
     One(String),
     Batch(String),
+    /// The own file of a batch entry.
+    Entry {
+        batch: String,
+        id: String,
+    },
+}
+
+impl JournalFile {
+    /// Takes the files that can be removed, in the order in which they must be. The file of a batch shows its entries
+    /// as not started, so an entry's own file is removed only after that: otherwise the entry could run again.
+    pub fn take_removable(recorded: &mut Vec<Self>) -> Vec<Self> {
+        let batch_id = |file: &Self| if let Self::Batch(id) = file { Some(id.clone()) } else { None };
+        let batches: BTreeSet<String> = recorded.iter().filter_map(batch_id).collect();
+        let is_removable = |file: &Self| match file {
+            Self::Entry { batch, .. } => batches.contains(batch),
+            Self::One(_) | Self::Batch(_) => true,
+        };
+        let (mut removable, waiting): (Vec<Self>, Vec<Self>) = recorded.drain(..).partition(is_removable);
+        removable.sort_by_key(|file| matches!(file, Self::Entry { .. }));
+        *recorded = waiting;
+        removable
+    }
 }
 
 /// The journal's directory.
@@ -76,7 +107,7 @@ impl Journal {
 
     fn path(&self, file: &JournalFile) -> PathBuf {
         match file {
-            JournalFile::One(id) => self.0.join(format!("{id}.json")),
+            JournalFile::One(id) | JournalFile::Entry { id, .. } => self.0.join(format!("{id}.json")),
             JournalFile::Batch(id) => self.0.join(format!("{id}.batch")),
         }
     }
@@ -117,8 +148,12 @@ impl Journal {
 
     /// Removes the file of a dispatch or batch that is recorded or refused.
     pub fn remove(&self, file: &JournalFile) {
-        let mark =
-            if let JournalFile::One(id) = file { fsx::remove_if_exists(&self.mark_path(id)) } else { Ok(()) };
+        let mark = match file {
+            JournalFile::One(id) | JournalFile::Entry { id, .. } => {
+                fsx::remove_if_exists(&self.mark_path(id))
+            }
+            JournalFile::Batch(_) => Ok(()),
+        };
         if let Err(error) = fsx::remove_if_exists(&self.path(file)).and(mark) {
             tracing::warn!(error = %format_chain(&error), "cannot remove an ended dispatch from the journal");
         }
@@ -297,5 +332,17 @@ mod tests {
         assert_eq!(journal.read().unwrap()[2], started);
         journal.remove(&JournalFile::Batch("b".to_owned()));
         assert_eq!(journal.read().unwrap(), [started]);
+    }
+
+    #[test]
+    fn entry_file_is_kept_until_its_batch_is_over() {
+        let one = dispatch("a", "2026-11-22T10:00:01.000Z").file();
+        let (first, second) = (entry(0, 2).file(), entry(1, 2).file());
+        let mut recorded = vec![first.clone(), one.clone()];
+        assert_eq!(JournalFile::take_removable(&mut recorded), [one]);
+        let batch = JournalFile::Batch("b".to_owned());
+        recorded.extend([second.clone(), batch.clone()]);
+        assert_eq!(JournalFile::take_removable(&mut recorded), [batch, first, second]);
+        assert_eq!(recorded, []);
     }
 }

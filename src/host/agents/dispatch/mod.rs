@@ -12,6 +12,7 @@ mod journal;
 mod queue;
 mod recover;
 pub mod request;
+mod retention;
 mod run;
 pub mod state;
 

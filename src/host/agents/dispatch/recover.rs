@@ -72,9 +72,10 @@ impl Dispatcher {
             unfinished.into_iter().partition(|entry| recorded_interactions.contains_key(&entry.id));
         let batches = self.restore_batches(&unfinished, recorded_interactions);
         for entry in recorded {
-            self.journal.remove(&JournalFile::One(entry.id));
+            let mut table = self.lock();
+            table.recorded.push(entry.file());
             if let Some(position) = entry.batch.filter(|position| !batches.contains_key(&position.id)) {
-                self.journal.remove(&JournalFile::Batch(position.id));
+                table.recorded.push(JournalFile::Batch(position.id));
             }
         }
         let settings = self.kernel.settings();
@@ -93,6 +94,9 @@ impl Dispatcher {
             if let Some(period) = refused {
                 self.end_refused(&dispatch, period);
                 continue;
+            }
+            if let Some(at) = started_at {
+                dispatch.mark_running(at);
             }
             let interaction = match (ended, started_at) {
                 (Some(ended), _) => ended,
@@ -114,7 +118,7 @@ impl Dispatcher {
             };
             self.kernel.note(&format!("dispatch {}: recorded after a gateway restart", dispatch.id()));
             if self.kernel.record(&interaction).is_some() {
-                self.lock().recorded.push(JournalFile::One(dispatch.id().to_owned()));
+                self.lock().recorded.push(dispatch.accepted.file());
             }
             let phase = interaction.status.into();
             dispatch.end(DispatchResult { phase, interaction: Some(interaction), text: None, refused: None });
@@ -157,7 +161,7 @@ impl Dispatcher {
 
     /// Removes from the journal the dispatches whose records are durable.
     pub(super) async fn prune_journal(&self) {
-        let recorded = std::mem::take(&mut self.lock().recorded);
+        let recorded = JournalFile::take_removable(&mut self.lock().recorded);
         if recorded.is_empty() {
             return;
         }
@@ -175,7 +179,7 @@ impl Dispatcher {
             return table.recorded.extend(recorded);
         }
         for file in recorded {
-            if let JournalFile::One(id) = file
+            if let JournalFile::One(id) | JournalFile::Entry { id, .. } = file
                 && let Some(DispatchTarget::One(dispatch)) = table.targets.get(&id)
             {
                 dispatch.mark_durable();

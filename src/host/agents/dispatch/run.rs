@@ -66,7 +66,7 @@ pub async fn run(context: &RunContext<'_>, dispatch: &Dispatch) -> (Interaction,
     let start = Instant::now();
     let RunEnd { outcome, is_cut_off } =
         match context.settings.agents.get(&dispatch.accepted.entry.agent_name) {
-            Some(agent) => Run::new(context, dispatch, agent, start).execute(agent).await,
+            Some(agent) => GatewayRun::new(context, dispatch, agent, start).execute(agent).await,
             None => failed_outcome("NoAgent", "the agent is no longer in system/config.json").into(),
         };
     context.kernel.note(&format!(
@@ -81,7 +81,7 @@ pub async fn run(context: &RunContext<'_>, dispatch: &Dispatch) -> (Interaction,
     let reserved = dispatch.reserved_amount();
     if let Some(estimate) = estimate_cost(context.settings, &outcome, cost, is_cut_off, reserved) {
         context.kernel.note(&format!(
-            "dispatch {}: ended before it reported its full cost, which is estimated at {estimate}, including the reservation",
+            "dispatch {}: ended before it reported its full cost, which is estimated at {estimate}",
             dispatch.id()
         ));
         let text = outcome.text.clone();
@@ -220,7 +220,7 @@ fn issue_token(context: &RunContext<'_>, dispatch: &Dispatch, agent: &Agent) -> 
     issued.map_err(|error| tracing::error!(%error, id = dispatch.id(), "cannot issue an agent token")).ok()
 }
 
-struct Run<'a> {
+struct GatewayRun<'a> {
     context: &'a RunContext<'a>,
     dispatch: &'a Dispatch,
     adapter: Box<dyn Adapter>,
@@ -236,7 +236,7 @@ struct Run<'a> {
     _token: Option<AgentToken>,
 }
 
-impl<'a> Run<'a> {
+impl<'a> GatewayRun<'a> {
     fn new(context: &'a RunContext<'a>, dispatch: &'a Dispatch, agent: &Agent, start: Instant) -> Self {
         let deadline = start + Duration::from_secs(dispatch.accepted.entry.deadline_seconds);
         let (mut environment, token) = (agent.environment.clone(), issue_token(context, dispatch, agent));

@@ -10,6 +10,7 @@ use tokio_util::sync::CancellationToken;
 use super::event_log::EventLog;
 use super::journal::{BatchPosition, JournalEntry};
 use super::request::PromptEntry;
+use crate::agents::adapters::launch::to_session_id;
 use crate::agents::kernel::Reservation;
 use crate::audit::protocol::SeenCalls;
 use crate::records::entry::{Interaction, ResultStatus};
@@ -63,8 +64,8 @@ pub struct DispatchResult {
 struct State {
     phase: Phase,
     started_at: Option<Timestamp>,
-    /// The conversation ID that the agent reported.
-    conversation: Option<String>,
+    /// The session ID of the conversation that the agent reported.
+    session_id: Option<String>,
     end: Option<DispatchResult>,
     /// Tool calls that may have changed files.
     seen: SeenCalls,
@@ -78,6 +79,9 @@ pub struct Dispatch {
     pub accepted: JournalEntry,
     pub log: EventLog,
     pub batch: Option<Arc<Batch>>,
+    /// The session ID of the requested conversation. Conversations are compared by it, because several conversation IDs
+    /// can name one of Claude Code's sessions. With other programs, such conversations only wait for each other.
+    session_id: Option<String>,
     pub cancel: CancellationToken,
     /// Cancelled when the dispatch is in the journal, or could not be written to it.
     pub journaled: CancellationToken,
@@ -106,15 +110,17 @@ impl Dispatch {
         let state = State {
             phase: Phase::Queued,
             started_at: None,
-            conversation: None,
+            session_id: None,
             end: None,
             seen: SeenCalls::default(),
             reservation,
         };
+        let session_id = accepted.entry.conversation_id.as_deref().map(to_session_id);
         let dispatch = Arc::new(Self {
             accepted,
             log: EventLog::default(),
             batch,
+            session_id,
             cancel: CancellationToken::new(),
             journaled: CancellationToken::new(),
             state: Mutex::new(state),
@@ -193,7 +199,7 @@ impl Dispatch {
 
     /// Sets the conversation ID that the agent reported.
     pub fn set_conversation(&self, conversation: &str) {
-        self.lock().conversation = Some(conversation.to_owned());
+        self.lock().session_id = Some(to_session_id(conversation));
     }
 
     /// Adds a tool call that may change files. `is_by_id` is set if the agent's hooks use the same call IDs.
@@ -209,9 +215,13 @@ impl Dispatch {
 
     /// Whether this dispatch is in the conversation that `other` names.
     pub fn is_in_conversation_of(&self, other: &Self) -> bool {
-        let Some(wanted) = &other.accepted.entry.conversation_id else { return false };
-        self.accepted.entry.conversation_id.as_ref() == Some(wanted)
-            || self.lock().conversation.as_ref() == Some(wanted)
+        let Some(wanted) = &other.session_id else { return false };
+        self.session_id.as_ref() == Some(wanted) || self.lock().session_id.as_ref() == Some(wanted)
+    }
+
+    /// The time at which the agent started.
+    pub fn started_at(&self) -> Option<Timestamp> {
+        self.lock().started_at
     }
 
     pub fn mark_running(&self, at: Timestamp) {
@@ -295,4 +305,48 @@ impl Batch {
 /// Parses the index of a batch entry from its ID; 0 if the ID has none.
 pub fn parse_entry_index(id: &str) -> usize {
     id.rsplit_once('.').and_then(|(_, index)| index.parse().ok()).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn dispatch(conversation_id: Option<&str>) -> Arc<Dispatch> {
+        let accepted = JournalEntry {
+            version: JournalEntry::VERSION,
+            id: "d".to_owned(),
+            sender_id: "u".to_owned(),
+            entry: PromptEntry {
+                agent_name: "a".to_owned(),
+                model: None,
+                conversation_id: conversation_id.map(str::to_owned),
+                prompt: String::new(),
+                deadline_seconds: 60,
+            },
+            batch: None,
+            fingerprint: String::new(),
+            accepted_at: Timestamp::UNIX_EPOCH,
+            started_at: None,
+            ended: None,
+            refused: None,
+        };
+        Dispatch::new(accepted, None, None)
+    }
+
+    #[test]
+    fn conversations_are_compared_by_session_id() {
+        let session = to_session_id("telegram:7");
+        for (running, wanted, is_same) in [
+            ("telegram:7", &*session, true),
+            (&*session.to_uppercase(), "telegram:7", true),
+            ("telegram:7", "telegram:8", false),
+        ] {
+            let wanted_dispatch = dispatch(Some(wanted));
+            assert_eq!(dispatch(Some(running)).is_in_conversation_of(&wanted_dispatch), is_same, "{wanted}");
+            let reported = dispatch(None);
+            reported.set_conversation(running);
+            assert_eq!(reported.is_in_conversation_of(&wanted_dispatch), is_same, "{wanted}");
+        }
+        assert!(!dispatch(None).is_in_conversation_of(&dispatch(None)));
+    }
 }

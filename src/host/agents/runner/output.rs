@@ -11,7 +11,7 @@ use crate::agents::protocol::MAX_LINE_BYTES;
 const STDERR_TAIL_BYTES: usize = 8 << 10;
 
 #[derive(Debug, PartialEq, Eq)]
-pub enum Line {
+pub enum OutputLine {
     Whole(Vec<u8>),
     /// The line was skipped.
     TooLong,
@@ -29,7 +29,7 @@ impl Lines {
     ///
     /// # Errors
     /// The read failed.
-    pub async fn next(&mut self, input: &mut (impl AsyncBufRead + Unpin)) -> io::Result<Option<Line>> {
+    pub async fn next(&mut self, input: &mut (impl AsyncBufRead + Unpin)) -> io::Result<Option<OutputLine>> {
         loop {
             let buffer = input.fill_buf().await?;
             if buffer.is_empty() {
@@ -52,9 +52,9 @@ impl Lines {
         }
     }
 
-    fn take_line(&mut self) -> Line {
+    fn take_line(&mut self) -> OutputLine {
         let line = std::mem::take(&mut self.line);
-        if std::mem::take(&mut self.is_too_long) { Line::TooLong } else { Line::Whole(line) }
+        if std::mem::take(&mut self.is_too_long) { OutputLine::TooLong } else { OutputLine::Whole(line) }
     }
 }
 
@@ -96,7 +96,7 @@ impl StderrTail {
 mod tests {
     use super::*;
 
-    async fn read_lines(text: &[u8], capacity: usize) -> Vec<Line> {
+    async fn read_lines(text: &[u8], capacity: usize) -> Vec<OutputLine> {
         let mut input = tokio::io::BufReader::with_capacity(capacity, text);
         let (mut lines, mut all) = (Lines::default(), Vec::new());
         while let Some(line) = lines.next(&mut input).await.unwrap() {
@@ -107,14 +107,14 @@ mod tests {
 
     #[tokio::test]
     async fn lines_are_complete_for_any_read_size() {
-        let whole = |text: &str| Line::Whole(text.as_bytes().to_vec());
+        let whole = |text: &str| OutputLine::Whole(text.as_bytes().to_vec());
         for capacity in [1, 2, 3, 100] {
             assert_eq!(read_lines(b"ab\n\nc", capacity).await, [whole("ab"), whole(""), whole("c")]);
             assert!(read_lines(b"", capacity).await.is_empty());
         }
         let mut text = vec![b'x'; MAX_LINE_BYTES + 1];
         text.extend_from_slice(b"\nnext\n");
-        assert_eq!(read_lines(&text, 1 << 16).await, [Line::TooLong, whole("next")]);
+        assert_eq!(read_lines(&text, 1 << 16).await, [OutputLine::TooLong, whole("next")]);
     }
 
     #[tokio::test]

@@ -20,7 +20,7 @@ use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::process::{Child, ChildStdin, Command};
 use tokio_util::sync::CancellationToken;
 
-use super::output::{Line, Lines, StderrTail};
+use super::output::{Lines, OutputLine, StderrTail};
 use super::process_tree;
 use crate::agents::adapters::codex_sessions;
 use crate::agents::adapters::codex_sessions::SessionUsage;
@@ -81,7 +81,8 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
     let location =
         StateLocation { home: &home, working_dir: &working_dir, environment: &request.environment };
     let session = request.adapter.sessions_dir(&location).map(SessionFiles::new);
-    let run = Run { to, stop, cancelled: watch_cancellation(from), is_ending: false, is_resumed, session };
+    let run =
+        AgentRun { to, stop, cancelled: watch_cancellation(from), is_ending: false, is_resumed, session };
     run.drive(child).await;
     Ok(())
 }
@@ -168,7 +169,7 @@ impl SessionFiles {
     }
 }
 
-struct Run {
+struct AgentRun {
     session: Option<SessionFiles>,
     to: OwnedWriteHalf,
     stop: CancellationToken,
@@ -179,7 +180,7 @@ struct Run {
     is_resumed: bool,
 }
 
-impl Run {
+impl AgentRun {
     async fn drive(mut self, mut child: Child) {
         let pid = child.id().unwrap_or_default();
         let mut out = child.stdout.take().map(BufReader::new);
@@ -276,15 +277,15 @@ impl Run {
         }
     }
 
-    async fn send_line(&mut self, line: Line) {
-        if let (Some(session @ SessionFiles { thread: None, .. }), Line::Whole(line)) =
+    async fn send_line(&mut self, line: OutputLine) {
+        if let (Some(session @ SessionFiles { thread: None, .. }), OutputLine::Whole(line)) =
             (&mut self.session, &line)
         {
             session.thread = codex::parse_thread_id(line);
         }
         let frame = match line {
-            Line::Whole(line) => RunnerFrame::Line(line),
-            Line::TooLong => RunnerFrame::LongLine,
+            OutputLine::Whole(line) => RunnerFrame::Line(line),
+            OutputLine::TooLong => RunnerFrame::LongLine,
         };
         self.send(&frame).await;
     }

@@ -58,8 +58,8 @@ pub async fn list_versions(
     let path = fields.finish(path)?;
     let query = VersionQuery { before, limit, max_snapshots: MAX_SEARCHED_SNAPSHOTS };
     with_timeout(async {
-        let history = History::open(open(&settings).await?).await.map_err(problem)?;
-        let page = history.list_versions(path.as_path(), query).await.map_err(problem)?;
+        let history = History::open(open(&settings).await?).await.map_err(to_problem)?;
+        let page = history.list_versions(path.as_path(), query).await.map_err(to_problem)?;
         Ok(Json(FileVersions {
             path: path.to_string(),
             versions: page.versions.iter().map(describe_version).collect(),
@@ -82,9 +82,9 @@ pub async fn list(
     let limit = fields.number_in_range("limit", 1..=MAX_ENTRIES, DEFAULT_ENTRIES);
     let path = fields.finish(Some(path.unwrap_or_else(HomePath::files)))?;
     with_timeout(async {
-        let history = History::open(open(&settings).await?).await.map_err(problem)?;
+        let history = History::open(open(&settings).await?).await.map_err(to_problem)?;
         let found = find(&settings, &history, &path, time).await?;
-        let entries = history.list(&found.entry).await.map_err(problem)?;
+        let entries = history.list(&found.entry).await.map_err(to_problem)?;
         let next_cursor = cursor.checked_add(limit).filter(|next| *next < entries.len());
         Ok(Json(FileListing {
             path: path.to_string(),
@@ -109,7 +109,7 @@ pub async fn download(
     let format: Option<DownloadFormat> = fields.optional("format");
     let path = fields.finish(path)?;
     with_timeout(async {
-        let history = History::open_with_contents(open(&settings).await?).await.map_err(problem)?;
+        let history = History::open_with_contents(open(&settings).await?).await.map_err(to_problem)?;
         let found = find(&settings, &history, &path, time).await?;
         let format = match (found.entry.kind(), format) {
             (EntryKind::File, format) => format.unwrap_or_default(),
@@ -126,7 +126,7 @@ pub async fn download(
         let name = if name.is_empty() { OsStr::new("home") } else { name }.to_owned();
         Ok(match format {
             DownloadFormat::Raw => {
-                history.check_content(&found.entry).map_err(problem)?;
+                history.check_content(&found.entry).map_err(to_problem)?;
                 send_file(Arc::new(history), found.entry, &name)
             }
             DownloadFormat::Tar => send_archive(history.with_whole_packs(), found.entry, &name, Archive::Tar),
@@ -147,7 +147,7 @@ async fn open(settings: &FilesSettings) -> Result<Repository, Problem> {
     let repository = settings.open_with_stored_key().await.map_err(|error| {
         tracing::warn!(error = %format_chain(&error), "cannot open the file backup");
         match error {
-            AccessError::Files(error) => problem(error),
+            AccessError::Files(error) => to_problem(error),
             AccessError::KeyRefused(_) => {
                 Problem::new(Code::Superseded, "Another machine has replaced this one.")
             }
@@ -176,7 +176,7 @@ async fn find(
 ) -> Result<SnapshotEntry, Problem> {
     let latest = match time {
         Some(_) => None,
-        None => settings.read_latest().await.map_err(|error| problem(error.into()))?,
+        None => settings.read_latest().await.map_err(|error| to_problem(error.into()))?,
     };
     // The latest snapshot need not have the latest time: the clock may have been ahead when an earlier one was taken.
     let snapshot = latest.and_then(|id| history.find_by_id(id)).or_else(|| history.find_snapshot(time));
@@ -187,7 +187,7 @@ async fn find(
         };
         Problem::new(Code::NotFound, detail)
     })?;
-    let entry = history.find(&snapshot, path.as_path()).await.map_err(problem)?;
+    let entry = history.find(&snapshot, path.as_path()).await.map_err(to_problem)?;
     let entry = entry.ok_or_else(|| {
         let detail = format!(
             "{path} is not in the snapshot taken at {}; list its versions to see which snapshots contain it.",
@@ -198,7 +198,7 @@ async fn find(
     Ok(SnapshotEntry { id, snapshot, entry })
 }
 
-fn problem(error: FilesError) -> Problem {
+fn to_problem(error: FilesError) -> Problem {
     tracing::warn!(error = %format_chain(&error), "cannot read the file backup");
     match error {
         FilesError::Store(StoreError::NotFound { .. }) | FilesError::Corrupt { .. } => {

@@ -14,6 +14,7 @@ use sha2::{Digest, Sha256};
 
 use crate::name::Slug;
 use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::error_chain::format_chain;
 use svc_base::fsx::{self, FileError};
 use svc_host::system::layout::Layout;
 
@@ -54,7 +55,7 @@ pub enum BundledAppsError {
 /// Runs `svc-gateway install-apps`.
 ///
 /// # Errors
-/// `Internal` if files cannot be read or written.
+/// `Internal` if [`install`] fails.
 pub fn run_install(layout: &Layout) -> Result<(), Failure> {
     install(layout).or_exit(Exit::Internal)?.iter().for_each(log_skipped);
     Ok(())
@@ -77,10 +78,11 @@ pub fn can_install(layout: &Layout) -> bool {
     existing.is_some_and(|dir| nix::unistd::access(dir, nix::unistd::AccessFlags::W_OK).is_ok())
 }
 
-/// Updates the bundled apps in the apps folder to the release's versions, and returns the skipped ones. Blocks.
+/// Updates the bundled apps in the apps folder to the release's versions, and returns the skipped ones. An app whose
+/// files cannot be read or written is logged and does not affect the others. Blocks.
 ///
 /// # Errors
-/// Files cannot be read or written.
+/// The folders cannot be listed or created, or the record cannot be read or written.
 pub fn install(layout: &Layout) -> Result<Vec<SkippedApp>, BundledAppsError> {
     let apps = layout.apps();
     fs::create_dir_all(&apps).map_err(FileError::wrap("create directory", &apps))?;
@@ -88,31 +90,50 @@ pub fn install(layout: &Layout) -> Result<Vec<SkippedApp>, BundledAppsError> {
     let mut record = read_record(&layout.bundled_apps_record())?;
     let mut skipped = Vec::new();
     for (slug, source) in list_bundled(&layout.bundled_apps())? {
-        let bundled = read_tree(&source)?;
-        let target = apps.join(&slug);
-        let copied = record.apps.get(&slug);
-        let installed = if target.exists() { Some(read_tree(&target)?) } else { None };
-        match (installed, copied) {
-            (None, Some(_)) => skipped.push(SkippedApp::Removed(slug)),
-            (None, None) => {
-                copy(&source, &target, &bundled)?;
-                record.apps.insert(slug, bundled);
+        match install_app(&source, &apps.join(&slug), record.apps.get(&slug)) {
+            Ok(AppInstallation::Current(tree)) => {
+                record.apps.insert(slug, tree);
+                // A copied app that is missing in the record would count as the owner's after the next release.
+                write_record(&layout.bundled_apps_record(), &record)?;
             }
-            (Some(installed), _) if installed == bundled => {
-                record.apps.insert(slug, bundled);
+            Ok(AppInstallation::Changed) => skipped.push(SkippedApp::Changed(slug)),
+            Ok(AppInstallation::Removed) => skipped.push(SkippedApp::Removed(slug)),
+            Err(error) => {
+                tracing::warn!(app = %slug, error = %format_chain(&error), "copying a bundled app failed");
             }
-            (Some(installed), Some(copied)) if installed == *copied => {
-                copy(&source, &target, &bundled)?;
-                record.apps.insert(slug, bundled);
-            }
-            (Some(_), _) => skipped.push(SkippedApp::Changed(slug)),
         }
     }
-    let text = serde_json::to_vec_pretty(&record)?;
-    if fsx::read_if_exists(&layout.bundled_apps_record())?.as_deref() != Some(&text) {
-        fsx::write_atomic(&layout.bundled_apps_record(), &text, 0o644)?;
-    }
     Ok(skipped)
+}
+
+/// The state of a bundled app in the apps folder.
+enum AppInstallation {
+    /// The app has the release's files, which may just have been copied.
+    Current(Tree),
+    Changed,
+    Removed,
+}
+
+/// Copies one app from `source` to `target`, unless the owner changed or removed it. `copied` lists the files that were
+/// last copied.
+fn install_app(source: &Path, target: &Path, copied: Option<&Tree>) -> Result<AppInstallation, FileError> {
+    let bundled = read_tree(source)?;
+    let installed = if target.exists() { Some(read_tree(target)?) } else { None };
+    match (installed, copied) {
+        (None, Some(_)) => return Ok(AppInstallation::Removed),
+        (Some(installed), _) if installed == bundled => {}
+        (Some(installed), copied) if copied != Some(&installed) => return Ok(AppInstallation::Changed),
+        _ => copy(source, target, &bundled)?,
+    }
+    Ok(AppInstallation::Current(bundled))
+}
+
+fn write_record(path: &Path, record: &InstallRecord) -> Result<(), BundledAppsError> {
+    let text = serde_json::to_vec_pretty(record)?;
+    if fsx::read_if_exists(path)?.as_deref() != Some(&text) {
+        fsx::write_atomic(path, &text, 0o644)?;
+    }
+    Ok(())
 }
 
 /// An invalid record counts as empty. In that case, every app that differs is treated as the owner's, and an app that
@@ -297,6 +318,23 @@ mod tests {
         assert_eq!(fixture.read("notes/extra.txt").as_deref(), Some("owner"));
         assert_eq!(fixture.read("mine/svc.json").as_deref(), Some("mine"));
         assert_eq!(fixture.read("removed/svc.json"), None);
+    }
+
+    #[test]
+    fn install_updates_other_apps_after_failure() {
+        let fixture = Fixture::new();
+        // A file cannot be listed like a folder.
+        fixture.write_own("broken", "a file");
+        for version in ["1", "2", "3"] {
+            for app in ["alpha", "broken", "zeta"] {
+                fixture.bundle(&format!("{app}/svc.json"), version);
+            }
+            assert_eq!(install(&fixture.layout).unwrap(), []);
+            for app in ["alpha", "zeta"] {
+                assert_eq!(fixture.read(&format!("{app}/svc.json")).as_deref(), Some(version));
+            }
+        }
+        assert_eq!(fixture.read("broken").as_deref(), Some("a file"));
     }
 
     #[test]

@@ -11,11 +11,22 @@ use super::column::{Column, ColumnOrigin, ColumnType};
 use super::manifest::Table;
 use crate::name::SqlIdentifier;
 
-/// The existing contents of a schema: its tables with their columns' catalog types, and its index names.
+/// Maximum length of an index name without its digest.
+const MAX_READABLE_BYTES: usize = 54;
+
+/// The existing contents of a schema: its tables with their columns' catalog types, and the tables and names of its
+/// indexes.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct ExistingSchema {
     pub tables: BTreeMap<String, BTreeMap<String, String>>,
-    pub indexes: BTreeSet<String>,
+    pub indexes: BTreeSet<(String, String)>,
+}
+
+impl ExistingSchema {
+    fn has_index(&self, table: &Table, name: &IndexName) -> bool {
+        let has = |name: &str| self.indexes.contains(&(table.name.to_string(), name.to_owned()));
+        has(&name.current) || has(&name.earlier)
+    }
 }
 
 /// One statement to run.
@@ -93,18 +104,22 @@ impl RegistrationPlan {
         for columns in &table.indexes {
             let name = index_name("ix", table, columns);
             let method = if uses_gin(&result, columns) { "gin" } else { "btree" };
-            if !existing.indexes.contains(&name) {
+            if !existing.has_index(table, &name) {
                 self.require(format!(
-                    "CREATE INDEX \"{name}\" ON {qualified_name} USING {method} ({})",
+                    "CREATE INDEX \"{}\" ON {qualified_name} USING {method} ({})",
+                    name.current,
                     column_list(columns)
                 ));
             }
         }
         for columns in &table.unique {
             let name = index_name("uq", table, columns);
-            if !existing.indexes.contains(&name) {
-                let sql =
-                    format!("CREATE UNIQUE INDEX \"{name}\" ON {qualified_name} ({})", column_list(columns));
+            if !existing.has_index(table, &name) {
+                let sql = format!(
+                    "CREATE UNIQUE INDEX \"{}\" ON {qualified_name} ({})",
+                    name.current,
+                    column_list(columns)
+                );
                 let names = columns.iter().map(SqlIdentifier::as_str).collect::<Vec<_>>().join(", ");
                 let skip_message = format!(
                     "the unique constraint ({names}) on {} is not added: existing rows violate it",
@@ -176,13 +191,27 @@ fn uses_gin(table: &Table, columns: &[SqlIdentifier]) -> bool {
     columns.len() == 1 && kind(&columns[0]) == Some(ColumnType::Jsonb)
 }
 
-/// Returns a deterministic name for an index on the columns, within PostgreSQL's limit of 63 bytes.
-fn index_name(prefix: &str, table: &Table, columns: &[SqlIdentifier]) -> String {
+/// A deterministic name for an index, within PostgreSQL's limit of 63 bytes.
+struct IndexName {
+    current: String,
+    /// The name under which an earlier version created the index. It differs only if the current name is truncated.
+    earlier: String,
+}
+
+fn index_name(prefix: &str, table: &Table, columns: &[SqlIdentifier]) -> IndexName {
     let columns = columns.iter().map(SqlIdentifier::as_str).collect::<Vec<_>>();
-    let digest = hex::encode(&Sha256::digest(columns.join(",").as_bytes())[..4]);
-    let mut readable = format!("{prefix}_{}_{}", table.name, columns.join("_"));
-    readable.truncate(54);
-    format!("{readable}_{digest}")
+    let readable = format!("{prefix}_{}_{}", table.name, columns.join("_"));
+    let with_digest_of = |text: &str| {
+        let digest = hex::encode(&Sha256::digest(text.as_bytes())[..4]);
+        format!("{}_{digest}", &readable[..readable.len().min(MAX_READABLE_BYTES)])
+    };
+    let columns = columns.join(",");
+    let earlier = with_digest_of(&columns);
+    // Tables with a long common prefix have the same truncated name.
+    let is_truncated = readable.len() > MAX_READABLE_BYTES;
+    let current =
+        if is_truncated { with_digest_of(&format!("{}.{columns}", table.name)) } else { earlier.clone() };
+    IndexName { current, earlier }
 }
 
 #[cfg(test)]
@@ -261,7 +290,7 @@ mod tests {
             tables(&json!({ "t": { "columns": { "a": "text" }, "indexes": ["a"], "unique": ["a"] } }));
         let mut columns = existing(&[("a", "text")]);
         columns.indexes =
-            ["ix", "uq"].map(|prefix| index_name(prefix, &wanted[0], &["a".parse().unwrap()])).into();
+            ["ix_t_a_ca978112", "uq_t_a_ca978112"].map(|name| ("t".to_owned(), name.to_owned())).into();
         let plan = plan_registration(&schema(), &wanted, &columns);
         assert_eq!(plan.changes.len(), 1, "{}", sql(&plan));
         assert!(plan.unapplied_changes.is_empty());
@@ -271,9 +300,29 @@ mod tests {
     fn index_names_of_long_columns_fit_limit_and_differ() {
         let long = "c".repeat(63);
         let wanted = tables(&json!({ "t": { "columns": { long.clone(): "text", "d": "text" } } }));
-        let short = index_name("ix", &wanted[0], &[long.parse().unwrap()]);
-        let longer = index_name("ix", &wanted[0], &[long.parse().unwrap(), "d".parse().unwrap()]);
+        let short = index_name("ix", &wanted[0], &[long.parse().unwrap()]).current;
+        let longer = index_name("ix", &wanted[0], &[long.parse().unwrap(), "d".parse().unwrap()]).current;
         assert!(short.len() <= 63 && longer.len() <= 63);
         assert_ne!(short, longer);
+    }
+
+    #[test]
+    fn index_names_of_tables_with_long_prefix_differ() {
+        let (one, other) = (format!("{}_1", "t".repeat(60)), format!("{}_2", "t".repeat(60)));
+        let table = json!({ "columns": { "a": "text" }, "indexes": ["a"] });
+        let wanted = tables(&json!({ one.clone(): table, other.clone(): table }));
+        let names: Vec<_> = wanted
+            .iter()
+            .map(|table| index_name("ix", table, &["a".parse().unwrap()]))
+            .map(|name| (name.current, name.earlier))
+            .collect();
+        assert_ne!(names[0].0, names[1].0);
+        assert_eq!(names[0].1, names[1].1);
+        // An earlier version created the index of one of the tables.
+        let existing =
+            ExistingSchema { indexes: [(one, names[0].1.clone())].into(), ..ExistingSchema::default() };
+        let text = sql(&plan_registration(&schema(), &wanted, &existing));
+        assert_eq!(text.matches("CREATE INDEX").count(), 1, "{text}");
+        assert!(text.contains(&format!("CREATE INDEX \"{}\"", names[1].0)), "{text}");
     }
 }

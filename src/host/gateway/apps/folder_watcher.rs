@@ -35,7 +35,8 @@ impl FolderWatcher {
         Self { watcher, watched: BTreeSet::new(), changed }
     }
 
-    /// Updates the watches to the current apps folder and its direct children.
+    /// Updates the watches to the current apps folder and its direct children. Watched paths are watched again, because
+    /// a folder may have been deleted and created again in the meantime, which ended its watch.
     pub fn update_watches(&mut self, apps: &Path) {
         let Some(watcher) = &mut self.watcher else { return };
         let mut wanted = BTreeSet::from([apps.to_owned()]);
@@ -46,9 +47,8 @@ impl FolderWatcher {
             // The watch of a deleted folder has already been removed.
             let _ = watcher.unwatch(removed);
         }
-        let active = wanted.into_iter().filter(|path| {
-            self.watched.contains(path) || watcher.watch(path, RecursiveMode::NonRecursive).is_ok()
-        });
+        let active =
+            wanted.into_iter().filter(|path| watcher.watch(path, RecursiveMode::NonRecursive).is_ok());
         self.watched = active.collect();
     }
 
@@ -59,5 +59,26 @@ impl FolderWatcher {
         let settled =
             async { while tokio::time::timeout(DEBOUNCE_INTERVAL, self.changed.notified()).await.is_ok() {} };
         let _ = tokio::time::timeout(MAX_DEBOUNCE, settled).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn recreated_folder_is_watched_again() {
+        let apps = tempfile::tempdir().unwrap();
+        let folder = apps.path().join("notes");
+        std::fs::create_dir(&folder).unwrap();
+        let mut watcher = FolderWatcher::new();
+        watcher.update_watches(apps.path());
+        std::fs::remove_dir(&folder).unwrap();
+        std::fs::create_dir(&folder).unwrap();
+        watcher.wait_for_change().await;
+        watcher.update_watches(apps.path());
+        std::fs::write(folder.join("svc.json"), "{}").unwrap();
+        let changed = tokio::time::timeout(Duration::from_secs(10), watcher.wait_for_change()).await;
+        assert!(changed.is_ok(), "the new file is not noticed");
     }
 }

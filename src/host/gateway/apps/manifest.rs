@@ -2,6 +2,8 @@
 //!
 //! A [`Manifest`] is validated: its names are safe, its types known, and its indexes name existing columns.
 
+use std::collections::BTreeSet;
+
 use serde_json::{Map, Value, json};
 
 use super::column::{Column, ColumnOrigin, ColumnType};
@@ -279,7 +281,7 @@ impl ManifestReader {
         })
     }
 
-    /// Reads a list of column lists; a bare column name is a list of one column.
+    /// Reads a list of column lists; a bare column name is a list of one column. Duplicates are dropped.
     fn read_column_lists(
         &mut self,
         table: &Table,
@@ -291,7 +293,9 @@ impl ManifestReader {
             Some(Value::Array(lists)) => lists,
             Some(_) => return self.reject(path, "must be an array").unwrap_or_default(),
         };
-        lists.iter().filter_map(|list| self.read_column_list(table, path, list)).collect()
+        let mut seen = BTreeSet::new();
+        let lists = lists.iter().filter_map(|list| self.read_column_list(table, path, list));
+        lists.filter(|list| seen.insert(list.clone())).collect()
     }
 
     fn read_column_list(&mut self, table: &Table, path: &str, value: &Value) -> Option<Vec<SqlIdentifier>> {

@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::auth::Principal;
 use crate::database::{Database, DatabaseError};
-use svc_host::agents::owner_config::{Settings, StorageQuotas};
+use svc_host::agents::owner_config::{OwnerSettings, StorageQuotas};
 use svc_host::system::app_sizes;
 use svc_host::system::app_sizes::AppSize;
 use svc_host::system::layout::Layout;
@@ -46,7 +46,7 @@ const ROW_OVERHEAD_BYTES: u64 = 64;
 const MIN_ROW_BYTES: u64 = 256;
 const MAX_ROW_BYTES: u64 = 8 << 10;
 /// A measurement is requested when the estimates reach the quota divided by this.
-const MAX_UNMEASURED_DIVISOR: u64 = 10;
+const UNMEASURED_SHARE_DIVISOR: u64 = 10;
 
 /// The number of changed rows, including those rolled back later.
 #[derive(Debug, Default)]
@@ -111,7 +111,7 @@ pub struct Quotas {
     /// Notified to request a measurement.
     measure_requested: Notify,
     /// The last loaded settings, cached because every write needs them and loading takes a system call.
-    settings: Mutex<Option<(Instant, Arc<Settings>)>>,
+    settings: Mutex<Option<(Instant, Arc<OwnerSettings>)>>,
 }
 
 impl Quotas {
@@ -127,7 +127,7 @@ impl Quotas {
     }
 
     /// Returns settings that are at most [`MAX_SETTINGS_AGE`] old; calls `load` if the cached ones are older.
-    fn recent_settings(&self, load: impl FnOnce() -> Arc<Settings>) -> Arc<Settings> {
+    fn recent_settings(&self, load: impl FnOnce() -> Arc<OwnerSettings>) -> Arc<OwnerSettings> {
         let now = Instant::now();
         let mut cached = self.settings.lock().unwrap_or_else(PoisonError::into_inner);
         match &*cached {
@@ -166,7 +166,7 @@ impl Quotas {
     /// administrator.
     pub fn admit(
         &self,
-        load: impl Fn() -> Arc<Settings>,
+        load: impl Fn() -> Arc<OwnerSettings>,
         principal: &Principal,
         slug: &str,
     ) -> Result<(), Problem> {
@@ -194,7 +194,7 @@ impl Quotas {
     /// Counts a write before it is sent.
     pub fn begin_write<'q>(
         &'q self,
-        load: impl FnOnce() -> Arc<Settings>,
+        load: impl FnOnce() -> Arc<OwnerSettings>,
         slug: &'q str,
         size: WriteSize,
     ) -> InFlightWrite<'q> {
@@ -213,9 +213,9 @@ impl Quotas {
     }
 
     /// Adds an estimate, and requests a measurement if the sum reaches the quota divided by
-    /// [`MAX_UNMEASURED_DIVISOR`].
+    /// [`UNMEASURED_SHARE_DIVISOR`].
     fn add_estimate(&self, slug: &str, bytes: u64, quota: u64) {
-        if self.add_written(slug, bytes) >= quota / MAX_UNMEASURED_DIVISOR {
+        if self.add_written(slug, bytes) >= quota / UNMEASURED_SHARE_DIVISOR {
             self.measure_requested.notify_one();
         }
     }
@@ -316,9 +316,9 @@ mod tests {
         }
     }
 
-    fn settings(quota: u64) -> Arc<Settings> {
+    fn settings(quota: u64) -> Arc<OwnerSettings> {
         let text = format!(r#"{{"storage": {{"appBytes": {quota}}}}}"#);
-        Arc::new(Settings::parse(text.as_bytes()).unwrap())
+        Arc::new(OwnerSettings::parse(text.as_bytes()).unwrap())
     }
 
     fn begin_write(quotas: &Quotas, size: WriteSize) -> InFlightWrite<'_> {

@@ -33,10 +33,18 @@ pub enum RegisterError {
 }
 
 impl RegisterError {
-    /// Whether the database was unreachable, as opposed to having rejected the registration.
+    /// Whether a retry can succeed: the database was unreachable, overloaded or shutting down, or a lock was not
+    /// available in time. Otherwise, the database rejected the registration.
     pub fn is_transient(&self) -> bool {
-        matches!(self, Self::Database(error) if error.is_closed() || error.code().is_none())
+        let Self::Database(error) = self else { return false };
+        error.is_closed() || error.code().is_none_or(is_transient_state)
     }
+}
+
+/// Whether the SQLSTATE has a transient class: connection exception (08), transaction rollback (40), insufficient
+/// resources (53), object not in the required state (55) or operator intervention (57).
+fn is_transient_state(state: &SqlState) -> bool {
+    matches!(state.code().get(..2), Some("08" | "40" | "53" | "55" | "57"))
 }
 
 /// Loads the manifests stored in the database.
@@ -146,9 +154,12 @@ async fn inspect_schema(
         }
     }
     let indexes = transaction
-        .query("SELECT indexname::text FROM pg_indexes WHERE schemaname = $1", &[&schema.as_str()])
+        .query(
+            "SELECT tablename::text, indexname::text FROM pg_indexes WHERE schemaname = $1",
+            &[&schema.as_str()],
+        )
         .await?;
-    existing.indexes = indexes.iter().map(|row| row.get(0)).collect();
+    existing.indexes = indexes.iter().map(|row| (row.get(0), row.get(1))).collect();
     Ok(existing)
 }
 
@@ -186,4 +197,25 @@ async fn store_manifest(
         )
         .await?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lock_timeout_and_shutdown_are_transient() {
+        for state in [
+            SqlState::LOCK_NOT_AVAILABLE,
+            SqlState::T_R_DEADLOCK_DETECTED,
+            SqlState::TOO_MANY_CONNECTIONS,
+            SqlState::ADMIN_SHUTDOWN,
+            SqlState::CONNECTION_FAILURE,
+        ] {
+            assert!(is_transient_state(&state), "{}", state.code());
+        }
+        for state in [SqlState::DUPLICATE_TABLE, SqlState::INSUFFICIENT_PRIVILEGE] {
+            assert!(!is_transient_state(&state), "{}", state.code());
+        }
+    }
 }

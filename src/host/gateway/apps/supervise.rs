@@ -57,6 +57,7 @@ pub async fn supervise(context: SupervisorContext, stop: CancellationToken) {
         budget: None,
         snapshot: AppsSnapshot::default(),
         unreadable: BTreeMap::new(),
+        last_slugs: HashMap::new(),
         rejected: HashMap::new(),
     };
     install_bundled(layout.clone()).await;
@@ -105,6 +106,8 @@ struct Supervisor {
     snapshot: AppsSnapshot,
     /// Errors of stored manifests that this version cannot parse, by slug.
     unreadable: BTreeMap<String, AppError>,
+    /// The slug in each folder's last valid manifest, by folder name.
+    last_slugs: HashMap<String, Slug>,
     /// Manifests that the database rejected.
     rejected: HashMap<Slug, Manifest>,
 }
@@ -155,14 +158,18 @@ impl Supervisor {
         if !self.snapshot.is_loaded {
             self.load_apps(&mut client).await?;
         }
+        let mut updated = Ok(());
         for manifest in new_manifests {
             // `load_apps` may already have registered the same manifest from the database.
             if !self.is_registered(&manifest) {
-                self.register(&mut client, manifest.clone()).await?;
-                self.note_outcome(manifest);
+                match self.register(&mut client, manifest.clone()).await {
+                    Ok(()) => self.note_outcome(manifest),
+                    // A locked table of one app does not delay the others.
+                    Err(error) => updated = Err(error),
+                }
             }
         }
-        Ok(())
+        updated
     }
 
     /// Notes in `activity.log` whether an app could be registered; for a rejected manifest only once, even though
@@ -191,14 +198,17 @@ impl Supervisor {
         self.snapshot.errors.clear();
         self.snapshot.is_scanned = true;
         let mut manifests = Vec::new();
+        self.last_slugs.retain(|name, _| folders.iter().any(|folder| folder.name == *name));
         for AppFolder { name, path, manifest } in folders {
             match manifest {
                 Ok(manifest) => {
+                    self.last_slugs.insert(name, manifest.slug.clone());
                     self.snapshot.folders.insert(manifest.slug.to_string(), (path, manifest.clone()));
                     manifests.push(manifest);
                 }
                 Err(message) => {
-                    let slug = name.parse::<Slug>().ok().map(|slug| slug.to_string());
+                    let slug = self.last_slugs.get(&name).cloned().or_else(|| name.parse().ok());
+                    let slug = slug.map(|slug| slug.to_string());
                     self.snapshot.errors.insert(name, AppError { slug, message });
                 }
             }
@@ -241,8 +251,8 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Registers one app. A rejection becomes that app's error; only an unreachable database, or a failure to
-    /// generate a password, ends the round.
+    /// Registers one app. A rejection becomes that app's error; only a transient database error, or a failure to
+    /// generate a password, is returned, so that the round is retried.
     async fn register(&mut self, client: &mut Client, manifest: Manifest) -> Result<(), RoundError> {
         let slug = manifest.slug.clone();
         let password = self.get_or_generate_password(&slug)?;

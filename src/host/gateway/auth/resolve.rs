@@ -20,7 +20,7 @@ use svc_base::metrics::PROOFS;
 use svc_host::agents::bridge_tokens::AgentTokens;
 use svc_host::system::config::Identity;
 use svc_host::system::unix_socket::PeerCredentials;
-use svc_http::client::{self, Deadlines};
+use svc_http::client::{self, Timeouts};
 use svc_http::jwt::{JwtError, Verifier};
 use svc_http::proof::{self, Claims, LEEWAY_SECONDS, Route};
 use svc_machine::name::IdpUserId;
@@ -65,7 +65,7 @@ impl PrincipalResolver {
             }
         };
         let jwt_verifier = match &config.issuer {
-            Some(trust) => Some(Verifier::new(trust.clone(), client::build(Deadlines::CALL)?)),
+            Some(trust) => Some(Verifier::new(trust.clone(), client::build(Timeouts::CALL)?)),
             None => None,
         };
         let admin_token = config.admin_token.clone();

@@ -47,8 +47,8 @@ pub static SCHEMAS: Endpoint = Endpoint {
         id: "listSchemas",
         method: Method::GET,
         path: "/api/bridge/schemas",
-        summary: "Lists the tables and columns of all apps; an app, or an agent with a single app, gets only that \
-                  app's.",
+        summary: "Lists the tables and columns of all apps; an app gets only its own, and an agent those of its \
+                  apps.",
         credentials: ALL_EXCEPT_PLATFORM,
         parameters: &[],
         body: None,

@@ -39,7 +39,7 @@ pub enum Plan<'t> {
     /// Counts rows.
     Count(Sql),
     Find(FindPlan<'t>),
-    Change(ChangePlan<'t>),
+    Change(MutationPlan<'t>),
 }
 
 /// A statement whose result rows have the values of all columns.
@@ -71,11 +71,11 @@ pub struct FindPlan<'t> {
 
 /// An update or delete.
 #[derive(Debug, PartialEq)]
-pub struct ChangePlan<'t> {
+pub struct MutationPlan<'t> {
     pub sql: Sql,
     /// With [`Returning::Rows`], the row of each change contains `TRUE`, followed by the values of these columns.
     pub columns: Vec<&'t Column>,
-    pub target: ChangeTarget,
+    pub target: MutationTarget,
     pub returning: Returning,
     /// With a bound, each result row starts with the number of matched rows, which are counted up to one above the
     /// bound. If the number exceeds the bound, nothing is changed.
@@ -84,7 +84,7 @@ pub struct ChangePlan<'t> {
 
 /// How a change selects its rows, which determines the response if none match.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ChangeTarget {
+pub enum MutationTarget {
     /// By id: 404 if there is no such row.
     Id,
     /// By filter: success with 0 rows.
@@ -130,7 +130,7 @@ impl Plan<'_> {
 
     /// Whether a filter selects the rows to change.
     pub fn is_filtered_change(&self) -> bool {
-        matches!(self, Self::Change(change) if change.target == ChangeTarget::Filter)
+        matches!(self, Self::Change(change) if change.target == MutationTarget::Filter)
     }
 
     /// Whether the plan writes with several statements, which are atomic only in a transaction.

@@ -10,7 +10,7 @@ use super::filter::escape_segment;
 use super::plan::Plan;
 use crate::database::PoolError;
 use svc_base::metrics::{BRIDGE_SQLSTATES, intern_label};
-use svc_http::problem::{Code, FieldError, Problem};
+use svc_http::problem::{Code, FieldError, Problem, format_chain};
 
 const ROW_TOO_LARGE: &str = "a row is larger than 8 MiB: read it with fewer `columns`";
 /// Delay before a client should retry if the database is unavailable, in seconds.
@@ -37,7 +37,9 @@ impl ErrorContext {
 pub fn from_pool_error(error: &PoolError) -> Problem {
     match error {
         PoolError::Timeout => tracing::warn!("timeout waiting for a database connection"),
-        PoolError::Database(_) => tracing::warn!("cannot open a database connection"),
+        PoolError::Database(error) => {
+            tracing::warn!(error = %format_chain(error), "cannot open a database connection");
+        }
     }
     database_unavailable()
 }

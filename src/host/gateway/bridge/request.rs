@@ -64,8 +64,8 @@ pub enum Operation<'a> {
     Find(FindRequest<'a>),
     Get { id: &'a RawValue },
     Count { filter: Option<&'a RawValue> },
-    Update { change: ChangeRequest<'a>, data: &'a RawValue },
-    Delete { change: ChangeRequest<'a> },
+    Update { change: MutationRequest<'a>, data: &'a RawValue },
+    Delete { change: MutationRequest<'a> },
 }
 
 impl Operation<'_> {
@@ -109,7 +109,7 @@ pub enum CountMode {
 
 /// The rows that an `update` or `delete` changes, and the bound on their number.
 #[derive(Debug)]
-pub struct ChangeRequest<'a> {
+pub struct MutationRequest<'a> {
     pub rows: RowSelector<'a>,
     pub max_affected: Option<&'a RawValue>,
     /// Whether to return the changed rows or only their number.
@@ -279,7 +279,7 @@ impl<'a, 'w> ObjectReader<'a, 'w> {
         Some(Operation::Upsert { data: data?, on_conflict: on_conflict?, resolution })
     }
 
-    fn read_change(&mut self) -> Option<ChangeRequest<'a>> {
+    fn read_change(&mut self) -> Option<MutationRequest<'a>> {
         let rows = match (self.field("id"), self.field("filter")) {
             (Some(id), None) => Some(RowSelector::Id(id)),
             (None, Some(filter)) => Some(RowSelector::Filter(filter)),
@@ -291,7 +291,7 @@ impl<'a, 'w> ObjectReader<'a, 'w> {
             Some("true") => Some(Returning::Rows),
             Some(_) => self.reject("returning", "must be true or false"),
         };
-        Some(ChangeRequest { rows: rows?, max_affected: self.field("maxAffected"), returning: returning? })
+        Some(MutationRequest { rows: rows?, max_affected: self.field("maxAffected"), returning: returning? })
     }
 
     fn read_find(&mut self) -> FindRequest<'a> {

@@ -12,7 +12,7 @@ use tokio_postgres::{Row, RowStream, Statement};
 
 use super::cursor::{Cursor, key_text};
 use super::param::Param;
-use super::plan::{ChangePlan, ChangeTarget, FindPlan, InsertGroup, Plan, RowQuery};
+use super::plan::{FindPlan, InsertGroup, MutationPlan, MutationTarget, Plan, RowQuery};
 use super::refusal::{self, ErrorContext};
 use super::request::Returning;
 use super::row::{self, RowError, RowFormat};
@@ -270,8 +270,12 @@ impl Executor<'_> {
                 None => Ok(None),
             }
         };
-        let (mut page_buffer, count) =
-            future::try_join(self.fill_page(page, rows, mode, budget), counted).await?;
+        let read = future::try_join(self.fill_page(page, rows, mode, budget), counted).await;
+        let (mut page_buffer, count) = read.map_err(|problem| {
+            // The other query may still be running. In a transaction, ROLLBACK waits for it.
+            let may_have_unread_result = count.is_some() && mode == ExecutionMode::Single;
+            if may_have_unread_result { budget.refuse(problem) } else { problem }
+        })?;
         let body = &mut page_buffer.body;
         body.extend_from_slice(b"],\"nextCursor\":");
         match page_buffer.last_keys {
@@ -353,7 +357,7 @@ impl Executor<'_> {
 
     async fn apply_change(
         self,
-        change: &ChangePlan<'_>,
+        change: &MutationPlan<'_>,
         statement: &Statement,
         budget: &ResponseBudget<'_>,
     ) -> Result<BridgeResponse, Problem> {
@@ -393,7 +397,7 @@ impl Executor<'_> {
             _ => {}
         }
         budget.changed.add(affected.try_into().unwrap_or(0));
-        if affected == 0 && change.target == ChangeTarget::Id {
+        if affected == 0 && change.target == MutationTarget::Id {
             return Err(row_not_found());
         }
         let mut body = Vec::with_capacity(rows.len() + 64);

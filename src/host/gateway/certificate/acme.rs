@@ -24,10 +24,10 @@ use svc_base::fsx;
 use svc_host::system::layout::Layout;
 use svc_http::body::read_response;
 use svc_http::certificate::{CertificateResolver, ChallengeGuard, create_signing_request};
-use svc_http::client::{self, Deadlines};
+use svc_http::client::{self, Timeouts};
 use svc_wire::heartbeat::{AcmeSettings, ExternalAccount};
 
-const DEADLINES: Deadlines = Deadlines {
+const TIMEOUTS: Timeouts = Timeouts {
     connect: Duration::from_secs(5),
     total: Some(Duration::from_secs(30)),
     idle: Duration::from_secs(30),
@@ -220,7 +220,7 @@ impl StoredAccount {
 struct HttpAdapter(reqwest::Client);
 
 fn http_client() -> anyhow::Result<Box<dyn HttpClient>> {
-    Ok(Box::new(HttpAdapter(client::build(DEADLINES)?)))
+    Ok(Box::new(HttpAdapter(client::build(TIMEOUTS)?)))
 }
 
 impl HttpClient for HttpAdapter {

@@ -49,7 +49,7 @@ const REVOKE_STATEMENTS: &str = "
 /// Prepares the database for apps, and the outbox for this machine.
 ///
 /// # Errors
-/// The database is unreachable or rejects a statement.
+/// The database is unreachable or rejects a statement, or another transaction holds a required lock for too long.
 pub async fn prepare(client: &mut Client, epoch: Epoch) -> Result<(), DatabaseError> {
     let transaction = client.transaction().await?;
     lock_schemas(&transaction).await?;

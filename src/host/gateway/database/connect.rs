@@ -61,7 +61,7 @@ impl Database {
     /// The caller must keep the client: dropping it closes the connection.
     ///
     /// # Errors
-    /// The connection cannot be opened, or the database rejects the `LISTEN` statement.
+    /// The connection cannot be opened, or the database rejects the `LISTEN` statement or does not respond in time.
     pub async fn listen(&self, channel: &'static str, wakeup: Arc<Notify>) -> Result<Client, DatabaseError> {
         let config = resolve_hosts(&self.config).await?;
         let connecting = tokio::time::timeout(CONNECT_TIMEOUT, config.connect(NoTls));
@@ -75,7 +75,9 @@ impl Database {
             }
             wakeup.notify_one();
         });
-        client.batch_execute(&format!("LISTEN {channel}")).await?;
+        let sql = format!("LISTEN {channel}");
+        let listening = tokio::time::timeout(PING_TIMEOUT, client.batch_execute(&sql));
+        listening.await.map_err(|_| DatabaseError::Timeout)??;
         Ok(client)
     }
 

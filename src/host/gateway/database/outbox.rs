@@ -63,7 +63,7 @@ pub const SCHEMA_SQL: &str = "
 ";
 
 /// Selects the statements that create a schema's missing triggers. A table without the built-in `id` is not an app's.
-const CREATE_MISSING_TRIGGERS: &str = "
+const CREATE_TRIGGER_STATEMENTS: &str = "
     SELECT format('CREATE TRIGGER %I AFTER %s ON %I.%I %s FOR EACH STATEMENT EXECUTE FUNCTION svc.%I()',
                   k.name, k.event, n.nspname, c.relname, k.referencing, k.function)
       FROM pg_class c
@@ -79,7 +79,7 @@ const CREATE_MISSING_TRIGGERS: &str = "
      ORDER BY c.relname, k.name";
 
 /// Selects the statements that drop a schema's triggers.
-const DROP_TRIGGERS: &str = "
+const DROP_TRIGGER_STATEMENTS: &str = "
     SELECT format('DROP TRIGGER %I ON %I.%I', t.tgname, n.nspname, c.relname)
       FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid JOIN pg_namespace n ON n.oid = c.relnamespace
      WHERE n.nspname = $1 AND starts_with(t.tgname, 'svc_changes_')";
@@ -112,6 +112,11 @@ pub async fn adopt_feed(transaction: &Transaction<'_>, epoch: Epoch) -> Result<(
             &[&epoch],
         )
         .await?;
+    // After a restore onto another server, the restored floors are transaction ids of the old server, which may be far
+    // ahead. A missing floor is set when the app's next listener connects.
+    let set_floors =
+        "UPDATE svc.watched SET floor = pg_current_xact_id()::text::bigint WHERE floor IS NOT NULL";
+    transaction.execute(set_floors, &[]).await?;
     Ok(())
 }
 
@@ -135,7 +140,7 @@ pub async fn create_triggers(
     client: &impl GenericClient,
     schema: &SqlIdentifier,
 ) -> Result<(), tokio_postgres::Error> {
-    for row in client.query(CREATE_MISSING_TRIGGERS, &[&schema.as_str()]).await? {
+    for row in client.query(CREATE_TRIGGER_STATEMENTS, &[&schema.as_str()]).await? {
         client.batch_execute(row.get(0)).await?;
     }
     Ok(())
@@ -146,7 +151,7 @@ pub async fn create_triggers(
 /// # Errors
 /// The database is unreachable or rejects a statement.
 async fn drop_triggers(client: &impl GenericClient, schema: &str) -> Result<(), tokio_postgres::Error> {
-    for row in client.query(DROP_TRIGGERS, &[&schema]).await? {
+    for row in client.query(DROP_TRIGGER_STATEMENTS, &[&schema]).await? {
         client.batch_execute(row.get(0)).await?;
     }
     Ok(())
@@ -159,7 +164,6 @@ async fn drop_triggers(client: &impl GenericClient, schema: &str) -> Result<(), 
 /// lock for more than two seconds.
 pub async fn start_watching(client: &mut Client, schema: &SqlIdentifier) -> Result<(), DatabaseError> {
     let transaction = client.transaction().await?;
-    transaction.batch_execute("SET LOCAL lock_timeout = '2s'").await?;
     schema_lock::lock_schemas(&transaction).await?;
     create_triggers(&transaction, schema).await?;
     let upsert = "INSERT INTO svc.watched (schema_name) VALUES ($1)
@@ -186,7 +190,8 @@ pub struct OutboxRetention {
 /// Deletes events beyond the retention limits, and stops watching schemas that have had no listener for too long.
 ///
 /// # Errors
-/// The database is unreachable or rejects a statement, or a table stays locked for more than a second.
+/// The database is unreachable or rejects a statement, or a required lock is not available within two
+/// seconds.
 pub async fn clean_up(
     client: &mut Client,
     retention: OutboxRetention,
@@ -225,9 +230,13 @@ pub async fn clean_up(
     for row in &unwatched {
         let schema: &str = row.get(0);
         let transaction = client.transaction().await?;
-        transaction.batch_execute("SET LOCAL lock_timeout = '1s'").await?;
-        drop_triggers(&transaction, schema).await?;
-        transaction.execute("DELETE FROM svc.watched WHERE schema_name = $1", &[&schema]).await?;
+        schema_lock::lock_schemas(&transaction).await?;
+        // A listener may have connected since the query. While the lock is held, none can start watching.
+        let delete = "DELETE FROM svc.watched
+                       WHERE schema_name = $1 AND listened_at < now() - make_interval(days => $2)";
+        if transaction.execute(delete, &[&schema, &retention.unwatch_after_days]).await? > 0 {
+            drop_triggers(&transaction, schema).await?;
+        }
         transaction.commit().await?;
     }
     Ok(())

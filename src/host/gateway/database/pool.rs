@@ -129,7 +129,12 @@ impl Pool {
                         let mut freed = pin!(self.freed.notified());
                         freed.as_mut().enable();
                         if lease.is_exclusive() {
-                            return Ok(lease);
+                            // A request that was in flight may have abandoned the connection, whose statements are then
+                            // cancelled.
+                            if lease.is_usable() {
+                                return Ok(lease);
+                            }
+                            break;
                         }
                         freed.await;
                     }

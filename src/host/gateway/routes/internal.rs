@@ -76,7 +76,7 @@ pub async fn request_update(
 
 pub static UPDATE: Endpoint = Endpoint {
     operation: Operation {
-        id: "askForUpdate",
+        id: "requestUpdate",
         method: Method::POST,
         path: "/_svc/internal/update",
         summary: "Requests an update to a release.",
@@ -97,7 +97,7 @@ pub static UPDATE: Endpoint = Endpoint {
 
 pub static BACKUP: Endpoint = Endpoint {
     operation: Operation {
-        id: "askForBackup",
+        id: "requestBackup",
         method: Method::POST,
         path: "/_svc/internal/backup",
         summary: "Requests a backup.",
@@ -131,7 +131,7 @@ pub static ACCEPT: Endpoint = Endpoint {
 
 pub static DRILL: Endpoint = Endpoint {
     operation: Operation {
-        id: "askForDrill",
+        id: "requestDrill",
         method: Method::POST,
         path: "/_svc/internal/drill",
         summary: "Requests a restore drill of the latest snapshot.",
@@ -148,7 +148,7 @@ pub static DRILL: Endpoint = Endpoint {
 
 pub static VERIFY_FILES: Endpoint = Endpoint {
     operation: Operation {
-        id: "askForFilesVerification",
+        id: "requestFilesVerification",
         method: Method::POST,
         path: "/_svc/internal/files-verify",
         summary: "Requests a verification of a share of the file backup.",

@@ -17,7 +17,7 @@ use svc_base::clock::{now_ms, rfc3339_ms};
 use svc_base::fsx::{self, FileError};
 use svc_host::agents::kernel::Kernel;
 use svc_host::agents::owner_config;
-use svc_host::agents::owner_config::Settings;
+use svc_host::agents::owner_config::OwnerSettings;
 use svc_host::records::calendar::Calendar;
 use svc_host::records::entry::{AuditEntry, FileOperation};
 use svc_host::records::limits::{Period, Spending};
@@ -75,7 +75,7 @@ async fn limits_json(kernel: &Kernel, user: &str) -> Result<Value, Problem> {
     }))
 }
 
-fn period_json(settings: &Settings, spent: &Spending, period: Period, now: Timestamp) -> Value {
+fn period_json(settings: &OwnerSettings, spent: &Spending, period: Period, now: Timestamp) -> Value {
     let (limit, used) = (settings.limits.for_period(period), spent.in_period(period));
     let is_limited = limit > Dollars::ZERO;
     let resets_at = match period {

@@ -12,6 +12,7 @@ use jiff::{Timestamp, ToSpan};
 use serde_json::{Map, Value, json};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Duration, Instant};
+use tokio_util::sync::CancellationToken;
 
 use crate::bridge;
 use crate::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_DELAY_MS};
@@ -150,7 +151,7 @@ pub async fn list(
     Ok(bridge::json_response(StatusCode::OK, Bytes::from(response.to_string())).into_response())
 }
 
-/// Streams a record's new lines.
+/// Streams a record's new lines until `closing` is cancelled; the listener then reconnects to the restarted gateway.
 ///
 /// # Errors
 /// 400 for an invalid filter or `Last-Event-ID`; 410 if the lines after `Last-Event-ID` no longer exist; 500 if a file
@@ -160,6 +161,7 @@ pub async fn follow(
     view: &'static RecordView,
     headers: &HeaderMap,
     query: Option<&str>,
+    closing: CancellationToken,
 ) -> Result<Response, Problem> {
     let mut query = Fields::from_query(query.unwrap_or_default());
     let filter = RecordFilter::read(&mut query, view);
@@ -189,9 +191,9 @@ pub async fn follow(
         deadline: now + MAX_STREAM_DURATION,
         _permit: permit,
     };
-    Ok(events::stream_response(stream::unfold(listener, |mut listener| async move {
-        let chunk = listener.next().await?;
-        Some((Ok::<_, Infallible>(chunk), listener))
+    Ok(events::stream_response(stream::unfold((listener, closing), |(mut listener, closing)| async move {
+        let chunk = closing.run_until_cancelled(listener.next()).await??;
+        Some((Ok::<_, Infallible>(chunk), (listener, closing)))
     })))
 }
 

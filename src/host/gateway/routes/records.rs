@@ -10,6 +10,7 @@ use super::record_lines;
 use super::record_lines::{DEFAULT_LIMIT, MAX_FILTER_CHARS, MAX_LIMIT, RecordView};
 use crate::auth::READERS;
 use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
+use svc_host::agents::dispatch::Dispatcher;
 use svc_host::agents::kernel::Kernel;
 use svc_host::records::files::RecordKind;
 use svc_http::openapi::{
@@ -113,10 +114,12 @@ macro_rules! record {
 
         pub async fn $follow_handler(
             State(kernel): State<Arc<Kernel>>,
+            State(dispatcher): State<Arc<Dispatcher>>,
             headers: HeaderMap,
             RawQuery(query): RawQuery,
         ) -> Result<Response, Problem> {
-            record_lines::follow(&kernel, &$view, &headers, query.as_deref()).await
+            let closing = dispatcher.closed.clone();
+            record_lines::follow(&kernel, &$view, &headers, query.as_deref(), closing).await
         }
     };
 }

@@ -12,7 +12,7 @@ use crate::system::backoff::Backoff;
 use crate::system::config::PlatformAccess;
 use crate::system::platform_response::{ProblemBody, read_body};
 use svc_http::body::ResponseBodyError;
-use svc_http::client::{self, Deadlines};
+use svc_http::client::{self, Timeouts};
 use svc_http::request_id;
 use svc_machine::id::MachineId;
 use svc_wire::registration::{BootFailureReport, BootStageReport, RegistrationResponse};
@@ -47,7 +47,7 @@ impl<'a> RegistrationClient<'a> {
     /// # Errors
     /// If the HTTP client cannot be created.
     pub fn new(platform: &'a PlatformAccess, token: &'a SecretString) -> Result<Self, RegistrationError> {
-        let client = client::build(Deadlines::CALL).map_err(RegistrationError::Client)?;
+        let client = client::build(Timeouts::CALL).map_err(RegistrationError::Client)?;
         Ok(Self { client, platform, token })
     }
 

@@ -13,7 +13,7 @@ use crate::system::release;
 use crate::system::upgrade_token::Tokens;
 use crate::update::trusted_keys;
 use svc_http::body::ResponseBodyError;
-use svc_http::client::{self, Deadlines};
+use svc_http::client::{self, Timeouts};
 use svc_http::request_id;
 use svc_machine::name::ImageVersion;
 use svc_wire::heartbeat::{Heartbeat, HeartbeatResponse};
@@ -56,7 +56,7 @@ impl<'a> HeartbeatClient<'a> {
     /// # Errors
     /// If the HTTP client cannot be created.
     pub fn new(config: &'a SyncConfig) -> anyhow::Result<Self> {
-        Ok(Self { config, client: client::build(Deadlines::CALL)?, code: CodeProbe::default() })
+        Ok(Self { config, client: client::build(Timeouts::CALL)?, code: CodeProbe::default() })
     }
 
     pub async fn send_heartbeat(&self) -> Result<HeartbeatReply, HeartbeatError> {

@@ -148,6 +148,6 @@ async fn find_latest(
 async fn remove_leftovers(context: &RestoreContext, dir: &Path) -> Result<(), DrillError> {
     let client = context.server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
     staging::drop_scratch_databases(&client, ScratchPurpose::Check).await?;
-    staging::drop_drill_roles(&client).await?;
+    staging::drop_temporary_roles(&client).await?;
     Ok(staging::remove_dumps(dir)?)
 }

@@ -181,7 +181,7 @@ async fn dump_to_sink(
         pumped => pumped,
     };
     let has_reader_exited = pumped.is_err();
-    let status = dump_check::wait_for_exit(&mut dump, "pg_dump").await?;
+    let status = dump_check::wait_for_exit(&mut dump, "pg_dump", dump_check::EXIT_TIMEOUT).await?;
     let read = reader.finish().await;
     // A reader that fails breaks the pipe of a healthy pg_dump, so the reader's error takes precedence.
     if !status.success() && !has_reader_exited {

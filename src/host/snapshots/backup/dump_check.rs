@@ -15,7 +15,7 @@ use crate::system::postgres_tools::PgTools;
 
 /// Number of chunks by which the reader may lag behind the writer.
 const QUEUE_CAPACITY: usize = 8;
-/// Maximum time for a tool to exit after the last byte.
+/// Maximum time for a tool that only reads or writes a dump to exit after the last byte.
 pub const EXIT_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Why a dump was not read in full.
@@ -82,7 +82,7 @@ impl DumpCheck {
         let Self { mut child, chunks, feeder, stderr_tail } = self;
         drop(chunks);
         let was_read_in_full = feeder.await.unwrap_or(false);
-        let status = wait_for_exit(&mut child, "pg_restore").await?;
+        let status = wait_for_exit(&mut child, "pg_restore", EXIT_TIMEOUT).await?;
         if status.code().is_none() {
             return Err(DumpCheckError::Killed { status });
         }
@@ -110,10 +110,14 @@ async fn feed(stdin: Option<ChildStdin>, mut chunks: mpsc::Receiver<Bytes>) -> b
 /// Waits for a tool to exit.
 ///
 /// # Errors
-/// [`DumpCheckError::TimedOut`] after [`EXIT_TIMEOUT`]; [`DumpCheckError::Wait`] if the system call fails.
-pub async fn wait_for_exit(child: &mut Child, tool: &'static str) -> Result<ExitStatus, DumpCheckError> {
-    let ended = tokio::time::timeout(EXIT_TIMEOUT, child.wait()).await;
+/// [`DumpCheckError::TimedOut`] after `timeout`; [`DumpCheckError::Wait`] if the system call fails.
+pub async fn wait_for_exit(
+    child: &mut Child,
+    tool: &'static str,
+    timeout: Duration,
+) -> Result<ExitStatus, DumpCheckError> {
+    let ended = tokio::time::timeout(timeout, child.wait()).await;
     ended
-        .map_err(|_| DumpCheckError::TimedOut { tool, seconds: EXIT_TIMEOUT.as_secs() })?
+        .map_err(|_| DumpCheckError::TimedOut { tool, seconds: timeout.as_secs() })?
         .map_err(|source| DumpCheckError::Wait { tool, source })
 }

@@ -257,8 +257,12 @@ async fn back_up(
     if keep_publishable(progress, latest.as_ref()) {
         return publish(settings, progress).await;
     }
+    // The snapshot with which the new one is compared.
     let previous = match &latest {
-        Some(latest) => read_sidecar(settings, latest).await?.filter(|_| options.loss == LossPolicy::Refuse),
+        Some(latest) => read_sidecar(settings, latest).await?.filter(|previous| {
+            options.loss == LossPolicy::Refuse
+                && shrink_guard::is_same_database(previous.database_identity.as_ref(), identity.as_ref())
+        }),
         None => None,
     };
     open_uploads::abort_all(&settings.layout, &settings.bucket).await;

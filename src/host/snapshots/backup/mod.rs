@@ -31,6 +31,8 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use futures_util::FutureExt;
+use futures_util::future::Shared;
 use jiff::Timestamp;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -256,7 +258,10 @@ async fn accept(layout: Layout) -> Result<(), Failure> {
 async fn serve_accept_request(layout: &Layout, request: &RequestFile) -> Result<(), Failure> {
     let id = request.id().unwrap_or_else(request_id::generate);
     let result = request_id::run_with_id(id, accept(layout.clone())).await;
-    request.complete();
+    // After a transient failure, the service is restarted and serves the request again.
+    if !result.as_ref().is_err_and(retry::is_transient) {
+        request.complete();
+    }
     result
 }
 
@@ -276,8 +281,8 @@ async fn run_backup(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
         }
         Err(failure) => Err(failure),
     };
-    // A failed request is removed too: the failure is recorded, and the path unit would restart this program
-    // immediately.
+    // A failed request is removed too: otherwise, the path unit would restart this program immediately. Its service
+    // restarts a failed run after a delay.
     if let Some(request) = request {
         request.complete();
     }
@@ -290,10 +295,12 @@ async fn back_up_with_retries(
     request: Option<&RequestFile>,
 ) -> Result<(), Failure> {
     let mut retry = RetrySchedule::read(&mut config::environment(&settings.layout));
+    // A signal also ends the run if it arrives between two attempts, or during one that fails for another reason.
+    let stop = watch_stop_signal()?.shared();
     let mut unpublished = None;
     loop {
-        let failure = match back_up(settings, args, request, &mut unpublished).await {
-            Err(failure) if args.retry => failure,
+        let failure = match back_up(settings, args, request, &mut unpublished, &stop).await {
+            Err(failure) if args.retry && stop.peek().is_none() => failure,
             result => return result,
         };
         let Some(delay) = retry.next_delay(&failure) else { return Err(failure) };
@@ -301,7 +308,7 @@ async fn back_up_with_retries(
         tracing::warn!(%error, seconds, "the backup failed and will be retried");
         tokio::select! {
             () = tokio::time::sleep(delay) => {}
-            () = watch_stop_signal()? => return Err(failure),
+            () = stop.clone() => return Err(failure),
         }
     }
 }
@@ -311,9 +318,16 @@ async fn back_up(
     args: &RunArgs,
     request: Option<&RequestFile>,
     unpublished: &mut Option<UnpublishedSnapshot>,
+    stop: &Shared<impl Future<Output = ()>>,
 ) -> Result<(), Failure> {
     let wait = if request.is_some() { REQUEST_LOCK_TIMEOUT } else { PROBE_LOCK_TIMEOUT };
-    let lock = Lock::wait(&settings.layout.backup_lock(), wait).await;
+    let lock_file = settings.layout.backup_lock();
+    let lock = tokio::select! {
+        lock = Lock::wait(&lock_file, wait) => lock,
+        () = stop.clone() => {
+            return Err(Failure::new(Exit::TryAgain, anyhow::anyhow!("stopped by a signal")));
+        }
+    };
     let lock = lock.map_err(|error| lock_failure(error, "another backup is running"))?;
     if let Some(request) = request {
         request.begin();
@@ -321,7 +335,7 @@ async fn back_up(
     let loss = if args.allow_empty { job::LossPolicy::Accept } else { job::LossPolicy::Refuse };
     // Only the hourly unit passes `--retry`.
     let trigger = if args.retry { Trigger::Schedule } else { Trigger::Request };
-    job::attempt(&lock, settings, RunOptions { loss, trigger }, unpublished, watch_stop_signal()?).await
+    job::attempt(&lock, settings, RunOptions { loss, trigger }, unpublished, stop.clone()).await
 }
 
 async fn serve_drill_request(layout: Layout) -> Result<(), Failure> {

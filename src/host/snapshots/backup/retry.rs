@@ -38,11 +38,17 @@ impl RetrySchedule {
     /// Returns the delay before the next attempt; `None` if the failure is permanent or the retry window would end
     /// first.
     pub fn next_delay(&mut self, failure: &Failure) -> Option<Duration> {
-        if !matches!(failure.exit, Exit::Unavailable | Exit::Internal | Exit::TryAgain) {
+        if !is_transient(failure) {
             return None;
         }
         self.delays.next().filter(|delay| Instant::now() + *delay < self.deadline)
     }
+}
+
+/// Returns whether a retry may succeed. The units that serve requests are not restarted after the other exit codes
+/// (`RestartPreventExitStatus=`).
+pub fn is_transient(failure: &Failure) -> bool {
+    matches!(failure.exit, Exit::Unavailable | Exit::Internal | Exit::TryAgain)
 }
 
 #[cfg(test)]

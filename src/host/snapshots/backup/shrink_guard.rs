@@ -16,7 +16,7 @@ use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock;
 use svc_base::fsx::FileError;
 use svc_store::pointer_io::{self, PointerError};
-use svc_store::snapshot::{self as stored, Sidecar, SnapshotUnusable};
+use svc_store::snapshot::{self as stored, DatabaseIdentity, Sidecar, SnapshotUnusable};
 
 /// Number of hourly snapshots in a row that confirm the loss.
 const MIN_AGREEING_SNAPSHOTS: u32 = 3;
@@ -46,8 +46,8 @@ impl HeldBackError {
     }
 }
 
-/// Compares the snapshot `taken` with the latest, `previous`. If `taken` is held back, records that and returns an
-/// error to report.
+/// Compares the snapshot `taken` with the latest, `previous`, which is of the same database. If `taken` is held back,
+/// records that and returns an error to report.
 ///
 /// # Errors
 /// [`FileError`] if the record of the held-back snapshot cannot be read or written: a snapshot is never held back
@@ -59,11 +59,7 @@ pub fn check_shrinkage(
     taken: &Sidecar,
 ) -> Result<Option<HeldBackError>, FileError> {
     let layout = &settings.layout;
-    let Some(loss) = row_loss::describe_loss(&previous.tables, &taken.tables)
-        .filter(|_| is_same_database(previous, taken))
-    else {
-        return Ok(None);
-    };
+    let Some(loss) = row_loss::describe_loss(&previous.tables, &taken.tables) else { return Ok(None) };
     let earlier = HeldSnapshot::read(layout)?.filter(|held| held.latest == previous.key);
     let held = match earlier {
         Some(held) => held.with_next_snapshot(taken.key.clone(), loss),
@@ -86,17 +82,19 @@ fn read_uptime() -> Duration {
     clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::ZERO, Duration::from)
 }
 
-/// Returns whether both are of the same database. A database that was restored, imported or adopted in between may
-/// legitimately be smaller.
-fn is_same_database(previous: &Sidecar, taken: &Sidecar) -> bool {
-    match (&previous.database_identity, &taken.database_identity) {
-        (Some(previous), Some(taken)) => previous.restore_id == taken.restore_id,
+/// Returns whether the previous snapshot is of the current database. A database that was restored, imported or adopted
+/// in between may legitimately be smaller, or empty.
+pub fn is_same_database(previous: Option<&DatabaseIdentity>, current: Option<&DatabaseIdentity>) -> bool {
+    match (previous, current) {
+        (Some(previous), Some(current)) => previous.restore_id == current.restore_id,
         _ => true,
     }
 }
 
 #[derive(Debug, thiserror::Error)]
 enum AcceptError {
+    #[error("no snapshot is held back")]
+    NothingHeld,
     #[error(transparent)]
     Unusable(#[from] SnapshotUnusable),
     #[error(transparent)]
@@ -113,24 +111,20 @@ impl AcceptError {
             }
             Self::Pointer(PointerError::Fenced(_)) => Exit::Permission,
             Self::Pointer(_) => Exit::Unavailable,
-            Self::Unusable(_) => Exit::Refused,
+            Self::NothingHeld | Self::Unusable(_) => Exit::Refused,
             Self::File(_) => Exit::Internal,
         }
     }
 }
 
-/// Makes the held-back snapshot the latest, on a person's decision. Does nothing if no snapshot is held back.
+/// Makes the held-back snapshot the latest, on a person's decision.
 ///
 /// # Errors
-/// `Refused` if the held-back snapshot is unusable; `Permission` if this machine has been replaced; `Unavailable` if
-/// the store is unavailable or the pointer could not be moved; otherwise `Internal`.
+/// `Refused` if no snapshot is held back, or the one that is held back is unusable; `Permission` if this machine has
+/// been replaced; `Unavailable` if the store is unavailable or the pointer could not be moved; otherwise `Internal`.
 pub async fn accept(_lock: &Lock, settings: &BackupSettings) -> Result<(), Failure> {
     let (started, timestamp) = (Instant::now(), clock::now_ms());
-    let accepted = accept_held(settings).await.map_err(|error| Failure::new(error.exit(), error))?;
-    let Some(sidecar) = accepted else {
-        println!("no snapshot is held back");
-        return Ok(());
-    };
+    let sidecar = accept_held(settings).await.map_err(|error| Failure::new(error.exit(), error))?;
     println!("{} is now the latest snapshot", sidecar.key);
     let record = BackupRecord {
         timestamp,
@@ -146,10 +140,10 @@ pub async fn accept(_lock: &Lock, settings: &BackupSettings) -> Result<(), Failu
     record::write(&settings.layout, &record).or_exit(Exit::Internal)
 }
 
-async fn accept_held(settings: &BackupSettings) -> Result<Option<Sidecar>, AcceptError> {
-    let Some(held) = HeldSnapshot::read(&settings.layout)? else { return Ok(None) };
+async fn accept_held(settings: &BackupSettings) -> Result<Sidecar, AcceptError> {
+    let held = HeldSnapshot::read(&settings.layout)?.ok_or(AcceptError::NothingHeld)?;
     let (sidecar, snapshot) = stored::load_with_sidecar(&settings.bucket, &settings.slot, &held.key).await?;
     pointer_io::advance(&settings.bucket, &settings.slot, &snapshot).await?;
     HeldSnapshot::clear(&settings.layout)?;
-    Ok(Some(sidecar))
+    Ok(sidecar)
 }

@@ -129,6 +129,17 @@ pub enum ExistingRows {
     Replace,
 }
 
+/// The database with which the gate opened.
+#[derive(Debug, PartialEq, Eq)]
+pub enum OpenedWith {
+    /// The snapshot with this key.
+    Snapshot(String),
+    /// The existing database, which holds the owner's rows: there is no snapshot.
+    ExistingRows,
+    /// A database without the owner's rows: there is no snapshot.
+    EmptyDatabase,
+}
+
 /// Restores the snapshot, if there is one, and writes the marker.
 ///
 /// # Errors
@@ -138,7 +149,7 @@ pub async fn open(
     _lock: &Lock,
     settings: &RestoreSettings,
     existing_rows: ExistingRows,
-) -> Result<(), Failure> {
+) -> Result<OpenedWith, Failure> {
     restore(settings, existing_rows).await.map_err(RestoreError::into_failure)
 }
 
@@ -147,8 +158,8 @@ pub async fn adopt(_lock: &Lock, settings: &RestoreSettings) -> Result<(), Failu
     set_marker(settings, None).await.map_err(|error| Failure::new(error.exit(), error))
 }
 
-/// Finishes or undoes a swap that was interrupted while the gate was open, such as an import's. Runs at boot if there
-/// is a journal.
+/// Finishes or undoes a swap that was interrupted while the gate was open, such as an import's. Does nothing if there is
+/// no journal.
 pub async fn finish_interrupted_swap(_lock: &Lock, settings: &RestoreSettings) -> Result<(), Failure> {
     finish_or_undo_swap(settings).await.map_err(|error| Failure::new(error.exit(), error))
 }
@@ -168,15 +179,30 @@ async fn finish_or_undo_swap(settings: &RestoreSettings) -> Result<(), RestoreEr
         staging::drop_scratch_databases(&client, ScratchPurpose::Restore).await.map_err(SwapError::from)?;
         tracing::warn!(key = journal.key, "undid an interrupted swap of databases");
     }
-    Ok(journal::remove(&settings.layout)?)
+    journal::remove(&settings.layout)?;
+    remove_temporary_data(settings);
+    Ok(())
 }
 
-async fn restore(settings: &RestoreSettings, existing_rows: ExistingRows) -> Result<(), RestoreError> {
+async fn restore(
+    settings: &RestoreSettings,
+    existing_rows: ExistingRows,
+) -> Result<OpenedWith, RestoreError> {
     failpoint::trigger("restore.begin")?;
     fsx::remove_leftover_temps_in(&settings.layout.restore_state(), |_| true)?;
     let Some(snapshot) = find_snapshot(settings).await? else {
-        tracing::info!("there is no snapshot: this machine starts with an empty database");
-        return set_marker(settings, None).await;
+        let opened_with = match find_owner_rows(settings).await? {
+            Some(table) => {
+                tracing::warn!(table, "there is no snapshot: kept the existing database, which holds rows");
+                OpenedWith::ExistingRows
+            }
+            None => {
+                tracing::info!("there is no snapshot: this machine starts with an empty database");
+                OpenedWith::EmptyDatabase
+            }
+        };
+        set_marker(settings, None).await?;
+        return Ok(opened_with);
     };
     failpoint::trigger("restore.named")?;
     let was_never_served = is_restored_but_never_served(settings).await?;
@@ -217,7 +243,7 @@ async fn restore(settings: &RestoreSettings, existing_rows: ExistingRows) -> Res
     set_marker(settings, Some(&snapshot.key)).await?;
     remove_temporary_data(settings);
     tracing::info!(key = snapshot.key, "restored");
-    Ok(())
+    Ok(OpenedWith::Snapshot(snapshot.key))
 }
 
 /// Returns the snapshot to restore; `None` if there is none and an empty start is allowed.
@@ -299,17 +325,23 @@ async fn is_restored_but_never_served(settings: &RestoreSettings) -> Result<bool
 /// Refuses to replace rows that may be newer than the snapshot. If only the marker was lost, `adopt` keeps the
 /// database.
 async fn ensure_no_owner_rows(settings: &RestoreSettings) -> Result<(), RestoreError> {
+    let database = settings.context.server.database();
+    match find_owner_rows(settings).await? {
+        None => Ok(()),
+        Some(table) => Err(RestoreError::HoldsRows { database: database.to_owned(), table }),
+    }
+}
+
+/// Returns a table of the existing database that holds the owner's rows, if there is one.
+async fn find_owner_rows(settings: &RestoreSettings) -> Result<Option<String>, RestoreError> {
     let maintenance =
         staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
     let database = settings.context.server.database();
     if staging::find_oid(&maintenance, database).await.map_err(SwapError::from)?.is_none() {
-        return Ok(());
+        return Ok(None);
     }
     let client = staging::connect_with_retries(&settings.context, database).await?;
-    match row_counts::find_table_with_rows(&client).await.map_err(SwapError::from)? {
-        None => Ok(()),
-        Some(table) => Err(RestoreError::HoldsRows { database: database.to_owned(), table }),
-    }
+    Ok(row_counts::find_table_with_rows(&client).await.map_err(SwapError::from)?)
 }
 
 /// Assigns the restore id before the swap, so that the live database always has one.

@@ -15,7 +15,6 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use crate::snapshots::restore_marker::RestoreMarker;
 use crate::system::activity;
 use crate::system::boot_progress::BootReporter;
 use crate::system::config::init_log;
@@ -25,7 +24,7 @@ use crate::system::user;
 use svc_base::applet::{self, Exit, Failure};
 use svc_http::request_id;
 
-use gate::ExistingRows;
+use gate::{ExistingRows, OpenedWith};
 use journal::Journal;
 use settings::RestoreSettings;
 
@@ -104,7 +103,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
                     let settings = RestoreSettings::read(layout)?;
                     let restored = gate::open(&lock(&settings)?, &settings, ExistingRows::Replace).await;
                     record_outcome(&settings.layout, &restored);
-                    restored
+                    restored.map(drop)
                 }
                 Some(Command::Import { archive, options }) => import::run(&layout, &archive, options).await,
                 Some(Command::ImportStep(step)) => import::run_step(layout, step).await,
@@ -127,15 +126,15 @@ async fn open_gate(layout: Layout) -> Result<(), Failure> {
     let _reporter = BootReporter::start(&settings.layout, settings.context.progress.subscribe());
     let restored = gate::open(&lock, &settings, ExistingRows::Refuse).await;
     record_outcome(&settings.layout, &restored);
-    restored
+    restored.map(drop)
 }
 
 /// Records the outcome of a restore in `activity.log`.
-fn record_outcome(layout: &Layout, restored: &Result<(), Failure>) {
-    let snapshot = || RestoreMarker::read(layout).ok().flatten().and_then(|marker| marker.snapshot);
-    let text = match restored.as_ref().map(|()| snapshot()) {
-        Ok(Some(key)) => format!("the database was restored from {key}"),
-        Ok(None) => "the machine starts with an empty database".to_owned(),
+fn record_outcome(layout: &Layout, restored: &Result<OpenedWith, Failure>) {
+    let text = match restored {
+        Ok(OpenedWith::Snapshot(key)) => format!("the database was restored from {key}"),
+        Ok(OpenedWith::ExistingRows) => "there is no snapshot: kept the existing database".to_owned(),
+        Ok(OpenedWith::EmptyDatabase) => "the machine starts with an empty database".to_owned(),
         Err(failure) => format!("the restore of the database failed: {:#}", failure.error),
     };
     activity::note(layout, &text);

@@ -12,7 +12,7 @@ use crate::system::postgres::quote_ident;
 pub enum ScratchPurpose {
     /// A restore or an import: the database becomes the owner's, and its roles are kept.
     Restore,
-    /// A drill or the side database: its roles are dropped with it, by [`super::drop_drill_roles`].
+    /// A drill or the side database: its roles are dropped with it, by [`super::drop_temporary_roles`].
     Check,
 }
 

@@ -30,7 +30,8 @@ pub use load::{
     check_postgres_version, compare_with_sidecar, connect_with_retries, create_database, load_into_scratch,
     run_restore,
 };
-pub use roles::drop_drill_roles;
+pub use roles::drop_temporary_roles;
+pub use stream::INDEX_BUILD_TIMEOUT;
 
 /// The context for loading a snapshot: source, destination and limits.
 pub struct RestoreContext {

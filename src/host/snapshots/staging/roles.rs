@@ -12,7 +12,7 @@ use tokio_postgres::{Client, Transaction};
 use super::database::ScratchPurpose;
 use super::error::{LoadError, query};
 use crate::snapshots::roles;
-use crate::snapshots::roles::DRILL_ROLE_COMMENT;
+use crate::snapshots::roles::TEMPORARY_ROLE_COMMENT;
 use crate::system::postgres::{quote_ident, quote_literal};
 use svc_store::role_facts::{Membership, RoleFacts, RoleSetting};
 use svc_store::snapshot::Sidecar;
@@ -44,7 +44,8 @@ pub async fn create(
         }
         let mut create = format!("CREATE ROLE {} NOLOGIN", quote_ident(name));
         if purpose == ScratchPurpose::Check {
-            create.push_str(&format!("; COMMENT ON ROLE {} IS '{DRILL_ROLE_COMMENT}'", quote_ident(name)));
+            let name = quote_ident(name);
+            create.push_str(&format!("; COMMENT ON ROLE {name} IS '{TEMPORARY_ROLE_COMMENT}'"));
         }
         transaction.batch_execute(&create).await.map_err(query(format!("create the role {name}")))?;
         created.insert(name);
@@ -188,16 +189,32 @@ impl RoleSetup<'_> {
     }
 }
 
+/// Whether objects depend on the role `$1` that are not in, and are not, the side database or a scratch database.
+const HAS_OTHER_DEPENDENTS: &str = "
+    SELECT EXISTS (
+        SELECT FROM pg_shdepend d JOIN pg_roles r ON r.oid = d.refobjid
+         WHERE d.refclassid = 'pg_authid'::regclass AND r.rolname = $1 AND NOT EXISTS (
+            SELECT FROM pg_database b
+             WHERE b.datname ~ '^svc_(side|(check|restore)_[0-9]+)$'
+               AND (b.oid = d.dbid OR d.classid = 'pg_database'::regclass AND b.oid = d.objid)))";
+
 /// Drops the temporary roles, after the databases that they were created for. A role that has other objects by now
-/// belongs to the owner, and is kept.
-pub async fn drop_drill_roles(client: &Client) -> Result<(), LoadError> {
-    let drills = "SELECT rolname::text FROM pg_roles WHERE NOT rolcanlogin AND shobj_description(oid, 'pg_authid') = $1";
+/// belongs to the owner, and is kept. A role of the side database remains temporary.
+pub async fn drop_temporary_roles(client: &Client) -> Result<(), LoadError> {
+    let list = "SELECT rolname::text FROM pg_roles WHERE NOT rolcanlogin AND shobj_description(oid, 'pg_authid') = $1";
     let rows =
-        client.query(drills, &[&DRILL_ROLE_COMMENT]).await.map_err(query("list the roles of drills"))?;
+        client.query(list, &[&TEMPORARY_ROLE_COMMENT]).await.map_err(query("list the temporary roles"))?;
     for row in rows {
-        let role: String = row.try_get(0).map_err(query("list the roles of drills"))?;
+        let role: String = row.try_get(0).map_err(query("list the temporary roles"))?;
         match client.batch_execute(&format!("DROP ROLE IF EXISTS {}", quote_ident(&role))).await {
             Err(error) if error.code() == Some(&SqlState::DEPENDENT_OBJECTS_STILL_EXIST) => {
+                let row = client.query_one(HAS_OTHER_DEPENDENTS, &[&role]).await;
+                let is_kept: bool = row
+                    .and_then(|row| row.try_get(0))
+                    .map_err(query(format!("read what depends on the role {role}")))?;
+                if !is_kept {
+                    continue;
+                }
                 let keep = format!("COMMENT ON ROLE {} IS NULL", quote_ident(&role));
                 client.batch_execute(&keep).await.map_err(query(format!("mark the role {role} as kept")))?;
             }

@@ -24,7 +24,7 @@ use svc_store::StoreError;
 use svc_store::pointer::SnapshotRef;
 
 /// Maximum time for `pg_restore` to build indexes and exit, after the last byte.
-const INDEX_BUILD_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
+pub const INDEX_BUILD_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
 
 /// Loads the dump into a database without writing it to disk.
 ///

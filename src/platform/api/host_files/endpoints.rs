@@ -24,7 +24,7 @@ const PROBLEMS: &[Code] = &[
     Code::NotFound,
     Code::HostUnreachable,
     Code::HostRefused,
-    Code::HostAnswerInvalid,
+    Code::HostResponseInvalid,
     Code::Unavailable,
     Code::DatabaseUnavailable,
 ];
@@ -35,7 +35,7 @@ const STATUS_PROBLEMS: &[Code] = &[
     Code::InvalidState,
     Code::HostUnreachable,
     Code::HostRefused,
-    Code::HostAnswerInvalid,
+    Code::HostResponseInvalid,
     Code::Unavailable,
     Code::DatabaseUnavailable,
 ];
@@ -170,7 +170,7 @@ pub static RESTORE: Endpoint = Endpoint {
             Code::NotFound,
             Code::HostUnreachable,
             Code::HostRefused,
-            Code::HostAnswerInvalid,
+            Code::HostResponseInvalid,
             Code::Unavailable,
             Code::DatabaseUnavailable,
             Code::IdempotencyMismatch,

@@ -81,6 +81,15 @@ fn invalid_column_list_is_rejected() {
 }
 
 #[test]
+fn duplicate_column_lists_are_dropped() {
+    let mut value = notes();
+    value["storage"]["tables"]["notes"]["indexes"] = json!(["title", ["title"], ["size", "title"], "title"]);
+    let manifest = Manifest::from_value(&value).unwrap();
+    let indexes = &manifest.to_value()["storage"]["tables"]["notes"]["indexes"];
+    assert_eq!(*indexes, json!([["title"], ["size", "title"]]));
+}
+
+#[test]
 fn manifest_without_storage_is_valid() {
     let mut bare = notes();
     bare.as_object_mut().unwrap().remove("storage");

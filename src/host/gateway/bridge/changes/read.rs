@@ -63,7 +63,7 @@ pub struct ChangeEvent {
     pub json: String,
 }
 
-/// Reads the changes of the next settled transactions after `position` in these schemas.
+/// Reads the changes of the next settled transactions after `position` in these schemas, and the feed's floor.
 ///
 /// # Errors
 /// A database error.
@@ -74,7 +74,7 @@ pub async fn fetch_after(
 ) -> Result<ChangeBatch, DatabaseError> {
     let rows = client
         .query(
-            "SELECT x.xid::text::bigint,
+            "SELECT f.floor, x.xid::text::bigint,
                     json_build_object('at', to_char(x.at AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.MS\"Z\"'),
                       'changes', CASE WHEN x.size <= $3 THEN
                         (SELECT json_agg(json_build_object('app', a.slug, 'table', c.table_name,
@@ -88,19 +88,25 @@ pub async fn fetch_after(
                                   WHERE xid = x.xid AND schema_name = ANY ($2)) c
                            JOIN svc.apps a USING (schema_name))
                       END)::text
-               FROM (SELECT xid, min(at) AS at, count(*) + coalesce(sum(cardinality(ids)), 0) AS size
-                       FROM svc.changes
-                      WHERE xid > $1::text::xid8 AND xid < pg_snapshot_xmin(pg_current_snapshot())
-                        AND schema_name = ANY ($2)
-                      GROUP BY xid ORDER BY xid LIMIT $4) AS x
+               FROM svc.feed f
+               LEFT JOIN (SELECT xid, min(at) AS at, count(*) + coalesce(sum(cardinality(ids)), 0) AS size
+                            FROM svc.changes
+                           WHERE xid > $1::text::xid8 AND xid < pg_snapshot_xmin(pg_current_snapshot())
+                             AND schema_name = ANY ($2)
+                           GROUP BY xid ORDER BY xid LIMIT $4) AS x ON true
               ORDER BY x.xid",
             &[&position.to_string(), &schemas, &MAX_LISTED_IDS, &BATCH_SIZE],
         )
         .await?;
-    let events = rows
-        .iter()
-        .map(|row| Ok(ChangeEvent { position: row.try_get(0)?, json: row.try_get(1)? }))
-        .collect::<Result<Vec<_>, tokio_postgres::Error>>()?;
+    // Without a floor, no event is known to be available.
+    let floor = rows.first().map_or(Ok(i64::MAX), |row| row.try_get(0))?;
+    let mut events = Vec::with_capacity(rows.len());
+    for row in &rows {
+        // Without events, the only row has the floor.
+        if let Some(position) = row.try_get::<_, Option<i64>>(1)? {
+            events.push(ChangeEvent { position, json: row.try_get(2)? });
+        }
+    }
     let has_more = i64::try_from(events.len()).unwrap_or(BATCH_SIZE) >= BATCH_SIZE;
-    Ok(ChangeBatch { events, has_more })
+    Ok(ChangeBatch { events, has_more, floor })
 }

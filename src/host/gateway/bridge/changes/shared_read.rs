@@ -23,6 +23,8 @@ pub struct ChangeBatch {
     pub events: Vec<ChangeEvent>,
     /// Whether there may be further events up to the range's `newest`.
     pub has_more: bool,
+    /// The feed's floor: events up to this position may have been deleted.
+    pub floor: i64,
 }
 
 /// A read that is running or has completed. After a failure, the next caller reads again.
@@ -86,7 +88,8 @@ mod tests {
     const RANGE: ReadRange = ReadRange { position: 4, newest: 7 };
 
     fn batch() -> ChangeBatch {
-        ChangeBatch { events: vec![ChangeEvent { position: 7, json: "{}".to_owned() }], has_more: false }
+        let events = vec![ChangeEvent { position: 7, json: "{}".to_owned() }];
+        ChangeBatch { events, has_more: false, floor: 0 }
     }
 
     #[tokio::test]

@@ -1,5 +1,6 @@
 //! One listener's change stream. It starts after `Last-Event-ID` or at the current position. It ends when the listener
-//! disconnects, its agent's dispatch ends, the database fails, the gateway stops, or the time limit is reached.
+//! disconnects, its agent's dispatch ends, the database fails, changes are deleted before they are read, the gateway
+//! stops, or the time limit is reached.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -108,6 +109,8 @@ struct ChangeListener {
     position: i64,
     /// All events up to this position have been read. It is the same for all idle streams, so they share reads.
     read_position: i64,
+    /// The floor when the stream was opened. It is above the first position while an older transaction is running.
+    initial_floor: i64,
     /// The events that were read, and the index of the next one to send.
     batch: Option<(Arc<ChangeBatch>, usize)>,
     /// A `ready` event or a heartbeat, to be sent before the next event.
@@ -136,6 +139,7 @@ impl ChangeListener {
             ids,
             position: 0,
             read_position: 0,
+            initial_floor: 0,
             batch: None,
             queued: None,
             next_heartbeat: now + HEARTBEAT_INTERVAL,
@@ -158,12 +162,13 @@ impl ChangeListener {
         self.follow_all().await?;
         let client = self.bridge.database.shared_client().await?;
         let head = self.stream.refresh_head(&client).await?;
+        let floor = read::fetch_floor(&client, self.stream.schemas()).await?;
+        self.initial_floor = floor.unwrap_or_default();
         let Some(id) = last_event_id else {
             self.position = head.settled;
             self.read_position = head.newest;
             return Ok(Ok(()));
         };
-        let floor = read::fetch_floor(&client, self.stream.schemas()).await?;
         let is_available = id.epoch == self.bridge.epoch
             && id.position <= head.settled
             && floor.is_some_and(|floor| id.position >= floor);
@@ -210,11 +215,17 @@ impl ChangeListener {
             }
             let head = *self.stream.head.borrow_and_update();
             if head.newest > self.read_position {
-                if let Err(error) = self.fetch_changes(head.newest).await {
-                    tracing::debug!(error = %format_chain(&error), "reading changes failed; ending the stream");
-                    return None;
+                match self.fetch_changes(head.newest).await {
+                    Ok(true) => continue,
+                    Ok(false) => {
+                        tracing::debug!("changes were deleted before they were read; ending the stream");
+                        return None;
+                    }
+                    Err(error) => {
+                        tracing::debug!(error = %format_chain(&error), "reading changes failed; ending the stream");
+                        return None;
+                    }
                 }
-                continue;
             }
             self.position = self.position.max(head.settled);
             tokio::select! {
@@ -244,7 +255,9 @@ impl ChangeListener {
         Some(chunk)
     }
 
-    async fn fetch_changes(&mut self, newest: i64) -> Result<(), DatabaseError> {
+    /// Reads the next events. Returns `false` if some may have been deleted before they were read; the listener then
+    /// gets 410 when it resumes.
+    async fn fetch_changes(&mut self, newest: i64) -> Result<bool, DatabaseError> {
         self.follow_all().await?;
         let (database, schemas) = (&self.bridge.database, self.stream.schemas());
         let range = ReadRange { position: self.read_position, newest };
@@ -253,9 +266,12 @@ impl ChangeListener {
         });
         let batch =
             tokio::time::timeout(DATABASE_TIMEOUT, reading).await.unwrap_or(Err(DatabaseError::Timeout))?;
+        if batch.floor > self.position.max(self.read_position).max(self.initial_floor) {
+            return Ok(false);
+        }
         let last = batch.events.last().map_or(self.read_position, |event| event.position);
         self.read_position = if batch.has_more { last } else { last.max(newest) };
         self.batch = Some((batch, 0));
-        Ok(())
+        Ok(true)
     }
 }

@@ -2,12 +2,14 @@
 
 use serde_json::value::RawValue;
 
-use super::{ChangePlan, ChangeTarget, FieldErrors, InsertGroup, Plan, RowQuery, TablePlanner, field_error};
+use super::{
+    FieldErrors, InsertGroup, MutationPlan, MutationTarget, Plan, RowQuery, TablePlanner, field_error,
+};
 use crate::apps::{Column, ColumnOrigin};
 use crate::bridge::fields::{Fields, array_elements};
 use crate::bridge::filter::{Filter, escape_segment};
 use crate::bridge::param::Param;
-use crate::bridge::request::{ChangeRequest, Resolution, Returning, RowSelector};
+use crate::bridge::request::{MutationRequest, Resolution, Returning, RowSelector};
 use crate::bridge::sql::Sql;
 use crate::bridge::value::{bind, expansion_bytes};
 use svc_http::problem::FieldError;
@@ -31,7 +33,7 @@ enum RowState {
     Existing,
 }
 
-enum ChangeKind<'t> {
+enum MutationKind<'t> {
     Update(RowValues<'t>),
     Delete,
 }
@@ -156,24 +158,28 @@ impl<'t> TablePlanner<'_, 't> {
 
     pub(super) fn update(
         &self,
-        change: &ChangeRequest<'_>,
+        change: &MutationRequest<'_>,
         data: &RawValue,
     ) -> Result<Plan<'t>, FieldErrors> {
         let values = self.parse_values(data, "/data", RowState::Existing)?;
         if values.is_empty() {
             return Err(vec![field_error("/data", "must have at least one column")]);
         }
-        self.plan_change(ChangeKind::Update(values), change).map_err(|error| vec![error])
+        self.plan_change(MutationKind::Update(values), change).map_err(|error| vec![error])
     }
 
-    pub(super) fn delete(&self, change: &ChangeRequest<'_>) -> Result<Plan<'t>, FieldError> {
-        self.plan_change(ChangeKind::Delete, change)
+    pub(super) fn delete(&self, change: &MutationRequest<'_>) -> Result<Plan<'t>, FieldError> {
+        self.plan_change(MutationKind::Delete, change)
     }
 
-    fn plan_change(&self, kind: ChangeKind<'t>, change: &ChangeRequest<'_>) -> Result<Plan<'t>, FieldError> {
+    fn plan_change(
+        &self,
+        kind: MutationKind<'t>,
+        change: &MutationRequest<'_>,
+    ) -> Result<Plan<'t>, FieldError> {
         let (filter, target) = match change.rows {
-            RowSelector::Id(id) => (self.id_filter(id)?, ChangeTarget::Id),
-            RowSelector::Filter(raw) => (self.parse_filter(Some(raw))?, ChangeTarget::Filter),
+            RowSelector::Id(id) => (self.id_filter(id)?, MutationTarget::Id),
+            RowSelector::Filter(raw) => (self.parse_filter(Some(raw))?, MutationTarget::Filter),
         };
         if filter.is_empty() {
             return Err(field_error("/filter", "must not be empty"));
@@ -185,10 +191,10 @@ impl<'t> TablePlanner<'_, 't> {
             None => self.unbounded_sql(kind, &filter, returning),
             Some(max_affected) => self.bounded_sql(kind, &filter, returning, max_affected),
         };
-        Ok(Plan::Change(ChangePlan { sql, columns: self.all_columns(), target, returning, max_affected }))
+        Ok(Plan::Change(MutationPlan { sql, columns: self.all_columns(), target, returning, max_affected }))
     }
 
-    fn unbounded_sql(&self, kind: ChangeKind<'t>, filter: &Filter<'_>, returning: Returning) -> Sql {
+    fn unbounded_sql(&self, kind: MutationKind<'t>, filter: &Filter<'_>, returning: Returning) -> Sql {
         let mut sql = Sql::default();
         self.push_change_head(&mut sql, kind, None);
         sql.push(" WHERE ");
@@ -203,7 +209,7 @@ impl<'t> TablePlanner<'_, 't> {
     /// `max_affected`.
     fn bounded_sql(
         &self,
-        kind: ChangeKind<'t>,
+        kind: MutationKind<'t>,
         filter: &Filter<'_>,
         returning: Returning,
         max_affected: i64,
@@ -232,9 +238,9 @@ impl<'t> TablePlanner<'_, 't> {
     }
 
     /// Adds an update or delete up to its WHERE clause; `source` is a table to join.
-    fn push_change_head(&self, sql: &mut Sql, kind: ChangeKind<'t>, source: Option<&'static str>) {
+    fn push_change_head(&self, sql: &mut Sql, kind: MutationKind<'t>, source: Option<&'static str>) {
         match kind {
-            ChangeKind::Update(values) => {
+            MutationKind::Update(values) => {
                 sql.push("UPDATE ");
                 self.push_table(sql);
                 sql.push(" SET ").push_list(values, ", ", |sql, (column, param)| {
@@ -245,7 +251,7 @@ impl<'t> TablePlanner<'_, 't> {
                     sql.push(" FROM ").push(source);
                 }
             }
-            ChangeKind::Delete => {
+            MutationKind::Delete => {
                 sql.push("DELETE FROM ");
                 self.push_table(sql);
                 if let Some(source) = source {
@@ -356,7 +362,7 @@ impl<'t> RowGroup<'t> {
 /// the bound 0 matters; a change by filter that returns rows always has a bound.
 fn parse_max_affected(
     raw: Option<&RawValue>,
-    target: ChangeTarget,
+    target: MutationTarget,
     returning: Returning,
 ) -> Result<Option<i64>, &'static str> {
     let requested = match raw {
@@ -368,11 +374,11 @@ fn parse_max_affected(
         }
     };
     match (target, returning, requested) {
-        (ChangeTarget::Id, _, None | Some(1..)) => Ok(None),
-        (ChangeTarget::Filter, Returning::Rows, Some(max_affected)) if max_affected > MAX_RETURNED_ROWS => {
+        (MutationTarget::Id, _, None | Some(1..)) => Ok(None),
+        (MutationTarget::Filter, Returning::Rows, Some(max_affected)) if max_affected > MAX_RETURNED_ROWS => {
             Err("must be at most 1000 with returning")
         }
-        (ChangeTarget::Filter, Returning::Rows, None) => Ok(Some(MAX_RETURNED_ROWS)),
+        (MutationTarget::Filter, Returning::Rows, None) => Ok(Some(MAX_RETURNED_ROWS)),
         (_, _, requested) => Ok(requested),
     }
 }

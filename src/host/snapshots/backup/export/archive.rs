@@ -206,9 +206,14 @@ impl<W: Write + Seek + 'static> Archive<W> {
             }
             EntryKind::Link => {
                 let target = link_target.ok_or_else(out_of_order)?;
+                let target = target.as_os_str().as_bytes();
                 header.set_size(0);
-                self.tar.append_link(&mut header, &path, &target)?;
-                let digest = archive::sha256(target.as_os_str().as_bytes());
+                // `Builder::append_link` would normalize the target, which would then differ from the manifest.
+                if header.set_link_name_literal(target).is_err() {
+                    self.write_long_target(target)?;
+                }
+                self.tar.append_data(&mut header, &path, std::io::empty())?;
+                let digest = archive::sha256(target);
                 self.add_entry(&encoded, EntryKind::Link, 0, Some(digest));
             }
             EntryKind::File => {
@@ -220,6 +225,14 @@ impl<W: Write + Seek + 'static> Archive<W> {
             }
         }
         Ok(())
+    }
+
+    /// Writes a GNU record with the next entry's link target, which is too long for the entry's header.
+    fn write_long_target(&mut self, target: &[u8]) -> std::io::Result<()> {
+        let mut header = header(EntryType::GNULongLink, 0o644, 0);
+        // Like GNU tar, with a NUL byte at the end.
+        header.set_size(target.len() as u64 + 1);
+        self.tar.append_data(&mut header, "@LongLink", target.chain(&b"\0"[..]))
     }
 }
 
@@ -271,6 +284,41 @@ impl From<EntryKind> for EntryType {
             EntryKind::File => Self::Regular,
             EntryKind::Directory => Self::Directory,
             EntryKind::Link => Self::Symlink,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Cursor;
+
+    use super::*;
+    use crate::system::tar_reader::{TarLimits, TarReader};
+
+    #[test]
+    fn write_entry_keeps_every_byte_of_link_targets() {
+        let long = format!("a//{}/./b", "x".repeat(200));
+        let targets = ["a//b", "a/./b", "//x", "/", "../a/", long.as_str()];
+        let mut archive = Archive { tar: Builder::new(Cursor::new(Vec::new())), entries: Vec::new() };
+        for (number, target) in targets.iter().enumerate() {
+            let path = PathBuf::from(format!("link-{number}"));
+            let entry = HomeEntry { path, kind: EntryKind::Link, mode: 0o777, modified: 0 };
+            archive.write_entry(&entry, Some(PathBuf::from(target)), &mut std::io::empty()).unwrap();
+        }
+        let bytes = archive.tar.into_inner().unwrap().into_inner();
+        let mut tar = tar::Archive::new(bytes.as_slice());
+        let limits = TarLimits {
+            max_entries: 20,
+            max_name_bytes: 1024,
+            max_total_name_bytes: 4096,
+            max_file_bytes: 0,
+            max_total_file_bytes: 0,
+        };
+        let mut entries = TarReader::new(&mut tar, limits).unwrap();
+        for (target, listed) in targets.into_iter().zip(&archive.entries) {
+            let entry = entries.next_entry().unwrap().unwrap();
+            assert_eq!(entry.link.as_os_str(), target);
+            assert_eq!(listed.sha256, Some(archive::sha256(target.as_bytes())));
         }
     }
 }

@@ -18,6 +18,7 @@ use std::process::ExitStatus;
 use std::time::Duration;
 
 use crate::system::layout::Layout;
+use crate::system::lock::{Lock, LockError};
 use crate::system::user;
 use crate::system::user::MachineUser;
 use svc_base::applet::{Exit, Failure};
@@ -40,6 +41,9 @@ enum ExportError {
         .path.display()
     )]
     WritableByOthers { path: PathBuf },
+    /// Two exports to the same file would write to the same partial archive.
+    #[error("another export is running")]
+    Busy,
     #[error(transparent)]
     File(#[from] FileError),
     #[error("cannot run {program}")]
@@ -61,7 +65,7 @@ impl ExportError {
         match self {
             Self::Exists { .. } | Self::WritableByOthers { .. } => Exit::Refused,
             Self::Failed { status, .. } => Exit::from_child(*status),
-            Self::Stopped => Exit::TryAgain,
+            Self::Busy | Self::Stopped => Exit::TryAgain,
             Self::File(_) | Self::Run { .. } | Self::TimedOut { .. } => Exit::Internal,
         }
     }
@@ -70,10 +74,15 @@ impl ExportError {
 /// Writes the archive to `output`, which appears only when complete.
 ///
 /// # Errors
-/// `Refused` if `output` exists, or users other than root can change its directory; `TryAgain` if `stop` ended the run;
-/// the exit code of a process that failed; otherwise `Internal`. The partial archive is removed. If only the final sync
-/// of the directory failed, the complete archive exists.
+/// `Refused` if `output` exists, or users other than root can change its directory; `TryAgain` if another export is
+/// running, or `stop` ended the run; the exit code of a process that failed; otherwise `Internal`. The partial archive
+/// is removed. If only the final sync of the directory failed, the complete archive exists.
 pub async fn run(layout: &Layout, output: &Path, stop: impl Future<Output = ()>) -> Result<(), Failure> {
+    let lock = Lock::acquire(&layout.export_lock()).map_err(|error| match error {
+        LockError::Held => ExportError::Busy,
+        LockError::File(error) => error.into(),
+    });
+    let _lock = lock.map_err(|error| Failure::new(error.exit(), error))?;
     let path = output_path(layout, output).map_err(|error| Failure::new(error.exit(), error))?;
     let mut partial = path.as_os_str().to_owned();
     partial.push(".partial");

@@ -292,10 +292,6 @@ async fn copy_rows(
             let row = transaction.query_one(&missing, &[]).await.map_err(copy_error(plan))?;
             result.skipped = row.try_get::<_, i64>(0).map_err(copy_error(plan))?.unsigned_abs();
         }
-        let sequence_updates = catalog::build_sequence_updates(&transaction, &plan.table).await;
-        for statement in sequence_updates.map_err(copy_error(plan))? {
-            transaction.batch_execute(&statement).await.map_err(copy_error(plan))?;
-        }
     }
     if request.dry_run {
         transaction.rollback().await.map_err(query_error("roll back the dry run"))?;
@@ -306,6 +302,13 @@ async fn copy_rows(
     let insert_log = "INSERT INTO svc.side_copies (request_id, tables) VALUES ($1, $2::text::jsonb)";
     transaction.execute(insert_log, &[&request_id, &logged]).await.map_err(query_error("record the copy"))?;
     failpoint::trigger("side.copied")?;
+    // These changes come last, because a rollback does not undo them.
+    for plan in &plans {
+        let sequence_updates = catalog::build_sequence_updates(&transaction, &plan.table).await;
+        for statement in sequence_updates.map_err(copy_error(plan))? {
+            transaction.batch_execute(&statement).await.map_err(copy_error(plan))?;
+        }
+    }
     transaction.commit().await.map_err(query_error("commit the copy"))?;
     failpoint::trigger("side.committed")?;
     Ok(copied)

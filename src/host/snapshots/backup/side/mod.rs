@@ -271,12 +271,8 @@ async fn load_side_database(
     failpoint::trigger("side.loaded")?;
     let client = context.server.connect(postgres::MAINTENANCE_DATABASE, context.name).await?;
     let from = quote_ident(&loaded.name);
-    // Apps must not be able to read data here that they may no longer read in the live database.
-    client
-        .batch_execute(&format!(
-            "REVOKE ALL ON DATABASE {from} FROM PUBLIC; ALTER DATABASE {from} RENAME TO {SIDE_DATABASE}"
-        ))
-        .await?;
+    revoke_privileges(&client, &loaded.name).await?;
+    client.batch_execute(&format!("ALTER DATABASE {from} RENAME TO {SIDE_DATABASE}")).await?;
     failpoint::trigger("side.renamed")?;
     staging::remove_dumps(&dump_dir(&settings.layout))?;
     state.tables =
@@ -284,6 +280,20 @@ async fn load_side_database(
     state.tables.sort();
     failpoint::trigger("side.opened")?;
     Ok(())
+}
+
+/// Revokes the privileges on a database that its load has granted as recorded: apps must not be able to read data here
+/// that they may no longer read in the live database.
+async fn revoke_privileges(client: &Client, database: &str) -> Result<(), tokio_postgres::Error> {
+    let grantees = "
+        SELECT DISTINCT r.rolname::text FROM pg_database d CROSS JOIN aclexplode(d.datacl) a
+          JOIN pg_roles r ON r.oid = a.grantee WHERE d.datname = $1";
+    let mut names = vec!["PUBLIC".to_owned()];
+    for row in client.query(grantees, &[&database]).await? {
+        names.push(quote_ident(row.try_get(0)?));
+    }
+    let (database, names) = (quote_ident(database), names.join(", "));
+    client.batch_execute(&format!("REVOKE ALL ON DATABASE {database} FROM {names}")).await
 }
 
 /// Loads the sidecar of the snapshot that `choice` selects.
@@ -315,6 +325,13 @@ async fn copy_back(settings: &BackupSettings, copy: &TableCopy, request_id: &str
     let state = SideState::read(&settings.layout)?;
     let open_state = state.filter(|state| matches!(state.status, SideStatus::Open | SideStatus::Copying));
     let mut state = open_state.ok_or(SideError::NotOpen)?;
+    if !copy.dry_run
+        && state.last_copy.as_ref().is_some_and(|last| !last.dry_run && last.request_id == request_id)
+    {
+        // The previous run was killed before it removed the request. The log of copies omits copies that only recreated
+        // tables, to which rows may have been written since.
+        return Ok(());
+    }
     if state.status != SideStatus::Copying || state.request_id != request_id {
         // These tables belong to another request, which was abandoned.
         state.recreating.clear();
@@ -379,6 +396,6 @@ async fn drop_side_database(settings: &BackupSettings) -> Result<(), SideError> 
     let client: Client = settings.server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
     client.batch_execute(&format!("DROP DATABASE IF EXISTS {SIDE_DATABASE} WITH (FORCE)")).await?;
     staging::drop_scratch_databases(&client, ScratchPurpose::Check).await?;
-    staging::drop_drill_roles(&client).await?;
+    staging::drop_temporary_roles(&client).await?;
     Ok(staging::remove_dumps(&dump_dir(&settings.layout))?)
 }

@@ -11,6 +11,7 @@ use crate::snapshots::backup::dump_check::DumpCheckError;
 use crate::snapshots::backup::settings::BackupSettings;
 use crate::snapshots::row_counts;
 use crate::snapshots::side_database::{CopiedTable, SIDE_DATABASE};
+use crate::snapshots::staging;
 use crate::system::postgres;
 use crate::system::postgres::{quote_ident, quote_literal};
 use crate::system::postgres_tools;
@@ -99,7 +100,8 @@ async fn pipe_relations(settings: &BackupSettings, relations: &[&str]) -> Result
         if tool == "pg_dump" && piped.is_err() {
             continue;
         }
-        let status = dump_check::wait_for_exit(child, tool).await?;
+        // Once pg_restore has read the last byte, it builds the tables' indexes.
+        let status = dump_check::wait_for_exit(child, tool, staging::INDEX_BUILD_TIMEOUT).await?;
         if !status.success() {
             return Err(RecreateError::Failed { tool, status, stderr_tail: error.await.unwrap_or_default() });
         }

@@ -66,7 +66,7 @@ pub enum ArchiveError {
 
 impl ArchiveError {
     /// Returns `Internal` if the disk is full or read-only, and `Refused` otherwise: an archive can cause other file
-    /// errors, for example with a repeated name.
+    /// errors, for example with a name that is too long.
     pub fn exit(&self) -> Exit {
         use io::ErrorKind::{QuotaExceeded, ReadOnlyFilesystem, StorageFull};
         match self {
@@ -303,7 +303,8 @@ impl<'a> Pass<'a> {
                 std::os::unix::fs::symlink(&entry.link, to).map_err(failed("create symbolic link"))?;
             }
             EntryKind::File => {
-                // The file must be new, because an earlier entry may have created a symbolic link with this name.
+                // `create_new` never writes through a symbolic link, even if two entries had the same name, which
+                // `TarReader` rejects.
                 let mut options = File::options();
                 let file = options.write(true).mode(0o600).create_new(true).open(to);
                 let file = file.map_err(failed("create"))?;

@@ -1,8 +1,9 @@
 //! Installs an archive's home entries, each by a rename, as the user who owns them.
 
 use std::ffi::OsString;
-use std::fs;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::fs::{self, Permissions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use crate::snapshots::archive::{REPLACED_PREFIX, STAGING_PREFIX};
@@ -52,7 +53,7 @@ impl Staging {
         for name in list_names(&self.staged)? {
             let path = self.directory.join(name);
             if fs::symlink_metadata(&path).is_ok_and(|meta| meta.uid() != user) {
-                let wrong_owner = std::io::Error::other("it belongs to another user: move it away first");
+                let wrong_owner = io::Error::other("it belongs to another user: move it away first");
                 return Err(FileError::wrap("replace", &path)(wrong_owner));
             }
         }
@@ -81,10 +82,22 @@ impl Staging {
             let mut builder = fs::DirBuilder::new();
             let created = builder.recursive(true).mode(0o750).create(&self.replaced);
             created.map_err(FileError::wrap("create directory", &self.replaced))?;
-            fs::rename(&to, self.replaced.join(name)).map_err(FileError::wrap("move", &to))?;
+            move_entry(&to, &self.replaced.join(name)).map_err(FileError::wrap("move", &to))?;
         }
-        fs::rename(self.staged.join(name), &to).map_err(FileError::wrap("install", &to))
+        move_entry(&self.staged.join(name), &to).map_err(FileError::wrap("install", &to))
     }
+}
+
+/// Moves an entry to another directory. A move changes a directory's `..`, so the directory is made writable for it.
+fn move_entry(from: &Path, to: &Path) -> io::Result<()> {
+    let meta = fs::symlink_metadata(from)?;
+    if !meta.is_dir() || meta.mode() & 0o200 != 0 {
+        return fs::rename(from, to);
+    }
+    fs::set_permissions(from, Permissions::from_mode(meta.mode() | 0o200))?;
+    let moved = fs::rename(from, to);
+    fs::set_permissions(if moved.is_ok() { to } else { from }, meta.permissions())?;
+    moved
 }
 
 /// Removes all staging directories in `directory`: this import's, and those of killed runs.
@@ -92,7 +105,33 @@ pub fn remove_staged(directory: &Path) -> Result<(), FileError> {
     for name in list_names(directory)? {
         if name.to_string_lossy().starts_with(STAGING_PREFIX) {
             let path = directory.join(name);
-            fs::remove_dir_all(&path).map_err(FileError::wrap("remove", &path))?;
+            remove_directory(&path).map_err(FileError::wrap("remove", &path))?;
+        }
+    }
+    Ok(())
+}
+
+/// Removes a directory with its contents, even if directories in it are read-only, such as those of Go's module cache.
+fn remove_directory(path: &Path) -> io::Result<()> {
+    match fs::remove_dir_all(path) {
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+            make_directories_writable(path)?;
+            fs::remove_dir_all(path)
+        }
+        result => result,
+    }
+}
+
+fn make_directories_writable(path: &Path) -> io::Result<()> {
+    let mut pending = vec![path.to_owned()];
+    while let Some(directory) = pending.pop() {
+        fs::set_permissions(&directory, Permissions::from_mode(0o700))?;
+        for entry in fs::read_dir(&directory)? {
+            let entry = entry?;
+            // The kind of the entry itself: symbolic links are not followed.
+            if entry.file_type()?.is_dir() {
+                pending.push(entry.path());
+            }
         }
     }
     Ok(())
@@ -102,11 +141,44 @@ pub fn remove_staged(directory: &Path) -> Result<(), FileError> {
 fn list_names(dir: &Path) -> Result<Vec<OsString>, FileError> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(FileError::wrap("read", dir)(error)),
     };
-    let names: std::io::Result<Vec<_>> = entries.map(|entry| entry.map(|entry| entry.file_name())).collect();
+    let names: io::Result<Vec<_>> = entries.map(|entry| entry.map(|entry| entry.file_name())).collect();
     let mut names = names.map_err(FileError::wrap("read", dir))?;
     names.sort_unstable();
     Ok(names)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn create_read_only_directory(path: &Path) {
+        fs::create_dir_all(path).unwrap();
+        fs::write(path.join("file"), "x").unwrap();
+        fs::set_permissions(path, Permissions::from_mode(0o555)).unwrap();
+    }
+
+    #[test]
+    fn install_moves_read_only_directories_and_keeps_modes() {
+        let home = tempfile::tempdir().unwrap();
+        let staging = Staging::new(home.path(), 7);
+        create_read_only_directory(&staging.create().unwrap().join("go"));
+        create_read_only_directory(&home.path().join("go"));
+        let replaced = staging.install().unwrap().unwrap();
+        for path in [home.path().join("go"), replaced.join("go")] {
+            assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o555, "{}", path.display());
+            // Otherwise, the temporary directory could not be removed.
+            fs::set_permissions(&path, Permissions::from_mode(0o755)).unwrap();
+        }
+    }
+
+    #[test]
+    fn remove_staged_removes_read_only_directories() {
+        let home = tempfile::tempdir().unwrap();
+        create_read_only_directory(&home.path().join(".import-7/go/pkg"));
+        remove_staged(home.path()).unwrap();
+        assert!(list_names(home.path()).unwrap().is_empty());
+    }
 }

@@ -28,6 +28,7 @@ use std::time::Duration;
 
 use nix::fcntl::OFlag;
 
+use crate::snapshots::restore::journal::Journal;
 use crate::system::layout::Layout;
 use crate::system::lock::{Lock, LockError};
 use crate::system::systemd;
@@ -90,13 +91,15 @@ pub async fn run(layout: &Layout, name: &Path, options: ImportOptions) -> Result
     })?;
     let archive = open_archive(name).or_exit(Exit::Refused)?;
     let run = ImportRun { layout, archive, name, options, number: clock::now_ms().as_millisecond() };
-    run.import().await.map_err(|error| Failure::new(error.exit(), error))?;
-    failpoint::trigger("import.done").or_exit(Exit::Internal)?;
+    let mut is_swapped = false;
+    let imported = run.import(&mut is_swapped).await;
+    let imported = imported.map_err(|error| Failure::new(error.exit(), error));
+    let result = imported.and_then(|()| failpoint::trigger("import.done").or_exit(Exit::Internal));
     drop(lock);
-    if !options.check {
+    if is_swapped {
         restart_gateway(layout).await;
     }
-    Ok(())
+    result
 }
 
 /// Opens the archive and checks that it is a regular file. It is opened only once, because other users may be able to
@@ -124,7 +127,9 @@ struct ImportRun<'a> {
 }
 
 impl ImportRun<'_> {
-    async fn import(&self) -> Result<(), ImportError> {
+    /// Runs all steps. Sets `is_swapped` if the databases were swapped, or may have been: the roles of the new one have
+    /// no passwords or privileges until the gateway starts.
+    async fn import(&self, is_swapped: &mut bool) -> Result<(), ImportError> {
         self.run_step(Step::Check).await?;
         if self.options.check {
             return Ok(());
@@ -136,8 +141,11 @@ impl ImportRun<'_> {
         if let Err(error) = prepared.await {
             // The first error is the cause, so an error in the cleanup is ignored.
             let _ = self.run_step(Step::Unstage).await;
+            // The step removes the journal only once it has completed the swap.
+            *is_swapped = Journal::is_open(self.layout);
             return Err(error);
         }
+        *is_swapped = true;
         self.run_step(Step::Install).await
     }
 

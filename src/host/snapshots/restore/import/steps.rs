@@ -13,6 +13,7 @@ use crate::snapshots::archive::SYSTEM;
 use crate::snapshots::database_identity;
 use crate::snapshots::database_identity::IdentityError;
 use crate::snapshots::restore;
+use crate::snapshots::restore::gate;
 use crate::snapshots::restore::journal;
 use crate::snapshots::restore::journal::Journal;
 use crate::snapshots::restore::settings::RestoreSettings;
@@ -142,7 +143,9 @@ pub async fn run_step(layout: Layout, args: StepArgs) -> Result<(), Failure> {
         (Step::Unstage, Ok(_)) => home::remove_staged(&layout.home()).map_err(StepError::from),
         (Step::Database, Ok(archive)) => {
             let settings = RestoreSettings::read(layout)?;
-            let _lock = restore::lock(&settings)?;
+            let lock = restore::lock(&settings)?;
+            // Otherwise, the database could be closed, or not the one that the marker names.
+            gate::finish_interrupted_swap(&lock, &settings).await?;
             replace_database(&settings, &archive, &args).await
         }
         (Step::Install, Ok(_)) => install_files(&layout, &args),
@@ -270,8 +273,8 @@ async fn load_and_swap(
     // Requests a backup: until it completes, the pointer names a snapshot of the old database.
     let request = serde_json::json!({"requestId": request_id::current()}).to_string();
     fsx::write_atomic(&layout.request("backup"), request.as_bytes(), 0o600)?;
-    journal::remove(layout)?;
     staging::remove_dumps(&layout.restore_state())?;
+    journal::remove(layout)?;
     println!(
         "imported the database; the replaced one is kept as svc_before_{} for seven days, or until space is short",
         loaded.number

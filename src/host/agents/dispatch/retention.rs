@@ -1,0 +1,135 @@
+//! Keeps ended dispatches in memory for later requests, and evicts the oldest ones beyond the limits.
+
+use std::sync::Arc;
+
+use super::dispatcher::{DispatchTable, DispatchTarget, Dispatcher};
+use super::journal::JournalFile;
+use super::state::Dispatch;
+
+/// Maximum number of ended dispatches kept in memory with their text and events, and their maximum total size.
+const MAX_ENDED: usize = 1000;
+const MAX_ENDED_BYTES: usize = 32 << 20;
+/// Multiplies both limits while a full disk prevents recording: a dispatch must remain findable by its ID until its
+/// record is durable.
+const MAX_NOT_DURABLE_FACTOR: usize = 8;
+
+impl Dispatcher {
+    /// Keeps an ended dispatch for later requests, and evicts the oldest ones beyond the limits.
+    pub(super) fn retain_ended(&self, dispatch: &Arc<Dispatch>) {
+        let mut table = self.lock();
+        if let Some(batch) = dispatch.batch.as_ref().filter(|batch| batch.is_over()) {
+            table.recorded.push(JournalFile::Batch(batch.id.clone()));
+        }
+        table.ended_bytes += dispatch.bytes();
+        table.ended.push_back(Arc::clone(dispatch));
+        while table.exceeds_limits(1) {
+            let is_far_over = table.exceeds_limits(MAX_NOT_DURABLE_FACTOR);
+            let oldest = table.ended.iter().find(|dispatch| table.can_evict(dispatch, is_far_over)).cloned();
+            let Some(oldest) = oldest else { break };
+            table.evict(&oldest);
+        }
+    }
+}
+
+impl DispatchTable {
+    fn exceeds_limits(&self, factor: usize) -> bool {
+        self.ended.len() > MAX_ENDED * factor || self.ended_bytes > MAX_ENDED_BYTES * factor
+    }
+
+    /// Whether an ended dispatch can be evicted. A batch is evicted as a whole, so all its entries must have ended.
+    fn can_evict(&self, dispatch: &Dispatch, is_far_over: bool) -> bool {
+        let is_durable = |id: &String| match self.targets.get(id) {
+            Some(DispatchTarget::One(entry)) => entry.is_durable(),
+            _ => true,
+        };
+        match &dispatch.batch {
+            Some(batch) => batch.is_over() && (is_far_over || batch.entries.iter().all(is_durable)),
+            None => is_far_over || dispatch.is_durable(),
+        }
+    }
+
+    /// Removes an ended dispatch, with all other entries of its batch: without them, the batch would be shown with too
+    /// few dispatches, and could seem successful although an entry failed.
+    fn evict(&mut self, dispatch: &Arc<Dispatch>) {
+        let is_evicted = |other: &Arc<Dispatch>| match (&dispatch.batch, &other.batch) {
+            (Some(batch), Some(other_batch)) => Arc::ptr_eq(batch, other_batch),
+            _ => Arc::ptr_eq(dispatch, other),
+        };
+        let bytes: usize =
+            self.ended.iter().filter(|other| is_evicted(other)).map(|other| other.bytes()).sum();
+        self.ended_bytes = self.ended_bytes.saturating_sub(bytes);
+        self.ended.retain(|other| !is_evicted(other));
+        self.targets.remove(dispatch.id());
+        if let Some(batch) = &dispatch.batch {
+            for id in batch.entries.iter().chain([&batch.id]) {
+                self.targets.remove(id);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::agents::bridge_tokens::AgentTokens;
+    use crate::agents::dispatch::state::Batch;
+    use crate::agents::kernel::Kernel;
+    use crate::records::entry::{Interaction, ResultStatus};
+    use crate::records::money::Dollars;
+    use crate::system::layout::Layout;
+
+    fn recorded_dispatch(id: &str, batch: Option<&Arc<Batch>>) -> Arc<Dispatch> {
+        let interaction = Interaction {
+            version: Interaction::VERSION,
+            id: id.to_owned(),
+            timestamp: "2026-11-22T10:00:00.000Z".parse().unwrap(),
+            sender_id: "u".to_owned(),
+            conversation_id: "c".to_owned(),
+            model: "m".to_owned(),
+            agent_name: "a".to_owned(),
+            tokens_in: 0,
+            tokens_out: 0,
+            cost: Dollars::ZERO,
+            cost_estimated: false,
+            duration_ms: 0,
+            tools: Vec::new(),
+            status: ResultStatus::Success,
+            error: None,
+            batch: batch.is_some(),
+            batch_id: batch.map(|batch| batch.id.clone()),
+            fingerprint: None,
+        };
+        Dispatch::from_record(interaction, batch.cloned())
+    }
+
+    #[test]
+    fn batch_is_evicted_with_all_its_entries() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let kernel = Arc::new(Kernel::new(&layout).unwrap());
+        let dispatcher = Dispatcher::new(&layout, &kernel, &Arc::new(AgentTokens::default()));
+        let add = |target: DispatchTarget| {
+            dispatcher.lock().targets.insert(target.id().to_owned(), target);
+        };
+        let ids: Vec<String> = (0..100).map(|index| format!("b.{index}")).collect();
+        let batch = Batch::new("b".to_owned(), String::new(), ids.clone(), ids.len());
+        add(DispatchTarget::Batch(Arc::clone(&batch)));
+        let single_ids = (ids.len()..MAX_ENDED).map(|number| format!("s{number}"));
+        let single = single_ids.map(|id| recorded_dispatch(&id, None));
+        let entries = ids.iter().map(|id| recorded_dispatch(id, Some(&batch)));
+        for dispatch in entries.chain(single) {
+            add(DispatchTarget::One(Arc::clone(&dispatch)));
+            dispatcher.retain_ended(&dispatch);
+        }
+        let batch = DispatchTarget::Batch(batch);
+        assert_eq!(dispatcher.entries(&batch).len(), 100);
+        dispatcher.retain_ended(&recorded_dispatch("last", None));
+        assert_eq!(dispatcher.entries(&batch).len(), 0);
+        let table = dispatcher.lock();
+        assert!(!table.targets.contains_key("b"));
+        assert_eq!(table.ended.len(), MAX_ENDED - 99);
+        assert_eq!(table.ended_bytes, table.ended.iter().map(|dispatch| dispatch.bytes()).sum::<usize>());
+        drop(table);
+        kernel.close();
+    }
+}
