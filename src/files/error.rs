@@ -40,8 +40,8 @@ pub enum FilesError {
     )]
     NoInodes { needed: u64, available: u64 },
     #[error(
-        "the backup holds {0} different chunks of files and directories, which is the maximum: exclude files with \
-         .svcignore, and let the operator prune earlier snapshots"
+        "the backup holds {0} chunks of files and directories, which is the maximum: exclude files with .svcignore, \
+         and let the operator prune earlier snapshots; pruned chunks count until they are deleted, three days later"
     )]
     Full(usize),
     #[error("the operation was cancelled, or one of its threads panicked")]

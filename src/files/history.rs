@@ -18,6 +18,7 @@ use crate::index::{BlobLocation, BlobLocations};
 use crate::pack::BlobType;
 use crate::repository::Repository;
 use crate::snapshot::Snapshot;
+pub use crate::tree::HardLinkKey;
 use crate::tree::{Node, NodeType, Tree};
 
 /// Maximum number of snapshots searched concurrently.
@@ -98,11 +99,10 @@ impl Entry {
         (self.node.ctime, self.node.inode)
     }
 
-    /// The device and inode of a file with several names; `None` for other entries. Entries of a snapshot with the same
-    /// key are hard links to one file, but their contents differ if the file changed between the visits to its names.
-    pub fn hard_link_key(&self) -> Option<(u64, u64)> {
-        let Node { links, inode, device_id, .. } = self.node;
-        (self.kind() == EntryKind::File && links > 1 && inode != 0).then_some((device_id, inode))
+    /// Identifies a file with several names; `None` for other entries. Entries of a snapshot with the same key are hard
+    /// links to one file, and have the same content.
+    pub fn hard_link_key(&self) -> Option<HardLinkKey> {
+        self.node.hard_link_key()
     }
 
     /// Whether both are the same version. A directory's modification time is ignored: it changes with every temporary

@@ -34,6 +34,48 @@ impl IndexFile {
     }
 }
 
+/// An index as pruning reads it.
+#[derive(Debug, Default)]
+pub(crate) struct IndexToPrune {
+    /// Each pack is only in the first file that lists it.
+    pub(crate) files: Vec<(Id, IndexFile)>,
+    /// The files with packs that other files list as well. They must be replaced, or a pack that is marked or removed
+    /// in one file would stay in another.
+    pub(crate) files_with_repeats: HashSet<Id>,
+    /// The number of blobs that the index lists.
+    pub(crate) blobs: usize,
+}
+
+/// The packs that the index files read so far list. After an interrupted pruning, several files list the same pack.
+#[derive(Debug, Default)]
+pub(crate) struct ListedPacks {
+    /// The digest of each pack, and whether it is marked for deletion.
+    seen: HashSet<(Id, bool)>,
+    /// The number of their blobs.
+    pub(crate) blobs: usize,
+}
+
+impl ListedPacks {
+    /// Removes the packs that an earlier file lists in the same way, and counts the blobs of the others. Returns
+    /// whether it removed any.
+    pub(crate) fn remove_repeats(&mut self, file: &mut IndexFile) -> bool {
+        let mut has_repeats = false;
+        for (packs, is_marked) in [(&mut file.packs, false), (&mut file.packs_to_delete, true)] {
+            packs.retain(|pack| {
+                let digest = pack.digest();
+                let is_new = self.seen.insert((digest, is_marked));
+                if is_new && !self.seen.contains(&(digest, !is_marked)) {
+                    // A pack without blobs takes memory, too.
+                    self.blobs += pack.blobs.len().max(1);
+                }
+                has_repeats |= !is_new;
+                is_new
+            });
+        }
+        has_repeats
+    }
+}
+
 /// A pack and its blobs.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct IndexedPack {
@@ -42,6 +84,22 @@ pub(crate) struct IndexedPack {
     /// When the pack was marked for deletion.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) time: Option<Timestamp>,
+}
+
+impl IndexedPack {
+    /// Returns a hash of the pack's id and its blobs. The id does not suffice: someone with a stolen key could list
+    /// other blobs for the pack, and this list must not replace the genuine one.
+    fn digest(&self) -> Id {
+        let mut bytes = self.id.as_bytes().to_vec();
+        for PackedBlob { id, blob_type, offset, length, uncompressed_length } in &self.blobs {
+            bytes.extend_from_slice(id.as_bytes());
+            bytes.push(u8::from(*blob_type == BlobType::Tree));
+            for number in [offset, length, uncompressed_length] {
+                bytes.extend_from_slice(&number.to_le_bytes());
+            }
+        }
+        Id::of(&bytes)
+    }
 }
 
 impl From<FinishedPack> for IndexedPack {
@@ -55,6 +113,9 @@ impl From<FinishedPack> for IndexedPack {
 pub(crate) struct KnownBlobs {
     data: KnownIds,
     trees: KnownIds,
+    /// The number of blobs that the index lists, including those in packs that are marked for deletion, and further
+    /// copies of a blob.
+    listed: usize,
 }
 
 #[derive(Debug, Default)]
@@ -63,11 +124,14 @@ struct KnownIds {
     added: HashSet<Id>,
 }
 
-/// Maximum number of blobs in the index: enough for several million files.
-pub(crate) const MAX_BLOBS: usize = 5_000_000;
-/// Maximum number of blobs that saves create. An index may list more: pruning writes some a second time.
-const MAX_SAVED_BLOBS: usize = if cfg!(test) { 100_000 } else { 4_000_000 };
-const _: () = assert!(MAX_SAVED_BLOBS * 5 / 4 <= MAX_BLOBS);
+/// Maximum number of blobs in the index, including those in packs that are marked for deletion: enough for several
+/// million files. A pack that several index files list counts once.
+pub(crate) const MAX_INDEX_BLOBS: usize = MAX_SAVED_BLOBS / 4 * 5;
+/// Saves do not add blobs to an index with this many. It may have more: pruning writes some a second time.
+pub(crate) const MAX_SAVED_BLOBS: usize = if cfg!(test) { 20_000 } else { 4_000_000 };
+/// Maximum number of blobs in an index that is pruned. It is larger, so that pruning can shrink an index that exceeds
+/// [`MAX_INDEX_BLOBS`].
+pub(crate) const MAX_PRUNED_INDEX_BLOBS: usize = MAX_INDEX_BLOBS / 2 * 3;
 
 /// Minimum number of added ids before they are merged into the sorted ones. For a large index, the threshold is an
 /// eighth of its size.
@@ -101,7 +165,9 @@ impl KnownBlobs {
         }
     }
 
-    pub(crate) fn finish_loading(&mut self) {
+    /// `listed` is the number of blobs that the index lists.
+    pub(crate) fn finish_loading(&mut self, listed: usize) {
+        self.listed = listed;
         for ids in [&mut self.data, &mut self.trees] {
             ids.merge();
             ids.sorted.shrink_to_fit();
@@ -123,25 +189,23 @@ impl KnownBlobs {
 
     /// Adds a blob; `false` if it was already known.
     pub(crate) fn insert(&mut self, blob_type: BlobType, id: Id) -> bool {
-        self.ids(blob_type).insert(id)
+        let is_new = self.ids(blob_type).insert(id);
+        self.listed += usize::from(is_new);
+        is_new
     }
 
     /// Adds a blob that is to be saved; `false` if it was already known.
     ///
     /// # Errors
-    /// [`FilesError::Full`] if the repository now has more than `MAX_SAVED_BLOBS` blobs: an index that is too large
-    /// could not be read again.
+    /// [`FilesError::Full`] if the index would now list more than `MAX_SAVED_BLOBS` blobs: one that is too large could
+    /// not be read again.
     pub(crate) fn insert_new(&mut self, blob_type: BlobType, id: Id) -> Result<bool, FilesError> {
         let is_new = self.insert(blob_type, id);
-        if is_new && self.len() > MAX_SAVED_BLOBS {
+        if is_new && self.listed > MAX_SAVED_BLOBS {
             Err(FilesError::Full(MAX_SAVED_BLOBS))
         } else {
             Ok(is_new)
         }
-    }
-
-    fn len(&self) -> usize {
-        [&self.data, &self.trees].map(|ids| ids.sorted.len() + ids.added.len()).iter().sum()
     }
 
     pub(crate) fn contains(&self, blob_type: BlobType, id: Id) -> bool {
@@ -336,7 +400,7 @@ mod tests {
         let mut known = KnownBlobs::default();
         known.load(&index_file(0..1000));
         known.load(&index_file(500..1500));
-        known.finish_loading();
+        known.finish_loading(2000);
         assert_eq!(known.data.sorted.len(), 1500, "duplicates take no memory");
         let count = MIN_MERGED_IDS as u32 + 5000;
         let added = (0..count).filter(|n| known.insert(BlobType::Data, id(*n))).count();

@@ -17,6 +17,7 @@ mod escape;
 pub mod history;
 mod id;
 mod index;
+mod index_reader;
 mod key;
 mod pack;
 mod pack_reader;

@@ -18,9 +18,8 @@ use crate::cache::Cache;
 use crate::chunker::{self, Polynomial};
 use crate::error::FilesError;
 use crate::id::Id;
-use crate::index::{BlobLocations, IndexFile, KnownBlobs, MAX_BLOBS};
 use crate::key::{MasterKey, RepositoryKey};
-use crate::pack::{BlobType, FinishedPack, PackedBlob, ZSTD_LEVEL, open_blob};
+use crate::pack::{FinishedPack, PackedBlob, ZSTD_LEVEL, open_blob};
 use crate::random::fill_random;
 use crate::snapshot::Snapshot;
 use crate::tree::Tree;
@@ -33,14 +32,9 @@ const MAX_OBJECT_BYTES: u64 = 64 << 20;
 /// The first byte of compressed JSON.
 const COMPRESSED: u8 = 2;
 /// Maximum size of decompressed JSON.
-const MAX_JSON_BYTES: usize = 128 << 20;
+pub(crate) const MAX_JSON_BYTES: usize = if cfg!(test) { 16 << 20 } else { 128 << 20 };
 /// Maximum number of snapshots read, or objects deleted, concurrently.
 const MAX_CONCURRENT_REQUESTS: usize = 16;
-/// Maximum number of index files read concurrently.
-const MAX_CONCURRENT_READS: usize = 4;
-/// Maximum number of attempts to read an index that pruning changes, and maximum pause between two attempts.
-const MAX_INDEX_READS: u32 = 12;
-const MAX_INDEX_PAUSE: Duration = Duration::from_secs(5);
 /// Timeout for one ranged read, one HEAD request, one deletion, and the next entry of a listing.
 pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(120);
 
@@ -163,7 +157,7 @@ impl Repository {
         Ok(objects.iter().filter_map(|meta| meta.location.filename()?.parse().ok()).collect())
     }
 
-    async fn read_json<T: DeserializeOwned>(&self, kind: Kind, id: Id) -> Result<T, FilesError> {
+    pub(crate) async fn read_json<T: DeserializeOwned>(&self, kind: Kind, id: Id) -> Result<T, FilesError> {
         let what = || format!("{} {id}", kind.noun());
         let sealed = if let Some(cached) = self.cache.read(kind.folder(), id) {
             Bytes::from(cached)
@@ -188,6 +182,7 @@ impl Repository {
         serde_json::from_slice(&json).map_err(|error| FilesError::corrupt(what(), &error))
     }
 
+    /// Writes an object, unless [`Self::read_json`] would refuse it.
     pub(crate) async fn write_json(&self, kind: Kind, value: &impl Serialize) -> Result<Id, FilesError> {
         let what = kind.noun();
         let json = serde_json::to_vec(value).map_err(|error| FilesError::encode(what, &error))?;
@@ -197,6 +192,9 @@ impl Repository {
         plain.push(COMPRESSED);
         plain.extend_from_slice(&compressed);
         let sealed = self.key.encrypt(&plain)?;
+        if json.len() > MAX_JSON_BYTES || sealed.len() as u64 > MAX_OBJECT_BYTES {
+            return Err(FilesError::encode(what, &"it would be too large to be read"));
+        }
         let id = Id::of(&sealed);
         self.create(&self.path(kind, id), sealed.clone()).await?;
         self.cache.write(kind.folder(), id, &sealed);
@@ -222,75 +220,9 @@ impl Repository {
         Ok(object.map(|object| object.value))
     }
 
-    /// Reads the index, and returns the ids of its files as well.
-    ///
-    /// If pruning replaces files in the meantime, the index is read again.
-    async fn read_index<T: Default>(
-        &self,
-        add: impl Fn(&mut T, Id, IndexFile),
-    ) -> Result<(T, Vec<Id>), FilesError> {
-        let mut attempts = 1;
-        loop {
-            let files = self.list(Kind::Index).await?;
-            match self.read_index_files(&files, &add).await {
-                Ok(index) => {
-                    let present: HashSet<Id> = self.list(Kind::Index).await?.into_iter().collect();
-                    // Additional files are from a concurrent save; the caller does not need them.
-                    if files.iter().all(|id| present.contains(id)) {
-                        return Ok((index, files));
-                    }
-                }
-                Err(FilesError::Store(StoreError::NotFound { .. })) => {}
-                Err(error) => return Err(error),
-            }
-            if attempts >= MAX_INDEX_READS {
-                return Err(FilesError::IndexChanging);
-            }
-            tokio::time::sleep((Duration::from_millis(50) * 2_u32.pow(attempts)).min(MAX_INDEX_PAUSE)).await;
-            attempts += 1;
-        }
-    }
-
-    async fn read_index_files<T: Default>(
-        &self,
-        files: &[Id],
-        add: impl Fn(&mut T, Id, IndexFile),
-    ) -> Result<T, FilesError> {
-        let mut index = T::default();
-        let mut blobs = 0;
-        // Owned values, because the compiler cannot prove that futures of borrowing closures are `Send`.
-        let read = |id: Id| {
-            let repository = self.clone();
-            async move { repository.read_json::<IndexFile>(Kind::Index, id).await.map(|file| (id, file)) }
-        };
-        let mut reads = stream::iter(files.to_vec()).map(read).buffer_unordered(MAX_CONCURRENT_READS);
-        while let Some(read) = reads.next().await {
-            let (id, file) = read?;
-            blobs += file.blob_count();
-            if blobs > MAX_BLOBS {
-                return Err(FilesError::corrupt("index", &"it has too many blobs"));
-            }
-            add(&mut index, id, file);
-        }
-        Ok(index)
-    }
-
-    /// Reads which blobs are in the index, and returns the ids of the index files as well.
-    pub(crate) async fn load_known_blobs(&self) -> Result<(KnownBlobs, Vec<Id>), FilesError> {
-        let (mut known, files) = self.read_index(|known: &mut KnownBlobs, _, file| known.load(&file)).await?;
-        known.finish_loading();
-        Ok((known, files))
-    }
-
     /// Lists all packs with their upload times, by the store's clock.
     pub(crate) async fn list_packs(&self) -> Result<Vec<(Id, Timestamp)>, FilesError> {
         self.list_uploads(&self.root.clone().join("data")).await
-    }
-
-    /// Reads all index files.
-    pub(crate) async fn load_index(&self) -> Result<Vec<(Id, IndexFile)>, FilesError> {
-        let (files, _) = self.read_index(|files: &mut Vec<_>, id, file| files.push((id, file))).await?;
-        Ok(files)
     }
 
     /// Deletes an object if it exists. Only the platform's credentials permit deletions.
@@ -302,21 +234,6 @@ impl Repository {
             }
         };
         Ok(self.bucket.run_with_timeout(path, REQUEST_TIMEOUT, deletion).await?)
-    }
-
-    pub(crate) async fn load_locations(&self) -> Result<BlobLocations, FilesError> {
-        let (locations, _) = self.read_index(|all: &mut BlobLocations, _, file| all.load(file)).await?;
-        Ok(locations.finish_loading())
-    }
-
-    /// Like [`Self::load_locations`], but only for trees, which takes much less memory.
-    pub(crate) async fn load_tree_locations(&self) -> Result<BlobLocations, FilesError> {
-        let add = |all: &mut BlobLocations, _, mut file: IndexFile| {
-            file.retain_blobs(BlobType::Tree);
-            all.load(file);
-        };
-        let (locations, _) = self.read_index(add).await?;
-        Ok(locations.finish_loading())
     }
 
     pub(crate) fn open_blob(&self, blob: &PackedBlob, sealed: &[u8]) -> Result<Vec<u8>, FilesError> {
@@ -453,6 +370,24 @@ pub(crate) async fn list_objects(bucket: &Bucket, folder: &Path) -> Result<Vec<O
 fn decompress(bytes: &[u8]) -> std::io::Result<Vec<u8>> {
     use std::io::Read;
     let mut output = Vec::new();
-    zstd::stream::read::Decoder::new(bytes)?.take(MAX_JSON_BYTES as u64).read_to_end(&mut output)?;
+    zstd::stream::read::Decoder::new(bytes)?.take(MAX_JSON_BYTES as u64 + 1).read_to_end(&mut output)?;
+    if output.len() > MAX_JSON_BYTES {
+        return Err(std::io::Error::other("its decompressed content is too long"));
+    }
     Ok(output)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn decompress_refuses_content_that_is_too_long() {
+        let decompressed_length = |length: usize| {
+            let compressed = zstd::bulk::compress(&vec![0; length], 1).unwrap();
+            decompress(&compressed).map(|output| output.len()).ok()
+        };
+        assert_eq!(decompressed_length(MAX_JSON_BYTES), Some(MAX_JSON_BYTES));
+        assert_eq!(decompressed_length(MAX_JSON_BYTES + 1), None);
+    }
 }

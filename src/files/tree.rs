@@ -93,6 +93,10 @@ pub struct Node {
     pub subtree: Option<Id>,
 }
 
+/// The device, inode and content of a file with several names. The inode does not suffice: a save of changes visits
+/// only some of a file's names, so the names in a snapshot may have different versions of its content.
+pub type HardLinkKey = (u64, u64, Id);
+
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExtendedAttribute {
     pub name: String,
@@ -156,6 +160,14 @@ impl Node {
         let bytes = name.as_bytes();
         let is_plain = !matches!(bytes, b"" | b"." | b"..") && !bytes.contains(&b'/') && !bytes.contains(&0);
         is_plain.then_some(name)
+    }
+
+    /// Identifies a file with several names: the entries of a snapshot with the same key are hard links to one file.
+    /// `None` for other entries, and if the inode is unknown.
+    pub(crate) fn hard_link_key(&self) -> Option<HardLinkKey> {
+        let has_other_names = self.node_type == NodeType::File && self.links > 1 && self.inode != 0;
+        has_other_names
+            .then(|| (self.device_id, self.inode, Id::of_all(self.content.as_deref().unwrap_or_default())))
     }
 
     /// Returns an estimate of the memory for its strings and attributes, in bytes.

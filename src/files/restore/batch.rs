@@ -41,7 +41,7 @@ pub(super) struct Batch {
     pub(super) links: Vec<PlannedEntry>,
     /// Further names of files, each with the first name, which may be in an earlier batch.
     pub(super) hard_links: Vec<(PathBuf, Box<Path>)>,
-    pub(super) pieces: Vec<ChunkPlacement>,
+    pub(super) placements: Vec<ChunkPlacement>,
     /// An estimate of its size in memory.
     bytes: usize,
 }
@@ -71,9 +71,9 @@ impl Batch {
                     self.hard_links.push((path, first));
                 } else {
                     let content = node.content.take().unwrap_or_default();
-                    // Each piece is copied once, to the read that serves it.
+                    // Each placement is copied once, to the read that serves it.
                     self.bytes += 2 * content.len() * size_of::<ChunkPlacement>();
-                    node.size = self.add_pieces(content, locations)?;
+                    node.size = self.add_placements(content, locations)?;
                     self.files.push(PlannedEntry { path, node });
                 }
             }
@@ -83,13 +83,13 @@ impl Batch {
     }
 
     /// Lists the chunks of the next file, and returns its size.
-    fn add_pieces(&mut self, content: Vec<Id>, locations: &BlobLocations) -> Result<u64, FilesError> {
+    fn add_placements(&mut self, content: Vec<Id>, locations: &BlobLocations) -> Result<u64, FilesError> {
         // A batch is full long before it has 2^32 files.
         let file = u32::try_from(self.files.len()).unwrap_or(u32::MAX);
         let mut size = 0;
         for id in content {
             let location = locations.find(BlobType::Data, id)?;
-            self.pieces.push(ChunkPlacement { location, id, file, file_offset: size });
+            self.placements.push(ChunkPlacement { location, id, file, file_offset: size });
             size += location.content_length();
         }
         Ok(size)

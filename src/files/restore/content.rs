@@ -26,14 +26,14 @@ const MAX_GAP_BYTES: u64 = 256 << 10;
 const MAX_READ_BYTES: u64 = 4 << 20;
 const MAX_CONCURRENT_READS: usize = 4;
 
-/// One request, and the pieces that it serves.
+/// One request, and the placements that it serves.
 struct RangeRead {
     pack: Id,
     range: Range<u64>,
-    pieces: Vec<ChunkPlacement>,
+    placements: Vec<ChunkPlacement>,
 }
 
-/// Writes the content of a batch's files, which must have been created. Returns the batch without its pieces.
+/// Writes the content of a batch's files, which must have been created. Returns the batch without its placements.
 pub(super) async fn write_contents(
     repository: &Repository,
     locations: &BlobLocations,
@@ -41,11 +41,11 @@ pub(super) async fn write_contents(
     target: &Path,
     progress: &RestoreProgress,
 ) -> Result<Batch, FilesError> {
-    let mut pieces = std::mem::take(&mut batch.pieces);
-    pieces.sort_unstable_by_key(|piece| (piece.location.pack, piece.location.offset));
+    let mut placements = std::mem::take(&mut batch.placements);
+    placements.sort_unstable_by_key(|placement| (placement.location.pack, placement.location.offset));
     let files = Arc::new(std::mem::take(&mut batch.files));
-    let reads = plan_reads(locations, &pieces);
-    drop(pieces);
+    let reads = plan_reads(locations, &placements);
+    drop(placements);
     let read_one = |read: RangeRead| {
         let (files, target, key) = (Arc::clone(&files), target.to_owned(), repository.key.clone());
         async move {
@@ -53,13 +53,13 @@ pub(super) async fn write_contents(
             let write = async |read: Arc<RangeRead>| {
                 let bytes = repository.read_pack(read.pack, read.range.clone()).await?;
                 let (files, target, key) = (Arc::clone(&files), target.clone(), key.clone());
-                run_blocking(move || write_pieces(&key, &read, &bytes, &files, &target)).await
+                run_blocking(move || write_chunks(&key, &read, &bytes, &files, &target)).await
             };
             let written = match write(Arc::clone(&read)).await {
                 Err(error) if error.is_damage() => {
                     let mut written = 0;
-                    for placements in read.pieces.chunk_by(|a, b| a.location == b.location) {
-                        written += write_other_copy(locations, placements, &write, &error).await?;
+                    for of_chunk in read.placements.chunk_by(|a, b| a.location == b.location) {
+                        written += write_other_copy(locations, of_chunk, &write, &error).await?;
                     }
                     written
                 }
@@ -87,8 +87,9 @@ async fn write_other_copy(
     let id = placements[0].id;
     let copies = [placements[0].location].into_iter().chain(locations.find_others(BlobType::Data, id));
     for location in copies {
-        let pieces = placements.iter().map(|piece| ChunkPlacement { location, ..*piece }).collect();
-        let read = RangeRead { pack: locations.pack(location).id, range: location.range(), pieces };
+        let placements =
+            placements.iter().map(|placement| ChunkPlacement { location, ..*placement }).collect();
+        let read = RangeRead { pack: locations.pack(location).id, range: location.range(), placements };
         match write(Arc::new(read)).await {
             Err(error) if error.is_damage() => tracing::warn!(%error, "a copy of a chunk is damaged"),
             result => return result,
@@ -97,11 +98,11 @@ async fn write_other_copy(
     Err(FilesError::corrupt(format!("chunk {id}"), error))
 }
 
-/// Groups pieces, which are sorted by pack and offset, into requests.
-fn plan_reads(locations: &BlobLocations, pieces: &[ChunkPlacement]) -> Vec<RangeRead> {
+/// Groups placements, which are sorted by pack and offset, into requests.
+fn plan_reads(locations: &BlobLocations, placements: &[ChunkPlacement]) -> Vec<RangeRead> {
     let mut reads: Vec<RangeRead> = Vec::new();
-    for piece in pieces {
-        let (pack, range) = (locations.pack(piece.location).id, piece.location.range());
+    for placement in placements {
+        let (pack, range) = (locations.pack(placement.location).id, placement.location.range());
         match reads.last_mut() {
             Some(last)
                 if last.pack == pack
@@ -109,9 +110,9 @@ fn plan_reads(locations: &BlobLocations, pieces: &[ChunkPlacement]) -> Vec<Range
                     && range.end - last.range.start <= MAX_READ_BYTES =>
             {
                 last.range.end = last.range.end.max(range.end);
-                last.pieces.push(*piece);
+                last.placements.push(*placement);
             }
-            _ => reads.push(RangeRead { pack, range, pieces: vec![*piece] }),
+            _ => reads.push(RangeRead { pack, range, placements: vec![*placement] }),
         }
     }
     reads
@@ -119,7 +120,7 @@ fn plan_reads(locations: &BlobLocations, pieces: &[ChunkPlacement]) -> Vec<Range
 
 /// Decrypts the chunks of a read, and writes each to all of its places. Returns the number of bytes written, including
 /// holes.
-fn write_pieces(
+fn write_chunks(
     key: &MasterKey,
     read: &RangeRead,
     bytes: &Bytes,
@@ -128,23 +129,23 @@ fn write_pieces(
 ) -> Result<u64, FilesError> {
     let mut written = 0;
     let mut target = Target::open(target).map_err(FilesError::io("open", target))?;
-    for placements in read.pieces.chunk_by(|a, b| a.location == b.location) {
-        let (id, location) = (placements[0].id, placements[0].location);
+    for of_chunk in read.placements.chunk_by(|a, b| a.location == b.location) {
+        let (id, location) = (of_chunk[0].id, of_chunk[0].location);
         let range = location.range();
         let sealed = usize::try_from(range.start - read.range.start)
             .ok()
             .and_then(|start| bytes.get(start..start + location.length as usize))
             .unwrap_or_default();
         let content = open_blob(key, &location.to_packed(BlobType::Data, id), sealed)?;
-        written += content.len() as u64 * placements.len() as u64;
+        written += content.len() as u64 * of_chunk.len() as u64;
         // The file already has its full size, so zeros that are not written become a hole.
         if content.iter().all(|byte| *byte == 0) {
             continue;
         }
-        for piece in placements {
-            let path = &files[piece.file as usize].path;
+        for placement in of_chunk {
+            let path = &files[placement.file as usize].path;
             let file = target.open_for_writing(path).map_err(FilesError::io("open", path))?;
-            file.write_all_at(&content, piece.file_offset).map_err(FilesError::io("write", path))?;
+            file.write_all_at(&content, placement.file_offset).map_err(FilesError::io("write", path))?;
         }
     }
     Ok(written)

@@ -6,6 +6,7 @@ use std::os::unix::fs::FileExt;
 use kit::disk::SmallDisk;
 
 use super::*;
+use crate::history::History;
 use crate::index::IndexFile;
 use crate::pack::BlobType;
 use crate::repository::Kind;
@@ -65,6 +66,13 @@ async fn names_of_a_hard_link_may_differ_in_a_save_of_changes() {
     let saved = fixture.save_changes(changes_in(&["b"])).await;
     let (target, _) = fixture.restore(&saved.snapshot).await;
     assert_eq!(fs::read(target.path().join("b/x")).unwrap(), b"new content");
+    // A download must not link the names either.
+    let history =
+        History::open_with_contents(fixture.open(&fixture.key).await.unwrap().unwrap()).await.unwrap();
+    let a = history.find(&saved.snapshot, Path::new("a/x")).await.unwrap().unwrap();
+    let b = history.find(&saved.snapshot, Path::new("b/x")).await.unwrap().unwrap();
+    assert!(a.hard_link_key().is_some());
+    assert_ne!(a.hard_link_key(), b.hard_link_key());
     let saved = fixture.save().await;
     fixture.assert_restores(&saved).await;
 }

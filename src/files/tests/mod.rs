@@ -5,6 +5,7 @@ mod edge_cases;
 mod faulty_store;
 mod history;
 mod kills;
+mod large_index;
 mod memory_maps;
 mod pruning;
 mod randomized;

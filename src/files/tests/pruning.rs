@@ -150,6 +150,30 @@ async fn partly_used_pack_is_rewritten() {
     assert_same(&describe(target.path()), &describe(&fixture.home()));
 }
 
+/// The new copy is sound even if its pack is rewritten in the same run.
+#[tokio::test]
+async fn marked_pack_is_deleted_while_its_copy_is_rewritten() {
+    let mut fixture = Fixture::new().await;
+    let content = random_bytes(100_000);
+    fixture.write("file", &content);
+    fixture.save().await;
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    let first_packs = repository.list_packs().await.unwrap();
+    fs::remove_file(fixture.home().join("file")).unwrap();
+    fixture.save().await;
+    run(&fixture, &days_later(3)).await;
+    fixture.write("file", &content);
+    fixture.write("large", random_bytes(400_000));
+    fixture.save().await;
+    fs::remove_file(fixture.home().join("large")).unwrap();
+    let saved = fixture.save().await;
+    assert_eq!(run(&fixture, &days_later(6)).await.rewritten_packs, 1);
+    let packs = repository.list_packs().await.unwrap();
+    assert!(first_packs.iter().all(|(id, _)| packs.iter().all(|(pack, _)| pack != id)), "{packs:?}");
+    let (target, _) = fixture.restore(&saved.snapshot).await;
+    assert_eq!(fs::read(target.path().join("file")).unwrap(), content);
+}
+
 #[tokio::test]
 async fn damaged_pack_is_reported_with_its_blobs() {
     let fixture = fixture_with_history(Fixture::new().await).await;

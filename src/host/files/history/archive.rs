@@ -13,7 +13,7 @@ use jiff::Timestamp;
 use jiff::tz::TimeZone;
 use svc_base::error_chain::format_chain;
 use svc_files::FilesError;
-use svc_files::history::{Entry, EntryKind, History};
+use svc_files::history::{Entry, EntryKind, HardLinkKey, History};
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use zip::write::{SimpleFileOptions, StreamWriter};
@@ -85,8 +85,8 @@ impl Write for ChannelWriter {
 
 /// An archive that is being written.
 enum Writer<W: Write> {
-    /// The map contains the first path of each file with several hard links, by device and inode.
-    Tar(Box<tar::Builder<W>>, HashMap<(u64, u64), PathBuf>),
+    /// The map contains the first path of each file with several hard links.
+    Tar(Box<tar::Builder<W>>, HashMap<HardLinkKey, PathBuf>),
     Zip(Box<ZipWriter<StreamWriter<W>>>),
 }
 

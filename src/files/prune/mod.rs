@@ -8,6 +8,8 @@
 //! Invariant: a crash between any two requests leaves a repository in which every remaining snapshot can be restored.
 //! An index file is deleted only after its replacement has been written, and a pack only once no index file lists it.
 
+mod plan;
+
 use std::collections::{HashMap, HashSet};
 
 use jiff::{SignedDuration, Timestamp};
@@ -16,29 +18,24 @@ use svc_base::failpoint;
 
 use crate::error::FilesError;
 use crate::id::Id;
-use crate::index::{BlobLocations, IndexFile, IndexedPack};
+use crate::index::{IndexFile, IndexToPrune, IndexedPack, MAX_INDEX_BLOBS, MAX_SAVED_BLOBS};
 use crate::pack::{BlobType, FinishedPack, PackWriter, PackedBlob, parse_header};
 use crate::repository::{Kind, Repository};
 use crate::retention::RetentionPolicy;
 use crate::snapshot::Snapshot;
-use crate::tree_reader::TreeReader;
+use plan::{PrunePlan, UsedBlobs};
 
 /// The fail points of a run.
 pub const FAILPOINTS: &[&str] =
     &["files.prune.snapshot", "files.prune.repacked", "files.prune.indexed", "files.prune.replaced"];
 
-/// Maximum difference between a snapshot's time and that of its upload: a save takes some time, and clocks differ.
-const MAX_TIME_DIFFERENCE: SignedDuration = SignedDuration::from_hours(12);
-/// Maximum numbers of packs that one run deletes and rewrites.
-const MAX_DELETIONS: usize = 5_000;
-const MAX_REWRITES: usize = 1_000;
-/// A pack is rewritten without its unused blobs if more than this percentage of its bytes is unused.
-const MAX_UNUSED_PERCENT: u64 = 50;
+/// Maximum difference between the machine's clock and the store's.
+const MAX_CLOCK_DIFFERENCE: SignedDuration = SignedDuration::from_hours(12);
+/// An index file is written once it has this many blobs. Tests use small files.
+const TARGET_INDEX_BLOBS: usize = if cfg!(test) { 2_000 } else { 20_000 };
 /// Index files with fewer blobs are merged if there are more than [`MAX_SMALL_INDEX_FILES`] of them.
-const MIN_INDEX_BLOBS: usize = 10_000;
+const MIN_INDEX_BLOBS: usize = TARGET_INDEX_BLOBS / 2;
 const MAX_SMALL_INDEX_FILES: usize = 16;
-/// A merged index file is written once it has this many blobs.
-const TARGET_INDEX_BLOBS: usize = 20_000;
 
 #[derive(Debug, Clone)]
 pub struct PruneOptions {
@@ -79,20 +76,21 @@ pub struct PruneReport {
 pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<PruneReport, FilesError> {
     // Snapshots are listed first, so that the index, which is read later, contains all of their blobs.
     let snapshots = repository.list_uploaded_snapshots().await?;
-    let index = repository.load_index().await?;
+    let index = repository.load_index_to_prune().await?;
     let times: Vec<_> = snapshots
         .iter()
-        .filter(|(_, snapshot, uploaded)| has_plausible_time(snapshot, *uploaded))
+        .filter(|(_, snapshot, uploaded)| has_plausible_time(snapshot, *uploaded, options.grace_period))
         .map(|(id, snapshot, _)| (*id, snapshot.time))
         .collect();
     let mut expired: HashSet<Id> = options.policy.select_expired(&times, options.now).into_iter().collect();
     expired.retain(|id| !options.protected.contains(id));
     let kept_snapshots: Vec<&Snapshot> =
         snapshots.iter().filter(|(id, ..)| !expired.contains(id)).map(|(_, snapshot, _)| snapshot).collect();
-    let used = UsedBlobs::find(repository, &index, &kept_snapshots).await?;
+    let used = UsedBlobs::find(repository, &index.files, &kept_snapshots).await?;
     let uploads: HashMap<Id, Timestamp> = repository.list_packs().await?.into_iter().collect();
-    let mut plan = PrunePlan::create(&index, &used, &uploads, options);
-    plan.limit_deletions();
+    let mut plan = PrunePlan::create(&index.files, &used, &uploads, options);
+    // A concurrent save may add blobs up to its own limit.
+    plan.limit_work(MAX_INDEX_BLOBS.saturating_sub(index.blobs.max(MAX_SAVED_BLOBS)));
     let report = PruneReport {
         kept_snapshots: kept_snapshots.len() as u64,
         removed_snapshots: expired.len() as u64,
@@ -107,8 +105,8 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     }
     failpoint::trigger("files.prune.snapshot")?;
     repository.delete_all(expired.iter().map(|id| repository.path(Kind::Snapshot, *id)).collect()).await?;
-    keep_needed_packs(repository, &index, &used, &mut plan).await?;
-    let new_packs = rewrite_packs(repository, &index, &mut plan, &used).await?;
+    keep_needed_packs(repository, &index.files, &used, &mut plan).await?;
+    let new_packs = rewrite_packs(repository, &index.files, &mut plan, &used).await?;
     failpoint::trigger("files.prune.repacked")?;
     replace_index(repository, index, &plan, new_packs, options.now).await?;
     failpoint::trigger("files.prune.replaced")?;
@@ -116,15 +114,18 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     Ok(report)
 }
 
-/// Whether a snapshot's time is close to that of its upload. If not, the snapshot is kept and does not cause others to
-/// expire: someone with a stolen key could choose times that make earlier snapshots expire, and copied objects all have
-/// the time of the copy.
-fn has_plausible_time(snapshot: &Snapshot, uploaded: Timestamp) -> bool {
-    snapshot.time.duration_since(uploaded).abs() <= MAX_TIME_DIFFERENCE
+/// Whether a snapshot's time is plausible given that of its upload. If not, the snapshot is kept and does not cause
+/// others to expire: someone with a stolen key could choose times that make earlier snapshots expire, and copied
+/// objects all have the time of the copy. A snapshot has the time at which its save began, and the grace period is
+/// longer than any save.
+fn has_plausible_time(snapshot: &Snapshot, uploaded: Timestamp, grace_period: SignedDuration) -> bool {
+    let delay = uploaded.duration_since(snapshot.time);
+    (-MAX_CLOCK_DIFFERENCE..=grace_period + MAX_CLOCK_DIFFERENCE).contains(&delay)
 }
 
 /// Unmarks packs that have the only sound copy of a blob that a snapshot needs. The index lists the blob in another
-/// pack as well, but machines write the index, so the other copy is read before this one is deleted.
+/// pack as well, but machines write the index, so the other copy is read before this one is deleted. The other pack may
+/// be marked in this run: it is checked in the same way before it is deleted.
 async fn keep_needed_packs(
     repository: &Repository,
     index: &[(Id, IndexFile)],
@@ -148,8 +149,8 @@ async fn keep_needed_packs(
         return Ok(());
     }
     let mut copies: HashMap<Id, Vec<PackedBlob>> = HashMap::new();
-    for pack in index.iter().flat_map(|(_, file)| &file.packs).filter(|pack| !plan.marked.contains(&pack.id))
-    {
+    // These packs are not deleted in this run.
+    for pack in index.iter().flat_map(|(_, file)| &file.packs) {
         let blobs = pack.blobs.iter().filter(|blob| needed.contains_key(&(blob.blob_type, blob.id)));
         let blobs: Vec<PackedBlob> = blobs.copied().collect();
         if !blobs.is_empty() {
@@ -174,166 +175,6 @@ async fn keep_needed_packs(
     Ok(())
 }
 
-/// The blobs that snapshots need.
-struct UsedBlobs(HashSet<(BlobType, Id)>);
-
-impl UsedBlobs {
-    async fn find(
-        repository: &Repository,
-        index: &[(Id, IndexFile)],
-        snapshots: &[&Snapshot],
-    ) -> Result<Self, FilesError> {
-        let mut locations = BlobLocations::default();
-        for (_, file) in index {
-            locations.load(file.clone());
-        }
-        let locations = locations.finish_loading();
-        let mut used = HashSet::new();
-        let mut trees = TreeReader::new(repository, &locations);
-        let mut pending: Vec<Id> = snapshots.iter().map(|snapshot| snapshot.tree).collect();
-        while let Some(id) = pending.pop() {
-            if !used.insert((BlobType::Tree, id)) {
-                continue;
-            }
-            locations.find(BlobType::Tree, id)?;
-            for node in trees.read(id).await?.nodes {
-                pending.extend(node.subtree);
-                for chunk in node.content.unwrap_or_default() {
-                    locations.find(BlobType::Data, chunk)?;
-                    used.insert((BlobType::Data, chunk));
-                }
-            }
-        }
-        Ok(Self(used))
-    }
-
-    fn contains(&self, blob: &PackedBlob) -> bool {
-        self.0.contains(&(blob.blob_type, blob.id))
-    }
-}
-
-#[derive(Default)]
-struct PrunePlan {
-    marked: HashSet<Id>,
-    reclaimable_bytes: u64,
-    unmarked: HashSet<Id>,
-    /// Packs that are marked in one index file but not in another, because an earlier run was interrupted. They are
-    /// unmarked.
-    half_marked: HashSet<Id>,
-    /// Packs whose used blobs are written to new packs. They are marked as well.
-    rewritten: HashSet<Id>,
-    /// Marked packs, which are removed from the index as well, and orphans.
-    deleted: HashSet<Id>,
-    /// The pack that provides the blob, for each blob that several packs have.
-    providers: HashMap<(BlobType, Id), Id>,
-}
-
-impl PrunePlan {
-    fn create(
-        index: &[(Id, IndexFile)],
-        used: &UsedBlobs,
-        uploads: &HashMap<Id, Timestamp>,
-        options: &PruneOptions,
-    ) -> Self {
-        let is_old = |time: Timestamp| options.now.duration_since(time) > options.grace_period;
-        let mut plan = Self::default();
-        let active: HashMap<Id, &IndexedPack> =
-            index.iter().flat_map(|(_, file)| &file.packs).map(|pack| (pack.id, pack)).collect();
-        let marked: HashMap<Id, &IndexedPack> =
-            index.iter().flat_map(|(_, file)| &file.packs_to_delete).map(|pack| (pack.id, pack)).collect();
-        plan.find_providers(active.values().copied(), uploads);
-        // A blob counts as used in only one pack.
-        let mut counted = HashSet::new();
-        // A pack that is not in the store provides no blob.
-        let mut packs: Vec<&IndexedPack> =
-            active.values().copied().filter(|pack| uploads.contains_key(&pack.id)).collect();
-        packs.sort_unstable_by_key(|pack| (std::cmp::Reverse(pack.blobs.len()), pack.id));
-        for pack in packs {
-            let mut is_needed = |blob: &&PackedBlob| {
-                used.contains(blob)
-                    && plan.provides(pack.id, blob)
-                    && counted.insert((blob.blob_type, blob.id))
-            };
-            let used_bytes: u64 =
-                pack.blobs.iter().filter(&mut is_needed).map(|blob| u64::from(blob.length)).sum();
-            let bytes: u64 = pack.blobs.iter().map(|blob| u64::from(blob.length)).sum();
-            let is_settled = uploads.get(&pack.id).is_some_and(|time| is_old(*time));
-            if !is_settled || (bytes - used_bytes) * 100 <= bytes * MAX_UNUSED_PERCENT {
-                continue;
-            }
-            if used_bytes > 0 {
-                plan.rewritten.insert(pack.id);
-            }
-            plan.marked.insert(pack.id);
-            plan.reclaimable_bytes += bytes - used_bytes;
-        }
-        for (id, pack) in &marked {
-            let is_needed =
-                |blob: &PackedBlob| used.contains(blob) && !counted.contains(&(blob.blob_type, blob.id));
-            if active.contains_key(id) {
-                plan.half_marked.insert(*id);
-            } else if pack.blobs.iter().any(is_needed) {
-                plan.unmarked.insert(*id);
-            } else if pack.time.is_none_or(is_old) {
-                plan.deleted.insert(*id);
-            }
-        }
-        let is_orphan = |id: &Id| !active.contains_key(id) && !marked.contains_key(id);
-        let orphans = uploads.iter().filter(|(id, time)| is_orphan(id) && is_old(**time)).map(|(id, _)| *id);
-        plan.deleted.extend(orphans);
-        plan
-    }
-
-    /// Selects a pack for each blob that several packs have: the newest one, because a save writes a damaged blob
-    /// again, to a new pack. Among packs of the same age, selects the one with the most blobs, so that small packs
-    /// become unused.
-    fn find_providers<'a>(
-        &mut self,
-        packs: impl Iterator<Item = &'a IndexedPack> + Clone,
-        uploads: &HashMap<Id, Timestamp>,
-    ) {
-        let mut seen = HashSet::new();
-        let blobs = packs.clone().flat_map(|pack| &pack.blobs);
-        let repeated: HashSet<(BlobType, Id)> =
-            blobs.map(|blob| (blob.blob_type, blob.id)).filter(|key| !seen.insert(*key)).collect();
-        let mut ranks = HashMap::new();
-        for pack in packs {
-            let Some(time) = uploads.get(&pack.id) else { continue };
-            let rank = (*time, pack.blobs.len(), pack.id);
-            for blob in &pack.blobs {
-                let key = (blob.blob_type, blob.id);
-                if repeated.contains(&key) && ranks.get(&key).is_none_or(|best| rank > *best) {
-                    ranks.insert(key, rank);
-                }
-            }
-        }
-        self.providers = ranks.into_iter().map(|(key, (_, _, pack))| (key, pack)).collect();
-    }
-
-    fn provides(&self, pack: Id, blob: &PackedBlob) -> bool {
-        self.providers.get(&(blob.blob_type, blob.id)).is_none_or(|provider| *provider == pack)
-    }
-
-    /// Bounds the duration of a run: leaves the remaining deletions and rewrites to later runs.
-    fn limit_deletions(&mut self) {
-        if self.deleted.len() > MAX_DELETIONS {
-            self.deleted = self.deleted.drain().take(MAX_DELETIONS).collect();
-        }
-        if self.rewritten.len() > MAX_REWRITES {
-            let later: Vec<Id> = self.rewritten.iter().copied().skip(MAX_REWRITES).collect();
-            for pack in later {
-                self.rewritten.remove(&pack);
-                self.marked.remove(&pack);
-            }
-        }
-    }
-
-    /// Whether the plan unmarks this pack.
-    fn should_unmark(&self, pack: Id) -> bool {
-        self.unmarked.contains(&pack) || self.half_marked.contains(&pack)
-    }
-}
-
 /// Copies the used blobs of the packs to rewrite to new packs.
 async fn rewrite_packs(
     repository: &Repository,
@@ -352,7 +193,7 @@ async fn rewrite_packs(
         .collect::<Result<HashMap<_, _>, _>>()?;
     let packs = index.iter().flat_map(|(_, file)| &file.packs);
     let rewritten = plan.rewritten.clone();
-    let packs: Vec<&IndexedPack> = packs.filter(|pack| rewritten.contains(&pack.id)).collect();
+    let packs: Vec<&IndexedPack> = packs.filter(|pack| rewritten.contains_key(&pack.id)).collect();
     for pack in packs {
         let bytes = repository.read_whole_pack(pack.id).await?;
         let missing = || FilesError::corrupt(format!("pack {}", pack.id), &"it does not exist");
@@ -398,50 +239,89 @@ async fn upload(
 /// Replaces the index files that the plan changes. Merges small ones, because each save adds one.
 async fn replace_index(
     repository: &Repository,
-    index: Vec<(Id, IndexFile)>,
+    index: IndexToPrune,
     plan: &PrunePlan,
     new_packs: Vec<IndexedPack>,
     now: Timestamp,
 ) -> Result<(), FilesError> {
+    let IndexToPrune { files, files_with_repeats, .. } = index;
     let is_changed = |file: &IndexFile| {
         let is_removed = |pack: &IndexedPack| plan.should_unmark(pack.id) || plan.deleted.contains(&pack.id);
         file.packs.iter().any(|pack| plan.marked.contains(&pack.id))
             || file.packs_to_delete.iter().any(is_removed)
     };
     let is_small = |file: &IndexFile| file.blob_count() < MIN_INDEX_BLOBS;
-    let should_merge = index.iter().filter(|(_, file)| is_small(file)).count() > MAX_SMALL_INDEX_FILES;
+    let should_merge = files.iter().filter(|(_, file)| is_small(file)).count() > MAX_SMALL_INDEX_FILES;
     let mut replaced = Vec::new();
-    let mut new = IndexFile { packs: new_packs, ..IndexFile::default() };
-    for (id, file) in index {
+    let mut writer = IndexWriter::new(repository);
+    for pack in new_packs {
+        writer.add(pack).await?;
+    }
+    for (id, file) in files {
         let is_merged = should_merge && is_small(&file);
-        if !is_changed(&file) && !is_merged {
+        if !is_changed(&file) && !is_merged && !files_with_repeats.contains(&id) {
             continue;
         }
         replaced.push(id);
         for pack in file.packs {
             if plan.marked.contains(&pack.id) {
-                new.packs_to_delete.push(IndexedPack { time: Some(now), ..pack });
+                writer.add_marked(IndexedPack { time: Some(now), ..pack }).await?;
             } else {
-                new.packs.push(pack);
+                writer.add(pack).await?;
             }
         }
         for pack in file.packs_to_delete {
             if plan.unmarked.contains(&pack.id) {
-                new.packs.push(IndexedPack { time: None, ..pack });
+                writer.add(IndexedPack { time: None, ..pack }).await?;
             } else if !plan.should_unmark(pack.id) && !plan.deleted.contains(&pack.id) {
-                new.packs_to_delete.push(pack);
+                writer.add_marked(pack).await?;
             }
         }
-        if new.blob_count() >= TARGET_INDEX_BLOBS {
-            repository.write_json(Kind::Index, &std::mem::take(&mut new)).await?;
-        }
     }
-    if !new.packs.is_empty() || !new.packs_to_delete.is_empty() {
-        repository.write_json(Kind::Index, &new).await?;
-    }
+    writer.flush().await?;
     failpoint::trigger("files.prune.indexed")?;
     repository.delete_all(replaced.into_iter().map(|id| repository.path(Kind::Index, id)).collect()).await?;
     Ok(())
+}
+
+/// Writes index files that are small enough to be read.
+struct IndexWriter<'a> {
+    repository: &'a Repository,
+    file: IndexFile,
+    blobs: usize,
+}
+
+impl<'a> IndexWriter<'a> {
+    fn new(repository: &'a Repository) -> Self {
+        Self { repository, file: IndexFile::default(), blobs: 0 }
+    }
+
+    async fn add(&mut self, pack: IndexedPack) -> Result<(), FilesError> {
+        self.blobs += pack.blobs.len();
+        self.file.packs.push(pack);
+        self.write_if_full().await
+    }
+
+    /// Adds a pack that is marked for deletion.
+    async fn add_marked(&mut self, pack: IndexedPack) -> Result<(), FilesError> {
+        self.blobs += pack.blobs.len();
+        self.file.packs_to_delete.push(pack);
+        self.write_if_full().await
+    }
+
+    async fn write_if_full(&mut self) -> Result<(), FilesError> {
+        if self.blobs >= TARGET_INDEX_BLOBS { self.flush().await } else { Ok(()) }
+    }
+
+    /// Writes the packs that were added since the last file.
+    async fn flush(&mut self) -> Result<(), FilesError> {
+        let file = std::mem::take(&mut self.file);
+        self.blobs = 0;
+        if !file.packs.is_empty() || !file.packs_to_delete.is_empty() {
+            self.repository.write_json(Kind::Index, &file).await?;
+        }
+        Ok(())
+    }
 }
 
 #[cfg(test)]
@@ -460,11 +340,14 @@ mod tests {
             username: String::new(),
             tags: Vec::new(),
         };
-        for seconds in [-43_200, -5, 0, 5, 43_200] {
-            assert!(has_plausible_time(&dated(seconds), uploaded), "{seconds}");
+        let is_plausible =
+            |seconds| has_plausible_time(&dated(seconds), uploaded, SignedDuration::from_hours(72));
+        // Up to 84 hours before the upload: a save may be long.
+        for seconds in [-302_400, -100_000, -5, 0, 5, 43_200] {
+            assert!(is_plausible(seconds), "{seconds}");
         }
-        for seconds in [-100_000, -43_201, 43_201, 100_000_000] {
-            assert!(!has_plausible_time(&dated(seconds), uploaded), "{seconds}");
+        for seconds in [-1_000_000, -302_401, 43_201, 100_000_000] {
+            assert!(!is_plausible(seconds), "{seconds}");
         }
     }
 }

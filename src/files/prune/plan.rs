@@ -1,0 +1,207 @@
+//! Plans which packs a run marks, unmarks, rewrites and deletes.
+
+use std::collections::{HashMap, HashSet};
+
+use jiff::Timestamp;
+
+use super::PruneOptions;
+use crate::error::FilesError;
+use crate::id::Id;
+use crate::index::{BlobLocations, IndexFile, IndexedPack};
+use crate::pack::{BlobType, PackedBlob};
+use crate::repository::Repository;
+use crate::snapshot::Snapshot;
+use crate::tree_reader::TreeReader;
+
+/// Maximum numbers of packs that one run deletes and rewrites.
+const MAX_DELETIONS: usize = 5_000;
+const MAX_REWRITES: usize = 1_000;
+/// A pack is rewritten without its unused blobs if more than this percentage of its bytes is unused.
+const MAX_UNUSED_PERCENT: u64 = 50;
+
+/// The blobs that snapshots need.
+pub(super) struct UsedBlobs(HashSet<(BlobType, Id)>);
+
+impl UsedBlobs {
+    pub(super) async fn find(
+        repository: &Repository,
+        index: &[(Id, IndexFile)],
+        snapshots: &[&Snapshot],
+    ) -> Result<Self, FilesError> {
+        let mut locations = BlobLocations::default();
+        for (_, file) in index {
+            locations.load(file.clone());
+        }
+        let locations = locations.finish_loading();
+        let mut used = HashSet::new();
+        let mut trees = TreeReader::new(repository, &locations);
+        let mut pending: Vec<Id> = snapshots.iter().map(|snapshot| snapshot.tree).collect();
+        while let Some(id) = pending.pop() {
+            if !used.insert((BlobType::Tree, id)) {
+                continue;
+            }
+            locations.find(BlobType::Tree, id)?;
+            for node in trees.read(id).await?.nodes {
+                pending.extend(node.subtree);
+                for chunk in node.content.unwrap_or_default() {
+                    locations.find(BlobType::Data, chunk)?;
+                    used.insert((BlobType::Data, chunk));
+                }
+            }
+        }
+        Ok(Self(used))
+    }
+
+    pub(super) fn contains(&self, blob: &PackedBlob) -> bool {
+        self.0.contains(&(blob.blob_type, blob.id))
+    }
+}
+
+#[derive(Default)]
+pub(super) struct PrunePlan {
+    pub(super) marked: HashSet<Id>,
+    pub(super) reclaimable_bytes: u64,
+    pub(super) unmarked: HashSet<Id>,
+    /// Packs that are marked in one index file but not in another, because an earlier run was interrupted. They are
+    /// unmarked.
+    half_marked: HashSet<Id>,
+    /// Packs whose used blobs are written to new packs, with the number of these blobs. They are marked as well.
+    pub(super) rewritten: HashMap<Id, usize>,
+    /// Marked packs, which are removed from the index as well, and orphans.
+    pub(super) deleted: HashSet<Id>,
+    /// The pack that provides the blob, for each blob that several packs have.
+    providers: HashMap<(BlobType, Id), Id>,
+}
+
+impl PrunePlan {
+    pub(super) fn create(
+        index: &[(Id, IndexFile)],
+        used: &UsedBlobs,
+        uploads: &HashMap<Id, Timestamp>,
+        options: &PruneOptions,
+    ) -> Self {
+        let is_old = |time: Timestamp| options.now.duration_since(time) > options.grace_period;
+        let mut plan = Self::default();
+        let active: HashMap<Id, &IndexedPack> =
+            index.iter().flat_map(|(_, file)| &file.packs).map(|pack| (pack.id, pack)).collect();
+        let marked: HashMap<Id, &IndexedPack> =
+            index.iter().flat_map(|(_, file)| &file.packs_to_delete).map(|pack| (pack.id, pack)).collect();
+        plan.find_providers(active.values().copied(), uploads);
+        // A blob counts as used in only one pack.
+        let mut counted = HashSet::new();
+        // A pack that is not in the store provides no blob.
+        let mut packs: Vec<&IndexedPack> =
+            active.values().copied().filter(|pack| uploads.contains_key(&pack.id)).collect();
+        packs.sort_unstable_by_key(|pack| (std::cmp::Reverse(pack.blobs.len()), pack.id));
+        for pack in packs {
+            let (mut used_blobs, mut used_bytes) = (0, 0);
+            for blob in &pack.blobs {
+                if used.contains(blob)
+                    && plan.provides(pack.id, blob)
+                    && counted.insert((blob.blob_type, blob.id))
+                {
+                    used_blobs += 1;
+                    used_bytes += u64::from(blob.length);
+                }
+            }
+            let bytes: u64 = pack.blobs.iter().map(|blob| u64::from(blob.length)).sum();
+            let is_settled = uploads.get(&pack.id).is_some_and(|time| is_old(*time));
+            if !is_settled || (bytes - used_bytes) * 100 <= bytes * MAX_UNUSED_PERCENT {
+                continue;
+            }
+            if used_bytes > 0 {
+                plan.rewritten.insert(pack.id, used_blobs);
+            }
+            plan.marked.insert(pack.id);
+            plan.reclaimable_bytes += bytes - used_bytes;
+        }
+        for (id, pack) in &marked {
+            let is_needed =
+                |blob: &PackedBlob| used.contains(blob) && !counted.contains(&(blob.blob_type, blob.id));
+            if active.contains_key(id) {
+                plan.half_marked.insert(*id);
+            } else if pack.blobs.iter().any(is_needed) {
+                plan.unmarked.insert(*id);
+            } else if pack.time.is_none_or(is_old) {
+                plan.deleted.insert(*id);
+            }
+        }
+        let is_orphan = |id: &Id| !active.contains_key(id) && !marked.contains_key(id);
+        let orphans = uploads.iter().filter(|(id, time)| is_orphan(id) && is_old(**time)).map(|(id, _)| *id);
+        plan.deleted.extend(orphans);
+        plan
+    }
+
+    /// Selects a pack for each blob that several packs have: the newest one, because a save writes a damaged blob
+    /// again, to a new pack. Among packs of the same age, selects the one with the most blobs, so that small packs
+    /// become unused.
+    fn find_providers<'a>(
+        &mut self,
+        packs: impl Iterator<Item = &'a IndexedPack> + Clone,
+        uploads: &HashMap<Id, Timestamp>,
+    ) {
+        let mut seen = HashSet::new();
+        let blobs = packs.clone().flat_map(|pack| &pack.blobs);
+        let repeated: HashSet<(BlobType, Id)> =
+            blobs.map(|blob| (blob.blob_type, blob.id)).filter(|key| !seen.insert(*key)).collect();
+        let mut ranks = HashMap::new();
+        for pack in packs {
+            let Some(time) = uploads.get(&pack.id) else { continue };
+            let rank = (*time, pack.blobs.len(), pack.id);
+            for blob in &pack.blobs {
+                let key = (blob.blob_type, blob.id);
+                if repeated.contains(&key) && ranks.get(&key).is_none_or(|best| rank > *best) {
+                    ranks.insert(key, rank);
+                }
+            }
+        }
+        self.providers = ranks.into_iter().map(|(key, (_, _, pack))| (key, pack)).collect();
+    }
+
+    pub(super) fn provides(&self, pack: Id, blob: &PackedBlob) -> bool {
+        self.providers.get(&(blob.blob_type, blob.id)).is_none_or(|provider| *provider == pack)
+    }
+
+    /// Leaves deletions and rewrites to later runs if they would take too long. Rewrites add at most `max_new_blobs`
+    /// blobs to the index, so that it can still be read.
+    pub(super) fn limit_work(&mut self, max_new_blobs: usize) {
+        if self.deleted.len() > MAX_DELETIONS {
+            self.deleted = self.deleted.drain().take(MAX_DELETIONS).collect();
+        }
+        let (mut rewrites, mut new_blobs) = (0, 0);
+        self.rewritten.retain(|pack, used_blobs| {
+            let is_kept = rewrites < MAX_REWRITES && new_blobs + *used_blobs <= max_new_blobs;
+            if is_kept {
+                rewrites += 1;
+                new_blobs += *used_blobs;
+            } else {
+                self.marked.remove(pack);
+            }
+            is_kept
+        });
+    }
+
+    /// Whether the plan unmarks this pack.
+    pub(super) fn should_unmark(&self, pack: Id) -> bool {
+        self.unmarked.contains(&pack) || self.half_marked.contains(&pack)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limit_work_bounds_new_blobs() {
+        let packs = [b"a", b"b", b"c"].map(|name| Id::of(name));
+        let mut plan = PrunePlan {
+            marked: packs.into_iter().chain([Id::of(b"unused")]).collect(),
+            rewritten: packs.into_iter().map(|pack| (pack, 6)).collect(),
+            ..PrunePlan::default()
+        };
+        plan.limit_work(12);
+        assert_eq!((plan.rewritten.len(), plan.marked.len()), (2, 3));
+        plan.limit_work(5);
+        assert_eq!((plan.rewritten.len(), plan.marked), (0, HashSet::from([Id::of(b"unused")])));
+    }
+}

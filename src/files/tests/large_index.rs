@@ -1,0 +1,123 @@
+//! Indexes near their limits, which are much smaller in tests. Most of the listed packs do not exist, and no snapshot
+//! needs them.
+
+use jiff::Timestamp;
+
+use super::pruning::{days_later, run};
+use super::*;
+use crate::index::{IndexFile, IndexedPack};
+use crate::pack::{BlobType, PackedBlob};
+use crate::repository::{Kind, MAX_JSON_BYTES};
+
+/// Lists `count` packs with `blobs` blobs each.
+fn list_packs(name: &str, count: usize, blobs: usize) -> Vec<IndexedPack> {
+    let blob = |pack: usize, number: usize| PackedBlob {
+        id: Id::of(format!("{name} {pack} {number}").as_bytes()),
+        blob_type: BlobType::Data,
+        offset: 0,
+        length: 40,
+        uncompressed_length: 0,
+    };
+    let pack = |pack: usize| IndexedPack {
+        id: Id::of(format!("{name} {pack}").as_bytes()),
+        blobs: (0..blobs).map(|number| blob(pack, number)).collect(),
+        time: None,
+    };
+    (0..count).map(pack).collect()
+}
+
+/// Like [`list_packs`]. The packs were marked at `time`.
+fn list_marked_packs(name: &str, count: usize, blobs: usize, time: Timestamp) -> IndexFile {
+    let packs = list_packs(name, count, blobs).into_iter();
+    let packs_to_delete = packs.map(|pack| IndexedPack { time: Some(time), ..pack }).collect();
+    IndexFile { packs_to_delete, ..IndexFile::default() }
+}
+
+async fn fixture_with_file() -> (Fixture, SaveResult, Repository) {
+    let mut fixture = Fixture::new().await;
+    fixture.write("file", "content");
+    let saved = fixture.save().await;
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    (fixture, saved, repository)
+}
+
+/// An interrupted pruning leaves both the old index files and their replacements.
+#[tokio::test]
+async fn packs_in_several_index_files_count_once() {
+    let (fixture, saved, repository) = fixture_with_file().await;
+    let file = IndexFile { packs: list_packs("repeated", 10, 1_400), ..IndexFile::default() };
+    for _ in 0..2 {
+        repository.write_json(Kind::Index, &file).await.unwrap();
+    }
+    fixture.restore(&saved.snapshot).await;
+    assert_eq!(repository.list(Kind::Index).await.unwrap().len(), 3);
+    run(&fixture, &days_later(0)).await;
+    assert_eq!(repository.list(Kind::Index).await.unwrap().len(), 2, "pruning removes one of the copies");
+    let index = repository.load_index().await.unwrap();
+    assert_eq!(index.iter().filter(|(_, file)| file.packs.len() >= 10).count(), 1);
+    fixture.restore(&saved.snapshot).await;
+}
+
+#[tokio::test]
+async fn pruning_splits_large_index_files() {
+    let (fixture, saved, repository) = fixture_with_file().await;
+    let deleted = list_marked_packs("deleted", 1, 1, Timestamp::UNIX_EPOCH);
+    let large = IndexFile { packs: list_packs("large", 100, 100), ..deleted };
+    repository.write_json(Kind::Index, &large).await.unwrap();
+    run(&fixture, &days_later(0)).await;
+    let index = repository.load_index().await.unwrap();
+    let counts: Vec<usize> = index.iter().map(|(_, file)| file.blob_count()).collect();
+    assert!(counts.iter().all(|count| *count <= 2_000), "{counts:?}");
+    assert!(counts.iter().sum::<usize>() > 10_000, "{counts:?}");
+    fixture.restore(&saved.snapshot).await;
+}
+
+#[tokio::test]
+async fn write_json_refuses_what_could_not_be_read() {
+    let (_fixture, _, repository) = fixture_with_file().await;
+    // JSON adds two quotation marks.
+    let text = "x".repeat(MAX_JSON_BYTES - 2);
+    let id = repository.write_json(Kind::Index, &text).await.unwrap();
+    assert_eq!(repository.read_json::<String>(Kind::Index, id).await.unwrap().len(), text.len());
+    let error = repository.write_json(Kind::Index, &format!("{text}x")).await.unwrap_err();
+    assert!(matches!(error, FilesError::Encode { .. }), "{error}");
+}
+
+/// Someone with a stolen key could list other blobs for a genuine pack.
+#[tokio::test]
+async fn forged_list_of_a_pack_does_not_replace_the_genuine_one() {
+    let (fixture, saved, repository) = fixture_with_file().await;
+    let (_, mut forged) = repository.load_index().await.unwrap().remove(0);
+    forged.packs.iter_mut().flat_map(|pack| &mut pack.blobs).for_each(|blob| blob.id = Id::of(b"other"));
+    // Some of these files are read before the genuine one.
+    for _ in 0..10 {
+        repository.write_json(Kind::Index, &forged).await.unwrap();
+    }
+    fixture.restore(&saved.snapshot).await;
+    run(&fixture, &days_later(0)).await;
+    fixture.restore(&saved.snapshot).await;
+}
+
+#[tokio::test]
+async fn pruning_shrinks_an_index_that_others_cannot_read() {
+    let (fixture, saved, repository) = fixture_with_file().await;
+    for name in ["a", "b"] {
+        let marked = list_marked_packs(name, 10, 1_300, Timestamp::UNIX_EPOCH);
+        repository.write_json(Kind::Index, &marked).await.unwrap();
+    }
+    let error = repository.load_index().await.unwrap_err();
+    assert!(matches!(error, FilesError::Corrupt { .. }), "{error}");
+    run(&fixture, &days_later(0)).await;
+    fixture.restore(&saved.snapshot).await;
+}
+
+#[tokio::test]
+async fn saves_count_marked_packs() {
+    let (mut fixture, _, repository) = fixture_with_file().await;
+    let marked = list_marked_packs("marked", 20, 1_000, Timestamp::now());
+    repository.write_json(Kind::Index, &marked).await.unwrap();
+    fixture.restart().await;
+    fixture.write("file", "more content");
+    let error = fixture.saver.save(fixture.last.clone()).await.unwrap_err();
+    assert!(matches!(error, FilesError::Full(_)), "{error}");
+}
