@@ -4,6 +4,7 @@
 //! Packs that no snapshot needs are marked, and deleted after 72 hours. The snapshot that the pointer names is always
 //! kept.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -66,9 +67,10 @@ pub const WORKERS: usize = 2;
 /// Maximum duration of one pruning: far longer than a large repository takes, so that only a hostile one reaches it.
 pub const TIMEOUT: Duration = Duration::from_secs(4 * 3600);
 
-/// How long a slot stays claimed: longer than any pruning, so that only the claim of a process that was killed, or lost
-/// the database, expires.
-const CLAIM_TTL: Duration = TIMEOUT.saturating_add(Duration::from_secs(600));
+/// How long a slot stays claimed unless the claim is renewed: only the claim of a process that was killed, or lost the
+/// database, expires.
+const CLAIM_TTL: Duration = Duration::from_secs(180);
+const CLAIM_RENEWAL_INTERVAL: Duration = Duration::from_secs(45);
 
 /// The interval if regular prunings are disabled. A request sets the slot's last pruning to 1970, so the slot is still
 /// due.
@@ -117,6 +119,7 @@ async fn prune_next(
             () = platform.stop.cancelled() => Err(PruneError::Stopped),
             result = prune_slot(platform, &parsed_user, &parsed_slot, false) => result,
             () = tokio::time::sleep(TIMEOUT) => Err(PruneError::Timeout),
+            never = keep_claimed(platform, &user, &slot) => match never {},
         },
         _ => return Ok(true),
     };
@@ -139,6 +142,20 @@ async fn prune_next(
     };
     db::file_keys::record_prune(&session, (&user, &slot), error.as_deref(), advance).await?;
     Ok(true)
+}
+
+/// Renews the claim of a running pruning; never returns.
+async fn keep_claimed(platform: &Platform, user: &str, slot: &str) -> Infallible {
+    loop {
+        tokio::time::sleep(CLAIM_RENEWAL_INTERVAL).await;
+        let renewed = async {
+            let session = platform.db.session().await?;
+            db::file_keys::renew_prune(&session, user, slot, CLAIM_TTL).await
+        };
+        if let Err(error) = renewed.await {
+            tracing::warn!(user, slot, error = %format_chain(&error), "cannot renew the claim of a pruning");
+        }
+    }
 }
 
 fn log_result(user: &str, slot: &str, pruned: &PruneReport) {

@@ -88,6 +88,6 @@ pub enum Cause {
     },
     #[error("the provider's response is larger than {limit} bytes")]
     TooLarge { limit: usize },
-    #[error("rate limit budget exhausted for {} ms", .after.as_millis())]
+    #[error("no call was possible within {} ms: the rate limit is exhausted, or too many calls are in flight", .after.as_millis())]
     Exhausted { after: Duration },
 }

@@ -6,7 +6,7 @@ use serde_json::json;
 use super::stack::{BUCKET, Stack, heartbeat, heartbeat_of};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn delete_removes_server_and_repeat_returns_first_response() {
+async fn delete_removes_server_and_repeat_names_first_operation() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;

@@ -87,7 +87,7 @@ pub async fn run(api: &ApiClient, command: FilesCommand, out: &Output) -> Result
             let body = json!({"idpUserId": slot.user, "slot": slot.slot});
             let response = api.send(Method::POST, &PRUNE_PATH, Some(&body)).await?;
             out.print_response(&response, |_| {
-                Ok(format!("the file backups of {slot} will be pruned within a minute\n"))
+                Ok(format!("the file backups of {slot} will be pruned within a few minutes\n"))
             })
         }
     }

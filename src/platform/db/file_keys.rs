@@ -180,6 +180,18 @@ pub async fn request_prune(client: &impl GenericClient, user: &str, slot: &str) 
     Ok(execute(client, sql, &[&user, &slot]).await? == 1)
 }
 
+/// Extends the claim of a running pruning until `ttl` from now.
+pub async fn renew_prune(
+    client: &impl GenericClient,
+    user: &str,
+    slot: &str,
+    ttl: Duration,
+) -> Result<(), DbError> {
+    let sql = "UPDATE file_keys SET prune_claimed_until = clock_timestamp() + make_interval(secs => $3) \
+               WHERE idp_user_id = $1 AND slot = $2 AND prune_claimed_until IS NOT NULL";
+    execute(client, sql, &[&user, &slot, &ttl.as_secs_f64()]).await.map(drop)
+}
+
 /// Ends the claim of a pruning that was interrupted; the slot is due immediately.
 pub async fn release_prune(client: &impl GenericClient, user: &str, slot: &str) -> Result<(), DbError> {
     let sql = "UPDATE file_keys SET pruned_at = 'epoch', prune_claimed_until = NULL \

@@ -49,6 +49,8 @@ const MIGRATIONS: &[(&str, &str)] = embed_migrations![
     "V31__file_prunings",
     "V32__file_prune_claims",
     "V33__operation_deadlines",
+    "V34__registration_start",
+    "V35__operator_names",
 ];
 
 /// The advisory lock's key: `svc_migr` in ASCII. No other code uses this key.

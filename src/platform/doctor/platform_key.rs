@@ -71,7 +71,7 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Name
     let findings = match &ids.previous {
         None if usage.need.is_empty() => findings.ok(format!("all stored secrets use {}", ids.current)),
         // The tokens of hosts that were silent when the rotation ended are valid until they rotate.
-        None if usage.is_rotation_complete => findings.warning(
+        None if usage.is_rotation_complete && usage.need.has_only_tokens() => findings.warning(
             format!(
                 "the key rotation to {} is complete, but an earlier key was used for {}",
                 ids.current, usage.need

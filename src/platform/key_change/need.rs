@@ -53,6 +53,12 @@ impl CountedNames {
 }
 
 impl KeyNeed {
+    /// Returns whether only machines' tokens were made with a different key.
+    pub fn has_only_tokens(&self) -> bool {
+        let Self { signing_keys, file_keys, machines: _, silent: _, fences, processes } = self;
+        [signing_keys, file_keys, fences, processes].iter().all(|names| names.count == 0)
+    }
+
     /// Finds everything that needs a key other than the current key of `mint` and `seal`. Reads a row and computes a
     /// MAC for each machine that holds its slot.
     pub async fn find(
