@@ -114,7 +114,11 @@ pub static START: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY],
         body: Some(|| request_object(&[("idpUserId", idp_user_id())], &[("slot", slot_name())])),
-        responses: &[documented_json(202, "Pruning begins within a few minutes or, if the slot is being pruned, after that.", schema_of::<FilesPruneRequest>)],
+        responses: &[documented_json(
+            202,
+            "Pruning begins within a few minutes or, if the slot is being pruned, after that.",
+            schema_of::<FilesPruneRequest>,
+        )],
         problems: &[Code::NotFound, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     },
     serve: || post(start),
