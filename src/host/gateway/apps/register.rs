@@ -155,7 +155,7 @@ async fn inspect_schema(
     }
     let indexes = transaction
         .query(
-            "SELECT tablename::text, indexname::text FROM pg_indexes WHERE schemaname = $1",
+            "SELECT indexname::text, tablename::text FROM pg_indexes WHERE schemaname = $1",
             &[&schema.as_str()],
         )
         .await?;
