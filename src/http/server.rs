@@ -15,6 +15,7 @@ use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
 use hyper_util::rt::TokioIo;
 use hyper_util::service::TowerToHyperService;
+use nix::sys::socket::{setsockopt, sockopt};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -117,6 +118,16 @@ pub struct RouterThreads {
     pub passthrough: Option<Arc<Passthrough>>,
 }
 
+/// Makes the kernel end a connection whose client has not responded for two minutes. An upgraded connection has no idle
+/// timeout, so one whose client has vanished would otherwise count against the listener's limits until it is closed.
+/// Accepted sockets inherit the options, so setting them costs nothing per connection.
+fn enable_keepalive(listener: &TcpListener) -> nix::Result<()> {
+    setsockopt(listener, sockopt::KeepAlive, &true)?;
+    setsockopt(listener, sockopt::TcpKeepIdle, &60)?;
+    setsockopt(listener, sockopt::TcpKeepInterval, &15)?;
+    setsockopt(listener, sockopt::TcpKeepCount, &4)
+}
+
 async fn accept(
     listener: TcpListener,
     tls: Option<Arc<rustls::ServerConfig>>,
@@ -125,6 +136,9 @@ async fn accept(
     stop: CancellationToken,
     threads: Option<RouterThreads>,
 ) {
+    if let Err(error) = enable_keepalive(&listener) {
+        tracing::warn!(%error, "cannot enable TCP keepalive; vanished clients are not detected");
+    }
     let connections = TaskTracker::new();
     let permits = Arc::new(Semaphore::new(limits.max_connections));
     let address_limiter =
@@ -381,6 +395,19 @@ mod tests {
         reused.write_all(&REQUEST[..20]).await.unwrap();
         let response = read_until(&mut reused, "never").await;
         assert!(response.is_empty() || response.starts_with("HTTP/1.1 408"), "{response}");
+    }
+
+    #[tokio::test]
+    async fn accepted_socket_inherits_keepalive() {
+        use nix::sys::socket::getsockopt;
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        enable_keepalive(&listener).unwrap();
+        let _client = TcpStream::connect(local_addr(&listener).unwrap()).await.unwrap();
+        let (accepted, _) = listener.accept().await.unwrap();
+        assert!(getsockopt(&accepted, sockopt::KeepAlive).unwrap());
+        assert_eq!(getsockopt(&accepted, sockopt::TcpKeepIdle), Ok(60));
+        assert_eq!(getsockopt(&accepted, sockopt::TcpKeepInterval), Ok(15));
+        assert_eq!(getsockopt(&accepted, sockopt::TcpKeepCount), Ok(4));
     }
 
     #[tokio::test]

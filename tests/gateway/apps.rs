@@ -130,6 +130,25 @@ async fn registration_waiting_for_lock_blocks_no_app() -> Result<()> {
 }
 
 #[tokio::test]
+async fn locked_table_at_start_blocks_no_other_app() -> Result<()> {
+    let (database, locked, other) = (test_database().await?, unique_name("a"), unique_name("b"));
+    let tables = json!({ "t": { "columns": { "a": "text" }, "indexes": ["a"] } });
+    let host = host_with_app(&database, &locked, &tables).await?;
+    host.machine.add_app(&other, &tables)?;
+    host.wait_until_registered(&other).await?;
+    let mut admin = database.connect().await?;
+    let schema = format!("app_{}", locked.replace('-', "_"));
+    admin.batch_execute(&format!("DROP INDEX {schema}.ix_t_a_ca978112")).await?;
+    let write = admin.transaction().await?;
+    write.batch_execute(&format!("LOCK TABLE {schema}.t IN ROW EXCLUSIVE MODE")).await?;
+    // The stored apps are registered in name order. Re-creating the first one's index waits for the lock.
+    let host = host.restart()?;
+    host.wait_until_registered(&other).await?;
+    write.commit().await?;
+    host.wait_until_registered(&locked).await
+}
+
+#[tokio::test]
 async fn two_apps_never_share_a_schema() -> Result<()> {
     let (database, slug) = (test_database().await?, unique_name("one"));
     let machine = Machine::new(&database.url())?;

@@ -237,8 +237,8 @@ impl Sessions {
         Ok(row.try_get(0)?)
     }
 
-    /// Revokes a session, its child sessions and their unused codes, and returns the generation of this sign-out. It
-    /// ends all app tokens of the user, because a token does not name the session for which it was issued.
+    /// Revokes a session, its child sessions and their unused codes, and returns the generation of this sign-out. The
+    /// sign-out ends all of the user's app tokens, because a token does not name the session for which it was issued.
     pub(super) async fn revoke(&self, session: &Session) -> Result<i64, SessionError> {
         let sql = format!(
             "WITH ended AS (UPDATE sessions SET revoked_at = now() \

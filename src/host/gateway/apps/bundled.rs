@@ -93,7 +93,7 @@ pub fn install(layout: &Layout) -> Result<Vec<SkippedApp>, BundledAppsError> {
         match install_app(&source, &apps.join(&slug), record.apps.get(&slug)) {
             Ok(AppInstallation::Current(tree)) => {
                 record.apps.insert(slug, tree);
-                // A copied app that is missing in the record would count as the owner's after the next release.
+                // A copied app that is missing from the record would count as the owner's after the next release.
                 write_record(&layout.bundled_apps_record(), &record)?;
             }
             Ok(AppInstallation::Changed) => skipped.push(SkippedApp::Changed(slug)),

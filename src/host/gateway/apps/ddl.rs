@@ -3,7 +3,7 @@
 //! Performs no I/O. SQL contains no values, and only names of type [`SqlIdentifier`] or derived from such names.
 //! Differences that additions cannot remove are reported as text; nothing is ever dropped or rewritten.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use sha2::{Digest, Sha256};
 
@@ -14,18 +14,20 @@ use crate::name::SqlIdentifier;
 /// Maximum length of an index name without its digest.
 const MAX_READABLE_BYTES: usize = 54;
 
-/// The existing contents of a schema: its tables with their columns' catalog types, and the tables and names of its
-/// indexes.
+/// The existing contents of a schema: its tables with their columns' catalog types, and its indexes' names with their
+/// tables.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct ExistingSchema {
     pub tables: BTreeMap<String, BTreeMap<String, String>>,
-    pub indexes: BTreeSet<(String, String)>,
+    pub indexes: BTreeMap<String, String>,
 }
 
 impl ExistingSchema {
+    /// Whether the index exists, or its name is taken: a table that was renamed keeps the names of its indexes, which
+    /// are unique in a schema. The earlier name can belong to the index of another table with the same long prefix.
     fn has_index(&self, table: &Table, name: &IndexName) -> bool {
-        let has = |name: &str| self.indexes.contains(&(table.name.to_string(), name.to_owned()));
-        has(&name.current) || has(&name.earlier)
+        self.indexes.contains_key(&name.current)
+            || self.indexes.get(&name.earlier).is_some_and(|owner| owner == table.name.as_str())
     }
 }
 
@@ -233,7 +235,7 @@ mod tests {
     fn existing(columns: &[(&str, &str)]) -> ExistingSchema {
         let built_in = [("id", "uuid"), ("created_at", "timestamptz"), ("updated_at", "timestamptz")];
         let columns = columns.iter().chain(&built_in).map(|(n, t)| ((*n).to_owned(), (*t).to_owned()));
-        ExistingSchema { tables: [("t".to_owned(), columns.collect())].into(), indexes: BTreeSet::new() }
+        ExistingSchema { tables: [("t".to_owned(), columns.collect())].into(), indexes: BTreeMap::new() }
     }
 
     fn sql(plan: &RegistrationPlan) -> String {
@@ -290,10 +292,21 @@ mod tests {
             tables(&json!({ "t": { "columns": { "a": "text" }, "indexes": ["a"], "unique": ["a"] } }));
         let mut columns = existing(&[("a", "text")]);
         columns.indexes =
-            ["ix_t_a_ca978112", "uq_t_a_ca978112"].map(|name| ("t".to_owned(), name.to_owned())).into();
+            ["ix_t_a_ca978112", "uq_t_a_ca978112"].map(|name| (name.to_owned(), "t".to_owned())).into();
         let plan = plan_registration(&schema(), &wanted, &columns);
         assert_eq!(plan.changes.len(), 1, "{}", sql(&plan));
         assert!(plan.unapplied_changes.is_empty());
+    }
+
+    #[test]
+    fn plan_skips_index_whose_name_a_renamed_table_keeps() {
+        let wanted = tables(&json!({ "t": { "columns": { "a": "text" }, "indexes": ["a"] } }));
+        let mut renamed = existing(&[("a", "text")]);
+        let table = renamed.tables.remove("t").unwrap();
+        renamed.tables.insert("t_old".to_owned(), table);
+        renamed.indexes = [("ix_t_a_ca978112".to_owned(), "t_old".to_owned())].into();
+        let text = sql(&plan_registration(&schema(), &wanted, &renamed));
+        assert!(text.contains("CREATE TABLE") && !text.contains("CREATE INDEX"), "{text}");
     }
 
     #[test]
@@ -320,7 +333,7 @@ mod tests {
         assert_eq!(names[0].1, names[1].1);
         // An earlier version created the index of one of the tables.
         let existing =
-            ExistingSchema { indexes: [(one, names[0].1.clone())].into(), ..ExistingSchema::default() };
+            ExistingSchema { indexes: [(names[0].1.clone(), one)].into(), ..ExistingSchema::default() };
         let text = sql(&plan_registration(&schema(), &wanted, &existing));
         assert_eq!(text.matches("CREATE INDEX").count(), 1, "{text}");
         assert!(text.contains(&format!("CREATE INDEX \"{}\"", names[1].0)), "{text}");

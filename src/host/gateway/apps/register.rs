@@ -69,6 +69,9 @@ pub async fn register(
     let schema = manifest.slug.schema();
     let mut transaction = client.transaction().await?;
     database::lock_schemas(&transaction).await?;
+    // While a statement waits for a lock on a table, the app's own statements on that table wait behind it. The
+    // registration is retried until the lock is available, so each wait can be short.
+    transaction.batch_execute("SET LOCAL lock_timeout = '200ms'").await?;
     claim_schema(&transaction, &manifest.slug, &schema).await?;
     database::enable_login(&transaction, &schema, password, statement_timeout).await?;
     grant_schema_usage(&transaction, &schema).await?;
@@ -155,7 +158,7 @@ async fn inspect_schema(
     }
     let indexes = transaction
         .query(
-            "SELECT tablename::text, indexname::text FROM pg_indexes WHERE schemaname = $1",
+            "SELECT indexname::text, tablename::text FROM pg_indexes WHERE schemaname = $1",
             &[&schema.as_str()],
         )
         .await?;

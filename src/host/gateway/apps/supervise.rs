@@ -132,6 +132,13 @@ impl From<tokio_postgres::Error> for RoundError {
     }
 }
 
+/// Stores the error with which the round ends, and logs the one that it replaces.
+fn replace_error(result: &mut Result<(), RoundError>, error: RoundError) {
+    if let Err(replaced) = std::mem::replace(result, Err(error)) {
+        tracing::warn!(error = %format_chain(&replaced), "setting up an app failed; retrying");
+    }
+}
+
 impl Supervisor {
     /// Reads folders first, so that pages are served while the database is unreachable; then updates the database.
     async fn run_round(&mut self) -> Result<(), RoundError> {
@@ -165,7 +172,7 @@ impl Supervisor {
                 match self.register(&mut client, manifest.clone()).await {
                     Ok(()) => self.note_outcome(manifest),
                     // A locked table of one app does not delay the others.
-                    Err(error) => updated = Err(error),
+                    Err(error) => replace_error(&mut updated, error),
                 }
             }
         }
@@ -226,7 +233,8 @@ impl Supervisor {
         self.context.registry.publish(snapshot);
     }
 
-    /// Prepares the database, and registers every app that is stored in it, with or without a folder.
+    /// Prepares the database, and registers every app that is stored in it, with or without a folder. If one cannot be
+    /// registered, for example because its table is locked, the others still are, and the next round loads all again.
     async fn load_apps(&mut self, client: &mut Client) -> Result<(), RoundError> {
         database_identity::check_or_adopt(&self.context.layout, client).await?;
         database::prepare(client, self.context.epoch).await?;
@@ -236,9 +244,14 @@ impl Supervisor {
         }
         self.snapshot.apps.clear();
         self.unreadable.clear();
+        let mut loaded = Ok(());
         for (slug, value) in register::load_manifests(client).await? {
             match Manifest::from_value(&value) {
-                Ok(manifest) => self.register(client, manifest).await?,
+                Ok(manifest) => {
+                    if let Err(error) = self.register(client, manifest).await {
+                        replace_error(&mut loaded, error);
+                    }
+                }
                 Err(error) => {
                     tracing::error!(%slug, %error, "the stored manifest is invalid");
                     let message = format!("the stored manifest is invalid: {error}");
@@ -246,6 +259,7 @@ impl Supervisor {
                 }
             }
         }
+        loaded?;
         self.snapshot.is_loaded = true;
         systemd::notify(&[NotifyState::Status(&format!("{} apps registered", self.snapshot.apps.len()))]);
         Ok(())

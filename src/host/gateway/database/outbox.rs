@@ -90,6 +90,11 @@ const DROP_TRIGGER_STATEMENTS: &str = "
 /// # Errors
 /// The database is unreachable or rejects a statement.
 pub async fn adopt_feed(transaction: &Transaction<'_>, epoch: Epoch) -> Result<(), tokio_postgres::Error> {
+    // After a restore onto another server, the restored floors are transaction ids of the old server, which may be far
+    // ahead. They are replaced in an adopted feed, too, because earlier versions left them in place.
+    let lower_floors = "UPDATE svc.watched SET floor = pg_current_xact_id()::text::bigint
+                         WHERE floor > pg_current_xact_id()::text::bigint";
+    transaction.execute(lower_floors, &[]).await?;
     let epoch = i64::from(epoch.0);
     let row = transaction
         .query_one(
@@ -112,8 +117,7 @@ pub async fn adopt_feed(transaction: &Transaction<'_>, epoch: Epoch) -> Result<(
             &[&epoch],
         )
         .await?;
-    // After a restore onto another server, the restored floors are transaction ids of the old server, which may be far
-    // ahead. A missing floor is set when the app's next listener connects.
+    // A missing floor is set when the app's next listener connects.
     let set_floors =
         "UPDATE svc.watched SET floor = pg_current_xact_id()::text::bigint WHERE floor IS NOT NULL";
     transaction.execute(set_floors, &[]).await?;
@@ -190,8 +194,7 @@ pub struct OutboxRetention {
 /// Deletes events beyond the retention limits, and stops watching schemas that have had no listener for too long.
 ///
 /// # Errors
-/// The database is unreachable or rejects a statement, or a required lock is not available within two
-/// seconds.
+/// The database is unreachable or rejects a statement, or a required lock is not available within two seconds.
 pub async fn clean_up(
     client: &mut Client,
     retention: OutboxRetention,

@@ -109,7 +109,7 @@ struct ChangeListener {
     position: i64,
     /// All events up to this position have been read. It is the same for all idle streams, so they share reads.
     read_position: i64,
-    /// The floor when the stream was opened. It is above the first position while an older transaction is running.
+    /// The floor when the stream was opened. It can be above the first position while an older transaction is running.
     initial_floor: i64,
     /// The events that were read, and the index of the next one to send.
     batch: Option<(Arc<ChangeBatch>, usize)>,
