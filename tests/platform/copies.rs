@@ -186,9 +186,14 @@ async fn repeated_recovery_names_newer_snapshot() {
         (!record.body["providerServerId"].is_null()).then_some(())
     };
     stack.eventually("the replacement has a server", has_server).await;
+    // Without its server, the first machine cannot serve its slot again.
+    let client = stack.database.connect().await.unwrap();
+    let sql = "UPDATE user_machines SET provider_server_id = NULL WHERE machine_id = $1";
+    client.execute(sql, &[&guest.machine.parse::<uuid::Uuid>().unwrap()]).await.unwrap();
     let failed = stack.post(&process, &format!("/vps/{replacement}/fail"), &json!({"reason": "test"})).await;
     assert_eq!(failed.status, 200, "{failed:?}");
     let second = stack.post(&process, "/vps/recover", &recovery).await;
+    assert_eq!(second.body["oldMachineId"], replacement, "{second:?}");
     assert_eq!((second.status, &second.body["newerSnapshot"]["takenAt"]), (202, &json!(later)), "{second:?}");
 }
 
