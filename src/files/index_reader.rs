@@ -4,6 +4,7 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use futures_util::{StreamExt, stream};
+use jiff::Timestamp;
 
 use svc_store::StoreError;
 
@@ -91,6 +92,21 @@ impl Repository {
         let ReadIndex { content: mut known, files, listed } = self.read_index(MAX_INDEX_BLOBS, add).await?;
         known.finish_loading(listed.blobs);
         Ok((known, files))
+    }
+
+    /// Reads which blobs are in packs that are not marked for deletion, or that were marked after `marked_after`.
+    pub(crate) async fn load_retained_blobs(
+        &self,
+        marked_after: Timestamp,
+    ) -> Result<KnownBlobs, FilesError> {
+        let add = move |known: &mut KnownBlobs, _: Id, mut file: IndexFile| {
+            let marked = std::mem::take(&mut file.packs_to_delete).into_iter();
+            file.packs.extend(marked.filter(|pack| pack.time.is_some_and(|time| time > marked_after)));
+            known.load(&file);
+        };
+        let ReadIndex { content: mut known, listed, .. } = self.read_index(MAX_INDEX_BLOBS, add).await?;
+        known.finish_loading(listed.blobs);
+        Ok(known)
     }
 
     /// Reads all index files. Each pack is only in the first file that lists it.
