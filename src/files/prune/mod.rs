@@ -143,14 +143,18 @@ async fn keep_needed_packs(
     used: &UsedBlobs,
     plan: &mut PrunePlan,
 ) -> Result<(), FilesError> {
-    let marked: HashSet<Id> =
-        index.iter().flat_map(|(_, file)| &file.packs_to_delete).map(|pack| pack.id).collect();
+    // The packs with the blobs that the index lists for them.
+    let mut deleted: HashMap<Id, Vec<PackedBlob>> = HashMap::new();
+    for pack in index.iter().flat_map(|(_, file)| &file.packs_to_delete) {
+        if plan.deleted.contains(&pack.id) {
+            deleted.entry(pack.id).or_default().extend(&pack.blobs);
+        }
+    }
     let mut needed: HashMap<(BlobType, Id), Vec<Id>> = HashMap::new();
-    let deleted: Vec<Id> = plan.deleted.iter().copied().filter(|id| marked.contains(id)).collect();
-    for id in deleted {
+    for (id, listed) in deleted {
         let Some(bytes) = repository.read_whole_pack(id).await? else { continue };
-        // Nothing can be read from a pack with a damaged header.
-        for blob in parse_header(&repository.key, id, &bytes).unwrap_or_default() {
+        // Blobs are read by their places in the index, so a damaged header does not make them useless.
+        for blob in parse_header(&repository.key, id, &bytes).unwrap_or(listed) {
             if used.contains(&blob) {
                 needed.entry((blob.blob_type, blob.id)).or_default().push(id);
             }
