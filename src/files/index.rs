@@ -1,6 +1,6 @@
 //! The index records which pack each blob is in. It is the union of all index files in the repository.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -35,12 +35,11 @@ impl IndexFile {
 }
 
 /// An index as pruning reads it.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct IndexToPrune {
     /// Each pack is only in the first file that lists it.
     pub(crate) files: Vec<(Id, IndexFile)>,
-    /// The files with packs that other files list as well. They must be replaced, or a pack that is marked or removed
-    /// in one file would stay in another.
+    /// See [`ListedPacks::files_with_repeats`].
     pub(crate) files_with_repeats: HashSet<Id>,
     /// The number of blobs that the index lists.
     pub(crate) blobs: usize,
@@ -49,30 +48,35 @@ pub(crate) struct IndexToPrune {
 /// The packs that the index files read so far list. After an interrupted pruning, several files list the same pack.
 #[derive(Debug, Default)]
 pub(crate) struct ListedPacks {
-    /// The digest of each pack, and whether it is marked for deletion.
-    seen: HashSet<(Id, bool)>,
+    /// The first file that lists each pack, by the pack's digest and whether it is marked for deletion.
+    seen: HashMap<(Id, bool), Id>,
     /// The number of their blobs.
     pub(crate) blobs: usize,
+    /// The files with packs that other files list as well. Pruning replaces all of them. If it kept one in which a pack
+    /// is listed, another pruning that has not ended might delete that one.
+    pub(crate) files_with_repeats: HashSet<Id>,
 }
 
 impl ListedPacks {
-    /// Removes the packs that an earlier file lists in the same way, and counts the blobs of the others. Returns
-    /// whether it removed any.
-    pub(crate) fn remove_repeats(&mut self, file: &mut IndexFile) -> bool {
-        let mut has_repeats = false;
+    /// Removes the packs that an earlier file lists in the same way, and counts the blobs of the others.
+    pub(crate) fn remove_repeats(&mut self, id: Id, file: &mut IndexFile) {
         for (packs, is_marked) in [(&mut file.packs, false), (&mut file.packs_to_delete, true)] {
             packs.retain(|pack| {
                 let digest = pack.digest();
-                let is_new = self.seen.insert((digest, is_marked));
-                if is_new && !self.seen.contains(&(digest, !is_marked)) {
+                let same = self.seen.get(&(digest, is_marked)).copied();
+                let other = self.seen.get(&(digest, !is_marked)).copied();
+                if let Some(first) = same.or(other) {
+                    self.files_with_repeats.extend([first, id]);
+                } else {
                     // A pack without blobs takes memory, too.
                     self.blobs += pack.blobs.len().max(1);
                 }
-                has_repeats |= !is_new;
-                is_new
+                if same.is_none() {
+                    self.seen.insert((digest, is_marked), id);
+                }
+                same.is_none()
             });
         }
-        has_repeats
     }
 }
 

@@ -4,6 +4,7 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use futures_util::{StreamExt, stream};
+use jiff::Timestamp;
 
 use svc_store::StoreError;
 
@@ -21,40 +22,32 @@ const MAX_CONCURRENT_READS: usize = 4;
 const MAX_INDEX_READS: u32 = 12;
 const MAX_INDEX_PAUSE: Duration = Duration::from_secs(5);
 
-/// An index file that was read, without the packs that earlier files list.
-struct ReadIndexFile {
-    id: Id,
-    file: IndexFile,
-    /// Whether earlier files list some of its packs.
-    has_repeats: bool,
-}
-
 /// An index that was read.
 struct ReadIndex<T> {
     content: T,
     files: Vec<Id>,
-    /// The number of blobs that it lists.
-    blobs: usize,
+    listed: ListedPacks,
 }
 
 impl Repository {
-    /// Reads the index, unless it lists more than `max_blobs` blobs.
+    /// Reads the index, unless it lists more than `max_blobs` blobs. `add` is called with each file, without the packs
+    /// that earlier files list.
     ///
     /// If pruning replaces files in the meantime, the index is read again.
     async fn read_index<T: Default>(
         &self,
         max_blobs: usize,
-        add: impl Fn(&mut T, ReadIndexFile),
+        add: impl Fn(&mut T, Id, IndexFile),
     ) -> Result<ReadIndex<T>, FilesError> {
         let mut attempts = 1;
         loop {
             let files = self.list(Kind::Index).await?;
             match self.read_index_files(&files, max_blobs, &add).await {
-                Ok((content, blobs)) => {
+                Ok((content, listed)) => {
                     let present: HashSet<Id> = self.list(Kind::Index).await?.into_iter().collect();
                     // Additional files are from a concurrent save; the caller does not need them.
                     if files.iter().all(|id| present.contains(id)) {
-                        return Ok(ReadIndex { content, files, blobs });
+                        return Ok(ReadIndex { content, files, listed });
                     }
                 }
                 Err(FilesError::Store(StoreError::NotFound { .. })) => {}
@@ -72,8 +65,8 @@ impl Repository {
         &self,
         files: &[Id],
         max_blobs: usize,
-        add: impl Fn(&mut T, ReadIndexFile),
-    ) -> Result<(T, usize), FilesError> {
+        add: impl Fn(&mut T, Id, IndexFile),
+    ) -> Result<(T, ListedPacks), FilesError> {
         let mut content = T::default();
         let mut listed = ListedPacks::default();
         // Owned values, because the compiler cannot prove that futures of borrowing closures are `Send`.
@@ -84,49 +77,62 @@ impl Repository {
         let mut reads = stream::iter(files.to_vec()).map(read).buffer_unordered(MAX_CONCURRENT_READS);
         while let Some(read) = reads.next().await {
             let (id, mut file) = read?;
-            let has_repeats = listed.remove_repeats(&mut file);
+            listed.remove_repeats(id, &mut file);
             if listed.blobs > max_blobs {
                 return Err(FilesError::corrupt("index", &"it has too many blobs"));
             }
-            add(&mut content, ReadIndexFile { id, file, has_repeats });
+            add(&mut content, id, file);
         }
-        Ok((content, listed.blobs))
+        Ok((content, listed))
     }
 
     /// Reads which blobs are in the index, and returns the ids of the index files as well.
     pub(crate) async fn load_known_blobs(&self) -> Result<(KnownBlobs, Vec<Id>), FilesError> {
-        let add = |known: &mut KnownBlobs, read: ReadIndexFile| known.load(&read.file);
-        let ReadIndex { content: mut known, files, blobs } = self.read_index(MAX_INDEX_BLOBS, add).await?;
-        known.finish_loading(blobs);
+        let add = |known: &mut KnownBlobs, _: Id, file: IndexFile| known.load(&file);
+        let ReadIndex { content: mut known, files, listed } = self.read_index(MAX_INDEX_BLOBS, add).await?;
+        known.finish_loading(listed.blobs);
         Ok((known, files))
+    }
+
+    /// Reads which blobs are in packs that are not marked for deletion, or that were marked after `marked_after`.
+    pub(crate) async fn load_retained_blobs(
+        &self,
+        marked_after: Timestamp,
+    ) -> Result<KnownBlobs, FilesError> {
+        let add = move |known: &mut KnownBlobs, _: Id, mut file: IndexFile| {
+            let marked = std::mem::take(&mut file.packs_to_delete).into_iter();
+            file.packs.extend(marked.filter(|pack| pack.time.is_some_and(|time| time > marked_after)));
+            known.load(&file);
+        };
+        let ReadIndex { content: mut known, listed, .. } = self.read_index(MAX_INDEX_BLOBS, add).await?;
+        known.finish_loading(listed.blobs);
+        Ok(known)
     }
 
     /// Reads all index files. Each pack is only in the first file that lists it.
     pub(crate) async fn load_index(&self) -> Result<Vec<(Id, IndexFile)>, FilesError> {
-        let add = |files: &mut Vec<_>, read: ReadIndexFile| files.push((read.id, read.file));
+        let add = |files: &mut Vec<_>, id: Id, file: IndexFile| files.push((id, file));
         Ok(self.read_index(MAX_INDEX_BLOBS, add).await?.content)
     }
 
     /// Like [`Self::load_index`], but reads a larger index as well.
     pub(crate) async fn load_index_to_prune(&self) -> Result<IndexToPrune, FilesError> {
-        let add = |index: &mut IndexToPrune, read: ReadIndexFile| {
-            index.files_with_repeats.extend(read.has_repeats.then_some(read.id));
-            index.files.push((read.id, read.file));
-        };
-        let ReadIndex { content, blobs, .. } = self.read_index(MAX_PRUNED_INDEX_BLOBS, add).await?;
-        Ok(IndexToPrune { blobs, ..content })
+        let add = |files: &mut Vec<_>, id: Id, file: IndexFile| files.push((id, file));
+        let ReadIndex { content: files, listed, .. } = self.read_index(MAX_PRUNED_INDEX_BLOBS, add).await?;
+        let ListedPacks { blobs, files_with_repeats, .. } = listed;
+        Ok(IndexToPrune { files, files_with_repeats, blobs })
     }
 
     pub(crate) async fn load_locations(&self) -> Result<BlobLocations, FilesError> {
-        let add = |all: &mut BlobLocations, read: ReadIndexFile| all.load(read.file);
+        let add = |all: &mut BlobLocations, _: Id, file: IndexFile| all.load(file);
         Ok(self.read_index(MAX_INDEX_BLOBS, add).await?.content.finish_loading())
     }
 
     /// Like [`Self::load_locations`], but only for trees, which takes much less memory.
     pub(crate) async fn load_tree_locations(&self) -> Result<BlobLocations, FilesError> {
-        let add = |all: &mut BlobLocations, mut read: ReadIndexFile| {
-            read.file.retain_blobs(BlobType::Tree);
-            all.load(read.file);
+        let add = |all: &mut BlobLocations, _: Id, mut file: IndexFile| {
+            file.retain_blobs(BlobType::Tree);
+            all.load(file);
         };
         Ok(self.read_index(MAX_INDEX_BLOBS, add).await?.content.finish_loading())
     }

@@ -3,7 +3,7 @@
 //! A machine may save concurrently and rely on blobs that are in the index. Therefore, a pack is deleted in two phases:
 //! it is first marked in the index, so that later saves do not rely on it, and is deleted after a grace period if no
 //! snapshot needs it by then. Packs younger than the grace period are not marked, because a save may be about to refer
-//! to them.
+//! to them. Neither are packs that are newer than the latest snapshot: they may belong to a save that takes days.
 //!
 //! Invariant: a crash between any two requests leaves a repository in which every remaining snapshot can be restored.
 //! An index file is deleted only after its replacement has been written, and a pack only once no index file lists it.
@@ -31,6 +31,9 @@ pub const FAILPOINTS: &[&str] =
 
 /// Maximum difference between the machine's clock and the store's.
 const MAX_CLOCK_DIFFERENCE: SignedDuration = SignedDuration::from_hours(12);
+/// Maximum duration of a save. The packs of a longer one, or of one that was abandoned, may be deleted before its
+/// snapshot is written.
+const MAX_SAVE_DURATION: SignedDuration = SignedDuration::from_hours(30 * 24);
 /// An index file is written once it has this many blobs. Tests use small files.
 const TARGET_INDEX_BLOBS: usize = if cfg!(test) { 2_000 } else { 20_000 };
 /// Index files with fewer blobs are merged if there are more than [`MAX_SMALL_INDEX_FILES`] of them.
@@ -42,7 +45,7 @@ pub struct PruneOptions {
     pub policy: RetentionPolicy,
     /// Snapshots that are kept regardless of the policy, such as the one to which the files pointer refers.
     pub protected: Vec<Id>,
-    /// Must be longer than any save and any restore.
+    /// Must be longer than any restore, and than a save may take without reading the index again.
     pub grace_period: SignedDuration,
     pub now: Timestamp,
     /// Whether to only report what would be done.
@@ -77,18 +80,13 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     // Snapshots are listed first, so that the index, which is read later, contains all of their blobs.
     let snapshots = repository.list_uploaded_snapshots().await?;
     let index = repository.load_index_to_prune().await?;
-    let times: Vec<_> = snapshots
-        .iter()
-        .filter(|(_, snapshot, uploaded)| has_plausible_time(snapshot, *uploaded, options.grace_period))
-        .map(|(id, snapshot, _)| (*id, snapshot.time))
-        .collect();
-    let mut expired: HashSet<Id> = options.policy.select_expired(&times, options.now).into_iter().collect();
-    expired.retain(|id| !options.protected.contains(id));
+    let expired = select_expired(&snapshots, options);
     let kept_snapshots: Vec<&Snapshot> =
         snapshots.iter().filter(|(id, ..)| !expired.contains(id)).map(|(_, snapshot, _)| snapshot).collect();
     let used = UsedBlobs::find(repository, &index.files, &kept_snapshots).await?;
     let uploads: HashMap<Id, Timestamp> = repository.list_packs().await?.into_iter().collect();
-    let mut plan = PrunePlan::create(&index.files, &used, &uploads, options);
+    let last_snapshot = snapshots.iter().map(|(_, _, uploaded)| *uploaded).max();
+    let mut plan = PrunePlan::create(&index.files, &used, &uploads, last_snapshot, options);
     // A concurrent save may add blobs up to its own limit.
     plan.limit_work(MAX_INDEX_BLOBS.saturating_sub(index.blobs.max(MAX_SAVED_BLOBS)));
     let report = PruneReport {
@@ -114,13 +112,26 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     Ok(report)
 }
 
-/// Whether a snapshot's time is plausible given that of its upload. If not, the snapshot is kept and does not cause
-/// others to expire: someone with a stolen key could choose times that make earlier snapshots expire, and copied
-/// objects all have the time of the copy. A snapshot has the time at which its save began, and the grace period is
-/// longer than any save.
-fn has_plausible_time(snapshot: &Snapshot, uploaded: Timestamp, grace_period: SignedDuration) -> bool {
-    let delay = uploaded.duration_since(snapshot.time);
-    (-MAX_CLOCK_DIFFERENCE..=grace_period + MAX_CLOCK_DIFFERENCE).contains(&delay)
+/// Selects the snapshots that have expired. Someone with a stolen key could choose times that make earlier snapshots
+/// expire, so only snapshots that were uploaded soon after their time make those expire that were, too. A snapshot has
+/// the time at which its save began: that of a long save may itself expire. Any other difference between the two times
+/// is implausible, and the snapshot is kept; for example, copied objects all have the time of the copy.
+fn select_expired(snapshots: &[(Id, Snapshot, Timestamp)], options: &PruneOptions) -> HashSet<Id> {
+    let find_plausible = |max_delay: SignedDuration| -> Vec<(Id, Timestamp)> {
+        let delays = -MAX_CLOCK_DIFFERENCE..=max_delay;
+        snapshots
+            .iter()
+            .filter(|(_, snapshot, uploaded)| delays.contains(&uploaded.duration_since(snapshot.time)))
+            .map(|(id, snapshot, _)| (*id, snapshot.time))
+            .collect()
+    };
+    let punctual = find_plausible(MAX_CLOCK_DIFFERENCE);
+    let punctual_ids: HashSet<Id> = punctual.iter().map(|(id, _)| *id).collect();
+    let mut expired = options.policy.select_expired(&punctual, options.now);
+    let all = find_plausible(MAX_SAVE_DURATION + MAX_CLOCK_DIFFERENCE);
+    let all_expired = options.policy.select_expired(&all, options.now);
+    expired.extend(all_expired.into_iter().filter(|id| !punctual_ids.contains(id)));
+    expired.into_iter().filter(|id| !options.protected.contains(id)).collect()
 }
 
 /// Unmarks packs that have the only sound copy of a blob that a snapshot needs. The index lists the blob in another
@@ -132,14 +143,18 @@ async fn keep_needed_packs(
     used: &UsedBlobs,
     plan: &mut PrunePlan,
 ) -> Result<(), FilesError> {
-    let marked: HashSet<Id> =
-        index.iter().flat_map(|(_, file)| &file.packs_to_delete).map(|pack| pack.id).collect();
+    // The packs with the blobs that the index lists for them.
+    let mut deleted: HashMap<Id, Vec<PackedBlob>> = HashMap::new();
+    for pack in index.iter().flat_map(|(_, file)| &file.packs_to_delete) {
+        if plan.deleted.contains(&pack.id) {
+            deleted.entry(pack.id).or_default().extend(&pack.blobs);
+        }
+    }
     let mut needed: HashMap<(BlobType, Id), Vec<Id>> = HashMap::new();
-    let deleted: Vec<Id> = plan.deleted.iter().copied().filter(|id| marked.contains(id)).collect();
-    for id in deleted {
+    for (id, listed) in deleted {
         let Some(bytes) = repository.read_whole_pack(id).await? else { continue };
-        // Nothing can be read from a pack with a damaged header.
-        for blob in parse_header(&repository.key, id, &bytes).unwrap_or_default() {
+        // Blobs are read by their places in the index, so a damaged header does not make them useless.
+        for blob in parse_header(&repository.key, id, &bytes).unwrap_or(listed) {
             if used.contains(&blob) {
                 needed.entry((blob.blob_type, blob.id)).or_default().push(id);
             }
@@ -329,10 +344,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn snapshot_dated_far_from_its_upload_is_implausible() {
-        let uploaded = Timestamp::from_second(1_000_000).unwrap();
-        let dated = |seconds: i64| Snapshot {
-            time: Timestamp::from_second(1_000_000 + seconds).unwrap(),
+    fn late_snapshot_expires_but_displaces_no_other() {
+        // 08:00 UTC.
+        let now = Timestamp::from_second(500_000 * 3600).unwrap();
+        let policy = RetentionPolicy { newest: 0, ..RetentionPolicy::default() };
+        let grace_period = SignedDuration::from_hours(72);
+        let options = PruneOptions { policy, protected: Vec::new(), grace_period, now, is_dry_run: false };
+        let at = |minutes: i64| now - SignedDuration::from_mins(minutes);
+        let snapshot = |minutes| Snapshot {
+            time: at(minutes),
             parent: None,
             tree: Id::of(b"tree"),
             paths: Vec::new(),
@@ -340,14 +360,23 @@ mod tests {
             username: String::new(),
             tags: Vec::new(),
         };
-        let is_plausible =
-            |seconds| has_plausible_time(&dated(seconds), uploaded, SignedDuration::from_hours(72));
-        // Up to 84 hours before the upload: a save may be long.
-        for seconds in [-302_400, -100_000, -5, 0, 5, 43_200] {
-            assert!(is_plausible(seconds), "{seconds}");
-        }
-        for seconds in [-1_000_000, -302_401, 43_201, 100_000_000] {
-            assert!(!is_plausible(seconds), "{seconds}");
+        // How many minutes ago each of two snapshots was taken and uploaded, and whether it expires.
+        for (first, second, expected) in [
+            ((2390, 2389), (2350, 2349), [true, false]),
+            // The second one, uploaded after 39 hours, does not displace the first.
+            ((2390, 2389), (2350, 0), [false, false]),
+            ((2390, 0), (2350, 2349), [true, false]),
+            // A second one that was uploaded long before it was taken does not either.
+            ((2390, 2389), (2350, 2350 + 721), [false, false]),
+            // Two on the same day, the first of which was uploaded after 30 days and 12 hours, or later.
+            ((43_920, 0), (43_900, 43_899), [true, false]),
+            ((43_921, 0), (43_900, 43_899), [false, false]),
+        ] {
+            let ids = [Id::of(b"first"), Id::of(b"second")];
+            let snapshots =
+                [(ids[0], snapshot(first.0), at(first.1)), (ids[1], snapshot(second.0), at(second.1))];
+            let expired = select_expired(&snapshots, &options);
+            assert_eq!(ids.map(|id| expired.contains(&id)), expected, "{first:?}, {second:?}");
         }
     }
 }

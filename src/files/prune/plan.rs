@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use jiff::Timestamp;
 
-use super::PruneOptions;
+use super::{MAX_SAVE_DURATION, PruneOptions};
 use crate::error::FilesError;
 use crate::id::Id;
 use crate::index::{BlobLocations, IndexFile, IndexedPack};
@@ -74,13 +74,23 @@ pub(super) struct PrunePlan {
 }
 
 impl PrunePlan {
+    /// `uploads` has the upload times of the packs, and `last_snapshot` is that of the latest snapshot.
     pub(super) fn create(
         index: &[(Id, IndexFile)],
         used: &UsedBlobs,
         uploads: &HashMap<Id, Timestamp>,
+        last_snapshot: Option<Timestamp>,
         options: &PruneOptions,
     ) -> Self {
         let is_old = |time: Timestamp| options.now.duration_since(time) > options.grace_period;
+        // If the machine never saves again, its unfinished upload is kept for `MAX_SAVE_DURATION`.
+        let is_settled = |pack: Id| {
+            uploads.get(&pack).is_some_and(|time| {
+                let is_before_snapshot = last_snapshot.is_some_and(|last| *time <= last);
+                let is_abandoned = options.now.duration_since(*time) > MAX_SAVE_DURATION;
+                is_old(*time) && (is_before_snapshot || is_abandoned)
+            })
+        };
         let mut plan = Self::default();
         let active: HashMap<Id, &IndexedPack> =
             index.iter().flat_map(|(_, file)| &file.packs).map(|pack| (pack.id, pack)).collect();
@@ -105,8 +115,7 @@ impl PrunePlan {
                 }
             }
             let bytes: u64 = pack.blobs.iter().map(|blob| u64::from(blob.length)).sum();
-            let is_settled = uploads.get(&pack.id).is_some_and(|time| is_old(*time));
-            if !is_settled || (bytes - used_bytes) * 100 <= bytes * MAX_UNUSED_PERCENT {
+            if !is_settled(pack.id) || (bytes - used_bytes) * 100 <= bytes * MAX_UNUSED_PERCENT {
                 continue;
             }
             if used_bytes > 0 {
@@ -189,7 +198,40 @@ impl PrunePlan {
 
 #[cfg(test)]
 mod tests {
+    use jiff::SignedDuration;
+
     use super::*;
+    use crate::retention::RetentionPolicy;
+
+    #[test]
+    fn packs_of_a_running_save_are_not_marked() {
+        let blob = PackedBlob {
+            id: Id::of(b"blob"),
+            blob_type: BlobType::Data,
+            offset: 0,
+            length: 40,
+            uncompressed_length: 0,
+        };
+        let pack = IndexedPack { id: Id::of(b"pack"), blobs: vec![blob], time: None };
+        let index = [(Id::of(b"index"), IndexFile { packs: vec![pack], ..IndexFile::default() })];
+        let uploaded = Timestamp::from_second(1_000_000).unwrap();
+        let is_marked = |last_snapshot: Option<i64>, days: i64| {
+            let options = PruneOptions {
+                policy: RetentionPolicy::default(),
+                protected: Vec::new(),
+                grace_period: SignedDuration::from_hours(72),
+                now: uploaded + SignedDuration::from_hours(24 * days),
+                is_dry_run: false,
+            };
+            let uploads = HashMap::from([(Id::of(b"pack"), uploaded)]);
+            let last_snapshot = last_snapshot.map(|seconds| uploaded + SignedDuration::from_secs(seconds));
+            let used = UsedBlobs(HashSet::new());
+            !PrunePlan::create(&index, &used, &uploads, last_snapshot, &options).marked.is_empty()
+        };
+        assert_eq!([None, Some(-1), Some(0)].map(|last| is_marked(last, 10)), [false, false, true]);
+        assert!(!is_marked(Some(0), 3), "a save may be about to refer to a young pack");
+        assert!(is_marked(None, 31) && is_marked(Some(-1), 31), "an abandoned upload is deleted in the end");
+    }
 
     #[test]
     fn limit_work_bounds_new_blobs() {

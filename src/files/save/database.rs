@@ -166,13 +166,9 @@ impl DatabaseFiles {
         (is_locked && is_current).then_some(read_lock)
     }
 
-    /// Locks the database as a reader does, so that no writer changes it; `None` if reading it would take too long, or
-    /// if a writer does not release its lock in time. `last_read` is the time that the last attempt to read it took.
-    pub(super) fn lock_as_reader(&self, directory: &OwnedFd, last_read: Duration) -> Option<ReadLock> {
-        let opened = open_in(directory, self.database()?, OFlags::NONBLOCK | OFlags::NOCTTY).ok()?;
-        let file = File::from(opened);
-        let size = file.metadata().ok()?.len();
-        lock_as_reader(&file, size, last_read)
+    /// Opens the database itself.
+    pub(super) fn open(&self, directory: &OwnedFd) -> Option<File> {
+        open_in(directory, self.database()?, OFlags::NONBLOCK | OFlags::NOCTTY).ok().map(File::from)
     }
 
     /// The name of the database itself, which must not change while it is saved.

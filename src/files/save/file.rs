@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FileType, OFlags, Statx};
 use rustix::io::Errno;
 
-use super::database::{is_database, lock_as_reader};
+use super::database::{ReadLock, is_database, lock_as_reader};
 use super::entry_stat::{StatFingerprint, open_in, stat_open, stat_settled};
 use super::walk::{EntryError, MAX_READ_ATTEMPTS, Walker, check_same};
 use crate::chunker::MAX_CHUNK_BYTES;
@@ -67,7 +67,7 @@ impl Walker<'_> {
         let (mut reads, mut last_read) = (0, Duration::MAX);
         loop {
             let is_last = reads + 1 >= MAX_READ_ATTEMPTS;
-            let _lock = if is_last { lock_as_reader(&file, found.stx_size, last_read) } else { None };
+            let _lock = if is_last { self.lock_database(&file, last_read)? } else { None };
             let (stat, is_settled) = stat_settled(&file)?;
             wait_for_writes(&file);
             // Must follow `stat_settled`: a page that becomes dirty again during the write-back changes the times once,
@@ -110,6 +110,13 @@ impl Walker<'_> {
             (node.content, node.size) = (Some(content), size);
             return Ok(node);
         }
+    }
+
+    /// Locks a database as a reader does; see [`lock_as_reader`]. Writes it back first, because writers would otherwise
+    /// wait for that as well.
+    pub(super) fn lock_database(&mut self, file: &File, last_read: Duration) -> io::Result<Option<ReadLock>> {
+        self.write_back.clean(file)?;
+        Ok(lock_as_reader(file, file.metadata()?.len(), last_read))
     }
 
     /// Returns the content of a file that was read under another name, if it has not changed since.

@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 use tokio::sync::mpsc;
 
 use svc_base::failpoint;
@@ -54,6 +54,9 @@ const WALK_STACK_BYTES: usize = 64 << 20;
 /// A save that takes longer checks whether the index that it has read is still current. Pruning deletes a pack 72 hours
 /// after it has marked it, or later; the difference is a margin.
 const MAX_UNCHECKED_DURATION: Duration = Duration::from_secs(48 * 3600);
+/// A pack that was marked for deletion earlier than this may be deleted before pruning finds the new snapshot. The same
+/// margin applies.
+const MAX_MARK_AGE: SignedDuration = SignedDuration::from_hours(48);
 
 /// The directory to save, and how its snapshots are labeled.
 #[derive(Debug, Clone)]
@@ -186,9 +189,9 @@ impl Saver {
     /// If the store fails; [`FilesError::Corrupt`] if the index is damaged; [`FilesError::IndexChanging`] if it changed
     /// during every attempt to read it; [`FilesError::Full`] if the repository would have too many blobs;
     /// [`FilesError::Io`] if the directory itself cannot be read; [`FilesError::SaveTooLong`] if the save took more
-    /// than 48 hours, and pruning has replaced an index file in the meantime; [`FilesError::Thread`] or
-    /// [`FilesError::Stopped`] if a thread cannot be started or panics. The repository stays consistent; the next save
-    /// reuses the packs that are already indexed.
+    /// than 48 hours, and a blob that it needs is no longer in the index, or was marked for deletion more than 48 hours
+    /// ago; [`FilesError::Thread`] or [`FilesError::Stopped`] if a thread cannot be started or panics. The repository
+    /// stays consistent; the next save reuses the packs that are already indexed.
     pub async fn save(&mut self, parent: Option<(Id, Snapshot)>) -> Result<SaveResult, FilesError> {
         self.save_scope(parent, None).await
     }
@@ -274,9 +277,14 @@ impl Saver {
             let (id, snapshot) = (*id, snapshot.clone());
             return Ok(SaveResult { id, snapshot, counts, retry, uploaded_bytes, is_unchanged: true });
         }
-        // Pruning may have deleted packs on which this save relies.
-        if began.elapsed() > self.max_unchecked_duration && !self.has_index_files(&files).await? {
-            return Err(FilesError::SaveTooLong);
+        let mut index = Some(LoadedIndex { blobs: known, files });
+        if began.elapsed() > self.max_unchecked_duration
+            && let Some(LoadedIndex { files, .. }) = &index
+            && !self.has_index_files(files).await?
+        {
+            // Frees the memory for the new index. The next save reads it again.
+            index = None;
+            self.ensure_retained(tree).await?;
         }
         let snapshot = Snapshot {
             time,
@@ -289,7 +297,7 @@ impl Saver {
         };
         failpoint::trigger("files.save.snapshot")?;
         let id = repository.write_json(Kind::Snapshot, &snapshot).await?;
-        self.index = Some(LoadedIndex { blobs: known, files });
+        self.index = index;
         Ok(SaveResult { id, snapshot, counts, retry, uploaded_bytes, is_unchanged: false })
     }
 
@@ -311,6 +319,34 @@ impl Saver {
     async fn has_index_files(&self, files: &[Id]) -> Result<bool, FilesError> {
         let present: HashSet<Id> = self.repository.list(Kind::Index).await?.into_iter().collect();
         Ok(files.iter().all(|file| present.contains(file)))
+    }
+
+    /// Checks that pruning will find a new snapshot with this tree before it deletes the only copy of a blob that the
+    /// snapshot needs.
+    ///
+    /// # Errors
+    /// [`FilesError::SaveTooLong`] if it may not; those of reading the index and the trees.
+    async fn ensure_retained(&self, root: Id) -> Result<(), FilesError> {
+        let retained = self.repository.load_retained_blobs(Timestamp::now() - MAX_MARK_AGE).await?;
+        let locations = self.repository.load_tree_locations().await?;
+        let mut trees = TreeReader::new(&self.repository, &locations);
+        let mut seen = HashSet::new();
+        let mut pending = vec![root];
+        while let Some(id) = pending.pop() {
+            if !seen.insert(id) {
+                continue;
+            }
+            if !retained.contains(BlobType::Tree, id) {
+                return Err(FilesError::SaveTooLong);
+            }
+            for node in trees.read(id).await?.nodes {
+                pending.extend(node.subtree);
+                if node.content.iter().flatten().any(|chunk| !retained.contains(BlobType::Data, *chunk)) {
+                    return Err(FilesError::SaveTooLong);
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Loads the parent's trees into the cache, from which the walk reads them. If a tree is missing there, the walk

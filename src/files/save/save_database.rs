@@ -54,7 +54,10 @@ impl Walker<'_> {
         for is_last in [false, true] {
             self.counts = counts.clone();
             let lock = match database.lock(directory) {
-                None if is_last => database.lock_as_reader(directory, last_read),
+                // If it cannot be locked because of an I/O error, the read fails as well.
+                None if is_last => database
+                    .open(directory)
+                    .and_then(|file| self.lock_database(&file, last_read).ok().flatten()),
                 lock => lock,
             };
             let began = Instant::now();

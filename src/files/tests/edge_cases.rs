@@ -3,11 +3,12 @@
 use std::num::NonZeroU64;
 use std::os::unix::fs::FileExt;
 
+use jiff::{SignedDuration, Timestamp};
 use kit::disk::SmallDisk;
 
 use super::*;
 use crate::history::History;
-use crate::index::IndexFile;
+use crate::index::{IndexFile, IndexedPack};
 use crate::pack::BlobType;
 use crate::repository::Kind;
 
@@ -222,22 +223,30 @@ async fn small_index_files_are_merged() {
     fixture.assert_restores(&saved).await;
 }
 
-/// Pruning replaces the index when it marks packs, which it deletes after a grace period.
+/// Pruning replaces index files when it merges them, and when it marks packs, which it deletes after a grace period.
 #[tokio::test]
-async fn long_save_fails_if_an_index_file_was_replaced() {
-    for (max_duration, should_fail) in [(Duration::ZERO, true), (Duration::from_secs(3600), false)] {
+async fn long_save_fails_if_pruning_may_delete_its_packs() {
+    let (zero, hour) = (Duration::ZERO, Duration::from_secs(3600));
+    for (max_duration, marked_hours, should_fail) in
+        [(zero, None, false), (zero, Some(1), false), (zero, Some(50), true), (hour, Some(50), false)]
+    {
         let mut fixture = Fixture::new().await;
         fixture.write("a", random_bytes(100_000));
         fixture.save().await;
         let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
-        let (old, file) = repository.load_index().await.unwrap().remove(0);
+        let (old, mut file) = repository.load_index().await.unwrap().remove(0);
+        if let Some(hours) = marked_hours {
+            let time = Some(Timestamp::now() - SignedDuration::from_hours(hours));
+            let packs = std::mem::take(&mut file.packs).into_iter();
+            file.packs_to_delete = packs.map(|pack| IndexedPack { time, ..pack }).collect();
+        }
         let pack_count = repository.list_packs().await.unwrap().len();
         let replacing = async {
             // A save reads the index before it uploads a pack.
             while repository.list_packs().await.unwrap().len() == pack_count {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
-            repository.write_json(Kind::Index, &IndexFile::clone(&file)).await.unwrap();
+            repository.write_json(Kind::Index, &file).await.unwrap();
             repository.delete(&repository.path(Kind::Index, old)).await.unwrap();
         };
         fixture.write("b", random_bytes(100_000));

@@ -52,10 +52,32 @@ async fn packs_in_several_index_files_count_once() {
     fixture.restore(&saved.snapshot).await;
     assert_eq!(repository.list(Kind::Index).await.unwrap().len(), 3);
     run(&fixture, &days_later(0)).await;
-    assert_eq!(repository.list(Kind::Index).await.unwrap().len(), 2, "pruning removes one of the copies");
-    let index = repository.load_index().await.unwrap();
-    assert_eq!(index.iter().filter(|(_, file)| file.packs.len() >= 10).count(), 1);
+    let index = repository.load_index_to_prune().await.unwrap();
+    assert!(index.files_with_repeats.is_empty(), "pruning removes one of the copies");
+    let packs = index.files.iter().flat_map(|(_, file)| &file.packs);
+    assert_eq!(packs.filter(|pack| pack.blobs.len() == 1_400).count(), 10);
     fixture.restore(&saved.snapshot).await;
+}
+
+/// An earlier pruning has written a new index file and is about to delete the old one.
+#[tokio::test]
+async fn pruning_relies_on_no_file_that_another_may_delete() {
+    for is_marked in [false, true] {
+        let (fixture, saved, repository) = fixture_with_file().await;
+        let (_, mut file) = repository.load_index().await.unwrap().remove(0);
+        if is_marked {
+            let packs = std::mem::take(&mut file.packs).into_iter();
+            file.packs_to_delete =
+                packs.map(|pack| IndexedPack { time: Some(Timestamp::now()), ..pack }).collect();
+        }
+        repository.write_json(Kind::Index, &file).await.unwrap();
+        let earlier = repository.list(Kind::Index).await.unwrap();
+        assert_eq!(earlier.len(), 2);
+        run(&fixture, &days_later(0)).await;
+        let later = repository.list(Kind::Index).await.unwrap();
+        assert!(earlier.iter().all(|id| !later.contains(id)), "marked: {is_marked}");
+        fixture.restore(&saved.snapshot).await;
+    }
 }
 
 #[tokio::test]

@@ -306,27 +306,44 @@ async fn damaged_directory_is_named() {
 /// Someone with a stolen key can add objects, but must not be able to make the platform delete others.
 #[tokio::test]
 async fn forged_index_deletes_no_genuine_pack() {
-    let mut fixture = Fixture::new().await;
-    fixture.write("file", random_bytes(300_000));
-    fixture.save().await;
-    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
-    let packs: Vec<Id> = repository.list_packs().await.unwrap().into_iter().map(|(id, _)| id).collect();
-    // The forged index claims that a larger pack has every chunk. If it claimed this for the trees as well, pruning
-    // would fail and delete nothing.
-    let junk = Id::of(b"junk");
-    fixture.bucket.put(&repository.pack_path(junk), b"junk".to_vec()).await.unwrap();
-    let mut blobs: Vec<PackedBlob> = Vec::new();
-    for (_, file) in repository.load_index().await.unwrap() {
-        blobs.extend(file.packs.into_iter().flat_map(|pack| pack.blobs));
+    for is_header_damaged in [false, true] {
+        let mut fixture = Fixture::new().await;
+        fixture.write("file", random_bytes(300_000));
+        let protected = vec![fixture.save().await.id];
+        let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+        if is_header_damaged {
+            // The blobs in the packs can still be read.
+            for (pack, _) in repository.list_packs().await.unwrap() {
+                let mut bytes = repository.read_whole_pack(pack).await.unwrap().unwrap().to_vec();
+                *bytes.last_mut().unwrap() ^= 1;
+                fixture.bucket.put(&repository.pack_path(pack), bytes).await.unwrap();
+            }
+        }
+        // Packs that are newer than the latest snapshot are not marked.
+        fixture.write("other", "other");
+        fixture.save().await;
+        let packs: Vec<Id> = repository.list_packs().await.unwrap().into_iter().map(|(id, _)| id).collect();
+        // The forged index claims that a larger pack has every chunk. If it claimed this for the trees as well, pruning
+        // would fail and delete nothing.
+        let junk = Id::of(b"junk");
+        fixture.bucket.put(&repository.pack_path(junk), b"junk".to_vec()).await.unwrap();
+        let mut blobs: Vec<PackedBlob> = Vec::new();
+        for (_, file) in repository.load_index().await.unwrap() {
+            blobs.extend(file.packs.into_iter().flat_map(|pack| pack.blobs));
+        }
+        blobs.retain(|blob| blob.blob_type == BlobType::Data);
+        blobs.push(PackedBlob { id: Id::of(b"none"), ..blobs[0] });
+        let forged =
+            IndexFile { packs: vec![IndexedPack { id: junk, blobs, time: None }], ..IndexFile::default() };
+        repository.write_json(Kind::Index, &forged).await.unwrap();
+        let mut planned_deletions = 0;
+        for days in [3, 6, 9, 12] {
+            let options = PruneOptions { protected: protected.clone(), ..days_later(days) };
+            planned_deletions += run(&fixture, &options).await.deleted_packs;
+        }
+        assert!(planned_deletions > 0);
+        let remaining: Vec<Id> =
+            repository.list_packs().await.unwrap().into_iter().map(|(id, _)| id).collect();
+        assert!(packs.iter().all(|pack| remaining.contains(pack)), "{packs:?}, remaining {remaining:?}");
     }
-    blobs.retain(|blob| blob.blob_type == BlobType::Data);
-    blobs.push(PackedBlob { id: Id::of(b"none"), ..blobs[0] });
-    let forged =
-        IndexFile { packs: vec![IndexedPack { id: junk, blobs, time: None }], ..IndexFile::default() };
-    repository.write_json(Kind::Index, &forged).await.unwrap();
-    for days in [3, 6, 9, 12] {
-        run(&fixture, &days_later(days)).await;
-    }
-    let remaining: Vec<Id> = repository.list_packs().await.unwrap().into_iter().map(|(id, _)| id).collect();
-    assert!(packs.iter().all(|pack| remaining.contains(pack)), "{packs:?}, remaining {remaining:?}");
 }
