@@ -17,6 +17,9 @@ use svc_wire::operation::Operation;
 
 const MIN_POLL_INTERVAL: Duration = Duration::from_millis(200);
 const MAX_POLL_INTERVAL: Duration = Duration::from_secs(2);
+/// The last poll starts this long before the deadline, or a quarter of the timeout if that is less: the deadline would
+/// otherwise cut it off at once.
+const LAST_POLL_MARGIN: Duration = Duration::from_secs(1);
 
 /// The condition for a successful wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,6 +41,11 @@ pub struct TimeLimit {
 impl TimeLimit {
     pub fn from_now(timeout: Duration) -> Self {
         Self { timeout, deadline: Instant::now() + timeout }
+    }
+
+    /// Returns the latest time at which a poll starts, unless it is the first one.
+    fn last_poll_at(self) -> Instant {
+        self.deadline - LAST_POLL_MARGIN.min(self.timeout / 4)
     }
 }
 
@@ -72,7 +80,7 @@ async fn follow(
     limit: TimeLimit,
 ) -> Result<(ApiResponse, MachineDetail), Failure> {
     let mut reporter = ProgressReporter::new();
-    let settled = poll_until_deadline(limit.deadline, async || {
+    let settled = poll_until_deadline(limit, async || {
         let (response, machine) = match poll_machine(api, machine_id).await? {
             Ok(polled) => polled,
             Err(error) => {
@@ -101,24 +109,25 @@ pub async fn poll_until<T>(
     timeout: Duration,
     poll: impl AsyncFnMut() -> Result<Option<T>, Failure>,
 ) -> Result<Option<T>, Failure> {
-    poll_until_deadline(Instant::now() + timeout, poll).await
+    poll_until_deadline(TimeLimit::from_now(timeout), poll).await
 }
 
 async fn poll_until_deadline<T>(
-    deadline: Instant,
+    limit: TimeLimit,
     mut poll: impl AsyncFnMut() -> Result<Option<T>, Failure>,
 ) -> Result<Option<T>, Failure> {
+    let last_poll_at = limit.last_poll_at();
     let mut interval = MIN_POLL_INTERVAL;
     loop {
-        let Ok(polled) = timeout_at(deadline, poll()).await else { return Ok(None) };
+        let Ok(polled) = timeout_at(limit.deadline, poll()).await else { return Ok(None) };
         if let Some(value) = polled? {
             return Ok(Some(value));
         }
         let now = Instant::now();
-        if now >= deadline {
+        if now >= last_poll_at {
             return Ok(None);
         }
-        sleep(interval.min(deadline - now)).await;
+        sleep(interval.min(last_poll_at - now)).await;
         interval = (interval * 3 / 2).min(MAX_POLL_INTERVAL);
     }
 }
@@ -386,5 +395,16 @@ mod tests {
         });
         assert!(matches!(polled.await, Ok(None)));
         assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
+    }
+
+    #[tokio::test]
+    async fn poll_until_leaves_time_for_the_last_poll() {
+        let start = Instant::now();
+        // After the polls at 0, 200 and 500 ms, only the last one can find the value.
+        let polled = poll_until(Duration::from_millis(800), async || {
+            sleep(Duration::from_millis(1)).await;
+            Ok((start.elapsed() >= Duration::from_millis(550)).then_some(()))
+        });
+        assert!(matches!(polled.await, Ok(Some(()))));
     }
 }

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use kit::s3::{Fault, Rule, S3Server};
 use nix::sys::signal::Signal;
+use svc::host::system::lock::Lock;
 use svc::store::pointer::Fence;
 use svc::store::pointer_io;
 use svc::store::snapshot;
@@ -211,6 +212,24 @@ async fn concurrent_run_reports_the_first_and_request_waits() -> Result<()> {
     first.wait()?.expect(0);
     assert_eq!(machine.backup_records()?.len(), 2);
     assert_eq!(machine::pointer(&store).await?.context("there is no pointer")?.seq, 2);
+    Ok(())
+}
+
+#[tokio::test]
+async fn request_is_kept_if_its_run_is_stopped_before_it_begins() -> Result<()> {
+    let store = machine::start_store()?;
+    let machine = create_machine_with_tables(&store, ROWS).await?;
+    let request = machine.path("var/lib/svc/requests/backup");
+    svc::fsx::write_atomic(&request, b"", 0o600)?;
+    let lock = Lock::acquire(&machine.path("var/lib/svc/backup.lock"))?;
+    let running = machine.spawn(&["svc-db-backup", "run", "--request"], &[])?;
+    wait_until("the signal handler", || running.handles_sigterm()).await?;
+    running.signal(Signal::SIGTERM)?;
+    running.wait()?.expect(75);
+    assert!(request.exists());
+    drop(lock);
+    machine.run(&["svc-db-backup", "run", "--request"])?.expect(0);
+    assert!(!request.exists());
     Ok(())
 }
 

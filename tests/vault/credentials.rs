@@ -414,7 +414,7 @@ async fn withdrawn_credentials_are_never_requested_again() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn refusal_ends_use_of_outage_session() -> Result<()> {
+async fn refusal_suspends_use_of_outage_session() -> Result<()> {
     let store = machine::start_store()?;
     let platform = Platform::start(&store).await?;
     let dir = tempfile::tempdir()?;
@@ -435,6 +435,8 @@ async fn refusal_ends_use_of_outage_session() -> Result<()> {
     for _ in 0..2 {
         assert!(matches!(source.current().await, Err(CredentialError::Refused(_))));
     }
+    platform.set_response(CredentialResponse::Unavailable);
+    source.current().await?;
     Ok(())
 }
 

@@ -182,6 +182,9 @@ async fn interrupted_import_can_be_run_again() -> Result<()> {
         let kill = format!("{point}=return(kill)");
         let killed = machine.run_with(&import, &[("FAILPOINTS", &kill)])?.expect_step_killed();
         assert!(killed.stdout.contains("restart svc-gateway"), "{point}: {}", killed.stdout);
+        // A run that first resolves the interrupted swap, and then fails.
+        let failed = machine.run_with(&import, &[("FAILPOINTS", "import.loaded=return(error)")])?.expect(70);
+        assert!(failed.stdout.contains("restart svc-gateway"), "{point}: {}", failed.stdout);
         machine.run(&import)?.expect(0);
         let rows = machine.client().await?.query_one("SELECT count(*) FROM t", &[]).await?;
         assert_eq!(rows.get::<_, i64>(0), 10, "{point}");

@@ -286,6 +286,14 @@ impl RunningApplet {
         self.child.signal(signal)
     }
 
+    /// Returns whether the process has installed a handler for SIGTERM.
+    pub fn handles_sigterm(&self) -> bool {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.child.pid())).unwrap_or_default();
+        let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
+        let caught = caught.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or_default();
+        caught & (1 << (nix::sys::signal::Signal::SIGTERM as i32 - 1)) != 0
+    }
+
     /// Returns the peak resident anonymous memory in bytes, sampled until the run ends.
     pub async fn peak_memory(&self) -> u64 {
         let (mut peak, path) = (0, format!("/proc/{}/status", self.child.pid()));

@@ -76,6 +76,27 @@ async fn retry_publishes_the_snapshot_stored_during_an_outage() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn requested_backup_does_not_wait_for_an_acceptance() -> Result<()> {
+    let store = machine::start_store()?;
+    let platform = Platform::start(&store).await?;
+    let machine = machine_without_platform(&store, &platform).await?;
+    machine.client().await?.batch_execute("DELETE FROM t WHERE id > 5").await?;
+    machine.run(&["svc-db-backup"])?.expect(65);
+    let requests = ["accept", "backup"].map(|name| machine.path(&format!("var/lib/svc/requests/{name}")));
+    for request in &requests {
+        svc::fsx::write_atomic(request, b"{}", 0o600)?;
+    }
+    let backups = machine.backup_records()?.len();
+    // Until the platform is reachable, the acceptance is tried again, but takes no further backups.
+    for _ in 0..2 {
+        machine.run(&["svc-db-backup", "run", "--request"])?.expect(69);
+        assert_eq!(machine.backup_records()?.len(), backups + 1);
+        assert_eq!(requests.each_ref().map(|request| request.exists()), [true, false]);
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
     let store = machine::start_store()?;
     let platform = Platform::start(&store).await?;

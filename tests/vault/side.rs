@@ -265,6 +265,20 @@ async fn recorded_copy_is_not_repeated_over_later_rows() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test]
+async fn failed_copy_is_repeated_after_a_kill() -> Result<()> {
+    let store = machine::start_store()?;
+    let machine = machine_with_side_database(&store).await?;
+    machine.client().await?.batch_execute("DELETE FROM app_shop.orders WHERE id = 7").await?;
+    let args = ["svc-db-backup", "side", "copy", "app_shop.orders", "--no-backup"];
+    let points = "side.fetched=return(error);side.recorded=return(kill)";
+    machine.run_with(&args, &[("FAILPOINTS", points)])?.expect_killed();
+    assert!(read_state(&machine)?["lastCopy"]["error"].is_string());
+    run_side(&machine, &["serve"])?.expect(0);
+    assert_eq!(read_state(&machine)?["lastCopy"].get("error"), None);
+    assert_as_in_snapshot(&machine, &["app_shop.orders"]).await
+}
+
 /// A run started by the path unit serves a request. If the run is killed at any point, the next run completes the
 /// request, exactly once.
 #[tokio::test]

@@ -57,10 +57,7 @@ impl RecordKind {
     /// Opens all files, oldest first. Includes the file that is current when this call begins, even if a rotation
     /// renames it meanwhile.
     pub fn open_files(self, logs: &Path) -> Result<Vec<OpenRecordFile>, FileError> {
-        let current = match self.current_name() {
-            Some(name) => OpenRecordFile::open(logs.join(name))?,
-            None => None,
-        };
+        let current = self.open_current(logs)?;
         let mut files = Vec::new();
         for path in self.list_dated_files(logs)? {
             files.extend(OpenRecordFile::open(path)?);
@@ -68,6 +65,10 @@ impl RecordKind {
         let current = current.filter(|current| files.iter().all(|file| file.id != current.id));
         files.extend(current);
         Ok(files)
+    }
+
+    fn open_current(self, logs: &Path) -> Result<Option<OpenRecordFile>, FileError> {
+        self.current_name().map_or(Ok(None), |name| OpenRecordFile::open(logs.join(name)))
     }
 
     fn list_dated_files(self, logs: &Path) -> Result<Vec<PathBuf>, FileError> {
@@ -87,6 +88,44 @@ impl RecordKind {
         }
         dated.sort();
         Ok(dated.into_iter().map(|(_, path)| path).collect())
+    }
+}
+
+/// A record's files from the newest to the oldest, each opened only when it is reached.
+pub struct FilesBackward {
+    current: Option<OpenRecordFile>,
+    current_id: Option<FileId>,
+    /// The remaining files, oldest first.
+    dated: Vec<PathBuf>,
+}
+
+impl FilesBackward {
+    /// Opens the current file before it lists the others, so that a rotation meanwhile does not hide the file.
+    pub fn new(kind: RecordKind, logs: &Path) -> Result<Self, FileError> {
+        let current = kind.open_current(logs)?;
+        let current_id = current.as_ref().map(|current| current.id);
+        Ok(Self { current, current_id, dated: kind.list_dated_files(logs)? })
+    }
+
+    /// Opens the next older file; `None` if there are no more.
+    pub fn open_next(&mut self) -> Result<Option<OpenRecordFile>, FileError> {
+        if let Some(current) = self.current.take() {
+            return Ok(Some(current));
+        }
+        while let Some(path) = self.dated.pop() {
+            // A rotation may have renamed the current file before the others were listed.
+            if let Some(file) = OpenRecordFile::open(path)?
+                && Some(file.id) != self.current_id
+            {
+                return Ok(Some(file));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Returns whether no file remains.
+    pub fn is_empty(&self) -> bool {
+        self.current.is_none() && self.dated.is_empty()
     }
 }
 
@@ -205,8 +244,6 @@ pub fn open_regular(path: &Path) -> io::Result<Option<(File, FileId)>> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, Ordering};
-
     use super::*;
 
     #[test]
@@ -214,17 +251,15 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (logs, current) = (dir.path(), dir.path().join(AUDIT.current_name()));
         std::fs::write(&current, "0\n").unwrap();
-        let has_ended = AtomicBool::new(false);
         std::thread::scope(|scope| {
-            scope.spawn(|| {
+            let writer = scope.spawn(|| {
                 for n in 1..=200 {
                     let day = jiff::civil::date(2026, 11, 20);
                     std::fs::rename(&current, logs.join(AUDIT.dated_name(day, n))).unwrap();
                     std::fs::write(&current, format!("{n}\n")).unwrap();
                 }
-                has_ended.store(true, Ordering::Relaxed);
             });
-            while !has_ended.load(Ordering::Relaxed) {
+            while !writer.is_finished() {
                 let Ok(meta) = current.symlink_metadata() else { continue };
                 let id = FileId::from_metadata(&meta);
                 let files = RecordKind::Audit.open_files(logs).unwrap();

@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use super::files::{FileId, LinePosition, OpenRecordFile, RecordKind};
+use super::files::{FileId, FilesBackward, LinePosition, OpenRecordFile, RecordKind};
 use svc_base::fsx::FileError;
 
 const CHUNK_BYTES: u64 = 64 << 10;
@@ -53,11 +53,11 @@ pub fn read_newest(
     limit: usize,
     mut judge: impl FnMut(&str) -> Verdict,
 ) -> Result<Page, PageError> {
-    let mut files = kind.open_files(logs)?;
+    let mut files = FilesBackward::new(kind, logs)?;
     let mut lines = Vec::new();
     let mut budget = MAX_READ_BYTES;
     let mut from = before;
-    while let Some(OpenRecordFile { path, id, file }) = files.pop() {
+    while let Some(OpenRecordFile { path, id, file }) = files.open_next()? {
         let failed = FileError::wrap("read", &path);
         let Some(mut reader) = BackwardReader::start(file, id, from).map_err(failed)? else { continue };
         from = None;
@@ -251,6 +251,29 @@ mod tests {
         for wrong in ["", "1", "1-2", "1-2-", "-1-2", "01-2-3", "1-2-3-4", "a-b-c"] {
             assert!(wrong.parse::<LinePosition>().is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn page_opens_older_files_when_reached_and_none_twice() {
+        let dir = tempfile::tempdir().unwrap();
+        let logs = dir.path().canonicalize().unwrap();
+        let (current, old) = (logs.join("audit.jsonl"), logs.join("audit-2026-11-20.jsonl"));
+        fs::write(&old, "1\n").unwrap();
+        fs::write(&current, "2\n3\n").unwrap();
+        // As if a rotation had renamed the file after it was opened.
+        fs::hard_link(&current, logs.join("audit-2026-11-21.jsonl")).unwrap();
+        let is_old_open = || {
+            let mut open = fs::read_dir("/proc/self/fd").unwrap().flatten();
+            open.any(|entry| fs::read_link(entry.path()).is_ok_and(|path| path == old))
+        };
+        let mut judged = Vec::new();
+        let page = read_newest(RecordKind::Audit, &logs, None, 5, |line| {
+            judged.push((line.to_owned(), is_old_open()));
+            Verdict::Take
+        });
+        assert_eq!(page.unwrap().next, None);
+        let expected = [("3", false), ("2", false), ("1", true)];
+        assert_eq!(judged, expected.map(|(line, is_open)| (line.to_owned(), is_open)));
     }
 
     #[test]

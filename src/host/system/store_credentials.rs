@@ -68,6 +68,8 @@ struct SourceState {
     active: ActiveSession,
     /// A due renewal is not attempted before this time.
     not_before: Timestamp,
+    /// Whether the platform was unreachable at the last failed renewal.
+    was_unreachable: bool,
     /// Whether the platform has withdrawn the credentials, which is final.
     is_withdrawn: bool,
 }
@@ -146,7 +148,12 @@ impl RenewingCredentials {
         let client = client::build(Timeouts::CALL)?;
         let initial =
             ActiveSession::new(initial.to_aws_credential(), initial.expires_at, DEFAULT_SESSION_TTL);
-        let state = SourceState { active: initial, not_before: Timestamp::MIN, is_withdrawn: false };
+        let state = SourceState {
+            active: initial,
+            not_before: Timestamp::MIN,
+            was_unreachable: false,
+            is_withdrawn: false,
+        };
         let outage_policy = OutagePolicy::RequirePlatform;
         Ok(Self { outage_policy, machine, platform, client, file, state: Mutex::new(state) })
     }
@@ -172,7 +179,8 @@ impl RenewingCredentials {
         now: Timestamp,
     ) -> Result<Arc<AwsCredential>, CredentialError> {
         let outage = self.outage_key(state, now);
-        if let Some(key) = outage.as_ref().filter(|_| now < state.not_before) {
+        // After a refusal, which may be that of a proxy, each use needs a new attempt that shows an outage.
+        if let Some(key) = outage.as_ref().filter(|_| state.was_unreachable && now < state.not_before) {
             return Ok(Arc::clone(key));
         }
         let attempts = if outage.is_some() { 1 } else { MAX_ATTEMPTS };
@@ -231,10 +239,7 @@ impl RenewingCredentials {
                 }
                 Err(error) => {
                     state.is_withdrawn |= matches!(error, CredentialError::Withdrawn);
-                    if !matches!(error, CredentialError::Unavailable(_)) {
-                        // The platform is reachable and has refused, so this is not an outage.
-                        state.active.outage = None;
-                    }
+                    state.was_unreachable = matches!(error, CredentialError::Unavailable(_));
                     let later = Timestamp::now().saturating_add(RETRY_INTERVAL);
                     state.not_before = later.unwrap_or(Timestamp::MAX);
                     return Err(error);

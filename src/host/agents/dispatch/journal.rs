@@ -49,7 +49,7 @@ pub struct JournalEntry {
     /// The result, until its record is durable.
     #[serde(default)]
     pub ended: Option<Interaction>,
-    /// The limit that caused this batch entry to be refused; kept until the batch is removed from the journal.
+    /// The limit that caused this dispatch to be refused; kept until its file, or its batch's, is removed.
     #[serde(default)]
     pub refused: Option<Period>,
 }

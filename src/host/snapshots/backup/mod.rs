@@ -267,10 +267,13 @@ async fn serve_accept_request(layout: &Layout, request: &RequestFile) -> Result<
 
 async fn run_backup(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
     let acceptance = RequestFile::new(&layout, "accept");
+    let mut accepted = Ok(());
     if args.request && acceptance.is_pending() {
-        serve_accept_request(&layout, &acceptance).await?;
+        accepted = serve_accept_request(&layout, &acceptance).await;
+        // A requested backup is taken even if the acceptance failed: only the acceptance needs the platform. Without a
+        // request, each restart of the service would take one more snapshot.
         if !RequestFile::new(&layout, "backup").is_pending() {
-            return Ok(());
+            return accepted;
         }
     }
     let request = args.request.then(|| RequestFile::new(&layout, "backup"));
@@ -281,12 +284,18 @@ async fn run_backup(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
         }
         Err(failure) => Err(failure),
     };
-    // A failed request is removed too: otherwise, the path unit would restart this program immediately. Its service
-    // restarts a failed run after a delay.
-    if let Some(request) = request {
+    // A failed request is removed too: after a failure that systemd does not retry, the path unit would restart this
+    // program immediately. After any other, the service itself is restarted after a delay. If the acceptance failed
+    // too, the restarted service takes a backup only for a request, which is therefore kept.
+    let is_retried = accepted.is_err() && result.as_ref().is_err_and(retry::is_transient);
+    if let Some(request) = request.filter(|_| !is_retried) {
         request.complete();
     }
-    result
+    if let (Err(_), Err(failure)) = (&accepted, &result) {
+        let error = format_chain(failure.error.as_ref());
+        tracing::error!(%error, "the requested backup failed, as did the acceptance before it");
+    }
+    accepted.and(result)
 }
 
 async fn back_up_with_retries(
@@ -325,6 +334,10 @@ async fn back_up(
     let lock = tokio::select! {
         lock = Lock::wait(&lock_file, wait) => lock,
         () = stop.clone() => {
+            // Nothing else would take this backup after a reboot: systemd does not restart a service that it stops.
+            if let Some(request) = request {
+                request.postpone();
+            }
             return Err(Failure::new(Exit::TryAgain, anyhow::anyhow!("stopped by a signal")));
         }
     };

@@ -44,7 +44,12 @@ impl RequestFile {
         self.served.set(read_version(&self.path));
     }
 
-    /// Removes the file, unless it holds a newer request.
+    /// Leaves the request to the next run, because this one ends before it begins.
+    pub fn postpone(&self) {
+        self.served.set(None);
+    }
+
+    /// Removes the file, unless it holds a newer request, or a postponed one.
     pub fn complete(&self) {
         if read_version(&self.path) != self.served.get() {
             return;
@@ -65,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn complete_keeps_newer_request() {
+    fn complete_keeps_newer_or_postponed_request() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let path = layout.request("backup");
@@ -73,6 +78,10 @@ mod tests {
         let request = RequestFile::new(&layout, "backup");
         request.begin();
         fsx::write_atomic(&path, b"2", 0o600).unwrap();
+        request.complete();
+        assert!(path.exists());
+        request.begin();
+        request.postpone();
         request.complete();
         assert!(path.exists());
         request.begin();

@@ -325,9 +325,9 @@ async fn copy_back(settings: &BackupSettings, copy: &TableCopy, request_id: &str
     let state = SideState::read(&settings.layout)?;
     let open_state = state.filter(|state| matches!(state.status, SideStatus::Open | SideStatus::Copying));
     let mut state = open_state.ok_or(SideError::NotOpen)?;
-    if !copy.dry_run
-        && state.last_copy.as_ref().is_some_and(|last| !last.dry_run && last.request_id == request_id)
-    {
+    let is_complete =
+        |last: &CopyResult| !last.dry_run && last.error.is_none() && last.request_id == request_id;
+    if !copy.dry_run && state.last_copy.as_ref().is_some_and(is_complete) {
         // The previous run was killed before it removed the request. The log of copies omits copies that only recreated
         // tables, to which rows may have been written since.
         return Ok(());

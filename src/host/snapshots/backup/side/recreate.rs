@@ -100,8 +100,9 @@ async fn pipe_relations(settings: &BackupSettings, relations: &[&str]) -> Result
         if tool == "pg_dump" && piped.is_err() {
             continue;
         }
-        // Once pg_restore has read the last byte, it builds the tables' indexes.
-        let status = dump_check::wait_for_exit(child, tool, staging::INDEX_BUILD_TIMEOUT).await?;
+        // After the last byte, pg_dump has nothing left to do, but pg_restore builds the tables' indexes.
+        let timeout = if tool == "pg_dump" { dump_check::EXIT_TIMEOUT } else { staging::INDEX_BUILD_TIMEOUT };
+        let status = dump_check::wait_for_exit(child, tool, timeout).await?;
         if !status.success() {
             return Err(RecreateError::Failed { tool, status, stderr_tail: error.await.unwrap_or_default() });
         }

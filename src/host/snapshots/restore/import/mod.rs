@@ -134,6 +134,7 @@ impl ImportRun<'_> {
         if self.options.check {
             return Ok(());
         }
+        let was_interrupted = Journal::is_open(self.layout);
         let prepared = async {
             self.run_step(Step::Stage).await?;
             self.run_step(Step::Database).await
@@ -141,8 +142,9 @@ impl ImportRun<'_> {
         if let Err(error) = prepared.await {
             // The first error is the cause, so an error in the cleanup is ignored.
             let _ = self.run_step(Step::Unstage).await;
-            // The step removes the journal only once it has completed the swap.
-            *is_swapped = Journal::is_open(self.layout);
+            // The step removes the journal only once it has completed the swap. Before it fails, it may also have
+            // completed the swap of an earlier run.
+            *is_swapped = was_interrupted || Journal::is_open(self.layout);
             return Err(error);
         }
         *is_swapped = true;
