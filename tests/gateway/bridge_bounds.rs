@@ -1,5 +1,5 @@
-//! Limits on response size: the size of rows that are written, read or processed together is checked before they are
-//! copied.
+//! Size limits of the bridge: digits per number and per request, bytes per row, and bytes per response. Each is
+//! enforced before the oversized data is held in memory.
 
 use anyhow::Result;
 use kit::pg::test_database;
@@ -17,7 +17,7 @@ fn first_error(problem: &Value) -> String {
 }
 
 #[tokio::test]
-async fn short_number_cannot_expand_the_response() -> Result<()> {
+async fn numeric_exponent_cannot_inflate_response() -> Result<()> {
     let (database, app) = (test_database().await?, unique_name("digits"));
     let tables = json!({ "t": { "columns": { "n": "numeric", "j": "jsonb" } } });
     let host = host_with_app(&database, &app, &tables).await?;
@@ -46,7 +46,8 @@ async fn short_number_cannot_expand_the_response() -> Result<()> {
     Ok(())
 }
 
-/// PostgreSQL reports the error after it has returned more rows than a response can contain.
+/// The fourth row exceeds the row limit. PostgreSQL fails on it only after it has returned more than a response can
+/// contain.
 #[tokio::test]
 async fn late_find_error_rolls_back_transaction() -> Result<()> {
     let (database, app) = (test_database().await?, unique_name("late"));
@@ -66,7 +67,7 @@ async fn late_find_error_rolls_back_transaction() -> Result<()> {
     let (status, problem) =
         host.query(&json!({ "action": "transaction", "app": app, "operations": operations })).await?;
     assert_eq!((status, &problem["operation"]), (StatusCode::BAD_REQUEST, &json!(1)), "{problem}");
-    assert_eq!(count(&host, &app).await?, 4, "the insert was rolled back");
+    assert_eq!(count(&host, &app).await?, 4, "the insert was not rolled back");
     Ok(())
 }
 

@@ -34,14 +34,14 @@ pub enum BrokenRule {
     /// A platform that lowers the fence to its machine's epoch.
     MonotonicFence,
     /// A platform that overwrites the pointer with a tombstone.
-    SnapshotKept,
+    SnapshotRetention,
 }
 
 pub fn slot() -> SlotPrefix {
     SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary())
 }
 
-/// State outside the store.
+/// State that the actors share outside the store.
 pub struct ExternalState {
     /// The highest epoch whose fence a platform has written.
     pub fenced: watch::Sender<u32>,
@@ -88,13 +88,13 @@ pub async fn run_platform(
 ) {
     let _ = external.fenced.subscribe().wait_for(|fenced| *fenced + 1 >= epoch).await;
     for _ in 0..MAX_ATTEMPTS {
-        let end = match broken_rule {
-            Some(BrokenRule::MonotonicFence | BrokenRule::SnapshotKept) => {
-                faulty_fence(&bucket, epoch, broken_rule).await
+        let result = match broken_rule {
+            Some(BrokenRule::MonotonicFence | BrokenRule::SnapshotRetention) => {
+                write_faulty_fence(&bucket, epoch, broken_rule).await
             }
             _ => pointer_io::fence(&bucket, &slot(), &Fence::unsigned(Epoch(epoch), machine(epoch))).await,
         };
-        match end {
+        match result {
             Ok(()) => {
                 external.fenced.send_if_modified(|fenced| {
                     let is_later = epoch > *fenced;
@@ -134,16 +134,16 @@ pub async fn run_host(
         if bucket.put(&object, &b"dump"[..]).await.is_err() {
             continue;
         }
-        let end = match broken_rule {
+        let result = match broken_rule {
             Some(BrokenRule::FenceCheck | BrokenRule::WriteOrder) => {
-                faulty_advance(&bucket, &sidecar, broken_rule).await
+                advance_faultily(&bucket, &sidecar, broken_rule).await
             }
             _ => match snapshot::write_sidecar(&bucket, &slot(), &sidecar, None).await {
                 Ok(recorded) => pointer_io::advance(&bucket, &slot(), &recorded).await,
                 Err(error) => Err(error.into()),
             },
         };
-        match end {
+        match result {
             Ok(()) => history(&mut |history| history.record_success(&sidecar.key)),
             Err(PointerError::Fenced(_)) => return,
             Err(_) if broken_rule == Some(BrokenRule::ErrorReporting) => {
@@ -169,8 +169,8 @@ pub async fn run_advance(
     }
 }
 
-/// Reads the latest snapshot as a recovery does. It must see every earlier claim, and every published snapshot must
-/// be usable.
+/// Reads the latest snapshot as a recovery does. It must see every log entry written before it started, and every
+/// published snapshot must be usable.
 pub async fn run_reader(bucket: Bucket, history: impl Fn(&mut dyn FnMut(&mut History)), reads: u32) {
     for _ in 0..reads {
         let (mut seq, mut names_snapshot) = (0, false);
@@ -189,7 +189,7 @@ pub async fn run_reader(bucket: Bucket, history: impl Fn(&mut dyn FnMut(&mut His
     }
 }
 
-async fn faulty_fence(
+async fn write_faulty_fence(
     bucket: &Bucket,
     epoch: u32,
     broken_rule: Option<BrokenRule>,
@@ -201,7 +201,7 @@ async fn faulty_fence(
         _ => old.as_ref().map_or(Epoch(epoch), |old| old.fence_epoch.max(Epoch(epoch))),
     };
     let snapshot = old.as_ref().and_then(|old| old.snapshot.clone());
-    let snapshot = snapshot.filter(|_| broken_rule != Some(BrokenRule::SnapshotKept));
+    let snapshot = snapshot.filter(|_| broken_rule != Some(BrokenRule::SnapshotRetention));
     let next = Pointer {
         version: FORMAT,
         fence_epoch,
@@ -221,7 +221,7 @@ async fn write(bucket: &Bucket, current: Option<PointerRead>, next: &Pointer) ->
     Ok(bucket.put_json_if(&slot().pointer(), next, condition).await?)
 }
 
-async fn faulty_advance(
+async fn advance_faultily(
     bucket: &Bucket,
     sidecar: &Sidecar,
     broken_rule: Option<BrokenRule>,

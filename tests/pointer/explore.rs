@@ -369,7 +369,7 @@ fn every_faulty_writer_is_detected() {
         (BrokenRule::WriteOrder, Violation::DamagedRead),
         (BrokenRule::ErrorReporting, Violation::FalseSuccess),
         (BrokenRule::MonotonicFence, Violation::FenceLowered),
-        (BrokenRule::SnapshotKept, Violation::SnapshotDropped),
+        (BrokenRule::SnapshotRetention, Violation::SnapshotDropped),
     ] {
         let seed = find_violating_seed(&Scenario::broken_rule(broken_rule), violation, 500);
         println!("{broken_rule:?} is detected as {violation:?} by seed {seed:?}");

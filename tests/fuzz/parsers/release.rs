@@ -32,11 +32,14 @@ static PUBLISHER: LazyLock<Publisher> = LazyLock::new(|| {
     Publisher { key, trusted, line }
 });
 
+fn now() -> Timestamp {
+    NOW.parse().expect("the time is valid")
+}
+
 fn accept(manifest: &[u8], signature: &[u8]) -> Option<Manifest> {
     let signed = SignedManifest { manifest: manifest.to_vec(), signature: signature.to_vec() };
-    let (version, now) =
-        (VERSION.parse().expect("the version is valid"), NOW.parse().expect("the time is valid"));
-    verify(&signed, &PUBLISHER.trusted, &version, now).ok().map(|verified| verified.manifest().clone())
+    let version = VERSION.parse().expect("the version is valid");
+    verify(&signed, &PUBLISHER.trusted, &version, now()).ok().map(|verified| verified.manifest().clone())
 }
 
 pub fn manifest() -> Target {
@@ -64,8 +67,8 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
                 size_bytes,
                 min_version: min_version.map(|text| text.parse().expect("the version is valid")),
                 created_at: timestamp(created),
-                // Later than the check, by at least a millisecond.
-                expires_at: timestamp(1_796_083_200_001 + lifetime),
+                // At least 1 ms after `NOW`.
+                expires_at: timestamp(now().as_millisecond() + 1 + lifetime),
                 trusted_keys: sequence.map(|sequence| KeySet { sequence, keys: PUBLISHER.trusted.clone() }),
                 removes: sequence.map(|sequence| format!("agents/{sequence}")).into_iter().collect(),
             };
@@ -82,8 +85,7 @@ fn check_any_manifest(bytes: &[u8]) -> Result<(), String> {
     }
     let signed = PUBLISHER.key.signature_line(bytes);
     let Some(manifest) = accept(bytes, signed.as_bytes()) else { return Ok(()) };
-    let now: Timestamp = NOW.parse().expect("the time is valid");
-    if manifest.version != 1 || manifest.image_version.as_str() != VERSION || manifest.expires_at <= now {
+    if manifest.version != 1 || manifest.image_version.as_str() != VERSION || manifest.expires_at <= now() {
         return Err(format!("{manifest:?} was accepted"));
     }
     if parse_digest(&manifest.sha256).as_deref() != Some(&*manifest.sha256) {
@@ -108,9 +110,9 @@ fn check_version(version: &str) -> Result<(), String> {
 
 fn check_valid_manifest(bytes: &[u8]) -> Result<(), String> {
     let signed = PUBLISHER.key.signature_line(bytes);
-    let found = accept(bytes, signed.as_bytes()).ok_or("the manifest was rejected")?;
-    let wanted: Manifest = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-    if found == wanted { Ok(()) } else { Err(format!("parsed as {found:?}")) }
+    let parsed = accept(bytes, signed.as_bytes()).ok_or("the manifest was rejected")?;
+    let expected: Manifest = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    if parsed == expected { Ok(()) } else { Err(format!("parsed as {parsed:?}")) }
 }
 
 pub fn signature() -> Target {
@@ -155,7 +157,9 @@ fn check_any_signature(bytes: &[u8]) -> Result<(), String> {
     let own = publisher_signature();
     let own_lines: Vec<_> = lines.iter().flatten().filter(|(id, _)| *id == own.0).collect();
     if own_lines.is_empty() || own_lines.iter().any(|line| **line != own) {
-        return Err("accepted without the publisher's signature, or with another by its key".to_owned());
+        return Err(
+            "accepted without the publisher's signature, or with another signature by its key".to_owned()
+        );
     }
     Ok(())
 }
