@@ -20,55 +20,61 @@ fn text(value: &Value) -> &str {
     value.as_str().unwrap_or_default()
 }
 
-/// Prepares text for a table or paragraph, where `<` would start an HTML element.
-fn plain_text(text: &str) -> String {
+/// Collapses whitespace and escapes `<`, which would start an HTML element.
+fn escape_html(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ").replace('<', "&lt;")
 }
 
 struct Document {
-    /// The side that serves this API; the headings of the schemas begin with it.
-    owner: &'static str,
+    /// The server of this API (`Platform` or `Machine`), used as the prefix of schema headings.
+    server: &'static str,
     document: Value,
 }
 
 impl Document {
-    fn new(owner: &'static str, document: Value) -> Self {
-        Self { owner, document }
+    fn new(server: &'static str, document: Value) -> Self {
+        Self { server, document }
     }
 
     fn render(&self) -> String {
-        let mut page = self.credentials();
+        let mut page = self.render_credentials_table();
         for (path, operations) in members(&self.document["paths"]) {
             for (method, operation) in
                 members(operations).filter(|(_, operation)| operation["responses"].is_object())
             {
-                page.push_str(&self.operation(&method.to_ascii_uppercase(), path, operation, operations));
+                page.push_str(&self.render_operation(
+                    &method.to_ascii_uppercase(),
+                    path,
+                    operation,
+                    operations,
+                ));
             }
         }
         for (name, schema) in members(&self.document["components"]["schemas"]) {
             let fields = self.render_fields(schema);
             let body = if fields.is_empty() { self.describe_type(schema) + "\n" } else { fields };
-            page.push_str(&format!("### {} schema `{name}`\n\n{body}\n", self.owner));
+            page.push_str(&format!("### {} schema `{name}`\n\n{body}\n", self.server));
         }
         page
     }
 
-    fn credentials(&self) -> String {
+    fn render_credentials_table(&self) -> String {
         let schemes = members(&self.document["components"]["securitySchemes"]).map(|(name, scheme)| {
             let place = match (text(&scheme["in"]), text(&scheme["name"])) {
                 ("", _) => "`Authorization: Bearer`".to_owned(),
                 (place, name) => format!("{place} `{name}`"),
             };
-            [format!("`{name}`"), place, plain_text(text(&scheme["description"]))]
+            [format!("`{name}`"), place, escape_html(text(&scheme["description"]))]
         });
         table(&["credential", "sent as", "meaning"], schemes) + "\n"
     }
 
-    fn operation(&self, method: &str, path: &str, operation: &Value, siblings: &Value) -> String {
-        let mut section = format!("### `{method} {path}`\n\n{}\n\n", plain_text(text(&operation["summary"])));
-        section.push_str(&format!("- Credential: {}\n", credentials(&operation["security"])));
+    fn render_operation(&self, method: &str, path: &str, operation: &Value, siblings: &Value) -> String {
+        let mut section =
+            format!("### `{method} {path}`\n\n{}\n\n", escape_html(text(&operation["summary"])));
+        section.push_str(&format!("- Credential: {}\n", format_security(&operation["security"])));
         let servers = siblings["servers"].as_array().into_iter().flatten();
-        let servers: Vec<_> = servers.map(|server| plain_text(text(&server["description"]))).collect();
+        let servers: Vec<_> = servers.map(|server| escape_html(text(&server["description"]))).collect();
         if !servers.is_empty() {
             section.push_str(&format!("- Served by: {}\n", servers.join("; ")));
         }
@@ -79,7 +85,7 @@ impl Document {
                 let codes = text(&response["description"]).split(", ").map(|code| format!("`{code}`"));
                 errors.push(format!("{status} {}", codes.collect::<Vec<_>>().join(" ")));
             } else {
-                let about = plain_text(text(&response["description"]));
+                let about = escape_html(text(&response["description"]));
                 section.push_str(&format!("- **{status}**: {about}{}\n", self.render_content(content)));
             }
         }
@@ -92,7 +98,7 @@ impl Document {
                 name,
                 place,
                 self.describe_type(&parameter["schema"]),
-                plain_text(text(&parameter["description"])),
+                escape_html(text(&parameter["description"])),
             ]
         });
         let parameters: Vec<_> = parameters.collect();
@@ -106,7 +112,7 @@ impl Document {
         section
     }
 
-    /// Renders the details of a response, except its description.
+    /// Renders a response's media types, in parentheses; for JSON without fields, its form.
     fn render_content(&self, content: &Value) -> String {
         let types = members(content).map(|(media_type, body)| match self.describe_type(&body["schema"]) {
             _ if media_type != "application/json" => format!("`{media_type}`"),
@@ -117,7 +123,7 @@ impl Document {
         if types.is_empty() { String::new() } else { format!(" ({})", types.join(", ")) }
     }
 
-    /// Renders the fields of the body and of the successful responses. Equal tables are merged.
+    /// Renders the fields of the body and of the successful responses. Identical tables are merged.
     fn inline_schemas(&self, operation: &Value) -> Vec<(Vec<String>, String)> {
         let body = ("Body".to_owned(), &operation["requestBody"]["content"]["application/json"]["schema"]);
         let responses = members(&operation["responses"]).map(|(status, response)| {
@@ -153,13 +159,13 @@ impl Document {
         for (name, field) in members(&schema["properties"]) {
             let is_required = required.iter().any(|required| *required == name);
             let form = self.describe_type(field) + if is_required { ", **required**" } else { "" };
-            rows.push([format!("`{prefix}{name}`"), form, plain_text(text(&field["description"]))]);
+            rows.push([format!("`{prefix}{name}`"), form, escape_html(text(&field["description"]))]);
             self.collect_fields(field, &format!("{prefix}{name}."), rows);
             self.collect_fields(&field["items"], &format!("{prefix}{name}[]."), rows);
         }
     }
 
-    fn kind(&self, kind: &str, schema: &Value) -> String {
+    fn describe_kind(&self, kind: &str, schema: &Value) -> String {
         match kind {
             "array" if !schema["items"].is_null() => match self.describe_type(&schema["items"]) {
                 form if form.contains(", ") => format!("array of ({form})"),
@@ -176,7 +182,7 @@ impl Document {
             all.iter().map(|schema| self.describe_type(schema)).collect::<Vec<_>>().join(word)
         };
         if let Some(name) = text(&schema["$ref"]).strip_prefix("#/components/schemas/") {
-            let anchor = format!("{}-schema-{name}", self.owner).to_ascii_lowercase();
+            let anchor = format!("{}-schema-{name}", self.server).to_ascii_lowercase();
             return format!("[`{name}`](#{anchor})");
         }
         if let Some(values) = non_empty(&schema["enum"]) {
@@ -195,10 +201,12 @@ impl Document {
             }
         }
         let mut form = match &schema["type"] {
-            Value::Array(types) => {
-                types.iter().map(|kind| self.kind(text(kind), schema)).collect::<Vec<_>>().join(" or ")
-            }
-            Value::String(kind) => self.kind(kind, schema),
+            Value::Array(types) => types
+                .iter()
+                .map(|kind| self.describe_kind(text(kind), schema))
+                .collect::<Vec<_>>()
+                .join(" or "),
+            Value::String(kind) => self.describe_kind(kind, schema),
             _ => "any".to_owned(),
         };
         if let Some(format) = schema["format"].as_str() {
@@ -216,7 +224,7 @@ impl Document {
     }
 }
 
-/// The limit of every JSON integer; it is not shown.
+/// Largest integer that JavaScript represents exactly. As a `maximum` it is omitted.
 const MAX_SAFE_INTEGER: u64 = (1 << 53) - 1;
 
 const LIMITS: [(&str, &str); 6] = [
@@ -233,7 +241,7 @@ fn json_text(value: &Value) -> String {
 }
 
 /// Renders the accepted credentials, such as "`operator` with scope `read` or `billing`, or `host`".
-fn credentials(security: &Value) -> String {
+fn format_security(security: &Value) -> String {
     let alternatives = security.as_array().into_iter().flatten().flat_map(members).map(|(name, scopes)| {
         let scopes: Vec<_> =
             scopes.as_array().into_iter().flatten().map(|scope| format!("`{}`", text(scope))).collect();
