@@ -35,8 +35,8 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 /// Maximum time that a request waits for the store.
 const USAGE_STORE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum number of concurrent record streams.
-const MAX_LISTENERS: usize = 32;
-/// Pause before the records are read again after a failure.
+const MAX_RECORD_STREAMS: usize = 32;
+/// Delay before reading the records is retried.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 /// Minimum interval between notes about a user's refused dispatches.
 const REFUSAL_NOTE_INTERVAL: Duration = Duration::from_secs(60);
@@ -53,7 +53,7 @@ pub struct Kernel {
     /// Amounts reserved for active dispatches, by user.
     pub(super) reserved: Mutex<HashMap<String, Dollars>>,
     /// Limits concurrent record streams.
-    listeners: Arc<Semaphore>,
+    record_streams: Arc<Semaphore>,
     /// Cancelled when the store is open.
     usage_store_opened: CancellationToken,
     /// Limits the notes about refused dispatches, by user.
@@ -74,7 +74,7 @@ impl Kernel {
             writer: Mutex::new(Some(writer)),
             usage_store: OnceLock::new(),
             reserved: Mutex::default(),
-            listeners: Arc::new(Semaphore::new(MAX_LISTENERS)),
+            record_streams: Arc::new(Semaphore::new(MAX_RECORD_STREAMS)),
             usage_store_opened: CancellationToken::new(),
             refusal_notes: RateLimit::every(REFUSAL_NOTE_INTERVAL, 1),
         })
@@ -89,14 +89,14 @@ impl Kernel {
         self.layout.logs()
     }
 
-    /// Held while the owner's settings are changed, so that changes are serialized.
+    /// Returns the lock to hold while changing the owner's settings.
     pub fn settings_lock(&self) -> Arc<Mutex<()>> {
         Arc::clone(&self.settings_lock)
     }
 
-    /// Admits one more record stream, until the permit is dropped; `None` if the maximum is reached.
-    pub fn admit_listener(&self) -> Option<OwnedSemaphorePermit> {
-        Arc::clone(&self.listeners).try_acquire_owned().ok()
+    /// Reserves a slot for one record stream; dropping the permit frees it. Returns `None` if all slots are taken.
+    pub fn admit_record_stream(&self) -> Option<OwnedSemaphorePermit> {
+        Arc::clone(&self.record_streams).try_acquire_owned().ok()
     }
 
     /// The owner's current settings.
@@ -126,7 +126,10 @@ impl Kernel {
     ///
     /// # Errors
     /// A file cannot be read.
-    pub fn find(&self, ids: &BTreeSet<String>) -> Result<BTreeMap<String, Interaction>, PageError> {
+    pub fn find_interactions(
+        &self,
+        ids: &BTreeSet<String>,
+    ) -> Result<BTreeMap<String, Interaction>, PageError> {
         find_interactions(&self.layout.logs(), ids)
     }
 

@@ -66,7 +66,7 @@ struct Args {
 enum Command {
     /// Copy the bundled apps into the owner's apps folder, as the owner's user; keeps the owner's changes
     InstallApps,
-    /// Show the cost of dispatches, aggregated
+    /// Show the aggregate cost of dispatches
     #[command(after_help = "Example: svc-gateway usage --by model --since 2026-11-01")]
     Usage(cli::UsageArgs),
     /// Print a certificate signing request for this machine's name and key, to submit to a certificate authority
@@ -123,7 +123,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
         layout: layout.clone(),
         machine: config.machine_id(),
         file: config.certificate_file.clone(),
-        first_retry: config.acme_initial_backoff,
+        initial_backoff: config.acme_initial_backoff,
     };
     let certificate_manager =
         CertificateManager::start(certificate_manager, identity).or_exit(Exit::Config)?;
@@ -132,7 +132,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let public =
         listener.with_context(|| format!("cannot listen on {}", config.listen)).or_exit(Exit::Unavailable)?;
     let trusted_socket = unix_socket::bind(&layout.gateway_sockets(), "gateway.sock");
-    let trusted_socket = trusted_socket.context("cannot bind the Unix socket").or_exit(Exit::Unavailable)?;
+    let trusted_socket = trusted_socket.context("cannot bind gateway.sock").or_exit(Exit::Unavailable)?;
     let agent_socket = unix_socket::bind(&layout.bridge_sockets(), BRIDGE_SOCKET);
     let agent_socket =
         agent_socket.context("cannot bind the agents' Unix socket").or_exit(Exit::Unavailable)?;

@@ -107,7 +107,7 @@ pub async fn run(layout: Layout, target: UpdateTarget) -> Result<(), Failure> {
         Some(journal) => {
             let id = journal.plan.request_id.clone();
             tracing::warn!(from = %journal.plan.from, to = %journal.plan.to, "resuming an interrupted update");
-            Some(request_id::run_with_id(id, updater.finish(journal)).await?)
+            Some(request_id::run_with_id(id, updater.run_to_completion(journal)).await?)
         }
         None => None,
     };
@@ -122,7 +122,8 @@ pub async fn run(layout: Layout, target: UpdateTarget) -> Result<(), Failure> {
             println!("{to} is current");
             return Ok(());
         }
-        let update = async { updater.finish(updater.plan_update(kind, from, to, allow).await).await };
+        let update =
+            async { updater.run_to_completion(updater.plan_update(kind, from, to, allow).await).await };
         outcome = Some(request_id::run_with_id(id, update).await?);
     }
     match outcome {

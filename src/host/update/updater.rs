@@ -57,7 +57,7 @@ pub struct Updater<S> {
     pub health_timeout: Duration,
     /// A machine without a database needs no snapshot.
     pub has_database: bool,
-    /// Maximum wait for a snapshot since a backup last made progress.
+    /// Maximum time without backup progress while waiting for a snapshot.
     pub snapshot_timeout: Duration,
 }
 
@@ -133,7 +133,7 @@ impl<S: Services> Updater<S> {
     /// # Errors
     /// [`UpdateError`] if the journal or the final records cannot be written. The journal keeps the state that was
     /// reached.
-    pub async fn finish(&self, mut journal: Journal) -> Result<Outcome, UpdateError> {
+    pub async fn run_to_completion(&self, mut journal: Journal) -> Result<Outcome, UpdateError> {
         loop {
             let has_attempts_left = journal.start_attempt();
             journal.save(&self.layout)?;
@@ -340,8 +340,8 @@ impl<S: Services> Updater<S> {
         self.activate(journal, &journal.plan.from).await
     }
 
-    /// Performs the last step: writes the records, removes old releases, the request and the waiver, and then the
-    /// journal.
+    /// Performs the last step: writes the records, removes old releases, the request and the snapshot waiver, and
+    /// then the journal.
     fn finish_journal(&self, journal: &Journal, outcome: &Outcome) -> Result<(), UpdateError> {
         failpoint::trigger("update.ended")?;
         match outcome.outcome {
@@ -357,7 +357,7 @@ impl<S: Services> Updater<S> {
         );
         history::record(&self.layout, &entry)?;
         if matches!(journal.state, State::Ended { end: UpdateResult::Failed, stage: Stage::Rollback, .. }) {
-            self.keep_working_release(&journal.plan.from);
+            self.record_rollback_target(&journal.plan.from);
         } else if let Err(error) = history::prune(&self.layout) {
             if let HistoryError::Injected(error) = error {
                 return Err(error.into());
@@ -384,7 +384,7 @@ impl<S: Services> Updater<S> {
 
     /// After a failed rollback, makes `svc-update rollback` return to the release that worked, unless the rollback has
     /// already switched to it. No release is removed, in case an operator needs one.
-    fn keep_working_release(&self, from: &ImageVersion) {
+    fn record_rollback_target(&self, from: &ImageVersion) {
         if release::current_version(&self.layout).as_ref() == Some(from) {
             return;
         }

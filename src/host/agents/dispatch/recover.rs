@@ -39,7 +39,8 @@ impl Dispatcher {
                 .flatten()
                 .cloned()
                 .collect();
-            let recorded_interactions = if ids.is_empty() { Ok(BTreeMap::new()) } else { kernel.find(&ids) };
+            let recorded_interactions =
+                if ids.is_empty() { Ok(BTreeMap::new()) } else { kernel.find_interactions(&ids) };
             Ok::<_, FileError>((unfinished, recorded_interactions))
         });
         match unfinished.await {

@@ -19,12 +19,12 @@ pub enum OutputLine {
 
 /// Reads line by line. A partially read line is kept when a read is cancelled.
 #[derive(Default)]
-pub struct Lines {
+pub struct LineReader {
     line: Vec<u8>,
     is_too_long: bool,
 }
 
-impl Lines {
+impl LineReader {
     /// Returns the next line, without its terminator; `None` at the end of the output. Cancel-safe.
     ///
     /// # Errors
@@ -33,8 +33,8 @@ impl Lines {
         loop {
             let buffer = input.fill_buf().await?;
             if buffer.is_empty() {
-                let has_rest = !self.line.is_empty() || self.is_too_long;
-                return Ok(has_rest.then(|| self.take_line()));
+                let has_partial_line = !self.line.is_empty() || self.is_too_long;
+                return Ok(has_partial_line.then(|| self.take_line()));
             }
             let end = buffer.iter().position(|byte| *byte == b'\n');
             let part = &buffer[..end.unwrap_or(buffer.len())];
@@ -98,7 +98,7 @@ mod tests {
 
     async fn read_lines(text: &[u8], capacity: usize) -> Vec<OutputLine> {
         let mut input = tokio::io::BufReader::with_capacity(capacity, text);
-        let (mut lines, mut all) = (Lines::default(), Vec::new());
+        let (mut lines, mut all) = (LineReader::default(), Vec::new());
         while let Some(line) = lines.next(&mut input).await.unwrap() {
             all.push(line);
         }

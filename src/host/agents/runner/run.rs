@@ -20,7 +20,7 @@ use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::process::{Child, ChildStdin, Command};
 use tokio_util::sync::CancellationToken;
 
-use super::output::{Lines, OutputLine, StderrTail};
+use super::output::{LineReader, OutputLine, StderrTail};
 use super::process_tree;
 use crate::agents::adapters::codex_sessions;
 use crate::agents::adapters::codex_sessions::SessionUsage;
@@ -194,7 +194,7 @@ impl AgentRun {
         });
         self.send(&RunnerFrame::Started { pid }).await;
         let (cancelled, stop) = (self.cancelled.clone(), self.stop.clone());
-        let mut lines = Lines::default();
+        let mut lines = LineReader::default();
         // The next signal, and its time.
         let mut next_signal = None;
         let mut reap = tokio::time::interval(REAP_INTERVAL);
@@ -263,7 +263,7 @@ impl AgentRun {
     /// Sends buffered lines and those that arrive before the timeout.
     async fn send_remaining_lines(
         &mut self,
-        lines: &mut Lines,
+        lines: &mut LineReader,
         out: &mut Option<BufReader<tokio::process::ChildStdout>>,
         timeout: Duration,
     ) {

@@ -40,7 +40,7 @@ pub struct CertificateManagerConfig {
     /// `GATEWAY_TLS_CERT_FILE`.
     pub file: Option<PathBuf>,
     /// `ACME_RETRY_SECONDS`.
-    pub first_retry: Duration,
+    pub initial_backoff: Duration,
 }
 
 pub struct CertificateManager {
@@ -100,7 +100,7 @@ impl CertificateManager {
         let pin = identity.pin()?;
         let attempts = RequestSchedule {
             settings: None,
-            delays: schedule::retry_delays(config.first_retry),
+            delays: schedule::retry_delays(config.initial_backoff),
             retry_at: None,
         };
         let mut manager = Self {
@@ -152,7 +152,7 @@ impl CertificateManager {
             let json = settings_json(&settings);
             if self.attempts.settings.as_ref() != Some(&json) {
                 self.attempts.settings = Some(json);
-                self.attempts.reset(self.config.first_retry);
+                self.attempts.reset(self.config.initial_backoff);
                 let machine = self.config.machine.unwrap_or_default().0;
                 self.attempts.retry_at = Some(schedule::first_request_time(Timestamp::now(), machine));
             }
@@ -283,7 +283,7 @@ impl CertificateManager {
                 tracing::info!(name, until = %chain.not_after(), "certificate issued");
                 self.present(CertificateSource::Acme, chain);
                 self.presented.directory = Some(acme.directory_url.clone());
-                self.attempts.reset(self.config.first_retry);
+                self.attempts.reset(self.config.initial_backoff);
                 // Even if the new certificate is already due for renewal, the next order must wait.
                 let delay = self.attempts.next_delay();
                 self.attempts.schedule_retry(delay);
@@ -387,8 +387,8 @@ impl CertificateManager {
 }
 
 impl RequestSchedule {
-    fn reset(&mut self, first_retry: Duration) {
-        self.delays = schedule::retry_delays(first_retry);
+    fn reset(&mut self, initial_backoff: Duration) {
+        self.delays = schedule::retry_delays(initial_backoff);
         self.retry_at = None;
     }
 
@@ -438,7 +438,7 @@ mod tests {
                 layout: layout.clone(),
                 machine: None,
                 file: None,
-                first_retry: CHECK_INTERVAL,
+                initial_backoff: CHECK_INTERVAL,
             };
             CertificateManager::start(config, identity).unwrap().presented.source
         };

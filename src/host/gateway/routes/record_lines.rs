@@ -168,7 +168,7 @@ pub async fn follow(
     let filter = query.finish(Some(filter))?;
     let last_event_id = parse_last_event_id(headers)?;
     let too_many = || Problem::new(Code::Unavailable, "Too many open streams.").retry_after(5);
-    let permit = kernel.admit_listener().ok_or_else(too_many)?;
+    let permit = kernel.admit_record_stream().ok_or_else(too_many)?;
     let logs = kernel.logs();
     let opened = tokio::task::spawn_blocking(move || match last_event_id {
         Some(position) => Tail::resume_after(view.kind, logs, position),
