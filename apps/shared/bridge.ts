@@ -101,7 +101,7 @@ async function sendOnce(body: string, keepalive: boolean): Promise<unknown> {
   const responseBody = await response.json().catch(() => ({}));
   if (ok) return responseBody;
   if (status === 401) {
-    if (await updateToken(usedToken)) throw new BridgeError("retryable", "The token was updated.", 401);
+    if (await updateToken(usedToken)) throw new BridgeError("retryable", "The sign-in was renewed. Try again.", 401);
     throw new BridgeError("signed-out", "You are signed out.", 401);
   }
   const isRetryable = status >= 500 || status === 429 || responseBody.retryable === true;
@@ -117,7 +117,7 @@ export interface BridgeRequest {
 
 /**
  * Sends a request for this app, and returns the parsed response body. After a retryable error, the request is sent
- * again, so it has to be idempotent: for example, an insert has to choose the id of its row.
+ * again, so it must be idempotent: an insert, for example, must supply the row's id.
  */
 export async function callBridge<T>(request: BridgeRequest, { keepalive = false } = {}): Promise<T> {
   const body = JSON.stringify({ app: appSlug, ...request });
@@ -195,7 +195,7 @@ async function* streamEvents(lastEventId: string | undefined): AsyncGenerator<Se
     if (lastEventId !== undefined) headers["last-event-id"] = lastEventId;
     const response = await fetch("/api/bridge/changes", { headers, signal: controller.signal, cache: "no-store" });
     if (!response.ok || !response.body) {
-      throw new BridgeError("retryable", "The stream of changes could not be opened.", response.status);
+      throw new BridgeError("retryable", "The change stream could not be opened.", response.status);
     }
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     let buffer = "";

@@ -70,8 +70,8 @@ pub struct Heartbeat {
     /// Absent until the host's file backup has started.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub files: Option<FileBackupReport>,
-    /// The registration that the platform accepted; a database restored from an older copy may lack it. Absent before
-    /// the registration.
+    /// The registration that the platform accepted. The host repeats it, because a platform database restored from a
+    /// backup may lack it. Absent before registration.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub registration: Option<Registration>,
 }
@@ -146,7 +146,7 @@ pub struct CertificateSettings {
     pub acme: Option<AcmeSettings>,
 }
 
-/// A certificate authority with ACME (RFC 8555), whose terms of service the operator has accepted.
+/// A certificate authority that supports ACME (RFC 8555), whose terms of service the operator has accepted.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 #[schemars(inline)]
@@ -161,7 +161,7 @@ pub struct AcmeSettings {
     pub external_account: Option<ExternalAccount>,
 }
 
-/// An account with the authority to which the host's ACME account is bound.
+/// The account at the certificate authority that the host's ACME account is bound to (external account binding).
 #[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 #[schemars(inline)]

@@ -220,7 +220,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     let users = "svc-gateway:x:64999:64999::/:/usr/sbin/nologin\nroot:x:0:0::/root:/bin/sh\n";
     fs::create_dir_all(fleet.disk.join("etc")).unwrap();
     let wrong_owner = fleet.check_with("etc/passwd", |_| Some(users.to_owned())).await;
-    wrong_owner.expect("env-files", "problem", "not to svc-gateway");
+    wrong_owner.expect("env-files", "problem", "not by svc-gateway");
 
     let incomplete = fleet.check_with(host, |text| Some(unset(text, "SVC_EPOCH"))).await;
     incomplete.expect("configuration", "problem", "SVC_EPOCH");

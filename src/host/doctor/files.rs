@@ -88,12 +88,13 @@ fn check_file(
         findings
     } else {
         let what = format!("{path} has mode {mode:04o}: other users can access its secrets");
-        findings
-            .problem(what, format!("chmod 0600 {path}, then change the secrets in it if others had access"))
+        let next =
+            format!("chmod 0600 {path}, then rotate the secrets in it if other users may have read it");
+        findings.problem(what, next)
     };
     match users.uid(owner) {
         Some(id) if id != meta.uid() => {
-            let what = format!("{path} belongs to the user {}, not to {owner}", meta.uid());
+            let what = format!("{path} is owned by uid {}, not by {owner}", meta.uid());
             findings.problem(what, format!("chown {owner}: {path}"))
         }
         _ => findings,

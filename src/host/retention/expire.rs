@@ -1,5 +1,5 @@
-//! Retention: deletes the activity, audit and interaction files whose name has a date more than 30 days in the past.
-//! All other files are kept.
+//! Retention: deletes the activity, audit and interaction files whose names contain a date more than 30 days in the
+//! past. All other files are kept.
 //!
 //! The age is counted from the current day and not from the newest record, so that an idle machine's records expire as
 //! well. A wrong clock must not cause everything to be deleted, so `clock_trust` determines the current day.

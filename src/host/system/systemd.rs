@@ -15,8 +15,8 @@ pub fn is_running(layout: &Layout) -> bool {
     layout.root().join("run/systemd/system").is_dir()
 }
 
-/// Returns the program in `SVC_SYSTEMCTL`, which is set for a root directory without systemd, or else this machine's
-/// `systemctl`; `None` if the layout's root is not `/` or systemd is not running.
+/// Returns the program in `SVC_SYSTEMCTL`, which is set for a root directory without systemd. If it is not set, returns
+/// `systemctl` if the layout's root is `/` and systemd is running, and `None` otherwise.
 pub fn systemctl(layout: &Layout) -> Option<OsString> {
     if let Some(program) = vars::SVC_SYSTEMCTL.from_process() {
         return Some(program);

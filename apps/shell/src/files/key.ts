@@ -1,4 +1,4 @@
-// The secret key of the backup, fetched only at the owner's request, and removed when it is hidden.
+// The backup's secret key. It is fetched only at the owner's request, and removed from the page when hidden.
 
 import { el } from "../../../shared/ui";
 import { fetchKey, type RepositoryKey } from "./api";
@@ -17,7 +17,7 @@ export class BackupKey {
     el("h2", { id: "files-key-title" }, "Read the backup without this computer"),
     el("p", {},
       "With this key and credentials for the object store, the program ", el("code", {}, "restic"),
-      " can read the backup. Anyone who has the key can read all your files."),
+      " can read the backup. Anyone who has both can read all your files: keep them secret."),
     el("div", { className: "actions" }, this.showButton, this.hideButton),
     this.loader.element,
     this.content,

@@ -1,5 +1,5 @@
 //! `/_svc/internal/quiesce` and `/resume`: the platform stops the machine's writers before a final backup, and resumes
-//! them if the operation ends without a successor.
+//! them if the operation ends without replacing the machine.
 
 use std::sync::Arc;
 
