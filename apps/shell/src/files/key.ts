@@ -17,7 +17,7 @@ export class BackupKey {
     el("h2", { id: "files-key-title" }, "Read the backup without this computer"),
     el("p", {},
       "With this key and credentials for the object store, the program ", el("code", {}, "restic"),
-      " can read the backup. Anyone who has the key can read all your files."),
+      " can read the backup. Anyone who has both can read all your files."),
     el("div", { className: "actions" }, this.showButton, this.hideButton),
     this.loader.element,
     this.content,
