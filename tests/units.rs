@@ -382,7 +382,7 @@ fn services_have_limits_and_no_secret_in_environment() {
 fn is_root() -> bool {
     let is_root = nix::unistd::geteuid().is_root();
     if !is_root {
-        kit::skip::record("only root can create users' files");
+        kit::skip::record("only root can create users' files and network rules");
     }
     is_root
 }

@@ -87,7 +87,7 @@ async fn requested_backup_does_not_wait_for_an_acceptance() -> Result<()> {
         svc::fsx::write_atomic(request, b"{}", 0o600)?;
     }
     let backups = machine.backup_records()?.len();
-    // Until the platform is reachable, the acceptance is tried again, but takes no further backups.
+    // Until the platform is reachable, the acceptance is retried, but no further backup is taken.
     for _ in 0..2 {
         machine.run(&["svc-db-backup", "run", "--request"])?.expect(69);
         assert_eq!(machine.backup_records()?.len(), backups + 1);
