@@ -53,7 +53,9 @@ async fn heartbeat_reports_the_state_of_the_machine() -> Result<()> {
     assert_eq!(first["lastBackup"]["key"], snapshot.key.as_str());
     assert_eq!(first["lastBackup"]["takenAt"], svc::clock::rfc3339_ms(snapshot.taken_at));
     assert!(first["lastBackup"]["beganAt"].as_str().is_some_and(|began| began.ends_with('Z')), "{first}");
-    assert!(first["disk"]["totalBytes"].as_u64() >= first["disk"]["freeBytes"].as_u64());
+    let disk_bytes = |name: &str| first["disk"][name].as_u64().with_context(|| format!("{name} in {first}"));
+    let (total, free) = (disk_bytes("totalBytes")?, disk_bytes("freeBytes")?);
+    assert!(total > 0 && total >= free, "{total} and {free}");
     assert_eq!(first["proofKids"], json!(["first"]));
     let second: Value = serde_json::from_str(&calls[1].body)?;
     assert_eq!(second["proofKids"], json!(["second"]), "delivered keys must be active");
