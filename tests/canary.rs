@@ -7,7 +7,7 @@ mod detector;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use kit::stores::StoreKind;
@@ -22,6 +22,9 @@ const ADMIN: &str = "canary-admin-token-0123456789-0123456789";
 /// A value in one of the owner's rows, which is also sent in invalid requests.
 const ROW_VALUE: &str = "canary-of-a-row-value";
 const REQUEST_ID: &str = "canary-request-from-the-router-1";
+const PLATFORM_DATABASE_LOG: &str = "log of the platform's database";
+/// The watch lists the processes every 15 ms, but less often on a busy machine.
+const PROCESS_LIST_TIMEOUT: Duration = Duration::from_secs(30);
 
 #[tokio::test(flavor = "multi_thread")]
 async fn demo_leaks_no_secret() {
@@ -73,7 +76,7 @@ fn scan_all(
     for (path, text) in &logs {
         leaks.extend(detector.scan(&format!("log {path}"), text));
     }
-    leaks.extend(detector.scan("log of the platform's database", &stack.database_log()));
+    leaks.extend(detector.scan(PLATFORM_DATABASE_LOG, &stack.database_log()));
     for response in responses {
         leaks.extend(detector.scan("response", response));
     }
@@ -262,11 +265,21 @@ async fn leak_through_each_channel(
     process.args(["-c", "read -r line", "sh", stack.provider.token()]).stdin(Stdio::piped());
     let mut process = process.spawn()?;
     let leaks_token = |line: &String| line.contains(stack.provider.token());
+    let deadline = Instant::now() + PROCESS_LIST_TIMEOUT;
     while !watch.command_lines().iter().any(leaks_token) {
+        ensure!(Instant::now() < deadline, "the process list was not captured in {PROCESS_LIST_TIMEOUT:?}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     drop(process.stdin.take());
     process.wait()?;
+
+    let (client, connection) =
+        tokio_postgres::connect(&stack.platform_database_url(), tokio_postgres::NoTls).await?;
+    tokio::spawn(connection);
+    // PostgreSQL logs the text of a failed statement.
+    let failing = format!("SELECT '{}'::int", stack.provider.token());
+    ensure!(client.batch_execute(&failing).await.is_err(), "the token is a number");
+    places.push(PLATFORM_DATABASE_LOG.to_owned());
 
     for (name, url) in databases {
         let (client, connection) = tokio_postgres::connect(url, tokio_postgres::NoTls).await?;

@@ -13,9 +13,10 @@ use crate::vault::machine::{Machine, start_store};
 
 const LOGS: &str = "home/svc/home/system/logs";
 
-/// Writes a record that was last modified this many days ago.
-fn write_record(machine: &Machine, name: &str, days_ago: i32) -> Result<()> {
-    let at = Timestamp::now().checked_sub((24 * days_ago).hours())?;
+/// Writes a record that was last modified this many days before `now`. A test reads the clock once, because it may run
+/// past midnight.
+fn write_record(machine: &Machine, now: Timestamp, name: &str, days_ago: i32) -> Result<()> {
+    let at = now.checked_sub((24 * days_ago).hours())?;
     let path = machine.path(LOGS).join(name);
     fs::create_dir_all(machine.path(LOGS))?;
     let text =
@@ -25,8 +26,8 @@ fn write_record(machine: &Machine, name: &str, days_ago: i32) -> Result<()> {
     Ok(())
 }
 
-fn date_days_ago(days_ago: i32) -> Result<String> {
-    let day = Timestamp::now().to_zoned(jiff::tz::TimeZone::UTC).date();
+fn date_days_ago(now: Timestamp, days_ago: i32) -> Result<String> {
+    let day = now.to_zoned(jiff::tz::TimeZone::UTC).date();
     Ok(day.checked_sub(days_ago.days())?.to_string())
 }
 
@@ -40,19 +41,19 @@ fn read_files(dir: &Path) -> Result<BTreeMap<String, String>> {
     Ok(files)
 }
 
-fn add_old_records(machine: &Machine) -> Result<()> {
-    write_record(machine, "activity.log", 2)?;
-    write_record(machine, "audit.jsonl", 1)?;
+fn add_old_records(machine: &Machine, now: Timestamp) -> Result<()> {
+    write_record(machine, now, "activity.log", 2)?;
+    write_record(machine, now, "audit.jsonl", 1)?;
     for old in ["activity-2020-01-01.log", "audit-2020-01-01.jsonl", "interactions-2020-01-01.jsonl"] {
-        write_record(machine, old, 40)?;
+        write_record(machine, now, old, 40)?;
     }
-    write_record(machine, &format!("interactions-{}.jsonl", date_days_ago(30)?), 30)
+    write_record(machine, now, &format!("interactions-{}.jsonl", date_days_ago(now, 30)?), 30)
 }
 
 /// Asserts the result of a daily check, which must be the same after an interruption.
-fn assert_rotated(machine: &Machine) -> Result<()> {
+fn assert_rotated(machine: &Machine, now: Timestamp) -> Result<()> {
     let files = read_files(&machine.path(LOGS))?;
-    let (two, one, thirty) = (date_days_ago(2)?, date_days_ago(1)?, date_days_ago(30)?);
+    let (two, one, thirty) = (date_days_ago(now, 2)?, date_days_ago(now, 1)?, date_days_ago(now, 30)?);
     let names: Vec<&str> = files.keys().map(String::as_str).collect();
     let expected = [
         format!("activity-{two}.log"),
@@ -68,7 +69,8 @@ fn assert_rotated(machine: &Machine) -> Result<()> {
 #[tokio::test]
 async fn daily_check_rotates_expires_and_measures_once() -> Result<()> {
     let machine = Machine::in_use(&start_store()?, 1).await?;
-    add_old_records(&machine)?;
+    let now = Timestamp::now();
+    add_old_records(&machine, now)?;
     fs::create_dir_all(machine.path("home/svc/home/apps/notes"))?;
     fs::write(machine.path("home/svc/home/apps/notes/big"), vec![7; 300_000])?;
     let tables =
@@ -77,9 +79,9 @@ async fn daily_check_rotates_expires_and_measures_once() -> Result<()> {
         CREATE INDEX ON app_notes.t (id)";
     machine.client().await?.batch_execute(tables).await?;
     machine.run(&["svc-heartbeat"])?.expect(0);
-    assert_rotated(&machine)?;
+    assert_rotated(&machine, now)?;
     let line: serde_json::Value = serde_json::from_str(&read_files(&machine.path(LOGS))?["storage.jsonl"])?;
-    assert_eq!((&line["version"], &line["date"]), (&1.into(), &date_days_ago(0)?.into()));
+    assert_eq!((&line["version"], &line["date"]), (&1.into(), &date_days_ago(now, 0)?.into()));
     let bytes = |name: &str| line[name].as_u64().unwrap_or_else(|| panic!("{name} in {line}"));
     assert!((300_000..400_000).contains(&bytes("appsBytes")), "{line}");
     assert!(bytes("homeBytes") > bytes("appsBytes") && bytes("logsBytes") > 0, "{line}");
@@ -102,13 +104,14 @@ async fn daily_check_rotates_expires_and_measures_once() -> Result<()> {
 #[tokio::test]
 async fn killed_check_is_completed_by_the_next_run() -> Result<()> {
     let machine = Machine::in_use(&start_store()?, 1).await?;
+    let now = Timestamp::now();
     for point in svc::host::retention::FAILPOINTS {
         fs::remove_dir_all(machine.path(LOGS)).ok();
-        add_old_records(&machine)?;
+        add_old_records(&machine, now)?;
         let kill = format!("{point}=return(kill)");
         machine.run_with(&["svc-heartbeat"], &[("FAILPOINTS", &kill)])?.expect_killed();
         machine.run(&["svc-heartbeat"])?.expect(0);
-        assert_rotated(&machine)?;
+        assert_rotated(&machine, now)?;
     }
     Ok(())
 }
@@ -116,11 +119,12 @@ async fn killed_check_is_completed_by_the_next_run() -> Result<()> {
 #[tokio::test]
 async fn records_rotate_without_a_database() -> Result<()> {
     let mut machine = Machine::in_use(&start_store()?, 1).await?;
-    add_old_records(&machine)?;
+    let now = Timestamp::now();
+    add_old_records(&machine, now)?;
     machine.postgres.take();
     machine.run(&["svc-heartbeat"])?.expect(69);
     let files = read_files(&machine.path(LOGS))?;
-    assert!(files.contains_key(&format!("activity-{}.log", date_days_ago(2)?)), "{files:?}");
+    assert!(files.contains_key(&format!("activity-{}.log", date_days_ago(now, 2)?)), "{files:?}");
     assert!(
         !files.contains_key("storage.jsonl") && !files.contains_key("audit-2020-01-01.jsonl"),
         "{files:?}"
@@ -131,14 +135,15 @@ async fn records_rotate_without_a_database() -> Result<()> {
 #[tokio::test]
 async fn concurrent_check_exits_with_75() -> Result<()> {
     let machine = Machine::in_use(&start_store()?, 1).await?;
-    add_old_records(&machine)?;
+    let now = Timestamp::now();
+    add_old_records(&machine, now)?;
     let slow = [("FAILPOINTS", "heartbeat.begin=sleep(1500)")];
     let first = machine.spawn(&["svc-heartbeat"], &slow)?;
     let second = machine.spawn(&["svc-heartbeat"], &slow)?;
     let mut codes = [first.wait()?.code, second.wait()?.code];
     codes.sort_unstable();
     assert_eq!(codes, [Some(0), Some(75)]);
-    assert_rotated(&machine)
+    assert_rotated(&machine, now)
 }
 
 /// Records with a different owner are rotated; a directory in place of one record does not prevent the rotation of
@@ -146,7 +151,8 @@ async fn concurrent_check_exits_with_75() -> Result<()> {
 #[tokio::test]
 async fn record_with_different_owner_is_rotated() -> Result<()> {
     let machine = Machine::in_use(&start_store()?, 1).await?;
-    add_old_records(&machine)?;
+    let now = Timestamp::now();
+    add_old_records(&machine, now)?;
     if nix::unistd::geteuid().is_root() {
         for name in ["audit.jsonl", "audit-2020-01-01.jsonl"] {
             std::os::unix::fs::chown(machine.path(LOGS).join(name), Some(12_345), Some(12_345))?;
@@ -155,25 +161,22 @@ async fn record_with_different_owner_is_rotated() -> Result<()> {
         kit::skip::record("only root can change the owner of a record");
     }
     machine.run(&["svc-heartbeat"])?.expect(0);
-    assert_rotated(&machine)?;
+    assert_rotated(&machine, now)?;
     let directory = machine.path(LOGS).join("activity-2020-01-01.log");
     fs::create_dir(&directory)?;
-    write_record(&machine, "interactions-2020-01-02.jsonl", 40)?;
+    write_record(&machine, now, "interactions-2020-01-02.jsonl", 40)?;
     let output = machine.run(&["svc-heartbeat"])?.expect(70);
     assert!(output.stderr.contains("activity-2020-01-01.log"), "{}", output.stderr);
     fs::remove_dir(directory)?;
-    assert_rotated(&machine)
+    assert_rotated(&machine, now)
 }
 
 /// If `config.json` is invalid, the time zone in the last valid settings still determines the owner's date.
 #[tokio::test]
 async fn invalid_config_does_not_change_time_zone() -> Result<()> {
     let machine = Machine::in_use(&start_store()?, 1).await?;
-    let zone = if Timestamp::now().to_zoned(jiff::tz::TimeZone::UTC).hour() < 12 {
-        "Etc/GMT+12"
-    } else {
-        "Etc/GMT-14"
-    };
+    let now = Timestamp::now();
+    let zone = if now.to_zoned(jiff::tz::TimeZone::UTC).hour() < 12 { "Etc/GMT+12" } else { "Etc/GMT-14" };
     fs::create_dir_all(machine.path("home/svc/home/system"))?;
     fs::create_dir_all(machine.path("var/lib/svc"))?;
     fs::write(machine.path("home/svc/home/system/config.json"), "{ broken")?;
@@ -183,8 +186,8 @@ async fn invalid_config_does_not_change_time_zone() -> Result<()> {
     )?;
     machine.run(&["svc-heartbeat"])?.expect(0);
     let line: serde_json::Value = serde_json::from_str(&read_files(&machine.path(LOGS))?["storage.jsonl"])?;
-    let expected = Timestamp::now().in_tz(zone)?.date().to_string();
-    assert_ne!(expected, date_days_ago(0)?);
+    let expected = now.in_tz(zone)?.date().to_string();
+    assert_ne!(expected, date_days_ago(now, 0)?);
     assert_eq!(line["date"], expected);
     Ok(())
 }

@@ -379,17 +379,18 @@ fn services_have_limits_and_no_secret_in_environment() {
     }
 }
 
-fn is_root() -> bool {
+/// Returns whether the test must be skipped, because only root can run it.
+fn skip_unless_root() -> bool {
     let is_root = nix::unistd::geteuid().is_root();
     if !is_root {
-        kit::skip::record("only root can create users' files");
+        kit::skip::record("only root can create users' files and network rules");
     }
-    is_root
+    !is_root
 }
 
 #[test]
 fn users_and_directories_are_created_idempotently() {
-    if !is_root() {
+    if skip_unless_root() {
         return;
     }
     let root = tempfile::tempdir().unwrap();
@@ -441,7 +442,7 @@ fn users_and_directories_are_created_idempotently() {
 /// Runs in a private network namespace, where the metadata address exists and responds.
 #[test]
 fn metadata_address_is_reachable_only_by_root() {
-    if !is_root() {
+    if skip_unless_root() {
         return;
     }
     checkers::find_or_install("nft", "nftables").unwrap();

@@ -122,7 +122,8 @@ impl AuditedHome {
         self.path("home/svc/home")
     }
 
-    /// Starts the watcher, waits for its readiness message, and announces the dispatches of running agents.
+    /// Starts the watcher, waits for its readiness message, and announces the dispatches of running agents that have
+    /// not been announced yet.
     pub fn watch(&mut self) -> Result<()> {
         let notify = self.path("notify.sock");
         let _ = fs::remove_file(&notify);
@@ -166,7 +167,7 @@ impl AuditedHome {
         Ok(protocol::send(&self.path("run/svc/watch/watch.sock"), message, Duration::from_secs(20))?)
     }
 
-    /// Runs `action` with an agent's process, which is started if necessary, and its dispatch announced.
+    /// Runs `action` with an agent's process. If necessary, starts the process and announces its dispatch.
     pub fn with_process<T>(
         &self,
         agent: Agent,

@@ -175,6 +175,7 @@ async fn values_of_every_type_round_trip_and_match_filters() -> Result<()> {
             expected.push(back);
         }
         let all = raw_rows(&app, "insertMany", json!({ "rows": rows })).await?;
+        ensure!(all.len() == rows.len(), "{} rows instead of {}", all.len(), rows.len());
         for ((row, sent), expected) in all.iter().zip(&rows).zip(&expected) {
             check_row(row, sent, expected)?;
         }

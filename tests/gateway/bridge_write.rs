@@ -39,6 +39,7 @@ async fn insert_many_returns_rows_in_request_order() -> Result<()> {
 
     let thousand: Vec<Value> = (0..1000).map(|n| json!({ "title": format!("n{n}"), "size": n })).collect();
     let inserted = app.query_data("insertMany", json!({ "rows": thousand })).await?;
+    assert_eq!(list(&inserted).len(), 1000);
     assert!(
         list(&inserted).iter().zip(0..).all(|(row, n)| row["size"] == json!(n)),
         "in the request's order"
@@ -216,14 +217,22 @@ async fn concurrent_update_rechecks_its_filter() -> Result<()> {
         app.insert(json!({ "title": "b", "size": n })).await?;
     }
     let mut admin = app.database.connect().await?;
+    let watching = app.database.connect().await?;
     let concurrent = admin.transaction().await?;
     let sql = format!("UPDATE {}.things SET title = 'gone' WHERE size = 0", app.schema());
     concurrent.execute(&sql, &[]).await?;
     let change = json!({ "filter": { "title": "b" }, "data": { "done": true }, "maxAffected": 3 });
     let waiting = app.query_data("update", change);
     let committing = async {
-        tokio::time::sleep(std::time::Duration::from_millis(200)).await;
-        concurrent.commit().await
+        app.host
+            .wait_until("the update is waiting", async || {
+                let waiting = "SELECT count(*) FROM pg_stat_activity \
+                     WHERE datname = current_database() AND wait_event_type = 'Lock'";
+                Ok(watching.query_one(waiting, &[]).await?.get::<_, i64>(0) == 1)
+            })
+            .await?;
+        concurrent.commit().await?;
+        Ok::<_, anyhow::Error>(())
     };
     let (changed, committed) = tokio::join!(waiting, committing);
     committed?;

@@ -47,12 +47,12 @@ struct CredentialService {
     heartbeats: AtomicUsize,
 }
 
-pub struct Platform {
+pub struct CredentialPlatform {
     service: Arc<CredentialService>,
     base: String,
 }
 
-impl Platform {
+impl CredentialPlatform {
     pub async fn start(store: &S3Server) -> Result<Self> {
         svc::http::tls::install_provider();
         let key_id = store.access_key().to_owned();
@@ -191,7 +191,7 @@ async fn sts_client_works_with_another_server() -> Result<()> {
 
 pub(super) async fn create_machine_with_credentials(
     store: &S3Server,
-    platform: &Platform,
+    platform: &CredentialPlatform,
     expires_in: SignedDuration,
 ) -> Result<Machine> {
     let machine = Machine::in_use(store, 1).await?;
@@ -203,7 +203,7 @@ pub(super) async fn create_machine_with_credentials(
 #[tokio::test(flavor = "multi_thread")]
 async fn valid_credentials_are_used_unchanged() -> Result<()> {
     let store = machine::start_store()?;
-    let platform = Platform::start(&store).await?;
+    let platform = CredentialPlatform::start(&store).await?;
     let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     assert_eq!(platform.request_count(), 0);
@@ -214,7 +214,7 @@ async fn valid_credentials_are_used_unchanged() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn expired_credentials_are_renewed_and_stored() -> Result<()> {
     let store = machine::start_store()?;
-    let platform = Platform::start(&store).await?;
+    let platform = CredentialPlatform::start(&store).await?;
     let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_secs(-60)).await?;
     store.expire_sessions();
     let result = machine.run(&["svc-db-backup"])?.expect(0);
@@ -233,7 +233,7 @@ async fn expired_credentials_are_renewed_and_stored() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn wrong_clock_costs_one_request() -> Result<()> {
     let store = machine::start_store()?;
-    let platform = Platform::start(&store).await?;
+    let platform = CredentialPlatform::start(&store).await?;
     let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(9)).await?;
     store.expire_sessions();
     store.clear_requests();
@@ -247,7 +247,7 @@ async fn wrong_clock_costs_one_request() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn backup_survives_expiring_sessions() -> Result<()> {
     let store = machine::start_store()?;
-    let platform = Platform::start(&store).await?;
+    let platform = CredentialPlatform::start(&store).await?;
     let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(9)).await?;
     let noise = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
         FROM generate_series(1, 2000) n, generate_series(1, 1000) m GROUP BY n";
@@ -267,7 +267,7 @@ async fn backup_survives_expiring_sessions() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn restore_works_after_initial_credentials_expire() -> Result<()> {
     let store = machine::start_store()?;
-    let platform = Platform::start(&store).await?;
+    let platform = CredentialPlatform::start(&store).await?;
     create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(1))
         .await?
         .run(&["svc-db-backup"])?
@@ -288,7 +288,7 @@ async fn restore_works_after_initial_credentials_expire() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn replaced_machine_gets_no_credentials_and_reports_it() -> Result<()> {
     let store = machine::start_store()?;
-    let platform = Platform::start(&store).await?;
+    let platform = CredentialPlatform::start(&store).await?;
     let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let before = machine::pointer(&store).await?;
@@ -312,7 +312,7 @@ async fn replaced_machine_gets_no_credentials_and_reports_it() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn platform_outage_matters_only_after_expiry() -> Result<()> {
     let store = machine::start_store()?;
-    let platform = Platform::start(&store).await?;
+    let platform = CredentialPlatform::start(&store).await?;
     let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_mins(10)).await?;
     platform.set_response(CredentialResponse::Unavailable);
     machine.run(&["svc-db-backup"])?.expect(0);
@@ -334,7 +334,7 @@ async fn platform_outage_matters_only_after_expiry() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn agent_renews_many_sessions() -> Result<()> {
     let store = machine::start_store()?;
-    let platform = Platform::start(&store).await?;
+    let platform = CredentialPlatform::start(&store).await?;
     let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_secs(-1)).await?;
     store.set_session_lifetime(Some(Duration::from_secs(2)));
     let extra = [
@@ -354,7 +354,7 @@ async fn agent_renews_many_sessions() -> Result<()> {
 }
 
 fn renewing_credentials(
-    platform: &Platform,
+    platform: &CredentialPlatform,
     dir: &std::path::Path,
     expires_in: SignedDuration,
 ) -> Result<Arc<RenewingCredentials>> {
@@ -375,7 +375,7 @@ fn renewing_credentials(
 #[tokio::test(flavor = "multi_thread")]
 async fn one_renewal_serves_all_waiting_requests() -> Result<()> {
     let store = machine::start_store()?;
-    let platform = Platform::start(&store).await?;
+    let platform = CredentialPlatform::start(&store).await?;
     let dir = tempfile::tempdir()?;
     let source = renewing_credentials(&platform, dir.path(), SignedDuration::from_secs(-1))?;
     let tasks: Vec<_> = (0..32)
@@ -400,7 +400,7 @@ async fn one_renewal_serves_all_waiting_requests() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn withdrawn_credentials_are_never_requested_again() -> Result<()> {
     let store = machine::start_store()?;
-    let platform = Platform::start(&store).await?;
+    let platform = CredentialPlatform::start(&store).await?;
     let dir = tempfile::tempdir()?;
     // The credentials would be valid for five more minutes.
     let source = renewing_credentials(&platform, dir.path(), SignedDuration::from_mins(5))?;
@@ -416,7 +416,7 @@ async fn withdrawn_credentials_are_never_requested_again() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn refusal_suspends_use_of_outage_session() -> Result<()> {
     let store = machine::start_store()?;
-    let platform = Platform::start(&store).await?;
+    let platform = CredentialPlatform::start(&store).await?;
     let dir = tempfile::tempdir()?;
     renewing_credentials(&platform, dir.path(), SignedDuration::from_secs(-1))?.current().await?;
     let file = dir.path().join("credentials.json");
@@ -443,7 +443,7 @@ async fn refusal_suspends_use_of_outage_session() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn malformed_or_foreign_credentials_file_is_ignored() -> Result<()> {
     let store = machine::start_store()?;
-    let platform = Platform::start(&store).await?;
+    let platform = CredentialPlatform::start(&store).await?;
     let dir = tempfile::tempdir()?;
     let foreign = json!({"version": 1, "machineId": "00000000-0000-7000-8000-000000000002", "accessKeyId": "other",
         "secretAccessKey": "x", "sessionToken": null, "expiresAt": "2999-01-01T00:00:00.000Z", "lifeSeconds": 3600});

@@ -449,8 +449,9 @@ async fn leftover_pg_restore_of_a_killed_run_is_harmless() -> Result<()> {
 }
 
 /// The platform receives progress reports, because the restore of a large database would otherwise look like a hung
-/// boot. A rejected report does not stop the restore.
-#[tokio::test]
+/// boot. A rejected report does not stop the restore. The platform needs its own thread, because the test's thread
+/// waits for the restore.
+#[tokio::test(flavor = "multi_thread")]
 async fn restore_reports_its_progress_to_the_platform() -> Result<()> {
     for status in [204, 400, 500] {
         let (_store, new) = new_machine_after_loss().await?;

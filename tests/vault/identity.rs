@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::gate::{is_restored, old_and_new_machines};
 use super::machine::{self, Machine, binaries, wait_until};
-use super::platform::{Platform, ScriptedResponse, gateway};
+use super::platform::{Platform, ScriptedResponse, start_gateway};
 
 const ROWS: &str = "CREATE TABLE t (id int); INSERT INTO t SELECT * FROM generate_series(1, 10)";
 
@@ -57,7 +57,7 @@ async fn backup_refuses_a_database_that_lost_its_volume() -> Result<()> {
 
     let platform = Platform::start(ScriptedResponse::Json(400, json!({ "code": "invalid_request" }))).await?;
     platform.configure(&machine)?;
-    let listen = gateway(&machine).await?.to_string();
+    let listen = start_gateway(&machine).await?.to_string();
     let running =
         machine.spawn(&["svc-sync-agent"], &[("GATEWAY_LISTEN", &listen), ("HEARTBEAT_SECONDS", "1")])?;
     wait_until("a heartbeat and its retry without `attention`", || platform.calls().len() >= 2).await?;

@@ -12,11 +12,11 @@ use svc::machine::epoch::Epoch;
 use svc::store::bucket::{Condition, StoreError};
 use svc::store::{key, snapshots};
 
-use super::credentials::{CredentialResponse, Platform, create_machine_with_credentials};
+use super::credentials::{CredentialPlatform, CredentialResponse, create_machine_with_credentials};
 use super::machine::{self, BUCKET, Machine, slot, wait_until};
 
 /// Creates a machine whose platform is unreachable and whose working session has expired. It has an outage session.
-async fn machine_without_platform(store: &S3Server, platform: &Platform) -> Result<Machine> {
+async fn machine_without_platform(store: &S3Server, platform: &CredentialPlatform) -> Result<Machine> {
     let machine = create_machine_with_credentials(store, platform, SignedDuration::from_secs(-60)).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let stored = machine.path("var/lib/svc/store-credentials.json");
@@ -30,7 +30,7 @@ async fn machine_without_platform(store: &S3Server, platform: &Platform) -> Resu
 #[tokio::test(flavor = "multi_thread")]
 async fn outage_session_stores_snapshots_without_moving_pointer() -> Result<()> {
     let store = machine::start_store()?;
-    let platform = Platform::start(&store).await?;
+    let platform = CredentialPlatform::start(&store).await?;
     let machine = machine_without_platform(&store, &platform).await?;
     let before = machine::pointer(&store).await?.context("there is no pointer")?;
     let result = machine.run(&["svc-db-backup"])?.expect(69);
@@ -55,7 +55,7 @@ async fn outage_session_stores_snapshots_without_moving_pointer() -> Result<()> 
 #[tokio::test(flavor = "multi_thread")]
 async fn retry_publishes_the_snapshot_stored_during_an_outage() -> Result<()> {
     let store = machine::start_store()?;
-    let platform = Platform::start(&store).await?;
+    let platform = CredentialPlatform::start(&store).await?;
     let machine = machine_without_platform(&store, &platform).await?;
     let running = machine.spawn(&["svc-db-backup", "run", "--retry"], &[("BACKUP_RETRY_SECONDS", "1")])?;
     wait_until("the stored snapshot", || {
@@ -78,7 +78,7 @@ async fn retry_publishes_the_snapshot_stored_during_an_outage() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn requested_backup_does_not_wait_for_an_acceptance() -> Result<()> {
     let store = machine::start_store()?;
-    let platform = Platform::start(&store).await?;
+    let platform = CredentialPlatform::start(&store).await?;
     let machine = machine_without_platform(&store, &platform).await?;
     machine.client().await?.batch_execute("DELETE FROM t WHERE id > 5").await?;
     machine.run(&["svc-db-backup"])?.expect(65);
@@ -87,7 +87,7 @@ async fn requested_backup_does_not_wait_for_an_acceptance() -> Result<()> {
         svc::fsx::write_atomic(request, b"{}", 0o600)?;
     }
     let backups = machine.backup_records()?.len();
-    // Until the platform is reachable, the acceptance is tried again, but takes no further backups.
+    // Until the platform is reachable, the acceptance is retried, but no further backup is taken.
     for _ in 0..2 {
         machine.run(&["svc-db-backup", "run", "--request"])?.expect(69);
         assert_eq!(machine.backup_records()?.len(), backups + 1);
@@ -99,7 +99,7 @@ async fn requested_backup_does_not_wait_for_an_acceptance() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
     let store = machine::start_store()?;
-    let platform = Platform::start(&store).await?;
+    let platform = CredentialPlatform::start(&store).await?;
     let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let latest = svc::store::snapshot::find_latest(&machine::bucket(&store)?, &slot()).await?;
@@ -141,7 +141,7 @@ async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn agent_renews_the_outage_session() -> Result<()> {
     let store = machine::start_store()?;
-    let platform = Platform::start(&store).await?;
+    let platform = CredentialPlatform::start(&store).await?;
     let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(1)).await?;
     let stored = machine.path("var/lib/svc/store-credentials.json");
     let extra = [("GATEWAY_LISTEN", "127.0.0.1:9"), ("HEARTBEAT_SECONDS", "1"), ("VPS_META_SECONDS", "1")];
@@ -165,7 +165,7 @@ async fn agent_renews_the_outage_session() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn backup_uses_no_outage_session_after_a_refusal() -> Result<()> {
     let store = machine::start_store()?;
-    let platform = Platform::start(&store).await?;
+    let platform = CredentialPlatform::start(&store).await?;
     let machine = machine_without_platform(&store, &platform).await?;
     for response in [CredentialResponse::Superseded, CredentialResponse::Unauthorized] {
         platform.set_response(response);

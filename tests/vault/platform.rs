@@ -93,12 +93,12 @@ async fn respond(
 }
 
 /// Starts a gateway with its own certificate in place of the machine's. It serves `/readyz`.
-pub async fn gateway(machine: &Machine) -> Result<SocketAddr> {
-    gateway_with_routes(machine, Router::new().route("/readyz", get(|| async { "ok" }))).await
+pub async fn start_gateway(machine: &Machine) -> Result<SocketAddr> {
+    start_gateway_with_routes(machine, Router::new().route("/readyz", get(|| async { "ok" }))).await
 }
 
-/// Like [`gateway`], but with the given routes.
-pub async fn gateway_with_routes(machine: &Machine, app: Router) -> Result<SocketAddr> {
+/// Like [`start_gateway`], but with the given routes.
+pub async fn start_gateway_with_routes(machine: &Machine, app: Router) -> Result<SocketAddr> {
     tls::install_provider();
     let identity = tls::generate_self_signed(&["svc".to_owned()])?;
     svc::fsx::write_atomic(&machine.path("var/lib/svc/tls/key.pem"), identity.key_pem.as_bytes(), 0o600)?;

@@ -5,7 +5,7 @@ use anyhow::{Context, Result};
 use serde_json::json;
 
 use super::machine::{Machine, RunEnv, RunResult};
-use super::platform::{Platform, ScriptedResponse, gateway};
+use super::platform::{Platform, ScriptedResponse, start_gateway};
 
 const DIGEST: &str = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08";
 
@@ -26,7 +26,7 @@ async fn machine_with_release(platform: &Platform) -> Result<(Machine, String)> 
     let machine = Machine::bare(1)?;
     machine.set_current_release("1.0.0", DIGEST)?;
     platform.configure(&machine)?;
-    let listen = gateway(&machine).await?;
+    let listen = start_gateway(&machine).await?;
     Ok((machine, format!("0.0.0.0:{}", listen.port())))
 }
 
@@ -107,7 +107,7 @@ async fn registration_waits_for_the_gateway_with_the_stored_key() -> Result<()> 
     let (machine, listen) = machine_with_release(&platform).await?;
     let extra_env = [("GATEWAY_LISTEN", listen.as_str()), ("REGISTER_GATEWAY_DEADLINE_SECONDS", "1")];
     // Another gateway's key replaces the machine's.
-    gateway(&machine).await?;
+    start_gateway(&machine).await?;
     register(&machine, &[], &extra_env).await?.expect(75);
     std::fs::remove_dir_all(machine.path("var/lib/svc/tls"))?;
     register(&machine, &[], &extra_env).await?.expect(75);

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use svc::store::meta::VpsMeta;
 
 use super::machine::{self, BUCKET, Machine, RunResult, RunningApplet, USER, wait_until};
-use super::platform::{Platform, ScriptedResponse, gateway};
+use super::platform::{Platform, ScriptedResponse, start_gateway};
 
 fn accepted_heartbeat() -> ScriptedResponse {
     let keys = json!({ "keys": [{ "kid": "second", "x": "BBBB" }] });
@@ -31,7 +31,7 @@ async fn heartbeat_reports_the_state_of_the_machine() -> Result<()> {
     let machine = Machine::in_use(&store, 3).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     platform.configure(&machine)?;
-    let listen = gateway(&machine).await?.to_string();
+    let listen = start_gateway(&machine).await?.to_string();
     let extra = [("GATEWAY_LISTEN", listen.as_str()), ("HEARTBEAT_SECONDS", "1")];
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
     wait_until("two heartbeats", || platform.calls().len() >= 2).await?;
@@ -53,7 +53,9 @@ async fn heartbeat_reports_the_state_of_the_machine() -> Result<()> {
     assert_eq!(first["lastBackup"]["key"], snapshot.key.as_str());
     assert_eq!(first["lastBackup"]["takenAt"], svc::clock::rfc3339_ms(snapshot.taken_at));
     assert!(first["lastBackup"]["beganAt"].as_str().is_some_and(|began| began.ends_with('Z')), "{first}");
-    assert!(first["disk"]["totalBytes"].as_u64() >= first["disk"]["freeBytes"].as_u64());
+    let disk_bytes = |name: &str| first["disk"][name].as_u64().with_context(|| format!("{name} in {first}"));
+    let (total, free) = (disk_bytes("totalBytes")?, disk_bytes("freeBytes")?);
+    assert!(total > 0 && total >= free, "{total} and {free}");
     assert_eq!(first["proofKids"], json!(["first"]));
     let second: Value = serde_json::from_str(&calls[1].body)?;
     assert_eq!(second["proofKids"], json!(["second"]), "delivered keys must be active");
@@ -151,7 +153,7 @@ async fn desired_release_is_requested_until_outcome_is_known() -> Result<()> {
     let platform = Platform::start(ScriptedResponse::Json(200, desired_release("rollout-one"))).await?;
     let machine = Machine::in_use(&store, 3).await?;
     platform.configure(&machine)?;
-    let listen = gateway(&machine).await?.to_string();
+    let listen = start_gateway(&machine).await?.to_string();
     let extra = [("GATEWAY_LISTEN", listen.as_str()), ("HEARTBEAT_SECONDS", "1")];
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
     let request = machine.path("var/lib/svc/requests/update");
@@ -307,7 +309,7 @@ async fn certificate_settings_are_stored_and_certificate_is_reported() -> Result
         "expiresAt": "2027-02-19T11:05:00.000Z", "isTrusted": true, "error": null });
     let path = machine.path("var/lib/svc/certificate.json");
     svc::fsx::write_atomic(&path, presented.to_string().as_bytes(), 0o644)?;
-    let listen = gateway(&machine).await?.to_string();
+    let listen = start_gateway(&machine).await?.to_string();
     let extra = [("GATEWAY_LISTEN", listen.as_str()), ("HEARTBEAT_SECONDS", "1")];
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
     let stored = machine.path("var/lib/svc/tls/settings.json");

@@ -109,7 +109,7 @@ impl UpdateFixture {
         fs::write(&systemctl, SYSTEMCTL)?;
         fs::set_permissions(&systemctl, fs::Permissions::from_mode(0o755))?;
         fs::write(machine.path("gateway"), "active\n")?;
-        let listen = gateway(&machine).await?;
+        let listen = start_gateway(&machine).await?;
         let env = vec![
             ("SVC_SYSTEMCTL", systemctl.display().to_string()),
             ("GATEWAY_LISTEN", listen),
@@ -216,13 +216,14 @@ impl UpdateFixture {
 }
 
 /// Serves `/readyz` with the state from the fake service manager.
-async fn gateway(machine: &Machine) -> Result<String> {
+async fn start_gateway(machine: &Machine) -> Result<String> {
     let state = machine.path("gateway");
     let ready = move || async move {
         let active = fs::read_to_string(&state).is_ok_and(|state| state == "active\n");
         if active { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }
     };
     let listen =
-        super::platform::gateway_with_routes(machine, Router::new().route("/readyz", get(ready))).await?;
+        super::platform::start_gateway_with_routes(machine, Router::new().route("/readyz", get(ready)))
+            .await?;
     Ok(listen.to_string())
 }

@@ -16,7 +16,7 @@ use svc::machine::id::MachineId;
 
 use super::super::super::bundle;
 use super::super::super::machine::{Machine, RunningApplet};
-use super::super::super::platform::gateway;
+use super::super::super::platform::start_gateway;
 use super::{Killer, LONG_KILLS, SHORT_KILLS};
 
 /// The platform's rule: one body is accepted per machine, and a repeated request gets the same response.
@@ -67,7 +67,7 @@ impl Campaign {
         let app = Router::new().route("/vps/register", post(respond)).with_state(Arc::clone(&registrations));
         tokio::spawn(async move { axum::serve(listener, app).await });
         machine.add_env("host.env", &[("PLATFORM_INTERNAL_URL", &base)])?;
-        let listen: SocketAddr = gateway(&machine).await?;
+        let listen: SocketAddr = start_gateway(&machine).await?;
         Ok(Self {
             machine,
             registrations,

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use kit::long_tests::Figures;
 use kit::s3::{Fault, S3Server};
 
-use super::super::super::credentials::Platform;
+use super::super::super::credentials::CredentialPlatform;
 use super::super::super::machine::{self, BUCKET, Machine, USER};
 use super::super::snapshot_checker::SnapshotChecker;
 use super::{
@@ -193,7 +193,7 @@ fn last_claimed_seq(store: &S3Server) -> u64 {
 
 async fn fault_fixture() -> Result<FaultFixture> {
     let store = machine::start_store()?;
-    let platform = Platform::start(&store).await?;
+    let platform = CredentialPlatform::start(&store).await?;
     let machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute(CONTENT).await?;
     let fixture = FaultFixture { store, platform, machine };

@@ -7,13 +7,13 @@ use anyhow::{Result, ensure};
 use jiff::SignedDuration;
 use kit::s3::{Fault, Rule, S3Server};
 
-use super::super::credentials::{CredentialResponse, Platform};
+use super::super::credentials::{CredentialPlatform, CredentialResponse};
 use super::super::machine::{Machine, RunResult, RunningApplet};
 
 /// A machine, its store, and the platform that issues its short-lived credentials.
 struct FaultFixture {
     store: S3Server,
-    platform: Platform,
+    platform: CredentialPlatform,
     machine: Machine,
 }
 

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use kit::long_tests::Figures;
 use kit::s3::Fault;
 
-use super::super::super::credentials::Platform;
+use super::super::super::credentials::CredentialPlatform;
 use super::super::super::gate::{self, SHORT_DEADLINE, assert_untouched, is_restored};
 use super::super::snapshot_checker::SnapshotChecker;
 use super::{
@@ -72,7 +72,7 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRestore)> {
 
 async fn fault_fixture() -> Result<FaultFixture> {
     let (store, machine) = gate::new_machine_after_loss().await?;
-    let platform = Platform::start(&store).await?;
+    let platform = CredentialPlatform::start(&store).await?;
     let fixture = FaultFixture { store, platform, machine };
     fixture.restore_normal_operation().await?;
     Ok(fixture)
