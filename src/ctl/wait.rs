@@ -386,7 +386,7 @@ impl ProgressReporter {
 mod tests {
     use super::*;
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn poll_until_cancels_a_poll_at_the_timeout() {
         let start = Instant::now();
         let polled = poll_until(Duration::from_millis(20), async || {
@@ -397,7 +397,7 @@ mod tests {
         assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn poll_until_leaves_time_for_the_last_poll() {
         let start = Instant::now();
         // After the polls at 0, 200 and 500 ms, only the last one can find the value.

@@ -1,6 +1,8 @@
 //! The retention of snapshots: by default, all are kept for a day, one per hour for a week, one per day for 90 days,
 //! and one per month after that.
 
+use std::cmp::Reverse;
+
 use jiff::{SignedDuration, Timestamp, tz::TimeZone};
 
 use crate::id::Id;
@@ -45,21 +47,26 @@ enum Period {
 impl RetentionPolicy {
     /// Returns the snapshots to remove. Snapshots with times in the future, due to a wrong clock, are kept.
     pub fn select_expired(&self, snapshots: &[(Id, Timestamp)], now: Timestamp) -> Vec<Id> {
-        let mut newest_first: Vec<_> = snapshots.to_vec();
-        newest_first.sort_unstable_by(|a, b| b.1.cmp(&a.1).then(b.0.cmp(&a.0)));
-        let mut last_kept = None;
-        let mut expired = Vec::new();
-        for (index, (id, time)) in newest_first.into_iter().enumerate() {
+        self.select_expired_among(snapshots, snapshots, now)
+    }
+
+    /// Returns the candidates to remove. Each is kept or removed as if it were the only one besides `others`.
+    pub fn select_expired_among(
+        &self,
+        candidates: &[(Id, Timestamp)],
+        others: &[(Id, Timestamp)],
+        now: Timestamp,
+    ) -> Vec<Id> {
+        let mut newest_first = others.to_vec();
+        newest_first.sort_unstable_by_key(|(id, time)| Reverse((*time, *id)));
+        let is_expired = |(id, time): (Id, Timestamp)| {
+            let newer = newest_first.partition_point(|(other, at)| (*at, *other) > (time, id));
             let period = self.period(time, now);
-            let is_kept = index < self.newest
-                || period.as_ref().is_some_and(|period| last_kept.as_ref() != Some(period));
-            if is_kept {
-                last_kept = period;
-            } else {
-                expired.push(id);
-            }
-        }
-        expired
+            // Only the last snapshot of a period is kept. If there is a later one, the next newer one is in the period.
+            let next_period = newest_first[..newer].last().and_then(|(_, at)| self.period(*at, now));
+            newer >= self.newest && (period.is_none() || next_period == period)
+        };
+        candidates.iter().filter(|candidate| is_expired(**candidate)).map(|(id, _)| *id).collect()
     }
 
     /// Returns the period of a snapshot; `None` if no rule keeps a snapshot of this age.

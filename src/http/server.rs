@@ -118,8 +118,9 @@ pub struct RouterThreads {
     pub passthrough: Option<Arc<Passthrough>>,
 }
 
-/// Makes the kernel end a connection whose client has not responded for two minutes. An upgraded connection has no idle
-/// timeout, so one whose client has vanished would otherwise count against the listener's limits until it is closed.
+/// Makes the kernel end an idle connection two minutes after its client has vanished. One with unacknowledged data ends
+/// when the kernel stops resending it, after about 15 minutes. An upgraded connection has no idle timeout, so it would
+/// otherwise count against the listener's limits until it is closed.
 /// Accepted sockets inherit the options, so setting them costs nothing per connection.
 fn enable_keepalive(listener: &TcpListener) -> nix::Result<()> {
     setsockopt(listener, sockopt::KeepAlive, &true)?;

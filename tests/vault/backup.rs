@@ -283,16 +283,21 @@ async fn backup_refuses_to_run_before_gate_opens() -> Result<()> {
 async fn termination_aborts_the_upload() -> Result<()> {
     let store = machine::start_store()?;
     let machine = create_machine_with_tables(&store, LARGE_TABLE).await?;
+    let request = machine.path("var/lib/svc/requests/backup");
+    svc::fsx::write_atomic(&request, b"", 0o600)?;
     // The run would otherwise be retried after ten minutes.
     let extra = [("FAILPOINTS", "backup.streaming=sleep(200)"), ("BACKUP_RETRY_SECONDS", "600")];
-    let running = machine.spawn(&["svc-db-backup", "run", "--retry"], &extra)?;
-    wait_until("the upload", || !store.uploads(BUCKET).is_empty()).await?;
-    let stop_requested = Instant::now();
-    running.signal(Signal::SIGTERM)?;
-    running.wait()?.expect(75);
-    assert!(stop_requested.elapsed() < Duration::from_secs(20));
-    assert_eq!(store.uploads(BUCKET), Vec::<String>::new());
-    assert_eq!(snapshots(&store), Vec::<String>::new());
+    for mode in ["--retry", "--request"] {
+        let running = machine.spawn(&["svc-db-backup", "run", mode], &extra)?;
+        wait_until("the upload", || !store.uploads(BUCKET).is_empty()).await?;
+        let stop_requested = Instant::now();
+        running.signal(Signal::SIGTERM)?;
+        running.wait()?.expect(75);
+        assert!(stop_requested.elapsed() < Duration::from_secs(20), "{mode}");
+        assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "{mode}");
+        assert_eq!(snapshots(&store), Vec::<String>::new(), "{mode}");
+        assert!(request.exists(), "{mode}: the request is kept");
+    }
     Ok(())
 }
 

@@ -3,7 +3,8 @@
 //! A machine may save concurrently and rely on blobs that are in the index. Therefore, a pack is deleted in two phases:
 //! it is first marked in the index, so that later saves do not rely on it, and is deleted after a grace period if no
 //! snapshot needs it by then. Packs younger than the grace period are not marked, because a save may be about to refer
-//! to them. Neither are packs that are newer than the latest snapshot: they may belong to a save that takes days.
+//! to them. Packs that are newer than the latest snapshot may belong to a save that takes days: they are not marked
+//! either, unless the index is full, and those that no index file lists yet are not deleted.
 //!
 //! Invariant: a crash between any two requests leaves a repository in which every remaining snapshot can be restored.
 //! An index file is deleted only after its replacement has been written, and a pack only once no index file lists it.
@@ -86,7 +87,7 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     let used = UsedBlobs::find(repository, &index.files, &kept_snapshots).await?;
     let uploads: HashMap<Id, Timestamp> = repository.list_packs().await?.into_iter().collect();
     let last_snapshot = snapshots.iter().map(|(_, _, uploaded)| *uploaded).max();
-    let mut plan = PrunePlan::create(&index.files, &used, &uploads, last_snapshot, options);
+    let mut plan = PrunePlan::create(&index, &used, &uploads, last_snapshot, options);
     // A concurrent save may add blobs up to its own limit.
     plan.limit_work(MAX_INDEX_BLOBS.saturating_sub(index.blobs.max(MAX_SAVED_BLOBS)));
     let report = PruneReport {
@@ -113,9 +114,9 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
 }
 
 /// Selects the snapshots that have expired. Someone with a stolen key could choose times that make earlier snapshots
-/// expire, so only snapshots that were uploaded soon after their time make those expire that were, too. A snapshot has
-/// the time at which its save began: that of a long save may itself expire. Any other difference between the two times
-/// is implausible, and the snapshot is kept; for example, copied objects all have the time of the copy.
+/// expire, so only snapshots that were uploaded soon after their time make others expire. A snapshot has the time at
+/// which its save began: that of a long save may itself expire. Any other difference between the two times is
+/// implausible, and the snapshot is kept; for example, copied objects all have the time of the copy.
 fn select_expired(snapshots: &[(Id, Snapshot, Timestamp)], options: &PruneOptions) -> HashSet<Id> {
     let find_plausible = |max_delay: SignedDuration| -> Vec<(Id, Timestamp)> {
         let delays = -MAX_CLOCK_DIFFERENCE..=max_delay;
@@ -128,9 +129,9 @@ fn select_expired(snapshots: &[(Id, Snapshot, Timestamp)], options: &PruneOption
     let punctual = find_plausible(MAX_CLOCK_DIFFERENCE);
     let punctual_ids: HashSet<Id> = punctual.iter().map(|(id, _)| *id).collect();
     let mut expired = options.policy.select_expired(&punctual, options.now);
-    let all = find_plausible(MAX_SAVE_DURATION + MAX_CLOCK_DIFFERENCE);
-    let all_expired = options.policy.select_expired(&all, options.now);
-    expired.extend(all_expired.into_iter().filter(|id| !punctual_ids.contains(id)));
+    let mut late = find_plausible(MAX_SAVE_DURATION + MAX_CLOCK_DIFFERENCE);
+    late.retain(|(id, _)| !punctual_ids.contains(id));
+    expired.extend(options.policy.select_expired_among(&late, &punctual, options.now));
     expired.into_iter().filter(|id| !options.protected.contains(id)).collect()
 }
 
@@ -143,18 +144,20 @@ async fn keep_needed_packs(
     used: &UsedBlobs,
     plan: &mut PrunePlan,
 ) -> Result<(), FilesError> {
-    // The packs with the blobs that the index lists for them.
-    let mut deleted: HashMap<Id, Vec<PackedBlob>> = HashMap::new();
+    // A forged index file may list other blobs for a pack.
+    let mut deleted: HashMap<Id, Vec<&IndexedPack>> = HashMap::new();
     for pack in index.iter().flat_map(|(_, file)| &file.packs_to_delete) {
         if plan.deleted.contains(&pack.id) {
-            deleted.entry(pack.id).or_default().extend(&pack.blobs);
+            deleted.entry(pack.id).or_default().push(pack);
         }
     }
     let mut needed: HashMap<(BlobType, Id), Vec<Id>> = HashMap::new();
     for (id, listed) in deleted {
         let Some(bytes) = repository.read_whole_pack(id).await? else { continue };
         // Blobs are read by their places in the index, so a damaged header does not make them useless.
-        for blob in parse_header(&repository.key, id, &bytes).unwrap_or(listed) {
+        let blobs = parse_header(&repository.key, id, &bytes)
+            .unwrap_or_else(|_| listed.iter().flat_map(|pack| pack.blobs.iter().copied()).collect());
+        for blob in blobs {
             if used.contains(&blob) {
                 needed.entry((blob.blob_type, blob.id)).or_default().push(id);
             }
@@ -366,6 +369,7 @@ mod tests {
             // The second one, uploaded after 39 hours, does not displace the first.
             ((2390, 2389), (2350, 0), [false, false]),
             ((2390, 0), (2350, 2349), [true, false]),
+            ((2390, 0), (2350, 0), [false, false]),
             // A second one that was uploaded long before it was taken does not either.
             ((2390, 2389), (2350, 2350 + 721), [false, false]),
             // Two on the same day, the first of which was uploaded after 30 days and 12 hours, or later.

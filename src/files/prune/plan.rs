@@ -7,7 +7,7 @@ use jiff::Timestamp;
 use super::{MAX_SAVE_DURATION, PruneOptions};
 use crate::error::FilesError;
 use crate::id::Id;
-use crate::index::{BlobLocations, IndexFile, IndexedPack};
+use crate::index::{BlobLocations, IndexFile, IndexToPrune, IndexedPack, MAX_SAVED_BLOBS};
 use crate::pack::{BlobType, PackedBlob};
 use crate::repository::Repository;
 use crate::snapshot::Snapshot;
@@ -18,6 +18,9 @@ const MAX_DELETIONS: usize = 5_000;
 const MAX_REWRITES: usize = 1_000;
 /// A pack is rewritten without its unused blobs if more than this percentage of its bytes is unused.
 const MAX_UNUSED_PERCENT: u64 = 50;
+/// An index with this many blobs counts as full. A save that fails with `Full` can leave fewer than
+/// [`MAX_SAVED_BLOBS`], because it lists its last packs in no index file.
+const MIN_FULL_INDEX_BLOBS: usize = MAX_SAVED_BLOBS / 20 * 19;
 
 /// The blobs that snapshots need.
 pub(super) struct UsedBlobs(HashSet<(BlobType, Id)>);
@@ -76,7 +79,7 @@ pub(super) struct PrunePlan {
 impl PrunePlan {
     /// `uploads` has the upload times of the packs, and `last_snapshot` is that of the latest snapshot.
     pub(super) fn create(
-        index: &[(Id, IndexFile)],
+        index: &IndexToPrune,
         used: &UsedBlobs,
         uploads: &HashMap<Id, Timestamp>,
         last_snapshot: Option<Timestamp>,
@@ -84,18 +87,21 @@ impl PrunePlan {
     ) -> Self {
         let is_old = |time: Timestamp| options.now.duration_since(time) > options.grace_period;
         // If the machine never saves again, its unfinished upload is kept for `MAX_SAVE_DURATION`.
-        let is_settled = |pack: Id| {
-            uploads.get(&pack).is_some_and(|time| {
-                let is_before_snapshot = last_snapshot.is_some_and(|last| *time <= last);
-                let is_abandoned = options.now.duration_since(*time) > MAX_SAVE_DURATION;
-                is_old(*time) && (is_before_snapshot || is_abandoned)
-            })
+        let is_settled = |time: Timestamp| {
+            let is_before_snapshot = last_snapshot.is_some_and(|last| time <= last);
+            let is_abandoned = options.now.duration_since(time) > MAX_SAVE_DURATION;
+            is_old(time) && (is_before_snapshot || is_abandoned)
         };
+        // While the index is full, saves fail, and no later snapshot settles their packs. These must not keep it full.
+        let is_full = index.blobs >= MIN_FULL_INDEX_BLOBS;
+        let can_mark =
+            |pack: Id| uploads.get(&pack).is_some_and(|time| is_settled(*time) || (is_full && is_old(*time)));
         let mut plan = Self::default();
+        let files = &index.files;
         let active: HashMap<Id, &IndexedPack> =
-            index.iter().flat_map(|(_, file)| &file.packs).map(|pack| (pack.id, pack)).collect();
+            files.iter().flat_map(|(_, file)| &file.packs).map(|pack| (pack.id, pack)).collect();
         let marked: HashMap<Id, &IndexedPack> =
-            index.iter().flat_map(|(_, file)| &file.packs_to_delete).map(|pack| (pack.id, pack)).collect();
+            files.iter().flat_map(|(_, file)| &file.packs_to_delete).map(|pack| (pack.id, pack)).collect();
         plan.find_providers(active.values().copied(), uploads);
         // A blob counts as used in only one pack.
         let mut counted = HashSet::new();
@@ -115,7 +121,7 @@ impl PrunePlan {
                 }
             }
             let bytes: u64 = pack.blobs.iter().map(|blob| u64::from(blob.length)).sum();
-            if !is_settled(pack.id) || (bytes - used_bytes) * 100 <= bytes * MAX_UNUSED_PERCENT {
+            if !can_mark(pack.id) || (bytes - used_bytes) * 100 <= bytes * MAX_UNUSED_PERCENT {
                 continue;
             }
             if used_bytes > 0 {
@@ -136,8 +142,10 @@ impl PrunePlan {
             }
         }
         let is_orphan = |id: &Id| !active.contains_key(id) && !marked.contains_key(id);
-        let orphans = uploads.iter().filter(|(id, time)| is_orphan(id) && is_old(**time)).map(|(id, _)| *id);
-        plan.deleted.extend(orphans);
+        // A running save lists its packs only later. It would not notice that one was deleted, so orphans are kept even
+        // if the index is full.
+        let orphans = uploads.iter().filter(|(id, time)| is_orphan(id) && is_settled(**time));
+        plan.deleted.extend(orphans.map(|(id, _)| *id));
         plan
     }
 
@@ -203,8 +211,10 @@ mod tests {
     use super::*;
     use crate::retention::RetentionPolicy;
 
-    #[test]
-    fn packs_of_a_running_save_are_not_marked() {
+    /// Plans a run `days` after the upload of an unused pack and of an orphan. The latest snapshot was uploaded
+    /// `last_snapshot` seconds after them. Returns whether the pack is marked, and whether the orphan is deleted.
+    fn plan_for_uploads(index_blobs: usize, last_snapshot: Option<i64>, days: i64) -> (bool, bool) {
+        let (pack, orphan) = (Id::of(b"pack"), Id::of(b"orphan"));
         let blob = PackedBlob {
             id: Id::of(b"blob"),
             blob_type: BlobType::Data,
@@ -212,25 +222,49 @@ mod tests {
             length: 40,
             uncompressed_length: 0,
         };
-        let pack = IndexedPack { id: Id::of(b"pack"), blobs: vec![blob], time: None };
-        let index = [(Id::of(b"index"), IndexFile { packs: vec![pack], ..IndexFile::default() })];
-        let uploaded = Timestamp::from_second(1_000_000).unwrap();
-        let is_marked = |last_snapshot: Option<i64>, days: i64| {
-            let options = PruneOptions {
-                policy: RetentionPolicy::default(),
-                protected: Vec::new(),
-                grace_period: SignedDuration::from_hours(72),
-                now: uploaded + SignedDuration::from_hours(24 * days),
-                is_dry_run: false,
-            };
-            let uploads = HashMap::from([(Id::of(b"pack"), uploaded)]);
-            let last_snapshot = last_snapshot.map(|seconds| uploaded + SignedDuration::from_secs(seconds));
-            let used = UsedBlobs(HashSet::new());
-            !PrunePlan::create(&index, &used, &uploads, last_snapshot, &options).marked.is_empty()
+        let packs = vec![IndexedPack { id: pack, blobs: vec![blob], time: None }];
+        let index = IndexToPrune {
+            files: vec![(Id::of(b"index"), IndexFile { packs, ..IndexFile::default() })],
+            files_with_repeats: HashSet::new(),
+            blobs: index_blobs,
         };
-        assert_eq!([None, Some(-1), Some(0)].map(|last| is_marked(last, 10)), [false, false, true]);
-        assert!(!is_marked(Some(0), 3), "a save may be about to refer to a young pack");
-        assert!(is_marked(None, 31) && is_marked(Some(-1), 31), "an abandoned upload is deleted in the end");
+        let uploaded = Timestamp::from_second(1_000_000).unwrap();
+        let options = PruneOptions {
+            policy: RetentionPolicy::default(),
+            protected: Vec::new(),
+            grace_period: SignedDuration::from_hours(72),
+            now: uploaded + SignedDuration::from_hours(24 * days),
+            is_dry_run: false,
+        };
+        let uploads = HashMap::from([(pack, uploaded), (orphan, uploaded)]);
+        let last_snapshot = last_snapshot.map(|seconds| uploaded + SignedDuration::from_secs(seconds));
+        let plan = PrunePlan::create(&index, &UsedBlobs(HashSet::new()), &uploads, last_snapshot, &options);
+        (plan.marked.contains(&pack), plan.deleted.contains(&orphan))
+    }
+
+    #[test]
+    fn packs_of_a_running_save_are_kept() {
+        for (last_snapshot, days, is_removed) in [
+            (None, 10, false),
+            (Some(-1), 10, false),
+            (Some(0), 10, true),
+            // A save may be about to refer to a young pack.
+            (Some(0), 3, false),
+            // An abandoned upload is deleted in the end.
+            (None, 31, true),
+            (Some(-1), 31, true),
+        ] {
+            let planned = plan_for_uploads(1, last_snapshot, days);
+            assert_eq!(planned, (is_removed, is_removed), "{last_snapshot:?}, {days} days");
+        }
+    }
+
+    #[test]
+    fn unfinished_uploads_do_not_keep_the_index_full() {
+        let plan = |index_blobs, days| plan_for_uploads(index_blobs, Some(-1), days);
+        assert_eq!(plan(MIN_FULL_INDEX_BLOBS - 1, 4), (false, false));
+        assert_eq!(plan(MIN_FULL_INDEX_BLOBS, 4), (true, false), "orphans are not in the index");
+        assert_eq!(plan(MIN_FULL_INDEX_BLOBS, 3), (false, false));
     }
 
     #[test]

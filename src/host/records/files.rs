@@ -94,7 +94,6 @@ impl RecordKind {
 /// A record's files from the newest to the oldest, each opened only when it is reached.
 pub struct FilesBackward {
     current: Option<OpenRecordFile>,
-    current_id: Option<FileId>,
     /// The remaining files, oldest first.
     dated: Vec<PathBuf>,
 }
@@ -103,8 +102,16 @@ impl FilesBackward {
     /// Opens the current file before it lists the others, so that a rotation meanwhile does not hide the file.
     pub fn new(kind: RecordKind, logs: &Path) -> Result<Self, FileError> {
         let current = kind.open_current(logs)?;
-        let current_id = current.as_ref().map(|current| current.id);
-        Ok(Self { current, current_id, dated: kind.list_dated_files(logs)? })
+        let mut dated = kind.list_dated_files(logs)?;
+        // If a rotation has renamed the current file meanwhile, it is the last one in the list.
+        let is_current = |path: &PathBuf| {
+            let id = std::fs::symlink_metadata(path).ok().map(|meta| FileId::from_metadata(&meta));
+            id.is_some() && id == current.as_ref().map(|current| current.id)
+        };
+        if dated.last().is_some_and(is_current) {
+            dated.pop();
+        }
+        Ok(Self { current, dated })
     }
 
     /// Opens the next older file; `None` if there are no more.
@@ -113,10 +120,7 @@ impl FilesBackward {
             return Ok(Some(current));
         }
         while let Some(path) = self.dated.pop() {
-            // A rotation may have renamed the current file before the others were listed.
-            if let Some(file) = OpenRecordFile::open(path)?
-                && Some(file.id) != self.current_id
-            {
+            if let Some(file) = OpenRecordFile::open(path)? {
                 return Ok(Some(file));
             }
         }

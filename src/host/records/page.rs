@@ -277,6 +277,17 @@ mod tests {
     }
 
     #[test]
+    fn last_page_has_no_cursor_after_a_concurrent_rotation() {
+        let dir = tempfile::tempdir().unwrap();
+        let current = dir.path().join("audit.jsonl");
+        fs::write(&current, "1\n2\n").unwrap();
+        // As if a rotation had renamed the file after it was opened.
+        fs::hard_link(&current, dir.path().join("audit-2026-11-21.jsonl")).unwrap();
+        let page = read_newest(RecordKind::Audit, dir.path(), None, 2, |_| Verdict::Take).unwrap();
+        assert_eq!(page, Page { lines: vec!["2".into(), "1".into()], next: None });
+    }
+
+    #[test]
     fn stop_ends_the_search_and_few_matches_give_a_cursor() {
         let dir = tempfile::tempdir().unwrap();
         let line = "x".repeat(1 << 20);

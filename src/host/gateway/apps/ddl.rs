@@ -23,11 +23,12 @@ pub struct ExistingSchema {
 }
 
 impl ExistingSchema {
-    /// Whether the index exists, or its name is taken: a table that was renamed keeps the names of its indexes, which
-    /// are unique in a schema. The earlier name can belong to the index of another table with the same long prefix.
-    fn has_index(&self, table: &Table, name: &IndexName) -> bool {
-        self.indexes.contains_key(&name.current)
-            || self.indexes.get(&name.earlier).is_some_and(|owner| owner == table.name.as_str())
+    /// Returns the table that has the index, or another index of this name: a table that was renamed keeps the names of
+    /// its indexes, which are unique in a schema. The earlier name can belong to the index of another table with the
+    /// same long prefix.
+    fn find_index_owner(&self, table: &Table, name: &IndexName) -> Option<&str> {
+        let earlier = self.indexes.get(&name.earlier).filter(|owner| *owner == table.name.as_str());
+        earlier.or_else(|| self.indexes.get(&name.current)).map(String::as_str)
     }
 }
 
@@ -106,7 +107,7 @@ impl RegistrationPlan {
         for columns in &table.indexes {
             let name = index_name("ix", table, columns);
             let method = if uses_gin(&result, columns) { "gin" } else { "btree" };
-            if !existing.has_index(table, &name) {
+            if self.should_create_index(table, &name, existing) {
                 self.require(format!(
                     "CREATE INDEX \"{}\" ON {qualified_name} USING {method} ({})",
                     name.current,
@@ -116,7 +117,7 @@ impl RegistrationPlan {
         }
         for columns in &table.unique {
             let name = index_name("uq", table, columns);
-            if !existing.has_index(table, &name) {
+            if self.should_create_index(table, &name, existing) {
                 let sql = format!(
                     "CREATE UNIQUE INDEX \"{}\" ON {qualified_name} ({})",
                     name.current,
@@ -131,6 +132,18 @@ impl RegistrationPlan {
             }
         }
         self.tables.push(result);
+    }
+
+    /// Returns whether the index is missing and can be created. Reports one whose name is taken.
+    fn should_create_index(&mut self, table: &Table, name: &IndexName, existing: &ExistingSchema) -> bool {
+        let Some(owner) = existing.find_index_owner(table, name) else { return true };
+        if owner != table.name.as_str() {
+            self.unapplied_changes.push(format!(
+                "the index {} of {} is not created: {owner} has an index of this name",
+                name.current, table.name
+            ));
+        }
+        false
     }
 
     /// Adds the missing columns. Returns the resulting table, with the types that existing columns keep.
@@ -305,8 +318,11 @@ mod tests {
         let table = renamed.tables.remove("t").unwrap();
         renamed.tables.insert("t_old".to_owned(), table);
         renamed.indexes = [("ix_t_a_ca978112".to_owned(), "t_old".to_owned())].into();
-        let text = sql(&plan_registration(&schema(), &wanted, &renamed));
+        let plan = plan_registration(&schema(), &wanted, &renamed);
+        let text = sql(&plan);
         assert!(text.contains("CREATE TABLE") && !text.contains("CREATE INDEX"), "{text}");
+        let expected = "the index ix_t_a_ca978112 of t is not created: t_old has an index of this name";
+        assert!(plan.unapplied_changes.iter().any(|c| c == expected), "{:?}", plan.unapplied_changes);
     }
 
     #[test]

@@ -70,8 +70,11 @@ pub async fn register(
     let mut transaction = client.transaction().await?;
     database::lock_schemas(&transaction).await?;
     // While a statement waits for a lock on a table, the app's own statements on that table wait behind it. The
-    // registration is retried until the lock is available, so each wait can be short.
-    transaction.batch_execute("SET LOCAL lock_timeout = '200ms'").await?;
+    // registration is retried until the lock is available, so each wait can be short. PostgreSQL cancels an autovacuum
+    // that holds the lock only after `deadlock_timeout`, by default 1 s.
+    transaction
+        .batch_execute("SET LOCAL deadlock_timeout = '50ms'; SET LOCAL lock_timeout = '200ms'")
+        .await?;
     claim_schema(&transaction, &manifest.slug, &schema).await?;
     database::enable_login(&transaction, &schema, password, statement_timeout).await?;
     grant_schema_usage(&transaction, &schema).await?;

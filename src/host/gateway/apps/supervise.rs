@@ -171,8 +171,13 @@ impl Supervisor {
             if !self.is_registered(&manifest) {
                 match self.register(&mut client, manifest.clone()).await {
                     Ok(()) => self.note_outcome(manifest),
-                    // A locked table of one app does not delay the others.
-                    Err(error) => replace_error(&mut updated, error),
+                    // A locked table of one app does not delay the others; without a connection, all would fail.
+                    Err(error) => {
+                        replace_error(&mut updated, error);
+                        if client.is_closed() {
+                            break;
+                        }
+                    }
                 }
             }
         }
@@ -250,6 +255,9 @@ impl Supervisor {
                 Ok(manifest) => {
                     if let Err(error) = self.register(client, manifest).await {
                         replace_error(&mut loaded, error);
+                        if client.is_closed() {
+                            break;
+                        }
                     }
                 }
                 Err(error) => {

@@ -308,8 +308,14 @@ async fn back_up_with_retries(
     let stop = watch_stop_signal()?.shared();
     let mut unpublished = None;
     loop {
-        let failure = match back_up(settings, args, request, &mut unpublished, &stop).await {
-            Err(failure) if args.retry && stop.peek().is_none() => failure,
+        let result = back_up(settings, args, request, &mut unpublished, &stop).await;
+        let is_stopped = stop.clone().now_or_never().is_some();
+        // Nothing else would take this backup after a reboot: systemd does not restart a service that it stops.
+        if let Some(request) = request.filter(|_| is_stopped && result.is_err()) {
+            request.postpone();
+        }
+        let failure = match result {
+            Err(failure) if args.retry && !is_stopped => failure,
             result => return result,
         };
         let Some(delay) = retry.next_delay(&failure) else { return Err(failure) };
@@ -333,13 +339,7 @@ async fn back_up(
     let lock_file = settings.layout.backup_lock();
     let lock = tokio::select! {
         lock = Lock::wait(&lock_file, wait) => lock,
-        () = stop.clone() => {
-            // Nothing else would take this backup after a reboot: systemd does not restart a service that it stops.
-            if let Some(request) = request {
-                request.postpone();
-            }
-            return Err(Failure::new(Exit::TryAgain, anyhow::anyhow!("stopped by a signal")));
-        }
+        () = stop.clone() => return Err(Failure::new(Exit::TryAgain, anyhow::anyhow!("stopped by a signal"))),
     };
     let lock = lock.map_err(|error| lock_failure(error, "another backup is running"))?;
     if let Some(request) = request {

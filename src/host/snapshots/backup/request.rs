@@ -44,7 +44,7 @@ impl RequestFile {
         self.served.set(read_version(&self.path));
     }
 
-    /// Leaves the request to the next run, because this one ends before it begins.
+    /// Leaves the request to the next run, because this one is stopped before it succeeds.
     pub fn postpone(&self) {
         self.served.set(None);
     }
