@@ -64,17 +64,18 @@ export const addJitter = (ms: number) => ms * (0.75 + Math.random() / 2);
 async function updateToken(rejectedToken: string): Promise<boolean> {
   if (token !== rejectedToken) return true;
   parent.postMessage({ type: "svc:app-token-wanted" }, "*");
-  await Promise.race([
-    sleep(TOKEN_TIMEOUT_MS),
-    new Promise<void>((resolve) => {
-      const listener = () => {
-        if (token === rejectedToken) return;
-        tokenListeners.delete(listener);
-        resolve();
-      };
-      tokenListeners.add(listener);
-    }),
-  ]);
+  await new Promise<void>((resolve) => {
+    const finish = () => {
+      clearTimeout(timer);
+      tokenListeners.delete(listener);
+      resolve();
+    };
+    const listener = () => {
+      if (token !== rejectedToken) finish();
+    };
+    const timer = setTimeout(finish, TOKEN_TIMEOUT_MS);
+    tokenListeners.add(listener);
+  });
   return token !== rejectedToken;
 }
 
@@ -98,14 +99,16 @@ async function sendOnce(body: string, keepalive: boolean): Promise<unknown> {
     throw new BridgeError("retryable", "Your computer cannot be reached.");
   }
   const { ok, status } = response;
-  const responseBody = await response.json().catch(() => ({}));
+  const responseBody = await response.json().catch(() => null);
+  // The connection was lost before the end of the response.
+  if (ok && responseBody === null) throw new BridgeError("retryable", "The response could not be read.", status);
   if (ok) return responseBody;
   if (status === 401) {
     if (await updateToken(usedToken)) throw new BridgeError("retryable", "The sign-in was renewed. Try again.", 401);
     throw new BridgeError("signed-out", "You are signed out.", 401);
   }
-  const isRetryable = status >= 500 || status === 429 || responseBody.retryable === true;
-  const message = responseBody.detail ?? `The request failed with status ${status}.`;
+  const isRetryable = status >= 500 || status === 429 || responseBody?.retryable === true;
+  const message = responseBody?.detail ?? `The request failed with status ${status}.`;
   throw new BridgeError(isRetryable ? "retryable" : "rejected", message, status);
 }
 
@@ -161,8 +164,8 @@ export async function followChanges(listener: ChangeListener): Promise<never> {
       for await (const event of streamEvents(lastEventId)) {
         failures = 0;
         if (event.name === "ready") {
-          listener.onConnectionChange(true);
           if (lastEventId === undefined) listener.onResync();
+          listener.onConnectionChange(true);
         } else if (event.data) {
           listener.onChanges((JSON.parse(event.data) as { changes: Change[] }).changes);
         }

@@ -1,4 +1,4 @@
-// Reads the rows of a table, and retries failed reads and writes with backoff.
+// Reads the rows of a table, orders reads and writes, and retries failed ones with backoff.
 
 import { addJitter, BridgeError, callBridge, type Change, type Row } from "./bridge";
 
@@ -64,6 +64,36 @@ export async function readRowsById<T extends Row>(table: string, ids: string[]):
     cursor = page.nextCursor;
   } while (cursor);
   return rows;
+}
+
+/**
+ * Decides which results of reads are outdated: a read that overlapped a write or a later read must not replace what the
+ * page has learned since it began. It does not compare `updated_at`, because the machine's clock may be set back, and
+ * deleted rows have no timestamp.
+ */
+export class ReadOrder {
+  private latest = 0;
+  /** The number of each row's last write, or of the read that was last accepted for it. */
+  private readonly latestById = new Map<string, number>();
+
+  /** Returns the number of a read that begins now. */
+  beginRead(): number {
+    this.latest += 1;
+    return this.latest;
+  }
+
+  /** Records that this page has just written or deleted a row: reads that have already begun are outdated for it. */
+  recordWrite(id: string): void {
+    this.latest += 1;
+    this.latestById.set(id, this.latest);
+  }
+
+  /** Whether the result of a read is current for a row. If it is, the results of earlier reads are outdated. */
+  accept(id: string, read: number): boolean {
+    if ((this.latestById.get(id) ?? 0) > read) return false;
+    this.latestById.set(id, read);
+    return true;
+  }
 }
 
 /** Retries after retryable errors. The delay doubles with each failure, up to a minute, until `reset` is called. */

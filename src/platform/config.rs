@@ -94,7 +94,8 @@ pub const MIN_SECRET_CHARS: usize = 32;
 /// Intervals and timeouts of the control plane.
 #[derive(Debug, Clone, Copy)]
 pub struct Timing {
-    /// Timeout for a host's registration, counted from the creation of its server.
+    /// Timeout for a host's registration, counted from the creation of its server, or from the host's last report of
+    /// progress.
     pub registration_ttl: Duration,
     /// How long a host may be unreachable before its final backup is skipped.
     pub last_backup_deadline: Duration,

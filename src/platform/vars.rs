@@ -138,7 +138,8 @@ svc_base::variables! {
         PREVIEW_TTL_HOURS: "hours" = "72";
         /// URL to which requests are redirected if the user has no running machine; only for legacy deployments.
         LEGACY_FALLBACK_URL: "URL" = unset;
-        /// Timeout for a host's registration, counted from the creation of its server.
+        /// Timeout for a host's registration, counted from the creation of its server, or from the host's last report
+        /// of progress.
         REGISTRATION_TTL_SECONDS: "seconds" = "1800";
     }
 

@@ -47,6 +47,12 @@ async function tabInto(page, frame, selector) {
 }
 
 const waitUntilSaved = (ui) => ui.getByText("Saved", { exact: true }).waitFor();
+const databaseUnavailable = {
+  status: 503,
+  contentType: "application/problem+json",
+  headers: { "access-control-allow-origin": "null" },
+  body: '{"code":"database_unavailable","detail":"The database is unavailable."}',
+};
 const uniqueTitle = (word) => `${word} ${Math.random().toString(36).slice(2, 8)}`;
 
 test("a note is created, synced to another tab, edited and deleted with the keyboard", async () => {
@@ -125,6 +131,34 @@ test("an unsaved note is kept, reported, and saved later", async () => {
   await ui.getByRole("button", { name }).waitFor();
 });
 
+test("a note that is created while the list is loading is kept", async () => {
+  const { page, ui } = await openInNewContext("notes");
+  const [earlier, name] = [uniqueTitle("Earlier"), uniqueTitle("Early")];
+  await ui.getByRole("button", { name: "New" }).click();
+  await page.keyboard.type(earlier);
+  await waitUntilSaved(ui);
+  // The list is read before the new note is inserted, and arrives after that.
+  let release, confirmRead;
+  const released = new Promise((resolve) => (release = resolve));
+  const wasRead = new Promise((resolve) => (confirmRead = resolve));
+  await page.route("**/api/bridge/query", async (route) => {
+    const { action, filter } = route.request().postDataJSON();
+    if (action !== "find" || filter) return route.continue();
+    const response = await route.fetch();
+    confirmRead();
+    await released;
+    return route.fulfill({ response });
+  });
+  await page.reload();
+  await wasRead;
+  await ui.getByRole("button", { name: "New" }).click();
+  await page.keyboard.type(name);
+  await waitUntilSaved(ui);
+  release();
+  await ui.getByRole("button", { name: earlier }).waitFor();
+  assert.equal(await ui.getByRole("button", { name }).count(), 1);
+});
+
 test("concurrent changes to a note keep both versions", async () => {
   const { page, ui, context } = await openInNewContext("notes");
   const otherTab = await openApp(await context.newPage(), "notes");
@@ -187,12 +221,7 @@ test("a task is added, renamed, completed and deleted with the keyboard, and syn
 test("unsaved tasks are marked, kept, and saved later", async () => {
   const { page, ui } = await openInNewContext("tasks");
   const name = uniqueTitle("Offline");
-  await page.route("**/api/bridge/query", (route) => route.fulfill({
-    status: 503,
-    contentType: "application/problem+json",
-    headers: { "access-control-allow-origin": "null" },
-    body: '{"code":"database_unavailable","detail":"The database is unavailable."}',
-  }));
+  await page.route("**/api/bridge/query", (route) => route.fulfill(databaseUnavailable));
   await ui.getByLabel("New task").fill(name);
   await page.keyboard.press("Enter");
   await ui.getByText("Not saved yet: The database is unavailable.").waitFor();
@@ -202,6 +231,27 @@ test("unsaved tasks are marked, kept, and saved later", async () => {
   await ui.getByText("Not saved", { exact: true }).waitFor({ state: "hidden" });
   await page.reload();
   await ui.getByRole("checkbox", { name: `Done: ${name}` }).waitFor();
+});
+
+test("a task that could not be deleted is shown again, and the deletion can be repeated", async () => {
+  const { page, ui } = await openInNewContext("tasks");
+  const name = uniqueTitle("Undeletable");
+  await ui.getByLabel("New task").fill(name);
+  await page.keyboard.press("Enter");
+  const task = ui.getByRole("checkbox", { name: `Done: ${name}` });
+  await task.waitFor();
+  await page.route("**/api/bridge/query", (route) => {
+    const isDeletion = route.request().postDataJSON().action === "delete";
+    return isDeletion ? route.fulfill(databaseUnavailable) : route.continue();
+  });
+  await task.press("Delete");
+  await ui.getByText("Could not delete the task: The database is unavailable.").waitFor();
+  await task.waitFor();
+  await page.unroute("**/api/bridge/query");
+  const deletion = page.waitForResponse((response) => response.request().postData()?.includes('"delete"'));
+  await ui.getByRole("button", { name: "Try again" }).click();
+  assert.equal((await deletion).status(), 200);
+  await task.waitFor({ state: "detached" });
 });
 
 test("both apps are readable in light and dark mode and on a small screen", async () => {

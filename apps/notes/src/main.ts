@@ -37,7 +37,12 @@ const store = new Store({
     renderList();
     if (openNote && (note === null || note === openNote)) renderEditor();
   },
-  onError: (_note, error) => showError(error),
+  onError(error) {
+    showError(store.isLoaded ? "Not saved yet" : "Could not load your notes", error, () => store.retry());
+  },
+  onDeleteError(note, error) {
+    showError("Could not delete the note", error, () => deleteNote(note));
+  },
   onConflict(original, copy) {
     toast.dismissWarning();
     if (openNote === original) showNote(copy);
@@ -48,15 +53,12 @@ const store = new Store({
   },
 });
 
-function showError(error: BridgeError): void {
-  const retry = { label: "Try again", run: () => store.retry() };
+function showError(summary: string, error: BridgeError, retry: () => void): void {
   if (error.kind === "signed-out") {
     const signIn = { label: "Sign in", run: signInAgain };
     toast.warn("You are signed out. Copy any unsaved text before you sign in again.", signIn);
-  } else if (!store.isLoaded) {
-    toast.warn(`Could not load your notes: ${error.message}`, retry);
   } else {
-    toast.warn(`Not saved yet: ${error.message}`, retry);
+    toast.warn(`${summary}: ${error.message}`, { label: "Try again", run: retry });
   }
 }
 

@@ -3,7 +3,7 @@
 // retryable. If a note was also changed elsewhere, both versions are kept as separate notes.
 
 import { type BridgeError, callBridge, type Change, followChanges, newId } from "../../shared/bridge";
-import { Backoff, collectChangedIds, readRows, readRowsById, toBridgeError } from "../../shared/rows";
+import { Backoff, collectChangedIds, ReadOrder, readRows, readRowsById, toBridgeError } from "../../shared/rows";
 import { compareNotes, isEmpty, isSameContent, Note, type NoteContent, type NoteRow, toContent } from "./note";
 
 const SAVE_DELAY_MS = 500;
@@ -11,7 +11,10 @@ const SAVE_DELAY_MS = 500;
 export interface StoreListener {
   /** Called after a change to `note`; `null` if several notes may have changed, or one was added or removed. */
   onChange(note: Note | null): void;
-  onError(note: Note | null, error: BridgeError): void;
+  /** Called after notes could not be read, or a note could not be saved. */
+  onError(error: BridgeError): void;
+  /** Called after a note could not be deleted, and was added again. */
+  onDeleteError(note: Note, error: BridgeError): void;
   /** Called when a note was edited both here and elsewhere; `copy` has this page's version. */
   onConflict(original: Note, copy: Note): void;
   onConnectionChange(isConnected: boolean): void;
@@ -22,14 +25,16 @@ const QUERY = { table, sortBy: "updated_at", pageSize: 500, maxRows: 5_000 } as 
 
 export class Store {
   private readonly notes = new Map<string, Note>();
+  private readonly readOrder = new ReadOrder();
   private readonly backoff = new Backoff(() => this.retry());
+  private loadsInProgress = 0;
   isLoaded = false;
 
   constructor(private readonly listener: StoreListener) {
     // Requests with keepalive are sent even if the page is closing. Browsers limit their bodies to 64 KiB.
     addEventListener("visibilitychange", () => document.hidden && this.saveAll({ keepalive: true }));
     addEventListener("pagehide", () => this.saveAll({ keepalive: true }));
-    addEventListener("online", () => this.saveAll());
+    addEventListener("online", () => this.retry());
   }
 
   start(): void {
@@ -38,7 +43,7 @@ export class Store {
       onChanges: (changes) => void this.applyChanges(changes),
       onConnectionChange: (isConnected) => {
         this.listener.onConnectionChange(isConnected);
-        if (isConnected) this.saveAll();
+        if (isConnected) this.retry();
       },
     });
   }
@@ -79,6 +84,7 @@ export class Store {
   remove(note: Note): () => void {
     clearTimeout(note.saveTimer);
     this.notes.delete(note.id);
+    this.readOrder.recordWrite(note.id);
     this.listener.onChange(null);
     if (note.savedContent !== null || note.saveState === "saving") void this.deleteRow(note);
     return () => this.create(note.content);
@@ -93,55 +99,62 @@ export class Store {
   }
 
   retry(): void {
-    if (!this.isLoaded) void this.load();
+    if (!this.isLoaded && this.loadsInProgress === 0) void this.load();
     this.saveAll();
   }
 
   private async load(): Promise<void> {
+    const read = this.readOrder.beginRead();
+    this.loadsInProgress += 1;
     try {
       const rows = await readRows<NoteRow>(QUERY);
       const ids = new Set(rows.map((row) => row.id));
-      for (const note of this.notes.values()) {
-        if (!ids.has(note.id) && note.savedContent !== null) this.handleDeletedRow(note);
+      for (const id of this.notes.keys()) {
+        if (!ids.has(id)) this.applyRow(id, undefined, read);
       }
-      for (const row of rows) this.applyRow(row);
+      for (const row of rows) this.applyRow(row.id, row, read);
       this.isLoaded = true;
       this.listener.onChange(null);
     } catch (error) {
-      this.handleError(null, error);
+      this.handleReadError(error);
+    } finally {
+      this.loadsInProgress -= 1;
     }
   }
 
   private async applyChanges(changes: Change[]): Promise<void> {
     const ids = collectChangedIds(table, changes);
     if (ids === null) return this.load();
-    if (ids.length === 0) return;
+    if (ids.length > 0) await this.reloadRows(ids);
+  }
+
+  private async reloadRows(ids: string[]): Promise<void> {
+    const read = this.readOrder.beginRead();
     try {
       const rows = await readRowsById<NoteRow>(table, ids);
-      for (const id of ids) {
-        const row = rows.get(id);
-        const note = this.notes.get(id);
-        if (row) this.applyRow(row);
-        else if (note && note.savedContent !== null) this.handleDeletedRow(note);
-      }
+      const outdatedIds = ids.filter((id) => !this.applyRow(id, rows.get(id), read));
       this.listener.onChange(null);
+      // The rows may have been changed elsewhere after this page wrote them.
+      if (outdatedIds.length > 0) await this.reloadRows(outdatedIds);
     } catch (error) {
-      // The notes may be stale now, so the retry reloads all of them.
-      this.isLoaded = false;
-      this.handleError(null, error);
+      this.handleReadError(error);
     }
   }
 
-  private applyRow(row: NoteRow): void {
-    const note = this.notes.get(row.id);
-    if (!note) {
-      this.notes.set(row.id, Note.fromRow(row));
-      return;
+  /** Applies a row, or its absence if it is `undefined`. Returns `false` if the read is outdated for this row. */
+  private applyRow(id: string, row: NoteRow | undefined, read: number): boolean {
+    if (!this.readOrder.accept(id, read)) return false;
+    const note = this.notes.get(id);
+    if (!row) {
+      if (note && note.savedContent !== null) this.handleDeletedRow(note);
+    } else if (!note) {
+      this.notes.set(id, Note.fromRow(row));
+    } else if (note.saveState !== "saving" && !note.isDirty) {
+      // A row must not replace unsaved edits. The note's next save detects whether it conflicts with them.
+      note.applyRow(row);
+      this.listener.onChange(note);
     }
-    // This row must not replace unsaved edits. The note's next save detects whether it conflicts with them.
-    if (note.saveState === "saving" || note.isDirty) return;
-    note.applyRow(row);
-    this.listener.onChange(note);
+    return true;
   }
 
   /** Handles a note that was deleted elsewhere. If it has unsaved edits, it is inserted again with the same id. */
@@ -185,6 +198,7 @@ export class Store {
         this.resolveConflict(note);
       } else {
         this.backoff.reset();
+        this.readOrder.recordWrite(note.id);
         note.savedContent = toContent(row);
         note.updatedAt = row.updated_at;
         // The note may have been deleted or edited again in the meantime.
@@ -195,13 +209,19 @@ export class Store {
     } catch (error) {
       note.saveState = "failed";
       this.listener.onChange(note);
-      this.handleError(note, error);
+      this.handleError(error);
     }
   }
 
-  private handleError(note: Note | null, error: unknown): void {
+  /** The notes may be stale now, so the retry reloads all of them. */
+  private handleReadError(error: unknown): void {
+    this.isLoaded = false;
+    this.handleError(error);
+  }
+
+  private handleError(error: unknown): void {
     const bridgeError = toBridgeError(error);
-    this.listener.onError(note, bridgeError);
+    this.listener.onError(bridgeError);
     this.backoff.scheduleRetry(bridgeError);
   }
 
@@ -209,17 +229,21 @@ export class Store {
   private resolveConflict(note: Note): void {
     const localContent = { ...note.content, title: `${note.heading} (your version)` };
     note.content = { ...(note.savedContent ?? note.content) };
-    void this.load();
+    void this.reloadRows([note.id]);
     this.listener.onConflict(note, this.create(localContent));
   }
 
   private async deleteRow(note: Note): Promise<void> {
     try {
       await callBridge({ action: "delete", table, filter: { id: note.id }, maxAffected: 1 });
+      this.readOrder.recordWrite(note.id);
     } catch (error) {
+      const bridgeError = toBridgeError(error);
       this.notes.set(note.id, note);
       this.listener.onChange(null);
-      this.handleError(note, error);
+      this.listener.onDeleteError(note, bridgeError);
+      // Only the user repeats the deletion, but the note may have unsaved edits again.
+      this.backoff.scheduleRetry(bridgeError);
     }
   }
 }

@@ -6,7 +6,7 @@ import { el, Toast } from "../../shared/ui";
 import { type App, AppIcons } from "./apps";
 import { Canvas } from "./canvas";
 import { FilesView } from "./files/view";
-import { fetchJson, SignedOutError } from "./http";
+import { fetchJson, RequestError, SignedOutError } from "./http";
 import { idpHost } from "./idp";
 
 const byId = <T extends HTMLElement>(id: string) => document.getElementById(id) as T;
@@ -64,6 +64,8 @@ async function showOwner(): Promise<void> {
 
 let refreshTimer = 0;
 let isRefreshing = false;
+/** Whether the toast shows why the last refresh failed. */
+let isRefreshErrorShown = false;
 
 /**
  * Reloads the app list, and schedules the next refresh. Does nothing while another refresh is in progress or the page
@@ -76,7 +78,8 @@ async function refresh(): Promise<void> {
   let interval = REFRESH_INTERVAL_MS;
   try {
     ({ apps } = await fetchJson<{ apps: App[] }>("/api/apps"));
-    toast.dismiss();
+    if (isRefreshErrorShown) toast.dismiss();
+    isRefreshErrorShown = false;
     const wasFitted = canvas.isFitted;
     icons.render(apps);
     emptyMessage.hidden = apps.some((app) => app.url);
@@ -85,6 +88,7 @@ async function refresh(): Promise<void> {
     updatePanel();
   } catch (error) {
     showError(error, () => void refresh());
+    isRefreshErrorShown = true;
   } finally {
     isRefreshing = false;
     refreshTimer = window.setTimeout(() => void refresh(), interval);
@@ -96,7 +100,8 @@ function showError(error: unknown, retry: () => void): void {
     // The router redirects page loads without a session to the sign-in page.
     toast.warn("You are signed out.", { label: "Sign in", run: () => location.assign("/") });
   } else {
-    toast.warn("Your computer cannot be reached.", { label: "Try again", run: retry });
+    const message = error instanceof RequestError ? error.message : `Unexpected error: ${String(error)}`;
+    toast.warn(message, { label: "Try again", run: retry });
   }
 }
 
@@ -138,8 +143,9 @@ async function signOut(): Promise<void> {
     const response = await fetch("/_svc/sign-out", { method: "POST", signal });
     if (!response.ok) throw new Error(`sign-out: status ${response.status}`);
     location.assign("/");
-  } catch (error) {
-    showError(error, () => void signOut());
+  } catch {
+    isRefreshErrorShown = false;
+    toast.warn("You could not be signed out.", { label: "Try again", run: () => void signOut() });
   }
 }
 

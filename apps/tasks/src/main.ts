@@ -28,21 +28,24 @@ const store = new Store({
     if (store.isHealthy) toast.dismissWarning();
     render();
   },
-  onError: (error) => showError(error),
+  onError(error) {
+    showError(store.isLoaded ? "Not saved yet" : "Could not load your tasks", error, () => store.retry());
+  },
+  onDeleteError(tasks, error) {
+    const deletedLabel = tasks.length === 1 ? "the task" : pluralize(tasks.length, "task");
+    showError(`Could not delete ${deletedLabel}`, error, () => deleteTasks(tasks));
+  },
   onConnectionChange(isConnected) {
     liveIndicator.hidden = !isConnected;
   },
 });
 
-function showError(error: BridgeError): void {
-  const retry = { label: "Try again", run: () => store.retry() };
+function showError(summary: string, error: BridgeError, retry: () => void): void {
   if (error.kind === "signed-out") {
     const signIn = { label: "Sign in", run: signInAgain };
     toast.warn("You are signed out. Changes to tasks marked “Not saved” are lost when you sign in again.", signIn);
-  } else if (!store.isLoaded) {
-    toast.warn(`Could not load your tasks: ${error.message}`, retry);
   } else {
-    toast.warn(`Not saved yet: ${error.message}`, retry);
+    toast.warn(`${summary}: ${error.message}`, { label: "Try again", run: retry });
   }
 }
 

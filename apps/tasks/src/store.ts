@@ -3,7 +3,7 @@
 // deleted is shown again.
 
 import { BridgeError, callBridge, type Change, followChanges, newId, type Row } from "../../shared/bridge";
-import { Backoff, collectChangedIds, readRows, readRowsById, toBridgeError } from "../../shared/rows";
+import { Backoff, collectChangedIds, ReadOrder, readRows, readRowsById, toBridgeError } from "../../shared/rows";
 
 export interface TaskContent {
   title: string;
@@ -29,7 +29,10 @@ export interface Task extends TaskContent {
 
 export interface StoreListener {
   onChange(): void;
+  /** Called after tasks could not be read, or a task could not be saved. */
   onError(error: BridgeError): void;
+  /** Called after tasks could not be deleted, and were added again. */
+  onDeleteError(tasks: Task[], error: BridgeError): void;
   onConnectionChange(isConnected: boolean): void;
 }
 
@@ -40,7 +43,9 @@ const QUERY = { table, sortBy: "created_at", pageSize: BATCH_SIZE, maxRows: 10_0
 
 export class Store {
   private readonly tasks = new Map<string, Task>();
+  private readonly readOrder = new ReadOrder();
   private readonly backoff = new Backoff(() => this.retry());
+  private loadsInProgress = 0;
   isLoaded = false;
 
   constructor(private readonly listener: StoreListener) {
@@ -82,7 +87,10 @@ export class Store {
 
   /** Deletes tasks. The returned function undoes the deletion: it adds the contents as new tasks. */
   remove(tasks: Task[]): () => void {
-    for (const task of tasks) this.tasks.delete(task.id);
+    for (const { id } of tasks) {
+      this.tasks.delete(id);
+      this.readOrder.recordWrite(id);
+    }
     this.listener.onChange();
     void this.deleteRows(tasks);
     return () => {
@@ -96,57 +104,69 @@ export class Store {
   }
 
   retry(): void {
-    if (!this.isLoaded) void this.load();
+    if (!this.isLoaded && this.loadsInProgress === 0) void this.load();
     for (const task of this.tasks.values()) {
       if (task.hasFailed) void this.save(task);
     }
   }
 
   private async load(): Promise<void> {
+    const read = this.readOrder.beginRead();
+    this.loadsInProgress += 1;
     try {
       const rows = await readRows<TaskRow>(QUERY);
       const ids = new Set(rows.map((row) => row.id));
-      for (const task of this.tasks.values()) {
-        if (!ids.has(task.id) && !isDirty(task)) this.tasks.delete(task.id);
+      for (const id of this.tasks.keys()) {
+        if (!ids.has(id)) this.applyRow(id, undefined, read);
       }
-      for (const row of rows) this.applyRow(row);
+      for (const row of rows) this.applyRow(row.id, row, read);
       this.isLoaded = true;
       this.listener.onChange();
     } catch (error) {
-      this.handleError(error);
+      this.handleReadError(error);
+    } finally {
+      this.loadsInProgress -= 1;
     }
   }
 
   private async applyChanges(changes: Change[]): Promise<void> {
     const ids = collectChangedIds(table, changes);
     if (ids === null) return this.load();
-    if (ids.length === 0) return;
+    if (ids.length > 0) await this.reloadRows(ids);
+  }
+
+  private async reloadRows(ids: string[]): Promise<void> {
+    const read = this.readOrder.beginRead();
     try {
       const rows = await readRowsById<TaskRow>(table, ids);
-      for (const id of ids) {
-        const row = rows.get(id);
-        const task = this.tasks.get(id);
-        if (row) this.applyRow(row);
-        else if (task && !isDirty(task)) this.tasks.delete(id);
-      }
+      const outdatedIds = ids.filter((id) => !this.applyRow(id, rows.get(id), read));
       this.listener.onChange();
+      // The rows may have been changed elsewhere after this page wrote them.
+      if (outdatedIds.length > 0) await this.reloadRows(outdatedIds);
     } catch (error) {
-      // The tasks may be stale now, so the retry reloads all of them.
-      this.isLoaded = false;
-      this.handleError(error);
+      this.handleReadError(error);
     }
   }
 
-  /** Adds a task from its row, or updates it; fields with unsaved changes are kept. */
-  private applyRow(row: TaskRow): void {
+  /**
+   * Adds a task from its row, or updates it; fields with unsaved changes are kept. If the row is `undefined`, deletes
+   * the task unless it has unsaved changes. Returns `false` if the read is outdated for this row.
+   */
+  private applyRow(id: string, row: TaskRow | undefined, read: number): boolean {
+    if (!this.readOrder.accept(id, read)) return false;
+    const task = this.tasks.get(id);
+    if (!row) {
+      if (task && !isDirty(task)) this.tasks.delete(id);
+      return true;
+    }
     const content = { title: row.title ?? "", done: row.done ?? false, due: row.due };
-    const task = this.tasks.get(row.id);
     if (task) {
       Object.assign(task, content, task.pending, { isNew: false });
     } else {
       const state = { pending: {}, isNew: false, isSaving: false, hasFailed: false };
-      this.tasks.set(row.id, { id: row.id, ...content, ...state });
+      this.tasks.set(id, { id, ...content, ...state });
     }
+    return true;
   }
 
   private async save(task: Task): Promise<void> {
@@ -159,6 +179,7 @@ export class Store {
       else await updateRow(task, sentChanges);
       task.isNew = false;
       this.backoff.reset();
+      this.readOrder.recordWrite(task.id);
       for (const key of Object.keys(sentChanges) as (keyof TaskContent)[]) {
         if (task.pending[key] === sentChanges[key]) delete task.pending[key];
       }
@@ -174,6 +195,12 @@ export class Store {
     else if (isDirty(task) && !task.hasFailed) await this.save(task);
   }
 
+  /** The tasks may be stale now, so the retry reloads all of them. */
+  private handleReadError(error: unknown): void {
+    this.isLoaded = false;
+    this.handleError(error);
+  }
+
   private handleError(error: unknown): void {
     const bridgeError = toBridgeError(error);
     this.listener.onError(bridgeError);
@@ -181,16 +208,17 @@ export class Store {
   }
 
   private async deleteRows(tasks: Task[]): Promise<void> {
-    const ids = tasks.map((task) => task.id);
-    try {
-      for (let start = 0; start < ids.length; start += BATCH_SIZE) {
-        const filter = { id: { in: ids.slice(start, start + BATCH_SIZE) } };
-        await callBridge({ action: "delete", table, filter });
+    for (let start = 0; start < tasks.length; start += BATCH_SIZE) {
+      const ids = tasks.slice(start, start + BATCH_SIZE).map((task) => task.id);
+      try {
+        await callBridge({ action: "delete", table, filter: { id: { in: ids } } });
+      } catch (error) {
+        const remainingTasks = tasks.slice(start);
+        for (const task of remainingTasks) this.tasks.set(task.id, task);
+        this.listener.onChange();
+        return this.listener.onDeleteError(remainingTasks, toBridgeError(error));
       }
-    } catch (error) {
-      for (const task of tasks) this.tasks.set(task.id, task);
-      this.listener.onChange();
-      this.handleError(error);
+      for (const id of ids) this.readOrder.recordWrite(id);
     }
   }
 }

@@ -33,7 +33,10 @@ export function splitIntoCrumbs(path: string): Crumb[] {
   return crumbs;
 }
 
-/** Whether a path is the machine's `system` directory, or is inside it, or contains it. */
-export function isReserved(path: string): boolean {
+/**
+ * Whether earlier versions of a path can be restored only to another path, because it is the machine's `system`
+ * directory, or is inside it, or contains it.
+ */
+export function needsAnotherPath(path: string): boolean {
   return `${path}/`.startsWith(`${SYSTEM}/`) || SYSTEM.startsWith(`${path}/`);
 }

@@ -5,7 +5,7 @@ import { RequestError } from "../http";
 import { requestRestore } from "./api";
 import { button } from "./elements";
 import { Loader } from "./loader";
-import { HOME, isReserved } from "./paths";
+import { HOME, needsAnotherPath } from "./paths";
 
 type Placement = "beside" | "replace" | "into";
 
@@ -51,14 +51,14 @@ export class RestoreForm {
     private readonly time: string,
     private readonly listener: RestoreFormListener,
   ) {
-    const isPathReserved = isReserved(path);
-    const choices = isPathReserved ? CHOICES.filter(({ value }) => value === "into") : CHOICES;
+    const isAnotherPathNeeded = needsAnotherPath(path);
+    const choices = isAnotherPathNeeded ? CHOICES.filter(({ value }) => value === "into") : CHOICES;
     const cancelButton = button("Cancel");
     cancelButton.onclick = () => listener.onCancel();
     this.element = el("form", { className: "restore" },
       el("fieldset", {},
         el("legend", {}, "Where to restore it"),
-        ...(isPathReserved ? [el("p", {}, RESERVED_HINT)] : []),
+        ...(isAnotherPathNeeded ? [el("p", {}, RESERVED_HINT)] : []),
         ...choices.map((choice) => this.createChoice(choice)),
         this.pathInput,
       ),
