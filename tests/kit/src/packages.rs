@@ -24,13 +24,13 @@ pub struct Deb {
 }
 
 /// A program, with its own package and the packages of libraries that a machine may lack.
-pub struct DebProgram {
+pub struct DebTool {
     pub debs: &'static [Deb],
     /// The program's path under the root of the unpacked packages.
     pub path: &'static str,
 }
 
-impl DebProgram {
+impl DebTool {
     /// Returns the program, fetching it if it is missing.
     pub fn locate_or_fetch(&self) -> Result<FetchedProgram> {
         ensure!(cfg!(target_arch = "x86_64"), "{} is pinned for x86_64 only", self.path);
