@@ -21,14 +21,13 @@ registration=$(read_env boot REGISTRATION_TOKEN | tr -cd 'A-Za-z0-9_-')
 image=$(read_env update SVC_POSTGRES_IMAGE)
 image=${image:-docker.io/library/postgres:16}
 
-curl_as() {
-  bearer=$1; shift
-  printf 'header = "Authorization: Bearer %s"\n' "$bearer" | curl --config - --silent --show-error --connect-timeout 10 "$@"
-}
-# Sends a report without svc-register, which sends more detailed reports once it is installed.
+# Sends a report without svc-register, which sends more detailed reports once it is installed. Fails if sending it again
+# may succeed.
 report() {
-  curl_as "$registration" --max-time 10 --output /dev/null --header 'content-type: application/json' \
-    --data "$2" "${platform%/}/vps/$machine/$1"
+  code=$(printf 'header = "Authorization: Bearer %s"\n' "$registration" |
+    curl --config - --silent --show-error --max-time 10 --output /dev/null --write-out '%{http_code}' \
+      --header 'content-type: application/json' --data "$2" "${platform%/}/vps/$machine/$1")
+  case $code in 408 | 429) false ;; [24]*) ;; *) false ;; esac
 }
 register() {
   for program in "$svc/bin/svc" "$svc/bootstrap/bin/svc"; do

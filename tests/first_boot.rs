@@ -10,7 +10,7 @@ use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use crate::userdata::{UserDataInput, parse_user_data};
@@ -61,15 +61,17 @@ enum BundleResponse {
 struct Machine {
     dir: tempfile::TempDir,
     requests: Arc<Mutex<Vec<String>>>,
+    /// The status of the platform's responses to reports.
+    report_status: Arc<AtomicU16>,
 }
 
 impl Machine {
     async fn new(bundle_response: BundleResponse) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let requests = Arc::default();
-        let internal = start_platform(bundle_response, Arc::clone(&requests));
-        let public = (bundle_response == BundleResponse::FromPublicAddress)
-            .then(|| start_platform(bundle_response, Arc::clone(&requests)));
+        let (requests, report_status) = (Arc::default(), Arc::new(AtomicU16::new(202)));
+        let start = || start_platform(bundle_response, Arc::clone(&requests), Arc::clone(&report_status));
+        let internal = start();
+        let public = (bundle_response == BundleResponse::FromPublicAddress).then(start);
         let parts = UserDataInput {
             bundle: format!(
                 "{}/system-bundles/v1/svc-host-bundle.tar.gz",
@@ -86,7 +88,7 @@ impl Machine {
             fs::write(path, file["content"].as_str().unwrap()).unwrap();
         }
         fs::create_dir_all(dir.path().join("etc/ssl/certs")).unwrap();
-        let machine = Self { dir, requests };
+        let machine = Self { dir, requests, report_status };
         for program in ["apt-get", "podman", "sleep", "nft", "sysctl", "systemd-sysusers", "systemd-tmpfiles"]
         {
             machine.add_program(program, "exit 0");
@@ -160,15 +162,20 @@ fn which(program: &str, path: &str) -> PathBuf {
     files.find(|file| file.exists()).unwrap_or_else(|| panic!("this test needs {program}"))
 }
 
-/// Serves the bundle, accepts every report, and records the requests.
-fn start_platform(bundle_response: BundleResponse, requests: Arc<Mutex<Vec<String>>>) -> String {
+/// Serves the bundle, responds to every report with the status, and records the requests.
+fn start_platform(
+    bundle_response: BundleResponse,
+    requests: Arc<Mutex<Vec<String>>>,
+    report_status: Arc<AtomicU16>,
+) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let base = format!("http://{}", listener.local_addr().unwrap());
     let served = Arc::new(AtomicUsize::new(0));
     std::thread::spawn(move || {
         for stream in listener.incoming() {
             let (requests, served) = (Arc::clone(&requests), Arc::clone(&served));
-            std::thread::spawn(move || respond(stream.unwrap(), bundle_response, &requests, &served));
+            let status = report_status.load(Ordering::SeqCst);
+            std::thread::spawn(move || respond(stream.unwrap(), bundle_response, status, &requests, &served));
         }
     });
     base
@@ -177,6 +184,7 @@ fn start_platform(bundle_response: BundleResponse, requests: Arc<Mutex<Vec<Strin
 fn respond(
     mut stream: TcpStream,
     bundle_response: BundleResponse,
+    report_status: u16,
     requests: &Mutex<Vec<String>>,
     served: &AtomicUsize,
 ) {
@@ -195,7 +203,8 @@ fn respond(
     let request_line = [line, bearer.unwrap_or_default(), range.clone(), body].join(" ");
     requests.lock().unwrap().push(request_line.split_whitespace().collect::<Vec<_>>().join(" "));
     if !is_bundle {
-        stream.write_all(b"HTTP/1.1 202 Accepted\r\ncontent-length: 0\r\nconnection: close\r\n\r\n").ok();
+        let head = format!("HTTP/1.1 {report_status} -\r\ncontent-length: 0\r\nconnection: close\r\n\r\n");
+        stream.write_all(head.as_bytes()).ok();
         return;
     }
     let mut archive = bundle().archive.clone();
@@ -400,6 +409,17 @@ async fn failure_that_cannot_be_reported_exits_with_75() {
     machine.add_program("nft", "exit 1");
     machine.add_program("curl", "exit 7");
     assert_eq!(machine.boot().await, 75);
+}
+
+/// The boot ends only if sending the same report again would not help.
+#[tokio::test]
+async fn boot_is_retried_until_the_platform_takes_the_report() {
+    let machine = Machine::new(BundleResponse::Whole).await;
+    machine.add_program("nft", "exit 1");
+    for (status, exit_code) in [(503, 75), (429, 75), (408, 75), (302, 75), (401, 99), (202, 99)] {
+        machine.report_status.store(status, Ordering::SeqCst);
+        assert_eq!(machine.boot().await, exit_code, "{status}");
+    }
 }
 
 /// Power is cut when the script reaches each of these programs in turn; the next boot completes.

@@ -330,3 +330,18 @@ async fn repeatedly_killed_restore_fails() -> Result<()> {
     assert_eq!(history.restore_state()?["status"], "done");
     Ok(())
 }
+
+/// systemd starts the program as long as the request exists.
+#[tokio::test(flavor = "multi_thread")]
+async fn restore_with_invalid_configuration_fails() -> Result<()> {
+    let history = HistoryFixture::start().await?;
+    history.request_restore(&json!({ "path": "projects/app" }))?;
+    let invalid = [("FILES_UPLOAD_KIB_PER_SECOND", "fast")];
+    history.host.machine.run_with(&["svc-sync-agent", "serve-restore"], &invalid)?.expect(78);
+    let state = history.restore_state()?;
+    assert_eq!(state["status"], "failed", "{state}");
+    let error = state["error"].as_str().unwrap_or_default();
+    assert!(error.contains("FILES_UPLOAD_KIB_PER_SECOND"), "{state}");
+    assert!(!history.host.machine.path("var/lib/svc/requests/files-restore").exists());
+    Ok(())
+}

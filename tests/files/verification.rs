@@ -128,3 +128,15 @@ async fn drill_waits_until_the_disk_has_space() -> Result<()> {
     assert_eq!(read_checks(&host)?["drill"]["compared"], 2);
     Ok(())
 }
+
+/// systemd starts the program as long as the request exists.
+#[tokio::test(flavor = "multi_thread")]
+async fn invalid_configuration_removes_verification_request() -> Result<()> {
+    let host = create_host(&start_store()?, &FilesPlatform::start().await?)?;
+    let request = host.machine.path("var/lib/svc/requests/files-verify");
+    fs::create_dir_all(host.machine.path("var/lib/svc/files"))?;
+    fs::write(&request, "")?;
+    host.machine.run_with(&["svc-sync-agent", "verify"], &[("VERIFY_WITHIN_DAYS", "0")])?.expect(78);
+    assert!(!request.exists());
+    Ok(())
+}

@@ -8,7 +8,7 @@ use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, ensure};
 use kit::{child, fail_points, fetch};
@@ -44,12 +44,9 @@ pub fn build_if_outdated() -> Result<PathBuf> {
 /// Returns why an executable does not match the sources at `root`, or `None` if it does. Without git, it is assumed to
 /// match.
 fn outdated_reason(svc: &Path, root: &Path) -> Result<Option<String>> {
-    let git = |args: &[&str]| {
-        let mut git = Command::new("git");
-        git.args(args).current_dir(root);
-        child::run(git, TIMEOUT).ok()
-    };
-    let Some(head) = git(&["rev-parse", "--short=12", "HEAD"]) else { return Ok(None) };
+    let mut git = Command::new("git");
+    git.args(["rev-parse", "--short=12", "HEAD"]).current_dir(root);
+    let Ok(head) = child::run(git, TIMEOUT) else { return Ok(None) };
     let mut version = Command::new(svc);
     version.arg("--version");
     // "svc 0.1.0 (commit …, date)"
@@ -60,16 +57,28 @@ fn outdated_reason(svc: &Path, root: &Path) -> Result<Option<String>> {
         return Ok(Some(format!("it was built from {commit}, but the sources are at {head}")));
     }
     let built = fs::metadata(svc)?.modified()?;
-    let mut status = vec!["status", "--porcelain", "-z", "--no-renames", "--untracked-files=all", "--"];
-    status.extend(SOURCES);
-    let changed = git(&status).unwrap_or_default();
-    // "XY path"
-    let newer = changed.split_terminator('\0').filter_map(|entry| entry.get(3..)).find(|path| {
-        let modified = fs::metadata(root.join(path)).and_then(|meta| meta.modified());
-        // A deleted file has no modification time.
-        modified.map_or(true, |modified| modified > built)
-    });
-    Ok(newer.map(|path| format!("{path} has changed since the build")))
+    for source in SOURCES {
+        if let Some(path) = find_newer(&root.join(source), built)? {
+            let path = path.strip_prefix(root).unwrap_or(&path);
+            return Ok(Some(format!("{} has changed since the build", path.display())));
+        }
+    }
+    Ok(None)
+}
+
+/// Returns a path at or below `path` that was modified after `time`. A directory is modified when an entry is created or
+/// deleted. `git status` would not be enough: it does not list changes that were built and then reverted.
+fn find_newer(path: &Path, time: SystemTime) -> Result<Option<PathBuf>> {
+    let Ok(meta) = fs::symlink_metadata(path) else { return Ok(None) };
+    if meta.is_dir() {
+        for entry in fs::read_dir(path)? {
+            let newer = find_newer(&entry?.path(), time)?;
+            if newer.is_some() {
+                return Ok(newer);
+            }
+        }
+    }
+    Ok((meta.modified()? > time).then(|| path.to_owned()))
 }
 
 /// Builds `target/dist/svc` with its `.sha256`, and verifies it.
@@ -186,7 +195,6 @@ fn contains(bytes: &[u8], part: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt;
-    use std::time::SystemTime;
 
     use super::*;
 
@@ -219,15 +227,25 @@ mod tests {
         write_program(&svc, git(&["rev-parse", "--short=12", "HEAD"]).trim());
         assert_eq!(reason(), None);
 
-        let at = |seconds| SystemTime::now() + Duration::from_secs(seconds);
+        let set_time = |path: &Path, seconds_ago| {
+            let time = SystemTime::now() - Duration::from_secs(seconds_ago);
+            fs::File::open(path).unwrap().set_modified(time).unwrap();
+        };
         fs::write(&source, "fn main() { }").unwrap();
-        fs::File::open(&source).unwrap().set_modified(at(60)).unwrap();
+        set_time(&source, 60);
+        set_time(&root.join("src"), 60);
+        set_time(&svc, 90);
         assert_eq!(reason().unwrap(), "src/main.rs has changed since the build");
-        fs::File::open(&svc).unwrap().set_modified(at(120)).unwrap();
+        set_time(&svc, 30);
         assert_eq!(reason(), None, "the change is older than the executable");
         fs::write(root.join("README.md"), "not a source").unwrap();
         assert_eq!(reason(), None);
+        git(&["checkout", "--quiet", "--", "src"]);
+        assert_eq!(reason().unwrap(), "src/main.rs has changed since the build", "the change was reverted");
+        set_time(&source, 60);
+        set_time(&root.join("src"), 60);
+        assert_eq!(reason(), None);
         fs::remove_file(&source).unwrap();
-        assert_eq!(reason().unwrap(), "src/main.rs has changed since the build");
+        assert_eq!(reason().unwrap(), "src has changed since the build");
     }
 }

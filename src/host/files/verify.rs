@@ -55,13 +55,14 @@ enum CheckError {
 /// verification is still running after an hour; `Config` if the configuration is invalid; `Internal` if a file of the
 /// machine cannot be read or written.
 pub async fn run(layout: Layout, should_verify_all: bool) -> Result<(), Failure> {
+    let lock = Lock::wait(&layout.files_state().join(LOCK_FILE), LOCK_TIMEOUT).await;
+    // Remove the request even without the lock or with an invalid configuration, because systemd restarts this program
+    // as long as the request exists.
+    fsx::remove_if_exists(&layout.request(REQUEST)).or_exit(Exit::Internal)?;
+    let _lock = lock.or_exit(Exit::TryAgain)?;
     let mut env = config::environment(&layout);
     let days = config::read_verify_within_days(&mut env);
     let days = env.finish(Some(days))?;
-    let lock = Lock::wait(&layout.files_state().join(LOCK_FILE), LOCK_TIMEOUT).await;
-    // Remove the request even without the lock, because systemd restarts this program as long as the request exists.
-    fsx::remove_if_exists(&layout.request(REQUEST)).or_exit(Exit::Internal)?;
-    let _lock = lock.or_exit(Exit::TryAgain)?;
     let settings = FilesSettings::read(layout)?;
     let layout = &settings.layout;
     let mut checks = FileChecks::read(layout).or_exit(Exit::Internal)?;

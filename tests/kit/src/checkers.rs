@@ -9,9 +9,9 @@ use std::process::Command;
 use anyhow::{Result, ensure};
 
 use crate::apt::{self, is_in_path};
-use crate::packages::{Deb, DebProgram};
+use crate::packages::{Deb, DebTool};
 
-const SHELLCHECK: DebProgram = DebProgram {
+const SHELLCHECK: DebTool = DebTool {
     debs: &[Deb {
         name: "shellcheck",
         version: "0.9.0-1",
@@ -21,7 +21,7 @@ const SHELLCHECK: DebProgram = DebProgram {
 };
 
 /// Debian 12's cloud-init, with the packages that its `schema` command imports; run by Debian's own Python.
-const CLOUD_INIT: DebProgram = DebProgram {
+const CLOUD_INIT: DebTool = DebTool {
     debs: &[
         Deb {
             name: "cloud-init",

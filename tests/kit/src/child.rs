@@ -24,6 +24,8 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
 
 pub use owned::OwnedChild;
 
@@ -58,7 +60,8 @@ pub fn remove_on_exit(dir: &Path) {
     notify_reaper(&format!("d - {}\n", dir.display()));
 }
 
-/// Runs a command and returns its standard output. On failure or timeout, the error contains the command's output.
+/// Runs a command and returns its standard output. On failure or timeout, the error contains the command's output. After
+/// the timeout, the command and the programs that it has started are killed.
 pub fn run(mut command: Command, timeout: Duration) -> Result<String> {
     let program = command.get_program().to_string_lossy().into_owned();
     let (mut stdout, mut stderr) = (tempfile::tempfile()?, tempfile::tempfile()?);
@@ -66,12 +69,14 @@ pub fn run(mut command: Command, timeout: Duration) -> Result<String> {
         .stdin(Stdio::null())
         .stdout(stdout.try_clone()?)
         .stderr(stderr.try_clone()?)
+        // So that the programs that it has started can be killed, too.
+        .process_group(0)
         .spawn()
         .with_context(|| format!("cannot start {program}"))?;
-    kill_on_exit(child.id(), AtExit::Kill);
+    kill_on_exit(child.id(), AtExit::KillGroup);
     let status = wait_until(&mut child, Instant::now() + timeout);
     if status.is_none() {
-        child.kill().ok();
+        killpg(Pid::from_raw(i32::try_from(child.id())?), Signal::SIGKILL).ok();
         child.wait().ok();
     }
     unregister(child.id());
@@ -180,6 +185,23 @@ mod tests {
         assert!(error.contains("still running"), "{error}");
         // `run` reaps the command, so it would return only after 600 seconds if it did not kill the command.
         assert!(started.elapsed() < Duration::from_secs(600), "the command was not killed");
+    }
+
+    #[test]
+    fn run_kills_programs_of_command_after_timeout() {
+        // A busy machine may need more time until the shell has started its child.
+        let grandchild = [100, 1_000, 10_000].into_iter().find_map(|ms| {
+            let mut shell = Command::new("/bin/sh");
+            shell.args(["-c", "sleep 600 & echo $!; wait"]);
+            let error = run(shell, Duration::from_millis(ms)).expect_err("a timeout is an error").to_string();
+            error.lines().find_map(|line| line.parse::<u32>().ok())
+        });
+        let grandchild = grandchild.expect("the shell prints its child");
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while is_running(grandchild) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        assert!(!is_running(grandchild), "the command's child outlived the timeout");
     }
 
     /// The program that the next test kills: it starts a child, registers the child and a directory, and waits.

@@ -43,6 +43,7 @@ pub fn locate_or_create(
         return Ok(tool);
     }
     let staging = tempfile::Builder::new().prefix(&format!(".{name}-")).tempdir_in(&tools)?;
+    child::remove_on_exit(staging.path());
     fill(staging.path()).with_context(|| format!("cannot fetch {name} into {}", tool.display()))?;
     make_readable(staging.path())?;
     fs::rename(staging.path(), &tool).with_context(|| format!("cannot publish {name}"))?;

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 
-use crate::packages::{Deb, DebProgram, FetchedProgram};
+use crate::packages::{Deb, DebTool, FetchedProgram};
 use crate::{child, fetch};
 
 const INSTALL_TIMEOUT: Duration = Duration::from_secs(300);
@@ -25,7 +25,7 @@ six==1.17.0 --hash=sha256:4721f391ed90541fddacab5acf947aa0d3dc7d27b2e1e8eda2be89
 urllib3==2.8.0 --hash=sha256:0cf3cae568d36aa9576b28dfb35f11328f1cb974ca7647d9475ebb86c75ac6e3
 ";
 
-const CLI: DebProgram = DebProgram {
+const CLI: DebTool = DebTool {
     debs: &[Deb {
         name: "hcloud-cli",
         version: "1.30.3-1+b5",

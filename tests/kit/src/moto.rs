@@ -27,7 +27,7 @@ const REQUIREMENTS: [&str; 9] = [
 ];
 
 /// moto checks a condition and then writes, in several threads, so that two concurrent conditional puts may both
-/// succeed. Real stores do not behave like this, so requests are served sequentially.
+/// succeed. S3 and R2 do not behave like this, so requests are served sequentially.
 const SEQUENTIAL_SERVER: &str = "
 import sys, threading
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication as App

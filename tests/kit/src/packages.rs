@@ -10,6 +10,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use sha2::{Digest, Sha256};
 
 use crate::{child, fetch};
 
@@ -23,21 +24,32 @@ pub struct Deb {
 }
 
 /// A program, with its own package and the packages of libraries that a machine may lack.
-pub struct DebProgram {
+pub struct DebTool {
     pub debs: &'static [Deb],
     /// The program's path under the root of the unpacked packages.
     pub path: &'static str,
 }
 
-impl DebProgram {
+impl DebTool {
     /// Returns the program, fetching it if it is missing.
     pub fn locate_or_fetch(&self) -> Result<FetchedProgram> {
         ensure!(cfg!(target_arch = "x86_64"), "{} is pinned for x86_64 only", self.path);
-        let first = self.debs.first().context("the program has no package")?;
-        let tool = format!("{}-{}", first.name, first.version);
+        let tool = directory_name(self.debs).context("the program has no package")?;
         let root = fetch::locate_or_create(&fetch::target_dir(), &tool, |dir| unpack(self.debs, dir))?;
         Ok(FetchedProgram { program: root.join(self.path), libraries: root.join("usr/lib/x86_64-linux-gnu") })
     }
+}
+
+/// Returns the name of the directory for these packages, which depends on all of their pins; `None` if there are none.
+fn directory_name(debs: &[Deb]) -> Option<String> {
+    let first = debs.first()?;
+    let name = format!("{}-{}", first.name, first.version);
+    if debs.len() == 1 {
+        return Some(name);
+    }
+    let pins: String =
+        debs.iter().map(|deb| format!("{} {} {}\n", deb.name, deb.version, deb.sha256)).collect();
+    Some(format!("{name}-{}", hex::encode(&Sha256::digest(pins)[..4])))
 }
 
 /// A fetched program.
@@ -123,4 +135,21 @@ pub fn fetch_npm_package(name: &str, version: &str, sha256: &str) -> Result<Path
         Ok(())
     })?;
     Ok(tool.join("package"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn directory_name_depends_on_every_pin() {
+        let deb = |name, version| Deb { name, version, sha256: "ab" };
+        assert_eq!(directory_name(&[]), None);
+        assert_eq!(directory_name(&[deb("tool", "1")]).as_deref(), Some("tool-1"));
+        let [old, new] = ["1", "2"].map(|version| directory_name(&[deb("tool", "1"), deb("lib", version)]));
+        assert!(
+            old.as_ref().is_some_and(|name| name.starts_with("tool-1-")) && old != new,
+            "{old:?} {new:?}"
+        );
+    }
 }

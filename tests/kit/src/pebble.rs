@@ -16,9 +16,9 @@ use serde_json::{Value, json};
 use crate::ca::Ca;
 use crate::child::OwnedChild;
 use crate::net::free_port;
-use crate::packages::{Deb, DebProgram, FetchedProgram};
+use crate::packages::{Deb, DebTool, FetchedProgram};
 
-const PEBBLE: DebProgram = DebProgram {
+const PEBBLE: DebTool = DebTool {
     debs: &[Deb {
         name: "pebble",
         version: "2.4.0+ds1-2+b4",
@@ -27,7 +27,7 @@ const PEBBLE: DebProgram = DebProgram {
     path: "usr/bin/pebble",
 };
 /// Pebble's name server, in the same package.
-const NAME_SERVER: DebProgram = DebProgram { path: "usr/bin/pebble-challtestsrv", ..PEBBLE };
+const NAME_SERVER: DebTool = DebTool { path: "usr/bin/pebble-challtestsrv", ..PEBBLE };
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Fetches the package once into `target/tools`.

@@ -155,11 +155,14 @@ fn find_command_lines(program: &str, text: &str, language: Language) -> Vec<(Str
         let line = rest.split('\n').next().unwrap_or_default();
         let line =
             if language == Language::Rust { line.split("\\n").next().unwrap_or_default() } else { line };
-        let is_fenced = language == Language::Markdown && before.matches("\n```").count() % 2 == 1;
+        let fences = before.lines().filter(|line| line.trim_start().starts_with("```")).count();
+        let is_fenced = language == Language::Markdown && fences % 2 == 1;
+        // In a list, a fence and its lines are indented.
+        let is_first_on_line = before.rsplit('\n').next().is_some_and(|start| start.trim().is_empty());
         if before.ends_with('`') {
             let quoted = line.split(['`', '"']).next().unwrap_or_default();
             command_lines.push((quoted.to_owned(), Quoting::Backticks));
-        } else if before.ends_with("$ ") || (is_fenced && before.ends_with('\n')) {
+        } else if before.ends_with("$ ") || (is_fenced && is_first_on_line) {
             let terminators = [" #", " |", " >", " &", ";"];
             let end = terminators.iter().filter_map(|text| line.find(text)).min().unwrap_or(line.len());
             command_lines.push((line[..end].to_owned(), Quoting::Line));
@@ -212,6 +215,7 @@ mod tests {
             "\n```sh\ncargo tool build --in X    # why\n```\n",
             "\n```\n$ cargo tool build a b\n```\n",
             "\n```\ncargo tool build --out 'a b'\n```\n",
+            "1. Build:\n\n   ```sh\n   cargo tool build --out 'a b'\n   ```\n",
             "run cargo tool build --in X",
         ] {
             assert_eq!(check(&program(), text, Language::Markdown).errors.len(), 1, "{text}");
@@ -223,6 +227,7 @@ mod tests {
         for text in [
             "`cargo tool build [WHAT] [--out DIR]`",
             "\n```sh\ncargo tool build all    # why it is so\ncargo tool build --out 'a b' c > d\n```\n",
+            "1. Build:\n\n   ```sh\n   cargo tool build all | tee log\n   ```\n",
             "`cargo tool build --out DIR` omits an argument",
             "the command cargo tool is prose",
         ] {

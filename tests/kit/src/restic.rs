@@ -7,9 +7,9 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 use crate::child;
-use crate::packages::{Deb, DebProgram, FetchedProgram};
+use crate::packages::{Deb, DebTool, FetchedProgram};
 
-const RESTIC: DebProgram = DebProgram {
+const RESTIC: DebTool = DebTool {
     debs: &[Deb {
         name: "restic",
         version: "0.14.0-1+b5",

@@ -156,10 +156,10 @@ fn bytes_to_name(bytes: &[u8]) -> OsString {
 /// Serves the pending request, if there is one.
 ///
 /// # Errors
-/// `Unavailable` if the restore fails: the request is then removed, and its state contains the reason. `Refused` if the
-/// request file is invalid; it is removed, too. `TryAgain` if another run is in progress or the replaced entry could
-/// not be moved; the request remains. `Config` if the configuration is invalid; `Internal` if a file of the machine
-/// cannot be read or written.
+/// `Unavailable` if the restore fails, and `Config` if the configuration is invalid: the request is then removed, and
+/// its state contains the reason. `Refused` if the request file is invalid; it is removed, too. `TryAgain` if another
+/// run is in progress or the replaced entry could not be moved; the request remains. `Internal` if a file of the
+/// machine cannot be read or written.
 pub async fn serve(layout: Layout) -> Result<(), Failure> {
     let _lock = Lock::acquire(&layout.files_state().join(LOCK_FILE)).or_exit(Exit::TryAgain)?;
     let Some(request) = RestoreRequest::read(&layout).or_exit(Exit::Internal)? else { return Ok(()) };
@@ -183,7 +183,18 @@ pub async fn serve(layout: Layout) -> Result<(), Failure> {
         // An earlier run was interrupted after it had recorded the final state, but before it had cleaned up.
         return clean_up(&layout, &staging).or_exit(Exit::Internal);
     }
-    let settings = FilesSettings::read(layout)?;
+    let settings = match FilesSettings::read(layout.clone()) {
+        Err(failure) if failure.exit == Exit::Config => {
+            // The request is not kept, because systemd would start this program again at once.
+            let (status, error) = (FileRestoreStatus::Failed, Some(format!("{:#}", failure.error)));
+            let mut state = FileRestore { status, error, ..request.to_state() };
+            write_progress(&layout, &mut state);
+            clean_up(&layout, &staging).or_exit(Exit::Internal)?;
+            activity::note(&layout, &describe(&request, &state));
+            return Err(failure);
+        }
+        settings => settings?,
+    };
     let layout = &settings.layout;
     let mut state = request.to_state();
     state.status = FileRestoreStatus::Running;

@@ -9,9 +9,9 @@ use anyhow::Result;
 use super::nginx::{Pem, RunningPeer, Upstreams};
 use crate::process::ServerProcess;
 use kit::net;
-use kit::packages::{Deb, DebProgram, FetchedProgram};
+use kit::packages::{Deb, DebTool, FetchedProgram};
 
-const HAPROXY: DebProgram = DebProgram {
+const HAPROXY: DebTool = DebTool {
     path: "usr/sbin/haproxy",
     debs: &[
         Deb {

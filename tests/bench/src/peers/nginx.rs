@@ -10,9 +10,9 @@ use anyhow::{Context, Result};
 
 use crate::process::ServerProcess;
 use kit::net;
-use kit::packages::{Deb, DebProgram, FetchedProgram};
+use kit::packages::{Deb, DebTool, FetchedProgram};
 
-const NGINX: DebProgram = DebProgram {
+const NGINX: DebTool = DebTool {
     path: "usr/sbin/nginx",
     debs: &[Deb {
         name: "nginx",

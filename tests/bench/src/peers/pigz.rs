@@ -2,9 +2,9 @@
 
 use anyhow::Result;
 
-use kit::packages::{Deb, DebProgram, FetchedProgram};
+use kit::packages::{Deb, DebTool, FetchedProgram};
 
-const PIGZ: DebProgram = DebProgram {
+const PIGZ: DebTool = DebTool {
     path: "usr/bin/pigz",
     debs: &[
         Deb {

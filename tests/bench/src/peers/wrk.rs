@@ -9,9 +9,9 @@ use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
 use kit::child;
-use kit::packages::{Deb, DebProgram, FetchedProgram};
+use kit::packages::{Deb, DebTool, FetchedProgram};
 
-const WRK: DebProgram = DebProgram {
+const WRK: DebTool = DebTool {
     path: "usr/bin/wrk",
     debs: &[
         Deb {

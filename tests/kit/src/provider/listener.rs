@@ -71,7 +71,7 @@ async fn handle(
         return Ok(forward(control, request).await);
     }
     let path = request.uri().path_and_query().map_or("", |path| path.as_str()).to_owned();
-    let (call, fault) = cloud.script().record_call(request.method().as_str(), &path);
+    let call = cloud.script().record_call(request.method().as_str(), &path);
     if let Some(id) = request.headers().get("x-request-id").and_then(|id| id.to_str().ok()) {
         cloud.script().set_request_id(call, id);
     }
@@ -83,6 +83,11 @@ async fn handle(
         Some(ErrorResponse::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_exceeded", "rate limit exceeded"))
     } else {
         None
+    };
+    // A refused call uses up no fault: faults are scripted for calls that reach the API.
+    let fault = match error {
+        Some(_) => None,
+        None => cloud.script().take_fault(request.method().as_str(), &path),
     };
     let mut response = match (error, fault) {
         (Some(error), _) => error.into_response(),

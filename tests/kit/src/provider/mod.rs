@@ -14,7 +14,7 @@
 //! ```
 //!
 //! With [`SimulatorKind::Process`], a server is a host: its user-data files are written under a directory that serves
-//! as its `/`, and the applets start in the same order as the real units, with their own PostgreSQL. Such a server can
+//! as its `/`, and a simulated init starts the applets instead of systemd, with their own PostgreSQL. Such a server can
 //! be killed, can vanish, and can be restarted from its disk; individual units can be run on it, as an operator would
 //! with `systemctl start`.
 //!

@@ -105,9 +105,11 @@ async fn start() -> Result<(Simulator, Api)> {
 async fn wrong_token_is_rejected_without_effect() -> Result<()> {
     let (simulator, mut api) = start().await?;
     api.token = "wrong".to_owned();
+    simulator.add_fault(FaultRule::once("POST", "/servers", Fault::LostRequest));
     let response = api.post("/servers", server_request("a")).await?;
     assert_eq!(status_and_code(&response), (401, "unauthorized"));
     assert!(simulator.creations().is_empty());
+    assert_eq!(simulator.pending_faults().len(), 1);
     Ok(())
 }
 

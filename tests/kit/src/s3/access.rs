@@ -9,7 +9,7 @@ use s3s::dto::DeleteObjectsInput;
 use s3s::path::S3Path;
 use s3s::{S3Error, S3Request, S3Result, s3_error};
 
-use super::policy::{AccessRequest, Creation, Policy};
+use super::policy::{AccessRequest, Policy, WriteProperties};
 use super::session::Sessions;
 
 pub(super) struct Access(pub(super) Arc<Sessions>);
@@ -29,9 +29,9 @@ impl S3Access for Access {
         }
         let session = self.0.check(&key, session_token(cx.headers(), cx.uri()).as_deref())?;
         let Some(policy) = session.policy else { return Ok(()) };
-        let creation = Creation::from_request(cx);
+        let write_properties = WriteProperties::from_request(cx);
         for mut access_request in required_access(cx)? {
-            access_request.creation = creation.clone();
+            access_request.write_properties = write_properties.clone();
             authorize(&policy, &access_request)?;
         }
         if let S3Path::Object { bucket, .. } = cx.s3_path() {
@@ -115,7 +115,7 @@ fn required_access(cx: &S3AccessContext<'_>) -> S3Result<Vec<AccessRequest<'stat
     }
 }
 
-impl Creation {
+impl WriteProperties {
     /// As in AWS, requests that only start an upload or add a part to it do not create an object.
     fn from_request(cx: &S3AccessContext<'_>) -> Self {
         let creates = matches!(cx.s3_op().name(), "PutObject" | "CompleteMultipartUpload" | "CopyObject");

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use http::HeaderMap;
 use s3s::dto::{ETagCondition, IfMatch, IfModifiedSince, IfNoneMatch, IfUnmodifiedSince, Timestamp};
 use s3s::{S3Result, s3_error};
 
@@ -16,6 +17,15 @@ pub(super) struct WriteCondition {
 }
 
 impl WriteCondition {
+    /// Reads the headers of a `CopyObject`, because s3s does not parse them for it.
+    pub(super) fn from_headers(headers: &HeaderMap) -> S3Result<Self> {
+        let read = |name: &str| {
+            let value = headers.get(name).map(|value| ETagCondition::parse_http_header(value.as_bytes()));
+            value.transpose().map_err(|error| s3_error!(InvalidArgument, "{name}: {error}"))
+        };
+        Ok(Self { if_match: read("if-match")?, if_none_match: read("if-none-match")? })
+    }
+
     /// As in R2 and RFC 9110, a missing object does not match: 412.
     pub(super) fn check(&self, current: Option<&Arc<Object>>) -> S3Result<()> {
         let matches = |condition: &ETagCondition| {

@@ -13,12 +13,12 @@ pub(super) struct AccessRequest<'a> {
     pub(super) resource: String,
     /// `s3:prefix` for a listing.
     pub(super) prefix: Option<String>,
-    pub(super) creation: Creation,
+    pub(super) write_properties: WriteProperties,
 }
 
 /// Properties of a write request that conditions can test.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Creation {
+pub(super) struct WriteProperties {
     /// `s3:ObjectCreationOperation`.
     pub(super) creates: bool,
     /// `s3:if-none-match`: the header, if present.
@@ -27,7 +27,7 @@ pub(super) struct Creation {
 
 impl<'a> AccessRequest<'a> {
     pub(super) fn new(action: &'a str, resource: String) -> Self {
-        Self { action, resource, prefix: None, creation: Creation::default() }
+        Self { action, resource, prefix: None, write_properties: WriteProperties::default() }
     }
 }
 
@@ -85,8 +85,8 @@ impl Statement {
             })
             && self
                 .if_none_match_is_null
-                .is_none_or(|null| null == access_request.creation.if_none_match.is_none())
-            && self.creates.is_none_or(|creates| creates == access_request.creation.creates)
+                .is_none_or(|null| null == access_request.write_properties.if_none_match.is_none())
+            && self.creates.is_none_or(|creates| creates == access_request.write_properties.creates)
     }
 }
 
@@ -199,8 +199,8 @@ mod tests {
         )
         .expect("the policy is valid");
         let put = |key: &str, creates: bool, header: Option<&str>| {
-            let creation = Creation { creates, if_none_match: header.map(str::to_owned) };
-            policy.allows(&AccessRequest { creation, ..access_request("s3:PutObject", key, None) })
+            let write_properties = WriteProperties { creates, if_none_match: header.map(str::to_owned) };
+            policy.allows(&AccessRequest { write_properties, ..access_request("s3:PutObject", key, None) })
         };
         assert!(put("b/u/s/x", true, None));
         assert!(!put("b/u/s/once/x", true, None));

@@ -10,7 +10,7 @@ use super::access::HideMissing;
 use super::attributes::{attributes_of, object_output};
 use super::blob::Blob;
 use super::checksum::ProvidedChecksums;
-use super::condition::{WriteCondition, read_condition};
+use super::condition::{ReadCondition, WriteCondition, read_condition};
 use super::store::{Object, Store};
 
 pub(super) struct Service {
@@ -103,12 +103,21 @@ impl S3 for Service {
     }
 
     async fn copy_object(&self, request: S3Request<CopyObjectInput>) -> ServiceResult<CopyObjectOutput> {
+        let condition = WriteCondition::from_headers(&request.headers)?;
         let input = request.input;
         let CopySource::Bucket { bucket, key, .. } = &input.copy_source else {
             return Err(s3_error!(NotImplemented, "only copies from buckets are supported"));
         };
         let source =
             self.store.with_bucket(bucket, |bucket| bucket.get(key).ok_or_else(|| s3_error!(NoSuchKey)))?;
+        let source_condition = ReadCondition {
+            if_match: input.copy_source_if_match,
+            if_none_match: input.copy_source_if_none_match,
+            if_modified_since: input.copy_source_if_modified_since,
+            if_unmodified_since: input.copy_source_if_unmodified_since,
+        };
+        // 412 for every condition: unlike a read, a copy never gets 304.
+        source_condition.check(&source).map_err(|_| s3_error!(PreconditionFailed))?;
         let copy = Arc::new(Object {
             body: source.body.clone(),
             etag: source.etag.clone(),
@@ -120,8 +129,7 @@ impl S3 for Service {
             last_modified: Some(copy.modified()),
             ..CopyObjectResult::default()
         };
-        self.store
-            .with_bucket(&input.bucket, |bucket| bucket.put(&input.key, copy, &WriteCondition::default()))?;
+        self.store.with_bucket(&input.bucket, |bucket| bucket.put(&input.key, copy, &condition))?;
         respond(CopyObjectOutput { copy_object_result: Some(result), ..CopyObjectOutput::default() })
     }
 

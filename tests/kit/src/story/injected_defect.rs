@@ -4,7 +4,7 @@ use std::fmt;
 use std::fs;
 use std::str::FromStr;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use serde_json::Value;
 
 use super::first_machine::MachineRecord;
@@ -78,37 +78,35 @@ pub fn corrupt_snapshot_gets(stack: &Stack) {
 }
 
 /// Replaces the certificate and key on the host's disk, and restarts its gateway.
-pub async fn replace_tls_key(stack: &Stack, machine: &MachineRecord) {
-    match try_replace_tls_key(stack, machine).await {
-        Ok(()) => println!("      (broken: the host has a different TLS key)"),
-        Err(error) => println!("      (cannot replace the host's TLS key: {error:#})"),
-    }
-}
-
-async fn try_replace_tls_key(stack: &Stack, machine: &MachineRecord) -> Result<()> {
+///
+/// # Errors
+/// Fails if the files cannot be written, or the gateway cannot be restarted.
+pub async fn replace_tls_key(stack: &Stack, machine: &MachineRecord) -> Result<()> {
     let (cert, key) = stack.ca.issue(&["svc-host"])?;
     let tls = stack.provider.disk(&machine.server)?.join("var/lib/svc/tls");
     stack.provider.stop_service(&machine.server, "svc-gateway").await?;
     fs::write(tls.join("cert.pem"), cert)?;
     fs::write(tls.join("key.pem"), key)?;
-    stack.provider.run_unit(&machine.server, "svc-gateway", &[]).await?;
+    let started = stack.provider.run_unit(&machine.server, "svc-gateway", &[]).await?;
+    ensure!(started.status.success(), "svc-gateway: {}", String::from_utf8_lossy(&started.stderr));
+    println!("      (broken: the host has a different TLS key)");
     Ok(())
 }
 
 /// Resets the pointer's fence to the first machine's epoch, as if that machine had not been fenced off.
-pub fn remove_fence(stack: &Stack, first: &MachineRecord) {
-    let result = stack.slot.pointer(&stack.store).map(|mut pointer| {
-        pointer["fenceEpoch"] = Value::from(first.epoch);
-        if let Some(fields) = pointer.as_object_mut() {
-            fields.remove("fenceMachineId");
-        }
-        stack.slot.write(&stack.store, "system/db/latest", &pointer);
-        // The log must have the same value: otherwise, its fence would still apply.
-        let entry = format!("system/db/pointer-log/{:016}.json", pointer["seq"].as_u64().unwrap_or_default());
-        stack.slot.write(&stack.store, &entry, &pointer);
-    });
-    match result {
-        Ok(()) => println!("      (broken: the pointer's fence is back at epoch {})", first.epoch),
-        Err(error) => println!("      (cannot remove the pointer's fence: {error:#})"),
+///
+/// # Errors
+/// Fails if there is no pointer.
+pub fn remove_fence(stack: &Stack, first: &MachineRecord) -> Result<()> {
+    let mut pointer = stack.slot.pointer(&stack.store)?;
+    pointer["fenceEpoch"] = Value::from(first.epoch);
+    if let Some(fields) = pointer.as_object_mut() {
+        fields.remove("fenceMachineId");
     }
+    stack.slot.write(&stack.store, "system/db/latest", &pointer);
+    // The log must have the same value: otherwise, its fence would still apply.
+    let entry = format!("system/db/pointer-log/{:016}.json", pointer["seq"].as_u64().unwrap_or_default());
+    stack.slot.write(&stack.store, &entry, &pointer);
+    println!("      (broken: the pointer's fence is back at epoch {})", first.epoch);
+    Ok(())
 }

@@ -148,7 +148,7 @@ async fn run_steps(
     let first = report.step("provision", first_machine::provision(stack)).await?;
     report.step("boot", first_machine::check_boot(stack, &first)).await?;
     if is_injected(InjectedDefect::Pin) {
-        injected_defect::replace_tls_key(stack, &first).await;
+        report.hidden_step("inject", injected_defect::replace_tls_key(stack, &first)).await?;
     }
     report.step("use", first_machine::insert_and_find(stack)).await?;
     if is_injected(InjectedDefect::Backup) {
@@ -179,7 +179,7 @@ async fn run_steps(
         report.step("earlier-file", files::restore_deleted_file(stack, &second)).await?;
     }
     if is_injected(InjectedDefect::Fence) {
-        injected_defect::remove_fence(stack, &first);
+        report.hidden_step("inject", async { injected_defect::remove_fence(stack, &first) }).await?;
     }
     report.step("fenced", recovery::check_old_backup_refused(stack, &first, &backup)).await?;
     report.step("superseded", recovery::check_old_machine_superseded(stack, &first, &backup)).await?;

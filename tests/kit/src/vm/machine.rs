@@ -56,17 +56,17 @@ pub struct Machine {
     image: Image,
     accel: Accel,
     qmp_socket: PathBuf,
-    power: Mutex<Power>,
+    state: Mutex<QemuState>,
 }
 
 #[derive(Default)]
-struct Power {
+struct QemuState {
     qemu: Option<Child>,
     on_since: Option<Timestamp>,
     size: Option<Size>,
 }
 
-impl Power {
+impl QemuState {
     fn is_on(&mut self) -> bool {
         let Some(qemu) = self.qemu.as_mut() else { return false };
         if let Ok(None) = qemu.try_wait() {
@@ -105,7 +105,7 @@ impl Machine {
             image: image.clone(),
             accel,
             qmp_socket,
-            power: Mutex::default(),
+            state: Mutex::default(),
         })
     }
 
@@ -114,8 +114,8 @@ impl Machine {
     /// # Errors
     /// Fails if the log cannot be opened or QEMU cannot be started.
     pub fn power_on(&self, size: Size) -> Result<()> {
-        let mut power = self.power();
-        if power.is_on() {
+        let mut state = self.state();
+        if state.is_on() {
             return Ok(());
         }
         let log = fs::OpenOptions::new().create(true).append(true).open(self.dir.join("qemu.log"))?;
@@ -143,7 +143,7 @@ impl Machine {
         qemu.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let qemu = qemu.spawn().context("cannot start qemu-system-x86_64")?;
         child::kill_on_exit(qemu.id(), AtExit::Kill);
-        *power = Power { qemu: Some(qemu), on_since: Some(Timestamp::now()), size: Some(size) };
+        *state = QemuState { qemu: Some(qemu), on_since: Some(Timestamp::now()), size: Some(size) };
         Ok(())
     }
 
@@ -152,13 +152,13 @@ impl Machine {
     /// # Errors
     /// Fails if the machine was never on, the log cannot be opened, or QEMU cannot be started.
     pub fn power_on_at_previous_size(&self) -> Result<()> {
-        let size = self.power().size;
+        let size = self.state().size;
         self.power_on(size.with_context(|| format!("{} was never on", self.name))?)
     }
 
     /// Cuts the power: the guest's unwritten data is lost.
     pub fn cut_power(&self) {
-        if let Some(mut qemu) = self.power().qemu.take() {
+        if let Some(mut qemu) = self.state().qemu.take() {
             qemu.kill().ok();
             qemu.wait().ok();
             child::unregister(qemu.id());
@@ -178,12 +178,12 @@ impl Machine {
 
     /// Whether QEMU is running. QEMU exits when the guest powers itself off.
     pub fn is_on(&self) -> bool {
-        self.power().is_on()
+        self.state().is_on()
     }
 
     /// The time of the last power-on.
     pub fn on_since(&self) -> Option<Timestamp> {
-        self.power().on_since
+        self.state().on_since
     }
 
     /// Runs a script as root.
@@ -243,8 +243,8 @@ impl Machine {
         Path::new(&self.dir).join(name).display().to_string()
     }
 
-    fn power(&self) -> MutexGuard<'_, Power> {
-        self.power.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, QemuState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

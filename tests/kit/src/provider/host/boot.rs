@@ -1,5 +1,6 @@
-//! The simulated init: performs the power-on steps of cloud-init and systemd, in the same order and with the same
-//! restore gate.
+//! The simulated init: performs the power-on steps of cloud-init and systemd, with the same restore gate. The order is
+//! the same, with two exceptions: the database starts before the release is installed, and the optional services start
+//! before the gateway.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -51,7 +52,8 @@ const PATH_UNITS: [PathUnit; 6] = [
     (&["requests/update", "update/journal.json"], "svc-update", &["apply", "--request"]),
 ];
 const PATH_POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// Retry interval while a watched path persists. systemd would stop triggering the unit; here it only slows down.
+/// Retry interval while a watched path persists. systemd would restart the unit after its `RestartSec=`, or start it
+/// again immediately until a limit is reached.
 const PATH_RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 const EX_TEMPFAIL: i32 = 75;

@@ -1,7 +1,7 @@
 //! A service run by the init process, like systemd's `Type=notify` with `Restart=on-failure`.
 //!
-//! A service is ready only after it sends `READY=1`. Exit codes 0, 77 and 78 are final; any other exit triggers a limited
-//! number of restarts. The product's units do not limit restarts, and some restart after 77.
+//! A service is ready only after it sends `READY=1`. Exit codes 0, 77 and 78 are final; any other exit triggers a
+//! limited number of restarts. The product's units do not limit restarts, and some restart after 0 or 77.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;

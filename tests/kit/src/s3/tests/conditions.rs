@@ -127,9 +127,13 @@ async fn complete_if_none(fixture: &Fixture, key: &str) -> Result<u16> {
     let body = format!(
         "<CompleteMultipartUpload><Part><ETag>{etag}</ETag><PartNumber>1</PartNumber></Part></CompleteMultipartUpload>"
     );
-    let mut request = http::Request::post(format!("{}/fleet/{key}?uploadId={id}", fixture.server.endpoint()))
-        .header("if-none-match", "*")
-        .body(body.clone().into())?;
+    let url = format!("{}/fleet/{key}?uploadId={id}", fixture.server.endpoint());
+    send_signed(fixture, http::Request::post(url).header("if-none-match", "*"), body).await
+}
+
+/// Signs a request, sends it, and returns the status of its response.
+async fn send_signed(fixture: &Fixture, request: http::request::Builder, body: String) -> Result<u16> {
+    let mut request = request.body(body.clone().into())?;
     let credential = AwsCredential {
         key_id: fixture.server.access_key().to_owned(),
         secret_key: fixture.server.secret_key().to_owned(),
@@ -137,6 +141,26 @@ async fn complete_if_none(fixture: &Fixture, key: &str) -> Result<u16> {
     };
     AwsAuthorizer::new(&credential, "s3", fixture.server.region()).try_authorize(&mut request, None)?;
     let (head, _) = request.into_parts();
-    let request = reqwest::Client::new().post(head.uri.to_string()).headers(head.headers).body(body);
-    Ok(request.send().await?.status().as_u16())
+    let request = reqwest::Client::new().request(head.method, head.uri.to_string()).headers(head.headers);
+    Ok(request.body(body).send().await?.status().as_u16())
+}
+
+#[tokio::test]
+async fn copy_checks_conditions_on_source_and_target() -> Result<()> {
+    let fixture = fixture()?;
+    let etag = fixture.put_if("source", "one", PutMode::Create).await?.e_tag.unwrap_or_default();
+    for (target, header, value, status) in [
+        ("a", "x-amz-copy-source-if-match", "\"other\"", 412),
+        ("a", "x-amz-copy-source-if-none-match", etag.as_str(), 412),
+        ("a", "x-amz-copy-source-if-match", etag.as_str(), 200),
+        ("a", "if-none-match", "*", 412),
+        ("b", "if-none-match", "*", 200),
+    ] {
+        let url = format!("{}/fleet/{target}", fixture.server.endpoint());
+        let request = http::Request::put(url).header("x-amz-copy-source", "/fleet/source");
+        let copied = send_signed(&fixture, request.header(header, value), String::new()).await?;
+        assert_eq!(copied, status, "{target}, {header}: {value}");
+    }
+    assert_eq!(fixture.get("b").await?, b"one");
+    Ok(())
 }
