@@ -53,6 +53,16 @@ const databaseUnavailable = {
   headers: { "access-control-allow-origin": "null" },
   body: '{"code":"database_unavailable","detail":"The database is unavailable."}',
 };
+/** Runs in the app's page: holds the response to the read of the whole list until `window.releaseList()` is called. */
+function holdListResponse() {
+  const { fetch } = window;
+  window.fetch = async (input, init) => {
+    const response = await fetch(input, init);
+    const { action, filter } = typeof init?.body === "string" ? JSON.parse(init.body) : {};
+    if (action === "find" && !filter) await new Promise((resolve) => (window.releaseList = resolve));
+    return response;
+  };
+}
 const uniqueTitle = (word) => `${word} ${Math.random().toString(36).slice(2, 8)}`;
 
 test("a note is created, synced to another tab, edited and deleted with the keyboard", async () => {
@@ -138,23 +148,14 @@ test("a note that is created while the list is loading is kept", async () => {
   await page.keyboard.type(earlier);
   await waitUntilSaved(ui);
   // The list is read before the new note is inserted, and arrives after that.
-  let release, confirmRead;
-  const released = new Promise((resolve) => (release = resolve));
-  const wasRead = new Promise((resolve) => (confirmRead = resolve));
-  await page.route("**/api/bridge/query", async (route) => {
-    const { action, filter } = route.request().postDataJSON();
-    if (action !== "find" || filter) return route.continue();
-    const response = await route.fetch();
-    confirmRead();
-    await released;
-    return route.fulfill({ response });
-  });
+  await page.addInitScript(holdListResponse);
   await page.reload();
-  await wasRead;
+  await eventually("the read of the list", async () =>
+    assert.ok(await findAppFrame(page, "notes").evaluate(() => "releaseList" in window)));
   await ui.getByRole("button", { name: "New" }).click();
   await page.keyboard.type(name);
   await waitUntilSaved(ui);
-  release();
+  await findAppFrame(page, "notes").evaluate(() => window.releaseList());
   await ui.getByRole("button", { name: earlier }).waitFor();
   assert.equal(await ui.getByRole("button", { name }).count(), 1);
 });
