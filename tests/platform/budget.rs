@@ -50,7 +50,7 @@ async fn rate_refusal_for_one_process_applies_to_all() {
     // The time until the reset is much longer than the check below takes, even on a stalled machine. The provider
     // reports whole seconds, so up to one second is lost.
     let exhausted =
-        Fault::Status { status: 429, code: "rate_limit_exceeded".to_owned(), reset_in_seconds: Some(7) };
+        Fault::Status { status: 429, code: "rate_limit_exceeded".to_owned(), reset_in_seconds: Some(20) };
     stack.provider.add_fault(FaultRule::once("POST", "/servers", exhausted));
     stack.provision(&first, "user_2").await;
     let refused =
@@ -67,7 +67,6 @@ async fn rate_refusal_for_one_process_applies_to_all() {
     }
     // A process that starts now has no calls reserved from before the refusal.
     let second = stack.start_platform_with(&quiet);
-    stack.subscribe(&second, "user_3").await;
     stack.provision(&second, "user_3").await;
     let provisioned = std::time::Instant::now();
     while provisioned.elapsed() < std::time::Duration::from_millis(1500) {

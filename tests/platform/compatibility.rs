@@ -35,12 +35,16 @@ async fn platform_leaves_unknown_operations_unchanged() {
     let unknown_step = create_operation(&stack, &guest.machine, "provision", "measure_server").await;
     let (kind_before, step_before) =
         (row_version(&stack, &unknown_kind).await, row_version(&stack, &unknown_step).await);
+    // The reconciler has seen the operations once it raises the alarm. The wait is longer than their deadline.
+    let has_alarm = || async {
+        let fleet = stack.get(&process, "/vps/fleet").await.body;
+        (fleet["alarms"][0]["alarm"] == "unknown_operations").then_some(())
+    };
+    stack.eventually("the alarm is raised", has_alarm).await;
     tokio::time::sleep(Duration::from_secs(3)).await;
     assert_eq!(row_version(&stack, &unknown_kind).await, kind_before, "the operation was claimed or ended");
     assert_eq!(row_version(&stack, &unknown_step).await, step_before, "the operation was claimed or ended");
     assert_eq!(stack.status(&process, &guest.machine).await, "running");
-    let fleet = stack.get(&process, "/vps/fleet").await.body;
-    assert_eq!(fleet["alarms"][0]["alarm"], "unknown_operations", "{fleet}");
     assert!(stack.get(&process, "/metrics").await.text.contains("svc_operations_unknown 2"));
     // Known operations still run.
     let provisioned = stack.provision(&process, "user_2").await;

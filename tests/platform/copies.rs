@@ -121,7 +121,7 @@ async fn newest_snapshot_is_read_from_the_store() {
         .add_fault(Rule::new(Fault::Delay(std::time::Duration::from_secs(60))).key("latest").always());
     let started = std::time::Instant::now();
     let copies = fetch_copies(&stack, &process, &guest.machine).await;
-    assert!(started.elapsed() < std::time::Duration::from_secs(5), "{:?}", started.elapsed());
+    assert!(started.elapsed() < std::time::Duration::from_secs(30), "{:?}", started.elapsed());
     assert!(stalled.hits() > 0);
     assert_eq!(copies["snapshotProblem"], "the object store does not respond", "{copies}");
     assert_eq!(copies["newestSnapshot"]["source"], "reported", "{copies}");
@@ -259,7 +259,7 @@ async fn requests_return_503_while_the_store_hangs() {
         stack.get(&process, "/vps/slots/pointer?idpUserId=user_1"),
         stack.post(&process, "/vps/deploy", &body),
     );
-    assert!(started.elapsed() < std::time::Duration::from_secs(15), "{:?}", started.elapsed());
+    assert!(started.elapsed() < std::time::Duration::from_secs(30), "{:?}", started.elapsed());
     for response in [recovery, pointer, rollout] {
         response.assert_problem(503, "store_unavailable");
     }

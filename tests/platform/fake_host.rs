@@ -7,12 +7,12 @@ use std::time::Duration;
 use axum::extract::Request;
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
-use reqwest::Method;
 use serde_json::{Value, json};
 use svc::http::proof::{Claims, ProofKeys};
 use svc::http::server::{ListenerLimits, serve};
 use svc::http::tls;
 use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use super::stack::{Guest, Process, Stack, heartbeat, registration};
@@ -47,9 +47,16 @@ pub struct FakeHost {
     pub keys: Arc<Mutex<ProofKeys>>,
     pub behavior: Arc<Mutex<FakeHostBehavior>>,
     stop: CancellationToken,
+    serving: JoinHandle<()>,
 }
 
 impl FakeHost {
+    /// Stops the host. When this returns, it accepts no connections, and its open ones are closed.
+    pub async fn stop(&mut self) {
+        self.stop.cancel();
+        (&mut self.serving).await.expect("the host's server must not panic");
+    }
+
     /// Returns the number of calls to a route.
     pub fn call_count(&self, method: &str, path: &str) -> usize {
         let proofs = self.proofs.lock().unwrap();
@@ -120,8 +127,7 @@ pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> Fak
     body["tlsSpkiSha256"] = json!(identity.pin().unwrap().to_string());
     assert_eq!(stack.register_as(process, &guest.registration_token, &body).await.status, 200);
 
-    let beat = stack.request(process, Method::POST, &format!("/vps/{}/heartbeat", guest.machine));
-    let beat = stack.send(beat.bearer_auth(&guest.upgrade_token).json(&heartbeat())).await;
+    let beat = stack.send_heartbeat(process, &guest, &heartbeat()).await;
     let keys: ProofKeys = serde_json::from_value(beat.body["proofKeys"].clone()).unwrap();
     let keys = Arc::new(Mutex::new(keys));
     let behavior = FakeHostBehavior {
@@ -156,6 +162,6 @@ pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> Fak
     let listener = TcpListener::bind((server.ipv4, stack.provider.https_port())).await.unwrap();
     let stop = CancellationToken::new();
     let tls = Some(Arc::new(identity.server_config().unwrap()));
-    tokio::spawn(serve(listener, tls, router, ListenerLimits::default(), stop.clone()));
-    FakeHost { proofs, guest, keys, behavior, stop }
+    let serving = tokio::spawn(serve(listener, tls, router, ListenerLimits::default(), stop.clone()));
+    FakeHost { proofs, guest, keys, behavior, stop, serving }
 }
