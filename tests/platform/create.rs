@@ -26,7 +26,8 @@ async fn server_is_adopted_after_a_lost_create_response() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn server_is_adopted_after_a_late_create_response() {
-    provision_despite(Fault::SlowReply { ms: 12_000 }).await;
+    let stack = provision_despite(Fault::SlowReply { ms: 12_000 }).await;
+    assert_eq!(stack.provider.call_count("POST", "/servers"), 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -274,8 +274,9 @@ async fn sts_outage_returns_503_and_delays_provisioning() {
     let operation = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     // A lost response costs one additional session, and has no other effect.
-    stack.store.add_fault(Rule::new(Fault::LostReply).sts());
+    let lost = stack.store.add_fault(Rule::new(Fault::LostReply).sts());
     assert_eq!(request_credentials(&stack, &process, &guest).await.status, 200);
+    assert_eq!(lost.hits(), 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -322,7 +323,8 @@ async fn static_mode_returns_the_platform_credentials() {
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_in_its_final_backup_still_gets_credentials() {
     let stack = Stack::start().await;
-    let process = stack.start_platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "30")]);
+    let long_timeouts = [("LAST_BACKUP_DEADLINE_SECONDS", "30"), ("LAST_BACKUP_STALL_SECONDS", "30")];
+    let process = stack.start_platform_with(&long_timeouts);
     let old = super::fake_host::start_host(&stack, &process).await;
     stack.store_snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
@@ -338,7 +340,8 @@ async fn machine_in_its_final_backup_still_gets_credentials() {
     let is_requested = || async { (old.call_count("POST", "/_svc/internal/backup") > 0).then_some(()) };
     stack.eventually("a backup is requested", is_requested).await;
     old.store_backup(&stack, "user_1");
-    stack.wait_until_ended(&process, recovery["operationId"].as_str().unwrap()).await;
+    let ended = stack.wait_until_ended(&process, recovery["operationId"].as_str().unwrap()).await;
+    assert_eq!(ended["state"], "succeeded", "{ended}");
     request_credentials(&stack, &process, &old.guest).await.assert_problem(403, "superseded");
 }
 

@@ -23,14 +23,14 @@ async fn delete_removes_server_and_repeat_names_first_operation() {
     // The server is kept from its power-off on, which the first response could not know.
     let mut expected = first.body;
     for name in ["undeleteUntil", "undeletableUntil"] {
+        assert!(expected[name].is_string(), "{name}: {expected}");
         assert!(again.body[name].as_str() >= expected[name].as_str(), "{name}: {again:?}");
         expected[name] = again.body[name].clone();
     }
     assert_eq!((again.status, again.body), (202, expected));
     assert!(stack.store.objects(BUCKET, "user_1/").len() >= 3, "objects are kept");
 
-    let beat = stack.request(&process, reqwest::Method::POST, &format!("{path}/heartbeat"));
-    let beat = stack.send(beat.bearer_auth(&guest.upgrade_token).json(&heartbeat())).await;
+    let beat = stack.send_heartbeat(&process, &guest, &heartbeat()).await;
     assert_eq!(beat.body["superseded"], true, "{beat:?}");
     stack.register(&process, &guest).await.assert_problem(401, "registration_rejected");
     assert_eq!(stack.get(&process, "/vps").await.body["machines"], json!([]));

@@ -133,7 +133,7 @@ impl Fleet {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn rollout_updates_the_canary_then_batches() {
-    let fleet = Fleet::start(4, &[]).await;
+    let mut fleet = Fleet::start(4, &[]).await;
     let rollout = fleet.deploy(&json!({"canary": 1, "batchSize": 2})).await;
     assert_eq!(rollout["totals"]["waiting"], 4);
     fleet.wait_until_requested(0).await;
@@ -152,17 +152,16 @@ async fn rollout_updates_the_canary_then_batches() {
     assert_eq!(fleet.fetch_desired_version(3).await, "v1", "the machine is in the next batch");
     fleet.report_update(1, NEXT_VERSION, "updated").await;
     // A machine that fails in the meantime does not delay the others.
-    fleet
-        .stack
-        .post(&fleet.process, &format!("/vps/{}/fail", fleet.guests[2].machine), &json!({"reason": "r"}))
-        .await;
-    // Any process can continue the rollout.
-    let second_process = fleet.stack.start_platform_with(&[("BUNDLE_PUBLIC_KEYS", &public_key())]);
+    let path = format!("/vps/{}/fail", fleet.guests[2].machine);
+    fleet.stack.post(&fleet.process, &path, &json!({"reason": "r"})).await;
+    // Another process continues the rollout.
+    fleet.process.kill();
+    fleet.process = fleet.stack.start_platform_with(&[("BUNDLE_PUBLIC_KEYS", &public_key())]);
     fleet.wait_until_requested(3).await;
     fleet.report_update(3, NEXT_VERSION, "updated").await;
     let ended = fleet.wait_for_state(&rollout, "succeeded").await;
     assert_eq!(ended["totals"], json!({"waiting": 0, "asked": 0, "updated": 3, "failed": 0, "skipped": 1}));
-    let record = fleet.stack.get(&second_process, &format!("/vps/{}", fleet.guests[1].machine)).await.body;
+    let record = fleet.stack.get(&fleet.process, &format!("/vps/{}", fleet.guests[1].machine)).await.body;
     assert_eq!(
         (&record["imageVersion"], &record["lastUpdate"]["outcome"]),
         (&json!(NEXT_VERSION), &json!("updated"))
@@ -175,7 +174,7 @@ async fn rollout_updates_the_canary_then_batches() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn rollout_stops_on_canary_failure_or_too_many_failures() {
-    let fleet = Fleet::start(4, &[("ROLLOUT_SILENCE_SECONDS", "3")]).await;
+    let fleet = Fleet::start(4, &[("ROLLOUT_SILENCE_SECONDS", "6")]).await;
     let rollout = fleet.deploy(&json!({"canary": 1, "batchSize": 1})).await;
     fleet.wait_until_requested(0).await;
     fleet.report_update(0, "v1", "rolled_back").await;
@@ -212,17 +211,18 @@ async fn rollout_stops_on_canary_failure_or_too_many_failures() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn applying_host_counts_as_silent_only_after_its_deadline() {
-    let fleet = Fleet::start(1, &[("ROLLOUT_SILENCE_SECONDS", "2")]).await;
+    let fleet = Fleet::start(1, &[("ROLLOUT_SILENCE_SECONDS", "3")]).await;
+    let started = std::time::Instant::now();
     let rollout = fleet.deploy(&json!({})).await;
     fleet.wait_until_requested(0).await;
-    let started = std::time::Instant::now();
+    let requested = std::time::Instant::now();
     let report_and_fetch = async || {
         fleet.report_applying(0).await;
         tokio::time::sleep(std::time::Duration::from_millis(300)).await;
         fleet.fetch_rollout(&rollout).await
     };
-    while started.elapsed().as_secs() < 5 {
-        assert_eq!(report_and_fetch().await["totals"]["asked"], 1, "after {:?}", started.elapsed());
+    while requested.elapsed().as_secs() < 5 {
+        assert_eq!(report_and_fetch().await["totals"]["asked"], 1, "after {:?}", requested.elapsed());
     }
     // The host has finished but is not healthy yet: its last report still counts.
     let mut beat = heartbeat_of(&fleet.guests[0]);
@@ -231,19 +231,20 @@ async fn applying_host_counts_as_silent_only_after_its_deadline() {
     tokio::time::sleep(std::time::Duration::from_millis(1000)).await;
     assert_eq!(fleet.fetch_rollout(&rollout).await["totals"]["asked"], 1);
     while fleet.fetch_rollout(&rollout).await["totals"]["failed"] == 0 {
-        assert!(started.elapsed().as_secs() < 30, "the platform never gave up on the host");
+        assert!(started.elapsed().as_secs() < 60, "the platform never gave up on the host");
         report_and_fetch().await;
     }
-    assert!(started.elapsed().as_secs() >= 11, "after {:?}", started.elapsed());
+    // The total deadline is six times the silence timeout.
+    assert!(started.elapsed().as_secs() >= 18, "after {:?}", started.elapsed());
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn paused_rollout_suspends_deadlines() {
-    let fleet = Fleet::start(1, &[("ROLLOUT_SILENCE_SECONDS", "3")]).await;
+    let fleet = Fleet::start(1, &[("ROLLOUT_SILENCE_SECONDS", "6")]).await;
     let rollout = fleet.deploy(&json!({})).await;
     fleet.wait_until_requested(0).await;
     assert_eq!(fleet.post_action(&rollout, "pause").await.body["state"], "paused");
-    tokio::time::sleep(std::time::Duration::from_secs(4)).await;
+    tokio::time::sleep(std::time::Duration::from_secs(7)).await;
     assert_eq!(fleet.fetch_rollout(&rollout).await["totals"]["asked"], 1);
     assert_eq!(fleet.post_action(&rollout, "resume").await.body["state"], "running");
     tokio::time::sleep(std::time::Duration::from_millis(1500)).await;
@@ -255,18 +256,16 @@ async fn paused_rollout_suspends_deadlines() {
 #[tokio::test(flavor = "multi_thread")]
 async fn host_receives_the_id_of_the_update_request() {
     let fleet = Fleet::start(1, &[]).await;
-    let idle =
-        fleet.stack.send_heartbeat(&fleet.process, &fleet.guests[0], &heartbeat_of(&fleet.guests[0])).await;
-    assert_eq!(idle.body["desiredRequestId"], Value::Null);
+    let send_heartbeat = async || {
+        let guest = &fleet.guests[0];
+        fleet.stack.send_heartbeat(&fleet.process, guest, &heartbeat_of(guest)).await.body
+    };
+    assert_eq!(send_heartbeat().await["desiredRequestId"], Value::Null);
     let mut previous_id = Value::Null;
     for _ in 0..2 {
         let rollout = fleet.deploy(&json!({})).await;
         fleet.wait_until_requested(0).await;
-        let body = fleet
-            .stack
-            .send_heartbeat(&fleet.process, &fleet.guests[0], &heartbeat_of(&fleet.guests[0]))
-            .await
-            .body;
+        let body = send_heartbeat().await;
         assert_eq!(body["desiredRequestId"], rollout["requestId"]);
         assert_ne!(body["desiredRequestId"], previous_id, "a repeated rollout is a new request");
         previous_id = body["desiredRequestId"].clone();
@@ -356,7 +355,9 @@ async fn rollout_rejects_bundles_that_hosts_would_reject() {
     assert!(unsigned.body["detail"].as_str().unwrap().contains("without a signed manifest"), "{unsigned:?}");
     unsigned.assert_problem(409, "conflict");
     publish(&fleet.stack, "v3", "2026-01-02T03:04:05.000Z");
-    deploy(json!({"imageVersion": "v3"})).await.assert_problem(409, "conflict");
+    let expired = deploy(json!({"imageVersion": "v3"})).await;
+    assert!(expired.body["detail"].as_str().unwrap().contains("the manifest expired at"), "{expired:?}");
+    expired.assert_problem(409, "conflict");
     deploy(json!({"imageVersion": NEXT_VERSION, "handles": ["unknown"]}))
         .await
         .assert_problem(404, "machine_not_found");

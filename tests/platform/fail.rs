@@ -2,9 +2,9 @@
 //! again.
 
 use reqwest::Method;
-use serde_json::{Value, json};
+use serde_json::json;
 
-use super::stack::{SECRET, Stack, provision_body};
+use super::stack::{Stack, heartbeat_of, provision_body};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn fail_takes_a_machine_out_of_service_and_keeps_its_server() {
@@ -21,7 +21,7 @@ async fn fail_takes_a_machine_out_of_service_and_keeps_its_server() {
     // A repeated request changes nothing, not even the reason, and a heartbeat does not return the machine to service.
     let again = stack.post(&process, &path, &json!({"reason": "again"})).await;
     assert_eq!((again.status, &again.body["failure"]), (200, &failure));
-    stack.send_heartbeat(&process, &guest, &super::stack::heartbeat_of(&guest)).await;
+    stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     assert_eq!(stack.status(&process, &guest.machine).await, "failed");
     let client = stack.database.connect().await.unwrap();
     let audit = client
@@ -52,6 +52,8 @@ async fn fail_ends_the_open_operation_or_is_refused() {
     let late = stack.register(&process, &guest).await;
     late.assert_problem(409, "invalid_state");
 
+    let unknown = format!("/vps/{}/fail", uuid::Uuid::now_v7());
+    stack.post(&process, &unknown, &json!({"reason": "r"})).await.assert_problem(404, "machine_not_found");
     stack.delete(&process, &format!("/vps/{machine}")).await;
     stack.post(&process, &path, &json!({"reason": "r"})).await.assert_problem(404, "machine_not_found");
 }
@@ -83,7 +85,7 @@ async fn failed_slot_is_provisioned_with_another_server() {
     assert_eq!((&old["replacedBy"], old["retiredAt"].is_null()), (&json!(machine), false));
     assert_eq!(stack.provider.call_count("DELETE", "/servers/"), 1);
     stack.assert_only_server(machine);
-    let superseded = stack.send_heartbeat(&process, &guest, &super::stack::heartbeat_of(&guest)).await;
+    let superseded = stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     assert_eq!(superseded.body["superseded"], true);
 }
 
@@ -112,7 +114,4 @@ async fn deleted_slot_restarts_from_its_snapshot_or_empty() {
     stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     let again = stack.post(&process, "/vps/provision", &provision_body("user_3")).await;
     again.assert_problem(409, "snapshot_unusable");
-    let body: Value = json!({"reason": "r"});
-    let request = stack.request(&process, Method::POST, &format!("/vps/{}/fail", uuid::Uuid::now_v7()));
-    stack.send(request.bearer_auth(SECRET).json(&body)).await.assert_problem(404, "machine_not_found");
 }
