@@ -1,6 +1,7 @@
 //! The confirmations that are required before a customer is added: the quoted cost and the customer's consent.
 
 use futures_util::future::join_all;
+use kit::provider::{Fault, FaultRule};
 use reqwest::Method;
 use serde_json::{Value, json};
 
@@ -25,6 +26,12 @@ async fn list_audited_confirmations(stack: &Stack) -> Vec<(String, Value)> {
         "SELECT actor, (after->'confirmed')::text FROM operator_audit WHERE action = 'provision' ORDER BY at";
     let rows = client.query(sql, &[]).await.unwrap();
     rows.iter().map(|row| (row.get(0), serde_json::from_str(row.get(1)).unwrap())).collect()
+}
+
+/// Makes the provider respond to each request for prices with an error.
+fn fail_price_requests(stack: &Stack) {
+    let down = Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
+    stack.provider.add_fault(FaultRule::times(1000, "GET", "/pricing", down));
 }
 
 async fn count_machines(stack: &Stack, process: &Process) -> usize {
@@ -207,12 +214,10 @@ async fn missing_confirmations_are_accepted_and_recorded_by_default() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn cost_cannot_be_confirmed_while_prices_are_unknown() {
-    use kit::provider::{Fault, FaultRule};
     let stack = Stack::start().await;
     let process = stack.start_platform();
     stack.subscribe(&process, "user_1").await;
-    let down = Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
-    stack.provider.add_fault(FaultRule::times(1000, "GET", "/pricing", down));
+    fail_price_requests(&stack);
     let refused = stack.post(&process, PROVISION, &confirmed_body("user_1", COST)).await;
     refused.assert_problem(503, "unavailable");
     assert!(refused.headers.contains_key("retry-after"));
@@ -224,11 +229,9 @@ async fn cost_cannot_be_confirmed_while_prices_are_unknown() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn quote_that_needs_no_confirmation_does_not_need_prices() {
-    use kit::provider::{Fault, FaultRule};
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let down = Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
-    stack.provider.add_fault(FaultRule::times(1000, "GET", "/pricing", down));
+    fail_price_requests(&stack);
     let preview = json!({"idpUserId": "user_2", "handle": "bob", "kind": "preview"});
     let quote = stack.post(&process, QUOTE, &preview).await;
     assert_eq!(quote.status, 200, "{quote:?}");
