@@ -15,7 +15,7 @@ fn string_field(response: &Value, name: &str) -> String {
     response[name].as_str().unwrap_or_else(|| panic!("no {name}: {response}")).to_owned()
 }
 
-fn power_state(stack: &Stack, machine: &str) -> Option<Power> {
+pub fn power_state(stack: &Stack, machine: &str) -> Option<Power> {
     stack.provider.server_by_name(&format!("svc-{machine}")).map(|server| server.status)
 }
 
@@ -25,7 +25,7 @@ async fn recover(stack: &Stack, process: &Process, body: &Value) -> Value {
     response.body
 }
 
-async fn fetch_record(stack: &Stack, process: &Process, machine: &str) -> Value {
+pub async fn fetch_record(stack: &Stack, process: &Process, machine: &str) -> Value {
     stack.get(process, &format!("/vps/{machine}")).await.body
 }
 

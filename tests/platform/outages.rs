@@ -7,7 +7,7 @@ use reqwest::Method;
 use super::stack::{SECRET, Stack, provision_body};
 
 /// Starts a database server that a test can kill.
-async fn start_database_server() -> PgServer {
+pub async fn start_database_server() -> PgServer {
     let binaries = tokio::task::spawn_blocking(|| PgBinaries::locate_or_fetch(&kit::fetch::target_dir()));
     let server = PgServer::start(&binaries.await.unwrap().unwrap(), PgOptions::default()).await.unwrap();
     server.create_database("svc").await.unwrap();
