@@ -35,10 +35,14 @@ async fn responses_are_sanitized_and_requests_audited() {
             })
             .await
     };
-    let entry = |name: &str| json!({"name": name, "kind": "file", "sizeBytes": 3, "mode": "0644", "modifiedAt": "2026-01-02T03:04:05.678Z"});
+    let entry = |name: &str| {
+        json!({"name": name, "kind": "file", "sizeBytes": 3, "mode": "0644",
+            "modifiedAt": "2026-01-02T03:04:05.678Z"})
+    };
     let listing = |entries: Vec<Value>| {
         json!({"path": "/home/svc/home", "snapshot": "ab", "savedAt": "2026-01-02T03:04:05.678Z",
-        "entry": {"name": "home", "kind": "directory", "modifiedAt": "2026-01-02T03:04:05.678Z"}, "entries": entries, "nextCursor": null, "secret": "x"})
+            "entry": {"name": "home", "kind": "directory", "modifiedAt": "2026-01-02T03:04:05.678Z"},
+            "entries": entries, "nextCursor": null, "secret": "x"})
     };
     set_files_response(&host, 200, &listing(vec![entry("a\u{1b}[2J")]));
     let listed = send(Method::GET, "at?path=projects", None).await;

@@ -14,8 +14,8 @@ use super::stack::{BUCKET, Process, Stack, heartbeat};
 const QUIESCE: &str = "/_svc/internal/quiesce";
 const BACKUP: &str = "/_svc/internal/backup";
 /// The log line for an accepted loss, if the slot has a snapshot.
-const LOSS_ACCEPTED: &str = "no final backup; the operator accepted the loss of data written since the newest copy, which \
-                        is the snapshot taken at 2026-01-02T03:04:05.678Z";
+const LOSS_ACCEPTED: &str = "no final backup; the operator accepted the loss of data written since the newest \
+                             copy, which is the snapshot taken at 2026-01-02T03:04:05.678Z";
 
 async fn recover(stack: &Stack, process: &Process, overrides: Value) -> Value {
     let mut body = json!({"idpUserId": "user_1"});

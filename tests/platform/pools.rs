@@ -24,7 +24,8 @@ async fn slow_reports_do_not_delay_heartbeats() {
         tokio::spawn(async move { stack.get(&process, "/vps/fleet").await.status })
     };
     let reports: Vec<_> = (0..MANY_REQUESTS).map(report).collect();
-    let waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%fleet_alarms%'";
+    let waiting = "SELECT count(*) FROM pg_stat_activity \
+                   WHERE wait_event_type = 'Lock' AND query LIKE '%fleet_alarms%'";
     let observer = stack.database.connect().await.unwrap();
     let are_blocked = || async {
         let count: i64 = observer.query_one(waiting, &[]).await.ok()?.get(0);
