@@ -35,10 +35,14 @@ async fn responses_are_sanitized_and_requests_audited() {
             })
             .await
     };
-    let entry = |name: &str| json!({"name": name, "kind": "file", "sizeBytes": 3, "mode": "0644", "modifiedAt": "2026-01-02T03:04:05.678Z"});
+    let entry = |name: &str| {
+        json!({"name": name, "kind": "file", "sizeBytes": 3, "mode": "0644",
+            "modifiedAt": "2026-01-02T03:04:05.678Z"})
+    };
     let listing = |entries: Vec<Value>| {
         json!({"path": "/home/svc/home", "snapshot": "ab", "savedAt": "2026-01-02T03:04:05.678Z",
-        "entry": {"name": "home", "kind": "directory", "modifiedAt": "2026-01-02T03:04:05.678Z"}, "entries": entries, "nextCursor": null, "secret": "x"})
+            "entry": {"name": "home", "kind": "directory", "modifiedAt": "2026-01-02T03:04:05.678Z"},
+            "entries": entries, "nextCursor": null, "secret": "x"})
     };
     set_files_response(&host, 200, &listing(vec![entry("a\u{1b}[2J")]));
     let listed = send(Method::GET, "at?path=projects", None).await;
@@ -86,7 +90,8 @@ async fn responses_are_sanitized_and_requests_audited() {
     assert_eq!((&status.body["files"], &status.body["key"]), (&json!(7), &Value::Null));
     assert_eq!(list_audit(&stack, &process, "files.status").await.len(), 1);
     set_files_response(&host, 200, &json!({"restore": null}));
-    assert_eq!(send(Method::GET, "restore", None).await.body["restore"], Value::Null);
+    let restore = send(Method::GET, "restore", None).await;
+    assert_eq!((restore.status, &restore.body), (200, &json!({"restore": null})));
 }
 
 #[tokio::test(flavor = "multi_thread")]

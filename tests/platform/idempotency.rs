@@ -88,6 +88,10 @@ async fn machines_are_listed_in_pages_and_filtered() {
     let filtered =
         stack.get(&process, "/vps?status=provisioning&handle=h-user-2&slot=primary&deleted=false").await.body;
     assert_eq!(users(&filtered), ["user_2"]);
+    for query in ["status=running", "handle=h-user-9", "slot=second", "deleted=true", "idpUserId=user_9"] {
+        let filtered = stack.get(&process, &format!("/vps?{query}")).await.body;
+        assert!(users(&filtered).is_empty(), "{query}: {filtered}");
+    }
     for query in ["status=off", "limit=0", "limit=x", "cursor=1", "colour=red", "deleted=maybe"] {
         let response = stack.get(&process, &format!("/vps?{query}")).await;
         response.assert_problem(400, "invalid_request");

@@ -15,7 +15,7 @@ fn string_field(response: &Value, name: &str) -> String {
     response[name].as_str().unwrap_or_else(|| panic!("no {name}: {response}")).to_owned()
 }
 
-fn power_state(stack: &Stack, machine: &str) -> Option<Power> {
+pub fn power_state(stack: &Stack, machine: &str) -> Option<Power> {
     stack.provider.server_by_name(&format!("svc-{machine}")).map(|server| server.status)
 }
 
@@ -25,7 +25,7 @@ async fn recover(stack: &Stack, process: &Process, body: &Value) -> Value {
     response.body
 }
 
-async fn fetch_record(stack: &Stack, process: &Process, machine: &str) -> Value {
+pub async fn fetch_record(stack: &Stack, process: &Process, machine: &str) -> Value {
     stack.get(process, &format!("/vps/{machine}")).await.body
 }
 
@@ -41,7 +41,7 @@ async fn wait_for_status(stack: &Stack, process: &Process, machine: &str, status
 /// Sends heartbeats as a host that adopts the received epoch, until the machine is running.
 async fn send_heartbeats_until_running(stack: &Stack, process: &Process, guest: &Guest) {
     let mut body = heartbeat_of(guest);
-    for _ in 0..200 {
+    for _ in 0..800 {
         let response = stack.send_heartbeat(process, guest, &body).await.body;
         body["epoch"] = response["epoch"].clone();
         if stack.status(process, &guest.machine).await == "running" {
@@ -118,7 +118,7 @@ async fn failed_boot_powers_the_old_machine_on_again() {
 #[tokio::test(flavor = "multi_thread")]
 async fn expired_registration_reinstates_the_old_machine() {
     let stack = Stack::start().await;
-    let process = stack.start_platform_with(&[("REGISTRATION_TTL_SECONDS", "1")]);
+    let process = stack.start_platform_with(&[("REGISTRATION_TTL_SECONDS", "5")]);
     let old = stack.start_machine(&process, "user_1").await;
     stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, &recovery_body()).await;
@@ -131,13 +131,13 @@ async fn expired_registration_reinstates_the_old_machine() {
 #[tokio::test(flavor = "multi_thread")]
 async fn old_server_is_deleted_only_after_its_successor_has_served() {
     let stack = Stack::start().await;
-    let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "2")]);
+    let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "5")]);
     let old = stack.start_machine(&process, "user_1").await;
     stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
     let new = stack.wait_for_guest(&process, &string_field(&recovery, "machineId")).await;
     stack.register(&process, &new).await;
-    tokio::time::sleep(std::time::Duration::from_secs(4)).await;
+    tokio::time::sleep(std::time::Duration::from_secs(7)).await;
     assert_eq!(
         power_state(&stack, &old.machine),
         Some(Power::Off),
@@ -277,7 +277,7 @@ async fn replace_first_requires_confirmation_before_data_loss() {
 #[tokio::test(flavor = "multi_thread")]
 async fn boot_progress_extends_the_registration_deadline() {
     let stack = Stack::start().await;
-    let process = stack.start_platform_with(&[("REGISTRATION_TTL_SECONDS", "3")]);
+    let process = stack.start_platform_with(&[("REGISTRATION_TTL_SECONDS", "6")]);
     let provisioned = stack.provision(&process, "user_1").await;
     let guest = stack.wait_for_guest(&process, &string_field(&provisioned, "machineId")).await;
     let report_bytes = |bytes: u64| {
@@ -286,15 +286,15 @@ async fn boot_progress_extends_the_registration_deadline() {
         let body = json!({"stage": "restore", "progress": {"bytes": bytes, "totalBytes": 100}});
         stack.send(request.bearer_auth(&guest.registration_token).json(&body))
     };
-    for bytes in 1..=6 {
+    for bytes in 1..=8 {
         assert_eq!(report_bytes(bytes).await.status, 204);
         tokio::time::sleep(std::time::Duration::from_secs(1)).await;
     }
     let booting = fetch_record(&stack, &process, &guest.machine).await;
-    assert_eq!((&booting["status"], &booting["bootProgress"]["bytes"]), (&json!("provisioning"), &json!(6)));
+    assert_eq!((&booting["status"], &booting["bootProgress"]["bytes"]), (&json!("provisioning"), &json!(8)));
     let has_failed = || async {
         // Repeating the same byte count is not progress.
-        report_bytes(6).await;
+        report_bytes(8).await;
         (stack.status(&process, &guest.machine).await == "failed").then_some(())
     };
     stack.eventually("the registration expires without progress", has_failed).await;
@@ -402,7 +402,8 @@ async fn start_machine_wrongly_marked_gone(settings: &[(&str, &str)]) -> (Stack,
 async fn server_wrongly_reported_gone_is_kept_by_a_recovery() {
     let (stack, process, old) = start_machine_wrongly_marked_gone(&[]).await;
     let recovery = recover(&stack, &process, &recovery_body()).await;
-    stack.wait_until_ended(&process, &string_field(&recovery, "operationId")).await;
+    let operation = stack.wait_until_ended(&process, &string_field(&recovery, "operationId")).await;
+    assert_eq!(operation["state"], "succeeded", "{operation}");
     assert_eq!(power_state(&stack, &old.machine), Some(Power::Off));
     let record = fetch_record(&stack, &process, &old.machine).await;
     assert_eq!(
@@ -420,7 +421,8 @@ async fn server_wrongly_reported_gone_survives_immediate_deletion() {
     let (stack, process, old) = start_machine_wrongly_marked_gone(&[]).await;
     let path = format!("/vps/{}", old.machine);
     let deleted = stack.delete(&process, &format!("{path}?now=true")).await.body;
-    stack.wait_until_ended(&process, &string_field(&deleted, "operationId")).await;
+    let operation = stack.wait_until_ended(&process, &string_field(&deleted, "operationId")).await;
+    assert_eq!(operation["state"], "succeeded", "{operation}");
     let record = fetch_record(&stack, &process, &old.machine).await;
     assert!(record["unsavedSince"].is_string(), "{record}");
     let path = format!("{path}/discard");
@@ -439,7 +441,9 @@ async fn server_wrongly_reported_gone_runs_after_power_on() {
     let on = stack.post(&process, &path, &json!({"action": "on"})).await;
     assert_eq!(on.status, 202, "{on:?}");
     send_heartbeats_until_running(&stack, &process, &old).await;
-    stack.wait_until_ended_with_heartbeats(&process, &string_field(&on.body, "operationId")).await;
+    let operation =
+        stack.wait_until_ended_with_heartbeats(&process, &string_field(&on.body, "operationId")).await;
+    assert_eq!(operation["state"], "succeeded", "{operation}");
     assert_eq!(fetch_record(&stack, &process, &old.machine).await["failure"], Value::Null);
 }
 

@@ -82,7 +82,7 @@ async fn delete_survives_a_kill_at_every_fail_point() {
         let mut first = stack.start_platform_with(&[("FAILPOINTS", &kill_at(&point))]);
         let guest = stack.start_machine(&first, "user_1").await;
         let path = format!("/vps/{}?acceptLoss=true", guest.machine);
-        let request = stack.request(&first, reqwest::Method::DELETE, &path).bearer_auth(super::stack::SECRET);
+        let request = stack.request(&first, reqwest::Method::DELETE, &path).bearer_auth(SECRET);
         let _ = request.send().await;
         first.wait_until_killed().await;
 
@@ -106,7 +106,15 @@ async fn server_removal_survives_a_kill_at_every_fail_point() {
         let request = stack.request(&first, reqwest::Method::DELETE, &path).bearer_auth(SECRET);
         let _ = request.send().await;
         first.wait_until_killed().await;
-        let _second = stack.start_platform();
+        let second = stack.start_platform();
+        let find_removal = || async {
+            let record = stack.get(&second, &format!("/vps/{}", guest.machine)).await.body;
+            let operations = record["operations"].as_array()?;
+            let removal = operations.iter().find(|operation| operation["kind"] == "remove_server")?;
+            (removal["state"] != "running").then(|| removal.clone())
+        };
+        let removal = stack.eventually("the removal ends", find_removal).await;
+        assert_eq!(removal["state"], "succeeded", "{point}: {removal}\n{}", stack.log());
         stack.assert_no_server();
     })
     .await;
@@ -177,7 +185,7 @@ async fn assert_survives_kills(kind: OperationKind, action: &'static str, power:
         assert_eq!(stack.provider.servers()[0].status, power, "{point}");
         stack.assert_only_server(&guest.machine);
     };
-    stream::iter(fail_point_names(kind)).map(run).buffer_unordered(MAX_CONCURRENT).collect::<Vec<()>>().await;
+    run_for_every_fail_point(kind, run).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -14,8 +14,8 @@ use super::stack::{BUCKET, Process, Stack, heartbeat};
 const QUIESCE: &str = "/_svc/internal/quiesce";
 const BACKUP: &str = "/_svc/internal/backup";
 /// The log line for an accepted loss, if the slot has a snapshot.
-const LOSS_ACCEPTED: &str = "no final backup; the operator accepted the loss of data written since the newest copy, which \
-                        is the snapshot taken at 2026-01-02T03:04:05.678Z";
+const LOSS_ACCEPTED: &str = "no final backup; the operator accepted the loss of data written since the newest \
+                             copy, which is the snapshot taken at 2026-01-02T03:04:05.678Z";
 
 async fn recover(stack: &Stack, process: &Process, overrides: Value) -> Value {
     let mut body = json!({"idpUserId": "user_1"});
@@ -40,6 +40,16 @@ async fn wait_for_question(stack: &Stack, process: &Process, recovery: &Value) -
 
 async fn wait_for_call(stack: &Stack, host: &FakeHost, method: &str, path: &str) {
     stack.eventually(path, || async { (host.call_count(method, path) > 0).then_some(()) }).await;
+}
+
+/// Asserts that the operation is still waiting for the final backup after it has evaluated the host's current report.
+async fn assert_no_final_backup(stack: &Stack, process: &Process, host: &FakeHost, recovery: &Value) {
+    // The second request shows that the response to the first has been evaluated.
+    let expected = host.call_count("GET", BACKUP) + 2;
+    let is_polled = || async { (host.call_count("GET", BACKUP) >= expected).then_some(()) };
+    stack.eventually("the host's backups are polled", is_polled).await;
+    let found = fetch_operation(stack, process, recovery).await;
+    assert_eq!((&found["state"], &found["step"]), (&json!("running"), &json!("last_backup")), "{found}");
 }
 
 /// Waits until the operation has succeeded. Returns the detail that its step `last_backup` logged.
@@ -69,7 +79,7 @@ fn now_text() -> String {
 #[tokio::test(flavor = "multi_thread")]
 async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     let stack = Stack::start().await;
-    let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "30")]);
+    let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "120")]);
     let old = start_host(&stack, &process).await;
     stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, json!({})).await;
@@ -87,11 +97,13 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     let mut moved = stack.pointer("user_1");
     moved["seq"] = json!(8);
     stack.write_pointer("user_1", &moved);
-    stack.store_snapshot_by("user_1", &old.guest.machine, "2026-01-02T03:04:06.678Z");
-    tokio::time::sleep(Duration::from_secs(2)).await;
-    stack.store_snapshot_by("user_1", &uuid::Uuid::now_v7().to_string(), &now_text());
-    tokio::time::sleep(Duration::from_secs(2)).await;
-    assert_eq!(fetch_operation(&stack, &process, &recovery).await["step"], "last_backup");
+    assert_no_final_backup(&stack, &process, &old, &recovery).await;
+    let (other, early, now) = (uuid::Uuid::now_v7().to_string(), "2026-01-02T03:04:06.678Z", now_text());
+    for (machine, at) in [(&old.guest.machine, early), (&other, now.as_str())] {
+        let key = stack.store_snapshot_by("user_1", machine, at);
+        old.report_backup(&key, at);
+        assert_no_final_backup(&stack, &process, &old, &recovery).await;
+    }
 
     old.store_backup(&stack, "user_1");
     assert_eq!(wait_for_backup_detail(&stack, &process, &recovery).await, "the final snapshot was taken");
@@ -327,10 +339,7 @@ async fn host_with_unregistered_key_gets_no_request() {
     client.execute("UPDATE user_machines SET tls_spki_sha256 = $1", &[&"0".repeat(64)]).await.unwrap();
     stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, json!({})).await;
-    let detail =
-        tokio::time::timeout(Duration::from_secs(30), wait_for_backup_detail(&stack, &process, &recovery))
-            .await
-            .unwrap();
+    let detail = wait_for_backup_detail(&stack, &process, &recovery).await;
     assert!(detail.starts_with("the host cannot be reached"), "{detail}");
     assert!(old.proofs.lock().unwrap().is_empty());
 }
@@ -359,9 +368,10 @@ async fn growing_dispatch_count_does_not_delay_the_operation() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn accepted_loss_limits_wait_for_host_that_never_stops() {
-    let (stack, process, _) = start_host_that_never_stops().await;
+    let (stack, process, old) = start_host_that_never_stops().await;
     let recovery = recover(&stack, &process, json!({"acceptLoss": true})).await;
     assert_eq!(wait_for_backup_detail(&stack, &process, &recovery).await, LOSS_ACCEPTED);
+    assert!(old.call_count("POST", QUIESCE) > 1, "the host was reachable");
     assert_eq!(
         list_audit(&stack, "last_backup.loss_accepted").await[0]["operationId"],
         recovery["operationId"]
@@ -422,26 +432,30 @@ fn spawn_growing_progress(old: &FakeHost, bytes: u64) -> tokio::task::JoinHandle
 #[tokio::test(flavor = "multi_thread")]
 async fn forged_snapshot_does_not_count_as_final_backup() {
     let stack = Stack::start().await;
-    let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "30")]);
+    let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "120")]);
     let old = start_host(&stack, &process).await;
     stack.store_snapshot("user_1");
     let earlier = now_text();
     old.report_backup("system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump", &earlier);
     let recovery = recover(&stack, &process, json!({})).await;
     wait_for_call(&stack, &old, "POST", BACKUP).await;
-    // This snapshot is consistent, but the machine itself does not report it.
+    // This snapshot is consistent, but the machine itself reports an earlier snapshot, and then another recent one.
     stack.store_snapshot_by("user_1", &old.guest.machine, &now_text());
-    tokio::time::sleep(Duration::from_secs(2)).await;
-    assert_eq!(fetch_operation(&stack, &process, &recovery).await["step"], "last_backup");
+    assert_no_final_backup(&stack, &process, &old, &recovery).await;
+    let later = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_mins(1));
+    old.report_backup(&format!("system/db/snapshots/{}-1.dump", later.replace(':', "-")), &later);
+    assert_no_final_backup(&stack, &process, &old, &recovery).await;
 
     // A snapshot from the future would count for every later operation on the slot.
     old.behavior.lock().unwrap().reports_backups = false;
     stack.store_snapshot_by("user_1", &old.guest.machine, "9999-01-01T00:00:00.000Z");
-    tokio::time::sleep(Duration::from_secs(2)).await;
-    assert_eq!(fetch_operation(&stack, &process, &recovery).await["step"], "last_backup");
+    assert_no_final_backup(&stack, &process, &old, &recovery).await;
 
     // The first snapshot's object does not match the pointer, and neither does the second snapshot's sidecar.
     for broken in [".dump", ".dump.json"] {
+        // The report rules the snapshot out until it has been damaged.
+        old.behavior.lock().unwrap().reports_backups = true;
+        assert_no_final_backup(&stack, &process, &old, &recovery).await;
         let key = stack.store_snapshot_by("user_1", &old.guest.machine, &now_text());
         let object = format!("user_1/primary/{key}");
         match broken {
@@ -451,9 +465,9 @@ async fn forged_snapshot_does_not_count_as_final_backup() {
         let mut pointer = stack.pointer("user_1");
         pointer["seq"] = json!(pointer["seq"].as_u64().unwrap() + 1);
         stack.write_pointer("user_1", &pointer);
+        old.behavior.lock().unwrap().reports_backups = false;
+        assert_no_final_backup(&stack, &process, &old, &recovery).await;
     }
-    tokio::time::sleep(Duration::from_secs(2)).await;
-    assert_eq!(fetch_operation(&stack, &process, &recovery).await["step"], "last_backup");
 
     old.behavior.lock().unwrap().reports_backups = true;
     old.store_backup(&stack, "user_1");

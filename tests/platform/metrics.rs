@@ -84,7 +84,7 @@ async fn metrics_require_operator_and_survive_unreadable_tables() {
         .connect()
         .await
         .unwrap()
-        .batch_execute("ALTER TABLE user_machines RENAME TO away")
+        .batch_execute("ALTER TABLE user_machines RENAME TO renamed_machines")
         .await
         .unwrap();
     let after = scrape(&stack, &process).await;

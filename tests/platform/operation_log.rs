@@ -12,8 +12,8 @@ const FILL: &str = "
     INSERT INTO handles VALUES ('user-1', 'user_1');
     INSERT INTO user_machines (machine_id, idp_user_id, slot, handle, kind, status, epoch, restore_mode, server_type,
         location, image_version, bundle_sha256, https_port, registration_token_hash, upgrade_token_hash)
-        VALUES (gen_random_uuid(), 'user_1', 'primary', 'user-1', 'customer', 'running', 1, 'empty', 'cpx22', 'nbg1', 'v1',
-        'x', 443, 'x', 'x');
+        VALUES (gen_random_uuid(), 'user_1', 'primary', 'user-1', 'customer', 'running', 1, 'empty', 'cpx22', 'nbg1',
+        'v1', 'x', 443, 'x', 'x');
     INSERT INTO operations (operation_id, machine_id, kind, state, step)
         SELECT gen_random_uuid(), machine_id, 'delete', 'running', 'last_backup' FROM user_machines;
     INSERT INTO operation_log (operation_id, step, outcome, at)

@@ -241,7 +241,9 @@ async fn last_use_costs_one_write_for_many_requests() {
     assert_eq!(who_am_i(&stack, &process, &token).await.status, 200);
     let first = row_version().await;
     assert!(first.1);
-    join_all((0..20).map(|_| who_am_i(&stack, &process, &token))).await;
+    for me in join_all((0..20).map(|_| who_am_i(&stack, &process, &token))).await {
+        assert_eq!(me.status, 200, "{me:?}");
+    }
     assert_eq!(row_version().await, first);
     client.execute("UPDATE operators SET last_used_at = now() - interval '6 minutes'", &[]).await.unwrap();
     let old = row_version().await;

@@ -7,7 +7,7 @@ use reqwest::Method;
 use super::stack::{SECRET, Stack, provision_body};
 
 /// Starts a database server that a test can kill.
-async fn start_database_server() -> PgServer {
+pub async fn start_database_server() -> PgServer {
     let binaries = tokio::task::spawn_blocking(|| PgBinaries::locate_or_fetch(&kit::fetch::target_dir()));
     let server = PgServer::start(&binaries.await.unwrap().unwrap(), PgOptions::default()).await.unwrap();
     server.create_database("svc").await.unwrap();
@@ -72,8 +72,9 @@ async fn platform_reports_and_survives_database_outage() {
 #[tokio::test(flavor = "multi_thread")]
 async fn store_outage_stops_control_plane_but_not_the_router() {
     let stack = Stack::start().await;
+    // The delay gives the test time to take the store down before the fence is written.
     let process =
-        stack.start_platform_with(&[("FAILPOINTS", "operations.provision.fence.before=1*sleep(1500)")]);
+        stack.start_platform_with(&[("FAILPOINTS", "operations.provision.fence.before=1*sleep(3000)")]);
     stack.subscribe(&process, "user_1").await;
     stack.wait_for_routes(&process).await;
     let provisioned = stack.post(&process, "/vps/provision", &provision_body("user_1")).await.body;
@@ -84,7 +85,13 @@ async fn store_outage_stops_control_plane_but_not_the_router() {
         (ready.status, &ready.body["database"], &ready.body["store"]),
         (503, &"ok".into(), &"failing".into())
     );
-    tokio::time::sleep(std::time::Duration::from_millis(2000)).await;
+    let path = format!("/vps/operations/{}", provisioned["operationId"].as_str().unwrap());
+    let has_failed = || async {
+        let operation = stack.get(&process, &path).await.body;
+        let mut lines = operation["log"].as_array()?.iter();
+        lines.any(|line| line["step"] == "fence" && line["outcome"] == "retry").then_some(())
+    };
+    stack.eventually("the fence is retried", has_failed).await;
     assert!(stack.provider.servers().is_empty(), "no server exists before its fence");
     stack.store.bring_up().unwrap();
     let operation = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;

@@ -24,7 +24,8 @@ async fn recover_with_two_snapshots(stack: &Stack, process: &Process) -> [String
     let older = key(stack.store_snapshot_at("user_1", "2026-01-01T00:00:00.000Z"));
     let newer = key(stack.store_snapshot("user_1"));
     let response = stack.post(process, "/vps/recover", &slot_body()).await;
-    stack.wait_until_ended(process, response.body["operationId"].as_str().unwrap()).await;
+    let operation = stack.wait_until_ended(process, response.body["operationId"].as_str().unwrap()).await;
+    assert_eq!(operation["state"], "succeeded", "{operation}");
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 2);
     [newer, older]
 }
@@ -326,7 +327,7 @@ async fn rebuild_skips_invalid_pointer_log_entries() {
     for ahead in [600_000, 1_500_000] {
         stack.store.write(BUCKET, &log_entry_key(seq + ahead), "{}");
     }
-    assert_ne!(stack.post(&process, "/vps/recover", &slot_body()).await.status, 202);
+    stack.post(&process, "/vps/recover", &slot_body()).await.assert_problem(409, "snapshot_unusable");
     let rebuilt = stack.post(&process, REBUILD, &slot_body()).await;
     assert_eq!(
         (rebuilt.status, &rebuilt.body["pointer"]["snapshot"]["key"]),

@@ -157,7 +157,7 @@ async fn machine_powered_on_at_provider_is_detected_by_heartbeat() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn reboot_ends_with_a_heartbeat_or_reports_silence() {
-    let (stack, process, guest) = start_with_machine(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
+    let (stack, process, guest) = start_with_machine(&[("RESIZE_HEALTH_SECONDS", "6")]).await;
     let ended = run_action(&stack, &process, &guest, "reboot").await;
     assert_eq!((&ended["kind"], &ended["state"]), (&json!("reboot"), &json!("succeeded")), "{ended}");
     assert_eq!((count_actions(&stack, "reboot"), power_state(&stack)), (1, Power::Running));
@@ -178,6 +178,7 @@ async fn reboot_ends_with_a_heartbeat_or_reports_silence() {
     };
     let ended = stack.eventually("the reboot fails", ended).await;
     assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("failed"), &json!("host_silent")), "{ended}");
+    assert_eq!(count_actions(&stack, "reboot"), 3, "the lost request and its retry");
     assert_eq!(fetch_record(&stack, &process, &guest).await["status"], "running");
 }
 
@@ -257,6 +258,8 @@ async fn heartbeats_of_a_powered_off_machine_cost_few_calls() {
     let before = lookups();
     let mut late = heartbeat_of(&guest);
     late["epoch"] = json!(0);
-    stack.send_heartbeat(&process, &guest, &late).await;
+    assert_eq!(stack.send_heartbeat(&process, &guest, &late).await.status, 200);
     assert_eq!(lookups(), before);
+    stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
+    assert_eq!(lookups(), before + 1);
 }

@@ -3,20 +3,13 @@
 use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
 
+use super::kept_servers::{fetch_record, power_state};
 use super::stack::{Guest, Process, Stack, heartbeat_of};
-
-fn power_state(stack: &Stack, machine: &str) -> Option<Power> {
-    stack.provider.server_by_name(&format!("svc-{machine}")).map(|server| server.status)
-}
 
 async fn wait_until_deleted(stack: &Stack, machine: &str) {
     stack
         .eventually("the server is deleted", || async { power_state(stack, machine).is_none().then_some(()) })
         .await;
-}
-
-async fn fetch_record(stack: &Stack, process: &Process, machine: &str) -> Value {
-    stack.get(process, &format!("/vps/{machine}")).await.body
 }
 
 async fn recover(stack: &Stack, process: &Process) -> Guest {

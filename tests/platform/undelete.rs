@@ -7,17 +7,10 @@ use kit::provider::Power;
 use serde_json::{Value, json};
 
 use super::fake_host::{FakeHost, start_host};
+use super::kept_servers::{fetch_record, power_state};
 use super::stack::{Process, Stack, heartbeat_of, provision_body};
 
 const BACKUP: &str = "/_svc/internal/backup";
-
-fn power_state(stack: &Stack, machine: &str) -> Option<Power> {
-    stack.provider.server_by_name(&format!("svc-{machine}")).map(|server| server.status)
-}
-
-async fn fetch_record(stack: &Stack, process: &Process, machine: &str) -> Value {
-    stack.get(process, &format!("/vps/{machine}")).await.body
-}
 
 /// Waits until the final backup is requested, and stores it.
 async fn store_requested_backup(stack: &Stack, old: &FakeHost) {

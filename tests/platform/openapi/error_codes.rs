@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use svc::http::openapi::Operation;
 
 use super::super::fake_host;
+use super::super::outages::start_database_server;
 use super::super::stack::{BUCKET, Process, SECRET, Stack, provision_body};
 use super::{TestPlatform, assert_rejects_invalid_ids, operations};
 use crate::contract::{ApiUnderTest, assert_rejects_invalid_requests, valid_call};
@@ -57,7 +58,7 @@ impl RejectionTester<'_> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_documented_error_code_is_triggered() {
-    let database = super::start_own_database().await;
+    let database = start_database_server().await;
     let platform = TestPlatform::start(&[("PLATFORM_DATABASE_URL", &database.url("svc"))]).await;
     for operation in operations() {
         assert_rejects_invalid_requests(&platform, operation).await;

@@ -5,7 +5,6 @@
 
 mod error_codes;
 
-use kit::pg::{PgBinaries, PgOptions, PgServer};
 use reqwest::{Method, RequestBuilder};
 use serde_json::{Value, json};
 use svc::http::openapi::Operation;
@@ -14,6 +13,7 @@ use svc::platform::openapi::document;
 use svc::wire::operator::Scope;
 
 use super::deploy;
+use super::outages::start_database_server;
 use super::stack::{ApiResponse, BUCKET, DIGEST, Guest, Process, SECRET, Stack};
 use crate::contract::{
     self, ApiUnderTest, Contract, WrongCredential, assert_rejects_invalid_requests, valid_call,
@@ -279,17 +279,9 @@ async fn assert_rejects_invalid_ids(platform: &TestPlatform, operation: &Operati
     }
 }
 
-/// Starts a separate database server, which the test may kill.
-async fn start_own_database() -> PgServer {
-    let binaries = tokio::task::spawn_blocking(|| PgBinaries::locate_or_fetch(&kit::fetch::target_dir()));
-    let server = PgServer::start(&binaries.await.unwrap().unwrap(), PgOptions::default()).await.unwrap();
-    server.create_database("svc").await.unwrap();
-    server
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn database_outage_is_reported_by_every_route_that_needs_it() {
-    let server = start_own_database().await;
+    let server = start_database_server().await;
     let platform = TestPlatform::start(&[("PLATFORM_DATABASE_URL", &server.url("svc"))]).await;
     server.kill9().await.unwrap();
     assert_reports_database_outage(&platform).await;
