@@ -182,12 +182,8 @@ async fn resize_succeeds_after_a_long_account_block() {
 async fn resize_fails_without_a_later_heartbeat() {
     let (stack, process, guest) = start_with_settings(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
     let response = resize(&stack, &process, &guest.machine, "cpx32").await;
-    let path = format!("/vps/operations/{}", response.body["operationId"].as_str().unwrap());
-    let has_ended = || async {
-        let found = stack.get(&process, &path).await.body;
-        (found["state"] != "running").then_some(found)
-    };
-    let ended = stack.eventually("the operation ends", has_ended).await;
+    let operation = response.body["operationId"].as_str().unwrap();
+    let ended = stack.wait_until_ended_without_hosts(&process, operation).await;
     assert_eq!(ended["state"], "failed", "{ended}");
     let failure = fetch_record(&stack, &process, &guest).await["failure"].clone();
     assert_eq!((&failure["cause"], &failure["stage"]), (&json!("resize"), &json!("await_health")));

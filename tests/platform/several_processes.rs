@@ -54,8 +54,7 @@ async fn concurrent_first_starts_create_one_key_per_purpose() {
         started.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
     for process in &processes {
-        let is_ready = || async { (stack.get(process, "/readyz").await.status == 200).then_some(()) };
-        stack.eventually("the routes are loaded", is_ready).await;
+        stack.wait_for_routes(process).await;
     }
     let client = empty.connect().await.unwrap();
     let keys = client.query("SELECT purpose FROM signing_keys ORDER BY purpose", &[]).await.unwrap();
