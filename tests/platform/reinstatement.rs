@@ -111,6 +111,9 @@ async fn discard_ends_an_abandoned_removal() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let old = abandon_removal(&stack, &process).await;
+    // The reconciler runs every second.
+    tokio::time::sleep(std::time::Duration::from_secs(3)).await;
+    assert!(stack.power_state(&old.machine).is_some(), "the abandoned removal was repeated");
     let discarded = stack.post(&process, &format!("/vps/{}/discard", old.machine), &json!({})).await;
     assert_eq!(discarded.status, 202, "{discarded:?}");
     stack.wait_for_server_deletion(&old.machine).await;

@@ -165,7 +165,7 @@ async fn impossible_resize_is_refused_and_changes_nothing() {
     stack.set_slot(&process, &slot("max", "active")).await;
 
     let broken = || Fault::Status { status: 500, code: "server_error".to_owned(), reset_in_seconds: None };
-    stack.provider.add_fault(FaultRule::times(9, "GET", "/server_types", broken()));
+    stack.provider.add_fault(FaultRule::times(1000, "GET", "/server_types", broken()));
     assert_refused(resize(&stack, &process, &guest.machine, "cpx32").await, 502, "provisioning_error");
     // A type that no plan includes is rejected without a call to the provider.
     assert_refused(resize(&stack, &process, &guest.machine, "cpx42").await, 403, "server_type_not_allowed");

@@ -326,7 +326,7 @@ async fn registration_of_another_machine_is_ignored() {
     let guest =
         platform.stack.wait_for_guest(platform.process(), &string_field(&provisioned, "machineId")).await;
     let foreign = registration("00000000-0000-7000-8000-000000000000", 1);
-    platform.send_heartbeat(&guest, 1, foreign).await;
+    assert_eq!(platform.send_heartbeat(&guest, 1, foreign).await["superseded"], false);
     assert_eq!(platform.fetch_record(&guest.machine).await["status"], "provisioning");
     platform.stack.delete(platform.process(), &format!("/vps/{}", guest.machine)).await;
     platform.stack.assert_no_server();

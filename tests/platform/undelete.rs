@@ -207,5 +207,7 @@ async fn deletion_of_an_unregistered_machine_offers_no_undelete() {
     let path = format!("/vps/{}", provisioned["machineId"].as_str().unwrap());
     let deleted = stack.delete(&process, &path).await;
     assert_eq!((deleted.status, &deleted.body["undeleteUntil"]), (202, &Value::Null), "{deleted:?}");
-    assert_ne!(stack.post(&process, &format!("{path}/undelete"), &json!({})).await.status, 202);
+    let refused = stack.post(&process, &format!("{path}/undelete"), &json!({})).await;
+    refused.assert_problem(409, "invalid_state");
+    assert!(refused.body["detail"].as_str().unwrap().contains("never served traffic"), "{refused:?}");
 }
