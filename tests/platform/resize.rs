@@ -40,6 +40,8 @@ async fn resize_changes_only_the_type() {
     let guest = stack.start_machine(&process, "user_1").await;
     let before = stack.provider.servers().remove(0);
 
+    // A slow response to the type change delays the power-on until the heartbeat below has been received.
+    stack.provider.add_fault(FaultRule::once("POST", "change_type", Fault::SlowReply { ms: 2000 }));
     let response = resize(&stack, &process, &guest.machine, "cpx32").await;
     assert_eq!(response.status, 202, "{response:?}");
     let operation = response.body["operationId"].as_str().unwrap().to_owned();

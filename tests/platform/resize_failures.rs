@@ -291,8 +291,11 @@ async fn resize_cancelled_by_fail_powers_server_on() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn overdue_resize_powers_server_on() {
-    let settings = [("RESIZE_CHANGE_SECONDS", "600"), ("OPERATION_LIMIT_SECONDS", "4")];
+    let settings = [("RESIZE_CHANGE_SECONDS", "7200"), ("OPERATION_LIMIT_SECONDS", "1800")];
     let (stack, process, guest, operation) = start_stuck_resize(&settings).await;
+    let client = stack.database.connect().await.unwrap();
+    let age = "UPDATE operations SET created_at = created_at - interval '1 hour' WHERE kind = 'resize'";
+    assert_eq!(client.execute(age, &[]).await.unwrap(), 1);
     let path = format!("/vps/operations/{operation}");
     let has_failed = || async { (stack.get(&process, &path).await.body["state"] == "failed").then_some(()) };
     stack.eventually("the reconciler ends the operation", has_failed).await;

@@ -102,7 +102,7 @@ async fn process_paused_beyond_its_lease_writes_nothing() {
     stack.provider.add_fault(kit::provider::FaultRule::once(
         "POST",
         "/servers",
-        kit::provider::Fault::SlowReply { ms: 1500 },
+        kit::provider::Fault::SlowReply { ms: 3000 },
     ));
     let provisioned = stack.provision(&paused, "user_1").await;
     let is_created = || async { (!stack.provider.servers().is_empty()).then_some(()) };

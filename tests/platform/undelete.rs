@@ -114,17 +114,21 @@ async fn deletion_without_backup_waits_and_can_be_abandoned() {
 async fn grace_period_starts_with_the_power_off() {
     let stack = Stack::start().await;
     let process =
-        stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1"), ("DELETE_GRACE_SECONDS", "6")]);
+        stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1"), ("DELETE_GRACE_SECONDS", "600")]);
     let old = start_host(&stack, &process).await;
     let machine = old.guest.machine.clone();
     let deleted = stack.delete(&process, &format!("/vps/{machine}")).await.body;
     wait_until_ended(&stack, &process, &deleted["operationId"]).await;
-    tokio::time::sleep(Duration::from_secs(7)).await;
+    // The deletion has been waiting for longer than the grace period.
+    let client = stack.database.connect().await.unwrap();
+    let age = "UPDATE user_machines SET deleted_at = deleted_at - interval '1 hour'";
+    assert_eq!(client.execute(age, &[]).await.unwrap(), 1);
     let path = format!("/vps/operations/{}/continue", deleted["operationId"].as_str().unwrap());
     assert_eq!(stack.post(&process, &path, &json!({"acceptLoss": true})).await.status, 200);
     wait_until_off(&stack, &machine).await;
     wait_until_ended(&stack, &process, &deleted["operationId"]).await;
-    tokio::time::sleep(Duration::from_secs(2)).await;
+    // The reconciler runs every second.
+    tokio::time::sleep(Duration::from_secs(3)).await;
     assert!(stack.power_state(&machine).is_some(), "the server must be kept until the grace period ends");
     let back = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
     assert_eq!(back.status, 202, "{back:?}");
