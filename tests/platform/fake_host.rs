@@ -17,6 +17,8 @@ use tokio_util::sync::CancellationToken;
 
 use super::stack::{Guest, Process, Stack, heartbeat, registration};
 
+const BACKUP: &str = "/_svc/internal/backup";
+
 /// The fake host's behavior.
 pub struct FakeHostBehavior {
     /// Whether its release supports quiescing.
@@ -66,6 +68,12 @@ impl FakeHost {
         proofs.iter().filter(matches).count()
     }
 
+    /// Waits until the platform has requested a backup.
+    pub async fn wait_for_backup_request(&self, stack: &Stack) {
+        let is_requested = || async { (self.call_count("POST", BACKUP) > 0).then_some(()) };
+        stack.eventually("a backup is requested", is_requested).await;
+    }
+
     /// Stores a snapshot and reports it. Returns its time.
     pub fn store_backup(&self, stack: &Stack, user: &str) -> String {
         let at = svc::clock::rfc3339_ms(jiff::Timestamp::now());
@@ -99,13 +107,9 @@ fn respond(behavior: &mut FakeHostBehavior, method: &str, path: &str) -> Respons
             )
             .into_response()
         }
-        ("POST", "/_svc/internal/backup") => {
-            (StatusCode::ACCEPTED, axum::Json(json!({"requestedAt": now}))).into_response()
-        }
-        ("GET", "/_svc/internal/backup") if !behavior.reports_backups => {
-            StatusCode::NOT_FOUND.into_response()
-        }
-        ("GET", "/_svc/internal/backup") => axum::Json(behavior.progress.clone()).into_response(),
+        ("POST", BACKUP) => (StatusCode::ACCEPTED, axum::Json(json!({"requestedAt": now}))).into_response(),
+        ("GET", BACKUP) if !behavior.reports_backups => StatusCode::NOT_FOUND.into_response(),
+        ("GET", BACKUP) => axum::Json(behavior.progress.clone()).into_response(),
         ("GET", "/api/usage") => behavior.usage.clone().into_response(),
         (_, path) if path.starts_with("/api/files/") => behavior.files.clone().into_response(),
         _ => (StatusCode::ACCEPTED, axum::Json(json!({}))).into_response(),

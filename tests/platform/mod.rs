@@ -28,6 +28,7 @@ mod kept_servers;
 mod key_rotation;
 mod kills;
 mod last_backup;
+mod machine_state;
 mod metrics;
 mod openapi;
 mod operation_deadlines;

@@ -2,16 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use reqwest::Method;
 use serde_json::{Value, json};
 use svc::config::parse_env_file;
 
-use super::stack::{BUCKET, DIGEST, SECRET, Stack, provision_body};
-
-async fn set_slot(stack: &Stack, process: &super::stack::Process, body: Value) {
-    let request = stack.request(process, Method::PUT, "/vps/slots").bearer_auth(SECRET).json(&body);
-    assert_eq!(stack.send(request).await.status, 200);
-}
+use super::stack::{BUCKET, DIGEST, Stack, provision_body};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn provisioning_requires_subscription_and_matching_plan() {
@@ -22,17 +16,14 @@ async fn provisioning_requires_subscription_and_matching_plan() {
         async move { stack.post(process, "/vps/provision", &body).await }
     };
     provision(provision_body("user_1")).await.assert_problem(402, "subscription_required");
-    set_slot(
-        &stack,
-        &process,
-        json!({"idpUserId": "user_1", "slot": "second", "plan": "max", "status": "active"}),
-    )
-    .await;
+    let second = json!({"idpUserId": "user_1", "slot": "second", "plan": "max", "status": "active"});
+    stack.set_slot(&process, &second).await;
     provision(provision_body("user_1")).await.assert_problem(402, "subscription_required");
     let ended = json!({"idpUserId": "user_1", "plan": "builder", "status": "active", "currentPeriodEnd": "2020-01-01T00:00:00Z"});
-    set_slot(&stack, &process, ended).await;
+    stack.set_slot(&process, &ended).await;
     provision(provision_body("user_1")).await.assert_problem(402, "subscription_required");
-    set_slot(&stack, &process, json!({"idpUserId": "user_1", "plan": "builder", "status": "active"})).await;
+    let builder = json!({"idpUserId": "user_1", "plan": "builder", "status": "active"});
+    stack.set_slot(&process, &builder).await;
     let mut large = provision_body("user_1");
     large["serverType"] = json!("cpx52");
     provision(large).await.assert_problem(403, "server_type_not_allowed");
@@ -47,7 +38,8 @@ async fn provisioning_requires_subscription_and_matching_plan() {
     assert_eq!(first.status, 202, "{first:?}");
     let again = provision(provision_body("user_1")).await;
     assert_eq!((again.status, &again.body["machineId"]), (200, &first.body["machineId"]));
-    set_slot(&stack, &process, json!({"idpUserId": "user_2", "plan": "starter", "status": "active"})).await;
+    let starter = json!({"idpUserId": "user_2", "plan": "starter", "status": "active"});
+    stack.set_slot(&process, &starter).await;
     let taken = json!({"idpUserId": "user_2", "handle": "h-user-1"});
     provision(taken).await.assert_problem(409, "handle_taken");
 }

@@ -98,7 +98,7 @@ fn fill_sql() -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn fleet_reads_operations_and_backups_in_bulk() {
+async fn fleet_report_does_not_scan_ended_operations() {
     let database = FilledDatabase::start().await;
     let (operations, read) =
         (database.count_rows_read("operations").await, database.count_rows_read("user_machines").await);

@@ -178,7 +178,7 @@ async fn find_unknown_servers_alarm(stack: &Stack, process: &Process) -> Option<
 #[tokio::test(flavor = "multi_thread")]
 async fn released_server_is_deleted_after_its_grace_period() {
     let stack = Stack::start().await;
-    let process = stack.start_platform_with(&[("ORPHAN_GRACE_SECONDS", "6")]);
+    let process = stack.start_platform_with(&[("ORPHAN_GRACE_SECONDS", "600")]);
     let labels = json!({"svc-machine": uuid::Uuid::now_v7().to_string(), "svc-installation": fetch_installation_id(&stack).await});
     create_foreign_server(&stack, "known", &labels).await;
     let raised =
@@ -207,9 +207,11 @@ async fn released_server_is_deleted_after_its_grace_period() {
         stack.provider.server_by_name("known").is_some(),
         "the released server was deleted before its grace period ended"
     );
+    let past = "UPDATE unknown_servers SET first_seen = first_seen - interval '1 hour'";
+    assert_eq!(client.execute(past, &[]).await.unwrap(), 2);
     let is_deleted = || async { stack.provider.server_by_name("known").is_none().then_some(()) };
     stack.eventually("the released server is deleted", is_deleted).await;
-    tokio::time::sleep(Duration::from_secs(7)).await;
+    wait_for_listings(&stack, 3).await;
     assert!(
         stack.provider.server_by_name("later").is_some(),
         "the later server was deleted without a release"
@@ -312,11 +314,12 @@ async fn deletion_is_retried_until_the_provider_completes_it() {
     let process = stack.start_platform_with(&[("OPERATION_DEADLINE_SECONDS", "2")]);
     let guest = stack.start_machine(&process, "user_1").await;
     let down = Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
-    stack.provider.add_fault(FaultRule::times(4, "DELETE", "/servers", down));
+    // More failures than the provider adapter's own retries, so that the operation must retry its step.
+    stack.provider.add_fault(FaultRule::times(8, "DELETE", "/servers", down));
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
     let ended = stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
-    stack.assert_no_server();
+    stack.wait_for_server_deletion(&guest.machine).await;
     assert!(stack.provider.pending_faults().is_empty());
 }
 

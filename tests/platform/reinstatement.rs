@@ -3,14 +3,7 @@
 use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
 
-use super::kept_servers::{fetch_record, power_state};
-use super::stack::{Guest, Process, Stack, heartbeat_of};
-
-async fn wait_until_deleted(stack: &Stack, machine: &str) {
-    stack
-        .eventually("the server is deleted", || async { power_state(stack, machine).is_none().then_some(()) })
-        .await;
-}
+use super::stack::{Guest, Process, Stack};
 
 async fn recover(stack: &Stack, process: &Process) -> Guest {
     let body = json!({"idpUserId": "user_1", "acceptLoss": true});
@@ -37,24 +30,17 @@ async fn start_third_machine(stack: &Stack, process: &Process, second_columns: &
     (first, recover(stack, process).await)
 }
 
-async fn fail_boot(stack: &Stack, process: &Process, guest: &Guest) {
-    let path = format!("/vps/{}/boot-failure", guest.machine);
-    let report = stack.request(process, reqwest::Method::POST, &path).bearer_auth(&guest.registration_token);
-    let report = stack.send(report.json(&json!({"stage": "restore", "message": "damaged"}))).await;
-    assert_eq!(report.status, 202, "{report:?}");
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn slot_skips_a_lost_machine_without_snapshot() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
     let (first, third) = start_third_machine(&stack, &process, "").await;
-    fail_boot(&stack, &process, &third).await;
-    let is_on = || async { (power_state(&stack, &first.machine) == Some(Power::Running)).then_some(()) };
+    stack.report_boot_failure(&process, &third).await;
+    let is_on = || async { (stack.power_state(&first.machine) == Some(Power::Running)).then_some(()) };
     stack.eventually("the first machine is on again", is_on).await;
-    let back = fetch_record(&stack, &process, &first.machine).await;
+    let back = stack.fetch_record(&process, &first.machine).await;
     assert_eq!((&back["epoch"], &back["retiredAt"]), (&json!(4), &Value::Null), "{back}");
-    assert_eq!(fetch_record(&stack, &process, &third.machine).await["replacedBy"], first.machine);
+    assert_eq!(stack.fetch_record(&process, &third.machine).await["replacedBy"], first.machine);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -62,12 +48,12 @@ async fn machine_with_data_older_than_a_snapshot_is_not_reinstated() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
     let (first, third) = start_third_machine(&stack, &process, ", backup_taken_at = now()").await;
-    fail_boot(&stack, &process, &third).await;
+    stack.report_boot_failure(&process, &third).await;
     let has_failed = || async { (stack.status(&process, &third.machine).await == "failed").then_some(()) };
     stack.eventually("the third machine fails", has_failed).await;
-    assert_eq!(fetch_record(&stack, &process, &third.machine).await["replacedBy"], Value::Null);
+    assert_eq!(stack.fetch_record(&process, &third.machine).await["replacedBy"], Value::Null);
     assert_eq!(
-        power_state(&stack, &first.machine),
+        stack.power_state(&first.machine),
         Some(Power::Off),
         "the first machine's data is older than the snapshot"
     );
@@ -82,9 +68,9 @@ async fn immediate_deletion_keeps_the_predecessors_server() {
     let new = recover(&stack, &process).await;
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true&now=true", new.machine)).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
-    wait_until_deleted(&stack, &new.machine).await;
+    stack.wait_for_server_deletion(&new.machine).await;
     let has_ended = || async {
-        let old = fetch_record(&stack, &process, &old.machine).await;
+        let old = stack.fetch_record(&process, &old.machine).await;
         let operations = old["operations"].as_array()?.clone();
         operations
             .iter()
@@ -93,7 +79,7 @@ async fn immediate_deletion_keeps_the_predecessors_server() {
     };
     stack.eventually("the predecessor's deletion ends", has_ended).await;
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
-    assert_eq!(power_state(&stack, &old.machine), Some(Power::Off));
+    assert_eq!(stack.power_state(&old.machine), Some(Power::Off));
     let back = stack.post(&process, &format!("/vps/{}/undelete", old.machine), &json!({})).await;
     assert_eq!(back.status, 202, "{back:?}");
 }
@@ -106,7 +92,7 @@ async fn abandon_removal(stack: &Stack, process: &Process) -> Guest {
     stack.provider.add_fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
     stack.delete(process, &format!("/vps/{}?acceptLoss=true&now=true", old.machine)).await;
     let find_removal = || async {
-        let operations = fetch_record(stack, process, &old.machine).await["operations"].clone();
+        let operations = stack.fetch_record(process, &old.machine).await["operations"].clone();
         operations.as_array()?.iter().find(|operation| operation["kind"] == "remove_server").cloned()
     };
     let removal = stack.eventually("the removal is attempted", find_removal).await;
@@ -125,9 +111,12 @@ async fn discard_ends_an_abandoned_removal() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let old = abandon_removal(&stack, &process).await;
+    // The reconciler runs every second.
+    tokio::time::sleep(std::time::Duration::from_secs(3)).await;
+    assert!(stack.power_state(&old.machine).is_some(), "the abandoned removal was repeated");
     let discarded = stack.post(&process, &format!("/vps/{}/discard", old.machine), &json!({})).await;
     assert_eq!(discarded.status, 202, "{discarded:?}");
-    wait_until_deleted(&stack, &old.machine).await;
+    stack.wait_for_server_deletion(&old.machine).await;
     let is_settled = || async {
         let fleet = stack.get(&process, "/vps/fleet").await.body;
         (fleet["attentionTotal"] == 0).then_some(())
@@ -142,16 +131,8 @@ async fn undelete_ends_an_abandoned_removal() {
     let old = abandon_removal(&stack, &process).await;
     let back = stack.post(&process, &format!("/vps/{}/undelete", old.machine), &json!({})).await;
     assert_eq!(back.status, 202, "{back:?}");
-    let mut beat = heartbeat_of(&old);
-    beat["epoch"] = json!(2);
-    let is_running = || async {
-        if power_state(&stack, &old.machine) == Some(Power::Running) {
-            stack.send_heartbeat(&process, &old, &beat).await;
-        }
-        (stack.status(&process, &old.machine).await == "running").then_some(())
-    };
-    stack.eventually("the machine is running again", is_running).await;
+    stack.send_heartbeats_until_running(&process, &old, 2).await;
     // After another deletion, the server is removed as usual.
     stack.delete(&process, &format!("/vps/{}?acceptLoss=true&now=true", old.machine)).await;
-    wait_until_deleted(&stack, &old.machine).await;
+    stack.wait_for_server_deletion(&old.machine).await;
 }

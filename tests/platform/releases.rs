@@ -39,7 +39,7 @@ async fn recovery_installs_the_release_after_a_host_rollback() {
         beat["imageVersion"] = json!(version);
         beat["health"]["gateway"] = json!(health);
         beat["updating"] = json!(updating);
-        stack.send_heartbeat(&process, &guest, &beat).await;
+        assert_eq!(stack.send_heartbeat(&process, &guest, &beat).await.status, 200, "{beat}");
     };
     let client = stack.database.connect().await.unwrap();
     let slot_release = async || {
@@ -52,6 +52,7 @@ async fn recovery_installs_the_release_after_a_host_rollback() {
     report("v3", "ok", true).await;
     assert_eq!(slot_release().await, "v2", "no heartbeat has confirmed v3 yet");
     report("v1", "ok", false).await;
+    assert_eq!(slot_release().await, "v1", "the host has rolled back");
     stack.store_snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     let path = format!("/vps/{}", recovery["machineId"].as_str().unwrap());

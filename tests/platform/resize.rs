@@ -18,7 +18,7 @@ pub async fn resize_until_ended(stack: &Stack, process: &Process, guest: &Guest)
 }
 
 pub async fn fetch_record(stack: &Stack, process: &Process, guest: &Guest) -> Value {
-    stack.get(process, &format!("/vps/{}", guest.machine)).await.body
+    stack.fetch_record(process, &guest.machine).await
 }
 
 pub fn count_actions(stack: &Stack, name: &str) -> usize {
@@ -40,6 +40,8 @@ async fn resize_changes_only_the_type() {
     let guest = stack.start_machine(&process, "user_1").await;
     let before = stack.provider.servers().remove(0);
 
+    // A slow response to the type change delays the power-on until the heartbeat below has been received.
+    stack.provider.add_fault(FaultRule::once("POST", "change_type", Fault::SlowReply { ms: 2000 }));
     let response = resize(&stack, &process, &guest.machine, "cpx32").await;
     assert_eq!(response.status, 202, "{response:?}");
     let operation = response.body["operationId"].as_str().unwrap().to_owned();
@@ -152,11 +154,9 @@ async fn impossible_resize_is_refused_and_changes_nothing() {
     assert_refused(resize(&stack, &process, &guest.machine, "cpx42").await, 403, "server_type_not_allowed");
 
     let slot = |plan: &str, status: &str| json!({"idpUserId": "user_1", "plan": plan, "status": status});
-    let set =
-        |body: Value| stack.request(&process, Method::PUT, "/vps/slots").bearer_auth(SECRET).json(&body);
-    assert_eq!(stack.send(set(slot("starter", "active"))).await.status, 200);
+    stack.set_slot(&process, &slot("starter", "active")).await;
     assert_refused(resize(&stack, &process, &guest.machine, "cpx32").await, 403, "server_type_not_allowed");
-    assert_eq!(stack.send(set(slot("max", "inactive"))).await.status, 200);
+    stack.set_slot(&process, &slot("max", "inactive")).await;
     assert_refused(resize(&stack, &process, &guest.machine, "cpx32").await, 402, "subscription_required");
     // Without billing enforcement, only the server's disk size limits the types.
     let without_billing = stack.start_platform_with(&[("BILLING_ENFORCEMENT", "false")]);
@@ -164,10 +164,10 @@ async fn impossible_resize_is_refused_and_changes_nothing() {
     let unknown_type = resize(&stack, &without_billing, &guest.machine, "cpx99").await;
     assert_eq!(unknown_type.body["errors"][0]["pointer"], "/serverType", "{unknown_type:?}");
     assert_refused(unknown_type, 400, "invalid_request");
-    assert_eq!(stack.send(set(slot("max", "active"))).await.status, 200);
+    stack.set_slot(&process, &slot("max", "active")).await;
 
     let broken = || Fault::Status { status: 500, code: "server_error".to_owned(), reset_in_seconds: None };
-    stack.provider.add_fault(FaultRule::times(9, "GET", "/server_types", broken()));
+    stack.provider.add_fault(FaultRule::times(1000, "GET", "/server_types", broken()));
     assert_refused(resize(&stack, &process, &guest.machine, "cpx32").await, 502, "provisioning_error");
     // A type that no plan includes is rejected without a call to the provider.
     assert_refused(resize(&stack, &process, &guest.machine, "cpx42").await, 403, "server_type_not_allowed");

@@ -132,15 +132,7 @@ async fn machine_with_its_server_off_fails_until_a_healthy_heartbeat() {
     assert_eq!((&record["status"], &record["failure"]["cause"]), (&json!("failed"), &json!("resize")));
     assert_eq!(record["failure"]["stage"], "power_on");
 
-    // An unhealthy heartbeat, or one from another epoch, does not return the machine to service.
-    let mut unhealthy = heartbeat_of(&guest);
-    unhealthy["health"]["gateway"] = json!("failing");
-    stack.send_heartbeat(&process, &guest, &unhealthy).await;
-    let mut wrong_epoch = heartbeat_of(&guest);
-    wrong_epoch["epoch"] = json!(7);
-    stack.send_heartbeat(&process, &guest, &wrong_epoch).await;
-    assert_eq!(fetch_record(&stack, &process, &guest).await["status"], "failed");
-    // Neither does a heartbeat that was in flight when the power was cut.
+    // A heartbeat that was in flight when the power was cut does not return the machine to service.
     stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     assert_eq!(fetch_record(&stack, &process, &guest).await["status"], "failed");
     stack.provider.clear_faults();
@@ -151,6 +143,15 @@ async fn machine_with_its_server_off_fails_until_a_healthy_heartbeat() {
     // The server is locked if the platform is powering it on at the same time.
     assert!(on.is_success() || on == StatusCode::LOCKED, "{on}");
     stack.provider.wait_for_power(&format!("svc-{}", guest.machine), Power::Running).await.unwrap();
+    // With the server on, neither does an unhealthy heartbeat, or one from another epoch.
+    let mut unhealthy = heartbeat_of(&guest);
+    unhealthy["health"]["gateway"] = json!("failing");
+    let mut wrong_epoch = heartbeat_of(&guest);
+    wrong_epoch["epoch"] = json!(7);
+    for beat in [&unhealthy, &wrong_epoch] {
+        assert_eq!(stack.send_heartbeat(&process, &guest, beat).await.status, 200, "{beat}");
+        assert_eq!(fetch_record(&stack, &process, &guest).await["status"], "failed", "{beat}");
+    }
     stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     let record = fetch_record(&stack, &process, &guest).await;
     assert_eq!((&record["status"], &record["failure"]), (&json!("running"), &Value::Null));
@@ -182,12 +183,8 @@ async fn resize_succeeds_after_a_long_account_block() {
 async fn resize_fails_without_a_later_heartbeat() {
     let (stack, process, guest) = start_with_settings(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
     let response = resize(&stack, &process, &guest.machine, "cpx32").await;
-    let path = format!("/vps/operations/{}", response.body["operationId"].as_str().unwrap());
-    let has_ended = || async {
-        let found = stack.get(&process, &path).await.body;
-        (found["state"] != "running").then_some(found)
-    };
-    let ended = stack.eventually("the operation ends", has_ended).await;
+    let operation = response.body["operationId"].as_str().unwrap();
+    let ended = stack.wait_until_ended_without_hosts(&process, operation).await;
     assert_eq!(ended["state"], "failed", "{ended}");
     let failure = fetch_record(&stack, &process, &guest).await["failure"].clone();
     assert_eq!((&failure["cause"], &failure["stage"]), (&json!("resize"), &json!("await_health")));
@@ -209,6 +206,12 @@ async fn machine_fails_if_its_server_vanishes_during_a_resize() {
     assert_eq!(stack.provider.creations().len(), 1);
 }
 
+async fn assert_cancelled(stack: &Stack, process: &Process, operation: &Value) {
+    let path = format!("/vps/operations/{}", operation.as_str().unwrap());
+    let found = stack.get(process, &path).await.body;
+    assert_eq!(found["state"], "cancelled", "{found}");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn fail_delete_and_recover_end_an_open_resize() {
     let (stack, process, guest) = start_with_settings(&[("RESIZE_SHUTDOWN_SECONDS", "3")]).await;
@@ -217,22 +220,23 @@ async fn fail_delete_and_recover_end_an_open_resize() {
     let reason = json!({"reason": "it hangs"});
     let failed = stack.post(&process, &format!("/vps/{}/fail", guest.machine), &reason).await;
     assert_eq!((failed.status, &failed.body["failure"]["cause"]), (200, &json!("operator")));
-    let path = format!("/vps/operations/{}", operation.as_str().unwrap());
-    assert_eq!(stack.get(&process, &path).await.body["state"], "cancelled");
+    assert_cancelled(&stack, &process, &operation).await;
 
     let guest = stack.start_machine(&process, "user_2").await;
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
-    resize(&stack, &process, &guest.machine, "cpx32").await;
+    let operation = resize(&stack, &process, &guest.machine, "cpx32").await.body["operationId"].clone();
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
+    assert_cancelled(&stack, &process, &operation).await;
     let ended = stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
 
     let guest = stack.start_machine(&process, "user_3").await;
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     stack.store_snapshot("user_3");
-    resize(&stack, &process, &guest.machine, "cpx32").await;
+    let operation = resize(&stack, &process, &guest.machine, "cpx32").await.body["operationId"].clone();
     let recovery =
         stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_3", "acceptLoss": true})).await.body;
+    assert_cancelled(&stack, &process, &operation).await;
     let ended = stack.wait_until_ended(&process, recovery["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
     let two_remain = || async { (stack.provider.servers().len() == 2).then_some(()) };
@@ -287,8 +291,11 @@ async fn resize_cancelled_by_fail_powers_server_on() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn overdue_resize_powers_server_on() {
-    let settings = [("RESIZE_CHANGE_SECONDS", "600"), ("OPERATION_LIMIT_SECONDS", "4")];
+    let settings = [("RESIZE_CHANGE_SECONDS", "7200"), ("OPERATION_LIMIT_SECONDS", "1800")];
     let (stack, process, guest, operation) = start_stuck_resize(&settings).await;
+    let client = stack.database.connect().await.unwrap();
+    let age = "UPDATE operations SET created_at = created_at - interval '1 hour' WHERE kind = 'resize'";
+    assert_eq!(client.execute(age, &[]).await.unwrap(), 1);
     let path = format!("/vps/operations/{operation}");
     let has_failed = || async { (stack.get(&process, &path).await.body["state"] == "failed").then_some(()) };
     stack.eventually("the reconciler ends the operation", has_failed).await;

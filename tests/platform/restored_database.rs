@@ -11,8 +11,6 @@ use tokio_postgres::Client;
 use super::fake_host::{FakeHost, start_host};
 use super::stack::{Guest, Process, SECRET, Stack, heartbeat_of, provision_body, registration};
 
-const BACKUP: &str = "/_svc/internal/backup";
-
 /// A platform whose database can be reset to a saved copy.
 pub(super) struct RestorablePlatform {
     pub stack: Stack,
@@ -39,23 +37,28 @@ impl RestorablePlatform {
         self.copy.save(&self.client).await.unwrap();
     }
 
-    /// Stops the platform, restores the copy and starts the platform with additional settings.
-    pub async fn restore(&mut self, settings: &[(&'static str, &'static str)]) {
+    /// Kills the platform process, if it is running.
+    pub async fn stop(&mut self) {
         if let Some(mut process) = self.process.take() {
             process.kill();
             process.wait_until_killed().await;
         }
+    }
+
+    /// Stops the platform, restores the copy and starts the platform with additional settings.
+    pub async fn restore(&mut self, settings: &[(&'static str, &'static str)]) {
+        self.stop().await;
         assert!(self.copy.restore(&self.client).await.unwrap());
         let settings = [self.settings.clone(), settings.to_vec()].concat();
         self.process = Some(self.stack.start_platform_with(&settings));
     }
 
     pub async fn fetch_record(&self, machine: &str) -> Value {
-        self.stack.get(self.process(), &format!("/vps/{machine}")).await.body
+        self.stack.fetch_record(self.process(), machine).await
     }
 
     pub fn power_state(&self, machine: &str) -> Option<Power> {
-        self.stack.provider.server_by_name(&format!("svc-{machine}")).map(|server| server.status)
+        self.stack.power_state(machine)
     }
 
     pub async fn wait_for_status(&self, machine: &str, status: &str) -> Value {
@@ -73,19 +76,14 @@ impl RestorablePlatform {
         assert_eq!(abandoned.status, 200, "{abandoned:?}");
     }
 
-    /// Waits until a deletion needs a decision because the database is older than the store.
-    pub async fn wait_for_question(&self, operation: &str) {
+    /// Waits until the operation needs a decision, and asserts the code of its question.
+    pub async fn wait_for_question(&self, operation: &str, code: &str) {
         let is_waiting = || async {
             let found = self.stack.get(self.process(), operation).await.body;
             (!found["question"].is_null()).then_some(found)
         };
-        let waiting = self.stack.eventually("the deletion waits", is_waiting).await;
-        assert_eq!(waiting["question"]["code"], "database_behind_store", "{waiting}");
-    }
-
-    pub async fn wait_for_backup_request(&self, host: &FakeHost) {
-        let is_requested = || async { (host.call_count("POST", BACKUP) > 0).then_some(()) };
-        self.stack.eventually("the final backup is requested", is_requested).await;
+        let waiting = self.stack.eventually("the operation is waiting", is_waiting).await;
+        assert_eq!(waiting["question"]["code"], code, "{waiting}");
     }
 
     pub async fn wait_for_fence(&self, epoch: u64) {
@@ -102,13 +100,8 @@ impl RestorablePlatform {
         self.stack.send_heartbeat(self.process(), guest, &beat).await.body
     }
 
-    /// Sends heartbeats with this epoch until the machine is running.
     pub async fn send_heartbeats_until_running(&self, guest: &Guest, epoch: u64) {
-        let is_running = || async {
-            self.send_heartbeat(guest, epoch, Value::Null).await;
-            (self.stack.status(self.process(), &guest.machine).await == "running").then_some(())
-        };
-        self.stack.eventually("the machine is running", is_running).await;
+        self.stack.send_heartbeats_until_running(self.process(), guest, epoch).await;
     }
 
     pub async fn wait_until_fleet_shows(&self, text: &str) {
@@ -132,7 +125,7 @@ async fn recovery_abandoned_after_the_copy_changes_nothing() {
     platform.stack.store_snapshot("user_1");
     let recovery =
         platform.stack.post(platform.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    platform.wait_for_backup_request(&old).await;
+    old.wait_for_backup_request(&platform.stack).await;
     platform.save().await;
     platform.abandon(&format!("/vps/operations/{}", string_field(&recovery, "operationId"))).await;
     platform.wait_for_fence(3).await;
@@ -164,11 +157,7 @@ async fn registration_for_a_failed_recovery_is_rejected() {
         platform.stack.post(platform.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     let new = platform.stack.wait_for_guest(platform.process(), &string_field(&recovery, "machineId")).await;
     platform.save().await;
-    let path = format!("/vps/{}/boot-failure", new.machine);
-    let report =
-        platform.stack.request(platform.process(), Method::POST, &path).bearer_auth(&new.registration_token);
-    let report = platform.stack.send(report.json(&json!({"stage": "restore", "message": "damaged"}))).await;
-    assert_eq!(report.status, 202, "{report:?}");
+    platform.stack.report_boot_failure(platform.process(), &new).await;
     platform.wait_for_fence(3).await;
     platform.restore(&[]).await;
     let refused = platform.stack.register(platform.process(), &new).await;
@@ -186,7 +175,7 @@ async fn start_undone_deletion(query: &str) -> (RestorablePlatform, FakeHost, St
     let old = start_host(&platform.stack, platform.process()).await;
     let machine = old.guest.machine.clone();
     let deleted = platform.stack.delete(platform.process(), &format!("/vps/{machine}{query}")).await.body;
-    platform.wait_for_backup_request(&old).await;
+    old.wait_for_backup_request(&platform.stack).await;
     platform.save().await;
     let undone =
         platform.stack.post(platform.process(), &format!("/vps/{machine}/undelete"), &json!({})).await;
@@ -194,7 +183,7 @@ async fn start_undone_deletion(query: &str) -> (RestorablePlatform, FakeHost, St
     platform.wait_for_fence(2).await;
     platform.restore(&[]).await;
     let operation = format!("/vps/operations/{}", string_field(&deleted, "operationId"));
-    platform.wait_for_question(&operation).await;
+    platform.wait_for_question(&operation, "database_behind_store").await;
     (platform, old, operation)
 }
 
@@ -219,7 +208,7 @@ async fn deletion_undone_after_the_copy_continues_when_confirmed() {
         platform.stack.post(platform.process(), &format!("{operation}/continue"), &json!({})).await.status,
         200
     );
-    platform.wait_for_question(&operation).await;
+    platform.wait_for_question(&operation, "database_behind_store").await;
     let accepted = platform
         .stack
         .post(platform.process(), &format!("{operation}/continue"), &json!({"acceptLoss": true}))
@@ -299,7 +288,7 @@ async fn machine_adopts_the_later_signed_epoch() {
     platform.save().await;
     let recovery =
         platform.stack.post(platform.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    platform.wait_for_backup_request(&old).await;
+    old.wait_for_backup_request(&platform.stack).await;
     platform.abandon(&format!("/vps/operations/{}", string_field(&recovery, "operationId"))).await;
     platform.wait_for_fence(3).await;
 
@@ -337,7 +326,7 @@ async fn registration_of_another_machine_is_ignored() {
     let guest =
         platform.stack.wait_for_guest(platform.process(), &string_field(&provisioned, "machineId")).await;
     let foreign = registration("00000000-0000-7000-8000-000000000000", 1);
-    platform.send_heartbeat(&guest, 1, foreign).await;
+    assert_eq!(platform.send_heartbeat(&guest, 1, foreign).await["superseded"], false);
     assert_eq!(platform.fetch_record(&guest.machine).await["status"], "provisioning");
     platform.stack.delete(platform.process(), &format!("/vps/{}", guest.machine)).await;
     platform.stack.assert_no_server();

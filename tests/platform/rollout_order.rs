@@ -1,15 +1,13 @@
 //! The machines that a rollout updates, and their order; and repeated commands.
 
-use reqwest::Method;
 use serde_json::{Value, json};
 
 use super::deploy::{Fleet, NEXT_VERSION};
-use super::stack::{Process, SECRET, Stack};
+use super::stack::{Process, Stack};
 
 pub async fn set_test_slot(stack: &Stack, process: &Process, user: &str, is_test: bool) {
     let body = json!({"idpUserId": user, "plan": "max", "status": "active", "test": is_test});
-    let request = stack.request(process, Method::PUT, "/vps/slots").bearer_auth(SECRET).json(&body);
-    assert_eq!(stack.send(request).await.status, 200);
+    stack.set_slot(process, &body).await;
 }
 
 /// Returns the handles of a rollout's machines, in batch order.

@@ -54,8 +54,7 @@ async fn concurrent_first_starts_create_one_key_per_purpose() {
         started.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
     for process in &processes {
-        let is_ready = || async { (stack.get(process, "/readyz").await.status == 200).then_some(()) };
-        stack.eventually("the routes are loaded", is_ready).await;
+        stack.wait_for_routes(process).await;
     }
     let client = empty.connect().await.unwrap();
     let keys = client.query("SELECT purpose FROM signing_keys ORDER BY purpose", &[]).await.unwrap();
@@ -103,7 +102,7 @@ async fn process_paused_beyond_its_lease_writes_nothing() {
     stack.provider.add_fault(kit::provider::FaultRule::once(
         "POST",
         "/servers",
-        kit::provider::Fault::SlowReply { ms: 1500 },
+        kit::provider::Fault::SlowReply { ms: 3000 },
     ));
     let provisioned = stack.provision(&paused, "user_1").await;
     let is_created = || async { (!stack.provider.servers().is_empty()).then_some(()) };

@@ -184,9 +184,14 @@ impl Stack {
     }
 
     pub async fn subscribe(&self, process: &Process, user: &str) {
-        let body = json!({"idpUserId": user, "plan": "max", "status": "active"});
-        let request = self.request(process, Method::PUT, "/vps/slots").bearer_auth(SECRET).json(&body);
-        assert_eq!(self.send(request).await.status, 200);
+        self.set_slot(process, &json!({"idpUserId": user, "plan": "max", "status": "active"})).await;
+    }
+
+    /// Writes a slot's subscription.
+    pub async fn set_slot(&self, process: &Process, body: &Value) {
+        let request = self.request(process, Method::PUT, "/vps/slots").bearer_auth(SECRET).json(body);
+        let response = self.send(request).await;
+        assert_eq!(response.status, 200, "{response:?}");
     }
 
     /// Subscribes the user's slot and provisions it. Returns the body of the 202 response.
@@ -234,47 +239,19 @@ impl Stack {
         self.send(self.request(process, Method::POST, "/vps/register").bearer_auth(token).json(body)).await
     }
 
-    /// Registers the hosts of all running servers, and sends their heartbeats, until the operation has ended. Returns
-    /// the operation.
-    pub async fn wait_until_ended(&self, process: &Process, operation: &str) -> Value {
-        let path = format!("/vps/operations/{operation}");
-        let check = || async {
-            let found = self.get(process, &path).await.body;
-            if found["state"] != "running" {
-                return Some(found);
-            }
-            for server in self.provider.servers().iter().filter(|server| server.status == Power::Running) {
-                let guest = Guest::from_server(server);
-                if self.register(process, &guest).await.status == 200 {
-                    self.send_heartbeat(process, &guest, &heartbeat_of(&guest)).await;
-                }
-            }
-            None
-        };
-        self.eventually("the operation ends", check).await
+    /// Reports a failed boot, at the stage `restore`, as the machine's host would.
+    pub async fn report_boot_failure(&self, process: &Process, guest: &Guest) {
+        let path = format!("/vps/{}/boot-failure", guest.machine);
+        let report = self.request(process, Method::POST, &path).bearer_auth(&guest.registration_token);
+        let body = json!({"stage": "restore", "message": "damaged"});
+        let response = self.send(report.json(&body)).await;
+        assert_eq!(response.status, 202, "{response:?}");
     }
 
     /// Sends a heartbeat as the machine's host would.
     pub async fn send_heartbeat(&self, process: &Process, guest: &Guest, body: &Value) -> ApiResponse {
         let request = self.request(process, Method::POST, &format!("/vps/{}/heartbeat", guest.machine));
         self.send(request.bearer_auth(&guest.upgrade_token).json(body)).await
-    }
-
-    /// Sends heartbeats from the hosts of all running servers until the operation has ended. Returns the operation.
-    pub async fn wait_until_ended_with_heartbeats(&self, process: &Process, operation: &str) -> Value {
-        let path = format!("/vps/operations/{operation}");
-        let check = || async {
-            let found = self.get(process, &path).await.body;
-            if found["state"] != "running" {
-                return Some(found);
-            }
-            for server in self.provider.servers().iter().filter(|server| server.status == Power::Running) {
-                let guest = Guest::from_server(server);
-                self.send_heartbeat(process, &guest, &heartbeat_of(&guest)).await;
-            }
-            None
-        };
-        self.eventually("the operation ends", check).await
     }
 
     /// Sends a heartbeat from every running server to a platform that may have been killed.
@@ -295,10 +272,6 @@ impl Stack {
     pub async fn wait_for_routes(&self, process: &Process) {
         let ready = || async { (self.get(process, "/readyz").await.status == 200).then_some(()) };
         self.eventually("routes are loaded", ready).await;
-    }
-
-    pub async fn status(&self, process: &Process, machine: &str) -> Value {
-        self.get(process, &format!("/vps/{machine}")).await.body["status"].clone()
     }
 
     /// Polls until the check returns a value.

@@ -7,31 +7,21 @@ use kit::provider::Power;
 use serde_json::{Value, json};
 
 use super::fake_host::{FakeHost, start_host};
-use super::kept_servers::{fetch_record, power_state};
-use super::stack::{Process, Stack, heartbeat_of, provision_body};
-
-const BACKUP: &str = "/_svc/internal/backup";
+use super::stack::{Process, Stack, provision_body};
 
 /// Waits until the final backup is requested, and stores it.
 async fn store_requested_backup(stack: &Stack, old: &FakeHost) {
-    stack
-        .eventually("a backup is requested", || async { (old.call_count("POST", BACKUP) > 0).then_some(()) })
-        .await;
+    old.wait_for_backup_request(stack).await;
     old.store_backup(stack, "user_1");
 }
 
 async fn wait_until_off(stack: &Stack, machine: &str) {
-    let is_off = || async { (power_state(stack, machine) == Some(Power::Off)).then_some(()) };
+    let is_off = || async { (stack.power_state(machine) == Some(Power::Off)).then_some(()) };
     stack.eventually("the server is off", is_off).await;
 }
 
 async fn wait_until_ended(stack: &Stack, process: &Process, id: &Value) -> Value {
-    let path = format!("/vps/operations/{}", id.as_str().unwrap());
-    let has_ended = || async {
-        let found = stack.get(process, &path).await.body;
-        (found["state"] != "running").then_some(found)
-    };
-    stack.eventually("the operation ends", has_ended).await
+    stack.wait_until_ended_without_hosts(process, id.as_str().unwrap()).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -47,7 +37,7 @@ async fn deleted_machine_is_backed_up_and_can_be_undeleted() {
     let operation = wait_until_ended(&stack, &process, &deleted.body["operationId"]).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     wait_until_off(&stack, &machine).await;
-    let record = fetch_record(&stack, &process, &machine).await;
+    let record = stack.fetch_record(&process, &machine).await;
     assert!(record["finalBackupAt"].is_string(), "{record}");
     assert_eq!(record["copies"]["kept"][0]["reason"], "deleted");
     // The retention period starts with the power-off, which had to wait for the final backup.
@@ -56,16 +46,8 @@ async fn deleted_machine_is_backed_up_and_can_be_undeleted() {
 
     let back = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
     assert_eq!((back.status, &back.body["epoch"]), (202, &json!(2)), "{back:?}");
-    let mut beat = heartbeat_of(&old.guest);
-    beat["epoch"] = json!(2);
-    let is_running = || async {
-        if power_state(&stack, &machine) == Some(Power::Running) {
-            stack.send_heartbeat(&process, &old.guest, &beat).await;
-        }
-        (stack.status(&process, &machine).await == "running").then_some(())
-    };
-    stack.eventually("the machine is running again", is_running).await;
-    assert_eq!(fetch_record(&stack, &process, &machine).await["deletedAt"], Value::Null);
+    stack.send_heartbeats_until_running(&process, &old.guest, 2).await;
+    assert_eq!(stack.fetch_record(&process, &machine).await["deletedAt"], Value::Null);
     let again = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
     assert_eq!((again.status, &again.body["alreadyUndone"]), (202, &json!(true)), "{again:?}");
     assert_eq!(
@@ -108,7 +90,7 @@ async fn deletion_without_backup_waits_and_can_be_abandoned() {
     // While the deletion is waiting for a decision, the server exists, but its retention has no end.
     let immediate = stack.delete(&process, &format!("/vps/{machine}?now=true")).await.body;
     wait_until_ended(&stack, &process, &immediate["operationId"]).await;
-    let copies = fetch_record(&stack, &process, &machine).await["copies"].clone();
+    let copies = stack.fetch_record(&process, &machine).await["copies"].clone();
     assert_eq!(
         (&copies["kept"][0]["deletedBy"], &copies["kept"][0]["until"]),
         (&immediate["operationId"], &Value::Null),
@@ -121,8 +103,7 @@ async fn deletion_without_backup_waits_and_can_be_abandoned() {
     assert_eq!(deleted["undeleteUntil"], Value::Null);
     let operation = wait_until_ended(&stack, &process, &deleted["operationId"]).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
-    let is_deleted = || async { power_state(&stack, &machine).is_none().then_some(()) };
-    stack.eventually("the server is deleted without a grace period", is_deleted).await;
+    stack.wait_for_server_deletion(&machine).await;
     stack
         .post(&process, &format!("/vps/{machine}/undelete"), &json!({}))
         .await
@@ -133,18 +114,22 @@ async fn deletion_without_backup_waits_and_can_be_abandoned() {
 async fn grace_period_starts_with_the_power_off() {
     let stack = Stack::start().await;
     let process =
-        stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1"), ("DELETE_GRACE_SECONDS", "6")]);
+        stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1"), ("DELETE_GRACE_SECONDS", "600")]);
     let old = start_host(&stack, &process).await;
     let machine = old.guest.machine.clone();
     let deleted = stack.delete(&process, &format!("/vps/{machine}")).await.body;
     wait_until_ended(&stack, &process, &deleted["operationId"]).await;
-    tokio::time::sleep(Duration::from_secs(7)).await;
+    // The deletion has been waiting for longer than the grace period.
+    let client = stack.database.connect().await.unwrap();
+    let age = "UPDATE user_machines SET deleted_at = deleted_at - interval '1 hour'";
+    assert_eq!(client.execute(age, &[]).await.unwrap(), 1);
     let path = format!("/vps/operations/{}/continue", deleted["operationId"].as_str().unwrap());
     assert_eq!(stack.post(&process, &path, &json!({"acceptLoss": true})).await.status, 200);
     wait_until_off(&stack, &machine).await;
     wait_until_ended(&stack, &process, &deleted["operationId"]).await;
-    tokio::time::sleep(Duration::from_secs(2)).await;
-    assert!(power_state(&stack, &machine).is_some(), "the server must be kept until the grace period ends");
+    // The reconciler runs every second.
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    assert!(stack.power_state(&machine).is_some(), "the server must be kept until the grace period ends");
     let back = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
     assert_eq!(back.status, 202, "{back:?}");
 }
@@ -162,7 +147,7 @@ async fn provision_of_a_failed_machine_backs_it_up_first() {
     let operation = stack.wait_until_ended(&process, provisioned.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     assert_eq!(
-        power_state(&stack, &old.guest.machine),
+        stack.power_state(&old.guest.machine),
         Some(Power::Off),
         "the replaced machine's server must be kept for its retention period"
     );
@@ -178,7 +163,7 @@ async fn expired_preview_is_backed_up_and_kept() {
     client.execute(sql, &[]).await.unwrap();
     store_requested_backup(&stack, &old).await;
     wait_until_off(&stack, &old.guest.machine).await;
-    assert!(fetch_record(&stack, &process, &old.guest.machine).await["deletedAt"].is_string());
+    assert!(stack.fetch_record(&process, &old.guest.machine).await["deletedAt"].is_string());
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -226,5 +211,7 @@ async fn deletion_of_an_unregistered_machine_offers_no_undelete() {
     let path = format!("/vps/{}", provisioned["machineId"].as_str().unwrap());
     let deleted = stack.delete(&process, &path).await;
     assert_eq!((deleted.status, &deleted.body["undeleteUntil"]), (202, &Value::Null), "{deleted:?}");
-    assert_ne!(stack.post(&process, &format!("{path}/undelete"), &json!({})).await.status, 202);
+    let refused = stack.post(&process, &format!("{path}/undelete"), &json!({})).await;
+    refused.assert_problem(409, "invalid_state");
+    assert!(refused.body["detail"].as_str().unwrap().contains("never served traffic"), "{refused:?}");
 }

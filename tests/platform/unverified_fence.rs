@@ -13,18 +13,14 @@ impl RestorablePlatform {
     /// Saves the database, then changes the platform's key.
     async fn change_key(&mut self) {
         self.save().await;
-        let mut process = self.process.take().unwrap();
-        process.kill();
-        process.wait_until_killed().await;
+        self.stop().await;
         let both = [("PLATFORM_KEY", NEW_KEY), ("PLATFORM_KEY_PREVIOUS", OLD_KEY)];
         self.process = Some(self.stack.start_platform_with(&[self.settings.clone(), both.to_vec()].concat()));
     }
 
     /// Restores the old database and key. Removes the mark in the store, which would make the platform refuse that key.
     async fn restore_with_old_key(&mut self) {
-        let mut process = self.process.take().unwrap();
-        process.kill();
-        process.wait_until_killed().await;
+        self.stop().await;
         assert!(self.stack.store.remove(BUCKET, mark::MARK_PATH));
         self.restore(&[]).await;
     }
@@ -52,7 +48,7 @@ async fn fence_signed_by_later_key_does_not_free_the_slot() {
 
     let deleted = platform.stack.delete(platform.process(), &format!("/vps/{}", old.machine)).await.body;
     let operation = format!("/vps/operations/{}", string_field(&deleted, "operationId"));
-    platform.wait_for_fence_question(&operation).await;
+    platform.wait_for_question(&operation, "unverified_fence").await;
     platform.wait_until_fleet_shows("unverified_fence").await;
     assert_eq!(platform.stack.provider.call_count("DELETE", "/servers/"), 0);
     // Without a decision, the operation checks again, and waits again.
@@ -60,22 +56,11 @@ async fn fence_signed_by_later_key_does_not_free_the_slot() {
         platform.stack.post(platform.process(), &format!("{operation}/continue"), &json!({})).await.status,
         200
     );
-    platform.wait_for_fence_question(&operation).await;
+    platform.wait_for_question(&operation, "unverified_fence").await;
     // The other machine may hold the slot, so the deleted machine does not get it back either.
     let path = format!("{operation}/abandon");
     platform.stack.post(platform.process(), &path, &json!({})).await.assert_problem(409, "invalid_state");
     assert!(platform.power_state(&old.machine).is_some() && platform.power_state(&forgotten).is_some());
-}
-
-impl RestorablePlatform {
-    async fn wait_for_fence_question(&self, operation: &str) {
-        let is_waiting = || async {
-            let found = self.stack.get(self.process(), operation).await.body;
-            (!found["question"].is_null()).then_some(found)
-        };
-        let waiting = self.stack.eventually("the operation is waiting", is_waiting).await;
-        assert_eq!(waiting["question"]["code"], "unverified_fence", "{waiting}");
-    }
 }
 
 /// A host can write the pointer, but a forged fence makes only its own slot wait for an operator.
@@ -90,14 +75,7 @@ async fn forged_fence_does_not_lock_the_slot() {
         pointer["fenceMachineId"] = json!("019a0000-0000-7000-8000-000000000001");
         pointer["fenceProof"] = json!("00".repeat(32));
         pointer["seq"] = json!(pointer["seq"].as_u64().unwrap() + 1);
-        let seq = pointer["seq"].as_u64().unwrap();
-        for key in [format!("pointer-log/{seq:016}.json"), "latest".to_owned()] {
-            platform.stack.store.write(
-                BUCKET,
-                &format!("user_1/primary/system/db/{key}"),
-                pointer.to_string(),
-            );
-        }
+        platform.stack.write_pointer("user_1", &pointer);
     };
     forge(7);
     // The forgery does not change the machine's epoch.
@@ -109,7 +87,7 @@ async fn forged_fence_does_not_lock_the_slot() {
         .await
         .body;
     let operation = format!("/vps/operations/{}", string_field(&deleted, "operationId"));
-    platform.wait_for_fence_question(&operation).await;
+    platform.wait_for_question(&operation, "unverified_fence").await;
     let response = platform
         .stack
         .post(platform.process(), &format!("{operation}/continue"), &json!({"acceptLoss": true}))
@@ -117,8 +95,7 @@ async fn forged_fence_does_not_lock_the_slot() {
     assert_eq!(response.status, 200, "{response:?}");
     // Another forgery does not require another decision.
     forge(9);
-    let is_deleted = || async { platform.power_state(&guest.machine).is_none().then_some(()) };
-    platform.stack.eventually("the server is deleted", is_deleted).await;
+    platform.stack.wait_for_server_deletion(&guest.machine).await;
     // No machine in the slot can have had this epoch, so it is ignored.
     forge(100_000);
     let provisioned =

@@ -1,0 +1,90 @@
+//! Reads the state of machines, their servers and their operations, and waits for it to change.
+
+use kit::provider::Power;
+use serde_json::{Value, json};
+
+use super::stack::{Guest, Process, Stack, heartbeat_of};
+
+impl Stack {
+    pub async fn fetch_record(&self, process: &Process, machine: &str) -> Value {
+        self.get(process, &format!("/vps/{machine}")).await.body
+    }
+
+    pub async fn status(&self, process: &Process, machine: &str) -> Value {
+        self.fetch_record(process, machine).await["status"].clone()
+    }
+
+    /// Returns the power state of the machine's server, if the provider has it.
+    pub fn power_state(&self, machine: &str) -> Option<Power> {
+        self.provider.server_by_name(&format!("svc-{machine}")).map(|server| server.status)
+    }
+
+    pub async fn wait_for_server_deletion(&self, machine: &str) {
+        let is_deleted = || async { self.power_state(machine).is_none().then_some(()) };
+        self.eventually("the server is deleted", is_deleted).await;
+    }
+
+    /// Sends heartbeats with this epoch while the machine's server is on, until the machine is running.
+    pub async fn send_heartbeats_until_running(&self, process: &Process, guest: &Guest, epoch: u64) {
+        let mut body = heartbeat_of(guest);
+        body["epoch"] = json!(epoch);
+        let is_running = || async {
+            if self.power_state(&guest.machine) == Some(Power::Running) {
+                self.send_heartbeat(process, guest, &body).await;
+            }
+            (self.status(process, &guest.machine).await == "running").then_some(())
+        };
+        self.eventually("the machine is running", is_running).await;
+    }
+
+    /// Registers the hosts of all running servers, and sends their heartbeats, until the operation has ended. Returns
+    /// the operation.
+    pub async fn wait_until_ended(&self, process: &Process, operation: &str) -> Value {
+        let act_as_hosts = || async {
+            for server in self.provider.servers().iter().filter(|server| server.status == Power::Running) {
+                let guest = Guest::from_server(server);
+                if self.register(process, &guest).await.status == 200 {
+                    self.send_heartbeat(process, &guest, &heartbeat_of(&guest)).await;
+                }
+            }
+        };
+        self.wait_while_running(process, operation, act_as_hosts).await
+    }
+
+    /// Sends heartbeats from the hosts of all running servers until the operation has ended. Returns the operation.
+    pub async fn wait_until_ended_with_heartbeats(&self, process: &Process, operation: &str) -> Value {
+        let send_heartbeats = || async {
+            for server in self.provider.servers().iter().filter(|server| server.status == Power::Running) {
+                let guest = Guest::from_server(server);
+                self.send_heartbeat(process, &guest, &heartbeat_of(&guest)).await;
+            }
+        };
+        self.wait_while_running(process, operation, send_heartbeats).await
+    }
+
+    /// Waits, without requests from hosts, until the operation has ended or needs a decision. Returns the operation.
+    pub async fn wait_until_ended_without_hosts(&self, process: &Process, operation: &str) -> Value {
+        self.wait_while_running(process, operation, || std::future::ready(())).await
+    }
+
+    async fn wait_while_running<F: Future<Output = ()>>(
+        &self,
+        process: &Process,
+        operation: &str,
+        mut act_as_hosts: impl FnMut() -> F,
+    ) -> Value {
+        let path = &format!("/vps/operations/{operation}");
+        let check = || {
+            let requests = act_as_hosts();
+            async move {
+                let found = self.get(process, path).await.body;
+                if found["state"] != "running" {
+                    return Some(found);
+                }
+                requests.await;
+                None
+            }
+        };
+        self.eventually("the operation ends", check).await
+    }
+}
