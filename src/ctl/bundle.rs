@@ -4,6 +4,7 @@
 
 mod companions;
 mod host_keys;
+mod stored_archive;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -226,7 +227,7 @@ async fn publish_with_keys(
     let companions = Companions::read(dir, &context).await?;
     let outcome = match read_digest(bucket, version).await? {
         // If two processes published concurrently, the stored archive may be the other process's: it is replaced.
-        Some(stored) if stored == stated && is_complete(bucket, size_bytes, version).await? => {
+        Some(stored) if stored == stated && stored_archive::is_intact(bucket, &context).await? => {
             PublishOutcome::AlreadyPublished
         }
         Some(stored) if stored == stated => PublishOutcome::Published,
@@ -245,11 +246,6 @@ async fn publish_with_keys(
     let updates = companions::check_updates(bucket, &context).await?;
     let key_set = companions.key_set();
     Ok(PublishResult { version: version.clone(), sha256: stated, size_bytes, outcome, updates, key_set })
-}
-
-async fn is_complete(bucket: &Bucket, size_bytes: u64, version: &ImageVersion) -> Result<bool, StoreError> {
-    let stored = bucket.head(&key::bundle(version, "")).await?;
-    Ok(stored.is_some_and(|meta| meta.size == size_bytes))
 }
 
 /// Uploads the archive. Its digest is checked again, because the file may have changed since the first check.
@@ -364,6 +360,9 @@ mod tests {
         );
         let refused = publish(&bucket, other.path(), &version).await.unwrap_err();
         assert!(matches!(refused, PublishError::VersionTaken { .. }), "{refused}");
+        // An archive of the same size, which another process uploaded.
+        bucket.put(&key::bundle(&version, ""), b"two".to_vec()).await.unwrap();
+        assert_eq!(publish(&bucket, one.path(), &version).await.unwrap().outcome, PublishOutcome::Published);
         let stored = bucket.get(&key::bundle(&version, ""), 100).await.unwrap().unwrap();
         assert_eq!(&stored.value[..], b"one");
         let listed = list(&bucket).await.unwrap();

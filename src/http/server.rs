@@ -28,7 +28,7 @@ use super::certificate::ACME_ALPN;
 use super::head_timer::HeadStream;
 use super::networks::Networks;
 use super::passthrough::Passthrough;
-use super::shards::Shards;
+use super::shards::{LoadGuard, Shards};
 
 /// Limits for one listener.
 #[derive(Debug, Clone)]
@@ -177,9 +177,9 @@ async fn accept(
         let (acceptor, limits) = (acceptor.clone(), limits.clone());
         let passthrough = passthrough.clone();
         let (stop, tracked) = (stop.clone(), connections.token());
-        let serve_stream = move |stream: TcpStream| async move {
+        let serve_stream = move |stream: TcpStream, load: Option<LoadGuard>| async move {
             let _tracked = tracked;
-            let permits = ConnectionPermits { _connection: permit, _address: address_permit };
+            let permits = ConnectionPermits { _connection: permit, _address: address_permit, _load: load };
             match acceptor {
                 None => serve_connection(stream, permits, responder, extensions, &limits, stop).await,
                 Some(acceptor) => {
@@ -210,13 +210,13 @@ async fn accept(
             }
         };
         match &shards {
-            None => drop(tokio::spawn(serve_stream(stream))),
+            None => drop(tokio::spawn(serve_stream(stream, None))),
             Some(shards) => {
                 // Move the socket from this thread's reactor to the shard's.
                 let Ok(stream) = stream.into_std() else { continue };
-                shards.spawn(async move {
+                shards.spawn(|load| async move {
                     if let Ok(stream) = TcpStream::from_std(stream) {
-                        serve_stream(stream).await;
+                        serve_stream(stream, Some(load)).await;
                     }
                 });
             }
@@ -243,10 +243,11 @@ impl Scheme {
     }
 }
 
-/// Counts a connection against the listener's limits until it is closed.
+/// Counts a connection against the listener's limits, and on its shard, until it is closed.
 struct ConnectionPermits {
     _connection: OwnedSemaphorePermit,
     _address: AddressPermit,
+    _load: Option<LoadGuard>,
 }
 
 /// A connection's properties, which are added to each of its requests as extensions.
@@ -327,6 +328,8 @@ pub fn local_addr(listener: &TcpListener) -> std::io::Result<SocketAddr> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use axum::routing::get;
     use tokio::io::AsyncReadExt;
 
@@ -334,6 +337,8 @@ mod tests {
 
     const TEST_TIMEOUT: Duration = Duration::from_secs(20);
     const REQUEST: &[u8] = b"GET / HTTP/1.1\r\nhost: h\r\n\r\n";
+    const UPGRADE: &[u8] =
+        b"GET /upgrade HTTP/1.1\r\nhost: h\r\nconnection: upgrade\r\nupgrade: test\r\n\r\n";
 
     async fn start_server(limits: ListenerLimits) -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -353,6 +358,7 @@ mod tests {
             .status(http::StatusCode::SWITCHING_PROTOCOLS)
             .header("connection", "upgrade")
             .header("upgrade", "test")
+            .header("shard", format!("{:?}", crate::shards::current()))
             .body(Body::empty())
             .unwrap()
     }
@@ -429,8 +435,7 @@ mod tests {
         let limits = ListenerLimits { max_connections: 1, ..ListenerLimits::default() };
         let address = start_server(limits).await;
         let mut upgraded = TcpStream::connect(address).await.unwrap();
-        let request = b"GET /upgrade HTTP/1.1\r\nhost: h\r\nconnection: upgrade\r\nupgrade: test\r\n\r\n";
-        upgraded.write_all(request).await.unwrap();
+        upgraded.write_all(UPGRADE).await.unwrap();
         assert!(read_until(&mut upgraded, "\r\n\r\n").await.starts_with("HTTP/1.1 101"));
 
         let mut waiting = TcpStream::connect(address).await.unwrap();
@@ -439,5 +444,26 @@ mod tests {
         assert!(early.is_err(), "a second connection was served: {early:?}");
         drop(upgraded);
         assert!(read_until(&mut waiting, "ok").await.starts_with("HTTP/1.1 200"));
+    }
+
+    #[tokio::test]
+    async fn upgraded_connections_are_spread_over_the_shards() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = local_addr(&listener).unwrap();
+        let router = Router::new().route("/upgrade", get(accept_upgrade));
+        let threads = RouterThreads { shards: Shards::start().unwrap(), passthrough: None };
+        let limits = ListenerLimits::default();
+        tokio::spawn(serve_on(threads, listener, None, router, limits, CancellationToken::new()));
+        let count = std::thread::available_parallelism().map_or(1, usize::from);
+        let (mut open, mut shards) = (Vec::new(), BTreeSet::new());
+        for _ in 0..count {
+            let mut upgraded = TcpStream::connect(address).await.unwrap();
+            upgraded.write_all(UPGRADE).await.unwrap();
+            let head = read_until(&mut upgraded, "\r\n\r\n").await;
+            let shard = head.lines().find(|line| line.starts_with("shard: ")).map(str::to_owned);
+            shards.insert(shard.unwrap_or_else(|| panic!("{head}")));
+            open.push(upgraded);
+        }
+        assert_eq!(shards.len(), count, "{shards:?}");
     }
 }

@@ -45,16 +45,16 @@ impl Shards {
         Ok(Self { all, _running: running.drop_guard() })
     }
 
-    /// Runs a connection to its end on the shard with the fewest connections.
-    pub fn spawn(&self, connection: impl Future<Output = ()> + Send + 'static) {
+    /// Runs a connection on the shard with the fewest connections. The connection counts until it has dropped the
+    /// guard, which may be later than the end of its future: an upgraded one is continued by another task.
+    pub fn spawn<F>(&self, connection: impl FnOnce(LoadGuard) -> F)
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
         let Some(least) = self.all.iter().min_by_key(|shard| shard.load.load(Ordering::Relaxed)) else {
             return;
         };
-        let load_guard = LoadGuard::acquire(&least.load);
-        least.runtime.spawn(async move {
-            connection.await;
-            drop(load_guard);
-        });
+        least.runtime.spawn(connection(LoadGuard::acquire(&least.load)));
     }
 }
 
@@ -71,7 +71,7 @@ impl Shard {
 }
 
 /// Counts a connection on a shard until dropped.
-struct LoadGuard(Arc<AtomicUsize>);
+pub struct LoadGuard(Arc<AtomicUsize>);
 
 impl LoadGuard {
     fn acquire(load: &Arc<AtomicUsize>) -> Self {
@@ -103,13 +103,14 @@ mod tests {
         let open = CancellationToken::new();
         for _ in 0..count * 2 {
             let (sender, open) = (sender.clone(), open.clone());
-            shards.spawn(async move {
+            shards.spawn(|load| async move {
                 let (shard, thread) = (current(), thread::current().id());
                 tokio::time::sleep(Duration::from_millis(5)).await;
                 let nested = tokio::spawn(async { (current(), thread::current().id()) }).await.unwrap();
                 assert_eq!((shard, thread), nested);
                 sender.send(shard).unwrap();
                 open.cancelled().await;
+                drop(load);
             });
         }
         let used: Vec<_> = (0..count * 2).map(|_| receiver.blocking_recv().unwrap().unwrap()).collect();

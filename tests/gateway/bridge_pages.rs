@@ -143,3 +143,42 @@ async fn nulls_match_no_comparison() -> Result<()> {
     }
     Ok(())
 }
+
+#[tokio::test]
+async fn pages_follow_registered_type_after_owner_changed_it() -> Result<()> {
+    let app = TestApp::new().await?;
+    let rows: Vec<Value> = (0..6)
+        .map(|n| {
+            let (day, at) = (format!("2026-01-0{}", n + 1), format!("2026-01-01T00:00:00.00{n}Z"));
+            json!({ "size": n, "day": day, "at": at })
+        })
+        .collect();
+    app.query_data("insertMany", json!({ "rows": rows })).await?;
+    let table = format!("{}.things", app.schema());
+    let change = format!(
+        "ALTER TABLE {table} ALTER COLUMN size TYPE numeric, ALTER COLUMN day TYPE timestamp,
+             ALTER COLUMN at TYPE timestamp;
+         UPDATE {table} SET size = size / 3, day = day + interval '7 hours'"
+    );
+    app.database.connect().await?.batch_execute(&change).await?;
+    for column in ["size", "day", "at"] {
+        let (mut paged_ids, mut after) = (Vec::new(), Value::Null);
+        // A cursor that does not advance would repeat a row.
+        for _ in 0..10 {
+            let mut find = json!({ "orderBy": [column], "limit": 1 });
+            if after.is_string() {
+                find["after"] = after.take();
+            }
+            let (status, mut page) = app.query("find", find).await?;
+            assert_eq!(status, 200, "{column} {page}");
+            paged_ids.extend(page["data"].as_array().into_iter().flatten().map(|row| row["id"].to_string()));
+            after = page["nextCursor"].take();
+            if after.is_null() {
+                break;
+            }
+        }
+        assert_eq!(paged_ids.len(), 6, "{column}");
+        assert_eq!(paged_ids.iter().collect::<HashSet<_>>().len(), 6, "{column}");
+    }
+    Ok(())
+}

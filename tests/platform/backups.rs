@@ -5,6 +5,7 @@ use std::time::Duration;
 use reqwest::Method;
 use serde_json::{Value, json};
 use svc::http::proof::Route;
+use tokio_postgres::Client;
 
 use super::fake_host::start_host;
 use super::stack::{BUCKET, DIGEST, SECRET, Stack, heartbeat_of};
@@ -45,10 +46,36 @@ async fn backup_request_reaches_the_host_with_a_proof() {
     stack.delete(&process, &format!("/vps/{machine}")).await;
     stack.post(&process, &path, &json!({})).await.assert_problem(404, "machine_not_found");
     let client = stack.database.connect().await.unwrap();
-    let audit = client.query("SELECT 1 FROM operator_audit WHERE action = 'backup'", &[]).await.unwrap();
-    assert_eq!(audit.len(), 1, "only accepted requests to the host are audited");
-    let audit = client.query("SELECT 1 FROM operator_audit WHERE action = 'drill'", &[]).await.unwrap();
-    assert_eq!(audit.len(), 1);
+    let backups = count_audit_rows(&client, "backup").await;
+    assert_eq!(backups, (2, 1), "the host accepted one request, and was unreachable for the other");
+    assert_eq!(count_audit_rows(&client, "drill").await, (1, 1));
+}
+
+/// Counts the audit rows for the requests to a host, and those for their acceptance.
+async fn count_audit_rows(client: &Client, action: &str) -> (i64, i64) {
+    let sql = "SELECT count(*) FILTER (WHERE after->>'outcome' = 'requested'), \
+               count(*) FILTER (WHERE after ? 'requestedAt') FROM operator_audit WHERE action = $1";
+    let row = client.query_one(sql, &[&action]).await.unwrap();
+    (row.get(0), row.get(1))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn accepted_request_is_audited_if_the_database_then_fails() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    let host = start_host(&stack, &process).await;
+    host.behavior.lock().unwrap().delay = Duration::from_secs(2);
+    let client = stack.database.connect().await.unwrap();
+    let break_database = async {
+        let is_called = || async { (host.call_count("POST", "/_svc/internal/backup") == 1).then_some(()) };
+        stack.eventually("the host has the request", is_called).await;
+        let sql = "ALTER TABLE operator_audit ADD CONSTRAINT broken CHECK (false) NOT VALID";
+        client.batch_execute(sql).await.unwrap();
+    };
+    let path = format!("/vps/{}/backup", host.guest.machine);
+    let (response, ()) = tokio::join!(stack.post(&process, &path, &json!({})), break_database);
+    assert!(response.status >= 500, "{response:?}");
+    assert_eq!(count_audit_rows(&client, "backup").await, (1, 0));
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -66,10 +93,7 @@ async fn request_is_audited_if_the_operator_disconnects() {
     let disconnected = sent.await;
     assert!(disconnected.is_err_and(|error| error.is_cancelled()), "the response came before the disconnect");
     let client = stack.database.connect().await.unwrap();
-    let is_audited = || async {
-        let rows = client.query("SELECT 1 FROM operator_audit WHERE action = 'backup'", &[]).await.unwrap();
-        (rows.len() == 1).then_some(())
-    };
+    let is_audited = || async { (count_audit_rows(&client, "backup").await == (1, 1)).then_some(()) };
     stack.eventually("the accepted request is audited", is_audited).await;
 }
 
@@ -92,11 +116,12 @@ async fn held_snapshot_is_shown_and_accepted() {
     assert_eq!(accepted.status, 202, "{accepted:?}");
     assert_eq!(host.call_count("POST", "/_svc/internal/backup-accept"), 1);
     let client = stack.database.connect().await.unwrap();
+    assert_eq!(count_audit_rows(&client, "backup.accept").await, (1, 1));
     let sql = "SELECT actor, target, before #>> '{attention,0,code}' FROM operator_audit WHERE action = 'backup.accept'";
-    let audit = client.query(sql, &[]).await.unwrap();
-    assert_eq!(audit.len(), 1);
-    let row: (String, String, String) = (audit[0].get(0), audit[0].get(1), audit[0].get(2));
-    assert_eq!(row, ("operator".to_owned(), host.guest.machine.clone(), "snapshot_held".to_owned()));
+    for row in client.query(sql, &[]).await.unwrap() {
+        let row: (String, String, String) = (row.get(0), row.get(1), row.get(2));
+        assert_eq!(row, ("operator".to_owned(), host.guest.machine.clone(), "snapshot_held".to_owned()));
+    }
 
     // A heartbeat without the item removes it.
     stack.send_heartbeat(&process, &host.guest, &heartbeat_of(&host.guest)).await;

@@ -184,6 +184,12 @@ async fn empty_start_is_refused_while_the_pointer_is_unreadable() {
     stack.store.remove(BUCKET, "user_1/primary/system/db/latest");
     let response = stack.post(&process, "/vps/recover", &empty).await;
     assert_eq!(response.status, 202, "{response:?}");
+    let again = stack.post(&process, "/vps/recover", &empty).await;
+    assert_eq!((again.status, again.body), (202, response.body.clone()));
+    let not_empty = stack.post(&process, "/vps/recover", &recovery_body()).await;
+    not_empty.assert_problem(409, "invalid_state");
+    let detail = not_empty.body["detail"].as_str().unwrap();
+    assert!(detail.contains("differs in: `--allow-empty`."), "{detail}");
     let guest = stack.wait_for_guest(&process, response.body["machineId"].as_str().unwrap()).await;
     assert_eq!(guest.restore_mode, "empty");
 }

@@ -93,7 +93,7 @@ async fn handle(
     let id = path_id("machineId", &id)?;
     fields.finish(Some(()))?;
     let mutation = Mutation::from_call(&call, &operator)?;
-    // The request completes even if the operator disconnects, so that an accepted request is always audited.
+    // The request completes even if the operator disconnects, so that its acceptance is audited.
     let requested = request_host_task(platform, id, mutation, task);
     let requested = tokio::spawn(request_id::run_with_id(request_id::current(), requested));
     Ok(requested.await.map_err(|error| Problem::internal(&error))??.into_response())
@@ -120,6 +120,15 @@ async fn request_host_task(
     let id = machine.id;
     // No session is held during the request to the host.
     drop(session);
+    let change = |after| AuditChange {
+        action: task.as_str(),
+        target: id.to_string(),
+        // An attention item describes the snapshot that the host holds back.
+        before: (task == HostTask::Accept).then(|| json!({"attention": machine.attention})),
+        after: Some(after),
+    };
+    // Audited before the call: the host may accept the request, and the database may be unreachable afterwards.
+    mutation.audit_before(&platform, &change(json!({"outcome": "requested"}))).await?;
     let response = match task {
         HostTask::Backup => host_call::request_backup(&platform, &machine).await,
         HostTask::Drill => host_call::request_drill(&platform, &machine).await,
@@ -139,13 +148,7 @@ async fn request_host_task(
     let requested = HostRequest { machine_id: id.into(), requested_at };
     let outcome = mutation
         .run(&platform, async |_| {
-            let change = AuditChange {
-                action: task.as_str(),
-                target: id.to_string(),
-                // An attention item describes the snapshot that the host holds back.
-                before: (task == HostTask::Accept).then(|| json!({"attention": machine.attention})),
-                after: Some(json!(requested)),
-            };
+            let change = change(json!(requested));
             Ok(MutationEffect::changed(Reply::new(StatusCode::ACCEPTED, requested), change))
         })
         .await?;

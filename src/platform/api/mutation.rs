@@ -1,8 +1,9 @@
 //! Shared by all mutating operator calls: the replay by `Idempotency-Key`, the audit row, and `Prefer: wait`.
 //!
 //! Invariant: the change, its audit row and the stored response are written in one transaction. This cannot include
-//! changes outside the database: `pointer.rs` and `host_files.rs` write an audit row before the change, in a separate
-//! transaction; `backup.rs` writes it after the call to the host, in a task that the operator's client cannot cancel.
+//! changes outside the database: `pointer.rs`, `host_files.rs` and `backup.rs` write an audit row before the change, in
+//! a separate transaction. The latter two write another one after the host's response, in a task that the operator's
+//! client cannot cancel.
 
 use std::time::Duration;
 
@@ -171,6 +172,17 @@ impl Mutation {
         let tx = db::begin(&mut session).await?;
         db::lock(&tx, &format!("user {user}")).await?;
         Ok(self.run_in(tx, change).await?.into_reply())
+    }
+
+    /// Writes an audit row in a separate transaction, before a change outside the database.
+    ///
+    /// # Errors
+    /// [`DbError`] if the row cannot be written; the change must then not be made.
+    pub async fn audit_before(&self, platform: &Platform, change: &AuditChange) -> Result<(), DbError> {
+        let mut session = platform.db.session().await?;
+        let tx = db::begin(&mut session).await?;
+        write_audit(&tx, &self.actor, change).await?;
+        db::commit(tx).await
     }
 
     async fn run_in(

@@ -21,7 +21,7 @@ use super::call::ApiCall;
 use super::endpoint::{
     Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, READ, documented_json, idp_user_id, slot_name,
 };
-use super::mutation::{self, AuditChange, Mutation, Reply};
+use super::mutation::{AuditChange, Mutation, Reply};
 use crate::context::Platform;
 use crate::db::{self, DbError};
 use crate::tokens::TokenMint;
@@ -180,11 +180,7 @@ async fn replace(
         before: Some(before),
         after: Some(after),
     };
-    let mut session = platform.db.session().await?;
-    let tx = db::begin(&mut session).await?;
-    mutation::write_audit(&tx, mutation.actor(), &change).await?;
-    db::commit(tx).await?;
-    drop(session);
+    mutation.audit_before(platform, &change).await?;
 
     let prefix = target.prefix();
     let written = with_timeout(pointer_repair::rebuild(&platform.bucket, &prefix, &inspection)).await;

@@ -378,6 +378,7 @@ fn differing_options(
             "the fallback locations",
             request.locations.fallback.iter().flatten().any(|wanted| !is_candidate(wanted)),
         ),
+        ("`--allow-empty`", request.empty == EmptyStart::Refused && machine.restore == RestoreMode::Empty),
         ("the accepted loss", request.options.accept_loss && !options.accept_loss),
         ("`--replace-first`", request.options.replace_first && !options.replace_first),
     ]

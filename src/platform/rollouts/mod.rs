@@ -85,7 +85,7 @@ async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyh
     if has_effects {
         failpoint::trigger("rollouts.decided")?;
     }
-    let mut ended_states = Vec::new();
+    let mut ended_members = Vec::new();
     let mut ended_rollout = None;
     let mut to_verify = None;
     for effect in &effects {
@@ -95,8 +95,7 @@ async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyh
                 if *state == MemberState::Updated {
                     db::slots::set_release_for_machine(&tx, *machine, &rollout.image_version).await?;
                 }
-                ended_states.push(*state);
-                tracing::info!(rollout = %rollout.id, %machine, state = state.as_str(), error, "the update of a rollout machine ended");
+                ended_members.push((machine, state, error));
             }
             RolloutEffect::RequestUpdate { machine } => {
                 rollouts::request_update(&tx, rollout.id, *machine).await?;
@@ -123,8 +122,9 @@ async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyh
         failpoint::trigger("rollouts.committed")?;
     }
     drop(session);
-    for state in ended_states {
+    for (machine, state, error) in ended_members {
         ROLLOUT_MACHINES.add_one([state.as_str()]);
+        tracing::info!(rollout = %rollout.id, %machine, state = state.as_str(), error, "the update of a rollout machine ended");
     }
     if let Some((state, why)) = ended_rollout {
         ROLLOUTS.add_one([state.as_str()]);

@@ -2,7 +2,8 @@
 //!
 //! `Drop` does not run when a test is killed, nor for a `static`. The first registration therefore starts a small
 //! shell, which reads a list of children and directories from a pipe. When this process ends for any reason, the pipe
-//! closes, and the shell signals the remaining children and removes the registered directories.
+//! closes, and the shell signals the remaining children, unmounts the registered mounts and removes the registered
+//! directories.
 //!
 //! ```no_run
 //! # fn main() -> anyhow::Result<()> {
@@ -58,6 +59,11 @@ pub fn unregister(pid: u32) {
 /// Removes `dir` and its contents when this process ends, if it still exists.
 pub fn remove_on_exit(dir: &Path) {
     notify_reaper(&format!("d - {}\n", dir.display()));
+}
+
+/// Unmounts `dir` when this process ends, if anything is mounted there.
+pub(crate) fn unmount_on_exit(dir: &Path) {
+    notify_reaper(&format!("m - {}\n", dir.display()));
 }
 
 /// Runs a command and returns its standard output. On failure or timeout, the error contains the command's output. After
@@ -123,7 +129,7 @@ while read -r op signal target; do
   case $op in
     +) children="$children $signal:$target" ;;
     -) rest=; for c in $children; do id=${c#*:}; [ "${id#-}" = "$target" ] || rest="$rest $c"; done; children=$rest ;;
-    d) set -- "$@" "$target" ;;
+    d|m) set -- "$@" "$op$target" ;;
   esac
 done
 for c in $children; do kill -s "${c%%:*}" -- "${c#*:}" 2>/dev/null; done
@@ -138,7 +144,9 @@ while [ $tries -lt 30 ]; do
   sleep 0.1; tries=$((tries + 1))
 done
 for c in $children; do kill -s KILL -- "${c#*:}" 2>/dev/null; done
-for dir in "$@"; do rm -rf -- "$dir"; done
+# First, because a directory to remove may contain a mount.
+for entry in "$@"; do case $entry in m*) umount -l "${entry#m}" 2>/dev/null ;; esac; done
+for entry in "$@"; do case $entry in d*) rm -rf -- "${entry#d}" ;; esac; done
 "#;
 
 fn notify_reaper(line: &str) {

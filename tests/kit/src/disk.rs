@@ -30,7 +30,7 @@ pub fn in_memory_dir(min_free_bytes: u64) -> Option<&'static Path> {
     is_usable.then_some(dir)
 }
 
-/// A mounted tmpfs that contains the previous content of its directory; unmounted on drop.
+/// A mounted tmpfs that contains the previous content of its directory; unmounted on drop, or when this process ends.
 pub struct SmallDisk {
     dir: PathBuf,
 }
@@ -49,6 +49,8 @@ impl SmallDisk {
         fs::create_dir_all(&dir)?;
         let before = tempfile::tempdir()?;
         copy_content(&dir, before.path())?;
+        // Before the mount, so that a process that is killed during it leaves none behind.
+        child::unmount_on_exit(&dir);
         let mut mount = Command::new("mount");
         mount.args(["-t", "tmpfs", "-o", &format!("size={mib}m"), "tmpfs"]).arg(&dir);
         if let Err(error) = child::run(mount, TIMEOUT) {
@@ -120,4 +122,59 @@ fn copy_content(from: &Path, to: &Path) -> Result<()> {
 fn available_bytes(dir: &Path) -> Result<u64> {
     let stats = statfs(dir)?;
     Ok(stats.blocks_available() * u64::try_from(stats.block_size())?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader};
+    use std::os::unix::fs::MetadataExt;
+    use std::process::Stdio;
+    use std::time::Instant;
+
+    use super::*;
+    use crate::child::OwnedChild;
+
+    /// The program that the next test kills: it mounts a disk, and waits.
+    #[test]
+    #[ignore = "not a test: the child process of killed_process_leaves_no_mount"]
+    fn victim() {
+        let Some(dir) = std::env::var_os("KIT_VICTIM_DISK") else {
+            return;
+        };
+        let Some(_disk) = SmallDisk::mount(dir.into(), 1).expect("the directory can be copied") else {
+            return;
+        };
+        println!("mounted");
+        std::thread::sleep(Duration::from_secs(600));
+    }
+
+    #[test]
+    fn killed_process_leaves_no_mount() {
+        let dir = tempfile::tempdir().expect("the directory is created");
+        let disk_dir = dir.path().join("with space");
+        fs::create_dir(&disk_dir).expect("the directory is created");
+        let device = |path: &Path| fs::metadata(path).expect("the directory exists").dev();
+        let is_mounted = || device(&disk_dir) != device(dir.path());
+        let mut victim = OwnedChild::spawn(
+            Command::new(std::env::current_exe().expect("the test knows its own path"))
+                .args(["--ignored", "--exact", "--nocapture", "disk::tests::victim"])
+                .env("KIT_VICTIM_DISK", &disk_dir)
+                .stdout(Stdio::piped()),
+        )
+        .expect("the victim starts");
+        let output = BufReader::new(victim.take_stdout().expect("the output is piped"));
+        let is_result = |line: &String| line.contains("mounted") || line.contains("SKIPPED");
+        let result = output.lines().map_while(Result::ok).find(is_result);
+        if result.expect("the victim mounts a disk, or records that it cannot").contains("SKIPPED") {
+            return;
+        }
+        assert!(is_mounted());
+
+        victim.kill().expect("the victim can be killed");
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while is_mounted() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        assert!(!is_mounted(), "the disk is still mounted");
+    }
 }

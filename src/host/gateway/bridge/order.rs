@@ -69,7 +69,7 @@ impl<'t> Order<'t> {
 
     pub fn write(&self, sql: &mut Sql) {
         sql.push_list(&self.keys, ", ", |sql, (column, direction)| {
-            sql.push_column(column).push(match direction {
+            sql.push_order_value(column).push(match direction {
                 Direction::Ascending => " ASC NULLS LAST",
                 Direction::Descending => " DESC NULLS FIRST",
             });
@@ -94,7 +94,7 @@ impl<'t> Order<'t> {
 
     fn write_row_comparison(&self, values: &[Option<String>], sql: &mut Sql) {
         sql.push("(").push_list(&self.keys, ", ", |sql, (column, _)| {
-            sql.push_column(column);
+            sql.push_order_value(column);
         });
         let is_descending = self.keys.first().is_some_and(|(_, d)| *d == Direction::Descending);
         sql.push(if is_descending { ") < (" } else { ") > (" });
@@ -127,7 +127,7 @@ impl<'t> Order<'t> {
 
 fn write_equal(column: &Column, value: Option<&str>, sql: &mut Sql) {
     match value {
-        Some(value) => sql.push_column(column).push(" = ").bind_text(column.kind, value.to_owned()),
+        Some(value) => sql.push_order_value(column).push(" = ").bind_text(column.kind, value.to_owned()),
         None => sql.push_column(column).push(" IS NULL"),
     };
 }
@@ -135,12 +135,12 @@ fn write_equal(column: &Column, value: Option<&str>, sql: &mut Sql) {
 fn write_key_after(column: &Column, direction: Direction, value: Option<&str>, sql: &mut Sql) {
     match (direction, value) {
         (Direction::Ascending, Some(value)) => {
-            sql.push("(").push_column(column).push(" > ").bind_text(column.kind, value.to_owned());
+            sql.push("(").push_order_value(column).push(" > ").bind_text(column.kind, value.to_owned());
             sql.push(" OR ").push_column(column).push(" IS NULL)")
         }
         (Direction::Ascending, None) => sql.push("FALSE"),
         (Direction::Descending, Some(value)) => {
-            sql.push_column(column).push(" < ").bind_text(column.kind, value.to_owned())
+            sql.push_order_value(column).push(" < ").bind_text(column.kind, value.to_owned())
         }
         (Direction::Descending, None) => sql.push_column(column).push(" IS NOT NULL"),
     };

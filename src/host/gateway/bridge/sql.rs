@@ -86,14 +86,26 @@ impl Sql {
         self
     }
 
+    /// Adds a column's value as rows are ordered by it and compared with a cursor: in the registered type, like the
+    /// cursor's values. Otherwise, if the owner has changed an integer column to numeric, the cursor would be the
+    /// rounded value, and rows would be skipped or repeated.
+    pub fn push_order_value(&mut self, column: &Column) -> &mut Self {
+        match column.kind {
+            // These types can have a precision, and no index supports the order of a value without its precision.
+            ColumnType::Numeric | ColumnType::Timestamptz => self.push_column(column),
+            _ => self.push_cast_column(column),
+        }
+    }
+
     /// Adds a column's value as [`super::cursor::key_text`] reads it. The order keys are read for every row, although
     /// only those of the last row become a cursor. The database therefore does not convert the types that are cheap to
     /// format here.
     pub fn push_order_key(&mut self, column: &Column) -> &mut Self {
-        self.push_column(column);
         match column.kind {
-            ColumnType::Integer | ColumnType::Bigint | ColumnType::Uuid | ColumnType::Timestamptz => self,
-            _ => self.push("::text"),
+            ColumnType::Integer | ColumnType::Bigint | ColumnType::Uuid | ColumnType::Timestamptz => {
+                self.push_cast_column(column)
+            }
+            _ => self.push_order_value(column).push("::text"),
         }
     }
 

@@ -354,13 +354,15 @@ fn find_pages_follow_order_and_cursor() {
     };
     let sql = find(newest.clone(), None).unwrap();
     assert!(
-        sql.contains(r#"ORDER BY "t"."created_at" DESC NULLS FIRST, "t"."id" DESC NULLS FIRST LIMIT $1"#),
+        sql.contains(
+            r#"ORDER BY "t"."created_at" DESC NULLS FIRST, "t"."id"::uuid DESC NULLS FIRST LIMIT $1"#
+        ),
         "{sql}"
     );
     let cursor = encode_cursor(&newest).unwrap();
     let sql = find(newest, Some(cursor.clone())).unwrap();
     assert!(
-        sql.contains(r#"("t"."created_at", "t"."id") < ($1::text::timestamptz, $2::text::uuid)"#),
+        sql.contains(r#"("t"."created_at", "t"."id"::uuid) < ($1::text::timestamptz, $2::text::uuid)"#),
         "{sql}"
     );
     assert!(find(json!(["id"]), Some(cursor.clone())).unwrap_err().contains("a different orderBy"));

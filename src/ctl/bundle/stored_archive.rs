@@ -1,0 +1,29 @@
+//! Compares the archive in the store with the one to publish.
+
+use futures_util::TryStreamExt;
+use object_store::{Error as ObjectError, GetOptions};
+use sha2::{Digest, Sha256};
+
+use super::companions::BundleContext;
+use svc_store::bucket::{Bucket, StoreError};
+use svc_store::key;
+
+/// Returns whether the stored archive has the bundle's size and digest. Reads the archive if its size is right.
+///
+/// # Errors
+/// If the archive cannot be read; absence is `Ok(false)`.
+pub async fn is_intact(bucket: &Bucket, bundle: &BundleContext<'_>) -> Result<bool, StoreError> {
+    let key = key::bundle(bundle.version, "");
+    let failed = |error: ObjectError| StoreError::classify(&key, error);
+    let has_size = bucket.head(&key).await?.is_some_and(|meta| meta.size == bundle.size_bytes);
+    if !has_size {
+        return Ok(false);
+    }
+    let stored = bucket.raw().get_opts(&key, GetOptions::default()).await.map_err(failed)?;
+    let mut chunks = stored.into_stream();
+    let mut hasher = Sha256::new();
+    while let Some(chunk) = chunks.try_next().await.map_err(failed)? {
+        hasher.update(&chunk);
+    }
+    Ok(hex::encode(hasher.finalize()) == bundle.sha256)
+}
