@@ -73,7 +73,8 @@ async fn accepted_request_is_audited_if_the_database_then_fails() {
         client.batch_execute(sql).await.unwrap();
     };
     let path = format!("/vps/{}/backup", host.guest.machine);
-    let (response, ()) = tokio::join!(stack.post(&process, &path, &json!({})), break_database);
+    let body = json!({});
+    let (response, ()) = tokio::join!(stack.post(&process, &path, &body), break_database);
     assert!(response.status >= 500, "{response:?}");
     assert_eq!(count_audit_rows(&client, "backup").await, (1, 0));
 }

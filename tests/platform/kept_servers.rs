@@ -15,24 +15,16 @@ fn string_field(response: &Value, name: &str) -> String {
     response[name].as_str().unwrap_or_else(|| panic!("no {name}: {response}")).to_owned()
 }
 
-pub fn power_state(stack: &Stack, machine: &str) -> Option<Power> {
-    stack.provider.server_by_name(&format!("svc-{machine}")).map(|server| server.status)
-}
-
 async fn recover(stack: &Stack, process: &Process, body: &Value) -> Value {
     let response = stack.post(process, "/vps/recover", body).await;
     assert_eq!(response.status, 202, "{response:?}");
     response.body
 }
 
-pub async fn fetch_record(stack: &Stack, process: &Process, machine: &str) -> Value {
-    stack.get(process, &format!("/vps/{machine}")).await.body
-}
-
 /// Waits until the machine has this status and has not been replaced.
 async fn wait_for_status(stack: &Stack, process: &Process, machine: &str, status: &str) -> Value {
     let has_status = || async {
-        let found = fetch_record(stack, process, machine).await;
+        let found = stack.fetch_record(process, machine).await;
         (found["status"] == status && found["retiredAt"].is_null()).then_some(found)
     };
     stack.eventually(status, has_status).await
@@ -72,7 +64,7 @@ async fn cancelled_recovery_keeps_the_healthy_machine() {
     let has_fence = || async { (stack.pointer("user_1")["fenceEpoch"] == 3).then_some(()) };
     stack.eventually("the fence names the old machine", has_fence).await;
     stack.assert_only_server(&old.guest.machine);
-    assert_eq!(power_state(&stack, &old.guest.machine), Some(Power::Running));
+    assert_eq!(stack.power_state(&old.guest.machine), Some(Power::Running));
     assert_eq!(stack.provider.call_count("DELETE", "/servers/"), 0);
     assert_eq!(stack.provider.call_count("POST", "/poweroff"), 0);
     let response = stack.send_heartbeat(&process, &old.guest, &heartbeat_of(&old.guest)).await.body;
@@ -90,7 +82,7 @@ async fn failed_boot_powers_the_old_machine_on_again() {
     stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, &recovery_body()).await;
     let new = stack.wait_for_guest(&process, &string_field(&recovery, "machineId")).await;
-    assert_eq!(power_state(&stack, &old.machine), Some(Power::Off), "the old server is kept, powered off");
+    assert_eq!(stack.power_state(&old.machine), Some(Power::Off), "the old server is kept, powered off");
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 2);
 
     let report =
@@ -100,10 +92,10 @@ async fn failed_boot_powers_the_old_machine_on_again() {
     assert_eq!(report.status, 202, "{report:?}");
     let reinstated = wait_for_status(&stack, &process, &old.machine, "failed").await;
     assert_eq!(reinstated["failure"]["cause"], "reinstating", "{reinstated}");
-    let is_on = || async { (power_state(&stack, &old.machine) == Some(Power::Running)).then_some(()) };
+    let is_on = || async { (stack.power_state(&old.machine) == Some(Power::Running)).then_some(()) };
     stack.eventually("the old server is on", is_on).await;
     send_heartbeats_until_running(&stack, &process, &old).await;
-    assert_eq!(fetch_record(&stack, &process, &old.machine).await["epoch"], 3);
+    assert_eq!(stack.fetch_record(&process, &old.machine).await["epoch"], 3);
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 3);
     let is_only_server = || async { (stack.provider.servers().len() == 1).then_some(()) };
     stack.eventually("the failed machine's server is deleted", is_only_server).await;
@@ -124,7 +116,7 @@ async fn expired_registration_reinstates_the_old_machine() {
     let recovery = recover(&stack, &process, &recovery_body()).await;
     wait_for_status(&stack, &process, &old.machine, "failed").await;
     send_heartbeats_until_running(&stack, &process, &old).await;
-    let new = fetch_record(&stack, &process, &string_field(&recovery, "machineId")).await;
+    let new = stack.fetch_record(&process, &string_field(&recovery, "machineId")).await;
     assert_eq!(new["failure"]["cause"], "registration_expired");
 }
 
@@ -139,7 +131,7 @@ async fn old_server_is_deleted_only_after_its_successor_has_served() {
     stack.register(&process, &new).await;
     tokio::time::sleep(std::time::Duration::from_secs(7)).await;
     assert_eq!(
-        power_state(&stack, &old.machine),
+        stack.power_state(&old.machine),
         Some(Power::Off),
         "the server was deleted before its successor served"
     );
@@ -151,7 +143,7 @@ async fn old_server_is_deleted_only_after_its_successor_has_served() {
     {
         assert!(detail.contains(part), "{part}: {detail}");
     }
-    let copies = fetch_record(&stack, &process, &new.machine).await["copies"].clone();
+    let copies = stack.fetch_record(&process, &new.machine).await["copies"].clone();
     assert_eq!(copies["kept"][0]["machineId"], old.machine, "{copies}");
     assert_eq!(
         (&copies["live"]["machineId"], &copies["kept"][0]["until"]),
@@ -159,9 +151,9 @@ async fn old_server_is_deleted_only_after_its_successor_has_served() {
     );
 
     stack.send_heartbeat(&process, &new, &heartbeat_of(&new)).await;
-    let copies = fetch_record(&stack, &process, &new.machine).await["copies"].clone();
+    let copies = stack.fetch_record(&process, &new.machine).await["copies"].clone();
     assert!(copies["kept"][0]["until"].is_string(), "{copies}");
-    let is_deleted = || async { power_state(&stack, &old.machine).is_none().then_some(()) };
+    let is_deleted = || async { stack.power_state(&old.machine).is_none().then_some(()) };
     stack.eventually("the old server is deleted when its retention ends", is_deleted).await;
     stack.assert_only_server(&new.machine);
 }
@@ -177,11 +169,11 @@ async fn server_of_unreachable_host_is_kept_until_loss_accepted() {
     assert_eq!(operation["state"], "succeeded", "{operation}");
     let new = stack.wait_for_guest(&process, &string_field(&recovery, "machineId")).await;
     stack.send_heartbeat(&process, &new, &heartbeat_of(&new)).await;
-    let record = fetch_record(&stack, &process, &old.machine).await;
+    let record = stack.fetch_record(&process, &old.machine).await;
     assert_eq!(record["unsavedSince"], "2026-01-02T03:04:05.678Z", "{record}");
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
     assert_eq!(
-        power_state(&stack, &old.machine),
+        stack.power_state(&old.machine),
         Some(Power::Off),
         "the server was deleted although no snapshot contains its data"
     );
@@ -204,7 +196,7 @@ async fn server_of_unreachable_host_is_kept_until_loss_accepted() {
     let operation = stack.get(&process, &format!("/vps/operations/{removal}")).await.body;
     assert_eq!((&operation["kind"], &operation["machineId"]), (&json!("remove_server"), &json!(old.machine)));
     stack.provider.clear_faults();
-    let is_deleted = || async { power_state(&stack, &old.machine).is_none().then_some(()) };
+    let is_deleted = || async { stack.power_state(&old.machine).is_none().then_some(()) };
     stack.eventually("the server is deleted", is_deleted).await;
     let path = format!("/vps/{}/discard", new.machine);
     stack.post(&process, &path, &json!({"acceptLoss": true})).await.assert_problem(409, "invalid_state");
@@ -238,7 +230,7 @@ async fn refused_power_off_or_delete_does_not_delay_a_recovery() {
     let new = stack.wait_for_guest(&process, &string_field(&recovery, "machineId")).await;
     stack.send_heartbeat(&process, &new, &heartbeat_of(&new)).await;
     let find_removal = || async {
-        let operations = fetch_record(&stack, &process, &old.machine).await["operations"].clone();
+        let operations = stack.fetch_record(&process, &old.machine).await["operations"].clone();
         operations.as_array()?.iter().find(|operation| operation["kind"] == "remove_server").cloned()
     };
     let removal = stack.eventually("the removal is created", find_removal).await;
@@ -249,7 +241,7 @@ async fn refused_power_off_or_delete_does_not_delay_a_recovery() {
     stack.provider.clear_faults();
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
     assert!(
-        power_state(&stack, &old.machine).is_some(),
+        stack.power_state(&old.machine).is_some(),
         "the server was deleted although the removal was abandoned"
     );
 }
@@ -290,7 +282,7 @@ async fn boot_progress_extends_the_registration_deadline() {
         assert_eq!(report_bytes(bytes).await.status, 204);
         tokio::time::sleep(std::time::Duration::from_secs(1)).await;
     }
-    let booting = fetch_record(&stack, &process, &guest.machine).await;
+    let booting = stack.fetch_record(&process, &guest.machine).await;
     assert_eq!((&booting["status"], &booting["bootProgress"]["bytes"]), (&json!("provisioning"), &json!(8)));
     let has_failed = || async {
         // Repeating the same byte count is not progress.
@@ -339,12 +331,12 @@ async fn discard_is_refused_until_deletion_has_final_backup() {
         refused.body["detail"].as_str().unwrap().contains(&string_field(&deleted, "operationId")),
         "{refused:?}"
     );
-    assert_eq!(power_state(&stack, &machine), Some(Power::Running));
+    assert_eq!(stack.power_state(&machine), Some(Power::Running));
 
     old.store_backup(&stack, "user_1");
     let ended = stack.wait_until_ended(&process, &string_field(&deleted, "operationId")).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
-    assert!(fetch_record(&stack, &process, &machine).await["finalBackupAt"].is_string());
+    assert!(stack.fetch_record(&process, &machine).await["finalBackupAt"].is_string());
 
     // Without a recorded final backup or an accepted loss, data may be unsaved.
     let client = stack.database.connect().await.unwrap();
@@ -352,7 +344,7 @@ async fn discard_is_refused_until_deletion_has_final_backup() {
     stack.post(&process, &path, &json!({})).await.assert_problem(409, "invalid_state");
     client.execute("UPDATE user_machines SET final_backup_at = now()", &[]).await.unwrap();
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 202);
-    let is_deleted = || async { power_state(&stack, &machine).is_none().then_some(()) };
+    let is_deleted = || async { stack.power_state(&machine).is_none().then_some(()) };
     stack.eventually("the server is deleted", is_deleted).await;
 }
 
@@ -378,7 +370,7 @@ async fn discard_is_refused_until_the_recovery_ends() {
     drop(old);
     let ended = stack.wait_until_ended(&process, &string_field(&recovery, "operationId")).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
-    let record = fetch_record(&stack, &process, &machine).await;
+    let record = stack.fetch_record(&process, &machine).await;
     assert_eq!((&record["finalBackupAt"], &record["unsavedSince"]), (&Value::Null, &Value::Null), "{record}");
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 202);
 }
@@ -404,14 +396,13 @@ async fn server_wrongly_reported_gone_is_kept_by_a_recovery() {
     let recovery = recover(&stack, &process, &recovery_body()).await;
     let operation = stack.wait_until_ended(&process, &string_field(&recovery, "operationId")).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
-    assert_eq!(power_state(&stack, &old.machine), Some(Power::Off));
-    let record = fetch_record(&stack, &process, &old.machine).await;
+    assert_eq!(stack.power_state(&old.machine), Some(Power::Off));
+    let record = stack.fetch_record(&process, &old.machine).await;
     assert_eq!(
         (&record["failure"]["cause"], record["unsavedSince"].is_string()),
         (&json!("reinstating"), true)
     );
-    let copies =
-        fetch_record(&stack, &process, &string_field(&recovery, "machineId")).await["copies"].clone();
+    let copies = stack.fetch_record(&process, &string_field(&recovery, "machineId")).await["copies"].clone();
     assert_eq!(copies["kept"][0]["machineId"], json!(old.machine), "{copies}");
     assert_eq!(copies["kept"][0]["missingSince"], Value::Null, "{copies}");
 }
@@ -423,11 +414,11 @@ async fn server_wrongly_reported_gone_survives_immediate_deletion() {
     let deleted = stack.delete(&process, &format!("{path}?now=true")).await.body;
     let operation = stack.wait_until_ended(&process, &string_field(&deleted, "operationId")).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
-    let record = fetch_record(&stack, &process, &old.machine).await;
+    let record = stack.fetch_record(&process, &old.machine).await;
     assert!(record["unsavedSince"].is_string(), "{record}");
     let path = format!("{path}/discard");
     stack.post(&process, &path, &json!({})).await.assert_problem(409, "invalid_state");
-    assert_eq!(power_state(&stack, &old.machine), Some(Power::Off));
+    assert_eq!(stack.power_state(&old.machine), Some(Power::Off));
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -444,7 +435,7 @@ async fn server_wrongly_reported_gone_runs_after_power_on() {
     let operation =
         stack.wait_until_ended_with_heartbeats(&process, &string_field(&on.body, "operationId")).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
-    assert_eq!(fetch_record(&stack, &process, &old.machine).await["failure"], Value::Null);
+    assert_eq!(stack.fetch_record(&process, &old.machine).await["failure"], Value::Null);
 }
 
 /// The removal queries the provider for the server once more. If the server exists, the machine can be undeleted.
@@ -459,7 +450,7 @@ async fn server_found_during_removal_is_kept() {
     stack.wait_until_ended(&process, &string_field(&deleted, "operationId")).await;
     stack.provider.hide_servers(&[]);
     let is_kept = || async {
-        fetch_record(&stack, &process, &old.machine).await["unsavedSince"].is_string().then_some(())
+        stack.fetch_record(&process, &old.machine).await["unsavedSince"].is_string().then_some(())
     };
     stack.eventually("the server is kept", is_kept).await;
     let query = "SELECT error_code FROM operations WHERE kind = 'remove_server'";
