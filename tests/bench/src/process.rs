@@ -17,7 +17,10 @@ const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// Short enough to time a start of two milliseconds, at negligible load.
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
-/// A server that is killed with its process group on drop.
+const STOP_TIMEOUT: Duration = Duration::from_secs(15);
+const STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
+
+/// A server that is stopped on drop, with its process group, and killed if it does not stop in time.
 pub struct ServerProcess {
     name: String,
     child: Child,
@@ -65,6 +68,12 @@ impl ServerProcess {
 impl Drop for ServerProcess {
     fn drop(&mut self) {
         if let Ok(group) = i32::try_from(self.child.id()) {
+            // An executable that counts what it executes writes the counts at a normal exit.
+            killpg(Pid::from_raw(group), Signal::SIGTERM).ok();
+            let stopped = Instant::now();
+            while stopped.elapsed() < STOP_TIMEOUT && matches!(self.child.try_wait(), Ok(None)) {
+                std::thread::sleep(STOP_POLL_INTERVAL);
+            }
             killpg(Pid::from_raw(group), Signal::SIGKILL).ok();
         }
         self.child.wait().ok();
