@@ -8,6 +8,7 @@ mod ci;
 mod dist;
 mod docs;
 mod fuzz;
+mod profile;
 mod test;
 
 use std::path::{Path, PathBuf};
@@ -79,6 +80,8 @@ enum Command {
     },
     /// Build the static executable target/dist/svc and verify it
     Dist,
+    /// Record which code the benches use, for the optimization of the executable; writes packaging/profile
+    Profile,
     /// Build the Debian packages and the software bill of materials into target/deb
     Deb {
         /// Install, start, upgrade, remove and purge the packages in a fresh Debian chroot (needs root)
@@ -131,6 +134,7 @@ fn main() -> ExitCode {
         Command::Fuzz(args) => fuzz::run(&args),
         Command::Docs { check } => docs::run(check),
         Command::Dist => dist::build().map(|_| ExitCode::SUCCESS),
+        Command::Profile => profile::run(),
         Command::Deb { check, svc } => deb(check, svc),
         Command::Check => ci::run_quick(),
         Command::Ci { .. } => ci::run_static_checks(),

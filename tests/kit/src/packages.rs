@@ -43,7 +43,8 @@ impl DebTool {
 /// Returns the name of the directory for these packages, which depends on all of their pins; `None` if there are none.
 fn directory_name(debs: &[Deb]) -> Option<String> {
     let first = debs.first()?;
-    let name = format!("{}-{}", first.name, first.version);
+    // A colon, as after a version's epoch, would end the path in `LD_LIBRARY_PATH`.
+    let name = format!("{}-{}", first.name, first.version.replace(':', "-"));
     if debs.len() == 1 {
         return Some(name);
     }

@@ -1,0 +1,109 @@
+//! `cargo xtask profile`: records how often the loads of `tests/bench` execute each part of the executable, and writes
+//! the counts to `packaging/profile`. `cargo xtask dist` optimizes with them: what requests use for speed, the rest for
+//! size. Counts of functions that have changed since are ignored, so an old profile costs speed, never correctness.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use kit::packages::{Deb, DebTool};
+use kit::{child, fetch};
+
+use crate::{cargo, dist};
+
+/// Merges counts. It reads what the compiler's LLVM writes, and the compiler reads what it writes, although its own LLVM
+/// is older. With another version of the format, the merge fails.
+const LLVM_PROFDATA: DebTool = DebTool {
+    path: "usr/lib/llvm-19/bin/llvm-profdata",
+    debs: &[
+        Deb {
+            name: "llvm-19",
+            version: "1:19.1.7-3~deb12u1",
+            sha256: "f91492c5b361ff12f540b9f6145cf638b5e0fb3f145fceabd6c4b9540eab4bf9",
+        },
+        Deb {
+            name: "libllvm19",
+            version: "1:19.1.7-3~deb12u1",
+            sha256: "6edf3a8b28495cdba883d9760e0dca1a81983fc497a5f989dc64d0d96d23b4aa",
+        },
+    ],
+};
+const MERGE_TIMEOUT: Duration = Duration::from_secs(120);
+/// A level with which the profile has an eighth of its size.
+const COMPRESSION_LEVEL: i32 = 19;
+
+/// The loads whose speed matters, as arguments of the bench program. The one of `restore` also backs up the database.
+const LOADS: [&[&str]; 6] = [
+    &["router"],
+    &["bridge"],
+    &["files", "--files", "8000", "--file-bytes", "20000", "--without-rclone"],
+    &["hook"],
+    &["restore"],
+    &["bundle"],
+];
+
+/// The profile, relative to the root.
+const PROFILE: &str = "packaging/profile/svc.profdata.zst";
+
+pub fn run() -> Result<ExitCode> {
+    let dir = fetch::target_dir().join("profile");
+    let counts = dir.join("counts");
+    fs::create_dir_all(&dir)?;
+    let svc = dist::compile_counting(&counts, &dir.join("build"))?;
+    if counts.exists() {
+        fs::remove_dir_all(&counts)?;
+    }
+    for load in LOADS {
+        println!("profile: bench {}", load.join(" "));
+        let mut bench = cargo::program("bench");
+        bench.args(load).args(["--rounds", "1"]).arg("--svc").arg(&svc);
+        bench.arg("--out").arg(fetch::target_dir().join("bench/profile"));
+        cargo::run_checked(bench)?;
+    }
+    let merged = dir.join("svc.profdata");
+    merge(&counts, &merged)?;
+    let profile = cargo::root().join(PROFILE);
+    compress(&merged, &profile)?;
+    println!("profile: {}, {} KiB", profile.display(), fs::metadata(&profile)?.len() >> 10);
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Unpacks the profile for the compiler. Its name depends on its content, so that cargo builds again when it changes.
+/// `None` if there is none for this architecture.
+pub fn unpack() -> Result<Option<PathBuf>> {
+    if !cfg!(target_arch = "x86_64") {
+        return Ok(None);
+    }
+    let packed = cargo::root().join(PROFILE);
+    let dir = fetch::target_dir().join("profile");
+    fs::create_dir_all(&dir)?;
+    let unpacked = dir.join(format!("svc-{}.profdata", &fetch::sha256(&packed)?[..16]));
+    if !unpacked.exists() {
+        let file = File::open(&packed).with_context(|| format!("cannot open {}", packed.display()))?;
+        let mut staged = tempfile::NamedTempFile::new_in(&dir)?;
+        zstd::stream::copy_decode(file, &mut staged)
+            .with_context(|| format!("cannot unpack {}", packed.display()))?;
+        staged.persist(&unpacked)?;
+    }
+    Ok(Some(unpacked))
+}
+
+/// Merges the counts of all processes. Functions that were never executed stay in the profile: without them, the
+/// compiler would take their speed to matter, and the executable would be 2.4 MiB larger.
+fn merge(counts: &Path, merged: &Path) -> Result<()> {
+    let tool = LLVM_PROFDATA.locate_or_fetch()?;
+    let mut merge = tool.command();
+    merge.args(["merge", "--output"]).arg(merged).arg(counts);
+    child::run(merge, MERGE_TIMEOUT).context("cannot merge the counts")?;
+    Ok(())
+}
+
+fn compress(from: &Path, to: &Path) -> Result<()> {
+    fs::create_dir_all(to.parent().context("the profile has no directory")?)?;
+    let mut packed = File::create(to)?;
+    zstd::stream::copy_encode(File::open(from)?, &mut packed, COMPRESSION_LEVEL)?;
+    packed.sync_all()?;
+    Ok(())
+}
