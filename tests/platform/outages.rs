@@ -85,7 +85,8 @@ async fn store_outage_stops_control_plane_but_not_the_router() {
         (ready.status, &ready.body["database"], &ready.body["store"]),
         (503, &"ok".into(), &"failing".into())
     );
-    let has_failed = || async { stack.log().contains("cannot read the slot's fence; retrying").then_some(()) };
+    let has_failed =
+        || async { stack.log().contains("cannot read the slot's fence; retrying").then_some(()) };
     stack.eventually("the fence is retried", has_failed).await;
     assert!(stack.provider.servers().is_empty(), "no server exists before its fence");
     stack.store.bring_up().unwrap();
