@@ -53,6 +53,7 @@ const databaseUnavailable = {
   headers: { "access-control-allow-origin": "null" },
   body: '{"code":"database_unavailable","detail":"The database is unavailable."}',
 };
+
 /** Runs in the app's page: holds the response to the read of the whole list until `window.releaseList()` is called. */
 function holdListResponse() {
   const { fetch } = window;
@@ -63,6 +64,7 @@ function holdListResponse() {
     return response;
   };
 }
+
 const uniqueTitle = (word) => `${word} ${Math.random().toString(36).slice(2, 8)}`;
 
 test("a note is created, synced to another tab, edited and deleted with the keyboard", async () => {

@@ -140,7 +140,7 @@ fn compile_with(mut flags: Vec<String>, target_dir: &Path) -> Result<PathBuf> {
         // 40,000 relocations take 12 KB as a bitmap and 1 MB as a list. The program relocates itself, so the format
         // depends only on the C library that it is built with.
         "-Clink-arg=-Wl,-z,pack-relative-relocs".to_owned(),
-        // `strip` in the profile does not apply to a package with a level of its own, such as `svc`.
+        // Cargo ignores `strip` in the profile as soon as the package `svc` has an optimization level of its own.
         "-Clink-arg=-Wl,--strip-all".to_owned(),
     ]);
     if cfg!(target_arch = "x86_64") {

@@ -13,8 +13,8 @@ use kit::{child, fetch};
 
 use crate::{cargo, dist};
 
-/// Merges counts. It reads what the compiler's LLVM writes, and the compiler reads what it writes, although its own LLVM
-/// is older. With another version of the format, the merge fails.
+/// Merges counts. Its LLVM is older than the compiler's, but both use the same version of the format for counts. If an
+/// update of Rust changes that version, the merge fails, and a newer package is needed.
 const LLVM_PROFDATA: DebTool = DebTool {
     path: "usr/lib/llvm-19/bin/llvm-profdata",
     debs: &[
@@ -96,7 +96,9 @@ fn merge(counts: &Path, merged: &Path) -> Result<()> {
     let tool = LLVM_PROFDATA.locate_or_fetch()?;
     let mut merge = tool.command();
     merge.args(["merge", "--output"]).arg(merged).arg(counts);
-    child::run(merge, MERGE_TIMEOUT).context("cannot merge the counts")?;
+    let hint =
+        "cannot merge the counts; after an update of Rust, LLVM_PROFDATA may have to name a newer LLVM";
+    child::run(merge, MERGE_TIMEOUT).context(hint)?;
     Ok(())
 }
 
