@@ -95,13 +95,12 @@ impl Drop for FakeHost {
     }
 }
 
-fn respond(behavior: &mut FakeHostBehavior, method: &str, path: &str) -> Response {
-    let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
+fn respond(behavior: &mut FakeHostBehavior, now: &str, method: &str, path: &str) -> Response {
     match (method, path) {
         ("POST", "/_svc/internal/quiesce") if !behavior.can_quiesce => StatusCode::NOT_FOUND.into_response(),
         ("POST", "/_svc/internal/quiesce") => {
             behavior.dispatches += behavior.added_dispatches;
-            let at = behavior.stops_writers.then_some(&now);
+            let at = behavior.stops_writers.then_some(now);
             axum::Json(
                 json!({"operationId": null, "quiescedAt": at, "runningDispatches": behavior.dispatches}),
             )
@@ -158,10 +157,13 @@ pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> Fak
         };
         assert_eq!(claims.method.as_deref(), Some(request.method().as_str()));
         assert_eq!(claims.path.as_deref(), Some(request.uri().path()));
+        // Read before the call is counted: a snapshot that a test stores after it has seen the call is then later.
+        let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
         received.lock().unwrap().push(claims);
         let delay = current_behavior.lock().unwrap().delay;
         tokio::time::sleep(delay).await;
-        respond(&mut current_behavior.lock().unwrap(), request.method().as_str(), request.uri().path())
+        let mut behavior = current_behavior.lock().unwrap();
+        respond(&mut behavior, &now, request.method().as_str(), request.uri().path())
     });
     let listener = TcpListener::bind((server.ipv4, stack.provider.https_port())).await.unwrap();
     let stop = CancellationToken::new();
