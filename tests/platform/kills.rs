@@ -107,13 +107,7 @@ async fn server_removal_survives_a_kill_at_every_fail_point() {
         let _ = request.send().await;
         first.wait_until_killed().await;
         let second = stack.start_platform();
-        let find_removal = || async {
-            let record = stack.get(&second, &format!("/vps/{}", guest.machine)).await.body;
-            let operations = record["operations"].as_array()?;
-            let removal = operations.iter().find(|operation| operation["kind"] == "remove_server")?;
-            (removal["state"] != "running").then(|| removal.clone())
-        };
-        let removal = stack.eventually("the removal ends", find_removal).await;
+        let removal = stack.wait_until_removal_ended(&second, &guest.machine).await;
         assert_eq!(removal["state"], "succeeded", "{point}: {removal}\n{}", stack.log());
         stack.assert_no_server();
     })

@@ -24,6 +24,17 @@ impl Stack {
         self.eventually("the server is deleted", is_deleted).await;
     }
 
+    /// Waits until the operation that removes the machine's server has ended. Returns the operation.
+    pub async fn wait_until_removal_ended(&self, process: &Process, machine: &str) -> Value {
+        let find_ended = || async {
+            let record = self.fetch_record(process, machine).await;
+            let operations = record["operations"].as_array()?;
+            let removal = operations.iter().find(|operation| operation["kind"] == "remove_server")?;
+            (removal["state"] != "running").then(|| removal.clone())
+        };
+        self.eventually("the removal ends", find_ended).await
+    }
+
     /// Sends heartbeats with this epoch while the machine's server is on, until the machine is running.
     pub async fn send_heartbeats_until_running(&self, process: &Process, guest: &Guest, epoch: u64) {
         let mut body = heartbeat_of(guest);

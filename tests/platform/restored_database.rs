@@ -271,6 +271,9 @@ async fn discard_from_before_the_copy_must_be_repeated() {
     platform.restore(&[]).await;
     platform.wait_until_fleet_shows("database_behind_store").await;
     platform.wait_until_fleet_shows("unsaved_changes").await;
+    // Until the outdated removal has ended, a discard is taken for a repetition of the outdated one.
+    let removal = platform.stack.wait_until_removal_ended(platform.process(), &old.machine).await;
+    assert_eq!(removal["errorCode"], "database_behind_store", "{removal}");
     assert!(platform.power_state(&old.machine).is_some());
     let discarded = platform
         .stack
