@@ -2,7 +2,7 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | [`pg`] | PostgreSQL 16: a server per test process with a fresh database per test, or a dedicated server |
+//! | [`pg`] | PostgreSQL 16: a fresh database per test on a shared server, or a dedicated server |
 //! | [`s3`] | an S3 server with atomic conditional writes, and faults on demand |
 //! | [`moto`] | a third-party S3 server, for tests of racing conditional writes |
 //! | [`seaweed`] | SeaweedFS, whose `If-Match` is not always atomic |
@@ -25,7 +25,7 @@
 //! | [`deb`] | the Debian packages, built, and installed by dpkg in a chroot |
 //! | [`model_stub`] | scripted model APIs for coding agents |
 //! | [`apt`] | Debian packages, installed on this machine |
-//! | [`disk`] | a small tmpfs, for full-disk tests |
+//! | [`disk`] | a directory in memory, and a small tmpfs for full-disk tests |
 //! | [`packages`] | Debian and npm packages, unpacked under `target/tools` |
 //! | [`s3_process`] | third-party S3 servers as child processes |
 //! | [`checkers`] | Debian programs that check units, user-data and shell scripts |

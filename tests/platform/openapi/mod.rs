@@ -362,7 +362,7 @@ async fn valid_request_to_every_route_matches_its_description() {
     });
     for operation in all {
         let response = platform.send(valid_call(&platform, operation)).await;
-        // The machine's host does not respond, and its slot has no snapshot.
+        // The machine's host does not respond, and its slot has no usable snapshot.
         let refused = match operation.id {
             "backUp" | "drill" | "getUsage" | "verifyFiles" => Some((502, "host_unreachable")),
             "showFileBackup" | "listFileVersions" | "listFilesAt" | "showFileRestore" | "restoreFile" => {
