@@ -11,7 +11,7 @@ use svc_machine::name::{Handle, IdpUserId, ServerType, Slot};
 use svc_machine::state::Status;
 
 string_enum!(
-    /// An accepted command to a machine's server.
+    /// A command to a machine's server.
     PowerAction { On = "on", Off = "off", Reboot = "reboot" }
 );
 
