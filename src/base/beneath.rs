@@ -82,8 +82,8 @@ impl DirFd {
     /// root, a new file is given to the directory's owner.
     ///
     /// # Errors
-    /// `InvalidInput` if the name is a link or not a regular file; `PermissionDenied` if the file belongs to another
-    /// user or has several hard links; other file system errors.
+    /// `InvalidInput` if the name is a link, a FIFO or a device; `IsADirectory` if it is a directory;
+    /// `PermissionDenied` if the file belongs to another user or has several hard links; other file system errors.
     pub fn open_for_append(&self, name: &OsStr) -> io::Result<File> {
         let flags = OFlag::O_RDWR | OFlag::O_APPEND | OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
         let file = match open_in(self.fd.as_fd(), name, flags) {

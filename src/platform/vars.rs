@@ -88,7 +88,8 @@ svc_base::variables! {
         CUSTOMER_VPS_ENABLED: "flag" = "false";
         /// Bundle version for new machines.
         CUSTOMER_VPS_IMAGE_VERSION: "version" = required;
-        /// Port on which hosts listen.
+        /// Port at which the platform connects to hosts. It is not passed on to hosts, which listen on 443 by
+        /// default.
         CUSTOMER_VPS_HTTPS_PORT: "port" = "443";
         /// Whether a host's certificate must chain to a trusted root for the host's name, in addition to having the
         /// pinned key. Requires `HOST_DOMAIN`. See [Machine certificates](../operating/certificates.md).
@@ -279,9 +280,9 @@ svc_base::variables! {
         /// beyond that get 429 with `Retry-After`. `0` means no limit.
         ROUTER_USER_REQUESTS_PER_SECOND: "number" = "5000";
         // A browser needs about one verification per minute, so thousands of browsers can share an address.
-        /// Credentials per second, from one address (IPv4) or network (IPv6, /64), that a router process has
-        /// not verified before. They are not counted for `ROUTER_TRUSTED_PROXIES`, nor if `ROUTER_PUBLIC_SCHEME` is
-        /// set, which means that a proxy is in front of the router. `0` means no limit.
+        /// Credentials per second, from one address (IPv4) or network (IPv6, /64), that a router process has not
+        /// accepted in the last minute. They are not counted for `ROUTER_TRUSTED_PROXIES`, nor if
+        /// `ROUTER_PUBLIC_SCHEME` is set, which means that a proxy is in front of the router. `0` means no limit.
         ROUTER_ADDRESS_CHECKS_PER_SECOND: "number" = "100";
         /// Addresses of the load balancers in front of the router. Because all clients share these addresses, the
         /// router's limit on connections per address does not apply to them, but its limit on all connections does.
