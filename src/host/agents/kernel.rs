@@ -117,7 +117,7 @@ impl Kernel {
         }
     }
 
-    /// Waits until all earlier records are durable; `false` on timeout.
+    /// Waits until all earlier records are durable, as [`Records::flush`] does.
     pub fn flush(&self, timeout: Duration) -> bool {
         self.records.flush(timeout)
     }

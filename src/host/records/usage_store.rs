@@ -194,10 +194,12 @@ impl UsageStore {
 
     /// Writes all usage and seals complete days. Days with dropped interactions, or with interactions recorded during
     /// this call, stay unsealed and are recounted at the next startup. If the usage cannot be made durable in time, the
-    /// previous seals stay.
+    /// previous seals stay. They also stay once a sync has failed: the next start may record a lost interaction again,
+    /// and a sealed day would then count it twice.
     pub fn seal(&self) {
         let mut line_count = lock(&self.line_count);
-        if !self.write_lines(&mut line_count) || !self.records.flush(FLUSH_TIMEOUT) {
+        let is_durable = self.write_lines(&mut line_count) && self.records.flush(FLUSH_TIMEOUT);
+        if !is_durable || self.records.failed_syncs() > 0 {
             return;
         }
         let files_by_day = list_files_by_day(&self.logs);

@@ -3,9 +3,10 @@
 //!
 //! Each record's accepted lines are written in order, at most [`FLUSH_INTERVAL`] later unless the disk fails. A crash
 //! of the process loses only lines that have not been written; a crash of the machine, also lines that have not been
-//! synced. The queue is bounded: a line that does not fit is rejected and counted, and a gap line in its record reports
-//! the number. Files are opened by name for each write (`host::records::jsonl`), so that no line is lost if a file was
-//! renamed or deleted before the write. Failed writes are retried until they succeed or the writer is dropped.
+//! synced, or whose sync failed. The queue is bounded: a line that does not fit is rejected and counted, and a gap line
+//! in its record reports the number. Files are opened by name for each write (`host::records::jsonl`), so that no line
+//! is lost if a file was renamed or deleted before the write. Failed writes are retried until they succeed or the
+//! writer is dropped; failed syncs are not retried.
 
 mod file;
 mod queue;
@@ -83,7 +84,7 @@ impl Writer {
         Self::start_with_sync(logs, Box::new(File::sync_data))
     }
 
-    fn start_with_sync(logs: PathBuf, sync: SyncFn) -> std::io::Result<Self> {
+    pub(super) fn start_with_sync(logs: PathBuf, sync: SyncFn) -> std::io::Result<Self> {
         let shared = Shared {
             logs,
             queue: Mutex::default(),
@@ -97,7 +98,7 @@ impl Writer {
         let thread = |name: &str| std::thread::Builder::new().name(name.to_owned());
         let work = records.clone();
         writer.sync_thread = Some(thread("records-sync").spawn(move || {
-            work.0.syncer.run(&sync, |flush| work.0.finish_flush(flush));
+            work.0.syncer.run(&sync, |flush, has_failed| work.0.finish_sync(flush, has_failed));
         })?);
         writer.write_thread = Some(thread("records").spawn(move || records.0.run_writer())?);
         Ok(writer)
@@ -182,12 +183,13 @@ impl Records {
         replied.recv_timeout(REPLACE_TIMEOUT).unwrap_or(Ok(false))
     }
 
-    /// Waits until all lines accepted so far are durable. Returns `false` if they are not within `timeout`, or if the
-    /// writer has ended.
+    /// Waits until all lines accepted so far are durable. Returns `false` if they are not within `timeout`, if a sync
+    /// fails in the meantime, or if the writer has ended. `true` does not cover lines that were accepted before a
+    /// failed sync: see [`Records::failed_syncs`].
     pub fn flush(&self, timeout: Duration) -> bool {
         let mut queue = self.0.lock();
         queue.flushes_requested += 1;
-        let flush = queue.flushes_requested;
+        let (flush, failed_syncs) = (queue.flushes_requested, queue.failed_syncs);
         self.0.wake.notify_one();
         let deadline = Instant::now() + timeout;
         while queue.flushes_done < flush {
@@ -197,7 +199,13 @@ impl Records {
             }
             queue = self.0.flushed.wait_timeout(queue, remaining).unwrap_or_else(PoisonError::into_inner).0;
         }
-        true
+        queue.failed_syncs == failed_syncs
+    }
+
+    /// Returns the number of failed syncs. Lines accepted before a failed sync may be missing after a power failure,
+    /// even if they can be read now and later flushes succeed.
+    pub fn failed_syncs(&self) -> u64 {
+        self.0.lock().failed_syncs
     }
 
     /// Returns whether the last write failed.
@@ -255,10 +263,11 @@ impl Shared {
         }
     }
 
-    /// Marks a flush as durable.
-    fn finish_flush(&self, flush: u64) {
+    /// Counts a failed sync, and ends the flush that waited for the sync, if any.
+    fn finish_sync(&self, flush: Option<u64>, has_failed: bool) {
         let mut queue = self.lock();
-        queue.flushes_done = queue.flushes_done.max(flush);
+        queue.failed_syncs += u64::from(has_failed);
+        queue.flushes_done = queue.flushes_done.max(flush.unwrap_or_default());
         self.flushed.notify_all();
     }
 

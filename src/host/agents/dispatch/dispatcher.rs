@@ -94,6 +94,8 @@ pub(super) struct DispatchTable {
     pub(super) ended_bytes: usize,
     /// Journal files of recorded or refused dispatches and of ended batches, removed once the records are durable.
     pub(super) recorded: Vec<JournalFile>,
+    /// The records' number of failed syncs when `recorded` was last cleared because of one.
+    pub(super) failed_syncs: u64,
 }
 
 pub struct Dispatcher {

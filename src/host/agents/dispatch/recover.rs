@@ -8,7 +8,7 @@ use std::sync::Arc;
 use jiff::Timestamp;
 use tokio_util::sync::CancellationToken;
 
-use super::dispatcher::{DispatchTarget, Dispatcher, MAINTENANCE_INTERVAL};
+use super::dispatcher::{DispatchTable, DispatchTarget, Dispatcher, MAINTENANCE_INTERVAL};
 use super::journal::{JournalEntry, JournalFile};
 use super::run;
 use super::state::{Batch, Dispatch, DispatchResult};
@@ -162,13 +162,17 @@ impl Dispatcher {
 
     /// Removes from the journal the dispatches whose records are durable.
     pub(super) async fn prune_journal(&self) {
-        let recorded = JournalFile::take_removable(&mut self.lock().recorded);
+        let (recorded, known_failures) = {
+            let mut table = self.lock();
+            (JournalFile::take_removable(&mut table.recorded), table.failed_syncs)
+        };
         if recorded.is_empty() {
             return;
         }
         let (kernel, journal) = (Arc::clone(&self.kernel), self.journal.clone());
         let pruned = tokio::task::spawn_blocking(move || {
-            let is_durable = kernel.flush(FLUSH_TIMEOUT);
+            let is_flushed = kernel.flush(FLUSH_TIMEOUT);
+            let is_durable = is_flushed && kernel.records().failed_syncs() == known_failures;
             if is_durable {
                 recorded.iter().for_each(|file| journal.remove(file));
             }
@@ -177,7 +181,7 @@ impl Dispatcher {
         let Ok((is_durable, recorded)) = pruned.await else { return };
         let mut table = self.lock();
         if !is_durable {
-            return table.recorded.extend(recorded);
+            return table.defer_removal(recorded, self.kernel.records().failed_syncs());
         }
         for file in recorded {
             if let JournalFile::One(id) | JournalFile::Entry { id, .. } = file
@@ -185,6 +189,20 @@ impl Dispatcher {
             {
                 dispatch.mark_durable();
             }
+        }
+    }
+}
+
+impl DispatchTable {
+    /// Keeps files whose records are not yet durable for a later removal. After another failed sync, they and all
+    /// others stay in the journal until the next start, which records the dispatches whose interactions are missing: no
+    /// later flush shows that the interactions are on the disk.
+    fn defer_removal(&mut self, files: Vec<JournalFile>, failed_syncs: u64) {
+        self.recorded.extend(files);
+        if failed_syncs != self.failed_syncs {
+            let files = std::mem::take(&mut self.recorded).len();
+            tracing::error!(files, "dispatches stay in the journal until the next start: a sync failed");
+            self.failed_syncs = failed_syncs;
         }
     }
 }
@@ -203,5 +221,23 @@ fn started_ids(unfinished: &[JournalEntry]) -> Vec<String> {
 async fn report_ends_to_watcher(watcher: PathBuf, ids: Vec<String>) {
     for id in ids {
         protocol::send_from_dispatcher(&watcher, Message::dispatch_end(&id, SeenCalls::default())).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failed_sync_keeps_journal_files_until_the_next_start() {
+        let file = |id: &str| JournalFile::One(id.to_owned());
+        let mut table = DispatchTable::default();
+        table.defer_removal(vec![file("timed-out")], 0);
+        assert_eq!(table.recorded, [file("timed-out")]);
+        table.recorded.push(file("recorded-before-the-failure"));
+        table.defer_removal(vec![file("not-synced")], 1);
+        assert!(table.recorded.is_empty());
+        table.defer_removal(vec![file("recorded-later")], 1);
+        assert_eq!(table.recorded, [file("recorded-later")]);
     }
 }

@@ -1,6 +1,7 @@
 //! Tests the store and its files: after reopening, after a crash, and with invalid lines.
 
 use std::fs;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use jiff::Timestamp;
 
@@ -165,6 +166,32 @@ fn invalid_lines_are_ignored() {
     fs::create_dir(test.logs().join("interactions-2026-11-23.jsonl")).unwrap();
     let (_writer, store) = test.open();
     assert_eq!(store.report(&UsageQuery::default()), Report::default());
+}
+
+#[test]
+fn days_stay_unsealed_after_a_failed_sync() {
+    let test = TestStore::new();
+    let seals = test.dir.path().join("seals.json");
+    let is_first = AtomicBool::new(true);
+    let sync = move |file: &File| {
+        if is_first.swap(false, Ordering::Relaxed) {
+            return Err(io::Error::other("sync failed"));
+        }
+        file.sync_data()
+    };
+    let writer = Writer::start_with_sync(test.logs(), Box::new(sync)).unwrap();
+    let store = UsageStore::open(writer.records(), test.logs(), seals.clone()).unwrap();
+    store.record(day("2026-11-22"), &interaction(1)).unwrap();
+    store.seal();
+    assert_eq!(writer.records().failed_syncs(), 1);
+    // A later flush succeeds, but the lines before the failed sync may still be lost.
+    assert!(writer.records().flush(Duration::from_secs(20)));
+    store.seal();
+    assert!(!seals.exists());
+    drop((store, writer));
+    let (_writer, store) = test.open();
+    store.seal();
+    assert!(seals.exists());
 }
 
 #[test]

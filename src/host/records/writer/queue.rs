@@ -67,8 +67,10 @@ pub struct RecordQueue {
     pub flushes_requested: u64,
     /// The latest flush whose lines have been written; the sync may be pending.
     pub flushes_written: u64,
-    /// The latest flush whose lines have been synced.
+    /// The latest flush whose lines have been synced, or have failed to sync.
     pub flushes_done: u64,
+    /// Number of failed syncs.
+    pub failed_syncs: u64,
 }
 
 impl RecordQueue {

@@ -4,41 +4,27 @@ use std::fs::File;
 use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 /// A function that syncs a file.
 pub type SyncFn = Box<dyn Fn(&File) -> io::Result<()> + Send>;
-
-/// Retry interval after a failed sync.
-const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A file or directory with unsynced changes.
 pub struct UnsyncedFile {
     path: PathBuf,
     inode: u64,
     file: Arc<File>,
-    /// Whether a failure has been logged.
-    is_logged: bool,
 }
 
 impl UnsyncedFile {
     pub fn new(path: PathBuf, inode: u64, file: Arc<File>) -> Self {
-        Self { path, inode, file, is_logged: false }
-    }
-
-    fn try_sync(&mut self, sync: &SyncFn) -> bool {
-        let Err(error) = sync(&self.file) else { return true };
-        if !std::mem::replace(&mut self.is_logged, true) {
-            tracing::warn!(path = %self.path.display(), %error, "cannot sync a record; retrying");
-        }
-        false
+        Self { path, inode, file }
     }
 }
 
 #[derive(Default)]
 struct SyncRequest {
     files: Vec<UnsyncedFile>,
-    /// The flush that is complete once `files`, and all files queued earlier, have been synced.
+    /// The flush that ends once `files`, and all files queued earlier, have been synced or have failed to sync.
     flush: Option<u64>,
     is_stopping: bool,
 }
@@ -80,39 +66,42 @@ impl Syncer {
         self.wake.notify_one();
     }
 
-    /// Runs the syncing thread's loop. Calls `on_durable` once a flush is durable.
-    pub fn run(&self, sync: &SyncFn, on_durable: impl Fn(u64)) {
-        let mut unfinished = SyncRequest::default();
+    /// Runs the syncing thread's loop. After each request, calls `on_synced` with the flush that it ends, and whether a
+    /// sync failed.
+    ///
+    /// A failed sync is not retried. Linux reports a write error once for each handle, and does not write the affected
+    /// pages again: a second sync would succeed although the lines never reached the disk.
+    pub fn run(&self, sync: &SyncFn, on_synced: impl Fn(Option<u64>, bool)) {
+        let mut is_failing = false;
         loop {
-            let mut request = self.wait_for_request(!unfinished.files.is_empty());
-            unfinished.add(std::mem::take(&mut request.files));
-            unfinished.flush = unfinished.flush.max(request.flush);
-            unfinished.files.retain_mut(|unsynced| !unsynced.try_sync(sync));
-            if unfinished.files.is_empty()
-                && let Some(flush) = unfinished.flush.take()
-            {
-                on_durable(flush);
+            let request = self.wait_for_request();
+            let mut has_failed = false;
+            for unsynced in &request.files {
+                let Err(error) = sync(&unsynced.file) else { continue };
+                has_failed = true;
+                if !is_failing {
+                    let path = unsynced.path.display();
+                    tracing::error!(%path, %error, "cannot sync a record; its newest lines may not be on the disk");
+                }
             }
+            if !request.files.is_empty() {
+                if is_failing && !has_failed {
+                    tracing::info!("records can be synced again");
+                }
+                is_failing = has_failed;
+            }
+            on_synced(request.flush, has_failed);
             if request.is_stopping {
                 return;
             }
         }
     }
 
-    fn wait_for_request(&self, has_failed: bool) -> SyncRequest {
+    fn wait_for_request(&self) -> SyncRequest {
         let is_idle = |request: &mut SyncRequest| {
             request.files.is_empty() && request.flush.is_none() && !request.is_stopping
         };
-        let request = self.lock();
-        let mut request = if has_failed {
-            // Pause between retries, even if new requests arrive.
-            let waited =
-                self.wake.wait_timeout_while(request, RETRY_INTERVAL, |request| !request.is_stopping);
-            waited.unwrap_or_else(PoisonError::into_inner).0
-        } else {
-            self.wake.wait_while(request, is_idle).unwrap_or_else(PoisonError::into_inner)
-        };
-        let is_stopping = request.is_stopping;
-        SyncRequest { is_stopping, ..std::mem::take(&mut *request) }
+        let mut request = self.wake.wait_while(self.lock(), is_idle).unwrap_or_else(PoisonError::into_inner);
+        std::mem::take(&mut *request)
     }
 }

@@ -199,21 +199,31 @@ fn lines_are_written_while_a_sync_hangs() {
 }
 
 #[test]
-fn failed_sync_is_retried_and_shutdown_waits_for_it() {
+fn failed_sync_fails_the_flush_and_is_not_retried() {
     let dir = tempfile::tempdir().unwrap();
     let (writer, release, starts) = writer_with_blocked_syncs(dir.path());
     let records = writer.records();
     records.append(Record::Audit, &json!({"n": 1})).unwrap();
     release.send(false).unwrap();
-    assert!(!records.flush(Duration::from_millis(200)));
+    assert!(!records.flush(TIMEOUT));
+    assert_eq!((records.failed_syncs(), starts.try_iter().count()), (1, 1));
+    // Later lines are not affected.
+    records.append(Record::Audit, &json!({"n": 2})).unwrap();
     release.send(true).unwrap();
     assert!(records.flush(TIMEOUT));
-    assert_eq!(starts.try_iter().count(), 2);
-    records.append(Record::Audit, &json!({"n": 2})).unwrap();
+    assert_eq!((records.failed_syncs(), starts.try_iter().count()), (1, 1));
+}
+
+#[test]
+fn shutdown_waits_for_the_sync() {
+    let dir = tempfile::tempdir().unwrap();
+    let (writer, release, starts) = writer_with_blocked_syncs(dir.path());
+    let records = writer.records();
+    records.append(Record::Audit, &json!({"n": 1})).unwrap();
     let shutdown = std::thread::spawn(move || drop(writer));
     starts.recv_timeout(TIMEOUT).unwrap();
     assert!(!shutdown.is_finished() && !records.flush(Duration::from_millis(20)));
-    assert_eq!(numbers(&dir.path().join("audit.jsonl")), [1, 2]);
+    assert_eq!(numbers(&dir.path().join("audit.jsonl")), [1]);
     drop(release);
     shutdown.join().unwrap();
 }
