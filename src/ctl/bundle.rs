@@ -30,6 +30,9 @@ use svc_store::bucket::{Bucket, Condition, StoreError};
 use svc_store::bundle::{KeySet, ManifestError, digest_line, read_digest};
 use svc_store::key::{self, BUNDLE_FILE};
 
+/// Maximum number of uploads of a bundle whose archive other processes replace.
+const MAX_UPLOADS: usize = 3;
+
 #[derive(Debug, thiserror::Error)]
 pub enum PublishError {
     #[error("cannot read {}", .path.display())]
@@ -58,6 +61,11 @@ pub enum PublishError {
         "{version} was published concurrently by another process\n  next: publish again, or under a new version"
     )]
     PublishedConcurrently { version: ImageVersion },
+    #[error(
+        "{version} was published concurrently with different content (SHA-256 {stored})\n  next: publish this bundle under \
+         a new version, and publish the other one again, because this one may have replaced its archive"
+    )]
+    LostRace { version: ImageVersion, stored: String },
     #[error(
         "another manifest or signature is published for {version}, and this one does not renew it: {why}\n  \
          next: nothing, if hosts can update to the published one; otherwise sign the same archive for longer (--valid-days)"
@@ -230,17 +238,38 @@ async fn publish_with_keys(
     };
     host_keys.check(companions.key_set().as_ref())?;
     match outcome {
-        PublishOutcome::Published => {
-            archive.upload(bucket, version).await?;
-            companions.upload(bucket, &context).await?;
-            publish_digest(bucket, stated, version).await?;
-        }
+        PublishOutcome::Published => upload_and_publish(bucket, &archive, &companions, &context).await?,
         PublishOutcome::AlreadyPublished => companions.add_or_renew(bucket, &context).await?,
     }
     let updates = companions::check_updates(bucket, &context).await?;
     let key_set = companions.key_set();
     let (version, sha256) = (version.clone(), archive.sha256);
     Ok(PublishResult { version, sha256, size_bytes, outcome, updates, key_set })
+}
+
+/// Uploads the bundle and publishes it. Until its digest is written, another process may replace the archive with its
+/// own, so the archive is then read back, and uploaded again if it differs. A process that replaces it after this check
+/// cannot write its own digest: it gets [`PublishError::LostRace`], which advises to publish this bundle again.
+///
+/// # Errors
+/// [`PublishError::LostRace`] if different content was published first; [`PublishError::PublishedConcurrently`] if the
+/// archive was replaced after each upload; [`PublishError::Read`] or [`PublishError::DigestMismatch`] if the archive's
+/// file has changed; [`PublishError::Store`] if the store fails.
+async fn upload_and_publish(
+    bucket: &Bucket,
+    archive: &Archive,
+    companions: &Companions,
+    context: &BundleContext<'_>,
+) -> Result<(), PublishError> {
+    for _ in 0..MAX_UPLOADS {
+        archive.upload(bucket, context.version).await?;
+        companions.upload(bucket, context).await?;
+        publish_digest(bucket, context.sha256, context.version).await?;
+        if stored_archive::is_intact(bucket, context).await? {
+            return Ok(());
+        }
+    }
+    Err(PublishError::PublishedConcurrently { version: context.version.clone() })
 }
 
 /// Publishes the version by writing its digest, unless there is one already.
@@ -251,7 +280,8 @@ async fn publish_digest(bucket: &Bucket, stated: &str, version: &ImageVersion) -
         // Either another publisher won, or the response to our own write was lost.
         Err(StoreError::Precondition { .. }) => match read_digest(bucket, version).await? {
             Some(stored) if stored == stated => Ok(()),
-            _ => Err(PublishError::PublishedConcurrently { version: version.clone() }),
+            Some(stored) => Err(PublishError::LostRace { version: version.clone(), stored }),
+            None => Err(PublishError::PublishedConcurrently { version: version.clone() }),
         },
         Err(error) => Err(error.into()),
     }

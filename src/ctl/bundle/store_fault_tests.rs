@@ -1,6 +1,7 @@
-//! Publishes to a store that refuses writes.
+//! Publishes to a store that refuses writes, or to which another process publishes at the same time.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use async_trait::async_trait;
 use futures_util::stream::BoxStream;
@@ -17,12 +18,24 @@ use super::*;
 struct FaultyStore {
     inner: InMemory,
     is_read_only: bool,
+    /// The number of writes of a digest before which another process replaces the archive.
+    replacements: AtomicUsize,
 }
 
 impl FaultyStore {
     fn check_write(&self, location: &Path) -> Result<()> {
         if self.is_read_only {
             return Err(Error::PermissionDenied { path: location.to_string(), source: "read-only".into() });
+        }
+        Ok(())
+    }
+
+    async fn replace_archive(&self, digest: &Path) -> Result<()> {
+        let Some(archive) = digest.as_ref().strip_suffix(".sha256") else { return Ok(()) };
+        let remaining = |count: usize| count.checked_sub(1);
+        if self.replacements.fetch_update(Ordering::Relaxed, Ordering::Relaxed, remaining).is_ok() {
+            let other = PutPayload::from_static(b"two");
+            self.inner.put_opts(&Path::from(archive), other, PutOptions::default()).await?;
         }
         Ok(())
     }
@@ -38,6 +51,7 @@ impl fmt::Display for FaultyStore {
 impl ObjectStore for FaultyStore {
     async fn put_opts(&self, location: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
         self.check_write(location)?;
+        self.replace_archive(location).await?;
         self.inner.put_opts(location, payload, options).await
     }
 
@@ -83,4 +97,33 @@ async fn publish_without_permission_names_the_archives_key() {
         assert_eq!(refused.to_string(), expected);
         assert_eq!(Failure::from(refused).exit, Exit::Permission);
     }
+}
+
+#[tokio::test]
+async fn publish_repeats_upload_of_replaced_archive() {
+    let version = "1.0".parse().unwrap();
+    for (replacements, is_published) in [(1, true), (MAX_UPLOADS - 1, true), (MAX_UPLOADS, false)] {
+        let store = FaultyStore { replacements: AtomicUsize::new(replacements), ..FaultyStore::default() };
+        let bucket = Bucket::new(Arc::new(store));
+        let published = publish(&bucket, build(b"one").path(), &version).await;
+        let stored = bucket.get(&key::bundle(&version, ""), 100).await.unwrap().unwrap();
+        if is_published {
+            assert_eq!(published.unwrap().outcome, PublishOutcome::Published);
+            assert_eq!(&stored.value[..], b"one");
+        } else {
+            assert_eq!(Failure::from(published.unwrap_err()).exit, Exit::TryAgain);
+            assert_eq!(&stored.value[..], b"two");
+        }
+    }
+}
+
+#[tokio::test]
+async fn publish_digest_refuses_different_digest_for_good() {
+    let (bucket, version) = (Bucket::new(Arc::new(InMemory::new())), "1.0".parse().unwrap());
+    let (stored, stated) = ("0".repeat(64), "1".repeat(64));
+    bucket.put(&key::bundle(&version, ".sha256"), digest_line(&stored)).await.unwrap();
+    publish_digest(&bucket, &stored, &version).await.unwrap();
+    let lost = publish_digest(&bucket, &stated, &version).await.unwrap_err();
+    assert!(lost.to_string().contains("publish the other one again"), "{lost}");
+    assert_eq!(Failure::from(lost).exit, Exit::Refused);
 }
