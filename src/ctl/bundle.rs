@@ -2,26 +2,24 @@
 //! publishes the version. A published version's archive never changes, because hosts and the platform trust its digest.
 //! A missing manifest or signature can be added later, and both can be replaced with ones that hosts trust for longer.
 
+mod archive;
 mod companions;
 mod host_keys;
+#[cfg(test)]
+mod store_fault_tests;
 mod stored_archive;
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path as FilePath, PathBuf};
 
-use bytes::Bytes;
 use futures_util::StreamExt;
 use jiff::Timestamp;
-use object_store::Error as ObjectError;
-use object_store::buffered::BufWriter;
 use object_store::path::Path;
 use serde::Serialize;
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
-use tokio::fs::File;
-use tokio::io::AsyncReadExt;
 
+use self::archive::Archive;
 use self::companions::{BundleContext, Companions};
 use self::host_keys::HostKeys;
 use svc_base::applet::{Exit, Failure};
@@ -29,10 +27,11 @@ use svc_base::config::ConfigError;
 use svc_base::quantity::format_bytes;
 use svc_machine::name::ImageVersion;
 use svc_store::bucket::{Bucket, Condition, StoreError};
-use svc_store::bundle::{KeySet, ManifestError, digest_line, parse_digest, read_digest};
+use svc_store::bundle::{KeySet, ManifestError, digest_line, read_digest};
 use svc_store::key::{self, BUNDLE_FILE};
 
-const CHUNK_BYTES: usize = 256 * 1024;
+/// Maximum number of uploads of a bundle whose archive other processes replace.
+const MAX_UPLOADS: usize = 3;
 
 #[derive(Debug, thiserror::Error)]
 pub enum PublishError {
@@ -62,6 +61,11 @@ pub enum PublishError {
         "{version} was published concurrently by another process\n  next: publish again, or under a new version"
     )]
     PublishedConcurrently { version: ImageVersion },
+    #[error(
+        "{version} was published concurrently with different content (SHA-256 {stored})\n  next: publish this bundle under \
+         a new version, and publish the other one again, because this one may have replaced its archive"
+    )]
+    LostRace { version: ImageVersion, stored: String },
     #[error(
         "another manifest or signature is published for {version}, and this one does not renew it: {why}\n  \
          next: nothing, if hosts can update to the published one; otherwise sign the same archive for longer (--valid-days)"
@@ -219,61 +223,53 @@ async fn publish_with_keys(
     version: &ImageVersion,
     host_keys: &HostKeys,
 ) -> Result<PublishResult, PublishError> {
-    let archive = dir.join(BUNDLE_FILE);
-    let stated = read_stated_digest(&dir.join(format!("{BUNDLE_FILE}.sha256"))).await?;
-    let (found, size_bytes) = hash_and_copy(&archive, None).await?;
-    check_digest(&archive, &found, &stated)?;
-    let context = BundleContext { version, sha256: &stated, size_bytes, keys: host_keys.keys.as_ref() };
+    let archive = Archive::read(dir).await?;
+    let (stated, size_bytes) = (&archive.sha256, archive.size_bytes);
+    let context = BundleContext { version, sha256: stated, size_bytes, keys: host_keys.keys.as_ref() };
     let companions = Companions::read(dir, &context).await?;
     let outcome = match read_digest(bucket, version).await? {
         // If two processes published concurrently, the stored archive may be the other process's: it is replaced.
-        Some(stored) if stored == stated && stored_archive::is_intact(bucket, &context).await? => {
+        Some(stored) if stored == *stated && stored_archive::is_intact(bucket, &context).await? => {
             PublishOutcome::AlreadyPublished
         }
-        Some(stored) if stored == stated => PublishOutcome::Published,
+        Some(stored) if stored == *stated => PublishOutcome::Published,
         Some(stored) => return Err(PublishError::VersionTaken { version: version.clone(), stored }),
         None => PublishOutcome::Published,
     };
     host_keys.check(companions.key_set().as_ref())?;
     match outcome {
-        PublishOutcome::Published => {
-            upload(bucket, &archive, &stated, version).await?;
-            companions.upload(bucket, &context).await?;
-            publish_digest(bucket, &stated, version).await?;
-        }
+        PublishOutcome::Published => upload_and_publish(bucket, &archive, &companions, &context).await?,
         PublishOutcome::AlreadyPublished => companions.add_or_renew(bucket, &context).await?,
     }
     let updates = companions::check_updates(bucket, &context).await?;
     let key_set = companions.key_set();
-    Ok(PublishResult { version: version.clone(), sha256: stated, size_bytes, outcome, updates, key_set })
+    let (version, sha256) = (version.clone(), archive.sha256);
+    Ok(PublishResult { version, sha256, size_bytes, outcome, updates, key_set })
 }
 
-/// Uploads the archive. Its digest is checked again, because the file may have changed since the first check.
-async fn upload(
+/// Uploads the bundle and publishes it. Until its digest is written, another process may replace the archive with its
+/// own, so the archive is then read back, and uploaded again if it differs. A process that replaces it after this check
+/// cannot write its own digest: it gets [`PublishError::LostRace`], which advises to publish this bundle again.
+///
+/// # Errors
+/// [`PublishError::LostRace`] if different content was published first; [`PublishError::PublishedConcurrently`] if the
+/// archive was replaced after each upload; [`PublishError::Read`] or [`PublishError::DigestMismatch`] if the archive's
+/// file has changed; [`PublishError::Store`] if the store fails.
+async fn upload_and_publish(
     bucket: &Bucket,
-    archive: &FilePath,
-    stated: &str,
-    version: &ImageVersion,
+    archive: &Archive,
+    companions: &Companions,
+    context: &BundleContext<'_>,
 ) -> Result<(), PublishError> {
-    let key = key::bundle(version, "");
-    let mut sink = BufWriter::new(bucket.raw().clone(), key.clone());
-    let sent = match hash_and_copy(archive, Some(&mut sink)).await {
-        Ok((sent, _)) => check_digest(archive, &sent, stated),
-        Err(error) => Err(error),
-    };
-    if let Err(error) = sent {
-        // A failed abort is ignored, because the upload's error is more useful.
-        let _ = sink.abort().await;
-        return Err(error);
-    }
-    let done = tokio::io::AsyncWriteExt::shutdown(&mut sink).await;
-    done.map_err(|source| {
-        StoreError::Unavailable {
-            key: key.to_string(),
-            source: Box::new(ObjectError::Generic { store: "bundle", source: Box::new(source) }),
+    for _ in 0..MAX_UPLOADS {
+        archive.upload(bucket, context.version).await?;
+        companions.upload(bucket, context).await?;
+        publish_digest(bucket, context.sha256, context.version).await?;
+        if stored_archive::is_intact(bucket, context).await? {
+            return Ok(());
         }
-        .into()
-    })
+    }
+    Err(PublishError::PublishedConcurrently { version: context.version.clone() })
 }
 
 /// Publishes the version by writing its digest, unless there is one already.
@@ -284,47 +280,11 @@ async fn publish_digest(bucket: &Bucket, stated: &str, version: &ImageVersion) -
         // Either another publisher won, or the response to our own write was lost.
         Err(StoreError::Precondition { .. }) => match read_digest(bucket, version).await? {
             Some(stored) if stored == stated => Ok(()),
-            _ => Err(PublishError::PublishedConcurrently { version: version.clone() }),
+            Some(stored) => Err(PublishError::LostRace { version: version.clone(), stored }),
+            None => Err(PublishError::PublishedConcurrently { version: version.clone() }),
         },
         Err(error) => Err(error.into()),
     }
-}
-
-async fn read_stated_digest(path: &FilePath) -> Result<String, PublishError> {
-    let read = tokio::fs::read_to_string(path).await;
-    let text = read.map_err(|source| PublishError::Read { path: path.to_owned(), source })?;
-    parse_digest(&text).ok_or_else(|| PublishError::NoDigest { path: path.to_owned() })
-}
-
-/// Hashes a file, and copies it into `sink` if there is one. Returns its SHA-256 and its size.
-async fn hash_and_copy(
-    path: &FilePath,
-    mut sink: Option<&mut BufWriter>,
-) -> Result<(String, u64), PublishError> {
-    let failed = |source| PublishError::Read { path: path.to_owned(), source };
-    let mut file = File::open(path).await.map_err(failed)?;
-    let (mut hasher, mut size) = (Sha256::new(), 0);
-    let mut chunk = vec![0; CHUNK_BYTES];
-    loop {
-        let n = file.read(&mut chunk).await.map_err(failed)?;
-        if n == 0 {
-            return Ok((hex::encode(hasher.finalize()), size));
-        }
-        hasher.update(&chunk[..n]);
-        size += n as u64;
-        if let Some(sink) = sink.as_deref_mut() {
-            let put = sink.put(Bytes::copy_from_slice(&chunk[..n])).await;
-            put.map_err(|error| StoreError::classify(&Path::from(BUNDLE_FILE), error))?;
-        }
-    }
-}
-
-fn check_digest(path: &FilePath, found: &str, stated: &str) -> Result<(), PublishError> {
-    if found == stated {
-        return Ok(());
-    }
-    let (found, stated) = (found.to_owned(), stated.to_owned());
-    Err(PublishError::DigestMismatch { path: path.to_owned(), found, stated })
 }
 
 #[cfg(test)]
@@ -332,11 +292,12 @@ mod tests {
     use std::sync::Arc;
 
     use kit::bundle::SigningKey;
+    use sha2::{Digest, Sha256};
 
     use super::*;
     use svc_store::bundle;
 
-    fn build(content: &[u8]) -> tempfile::TempDir {
+    pub(super) fn build(content: &[u8]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join(BUNDLE_FILE), content).unwrap();
         let line = digest_line(&hex::encode(Sha256::digest(content)));

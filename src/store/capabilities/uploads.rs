@@ -39,9 +39,10 @@ pub(super) async fn probe_visibility(bucket: &Bucket) -> ProbeOutcome {
             return Ok(Some("an upload could not be aborted".to_owned()));
         }
         let mut upload = start_upload(bucket, &key, b"whole").await?;
-        if bucket.head(&key).await?.is_some() {
+        let found = bucket.head(&key).await;
+        if !matches!(found, Ok(None)) {
             upload.abort().await;
-            return Ok(Some("an upload was visible before it was completed".to_owned()));
+            return found.map(|_| Some("an upload was visible before it was completed".to_owned()));
         }
         if let Err(error) = upload.complete().await {
             upload.abort().await;
@@ -78,4 +79,30 @@ pub(super) async fn probe_upload_once(bucket: &Bucket) -> ProbeOutcome {
     let outcome = probe.await;
     delete(bucket, &key).await;
     outcome
+}
+
+#[cfg(test)]
+mod tests {
+    use kit::s3::{Fault, Rule, S3Server};
+
+    use super::*;
+    use crate::config::StoreConfig;
+    use svc_base::config::Env;
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn probe_aborts_its_upload_if_a_read_fails() {
+        svc_http::tls::install_provider();
+        let dir = tempfile::tempdir().unwrap();
+        let server = S3Server::start(dir.path()).unwrap();
+        server.create_bucket("probe");
+        let pairs = server.env("probe");
+        let mut env = Env::from_pairs(pairs.iter().map(|(name, value)| (&**name, &**value)));
+        let config = StoreConfig::read(&mut env);
+        let bucket = env.finish(config).unwrap().open().unwrap();
+        let failure = server.add_fault(Rule::new(Fault::Status(400)).method("HEAD"));
+        let failed = probe_visibility(&bucket).await.unwrap_err();
+        assert!(matches!(failed, StoreError::Unavailable { .. }), "{failed}");
+        assert_eq!(failure.hits(), 1);
+        assert_eq!(server.uploads("probe"), Vec::<String>::new());
+    }
 }

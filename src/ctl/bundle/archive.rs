@@ -1,0 +1,108 @@
+//! A build's archive: compares it with its `.sha256`, and uploads it.
+
+use std::path::{Path as FilePath, PathBuf};
+
+use bytes::Bytes;
+use object_store::Error as ObjectError;
+use object_store::buffered::BufWriter;
+use object_store::path::Path;
+use sha2::{Digest, Sha256};
+use tokio::fs::File;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+use super::PublishError;
+use svc_machine::name::ImageVersion;
+use svc_store::bucket::{Bucket, StoreError};
+use svc_store::bundle::parse_digest;
+use svc_store::key::{self, BUNDLE_FILE};
+
+const CHUNK_BYTES: usize = 256 * 1024;
+
+/// An archive that matched its `.sha256` when it was read.
+pub struct Archive {
+    path: PathBuf,
+    pub sha256: String,
+    pub size_bytes: u64,
+}
+
+impl Archive {
+    /// Hashes the archive in `dir`.
+    ///
+    /// # Errors
+    /// [`PublishError::Read`] if a file cannot be read; [`PublishError::NoDigest`] if the `.sha256` contains no digest,
+    /// and [`PublishError::DigestMismatch`] if it contains that of another archive.
+    pub async fn read(dir: &FilePath) -> Result<Self, PublishError> {
+        let path = dir.join(BUNDLE_FILE);
+        let sha256 = read_stated_digest(&dir.join(format!("{BUNDLE_FILE}.sha256"))).await?;
+        let (found, size_bytes) = hash_and_copy(&path, None).await?;
+        check_digest(&path, &found, &sha256)?;
+        Ok(Self { path, sha256, size_bytes })
+    }
+
+    /// Uploads the archive. Its digest is checked again, because the file may have changed since it was read.
+    ///
+    /// # Errors
+    /// [`PublishError::Read`] if the file cannot be read; [`PublishError::DigestMismatch`] if it has changed;
+    /// [`PublishError::Store`] if the store fails.
+    pub async fn upload(&self, bucket: &Bucket, version: &ImageVersion) -> Result<(), PublishError> {
+        let key = key::bundle(version, "");
+        let mut sink = BufWriter::new(bucket.raw().clone(), key.clone());
+        let sent = match hash_and_copy(&self.path, Some((&mut sink, &key))).await {
+            Ok((sent, _)) => check_digest(&self.path, &sent, &self.sha256),
+            Err(error) => Err(error),
+        };
+        if let Err(error) = sent {
+            // A failed abort is ignored, because the upload's error is more useful.
+            let _ = sink.abort().await;
+            return Err(error);
+        }
+        // Sends a small archive, or the last parts of a large one.
+        sink.shutdown().await.map_err(|error| classify_io_error(&key, error))?;
+        Ok(())
+    }
+}
+
+/// Classifies an I/O error of a [`BufWriter`], which contains the error of the store.
+fn classify_io_error(key: &Path, error: std::io::Error) -> StoreError {
+    let error = error
+        .downcast::<ObjectError>()
+        .unwrap_or_else(|error| ObjectError::Generic { store: "bundle", source: Box::new(error) });
+    StoreError::classify(key, error)
+}
+
+async fn read_stated_digest(path: &FilePath) -> Result<String, PublishError> {
+    let read = tokio::fs::read_to_string(path).await;
+    let text = read.map_err(|source| PublishError::Read { path: path.to_owned(), source })?;
+    parse_digest(&text).ok_or_else(|| PublishError::NoDigest { path: path.to_owned() })
+}
+
+/// Hashes a file, and copies it into a sink for this key if there is one. Returns its SHA-256 and its size.
+async fn hash_and_copy(
+    path: &FilePath,
+    mut sink: Option<(&mut BufWriter, &Path)>,
+) -> Result<(String, u64), PublishError> {
+    let failed = |source| PublishError::Read { path: path.to_owned(), source };
+    let mut file = File::open(path).await.map_err(failed)?;
+    let (mut hasher, mut size) = (Sha256::new(), 0);
+    let mut chunk = vec![0; CHUNK_BYTES];
+    loop {
+        let n = file.read(&mut chunk).await.map_err(failed)?;
+        if n == 0 {
+            return Ok((hex::encode(hasher.finalize()), size));
+        }
+        hasher.update(&chunk[..n]);
+        size += n as u64;
+        if let Some((sink, key)) = &mut sink {
+            let put = sink.put(Bytes::copy_from_slice(&chunk[..n])).await;
+            put.map_err(|error| StoreError::classify(key, error))?;
+        }
+    }
+}
+
+fn check_digest(path: &FilePath, found: &str, stated: &str) -> Result<(), PublishError> {
+    if found == stated {
+        return Ok(());
+    }
+    let (found, stated) = (found.to_owned(), stated.to_owned());
+    Err(PublishError::DigestMismatch { path: path.to_owned(), found, stated })
+}
