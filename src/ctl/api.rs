@@ -125,8 +125,8 @@ impl ApiClient {
     /// Starts the download of a file at an offset, without retries and without a timeout for the whole body.
     ///
     /// # Errors
-    /// [`CallError::Unreachable`] if the client cannot be created, if there is no response, or if the platform refuses
-    /// but a retry may succeed; [`CallError::Refused`] for any other status except 200, or 206 with an offset.
+    /// [`CallError::Unreachable`] if the client cannot be created or there is no response; [`CallError::Refused`] for
+    /// any status except 200, or 206 with an offset.
     pub async fn open_download(&self, path: &[&str], offset: u64) -> Result<reqwest::Response, CallError> {
         let unreachable = |why: String| CallError::Unreachable { base: self.base.clone(), why };
         let client = client::build(Timeouts::DOWNLOAD).map_err(|error| unreachable(format!("{error:#}")))?;
@@ -142,8 +142,7 @@ impl ApiClient {
             status => {
                 let pause = retry_after(&response);
                 let text = response.text().await.unwrap_or_default();
-                let refusal = ApiProblem::parse(status, &text, pause);
-                Err(if refusal.is_transient() { unreachable(refusal.to_string()) } else { refusal.into() })
+                Err(ApiProblem::parse(status, &text, pause).into())
             }
         }
     }

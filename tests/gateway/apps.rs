@@ -183,6 +183,25 @@ async fn bridge_works_after_recovery_without_the_app_folder() -> Result<()> {
 }
 
 #[tokio::test]
+async fn rejected_app_without_folder_stays_listed() -> Result<()> {
+    let (database, slug, other) = (test_database().await?, unique_name("rejected"), unique_name("other"));
+    let tables = json!({ "t": { "columns": { "a": "text" } } });
+    drop(host_with_app(&database, &slug, &tables).await?);
+    let schema = format!("app_{}", slug.replace('-', "_"));
+    let replace_table = format!("DROP TABLE {schema}.t; CREATE VIEW {schema}.t AS SELECT 1 AS a");
+    database.connect().await?.batch_execute(&replace_table).await?;
+    let host = Machine::new(&database.url())?.start()?;
+    host.wait_until("the error", async || Ok(find_app(&host, &slug).await?["status"] == "error")).await?;
+    // The folders are scanned again.
+    host.machine.add_app(&other, &tables)?;
+    host.wait_until_registered(&other).await?;
+    let app = find_app(&host, &slug).await?;
+    assert_eq!((&app["status"], &app["folder"]), (&json!("error"), &Value::Null), "{app}");
+    assert!(app["error"].as_str().unwrap_or_default().contains("is not a table"), "{app}");
+    Ok(())
+}
+
+#[tokio::test]
 async fn pages_are_sandboxed_and_stay_in_their_folder() -> Result<()> {
     let machine = Machine::new("postgres://postgres:x@127.0.0.1:1/svc")?;
     machine.add_app("site", &json!({}))?;

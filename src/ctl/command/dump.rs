@@ -8,7 +8,7 @@ use anyhow::anyhow;
 use futures_util::StreamExt;
 use sha2::{Digest, Sha256};
 
-use crate::api::{ApiClient, CallError};
+use crate::api::ApiClient;
 use crate::progress::Progress;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::fsx::FileError;
@@ -145,17 +145,15 @@ impl Sink {
         while self.length() < backup.size_bytes {
             let before = self.length();
             let result = self.download_rest(api, machine, backup, &progress).await;
-            let error = match result {
+            let failure = match result {
                 // The response is complete; if the object is shorter than its record says, it is damaged.
                 Ok(()) => return Ok(()),
-                Err(ReadError::Permanent(failure)) => return Err(failure),
-                Err(ReadError::Transient(error)) => error,
+                Err(DownloadError::Permanent(failure)) => return Err(failure),
+                Err(DownloadError::Transient(failure)) => failure,
             };
             attempts = if self.length() > before { 1 } else { attempts + 1 };
             if attempts >= MAX_ATTEMPTS {
-                let total = format_bytes(backup.size_bytes);
-                let error = anyhow!("{error}; received {} of {total}", format_bytes(self.length()));
-                return Err(Failure::new(Exit::Unavailable, error));
+                return Err(add_received(failure, self.length(), backup.size_bytes));
             }
             tokio::time::sleep(RETRY_INTERVAL).await;
         }
@@ -168,18 +166,24 @@ impl Sink {
         machine: &str,
         backup: &Backup,
         progress: &Progress,
-    ) -> Result<(), ReadError> {
+    ) -> Result<(), DownloadError> {
         let path = ["vps", machine, "backups", backup.name()];
         let opened = api.open_download(&path, self.length()).await;
-        let response = opened.map_err(|error| match error {
-            CallError::Unreachable { .. } | CallError::TimedOut { .. } => ReadError::Transient(error.into()),
-            error => ReadError::Permanent(error.into()),
+        let response = opened.map_err(|error| {
+            if error.is_transient() {
+                DownloadError::Transient(error.into())
+            } else {
+                DownloadError::Permanent(error.into())
+            }
         })?;
         let mut bytes = response.bytes_stream();
         let mut reported_at = Instant::now();
         while let Some(chunk) = bytes.next().await {
-            let chunk = chunk.map_err(|error| ReadError::Transient(error.without_url().into()))?;
-            self.append(&chunk).map_err(|error| ReadError::Permanent(Failure::new(Exit::Internal, error)))?;
+            let chunk = chunk.map_err(|error| {
+                DownloadError::Transient(Failure::new(Exit::Unavailable, error.without_url()))
+            })?;
+            self.append(&chunk)
+                .map_err(|error| DownloadError::Permanent(Failure::new(Exit::Internal, error)))?;
             if reported_at.elapsed() > Duration::from_millis(100) {
                 progress.set_bytes(self.length());
                 reported_at = Instant::now();
@@ -207,8 +211,87 @@ impl Sink {
 }
 
 /// Why a download stopped.
-enum ReadError {
+enum DownloadError {
     /// A retry would not help.
     Permanent(Failure),
-    Transient(anyhow::Error),
+    Transient(Failure),
+}
+
+/// Adds the received bytes to a failure: at the start, because the message ends with its advice.
+fn add_received(failure: Failure, received: u64, total: u64) -> Failure {
+    let (received, total) = (format_bytes(received), format_bytes(total));
+    let context = format!("the download stopped after {received} of {total}");
+    Failure::new(failure.exit, failure.error.context(context))
+}
+
+#[cfg(test)]
+mod tests {
+    use secrecy::SecretString;
+    use serde_json::json;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpListener;
+
+    use super::*;
+    use crate::api::CallError;
+    use crate::refusal::failure_json;
+    use svc_base::error_chain::format_chain;
+
+    /// Makes one attempt to download 8 bytes from a platform that sends this response and closes the connection.
+    /// Returns the transient failure.
+    async fn fail_attempt(response: &'static str) -> Failure {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let base = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
+        tokio::spawn(async move {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            assert!(stream.read(&mut [0; 4096]).await.unwrap() > 0);
+            stream.write_all(response.as_bytes()).await.unwrap();
+        });
+        let api = ApiClient::new(base, &SecretString::from("secret"), Duration::from_secs(10)).unwrap();
+        let backup: Backup =
+            serde_json::from_value(json!({"key": "system/db/snapshots/1.dump", "sizeBytes": 8})).unwrap();
+        let progress = Progress::with_total_bytes(backup.size_bytes);
+        let mut sink = Sink::Hash { length: 0, digest: Sha256::new() };
+        match sink.download_rest(&api, "m", &backup, &progress).await {
+            Err(DownloadError::Transient(failure)) => add_received(failure, sink.length(), backup.size_bytes),
+            Err(DownloadError::Permanent(failure)) => panic!("permanent: {failure:?}"),
+            Ok(()) => panic!("the download is complete"),
+        }
+    }
+
+    #[tokio::test]
+    async fn transient_refusal_keeps_its_code_exit_and_advice() {
+        let failure = fail_attempt(
+            "HTTP/1.1 503 X\r\nconnection: close\r\n\r\n{\"code\":\"store_unavailable\",\"detail\":\"Down.\"}",
+        )
+        .await;
+        assert_eq!(
+            format_chain(failure.error.as_ref()),
+            "the download stopped after 0 B of 8 B: Down. (store_unavailable)\n  next: \
+             check the object store, then try again"
+        );
+        let printed = failure_json(&failure);
+        assert_eq!(
+            (&printed["code"], &printed["exit"], &printed["next"]),
+            (&json!("store_unavailable"), &json!(75), &json!("check the object store, then try again"))
+        );
+    }
+
+    #[tokio::test]
+    async fn interrupted_body_is_reported_with_its_cause() {
+        let failure = fail_attempt("HTTP/1.1 200 X\r\ncontent-length: 8\r\n\r\nabc").await;
+        let message = format_chain(failure.error.as_ref());
+        assert_eq!(failure.exit, Exit::Unavailable);
+        assert!(message.starts_with("the download stopped after 3 B of 8 B: "), "{message}");
+        assert!(message.contains("end of file before message length reached"), "{message}");
+    }
+
+    #[test]
+    fn received_bytes_are_not_part_of_the_advice() {
+        let base = "http://platform.example".parse().unwrap();
+        let failure = Failure::from(CallError::Unreachable { base, why: "refused".to_owned() });
+        let printed = failure_json(&add_received(failure, 3, 8));
+        let detail = printed["detail"].as_str().unwrap();
+        assert!(detail.starts_with("the download stopped after 3 B of 8 B: the platform at"), "{printed}");
+        assert!(printed["next"].as_str().unwrap().ends_with("or --platform-url"), "{printed}");
+    }
 }

@@ -31,16 +31,14 @@ pub async fn list_apps(
 }
 
 /// Lists the apps that are registered or have a folder with a valid manifest, by slug; then the other errors, such as
-/// folders with an invalid manifest.
+/// folders with an invalid manifest or stored apps that could not be registered.
 fn apps_json(snapshot: &AppsSnapshot) -> Vec<Value> {
     let slugs: BTreeSet<&String> = snapshot.apps.keys().chain(snapshot.folders.keys()).collect();
     let mut list: Vec<Value> = slugs.iter().map(|slug| app_json(snapshot, slug)).collect();
-    let other_errors = snapshot
-        .errors
-        .iter()
-        .filter(|(_, error)| error.slug.as_ref().is_none_or(|slug| !slugs.contains(slug)));
-    list.extend(other_errors.map(|(key, error)| {
-        json!({ "slug": error.slug, "folder": key, "status": "error", "error": error.message })
+    let other_errors =
+        snapshot.errors().filter(|(_, error)| error.slug.as_ref().is_none_or(|slug| !slugs.contains(slug)));
+    list.extend(other_errors.map(|(folder, error)| {
+        json!({ "slug": error.slug, "folder": folder, "status": "error", "error": error.message })
     }));
     list
 }
@@ -48,7 +46,7 @@ fn apps_json(snapshot: &AppsSnapshot) -> Vec<Value> {
 fn app_json(snapshot: &AppsSnapshot, slug: &str) -> Value {
     let registered = snapshot.apps.get(slug);
     let folder = snapshot.folders.get(slug);
-    let error = snapshot.errors.values().find(|error| error.slug.as_deref() == Some(slug));
+    let error = snapshot.errors().map(|(_, error)| error).find(|error| error.slug.as_deref() == Some(slug));
     let manifest: Option<&Manifest> =
         folder.map(|(_, manifest)| manifest).or_else(|| registered.map(|app| &app.manifest));
     let status = match (error, registered) {

@@ -40,16 +40,29 @@ pub struct AppsSnapshot {
     /// Folders with a valid manifest, by slug, with their paths relative to the home directory. Pages are served from
     /// these.
     pub folders: BTreeMap<String, (PathBuf, Manifest)>,
-    /// Errors by folder name, or by slug for a stored manifest that is invalid and for a rejected registration.
-    pub errors: BTreeMap<String, AppError>,
+    /// Errors of folders: by folder name for an invalid manifest, by slug for a rejected registration.
+    pub folder_errors: BTreeMap<String, AppError>,
+    /// Errors of stored manifests that are invalid or were rejected, by slug. These apps may have no folder.
+    pub stored_errors: BTreeMap<String, AppError>,
 }
 
 impl AppsSnapshot {
-    /// Whether the app has a folder. An app with an error counts as installed, because the manifest in its folder may
-    /// be invalid. The owner removes an app by removing its folder; its tables stay in the database.
+    /// Whether the app has a folder; the manifest in it may be invalid. The owner removes an app by removing its
+    /// folder; its tables stay in the database.
     pub fn is_installed(&self, slug: &str) -> bool {
-        self.folders.contains_key(slug)
-            || self.errors.values().any(|error| error.slug.as_deref() == Some(slug))
+        self.folders.contains_key(slug) || self.has_folder_error(slug)
+    }
+
+    /// Returns the errors of folders with their keys, and then those of stored apps. An app has an error of its stored
+    /// manifest only if its folder has none, because the folder's manifest is the current one.
+    pub fn errors(&self) -> impl Iterator<Item = (Option<&str>, &AppError)> {
+        let folder_errors = self.folder_errors.iter().map(|(key, error)| (Some(key.as_str()), error));
+        let stored_errors = self.stored_errors.iter().filter(move |(slug, _)| !self.has_folder_error(slug));
+        folder_errors.chain(stored_errors.map(|(_, error)| (None, error)))
+    }
+
+    fn has_folder_error(&self, slug: &str) -> bool {
+        self.folder_errors.values().any(|error| error.slug.as_deref() == Some(slug))
     }
 }
 
@@ -65,5 +78,25 @@ impl Registry {
 
     pub fn publish(&self, snapshot: AppsSnapshot) {
         *self.snapshot.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(snapshot);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stored_error_is_listed_but_does_not_mean_installed() {
+        let error = |message: &str| AppError { slug: Some("notes".to_owned()), message: message.to_owned() };
+        let messages = |snapshot: &AppsSnapshot| -> Vec<String> {
+            snapshot.errors().map(|(_, error)| error.message.clone()).collect()
+        };
+        let mut snapshot = AppsSnapshot::default();
+        snapshot.stored_errors.insert("notes".to_owned(), error("rejected"));
+        assert_eq!(messages(&snapshot), ["rejected"]);
+        assert!(!snapshot.is_installed("notes"));
+        snapshot.folder_errors.insert("my-notes".to_owned(), error("invalid"));
+        assert_eq!(messages(&snapshot), ["invalid"]);
+        assert!(snapshot.is_installed("notes"));
     }
 }

@@ -56,7 +56,6 @@ pub async fn supervise(context: SupervisorContext, stop: CancellationToken) {
         pools: HashMap::new(),
         budget: None,
         snapshot: AppsSnapshot::default(),
-        unreadable: BTreeMap::new(),
         last_slugs: HashMap::new(),
         rejected: HashMap::new(),
     };
@@ -104,8 +103,6 @@ struct Supervisor {
     pools: HashMap<Slug, Arc<Pool>>,
     budget: Option<Arc<ConnectionBudget>>,
     snapshot: AppsSnapshot,
-    /// Errors of stored manifests that this version cannot parse, by slug.
-    unreadable: BTreeMap<String, AppError>,
     /// The slug in each folder's last valid manifest, by folder name.
     last_slugs: HashMap<String, Slug>,
     /// Manifests that the database rejected.
@@ -170,7 +167,11 @@ impl Supervisor {
             // `load_apps` may already have registered the same manifest from the database.
             if !self.is_registered(&manifest) {
                 match self.register(&mut client, manifest.clone()).await {
-                    Ok(()) => self.note_outcome(manifest),
+                    Ok(rejection) => {
+                        let slug = manifest.slug.to_string();
+                        self.snapshot.folder_errors.extend(rejection.map(|error| (slug, error)));
+                        self.note_outcome(manifest);
+                    }
                     // A locked table of one app does not delay the others; without a connection, all would fail.
                     Err(error) => {
                         replace_error(&mut updated, error);
@@ -200,14 +201,14 @@ impl Supervisor {
         self.context.kernel.note(&format!("the app {slug} {version} {outcome}"));
     }
 
-    /// Updates the snapshot's folders and errors, and returns the valid manifests.
+    /// Updates the snapshot's folders and their errors, and returns the valid manifests.
     async fn read_folders(&mut self) -> Result<Vec<Manifest>, RoundError> {
         let home = self.context.layout.home();
         let scanned = tokio::task::spawn_blocking(move || folder::scan(&home)).await;
         let folders = scanned.map_err(|error| RoundError::Folder(std::io::Error::other(error)))?;
         let folders = folders.map_err(RoundError::Folder)?;
         self.snapshot.folders.clear();
-        self.snapshot.errors.clear();
+        self.snapshot.folder_errors.clear();
         self.snapshot.is_scanned = true;
         let mut manifests = Vec::new();
         self.last_slugs.retain(|name, _| folders.iter().any(|folder| folder.name == *name));
@@ -221,7 +222,7 @@ impl Supervisor {
                 Err(message) => {
                     let slug = self.last_slugs.get(&name).cloned().or_else(|| name.parse().ok());
                     let slug = slug.map(|slug| slug.to_string());
-                    self.snapshot.errors.insert(name, AppError { slug, message });
+                    self.snapshot.folder_errors.insert(name, AppError { slug, message });
                 }
             }
         }
@@ -233,9 +234,7 @@ impl Supervisor {
     }
 
     fn publish(&self) {
-        let mut snapshot = self.snapshot.clone();
-        snapshot.errors.extend(self.unreadable.clone());
-        self.context.registry.publish(snapshot);
+        self.context.registry.publish(self.snapshot.clone());
     }
 
     /// Prepares the database, and registers every app that is stored in it, with or without a folder. If one cannot be
@@ -248,22 +247,25 @@ impl Supervisor {
             self.budget = Some(ConnectionBudget::new(connections));
         }
         self.snapshot.apps.clear();
-        self.unreadable.clear();
+        self.snapshot.stored_errors.clear();
         let mut loaded = Ok(());
         for (slug, value) in register::load_manifests(client).await? {
             match Manifest::from_value(&value) {
-                Ok(manifest) => {
-                    if let Err(error) = self.register(client, manifest).await {
+                Ok(manifest) => match self.register(client, manifest).await {
+                    Ok(rejection) => {
+                        self.snapshot.stored_errors.extend(rejection.map(|error| (slug, error)));
+                    }
+                    Err(error) => {
                         replace_error(&mut loaded, error);
                         if client.is_closed() {
                             break;
                         }
                     }
-                }
+                },
                 Err(error) => {
                     tracing::error!(%slug, %error, "the stored manifest is invalid");
                     let message = format!("the stored manifest is invalid: {error}");
-                    self.unreadable.insert(slug.clone(), AppError { slug: Some(slug), message });
+                    self.snapshot.stored_errors.insert(slug.clone(), AppError { slug: Some(slug), message });
                 }
             }
         }
@@ -273,9 +275,15 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Registers one app. A rejection becomes that app's error; only a transient database error, or a failure to
-    /// generate a password, is returned, so that the round is retried.
-    async fn register(&mut self, client: &mut Client, manifest: Manifest) -> Result<(), RoundError> {
+    /// Registers one app, or returns the error with which the database rejected it.
+    ///
+    /// # Errors
+    /// A transient database error, or a failure to generate a password. The round must be retried.
+    async fn register(
+        &mut self,
+        client: &mut Client,
+        manifest: Manifest,
+    ) -> Result<Option<AppError>, RoundError> {
         let slug = manifest.slug.clone();
         let password = self.get_or_generate_password(&slug)?;
         let timeout = self.context.statement_timeout;
@@ -292,16 +300,15 @@ impl Supervisor {
                 let schema = slug.schema();
                 let app = App { manifest, schema, tables, pool, unapplied_changes: result.unapplied_changes };
                 self.snapshot.apps.insert(slug.to_string(), Arc::new(app));
-                Ok(())
+                self.snapshot.stored_errors.remove(slug.as_str());
+                Ok(None)
             }
             Err(source) if source.is_transient() => {
                 Err(RoundError::Register { slug: slug.to_string(), source })
             }
             Err(error) => {
                 tracing::error!(app = %slug, error = %format_chain(&error), "registration failed");
-                let error = AppError { slug: Some(slug.to_string()), message: format_chain(&error) };
-                self.snapshot.errors.insert(slug.to_string(), error);
-                Ok(())
+                Ok(Some(AppError { slug: Some(slug.to_string()), message: format_chain(&error) }))
             }
         }
     }
