@@ -309,13 +309,20 @@ fn read_database(env: &mut Env) -> Option<tokio_postgres::Config> {
 fn read_platform_secret(env: &mut Env) -> Option<SecretString> {
     let variable = &vars::PLATFORM_SECRET;
     let secret = env.required_secret(variable)?;
-    if secret.expose_secret().chars().count() < MIN_SECRET_CHARS {
+    let text = secret.expose_secret();
+    if text.chars().count() < MIN_SECRET_CHARS {
         env.add_error(
             variable,
             format!(
                 "must have at least {MIN_SECRET_CHARS} characters, for example from `openssl rand -hex 32`"
             ),
         );
+        return None;
+    }
+    // Clients send it as a bearer token. The API cannot read other characters from the header, and strips outer spaces.
+    let is_printable = text.bytes().all(|byte| byte.is_ascii_graphic() || byte == b' ');
+    if !is_printable || text.trim() != text {
+        env.add_error(variable, "must be printable ASCII characters, without a space at either end");
         return None;
     }
     Some(secret)
@@ -355,6 +362,22 @@ mod tests {
         assert_eq!(short.len(), 1, "{short:?}");
         assert!(short[0].starts_with("PLATFORM_SECRET: must have at least 32 characters"), "{short:?}");
         assert!(!short[0].contains("hunter2"), "{short:?}");
+    }
+
+    #[test]
+    fn platform_secret_unfit_for_a_header_is_rejected() {
+        let passphrase = errors_with(&[("PLATFORM_SECRET", "hunter2 of 32 characters 0123456")]);
+        assert!(passphrase.is_empty(), "{passphrase:?}");
+        for secret in [
+            "hünter2-of-32-characters-0123456",
+            "hunter2-of-32-characters-012345\n",
+            " hunter2-of-32-characters-012345",
+        ] {
+            let errors = errors_with(&[("PLATFORM_SECRET", secret)]);
+            assert_eq!(errors.len(), 1, "{errors:?}");
+            assert!(errors[0].starts_with("PLATFORM_SECRET: must be printable ASCII"), "{errors:?}");
+            assert!(!errors[0].contains("nter2"), "{errors:?}");
+        }
     }
 
     /// Returns the errors reported for a complete environment with these changes; an empty value removes the variable.

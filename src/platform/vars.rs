@@ -58,7 +58,7 @@ svc_base::variables! {
         /// PLATFORM_KEY](../operating/keys.md#rotate-platform_key).
         PLATFORM_KEY_PREVIOUS: "32 bytes, in hexadecimal or base64" = unset;
         /// A bearer token that has every scope. It is used to create the first operators.
-        PLATFORM_SECRET: "text of at least 32 characters" = required;
+        PLATFORM_SECRET: "at least 32 printable ASCII characters" = required;
         /// Age at which a signing key gets a successor.
         PROOF_KEY_ROTATE_SECONDS: "seconds, at least 1" = "2592000";
         /// How long an old signing key remains active after every host has acknowledged the new one; also the age at
