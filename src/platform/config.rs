@@ -13,6 +13,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use secrecy::{ExposeSecret, SecretString};
+use url::Url;
 
 use super::db;
 use super::db::kept_servers::ServerRetention;
@@ -74,6 +75,16 @@ impl PlatformConfig {
             domain.as_str(),
             names.join(" and ")
         ))
+    }
+
+    /// Returns a warning if the platform cannot reach new machines at `CUSTOMER_VPS_HTTPS_PORT`. With a simulated
+    /// provider, which has another URL, machines may have any port.
+    pub fn host_port_warning(&self) -> Option<String> {
+        let (port, provider) = (self.hosts.https_port, vars::PROVIDER_API_URL.default_value::<Url>());
+        let is_wrong = port != 443 && self.provider.api_url.host() == provider.host();
+        is_wrong.then(|| {
+            format!("CUSTOMER_VPS_HTTPS_PORT is {port}, but new machines accept HTTPS only on port 443")
+        })
     }
 }
 
@@ -402,6 +413,18 @@ mod tests {
         assert_eq!(config.provisioning.server_type.as_str(), "cpx22");
         let url = config.hosts.bundle_url.for_version(&config.provisioning.image_version);
         assert_eq!(url, "http://127.0.0.1:1/system-bundles/v1/svc-host-bundle.tar.gz");
+    }
+
+    #[test]
+    fn unserved_host_port_causes_warning_unless_simulated() {
+        let warning = |changes: &[(&'static str, &'static str)]| {
+            let pairs = complete_env().into_iter().chain(changes.iter().copied());
+            PlatformConfig::read(Env::from_pairs(pairs)).ok().unwrap().host_port_warning()
+        };
+        let port = ("CUSTOMER_VPS_HTTPS_PORT", "8443");
+        assert_eq!(warning(&[]), None);
+        assert!(warning(&[port]).unwrap().starts_with("CUSTOMER_VPS_HTTPS_PORT is 8443, "));
+        assert_eq!(warning(&[port, ("PROVIDER_API_URL", "http://127.0.0.1:1/v1")]), None);
     }
 
     #[test]

@@ -88,8 +88,8 @@ svc_base::variables! {
         CUSTOMER_VPS_ENABLED: "flag" = "false";
         /// Bundle version for new machines.
         CUSTOMER_VPS_IMAGE_VERSION: "version" = required;
-        /// Port at which the platform connects to hosts. It is not passed on to hosts, which listen on 443 by
-        /// default.
+        /// Port at which the platform connects to hosts. It is not passed on to hosts, which accept HTTPS only
+        /// on 443: change it only with a simulated provider.
         CUSTOMER_VPS_HTTPS_PORT: "port" = "443";
         /// Whether a host's certificate must chain to a trusted root for the host's name, in addition to having the
         /// pinned key. Requires `HOST_DOMAIN`. See [Machine certificates](../operating/certificates.md).
