@@ -13,6 +13,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use secrecy::{ExposeSecret, SecretString};
+use url::Url;
 
 use super::db;
 use super::db::kept_servers::ServerRetention;
@@ -74,6 +75,16 @@ impl PlatformConfig {
             domain.as_str(),
             names.join(" and ")
         ))
+    }
+
+    /// Returns a warning if the platform cannot reach new machines at `CUSTOMER_VPS_HTTPS_PORT`. With a simulated
+    /// provider, which has another URL, machines may have any port.
+    pub fn host_port_warning(&self) -> Option<String> {
+        let (port, provider) = (self.hosts.https_port, vars::PROVIDER_API_URL.default_value::<Url>());
+        let is_wrong = port != 443 && self.provider.api_url.host() == provider.host();
+        is_wrong.then(|| {
+            format!("CUSTOMER_VPS_HTTPS_PORT is {port}, but new machines accept HTTPS only on port 443")
+        })
     }
 }
 
@@ -309,13 +320,20 @@ fn read_database(env: &mut Env) -> Option<tokio_postgres::Config> {
 fn read_platform_secret(env: &mut Env) -> Option<SecretString> {
     let variable = &vars::PLATFORM_SECRET;
     let secret = env.required_secret(variable)?;
-    if secret.expose_secret().chars().count() < MIN_SECRET_CHARS {
+    let text = secret.expose_secret();
+    if text.chars().count() < MIN_SECRET_CHARS {
         env.add_error(
             variable,
             format!(
                 "must have at least {MIN_SECRET_CHARS} characters, for example from `openssl rand -hex 32`"
             ),
         );
+        return None;
+    }
+    // Clients send it as a bearer token. The API cannot read other characters from the header, and strips outer spaces.
+    let is_printable = text.bytes().all(|byte| byte.is_ascii_graphic() || byte == b' ');
+    if !is_printable || text.trim() != text {
+        env.add_error(variable, "must be printable ASCII characters, without a space at either end");
         return None;
     }
     Some(secret)
@@ -357,6 +375,22 @@ mod tests {
         assert!(!short[0].contains("hunter2"), "{short:?}");
     }
 
+    #[test]
+    fn platform_secret_unfit_for_a_header_is_rejected() {
+        let passphrase = errors_with(&[("PLATFORM_SECRET", "hunter2 of 32 characters 0123456")]);
+        assert!(passphrase.is_empty(), "{passphrase:?}");
+        for secret in [
+            "hünter2-of-32-characters-0123456",
+            "hunter2-of-32-characters-012345\n",
+            " hunter2-of-32-characters-012345",
+        ] {
+            let errors = errors_with(&[("PLATFORM_SECRET", secret)]);
+            assert_eq!(errors.len(), 1, "{errors:?}");
+            assert!(errors[0].starts_with("PLATFORM_SECRET: must be printable ASCII"), "{errors:?}");
+            assert!(!errors[0].contains("nter2"), "{errors:?}");
+        }
+    }
+
     /// Returns the errors reported for a complete environment with these changes; an empty value removes the variable.
     fn errors_with(changes: &[(&'static str, &'static str)]) -> Vec<String> {
         let mut pairs = complete_env();
@@ -379,6 +413,18 @@ mod tests {
         assert_eq!(config.provisioning.server_type.as_str(), "cpx22");
         let url = config.hosts.bundle_url.for_version(&config.provisioning.image_version);
         assert_eq!(url, "http://127.0.0.1:1/system-bundles/v1/svc-host-bundle.tar.gz");
+    }
+
+    #[test]
+    fn unserved_host_port_causes_warning_unless_simulated() {
+        let warning = |changes: &[(&'static str, &'static str)]| {
+            let pairs = complete_env().into_iter().chain(changes.iter().copied());
+            PlatformConfig::read(Env::from_pairs(pairs)).ok().unwrap().host_port_warning()
+        };
+        let port = ("CUSTOMER_VPS_HTTPS_PORT", "8443");
+        assert_eq!(warning(&[]), None);
+        assert!(warning(&[port]).unwrap().starts_with("CUSTOMER_VPS_HTTPS_PORT is 8443, "));
+        assert_eq!(warning(&[port, ("PROVIDER_API_URL", "http://127.0.0.1:1/v1")]), None);
     }
 
     #[test]

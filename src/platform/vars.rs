@@ -58,7 +58,7 @@ svc_base::variables! {
         /// PLATFORM_KEY](../operating/keys.md#rotate-platform_key).
         PLATFORM_KEY_PREVIOUS: "32 bytes, in hexadecimal or base64" = unset;
         /// A bearer token that has every scope. It is used to create the first operators.
-        PLATFORM_SECRET: "text of at least 32 characters" = required;
+        PLATFORM_SECRET: "at least 32 printable ASCII characters" = required;
         /// Age at which a signing key gets a successor.
         PROOF_KEY_ROTATE_SECONDS: "seconds, at least 1" = "2592000";
         /// How long an old signing key remains active after every host has acknowledged the new one; also the age at
@@ -88,8 +88,8 @@ svc_base::variables! {
         CUSTOMER_VPS_ENABLED: "flag" = "false";
         /// Bundle version for new machines.
         CUSTOMER_VPS_IMAGE_VERSION: "version" = required;
-        /// Port at which the platform connects to hosts. It is not passed on to hosts, which listen on 443 by
-        /// default.
+        /// Port at which the platform connects to hosts. It is not passed on to hosts, which accept HTTPS only
+        /// on 443: change it only with a simulated provider.
         CUSTOMER_VPS_HTTPS_PORT: "port" = "443";
         /// Whether a host's certificate must chain to a trusted root for the host's name, in addition to having the
         /// pinned key. Requires `HOST_DOMAIN`. See [Machine certificates](../operating/certificates.md).

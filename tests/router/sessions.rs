@@ -32,6 +32,8 @@ async fn page_visit_opens_session_that_works_without_the_token() -> Result<()> {
     let own = format!("svc_session={}", page.cookie("svc_session").unwrap());
     assert_eq!(get_with_cookie(&router, APP_HOST, "/", &own).await.status, StatusCode::OK);
     assert_eq!(router.verify_proof(&machine, &machine.last_request().headers).sub.as_str(), "user_1");
+    let beside_another = format!("name=größe; {own}");
+    assert_eq!(get_with_cookie(&router, APP_HOST, "/", &beside_another).await.status, StatusCode::OK);
     // The database contains only a hash of the cookie.
     let row = router.sql.query_one("SELECT token_hash FROM sessions", &[]).await?;
     assert!(!String::from_utf8_lossy(row.get::<_, &[u8]>(0)).contains(&own[12..]));

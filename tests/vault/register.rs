@@ -69,7 +69,7 @@ async fn registration_body_survives_lost_replies_and_kills() -> Result<()> {
     }
     platform.queue([
         ScriptedResponse::Lost,
-        ScriptedResponse::Json(503, json!({})),
+        ScriptedResponse::Json(503, json!({ "detail": "x".repeat(300 << 10) })),
         ScriptedResponse::Json(429, json!({})),
         registered_response(),
     ]);

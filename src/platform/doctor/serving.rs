@@ -120,6 +120,9 @@ pub fn check_settings(config: &PlatformConfig) -> Findings {
              labels are a public suffix such as co.uk: see docs/operating/certificates.md",
         );
     }
+    if let Some(why) = config.host_port_warning() {
+        findings = findings.warning(why, "unset CUSTOMER_VPS_HTTPS_PORT");
+    }
     let admitted = if config.hosts.egress.is_empty() {
         "every address, because PLATFORM_EGRESS_CIDRS is not set".to_owned()
     } else {

@@ -83,10 +83,12 @@ pub(super) fn provider_token(headers: &HeaderMap) -> Option<&str> {
     find(headers, |name| name == PROVIDER_COOKIE)
 }
 
-/// Returns the value of the first cookie whose name matches.
+/// Returns the value of the first cookie whose name matches. The router's cookies and the provider's are ASCII, but
+/// pages, machines and other hosts can set cookies that are not, and a browser sends all of them in one line.
 fn find(headers: &HeaderMap, matches: impl Fn(&str) -> bool) -> Option<&str> {
-    let lines = headers.get_all(COOKIE).iter().filter_map(|line| line.to_str().ok());
-    let mut pairs = lines.flat_map(|line| line.split(';')).filter_map(|pair| pair.trim().split_once('='));
+    let pairs = headers.get_all(COOKIE).iter().flat_map(|line| line.as_bytes().split(|byte| *byte == b';'));
+    let ascii = pairs.filter(|pair| pair.is_ascii()).filter_map(|pair| std::str::from_utf8(pair).ok());
+    let mut pairs = ascii.filter_map(|pair| pair.trim().split_once('='));
     pairs.find(|(name, _)| matches(name)).map(|(_, value)| value.trim_matches('"'))
 }
 
@@ -169,6 +171,17 @@ mod tests {
         assert_eq!(RouterCookie::Session(PublicHost::App).get(&headers, "http"), Some("x=y"));
         assert_eq!(provider_token(&headers), Some("2"));
         assert_eq!(RouterCookie::State.get(&headers, "http"), None);
+    }
+
+    #[test]
+    fn get_skips_only_the_cookies_that_are_not_ascii() {
+        let mut headers = HeaderMap::new();
+        // Latin-1, and a name that begins with a no-break space in UTF-8, which is not part of the prefix.
+        let line =
+            b"name=gr\xf6\xdfe; \xc2\xa0__Host-svc_session=planted; __Host-svc_session=own; __session=2";
+        headers.append(COOKIE, HeaderValue::from_bytes(line).unwrap());
+        assert_eq!(RouterCookie::Session(PublicHost::App).get(&headers, "https"), Some("own"));
+        assert_eq!(provider_token(&headers), Some("2"));
     }
 
     #[test]

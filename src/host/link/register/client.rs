@@ -111,6 +111,10 @@ impl<'a> RegistrationClient<'a> {
             Err(error) => return PostAttempt::Retry(svc_http::problem::format_chain(&error)),
         };
         let status = response.status();
+        // The body is not read: a proxy's error page can exceed the limit, and the error is temporary nevertheless.
+        if is_temporary(status) {
+            return PostAttempt::Retry(status.to_string());
+        }
         let body = match read_body(response).await {
             Ok(body) => body,
             // A retry would get the same response.
@@ -129,16 +133,16 @@ impl<'a> RegistrationClient<'a> {
             StatusCode::UNAUTHORIZED => {
                 PostAttempt::Done(Err(RegistrationError::TokenRejected { detail: problem_detail(&body) }))
             }
-            StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT => {
-                PostAttempt::Retry(status.to_string())
-            }
-            status if status.is_server_error() => PostAttempt::Retry(status.to_string()),
             status => PostAttempt::Done(Err(RegistrationError::UnexpectedResponse {
                 status,
                 detail: problem_detail(&body),
             })),
         }
     }
+}
+
+fn is_temporary(status: StatusCode) -> bool {
+    status.is_server_error() || matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT)
 }
 
 fn to_json(report: &impl Serialize) -> String {
