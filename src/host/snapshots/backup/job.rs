@@ -221,7 +221,9 @@ fn build_record(
     progress: &Progress,
     error: Option<&BackupError>,
 ) -> BackupRecord {
-    let stored = progress.unpublished.as_ref().map(|stored| stored.snapshot.snapshot_ref());
+    // Without a key, the attempt failed before it reached the snapshot that an earlier one had stored.
+    let unpublished = progress.unpublished.as_ref().filter(|_| progress.key.is_some());
+    let stored = unpublished.map(|stored| stored.snapshot.snapshot_ref());
     let dump = progress.dump.as_ref();
     BackupRecord {
         timestamp,
