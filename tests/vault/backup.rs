@@ -266,6 +266,24 @@ async fn failed_step_is_recorded_and_publishes_nothing_partial() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test]
+async fn unrecorded_backup_is_reported_and_not_repeated() -> Result<()> {
+    let store = machine::start_store()?;
+    let machine = create_machine_with_tables(&store, ROWS).await?;
+    // No record is appended to a link.
+    let logs = machine.path("home/svc/home/system/logs");
+    std::fs::create_dir_all(&logs)?;
+    std::os::unix::fs::symlink("elsewhere", logs.join("backup.jsonl"))?;
+    let succeeded = machine.run(&["svc-db-backup", "run", "--retry"])?.expect(0);
+    assert_eq!(snapshots(&store).len(), 2, "there must be one dump and its sidecar");
+    let failed =
+        machine.run_with(&["svc-db-backup"], &[("FAILPOINTS", "backup.begin=return(error)")])?.expect(70);
+    for stderr in [succeeded.stderr, failed.stderr] {
+        assert!(stderr.contains("could not record the result of the backup"), "{stderr}");
+    }
+    Ok(())
+}
+
 /// The database of a machine that has not been restored yet must not become the latest snapshot.
 #[tokio::test]
 async fn backup_refuses_to_run_before_gate_opens() -> Result<()> {

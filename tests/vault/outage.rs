@@ -63,6 +63,15 @@ async fn retry_publishes_the_snapshot_stored_during_an_outage() -> Result<()> {
         objects.iter().filter(|object| object.key.ends_with(".dump.json")).count() == 2
     })
     .await?;
+    machine.postgres().stop().await?;
+    let last_record =
+        || machine.backup_records().ok().and_then(|mut records| records.pop()).unwrap_or_default();
+    wait_until("an attempt without the database", || last_record()["stage"] == "gate").await?;
+    let failed = last_record();
+    for field in ["key", "sizeBytes", "sha256"] {
+        assert_eq!(failed[field], Value::Null, "{failed}");
+    }
+    machine.postgres().restart().await?;
     platform.set_response(CredentialResponse::Issue);
     tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
     let dumps = store.objects(BUCKET, "").into_iter().filter(|object| object.key.ends_with(".dump"));

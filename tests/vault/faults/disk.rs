@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use kit::disk::SmallDisk;
 use kit::long_tests::Figures;
+use serde_json::{Value, json};
 
 use super::super::gate::{assert_untouched, is_restored, old_and_new_machines, reset};
 use super::super::machine::{self, Machine, RunResult, RunningApplet, wait_until};
@@ -22,13 +23,17 @@ async fn wait_for_exit(running: RunningApplet) -> Result<RunResult> {
 }
 
 #[tokio::test]
-async fn backup_on_full_disk_publishes_snapshot_but_fails() -> Result<()> {
+async fn backup_on_full_disk_succeeds_and_reports_its_result() -> Result<()> {
     let store = machine::start_store()?;
     let machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute("CREATE TABLE t AS SELECT generate_series(1, 9) AS id").await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let mut checker = SnapshotChecker::new(&store);
-    let last = machine.path("var/lib/svc/last-backup.json");
+    checker.check()?;
+    // The heartbeat and the gateway read the result there.
+    let last = || -> Result<Value> {
+        Ok(serde_json::from_slice(&fs::read(machine.path("var/lib/svc/last-backup.json"))?)?)
+    };
     for dir in ["var/lib/svc", "home/svc/home/system/logs"] {
         let Some(disk) = SmallDisk::mount(machine.path(dir), 1)? else { return Ok(()) };
         // The log is removed first, because the free part of its last page could hold another line.
@@ -36,18 +41,24 @@ async fn backup_on_full_disk_publishes_snapshot_but_fails() -> Result<()> {
         if dir.ends_with("logs") {
             svc::fsx::remove_if_exists(&log)?;
         }
-        let (before, lines) = (fs::read(&last)?, machine.backup_records().map_or(0, |lines| lines.len()));
         disk.fill(0)?;
-        let result = machine.run(&["svc-db-backup"])?.expect(70);
-        assert!(result.stderr.contains("No space left on device"), "{}", result.stderr);
+        let result = machine.run(&["svc-db-backup", "run", "--retry"])?.expect(0);
         let seq = checker.seq();
         checker.check().context(dir)?;
-        assert!(checker.seq() > seq, "{dir}: the snapshot itself must be valid");
+        assert_eq!(checker.seq(), seq + 1, "{dir}: one valid snapshot must be taken");
+        let latest = machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot);
+        let latest = latest.context("the pointer names no snapshot")?;
+        let record = last()?;
+        assert_eq!((&record["status"], &record["key"]), (&json!("success"), &json!(latest.key)), "{record}");
+        let failed =
+            machine.run_with(&["svc-db-backup"], &[("FAILPOINTS", "backup.begin=return(error)")])?.expect(70);
+        assert_eq!(last()?["status"], "error", "{dir}");
         if dir.ends_with("logs") {
-            assert_ne!(fs::read(&last)?, before, "{dir}: the heartbeat and the gateway must get the result");
+            for stderr in [result.stderr, failed.stderr] {
+                assert!(stderr.contains("could not record the result of the backup"), "{stderr}");
+            }
         } else {
-            assert_eq!(fs::read(&last)?, before, "{dir}: the old record must be complete");
-            assert_eq!(machine.backup_records()?.len(), lines + 1, "{dir}: the line must be written");
+            assert_eq!(machine.backup_records()?.pop(), Some(last()?), "{dir}: the line must be written");
         }
         disk.delete_filler()?;
         machine.run(&["svc-db-backup"])?.expect(0);

@@ -2,7 +2,7 @@
 //! pointer.
 //!
 //! The pointer moves only to a complete, verified snapshot, and no snapshot is ever pruned. Every attempt that is not
-//! killed leaves a record.
+//! killed leaves a record, unless the record cannot be written, which is logged.
 
 use std::future::Future;
 use std::time::Instant;
@@ -199,7 +199,7 @@ pub async fn attempt(
     if result.is_err() {
         *unpublished = progress.unpublished;
     }
-    let recorded = record::write(&settings.layout, &record).or_exit(Exit::Internal);
+    record::write(&settings.layout, &record);
     match result {
         Ok(()) => {
             failpoint::trigger("backup.recorded").or_exit(Exit::Internal)?;
@@ -209,7 +209,7 @@ pub async fn attempt(
                 ms = record.duration_ms,
                 "backed up"
             );
-            recorded
+            Ok(())
         }
         Err(error) => Err(Failure::new(error.exit(), error)),
     }
@@ -221,7 +221,9 @@ fn build_record(
     progress: &Progress,
     error: Option<&BackupError>,
 ) -> BackupRecord {
-    let stored = progress.unpublished.as_ref().map(|stored| stored.snapshot.snapshot_ref());
+    // Without a key, the attempt failed before it reached the snapshot that an earlier one had stored.
+    let unpublished = progress.unpublished.as_ref().filter(|_| progress.key.is_some());
+    let stored = unpublished.map(|stored| stored.snapshot.snapshot_ref());
     let dump = progress.dump.as_ref();
     BackupRecord {
         timestamp,

@@ -9,7 +9,8 @@ use crate::snapshots::check_log::Status;
 use crate::system::activity;
 use crate::system::layout::Layout;
 use svc_base::clock;
-use svc_base::fsx::{self, FileError};
+use svc_base::error_chain::format_chain;
+use svc_base::fsx;
 
 /// One attempt at a backup, or the acceptance of a held-back snapshot.
 #[derive(Debug, Serialize)]
@@ -44,14 +45,16 @@ pub struct HeldBackReason {
 /// Writes `last-backup.json` and the lines in `backup.jsonl` and `activity.log`, each even if another fails. The caller
 /// holds the backup's lock, so there is no other writer.
 ///
-/// # Errors
-/// [`FileError`] if `last-backup.json` or `backup.jsonl` cannot be written.
-pub fn write(layout: &Layout, record: &BackupRecord) -> Result<(), FileError> {
+/// A failure is only logged. If it failed the run, a retry would take and upload another complete snapshot.
+pub fn write(layout: &Layout, record: &BackupRecord) {
     let line = serde_json::to_vec(record).expect("a record of plain fields is JSON");
-    let last = fsx::write_atomic(&layout.last_backup(), &line, 0o644);
+    // Backups are taken even while the disk is full, and the heartbeat and the gateway must get their results.
+    let last = fsx::write_atomic_or_in_place(&layout.last_backup(), &line, 0o644);
     let appended = jsonl::append_line(&layout.logs().join("backup.jsonl"), &line);
+    for error in [last, appended].into_iter().filter_map(Result::err) {
+        tracing::error!(error = %format_chain(&error), "could not record the result of the backup");
+    }
     activity::note(layout, &describe(record));
-    last.and(appended)
 }
 
 /// Describes the run for `activity.log`.

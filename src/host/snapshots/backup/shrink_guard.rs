@@ -12,7 +12,7 @@ use super::stage::Stage;
 use crate::snapshots::check_log::Status;
 use crate::snapshots::held_snapshot::HeldSnapshot;
 use crate::system::lock::Lock;
-use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::applet::{Exit, Failure};
 use svc_base::clock;
 use svc_base::fsx::FileError;
 use svc_store::pointer_io::{self, PointerError};
@@ -137,7 +137,8 @@ pub async fn accept(_lock: &Lock, settings: &BackupSettings) -> Result<(), Failu
         error: None,
         held: None,
     };
-    record::write(&settings.layout, &record).or_exit(Exit::Internal)
+    record::write(&settings.layout, &record);
+    Ok(())
 }
 
 async fn accept_held(settings: &BackupSettings) -> Result<Sidecar, AcceptError> {
