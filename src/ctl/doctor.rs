@@ -6,10 +6,12 @@ use std::time::Duration;
 
 use http::StatusCode;
 use jiff::{SignedDuration, Timestamp};
+use secrecy::SecretString;
+use url::Url;
 
 use super::api::{ApiClient, CallError};
 use super::args::{Doctor, GlobalOptions, Subject};
-use super::connect::connect;
+use super::connect::{HTTPS_REQUIRED, can_carry_secret, connect};
 use super::local::LocalChecks;
 use super::output::Output;
 use super::report;
@@ -48,15 +50,13 @@ pub async fn run(
         Subject::Platform => {
             let report = (local.check_platform)(env_file.as_deref()).await;
             let mut findings = report.findings;
-            match report.api_access {
-                Some((url, secret)) => {
-                    let api = ApiClient::new(url, &secret, Duration::from_secs(global.timeout))?;
-                    findings.extend(run_api_checks(&api).await);
-                }
-                None => {
-                    let why = "PLATFORM_PUBLIC_URL or PLATFORM_SECRET is not set";
-                    for check in ["platform", "operator", "router", "fleet"] {
-                        findings.extend(Findings::new(check).skipped(why).into_list());
+            match create_api_client(report.api_access, Duration::from_secs(global.timeout)) {
+                Ok(api) => findings.extend(run_api_checks(&api).await),
+                Err(reason) => {
+                    findings.extend(reason.into_list());
+                    for check in ["operator", "router", "fleet"] {
+                        let skipped = Findings::new(check).skipped("the platform's API cannot be called");
+                        findings.extend(skipped.into_list());
                     }
                 }
             }
@@ -68,6 +68,26 @@ pub async fn run(
         }
     };
     report::print(&report, Level::Problem, out)
+}
+
+/// Returns a client for the API of the checked platform, or the finding that says why there is none.
+fn create_api_client(
+    api_access: Option<(Url, SecretString)>,
+    timeout: Duration,
+) -> Result<ApiClient, Findings> {
+    let findings = Findings::new("platform");
+    let Some((url, secret)) = api_access else {
+        return Err(findings.skipped("PLATFORM_PUBLIC_URL or PLATFORM_SECRET is not set"));
+    };
+    // The platform itself accepts any http URL.
+    if !can_carry_secret(&url) {
+        let what = format!("PLATFORM_PUBLIC_URL: {HTTPS_REQUIRED}");
+        return Err(findings.problem(what, "set PLATFORM_PUBLIC_URL to an https URL"));
+    }
+    ApiClient::new(url, &secret, timeout).map_err(|error| {
+        let what = format!("cannot create a client for its API: {error:#}");
+        findings.problem(what, "correct PLATFORM_SECRET or SSL_CERT_FILE, then run this command again")
+    })
 }
 
 /// Runs the checks through the platform's API.
