@@ -21,6 +21,7 @@ use svc_base::applet::Failure;
 use svc_base::config::platform_env_file;
 use svc_base::diagnosis::{self, Check, Findings, Level, Report};
 use svc_wire::fleet::Fleet;
+use svc_wire::host::ComponentStatus;
 use svc_wire::operator::WhoAmI;
 
 /// The platform package's env file.
@@ -179,6 +180,8 @@ async fn check_operator(api: &ApiClient) -> Findings {
 #[derive(serde::Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct RouterReadiness {
+    /// Sent by every release.
+    status: String,
     /// `None` from an earlier release.
     routes: Option<String>,
     routes_age_seconds: Option<u64>,
@@ -194,16 +197,20 @@ async fn check_router(api: &ApiClient) -> Findings {
 
 /// Adds the finding for the router's response to `/readyz`.
 fn router_findings(status: StatusCode, body: &str, findings: Findings) -> Findings {
-    let Ok(RouterReadiness { routes, routes_age_seconds }) = serde_json::from_str(body) else {
+    let Ok(readiness) = serde_json::from_str::<RouterReadiness>(body) else {
         return findings.problem(foreign_response(status), FOREIGN_RESPONSE_ADVICE);
     };
-    let Some(routes) = routes else {
-        return findings.skipped("the platform's release is too old to report the state of its routes");
+    let Some(routes) = readiness.routes else {
+        // An earlier release sends `ok` or `failing`. A proxy's JSON may also have a status, but another one.
+        return match readiness.status.parse::<ComponentStatus>() {
+            Ok(_) => findings.skipped("the platform's release is too old to report the state of its routes"),
+            Err(_) => findings.problem(foreign_response(status), FOREIGN_RESPONSE_ADVICE),
+        };
     };
     if routes == "current" {
         return findings.ok("its routes are current");
     }
-    let age = routes_age_seconds.map_or_else(String::new, |age| format!(", {age} s old"));
+    let age = readiness.routes_age_seconds.map_or_else(String::new, |age| format!(", {age} s old"));
     let what = format!("its routes are {}{age}", routes.replace('_', " "));
     let next =
         "restore the platform's connection to its database; the routes are then refreshed automatically";
@@ -236,10 +243,14 @@ mod tests {
             let status = StatusCode::from_u16(status).unwrap();
             router_findings(status, body, Findings::new("router")).into_list()[0].level
         };
-        assert_eq!(level(200, r#"{"routes":"current"}"#), Level::Ok);
-        assert_eq!(level(503, r#"{"routes":"not_loaded"}"#), Level::Problem);
-        assert_eq!(level(200, r#"{"status":"ok"}"#), Level::Skipped);
+        assert_eq!(level(200, r#"{"status":"ok","routes":"current"}"#), Level::Ok);
+        assert_eq!(level(503, r#"{"status":"failing","routes":"not_loaded"}"#), Level::Problem);
+        assert_eq!(level(200, r#"{"status":"ok","database":"ok","store":"ok"}"#), Level::Skipped);
+        assert_eq!(level(503, r#"{"status":"failing","database":"failing","store":"ok"}"#), Level::Skipped);
         assert_eq!(level(502, "<html>502 Bad Gateway</html>"), Level::Problem);
+        assert_eq!(level(502, r#"{"message":"bad gateway"}"#), Level::Problem);
+        assert_eq!(level(502, r#"{"status":502,"error":"Bad Gateway"}"#), Level::Problem);
+        assert_eq!(level(502, r#"{"status":"error","message":"bad gateway"}"#), Level::Problem);
     }
 
     #[test]
