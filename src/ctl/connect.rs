@@ -14,6 +14,10 @@ use svc_base::config::Env;
 use svc_store::Bucket;
 use svc_store::config::StoreConfig;
 
+/// The error for a platform's URL that fails [`can_carry_secret`].
+pub const HTTPS_REQUIRED: &str =
+    "must be https, because calls carry the secret (plain http is allowed only to this machine)";
+
 /// Opens the object store that the environment specifies.
 ///
 /// # Errors
@@ -35,11 +39,9 @@ pub fn connect(global: &GlobalOptions) -> Result<ApiClient, Failure> {
         None => env.required::<Url>(&vars::PLATFORM_PUBLIC_URL),
     };
     if base.as_ref().is_some_and(|base| !can_carry_secret(base)) {
-        let why =
-            "must be https, because calls carry the secret (plain http is allowed only to this machine)";
         match &global.platform_url {
-            Some(_) => env.add_option_error("--platform-url", why),
-            None => env.add_error(&vars::PLATFORM_PUBLIC_URL, why),
+            Some(_) => env.add_option_error("--platform-url", HTTPS_REQUIRED),
+            None => env.add_error(&vars::PLATFORM_PUBLIC_URL, HTTPS_REQUIRED),
         }
     }
     let secret = match &global.secret_file {

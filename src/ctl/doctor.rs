@@ -6,10 +6,12 @@ use std::time::Duration;
 
 use http::StatusCode;
 use jiff::{SignedDuration, Timestamp};
+use secrecy::SecretString;
+use url::Url;
 
 use super::api::{ApiClient, CallError};
 use super::args::{Doctor, GlobalOptions, Subject};
-use super::connect::connect;
+use super::connect::{HTTPS_REQUIRED, can_carry_secret, connect};
 use super::local::LocalChecks;
 use super::output::Output;
 use super::report;
@@ -19,6 +21,7 @@ use svc_base::applet::Failure;
 use svc_base::config::platform_env_file;
 use svc_base::diagnosis::{self, Check, Findings, Level, Report};
 use svc_wire::fleet::Fleet;
+use svc_wire::host::ComponentStatus;
 use svc_wire::operator::WhoAmI;
 
 /// The platform package's env file.
@@ -48,15 +51,13 @@ pub async fn run(
         Subject::Platform => {
             let report = (local.check_platform)(env_file.as_deref()).await;
             let mut findings = report.findings;
-            match report.api_access {
-                Some((url, secret)) => {
-                    let api = ApiClient::new(url, &secret, Duration::from_secs(global.timeout))?;
-                    findings.extend(run_api_checks(&api).await);
-                }
-                None => {
-                    let why = "PLATFORM_PUBLIC_URL or PLATFORM_SECRET is not set";
-                    for check in ["platform", "operator", "router", "fleet"] {
-                        findings.extend(Findings::new(check).skipped(why).into_list());
+            match create_api_client(report.api_access, Duration::from_secs(global.timeout)) {
+                Ok(api) => findings.extend(run_api_checks(&api).await),
+                Err(reason) => {
+                    findings.extend(reason.into_list());
+                    for check in ["operator", "router", "fleet"] {
+                        let skipped = Findings::new(check).skipped("the platform's API cannot be called");
+                        findings.extend(skipped.into_list());
                     }
                 }
             }
@@ -68,6 +69,26 @@ pub async fn run(
         }
     };
     report::print(&report, Level::Problem, out)
+}
+
+/// Returns a client for the API of the checked platform, or the finding that says why there is none.
+fn create_api_client(
+    api_access: Option<(Url, SecretString)>,
+    timeout: Duration,
+) -> Result<ApiClient, Findings> {
+    let findings = Findings::new("platform");
+    let Some((url, secret)) = api_access else {
+        return Err(findings.skipped("PLATFORM_PUBLIC_URL or PLATFORM_SECRET is not set"));
+    };
+    // The platform itself accepts any http URL.
+    if !can_carry_secret(&url) {
+        let what = format!("PLATFORM_PUBLIC_URL: {HTTPS_REQUIRED}");
+        return Err(findings.problem(what, "set PLATFORM_PUBLIC_URL to an https URL"));
+    }
+    ApiClient::new(url, &secret, timeout).map_err(|error| {
+        let what = format!("cannot create a client for its API: {error:#}");
+        findings.problem(what, "correct PLATFORM_SECRET or SSL_CERT_FILE, then run this command again")
+    })
 }
 
 /// Runs the checks through the platform's API.
@@ -159,6 +180,8 @@ async fn check_operator(api: &ApiClient) -> Findings {
 #[derive(serde::Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct RouterReadiness {
+    /// Sent by every release.
+    status: String,
     /// `None` from an earlier release.
     routes: Option<String>,
     routes_age_seconds: Option<u64>,
@@ -174,16 +197,20 @@ async fn check_router(api: &ApiClient) -> Findings {
 
 /// Adds the finding for the router's response to `/readyz`.
 fn router_findings(status: StatusCode, body: &str, findings: Findings) -> Findings {
-    let Ok(RouterReadiness { routes, routes_age_seconds }) = serde_json::from_str(body) else {
+    let Ok(readiness) = serde_json::from_str::<RouterReadiness>(body) else {
         return findings.problem(foreign_response(status), FOREIGN_RESPONSE_ADVICE);
     };
-    let Some(routes) = routes else {
-        return findings.skipped("the platform's release is too old to report the state of its routes");
+    let Some(routes) = readiness.routes else {
+        // An earlier release sends `ok` or `failing`. A proxy's JSON may also have a status, but another one.
+        return match readiness.status.parse::<ComponentStatus>() {
+            Ok(_) => findings.skipped("the platform's release is too old to report the state of its routes"),
+            Err(_) => findings.problem(foreign_response(status), FOREIGN_RESPONSE_ADVICE),
+        };
     };
     if routes == "current" {
         return findings.ok("its routes are current");
     }
-    let age = routes_age_seconds.map_or_else(String::new, |age| format!(", {age} s old"));
+    let age = readiness.routes_age_seconds.map_or_else(String::new, |age| format!(", {age} s old"));
     let what = format!("its routes are {}{age}", routes.replace('_', " "));
     let next =
         "restore the platform's connection to its database; the routes are then refreshed automatically";
@@ -216,10 +243,14 @@ mod tests {
             let status = StatusCode::from_u16(status).unwrap();
             router_findings(status, body, Findings::new("router")).into_list()[0].level
         };
-        assert_eq!(level(200, r#"{"routes":"current"}"#), Level::Ok);
-        assert_eq!(level(503, r#"{"routes":"not_loaded"}"#), Level::Problem);
-        assert_eq!(level(200, r#"{"status":"ok"}"#), Level::Skipped);
+        assert_eq!(level(200, r#"{"status":"ok","routes":"current"}"#), Level::Ok);
+        assert_eq!(level(503, r#"{"status":"failing","routes":"not_loaded"}"#), Level::Problem);
+        assert_eq!(level(200, r#"{"status":"ok","database":"ok","store":"ok"}"#), Level::Skipped);
+        assert_eq!(level(503, r#"{"status":"failing","database":"failing","store":"ok"}"#), Level::Skipped);
         assert_eq!(level(502, "<html>502 Bad Gateway</html>"), Level::Problem);
+        assert_eq!(level(502, r#"{"message":"bad gateway"}"#), Level::Problem);
+        assert_eq!(level(502, r#"{"status":502,"error":"Bad Gateway"}"#), Level::Problem);
+        assert_eq!(level(502, r#"{"status":"error","message":"bad gateway"}"#), Level::Problem);
     }
 
     #[test]

@@ -347,6 +347,24 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     fleet.stack.stop().await;
 }
 
+#[tokio::test]
+async fn doctor_keeps_findings_if_api_cannot_be_called() {
+    let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
+    let cases = [("http://platform.example", "must be https"), ("http://127.0.0.1:9", "SSL_CERT_FILE")];
+    for (url, part) in cases {
+        let env = [
+            ("PLATFORM_PUBLIC_URL", url),
+            ("PLATFORM_SECRET", "an-operators-secret-of-32-letters"),
+            ("SSL_CERT_FILE", "/nonexistent/roots.pem"),
+        ];
+        let env = env.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        let report = run_report(svc, &["doctor", "platform"], &env).await;
+        report.expect("configuration", "problem", "PLATFORM_KEY");
+        report.expect("platform", "problem", part);
+        report.expect("fleet", "skipped", "cannot be called");
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     let fleet = Fleet::start().await;
