@@ -113,8 +113,8 @@ impl TokenMint {
         tokens.find(|token| matches_hash(token.expose_secret(), stored_hash))
     }
 
-    /// Returns a hex-encoded MAC that signs a fence, so that the platform recognizes its own fences: a host can write the
-    /// pointer, too.
+    /// Returns a hex-encoded MAC that signs a fence, so that the platform recognizes its own fences: a host can write
+    /// the pointer, too.
     pub fn fence_proof(&self, slot: &SlotPrefix, epoch: Epoch, machine: MachineId) -> String {
         hex::encode(hmac::sign(&self.key, fence_subject(slot, epoch, machine).as_bytes()))
     }

@@ -100,7 +100,8 @@ pub fn restore_next_step(failure: &Failure, machine: &MachineDetail) -> Option<S
     }
     let slot = slot_arguments(machine);
     let another = format!(
-        "`svcctl backup list {}` lists the snapshots, `svcctl recover {slot} --snapshot KEY` restores another one",
+        "`svcctl backup list {}` lists the snapshots, and `svcctl recover {slot} --snapshot KEY` restores another \
+         one",
         machine.machine_id
     );
     let larger = format!("`svcctl recover {slot} --server-type TYPE` with a larger disk");
@@ -113,8 +114,8 @@ pub fn restore_next_step(failure: &Failure, machine: &MachineDetail) -> Option<S
             "`svcctl doctor` shows what is wrong with the object store; once it works, `svcctl recover {slot}`"
         ),
         None => format!(
-            "the same snapshot may fail again: `svcctl pointer show {slot}` shows whether the latest is complete, {another}; \
-             if the disk was too small, {larger}"
+            "the same snapshot may fail again: `svcctl pointer show {slot}` shows whether the latest is complete; \
+             {another}; if the disk was too small, {larger}"
         ),
     })
 }

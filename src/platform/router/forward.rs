@@ -1,5 +1,5 @@
-//! Forwards a request to its machine, with a proof of the caller's identity, and limits long responses to the lifetime
-//! of the caller's credential.
+//! Forwards a request to its machine, with a proof of the caller's identity. Limits responses of unknown length and
+//! upgraded connections to the lifetime of the caller's session or app token.
 
 use std::net::SocketAddr;
 use std::sync::Arc;

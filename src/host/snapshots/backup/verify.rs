@@ -17,6 +17,7 @@ use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock;
 use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::{self, FileError};
+use svc_base::quantity::pluralize;
 use svc_http::problem::format_chain;
 use svc_store::StoreError;
 use svc_store::key;
@@ -145,17 +146,18 @@ pub async fn run(
     match results.damaged.as_slice() {
         [] => {
             println!(
-                "{} snapshots, {} bytes, read in full: all are intact",
-                check.snapshots, check.size_bytes
+                "read in full and found intact: {}, {} bytes",
+                pluralize(check.snapshots, "snapshot"),
+                check.size_bytes
             );
             Ok(())
         }
         damaged => {
             let lines: Vec<_> = damaged.iter().map(|(_, why)| format!("  {why}")).collect();
             let error = anyhow::anyhow!(
-                "{} of {} snapshots are damaged:\n{}\n  next: `svc-db-backup run` takes a new one now",
+                "found damage in {} of {}:\n{}\n  next: `svc-db-backup run` takes a new one now",
                 damaged.len(),
-                damaged.len() as u64 + check.snapshots,
+                pluralize(damaged.len() as u64 + check.snapshots, "snapshot"),
                 lines.join("\n")
             );
             Err(Failure::new(Exit::Refused, error))
