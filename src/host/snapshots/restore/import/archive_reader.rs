@@ -231,8 +231,8 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// Accepts an entry only if its path is relative and has no `.` or `..`, its parent has been read, and its kind is
-    /// allowed at this path.
+    /// Accepts an entry only if its path is relative and has no `..`, its parent has been read, and its kind is allowed
+    /// at this path.
     fn check_entry(&mut self, entry: &TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
         let path = entry.path.as_path();
         let is_plain = path.components().all(|part| matches!(part, Component::Normal(_)));
