@@ -23,7 +23,7 @@ struct Rules {
     /// The defaults, then the owner's rules. Applies below `owner_root`.
     owner: Gitignore,
     owner_root: PathBuf,
-    /// Paths that no rule excludes, nor anything below them.
+    /// No rule excludes these paths or anything below them.
     never_excluded: Vec<PathBuf>,
 }
 

@@ -1,8 +1,8 @@
 //! GET `/livez`, `/readyz` and `/readyz/control`: liveness, readiness to route, and readiness to manage machines.
 //!
 //! Routing does not need the object store, and works without the database until the routes are too old
-//! (`ROUTER_MAX_STALE_SECONDS`). So `/readyz` checks only the age of the routes, and a load balancer keeps sending
-//! users' requests during such an outage.
+//! (`ROUTER_MAX_STALE_SECONDS`). So `/readyz` checks only the age of the routes and whether the process is stopping,
+//! and a load balancer keeps sending users' requests during such an outage.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -43,7 +43,8 @@ const LOCATIONS_TRIED: &str = "locationsTried";
 const LOOKUP_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum interval between checks of the provider's create actions.
 const MAX_ACTION_CHECK_INTERVAL: Duration = Duration::from_secs(15);
-/// Timeout for a create request: longer than the provider client's own timeouts and retries.
+/// Timeout for a create request: longer than one exchange of the provider client, including the wait for the rate
+/// budget. It can cut off the client's retries.
 const CREATE_TIMEOUT: Duration = Duration::from_secs(45);
 
 pub async fn create_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {

@@ -230,7 +230,7 @@ impl<W: Write + Seek + 'static> Archive<W> {
     /// Writes a GNU record with the next entry's link target, which is too long for the entry's header.
     fn write_long_target(&mut self, target: &[u8]) -> std::io::Result<()> {
         let mut header = header(EntryType::GNULongLink, 0o644, 0);
-        // Like GNU tar, with a NUL byte at the end.
+        // GNU tar also ends the target with a NUL byte.
         header.set_size(target.len() as u64 + 1);
         self.tar.append_data(&mut header, "@LongLink", target.chain(&b"\0"[..]))
     }

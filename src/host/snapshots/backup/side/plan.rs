@@ -48,7 +48,7 @@ pub struct CopyPlan {
     number: usize,
     /// Columns that both databases have.
     columns: Vec<String>,
-    /// The primary key's columns; empty if the table has no primary key, or the snapshot lacks one of the columns.
+    /// The primary key's columns; empty if the table has no primary key, or one of its columns is not in `columns`.
     key: Vec<String>,
     /// The columns that an update may set.
     settable: Vec<String>,
