@@ -1,4 +1,4 @@
-//! The commands for active machines.
+//! The commands for machines.
 
 use std::time::Duration;
 

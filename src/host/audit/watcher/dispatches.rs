@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::peer::Peer;
 use crate::audit::protocol::{Process, SeenCalls};
 
-/// Maximum number of concurrent dispatches, far above the configurable limit. Beyond it, the oldest is forgotten.
+/// Maximum number of concurrent dispatches, far above the configurable limit. Beyond it, the oldest is evicted.
 const MAX_DISPATCHES: usize = 256;
 /// Maximum number of tool call IDs stored per dispatch; further calls are only counted.
 const MAX_IDS: usize = 1024;

@@ -25,7 +25,7 @@ pub fn resolve_written_paths(home: &Path, cwd: Option<&str>, path: &str) -> Vec<
 pub fn find_reported_write(home: &Path, cwd: Option<&str>, path: &str) -> Option<Change> {
     let path = resolve_written_paths(home, cwd, path).pop()?;
     let meta = std::fs::symlink_metadata(home.join(&path)).ok();
-    // The last path is a symbolic link only if its target is not audited, so the write is not audited either.
+    // The last path is a symbolic link only if its target is missing or not audited: there is no write to record.
     if meta.as_ref().is_some_and(std::fs::Metadata::is_symlink) {
         return None;
     }
