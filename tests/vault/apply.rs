@@ -30,11 +30,17 @@ async fn signed_release_is_installed_and_becomes_current() -> Result<()> {
         "start --no-block svc-db-backup-request.service",
         "stop svc-2026.1.0.service",
         "daemon-reload",
+        "reset-failed svc-gateway.service",
         "restart svc-gateway.service",
+        "reset-failed svc-shell.service",
         "restart svc-shell.service",
+        "reset-failed svc-code.service",
         "restart svc-code.service",
+        "reset-failed svc-sync-agent.service",
         "restart svc-sync-agent.service",
+        "reset-failed svc-watch.service",
         "restart svc-watch.service",
+        "reset-failed svc-files.service",
         "restart svc-files.service",
     ];
     assert_eq!(fixture.service_calls()?[1..], expected_calls, "after the boot's calls");
@@ -233,6 +239,29 @@ async fn boot_does_not_change_the_current_release() -> Result<()> {
 }
 
 #[tokio::test]
+async fn release_that_crashes_repeatedly_is_rolled_back() -> Result<()> {
+    let fixture =
+        UpdateFixture::with_release(&PublishedRelease::new(NEW_VERSION, &[("app/crashing", "")])?).await?;
+    fixture.apply(NEW_VERSION).await?.expect(65);
+    fixture.assert_running(OLD_VERSION)?;
+    let last = fixture.last_update()?;
+    assert_eq!((&last["outcome"], &last["stage"]), (&"rolled_back".into(), &"health".into()), "{last}");
+    assert_eq!(last["error"], "svc-gateway.service was restarted 3 times (exit-code)");
+    Ok(())
+}
+
+#[tokio::test]
+async fn gateway_that_crashes_repeatedly_can_be_updated() -> Result<()> {
+    let fixture = UpdateFixture::with_release(&PublishedRelease::new(NEW_VERSION, &[])?).await?;
+    fixture.set_restarts("svc-gateway.service", 5)?;
+    fixture.apply(NEW_VERSION).await?.expect(0);
+    fixture.assert_running(NEW_VERSION)?;
+    fixture.set_restarts("svc-gateway.service", 5)?;
+    fixture.run(&["rollback"], None).await?.expect(0);
+    fixture.assert_running(OLD_VERSION)
+}
+
+#[tokio::test]
 async fn units_stop_with_their_release() -> Result<()> {
     let fixture = UpdateFixture::with_release(&broken_release()?).await?;
     // svc-code is still starting when the update begins; the update does not wait for it.
@@ -240,8 +269,13 @@ async fn units_stop_with_their_release() -> Result<()> {
     fixture.apply(NEW_VERSION).await?.expect(65);
     fixture.assert_running(OLD_VERSION)?;
     let service_calls = fixture.service_calls()?;
-    let update_calls = ["stop svc-2026.1.0.service", "daemon-reload", "restart svc-gateway.service"];
-    assert_eq!(service_calls[2..5], update_calls, "after the boot and snapshot calls");
+    let update_calls = [
+        "stop svc-2026.1.0.service",
+        "daemon-reload",
+        "reset-failed svc-gateway.service",
+        "restart svc-gateway.service",
+    ];
+    assert_eq!(service_calls[2..6], update_calls, "after the boot and snapshot calls");
     let rollback_start = service_calls
         .iter()
         .position(|call| call == "stop svc-2026.2.0.service")

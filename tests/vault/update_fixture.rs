@@ -20,7 +20,9 @@ const EXPIRES_AT: &str = "2126-01-02T03:04:05.000Z";
 
 /// A fake `systemctl` that records its calls. A restart sets the gateway's state: failed if the current release
 /// contains `app/broken`, otherwise active. Any other unit has the state in its own file or, without such a file, the
-/// gateway's. A started backup succeeds immediately, unless the file `backup` contains a command.
+/// gateway's. If the release contains `app/crashing`, a restarted unit has already been restarted automatically three
+/// times. As with systemd 252, only `reset-failed` resets this count. A started backup succeeds immediately, unless the
+/// file `backup` contains a command.
 const SYSTEMCTL: &str = r#"#!/bin/sh
 echo "$*" >>"$SVC_ROOT/calls"
 case "$1 $3" in
@@ -33,10 +35,16 @@ case "$1 $3" in
     fi ;;
 esac
 case $1 in
-  restart) if [ -e "$SVC_ROOT/opt/svc/current/app/broken" ]; then echo failed; else echo active; fi >"$SVC_ROOT/gateway" ;;
+  reset-failed) rm -f "$SVC_ROOT/restarts-$2" ;;
+  restart)
+    state=active
+    if [ -e "$SVC_ROOT/opt/svc/current/app/broken" ]; then state=failed; fi
+    if [ -e "$SVC_ROOT/opt/svc/current/app/crashing" ]; then state=activating; echo 3 >"$SVC_ROOT/restarts-$2"; fi
+    echo $state >"$SVC_ROOT/gateway" ;;
   show)
     if [ -e "$SVC_ROOT/state-$3" ]; then state=$SVC_ROOT/state-$3; else state=$SVC_ROOT/gateway; fi
-    echo "ActiveState=$(cat "$state")"; echo Result=exit-code; echo NRestarts=0 ;;
+    echo "ActiveState=$(cat "$state")"; echo Result=exit-code
+    echo "NRestarts=$(cat "$SVC_ROOT/restarts-$3" 2>/dev/null || echo 0)" ;;
 esac
 "#;
 
@@ -190,6 +198,11 @@ impl UpdateFixture {
     /// Sets the command that runs when the backup unit is started.
     pub fn set_backup_command(&self, command: &str) -> Result<()> {
         Ok(fs::write(self.machine.path("backup"), command)?)
+    }
+
+    /// Sets the number of times that the service manager has restarted a unit.
+    pub fn set_restarts(&self, unit: &str, count: u32) -> Result<()> {
+        Ok(fs::write(self.machine.path(&format!("restarts-{unit}")), format!("{count}\n"))?)
     }
 
     pub fn set_env(&mut self, name: &'static str, value: &str) {

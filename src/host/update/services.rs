@@ -15,6 +15,7 @@ use crate::system::layout::Layout;
 use crate::system::systemd;
 use crate::system::vars;
 use svc_base::config::Env;
+use svc_base::error_chain::format_chain;
 
 const RELOAD_TIMEOUT: Duration = Duration::from_secs(60);
 const QUERY_TIMEOUT: Duration = Duration::from_secs(10);
@@ -44,7 +45,7 @@ pub struct UnitState {
     pub active: String,
     /// The result of its last run: `exit-code`, `timeout`, …
     pub result: String,
-    /// Number of automatic restarts since the last manual start.
+    /// Number of automatic restarts since the last [`Services::restart`] of the unit.
     pub restarts: u32,
 }
 
@@ -55,7 +56,7 @@ pub trait Services: Send + Sync {
     async fn reload(&self) -> Result<(), ServicesError>;
     /// Starts the unit and its dependencies, without waiting. Units that are already running are unaffected.
     async fn start(&self, unit: &str) -> Result<(), ServicesError>;
-    /// Restarts the unit and waits until it is up or has failed.
+    /// Resets the unit's count of automatic restarts, restarts the unit and waits until it is up or has failed.
     async fn restart(&self, unit: &str) -> Result<(), ServicesError>;
     /// Restarts the unit if it is running or starting, without waiting.
     async fn try_restart(&self, unit: &str) -> Result<(), ServicesError>;
@@ -135,6 +136,11 @@ impl Services for Systemctl {
     }
 
     async fn restart(&self, unit: &str) -> Result<(), ServicesError> {
+        // systemd 252 keeps the count if the unit is waiting for an automatic restart, and a unit that crashes at its
+        // start is almost always waiting. A unit that is not loaded cannot be reset, but has no count either.
+        if let Err(error) = self.run_systemctl(&["reset-failed", unit], QUERY_TIMEOUT).await {
+            tracing::debug!(error = %format_chain(&error), "could not reset a unit's restart count");
+        }
         self.run_systemctl(&["restart", unit], RESTART_TIMEOUT).await.map(drop)
     }
 
@@ -193,6 +199,14 @@ mod tests {
         let (_dir, services) = fake_systemctl("echo first >&2; echo 'the last' >&2; exit 5");
         let error = services.restart("svc-gateway.service").await.unwrap_err().to_string();
         assert!(error.contains("restart svc-gateway.service") && error.ends_with("the last"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn restart_resets_count_first_and_ignores_its_failure() {
+        let (dir, services) = fake_systemctl("echo \"$*\" >>\"$0.calls\"; [ \"$1\" != reset-failed ]");
+        services.restart("svc-gateway.service").await.unwrap();
+        let calls = std::fs::read_to_string(dir.path().join("systemctl.calls")).unwrap();
+        assert_eq!(calls, "reset-failed svc-gateway.service\nrestart svc-gateway.service\n");
     }
 
     #[test]

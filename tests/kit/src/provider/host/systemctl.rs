@@ -2,8 +2,8 @@
 //! response.
 //!
 //! `restart` restarts one of the init's services. `show` reports the state of such a service, and every other unit as
-//! inactive. `start` runs a requested backup, and does nothing for a target. `daemon-reload` does nothing. All other
-//! requests fail as if the unit were not loaded.
+//! inactive. `start` runs a requested backup, and does nothing for a target. `daemon-reload` and `reset-failed` do
+//! nothing. All other requests fail as if the unit were not loaded.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -90,7 +90,7 @@ async fn execute(session: &Arc<PowerSession>, settings: &HostSettings, args: &st
     let unit = args.next().unwrap_or_default().trim_end_matches(".service");
     let name = SERVICES.into_iter().find(|name| *name == unit);
     match (verb, name) {
-        ("daemon-reload", _) => (0, String::new()),
+        ("daemon-reload", _) | ("reset-failed", Some(_)) => (0, String::new()),
         ("start", None) if unit.ends_with(".target") => (0, String::new()),
         ("start", None) if unit == "svc-db-backup-request" => {
             let (task_session, settings) = (Arc::clone(session), settings.clone());
