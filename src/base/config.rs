@@ -20,6 +20,8 @@ use crate::vars;
 
 /// Maximum size of an env file; user-data as a whole is smaller.
 const MAX_FILE_BYTES: u64 = 1 << 20;
+/// Minimum length of an operator's secret, which must be unguessable.
+pub const MIN_SECRET_CHARS: usize = 32;
 
 /// All configuration errors, one per line; exit code 78.
 #[derive(Debug, thiserror::Error)]
@@ -187,6 +189,24 @@ impl Env {
             _ => Err(ConfigError { errors: self.errors }),
         }
     }
+}
+
+/// Checks a secret that operators send as a bearer token.
+///
+/// # Errors
+/// A message that completes "the secret …". It does not contain the secret.
+pub fn check_operator_secret(secret: &str) -> Result<(), String> {
+    if secret.chars().count() < MIN_SECRET_CHARS {
+        return Err(format!(
+            "must have at least {MIN_SECRET_CHARS} characters, for example from `openssl rand -hex 32`"
+        ));
+    }
+    // A server cannot read other characters from the header, and strips outer spaces.
+    let is_printable = secret.bytes().all(|byte| byte.is_ascii_graphic() || byte == b' ');
+    if !is_printable || secret.trim() != secret {
+        return Err("must be printable ASCII characters, without a space at either end".to_owned());
+    }
+    Ok(())
 }
 
 fn read_bounded(path: &Path) -> io::Result<String> {

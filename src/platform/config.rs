@@ -23,7 +23,7 @@ use super::platform_key::PlatformKeys;
 use super::rate_limits::RateLimitConfig;
 use super::token_rotation::TokenTiming;
 use crate::vars;
-use svc_base::config::{ConfigError, Env};
+use svc_base::config::{ConfigError, Env, check_operator_secret};
 use svc_base::variable::Variable;
 use svc_router::config::RouterConfig;
 use svc_router::host_trust::HostTrust;
@@ -98,9 +98,6 @@ pub struct TlsFiles {
     pub cert: PathBuf,
     pub key: PathBuf,
 }
-
-/// Minimum length of `PLATFORM_SECRET`, which has every scope and must be unguessable.
-pub const MIN_SECRET_CHARS: usize = 32;
 
 /// Intervals and timeouts of the control plane.
 #[derive(Debug, Clone, Copy)]
@@ -320,22 +317,7 @@ fn read_database(env: &mut Env) -> Option<tokio_postgres::Config> {
 fn read_platform_secret(env: &mut Env) -> Option<SecretString> {
     let variable = &vars::PLATFORM_SECRET;
     let secret = env.required_secret(variable)?;
-    let text = secret.expose_secret();
-    if text.chars().count() < MIN_SECRET_CHARS {
-        env.add_error(
-            variable,
-            format!(
-                "must have at least {MIN_SECRET_CHARS} characters, for example from `openssl rand -hex 32`"
-            ),
-        );
-        return None;
-    }
-    // Clients send it as a bearer token. The API cannot read other characters from the header, and strips outer spaces.
-    let is_printable = text.bytes().all(|byte| byte.is_ascii_graphic() || byte == b' ');
-    if !is_printable || text.trim() != text {
-        env.add_error(variable, "must be printable ASCII characters, without a space at either end");
-        return None;
-    }
+    check_operator_secret(secret.expose_secret()).map_err(|why| env.add_error(variable, why)).ok()?;
     Some(secret)
 }
 

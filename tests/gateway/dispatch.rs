@@ -34,6 +34,8 @@ case $prompt in
     echo '{"type":"result","status":"success"}' ;;
   environment*) env | sort > environment.txt; pwd >> environment.txt
     echo '{"type":"result","status":"success"}' ;;
+  crash*) echo '{"type":"usage","tokensIn":5,"tokensOut":1,"cost":0.01}'
+    echo '{"type":"text","text":"the next turn"}'; exit 1 ;;
   fail*) echo "no luck: password=hunter2-s3cret, $LLM_KEY" >&2; exit 3 ;;
   leave*) setsid sh -c 'echo $$ > left.pid; exec sleep 300' &
     until [ -s left.pid ]; do sleep 0.05; done

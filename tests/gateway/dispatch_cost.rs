@@ -65,6 +65,18 @@ async fn dispatch_ended_without_a_cost_counts_its_reservation() -> Result<()> {
 }
 
 #[tokio::test]
+async fn unreported_usage_adds_the_reservation_to_the_cost() -> Result<()> {
+    let limits = json!({ "costLimits": { "daily": 0.9, "reservation": 0.3 } });
+    let (machine, _runner) = machine_with_runner(&limits)?;
+    let host = machine.start()?;
+    request_dispatch(&host, json!({ "prompt": "crash", "id": "c" })).await?;
+    let response = wait_until_finished(&host, "c").await?;
+    let expected = ("ExitCode", &json!(0.31), true);
+    assert_eq!(error_and_cost(&response["dispatches"][0]["interaction"]), expected);
+    Ok(())
+}
+
+#[tokio::test]
 async fn dispatch_that_never_started_costs_nothing() -> Result<()> {
     let (machine, _runner) =
         machine_with_runner(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;

@@ -2,6 +2,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use anyhow::Result;
 use axum::body::Body;
@@ -18,6 +19,9 @@ use tokio_tungstenite::WebSocketStream;
 use tokio_tungstenite::tungstenite::handshake::derive_accept_key;
 use tokio_tungstenite::tungstenite::protocol::Role;
 use tokio_util::sync::CancellationToken;
+
+/// The time from a request for `/late-endless` to the head of its response.
+const LATE_HEAD_DELAY: Duration = Duration::from_secs(4);
 
 #[derive(Clone, Debug)]
 pub struct ReceivedRequest {
@@ -47,7 +51,7 @@ impl TestMachine {
         let requests = Arc::<Mutex<Vec<ReceivedRequest>>>::default();
         let app = axum::Router::new().fallback(respond).with_state(Arc::clone(&requests));
         let tls = Some(Arc::new(identity.server_config()?));
-        let limits = ListenerLimits { drain_timeout: std::time::Duration::ZERO, ..ListenerLimits::default() };
+        let limits = ListenerLimits { drain_timeout: Duration::ZERO, ..ListenerLimits::default() };
         tokio::spawn(serve(listener, tls, app, limits, stop.clone()));
         Ok(Self { id, addr, pin, requests, stop })
     }
@@ -88,9 +92,10 @@ async fn respond(State(requests): State<Arc<Mutex<Vec<ReceivedRequest>>>>, mut r
             let body = axum::body::to_bytes(request.into_body(), usize::MAX).await.unwrap();
             body.len().to_string().into_response()
         }
-        "/endless" => {
-            let first = futures_util::stream::iter([Ok::<_, std::io::Error>(bytes::Bytes::from("begun\n"))]);
-            Response::new(Body::from_stream(first.chain(futures_util::stream::pending())))
+        "/endless" => endless_stream(),
+        "/late-endless" => {
+            tokio::time::sleep(LATE_HEAD_DELAY).await;
+            endless_stream()
         }
         "/cookies" => {
             let mut response = "cookies".into_response();
@@ -119,6 +124,11 @@ async fn respond(State(requests): State<Arc<Mutex<Vec<ReceivedRequest>>>>, mut r
         "/missing" => (StatusCode::NOT_FOUND, "the machine's own").into_response(),
         _ => format!("{} {path}", request.method()).into_response(),
     }
+}
+
+fn endless_stream() -> Response {
+    let first = futures_util::stream::iter([Ok::<_, std::io::Error>(bytes::Bytes::from("begun\n"))]);
+    Response::new(Body::from_stream(first.chain(futures_util::stream::pending())))
 }
 
 /// Accepts a WebSocket and echoes every message.

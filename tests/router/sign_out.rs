@@ -144,6 +144,22 @@ async fn stream_ends_when_its_session_expires() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn late_stream_ends_when_its_session_expires() -> Result<()> {
+    let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
+    let session = router.open_session(APP_HOST, "user_1").await;
+    router.sql.batch_execute("UPDATE sessions SET expires_at = now() + interval '7 seconds'").await?;
+    let updated = Instant::now();
+    tokio::time::sleep(Duration::from_millis(700)).await;
+    let mut stream =
+        await_start(router.get(APP_HOST, "/late-endless").header("cookie", &session).send().await?).await?;
+    // If the wait for the head counted as lifetime, the stream would end after 10 s or more.
+    let remaining = Duration::from_secs(9).saturating_sub(updated.elapsed());
+    let end = timeout(remaining, stream.chunk()).await.context("the stream is still open")?;
+    ensure!(end.is_err());
+    Ok(())
+}
+
 /// A code is valid for a minute, but could open a twelve-hour session.
 #[tokio::test(flavor = "multi_thread")]
 async fn code_issued_before_sign_out_is_refused() -> Result<()> {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use secrecy::{ExposeSecret, SecretString};
 
-use svc_base::config::{ConfigError, Env};
+use svc_base::config::{ConfigError, Env, check_operator_secret};
 use svc_base::variable::Variable;
 use svc_host::system::config::{DatabaseUrl, Identity, environment, read_initial_proof_keys};
 use svc_host::system::layout::Layout;
@@ -17,9 +17,6 @@ use svc_http::jwt::TrustedIssuer;
 use svc_http::proof::ProofKeys;
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
-
-/// Minimum length of `ADMIN_TOKEN`, equal to that of the platform's secrets.
-const MIN_ADMIN_TOKEN_CHARS: usize = 32;
 
 /// The complete, validated configuration.
 #[derive(Debug, Clone)]
@@ -118,17 +115,13 @@ impl Config {
     }
 }
 
-/// Returns the administrator's token; `None` if it is not set or too short to be safe. A short token is ignored rather
-/// than rejected, because the gateway must start even after an update to the first release with this rule.
+/// Returns the administrator's token; `None` if it is not set or not valid. An invalid token is ignored rather than
+/// rejected, because the gateway must start even after an update to the first release with these rules.
 fn read_admin_token(env: &mut Env) -> Option<SecretString> {
     let token = env.secret(&vars::ADMIN_TOKEN)?;
-    let is_long_enough = token.expose_secret().chars().count() >= MIN_ADMIN_TOKEN_CHARS;
-    if !is_long_enough {
-        tracing::error!(
-            "ADMIN_TOKEN is ignored: it has fewer than {MIN_ADMIN_TOKEN_CHARS} characters; generate one with `openssl rand -hex 32`"
-        );
-    }
-    is_long_enough.then_some(token)
+    let checked = check_operator_secret(token.expose_secret());
+    checked.map_err(|why| tracing::error!("ADMIN_TOKEN is ignored: it {why}")).ok()?;
+    Some(token)
 }
 
 /// Reads the issuer of the owner's bearer tokens. If any of `IDP_ISSUER`, `IDP_AUDIENCE` and `IDP_JWKS_URL` is set, the
@@ -197,6 +190,8 @@ fn read_owner(env: &mut Env, listen: SocketAddr) -> Option<ConfiguredOwner> {
 
 #[cfg(test)]
 mod tests {
+    use svc_base::config::MIN_SECRET_CHARS;
+
     use super::*;
 
     const PROVISIONED: [(&str, &str); 6] = [
@@ -260,13 +255,18 @@ mod tests {
     }
 
     #[test]
-    fn short_admin_token_is_ignored() {
+    fn invalid_admin_token_is_ignored() {
         let is_accepted = |text: &str| {
             read(&with_changes(&PROVISIONED, &[("ADMIN_TOKEN", text)])).unwrap().admin_token.is_some()
         };
-        assert!(is_accepted(&"x".repeat(MIN_ADMIN_TOKEN_CHARS)));
-        for short in ["", "x", &"x".repeat(MIN_ADMIN_TOKEN_CHARS - 1)] {
+        assert!(is_accepted(&"x".repeat(MIN_SECRET_CHARS)));
+        for short in ["", "x", &"x".repeat(MIN_SECRET_CHARS - 1)] {
             assert!(!is_accepted(short), "{short:?}");
+        }
+        let valid = "x y".repeat(MIN_SECRET_CHARS);
+        assert!(is_accepted(&valid));
+        for unfit in [format!("{valid}ü"), format!("{valid}\n"), format!(" {valid}")] {
+            assert!(!is_accepted(&unfit), "{unfit:?} cannot be sent in a header");
         }
     }
 

@@ -79,8 +79,8 @@ svc_base::variables! {
         SVC_SYSTEMCTL: "path" = derived "`systemctl`, if systemd is running", in "process environment",
             by ["svc-update", "svc-restore", "svcctl"];
         /// An operator's credential on the host, accepted together with a proof, or on the gateway's socket. The
-        /// gateway ignores a shorter token and logs an error.
-        ADMIN_TOKEN: "text of at least 32 characters" = unset;
+        /// gateway ignores an invalid token and logs an error.
+        ADMIN_TOKEN: "at least 32 printable ASCII characters" = unset;
         /// PEM file with a certificate chain for the machine's name and TLS key, used in place of a chain from
         /// the certificate authority. The gateway reloads it when it changes. See [Machine
         /// certificates](../operating/certificates.md#certificates-from-files).

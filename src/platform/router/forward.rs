@@ -90,11 +90,12 @@ impl RouterState {
         }
     }
 
-    /// Returns when this caller's streams end; `None` for a bearer token, which a sign-out does not revoke.
+    /// Returns when this caller's streams end; `None` for a bearer token, which a sign-out does not revoke. `now` is the
+    /// time at which the request arrived.
     async fn stream_limit(&self, caller: Caller<'_>, now: Timestamp) -> Option<TimeLimit> {
         let (user, expires_at) = match caller {
             Caller::Owner(Identity::Bearer(_), _) => return None,
-            // The lifetime of a session that is opened now.
+            // The lifetime of a session that is opened with this request.
             Caller::Owner(Identity::Cookie(subject), _) => {
                 (&subject.user, now.as_second() + SESSION_SECONDS.cast_signed())
             }
@@ -116,9 +117,9 @@ impl RouterState {
             Caller::App(claims) => claims.generation >= self.sign_outs.required_generation(user),
         };
         let revoked = if is_valid { revoked } else { cancelled_token() };
-        let remaining =
-            |end: i64| Duration::from_secs(u64::try_from(end - now.as_second()).unwrap_or_default());
-        Some(TimeLimit { revoked, deadline: tokio::time::Instant::now() + remaining(expires_at) })
+        // Not `now`: the head of a response can arrive long after its request.
+        let remaining = u64::try_from(expires_at - Timestamp::now().as_second()).unwrap_or_default();
+        Some(TimeLimit { revoked, deadline: tokio::time::Instant::now() + Duration::from_secs(remaining) })
     }
 }
 

@@ -26,6 +26,8 @@ use crate::records::money::Dollars;
 
 /// Maximum number of characters in an error or tool name.
 const MAX_NAME_CHARS: usize = 100;
+/// The name of an error for which the program gives none.
+const DEFAULT_ERROR_NAME: &str = "Error";
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", rename_all_fields = "camelCase", tag = "type")]
@@ -74,7 +76,7 @@ struct ErrorFields {
 impl From<ErrorFields> for DispatchError {
     fn from(error: ErrorFields) -> Self {
         Self {
-            name: scrub_and_truncate(error.name.as_deref().unwrap_or("Error"), MAX_NAME_CHARS),
+            name: scrub_and_truncate(error.name.as_deref().unwrap_or(DEFAULT_ERROR_NAME), MAX_NAME_CHARS),
             message: scrub_and_truncate(&error.message, MAX_MESSAGE_CHARS),
             stack: error.stack.map(|stack| scrub_and_truncate(&stack, MAX_STACK_CHARS)),
             tool: error.tool.map(|tool| scrub_and_truncate(&tool, MAX_NAME_CHARS)),
@@ -92,7 +94,9 @@ pub struct JsonLines {
 
 impl Adapter for JsonLines {
     fn parse_line(&mut self, at_ms: u64, line: &str) -> Vec<Event> {
-        let Ok(line) = serde_json::from_str(line) else { return Vec::new() };
+        let Ok(line) = serde_json::from_str::<ProtocolLine>(line) else { return Vec::new() };
+        // Any other line shows that the model has worked or is about to.
+        self.run.has_unreported_usage = !matches!(line, ProtocolLine::Usage { .. });
         let event = match line {
             ProtocolLine::Started { conversation_id, model } => {
                 (self.run.conversation_id, self.run.model) = (conversation_id.clone(), model.clone());
@@ -123,11 +127,16 @@ impl Adapter for JsonLines {
     }
 
     fn finish(&mut self, at_ms: u64, exit: Exit, stderr_tail: &str) -> Outcome {
+        // A program that prints its result has reported all of its usage.
+        self.run.has_unreported_usage &= self.result.is_none();
         let error = match (self.result.take(), exit) {
             (Some((ResultStatus::Success, _)), Exit::Code(0)) => None,
-            (Some((ResultStatus::Error, error)), _) => {
-                Some(error.unwrap_or_else(|| exit_failure(exit, stderr_tail)))
-            }
+            (Some((ResultStatus::Error, Some(error))), _) => Some(error),
+            (Some((ResultStatus::Error, None)), Exit::Code(0)) => Some(DispatchError {
+                name: DEFAULT_ERROR_NAME.to_owned(),
+                message: "the agent reported an error without a message".to_owned(),
+                ..exit_failure(exit, stderr_tail)
+            }),
             _ => Some(exit_failure(exit, stderr_tail)),
         };
         self.run.finish(at_ms, error)
@@ -193,6 +202,39 @@ mod tests {
             assert_eq!(error.tool.is_some(), lines.first() == Some(&tool));
             assert_eq!(error.turn, error.tool.is_some().then_some(1));
         }
+    }
+
+    #[test]
+    fn error_result_without_error_field_is_reported() {
+        let result = r#"{"type":"result","status":"error","text":"I cannot"}"#;
+        let (_, outcome) = run(&[result], Exit::Code(0));
+        let error = outcome.error.unwrap();
+        assert_eq!(
+            (&*error.name, &*error.message),
+            ("Error", "the agent reported an error without a message")
+        );
+        assert!(error.stack.is_some_and(|stack| stack.contains("password=***")), "standard error is kept");
+        assert_eq!(outcome.text.as_deref(), Some("I cannot"));
+        assert_eq!(run(&[result], Exit::Code(3)).1.error.unwrap().name, "ExitCode");
+    }
+
+    #[test]
+    fn usage_after_the_last_usage_line_is_unreported() {
+        let started = r#"{"type":"started"}"#;
+        let usage = r#"{"type":"usage","tokensIn":5,"tokensOut":1,"cost":0.01}"#;
+        let text = r#"{"type":"text","text":"next"}"#;
+        let tool = r#"{"type":"tool","id":"1","name":"Bash","input":{"command":"ls"}}"#;
+        let tool_result = r#"{"type":"toolResult","id":"1","status":"success"}"#;
+        let result = r#"{"type":"result","status":"success"}"#;
+        let has_unreported_usage = |lines: &[&str]| run(lines, Exit::Code(1)).1.has_unreported_usage;
+        assert!(has_unreported_usage(&[started]));
+        for line in [text, tool, tool_result] {
+            assert!(has_unreported_usage(&[started, usage, line]), "{line}");
+        }
+        assert!(!has_unreported_usage(&[started, text, usage]));
+        assert!(!has_unreported_usage(&[started, text, usage, "noise"]), "unknown lines are ignored");
+        assert!(!has_unreported_usage(&[started, text, result]));
+        assert!(!has_unreported_usage(&[]), "the run did not start");
     }
 
     #[test]
