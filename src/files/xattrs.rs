@@ -63,21 +63,43 @@ fn read_value(file: &impl AsFd, name: &str) -> io::Result<Option<Vec<u8>>> {
     }
 }
 
-/// Sets the attributes of a restored file.
+/// Sets the attributes of a restored file. One that is refused, such as an access control list on a file system without
+/// them, does not prevent the others.
 ///
 /// # Errors
-/// If the file system fails or does not support attributes, or if a name or value is invalid.
+/// The first failure: the file system fails or refuses an attribute, or a name or value is invalid.
 pub(crate) fn write_xattrs(file: &impl AsFd, attributes: &[ExtendedAttribute]) -> io::Result<()> {
+    let mut result = Ok(());
     for attribute in attributes.iter().filter(|attribute| is_saved(&attribute.name)) {
-        let invalid = || {
-            io::Error::new(
-                io::ErrorKind::InvalidData,
-                format!("invalid extended attribute {}", attribute.name),
-            )
-        };
-        let value = attribute.value().ok_or_else(invalid)?;
-        let name = CString::new(attribute.name.as_str()).map_err(|_| invalid())?;
-        rustix::fs::fsetxattr(file, &name, &value, XattrFlags::empty())?;
+        result = result.and(write_xattr(file, attribute));
     }
-    Ok(())
+    result
+}
+
+fn write_xattr(file: &impl AsFd, attribute: &ExtendedAttribute) -> io::Result<()> {
+    let invalid = || {
+        io::Error::new(io::ErrorKind::InvalidData, format!("invalid extended attribute {}", attribute.name))
+    };
+    let value = attribute.value().ok_or_else(invalid)?;
+    let name = CString::new(attribute.name.as_str()).map_err(|_| invalid())?;
+    Ok(rustix::fs::fsetxattr(file, &name, &value, XattrFlags::empty())?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn write_xattrs_sets_others_if_one_is_refused() {
+        let file = tempfile::tempfile().unwrap();
+        if rustix::fs::fsetxattr(&file, "user.probe", b"v", XattrFlags::empty()).is_err() {
+            eprintln!("skipped: the file system does not support user attributes");
+            return;
+        }
+        rustix::fs::fremovexattr(&file, "user.probe").unwrap();
+        let invalid = ExtendedAttribute::new("system.posix_acl_access".to_owned(), b"not a list");
+        let tag = ExtendedAttribute::new("user.tag".to_owned(), b"v");
+        assert!(write_xattrs(&file, &[invalid, tag.clone()]).is_err());
+        assert_eq!(read_xattrs(&file).unwrap(), [tag]);
+    }
 }
