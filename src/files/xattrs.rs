@@ -31,27 +31,28 @@ pub(crate) fn read_xattrs(file: &impl AsFd) -> io::Result<Vec<ExtendedAttribute>
         Err(Errno::RANGE) => return read_xattrs(file),
         result => result?,
     };
+    let mut names: Vec<&[u8]> =
+        buffer[..length].split(|byte| *byte == 0).filter(|name| is_saved(name)).collect();
+    names.sort_unstable();
     let (mut attributes, mut total) = (Vec::new(), 0);
-    for name in buffer[..length].split(|byte| *byte == 0) {
-        let Some(name) = std::str::from_utf8(name).ok().filter(|name| is_saved(name)) else { continue };
+    for name in names {
         if let Some(value) = read_value(file, name)? {
             total += value.len();
             if total > MAX_TOTAL_BYTES {
                 let why = format!("its extended attributes are larger than {MAX_TOTAL_BYTES} bytes");
                 return Err(io::Error::new(io::ErrorKind::FileTooLarge, why));
             }
-            attributes.push(ExtendedAttribute::new(name.to_owned(), &value));
+            attributes.push(ExtendedAttribute::new(name, &value));
         }
     }
-    attributes.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(attributes)
 }
 
-fn is_saved(name: &str) -> bool {
-    NAMESPACES.iter().any(|namespace| name.starts_with(namespace))
+fn is_saved(name: &[u8]) -> bool {
+    NAMESPACES.iter().any(|namespace| name.starts_with(namespace.as_bytes()))
 }
 
-fn read_value(file: &impl AsFd, name: &str) -> io::Result<Option<Vec<u8>>> {
+fn read_value(file: &impl AsFd, name: &[u8]) -> io::Result<Option<Vec<u8>>> {
     let mut value = vec![0; MAX_XATTR_BYTES];
     match rustix::fs::fgetxattr(file, name, &mut value[..]) {
         Ok(length) => {
@@ -70,7 +71,7 @@ fn read_value(file: &impl AsFd, name: &str) -> io::Result<Option<Vec<u8>>> {
 /// The first failure: the file system fails or refuses an attribute, or a name or value is invalid.
 pub(crate) fn write_xattrs(file: &impl AsFd, attributes: &[ExtendedAttribute]) -> io::Result<()> {
     let mut result = Ok(());
-    for attribute in attributes.iter().filter(|attribute| is_saved(&attribute.name)) {
+    for attribute in attributes {
         result = result.and(write_xattr(file, attribute));
     }
     result
@@ -80,8 +81,12 @@ fn write_xattr(file: &impl AsFd, attribute: &ExtendedAttribute) -> io::Result<()
     let invalid = || {
         io::Error::new(io::ErrorKind::InvalidData, format!("invalid extended attribute {}", attribute.name))
     };
+    let name = attribute.raw_name().ok_or_else(invalid)?;
+    if !is_saved(&name) {
+        return Ok(());
+    }
     let value = attribute.value().ok_or_else(invalid)?;
-    let name = CString::new(attribute.name.as_str()).map_err(|_| invalid())?;
+    let name = CString::new(name).map_err(|_| invalid())?;
     Ok(rustix::fs::fsetxattr(file, &name, &value, XattrFlags::empty())?)
 }
 
@@ -97,9 +102,10 @@ mod tests {
             return;
         }
         rustix::fs::fremovexattr(&file, "user.probe").unwrap();
-        let invalid = ExtendedAttribute::new("system.posix_acl_access".to_owned(), b"not a list");
-        let tag = ExtendedAttribute::new("user.tag".to_owned(), b"v");
-        assert!(write_xattrs(&file, &[invalid, tag.clone()]).is_err());
-        assert_eq!(read_xattrs(&file).unwrap(), [tag]);
+        let invalid = ExtendedAttribute::new(b"system.posix_acl_access", b"not a list");
+        let tag = ExtendedAttribute::new(b"user.tag", b"v");
+        let latin1 = ExtendedAttribute::new(b"user.caf\xe9", b"v");
+        assert!(write_xattrs(&file, &[invalid, latin1.clone(), tag.clone()]).is_err());
+        assert_eq!(read_xattrs(&file).unwrap(), [latin1, tag]);
     }
 }
