@@ -99,15 +99,31 @@ pub type HardLinkKey = (u64, u64, Id);
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExtendedAttribute {
+    /// If it is not UTF-8, U+FFFD replaces the invalid bytes, as in `restic`.
     pub name: String,
+    /// Base64 of a name that is not UTF-8. `restic` has no such member and ignores it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    name_raw: Option<String>,
     /// Base64.
     #[serde(default)]
     value: Option<String>,
 }
 
 impl ExtendedAttribute {
-    pub fn new(name: String, value: &[u8]) -> Self {
-        Self { name, value: Some(BASE64_STANDARD.encode(value)) }
+    pub fn new(name: &[u8], value: &[u8]) -> Self {
+        Self {
+            name: String::from_utf8_lossy(name).into_owned(),
+            name_raw: std::str::from_utf8(name).is_err().then(|| BASE64_STANDARD.encode(name)),
+            value: Some(BASE64_STANDARD.encode(value)),
+        }
+    }
+
+    /// Returns the name; `None` if it is not valid base64.
+    pub fn raw_name(&self) -> Option<Vec<u8>> {
+        match &self.name_raw {
+            Some(raw) => BASE64_STANDARD.decode(raw).ok(),
+            None => Some(self.name.as_bytes().to_vec()),
+        }
     }
 
     /// Returns the value; `None` if it is not valid base64.
@@ -175,8 +191,8 @@ impl Node {
         let strings = [&self.name, &self.user, &self.group, &self.linktarget];
         let string_bytes = strings.into_iter().chain(&self.linktarget_raw).map(String::len).sum::<usize>();
         let attributes = self.extended_attributes.iter().map(|attribute| {
-            let value = attribute.value.as_ref().map_or(0, String::len);
-            size_of::<ExtendedAttribute>() + attribute.name.len() + value
+            let strings = std::iter::once(&attribute.name).chain(&attribute.name_raw).chain(&attribute.value);
+            size_of::<ExtendedAttribute>() + strings.map(String::len).sum::<usize>()
         });
         string_bytes + attributes.sum::<usize>()
     }
@@ -280,6 +296,15 @@ mod tests {
             let json = serde_json::to_string(&node).unwrap();
             let read: Node = serde_json::from_str(&json).unwrap();
             assert_eq!(read.link_target().unwrap().as_bytes(), target);
+        }
+    }
+
+    #[test]
+    fn attribute_keeps_name_that_is_not_utf8() {
+        for (name, shown) in [(&b"user.\xe9"[..], "user.\u{fffd}"), ("user.é".as_bytes(), "user.é")] {
+            let json = serde_json::to_string(&ExtendedAttribute::new(name, b"v")).unwrap();
+            let read: ExtendedAttribute = serde_json::from_str(&json).unwrap();
+            assert_eq!((read.raw_name().as_deref(), read.name.as_str()), (Some(name), shown));
         }
     }
 

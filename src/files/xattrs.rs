@@ -31,27 +31,28 @@ pub(crate) fn read_xattrs(file: &impl AsFd) -> io::Result<Vec<ExtendedAttribute>
         Err(Errno::RANGE) => return read_xattrs(file),
         result => result?,
     };
+    let mut names: Vec<&[u8]> =
+        buffer[..length].split(|byte| *byte == 0).filter(|name| is_saved(name)).collect();
+    names.sort_unstable();
     let (mut attributes, mut total) = (Vec::new(), 0);
-    for name in buffer[..length].split(|byte| *byte == 0) {
-        let Some(name) = std::str::from_utf8(name).ok().filter(|name| is_saved(name)) else { continue };
+    for name in names {
         if let Some(value) = read_value(file, name)? {
             total += value.len();
             if total > MAX_TOTAL_BYTES {
                 let why = format!("its extended attributes are larger than {MAX_TOTAL_BYTES} bytes");
                 return Err(io::Error::new(io::ErrorKind::FileTooLarge, why));
             }
-            attributes.push(ExtendedAttribute::new(name.to_owned(), &value));
+            attributes.push(ExtendedAttribute::new(name, &value));
         }
     }
-    attributes.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(attributes)
 }
 
-fn is_saved(name: &str) -> bool {
-    NAMESPACES.iter().any(|namespace| name.starts_with(namespace))
+fn is_saved(name: &[u8]) -> bool {
+    NAMESPACES.iter().any(|namespace| name.starts_with(namespace.as_bytes()))
 }
 
-fn read_value(file: &impl AsFd, name: &str) -> io::Result<Option<Vec<u8>>> {
+fn read_value(file: &impl AsFd, name: &[u8]) -> io::Result<Option<Vec<u8>>> {
     let mut value = vec![0; MAX_XATTR_BYTES];
     match rustix::fs::fgetxattr(file, name, &mut value[..]) {
         Ok(length) => {
@@ -63,21 +64,48 @@ fn read_value(file: &impl AsFd, name: &str) -> io::Result<Option<Vec<u8>>> {
     }
 }
 
-/// Sets the attributes of a restored file.
+/// Sets the attributes of a restored file. One that is refused, such as an access control list on a file system without
+/// them, does not prevent the others.
 ///
 /// # Errors
-/// If the file system fails or does not support attributes, or if a name or value is invalid.
+/// The first failure: the file system fails or refuses an attribute, or a name or value is invalid.
 pub(crate) fn write_xattrs(file: &impl AsFd, attributes: &[ExtendedAttribute]) -> io::Result<()> {
-    for attribute in attributes.iter().filter(|attribute| is_saved(&attribute.name)) {
-        let invalid = || {
-            io::Error::new(
-                io::ErrorKind::InvalidData,
-                format!("invalid extended attribute {}", attribute.name),
-            )
-        };
-        let value = attribute.value().ok_or_else(invalid)?;
-        let name = CString::new(attribute.name.as_str()).map_err(|_| invalid())?;
-        rustix::fs::fsetxattr(file, &name, &value, XattrFlags::empty())?;
+    let mut result = Ok(());
+    for attribute in attributes {
+        result = result.and(write_xattr(file, attribute));
     }
-    Ok(())
+    result
+}
+
+fn write_xattr(file: &impl AsFd, attribute: &ExtendedAttribute) -> io::Result<()> {
+    let invalid = || {
+        io::Error::new(io::ErrorKind::InvalidData, format!("invalid extended attribute {}", attribute.name))
+    };
+    let name = attribute.raw_name().ok_or_else(invalid)?;
+    if !is_saved(&name) {
+        return Ok(());
+    }
+    let value = attribute.value().ok_or_else(invalid)?;
+    let name = CString::new(name).map_err(|_| invalid())?;
+    Ok(rustix::fs::fsetxattr(file, &name, &value, XattrFlags::empty())?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn write_xattrs_sets_others_if_one_is_refused() {
+        let file = tempfile::tempfile().unwrap();
+        if rustix::fs::fsetxattr(&file, "user.probe", b"v", XattrFlags::empty()).is_err() {
+            eprintln!("skipped: the file system does not support user attributes");
+            return;
+        }
+        rustix::fs::fremovexattr(&file, "user.probe").unwrap();
+        let invalid = ExtendedAttribute::new(b"system.posix_acl_access", b"not a list");
+        let tag = ExtendedAttribute::new(b"user.tag", b"v");
+        let latin1 = ExtendedAttribute::new(b"user.caf\xe9", b"v");
+        assert!(write_xattrs(&file, &[invalid, latin1.clone(), tag.clone()]).is_err());
+        assert_eq!(read_xattrs(&file).unwrap(), [latin1, tag]);
+    }
 }

@@ -134,8 +134,8 @@ pub struct BootFailureResponse {
 }
 
 impl StageProgress {
-    pub fn of_bytes(bytes: u64, total: u64) -> Self {
-        Self { bytes: Some(bytes), total_bytes: Some(total), ..Self::default() }
+    pub fn of_bytes(bytes: u64, total_bytes: Option<u64>) -> Self {
+        Self { bytes: Some(bytes), total_bytes, ..Self::default() }
     }
 
     pub fn of_rows(rows: u64, total: u64) -> Self {

@@ -51,11 +51,11 @@ struct Estimate<'a> {
 
 impl Estimate<'_> {
     fn add_directory(&mut self, directory: &OwnedFd, scope: Scope<'_>, depth: usize) {
+        // Only the tag of a cache directory is saved, even if something below it is marked.
+        if depth > 0 && has_cache_tag(directory) {
+            return;
+        }
         let names: Vec<OsString> = if scope.lists_directory() {
-            // Only the tag of a cache directory is saved.
-            if depth > 0 && has_cache_tag(directory) {
-                return;
-            }
             list_names(directory, self.remaining).unwrap_or_default()
         } else {
             scope.marked_names().cloned().collect()
@@ -136,12 +136,14 @@ mod tests {
         write("new/target/debug/d", 7000);
         let tag = "Signature: 8a477f597d28d172789f06886806bc55";
         fs::write(home.path().join("new/target/CACHEDIR.TAG"), tag).unwrap();
+        write("built/target/debug/e", 7000);
+        fs::write(home.path().join("built/target/CACHEDIR.TAG"), tag).unwrap();
         std::os::unix::fs::symlink("/etc", home.path().join("new/link")).unwrap();
         let sparse = fs::File::create(home.path().join("new/sparse")).unwrap();
         sparse.set_len(1 << 40).unwrap();
         let mut changes = ChangeSet::default();
         // Both a new file and its directory are marked.
-        for path in ["notes", "gone", "new"] {
+        for path in ["notes", "gone", "new", "built/target/debug"] {
             changes.mark_directory(Path::new(path));
         }
         for path in ["new", "new/deep", "new/deep/b", "notes/a"] {

@@ -292,11 +292,11 @@ async fn show_progress(counts: &RestoreProgress, progress: &Progress) -> std::co
     loop {
         tokio::time::sleep(PROGRESS_INTERVAL).await;
         if counts.total_bytes() > 0 && !is_started {
-            progress.start_bytes_phase(PHASE, counts.total_bytes());
+            progress.start_bytes_phase(PHASE, Some(counts.total_bytes()));
             is_started = true;
         }
         if is_started {
-            progress.report_bytes(PHASE, counts.written_bytes(), counts.total_bytes());
+            progress.report_bytes(PHASE, counts.written_bytes(), Some(counts.total_bytes()));
         }
     }
 }

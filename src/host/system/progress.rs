@@ -10,6 +10,7 @@ use sd_notify::NotifyState;
 use tokio::sync::watch;
 
 use super::systemd;
+use svc_base::quantity::format_bytes;
 use svc_wire::registration::StageProgress;
 
 /// Minimum time between two status updates to systemd.
@@ -49,9 +50,13 @@ impl Progress {
         self.show("{spinner} {msg} ({elapsed})", phase);
     }
 
-    /// Starts a phase of `total` bytes.
-    pub fn start_bytes_phase(&self, phase: &'static str, total: u64) {
+    /// Starts a phase of `total` bytes; `None` if the total is unknown.
+    pub fn start_bytes_phase(&self, phase: &'static str, total: Option<u64>) {
         systemd::notify(&[NotifyState::Status(phase)]);
+        let Some(total) = total else {
+            self.show("{spinner} {msg}: {bytes}, {binary_bytes_per_sec} ({elapsed})", phase);
+            return;
+        };
         self.show(
             "{spinner} {msg}: {bytes} of {total_bytes} {wide_bar} {binary_bytes_per_sec}, {eta} left",
             phase,
@@ -62,7 +67,7 @@ impl Progress {
     }
 
     /// Reports the number of bytes processed so far.
-    pub fn report_bytes(&self, phase: &'static str, done: u64, total: u64) {
+    pub fn report_bytes(&self, phase: &'static str, done: u64, total: Option<u64>) {
         let progress = Some(StageProgress::of_bytes(done, total));
         // An unchanged value is not progress.
         self.progress.send_if_modified(|current| std::mem::replace(current, progress) != progress);
@@ -72,8 +77,7 @@ impl Progress {
         let mut last_status = self.last_status.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if last_status.elapsed() >= STATUS_INTERVAL {
             *last_status = Instant::now();
-            let percent = done.saturating_mul(100).checked_div(total).unwrap_or(100).min(100);
-            systemd::notify(&[NotifyState::Status(&format!("{phase}: {percent}% of {} MiB", total >> 20))]);
+            systemd::notify(&[NotifyState::Status(&format!("{phase}: {}", format_progress(done, total)))]);
         }
     }
 
@@ -90,6 +94,31 @@ impl Drop for Progress {
     fn drop(&mut self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
+        }
+    }
+}
+
+/// Formats progress as `42% of 1.2 GiB`, or as `1.2 GiB` if the total is unknown.
+fn format_progress(done: u64, total: Option<u64>) -> String {
+    match total {
+        Some(total) if total > 0 => {
+            let percent = (done.saturating_mul(100) / total).min(100);
+            format!("{percent}% of {}", format_bytes(total))
+        }
+        _ => format_bytes(done),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn format_progress_has_percentage_only_with_total() {
+        assert_eq!(format_progress(1 << 19, Some(1 << 20)), "50% of 1.0 MiB");
+        assert_eq!(format_progress(3000, Some(2000)), "100% of 2.0 KiB");
+        for total in [None, Some(0)] {
+            assert_eq!(format_progress(5 << 20, total), "5.0 MiB");
         }
     }
 }

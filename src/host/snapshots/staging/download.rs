@@ -130,7 +130,7 @@ async fn download_rest(
     partial: &mut PartialFile,
     backoff: &mut Backoff,
 ) -> Result<(), DownloadError> {
-    context.progress.start_bytes_phase(FETCH_PROGRESS, snapshot.size_bytes);
+    context.progress.start_bytes_phase(FETCH_PROGRESS, Some(snapshot.size_bytes));
     while partial.length() < snapshot.size_bytes {
         let previous_length = partial.length();
         match resume_download(context, snapshot, partial).await {
@@ -169,7 +169,7 @@ async fn resume_download(
     while let Some(chunk) = stream.next().await {
         let chunk = chunk.map_err(failed)?;
         tokio::task::block_in_place(|| partial.append(&chunk))?;
-        context.progress.report_bytes(FETCH_PROGRESS, partial.length(), snapshot.size_bytes);
+        context.progress.report_bytes(FETCH_PROGRESS, partial.length(), Some(snapshot.size_bytes));
         failpoint::trigger("restore.downloading")?;
         if partial.length() > snapshot.size_bytes {
             return Err(DownloadError::WrongSize {

@@ -158,7 +158,7 @@ async fn report_progress(
     sidecar: &Sidecar,
 ) -> Infallible {
     const LOADING: &str = "loading the snapshot";
-    let total = sidecar.database.as_ref().map_or(0, |facts| facts.size_bytes);
+    let total = sidecar.database.as_ref().map(|facts| facts.size_bytes);
     context.progress.start_bytes_phase(LOADING, total);
     loop {
         tokio::time::sleep(PROGRESS_INTERVAL).await;

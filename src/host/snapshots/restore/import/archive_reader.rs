@@ -11,6 +11,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Component, Path, PathBuf};
 
+use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 use super::manifest::{self, EntryDigest, entry_digest};
@@ -145,6 +146,15 @@ impl VerifiedArchive {
     }
 }
 
+/// The members of [`ArchiveInfo`] that identify an archive of any version.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct ArchiveVersion {
+    version: u32,
+    #[serde(default)]
+    made_by: String,
+}
+
 /// One pass over an archive.
 struct Pass<'a> {
     path: &'a Path,
@@ -207,13 +217,14 @@ impl<'a> Pass<'a> {
         }
         let listed = match entry.path.to_str() {
             Some(ARCHIVE_INFO) => {
-                let (info, listed) = self.read_json(&mut entry)?;
-                self.info = Some(info);
+                let (text, listed) = self.read_json(&mut entry)?;
+                self.check_version(&text)?;
+                self.info = Some(self.parse_json(&entry.path, &text)?);
                 listed
             }
             Some(SIDECAR) => {
-                let (sidecar, listed) = self.read_json(&mut entry)?;
-                self.sidecar = Some(sidecar);
+                let (text, listed) = self.read_json(&mut entry)?;
+                self.sidecar = Some(self.parse_json(&entry.path, &text)?);
                 listed
             }
             Some(MANIFEST) => return self.compare_manifest(entry),
@@ -257,20 +268,34 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    fn read_json<T: DeserializeOwned>(
+    /// Refuses an archive of a later version before anything else is parsed: this version may not know its format.
+    fn check_version(&self, info: &[u8]) -> Result<(), ArchiveError> {
+        match serde_json::from_slice(info) {
+            Ok(ArchiveVersion { version, made_by }) if version > archive::VERSION => {
+                Err(ArchiveError::NewerVersion { path: self.path.to_owned(), made_by })
+            }
+            // Invalid JSON is reported when all members are parsed.
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns the text of a JSON entry.
+    fn read_json(
         &self,
         entry: &mut TarEntry<'_, impl Read>,
-    ) -> Result<(T, ArchiveEntry), ArchiveError> {
+    ) -> Result<(Vec<u8>, ArchiveEntry), ArchiveError> {
         if entry.size > MAX_JSON_BYTES {
             return Err(self.invalid(format!("{} is too large", quote_path(&entry.path))));
         }
         let mut text = Vec::new();
         let listed =
             copy_listed(entry, &mut text).map_err(|error| self.invalid_entry(&entry.path, &error))?;
-        let parsed = serde_json::from_slice(&text);
-        let parsed = parsed
-            .map_err(|error| self.invalid(format!("{} is not valid: {error}", quote_path(&entry.path))))?;
-        Ok((parsed, listed))
+        Ok((text, listed))
+    }
+
+    fn parse_json<T: DeserializeOwned>(&self, path: &Path, text: &[u8]) -> Result<T, ArchiveError> {
+        serde_json::from_slice(text)
+            .map_err(|error| self.invalid(format!("{} is not valid: {error}", quote_path(path))))
     }
 
     fn compare_manifest(&mut self, entry: TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
@@ -324,9 +349,6 @@ impl<'a> Pass<'a> {
     fn finish(self) -> Result<VerifiedArchive, ArchiveError> {
         let invalid = |why: String| ArchiveError::Invalid { path: self.path.to_owned(), why };
         let info = self.info.ok_or_else(|| invalid(format!("{ARCHIVE_INFO} is missing")))?;
-        if info.version > archive::VERSION {
-            return Err(ArchiveError::NewerVersion { path: self.path.to_owned(), made_by: info.made_by });
-        }
         if !self.is_complete {
             return Err(invalid("its end is missing".to_owned()));
         }
@@ -365,5 +387,28 @@ mod tests {
         };
         assert_eq!(exit(io::ErrorKind::StorageFull), Exit::Internal);
         assert_eq!(exit(io::ErrorKind::AlreadyExists), Exit::Refused);
+    }
+
+    /// The other member and the other entry are ones that this version refuses.
+    #[test]
+    fn read_names_later_version_of_unknown_format() {
+        let read = |version: u32| {
+            let info = format!("{{\"version\":{version},\"madeBy\":\"svc 9\",\"slot\":[]}}");
+            let mut tar = tar::Builder::new(tempfile::tempfile().unwrap());
+            for (path, body) in [(ARCHIVE_INFO, info.as_str()), ("keys.json", "{}")] {
+                let mut header = tar::Header::new_gnu();
+                header.set_size(body.len() as u64);
+                header.set_mode(0o600);
+                header.set_mtime(0);
+                tar.append_data(&mut header, path, body.as_bytes()).unwrap();
+            }
+            let file = tar.into_inner().unwrap();
+            VerifiedArchive::read(&file, Path::new("ada.tar"), &ExtractTarget::Nothing).unwrap_err()
+        };
+        let later = read(archive::VERSION + 1);
+        let is_named = matches!(&later, ArchiveError::NewerVersion { made_by, .. } if made_by == "svc 9");
+        assert!(is_named, "{later}");
+        let current = read(archive::VERSION);
+        assert!(matches!(current, ArchiveError::Invalid { .. }), "{current}");
     }
 }
