@@ -140,11 +140,12 @@ pub async fn run(
         damaged: results.damaged.iter().map(|(key, _)| key.clone()).collect(),
         error,
     };
-    check.write(&settings.layout).or_exit(Exit::Internal)?;
+    let recorded = check.write(&settings.layout);
     failpoint::trigger("verify.recorded").or_exit(Exit::Internal)?;
     outcome.map_err(|error| Failure::new(error.exit(), error))?;
     match results.damaged.as_slice() {
         [] => {
+            recorded.or_exit(Exit::Internal)?;
             println!(
                 "read in full and found intact: {}, {} bytes",
                 pluralize(check.snapshots, "snapshot"),
