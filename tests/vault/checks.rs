@@ -3,9 +3,9 @@
 
 use anyhow::{Context, Result};
 use kit::s3::{Fault, Rule, S3Server};
-use serde_json::Value;
+use serde_json::{Value, json};
 
-use super::machine::{self, BUCKET, Machine, USER};
+use super::machine::{self, BUCKET, Machine, USER, path_str, tools_with_script};
 
 const ROWS: &str = "CREATE ROLE app_t NOLOGIN; CREATE TABLE t (id int PRIMARY KEY, message text); ALTER TABLE t OWNER TO app_t; \
      INSERT INTO t SELECT n, md5(n::text) FROM generate_series(1, 20000) n";
@@ -130,9 +130,17 @@ async fn daily_share_of_snapshots_is_verified() -> Result<()> {
     // first.
     let result = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(0);
     assert!(result.stdout.contains(": 3 snapshots"), "{}", result.stdout);
+    let dump = store.read(BUCKET, &object(&old[3])).context("the object is missing")?;
     store.remove(BUCKET, &object(&old[3]));
     let result = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(65);
     assert!(result.stderr.contains(&old[3]) && result.stderr.contains("1 of 3"), "{}", result.stderr);
+    // The next run reads three others. It reports the damage without reading the damaged snapshot again.
+    let result = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(65);
+    assert!(result.stderr.contains(&old[3]) && result.stderr.contains("1 of 4"), "{}", result.stderr);
+    store.write(BUCKET, &object(&old[3]), dump);
+    machine.run(&["svc-db-backup", "verify", &old[3]])?.expect(0);
+    let result = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(0);
+    assert!(result.stdout.contains(": 0 snapshots"), "{}", result.stdout);
     for wrong in ["0", "x"] {
         machine.run_with(&["svc-db-backup", "verify"], &[("VERIFY_WITHIN_DAYS", wrong)])?.expect(78);
     }
@@ -155,6 +163,25 @@ async fn store_failure_is_not_reported_as_damage() -> Result<()> {
     let check = read_last_check(&machine, "verify")?;
     assert_eq!((&check["status"], check.get("damaged")), (&"error".into(), None), "{check}");
     assert_eq!(read_last_check(&machine, "drill")?["key"], keys[0].as_str());
+    Ok(())
+}
+
+#[tokio::test]
+async fn verify_continues_after_a_killed_tool() -> Result<()> {
+    let store = machine::start_store()?;
+    let (machine, keys) = create_machine_with_snapshots(&store, 2).await?;
+    store.remove(BUCKET, &object(&keys[0]));
+    let marker = machine.path("begun");
+    let script =
+        format!("#!/bin/sh\nmkdir {} 2>/dev/null && kill -9 $$\nexec REAL \"$@\"\n", path_str(&marker));
+    let tools = tools_with_script("pg_restore", &script)?;
+    let env = [("SVC_PG_BIN_DIR", path_str(tools.path()))];
+    // The newest snapshot is read first. The state of one remains unknown.
+    let result = machine.run_with(&["svc-db-backup", "verify", "--all"], &env)?.expect(70);
+    assert!(result.stderr.contains("pg_restore was killed"), "{}", result.stderr);
+    let check = read_last_check(&machine, "verify")?;
+    assert_eq!((&check["snapshots"], &check["damaged"]), (&0.into(), &json!([keys[0]])), "{check}");
+    machine.run_with(&["svc-db-backup", "verify", &keys[1]], &env)?.expect(0);
     Ok(())
 }
 
