@@ -1,11 +1,15 @@
 //! Verification and drills of stored snapshots: damage is detected, and intact snapshots are reported as such. A
 //! database that lost its data does not replace its snapshot.
 
+use std::time::Duration;
+
 use anyhow::{Context, Result};
 use kit::s3::{Fault, Rule, S3Server};
+use nix::sys::signal::Signal;
 use serde_json::{Value, json};
+use svc::host::system::lock::Lock;
 
-use super::machine::{self, BUCKET, Machine, USER, path_str, tools_with_script};
+use super::machine::{self, BUCKET, Machine, USER, path_str, tools_with_script, wait_until};
 
 const ROWS: &str = "CREATE ROLE app_t NOLOGIN; CREATE TABLE t (id int PRIMARY KEY, message text); ALTER TABLE t OWNER TO app_t; \
      INSERT INTO t SELECT n, md5(n::text) FROM generate_series(1, 20000) n";
@@ -232,6 +236,34 @@ async fn drill_restores_compares_and_cleans_up() -> Result<()> {
     // The owner's database is unchanged.
     let rows = machine.client().await?.query_one("SELECT count(*) FROM t", &[]).await?.get::<_, i64>(0);
     assert_eq!(rows, 20000);
+    Ok(())
+}
+
+#[tokio::test]
+async fn drill_request_is_kept_if_its_run_is_stopped() -> Result<()> {
+    let store = machine::start_store()?;
+    let (machine, _) = create_machine_with_snapshots(&store, 1).await?;
+    let request = machine.path("var/lib/svc/requests/drill");
+    svc::fsx::write_atomic(&request, b"{}", 0o600)?;
+    let drill = ["svc-db-backup", "drill", "--request"];
+    let lock = Lock::acquire(&machine.path("var/lib/svc/drill/lock"))?;
+    let waiting = machine.spawn(&drill, &[])?;
+    wait_until("the signal handler", || waiting.handles_sigterm()).await?;
+    waiting.signal(Signal::SIGTERM)?;
+    waiting.wait()?.expect(75);
+    drop(lock);
+    store.add_fault(
+        Rule::new(Fault::Delay(Duration::from_secs(20))).method("GET").key_ending(".dump").always(),
+    );
+    let running = machine.spawn(&drill, &[])?;
+    wait_until("the lock", || Lock::is_held(&machine.path("var/lib/svc/drill/lock")).unwrap_or(false))
+        .await?;
+    running.signal(Signal::SIGTERM)?;
+    running.wait()?.expect(75);
+    assert!(request.exists(), "the drill must be run after the reboot");
+    store.heal();
+    machine.run(&drill)?.expect(0);
+    assert!(!request.exists());
     Ok(())
 }
 
