@@ -1,11 +1,15 @@
 //! Verification and drills of stored snapshots: damage is detected, and intact snapshots are reported as such. A
 //! database that lost its data does not replace its snapshot.
 
+use std::time::Duration;
+
 use anyhow::{Context, Result};
 use kit::s3::{Fault, Rule, S3Server};
-use serde_json::Value;
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+use svc::host::system::lock::Lock;
 
-use super::machine::{self, BUCKET, Machine, USER};
+use super::machine::{self, BUCKET, Machine, USER, path_str, tools_with_script, wait_until};
 
 const ROWS: &str = "CREATE ROLE app_t NOLOGIN; CREATE TABLE t (id int PRIMARY KEY, message text); ALTER TABLE t OWNER TO app_t; \
      INSERT INTO t SELECT n, md5(n::text) FROM generate_series(1, 20000) n";
@@ -58,7 +62,7 @@ async fn verify_detects_every_kind_of_damage() -> Result<()> {
     let store = machine::start_store()?;
     let (machine, keys) = create_machine_with_snapshots(&store, 6).await?;
     let result = machine.run(&["svc-db-backup", "verify", "--all"])?.expect(0);
-    assert!(result.stdout.starts_with("6 snapshots, "), "{}", result.stdout);
+    assert!(result.stdout.contains(": 6 snapshots, "), "{}", result.stdout);
 
     let flipped = {
         let mut dump = store.read(BUCKET, &object(&keys[0])).context("the object is missing")?;
@@ -119,7 +123,7 @@ async fn daily_share_of_snapshots_is_verified() -> Result<()> {
     let (machine, keys) = create_machine_with_snapshots(&store, 1).await?;
     // The snapshot that its backup has just verified is not read again.
     let result = machine.run(&["svc-db-backup", "verify"])?.expect(0);
-    assert!(result.stdout.starts_with("0 snapshots"), "{}", result.stdout);
+    assert!(result.stdout.contains(": 0 snapshots"), "{}", result.stdout);
 
     let mut old = Vec::new();
     for day in 1..=9 {
@@ -129,10 +133,18 @@ async fn daily_share_of_snapshots_is_verified() -> Result<()> {
     // Each of the ten snapshots is due within ten days. After downtime, one run verifies three days' share, oldest
     // first.
     let result = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(0);
-    assert!(result.stdout.starts_with("3 snapshots"), "{}", result.stdout);
+    assert!(result.stdout.contains(": 3 snapshots"), "{}", result.stdout);
+    let dump = store.read(BUCKET, &object(&old[3])).context("the object is missing")?;
     store.remove(BUCKET, &object(&old[3]));
     let result = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(65);
     assert!(result.stderr.contains(&old[3]) && result.stderr.contains("1 of 3"), "{}", result.stderr);
+    // The next run reads three others. It reports the damage without reading the damaged snapshot again.
+    let result = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(65);
+    assert!(result.stderr.contains(&old[3]) && result.stderr.contains("1 of 4"), "{}", result.stderr);
+    store.write(BUCKET, &object(&old[3]), dump);
+    machine.run(&["svc-db-backup", "verify", &old[3]])?.expect(0);
+    let result = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(0);
+    assert!(result.stdout.contains(": 0 snapshots"), "{}", result.stdout);
     for wrong in ["0", "x"] {
         machine.run_with(&["svc-db-backup", "verify"], &[("VERIFY_WITHIN_DAYS", wrong)])?.expect(78);
     }
@@ -155,6 +167,25 @@ async fn store_failure_is_not_reported_as_damage() -> Result<()> {
     let check = read_last_check(&machine, "verify")?;
     assert_eq!((&check["status"], check.get("damaged")), (&"error".into(), None), "{check}");
     assert_eq!(read_last_check(&machine, "drill")?["key"], keys[0].as_str());
+    Ok(())
+}
+
+#[tokio::test]
+async fn verify_continues_after_a_killed_tool() -> Result<()> {
+    let store = machine::start_store()?;
+    let (machine, keys) = create_machine_with_snapshots(&store, 2).await?;
+    store.remove(BUCKET, &object(&keys[0]));
+    let marker = machine.path("begun");
+    let script =
+        format!("#!/bin/sh\nmkdir {} 2>/dev/null && kill -9 $$\nexec REAL \"$@\"\n", path_str(&marker));
+    let tools = tools_with_script("pg_restore", &script)?;
+    let env = [("SVC_PG_BIN_DIR", path_str(tools.path()))];
+    // The newest snapshot is read first. The state of one remains unknown.
+    let result = machine.run_with(&["svc-db-backup", "verify", "--all"], &env)?.expect(70);
+    assert!(result.stderr.contains("pg_restore was killed"), "{}", result.stderr);
+    let check = read_last_check(&machine, "verify")?;
+    assert_eq!((&check["snapshots"], &check["damaged"]), (&0.into(), &json!([keys[0]])), "{check}");
+    machine.run_with(&["svc-db-backup", "verify", &keys[1]], &env)?.expect(0);
     Ok(())
 }
 
@@ -205,6 +236,34 @@ async fn drill_restores_compares_and_cleans_up() -> Result<()> {
     // The owner's database is unchanged.
     let rows = machine.client().await?.query_one("SELECT count(*) FROM t", &[]).await?.get::<_, i64>(0);
     assert_eq!(rows, 20000);
+    Ok(())
+}
+
+#[tokio::test]
+async fn drill_request_is_kept_if_its_run_is_stopped() -> Result<()> {
+    let store = machine::start_store()?;
+    let (machine, _) = create_machine_with_snapshots(&store, 1).await?;
+    let request = machine.path("var/lib/svc/requests/drill");
+    svc::fsx::write_atomic(&request, b"{}", 0o600)?;
+    let drill = ["svc-db-backup", "drill", "--request"];
+    let lock = Lock::acquire(&machine.path("var/lib/svc/drill/lock"))?;
+    let waiting = machine.spawn(&drill, &[])?;
+    wait_until("the signal handler", || waiting.handles_sigterm()).await?;
+    waiting.signal(Signal::SIGTERM)?;
+    waiting.wait()?.expect(75);
+    drop(lock);
+    store.add_fault(
+        Rule::new(Fault::Delay(Duration::from_secs(20))).method("GET").key_ending(".dump").always(),
+    );
+    let running = machine.spawn(&drill, &[])?;
+    wait_until("the lock", || Lock::is_held(&machine.path("var/lib/svc/drill/lock")).unwrap_or(false))
+        .await?;
+    running.signal(Signal::SIGTERM)?;
+    running.wait()?.expect(75);
+    assert!(request.exists(), "the drill must be run after the reboot");
+    store.heal();
+    machine.run(&drill)?.expect(0);
+    assert!(!request.exists());
     Ok(())
 }
 

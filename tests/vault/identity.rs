@@ -251,6 +251,27 @@ async fn shrunken_snapshot_is_held_until_accepted() -> Result<()> {
     Ok(())
 }
 
+/// After any other exit code, the service is restarted, and each restart would upload another snapshot.
+#[tokio::test]
+async fn shrunken_snapshot_is_held_even_if_unrecorded() -> Result<()> {
+    let store = machine::start_store()?;
+    let machine = machine_with_backup(&store).await?;
+    let good = machine::pointer(&store).await?;
+    machine.client().await?.batch_execute("DELETE FROM t WHERE id > 5").await?;
+    // A directory cannot be read as a file, and no file replaces it.
+    let record = machine.path("var/lib/svc/held-snapshot.json");
+    std::fs::create_dir(&record)?;
+    let result = machine.run(&["svc-db-backup"])?.expect(65);
+    for message in ["could not record that the snapshot is held back", "5 rows instead of 10"] {
+        assert!(result.stderr.contains(message), "{}", result.stderr);
+    }
+    assert_eq!(machine::pointer(&store).await?, good, "the held snapshot must not be the latest");
+    std::fs::remove_dir(&record)?;
+    machine.run(&["svc-db-backup"])?.expect(65);
+    machine.run(&["svc-db-backup", "accept"])?.expect(0);
+    Ok(())
+}
+
 #[tokio::test]
 async fn loss_confirmed_by_three_hourly_snapshots_is_accepted() -> Result<()> {
     const HELD: &str = "var/lib/svc/held-snapshot.json";

@@ -8,6 +8,7 @@ use crate::records::jsonl;
 use crate::system::activity;
 use crate::system::layout::Layout;
 use svc_base::clock;
+use svc_base::error_chain::format_chain;
 use svc_base::fsx::{self, FileError};
 
 /// The outcome of a check or of a backup.
@@ -66,12 +67,20 @@ pub struct CheckRecord {
 impl CheckRecord {
     pub const VERSION: u32 = 1;
 
-    /// Stores this as the last check of its kind, and appends it to `activity.log` and `backup-checks.jsonl`.
+    /// Stores this as the last check of its kind, and appends it to `activity.log` and `backup-checks.jsonl`, each even
+    /// if another fails. The caller holds the lock for checks, so there is no other writer.
+    ///
+    /// # Errors
+    /// The first [`FileError`]. It is also logged, because a failed check is more important to the caller.
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
         let line = serde_json::to_vec(self).expect("plain fields serialize to JSON");
-        fsx::write_atomic(&layout.last_check(self.check.as_str()), &line, 0o644)?;
+        // Damage must also be reported while the disk is full.
+        let last = fsx::write_atomic_or_in_place(&layout.last_check(self.check.as_str()), &line, 0o644);
         activity::note(layout, &self.describe());
-        jsonl::append_line(&layout.logs().join("backup-checks.jsonl"), &line)
+        let appended = jsonl::append_line(&layout.logs().join("backup-checks.jsonl"), &line);
+        last.and(appended).inspect_err(|error| {
+            tracing::error!(error = %format_chain(error), "could not record the result of the check");
+        })
     }
 
     /// Describes the check for `activity.log`.
@@ -101,12 +110,8 @@ impl CheckRecord {
 mod tests {
     use super::*;
 
-    #[test]
-    fn write_describes_check_in_activity_log() {
-        let dir = tempfile::tempdir().unwrap();
-        let layout = Layout::new(dir.path());
-        std::fs::create_dir_all(layout.logs()).unwrap();
-        let good = CheckRecord {
+    fn successful_drill() -> CheckRecord {
+        CheckRecord {
             version: CheckRecord::VERSION,
             timestamp: clock::now_ms(),
             check: CheckKind::Drill,
@@ -117,7 +122,27 @@ mod tests {
             key: None,
             damaged: Vec::new(),
             error: None,
-        };
+        }
+    }
+
+    #[test]
+    fn write_appends_line_even_if_last_check_fails() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        // No file replaces a directory.
+        std::fs::create_dir_all(layout.last_check("drill")).unwrap();
+        let error = successful_drill().write(&layout).unwrap_err();
+        assert_eq!(error.path, layout.last_check("drill"));
+        let lines = std::fs::read_to_string(layout.logs().join("backup-checks.jsonl")).unwrap();
+        assert_eq!(lines.lines().count(), 1);
+    }
+
+    #[test]
+    fn write_describes_check_in_activity_log() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        std::fs::create_dir_all(layout.logs()).unwrap();
+        let good = successful_drill();
         let bad = CheckRecord {
             check: CheckKind::Verify,
             status: Status::Error,

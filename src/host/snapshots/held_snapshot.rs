@@ -75,7 +75,8 @@ impl HeldSnapshot {
 
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
-        fsx::write_atomic(&layout.held_snapshot(), &text, 0o644)
+        // Backups are taken even while the disk is full. The backup's lock is held, so there is no other writer.
+        fsx::write_atomic_or_in_place(&layout.held_snapshot(), &text, 0o644)
     }
 
     /// Removes the record, so that no snapshot counts as held back.

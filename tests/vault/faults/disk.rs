@@ -10,7 +10,7 @@ use kit::long_tests::Figures;
 use serde_json::{Value, json};
 
 use super::super::gate::{assert_untouched, is_restored, old_and_new_machines, reset};
-use super::super::machine::{self, Machine, RunResult, RunningApplet, wait_until};
+use super::super::machine::{self, BUCKET, Machine, RunResult, RunningApplet, USER, wait_until};
 use super::super::update_fixture::{NEW_VERSION, OLD_VERSION, PublishedRelease, UpdateFixture};
 use super::snapshot_checker::SnapshotChecker;
 
@@ -72,6 +72,25 @@ async fn backup_on_full_disk_succeeds_and_reports_its_result() -> Result<()> {
         ..Figures::new("full disks during backups")
     }
     .record()
+}
+
+#[tokio::test]
+async fn verify_on_full_disk_reports_damage() -> Result<()> {
+    let store = machine::start_store()?;
+    let machine = Machine::in_use(&store, 1).await?;
+    machine.client().await?.batch_execute("CREATE TABLE t AS SELECT generate_series(1, 9) AS id").await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    machine.run(&["svc-db-backup", "verify", "--all"])?.expect(0);
+    let record = machine.backup_records()?.pop().context("backup.jsonl is empty")?;
+    let key = record["key"].as_str().context("no key")?;
+    store.remove(BUCKET, &format!("{USER}/primary/{key}"));
+    let Some(disk) = SmallDisk::mount(machine.path("var/lib/svc"), 1)? else { return Ok(()) };
+    disk.fill(0)?;
+    let result = machine.run(&["svc-db-backup", "verify", "--all"])?.expect(65);
+    assert!(result.stderr.contains(key), "{}", result.stderr);
+    let last: Value = serde_json::from_slice(&fs::read(machine.path("var/lib/svc/last-verify.json"))?)?;
+    assert_eq!((&last["status"], &last["damaged"]), (&json!("error"), &json!([key])), "{last}");
+    Figures { faults_tried: 1, ..Figures::new("full disks during verifications") }.record()
 }
 
 /// Fills the disk while the restore pauses at `point`, which it has reached once there is a database whose name starts

@@ -102,9 +102,10 @@ pub async fn run(
         // The next drill removes the dump.
         tracing::warn!(%error, "could not remove the drill's dump");
     }
-    check.write(&settings.layout).or_exit(Exit::Internal)?;
+    let recorded = check.write(&settings.layout);
     failpoint::trigger("drill.recorded").or_exit(Exit::Internal)?;
     let summary = result.map_err(|error| Failure::new(error.exit(), error))?;
+    recorded.or_exit(Exit::Internal)?;
     println!("{} was restored and matches its record: {summary}", check.key.unwrap_or_default());
     Ok(())
 }

@@ -32,6 +32,9 @@ pub enum DumpCheckError {
     /// Whether the dump is damaged is unknown.
     #[error("pg_restore was killed: {status}")]
     Killed { status: ExitStatus },
+    /// Whether the dump is damaged is unknown.
+    #[error("pg_restore did not run to its end: {status}: {stderr_tail}")]
+    Interrupted { status: ExitStatus, stderr_tail: String },
     #[error("cannot wait for {tool}")]
     Wait {
         tool: &'static str,
@@ -87,13 +90,21 @@ impl DumpCheck {
             return Err(DumpCheckError::Killed { status });
         }
         if !status.success() {
-            return Err(DumpCheckError::Damaged {
-                status,
-                stderr_tail: stderr_tail.await.unwrap_or_default(),
+            let stderr_tail = stderr_tail.await.unwrap_or_default();
+            return Err(if is_tool_failure(status) {
+                DumpCheckError::Interrupted { status, stderr_tail }
+            } else {
+                DumpCheckError::Damaged { status, stderr_tail }
             });
         }
         if was_read_in_full { Ok(()) } else { Err(DumpCheckError::ReaderExited) }
     }
+}
+
+/// Returns whether `pg_restore` could not be started, or was killed in the container. `podman exec` reports its own
+/// failures as 125 to 127 or 255, and a signal as 128 plus its number. `pg_restore` itself exits with 0 or 1.
+fn is_tool_failure(status: ExitStatus) -> bool {
+    status.code().is_some_and(|code| code >= 125)
 }
 
 /// Feeds the tool; returns whether every chunk was written.
@@ -120,4 +131,19 @@ pub async fn wait_for_exit(
     ended
         .map_err(|_| DumpCheckError::TimedOut { tool, seconds: timeout.as_secs() })?
         .map_err(|source| DumpCheckError::Wait { tool, source })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt;
+
+    use super::*;
+
+    #[test]
+    fn is_tool_failure_excludes_codes_of_pg_restore() {
+        let has_failed = |code: i32| is_tool_failure(ExitStatus::from_raw(code << 8));
+        assert!(!has_failed(0) && !has_failed(1));
+        // podman; a command that is not found; SIGKILL; a container that is not running
+        assert!([125, 127, 137, 255].into_iter().all(has_failed));
+    }
 }

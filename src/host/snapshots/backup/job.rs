@@ -287,7 +287,7 @@ async fn back_up(
     progress.enter(Stage::Pointer);
     if let Some(previous) = &previous
         && let Some(held) =
-            shrink_guard::check_shrinkage(settings, options.trigger, previous, &taken.sidecar)?
+            shrink_guard::check_shrinkage(&settings.layout, options.trigger, previous, &taken.sidecar)
     {
         return Err(held.into());
     }

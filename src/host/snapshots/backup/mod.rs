@@ -27,7 +27,7 @@ pub mod verify_object;
 pub mod verify_schedule;
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -224,10 +224,12 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
             Command::Run(args) => run_backup(layout, &args).await,
             Command::Accept => request_id::run_with_new_id(accept(layout)).await,
             Command::Verify(args) => {
-                request_id::run_with_new_id(run_check(layout, Some(args.targets()), Duration::ZERO)).await
+                let (targets, stop) = (Some(args.targets()), watch_stop_signal()?.shared());
+                request_id::run_with_new_id(run_check(layout, targets, Duration::ZERO, stop)).await
             }
             Command::Drill { request: false } => {
-                request_id::run_with_new_id(run_check(layout, None, Duration::ZERO)).await
+                let stop = watch_stop_signal()?.shared();
+                request_id::run_with_new_id(run_check(layout, None, Duration::ZERO, stop)).await
             }
             Command::Drill { request: true } => serve_drill_request(layout).await,
             Command::Export { output } => export::run(&layout, &output, watch_stop_signal()?).await,
@@ -337,11 +339,7 @@ async fn back_up(
 ) -> Result<(), Failure> {
     let wait = if request.is_some() { REQUEST_LOCK_TIMEOUT } else { PROBE_LOCK_TIMEOUT };
     let lock_file = settings.layout.backup_lock();
-    let lock = tokio::select! {
-        lock = Lock::wait(&lock_file, wait) => lock,
-        () = stop.clone() => return Err(Failure::new(Exit::TryAgain, anyhow::anyhow!("stopped by a signal"))),
-    };
-    let lock = lock.map_err(|error| lock_failure(error, "another backup is running"))?;
+    let lock = wait_for_lock(&lock_file, wait, "another backup is running", stop).await?;
     if let Some(request) = request {
         request.begin();
     }
@@ -354,22 +352,31 @@ async fn back_up(
 async fn serve_drill_request(layout: Layout) -> Result<(), Failure> {
     let request = RequestFile::new(&layout, "drill");
     let id = request.id().unwrap_or_else(request_id::generate);
-    let result = request_id::run_with_id(id, run_check(layout, None, REQUEST_LOCK_TIMEOUT)).await;
-    // As for a backup, a failed drill's request is removed too.
+    let stop = watch_stop_signal()?.shared();
+    let drill = run_check(layout, None, REQUEST_LOCK_TIMEOUT, stop.clone());
+    let result = request_id::run_with_id(id, drill).await;
+    // As for a backup, the request of a drill that fails is removed too, but that of a stopped one is kept.
+    if result.is_err() && stop.now_or_never().is_some() {
+        request.postpone();
+    }
     request.complete();
     result
 }
 
 /// Checks snapshots: verifies the targets or, for `None`, runs a drill.
-async fn run_check(layout: Layout, targets: Option<VerifyTargets>, wait: Duration) -> Result<(), Failure> {
+async fn run_check(
+    layout: Layout,
+    targets: Option<VerifyTargets>,
+    wait: Duration,
+    stop: Shared<impl Future<Output = ()>>,
+) -> Result<(), Failure> {
     let settings = BackupSettings::read(layout, OutagePolicy::RequirePlatform)?;
-    let lock = Lock::wait(&settings.layout.drill_state().join("lock"), wait).await;
-    let lock = lock.map_err(|error| {
-        lock_failure(error, "another check of snapshots, or an action on the side database, is running")
-    })?;
+    let lock_file = settings.layout.drill_state().join("lock");
+    let held = "another check of snapshots, or an action on the side database, is running";
+    let lock = wait_for_lock(&lock_file, wait, held, &stop).await?;
     match targets {
-        Some(targets) => verify::run(&lock, &settings, &targets, watch_stop_signal()?).await,
-        None => drill::run(&lock, &settings, watch_stop_signal()?).await,
+        Some(targets) => verify::run(&lock, &settings, &targets, stop).await,
+        None => drill::run(&lock, &settings, stop).await,
     }
 }
 
@@ -395,6 +402,19 @@ async fn run_side_command(layout: Layout, command: SideCommand) -> Result<(), Fa
     match action {
         Some(action) => side::run(&lock, &settings, action, watch_stop_signal()?).await,
         None => side::serve(&lock, &settings, watch_stop_signal()?).await,
+    }
+}
+
+/// Waits for the lock. If another run still holds it at the end, the failure has the message `held`.
+async fn wait_for_lock(
+    path: &Path,
+    wait: Duration,
+    held: &'static str,
+    stop: &Shared<impl Future<Output = ()>>,
+) -> Result<Lock, Failure> {
+    tokio::select! {
+        lock = Lock::wait(path, wait) => lock.map_err(|error| lock_failure(error, held)),
+        () = stop.clone() => Err(Failure::new(Exit::TryAgain, anyhow::anyhow!("stopped by a signal"))),
     }
 }
 

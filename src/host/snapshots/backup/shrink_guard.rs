@@ -11,9 +11,11 @@ use super::settings::BackupSettings;
 use super::stage::Stage;
 use crate::snapshots::check_log::Status;
 use crate::snapshots::held_snapshot::HeldSnapshot;
+use crate::system::layout::Layout;
 use crate::system::lock::Lock;
 use svc_base::applet::{Exit, Failure};
 use svc_base::clock;
+use svc_base::error_chain::format_chain;
 use svc_base::fsx::FileError;
 use svc_store::pointer_io::{self, PointerError};
 use svc_store::snapshot::{self as stored, DatabaseIdentity, Sidecar, SnapshotUnusable};
@@ -49,18 +51,20 @@ impl HeldBackError {
 /// Compares the snapshot `taken` with the latest, `previous`, which is of the same database. If `taken` is held back,
 /// records that and returns an error to report.
 ///
-/// # Errors
-/// [`FileError`] if the record of the held-back snapshot cannot be read or written: a snapshot is never held back
-/// without a record.
+/// If the record cannot be read or written, that is only logged, and the snapshot is held back too. If it failed the
+/// run, each retry would upload another complete snapshot. Without a record, no agreeing snapshot is counted.
 pub fn check_shrinkage(
-    settings: &BackupSettings,
+    layout: &Layout,
     trigger: Trigger,
     previous: &Sidecar,
     taken: &Sidecar,
-) -> Result<Option<HeldBackError>, FileError> {
-    let layout = &settings.layout;
-    let Some(loss) = row_loss::describe_loss(&previous.tables, &taken.tables) else { return Ok(None) };
-    let earlier = HeldSnapshot::read(layout)?.filter(|held| held.latest == previous.key);
+) -> Option<HeldBackError> {
+    let loss = row_loss::describe_loss(&previous.tables, &taken.tables)?;
+    let earlier = HeldSnapshot::read(layout).unwrap_or_else(|error| {
+        tracing::error!(error = %format_chain(&error), "could not read the record of the held-back snapshot");
+        None
+    });
+    let earlier = earlier.filter(|held| held.latest == previous.key);
     let held = match earlier {
         Some(held) => held.with_next_snapshot(taken.key.clone(), loss),
         None => HeldSnapshot::new(taken.key.clone(), previous.key.clone(), loss),
@@ -71,10 +75,12 @@ pub fn check_shrinkage(
     };
     if held.agreeing >= MIN_AGREEING_SNAPSHOTS {
         tracing::warn!(%held, "{MIN_AGREEING_SNAPSHOTS} hourly snapshots in a row agree: accepting the newest");
-        return Ok(None);
+        return None;
     }
-    held.write(layout)?;
-    Ok(Some(HeldBackError(held)))
+    if let Err(error) = held.write(layout) {
+        tracing::error!(error = %format_chain(&error), "could not record that the snapshot is held back");
+    }
+    Some(HeldBackError(held))
 }
 
 /// Returns the time since boot; zero if the clock cannot be read.

@@ -54,6 +54,10 @@ enum VerifyError {
 }
 
 impl VerifyError {
+    fn is_store_failure(&self) -> bool {
+        matches!(self, Self::Store(_) | Self::Object(VerifyObjectError::Store(_)))
+    }
+
     fn exit(&self) -> Exit {
         match self {
             Self::Store(error) | Self::Object(VerifyObjectError::Store(error)) => {
@@ -65,30 +69,53 @@ impl VerifyError {
     }
 }
 
-/// `verified.json`: when this program last read each snapshot in full and found it intact.
+/// `verified.json`: when this program last read each snapshot in full, and the damage that it found.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct ReadTimes {
+struct ReadHistory {
     version: u32,
+    /// Includes damaged snapshots: if they stayed the least recently read, they would take up every day's share.
     read_at: BTreeMap<String, Timestamp>,
+    /// Messages about the snapshots that their last read found damaged.
+    #[serde(default)]
+    damaged: BTreeMap<String, String>,
 }
 
-impl ReadTimes {
+impl ReadHistory {
     const VERSION: u32 = 1;
 
     /// Reads the file. A file that does not parse, or has another version, counts as empty: snapshots are then read
-    /// sooner than needed.
+    /// sooner than needed, and known damage is reported once its snapshot is read again.
     fn read(settings: &BackupSettings) -> Result<Self, FileError> {
         let text = fsx::read_if_exists(&settings.layout.verification_times())?;
-        let read_times = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
-        let supported = read_times.filter(|read_times| read_times.version == Self::VERSION);
-        Ok(supported.unwrap_or(Self { version: Self::VERSION, read_at: BTreeMap::new() }))
+        let history = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
+        let supported = history.filter(|history| history.version == Self::VERSION);
+        Ok(supported.unwrap_or_else(|| Self { version: Self::VERSION, ..Self::default() }))
     }
 
-    fn record_read(&mut self, settings: &BackupSettings, key: &str) -> Result<(), FileError> {
+    /// Records a read that has just ended, with a message about the damage that it found. Writes the whole history.
+    fn record_read(
+        &mut self,
+        settings: &BackupSettings,
+        key: &str,
+        damage: Option<&str>,
+    ) -> Result<(), FileError> {
         self.read_at.insert(key.to_owned(), clock::now_ms());
-        let text = serde_json::to_vec(self).expect("a map of plain fields is JSON");
-        fsx::write_atomic(&settings.layout.verification_times(), &text, 0o600)
+        match damage {
+            Some(why) => self.damaged.insert(key.to_owned(), why.to_owned()),
+            None => self.damaged.remove(key),
+        };
+        let text = serde_json::to_vec(self).expect("maps of plain fields are JSON");
+        let written = fsx::write_atomic_or_in_place(&settings.layout.verification_times(), &text, 0o600);
+        written.inspect_err(|error| {
+            tracing::error!(error = %format_chain(error), "could not record the time of a read");
+        })
+    }
+
+    /// Forgets the snapshots that are not in `keys`.
+    fn retain(&mut self, keys: &[String]) {
+        self.read_at.retain(|key, _| keys.contains(key));
+        self.damaged.retain(|key, _| keys.contains(key));
     }
 }
 
@@ -109,8 +136,9 @@ struct VerifyResults {
 /// recorded.
 ///
 /// # Errors
-/// `Refused` if all snapshots were read and at least one is damaged; `TryAgain` after `stop`; the store's exit code if
-/// the object store could not be read; otherwise `Internal`.
+/// `Refused` if all snapshots were read and at least one is damaged, or an earlier run found one damaged that is not in
+/// today's share; `TryAgain` after `stop`; the store's exit code if the object store could not be read; otherwise
+/// `Internal`.
 pub async fn run(
     _lock: &Lock,
     settings: &BackupSettings,
@@ -140,11 +168,12 @@ pub async fn run(
         damaged: results.damaged.iter().map(|(key, _)| key.clone()).collect(),
         error,
     };
-    check.write(&settings.layout).or_exit(Exit::Internal)?;
+    let recorded = check.write(&settings.layout);
     failpoint::trigger("verify.recorded").or_exit(Exit::Internal)?;
     outcome.map_err(|error| Failure::new(error.exit(), error))?;
     match results.damaged.as_slice() {
         [] => {
+            recorded.or_exit(Exit::Internal)?;
             println!(
                 "read in full and found intact: {}, {} bytes",
                 pluralize(check.snapshots, "snapshot"),
@@ -171,16 +200,19 @@ async fn verify_all(
     results: &mut VerifyResults,
 ) -> Result<(), VerifyError> {
     failpoint::trigger("verify.begin")?;
-    let mut read_times = ReadTimes::read(settings)?;
-    let keys = select_keys(settings, targets, &mut read_times, results).await?;
+    let mut history = ReadHistory::read(settings)?;
+    let keys = select_keys(settings, targets, &mut history, results).await?;
     if let [key] = keys.as_slice() {
         results.single_key = Some(key.clone());
     }
+    // Each write contains the whole history, so only the last result matters.
+    let mut recorded = Ok(());
+    let mut failure = None;
     for key in keys {
         match verify_one(settings, &key).await {
             Ok(sidecar) => {
                 failpoint::trigger("verify.read")?;
-                read_times.record_read(settings, &key)?;
+                recorded = history.record_read(settings, &key, None);
                 failpoint::trigger("verify.read_recorded")?;
                 results.intact += 1;
                 results.bytes += sidecar.size_bytes;
@@ -188,20 +220,32 @@ async fn verify_all(
             }
             Err(VerifyFailure::Damaged(why)) => {
                 tracing::error!(key, why, "a snapshot is damaged");
+                recorded = history.record_read(settings, &key, Some(&why));
                 results.damaged.push((key, why));
             }
-            Err(VerifyFailure::Unknown(error)) => return Err(error),
+            Err(VerifyFailure::Unknown(error)) if error.is_store_failure() => return Err(error),
+            // A snapshot that can never be read, for example for lack of memory, must not block the others.
+            Err(VerifyFailure::Unknown(error)) => {
+                tracing::error!(key, error = %format_chain(&error), "a snapshot could not be verified");
+                failure.get_or_insert(error);
+            }
         }
     }
-    Ok(())
+    match failure {
+        Some(error) => Err(error),
+        None if results.damaged.is_empty() => Ok(recorded?),
+        // Damage is more important, and this failure was logged.
+        None => Ok(()),
+    }
 }
 
 /// Returns the keys of the target snapshots, in the order in which to read them. A latest snapshot that cannot be used
-/// counts as damaged without being read, because a read might find its content intact.
+/// counts as damaged without being read, because a read might find its content intact. For today's share, known damage
+/// to other snapshots is added to the results.
 async fn select_keys(
     settings: &BackupSettings,
     targets: &VerifyTargets,
-    read_times: &mut ReadTimes,
+    history: &mut ReadHistory,
     results: &mut VerifyResults,
 ) -> Result<Vec<String>, VerifyError> {
     if let VerifyTargets::Named(keys) = targets {
@@ -221,7 +265,7 @@ async fn select_keys(
         };
     }
     let all = snapshots::list_keys(&settings.bucket, &settings.slot).await?;
-    read_times.read_at.retain(|key, _| all.contains(key));
+    history.retain(&all);
     let mut snapshots: Vec<(String, Timestamp)> = all
         .into_iter()
         .map(|key| (key.clone(), key::taken_at(&key).unwrap_or(Timestamp::UNIX_EPOCH)))
@@ -231,8 +275,12 @@ async fn select_keys(
     if *targets == VerifyTargets::All {
         return Ok(snapshots.into_iter().map(|(key, _)| key).collect());
     }
-    let last_reads = verify_schedule::list_last_reads(&snapshots, &read_times.read_at);
-    Ok(verify_schedule::select_today(last_reads, clock::now_ms(), settings.verify_within_days))
+    let last_reads = verify_schedule::list_last_reads(&snapshots, &history.read_at);
+    let selected = verify_schedule::select_today(last_reads, clock::now_ms(), settings.verify_within_days);
+    // Damage is reported every day until a later read finds the snapshot intact.
+    let known_damage = history.damaged.iter().filter(|(key, _)| !selected.contains(key));
+    results.damaged.extend(known_damage.map(|(key, why)| (key.clone(), why.clone())));
+    Ok(selected)
 }
 
 /// Why a snapshot was not found intact.
