@@ -311,15 +311,18 @@ async fn clean_up_earlier_run(
 ) -> Result<bool, RestoreError> {
     let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
     staging::end_application_sessions(&client, settings.context.name).await.map_err(SwapError::from)?;
-    let journal = Journal::read(&settings.layout)?;
     let database = settings.context.server.database();
-    if let Some(journal) = journal.filter(|journal| journal.is_for(snapshot))
-        && staging::find_oid(&client, database).await.map_err(SwapError::from)? == Some(journal.scratch_oid)
-    {
+    let live_oid = staging::find_oid(&client, database).await.map_err(SwapError::from)?;
+    let swapped = Journal::read(&settings.layout)?.filter(|journal| live_oid == Some(journal.scratch_oid));
+    if swapped.as_ref().is_some_and(|journal| journal.is_for(snapshot)) {
         swap::open_databases(&client, database).await?;
         return Ok(true);
     }
-    journal::remove(&settings.layout)?;
+    // The journal of the live database stays until the next swap: if this run fails, it still shows the next run that
+    // the database was never served.
+    if swapped.is_none() {
+        journal::remove(&settings.layout)?;
+    }
     staging::drop_scratch_databases(&client, ScratchPurpose::Restore).await.map_err(SwapError::from)?;
     swap::open_databases(&client, database).await?;
     Ok(false)
