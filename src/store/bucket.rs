@@ -21,6 +21,9 @@ use super::pointer;
 use svc_base::metrics::{STORE_CALLS, STORE_DURATION};
 use svc_base::untrusted_text::truncate_printable;
 
+/// Maximum size of an object that [`Bucket::get_json`] reads.
+pub const MAX_JSON_BYTES: usize = 1 << 20;
+
 /// A store error, classified by its meaning for the caller.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
@@ -32,6 +35,9 @@ pub enum StoreError {
     /// `why` may quote untrusted text; [`StoreError::corrupt`] limits its length and makes it printable.
     #[error("{key} in the object store is not readable: {why}")]
     Corrupt { key: String, why: String },
+    /// Not written, because readers would reject it.
+    #[error("{key} cannot be stored: {why}")]
+    TooLarge { key: String, why: String },
     #[error("the object store refused access to {key}")]
     Denied {
         key: String,
@@ -89,6 +95,7 @@ impl StoreError {
             Self::NotFound { .. } => "not_found",
             Self::Precondition { .. } => "precondition",
             Self::Corrupt { .. } => "corrupt",
+            Self::TooLarge { .. } => "too_large",
             Self::Denied { .. } => "denied",
             Self::Clock { .. } => "clock",
             Self::Withdrawn { .. } => "withdrawn",
@@ -321,7 +328,7 @@ impl Bucket {
         Ok(Some(VersionedValue { value, version }))
     }
 
-    /// Reads a JSON object of at most 1 MiB.
+    /// Reads a JSON object of at most [`MAX_JSON_BYTES`].
     ///
     /// # Errors
     /// [`StoreError`] if the request fails, `Corrupt` if the object is larger or is not JSON of this type; absence is
@@ -330,7 +337,7 @@ impl Bucket {
         &self,
         key: &Path,
     ) -> Result<Option<VersionedValue<T>>, StoreError> {
-        let Some(got) = self.get(key, 1 << 20).await? else {
+        let Some(got) = self.get(key, MAX_JSON_BYTES as u64).await? else {
             return Ok(None);
         };
         let value = serde_json::from_slice(&got.value).map_err(|error| StoreError::corrupt(key, &error))?;

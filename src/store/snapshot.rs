@@ -8,7 +8,7 @@ use jiff::Timestamp;
 use object_store::ObjectStore;
 use serde::{Deserialize, Serialize};
 
-use super::bucket::{Bucket, Condition, StoreError};
+use super::bucket::{Bucket, Condition, MAX_JSON_BYTES, StoreError};
 use super::key::{self, SlotPrefix};
 use super::pointer::SnapshotRef;
 use super::pointer_io;
@@ -100,6 +100,27 @@ impl Sidecar {
         }
     }
 
+    /// Checks that readers accept the sidecar. They limit its size and its lists, because a host could otherwise
+    /// exhaust the platform's memory.
+    ///
+    /// # Errors
+    /// `TooLarge` if they would reject it.
+    pub fn check_limits(&self) -> Result<(), StoreError> {
+        let bytes = serde_json::to_vec(self).expect("a sidecar of plain fields is JSON").len();
+        let server_roles = self.database.as_ref().and_then(|database| database.roles.as_ref());
+        let roles = server_roles.map_or(0, Vec::len).max(self.roles.len());
+        let tables = self.tables.len();
+        if bytes <= MAX_JSON_BYTES && roles <= MAX_ROLES && tables <= MAX_TABLES {
+            return Ok(());
+        }
+        let why = format!(
+            "no restore could read its sidecar, which has {bytes} bytes (maximum {MAX_JSON_BYTES}), {roles} roles \
+             (maximum {MAX_ROLES}) and {tables} tables (maximum {MAX_TABLES})\n  next: drop roles or tables that are \
+             no longer used"
+        );
+        Err(StoreError::TooLarge { key: self.key.clone(), why })
+    }
+
     /// Returns the PostgreSQL server's major version, if `pg_version` is valid.
     pub fn pg_major(&self) -> Option<u32> {
         // A version may end in `beta1`, `rc1` or `devel`.
@@ -136,7 +157,7 @@ pub struct TableCount {
 ///
 /// # Errors
 /// [`StoreError`]; `Corrupt` if the key is not a snapshot key, or if the existing sidecar is unreadable; `Precondition`
-/// if the object has a different sidecar.
+/// if the object has a different sidecar; `TooLarge` if readers would reject the sidecar.
 pub async fn write_sidecar(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -146,6 +167,7 @@ pub async fn write_sidecar(
     let wrong_key =
         || StoreError::Corrupt { key: sidecar.key.clone(), why: "the key is not a snapshot key".to_owned() };
     let object = slot.sidecar(&sidecar.key).ok_or_else(wrong_key)?;
+    sidecar.check_limits()?;
     match bucket.put_json_if(&object, sidecar, Condition::Absent).await {
         Ok(()) => {}
         Err(refused @ StoreError::Precondition { .. }) => {

@@ -253,7 +253,8 @@ mod tests {
 
     use super::*;
     use crate::lenient::{IgnoredCondition, LenientStore};
-    use crate::snapshot;
+    use crate::role_facts::RoleFacts;
+    use crate::snapshot::{self, DatabaseFacts, Sidecar, TableCount};
     use svc_machine::name::Slot;
 
     const TOTAL: i64 = 2000;
@@ -398,6 +399,41 @@ mod tests {
                 read_listed_snapshot(&bucket, &slot, key).await.unwrap().is_some(),
                 "a list ignores roles"
             );
+        }
+    }
+
+    #[tokio::test]
+    async fn write_sidecar_refuses_what_load_would_refuse() {
+        let bucket = Bucket::new(Arc::new(object_store::memory::InMemory::new()));
+        let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
+        let facts = |roles: usize| {
+            let roles = Some(vec![RoleFacts::default(); roles]);
+            Some(DatabaseFacts { roles, ..DatabaseFacts::default() })
+        };
+        let tables = |count: usize| vec![TableCount { name: "public.t".to_owned(), rows: 1 }; count];
+        let max = snapshot::MAX_ROLES;
+        for (second, (is_accepted, roles, database, tables)) in (0..).zip([
+            (true, max, None, Vec::new()),
+            (false, max + 1, None, Vec::new()),
+            (true, 0, facts(4_000), Vec::new()),
+            (false, 0, facts(6_000), Vec::new()),
+            (true, 0, None, tables(25_000)),
+            (false, 0, None, tables(50_000)),
+        ]) {
+            let key = format!("system/db/snapshots/2026-11-24T03-04-0{second}.678Z-1.dump");
+            let empty: Sidecar = serde_json::from_str(&sidecar_json(&key, &json!({}))).unwrap();
+            let sidecar = Sidecar { roles: vec![String::new(); roles], database, tables, ..empty };
+            bucket.put(&slot.snapshot(&key).unwrap(), "dump").await.unwrap();
+            match snapshot::write_sidecar(&bucket, &slot, &sidecar, None).await {
+                Ok(_) => assert_eq!(snapshot::load(&bucket, &slot, &key).await.unwrap(), sidecar),
+                Err(error) => {
+                    assert!(matches!(&error, StoreError::TooLarge { .. }), "{error}");
+                    assert_eq!(read_listed_snapshot(&bucket, &slot, &key).await.unwrap(), None);
+                    // The same sidecar, written without the check.
+                    bucket.put_json(&slot.sidecar(&key).unwrap(), &sidecar).await.unwrap();
+                }
+            }
+            assert_eq!(snapshot::load(&bucket, &slot, &key).await.is_ok(), is_accepted, "case {second}");
         }
     }
 }

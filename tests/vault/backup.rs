@@ -82,6 +82,24 @@ async fn invalid_dump_never_becomes_an_object() -> Result<()> {
     Ok(())
 }
 
+/// No reader accepts a sidecar of more than 1 MiB.
+#[tokio::test]
+async fn snapshot_with_too_large_a_sidecar_is_not_stored() -> Result<()> {
+    let store = machine::start_store()?;
+    let machine = create_machine_with_tables(&store, ROWS).await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    let (good, before) = (machine::pointer(&store).await?, snapshots(&store));
+    let create_roles =
+        "DO $$ BEGIN FOR n IN 1..6000 LOOP EXECUTE format('CREATE ROLE role_%s', n); END LOOP; END $$";
+    machine.client().await?.batch_execute(create_roles).await?;
+    let result = machine.run(&["svc-db-backup"])?.expect(70);
+    assert!(result.stderr.contains("drop roles or tables"), "{}", result.stderr);
+    assert_eq!(snapshots(&store), before);
+    assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "the upload must be aborted");
+    assert_eq!(machine::pointer(&store).await?, good);
+    Ok(())
+}
+
 #[tokio::test]
 async fn password_is_not_in_arguments_or_output() -> Result<()> {
     let store = machine::start_store()?;

@@ -145,6 +145,13 @@ async fn requested_earlier_snapshot_is_restored_then_backed_up() -> Result<()> {
     let pointer = machine::pointer(&store).await?.context("there is no pointer")?;
     assert_eq!(pointer.snapshot.context("the pointer names no snapshot")?.epoch, new.epoch);
 
+    // `boot.env` still names the earlier snapshot, which lacks the rows that were written since.
+    new.client().await?.batch_execute("INSERT INTO t VALUES (3)").await?;
+    new.run(&["svc-db-backup"])?.expect(0);
+    new.run(&["svc-restore", "replace"])?.expect(0);
+    let rows = new.client().await?.query_one("SELECT count(*) FROM t", &[]).await?.get::<_, i64>(0);
+    assert_eq!(rows, 2, "a replacement must restore the latest snapshot");
+
     // If the requested snapshot is missing, the machine must not start empty.
     let third = Machine::new(&store, 3).await?;
     let missing_key = earlier.key.replace("Z-1", "Z-9");

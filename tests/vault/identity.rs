@@ -135,6 +135,20 @@ async fn restore_refuses_to_replace_unknown_rows() -> Result<()> {
     Ok(())
 }
 
+/// An earlier run restored an older snapshot, but never opened the gate, so its database holds no new rows.
+#[tokio::test]
+async fn failed_retry_can_still_replace_an_unserved_database() -> Result<()> {
+    let (_store, old, new) = old_and_new_machines().await?;
+    new.run_with(&["svc-restore"], &[("FAILPOINTS", "restore.renamed=return(kill)")])?.expect_killed();
+    old.client().await?.batch_execute("INSERT INTO kept VALUES (501)").await?;
+    old.run(&["svc-db-backup"])?.expect(0);
+    new.run_with(&["svc-restore"], &[("FAILPOINTS", "restore.downloaded=return(error)")])?.expect(70);
+    new.run(&["svc-restore"])?.expect(0);
+    let rows = new.client().await?.query_one("SELECT count(*) FROM kept", &[]).await?;
+    assert_eq!(rows.get::<_, i64>(0), 501);
+    Ok(())
+}
+
 /// A power cut during an import's swap leaves a marker and an open journal; the next boot completes or undoes the swap.
 #[tokio::test]
 async fn interrupted_import_is_resolved_at_the_next_boot() -> Result<()> {

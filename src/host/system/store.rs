@@ -20,9 +20,10 @@ pub fn exit_code(error: &StoreError) -> Exit {
         StoreError::Unavailable { .. } | StoreError::Denied { .. } | StoreError::Clock { .. } => {
             Exit::Unavailable
         }
-        StoreError::NotFound { .. } | StoreError::Precondition { .. } | StoreError::Corrupt { .. } => {
-            Exit::Internal
-        }
+        StoreError::NotFound { .. }
+        | StoreError::Precondition { .. }
+        | StoreError::Corrupt { .. }
+        | StoreError::TooLarge { .. } => Exit::Internal,
     }
 }
 

@@ -52,7 +52,7 @@ svc_base::variables! {
         /// Password of the database's container. `svc-update boot` generates it on the machine. It is not
         /// quoted, because podman would keep the quotes.
         POSTGRES_PASSWORD: "text" = unset, in "`postgres.env`", by ["svc-update", "svc-postgres.service"];
-        /// The snapshot to restore.
+        /// The snapshot for the machine's first restore. Later ones use the latest.
         SVC_RESTORE_SNAPSHOT: "key" = derived "the latest", in "`boot.env`", by ["svc-restore"];
         /// `required`: there must be a snapshot to restore. `empty`: if it is confirmed that there is no
         /// snapshot, the machine starts without one.

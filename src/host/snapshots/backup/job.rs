@@ -414,6 +414,8 @@ async fn dump_to_upload(
     progress.enter(Stage::Upload);
     progress.dump = Some(dumped.dump.clone());
     let sidecar = dumped.sidecar(key, &settings.identity, snapshot);
+    // Without a sidecar, nothing can use the object, but each retry would store another one.
+    sidecar.check_limits()?;
     let meta = upload.complete().await?;
     Ok(UploadedSnapshot { etag: meta.e_tag, sidecar })
 }

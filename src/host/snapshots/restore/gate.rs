@@ -23,6 +23,7 @@ use svc_base::fsx::{self, FileError};
 use svc_http::request_id;
 use svc_machine::event::RestoreMode;
 use svc_store::StoreError;
+use svc_store::key::SnapshotKey;
 use svc_store::pointer::SnapshotRef;
 use svc_store::snapshot::{self, Sidecar, SnapshotUnusable};
 use svc_wire::registration::RestoreFailureCode;
@@ -190,7 +191,8 @@ async fn restore(
 ) -> Result<OpenedWith, RestoreError> {
     failpoint::trigger("restore.begin")?;
     fsx::remove_leftover_temps_in(&settings.layout.restore_state(), |_| true)?;
-    let Some(snapshot) = find_snapshot(settings).await? else {
+    let chosen = chosen_snapshot(settings);
+    let Some(snapshot) = find_snapshot(settings, chosen).await? else {
         let opened_with = match find_owner_rows(settings).await? {
             Some(table) => {
                 tracing::warn!(table, "there is no snapshot: kept the existing database, which holds rows");
@@ -235,7 +237,7 @@ async fn restore(
             return Err(error);
         }
     }
-    if settings.chosen_snapshot.is_some() {
+    if chosen.is_some() {
         // The pointer names another snapshot; until the first backup, a recovery would restore that one.
         let request = serde_json::json!({"requestId": request_id::current()}).to_string();
         fsx::write_atomic(&settings.layout.request("backup"), request.as_bytes(), 0o600)?;
@@ -246,11 +248,21 @@ async fn restore(
     Ok(OpenedWith::Snapshot(snapshot.key))
 }
 
-/// Returns the snapshot to restore; `None` if there is none and an empty start is allowed.
-async fn find_snapshot(settings: &RestoreSettings) -> Result<Option<SnapshotRef>, RestoreError> {
+/// Returns the snapshot that an operator chose for this machine. `boot.env` names it for as long as the machine exists,
+/// but a later restore needs the latest snapshot: the chosen one lacks all rows that were written since.
+fn chosen_snapshot(settings: &RestoreSettings) -> Option<&SnapshotKey> {
+    settings.chosen_snapshot.as_ref().filter(|_| !settings.layout.restore_complete().exists())
+}
+
+/// Returns the snapshot to restore: the chosen one, otherwise the latest. `None` if there is none and an empty start is
+/// allowed.
+async fn find_snapshot(
+    settings: &RestoreSettings,
+    chosen: Option<&SnapshotKey>,
+) -> Result<Option<SnapshotRef>, RestoreError> {
     let mut backoff = Backoff::new(settings.context.outage_timeout);
     loop {
-        let found = match &settings.chosen_snapshot {
+        let found = match chosen {
             None => snapshot::find_latest(&settings.context.bucket, &settings.context.slot).await,
             Some(key) => {
                 let chosen =
@@ -299,15 +311,18 @@ async fn clean_up_earlier_run(
 ) -> Result<bool, RestoreError> {
     let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
     staging::end_application_sessions(&client, settings.context.name).await.map_err(SwapError::from)?;
-    let journal = Journal::read(&settings.layout)?;
     let database = settings.context.server.database();
-    if let Some(journal) = journal.filter(|journal| journal.is_for(snapshot))
-        && staging::find_oid(&client, database).await.map_err(SwapError::from)? == Some(journal.scratch_oid)
-    {
+    let live_oid = staging::find_oid(&client, database).await.map_err(SwapError::from)?;
+    let swapped = Journal::read(&settings.layout)?.filter(|journal| live_oid == Some(journal.scratch_oid));
+    if swapped.as_ref().is_some_and(|journal| journal.is_for(snapshot)) {
         swap::open_databases(&client, database).await?;
         return Ok(true);
     }
-    journal::remove(&settings.layout)?;
+    // The journal of the live database stays until the next swap: if this run fails, it still shows the next run that
+    // the database was never served.
+    if swapped.is_none() {
+        journal::remove(&settings.layout)?;
+    }
     staging::drop_scratch_databases(&client, ScratchPurpose::Restore).await.map_err(SwapError::from)?;
     swap::open_databases(&client, database).await?;
     Ok(false)

@@ -23,7 +23,7 @@ pub struct RestoreSettings {
     pub context: RestoreContext,
     /// Whether the machine may start without a snapshot.
     pub mode: RestoreMode,
-    /// The snapshot to restore; `None` for the one that the pointer names.
+    /// The snapshot for the machine's first restore; `None` for the one that the pointer names.
     pub chosen_snapshot: Option<SnapshotKey>,
 }
 
