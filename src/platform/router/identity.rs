@@ -207,10 +207,39 @@ impl Authenticator {
     }
 }
 
-/// Returns the token from `Authorization: Bearer` (RFC 6750); other schemes are ignored.
+/// Returns the token from `Authorization: Bearer` (RFC 6750); other schemes are ignored. A token that is missing or not
+/// UTF-8 is returned as an empty one, so that it is rejected like any other invalid token.
 pub(super) fn bearer_token(headers: &HeaderMap) -> Option<&str> {
     headers.get_all(AUTHORIZATION).iter().find_map(|value| {
-        let (scheme, token) = value.to_str().ok()?.split_once(' ')?;
-        scheme.eq_ignore_ascii_case("bearer").then(|| token.trim())
+        let value = value.as_bytes();
+        let scheme_end = value.iter().position(|byte| *byte == b' ').unwrap_or(value.len());
+        let (scheme, token) = value.split_at(scheme_end);
+        scheme.eq_ignore_ascii_case(b"bearer").then(|| std::str::from_utf8(token).unwrap_or_default().trim())
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use http::HeaderValue;
+
+    use super::*;
+
+    #[test]
+    fn bearer_token_returns_malformed_token_as_invalid() {
+        let cases: [(&[u8], Option<&str>); 8] = [
+            (b"Bearer a.b.c", Some("a.b.c")),
+            (b"bearer  a.b.c ", Some("a.b.c")),
+            (b"Bearer", Some("")),
+            (b"Bearer ", Some("")),
+            (b"Bearer a.b\xff.c", Some("")),
+            (b"Basic dXNlcjpwYXNz", None),
+            (b"Bearers a.b.c", None),
+            (b"", None),
+        ];
+        for (value, expected) in cases {
+            let mut headers = HeaderMap::new();
+            headers.insert(AUTHORIZATION, HeaderValue::from_bytes(value).unwrap());
+            assert_eq!(bearer_token(&headers), expected, "{}", value.escape_ascii());
+        }
+    }
 }
