@@ -33,7 +33,7 @@ pub(super) enum Identity {
     /// A session, while the provider's cookie belongs to a different user. The session takes precedence until the
     /// user chooses an account, because an attacker may have set the cookie.
     Disputed(Arc<Session>, Arc<Subject>),
-    /// The provider's cookie, in a browser without a session.
+    /// The provider's cookie, in a browser without a session, or whose session of the same user cannot be looked up.
     Cookie(Arc<Subject>),
     Bearer(Arc<Subject>),
 }
@@ -97,7 +97,7 @@ impl Authenticator {
     /// # Errors
     /// [`AuthError::Bearer`] if the bearer token is invalid, [`AuthError::RateLimited`] if the client address has
     /// exceeded its limit, [`AuthError::NoKeys`] if the provider's keys are needed but unavailable, and
-    /// [`AuthError::Sessions`] if sessions cannot be looked up and the provider's cookie does not identify the caller.
+    /// [`AuthError::Sessions`] if the session cannot be looked up and the provider's cookie does not identify its user.
     pub(super) async fn identify(
         &self,
         context: &RequestContext,
@@ -111,12 +111,14 @@ impl Authenticator {
                 Err(error) => Err(AuthError::Bearer(error)),
             };
         }
-        let lookup = match RouterCookie::Session(context.host).get(headers, context.scheme) {
+        let session_token = RouterCookie::Session(context.host).get(headers, context.scheme);
+        let lookup = match session_token {
             Some(token) => self.sessions.find(context.host, token, now).await,
             None => Ok(None),
         };
         let token = cookie::provider_token(headers);
-        // Without the database, the provider's cookie still identifies the caller.
+        // Without the database, the provider's cookie still identifies the caller, unless the session that cannot be
+        // looked up may be another user's: it would take precedence.
         let (session, failure) = match lookup {
             Ok(session) => (session, None),
             Err(error) => (None, Some(error)),
@@ -130,7 +132,14 @@ impl Authenticator {
                 _ => Ok(Some(Identity::Session(session))),
             },
             (None, Some(token)) => match self.check_token(context, token).await? {
-                Ok(subject) => Ok(Some(Identity::Cookie(subject))),
+                Ok(subject) => match (failure, session_token) {
+                    (Some(error), Some(session_token))
+                        if !self.sessions.is_issued_to(context.host, session_token, &subject.user) =>
+                    {
+                        Err(error.into())
+                    }
+                    _ => Ok(Some(Identity::Cookie(subject))),
+                },
                 Err(JwtError::NoKeys) => Err(AuthError::NoKeys),
                 Err(_) => failure.map_or(Ok(None), |error| Err(error.into())),
             },
