@@ -105,10 +105,13 @@ fn attention_state(machine: &MachineNeedingAttention) -> &str {
 fn next_step(machine: &MachineNeedingAttention, alarms: &[Alarm]) -> String {
     let name = if machine.ended.is_some() { machine.machine_id.as_str() } else { machine.handle.as_str() };
     let is_deleted = machine.ended.as_ref().is_some_and(|ended| ended.is(EndReason::Deleted));
-    let is_held_back = machine.reasons.iter().any(|reason| reason == "snapshot_held");
+    let has_reason = |name: &str| machine.reasons.iter().any(|reason| reason == name);
     let advice = match machine.reasons.first().map(String::as_str) {
         // The backup fails because its snapshot is held.
-        Some("backup_failing") if is_held_back => advice("snapshot_held"),
+        Some("backup_failing") if has_reason("snapshot_held") => advice("snapshot_held"),
+        // A host reports a mismatch together with a failing database. A recovery would discard the current database,
+        // which may be the right one and is not backed up.
+        Some("database_failing") if has_reason("database_mismatch") => advice("database_mismatch"),
         Some("unsaved_changes") if is_deleted => DELETED_WITH_UNSAVED_CHANGES_ADVICE,
         Some("heartbeat_silent") if hosts_are_refused(alarms) => HOSTS_REFUSED_ADVICE,
         Some(reason) => advice(reason),
@@ -325,8 +328,12 @@ mod tests {
     const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
 
     fn machine_with_reason(reason: &str) -> MachineNeedingAttention {
+        machine_with_reasons(&[reason])
+    }
+
+    fn machine_with_reasons(reasons: &[&str]) -> MachineNeedingAttention {
         let machine = json!({"machineId": MACHINE, "idpUserId": "user_1", "slot": "primary", "handle": "ada",
-            "status": "running", "reasons": [reason]});
+            "status": "running", "reasons": reasons});
         serde_json::from_value(machine).unwrap()
     }
 
@@ -338,6 +345,19 @@ mod tests {
         ] {
             let next = next_step(&machine_with_reason(reason), &[]);
             assert!(next.starts_with("svcctl status ada ") && next.contains(command), "{next}");
+        }
+    }
+
+    #[test]
+    fn next_step_names_cause_of_failing_part() {
+        for (part, cause, command) in [
+            ("backup_failing", "snapshot_held", "svcctl backup accept ada"),
+            ("database_failing", "database_mismatch", "svc-restore adopt"),
+        ] {
+            let next = next_step(&machine_with_reasons(&[part, "gateway_failing", cause]), &[]);
+            assert!(next.contains(command) && !next.contains("recover"), "{next}");
+            let next = next_step(&machine_with_reason(part), &[]);
+            assert!(!next.contains(command), "{next}");
         }
     }
 

@@ -198,14 +198,25 @@ impl Tree<'_> {
         let failed = |path: &Path, source| UnpackError::Write { path: path.to_owned(), source };
         let root = fs::canonicalize(self.root).map_err(|source| failed(self.root, source))?;
         for link in &self.links {
-            let refuse = |why| UnpackError::Refused { path: quote_path(link), why };
             let target =
-                fs::canonicalize(self.root.join(link)).map_err(|_| refuse("it is a dangling link"))?;
+                fs::canonicalize(self.root.join(link)).map_err(|error| classify_link_error(link, error))?;
             if !target.starts_with(&root) {
-                return Err(refuse("it is a link that escapes the release directory"));
+                let why = "it is a link that escapes the release directory";
+                return Err(UnpackError::Refused { path: quote_path(link), why });
             }
         }
         Ok(())
+    }
+}
+
+/// Returns the error for a link that cannot be resolved. Only a link that leads nowhere is the archive's fault.
+fn classify_link_error(link: &Path, source: io::Error) -> UnpackError {
+    let is_dangling = matches!(source.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
+        || source.raw_os_error() == Some(nix::libc::ELOOP);
+    if is_dangling {
+        UnpackError::Refused { path: quote_path(link), why: "it is a dangling link" }
+    } else {
+        UnpackError::Write { path: link.to_owned(), source }
     }
 }
 

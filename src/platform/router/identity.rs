@@ -33,7 +33,7 @@ pub(super) enum Identity {
     /// A session, while the provider's cookie belongs to a different user. The session takes precedence until the
     /// user chooses an account, because an attacker may have set the cookie.
     Disputed(Arc<Session>, Arc<Subject>),
-    /// The provider's cookie, in a browser without a session.
+    /// The provider's cookie, in a browser without a session, or whose session of the same user cannot be looked up.
     Cookie(Arc<Subject>),
     Bearer(Arc<Subject>),
 }
@@ -97,7 +97,7 @@ impl Authenticator {
     /// # Errors
     /// [`AuthError::Bearer`] if the bearer token is invalid, [`AuthError::RateLimited`] if the client address has
     /// exceeded its limit, [`AuthError::NoKeys`] if the provider's keys are needed but unavailable, and
-    /// [`AuthError::Sessions`] if sessions cannot be looked up and the provider's cookie does not identify the caller.
+    /// [`AuthError::Sessions`] if the session cannot be looked up and the provider's cookie does not identify its user.
     pub(super) async fn identify(
         &self,
         context: &RequestContext,
@@ -111,12 +111,14 @@ impl Authenticator {
                 Err(error) => Err(AuthError::Bearer(error)),
             };
         }
-        let lookup = match RouterCookie::Session(context.host).get(headers, context.scheme) {
+        let session_token = RouterCookie::Session(context.host).get(headers, context.scheme);
+        let lookup = match session_token {
             Some(token) => self.sessions.find(context.host, token, now).await,
             None => Ok(None),
         };
         let token = cookie::provider_token(headers);
-        // Without the database, the provider's cookie still identifies the caller.
+        // Without the database, the provider's cookie still identifies the caller, unless the session that cannot be
+        // looked up may be another user's: it would take precedence.
         let (session, failure) = match lookup {
             Ok(session) => (session, None),
             Err(error) => (None, Some(error)),
@@ -130,7 +132,14 @@ impl Authenticator {
                 _ => Ok(Some(Identity::Session(session))),
             },
             (None, Some(token)) => match self.check_token(context, token).await? {
-                Ok(subject) => Ok(Some(Identity::Cookie(subject))),
+                Ok(subject) => match (failure, session_token) {
+                    (Some(error), Some(session_token))
+                        if !self.sessions.is_issued_to(context.host, session_token, &subject.user) =>
+                    {
+                        Err(error.into())
+                    }
+                    _ => Ok(Some(Identity::Cookie(subject))),
+                },
                 Err(JwtError::NoKeys) => Err(AuthError::NoKeys),
                 Err(_) => failure.map_or(Ok(None), |error| Err(error.into())),
             },
@@ -207,10 +216,39 @@ impl Authenticator {
     }
 }
 
-/// Returns the token from `Authorization: Bearer` (RFC 6750); other schemes are ignored.
+/// Returns the token from `Authorization: Bearer` (RFC 6750); other schemes are ignored. A token that is missing or not
+/// UTF-8 is returned as an empty one, so that it is rejected like any other invalid token.
 pub(super) fn bearer_token(headers: &HeaderMap) -> Option<&str> {
     headers.get_all(AUTHORIZATION).iter().find_map(|value| {
-        let (scheme, token) = value.to_str().ok()?.split_once(' ')?;
-        scheme.eq_ignore_ascii_case("bearer").then(|| token.trim())
+        let value = value.as_bytes();
+        let scheme_end = value.iter().position(|byte| *byte == b' ').unwrap_or(value.len());
+        let (scheme, token) = value.split_at(scheme_end);
+        scheme.eq_ignore_ascii_case(b"bearer").then(|| std::str::from_utf8(token).unwrap_or_default().trim())
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use http::HeaderValue;
+
+    use super::*;
+
+    #[test]
+    fn bearer_token_returns_malformed_token_as_invalid() {
+        let cases: [(&[u8], Option<&str>); 8] = [
+            (b"Bearer a.b.c", Some("a.b.c")),
+            (b"bearer  a.b.c ", Some("a.b.c")),
+            (b"Bearer", Some("")),
+            (b"Bearer ", Some("")),
+            (b"Bearer a.b\xff.c", Some("")),
+            (b"Basic dXNlcjpwYXNz", None),
+            (b"Bearers a.b.c", None),
+            (b"", None),
+        ];
+        for (value, expected) in cases {
+            let mut headers = HeaderMap::new();
+            headers.insert(AUTHORIZATION, HeaderValue::from_bytes(value).unwrap());
+            assert_eq!(bearer_token(&headers), expected, "{}", value.escape_ascii());
+        }
+    }
 }

@@ -145,6 +145,11 @@ impl Sessions {
         Ok(session.filter(is_live))
     }
 
+    /// Whether a router issued this cookie value to `user`. Needs no query, so the session may have ended.
+    pub(super) fn is_issued_to(&self, host: PublicHost, token: &str, user: &IdpUserId) -> bool {
+        session_token::is_issued_to(&self.keys.borrow().app.public, host, token, user)
+    }
+
     /// Loads a session into the cache; `None` if there is none with this hash, or if it has been revoked.
     async fn load(&self, hash: TokenHash) -> Result<Option<Arc<Session>>, SessionError> {
         let sql = format!("SELECT {COLUMNS} FROM sessions WHERE token_hash = $1");
@@ -178,7 +183,7 @@ impl Sessions {
         slot: Option<&Slot>,
     ) -> Result<(String, Arc<Session>), SessionError> {
         self.open_rate.check(user).map_err(SessionError::RateLimited)?;
-        let token = session_token::mint(&self.keys.borrow().app.current, host, random_token()?);
+        let token = session_token::mint(&self.keys.borrow().app.current, host, random_token()?, user);
         let hash = sha256(token.as_bytes());
         let sql = format!(
             "INSERT INTO sessions (token_hash, host, idp_user_id, slot, expires_at, opened_by) \

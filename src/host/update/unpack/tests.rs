@@ -105,6 +105,8 @@ fn unpack_rejects_hostile_entries() {
             vec![file("a/b/f", b""), link("a/b/p", "../.."), link("t", "a/b/p/../outside")],
         ),
         ("a dangling link", vec![link("x", "nowhere")]),
+        ("a link through a file", vec![file("f", b""), link("x", "f/y")]),
+        ("a cycle of links", vec![link("x", "y"), link("y", "x")]),
         ("a hard link", vec![kind(EntryType::Link)]),
         ("a character device", vec![kind(EntryType::Char)]),
         ("a block device", vec![kind(EntryType::Block)]),
@@ -118,7 +120,19 @@ fn unpack_rejects_hostile_entries() {
     ];
     for (name, entries) in cases {
         let (_dir, result) = try_unpack(&archive(&entries));
-        assert!(result.is_err(), "{name} was accepted");
+        let error = result.expect_err(name);
+        assert!(!error.is_disk_error(), "{name} counts as a disk error: {error:?}");
+    }
+}
+
+#[test]
+fn classify_link_error_blames_disk_unless_link_is_dangling() {
+    use nix::libc::{EIO, ELOOP, EMFILE, ENOENT, ENOMEM, ENOTDIR};
+    for (errno, is_disk_error) in
+        [(ENOENT, false), (ENOTDIR, false), (ELOOP, false), (EIO, true), (EMFILE, true), (ENOMEM, true)]
+    {
+        let error = classify_link_error(Path::new("x"), io::Error::from_raw_os_error(errno));
+        assert_eq!(error.is_disk_error(), is_disk_error, "{error:?}");
     }
 }
 
