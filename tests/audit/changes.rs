@@ -106,6 +106,8 @@ fn file_tool_is_trusted_for_paths_within_the_home_directory() -> Result<()> {
     assert_eq!(logged(&absolute("home/svc/home/in/f"), "echo x > real/f")?, ["write real/f"]);
     assert_eq!(logged(&absolute("home/svc/home/link"), "echo x > link")?, ["write real/t"]);
     assert_eq!(logged(&absolute("home/svc/home/link"), "rm link; echo x > link")?, ["write link"]);
+    home.shell("mkdir $'\\xff'; ln -s $'\\xff' bytes")?;
+    assert_eq!(logged("bytes/f", "echo x > bytes/f")?, ["write \\xff/f"]);
     for outside in
         ["home/svc/out/f", "home/svc/home/away/f", "home/svc/home/gone", "home/svc/home/system/config.json"]
     {

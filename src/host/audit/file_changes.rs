@@ -4,6 +4,8 @@
 //! then. If it cannot list them, it replies that anything may have changed: on the first request, after a restart of
 //! the watcher, after it has lost events, or if there are too many changes.
 
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
 
 /// The socket's file name in [`crate::system::layout::Layout::watch_sockets`].
@@ -12,6 +14,9 @@ pub const SOCKET: &str = "changes.sock";
 pub const MAX_REQUEST_BYTES: u64 = 1024;
 /// Maximum number of bytes in a reply.
 pub const MAX_REPLY_BYTES: u64 = 64 << 20;
+
+/// Timeout for a request, on both sides. The watcher may be scanning a home directory with a million files.
+pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A request: one line of JSON.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,7 +1,6 @@
 //! Requests the changes in the home directory from the watcher, and converts its reply for the schedule and the save.
 
 use std::path::Path;
-use std::time::Duration;
 
 use svc_base::error_chain::format_chain;
 use svc_files::save::ChangeSet;
@@ -10,17 +9,16 @@ use tokio::net::UnixStream;
 
 use super::schedule::Observation;
 use super::staging::STAGING_NAMES;
-use crate::audit::file_changes::{ChangedPaths, ChangesReply, ChangesRequest, MAX_REPLY_BYTES, SOCKET};
-
-/// Timeout for a request. The watcher may be scanning a home directory with a million files.
-const TIMEOUT: Duration = Duration::from_secs(30);
+use crate::audit::file_changes::{
+    ChangedPaths, ChangesReply, ChangesRequest, MAX_REPLY_BYTES, REQUEST_TIMEOUT, SOCKET,
+};
 
 /// Why the watcher did not report the changes.
 #[derive(Debug, thiserror::Error)]
 pub enum ChangesError {
     #[error("cannot request the changes from svc-watch")]
     Io(#[from] std::io::Error),
-    #[error("svc-watch did not respond within {} s", TIMEOUT.as_secs())]
+    #[error("svc-watch did not respond within {} s", REQUEST_TIMEOUT.as_secs())]
     Timeout,
     #[error("svc-watch sent an invalid response")]
     Invalid,
@@ -40,7 +38,8 @@ pub async fn request(sockets: &Path, saved: Option<String>) -> Result<ChangesRep
         stream.take(MAX_REPLY_BYTES).read_to_end(&mut reply).await?;
         Ok::<_, std::io::Error>(reply)
     };
-    let reply = tokio::time::timeout(TIMEOUT, exchange).await.map_err(|_| ChangesError::Timeout)??;
+    let reply =
+        tokio::time::timeout(REQUEST_TIMEOUT, exchange).await.map_err(|_| ChangesError::Timeout)??;
     ChangesReply::decode(&reply).ok_or(ChangesError::Invalid)
 }
 

@@ -49,6 +49,10 @@ pub enum Event {
         id: String,
         name: String,
         input_preview: String,
+        /// Whether the call is one of the limited number in [`Outcome::tools`]. Only these may be noted in
+        /// `activity.log`. Listeners do not get this field.
+        #[serde(skip)]
+        is_recorded: bool,
     },
     ToolEnded {
         id: String,

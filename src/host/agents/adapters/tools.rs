@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::{Event, preview, scrub_and_truncate};
 use crate::records::entry::{ResultStatus, ToolCall};
 
-/// Maximum tool calls recorded per run, which bounds the length of its record; further calls are ignored.
+/// Maximum tool calls recorded per run, which bounds the length of its record; further calls are only reported.
 const MAX_TOOLS: usize = 2000;
 
 const MAX_NAME_CHARS: usize = 100;
@@ -20,7 +20,10 @@ const MAX_TOTAL_ERROR_BYTES: usize = 256 << 10;
 /// The tool calls, in the order in which they started.
 #[derive(Debug, Default)]
 pub struct ToolCalls {
+    /// The first [`MAX_TOOLS`] calls.
     all: Vec<ToolCall>,
+    /// Number of calls that have started, including those not in `all`.
+    started: usize,
     running: Vec<RunningCall>,
     error_bytes: usize,
     turns: u64,
@@ -31,27 +34,41 @@ pub struct ToolCalls {
 #[derive(Debug)]
 struct RunningCall {
     id: String,
-    /// The position in `all`.
+    name: String,
+    /// The position among the calls that have started, and in `all` if the call is recorded.
     index: usize,
     started_ms: u64,
 }
 
 impl ToolCalls {
-    /// Starts a call. `None` if it is ignored: a call with this ID is running, or the maximum is reached.
+    /// Starts a call; `None` if a call with this ID is running. A call beyond the maximum has an event too, because the
+    /// file audit compares the calls in the output with those that hooks report.
     pub fn start(&mut self, at_ms: u64, id: &str, name: &str, input: &Value) -> Option<Event> {
         let (id, name) =
             (preview::flatten_and_truncate(id, MAX_ID_CHARS), scrub_and_truncate(name, MAX_NAME_CHARS));
-        if self.all.len() == MAX_TOOLS || self.running.iter().any(|running| running.id == id) {
+        if self.running.iter().any(|running| running.id == id) {
             return None;
         }
         self.record_model_output();
         let input_preview = preview::preview_input(input);
-        let event =
-            Event::ToolStarted { id: id.clone(), name: name.clone(), input_preview: input_preview.clone() };
-        self.running.push(RunningCall { id, index: self.all.len(), started_ms: at_ms });
-        // A tool that never ends keeps the status `Error`.
-        let tool = ToolCall { name, duration_ms: 0, input_preview, status: ResultStatus::Error, error: None };
-        self.all.push(tool);
+        let is_recorded = self.started < MAX_TOOLS;
+        let event = Event::ToolStarted {
+            id: id.clone(),
+            name: name.clone(),
+            input_preview: input_preview.clone(),
+            is_recorded,
+        };
+        // If more calls are running, the ends of the further ones are not reported.
+        if self.running.len() < MAX_TOOLS {
+            let running = RunningCall { id, name: name.clone(), index: self.started, started_ms: at_ms };
+            self.running.push(running);
+        }
+        self.started += 1;
+        if is_recorded {
+            // A tool that never ends keeps the status `Error`.
+            let status = ResultStatus::Error;
+            self.all.push(ToolCall { name, duration_ms: 0, input_preview, status, error: None });
+        }
         Some(event)
     }
 
@@ -62,28 +79,33 @@ impl ToolCalls {
         let id = preview::flatten_and_truncate(id, MAX_ID_CHARS);
         let position = self.running.iter().position(|running| running.id == id)?;
         let running = self.running.swap_remove(position);
-        let tool = &mut self.all[running.index];
-        tool.duration_ms = at_ms.saturating_sub(running.started_ms);
-        tool.status = status;
-        let has_room = self.error_bytes + MAX_ERROR_BYTES <= MAX_TOTAL_ERROR_BYTES;
-        if let Some(error) = error.filter(|_| status == ResultStatus::Error && has_room) {
-            let error = preview::preview_error(error, MAX_ERROR_BYTES);
-            self.error_bytes += error.len();
-            tool.error = Some(error).filter(|error| !error.is_empty());
+        if let Some(tool) = self.all.get_mut(running.index) {
+            tool.duration_ms = at_ms.saturating_sub(running.started_ms);
+            tool.status = status;
+            let has_room = self.error_bytes + MAX_ERROR_BYTES <= MAX_TOTAL_ERROR_BYTES;
+            if let Some(error) = error.filter(|_| status == ResultStatus::Error && has_room) {
+                let error = preview::preview_error(error, MAX_ERROR_BYTES);
+                self.error_bytes += error.len();
+                tool.error = Some(error).filter(|error| !error.is_empty());
+            }
         }
-        Some(Event::ToolEnded { id, name: tool.name.clone(), status })
+        Some(Event::ToolEnded { id, name: running.name, status })
     }
 
     /// Ends all running tools at the end of the run. Returns the tool to which an error of the run is attributed: the
-    /// running one that started last, or else the last one if it failed.
+    /// running one that started last, or else the last one if it failed and is recorded.
     pub fn close(&mut self, at_ms: u64) -> Option<String> {
-        let running = self.running.iter().map(|running| running.index).max();
-        let last = self.all.len().checked_sub(1).filter(|last| self.all[*last].status == ResultStatus::Error);
-        let failed = running.or(last);
+        let last = self.started.checked_sub(1).and_then(|last| self.all.get(last));
+        let last_failed =
+            last.filter(|last| last.status == ResultStatus::Error).map(|last| last.name.clone());
+        let last_running = self.running.iter().max_by_key(|running| running.index);
+        let failed = last_running.map(|running| running.name.clone()).or(last_failed);
         for running in self.running.drain(..) {
-            self.all[running.index].duration_ms = at_ms.saturating_sub(running.started_ms);
+            if let Some(tool) = self.all.get_mut(running.index) {
+                tool.duration_ms = at_ms.saturating_sub(running.started_ms);
+            }
         }
-        failed.map(|index| self.all[index].name.clone())
+        failed
     }
 
     /// Records that the model has produced output. Output after tool results begins a new turn.
@@ -147,6 +169,34 @@ mod tests {
         let bytes: usize = tools.into_all().iter().filter_map(|tool| Some(tool.error.as_ref()?.len())).sum();
         let expected = MAX_TOTAL_ERROR_BYTES - MAX_ERROR_BYTES..=MAX_TOTAL_ERROR_BYTES;
         assert!(expected.contains(&bytes), "{bytes}");
+    }
+
+    #[test]
+    fn calls_beyond_the_maximum_are_only_reported() {
+        let (input, status) = (Value::Null, ResultStatus::Error);
+        let mut tools = ToolCalls::default();
+        for n in 0..MAX_TOOLS {
+            let event = tools.start(0, &n.to_string(), "Bash", &input);
+            assert!(matches!(event, Some(Event::ToolStarted { is_recorded: true, .. })), "{n}: {event:?}");
+            tools.end(0, &n.to_string(), status, None);
+        }
+        let event = tools.start(0, "more", "Write", &input);
+        assert!(matches!(event, Some(Event::ToolStarted { is_recorded: false, .. })), "{event:?}");
+        assert_eq!(tools.start(0, "more", "Write", &input), None, "the call is running");
+        let ended = Event::ToolEnded { id: "more".to_owned(), name: "Write".to_owned(), status };
+        assert_eq!(tools.end(1, "more", status, Some("failed")), Some(ended));
+        tools.start(1, "last", "Edit", &input);
+        assert_eq!(tools.close(2).as_deref(), Some("Edit"));
+        assert_eq!(tools.into_all().len(), MAX_TOOLS);
+    }
+
+    #[test]
+    fn running_calls_are_bounded_but_all_are_reported() {
+        let mut tools = ToolCalls::default();
+        for n in 0..=MAX_TOOLS {
+            assert!(tools.start(0, &n.to_string(), "Bash", &Value::Null).is_some(), "{n}");
+        }
+        assert_eq!(tools.running.len(), MAX_TOOLS);
     }
 
     #[test]

@@ -449,7 +449,7 @@ impl<'a> GatewayRun<'a> {
     }
 
     fn publish(&self, event: &Event) {
-        if let Event::ToolStarted { name, .. } = event
+        if let Event::ToolStarted { name, is_recorded: true, .. } = event
             && SPAWN_TOOLS.contains(&&**name)
         {
             let (id, agent) = (self.dispatch.id(), &self.dispatch.accepted.entry.agent_name);

@@ -22,6 +22,34 @@ pub struct Agent {
     pub dispatch: Option<String>,
 }
 
+/// A path below the home directory that a call may write.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "SavedPath", into = "SavedPath")]
+pub struct ClaimedPath(pub Vec<u8>);
+
+/// A [`ClaimedPath`] in the state file. Most paths are text, the only form that earlier releases read and write.
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+enum SavedPath {
+    Text(String),
+    Bytes(Vec<u8>),
+}
+
+impl From<SavedPath> for ClaimedPath {
+    fn from(saved: SavedPath) -> Self {
+        match saved {
+            SavedPath::Text(path) => Self(path.into_bytes()),
+            SavedPath::Bytes(path) => Self(path),
+        }
+    }
+}
+
+impl From<ClaimedPath> for SavedPath {
+    fn from(ClaimedPath(path): ClaimedPath) -> Self {
+        String::from_utf8(path).map_or_else(|error| Self::Bytes(error.into_bytes()), Self::Text)
+    }
+}
+
 /// The time window of a running tool call. Any change in it may have been made by the call.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -34,16 +62,16 @@ pub struct CallWindow {
     pub process: Option<Process>,
     pub opened: Timestamp,
     /// Possible paths of the file that the call writes; `None` for a command, which may write any file.
-    pub claim: Option<Vec<String>>,
+    pub claim: Option<Vec<ClaimedPath>>,
     pub is_background: bool,
 }
 
 impl CallWindow {
     fn claims(&self, change: &Change) -> bool {
         let Some(paths) = &self.claim else { return false };
-        paths.iter().any(|path| match change.op {
-            FileOperation::Write => change.path == path.as_bytes(),
-            FileOperation::Mkdir => is_above(&change.path, path.as_bytes()),
+        paths.iter().any(|ClaimedPath(path)| match change.op {
+            FileOperation::Write => change.path == *path,
+            FileOperation::Mkdir => is_above(&change.path, path),
             FileOperation::Delete => false,
         })
     }

@@ -61,14 +61,12 @@ impl Dispatches {
             .map(|index| self.0.remove(index))
             .map(|dispatch| (dispatch.reported, dispatch.further_reported))
             .unwrap_or_default();
-        let unmatched = seen.ids.iter().filter(|id| !reported.contains(*id)).count();
-        let matched = seen.ids.len() - unmatched;
-        let unmatched = unmatched as u64 + seen.further_calls;
         if seen.is_by_id && further_reported == 0 && seen.further_calls == 0 {
-            return unmatched;
+            return seen.ids.iter().filter(|id| !reported.contains(*id)).count() as u64;
         }
         // Without common IDs, or if some IDs were not stored, compare only the counts.
-        unmatched.saturating_sub((reported.len() - matched) as u64 + further_reported)
+        let seen_count = seen.ids.len() as u64 + seen.further_calls;
+        seen_count.saturating_sub(reported.len() as u64 + further_reported)
     }
 }
 
@@ -98,6 +96,14 @@ mod tests {
         assert_eq!(dispatches_with_calls(&["a"]).end("d", &seen(&["1", "2", "3"], false)), 2);
         assert_eq!(dispatches_with_calls(&[]).end("other", &seen(&["1"], true)), 1, "an unknown dispatch");
         assert_eq!(dispatches_with_calls(&[]).end("d", &SeenCalls::default()), 0);
+    }
+
+    #[test]
+    fn end_counts_each_call_with_a_reused_id() {
+        // The program reused the ID of an ended call. The hooks' second report of it is refused.
+        assert_eq!(dispatches_with_calls(&["a"]).end("d", &seen(&["a", "a"], false)), 1);
+        let seen = SeenCalls { further_calls: 1, ..seen(&["a", "a"], true) };
+        assert_eq!(dispatches_with_calls(&["a"]).end("d", &seen), 2);
     }
 
     #[test]

@@ -50,8 +50,6 @@ use svc_base::applet::{self, Exit, Failure, OrExit};
 const MAX_CONNECTIONS: usize = 128;
 /// Timeout for one hook connection; longer than the hook itself waits.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(1);
-/// Timeout for one connection from the file backup.
-const READER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time between two iterations of the watcher thread; a full check of a million names takes several seconds.
 const STUCK_TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -225,7 +223,7 @@ async fn listen_for_readers(listener: UnixListener, handle: WatcherHandle) {
             Ok((stream, _)) => {
                 let served = serve_reader(stream, &handle);
                 // A reader that disconnected or timed out retries.
-                let _ = tokio::time::timeout(READER_TIMEOUT, served).await;
+                let _ = tokio::time::timeout(file_changes::REQUEST_TIMEOUT, served).await;
             }
             Err(error) => {
                 tracing::error!(%error, "cannot accept a connection from the file backup");

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use jiff::Timestamp;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use super::call_windows::{Agent, CallWindow, CallWindows};
+use super::call_windows::{Agent, CallWindow, CallWindows, ClaimedPath};
 use super::calls::{Authority, Call, EndedCall, determine_authority, sanitize_names};
 use super::change_log::ChangeLog;
 use super::diff;
@@ -358,8 +358,10 @@ impl Watcher {
     }
 
     fn open_window(&mut self, message: &Message) {
-        let claim =
-            message.path.as_ref().map(|path| resolve_written_paths(&self.home, message.cwd.as_deref(), path));
+        let claim = message.path.as_ref().map(|path| {
+            let paths = resolve_written_paths(&self.home, message.cwd.as_deref(), path);
+            paths.into_iter().map(ClaimedPath).collect()
+        });
         let window = CallWindow {
             session: message.session_id.clone(),
             tool_use: message.tool_use_id.clone().unwrap_or_default(),

@@ -1,5 +1,7 @@
 //! Resolves the path given to a tool to a file in the home directory.
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
 
 use super::diff::Change;
@@ -7,7 +9,7 @@ use crate::records::entry::FileOperation;
 
 /// Lists the paths below the home directory that a tool may have written: the name in its resolved folder and, if the
 /// name is a symbolic link, the link's target. Omits paths outside the home directory or in its `system` folder.
-pub fn resolve_written_paths(home: &Path, cwd: Option<&str>, path: &str) -> Vec<String> {
+pub fn resolve_written_paths(home: &Path, cwd: Option<&str>, path: &str) -> Vec<Vec<u8>> {
     let path = Path::new(cwd.unwrap_or("/")).join(path);
     let mut found = Vec::new();
     if let (Some(folder), Some(name)) = (path.parent(), path.file_name()) {
@@ -24,20 +26,19 @@ pub fn resolve_written_paths(home: &Path, cwd: Option<&str>, path: &str) -> Vec<
 /// check for another call has already seen the change.
 pub fn find_reported_write(home: &Path, cwd: Option<&str>, path: &str) -> Option<Change> {
     let path = resolve_written_paths(home, cwd, path).pop()?;
-    let meta = std::fs::symlink_metadata(home.join(&path)).ok();
+    let meta = std::fs::symlink_metadata(home.join(OsStr::from_bytes(&path))).ok();
     // The last path is a symbolic link only if its target is missing or not audited: there is no write to record.
     if meta.as_ref().is_some_and(std::fs::Metadata::is_symlink) {
         return None;
     }
     let size = meta.map_or(0, |meta| meta.len());
-    Some(Change { op: FileOperation::Write, path: path.into_bytes(), size })
+    Some(Change { op: FileOperation::Write, path, size })
 }
 
-fn path_within_home(home: &Path, path: &Path) -> Option<String> {
+fn path_within_home(home: &Path, path: &Path) -> Option<Vec<u8>> {
     let below = path.strip_prefix(home).ok()?;
     let is_excluded = below.components().next().is_none_or(|first| first.as_os_str() == "system");
-    let text = below.to_str().filter(|_| !is_excluded)?;
-    Some(text.to_owned())
+    (!is_excluded).then(|| below.as_os_str().as_bytes().to_owned())
 }
 
 /// Resolves the existing part of a path, and appends the rest.
@@ -100,7 +101,22 @@ mod tests {
             ("/etc/passwd", &[]),
             ("..", &[]),
         ] {
+            let expected: Vec<&[u8]> = expected.iter().map(|path| path.as_bytes()).collect();
             assert_eq!(resolve_written_paths(&home, Some(&cwd), path), expected, "{path}");
         }
+    }
+
+    #[test]
+    fn written_paths_keep_names_that_are_not_utf8() {
+        let dir = tempfile::tempdir().unwrap();
+        let home = std::fs::canonicalize(dir.path()).unwrap();
+        let folder = OsStr::from_bytes(b"\xff");
+        std::fs::create_dir(home.join(folder)).unwrap();
+        std::os::unix::fs::symlink(folder, home.join("link")).unwrap();
+        std::fs::write(home.join("link/file"), "12").unwrap();
+        let path = home.join("link/file").display().to_string();
+        assert_eq!(resolve_written_paths(&home, None, &path), [b"\xff/file".to_vec()]);
+        let reported = Change { op: FileOperation::Write, path: b"\xff/file".to_vec(), size: 2 };
+        assert_eq!(find_reported_write(&home, None, &path), Some(reported));
     }
 }

@@ -17,7 +17,7 @@ fn window(agent_name: &str, call: &str, claim: Option<&str>) -> CallWindow {
         subagent: None,
         process: None,
         opened: Timestamp::UNIX_EPOCH,
-        claim: claim.map(|path| vec![path.to_owned()]),
+        claim: claim.map(|path| vec![ClaimedPath(path.into())]),
         is_background: false,
     }
 }
@@ -101,6 +101,15 @@ fn several_calls_by_one_agent_are_unambiguous() {
     let entries = windows.attribute(vec![change(FileOperation::Delete, "x")], NOW);
     assert_eq!(attributions(&entries), [("x".to_owned(), "ada".to_owned(), false)]);
     assert_eq!(entries[0].dispatch_id.as_deref(), Some("ada"));
+}
+
+#[test]
+fn saved_claim_is_text_unless_it_is_not_utf8() {
+    let mut claiming = window("ada", "1", Some("w"));
+    claiming.claim.as_mut().unwrap().push(ClaimedPath(b"\xff/x".to_vec()));
+    let saved = serde_json::to_string(&claiming).unwrap();
+    assert!(saved.contains(r#""claim":["w",[255,47,120]]"#), "{saved}");
+    assert_eq!(serde_json::from_str::<CallWindow>(&saved).unwrap(), claiming);
 }
 
 #[test]
