@@ -3,6 +3,8 @@
 //! Invariants: the fence and `seq` are never lowered, unless they are implausible; the new pointer names a snapshot
 //! whose object and sidecar exist and agree; a concurrent write is never overwritten.
 
+mod resume;
+
 use bytes::Bytes;
 use jiff::Timestamp;
 use object_store::ObjectStoreExt;
@@ -14,6 +16,8 @@ use super::snapshot::{self, Sidecar, SnapshotUnusable};
 use super::{epoch_floor, pointer_io, pointer_log, snapshots};
 use svc_base::clock;
 use svc_machine::epoch::Epoch;
+
+pub use resume::resume;
 
 /// Maximum number of bytes to return from an unreadable pointer.
 const MAX_RETURNED_BYTES: u64 = 8 << 10;
@@ -195,9 +199,7 @@ pub async fn rebuild(
         Err(error) => return Err(error.into()),
     }
     match pointer_io::read(bucket, slot).await {
-        Ok(Some(read)) if read.value == next => Ok(next),
-        // The rebuild took effect, and a host or the platform has moved the pointer since.
-        Ok(Some(read)) if read.value.seq > next.seq && read.value.fence_epoch >= next.fence_epoch => Ok(next),
+        Ok(Some(read)) if resume::has_taken_effect(&next, &read.value) => Ok(next),
         Ok(_) => Err(RepairError::ChangedConcurrently),
         Err(StoreError::Corrupt { key, why }) => Err(RepairError::Unusable { key, why }),
         Err(error) => Err(error.into()),
@@ -376,7 +378,7 @@ mod tests {
 
     const TIME: &str = "2026-11-24T03-04-05.678Z";
 
-    fn slot() -> SlotPrefix {
+    pub(super) fn slot() -> SlotPrefix {
         SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary())
     }
 
@@ -388,7 +390,7 @@ mod tests {
     }
 
     /// Creates a slot with one snapshot, and a pointer with `seq` 2.
-    async fn slot_with_backup() -> (Bucket, String) {
+    pub(super) async fn slot_with_backup() -> (Bucket, String) {
         let bucket = Bucket::new(Arc::new(InMemory::new()));
         let taken_at = "2026-11-24T03:04:05.678Z".parse().unwrap();
         let snapshot = SnapshotRef {
@@ -413,7 +415,7 @@ mod tests {
         bucket.put_json(&slot().snapshots().join(format!("{name}.json")), &sidecar).await.unwrap();
     }
 
-    async fn inspect_target(bucket: &Bucket, target: RebuildTarget<'_>) -> Inspection {
+    pub(super) async fn inspect_target(bucket: &Bucket, target: RebuildTarget<'_>) -> Inspection {
         inspect(bucket, &slot(), record(), target).await.unwrap()
     }
 

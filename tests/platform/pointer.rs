@@ -6,7 +6,7 @@ use base64::prelude::BASE64_STANDARD;
 use reqwest::Method;
 use serde_json::{Value, json};
 
-use super::stack::{BUCKET, Process, SECRET, Stack};
+use super::stack::{ApiResponse, BUCKET, Process, SECRET, Stack};
 
 const LATEST: &str = "user_1/primary/system/db/latest";
 const SHOW: &str = "/vps/slots/pointer?idpUserId=user_1";
@@ -54,10 +54,8 @@ async fn rebuild_replaces_an_unreadable_pointer_and_keeps_its_bytes() {
     assert_eq!(rebuilt["fenceMachineId"], before["fenceMachineId"]);
     assert!(rebuilt["seq"].as_u64() > before["seq"].as_u64(), "{inspection:?}");
 
-    let request = || {
-        let request = stack.request(&process, Method::POST, REBUILD).bearer_auth(SECRET);
-        stack.send(request.header("Idempotency-Key", "rebuild-1").json(&slot_body()))
-    };
+    let body = slot_body();
+    let request = || rebuild_with_key(&stack, &process, "rebuild-1", &body);
     let response = request().await;
     assert_eq!((response.status, &response.body["pointer"]), (200, rebuilt), "{response:?}");
     assert_eq!(request().await.body, response.body, "the same key gets the same response");
@@ -132,18 +130,66 @@ async fn rebuild_during_final_backup_keeps_the_old_fence() {
     assert_eq!((&pointer["fenceEpoch"], &pointer["fenceMachineId"]), (&json!(1), &json!(guest.machine)));
 }
 
-/// A client may repeat a slow request: it gets 200, or 409 because the pointer has already been rebuilt.
+async fn rebuild_with_key(stack: &Stack, process: &Process, key: &str, body: &Value) -> ApiResponse {
+    let request = stack.request(process, Method::POST, REBUILD).bearer_auth(SECRET);
+    stack.send(request.header("Idempotency-Key", key).json(body)).await
+}
+
+/// A deleted response stands for a platform that failed between the last write to the store and the commit.
+#[tokio::test(flavor = "multi_thread")]
+async fn retry_after_a_lost_response_completes_the_rebuild() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    recover_with_two_snapshots(&stack, &process).await;
+    let client = stack.database.connect().await.unwrap();
+    let lose_response = async |key: &str| {
+        let sql = "DELETE FROM idempotency_keys WHERE key = $1";
+        assert_eq!(client.execute(sql, &[&key]).await.unwrap(), 1);
+    };
+    stack.store.write(BUCKET, LATEST, "{not json");
+    let rebuilt = rebuild_with_key(&stack, &process, "sound", &slot_body()).await;
+    lose_response("sound").await;
+    let retried = rebuild_with_key(&stack, &process, "sound", &slot_body()).await;
+    assert_eq!((retried.status, &retried.body), (200, &rebuilt.body), "{retried:?}");
+
+    // A forced rebuild is not repeated: in the meantime, the host has published a snapshot.
+    let forced = json!({"idpUserId": "user_1", "empty": true, "force": true});
+    let emptied = rebuild_with_key(&stack, &process, "empty", &forced).await;
+    assert_eq!((emptied.status, &emptied.body["pointer"]["snapshot"]), (200, &Value::Null), "{emptied:?}");
+    lose_response("empty").await;
+    let machine = stack.pointer("user_1")["fenceMachineId"].as_str().unwrap().to_owned();
+    let published = stack.store_snapshot_by("user_1", &machine, "2026-01-03T00:00:00.000Z");
+    let retried = rebuild_with_key(&stack, &process, "empty", &forced).await;
+    assert_eq!((retried.status, &retried.body), (200, &emptied.body), "{retried:?}");
+    assert_eq!(stack.pointer("user_1")["snapshot"]["key"], published);
+    assert_eq!(list_audit(&stack).await.len(), 2);
+}
+
+/// A client may repeat a slow request before the first attempt has completed.
+#[tokio::test(flavor = "multi_thread")]
+async fn concurrent_attempts_rebuild_the_pointer_once() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    recover_with_two_snapshots(&stack, &process).await;
+    stack.store.write(BUCKET, LATEST, "{not json");
+    let body = slot_body();
+    let attempt = |_| rebuild_with_key(&stack, &process, "a", &body);
+    let responses = futures_util::future::join_all((0..5).map(attempt)).await;
+    let is_same = |response: &ApiResponse| response.status == 200 && response.body == responses[0].body;
+    assert!(responses.iter().all(is_same), "{responses:?}");
+    assert_eq!(list_audit(&stack).await.len(), 1);
+}
+
+/// Each request gets 200, or 409 because another one has rebuilt the pointer.
 #[tokio::test(flavor = "multi_thread")]
 async fn concurrent_rebuilds_leave_a_sound_pointer() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let [newer, _] = recover_with_two_snapshots(&stack, &process).await;
     stack.store.write(BUCKET, LATEST, "{not json");
-    let request = |key: &'static str| {
-        let request = stack.request(&process, Method::POST, REBUILD).bearer_auth(SECRET);
-        stack.send(request.header("Idempotency-Key", key).json(&slot_body()))
-    };
-    let responses = futures_util::future::join_all(["a", "a", "a", "b", "b"].map(request)).await;
+    let body = slot_body();
+    let request = |key| rebuild_with_key(&stack, &process, key, &body);
+    let responses = futures_util::future::join_all(["a", "b", "c", "d", "e"].map(request)).await;
     let statuses: Vec<u16> = responses.iter().map(|response| response.status).collect();
     assert!(
         statuses.contains(&200) && statuses.iter().all(|status| matches!(status, 200 | 409)),

@@ -2,8 +2,9 @@
 //!
 //! Invariant: the change, its audit row and the stored response are written in one transaction. This cannot include
 //! changes outside the database: `pointer.rs`, `host_files.rs` and `backup.rs` write an audit row before the change, in
-//! a separate transaction. The latter two write another one after the host's response, in a task that the operator's
-//! client cannot cancel.
+//! a separate transaction, and make the change in a task that the operator's client cannot cancel. `host_files.rs` and
+//! `backup.rs` write another audit row after the host's response. `pointer.rs` stores its plan with the audit row, so
+//! that a retry completes the change instead of repeating it.
 
 use std::time::Duration;
 
@@ -12,6 +13,7 @@ use axum::response::{IntoResponse, Response};
 use deadpool_postgres::{GenericClient, Transaction};
 use http::{HeaderValue, StatusCode};
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tokio::time::Instant;
@@ -129,6 +131,43 @@ impl Mutation {
     /// unreachable.
     pub async fn replay(&self, client: &impl GenericClient) -> Result<Option<Reply>, Problem> {
         let Some(key) = &self.key else { return Ok(None) };
+        let stored = self.find_stored(client, key).await?;
+        Ok(stored.map(|stored| {
+            let status = StatusCode::from_u16(stored.status).unwrap_or(StatusCode::OK);
+            Reply::new(status, stored.response)
+        }))
+    }
+
+    /// Finds the plan that an earlier attempt of this request stored, for a change outside the database.
+    ///
+    /// # Errors
+    /// Same as [`Self::replay`]; `internal` if the plan is not a `T`.
+    pub async fn find_plan<T: DeserializeOwned>(
+        &self,
+        client: &impl GenericClient,
+    ) -> Result<Option<T>, Problem> {
+        let Some(key) = &self.key else { return Ok(None) };
+        let stored = self.find_stored(client, &plan_key(key)).await?;
+        let plan = stored.map(|stored| serde_json::from_value(stored.response)).transpose();
+        plan.map_err(|error| Problem::internal(&error))
+    }
+
+    /// Stores the plan for a change outside the database, in place of an earlier attempt's plan.
+    ///
+    /// # Errors
+    /// [`DbError`] if the plan cannot be written.
+    pub async fn store_plan(&self, tx: &Transaction<'_>, plan: &impl Serialize) -> Result<(), DbError> {
+        let Some(key) = &self.key else { return Ok(()) };
+        let stored = self.to_stored(&Reply::new(StatusCode::ACCEPTED, plan));
+        db::idempotency::replace_response(tx, &self.actor, &plan_key(key), &stored).await
+    }
+
+    /// Finds what an earlier attempt of this request stored under `key`.
+    async fn find_stored(
+        &self,
+        client: &impl GenericClient,
+        key: &str,
+    ) -> Result<Option<StoredResponse>, Problem> {
         let Some(stored) = db::idempotency::find_response(client, &self.actor, key).await? else {
             return Ok(None);
         };
@@ -138,8 +177,16 @@ impl Mutation {
                 "This Idempotency-Key was used for a different request.",
             ));
         }
-        let status = StatusCode::from_u16(stored.status).unwrap_or(StatusCode::OK);
-        Ok(Some(Reply::new(status, stored.response)))
+        Ok(Some(stored))
+    }
+
+    fn to_stored(&self, reply: &Reply) -> StoredResponse {
+        StoredResponse {
+            route: self.route.clone(),
+            body_hash: self.body_hash.clone(),
+            status: reply.status.as_u16(),
+            response: reply.body.clone(),
+        }
     }
 
     /// Runs the change, and writes its audit row and the stored response, in one transaction, unless the request is
@@ -229,14 +276,13 @@ impl Mutation {
     /// [`DbError`] if the response cannot be written.
     pub async fn store(&self, tx: &Transaction<'_>, reply: &Reply) -> Result<(), DbError> {
         let Some(key) = &self.key else { return Ok(()) };
-        let stored = StoredResponse {
-            route: self.route.clone(),
-            body_hash: self.body_hash.clone(),
-            status: reply.status.as_u16(),
-            response: reply.body.clone(),
-        };
-        db::idempotency::store_response(tx, &self.actor, key, &stored).await
+        db::idempotency::store_response(tx, &self.actor, key, &self.to_stored(reply)).await
     }
+}
+
+/// Returns the key of a request's plan. No client can send it, because it contains a tab.
+fn plan_key(key: &str) -> String {
+    format!("plan\t{key}")
 }
 
 /// Writes the audit row for a change.

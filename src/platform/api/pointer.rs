@@ -2,7 +2,8 @@
 //! that is missing, is unreadable or names a snapshot that cannot be restored. With `force`, also replaces a sound one.
 //!
 //! The audit row, with the first bytes of an unreadable pointer, is committed before the pointer is written, so that
-//! these bytes are never lost.
+//! these bytes are never lost. The planned pointer is stored with it: a retry with the same `Idempotency-Key` completes
+//! the rebuild, even if its first attempt got no response.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +14,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
-use deadpool_postgres::GenericClient;
+use deadpool_postgres::{GenericClient, Transaction};
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
@@ -21,7 +22,7 @@ use super::call::ApiCall;
 use super::endpoint::{
     Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, READ, documented_json, idp_user_id, slot_name,
 };
-use super::mutation::{AuditChange, Mutation, Reply};
+use super::mutation::{self, AuditChange, Mutation, Reply};
 use crate::context::Platform;
 use crate::db::{self, DbError};
 use crate::tokens::TokenMint;
@@ -31,6 +32,7 @@ use svc_http::openapi::{
     Operation, Parameter, ParameterLocation, boolean, request_object, schema_of, text_matching,
 };
 use svc_http::problem::{Code, Problem};
+use svc_http::request_id;
 use svc_machine::name::{IdpUserId, Slot};
 use svc_store::key::{SlotPrefix, SnapshotKey};
 use svc_store::pointer::{Fence, Pointer};
@@ -38,8 +40,8 @@ use svc_store::pointer_repair::{self, Inspection, PointerState, RebuildTarget, R
 use svc_wire::pointer as wire;
 
 /// Timeout for the store requests of one inspection or one write. A rebuild makes up to two inspections and one write,
-/// which together must take less than svcctl's timeout of 30 s.
-const STORE_TIMEOUT: Duration = Duration::from_secs(8);
+/// and a retry first checks the earlier write. Together, these must take less than svcctl's timeout of 30 s.
+const STORE_TIMEOUT: Duration = Duration::from_secs(7);
 
 struct PointerTarget {
     user: IdpUserId,
@@ -60,6 +62,10 @@ impl PointerTarget {
 
     fn prefix(&self) -> SlotPrefix {
         SlotPrefix::new(&self.user, &self.slot)
+    }
+
+    fn name(&self) -> String {
+        format!("{}/{}", self.user, self.slot)
     }
 
     fn rebuild_target(&self) -> RebuildTarget<'_> {
@@ -137,7 +143,10 @@ pub async fn rebuild(State(platform): State<Arc<Platform>>, request: Request) ->
         return Err(Problem::field("/empty", "cannot be combined with `--to`"));
     }
     let mutation = Mutation::from_call(&call, &operator)?;
-    Ok(replace(&platform, &target, policy, &mutation).await?.into_response())
+    // The rebuild completes even if the operator disconnects, so that no log entry is left without its `latest`.
+    let replaced = async move { replace(&platform, &target, policy, &mutation).await };
+    let replaced = tokio::spawn(request_id::run_with_id(request_id::current(), replaced));
+    Ok(replaced.await.map_err(|error| Problem::internal(&error))??.into_response())
 }
 
 async fn replace(
@@ -153,13 +162,19 @@ async fn replace(
     let (record, is_recorded) =
         (target.load_record(&session, &platform.mint).await?, target.is_recorded(&session).await?);
     drop(session);
-    let inspection = inspect(platform, target, record.clone()).await?;
+    let mut inspection = inspect(platform, target, record.clone()).await?;
     ensure_exists(target, is_recorded, &inspection)?;
-    if inspection.found.is_sound() && policy == SoundPointerPolicy::Keep {
-        // If this request is a retry, the original may have completed in the meantime.
-        if let Some(reply) = mutation.replay(&platform.db.session().await?).await? {
-            return Ok(reply);
+    let prefix = target.prefix();
+    // Searched after the inspection: if it found the pointer of another attempt of this request, the plan is found.
+    let planned = mutation.find_plan::<Pointer>(&platform.db.session().await?).await?;
+    if let Some(planned) = &planned {
+        let resumed = pointer_repair::resume(&platform.bucket, &prefix, &inspection, planned);
+        let resumed = with_timeout(resumed).await.map_err(|problem| explain_failed_write(problem, target))?;
+        if let Some(written) = resumed {
+            return store_reply(platform, target, mutation, &written).await;
         }
+    }
+    if inspection.found.is_sound() && policy == SoundPointerPolicy::Keep {
         let detail = format!(
             "The pointer is sound and was not changed; `svcctl pointer rebuild {} --slot {} --force` replaces it anyway.",
             target.user, target.slot
@@ -172,23 +187,63 @@ async fn replace(
     let Some(next) = &inspection.next else {
         return Err(Problem::new(Code::SnapshotUnusable, describe_failed_search(&inspection)));
     };
-    let (before, after) = (audit_record(&inspection.found), json!(pointer_resource(next)));
-    let name = format!("{}/{}", target.user, target.slot);
+    // The earlier attempt may still be writing its pointer, so a plan that differs only in the time is kept.
+    let next = match &planned {
+        Some(planned) if Pointer { emptied_at: planned.emptied_at, ..next.clone() } == *planned => planned,
+        _ => next,
+    };
     let change = AuditChange {
         action: "pointer.rebuild",
-        target: name.clone(),
-        before: Some(before),
-        after: Some(after),
+        target: target.name(),
+        before: Some(audit_record(&inspection.found)),
+        after: Some(json!(pointer_resource(next))),
     };
-    mutation.audit_before(platform, &change).await?;
+    let mut session = platform.db.session().await?;
+    let tx = db::begin(&mut session).await?;
+    // Another attempt may have completed since the inspection.
+    if let Some(reply) = mutation.begin(&tx).await? {
+        return Ok(reply);
+    }
+    let next = store_plan(&tx, mutation, planned.as_ref(), next.clone(), &change).await?;
+    db::commit(tx).await?;
+    // No session is held during the requests to the store.
+    drop(session);
 
-    let prefix = target.prefix();
+    inspection.next = Some(next);
     let written = with_timeout(pointer_repair::rebuild(&platform.bucket, &prefix, &inspection)).await;
     let written = written.map_err(|problem| explain_failed_write(problem, target))?;
+    store_reply(platform, target, mutation, &written).await
+}
+
+/// Stores the planned pointer and its audit row. If another attempt of this request has stored the same plan, or any
+/// plan since `known` was found, that one is returned instead: concurrent attempts must write the same pointer.
+async fn store_plan(
+    tx: &Transaction<'_>,
+    mutation: &Mutation,
+    known: Option<&Pointer>,
+    next: Pointer,
+    change: &AuditChange,
+) -> Result<Pointer, Problem> {
+    let stored = mutation.find_plan::<Pointer>(tx).await?;
+    if let Some(stored) = stored.filter(|stored| *stored == next || known != Some(stored)) {
+        return Ok(stored);
+    }
+    mutation::write_audit(tx, mutation.actor(), change).await?;
+    mutation.store_plan(tx, &next).await?;
+    Ok(next)
+}
+
+/// Stores the response to a rebuild that has taken effect.
+async fn store_reply(
+    platform: &Platform,
+    target: &PointerTarget,
+    mutation: &Mutation,
+    written: &Pointer,
+) -> Result<Reply, Problem> {
     let rebuilt = wire::RebuiltPointer {
         idp_user_id: (&target.user).into(),
         slot: (&target.slot).into(),
-        pointer: pointer_resource(&written),
+        pointer: pointer_resource(written),
     };
     let reply = Reply::new(StatusCode::OK, rebuilt);
     let mut session = platform.db.session().await?;
@@ -200,7 +255,7 @@ async fn replace(
     mutation.store(&tx, &reply).await?;
     db::commit(tx).await?;
     tracing::warn!(
-        slot = name,
+        slot = target.name(),
         key = written.snapshot.as_ref().map(|snapshot| &*snapshot.key),
         "pointer rebuilt"
     );

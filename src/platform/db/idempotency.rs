@@ -28,14 +28,39 @@ pub async fn find_response(
     }))
 }
 
+const INSERT: &str = "INSERT INTO idempotency_keys (actor, key, route, body_hash, status, response) \
+                      VALUES ($1, $2, $3, $4, $5, $6)";
+
 pub async fn store_response(
     client: &impl GenericClient,
     actor: &str,
     key: &str,
     stored: &StoredResponse,
 ) -> Result<(), DbError> {
-    let sql = "INSERT INTO idempotency_keys (actor, key, route, body_hash, status, response) \
-               VALUES ($1, $2, $3, $4, $5, $6)";
+    insert(client, INSERT, actor, key, stored).await
+}
+
+/// Like [`store_response`], but replaces the response to an earlier attempt of the same request.
+pub async fn replace_response(
+    client: &impl GenericClient,
+    actor: &str,
+    key: &str,
+    stored: &StoredResponse,
+) -> Result<(), DbError> {
+    let sql = format!(
+        "{INSERT} ON CONFLICT (actor, key) DO UPDATE \
+         SET status = excluded.status, response = excluded.response, created_at = excluded.created_at"
+    );
+    insert(client, &sql, actor, key, stored).await
+}
+
+async fn insert(
+    client: &impl GenericClient,
+    sql: &str,
+    actor: &str,
+    key: &str,
+    stored: &StoredResponse,
+) -> Result<(), DbError> {
     let status = i32::from(stored.status);
     execute(client, sql, &[&actor, &key, &stored.route, &stored.body_hash, &status, &stored.response])
         .await
