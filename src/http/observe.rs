@@ -46,8 +46,9 @@ pub async fn layer(State(listener): State<Listener>, request: Request, next: Nex
     observe(listener, request, |request| next.run(request)).await
 }
 
-/// Responds to a request within a log span, then logs and counts the request. Uses the inbound request id if it is well
-/// formed, or generates one, and adds it to the request, the span and the response.
+/// Responds to a request within a log span. The request is logged and counted, even if it ends without a response. Uses
+/// the inbound request id if it is well formed, or generates one, and adds it to the request, the span and the
+/// response.
 pub async fn observe<F: Future<Output = Response>>(
     listener: Listener,
     mut request: Request,
@@ -65,21 +66,42 @@ pub async fn observe<F: Future<Output = Response>>(
         path = %without_token(request.uri().path()),
     );
     let work = async {
+        let mut observation = Observation { listener, method, route, start, status: None };
         let response = respond(request).await;
-        let (status, took) = (response.status().as_u16(), start.elapsed());
-        let ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
-        if listener.should_log_all_requests() || status >= 500 {
-            tracing::info!(status, ms, "request completed");
-        } else {
-            tracing::debug!(status, ms, "request completed");
-        }
-        HTTP_REQUESTS.add_one([listener.as_str(), method, route, status_class(status)]);
-        HTTP_DURATION.record([listener.as_str(), route], took);
+        observation.status = Some(response.status().as_u16());
         response
     };
     let mut response = request_id::scope(id, work).instrument(span).await;
     response.headers_mut().insert(request_id::HEADER, value);
     response
+}
+
+/// A request in progress. Dropping it logs and counts the request: if the client disconnects, the server drops the
+/// request's future.
+struct Observation {
+    listener: Listener,
+    method: &'static str,
+    route: &'static str,
+    start: Instant,
+    /// `None` until there is a response.
+    status: Option<u16>,
+}
+
+impl Drop for Observation {
+    fn drop(&mut self) {
+        let Self { listener, method, route, start, status } = *self;
+        let took = start.elapsed();
+        let ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
+        let outcome = if status.is_some() { "request completed" } else { "request ended without a response" };
+        if listener.should_log_all_requests() || status.is_some_and(|status| status >= 500) {
+            tracing::info!(status, ms, "{outcome}");
+        } else {
+            tracing::debug!(status, ms, "{outcome}");
+        }
+        let class = status.map_or("cancelled", status_class);
+        HTTP_REQUESTS.add_one([listener.as_str(), method, route, class]);
+        HTTP_DURATION.record([listener.as_str(), route], took);
+    }
 }
 
 fn method_label(method: &Method) -> &'static str {

@@ -11,7 +11,7 @@ use deadpool_postgres::Status;
 use super::alarms::Alarm;
 use super::context::Platform;
 use super::db::{self, Db, DbError};
-use super::operations::supported_steps;
+use super::operations::runnable_steps;
 use super::{certificates, ended_machines, fleet};
 use svc_base::metrics::{
     ALARMS, BACKUP_AGE, FILE_PRUNINGS_FAILED, FLEET_READ_AT, MACHINES, MACHINES_BY_CERTIFICATE,
@@ -65,7 +65,7 @@ async fn collect_fleet_metrics(db: &Db, token_rotation: Duration, trust: &HostTr
     let in_progress = db::operations::count_running_by_kind(&session).await?;
     let (_, overdue) = db::operations::list_long_running(&session, OVERDUE_AGE, 1).await?;
     let alarms = db::alarms::list_active(&session).await?;
-    let unsupported = db::operations::count_unsupported(&session, &supported_steps()).await?;
+    let unsupported = db::operations::count_unsupported(&session, &runnable_steps()).await?;
     let remaining_budget = db::budget::load_remaining(&session).await?;
 
     let mut summary = fleet::summarize(&rows, token_rotation, trust);

@@ -4,7 +4,7 @@
 use serde_json::{Value, json};
 
 use super::fake_host::start_host;
-use super::stack::{Process, Stack, provision_body};
+use super::stack::{BUCKET, Process, Stack, provision_body};
 
 fn body_allowing_empty() -> Value {
     let mut body = provision_body("user_1");
@@ -108,4 +108,26 @@ async fn slot_is_not_provisioned_during_a_deletion_backup() {
     // The operator can still decide either way, because no other machine has taken the slot.
     assert_eq!(stack.post(&process, &format!("{path}/abandon"), &json!({})).await.status, 200);
     assert_eq!(stack.status(&process, &old.guest.machine).await, "running");
+}
+
+/// No heartbeat has reported the deleted machine's only snapshot, which the store has lost.
+#[tokio::test(flavor = "multi_thread")]
+async fn slot_with_a_lost_final_backup_does_not_start_empty() {
+    let stack = Stack::start().await;
+    let process =
+        stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60"), ("DELETE_GRACE_SECONDS", "60")]);
+    let old = start_host(&stack, &process).await;
+    let deleted = stack.delete(&process, &format!("/vps/{}", old.guest.machine)).await.body;
+    old.wait_for_backup_request(&stack).await;
+    let taken_at = old.store_backup(&stack, "user_1");
+    let operation = deleted["operationId"].as_str().unwrap();
+    let ended = stack.wait_until_ended_without_hosts(&process, operation).await;
+    assert_eq!(ended["state"], "succeeded", "{ended}");
+
+    for object in stack.store.objects(BUCKET, "user_1/primary/system/db/") {
+        stack.store.remove(BUCKET, &object.key);
+    }
+    let refused = stack.post(&process, "/vps/provision", &body_allowing_empty()).await;
+    refused.assert_problem(409, "snapshot_unusable");
+    assert!(refused.body["detail"].as_str().unwrap().contains(&taken_at), "{refused:?}");
 }

@@ -1,5 +1,8 @@
 //! `/metrics` as a scraper sees it, before and after operations.
 
+use std::time::Duration;
+
+use kit::s3::{Fault, Rule};
 use reqwest::Method;
 use serde_json::json;
 
@@ -93,6 +96,26 @@ async fn metrics_require_operator_and_survive_unreadable_tables() {
         read_at,
         "the metric reports the time of the last successful read"
     );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn request_of_a_disconnected_client_is_counted_and_logged() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
+    // The response waits up to 2 s for the store.
+    stack.store.add_fault(Rule::new(Fault::Delay(Duration::from_secs(60))).key("latest").always());
+    let path = format!("/vps/{}", guest.machine);
+    let series =
+        "svc_http_requests_total{listener=\"api\",method=\"GET\",route=\"/vps/{id}\",status=\"cancelled\"}";
+    let find_cancelled = || async {
+        let request = stack.request(&process, Method::GET, &path).bearer_auth(SECRET);
+        let error = request.timeout(Duration::from_millis(500)).send().await.unwrap_err();
+        assert!(error.is_timeout(), "{error:?}");
+        scrape(&stack, &process).await.get(series)
+    };
+    stack.eventually("the request is counted", find_cancelled).await;
+    assert!(stack.log().contains("request ended without a response"), "{}", stack.log());
 }
 
 #[tokio::test(flavor = "multi_thread")]

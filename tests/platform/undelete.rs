@@ -215,3 +215,22 @@ async fn deletion_of_an_unregistered_machine_offers_no_undelete() {
     refused.assert_problem(409, "invalid_state");
     assert!(refused.body["detail"].as_str().unwrap().contains("never served traffic"), "{refused:?}");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn deletion_after_the_loss_of_a_server_offers_no_undelete() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
+    let guest = stack.start_machine(&process, "user_1").await;
+    stack.provider.vanish_server(&format!("svc-{}", guest.machine)).await.unwrap();
+    let has_failed = || async {
+        let record = stack.fetch_record(&process, &guest.machine).await;
+        (record["failure"]["cause"] == "server_gone").then_some(())
+    };
+    stack.eventually("the machine has failed", has_failed).await;
+    let path = format!("/vps/{}", guest.machine);
+    let deleted = stack.delete(&process, &path).await;
+    assert_eq!((deleted.status, &deleted.body["undeleteUntil"]), (202, &Value::Null), "{deleted:?}");
+    let refused = stack.post(&process, &format!("{path}/undelete"), &json!({})).await;
+    refused.assert_problem(409, "invalid_state");
+    assert!(refused.body["detail"].as_str().unwrap().contains("server has been deleted"), "{refused:?}");
+}

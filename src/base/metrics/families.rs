@@ -46,9 +46,11 @@ macro_rules! families {
 families! {
     HTTP_REQUESTS: Counters<4> = "svc_http_requests_total",
         ["listener", "method", "route", "status"], on Everywhere,
-        "Requests handled, by listener, method, route template and status class.";
+        "Requests ended, by listener, method, route template and status class, or cancelled: without a \
+         response, usually because the client disconnected.";
     HTTP_DURATION: Durations<2> = "svc_http_request_duration_seconds", ["listener", "route"], on Everywhere,
-        "Time to the head of the response, without the rest of a streamed body.";
+        "Time to the head of the response, without the rest of a streamed body, or to the cancellation of \
+         the request.";
     DISPATCHES: Counters<1> = "svc_dispatches_total", ["outcome"], on Host,
         "Dispatches ended, by outcome: success, error, or limited (refused because a cost limit was \
          reached).";

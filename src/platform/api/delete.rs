@@ -146,8 +146,9 @@ async fn response_body(
 /// Returns the time until which the deletion can be undone; `None` if it cannot be undone.
 fn undelete_until(platform: &Platform, machine: &MachineRow, options: OperationOptions) -> Option<Time> {
     let grace = SignedDuration::try_from(platform.config.timing.delete_grace).unwrap_or(SignedDuration::MAX);
-    // The server of a machine that never registered holds no data, so it is not kept.
-    let deleted_at = machine.deleted_at.filter(|_| !options.now && machine.registered_at.is_some());
+    // The server of a machine that never registered holds no data, so it is not kept. A lost server cannot be kept.
+    let is_server_kept = !options.now && machine.registered_at.is_some() && !machine.has_lost_server();
+    let deleted_at = machine.deleted_at.filter(|_| is_server_kept);
     // The retention period of the server starts later if the deletion had to wait before powering it off.
     let kept_since = deleted_at.map(|at| machine.power_off_ordered_at.map_or(at, |ordered| at.max(ordered)));
     kept_since.and_then(|since| since.checked_add(grace).ok()).map(Into::into)

@@ -112,13 +112,15 @@ pub async fn find_highest_epoch(
     Ok(Epoch(u32::try_from(highest).unwrap_or(0)))
 }
 
-/// Loads the time at which the newest verified snapshot reported by any of the slot's hosts was taken.
+/// Loads the time at which the newest verified snapshot of any of the slot's hosts was taken. A final backup counts even
+/// if the host sent no heartbeat after it.
 pub async fn load_newest_backup_time(
     client: &impl GenericClient,
     user: &IdpUserId,
     slot: &Slot,
 ) -> Result<Option<Timestamp>, DbError> {
-    let sql = "SELECT max(backup_taken_at) FROM user_machines WHERE idp_user_id = $1 AND slot = $2";
+    let sql = "SELECT max(greatest(backup_taken_at, final_backup_at)) FROM user_machines \
+               WHERE idp_user_id = $1 AND slot = $2";
     Ok(query_opt(client, sql, &[&user.as_str(), &slot.as_str()]).await?.and_then(|row| row.get(0)))
 }
 

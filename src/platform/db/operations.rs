@@ -177,7 +177,7 @@ pub async fn count_running_by_kind(client: &impl GenericClient) -> Result<Vec<(S
 pub struct StallLimits<'a> {
     progress_timeout_seconds: f64,
     max_age_seconds: f64,
-    supported: SupportedSteps<'a>,
+    runnable: RunnableSteps<'a>,
 }
 
 impl<'a> StallLimits<'a> {
@@ -185,16 +185,16 @@ impl<'a> StallLimits<'a> {
     ///   not count.
     /// - `max_age`: maximum time since the operation was created or, if later, was last continued by an operator or
     ///   unblocked by the provider's account.
-    /// - `supported`: operations that only other releases support never count as stalled.
-    pub fn new(progress_timeout: Duration, max_age: Duration, supported: SupportedSteps<'a>) -> Self {
+    /// - `runnable`: operations that only other releases support never count as stalled.
+    pub fn new(progress_timeout: Duration, max_age: Duration, runnable: RunnableSteps<'a>) -> Self {
         let (progress_timeout_seconds, max_age_seconds) =
             (progress_timeout.as_secs_f64(), max_age.as_secs_f64());
-        Self { progress_timeout_seconds, max_age_seconds, supported }
+        Self { progress_timeout_seconds, max_age_seconds, runnable }
     }
 
     /// The parameters `$1` to `$5` of [`Self::CONDITION`].
     fn params(&self) -> [&(dyn ToSql + Sync); 5] {
-        let SupportedSteps { kinds, steps } = &self.supported;
+        let RunnableSteps { kinds, steps } = &self.runnable;
         [&self.progress_timeout_seconds, &self.max_age_seconds, kinds, steps, &PROVIDER_ACCOUNT_BLOCKED]
     }
 
@@ -379,7 +379,7 @@ pub async fn load_failing_time(client: &impl GenericClient, id: OperationId) -> 
 pub const PROVIDER_ACCOUNT_BLOCKED: &str = "provider_account";
 
 /// The kinds and steps that this release can run. All other kinds and steps belong to a newer release.
-pub struct SupportedSteps<'a> {
+pub struct RunnableSteps<'a> {
     pub kinds: &'a [&'a str],
     pub steps: &'a [&'a str],
 }
@@ -390,7 +390,7 @@ pub async fn claim(
     client: &impl GenericClient,
     owner: Uuid,
     lease: Duration,
-    supported: &SupportedSteps<'_>,
+    runnable: &RunnableSteps<'_>,
 ) -> Result<Option<OperationRow>, DbError> {
     let sql = format!(
         "UPDATE operations SET lease_owner = $1, lease_until = clock_timestamp() + make_interval(secs => $2) \
@@ -399,7 +399,7 @@ pub async fn claim(
            AND due_at <= clock_timestamp() AND (lease_until IS NULL OR lease_until <= clock_timestamp()) \
            ORDER BY coalesce(facts ->> 'begun' = step, false), due_at LIMIT 1 FOR UPDATE SKIP LOCKED) RETURNING {COLUMNS}"
     );
-    let params: super::Params<'_> = &[&owner, &lease.as_secs_f64(), &supported.kinds, &supported.steps];
+    let params: super::Params<'_> = &[&owner, &lease.as_secs_f64(), &runnable.kinds, &runnable.steps];
     Ok(query_opt(client, &sql, params).await?.as_ref().map(OperationRow::parse))
 }
 
@@ -407,12 +407,12 @@ pub async fn claim(
 /// already, `None` if no such operation is running.
 pub async fn time_until_due(
     client: &impl GenericClient,
-    supported: &SupportedSteps<'_>,
+    runnable: &RunnableSteps<'_>,
 ) -> Result<Option<Duration>, DbError> {
     let sql = "SELECT extract(epoch FROM min(greatest(due_at, lease_until)) - clock_timestamp())::float8 \
                FROM operations WHERE state = 'running' AND question IS NULL AND due_at < 'infinity' \
                AND kind = ANY($1) AND step = ANY($2)";
-    let row = query_opt(client, sql, &[&supported.kinds, &supported.steps]).await?;
+    let row = query_opt(client, sql, &[&runnable.kinds, &runnable.steps]).await?;
     let seconds: Option<f64> = row.and_then(|row| row.get(0));
     Ok(seconds.map(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)))
 }
@@ -420,11 +420,11 @@ pub async fn time_until_due(
 /// Counts the unfinished operations that this release cannot run.
 pub async fn count_unsupported(
     client: &impl GenericClient,
-    supported: &SupportedSteps<'_>,
+    runnable: &RunnableSteps<'_>,
 ) -> Result<i64, DbError> {
     let sql = "SELECT count(*) FROM operations WHERE state = 'running' \
                AND NOT (kind = ANY($1) AND step = ANY($2))";
-    Ok(query_opt(client, sql, &[&supported.kinds, &supported.steps]).await?.map_or(0, |row| row.get(0)))
+    Ok(query_opt(client, sql, &[&runnable.kinds, &runnable.steps]).await?.map_or(0, |row| row.get(0)))
 }
 
 /// The columns that [`advance`] writes.

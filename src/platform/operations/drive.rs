@@ -12,9 +12,9 @@ use uuid::Uuid;
 
 use super::runner::run_current_step;
 use super::step::StepError;
-use super::{Lane, Step, supported_steps, supported_steps_in};
+use super::{Lane, Step, runnable_steps, runnable_steps_in};
 use crate::context::Platform;
-use crate::db::operations::{OperationRow, SupportedSteps};
+use crate::db::operations::{OperationRow, RunnableSteps};
 use crate::db::{self, DbError};
 use svc_http::problem::format_chain;
 use svc_http::request_id;
@@ -83,11 +83,11 @@ impl Drivers {
     }
 
     /// Returns the steps of the lanes with capacity.
-    fn claimable_steps(&self) -> Option<SupportedSteps<'static>> {
+    fn claimable_steps(&self) -> Option<RunnableSteps<'static>> {
         match (self.general.len() < MAX_DRIVEN_OPERATIONS, self.host_calls.len() < MAX_HOST_CALL_OPERATIONS) {
-            (true, true) => Some(supported_steps()),
-            (true, false) => Some(supported_steps_in(Lane::General)),
-            (false, true) => Some(supported_steps_in(Lane::HostCalls)),
+            (true, true) => Some(runnable_steps()),
+            (true, false) => Some(runnable_steps_in(Lane::General)),
+            (false, true) => Some(runnable_steps_in(Lane::HostCalls)),
             (false, false) => None,
         }
     }

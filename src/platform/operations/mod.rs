@@ -23,27 +23,27 @@ mod step_failure;
 
 use std::sync::LazyLock;
 
-use crate::db::operations::SupportedSteps;
+use crate::db::operations::RunnableSteps;
 
 pub use svc_machine::operation::{Lane, OperationKind, OperationOptions, Step};
 
-/// Returns the kinds that this release supports, and the steps in this lane.
-pub fn supported_steps_in(lane: Lane) -> SupportedSteps<'static> {
+/// Returns the kinds that this release can run, and its steps in this lane.
+pub fn runnable_steps_in(lane: Lane) -> RunnableSteps<'static> {
     static STEPS: LazyLock<[Vec<&str>; 2]> = LazyLock::new(|| {
         [Lane::General, Lane::HostCalls].map(|lane| {
             let steps = Step::ALL.into_iter().filter(|step| step.lane() == lane);
             steps.map(Step::as_str).collect()
         })
     });
-    SupportedSteps { steps: &STEPS[lane as usize], ..supported_steps() }
+    RunnableSteps { steps: &STEPS[lane as usize], ..runnable_steps() }
 }
 
-/// Returns the kinds and steps that this release supports.
-pub fn supported_steps() -> SupportedSteps<'static> {
+/// Returns the kinds and steps that this release can run.
+pub fn runnable_steps() -> RunnableSteps<'static> {
     static KINDS: LazyLock<Vec<&str>> =
         LazyLock::new(|| OperationKind::ALL.map(OperationKind::as_str).into());
     static STEPS: LazyLock<Vec<&str>> = LazyLock::new(|| Step::ALL.map(Step::as_str).into());
-    SupportedSteps { kinds: &KINDS, steps: &STEPS }
+    RunnableSteps { kinds: &KINDS, steps: &STEPS }
 }
 
 /// Fail points within a step.

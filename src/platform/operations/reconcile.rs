@@ -11,7 +11,7 @@ use std::time::Duration;
 use serde_json::json;
 
 use super::{OperationKind, OperationOptions};
-use super::{inventory, leased, retention, supported_steps};
+use super::{inventory, leased, retention, runnable_steps};
 use crate::alarms::{self, Alarm};
 use crate::context::Platform;
 use crate::db::operations::{OperationRow, StallLimits};
@@ -144,7 +144,7 @@ async fn delete_expired_preview(platform: &Platform, machine: MachineId) -> anyh
 async fn end_stalled_operations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let timing = &platform.config.timing;
-    let limits = StallLimits::new(timing.operation_deadline, timing.operation_limit, supported_steps());
+    let limits = StallLimits::new(timing.operation_deadline, timing.operation_limit, runnable_steps());
     let stalled = db::operations::list_stalled(&session, &limits).await?;
     drop(session);
     let mut failures = Failures::default();
@@ -157,7 +157,7 @@ async fn end_stalled_operations(platform: &Platform) -> anyhow::Result<()> {
 /// Raises an alarm if there are operations that only a different release can run.
 async fn report_unknown_operations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
-    let unknown = db::operations::count_unsupported(&session, &supported_steps()).await?;
+    let unknown = db::operations::count_unsupported(&session, &runnable_steps()).await?;
     drop(session);
     if unknown > 0 {
         alarms::raise_or_log(platform, Alarm::UnknownOperations, &json!({"operations": unknown})).await;
