@@ -156,6 +156,11 @@ async fn import_runs_archive_sql_without_privileges() -> Result<()> {
         "GRANT CREATE ON SCHEMA public TO PUBLIC".to_owned(),
         "ALTER DEFAULT PRIVILEGES GRANT ALL ON TABLES TO PUBLIC".to_owned(),
         "CREATE POLICY planted ON app_notes.notes USING (true)".to_owned(),
+        "DO 'BEGIN EXECUTE \
+         format(''GRANT CREATE, TEMPORARY ON DATABASE %I TO pg_monitor'', current_database()); END'"
+            .to_owned(),
+        // initdb assigns the oids below 16384, except to large objects.
+        "SELECT pg_catalog.lo_create(5000)".to_owned(),
     ];
     for statement in &cases {
         valid.write_with(statement, &archive)?;

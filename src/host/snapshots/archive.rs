@@ -36,6 +36,13 @@ pub const STAGING_PREFIX: &str = ".import-";
 /// Prefix of an import's directory of replaced files, below the home directory and its [`SYSTEM`]; not archived.
 pub const REPLACED_PREFIX: &str = ".before-import-";
 
+/// Maximum number of entries, including records with long names and long link targets.
+pub const MAX_ENTRIES: usize = 4_000_000;
+/// Maximum number of bytes in all paths and link targets.
+pub const MAX_TOTAL_NAME_BYTES: u64 = 256 << 20;
+/// Maximum size of the manifest, enough for two million entries with paths of 100 bytes.
+pub const MAX_MANIFEST_BYTES: u64 = 512 << 20;
+
 /// Origin of an archive.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]

@@ -6,7 +6,7 @@ use std::io::{BufReader, BufWriter, Read, Seek, Write};
 use std::os::fd::AsFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -14,6 +14,7 @@ use serde::Serialize;
 use tar::{Builder, EntryType, EntryWriter, Header};
 
 use super::files::{HomeEntry, OmittedEntry};
+use super::limits::{LimitCounter, LimitExceeded};
 use super::stream::Frame;
 use crate::snapshots::archive;
 use crate::snapshots::archive::{
@@ -46,6 +47,8 @@ enum WriteError {
     #[error("cannot copy the home directory into the archive")]
     Home(#[source] std::io::Error),
     #[error(transparent)]
+    Limit(#[from] LimitExceeded),
+    #[error(transparent)]
     Injected(#[from] InjectedFailure),
 }
 
@@ -55,6 +58,7 @@ impl WriteError {
             Self::Snapshot(error) => error.exit(),
             Self::Dump(error) => error.exit(),
             Self::GateClosed => Exit::TryAgain,
+            Self::Limit(_) => Exit::Refused,
             Self::Write(_) | Self::Home(_) | Self::Injected(_) => Exit::Internal,
         }
     }
@@ -64,7 +68,8 @@ impl WriteError {
 ///
 /// # Errors
 /// `TryAgain` if the restore gate is closed, or a table stays locked; `Unavailable` if the database is unavailable;
-/// otherwise `Internal`. After an error, the output is not a valid archive.
+/// `Refused` if no import would accept an archive of this size; otherwise `Internal`. After an error, the output is not
+/// a valid archive.
 pub async fn write(settings: &BackupSettings) -> Result<(), Failure> {
     write_archive(settings).await.map_err(|error| Failure::new(error.exit(), error))
 }
@@ -77,8 +82,7 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
     }
     let write = WriteError::Write;
     let output = File::from(std::io::stdout().as_fd().try_clone_to_owned().map_err(write)?);
-    let mut archive =
-        Archive { tar: Builder::new(BufWriter::with_capacity(CHUNK_BYTES, output)), entries: Vec::new() };
+    let mut archive = Archive::new(BufWriter::with_capacity(CHUNK_BYTES, output));
     let info = ArchiveInfo {
         version: archive::VERSION,
         created_at: clock::now_ms(),
@@ -88,7 +92,7 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
         epoch: settings.identity.epoch,
         made_by: format!("svc {}", applet::version()),
     };
-    archive.write_json(ARCHIVE_INFO, &info).map_err(write)?;
+    archive.write_json(ARCHIVE_INFO, &info)?;
 
     let snapshot = Snapshot::open(&settings.server).await?;
     let dumped = {
@@ -99,33 +103,32 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
         sink.writer.finish().map_err(write)?;
         dumped
     };
-    archive.add_entry(DUMP, EntryKind::File, dumped.dump.size_bytes, Some(dumped.dump.sha256.clone()));
+    archive.add_file(DUMP, dumped.dump.size_bytes, dumped.dump.sha256.clone())?;
     let sidecar = dumped.sidecar(DUMP, &settings.identity, &snapshot);
     drop(snapshot);
-    archive.write_json(SIDECAR, &sidecar).map_err(write)?;
+    archive.write_json(SIDECAR, &sidecar)?;
     failpoint::trigger("export.dumped")?;
 
     let omitted = tokio::task::block_in_place(|| {
-        let mut home = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
-        home.set_read_timeout(Some(HOME_TIMEOUT))?;
-        // The other process lists the home directory only once it has received a byte.
-        home.write_all(b"g")?;
+        let home = start_home().map_err(WriteError::Home)?;
         archive.copy_home(&mut BufReader::with_capacity(CHUNK_BYTES, home))
-    });
-    let omitted = omitted.map_err(WriteError::Home)?;
+    })?;
     failpoint::trigger("export.listed")?;
-    let manifest = Manifest {
-        version: archive::VERSION,
-        entries: std::mem::take(&mut archive.entries),
-        left_out: omitted.iter().map(|entry| archive::encode_path(&entry.path)).collect(),
-    };
-    archive.write_json(MANIFEST, &manifest).map_err(write)?;
+    let manifest = tokio::task::block_in_place(|| archive.write_manifest(&omitted)).map_err(write)?;
     let mut file = archive.tar.into_inner().map_err(write)?;
     file.flush().map_err(write)?;
     file.get_ref().sync_all().map_err(write)?;
     failpoint::trigger("export.written")?;
     print_summary(&manifest, &omitted);
     Ok(())
+}
+
+/// Starts the reading of the home directory: the other process lists it only once it has received a byte.
+fn start_home() -> std::io::Result<UnixStream> {
+    let mut home = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
+    home.set_read_timeout(Some(HOME_TIMEOUT))?;
+    home.write_all(b"g")?;
+    Ok(home)
 }
 
 /// Prints a summary to standard error, because standard output is the archive.
@@ -160,71 +163,102 @@ impl Sink for DumpEntry<'_> {
 struct Archive<W: Write + Seek + 'static> {
     tar: Builder<W>,
     entries: Vec<ArchiveEntry>,
+    counter: LimitCounter,
 }
 
 impl<W: Write + Seek + 'static> Archive<W> {
-    fn add_entry(&mut self, path: &str, kind: EntryKind, size_bytes: u64, sha256: Option<String>) {
-        self.entries.push(ArchiveEntry { path: path.to_owned(), kind, size_bytes, sha256 });
+    fn new(to: W) -> Self {
+        Self { tar: Builder::new(to), entries: Vec::new(), counter: LimitCounter::default() }
     }
 
-    fn write_json(&mut self, name: &str, value: &impl Serialize) -> std::io::Result<()> {
-        let text = serde_json::to_vec_pretty(value)?;
-        let mut header = header(EntryType::Regular, 0o600, 0);
-        header.set_size(text.len() as u64);
-        self.tar.append_data(&mut header, name, text.as_slice())?;
-        self.add_entry(name, EntryKind::File, text.len() as u64, Some(archive::sha256(&text)));
+    /// Adds an entry to the manifest. `target_bytes` is the length of a symbolic link's target.
+    fn add_entry(&mut self, listed: ArchiveEntry, target_bytes: usize) -> Result<(), WriteError> {
+        self.counter.count_entry(&listed.path, target_bytes, json_length(&listed)?)?;
+        self.entries.push(listed);
         Ok(())
     }
 
+    fn add_file(&mut self, name: &str, size_bytes: u64, sha256: String) -> Result<(), WriteError> {
+        let (path, kind) = (name.to_owned(), EntryKind::File);
+        self.add_entry(ArchiveEntry { path, kind, size_bytes, sha256: Some(sha256) }, 0)
+    }
+
+    fn write_json(&mut self, name: &str, value: &impl Serialize) -> Result<(), WriteError> {
+        let text = serde_json::to_vec_pretty(value).map_err(|error| WriteError::Write(error.into()))?;
+        let mut header = header(EntryType::Regular, 0o600, 0);
+        header.set_size(text.len() as u64);
+        self.tar.append_data(&mut header, name, text.as_slice()).map_err(WriteError::Write)?;
+        self.add_file(name, text.len() as u64, archive::sha256(&text))
+    }
+
+    /// Writes the manifest of all entries so far. It can be large, so it is compact, and never in memory as a whole.
+    fn write_manifest(&mut self, omitted: &[OmittedEntry]) -> std::io::Result<Manifest> {
+        let manifest = Manifest {
+            version: archive::VERSION,
+            entries: std::mem::take(&mut self.entries),
+            left_out: omitted.iter().map(|entry| archive::encode_path(&entry.path)).collect(),
+        };
+        let mut header = header(EntryType::Regular, 0o600, 0);
+        let mut writer = self.tar.append_writer(&mut header, MANIFEST)?;
+        serde_json::to_writer(&mut writer, &manifest)?;
+        writer.finish()?;
+        Ok(manifest)
+    }
+
     /// Copies the entries from the process that reads the home directory. Returns the entries that it omitted.
-    fn copy_home(&mut self, frames: &mut impl Read) -> std::io::Result<Vec<OmittedEntry>> {
+    fn copy_home(&mut self, frames: &mut impl Read) -> Result<Vec<OmittedEntry>, WriteError> {
         let mut omitted = Vec::new();
         loop {
-            match Frame::read(frames)? {
-                Frame::Entry { entry, link_target } => self.write_entry(&entry, link_target, frames)?,
-                Frame::OmittedEntry(entry) => omitted.push(entry),
+            match Frame::read(frames).map_err(WriteError::Home)? {
+                Frame::Entry { entry, link_target } => {
+                    let target_bytes = link_target.as_ref().map_or(0, |target| target.as_os_str().len());
+                    let listed = self.write_entry(&entry, link_target.as_deref(), frames);
+                    self.add_entry(listed.map_err(WriteError::Home)?, target_bytes)?;
+                }
+                Frame::OmittedEntry(entry) => {
+                    self.counter.count_listed(json_length(&archive::encode_path(&entry.path))?)?;
+                    omitted.push(entry);
+                }
                 Frame::End => return Ok(omitted),
-                Frame::Data(_) | Frame::FileEnd => return Err(out_of_order()),
+                Frame::Data(_) | Frame::FileEnd => return Err(WriteError::Home(out_of_order())),
             }
         }
     }
 
+    /// Writes an entry of the home directory. Returns the entry for the manifest.
     fn write_entry(
         &mut self,
         entry: &HomeEntry,
-        link_target: Option<PathBuf>,
+        link_target: Option<&Path>,
         frames: &mut impl Read,
-    ) -> std::io::Result<()> {
+    ) -> std::io::Result<ArchiveEntry> {
         let path = Path::new(HOME).join(&entry.path);
-        let encoded = archive::encode_path(&path);
         let mut header = header(entry.kind.into(), entry.mode, entry.modified);
-        match entry.kind {
+        let (size_bytes, sha256) = match entry.kind {
             EntryKind::Directory => {
                 header.set_size(0);
                 self.tar.append_data(&mut header, &path, std::io::empty())?;
-                self.add_entry(&encoded, EntryKind::Directory, 0, None);
+                (0, None)
             }
             EntryKind::Symlink => {
-                let target = link_target.ok_or_else(out_of_order)?;
-                let target = target.as_os_str().as_bytes();
+                let target = link_target.ok_or_else(out_of_order)?.as_os_str().as_bytes();
                 header.set_size(0);
                 // `Builder::append_link` would normalize the target, which would then differ from the manifest.
                 if header.set_link_name_literal(target).is_err() {
                     self.write_long_target(target)?;
                 }
                 self.tar.append_data(&mut header, &path, std::io::empty())?;
-                let digest = archive::sha256(target);
-                self.add_entry(&encoded, EntryKind::Symlink, 0, Some(digest));
+                (0, Some(archive::sha256(target)))
             }
             EntryKind::File => {
                 // The file may grow while it is read, so the size is the number of bytes that were read.
                 let mut writer = self.tar.append_writer(&mut header, &path)?;
                 let (size, digest) = archive::copy_hashed(FileContent::new(frames), &mut writer)?;
                 writer.finish()?;
-                self.add_entry(&encoded, EntryKind::File, size, Some(digest));
+                (size, Some(digest))
             }
-        }
-        Ok(())
+        };
+        Ok(ArchiveEntry { path: archive::encode_path(&path), kind: entry.kind, size_bytes, sha256 })
     }
 
     /// Writes a GNU record with the next entry's link target, which is too long for the entry's header.
@@ -234,6 +268,11 @@ impl<W: Write + Seek + 'static> Archive<W> {
         header.set_size(target.len() as u64 + 1);
         self.tar.append_data(&mut header, "@LongLink", target.chain(&b"\0"[..]))
     }
+}
+
+fn json_length(value: &impl Serialize) -> Result<usize, WriteError> {
+    let text = serde_json::to_vec(value).map_err(|error| WriteError::Write(error.into()))?;
+    Ok(text.len())
 }
 
 /// Reads the frames of one file.
@@ -291,19 +330,22 @@ impl From<EntryKind> for EntryType {
 #[cfg(test)]
 mod tests {
     use std::io::Cursor;
+    use std::path::PathBuf;
 
     use super::*;
-    use crate::system::tar_reader::{TarLimits, TarReader};
+    use crate::system::tar_reader::{TarError, TarLimits, TarReader};
 
     #[test]
     fn write_entry_keeps_every_byte_of_link_targets() {
         let long = format!("a//{}/./b", "x".repeat(200));
         let targets = ["a//b", "a/./b", "//x", "/", "../a/", long.as_str()];
-        let mut archive = Archive { tar: Builder::new(Cursor::new(Vec::new())), entries: Vec::new() };
+        let mut archive = Archive::new(Cursor::new(Vec::new()));
+        let mut listed = Vec::new();
         for (number, target) in targets.iter().enumerate() {
             let path = PathBuf::from(format!("link-{number}"));
             let entry = HomeEntry { path, kind: EntryKind::Symlink, mode: 0o777, modified: 0 };
-            archive.write_entry(&entry, Some(PathBuf::from(target)), &mut std::io::empty()).unwrap();
+            let written = archive.write_entry(&entry, Some(Path::new(target)), &mut std::io::empty());
+            listed.push(written.unwrap());
         }
         let bytes = archive.tar.into_inner().unwrap().into_inner();
         let mut tar = tar::Archive::new(bytes.as_slice());
@@ -315,10 +357,63 @@ mod tests {
             max_total_file_bytes: 0,
         };
         let mut entries = TarReader::new(&mut tar, limits).unwrap();
-        for (target, listed) in targets.into_iter().zip(&archive.entries) {
+        for (target, listed) in targets.into_iter().zip(&listed) {
             let entry = entries.next_entry().unwrap().unwrap();
             assert_eq!(entry.link.as_os_str(), target);
             assert_eq!(listed.sha256, Some(archive::sha256(target.as_bytes())));
         }
+    }
+
+    /// An import counts the same entries and names, and finds a manifest that is no larger than the count.
+    #[test]
+    fn counter_matches_what_tar_reader_limits() {
+        let at_limit = "x".repeat(100);
+        let above_limit = "x".repeat(101);
+        let frame = |path: &str, kind, target: Option<&str>| Frame::Entry {
+            entry: HomeEntry { path: PathBuf::from(path), kind, mode: 0o700, modified: 0 },
+            link_target: target.map(PathBuf::from),
+        };
+        let mut frames = Vec::new();
+        for frame in [
+            Frame::OmittedEntry(OmittedEntry { path: "a \" b".into(), reason: "a socket".to_owned() }),
+            frame("d", EntryKind::Directory, None),
+            // With the prefix `home/`, the first path has 100 bytes.
+            frame(&at_limit[5..], EntryKind::Directory, None),
+            frame(&at_limit[4..], EntryKind::Directory, None),
+            frame("d/\n", EntryKind::File, None),
+            Frame::Data(b"abc".to_vec()),
+            Frame::FileEnd,
+            frame("d/short", EntryKind::Symlink, Some(at_limit.as_str())),
+            frame("d/long", EntryKind::Symlink, Some(above_limit.as_str())),
+            Frame::End,
+        ] {
+            frame.write(&mut frames).unwrap();
+        }
+        let mut archive = Archive::new(Cursor::new(Vec::new()));
+        let omitted = archive.copy_home(&mut frames.as_slice()).unwrap();
+        archive.write_manifest(&omitted).unwrap();
+        let Archive { tar: builder, counter, .. } = archive;
+        let bytes = builder.into_inner().unwrap().into_inner();
+        // Returns the size of the last entry.
+        let read_all = |max_entries, max_total_name_bytes| -> Result<u64, TarError> {
+            let limits = TarLimits {
+                max_entries,
+                max_name_bytes: 1024,
+                max_total_name_bytes,
+                max_file_bytes: 4096,
+                max_total_file_bytes: 4096,
+            };
+            let mut tar = tar::Archive::new(bytes.as_slice());
+            let mut entries = TarReader::new(&mut tar, limits)?;
+            let mut last = 0;
+            while let Some(entry) = entries.next_entry()? {
+                last = entry.size;
+            }
+            Ok(last)
+        };
+        let manifest_bytes = read_all(counter.entries, counter.name_bytes).unwrap();
+        assert!((manifest_bytes..manifest_bytes + 64).contains(&counter.manifest_bytes), "{manifest_bytes}");
+        read_all(counter.entries - 1, counter.name_bytes).unwrap_err();
+        read_all(counter.entries, counter.name_bytes - 1).unwrap_err();
     }
 }

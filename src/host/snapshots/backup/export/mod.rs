@@ -7,6 +7,7 @@
 mod archive;
 mod files;
 mod home;
+mod limits;
 mod stream;
 
 use std::fs::File;

@@ -17,7 +17,8 @@ use serde::de::DeserializeOwned;
 use super::manifest::{self, EntryDigest, entry_digest};
 use crate::snapshots::archive;
 use crate::snapshots::archive::{
-    ARCHIVE_INFO, ArchiveEntry, ArchiveInfo, DUMP, HOME, MANIFEST, SIDECAR, SYSTEM,
+    ARCHIVE_INFO, ArchiveEntry, ArchiveInfo, DUMP, HOME, MANIFEST, MAX_ENTRIES, MAX_MANIFEST_BYTES,
+    MAX_TOTAL_NAME_BYTES, SIDECAR, SYSTEM,
 };
 use crate::system::tar_reader::EntryKind;
 use crate::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, name_digest, quote_path};
@@ -27,16 +28,14 @@ use svc_store::snapshot::Sidecar;
 
 /// Maximum size of `export.json` and of `database.json`, which has an entry per table.
 const MAX_JSON_BYTES: u64 = 8 << 20;
-/// Maximum size of the manifest, enough for two million entries.
-const MAX_MANIFEST_BYTES: u64 = 512 << 20;
 const BUFFER_BYTES: usize = 1 << 18;
 
 /// Returns the limits for an archive of this size: no entry can be larger than the file.
 fn tar_limits(archive_bytes: u64) -> TarLimits {
     TarLimits {
-        max_entries: 4_000_000,
+        max_entries: MAX_ENTRIES,
         max_name_bytes: 16 * 1024,
-        max_total_name_bytes: 256 << 20,
+        max_total_name_bytes: MAX_TOTAL_NAME_BYTES,
         max_file_bytes: archive_bytes,
         max_total_file_bytes: archive_bytes,
     }

@@ -8,13 +8,17 @@ use std::fmt::Write as _;
 
 use tokio_postgres::{Client, Error};
 
-/// Volatile functions that an expression may call.
-const ALLOWED_VOLATILE_FUNCTIONS: &str = "'nextval', 'currval', 'random', 'gen_random_uuid', 'uuid_generate_v1', \
-     'uuid_generate_v4', 'clock_timestamp', 'timeofday'";
+/// Harmless volatile functions, which an expression may call: of PostgreSQL, uuid-ossp and pgcrypto. Their names are
+/// sufficient, because [`FORBIDDEN`] allows no functions but built-in ones and those of extensions.
+const ALLOWED_VOLATILE_FUNCTIONS: &str = "'nextval', 'currval', 'lastval', 'random', 'random_normal', \
+     'gen_random_uuid', 'clock_timestamp', 'timeofday', \
+     'uuid_generate_v1', 'uuid_generate_v1mc', 'uuid_generate_v4', \
+     'gen_random_bytes', 'gen_salt', \
+     'pgp_sym_encrypt', 'pgp_sym_encrypt_bytea', 'pgp_pub_encrypt', 'pgp_pub_encrypt_bytea'";
 
 /// Forbidden kinds of objects: label, catalog, name column, and condition. Only oids from 16384 are checked, because
-/// initdb assigns the lower ones.
-const FORBIDDEN: [(&str, &str, &str, &str); 24] = [
+/// initdb assigns the lower ones. Large objects are checked separately.
+const FORBIDDEN: [(&str, &str, &str, &str); 23] = [
     ("function", "pg_proc", "proname", ""),
     ("operator", "pg_operator", "oprname", ""),
     ("operator class", "pg_opclass", "opcname", ""),
@@ -30,7 +34,6 @@ const FORBIDDEN: [(&str, &str, &str, &str); 24] = [
     ("publication", "pg_publication", "pubname", ""),
     ("row security policy", "pg_policy", "polname", ""),
     ("default privilege", "pg_default_acl", "oid", ""),
-    ("large object", "pg_largeobject_metadata", "oid", ""),
     ("text search parser", "pg_ts_parser", "prsname", ""),
     ("text search template", "pg_ts_template", "tmplname", ""),
     ("text search dictionary", "pg_ts_dict", "dictname", ""),
@@ -68,7 +71,8 @@ const EXPRESSIONS: [(&str, &str, &str); 7] = [
 
 /// Privilege lists: catalog, owner, list, name, and condition. The privileges that the archive lists are not loaded, so
 /// any privilege of a role other than the owner was granted by other SQL in the archive.
-const PRIVILEGE_LISTS: [(&str, &str, &str, &str, &str); 4] = [
+const PRIVILEGE_LISTS: [(&str, &str, &str, &str, &str); 5] = [
+    ("pg_database", "o.datdba", "o.datacl", "'database'", "o.datname = current_database()"),
     ("pg_class", "o.relowner", "o.relacl", "o.relname", "o.oid >= 16384"),
     ("pg_type", "o.typowner", "o.typacl", "o.typname", "o.oid >= 16384"),
     (
@@ -109,6 +113,8 @@ fn build_forbidden_query() -> String {
                 AND NOT EXISTS (SELECT FROM member m WHERE m.classid = '{catalog}'::regclass AND m.objid = o.oid)"
         ));
     }
+    // `lo_create` assigns any oid, also one below 16384. A new database has no large objects.
+    parts.push("SELECT 'large object ' || oid FROM pg_largeobject_metadata".to_owned());
     parts.push(
         "SELECT 'extension ' || quote_ident(extname) FROM pg_extension \
           WHERE extowner <> (SELECT oid FROM pg_roles WHERE rolname = current_user)"
