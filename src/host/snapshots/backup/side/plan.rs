@@ -48,7 +48,8 @@ pub struct CopyPlan {
     number: usize,
     /// Columns that both databases have.
     columns: Vec<String>,
-    /// The primary key's columns; empty if the table has no primary key, or one of its columns is not in `columns`.
+    /// The primary key's columns; empty if the table has no primary key, had another one in the snapshot, or one of its
+    /// columns is not in `columns`. Without a key, all rows are replaced.
     key: Vec<String>,
     /// The columns that an update may set.
     settable: Vec<String>,
@@ -88,15 +89,21 @@ impl CopyPlan {
         }
         let key: Vec<String> = column_names(current.iter().filter(|column| column.is_key));
         let has_whole_key = key.iter().all(|name| columns.iter().any(|column| column.name == *name));
+        let snapshot_key: Vec<String> = column_names(snapshot.iter().filter(|column| column.is_key));
+        // The order of a key's columns does not matter, and can differ if the table or a column was recreated.
+        let has_same_key = has_whole_key
+            && key.len() == snapshot_key.len()
+            && key.iter().all(|name| snapshot_key.contains(name));
         if mode != CopyMode::Replace {
             if key.is_empty() {
                 return Err(PlanError::NoPrimaryKey { table });
             }
-            if !has_whole_key || key != column_names(snapshot.iter().filter(|column| column.is_key)) {
+            if !has_same_key {
                 return Err(PlanError::KeyChanged { table });
             }
         }
-        let key = if has_whole_key { key } else { Vec::new() };
+        // Rows of the snapshot may not be unique in another key's columns, so they cannot be matched by it.
+        let key = if has_same_key { key } else { Vec::new() };
         let settable = column_names(
             columns.iter().filter(|column| !column.is_always_identity && !key.contains(&column.name)),
         );
@@ -264,6 +271,32 @@ mod tests {
         let rekeyed = [column("id", "integer", true), column("a", "text", true)];
         assert!(matches!(plan(&rekeyed, &original, CopyMode::Missing), Err(PlanError::KeyChanged { .. })));
         assert!(matches!(plan(&[], &original, CopyMode::Replace), Err(PlanError::NoCommonColumns { .. })));
+    }
+
+    #[test]
+    fn new_replaces_all_rows_if_key_changed() {
+        let columns = |is_tenant_key, is_id_key| {
+            [column("tenant", "text", is_tenant_key), column("id", "integer", is_id_key)]
+        };
+        let (both, only_id, none) = (columns(true, true), columns(false, true), columns(false, false));
+        for (current, snapshot) in
+            [(&only_id, &both), (&both, &only_id), (&only_id, &none), (&none, &only_id)]
+        {
+            let plan = CopyPlan::new(0, "t", current, snapshot, CopyMode::Replace).unwrap();
+            assert_eq!(plan.build_delete(), "DELETE FROM ONLY t");
+            assert_eq!(plan.build_update(), None);
+            assert!(plan.build_insert(false).ends_with("FROM pg_temp.svc_side_0 AS s"));
+        }
+    }
+
+    #[test]
+    fn new_accepts_key_columns_in_another_order() {
+        let (a, b) = (column("a", "integer", true), column("b", "integer", true));
+        let (current, snapshot) = ([b.clone(), a.clone()], [a, b]);
+        for mode in [CopyMode::Missing, CopyMode::Overwrite, CopyMode::Replace] {
+            let plan = CopyPlan::new(0, "t", &current, &snapshot, mode).unwrap();
+            assert!(plan.build_delete().ends_with(r#"WHERE t."b" = s."b" AND t."a" = s."a")"#));
+        }
     }
 
     proptest! {
