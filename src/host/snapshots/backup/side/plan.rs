@@ -55,6 +55,9 @@ pub struct CopyPlan {
     settable: Vec<String>,
     /// Columns that only the snapshot has.
     pub left_out: Vec<String>,
+    /// The table has columns that the snapshot lacks. Their values are lost if all rows are replaced.
+    pub has_added_columns: bool,
+    pub mode: CopyMode,
 }
 
 impl CopyPlan {
@@ -87,6 +90,9 @@ impl CopyPlan {
         if columns.is_empty() {
             return Err(PlanError::NoCommonColumns { table });
         }
+        let is_added =
+            |new: &Column| !new.is_generated && !columns.iter().any(|column| column.name == new.name);
+        let has_added_columns = current.iter().any(is_added);
         let key: Vec<String> = column_names(current.iter().filter(|column| column.is_key));
         let has_whole_key = key.iter().all(|name| columns.iter().any(|column| column.name == *name));
         let snapshot_key: Vec<String> = column_names(snapshot.iter().filter(|column| column.is_key));
@@ -107,7 +113,13 @@ impl CopyPlan {
         let settable = column_names(
             columns.iter().filter(|column| !column.is_always_identity && !key.contains(&column.name)),
         );
-        Ok(Self { table, number, columns: column_names(columns.iter()), key, settable, left_out })
+        let columns = column_names(columns.iter());
+        Ok(Self { table, number, columns, key, settable, left_out, has_added_columns, mode })
+    }
+
+    /// Makes the plan delete all rows and insert the snapshot's, instead of matching them by key.
+    pub fn replace_all_rows(&mut self) {
+        self.key.clear();
     }
 
     fn temporary_table(&self) -> String {
@@ -249,6 +261,7 @@ mod tests {
             [column("id", "integer", true), column("a", "text", false), column("new", "text", false)];
         let plan = CopyPlan::new(0, "public.t", &current, &snapshot, CopyMode::Overwrite).unwrap();
         assert_eq!(plan.left_out, ["old"]);
+        assert!(plan.has_added_columns);
         assert_eq!(plan.build_copy_out(), r#"COPY (SELECT "id", "a" FROM ONLY public.t) TO STDOUT"#);
         assert_eq!(
             plan.build_update().unwrap(),
@@ -287,6 +300,11 @@ mod tests {
             assert_eq!(plan.build_update(), None);
             assert!(plan.build_insert(false).ends_with("FROM pg_temp.svc_side_0 AS s"));
         }
+        let mut plan = CopyPlan::new(0, "t", &both, &both, CopyMode::Replace).unwrap();
+        assert_ne!(plan.build_delete(), "DELETE FROM ONLY t");
+        assert!(!plan.has_added_columns);
+        plan.replace_all_rows();
+        assert_eq!(plan.build_delete(), "DELETE FROM ONLY t");
     }
 
     #[test]
