@@ -193,6 +193,56 @@ async fn every_mode_works_and_a_dropped_table_is_recreated() -> Result<()> {
 }
 
 #[tokio::test]
+async fn replace_restores_rows_despite_changed_constraints() -> Result<()> {
+    let store = machine::start_store()?;
+    let machine = Machine::in_use(&store, 1).await?;
+    let client = machine.client().await?;
+    client
+        .batch_execute(
+            "CREATE SCHEMA app_tree;
+             CREATE TABLE app_tree.nodes (id int PRIMARY KEY, parent int REFERENCES app_tree.nodes, place int UNIQUE);
+             CREATE TABLE app_tree.leaves (id int PRIMARY KEY, node int NOT NULL REFERENCES app_tree.nodes);
+             CREATE TABLE app_tree.notes (tenant text, id int, PRIMARY KEY (tenant, id));
+             INSERT INTO app_tree.nodes VALUES (1, NULL, 1), (2, 1, 2); INSERT INTO app_tree.leaves VALUES (1, 2);
+             INSERT INTO app_tree.notes VALUES ('a', 1), ('b', 1)",
+        )
+        .await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    run_side(&machine, &["open"])?.expect(0);
+    let replace = |tables: &[&str]| {
+        let options = ["copy", "--mode", "replace", "--no-backup"];
+        run_side(&machine, &options.iter().chain(tables).copied().collect::<Vec<&str>>())
+    };
+    let both = ["app_tree.leaves", "app_tree.nodes"];
+    let moves = [
+        "INSERT INTO app_tree.nodes VALUES (3, NULL, 3); UPDATE app_tree.nodes SET parent = 3 WHERE id = 2",
+        "INSERT INTO app_tree.nodes VALUES (3, NULL, 3); UPDATE app_tree.leaves SET node = 3",
+        "UPDATE app_tree.nodes SET place = place + 10; UPDATE app_tree.nodes SET place = 13 - place",
+    ];
+    for damage in moves {
+        client.batch_execute(damage).await?;
+        let before = rows(&machine, "svc", both[1]).await?;
+        // Refused, because a row of the other table refers to a row that must be deleted.
+        let result = replace(&both[1..])?.expect(65);
+        assert!(result.stderr.contains("name both tables"), "{}", result.stderr);
+        assert_eq!(rows(&machine, "svc", both[1]).await?, before);
+        replace(&both)?.expect(0);
+        assert_as_in_snapshot(&machine, &both).await?;
+    }
+
+    // Two rows of the snapshot have the same value in the new key.
+    let rekey = "DELETE FROM app_tree.notes WHERE tenant = 'b'; ALTER TABLE app_tree.notes DROP CONSTRAINT notes_pkey";
+    client.batch_execute(rekey).await?;
+    client.batch_execute("ALTER TABLE app_tree.notes ADD PRIMARY KEY (id)").await?;
+    let result = replace(&["app_tree.notes"])?.expect(65);
+    assert!(result.stderr.contains("notes_pkey"), "{}", result.stderr);
+    assert_eq!(rows(&machine, "svc", "app_tree.notes").await?, ["(a,1)"]);
+    client.batch_execute("ALTER TABLE app_tree.notes DROP CONSTRAINT notes_pkey").await?;
+    replace(&["app_tree.notes"])?.expect(0);
+    assert_as_in_snapshot(&machine, &["app_tree.notes"]).await
+}
+
+#[tokio::test]
 async fn open_selects_snapshot_by_time_and_close_cleans_up() -> Result<()> {
     let store = machine::start_store()?;
     let machine = machine_with_side_database(&store).await?;

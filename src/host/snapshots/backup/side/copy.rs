@@ -8,7 +8,7 @@ use futures_util::{SinkExt, StreamExt};
 use tokio_postgres::error::SqlState;
 use tokio_postgres::{Client, Transaction};
 
-use super::catalog::{self, SESSION_SETTINGS};
+use super::catalog::{self, ForeignKey, SESSION_SETTINGS};
 use super::dependents::Dependents;
 use super::plan::{self, CopyPlan, PlanError};
 use super::recreate;
@@ -96,14 +96,19 @@ pub struct ConstraintViolation {
 impl ConstraintViolation {
     /// Returns the constraint violation that an error reports; `None` for other errors. Omits the values in the error,
     /// because they are the owner's data.
-    fn parse(error: &tokio_postgres::Error) -> Option<Self> {
+    fn parse(error: &tokio_postgres::Error, mode: CopyMode) -> Option<Self> {
         let constraint = error.as_db_error()?.constraint().unwrap_or("a constraint of the table");
         let (description, next_step) = match error.code()? {
-            &SqlState::FOREIGN_KEY_VIOLATION => {
-                ("a row refers to a missing row", "also name the table that it refers to")
-            }
+            &SqlState::FOREIGN_KEY_VIOLATION => (
+                "a row refers to a missing row",
+                "also name both tables of the foreign key, or copy the rows by hand",
+            ),
+            &SqlState::UNIQUE_VIOLATION if mode == CopyMode::Overwrite => (
+                "another row has the same unique value",
+                "use mode missing, which skips such rows, or mode replace, which deletes newer rows",
+            ),
             &SqlState::UNIQUE_VIOLATION => {
-                ("another row has the same unique value", "use mode missing, which skips such rows")
+                ("another row has the same unique value", "change the table, or copy the rows by hand")
             }
             code if code.code().starts_with("23") => {
                 ("a row violates a constraint", "change the table, or copy the rows by hand")
@@ -231,7 +236,7 @@ async fn copy_rows(
     request_id: &str,
     recreated: &[CopiedTable],
 ) -> Result<Vec<CopiedTable>, CopyError> {
-    let transaction = live.transaction().await.map_err(query_error("begin the copy"))?;
+    let mut transaction = live.transaction().await.map_err(query_error("begin the copy"))?;
     transaction
         .batch_execute("SET LOCAL lock_timeout = '60s'")
         .await
@@ -262,37 +267,24 @@ async fn copy_rows(
         .batch_execute("SET LOCAL search_path TO DEFAULT")
         .await
         .map_err(query_error("reset the search path"))?;
-    let mut copied: Vec<CopiedTable> = plans
-        .iter()
-        .map(|plan| CopiedTable {
-            name: plan.table.clone(),
-            left_out: plan.left_out.clone(),
-            ..CopiedTable::default()
-        })
-        .collect();
-    if request.mode == CopyMode::Replace {
-        // Children come first: referring rows are deleted before the rows that they refer to.
-        for (plan, result) in plans.iter().zip(&mut copied).rev() {
-            result.deleted = execute(&transaction, plan, &plan.build_delete()).await?;
-            let other = foreign_keys
-                .iter()
-                .find(|key| key.to == plan.table && key.is_cascading && !tables.contains(&key.from.as_str()));
-            if let (1.., Some(other)) = (result.deleted, other) {
-                return Err(CopyError::Cascades { table: plan.table.clone(), other: other.from.clone() });
-            }
+    let savepoint = transaction.savepoint("changes").await.map_err(query_error("begin the copy"))?;
+    let result = change_rows(&savepoint, &plans, &foreign_keys).await;
+    let can_replace_all_rows =
+        request.mode == CopyMode::Replace && !plans.iter().any(|plan| plan.has_added_columns);
+    let copied = match result {
+        // Even if the snapshot's rows satisfy a constraint, it can be violated while they are changed table by table: a
+        // row refers to one that is deleted before its own update, or two rows exchange their unique values.
+        Err(CopyError::ConstraintViolation { .. }) if can_replace_all_rows => {
+            savepoint.rollback().await.map_err(query_error("repeat the copy"))?;
+            plans.iter_mut().for_each(CopyPlan::replace_all_rows);
+            change_rows(&transaction, &plans, &foreign_keys).await?
         }
-    }
-    for (plan, result) in plans.iter().zip(&mut copied) {
-        if let Some(update) = plan.build_update().filter(|_| request.mode != CopyMode::Missing) {
-            result.updated = execute(&transaction, plan, &update).await?;
+        result => {
+            let copied = result?;
+            savepoint.commit().await.map_err(query_error("complete the copy"))?;
+            copied
         }
-        let skip_conflicts = request.mode == CopyMode::Missing;
-        result.inserted = execute(&transaction, plan, &plan.build_insert(skip_conflicts)).await?;
-        if let Some(missing) = plan.build_count_missing().filter(|_| skip_conflicts) {
-            let row = transaction.query_one(&missing, &[]).await.map_err(copy_error(plan))?;
-            result.skipped = row.try_get::<_, i64>(0).map_err(copy_error(plan))?.unsigned_abs();
-        }
-    }
+    };
     if request.dry_run {
         transaction.rollback().await.map_err(query_error("roll back the dry run"))?;
         return Ok(copied);
@@ -314,9 +306,50 @@ async fn copy_rows(
     Ok(copied)
 }
 
+/// Changes the rows of all tables. The plans must be sorted parents first.
+async fn change_rows(
+    transaction: &Transaction<'_>,
+    plans: &[CopyPlan],
+    foreign_keys: &[ForeignKey],
+) -> Result<Vec<CopiedTable>, CopyError> {
+    let mut copied: Vec<CopiedTable> = plans
+        .iter()
+        .map(|plan| CopiedTable {
+            name: plan.table.clone(),
+            left_out: plan.left_out.clone(),
+            ..CopiedTable::default()
+        })
+        .collect();
+    // Children come first: referring rows are deleted before the rows that they refer to.
+    for (plan, result) in plans.iter().zip(&mut copied).rev() {
+        if plan.mode != CopyMode::Replace {
+            continue;
+        }
+        result.deleted = execute(transaction, plan, &plan.build_delete()).await?;
+        let is_copied = |table: &str| plans.iter().any(|plan| plan.table == table);
+        let other =
+            foreign_keys.iter().find(|key| key.to == plan.table && key.is_cascading && !is_copied(&key.from));
+        if let (1.., Some(other)) = (result.deleted, other) {
+            return Err(CopyError::Cascades { table: plan.table.clone(), other: other.from.clone() });
+        }
+    }
+    for (plan, result) in plans.iter().zip(&mut copied) {
+        if let Some(update) = plan.build_update().filter(|_| plan.mode != CopyMode::Missing) {
+            result.updated = execute(transaction, plan, &update).await?;
+        }
+        let skip_conflicts = plan.mode == CopyMode::Missing;
+        result.inserted = execute(transaction, plan, &plan.build_insert(skip_conflicts)).await?;
+        if let Some(missing) = plan.build_count_missing().filter(|_| skip_conflicts) {
+            let row = transaction.query_one(&missing, &[]).await.map_err(copy_error(plan))?;
+            result.skipped = row.try_get::<_, i64>(0).map_err(copy_error(plan))?.unsigned_abs();
+        }
+    }
+    Ok(copied)
+}
+
 fn copy_error(plan: &CopyPlan) -> impl FnOnce(tokio_postgres::Error) -> CopyError + use<> {
-    let table = plan.table.clone();
-    move |source| match ConstraintViolation::parse(&source) {
+    let (table, mode) = (plan.table.clone(), plan.mode);
+    move |source| match ConstraintViolation::parse(&source, mode) {
         Some(violation) => CopyError::ConstraintViolation { table, violation },
         None => CopyError::Query { action: format!("copy the rows of {table}"), source },
     }

@@ -48,12 +48,16 @@ pub struct CopyPlan {
     number: usize,
     /// Columns that both databases have.
     columns: Vec<String>,
-    /// The primary key's columns; empty if the table has no primary key, or one of its columns is not in `columns`.
+    /// The primary key's columns; empty if the table has no primary key, had another one in the snapshot, or one of its
+    /// columns is not in `columns`. Without a key, all rows are replaced.
     key: Vec<String>,
     /// The columns that an update may set.
     settable: Vec<String>,
     /// Columns that only the snapshot has.
     pub left_out: Vec<String>,
+    /// The table has columns that the snapshot lacks. Their values are lost if all rows are replaced.
+    pub has_added_columns: bool,
+    pub mode: CopyMode,
 }
 
 impl CopyPlan {
@@ -86,21 +90,36 @@ impl CopyPlan {
         if columns.is_empty() {
             return Err(PlanError::NoCommonColumns { table });
         }
+        let is_added =
+            |new: &Column| !new.is_generated && !columns.iter().any(|column| column.name == new.name);
+        let has_added_columns = current.iter().any(is_added);
         let key: Vec<String> = column_names(current.iter().filter(|column| column.is_key));
         let has_whole_key = key.iter().all(|name| columns.iter().any(|column| column.name == *name));
+        let snapshot_key: Vec<String> = column_names(snapshot.iter().filter(|column| column.is_key));
+        // The order of a key's columns does not matter, and can differ if the table or a column was recreated.
+        let has_same_key = has_whole_key
+            && key.len() == snapshot_key.len()
+            && key.iter().all(|name| snapshot_key.contains(name));
         if mode != CopyMode::Replace {
             if key.is_empty() {
                 return Err(PlanError::NoPrimaryKey { table });
             }
-            if !has_whole_key || key != column_names(snapshot.iter().filter(|column| column.is_key)) {
+            if !has_same_key {
                 return Err(PlanError::KeyChanged { table });
             }
         }
-        let key = if has_whole_key { key } else { Vec::new() };
+        // Rows of the snapshot may not be unique in another key's columns, so they cannot be matched by it.
+        let key = if has_same_key { key } else { Vec::new() };
         let settable = column_names(
             columns.iter().filter(|column| !column.is_always_identity && !key.contains(&column.name)),
         );
-        Ok(Self { table, number, columns: column_names(columns.iter()), key, settable, left_out })
+        let columns = column_names(columns.iter());
+        Ok(Self { table, number, columns, key, settable, left_out, has_added_columns, mode })
+    }
+
+    /// Makes the plan delete all rows and insert the snapshot's, instead of matching them by key.
+    pub fn replace_all_rows(&mut self) {
+        self.key.clear();
     }
 
     fn temporary_table(&self) -> String {
@@ -242,6 +261,7 @@ mod tests {
             [column("id", "integer", true), column("a", "text", false), column("new", "text", false)];
         let plan = CopyPlan::new(0, "public.t", &current, &snapshot, CopyMode::Overwrite).unwrap();
         assert_eq!(plan.left_out, ["old"]);
+        assert!(plan.has_added_columns);
         assert_eq!(plan.build_copy_out(), r#"COPY (SELECT "id", "a" FROM ONLY public.t) TO STDOUT"#);
         assert_eq!(
             plan.build_update().unwrap(),
@@ -264,6 +284,37 @@ mod tests {
         let rekeyed = [column("id", "integer", true), column("a", "text", true)];
         assert!(matches!(plan(&rekeyed, &original, CopyMode::Missing), Err(PlanError::KeyChanged { .. })));
         assert!(matches!(plan(&[], &original, CopyMode::Replace), Err(PlanError::NoCommonColumns { .. })));
+    }
+
+    #[test]
+    fn new_replaces_all_rows_if_key_changed() {
+        let columns = |is_tenant_key, is_id_key| {
+            [column("tenant", "text", is_tenant_key), column("id", "integer", is_id_key)]
+        };
+        let (both, only_id, none) = (columns(true, true), columns(false, true), columns(false, false));
+        for (current, snapshot) in
+            [(&only_id, &both), (&both, &only_id), (&only_id, &none), (&none, &only_id)]
+        {
+            let plan = CopyPlan::new(0, "t", current, snapshot, CopyMode::Replace).unwrap();
+            assert_eq!(plan.build_delete(), "DELETE FROM ONLY t");
+            assert_eq!(plan.build_update(), None);
+            assert!(plan.build_insert(false).ends_with("FROM pg_temp.svc_side_0 AS s"));
+        }
+        let mut plan = CopyPlan::new(0, "t", &both, &both, CopyMode::Replace).unwrap();
+        assert_ne!(plan.build_delete(), "DELETE FROM ONLY t");
+        assert!(!plan.has_added_columns);
+        plan.replace_all_rows();
+        assert_eq!(plan.build_delete(), "DELETE FROM ONLY t");
+    }
+
+    #[test]
+    fn new_accepts_key_columns_in_another_order() {
+        let (a, b) = (column("a", "integer", true), column("b", "integer", true));
+        let (current, snapshot) = ([b.clone(), a.clone()], [a, b]);
+        for mode in [CopyMode::Missing, CopyMode::Overwrite, CopyMode::Replace] {
+            let plan = CopyPlan::new(0, "t", &current, &snapshot, mode).unwrap();
+            assert!(plan.build_delete().ends_with(r#"WHERE t."b" = s."b" AND t."a" = s."a")"#));
+        }
     }
 
     proptest! {
