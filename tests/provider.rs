@@ -26,6 +26,7 @@ const FAST_LIMITS: CallLimits = CallLimits {
     max_backoff: Duration::from_millis(50),
     max_rate_wait: Duration::from_millis(1500),
     retries: 4,
+    retry_window: Duration::from_secs(5),
 };
 
 async fn start_simulator() -> Simulator {

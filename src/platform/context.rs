@@ -14,6 +14,7 @@ use super::keys::Seal;
 use super::process_clock::ProcessClock;
 use super::quote_cache::QuoteCache;
 use super::rate_limits::ApiRateLimits;
+use super::readiness::ReadinessProbe;
 use super::server_checks::ServerChecks;
 use super::tokens::TokenMint;
 use svc_provider::Provider;
@@ -55,5 +56,7 @@ pub struct Platform {
     pub rate_limits: ApiRateLimits,
     /// Provider data that this process caches for price quotes.
     pub quotes: QuoteCache,
+    /// Probes this process's dependencies for `/readyz/control`.
+    pub readiness: ReadinessProbe,
     pub stop: CancellationToken,
 }

@@ -84,8 +84,10 @@ fn next_proof_step(distribution: &[KeyDistribution], lacking_hosts: i64, timing:
     let Some(newest) = distribution.last() else { return RotationStep::Nothing };
     if distribution.len() > 1 {
         match newest.acknowledged_for {
-            None if lacking_hosts == 0 => return RotationStep::Acknowledgement(Acknowledgement::ByAll),
-            Some(_) if lacking_hosts > 0 => return RotationStep::Acknowledgement(Acknowledgement::NotByAll),
+            None if lacking_hosts == 0 => return RotationStep::Acknowledgement(Acknowledgement::Complete),
+            Some(_) if lacking_hosts > 0 => {
+                return RotationStep::Acknowledgement(Acknowledgement::Incomplete);
+            }
             Some(time) if time >= timing.overlap => return RotationStep::Retirement,
             Some(_) | None => {}
         }
@@ -162,17 +164,17 @@ mod tests {
 
     #[test]
     fn proof_key_is_retired_after_acknowledgement_and_overlap() {
-        use Acknowledgement::{ByAll, NotByAll};
+        use Acknowledgement::{Complete, Incomplete};
         assert_eq!(next_proof_step(&[], 0, TIMING), RotationStep::Nothing);
         assert_eq!(next_proof_step(&[key(999, None)], 5, TIMING), RotationStep::Nothing);
         assert_eq!(next_proof_step(&[key(1000, None)], 5, TIMING), RotationStep::Successor);
         let fresh = |acknowledged| [key(1010, None), key(10, acknowledged)];
         assert_eq!(next_proof_step(&fresh(None), 1, TIMING), RotationStep::Nothing);
-        assert_eq!(next_proof_step(&fresh(None), 0, TIMING), RotationStep::Acknowledgement(ByAll));
+        assert_eq!(next_proof_step(&fresh(None), 0, TIMING), RotationStep::Acknowledgement(Complete));
         assert_eq!(next_proof_step(&fresh(Some(99)), 0, TIMING), RotationStep::Nothing);
-        assert_eq!(next_proof_step(&fresh(Some(99)), 1, TIMING), RotationStep::Acknowledgement(NotByAll));
+        assert_eq!(next_proof_step(&fresh(Some(99)), 1, TIMING), RotationStep::Acknowledgement(Incomplete));
         assert_eq!(next_proof_step(&fresh(Some(100)), 0, TIMING), RotationStep::Retirement);
-        assert_eq!(next_proof_step(&fresh(Some(500)), 1, TIMING), RotationStep::Acknowledgement(NotByAll));
+        assert_eq!(next_proof_step(&fresh(Some(500)), 1, TIMING), RotationStep::Acknowledgement(Incomplete));
     }
 
     #[test]

@@ -32,6 +32,7 @@ pub mod process_clock;
 pub mod quote_cache;
 pub mod rate_budget;
 pub mod rate_limits;
+pub mod readiness;
 pub mod resource;
 pub mod rollout_plan;
 pub mod rollouts;
@@ -67,6 +68,7 @@ use self::process_clock::ProcessClock;
 use self::quote_cache::QuoteCache;
 use self::rate_budget::SharedBudget;
 use self::rate_limits::ApiRateLimits;
+use self::readiness::ReadinessProbe;
 use self::server_checks::ServerChecks;
 use self::tokens::TokenMint;
 use svc_base::applet::{self, Exit, Failure, OrExit};
@@ -208,6 +210,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         server_checks: ServerChecks::new(config.timing.server_check_interval),
         rate_limits: ApiRateLimits::new(&config.rate_limits),
         quotes: QuoteCache::default(),
+        readiness: ReadinessProbe::default(),
         stop: stop.clone(),
         config,
     });

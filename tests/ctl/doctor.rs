@@ -475,10 +475,14 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     fleet.check_platform(&[], &[]).await.expect("store", "problem", "");
     fleet.stack.store.heal();
     fleet.stack.store.take_down();
+    // The platform reuses the result of its last readiness probe for this long.
+    let readiness_ttl = Duration::from_secs(1);
+    tokio::time::sleep(readiness_ttl).await;
     let down = fleet.check_platform(&[], &[]).await;
     down.expect("store", "problem", "");
     down.expect("platform", "problem", "store failing");
     fleet.stack.store.bring_up().unwrap();
+    tokio::time::sleep(readiness_ttl).await;
 
     let failed = ["fail", "ada", "--reason", "disk errors", "--yes"];
     fleet.stack.svcctl(&failed).await.unwrap().success().unwrap();

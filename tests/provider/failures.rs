@@ -52,6 +52,19 @@ async fn response_without_effect_is_retried() {
 }
 
 #[tokio::test]
+async fn create_is_not_retried_after_its_retry_window() {
+    let simulator = start_simulator().await;
+    let limits = CallLimits { retry_window: FAST_LIMITS.max_rate_wait / 2, ..FAST_LIMITS };
+    let provider = adapter_with(&simulator, simulator.token(), limits);
+    let fault =
+        Fault::Status { status: 429, code: "rate_limit_exceeded".to_owned(), reset_in_seconds: Some(3600) };
+    simulator.add_fault(FaultRule::once("POST", "/servers", fault));
+    let error = provider.create(&order("svc-1")).await.unwrap_err();
+    assert_eq!((error.kind(), error.code()), (ErrorKind::Transient, "rate_limit_exceeded"));
+    assert_eq!(simulator.call_count("POST", "/servers"), 1);
+}
+
+#[tokio::test]
 async fn reads_are_retried_a_bounded_number_of_times() {
     let simulator = start_simulator().await;
     let provider = adapter(&simulator);

@@ -22,6 +22,7 @@ use svc::platform::operations::{reconcile, runner};
 use svc::platform::process_clock::ProcessClock;
 use svc::platform::quote_cache::QuoteCache;
 use svc::platform::rate_limits::ApiRateLimits;
+use svc::platform::readiness::ReadinessProbe;
 use svc::platform::server_checks::ServerChecks;
 use svc::platform::tokens::TokenMint;
 use svc::provider::Provider;
@@ -129,6 +130,7 @@ impl Process {
             server_checks: ServerChecks::new(config.timing.server_check_interval),
             rate_limits: ApiRateLimits::new(&config.rate_limits),
             quotes: QuoteCache::default(),
+            readiness: ReadinessProbe::default(),
             stop,
             config,
         });

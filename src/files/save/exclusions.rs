@@ -33,7 +33,7 @@ impl Exclusions {
     /// `never_excluded` or anything below them.
     ///
     /// Returns the owner's lines that are not valid rules; they are ignored. If all rules together are too large, all
-    /// of the owner's are ignored, and the error is returned as well.
+    /// of the owner's are ignored, and this error comes first.
     pub fn set_rules(
         &mut self,
         defaults: &[&str],
@@ -47,14 +47,15 @@ impl Exclusions {
         }
         let defaults = builder.build().expect("the default rules are valid");
         let mut invalid = Vec::new();
-        for line in owner_lines.lines() {
+        // As in git, a byte order mark is not part of the first rule.
+        for line in owner_lines.strip_prefix('\u{feff}').unwrap_or(owner_lines).lines() {
             if builder.add_line(None, line).is_err() {
                 invalid.push(line.to_owned());
             }
         }
         // Each line is valid, but all rules together may be too large.
         let owner = builder.build().unwrap_or_else(|error| {
-            invalid.push(error.to_string());
+            invalid.insert(0, format!("all rules are ignored: {error}"));
             defaults.clone()
         });
         let owner_root = owner_root.to_owned();
@@ -118,6 +119,24 @@ mod tests {
         ] {
             assert_eq!(excludes(&rules, path, is_directory), expected, "{path}");
         }
+    }
+
+    #[test]
+    fn byte_order_mark_is_not_part_of_first_rule() {
+        let (rules, invalid) = exclusions("\u{feff}*.iso\n");
+        assert!(invalid.is_empty());
+        assert!(excludes(&rules, "home/disk.iso", false));
+    }
+
+    #[test]
+    fn error_about_all_rules_precedes_invalid_lines() {
+        let large = format!("?{}", "a".repeat(500_000));
+        let (rules, invalid) = exclusions(&format!("a{{b\n*.iso\n{large}\n"));
+        assert_eq!(invalid.len(), 2);
+        assert!(invalid[0].starts_with("all rules are ignored: "), "{}", invalid[0]);
+        assert_eq!(invalid[1], "a{b");
+        assert!(!excludes(&rules, "home/disk.iso", false));
+        assert!(excludes(&rules, "home/node_modules", true), "the defaults still apply");
     }
 
     #[test]

@@ -46,7 +46,7 @@ fn open_directory(parent: impl std::os::fd::AsFd, name: &OsStr) -> Result<OwnedF
 }
 
 /// Lists the entries to move, in the order in which they are moved.
-fn list(directory: &OwnedFd) -> Result<Vec<CString>, Errno> {
+fn list_in_move_order(directory: &OwnedFd) -> Result<Vec<CString>, Errno> {
     let mut names = Vec::new();
     for entry in Dir::read_from(directory)? {
         let name = entry?.file_name().to_owned();
@@ -66,7 +66,7 @@ fn is_directory(stat: &Stat) -> bool {
 /// Moves everything between two open directories. `path` is the path of `to`, for messages.
 fn move_between(from: &OwnedFd, to: &OwnedFd, replaced_dir: &OwnedFd, path: &Path) -> Result<u64, FileError> {
     let mut replaced = 0;
-    for name in list(from).map_err(wrap("list", path))? {
+    for name in list_in_move_order(from).map_err(wrap("list", path))? {
         let target = path.join(OsStr::from_bytes(name.as_bytes()));
         let source = statat(from, &name, AtFlags::SYMLINK_NOFOLLOW).map_err(wrap("read", &target))?;
         let is_existing_directory = match statat(to, &name, AtFlags::SYMLINK_NOFOLLOW) {
@@ -123,12 +123,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn list_puts_home_records_and_apps_first() {
+    fn list_in_move_order_puts_home_records_and_apps_first() {
         let root = tempfile::tempdir().unwrap();
         for name in ["a", "apps", "home", "projects", "system"] {
             fs::create_dir(root.path().join(name)).unwrap();
         }
-        let names = list(&open_directory(CWD, root.path().as_os_str()).unwrap()).unwrap();
+        let names = list_in_move_order(&open_directory(CWD, root.path().as_os_str()).unwrap()).unwrap();
         let names: Vec<&str> = names.iter().map(|name| name.to_str().unwrap()).collect();
         assert_eq!(names, ["home", "system", "apps", "a", "projects"]);
     }

@@ -36,8 +36,8 @@ pub(super) fn read_rules(layout: &Layout) -> OwnerRules {
     }
 }
 
-/// Sets the excluded paths and rules. Returns the error if the owner's rules could not be read, and the first invalid
-/// rules.
+/// Sets the excluded paths and rules. Returns the error if none of the owner's rules could be read or used, and the
+/// first invalid rules.
 pub(super) fn set_rules(exclusions: &mut Exclusions, rules: &OwnerRules) -> Vec<String> {
     exclusions.paths = STAGING_NAMES.map(PathBuf::from).to_vec();
     let never_excluded = vec![PathBuf::from("home/system")];

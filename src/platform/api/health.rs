@@ -5,38 +5,33 @@
 //! and a load balancer keeps sending users' requests during such an outage.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use http::{Method, StatusCode};
-use object_store::path::Path;
 use serde_json::json;
 
 use super::endpoint::{Access, Endpoint, component_status, documented_json};
 use crate::context::Platform;
-use crate::db;
+use crate::readiness::Readiness;
 use axum::routing::get;
 use svc_http::openapi::{Operation, count, nullable, object, one_of};
-use svc_http::problem::format_chain;
 use svc_router::route_freshness::RoutesState;
 
-const PROBE_TIMEOUT: Duration = Duration::from_secs(3);
-
-pub async fn live() -> Response {
+pub async fn show_liveness() -> Response {
     Json(json!({"status": "ok"})).into_response()
 }
 
-pub async fn ready(State(platform): State<Arc<Platform>>) -> Response {
+pub async fn show_readiness(State(platform): State<Arc<Platform>>) -> Response {
     let routes = platform.routes.state();
     let ok = routes.is_usable() && !platform.stop.is_cancelled();
     let age = platform.routes.age().map(|age| age.as_secs());
     respond(ok, json!({"status": status_text(ok), "routes": routes.as_str(), "routesAgeSeconds": age}))
 }
 
-pub async fn ready_to_control(State(platform): State<Arc<Platform>>) -> Response {
-    let (database, store) = tokio::join!(probe_database(&platform), probe_store(&platform));
+pub async fn show_control_readiness(State(platform): State<Arc<Platform>>) -> Response {
+    let Readiness { database, store } = platform.readiness.check(&platform.db, &platform.bucket).await;
     let clock = platform.clock.is_within_tolerance();
     let ok = database && store && clock && !platform.stop.is_cancelled();
     let skew = platform.clock.skew_ms();
@@ -55,40 +50,6 @@ fn respond(ok: bool, body: serde_json::Value) -> Response {
     (status, Json(body)).into_response()
 }
 
-async fn probe_database(platform: &Platform) -> bool {
-    let probe = async {
-        let session = platform.db.session().await?;
-        db::query(&session, "SELECT 1", &[]).await
-    };
-    match tokio::time::timeout(PROBE_TIMEOUT, probe).await {
-        Ok(Ok(_)) => true,
-        Ok(Err(error)) => {
-            tracing::warn!(error = %format_chain(&error), "not ready: database error");
-            false
-        }
-        Err(_) => {
-            tracing::warn!("not ready: the database did not respond in time");
-            false
-        }
-    }
-}
-
-/// Returns whether the store responds; the object need not exist.
-async fn probe_store(platform: &Platform) -> bool {
-    let key = Path::from("system-bundles/.ready");
-    match tokio::time::timeout(PROBE_TIMEOUT, platform.bucket.head(&key)).await {
-        Ok(Ok(_)) => true,
-        Ok(Err(error)) => {
-            tracing::warn!(error = %format_chain(&error), "not ready: object store error");
-            false
-        }
-        Err(_) => {
-            tracing::warn!("not ready: the object store did not respond in time");
-            false
-        }
-    }
-}
-
 pub static LIVE: Endpoint = Endpoint {
     access: Access::Open,
     operation: Operation {
@@ -104,7 +65,7 @@ pub static LIVE: Endpoint = Endpoint {
         })],
         problems: &[],
     },
-    serve: || get(live),
+    serve: || get(show_liveness),
 };
 
 pub static READY: Endpoint = Endpoint {
@@ -123,7 +84,7 @@ pub static READY: Endpoint = Endpoint {
         ],
         problems: &[],
     },
-    serve: || get(ready),
+    serve: || get(show_readiness),
 };
 
 pub static READY_TO_CONTROL: Endpoint = Endpoint {
@@ -142,7 +103,7 @@ pub static READY_TO_CONTROL: Endpoint = Endpoint {
         ],
         problems: &[],
     },
-    serve: || get(ready_to_control),
+    serve: || get(show_control_readiness),
 };
 
 fn readiness_schema() -> serde_json::Value {

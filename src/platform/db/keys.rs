@@ -156,15 +156,15 @@ pub async fn record_acknowledged(
 ) -> Result<(), DbError> {
     let sql =
         "UPDATE signing_keys SET acknowledged_at = CASE WHEN $2 THEN clock_timestamp() END WHERE kid = $1";
-    let is_by_all = acknowledgement == Acknowledgement::ByAll;
-    execute(client, sql, &[&kid, &is_by_all]).await.map(drop)
+    let is_complete = acknowledgement == Acknowledgement::Complete;
+    execute(client, sql, &[&kid, &is_complete]).await.map(drop)
 }
 
 /// Whether every host that the rotation waits for has acknowledged a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Acknowledgement {
-    ByAll,
-    NotByAll,
+    Complete,
+    Incomplete,
 }
 
 /// Retires every key for the purpose except `kid`.

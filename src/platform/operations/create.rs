@@ -43,9 +43,10 @@ const LOCATIONS_TRIED: &str = "locationsTried";
 const LOOKUP_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum interval between checks of the provider's create actions.
 const MAX_ACTION_CHECK_INTERVAL: Duration = Duration::from_secs(15);
-/// Timeout for a create request: longer than one exchange of the provider client, including the wait for the rate
-/// budget. It can cut off the client's retries.
-const CREATE_TIMEOUT: Duration = Duration::from_secs(45);
+/// Timeout for a create request. It is longer than the provider client takes: the window for retries, and one exchange
+/// with the wait for the rate budget. Otherwise, it would discard the client's error, which usually shows that nothing
+/// was created.
+const CREATE_TIMEOUT: Duration = Duration::from_secs(50);
 
 pub async fn create_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = leased.machine().await?;
@@ -68,7 +69,11 @@ pub async fn create_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
     leased.record_create_sent().await?;
     leased.hit_fail_point(Step::CreateServer, StepPoint::RequestRecorded)?;
     let sent = tokio::time::timeout(CREATE_TIMEOUT, platform.provider.create(&order)).await;
-    let Ok(response) = sent else { return Ok(StepOutcome::wait(LOOKUP_INTERVAL)) };
+    let Ok(response) = sent else {
+        tracing::warn!(machine = %machine.id, timeout_s = CREATE_TIMEOUT.as_secs(),
+            "a create request has timed out, and its outcome is unknown");
+        return Ok(StepOutcome::wait(LOOKUP_INTERVAL));
+    };
     match response {
         Ok(created) => {
             alarms::end_provider_limit(platform).await;

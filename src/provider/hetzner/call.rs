@@ -31,6 +31,9 @@ pub struct CallLimits {
     pub max_rate_wait: Duration,
     /// Maximum number of retries after the first exchange.
     pub retries: usize,
+    /// A call that is not idempotent is retried only within this time after its start. Its callers need a definite
+    /// outcome in a bounded time, and can repeat the call themselves.
+    pub retry_window: Duration,
 }
 
 impl Default for CallLimits {
@@ -41,6 +44,7 @@ impl Default for CallLimits {
             max_backoff: Duration::from_secs(5),
             max_rate_wait: Duration::from_secs(30),
             retries: 4,
+            retry_window: Duration::from_secs(5),
         }
     }
 }
@@ -129,13 +133,20 @@ impl Connection {
             .with_min_delay(self.limits.initial_backoff)
             .with_max_delay(self.limits.max_backoff)
             .with_max_times(self.limits.retries);
+        let start = Instant::now();
         (|| self.exchange(call))
             .retry(backoff)
             .sleep(tokio::time::sleep)
             .when(|failed: &FailedExchange| !matches!(failed.retry, Retry::Never))
-            .adjust(|failed, backoff| match failed.retry {
-                Retry::After(delay) => backoff.map(|backoff| backoff.max(delay)),
-                Retry::Never | Retry::AfterBackoff => backoff,
+            .adjust(|failed, backoff| {
+                let delay = match failed.retry {
+                    Retry::After(delay) => backoff.map(|backoff| backoff.max(delay)),
+                    Retry::Never | Retry::AfterBackoff => backoff,
+                };
+                delay.filter(|delay| {
+                    call.idempotence == Idempotence::Idempotent
+                        || start.elapsed() + *delay <= self.limits.retry_window
+                })
             })
             .notify(|failed, wait| {
                 let cause = &failed.error.cause;
