@@ -20,8 +20,8 @@ const MAX_SHOWN_EXCLUDED: usize = 5;
 /// Prints the state of the file backup.
 ///
 /// # Errors
-/// `Unavailable` if files could not be restored, if the file backup has never run, or if changes have been unsaved for
-/// too long; `Internal` if the state cannot be read.
+/// `Unavailable` if files could not be restored, if the file backup has never run, if changes have been unsaved for too
+/// long, or if it is not known what is saved; `Internal` if the state cannot be read.
 pub fn show_status(layout: &Layout) -> Result<(), Failure> {
     let status = FilesStatus::read(layout).or_exit(Exit::Internal)?;
     let outcome = RestoreOutcome::read(layout).or_exit(Exit::Internal)?;
@@ -29,7 +29,7 @@ pub fn show_status(layout: &Layout) -> Result<(), Failure> {
     let now = Timestamp::now();
     print!("{}{}", describe(status.as_ref(), outcome.as_ref(), now), describe_checks(&checks, now));
     let has_failed = outcome.is_some_and(|outcome| outcome.error.is_some());
-    let is_unsaved = status.is_none_or(|status| status.find_unsaved_since(Timestamp::now()).is_some());
+    let is_unsaved = status.is_none_or(|status| status.is_unsaved(now));
     if has_failed || is_unsaved {
         return Err(Failure::new(Exit::Unavailable, anyhow!("the owner's files are not being saved")));
     }
