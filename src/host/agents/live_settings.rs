@@ -6,6 +6,7 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::owner_config::{OwnerSettings, read_config_file};
 use crate::records::limits::Period;
@@ -13,6 +14,9 @@ use crate::records::money::Dollars;
 use crate::records::writer::Records;
 use svc_base::error_chain::format_chain;
 use svc_base::fsx;
+
+/// Delay before a failed read of the file, or a failed write of its copy, is retried.
+const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Identifies a version of the file without reading it: inode, size and ctime; `None` if there is no file. Unlike the
 /// mtime, the ctime also changes with the permissions, so a file that could not be read is read again.
@@ -29,13 +33,17 @@ pub struct LiveSettings {
 
 struct CachedSettings {
     stamp: Option<FileStamp>,
+    /// When the file is read again even if it has not changed, because it could not be read or its copy could not be
+    /// saved.
+    retry_at: Option<Instant>,
     settings: Arc<OwnerSettings>,
 }
 
 impl LiveSettings {
     pub fn new(path: PathBuf, last_good: PathBuf, records: Records) -> Self {
         let settings = Arc::new(OwnerSettings::load_last_good(&last_good));
-        Self { path, last_good, records, cached: Mutex::new(CachedSettings { stamp: None, settings }) }
+        let cached = Mutex::new(CachedSettings { stamp: None, retry_at: None, settings });
+        Self { path, last_good, records, cached }
     }
 
     /// Returns the current settings. Each call checks whether the file has changed, which takes about a microsecond.
@@ -43,37 +51,50 @@ impl LiveSettings {
     pub fn current(&self, describe_spent: impl Fn(&OwnerSettings, Period) -> String) -> Arc<OwnerSettings> {
         let mut cached = self.cached.lock().unwrap_or_else(PoisonError::into_inner);
         let stamp = read_file_stamp(&self.path);
-        if cached.stamp != Some(stamp) {
-            let settings = Arc::new(self.reload(&cached.settings, describe_spent));
+        let is_retry_due = cached.retry_at.is_some_and(|at| at <= Instant::now());
+        if cached.stamp != Some(stamp) || is_retry_due {
+            let (settings, is_complete) = self.reload(&cached.settings, describe_spent);
             cached.stamp = Some(stamp);
-            cached.settings = settings;
+            cached.retry_at = (!is_complete).then(|| Instant::now() + RETRY_INTERVAL);
+            cached.settings = Arc::new(settings);
         }
         Arc::clone(&cached.settings)
     }
 
+    /// Returns the settings to use, and whether the file was read and, if it is valid, copied.
     fn reload(
         &self,
         before: &OwnerSettings,
         describe_spent: impl Fn(&OwnerSettings, Period) -> String,
-    ) -> OwnerSettings {
+    ) -> (OwnerSettings, bool) {
         let parsed = match read_config_file(&self.path) {
             Ok(Some(text)) => OwnerSettings::parse(&text).map(|settings| (settings, text)),
             Ok(None) => Ok((OwnerSettings::default(), b"{}".to_vec())),
-            Err(error) => Err(format_chain(&error)),
+            Err(error) => {
+                let error = format_chain(&error);
+                // Retries fail with the same error, which is reported once.
+                if before.error.as_ref() != Some(&error) {
+                    self.report(&format!(
+                        "system/config.json cannot be read, so the earlier settings remain in effect: {error}"
+                    ));
+                }
+                return (OwnerSettings { error: Some(error), ..before.clone() }, false);
+            }
         };
         match parsed {
             Ok((settings, text)) => {
                 self.report_changes(before, &settings, describe_spent);
-                if let Err(error) = fsx::write_atomic(&self.last_good, &text, 0o600) {
-                    tracing::warn!(error = %format_chain(&error), "cannot save the last good settings");
+                let saved = fsx::write_atomic(&self.last_good, &text, 0o600);
+                if let Err(error) = &saved {
+                    tracing::warn!(error = %format_chain(error), "cannot save the last good settings; retrying");
                 }
-                settings
+                (settings, saved.is_ok())
             }
             Err(error) => {
                 self.report(&format!(
                     "system/config.json is invalid, so the earlier settings remain in effect until it is fixed: {error}"
                 ));
-                OwnerSettings { error: Some(error), ..before.clone() }
+                (OwnerSettings { error: Some(error), ..before.clone() }, true)
             }
         }
     }
@@ -99,7 +120,7 @@ impl LiveSettings {
             self.report(&format!("days now begin at midnight in the time zone {}", current.time_zone));
         }
         if before.error.is_some() {
-            self.report("system/config.json is valid again and in use");
+            self.report("system/config.json is in use again");
         }
     }
 
@@ -119,13 +140,56 @@ fn read_file_stamp(path: &Path) -> FileStamp {
 mod tests {
     use std::fs;
     use std::os::unix::fs::PermissionsExt;
-    use std::time::Duration;
 
     use super::*;
     use crate::records::writer::Writer;
 
     fn spent_text(_: &OwnerSettings, _: Period) -> String {
         "spending in the current period already counts".to_owned()
+    }
+
+    /// Ends the delay of a retry, if there is one, and lets the file appear unchanged.
+    fn expire_retry(live: &LiveSettings) {
+        let mut cached = live.cached.lock().unwrap();
+        cached.stamp = Some(read_file_stamp(&live.path));
+        cached.retry_at = cached.retry_at.map(|_| Instant::now());
+    }
+
+    #[test]
+    fn failed_read_is_retried_and_reported_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("config.json");
+        let writer = Writer::start(dir.path().join("logs")).unwrap();
+        let live = LiveSettings::new(path.clone(), dir.path().join("last-good.json"), writer.records());
+        fs::create_dir(&path).unwrap();
+        assert!(live.current(spent_text).error.is_some());
+        expire_retry(&live);
+        assert!(live.current(spent_text).error.is_some());
+        fs::remove_dir(&path).unwrap();
+        fs::write(&path, r#"{"costLimits": {"daily": 5}}"#).unwrap();
+        expire_retry(&live);
+        let current = live.current(spent_text);
+        assert_eq!((current.limits.daily, &current.error), (Dollars::from_nanos(5_000_000_000), &None));
+        drop(writer);
+        let activity = fs::read_to_string(dir.path().join("logs/activity.log")).unwrap();
+        assert_eq!(activity.matches("cannot be read").count(), 1, "{activity}");
+        assert!(!activity.contains("invalid") && activity.contains("in use again"), "{activity}");
+    }
+
+    #[test]
+    fn failed_write_of_the_last_good_copy_is_retried() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, state) = (dir.path().join("config.json"), dir.path().join("state"));
+        let writer = Writer::start(dir.path().join("logs")).unwrap();
+        fs::write(&path, r#"{"costLimits": {"daily": 5}}"#).unwrap();
+        // No directory can be created here.
+        fs::write(&state, "").unwrap();
+        let live = LiveSettings::new(path, state.join("last-good.json"), writer.records());
+        let current = live.current(spent_text);
+        fs::remove_file(&state).unwrap();
+        expire_retry(&live);
+        assert_eq!(*live.current(spent_text), *current);
+        assert_eq!(OwnerSettings::load_last_good(&live.last_good), *current);
     }
 
     #[test]
@@ -170,7 +234,7 @@ mod tests {
         drop(writer);
         let activity = fs::read_to_string(dir.path().join("logs/activity.log")).unwrap();
         for line in
-            ["daily cost limit is $5.00", "not a time zone", "valid again", "daily cost limit was removed"]
+            ["daily cost limit is $5.00", "not a time zone", "in use again", "daily cost limit was removed"]
         {
             assert!(activity.contains(line), "{line} in\n{activity}");
         }

@@ -34,7 +34,7 @@ pub fn check(layout: &Layout) -> Findings {
         Err(error) => return findings.skipped(format!("{error}; run the doctor as root")),
     };
     let now = Timestamp::now();
-    if status.find_unsaved_since(now).is_some() {
+    if status.is_unsaved(now) {
         let why = status.error.map(|error| format!(": {error}")).unwrap_or_default();
         return findings.problem(format!("changes to the owner's files have not been saved{why}"), NEXT_STEP);
     }
@@ -58,4 +58,21 @@ pub fn check(layout: &Layout) -> Findings {
         format!("{what}, but {} could not be read, such as {first}", pluralize(status.unreadable, "item")),
         "journalctl -u svc-files -n 50",
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use svc_base::diagnosis::Level;
+
+    #[test]
+    fn invalid_state_of_the_file_backup_is_a_problem() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        std::fs::create_dir_all(layout.files_state()).unwrap();
+        std::fs::write(layout.files_state().join("status.json"), "{").unwrap();
+        let findings = check(&layout).into_list();
+        assert_eq!((findings.len(), findings[0].level), (1, Level::Problem), "{findings:?}");
+        assert!(findings[0].what.contains("state of the file backup is invalid"), "{findings:?}");
+    }
 }

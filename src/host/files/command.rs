@@ -20,8 +20,8 @@ const MAX_SHOWN_EXCLUDED: usize = 5;
 /// Prints the state of the file backup.
 ///
 /// # Errors
-/// `Unavailable` if files could not be restored, if the file backup has never run, or if changes have been unsaved for
-/// too long; `Internal` if the state cannot be read.
+/// `Unavailable` if files could not be restored, if the file backup has never run, if changes have been unsaved for too
+/// long, or if it is not known what is saved; `Internal` if the state cannot be read.
 pub fn show_status(layout: &Layout) -> Result<(), Failure> {
     let status = FilesStatus::read(layout).or_exit(Exit::Internal)?;
     let outcome = RestoreOutcome::read(layout).or_exit(Exit::Internal)?;
@@ -29,7 +29,7 @@ pub fn show_status(layout: &Layout) -> Result<(), Failure> {
     let now = Timestamp::now();
     print!("{}{}", describe(status.as_ref(), outcome.as_ref(), now), describe_checks(&checks, now));
     let has_failed = outcome.is_some_and(|outcome| outcome.error.is_some());
-    let is_unsaved = status.is_none_or(|status| status.find_unsaved_since(Timestamp::now()).is_some());
+    let is_unsaved = status.is_none_or(|status| status.is_unsaved(now));
     if has_failed || is_unsaved {
         return Err(Failure::new(Exit::Unavailable, anyhow!("the owner's files are not being saved")));
     }
@@ -38,20 +38,18 @@ pub fn show_status(layout: &Layout) -> Result<(), Failure> {
 
 fn describe_checks(checks: &FileChecks, now: Timestamp) -> String {
     let age = |at: Timestamp| format!("{} h ago", now.duration_since(at).as_hours().max(0));
-    let mut text = String::new();
+    let mut rows: Vec<(&str, String)> = Vec::new();
     if let Some((verify, at)) = checks.verify.as_ref().and_then(|verify| Some((verify, verify.at?))) {
         let result = verify.error.clone().unwrap_or_else(|| pluralize(verify.packs, "pack"));
-        text.push_str(&format!("{:<11} {}: {result}\n", "verified", age(at)));
+        rows.push(("verified", format!("{}: {result}", age(at))));
     }
     if let Some((drill, at)) = checks.drill.as_ref().and_then(|drill| Some((drill, drill.at?))) {
         let compared = format!("{}, {} compared", pluralize(drill.files, "file"), drill.compared);
         let result = drill.error.clone().unwrap_or(compared);
-        text.push_str(&format!("{:<11} {}: {result}\n", "drilled", age(at)));
+        rows.push(("drilled", format!("{}: {result}", age(at))));
     }
-    if let Some(problem) = checks.find_problem() {
-        text.push_str(&format!("{:<11} {problem}\n", "damaged"));
-    }
-    text
+    rows.extend(checks.find_problem().map(|problem| ("damaged", problem)));
+    format_rows(&rows)
 }
 
 fn describe(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now: Timestamp) -> String {
@@ -99,7 +97,12 @@ fn describe(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now:
         }
         _ => {}
     }
-    // File names come from the owner's programs and may contain control characters.
+    format_rows(&rows)
+}
+
+/// Formats each row as one line. File names come from the owner's programs and may contain line breaks and other
+/// control characters.
+fn format_rows(rows: &[(&str, String)]) -> String {
     rows.iter().map(|(name, text)| format!("{name:<11} {}\n", one_line(text))).collect()
 }
 
@@ -129,6 +132,24 @@ mod tests {
     use svc_wire::files::ExcludedFile;
 
     use super::*;
+    use crate::files::checks::DrillResult;
+
+    #[test]
+    fn file_name_with_line_break_adds_no_row() {
+        let drill = DrillResult {
+            at: Some(Timestamp::UNIX_EPOCH),
+            differing_count: 1,
+            differing: vec!["home/x\nsaved       now".to_owned()],
+            error: Some("cannot open home/y\nsaved       now".to_owned()),
+            ..DrillResult::default()
+        };
+        let mut checks = FileChecks::default();
+        checks.drill = Some(drill);
+        let text = describe_checks(&checks, Timestamp::UNIX_EPOCH);
+        let names: Vec<&str> = text.lines().filter_map(|line| line.split_whitespace().next()).collect();
+        assert_eq!(names, ["drilled", "damaged"], "{text}");
+        assert!(text.contains("home/x; saved"), "{text}");
+    }
 
     #[test]
     fn status_shows_what_is_saved_and_what_is_not() {

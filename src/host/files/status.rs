@@ -95,6 +95,14 @@ impl FilesStatus {
         damage_found_at.is_some() && damage_found_at != self.repaired_at
     }
 
+    /// Whether changes have been unsaved for too long, or it is not known what has been saved.
+    pub fn is_unsaved(&self, now: Timestamp) -> bool {
+        // The service always records one of these times. Without any, the file is invalid, or the clock was ahead.
+        let is_unknown =
+            self.saved_until.is_none() && self.changed_since.is_none() && self.failing_since.is_none();
+        is_unknown || self.find_unsaved_since(now).is_some()
+    }
+
     /// Returns the time since which changes have been unsaved, if that is too long ago: the first unsaved change or
     /// failure is at least `MAX_PENDING` old, or the last save is at least `MAX_SAVE_AGE` old.
     pub fn find_unsaved_since(&self, now: Timestamp) -> Option<Timestamp> {
@@ -153,6 +161,7 @@ mod tests {
             std::fs::write(layout.files_state().join(FILE), text).unwrap();
             let status = FilesStatus::read(&layout).unwrap().unwrap();
             assert!(status.saved_until.is_none() && status.error.is_some(), "{text}");
+            assert!(status.is_unsaved(Timestamp::now()), "{text}");
         }
     }
 
@@ -172,6 +181,9 @@ mod tests {
         );
         assert!(!status.correct_future_times(at(10)));
         assert_eq!(status.find_unsaved_since(at(20)), Some(at(10)));
+        let mut only_saved = FilesStatus { saved_until: Some(at(1440)), ..FilesStatus::default() };
+        assert!(!only_saved.is_unsaved(at(10)) && only_saved.correct_future_times(at(10)));
+        assert!(only_saved.is_unsaved(at(10)), "it is not known what is saved");
     }
 
     #[test]
@@ -193,8 +205,8 @@ mod tests {
         assert_eq!(status.find_unsaved_since(at(139)), None);
         assert_eq!(status.find_unsaved_since(at(140)), Some(at(100)), "the service is silent");
         let changed = FilesStatus { changed_since: Some(at(101)), ..status.clone() };
-        assert_eq!(changed.find_unsaved_since(at(110)), None);
-        assert_eq!(changed.find_unsaved_since(at(111)), Some(at(101)));
+        assert_eq!((changed.find_unsaved_since(at(110)), changed.is_unsaved(at(110))), (None, false));
+        assert_eq!((changed.find_unsaved_since(at(111)), changed.is_unsaved(at(111))), (Some(at(101)), true));
         let failing = FilesStatus { failing_since: Some(at(101)), ..status };
         assert_eq!(failing.find_unsaved_since(at(111)), Some(at(101)));
         let never = FilesStatus { failing_since: Some(at(1)), ..FilesStatus::default() };

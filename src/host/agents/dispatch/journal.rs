@@ -146,21 +146,39 @@ impl Journal {
         self.0.join(format!("{id}.begun"))
     }
 
-    /// Removes the file of a dispatch or batch that is recorded or refused.
-    pub fn remove(&self, file: &JournalFile) {
-        let mark = match file {
+    /// Removes the files of dispatches and batches that are recorded or refused, in the order of
+    /// [`JournalFile::take_removable`]. A file that cannot be removed stays until the next start.
+    pub fn remove_all(&self, files: &[JournalFile]) {
+        let mut remaining_batches: BTreeSet<&str> = BTreeSet::new();
+        for file in files {
+            // The file of a batch shows its entries as not started, so their own files stay as long as it does.
+            if matches!(file, JournalFile::Entry { batch, .. } if remaining_batches.contains(batch.as_str()))
+            {
+                continue;
+            }
+            let Err(error) = self.remove(file) else { continue };
+            tracing::warn!(error = %format_chain(&error), "cannot remove an ended dispatch from the journal");
+            if let JournalFile::Batch(id) = file {
+                remaining_batches.insert(id.as_str());
+            }
+        }
+    }
+
+    fn remove(&self, file: &JournalFile) -> Result<(), FileError> {
+        fsx::remove_if_exists(&self.path(file))?;
+        match file {
+            // Removed last: the mark may be all that keeps the dispatch from starting again.
             JournalFile::One(id) | JournalFile::Entry { id, .. } => {
                 fsx::remove_if_exists(&self.mark_path(id))
             }
             JournalFile::Batch(_) => Ok(()),
-        };
-        if let Err(error) = fsx::remove_if_exists(&self.path(file)).and(mark) {
-            tracing::warn!(error = %format_chain(&error), "cannot remove an ended dispatch from the journal");
         }
     }
 
     /// Reads all entries, in order of acceptance. Removes temporary files and obsolete marks; unreadable and invalid
     /// files are logged and stay in place. Must run before anything is written.
+    ///
+    /// A batch entry whose own file is unreadable or invalid is returned as started: an agent must not run twice.
     ///
     /// # Errors
     /// [`FileError`] if the journal exists but cannot be read, or if a temporary file cannot be removed.
@@ -172,14 +190,17 @@ impl Journal {
         // No writer is active yet, so all temporary files are leftovers.
         fsx::remove_leftover_temps_in(&self.0, |_| true)?;
         let mut found: BTreeMap<String, JournalEntry> = BTreeMap::new();
-        let mut marks = Vec::new();
+        let (mut marks, mut unreadable) = (Vec::new(), Vec::new());
         for entry in entries {
             let path = entry.map_err(FileError::wrap("read", &self.0))?.path();
             match path.extension().and_then(OsStr::to_str) {
                 // An entry's own file is newer than its batch's file.
-                Some("json") => {
-                    found.extend(read_entry::<JournalEntry>(&path).map(|entry| (entry.id.clone(), entry)));
-                }
+                Some("json") => match read_entry::<JournalEntry>(&path) {
+                    Some(entry) => {
+                        found.insert(entry.id.clone(), entry);
+                    }
+                    None => unreadable.push(path),
+                },
                 Some("batch") => {
                     for entry in read_entry::<Vec<JournalEntry>>(&path).into_iter().flatten() {
                         found.entry(entry.id.clone()).or_insert(entry);
@@ -189,8 +210,13 @@ impl Journal {
                 _ => {}
             }
         }
+        for path in unreadable {
+            if let Some(entry) = found.get_mut(dispatch_id(&path)) {
+                entry.started_at = Some(modified_at(&path));
+            }
+        }
         for mark in marks {
-            let id = mark.file_stem().and_then(OsStr::to_str).unwrap_or_default();
+            let id = dispatch_id(&mark);
             match found.get_mut(id) {
                 Some(entry) => entry.started_at = entry.started_at.or_else(|| Some(modified_at(&mark))),
                 None if self.may_have_file(id) => {}
@@ -218,8 +244,13 @@ fn batch_index(entry: &JournalEntry) -> usize {
     entry.batch.as_ref().map_or(0, |batch| batch.index)
 }
 
-fn modified_at(mark: &Path) -> Timestamp {
-    let modified = std::fs::metadata(mark).and_then(|meta| meta.modified());
+/// Returns the ID of the dispatch that a file's name contains.
+fn dispatch_id(path: &Path) -> &str {
+    path.file_stem().and_then(OsStr::to_str).unwrap_or_default()
+}
+
+fn modified_at(path: &Path) -> Timestamp {
+    let modified = std::fs::metadata(path).and_then(|meta| meta.modified());
     modified.ok().and_then(|at| Timestamp::try_from(at).ok()).unwrap_or_else(clock::now_ms)
 }
 
@@ -286,7 +317,7 @@ mod tests {
         std::fs::write(dir.path().join("dispatches/torn.json"), "{\"version\": 1").unwrap();
         assert_eq!(journal.read().unwrap(), [early, started]);
         for _ in 0..2 {
-            journal.remove(&JournalFile::One("a".to_owned()));
+            journal.remove(&JournalFile::One("a".to_owned())).unwrap();
         }
         assert_eq!(journal.read().unwrap().len(), 1);
     }
@@ -305,8 +336,8 @@ mod tests {
         let is_started: Vec<bool> =
             journal.read().unwrap().iter().map(|entry| entry.started_at.is_some()).collect();
         assert_eq!(is_started, [false, true, true]);
-        journal.remove(&JournalFile::One("a".to_owned()));
-        journal.remove(&JournalFile::One("b.1".to_owned()));
+        journal.remove(&JournalFile::One("a".to_owned())).unwrap();
+        journal.remove(&JournalFile::One("b.1".to_owned())).unwrap();
         assert_eq!(
             std::fs::read_dir(dir.path().join("dispatches")).unwrap().count(),
             3,
@@ -330,8 +361,40 @@ mod tests {
             JournalEntry { started_at: Some("2026-11-22T10:00:02.000Z".parse().unwrap()), ..entry(2) };
         journal.write(std::slice::from_ref(&started)).unwrap();
         assert_eq!(journal.read().unwrap()[2], started);
-        journal.remove(&JournalFile::Batch("b".to_owned()));
+        journal.remove(&JournalFile::Batch("b".to_owned())).unwrap();
         assert_eq!(journal.read().unwrap(), [started]);
+    }
+
+    #[test]
+    fn batch_entry_with_unreadable_file_counts_as_started() {
+        let (dir, journal) = journal();
+        journal.write(&[entry(0, 2), entry(1, 2)]).unwrap();
+        std::fs::write(dir.path().join("dispatches/b.1.json"), "{\"version\": 1").unwrap();
+        let is_started: Vec<bool> =
+            journal.read().unwrap().iter().map(|entry| entry.started_at.is_some()).collect();
+        assert_eq!(is_started, [false, true]);
+    }
+
+    #[test]
+    fn file_that_cannot_be_removed_keeps_those_it_depends_on() {
+        let (dir, journal) = journal();
+        let path = |name: &str| dir.path().join("dispatches").join(name);
+        // A directory cannot be removed as a file.
+        for name in ["a.json", "b.batch"] {
+            std::fs::create_dir_all(path(name)).unwrap();
+        }
+        for name in ["a.begun", "b.0.json", "b.0.begun", "c.0.json", "c.0.begun", "c.batch"] {
+            std::fs::write(path(name), "").unwrap();
+        }
+        let batch = |id: &str| JournalFile::Batch(id.to_owned());
+        let own = |batch: &str| JournalFile::Entry { batch: batch.to_owned(), id: format!("{batch}.0") };
+        journal.remove_all(&[JournalFile::One("a".to_owned()), batch("b"), batch("c"), own("b"), own("c")]);
+        let mut names: Vec<_> = std::fs::read_dir(dir.path().join("dispatches"))
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        assert_eq!(names, ["a.begun", "a.json", "b.0.begun", "b.0.json", "b.batch"]);
     }
 
     #[test]

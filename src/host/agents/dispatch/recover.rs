@@ -174,7 +174,7 @@ impl Dispatcher {
             let is_flushed = kernel.flush(FLUSH_TIMEOUT);
             let is_durable = is_flushed && kernel.records().failed_syncs() == known_failures;
             if is_durable {
-                recorded.iter().for_each(|file| journal.remove(file));
+                journal.remove_all(&recorded);
             }
             (is_durable, recorded)
         });

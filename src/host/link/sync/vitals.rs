@@ -114,10 +114,14 @@ fn unsaved_files_item(config: &SyncConfig) -> Option<Attention> {
         return Some(attention_item("files_not_restored", detail));
     }
     let status = FilesStatus::read(&config.layout).ok()??;
-    let since = status.find_unsaved_since(Timestamp::now())?;
+    let now = Timestamp::now();
+    if !status.is_unsaved(now) {
+        return None;
+    }
+    let since = status.find_unsaved_since(now);
+    let since = since.map_or_else(String::new, |since| format!(" since {}", clock::rfc3339_ms(since)));
     let why = status.error.as_deref().unwrap_or("the file backup is not keeping up, or is not running");
-    let detail =
-        format!("changes to the owner's files since {} have not been saved: {why}", clock::rfc3339_ms(since));
+    let detail = format!("changes to the owner's files{since} have not been saved: {why}");
     Some(attention_item("files_unsaved", detail))
 }
 
