@@ -6,8 +6,8 @@
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD as B64;
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 
-use super::session::sha256;
 use crate::public_host::PublicHost;
 use svc_http::proof::{ProofKeys, Signer};
 use svc_machine::name::IdpUserId;
@@ -53,7 +53,7 @@ fn verify(keys: &ProofKeys, host: PublicHost, token: &str) -> Option<SessionClai
 
 /// Computes a digest, so that the cookie neither reveals the user's id nor grows with it.
 fn digest_user(id: &str, user: &IdpUserId) -> String {
-    B64.encode(sha256(format!("{id}\0{user}").as_bytes()))
+    B64.encode(Sha256::digest(format!("{id}\0{user}")))
 }
 
 #[cfg(test)]
