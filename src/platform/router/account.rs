@@ -16,7 +16,7 @@ use super::identity::Identity;
 use super::request_context::RequestContext;
 use super::responses::{redirect, session_problem};
 use super::return_path::{is_local_path, local_path};
-use super::session::sha256;
+use super::session_token::sha256;
 use super::{RouterState, browser_data, page};
 use crate::signed_lifetimes::SESSION_SECONDS;
 use svc_http::buffered_request::BufferedRequest;

@@ -13,7 +13,8 @@ use jiff::Timestamp;
 
 use super::cookie::{self, RouterCookie};
 use super::request_context::RequestContext;
-use super::session::{Session, SessionError, Sessions, TokenHash, sha256};
+use super::session::{Session, SessionError, Sessions};
+use super::session_token::{TokenHash, sha256};
 use svc_http::address_limit::client_network;
 use svc_http::jwt::{JwtError, LEEWAY_SECONDS, Subject, Verifier};
 use svc_http::rate_limit::RateLimit;

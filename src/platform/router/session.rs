@@ -11,13 +11,12 @@ use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD as B64;
 use deadpool_postgres::{Object, Pool};
 use jiff::Timestamp;
-use ring::digest::{SHA256, digest};
 use ring::rand::{SecureRandom, SystemRandom};
 use tokio::sync::watch;
 use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 
-use super::session_token;
+use super::session_token::{self, TokenHash, sha256};
 use crate::public_host::PublicHost;
 use crate::route_freshness::{RouteFreshness, RoutesState};
 use crate::signed_lifetimes::SESSION_SECONDS;
@@ -40,8 +39,6 @@ const COLUMNS: &str = "token_hash, host, idp_user_id, slot, expires_at, revoked_
 const RECORD_SIGN_OUT: &str = "INSERT INTO sign_outs (idp_user_id, generation) \
      VALUES ($1, nextval('sign_out_generations')) \
      ON CONFLICT (idp_user_id) DO UPDATE SET generation = nextval('sign_out_generations') RETURNING generation";
-
-pub(super) type TokenHash = [u8; 32];
 
 /// A browser's session on one of the two hosts.
 #[derive(Debug, Clone)]
@@ -418,10 +415,6 @@ fn parse_session(row: &Row) -> Result<Option<Session>, SessionError> {
 
 fn parse_hash(row: &Row) -> Result<TokenHash, SessionError> {
     row.try_get::<_, &[u8]>(0)?.try_into().map_err(|_| SessionError::Unreadable)
-}
-
-pub(super) fn sha256(token: &[u8]) -> TokenHash {
-    digest(&SHA256, token).as_ref().try_into().expect("SHA-256 is 32 bytes")
 }
 
 fn hash_code(code: &str, state: &str) -> TokenHash {

@@ -5,8 +5,8 @@
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD as B64;
+use ring::digest::{SHA256, digest};
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 
 use crate::public_host::PublicHost;
 use svc_http::proof::{ProofKeys, Signer};
@@ -16,6 +16,9 @@ use svc_machine::name::IdpUserId;
 const PREFIX: &str = "svcs_";
 const ISSUER: &str = "svc-session";
 const MAX_TOKEN_BYTES: usize = 512;
+
+/// Identifies a session in the database, which does not store its token.
+pub(super) type TokenHash = [u8; 32];
 
 #[derive(Serialize, Deserialize)]
 struct SessionClaims {
@@ -53,7 +56,11 @@ fn verify(keys: &ProofKeys, host: PublicHost, token: &str) -> Option<SessionClai
 
 /// Computes a digest, so that the cookie neither reveals the user's id nor grows with it.
 fn digest_user(id: &str, user: &IdpUserId) -> String {
-    B64.encode(Sha256::digest(format!("{id}\0{user}")))
+    B64.encode(sha256(format!("{id}\0{user}").as_bytes()))
+}
+
+pub(super) fn sha256(token: &[u8]) -> TokenHash {
+    digest(&SHA256, token).as_ref().try_into().expect("SHA-256 is 32 bytes")
 }
 
 #[cfg(test)]
