@@ -32,7 +32,7 @@ impl LenientStore {
         Self { inner: InMemory::new(), ignored, listed: Arc::default() }
     }
 
-    /// Returns the number of objects that listings have returned so far.
+    /// Returns the number of objects that `list` and `list_with_offset` have returned so far.
     pub(crate) fn listed_count(&self) -> usize {
         self.listed.load(Ordering::Relaxed)
     }

@@ -1,8 +1,8 @@
 //! POST `/vps/recover`: replaces the slot's machine with a new one, restored from the slot's latest snapshot or from a
 //! requested one.
 //!
-//! The snapshot is checked before any change. During a recovery, a request with the same options receives the running
-//! operation, and a request with different options is rejected.
+//! The snapshot is checked before any change. During a recovery, a request whose options match receives the running
+//! operation, and a request with different options is rejected. An omitted option matches, except `allowEmpty`.
 
 use std::sync::Arc;
 

@@ -29,7 +29,7 @@ const SCHEMA_SQL: &str = "
 ";
 
 /// Selects the statements that revoke from PUBLIC the privileges that no app may have: temporary tables, new schemas,
-/// large objects, and access to other databases.
+/// large objects, and access to the databases `postgres` and `template1`.
 const REVOKE_STATEMENTS: &str = "
     SELECT format('REVOKE CREATE, TEMPORARY ON DATABASE %I FROM PUBLIC', current_database())
      WHERE has_database_privilege('public', current_database(), 'CREATE, TEMPORARY')
