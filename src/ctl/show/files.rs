@@ -123,7 +123,7 @@ pub fn prune_plan(view: &View, slot: &SlotTarget, plan: &FilesPrunePlan) -> Stri
     let pairs = [
         ("slot", slot.to_string().into()),
         ("snapshots", format!("{} kept, {} removed", plan.kept_snapshots, plan.removed_snapshots).into()),
-        ("packs", format!("{} marked for deletion, which frees {bytes}", plan.marked_packs).into()),
+        ("packs", format!("{} marked for deletion; {bytes} can be freed", plan.marked_packs).into()),
         ("deleted now", pluralize(plan.deleted_packs, "pack").into()),
     ];
     table::render_pairs(view, &pairs)
