@@ -29,4 +29,5 @@ mod token_rotation;
 mod update;
 mod update_fixture;
 mod update_keys;
+mod update_resume;
 mod update_snapshot;

@@ -4,10 +4,11 @@ use std::time::Duration;
 
 use super::error::UpdateError;
 use super::history;
-use super::journal::{Allowances, Journal, JournalError, UpdateKind};
+use super::journal::{Allowances, Journal, JournalError, UpdateKind, UpdatePlan};
 use super::protocol::{Outcome, UpdateResult};
 use super::request::{self, RequestFile};
 use super::services::{ServicesError, Systemctl};
+use super::state::Stage;
 use super::updater::{self, Updater};
 use super::{releases, trust};
 use crate::system::config;
@@ -92,7 +93,47 @@ fn build_updater(layout: Layout) -> Result<Updater<Systemctl>, Failure> {
     })
 }
 
-/// Finishes an interrupted update, then updates to the target.
+/// An interrupted update that this run has finished.
+struct ResumedUpdate {
+    kind: UpdateKind,
+    from: ImageVersion,
+    outcome: Outcome,
+}
+
+impl ResumedUpdate {
+    /// Whether the operator's command ends with this update, instead of starting one of its own.
+    fn completes(&self, target: &UpdateTarget) -> bool {
+        let Outcome { version, outcome: result, stage, .. } = &self.outcome;
+        match target {
+            UpdateTarget::Requested | UpdateTarget::Resume => false,
+            // The operator wants to leave the release that was being installed, or repeats the interrupted rollback.
+            // Unless that release is now current, another rollback would go one release too far.
+            UpdateTarget::Previous => self.kind == UpdateKind::Rollback || *result != UpdateResult::Updated,
+            UpdateTarget::Version(requested, _) => match result {
+                UpdateResult::Updated | UpdateResult::Refused => false,
+                // The release is quarantined now. A second update to it would be refused, and would replace this
+                // outcome before the heartbeat has reported it.
+                UpdateResult::RolledBack => version == requested,
+                // After a failed rollback, even the requested release may be current without being healthy.
+                UpdateResult::Failed => stage == Stage::Rollback.as_str(),
+            },
+        }
+    }
+
+    /// Reports the outcome of a command that ends with this update.
+    fn report(&self, target: &UpdateTarget, caller: Caller) -> Result<(), Failure> {
+        let was_abandoned =
+            self.kind == UpdateKind::Apply && self.outcome.outcome == UpdateResult::RolledBack;
+        if was_abandoned && matches!(target, UpdateTarget::Previous) {
+            // The previous release is running, as the operator requested.
+            println!("{}", self.outcome.describe(&self.from));
+            return Ok(());
+        }
+        report_outcome(&self.outcome, caller)
+    }
+}
+
+/// Finishes an interrupted update, then updates to the target, unless the interrupted update completes the command.
 ///
 /// # Errors
 /// `Config` if there is no service manager or a variable is invalid; `TryAgain` if another update holds the lock;
@@ -103,11 +144,12 @@ pub async fn run(layout: Layout, target: UpdateTarget) -> Result<(), Failure> {
     let _lock = acquire_lock(&updater.layout, &target).await?;
     releases::remove_leftovers(&updater.layout).or_exit(Exit::Internal)?;
     let journal = Journal::read(&updater.layout).map_err(journal_failure)?;
-    let mut outcome = match journal {
+    let resumed = match journal {
         Some(journal) => {
-            let id = journal.plan.request_id.clone();
-            tracing::warn!(from = %journal.plan.from, to = %journal.plan.to, "resuming an interrupted update");
-            Some(request_id::run_with_id(id, updater.run_to_completion(journal)).await?)
+            let UpdatePlan { kind, from, to, request_id: id, .. } = journal.plan.clone();
+            tracing::warn!(%from, %to, "resuming an interrupted update");
+            let outcome = request_id::run_with_id(id, updater.run_to_completion(journal)).await?;
+            Some(ResumedUpdate { kind, from, outcome })
         }
         None => None,
     };
@@ -115,6 +157,12 @@ pub async fn run(layout: Layout, target: UpdateTarget) -> Result<(), Failure> {
         UpdateTarget::Requested | UpdateTarget::Resume => Caller::PathUnit,
         UpdateTarget::Version(..) | UpdateTarget::Previous => Caller::Operator,
     };
+    if let Some(resumed) = &resumed
+        && resumed.completes(&target)
+    {
+        return resumed.report(&target, caller);
+    }
+    let mut outcome = resumed.map(|resumed| resumed.outcome);
     if let Some((kind, to, allow, id)) = resolve_target(&updater.layout, target)? {
         let from = updater::current_release(&updater.layout)?;
         if from == to {
@@ -205,4 +253,58 @@ fn report_outcome(outcome: &Outcome, caller: Caller) -> Result<(), Failure> {
         return Ok(());
     }
     Err(Failure::new(exit, anyhow::anyhow!(message)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn version(text: &str) -> ImageVersion {
+        text.parse().unwrap()
+    }
+
+    /// Creates an interrupted update from release 1 to release 2 that has ended.
+    fn resumed(kind: UpdateKind, result: UpdateResult, stage: Stage) -> ResumedUpdate {
+        let outcome = Outcome {
+            version: version("2"),
+            outcome: result,
+            stage: stage.as_str().to_owned(),
+            error: None,
+            at: jiff::Timestamp::UNIX_EPOCH,
+        };
+        ResumedUpdate { kind, from: version("1"), outcome }
+    }
+
+    #[test]
+    fn rollback_continues_only_after_resumed_update_succeeded() {
+        for (kind, result, is_complete) in [
+            (UpdateKind::Apply, UpdateResult::Updated, false),
+            (UpdateKind::Apply, UpdateResult::RolledBack, true),
+            (UpdateKind::Apply, UpdateResult::Refused, true),
+            (UpdateKind::Apply, UpdateResult::Failed, true),
+            (UpdateKind::Rollback, UpdateResult::Updated, true),
+            (UpdateKind::Rollback, UpdateResult::RolledBack, true),
+        ] {
+            let update = resumed(kind, result, Stage::Health);
+            assert_eq!(update.completes(&UpdateTarget::Previous), is_complete, "{kind:?} {result:?}");
+            assert!(!update.completes(&UpdateTarget::Requested), "{kind:?} {result:?}");
+        }
+    }
+
+    #[test]
+    fn apply_continues_unless_resumed_update_completes_it() {
+        for (result, stage, requested, is_complete) in [
+            (UpdateResult::Updated, Stage::Done, "2", false),
+            (UpdateResult::Refused, Stage::Preflight, "2", false),
+            (UpdateResult::Failed, Stage::Download, "2", false),
+            (UpdateResult::RolledBack, Stage::Health, "2", true),
+            (UpdateResult::RolledBack, Stage::Health, "3", false),
+            (UpdateResult::Failed, Stage::Rollback, "2", true),
+            (UpdateResult::Failed, Stage::Rollback, "3", true),
+        ] {
+            let update = resumed(UpdateKind::Apply, result, stage);
+            let target = UpdateTarget::Version(version(requested), Allowances::default());
+            assert_eq!(update.completes(&target), is_complete, "{result:?} {stage:?} {requested}");
+        }
+    }
 }
