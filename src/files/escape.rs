@@ -44,6 +44,10 @@ pub(crate) fn unescape_name(escaped: &str) -> Option<OsString> {
         let start = if matches!(kind, '0'..='7') { 0 } else { kind.len_utf8() };
         let number = rest.get(start..start + digits)?;
         rest = &rest[start + digits..];
+        // `from_str_radix` accepts a sign.
+        if number.starts_with('+') {
+            return None;
+        }
         match kind {
             'x' => bytes.push(u8::from_str_radix(number, 16).ok()?),
             '0'..='7' => bytes.push(u8::from_str_radix(number, 8).ok()?),
@@ -80,6 +84,9 @@ mod tests {
         assert_eq!(read(all).as_deref(), Some(expected.as_bytes()));
         for wrong in [r"\", r"\q", r"\x4", r"\xzz", r"\ud800", r"\8", r"\777", "\\x\u{e4}"] {
             assert_eq!(read(wrong), None, "{wrong}");
+        }
+        for signed in [r"\x+f", r"\u+0e4", r"\U+001f600"] {
+            assert_eq!(read(signed), None, "{signed}");
         }
     }
 

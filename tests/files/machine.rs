@@ -121,7 +121,8 @@ impl Host {
         self.wait_until_saved_since(Timestamp::now()).await
     }
 
-    async fn wait_until_saved_since(&self, time: Timestamp) -> Result<()> {
+    /// Waits until everything written before `time` is in the store.
+    pub async fn wait_until_saved_since(&self, time: Timestamp) -> Result<()> {
         let is_saved = |status: &Value| {
             let saved: Option<Timestamp> = status["savedUntil"].as_str().and_then(|time| time.parse().ok());
             saved.is_some_and(|saved| saved > time)

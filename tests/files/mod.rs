@@ -7,8 +7,10 @@ mod verification;
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use jiff::Timestamp;
 use kit::disk::SmallDisk;
 use kit::s3::S3Server;
 use svc::host::files::{gate, service};
@@ -191,6 +193,30 @@ async fn requested_save_needs_no_watcher() -> Result<()> {
     assert!(saved.stdout.contains("files saved as of"), "{}", saved.stdout);
     let status = first.machine.run(&["svc-sync-agent", "status"])?.expect(0);
     assert!(status.stdout.contains("snapshot"), "{}", status.stdout);
+    let next = Host::new(&store, &platform, 2)?;
+    next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
+    assert_eq!(describe_tree(&next.home())?, describe_tree(&first.home())?);
+    Ok(())
+}
+
+/// Without the watcher, moves during a save are unknown, so a slow save is repeated before the pointer moves.
+#[tokio::test(flavor = "multi_thread")]
+async fn slow_save_without_watcher_includes_moved_files() -> Result<()> {
+    let store = start_store()?;
+    let platform = FilesPlatform::start().await?;
+    let first = Host::new(&store, &platform, 1)?;
+    fill(&first)?;
+    let before = Timestamp::now();
+    let service = first.start_service("files.save.walked=1*sleep(3000)")?;
+    // The index is written after the walk.
+    let index = format!("{}/index/", slot().files());
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while store.objects(BUCKET, &index).is_empty() {
+        ensure!(Instant::now() < deadline, "no index in the store: {}", service.stderr());
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    fs::rename(first.home().join("home/projects/app"), first.home().join("home/moved"))?;
+    first.wait_until_saved_since(before).await?;
     let next = Host::new(&store, &platform, 2)?;
     next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
     assert_eq!(describe_tree(&next.home())?, describe_tree(&first.home())?);

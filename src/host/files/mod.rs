@@ -22,6 +22,7 @@ mod place;
 pub mod restore_entry;
 mod rules;
 mod save_error;
+mod save_passes;
 mod save_request;
 mod schedule;
 pub mod service;

@@ -1,7 +1,8 @@
 //! `svc-sync-agent files`: saves the user's home directory until it is stopped.
 //!
 //! Invariant: `savedUntil` in the status, and the pointer in the store, cover only data that is completely in the
-//! store. A change is forgotten only after a save that contains it.
+//! store. A change is forgotten only after a save that contains it. `save_passes.rs` states the limit for files that are
+//! moved during a save.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -32,6 +33,7 @@ use super::gate::RestoreOutcome;
 use super::home_path::{DISPLAY_HOME, HomePath};
 use super::rules::{OwnerRules, read_rules, set_rules};
 use super::save_error::SaveError;
+use super::save_passes::SavePasses;
 use super::save_request::SAVE_REQUEST;
 use super::schedule::{Save, Schedule};
 use super::status::FilesStatus;
@@ -46,8 +48,6 @@ use crate::system::systemd;
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 const SETTLE_INTERVAL: Duration = Duration::from_millis(500);
 const REQUEST_POLL_INTERVAL: Duration = Duration::from_millis(250);
-/// After a save that took at least this long, the watcher is queried for files that were moved during the save.
-const MIN_RECHECKED_SAVE_DURATION: Duration = Duration::from_secs(1);
 const KEY_OFFER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 /// Interval between measurements of the excluded files. Each measurement visits all of them.
 const EXCLUDED_MEASURE_INTERVAL: Duration = Duration::from_secs(24 * 3600);
@@ -246,7 +246,7 @@ impl FileBackup {
         let save = if is_repair { Save::Everything } else { save };
         let parent = open.parent.clone();
         let began = Instant::now();
-        let (mut saved, is_full) = match (save, parent) {
+        let (result, is_full) = match (save, parent) {
             // The changes since another machine's snapshot are unknown.
             (Save::Changes, Some(parent)) if open.is_own_parent => {
                 let mut changed = changes::unwatched_changes(&self.settings.layout.user_home());
@@ -256,20 +256,10 @@ impl FileBackup {
             }
             (_, parent) => (open.saver.save(parent).await?, true),
         };
-        // A file that was moved during the save may have been missed at both its old and its new path.
-        if began.elapsed() >= MIN_RECHECKED_SAVE_DURATION {
-            let token = reply.as_ref().map(|reply| reply.token.clone());
-            let recheck = changes::request(&self.settings.layout.watch_sockets(), token).await;
-            if let Some(paths) =
-                recheck.ok().and_then(|reply| reply.paths).filter(|paths| !paths.subtrees.is_empty())
-            {
-                let mut changed = saved.retry.clone();
-                changed.merge(changes::watched_changes(Some(&paths)));
-                let counts = saved.counts.clone();
-                saved = open.saver.save_changes((saved.id, saved.snapshot), changed).await?;
-                saved.counts = counts;
-            }
-        }
+        let token = reply.map(|reply| reply.token);
+        let mut passes = SavePasses::new(result, is_full, token);
+        passes.repeat(&mut open.saver, &self.settings.layout.watch_sockets(), began.elapsed()).await?;
+        let SavePasses { result: saved, is_full, token, .. } = passes;
         failpoint::trigger("files.service.saved")?;
         open.parent = Some((saved.id, saved.snapshot.clone()));
         open.is_own_parent = true;
@@ -286,7 +276,7 @@ impl FileBackup {
         }
         failpoint::trigger("files.service.advanced")?;
         // Without a reply, there is no token: the watcher then reports that anything may have changed.
-        self.saved_token = reply.map(|reply| reply.token);
+        self.saved_token = token;
         if is_repair {
             self.record_repair(checks.damage_found_at);
         }

@@ -1,0 +1,233 @@
+//! Repeats a slow save for files that were moved during it: a pass misses a file that is moved from a directory that it
+//! has not visited yet to one that it has visited.
+//!
+//! The watcher reports such moves. If it cannot (it does not respond, has lost events, or cannot watch all
+//! directories), everything is saved once more. The repetition reads only what has changed, so it usually takes less
+//! time.
+//!
+//! Limit: the number of passes is bounded, so that saves end even if the watcher never reports moves or the home
+//! directory never stops changing. A file that is moved during the last pass may be missing until a later save.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use svc_files::FilesError;
+use svc_files::save::{ChangeSet, SaveResult, Saver};
+
+use super::changes::{self, ChangesError};
+use crate::audit::file_changes::ChangesReply;
+
+/// After a pass that took at least this long, the watcher is queried for files that were moved during the pass.
+const MIN_RECHECKED_DURATION: Duration = Duration::from_secs(1);
+/// Maximum number of passes after the first one.
+const MAX_REPETITIONS: usize = 2;
+
+/// What a pass may have missed.
+enum Missed {
+    Nothing,
+    Changes(ChangeSet),
+    Anything,
+}
+
+impl Missed {
+    fn from_reply(reply: &Result<ChangesReply, ChangesError>) -> Self {
+        match reply {
+            Ok(ChangesReply { paths: Some(paths), .. }) if paths.subtrees.is_empty() => Self::Nothing,
+            Ok(ChangesReply { paths: Some(paths), .. }) => {
+                Self::Changes(changes::watched_changes(Some(paths)))
+            }
+            Ok(ChangesReply { paths: None, .. }) | Err(_) => Self::Anything,
+        }
+    }
+}
+
+/// The passes of one save, as a single result.
+pub struct SavePasses {
+    pub result: SaveResult,
+    /// Whether a pass visited the whole home directory.
+    pub is_full: bool,
+    /// The token of the watcher's last reply whose changes the passes contain.
+    pub token: Option<String>,
+    /// [`MIN_RECHECKED_DURATION`], except in tests.
+    min_rechecked_duration: Duration,
+}
+
+impl SavePasses {
+    /// `token` is that of the watcher's reply before the first pass.
+    pub fn new(result: SaveResult, is_full: bool, token: Option<String>) -> Self {
+        Self { result, is_full, token, min_rechecked_duration: MIN_RECHECKED_DURATION }
+    }
+
+    /// Adds passes for what the previous ones may have missed. `duration` is that of the first pass.
+    ///
+    /// # Errors
+    /// See [`Saver::save`].
+    pub async fn repeat(
+        &mut self,
+        saver: &mut Saver,
+        sockets: &Path,
+        mut duration: Duration,
+    ) -> Result<(), FilesError> {
+        // The first pass has measured them, or the measurement is postponed.
+        saver.options_mut().should_measure_excluded = false;
+        let mut has_repeated_everything = false;
+        for _ in 0..MAX_REPETITIONS {
+            if duration < self.min_rechecked_duration {
+                break;
+            }
+            let reply = changes::request(sockets, self.token.clone()).await;
+            let began = Instant::now();
+            let parent = (self.result.id, self.result.snapshot.clone());
+            match Missed::from_reply(&reply) {
+                Missed::Nothing => break,
+                Missed::Changes(mut changed) => {
+                    changed.merge(self.result.retry.clone());
+                    let pass = saver.save_changes(parent, changed).await?;
+                    self.add(pass, false);
+                }
+                // The watcher may be unable to report moves for a long time.
+                Missed::Anything if has_repeated_everything => break,
+                Missed::Anything => {
+                    let pass = saver.save(Some(parent)).await?;
+                    self.add(pass, true);
+                    has_repeated_everything = true;
+                }
+            }
+            if let Ok(reply) = reply {
+                self.token = Some(reply.token);
+            }
+            duration = began.elapsed();
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, pass: SaveResult, is_full: bool) {
+        let earlier = std::mem::replace(&mut self.result, pass);
+        let result = &mut self.result;
+        result.is_unchanged &= earlier.is_unchanged;
+        result.uploaded_bytes += earlier.uploaded_bytes;
+        let files_read = earlier.counts.files_read + result.counts.files_read;
+        if is_full {
+            result.counts.excluded_sizes = earlier.counts.excluded_sizes;
+        } else {
+            // The pass has counted only what it visited.
+            result.counts = earlier.counts;
+        }
+        result.counts.files_read = files_read;
+        self.is_full |= is_full;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use object_store::memory::InMemory;
+    use svc_files::save::SaveOptions;
+    use svc_files::{Cache, Repository, RepositoryKey, SnapshotOrigin};
+    use svc_machine::epoch::Epoch;
+    use svc_machine::id::MachineId;
+    use svc_store::Bucket;
+    use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+    use tokio::net::UnixListener;
+
+    use super::*;
+    use crate::audit::file_changes::{ChangedPaths, ChangesRequest, SOCKET};
+
+    /// A home directory with one saved file, and a simulated watcher.
+    struct Fixture {
+        dir: tempfile::TempDir,
+        saver: Saver,
+        first: SaveResult,
+        /// The tokens in the requests to the watcher.
+        requests: Arc<Mutex<Vec<Option<String>>>>,
+    }
+
+    impl Fixture {
+        /// The watcher sends these paths, with the tokens 1, 2 and so on, and then no longer responds.
+        async fn new(replies: Vec<Option<ChangedPaths>>) -> Self {
+            let dir = tempfile::tempdir().unwrap();
+            std::fs::create_dir_all(dir.path().join("user/home")).unwrap();
+            std::fs::write(dir.path().join("user/home/early"), "1").unwrap();
+            let bucket = Bucket::new(Arc::new(InMemory::new()));
+            let (root, cache) = ("files".into(), Cache::new(dir.path().join("cache")));
+            let key = RepositoryKey::generate().unwrap();
+            let repository = Repository::open_or_create(bucket, root, &key, cache).await.unwrap();
+            let origin = SnapshotOrigin { machine: MachineId::new(), epoch: Epoch(1) };
+            let mut saver = Saver::new(repository, SaveOptions::new(dir.path().join("user"), origin));
+            let first = saver.save(None).await.unwrap();
+            let requests = Arc::default();
+            let listener = UnixListener::bind(dir.path().join(SOCKET)).unwrap();
+            tokio::spawn(serve(listener, replies, Arc::clone(&requests)));
+            Self { dir, saver, first, requests }
+        }
+
+        /// Repeats a save of changes whose token is 0.
+        async fn repeat(&mut self) -> SavePasses {
+            let passes = SavePasses::new(self.first.clone(), false, Some("0".to_owned()));
+            let mut passes = SavePasses { min_rechecked_duration: Duration::ZERO, ..passes };
+            passes.repeat(&mut self.saver, self.dir.path(), Duration::ZERO).await.unwrap();
+            passes
+        }
+
+        fn requests(&self) -> Vec<String> {
+            self.requests.lock().unwrap().iter().flatten().cloned().collect()
+        }
+    }
+
+    async fn serve(
+        listener: UnixListener,
+        replies: Vec<Option<ChangedPaths>>,
+        requests: Arc<Mutex<Vec<Option<String>>>>,
+    ) {
+        for (index, paths) in replies.into_iter().enumerate() {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let mut line = String::new();
+            BufReader::new(&mut stream).read_line(&mut line).await.unwrap();
+            let request: ChangesRequest = serde_json::from_str(&line).unwrap();
+            requests.lock().unwrap().push(request.saved);
+            let reply = ChangesReply { token: (index + 1).to_string(), has_new: true, paths };
+            stream.write_all(&reply.encode()).await.unwrap();
+        }
+    }
+
+    fn moved(name: &str) -> Option<ChangedPaths> {
+        Some(ChangedPaths { directories: Vec::new(), subtrees: vec![name.into()] })
+    }
+
+    #[tokio::test]
+    async fn repeat_saves_everything_once_if_moves_are_unknown() {
+        let nothing = Some(ChangedPaths::default());
+        for (replies, token) in [(vec![], "0"), (vec![None, None], "1"), (vec![None, nothing], "1")] {
+            let mut fixture = Fixture::new(replies.clone()).await;
+            std::fs::write(fixture.dir.path().join("user/home/late"), "2").unwrap();
+            let passes = fixture.repeat().await;
+            assert_eq!((passes.result.counts.files, passes.is_full), (2, true), "{replies:?}");
+            assert_eq!(passes.result.counts.files_read, 2, "{replies:?}");
+            assert!(passes.result.uploaded_bytes > fixture.first.uploaded_bytes, "{replies:?}");
+            assert_eq!(passes.token.as_deref(), Some(token), "{replies:?}");
+            assert_eq!(fixture.requests(), ["0", "1"][..replies.len()], "{replies:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn repeat_saves_reported_moves_only() {
+        let mut fixture = Fixture::new(vec![moved("late"), moved("later")]).await;
+        std::fs::write(fixture.dir.path().join("user/home/late"), "2").unwrap();
+        let passes = fixture.repeat().await;
+        assert_ne!(passes.result.id, fixture.first.id);
+        assert_eq!((passes.result.counts.files, passes.is_full), (1, false), "the first pass's count");
+        assert_eq!((passes.result.counts.files_read, passes.token.as_deref()), (2, Some("2")));
+        assert_eq!(fixture.requests(), ["0", "1"]);
+    }
+
+    #[tokio::test]
+    async fn repeat_without_changes_keeps_result_of_first_pass() {
+        for replies in [vec![Some(ChangedPaths::default())], vec![moved("early"), moved("early")]] {
+            let mut fixture = Fixture::new(replies).await;
+            let SavePasses { result, .. } = fixture.repeat().await;
+            assert_eq!((result.id, result.is_unchanged), (fixture.first.id, false), "it is logged");
+            assert_eq!(result.uploaded_bytes, fixture.first.uploaded_bytes);
+        }
+    }
+}
