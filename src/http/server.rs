@@ -29,6 +29,7 @@ use super::head_timer::HeadStream;
 use super::networks::Networks;
 use super::passthrough::Passthrough;
 use super::shards::{LoadGuard, Shards};
+use svc_base::error_chain::format_chain;
 
 /// Limits for one listener.
 #[derive(Debug, Clone)]
@@ -296,7 +297,7 @@ where
             }
         };
         if let Err(error) = result {
-            tracing::debug!(%error, "connection ended");
+            tracing::debug!(error = %format_chain(&error), "connection ended");
         }
     }
 }

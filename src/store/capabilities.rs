@@ -241,7 +241,7 @@ fn temporary_key(name: &str) -> Path {
 /// Deletes a temporary object. Best effort: a failed deletion leaves a few bytes in the store.
 async fn delete(bucket: &Bucket, key: &Path) {
     if let Err(error) = bucket.raw().delete(key).await {
-        tracing::debug!(%key, %error, "cannot delete the probe's object");
+        tracing::debug!(%key, error = %format_chain(&error), "cannot delete the probe's object");
     }
 }
 

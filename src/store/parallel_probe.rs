@@ -10,6 +10,7 @@ use object_store::path::Path;
 use serde_json::json;
 
 use super::bucket::{Bucket, Condition, StoreError};
+use svc_base::error_chain::format_chain;
 
 /// Prefix of all probes' objects; not a valid user id.
 pub const PREFIX: &str = "system-doctor";
@@ -97,7 +98,7 @@ pub async fn run_rounds(
         let round = bucket.run_with_timeout(&key, remaining, run_round(bucket, &key)).await;
         // Best effort: a failed deletion leaves a few bytes in the store.
         if let Err(error) = bucket.raw().delete(&key).await {
-            tracing::debug!(%key, %error, "cannot delete the probe's object");
+            tracing::debug!(%key, error = %format_chain(&error), "cannot delete the probe's object");
         }
         let (created, replaced) = match round {
             Err(_) if findings.rounds > 0 && Instant::now() >= deadline => break,

@@ -12,6 +12,7 @@ use tokio::task::JoinSet;
 
 use super::bucket::{Bucket, StoreError};
 use super::multipart::OpenUpload;
+use svc_base::error_chain::format_chain;
 
 /// Maximum number of parts in an S3 upload.
 const MAX_PARTS: u64 = 10_000;
@@ -181,7 +182,7 @@ impl Upload {
         match tokio::time::timeout(ABORT_TIMEOUT, self.inner.abort()).await {
             Ok(Ok(()) | Err(object_store::Error::NotFound { .. })) => return true,
             Ok(Err(error)) => {
-                tracing::warn!(key = %self.key, %error, "cannot abort the upload; the store keeps its parts");
+                tracing::warn!(key = %self.key, error = %format_chain(&error), "cannot abort the upload; the store keeps its parts");
             }
             Err(_) => {
                 tracing::warn!(key = %self.key, "timeout while aborting the upload; the store may keep its parts");

@@ -104,6 +104,12 @@ async fn files_are_accessed_as_their_owner() -> Result<()> {
     let result = export(&machine.path("home/svc/home/projects/ada.tar"))?.expect(65);
     assert!(result.stderr.contains("can be changed by users other than root"), "{}", result.stderr);
     assert!(!machine.path("home/svc/home/projects/ada.tar.partial").exists());
+    // The owner can enter the home directory, but cannot list it.
+    let home = machine.path("home/svc/home");
+    fs::set_permissions(&home, Permissions::from_mode(0o1710))?;
+    let result = export(&machine.path("backups/unlisted.tar"))?.expect(70);
+    assert!(result.stderr.contains("Permission denied"), "{}", result.stderr);
+    assert!(!machine.path("backups/unlisted.tar").exists());
 
     let Some(new_machine) = machine_with_two_users(&store, 2).await? else { return Ok(()) };
     // A link is planted where the import would create a directory.

@@ -12,6 +12,7 @@ use crate::system::release::Release;
 use crate::system::systemd;
 use crate::update::protocol::SnapshotWait;
 use svc_base::diagnosis::Findings;
+use svc_base::error_chain::format_chain;
 use svc_base::fsx;
 
 pub fn check_gate(layout: &Layout) -> Findings {
@@ -41,7 +42,7 @@ pub fn check_current(layout: &Layout) -> Findings {
     let findings = match Release::read(&dir) {
         Ok(read) if read.image_version == version => findings,
         Ok(read) => findings.problem(format!("release.json of {version} names {}", read.image_version), next),
-        Err(error) => findings.problem(error.to_string(), next),
+        Err(error) => findings.problem(format_chain(&error), next),
     };
     let findings = match layout.link("bin").join("svc").metadata() {
         Ok(_) => findings,
@@ -136,6 +137,20 @@ pub fn check_update(layout: &Layout) -> Findings {
 }
 
 fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Option<T>, String> {
-    let Some(text) = fsx::read_if_exists(path).map_err(|error| error.to_string())? else { return Ok(None) };
+    let Some(text) = fsx::read_if_exists(path).map_err(|error| format_chain(&error))? else {
+        return Ok(None);
+    };
     serde_json::from_slice(&text).map(Some).map_err(|error| format!("{}: {error}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn read_json_names_cause_if_file_is_unreadable() {
+        let directory = tempfile::tempdir().unwrap();
+        let why = read_json::<serde_json::Value>(directory.path()).unwrap_err();
+        assert!(why.contains("Is a directory"), "{why}");
+    }
 }

@@ -7,6 +7,7 @@ use tokio_postgres::error::SqlState;
 use tokio_postgres::{Client, Config, NoTls};
 
 use svc_base::applet::Exit;
+use svc_base::error_chain::format_chain;
 use svc_http::resolve::{self, ResolveError};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -73,7 +74,7 @@ impl PostgresServer {
         let (client, connection) = connected.map_err(timeout_error)?.map_err(failed)?;
         tokio::spawn(async move {
             if let Err(error) = connection.await {
-                tracing::debug!(%error, "the database connection ended");
+                tracing::debug!(error = %format_chain(&error), "the database connection ended");
             }
         });
         Ok(client)

@@ -217,7 +217,7 @@ impl RenewingCredentials {
                 state.active = ActiveSession::from_stored(&stored);
             }
             Ok(_) => {}
-            Err(error) => tracing::warn!(%error, "cannot read the stored credentials"),
+            Err(error) => tracing::warn!(error = %format_chain(&error), "cannot read the stored credentials"),
         }
     }
 
@@ -270,7 +270,7 @@ impl RenewingCredentials {
         tracing::info!(expires_at = %stored.session.expires_at, "renewed the credentials for the object store");
         // A failed write is only logged: this process has the sessions, and the next one requests its own.
         if let Err(error) = tokio::task::block_in_place(|| stored.write(&self.file)) {
-            tracing::warn!(%error, "could not store the renewed credentials");
+            tracing::warn!(error = %format_chain(&error), "could not store the renewed credentials");
         }
         Ok(ActiveSession::from_stored(&stored))
     }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::services::{Services, ServicesError, UnitState};
 use crate::system::probe::GatewayClient;
+use svc_base::error_chain::format_chain;
 
 pub const GATEWAY_UNIT: &str = "svc-gateway.service";
 /// Services that are checked after an update if they were running before it. One that is inactive does not count as
@@ -107,7 +108,7 @@ pub async fn wait_until_healthy(
     loop {
         let state = check_health(services, units, probe)
             .await
-            .unwrap_or_else(|error| HealthState::Starting(error.to_string()));
+            .unwrap_or_else(|error| HealthState::Starting(format_chain(&error)));
         match state {
             HealthState::Healthy => {
                 let since = *healthy_since.get_or_insert_with(Instant::now);

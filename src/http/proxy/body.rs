@@ -11,6 +11,7 @@ use hyper::body::{Body as HttpBody, Frame, Incoming, SizeHint};
 use tokio_util::sync::WaitForCancellationFutureOwned;
 
 use super::pool::{Pool, UpstreamConnection};
+use svc_base::error_chain::format_chain;
 
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
@@ -121,7 +122,7 @@ impl ResponseBody {
             tokio::select! {
                 () = closed.cancelled() => {}
                 result = connection => if let Err(error) = result {
-                    tracing::debug!(%error, "upstream connection ended");
+                    tracing::debug!(error = %format_chain(&error), "upstream connection ended");
                 }
             }
         });

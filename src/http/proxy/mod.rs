@@ -28,6 +28,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use body::{RequestBody, ResponseBody, Upload};
 pub use headers::strip_hop_by_hop;
 use pool::{Pool, UpstreamConnection};
+use svc_base::error_chain::format_chain;
 pub use time_limit::TimeLimit;
 
 /// A connected byte stream to the upstream.
@@ -236,7 +237,7 @@ impl<'a> Exchange<'a> {
             tokio::select! {
                 () = closed.cancelled() => {}
                 result = connection.with_upgrades() => if let Err(error) = result {
-                    tracing::debug!(%error, "upstream connection ended");
+                    tracing::debug!(error = %format_chain(&error), "upstream connection ended");
                 }
             }
         });

@@ -6,6 +6,7 @@ use hyper_util::rt::TokioIo;
 use tokio_util::sync::CancellationToken;
 
 use super::time_limit::TimeLimit;
+use svc_base::error_chain::format_chain;
 
 /// Connects both sides once both have switched protocols.
 pub(super) fn open(
@@ -30,7 +31,7 @@ pub(super) fn open(
             () = closed.cancelled() => {}
             () = time_limit => {}
             result = copying => if let Err(error) = result {
-                tracing::debug!(%error, "tunnel ended");
+                tracing::debug!(error = %format_chain(&error), "tunnel ended");
             }
         }
     });

@@ -46,6 +46,7 @@ use tokio_postgres::error::SqlState;
 use tokio_postgres::types::ToSql;
 use tokio_postgres::{Client, Config, IsolationLevel, NoTls, Row};
 
+use svc_base::error_chain::format_chain;
 use svc_http::resolve;
 
 /// Client-side timeout for preparing a statement, and again for running it. The server's own timeout is shorter.
@@ -262,7 +263,7 @@ pub async fn connect(config: &Config) -> ConnectResult {
     let (client, connection) = config.connect(NoTls).await?;
     let connection_task = tokio::spawn(async move {
         if let Err(error) = connection.await {
-            tracing::warn!(%error, "a database connection ended with an error");
+            tracing::warn!(error = %format_chain(&error), "a database connection ended with an error");
         }
     });
     Ok((client, connection_task))

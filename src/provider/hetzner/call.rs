@@ -13,6 +13,7 @@ use url::Url;
 use super::super::error::{Cause, ErrorKind, ProviderError};
 use super::budget::Budget;
 use super::wire::ErrorBody;
+use svc_base::error_chain::format_chain;
 use svc_base::metrics::{PROVIDER_CALLS, PROVIDER_DURATION};
 use svc_http::body::{ResponseBodyError, read_response};
 use svc_http::request_id;
@@ -150,7 +151,7 @@ impl Connection {
             })
             .notify(|failed, wait| {
                 let cause = &failed.error.cause;
-                tracing::debug!(call = call.name, %cause, wait_ms = wait.as_millis(), "retrying a provider call");
+                tracing::debug!(call = call.name, cause = %format_chain(cause), wait_ms = wait.as_millis(), "retrying a provider call");
             })
             .await
             .map_err(|failed| failed.error)

@@ -381,7 +381,7 @@ impl CertificateManager {
                 .map(Into::into),
         };
         if let Err(error) = certificate::write(&self.config.layout, &current) {
-            tracing::warn!(%error, "cannot record the certificate's state");
+            tracing::warn!(error = %format_chain(&error), "cannot record the certificate's state");
         }
     }
 }

@@ -9,6 +9,7 @@ use tokio_postgres::config::Host;
 use tokio_postgres::{AsyncMessage, Client, NoTls, SimpleQueryMessage};
 
 use crate::config::Config;
+use svc_base::error_chain::format_chain;
 use svc_http::resolve;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -122,7 +123,7 @@ pub async fn connect(config: &tokio_postgres::Config) -> Result<Client, Database
         connecting.await.map_err(|_| DatabaseError::Timeout)?.map_err(DatabaseError::Connect)?;
     tokio::spawn(async move {
         if let Err(error) = connection.await {
-            tracing::debug!(%error, "database connection ended");
+            tracing::debug!(error = %format_chain(&error), "database connection ended");
         }
     });
     Ok(client)

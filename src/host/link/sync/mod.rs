@@ -246,7 +246,9 @@ async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -
                 match apply_response::apply_response(config, reply) {
                     Ok(None) => {}
                     Ok(Some(superseded)) => return superseded,
-                    Err(error) => tracing::error!(%error, "could not store the platform's response"),
+                    Err(error) => {
+                        tracing::error!(error = %format_chain(&error), "could not store the platform's response");
+                    }
                 }
             }
             Err(error) => {

@@ -100,7 +100,7 @@ pub async fn run(
         && let Err(error) = staging::remove_dumps(&settings.layout.drill_state())
     {
         // The next drill removes the dump.
-        tracing::warn!(%error, "could not remove the drill's dump");
+        tracing::warn!(error = %format_chain(&error), "could not remove the drill's dump");
     }
     let recorded = check.write(&settings.layout);
     failpoint::trigger("drill.recorded").or_exit(Exit::Internal)?;

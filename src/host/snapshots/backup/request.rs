@@ -8,6 +8,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
 use crate::system::layout::Layout;
+use svc_base::error_chain::format_chain;
 use svc_base::fsx;
 use svc_http::request_id;
 
@@ -55,7 +56,7 @@ impl RequestFile {
             return;
         }
         if let Err(error) = fsx::remove_if_exists(&self.path) {
-            tracing::error!(%error, "could not remove the request file");
+            tracing::error!(error = %format_chain(&error), "could not remove the request file");
         }
     }
 }

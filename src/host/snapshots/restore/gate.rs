@@ -380,6 +380,6 @@ async fn set_marker(settings: &RestoreSettings, snapshot: Option<&str>) -> Resul
 fn remove_temporary_data(settings: &RestoreSettings) {
     let state = settings.layout.restore_state();
     if let Err(error) = journal::remove(&settings.layout).and_then(|()| staging::remove_dumps(&state)) {
-        tracing::warn!(%error, "could not clean up after the restore");
+        tracing::warn!(error = %format_chain(&error), "could not clean up after the restore");
     }
 }

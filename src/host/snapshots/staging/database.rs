@@ -6,6 +6,7 @@ use jiff::SignedDuration;
 use tokio_postgres::{Client, Error};
 
 use crate::system::postgres::quote_ident;
+use svc_base::error_chain::format_chain;
 
 /// What a scratch database is for. Programs with the same purpose exclude each other with a lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -92,7 +93,7 @@ pub async fn drop_scratch_databases(client: &Client, purpose: ScratchPurpose) ->
 /// Drops a scratch database. On an error, the next run drops it.
 pub async fn drop_scratch(client: &Client, name: &str) {
     if let Err(error) = client.batch_execute(&build_drop_statement(name)).await {
-        tracing::warn!(%error, database = name, "could not drop the scratch database");
+        tracing::warn!(error = %format_chain(&error), database = name, "could not drop the scratch database");
     }
 }
 

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::snapshots::archive;
 use crate::system::tar_reader::EntryKind;
+use svc_base::fsx::FileError;
 
 /// A file, directory or symbolic link to export.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,16 +29,21 @@ pub struct OmittedEntry {
 
 /// Lists everything under `home`, apart from the paths in `except` and import directories. The second list contains the
 /// entries that cannot be exported: those that cannot be read, and those that are not files, directories or symbolic
-/// links. Symbolic links are not followed.
-pub fn list_files(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<OmittedEntry>) {
+/// links. Symbolic links are not followed. A missing home directory counts as empty.
+///
+/// # Errors
+/// If `home` itself cannot be listed to its end: the archive would be missing an unknown part of the owner's data.
+pub fn list_files(home: &Path, except: &[&Path]) -> Result<(Vec<HomeEntry>, Vec<OmittedEntry>), FileError> {
     let except: Vec<PathBuf> = except.iter().filter_map(|path| std::path::absolute(path).ok()).collect();
     let (mut listed, mut omitted) = (Vec::new(), Vec::new());
     let mut directories = vec![PathBuf::new()];
     while let Some(directory) = directories.pop() {
         let full_directory = home.join(&directory);
+        let is_home = directory.as_os_str().is_empty();
         let entries = match fs::read_dir(&full_directory) {
             Ok(entries) => entries,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
+            Err(error) if is_home => return Err(FileError::wrap("list", home)(error)),
             Err(error) => {
                 omitted.push(OmittedEntry { path: directory, reason: error.to_string() });
                 continue;
@@ -47,6 +53,7 @@ pub fn list_files(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<Omitted
         for entry in entries {
             match entry {
                 Ok(entry) => names.push(entry.file_name()),
+                Err(error) if is_home => return Err(FileError::wrap("list", home)(error)),
                 Err(error) => {
                     omitted.push(OmittedEntry { path: directory.clone(), reason: error.to_string() });
                     break;
@@ -82,7 +89,7 @@ pub fn list_files(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<Omitted
         }
         directories.extend(subdirectories.into_iter().rev());
     }
-    (listed, omitted)
+    Ok((listed, omitted))
 }
 
 /// Returns whether imports stage files in this directory: the home directory, and the gateway's part of it.
@@ -102,6 +109,8 @@ fn entry_kind(meta: &Metadata) -> Option<EntryKind> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::ErrorKind;
+
     use super::*;
 
     #[test]
@@ -116,10 +125,17 @@ mod tests {
         fs::write(at("out.tar.partial"), "").unwrap();
         std::os::unix::fs::symlink("/", at("b/root")).unwrap();
         let _socket = std::os::unix::net::UnixListener::bind(at("socket")).unwrap();
-        let (listed, omitted) = list_files(home.path(), &[&at("out.tar.partial")]);
+        let (listed, omitted) = list_files(home.path(), &[&at("out.tar.partial")]).unwrap();
         let paths: Vec<_> = listed.iter().map(|entry| entry.path.to_str().unwrap()).collect();
         assert_eq!(paths, ["a", "b", "system", "b/c", "b/root", "b/c/d"]);
         let omitted: Vec<_> = omitted.iter().map(|entry| entry.path.to_str().unwrap()).collect();
         assert_eq!(omitted, ["socket"]);
+    }
+
+    #[test]
+    fn list_files_fails_if_home_cannot_be_listed() {
+        let home = tempfile::NamedTempFile::new().unwrap();
+        let error = list_files(home.path(), &[]).unwrap_err();
+        assert_eq!((error.path.as_path(), error.source.kind()), (home.path(), ErrorKind::NotADirectory));
     }
 }
