@@ -49,7 +49,7 @@ impl DispatchTable {
     }
 
     /// Removes an ended dispatch, with all other entries of its batch: without them, the batch would be shown with too
-    /// few dispatches, and could seem successful although an entry failed.
+    /// few dispatches, and as failed.
     fn evict(&mut self, dispatch: &Arc<Dispatch>) {
         let is_evicted = |other: &Arc<Dispatch>| match (&dispatch.batch, &other.batch) {
             (Some(batch), Some(other_batch)) => Arc::ptr_eq(batch, other_batch),
@@ -78,8 +78,8 @@ mod tests {
     use crate::records::money::Dollars;
     use crate::system::layout::Layout;
 
-    fn recorded_dispatch(id: &str, batch: Option<&Arc<Batch>>) -> Arc<Dispatch> {
-        let interaction = Interaction {
+    fn interaction(id: &str, batch: Option<&Arc<Batch>>) -> Interaction {
+        Interaction {
             version: Interaction::VERSION,
             id: id.to_owned(),
             timestamp: "2026-11-22T10:00:00.000Z".parse().unwrap(),
@@ -97,9 +97,13 @@ mod tests {
             error: None,
             batch: batch.is_some(),
             batch_id: batch.map(|batch| batch.id.clone()),
+            batch_size: batch.map(|batch| batch.entries.len()),
             fingerprint: None,
-        };
-        Dispatch::from_record(interaction, batch.cloned())
+        }
+    }
+
+    fn recorded_dispatch(id: &str, batch: Option<&Arc<Batch>>) -> Arc<Dispatch> {
+        Dispatch::from_record(interaction(id, batch), batch.cloned())
     }
 
     #[test]
@@ -130,6 +134,27 @@ mod tests {
         assert_eq!(table.ended.len(), MAX_ENDED - 99);
         assert_eq!(table.ended_bytes, table.ended.iter().map(|dispatch| dispatch.bytes()).sum::<usize>());
         drop(table);
+        kernel.close();
+    }
+
+    #[tokio::test]
+    async fn recorded_batch_counts_entries_without_record() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let kernel = Arc::new(Kernel::new(&layout).unwrap());
+        let dispatcher = Dispatcher::new(&layout, &kernel, &Arc::new(AgentTokens::default()));
+        let ids: Vec<String> = (0..3).map(|index| format!("b.{index}")).collect();
+        let batch = Batch::new("b".to_owned(), String::new(), ids.clone(), ids.len());
+        // The last entry was refused.
+        let line = |id: &String| serde_json::to_string(&interaction(id, Some(&batch))).unwrap();
+        let lines = format!("{}\n{}\n", line(&ids[0]), line(&ids[1]));
+        std::fs::create_dir_all(layout.logs()).unwrap();
+        std::fs::write(layout.logs().join("interactions-2026-11-22.jsonl"), lines).unwrap();
+        let restored = dispatcher.find(&"b".parse().unwrap()).await.unwrap().unwrap();
+        assert_eq!((dispatcher.entries(&restored).len(), restored.entry_count()), (2, 3));
+        let events = restored.log().read(0).events;
+        let done = String::from_utf8_lossy(events.last().unwrap());
+        assert!(done.contains("event: done") && done.contains("\"entries\":3"), "{done}");
         kernel.close();
     }
 }

@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::event_log::EventLog;
 use super::journal::{BatchPosition, JournalEntry};
-use super::request::PromptEntry;
+use super::request::{DispatchId, MAX_BATCH_ENTRIES, PromptEntry};
 use crate::agents::adapters::launch::to_session_id;
 use crate::agents::kernel::Reservation;
 use crate::audit::protocol::SeenCalls;
@@ -134,8 +134,7 @@ impl Dispatch {
     pub fn from_record(interaction: Interaction, batch: Option<Arc<Batch>>) -> Arc<Self> {
         let position = interaction.batch_id.clone().map(|id| {
             let index = parse_entry_index(&interaction.id);
-            // The record does not contain the batch size.
-            BatchPosition { id, index, size: 0 }
+            BatchPosition { id, index, size: interaction.batch_size.unwrap_or_default() }
         });
         let accepted = JournalEntry {
             version: JournalEntry::VERSION,
@@ -295,6 +294,16 @@ impl Batch {
         let (log, journaled, remaining) =
             (EventLog::default(), CancellationToken::new(), AtomicUsize::new(remaining));
         Arc::new(Self { id, fingerprint, entries, log, journaled, remaining })
+    }
+
+    /// Restores a batch from the records of its entries, which may not be all of them: a refused entry has none.
+    pub fn from_records(id: &DispatchId, interactions: &[Interaction]) -> Arc<Self> {
+        let recorded_size = interactions.iter().find_map(|interaction| interaction.batch_size);
+        // The owner can edit the records, so the size may be any number.
+        let size = recorded_size.map_or(interactions.len(), |size| size.min(MAX_BATCH_ENTRIES));
+        let ids = (0..size).map(|index| id.entry_id(index)).collect();
+        let fingerprint = interactions.iter().find_map(|interaction| interaction.fingerprint.clone());
+        Self::new(id.to_string(), fingerprint.unwrap_or_default(), ids, interactions.len())
     }
 
     pub fn is_over(&self) -> bool {
