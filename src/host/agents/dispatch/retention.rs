@@ -70,8 +70,11 @@ impl DispatchTable {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
     use crate::agents::bridge_tokens::AgentTokens;
+    use crate::agents::dispatch::event_log::EventLog;
     use crate::agents::dispatch::state::Batch;
     use crate::agents::kernel::Kernel;
     use crate::records::entry::{Interaction, ResultStatus};
@@ -138,7 +141,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn recorded_batch_counts_entries_without_record() {
+    async fn recorded_batch_keeps_its_size_but_not_its_numbers() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let kernel = Arc::new(Kernel::new(&layout).unwrap());
@@ -155,6 +158,22 @@ mod tests {
         let events = restored.log().read(0).events;
         let done = String::from_utf8_lossy(events.last().unwrap());
         assert!(done.contains("event: done") && done.contains("\"entries\":3"), "{done}");
+        batch.log.push("accepted", &json!({}), false);
+        let next = batch.log.read(0).next;
+        assert_eq!(restored.log().read(next).events.len(), 5);
         kernel.close();
+    }
+
+    #[test]
+    fn recorded_dispatch_does_not_reuse_event_numbers() {
+        let original = EventLog::default();
+        for kind in ["accepted", "running"] {
+            original.push(kind, &json!({}), false);
+        }
+        let restore = || recorded_dispatch("d", None);
+        let restored = restore().log.read(original.read(0).next);
+        assert_eq!(restored.events.len(), 2, "the result is sent after a reconnection");
+        let repeated = restore().log.read(restored.next);
+        assert!(repeated.events.is_empty() && repeated.is_over, "it is not sent again");
     }
 }

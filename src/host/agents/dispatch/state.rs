@@ -107,6 +107,15 @@ impl Dispatch {
         batch: Option<Arc<Batch>>,
         reservation: Option<Reservation>,
     ) -> Arc<Self> {
+        Self::with_log(accepted, batch, reservation, EventLog::default())
+    }
+
+    fn with_log(
+        accepted: JournalEntry,
+        batch: Option<Arc<Batch>>,
+        reservation: Option<Reservation>,
+        log: EventLog,
+    ) -> Arc<Self> {
         let state = State {
             phase: Phase::Queued,
             started_at: None,
@@ -118,7 +127,7 @@ impl Dispatch {
         let session_id = accepted.entry.conversation_id.as_deref().map(to_session_id);
         let dispatch = Arc::new(Self {
             accepted,
-            log: EventLog::default(),
+            log,
             batch,
             session_id,
             cancel: CancellationToken::new(),
@@ -154,7 +163,7 @@ impl Dispatch {
             ended: None,
             refused: None,
         };
-        let dispatch = Self::new(accepted, batch, None);
+        let dispatch = Self::with_log(accepted, batch, None, EventLog::restored());
         dispatch.journaled.cancel();
         let phase = interaction.status.into();
         dispatch.end(DispatchResult { phase, interaction: Some(interaction), text: None, refused: None });
@@ -291,8 +300,17 @@ impl Dispatch {
 impl Batch {
     /// Creates a batch in which `remaining` entries have not ended yet.
     pub fn new(id: String, fingerprint: String, entries: Vec<String>, remaining: usize) -> Arc<Self> {
-        let (log, journaled, remaining) =
-            (EventLog::default(), CancellationToken::new(), AtomicUsize::new(remaining));
+        Self::with_log(id, fingerprint, entries, remaining, EventLog::default())
+    }
+
+    fn with_log(
+        id: String,
+        fingerprint: String,
+        entries: Vec<String>,
+        remaining: usize,
+        log: EventLog,
+    ) -> Arc<Self> {
+        let (journaled, remaining) = (CancellationToken::new(), AtomicUsize::new(remaining));
         Arc::new(Self { id, fingerprint, entries, log, journaled, remaining })
     }
 
@@ -303,7 +321,8 @@ impl Batch {
         let size = recorded_size.map_or(interactions.len(), |size| size.min(MAX_BATCH_ENTRIES));
         let ids = (0..size).map(|index| id.entry_id(index)).collect();
         let fingerprint = interactions.iter().find_map(|interaction| interaction.fingerprint.clone());
-        Self::new(id.to_string(), fingerprint.unwrap_or_default(), ids, interactions.len())
+        let fingerprint = fingerprint.unwrap_or_default();
+        Self::with_log(id.to_string(), fingerprint, ids, interactions.len(), EventLog::restored())
     }
 
     pub fn is_over(&self) -> bool {
