@@ -214,6 +214,31 @@ async fn refused_batch_entry_stays_refused_after_a_crash() -> Result<()> {
 }
 
 #[tokio::test]
+async fn batch_with_refused_entry_stays_failed_after_restart() -> Result<()> {
+    let limits = json!({ "costLimits": { "daily": 0.25, "reservation": 0.1 },
+        "dispatch": { "defaultAgent": "coder", "concurrency": 1 } });
+    let (machine, _runner) = machine_with_runner(&limits)?;
+    let host = machine.start()?;
+    let body = json!({ "id": "b", "batch": [{ "prompt": "ok" }, { "prompt": "ok" }] });
+    request_dispatch(&host, body.clone()).await?;
+    let statuses = |response: &Value| {
+        let entries = response["dispatches"].as_array().into_iter().flatten();
+        (response["status"].clone(), entries.map(|entry| entry["status"].clone()).collect::<Vec<_>>())
+    };
+    let ended = wait_until_finished(&host, "b").await?;
+    assert_eq!(statuses(&ended), (json!("error"), vec![json!("success"), json!("refused")]));
+    host.wait_until("the journal is empty", async || {
+        Ok(std::fs::read_dir(host.machine.path("var/lib/svc/dispatches"))?.count() == 0)
+    })
+    .await?;
+    // Only the records are left, and a refused entry has none.
+    let host = host.restart()?;
+    let (_, repeated) = request_dispatch(&host, body).await?;
+    assert_eq!(statuses(&repeated), (json!("error"), vec![json!("success")]));
+    Ok(())
+}
+
+#[tokio::test]
 async fn interrupted_dispatch_on_full_disk_is_not_restarted() -> Result<()> {
     let (machine, _runner) =
         machine_with_runner(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;

@@ -59,6 +59,7 @@ fn dispatch(n: u64) -> (Date, Interaction) {
         error: None,
         batch: false,
         batch_id: None,
+        batch_size: None,
         fingerprint: None,
     };
     (day, interaction)

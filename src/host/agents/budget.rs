@@ -270,6 +270,7 @@ mod tests {
             error: None,
             batch: false,
             batch_id: None,
+            batch_size: None,
             fingerprint: None,
         };
         kernel.record(&interaction).unwrap();

@@ -35,6 +35,9 @@ pub struct Interaction {
     pub batch: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub batch_id: Option<String>,
+    /// Number of entries in its batch, including refused ones, which have no record; absent from older records.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub batch_size: Option<usize>,
     /// A digest of the request, to detect reuse of its ID for a different request; absent from older records.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fingerprint: Option<String>,
@@ -201,7 +204,7 @@ mod tests {
             "tools": [{"name": "Bash", "durationMs": 3, "inputPreview": "ls", "status": "error",
                 "error": "Exit code 3"}], "status": "error",
             "error": {"name": "ToolError", "message": "no", "stack": "at x", "tool": "Bash", "turn": 2},
-            "batch": true, "batchId": "b", "fingerprint": "0f",
+            "batch": true, "batchId": "b", "batchSize": 3, "fingerprint": "0f",
         });
         let entry: Interaction = serde_json::from_value(line.clone()).unwrap();
         assert_eq!((entry.cost, entry.cost_estimated), (Dollars::from_nanos(12_500_000), false));

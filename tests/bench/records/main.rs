@@ -68,6 +68,7 @@ fn event(n: u64) -> Interaction {
         error: None,
         batch: false,
         batch_id: None,
+        batch_size: None,
         fingerprint: None,
     };
     let length = serde_json::to_vec(&event).map_or(0, |line| line.len() + 1);

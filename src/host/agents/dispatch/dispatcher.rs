@@ -42,7 +42,7 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(25);
 pub enum DispatchTarget {
     One(Arc<Dispatch>),
     Batch(Arc<Batch>),
-    /// A batch restored from its records.
+    /// A batch restored from its records, with the entries that have one.
     Recorded(Arc<Batch>, Vec<Arc<Dispatch>>),
 }
 
@@ -58,6 +58,14 @@ impl DispatchTarget {
         match self {
             Self::One(dispatch) => &dispatch.log,
             Self::Batch(batch) | Self::Recorded(batch, _) => &batch.log,
+        }
+    }
+
+    /// The number of dispatches that were accepted, including entries of a batch that have no record.
+    pub fn entry_count(&self) -> usize {
+        match self {
+            Self::One(_) => 1,
+            Self::Batch(batch) | Self::Recorded(batch, _) => batch.entries.len(),
         }
     }
 
@@ -170,9 +178,7 @@ impl Dispatcher {
         Ok((!found.is_empty()).then(|| {
             let mut entries: Vec<Interaction> = found.into_values().collect();
             entries.sort_by_key(|entry| parse_entry_index(&entry.id));
-            let ids: Vec<String> = entries.iter().map(|entry| entry.id.clone()).collect();
-            let fingerprint = entries.iter().find_map(|entry| entry.fingerprint.clone()).unwrap_or_default();
-            let batch = Batch::new(id.to_string(), fingerprint, ids, entries.len());
+            let batch = Batch::from_records(id, &entries);
             let restore = |entry| Dispatch::from_record(entry, Some(Arc::clone(&batch)));
             let entries = entries.into_iter().map(restore).collect();
             DispatchTarget::Recorded(batch, entries)

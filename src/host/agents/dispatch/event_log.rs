@@ -11,13 +11,19 @@ use tokio::sync::watch;
 /// Maximum total size of the events kept; the oldest are dropped first, but the newest event is always kept.
 const MAX_BYTES: usize = 1 << 20;
 
-/// The first event number of this process: the time of its first dispatch in microseconds, so that it exceeds all
-/// numbers from earlier processes.
+/// The first event number of this process's dispatches: the time of the first one in microseconds, so that it exceeds
+/// all numbers from earlier processes.
 static FIRST_NUMBER: LazyLock<u64> =
     LazyLock::new(|| u64::try_from(Timestamp::now().as_millisecond()).unwrap_or_default() * 1000);
+/// The first event number of a log restored from records. Such a log has other events than the original one, so it
+/// must not have the same numbers. It is restored for each request, with constant numbers: a listener that has received
+/// the last event does not receive them all again.
+const FIRST_RESTORED_NUMBER: u64 = 1;
 
 /// The events of a dispatch or a batch.
 pub struct EventLog {
+    /// The number of the first event, even if that has been dropped.
+    first_number: u64,
     buffer: Mutex<Buffer>,
     next_number: watch::Sender<u64>,
 }
@@ -43,12 +49,21 @@ pub struct ReadEvents {
 
 impl Default for EventLog {
     fn default() -> Self {
-        let buffer = Buffer { first: *FIRST_NUMBER, events: VecDeque::new(), bytes: 0, is_over: false };
-        Self { buffer: Mutex::new(buffer), next_number: watch::Sender::new(0) }
+        Self::starting_at(*FIRST_NUMBER)
     }
 }
 
 impl EventLog {
+    /// Creates the log of a dispatch or batch that is restored from records.
+    pub fn restored() -> Self {
+        Self::starting_at(FIRST_RESTORED_NUMBER)
+    }
+
+    fn starting_at(first_number: u64) -> Self {
+        let buffer = Buffer { first: first_number, events: VecDeque::new(), bytes: 0, is_over: false };
+        Self { first_number, buffer: Mutex::new(buffer), next_number: watch::Sender::new(0) }
+    }
+
     fn lock(&self) -> MutexGuard<'_, Buffer> {
         self.buffer.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -73,12 +88,12 @@ impl EventLog {
         self.next_number.send_replace(number + 1);
     }
 
-    /// Reads the events starting with number `from`. A number outside the log's range is from an earlier process; in
-    /// that case, all events are read.
+    /// Reads the events starting with number `from`. A number outside the log's range is from an earlier process, or
+    /// from the original of a restored log; in that case, all events are read.
     pub fn read(&self, from: u64) -> ReadEvents {
         let buffer = self.lock();
         let next = buffer.first + buffer.events.len() as u64;
-        let from = if (*FIRST_NUMBER..=next).contains(&from) { from } else { *FIRST_NUMBER };
+        let from = if (self.first_number..=next).contains(&from) { from } else { self.first_number };
         let start = from.max(buffer.first);
         let skipped = usize::try_from(start - buffer.first).unwrap_or(usize::MAX);
         ReadEvents {

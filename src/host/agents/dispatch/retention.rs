@@ -49,7 +49,7 @@ impl DispatchTable {
     }
 
     /// Removes an ended dispatch, with all other entries of its batch: without them, the batch would be shown with too
-    /// few dispatches, and could seem successful although an entry failed.
+    /// few dispatches, and as failed.
     fn evict(&mut self, dispatch: &Arc<Dispatch>) {
         let is_evicted = |other: &Arc<Dispatch>| match (&dispatch.batch, &other.batch) {
             (Some(batch), Some(other_batch)) => Arc::ptr_eq(batch, other_batch),
@@ -70,16 +70,19 @@ impl DispatchTable {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
     use crate::agents::bridge_tokens::AgentTokens;
+    use crate::agents::dispatch::event_log::EventLog;
     use crate::agents::dispatch::state::Batch;
     use crate::agents::kernel::Kernel;
     use crate::records::entry::{Interaction, ResultStatus};
     use crate::records::money::Dollars;
     use crate::system::layout::Layout;
 
-    fn recorded_dispatch(id: &str, batch: Option<&Arc<Batch>>) -> Arc<Dispatch> {
-        let interaction = Interaction {
+    fn interaction(id: &str, batch: Option<&Arc<Batch>>) -> Interaction {
+        Interaction {
             version: Interaction::VERSION,
             id: id.to_owned(),
             timestamp: "2026-11-22T10:00:00.000Z".parse().unwrap(),
@@ -97,9 +100,13 @@ mod tests {
             error: None,
             batch: batch.is_some(),
             batch_id: batch.map(|batch| batch.id.clone()),
+            batch_size: batch.map(|batch| batch.entries.len()),
             fingerprint: None,
-        };
-        Dispatch::from_record(interaction, batch.cloned())
+        }
+    }
+
+    fn recorded_dispatch(id: &str, batch: Option<&Arc<Batch>>) -> Arc<Dispatch> {
+        Dispatch::from_record(interaction(id, batch), batch.cloned())
     }
 
     #[test]
@@ -131,5 +138,42 @@ mod tests {
         assert_eq!(table.ended_bytes, table.ended.iter().map(|dispatch| dispatch.bytes()).sum::<usize>());
         drop(table);
         kernel.close();
+    }
+
+    #[tokio::test]
+    async fn recorded_batch_keeps_its_size_but_not_its_numbers() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let kernel = Arc::new(Kernel::new(&layout).unwrap());
+        let dispatcher = Dispatcher::new(&layout, &kernel, &Arc::new(AgentTokens::default()));
+        let ids: Vec<String> = (0..3).map(|index| format!("b.{index}")).collect();
+        let batch = Batch::new("b".to_owned(), String::new(), ids.clone(), ids.len());
+        // The last entry was refused.
+        let line = |id: &String| serde_json::to_string(&interaction(id, Some(&batch))).unwrap();
+        let lines = format!("{}\n{}\n", line(&ids[0]), line(&ids[1]));
+        std::fs::create_dir_all(layout.logs()).unwrap();
+        std::fs::write(layout.logs().join("interactions-2026-11-22.jsonl"), lines).unwrap();
+        let restored = dispatcher.find(&"b".parse().unwrap()).await.unwrap().unwrap();
+        assert_eq!((dispatcher.entries(&restored).len(), restored.entry_count()), (2, 3));
+        let events = restored.log().read(0).events;
+        let done = String::from_utf8_lossy(events.last().unwrap());
+        assert!(done.contains("event: done") && done.contains("\"entries\":3"), "{done}");
+        batch.log.push("accepted", &json!({}), false);
+        let next = batch.log.read(0).next;
+        assert_eq!(restored.log().read(next).events.len(), 5);
+        kernel.close();
+    }
+
+    #[test]
+    fn recorded_dispatch_does_not_reuse_event_numbers() {
+        let original = EventLog::default();
+        for kind in ["accepted", "running"] {
+            original.push(kind, &json!({}), false);
+        }
+        let restore = || recorded_dispatch("d", None);
+        let restored = restore().log.read(original.read(0).next);
+        assert_eq!(restored.events.len(), 2, "the result is sent after a reconnection");
+        let repeated = restore().log.read(restored.next);
+        assert!(repeated.events.is_empty() && repeated.is_over, "it is not sent again");
     }
 }

@@ -123,9 +123,8 @@ fn estimate_cost(
 
 /// Builds the interaction for a dispatch that ended without a run.
 pub fn interaction_without_run(dispatch: &Dispatch, name: &str, message: &str) -> Interaction {
-    let outcome = failed_outcome(name, message);
     let model = dispatch.accepted.entry.model.clone();
-    build_interaction(dispatch, outcome, model, Dollars::ZERO, Duration::ZERO)
+    build_interaction(dispatch, failed_outcome(name, message), model, Dollars::ZERO, Duration::ZERO)
 }
 
 /// Builds the interaction for a dispatch whose run was interrupted without an outcome. Its cost is unknown, so the
@@ -200,6 +199,7 @@ fn build_interaction(
         error: outcome.error,
         batch: accepted.batch.is_some(),
         batch_id: accepted.batch.as_ref().map(|batch| batch.id.clone()),
+        batch_size: accepted.batch.as_ref().map(|batch| batch.size),
         fingerprint: Some(accepted.fingerprint.clone()).filter(|fingerprint| !fingerprint.is_empty()),
     }
 }

@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::event_log::EventLog;
 use super::journal::{BatchPosition, JournalEntry};
-use super::request::PromptEntry;
+use super::request::{DispatchId, MAX_BATCH_ENTRIES, PromptEntry};
 use crate::agents::adapters::launch::to_session_id;
 use crate::agents::kernel::Reservation;
 use crate::audit::protocol::SeenCalls;
@@ -107,6 +107,15 @@ impl Dispatch {
         batch: Option<Arc<Batch>>,
         reservation: Option<Reservation>,
     ) -> Arc<Self> {
+        Self::with_log(accepted, batch, reservation, EventLog::default())
+    }
+
+    fn with_log(
+        accepted: JournalEntry,
+        batch: Option<Arc<Batch>>,
+        reservation: Option<Reservation>,
+        log: EventLog,
+    ) -> Arc<Self> {
         let state = State {
             phase: Phase::Queued,
             started_at: None,
@@ -118,7 +127,7 @@ impl Dispatch {
         let session_id = accepted.entry.conversation_id.as_deref().map(to_session_id);
         let dispatch = Arc::new(Self {
             accepted,
-            log: EventLog::default(),
+            log,
             batch,
             session_id,
             cancel: CancellationToken::new(),
@@ -134,8 +143,7 @@ impl Dispatch {
     pub fn from_record(interaction: Interaction, batch: Option<Arc<Batch>>) -> Arc<Self> {
         let position = interaction.batch_id.clone().map(|id| {
             let index = parse_entry_index(&interaction.id);
-            // The record does not contain the batch size.
-            BatchPosition { id, index, size: 0 }
+            BatchPosition { id, index, size: interaction.batch_size.unwrap_or_default() }
         });
         let accepted = JournalEntry {
             version: JournalEntry::VERSION,
@@ -155,7 +163,7 @@ impl Dispatch {
             ended: None,
             refused: None,
         };
-        let dispatch = Self::new(accepted, batch, None);
+        let dispatch = Self::with_log(accepted, batch, None, EventLog::restored());
         dispatch.journaled.cancel();
         let phase = interaction.status.into();
         dispatch.end(DispatchResult { phase, interaction: Some(interaction), text: None, refused: None });
@@ -292,9 +300,29 @@ impl Dispatch {
 impl Batch {
     /// Creates a batch in which `remaining` entries have not ended yet.
     pub fn new(id: String, fingerprint: String, entries: Vec<String>, remaining: usize) -> Arc<Self> {
-        let (log, journaled, remaining) =
-            (EventLog::default(), CancellationToken::new(), AtomicUsize::new(remaining));
+        Self::with_log(id, fingerprint, entries, remaining, EventLog::default())
+    }
+
+    fn with_log(
+        id: String,
+        fingerprint: String,
+        entries: Vec<String>,
+        remaining: usize,
+        log: EventLog,
+    ) -> Arc<Self> {
+        let (journaled, remaining) = (CancellationToken::new(), AtomicUsize::new(remaining));
         Arc::new(Self { id, fingerprint, entries, log, journaled, remaining })
+    }
+
+    /// Restores a batch from the records of its entries, which may not be all of them: a refused entry has none.
+    pub fn from_records(id: &DispatchId, interactions: &[Interaction]) -> Arc<Self> {
+        let recorded_size = interactions.iter().find_map(|interaction| interaction.batch_size);
+        // The owner can edit the records, so the size may be any number.
+        let size = recorded_size.map_or(interactions.len(), |size| size.min(MAX_BATCH_ENTRIES));
+        let ids = (0..size).map(|index| id.entry_id(index)).collect();
+        let fingerprint = interactions.iter().find_map(|interaction| interaction.fingerprint.clone());
+        let fingerprint = fingerprint.unwrap_or_default();
+        Self::with_log(id.to_string(), fingerprint, ids, interactions.len(), EventLog::restored())
     }
 
     pub fn is_over(&self) -> bool {

@@ -138,20 +138,21 @@ fn dispatch_json(dispatcher: &Dispatcher, target: &DispatchTarget) -> Value {
     json!({
         "id": target.id(),
         "batch": !matches!(target, DispatchTarget::One(_)),
-        "status": overall_status(&dispatches),
+        "status": overall_status(&dispatches, target.entry_count()),
         "dispatches": dispatches.iter().map(|dispatch| dispatch.to_json()).collect::<Vec<_>>(),
     })
 }
 
-/// The status of a batch: it ends when all entries have ended, and succeeds if all have succeeded.
-fn overall_status(dispatches: &[Arc<Dispatch>]) -> &'static str {
+/// The status of a batch: it ends when all entries have ended, and succeeds if all have succeeded. An entry that is
+/// missing from `dispatches` has no record: it was refused, or its record has been deleted.
+fn overall_status(dispatches: &[Arc<Dispatch>], entry_count: usize) -> &'static str {
     let phases: Vec<Phase> = dispatches.iter().map(|dispatch| dispatch.phase()).collect();
     let all_are = |phase| phases.iter().all(|each| *each == phase);
     if all_are(Phase::Queued) {
         "queued"
     } else if !phases.iter().all(|phase| phase.is_over()) {
         "running"
-    } else if all_are(Phase::Success) {
+    } else if all_are(Phase::Success) && phases.len() >= entry_count {
         "success"
     } else {
         "error"

@@ -293,7 +293,13 @@ pub fn interaction_schema() -> Value {
             ("status", status()),
             ("batch", boolean()),
         ],
-        &[("costEstimated", boolean()), ("error", error), ("batchId", text()), ("fingerprint", text())],
+        &[
+            ("costEstimated", boolean()),
+            ("error", error),
+            ("batchId", text()),
+            ("batchSize", count()),
+            ("fingerprint", text()),
+        ],
     ))
 }
 

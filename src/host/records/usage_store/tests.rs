@@ -57,6 +57,7 @@ fn interaction(n: u64) -> Interaction {
         error: None,
         batch: false,
         batch_id: None,
+        batch_size: None,
         fingerprint: None,
     }
 }
