@@ -215,10 +215,13 @@ fn to_kept_server(row: &KeptServerRow) -> wire::KeptServer {
 /// Returns how many seconds of the serving machine's writes may be missing from every snapshot. If the newest
 /// snapshot is another machine's, it may lack everything that this machine has written since its own last snapshot.
 fn unsaved_seconds(live: &MachineRow, newest: Option<&NewestSnapshot>, now: Timestamp) -> u64 {
-    let own = live.backup_taken_at.or(live.registered_at);
     let since = match newest {
         Some(newest) if newest.machine == live.id => Some(newest.taken_at),
-        Some(newest) => own.map(|own| own.min(newest.taken_at)).or(Some(newest.taken_at)),
+        // The machine has written nothing before its registration, even if it restored a much older snapshot.
+        Some(newest) => live.registered_at.map(|registered_at| {
+            let own = live.backup_taken_at.unwrap_or(registered_at);
+            own.min(newest.taken_at.max(registered_at))
+        }),
         None => live.registered_at,
     };
     now.duration_since(since.unwrap_or(now)).as_secs().max(0).unsigned_abs()

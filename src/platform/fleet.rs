@@ -118,7 +118,7 @@ pub fn summarize(rows: &[FleetRow], token_rotation: Duration, trust: &HostTrust)
 /// Summarizes the backup ages of machines that hold data: all except booting ones.
 fn summarize_backups(rows: &[FleetRow]) -> BackupAges {
     let with_data = || rows.iter().filter(|row| !is_booting(row));
-    let mut ages: Vec<f64> = with_data().filter_map(|row| row.backup_age).collect();
+    let mut ages: Vec<f64> = with_data().filter_map(since_backup).collect();
     ages.sort_by(f64::total_cmp);
     let never = with_data().filter(|row| row.backup_age.is_none()).count() as u64;
     let whole_seconds = |age: &f64| age.max(0.0) as u64;
@@ -128,6 +128,12 @@ fn summarize_backups(rows: &[FleetRow]) -> BackupAges {
         p50_age_seconds: median.map(whole_seconds),
         never,
     }
+}
+
+/// Returns the time since the slot's last backup, but at most the time since the machine's registration: a machine that
+/// has restored an old snapshot is not late with its own first backup.
+fn since_backup(row: &FleetRow) -> Option<f64> {
+    row.backup_age.map(|age| row.registered_age.map_or(age, |registered| age.min(registered)))
 }
 
 fn is_booting(row: &FleetRow) -> bool {
@@ -141,7 +147,7 @@ fn attention_reasons(row: &FleetRow, token_rotation: Duration, trust: &HostTrust
     let is_running = row.status == "running" && row.powered_off_age.is_none();
     let is_reporting = matches!(Health::classify(row), Health::Healthy | Health::Unhealthy);
     let failing = |part: Option<&str>| is_reporting && part == Some("failing");
-    let since_backup = row.backup_age.unwrap_or(row.age);
+    let since_backup = since_backup(row).unwrap_or(row.age);
     let is_waiting = row.waiting_operation.is_some();
     // A problem with the provider's account blocks many machines: it raises an alarm and is not a reason here.
     let is_stuck = !is_waiting
@@ -277,6 +283,10 @@ pub mod tests {
         assert_eq!(reasons_of(|row| row.has_drill_failed = true), one("drill_failed"));
         assert_eq!(reasons_of(|row| row.backup_age = Some(9000.0)), one("backup_overdue"));
         assert_eq!(reasons_of(|row| row.backup_age = None), one("backup_overdue"));
+        let restored = |row: &mut FleetRow| {
+            (row.backup_age, row.registered_age) = (Some(9000.0), Some(60.0));
+        };
+        assert_eq!(reasons_of(restored), Vec::<String>::new(), "the machine has just restored that snapshot");
         assert_eq!(reasons_of(|row| row.operation_age = Some(1801.0)), one("operation_stuck"));
         assert_eq!(reasons_of(|row| row.operation_attempts = 8), one("operation_stuck"));
         let waiting = |row: &mut FleetRow| {
@@ -338,6 +348,9 @@ pub mod tests {
         assert_eq!(json!(totals.by_health), json!({"healthy": 2, "silent": 0, "unhealthy": 1, "unknown": 1}));
         assert_eq!(json!(summary.backups), json!({"maxAgeSeconds": 1800, "p50AgeSeconds": 100, "never": 1}));
         assert_eq!(summary.attention.len(), 1);
+        rows[0].registered_age = Some(60.0);
+        let backups = summarize(&rows, ROTATION, &trust).backups;
+        assert_eq!(json!(backups), json!({"maxAgeSeconds": 100, "p50AgeSeconds": 60, "never": 1}));
         assert_eq!(
             json!(summarize(&[], ROTATION, &trust).backups),
             json!({"maxAgeSeconds": null, "p50AgeSeconds": null, "never": 0})

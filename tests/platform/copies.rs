@@ -214,6 +214,18 @@ async fn snapshot_of_another_machine_does_not_reduce_exposure() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn exposure_without_a_backup_starts_at_the_registration() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    let guest = stack.start_machine(&process, "user_1").await;
+    // An earlier machine took the snapshot, long before this one registered.
+    stack.store_snapshot_by("user_1", &uuid::Uuid::now_v7().to_string(), TAKEN_AT);
+    let copies = fetch_copies(&stack, &process, &guest.machine).await;
+    assert_eq!(copies["newestSnapshotAt"], TAKEN_AT, "{copies}");
+    assert!(copies["exposedSeconds"].as_u64().unwrap() < 86_400, "{copies}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn server_of_abandoned_removal_is_kept_until_discarded() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("PREDECESSOR_KEEP_SECONDS", "600")]);

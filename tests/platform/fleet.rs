@@ -48,6 +48,10 @@ async fn fleet_counts_machines_and_lists_problems() {
     client.execute(old, &[&silent.machine.parse::<uuid::Uuid>().unwrap()]).await.unwrap();
     let slow = "UPDATE user_machines SET created_at = now() - interval '20 minutes' WHERE machine_id = $1";
     client.execute(slow, &[&booting.parse::<uuid::Uuid>().unwrap()]).await.unwrap();
+    // A backup counts as no older than its machine's registration.
+    let registered = "UPDATE user_machines SET registered_at = now() - interval '1 hour' \
+                      WHERE backup_taken_at IS NOT NULL";
+    client.execute(registered, &[]).await.unwrap();
 
     let overview = fleet().await.body;
     assert_eq!(

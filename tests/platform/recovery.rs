@@ -136,7 +136,8 @@ async fn recovery_in_progress_rejects_different_options() {
     stack.start_machine(&process, "user_1").await;
     let object = stack.store_snapshot("user_1");
     let key = object.strip_prefix("user_1/primary/").unwrap();
-    let same = json!({"idpUserId": "user_1", "acceptLoss": true, "serverType": "cpx32", "location": "nbg1"});
+    let same = json!({"idpUserId": "user_1", "acceptLoss": true, "serverType": "cpx32", "location": "nbg1",
+        "fallbackLocations": ["hel1"]});
     let first = stack.post(&process, "/vps/recover", &same).await;
     assert_eq!(first.status, 202, "{first:?}");
     for again in [same, json!({"idpUserId": "user_1"})] {
@@ -148,6 +149,7 @@ async fn recovery_in_progress_rejects_different_options() {
         ("serverType", json!("cpx22"), "the server type"),
         ("location", json!("hel1"), "the location"),
         ("fallbackLocations", json!(["fsn1"]), "the fallback locations"),
+        ("fallbackLocations", json!([]), "the fallback locations"),
         ("imageVersion", json!("v0"), "the image version"),
         ("replaceFirst", json!(true), "`--replace-first`"),
     ] {

@@ -99,7 +99,8 @@ families! {
         "Machines that have booted, by the certificate that their hosts last reported: trusted, expiring, or \
          missing (none that the host's roots verify for its name). Only with `HOST_DOMAIN`.";
     BACKUP_AGE: Gauges<1> = "svc_backup_age_seconds", ["over"], on Platform,
-        "Age of the last verified snapshot over all slots with data: maximum and median.";
+        "Age of the last verified snapshot, but at most the time since the machine's registration, over all \
+         slots with data: maximum and median.";
     SLOTS_WITHOUT_BACKUP: Gauges<0> = "svc_backups_never", [], on Platform,
         "Slots with data and without a verified snapshot.";
     FILE_PRUNINGS_FAILED: Gauges<0> = "svc_files_prunings_failed", [], on Platform,

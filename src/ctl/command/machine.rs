@@ -14,6 +14,7 @@ use crate::output::Output;
 use crate::show::View;
 use crate::show::accepted_change::{self, AcceptedChange};
 use crate::show::copies::SlotExitTimes;
+use crate::show::failure;
 use crate::show::machine;
 use crate::show::token;
 use crate::wait::{Goal, TimeLimit};
@@ -95,7 +96,9 @@ pub async fn delete(api: &ApiClient, args: Delete, out: &Output) -> Result<(), F
     let query: Vec<_> =
         requested.into_iter().filter(|(_, set)| *set).map(|(name, _)| (name, "true".to_owned())).collect();
     let response = api.send_with_query(Method::DELETE, &["vps", &machine.machine_id], &query).await?;
-    print_outcome::<DeletedMachine>(api, response, args.wait, out).await
+    let mut accepted = AcceptedChange::from(response.parse::<DeletedMachine>()?);
+    accepted.was_server_gone = machine.failure.as_ref().is_some_and(failure::is_server_gone);
+    print_accepted_change(api, &response, &accepted, args.wait, out).await
 }
 
 pub async fn run(api: &ApiClient, command: MachineCommand, out: &Output) -> Result<(), Failure> {
@@ -119,8 +122,18 @@ pub async fn print_outcome<T: DeserializeOwned + Into<AcceptedChange>>(
     out: &Output,
 ) -> Result<(), Failure> {
     let accepted: AcceptedChange = response.parse::<T>()?.into();
+    print_accepted_change(api, &response, &accepted, wait, out).await
+}
+
+async fn print_accepted_change(
+    api: &ApiClient,
+    response: &ApiResponse,
+    accepted: &AcceptedChange,
+    wait: Wait,
+    out: &Output,
+) -> Result<(), Failure> {
     let Some(seconds) = wait.wait else {
-        return out.print_response(&response, |view| Ok(accepted_change::show(view, &accepted)));
+        return out.print_response(response, |view| Ok(accepted_change::show(view, accepted)));
     };
     if let Some(note) = accepted.note() {
         eprintln!("note: {note}");

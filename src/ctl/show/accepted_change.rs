@@ -17,6 +17,8 @@ pub struct AcceptedChange {
     pub machine_id: String,
     pub operation_id: Option<String>,
     pub also_deleted: Option<AlsoDeletedMachine>,
+    /// For a deletion: whether the provider no longer had the machine's server.
+    pub was_server_gone: bool,
     status: String,
     server_type: Option<String>,
     old_machine_id: Option<String>,
@@ -194,7 +196,7 @@ fn undo(view: &View, accepted: &AcceptedChange) -> String {
         return format!("`svcctl undelete {}`{until}: that machine serves again", also.machine_id);
     }
     match (&accepted.deletion, &accepted.old_machine_id, &accepted.operation_id) {
-        (Some(deletion), _, operation) => undo_of_deletion(view, deletion, operation.as_deref()),
+        (Some(deletion), ..) => undo_of_deletion(view, accepted, deletion),
         (None, Some(_), Some(operation)) => {
             format!("`svcctl operation abandon {operation}` until the new machine has registered")
         }
@@ -202,16 +204,20 @@ fn undo(view: &View, accepted: &AcceptedChange) -> String {
     }
 }
 
-fn undo_of_deletion(view: &View, deletion: &DeletedMachine, operation: Option<&str>) -> String {
+fn undo_of_deletion(view: &View, accepted: &AcceptedChange, deletion: &DeletedMachine) -> String {
     // Older platforms report the time only under its former name.
     if let Some(until) = deletion.undelete_until.as_ref().or(deletion.undeletable_until.as_ref()) {
         return format!("`svcctl undelete {}` until {}", deletion.machine_id, format_time(view.now, until));
     }
     let DeletedMachine { handle, slot, idp_user_id, .. } = deletion;
+    let why = match deletion.registered_at {
+        None => Some("it never served traffic"),
+        Some(_) => accepted.was_server_gone.then_some("the provider no longer has its server"),
+    };
     // Older platforms report neither the handle nor whether the machine ever registered.
-    if deletion.registered_at.is_none() && handle.is_present() {
+    if let Some(why) = why.filter(|_| handle.is_present()) {
         return format!(
-            "none: it never served traffic; `svcctl provision {} --handle {handle}` creates a new machine",
+            "none: {why}; `svcctl provision {} --handle {handle}` creates a new machine",
             args::slot_arguments(idp_user_id, slot),
         );
     }
@@ -220,5 +226,5 @@ fn undo_of_deletion(view: &View, deletion: &DeletedMachine, operation: Option<&s
             "`svcctl operation abandon {operation}` until its server is off; then the server is deleted permanently"
         )
     };
-    operation.map(abandon).unwrap_or_default()
+    accepted.operation_id.as_ref().map(abandon).unwrap_or_default()
 }

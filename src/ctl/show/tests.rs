@@ -381,6 +381,21 @@ fn deletion_of_machine_that_never_served_has_no_undo() {
 }
 
 #[test]
+fn deletion_after_the_loss_of_the_server_has_no_undo() {
+    let deletion = from_json::<DeletedMachine>(
+        json!({"machineId": MACHINE, "idpUserId": "user_1", "slot": "primary", "handle": "ada", "kind": "customer",
+        "status": "failed", "registeredAt": "2026-11-20T12:00:00.000Z", "deletedAt": "2026-11-21T12:00:00.000Z",
+        "newestSnapshotAt": "2026-11-21T11:51:00.000Z", "undeleteUntil": null, "operationId": OTHER}),
+    );
+    let mut accepted: accepted_change::AcceptedChange = deletion.into();
+    assert!(accepted_change::show(&plain_view(), &accepted).contains("`svcctl operation abandon "));
+    accepted.was_server_gone = true;
+    let output = accepted_change::show(&plain_view(), &accepted);
+    let undo = "none: the provider no longer has its server; `svcctl provision user_1 --handle ada` creates";
+    assert!(output.contains(undo) && !output.contains("abandon"), "{output}");
+}
+
+#[test]
 fn accepted_recovery_shows_undo() {
     let accepted = from_json::<RecoveredMachine>(
         json!({"oldMachineId": OTHER, "machineId": MACHINE, "slot": "primary", "status": "recovering",

@@ -62,6 +62,25 @@ impl RequestedLocations {
         let fallback = self.fallback.as_ref().unwrap_or(&platform.config.provisioning.fallback_locations);
         fallback.iter().filter(|other| *other != location).cloned().collect()
     }
+
+    /// Returns whether the request names fallback locations other than those of a running recovery, in any order.
+    /// `current` and `fallback` are the locations of its new machine, and `has_moved` is whether the recovery has moved
+    /// on from the location that it tried first.
+    pub fn differs_in_fallback(&self, current: &Location, fallback: &[Location], has_moved: bool) -> bool {
+        let Some(wanted) = &self.fallback else { return false };
+        let candidates = || std::iter::once(current).chain(fallback);
+        if wanted.iter().any(|location| !candidates().any(|candidate| candidate == location)) {
+            return true;
+        }
+        // The location that the recovery tried first is not one of its fallbacks. After a move, it is unknown which one
+        // that was, unless the request names it.
+        let first = if has_moved { self.location.as_ref() } else { Some(current) };
+        let mut missing = candidates().filter(|candidate| !wanted.contains(candidate));
+        match first {
+            Some(first) => missing.any(|candidate| candidate != first),
+            None => missing.count() > 1,
+        }
+    }
 }
 
 async fn has_location(platform: &Platform, location: &Location) -> Result<bool, Problem> {
@@ -76,4 +95,43 @@ fn ensure_found(pointer: &str, location: &Location, found: Result<bool, Problem>
         return Ok(());
     }
     Err(Problem::field(pointer, format!("{location} is not a location that the provider offers")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(names: &[&str]) -> Vec<Location> {
+        names.iter().map(|name| name.parse().unwrap()).collect()
+    }
+
+    fn differs(location: Option<&str>, wanted: &[&str], candidates: &[&str], has_moved: bool) -> bool {
+        let location = location.map(|name| name.parse().unwrap());
+        let requested = RequestedLocations { location, fallback: Some(parse(wanted)) };
+        let candidates = parse(candidates);
+        requested.differs_in_fallback(&candidates[0], &candidates[1..], has_moved)
+    }
+
+    #[test]
+    fn fallbacks_match_only_if_none_is_added_or_missing() {
+        let candidates = ["nbg1", "hel1", "fsn1"];
+        assert!(!differs(None, &["hel1", "fsn1"], &candidates, false));
+        assert!(!differs(None, &["fsn1", "hel1", "nbg1"], &candidates, false));
+        assert!(differs(None, &[], &candidates, false));
+        assert!(differs(None, &["hel1"], &candidates, false));
+        assert!(differs(None, &["hel1", "fsn1", "ash"], &candidates, false));
+        let all = parse(&candidates);
+        assert!(!RequestedLocations::default().differs_in_fallback(&all[0], &all[1..], false), "omitted");
+    }
+
+    #[test]
+    fn fallbacks_match_after_a_move_to_one_of_them() {
+        let candidates = ["hel1", "fsn1", "nbg1"];
+        for location in [None, Some("nbg1")] {
+            assert!(!differs(location, &["hel1", "fsn1"], &candidates, true), "{location:?}");
+            assert!(differs(location, &["hel1"], &candidates, true), "{location:?}");
+            assert!(differs(location, &[], &candidates, true), "{location:?}");
+        }
+        assert!(differs(Some("nbg1"), &["nbg1", "hel1"], &candidates, true));
+    }
 }

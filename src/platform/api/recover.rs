@@ -376,7 +376,7 @@ fn differing_options(
         ),
         (
             "the fallback locations",
-            request.locations.fallback.iter().flatten().any(|wanted| !is_candidate(wanted)),
+            request.locations.differs_in_fallback(&machine.location, &machine.fallback_locations, has_moved),
         ),
         ("`--allow-empty`", request.empty == EmptyStart::Refused && machine.restore == RestoreMode::Empty),
         ("the accepted loss", request.options.accept_loss && !options.accept_loss),

@@ -117,8 +117,8 @@ pub async fn list_active_machines(client: &impl GenericClient) -> Result<Vec<Fle
                LEFT JOIN (SELECT DISTINCT ON (machine_id) machine_id, created_at, attempts, error_code, \
                    CASE WHEN question IS NOT NULL THEN operation_id END AS waiting FROM operations \
                    WHERE state = 'running' ORDER BY machine_id, created_at) o ON o.machine_id = m.machine_id \
-               LEFT JOIN (SELECT idp_user_id, slot, max(backup_taken_at) AS taken_at FROM user_machines \
-                   WHERE backup_taken_at IS NOT NULL GROUP BY idp_user_id, slot) b \
+               LEFT JOIN (SELECT idp_user_id, slot, max(greatest(backup_taken_at, final_backup_at)) AS taken_at \
+                   FROM user_machines GROUP BY idp_user_id, slot) b \
                    ON b.idp_user_id = m.idp_user_id AND b.slot = m.slot \
                WHERE m.deleted_at IS NULL AND m.retired_at IS NULL ORDER BY m.machine_id";
     let found = query(client, sql, &[]).await?;
