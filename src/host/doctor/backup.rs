@@ -2,6 +2,7 @@
 
 use jiff::Timestamp;
 use serde::Deserialize;
+use serde::de::IgnoredAny;
 
 use crate::snapshots::check_log::{CheckKind, CheckRecord, Status};
 use crate::snapshots::held_snapshot::HeldSnapshot;
@@ -23,15 +24,18 @@ struct BackupRecord {
     status: String,
     key: Option<String>,
     error: Option<String>,
+    /// Set if the snapshot is complete but was held back.
+    held: Option<IgnoredAny>,
 }
 
 pub fn check(layout: &Layout) -> Findings {
-    let findings = Findings::new("backup");
-    if let Ok(Some(held)) = HeldSnapshot::read(layout) {
+    let mut findings = Findings::new("backup");
+    let held = HeldSnapshot::read(layout).ok().flatten();
+    if let Some(held) = &held {
         let next = "if the loss is intended, run `svc-db-backup accept`; otherwise load the latest snapshot \
                     with `svc-db-backup side open` and copy the rows back, or restore it with `svcctl \
                     recover USER`";
-        return findings.problem(held.to_string(), next);
+        findings = findings.problem(held.to_string(), next);
     }
     let text = match fsx::read_if_exists(&layout.last_backup()) {
         Ok(Some(text)) => text,
@@ -41,7 +45,9 @@ pub fn check(layout: &Layout) -> Findings {
     let Ok(record) = serde_json::from_slice::<BackupRecord>(&text) else {
         return findings.problem("last-backup.json is not a valid backup record", NEXT_STEP);
     };
-    if record.status != "success" {
+    // A later backup can also fail for another reason than the reported one.
+    let is_reported = held.is_some() && record.held.is_some();
+    if record.status != "success" && !is_reported {
         let why = record.error.unwrap_or_else(|| "no reason recorded".to_owned());
         return findings.problem(format!("the last backup failed: {why}"), NEXT_STEP);
     }
@@ -51,7 +57,7 @@ pub fn check(layout: &Layout) -> Findings {
     if age > MAX_BACKUP_AGE_SECONDS {
         return findings.problem(summary, format!("systemctl list-timers svc-db-backup.timer; {NEXT_STEP}"));
     }
-    findings.ok(summary)
+    findings.or_ok(summary)
 }
 
 /// Checks the results of the last verification and the last drill.
@@ -104,4 +110,33 @@ fn assess_missing_backup(findings: Findings, layout: &Layout) -> Findings {
         "no backup on this machine yet",
         "the timer runs hourly; to start a backup now: systemctl start svc-db-backup",
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use svc_base::diagnosis::Level;
+
+    #[test]
+    fn check_reports_later_failures_of_held_back_snapshot() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let loss = "3 rows instead of 400";
+        HeldSnapshot::new("key".to_owned(), "latest".to_owned(), loss.to_owned()).write(&layout).unwrap();
+        let check_with = |at: Timestamp, held: Option<&str>| -> Vec<String> {
+            let why = "the store refused";
+            let record = json!({"timestamp": at.to_string(), "status": "error", "error": why, "held": held});
+            std::fs::write(layout.last_backup(), record.to_string()).unwrap();
+            let findings = check(&layout).into_list();
+            assert!(findings.iter().all(|finding| finding.level == Level::Problem), "{findings:?}");
+            assert!(findings[0].what.contains(loss), "{findings:?}");
+            findings.into_iter().skip(1).map(|finding| finding.what).collect()
+        };
+        assert_eq!(check_with(Timestamp::now(), Some(loss)), Vec::<String>::new());
+        assert_eq!(check_with(Timestamp::now(), None), ["the last backup failed: the store refused"]);
+        let old = check_with(Timestamp::UNIX_EPOCH, Some(loss));
+        assert!(old.len() == 1 && old[0].contains("min old"), "{old:?}");
+    }
 }
