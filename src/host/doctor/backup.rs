@@ -4,7 +4,7 @@ use jiff::Timestamp;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
-use crate::snapshots::check_log::{CheckKind, CheckRecord, Status};
+use crate::snapshots::check_log::{CheckKind, CheckRecord, LastCheckError, Status};
 use crate::snapshots::held_snapshot::HeldSnapshot;
 use crate::system::layout::Layout;
 use svc_base::diagnosis::Findings;
@@ -64,10 +64,15 @@ pub fn check(layout: &Layout) -> Findings {
 pub fn check_snapshots(layout: &Layout) -> Findings {
     let mut findings = Findings::new("snapshots");
     let mut summary = Vec::new();
+    let days_in_use = read_seconds_in_use(layout) / 86_400;
     for &kind in CheckKind::ALL {
         let unit = format!("svc-db-{}", kind.as_str());
         let next = format!("journalctl -u {unit} -n 50; systemctl start {unit}");
         match CheckRecord::last(layout, kind) {
+            Ok(None) if days_in_use > MAX_CHECK_AGE_DAYS => {
+                let what = format!("no {} on this machine", noun(kind));
+                findings = findings.warning(what, format!("systemctl list-timers {unit}.timer; {next}"));
+            }
             Ok(None) => summary.push(format!("no {} yet", noun(kind))),
             Ok(Some(check)) if check.status == Status::Success => {
                 let days = (Timestamp::now().as_second() - check.timestamp.as_second()) / 86_400;
@@ -86,7 +91,12 @@ pub fn check_snapshots(layout: &Layout) -> Findings {
                 let why = check.error.unwrap_or_else(|| "no reason recorded".to_owned());
                 findings = findings.problem(format!("the last {} failed: {why}", noun(kind)), next);
             }
-            Err(error) => findings = findings.skipped(format!("{error}; run the doctor as root")),
+            Err(error @ LastCheckError::Malformed { .. }) => {
+                findings = findings.problem(error.to_string(), next);
+            }
+            Err(LastCheckError::File(error)) => {
+                findings = findings.skipped(format!("{error}; run the doctor as root"));
+            }
         }
     }
     findings.or_ok(summary.join(", "))
@@ -101,9 +111,7 @@ fn noun(kind: CheckKind) -> &'static str {
 
 /// Assesses a missing backup, which is normal on a new machine.
 fn assess_missing_backup(findings: Findings, layout: &Layout) -> Findings {
-    let since = std::fs::metadata(layout.restore_complete()).and_then(|meta| meta.modified()).ok();
-    let age = since.and_then(|at| at.elapsed().ok()).map_or(0, |age| age.as_secs());
-    if i64::try_from(age).unwrap_or(i64::MAX) > MAX_BACKUP_AGE_SECONDS {
+    if read_seconds_in_use(layout) > MAX_BACKUP_AGE_SECONDS {
         return findings.problem("no backup on this machine", NEXT_STEP);
     }
     findings.warning(
@@ -112,8 +120,17 @@ fn assess_missing_backup(findings: Findings, layout: &Layout) -> Findings {
     )
 }
 
+/// Returns the time since the restore was completed; 0 if it was not, or the time is unknown.
+fn read_seconds_in_use(layout: &Layout) -> i64 {
+    let since = std::fs::metadata(layout.restore_complete()).and_then(|meta| meta.modified()).ok();
+    let age = since.and_then(|at| at.elapsed().ok()).map_or(0, |age| age.as_secs());
+    i64::try_from(age).unwrap_or(i64::MAX)
+}
+
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, SystemTime};
+
     use serde_json::json;
 
     use super::*;
@@ -138,5 +155,29 @@ mod tests {
         assert_eq!(check_with(Timestamp::now(), None), ["the last backup failed: the store refused"]);
         let old = check_with(Timestamp::UNIX_EPOCH, Some(loss));
         assert!(old.len() == 1 && old[0].contains("min old"), "{old:?}");
+    }
+
+    #[test]
+    fn check_snapshots_reports_invalid_record_as_problem() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        fsx::write_atomic(&layout.last_check("drill"), b"{", 0o644).unwrap();
+        let findings = check_snapshots(&layout).into_list();
+        assert_eq!((findings.len(), findings[0].level), (1, Level::Problem), "{findings:?}");
+        assert!(findings[0].what.contains("last-drill.json"), "{findings:?}");
+    }
+
+    #[test]
+    fn check_snapshots_warns_about_missing_checks_on_old_machine() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        fsx::write_atomic(&layout.restore_complete(), b"", 0o644).unwrap();
+        let levels = || -> Vec<Level> {
+            check_snapshots(&layout).into_list().into_iter().map(|finding| finding.level).collect()
+        };
+        assert_eq!(levels(), [Level::Ok]);
+        let restored_at = SystemTime::now() - Duration::from_secs(16 * 86_400);
+        std::fs::File::open(layout.restore_complete()).unwrap().set_modified(restored_at).unwrap();
+        assert_eq!(levels(), [Level::Warning, Level::Warning]);
     }
 }
