@@ -192,6 +192,29 @@ async fn every_mode_works_and_a_dropped_table_is_recreated() -> Result<()> {
     Ok(())
 }
 
+/// An order that now belongs to a newer customer is deleted with that customer, although the snapshot has the order.
+#[tokio::test]
+async fn replace_refuses_cascade_through_copied_table() -> Result<()> {
+    let store = machine::start_store()?;
+    let machine = machine_with_side_database(&store).await?;
+    let client = machine.client().await?;
+    client
+        .batch_execute(
+            "CREATE TABLE app_shop.notes (about int REFERENCES app_shop.orders ON DELETE CASCADE);
+             INSERT INTO app_shop.notes VALUES (7); INSERT INTO app_shop.customers (email) VALUES ('new');
+             UPDATE app_shop.orders SET customer = c.id FROM app_shop.customers c WHERE orders.id = 7 AND c.email = 'new'",
+        )
+        .await?;
+    let replace = ["copy", "--mode", "replace", "--no-backup", TABLES[0], TABLES[2]];
+    let result = run_side(&machine, &replace)?.expect(65);
+    assert!(result.stderr.contains("change the rows in app_shop.notes"), "{}", result.stderr);
+    client.batch_execute("UPDATE app_shop.orders SET customer = 8 WHERE id = 7").await?;
+    run_side(&machine, &replace)?.expect(0);
+    assert_as_in_snapshot(&machine, &[TABLES[0], TABLES[2]]).await?;
+    assert_eq!(rows(&machine, "svc", "app_shop.notes").await?, ["(7)"]);
+    Ok(())
+}
+
 #[tokio::test]
 async fn replace_restores_rows_despite_changed_constraints() -> Result<()> {
     let store = machine::start_store()?;

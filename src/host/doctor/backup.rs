@@ -2,8 +2,9 @@
 
 use jiff::Timestamp;
 use serde::Deserialize;
+use serde::de::IgnoredAny;
 
-use crate::snapshots::check_log::{CheckKind, CheckRecord, Status};
+use crate::snapshots::check_log::{CheckKind, CheckRecord, LastCheckError, Status};
 use crate::snapshots::held_snapshot::HeldSnapshot;
 use crate::system::layout::Layout;
 use svc_base::diagnosis::Findings;
@@ -23,15 +24,18 @@ struct BackupRecord {
     status: String,
     key: Option<String>,
     error: Option<String>,
+    /// Set if the snapshot is complete but was held back.
+    held: Option<IgnoredAny>,
 }
 
 pub fn check(layout: &Layout) -> Findings {
-    let findings = Findings::new("backup");
-    if let Ok(Some(held)) = HeldSnapshot::read(layout) {
+    let mut findings = Findings::new("backup");
+    let held = HeldSnapshot::read(layout).ok().flatten();
+    if let Some(held) = &held {
         let next = "if the loss is intended, run `svc-db-backup accept`; otherwise load the latest snapshot \
                     with `svc-db-backup side open` and copy the rows back, or restore it with `svcctl \
                     recover USER`";
-        return findings.problem(held.to_string(), next);
+        findings = findings.problem(held.to_string(), next);
     }
     let text = match fsx::read_if_exists(&layout.last_backup()) {
         Ok(Some(text)) => text,
@@ -41,7 +45,9 @@ pub fn check(layout: &Layout) -> Findings {
     let Ok(record) = serde_json::from_slice::<BackupRecord>(&text) else {
         return findings.problem("last-backup.json is not a valid backup record", NEXT_STEP);
     };
-    if record.status != "success" {
+    // A later backup can also fail for another reason than the reported one.
+    let is_reported = held.is_some() && record.held.is_some();
+    if record.status != "success" && !is_reported {
         let why = record.error.unwrap_or_else(|| "no reason recorded".to_owned());
         return findings.problem(format!("the last backup failed: {why}"), NEXT_STEP);
     }
@@ -51,17 +57,22 @@ pub fn check(layout: &Layout) -> Findings {
     if age > MAX_BACKUP_AGE_SECONDS {
         return findings.problem(summary, format!("systemctl list-timers svc-db-backup.timer; {NEXT_STEP}"));
     }
-    findings.ok(summary)
+    findings.or_ok(summary)
 }
 
 /// Checks the results of the last verification and the last drill.
 pub fn check_snapshots(layout: &Layout) -> Findings {
     let mut findings = Findings::new("snapshots");
     let mut summary = Vec::new();
+    let days_in_use = read_seconds_in_use(layout) / 86_400;
     for &kind in CheckKind::ALL {
         let unit = format!("svc-db-{}", kind.as_str());
         let next = format!("journalctl -u {unit} -n 50; systemctl start {unit}");
         match CheckRecord::last(layout, kind) {
+            Ok(None) if days_in_use > MAX_CHECK_AGE_DAYS => {
+                let what = format!("no {} on this machine", noun(kind));
+                findings = findings.warning(what, format!("systemctl list-timers {unit}.timer; {next}"));
+            }
             Ok(None) => summary.push(format!("no {} yet", noun(kind))),
             Ok(Some(check)) if check.status == Status::Success => {
                 let days = (Timestamp::now().as_second() - check.timestamp.as_second()) / 86_400;
@@ -80,7 +91,12 @@ pub fn check_snapshots(layout: &Layout) -> Findings {
                 let why = check.error.unwrap_or_else(|| "no reason recorded".to_owned());
                 findings = findings.problem(format!("the last {} failed: {why}", noun(kind)), next);
             }
-            Err(error) => findings = findings.skipped(format!("{error}; run the doctor as root")),
+            Err(error @ LastCheckError::Malformed { .. }) => {
+                findings = findings.problem(error.to_string(), next);
+            }
+            Err(LastCheckError::File(error)) => {
+                findings = findings.skipped(format!("{error}; run the doctor as root"));
+            }
         }
     }
     findings.or_ok(summary.join(", "))
@@ -95,13 +111,73 @@ fn noun(kind: CheckKind) -> &'static str {
 
 /// Assesses a missing backup, which is normal on a new machine.
 fn assess_missing_backup(findings: Findings, layout: &Layout) -> Findings {
-    let since = std::fs::metadata(layout.restore_complete()).and_then(|meta| meta.modified()).ok();
-    let age = since.and_then(|at| at.elapsed().ok()).map_or(0, |age| age.as_secs());
-    if i64::try_from(age).unwrap_or(i64::MAX) > MAX_BACKUP_AGE_SECONDS {
+    if read_seconds_in_use(layout) > MAX_BACKUP_AGE_SECONDS {
         return findings.problem("no backup on this machine", NEXT_STEP);
     }
     findings.warning(
         "no backup on this machine yet",
         "the timer runs hourly; to start a backup now: systemctl start svc-db-backup",
     )
+}
+
+/// Returns the time since the restore was completed; 0 if it was not, or the time is unknown.
+fn read_seconds_in_use(layout: &Layout) -> i64 {
+    let since = std::fs::metadata(layout.restore_complete()).and_then(|meta| meta.modified()).ok();
+    let age = since.and_then(|at| at.elapsed().ok()).map_or(0, |age| age.as_secs());
+    i64::try_from(age).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, SystemTime};
+
+    use serde_json::json;
+
+    use super::*;
+    use svc_base::diagnosis::Level;
+
+    #[test]
+    fn check_reports_later_failures_of_held_back_snapshot() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let loss = "3 rows instead of 400";
+        HeldSnapshot::new("key".to_owned(), "latest".to_owned(), loss.to_owned()).write(&layout).unwrap();
+        let check_with = |at: Timestamp, held: Option<&str>| -> Vec<String> {
+            let why = "the store refused";
+            let record = json!({"timestamp": at.to_string(), "status": "error", "error": why, "held": held});
+            std::fs::write(layout.last_backup(), record.to_string()).unwrap();
+            let findings = check(&layout).into_list();
+            assert!(findings.iter().all(|finding| finding.level == Level::Problem), "{findings:?}");
+            assert!(findings[0].what.contains(loss), "{findings:?}");
+            findings.into_iter().skip(1).map(|finding| finding.what).collect()
+        };
+        assert_eq!(check_with(Timestamp::now(), Some(loss)), Vec::<String>::new());
+        assert_eq!(check_with(Timestamp::now(), None), ["the last backup failed: the store refused"]);
+        let old = check_with(Timestamp::UNIX_EPOCH, Some(loss));
+        assert!(old.len() == 1 && old[0].contains("min old"), "{old:?}");
+    }
+
+    #[test]
+    fn check_snapshots_reports_invalid_record_as_problem() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        fsx::write_atomic(&layout.last_check("drill"), b"{", 0o644).unwrap();
+        let findings = check_snapshots(&layout).into_list();
+        assert_eq!((findings.len(), findings[0].level), (1, Level::Problem), "{findings:?}");
+        assert!(findings[0].what.contains("last-drill.json"), "{findings:?}");
+    }
+
+    #[test]
+    fn check_snapshots_warns_about_missing_checks_on_old_machine() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        fsx::write_atomic(&layout.restore_complete(), b"", 0o644).unwrap();
+        let levels = || -> Vec<Level> {
+            check_snapshots(&layout).into_list().into_iter().map(|finding| finding.level).collect()
+        };
+        assert_eq!(levels(), [Level::Ok]);
+        let restored_at = SystemTime::now() - Duration::from_secs(16 * 86_400);
+        std::fs::File::open(layout.restore_complete()).unwrap().set_modified(restored_at).unwrap();
+        assert_eq!(levels(), [Level::Warning, Level::Warning]);
+    }
 }

@@ -10,10 +10,10 @@ use crate::system::postgres_tools::PgTools;
 use crate::system::release;
 use crate::system::release::Release;
 use crate::system::systemd;
-use crate::update::protocol::SnapshotWait;
+use crate::update::protocol::{RECORD_FORMAT, SnapshotWait};
 use svc_base::diagnosis::Findings;
 use svc_base::error_chain::format_chain;
-use svc_base::fsx;
+use svc_base::fsx::{self, FileError};
 
 pub fn check_gate(layout: &Layout) -> Findings {
     let findings = Findings::new("gate");
@@ -71,6 +71,7 @@ pub fn check_current(layout: &Layout) -> Findings {
 /// The updater's `releases.json`: the quarantined releases.
 #[derive(Deserialize)]
 struct ReleaseRecord {
+    version: u32,
     quarantined: Vec<QuarantinedRelease>,
 }
 
@@ -107,50 +108,85 @@ pub fn check_update(layout: &Layout) -> Findings {
             "svc-update resumes it at its next start: systemctl status svc-update",
         );
     }
-    match read_json::<ReleaseRecord>(&dir.join("releases.json")) {
-        Ok(record) => {
-            for QuarantinedRelease { version, why } in
-                record.map(|record| record.quarantined).unwrap_or_default()
-            {
+    let releases = dir.join("releases.json");
+    match read_json::<ReleaseRecord>(&releases) {
+        Ok(None) => {}
+        Ok(Some(Ok(record))) if record.version == RECORD_FORMAT => {
+            for QuarantinedRelease { version, why } in record.quarantined {
                 findings = findings.warning(
                     format!("release {version} is quarantined: {why}"),
                     "this machine will not try it again; roll out another version",
                 );
             }
         }
-        Err(why) => findings = findings.skipped(why),
+        Ok(Some(_)) => {
+            let path = releases.display();
+            findings = findings.problem(
+                format!("{path} is malformed, or of an unsupported version, so updates and rollbacks fail"),
+                "move the file away, then update; the quarantined releases and the previous one are no longer known",
+            );
+        }
+        Err(error) => findings = findings.skipped(format_chain(&error)),
     }
-    match read_json::<LastUpdate>(&dir.join("last.json")) {
+    match read_json::<LastUpdate>(&layout.last_update()) {
         Ok(None) => findings.or_ok("no update on this machine yet"),
-        Ok(Some(last)) if last.outcome == "updated" => {
+        Ok(Some(Ok(last))) if last.outcome == "updated" => {
             findings.or_ok(format!("the last update, to {}, succeeded at {}", last.version, last.at))
         }
-        Ok(Some(LastUpdate { version, outcome, stage, error, .. })) => {
+        Ok(Some(Ok(LastUpdate { version, outcome, stage, error, .. }))) => {
             let why = error.unwrap_or_else(|| "no reason recorded".to_owned());
             let what =
                 format!("the last update, to {version}, ended with {outcome} in the stage {stage}: {why}");
             let next = "journalctl -u svc-update -n 100";
             if outcome == "failed" { findings.problem(what, next) } else { findings.warning(what, next) }
         }
-        Err(why) => findings.skipped(why),
+        Ok(Some(Err(error))) => findings.warning(
+            format!("the outcome of the last update is unknown: last.json is malformed: {error}"),
+            "`svc-update history` prints the updates; the next one replaces the file",
+        ),
+        Err(error) => findings.skipped(format_chain(&error)),
     }
 }
 
-fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Option<T>, String> {
-    let Some(text) = fsx::read_if_exists(path).map_err(|error| format_chain(&error))? else {
-        return Ok(None);
-    };
-    serde_json::from_slice(&text).map(Some).map_err(|error| format!("{}: {error}", path.display()))
+/// Reads and parses a file; `None` if it does not exist.
+fn read_json<T: serde::de::DeserializeOwned>(
+    path: &Path,
+) -> Result<Option<serde_json::Result<T>>, FileError> {
+    Ok(fsx::read_if_exists(path)?.map(|text| serde_json::from_slice(&text)))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use svc_base::diagnosis::Level;
+
+    /// Returns the level of each finding, if the updater has written this file.
+    fn check_with(file: &str, text: &str) -> Vec<Level> {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        std::fs::create_dir_all(layout.update_state()).unwrap();
+        std::fs::write(layout.update_state().join(file), text).unwrap();
+        check_update(&layout).into_list().into_iter().map(|finding| finding.level).collect()
+    }
+
+    #[test]
+    fn check_update_reports_unusable_release_record_as_problem() {
+        let record = |version: u32| format!(r#"{{"version":{version},"previous":null,"quarantined":[]}}"#);
+        assert_eq!(check_with("releases.json", &record(RECORD_FORMAT)), [Level::Ok]);
+        assert_eq!(check_with("releases.json", &record(RECORD_FORMAT + 1)), [Level::Problem]);
+        assert_eq!(check_with("releases.json", "{"), [Level::Problem]);
+    }
 
     #[test]
     fn read_json_names_cause_if_file_is_unreadable() {
         let directory = tempfile::tempdir().unwrap();
-        let why = read_json::<serde_json::Value>(directory.path()).unwrap_err();
+        let error = read_json::<serde_json::Value>(directory.path()).unwrap_err();
+        let why = format_chain(&error);
         assert!(why.contains("Is a directory"), "{why}");
+    }
+
+    #[test]
+    fn check_update_warns_about_malformed_outcome() {
+        assert_eq!(check_with("last.json", "{"), [Level::Warning]);
     }
 }

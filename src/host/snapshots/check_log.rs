@@ -1,6 +1,8 @@
 //! The record of a snapshot check: a line in `backup-checks.jsonl`. The last check of each kind is also kept in a file
 //! of its own, for the heartbeat, the metrics and the doctor.
 
+use std::path::PathBuf;
+
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
@@ -64,6 +66,19 @@ pub struct CheckRecord {
     pub error: Option<String>,
 }
 
+/// Why the last check is not known.
+#[derive(Debug, thiserror::Error)]
+pub enum LastCheckError {
+    #[error(transparent)]
+    File(#[from] FileError),
+    #[error("{} is not a valid check record", .path.display())]
+    Malformed {
+        path: PathBuf,
+        #[source]
+        source: serde_json::Error,
+    },
+}
+
 impl CheckRecord {
     pub const VERSION: u32 = 1;
 
@@ -96,13 +111,14 @@ impl CheckRecord {
         }
     }
 
-    /// Returns the last check of a kind on this machine, or `None` if there is none or its record does not parse.
+    /// Returns the last check of a kind on this machine, or `None` if there is none.
     ///
     /// # Errors
-    /// [`FileError`] if the file exists and cannot be read.
-    pub fn last(layout: &Layout, kind: CheckKind) -> Result<Option<Self>, FileError> {
-        let text = fsx::read_if_exists(&layout.last_check(kind.as_str()))?;
-        Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
+    /// [`LastCheckError`] if the file exists and cannot be read or parsed.
+    pub fn last(layout: &Layout, kind: CheckKind) -> Result<Option<Self>, LastCheckError> {
+        let path = layout.last_check(kind.as_str());
+        let Some(text) = fsx::read_if_exists(&path)? else { return Ok(None) };
+        serde_json::from_slice(&text).map(Some).map_err(|source| LastCheckError::Malformed { path, source })
     }
 }
 

@@ -8,7 +8,7 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use super::protocol::Outcome;
+use super::protocol::{Outcome, RECORD_FORMAT};
 use super::releases;
 use crate::system::layout::Layout;
 use crate::system::release;
@@ -16,7 +16,6 @@ use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::{self, FileError};
 use svc_machine::name::ImageVersion;
 
-const FORMAT: u32 = 1;
 /// Maximum number of lines in the history.
 const MAX_HISTORY_LINES: usize = 200;
 /// Number of releases kept in addition to the current and the previous one.
@@ -54,7 +53,7 @@ impl HistoryEntry {
         request_id: String,
         outcome: Outcome,
     ) -> Self {
-        Self { format: FORMAT, id, from, started_at, request_id, outcome }
+        Self { format: RECORD_FORMAT, id, from, started_at, request_id, outcome }
     }
 }
 
@@ -114,7 +113,7 @@ fn read_releases(layout: &Layout) -> Result<ReleaseRecord, HistoryError> {
     let path = layout.update_state().join("releases.json");
     let Some(text) = fsx::read_if_exists(&path)? else { return Ok(ReleaseRecord::default()) };
     match serde_json::from_slice::<ReleaseRecord>(&text) {
-        Ok(releases) if releases.version == FORMAT => Ok(releases),
+        Ok(releases) if releases.version == RECORD_FORMAT => Ok(releases),
         _ => Err(HistoryError::Unreadable { path }),
     }
 }
@@ -122,7 +121,7 @@ fn read_releases(layout: &Layout) -> Result<ReleaseRecord, HistoryError> {
 fn update_releases(layout: &Layout, change: impl FnOnce(&mut ReleaseRecord)) -> Result<(), HistoryError> {
     let mut releases = read_releases(layout)?;
     change(&mut releases);
-    releases.version = FORMAT;
+    releases.version = RECORD_FORMAT;
     let text = serde_json::to_vec_pretty(&releases).expect("plain fields serialize to JSON");
     Ok(fsx::write_atomic(&layout.update_state().join("releases.json"), &text, 0o644)?)
 }

@@ -9,6 +9,9 @@ use svc_base::fsx::{self, FileError};
 use svc_http::request_id;
 use svc_machine::name::ImageVersion;
 
+/// The format of `releases.json` and `history.jsonl`.
+pub const RECORD_FORMAT: u32 = 1;
+
 /// The request file, as the gateway and the sync agent write it.
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "camelCase")]

@@ -320,18 +320,8 @@ async fn change_rows(
             ..CopiedTable::default()
         })
         .collect();
-    // Children come first: referring rows are deleted before the rows that they refer to.
-    for (plan, result) in plans.iter().zip(&mut copied).rev() {
-        if plan.mode != CopyMode::Replace {
-            continue;
-        }
-        result.deleted = execute(transaction, plan, &plan.build_delete()).await?;
-        let is_copied = |table: &str| plans.iter().any(|plan| plan.table == table);
-        let other =
-            foreign_keys.iter().find(|key| key.to == plan.table && key.is_cascading && !is_copied(&key.from));
-        if let (1.., Some(other)) = (result.deleted, other) {
-            return Err(CopyError::Cascades { table: plan.table.clone(), other: other.from.clone() });
-        }
+    if plans.iter().all(|plan| plan.mode == CopyMode::Replace) {
+        delete_rows(transaction, plans, foreign_keys, &mut copied).await?;
     }
     for (plan, result) in plans.iter().zip(&mut copied) {
         if let Some(update) = plan.build_update().filter(|_| plan.mode != CopyMode::Missing) {
@@ -340,11 +330,56 @@ async fn change_rows(
         let skip_conflicts = plan.mode == CopyMode::Missing;
         result.inserted = execute(transaction, plan, &plan.build_insert(skip_conflicts)).await?;
         if let Some(missing) = plan.build_count_missing().filter(|_| skip_conflicts) {
-            let row = transaction.query_one(&missing, &[]).await.map_err(copy_error(plan))?;
-            result.skipped = row.try_get::<_, i64>(0).map_err(copy_error(plan))?.unsigned_abs();
+            result.skipped = query_count(transaction, plan, &missing).await?;
         }
     }
     Ok(copied)
+}
+
+/// Deletes the rows that the snapshot lacks, and refuses deletions that change rows of a table that is not copied.
+async fn delete_rows(
+    transaction: &Transaction<'_>,
+    plans: &[CopyPlan],
+    foreign_keys: &[ForeignKey],
+    copied: &mut [CopiedTable],
+) -> Result<(), CopyError> {
+    let mut dependents = Vec::with_capacity(plans.len());
+    for plan in plans {
+        let dependent = match find_other_dependent(plan, plans, foreign_keys) {
+            Some(key) => Some((key, query_count(transaction, plan, &plan.build_count()).await?)),
+            None => None,
+        };
+        dependents.push(dependent);
+    }
+    // Children come first: referring rows are deleted before the rows that they refer to.
+    for ((plan, result), dependent) in plans.iter().zip(copied).zip(&dependents).rev() {
+        result.deleted = execute(transaction, plan, &plan.build_delete()).await?;
+        if let (1.., Some((key, _))) = (result.deleted, dependent) {
+            return Err(cascade_error(key));
+        }
+    }
+    // A row that the snapshot has may have been moved to a newer parent, and was then deleted with it.
+    for (plan, dependent) in plans.iter().zip(&dependents) {
+        let Some((key, count)) = dependent else { continue };
+        if query_count(transaction, plan, &plan.build_count()).await? < *count {
+            return Err(cascade_error(key));
+        }
+    }
+    Ok(())
+}
+
+/// Returns a foreign key by which deletions from the plan's table change rows of a table that is not copied.
+fn find_other_dependent<'a>(
+    plan: &CopyPlan,
+    plans: &[CopyPlan],
+    foreign_keys: &'a [ForeignKey],
+) -> Option<&'a ForeignKey> {
+    let is_copied = |table: &str| plans.iter().any(|plan| plan.table == table);
+    foreign_keys.iter().find(|key| key.to == plan.table && key.is_cascading && !is_copied(&key.from))
+}
+
+fn cascade_error(key: &ForeignKey) -> CopyError {
+    CopyError::Cascades { table: key.to.clone(), other: key.from.clone() }
 }
 
 fn copy_error(plan: &CopyPlan) -> impl FnOnce(tokio_postgres::Error) -> CopyError + use<> {
@@ -358,6 +393,12 @@ fn copy_error(plan: &CopyPlan) -> impl FnOnce(tokio_postgres::Error) -> CopyErro
 /// Executes a statement of the plan. Returns the number of rows that it changed.
 async fn execute(transaction: &Transaction<'_>, plan: &CopyPlan, statement: &str) -> Result<u64, CopyError> {
     transaction.execute(statement, &[]).await.map_err(copy_error(plan))
+}
+
+/// Executes a query that counts rows.
+async fn query_count(transaction: &Transaction<'_>, plan: &CopyPlan, query: &str) -> Result<u64, CopyError> {
+    let row = transaction.query_one(query, &[]).await.map_err(copy_error(plan))?;
+    Ok(row.try_get::<_, i64>(0).map_err(copy_error(plan))?.unsigned_abs())
 }
 
 /// Creates the plan's temporary table and streams the snapshot's rows into it.

@@ -168,6 +168,10 @@ impl CopyPlan {
         format!("DELETE FROM ONLY {table} AS t WHERE NOT EXISTS (SELECT FROM {temporary} AS s WHERE {same})")
     }
 
+    pub fn build_count(&self) -> String {
+        format!("SELECT count(*) FROM ONLY {}", self.table)
+    }
+
     /// Builds a statement that updates existing rows that differ; `None` if there is no key, or no column can be
     /// updated.
     pub fn build_update(&self) -> Option<String> {
