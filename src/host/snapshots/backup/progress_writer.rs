@@ -1,5 +1,5 @@
-//! Writes the progress of a backup for the gateway (`host::snapshots::backup_progress`): at each stage, and otherwise
-//! at most every two seconds.
+//! Writes the progress of a backup for the gateway (`host::snapshots::backup_progress`): at each stage, at the end of
+//! the dump, and otherwise at most every two seconds.
 
 use std::sync::Mutex;
 use std::sync::PoisonError;
