@@ -123,7 +123,7 @@ impl Repository {
         // The key file is written first, so that a repository with a configuration can always be opened with `restic`.
         let key_file = key.key_file(Timestamp::now())?;
         let key_path = root.clone().join("keys").join(Id::of(&key_file).to_string());
-        bucket.put_if(&key_path, key_file, Condition::Absent).await?;
+        put_if_absent(&bucket, &key_path, key_file).await?;
         let master = key.master_key();
         let mut id = [0; Id::BYTES];
         fill_random(&mut id)?;
@@ -131,11 +131,7 @@ impl Repository {
             Config { version: VERSION, id: Id::from_bytes(id), polynomial: chunker::random_polynomial()? };
         let json = serde_json::to_vec(&config).map_err(|error| FilesError::encode("config", &error))?;
         let sealed = master.encrypt(&json)?;
-        match bucket.put_if(&root.clone().join("config"), sealed, Condition::Absent).await {
-            // Another process created the object, or this one did and the response was lost.
-            Ok(()) | Err(StoreError::Precondition { .. }) => {}
-            Err(error) => return Err(error.into()),
-        }
+        put_if_absent(&bucket, &root.clone().join("config"), sealed).await?;
         Self::open(bucket, root.clone(), key, cache)
             .await?
             .ok_or_else(|| StoreError::NotFound { key: root.join("config").to_string() }.into())
@@ -207,11 +203,7 @@ impl Repository {
 
     /// Writes an object that is named by the hash of its content. Hosts are not permitted to overwrite such objects.
     async fn create(&self, path: &Path, content: impl Into<Bytes>) -> Result<(), FilesError> {
-        match self.bucket.put_if(path, content.into(), Condition::Absent).await {
-            // The object exists: the response to an earlier attempt was lost.
-            Ok(()) | Err(StoreError::Precondition { .. }) => Ok(()),
-            Err(error) => Err(error.into()),
-        }
+        Ok(put_if_absent(&self.bucket, path, content).await?)
     }
 
     /// Reads a whole pack; `None` if it does not exist.
@@ -351,6 +343,15 @@ impl Repository {
             deleted?;
         }
         Ok(())
+    }
+}
+
+/// Writes an object unless it exists: another process may have created it, or this one in an attempt whose response was
+/// lost.
+async fn put_if_absent(bucket: &Bucket, path: &Path, content: impl Into<Bytes>) -> Result<(), StoreError> {
+    match bucket.put_if(path, content, Condition::Absent).await {
+        Ok(()) | Err(StoreError::Precondition { .. }) => Ok(()),
+        Err(error) => Err(error),
     }
 }
 

@@ -10,7 +10,7 @@ use super::*;
 use crate::history::History;
 use crate::index::{IndexFile, IndexedPack};
 use crate::pack::BlobType;
-use crate::repository::Kind;
+use crate::repository::{Kind, list_objects};
 
 fn changes_in(directories: &[&str]) -> ChangeSet {
     let mut changes = ChangeSet::default();
@@ -29,6 +29,18 @@ impl Fixture {
         let (target, _) = self.restore(&saved.snapshot).await;
         assert_same(&describe(target.path()), &describe(&self.home()));
     }
+}
+
+#[tokio::test]
+async fn writes_that_the_client_repeats_succeed() {
+    let (store, faults) = FaultyStore::new(Arc::new(InMemory::new()), 0);
+    faults.repeat_writes();
+    let mut fixture = Fixture::with_bucket(Bucket::new(Arc::new(store))).await;
+    let keys = list_objects(&fixture.bucket, &root().join("keys")).await.unwrap();
+    assert_eq!(keys.len(), 1);
+    fixture.write("a", "a");
+    let saved = fixture.save().await;
+    fixture.assert_restores(&saved).await;
 }
 
 #[tokio::test]

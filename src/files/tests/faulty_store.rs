@@ -1,8 +1,9 @@
 //! A store whose requests fail at random: a failed request has no effect, or it takes effect and its response is lost.
+//! Its client can also repeat each write.
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use futures_util::stream::BoxStream;
 use futures_util::{StreamExt, stream};
@@ -20,12 +21,18 @@ pub(super) struct Faults {
     percent: AtomicUsize,
     /// The seed of the next decision.
     next_seed: AtomicUsize,
+    repeats_writes: AtomicBool,
 }
 
 impl Faults {
     /// Sets the probability, in percent, that a check fails. Some requests are checked twice.
     pub(super) fn set_percent(&self, percent: usize) {
         self.percent.store(percent, Ordering::Relaxed);
+    }
+
+    /// From now on, each write is repeated, as the store's client does if the response is lost.
+    pub(super) fn repeat_writes(&self) {
+        self.repeats_writes.store(true, Ordering::Relaxed);
     }
 
     fn should_fail(&self) -> bool {
@@ -80,6 +87,9 @@ impl fmt::Display for FaultyStore {
 impl ObjectStore for FaultyStore {
     async fn put_opts(&self, location: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
         self.faults.check()?;
+        if self.faults.repeats_writes.load(Ordering::Relaxed) {
+            self.inner.put_opts(location, payload.clone(), options.clone()).await?;
+        }
         let result = self.inner.put_opts(location, payload, options).await?;
         self.faults.check()?;
         Ok(result)

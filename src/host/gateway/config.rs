@@ -18,6 +18,9 @@ use svc_http::proof::ProofKeys;
 use svc_machine::epoch::Epoch;
 use svc_machine::id::MachineId;
 
+/// PostgreSQL's maximum: it rejects a longer timeout for an app's role, so the app could not be registered.
+const MAX_STATEMENT_TIMEOUT_MS: u64 = 2_147_483_647;
+
 /// The complete, validated configuration.
 #[derive(Debug, Clone)]
 pub struct Config {
@@ -58,9 +61,10 @@ impl Config {
         let owner = read_owner(&mut env, listen);
         let admin_token = read_admin_token(&mut env);
         let issuer = read_issuer(&mut env);
-        let timeout_ms = env.or_default(&vars::BRIDGE_STATEMENT_TIMEOUT_MS);
-        if timeout_ms == 0 {
-            env.add_error(&vars::BRIDGE_STATEMENT_TIMEOUT_MS, "must be at least 1");
+        let timeout_ms: u64 = env.or_default(&vars::BRIDGE_STATEMENT_TIMEOUT_MS);
+        if !(1..=MAX_STATEMENT_TIMEOUT_MS).contains(&timeout_ms) {
+            let error = format!("must be between 1 and {MAX_STATEMENT_TIMEOUT_MS}");
+            env.add_error(&vars::BRIDGE_STATEMENT_TIMEOUT_MS, error);
         }
         let retention_seconds = env.or_default(&vars::BRIDGE_CHANGES_KEEP_SECONDS);
         if retention_seconds == 0 {
@@ -236,6 +240,18 @@ mod tests {
             assert!(error.contains(name), "{name} in {error}");
         }
         assert!(!error.contains("s3cret"), "{error}");
+    }
+
+    #[test]
+    fn read_rejects_statement_timeout_out_of_range() {
+        let read_with_timeout =
+            |timeout: &str| read(&with_changes(&PROVISIONED, &[("BRIDGE_STATEMENT_TIMEOUT_MS", timeout)]));
+        assert_eq!(read_with_timeout("1").unwrap().statement_timeout.as_millis(), 1);
+        assert_eq!(read_with_timeout("2147483647").unwrap().statement_timeout.as_millis(), 2_147_483_647);
+        for timeout in ["0", "2147483648"] {
+            let error = read_with_timeout(timeout).unwrap_err().to_string();
+            assert!(error.contains("BRIDGE_STATEMENT_TIMEOUT_MS"), "{error}");
+        }
     }
 
     #[test]

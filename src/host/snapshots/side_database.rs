@@ -9,7 +9,6 @@ use serde::{Deserialize, Serialize};
 use crate::system::layout::Layout;
 use svc_base::clock;
 use svc_base::fsx::{self, FileError};
-use svc_http::request_id;
 use svc_machine::choice::must_be_one_of;
 use svc_store::snapshot::TableCount;
 
@@ -84,9 +83,10 @@ pub struct SideRequest {
 }
 
 impl SideRequest {
-    /// Creates a request with the current request id.
+    /// Creates a request with a new id. The id of the HTTP request is not used, because a client may repeat it, and a
+    /// copy with the id of an earlier one counts as complete.
     pub fn new(action: SideAction) -> Self {
-        Self { request_id: request_id::current(), requested_at: clock::now_ms(), action }
+        Self { request_id: uuid::Uuid::now_v7().to_string(), requested_at: clock::now_ms(), action }
     }
 
     /// Writes the request file. Returns `false` if a request is already pending.
@@ -217,6 +217,8 @@ impl SideState {
 
 #[cfg(test)]
 mod tests {
+    use svc_http::request_id;
+
     use super::*;
 
     #[test]
@@ -232,6 +234,14 @@ mod tests {
         assert_eq!(SideRequest::read(&layout).unwrap().unwrap().unwrap(), request);
         SideRequest::remove(&layout).unwrap();
         assert!(SideRequest::new(SideAction::Open(SnapshotChoice::default())).submit(&layout).unwrap());
+    }
+
+    #[tokio::test]
+    async fn new_request_has_new_id_if_http_id_is_repeated() {
+        let create =
+            || request_id::scope("repeated-id".into(), async { SideRequest::new(SideAction::Close) });
+        let (first, second) = (create().await, create().await);
+        assert_ne!(first.request_id, second.request_id);
     }
 
     #[test]

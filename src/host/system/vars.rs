@@ -89,7 +89,7 @@ svc_base::variables! {
         /// to 100%.
         ACME_RETRY_SECONDS: "seconds, at least 1" = "120";
         /// Timeout of an app's SQL statement.
-        BRIDGE_STATEMENT_TIMEOUT_MS: "milliseconds, at least 1" = "10000";
+        BRIDGE_STATEMENT_TIMEOUT_MS: "milliseconds, 1 to 2147483647" = "10000";
         /// How long a change listener may stay disconnected and still resume.
         BRIDGE_CHANGES_KEEP_SECONDS: "seconds, at least 1" = "3600";
         /// Compression of dumps. See below.

@@ -225,6 +225,8 @@ async fn call_host<T: HostFilesResponse>(
         serde_json::from_value(value)
     });
     parsed.map_err(|error| {
+        // The error may quote a text of any length from the response.
+        let error = untrusted_text::truncate_printable(&error.to_string());
         tracing::warn!(machine = %id, %error, "the host's response to a files request is invalid");
         let detail = format!("The response from machine {id} is invalid; see the platform's log.");
         Problem::new(Code::HostResponseInvalid, detail)

@@ -1,6 +1,7 @@
 //! GET `/vps/:id/usage`: the cost of an owner's dispatches, as reported by the machine's host. The report is the
 //! owner's data, so each read is audited, even if it fails.
 
+use std::fmt::Display;
 use std::sync::Arc;
 
 use axum::Json;
@@ -132,13 +133,15 @@ async fn audit_read(
 /// Parses a host's report. Unknown fields are dropped, texts are truncated and made printable, and negative costs and
 /// invalid dates are errors.
 fn parse_report(response: &[u8]) -> Result<UsageReport, String> {
-    let mut report: UsageReport = serde_json::from_slice(response).map_err(|error| error.to_string())?;
+    // An error may quote a text of any length from the report.
+    let describe = |error: &dyn Display| untrusted_text::truncate_printable(&error.to_string());
+    let mut report: UsageReport = serde_json::from_slice(response).map_err(|error| describe(&error))?;
     let costs = report.entries.iter().map(|entry| entry.cost);
     if costs.chain([report.total_cost]).any(|cost| cost < 0.0) {
         return Err("a cost is negative".to_owned());
     }
     for entry in &mut report.entries {
-        entry.date = entry.date.parse::<Date>().map_err(|error| error.to_string())?.into();
+        entry.date = entry.date.parse::<Date>().map_err(|error| describe(&error))?.into();
         for text in [&mut entry.model, &mut entry.user_id].into_iter().flatten() {
             *text = untrusted_text::truncate_printable(text);
         }
@@ -212,6 +215,15 @@ mod tests {
         assert!(report(|report| report["entries"][0]["date"] = json!("soon")).is_err());
         assert!(report(|report| report["entries"] = json!(null)).is_err());
         assert!(parse_report(b"<html>").is_err());
+    }
+
+    #[test]
+    fn parse_report_truncates_quoted_text_in_error() {
+        let long = "x".repeat(2 * untrusted_text::MAX_CHARS);
+        let cost = report(|report| report["totalCost"] = json!(long)).unwrap_err();
+        assert_eq!(cost.chars().count(), untrusted_text::MAX_CHARS);
+        let date = report(|report| report["entries"][0]["date"] = json!(long)).unwrap_err();
+        assert!(date.chars().count() <= untrusted_text::MAX_CHARS);
     }
 
     #[test]

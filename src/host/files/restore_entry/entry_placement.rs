@@ -109,14 +109,18 @@ fn create_directory(parent: &OwnedFd, name: &OsStr) -> Result<OwnedFd, Errno> {
 /// Gives a directory to `owner` if this process, or an interrupted run, has created it.
 fn chown_new_directory(directory: &OwnedFd, owner: Option<(u32, u32)>) -> Result<(), Errno> {
     let stat = fstat(directory)?;
-    let is_new = stat.st_uid == geteuid().as_raw() && stat.st_mode & 0o7777 == Mode::RWXU.as_raw_mode();
+    let mode = Mode::from_raw_mode(stat.st_mode);
+    // A directory inherits this bit, and then also the group, from the directory in which it is created.
+    let set_group_id = mode & Mode::SGID;
+    let is_new = stat.st_uid == geteuid().as_raw() && mode == Mode::RWXU | set_group_id;
     if !is_new {
         return Ok(());
     }
     if let Some((uid, gid)) = owner {
-        fchown(directory, Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid)))?;
+        let gid = set_group_id.is_empty().then(|| Gid::from_raw(gid));
+        fchown(directory, Some(Uid::from_raw(uid)), gid)?;
     }
-    fchmod(directory, Mode::from_raw_mode(0o755))
+    fchmod(directory, Mode::from_raw_mode(0o755) | set_group_id)
 }
 
 /// `notes.txt` becomes `notes.restored-20261128T021907Z.txt`. A `number` above 1 is appended to the time. If the result
@@ -141,8 +145,8 @@ fn mark_name(name: &OsStr, mark: &str, at: Timestamp, number: u32) -> OsString {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-    use std::os::unix::fs::symlink;
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 
     use super::*;
 
@@ -161,6 +165,22 @@ mod tests {
             assert!(Directory::open(home.path(), Path::new(path), None).is_err(), "{path}");
         }
         assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn created_directory_keeps_inherited_set_group_id_bit() {
+        let home = home();
+        let parent = home.path().join("parent");
+        fs::create_dir(&parent).unwrap();
+        for (mode, expected) in [(0o755, 0o755), (0o2755, 0o2755)] {
+            fs::set_permissions(&parent, Permissions::from_mode(mode)).unwrap();
+            Directory::open(home.path(), Path::new("parent/new/inner"), None).unwrap();
+            for created in ["new", "new/inner"] {
+                let meta = fs::metadata(parent.join(created)).unwrap();
+                assert_eq!(meta.mode() & 0o7777, expected, "{created} below a directory with mode {mode:o}");
+            }
+            fs::remove_dir_all(parent.join("new")).unwrap();
+        }
     }
 
     #[test]

@@ -203,28 +203,42 @@ impl Write for HashWriter<'_> {
     }
 }
 
-/// Copies the files to a temporary folder, moves the existing folder aside, and renames the new one to `target`.
+/// Copies the files to a temporary folder, and replaces `target` with it.
 fn copy(source: &Path, target: &Path, files: &Tree) -> Result<(), FileError> {
     let temporary = |ending: &str| {
         let name = target.file_name().unwrap_or_default().to_string_lossy();
         target.with_file_name(format!(".{name}.{}.{ending}", uuid::Uuid::new_v4().simple()))
     };
     let (new, old) = (temporary("new"), temporary("old"));
+    let replaced = copy_files(source, &new, files).and_then(|()| replace(target, &new, &old));
+    if replaced.is_err() {
+        // The disk may be full, and the next installation, which also removes the folder, may be far off.
+        let _ = fs::remove_dir_all(&new);
+    }
+    replaced
+}
+
+fn copy_files(source: &Path, to: &Path, files: &Tree) -> Result<(), FileError> {
     for (path, _) in files.iter().filter(|(_, content)| *content != NOT_A_FILE) {
-        let destination = new.join(path);
-        let dir = destination.parent().unwrap_or(&new);
+        let destination = to.join(path);
+        let dir = destination.parent().unwrap_or(to);
         fs::create_dir_all(dir).map_err(FileError::wrap("create directory", dir))?;
         fs::copy(source.join(path), &destination).map_err(FileError::wrap("write", &destination))?;
         File::open(&destination)
             .and_then(|file| file.sync_all())
             .map_err(FileError::wrap("sync", &destination))?;
     }
+    Ok(())
+}
+
+/// Moves the existing folder aside to `old`, and renames `new` to `target`.
+fn replace(target: &Path, new: &Path, old: &Path) -> Result<(), FileError> {
     if target.exists() {
-        fs::rename(target, &old).map_err(FileError::wrap("rename", target))?;
+        fs::rename(target, old).map_err(FileError::wrap("rename", target))?;
     }
-    fs::rename(&new, target).map_err(FileError::wrap("rename a new folder to", target))?;
+    fs::rename(new, target).map_err(FileError::wrap("rename a new folder to", target))?;
     // Any remainder of the old folder is removed by the next installation.
-    let _ = fs::remove_dir_all(&old);
+    let _ = fs::remove_dir_all(old);
     fsx::sync_dir(target.parent().unwrap_or(target))
 }
 
@@ -335,6 +349,17 @@ mod tests {
             }
         }
         assert_eq!(fixture.read("broken").as_deref(), Some("a file"));
+    }
+
+    #[test]
+    fn copy_removes_temporary_folder_after_failure() {
+        let fixture = Fixture::new();
+        fixture.bundle("notes/a", "1");
+        let (source, apps) = (fixture.layout.bundled_apps().join("notes"), fixture.layout.apps());
+        // The second file cannot be copied, because it does not exist.
+        let files = Tree::from(["a", "b"].map(|path| (path.to_owned(), String::new())));
+        assert!(copy(&source, &apps.join("notes"), &files).is_err());
+        assert_eq!(fs::read_dir(&apps).unwrap().count(), 0);
     }
 
     #[test]
