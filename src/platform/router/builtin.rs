@@ -106,7 +106,7 @@ async fn list_slots(
                 )
             })
             .collect();
-        return Ok(page::html_response(
+        return Ok(page::form_response(
             StatusCode::OK,
             page::insert_style(SLOTS_PAGE).replace("{{buttons}}", &buttons),
         ));

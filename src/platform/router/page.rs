@@ -154,7 +154,8 @@ pub(super) fn insert_style(template: &str) -> String {
     template.replacen("{{base}}", BASE_STYLE, 1)
 }
 
-/// Returns an HTML response that is not cached, loads no resources and sends no referrer.
+/// Returns an HTML response that is not cached, loads no resources and sends no referrer, because the page's URL may
+/// contain an app token. A page with a form needs [`form_response`].
 pub(super) fn html_response(status: StatusCode, body: String) -> Response {
     let mut response = (status, body).into_response();
     let headers = response.headers_mut();
@@ -172,5 +173,13 @@ pub(super) fn html_response(status: StatusCode, body: String) -> Response {
     ] {
         headers.insert(name, HeaderValue::from_static(value));
     }
+    response
+}
+
+/// Returns the response for a page with a form. Browsers send `Origin: null` with a form from a page with `no-referrer`,
+/// and the router rejects that as cross-origin.
+pub(super) fn form_response(status: StatusCode, body: String) -> Response {
+    let mut response = html_response(status, body);
+    response.headers_mut().insert(REFERRER_POLICY, HeaderValue::from_static("same-origin"));
     response
 }
