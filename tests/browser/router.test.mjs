@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { after, before } from "node:test";
 import {
-  app, closeBrowser, launchBrowser, mintSession, newVisitor, screenshot, stack, test, waitUntilReady,
+  app, closeBrowser, code, launchBrowser, mintSession, newVisitor, screenshot, stack, test, waitUntilReady,
 } from "./support.mjs";
 
 let chrome;
@@ -57,5 +57,15 @@ test("the account page's form switches to the identity provider's account", asyn
   assert.equal((await page.goto(app)).status(), 409);
   await submitForm(page, page.getByRole("button", { name: "Switch to an account without a computer" }));
   await page.getByRole("heading", { name: "You have no computer yet" }).waitFor();
+  await context.close();
+});
+
+test("the account page's form continues to the editor's host", async () => {
+  const { page, context } = await newVisitorWithTwoAccounts();
+  assert.equal((await page.goto(code)).status(), 409);
+  assert.equal(new URL(page.url()).origin, app);
+  await submitForm(page, page.getByRole("button", { name: "Continue as ada" }));
+  // The bundle of these tests has no editor, so its page is not awaited.
+  await page.waitForURL((url) => url.origin === code, { waitUntil: "commit" });
   await context.close();
 });

@@ -441,3 +441,19 @@ async fn browser_can_submit_forms_of_router_pages() -> Result<()> {
     }
     Ok(())
 }
+
+/// Chrome applies `form-action` to the redirects that follow the submission, too.
+#[tokio::test(flavor = "multi_thread")]
+async fn forms_can_lead_to_code_host_and_legacy_fallback() -> Result<()> {
+    let router = TestRouter::start_with(&[("LEGACY_FALLBACK_URL", "https://old.test/base/")], None).await?;
+    router.wait_for_status("user_1", StatusCode::TEMPORARY_REDIRECT).await;
+    let (both, session) = create_conflicting_cookies(&router).await;
+    for (path, cookie) in [("/", both), ("/_svc/slots", session)] {
+        let request = router.get(APP_HOST, path).header("accept", "text/html").header("cookie", cookie);
+        let page = send(request).await;
+        let policy = page.headers["content-security-policy"].to_str()?;
+        let directive = "; form-action 'self' http://code.test https://old.test;";
+        assert!(policy.contains(directive), "{path}: {policy}");
+    }
+    Ok(())
+}

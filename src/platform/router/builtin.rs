@@ -109,6 +109,7 @@ async fn list_slots(
         return Ok(page::form_response(
             StatusCode::OK,
             page::insert_style(SLOTS_PAGE).replace("{{buttons}}", &buttons),
+            &router.form_redirect_origins(context),
         ));
     }
     let slots: Vec<_> = rows
