@@ -416,3 +416,44 @@ async fn user_can_choose_slot_of_browser_session() -> Result<()> {
     assert!(page.body.contains("value=\"studio\"") && page.body.contains("recovering"), "{}", page.body);
     Ok(())
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn browser_can_submit_forms_of_router_pages() -> Result<()> {
+    let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
+    let (both, session) = create_conflicting_cookies(&router).await;
+    for (page_path, cookie, form_path, form) in [
+        ("/", &both, "/_svc/account", "account=session"),
+        ("/_svc/slots", &session, "/_svc/slots", "slot=primary"),
+    ] {
+        let request = router.get(APP_HOST, page_path).header("accept", "text/html").header("cookie", cookie);
+        let page = send(request).await;
+        let tag = format!(r#"<form method="post" action="{form_path}">"#);
+        assert!(page.body.contains(&tag), "{}", page.body);
+        // From a page with `no-referrer`, a browser would send `Origin: null`.
+        assert_eq!(page.headers["referrer-policy"], "same-origin", "{form_path}");
+        let submit = |origin: &str| {
+            let request = router.post(APP_HOST, form_path).header("cookie", cookie).header("origin", origin);
+            send(request.header("content-type", "application/x-www-form-urlencoded").body(form))
+        };
+        let own_origin = format!("http://{APP_HOST}");
+        assert_eq!(submit(&own_origin).await.status, StatusCode::SEE_OTHER, "{form_path}");
+        assert_eq!(submit("null").await.status, StatusCode::FORBIDDEN, "{form_path}");
+    }
+    Ok(())
+}
+
+/// Chrome applies `form-action` to the redirects that follow the submission, too.
+#[tokio::test(flavor = "multi_thread")]
+async fn forms_can_lead_to_code_host_and_legacy_fallback() -> Result<()> {
+    let router = TestRouter::start_with(&[("LEGACY_FALLBACK_URL", "https://old.test/base/")], None).await?;
+    router.wait_for_status("user_1", StatusCode::TEMPORARY_REDIRECT).await;
+    let (both, session) = create_conflicting_cookies(&router).await;
+    for (path, cookie) in [("/", both), ("/_svc/slots", session)] {
+        let request = router.get(APP_HOST, path).header("accept", "text/html").header("cookie", cookie);
+        let page = send(request).await;
+        let policy = page.headers["content-security-policy"].to_str()?;
+        let directive = "; form-action 'self' http://code.test https://old.test;";
+        assert!(policy.contains(directive), "{path}: {policy}");
+    }
+    Ok(())
+}

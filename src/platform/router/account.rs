@@ -68,7 +68,7 @@ pub(super) fn choice_page(
         .replace("{{session}}", &router.account_name(&session.user))
         .replace("{{provider}}", &router.account_name(&subject.user))
         .replace("{{return_to}}", &escape_attribute(return_to));
-    Some(page::html_response(StatusCode::CONFLICT, body))
+    Some(page::form_response(StatusCode::CONFLICT, body, &router.form_redirect_origins(context)))
 }
 
 /// Keeps the session, or replaces it with a session for the provider's user.

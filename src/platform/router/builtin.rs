@@ -106,9 +106,10 @@ async fn list_slots(
                 )
             })
             .collect();
-        return Ok(page::html_response(
+        return Ok(page::form_response(
             StatusCode::OK,
             page::insert_style(SLOTS_PAGE).replace("{{buttons}}", &buttons),
+            &router.form_redirect_origins(context),
         ));
     }
     let slots: Vec<_> = rows

@@ -154,7 +154,8 @@ pub(super) fn insert_style(template: &str) -> String {
     template.replacen("{{base}}", BASE_STYLE, 1)
 }
 
-/// Returns an HTML response that is not cached, loads no resources and sends no referrer.
+/// Returns an HTML response that is not cached, loads no resources and sends no referrer, because the page's URL may
+/// contain an app token. A page with a form needs [`form_response`].
 pub(super) fn html_response(status: StatusCode, body: String) -> Response {
     let mut response = (status, body).into_response();
     let headers = response.headers_mut();
@@ -165,12 +166,29 @@ pub(super) fn html_response(status: StatusCode, body: String) -> Response {
         (X_CONTENT_TYPE_OPTIONS, "nosniff"),
         (OPENER_POLICY, "same-origin"),
         (PERMISSIONS_POLICY, "camera=(), geolocation=(), microphone=(), payment=(), usb=()"),
-        (
-            CONTENT_SECURITY_POLICY,
-            "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; base-uri 'none'; frame-ancestors 'self'",
-        ),
     ] {
         headers.insert(name, HeaderValue::from_static(value));
     }
+    set_csp(&mut response, "'none'");
     response
+}
+
+/// Returns the response for a page with a form, whose submission may redirect to this host and to `redirect_origins`.
+///
+/// Browsers send `Origin: null` with a form from a page with `no-referrer`, and the router rejects that as
+/// cross-origin. Chrome applies `form-action` to the redirects that follow the submission, too.
+pub(super) fn form_response(status: StatusCode, body: String, redirect_origins: &[String]) -> Response {
+    let mut response = html_response(status, body);
+    response.headers_mut().insert(REFERRER_POLICY, HeaderValue::from_static("same-origin"));
+    set_csp(&mut response, &format!("'self' {}", redirect_origins.join(" ")));
+    response
+}
+
+fn set_csp(response: &mut Response, form_action: &str) {
+    let policy = format!(
+        "default-src 'none'; style-src 'unsafe-inline'; form-action {form_action}; base-uri 'none'; \
+         frame-ancestors 'self'"
+    );
+    let policy = HeaderValue::from_str(&policy).expect("origins are ASCII");
+    response.headers_mut().insert(CONTENT_SECURITY_POLICY, policy);
 }

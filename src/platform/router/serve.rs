@@ -205,6 +205,14 @@ impl RouterState {
             None => reason.respond(context.wants_page),
         }
     }
+
+    /// Returns the other origins to which the submission of a form can lead: `CODE_HOST` if the form's page has
+    /// interrupted a sign-in there, and the legacy fallback if no machine is running.
+    pub(super) fn form_redirect_origins(&self, context: &RequestContext) -> Vec<String> {
+        let legacy = self.config.legacy_fallback.as_ref().map(|url| url.origin().ascii_serialization());
+        let code_host = sign_in::host_url(self, context, PublicHost::Code);
+        std::iter::once(code_host).chain(legacy).collect()
+    }
 }
 
 fn auth_problem(error: AuthError) -> Problem {

@@ -157,6 +157,6 @@ pub(super) async fn sign_out(
     Ok(response)
 }
 
-fn host_url(router: &RouterState, context: &RequestContext, host: PublicHost) -> String {
+pub(super) fn host_url(router: &RouterState, context: &RequestContext, host: PublicHost) -> String {
     format!("{}://{}", context.scheme, router.config.address(host).authority(&context.authority))
 }

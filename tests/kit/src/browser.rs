@@ -74,7 +74,7 @@ async fn run_tests(
     let files: &[&str] = if options.code_server {
         &["code.test.mjs"]
     } else {
-        &["shell.test.mjs", "files.test.mjs", "apps.test.mjs", "hostile.test.mjs"]
+        &["shell.test.mjs", "router.test.mjs", "files.test.mjs", "apps.test.mjs", "hostile.test.mjs"]
     };
     node.args(files.iter().map(|file| tests.join(file)));
     node.env("SVC_SERVICE_INFO", &info_file).env("SVC_CHROMIUM", chromium).env("SVC_SCREENSHOTS", out);
