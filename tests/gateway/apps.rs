@@ -80,6 +80,32 @@ async fn new_version_adds_columns_and_reports_other_changes() -> Result<()> {
 }
 
 #[tokio::test]
+async fn tables_with_other_types_and_keys_are_registered() -> Result<()> {
+    let (database, slug) = (test_database().await?, unique_name("other-types"));
+    let host = host_with_app(&database, &slug, &json!({ "t": { "columns": {} } })).await?;
+    let schema = format!("app_{}", slug.replace('-', "_"));
+    let changes = format!(
+        "ALTER TABLE {schema}.t ADD COLUMN a json; CREATE TABLE {schema}.u (n integer PRIMARY KEY);
+         INSERT INTO {schema}.u VALUES (1), (2)"
+    );
+    database.connect().await?.batch_execute(&changes).await?;
+    let next = json!({
+        "t": { "columns": { "a": "text" }, "indexes": ["a"], "unique": ["a"] },
+        "u": { "columns": { "n": "integer" } }
+    });
+    host.machine.add_app(&slug, &next)?;
+    host.wait_until("the new table", async || {
+        Ok(find_app(&host, &slug).await?["tables"] == json!(["t", "u"]))
+    })
+    .await?;
+    let not_done = find_app(&host, &slug).await?["notDone"].to_string();
+    assert_eq!(not_done.matches("is not created").count(), 2, "{not_done}");
+    let found = host.query_data(&json!({ "action": "find", "app": slug, "table": "u" })).await?;
+    assert!(found[0]["id"].is_string() && found[0]["id"] != found[1]["id"], "{found}");
+    Ok(())
+}
+
+#[tokio::test]
 async fn unknown_type_is_reported_and_other_apps_still_work() -> Result<()> {
     let (database, good) = (test_database().await?, unique_name("good"));
     let bad = unique_name("bad");

@@ -140,6 +140,28 @@ async fn long_shutdown_polls_rarely_and_cuts_the_power_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn failing_power_on_is_requested_again_at_long_intervals() {
+    let (stack, process, guest) = start_with_machine(&[]).await;
+    run_action(&stack, &process, &guest, "off").await;
+    stack.provider.add_fault(FaultRule::times(1000, "POST", "/actions/poweron", Fault::ActionError));
+    request_power(&stack, &process, &guest, "on").await;
+    let is_requested = || async { (count_actions(&stack, "poweron") >= 1).then_some(()) };
+    stack.eventually("the power-on is requested", is_requested).await;
+    let client = stack.database.connect().await.unwrap();
+    let age_step = "UPDATE operation_log SET at = at - interval '10 minutes' WHERE step = 'start_server'";
+    client.execute(age_step, &[]).await.unwrap();
+    let before = count_actions(&stack, "poweron");
+    tokio::time::sleep(Duration::from_secs(7)).await;
+    let requests = count_actions(&stack, "poweron") - before;
+    assert!(requests <= 2, "{requests} requests in 7 s");
+
+    stack.provider.clear_faults();
+    client.execute("UPDATE operations SET due_at = now() WHERE state = 'running'", &[]).await.unwrap();
+    let on = || async { (power_state(&stack) == Power::Running).then_some(()) };
+    stack.eventually("the server is powered on", on).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn machine_powered_on_at_provider_is_detected_by_heartbeat() {
     let (stack, process, guest) = start_with_machine(&[]).await;
     run_action(&stack, &process, &guest, "off").await;
@@ -180,6 +202,29 @@ async fn reboot_ends_with_a_heartbeat_or_reports_silence() {
     assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("failed"), &json!("host_silent")), "{ended}");
     assert_eq!(count_actions(&stack, "reboot"), 3, "the lost request and its retry");
     assert_eq!(fetch_record(&stack, &process, &guest).await["status"], "running");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn reboot_fails_if_the_provider_cannot_restart_the_server() {
+    let (stack, process, guest) = start_with_machine(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
+    stack.provider.add_fault(FaultRule::times(1000, "POST", "/actions/reboot", Fault::ActionError));
+    let ended = run_action(&stack, &process, &guest, "reboot").await;
+    assert_eq!(
+        (&ended["state"], &ended["errorCode"]),
+        (&json!("failed"), &json!("reboot_failed")),
+        "{ended}"
+    );
+    assert_eq!(fetch_record(&stack, &process, &guest).await["status"], "running");
+}
+
+/// The host has shut down at its owner's command.
+#[tokio::test(flavor = "multi_thread")]
+async fn reboot_of_a_server_that_is_off_only_powers_it_on() {
+    let (stack, process, guest) = start_with_machine(&[]).await;
+    stack.provider.kill_server(&format!("svc-{}", guest.machine)).await.unwrap();
+    let ended = run_action(&stack, &process, &guest, "reboot").await;
+    assert_eq!(ended["state"], "succeeded", "{ended}");
+    assert_eq!((count_actions(&stack, "poweron"), count_actions(&stack, "reboot")), (1, 0));
 }
 
 #[tokio::test(flavor = "multi_thread")]

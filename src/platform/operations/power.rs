@@ -21,11 +21,14 @@ pub async fn start_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, S
     }
     let Some(server) = find_server(leased, &machine).await? else { return Ok(fail_server_gone()) };
     leased.detect_returned_server(&machine).await?;
-    let is_on = reinstate::ensure_on(leased, &server).await?;
-    if is_on && !may_shut_down_late(leased, &machine).await? {
-        return Ok(StepOutcome::done());
+    let age = leased.step_age().await?;
+    if let Some(delay) = reinstate::ensure_on(leased, &server, age).await? {
+        return Ok(StepOutcome::wait(delay));
     }
-    Ok(StepOutcome::wait(POLL_INTERVAL))
+    if may_shut_down_late(leased, &machine).await? {
+        return Ok(StepOutcome::wait(resize::poll_interval(age)));
+    }
+    Ok(StepOutcome::done())
 }
 
 /// Returns whether the host may still obey a shutdown request from an operation that ended, without success, shortly
@@ -57,8 +60,8 @@ pub async fn stop_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
     Ok(outcome.unwrap_or_else(fail_server_gone))
 }
 
-/// Restarts the server, or powers it on if it is off. If the process is killed in this step, the restart may be
-/// requested more than once.
+/// Restarts the server, or powers it on if it is off. If the process is killed in this step, or a response is lost, the
+/// restart may be requested more than once.
 pub async fn reboot_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = load_machine_in_slot(leased).await?;
     if let Some(outcome) = resize::await_action(leased).await? {
@@ -71,16 +74,25 @@ pub async fn reboot_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
     let Some(server) = find_server(leased, &machine).await? else { return Ok(fail_server_gone()) };
-    if server.status == ServerStatus::Off {
-        leased.platform.provider.power_on(server.id).await?;
-        return Ok(StepOutcome::wait(POLL_INTERVAL));
+    let age = leased.step_age().await?;
+    if server.is_locked || !matches!(server.status, ServerStatus::Running | ServerStatus::Off) {
+        return Ok(StepOutcome::wait(resize::poll_interval(age)));
     }
-    if server.is_locked || server.status != ServerStatus::Running {
-        return Ok(StepOutcome::wait(POLL_INTERVAL));
+    // Each failed action changes the facts, which counts as progress. Without this limit, the step could run for a day.
+    if leased.unblocked_step_age().await? >= leased.platform.config.timing.resize_health {
+        return Ok(StepOutcome::Fail {
+            code: "reboot_failed",
+            note: "the provider did not restart the server in time",
+        });
     }
     leased.hit_fail_point(Step::RebootServer, StepPoint::RequestRecorded)?;
-    let action = leased.platform.provider.reboot(server.id).await?;
-    Ok(resize::wait_for_action(leased, action.id, leased.step_age().await?))
+    let provider = &leased.platform.provider;
+    let action = if server.status == ServerStatus::Off {
+        provider.power_on(server.id).await?
+    } else {
+        provider.reboot(server.id).await?
+    };
+    Ok(resize::wait_for_action(leased, action.id, age))
 }
 
 pub async fn await_heartbeat(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {

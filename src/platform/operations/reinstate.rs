@@ -10,6 +10,7 @@ use jiff::Timestamp;
 
 use super::host_call;
 use super::leased::LeasedOperation;
+use super::resize;
 use super::step::{StepError, StepOutcome, StepRecord};
 use crate::db;
 use svc_http::problem::format_chain;
@@ -37,13 +38,17 @@ pub async fn power_on(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepE
             note: "the provider no longer has the server",
         });
     };
-    if ensure_on(leased, &server).await? && !may_shut_down_late(leased, machine.power_off_ordered_at).await? {
+    let age = leased.step_age().await?;
+    if let Some(delay) = ensure_on(leased, &server, age).await? {
+        return Ok(StepOutcome::wait(delay));
+    }
+    if !may_shut_down_late(leased, machine.power_off_ordered_at).await? {
         return Ok(StepOutcome::Done {
             note: None,
             record: StepRecord::ReinstatedServerOn { machine: machine.id },
         });
     }
-    Ok(StepOutcome::wait(POLL_INTERVAL))
+    Ok(StepOutcome::wait(resize::poll_interval(age)))
 }
 
 /// Returns whether the host may still obey a shutdown request that was sent at `ordered_at`. `resize_shutdown` is the
@@ -57,17 +62,22 @@ async fn may_shut_down_late(
     Ok(since < leased.platform.config.timing.resize_shutdown)
 }
 
-/// Returns whether the server is on or starting, and not locked. If it is off and not locked, requests that it be
-/// powered on.
-pub(super) async fn ensure_on(leased: &LeasedOperation<'_>, server: &Server) -> Result<bool, ProviderError> {
+/// Returns `None` if the server is on or starting, and not locked; otherwise, the delay before the next check. If it is
+/// off and not locked, requests that it be powered on.
+pub(super) async fn ensure_on(
+    leased: &LeasedOperation<'_>,
+    server: &Server,
+    step_age: Duration,
+) -> Result<Option<Duration>, ProviderError> {
     match server.status {
-        _ if server.is_locked => Ok(false),
-        ServerStatus::Running | ServerStatus::Starting => Ok(true),
+        _ if server.is_locked => Ok(Some(resize::poll_interval(step_age))),
+        ServerStatus::Running | ServerStatus::Starting => Ok(None),
         ServerStatus::Off => {
             leased.platform.provider.power_on(server.id).await?;
-            Ok(false)
+            // If the action fails, the server is still off at the next check, which requests it again.
+            Ok(Some(resize::retry_interval(step_age)))
         }
-        _ => Ok(false),
+        _ => Ok(Some(resize::poll_interval(step_age))),
     }
 }
 

@@ -224,7 +224,8 @@ pub(super) async fn await_action(leased: &LeasedOperation<'_>) -> Result<Option<
             tracing::warn!(operation = %leased.operation.id, code, message, "a provider action failed");
             let mut facts = leased.facts();
             facts.remove(ACTION);
-            Ok(Some(StepOutcome::Wait { delay: Duration::from_secs(1), facts: Some(facts) }))
+            let delay = retry_interval(leased.step_age().await?);
+            Ok(Some(StepOutcome::Wait { delay, facts: Some(facts) }))
         }
     }
 }
@@ -249,4 +250,10 @@ pub(super) fn wait_for_action(leased: &LeasedOperation<'_>, action: ActionId, ag
 /// Returns the polling interval, which grows with the step's age.
 pub(super) fn poll_interval(age: Duration) -> Duration {
     (age / 4).clamp(Duration::from_millis(200), Duration::from_secs(5))
+}
+
+/// Returns the delay before a failed action is requested again, which grows with the step's age. It is longer than
+/// [`poll_interval`], because each request locks the server and all machines share the provider's rate limit.
+pub(super) fn retry_interval(age: Duration) -> Duration {
+    (age / 4).clamp(Duration::from_secs(1), Duration::from_secs(30))
 }

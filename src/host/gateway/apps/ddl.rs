@@ -3,7 +3,7 @@
 //! Performs no I/O. SQL contains no values, and only names of type [`SqlIdentifier`] or derived from such names.
 //! Differences that additions cannot remove are reported as text; nothing is ever dropped or rewritten.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use sha2::{Digest, Sha256};
 
@@ -14,11 +14,12 @@ use crate::name::SqlIdentifier;
 /// Maximum length of an index name without its digest.
 const MAX_READABLE_BYTES: usize = 54;
 
-/// The existing contents of a schema: its tables with their columns' catalog types, and its indexes' names with their
-/// tables.
+/// The existing contents of a schema: its tables with their columns' catalog types, the tables that have a primary key,
+/// and its indexes' names with their tables.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct ExistingSchema {
     pub tables: BTreeMap<String, BTreeMap<String, String>>,
+    pub primary_keys: BTreeSet<String>,
     pub indexes: BTreeMap<String, String>,
 }
 
@@ -94,11 +95,15 @@ impl RegistrationPlan {
         let qualified_name = format!("{}.{}", schema.quoted(), table.name.quoted());
         let result = match existing.tables.get(table.name.as_str()) {
             None => {
-                let columns: Vec<String> = table.columns.iter().map(column_definition).collect();
+                let columns: Vec<String> =
+                    table.columns.iter().map(|column| column_definition(column, false)).collect();
                 self.require(format!("CREATE TABLE {qualified_name} ({})", columns.join(", ")));
                 table.clone()
             }
-            Some(columns) => self.extend_table(&qualified_name, table, columns),
+            Some(columns) => {
+                let has_primary_key = existing.primary_keys.contains(table.name.as_str());
+                self.extend_table(&qualified_name, table, columns, has_primary_key)
+            }
         };
         self.require(format!(
             "GRANT SELECT, INSERT, UPDATE, DELETE ON {qualified_name} TO {}",
@@ -107,7 +112,7 @@ impl RegistrationPlan {
         for columns in &table.indexes {
             let name = index_name("ix", table, columns);
             let method = if uses_gin(&result, columns) { "gin" } else { "btree" };
-            if self.should_create_index(table, &name, existing) {
+            if self.should_create_index(&result, columns, &name, existing) {
                 self.require(format!(
                     "CREATE INDEX \"{}\" ON {qualified_name} USING {method} ({})",
                     name.current,
@@ -117,7 +122,7 @@ impl RegistrationPlan {
         }
         for columns in &table.unique {
             let name = index_name("uq", table, columns);
-            if self.should_create_index(table, &name, existing) {
+            if self.should_create_index(&result, columns, &name, existing) {
                 let sql = format!(
                     "CREATE UNIQUE INDEX \"{}\" ON {qualified_name} ({})",
                     name.current,
@@ -134,16 +139,33 @@ impl RegistrationPlan {
         self.tables.push(result);
     }
 
-    /// Returns whether the index is missing and can be created. Reports one whose name is taken.
-    fn should_create_index(&mut self, table: &Table, name: &IndexName, existing: &ExistingSchema) -> bool {
-        let Some(owner) = existing.find_index_owner(table, name) else { return true };
-        if owner != table.name.as_str() {
-            self.unapplied_changes.push(format!(
-                "the index {} of {} is not created: {owner} has an index of this name",
-                name.current, table.name
-            ));
+    /// Returns whether the index is missing and can be created. Reports one that cannot be created.
+    fn should_create_index(
+        &mut self,
+        result: &Table,
+        columns: &[SqlIdentifier],
+        name: &IndexName,
+        existing: &ExistingSchema,
+    ) -> bool {
+        let table = &result.name;
+        if let Some(owner) = existing.find_index_owner(result, name) {
+            if owner != table.as_str() {
+                self.unapplied_changes.push(format!(
+                    "the index {} of {table} is not created: {owner} has an index of this name",
+                    name.current
+                ));
+            }
+            return false;
         }
-        false
+        // PostgreSQL cannot index some of the types that manifests do not support, such as json.
+        if let Some(column) = columns.iter().find(|column| result.column(column.as_str()).is_none()) {
+            self.unapplied_changes.push(format!(
+                "the index {} of {table} is not created: the type of the column {column} is not supported",
+                name.current
+            ));
+            return false;
+        }
+        true
     }
 
     /// Adds the missing columns. Returns the resulting table, with the types that existing columns keep.
@@ -152,6 +174,7 @@ impl RegistrationPlan {
         qualified_name: &str,
         table: &Table,
         columns: &BTreeMap<String, String>,
+        has_primary_key: bool,
     ) -> Table {
         let mut result = table.clone();
         result.columns.clear();
@@ -160,7 +183,7 @@ impl RegistrationPlan {
                 None => {
                     self.require(format!(
                         "ALTER TABLE {qualified_name} ADD COLUMN {}",
-                        column_definition(column)
+                        column_definition(column, has_primary_key)
                     ));
                     result.columns.push(column.clone());
                 }
@@ -187,11 +210,15 @@ impl RegistrationPlan {
     }
 }
 
-fn column_definition(column: &Column) -> String {
+fn column_definition(column: &Column, has_primary_key: bool) -> String {
     let (name, kind) = (column.name.quoted(), column.kind.sql());
     match (column.origin, column.name.as_str()) {
         (ColumnOrigin::Declared, _) => format!("{name} {kind}"),
-        (ColumnOrigin::BuiltIn, "id") => format!("{name} {kind} PRIMARY KEY DEFAULT gen_random_uuid()"),
+        (ColumnOrigin::BuiltIn, "id") => {
+            // A table can have only one primary key.
+            let constraint = if has_primary_key { "NOT NULL UNIQUE" } else { "PRIMARY KEY" };
+            format!("{name} {kind} {constraint} DEFAULT gen_random_uuid()")
+        }
         (ColumnOrigin::BuiltIn, _) => format!("{name} {kind} NOT NULL DEFAULT now()"),
     }
 }
@@ -248,7 +275,8 @@ mod tests {
     fn existing(columns: &[(&str, &str)]) -> ExistingSchema {
         let built_in = [("id", "uuid"), ("created_at", "timestamptz"), ("updated_at", "timestamptz")];
         let columns = columns.iter().chain(&built_in).map(|(n, t)| ((*n).to_owned(), (*t).to_owned()));
-        ExistingSchema { tables: [("t".to_owned(), columns.collect())].into(), indexes: BTreeMap::new() }
+        let tables = [("t".to_owned(), columns.collect())].into();
+        ExistingSchema { tables, ..ExistingSchema::default() }
     }
 
     fn sql(plan: &RegistrationPlan) -> String {
@@ -297,6 +325,38 @@ mod tests {
         let plan = plan_registration(&schema(), &wanted, &existing(&[("a", "text")]));
         let text = sql(&plan);
         assert!(text.contains("USING btree (\"a\")"), "{text}");
+    }
+
+    #[test]
+    fn plan_skips_index_on_column_of_unsupported_type() {
+        let wanted = tables(&json!({ "t": { "columns": { "a": "text", "b": "text" },
+            "indexes": ["b", ["b", "a"]], "unique": ["a"] } }));
+        let plan = plan_registration(&schema(), &wanted, &existing(&[("a", "json"), ("b", "text")]));
+        let text = sql(&plan);
+        assert_eq!(text.matches("INDEX").count(), 1, "{text}");
+        assert!(text.contains("USING btree (\"b\")"), "{text}");
+        let skipped = |prefix: &str| {
+            let is_reported = |change: &&String| {
+                change.starts_with(prefix) && change.ends_with("the type of the column a is not supported")
+            };
+            plan.unapplied_changes.iter().filter(is_reported).count()
+        };
+        let unapplied = &plan.unapplied_changes;
+        assert_eq!((skipped("the index ix_t_b_a_"), skipped("the index uq_t_a_")), (1, 1), "{unapplied:?}");
+    }
+
+    #[test]
+    fn plan_adds_id_as_primary_key_only_if_table_has_none() {
+        let wanted = tables(&json!({ "t": { "columns": { "a": "text" } } }));
+        let mut table = existing(&[("a", "text")]);
+        table.tables.get_mut("t").unwrap().remove("id");
+        let added =
+            |constraint: &str| format!("ADD COLUMN \"id\" uuid {constraint} DEFAULT gen_random_uuid()");
+        let text = sql(&plan_registration(&schema(), &wanted, &table));
+        assert!(text.contains(&added("PRIMARY KEY")), "{text}");
+        table.primary_keys.insert("t".to_owned());
+        let text = sql(&plan_registration(&schema(), &wanted, &table));
+        assert!(text.contains(&added("NOT NULL UNIQUE")), "{text}");
     }
 
     #[test]

@@ -161,11 +161,22 @@ async fn inspect_schema(
     }
     let indexes = transaction
         .query(
-            "SELECT indexname::text, tablename::text FROM pg_indexes WHERE schemaname = $1",
+            "SELECT i.relname::text, t.relname::text, x.indisprimary
+               FROM pg_index x
+               JOIN pg_class i ON i.oid = x.indexrelid
+               JOIN pg_class t ON t.oid = x.indrelid
+               JOIN pg_namespace n ON n.oid = t.relnamespace
+              WHERE n.nspname = $1",
             &[&schema.as_str()],
         )
         .await?;
-    existing.indexes = indexes.iter().map(|row| (row.get(0), row.get(1))).collect();
+    for row in &indexes {
+        let (index, table, is_primary_key): (String, String, bool) = (row.get(0), row.get(1), row.get(2));
+        if is_primary_key {
+            existing.primary_keys.insert(table.clone());
+        }
+        existing.indexes.insert(index, table);
+    }
     Ok(existing)
 }
 
