@@ -28,9 +28,30 @@ const TARGET: &str = "x86_64-unknown-linux-gnu";
 #[cfg(target_arch = "aarch64")]
 const TARGET: &str = "aarch64-unknown-linux-gnu";
 
+/// Flags for C code in dependencies. No panic unwinds through it. File backups compress at a level for which zstd uses
+/// none of these strategies; any executable can decompress what they have compressed.
+const C_FLAGS: [&str; 8] = [
+    "-fno-asynchronous-unwind-tables",
+    "-fno-unwind-tables",
+    "-DZSTD_EXCLUDE_GREEDY_BLOCK_COMPRESSOR",
+    "-DZSTD_EXCLUDE_LAZY_BLOCK_COMPRESSOR",
+    "-DZSTD_EXCLUDE_LAZY2_BLOCK_COMPRESSOR",
+    "-DZSTD_EXCLUDE_BTLAZY2_BLOCK_COMPRESSOR",
+    "-DZSTD_EXCLUDE_BTOPT_BLOCK_COMPRESSOR",
+    "-DZSTD_EXCLUDE_BTULTRA_BLOCK_COMPRESSOR",
+];
+
 /// Sources of the executable, relative to the root.
-const SOURCES: [&str; 7] =
-    ["src", "migrations", "cloud-init", "packaging/profile", "build.rs", "Cargo.toml", "Cargo.lock"];
+const SOURCES: [&str; 8] = [
+    "src",
+    "migrations",
+    "cloud-init",
+    "packaging/crc-fast",
+    "packaging/profile",
+    "build.rs",
+    "Cargo.toml",
+    "Cargo.lock",
+];
 
 /// Returns `target/dist/svc`, and rebuilds it if it is missing or does not match the sources.
 pub fn build_if_outdated() -> Result<PathBuf> {
@@ -144,14 +165,18 @@ fn compile_with(mut flags: Vec<String>, target_dir: &Path) -> Result<PathBuf> {
         "-Clink-arg=-Wl,--strip-all".to_owned(),
     ]);
     if cfg!(target_arch = "x86_64") {
+        // Calls between packages are direct, instead of through a table of addresses that a static executable does not
+        // need: 230,000 of 361,000 calls.
+        flags.push("-Cllvm-args=-force-remove-attribute=nonlazybind".to_owned());
         // Functions with the same code share one copy, which makes the binary 2% smaller. Nothing compares function
         // addresses. This needs LLD, with which Rust does not link on other architectures.
         flags.push("-Clink-arg=-Wl,--icf=all".to_owned());
     }
     flags.extend(maps.iter().map(|(from, to)| format!("--remap-path-prefix={}={to}", from.display())));
     // C code in dependencies embeds file names in the same way.
-    let c: Vec<String> =
+    let mut c: Vec<String> =
         maps.iter().map(|(from, to)| format!("-ffile-prefix-map={}={to}", from.display())).collect();
+    c.extend(C_FLAGS.map(str::to_owned));
     build.env("CARGO_ENCODED_RUSTFLAGS", flags.join("\u{1f}"));
     build.env(format!("CFLAGS_{}", TARGET.replace('-', "_")), c.join(" "));
     build.env("CARGO_TARGET_DIR", target_dir);
