@@ -132,8 +132,7 @@ impl<'p, 't> PreparedPlan<'p, 't> {
         let context = ErrorContext::for_plan(plan);
         let mut statements = Vec::with_capacity(1);
         for sql in plan.statements() {
-            let types = || sql.params.iter().map(Param::sql_type).collect();
-            let statement = connection.prepare_cached(&sql.text, types).await;
+            let statement = connection.prepare_cached(&sql.text, &sql.params, Param::sql_type).await;
             statements.push(statement.map_err(|error| refusal::from_database_error(&error, context))?);
         }
         Ok(Self { plan, statements })
