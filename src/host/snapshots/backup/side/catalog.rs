@@ -8,7 +8,8 @@ use super::plan::Column;
 pub const SESSION_SETTINGS: &str = "SET search_path = pg_catalog; SET row_security = off; SET statement_timeout = 0; \
      SET idle_in_transaction_session_timeout = 0; SET idle_session_timeout = 0; SET client_encoding = 'UTF8'; \
      SET datestyle = 'ISO, YMD'; SET intervalstyle = 'postgres'; SET bytea_output = 'hex'; \
-     SET extra_float_digits = 1; SET xmlbinary = 'base64'";
+     SET extra_float_digits = 1; SET xmlbinary = 'base64'; \
+     SET default_transaction_isolation = 'read committed'; SET default_transaction_read_only = off";
 
 /// Returns whether an ordinary table exists. `table` is `schema.table`, quoted where needed, as in all functions here.
 ///
