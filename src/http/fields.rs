@@ -234,6 +234,11 @@ impl Fields {
         self.remaining.get(name).is_some_and(|value| !value.is_null())
     }
 
+    /// Discards a field that this form of the request does not take, so that it is not reported as unknown.
+    pub fn discard(&mut self, name: &str) {
+        self.remaining.shift_remove(name);
+    }
+
     /// Parses an optional array of strings; empty if it is absent or invalid.
     pub fn strings(&mut self, name: &str, max_items: usize) -> Vec<String> {
         let Some(value) = self.take_value(name) else { return Vec::new() };

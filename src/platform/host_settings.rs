@@ -148,15 +148,12 @@ fn read_acme_settings(env: &mut Env) -> Option<AcmeSettings> {
             env.add_error(variable, "requires ACME_DIRECTORY_URL, which is not set");
         }
     }
-    let contact = read_line(env, &vars::ACME_CONTACT)
-        .map(|text| format!("mailto:{}", text.trim_start_matches("mailto:")));
-    let is_address = |contact: &str| {
-        contact.split_once('@').is_some_and(|(_, host)| host.contains('.'))
-            && !contact.contains([' ', ',', '?'])
-    };
-    if contact.as_deref().is_some_and(|contact| !is_address(contact)) {
+    let contact = read_line(env, &vars::ACME_CONTACT);
+    let address = contact.as_deref().map(|text| text.trim_start_matches("mailto:"));
+    if address.is_some_and(|address| !is_email_address(address)) {
         env.add_error(&vars::ACME_CONTACT, "must be one e-mail address");
     }
+    let contact = address.map(|address| format!("mailto:{address}"));
     let external = match (read_line(env, &vars::ACME_EAB_KEY_ID), env.secret(&vars::ACME_EAB_HMAC_KEY)) {
         (Some(key_id), Some(hmac_key)) => Some(ExternalAccount { key_id, hmac_key }),
         (None, None) => None,
@@ -172,6 +169,12 @@ fn read_acme_settings(env: &mut Env) -> Option<AcmeSettings> {
         }
     }
     Some(AcmeSettings { directory_url: url?.to_string(), contact, external_account: external })
+}
+
+/// Whether the text is one e-mail address that a `mailto:` URL can contain: no list, and no header fields after a `?`.
+fn is_email_address(text: &str) -> bool {
+    let Some((local, domain)) = text.split_once('@') else { return false };
+    !local.is_empty() && domain.contains('.') && !domain.contains('@') && !text.contains([' ', ',', '?'])
 }
 
 /// Reads raw Ed25519 keys in base64, separated by commas.
@@ -252,6 +255,8 @@ mod tests {
             (("ACME_DIRECTORY_URL", "http://ca.example/dir"), "must be an https URL"),
             (("ACME_CONTACT", "ops"), "must be one e-mail address"),
             (("ACME_CONTACT", "a@example.com,b@example.com"), "must be one e-mail address"),
+            (("ACME_CONTACT", "mailto:@example.com"), "must be one e-mail address"),
+            (("ACME_CONTACT", "a@b@c.example"), "must be one e-mail address"),
             (("ACME_EAB_HMAC_KEY", "s3cret!"), "must be base64url"),
         ] {
             let pairs: Vec<_> =

@@ -105,6 +105,34 @@ async fn tables_with_other_types_and_keys_are_registered() -> Result<()> {
     Ok(())
 }
 
+/// The SQL texts, for which connections cache prepared statements, are the same for both types.
+#[tokio::test]
+async fn changed_column_types_apply_to_open_connections() -> Result<()> {
+    let (database, slug) = (test_database().await?, unique_name("retyped"));
+    let tables = |a: &str, b: &str| json!({ "t": { "columns": { "a": a, "b": b } } });
+    let host = host_with_app(&database, &slug, &tables("bigint", "integer")).await?;
+    let insert = json!({ "action": "insert", "app": slug, "table": "t", "data": { "a": 1 } });
+    let id = host.query_data(&insert).await?["id"].clone();
+    let check_update = async |data: Value| -> Result<()> {
+        let update = json!({ "action": "update", "app": slug, "table": "t", "id": id, "data": data });
+        host.query_data(&update).await?;
+        let row = host.query_data(&json!({ "action": "get", "app": slug, "table": "t", "id": id })).await?;
+        assert_eq!((&row["a"], &row["b"]), (&data["a"], &data["b"]));
+        let count = json!({ "action": "count", "app": slug, "table": "t", "filter": data });
+        assert_eq!(host.query_data(&count).await?["count"], 1, "{data}");
+        Ok(())
+    };
+    check_update(json!({ "a": 7, "b": 7 })).await?;
+    let schema = format!("app_{}", slug.replace('-', "_"));
+    let change =
+        format!("ALTER TABLE {schema}.t ALTER COLUMN a TYPE double precision, ALTER COLUMN b TYPE bigint");
+    database.connect().await?.batch_execute(&change).await?;
+    host.machine.add_app(&slug, &tables("double", "bigint"))?;
+    let expected = ["id uuid", "a double", "b bigint", "created_at timestamptz", "updated_at timestamptz"];
+    host.wait_until("the new types", async || Ok(list_columns(&host, &slug).await? == expected)).await?;
+    check_update(json!({ "a": 2.5, "b": 3_000_000_000_i64 })).await
+}
+
 #[tokio::test]
 async fn unknown_type_is_reported_and_other_apps_still_work() -> Result<()> {
     let (database, good) = (test_database().await?, unique_name("good"));

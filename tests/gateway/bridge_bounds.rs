@@ -124,3 +124,26 @@ async fn oversized_row_is_readable_with_fewer_columns() -> Result<()> {
     assert_eq!(host.query_data(&narrow).await?[0]["n"], 7);
     Ok(())
 }
+
+/// The rows are written by two statements, because they name different columns.
+#[tokio::test]
+async fn insert_many_may_return_more_than_a_transaction() -> Result<()> {
+    let (database, app) = (test_database().await?, unique_name("wide"));
+    let tables = json!({ "t": { "columns": { "a": "text", "m": "integer", "n": "integer" } } });
+    let host = host_with_app(&database, &app, &tables).await?;
+    let schema = format!("app_{}", app.replace('-', "_"));
+    let set_default = format!("ALTER TABLE {schema}.t ALTER a SET DEFAULT repeat('x', 1 << 20)");
+    database.connect().await?.batch_execute(&set_default).await?;
+    let rows = [vec![json!({ "m": 1 }); 5], vec![json!({ "n": 2 }); 5]].concat();
+    let many = json!({ "action": "insertMany", "app": app, "table": "t", "rows": rows });
+    let (status, created) = host.query(&many).await?;
+    assert_eq!((status, created["data"].as_array().map(Vec::len)), (StatusCode::CREATED, Some(10)));
+    assert_eq!((&created["data"][0]["m"], &created["data"][9]["n"]), (&json!(1), &json!(2)));
+    let operations = json!([{ "action": "insertMany", "table": "t", "rows": rows }]);
+    let (status, problem) =
+        host.query(&json!({ "action": "transaction", "app": app, "operations": operations })).await?;
+    assert_eq!(status, StatusCode::BAD_REQUEST, "{problem}");
+    assert!(first_error(&problem).contains("send fewer operations"), "{problem}");
+    assert_eq!(count(&host, &app).await?, 10);
+    Ok(())
+}

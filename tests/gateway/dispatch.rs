@@ -247,6 +247,7 @@ async fn dispatch_streams_its_events_and_is_recorded() -> Result<()> {
     let (_, text) = send_json(events_after("")).await?;
     let last = text.as_str().and_then(|text| text.rsplit_once("id: ")?.1.lines().next()).context("no id")?;
     assert_eq!(send_json(events_after(last)).await?.0, StatusCode::NO_CONTENT);
+    assert_eq!(send_json(events_after(&format!("+{last}"))).await?.0, StatusCode::BAD_REQUEST);
     // After a restart, the dispatch is read from its record.
     let host = host.restart()?;
     let (status, again) = request_dispatch(&host, body).await?;

@@ -22,6 +22,7 @@ mod roles;
 mod round_trip;
 mod side;
 mod side_dependents;
+mod side_sequences;
 mod sync;
 mod tight_disk;
 mod token_rollback;

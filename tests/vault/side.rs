@@ -457,7 +457,7 @@ async fn killed_command_is_completed() -> Result<()> {
     Ok(())
 }
 
-/// Names in triggers resolve as in every other session.
+/// Names in triggers resolve as in every other session. Other settings of the owner's database do not affect a copy.
 #[tokio::test]
 async fn owner_triggers_resolve_their_tables() -> Result<()> {
     let store = machine::start_store()?;
@@ -465,15 +465,21 @@ async fn owner_triggers_resolve_their_tables() -> Result<()> {
     let client = machine.client().await?;
     client
         .batch_execute(
-            "CREATE TABLE noted (what text);
+            "CREATE TABLE noted (what text, isolation text DEFAULT current_setting('transaction_isolation'));
              CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS
                  $$ BEGIN INSERT INTO noted VALUES (TG_OP || ' ' || upper(NEW.message)); RETURN NEW; END $$;
              CREATE TRIGGER noted AFTER INSERT ON app_shop.log FOR EACH ROW EXECUTE FUNCTION note();
-             DELETE FROM app_shop.log WHERE message = 'line 7'",
+             DELETE FROM app_shop.log WHERE message = 'line 7';
+             ALTER DATABASE svc SET default_transaction_isolation = 'repeatable read';
+             ALTER DATABASE svc SET default_transaction_read_only = on",
         )
         .await?;
-    run_side(&machine, &["copy", "app_shop.log", "--mode", "replace", "--no-backup"])?.expect(0);
-    let noted = client.query_one("SELECT count(*), min(what) FROM noted", &[]).await?;
+    let replace = ["copy", "app_shop.log", "--mode", "replace", "--no-backup"];
+    run_side(&machine, &replace)?.expect(0);
+    let noted = client.query_one("SELECT count(*), min(what), max(isolation) FROM noted", &[]).await?;
     assert_eq!((noted.get::<_, i64>(0), noted.get::<_, &str>(1)), (300, "INSERT LINE 1"));
-    Ok(())
+    assert_eq!(noted.get::<_, &str>(2), "read committed");
+    client.batch_execute("DROP TABLE app_shop.log").await?;
+    run_side(&machine, &replace)?.expect(0);
+    assert_as_in_snapshot(&machine, &["app_shop.log"]).await
 }

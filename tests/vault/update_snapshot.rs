@@ -110,6 +110,58 @@ async fn update_continues_once_a_backup_succeeds() -> Result<()> {
     Ok(())
 }
 
+/// Like [`start_fixture`], but the next snapshot is held back, because the database has lost half of its rows.
+async fn start_fixture_with_lost_rows(store: &S3Server) -> Result<UpdateFixture> {
+    let fixture = start_fixture(store).await?;
+    let client = fixture.machine.client().await?;
+    client.batch_execute("INSERT INTO t SELECT generate_series(2, 10)").await?;
+    fixture.machine.run(&["svc-db-backup"])?.expect(0);
+    client.batch_execute("DELETE FROM t WHERE id > 5").await?;
+    Ok(fixture)
+}
+
+async fn wait_until_held_back(fixture: &UpdateFixture) -> Result<()> {
+    wait_until("the held-back snapshot", || {
+        read_waiting_state(fixture).is_some_and(|waiting| {
+            let why = waiting["why"].as_str().unwrap_or_default();
+            why.contains("svc-db-backup accept") && why.contains("5 rows instead of 10")
+        })
+    })
+    .await
+}
+
+#[tokio::test]
+async fn waiting_update_takes_no_snapshot_after_held_one() -> Result<()> {
+    let store = machine::start_store()?;
+    let mut fixture = start_fixture_with_lost_rows(&store).await?;
+    // Longer than the delay before a failed backup is started again.
+    fixture.set_env("SVC_UPDATE_SNAPSHOT_SECONDS", "6");
+    fixture.request_update(NEW_VERSION)?;
+    let running = fixture.spawn(&["apply", "--request"])?;
+    wait_until_held_back(&fixture).await?;
+    let starts = count_backup_starts(&fixture)?;
+    tokio::task::spawn_blocking(move || running.wait()).await??.expect(70);
+    assert_eq!(count_backup_starts(&fixture)?, starts, "another snapshot was taken");
+    fixture.assert_running(OLD_VERSION)?;
+    let last = fixture.last_update()?;
+    assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"snapshot".into()), "{last}");
+    let error = last["error"].as_str().unwrap_or_default();
+    assert!(error.contains("--without-snapshot") && error.contains("svc-db-backup accept"), "{error}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn update_continues_once_held_snapshot_is_accepted() -> Result<()> {
+    let store = machine::start_store()?;
+    let fixture = start_fixture_with_lost_rows(&store).await?;
+    let running = fixture.spawn(&["apply", "--version", NEW_VERSION])?;
+    wait_until_held_back(&fixture).await?;
+    fixture.machine.run(&["svc-db-backup", "accept"])?.expect(0);
+    tokio::task::spawn_blocking(move || running.wait()).await??.expect(0);
+    fixture.assert_running(NEW_VERSION)?;
+    Ok(())
+}
+
 #[tokio::test]
 async fn operator_skips_the_snapshot_for_a_waiting_update() -> Result<()> {
     let store = machine::start_store()?;

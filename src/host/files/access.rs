@@ -175,8 +175,8 @@ impl FilesSettings {
             let (bucket, root) = (self.bucket.clone(), self.slot.files());
             match Repository::open(bucket, root, &key, cache.clone()).await {
                 Ok(Some(repository)) => return Ok(Some(repository)),
-                // A machine with a key has saved files before, so a missing repository is checked with the platform's
-                // key.
+                // The platform may have the right key. It is also called before a repository is reported as missing,
+                // because it refuses a machine that has been replaced.
                 Ok(None) | Err(FilesError::WrongKey) => {}
                 Err(error) => return Err(error.into()),
             }

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use secrecy::{ExposeSecret, SecretString};
+use url::Url;
 
 use svc_base::config::{ConfigError, Env, check_operator_secret};
 use svc_base::variable::Variable;
@@ -139,12 +140,7 @@ fn read_issuer(env: &mut Env) -> Option<TrustedIssuer> {
     }
     let issuer: Option<String> = env.required(&vars::IDP_ISSUER);
     let audiences: Option<String> = env.required(&vars::IDP_AUDIENCE);
-    let default_jwks_url =
-        issuer.as_ref().map(|issuer| format!("{}/.well-known/jwks.json", issuer.trim_end_matches('/')));
-    let jwks_url = match env.is_set(&vars::IDP_JWKS_URL) {
-        true => env.optional(&vars::IDP_JWKS_URL),
-        false => default_jwks_url?.parse().map_err(|error| env.add_error(&vars::IDP_ISSUER, error)).ok(),
-    };
+    let jwks_url = read_jwks_url(env, issuer.as_deref());
     let audiences: Vec<String> = audiences?
         .split(',')
         .map(str::trim)
@@ -156,6 +152,17 @@ fn read_issuer(env: &mut Env) -> Option<TrustedIssuer> {
         return None;
     }
     Some(TrustedIssuer { issuer: issuer?, audiences, jwks_url: jwks_url? })
+}
+
+fn read_jwks_url(env: &mut Env, issuer: Option<&str>) -> Option<Url> {
+    if env.is_set(&vars::IDP_JWKS_URL) {
+        return env.web_url(&vars::IDP_JWKS_URL);
+    }
+    let derived_url = TrustedIssuer::default_jwks_url(issuer?);
+    if derived_url.is_none() {
+        env.add_error(&vars::IDP_JWKS_URL, "is required, because IDP_ISSUER is not an http or https URL");
+    }
+    derived_url
 }
 
 const IDENTITY_VARIABLES: [&Variable; 4] =
@@ -301,5 +308,20 @@ mod tests {
         assert_eq!(read_with_audience("a, b").unwrap().issuer.unwrap().audiences, ["a", "b"]);
         let error = read_with_audience(",").unwrap_err().to_string();
         assert!(error.contains("IDP_AUDIENCE"), "{error}");
+    }
+
+    #[test]
+    fn read_rejects_jwks_url_that_is_not_web_url() {
+        let read_with_urls = |issuer: &str, jwks_url: &str| {
+            let idp = [("IDP_ISSUER", issuer), ("IDP_AUDIENCE", "a"), ("IDP_JWKS_URL", jwks_url)];
+            let idp: Vec<_> = idp.into_iter().filter(|(_, value)| !value.is_empty()).collect();
+            read(&with_changes(&PROVISIONED, &idp))
+        };
+        for (issuer, jwks_url) in [("idp.example:8443", ""), ("urn:idp", ""), ("urn:idp", "ftp://idp/keys")] {
+            let error = read_with_urls(issuer, jwks_url).unwrap_err().to_string();
+            assert!(error.contains("IDP_JWKS_URL"), "{issuer} {jwks_url}: {error}");
+        }
+        let config = read_with_urls("urn:idp", "https://idp.example/keys").unwrap();
+        assert_eq!(config.issuer.unwrap().jwks_url.as_str(), "https://idp.example/keys");
     }
 }

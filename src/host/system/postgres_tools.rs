@@ -161,7 +161,10 @@ impl PgTools {
 
     /// Builds the command that loads a dump from stdin into a database, in one transaction.
     pub fn load_stdin(&self, server: &PostgresServer, database: &str) -> Command {
-        let mut command = self.command("pg_restore", Some(server));
+        let mut vars = connection_vars(server);
+        // The owner's settings may make transactions read-only by default.
+        vars.push(("PGOPTIONS", "-c default_transaction_read_only=off".to_owned()));
+        let mut command = self.command_with("pg_restore", vars);
         command
             .args(["--exit-on-error", "--single-transaction", "--no-password", "--no-tablespaces"])
             .args(["-d", database])

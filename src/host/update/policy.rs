@@ -31,7 +31,7 @@ pub enum PolicyError {
     #[error("{to} requires at least {needed}, but {from} is current")]
     BelowMinVersion { from: ImageVersion, to: ImageVersion, needed: ImageVersion },
     #[error("{} (--allow-downgrade installs it anyway)", describe_older(from, to, *.created, *.current_created))]
-    Older { from: ImageVersion, to: ImageVersion, created: Timestamp, current_created: Timestamp },
+    Older { from: ImageVersion, to: ImageVersion, created: Timestamp, current_created: Option<Timestamp> },
     #[error("{to} lacks {part}, which {from} has: publish a bundle that contains it")]
     MissingRequiredPart { from: ImageVersion, to: ImageVersion, part: &'static str },
     #[error(
@@ -47,13 +47,17 @@ fn removal_arguments(parts: &[String]) -> String {
     parts.iter().map(|part| format!("--allow-removal {part}")).collect::<Vec<_>>().join(" ")
 }
 
-/// Explains why a release is older: because of its creation time or, for equal times, its name.
+/// Explains why a release is older: because of its creation time or, if the times are equal or the current release's is
+/// unknown, its name.
 fn describe_older(
     from: &ImageVersion,
     to: &ImageVersion,
     created: Timestamp,
-    current_created: Timestamp,
+    current_created: Option<Timestamp>,
 ) -> String {
+    let Some(current_created) = current_created else {
+        return format!("it is unknown when {from} was created, and the name {to} comes before {from}");
+    };
     let created_at = rfc3339_ms(created);
     if created == current_created {
         return format!(
@@ -108,14 +112,15 @@ impl<'a> Candidate<'a> {
 /// [`PolicyError::BelowMinVersion`] if the current release is too old for the new one; [`PolicyError::Older`] if the
 /// new one is older, unless a downgrade is allowed.
 pub fn check_release(candidate: &Candidate<'_>, allow: &Allowances) -> Result<(), PolicyError> {
-    let Candidate { from, current_created, manifest } = candidate;
-    let (from, to) = ((*from).clone(), manifest.image_version.clone());
+    let Candidate { from, current_created, manifest } = *candidate;
+    let (from, to) = (from.clone(), manifest.image_version.clone());
     if let Some(needed) = manifest.min_version.clone().filter(|needed| from.cmp_natural(needed).is_lt()) {
         return Err(PolicyError::BelowMinVersion { from, to, needed });
     }
     let created = manifest.created_at;
-    let current_created = current_created.unwrap_or(created);
-    if (created, to.cmp_natural(&from)) < (current_created, std::cmp::Ordering::Equal) && !allow.downgrade {
+    let is_older =
+        (created, to.cmp_natural(&from)) < (current_created.unwrap_or(created), std::cmp::Ordering::Equal);
+    if is_older && !allow.downgrade {
         return Err(PolicyError::Older { from, to, created, current_created });
     }
     Ok(())
@@ -216,6 +221,13 @@ mod tests {
         assert!(
             describe("r1", "2026-05-31T00:00:00Z", "story-1")
                 .contains("is older than story-1, created at 2026-06-01")
+        );
+        let (from, manifest) = ("story-1".parse().unwrap(), manifest("r1", "2026-06-01T00:00:00Z", None));
+        let candidate = Candidate { from: &from, current_created: None, manifest: &manifest };
+        let unknown_time = check_release(&candidate, &Allowances::default()).unwrap_err().to_string();
+        assert!(
+            unknown_time.contains("unknown when story-1 was created, and the name r1 comes before story-1"),
+            "{unknown_time}"
         );
     }
 

@@ -60,7 +60,7 @@ pub trait Services: Send + Sync {
     async fn restart(&self, unit: &str) -> Result<(), ServicesError>;
     /// Restarts the unit if it is running or starting, without waiting.
     async fn try_restart(&self, unit: &str) -> Result<(), ServicesError>;
-    /// Stops the unit and waits until it has ended.
+    /// Stops the unit, or all units that match a pattern, and waits until they have ended.
     async fn stop(&self, unit: &str) -> Result<(), ServicesError>;
     async fn state(&self, unit: &str) -> Result<UnitState, ServicesError>;
 }

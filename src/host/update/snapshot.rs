@@ -2,7 +2,8 @@
 //! is a snapshot that was taken after the update began.
 //!
 //! The backup runs in the unit, with its own lock and user. Root treats the backup's records as untrusted. The wait
-//! ends with an error if no backup makes progress for the whole timeout. An operator can waive the snapshot.
+//! ends with an error if no backup makes progress for the whole timeout. An operator can waive the snapshot. Once
+//! its snapshot is held back, the unit is not started again: the next snapshot would also be stored and held back.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -62,6 +63,13 @@ struct LastRun {
     status: String,
     key: Option<String>,
     error: Option<String>,
+    /// Set if the snapshot is complete but was held back.
+    held: Option<HeldBackReason>,
+}
+
+#[derive(Debug, Deserialize)]
+struct HeldBackReason {
+    loss: String,
 }
 
 impl LastRun {
@@ -84,6 +92,21 @@ impl LastRun {
     fn has_recent_snapshot(&self, update_began_at: Timestamp, now: Timestamp) -> bool {
         self.taken_at().is_some_and(|taken_at| taken_at >= update_began_at)
             && now.duration_since(self.ended_at()) <= MAX_SNAPSHOT_AGE
+    }
+
+    /// Describes why the update is still waiting after this run.
+    fn describe_failure(&self) -> String {
+        match (&self.held, &self.error) {
+            // The advice comes before the loss, because the wait keeps only the beginning of a long reason.
+            (Some(held), _) => format!(
+                "svc-db-backup held back its snapshot (if the loss is intended, run `svc-db-backup accept`): {}",
+                held.loss
+            ),
+            (None, Some(error)) => format!("svc-db-backup failed: {error}"),
+            (None, None) => {
+                "svc-db-backup ended, but did not take a snapshot after the update began".to_owned()
+            }
+        }
     }
 }
 
@@ -144,6 +167,7 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
         let mut last_checked = Timestamp::now();
         let mut detector = ProgressDetector::new(self.read_progress().as_ref());
         let since = clock::now_ms();
+        let mut is_held_back = false;
         loop {
             if journal.plan.allow.without_snapshot || is_waived(self.layout, &journal.plan.to) {
                 tracing::warn!(to = %journal.plan.to, "an operator waived the snapshot before this update");
@@ -159,15 +183,11 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
             let ended = last.filter(|last| last.timestamp >= last_checked);
             if let Some(ended) = &ended {
                 last_checked = Timestamp::now();
-                let result = match &ended.error {
-                    Some(error) => format!("svc-db-backup failed: {error}"),
-                    None => {
-                        "svc-db-backup ended, but did not take a snapshot after the update began".to_owned()
-                    }
-                };
-                self.record_wait(journal, since, &result)?;
+                is_held_back = ended.held.is_some();
+                self.record_wait(journal, since, &ended.describe_failure())?;
             }
-            if Instant::now() >= next_start {
+            // An accepted snapshot, or the next hourly one, can still end the wait.
+            if !is_held_back && Instant::now() >= next_start {
                 next_start = Instant::now() + start_backoff;
                 start_backoff = (start_backoff * 2).min(MAX_START_BACKOFF);
                 if let Err(error) = self.services.start(BACKUP_UNIT).await {
@@ -266,7 +286,7 @@ mod tests {
     fn successful_run(began_at: Timestamp, duration_ms: u64) -> LastRun {
         let key = key::snapshot_key(began_at, svc_machine::epoch::Epoch(1));
         let status = "success".to_owned();
-        LastRun { timestamp: began_at, duration_ms, status, key: Some(key), error: None }
+        LastRun { timestamp: began_at, duration_ms, status, key: Some(key), error: None, held: None }
     }
 
     #[test]

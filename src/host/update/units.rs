@@ -72,13 +72,21 @@ pub fn install(layout: &Layout, version: &ImageVersion) -> Result<(), UnitsError
     Ok(())
 }
 
-/// Returns the installed runnable units that this release does not have.
+/// Returns the installed runnable units that this release does not have, as names for [`Services::stop`].
+///
+/// [`Services::stop`]: super::services::Services::stop
 pub fn list_removed_units(layout: &Layout, version: &ImageVersion) -> Result<Vec<String>, UnitsError> {
     let wanted = list_release_files(layout, version)?;
     let installed = read_installed_files(layout)?;
     let removed = installed.iter().filter(|path| !wanted.contains_key(*path));
     let units = removed.filter_map(|path| path.strip_prefix(UNITS).ok()?.to_str());
-    Ok(units.filter(|unit| is_runnable(unit)).map(str::to_owned).collect())
+    Ok(units.filter(|unit| is_runnable(unit)).map(instances_pattern).collect())
+}
+
+/// Returns the pattern of a template's instances, because the template itself cannot be stopped; the name of any other
+/// unit is returned unchanged.
+fn instances_pattern(unit: &str) -> String {
+    unit.replacen("@.", "@*.", 1)
 }
 
 /// Returns whether a path below the unit directory is a unit that can run, rather than a drop-in or a target.
@@ -223,6 +231,19 @@ mod tests {
         assert_eq!(fs::read(etc.join("svc-a.service")).unwrap(), b"a1");
         assert!(!etc.join("svc-b.service").exists() && !etc.join("svc-a.service.d/10-x.conf").exists());
         assert!(list_removed_units(&layout, &one).unwrap().is_empty());
+    }
+
+    #[test]
+    fn list_removed_units_names_instances_of_template() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let files =
+            [("system/svc-a.socket", ""), ("system/svc-a@.service", ""), ("system/svc-b@.service", "")];
+        let one = release(&layout, "1", &files);
+        let two = release(&layout, "2", &[("system/svc-b@.service", "")]);
+        install(&layout, &one).unwrap();
+        // The socket must be stopped first: it could start another instance.
+        assert_eq!(list_removed_units(&layout, &two).unwrap(), ["svc-a.socket", "svc-a@*.service"]);
     }
 
     #[test]

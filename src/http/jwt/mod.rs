@@ -112,6 +112,13 @@ enum OneOrMany {
 }
 
 impl TrustedIssuer {
+    /// Derives the URL of an issuer's keys; `None` if the issuer is not an `http` or `https` URL.
+    pub fn default_jwks_url(issuer: &str) -> Option<Url> {
+        let url = Url::parse(&format!("{}/.well-known/jwks.json", issuer.trim_end_matches('/'))).ok()?;
+        // An issuer without its scheme, such as localhost:8080, can be a URL of an unknown scheme.
+        matches!(url.scheme(), "http" | "https").then_some(url)
+    }
+
     fn check_claims(&self, claims: Claims, now: Timestamp) -> Result<Subject, JwtError> {
         if claims.iss != self.issuer {
             return Err(JwtError::WrongIssuer);

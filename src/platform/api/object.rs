@@ -140,6 +140,10 @@ fn parse_range(text: &str, size: u64) -> RequestedRange {
         return RequestedRange::Whole;
     };
     let (first, last) = (first.trim(), last.trim());
+    // A number with a plus sign can be parsed, but is not a valid position.
+    if first.starts_with('+') || last.starts_with('+') {
+        return RequestedRange::Whole;
+    }
     let range = match (first.parse::<u64>(), last.parse::<u64>()) {
         (Ok(first), Ok(last)) if first <= last => first..last.saturating_add(1).min(size),
         (Ok(first), Err(_)) if last.is_empty() => first..size,
@@ -182,7 +186,16 @@ mod tests {
         assert_eq!(parse_range("bytes=5-99", 10), RequestedRange::Partial(5..10));
         assert_eq!(parse_range("bytes=10-", 10), RequestedRange::Unsatisfiable);
         assert_eq!(parse_range("bytes=-0", 10), RequestedRange::Unsatisfiable);
-        for whole in ["bytes=4-2", "bytes=0-1,3-4", "lines=1-2", "bytes=a-b", "bytes=-"] {
+        for whole in [
+            "bytes=4-2",
+            "bytes=0-1,3-4",
+            "lines=1-2",
+            "bytes=a-b",
+            "bytes=-",
+            "bytes=+5-",
+            "bytes=0-+4",
+            "bytes=-+3",
+        ] {
             assert_eq!(parse_range(whole, 10), RequestedRange::Whole, "{whole}");
         }
     }

@@ -77,12 +77,11 @@ fn read_jwks_url(env: &mut Env, issuer: Option<&str>) -> Option<Url> {
     if env.is_set(&vars::IDP_JWKS_URL) {
         return env.web_url(&vars::IDP_JWKS_URL);
     }
-    let issuer = issuer?;
-    let Ok(url) = Url::parse(&format!("{}/.well-known/jwks.json", issuer.trim_end_matches('/'))) else {
-        env.add_error(&vars::IDP_JWKS_URL, "is required, because IDP_ISSUER is not a URL");
-        return None;
-    };
-    Some(url)
+    let derived_url = TrustedIssuer::default_jwks_url(issuer?);
+    if derived_url.is_none() {
+        env.add_error(&vars::IDP_JWKS_URL, "is required, because IDP_ISSUER is not an http or https URL");
+    }
+    derived_url
 }
 
 #[cfg(test)]
@@ -113,6 +112,19 @@ mod tests {
         let config = read_pairs(&[]).unwrap();
         assert_eq!(config.idp.jwks_url.as_str(), "https://idp.example/.well-known/jwks.json");
         assert_eq!(config.idp.audiences.len(), 2);
+    }
+
+    #[test]
+    fn read_requires_jwks_url_if_issuer_is_not_web_url() {
+        for issuer in ["idp.example", "idp.example:8443", "urn:idp"] {
+            let errors = read_pairs(&[("IDP_ISSUER", issuer)]).unwrap_err();
+            assert_eq!(
+                errors,
+                ["IDP_JWKS_URL: is required, because IDP_ISSUER is not an http or https URL"],
+                "{issuer}"
+            );
+            read_pairs(&[("IDP_ISSUER", issuer), ("IDP_JWKS_URL", "https://idp.example/keys")]).unwrap();
+        }
     }
 
     #[test]

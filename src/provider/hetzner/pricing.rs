@@ -28,16 +28,14 @@ struct Pricing {
 struct TypePrices {
     name: String,
     /// Parsed only for the requested type, so that an error in another type's prices does not matter.
-    #[serde(default)]
-    prices: Value,
+    prices: Option<Value>,
 }
 
 #[derive(Deserialize)]
 struct AddressPrices {
     #[serde(rename = "type")]
     kind: String,
-    #[serde(default)]
-    prices: Value,
+    prices: Option<Value>,
 }
 
 #[derive(Deserialize)]
@@ -65,8 +63,8 @@ impl PricingResponse {
         let public_ipv4 = primary_ips.into_iter().find(|entry| entry.kind == "ipv4");
         Ok(ServerPrices {
             currency,
-            servers: parse_by_location(server.map(|entry| entry.prices))?,
-            public_ipv4: parse_by_location(public_ipv4.map(|entry| entry.prices))?,
+            servers: parse_by_location(server.and_then(|entry| entry.prices))?,
+            public_ipv4: parse_by_location(public_ipv4.and_then(|entry| entry.prices))?,
         })
     }
 }
@@ -126,6 +124,19 @@ mod tests {
         assert_eq!(prices.public_ipv4["nbg1"], Amount { net_micros: 500_000, gross_micros: 595_000 });
         let response: PricingResponse = serde_json::from_str(RESPONSE).unwrap();
         assert!(response.into_prices(&"cpx52".parse().unwrap()).unwrap().servers.is_empty());
+    }
+
+    #[test]
+    fn into_prices_is_empty_without_price_list() {
+        for prices in ["", r#", "prices": null"#] {
+            let text = format!(
+                r#"{{"pricing": {{"currency": "EUR", "server_types": [{{"name": "cpx22"{prices}}}],
+                    "primary_ips": [{{"type": "ipv4"{prices}}}]}}}}"#
+            );
+            let response: PricingResponse = serde_json::from_str(&text).unwrap();
+            let found = response.into_prices(&"cpx22".parse().unwrap()).unwrap();
+            assert!(found.servers.is_empty() && found.public_ipv4.is_empty(), "{text}");
+        }
     }
 
     #[test]

@@ -190,6 +190,13 @@ impl DispatchRequest {
         let sender_id = fields.optional_text("senderId", MAX_SENDER_CHARS);
         let options = Options::read(fields);
         let (has_prompt, is_batch) = (fields.has("prompt"), fields.has("batch"));
+        // At most one of the two is parsed below. The other is absent or null, or both are refused there.
+        if is_batch || !has_prompt {
+            fields.discard("prompt");
+        }
+        if has_prompt || !is_batch {
+            fields.discard("batch");
+        }
         let entries = match (has_prompt, is_batch) {
             (true, true) => {
                 fields.add_error("batch", "cannot be given together with prompt");
@@ -259,6 +266,21 @@ mod tests {
         let entries = batch.unwrap().entries;
         assert_eq!((entries[0].model.as_deref(), entries[0].deadline_seconds), (Some("m"), 5));
         assert_eq!((entries[1].model.as_deref(), entries[1].deadline_seconds), (Some("n"), 3600));
+    }
+
+    #[test]
+    fn read_treats_null_as_absent() {
+        let one = read(json!({ "prompt": "x", "batch": null })).unwrap();
+        assert!(!one.is_batch && one.entries.len() == 1);
+        assert!(read(json!({ "prompt": null, "batch": [{ "prompt": "x" }] })).unwrap().is_batch);
+    }
+
+    #[test]
+    fn read_never_reports_prompt_or_batch_as_unknown() {
+        for body in [json!({ "prompt": "x", "batch": [] }), json!({ "prompt": null, "batch": null })] {
+            let why = read(body.clone()).expect_err("the request is invalid");
+            assert!(!why.contains("is not a field"), "{body}: {why}");
+        }
     }
 
     #[test]

@@ -48,7 +48,8 @@ const MAX_ROW_BYTES: u64 = 8 << 10;
 /// A measurement is requested when the estimates reach the quota divided by this.
 const UNMEASURED_SHARE_DIVISOR: u64 = 10;
 
-/// The number of changed rows, including those rolled back later.
+/// The number of rows that upserts, updates and deletes changed, including those rolled back later. Inserts are not
+/// counted: the size of the request bounds theirs.
 #[derive(Debug, Default)]
 pub struct ChangedRows(AtomicU64);
 
@@ -74,13 +75,13 @@ pub struct InFlightWrite<'q> {
     quotas: &'q Quotas,
     slug: &'q str,
     quota: u64,
-    pub changed: ChangedRows,
-    /// Whether the write may have changed rows that `changed` does not include.
+    pub changed_rows: ChangedRows,
+    /// Whether the write may have changed rows that `changed_rows` does not include.
     may_have_uncounted_rows: bool,
 }
 
 impl InFlightWrite<'_> {
-    /// Ends a write whose `changed` includes all changed rows.
+    /// Ends a write whose `changed_rows` includes all changed rows.
     pub fn complete(mut self) {
         self.may_have_uncounted_rows = false;
     }
@@ -88,7 +89,7 @@ impl InFlightWrite<'_> {
 
 impl Drop for InFlightWrite<'_> {
     fn drop(&mut self) {
-        let rows = self.changed.0.load(Ordering::Relaxed);
+        let rows = self.changed_rows.0.load(Ordering::Relaxed);
         self.quotas.add_estimate(
             self.slug,
             rows.saturating_mul(self.quotas.row_bytes(self.slug)),
@@ -207,7 +208,7 @@ impl Quotas {
             quotas: self,
             slug,
             quota,
-            changed: ChangedRows::default(),
+            changed_rows: ChangedRows::default(),
             may_have_uncounted_rows: size.is_filtered_change,
         }
     }
@@ -349,7 +350,7 @@ mod tests {
         {
             let quotas = quotas(bytes, rows);
             let write = begin_write(&quotas, size);
-            write.changed.add(7);
+            write.changed_rows.add(7);
             write.complete();
             assert_eq!(quotas.written()["notes"], 7 * expected);
             assert!(!is_measurement_requested(&quotas).await);

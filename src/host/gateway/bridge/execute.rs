@@ -45,7 +45,9 @@ pub async fn execute_plan(
     changed: &ChangedRows,
 ) -> Result<BridgeResponse, Problem> {
     if plan.needs_transaction() {
-        let responses = execute_transaction(pool, vec![plan], statement_timeout, changed).await;
+        // The request is not a transaction, so the limit on the responses of one does not apply.
+        let budget = ResponseBudget::unlimited(changed);
+        let responses = execute_transaction(pool, vec![plan], statement_timeout, &budget).await;
         let mut responses = responses.map_err(|failed| *failed.problem)?;
         return responses.pop().ok_or_else(|| refusal::bridge_defect("transaction without a response"));
     }
@@ -106,12 +108,12 @@ pub async fn execute_transaction(
     pool: &Arc<Pool>,
     plans: Vec<Plan<'_>>,
     statement_timeout: Duration,
-    changed: &ChangedRows,
+    budget: &ResponseBudget<'_>,
 ) -> Result<Vec<BridgeResponse>, ExecutionError> {
     let without_index = |problem| ExecutionError::new(None, problem);
     let mut lease =
         pool.lease_exclusive().await.map_err(|error| without_index(refusal::from_pool_error(&error)))?;
-    let execution = execute_transaction_with_lease(&mut lease, &plans, changed);
+    let execution = execute_transaction_with_lease(&mut lease, &plans, budget);
     let result = tokio::time::timeout(statement_timeout + TIMEOUT_GRACE, execution).await;
     let is_write = plans.iter().any(Plan::is_write);
     result.unwrap_or_else(|_| Err(without_index(refusal::no_result_in_time(is_write))))
@@ -120,7 +122,7 @@ pub async fn execute_transaction(
 async fn execute_transaction_with_lease(
     lease: &mut Lease,
     plans: &[Plan<'_>],
-    changed: &ChangedRows,
+    budget: &ResponseBudget<'_>,
 ) -> Result<Vec<BridgeResponse>, ExecutionError> {
     lease.begin();
     let prepared = match prepare_all(lease, plans).await {
@@ -131,8 +133,7 @@ async fn execute_transaction_with_lease(
             return Err(failed);
         }
     };
-    let budget = ResponseBudget::new(changed);
-    let result = send_pipelined(lease, prepared, &budget).await;
+    let result = send_pipelined(lease, prepared, budget).await;
     if budget.has_unread_results() {
         // Ending the connection, and with it the transaction, is faster than reading the remaining results.
         return result;

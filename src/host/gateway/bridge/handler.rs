@@ -12,7 +12,7 @@ use serde_json::json;
 use super::describe::MAX_QUERY_BYTES;
 use super::plan::{self, Plan};
 use super::request::{Action, BridgeRequest, TableCall};
-use super::response::{self, BridgeResponse};
+use super::response::{self, BridgeResponse, ResponseBudget};
 use super::service::Bridge;
 use super::{execute, refusal, schemas};
 use crate::apps::{App, ChangedRows, InFlightWrite, WriteSize};
@@ -76,10 +76,11 @@ async fn handle_query(
     }
     let write = begin_write(bridge, slug, &plans, body.len());
     let uncounted = ChangedRows::default();
-    let changed = write.as_ref().map_or(&uncounted, |write| &write.changed);
+    let changed = write.as_ref().map_or(&uncounted, |write| &write.changed_rows);
     let timeout = bridge.statement_timeout;
     let response = if is_transaction {
-        let result = execute::execute_transaction(&app.pool, plans, timeout, changed).await;
+        let budget = ResponseBudget::new(changed);
+        let result = execute::execute_transaction(&app.pool, plans, timeout, &budget).await;
         result
             .map(|responses| response::json_response(StatusCode::OK, BridgeResponse::combine(&responses)))
             .map_err(|failed| match failed.index {

@@ -62,16 +62,21 @@ impl BridgeResponse {
 pub struct ResponseBudget<'c> {
     bytes: AtomicUsize,
     has_unread_results: AtomicBool,
-    changed: &'c ChangedRows,
+    changed_rows: &'c ChangedRows,
 }
 
 impl<'c> ResponseBudget<'c> {
-    pub fn new(changed: &'c ChangedRows) -> Self {
+    pub fn new(changed_rows: &'c ChangedRows) -> Self {
         Self {
             bytes: AtomicUsize::new(MAX_RESPONSE_BYTES),
             has_unread_results: AtomicBool::new(false),
-            changed,
+            changed_rows,
         }
+    }
+
+    /// The budget of a plan that bounds its own response.
+    pub fn unlimited(changed_rows: &'c ChangedRows) -> Self {
+        Self { bytes: AtomicUsize::new(usize::MAX), ..Self::new(changed_rows) }
     }
 
     /// Returns whether an operation was refused while its results, or those of later operations, may still have been
@@ -132,8 +137,7 @@ impl<'p, 't> PreparedPlan<'p, 't> {
         let context = ErrorContext::for_plan(plan);
         let mut statements = Vec::with_capacity(1);
         for sql in plan.statements() {
-            let types = || sql.params.iter().map(Param::sql_type).collect();
-            let statement = connection.prepare_cached(&sql.text, types).await;
+            let statement = connection.prepare_cached(&sql.text, &sql.params, Param::sql_type).await;
             statements.push(statement.map_err(|error| refusal::from_database_error(&error, context))?);
         }
         Ok(Self { plan, statements })
@@ -168,7 +172,7 @@ pub async fn execute(
         (Plan::InsertMany(groups), statements) => executor.insert_many(groups, statements).await,
         (Plan::Upsert { write, fallback }, [first, rest @ ..]) => {
             let fallback = fallback.as_ref().zip(rest.first());
-            budget.changed.add(1);
+            budget.changed_rows.add(1);
             executor.upsert((write, first), fallback, mode).await
         }
         (Plan::Get(query), [statement]) => match executor.query_rows(statement, &query.sql).await?.first() {
@@ -396,7 +400,7 @@ impl Executor<'_> {
             }
             _ => {}
         }
-        budget.changed.add(affected.try_into().unwrap_or(0));
+        budget.changed_rows.add(affected.try_into().unwrap_or(0));
         if affected == 0 && change.target == MutationTarget::Id {
             return Err(row_not_found());
         }

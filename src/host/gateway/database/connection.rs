@@ -51,20 +51,26 @@ impl Connection {
         }
     }
 
-    /// Returns the prepared statement for this text, preparing it on first use.
+    /// Returns the prepared statement for this text and its parameters' types, preparing it on first use.
     ///
     /// # Errors
     /// PostgreSQL rejects the statement, or the connection is lost.
-    pub async fn prepare_cached(
+    pub async fn prepare_cached<P>(
         &self,
         sql: &str,
-        types: impl FnOnce() -> Vec<Type>,
+        params: &[P],
+        sql_type: fn(&P) -> Type,
     ) -> Result<Statement, tokio_postgres::Error> {
         let cached = self.statement_cache().by_text.get(sql).cloned();
-        if let Some(statement) = cached {
+        // The text can remain the same when a column's type changes. PostgreSQL would then interpret the bytes of a new
+        // value as the earlier type.
+        let has_types =
+            |statement: &Statement| params.iter().map(sql_type).eq(statement.params().iter().cloned());
+        if let Some(statement) = cached.filter(has_types) {
             return Ok(statement);
         }
-        let statement = self.client.prepare_typed(sql, &types()).await?;
+        let types: Vec<Type> = params.iter().map(sql_type).collect();
+        let statement = self.client.prepare_typed(sql, &types).await?;
         let mut cache = self.statement_cache();
         if cache.by_text.len() >= MAX_CACHED_STATEMENTS
             && let Some(oldest) = cache.oldest_first.pop_front()

@@ -98,7 +98,9 @@ pub async fn follow(
     let last_event_id = headers.get("last-event-id").filter(|value| !value.is_empty());
     let last_event: Option<u64> = match last_event_id {
         Some(value) => {
-            let number = value.to_str().ok().and_then(|text| text.parse().ok());
+            // `parse` accepts a plus sign, which no id has.
+            let text = value.to_str().ok().filter(|text| !text.starts_with('+'));
+            let number = text.and_then(|text| text.parse().ok());
             Some(
                 number
                     .ok_or_else(|| Problem::field("Last-Event-ID", "must be the id of an event, a number"))?,

@@ -8,7 +8,8 @@ use super::plan::Column;
 pub const SESSION_SETTINGS: &str = "SET search_path = pg_catalog; SET row_security = off; SET statement_timeout = 0; \
      SET idle_in_transaction_session_timeout = 0; SET idle_session_timeout = 0; SET client_encoding = 'UTF8'; \
      SET datestyle = 'ISO, YMD'; SET intervalstyle = 'postgres'; SET bytea_output = 'hex'; \
-     SET extra_float_digits = 1; SET xmlbinary = 'base64'";
+     SET extra_float_digits = 1; SET xmlbinary = 'base64'; \
+     SET default_transaction_isolation = 'read committed'; SET default_transaction_read_only = off";
 
 /// Returns whether an ordinary table exists. `table` is `schema.table`, quoted where needed, as in all functions here.
 ///
@@ -67,22 +68,30 @@ pub async fn read_foreign_keys(client: &impl GenericClient, to: &[&str]) -> Resu
     client.query(foreign_keys, &[&to]).await?.iter().map(foreign_key).collect()
 }
 
-/// Builds statements that advance the sequences of a table's columns, so that the next values are above the largest
-/// existing ones.
+/// Builds statements that advance the sequences of a table's columns, so that the next values do not exist yet. Values
+/// beyond a sequence's bounds are ignored, because it cannot generate them. A sequence of a column of another type than
+/// a number is left out: its value is only a part of the column's, as in `'A-' || nextval(…)`.
 ///
 /// # Errors
 /// The database is unreachable or rejects the query.
 pub async fn build_sequence_updates(client: &impl GenericClient, table: &str) -> Result<Vec<String>, Error> {
     let sequences = "
-        SELECT format('SELECT setval(%L, m) FROM (SELECT max(%I)::bigint AS m FROM %s) AS t, %I.%I AS s
-                        WHERE m > s.last_value OR (m = s.last_value AND NOT s.is_called)',
-                      format('%I.%I', n.nspname, q.relname), a.attname, $1::text, n.nspname, q.relname)
+        SELECT format('SELECT setval(%L, m) FROM %I.%I AS s,
+                              (SELECT %s(%I)::bigint AS m FROM %s WHERE %I BETWEEN %L::bigint AND %L::bigint) AS t
+                        WHERE m %s s.last_value OR (m = s.last_value AND NOT s.is_called)',
+                      format('%I.%I', n.nspname, q.relname), n.nspname, q.relname,
+                      CASE WHEN s.seqincrement > 0 THEN 'max' ELSE 'min' END, a.attname, $1::text,
+                      a.attname, s.seqmin, s.seqmax, CASE WHEN s.seqincrement > 0 THEN '>' ELSE '<' END)
           FROM pg_depend d
-          JOIN pg_class q ON q.oid = d.objid AND q.relkind = 'S'
+          JOIN pg_sequence s ON s.seqrelid = d.objid
+          JOIN pg_class q ON q.oid = s.seqrelid
           JOIN pg_namespace n ON n.oid = q.relnamespace
           JOIN pg_attribute a ON a.attrelid = d.refobjid AND a.attnum = d.refobjsubid
+          JOIN pg_type t ON t.oid = a.atttypid
          WHERE d.classid = 'pg_class'::regclass AND d.refclassid = 'pg_class'::regclass
-           AND d.refobjid = to_regclass($1) AND d.deptype IN ('a', 'i')";
+           AND d.refobjid = to_regclass($1) AND d.deptype IN ('a', 'i')
+           AND coalesce(nullif(t.typbasetype, 0), t.oid)
+               IN ('int2'::regtype, 'int4'::regtype, 'int8'::regtype, 'numeric'::regtype)";
     client.query(sequences, &[&table]).await?.iter().map(|row| row.try_get(0)).collect()
 }
 
