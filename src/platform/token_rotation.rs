@@ -94,16 +94,29 @@ impl UpgradeToken {
     }
 
     /// Returns the state to store after a heartbeat with the generation `to`: unchanged, unless `to` is later than the
-    /// stored generation.
+    /// stored generation. `last_heartbeat_at` is the time of the host's heartbeat before this one.
+    ///
+    /// A rotation request is fulfilled only if that heartbeat arrived after it: the host had not stored the token yet
+    /// when it sent that heartbeat, so it got the token after the request. Otherwise the host may have had the token
+    /// before, and the request remains, so that the response offers another one.
     #[must_use]
-    pub fn advance(self, to: Generation, hash: Vec<u8>, overlap: Duration, now: Timestamp) -> Self {
+    pub fn advance(
+        self,
+        to: Generation,
+        hash: Vec<u8>,
+        overlap: Duration,
+        last_heartbeat_at: Option<Timestamp>,
+        now: Timestamp,
+    ) -> Self {
         if to <= self.generation {
             return self;
         }
+        let requested_at =
+            self.requested_at.filter(|requested| last_heartbeat_at.is_none_or(|last| last <= *requested));
         let overlap = SignedDuration::try_from(overlap).unwrap_or(SignedDuration::MAX);
         let until = now.saturating_add(overlap).unwrap_or(Timestamp::MAX);
         let previous = Some(PreviousToken { hash: self.hash, until });
-        Self { hash, generation: to, rotated_at: now, requested_at: None, previous }
+        Self { hash, generation: to, rotated_at: now, requested_at, previous }
     }
 
     /// Returns the token to offer to a host that presented a token with this status; `None` if the host keeps its
@@ -212,7 +225,11 @@ mod tests {
         /// other key.
         is_mixed: bool,
         row: UpgradeToken,
-        copy: Option<UpgradeToken>,
+        last_heartbeat_at: Option<Timestamp>,
+        /// A copy of the row, with the time of the last heartbeat.
+        copy: Option<(UpgradeToken, Option<Timestamp>)>,
+        /// The generation in the host's file at the last new request that the database contains.
+        generation_at_request: Option<Generation>,
         /// The token in the host's file.
         file: SecretString,
         /// The host's earlier tokens, of which an attacker may have copies.
@@ -235,7 +252,18 @@ mod tests {
                 requested_at: None,
                 previous: None,
             };
-            Self { machine, now, keys, is_mixed: false, row, copy: None, file, earlier: Vec::new() }
+            Self {
+                machine,
+                now,
+                keys,
+                is_mixed: false,
+                row,
+                last_heartbeat_at: None,
+                copy: None,
+                generation_at_request: None,
+                file,
+                earlier: Vec::new(),
+            }
         }
 
         fn check_token(&self, token: &SecretString) -> TokenStatus {
@@ -248,6 +276,10 @@ mod tests {
             )
         }
 
+        fn file_generation(&self) -> Generation {
+            parse_claim(self.file.expose_secret(), Purpose::Upgrade).unwrap().generation
+        }
+
         /// Makes the next heartbeat reach a process with the other current key.
         fn switch_process(&mut self) {
             if let (true, (current, Some(previous))) = (self.is_mixed, self.keys) {
@@ -257,18 +289,21 @@ mod tests {
 
         fn send_heartbeat(&mut self, loss: HeartbeatLoss) {
             self.switch_process();
+            self.apply(&Event::Wait(1));
             let status = self.check_token(&self.file);
             assert_ne!(status, TokenStatus::Refused, "the host is locked out");
             let (row, mint) = (self.row.clone(), mint(self.keys));
             let (row, status) = match status {
                 TokenStatus::Later(generation) => {
                     let hash = hash(self.file.expose_secret());
-                    (row.advance(generation, hash, TIMING.overlap, self.now), TokenStatus::Current)
+                    let last = self.last_heartbeat_at;
+                    (row.advance(generation, hash, TIMING.overlap, last, self.now), TokenStatus::Current)
                 }
                 status => (row, status),
             };
             let offer = row.next_offer(self.machine, status, &mint, TIMING, self.now);
             self.row = row;
+            self.last_heartbeat_at = Some(self.now);
             let next = match offer {
                 Some(TokenOffer::Stored(token)) => Some(token),
                 Some(TokenOffer::Next(generation)) if !self.is_mixed => {
@@ -286,11 +321,20 @@ mod tests {
                 Event::Wait(seconds) => {
                     self.now = self.now.saturating_add(SignedDuration::from_secs(seconds)).unwrap();
                 }
-                Event::Request => self.row.requested_at = Some(self.now),
+                Event::Request if self.row.requested_at.is_none() => {
+                    self.row.requested_at = Some(self.now);
+                    self.generation_at_request = Some(self.file_generation());
+                }
                 Event::Heartbeat(loss) => self.send_heartbeat(loss),
-                Event::Restart => {}
-                Event::CopyDatabase => self.copy = Some(self.row.clone()),
-                Event::RestoreDatabase => self.row = self.copy.clone().unwrap_or_else(|| self.row.clone()),
+                Event::Request | Event::Restart => {}
+                Event::CopyDatabase => self.copy = Some((self.row.clone(), self.last_heartbeat_at)),
+                Event::RestoreDatabase => {
+                    if let Some(copy) = self.copy.clone() {
+                        (self.row, self.last_heartbeat_at) = copy;
+                        // The copy may not contain the request.
+                        self.generation_at_request = None;
+                    }
+                }
                 Event::BeginKeyChange if self.keys.1.is_none() => {
                     self.keys = (self.keys.0 + 1, Some(self.keys.0));
                     self.is_mixed = true;
@@ -327,7 +371,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_history_keeps_host_accepted_and_refuses_earlier_tokens(
+        fn any_history_keeps_host_accepted_and_replaces_tokens(
             events in proptest::collection::vec(event(), 0..60),
         ) {
             let mut model = RotationModel::new();
@@ -336,7 +380,10 @@ mod tests {
                 assert_ne!(model.check_token(&model.file), TokenStatus::Refused, "the host is locked out");
             }
             model.settle();
-            let own = parse_claim(model.file.expose_secret(), Purpose::Upgrade).unwrap().generation;
+            let own = model.file_generation();
+            if let Some(requested) = model.generation_at_request {
+                prop_assert!(own > requested, "the requested rotation did not happen");
+            }
             for earlier in &model.earlier {
                 if parse_claim(earlier.expose_secret(), Purpose::Upgrade).unwrap().generation < own {
                     prop_assert_eq!(
@@ -368,6 +415,38 @@ mod tests {
         model.send_heartbeat(HeartbeatLoss::Nothing);
         model.send_heartbeat(HeartbeatLoss::Nothing);
         assert_eq!(model.row.generation, Generation(3), "an old token rotates automatically");
+    }
+
+    #[test]
+    fn token_offered_before_request_is_replaced() {
+        let mut model = RotationModel::new();
+        model.apply(&Event::Wait(1000));
+        model.send_heartbeat(HeartbeatLoss::Nothing);
+        model.apply(&Event::Request);
+        model.send_heartbeat(HeartbeatLoss::Nothing);
+        assert_eq!(model.row.generation, Generation(2));
+        assert_eq!(model.file_generation(), Generation(3), "the response offers the requested token");
+        model.send_heartbeat(HeartbeatLoss::Nothing);
+        assert_eq!((model.row.generation, model.row.requested_at), (Generation(3), None));
+        assert_eq!(model.file_generation(), Generation(3), "the request is fulfilled");
+    }
+
+    #[test]
+    fn request_after_restore_replaces_later_token() {
+        let mut model = RotationModel::new();
+        model.apply(&Event::CopyDatabase);
+        for _ in 0..2 {
+            model.apply(&Event::Request);
+            model.send_heartbeat(HeartbeatLoss::Nothing);
+            model.send_heartbeat(HeartbeatLoss::Nothing);
+        }
+        assert_eq!(model.row.generation, Generation(3));
+        model.apply(&Event::RestoreDatabase);
+        model.apply(&Event::Request);
+        model.send_heartbeat(HeartbeatLoss::Nothing);
+        assert_eq!((model.row.generation, model.file_generation()), (Generation(3), Generation(4)));
+        model.send_heartbeat(HeartbeatLoss::Nothing);
+        assert_eq!((model.row.generation, model.row.requested_at), (Generation(4), None));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use kit::s3::{Fault, Rule};
 use serde_json::{Value, json};
 
+use super::fake_host::start_host;
 use super::stack::{BUCKET, Guest, Process, Stack, heartbeat_of};
 
 const TAKEN_AT: &str = "2026-01-02T03:04:05.678Z";
@@ -195,6 +196,35 @@ async fn repeated_recovery_names_newer_snapshot() {
     let second = stack.post(&process, "/vps/recover", &recovery).await;
     assert_eq!(second.body["oldMachineId"], replacement, "{second:?}");
     assert_eq!((second.status, &second.body["newerSnapshot"]["takenAt"]), (202, &json!(later)), "{second:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn accepted_loss_names_newer_snapshot_despite_store_error() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
+    let old = start_host(&stack, &process).await;
+    stack.store_snapshot("user_1");
+    let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
+    let id = recovery["operationId"].as_str().unwrap();
+    let is_waiting = || async {
+        let operation = stack.get(&process, &format!("/vps/operations/{id}")).await.body;
+        (operation["state"] == "waiting").then_some(())
+    };
+    stack.eventually("the operation is waiting", is_waiting).await;
+    // In the meantime, the host has stored a snapshot but could not advance the pointer.
+    let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
+    let newer = stack.store_snapshot_by("user_1", &old.guest.machine, &now);
+    stack.store_snapshot_by("user_1", &old.guest.machine, TAKEN_AT);
+    let refused = stack.store.add_fault(Rule::new(Fault::Status(403)).method("GET").query("snapshots"));
+    let path = format!("/vps/operations/{id}/continue");
+    let response = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
+    assert_eq!(response.status, 200, "{response:?}");
+    let operation = stack.wait_until_ended(&process, id).await;
+    assert_eq!((&operation["state"], refused.hits()), (&json!("succeeded"), 1), "{operation}");
+    let lines = operation["log"].as_array().unwrap();
+    let done = lines.iter().find(|line| line["step"] == "last_backup" && line["outcome"] == "done");
+    let detail = done.unwrap()["detail"].as_str().unwrap();
+    assert!(detail.contains(&newer) && detail.contains("is stored but not the latest"), "{detail}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -120,6 +120,25 @@ async fn old_token_rotates_automatically_and_all_on_request() {
     refused.assert_problem(409, "invalid_state");
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn request_after_offer_replaces_offered_token() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    let first = stack.start_machine(&process, "user_1").await;
+    let client = stack.database.connect().await.unwrap();
+    let age_token = "UPDATE user_machines SET upgrade_token_rotated_at = now() - interval '31 days'";
+    client.execute(age_token, &[]).await.unwrap();
+    let offered = with_next_token(&first, &send_heartbeat(&stack, &process, &first).await);
+    request_rotation(&stack, &process, &offered).await;
+    let requested = with_next_token(&offered, &send_heartbeat(&stack, &process, &offered).await);
+    let path = format!("/vps/{}", first.machine);
+    let token = stack.get(&process, &path).await.body["upgradeToken"].clone();
+    assert!(token["generation"] == 2 && token["requestedAt"].is_string(), "{token}");
+    assert_eq!(send_heartbeat(&stack, &process, &requested).await.body["nextToken"], Value::Null);
+    let token = stack.get(&process, &path).await.body["upgradeToken"].clone();
+    assert!(token["generation"] == 3 && token["requestedAt"].is_null(), "{token}");
+}
+
 /// After the platform's database has been restored from an older copy, the host has a later token than the one in the
 /// database.
 #[tokio::test(flavor = "multi_thread")]

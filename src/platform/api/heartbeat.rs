@@ -156,7 +156,8 @@ async fn advance_token(
     let tx = db::begin(&mut session).await?;
     let overlap = platform.config.timing.tokens.overlap;
     let is_first = upgrade_token::advance(&tx, id, generation, &host.hash, overlap).await?;
-    let after = before.clone().advance(generation, host.hash.clone(), overlap, Timestamp::now());
+    let (hash, last) = (host.hash.clone(), host.machine.heartbeat_at);
+    let after = before.clone().advance(generation, hash, overlap, last, Timestamp::now());
     if !is_first {
         // A concurrent heartbeat has recorded and audited the rotation.
         return Ok(after);

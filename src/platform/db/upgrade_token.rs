@@ -30,8 +30,9 @@ pub fn parse(row: &Row) -> Result<UpgradeToken, DbError> {
 }
 
 /// Records that a heartbeat has used a later generation for the first time. The previous token stays valid for
-/// `overlap`. A pending request for a rotation is fulfilled. Returns false, and changes nothing, if this or a later
-/// generation has been recorded already.
+/// `overlap`. A pending request for a rotation is fulfilled if the host's last recorded heartbeat arrived after it
+/// ([`UpgradeToken::advance`] says why). Returns false, and changes nothing, if this or a later generation has been
+/// recorded already.
 pub async fn advance(
     tx: &Transaction<'_>,
     id: MachineId,
@@ -42,7 +43,9 @@ pub async fn advance(
     let sql = "UPDATE user_machines SET previous_token_hash = upgrade_token_hash, \
                previous_token_until = clock_timestamp() + make_interval(secs => $4), \
                upgrade_token_generation = $2, upgrade_token_hash = $3, \
-               upgrade_token_rotated_at = clock_timestamp(), upgrade_token_requested_at = NULL \
+               upgrade_token_rotated_at = clock_timestamp(), \
+               upgrade_token_requested_at = CASE WHEN heartbeat_at > upgrade_token_requested_at THEN NULL \
+                 ELSE upgrade_token_requested_at END \
                WHERE machine_id = $1 AND upgrade_token_generation < $2";
     let unwritable = |_| DbError::Unreadable { what: "upgrade_token_generation", why: to.0.to_string() };
     let to = i32::try_from(to.0).map_err(unwritable)?;

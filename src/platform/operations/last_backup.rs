@@ -166,7 +166,7 @@ pub async fn last_backup(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
             return Box::pin(skip_final_backup(leased, &machine, &progress, SkipReason::GivenUp)).await;
         }
         if options.accept_loss {
-            return Ok(continue_with_loss(leased, &machine).await);
+            return continue_with_loss(leased, &machine).await;
         }
         progress = progress.into_restarted();
     }
@@ -178,12 +178,12 @@ pub async fn last_backup(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
             progress.unreachable_since = None;
             Ok(progress.wait(leased, delay))
         }
-        Ok(AttemptOutcome::Failed(failure)) => Ok(handle_failure(leased, &machine, progress, failure).await),
+        Ok(AttemptOutcome::Failed(failure)) => handle_failure(leased, &machine, progress, failure).await,
         Err(HostCallError::Refused(status)) => {
             progress.unreachable_since = None;
             let failure = BackupFailure::Failed(format!("the host returned {status}"));
             if progress.is_stalled(leased, now) {
-                Ok(handle_failure(leased, &machine, progress, failure).await)
+                handle_failure(leased, &machine, progress, failure).await
             } else {
                 Ok(progress.wait(leased, progress.next_poll(now)))
             }
@@ -416,7 +416,7 @@ async fn handle_unreachable(
     }
     if machine.heartbeat_at.is_some_and(|beat| beat > since) {
         let failure = "the host is sending heartbeats, but the platform cannot call it".to_owned();
-        return Ok(handle_failure(leased, machine, progress, BackupFailure::Failed(failure)).await);
+        return handle_failure(leased, machine, progress, BackupFailure::Failed(failure)).await;
     }
     Box::pin(skip_final_backup(leased, machine, &progress, SkipReason::Unreachable)).await
 }
@@ -427,29 +427,32 @@ async fn handle_failure(
     machine: &MachineRow,
     mut progress: LastBackupProgress,
     failure: BackupFailure,
-) -> StepOutcome {
+) -> Result<StepOutcome, StepError> {
     if leased.operation.options.accept_loss {
         return continue_with_loss(leased, machine).await;
     }
     let detail = failure.question(leased, machine, &find_newest_copy(leased, machine).await);
     progress.problem = Some(failure.to_string());
-    StepOutcome::NeedsDecision(Question {
+    Ok(StepOutcome::NeedsDecision(Question {
         code: failure.code(),
         detail,
         snapshot: None,
         facts: progress.facts(leased),
-    })
+    }))
 }
 
 /// Continues without a final backup, and records the time since which data is lost.
-async fn continue_with_loss(leased: &LeasedOperation<'_>, machine: &MachineRow) -> StepOutcome {
+async fn continue_with_loss(
+    leased: &LeasedOperation<'_>,
+    machine: &MachineRow,
+) -> Result<StepOutcome, StepError> {
     let saved = find_newest_copy(leased, machine).await;
-    let suffix = skip::record_unrestored_snapshot(leased, machine).await;
+    let suffix = skip::record_unrestored_snapshot(leased, machine).await?;
     let note = format!(
         "no final backup; the operator accepted the loss of data written since the newest copy, which is {saved}{suffix}"
     );
     let record = StepRecord::LossAccepted { machine: machine.id, since: saved.saved_until() };
-    StepOutcome::Done { note: Some(note.into()), record }
+    Ok(StepOutcome::Done { note: Some(note.into()), record })
 }
 
 /// Returns the delay before the next call, which grows with the time waited, from [`POLL_INTERVAL`] to the limit.

@@ -100,14 +100,19 @@ pub async fn skip_final_backup(
 
 /// Records a newer snapshot after an operator has accepted that a reachable host will not take a final backup. Returns
 /// a suffix for the note in the log.
-pub async fn record_unrestored_snapshot(leased: &LeasedOperation<'_>, machine: &MachineRow) -> String {
-    let Ok(Some(newer)) = Box::pin(find_newer_snapshot(leased, machine)).await else { return String::new() };
-    if leased.kind != OperationKind::Delete
-        && leased.record_unrestored_snapshot(newer.key.clone()).await.is_err()
-    {
-        tracing::warn!(key = newer.key, "cannot record a newer snapshot that is not restored");
+///
+/// # Errors
+/// [`StepError`] if the database fails, the lease is lost, or the store cannot be searched for a newer
+/// snapshot.
+pub async fn record_unrestored_snapshot(
+    leased: &LeasedOperation<'_>,
+    machine: &MachineRow,
+) -> Result<String, StepError> {
+    let Some(newer) = Box::pin(find_newer_snapshot(leased, machine)).await? else { return Ok(String::new()) };
+    if leased.kind != OperationKind::Delete {
+        leased.record_unrestored_snapshot(newer.key.clone()).await?;
     }
-    format!("; {} (taken at {}) is stored but not the latest", newer.key, rfc3339_ms(newer.taken_at))
+    Ok(format!("; {} (taken at {}) is stored but not the latest", newer.key, rfc3339_ms(newer.taken_at)))
 }
 
 fn question(
