@@ -62,6 +62,10 @@ fn plain_dump(machine: &Machine) -> Result<String> {
         .fold(String::new(), |text, line| text + line + "\n"))
 }
 
+async fn database_attributes(machine: &Machine) -> Result<String> {
+    Ok(machine.postgres().connect("postgres").await?.query_one(DATABASE_ATTRIBUTES, &[]).await?.get(0))
+}
+
 #[tokio::test]
 async fn restored_database_equals_the_backed_up_one() -> Result<()> {
     let store = machine::start_store()?;
@@ -101,9 +105,6 @@ async fn restored_database_equals_the_backed_up_one() -> Result<()> {
     assert!(new.has_marker());
     assert_eq!(plain_dump(&new)?, plain_dump(&old)?);
 
-    let database_attributes = async |machine: &Machine| -> Result<String> {
-        Ok(machine.postgres().connect("postgres").await?.query_one(DATABASE_ATTRIBUTES, &[]).await?.get(0))
-    };
     assert_eq!(database_attributes(&new).await?, database_attributes(&old).await?);
     let logins = "SELECT count(*) FROM pg_roles WHERE rolcanlogin AND rolname ~ '^app_'";
     assert_eq!(new.client().await?.query_one(logins, &[]).await?.get::<_, i64>(0), 0);
@@ -122,6 +123,39 @@ async fn restored_database_equals_the_backed_up_one() -> Result<()> {
     new.run(&["svc-db-backup"])?.expect(0);
     assert!(!new.databases().await?.iter().any(|name| name.starts_with("svc_before_")));
     assert_eq!(store.objects(BUCKET, &format!("{USER}/primary/system/db/snapshots/")).len(), 4);
+    Ok(())
+}
+
+/// Settings that would make the load or the row counts fail if their session had them, and a list of names that no
+/// session may change.
+const RESTRICTIVE_SETTINGS: &str = "
+    CREATE ROLE team NOLOGIN; CREATE ROLE reader NOLOGIN;
+    ALTER ROLE reader IN DATABASE svc SET default_transaction_read_only = on;
+    ALTER ROLE reader IN DATABASE svc SET role = 'team';
+    ALTER ROLE reader IN DATABASE svc SET session_preload_libraries = 'auto_explain', 'other library';
+    ALTER DATABASE svc SET default_transaction_read_only = on";
+
+#[tokio::test]
+async fn load_keeps_settings_that_restrict_sessions() -> Result<()> {
+    let store = machine::start_store()?;
+    let old = Machine::in_use(&store, 1).await?;
+    old.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;
+    // The first backup adopts the database, which is not possible once it is read-only.
+    old.run(&["svc-db-backup"])?.expect(0);
+    old.client().await?.batch_execute(RESTRICTIVE_SETTINGS).await?;
+    old.run(&["svc-db-backup"])?.expect(0);
+    old.run(&["svc-db-backup", "drill"])?.expect(0);
+    old.run(&["svc-db-backup", "side", "open"])?.expect(0);
+
+    let new = Machine::new(&store, 2).await?;
+    new.run(&["svc-restore"])?.expect(0);
+    let restored = database_attributes(&new).await?;
+    assert_eq!(restored, database_attributes(&old).await?);
+    assert!(
+        restored.contains("reader session_preload_libraries=auto_explain, \"other library\""),
+        "{restored}"
+    );
+    new.run(&["svc-db-backup"])?.expect(0);
     Ok(())
 }
 

@@ -12,11 +12,11 @@ use super::database::ScratchPurpose;
 use super::database::{self, ScratchDatabase};
 use super::download::Dump;
 use super::error::{LoadError, query};
-use super::{roles, stream};
+use super::{roles, settings, stream};
 use crate::snapshots::row_counts;
 use crate::system::backoff::Backoff;
 use crate::system::postgres;
-use crate::system::postgres::{ConnectError, quote_ident, quote_literal};
+use crate::system::postgres::{ConnectError, quote_ident};
 use crate::system::postgres_tools;
 use svc_base::failpoint;
 use svc_base::quantity::pluralize;
@@ -198,24 +198,16 @@ fn is_privilege(name: &str) -> bool {
     ["CREATE", "CONNECT", "TEMPORARY", "TEMP"].contains(&name)
 }
 
-/// Applies a setting. `FROM CURRENT` keeps the stored form of list values such as a search path; a setting that no
-/// session may change is written as a plain value.
+/// Applies a setting. This session must not have it: with `default_transaction_read_only` or `role`, for example, the
+/// statement or the row counts would fail.
 async fn apply_setting(client: &Client, database: &str, setting: &DatabaseSetting) -> Result<(), LoadError> {
     let target = match &setting.role {
         Some(role) => format!("ALTER ROLE {} IN DATABASE {database}", quote_ident(role)),
         None => format!("ALTER DATABASE {database}"),
     };
-    // A custom setting's name is two identifiers joined by a dot.
-    let name = setting.name.split('.').map(quote_ident).collect::<Vec<_>>().join(".");
-    let set_config = "SELECT set_config($1, $2, false)";
-    let statement = match client.query_one(set_config, &[&setting.name, &setting.value]).await {
-        Ok(_) => format!("{target} SET {name} FROM CURRENT"),
-        Err(_) => format!("{target} SET {name} TO {}", quote_literal(&setting.value)),
-    };
-    let action = || query(format!("set {} for the database", setting.name));
-    client.batch_execute(&statement).await.map_err(action())?;
-    // The row counts run in this session, and must not use the owner's settings.
-    client.batch_execute("RESET ALL").await.map_err(action())
+    let assignment = settings::format_assignment(&setting.name, &setting.value);
+    let action = format!("set {} for the database", setting.name);
+    client.batch_execute(&format!("{target} SET {assignment}")).await.map_err(query(action))
 }
 
 /// Checks that the database has exactly the sidecar's tables and row counts.

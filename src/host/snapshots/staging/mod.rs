@@ -6,6 +6,7 @@ mod download;
 mod error;
 mod load;
 mod roles;
+mod settings;
 mod stream;
 
 use std::sync::Arc;

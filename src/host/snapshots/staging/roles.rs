@@ -11,10 +11,11 @@ use tokio_postgres::{Client, Transaction};
 
 use super::database::ScratchPurpose;
 use super::error::{LoadError, query};
+use super::settings;
 use crate::snapshots::roles;
 use crate::snapshots::roles::TEMPORARY_ROLE_COMMENT;
 use crate::system::postgres::{quote_ident, quote_literal};
-use svc_store::role_facts::{Membership, RoleFacts, RoleSetting};
+use svc_store::role_facts::{Membership, RoleFacts};
 use svc_store::snapshot::Sidecar;
 
 /// Prefix of the apps' roles: the gateway sets their passwords and lets them log in.
@@ -91,9 +92,12 @@ impl RoleSetup<'_> {
         attributes
             .extend(role.valid_until.as_ref().map(|until| format!("VALID UNTIL {}", quote_literal(until))));
         let alter = format!("ALTER ROLE {} WITH {}", quote_ident(&role.name), attributes.join(" "));
-        self.attempt(&[alter], || format!("the attributes of the role {}", role.name)).await?;
+        self.attempt(&alter, || format!("the attributes of the role {}", role.name)).await?;
         for setting in &role.settings {
-            self.apply_setting(role, setting).await?;
+            let assignment = settings::format_assignment(&setting.name, &setting.value);
+            let alter = format!("ALTER ROLE {} SET {assignment}", quote_ident(&role.name));
+            self.attempt(&alter, || format!("the setting {} of the role {}", setting.name, role.name))
+                .await?;
         }
         if role.superuser {
             self.not_restored.push(format!("the role {} is not a SUPERUSER here", role.name));
@@ -102,23 +106,6 @@ impl RoleSetup<'_> {
             self.not_restored.push(format!("the role {} has no LOGIN and no password here", role.name));
         }
         Ok(())
-    }
-
-    /// Applies a setting. `FROM CURRENT` keeps the stored form of list values such as a search path; a setting that no
-    /// session may change is written as a plain value.
-    async fn apply_setting(&mut self, role: &RoleFacts, setting: &RoleSetting) -> Result<(), LoadError> {
-        let name = setting.name.split('.').map(quote_ident).collect::<Vec<_>>().join(".");
-        let (target, value) = (quote_ident(&role.name), quote_literal(&setting.value));
-        let from_current = [
-            format!("SELECT set_config({}, {value}, true)", quote_literal(&setting.name)),
-            format!("ALTER ROLE {target} SET {name} FROM CURRENT"),
-            format!("RESET {name}"),
-        ];
-        if self.run(&from_current).await?.is_ok() {
-            return Ok(());
-        }
-        let plain = [format!("ALTER ROLE {target} SET {name} TO {value}")];
-        self.attempt(&plain, || format!("the setting {} of the role {}", setting.name, role.name)).await
     }
 
     async fn grant_membership(&mut self, role: &RoleFacts, membership: &Membership) -> Result<(), LoadError> {
@@ -131,7 +118,7 @@ impl RoleSetup<'_> {
             membership.set
         );
         let describe = || format!("the membership of the role {} in {}", role.name, membership.role);
-        self.attempt(&[grant], describe).await
+        self.attempt(&grant, describe).await
     }
 
     /// Reports how an existing role, which is not changed, differs from the recorded one.
@@ -159,33 +146,19 @@ impl RoleSetup<'_> {
         }
     }
 
-    /// Runs statements. If the server refuses them, adds the reason to the facts that were not restored.
-    async fn attempt(
-        &mut self,
-        statements: &[String],
-        describe: impl FnOnce() -> String,
-    ) -> Result<(), LoadError> {
-        if let Err(why) = self.run(statements).await? {
-            self.not_restored.push(format!("{}: {why}", describe()));
-        }
-        Ok(())
-    }
-
-    /// Runs statements in a savepoint. If the server refuses one, all of them are rolled back, and the inner error is
-    /// the server's message. A lost connection is the outer error.
-    async fn run(&mut self, statements: &[String]) -> Result<Result<(), String>, LoadError> {
+    /// Runs a statement in a savepoint. If the server refuses it, adds the reason to the facts that were not restored.
+    async fn attempt(&mut self, statement: &str, describe: impl FnOnce() -> String) -> Result<(), LoadError> {
         let savepoint = self.transaction.savepoint("role").await.map_err(query("set up roles"))?;
-        for statement in statements {
-            let Err(error) = savepoint.batch_execute(statement).await else { continue };
-            return match error.as_db_error() {
-                Some(refusal) if error.code() != Some(&SqlState::ADMIN_SHUTDOWN) => {
-                    Ok(Err(refusal.message().to_owned()))
-                }
-                _ => Err(query("set up roles")(error)),
-            };
+        let Err(error) = savepoint.batch_execute(statement).await else {
+            return savepoint.commit().await.map_err(query("set up roles"));
+        };
+        match error.as_db_error() {
+            Some(refusal) if error.code() != Some(&SqlState::ADMIN_SHUTDOWN) => {
+                self.not_restored.push(format!("{}: {}", describe(), refusal.message()));
+                Ok(())
+            }
+            _ => Err(query("set up roles")(error)),
         }
-        savepoint.commit().await.map_err(query("set up roles"))?;
-        Ok(Ok(()))
     }
 }
 
