@@ -128,9 +128,7 @@ impl Dispatcher {
                 }
             };
             self.kernel.note(&format!("dispatch {}: recorded after a gateway restart", dispatch.id()));
-            if self.kernel.record(&interaction).is_some() {
-                self.lock().recorded.push(dispatch.accepted.file());
-            }
+            self.record_interaction(&dispatch, &interaction);
             let phase = interaction.status.into();
             dispatch.end(DispatchResult { phase, interaction: Some(interaction), text: None, refused: None });
             self.retain_ended(&dispatch);
@@ -210,9 +208,15 @@ impl DispatchTable {
     fn defer_removal(&mut self, files: Vec<JournalFile>, failed_syncs: u64) {
         self.recorded.extend(files);
         if failed_syncs != self.failed_syncs {
-            let files = std::mem::take(&mut self.recorded).len();
+            let kept = std::mem::take(&mut self.recorded);
+            let files = kept.len();
             tracing::error!(files, "dispatches stay in the journal until the next start: a sync failed");
             self.failed_syncs = failed_syncs;
+            for file in kept {
+                if let JournalFile::Entry { batch, .. } = file {
+                    self.kept_batches.insert(batch);
+                }
+            }
         }
     }
 }
@@ -291,8 +295,10 @@ mod tests {
         table.defer_removal(vec![file("timed-out")], 0);
         assert_eq!(table.recorded, [file("timed-out")]);
         table.recorded.push(file("recorded-before-the-failure"));
+        table.recorded.push(JournalFile::Entry { batch: "b".to_owned(), id: "b.0".to_owned() });
         table.defer_removal(vec![file("not-synced")], 1);
         assert!(table.recorded.is_empty());
+        assert!(table.kept_batches.contains("b"), "the file of the batch may be the only copy of its entry");
         table.defer_removal(vec![file("recorded-later")], 1);
         assert_eq!(table.recorded, [file("recorded-later")]);
     }
