@@ -175,7 +175,7 @@ impl Dispatcher {
             return Ok(Some(found));
         }
         let (kernel, ids) = (Arc::clone(&self.kernel), BTreeSet::from([id.to_string()]));
-        let found = run_blocking(move || kernel.find_interactions(&ids)).await?;
+        let found = run_blocking(move || kernel.find_interactions(&ids, None)).await?;
         if let Some(interaction) = found.get(id.as_str()) {
             return Ok(Some(DispatchTarget::One(Dispatch::from_record(interaction.clone(), None))));
         }

@@ -67,8 +67,11 @@ impl Dispatcher {
                 .flatten()
                 .cloned()
                 .collect();
-            let recorded_interactions =
-                if ids.is_empty() { BTreeMap::new() } else { kernel.find_interactions(&ids)? };
+            // A file may have waited for this start for weeks, so the search reaches back to the oldest dispatch.
+            let recorded_interactions = match unfinished.first() {
+                Some(oldest) => kernel.find_interactions(&ids, Some(oldest.accepted_at))?,
+                None => BTreeMap::new(),
+            };
             Ok::<_, PageError>((unfinished, recorded_interactions))
         })
         .await
