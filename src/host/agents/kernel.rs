@@ -122,15 +122,17 @@ impl Kernel {
         self.records.flush(timeout)
     }
 
-    /// Finds interactions by their IDs, or their batches' IDs, in the newest records.
+    /// Finds interactions by their IDs, or their batches' IDs, in the newest records and those that reach back to
+    /// `since`.
     ///
     /// # Errors
     /// A file cannot be read.
     pub fn find_interactions(
         &self,
         ids: &BTreeSet<String>,
+        since: Option<Timestamp>,
     ) -> Result<BTreeMap<String, Interaction>, PageError> {
-        find_interactions(&self.layout.logs(), ids)
+        find_interactions(&self.layout.logs(), ids, since)
     }
 
     /// Waits up to `USAGE_STORE_TIMEOUT` for the store to be read, and returns it.

@@ -3,30 +3,52 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
+use jiff::Timestamp;
+use serde::Deserialize;
+
 use super::entry::Interaction;
 use super::files::RecordKind;
 use super::page::{self, PageError, Verdict};
+use svc_base::clock;
 
-/// Maximum number of pages searched, newest first. A page reads about 16 MiB, so the pages cover a day or two on a busy
-/// machine.
-const MAX_PAGES: usize = 8;
+/// Number of pages that are searched in any case, newest first. A page reads about 16 MiB, so the pages cover a day or
+/// two on a busy machine.
+const RECENT_PAGES: usize = 8;
 /// Maximum number of matching lines per page.
 const MAX_LINES: usize = 1000;
 
-/// Finds the interactions with these IDs or batch IDs, within the newest pages. Returns them by ID.
+/// The time in a record's line.
+#[derive(Deserialize)]
+struct LineTime {
+    #[serde(with = "clock::wire")]
+    timestamp: Timestamp,
+}
+
+/// Finds the interactions with these IDs or batch IDs, within the newest pages and those that reach back to `since`.
+/// Returns them by ID.
 ///
 /// # Errors
 /// [`PageError::File`] if a file cannot be read.
 pub fn find_interactions(
     logs: &Path,
     ids: &BTreeSet<String>,
+    since: Option<Timestamp>,
 ) -> Result<BTreeMap<String, Interaction>, PageError> {
     let mut found = BTreeMap::new();
     let mut cursor = None;
-    for _ in 0..MAX_PAGES {
+    let is_since = |line: &str| {
+        let time = since.and_then(|since| Some((since, serde_json::from_str::<LineTime>(line).ok()?)));
+        time.is_some_and(|(since, line)| line.timestamp >= since)
+    };
+    for page_number in 1.. {
+        // One older line does not end the search: a dispatch that was recorded after a restart had ended earlier.
+        let mut has_line_since = false;
         // JSON escapes none of the characters in an ID.
         let may_match = |line: &str| ids.iter().any(|id| line.contains(&**id));
-        let judge = |line: &str| if may_match(line) { Verdict::Take } else { Verdict::Skip };
+        let judge = |line: &str| {
+            has_line_since = has_line_since || is_since(line);
+            if may_match(line) { Verdict::Take } else { Verdict::Skip }
+        };
         let page = match page::read_newest(RecordKind::Interactions, logs, cursor, MAX_LINES, judge) {
             // The cursor's file has been deleted, and so have all older ones.
             Err(PageError::Gone) => break,
@@ -40,9 +62,44 @@ pub fn find_interactions(
             }
         }
         cursor = page.next;
-        if cursor.is_none() || ids.iter().all(|id| found.contains_key(id)) {
+        let is_far_enough = page_number >= RECENT_PAGES && !has_line_since;
+        if is_far_enough || cursor.is_none() || ids.iter().all(|id| found.contains_key(id)) {
             break;
         }
     }
     Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn search_reaches_back_to_the_given_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let line = |id: &str, timestamp: &str| {
+            let interaction = json!({
+                "version": 1, "id": id, "timestamp": timestamp, "senderId": "u", "conversationId": "wanted",
+                "model": "m", "agentName": "a", "tokensIn": 0, "tokensOut": 0, "cost": 0.01, "durationMs": 0,
+                "tools": [], "status": "success", "batch": false,
+            });
+            format!("{interaction}\n")
+        };
+        // Other dispatches, whose lines contain the ID in another field, fill the newest pages.
+        let newer = (0..RECENT_PAGES * MAX_LINES)
+            .map(|number| line(&format!("other-{number}"), "2026-11-22T10:00:00.000Z"));
+        let oldest = line("wanted", "2026-11-20T10:00:00.000Z");
+        let text: String = std::iter::once(oldest).chain(newer).collect();
+        std::fs::write(dir.path().join("interactions-2026-11-20.jsonl"), text).unwrap();
+        let ids = BTreeSet::from(["wanted".to_owned()]);
+        for (since, is_found) in
+            [(None, false), (Some("2026-11-20T09:00:00Z"), true), (Some("2026-11-23T00:00:00Z"), false)]
+        {
+            let from = since.map(|at| at.parse::<Timestamp>().unwrap());
+            let found = find_interactions(dir.path(), &ids, from).unwrap();
+            assert_eq!(found.contains_key("wanted"), is_found, "{since:?}");
+        }
+    }
 }

@@ -19,6 +19,7 @@ use super::request::DispatchId;
 use super::run::{self, RunContext};
 use super::state::{Batch, Dispatch, DispatchResult, Phase, parse_entry_index};
 use crate::agents::bridge_tokens::AgentTokens;
+use crate::agents::budget::LimitWarning;
 use crate::agents::kernel::{Kernel, LimitReached};
 use crate::agents::owner_config::OwnerSettings;
 use crate::agents::protocol;
@@ -104,6 +105,9 @@ pub(super) struct DispatchTable {
     pub(super) recorded: Vec<JournalFile>,
     /// The records' number of failed syncs when `recorded` was last cleared because of one.
     pub(super) failed_syncs: u64,
+    /// Batches whose files stay in the journal until the next start: the record of an entry was dropped or may not be
+    /// on the disk, and the batch's file may be the only one that contains the entry.
+    pub(super) kept_batches: BTreeSet<String>,
 }
 
 pub struct Dispatcher {
@@ -171,7 +175,7 @@ impl Dispatcher {
             return Ok(Some(found));
         }
         let (kernel, ids) = (Arc::clone(&self.kernel), BTreeSet::from([id.to_string()]));
-        let found = run_blocking(move || kernel.find_interactions(&ids)).await?;
+        let found = run_blocking(move || kernel.find_interactions(&ids, None)).await?;
         if let Some(interaction) = found.get(id.as_str()) {
             return Ok(Some(DispatchTarget::One(Dispatch::from_record(interaction.clone(), None))));
         }
@@ -388,20 +392,31 @@ impl Dispatcher {
         }])
         .await;
         self.report_end_to_watcher(dispatch).await;
-        match self.kernel.record(&interaction) {
-            Some(warnings) => {
-                warnings.iter().for_each(|warning| dispatch.publish("warning", &warning.to_json()));
-                self.lock().recorded.push(dispatch.accepted.file());
-            }
-            // The dispatch will be recorded at the next start.
-            None => {
-                tracing::warn!(id = dispatch.id(), "a dispatch stays in the journal: its record was dropped");
-            }
-        }
+        let warnings = self.record_interaction(dispatch, &interaction);
+        warnings.iter().for_each(|warning| dispatch.publish("warning", &warning.to_json()));
         let phase = interaction.status.into();
         DISPATCHES.add_one([if phase == Phase::Success { "success" } else { "error" }]);
         dispatch.end(DispatchResult { phase, interaction: Some(interaction), text, refused: None });
         self.retain_ended(dispatch);
+    }
+
+    /// Records the interaction of a dispatch, and returns the warnings about cost limits. If the record is dropped, the
+    /// dispatch stays in the journal and is recorded at the next start.
+    pub(super) fn record_interaction(
+        &self,
+        dispatch: &Dispatch,
+        interaction: &Interaction,
+    ) -> Vec<LimitWarning> {
+        let warnings = self.kernel.record(interaction);
+        if warnings.is_some() {
+            self.lock().recorded.push(dispatch.accepted.file());
+        } else {
+            tracing::warn!(id = dispatch.id(), "a dispatch stays in the journal: its record was dropped");
+            if let Some(batch) = &dispatch.batch {
+                self.lock().kept_batches.insert(batch.id.clone());
+            }
+        }
+        warnings.unwrap_or_default()
     }
 
     /// Writes entries to the journal; returns whether that succeeded. After a failure, the dispatch is still accepted:

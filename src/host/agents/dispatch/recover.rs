@@ -15,12 +15,14 @@ use super::state::{Batch, Dispatch, DispatchResult};
 use crate::audit::protocol;
 use crate::audit::protocol::{Message, SeenCalls};
 use crate::records::entry::Interaction;
+use crate::records::page::PageError;
 use crate::system::blocking::run_blocking;
-use svc_base::error_chain::format_chain;
-use svc_base::fsx::FileError;
+use svc_http::problem::Problem;
 
 /// Timeout for making records durable.
 const FLUSH_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(10);
+/// Delay before reading the previous process's dispatches is retried.
+const RETRY_INTERVAL: std::time::Duration = std::time::Duration::from_secs(2);
 
 impl Dispatcher {
     /// Restores the previous process's dispatches, then prunes the journal and starts queued ones until `stop`.
@@ -30,8 +32,34 @@ impl Dispatcher {
                 return;
             }
         }
+        // Requests are accepted only after this: a repeated request for a dispatch that is not restored would run it
+        // again.
+        let (unfinished, recorded_interactions) = loop {
+            match self.read_unfinished().await {
+                Ok(previous) => break previous,
+                Err(_) => tracing::error!("cannot restore the previous process's dispatches; retrying"),
+            }
+            if stop.run_until_cancelled(tokio::time::sleep(RETRY_INTERVAL)).await.is_none() {
+                return;
+            }
+        };
+        tokio::spawn(report_ends_to_watcher(self.watcher_socket.clone(), started_ids(&unfinished)));
+        self.restore(unfinished, &recorded_interactions);
+        self.recovered.cancel();
+        self.start_ready();
+        while stop.run_until_cancelled(tokio::time::sleep(MAINTENANCE_INTERVAL)).await.is_some() {
+            self.prune_journal().await;
+            self.start_ready();
+        }
+    }
+
+    /// Reads the previous process's dispatches, and the interactions of those that have been recorded.
+    ///
+    /// # Errors
+    /// The journal or the records cannot be read; the failure is logged.
+    async fn read_unfinished(&self) -> Result<(Vec<JournalEntry>, BTreeMap<String, Interaction>), Problem> {
         let (journal, kernel) = (self.journal.clone(), Arc::clone(&self.kernel));
-        let unfinished = run_blocking(move || {
+        run_blocking(move || {
             let unfinished = journal.read()?;
             let ids: BTreeSet<String> = unfinished
                 .iter()
@@ -39,29 +67,14 @@ impl Dispatcher {
                 .flatten()
                 .cloned()
                 .collect();
-            let recorded_interactions =
-                if ids.is_empty() { Ok(BTreeMap::new()) } else { kernel.find_interactions(&ids) };
-            Ok::<_, FileError>((unfinished, recorded_interactions))
-        });
-        match unfinished.await {
-            Ok((unfinished, Ok(recorded_interactions))) => {
-                tokio::spawn(report_ends_to_watcher(self.watcher_socket.clone(), started_ids(&unfinished)));
-                self.restore(unfinished, &recorded_interactions);
-            }
-            // It is unknown which of the dispatches have been recorded. All stay in the journal until the next start,
-            // so that none is recorded twice.
-            Ok((unfinished, Err(error))) => {
-                tracing::error!(unfinished = unfinished.len(), error = %format_chain(&error),
-                    "cannot restore dispatches; they stay in the journal");
-            }
-            Err(_) => tracing::error!("cannot read the dispatch journal; its files stay in place"),
-        }
-        self.recovered.cancel();
-        self.start_ready();
-        while stop.run_until_cancelled(tokio::time::sleep(MAINTENANCE_INTERVAL)).await.is_some() {
-            self.prune_journal().await;
-            self.start_ready();
-        }
+            // A file may have waited for this start for weeks, so the search reaches back to the oldest dispatch.
+            let recorded_interactions = match unfinished.first() {
+                Some(oldest) => kernel.find_interactions(&ids, Some(oldest.accepted_at))?,
+                None => BTreeMap::new(),
+            };
+            Ok::<_, PageError>((unfinished, recorded_interactions))
+        })
+        .await
     }
 
     fn restore(
@@ -118,9 +131,7 @@ impl Dispatcher {
                 }
             };
             self.kernel.note(&format!("dispatch {}: recorded after a gateway restart", dispatch.id()));
-            if self.kernel.record(&interaction).is_some() {
-                self.lock().recorded.push(dispatch.accepted.file());
-            }
+            self.record_interaction(&dispatch, &interaction);
             let phase = interaction.status.into();
             dispatch.end(DispatchResult { phase, interaction: Some(interaction), text: None, refused: None });
             self.retain_ended(&dispatch);
@@ -200,9 +211,15 @@ impl DispatchTable {
     fn defer_removal(&mut self, files: Vec<JournalFile>, failed_syncs: u64) {
         self.recorded.extend(files);
         if failed_syncs != self.failed_syncs {
-            let files = std::mem::take(&mut self.recorded).len();
+            let kept = std::mem::take(&mut self.recorded);
+            let files = kept.len();
             tracing::error!(files, "dispatches stay in the journal until the next start: a sync failed");
             self.failed_syncs = failed_syncs;
+            for file in kept {
+                if let JournalFile::Entry { batch, .. } = file {
+                    self.kept_batches.insert(batch);
+                }
+            }
         }
     }
 }
@@ -227,6 +244,52 @@ async fn report_ends_to_watcher(watcher: PathBuf, ids: Vec<String>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::agents::bridge_tokens::AgentTokens;
+    use crate::agents::dispatch::request::PromptEntry;
+    use crate::agents::kernel::Kernel;
+    use crate::system::layout::Layout;
+
+    #[tokio::test]
+    async fn failed_read_at_start_is_retried_before_requests() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let kernel = Arc::new(Kernel::new(&layout).unwrap());
+        assert!(kernel.open_usage_store());
+        let dispatcher = Dispatcher::new(&layout, &kernel, &Arc::new(AgentTokens::default()));
+        let accepted_at: Timestamp = "2026-11-22T10:00:00.000Z".parse().unwrap();
+        let interrupted = JournalEntry {
+            version: JournalEntry::VERSION,
+            id: "d".to_owned(),
+            sender_id: "u".to_owned(),
+            entry: PromptEntry {
+                agent_name: "a".to_owned(),
+                model: None,
+                conversation_id: None,
+                prompt: "do it".to_owned(),
+                deadline_seconds: 60,
+            },
+            batch: None,
+            fingerprint: "f".to_owned(),
+            accepted_at,
+            started_at: Some(accepted_at),
+            ended: None,
+            refused: None,
+        };
+        dispatcher.journal.write(&[interrupted]).unwrap();
+        // The journal cannot be read while a temporary file cannot be removed, like a folder.
+        let obstacle = layout.dispatches().join(format!(".d.json.{}.tmp", "0".repeat(32)));
+        std::fs::create_dir(&obstacle).unwrap();
+        let stop = CancellationToken::new();
+        let maintenance = tokio::spawn(Arc::clone(&dispatcher).maintain(stop.clone()));
+        assert!(dispatcher.wait_until_ready().await.is_err());
+        std::fs::remove_dir(&obstacle).unwrap();
+        let recovered = tokio::time::timeout(RETRY_INTERVAL * 10, dispatcher.recovered.cancelled()).await;
+        assert!(recovered.is_ok(), "the read is retried");
+        assert!(dispatcher.lock().targets.contains_key("d"));
+        stop.cancel();
+        maintenance.await.unwrap();
+        kernel.close();
+    }
 
     #[test]
     fn failed_sync_keeps_journal_files_until_the_next_start() {
@@ -235,8 +298,10 @@ mod tests {
         table.defer_removal(vec![file("timed-out")], 0);
         assert_eq!(table.recorded, [file("timed-out")]);
         table.recorded.push(file("recorded-before-the-failure"));
+        table.recorded.push(JournalFile::Entry { batch: "b".to_owned(), id: "b.0".to_owned() });
         table.defer_removal(vec![file("not-synced")], 1);
         assert!(table.recorded.is_empty());
+        assert!(table.kept_batches.contains("b"), "the file of the batch may be the only copy of its entry");
         table.defer_removal(vec![file("recorded-later")], 1);
         assert_eq!(table.recorded, [file("recorded-later")]);
     }

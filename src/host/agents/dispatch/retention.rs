@@ -17,7 +17,10 @@ impl Dispatcher {
     /// Keeps an ended dispatch for later requests, and evicts the oldest ones beyond the limits.
     pub(super) fn retain_ended(&self, dispatch: &Arc<Dispatch>) {
         let mut table = self.lock();
-        if let Some(batch) = dispatch.batch.as_ref().filter(|batch| batch.is_over()) {
+        let ended_batch = dispatch.batch.as_ref().filter(|batch| batch.is_over());
+        if let Some(batch) = ended_batch
+            && !table.kept_batches.contains(&batch.id)
+        {
             table.recorded.push(JournalFile::Batch(batch.id.clone()));
         }
         table.ended_bytes += dispatch.bytes();
@@ -138,6 +141,36 @@ mod tests {
         assert_eq!(table.ended_bytes, table.ended.iter().map(|dispatch| dispatch.bytes()).sum::<usize>());
         drop(table);
         kernel.close();
+    }
+
+    #[test]
+    fn dropped_record_keeps_the_file_of_its_batch() {
+        for is_dropped in [false, true] {
+            let dir = tempfile::tempdir().unwrap();
+            let layout = Layout::new(dir.path());
+            let kernel = Arc::new(Kernel::new(&layout).unwrap());
+            assert!(kernel.open_usage_store());
+            let dispatcher = Dispatcher::new(&layout, &kernel, &Arc::new(AgentTokens::default()));
+            let ids = ["b.0".to_owned(), "b.1".to_owned()];
+            let batch = Batch::new("b".to_owned(), String::new(), ids.to_vec(), ids.len());
+            for id in &ids {
+                if is_dropped && *id == ids[1] {
+                    // Without the writer, records are dropped, as they are while the queue is full.
+                    kernel.close();
+                }
+                let dispatch = recorded_dispatch(id, Some(&batch));
+                dispatcher.record_interaction(&dispatch, &interaction(id, Some(&batch)));
+                dispatcher.retain_ended(&dispatch);
+            }
+            let entry = |id: &String| JournalFile::Entry { batch: "b".to_owned(), id: id.clone() };
+            let expected = if is_dropped {
+                vec![entry(&ids[0])]
+            } else {
+                vec![entry(&ids[0]), entry(&ids[1]), JournalFile::Batch("b".to_owned())]
+            };
+            assert_eq!(dispatcher.lock().recorded, expected);
+            kernel.close();
+        }
     }
 
     #[tokio::test]
