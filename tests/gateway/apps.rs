@@ -44,6 +44,27 @@ async fn bundled_apps_are_copied_registered_and_never_overwritten() -> Result<()
     Ok(())
 }
 
+/// The stored manifest loses the order of its columns: `jsonb` sorts keys by length.
+#[tokio::test]
+async fn restart_registers_unchanged_app_only_once() -> Result<()> {
+    let (database, slug) = (test_database().await?, unique_name("unchanged"));
+    let tables = json!({ "t": { "columns": { "title": "text", "a": "date" } } });
+    let host = host_with_app(&database, &slug, &tables).await?;
+    let registered = |slug: &str| format!("the app {slug} 1.0.0 is registered");
+    super::dispatch::wait_until_logged(&host, &registered(&slug)).await?;
+    let host = host.restart()?;
+    host.wait_until_registered(&slug).await?;
+    let expected = ["id uuid", "title text", "a date", "created_at timestamptz", "updated_at timestamptz"];
+    assert_eq!(list_columns(&host, &slug).await?, expected);
+    // Notes are written in order, so a second one for the first app would precede this one.
+    let later = unique_name("later");
+    host.machine.add_app(&later, &json!({ "t": { "columns": {} } }))?;
+    super::dispatch::wait_until_logged(&host, &registered(&later)).await?;
+    let activity = std::fs::read_to_string(host.machine.path("home/svc/home/system/logs/activity.log"))?;
+    assert_eq!(activity.matches(&registered(&slug)).count(), 1, "{activity}");
+    Ok(())
+}
+
 #[tokio::test]
 async fn new_version_adds_columns_and_reports_other_changes() -> Result<()> {
     let (database, slug) = (test_database().await?, unique_name("grow"));

@@ -174,6 +174,18 @@ async fn valid_request_to_every_route_matches_its_description() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn account_choice_page_matches_its_description() -> Result<()> {
+    let setup = RouterSetup::start().await?;
+    let both = format!("{}; __session={}", setup.session, setup.router.token("user_2"));
+    for id in ["listOwnSlots", "handOverSession"] {
+        let request = setup.router.get(APP_HOST, operation(id).path).header("accept", "text/html");
+        let page = setup.send(request.header("cookie", &both)).await;
+        assert_eq!(page.status, 409, "{id}: {page:?}");
+    }
+    Ok(())
+}
+
 /// Triggers errors for well-formed requests with valid credentials, and for unknown paths and hosts.
 async fn trigger_state_errors(setup: &RouterSetup) {
     let choose = operation("chooseSlot");
@@ -183,6 +195,7 @@ async fn trigger_state_errors(setup: &RouterSetup) {
     let by_token =
         setup.router.post(APP_HOST, choose.path).bearer_auth(token).json(&json!({ "slot": "primary" }));
     setup.send(by_token).await.assert_problem(400, "invalid_request");
+    assert!(choose.credentials.iter().all(|credential| credential.name == "session"));
     let path = format!("{}?code=unknown", operation("takeSession").path);
     let take = setup.authorized_request(operation("takeSession"), &path);
     setup.send(take).await.assert_problem(401, "unauthorized");

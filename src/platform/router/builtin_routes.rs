@@ -74,6 +74,7 @@ static LIST_SLOTS: BuiltinRoute = BuiltinRoute {
         responses: &[
             documented_json(200, "The slots.", || object(&[("slots", array(schema_ref("OwnSlot")))], &[])),
             SIGN_IN_REDIRECT,
+            ACCOUNT_CHOICE_PAGE,
         ],
         problems: &[Code::Forbidden, Code::RateLimited, Code::Unavailable, Code::DatabaseUnavailable],
     },
@@ -87,7 +88,8 @@ static CHOOSE_SLOT: BuiltinRoute = BuiltinRoute {
         method: Method::POST,
         path: "/_svc/slots",
         summary: "Chooses the slot for this browser's session.",
-        credentials: USER_CREDENTIALS,
+        // The slot is stored in a browser session, which a request with a bearer token does not have.
+        credentials: &[SESSION],
         parameters: &[],
         body: Some(|| request_object(&[("slot", slot_name_schema())], &[])),
         responses: &[
@@ -202,7 +204,7 @@ static ISSUE_CODE: BuiltinRoute = BuiltinRoute {
             },
         ],
         body: None,
-        responses: &[SIGN_IN_REDIRECT],
+        responses: &[SIGN_IN_REDIRECT, ACCOUNT_CHOICE_PAGE],
         problems: &[Code::Forbidden, Code::RateLimited, Code::Unavailable, Code::DatabaseUnavailable],
     },
     host: Some(PublicHost::App),
@@ -234,6 +236,13 @@ const SIGN_IN_REDIRECT: DocumentedResponse = DocumentedResponse {
     status: 302,
     description: "Redirect to the next step of the sign-in, or to the requested page.",
     content: Content::Nothing,
+};
+
+const ACCOUNT_CHOICE_PAGE: DocumentedResponse = DocumentedResponse {
+    status: 409,
+    description: "In a browser whose session and identity provider's cookie belong to different users: a page that \
+                  prompts for the account.",
+    content: Content::Other("text/html"),
 };
 
 const fn documented_json(

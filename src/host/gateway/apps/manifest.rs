@@ -49,7 +49,8 @@ pub struct Manifest {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Table {
     pub name: SqlIdentifier,
-    /// `id`, the declared columns in order, `created_at`, `updated_at`.
+    /// `id`, the declared columns, `created_at`, `updated_at`. The declared ones are in the order of the `svc.json`, or
+    /// in that of `jsonb` if the manifest comes from the database.
     pub columns: Vec<Column>,
     pub indexes: Vec<Vec<SqlIdentifier>>,
     pub unique: Vec<Vec<SqlIdentifier>>,
@@ -107,6 +108,12 @@ impl Manifest {
             "connect": self.connect.iter().map(ForeignOrigin::as_str).collect::<Vec<_>>(),
             "storage": { "tables": tables },
         })
+    }
+
+    /// Whether the manifests differ at most in the order of their tables and columns, which `jsonb` does not keep.
+    pub fn equals_in_any_order(&self, other: &Self) -> bool {
+        // JSON objects are equal whatever the order of their keys.
+        self.to_value() == other.to_value()
     }
 }
 

@@ -250,7 +250,7 @@ impl Supervisor {
         self.snapshot.stored_errors.clear();
         let mut loaded = Ok(());
         for (slug, value) in register::load_manifests(client).await? {
-            match Manifest::from_value(&value) {
+            match Manifest::from_value(&value).map(|stored| self.restore_declared_order(stored)) {
                 Ok(manifest) => match self.register(client, manifest).await {
                     Ok(rejection) => {
                         self.snapshot.stored_errors.extend(rejection.map(|error| (slug, error)));
@@ -273,6 +273,14 @@ impl Supervisor {
         self.snapshot.is_loaded = true;
         systemd::notify(&[NotifyState::Status(&format!("{} apps registered", self.snapshot.apps.len()))]);
         Ok(())
+    }
+
+    /// Returns the folder's manifest if it is the stored one except for the order of its tables and columns, which the
+    /// database does not keep. Otherwise, the app would be registered again with the folder's manifest.
+    fn restore_declared_order(&self, stored: Manifest) -> Manifest {
+        let folder = self.snapshot.folders.get(stored.slug.as_str());
+        let declared = folder.map(|(_, manifest)| manifest).filter(|m| m.equals_in_any_order(&stored));
+        declared.cloned().unwrap_or(stored)
     }
 
     /// Registers one app, or returns the error with which the database rejected it.

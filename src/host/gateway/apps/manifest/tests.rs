@@ -28,6 +28,19 @@ fn to_value_round_trips() {
 }
 
 #[test]
+fn equals_in_any_order_ignores_only_the_order() {
+    let declared = Manifest::from_value(&notes()).unwrap();
+    let mut value = notes();
+    value["storage"]["tables"]["notes"]["columns"] =
+        json!({ "meta": "jsonb", "size": "bigint", "title": "text" });
+    let reordered = Manifest::from_value(&value).unwrap();
+    assert_ne!(reordered, declared);
+    assert!(reordered.equals_in_any_order(&declared));
+    value["storage"]["tables"]["notes"]["columns"]["size"] = json!("integer");
+    assert!(!Manifest::from_value(&value).unwrap().equals_in_any_order(&declared));
+}
+
+#[test]
 fn connect_is_optional_and_validated() {
     assert_eq!(Manifest::from_value(&notes()).unwrap().connect, []);
     let mut value = notes();
