@@ -92,8 +92,9 @@ pub fn successor_deletion_risk(machine: &MachineDetail, accept_loss: bool) -> Op
         ),
         format!("- {new}, the new one, which has not served yet: its server is deleted."),
         format!(
-            "- {old}, the old one: its host takes a final backup, then its server is powered off and kept for the \
-             platform's DELETE_GRACE_SECONDS; until then `svcctl undelete {old}` restores it."
+            "- {old}, the old one: its host takes a final backup, unless its server is already off; the server is \
+             then kept, powered off, for the platform's DELETE_GRACE_SECONDS; until then `svcctl undelete {old}` \
+             restores it."
         ),
         if accept_loss { LOSS_ACCEPTED } else { LOSS_QUESTION }.to_owned(),
         "Snapshots stay.".to_owned(),
