@@ -138,7 +138,8 @@ impl FileChecks {
     pub fn select_shares(&mut self, days: u16, now: Timestamp) -> Vec<PackShare> {
         let count = self.set_share_count(days);
         let mut indices: Vec<u16> = (0..count).collect();
-        let time = |index: &u16| self.share_times[usize::from(*index)];
+        // A time in the future is from a clock that was ahead. Such a share counts as never verified.
+        let time = |index: &u16| self.share_times[usize::from(*index)].filter(|at| *at <= now);
         indices.sort_by_key(|index| (time(index), *index));
         let overdue_before = now - DAY * i32::from(count);
         // Shares that have never been verified are not overdue: one per run covers all of them within the interval.
@@ -202,7 +203,8 @@ impl FileChecks {
 
     pub fn is_drill_due(&self, now: Timestamp) -> bool {
         let last = self.drill.as_ref().filter(|drill| drill.error.is_none()).and_then(|drill| drill.at);
-        last.is_none_or(|at| now.duration_since(at) >= DRILL_INTERVAL)
+        // A time in the future is from a clock that was ahead.
+        last.is_none_or(|at| at > now || now.duration_since(at) >= DRILL_INTERVAL)
     }
 
     /// Records the verification of a share.
@@ -302,6 +304,16 @@ mod tests {
     }
 
     #[test]
+    fn select_shares_counts_future_times_as_never_verified() {
+        let mut checks = FileChecks { share_times: vec![Some(at(400)); 3], ..FileChecks::default() };
+        for (day, index) in [(1, 0), (2, 1), (3, 2), (4, 0)] {
+            let share = PackShare { index, count: 3 };
+            assert_eq!(checks.select_shares(3, at(day)), [share], "day {day}");
+            checks.record_share(share, &VerifyReport::default(), at(day));
+        }
+    }
+
+    #[test]
     fn damage_is_kept_until_its_share_verifies() {
         let mut checks = FileChecks::default();
         let (pack, blob) = ("ab".repeat(32), "cd".repeat(32));
@@ -362,6 +374,7 @@ mod tests {
         checks.drill = Some(DrillResult { at: Some(at(0)), ..DrillResult::default() });
         assert!(!checks.is_drill_due(at(6)));
         assert!(checks.is_drill_due(at(7)));
+        assert!(checks.is_drill_due(at(-1)), "the clock was ahead during the last drill");
         checks.drill =
             Some(DrillResult { at: Some(at(0)), error: Some("x".into()), ..DrillResult::default() });
         assert!(checks.is_drill_due(at(1)));
