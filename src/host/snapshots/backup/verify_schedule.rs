@@ -6,6 +6,9 @@ use std::collections::BTreeMap;
 use jiff::{SignedDuration, Timestamp};
 
 const DAY: SignedDuration = SignedDuration::from_hours(24);
+/// A run skips the snapshots that were read more recently. Runs are daily, but a read is recorded when it ends, so the
+/// next run starts less than 24 hours after it.
+const MIN_READ_INTERVAL: SignedDuration = SignedDuration::from_hours(12);
 /// Maximum number of daily shares per run, to catch up after days without a run.
 const MAX_CATCH_UP_DAYS: usize = 3;
 
@@ -42,8 +45,8 @@ pub fn select_today(mut snapshots: Vec<LastRead>, now: Timestamp, within_days: u
     let overdue_before = now - DAY * i32::try_from(within_days.max(1)).unwrap_or(i32::MAX);
     let overdue = snapshots.iter().filter(|snapshot| snapshot.read_at <= overdue_before).count();
     let count = daily_share.max(overdue).min(daily_share.saturating_mul(MAX_CATCH_UP_DAYS));
-    // A snapshot that was read within the last day is not read again, even if it is in today's share.
-    let selected = snapshots.into_iter().take(count).filter(|snapshot| snapshot.read_at <= now - DAY);
+    let read_before = now - MIN_READ_INTERVAL;
+    let selected = snapshots.into_iter().take(count).filter(|snapshot| snapshot.read_at <= read_before);
     selected.map(|snapshot| snapshot.key).collect()
 }
 
@@ -85,6 +88,19 @@ mod tests {
             let today = select_today(list_last_reads(&taken, &BTreeMap::new(), now), now, within);
             prop_assert!(today.len() <= count.div_ceil(within as usize) * MAX_CATCH_UP_DAYS);
             prop_assert_eq!(today.is_empty(), idle_days < 1);
+        }
+    }
+
+    #[test]
+    fn select_today_within_one_day_selects_every_day() {
+        let start: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
+        let taken = [("a".to_owned(), start)];
+        let mut checked = BTreeMap::new();
+        for day in 1..4 {
+            let now = start + DAY * day;
+            assert_eq!(select_today(list_last_reads(&taken, &checked, now), now, 1), ["a"], "day {day}");
+            let ended_at = now + SignedDuration::from_mins(10);
+            checked.insert("a".to_owned(), ended_at);
         }
     }
 
