@@ -156,6 +156,8 @@ impl FileChecks {
 
     /// Records a verification.
     pub fn record_verification(&mut self, result: VerifyResult, now: Timestamp) {
+        // Before the result is replaced: in a file of an earlier release, only the result has the time of the success.
+        self.verified_at = self.verified_at();
         if result.error.is_none() {
             (self.verified_at, self.unreadable) = (Some(now), None);
         }
@@ -165,6 +167,7 @@ impl FileChecks {
 
     /// Records a drill. If it could not be completed, the differences that an earlier drill found are kept.
     pub fn record_drill(&mut self, mut drill: DrillResult, now: Timestamp) {
+        self.drilled_at = self.drilled_at();
         if drill.error.is_none() {
             self.drilled_at = Some(now);
         } else if let Some(earlier) = self.drill.take() {
@@ -365,6 +368,19 @@ mod tests {
         checks.record_verification(VerifyResult::default(), at(4));
         checks.record_drill(DrillResult::default(), at(4));
         assert_eq!((checks.find_failure(at(9)), checks.find_problem()), (None, None));
+    }
+
+    #[test]
+    fn failed_check_keeps_success_time_of_earlier_release() {
+        let mut checks = FileChecks {
+            verify: Some(VerifyResult { at: Some(at(0)), ..VerifyResult::default() }),
+            drill: Some(DrillResult { at: Some(at(0)), ..DrillResult::default() }),
+            ..FileChecks::default()
+        };
+        let error = Some("the store denies it".to_owned());
+        checks.record_verification(VerifyResult { error: error.clone(), ..VerifyResult::default() }, at(1));
+        checks.record_drill(DrillResult { error, ..DrillResult::default() }, at(1));
+        assert_eq!((checks.verified_at(), checks.drilled_at()), (Some(at(0)), Some(at(0))));
     }
 
     #[test]
