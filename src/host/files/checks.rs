@@ -138,7 +138,8 @@ impl FileChecks {
     pub fn select_shares(&mut self, days: u16, now: Timestamp) -> Vec<PackShare> {
         let count = self.set_share_count(days);
         let mut indices: Vec<u16> = (0..count).collect();
-        let time = |index: &u16| self.share_times[usize::from(*index)];
+        // A time in the future is from a clock that was ahead. Such a share counts as never verified.
+        let time = |index: &u16| self.share_times[usize::from(*index)].filter(|at| *at <= now);
         indices.sort_by_key(|index| (time(index), *index));
         let overdue_before = now - DAY * i32::from(count);
         // Shares that have never been verified are not overdue: one per run covers all of them within the interval.
@@ -155,6 +156,8 @@ impl FileChecks {
 
     /// Records a verification.
     pub fn record_verification(&mut self, result: VerifyResult, now: Timestamp) {
+        // Before the result is replaced: in a file of an earlier release, only the result has the time of the success.
+        self.verified_at = self.verified_at();
         if result.error.is_none() {
             (self.verified_at, self.unreadable) = (Some(now), None);
         }
@@ -164,6 +167,7 @@ impl FileChecks {
 
     /// Records a drill. If it could not be completed, the differences that an earlier drill found are kept.
     pub fn record_drill(&mut self, mut drill: DrillResult, now: Timestamp) {
+        self.drilled_at = self.drilled_at();
         if drill.error.is_none() {
             self.drilled_at = Some(now);
         } else if let Some(earlier) = self.drill.take() {
@@ -202,7 +206,8 @@ impl FileChecks {
 
     pub fn is_drill_due(&self, now: Timestamp) -> bool {
         let last = self.drill.as_ref().filter(|drill| drill.error.is_none()).and_then(|drill| drill.at);
-        last.is_none_or(|at| now.duration_since(at) >= DRILL_INTERVAL)
+        // A time in the future is from a clock that was ahead.
+        last.is_none_or(|at| at > now || now.duration_since(at) >= DRILL_INTERVAL)
     }
 
     /// Records the verification of a share.
@@ -302,6 +307,16 @@ mod tests {
     }
 
     #[test]
+    fn select_shares_counts_future_times_as_never_verified() {
+        let mut checks = FileChecks { share_times: vec![Some(at(400)); 3], ..FileChecks::default() };
+        for (day, index) in [(1, 0), (2, 1), (3, 2), (4, 0)] {
+            let share = PackShare { index, count: 3 };
+            assert_eq!(checks.select_shares(3, at(day)), [share], "day {day}");
+            checks.record_share(share, &VerifyReport::default(), at(day));
+        }
+    }
+
+    #[test]
     fn damage_is_kept_until_its_share_verifies() {
         let mut checks = FileChecks::default();
         let (pack, blob) = ("ab".repeat(32), "cd".repeat(32));
@@ -356,12 +371,26 @@ mod tests {
     }
 
     #[test]
+    fn failed_check_keeps_success_time_of_earlier_release() {
+        let mut checks = FileChecks {
+            verify: Some(VerifyResult { at: Some(at(0)), ..VerifyResult::default() }),
+            drill: Some(DrillResult { at: Some(at(0)), ..DrillResult::default() }),
+            ..FileChecks::default()
+        };
+        let error = Some("the store denies it".to_owned());
+        checks.record_verification(VerifyResult { error: error.clone(), ..VerifyResult::default() }, at(1));
+        checks.record_drill(DrillResult { error, ..DrillResult::default() }, at(1));
+        assert_eq!((checks.verified_at(), checks.drilled_at()), (Some(at(0)), Some(at(0))));
+    }
+
+    #[test]
     fn drill_is_due_after_a_week_and_after_a_failure() {
         let mut checks = FileChecks::default();
         assert!(checks.is_drill_due(at(0)));
         checks.drill = Some(DrillResult { at: Some(at(0)), ..DrillResult::default() });
         assert!(!checks.is_drill_due(at(6)));
         assert!(checks.is_drill_due(at(7)));
+        assert!(checks.is_drill_due(at(-1)), "the clock was ahead during the last drill");
         checks.drill =
             Some(DrillResult { at: Some(at(0)), error: Some("x".into()), ..DrillResult::default() });
         assert!(checks.is_drill_due(at(1)));

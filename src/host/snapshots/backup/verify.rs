@@ -275,8 +275,9 @@ async fn select_keys(
     if *targets == VerifyTargets::All {
         return Ok(snapshots.into_iter().map(|(key, _)| key).collect());
     }
-    let last_reads = verify_schedule::list_last_reads(&snapshots, &history.read_at);
-    let selected = verify_schedule::select_today(last_reads, clock::now_ms(), settings.verify_within_days);
+    let now = clock::now_ms();
+    let last_reads = verify_schedule::list_last_reads(&snapshots, &history.read_at, now);
+    let selected = verify_schedule::select_today(last_reads, now, settings.verify_within_days);
     // Damage is reported every day until a later read finds the snapshot intact.
     let known_damage = history.damaged.iter().filter(|(key, _)| !selected.contains(key));
     results.damaged.extend(known_damage.map(|(key, why)| (key.clone(), why.clone())));

@@ -6,6 +6,9 @@ use std::collections::BTreeMap;
 use jiff::{SignedDuration, Timestamp};
 
 const DAY: SignedDuration = SignedDuration::from_hours(24);
+/// A run skips the snapshots that were read more recently. Runs are daily, but a read is recorded when it ends, so the
+/// next run starts less than 24 hours after it.
+const MIN_READ_INTERVAL: SignedDuration = SignedDuration::from_hours(12);
 /// Maximum number of daily shares per run, to catch up after days without a run.
 const MAX_CATCH_UP_DAYS: usize = 3;
 
@@ -17,15 +20,19 @@ pub struct LastRead {
 }
 
 /// Returns all snapshots with the time of their last read. One that no check has read counts as read when it was taken.
+/// Times after `now` are from a clock that was ahead, and are ignored; a snapshot without another time counts as never
+/// read.
 ///
 /// `snapshots` contains each key with the time when the snapshot was taken.
 pub fn list_last_reads(
     snapshots: &[(String, Timestamp)],
     checked_at: &BTreeMap<String, Timestamp>,
+    now: Timestamp,
 ) -> Vec<LastRead> {
     let last_read = |(key, taken_at): &(String, Timestamp)| {
-        let read_at = checked_at.get(key).copied().unwrap_or(*taken_at).max(*taken_at);
-        LastRead { key: key.clone(), read_at }
+        let times = [checked_at.get(key).copied(), Some(*taken_at)];
+        let read_at = times.into_iter().flatten().find(|at| *at <= now);
+        LastRead { key: key.clone(), read_at: read_at.unwrap_or(Timestamp::UNIX_EPOCH) }
     };
     snapshots.iter().map(last_read).collect()
 }
@@ -38,8 +45,8 @@ pub fn select_today(mut snapshots: Vec<LastRead>, now: Timestamp, within_days: u
     let overdue_before = now - DAY * i32::try_from(within_days.max(1)).unwrap_or(i32::MAX);
     let overdue = snapshots.iter().filter(|snapshot| snapshot.read_at <= overdue_before).count();
     let count = daily_share.max(overdue).min(daily_share.saturating_mul(MAX_CATCH_UP_DAYS));
-    // A snapshot that was read within the last day is not read again, even if it is in today's share.
-    let selected = snapshots.into_iter().take(count).filter(|snapshot| snapshot.read_at <= now - DAY);
+    let read_before = now - MIN_READ_INTERVAL;
+    let selected = snapshots.into_iter().take(count).filter(|snapshot| snapshot.read_at <= read_before);
     selected.map(|snapshot| snapshot.key).collect()
 }
 
@@ -60,11 +67,12 @@ mod tests {
                     taken.push((format!("{day:03}-{hour:02}"), now));
                 }
                 now += DAY;
-                for key in select_today(list_last_reads(&taken, &checked), now, within) {
+                for key in select_today(list_last_reads(&taken, &checked, now), now, within) {
                     checked.insert(key, now);
                 }
                 // One more day, because a snapshot may become overdue just after the day's run.
-                let oldest = list_last_reads(&taken, &checked).into_iter().map(|snapshot| snapshot.read_at).min();
+                let last_reads = list_last_reads(&taken, &checked, now);
+                let oldest = last_reads.into_iter().map(|snapshot| snapshot.read_at).min();
                 if let Some(oldest) = oldest {
                     prop_assert!(now.duration_since(oldest) <= DAY * i32::try_from(within + 1).unwrap(), "{oldest} at {now}");
                 }
@@ -76,9 +84,34 @@ mod tests {
         fn schedule_catches_up_in_steps(count in 1_usize..500, idle_days in 0_i32..400, within in 1_u32..40) {
             let start: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
             let taken: Vec<_> = (0..count).map(|n| (format!("{n:03}"), start)).collect();
-            let today = select_today(list_last_reads(&taken, &BTreeMap::new()), start + DAY * idle_days, within);
+            let now = start + DAY * idle_days;
+            let today = select_today(list_last_reads(&taken, &BTreeMap::new(), now), now, within);
             prop_assert!(today.len() <= count.div_ceil(within as usize) * MAX_CATCH_UP_DAYS);
             prop_assert_eq!(today.is_empty(), idle_days < 1);
         }
+    }
+
+    #[test]
+    fn select_today_within_one_day_selects_every_day() {
+        let start: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
+        let taken = [("a".to_owned(), start)];
+        let mut checked = BTreeMap::new();
+        for day in 1..4 {
+            let now = start + DAY * day;
+            assert_eq!(select_today(list_last_reads(&taken, &checked, now), now, 1), ["a"], "day {day}");
+            let ended_at = now + SignedDuration::from_mins(10);
+            checked.insert("a".to_owned(), ended_at);
+        }
+    }
+
+    #[test]
+    fn list_last_reads_ignores_future_times() {
+        let now: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
+        let (past, future) = (now - DAY, now + DAY);
+        let taken = [("a", past), ("b", future), ("c", future)].map(|(key, at)| (key.to_owned(), at));
+        let checked = BTreeMap::from([("a".to_owned(), future), ("b".to_owned(), past)]);
+        let read_at: Vec<_> =
+            list_last_reads(&taken, &checked, now).into_iter().map(|snapshot| snapshot.read_at).collect();
+        assert_eq!(read_at, [past, past, Timestamp::UNIX_EPOCH]);
     }
 }
