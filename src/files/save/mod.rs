@@ -54,8 +54,8 @@ const WALK_STACK_BYTES: usize = 64 << 20;
 /// A save that takes longer checks whether the index that it has read is still current. Pruning deletes a pack 72 hours
 /// after it has marked it, or later; the difference is a margin.
 const MAX_UNCHECKED_DURATION: Duration = Duration::from_secs(48 * 3600);
-/// A pack that was marked for deletion earlier than this may be deleted before pruning finds the new snapshot. The same
-/// margin applies.
+/// A pack that was marked for deletion longer ago than this may be deleted before pruning finds the new snapshot. The
+/// same margin applies.
 const MAX_MARK_AGE: SignedDuration = SignedDuration::from_hours(48);
 
 /// The directory to save, and how its snapshots are labeled.
