@@ -40,8 +40,8 @@ pub struct VerifyReport {
     pub bytes: u64,
     /// Packs with damaged blobs of which no other pack has a sound copy.
     pub damaged: Vec<DamagedPack>,
-    /// Damaged packs whose damaged blobs, if any, all have sound copies in other packs.
-    pub replaced: Vec<DamagedPack>,
+    /// Damaged packs whose content can be read: each blob is sound there, or has a sound copy in another pack.
+    pub recoverable: Vec<DamagedPack>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -98,7 +98,7 @@ pub async fn verify(repository: &Repository, share: PackShare) -> Result<VerifyR
             }
         }
         let damaged = DamagedPack { pack, why, blobs: lost };
-        let list = if damaged.blobs.is_empty() { &mut verified.replaced } else { &mut verified.damaged };
+        let list = if damaged.blobs.is_empty() { &mut verified.recoverable } else { &mut verified.damaged };
         list.push(damaged);
     }
     Ok(verified)

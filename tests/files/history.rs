@@ -261,10 +261,16 @@ async fn restore_never_overwrites_existing_files() -> Result<()> {
         assert!(state["status"] == "failed" && error.contains(part), "{fields}: {state}");
         assert!(!history.host.machine.path("var/lib/svc/requests/files-restore").exists(), "{fields}");
     }
-    // Without a time, the last save before the request is restored, not the one that precedes the replacement.
-    history.host.write("home/projects/app/main.rs", "broken")?;
-    let state = history.restore(&json!({ "path": "projects/app/main.rs", "replace": true }), 0)?;
-    assert_eq!(history.read("home/projects/app/main.rs")?, "fn main() {}", "{state}");
+    // Without a time, or with one in the future, the last save before the request is restored, not the one that
+    // precedes the replacement.
+    let soon = (Timestamp::now() + jiff::SignedDuration::from_mins(2)).to_string();
+    for time in [Value::Null, Value::String(soon)] {
+        history.save().await?;
+        history.host.write("home/projects/app/main.rs", "broken")?;
+        let fields = json!({ "path": "projects/app/main.rs", "time": time, "replace": true });
+        let state = history.restore(&fields, 0)?;
+        assert_eq!(history.read("home/projects/app/main.rs")?, "fn main() {}", "{state}");
+    }
     // A `.svc-restore-entry` directory that belongs to another user is not removed, and the request fails.
     if nix::unistd::getuid().is_root() {
         let foreign = history.host.home().join(".svc-restore-entry");
@@ -308,6 +314,33 @@ async fn restore_survives_a_kill_at_every_fail_point() -> Result<()> {
             assert!(!Path::new(&history.host.home().join(leftover)).exists(), "{point}: {leftover}");
         }
     }
+    Ok(())
+}
+
+/// One of the owner's programs creates an entry with the planned name of the replaced one, and the machine fails again.
+#[tokio::test(flavor = "multi_thread")]
+async fn restore_reports_actual_path_of_replaced_entry() -> Result<()> {
+    let history = HistoryFixture::start().await?;
+    let time = history.save().await?.to_string();
+    history.host.write("home/projects/plan.md", "newer")?;
+    history.request_restore(&json!({ "path": "projects/plan.md", "time": time, "replace": true }))?;
+    let serve = ["svc-sync-agent", "serve-restore"];
+    let kill_at = |point: &str| -> Result<()> {
+        let failpoints = format!("{point}=return(kill)");
+        history.host.machine.run_with(&serve, &[("FAILPOINTS", &failpoints)])?.expect_killed();
+        Ok(())
+    };
+    kill_at("files.entry.exchanged")?;
+    let placement: Value = serde_json::from_str(&history.read(".svc-restore-entry/complete")?)?;
+    let planned_name = String::from_utf8(serde_json::from_value(placement["kept_as"].clone())?)?;
+    history.host.write(&format!("home/projects/{planned_name}"), "unrelated")?;
+    kill_at("files.entry.placed")?;
+    history.host.machine.run(&serve)?.expect(0);
+    let state = history.restore_state()?;
+    let kept_path =
+        state["keptAs"].as_str().and_then(|path| path.strip_prefix("/home/svc/")).context("not kept")?;
+    assert_eq!(history.read(kept_path)?, "newer", "{state}");
+    assert_eq!(history.read(&format!("home/projects/{planned_name}"))?, "unrelated");
     Ok(())
 }
 

@@ -238,7 +238,7 @@ async fn damage_is_traced_to_files_and_repaired() {
     let repaired = fixture.save().await;
     let verified = verify(&repository, PackShare::ALL).await.unwrap();
     assert!(verified.damaged.is_empty(), "{verified:?}");
-    assert_eq!(verified.replaced.iter().map(|damaged| damaged.pack).collect::<Vec<_>>(), [pack]);
+    assert_eq!(verified.recoverable.iter().map(|damaged| damaged.pack).collect::<Vec<_>>(), [pack]);
     for saved in [&first, &second, &repaired] {
         fixture.restore(&saved.snapshot).await;
     }

@@ -62,8 +62,8 @@ pub struct VerifyResult {
     pub at: Option<Timestamp>,
     pub packs: u64,
     pub bytes: u64,
-    /// The number of damaged packs whose content is also in other packs.
-    pub replaced: u64,
+    /// The number of damaged packs whose content can be read, there or in other packs.
+    pub recoverable: u64,
     /// Why the verification could not be completed.
     pub error: Option<String>,
 }

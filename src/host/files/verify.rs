@@ -101,10 +101,10 @@ pub async fn run(layout: Layout, should_verify_all: bool) -> Result<(), Failure>
         return Err(Failure::new(Exit::Unavailable, anyhow!("{error}")));
     }
     let read = format!("{} ({})", pluralize(result.packs, "pack"), format_bytes(result.bytes));
-    let text = match result.replaced {
+    let text = match result.recoverable {
         0 => format!("{read} read in full: all are intact"),
         count => format!(
-            "{read} read in full: nothing is lost; other packs contain the content of {}",
+            "{read} read in full: nothing is lost; the content of {} is readable, there or in other packs",
             pluralize(count, "damaged pack")
         ),
     };
@@ -127,12 +127,16 @@ async fn verify_shares(
         let verified = verify(&repository, *share).await?;
         result.packs += verified.packs;
         result.bytes += verified.bytes;
-        result.replaced += verified.replaced.len() as u64;
+        result.recoverable += verified.recoverable.len() as u64;
         for damaged in &verified.damaged {
             tracing::error!(pack = %damaged.pack, why = damaged.why, blobs = damaged.blobs.len(), "a pack is damaged");
         }
-        for damaged in &verified.replaced {
-            tracing::warn!(pack = %damaged.pack, why = damaged.why, "a pack is damaged; other packs have its content");
+        for damaged in &verified.recoverable {
+            tracing::warn!(
+                pack = %damaged.pack,
+                why = damaged.why,
+                "a pack is damaged; its content is readable, there or in other packs"
+            );
         }
         checks.record_share(*share, &verified, clock::now_ms());
         // Write the result before the search for affected files, which can take a long time.

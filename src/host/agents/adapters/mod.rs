@@ -71,10 +71,10 @@ pub enum Exit {
 
 impl Exit {
     /// Whether a signal ended the process. By convention, a program that handles a signal exits with 128 plus the
-    /// signal's number.
+    /// signal's number, which is at most 64. Higher codes are errors: 255, for example, is the code of `exit(-1)`.
     pub fn is_caused_by_signal(self) -> bool {
         match self {
-            Self::Code(code) => code > 128,
+            Self::Code(code) => (129..=192).contains(&code),
             Self::Signal(_) => true,
         }
     }
@@ -180,5 +180,15 @@ mod tests {
         let events = stdout.lines().zip(0..).flat_map(|(line, n)| adapter.parse_line(n, line)).collect();
         let lines = stdout.lines().count() as u64;
         (events, adapter.finish(lines, exit, "words on standard error"))
+    }
+
+    #[test]
+    fn signals_are_recognized_by_exit_code() {
+        for code in [129, 143, 192] {
+            assert!(Exit::Code(code).is_caused_by_signal(), "{code}");
+        }
+        for code in [0, 1, 128, 193, 255] {
+            assert!(!Exit::Code(code).is_caused_by_signal(), "{code}");
+        }
     }
 }

@@ -166,7 +166,7 @@ impl<W: Write> Writer<W> {
                 tar.append_link(&mut header, path, target)
             }
             Self::Zip(zip) => {
-                Ok(zip.add_symlink(zip_name(path), target.to_string_lossy(), zip_options(entry))?)
+                Ok(zip.add_symlink(zip_name(path), zip_name(Path::new(target)), zip_options(entry))?)
             }
         }
     }
@@ -213,14 +213,16 @@ fn zip_time(time: Timestamp) -> Option<zip::DateTime> {
     .ok()
 }
 
-/// Returns a path as text. Each byte that is not valid UTF-8 is percent-encoded.
+/// Returns a path as text. Each byte that is not valid UTF-8, and each byte of U+FFFD itself, is written as U+FFFD and
+/// two hexadecimal digits. The path can thus be decoded from the text, so two paths never have the same text, which
+/// [`ZipWriter`] would refuse. Percent-encoding would have to change valid names that contain `%`, too.
 fn zip_name(path: &Path) -> String {
     use std::fmt::Write as _;
     let mut name = String::new();
     for chunk in path.as_os_str().as_bytes().utf8_chunks() {
-        name.push_str(chunk.valid());
+        name.push_str(&chunk.valid().replace('\u{FFFD}', "\u{FFFD}EF\u{FFFD}BF\u{FFFD}BD"));
         for byte in chunk.invalid() {
-            let _ = write!(name, "%{byte:02X}");
+            let _ = write!(name, "\u{FFFD}{byte:02X}");
         }
     }
     name
@@ -259,6 +261,22 @@ impl Read for ContentReader<'_> {
             let longer = || io::Error::other("a file is longer than its recorded size");
             self.remaining = self.remaining.checked_sub(chunk.len() as u64).ok_or_else(longer)?;
             self.chunk = io::Cursor::new(chunk);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn zip_names_are_distinct_and_keep_valid_names() {
+        for (path, expected) in [
+            (&b"a/%E9 \xC3\xBC"[..], "a/%E9 \u{FC}"),
+            (&b"a/\xE9 \xC3\xBC"[..], "a/\u{FFFD}E9 \u{FC}"),
+            ("a/\u{FFFD}E9 \u{FC}".as_bytes(), "a/\u{FFFD}EF\u{FFFD}BF\u{FFFD}BDE9 \u{FC}"),
+        ] {
+            assert_eq!(zip_name(Path::new(OsStr::from_bytes(path))), expected);
         }
     }
 }

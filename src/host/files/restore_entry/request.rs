@@ -23,7 +23,8 @@ pub struct RestoreRequest {
     pub requested_at: Timestamp,
     /// The entry to restore, as formatted by [`crate::files::home_path::HomePath`].
     pub path: String,
-    /// The entry is restored from the last snapshot at or before this time; `None` for the time of the request.
+    /// The entry is restored from the last snapshot at or before this time; `None` for the time of the request. A later
+    /// time counts as that of the request, unless it is exactly that of a snapshot.
     #[serde(with = "clock::wire_option", default)]
     pub time: Option<Timestamp>,
     /// Where to restore the entry. `None` for its original path; if that path exists and is not replaced, for a new

@@ -337,10 +337,7 @@ async fn stage(
         save_request::save_now(&settings.layout).await.map_err(RestoreError::Unsaved)?;
     }
     let counts = RestoreProgress::default();
-    // The default is the time of the request: the snapshot of the save above contains what is to be replaced, and a
-    // repeated run must find the same snapshot.
-    let time = request.time.unwrap_or(request.requested_at);
-    let attempt = async || restore_to_staging(settings, time, &path, staging, owner, &counts).await;
+    let attempt = async || restore_to_staging(settings, request, &path, staging, owner, &counts).await;
     let staged = tokio::select! {
         staged = retry(OUTAGE_TIMEOUT, RestoreError::is_transient, attempt) => staged?,
         never = show_progress(&counts, &settings.layout, state) => match never {},
@@ -368,7 +365,7 @@ async fn stage(
 /// Empties the staging directory, and restores the entry to it.
 async fn restore_to_staging(
     settings: &FilesSettings,
-    time: Timestamp,
+    request: &RestoreRequest,
     path: &HomePath,
     staging: &Staging,
     owner: Option<(u32, u32)>,
@@ -377,7 +374,15 @@ async fn restore_to_staging(
     let repository = settings.open_with_stored_key().await?.ok_or(RestoreError::NothingSaved)?;
     let repository = repository.with_outage_timeout(OUTAGE_TIMEOUT);
     let history = History::open_for_restore(repository.clone()).await?;
-    let (_, snapshot) = history.find_snapshot(Some(time)).ok_or(RestoreError::NoSnapshot(time))?;
+    // By default, and if the client's clock is ahead, the time is that of the request: the snapshot of the save in
+    // `stage` contains what is to be replaced, and a repeated run must find the same snapshot. Only the exact time of a
+    // snapshot may be later: the machine's clock was ahead when it was taken.
+    let time = request.time.unwrap_or(request.requested_at);
+    let max_time = time.min(request.requested_at);
+    let is_exact = |at: Timestamp| at.as_millisecond() == time.as_millisecond();
+    let named = history.find_snapshot(Some(time)).filter(|(_, snapshot)| is_exact(snapshot.time));
+    let found = named.or_else(|| history.find_snapshot(Some(max_time)));
+    let (_, snapshot) = found.ok_or(RestoreError::NoSnapshot(max_time))?;
     let at = snapshot.time;
     let entry = history.find(snapshot, path.as_path()).await?;
     let entry = entry.ok_or_else(|| RestoreError::NotFound { path: path.clone(), at })?;
@@ -448,7 +453,7 @@ fn find_exchanged(staging: &Staging) -> Result<Option<Placement>, RestoreError> 
 /// Moves the replaced entry, if any, from the staging directory to a name next to the restored one, and returns its
 /// path for display. If the move fails for a reason other than a taken name, undoes the exchange.
 fn finish_exchange(layout: &Layout, staging: &Staging) -> Result<Option<String>, RestoreError> {
-    let Some(placement) = find_exchanged(staging)? else { return Ok(None) };
+    let Some(mut placement) = find_exchanged(staging)? else { return Ok(None) };
     let staged = staging.files().join(STAGED);
     let path = bytes_to_name(&placement.directory);
     let directory = Directory::open(&layout.user_home(), Path::new(&path), owner_ids(layout))?;
@@ -456,10 +461,13 @@ fn finish_exchange(layout: &Layout, staging: &Staging) -> Result<Option<String>,
     for _ in 0..MAX_KEEP_ATTEMPTS {
         match directory.move_in(&staged, &kept_as) {
             Ok(()) => return Ok(Some(placement.display_path(kept_as.as_bytes()))),
-            // One of the owner's programs has created an entry with this name in the meantime.
+            // One of the owner's programs has created an entry with this name in the meantime. Record the new name
+            // before the move, for a later call of `find_kept`.
             Err(Errno::EXIST) => {
                 let name = bytes_to_name(&placement.name);
                 kept_as = directory.find_free_name(&name, "replaced", clock::now_ms())?;
+                placement.kept_as = Some(kept_as.as_bytes().to_vec());
+                staging.mark_complete(&placement)?;
             }
             Err(error) => {
                 let name = bytes_to_name(&placement.name);

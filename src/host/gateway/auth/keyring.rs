@@ -1,12 +1,15 @@
 //! The proof keys that this host accepts: the provisioned ones, until the sync agent's file replaces them.
 //!
-//! The file is checked at most once a second. An invalid file leaves the current keys in place.
+//! The file is checked at most once a second. An invalid file leaves the current keys in place. If it cannot be read,
+//! the next check tries again.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use svc_base::error_chain::format_chain;
+use svc_base::fsx;
 use svc_host::system::activity;
 use svc_host::system::layout::Layout;
 use svc_http::proof::ProofKeys;
@@ -24,7 +27,10 @@ struct State {
     keys: Arc<ProofKeys>,
     /// Incremented when the keys change, so that proofs verified with older keys are dropped from caches.
     generation: u64,
+    /// The stamp of the file that was last read.
     last_stamp: Option<FileStamp>,
+    /// Whether the last attempt to read the file failed.
+    is_unreadable: bool,
     checked_at: Option<Instant>,
 }
 
@@ -52,7 +58,13 @@ impl FileStamp {
 impl Keyring {
     /// Accepts the `provisioned` keys until the file [`Layout::proof_keys`] replaces them.
     pub fn new(provisioned: ProofKeys, layout: Layout) -> Self {
-        let state = State { keys: Arc::new(provisioned), generation: 0, last_stamp: None, checked_at: None };
+        let state = State {
+            keys: Arc::new(provisioned),
+            generation: 0,
+            last_stamp: None,
+            is_unreadable: false,
+            checked_at: None,
+        };
         Self { layout, state: Mutex::new(state) }
     }
 
@@ -80,11 +92,20 @@ impl State {
         if stamp == self.last_stamp {
             return;
         }
+        let text = match fsx::read_if_exists(file) {
+            Ok(text) => text,
+            Err(error) => {
+                // The error may be transient, so the stamp stays as it is, and the next check tries again.
+                if !std::mem::replace(&mut self.is_unreadable, true) {
+                    tracing::warn!(error = %format_chain(&error), "cannot read the proof keys; retrying");
+                }
+                return;
+            }
+        };
+        self.is_unreadable = false;
         self.last_stamp = stamp;
-        if stamp.is_none() {
-            return;
-        }
-        match read_keys(file) {
+        let Some(text) = text else { return };
+        match parse_keys(&text) {
             Ok(keys) if keys != *self.keys => {
                 tracing::info!(kids = ?kids(&keys), "proof keys replaced");
                 self.keys = Arc::new(keys);
@@ -98,9 +119,8 @@ impl State {
     }
 }
 
-fn read_keys(file: &Path) -> Result<ProofKeys, String> {
-    let text = std::fs::read(file).map_err(|error| error.to_string())?;
-    let keys: ProofKeys = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
+fn parse_keys(text: &[u8]) -> Result<ProofKeys, String> {
+    let keys: ProofKeys = serde_json::from_slice(text).map_err(|error| error.to_string())?;
     if keys.keys.is_empty() { Err("the file contains no keys".to_owned()) } else { Ok(keys) }
 }
 
@@ -143,5 +163,17 @@ mod tests {
         let noted = std::fs::read_to_string(layout.logs().join("activity.log")).unwrap();
         assert_eq!(noted.lines().count(), 1, "{noted}");
         assert!(noted.ends_with("the platform's proof keys are now second\n"), "{noted}");
+    }
+
+    #[test]
+    fn file_that_could_not_be_read_is_read_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        // A directory can be found, but not read.
+        std::fs::create_dir_all(layout.proof_keys()).unwrap();
+        let ring = Keyring::new(keys("first"), layout);
+        assert_eq!(current_kids(&ring), "first");
+        let state = ring.state.lock().unwrap();
+        assert_eq!((state.last_stamp, state.is_unreadable), (None, true));
     }
 }
