@@ -20,7 +20,7 @@ struct KeyUsage {
     is_previous_recorded: bool,
     /// The number of running processes, and the number of those that have the previous key as either of their keys.
     processes: (i64, i64),
-    /// The error from decrypting an active signing key, if neither platform key decrypts it.
+    /// The error for an active signing key, or the key of a slot's file backups, that neither platform key decrypts.
     undecryptable: Option<KeyError>,
 }
 
@@ -154,7 +154,7 @@ async fn read_usage(
 }
 
 /// Finds the error with which `svc-platform` would refuse to start. Not needed with a single key, because
-/// [`KeyNeed`] then lists the signing keys.
+/// [`KeyNeed`] then lists the keys that it does not open.
 async fn find_undecryptable_key_error(
     config: &PlatformConfig,
     client: &impl deadpool_postgres::GenericClient,
@@ -162,7 +162,7 @@ async fn find_undecryptable_key_error(
     if config.keys.previous.is_none() {
         return Ok(None);
     }
-    match keys::ensure_keys_can_be_opened(client, &Seal::from_keys(&config.keys)).await {
+    match keys::ensure_keys_can_be_opened(client, &config.keys.ids(), &Seal::from_keys(&config.keys)).await {
         Ok(()) => Ok(None),
         Err(KeyError::Db(error)) => Err(error),
         Err(error) => Ok(Some(error)),
