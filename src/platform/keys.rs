@@ -12,7 +12,7 @@ use ring::rand::{SecureRandom, SystemRandom};
 use secrecy::{ExposeSecret, SecretSlice};
 
 use super::db::{self, Db, DbError};
-use super::platform_key::{KeyId, PlatformKeys};
+use super::platform_key::{KeyId, KeyIds, PlatformKeys};
 use svc_http::proof::{ProofKeys, Signer};
 use svc_router::signing_set::{AppKeys, SigningSet};
 
@@ -163,18 +163,24 @@ pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet,
     })
 }
 
-/// Checks that each active signing key can be opened with one of the platform keys.
+/// Checks that each active signing key, and the key of each slot's file backups, can be opened with one of the platform
+/// keys. `ids` are the fingerprints of the keys of `seal`.
 ///
 /// # Errors
-/// [`KeyError`]; `Sealed` for a key that neither platform key opens, `Corrupt` if the opened key is invalid.
+/// [`KeyError`]; `Sealed` for a key that neither platform key opens, `Corrupt` if an opened signing key is invalid,
+/// `Db` if the database fails.
 pub async fn ensure_keys_can_be_opened(
     client: &impl deadpool_postgres::GenericClient,
+    ids: &KeyIds,
     seal: &Seal,
 ) -> Result<(), KeyError> {
     for purpose in [db::keys::PROOF_PURPOSE, db::keys::APP_PURPOSE] {
         open_all(db::keys::list_active(client, purpose).await?, seal)?;
     }
-    Ok(())
+    match db::file_keys::find_sealed_with_neither(client, ids).await? {
+        Some(slot) => Err(KeyError::Sealed { kid: format!("files:{slot}") }),
+        None => Ok(()),
+    }
 }
 
 async fn load_or_create(db: &Db, seal: &Seal, purpose: &str) -> Result<Vec<db::keys::StoredKey>, KeyError> {

@@ -254,6 +254,10 @@ impl Download<'_> {
         digest: &mut Sha256,
     ) -> Result<(), DownloadError> {
         if self.body.is_none() {
+            // The connection broke between the last byte and the end of the stream. No range is left to request.
+            if self.length == Some(self.received) {
+                return Ok(());
+            }
             self.send_request().await?;
         }
         let Some(PendingBody { response, mut skip }) = self.body.take() else { return Ok(()) };
@@ -299,4 +303,31 @@ fn strong_etag(response: &reqwest::Response) -> Option<String> {
 fn parse_range_start(response: &reqwest::Response) -> Option<u64> {
     let range = response.headers().get(header::CONTENT_RANGE)?.to_str().ok()?;
     range.strip_prefix("bytes ")?.split('-').next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::stream;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn stream_to_ends_if_connection_breaks_after_last_byte() {
+        // Another request would fail, because this file does not exist.
+        let source = BundleSource { url: Url::parse("file:///nonexistent").unwrap(), token: None };
+        let parts = [Ok(Bytes::from_static(b"abc")), Err(std::io::Error::other("connection lost"))];
+        let body = reqwest::Body::wrap_stream(stream::iter(parts));
+        let download = Download {
+            source: &source,
+            client: client::build(Timeouts::DOWNLOAD).unwrap(),
+            etag: None,
+            length: Some(3),
+            received: 0,
+            body: Some(PendingBody { response: http::Response::new(body).into(), skip: 0 }),
+        };
+        let (sender, mut receiver) = mpsc::channel(4);
+        assert_eq!(download.stream_to(sender).await.unwrap(), hex::encode(Sha256::digest(b"abc")));
+        assert_eq!(receiver.recv().await, Some(Bytes::from_static(b"abc")));
+        assert_eq!(receiver.recv().await, None);
+    }
 }

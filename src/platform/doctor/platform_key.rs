@@ -20,7 +20,7 @@ struct KeyUsage {
     is_previous_recorded: bool,
     /// The number of running processes, and the number of those that have the previous key as either of their keys.
     processes: (i64, i64),
-    /// The error from decrypting an active signing key, if neither platform key decrypts it.
+    /// The error for an active signing key, or the key of a slot's file backups, that neither platform key decrypts.
     undecryptable: Option<KeyError>,
 }
 
@@ -28,7 +28,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("platform-key");
     let ids = config.keys.ids();
     let (findings, named) = match load_named_key(config, &ids).await {
-        Ok(named) => (findings, Some(named)),
+        Ok(named) => (findings, named),
         Err(MarkError::UnknownKey(other)) => return findings.problem(other.to_string(), other.advice()),
         Err(error @ MarkError::Store(StoreError::Corrupt { .. })) => {
             let next = format!(
@@ -52,15 +52,16 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     }
 }
 
-/// Reads which of the keys the store names as the current one.
-async fn load_named_key(config: &PlatformConfig, ids: &KeyIds) -> Result<NamedKey, MarkError> {
+/// Reads which of the keys the store names as the current one; `None` if the store cannot be opened.
+async fn load_named_key(config: &PlatformConfig, ids: &KeyIds) -> Result<Option<NamedKey>, MarkError> {
     match config.store.open() {
-        Ok(bucket) => mark::check(&bucket, ids).await,
+        Ok(bucket) => mark::check(&bucket, ids).await.map(Some),
         // The check `store` reports this error.
-        Err(_) => Ok(NamedKey::NoMark),
+        Err(_) => Ok(None),
     }
 }
 
+/// Assesses the keys. `named` is `None` if the store could not be read.
 fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<NamedKey>) -> Findings {
     if let Some(error) = &usage.undecryptable {
         return findings.problem(
@@ -93,6 +94,15 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Name
         Some(previous) if usage.need.is_empty() && named == Some(NamedKey::Previous) => findings.warning(
             format!("PLATFORM_KEY_PREVIOUS {previous} is still needed: the object store names it as the current key"),
             "keep it; a running svc-platform records the new key once it reaches the store; then run this check again",
+        ),
+        // A running svc-platform replaces the mark only once it reaches the store. Without the key that the mark names,
+        // svc-platform would stop once the store is available again.
+        Some(previous) if usage.need.is_empty() && named.is_none() => findings.warning(
+            format!(
+                "PLATFORM_KEY_PREVIOUS {previous} may still be needed: the object store, which may name it as the \
+                 current key, could not be read"
+            ),
+            "keep it; see the check `store`, then run this check again",
         ),
         Some(previous) if usage.need.is_empty() => findings.warning(
             format!("PLATFORM_KEY_PREVIOUS {previous} is no longer needed: it can be dropped"),
@@ -154,7 +164,7 @@ async fn read_usage(
 }
 
 /// Finds the error with which `svc-platform` would refuse to start. Not needed with a single key, because
-/// [`KeyNeed`] then lists the signing keys.
+/// [`KeyNeed`] then lists the keys that it does not open.
 async fn find_undecryptable_key_error(
     config: &PlatformConfig,
     client: &impl deadpool_postgres::GenericClient,
@@ -162,9 +172,39 @@ async fn find_undecryptable_key_error(
     if config.keys.previous.is_none() {
         return Ok(None);
     }
-    match keys::ensure_keys_can_be_opened(client, &Seal::from_keys(&config.keys)).await {
+    match keys::ensure_keys_can_be_opened(client, &config.keys.ids(), &Seal::from_keys(&config.keys)).await {
         Ok(()) => Ok(None),
         Err(KeyError::Db(error)) => Err(error),
         Err(error) => Ok(Some(error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::platform_key::KeyId;
+
+    #[test]
+    fn assess_advises_removal_only_if_store_was_read() {
+        let id = |byte: u8| KeyId::from_key(&vec![byte; 32].into());
+        let ids = KeyIds { current: id(2), previous: Some(id(1)) };
+        let usage = KeyUsage {
+            need: KeyNeed::default(),
+            is_rotation_complete: true,
+            is_previous_recorded: true,
+            processes: (1, 1),
+            undecryptable: None,
+        };
+        let cases = [
+            (Some(NamedKey::Current), "can be dropped"),
+            (Some(NamedKey::NoMark), "can be dropped"),
+            (Some(NamedKey::Previous), "is still needed"),
+            (None, "may still be needed"),
+        ];
+        for (named, expected) in cases {
+            let findings = assess(Findings::new("platform-key"), &ids, &usage, named).into_list();
+            assert_eq!(findings.len(), 1, "{named:?}: {findings:?}");
+            assert!(findings[0].what.contains(expected), "{named:?}: {findings:?}");
+        }
     }
 }

@@ -62,10 +62,7 @@ pub async fn admit(
             refuse_if_other_key_needed(&tx, own, mint, seal, max_silence, is_first).await?;
         } else {
             // The keys are checked before their use is recorded, because a wrong key must not affect the key rotation.
-            keys::ensure_keys_can_be_opened(&tx, seal).await?;
-            if let Some(slot) = db::file_keys::find_sealed_with_neither(&tx, &own.ids).await? {
-                return Err(KeyError::Sealed { kid: format!("files:{slot}") }.into());
-            }
+            keys::ensure_keys_can_be_opened(&tx, &own.ids, seal).await?;
         }
         let incompatible = own.list_incompatible(&tx).await?;
         if incompatible.is_empty() {

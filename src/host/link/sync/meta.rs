@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::config::SyncConfig;
 use super::heartbeat;
-use super::server::CloudServer;
+use super::server::{self, CloudServer};
 use crate::system::quiesce::Quiesce;
 use svc_base::clock;
 use svc_store::StoreError;
@@ -62,7 +62,7 @@ async fn try_write(config: &SyncConfig, meta: &mut VpsMeta) -> Result<(), MetaWr
 
 fn build_meta(config: &SyncConfig) -> VpsMeta {
     let identity = &config.identity;
-    let server = CloudServer::read(&config.layout);
+    let cloud_server = CloudServer::read(&config.layout);
     let listen_ip = match config.listen.ip() {
         IpAddr::V4(ip) if !ip.is_unspecified() => Some(ip),
         _ => None,
@@ -75,10 +75,10 @@ fn build_meta(config: &SyncConfig) -> VpsMeta {
         slot: identity.slot.clone(),
         machine_id: identity.machine,
         epoch: config.epoch(),
-        provider_server_id: server.id,
+        provider_server_id: cloud_server.id,
         image_version: heartbeat::current_image_version(config),
         status: if quiesced.is_some() { "quiesced" } else { "running" }.to_owned(),
-        public_ipv4: server.public_ipv4.or(listen_ip),
+        public_ipv4: cloud_server.public_ipv4.or(listen_ip).or_else(server::find_public_source_ipv4),
         heartbeat_at: clock::now_ms(),
         last_backup: None,
     }

@@ -1,12 +1,16 @@
-//! The provider's data about this server, from cloud-init: its id and its public address.
+//! This server's id at the provider, from cloud-init, and its public address, from cloud-init or the routing table.
+//! Hetzner's data source does not store the address, and only root can reach the metadata service.
 
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 
 use serde::Deserialize;
 use serde_json::Value;
 
 use crate::system::layout::Layout;
 use svc_base::fsx;
+
+/// A destination that the default route covers. It is reserved for documentation (RFC 5737).
+const INTERNET_ADDRESS: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
 
 /// The server as the provider's metadata service described it at boot. A field is `None` without cloud-init, or if the
 /// provider's data has an unexpected format.
@@ -63,20 +67,65 @@ impl CloudServer {
     }
 }
 
+/// Returns the source address of packets to the internet, if it is public; behind NAT, it is not.
+pub fn find_public_source_ipv4() -> Option<Ipv4Addr> {
+    find_source_ipv4(INTERNET_ADDRESS).filter(|ip| is_public(*ip))
+}
+
+fn find_source_ipv4(destination: Ipv4Addr) -> Option<Ipv4Addr> {
+    let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).ok()?;
+    // Nothing is sent: for UDP, this only selects the route, and with it the source address. The port has no effect.
+    socket.connect((destination, 9)).ok()?;
+    match socket.local_addr().ok()?.ip() {
+        IpAddr::V4(ip) => Some(ip),
+        IpAddr::V6(_) => None,
+    }
+}
+
+/// Returns whether a server's address is public. Addresses that a server cannot have, such as multicast, are not
+/// considered.
+fn is_public(ip: Ipv4Addr) -> bool {
+    let is_shared_or_benchmark = matches!(ip.octets(), [100, 64..=127, ..] | [198, 18..=19, ..]);
+    let is_local = ip.is_private() || ip.is_loopback() || ip.is_link_local() || ip.is_unspecified();
+    !(is_local || is_shared_or_benchmark || ip.is_documentation())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn parse_accepts_only_numeric_ids() {
-        let hetzner =
-            br#"{"v1": {"instance_id": "4711"}, "ds": {"meta_data": {"public-ipv4": "192.0.2.7"}}}"#;
-        let expected =
-            CloudServer { id: Some("4711".to_owned()), public_ipv4: Some(Ipv4Addr::new(192, 0, 2, 7)) };
+        let hetzner = br#"{"v1": {"instance_id": "4711"},
+            "ds": {"meta_data": {"instance-id": 4711, "local-hostname": "svc-1", "public-keys": []}}}"#;
+        let expected = CloudServer { id: Some("4711".to_owned()), public_ipv4: None };
         assert_eq!(CloudServer::parse(hetzner), expected);
         assert_eq!(CloudServer::parse(br#"{"v1": {"instance_id": 4711}}"#).id, expected.id);
         for other in [&br#"{"v1": {"instance_id": "iid-local01"}}"#[..], b"{", b"", br#"{"ds": null}"#] {
             assert_eq!(CloudServer::parse(other), CloudServer::default());
         }
+    }
+
+    #[test]
+    fn parse_reads_address_that_other_data_sources_store() {
+        let ec2 = br#"{"v1": {"instance_id": "i-0abc"}, "ds": {"meta_data": {"public-ipv4": "192.0.2.7"}}}"#;
+        let expected = CloudServer { id: None, public_ipv4: Some(Ipv4Addr::new(192, 0, 2, 7)) };
+        assert_eq!(CloudServer::parse(ec2), expected);
+    }
+
+    #[test]
+    fn is_public_refuses_local_and_reserved_addresses() {
+        for text in ["78.46.0.1", "100.63.255.255", "100.128.0.1", "172.32.0.1", "198.20.0.1"] {
+            assert!(is_public(text.parse().unwrap()), "{text}");
+        }
+        let others = ["0.0.0.0", "10.0.0.2", "100.64.0.1", "100.127.0.1", "127.0.0.1", "169.254.0.1"];
+        for text in others.into_iter().chain(["172.16.0.1", "192.0.2.1", "192.168.0.1", "198.19.0.1"]) {
+            assert!(!is_public(text.parse().unwrap()), "{text}");
+        }
+    }
+
+    #[test]
+    fn find_source_ipv4_returns_address_of_the_route() {
+        assert_eq!(find_source_ipv4(Ipv4Addr::LOCALHOST), Some(Ipv4Addr::LOCALHOST));
     }
 }
