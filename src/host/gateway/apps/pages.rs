@@ -88,7 +88,7 @@ pub async fn serve_page(
 }
 
 enum PageTarget {
-    /// To the app's folder with a trailing slash, which relative links need.
+    /// To the app's folder with a trailing slash, which relative links need, and the request's query.
     Redirect(String),
     File(Box<AppFile>, HeaderValue),
 }
@@ -110,7 +110,10 @@ async fn find_page(files: &Arc<AppFiles>, principal: &Principal, uri: &Uri) -> R
     }
     let snapshot = files.registry.snapshot();
     let (folder, manifest) = snapshot.folders.get(slug).ok_or_else(not_found)?;
-    let Some(path) = path else { return Ok(PageTarget::Redirect(format!("/apps/{slug}/"))) };
+    let Some(path) = path else {
+        let query = uri.query().map(|query| format!("?{query}")).unwrap_or_default();
+        return Ok(PageTarget::Redirect(format!("/apps/{slug}/{query}")));
+    };
     if manifest.runtime == Runtime::Node {
         return Err(Problem::new(Code::Unavailable, "Apps with the `node` runtime are not served yet."));
     }
