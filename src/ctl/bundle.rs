@@ -398,6 +398,23 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn publish_refuses_manifest_too_large_for_hosts() {
+        let (bucket, version): (_, ImageVersion) = (bucket(), "1.0".parse().unwrap());
+        let dir = build(b"one");
+        write_manifest(&dir, b"one", "2125-01-01T00:00:00.000Z", None);
+        let manifest_file = dir.path().join(format!("{BUNDLE_FILE}.json"));
+        let mut manifest = std::fs::read(&manifest_file).unwrap();
+        manifest.resize(usize::try_from(bundle::MAX_COMPANION_BYTES).unwrap() + 1, b' ');
+        std::fs::write(&manifest_file, manifest).unwrap();
+        let refused = publish(&bucket, dir.path(), &version).await.unwrap_err();
+        assert!(
+            matches!(refused, PublishError::InvalidCompanion { why: ManifestError::TooLarge, .. }),
+            "{refused}"
+        );
+        assert_eq!(bucket.head(&key::bundle(&version, ".sha256")).await.unwrap(), None);
+    }
+
+    #[tokio::test]
     async fn publish_adds_and_renews_the_signed_manifest() {
         let (bucket, version): (_, ImageVersion) = (bucket(), "1.0".parse().unwrap());
         let dir = build(b"one");

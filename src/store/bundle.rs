@@ -90,6 +90,8 @@ pub struct Manifest {
 /// The reason a bundle is not trusted.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ManifestError {
+    #[error("it is larger than {} KiB, the maximum that hosts read", MAX_COMPANION_BYTES >> 10)]
+    TooLarge,
     #[error("no key is trusted: BUNDLE_PUBLIC_KEYS (on a host, SVC_BUNDLE_PUBLIC_KEYS) is not set")]
     NoKeys,
     #[error("the signature file must have 1 to {MAX_KEYS} lines, each a key id and a signature")]

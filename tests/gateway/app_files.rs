@@ -86,6 +86,21 @@ async fn fifo_manifest_does_not_block_other_apps() -> Result<()> {
 }
 
 #[tokio::test]
+async fn redirect_to_app_folder_keeps_query() -> Result<()> {
+    let machine = Machine::new(UNREACHABLE_DATABASE)?;
+    machine.add_app("pages", &json!({}))?;
+    machine.write("home/svc/home/apps/pages/dist/index.html", "page")?;
+    let host = machine.start()?;
+    wait_until_served(&host, "pages").await?;
+    for query in ["", "?note=5&text=a%20b"] {
+        let response = host.owner_request(Method::GET, &format!("/apps/pages{query}")).send().await?;
+        assert_eq!(response.status(), StatusCode::PERMANENT_REDIRECT);
+        assert_eq!(header(&response, "location"), format!("/apps/pages/{query}"));
+    }
+    Ok(())
+}
+
+#[tokio::test]
 async fn ranges_are_served_and_text_is_compressed() -> Result<()> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.add_app("media", &json!({}))?;

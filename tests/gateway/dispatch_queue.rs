@@ -263,6 +263,27 @@ async fn interrupted_dispatch_on_full_disk_is_not_restarted() -> Result<()> {
     host.wait_until("the journal is empty", async || Ok(std::fs::read_dir(&dispatches)?.count() == 0)).await
 }
 
+/// Neither the journal nor the records can be written, so only a mark can keep the dispatch from running.
+#[tokio::test]
+async fn dispatch_cancelled_on_full_disk_never_runs() -> Result<()> {
+    let (machine, _runner) =
+        machine_with_runner(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
+    let journal_disk = SmallDisk::mount(machine.path("var/lib/svc/dispatches"), 1)?;
+    let record_disk = SmallDisk::mount(machine.path("home/svc/home/system/logs"), 1)?;
+    let (Some(journal_disk), Some(record_disk)) = (journal_disk, record_disk) else { return Ok(()) };
+    let host = machine.start()?;
+    request_dispatch(&host, json!({ "prompt": "hold", "id": "first" })).await?;
+    request_dispatch(&host, json!({ "prompt": "sleep", "id": "second" })).await?;
+    journal_disk.fill(0)?;
+    record_disk.fill(0)?;
+    send_json(host.owner_request(Method::DELETE, "/api/dispatch/second")).await?;
+    let host = host.restart()?;
+    let ended = wait_until_finished(&host, "second").await?;
+    assert_eq!(ended["dispatches"][0]["interaction"]["error"]["name"], "Interrupted", "{ended}");
+    assert!(!host.machine.path("home/svc/home/sleeping.pid").exists(), "the cancelled dispatch ran");
+    Ok(())
+}
+
 #[tokio::test]
 async fn batch_survives_restart_in_order() -> Result<()> {
     let (machine, _runner) =

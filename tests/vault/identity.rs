@@ -362,6 +362,22 @@ async fn replaced_databases_are_kept_for_seven_days() -> Result<()> {
     Ok(())
 }
 
+/// The owner may have opened a replaced database, and left a transaction open.
+#[tokio::test]
+async fn backup_does_not_wait_for_locked_replaced_database() -> Result<()> {
+    let store = machine::start_store()?;
+    let machine = machine_with_backup(&store).await?;
+    let replaced = format!("svc_before_{}", jiff::Timestamp::now().as_millisecond());
+    let admin = machine.postgres().connect("postgres").await?;
+    admin.batch_execute(&format!("CREATE DATABASE {replaced}")).await?;
+    let owner = machine.postgres().connect(&replaced).await?;
+    owner.batch_execute("CREATE TABLE locked (id int)").await?;
+    owner.batch_execute("BEGIN; LOCK TABLE locked").await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    assert_eq!(replaced_databases(&machine).await?, [replaced]);
+    Ok(())
+}
+
 /// A brief failure does not delay the backup by an hour: the hourly run retries, and each attempt is recorded.
 #[tokio::test]
 async fn failed_hourly_backup_is_retried() -> Result<()> {

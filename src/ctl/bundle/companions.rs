@@ -68,13 +68,18 @@ impl Companions {
     /// ones.
     ///
     /// # Errors
-    /// [`PublishError::Read`] if a file cannot be read; [`PublishError::InvalidCompanion`] if the manifest does not
-    /// match the archive, or if it is signed but hosts would not trust it.
+    /// [`PublishError::Read`] if a file cannot be read; [`PublishError::InvalidCompanion`] if a file is too large for
+    /// hosts, if the manifest does not match the archive, or if it is signed but hosts would not trust it.
     pub async fn read(dir: &FilePath, context: &BundleContext<'_>) -> Result<Self, PublishError> {
         let path = |suffix: &str| dir.join(format!("{BUNDLE_FILE}{suffix}"));
         let invalid = |suffix: &str, why| PublishError::InvalidCompanion { path: path(suffix), why };
         let manifest = read_if_exists(&path(MANIFEST)).await?;
         let companions = Self { manifest, signature: read_if_exists(&path(SIGNATURE)).await? };
+        for (suffix, content) in companions.entries() {
+            if content.len() as u64 > MAX_COMPANION_BYTES {
+                return Err(invalid(suffix, ManifestError::TooLarge));
+            }
+        }
         if let Some(manifest) = &companions.manifest {
             context.parse_manifest(manifest).map_err(|why| invalid(MANIFEST, why))?;
         }

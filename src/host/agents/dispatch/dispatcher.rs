@@ -327,18 +327,12 @@ impl Dispatcher {
         let started_at = clock::now_ms();
         dispatch.mark_running(started_at);
         dispatch.publish("running", &dispatch.to_json());
-        if !self
-            .write_journal(vec![JournalEntry { started_at: Some(started_at), ..dispatch.accepted.clone() }])
-            .await
-        {
-            let (journal, accepted) = (self.journal.clone(), dispatch.accepted.clone());
-            let marked = tokio::task::spawn_blocking(move || journal.mark_started(&accepted)).await;
-            if !marked.unwrap_or_default() {
-                let message = "the agent did not run, because its start could not be recorded; if the disk is full, \
-                               free disk space, for example in the terminal, and send the dispatch again";
-                let interaction = run::interaction_without_run(dispatch, "NoRoom", message);
-                return self.end(dispatch, interaction, None).await;
-            }
+        let started = JournalEntry { started_at: Some(started_at), ..dispatch.accepted.clone() };
+        if !self.write_journal(vec![started]).await && !self.mark_started(dispatch).await {
+            let message = "the agent did not run, because its start could not be recorded; if the disk is full, \
+                           free disk space, for example in the terminal, and send the dispatch again";
+            let interaction = run::interaction_without_run(dispatch, "NoRoom", message);
+            return self.end(dispatch, interaction, None).await;
         }
         let context = RunContext {
             kernel: &self.kernel,
@@ -367,9 +361,8 @@ impl Dispatcher {
         // The batch stays in the journal until all its entries have ended, and a crash must not queue this entry again.
         let refused = JournalEntry { refused: Some(reached.period), ..dispatch.accepted.clone() };
         if !self.write_journal(vec![refused]).await {
-            let (journal, accepted) = (self.journal.clone(), dispatch.accepted.clone());
             // After a crash, a dispatch marked as started is recorded as interrupted: wrong, but it does not run.
-            let _ = tokio::task::spawn_blocking(move || journal.mark_started(&accepted)).await;
+            self.mark_started(dispatch).await;
         }
         self.end_refused(dispatch, reached.period);
     }
@@ -385,12 +378,13 @@ impl Dispatcher {
 
     /// Journals, records and publishes the end of a dispatch.
     async fn end(&self, dispatch: &Arc<Dispatch>, interaction: Interaction, text: Option<String>) {
-        self.write_journal(vec![JournalEntry {
-            started_at: dispatch.started_at(),
-            ended: Some(interaction.clone()),
-            ..dispatch.accepted.clone()
-        }])
-        .await;
+        let started_at = dispatch.started_at();
+        let ended = Some(interaction.clone());
+        let entry = JournalEntry { started_at, ended, ..dispatch.accepted.clone() };
+        if !self.write_journal(vec![entry]).await && started_at.is_none() {
+            // A crash may lose the record as well, and must not queue a cancelled dispatch again.
+            self.mark_started(dispatch).await;
+        }
         self.report_end_to_watcher(dispatch).await;
         let warnings = self.record_interaction(dispatch, &interaction);
         warnings.iter().for_each(|warning| dispatch.publish("warning", &warning.to_json()));
@@ -428,6 +422,14 @@ impl Dispatcher {
             tracing::warn!("cannot write a dispatch to the journal; a gateway crash would lose its state");
         }
         written.is_ok()
+    }
+
+    /// Marks a dispatch as started, for when the journal cannot be written. Returns `false` if a crash could start it
+    /// again.
+    async fn mark_started(&self, dispatch: &Dispatch) -> bool {
+        let (journal, accepted) = (self.journal.clone(), dispatch.accepted.clone());
+        let marked = tokio::task::spawn_blocking(move || journal.mark_started(&accepted)).await;
+        marked.unwrap_or_default()
     }
 
     fn pause_token(&self) -> CancellationToken {

@@ -44,12 +44,15 @@ impl AppFiles {
     }
 }
 
-/// Compressed files by the entity tag of the plain file; `None` if compression saved nothing or failed.
-struct GzipCache(moka::sync::Cache<HeaderValue, Option<StaticFile>>);
+/// Compressed files; `None` if compression saved nothing or failed.
+struct GzipCache(moka::sync::Cache<GzipKey, Option<StaticFile>>);
+
+/// The entity tag and media type of the plain file: a renamed file keeps its tag, but its media type may change.
+type GzipKey = (HeaderValue, &'static str);
 
 impl Default for GzipCache {
     fn default() -> Self {
-        let weight = |tag: &HeaderValue, file: &Option<StaticFile>| {
+        let weight = |(tag, _): &GzipKey, file: &Option<StaticFile>| {
             let bytes = file.as_ref().map_or(0, StaticFile::size) + tag.len() as u64;
             u32::try_from(bytes).unwrap_or(u32::MAX)
         };
@@ -64,7 +67,8 @@ impl GzipCache {
             return None;
         }
         // A read error is reported when the file is served.
-        self.0.get_with_by_ref(file.tag(), || file.gzip(Compression::default()).ok().flatten())
+        let key = (file.tag().clone(), file.media_type());
+        self.0.get_with(key, || file.gzip(Compression::default()).ok().flatten())
     }
 }
 
@@ -84,7 +88,7 @@ pub async fn serve_page(
 }
 
 enum PageTarget {
-    /// To the app's folder with a trailing slash, which relative links need.
+    /// To the app's folder with a trailing slash, which relative links need, and the request's query.
     Redirect(String),
     File(Box<AppFile>, HeaderValue),
 }
@@ -106,7 +110,10 @@ async fn find_page(files: &Arc<AppFiles>, principal: &Principal, uri: &Uri) -> R
     }
     let snapshot = files.registry.snapshot();
     let (folder, manifest) = snapshot.folders.get(slug).ok_or_else(not_found)?;
-    let Some(path) = path else { return Ok(PageTarget::Redirect(format!("/apps/{slug}/"))) };
+    let Some(path) = path else {
+        let query = uri.query().map(|query| format!("?{query}")).unwrap_or_default();
+        return Ok(PageTarget::Redirect(format!("/apps/{slug}/{query}")));
+    };
     if manifest.runtime == Runtime::Node {
         return Err(Problem::new(Code::Unavailable, "Apps with the `node` runtime are not served yet."));
     }
@@ -204,6 +211,22 @@ mod tests {
         }
         assert_eq!(parse_path("assets/app%20one.js"), Some("assets/app one.js".into()));
         assert_eq!(parse_path(""), Some(PathBuf::new()));
+    }
+
+    #[test]
+    fn gzip_cache_uses_media_type_of_renamed_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let (old, new) = (dir.path().join("index.txt"), dir.path().join("index.html"));
+        std::fs::write(&old, "text ".repeat(1000)).unwrap();
+        let cache = GzipCache::default();
+        let media_type = |path: &Path| {
+            let file = File::open(path).unwrap();
+            let meta = file.metadata().unwrap();
+            cache.get_or_compress(&StaticFile::from_file(file, &meta, path)).unwrap().media_type()
+        };
+        assert_eq!(media_type(&old), "text/plain; charset=utf-8");
+        std::fs::rename(&old, &new).unwrap();
+        assert_eq!(media_type(&new), "text/html; charset=utf-8");
     }
 
     #[test]

@@ -3,8 +3,10 @@
 //! when space is short.
 
 use std::path::Path;
+use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
+use tokio_postgres::Client;
 
 use crate::snapshots::row_counts;
 use crate::system::postgres;
@@ -17,6 +19,12 @@ use super::snapshot::SnapshotError;
 const RETENTION: SignedDuration = SignedDuration::from_hours(7 * 24);
 /// Space is short below this percentage of free space.
 const MIN_FREE_PERCENT: u64 = 10;
+/// Timeout for all databases together: the backup is recorded only after them.
+const TIMEOUT: Duration = Duration::from_secs(300);
+/// Timeout for a lock, because the owner may have locked a replaced database's tables.
+const LOCK_TIMEOUT_SECONDS: u32 = 5;
+/// Timeout for a query: a table with many deleted rows takes long to read.
+const READ_TIMEOUT_SECONDS: u32 = 30;
 
 /// A replaced database.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,15 +46,22 @@ impl ReplacedDatabase {
 }
 
 /// Drops the replaced databases that are expired or empty and, while space is short, the oldest of the others. An
-/// error, such as open sessions on a database, ends the pass until the next backup, but does not fail the backup.
+/// error, such as open sessions on a database, or a timeout ends the pass until the next backup, but does not fail the
+/// backup.
 pub async fn drop_old_databases(server: &PostgresServer, disk: &Path) {
-    if let Err(error) = try_drop(server, disk).await {
-        tracing::warn!(error = %format_chain(&error), "could not drop the replaced databases; the next backup tries again");
+    match tokio::time::timeout(TIMEOUT, try_drop(server, disk)).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => {
+            tracing::warn!(error = %format_chain(&error), "could not drop the replaced databases; the next backup tries again");
+        }
+        Err(_) => {
+            tracing::warn!("timed out dropping the replaced databases; the next backup tries again");
+        }
     }
 }
 
 async fn try_drop(server: &PostgresServer, disk: &Path) -> Result<(), SnapshotError> {
-    let client = server.connect(postgres::MAINTENANCE_DATABASE, "svc-db-backup").await?;
+    let client = connect(server, postgres::MAINTENANCE_DATABASE).await?;
     let query = "SELECT datname::text FROM pg_database WHERE datname ~ '^svc_before_[0-9]+$'";
     let mut databases = Vec::new();
     for row in client.query(query, &[]).await? {
@@ -68,10 +83,24 @@ async fn try_drop(server: &PostgresServer, disk: &Path) -> Result<(), SnapshotEr
 }
 
 /// Returns whether the database has no rows of the owner, so that it is not worth keeping. A database that cannot be
-/// read counts as not empty.
+/// read, for example because a table is locked, counts as not empty.
 async fn is_empty(server: &PostgresServer, database: &ReplacedDatabase) -> bool {
-    let Ok(client) = server.connect(&database.name, "svc-db-backup").await else { return false };
-    row_counts::find_table_with_rows(&client).await.is_ok_and(|table| table.is_none())
+    find_table_with_rows(server, database).await.is_ok_and(|table| table.is_none())
+}
+
+async fn find_table_with_rows(
+    server: &PostgresServer,
+    database: &ReplacedDatabase,
+) -> Result<Option<String>, SnapshotError> {
+    let client = connect(server, &database.name).await?;
+    client.batch_execute(&format!("SET statement_timeout = '{READ_TIMEOUT_SECONDS}s'")).await?;
+    Ok(row_counts::find_table_with_rows(&client).await?)
+}
+
+async fn connect(server: &PostgresServer, database: &str) -> Result<Client, SnapshotError> {
+    let client = server.connect(database, "svc-db-backup").await?;
+    client.batch_execute(&format!("SET lock_timeout = '{LOCK_TIMEOUT_SECONDS}s'")).await?;
+    Ok(client)
 }
 
 fn is_short_of_space(disk: &Path) -> bool {
