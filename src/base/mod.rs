@@ -15,6 +15,7 @@ pub mod manual;
 pub mod metrics;
 pub mod partial_file;
 pub mod quantity;
+pub mod stdout;
 pub mod telemetry;
 pub mod untrusted_text;
 pub mod variable;

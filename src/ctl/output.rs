@@ -1,10 +1,9 @@
 //! Output of responses: the API's unchanged JSON, or text.
 
-use std::io::{ErrorKind, Write};
-
 use super::api::{ApiResponse, CallError};
 use super::show::View;
 use svc_base::applet::Failure;
+use svc_base::stdout;
 
 #[derive(Clone, Copy)]
 pub struct Output {
@@ -32,11 +31,5 @@ impl Output {
 /// # Errors
 /// If writing to standard output fails for another reason.
 pub fn print(text: &str) -> Result<(), Failure> {
-    let mut stdout = std::io::stdout().lock();
-    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-            Err(anyhow::Error::from(error).context("cannot write to standard output").into())
-        }
-        _ => Ok(()),
-    }
+    stdout::print(text).map(|_| ())
 }

@@ -20,7 +20,8 @@ const MAX_PATHS: usize = 20;
 /// The files and snapshots that damaged blobs affect.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AffectedFiles {
-    /// Affected files, and directories whose trees are damaged, so that their entries are unknown; at most `MAX_PATHS`.
+    /// The first `MAX_PATHS`, in order, of the affected files and of the directories whose trees are damaged, so that
+    /// their entries are unknown.
     pub paths: Vec<AffectedPath>,
     /// The number of snapshots that need a damaged blob.
     pub snapshots: u64,
@@ -52,11 +53,13 @@ pub async fn find_affected_files(
         let paths = search.find_below(snapshot.tree).await?;
         affected.snapshots += u64::from(!paths.is_empty());
         for path in paths.iter() {
-            if found.len() >= MAX_PATHS && !found.contains_key(path) {
-                continue;
-            }
             let times = found.entry(path.clone()).or_insert((snapshot.time, snapshot.time));
             *times = (times.0.min(snapshot.time), times.1.max(snapshot.time));
+        }
+        // A path among the first of all snapshots is also among the first of each snapshot in which it is damaged, so
+        // the truncated results of `find_below` suffice for its times.
+        while found.len() > MAX_PATHS {
+            found.pop_last();
         }
     }
     affected.paths =
@@ -82,7 +85,8 @@ impl<'a> Search<'a> {
         Self { damaged, trees, paths_by_tree: HashMap::new(), no_paths: Arc::from([]) }
     }
 
-    /// Returns at most [`MAX_PATHS`] affected paths below a tree, or only the empty path if the tree itself is damaged.
+    /// Returns the first [`MAX_PATHS`] affected paths below a tree, or only the empty path if the tree itself is
+    /// damaged. They are in the order of [`Path`], because the entries of a tree are sorted by name.
     fn find_below(&mut self, id: Id) -> SharedPathsFuture<'_> {
         Box::pin(async move {
             if let Some(paths) = self.paths_by_tree.get(&id) {

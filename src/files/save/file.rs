@@ -4,6 +4,7 @@ use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -99,7 +100,7 @@ impl Walker<'_> {
                 // No file has the inode 0, so the next save reads the file again.
                 (node.inode, node.links) = (0, 1);
                 self.counts.unstable += 1;
-                self.retry.mark_subtree(&self.path);
+                self.mark_for_retry();
                 self.note("changed while it was read");
             } else if stat.stx_nlink > 1 {
                 let (content, remaining_names) = (content.clone(), stat.stx_nlink - 1);
@@ -110,6 +111,13 @@ impl Walker<'_> {
             (node.content, node.size) = (Some(content), size);
             return Ok(node);
         }
+    }
+
+    /// Marks the current entry for the next save. Its directory is listed then, because a database must be saved
+    /// together with a log or a journal that has been created in the meantime.
+    pub(super) fn mark_for_retry(&mut self) {
+        self.retry.mark_directory(self.path.parent().unwrap_or(Path::new("")));
+        self.retry.mark_subtree(&self.path);
     }
 
     /// Locks a database as a reader does; see [`lock_as_reader`]. Writes it back first, because writers would otherwise

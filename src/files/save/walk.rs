@@ -348,7 +348,7 @@ impl Walker<'_> {
     /// Counts an entry that cannot be read. Its earlier state stays in the snapshot.
     fn keep_unreadable(&mut self, error: &dyn std::fmt::Display, earlier: Option<Node>) -> Option<Node> {
         self.counts.unreadable += 1;
-        self.retry.mark_subtree(&self.path);
+        self.mark_for_retry();
         let path = self.path.display();
         self.counts.first_unreadable.get_or_insert_with(|| truncate_printable(&format!("{path}: {error}")));
         self.keep_trees(earlier.as_ref().and_then(|node| node.subtree));

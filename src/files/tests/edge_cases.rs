@@ -144,6 +144,24 @@ async fn file_of_an_implausible_size_is_reported() {
     assert!(!saved.retry.is_empty());
 }
 
+/// Otherwise a database would be saved without the journal that was created since the failed save.
+#[tokio::test]
+async fn retry_lists_the_directory_of_an_unreadable_file() {
+    let mut fixture = Fixture::new().await;
+    let path = fixture.write("app/data.db", "");
+    let file = File::options().write(true).open(&path).unwrap();
+    if file.set_len(2 << 40).is_err() {
+        eprintln!("skipped: the file system does not support files of 2 TiB");
+        return;
+    }
+    let saved = fixture.save().await;
+    assert_eq!(saved.counts.unreadable, 1);
+    file.set_len(0).unwrap();
+    fixture.write("app/data.db-journal", "journal");
+    let saved = fixture.save_changes(saved.retry).await;
+    fixture.assert_restores(&saved).await;
+}
+
 #[tokio::test]
 async fn cache_holds_only_current_trees_despite_unreadable_entry() {
     let mut fixture = Fixture::new().await;

@@ -254,6 +254,27 @@ async fn damage_is_traced_to_files_and_repaired() {
     fixture.restore(&repaired.snapshot).await;
 }
 
+/// Of 31 affected paths, each snapshot has 30, so the first 20 of one snapshot are not those of the other.
+#[tokio::test]
+async fn affected_times_are_exact_for_many_paths() {
+    let mut fixture = Fixture::new().await;
+    for number in 1..=30 {
+        fixture.write(&format!("f{number:02}"), "same");
+    }
+    let older = fixture.save().await.snapshot.time;
+    fs::remove_file(fixture.home().join("f01")).unwrap();
+    fixture.write("f31", "same");
+    let newer = fixture.save().await.snapshot.time;
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    let affected = find_affected_files(&repository, &HashSet::from([Id::of(b"same")])).await.unwrap();
+    let expected = (1..=20).map(|number| AffectedPath {
+        path: format!("f{number:02}").into(),
+        first: older,
+        last: if number == 1 { older } else { newer },
+    });
+    assert_eq!(affected, AffectedFiles { paths: expected.collect(), snapshots: 2 });
+}
+
 /// A range beyond the end of a pack counts as damage, for which another copy is tried, and not as an outage.
 #[tokio::test]
 async fn truncated_pack_is_damaged() {

@@ -9,6 +9,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::quantity::{format_bytes, pluralize};
+use svc_base::stdout::{OutputState, print};
 use svc_base::untrusted_text::one_line;
 use svc_http::client::{self, Timeouts};
 use svc_http::request_id;
@@ -82,14 +83,14 @@ fn describe_problem(status: StatusCode, body: &[u8]) -> Failure {
 /// Prints the versions of a file or directory.
 ///
 /// # Errors
-/// [`Failure`] if the gateway cannot be reached, refuses the request, or sends an invalid response.
+/// [`Failure`] if the gateway cannot be reached, refuses the request, or sends an invalid response, or if standard
+/// output cannot be written to.
 pub async fn print_versions(layout: &Layout, path: &str, before: Option<&str>) -> Result<(), Failure> {
     let gateway = Gateway::new(layout)?;
     let mut query = vec![("path", path), ("limit", "500")];
     query.extend(before.map(|before| ("before", before)));
     let page: FileVersions = gateway.send(gateway.get("versions", &query)).await?;
-    print!("{}", format_versions(&page));
-    Ok(())
+    print(&format_versions(&page)).map(|_| ())
 }
 
 fn format_versions(page: &FileVersions) -> String {
@@ -122,7 +123,8 @@ fn format_entry(entry: &FileEntry) -> String {
 /// Lists a directory, or shows a single entry, as it was at `time`; without `time`, as of the latest snapshot.
 ///
 /// # Errors
-/// [`Failure`] if the gateway cannot be reached, refuses the request, or sends an invalid response.
+/// [`Failure`] if the gateway cannot be reached, refuses the request, or sends an invalid response, or if standard
+/// output cannot be written to.
 pub async fn print_listing(layout: &Layout, path: &str, time: Option<&str>) -> Result<(), Failure> {
     let gateway = Gateway::new(layout)?;
     let mut cursor = 0;
@@ -132,13 +134,18 @@ pub async fn print_listing(layout: &Layout, path: &str, time: Option<&str>) -> R
         let mut query = vec![("cursor", position.as_str()), ("path", path)];
         query.extend(time.as_deref().map(|time| ("time", time)));
         let page: FileListing = gateway.send(gateway.get("at", &query)).await?;
+        let mut text = String::new();
         if cursor == 0 {
-            println!("{} as of {}", one_line(&page.path), page.saved_at);
+            text.push_str(&format!("{} as of {}\n", one_line(&page.path), page.saved_at));
         }
         let entries = if page.entry.kind == FileKind::Directory { &page.entries } else { &vec![page.entry] };
         for entry in entries {
             let target = entry.target.as_ref().map_or_else(String::new, |target| format!(" -> {target}"));
-            println!("{}  {}", format_entry(entry), one_line(&format!("{}{target}", entry.name)));
+            let name = one_line(&format!("{}{target}", entry.name));
+            text.push_str(&format!("{}  {name}\n", format_entry(entry)));
+        }
+        if print(&text)? == OutputState::Closed {
+            return Ok(());
         }
         let Some(next) = page.next_cursor else { return Ok(()) };
         // Read the next page from the same snapshot.
@@ -149,27 +156,39 @@ pub async fn print_listing(layout: &Layout, path: &str, time: Option<&str>) -> R
 /// Requests a restore, and waits until it has ended.
 ///
 /// # Errors
-/// [`Failure`] if the gateway cannot be reached, refuses the request, or sends an invalid response, or if the restore
-/// fails or makes no progress.
+/// [`Failure`] if the gateway refuses the request, cannot be reached for it or for `NO_PROGRESS_TIMEOUT` afterwards,
+/// or sends an invalid response; if the restore fails or makes no progress; or if standard output cannot be written to.
 pub async fn restore(layout: &Layout, request: &Value) -> Result<(), Failure> {
     let gateway = Gateway::new(layout)?;
     let post = gateway.0.post("http://gateway/api/files/restore").json(request);
     let accepted: FileRestoreAccepted = gateway.send(post).await?;
     let (mut last, mut changed_at) = (None, Instant::now());
     loop {
-        let response: FileRestoreResponse = gateway.send(gateway.get("restore", &[])).await?;
-        let state = response.restore.filter(|state| state.request_id == accepted.request_id);
-        if let Some(state) = &state
-            && state.status.has_ended()
-        {
-            return report(state);
-        }
-        if state != last {
-            (last, changed_at) = (state, Instant::now());
-        } else if changed_at.elapsed() >= NO_PROGRESS_TIMEOUT {
-            let text =
-                "the restore is not making progress; `systemctl status svc-files-request` shows its state";
-            return Err(Failure::new(Exit::Unavailable, anyhow!(text)));
+        let is_stalled = changed_at.elapsed() >= NO_PROGRESS_TIMEOUT;
+        match gateway.send::<FileRestoreResponse>(gateway.get("restore", &[])).await {
+            Ok(response) => {
+                let state = response.restore.filter(|state| state.request_id == accepted.request_id);
+                if let Some(state) = &state
+                    && state.status.has_ended()
+                {
+                    return report(state);
+                }
+                if state != last {
+                    (last, changed_at) = (state, Instant::now());
+                } else if is_stalled {
+                    let text = "the restore is not making progress; `systemctl status svc-files-request` shows \
+                                its state";
+                    return Err(Failure::new(Exit::Unavailable, anyhow!(text)));
+                }
+            }
+            // The gateway may be restarting. The restore does not depend on it.
+            Err(failure) if failure.exit == Exit::Unavailable && !is_stalled => {}
+            Err(Failure { exit, error }) => {
+                return Err(Failure::new(
+                    exit,
+                    error.context("the restore continues, but its state is unknown"),
+                ));
+            }
         }
         tokio::time::sleep(POLL_INTERVAL).await;
     }
@@ -181,12 +200,53 @@ fn report(state: &FileRestore) -> Result<(), Failure> {
         return Err(Failure::new(Exit::Unavailable, anyhow!("not restored: {why}")));
     };
     let at = state.saved_at.as_ref().map_or("an unknown time", |at| at.as_str());
-    println!("restored to {}, as of {at}", one_line(restored_to));
+    let mut text = format!("restored to {}, as of {at}\n", one_line(restored_to));
     if let Some(kept_as) = &state.kept_as {
-        println!("the replaced entry is now {}", one_line(kept_as));
+        text.push_str(&format!("the replaced entry is now {}\n", one_line(kept_as)));
     }
     if state.incomplete > 0 {
-        println!("the mode, times or attributes of {} could not be set", pluralize(state.incomplete, "item"));
+        let items = pluralize(state.incomplete, "item");
+        text.push_str(&format!("the mode, times or attributes of {items} could not be set\n"));
     }
-    Ok(())
+    print(&text).map(|_| ())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::UnixListener;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn restore_is_awaited_while_the_gateway_restarts() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        std::fs::create_dir_all(layout.gateway_sockets()).unwrap();
+        let listener = UnixListener::bind(layout.gateway_sockets().join("gateway.sock")).unwrap();
+        let state = json!({"requestId": "r", "status": "failed", "path": "a", "error": "the disk is full"});
+        let responses = [
+            ("202 Accepted", json!({"requestId": "r"})),
+            ("503 Service Unavailable", json!({})),
+            ("200 OK", json!({ "restore": state })),
+        ];
+        tokio::spawn(async move {
+            for (status, body) in responses {
+                let (mut stream, _) = listener.accept().await.unwrap();
+                let mut request = Vec::new();
+                // The first request ends with a JSON object, and the others with their headers.
+                let end = if status.starts_with("202") { "}" } else { "\r\n\r\n" };
+                while !request.ends_with(end.as_bytes()) {
+                    assert!(stream.read_buf(&mut request).await.unwrap() > 0);
+                }
+                let body = body.to_string();
+                let length = body.len();
+                let head = format!("HTTP/1.1 {status}\r\nconnection: close\r\ncontent-length: {length}");
+                stream.write_all(format!("{head}\r\n\r\n{body}").as_bytes()).await.unwrap();
+            }
+        });
+        let failure = restore(&layout, &json!({"path": "a"})).await.unwrap_err();
+        assert_eq!(failure.error.to_string(), "not restored: the disk is full");
+    }
 }

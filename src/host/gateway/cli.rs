@@ -1,7 +1,6 @@
 //! `svc-gateway usage` and `svc-gateway logs`: print usage and records in a terminal. They read the files directly, so
 //! that the gateway does not have to be running.
 
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -9,6 +8,7 @@ use comfy_table::{CellAlignment, Table, presets};
 use jiff::civil::Date;
 
 use svc_base::applet::{Exit, Failure, OrExit};
+use svc_base::stdout::{OutputState, print};
 use svc_host::records::files::RecordKind;
 use svc_host::records::ledger::{GroupBy, Totals, UsageQuery};
 use svc_host::records::page::{self, PageError, Verdict};
@@ -171,21 +171,6 @@ fn read_existing_lines(
         }
     }
     Ok(lines)
-}
-
-/// Whether the output's reader is still connected.
-#[derive(PartialEq, Eq)]
-enum OutputState {
-    Open,
-    Closed,
-}
-
-fn print(text: &str) -> Result<OutputState, Failure> {
-    let mut out = std::io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(OutputState::Closed),
-        written => written.map(|()| OutputState::Open).or_exit(Exit::Internal),
-    }
 }
 
 #[cfg(test)]

@@ -102,7 +102,8 @@ impl RestoreRequest {
             written_bytes: 0,
             incomplete: 0,
             error: None,
-            updated_at: clock::now_ms().into(),
+            // Clients compare the state with the last one to detect a restore that makes no progress.
+            updated_at: self.requested_at.into(),
         }
     }
 }
@@ -141,4 +142,18 @@ pub(super) fn write_state(layout: &Layout, state: &mut FileRestore) -> Result<()
     state.updated_at = clock::now_ms().into();
     let text = serde_json::to_vec(state).expect("plain fields serialize to JSON");
     fsx::write_atomic(&layout.files_state().join(STATE_FILE), &text, 0o600)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn state_is_constant_until_the_request_is_served() {
+        let requested_at = Timestamp::UNIX_EPOCH;
+        let request =
+            RestoreRequest { requested_at, ..RestoreRequest::new("a".to_owned(), None, None, false) };
+        let state = request.to_state();
+        assert_eq!(state.updated_at, state.requested_at);
+    }
 }
