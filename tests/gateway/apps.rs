@@ -106,12 +106,15 @@ async fn tables_with_other_types_and_keys_are_registered() -> Result<()> {
     let host = host_with_app(&database, &slug, &json!({ "t": { "columns": {} } })).await?;
     let schema = format!("app_{}", slug.replace('-', "_"));
     let changes = format!(
-        "ALTER TABLE {schema}.t ADD COLUMN a json; CREATE TABLE {schema}.u (n integer PRIMARY KEY);
+        "ALTER TABLE {schema}.t ADD COLUMN a json, ADD COLUMN b varchar, ADD COLUMN c json[];
+         INSERT INTO {schema}.t (b, c) VALUES ('x', ARRAY['1'::json]), ('y', ARRAY['2'::json]);
+         CREATE TABLE {schema}.u (n integer PRIMARY KEY);
          INSERT INTO {schema}.u VALUES (1), (2)"
     );
     database.connect().await?.batch_execute(&changes).await?;
     let next = json!({
-        "t": { "columns": { "a": "text" }, "indexes": ["a"], "unique": ["a"] },
+        "t": { "columns": { "a": "text", "b": "text", "c": "text" },
+            "indexes": ["a", "b", "c"], "unique": ["a", "b"] },
         "u": { "columns": { "n": "integer" } }
     });
     host.machine.add_app(&slug, &next)?;
@@ -120,7 +123,10 @@ async fn tables_with_other_types_and_keys_are_registered() -> Result<()> {
     })
     .await?;
     let not_done = find_app(&host, &slug).await?["notDone"].to_string();
-    assert_eq!(not_done.matches("is not created").count(), 2, "{not_done}");
+    assert_eq!(not_done.matches("is not created").count(), 3, "{not_done}");
+    let indexes = "SELECT count(*) FROM pg_indexes WHERE schemaname = $1 AND indexdef LIKE '%(b)'";
+    let row = database.connect().await?.query_one(indexes, &[&schema]).await?;
+    assert_eq!(row.get::<_, i64>(0), 2, "a varchar column is indexed");
     let found = host.query_data(&json!({ "action": "find", "app": slug, "table": "u" })).await?;
     assert!(found[0]["id"].is_string() && found[0]["id"] != found[1]["id"], "{found}");
     Ok(())

@@ -62,11 +62,7 @@ impl Config {
         let owner = read_owner(&mut env, listen);
         let admin_token = read_admin_token(&mut env);
         let issuer = read_issuer(&mut env);
-        let timeout_ms: u64 = env.or_default(&vars::BRIDGE_STATEMENT_TIMEOUT_MS);
-        if !(1..=MAX_STATEMENT_TIMEOUT_MS).contains(&timeout_ms) {
-            let error = format!("must be between 1 and {MAX_STATEMENT_TIMEOUT_MS}");
-            env.add_error(&vars::BRIDGE_STATEMENT_TIMEOUT_MS, error);
-        }
+        let statement_timeout = read_statement_timeout(&mut env);
         let retention_seconds = env.or_default(&vars::BRIDGE_CHANGES_KEEP_SECONDS);
         if retention_seconds == 0 {
             env.add_error(&vars::BRIDGE_CHANGES_KEEP_SECONDS, "must be at least 1");
@@ -92,7 +88,7 @@ impl Config {
                 admin_token,
                 issuer,
                 postgres: postgres?,
-                statement_timeout: Duration::from_millis(timeout_ms),
+                statement_timeout,
                 changes_retention: Duration::from_secs(retention_seconds),
                 certificate_file,
                 acme_initial_backoff: Duration::from_secs(acme_retry_seconds),
@@ -129,6 +125,19 @@ fn read_admin_token(env: &mut Env) -> Option<SecretString> {
     Some(token)
 }
 
+/// Reads the timeout of an app's statement. A timeout that is too long is reduced rather than rejected, because earlier
+/// releases started with it.
+fn read_statement_timeout(env: &mut Env) -> Duration {
+    let timeout_ms: u64 = env.or_default(&vars::BRIDGE_STATEMENT_TIMEOUT_MS);
+    if timeout_ms == 0 {
+        env.add_error(&vars::BRIDGE_STATEMENT_TIMEOUT_MS, "must be at least 1");
+    }
+    if timeout_ms > MAX_STATEMENT_TIMEOUT_MS {
+        tracing::error!("BRIDGE_STATEMENT_TIMEOUT_MS is reduced to its maximum, {MAX_STATEMENT_TIMEOUT_MS}");
+    }
+    Duration::from_millis(timeout_ms.min(MAX_STATEMENT_TIMEOUT_MS))
+}
+
 /// Reads the issuer of the owner's bearer tokens. If any of `IDP_ISSUER`, `IDP_AUDIENCE` and `IDP_JWKS_URL` is set, the
 /// first two are required.
 fn read_issuer(env: &mut Env) -> Option<TrustedIssuer> {
@@ -154,13 +163,26 @@ fn read_issuer(env: &mut Env) -> Option<TrustedIssuer> {
     Some(TrustedIssuer { issuer: issuer?, audiences, jwks_url: jwks_url? })
 }
 
+/// Returns the URL of the issuer's keys. If it is a URL but not `http` or `https`, the issuer is ignored rather than
+/// rejected, because earlier releases started with it.
 fn read_jwks_url(env: &mut Env, issuer: Option<&str>) -> Option<Url> {
     if env.is_set(&vars::IDP_JWKS_URL) {
-        return env.web_url(&vars::IDP_JWKS_URL);
+        let url: Url = env.optional(&vars::IDP_JWKS_URL)?;
+        let is_web_url = matches!(url.scheme(), "http" | "https");
+        if !is_web_url {
+            tracing::error!("IDP_ISSUER is ignored: IDP_JWKS_URL is not an http or https URL");
+        }
+        return is_web_url.then_some(url);
     }
-    let derived_url = TrustedIssuer::default_jwks_url(issuer?);
+    let issuer = issuer?;
+    let derived_url = TrustedIssuer::default_jwks_url(issuer);
     if derived_url.is_none() {
-        env.add_error(&vars::IDP_JWKS_URL, "is required, because IDP_ISSUER is not an http or https URL");
+        let why = "is required, because IDP_ISSUER is not an http or https URL";
+        if Url::parse(issuer).is_ok() {
+            tracing::error!("IDP_ISSUER is ignored: IDP_JWKS_URL {why}");
+        } else {
+            env.add_error(&vars::IDP_JWKS_URL, why);
+        }
     }
     derived_url
 }
@@ -250,15 +272,16 @@ mod tests {
     }
 
     #[test]
-    fn read_rejects_statement_timeout_out_of_range() {
+    fn read_limits_statement_timeout_and_rejects_zero() {
         let read_with_timeout =
             |timeout: &str| read(&with_changes(&PROVISIONED, &[("BRIDGE_STATEMENT_TIMEOUT_MS", timeout)]));
         assert_eq!(read_with_timeout("1").unwrap().statement_timeout.as_millis(), 1);
-        assert_eq!(read_with_timeout("2147483647").unwrap().statement_timeout.as_millis(), 2_147_483_647);
-        for timeout in ["0", "2147483648"] {
-            let error = read_with_timeout(timeout).unwrap_err().to_string();
-            assert!(error.contains("BRIDGE_STATEMENT_TIMEOUT_MS"), "{error}");
+        for timeout in ["2147483647", "2147483648"] {
+            let config = read_with_timeout(timeout).unwrap();
+            assert_eq!(config.statement_timeout.as_millis(), 2_147_483_647, "{timeout}");
         }
+        let error = read_with_timeout("0").unwrap_err().to_string();
+        assert!(error.contains("BRIDGE_STATEMENT_TIMEOUT_MS"), "{error}");
     }
 
     #[test]
@@ -311,13 +334,17 @@ mod tests {
     }
 
     #[test]
-    fn read_rejects_jwks_url_that_is_not_web_url() {
+    fn read_ignores_issuer_whose_jwks_url_is_not_web_url() {
         let read_with_urls = |issuer: &str, jwks_url: &str| {
             let idp = [("IDP_ISSUER", issuer), ("IDP_AUDIENCE", "a"), ("IDP_JWKS_URL", jwks_url)];
             let idp: Vec<_> = idp.into_iter().filter(|(_, value)| !value.is_empty()).collect();
             read(&with_changes(&PROVISIONED, &idp))
         };
         for (issuer, jwks_url) in [("idp.example:8443", ""), ("urn:idp", ""), ("urn:idp", "ftp://idp/keys")] {
+            let config = read_with_urls(issuer, jwks_url).unwrap();
+            assert!(config.issuer.is_none(), "{issuer} {jwks_url}");
+        }
+        for (issuer, jwks_url) in [("idp.example", ""), ("https://idp.example", "keys")] {
             let error = read_with_urls(issuer, jwks_url).unwrap_err().to_string();
             assert!(error.contains("IDP_JWKS_URL"), "{issuer} {jwks_url}: {error}");
         }

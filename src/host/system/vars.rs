@@ -26,7 +26,8 @@ svc_base::variables! {
         /// Accepted audiences.
         IDP_AUDIENCE: "comma-separated list" = derived "**required** with `IDP_ISSUER`",
             by ["svc-gateway"];
-        /// URL of the identity provider's JWK set. Requires `IDP_ISSUER`.
+        /// URL of the identity provider's JWK set. Requires `IDP_ISSUER`. If it is not an http or https URL, the
+        /// gateway ignores the issuer and logs an error.
         IDP_JWKS_URL: "URL" = derived "`<issuer>/.well-known/jwks.json`", by ["svc-gateway"];
         /// The local database. `svc-update boot` appends it, with a password that it generates on the
         /// machine.
@@ -88,7 +89,7 @@ svc_base::variables! {
         /// Initial backoff after a failed request for a certificate. It doubles, up to 6 hours; jitter adds up
         /// to 100%.
         ACME_RETRY_SECONDS: "seconds, at least 1" = "120";
-        /// Timeout of an app's SQL statement.
+        /// Timeout of an app's SQL statement. The gateway reduces a longer one to the maximum and logs an error.
         BRIDGE_STATEMENT_TIMEOUT_MS: "milliseconds, 1 to 2147483647" = "10000";
         /// How long a change listener may stay disconnected and still resume.
         BRIDGE_CHANGES_KEEP_SECONDS: "seconds, at least 1" = "3600";

@@ -38,8 +38,9 @@ impl ExistingSchema {
 pub enum SchemaChange {
     /// A statement whose failure makes the registration fail.
     Required(String),
-    /// A statement that is skipped if existing rows violate it; `skip_message` is then reported.
-    IfRowsSatisfy { sql: String, skip_message: String },
+    /// The creation of an index. If existing rows violate it, or PostgreSQL cannot index a column, it is skipped and
+    /// the message for this case is reported. Without a message for the case, the registration fails.
+    CreateIndex { sql: String, violation_message: Option<String>, type_message: Option<String> },
 }
 
 /// The planned registration of a manifest.
@@ -85,7 +86,7 @@ pub fn plan_registration(
 #[cfg(feature = "fuzzing")]
 pub fn registration_sql(schema: &SqlIdentifier, wanted: &[Table]) -> Vec<String> {
     let text = |change| match change {
-        SchemaChange::Required(sql) | SchemaChange::IfRowsSatisfy { sql, .. } => sql,
+        SchemaChange::Required(sql) | SchemaChange::CreateIndex { sql, .. } => sql,
     };
     plan_registration(schema, wanted, &ExistingSchema::default()).changes.into_iter().map(text).collect()
 }
@@ -112,60 +113,46 @@ impl RegistrationPlan {
         for columns in &table.indexes {
             let name = index_name("ix", table, columns);
             let method = if uses_gin(&result, columns) { "gin" } else { "btree" };
-            if self.should_create_index(&result, columns, &name, existing) {
-                self.require(format!(
+            if self.should_create_index(table, &name, existing) {
+                let sql = format!(
                     "CREATE INDEX \"{}\" ON {qualified_name} USING {method} ({})",
                     name.current,
                     column_list(columns)
-                ));
+                );
+                let type_message = unsupported_type_message(&result, columns, &name);
+                self.changes.push(SchemaChange::CreateIndex { sql, violation_message: None, type_message });
             }
         }
         for columns in &table.unique {
             let name = index_name("uq", table, columns);
-            if self.should_create_index(&result, columns, &name, existing) {
+            if self.should_create_index(table, &name, existing) {
                 let sql = format!(
                     "CREATE UNIQUE INDEX \"{}\" ON {qualified_name} ({})",
                     name.current,
                     column_list(columns)
                 );
                 let names = columns.iter().map(SqlIdentifier::as_str).collect::<Vec<_>>().join(", ");
-                let skip_message = format!(
+                let violation_message = Some(format!(
                     "the unique constraint ({names}) on {} is not added: existing rows violate it",
                     table.name
-                );
-                self.changes.push(SchemaChange::IfRowsSatisfy { sql, skip_message });
+                ));
+                let type_message = unsupported_type_message(&result, columns, &name);
+                self.changes.push(SchemaChange::CreateIndex { sql, violation_message, type_message });
             }
         }
         self.tables.push(result);
     }
 
-    /// Returns whether the index is missing and can be created. Reports one that cannot be created.
-    fn should_create_index(
-        &mut self,
-        result: &Table,
-        columns: &[SqlIdentifier],
-        name: &IndexName,
-        existing: &ExistingSchema,
-    ) -> bool {
-        let table = &result.name;
-        if let Some(owner) = existing.find_index_owner(result, name) {
-            if owner != table.as_str() {
-                self.unapplied_changes.push(format!(
-                    "the index {} of {table} is not created: {owner} has an index of this name",
-                    name.current
-                ));
-            }
-            return false;
-        }
-        // PostgreSQL cannot index some of the types that manifests do not support, such as json.
-        if let Some(column) = columns.iter().find(|column| result.column(column.as_str()).is_none()) {
+    /// Returns whether the index is missing and its name is free. Reports one whose name is taken.
+    fn should_create_index(&mut self, table: &Table, name: &IndexName, existing: &ExistingSchema) -> bool {
+        let Some(owner) = existing.find_index_owner(table, name) else { return true };
+        if owner != table.name.as_str() {
             self.unapplied_changes.push(format!(
-                "the index {} of {table} is not created: the type of the column {column} is not supported",
-                name.current
+                "the index {} of {} is not created: {owner} has an index of this name",
+                name.current, table.name
             ));
-            return false;
         }
-        true
+        false
     }
 
     /// Adds the missing columns. Returns the resulting table, with the types that existing columns keep.
@@ -233,6 +220,21 @@ fn uses_gin(table: &Table, columns: &[SqlIdentifier]) -> bool {
     columns.len() == 1 && kind(&columns[0]) == Some(ColumnType::Jsonb)
 }
 
+/// The message to report if PostgreSQL cannot index the columns; `None` if it can index all their types. Of the types
+/// that manifests do not support, it can index some, such as varchar, but not others, such as json.
+fn unsupported_type_message(table: &Table, columns: &[SqlIdentifier], name: &IndexName) -> Option<String> {
+    let unsupported: Vec<&str> =
+        columns.iter().map(SqlIdentifier::as_str).filter(|column| table.column(column).is_none()).collect();
+    (!unsupported.is_empty()).then(|| {
+        format!(
+            "the index {} of {} is not created: the type of the column {} is not supported",
+            name.current,
+            table.name,
+            unsupported.join(" or ")
+        )
+    })
+}
+
 /// A deterministic name for an index, within PostgreSQL's limit of 63 bytes.
 struct IndexName {
     current: String,
@@ -281,7 +283,7 @@ mod tests {
 
     fn sql(plan: &RegistrationPlan) -> String {
         let text = |change: &SchemaChange| match change {
-            SchemaChange::Required(sql) | SchemaChange::IfRowsSatisfy { sql, .. } => sql.clone(),
+            SchemaChange::Required(sql) | SchemaChange::CreateIndex { sql, .. } => sql.clone(),
         };
         plan.changes.iter().map(text).collect::<Vec<_>>().join(";\n")
     }
@@ -328,21 +330,23 @@ mod tests {
     }
 
     #[test]
-    fn plan_skips_index_on_column_of_unsupported_type() {
-        let wanted = tables(&json!({ "t": { "columns": { "a": "text", "b": "text" },
-            "indexes": ["b", ["b", "a"]], "unique": ["a"] } }));
-        let plan = plan_registration(&schema(), &wanted, &existing(&[("a", "json"), ("b", "text")]));
-        let text = sql(&plan);
-        assert_eq!(text.matches("INDEX").count(), 1, "{text}");
-        assert!(text.contains("USING btree (\"b\")"), "{text}");
-        let skipped = |prefix: &str| {
-            let is_reported = |change: &&String| {
-                change.starts_with(prefix) && change.ends_with("the type of the column a is not supported")
-            };
-            plan.unapplied_changes.iter().filter(is_reported).count()
+    fn plan_may_skip_index_on_column_of_unsupported_type() {
+        let wanted = tables(&json!({ "t": { "columns": { "a": "text", "b": "text", "c": "text" },
+            "indexes": ["b", ["b", "a"]], "unique": [["a", "c"]] } }));
+        let columns = [("a", "json"), ("b", "text"), ("c", "varchar")];
+        let plan = plan_registration(&schema(), &wanted, &existing(&columns));
+        let type_message = |change: &SchemaChange| match change {
+            SchemaChange::Required(_) => None,
+            SchemaChange::CreateIndex { type_message, .. } => Some(type_message.clone().unwrap_or_default()),
         };
-        let unapplied = &plan.unapplied_changes;
-        assert_eq!((skipped("the index ix_t_b_a_"), skipped("the index uq_t_a_")), (1, 1), "{unapplied:?}");
+        let messages: Vec<String> = plan.changes.iter().filter_map(type_message).collect();
+        let [supported, index, unique] = messages.as_slice() else { panic!("{messages:?}") };
+        assert!(supported.is_empty(), "{supported}");
+        for (message, prefix, columns) in [(index, "ix_t_b_a_", "a"), (unique, "uq_t_a_c_", "a or c")] {
+            assert!(message.starts_with(&format!("the index {prefix}")), "{message}");
+            let reason = format!("the type of the column {columns} is not supported");
+            assert!(message.ends_with(&reason), "{message}");
+        }
     }
 
     #[test]

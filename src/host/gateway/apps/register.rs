@@ -83,10 +83,10 @@ pub async fn register(
     for change in std::mem::take(&mut plan.changes) {
         match change {
             SchemaChange::Required(sql) => transaction.batch_execute(&sql).await?,
-            SchemaChange::IfRowsSatisfy { sql, skip_message } => {
-                if !try_statement(&mut transaction, &sql).await? {
-                    plan.unapplied_changes.push(skip_message);
-                }
+            SchemaChange::CreateIndex { sql, violation_message, type_message } => {
+                let skip_message =
+                    try_create_index(&mut transaction, &sql, violation_message, type_message).await?;
+                plan.unapplied_changes.extend(skip_message);
             }
         }
     }
@@ -180,17 +180,34 @@ async fn inspect_schema(
     Ok(existing)
 }
 
-/// Runs a statement that creates a unique index. Returns `false` if existing rows violate it; the transaction can then
-/// continue.
-async fn try_statement(transaction: &mut Transaction<'_>, sql: &str) -> Result<bool, tokio_postgres::Error> {
+/// Creates an index. If PostgreSQL rejects it for a reason for which there is a message, returns the message; the
+/// transaction can then continue.
+async fn try_create_index(
+    transaction: &mut Transaction<'_>,
+    sql: &str,
+    violation_message: Option<String>,
+    type_message: Option<String>,
+) -> Result<Option<String>, tokio_postgres::Error> {
     let savepoint = transaction.transaction().await?;
     match savepoint.batch_execute(sql).await {
-        Ok(()) => savepoint.commit().await.map(|()| true),
-        Err(error) if error.code() == Some(&SqlState::UNIQUE_VIOLATION) => {
-            savepoint.rollback().await.map(|()| false)
+        Ok(()) => savepoint.commit().await.map(|()| None),
+        Err(error) => {
+            let skip_message = match error.code() {
+                Some(state) if *state == SqlState::UNIQUE_VIOLATION => violation_message,
+                Some(state) if is_type_rejection(state) => type_message,
+                _ => None,
+            };
+            let Some(message) = skip_message else { return Err(error) };
+            savepoint.rollback().await.map(|()| Some(message))
         }
-        Err(error) => Err(error),
     }
+}
+
+/// Whether PostgreSQL cannot index a column: its type has no default operator class, its elements or fields cannot be
+/// compared (`json[]`), or a value is too long for an index (`tsvector`).
+fn is_type_rejection(state: &SqlState) -> bool {
+    [SqlState::UNDEFINED_OBJECT, SqlState::UNDEFINED_FUNCTION, SqlState::PROGRAM_LIMIT_EXCEEDED]
+        .contains(state)
 }
 
 async fn store_manifest(
