@@ -217,6 +217,22 @@ async fn reboot_fails_if_the_provider_cannot_restart_the_server() {
     assert_eq!(fetch_record(&stack, &process, &guest).await["status"], "running");
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn reboot_requested_late_restarts_the_server() {
+    let (stack, process, guest) = start_with_machine(&[]).await;
+    stack.provider.add_fault(FaultRule::times(3, "POST", "/actions/reboot", Fault::LostRequest));
+    let accepted = request_power(&stack, &process, &guest, "reboot").await;
+    let is_requested = || async { (count_actions(&stack, "reboot") >= 1).then_some(()) };
+    stack.eventually("the reboot is requested", is_requested).await;
+    let client = stack.database.connect().await.unwrap();
+    let age_step = "UPDATE operation_log SET at = at - interval '10 minutes' WHERE step = 'reboot_server'";
+    client.execute(age_step, &[]).await.unwrap();
+    let operation = accepted.body["operationId"].as_str().unwrap();
+    let ended = stack.wait_until_ended_with_heartbeats(&process, operation).await;
+    assert_eq!(ended["state"], "succeeded", "{ended}");
+    assert_eq!(count_actions(&stack, "reboot"), 4, "three lost requests and the restart");
+}
+
 /// The host has shut down at its owner's command.
 #[tokio::test(flavor = "multi_thread")]
 async fn reboot_of_a_server_that_is_off_only_powers_it_on() {

@@ -92,7 +92,7 @@ async fn snapshot_with_too_large_a_sidecar_is_not_stored() -> Result<()> {
     let create_roles =
         "DO $$ BEGIN FOR n IN 1..6000 LOOP EXECUTE format('CREATE ROLE role_%s', n); END LOOP; END $$";
     machine.client().await?.batch_execute(create_roles).await?;
-    let result = machine.run(&["svc-db-backup"])?.expect(70);
+    let result = machine.run(&["svc-db-backup"])?.expect(65);
     assert!(result.stderr.contains("drop roles or tables"), "{}", result.stderr);
     assert_eq!(snapshots(&store), before);
     assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "the upload must be aborted");

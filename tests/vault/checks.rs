@@ -189,6 +189,23 @@ async fn verify_continues_after_a_killed_tool() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test]
+async fn unverifiable_snapshots_do_not_take_up_the_daily_share() -> Result<()> {
+    let store = machine::start_store()?;
+    let (machine, keys) = create_machine_with_snapshots(&store, 1).await?;
+    for day in 1..=4 {
+        store_older_copy(&store, &keys[0], &format!("2026-01-{day:02}T00-00-00.000Z"))?;
+    }
+    let within = ("VERIFY_WITHIN_DAYS", "10");
+    let tools = tools_with_script("pg_restore", "#!/bin/sh\nkill -9 $$\n")?;
+    let env = [within, ("SVC_PG_BIN_DIR", path_str(tools.path()))];
+    // One run reads three of the four overdue snapshots, and the next one only the fourth.
+    machine.run_with(&["svc-db-backup", "verify"], &env)?.expect(70);
+    let result = machine.run_with(&["svc-db-backup", "verify"], &[within])?.expect(0);
+    assert!(result.stdout.contains(": 1 snapshot,"), "{}", result.stdout);
+    Ok(())
+}
+
 /// Lists the databases, roles and files that a drill may have left behind.
 async fn list_leftovers(machine: &Machine) -> Result<Vec<String>> {
     let mut leftovers: Vec<String> =

@@ -187,6 +187,33 @@ async fn archive_is_readable_with_stock_tools() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test]
+async fn import_stops_unless_replaced_database_is_stored() -> Result<()> {
+    let store = machine::start_store()?;
+    let (_machine, archive) = machine_with_archive(&store).await?;
+    let new_machine = Machine::in_use(&store, 2).await?;
+    let rows = "CREATE TABLE t (id int); INSERT INTO t SELECT * FROM generate_series(1, 1000)";
+    new_machine.client().await?.batch_execute(rows).await?;
+    new_machine.run(&["svc-db-backup"])?.expect(0);
+    let for_each_role = |statement: &str| {
+        format!(
+            "DO $$ BEGIN FOR n IN 1..6000 LOOP EXECUTE format('{statement} ROLE role_%s', n); END LOOP; END $$"
+        )
+    };
+    // The sidecar would be too large, so the snapshot is not stored.
+    new_machine.client().await?.batch_execute(&for_each_role("CREATE")).await?;
+    let result = run_import(&new_machine, &archive, &[])?.expect(75);
+    assert!(result.stderr.contains("drop roles or tables"), "{}", result.stderr);
+    new_machine.client().await?.batch_execute("SELECT FROM t").await?;
+    // A held-back snapshot is stored.
+    new_machine.client().await?.batch_execute(&for_each_role("DROP")).await?;
+    new_machine.client().await?.batch_execute("DELETE FROM t WHERE id > 10").await?;
+    let result = run_import(&new_machine, &archive, &[])?.expect(0);
+    assert!(result.stderr.contains("10 rows instead of 1000"), "{}", result.stderr);
+    assert_eq!(count_rows(&new_machine).await?, 5000);
+    Ok(())
+}
+
 /// Two exports to the same file would write to the same partial archive.
 #[tokio::test]
 async fn second_export_is_refused_until_the_first_ends() -> Result<()> {

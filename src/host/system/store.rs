@@ -20,10 +20,11 @@ pub fn exit_code(error: &StoreError) -> Exit {
         StoreError::Unavailable { .. } | StoreError::Denied { .. } | StoreError::Clock { .. } => {
             Exit::Unavailable
         }
-        StoreError::NotFound { .. }
-        | StoreError::Precondition { .. }
-        | StoreError::Corrupt { .. }
-        | StoreError::TooLarge { .. } => Exit::Internal,
+        // A retry cannot succeed until the content has shrunk.
+        StoreError::TooLarge { .. } => Exit::Refused,
+        StoreError::NotFound { .. } | StoreError::Precondition { .. } | StoreError::Corrupt { .. } => {
+            Exit::Internal
+        }
     }
 }
 

@@ -79,7 +79,9 @@ pub async fn reboot_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
         return Ok(StepOutcome::wait(resize::poll_interval(age)));
     }
     // Each failed action changes the facts, which counts as progress. Without this limit, the step could run for a day.
-    if leased.unblocked_step_age().await? >= leased.platform.config.timing.resize_health {
+    // While no action has failed, the limit does not apply: the step may have been unable to request a restart.
+    let has_failed = leased.operation.facts.get(resize::ACTION_FAILED).is_some();
+    if has_failed && leased.unblocked_step_age().await? >= leased.platform.config.timing.resize_health {
         return Ok(StepOutcome::Fail {
             code: "reboot_failed",
             note: "the provider did not restart the server in time",

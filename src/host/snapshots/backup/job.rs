@@ -162,9 +162,9 @@ impl Progress {
 ///
 /// # Errors
 /// `Permission` if this machine has been replaced, or its access to the store has been withdrawn; `Refused` if the
-/// database is not this machine's, or has lost rows; `TryAgain` if the restore gate is closed, a table stays locked, or
-/// `stop` ended the run; `Unavailable` if the database or the store is unavailable, or the pointer could not be moved;
-/// otherwise `Internal`.
+/// database is not this machine's, has lost rows, or has more roles or tables than a sidecar may list; `TryAgain` if the
+/// restore gate is closed, a table stays locked, or `stop` ended the run; `Unavailable` if the database or the store is
+/// unavailable, or the pointer could not be moved; otherwise `Internal`.
 pub async fn run(
     lock: &Lock,
     settings: &BackupSettings,

@@ -85,6 +85,9 @@ struct Args {
 enum Command {
     /// Take a snapshot now (the default)
     Run(RunArgs),
+    /// The snapshot that an import takes of the database that it replaces
+    #[command(hide = true)]
+    RunBeforeImport,
     /// Make the held-back snapshot the latest, and accept its loss of rows since the previous one
     Accept,
     /// Verify stored snapshots by reading them in full: by default, today's share of them
@@ -222,6 +225,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     applet::block_on("svc-db-backup", async move {
         match command {
             Command::Run(args) => run_backup(layout, &args).await,
+            Command::RunBeforeImport => run_backup_before_import(layout).await,
             Command::Accept => request_id::run_with_new_id(accept(layout)).await,
             Command::Verify(args) => {
                 let (targets, stop) = (Some(args.targets()), watch_stop_signal()?.shared());
@@ -298,6 +302,20 @@ async fn run_backup(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
         tracing::error!(%error, "the requested backup failed, as did the acceptance before it");
     }
     accepted.and(result)
+}
+
+/// Takes a snapshot of the database that an import replaces. A held-back snapshot suffices, because it is stored, and
+/// an emptied database needs none.
+async fn run_backup_before_import(layout: Layout) -> Result<(), Failure> {
+    let args = RunArgs { request: false, retry: false, allow_empty: false };
+    match run_backup(layout, &args).await {
+        Err(failure) if job::is_refused_for_loss(&failure) => {
+            let error = format_chain(failure.error.as_ref());
+            tracing::warn!(%error, "the import continues, although the latest snapshot has not changed");
+            Ok(())
+        }
+        result => result,
+    }
 }
 
 async fn back_up_with_retries(

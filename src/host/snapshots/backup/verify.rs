@@ -69,12 +69,13 @@ impl VerifyError {
     }
 }
 
-/// `verified.json`: when this program last read each snapshot in full, and the damage that it found.
+/// `verified.json`: when this program last read each snapshot, and the damage that it found.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct ReadHistory {
     version: u32,
-    /// Includes damaged snapshots: if they stayed the least recently read, they would take up every day's share.
+    /// Includes damaged snapshots, and those that could not be verified: if they stayed the least recently read, they
+    /// would take up every day's share.
     read_at: BTreeMap<String, Timestamp>,
     /// Messages about the snapshots that their last read found damaged.
     #[serde(default)]
@@ -100,11 +101,17 @@ impl ReadHistory {
         key: &str,
         damage: Option<&str>,
     ) -> Result<(), FileError> {
-        self.read_at.insert(key.to_owned(), clock::now_ms());
         match damage {
             Some(why) => self.damaged.insert(key.to_owned(), why.to_owned()),
             None => self.damaged.remove(key),
         };
+        self.record_attempt(settings, key)
+    }
+
+    /// Records the end of a read, even one that did not verify the snapshot: known damage stays known. Writes the whole
+    /// history.
+    fn record_attempt(&mut self, settings: &BackupSettings, key: &str) -> Result<(), FileError> {
+        self.read_at.insert(key.to_owned(), clock::now_ms());
         let text = serde_json::to_vec(self).expect("maps of plain fields are JSON");
         let written = fsx::write_atomic_or_in_place(&settings.layout.verification_times(), &text, 0o600);
         written.inspect_err(|error| {
@@ -224,9 +231,11 @@ async fn verify_all(
                 results.damaged.push((key, why));
             }
             Err(VerifyFailure::Unknown(error)) if error.is_store_failure() => return Err(error),
-            // A snapshot that can never be read, for example for lack of memory, must not block the others.
+            // A snapshot that can never be read, for example for lack of memory, must not block the others, neither in
+            // this run nor by taking up every day's share.
             Err(VerifyFailure::Unknown(error)) => {
                 tracing::error!(key, error = %format_chain(&error), "a snapshot could not be verified");
+                recorded = history.record_attempt(settings, &key);
                 failure.get_or_insert(error);
             }
         }

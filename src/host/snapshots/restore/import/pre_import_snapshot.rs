@@ -1,4 +1,4 @@
-//! Takes a snapshot of the database that an import replaces, by running `svc-db-backup run`.
+//! Takes a snapshot of the database that an import replaces, by running `svc-db-backup run-before-import`.
 
 use std::process::Stdio;
 use std::time::Duration;
@@ -61,13 +61,13 @@ pub async fn take_snapshot(settings: &RestoreSettings) -> Result<(), PreImportSn
     println!("taking a snapshot of the current database");
     let program = std::env::current_exe().map_err(PreImportSnapshotError::Start)?;
     let mut backup = tokio::process::Command::new(program);
-    backup.args(["svc-db-backup", "run"]).stdin(Stdio::null()).kill_on_drop(true);
+    backup.args(["svc-db-backup", "run-before-import"]).stdin(Stdio::null()).kill_on_drop(true);
     let result = tokio::time::timeout(BACKUP_TIMEOUT, backup.status()).await;
     let status = match result {
         Ok(status) => status.map_err(PreImportSnapshotError::Start)?,
         Err(_) => return Err(PreImportSnapshotError::Failed { status: "timed out".to_owned() }),
     };
-    if status.success() || status.code() == Some(i32::from(Exit::Refused as u8)) {
+    if status.success() {
         return Ok(());
     }
     Err(PreImportSnapshotError::Failed { status: status.to_string() })
