@@ -141,7 +141,8 @@ pub async fn print_listing(layout: &Layout, path: &str, time: Option<&str>) -> R
         let entries = if page.entry.kind == FileKind::Directory { &page.entries } else { &vec![page.entry] };
         for entry in entries {
             let target = entry.target.as_ref().map_or_else(String::new, |target| format!(" -> {target}"));
-            let name = one_line(&format!("{}{target}", entry.name));
+            let line = format!("{}{target}", entry.name);
+            let name = one_line(&line);
             text.push_str(&format!("{}  {name}\n", format_entry(entry)));
         }
         if print(&text)? == OutputState::Closed {
