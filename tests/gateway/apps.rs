@@ -66,6 +66,24 @@ async fn restart_registers_unchanged_app_only_once() -> Result<()> {
 }
 
 #[tokio::test]
+async fn app_with_views_is_registered_again_after_restart() -> Result<()> {
+    let (database, slug) = (test_database().await?, unique_name("views"));
+    let tables = json!({ "t": { "columns": { "title": "text" } } });
+    let host = host_with_app(&database, &slug, &tables).await?;
+    let schema = format!("app_{}", slug.replace('-', "_"));
+    let views = format!(
+        "CREATE VIEW {schema}.recent AS SELECT * FROM {schema}.t; \
+         CREATE MATERIALIZED VIEW {schema}.titles AS SELECT title FROM {schema}.t"
+    );
+    database.connect().await?.batch_execute(&views).await?;
+    let host = host.restart()?;
+    host.wait_until_registered(&slug).await?;
+    let inserted = json!({ "action": "insert", "app": slug, "table": "t", "data": { "title": "a" } });
+    host.query_data(&inserted).await?;
+    Ok(())
+}
+
+#[tokio::test]
 async fn new_version_adds_columns_and_reports_other_changes() -> Result<()> {
     let (database, slug) = (test_database().await?, unique_name("grow"));
     let tables = json!({ "t": { "columns": { "a": "text", "old": "integer" } } });

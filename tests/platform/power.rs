@@ -220,17 +220,29 @@ async fn reboot_fails_if_the_provider_cannot_restart_the_server() {
 #[tokio::test(flavor = "multi_thread")]
 async fn reboot_requested_late_restarts_the_server() {
     let (stack, process, guest) = start_with_machine(&[]).await;
-    stack.provider.add_fault(FaultRule::times(3, "POST", "/actions/reboot", Fault::LostRequest));
+    stack.provider.add_fault(FaultRule::times(1000, "GET", "/servers/", Fault::LostRequest));
     let accepted = request_power(&stack, &process, &guest, "reboot").await;
-    let is_requested = || async { (count_actions(&stack, "reboot") >= 1).then_some(()) };
-    stack.eventually("the reboot is requested", is_requested).await;
-    let client = stack.database.connect().await.unwrap();
-    let age_step = "UPDATE operation_log SET at = at - interval '10 minutes' WHERE step = 'reboot_server'";
-    client.execute(age_step, &[]).await.unwrap();
     let operation = accepted.body["operationId"].as_str().unwrap();
+    let client = stack.database.connect().await.unwrap();
+    let age_step = "UPDATE operation_log SET at = at - interval '20 minutes' WHERE step = 'reboot_server'";
+    let is_aged = || async { (client.execute(age_step, &[]).await.unwrap() > 0).then_some(()) };
+    stack.eventually("the step has begun", is_aged).await;
+    assert_eq!(count_actions(&stack, "reboot"), 0);
+    stack.provider.clear_faults();
     let ended = stack.wait_until_ended_with_heartbeats(&process, operation).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
-    assert_eq!(count_actions(&stack, "reboot"), 4, "three lost requests and the restart");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn reboot_with_lost_responses_ends_in_time() {
+    let (stack, process, guest) = start_with_machine(&[("RESIZE_HEALTH_SECONDS", "3")]).await;
+    stack.provider.add_fault(FaultRule::times(1000, "POST", "/actions/reboot", Fault::LostReplyAfterCommit));
+    let ended = run_action(&stack, &process, &guest, "reboot").await;
+    assert_eq!(
+        (&ended["state"], &ended["errorCode"]),
+        (&json!("failed"), &json!("reboot_failed")),
+        "{ended}"
+    );
 }
 
 /// The host has shut down at its owner's command.

@@ -302,6 +302,23 @@ async fn unrecorded_backup_is_reported_and_not_repeated() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test]
+async fn client_encoding_of_the_database_does_not_fail_the_dump() -> Result<()> {
+    let store = machine::start_store()?;
+    let machine = Machine::in_use(&store, 1).await?;
+    machine
+        .client()
+        .await?
+        .batch_execute(
+            "DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET client_encoding = latin1', current_database()); END $$; \
+             CREATE TABLE prices (text text); INSERT INTO prices VALUES ('5 €')",
+        )
+        .await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    machine.run(&["svc-db-backup", "drill"])?.expect(0);
+    Ok(())
+}
+
 /// The database of a machine that has not been restored yet must not become the latest snapshot.
 #[tokio::test]
 async fn backup_refuses_to_run_before_gate_opens() -> Result<()> {

@@ -199,8 +199,11 @@ async fn unverifiable_snapshots_do_not_take_up_the_daily_share() -> Result<()> {
     let within = ("VERIFY_WITHIN_DAYS", "10");
     let tools = tools_with_script("pg_restore", "#!/bin/sh\nkill -9 $$\n")?;
     let env = [within, ("SVC_PG_BIN_DIR", path_str(tools.path()))];
-    // One run reads three of the four overdue snapshots, and the next one only the fourth.
+    // Each run reads three of the four overdue snapshots, and the second one begins with the fourth.
     machine.run_with(&["svc-db-backup", "verify"], &env)?.expect(70);
+    let result = machine.run_with(&["svc-db-backup", "verify"], &[within])?.expect(70);
+    assert!(result.stderr.contains("1 snapshot could not be verified when last tried"), "{}", result.stderr);
+    assert_eq!(read_last_check(&machine, "verify")?["snapshots"], 3);
     let result = machine.run_with(&["svc-db-backup", "verify"], &[within])?.expect(0);
     assert!(result.stdout.contains(": 1 snapshot,"), "{}", result.stdout);
     Ok(())

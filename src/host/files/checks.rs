@@ -63,6 +63,7 @@ pub struct VerifyResult {
     pub packs: u64,
     pub bytes: u64,
     /// The number of damaged packs whose content can be read, there or in other packs.
+    #[serde(alias = "replaced")]
     pub recoverable: u64,
     /// Why the verification could not be completed.
     pub error: Option<String>,

@@ -187,7 +187,7 @@ pub async fn restore(layout: &Layout, request: &Value) -> Result<(), Failure> {
             Err(Failure { exit, error }) => {
                 return Err(Failure::new(
                     exit,
-                    error.context("the restore continues, but its state is unknown"),
+                    error.context("the restore may still be running, but its state is unknown"),
                 ));
             }
         }

@@ -262,7 +262,9 @@ impl PgTools {
 
 fn connection_vars(server: &PostgresServer) -> Vec<(&'static str, String)> {
     let config = server.config();
-    let mut vars = vec![("PGCONNECT_TIMEOUT", "10".to_owned()), ("PGAPPNAME", "svc".to_owned())];
+    // A client encoding that the owner has set for the database could not represent every row, and would fail the dump.
+    let fixed = [("PGCONNECT_TIMEOUT", "10"), ("PGAPPNAME", "svc"), ("PGCLIENTENCODING", "UTF8")];
+    let mut vars = Vec::from(fixed.map(|(name, value)| (name, value.to_owned())));
     match config.get_hosts().first() {
         Some(Host::Tcp(host)) => vars.push(("PGHOST", host.clone())),
         Some(Host::Unix(dir)) => vars.push(("PGHOST", dir.display().to_string())),

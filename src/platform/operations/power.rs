@@ -5,12 +5,18 @@
 
 use std::time::Duration;
 
+use serde_json::{Value, json};
+
 use super::leased::LeasedOperation;
 use super::step::{StepError, StepOutcome, StepRecord};
 use super::{Step, StepPoint, predecessor, reinstate, resize};
 use crate::db;
 use crate::db::machine_row::MachineRow;
 use svc_provider::{Server, ServerId, ServerStatus};
+
+/// Key in an operation's facts for the step's age, in seconds without the time of an account block, when the restart
+/// was first requested.
+const FIRST_REQUEST_AT: &str = "firstRequestAt";
 
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
@@ -61,7 +67,7 @@ pub async fn stop_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
 }
 
 /// Restarts the server, or powers it on if it is off. If the process is killed in this step, or a response is lost, the
-/// restart may be requested more than once.
+/// restart may be requested more than once, within `RESIZE_HEALTH_SECONDS` of the first request.
 pub async fn reboot_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = load_machine_in_slot(leased).await?;
     if let Some(outcome) = resize::await_action(leased).await? {
@@ -78,10 +84,17 @@ pub async fn reboot_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
     if server.is_locked || !matches!(server.status, ServerStatus::Running | ServerStatus::Off) {
         return Ok(StepOutcome::wait(resize::poll_interval(age)));
     }
-    // Each failed action changes the facts, which counts as progress. Without this limit, the step could run for a day.
-    // While no action has failed, the limit does not apply: the step may have been unable to request a restart.
-    let has_failed = leased.operation.facts.get(resize::ACTION_FAILED).is_some();
-    if has_failed && leased.unblocked_step_age().await? >= leased.platform.config.timing.resize_health {
+    let unblocked_age = leased.unblocked_step_age().await?;
+    let first_request = leased.operation.facts.get(FIRST_REQUEST_AT).and_then(Value::as_f64);
+    // Recorded before the request, because its response may be lost.
+    let Some(first_request) = first_request.and_then(|at| Duration::try_from_secs_f64(at).ok()) else {
+        let mut facts = leased.facts();
+        facts.insert(FIRST_REQUEST_AT.to_owned(), json!(unblocked_age.as_secs_f64()));
+        return Ok(StepOutcome::Wait { delay: Duration::ZERO, facts: Some(facts) });
+    };
+    // Each failed action changes the facts, which counts as progress. Without this limit, the step could run for a day,
+    // and each request whose response is lost would restart the server again.
+    if unblocked_age.saturating_sub(first_request) >= leased.platform.config.timing.resize_health {
         return Ok(StepOutcome::Fail {
             code: "reboot_failed",
             note: "the provider did not restart the server in time",

@@ -18,8 +18,6 @@ use svc_provider::{ActionId, ActionStatus, ErrorKind, Server, ServerId, ServerSt
 
 /// Key in an operation's facts for the id of the provider action that the step has requested.
 pub(super) const ACTION: &str = "action";
-/// Key in an operation's facts, set when a provider action that the step has requested has failed.
-pub(super) const ACTION_FAILED: &str = "actionFailed";
 /// Key in an operation's facts, set when the step has requested a shutdown.
 const SHUTDOWN_REQUESTED: &str = "asked";
 
@@ -226,7 +224,6 @@ pub(super) async fn await_action(leased: &LeasedOperation<'_>) -> Result<Option<
             tracing::warn!(operation = %leased.operation.id, code, message, "a provider action failed");
             let mut facts = leased.facts();
             facts.remove(ACTION);
-            facts.insert(ACTION_FAILED.to_owned(), json!(true));
             let delay = retry_interval(leased.step_age().await?);
             Ok(Some(StepOutcome::Wait { delay, facts: Some(facts) }))
         }

@@ -461,13 +461,15 @@ fn finish_exchange(layout: &Layout, staging: &Staging) -> Result<Option<String>,
     for _ in 0..MAX_KEEP_ATTEMPTS {
         match directory.move_in(&staged, &kept_as) {
             Ok(()) => return Ok(Some(placement.display_path(kept_as.as_bytes()))),
-            // One of the owner's programs has created an entry with this name in the meantime. Record the new name
-            // before the move, for a later call of `find_kept`.
+            // One of the owner's programs has created this entry in the meantime. The new name is recorded first, for
+            // `find_kept`; on a full disk, it is not, because the entry must not stay hidden.
             Err(Errno::EXIST) => {
                 let name = bytes_to_name(&placement.name);
                 kept_as = directory.find_free_name(&name, "replaced", clock::now_ms())?;
                 placement.kept_as = Some(kept_as.as_bytes().to_vec());
-                staging.mark_complete(&placement)?;
+                if let Err(error) = staging.mark_complete(&placement) {
+                    tracing::warn!(error = %format_chain(&error), "cannot record the name of the replaced entry");
+                }
             }
             Err(error) => {
                 let name = bytes_to_name(&placement.name);

@@ -78,7 +78,7 @@ pub async fn register(
     claim_schema(&transaction, &manifest.slug, &schema).await?;
     database::enable_login(&transaction, &schema, password, statement_timeout).await?;
     grant_schema_usage(&transaction, &schema).await?;
-    let existing = inspect_schema(&transaction, &schema).await?;
+    let existing = inspect_schema(&transaction, &schema, manifest).await?;
     let mut plan = ddl::plan_registration(&schema, &manifest.tables, &existing);
     for change in std::mem::take(&mut plan.changes) {
         match change {
@@ -133,9 +133,12 @@ async fn grant_schema_usage(
     transaction.batch_execute(row.get(0)).await
 }
 
+/// Reads the schema's tables and indexes. Views and other relations are the owner's and are ignored, unless the manifest
+/// declares a table with the name of one.
 async fn inspect_schema(
     transaction: &Transaction<'_>,
     schema: &SqlIdentifier,
+    manifest: &Manifest,
 ) -> Result<ExistingSchema, RegisterError> {
     let mut existing = ExistingSchema::default();
     let columns = transaction
@@ -152,7 +155,10 @@ async fn inspect_schema(
     for row in &columns {
         let (table, kind): (String, String) = (row.get(0), row.get(1));
         if kind != "r" && kind != "p" {
-            return Err(RegisterError::NotATable(format!("{schema}.{table}")));
+            if manifest.tables.iter().any(|declared| declared.name.as_str() == table) {
+                return Err(RegisterError::NotATable(format!("{schema}.{table}")));
+            }
+            continue;
         }
         let table_columns = existing.tables.entry(table).or_default();
         if let (Some(column), Some(kind)) = (row.get::<_, Option<String>>(2), row.get(3)) {
@@ -204,10 +210,15 @@ async fn try_create_index(
 }
 
 /// Whether PostgreSQL cannot index a column: its type has no default operator class, its elements or fields cannot be
-/// compared (`json[]`), or a value is too long for an index (`tsvector`).
+/// compared (`json[]`), a value is too long for an index (`tsvector`), or the table is partitioned by another column.
 fn is_type_rejection(state: &SqlState) -> bool {
-    [SqlState::UNDEFINED_OBJECT, SqlState::UNDEFINED_FUNCTION, SqlState::PROGRAM_LIMIT_EXCEEDED]
-        .contains(state)
+    let states = [
+        SqlState::UNDEFINED_OBJECT,
+        SqlState::UNDEFINED_FUNCTION,
+        SqlState::PROGRAM_LIMIT_EXCEEDED,
+        SqlState::FEATURE_NOT_SUPPORTED,
+    ];
+    states.contains(state)
 }
 
 async fn store_manifest(

@@ -47,6 +47,9 @@ enum VerifyError {
     Object(#[from] VerifyObjectError),
     #[error(transparent)]
     File(#[from] FileError),
+    /// Earlier runs could not verify these either, and this one has not read them.
+    #[error("{} could not be verified when last tried; {key}: {why}", pluralize(*count, "snapshot"))]
+    Unverified { count: u64, key: String, why: String },
     #[error("stopped by a signal")]
     Stopped,
     #[error(transparent)]
@@ -74,12 +77,21 @@ impl VerifyError {
 #[serde(rename_all = "camelCase")]
 struct ReadHistory {
     version: u32,
-    /// Includes damaged snapshots, and those that could not be verified: if they stayed the least recently read, they
-    /// would take up every day's share.
+    /// Includes damaged snapshots: if they stayed the least recently read, they would take up every day's share.
     read_at: BTreeMap<String, Timestamp>,
     /// Messages about the snapshots that their last read found damaged.
     #[serde(default)]
     damaged: BTreeMap<String, String>,
+    /// The snapshots that could not be verified when they were last read.
+    #[serde(default)]
+    failed: BTreeMap<String, FailedRead>,
+}
+
+/// A read that could not verify a snapshot, for example because `pg_restore` was killed.
+#[derive(Debug, Serialize, Deserialize)]
+struct FailedRead {
+    at: Timestamp,
+    error: String,
 }
 
 impl ReadHistory {
@@ -105,13 +117,23 @@ impl ReadHistory {
             Some(why) => self.damaged.insert(key.to_owned(), why.to_owned()),
             None => self.damaged.remove(key),
         };
-        self.record_attempt(settings, key)
+        self.failed.remove(key);
+        self.read_at.insert(key.to_owned(), clock::now_ms());
+        self.write(settings)
     }
 
-    /// Records the end of a read, even one that did not verify the snapshot: known damage stays known. Writes the whole
-    /// history.
-    fn record_attempt(&mut self, settings: &BackupSettings, key: &str) -> Result<(), FileError> {
-        self.read_at.insert(key.to_owned(), clock::now_ms());
+    /// Records a read that could not verify the snapshot: known damage stays known. Writes the whole history.
+    fn record_failure(
+        &mut self,
+        settings: &BackupSettings,
+        key: &str,
+        error: String,
+    ) -> Result<(), FileError> {
+        self.failed.insert(key.to_owned(), FailedRead { at: clock::now_ms(), error });
+        self.write(settings)
+    }
+
+    fn write(&self, settings: &BackupSettings) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("maps of plain fields are JSON");
         let written = fsx::write_atomic_or_in_place(&settings.layout.verification_times(), &text, 0o600);
         written.inspect_err(|error| {
@@ -119,10 +141,21 @@ impl ReadHistory {
         })
     }
 
+    /// Returns the error about snapshots that could not be verified, if any.
+    fn unverified_error(&self) -> Option<VerifyError> {
+        let (key, FailedRead { error, .. }) = self.failed.first_key_value()?;
+        Some(VerifyError::Unverified {
+            count: self.failed.len() as u64,
+            key: key.clone(),
+            why: error.clone(),
+        })
+    }
+
     /// Forgets the snapshots that are not in `keys`.
     fn retain(&mut self, keys: &[String]) {
         self.read_at.retain(|key, _| keys.contains(key));
         self.damaged.retain(|key, _| keys.contains(key));
+        self.failed.retain(|key, _| keys.contains(key));
     }
 }
 
@@ -234,11 +267,16 @@ async fn verify_all(
             // A snapshot that can never be read, for example for lack of memory, must not block the others, neither in
             // this run nor by taking up every day's share.
             Err(VerifyFailure::Unknown(error)) => {
-                tracing::error!(key, error = %format_chain(&error), "a snapshot could not be verified");
-                recorded = history.record_attempt(settings, &key);
+                let why = format_chain(&error);
+                tracing::error!(key, error = why, "a snapshot could not be verified");
+                recorded = history.record_failure(settings, &key, why);
                 failure.get_or_insert(error);
             }
         }
+    }
+    if failure.is_none() && results.damaged.is_empty() && *targets == VerifyTargets::DailyShare {
+        // Reported every day until a later read verifies them.
+        failure = history.unverified_error();
     }
     match failure {
         Some(error) => Err(error),
@@ -285,7 +323,8 @@ async fn select_keys(
         return Ok(snapshots.into_iter().map(|(key, _)| key).collect());
     }
     let now = clock::now_ms();
-    let last_reads = verify_schedule::list_last_reads(&snapshots, &history.read_at, now);
+    let failed_at = history.failed.iter().map(|(key, failed)| (key.clone(), failed.at)).collect();
+    let last_reads = verify_schedule::list_last_reads(&snapshots, &history.read_at, &failed_at, now);
     let selected = verify_schedule::select_today(last_reads, now, settings.verify_within_days);
     // Damage is reported every day until a later read finds the snapshot intact.
     let known_damage = history.damaged.iter().filter(|(key, _)| !selected.contains(key));

@@ -17,31 +17,38 @@ const MAX_CATCH_UP_DAYS: usize = 3;
 pub struct LastRead {
     pub key: String,
     pub read_at: Timestamp,
+    /// Time of the last attempt: of `read_at`, or of a later read that could not verify the snapshot.
+    pub tried_at: Timestamp,
 }
 
 /// Returns all snapshots with the time of their last read. One that no check has read counts as read when it was taken.
 /// Times after `now` are from a clock that was ahead, and are ignored; a snapshot without another time counts as never
 /// read.
 ///
-/// `snapshots` contains each key with the time when the snapshot was taken.
+/// `snapshots` contains each key with the time when the snapshot was taken, and `failed_at` those of reads that could not
+/// verify a snapshot.
 pub fn list_last_reads(
     snapshots: &[(String, Timestamp)],
     checked_at: &BTreeMap<String, Timestamp>,
+    failed_at: &BTreeMap<String, Timestamp>,
     now: Timestamp,
 ) -> Vec<LastRead> {
     let last_read = |(key, taken_at): &(String, Timestamp)| {
         let times = [checked_at.get(key).copied(), Some(*taken_at)];
-        let read_at = times.into_iter().flatten().find(|at| *at <= now);
-        LastRead { key: key.clone(), read_at: read_at.unwrap_or(Timestamp::UNIX_EPOCH) }
+        let read_at = times.into_iter().flatten().find(|at| *at <= now).unwrap_or(Timestamp::UNIX_EPOCH);
+        let failed_at = failed_at.get(key).copied().filter(|at| *at <= now);
+        LastRead { key: key.clone(), read_at, tried_at: failed_at.map_or(read_at, |at| at.max(read_at)) }
     };
     snapshots.iter().map(last_read).collect()
 }
 
-/// Returns the keys of the snapshots to read today, in the order in which to read them.
+/// Returns the keys of the snapshots to read today, in the order in which to read them. A snapshot that could not be
+/// verified remains overdue, but those that were tried less recently come first, so that it does not take up every day's
+/// share.
 pub fn select_today(mut snapshots: Vec<LastRead>, now: Timestamp, within_days: u32) -> Vec<String> {
     let days = usize::try_from(within_days.max(1)).unwrap_or(usize::MAX);
     let daily_share = snapshots.len().div_ceil(days);
-    snapshots.sort_by(|a, b| (a.read_at, &a.key).cmp(&(b.read_at, &b.key)));
+    snapshots.sort_by(|a, b| (a.tried_at, &a.key).cmp(&(b.tried_at, &b.key)));
     let overdue_before = now - DAY * i32::try_from(within_days.max(1)).unwrap_or(i32::MAX);
     let overdue = snapshots.iter().filter(|snapshot| snapshot.read_at <= overdue_before).count();
     let count = daily_share.max(overdue).min(daily_share.saturating_mul(MAX_CATCH_UP_DAYS));
@@ -67,11 +74,11 @@ mod tests {
                     taken.push((format!("{day:03}-{hour:02}"), now));
                 }
                 now += DAY;
-                for key in select_today(list_last_reads(&taken, &checked, now), now, within) {
+                for key in select_today(list_last_reads(&taken, &checked, &BTreeMap::new(), now), now, within) {
                     checked.insert(key, now);
                 }
                 // One more day, because a snapshot may become overdue just after the day's run.
-                let last_reads = list_last_reads(&taken, &checked, now);
+                let last_reads = list_last_reads(&taken, &checked, &BTreeMap::new(), now);
                 let oldest = last_reads.into_iter().map(|snapshot| snapshot.read_at).min();
                 if let Some(oldest) = oldest {
                     prop_assert!(now.duration_since(oldest) <= DAY * i32::try_from(within + 1).unwrap(), "{oldest} at {now}");
@@ -85,7 +92,7 @@ mod tests {
             let start: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
             let taken: Vec<_> = (0..count).map(|n| (format!("{n:03}"), start)).collect();
             let now = start + DAY * idle_days;
-            let today = select_today(list_last_reads(&taken, &BTreeMap::new(), now), now, within);
+            let today = select_today(list_last_reads(&taken, &BTreeMap::new(), &BTreeMap::new(), now), now, within);
             prop_assert!(today.len() <= count.div_ceil(within as usize) * MAX_CATCH_UP_DAYS);
             prop_assert_eq!(today.is_empty(), idle_days < 1);
         }
@@ -98,10 +105,28 @@ mod tests {
         let mut checked = BTreeMap::new();
         for day in 1..4 {
             let now = start + DAY * day;
-            assert_eq!(select_today(list_last_reads(&taken, &checked, now), now, 1), ["a"], "day {day}");
+            assert_eq!(
+                select_today(list_last_reads(&taken, &checked, &BTreeMap::new(), now), now, 1),
+                ["a"],
+                "day {day}"
+            );
             let ended_at = now + SignedDuration::from_mins(10);
             checked.insert("a".to_owned(), ended_at);
         }
+    }
+
+    #[test]
+    fn select_today_tries_failed_snapshots_in_their_turn() {
+        let start: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
+        let taken: Vec<_> = ["a", "b", "c", "d"].map(|key| (key.to_owned(), start)).into();
+        let mut failed = BTreeMap::new();
+        let now = start + DAY * 40;
+        let first = select_today(list_last_reads(&taken, &BTreeMap::new(), &failed, now), now, 30);
+        assert_eq!(first, ["a", "b", "c"]);
+        failed.extend(first.into_iter().map(|key| (key, now)));
+        // Even directly after the failure, they can be tried again.
+        let second = select_today(list_last_reads(&taken, &BTreeMap::new(), &failed, now), now, 30);
+        assert_eq!(second, ["d", "a", "b"]);
     }
 
     #[test]
@@ -110,8 +135,10 @@ mod tests {
         let (past, future) = (now - DAY, now + DAY);
         let taken = [("a", past), ("b", future), ("c", future)].map(|(key, at)| (key.to_owned(), at));
         let checked = BTreeMap::from([("a".to_owned(), future), ("b".to_owned(), past)]);
-        let read_at: Vec<_> =
-            list_last_reads(&taken, &checked, now).into_iter().map(|snapshot| snapshot.read_at).collect();
+        let read_at: Vec<_> = list_last_reads(&taken, &checked, &BTreeMap::new(), now)
+            .into_iter()
+            .map(|snapshot| snapshot.read_at)
+            .collect();
         assert_eq!(read_at, [past, past, Timestamp::UNIX_EPOCH]);
     }
 }
