@@ -53,8 +53,8 @@ pub fn select_today(mut snapshots: Vec<LastRead>, now: Timestamp, within_days: u
     let overdue = snapshots.iter().filter(|snapshot| snapshot.read_at <= overdue_before).count();
     let count = daily_share.max(overdue).min(daily_share.saturating_mul(MAX_CATCH_UP_DAYS));
     let read_before = now - MIN_READ_INTERVAL;
-    let selected = snapshots.into_iter().take(count).filter(|snapshot| snapshot.read_at <= read_before);
-    selected.map(|snapshot| snapshot.key).collect()
+    let candidates = snapshots.into_iter().filter(|snapshot| snapshot.read_at <= read_before);
+    candidates.take(count).map(|snapshot| snapshot.key).collect()
 }
 
 #[cfg(test)]
