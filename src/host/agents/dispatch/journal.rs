@@ -267,12 +267,11 @@ fn read_entry<T: DeserializeOwned>(path: &Path) -> Option<T> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn dispatch(id: &str, at: &str) -> JournalEntry {
-        JournalEntry {
-            version: JournalEntry::VERSION,
+impl JournalEntry {
+    /// Returns an accepted dispatch that has not been started.
+    pub(super) fn example(id: &str) -> Self {
+        Self {
+            version: Self::VERSION,
             id: id.to_owned(),
             sender_id: "u".to_owned(),
             entry: PromptEntry {
@@ -284,11 +283,20 @@ mod tests {
             },
             batch: None,
             fingerprint: "f".to_owned(),
-            accepted_at: at.parse().unwrap(),
+            accepted_at: Timestamp::UNIX_EPOCH,
             started_at: None,
             ended: None,
             refused: None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn dispatch(id: &str, at: &str) -> JournalEntry {
+        JournalEntry { accepted_at: at.parse().unwrap(), ..JournalEntry::example(id) }
     }
 
     /// An entry of the batch `b`.

@@ -245,7 +245,6 @@ async fn report_ends_to_watcher(watcher: PathBuf, ids: Vec<String>) {
 mod tests {
     use super::*;
     use crate::agents::bridge_tokens::AgentTokens;
-    use crate::agents::dispatch::request::PromptEntry;
     use crate::agents::kernel::Kernel;
     use crate::system::layout::Layout;
 
@@ -257,24 +256,8 @@ mod tests {
         assert!(kernel.open_usage_store());
         let dispatcher = Dispatcher::new(&layout, &kernel, &Arc::new(AgentTokens::default()));
         let accepted_at: Timestamp = "2026-11-22T10:00:00.000Z".parse().unwrap();
-        let interrupted = JournalEntry {
-            version: JournalEntry::VERSION,
-            id: "d".to_owned(),
-            sender_id: "u".to_owned(),
-            entry: PromptEntry {
-                agent_name: "a".to_owned(),
-                model: None,
-                conversation_id: None,
-                prompt: "do it".to_owned(),
-                deadline_seconds: 60,
-            },
-            batch: None,
-            fingerprint: "f".to_owned(),
-            accepted_at,
-            started_at: Some(accepted_at),
-            ended: None,
-            refused: None,
-        };
+        let interrupted =
+            JournalEntry { accepted_at, started_at: Some(accepted_at), ..JournalEntry::example("d") };
         dispatcher.journal.write(&[interrupted]).unwrap();
         // The journal cannot be read while a temporary file cannot be removed, like a folder.
         let obstacle = layout.dispatches().join(format!(".d.json.{}.tmp", "0".repeat(32)));

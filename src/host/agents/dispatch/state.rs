@@ -340,24 +340,8 @@ mod tests {
     use super::*;
 
     fn dispatch(conversation_id: Option<&str>) -> Arc<Dispatch> {
-        let accepted = JournalEntry {
-            version: JournalEntry::VERSION,
-            id: "d".to_owned(),
-            sender_id: "u".to_owned(),
-            entry: PromptEntry {
-                agent_name: "a".to_owned(),
-                model: None,
-                conversation_id: conversation_id.map(str::to_owned),
-                prompt: String::new(),
-                deadline_seconds: 60,
-            },
-            batch: None,
-            fingerprint: String::new(),
-            accepted_at: Timestamp::UNIX_EPOCH,
-            started_at: None,
-            ended: None,
-            refused: None,
-        };
+        let mut accepted = JournalEntry::example("d");
+        accepted.entry.conversation_id = conversation_id.map(str::to_owned);
         Dispatch::new(accepted, None, None)
     }
 

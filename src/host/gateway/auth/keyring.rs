@@ -171,9 +171,14 @@ mod tests {
         let layout = Layout::new(dir.path());
         // A directory can be found, but not read.
         std::fs::create_dir_all(layout.proof_keys()).unwrap();
+        let file = layout.proof_keys();
         let ring = Keyring::new(keys("first"), layout);
         assert_eq!(current_kids(&ring), "first");
-        let state = ring.state.lock().unwrap();
-        assert_eq!((state.last_stamp, state.is_unreadable), (None, true));
+        // Without a stamp, the file is read at the next check even if it has not changed.
+        assert_eq!(ring.state.lock().unwrap().last_stamp, None);
+        std::fs::remove_dir(&file).unwrap();
+        svc_base::fsx::write_atomic(&file, &serde_json::to_vec(&keys("second")).unwrap(), 0o600).unwrap();
+        assert_eq!(current_kids(&ring), "second");
+        assert!(!ring.state.lock().unwrap().is_unreadable);
     }
 }
