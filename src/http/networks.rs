@@ -84,6 +84,7 @@ fn parse_network(entry: &str) -> Result<IpNet, NetworksError> {
         return Ok(IpNet::from(address.to_canonical()));
     }
     let found: IpNet = entry.parse().map_err(|_| NetworksError::Malformed(entry.to_owned()))?;
+    let found = to_canonical(found);
     let corrected = found.trunc();
     if found.prefix_len() == 0 {
         Err(NetworksError::AllAddresses(corrected))
@@ -92,6 +93,15 @@ fn parse_network(entry: &str) -> Result<IpNet, NetworksError> {
     } else {
         Ok(found)
     }
+}
+
+/// Converts an IPv4-mapped IPv6 network to IPv4, as [`Networks::contains`] does with addresses.
+fn to_canonical(network: IpNet) -> IpNet {
+    let mapped = match network {
+        IpNet::V6(v6) => v6.addr().to_ipv4_mapped().zip(v6.prefix_len().checked_sub(96)),
+        IpNet::V4(_) => None,
+    };
+    mapped.and_then(|(address, prefix_len)| Ipv4Net::new(address, prefix_len).ok()).map_or(network, IpNet::V4)
 }
 
 #[cfg(test)]
@@ -107,6 +117,8 @@ mod tests {
         for outside in ["10.2.0.0", "203.0.113.8", "2001:db9::1", "::ffff:10.2.0.0", "::a01:203"] {
             assert!(!networks.contains(outside.parse().unwrap()), "{outside}");
         }
+        let mapped: Networks = "::ffff:10.1.0.0/112".parse().unwrap();
+        assert!(mapped.contains("10.1.2.3".parse().unwrap()));
         assert!(!Networks::default().contains("127.0.0.1".parse().unwrap()));
     }
 
@@ -127,6 +139,7 @@ mod tests {
             ("10.0.0.5/8", "write 10.0.0.0/8"),
             ("0.0.0.0/0", "every address"),
             ("::/0", "every address"),
+            ("::ffff:0:0/96", "every address"),
         ] {
             let error = text.parse::<Networks>().unwrap_err().to_string();
             assert!(error.contains(expected), "{text}: {error}");

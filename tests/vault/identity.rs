@@ -282,7 +282,11 @@ async fn shrunken_snapshot_is_held_even_if_unrecorded() -> Result<()> {
     assert_eq!(machine::pointer(&store).await?, good, "the held snapshot must not be the latest");
     std::fs::remove_dir(&record)?;
     machine.run(&["svc-db-backup"])?.expect(65);
+    // While `accept` runs, the gateway would show the progress of the last run.
+    let progress = machine.path("var/lib/svc/backup-progress.json");
+    assert!(progress.exists());
     machine.run(&["svc-db-backup", "accept"])?.expect(0);
+    assert!(!progress.exists());
     Ok(())
 }
 

@@ -52,4 +52,10 @@ impl BackupProgress {
         let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
         fsx::write_atomic(&layout.backup_progress(), &text, 0o644)
     }
+
+    /// Removes the file that the last run left. An action that holds the backup's lock without being a backup calls
+    /// this, because the gateway takes the file for the progress of whatever holds the lock.
+    pub fn remove(layout: &Layout) -> Result<(), FileError> {
+        fsx::remove_if_exists(&layout.backup_progress())
+    }
 }

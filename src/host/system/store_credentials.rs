@@ -5,7 +5,8 @@
 //! affect it.
 //!
 //! The platform also issues an outage session, which lives longer and can only store snapshots. A backup uses it
-//! while the platform is unreachable, but never after the platform has refused to issue credentials.
+//! while the platform is unreachable. It does not use it in response to a refusal, and never again once the platform
+//! has withdrawn the credentials.
 
 pub mod state_file;
 
@@ -40,9 +41,10 @@ const DEFAULT_SESSION_TTL: SignedDuration = SignedDuration::from_hours(1);
 const MAX_OUTAGE_SESSION_AGE: SignedDuration = SignedDuration::from_mins(50);
 /// Credentials count as expired this long before their expiry, because a request takes time after it is signed.
 const EXPIRY_MARGIN: SignedDuration = SignedDuration::from_secs(30);
-/// Maximum number of attempts at a renewal when no session is usable.
+/// Maximum number of attempts at a renewal when no session is usable. A use within [`RETRY_INTERVAL`] of a failed
+/// renewal makes a single attempt.
 const MAX_ATTEMPTS: u32 = 4;
-/// Delay after a failed renewal while the current session or the outage session is usable.
+/// Delay after a failed renewal, while the current session or the outage session is usable.
 const RETRY_INTERVAL: SignedDuration = SignedDuration::from_secs(30);
 
 /// Whether an applet may use the outage session.
@@ -183,7 +185,8 @@ impl RenewingCredentials {
         if let Some(key) = outage.as_ref().filter(|_| state.was_unreachable && now < state.not_before) {
             return Ok(Arc::clone(key));
         }
-        let attempts = if outage.is_some() { 1 } else { MAX_ATTEMPTS };
+        let has_just_failed = now < state.not_before;
+        let attempts = if outage.is_some() || has_just_failed { 1 } else { MAX_ATTEMPTS };
         match (self.renew(state, attempts).await, outage) {
             (Ok(()), _) => Ok(Arc::clone(&state.active.key)),
             (Err(error @ CredentialError::Unavailable(_)), Some(key)) => {

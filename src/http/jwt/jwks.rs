@@ -39,11 +39,22 @@ pub(super) struct Jwks {
     last_fetch: tokio::sync::Mutex<LastFetch>,
 }
 
+/// The times of the last fetches: their starts, and their ends once they have ended. A fetch that takes longer than the
+/// minimum interval, because the issuer does not respond, is therefore not repeated by each of the waiting requests.
 #[derive(Default)]
 struct LastFetch {
-    started_at: Option<Instant>,
-    /// When the last fetch prompted by an unknown `kid` started.
+    at: Option<Instant>,
+    /// The last fetch prompted by an unknown `kid`.
     for_unknown_kid_at: Option<Instant>,
+}
+
+impl LastFetch {
+    fn note(&mut self, is_for_unknown_kid: bool) {
+        self.at = Some(Instant::now());
+        if is_for_unknown_kid {
+            self.for_unknown_kid_at = self.at;
+        }
+    }
 }
 
 #[derive(Default)]
@@ -88,21 +99,18 @@ impl Jwks {
             |interval, since: Option<Instant>| since.is_none_or(|since: Instant| since.elapsed() >= interval);
         let is_due = match (&key, freshness) {
             (Some(_), Freshness::Fresh) => false,
-            (_, Freshness::NeverFetched) => {
-                has_elapsed(MIN_FETCH_INTERVAL_WITHOUT_KEYS, last_fetch.started_at)
-            }
-            (Some(_), Freshness::Stale) => has_elapsed(MIN_FETCH_INTERVAL, last_fetch.started_at),
+            (_, Freshness::NeverFetched) => has_elapsed(MIN_FETCH_INTERVAL_WITHOUT_KEYS, last_fetch.at),
+            (Some(_), Freshness::Stale) => has_elapsed(MIN_FETCH_INTERVAL, last_fetch.at),
             (None, Freshness::Stale | Freshness::Fresh) => {
                 has_elapsed(MIN_FETCH_INTERVAL, last_fetch.for_unknown_kid_at)
             }
         };
         if is_due {
-            let now = Some(Instant::now());
-            last_fetch.started_at = now;
-            if key.is_none() && freshness != Freshness::NeverFetched {
-                last_fetch.for_unknown_kid_at = now;
-            }
-            match self.fetch().await {
+            let is_for_unknown_kid = key.is_none() && freshness != Freshness::NeverFetched;
+            last_fetch.note(is_for_unknown_kid);
+            let fetched = self.fetch().await;
+            last_fetch.note(is_for_unknown_kid);
+            match fetched {
                 Ok(keys) => {
                     let known = KnownKeys { keys: Arc::new(keys), fetched_at: Some(Instant::now()) };
                     *self.known.write().unwrap_or_else(PoisonError::into_inner) = known;
@@ -210,6 +218,31 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::client;
+
+    #[tokio::test]
+    async fn waiting_requests_do_not_repeat_a_fetch_that_hangs() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}/keys", listener.local_addr().unwrap());
+        let timeout = MIN_FETCH_INTERVAL_WITHOUT_KEYS + Duration::from_millis(100);
+        let timeouts = client::Timeouts { total: Some(timeout), ..client::Timeouts::CALL };
+        let client = client::build(timeouts).unwrap();
+        let jwks = Jwks::new(url.parse().unwrap(), client);
+        // An issuer that accepts connections and never responds.
+        let mut connections = Vec::new();
+        let issuer = async {
+            loop {
+                connections.push(listener.accept().await.unwrap());
+            }
+        };
+        let requests = futures_util::future::join_all((0..3).map(|_| jwks.find("kid")));
+        let results = tokio::select! {
+            results = requests => results,
+            () = issuer => unreachable!(),
+        };
+        assert!(results.iter().all(|result| matches!(result, Err(JwtError::NoKeys))));
+        assert_eq!(connections.len(), 1);
+    }
 
     #[test]
     fn parse_keeps_only_keys_that_can_verify_our_tokens() {

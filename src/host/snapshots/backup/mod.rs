@@ -36,6 +36,7 @@ use futures_util::future::Shared;
 use jiff::Timestamp;
 use tokio::signal::unix::{SignalKind, signal};
 
+use super::backup_progress::BackupProgress;
 use super::side_database::{CopyMode, SideAction, SnapshotChoice, TableCopy};
 use crate::system::config;
 use crate::system::config::init_log;
@@ -257,6 +258,9 @@ async fn accept(layout: Layout) -> Result<(), Failure> {
     let settings = BackupSettings::read(layout, OutagePolicy::RequirePlatform)?;
     let lock = Lock::wait(&settings.layout.backup_lock(), REQUEST_LOCK_TIMEOUT).await;
     let lock = lock.map_err(|error| lock_failure(error, "another backup is running"))?;
+    if let Err(error) = tokio::task::block_in_place(|| BackupProgress::remove(&settings.layout)) {
+        tracing::warn!(error = %format_chain(&error), "could not remove the progress of the last backup");
+    }
     shrink_guard::accept(&lock, &settings).await
 }
 
