@@ -3,8 +3,8 @@
 //! A machine may save concurrently and rely on blobs that are in the index. Therefore, a pack is deleted in two phases:
 //! it is first marked in the index, so that later saves do not rely on it, and is deleted after a grace period if no
 //! snapshot needs it by then. Packs younger than the grace period are not marked, because a save may be about to refer
-//! to them. Packs that are newer than the latest snapshot may belong to a save that takes days: they are not marked
-//! either, unless the index is full, and those that no index file lists yet are not deleted.
+//! to them. Packs that are newer than the latest snapshot may belong to a save that takes days. Until they are 30 days
+//! old, they are not marked either, unless the index is full, and those that no index file lists yet are not deleted.
 //!
 //! Invariant: a crash between any two requests leaves a repository in which every remaining snapshot can be restored.
 //! An index file is deleted only after its replacement has been written, and a pack only once no index file lists it.

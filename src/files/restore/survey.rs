@@ -8,7 +8,8 @@ use crate::index::{BlobLocation, BlobLocations};
 use crate::pack::BlobType;
 use crate::tree::{Node, NodeType};
 
-/// A chunk of zeros is at least this many times as long as its compressed form.
+/// A chunk counts as a hole if it is more than this many times as long as its stored form. All but the shortest chunks
+/// of zeros are.
 const MIN_HOLE_RATIO: u64 = 500;
 
 /// What a restore will write. A file with several names counts once.

@@ -9,8 +9,8 @@ pub const UNWATCHED_INTERVAL: Duration = Duration::from_secs(60);
 /// Minimum pause after a save, because each new snapshot costs several requests to the store. It does not apply to a
 /// requested save.
 pub const MIN_INTERVAL: Duration = Duration::from_secs(15);
-/// Checks of unwatched files take at most 1/50 of the time, and saves of the whole home directory at most 1/100, unless
-/// the interval would then exceed its maximum.
+/// While the watcher reports all changes, checks of unwatched files take at most 1/50 of the time, and saves of the
+/// whole home directory at most 1/100, unless the interval would then exceed its maximum.
 const UNWATCHED_INTERVAL_FACTOR: u32 = 50;
 const MAX_UNWATCHED_INTERVAL: Duration = Duration::from_secs(600);
 const FULL_INTERVAL_FACTOR: u32 = 100;
