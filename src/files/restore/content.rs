@@ -77,7 +77,7 @@ pub(super) async fn write_contents(
     Ok(batch)
 }
 
-/// Writes a chunk from the first of its copies that is sound. `error` says why they could not be read together.
+/// Writes a chunk from the first of its copies that is intact. `error` says why the read that included it failed.
 async fn write_other_copy(
     locations: &BlobLocations,
     placements: &[ChunkPlacement],

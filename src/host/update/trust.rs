@@ -38,7 +38,7 @@ pub fn adopt(layout: &Layout, offered: &KeySet) -> Result<(), UpdateError> {
         write(layout, offered)?;
         tracing::info!(sequence = offered.sequence, keys = ?offered.keys, "adopted a new set of release keys");
         let ids = offered.keys.ids().join(", ");
-        activity::note(layout, &format!("releases are now trusted by the keys {ids}"));
+        activity::note(layout, &format!("releases signed with these keys are now trusted: {ids}"));
     }
     failpoint::trigger("update.keys_written")?;
     report_key_ids(layout)?;
@@ -96,7 +96,7 @@ mod tests {
         assert_eq!(text.matches("SVC_BUNDLE_PUBLIC_KEYS").count(), 1, "{text}");
         let noted = std::fs::read_to_string(layout.logs().join("activity.log")).unwrap();
         let ids = both.keys.ids().join(", ");
-        assert!(noted.ends_with(&format!("releases are now trusted by the keys {ids}\n")), "{noted}");
+        assert!(noted.ends_with(&format!("releases signed with these keys are now trusted: {ids}\n")), "{noted}");
         assert_eq!(noted.lines().count(), 1, "only a change is noted: {noted}");
         let mode = std::fs::metadata(layout.update_env()).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);

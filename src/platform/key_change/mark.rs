@@ -130,8 +130,9 @@ pub async fn write(bucket: &Bucket, ids: &KeyIds) -> Result<(), MarkError> {
     Err(MarkError::Contended)
 }
 
-/// Writes the mark, in case the write at startup failed, retries until the store is available, and then waits for the
-/// stop. If the mark is corrupt or names a key that this process does not have, returns early, which ends the process.
+/// Writes the mark in case the write at startup failed, retries until the store is available, and then waits until the
+/// process is stopped. If the mark is corrupt or names a key that this process does not have, returns early, which ends
+/// the process.
 pub async fn write_until_stopped(platform: Arc<Platform>) {
     loop {
         match write(&platform.bucket, &platform.process.ids).await {

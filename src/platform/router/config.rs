@@ -21,10 +21,10 @@ pub struct RouterConfig {
     pub poll_interval: Duration,
     /// Maximum age of the routes that are served while the database is unreachable.
     pub max_staleness: Duration,
-    /// Maximum number of requests per user and second that a process forwards; 0 means no limit.
+    /// Maximum number of requests that a process forwards per user per second; 0 means no limit.
     pub user_rate: u32,
-    /// Maximum number of verifications of uncached credentials per client address (IPv4) or network (IPv6) and second;
-    /// 0 means no limit.
+    /// Maximum number of uncached credentials that are verified per second for each client address (IPv4) or network
+    /// (IPv6); 0 means no limit.
     pub check_rate: u32,
     /// Load balancers in front of the router. They are exempt from the limits per address, because all clients share
     /// their addresses.

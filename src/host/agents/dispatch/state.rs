@@ -291,7 +291,7 @@ impl Dispatch {
         })
     }
 
-    /// The approximate number of bytes that it takes in memory.
+    /// Estimates its size in memory from its events and its prompt.
     pub fn bytes(&self) -> usize {
         self.log.bytes() + self.accepted.entry.prompt.len()
     }
@@ -314,7 +314,7 @@ impl Batch {
         Arc::new(Self { id, fingerprint, entries, log, journaled, remaining })
     }
 
-    /// Restores a batch from the records of its entries, which may not be all of them: a refused entry has none.
+    /// Restores a batch from the records of its entries. Some entries may have no record, such as refused ones.
     pub fn from_records(id: &DispatchId, interactions: &[Interaction]) -> Arc<Self> {
         let recorded_size = interactions.iter().find_map(|interaction| interaction.batch_size);
         // The owner can edit the records, so the size may be any number.
