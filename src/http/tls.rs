@@ -66,7 +66,7 @@ pub(crate) fn provider() -> Arc<CryptoProvider> {
 /// Loads the public root certificates and, if `SSL_CERT_FILE` is set, those in the PEM file that it names.
 ///
 /// # Errors
-/// If that file cannot be read or is not valid PEM.
+/// If that file cannot be read or contains malformed PEM. A file without any PEM section adds no certificates.
 pub fn load_roots() -> anyhow::Result<RootCertStore> {
     load_roots_with(vars::SSL_CERT_FILE.from_process().map(PathBuf::from))
 }
@@ -103,7 +103,7 @@ impl ChainVerifier {
     /// Trusts the public roots and, if `file` (the value of `SSL_CERT_FILE`) is set, those in that file.
     ///
     /// # Errors
-    /// If the file cannot be read or is not valid PEM.
+    /// If the file cannot be read or contains malformed PEM. A file without any PEM section adds no certificates.
     pub fn new(file: Option<PathBuf>) -> anyhow::Result<Self> {
         let roots = Arc::new(load_roots_with(file)?);
         Ok(Self(WebPkiServerVerifier::builder_with_provider(roots, provider()).build()?))

@@ -13,7 +13,7 @@ use svc_base::diagnosis::Findings;
 use svc_base::error_chain::format_chain;
 use svc_http::client::{self, Timeouts};
 
-/// Less than the skew that causes rejections: proofs are valid for a minute, and tokens have 30 s of leeway.
+/// Less than the skew that causes rejections: proofs and tokens are accepted with a leeway of 30 s.
 const MAX_CLOCK_SKEW_SECONDS: i64 = 20;
 const TIMEOUTS: Timeouts = Timeouts {
     connect: Duration::from_secs(4),
