@@ -219,8 +219,8 @@ who read the cost, and for which days.\n\nExample: svcctl usage ada --from 2026-
     Audit(Audit),
     /// Diagnose this host or platform, and suggest what to do
     #[command(
-        after_help = "On a host, run it as root. It changes nothing, except that `doctor platform` writes objects to the \
-store and deletes them, and prints no secret. Exits 65 if there is a problem.\n\n\
+        after_help = "On a host, run it as root. It prints no secrets, and changes nothing, except that \
+`doctor platform` writes objects to the store and deletes them. Exits 65 if there is a problem.\n\n\
 Example: svcctl doctor --json | jq -r '.findings[] | select(.level != \"ok\") | .what'"
     )]
     Doctor(Doctor),
