@@ -1,4 +1,4 @@
-//! Reads how hosts' TLS certificates are verified.
+//! Reads the settings for verifying hosts' TLS certificates.
 
 use std::collections::HashSet;
 use std::time::Duration;

@@ -36,7 +36,7 @@ pub async fn insert_if_absent(
     execute(client, sql, &[&key.user, &key.slot, &key.sealed, &sealed_with.as_str()]).await.map(drop)
 }
 
-/// Lists keys that were sealed with this platform key, ordered by user and slot, from the first after `after`.
+/// Lists keys that were sealed with this platform key, ordered by user and slot, starting after the given slot.
 pub async fn list_sealed_with(
     client: &impl GenericClient,
     sealed_with: &KeyId,
@@ -83,9 +83,9 @@ pub async fn reseal(
     execute(client, sql, &[&key.user, &key.slot, &key.sealed, &sealed_with.as_str()]).await.map(drop)
 }
 
-/// Claims the slot whose repository was pruned longest ago among those that are due: pruned longer ago than `interval`,
-/// or with an expired claim, so that the pruning was interrupted. Concurrent processes claim different slots. The claim
-/// lasts for `ttl`, unless [`record_prune`] or [`release_prune`] ends it.
+/// Claims the slot whose repository was pruned longest ago among those that are due. A slot is due if its last pruning
+/// began longer ago than `interval`, or if that pruning was interrupted and its claim has expired. Concurrent processes
+/// claim different slots. The claim lasts for `ttl`, unless [`record_prune`] or [`release_prune`] ends it.
 pub async fn claim_prune(
     client: &impl GenericClient,
     interval: Duration,
@@ -107,7 +107,7 @@ pub async fn claim_prune(
 /// The last pruning of a slot's repository.
 pub struct LastPruning {
     /// When it began; after a failure, an earlier time, so that the retry is due sooner. `None` before the first
-    /// pruning, and while one is requested.
+    /// pruning, while one is requested, and after a failure if the earlier time precedes the key's creation.
     pub at: Option<Timestamp>,
     /// The reason it failed, if it did.
     pub error: Option<String>,
@@ -119,7 +119,7 @@ pub async fn find_pruning(
     user: &str,
     slot: &str,
 ) -> Result<Option<LastPruning>, DbError> {
-    // In a new row, `pruned_at` is the creation time; a request sets it to the epoch.
+    // In a new row, `pruned_at` is the creation time; a request sets it to the epoch, and a failure sets it back.
     let sql = "SELECT CASE WHEN pruned_at > created_at THEN pruned_at END, prune_error FROM file_keys \
                WHERE idp_user_id = $1 AND slot = $2";
     let row = query_opt(client, sql, &[&user, &slot]).await?;
