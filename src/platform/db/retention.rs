@@ -100,7 +100,7 @@ impl ExpiringTable {
                 "DELETE FROM operator_audit WHERE audit_id IN (SELECT audit_id FROM operator_audit \
                  WHERE at < now() - make_interval(secs => $1) ORDER BY at LIMIT $2 FOR UPDATE SKIP LOCKED)",
             ),
-            // The audit log may contain what an operator did until then, so its name must not be reused earlier.
+            // Until then, the audit log may contain the operator's actions, so the name must not be reused earlier.
             Self::Operators => (
                 "operators",
                 "DELETE FROM operators WHERE name IN (SELECT name FROM operators \
