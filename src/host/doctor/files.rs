@@ -7,6 +7,7 @@ use std::path::Path;
 use crate::system::layout::Layout;
 use svc_base::accounts::Accounts;
 use svc_base::diagnosis::Findings;
+use svc_base::quantity::pluralize;
 
 const GATEWAY_USER: &str = "svc-gateway";
 const ROOT_USER: &str = "root";
@@ -44,7 +45,7 @@ pub fn check_env_files(layout: &Layout) -> Findings {
             }
         }
     }
-    findings.or_ok(format!("{count} files, each accessible only to its owner"))
+    findings.or_ok(format!("{}, each accessible only to its owner", pluralize(count, "file")))
 }
 
 /// Checks the files with secrets that this machine's services have written.
@@ -72,7 +73,7 @@ pub fn check_secrets(layout: &Layout) -> Findings {
             }
         }
     }
-    findings.or_ok(format!("{count} files, each accessible only to its owner"))
+    findings.or_ok(format!("{}, each accessible only to its owner", pluralize(count, "file")))
 }
 
 fn check_file(
