@@ -24,7 +24,7 @@ pub struct FleetRow {
     /// `ok` or `failing`; `None` before the first heartbeat.
     pub gateway: Option<String>,
     pub database: Option<String>,
-    /// Also `None` if the release has no code-server.
+    /// Also `None` while code-server is starting, or if the release has none.
     pub code: Option<String>,
     /// Whether the last heartbeat lacked a disk measurement.
     pub is_disk_unknown: bool,

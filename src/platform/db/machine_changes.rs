@@ -317,8 +317,9 @@ pub async fn record_registration(
         .map(drop)
 }
 
-/// Records that a machine's server may hold changes made since the newest backup that its host reported. For a machine
-/// that left its slot or never registered, but turned out to have a server or to be serving; no effect on others.
+/// Records that a machine's server may hold changes made since the newest backup that its host reported. Applies to a
+/// machine that left its slot or never registered, but turned out to have a server or to be serving; has no effect on
+/// others.
 pub async fn mark_unsaved(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET unsaved_since = coalesce(unsaved_since, backup_taken_at, registered_at, now()) \
                WHERE machine_id = $1 AND server_deleted_at IS NULL \
@@ -351,9 +352,9 @@ pub struct Heartbeat<'a> {
     pub backup_taken_at: Option<Timestamp>,
     pub proof_kids: &'a [String],
     pub trusted_keys: Option<&'a TrustedKeyIds>,
-    /// `None` if the host's release does not report certificates.
+    /// `None` before the first start of the host's gateway, or if the host's release does not report certificates.
     pub certificate: Option<Value>,
-    /// `None` if the host's release does not save files.
+    /// `None` until the host's file backup has started, or if the host's release does not save files.
     pub files: Option<Value>,
 }
 

@@ -53,8 +53,8 @@ pub enum StepPoint {
     Before,
     /// The step has ended, but its outcome has not been stored.
     After,
-    /// The step is about to send its request to the provider. It has recorded the request, except for a reboot, which
-    /// may be requested more than once.
+    /// The step has recorded its request and is about to send it to the provider. For a reboot, which may be requested
+    /// more than once, only the time of the first request is recorded.
     RequestRecorded,
     /// The provider's action has ended, but its end has not been recorded.
     ActionEnded,

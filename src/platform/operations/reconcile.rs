@@ -197,7 +197,8 @@ pub(super) enum Inventory {
     NotRecorded,
 }
 
-/// Lists the provider's servers, in one process at a time.
+/// Compares the provider's servers with the database, unless any process has started to do so within the minimum
+/// interval.
 async fn check_servers(platform: &Platform, min_interval: Duration) -> (Inventory, anyhow::Result<()>) {
     match claim_turn(platform, min_interval).await {
         Ok(true) => inventory::take_inventory(platform).await,

@@ -336,7 +336,7 @@ async fn change_rows(
     Ok(copied)
 }
 
-/// Deletes the rows that the snapshot lacks, and refuses deletions that change rows of a table that is not copied.
+/// Deletes the rows that the snapshot lacks, and refuses deletions that may change rows of a table that is not copied.
 async fn delete_rows(
     transaction: &Transaction<'_>,
     plans: &[CopyPlan],
