@@ -83,11 +83,12 @@ impl<'a, R: Read> TarReader<'a, R> {
         Ok(Self { entries, limits, path_digests: HashSet::new(), count: 0, name_bytes: 0, file_bytes: 0 })
     }
 
-    /// Returns the next file, directory or symbolic link; `None` at the end of the archive.
+    /// Returns the next file, directory or symbolic link; `None` at the end of the archive. The end marker may be
+    /// missing, so the caller must detect by other means that an archive was cut off between two entries.
     ///
     /// # Errors
-    /// [`TarError`] if the archive is malformed or truncated, the entry is rejected, or a limit is exceeded. The rest
-    /// of the archive must not be used.
+    /// [`TarError`] if the archive is malformed or ends within an entry, the entry is rejected, or a limit is exceeded.
+    /// The rest of the archive must not be used.
     pub fn next_entry(&mut self) -> Result<Option<TarEntry<'a, R>>, TarError> {
         let mut names = LongNames::default();
         while let Some(raw) = self.entries.next() {

@@ -1,7 +1,7 @@
 //! Re-signs slot fences in the object store with the current platform key.
 //!
 //! Slots are processed in batches, ordered by user and slot; the database stores the last finished slot. If a slot
-//! fails, the pass ends and the next pass starts with that slot, so none is skipped. A slot that is fenced in the
+//! fails, the pass ends and the next pass starts with that slot, so none is skipped. A fence that is written in the
 //! meantime is signed with the current key, because all processes use it.
 
 use std::time::Duration;

@@ -1,6 +1,6 @@
 //! The hook input fields that are used; `tests/agents/README.md` documents the input.
 //!
-//! File contents and tool results are skipped while parsing and never leave the process.
+//! File contents and tool results are discarded once the input has been parsed, and never leave the process.
 
 use std::io::{self, Read};
 

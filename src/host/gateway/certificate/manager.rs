@@ -189,8 +189,9 @@ impl CertificateManager {
         }
     }
 
-    /// Restores the time of the next request, unless the settings have changed since it was recorded. Frequent restarts
-    /// must not cause more requests: authorities limit failed and abandoned orders.
+    /// Restores the time of the next request, unless the settings have changed since it was recorded. A restart must
+    /// not shorten the current delay, because authorities limit failed and abandoned orders. The delays that follow
+    /// start again from the initial one.
     fn resume_backoff(&mut self, settings: &CertificateSettings) {
         let layout = &self.config.layout;
         let modified = |path: PathBuf| std::fs::metadata(path).and_then(|meta| meta.modified()).ok();
