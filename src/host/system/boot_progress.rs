@@ -1,4 +1,5 @@
-//! Reports a restore's progress to the platform, so that a boot with a large database is not mistaken for a hang.
+//! Reports a restore's progress to the platform, so that a boot with a large database or many files is not mistaken for
+//! a hang.
 //!
 //! Reports are best effort: the restore neither waits for a report nor fails because of one.
 

@@ -28,7 +28,7 @@ pub struct CallLimits {
     pub timeout: Duration,
     pub initial_backoff: Duration,
     pub max_backoff: Duration,
-    /// Maximum wait for the rate budget, including a place among the calls in flight, for each exchange.
+    /// Maximum wait of each exchange for the rate budget, including the wait for a place among the calls in flight.
     pub max_rate_wait: Duration,
     /// Maximum number of retries after the first exchange.
     pub retries: usize,
