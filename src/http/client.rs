@@ -16,7 +16,8 @@ pub struct Timeouts {
     /// Timeout from the start of the call until the last byte of the response; `None` for downloads, which only
     /// `connect` and `idle` limit.
     pub total: Option<Duration>,
-    /// Maximum time without a byte while waiting for a response or reading it.
+    /// Timeout from the start of the call until the response's headers, which includes sending the body; then for each
+    /// read of the response's body.
     pub idle: Duration,
 }
 

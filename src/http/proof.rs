@@ -72,7 +72,7 @@ pub struct ProofKeys {
 /// The reason a proof is rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ProofError {
-    /// Also for a different algorithm or issuer, and for a lifetime above [`MAX_LIFETIME_SECONDS`].
+    /// Also returned for a different algorithm or issuer, and for a lifetime above [`MAX_LIFETIME_SECONDS`].
     #[error("the proof is malformed")]
     Malformed,
     #[error("the proof's key is unknown")]

@@ -1,7 +1,7 @@
 //! Temporary credentials for the store.
 //!
-//! A [`CredentialSource`] provides them: to object_store before each request, and to `retrying_signer` before each
-//! attempt, and again when the store rejects a request's credentials as expired.
+//! A [`CredentialSource`] provides them to object_store before each request, and to `retrying_signer` before each
+//! attempt and again when the store rejects a request's credentials as expired.
 
 use std::error::Error;
 use std::fmt;

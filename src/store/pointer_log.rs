@@ -25,7 +25,7 @@ const MAX_SKIPPED: usize = 100_000;
 type LogEntry = (u64, ObjectMeta);
 
 /// Finds the highest log entry with a `seq` from `from` to [`MAX_SEQ_AHEAD`] above it; `None` if there is none. In a
-/// log with many gaps, the result may be too low.
+/// log with many gaps or many other objects, the result may be too low or `None`.
 pub(super) async fn find_newest_entry(
     bucket: &Bucket,
     paths: &PointerPaths,
