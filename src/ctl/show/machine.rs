@@ -251,8 +251,8 @@ fn backup_cell(
     format!("{}{size}", format(view.now, taken)).into()
 }
 
-/// Formats the last verification of stored snapshots, or the last drill, as `success, 2026-01-01 00:00:00 UTC, 5 min ago`
-/// or `error: …`, with the damaged snapshots.
+/// Formats the last verification of stored snapshots, or the last drill, as
+/// `success, 2026-01-01 00:00:00 UTC, 5 min ago` or `error: …`, with the damaged snapshots.
 fn check_cell(view: &View, check: Option<&SnapshotCheck>) -> Cell {
     let Some(SnapshotCheck { status, at, damaged, error, .. }) = check else { return "".into() };
     let at = format_time(view.now, at);

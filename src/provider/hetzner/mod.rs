@@ -63,7 +63,7 @@ impl Hetzner {
         Self::build(client, base, token, CallLimits::default(), Some(rate_budget))
     }
 
-    /// Creates an adapter with other limits than the default ones, and without a shared rate budget.
+    /// Creates an adapter with limits other than the defaults, and without a shared rate budget.
     pub fn with_limits(
         client: reqwest::Client,
         base: Url,
