@@ -21,7 +21,7 @@ use svc_wire::alarm as wire;
 
 /// How long a released alarm allows work. Does not apply to unknown servers, which are released individually.
 pub const RELEASE_TTL: Duration = Duration::from_secs(3600);
-/// Longer than the interval at which a persistent cause raises the alarm again.
+/// Longer than the default intervals at which a persistent cause raises the alarm again.
 const INFO_TTL: Duration = Duration::from_secs(300);
 /// How long a single event is shown.
 const EVENT_TTL: Duration = Duration::from_secs(86_400);

@@ -19,7 +19,8 @@ const MAX_POLICY_CHARS: usize = 2048;
 /// with clock skew.
 const MAX_DAYS: usize = 9;
 
-/// Whether a session may overwrite snapshots and pointer-log entries.
+/// Whether a session may overwrite objects that hosts write only once: snapshots, pointer-log entries, and the copies
+/// of the owner's files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SnapshotWrites {
     /// The store allows it. Hosts never overwrite snapshots, but stolen credentials could be used to.

@@ -282,8 +282,8 @@ async fn load_side_database(
     Ok(())
 }
 
-/// Revokes the privileges on a database that its load has granted as recorded: apps must not be able to read data here
-/// that they may no longer read in the live database.
+/// Revokes the privileges on a loaded database, which were restored from the snapshot: apps must not be able to read
+/// data here that they may no longer read in the live database.
 async fn revoke_privileges(client: &Client, database: &str) -> Result<(), tokio_postgres::Error> {
     let grantees = "
         SELECT DISTINCT r.rolname::text FROM pg_database d CROSS JOIN aclexplode(d.datacl) a
@@ -328,8 +328,8 @@ async fn copy_back(settings: &BackupSettings, copy: &TableCopy, request_id: &str
     let is_complete =
         |last: &CopyResult| !last.dry_run && last.error.is_none() && last.request_id == request_id;
     if !copy.dry_run && state.last_copy.as_ref().is_some_and(is_complete) {
-        // The previous run was killed before it removed the request. The log of copies omits copies that only recreated
-        // tables, to which rows may have been written since.
+        // The previous run was killed before it removed the request. The log of copies is not sufficient, because it
+        // omits copies that only recreated tables, and rows may have been written to those tables since.
         return Ok(());
     }
     if state.status != SideStatus::Copying || state.request_id != request_id {
