@@ -238,7 +238,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let limits = ListenerLimits { trusted_proxies, ..ListenerLimits::default() };
     let shards = Shards::start().or_exit(Exit::Internal)?;
     tasks.spawn(router.serve(shards, public.listener, public.tls, limits, stop.clone()));
-    // Fails without systemd, which does not matter.
+    // Without systemd, this fails, which does not matter.
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
 
     tokio::select! {

@@ -1,9 +1,10 @@
 //! The pointers `system/db/latest` and `files/latest`, and their changes by a fence or a new snapshot. All functions
 //! are pure; `pointer_io` reads and writes the pointers.
 //!
-//! Invariants: `seq` and `fenceEpoch` only increase, except that an implausible fence is replaced; a machine below the
-//! fence, or another machine with the fence's epoch, never moves the pointer; and none of this depends on the hosts'
-//! clocks. Only [`merge`] compares times, of two concurrent snapshots with the same epoch.
+//! Invariants: `seq` and `fenceEpoch` only increase, except that the platform replaces an implausible fence and, in
+//! `files/latest`, any fence; a machine below the fence, or another machine with the fence's epoch, never moves the
+//! pointer; and none of this depends on the hosts' clocks. Only [`merge`] compares times, of two concurrent snapshots
+//! with the same epoch.
 
 use jiff::Timestamp;
 use serde::de::DeserializeOwned;

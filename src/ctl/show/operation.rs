@@ -52,7 +52,9 @@ pub fn answers(operation: &Operation) -> Vec<String> {
                  another backup, and the operation waits again if that one is held as well",
                 operation.machine_id
             ),
-            Some(UNVERIFIED_FENCE) => "with the right platform keys, the fence is verified again".to_owned(),
+            Some(UNVERIFIED_FENCE) => {
+                "the fence is verified again; correct the platform keys first".to_owned()
+            }
             _ => "the final backup is retried".to_owned(),
         };
         format!("`svcctl operation continue {id}`: {retry_effect}")

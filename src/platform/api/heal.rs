@@ -13,8 +13,8 @@ use svc_machine::state::Status;
 use svc_provider::{ServerId, ServerStatus};
 
 /// Returns a machine with a healthy host to service after its resize failed, it was reinstated, or its missing server
-/// was found again. Records the server type that the provider reports. If this fails, it is retried at the next
-/// heartbeat.
+/// was found again. Records the server type that the provider reports. If this fails, a later heartbeat retries it,
+/// once another lookup of the server is allowed.
 pub async fn resume_healthy_machine(platform: &Platform, machine: &MachineRow, epoch: Epoch) {
     let is_healable = machine.failure.as_ref().is_some_and(|failure| failure.cause.is_cleared_by_heartbeat());
     if !machine.is_active() || machine.status != Status::Failed || !is_healable || epoch != machine.epoch {
