@@ -398,5 +398,9 @@ async fn failed_hourly_backup_is_retried() -> Result<()> {
     machine.client().await?.batch_execute("DELETE FROM t WHERE id > 2").await?;
     machine.run_with(&["svc-db-backup", "run", "--retry"], &extra[1..])?.expect(65);
     assert_eq!(machine.backup_records()?.len(), records.len() + 1);
+    for invalid in ["0", "2m"] {
+        let result = machine.run_with(&["svc-db-backup"], &[("BACKUP_RETRY_SECONDS", invalid)])?.expect(78);
+        assert!(result.stderr.contains("BACKUP_RETRY_SECONDS"), "{}", result.stderr);
+    }
     Ok(())
 }

@@ -38,7 +38,6 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use super::backup_progress::BackupProgress;
 use super::side_database::{CopyMode, SideAction, SnapshotChoice, TableCopy};
-use crate::system::config;
 use crate::system::config::init_log;
 use crate::system::layout::Layout;
 use crate::system::lock::{Lock, LockError};
@@ -327,7 +326,7 @@ async fn back_up_with_retries(
     args: &RunArgs,
     request: Option<&RequestFile>,
 ) -> Result<(), Failure> {
-    let mut retry = RetrySchedule::read(&mut config::environment(&settings.layout));
+    let mut retry = RetrySchedule::new(settings.first_retry_delay);
     // A signal also ends the run if it arrives between two attempts, or during one that fails for another reason.
     let stop = watch_stop_signal()?.shared();
     let mut unpublished = None;

@@ -19,17 +19,17 @@ pub struct RetrySchedule {
     deadline: Instant,
 }
 
-impl RetrySchedule {
-    /// Reads `BACKUP_RETRY_SECONDS`, the first delay.
-    pub fn read(env: &mut Env) -> Self {
-        let seconds: u64 = env.or_default(&vars::BACKUP_RETRY_SECONDS);
-        if seconds == 0 {
-            env.add_error(&vars::BACKUP_RETRY_SECONDS, "must be at least 1");
-        }
-        Self::new(Duration::from_secs(seconds.max(1)))
+/// Reads `BACKUP_RETRY_SECONDS`, the first delay.
+pub fn read_first_delay(env: &mut Env) -> Duration {
+    let seconds: u64 = env.or_default(&vars::BACKUP_RETRY_SECONDS);
+    if seconds == 0 {
+        env.add_error(&vars::BACKUP_RETRY_SECONDS, "must be at least 1");
     }
+    Duration::from_secs(seconds)
+}
 
-    fn new(first: Duration) -> Self {
+impl RetrySchedule {
+    pub fn new(first: Duration) -> Self {
         let delays =
             ExponentialBuilder::new().with_min_delay(first).with_max_delay(MAX_BACKOFF).without_max_times();
         Self { delays: delays.build(), deadline: Instant::now() + RETRY_WINDOW }
@@ -57,7 +57,7 @@ mod tests {
 
     #[test]
     fn next_delay_is_capped_and_ends_with_retry_window() {
-        let mut retry = RetrySchedule::read(&mut Env::from_pairs([("BACKUP_RETRY_SECONDS", "600")]));
+        let mut retry = RetrySchedule::new(Duration::from_secs(600));
         let failed = |exit| Failure::new(exit, anyhow::anyhow!("x"));
         assert_eq!(retry.next_delay(&failed(Exit::Refused)), None, "a person decides");
         assert_eq!(retry.next_delay(&failed(Exit::Permission)), None, "this machine was replaced");

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::retry;
 use crate::snapshots::staging;
 use crate::snapshots::staging::RestoreContext;
 use crate::system::config;
@@ -30,6 +31,8 @@ pub struct BackupSettings {
     pub verify_within_days: u32,
     /// Maximum outage of the store during a check, counted from the last progress.
     pub outage_timeout: Duration,
+    /// Delay before the first retry of an hourly backup.
+    pub first_retry_delay: Duration,
 }
 
 impl BackupSettings {
@@ -42,6 +45,7 @@ impl BackupSettings {
         let compression = env.or_default(&vars::BACKUP_COMPRESSION);
         let verify_within_days = config::read_verify_within_days(&mut env);
         let outage_timeout = staging::read_outage_timeout(&mut env);
+        let first_retry_delay = retry::read_first_delay(&mut env);
         let parts = identity.zip(store).zip(database);
         let ((identity, store), database) = env.finish(parts)?;
         Ok(Self {
@@ -54,6 +58,7 @@ impl BackupSettings {
             compression,
             verify_within_days,
             outage_timeout,
+            first_retry_delay,
         })
     }
 
