@@ -58,14 +58,14 @@ impl SnapshotError {
 }
 
 impl Snapshot {
-    /// Opens a snapshot. If a table is dropped before it is locked, retries in a new transaction, with at most
-    /// [`MAX_ATTEMPTS`] attempts in total.
+    /// Opens a snapshot. If a table or its schema is dropped before the table is locked, retries in a new transaction,
+    /// with at most [`MAX_ATTEMPTS`] attempts in total.
     pub async fn open(server: &PostgresServer) -> Result<Self, SnapshotError> {
         let mut attempt = 1;
         loop {
             let client = server.connect(server.database(), "svc-db-backup").await?;
             match Self::export(client).await {
-                Err(error) if error.code() == Some(&SqlState::UNDEFINED_TABLE) && attempt < MAX_ATTEMPTS => {
+                Err(error) if error.code().is_some_and(is_dropped) && attempt < MAX_ATTEMPTS => {
                     attempt += 1;
                 }
                 Err(error) if error.code() == Some(&SqlState::LOCK_NOT_AVAILABLE) => {
@@ -202,4 +202,9 @@ impl Snapshot {
         };
         rows.iter().map(setting).collect()
     }
+}
+
+/// Returns whether a listed table, or its schema, no longer exists.
+fn is_dropped(code: &SqlState) -> bool {
+    [SqlState::UNDEFINED_TABLE, SqlState::INVALID_SCHEMA_NAME].contains(code)
 }
