@@ -223,13 +223,15 @@ async fn concurrent_run_reports_the_first_and_request_waits() -> Result<()> {
     let second = machine.run(&["svc-db-backup"])?.expect(75);
     assert!(second.stderr.contains("another backup is running"), "{}", second.stderr);
 
+    let before_import = machine.spawn(&["svc-db-backup", "run-before-import"], &[])?;
     let request = machine.path("var/lib/svc/requests/backup");
     svc::fsx::write_atomic(&request, b"", 0o600)?;
     machine.run(&["svc-db-backup", "run", "--request"])?.expect(0);
     assert!(!request.exists(), "a served request must be removed");
     first.wait()?.expect(0);
-    assert_eq!(machine.backup_records()?.len(), 2);
-    assert_eq!(machine::pointer(&store).await?.context("there is no pointer")?.seq, 2);
+    before_import.wait()?.expect(0);
+    assert_eq!(machine.backup_records()?.len(), 3);
+    assert_eq!(machine::pointer(&store).await?.context("there is no pointer")?.seq, 3);
     Ok(())
 }
 

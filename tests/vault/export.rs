@@ -214,6 +214,21 @@ async fn import_stops_unless_replaced_database_is_stored() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test]
+async fn import_completes_although_its_output_is_closed() -> Result<()> {
+    let store = machine::start_store()?;
+    let (_machine, archive) = machine_with_archive(&store).await?;
+    let new_machine = Machine::in_use(&store, 2).await?;
+    let (reader, writer) = std::io::pipe()?;
+    drop(reader);
+    let mut import = new_machine.command(&["svc-restore", "import", machine::path_str(&archive)], &[]);
+    let output = import.stdout(writer).output()?;
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(count_rows(&new_machine).await?, 5000);
+    assert!(new_machine.path("home/svc/home/projects/large.bin").exists());
+    Ok(())
+}
+
 /// Two exports to the same file would write to the same partial archive.
 #[tokio::test]
 async fn second_export_is_refused_until_the_first_ends() -> Result<()> {

@@ -179,6 +179,7 @@ async fn interrupted_import_is_resolved_at_the_next_boot() -> Result<()> {
             machine.client().await.context(point)?.query_one("SELECT count(*) FROM t", &[]).await?.get(0);
         assert_eq!(rows, if restored { 10 } else { 11 }, "{point}");
         assert!(!machine.path("var/lib/svc/restore/journal.json").exists(), "{point}");
+        assert_eq!(machine.path("var/lib/svc/requests/backup").exists(), restored, "{point}");
         machine.run(&["svc-db-backup"])?.expect(0);
     }
     Ok(())

@@ -238,18 +238,23 @@ impl Machine {
         Ok(rows.iter().map(|row| row.get(0)).collect())
     }
 
-    pub fn spawn(&self, args: &[&str], extra_env: RunEnv<'_>) -> Result<RunningApplet> {
-        let out = tempfile::NamedTempFile::new()?;
-        let err = tempfile::NamedTempFile::new()?;
+    /// Builds the command that runs an applet on this machine.
+    pub fn command(&self, args: &[&str], extra_env: RunEnv<'_>) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
         command
             .args(args)
             .env_clear()
             .envs(self.env.iter().map(|(name, value)| (name, value)))
             .envs(extra_env.iter().copied())
-            .stdin(Stdio::null())
-            .stdout(out.reopen()?)
-            .stderr(err.reopen()?);
+            .stdin(Stdio::null());
+        command
+    }
+
+    pub fn spawn(&self, args: &[&str], extra_env: RunEnv<'_>) -> Result<RunningApplet> {
+        let out = tempfile::NamedTempFile::new()?;
+        let err = tempfile::NamedTempFile::new()?;
+        let mut command = self.command(args, extra_env);
+        command.stdout(out.reopen()?).stderr(err.reopen()?);
         Ok(RunningApplet { child: OwnedChild::spawn(&mut command)?, out, err })
     }
 

@@ -62,7 +62,7 @@ pub use side::FAILPOINTS as SIDE_FAILPOINTS;
 pub use toc::count_entries as count_dump_entries;
 pub use verify::FAILPOINTS as VERIFY_FAILPOINTS;
 
-/// Maximum time that a request waits for a run that was started before it.
+/// Maximum time that a request, or the backup before an import, waits for a run that was started before it.
 const REQUEST_LOCK_TIMEOUT: Duration = Duration::from_secs(600);
 /// Maximum time that any other backup waits. The gateway holds the lock briefly while it checks for a running backup.
 const PROBE_LOCK_TIMEOUT: Duration = Duration::from_millis(400);
@@ -174,6 +174,9 @@ struct RunArgs {
     /// Accept the loss of rows since the previous snapshot, even if no rows remain
     #[arg(long, visible_alias = "accept-loss")]
     allow_empty: bool,
+    /// Maximum time that a run without a request waits for another one
+    #[arg(skip = PROBE_LOCK_TIMEOUT)]
+    lock_timeout: Duration,
 }
 
 #[derive(clap::Args)]
@@ -310,7 +313,9 @@ async fn run_backup(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
 /// Takes a snapshot of the database that an import replaces. A held-back snapshot suffices, because it is stored, and
 /// an emptied database needs none.
 async fn run_backup_before_import(layout: Layout) -> Result<(), Failure> {
-    let args = RunArgs { request: false, retry: false, allow_empty: false };
+    // An import that completes an interrupted one requests a backup of its database, which may be running now.
+    let lock_timeout = REQUEST_LOCK_TIMEOUT;
+    let args = RunArgs { request: false, retry: false, allow_empty: false, lock_timeout };
     match run_backup(layout, &args).await {
         Err(failure) if job::is_refused_for_loss(&failure) => {
             let error = format_chain(failure.error.as_ref());
@@ -358,7 +363,7 @@ async fn back_up(
     unpublished: &mut Option<UnpublishedSnapshot>,
     stop: &Shared<impl Future<Output = ()>>,
 ) -> Result<(), Failure> {
-    let wait = if request.is_some() { REQUEST_LOCK_TIMEOUT } else { PROBE_LOCK_TIMEOUT };
+    let wait = if request.is_some() { REQUEST_LOCK_TIMEOUT } else { args.lock_timeout };
     let lock_file = settings.layout.backup_lock();
     let lock = wait_for_lock(&lock_file, wait, "another backup is running", stop).await?;
     if let Some(request) = request {

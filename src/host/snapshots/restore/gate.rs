@@ -13,6 +13,7 @@ use crate::snapshots::row_counts;
 use crate::snapshots::staging;
 use crate::snapshots::staging::{DownloadError, LoadError, ScratchDatabase, ScratchPurpose};
 use crate::system::backoff::Backoff;
+use crate::system::layout::Layout;
 use crate::system::lock::Lock;
 use crate::system::postgres;
 use crate::system::postgres::ConnectError;
@@ -175,6 +176,7 @@ async fn finish_or_undo_swap(settings: &RestoreSettings) -> Result<(), RestoreEr
     swap::open_databases(&client, database).await?;
     if was_swapped {
         set_marker(settings, Some(&journal.key)).await?;
+        request_backup(&settings.layout)?;
         tracing::warn!(key = journal.key, "finished an interrupted swap of databases");
     } else {
         staging::drop_scratch_databases(&client, ScratchPurpose::Restore).await.map_err(SwapError::from)?;
@@ -238,14 +240,20 @@ async fn restore(
         }
     }
     if chosen.is_some() {
-        // The pointer names another snapshot; until the first backup, a recovery would restore that one.
-        let request = serde_json::json!({"requestId": request_id::current()}).to_string();
-        fsx::write_atomic(&settings.layout.request("backup"), request.as_bytes(), 0o600)?;
+        request_backup(&settings.layout)?;
     }
     set_marker(settings, Some(&snapshot.key)).await?;
     remove_temporary_data(settings);
     tracing::info!(key = snapshot.key, "restored");
     Ok(OpenedWith::Snapshot(snapshot.key))
+}
+
+/// Requests a backup, because the pointer names a snapshot of another database: until the backup completes, a recovery
+/// would restore that one. While the gate is open, the marker must already name the new database, or the backup would
+/// be refused and the request removed.
+pub fn request_backup(layout: &Layout) -> Result<(), FileError> {
+    let request = serde_json::json!({"requestId": request_id::current()}).to_string();
+    fsx::write_atomic(&layout.request("backup"), request.as_bytes(), 0o600)
 }
 
 /// Returns the snapshot that an operator chose for this machine. `boot.env` names it for as long as the machine exists,

@@ -37,6 +37,7 @@ use crate::system::user::MachineUser;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock;
 use svc_base::failpoint;
+use svc_base::stdout;
 use svc_http::problem::format_chain;
 
 pub use options::ImportOptions;
@@ -169,17 +170,23 @@ impl ImportRun<'_> {
 /// Restarts the sync agent and the gateway, which sets the passwords of the database's roles when it starts.
 async fn restart_gateway(layout: &Layout) {
     let Some(systemctl) = systemd::systemctl(layout) else {
-        println!("next: restart svc-gateway");
+        print_line("next: restart svc-gateway");
         return;
     };
     let mut command = tokio::process::Command::new(systemctl);
     command.args(["try-restart", "svc-gateway.service", "svc-sync-agent.service"]);
     match tokio::time::timeout(RESTART_TIMEOUT, command.status()).await {
-        Ok(Ok(status)) if status.success() => println!("restarted svc-gateway"),
+        Ok(Ok(status)) if status.success() => print_line("restarted svc-gateway"),
         Ok(Err(error)) => {
             tracing::warn!(error = %format_chain(&error), "could not restart the gateway");
-            println!("next: systemctl restart svc-gateway");
+            print_line("next: systemctl restart svc-gateway");
         }
-        _ => println!("next: systemctl restart svc-gateway"),
+        _ => print_line("next: systemctl restart svc-gateway"),
     }
+}
+
+/// Prints a line on standard output. An import must not fail because its output cannot be written, for example because
+/// `head` has read enough of it.
+fn print_line(text: &str) {
+    let _ = stdout::print(&format!("{text}\n"));
 }

@@ -3,6 +3,7 @@
 use std::process::Stdio;
 use std::time::Duration;
 
+use super::print_line;
 use crate::snapshots::database_identity;
 use crate::snapshots::database_identity::IdentityError;
 use crate::snapshots::restore::settings::RestoreSettings;
@@ -58,7 +59,7 @@ pub async fn take_snapshot(settings: &RestoreSettings) -> Result<(), PreImportSn
     }
     database_identity::check_or_adopt(&settings.layout, &client).await?;
     drop(client);
-    println!("taking a snapshot of the current database");
+    print_line("taking a snapshot of the current database");
     let program = std::env::current_exe().map_err(PreImportSnapshotError::Start)?;
     let mut backup = tokio::process::Command::new(program);
     backup.args(["svc-db-backup", "run-before-import"]).stdin(Stdio::null()).kill_on_drop(true);

@@ -8,6 +8,7 @@ use super::archive_reader::{ArchiveError, ExtractTarget, VerifiedArchive};
 use super::home::{self, Staging};
 use super::options::ImportOptions;
 use super::pre_import_snapshot::{self, PreImportSnapshotError};
+use super::print_line;
 use super::untrusted::{self, UntrustedLoadError};
 use crate::snapshots::archive::SYSTEM;
 use crate::snapshots::database_identity;
@@ -29,7 +30,6 @@ use crate::system::user;
 use svc_base::applet::{Exit, Failure};
 use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::{self, FileError};
-use svc_http::request_id;
 
 /// A step of an import.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, strum::IntoStaticStr)]
@@ -157,13 +157,13 @@ fn check_archive(settings: &RestoreSettings, archive: &File, args: &StepArgs) ->
     failpoint::trigger("import.begin")?;
     let archived = read_archive(archive, &args.archive, &ExtractTarget::Nothing)?;
     let rows: u64 = archived.sidecar.tables.iter().map(|table| table.rows).sum();
-    println!(
+    print_line(&format!(
         "archive of {}, created at {}: {} tables with {rows} rows, {} home entries; all are intact",
         archived.info.idp_user_id,
         svc_base::clock::rfc3339_ms(archived.info.created_at),
         archived.sidecar.tables.len(),
         archived.home_entries,
-    );
+    ));
     if args.options.check {
         return Ok(());
     }
@@ -203,7 +203,7 @@ fn install_files(layout: &Layout, args: &StepArgs) -> Result<(), StepError> {
     let replaced = tokio::task::block_in_place(|| staging.install())?;
     failpoint::trigger("import.placed")?;
     if let Some(replaced) = replaced {
-        println!("the replaced home files are in {}", replaced.display());
+        print_line(&format!("the replaced home files are in {}", replaced.display()));
     }
     Ok(())
 }
@@ -269,18 +269,18 @@ async fn load_and_swap(
     let identity = database_identity::adopt(&client, settings.context.server.database()).await?;
     RestoreMarker::new(Some(snapshot.key.clone()), identity).write(layout)?;
     drop(client);
-    let replaced = tokio::task::block_in_place(|| system.install())?;
-    // Requests a backup: until it completes, the pointer names a snapshot of the old database.
-    let request = serde_json::json!({"requestId": request_id::current()}).to_string();
-    fsx::write_atomic(&layout.request("backup"), request.as_bytes(), 0o600)?;
+    let installed = tokio::task::block_in_place(|| system.install());
+    // Even if the records were not installed, the database has been replaced.
+    gate::request_backup(layout)?;
+    let replaced = installed?;
     staging::remove_dumps(&layout.restore_state())?;
-    journal::remove(layout)?;
-    println!(
+    print_line(&format!(
         "imported the database; the replaced one is kept as svc_before_{} for seven days, or until space is short",
         loaded.number
-    );
+    ));
     if let Some(replaced) = replaced {
-        println!("the replaced records are in {}", replaced.display());
+        print_line(&format!("the replaced records are in {}", replaced.display()));
     }
-    Ok(())
+    // Comes last: while there is a journal, the caller restarts the gateway after a failure.
+    Ok(journal::remove(layout)?)
 }
