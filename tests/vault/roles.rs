@@ -59,6 +59,8 @@ async fn restore_reports_role_attributes_it_does_not_keep() -> Result<()> {
     let store = machine::start_store()?;
     let old = Machine::in_use(&store, 1).await?;
     old.client().await?.batch_execute(CONTENT).await?;
+    // The role of an import that is running.
+    old.client().await?.batch_execute("CREATE ROLE svc_import_1 LOGIN").await?;
     old.run(&["svc-db-backup"])?.expect(0);
     let new = Machine::new(&store, 2).await?;
     // An operator created a role before the restore.
@@ -73,10 +75,12 @@ async fn restore_reports_role_attributes_it_does_not_keep() -> Result<()> {
         assert!(log.contains(expected), "{expected}: {log}");
     }
     assert!(!log.contains("the role app_notes has no LOGIN"), "the gateway enables the login: {log}");
+    assert!(!log.contains("svc_import_1"), "{log}");
     let limit = "SELECT rolconnlimit FROM pg_roles WHERE rolname = 'team'";
     assert_eq!(new.client().await?.query_one(limit, &[]).await?.get::<_, i32>(0), 1);
     // A drill leaves no roles.
     let before = roles(&new).await?;
+    assert!(!before.contains("svc_import_1"), "{before}");
     new.run(&["svc-db-backup", "run", "--accept-loss"])?.expect(0);
     new.run(&["svc-db-backup", "drill"])?.expect(0);
     assert_eq!(roles(&new).await?, before);

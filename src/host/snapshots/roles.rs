@@ -8,11 +8,13 @@ use svc_store::role_facts::{Membership, RoleFacts, RoleSetting};
 /// The comment on a role that was created for a drill or for the side database.
 pub const TEMPORARY_ROLE_COMMENT: &str = "made for a drill of svc-db-backup";
 
+/// Without the role of an import, which exists only while the import runs (`restore/import/untrusted.rs`).
 const ROLES: &str = "
     SELECT rolname::text, rolsuper, rolcanlogin, rolinherit, rolcreatedb, rolcreaterole, rolreplication, rolbypassrls,
            rolconnlimit, CASE WHEN rolvaliduntil < 'infinity' THEN rolvaliduntil::text END
       FROM pg_roles
-     WHERE rolname !~ '^pg_' AND shobj_description(oid, 'pg_authid') IS DISTINCT FROM $1 ORDER BY 1";
+     WHERE rolname !~ '^(pg_|svc_import_[0-9]+$)'
+       AND shobj_description(oid, 'pg_authid') IS DISTINCT FROM $1 ORDER BY 1";
 
 const SETTINGS: &str = "
     SELECT r.rolname::text, split_part(c, '=', 1), substr(c, strpos(c, '=') + 1)
@@ -25,7 +27,7 @@ const MEMBERSHIPS: &str = "
       FROM pg_auth_members a JOIN pg_roles m ON m.oid = a.member JOIN pg_roles r ON r.oid = a.roleid
      GROUP BY 1, 2 ORDER BY 1, 2";
 
-/// Returns all roles except built-in ones and those made for drills or the side database, sorted by name.
+/// Returns all roles except built-in ones and those made for drills, the side database or imports, sorted by name.
 ///
 /// # Errors
 /// If a query fails.
