@@ -212,6 +212,31 @@ async fn import_drops_settings_and_owners_from_the_archive() -> Result<()> {
     Ok(())
 }
 
+/// The cleanup must not depend on the connection that the import opened before the load.
+#[tokio::test]
+async fn import_that_loses_its_connection_leaves_no_traces() -> Result<()> {
+    let store = machine::start_store()?;
+    let valid = ValidArchive::export(&store).await?;
+    let machine = Machine::in_use(&store, 2).await?;
+    let archive = machine.path("valid.tar");
+    valid.write_with("SELECT 1", &archive)?;
+    let import = ["svc-restore", "import", machine::path_str(&archive), "--no-backup"];
+    let import = machine.spawn(&import, &[("FAILPOINTS", "import.inspected=sleep(5000)")])?;
+    let admin = machine.postgres().connect("postgres").await?;
+    // The connection is idle during this fail point; its last statement has reset the settings of the database.
+    let end_session = "SELECT count(pg_terminate_backend(pid, 10000)) FROM pg_stat_activity
+         WHERE application_name = 'svc-restore' AND datname = 'postgres'
+           AND query LIKE '%IS_TEMPLATE false%' AND state = 'idle'";
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    while admin.query_one(end_session, &[]).await?.get::<_, i64>(0) == 0 {
+        anyhow::ensure!(std::time::Instant::now() < deadline, "the import did not reach the fail point");
+        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+    }
+    import.wait()?.expect(69);
+    assert_eq!(list_traces(&machine).await?, Vec::<String>::new());
+    Ok(())
+}
+
 /// Returns a tar header with the claimed size, without a body.
 fn header(kind: u8, path: &str, size: u64) -> Vec<u8> {
     let mut header = tar::Header::new_gnu();

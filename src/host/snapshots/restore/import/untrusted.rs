@@ -107,20 +107,37 @@ pub async fn load(
     drop_roles(&admin).await?;
     let role = ImportRole::create(&admin).await?;
     let scratch = staging::create_database(&admin, ScratchPurpose::Restore, Some(&role.name)).await?;
-    let loaded =
-        role.load(context, &admin, &scratch, DumpFiles { dump, list: &list }, (&selection, sidecar)).await;
-    let removed = fsx::remove_if_exists(&list);
+    let loaded = async {
+        role.load(context, &admin, &scratch, DumpFiles { dump, list: &list }, (&selection, sidecar)).await?;
+        drop_roles(&admin).await
+    };
+    let loaded = loaded.await;
+    if let Err(error) = fsx::remove_if_exists(&list) {
+        tracing::warn!(error = %format_chain(&error), "could not remove the list of entries");
+    }
     if let Err(error) = loaded {
-        staging::drop_scratch(&admin, &scratch.name).await;
-        if let Err(error) = drop_roles(&admin).await {
-            tracing::warn!(error = %format_chain(&error), "could not drop the import role");
-        }
+        clean_up(context, &scratch).await;
         return Err(error);
     }
-    removed?;
-    drop_roles(&admin).await?;
     warn_about_omissions(sidecar);
     Ok(scratch)
+}
+
+/// Drops the database and the role of a failed load. Uses a new connection, because the load may have failed when it
+/// lost the other one.
+async fn clean_up(context: &RestoreContext, scratch: &ScratchDatabase) {
+    match staging::connect_with_retries(context, postgres::MAINTENANCE_DATABASE).await {
+        Ok(admin) => {
+            staging::drop_scratch(&admin, &scratch.name).await;
+            if let Err(error) = drop_roles(&admin).await {
+                tracing::warn!(error = %format_chain(&error), "could not drop the import role");
+            }
+        }
+        Err(error) => {
+            let error = format_chain(&error);
+            tracing::warn!(%error, database = scratch.name, "could not drop the scratch database");
+        }
+    }
 }
 
 /// Lists a dump's contents, in a process without a connection to the database.
