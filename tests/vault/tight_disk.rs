@@ -1,5 +1,6 @@
 //! A restore on a disk without space for both the database and the dump: the dump is streamed from the store, and the
-//! new database is swapped in only if the dump's SHA-256 and the row counts match the sidecar.
+//! new database is swapped in only if the dump's SHA-256 and the row counts match the sidecar. An import on a disk
+//! without space for the owner's files is refused.
 
 use std::fs;
 
@@ -103,5 +104,29 @@ async fn restore_without_space_for_the_database_is_refused() -> Result<()> {
     disk.delete_filler()?;
     new.run(&["svc-restore"])?.expect(0);
     assert!(is_restored(&new).await?);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn import_without_space_for_the_files_is_refused() -> Result<()> {
+    let store = machine::start_store()?;
+    let old = Machine::in_use(&store, 1).await?;
+    old.client().await?.batch_execute("CREATE TABLE t AS SELECT 1 AS id").await?;
+    fs::create_dir_all(old.path("home/svc/home"))?;
+    fs::write(old.path("home/svc/home/large"), vec![7; 32 << 20])?;
+    let archive = old.path("ada.tar");
+    old.run(&["svc-db-backup", "export", "--output", machine::path_str(&archive)])?.expect(0);
+    let new = Machine::in_use(&store, 2).await?;
+    let home = new.path("home/svc/home");
+    let Some(disk) = SmallDisk::mount(home.clone(), DISK_MIB)? else { return Ok(()) };
+    disk.fill(FREE_SPACE_MARGIN_BYTES + 16 * MIB)?;
+    let import = ["svc-restore", "import", machine::path_str(&archive)];
+    let result = new.run(&import)?.expect(65);
+    assert!(result.stderr.contains("bytes are free and"), "{}", result.stderr);
+    let names: Vec<_> = fs::read_dir(&home)?.flatten().map(|entry| entry.file_name()).collect();
+    assert_eq!(names, ["filler"], "the staging directory must be removed");
+    disk.delete_filler()?;
+    new.run(&import)?.expect(0);
+    assert!(home.join("large").exists());
     Ok(())
 }

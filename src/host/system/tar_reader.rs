@@ -7,7 +7,7 @@
 
 use std::collections::HashSet;
 use std::ffi::OsStr;
-use std::io::{self, Read};
+use std::io::{self, Read, Seek};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
 
@@ -79,8 +79,25 @@ impl<'a, R: Read> TarReader<'a, R> {
     /// # Errors
     /// [`TarError`] if the archive has been read before.
     pub fn new(archive: &'a mut tar::Archive<R>, limits: TarLimits) -> Result<Self, TarError> {
-        let entries = archive.entries().map_err(TarError::Malformed)?.raw(true);
-        Ok(Self { entries, limits, path_digests: HashSet::new(), count: 0, name_bytes: 0, file_bytes: 0 })
+        let entries = archive.entries().map_err(TarError::Malformed)?;
+        Ok(Self::from_entries(entries, limits))
+    }
+
+    /// Creates a reader that skips unread content by seeking, so it does not notice that content is missing.
+    ///
+    /// # Errors
+    /// [`TarError`] if the archive has been read before.
+    pub fn with_seek(archive: &'a mut tar::Archive<R>, limits: TarLimits) -> Result<Self, TarError>
+    where
+        R: Seek,
+    {
+        let entries = archive.entries_with_seek().map_err(TarError::Malformed)?;
+        Ok(Self::from_entries(entries, limits))
+    }
+
+    fn from_entries(entries: tar::Entries<'a, R>, limits: TarLimits) -> Self {
+        let entries = entries.raw(true);
+        Self { entries, limits, path_digests: HashSet::new(), count: 0, name_bytes: 0, file_bytes: 0 }
     }
 
     /// Returns the next file, directory or symbolic link; `None` at the end of the archive. The end marker may be

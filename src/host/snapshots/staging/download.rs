@@ -20,7 +20,7 @@ use svc_store::pointer::SnapshotRef;
 use svc_store::snapshot::Sidecar;
 
 /// Disk space to keep free.
-const FREE_SPACE_MARGIN_BYTES: u64 = 64 << 20;
+pub const FREE_SPACE_MARGIN_BYTES: u64 = 64 << 20;
 /// Assumed ratio of the database's size to the compressed dump's, if the sidecar does not state the database's size.
 const DEFAULT_GROWTH: u64 = 6;
 const FETCH_PROGRESS: &str = "fetching the snapshot";

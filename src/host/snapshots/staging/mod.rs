@@ -24,7 +24,8 @@ pub use database::{
     ScratchDatabase, ScratchPurpose, drop_scratch, drop_scratch_databases, end_application_sessions, find_oid,
 };
 pub use download::{
-    DownloadError, Dump, ensure_free_space, ensure_space_for_snapshot, fetch_dump, remove_dumps,
+    DownloadError, Dump, FREE_SPACE_MARGIN_BYTES, ensure_free_space, ensure_space_for_snapshot, fetch_dump,
+    remove_dumps,
 };
 pub use error::LoadError;
 pub use load::{

@@ -29,6 +29,8 @@ use svc_store::snapshot::Sidecar;
 /// Maximum size of `export.json` and of `database.json`, which has an entry per table.
 const MAX_JSON_BYTES: u64 = 8 << 20;
 const BUFFER_BYTES: usize = 1 << 18;
+/// Block size of the file systems of a machine: a file occupies whole blocks.
+const BLOCK_BYTES: u64 = 4096;
 
 /// Returns the limits for an archive of this size: no entry can be larger than the file.
 fn tar_limits(archive_bytes: u64) -> TarLimits {
@@ -128,20 +130,32 @@ impl VerifiedArchive {
         Pass::new(path, extract).run(file)
     }
 
-    /// Reads the dump's size as the archive claims it, before anything is verified; 0 if there is no dump.
-    pub fn read_dump_size(mut file: &File, path: &Path) -> Result<u64, ArchiveError> {
+    /// Returns the disk space that the extracted entries need, according to the archive, of which nothing is verified.
+    ///
+    /// # Errors
+    /// [`ArchiveError`] if the archive cannot be read or is malformed.
+    pub fn read_extracted_bytes(
+        mut file: &File,
+        path: &Path,
+        extract: &ExtractTarget<'_>,
+    ) -> Result<u64, ArchiveError> {
         let read = |source| ArchiveError::Read { path: path.to_owned(), source };
         let tar_error = |source| ArchiveError::Tar { path: path.to_owned(), source };
         file.rewind().map_err(read)?;
         let limits = tar_limits(file.metadata().map_err(read)?.len());
         let mut tar = tar::Archive::new(BufReader::new(file));
-        let mut entries = TarReader::new(&mut tar, limits).map_err(tar_error)?;
+        let mut entries = TarReader::with_seek(&mut tar, limits).map_err(tar_error)?;
+        let mut bytes = 0_u64;
         while let Some(entry) = entries.next_entry().map_err(tar_error)? {
-            if entry.path == Path::new(DUMP) {
-                return Ok(entry.size);
+            if extract.destination(&entry.path).is_some() {
+                bytes = bytes.saturating_add(match entry.kind {
+                    EntryKind::File => entry.size.next_multiple_of(BLOCK_BYTES),
+                    EntryKind::Directory => BLOCK_BYTES,
+                    EntryKind::Symlink => 0,
+                });
             }
         }
-        Ok(0)
+        Ok(bytes)
     }
 }
 
@@ -386,6 +400,35 @@ mod tests {
         };
         assert_eq!(exit(io::ErrorKind::StorageFull), Exit::Internal);
         assert_eq!(exit(io::ErrorKind::AlreadyExists), Exit::Refused);
+    }
+
+    #[test]
+    fn read_extracted_bytes_counts_blocks_of_extracted_entries() {
+        use tar::EntryType::{Directory, Regular};
+        let mut tar = tar::Builder::new(tempfile::tempfile().unwrap());
+        for (path, kind, bytes) in [
+            ("database.dump", Regular, 5000),
+            ("home/a", Regular, 9000),
+            ("home/b", Directory, 0),
+            ("home/system/c", Regular, 1),
+        ] {
+            let mut header = tar::Header::new_gnu();
+            header.set_entry_type(kind);
+            header.set_size(bytes);
+            header.set_mode(0o600);
+            header.set_mtime(0);
+            tar.append_data(&mut header, path, io::repeat(1).take(bytes)).unwrap();
+        }
+        let file = tar.into_inner().unwrap();
+        let path = Path::new("/x");
+        for (extract, blocks) in [
+            (ExtractTarget::Nothing, 0),
+            (ExtractTarget::Home(path), 3 + 1),
+            (ExtractTarget::Gateway { dump: path, system: path }, 2 + 1),
+        ] {
+            let bytes = VerifiedArchive::read_extracted_bytes(&file, path, &extract).unwrap();
+            assert_eq!(bytes, blocks * BLOCK_BYTES);
+        }
     }
 
     /// The other member and the other entry are ones that this version refuses.

@@ -190,9 +190,24 @@ fn read_archive(
     tokio::task::block_in_place(|| VerifiedArchive::read(archive, name, extract))
 }
 
+/// Reads the archive and extracts a part of it, which must fit on the file system of `dir`: PostgreSQL and the gateway
+/// write to the same disk.
+fn extract_archive(
+    archive: &File,
+    name: &Path,
+    dir: &Path,
+    extract: &ExtractTarget<'_>,
+) -> Result<VerifiedArchive, StepError> {
+    let bytes =
+        tokio::task::block_in_place(|| VerifiedArchive::read_extracted_bytes(archive, name, extract))?;
+    staging::ensure_free_space(dir, bytes.saturating_add(staging::FREE_SPACE_MARGIN_BYTES))?;
+    Ok(read_archive(archive, name, extract)?)
+}
+
 fn stage_files(layout: &Layout, archive: &File, args: &StepArgs) -> Result<(), StepError> {
     let staging = Staging::new(&layout.home(), args.number);
-    read_archive(archive, &args.archive, &ExtractTarget::Home(staging.create()?))?;
+    let staged = staging.create()?;
+    extract_archive(archive, &args.archive, staged, &ExtractTarget::Home(staged))?;
     staging.ensure_replaceable()?;
     failpoint::trigger("import.staged")?;
     Ok(())
@@ -241,9 +256,8 @@ async fn load_and_swap(
     let staged = system.create()?;
     let state = layout.restore_state();
     std::fs::create_dir_all(&state).map_err(FileError::wrap("create directory", &state))?;
-    let dump_bytes = VerifiedArchive::read_dump_size(archive, &args.archive)?;
-    staging::ensure_free_space(&state, dump_bytes)?;
-    let archived = read_archive(archive, &args.archive, &ExtractTarget::Gateway { dump, system: staged })?;
+    let target = ExtractTarget::Gateway { dump, system: staged };
+    let archived = extract_archive(archive, &args.archive, &state, &target)?;
     let snapshot = archived.sidecar.snapshot_ref();
     staging::check_postgres_version(&settings.context, &archived.sidecar).await?;
     let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
