@@ -27,14 +27,17 @@ pub struct OmittedEntry {
     pub reason: String,
 }
 
-/// Lists everything under `home`, apart from the paths in `except` and import directories. The second list contains the
+/// Lists everything under `home`, apart from the files in `except` and import directories. The second list contains the
 /// entries that cannot be exported: those that cannot be read, and those that are not files, directories or symbolic
 /// links. Symbolic links are not followed. A missing home directory counts as empty.
 ///
 /// # Errors
 /// If `home` itself cannot be listed to its end: the archive would be missing an unknown part of the owner's data.
 pub fn list_files(home: &Path, except: &[&Path]) -> Result<(Vec<HomeEntry>, Vec<OmittedEntry>), FileError> {
-    let except: Vec<PathBuf> = except.iter().filter_map(|path| std::path::absolute(path).ok()).collect();
+    // Compared by inode: `home` may be a symbolic link, and then its files have more than one path.
+    let except: Vec<_> = except.iter().filter_map(|path| fs::symlink_metadata(path).ok()).collect();
+    let is_excepted =
+        |meta: &Metadata| except.iter().any(|file| (file.dev(), file.ino()) == (meta.dev(), meta.ino()));
     let (mut listed, mut omitted) = (Vec::new(), Vec::new());
     let mut directories = vec![PathBuf::new()];
     while let Some(directory) = directories.pop() {
@@ -64,9 +67,7 @@ pub fn list_files(home: &Path, except: &[&Path]) -> Result<(Vec<HomeEntry>, Vec<
         let mut subdirectories = Vec::new();
         for name in names {
             let (path, full_path) = (directory.join(&name), full_directory.join(&name));
-            if (is_import_target(&directory) && archive::is_import_directory(&name))
-                || except.contains(&full_path)
-            {
+            if is_import_target(&directory) && archive::is_import_directory(&name) {
                 continue;
             }
             let meta = match fs::symlink_metadata(&full_path) {
@@ -76,6 +77,9 @@ pub fn list_files(home: &Path, except: &[&Path]) -> Result<(Vec<HomeEntry>, Vec<
                     continue;
                 }
             };
+            if is_excepted(&meta) {
+                continue;
+            }
             let Some(kind) = entry_kind(&meta) else {
                 let reason = "not a file, directory or symbolic link".to_owned();
                 omitted.push(OmittedEntry { path, reason });
@@ -125,7 +129,10 @@ mod tests {
         fs::write(at("out.tar.partial"), "").unwrap();
         std::os::unix::fs::symlink("/", at("b/root")).unwrap();
         let _socket = std::os::unix::net::UnixListener::bind(at("socket")).unwrap();
-        let (listed, omitted) = list_files(home.path(), &[&at("out.tar.partial")]).unwrap();
+        let linked = tempfile::tempdir().unwrap();
+        let linked = linked.path().join("home");
+        std::os::unix::fs::symlink(home.path(), &linked).unwrap();
+        let (listed, omitted) = list_files(&linked, &[&at("out.tar.partial")]).unwrap();
         let paths: Vec<_> = listed.iter().map(|entry| entry.path.to_str().unwrap()).collect();
         assert_eq!(paths, ["a", "b", "system", "b/c", "b/root", "b/c/d"]);
         let omitted: Vec<_> = omitted.iter().map(|entry| entry.path.to_str().unwrap()).collect();
