@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::vars;
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::{Resumption, WebPkiServerVerifier};
 use rustls::crypto::{
@@ -66,7 +66,7 @@ pub(crate) fn provider() -> Arc<CryptoProvider> {
 /// Loads the public root certificates and, if `SSL_CERT_FILE` is set, those in the PEM file that it names.
 ///
 /// # Errors
-/// If that file cannot be read or contains malformed PEM. A file without any PEM section adds no certificates.
+/// If that file cannot be read, contains malformed PEM, or has no usable certificate.
 pub fn load_roots() -> anyhow::Result<RootCertStore> {
     load_roots_with(vars::SSL_CERT_FILE.from_process().map(PathBuf::from))
 }
@@ -74,14 +74,27 @@ pub fn load_roots() -> anyhow::Result<RootCertStore> {
 fn load_roots_with(file: Option<PathBuf>) -> anyhow::Result<RootCertStore> {
     let mut roots = RootCertStore { roots: webpki_roots::TLS_SERVER_ROOTS.to_vec() };
     if let Some(path) = file {
-        let certs = CertificateDer::pem_file_iter(&path)
-            .and_then(Iterator::collect::<Result<Vec<_>, _>>)
-            .with_context(|| {
-                format!("cannot read the root certificates in {} (SSL_CERT_FILE)", path.display())
-            })?;
-        roots.add_parsable_certificates(certs);
+        let pem = std::fs::read(&path).map_err(anyhow::Error::from);
+        pem.and_then(|pem| add_roots(&mut roots, &pem)).with_context(|| {
+            format!("cannot read the root certificates in {} (SSL_CERT_FILE)", path.display())
+        })?;
     }
     Ok(roots)
+}
+
+/// Adds the certificates of `SSL_CERT_FILE`. Like other programs, ignores those that cannot be used.
+///
+/// # Errors
+/// If a section is not valid PEM, or no certificate can be used.
+fn add_roots(roots: &mut RootCertStore, pem: &[u8]) -> anyhow::Result<()> {
+    let certs = CertificateDer::pem_slice_iter(pem).collect::<Result<Vec<_>, _>>()?;
+    let (added, ignored) = roots.add_parsable_certificates(certs);
+    // A certificate in DER is not a section in PEM.
+    ensure!(added > 0, "it has no usable certificate in PEM");
+    if ignored > 0 {
+        tracing::warn!(ignored, "ignored certificates in SSL_CERT_FILE that cannot be used");
+    }
+    Ok(())
 }
 
 /// Returns a client configuration with ordinary chain verification.
@@ -103,7 +116,7 @@ impl ChainVerifier {
     /// Trusts the public roots and, if `file` (the value of `SSL_CERT_FILE`) is set, those in that file.
     ///
     /// # Errors
-    /// If the file cannot be read or contains malformed PEM. A file without any PEM section adds no certificates.
+    /// If the file cannot be read, contains malformed PEM, or has no usable certificate.
     pub fn new(file: Option<PathBuf>) -> anyhow::Result<Self> {
         let roots = Arc::new(load_roots_with(file)?);
         Ok(Self(WebPkiServerVerifier::builder_with_provider(roots, provider()).build()?))
@@ -252,5 +265,25 @@ impl Identity {
             .with_single_cert(chain, key)?;
         config.alpn_protocols = vec![b"http/1.1".to_vec()];
         Ok(config)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn add_roots_refuses_file_without_usable_certificate() {
+        let mut roots = RootCertStore::empty();
+        let pem = generate_self_signed(&["localhost".to_owned()]).unwrap().cert_pem;
+        let der = CertificateDer::from_pem_slice(pem.as_bytes()).unwrap();
+        let trusted = pem.replace("CERTIFICATE", "TRUSTED CERTIFICATE");
+        let damaged = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
+        for content in [&der[..], trusted.as_bytes(), damaged.as_bytes(), b""] {
+            let error = add_roots(&mut roots, content).unwrap_err().to_string();
+            assert!(error.contains("no usable certificate"), "{error}");
+        }
+        add_roots(&mut roots, format!("{damaged}{pem}").as_bytes()).unwrap();
+        assert_eq!(roots.len(), 1);
     }
 }
