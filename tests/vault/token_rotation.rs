@@ -105,6 +105,25 @@ async fn refused_token_falls_back_to_the_previous_one() -> Result<()> {
     Ok(())
 }
 
+/// An update has written the second token to `host.env`, and the platform was then restored to an earlier state.
+#[tokio::test]
+async fn fallback_is_kept_if_host_env_has_the_refused_token() -> Result<()> {
+    let platform = Platform::start(ScriptedResponse::Json(200, json!({ "superseded": false }))).await?;
+    let machine = machine_with_token(&platform).await?;
+    let (first, second) = (token(&machine, 1), token(&machine, 2));
+    machine.add_env("host.env", &[("UPGRADE_TOKEN", &second)])?;
+    let stored = json!({ "version": 1, "token": second, "before": first });
+    svc::fsx::write_atomic(&machine.path(TOKEN_FILE), stored.to_string().as_bytes(), 0o600)?;
+    platform.queue([ScriptedResponse::Json(401, json!({"code": "unauthorized"}))]);
+    let running = machine.spawn(&["svc-sync-agent"], &[HEARTBEAT_EVERY_SECOND])?;
+    wait_until("three heartbeats", || platform.calls().len() >= 3).await?;
+    running.signal(Signal::SIGTERM)?;
+    wait_for_exit(running).await?.expect(0);
+    let sent: Vec<String> = (0..3).map(|nth| sent_token(&platform, nth)).collect();
+    assert_eq!(sent, [second, first.clone(), first]);
+    Ok(())
+}
+
 /// The updater has already written the current token to `host.env`, for the release that it switches to.
 #[tokio::test]
 async fn no_token_is_adopted_during_an_update() -> Result<()> {

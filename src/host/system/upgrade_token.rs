@@ -97,7 +97,7 @@ impl UpgradeToken {
         let initial = || Tokens { current: self.initial.clone(), previous: None };
         let Some(token_file) = &self.stored else { return initial() };
         match token_file.read() {
-            Ok(Some(tokens)) if is_current_generation(&tokens.current, &self.initial) => tokens,
+            Ok(Some(tokens)) if is_current(&tokens, &self.initial) => tokens,
             Ok(_) => initial(),
             Err(error) => {
                 tracing::error!(error = %format_chain(&error), "cannot read the stored token; using the one in host.env");
@@ -178,10 +178,13 @@ fn belongs_to(token: &str, machine: MachineId) -> bool {
     })
 }
 
-/// Returns whether the stored token's generation is at least that of the token in `host.env`, which an operator may
-/// have replaced.
-fn is_current_generation(stored: &SecretString, initial: &SecretString) -> bool {
-    generation(stored.expose_secret()) >= generation(initial.expose_secret())
+/// Returns whether the stored token is at least as new as the one in `host.env`, which an operator or an update may have
+/// replaced. Its generation is lower if it was stored because the platform rejected the one in `host.env`: a platform
+/// that was restored to an earlier state may accept only the previous token.
+fn is_current(stored: &Tokens, initial: &SecretString) -> bool {
+    let initial = initial.expose_secret();
+    let replaces_initial = stored.previous.as_ref().is_some_and(|token| token.expose_secret() == initial);
+    replaces_initial || generation(stored.current.expose_secret()) >= generation(initial)
 }
 
 fn generation(token: &str) -> u32 {
@@ -248,6 +251,10 @@ mod tests {
         assert_eq!(meta.mode() & 0o777, 0o600);
         let replaced = UpgradeToken::rotating(token(machine, 3), &layout, machine);
         assert_eq!(current_text(&replaced), token(machine, 3).expose_secret(), "host.env has a newer token");
+        // The platform has rejected the token in `host.env`.
+        replaced.store(&token(machine, 2), &token(machine, 3)).unwrap();
+        assert_eq!(current_text(&replaced), token(machine, 2).expose_secret());
+        assert_eq!(replaced.tokens().previous.unwrap().expose_secret(), token(machine, 3).expose_secret());
     }
 
     #[test]
