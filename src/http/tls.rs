@@ -85,7 +85,7 @@ fn load_roots_with(file: Option<PathBuf>) -> anyhow::Result<RootCertStore> {
 /// Adds the certificates of `SSL_CERT_FILE`. Like other programs, ignores those that cannot be used.
 ///
 /// # Errors
-/// If a section is not valid PEM, or no certificate can be used.
+/// If it contains malformed PEM, or no certificate can be used.
 fn add_roots(roots: &mut RootCertStore, pem: &[u8]) -> anyhow::Result<()> {
     let certs = CertificateDer::pem_slice_iter(pem).collect::<Result<Vec<_>, _>>()?;
     let (added, ignored) = roots.add_parsable_certificates(certs);

@@ -91,7 +91,7 @@ fn query(action: &'static str) -> impl FnOnce(tokio_postgres::Error) -> Untruste
     move |source| UntrustedLoadError::Query { action, source }
 }
 
-/// Loads a dump and checks the created objects. If either fails, the database is dropped.
+/// Loads a dump and checks the created objects. After an error, the database is dropped.
 pub async fn load(
     context: &RestoreContext,
     dump: &Path,
