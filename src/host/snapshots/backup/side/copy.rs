@@ -327,11 +327,19 @@ async fn change_rows(
         if let Some(update) = plan.build_update().filter(|_| plan.mode != CopyMode::Missing) {
             result.updated = execute(transaction, plan, &update).await?;
         }
-        let skip_conflicts = plan.mode == CopyMode::Missing;
+        let skip_conflicts = plan.mode == CopyMode::Missing
+            && !catalog::has_deferrable_unique(transaction, &plan.table).await.map_err(copy_error(plan))?;
         result.inserted = execute(transaction, plan, &plan.build_insert(skip_conflicts)).await?;
         if let Some(missing) = plan.build_count_missing().filter(|_| skip_conflicts) {
             result.skipped = query_count(transaction, plan, &missing).await?;
         }
+    }
+    // Otherwise, deferred constraints would be checked only by the commit: after the sequences were changed, and never
+    // in a dry run.
+    if let Some(plan) = plans.first() {
+        let tables: Vec<&str> = plans.iter().map(|plan| plan.table.as_str()).collect();
+        let check = transaction.batch_execute("SET CONSTRAINTS ALL IMMEDIATE").await;
+        check.map_err(rows_error(tables.join(", "), plan.mode))?;
     }
     Ok(copied)
 }
@@ -345,22 +353,29 @@ async fn delete_rows(
 ) -> Result<(), CopyError> {
     let mut dependents = Vec::with_capacity(plans.len());
     for plan in plans {
-        let dependent = match find_other_dependent(plan, plans, foreign_keys) {
-            Some(key) => Some((key, query_count(transaction, plan, &plan.build_count()).await?)),
-            None => None,
+        let keys = find_other_dependents(plan, plans, foreign_keys);
+        let count = match keys.is_empty() {
+            true => 0,
+            false => query_count(transaction, plan, &plan.build_count()).await?,
         };
-        dependents.push(dependent);
+        dependents.push((keys, count));
     }
     // Children come first: referring rows are deleted before the rows that they refer to.
-    for ((plan, result), dependent) in plans.iter().zip(copied).zip(&dependents).rev() {
-        result.deleted = execute(transaction, plan, &plan.build_delete()).await?;
-        if let (1.., Some((key, _))) = (result.deleted, dependent) {
-            return Err(cascade_error(key));
+    for ((plan, result), (keys, count)) in plans.iter().zip(copied).zip(&mut dependents).rev() {
+        for key in &*keys {
+            // Until the copy ends, no row may start to refer to a deleted row.
+            let lock = format!("LOCK TABLE ONLY {} IN SHARE MODE", key.from);
+            transaction.batch_execute(&lock).await.map_err(copy_error(plan))?;
+            if query_count(transaction, plan, &plan.build_count_referring(key)).await? > 0 {
+                return Err(cascade_error(key));
+            }
         }
+        result.deleted = execute(transaction, plan, &plan.build_delete()).await?;
+        *count = count.saturating_sub(result.deleted);
     }
     // A row that the snapshot has may have been moved to a newer parent, and was then deleted with it.
-    for (plan, dependent) in plans.iter().zip(&dependents) {
-        let Some((key, count)) = dependent else { continue };
+    for (plan, (keys, count)) in plans.iter().zip(&dependents) {
+        let Some(key) = keys.first() else { continue };
         if query_count(transaction, plan, &plan.build_count()).await? < *count {
             return Err(cascade_error(key));
         }
@@ -368,14 +383,15 @@ async fn delete_rows(
     Ok(())
 }
 
-/// Returns a foreign key by which deletions from the plan's table change rows of a table that is not copied.
-fn find_other_dependent<'a>(
+/// Returns the foreign keys by which deletions from the plan's table change rows of tables that are not copied.
+fn find_other_dependents<'a>(
     plan: &CopyPlan,
     plans: &[CopyPlan],
     foreign_keys: &'a [ForeignKey],
-) -> Option<&'a ForeignKey> {
+) -> Vec<&'a ForeignKey> {
     let is_copied = |table: &str| plans.iter().any(|plan| plan.table == table);
-    foreign_keys.iter().find(|key| key.to == plan.table && key.is_cascading && !is_copied(&key.from))
+    let is_dependent = |key: &&ForeignKey| key.to == plan.table && key.is_cascading && !is_copied(&key.from);
+    foreign_keys.iter().filter(is_dependent).collect()
 }
 
 fn cascade_error(key: &ForeignKey) -> CopyError {
@@ -383,7 +399,11 @@ fn cascade_error(key: &ForeignKey) -> CopyError {
 }
 
 fn copy_error(plan: &CopyPlan) -> impl FnOnce(tokio_postgres::Error) -> CopyError + use<> {
-    let (table, mode) = (plan.table.clone(), plan.mode);
+    rows_error(plan.table.clone(), plan.mode)
+}
+
+/// The same for several tables, whose names are in `table`.
+fn rows_error(table: String, mode: CopyMode) -> impl FnOnce(tokio_postgres::Error) -> CopyError {
     move |source| match ConstraintViolation::parse(&source, mode) {
         Some(violation) => CopyError::ConstraintViolation { table, violation },
         None => CopyError::Query { action: format!("copy the rows of {table}"), source },
