@@ -1,7 +1,7 @@
 //! Copies tables back from the side database. Existing tables are changed in one transaction, all or nothing.
 //!
-//! A missing table is first recreated completely, as in the snapshot. Triggers fire and foreign keys apply as for any
-//! other write, so subscribers to the tables are notified.
+//! A missing table is first recreated, as in the snapshot; its dependents follow after the rows of existing tables.
+//! Triggers fire and foreign keys apply as for any other write, so subscribers to the tables are notified.
 
 use bytes::Bytes;
 use futures_util::{SinkExt, StreamExt};
@@ -153,15 +153,14 @@ pub async fn copy(
             return Err(CopyError::NoSuchTable { table: (*table).to_owned() });
         }
     }
-    if let Some(earlier) = read_committed_results(&live, &request_id).await? {
-        *results = earlier;
-        return Ok(());
-    }
+    let committed = read_committed_results(&live, &request_id).await?;
     let (mut missing_tables, mut recreated, mut existing) = (Vec::new(), Vec::new(), Vec::new());
     for table in table_names {
         let exists =
             catalog::is_table(&live, table).await.map_err(query_error("check whether a table exists"))?;
         match exists {
+            // A committed copy is never repeated.
+            false if committed.is_some() => {}
             false => missing_tables.push(table),
             // An earlier run of this request recreated the table before it was interrupted.
             true if state.recreating.iter().any(|name| name == table) => recreated.push(table),
@@ -169,45 +168,44 @@ pub async fn copy(
         }
     }
     let missing = recreate::count_recreated(&side, &missing_tables).await?;
-    results.extend(recreate::count_recreated(&side, &recreated).await?);
     let dependents = Dependents::find(&side, &live, &missing_tables, &recreated).await;
     let dependents = dependents.map_err(query_error("read the dependents of the tables"))?;
+    let is_committed = committed.is_some();
+    match committed {
+        Some(earlier) => *results = earlier,
+        None => results.extend(recreate::count_recreated(&side, &recreated).await?),
+    }
     if request.dry_run {
         results.extend(missing);
         dependents.record_planned(results);
-    } else if !missing_tables.is_empty() || !recreated.is_empty() {
-        recreate_missing(settings, &side, &mut live, state, missing, &dependents, results).await?;
-    }
-    if existing.is_empty() {
-        return Ok(());
-    }
-    let copied = copy_rows(&side, &mut live, &existing, request, &request_id, results).await?;
-    results.extend(copied);
-    Ok(())
-}
-
-/// Recreates missing tables and their dependents, and adds their results to `results`. If a run was interrupted between
-/// the two, the next run adds the dependents.
-async fn recreate_missing(
-    settings: &BackupSettings,
-    side: &Client,
-    live: &mut Client,
-    state: &mut SideState,
-    missing: Vec<CopiedTable>,
-    dependents: &Dependents,
-    results: &mut Vec<CopiedTable>,
-) -> Result<(), CopyError> {
-    if !missing.is_empty() {
-        state.recreating.extend(missing.iter().map(|table| table.name.clone()));
+    } else if !missing.is_empty() {
+        state.recreating.extend(missing_tables.iter().map(|table| (*table).to_owned()));
         state.write(&settings.layout)?;
-        let names = missing.iter().map(|table| table.name.as_str());
-        let relations: Vec<&str> = names.chain(dependents.views()).collect();
-        recreate::recreate_tables(settings, side, live, &relations).await?;
+        dependents
+            .defer_validation(&side)
+            .await
+            .map_err(query_error("prepare the snapshot's foreign keys"))?;
+        recreate::recreate_relations(settings, &side, &live, &missing_tables).await?;
         results.extend(missing);
         failpoint::trigger("side.recreated")?;
     }
-    dependents.add(live, results).await.map_err(query_error("add the dependents of the tables"))?;
-    Ok(failpoint::trigger("side.dependents")?)
+    let copied = match is_committed || existing.is_empty() {
+        true => Ok(Vec::new()),
+        false => copy_rows(&side, &mut live, &existing, request, &request_id, results).await,
+    };
+    // The dependents come last, because their content and validity depend on the copied rows. They are added even if
+    // the copy failed: no later request would look for the dependents of tables that exist.
+    let has_dependents = !request.dry_run && !(missing_tables.is_empty() && recreated.is_empty());
+    let added = match has_dependents {
+        true => dependents.add(settings, &side, &mut live, results).await,
+        false => Ok(()),
+    };
+    results.extend(copied?);
+    added.map_err(query_error("add the dependents of the tables"))?;
+    if has_dependents {
+        failpoint::trigger("side.dependents")?;
+    }
+    Ok(())
 }
 
 /// Returns the results if an earlier, interrupted run of this request committed its copy.
