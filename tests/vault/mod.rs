@@ -21,6 +21,7 @@ mod register;
 mod roles;
 mod round_trip;
 mod side;
+mod side_constraints;
 mod side_dependents;
 mod side_sequences;
 mod sync;

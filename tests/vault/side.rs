@@ -372,10 +372,10 @@ async fn request_killed_at_any_step_is_completed_once() -> Result<()> {
     let copy_points = [
         "side.saved",
         "side.recreated",
-        "side.dependents",
         "side.fetched",
         "side.copied",
         "side.committed",
+        "side.dependents",
         "side.recorded",
     ];
     for point in svc::host::snapshots::backup::SIDE_FAILPOINTS {
@@ -403,7 +403,7 @@ async fn request_killed_at_any_step_is_completed_once() -> Result<()> {
             json!({"action": "copy", "tables": tables, "mode": "overwrite", "dryRun": false, "backup": true}),
         )?;
         serve(&kill)?.expect_killed();
-        let is_committed = ["side.committed", "side.recorded"].contains(point);
+        let is_committed = ["side.committed", "side.dependents", "side.recorded"].contains(point);
         if is_committed {
             // A change after the copy, which resuming must not undo.
             client.batch_execute("UPDATE app_shop.customers SET price = 42 WHERE id = 9").await?;

@@ -25,8 +25,14 @@ const DEPENDENTS: &str = "
 /// Creates a machine whose database lacks the table and its dependents. A snapshot that contains them is open as a side
 /// database.
 async fn machine_with_dropped_table(store: &kit::s3::S3Server) -> Result<Machine> {
+    machine_with_dropped_dependents(store, "").await
+}
+
+/// The same, with `more` dependents.
+async fn machine_with_dropped_dependents(store: &kit::s3::S3Server, more: &str) -> Result<Machine> {
     let machine = machine_with_side_database(store).await?;
     machine.client().await?.batch_execute(DEPENDENTS).await?;
+    machine.client().await?.batch_execute(more).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     run_side(&machine, &["open"])?.expect(0);
     machine.client().await?.batch_execute("DROP TABLE app_shop.customers CASCADE").await?;
@@ -111,5 +117,84 @@ async fn dependents_that_cannot_be_recreated_are_reported() -> Result<()> {
         .batch_execute("INSERT INTO app_shop.orders (customer) VALUES (88888)")
         .await
         .expect_err("a new row must be checked");
+    Ok(())
+}
+
+/// A view whose function was dropped does not prevent the table's recreation.
+#[tokio::test]
+async fn all_dropped_dependents_are_reported() -> Result<()> {
+    const MORE: &str = "
+        CREATE FUNCTION app_shop.label(c app_shop.customers) RETURNS text LANGUAGE sql AS 'SELECT $1.email';
+        CREATE VIEW app_shop.labels AS SELECT app_shop.label(c) FROM app_shop.customers c;
+        CREATE VIEW app_shop.firsts AS SELECT * FROM app_shop.first_customer();
+        CREATE TABLE app_shop.copies (id int DEFAULT nextval('app_shop.customers_id_seq'), many app_shop.customers[]);
+        CREATE VIEW app_shop.numbers AS SELECT id FROM app_shop.copies";
+    let store = machine::start_store()?;
+    let machine = machine_with_dropped_dependents(&store, MORE).await?;
+    run_side(&machine, &["copy", TABLE, "--no-backup"])?.expect(0);
+    let table = read_copied_table(&machine)?;
+    assert_eq!(query_text(&machine, "SELECT count(*) FROM app_shop.customers").await?, "502");
+    assert_eq!(query_text(&machine, "SELECT count(*) FROM app_shop.best").await?, "500");
+    let mut names: Vec<&str> = table["notRecreated"]
+        .as_array()
+        .context("nothing is listed")?
+        .iter()
+        .filter_map(|name| name.as_str()?.split(": ").next())
+        .collect();
+    let expected = [
+        "column many of table app_shop.copies",
+        "default value for column id of table app_shop.copies",
+        "function app_shop.first_customer()",
+        "function app_shop.label(app_shop.customers)",
+        "view app_shop.firsts",
+        "view app_shop.labels",
+    ];
+    names.sort_unstable();
+    assert_eq!(names, expected, "{table}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn failed_transaction_reports_nothing_as_recreated() -> Result<()> {
+    let store = machine::start_store()?;
+    let machine = machine_with_dropped_table(&store).await?;
+    let disconnect = "
+        CREATE FUNCTION public.disconnect() RETURNS event_trigger LANGUAGE plpgsql
+            AS 'BEGIN PERFORM pg_terminate_backend(pg_backend_pid()); END';
+        CREATE EVENT TRIGGER disconnect ON ddl_command_end WHEN TAG IN ('CREATE STATISTICS')
+            EXECUTE FUNCTION public.disconnect()";
+    machine.client().await?.batch_execute(disconnect).await?;
+    let result = run_side(&machine, &["copy", TABLE, "--no-backup"])?;
+    assert_ne!(result.code, Some(0), "{}", result.stdout);
+    let table = read_copied_table(&machine)?;
+    let names = |list: &str| -> Vec<String> {
+        table[list].as_array().into_iter().flatten().map(|name| name.as_str().unwrap().to_owned()).collect()
+    };
+    assert!(!names("recreated").iter().any(|name| name.starts_with(FOREIGN_KEY)), "{table}");
+    assert!(names("recreated").contains(&"view app_shop.best".to_owned()), "{table}");
+    assert!(names("notRecreated").iter().any(|name| name.starts_with(FOREIGN_KEY)), "{table}");
+    let keys = "SELECT count(*) FROM pg_constraint WHERE conname = 'orders_customer_fkey'";
+    assert_eq!(query_text(&machine, keys).await?, "0");
+    Ok(())
+}
+
+#[tokio::test]
+async fn dropped_child_is_copied_with_rows_of_its_parent() -> Result<()> {
+    let store = machine::start_store()?;
+    let machine = machine_with_side_database(&store).await?;
+    let client = machine.client().await?;
+    let damage = "DROP TABLE app_shop.orders CASCADE; DELETE FROM app_shop.customers WHERE id <= 100";
+    client.batch_execute(damage).await?;
+    run_side(&machine, &["copy", "app_shop.orders", TABLE, "--no-backup"])?.expect(0);
+    assert_eq!(query_text(&machine, VALID).await?, "true");
+    assert_eq!(query_text(&machine, "SELECT count(*) FROM app_shop.orders").await?, "2000");
+    assert_eq!(query_text(&machine, "SELECT count(*) FROM app_shop.customers").await?, "502");
+
+    client.batch_execute(damage).await?;
+    run_side(&machine, &["copy", "app_shop.orders", "--no-backup"])?.expect(0);
+    assert_eq!(query_text(&machine, VALID).await?, "false");
+    let table = read_copied_table(&machine)?;
+    let key = format!("{FOREIGN_KEY} (NOT VALID: existing rows refer to missing rows)");
+    assert_eq!(table["recreated"], json!([key]), "{table}");
     Ok(())
 }

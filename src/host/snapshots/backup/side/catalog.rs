@@ -50,6 +50,8 @@ pub struct ForeignKey {
     pub to: String,
     /// Deleting a row of `to` also deletes or changes the rows of `from` that refer to it.
     pub is_cascading: bool,
+    /// The condition under which the row `o` of `from` refers to the row `t` of `to`.
+    pub condition: String,
 }
 
 /// Reads the foreign keys that refer to one of these tables.
@@ -58,14 +60,29 @@ pub struct ForeignKey {
 /// The database is unreachable or rejects the query.
 pub async fn read_foreign_keys(client: &impl GenericClient, to: &[&str]) -> Result<Vec<ForeignKey>, Error> {
     let foreign_keys = "
-        SELECT format('%I.%I', fn.nspname, f.relname), t.name, k.confdeltype IN ('c', 'n', 'd')
+        SELECT format('%I.%I', fn.nspname, f.relname), t.name, k.confdeltype IN ('c', 'n', 'd'),
+               (SELECT string_agg(format('t.%I OPERATOR(%I.%s) o.%I', p.attname, n.nspname, q.oprname, c.attname), ' AND ')
+                  FROM unnest(k.confkey, k.conkey, k.conpfeqop) AS u (parent, child, equal)
+                  JOIN pg_attribute p ON p.attrelid = k.confrelid AND p.attnum = u.parent
+                  JOIN pg_attribute c ON c.attrelid = k.conrelid AND c.attnum = u.child
+                  JOIN pg_operator q ON q.oid = u.equal JOIN pg_namespace n ON n.oid = q.oprnamespace)
           FROM unnest($1::text[]) AS t (name)
           JOIN pg_constraint k ON k.confrelid = to_regclass(t.name) AND k.contype = 'f'
           JOIN pg_class f ON f.oid = k.conrelid JOIN pg_namespace fn ON fn.oid = f.relnamespace";
     let foreign_key = |row: &tokio_postgres::Row| {
-        Ok(ForeignKey { from: row.try_get(0)?, to: row.try_get(1)?, is_cascading: row.try_get(2)? })
+        let (from, to, is_cascading) = (row.try_get(0)?, row.try_get(1)?, row.try_get(2)?);
+        Ok(ForeignKey { from, to, is_cascading, condition: row.try_get(3)? })
     };
     client.query(foreign_keys, &[&to]).await?.iter().map(foreign_key).collect()
+}
+
+/// Returns whether a table has a deferrable unique or exclusion constraint, which `ON CONFLICT` does not support.
+///
+/// # Errors
+/// The database is unreachable or rejects the query.
+pub async fn has_deferrable_unique(client: &impl GenericClient, table: &str) -> Result<bool, Error> {
+    let query = "SELECT EXISTS (SELECT FROM pg_index WHERE indrelid = to_regclass($1) AND NOT indimmediate)";
+    client.query_one(query, &[&table]).await?.try_get(0)
 }
 
 /// Builds statements that advance the sequences of a table's columns, so that the next values do not exist yet. Values

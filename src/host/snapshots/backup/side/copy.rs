@@ -1,7 +1,7 @@
 //! Copies tables back from the side database. Existing tables are changed in one transaction, all or nothing.
 //!
-//! A missing table is first recreated completely, as in the snapshot. Triggers fire and foreign keys apply as for any
-//! other write, so subscribers to the tables are notified.
+//! A missing table is first recreated, as in the snapshot; its dependents follow after the rows of existing tables.
+//! Triggers fire and foreign keys apply as for any other write, so subscribers to the tables are notified.
 
 use bytes::Bytes;
 use futures_util::{SinkExt, StreamExt};
@@ -153,15 +153,14 @@ pub async fn copy(
             return Err(CopyError::NoSuchTable { table: (*table).to_owned() });
         }
     }
-    if let Some(earlier) = read_committed_results(&live, &request_id).await? {
-        *results = earlier;
-        return Ok(());
-    }
+    let committed = read_committed_results(&live, &request_id).await?;
     let (mut missing_tables, mut recreated, mut existing) = (Vec::new(), Vec::new(), Vec::new());
     for table in table_names {
         let exists =
             catalog::is_table(&live, table).await.map_err(query_error("check whether a table exists"))?;
         match exists {
+            // A committed copy is never repeated.
+            false if committed.is_some() => {}
             false => missing_tables.push(table),
             // An earlier run of this request recreated the table before it was interrupted.
             true if state.recreating.iter().any(|name| name == table) => recreated.push(table),
@@ -169,45 +168,44 @@ pub async fn copy(
         }
     }
     let missing = recreate::count_recreated(&side, &missing_tables).await?;
-    results.extend(recreate::count_recreated(&side, &recreated).await?);
     let dependents = Dependents::find(&side, &live, &missing_tables, &recreated).await;
     let dependents = dependents.map_err(query_error("read the dependents of the tables"))?;
+    let is_committed = committed.is_some();
+    match committed {
+        Some(earlier) => *results = earlier,
+        None => results.extend(recreate::count_recreated(&side, &recreated).await?),
+    }
     if request.dry_run {
         results.extend(missing);
         dependents.record_planned(results);
-    } else if !missing_tables.is_empty() || !recreated.is_empty() {
-        recreate_missing(settings, &side, &mut live, state, missing, &dependents, results).await?;
-    }
-    if existing.is_empty() {
-        return Ok(());
-    }
-    let copied = copy_rows(&side, &mut live, &existing, request, &request_id, results).await?;
-    results.extend(copied);
-    Ok(())
-}
-
-/// Recreates missing tables and their dependents, and adds their results to `results`. If a run was interrupted between
-/// the two, the next run adds the dependents.
-async fn recreate_missing(
-    settings: &BackupSettings,
-    side: &Client,
-    live: &mut Client,
-    state: &mut SideState,
-    missing: Vec<CopiedTable>,
-    dependents: &Dependents,
-    results: &mut Vec<CopiedTable>,
-) -> Result<(), CopyError> {
-    if !missing.is_empty() {
-        state.recreating.extend(missing.iter().map(|table| table.name.clone()));
+    } else if !missing.is_empty() {
+        state.recreating.extend(missing_tables.iter().map(|table| (*table).to_owned()));
         state.write(&settings.layout)?;
-        let names = missing.iter().map(|table| table.name.as_str());
-        let relations: Vec<&str> = names.chain(dependents.views()).collect();
-        recreate::recreate_tables(settings, side, live, &relations).await?;
+        dependents
+            .defer_validation(&side)
+            .await
+            .map_err(query_error("prepare the snapshot's foreign keys"))?;
+        recreate::recreate_relations(settings, &side, &live, &missing_tables).await?;
         results.extend(missing);
         failpoint::trigger("side.recreated")?;
     }
-    dependents.add(live, results).await.map_err(query_error("add the dependents of the tables"))?;
-    Ok(failpoint::trigger("side.dependents")?)
+    let copied = match is_committed || existing.is_empty() {
+        true => Ok(Vec::new()),
+        false => copy_rows(&side, &mut live, &existing, request, &request_id, results).await,
+    };
+    // The dependents come last, because their content and validity depend on the copied rows. They are added even if
+    // the copy failed: no later request would look for the dependents of tables that exist.
+    let has_dependents = !request.dry_run && !(missing_tables.is_empty() && recreated.is_empty());
+    let added = match has_dependents {
+        true => dependents.add(settings, &side, &mut live, results).await,
+        false => Ok(()),
+    };
+    results.extend(copied?);
+    added.map_err(query_error("add the dependents of the tables"))?;
+    if has_dependents {
+        failpoint::trigger("side.dependents")?;
+    }
+    Ok(())
 }
 
 /// Returns the results if an earlier, interrupted run of this request committed its copy.
@@ -327,11 +325,19 @@ async fn change_rows(
         if let Some(update) = plan.build_update().filter(|_| plan.mode != CopyMode::Missing) {
             result.updated = execute(transaction, plan, &update).await?;
         }
-        let skip_conflicts = plan.mode == CopyMode::Missing;
+        let skip_conflicts = plan.mode == CopyMode::Missing
+            && !catalog::has_deferrable_unique(transaction, &plan.table).await.map_err(copy_error(plan))?;
         result.inserted = execute(transaction, plan, &plan.build_insert(skip_conflicts)).await?;
         if let Some(missing) = plan.build_count_missing().filter(|_| skip_conflicts) {
             result.skipped = query_count(transaction, plan, &missing).await?;
         }
+    }
+    // Otherwise, deferred constraints would be checked only by the commit: after the sequences were changed, and never
+    // in a dry run.
+    if let Some(plan) = plans.first() {
+        let tables: Vec<&str> = plans.iter().map(|plan| plan.table.as_str()).collect();
+        let check = transaction.batch_execute("SET CONSTRAINTS ALL IMMEDIATE").await;
+        check.map_err(rows_error(tables.join(", "), plan.mode))?;
     }
     Ok(copied)
 }
@@ -345,22 +351,29 @@ async fn delete_rows(
 ) -> Result<(), CopyError> {
     let mut dependents = Vec::with_capacity(plans.len());
     for plan in plans {
-        let dependent = match find_other_dependent(plan, plans, foreign_keys) {
-            Some(key) => Some((key, query_count(transaction, plan, &plan.build_count()).await?)),
-            None => None,
+        let keys = find_other_dependents(plan, plans, foreign_keys);
+        let count = match keys.is_empty() {
+            true => 0,
+            false => query_count(transaction, plan, &plan.build_count()).await?,
         };
-        dependents.push(dependent);
+        dependents.push((keys, count));
     }
     // Children come first: referring rows are deleted before the rows that they refer to.
-    for ((plan, result), dependent) in plans.iter().zip(copied).zip(&dependents).rev() {
-        result.deleted = execute(transaction, plan, &plan.build_delete()).await?;
-        if let (1.., Some((key, _))) = (result.deleted, dependent) {
-            return Err(cascade_error(key));
+    for ((plan, result), (keys, count)) in plans.iter().zip(copied).zip(&mut dependents).rev() {
+        for key in &*keys {
+            // Until the copy ends, no row may start to refer to a deleted row.
+            let lock = format!("LOCK TABLE ONLY {} IN SHARE MODE", key.from);
+            transaction.batch_execute(&lock).await.map_err(copy_error(plan))?;
+            if query_count(transaction, plan, &plan.build_count_referring(key)).await? > 0 {
+                return Err(cascade_error(key));
+            }
         }
+        result.deleted = execute(transaction, plan, &plan.build_delete()).await?;
+        *count = count.saturating_sub(result.deleted);
     }
     // A row that the snapshot has may have been moved to a newer parent, and was then deleted with it.
-    for (plan, dependent) in plans.iter().zip(&dependents) {
-        let Some((key, count)) = dependent else { continue };
+    for (plan, (keys, count)) in plans.iter().zip(&dependents) {
+        let Some(key) = keys.first() else { continue };
         if query_count(transaction, plan, &plan.build_count()).await? < *count {
             return Err(cascade_error(key));
         }
@@ -368,14 +381,15 @@ async fn delete_rows(
     Ok(())
 }
 
-/// Returns a foreign key by which deletions from the plan's table change rows of a table that is not copied.
-fn find_other_dependent<'a>(
+/// Returns the foreign keys by which deletions from the plan's table change rows of tables that are not copied.
+fn find_other_dependents<'a>(
     plan: &CopyPlan,
     plans: &[CopyPlan],
     foreign_keys: &'a [ForeignKey],
-) -> Option<&'a ForeignKey> {
+) -> Vec<&'a ForeignKey> {
     let is_copied = |table: &str| plans.iter().any(|plan| plan.table == table);
-    foreign_keys.iter().find(|key| key.to == plan.table && key.is_cascading && !is_copied(&key.from))
+    let is_dependent = |key: &&ForeignKey| key.to == plan.table && key.is_cascading && !is_copied(&key.from);
+    foreign_keys.iter().filter(is_dependent).collect()
 }
 
 fn cascade_error(key: &ForeignKey) -> CopyError {
@@ -383,7 +397,11 @@ fn cascade_error(key: &ForeignKey) -> CopyError {
 }
 
 fn copy_error(plan: &CopyPlan) -> impl FnOnce(tokio_postgres::Error) -> CopyError + use<> {
-    let (table, mode) = (plan.table.clone(), plan.mode);
+    rows_error(plan.table.clone(), plan.mode)
+}
+
+/// The same for several tables, whose names are in `table`.
+fn rows_error(table: String, mode: CopyMode) -> impl FnOnce(tokio_postgres::Error) -> CopyError {
     move |source| match ConstraintViolation::parse(&source, mode) {
         Some(violation) => CopyError::ConstraintViolation { table, violation },
         None => CopyError::Query { action: format!("copy the rows of {table}"), source },

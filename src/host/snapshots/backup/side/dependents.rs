@@ -1,22 +1,30 @@
 //! The dependents that were dropped with a table: other tables' foreign keys, views and extended statistics. They are
-//! recreated with the table. Other dependents, such as functions and policies, are only listed.
+//! recreated after the table. Other dependents, such as functions and policies, are only listed.
 //!
-//! Definitions come from the side database. Views are part of the dump that recreates the table, in the same
-//! transaction. Foreign keys and statistics are added in a later transaction, which can be repeated after a kill.
+//! Definitions come from the side database. Each view is recreated by itself, so that one that the current database
+//! does not allow prevents nothing else. Foreign keys and statistics are added in one transaction. All of this can be
+//! repeated after a kill.
 
 use std::collections::BTreeSet;
 
 use tokio_postgres::error::SqlState;
 use tokio_postgres::{Client, Error, GenericClient};
 
+use super::recreate;
+use crate::snapshots::backup::settings::BackupSettings;
 use crate::snapshots::side_database::CopiedTable;
 use crate::system::postgres::quote_ident;
+use svc_http::problem::format_chain;
+
+const NOT_VALID: &str = " (NOT VALID: existing rows refer to missing rows)";
 
 /// The dependents of recreated tables that the owner's database lacks, and those that an earlier run recreated.
 #[derive(Debug, Default)]
 pub struct Dependents {
     views: Vec<View>,
     statements: Vec<Statement>,
+    /// The tables' foreign keys to other tables: their oids in the side database.
+    outgoing_keys: Vec<u32>,
     /// Dependents that are not recreated.
     not_recreated: Vec<Dependent>,
     /// Dependents that an earlier, interrupted run recreated.
@@ -44,7 +52,16 @@ struct View {
 struct Statement {
     dependent: Dependent,
     sql: Vec<String>,
-    is_foreign_key: bool,
+    kind: StatementKind,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum StatementKind {
+    /// Adds another table's foreign key.
+    ForeignKey,
+    /// Validates a foreign key that was recreated as part of its table.
+    Validation,
+    Statistics,
 }
 
 const VIEWS: &str = "
@@ -75,6 +92,15 @@ const FOREIGN_KEYS: &str = "
      WHERE NOT k.conrelid = ANY (SELECT to_regclass(name) FROM unnest($1::text[]) AS name)
      GROUP BY k.oid, n.nspname, c.relname, k.conname ORDER BY 1";
 
+/// The tables' foreign keys to other tables.
+const OUTGOING_KEYS: &str = "
+    SELECT pg_describe_object('pg_constraint'::regclass, k.oid, 0), t.name,
+           format('ALTER TABLE %s VALIDATE CONSTRAINT %I', t.name, k.conname), k.oid
+      FROM unnest($1::text[]) AS t (name)
+      JOIN pg_constraint k ON k.conrelid = to_regclass(t.name) AND k.contype = 'f' AND k.conparentid = 0
+     WHERE NOT k.confrelid = ANY (SELECT to_regclass(name) FROM unnest($1::text[]) AS name)
+     ORDER BY 1";
+
 const STATISTICS: &str = "
     SELECT pg_describe_object('pg_statistic_ext'::regclass, s.oid, 0), t.name, format('%I.%I', n.nspname, s.stxname),
            pg_get_statisticsobjdef(s.oid), r.rolname::text, s.stxstattarget::int4
@@ -83,31 +109,35 @@ const STATISTICS: &str = "
       JOIN pg_namespace n ON n.oid = s.stxnamespace JOIN pg_roles r ON r.oid = s.stxowner
      ORDER BY 1";
 
-/// Functions, policies, rules and columns that need the table or its row type, and publications. None of them is
-/// recreated.
-const UNSUPPORTED_DEPENDENTS: &str = "
-    WITH tables AS (SELECT name, to_regclass(name)::oid AS oid FROM unnest($1::text[]) AS name)
-    SELECT DISTINCT ON (d.classid, d.objid, d.objsubid) pg_describe_object(d.classid, d.objid, d.objsubid), t.name
-      FROM tables t JOIN pg_class c ON c.oid = t.oid
-      JOIN pg_depend d ON d.deptype = 'n'
-       AND ((d.refclassid = 'pg_class'::regclass AND d.refobjid = c.oid)
-         OR (d.refclassid = 'pg_type'::regclass AND d.refobjid = c.reltype))
-     WHERE (d.classid = 'pg_proc'::regclass
-        OR (d.classid = 'pg_class'::regclass AND d.objsubid > 0 AND NOT d.objid IN (SELECT oid FROM tables))
-        OR (d.classid = 'pg_policy'::regclass AND EXISTS (
-               SELECT FROM pg_policy p WHERE p.oid = d.objid AND NOT p.polrelid IN (SELECT oid FROM tables)))
-        OR (d.classid = 'pg_rewrite'::regclass AND EXISTS (
-               SELECT FROM pg_rewrite r JOIN pg_class v ON v.oid = r.ev_class
-                WHERE r.oid = d.objid AND v.relkind IN ('r', 'p') AND NOT v.oid IN (SELECT oid FROM tables))))
-    UNION ALL
-    SELECT pg_describe_object('pg_publication_rel'::regclass, p.oid, 0), t.name
-      FROM tables t JOIN pg_publication_rel p ON p.prrelid = t.oid
-     ORDER BY 1";
+/// All objects that `DROP … CASCADE` drops with the tables, and the tables' entries in publications. As PostgreSQL does,
+/// it follows dependencies transitively: to dependents, and from an internal part, such as a view's rule, to its whole.
+/// The tables' own parts, and the parts of other dropped objects, are left out.
+const DROPPED_OBJECTS: &str = "
+    WITH RECURSIVE tables AS (SELECT name, to_regclass(name)::oid AS oid FROM unnest($1::text[]) AS name),
+    dropped (class, obj, sub, root) AS (
+        SELECT 'pg_class'::regclass::oid, oid, 0, name FROM tables
+        UNION
+        SELECT next.* FROM dropped o CROSS JOIN LATERAL (
+            SELECT d.classid, d.objid, d.objsubid, o.root FROM pg_depend d
+             WHERE d.refclassid = o.class AND d.refobjid = o.obj AND o.sub IN (0, d.refobjsubid) AND d.deptype <> 'e'
+            UNION ALL
+            SELECT d.refclassid, d.refobjid, d.refobjsubid, o.root FROM pg_depend d
+             WHERE d.classid = o.class AND d.objid = o.obj AND d.objsubid = o.sub AND d.deptype = 'i') AS next)
+    SELECT DISTINCT ON (o.class, o.obj, o.sub) pg_describe_object(o.class, o.obj, o.sub), o.root,
+           a.type, a.object_names, a.object_args
+      FROM dropped o CROSS JOIN LATERAL pg_identify_object_as_address(o.class, o.obj, o.sub) AS a
+     WHERE NOT (o.class = 'pg_class'::regclass AND o.obj IN (SELECT oid FROM tables))
+       AND (o.class = 'pg_publication_rel'::regclass OR NOT EXISTS (
+               SELECT FROM pg_depend d JOIN dropped p ON p.class = d.refclassid AND p.obj = d.refobjid
+                  AND p.sub IN (0, d.refobjsubid)
+                WHERE d.classid = o.class AND d.objid = o.obj AND d.objsubid = o.sub AND d.deptype <> 'n'))
+       AND NOT EXISTS (SELECT FROM dropped p WHERE o.sub <> 0 AND p.class = o.class AND p.obj = o.obj AND p.sub = 0)
+     ORDER BY o.class, o.obj, o.sub, o.root";
 
 impl Dependents {
     /// Finds the dependents, in the side database, of the tables `missing` and `recreated` that the owner's database
-    /// lacks. Dependents of a kind that is never recreated are found even if the owner's database has them. An earlier
-    /// run of the same request recreated the tables in `recreated`: their existing dependents count as recreated, too.
+    /// lacks. An earlier run of the same request recreated the tables in `recreated`: their existing dependents count as
+    /// recreated, too.
     ///
     /// # Errors
     /// If a query fails.
@@ -122,8 +152,10 @@ impl Dependents {
         if tables.is_empty() {
             return Ok(found);
         }
+        let mut examined = BTreeSet::new();
         for row in side.query(VIEWS, &[&tables]).await? {
             let dependent = Dependent { name: row.try_get(0)?, table: row.try_get(1)? };
+            examined.insert(dependent.name.clone());
             let view = View { dependent, relation: row.try_get(2)?, dependencies: row.try_get(3)? };
             if !is_relation(live, &view.relation).await? {
                 found.views.push(view);
@@ -134,19 +166,28 @@ impl Dependents {
         for row in side.query(FOREIGN_KEYS, &[&tables]).await? {
             let (from, name): (String, String) = (row.try_get(2)?, row.try_get(3)?);
             let definition: String = row.try_get(4)?;
+            let dependent = Dependent { name: row.try_get(0)?, table: row.try_get(1)? };
+            examined.insert(dependent.name.clone());
             if !is_relation(live, &from).await? {
                 continue;
             }
-            let dependent = Dependent { name: row.try_get(0)?, table: row.try_get(1)? };
             if has_constraint(live, &from, &name).await? {
                 found.recreated_earlier.extend(Some(dependent).filter(is_from_earlier_run));
                 continue;
             }
+            // An earlier request may have deferred its validation in the side database.
+            let definition = definition.trim_end_matches(" NOT VALID");
             found.statements.push(Statement {
                 dependent,
                 sql: vec![format!("ALTER TABLE {from} ADD CONSTRAINT {} {definition}", quote_ident(&name))],
-                is_foreign_key: true,
+                kind: StatementKind::ForeignKey,
             });
+        }
+        for row in side.query(OUTGOING_KEYS, &[&tables]).await? {
+            let dependent = Dependent { name: row.try_get(0)?, table: row.try_get(1)? };
+            let kind = StatementKind::Validation;
+            found.statements.push(Statement { dependent, sql: vec![row.try_get(2)?], kind });
+            found.outgoing_keys.push(row.try_get(3)?);
         }
         for row in side.query(STATISTICS, &[&tables]).await? {
             let (name, create, owner): (String, String, String) =
@@ -160,10 +201,15 @@ impl Dependents {
                 found.recreated_earlier.push(dependent);
                 continue;
             }
-            found.statements.push(Statement { dependent, sql, is_foreign_key: false });
+            found.statements.push(Statement { dependent, sql, kind: StatementKind::Statistics });
         }
-        for row in side.query(UNSUPPORTED_DEPENDENTS, &[&tables]).await? {
-            found.not_recreated.push(Dependent { name: row.try_get(0)?, table: row.try_get(1)? });
+        for row in side.query(DROPPED_OBJECTS, &[&tables]).await? {
+            let dependent = Dependent { name: row.try_get(0)?, table: row.try_get(1)? };
+            let (kind, names, args): (String, Vec<String>, Vec<String>) =
+                (row.try_get(2)?, row.try_get(3)?, row.try_get(4)?);
+            if !examined.contains(&dependent.name) && !has_object(live, &kind, &names, &args).await? {
+                found.not_recreated.push(dependent);
+            }
         }
         found.set_aside_unresolvable_views(live, &tables).await?;
         Ok(found)
@@ -194,69 +240,124 @@ impl Dependents {
         Ok(())
     }
 
-    /// Returns the views to create with the tables.
-    pub fn views(&self) -> impl Iterator<Item = &str> {
-        self.views.iter().map(|view| view.relation.as_str())
+    /// Marks the tables' foreign keys to other tables as `NOT VALID` in the side database, so that the tables' dump
+    /// adds them without a check: the rows to which they refer may be copied later. [`Self::add`] validates them.
+    ///
+    /// # Errors
+    /// If the statement fails.
+    pub async fn defer_validation(&self, side: &Client) -> Result<(), Error> {
+        let update = "UPDATE pg_constraint SET convalidated = false WHERE oid = ANY ($1)";
+        side.execute(update, &[&self.outgoing_keys]).await?;
+        Ok(())
     }
 
     /// Adds the dependents that a copy would recreate, and those that it would not, to the results of their tables.
     pub fn record_planned(&self, results: &mut [CopiedTable]) {
-        self.record_recreated(results);
-        for statement in &self.statements {
-            record_result(results, &statement.dependent, true, "");
-        }
-        for dependent in &self.not_recreated {
-            record_result(results, dependent, false, "");
-        }
-    }
-
-    fn record_recreated(&self, results: &mut [CopiedTable]) {
-        for dependent in self.views.iter().map(|view| &view.dependent).chain(&self.recreated_earlier) {
+        self.record_found(results);
+        let views = self.views.iter().map(|view| &view.dependent);
+        let added = self.statements.iter().filter(|statement| statement.kind != StatementKind::Validation);
+        for dependent in views.chain(added.map(|statement| &statement.dependent)) {
             record_result(results, dependent, true, "");
         }
     }
 
-    /// Adds the foreign keys that refer to the recreated tables, and the tables' extended statistics. Lists all
-    /// dependents in the results of their tables.
-    ///
-    /// A foreign key that existing rows violate is added as `NOT VALID`, so that it applies to new rows only.
-    /// Dependents that the current tables do not allow are listed with the reason.
-    ///
-    /// # Errors
-    /// If the transaction cannot be begun or committed, or the connection fails. A statement that the server rejects is
-    /// listed instead.
-    pub async fn add(&self, live: &mut Client, results: &mut [CopiedTable]) -> Result<(), Error> {
-        let mut transaction = live.transaction().await?;
-        transaction.batch_execute("SET LOCAL lock_timeout = '60s'").await?;
-        self.record_recreated(results);
-        for statement in &self.statements {
-            let mut result = execute_in_savepoint(&mut transaction, &statement.sql).await;
-            let mut remark = "";
-            if statement.is_foreign_key
-                && let Err(error) = &result
-                && error.code() == Some(&SqlState::FOREIGN_KEY_VIOLATION)
-            {
-                remark = " (NOT VALID: existing rows refer to missing rows)";
-                let unvalidated: Vec<String> =
-                    statement.sql.iter().map(|sql| format!("{sql} NOT VALID")).collect();
-                result = execute_in_savepoint(&mut transaction, &unvalidated).await;
-            }
-            match result {
-                Ok(()) => record_result(results, &statement.dependent, true, remark),
-                Err(error) => match error.as_db_error() {
-                    // List only the message, because the error's detail quotes the owner's rows.
-                    Some(why) => {
-                        record_result(results, &statement.dependent, false, &format!(": {}", why.message()));
-                    }
-                    None => return Err(error),
-                },
-            }
+    fn record_found(&self, results: &mut [CopiedTable]) {
+        for dependent in &self.recreated_earlier {
+            record_result(results, dependent, true, "");
         }
         for dependent in &self.not_recreated {
             record_result(results, dependent, false, "");
         }
-        transaction.commit().await
     }
+
+    /// Recreates the views, the foreign keys that refer to the recreated tables, and the tables' extended statistics,
+    /// and validates the tables' own foreign keys. Lists all dependents in the results of their tables.
+    ///
+    /// A foreign key that existing rows violate is `NOT VALID`, so that it applies to new rows only. Dependents that
+    /// the current database does not allow are listed with the reason.
+    ///
+    /// # Errors
+    /// If the transaction that adds foreign keys and statistics cannot be begun or committed, or the connection fails;
+    /// these are then listed as not recreated. A statement that the server rejects is listed instead.
+    pub async fn add(
+        &self,
+        settings: &BackupSettings,
+        side: &Client,
+        live: &mut Client,
+        results: &mut [CopiedTable],
+    ) -> Result<(), Error> {
+        self.record_found(results);
+        for view in &self.views {
+            match recreate::recreate_relations(settings, side, live, &[view.relation.as_str()]).await {
+                Ok(()) => record_result(results, &view.dependent, true, ""),
+                Err(error) => {
+                    record_result(results, &view.dependent, false, &format!(": {}", format_chain(&error)));
+                }
+            }
+        }
+        match self.execute_statements(live).await {
+            Ok(outcomes) => {
+                for (dependent, is_recreated, remark) in outcomes {
+                    record_result(results, dependent, is_recreated, &remark);
+                }
+                Ok(())
+            }
+            Err(error) => {
+                let why = format_chain(&error);
+                for statement in &self.statements {
+                    let (is_recreated, remark) = match statement.kind {
+                        StatementKind::Validation => (true, format!(" (NOT VALID: {why})")),
+                        _ => (false, format!(": {why}")),
+                    };
+                    record_result(results, &statement.dependent, is_recreated, &remark);
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Executes the statements in one transaction. Returns the dependents to list, whether each was recreated, and a
+    /// remark. A foreign key that was validated is not listed: it is a part of its table.
+    async fn execute_statements(&self, live: &mut Client) -> Result<Vec<(&Dependent, bool, String)>, Error> {
+        let mut outcomes = Vec::with_capacity(self.statements.len());
+        let mut transaction = live.transaction().await?;
+        transaction.batch_execute("SET LOCAL lock_timeout = '60s'").await?;
+        for Statement { dependent, sql, kind } in &self.statements {
+            let mut result = execute_in_savepoint(&mut transaction, sql).await;
+            let mut remark = "";
+            if *kind == StatementKind::ForeignKey && result.as_ref().is_err_and(is_foreign_key_violation) {
+                remark = NOT_VALID;
+                let unvalidated: Vec<String> = sql.iter().map(|sql| format!("{sql} NOT VALID")).collect();
+                result = execute_in_savepoint(&mut transaction, &unvalidated).await;
+            }
+            let Err(error) = result else {
+                if *kind != StatementKind::Validation {
+                    outcomes.push((dependent, true, remark.to_owned()));
+                }
+                continue;
+            };
+            // List only the message, because the error's detail quotes the owner's rows.
+            let Some(why) = error.as_db_error().map(|error| error.message().to_owned()) else {
+                return Err(error);
+            };
+            outcomes.push(match kind {
+                StatementKind::Validation if is_foreign_key_violation(&error) => {
+                    (dependent, true, NOT_VALID.to_owned())
+                }
+                StatementKind::Validation => (dependent, true, format!(" (NOT VALID: {why})")),
+                StatementKind::ForeignKey | StatementKind::Statistics => {
+                    (dependent, false, format!(": {why}"))
+                }
+            });
+        }
+        // Only a committed statement may be listed as recreated.
+        transaction.commit().await?;
+        Ok(outcomes)
+    }
+}
+
+fn is_foreign_key_violation(error: &Error) -> bool {
+    error.code() == Some(&SqlState::FOREIGN_KEY_VIOLATION)
 }
 
 /// Executes the statements in a savepoint, so that a failure does not abort the transaction.
@@ -291,4 +392,14 @@ async fn has_statistics(client: &impl GenericClient, table: &str, name: &str) ->
     let query = "SELECT EXISTS (SELECT FROM pg_statistic_ext s JOIN pg_namespace n ON n.oid = s.stxnamespace \
                   WHERE s.stxrelid = to_regclass($1) AND format('%I.%I', n.nspname, s.stxname) = $2)";
     client.query_one(query, &[&table, &name]).await?.try_get(0)
+}
+
+/// Returns whether an object exists. The arguments are as returned by `pg_identify_object_as_address`.
+async fn has_object(client: &Client, kind: &str, names: &[String], args: &[String]) -> Result<bool, Error> {
+    let query = "SELECT FROM pg_get_object_address($1, $2, $3)";
+    match client.query_opt(query, &[&kind, &names, &args]).await {
+        // A missing object is reported as an error.
+        Err(error) if error.as_db_error().is_none() => Err(error),
+        result => Ok(result.is_ok()),
+    }
 }

@@ -46,10 +46,10 @@ pub const FAILPOINTS: &[&str] = &[
     "side.opened",
     "side.saved",
     "side.recreated",
-    "side.dependents",
     "side.fetched",
     "side.copied",
     "side.committed",
+    "side.dependents",
     "side.recorded",
     "side.dropped",
 ];

@@ -1,5 +1,6 @@
 //! The SQL statements that copy a table back, built from the catalogs of both databases. This module performs no I/O.
 
+use super::catalog::ForeignKey;
 use crate::snapshots::side_database::CopyMode;
 use crate::system::postgres::quote_ident;
 
@@ -164,8 +165,19 @@ impl CopyPlan {
         if self.key.is_empty() {
             return format!("DELETE FROM ONLY {table}");
         }
-        let (temporary, same) = (self.temporary_table(), self.same_key_condition());
-        format!("DELETE FROM ONLY {table} AS t WHERE NOT EXISTS (SELECT FROM {temporary} AS s WHERE {same})")
+        format!("DELETE FROM ONLY {table} AS t WHERE {}", self.deleted_condition())
+    }
+
+    /// Builds a query that counts the rows of another table that refer to rows that `build_delete` deletes.
+    pub fn build_count_referring(&self, foreign_key: &ForeignKey) -> String {
+        let only_deleted = match self.key.is_empty() {
+            true => String::new(),
+            false => format!(" WHERE {}", self.deleted_condition()),
+        };
+        format!(
+            "SELECT count(*) FROM ONLY {} AS o JOIN ONLY {} AS t ON {}{only_deleted}",
+            foreign_key.from, self.table, foreign_key.condition
+        )
     }
 
     pub fn build_count(&self) -> String {
@@ -211,6 +223,11 @@ impl CopyPlan {
         (!self.key.is_empty()).then(|| {
             format!("SELECT count(*) FROM {} AS s WHERE {}", self.temporary_table(), self.absent_condition())
         })
+    }
+
+    fn deleted_condition(&self) -> String {
+        let (temporary, same) = (self.temporary_table(), self.same_key_condition());
+        format!("NOT EXISTS (SELECT FROM {temporary} AS s WHERE {same})")
     }
 
     fn absent_condition(&self) -> String {
@@ -309,6 +326,24 @@ mod tests {
         assert!(!plan.has_added_columns);
         plan.replace_all_rows();
         assert_eq!(plan.build_delete(), "DELETE FROM ONLY t");
+    }
+
+    #[test]
+    fn build_count_referring_selects_rows_to_delete() {
+        let foreign_key = ForeignKey {
+            from: "app.notes".into(),
+            to: "t".into(),
+            is_cascading: true,
+            condition: "t.id OPERATOR(pg_catalog.=) o.about".into(),
+        };
+        let columns = [column("id", "integer", true)];
+        let mut plan = CopyPlan::new(0, "t", &columns, &columns, CopyMode::Replace).unwrap();
+        let all = "SELECT count(*) FROM ONLY app.notes AS o JOIN ONLY t AS t ON t.id OPERATOR(pg_catalog.=) o.about";
+        let deleted = r#"NOT EXISTS (SELECT FROM pg_temp.svc_side_0 AS s WHERE t."id" = s."id")"#;
+        assert_eq!(plan.build_delete(), format!("DELETE FROM ONLY t AS t WHERE {deleted}"));
+        assert_eq!(plan.build_count_referring(&foreign_key), format!("{all} WHERE {deleted}"));
+        plan.replace_all_rows();
+        assert_eq!(plan.build_count_referring(&foreign_key), all);
     }
 
     #[test]

@@ -56,7 +56,7 @@ pub async fn count_recreated(side: &Client, tables: &[&str]) -> Result<Vec<Copie
 
 /// Recreates all of these tables and views or none, with `pg_dump` and `pg_restore`. Missing schemas are created first,
 /// and are kept even if the relations cannot be recreated.
-pub async fn recreate_tables(
+pub async fn recreate_relations(
     settings: &BackupSettings,
     side: &Client,
     live: &Client,
