@@ -345,7 +345,9 @@ async fn copy_back(settings: &BackupSettings, copy: &TableCopy, request_id: &str
         if Quiesce::read(&settings.layout)?.is_some() {
             return Err(SideError::Quiesced);
         }
-        if copy.backup && !copy.dry_run {
+        // An interrupted run of this request took its snapshot before it recreated tables. Another one could fail, and
+        // the dependents of these tables would never be added.
+        if copy.backup && !copy.dry_run && state.recreating.is_empty() {
             snapshot_current(settings).await?;
             failpoint::trigger("side.saved")?;
         }
