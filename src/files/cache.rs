@@ -80,8 +80,10 @@ impl Cache {
 
     /// Like [`Self::read`], but the caller checks the content.
     pub(crate) fn read_unverified(&self, kind: &str, id: Id) -> Option<Vec<u8>> {
-        let file = std::fs::read(self.path(kind, id)?);
-        file.ok().or_else(|| self.lock_unwritten().files.get(&(kind.to_owned(), id)).cloned())
+        let path = self.path(kind, id)?;
+        // A file that could not be replaced may be damaged, so the copy in memory comes first.
+        let unwritten = self.lock_unwritten().files.get(&(kind.to_owned(), id)).cloned();
+        unwritten.or_else(|| std::fs::read(path).ok())
     }
 
     /// Writes a file. A failure is only logged: the file is kept in memory, or read from the store again.
@@ -140,5 +142,16 @@ mod tests {
         assert_eq!(in_memory(), [false, false, false, false, false, true]);
         ids[..3].iter().for_each(|id| cache.write("trees", *id, &content));
         assert_eq!(in_memory(), [true, true, true, false, false, true]);
+    }
+
+    #[test]
+    fn copy_in_memory_hides_damaged_file() {
+        let root = tempfile::tempdir().unwrap();
+        let cache = Cache::new(root.path());
+        let id = Id::of(b"sound");
+        cache.write("index", id, b"damaged");
+        assert_eq!(cache.read("index", id), None);
+        cache.lock_unwritten().insert("index", id, b"sound");
+        assert_eq!(cache.read("index", id).unwrap(), b"sound");
     }
 }

@@ -93,7 +93,7 @@ pub(crate) struct IndexedPack {
 impl IndexedPack {
     /// Returns a hash of the pack's id and its blobs. The id does not suffice: someone with a stolen key could list
     /// other blobs for the pack, and this list must not replace the genuine one.
-    fn digest(&self) -> Id {
+    pub(crate) fn digest(&self) -> Id {
         let mut bytes = self.id.as_bytes().to_vec();
         for PackedBlob { id, blob_type, offset, length, uncompressed_length } in &self.blobs {
             bytes.extend_from_slice(id.as_bytes());

@@ -160,8 +160,8 @@ fn encode_header(blobs: &[PackedBlob]) -> Vec<u8> {
 /// Decrypts, decompresses and verifies a blob.
 ///
 /// # Errors
-/// [`FilesError::Corrupt`] if the blob cannot be decrypted or decompressed, is longer than `MAX_BLOB_BYTES` before
-/// compression, or does not match its id.
+/// [`FilesError::Corrupt`] if the blob cannot be decrypted or decompressed, does not have the recorded length before
+/// compression, is longer than `MAX_BLOB_BYTES`, or does not match its id.
 pub(crate) fn open_blob(key: &MasterKey, blob: &PackedBlob, sealed: &[u8]) -> Result<Vec<u8>, FilesError> {
     let corrupt = |why: &str| FilesError::corrupt(format!("blob {}", blob.id), &why);
     let stored = key.decrypt(sealed).ok_or_else(|| corrupt("decryption failed"))?;
@@ -170,6 +170,10 @@ pub(crate) fn open_blob(key: &MasterKey, blob: &PackedBlob, sealed: &[u8]) -> Re
         length if length > MAX_BLOB_BYTES => return Err(corrupt("its length is implausible")),
         length => zstd::bulk::decompress(&stored, length).map_err(|_| corrupt("decompression failed"))?,
     };
+    // A restore computes the chunks' places in a file from the recorded lengths.
+    if blob.uncompressed_length > 0 && content.len() != blob.uncompressed_length as usize {
+        return Err(corrupt("its length differs from the recorded one"));
+    }
     if Id::of(&content) != blob.id {
         return Err(corrupt("its content does not match its hash"));
     }
@@ -270,6 +274,21 @@ mod tests {
             };
             prop_assert!(content(&bytes).is_err(), "byte {index}");
             prop_assert!(content(&pack.bytes).is_ok());
+        }
+    }
+
+    #[test]
+    fn open_blob_refuses_false_length() {
+        let key = RepositoryKey::generate().unwrap().master_key();
+        let mut writer = PackWriter::new(key.clone(), BlobType::Data).unwrap();
+        let content = [7; 1000];
+        writer.add(Id::of(&content), &content).unwrap();
+        let pack = writer.finish().unwrap().unwrap();
+        let blob = pack.blobs[0];
+        let sealed = &pack.bytes[..blob.length as usize];
+        for (uncompressed_length, is_sound) in [(999, false), (1000, true), (1001, false), (2000, false)] {
+            let opened = open_blob(&key, &PackedBlob { uncompressed_length, ..blob }, sealed);
+            assert_eq!(opened.is_ok(), is_sound, "{uncompressed_length}");
         }
     }
 }

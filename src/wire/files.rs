@@ -56,8 +56,8 @@ pub struct FilesUsage {
     pub packs: u64,
     pub pack_bytes: u64,
     pub total_bytes: u64,
-    /// When the last pruning started; an earlier time if it failed. `null` before the first pruning, and while a
-    /// requested one has not started.
+    /// When the last pruning started or, if it failed, ended. `null` before the first pruning, and while a requested
+    /// one has not started.
     pub pruned_at: Option<Time>,
     /// Why the last pruning failed.
     pub prune_error: Option<String>,

@@ -122,6 +122,38 @@ async fn restore_survives_a_kill_at_every_fail_point() -> Result<()> {
     Ok(())
 }
 
+/// A restore that is repeated on a machine in use deletes nothing that the owner has created in the meantime.
+#[tokio::test(flavor = "multi_thread")]
+async fn repeated_restore_keeps_replaced_files_despite_kills() -> Result<()> {
+    let store = start_store()?;
+    let platform = FilesPlatform::start().await?;
+    save_once(&store, &platform).await?;
+    for point in gate::FAILPOINTS {
+        let next = Host::new(&store, &platform, 2)?;
+        fs::write(next.machine.path("opt/svc/restore-complete"), "")?;
+        // The snapshot has a symbolic link with the name of the directory.
+        let new_files = ["home/link/inside", "home/projects/app/main.rs"];
+        for path in new_files {
+            next.write(path, "newer")?;
+        }
+        let retry = ["svc-sync-agent", "restore-home", "--retry"];
+        let failpoints = format!("{point}=return(kill)");
+        next.machine.run_with(&retry, &[("FAILPOINTS", &failpoints)])?.expect_killed();
+        next.machine.run(&retry)?.expect(0);
+        assert!(next.home().join("home/link").is_symlink(), "{point}");
+        let kept = fs::read_dir(next.home().join("home"))?
+            .filter_map(Result::ok)
+            .map(|entry| entry.path())
+            .find(|path| path.to_string_lossy().contains("/home.replaced-"))
+            .with_context(|| format!("{point}: the replaced files are not kept"))?;
+        for path in new_files {
+            assert_eq!(fs::read_to_string(kept.join(path))?, "newer", "{point}: {path}");
+        }
+        assert!(!next.home().join(".svc-restore").exists(), "{point}");
+    }
+    Ok(())
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn service_survives_a_kill_at_every_fail_point() -> Result<()> {
     for point in service::FAILPOINTS {
@@ -172,10 +204,34 @@ async fn damaged_snapshot_is_not_replaced_by_empty_home() -> Result<()> {
     assert!(next.read_outcome()?["error"].is_string(), "only an operator repeats the restore");
     next.machine.run(&["svc-sync-agent", "restore-home", "--retry"])?.expect(0);
     let mut restored = describe_tree(&next.home())?;
-    restored.retain(|path, _| !path.starts_with("home/system/logs"));
+    restored
+        .retain(|path, _| !path.starts_with("home/system/logs") && !path.starts_with("home/home.replaced-"));
     assert_eq!(restored, expected);
     let _service = next.start_and_save().await?;
     ensure!(latest().await? != id, "the machine has not saved again");
+    Ok(())
+}
+
+/// The disk would otherwise be full of files that no run uses.
+#[tokio::test(flavor = "multi_thread")]
+async fn restore_with_damaged_pack_leaves_no_staged_files() -> Result<()> {
+    let store = start_store()?;
+    let platform = FilesPlatform::start().await?;
+    let first = Host::new(&store, &platform, 1)?;
+    let content: String = (0..60_000_u32).map(|n| n.wrapping_mul(2_654_435_761).to_string()).collect();
+    first.write("home/projects/large", &content)?;
+    drop(first.start_and_save().await?);
+    // The largest pack contains the file's content.
+    let packs = store.objects(BUCKET, &format!("{}/data/", slot().files()));
+    let pack = packs.iter().max_by_key(|object| object.size).context("no pack")?;
+    let mut damaged = store.read(BUCKET, &pack.key).context("no pack")?;
+    damaged[100] ^= 1;
+    store.write(BUCKET, &pack.key, damaged);
+    let next = Host::new(&store, &platform, 2)?;
+    next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
+    let outcome = next.read_outcome()?;
+    assert!(outcome["error"].as_str().is_some_and(|error| error.contains("damaged")), "{outcome}");
+    assert!(!next.home().join(".svc-restore").exists());
     Ok(())
 }
 

@@ -189,6 +189,11 @@ async fn platform_prunes_repositories_and_reports_failures() {
     assert!(findings.starts_with(start) && findings.contains("cannot decrypt"), "{findings}");
     let metrics = stack.get(&process, "/metrics").await.text;
     assert!(metrics.contains("\nsvc_files_prunings_failed 1\n"), "{metrics}");
+    // This is what a failure does if regular prunings are disabled.
+    let set_back = "UPDATE file_keys SET pruned_at = created_at - interval '20 years'";
+    client.execute(set_back, &[]).await.unwrap();
+    let usage = stack.get(&process, "/vps/slots/files-usage?idpUserId=user_1").await;
+    assert!(usage.body["prunedAt"].is_string() && usage.body["pruneError"].is_string(), "{usage:?}");
 
     client.execute("ALTER TABLE file_keys DROP COLUMN prune_ended_at", &[]).await.unwrap();
     let earlier_schema = stack.run_doctor(&process, "file-pruning", []).await;

@@ -281,17 +281,18 @@ async fn replace_index(
             continue;
         }
         replaced.push(id);
-        for pack in file.packs {
+        let (mut unmarked, marked): (Vec<_>, Vec<_>) =
+            file.packs_to_delete.into_iter().partition(|pack| plan.should_unmark(pack.id));
+        unmarked.retain(|pack| plan.should_add_unmarked(pack));
+        for pack in file.packs.into_iter().chain(unmarked) {
             if plan.marked.contains(&pack.id) {
                 writer.add_marked(IndexedPack { time: Some(now), ..pack }).await?;
             } else {
-                writer.add(pack).await?;
+                writer.add(IndexedPack { time: None, ..pack }).await?;
             }
         }
-        for pack in file.packs_to_delete {
-            if plan.unmarked.contains(&pack.id) {
-                writer.add(IndexedPack { time: None, ..pack }).await?;
-            } else if !plan.should_unmark(pack.id) && !plan.deleted.contains(&pack.id) {
+        for pack in marked {
+            if !plan.deleted.contains(&pack.id) {
                 writer.add_marked(pack).await?;
             }
         }

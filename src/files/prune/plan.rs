@@ -65,9 +65,11 @@ pub(super) struct PrunePlan {
     pub(super) marked: HashSet<Id>,
     pub(super) reclaimable_bytes: u64,
     pub(super) unmarked: HashSet<Id>,
-    /// Packs that are marked in one index file but not in another, because an earlier run was interrupted. They are
-    /// unmarked.
+    /// Packs that are marked in one index file but not in another, because an earlier run was interrupted, or because
+    /// one of them is forged. They are unmarked.
     half_marked: HashSet<Id>,
+    /// The digests of the listings of these packs that are not marked.
+    half_marked_digests: HashSet<Id>,
     /// Packs whose used blobs are written to new packs, with the number of these blobs. They are marked as well.
     pub(super) rewritten: HashMap<Id, usize>,
     /// Marked packs, which are removed from the index as well, and orphans.
@@ -100,8 +102,11 @@ impl PrunePlan {
         let files = &index.files;
         let active: HashMap<Id, &IndexedPack> =
             files.iter().flat_map(|(_, file)| &file.packs).map(|pack| (pack.id, pack)).collect();
-        let marked: HashMap<Id, &IndexedPack> =
-            files.iter().flat_map(|(_, file)| &file.packs_to_delete).map(|pack| (pack.id, pack)).collect();
+        // Someone with a stolen key could list other blobs for a pack.
+        let mut marked: HashMap<Id, Vec<&IndexedPack>> = HashMap::new();
+        for pack in files.iter().flat_map(|(_, file)| &file.packs_to_delete) {
+            marked.entry(pack.id).or_default().push(pack);
+        }
         plan.find_providers(active.values().copied(), uploads);
         // A blob counts as used in only one pack.
         let mut counted = HashSet::new();
@@ -130,17 +135,20 @@ impl PrunePlan {
             plan.marked.insert(pack.id);
             plan.reclaimable_bytes += bytes - used_bytes;
         }
-        for (id, pack) in &marked {
+        for (id, listings) in &marked {
             let is_needed =
                 |blob: &PackedBlob| used.contains(blob) && !counted.contains(&(blob.blob_type, blob.id));
             if active.contains_key(id) {
                 plan.half_marked.insert(*id);
-            } else if pack.blobs.iter().any(is_needed) {
+            } else if listings.iter().flat_map(|pack| &pack.blobs).any(is_needed) {
                 plan.unmarked.insert(*id);
-            } else if pack.time.is_none_or(is_old) {
+            } else if listings.iter().all(|pack| pack.time.is_none_or(is_old)) {
                 plan.deleted.insert(*id);
             }
         }
+        let half_marked = files.iter().flat_map(|(_, file)| &file.packs);
+        let half_marked = half_marked.filter(|pack| plan.half_marked.contains(&pack.id));
+        plan.half_marked_digests = half_marked.map(IndexedPack::digest).collect();
         let is_orphan = |id: &Id| !active.contains_key(id) && !marked.contains_key(id);
         // A running save lists its packs only later. It would not notice that one was deleted, so orphans are kept even
         // if the index is full.
@@ -196,6 +204,12 @@ impl PrunePlan {
             }
             is_kept
         });
+    }
+
+    /// Whether a listing of a pack that the plan unmarks must be written as one that is not marked. Otherwise, there is
+    /// such a listing with the same blobs.
+    pub(super) fn should_add_unmarked(&self, pack: &IndexedPack) -> bool {
+        !self.half_marked.contains(&pack.id) || !self.half_marked_digests.contains(&pack.digest())
     }
 
     /// Whether the plan unmarks this pack.

@@ -77,16 +77,20 @@ pub(super) async fn write_contents(
     Ok(batch)
 }
 
-/// Writes a chunk from the first of its copies that is intact. `error` says why the read that included it failed.
+/// Writes a chunk from the first of its copies that is sound and has the planned length, on which the places of the
+/// file's other chunks depend. `error` says why they could not be read together.
 async fn write_other_copy(
     locations: &BlobLocations,
     placements: &[ChunkPlacement],
     write: &impl AsyncFn(Arc<RangeRead>) -> Result<u64, FilesError>,
     error: &FilesError,
 ) -> Result<u64, FilesError> {
-    let id = placements[0].id;
-    let copies = [placements[0].location].into_iter().chain(locations.find_others(BlobType::Data, id));
+    let (id, planned) = (placements[0].id, placements[0].location);
+    let copies = [planned].into_iter().chain(locations.find_others(BlobType::Data, id));
     for location in copies {
+        if location.content_length() != planned.content_length() {
+            continue;
+        }
         let placements =
             placements.iter().map(|placement| ChunkPlacement { location, ..*placement }).collect();
         let read = RangeRead { pack: locations.pack(location).id, range: location.range(), placements };
@@ -104,10 +108,12 @@ fn plan_reads(locations: &BlobLocations, placements: &[ChunkPlacement]) -> Vec<R
     for placement in placements {
         let (pack, range) = (locations.pack(placement.location).id, placement.location.range());
         match reads.last_mut() {
+            // A chunk that is longer than a read may have several places.
             Some(last)
                 if last.pack == pack
-                    && range.start <= last.range.end + MAX_GAP_BYTES
-                    && range.end - last.range.start <= MAX_READ_BYTES =>
+                    && (range.end <= last.range.end
+                        || range.start <= last.range.end + MAX_GAP_BYTES
+                            && range.end - last.range.start <= MAX_READ_BYTES) =>
             {
                 last.range.end = last.range.end.max(range.end);
                 last.placements.push(*placement);
@@ -149,4 +155,36 @@ fn write_chunks(
         }
     }
     Ok(written)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::index::{IndexFile, IndexedPack};
+    use crate::pack::PackedBlob;
+
+    #[test]
+    fn chunk_longer_than_a_read_is_read_once() {
+        let blob = |name: &[u8], offset| PackedBlob {
+            id: Id::of(name),
+            blob_type: BlobType::Data,
+            offset,
+            length: 5 << 20,
+            uncompressed_length: 0,
+        };
+        let blobs = vec![blob(b"first", 0), blob(b"second", 5 << 20)];
+        let mut locations = BlobLocations::default();
+        let packs = vec![IndexedPack { id: Id::of(b"pack"), blobs, time: None }];
+        locations.load(IndexFile { packs, ..IndexFile::default() });
+        let locations = locations.finish_loading();
+        let placement = |name: &[u8], file| {
+            let id = Id::of(name);
+            let location = locations.find(BlobType::Data, id).unwrap();
+            ChunkPlacement { location, id, file, file_offset: 0 }
+        };
+        let placements = [placement(b"first", 0), placement(b"first", 1), placement(b"second", 0)];
+        let reads = plan_reads(&locations, &placements);
+        let counts: Vec<usize> = reads.iter().map(|read| read.placements.len()).collect();
+        assert_eq!(counts, [2, 1]);
+    }
 }

@@ -8,13 +8,15 @@ use crate::error::FilesError;
 /// it, too.
 const RESERVE_DIVISOR: u64 = 20;
 const MAX_RESERVE_BYTES: u64 = 1 << 30;
+/// An inode with its directory entry takes more than this.
+const MIN_INODE_BYTES: u64 = 256;
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Space {
     /// The free space minus the reserve.
     pub(super) available_bytes: u64,
-    /// `None` if the file system creates inodes as needed.
-    pub(super) available_inodes: Option<u64>,
+    /// An upper bound if the file system creates inodes as needed.
+    pub(super) available_inodes: u64,
     /// Files take whole blocks of this size.
     pub(super) block_bytes: u64,
 }
@@ -34,7 +36,7 @@ impl Space {
         let has_inodes = stat.f_files > 0;
         Ok(Self {
             available_bytes,
-            available_inodes: has_inodes.then_some(stat.f_favail),
+            available_inodes: if has_inodes { stat.f_favail } else { available_bytes / MIN_INODE_BYTES },
             block_bytes: if has_inodes { stat.f_frsize.max(1) } else { 1 },
         })
     }

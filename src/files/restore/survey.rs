@@ -52,8 +52,9 @@ impl Survey {
                 }
             }
             // Checked after each directory, because a crafted snapshot may have an unlimited number of entries.
-            if let Some(available) = space.available_inodes.filter(|available| survey.inodes > *available) {
-                return Err(FilesError::NoInodes { needed: survey.inodes, available });
+            let (needed, available) = (survey.inodes, space.available_inodes);
+            if needed > available {
+                return Err(FilesError::NoInodes { needed, available });
             }
         }
         // Checked at the end, so that the error names everything that is needed.

@@ -58,6 +58,9 @@ impl ExcludedSizes {
         let SizeCounter { entries, bytes, .. } = counter;
         self.entries += entries;
         self.bytes += bytes;
+        if entries == 0 {
+            return;
+        }
         let entry = ExcludedEntry { path: path.to_owned(), entries, bytes };
         let position = self.largest.partition_point(|larger| larger.bytes >= bytes);
         if position < MAX_LISTED_ENTRIES {
@@ -120,5 +123,25 @@ impl SizeCounter {
 
     fn is_on_saved_device(&self, stat: &Statx) -> bool {
         (stat.stx_dev_major, stat.stx_dev_minor) == self.device
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entry_that_is_not_counted_is_not_listed() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("present"), "x").unwrap();
+        let directory = OwnedFd::from(std::fs::File::open(dir.path()).unwrap());
+        let stat = stat_open(&directory).unwrap();
+        let device = (stat.stx_dev_major, stat.stx_dev_minor);
+        let mut sizes = ExcludedSizes::default();
+        for name in ["gone", "present"] {
+            sizes.add(&directory, OsStr::new(name), Path::new(name), device, &AtomicBool::new(false));
+        }
+        let listed: Vec<&Path> = sizes.largest.iter().map(|entry| entry.path.as_path()).collect();
+        assert_eq!((listed, sizes.is_partial), (vec![Path::new("present")], false));
     }
 }

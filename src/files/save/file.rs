@@ -25,6 +25,10 @@ use crate::xattrs::read_xattrs;
 const MAX_FILE_BYTES: u64 = 1 << 40;
 /// Smaller holes are read as zeros.
 const MIN_HOLE_BYTES: u64 = 1 << 20;
+/// The inode of a file that changed during every read. No file has this inode, so the next save reads it again.
+pub(super) const UNSTABLE_INODE: u64 = 0;
+/// The note about such a file.
+pub(super) const UNSTABLE_NOTE: &str = "changed while it was read";
 /// The unit of `stx_blocks`.
 const BLOCK_BYTES: u64 = 512;
 
@@ -97,11 +101,10 @@ impl Walker<'_> {
                 continue;
             }
             if !is_stable {
-                // No file has the inode 0, so the next save reads the file again.
-                (node.inode, node.links) = (0, 1);
+                (node.inode, node.links) = (UNSTABLE_INODE, 1);
                 self.counts.unstable += 1;
                 self.mark_for_retry();
-                self.note("changed while it was read");
+                self.note(UNSTABLE_NOTE);
             } else if stat.stx_nlink > 1 {
                 let (content, remaining_names) = (content.clone(), stat.stx_nlink - 1);
                 let linked = HardLinkedContent { fingerprint, content, size, remaining_names };

@@ -1,13 +1,16 @@
 //! Saves the files of a SQLite database together.
 
 use std::collections::BTreeMap;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
+
+use svc_base::untrusted_text::truncate_printable;
 
 use super::changes::Scope;
 use super::database::{DatabaseFiles, ReadLock};
 use super::entry_stat::{StatFingerprint, stat_in};
+use super::file::{UNSTABLE_INODE, UNSTABLE_NOTE};
 use super::walk::{EntryError, Walker};
 use crate::tree::{Node, NodeType};
 
@@ -31,13 +34,23 @@ impl Walker<'_> {
                 let name = node.file_name().filter(|name| database.names.contains(name));
                 name.inspect(|name| drop(earlier.insert(name.clone(), node.clone()))).is_none()
             });
-            for node in earlier.values().filter(|node| node.node_type == NodeType::File) {
-                self.counts.files = self.counts.files.saturating_sub(1);
-                self.counts.bytes = self.counts.bytes.saturating_sub(node.size);
+            for (name, node) in earlier.iter().filter(|(_, node)| node.node_type == NodeType::File) {
+                self.uncount(name, node);
             }
             nodes.extend(self.save_database(directory, &database, &mut earlier, scope)?);
         }
         Ok(())
+    }
+
+    /// Removes an entry of the current directory, which was saved as an ordinary file, from the counts and notes.
+    fn uncount(&mut self, name: &OsStr, node: &Node) {
+        self.counts.files = self.counts.files.saturating_sub(1);
+        self.counts.bytes = self.counts.bytes.saturating_sub(node.size);
+        if node.inode == UNSTABLE_INODE {
+            let note = truncate_printable(&format!("{UNSTABLE_NOTE}: {}", self.path.join(name).display()));
+            self.counts.unstable = self.counts.unstable.saturating_sub(1);
+            self.counts.notes.retain(|other| *other != note);
+        }
     }
 
     /// Saves the files of a database in a consistent state, or counts the database as unstable.
@@ -78,7 +91,7 @@ impl Walker<'_> {
             if is_consistent || is_last {
                 if !is_consistent {
                     self.counts.unstable += 1;
-                    self.retry.mark_subtree(&self.path);
+                    self.retry.mark_directory(&self.path);
                     self.note("a database in this directory changed while it was read");
                 }
                 return Ok(nodes);

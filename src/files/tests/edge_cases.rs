@@ -432,3 +432,22 @@ async fn names_of_a_hard_link_are_restored_in_different_batches() {
     let inode = |name: &str| fs::metadata(target.path().join(name)).unwrap().ino();
     assert!(others.iter().all(|other| inode(other) == inode("00/0")));
 }
+
+/// The places of a file's chunks are computed from the index, so a false length must not make a restore write chunks to
+/// wrong places.
+#[tokio::test]
+async fn restore_refuses_chunk_with_false_length() {
+    let mut fixture = Fixture::new().await;
+    fixture.write("file", [7; 100_000]);
+    let saved = fixture.save().await;
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    let (genuine, mut file) = repository.load_index().await.unwrap().remove(0);
+    for pack in &mut file.packs {
+        let data = pack.blobs.iter_mut().filter(|blob| blob.blob_type == BlobType::Data);
+        data.for_each(|blob| blob.uncompressed_length += 1000);
+    }
+    repository.write_json(Kind::Index, &file).await.unwrap();
+    repository.delete(&repository.path(Kind::Index, genuine)).await.unwrap();
+    let error = fixture.try_restore(&saved.snapshot).await.err().unwrap();
+    assert!(error.is_damage(), "{error}");
+}

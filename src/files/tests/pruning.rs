@@ -368,3 +368,35 @@ async fn forged_index_deletes_no_genuine_pack() {
         assert!(packs.iter().all(|pack| remaining.contains(pack)), "{packs:?}, remaining {remaining:?}");
     }
 }
+
+/// Nor must forged listings of a pack make its genuine listing vanish from the index.
+#[tokio::test]
+async fn forged_listing_removes_no_blob_from_the_index() {
+    let mut fixture = Fixture::new().await;
+    fixture.write("file", random_bytes(300_000));
+    let saved = fixture.save().await;
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    // As if an earlier forged listing had made the pack seem unused.
+    let (old, mut file) = repository.load_index().await.unwrap().remove(0);
+    let (data, others): (Vec<_>, Vec<_>) =
+        file.packs.into_iter().partition(|pack| pack.blobs[0].blob_type == BlobType::Data);
+    let pack = data[0].id;
+    let mark = |pack| IndexedPack { time: Some(Timestamp::now()), ..pack };
+    (file.packs, file.packs_to_delete) = (others, data.into_iter().map(mark).collect());
+    repository.write_json(Kind::Index, &file).await.unwrap();
+    repository.delete(&repository.path(Kind::Index, old)).await.unwrap();
+    for (round, days) in [0, 3, 6, 9].into_iter().enumerate() {
+        let blob = PackedBlob {
+            id: Id::of(&round.to_le_bytes()),
+            blob_type: BlobType::Data,
+            offset: 0,
+            length: 40,
+            uncompressed_length: 0,
+        };
+        let packs = vec![IndexedPack { id: pack, blobs: vec![blob], time: None }];
+        repository.write_json(Kind::Index, &IndexFile { packs, ..IndexFile::default() }).await.unwrap();
+        run(&fixture, &days_later(days)).await;
+        let (target, _) = fixture.restore(&saved.snapshot).await;
+        assert_same(&describe(target.path()), &describe(&fixture.home()));
+    }
+}

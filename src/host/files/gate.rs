@@ -2,18 +2,23 @@
 //! gateway starts.
 //!
 //! The files are restored to a staging directory on the same file system, and moved into place only when they are
-//! complete. A killed run can be repeated.
+//! complete. A killed run can be repeated. What they replace on a machine in use is kept among the owner's files.
 //!
 //! If the backup is damaged, the machine starts without the files, because the owner still needs the database. The
 //! outcome is recorded, and the machine then saves no files, so that the snapshot remains the latest one. After any
 //! other error, the boot fails. systemd retries it, unless the disk is too small, the platform has refused the key, or
 //! the configuration is invalid.
 
+use std::ffi::OsStr;
 use std::fs;
+use std::io::ErrorKind;
+use std::os::unix::fs::chown;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
+use rustix::io::Errno;
 use rustix::thread::CapabilitySet;
 use serde::{Deserialize, Serialize};
 use svc_base::applet::{Exit, Failure, OrExit};
@@ -27,7 +32,9 @@ use svc_store::StoreError;
 use svc_store::files_pointer::{self, FilesSnapshotRef};
 
 use super::access::{AccessError, FilesSettings, retry};
+use super::owner::owner_ids;
 use super::place;
+use super::restore_entry::Directory;
 use super::staging::{HOME_STAGING, Staging};
 use crate::system::activity;
 use crate::system::boot_progress::BootReporter;
@@ -219,15 +226,29 @@ async fn restore_files(settings: &FilesSettings, progress: &Progress) -> Result<
     };
     let staging = Staging::new(&settings.layout, HOME_STAGING);
     staging.ensure_own()?;
+    // An interrupted run may have replaced some entries.
+    keep_replaced(&settings.layout, &staging)?;
     let outcome = match staging.read_complete::<RestoreOutcome>()? {
         // An earlier run downloaded all files, but was interrupted before it had moved all of them.
         Some(outcome) => outcome,
-        None => download(settings, &latest, &staging, progress).await?,
+        None => match download(settings, &latest, &staging, progress).await {
+            Ok(outcome) => outcome,
+            Err(error) => {
+                // The next run downloads all files again, so these would only fill the disk.
+                if let Err(error) = staging.remove() {
+                    tracing::warn!(error = %format_chain(&error), "cannot remove an incomplete download");
+                }
+                return Err(error);
+            }
+        },
     };
     failpoint::trigger("files.gate.marked")?;
     let (from, to, replaced) = (staging.files(), settings.layout.user_home(), staging.replaced());
-    let replaced = tokio::task::spawn_blocking(move || place::move_contents(&from, &to, &replaced)).await??;
+    let owner = owner_ids(&settings.layout);
+    let move_files = move || place::move_contents(&from, &to, &replaced, owner);
+    let replaced = tokio::task::spawn_blocking(move_files).await??;
     failpoint::trigger("files.gate.placed")?;
+    keep_replaced(&settings.layout, &staging)?;
     staging.remove()?;
     tracing::info!(
         snapshot = latest.id,
@@ -237,6 +258,33 @@ async fn restore_files(settings: &FilesSettings, progress: &Progress) -> Result<
         "restored the owner's files"
     );
     Ok(outcome)
+}
+
+/// Moves the entries that restored ones have replaced from the staging directory to a new directory among the owner's
+/// files. On a machine that is not in use yet, they are only the first records of its services, and are deleted.
+///
+/// Must precede each removal of the staging directory.
+fn keep_replaced(layout: &Layout, staging: &Staging) -> Result<(), FileError> {
+    let replaced = staging.replaced();
+    let is_empty = match fs::read_dir(&replaced) {
+        Ok(mut entries) => entries.next().is_none(),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(FileError::wrap("list", &replaced)(error)),
+    };
+    if is_empty || !layout.restore_complete().exists() {
+        return fs::remove_dir_all(&replaced).map_err(FileError::wrap("remove", &replaced));
+    }
+    let owner = owner_ids(layout);
+    if let Some((uid, gid)) = owner {
+        chown(&replaced, Some(uid), Some(gid)).map_err(FileError::wrap("change the owner of", &replaced))?;
+    }
+    let wrap = |errno: Errno| FileError::wrap("move", &replaced)(errno.into());
+    let home = Directory::open(&layout.user_home(), Path::new("home"), owner)?;
+    let name = home.find_free_name(OsStr::new("home"), "replaced", clock::now_ms()).map_err(wrap)?;
+    home.move_in(&replaced, &name).map_err(wrap)?;
+    let kept_as = layout.home().join(name);
+    activity::note(layout, &format!("what the restored files replaced is now in {}", kept_as.display()));
+    Ok(())
 }
 
 /// Restores the snapshot to the staging directory.

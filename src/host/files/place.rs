@@ -2,14 +2,17 @@
 //!
 //! A new machine's home directory is nearly empty: it contains the directories that the services need, and their first
 //! records. The restored files replace files with the same name, and directories are merged. Each file is moved by a
-//! rename, so that a killed run can be repeated.
+//! rename, so that a killed run can be repeated. Replaced entries are moved to a separate directory, because a machine
+//! on which the restore is repeated may have been in use for days.
 //!
 //! `restore-home --retry` runs at the same time as the owner's programs. Directories are therefore opened without
 //! following symbolic links, and entries are named only relative to open directories.
 
 use std::ffi::{CString, OsStr};
+use std::fs::DirBuilder;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 
 use rustix::fs::{
@@ -19,20 +22,49 @@ use rustix::fs::{
 use rustix::io::Errno;
 use svc_base::fsx::FileError;
 
+use super::restore_entry::Directory;
+
 /// Entries with these names are moved before the others in their directory: the owner's `home`, and in it the machine's
 /// records and the apps.
 const FIRST_NAMES: [&[u8]; 3] = [b"home", b"system", b"apps"];
 
 /// Moves everything in `from` to `to`, on the same file system, and gives existing directories the owner and mode of
-/// the restored ones. An existing directory that a file replaces is moved to `replaced`, which is created if it is
-/// missing, and so is an existing file that a directory replaces. Returns the number of entries that were replaced.
+/// the restored ones. An existing entry that a restored one replaces is moved to the same path in `replaced`, which is
+/// created if it is missing and must be empty. Directories created in it belong to `owner`. Returns the number of
+/// entries that were replaced.
 ///
 /// # Errors
 /// If an entry cannot be moved. Entries that were already moved remain in `to`; a repeated call moves the rest.
-pub fn move_contents(from: &Path, to: &Path, replaced: &Path) -> Result<u64, FileError> {
-    std::fs::create_dir_all(replaced).map_err(FileError::wrap("create", replaced))?;
+pub fn move_contents(
+    from: &Path,
+    to: &Path,
+    replaced: &Path,
+    owner: Option<(u32, u32)>,
+) -> Result<u64, FileError> {
+    // Only the owner may enter it, because the directories in it do not have the modes of the original ones.
+    let created = DirBuilder::new().recursive(true).mode(0o700).create(replaced);
+    created.map_err(FileError::wrap("create", replaced))?;
     let open = |path: &Path| open_directory(CWD, path.as_os_str()).map_err(wrap("open", path));
-    move_between(&open(from)?, &open(to)?, &open(replaced)?, to)
+    let destination = Destination { root: to, replaced, owner };
+    move_between(&open(from)?, &open(to)?, Path::new(""), &destination)
+}
+
+/// Where entries are moved.
+struct Destination<'a> {
+    root: &'a Path,
+    /// The directory for entries that are replaced.
+    replaced: &'a Path,
+    /// The user and group of the directories that are created in `replaced`.
+    owner: Option<(u32, u32)>,
+}
+
+impl Destination<'_> {
+    /// Moves an entry, whose directory is open and has this path, to the directory for replaced entries.
+    fn set_aside(&self, directory: &OwnedFd, path: &Path, name: &CString) -> Result<(), FileError> {
+        let moved = Directory::open(self.replaced, path, self.owner)?.move_from(directory, name);
+        let target = self.root.join(path).join(OsStr::from_bytes(name.as_bytes()));
+        moved.map_err(wrap("replace", &target))
+    }
 }
 
 /// Adds the action and a path to an error.
@@ -63,11 +95,17 @@ fn is_directory(stat: &Stat) -> bool {
     FileType::from_raw_mode(stat.st_mode) == FileType::Directory
 }
 
-/// Moves everything between two open directories. `path` is the path of `to`, for messages.
-fn move_between(from: &OwnedFd, to: &OwnedFd, replaced_dir: &OwnedFd, path: &Path) -> Result<u64, FileError> {
+/// Moves everything between two open directories. `path` is their path in `from` and in the destination.
+fn move_between(
+    from: &OwnedFd,
+    to: &OwnedFd,
+    path: &Path,
+    destination: &Destination<'_>,
+) -> Result<u64, FileError> {
     let mut replaced = 0;
-    for name in list_in_move_order(from).map_err(wrap("list", path))? {
-        let target = path.join(OsStr::from_bytes(name.as_bytes()));
+    let full_path = destination.root.join(path);
+    for name in list_in_move_order(from).map_err(wrap("list", &full_path))? {
+        let target = full_path.join(OsStr::from_bytes(name.as_bytes()));
         let source = statat(from, &name, AtFlags::SYMLINK_NOFOLLOW).map_err(wrap("read", &target))?;
         let is_existing_directory = match statat(to, &name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(existing) => Some(is_directory(&existing)),
@@ -75,34 +113,32 @@ fn move_between(from: &OwnedFd, to: &OwnedFd, replaced_dir: &OwnedFd, path: &Pat
             Err(error) => return Err(wrap("read", &target)(error)),
         };
         if is_directory(&source) && is_existing_directory == Some(true) {
-            replaced += merge(from, to, replaced_dir, &name, &target)?;
+            replaced += merge(from, to, path, &name, destination)?;
             continue;
         }
         if is_existing_directory.is_some() {
+            destination.set_aside(to, path, &name)?;
             replaced += 1;
-        }
-        if is_existing_directory == Some(!is_directory(&source)) {
-            // A rename cannot replace a directory with a file, or the reverse.
-            let replaced_name = uuid::Uuid::new_v4().to_string();
-            renameat(to, &name, replaced_dir, replaced_name.as_str()).map_err(wrap("replace", &target))?;
         }
         renameat(from, &name, to, &name).map_err(wrap("move", &target))?;
     }
     Ok(replaced)
 }
 
-/// Merges a directory into the existing one.
+/// Merges a directory into the existing one. `path` is the path of `from` and `to`.
 fn merge(
     from: &OwnedFd,
     to: &OwnedFd,
-    replaced_dir: &OwnedFd,
+    path: &Path,
     name: &CString,
-    target: &Path,
+    destination: &Destination<'_>,
 ) -> Result<u64, FileError> {
     let name_text = OsStr::from_bytes(name.as_bytes());
+    let inner_path = path.join(name_text);
+    let target = &destination.root.join(&inner_path);
     let inner_from = open_directory(from, name_text).map_err(wrap("open", target))?;
     let inner_to = open_directory(to, name_text).map_err(wrap("open", target))?;
-    let replaced = move_between(&inner_from, &inner_to, replaced_dir, target)?;
+    let replaced = move_between(&inner_from, &inner_to, &inner_path, destination)?;
     let (restored, existing) =
         (fstat(&inner_from).map_err(wrap("read", target))?, fstat(&inner_to).map_err(wrap("read", target))?);
     if (restored.st_uid, restored.st_gid) != (existing.st_uid, existing.st_gid) {
@@ -156,7 +192,7 @@ mod tests {
         fs::create_dir(root.path().join("outside")).unwrap();
         std::os::unix::fs::symlink(root.path().join("outside"), to.join("notes")).unwrap();
 
-        assert_eq!(move_contents(&from, &to, &replaced).unwrap(), 4);
+        assert_eq!(move_contents(&from, &to, &replaced, None).unwrap(), 4);
         let read = |path: &str| fs::read_to_string(to.join(path)).unwrap();
         for path in ["system/logs/a.log", "notes/today", "was-a-directory", "was-a-file/inside"] {
             assert_eq!(read(path), "restored", "{path}");
@@ -167,11 +203,12 @@ mod tests {
         assert_eq!(fs::read_dir(root.path().join("outside")).unwrap().count(), 0);
         assert_eq!(read("system/logs/.svc-replaced-1"), "an owner's file");
         let count = |dir: &Path| fs::read_dir(dir).unwrap().count();
-        assert_eq!(
-            (count(&from), count(&replaced)),
-            (0, 3),
-            "entries replaced by another kind are kept apart"
-        );
-        assert_eq!(move_contents(&from, &to, &replaced).unwrap(), 0, "a repeated call moves nothing");
+        assert_eq!(count(&from), 0);
+        for path in ["system/logs/a.log", "was-a-directory/inside", "was-a-file"] {
+            assert_eq!(fs::read_to_string(replaced.join(path)).unwrap(), "new", "{path} is kept");
+        }
+        assert_eq!(fs::read_link(replaced.join("notes")).unwrap(), root.path().join("outside"));
+        let repeated = move_contents(&from, &to, &replaced, None).unwrap();
+        assert_eq!(repeated, 0, "a repeated call moves nothing");
     }
 }

@@ -37,8 +37,8 @@ impl Staging {
         self.path.join("files")
     }
 
-    /// The directory for entries that restored ones of another kind replace. It is not in [`Self::files`], where an
-    /// owner's entry may have any name.
+    /// The directory for entries that restored ones replace. It is not in [`Self::files`], where an owner's entry may
+    /// have any name.
     pub fn replaced(&self) -> PathBuf {
         self.path.join("replaced")
     }

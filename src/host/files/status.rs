@@ -79,14 +79,15 @@ impl FilesStatus {
     }
 
     /// Corrects times that were recorded while the clock was ahead. Otherwise, changes made now would already count as
-    /// saved. Returns whether any time was corrected.
+    /// saved, and requested saves as failed. Returns whether any time was corrected.
     pub fn correct_future_times(&mut self, now: Timestamp) -> bool {
-        let before = (self.saved_until, self.changed_since, self.failing_since);
+        let before = (self.saved_until, self.changed_since, self.failing_since, self.failed_at);
         self.saved_until = self.saved_until.filter(|at| *at <= now);
+        self.failed_at = self.failed_at.filter(|at| *at <= now);
         for since in [&mut self.changed_since, &mut self.failing_since].into_iter().flatten() {
             *since = (*since).min(now);
         }
-        before != (self.saved_until, self.changed_since, self.failing_since)
+        before != (self.saved_until, self.changed_since, self.failing_since, self.failed_at)
     }
 
     /// Whether all files must be read again because of damage, given [`FileChecks::damage_found_at`]. The times are
@@ -172,12 +173,13 @@ mod tests {
             saved_until: Some(at(1440)),
             changed_since: Some(at(1441)),
             failing_since: Some(at(5)),
+            failed_at: Some(at(1440)),
             ..FilesStatus::default()
         };
         assert!(status.correct_future_times(at(10)));
         assert_eq!(
-            (status.saved_until, status.changed_since, status.failing_since),
-            (None, Some(at(10)), Some(at(5)))
+            (status.saved_until, status.changed_since, status.failing_since, status.failed_at),
+            (None, Some(at(10)), Some(at(5)), None)
         );
         assert!(!status.correct_future_times(at(10)));
         assert_eq!(status.find_unsaved_since(at(20)), Some(at(10)));

@@ -31,8 +31,9 @@ pub async fn insert_if_absent(
     key: &SealedFileKey,
     sealed_with: &KeyId,
 ) -> Result<(), DbError> {
-    let sql = "INSERT INTO file_keys (idp_user_id, slot, sealed, key_id) VALUES ($1, $2, $3, $4) \
-               ON CONFLICT DO NOTHING";
+    // `pruned_at` equals `created_at` until the first pruning.
+    let sql = "INSERT INTO file_keys (idp_user_id, slot, sealed, key_id, created_at, pruned_at) \
+               VALUES ($1, $2, $3, $4, statement_timestamp(), statement_timestamp()) ON CONFLICT DO NOTHING";
     execute(client, sql, &[&key.user, &key.slot, &key.sealed, &sealed_with.as_str()]).await.map(drop)
 }
 
@@ -106,8 +107,7 @@ pub async fn claim_prune(
 
 /// The last pruning of a slot's repository.
 pub struct LastPruning {
-    /// When it began; after a failure, an earlier time, so that the retry is due sooner. `None` before the first
-    /// pruning, while one is requested, and after a failure if the earlier time precedes the key's creation.
+    /// When it began or, if it failed, when it ended. `None` before the first pruning, and while one is requested.
     pub at: Option<Timestamp>,
     /// The reason it failed, if it did.
     pub error: Option<String>,
@@ -119,8 +119,11 @@ pub async fn find_pruning(
     user: &str,
     slot: &str,
 ) -> Result<Option<LastPruning>, DbError> {
-    // In a new row, `pruned_at` is the creation time; a request sets it to the epoch, and a failure sets it back.
-    let sql = "SELECT CASE WHEN pruned_at > created_at THEN pruned_at END, prune_error FROM file_keys \
+    // In a new row, `pruned_at` is the creation time; a request sets it to the epoch. A failure sets it back, possibly
+    // by years, so that the retry is due sooner.
+    let sql = "SELECT CASE WHEN pruned_at <= 'epoch' THEN NULL \
+                   WHEN prune_error IS NOT NULL THEN prune_ended_at \
+                   WHEN pruned_at > created_at THEN pruned_at END, prune_error FROM file_keys \
                WHERE idp_user_id = $1 AND slot = $2";
     let row = query_opt(client, sql, &[&user, &slot]).await?;
     Ok(row.map(|row| LastPruning { at: row.get(0), error: row.get(1) }))

@@ -176,7 +176,14 @@ async fn find(
 ) -> Result<SnapshotEntry, Problem> {
     let latest = match time {
         Some(_) => None,
-        None => settings.read_latest().await.map_err(|error| to_problem(error.into()))?,
+        None => match settings.read_latest().await {
+            // The snapshots may be intact.
+            Err(error @ StoreError::Corrupt { .. }) => {
+                tracing::warn!(error = %format_chain(&error), "using the snapshot with the latest time");
+                None
+            }
+            latest => latest.map_err(|error| to_problem(error.into()))?,
+        },
     };
     // The latest snapshot need not have the latest time: the clock may have been ahead when an earlier one was taken.
     let snapshot = latest.and_then(|id| history.find_by_id(id)).or_else(|| history.find_snapshot(time));
@@ -201,7 +208,8 @@ async fn find(
 fn to_problem(error: FilesError) -> Problem {
     tracing::warn!(error = %format_chain(&error), "cannot read the file backup");
     match error {
-        FilesError::Store(StoreError::NotFound { .. }) | FilesError::Corrupt { .. } => {
+        FilesError::Store(StoreError::NotFound { .. } | StoreError::Corrupt { .. })
+        | FilesError::Corrupt { .. } => {
             let detail =
                 "The part of the file backup that this request needs is damaged; try another snapshot.";
             Problem::new(Code::StoreUnavailable, detail)
@@ -253,10 +261,21 @@ fn send_file(history: Arc<History>, entry: Entry, name: &OsStr) -> Response {
                         Ok(chunk)
                     }
                     // The content is damaged. The body must not exceed its announced length.
-                    None => break,
+                    None => {
+                        tracing::warn!("a downloaded file is longer than its recorded size");
+                        break;
+                    }
                 },
-                Ok(None) => break,
-                Err(error) => Err(error),
+                Ok(None) => {
+                    if remaining > 0 {
+                        tracing::warn!("a downloaded file is shorter than its recorded size");
+                    }
+                    break;
+                }
+                Err(error) => {
+                    tracing::warn!(error = %format_chain(&error), "the download of a file is incomplete");
+                    Err(error)
+                }
             };
             // This fails if the client has disconnected.
             if sender.send(next).await.is_err() {

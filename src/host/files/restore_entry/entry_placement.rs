@@ -4,7 +4,7 @@
 //! to which they cannot. Directories are therefore opened one name at a time without following links, and entries are
 //! named only relative to open directories.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::{CStr, OsStr, OsString};
 use std::os::fd::OwnedFd;
 use std::path::{Component, Path};
 
@@ -23,7 +23,7 @@ const MAX_NAMES: u32 = 100;
 const MAX_NAME_BYTES: usize = 255;
 
 /// An open directory: the user's home directory, or one beneath it.
-pub(super) struct Directory(OwnedFd);
+pub struct Directory(OwnedFd);
 
 impl Directory {
     /// Opens `path` beneath `home`. Creates missing directories, which then belong to `owner`.
@@ -31,7 +31,7 @@ impl Directory {
     /// # Errors
     /// `NotADirectory` if a name is a symbolic link or a file; `InvalidInput` if `path` is absolute or contains `..`;
     /// other file system errors.
-    pub(super) fn open(home: &Path, path: &Path, owner: Option<(u32, u32)>) -> Result<Self, FileError> {
+    pub fn open(home: &Path, path: &Path, owner: Option<(u32, u32)>) -> Result<Self, FileError> {
         let full_path = home.join(path);
         let wrap = |action| move |errno: Errno| FileError::wrap(action, &full_path)(errno.into());
         let mut directory =
@@ -65,7 +65,7 @@ impl Directory {
     ///
     /// # Errors
     /// `EXIST` if all names are taken; other file system errors.
-    pub(super) fn find_free_name(&self, name: &OsStr, mark: &str, at: Timestamp) -> Result<OsString, Errno> {
+    pub fn find_free_name(&self, name: &OsStr, mark: &str, at: Timestamp) -> Result<OsString, Errno> {
         for number in 1..=MAX_NAMES {
             let candidate = mark_name(name, mark, at, number);
             if !self.has(&candidate)? {
@@ -87,8 +87,16 @@ impl Directory {
     ///
     /// # Errors
     /// `EXIST` if the name is taken; `XDEV` if the entry is on another file system; other file system errors.
-    pub(super) fn move_in(&self, from: &Path, name: &OsStr) -> Result<(), Errno> {
+    pub fn move_in(&self, from: &Path, name: &OsStr) -> Result<(), Errno> {
         renameat_with(CWD, from, &self.0, name, RenameFlags::NOREPLACE)
+    }
+
+    /// Moves an entry of another open directory to this one, under the same name.
+    ///
+    /// # Errors
+    /// `EXIST` if the name is taken; other file system errors.
+    pub fn move_from(&self, directory: &OwnedFd, name: &CStr) -> Result<(), Errno> {
+        renameat_with(directory, name, &self.0, name, RenameFlags::NOREPLACE)
     }
 }
 

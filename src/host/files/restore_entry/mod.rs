@@ -9,5 +9,6 @@ mod entry_placement;
 mod request;
 mod run;
 
+pub(super) use entry_placement::Directory;
 pub use request::{RestoreRequest, current};
 pub use run::{CAPABILITIES, FAILPOINTS, serve};

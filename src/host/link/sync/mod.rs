@@ -124,8 +124,8 @@ Exit codes: 0 intact, 65 damaged or different, 69 not completed, 75 another veri
     /// Restore the owner's files on a new machine
     #[command(
         after_help = "A machine that is already in use restores nothing, because its files are newer. If the restore at its \
-first boot failed or never ran, --retry runs it now; files from the snapshot then replace files with the same name.\n\n\
-Example: svc-sync-agent restore-home --retry"
+first boot failed or never ran, --retry runs it now; files from the snapshot then replace files with the same name, \
+and the replaced ones are kept in /home/svc/home/home.replaced-TIME.\n\nExample: svc-sync-agent restore-home --retry"
     )]
     RestoreHome {
         /// Run a restore that failed or never ran, even though the machine is in use
