@@ -79,12 +79,30 @@ pub struct OperationOptions {
     pub accept_loss: bool,
     /// An operator accepted the loss during the final backup, so the step stops waiting for the backup.
     pub give_up_backup: bool,
+    /// The loss had already been accepted when `give_up_backup` was set, so a retry of the backup keeps `accept_loss`.
+    pub had_accepted_loss: bool,
     /// An unverified fence no longer blocks the operation, because an operator decided that a host forged it.
     pub disregard_fence: bool,
     /// The predecessor's server is deleted before the new one is created.
     pub replace_first: bool,
     /// The server of a deleted machine is not kept.
     pub now: bool,
+}
+
+impl OperationOptions {
+    /// Stops waiting for the final backup, and accepts the loss.
+    #[must_use]
+    pub fn with_backup_given_up(self) -> Self {
+        let had_accepted_loss = if self.give_up_backup { self.had_accepted_loss } else { self.accept_loss };
+        Self { accept_loss: true, give_up_backup: true, had_accepted_loss, ..self }
+    }
+
+    /// Waits for the final backup again. If the loss was accepted only to stop waiting, it is no longer accepted.
+    #[must_use]
+    pub fn with_backup_retried(self) -> Self {
+        let accept_loss = self.accept_loss && (!self.give_up_backup || self.had_accepted_loss);
+        Self { accept_loss, give_up_backup: false, ..self }
+    }
 }
 
 impl OperationKind {
@@ -247,5 +265,25 @@ impl FromStr for Step {
     fn from_str(text: &str) -> Result<Self, String> {
         let found = Self::ALL.into_iter().find(|step| step.as_str() == text);
         found.ok_or_else(|| format!("{text:?} is not a step"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn backup_retry_keeps_only_earlier_accepted_loss() {
+        let accepted = OperationOptions { accept_loss: true, ..OperationOptions::default() };
+        for options in [OperationOptions::default(), accepted] {
+            let given_up = options.with_backup_given_up();
+            assert!(given_up.accept_loss && given_up.give_up_backup);
+            for given_up in [given_up, given_up.with_backup_given_up()] {
+                let retried = given_up.with_backup_retried();
+                assert_eq!(retried.accept_loss, options.accept_loss);
+                assert!(!retried.give_up_backup);
+            }
+        }
+        assert!(accepted.with_backup_retried().accept_loss, "no operator gave up on the backup");
     }
 }

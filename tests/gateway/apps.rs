@@ -270,14 +270,21 @@ async fn bridge_works_after_recovery_without_the_app_folder() -> Result<()> {
     host.query_data(&json!({ "action": "insert", "app": slug, "table": "t", "data": { "a": "before" } }))
         .await?;
     drop(host);
-    // The state after a restore: the same data, but roles that cannot log in.
+    // The state after a restore: the same data, but roles that cannot log in. A drill may have created the role.
     let role = format!("app_{}", slug.replace('-', "_"));
-    database.connect().await?.batch_execute(&format!("ALTER ROLE {role} NOLOGIN PASSWORD NULL")).await?;
+    let restored = format!(
+        "ALTER ROLE {role} NOLOGIN PASSWORD NULL; \
+         COMMENT ON ROLE {role} IS 'made for a drill of svc-db-backup'"
+    );
+    database.connect().await?.batch_execute(&restored).await?;
     let host = Machine::new(&database.url())?.start()?;
     host.wait_until_registered(&slug).await?;
     let found = host.query_data(&json!({ "action": "find", "app": slug, "table": "t" })).await?;
     assert_eq!(found[0]["a"], "before");
     assert_eq!(find_app(&host, &slug).await?["folder"], Value::Null);
+    let comment = "SELECT shobj_description(oid, 'pg_authid') FROM pg_roles WHERE rolname = $1";
+    let comment = database.connect().await?.query_one(comment, &[&role]).await?.get::<_, Option<String>>(0);
+    assert_eq!(comment, None, "the role of a registered app is not temporary");
     Ok(())
 }
 

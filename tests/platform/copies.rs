@@ -16,6 +16,15 @@ fn server_name(guest: &Guest) -> String {
     format!("svc-{}", guest.machine)
 }
 
+/// Waits until the operation has a question. Returns its code.
+async fn wait_for_question(stack: &Stack, process: &Process, operation: &str) -> Value {
+    let find_question = || async {
+        let found = stack.get(process, &format!("/vps/operations/{operation}")).await.body;
+        (found["state"] == "waiting").then(|| found["question"]["code"].clone())
+    };
+    stack.eventually("the operation is waiting", find_question).await
+}
+
 /// Starts a machine with a snapshot, and recovers its slot: the successor has served traffic, and the old server is
 /// kept.
 async fn start_recovered_slot(stack: &Stack, process: &Process) -> (Guest, Guest) {
@@ -206,11 +215,7 @@ async fn accepted_loss_names_newer_snapshot_despite_store_error() {
     stack.store_snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     let id = recovery["operationId"].as_str().unwrap();
-    let is_waiting = || async {
-        let operation = stack.get(&process, &format!("/vps/operations/{id}")).await.body;
-        (operation["state"] == "waiting").then_some(())
-    };
-    stack.eventually("the operation is waiting", is_waiting).await;
+    wait_for_question(&stack, &process, id).await;
     // In the meantime, the host has stored a snapshot but could not advance the pointer.
     let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
     let newer = stack.store_snapshot_by("user_1", &old.guest.machine, &now);
@@ -225,6 +230,35 @@ async fn accepted_loss_names_newer_snapshot_despite_store_error() {
     let done = lines.iter().find(|line| line["step"] == "last_backup" && line["outcome"] == "done");
     let detail = done.unwrap()["detail"].as_str().unwrap();
     assert!(detail.contains(&newer) && detail.contains("is stored but not the latest"), "{detail}");
+}
+
+/// An operator gives up on the final backup, learns of a newer snapshot, and retries the backup instead.
+#[tokio::test(flavor = "multi_thread")]
+async fn retry_after_snapshot_question_restarts_final_backup() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
+    let old = start_host(&stack, &process).await;
+    stack.store_snapshot("user_1");
+    let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
+    let id = recovery["operationId"].as_str().unwrap();
+    old.wait_for_backup_request(&stack).await;
+    let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
+    stack.store_snapshot_by("user_1", &old.guest.machine, &now);
+    stack.store_snapshot_by("user_1", &old.guest.machine, TAKEN_AT);
+    let path = format!("/vps/operations/{id}/continue");
+    let given_up = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
+    assert_eq!(given_up.status, 200, "{given_up:?}");
+    assert_eq!(wait_for_question(&stack, &process, id).await, "newer_snapshot");
+
+    let late = svc::clock::rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_hours(1));
+    let held = json!({"latest": "k", "loss": "a table is gone"});
+    old.behavior.lock().unwrap().progress = json!({"running": false,
+        "last": {"status": "error", "beganAt": late, "error": "a table is gone", "held": held}});
+    let retried = stack.post(&process, &path, &json!({})).await;
+    assert_eq!(retried.status, 200, "{retried:?}");
+    let question = wait_for_question(&stack, &process, id).await;
+    assert_eq!(question, "last_backup_held_back", "the loss is no longer accepted");
+    assert_eq!(old.call_count("POST", "/_svc/internal/backup"), 2, "the backup is requested again");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -192,6 +192,11 @@ async fn routes_are_refused_once_they_are_too_old() -> Result<()> {
     let machine = TestMachine::start().await?;
     router.add_machine(&machine, "user_1", "primary", "running").await?;
     router.wait_for_status("user_1", StatusCode::OK).await;
+    let session = router.open_session(APP_HOST, "user_1").await;
+    let both = format!("{session}; __session={}", router.token("user_2"));
+    let account_page =
+        || send(router.get(APP_HOST, "/").header("accept", "text/html").header("cookie", &both));
+    assert_eq!(account_page().await.status, StatusCode::CONFLICT);
     proxy.refuse();
     let started = Instant::now();
     while router.fetch("user_1", "/").await.status == StatusCode::OK {
@@ -207,6 +212,9 @@ async fn routes_are_refused_once_they_are_too_old() -> Result<()> {
     let choice = router.post(APP_HOST, "/_svc/slots").bearer_auth(router.token("user_1"));
     let choice = send(choice.json(&serde_json::json!({ "slot": "primary" }))).await;
     assert_eq!(choice.status, StatusCode::SERVICE_UNAVAILABLE, "whether the slot exists is not known");
+    let page = account_page().await;
+    assert_eq!(page.status, StatusCode::SERVICE_UNAVAILABLE, "the accounts' names are not known: {page:?}");
+    assert!(page.body.contains("cannot be found right now"), "{page:?}");
     // Changes made during the outage are applied once the database is reachable again.
     router.set_status(&machine, "failed").await?;
     proxy.heal();

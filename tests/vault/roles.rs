@@ -55,6 +55,28 @@ async fn restore_keeps_roles_or_reports_differences() -> Result<()> {
 }
 
 #[tokio::test]
+async fn restore_sets_up_roles_that_killed_drill_left() -> Result<()> {
+    let store = machine::start_store()?;
+    let old = Machine::in_use(&store, 1).await?;
+    old.client().await?.batch_execute(CONTENT).await?;
+    old.run(&["svc-db-backup"])?.expect(0);
+
+    let new = Machine::new(&store, 2).await?;
+    for role in ["app_notes", "reporting"] {
+        let create = format!(
+            "CREATE ROLE {role} NOLOGIN; COMMENT ON ROLE {role} IS 'made for a drill of svc-db-backup'"
+        );
+        new.client().await?.batch_execute(&create).await?;
+    }
+    new.run(&["svc-restore"])?.expect(0);
+    assert_eq!(roles(&new).await?, roles(&old).await?);
+    let temporary =
+        "SELECT count(*) FROM pg_roles WHERE shobj_description(oid, 'pg_authid') LIKE 'made for a drill%'";
+    assert_eq!(new.client().await?.query_one(temporary, &[]).await?.get::<_, i64>(0), 0);
+    Ok(())
+}
+
+#[tokio::test]
 async fn restore_reports_role_attributes_it_does_not_keep() -> Result<()> {
     let store = machine::start_store()?;
     let old = Machine::in_use(&store, 1).await?;

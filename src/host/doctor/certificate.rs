@@ -18,15 +18,20 @@ pub fn check(layout: &Layout) -> Findings {
     let Some(certificate) = certificate::read(layout) else {
         return findings.skipped("the gateway has not reported its certificate");
     };
-    let Some(name) = settings.host_name else {
-        return findings.ok("self-signed: the platform has no domain for machines (HOST_DOMAIN)");
-    };
     let next = "journalctl -u svc-gateway -n 50; docs/operating/certificates.md has the requirements";
     let retry = certificate.next_attempt_at.as_ref();
     let retry = retry.map(|at| format!("; next attempt at {at}")).unwrap_or_default();
     let (findings, has_failed) = match &certificate.error {
         Some(error) => (findings.warning(format!("{error}{retry}"), next), true),
         None => (findings, false),
+    };
+    let Some(name) = settings.host_name else {
+        let source = if certificate.source.is(CertificateSource::SelfSigned) {
+            "self-signed".to_owned()
+        } else {
+            format!("source {}, valid until {}", certificate.source, certificate.expires_at)
+        };
+        return findings.ok(format!("{source}: the platform has no domain for machines (HOST_DOMAIN)"));
     };
     if certificate.source.is(CertificateSource::SelfSigned) && settings.acme.is_none() && !has_failed {
         let what = format!(
@@ -35,20 +40,29 @@ pub fn check(layout: &Layout) -> Findings {
         return findings
             .warning(what, "set ACME_DIRECTORY_URL on the platform, or GATEWAY_TLS_CERT_FILE here");
     }
-    if !certificate.is_trusted {
+    // An expired certificate is not trusted either.
+    let lifetime = remaining_and_total_lifetime(&certificate);
+    if lifetime.is_some_and(|(remaining, _)| remaining <= SignedDuration::ZERO) {
+        let what = format!("the certificate for {name} expired at {}{retry}", certificate.expires_at);
+        return findings.problem(what, next);
+    }
+    let findings = if certificate.is_trusted {
+        findings
+    } else {
         let what = format!(
             "the certificate for {name} is not trusted by this machine's root certificates (source {})",
             certificate.source
         );
-        return findings.warning(what, next);
-    }
-    match remaining_and_total_lifetime(&certificate) {
+        findings.warning(what, next)
+    };
+    match lifetime {
         Some((remaining, total)) if remaining < MIN_REMAINING_LIFETIME.min(total / MIN_REMAINING_DIVISOR) => {
             findings.problem(
                 format!("the certificate for {name} expires at {}{retry}", certificate.expires_at),
                 next,
             )
         }
+        _ if !certificate.is_trusted => findings,
         _ => findings
             .ok(format!("{name}, source {}, valid until {}", certificate.source, certificate.expires_at)),
     }
@@ -104,6 +118,24 @@ mod tests {
         let soon = Timestamp::now() + SignedDuration::from_hours(24 * 13);
         let expiring = findings_text(&with_acme, |certificate| certificate.expires_at = soon.into());
         assert!(expiring.contains("expires at"), "{expiring}");
+        let both = findings_text(&with_acme, |certificate| {
+            (certificate.expires_at, certificate.is_trusted) = (soon.into(), false);
+        });
+        assert!(both.contains("expires at") && both.contains("is not trusted"), "{both}");
+        let expired = findings_text(&with_acme, |certificate| {
+            certificate.expires_at = (Timestamp::now() - SignedDuration::from_mins(1)).into();
+            certificate.is_trusted = false;
+        });
+        assert!(expired.contains("expired at") && expired.contains("\"problem\""), "{expired}");
+        let without_name = findings_text(&json!({}), |certificate| {
+            certificate.source = CertificateSource::File.into();
+            certificate.error = Some("GATEWAY_TLS_CERT_FILE: cannot be read".to_owned());
+        });
+        assert!(without_name.contains("cannot be read"), "{without_name}");
+        assert!(
+            without_name.contains("source file") && !without_name.contains("self-signed"),
+            "{without_name}"
+        );
         let without_authority = json!({"hostName": "a.hosts.example"});
         let self_signed = findings_text(&without_authority, |certificate| {
             certificate.source = CertificateSource::SelfSigned.into();

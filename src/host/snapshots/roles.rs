@@ -69,6 +69,17 @@ pub async fn read_roles(client: &impl GenericClient) -> Result<Vec<RoleFacts>, E
     Ok(roles)
 }
 
+/// Returns whether the role was created for a drill or for the side database; `None` if there is no such role.
+///
+/// # Errors
+/// If the query fails.
+pub async fn is_temporary(client: &impl GenericClient, role: &str) -> Result<Option<bool>, Error> {
+    let sql = "SELECT shobj_description(oid, 'pg_authid') IS NOT DISTINCT FROM $2 FROM pg_roles \
+               WHERE rolname = $1";
+    let row = client.query_opt(sql, &[&role, &TEMPORARY_ROLE_COMMENT]).await?;
+    row.map(|row| row.try_get(0)).transpose()
+}
+
 fn find_role<'a>(roles: &'a mut [RoleFacts], name: &str) -> Option<&'a mut RoleFacts> {
     roles.iter_mut().find(|role| role.name == name)
 }

@@ -135,7 +135,7 @@ async fn apply_decision(
         }
         match &decision {
             OperatorDecision::Retry => {
-                let options = OperationOptions { give_up_backup: false, ..operation.options };
+                let options = retry_options(&operation);
                 resume_step(tx, &operation, options, "the operator retried the step").await?;
             }
             OperatorDecision::AcceptLoss => resume_with_loss_accepted(tx, &operation).await?,
@@ -156,6 +156,16 @@ async fn apply_decision(
     platform.runner_wake.notify_one();
     platform.reconciler_wake.notify_one();
     Ok(reply.into_response())
+}
+
+/// Returns the options with which the waiting step is retried. A loss that was accepted in an earlier step stays
+/// accepted.
+fn retry_options(operation: &OperationRow) -> OperationOptions {
+    if operation.step == Step::LastBackup.as_str() {
+        operation.options.with_backup_retried()
+    } else {
+        OperationOptions { give_up_backup: false, ..operation.options }
+    }
 }
 
 /// Accepts the loss that the question describes, without accepting any other:
@@ -184,8 +194,11 @@ async fn resume_with_loss_accepted(tx: &Transaction<'_>, operation: &OperationRo
         return Ok(db::operations::add_fact(tx, operation.id, SNAPSHOT_CHOSEN, &json!(true)).await?);
     }
     // An operator may give up on a backup even if there is no question, because the host may report progress for hours.
-    let give_up_backup = operation.question.is_none() && operation.step == Step::LastBackup.as_str();
-    let options = OperationOptions { accept_loss: true, give_up_backup, ..operation.options };
+    let options = if operation.question.is_none() && operation.step == Step::LastBackup.as_str() {
+        operation.options.with_backup_given_up()
+    } else {
+        OperationOptions { accept_loss: true, give_up_backup: false, ..operation.options }
+    };
     resume_step(tx, operation, options, "the operator accepted the loss").await
 }
 

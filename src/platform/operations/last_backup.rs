@@ -151,9 +151,9 @@ pub async fn last_backup(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
     let (now, options) = (leased.now().await?, leased.operation.options);
     if is_snapshot_chosen(leased) {
         let reason = if options.give_up_backup { SkipReason::GivenUp } else { SkipReason::Unreachable };
-        return Box::pin(skip_final_backup(leased, &machine, &progress, reason)).await;
+        return Box::pin(skip_final_backup(leased, &machine, &mut progress, reason)).await;
     }
-    if progress.problem.is_some() || options.give_up_backup {
+    if progress.problem.is_some() || progress.has_snapshot_question || options.give_up_backup {
         // An operator has decided: a held-back snapshot may have become the latest.
         if let Ok(report) = fetch_host_report(leased, &machine).await
             && let Some(taken_at) =
@@ -162,10 +162,10 @@ pub async fn last_backup(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
             let files = SavedFiles::from_report(&report, &progress);
             return Ok(finish_with_backup(leased, &machine, taken_at, &files));
         }
-        if options.accept_loss && progress.problem.is_none() {
-            return Box::pin(skip_final_backup(leased, &machine, &progress, SkipReason::GivenUp)).await;
+        if options.give_up_backup && progress.problem.is_none() {
+            return Box::pin(skip_final_backup(leased, &machine, &mut progress, SkipReason::GivenUp)).await;
         }
-        if options.accept_loss {
+        if options.accept_loss && progress.problem.is_some() {
             return continue_with_loss(leased, &machine).await;
         }
         progress = progress.into_restarted();
@@ -251,14 +251,19 @@ async fn attempt_backup(
 ) -> Result<AttemptOutcome, HostCallError> {
     progress.progress_at.get_or_insert(now);
     progress.started_at.get_or_insert(now);
-    if !progress.has_stopped_writers && !stop_writers(leased, machine, progress, now).await? {
-        let is_overdue = progress.is_stop_overdue(leased, now);
-        let failure = BackupFailure::Failed("its dispatches and apps did not stop in time".to_owned());
-        return Ok(if is_overdue {
-            AttemptOutcome::Failed(failure)
-        } else {
-            AttemptOutcome::Wait(progress.next_poll(now))
-        });
+    if !progress.has_stopped_writers {
+        let can_take_snapshot = stop_writers(leased, machine, progress, now).await?;
+        // The host has responded, even if the next call fails.
+        progress.unreachable_since = None;
+        if !can_take_snapshot {
+            let is_overdue = progress.is_stop_overdue(leased, now);
+            let failure = BackupFailure::Failed("its dispatches and apps did not stop in time".to_owned());
+            return Ok(if is_overdue {
+                AttemptOutcome::Failed(failure)
+            } else {
+                AttemptOutcome::Wait(progress.next_poll(now))
+            });
+        }
     }
     let Some(requested_at) = progress.requested_at else {
         replace_implausible_fence(leased, machine).await;
@@ -418,7 +423,7 @@ async fn handle_unreachable(
         let failure = "the host is sending heartbeats, but the platform cannot call it".to_owned();
         return handle_failure(leased, machine, progress, BackupFailure::Failed(failure)).await;
     }
-    Box::pin(skip_final_backup(leased, machine, &progress, SkipReason::Unreachable)).await
+    Box::pin(skip_final_backup(leased, machine, &mut progress, SkipReason::Unreachable)).await
 }
 
 /// Continues if the operator has accepted the loss; otherwise the operation waits for a decision.

@@ -13,6 +13,7 @@ use http::{StatusCode, Uri};
 
 use super::cookie::RouterCookie;
 use super::identity::Identity;
+use super::page::UnavailableReason;
 use super::request_context::RequestContext;
 use super::responses::{redirect, session_problem};
 use super::return_path::{is_local_path, local_path};
@@ -50,7 +51,8 @@ impl std::str::FromStr for AccountChoice {
 }
 
 /// Returns the page that prompts for the choice; `None` if none is needed, if the request is not for a page, or if the
-/// user has already chosen to keep the session.
+/// user has already chosen to keep the session. While the routes are not known, the accounts cannot be named, so the
+/// page says that the machine cannot be found.
 pub(super) fn choice_page(
     router: &RouterState,
     context: &RequestContext,
@@ -63,10 +65,14 @@ pub(super) fn choice_page(
     if !context.wants_page || decided == Some(&decision_mark(&session.user, &subject.user)) {
         return None;
     }
+    let names = router.account_name(&session.user).zip(router.account_name(&subject.user));
+    let Some((session_name, provider_name)) = names else {
+        return Some(UnavailableReason::Unknown.respond(context.wants_page));
+    };
     let return_to = local_path(uri);
     let body = page::insert_style(TEMPLATE)
-        .replace("{{session}}", &router.account_name(&session.user))
-        .replace("{{provider}}", &router.account_name(&subject.user))
+        .replace("{{session}}", &session_name)
+        .replace("{{provider}}", &provider_name)
         .replace("{{return_to}}", &escape_attribute(return_to));
     Some(page::form_response(StatusCode::CONFLICT, body, &router.form_redirect_origins(context)))
 }
@@ -109,14 +115,15 @@ pub(super) async fn handle_choice(
 }
 
 impl RouterState {
-    /// Returns a name that the user recognizes: the handle of their oldest machine, or a description if none is known.
-    fn account_name(&self, user: &IdpUserId) -> String {
-        let machines = self.directory.list_machines(user).unwrap_or_default();
+    /// Returns a name that the user recognizes: the handle of their oldest machine, or a description if they have none;
+    /// `None` if the routes are not loaded or too old.
+    fn account_name(&self, user: &IdpUserId) -> Option<String> {
+        let machines = self.directory.list_machines(user)?;
         // Handles contain no HTML special characters.
-        machines.first().map_or_else(
+        Some(machines.first().map_or_else(
             || "an account without a computer".to_owned(),
             |machine| machine.record.handle.to_string(),
-        )
+        ))
     }
 }
 

@@ -9,6 +9,7 @@ use secrecy::{ExposeSecret, SecretString};
 use tokio_postgres::GenericClient;
 
 use crate::name::SqlIdentifier;
+use svc_host::snapshots::roles;
 
 /// Generates a password.
 ///
@@ -21,8 +22,8 @@ pub fn generate_password() -> Result<SecretString, ring::error::Unspecified> {
 }
 
 /// Creates the role if it is missing, and enables its login with `password`: a restore creates the role without login.
-/// The role's errors are not written to the server's log, because their text contains row values; the gateway logs them
-/// without that text.
+/// A temporary role, which a drill or the side database has created, becomes permanent. The role's errors are not
+/// written to the server's log, because their text contains row values; the gateway logs them without that text.
 ///
 /// # Errors
 /// The database is unreachable or rejects a statement.
@@ -32,11 +33,12 @@ pub async fn enable_login(
     password: &SecretString,
     statement_timeout: Duration,
 ) -> Result<(), tokio_postgres::Error> {
-    let existing = client.query_opt("SELECT 1 FROM pg_roles WHERE rolname = $1", &[&role.as_str()]).await?;
     let name = role.quoted();
     let mut sql = String::new();
-    if existing.is_none() {
-        sql.push_str(&format!("CREATE ROLE {name};"));
+    match roles::is_temporary(client, role.as_str()).await? {
+        None => sql.push_str(&format!("CREATE ROLE {name};")),
+        Some(true) => sql.push_str(&format!("COMMENT ON ROLE {name} IS NULL;")),
+        Some(false) => {}
     }
     let verifier = scram_sha_256(password.expose_secret().as_bytes());
     sql.push_str(&format!(

@@ -2,7 +2,8 @@
 //! memberships.
 //!
 //! All roles are created in one transaction, so that none ever lacks its attributes. Existing roles are not changed;
-//! differences are reported. New roles cannot log in: the gateway enables logins when it sets passwords.
+//! differences are reported. A restore treats temporary roles as new ones, and makes them permanent. New roles cannot
+//! log in: the gateway enables logins when it sets passwords.
 
 use std::collections::BTreeSet;
 
@@ -39,16 +40,19 @@ pub async fn create(
     let existing = roles::read_roles(&transaction).await.map_err(query("read the roles"))?;
     let mut created = BTreeSet::new();
     for name in names {
-        let exists = transaction.query_opt("SELECT FROM pg_roles WHERE rolname = $1", &[&name]).await;
-        if exists.map_err(query("check whether a role exists"))?.is_some() {
-            continue;
-        }
-        let mut create = format!("CREATE ROLE {} NOLOGIN", quote_ident(name));
-        if purpose == ScratchPurpose::Check {
-            let name = quote_ident(name);
-            create.push_str(&format!("; COMMENT ON ROLE {name} IS '{TEMPORARY_ROLE_COMMENT}'"));
-        }
-        transaction.batch_execute(&create).await.map_err(query(format!("create the role {name}")))?;
+        let is_temporary = roles::is_temporary(&transaction, name).await;
+        let is_temporary = is_temporary.map_err(query("check whether a role exists"))?;
+        let role = quote_ident(name);
+        let statement = match (is_temporary, purpose) {
+            (None, ScratchPurpose::Restore) => format!("CREATE ROLE {role} NOLOGIN"),
+            (None, ScratchPurpose::Check) => {
+                format!("CREATE ROLE {role} NOLOGIN; COMMENT ON ROLE {role} IS '{TEMPORARY_ROLE_COMMENT}'")
+            }
+            // A drill or the side database has created the role without any attributes.
+            (Some(true), ScratchPurpose::Restore) => format!("COMMENT ON ROLE {role} IS NULL"),
+            (Some(_), _) => continue,
+        };
+        transaction.batch_execute(&statement).await.map_err(query(format!("create the role {name}")))?;
         created.insert(name);
     }
     let mut setup = RoleSetup { transaction, not_restored: Vec::new() };

@@ -64,6 +64,8 @@ pub struct LastBackupProgress {
     /// The problem on which an operator must decide.
     #[serde(rename = "trouble")]
     pub problem: Option<String>,
+    /// Whether an operator must choose the snapshot to restore: the question `newer_snapshot`.
+    pub has_snapshot_question: bool,
     /// The last logged wait for another operation, so that each wait is logged only once.
     #[serde(rename = "waitsFor")]
     pub logged_wait: Option<String>,

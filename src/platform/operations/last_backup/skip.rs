@@ -61,7 +61,7 @@ pub fn is_snapshot_chosen(leased: &LeasedOperation<'_>) -> bool {
 pub async fn skip_final_backup(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,
-    progress: &LastBackupProgress,
+    progress: &mut LastBackupProgress,
     reason: SkipReason,
 ) -> Result<StepOutcome, StepError> {
     let latest = find_newest_copy(leased, machine).await;
@@ -81,6 +81,7 @@ pub async fn skip_final_backup(
         }
         None if !is_snapshot_chosen(leased) => {
             let detail = question(leased, machine, reason, &newer, &latest);
+            progress.has_snapshot_question = true;
             let (snapshot, facts) = (Some(newer.key), progress.facts(leased));
             return Ok(StepOutcome::NeedsDecision(Question {
                 code: NEWER_SNAPSHOT,
