@@ -60,6 +60,26 @@ async fn machine_with_data_older_than_a_snapshot_is_not_reinstated() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn reinstated_machine_does_not_show_an_earlier_failure() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    let old = stack.start_machine(&process, "user_1").await;
+    stack.store_snapshot("user_1");
+    let client = stack.database.connect().await.unwrap();
+    let fail = "UPDATE user_machines SET status = 'failed', failure_cause = 'resize', failure_stage = 'power_on', \
+                failure_message = 'the host did not come back in time'";
+    client.execute(fail, &[]).await.unwrap();
+    let new = recover(&stack, &process).await;
+    stack.report_boot_failure(&process, &new).await;
+    let failure = stack.fetch_record(&process, &old.machine).await["failure"].clone();
+    assert_eq!(
+        (&failure["cause"], &failure["stage"]),
+        (&json!("reinstating"), &json!("reinstate")),
+        "{failure}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn immediate_deletion_keeps_the_predecessors_server() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
