@@ -134,6 +134,23 @@ async fn grace_period_starts_with_the_power_off() {
     assert_eq!(back.status, 202, "{back:?}");
 }
 
+/// The first attempt is possible only after the time for which attempts are repeated.
+#[tokio::test(flavor = "multi_thread")]
+async fn late_first_attempt_still_powers_the_server_off() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform_with(&[
+        ("FAILPOINTS", "operations.delete.power_off_server.before=4*return(error)"),
+        ("RESIZE_SHUTDOWN_SECONDS", "1"),
+        ("POWER_OFF_RETRY_SECONDS", "2"),
+        ("DELETE_GRACE_SECONDS", "600"),
+    ]);
+    let guest = stack.start_machine(&process, "user_1").await;
+    let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await.body;
+    let operation = wait_until_ended(&stack, &process, &deleted["operationId"]).await;
+    assert_eq!(operation["state"], "succeeded", "{operation}");
+    assert_eq!(stack.power_state(&guest.machine), Some(Power::Off), "{operation}");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn provision_of_a_failed_machine_backs_it_up_first() {
     let stack = Stack::start().await;

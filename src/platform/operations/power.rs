@@ -62,7 +62,8 @@ pub async fn stop_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
     let Some(id) = machine.provider_server_id else { return Ok(fail_server_gone()) };
-    let outcome = predecessor::power_off(leased, ServerId(id), leased.step_age().await?).await?;
+    let (age, failing_for) = (leased.step_age().await?, leased.failing_time().await?);
+    let outcome = predecessor::power_off(leased, ServerId(id), age, failing_for).await?;
     Ok(outcome.unwrap_or_else(fail_server_gone))
 }
 
