@@ -241,8 +241,8 @@ async fn reinstate_predecessor(
     machine_changes::leave_slot(tx, before.id, predecessor.id).await?;
     let highest = db::machines::find_highest_epoch(tx, &before.user, &before.slot).await?;
     let event = Event::Reinstated { epoch: highest.next(), power: predecessor.server_power() };
-    // If the reinstated machine has a failure of its own, it keeps that stage and message.
-    let own_failure = predecessor.failure.as_ref();
+    // A machine that had failed before it was replaced stays failed for the same reason.
+    let own_failure = predecessor.failure.as_ref().filter(|failure| !failure.cause.is_cleared_by_heartbeat());
     let failure = own_failure.and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
     let reason = "the machine that was meant to replace this one did not register";
     let context = EventContext { failure: failure.or(Some(("reinstate", reason))), ..context.clone() };

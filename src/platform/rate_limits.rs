@@ -120,6 +120,11 @@ impl ApiRateLimits {
         accepted.insert(tokens::hash(token), now + ACCEPTED_TOKEN_TTL);
     }
 
+    /// Forgets a token that was found invalid, for example because it has been revoked.
+    pub fn forget_accepted(&self, token: &str) {
+        self.lock_accepted().remove(&tokens::hash(token));
+    }
+
     /// Counts a request from a verified operator.
     ///
     /// # Errors
@@ -196,6 +201,16 @@ mod tests {
         exhaust_address_limit(&limits);
         limits.admit_unverified_token(CLIENT, "accepted").unwrap();
         assert!(limits.admit_unverified_token(CLIENT, "other").is_err());
+    }
+
+    #[test]
+    fn rejected_token_counts_against_address_limit() {
+        let limits = limits("10.0.0.0/8");
+        limits.record_accepted("revoked");
+        exhaust_address_limit(&limits);
+        limits.admit_unverified_token(CLIENT, "revoked").unwrap();
+        limits.forget_accepted("revoked");
+        assert!(limits.admit_unverified_token(CLIENT, "revoked").is_err());
     }
 
     #[test]

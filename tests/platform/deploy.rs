@@ -390,11 +390,8 @@ async fn rollout_refuses_a_powered_off_machine() {
     };
     let refused = start("h-user-0").await;
     refused.assert_problem(409, "invalid_state");
-    let detail = refused.body["detail"].as_str().unwrap();
-    assert!(
-        detail.contains("is powered off") && detail.contains("`svcctl power on h-user-0 --wait`"),
-        "{detail}"
-    );
+    let (detail, next) = (refused.body["detail"].as_str().unwrap(), format!("`svcctl power on {id} --wait`"));
+    assert!(detail.contains("is powered off") && detail.contains(&next), "{detail}");
     start("h-user-9").await.assert_problem(404, "machine_not_found");
 }
 

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use kit::provider::{Fault as ProviderFault, FaultRule};
 use kit::s3::{Fault, Rule};
 use reqwest::Method;
 use serde_json::json;
@@ -69,6 +70,24 @@ async fn metrics_count_work_and_describe_the_fleet() {
     // No label identifies a machine or a user.
     let identifies = |series: &&String| series.contains(&guest.machine) || series.contains("user_1");
     assert_eq!(after.samples.keys().filter(identifies).count(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn skipped_inventory_does_not_count_as_a_success() {
+    let stack = Stack::start().await;
+    let fault = ProviderFault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
+    stack.provider.add_fault(FaultRule::times(1000, "GET", "label_selector=svc-machine&", fault));
+    // In each interval, one of them lists the servers.
+    for process in &[stack.start_platform(), stack.start_platform()] {
+        let have_run = || async {
+            let scraped = scrape(&stack, process).await;
+            let passes = scraped.get("svc_reconciler_runs_total{part=\"retention\",outcome=\"ok\"}");
+            passes.is_some_and(|passes| passes >= 3.0).then_some(scraped)
+        };
+        let scraped = stack.eventually("the reconciler ran", have_run).await;
+        let success = scraped.get("svc_reconciler_last_success_timestamp_seconds{part=\"servers\"}");
+        assert_eq!(success, None, "no process can list the servers");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -106,6 +106,35 @@ async fn power_off_cuts_the_power_of_an_unresponsive_host() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn shutdown_accepted_late_gets_its_full_time() {
+    let (stack, process, guest) = start_with_machine(&[("RESIZE_SHUTDOWN_SECONDS", "60")]).await;
+    let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
+    stack.provider.add_fault(FaultRule::times(1000, "POST", "/actions/shutdown", locked));
+    let accepted = request_power(&stack, &process, &guest, "off").await;
+    let is_attempted = || async { (count_actions(&stack, "shutdown") >= 1).then_some(()) };
+    stack.eventually("a shutdown is requested", is_attempted).await;
+    let client = stack.database.connect().await.unwrap();
+    let age_step = "UPDATE operation_log SET at = at - interval '10 minutes' WHERE step = 'stop_server'";
+    client.execute(age_step, &[]).await.unwrap();
+    stack.provider.clear_faults();
+    let ended = stack.wait_until_ended(&process, accepted.body["operationId"].as_str().unwrap()).await;
+    assert_eq!((&ended["state"], power_state(&stack)), (&json!("succeeded"), Power::Off), "{ended}");
+    assert_eq!(count_actions(&stack, "poweroff"), 0, "the power was cut");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn refused_shutdown_is_followed_by_a_power_cut() {
+    let (stack, process, guest) = start_with_machine(&[]).await;
+    let refused = Fault::Status { status: 422, code: "invalid_input".to_owned(), reset_in_seconds: None };
+    stack.provider.add_fault(FaultRule::times(1000, "POST", "/actions/shutdown", refused));
+    let ended = run_action(&stack, &process, &guest, "off").await;
+    assert_eq!((&ended["state"], power_state(&stack)), (&json!("succeeded"), Power::Off), "{ended}");
+    let note = "the power was cut, because the provider accepted no shutdown request";
+    let lines = ended["log"].as_array().unwrap();
+    assert!(lines.iter().any(|line| line["detail"] == note), "{ended}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn long_shutdown_polls_rarely_and_cuts_the_power_once() {
     let (stack, process, guest) = start_with_machine(&[("RESIZE_SHUTDOWN_SECONDS", "3600")]).await;
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();

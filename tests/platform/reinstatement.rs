@@ -60,6 +60,26 @@ async fn machine_with_data_older_than_a_snapshot_is_not_reinstated() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn reinstated_machine_does_not_show_an_earlier_failure() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    let old = stack.start_machine(&process, "user_1").await;
+    stack.store_snapshot("user_1");
+    let client = stack.database.connect().await.unwrap();
+    let fail = "UPDATE user_machines SET status = 'failed', failure_cause = 'resize', failure_stage = 'power_on', \
+                failure_message = 'the host did not come back in time'";
+    client.execute(fail, &[]).await.unwrap();
+    let new = recover(&stack, &process).await;
+    stack.report_boot_failure(&process, &new).await;
+    let failure = stack.fetch_record(&process, &old.machine).await["failure"].clone();
+    assert_eq!(
+        (&failure["cause"], &failure["stage"]),
+        (&json!("reinstating"), &json!("reinstate")),
+        "{failure}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn immediate_deletion_keeps_the_predecessors_server() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
@@ -84,18 +104,24 @@ async fn immediate_deletion_keeps_the_predecessors_server() {
     assert_eq!(back.status, 202, "{back:?}");
 }
 
-/// Deletes a machine and abandons its server's removal.
-async fn abandon_removal(stack: &Stack, process: &Process) -> Guest {
+/// Deletes a machine with this query, and waits until its server is being removed, which the provider refuses.
+async fn start_stuck_removal(stack: &Stack, process: &Process, query: &str) -> (Guest, Value) {
     let old = stack.start_machine(process, "user_1").await;
     stack.store_snapshot("user_1");
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
     stack.provider.add_fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
-    stack.delete(process, &format!("/vps/{}?acceptLoss=true&now=true", old.machine)).await;
+    stack.delete(process, &format!("/vps/{}?{query}", old.machine)).await;
     let find_removal = || async {
         let operations = stack.fetch_record(process, &old.machine).await["operations"].clone();
         operations.as_array()?.iter().find(|operation| operation["kind"] == "remove_server").cloned()
     };
     let removal = stack.eventually("the removal is attempted", find_removal).await;
+    (old, removal)
+}
+
+/// Deletes a machine and abandons its server's removal.
+async fn abandon_removal(stack: &Stack, process: &Process) -> Guest {
+    let (old, removal) = start_stuck_removal(stack, process, "acceptLoss=true&now=true").await;
     let path = format!("/vps/operations/{}/abandon", removal["operationId"].as_str().unwrap());
     assert_eq!(stack.post(process, &path, &json!({})).await.status, 200);
     let fleet = stack.get(process, "/vps/fleet").await.body;
@@ -122,6 +148,30 @@ async fn discard_ends_an_abandoned_removal() {
         (fleet["attentionTotal"] == 0).then_some(())
     };
     stack.eventually("nothing needs attention", is_settled).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn accepted_loss_is_recorded_during_a_removal() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    let (old, removal) = start_stuck_removal(&stack, &process, "acceptLoss=true").await;
+    let path = format!("/vps/{}/discard", old.machine);
+    let client = stack.database.connect().await.unwrap();
+    let count = "SELECT count(*) FROM operator_audit WHERE action = 'discard'";
+    for (body, expected) in
+        [(json!({}), 0), (json!({"acceptLoss": true}), 1), (json!({"acceptLoss": true}), 1)]
+    {
+        let discarded = stack.post(&process, &path, &body).await;
+        assert_eq!(
+            (discarded.status, &discarded.body["operationId"], &discarded.body["alreadyOrdered"]),
+            (202, &removal["operationId"], &json!(true)),
+            "{discarded:?}"
+        );
+        let recorded: i64 = client.query_one(count, &[]).await.unwrap().get(0);
+        assert_eq!(recorded, expected, "{body}");
+    }
+    stack.provider.clear_faults();
+    stack.wait_for_server_deletion(&old.machine).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

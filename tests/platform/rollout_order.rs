@@ -89,3 +89,20 @@ async fn rollout_leaves_out_excluded_machines() {
         start(json!({"except": wrong})).await.assert_problem(400, "invalid_request");
     }
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn rollout_refuses_handle_with_an_unreachable_machine() {
+    let fleet = Fleet::start(1, &[]).await;
+    let (stack, process) = (&fleet.stack, &fleet.process);
+    let preview = json!({"idpUserId": "user_0", "slot": "next", "handle": "h-user-0", "kind": "preview"});
+    let booting = stack.post(process, "/vps/provision", &preview).await;
+    assert_eq!(booting.status, 202, "{booting:?}");
+    let body = json!({"imageVersion": NEXT_VERSION, "handles": ["h-user-0"]});
+    let refused = stack.post(process, "/vps/deploy", &body).await;
+    refused.assert_problem(409, "invalid_state");
+    let detail = refused.body["detail"].as_str().unwrap();
+    assert!(
+        detail.contains(booting.body["machineId"].as_str().unwrap()) && detail.contains("slot next"),
+        "{detail}"
+    );
+}

@@ -7,7 +7,7 @@ use kit::provider::Power;
 use serde_json::{Value, json};
 
 use super::fake_host::{FakeHost, start_host};
-use super::stack::{Process, Stack, provision_body};
+use super::stack::{Process, Stack, heartbeat_of, provision_body};
 
 /// Waits until the final backup is requested, and stores it.
 async fn store_requested_backup(stack: &Stack, old: &FakeHost) {
@@ -132,6 +132,49 @@ async fn grace_period_starts_with_the_power_off() {
     assert!(stack.power_state(&machine).is_some(), "the server must be kept until the grace period ends");
     let back = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
     assert_eq!(back.status, 202, "{back:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn undeleted_host_that_shuts_down_late_is_powered_on() {
+    let stack = Stack::start().await;
+    let settings = [("RESIZE_SHUTDOWN_SECONDS", "6"), ("DELETE_GRACE_SECONDS", "600")];
+    let process = stack.start_platform_with(&settings);
+    let guest = stack.start_machine(&process, "user_1").await;
+    let name = format!("svc-{}", guest.machine);
+    stack.provider.set_obeys_shutdown(&name, false).unwrap();
+    stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
+    let is_requested =
+        || async { (stack.provider.call_count("POST", "/actions/shutdown") == 1).then_some(()) };
+    stack.eventually("a shutdown is requested", is_requested).await;
+    let back = stack.post(&process, &format!("/vps/{}/undelete", guest.machine), &json!({})).await;
+    assert_eq!(back.status, 202, "{back:?}");
+    // The host sends this while it is shutting down.
+    stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
+    let path = format!("/servers/{}", stack.provider.servers().remove(0).id);
+    let polls = || stack.provider.call_count("GET", &path);
+    let expected = polls() + 4;
+    stack.eventually("the server is polled", || async { (polls() >= expected).then_some(()) }).await;
+    stack.provider.kill_server(&name).await.unwrap();
+    let is_on = || async { (stack.power_state(&guest.machine) == Some(Power::Running)).then_some(()) };
+    stack.eventually("the server is on again", is_on).await;
+    stack.send_heartbeats_until_running(&process, &guest, 2).await;
+}
+
+/// The first attempt is possible only after the time for which attempts are repeated.
+#[tokio::test(flavor = "multi_thread")]
+async fn late_first_attempt_still_powers_the_server_off() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform_with(&[
+        ("FAILPOINTS", "operations.delete.power_off_server.before=4*return(error)"),
+        ("RESIZE_SHUTDOWN_SECONDS", "1"),
+        ("POWER_OFF_RETRY_SECONDS", "2"),
+        ("DELETE_GRACE_SECONDS", "600"),
+    ]);
+    let guest = stack.start_machine(&process, "user_1").await;
+    let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await.body;
+    let operation = wait_until_ended(&stack, &process, &deleted["operationId"]).await;
+    assert_eq!(operation["state"], "succeeded", "{operation}");
+    assert_eq!(stack.power_state(&guest.machine), Some(Power::Off), "{operation}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

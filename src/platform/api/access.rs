@@ -59,7 +59,11 @@ pub async fn authorize(
         tracing::error!("the handler authenticates operators, but its route declares no access for them");
         return Err(unauthorized());
     };
-    let operator = authenticate(platform, method, token).await?;
+    let operator = authenticate(platform, method, token).await.inspect_err(|problem| {
+        if problem.code == Code::Unauthorized {
+            platform.rate_limits.forget_accepted(token);
+        }
+    })?;
     platform.rate_limits.record_accepted(token);
     platform.rate_limits.admit_operator(&operator)?;
     if operator.scopes().has_any(scopes) {

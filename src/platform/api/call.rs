@@ -86,6 +86,7 @@ impl ApiCall {
         match machine.upgrade_token.check_token(token, claim, &platform.mint, Timestamp::now()) {
             TokenStatus::Refused => {
                 drop(session);
+                platform.rate_limits.forget_accepted(token);
                 refused_hosts::report_rejected_token(platform, &machine, token, claim).await;
                 Err(unauthorized())
             }

@@ -7,7 +7,7 @@ use axum::Json;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use deadpool_postgres::{GenericClient, Transaction};
+use deadpool_postgres::Transaction;
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
@@ -19,6 +19,7 @@ use super::mutation::{AuditChange, Mutation, MutationEffect, Reply};
 use super::problems;
 use crate::alarms::Alarm;
 use crate::context::Platform;
+use crate::db::machine_row::MachineRow;
 use crate::db::rollouts::{self, NewRollout, RolloutRow};
 use crate::{db, resource, rollout_plan};
 use svc_http::fields::Fields;
@@ -172,15 +173,20 @@ async fn insert_rollout(tx: &Transaction<'_>, request: &RolloutRequest) -> Resul
     }
     let handles = request.handles.as_deref();
     let reachable = rollouts::list_reachable_machines(tx, handles, &request.except).await?;
-    for handle in request.handles.iter().flatten() {
-        if !reachable.iter().any(|(_, reachable)| reachable == handle.as_str()) {
-            return Err(unreachable_target(tx, handle).await?);
+    let ids: Vec<_> = reachable.iter().map(|(id, _)| *id).collect();
+    if let Some(handles) = handles {
+        if let Some(machine) = db::machines::find_other_with_handle(tx, handles, &ids).await? {
+            return Err(unreachable_target(&machine));
+        }
+        let is_unknown = |handle: &&Handle| !reachable.iter().any(|(_, known)| known == handle.as_str());
+        if let Some(unknown) = handles.iter().find(is_unknown) {
+            return Err(problems::machine_not_found(unknown.as_str()));
         }
     }
     let to_usize = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
     let batches =
         rollout_plan::assign_batches(reachable.len(), to_usize(request.canary), to_usize(request.batch_size));
-    let machines: Vec<_> = reachable.iter().map(|(id, _)| *id).zip(batches).collect();
+    let machines: Vec<_> = ids.into_iter().zip(batches).collect();
     let to_i32 = |number: u64| i32::try_from(number).unwrap_or(i32::MAX);
     let new = NewRollout {
         image_version: &request.version,
@@ -193,21 +199,21 @@ async fn insert_rollout(tx: &Transaction<'_>, request: &RolloutRequest) -> Resul
     Ok(rollouts::insert(tx, &new).await?)
 }
 
-/// Returns the problem for a handle whose machine a rollout cannot reach.
-async fn unreachable_target(client: &impl GenericClient, handle: &Handle) -> Result<Problem, Problem> {
-    let Some(machine) = db::machines::find_by_handle(client, handle).await? else {
-        return Ok(problems::machine_not_found(handle.as_str()));
-    };
+/// Returns the problem for a machine that a rollout cannot reach. A handle may have several machines, so the machine is
+/// named by its id.
+fn unreachable_target(machine: &MachineRow) -> Problem {
+    let MachineRow { id, handle, slot, .. } = machine;
     let (state, next) = match machine.powered_off_at {
-        Some(_) => ("powered off", format!("power it on with `svcctl power on {handle} --wait`")),
-        None => (machine.status.as_str(), format!("see the reason with `svcctl status {handle}`")),
+        Some(_) => ("powered off", format!("power it on with `svcctl power on {id} --wait`")),
+        None => (machine.status.as_str(), format!("see the reason with `svcctl status {id}`")),
     };
     let detail = format!(
-        "Machine {handle} is {state}, and a rollout updates only running machines: {next}, or leave it out. Nothing was changed."
+        "Machine {id} of {handle} (slot {slot}) is {state}, and a rollout updates only running machines: {next}, or leave out \
+         {handle}. Nothing was changed."
     );
-    Ok(Problem::new(Code::InvalidState, detail)
+    Problem::new(Code::InvalidState, detail)
         .with("machineStatus", json!(machine.status))
-        .with("allowed", json!([])))
+        .with("allowed", json!([]))
 }
 
 fn not_found(id: RolloutId) -> Problem {

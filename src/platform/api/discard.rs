@@ -59,20 +59,19 @@ async fn discard(
     };
     ensure_left_slot(&change.machine)?;
     let removal = find_pending_removal(&change.tx, id).await?;
-    if removal.is_some() || is_discard_ordered(&change.machine) {
-        let body = |after: &MachineRow| response_body(after, removal, true);
+    // A removal that is already running may still keep the server, unless an operator has accepted the loss.
+    let is_consent_new = loss == LossConsent::Accepted && !is_discard_ordered(&change.machine);
+    let is_ordered = removal.is_some() || is_discard_ordered(&change.machine);
+    let body = |after: &MachineRow| response_body(after, removal, is_ordered);
+    if is_ordered && !is_consent_new {
         return change.end(ChangeEffect::Unchanged, StatusCode::ACCEPTED, body).await;
     }
     if loss == LossConsent::Refused {
         ensure_data_saved(&change.tx, &change.machine).await?;
     }
     machine_changes::record_discard(&change.tx, id).await?;
-    // The reconciler creates the removal after it has listed the provider's servers.
-    change
-        .end(ChangeEffect::Changed("discard"), StatusCode::ACCEPTED, |after| {
-            response_body(after, None, false)
-        })
-        .await
+    // Without a removal, the reconciler creates one after it has listed the provider's servers.
+    change.end(ChangeEffect::Changed("discard"), StatusCode::ACCEPTED, body).await
 }
 
 /// Finds the running operation that deletes the server.

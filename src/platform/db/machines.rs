@@ -5,6 +5,7 @@ use std::time::Duration;
 use deadpool_postgres::{GenericClient, Transaction};
 use jiff::Timestamp;
 use tokio_postgres::types::ToSql;
+use uuid::Uuid;
 
 use super::machine_row::{ACTIVE, COLUMNS, MachineRow, sql_epoch};
 use super::{DbError, Params, query, query_opt};
@@ -142,6 +143,19 @@ pub async fn find_by_handle(
     let condition = HANDLE_CONDITION.replace('$', "$1");
     let sql_after_where = format!("{condition} AND {ACTIVE} ORDER BY machine_id LIMIT 1");
     Ok(find_many(client, &sql_after_where, &[&handle.as_str()]).await?.pop())
+}
+
+/// Finds an active machine that has one of these handles and is not in `except`.
+pub async fn find_other_with_handle(
+    client: &impl GenericClient,
+    handles: &[Handle],
+    except: &[MachineId],
+) -> Result<Option<MachineRow>, DbError> {
+    let handles: Vec<&str> = handles.iter().map(Handle::as_str).collect();
+    let except: Vec<Uuid> = except.iter().map(|id| id.0).collect();
+    let sql_after_where =
+        format!("handle = ANY ($1) AND machine_id <> ALL ($2) AND {ACTIVE} ORDER BY machine_id LIMIT 1");
+    Ok(find_many(client, &sql_after_where, &[&handles, &except]).await?.pop())
 }
 
 /// Returns whether a later machine in the slot has registered.

@@ -96,6 +96,7 @@ pub async fn list_holding_data(client: &impl GenericClient) -> Result<Vec<Tracke
     list_servers_where(client, &condition).await
 }
 
+/// Lists the matching servers in random order, so that no server is always left out if a pass checks only some of them.
 async fn list_servers_where(
     client: &impl GenericClient,
     condition: &str,
@@ -103,7 +104,7 @@ async fn list_servers_where(
     let sql = format!(
         "SELECT machine_id, provider_server_id, \
              extract(epoch FROM now() - greatest(heartbeat_at, registered_at, created_at))::float8 \
-         FROM user_machines WHERE {condition}"
+         FROM user_machines WHERE {condition} ORDER BY random()"
     );
     let found = query(client, &sql, &[]).await?;
     let parse = |row: &Row| TrackedServer {

@@ -1,6 +1,8 @@
 //! Reads from `operations` for a slot or a machine that has left its slot: an operation on one machine can affect other
 //! machines in the slot.
 
+use std::time::Duration;
+
 use deadpool_postgres::GenericClient;
 
 use super::machine_row::{MachineRow, sql_epoch};
@@ -67,6 +69,27 @@ pub async fn find_operation_needing_server(
     let epoch = sql_epoch(machine.epoch);
     let params: Params<'_> = &[&machine.id.0, &machine.user.as_str(), &machine.slot.as_str(), &epoch];
     Ok(query_opt(client, &sql, params).await?.as_ref().map(OperationRow::parse))
+}
+
+/// Returns whether an operation that was running less than `period` before `operation` was created may have requested a
+/// shutdown of this machine's server. A resize or a power-off that succeeded does not count: its shutdown has taken
+/// effect. The other operations continue even if the server stays on.
+pub async fn may_have_shut_down(
+    client: &impl GenericClient,
+    machine: MachineId,
+    operation: &OperationRow,
+    period: Duration,
+) -> Result<bool, DbError> {
+    let sql = "SELECT 1 FROM operations o JOIN user_machines m USING (machine_id) \
+               JOIN user_machines mine ON mine.machine_id = $1 AND mine.idp_user_id = m.idp_user_id \
+               AND mine.slot = m.slot \
+               WHERE (o.machine_id = $1 OR o.kind IN ('provision', 'recover')) \
+               AND (o.ended_at IS NULL OR o.ended_at > $2::timestamptz - make_interval(secs => $3)) \
+               AND EXISTS (SELECT 1 FROM operation_log l WHERE l.operation_id = o.operation_id AND l.outcome = 'begun' \
+                 AND (l.step = 'power_off_server' OR l.step IN ('shut_down', 'stop_server') AND o.state <> 'succeeded')) \
+               LIMIT 1";
+    let params: Params<'_> = &[&machine.0, &operation.created_at, &period.as_secs_f64()];
+    Ok(query_opt(client, sql, params).await?.is_some())
 }
 
 /// Returns whether an operator accepted the loss of unsaved data when this machine was taken out of service.

@@ -27,33 +27,8 @@ pub async fn start_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, S
     }
     let Some(server) = find_server(leased, &machine).await? else { return Ok(fail_server_gone()) };
     leased.detect_returned_server(&machine).await?;
-    let age = leased.step_age().await?;
-    if let Some(delay) = reinstate::ensure_on(leased, &server, age).await? {
-        return Ok(StepOutcome::wait(delay));
-    }
-    if may_shut_down_late(leased, &machine).await? {
-        return Ok(StepOutcome::wait(resize::poll_interval(age)));
-    }
-    Ok(StepOutcome::done())
-}
-
-/// Returns whether the host may still obey a shutdown request from an operation that ended, without success, shortly
-/// before this one was created. `resize_shutdown` is the maximum time that a shutdown takes.
-async fn may_shut_down_late(leased: &LeasedOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
-    let deadline = leased.platform.config.timing.resize_shutdown;
-    if leased.age().await? >= deadline {
-        return Ok(false);
-    }
-    let session = leased.platform.db.session().await?;
-    let operations = db::operations::list_for_machine(&session, machine.id).await?;
-    let created_at = leased.operation.created_at;
-    Ok(operations.iter().any(|other| {
-        let is_shutdown = matches!(other.kind.as_str(), "resize" | "power_off");
-        let has_ended_recently = other
-            .ended_at
-            .is_some_and(|ended_at| created_at.duration_since(ended_at).unsigned_abs() < deadline);
-        is_shutdown && other.state != "succeeded" && has_ended_recently
-    }))
+    let outcome = reinstate::ensure_stays_on(leased, machine.id, &server).await?;
+    Ok(outcome.unwrap_or_else(StepOutcome::done))
 }
 
 pub async fn stop_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
@@ -62,7 +37,8 @@ pub async fn stop_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
     let Some(id) = machine.provider_server_id else { return Ok(fail_server_gone()) };
-    let outcome = predecessor::power_off(leased, ServerId(id), leased.step_age().await?).await?;
+    let (age, failing_for) = (leased.step_age().await?, leased.failing_time().await?);
+    let outcome = predecessor::power_off(leased, ServerId(id), age, failing_for).await?;
     Ok(outcome.unwrap_or_else(fail_server_gone))
 }
 

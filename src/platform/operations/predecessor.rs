@@ -16,11 +16,13 @@ use super::{OperationKind, delete, resize};
 use crate::db;
 use crate::db::machine_row::MachineRow;
 use svc_http::problem::format_chain;
-use svc_provider::{ProviderError, Server, ServerId, ServerStatus};
+use svc_provider::{ErrorKind, ProviderError, Server, ServerId, ServerStatus};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
-/// Key in an operation's facts, set when the step has requested a shutdown.
-const SHUTDOWN_REQUESTED: &str = "shutdownAsked";
+/// Key in an operation's facts for the step's age, in seconds, when the first attempt to power the server off was made.
+const FIRST_ATTEMPT_AT: &str = "firstAttemptAt";
+/// Key in an operation's facts for the step's age, in seconds, when the provider accepted a shutdown request.
+pub(super) const SHUTDOWN_ACCEPTED_AT: &str = "shutdownAcceptedAt";
 /// Key in an operation's facts for the step's age, in seconds, when the power was last cut.
 const POWER_CUT_AT: &str = "powerCutAt";
 /// Delay before the power is cut again if the server is still on.
@@ -88,8 +90,12 @@ async fn try_power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
     };
     let age = leased.step_age().await?;
     let timing = &leased.platform.config.timing;
-    let shutdown = timing.resize_shutdown;
-    if age >= shutdown + timing.power_off_retry {
+    let facts = leased.facts();
+    let since_attempt = time_since(&facts, FIRST_ATTEMPT_AT, age);
+    // Counts from the accepted shutdown request or, without one, from the first attempt, which may be long after the
+    // step's start, for example after an outage of the database.
+    let waited = time_since(&facts, SHUTDOWN_ACCEPTED_AT, age).or(since_attempt);
+    if waited.is_some_and(|waited| waited >= timing.resize_shutdown + timing.power_off_retry) {
         // A deletion sets no fence.
         return Ok(StepOutcome::done_with_note(if leased.kind == OperationKind::Delete {
             "the provider did not power the server off"
@@ -98,44 +104,67 @@ async fn try_power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
         }));
     }
     leased.record_power_off_request(machine.id).await?;
-    match power_off(leased, ServerId(id), age).await {
-        Ok(Some(outcome)) => Ok(clear_absence(outcome, leased.facts())),
-        Ok(None) => Ok(confirm_server_gone(leased, &machine)),
+    let outcome = match power_off(leased, ServerId(id), age, since_attempt.unwrap_or_default()).await {
+        Ok(Some(outcome)) => clear_absence(outcome, facts.clone()),
+        Ok(None) => confirm_server_gone(leased, &machine),
         // Retried only until the deadline above: a provider error must not block the slot's new machine.
         Err(error) => {
             tracing::warn!(machine = %machine.id, error = %format_chain(&error), "cannot power a server off yet");
             let code = Some(error.code()).filter(|code| !code.is_empty()).unwrap_or("no response");
             let why = format!("the provider did not power the server off: {code}");
-            Ok(StepOutcome::wait_for(resize::poll_interval(age).max(POLL_INTERVAL), "provider_error", why))
+            StepOutcome::wait_for(resize::poll_interval(age).max(POLL_INTERVAL), "provider_error", why)
         }
-    }
+    };
+    Ok(if since_attempt.is_none() { record_first_attempt(outcome, facts, age) } else { outcome })
 }
 
-/// Requests a shutdown, or cuts the power if the shutdown is overdue. Returns `None` if the provider has no such
-/// server. The polling interval grows with the step's age, because all machines share the provider's rate limit.
+/// Requests a shutdown, and cuts the power `resize_shutdown` after the provider has accepted the request. If the request
+/// fails, the power is cut without it only if the provider refuses it, or if `failing_for`, the time for which attempts
+/// have failed, is at least `resize_shutdown`. Returns `None` if the provider has no such server. The polling interval
+/// grows with time, because all machines share the provider's rate limit.
 pub(super) async fn power_off(
     leased: &LeasedOperation<'_>,
     id: ServerId,
     age: Duration,
+    failing_for: Duration,
 ) -> Result<Option<StepOutcome>, ProviderError> {
     let provider = &leased.platform.provider;
     let Some(Server { status, is_locked, .. }) = provider.get(id).await? else { return Ok(None) };
-    if status == ServerStatus::Off {
-        return Ok(Some(StepOutcome::done()));
-    }
     let mut facts = leased.facts();
-    let since_cut = facts.get(POWER_CUT_AT).and_then(Value::as_f64).map(|cut_at| time_since_cut(cut_at, age));
+    let since_shutdown = time_since(&facts, SHUTDOWN_ACCEPTED_AT, age);
+    let since_cut = time_since(&facts, POWER_CUT_AT, age);
+    if status == ServerStatus::Off {
+        return Ok(Some(if since_cut.is_some() && since_shutdown.is_none() {
+            StepOutcome::done_with_note(
+                "the power was cut, because the provider accepted no shutdown request",
+            )
+        } else {
+            StepOutcome::done()
+        }));
+    }
     if is_locked {
         let delay = resize::poll_interval(since_cut.unwrap_or(age));
         let why = "the provider has locked the server for another action";
         return Ok(Some(StepOutcome::wait_for(delay, "server_locked", why)));
     }
-    if age < leased.platform.config.timing.resize_shutdown {
-        if !facts.contains_key(SHUTDOWN_REQUESTED) {
-            provider.shutdown(id).await?;
-            facts.insert(SHUTDOWN_REQUESTED.to_owned(), json!(true));
+    let timeout = leased.platform.config.timing.resize_shutdown;
+    match since_shutdown {
+        Some(since) if since < timeout => {
+            return Ok(Some(StepOutcome::wait(resize::poll_interval(since))));
         }
-        return Ok(Some(StepOutcome::Wait { delay: resize::poll_interval(age), facts: Some(facts) }));
+        None if since_cut.is_none() => match provider.shutdown(id).await {
+            Ok(_) => {
+                facts.insert(SHUTDOWN_ACCEPTED_AT.to_owned(), json!(age.as_secs_f64()));
+                let delay = resize::poll_interval(Duration::ZERO);
+                return Ok(Some(StepOutcome::Wait { delay, facts: Some(facts) }));
+            }
+            Err(error) if error.kind() != ErrorKind::Refused && failing_for < timeout => return Err(error),
+            Err(error) => {
+                tracing::warn!(operation = %leased.operation.id, error = %format_chain(&error),
+                    "cannot request a shutdown: cutting the power");
+            }
+        },
+        _ => {}
     }
     if since_cut.is_none_or(|since_cut| since_cut >= POWER_CUT_RETRY) {
         provider.power_off(id).await?;
@@ -145,8 +174,10 @@ pub(super) async fn power_off(
     Ok(Some(StepOutcome::wait(resize::poll_interval(since_cut.unwrap_or(age)))))
 }
 
-fn time_since_cut(cut_at: f64, age: Duration) -> Duration {
-    age.saturating_sub(Duration::try_from_secs_f64(cut_at).unwrap_or_default())
+/// Returns the time since the event whose fact is the step's age, in seconds; `None` if it has not happened.
+pub(super) fn time_since(facts: &Map<String, Value>, name: &str, age: Duration) -> Option<Duration> {
+    let at = facts.get(name)?.as_f64()?;
+    Some(age.saturating_sub(Duration::try_from_secs_f64(at).unwrap_or_default()))
 }
 
 /// Records a server as gone after two consecutive reports that it is missing, so that it cannot be kept or reinstated.
@@ -166,6 +197,23 @@ fn clear_absence(outcome: StepOutcome, facts: Map<String, Value>) -> StepOutcome
     if !facts.contains_key(ABSENT) {
         return outcome;
     }
+    change_facts(outcome, facts, |facts| {
+        facts.remove(ABSENT);
+    })
+}
+
+fn record_first_attempt(outcome: StepOutcome, facts: Map<String, Value>, age: Duration) -> StepOutcome {
+    change_facts(outcome, facts, |facts| {
+        facts.insert(FIRST_ATTEMPT_AT.to_owned(), json!(age.as_secs_f64()));
+    })
+}
+
+/// Changes the facts for the step's next run, if there is one.
+fn change_facts(
+    outcome: StepOutcome,
+    facts: Map<String, Value>,
+    change: impl FnOnce(&mut Map<String, Value>),
+) -> StepOutcome {
     let (delay, mut facts) = match outcome {
         StepOutcome::Wait { delay, facts: changed } => (delay, changed.unwrap_or(facts)),
         // `WaitFor` cannot change the facts, so `Wait` replaces it. If the reason still applies, the next run of the
@@ -173,7 +221,7 @@ fn clear_absence(outcome: StepOutcome, facts: Map<String, Value>) -> StepOutcome
         StepOutcome::WaitFor { delay, .. } => (delay, facts),
         other => return other,
     };
-    facts.remove(ABSENT);
+    change(&mut facts);
     StepOutcome::Wait { delay, facts: Some(facts) }
 }
 
@@ -217,7 +265,7 @@ mod tests {
     #[test]
     fn clear_absence_forgets_that_server_was_missing() {
         let facts = || {
-            let names = [ABSENT, SHUTDOWN_REQUESTED];
+            let names = [ABSENT, SHUTDOWN_ACCEPTED_AT];
             names.map(|name| (name.to_owned(), json!(true))).into_iter().collect::<Map<_, _>>()
         };
         for outcome in [
@@ -229,8 +277,20 @@ mod tests {
                 panic!("the step must wait, with changed facts");
             };
             assert_eq!(delay, POLL_INTERVAL);
-            assert_eq!(cleared.keys().collect::<Vec<_>>(), [SHUTDOWN_REQUESTED]);
+            assert_eq!(cleared.keys().collect::<Vec<_>>(), [SHUTDOWN_ACCEPTED_AT]);
         }
         assert!(matches!(clear_absence(StepOutcome::done(), facts()), StepOutcome::Done { .. }));
+    }
+
+    #[test]
+    fn first_attempt_is_recorded_even_if_it_must_wait() {
+        let locked = StepOutcome::wait_for(POLL_INTERVAL, "server_locked", "locked");
+        let recorded = record_first_attempt(locked, Map::new(), Duration::from_secs(300));
+        let StepOutcome::Wait { facts: Some(facts), .. } = recorded else {
+            panic!("the step must wait, with changed facts");
+        };
+        let since = |age| time_since(&facts, FIRST_ATTEMPT_AT, Duration::from_secs(age));
+        assert_eq!(since(310), Some(Duration::from_secs(10)));
+        assert_eq!(time_since(&facts, SHUTDOWN_ACCEPTED_AT, Duration::from_secs(310)), None);
     }
 }

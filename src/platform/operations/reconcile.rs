@@ -16,7 +16,7 @@ use crate::alarms::{self, Alarm};
 use crate::context::Platform;
 use crate::db::operations::{OperationRow, StallLimits};
 use crate::db::{self, DbError};
-use crate::lifecycle::{self, EventContext, LifecycleError};
+use crate::lifecycle::{self, Change, EventContext, LifecycleError};
 use svc_base::metrics::{RECONCILER_RUNS, RECONCILER_SUCCESS};
 use svc_base::quantity::pluralize;
 use svc_http::problem::format_chain;
@@ -52,10 +52,12 @@ async fn run_pass(platform: &Platform, min_interval: Duration) {
     report("previews", expire_previews(platform).await);
     report("hanging_operations", end_stalled_operations(platform).await);
     report("unknown_operations", report_unknown_operations(platform).await);
-    let (inventory, outcome) = check_servers(platform, min_interval).await;
-    report("servers", outcome);
-    if inventory == Inventory::Recorded {
-        report("leftovers", remove_leftovers(platform).await);
+    // The process that has the turn reports the outcome.
+    if let Some((inventory, outcome)) = check_servers(platform, min_interval).await {
+        report("servers", outcome);
+        if inventory == Inventory::Recorded {
+            report("leftovers", remove_leftovers(platform).await);
+        }
     }
     report("retention", retention::prune(platform).await);
 }
@@ -123,7 +125,11 @@ async fn delete_expired_preview(platform: &Platform, machine: MachineId) -> anyh
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::lock(&tx, machine).await? else { return Ok(()) };
     let context = EventContext::default();
-    lifecycle::apply(&tx, &platform.mint, &row, &Event::DeleteRequested, context).await?;
+    let change = lifecycle::apply(&tx, &platform.mint, &row, &Event::DeleteRequested, context).await?;
+    // The machine has been deleted since it was listed.
+    if change == Change::Unchanged {
+        return Ok(());
+    }
     let target = machine.to_string();
     let entry = db::audit::AuditEntry {
         actor: "platform",
@@ -198,12 +204,15 @@ pub(super) enum Inventory {
 }
 
 /// Compares the provider's servers with the database, unless any process has started to do so within the minimum
-/// interval.
-async fn check_servers(platform: &Platform, min_interval: Duration) -> (Inventory, anyhow::Result<()>) {
+/// interval. Returns `None` in that case.
+async fn check_servers(
+    platform: &Platform,
+    min_interval: Duration,
+) -> Option<(Inventory, anyhow::Result<()>)> {
     match claim_turn(platform, min_interval).await {
-        Ok(true) => inventory::take_inventory(platform).await,
-        Ok(false) => (Inventory::NotRecorded, Ok(())),
-        Err(error) => (Inventory::NotRecorded, Err(error.into())),
+        Ok(true) => Some(inventory::take_inventory(platform).await),
+        Ok(false) => None,
+        Err(error) => Some((Inventory::NotRecorded, Err(error.into()))),
     }
 }
 

@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use jiff::Timestamp;
+use serde_json::json;
 
 use super::host_call;
 use super::leased::LeasedOperation;
@@ -15,10 +15,14 @@ use super::step::{StepError, StepOutcome, StepRecord};
 use crate::db;
 use svc_http::problem::format_chain;
 use svc_machine::event::Event;
+use svc_machine::id::MachineId;
 use svc_machine::state::{FailureCause, Status};
 use svc_provider::{ProviderError, Server, ServerId, ServerStatus};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
+/// Key in an operation's facts, set when the step has found the server off: an earlier shutdown can no longer take
+/// effect.
+const SEEN_OFF: &str = "seenOff";
 
 pub async fn power_on(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = leased.machine().await?;
@@ -38,33 +42,49 @@ pub async fn power_on(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepE
             note: "the provider no longer has the server",
         });
     };
-    let age = leased.step_age().await?;
-    if let Some(delay) = ensure_on(leased, &server, age).await? {
-        return Ok(StepOutcome::wait(delay));
+    if let Some(outcome) = ensure_stays_on(leased, machine.id, &server).await? {
+        return Ok(outcome);
     }
-    if !may_shut_down_late(leased, machine.power_off_ordered_at).await? {
-        return Ok(StepOutcome::Done {
-            note: None,
-            record: StepRecord::ReinstatedServerOn { machine: machine.id },
-        });
-    }
-    Ok(StepOutcome::wait(resize::poll_interval(age)))
+    Ok(StepOutcome::Done { note: None, record: StepRecord::ReinstatedServerOn { machine: machine.id } })
 }
 
-/// Returns whether the host may still obey a shutdown request that was sent at `ordered_at`. `resize_shutdown` is the
-/// maximum time that a shutdown takes.
-async fn may_shut_down_late(
+/// Powers the server on if it is off, and waits while its host may still obey an earlier shutdown request. Returns
+/// `None` once the server is on and stays on.
+pub(super) async fn ensure_stays_on(
     leased: &LeasedOperation<'_>,
-    ordered_at: Option<Timestamp>,
-) -> Result<bool, StepError> {
-    let Some(ordered_at) = ordered_at else { return Ok(false) };
-    let since = leased.now().await?.duration_since(ordered_at).unsigned_abs();
-    Ok(since < leased.platform.config.timing.resize_shutdown)
+    machine: MachineId,
+    server: &Server,
+) -> Result<Option<StepOutcome>, StepError> {
+    let age = leased.step_age().await?;
+    let mut facts = leased.facts();
+    if let Some(delay) = ensure_on(leased, server, age).await? {
+        if server.status == ServerStatus::Off && !server.is_locked {
+            facts.insert(SEEN_OFF.to_owned(), json!(true));
+        }
+        return Ok(Some(StepOutcome::Wait { delay, facts: Some(facts) }));
+    }
+    if !facts.contains_key(SEEN_OFF) && may_shut_down_late(leased, machine).await? {
+        return Ok(Some(StepOutcome::wait(resize::poll_interval(age))));
+    }
+    Ok(None)
+}
+
+/// Returns whether the host may still obey a shutdown request from an operation that ended shortly before this one was
+/// created. `resize_shutdown` is the maximum time that a shutdown takes. A process may send its last request after the
+/// end of its operation, until its lease expires.
+async fn may_shut_down_late(leased: &LeasedOperation<'_>, machine: MachineId) -> Result<bool, StepError> {
+    let timing = &leased.platform.config.timing;
+    let period = timing.resize_shutdown + timing.lease_ttl;
+    if leased.age().await? >= period {
+        return Ok(false);
+    }
+    let session = leased.platform.db.session().await?;
+    Ok(db::slot_operations::may_have_shut_down(&session, machine, leased.operation, period).await?)
 }
 
 /// Returns `None` if the server is on or starting, and not locked; otherwise, the delay before the next check. If it is
 /// off and not locked, requests that it be powered on.
-pub(super) async fn ensure_on(
+async fn ensure_on(
     leased: &LeasedOperation<'_>,
     server: &Server,
     step_age: Duration,

@@ -9,6 +9,7 @@ use std::time::Duration;
 use serde_json::{Map, Value, json};
 
 use super::leased::LeasedOperation;
+use super::predecessor::{SHUTDOWN_ACCEPTED_AT, time_since};
 use super::step::{StepError, StepOutcome};
 use super::{Step, StepPoint};
 use crate::db::machine_row::MachineRow;
@@ -18,8 +19,6 @@ use svc_provider::{ActionId, ActionStatus, ErrorKind, Server, ServerId, ServerSt
 
 /// Key in an operation's facts for the id of the provider action that the step has requested.
 pub(super) const ACTION: &str = "action";
-/// Key in an operation's facts, set when the step has requested a shutdown.
-const SHUTDOWN_REQUESTED: &str = "asked";
 
 /// Interval between lookups of a server that the provider cannot find.
 const MISSING_SERVER_INTERVAL: Duration = Duration::from_secs(2);
@@ -32,22 +31,24 @@ pub async fn shut_down(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
     if server.status == ServerStatus::Off {
         return Ok(StepOutcome::done());
     }
-    if age >= leased.platform.config.timing.resize_shutdown {
-        return Ok(StepOutcome::done_with_note("the host did not shut down in time"));
-    }
     let mut facts = leased.facts();
-    if !facts.contains_key(SHUTDOWN_REQUESTED) {
-        match leased.platform.provider.shutdown(server.id).await {
-            Ok(_) => {}
-            Err(error) if error.kind() == ErrorKind::Refused => {
-                tracing::warn!(operation = %leased.operation.id, error = %format_chain(&error), "cannot request a shutdown");
-                return Ok(StepOutcome::done_with_note("the provider refused the shutdown request"));
-            }
-            Err(error) => return Err(error.into()),
-        }
-        facts.insert(SHUTDOWN_REQUESTED.to_owned(), json!(true));
+    if let Some(since) = time_since(&facts, SHUTDOWN_ACCEPTED_AT, age) {
+        return Ok(if since >= leased.platform.config.timing.resize_shutdown {
+            StepOutcome::done_with_note("the host did not shut down in time")
+        } else {
+            StepOutcome::wait(poll_interval(since))
+        });
     }
-    Ok(StepOutcome::Wait { delay: poll_interval(age), facts: Some(facts) })
+    match leased.platform.provider.shutdown(server.id).await {
+        Ok(_) => {}
+        Err(error) if error.kind() == ErrorKind::Refused => {
+            tracing::warn!(operation = %leased.operation.id, error = %format_chain(&error), "cannot request a shutdown");
+            return Ok(StepOutcome::done_with_note("the provider refused the shutdown request"));
+        }
+        Err(error) => return Err(error.into()),
+    }
+    facts.insert(SHUTDOWN_ACCEPTED_AT.to_owned(), json!(age.as_secs_f64()));
+    Ok(StepOutcome::Wait { delay: poll_interval(Duration::ZERO), facts: Some(facts) })
 }
 
 pub async fn power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
