@@ -436,7 +436,7 @@ async fn refusal_shows_reason_and_next_step_and_sets_exit_code() {
         (404, "not_found", 65),
         (409, "handle_taken", 65),
         (502, "provisioning_error", 69),
-        (503, "disabled", 75),
+        (503, "disabled", 65),
         (500, "internal", 70),
     ] {
         let platform =

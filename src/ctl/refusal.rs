@@ -37,8 +37,11 @@ struct Problem {
 impl ApiProblem {
     /// Reads the problem in an error response. A body that is not problem+json is replaced with a message.
     pub fn parse(status: StatusCode, body: &str, retry_after: Option<Duration>) -> Self {
+        let one_line = |text: &str| untrusted_text::one_line(text).into_owned();
         let (code, mut detail, request_id) = match serde_json::from_str::<Problem>(body) {
-            Ok(problem) => (Some(problem.code), problem.detail, problem.request_id),
+            Ok(Problem { code, detail, request_id }) => {
+                (Some(one_line(&code)), detail, request_id.as_deref().map(one_line))
+            }
             Err(_) => (None, format!("{status} without problem+json: is this the platform's URL?"), None),
         };
         let body = serde_json::from_str::<Box<Value>>(body).ok().filter(|_| code.is_some());
@@ -67,11 +70,13 @@ impl ApiProblem {
     }
 
     pub fn exit(&self) -> Exit {
-        match self.status.as_u16() {
-            401 | 403 => Exit::Permission,
-            429 | 503 | 504 => Exit::TryAgain,
-            502 => Exit::Unavailable,
-            507 | 400..=499 => Exit::Refused,
+        match (self.code.as_deref(), self.status.as_u16()) {
+            // Despite its status, a retry is refused too, until the configuration or the machines change.
+            (Some("disabled" | "preview_limit_reached"), _) => Exit::Refused,
+            (_, 401 | 403) => Exit::Permission,
+            (_, 429 | 503 | 504) => Exit::TryAgain,
+            (_, 502) => Exit::Unavailable,
+            (_, 507 | 400..=499) => Exit::Refused,
             _ => Exit::Internal,
         }
     }
@@ -365,6 +370,13 @@ mod tests {
     }
 
     #[test]
+    fn refusal_replaces_control_characters() {
+        let text = r#"{"code":"c\u001b[2J","detail":"d\u001b[2J","requestId":"r\u001b[2J\nnext: x"}"#;
+        let message = ApiProblem::parse(StatusCode::CONFLICT, text, None).to_string();
+        assert!(!message.contains(char::is_control), "{message:?}");
+    }
+
+    #[test]
     fn refusal_names_invalid_fields_and_states() {
         let message_of = |text: &str| ApiProblem::parse(StatusCode::BAD_REQUEST, text, None).to_string();
         let message = message_of(
@@ -426,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn exit_depends_on_the_status() {
+    fn exit_depends_on_the_status_and_code() {
         for (code, exit) in [
             (Code::InvalidRequest, Exit::Refused),
             (Code::Unauthorized, Exit::Permission),
@@ -434,6 +446,8 @@ mod tests {
             (Code::MachineNotFound, Exit::Refused),
             (Code::SnapshotUnusable, Exit::Refused),
             (Code::RateLimited, Exit::TryAgain),
+            (Code::PreviewLimitReached, Exit::Refused),
+            (Code::Disabled, Exit::Refused),
             (Code::ProvisioningError, Exit::Unavailable),
             (Code::StoreUnavailable, Exit::TryAgain),
             (Code::Internal, Exit::Internal),

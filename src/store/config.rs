@@ -59,7 +59,7 @@ impl StoreConfig {
             return Some(Self::Directory(dir.into()));
         }
         let bucket = read_bucket_name(env);
-        let endpoint = env.optional::<url::Url>(&vars::OBJECT_STORE_ENDPOINT).map(|url| url.to_string());
+        let endpoint = env.web_url(&vars::OBJECT_STORE_ENDPOINT).map(|url| url.to_string());
         let region = env.or_default(&vars::AWS_REGION);
         let access_key = env.required(&vars::AWS_ACCESS_KEY_ID);
         let secret_key = env.required_secret(&vars::AWS_SECRET_ACCESS_KEY);
@@ -222,6 +222,14 @@ mod tests {
             ["OBJECT_STORE_URL", short.0, alternate.0].iter().all(|name| missing.contains(name)),
             "{missing}"
         );
+    }
+
+    #[test]
+    fn read_rejects_endpoint_without_web_scheme() {
+        let bucket = ("OBJECT_STORE_URL", "s3://bucket");
+        assert_eq!(read_bucket(&[bucket, ("OBJECT_STORE_ENDPOINT", "http://minio:9000")]).unwrap(), "bucket");
+        let error = read_bucket(&[bucket, ("OBJECT_STORE_ENDPOINT", "minio:9000")]).unwrap_err();
+        assert!(error.contains("OBJECT_STORE_ENDPOINT: must be an http or https URL"), "{error}");
     }
 
     #[tokio::test]

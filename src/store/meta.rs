@@ -61,8 +61,9 @@ pub async fn write(bucket: &Bucket, slot: &SlotPrefix, meta: &VpsMeta) -> Result
             Ok(current) => current,
             Err(StoreError::Corrupt { .. }) => {
                 // An unreadable object is overwritten, because each heartbeat writes all of the metadata again.
-                let raw = bucket.get(&key, u64::MAX).await?;
-                let condition = raw.map_or(Condition::Absent, |raw| Condition::Unchanged(raw.version));
+                // It is not read again, because it can be of any size.
+                let found = bucket.head(&key).await?;
+                let condition = found.as_ref().map_or(Condition::Absent, Condition::unchanged);
                 match bucket.put_json_if(&key, meta, condition).await {
                     Err(StoreError::Precondition { .. }) => continue,
                     result => return Ok(result?),

@@ -1,11 +1,15 @@
 //! Changes that the kernel does not report: beyond the capacity of its event queue, and in folders that it cannot
 //! watch.
 
+use std::io::Write;
+use std::os::unix::net::UnixStream;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use svc::host::audit::protocol::{Message, Phase};
 
 use super::home::{ADA, AuditedHome, differences, recorded_operations};
 
@@ -54,11 +58,42 @@ fn scan_finds_changes_after_queue_overflow() -> Result<()> {
     Ok(())
 }
 
+/// Whether this user can create a user namespace, which has its own limits. Records the skipped test if not.
+fn can_limit_watches() -> bool {
+    let unshare = Command::new("unshare").args(["--user", "--map-root-user", "true"]).output();
+    let can = unshare.is_ok_and(|output| output.status.success());
+    if !can {
+        kit::skip::record("cannot create a user namespace");
+    }
+    can
+}
+
+#[test]
+fn messages_without_waiting_senders_share_a_scan() -> Result<()> {
+    if !can_limit_watches() {
+        return Ok(());
+    }
+    let mut home = AuditedHome::with_failpoints("watch.check=sleep(400)")?;
+    (home.max_watches, home.has_normal_hook_timeout) = (Some(20), true);
+    home.shell("mkdir -p $(seq --format=deep/%g 60)")?;
+    home.watch()?;
+    let message = Message::new(Phase::TurnEnd);
+    let mut line = serde_json::to_vec(&message)?;
+    line.push(b'\n');
+    // A scan for each of them would take 16 s; their connections end after 1 s.
+    for _ in 0..40 {
+        UnixStream::connect(home.path("run/svc/watch/watch.sock"))?.write_all(&line)?;
+    }
+    let sent = Instant::now();
+    while home.send_to_watcher(&message).is_err() {
+        ensure!(sent.elapsed() < Duration::from_secs(8), "each message waits for its own scan");
+    }
+    Ok(())
+}
+
 #[test]
 fn home_directory_beyond_the_watch_limit_is_scanned() -> Result<()> {
-    let unshare = Command::new("unshare").args(["--user", "--map-root-user", "true"]).output();
-    if !unshare.is_ok_and(|output| output.status.success()) {
-        kit::skip::record("cannot create a user namespace");
+    if !can_limit_watches() {
         return Ok(());
     }
     let mut home = AuditedHome::unwatched()?;
@@ -68,14 +103,10 @@ fn home_directory_beyond_the_watch_limit_is_scanned() -> Result<()> {
     let activity =
         || std::fs::read_to_string(home.dir().join("system/logs/activity.log")).unwrap_or_default();
     let wait_for_activity = |part: &str| -> Result<()> {
-        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
+        let deadline = Instant::now() + Duration::from_secs(20);
         while !activity().contains(part) {
-            ensure!(
-                std::time::Instant::now() < deadline,
-                "timeout: no {part:?} in the activity log: {}",
-                activity()
-            );
-            std::thread::sleep(std::time::Duration::from_millis(20));
+            ensure!(Instant::now() < deadline, "timeout: no {part:?} in the activity log: {}", activity());
+            std::thread::sleep(Duration::from_millis(20));
         }
         Ok(())
     };

@@ -9,6 +9,7 @@ use anyhow::{Context, Result};
 use async_trait::async_trait;
 use axum::body::{Body, to_bytes};
 use http::{Method, Request, StatusCode};
+use http_body_util::BodyExt;
 use svc::http::proxy::{Dial, Io, Proxy, ProxyError, ProxyLimits};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -35,6 +36,8 @@ enum Behavior {
     RespondAndClose,
     /// Closes the connection in the middle of the response body.
     Truncate,
+    /// Sends a response body that never ends.
+    Endless,
 }
 
 struct Upstream {
@@ -90,6 +93,13 @@ async fn serve(mut stream: TcpStream, requests: Arc<AtomicUsize>, behavior: impl
             }
             Behavior::Truncate => b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\nok",
             Behavior::Disconnect => return,
+            Behavior::Endless => {
+                let mut sent = stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await;
+                while sent.is_ok() {
+                    sent = stream.write_all(&[0; 1 << 16]).await;
+                }
+                return;
+            }
             Behavior::Silent => {
                 std::future::pending::<()>().await;
                 return;
@@ -246,5 +256,13 @@ async fn close_ends_exchanges_in_flight() -> Result<()> {
     proxy.close();
     assert!(matches!(waiting.await?, Err(ProxyError::Closed)));
     assert!(matches!(exchange(&proxy, Method::GET).await, Err(ProxyError::Closed)));
+
+    let upstream = Upstream::start(|_, _| Behavior::Endless).await?;
+    let proxy = upstream.proxy();
+    let mut body = proxy.forward(request(Method::GET)).await?.into_body();
+    body.frame().await.context("the body has ended")??;
+    proxy.close();
+    let next = body.frame().await.context("the body has ended")?;
+    assert!(next.is_err(), "data that has already arrived must not keep the exchange open");
     Ok(())
 }

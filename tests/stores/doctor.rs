@@ -1,10 +1,17 @@
 //! The findings of `svcctl doctor platform` about a store that lacks capabilities: they name the missing ones.
 
 use std::path::Path;
+use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
+use kit::s3::{Fault, Rule};
 use kit::stores::StoreKind;
 use kit::story::{BUCKET, HostBackend, RouterTransport, Stack};
+use svc::config::Env;
+use svc::platform::doctor;
+use svc::platform::host_store::HostCredentials;
+use svc::store::capabilities::{RaceLimits, Support};
+use svc::store::config::StoreConfig;
 
 use crate::ctl::report::{Report, run_report};
 
@@ -52,5 +59,29 @@ async fn doctor_reports_capabilities_that_seaweedfs_lacks() -> Result<()> {
         "Anyone who can reach the endpoint can read and delete every snapshot.",
     );
     report.expect("store-protection", "warning", "no versioning");
+    Ok(())
+}
+
+#[tokio::test]
+async fn failed_session_probe_is_inconclusive() -> Result<()> {
+    svc::http::tls::install_provider();
+    let dir = tempfile::tempdir()?;
+    let store = StoreKind::Kit.start(dir.path(), BUCKET).await?;
+    let mut pairs = store.env(BUCKET);
+    pairs.extend(store.sts_env());
+    let mut env = Env::from_pairs(pairs.iter().map(|(name, value)| (&**name, &**value)));
+    let config = StoreConfig::read(&mut env);
+    let credentials = HostCredentials::read(&mut env, config.as_ref());
+    let (config, credentials) = env.finish(config.zip(credentials))?;
+    let fault = Rule::new(Fault::StatusAfterCommit(503)).method("PUT");
+    let failed = store.add_fault(fault.key("svc-doctor/").key_ending(".dump").always());
+    let races = RaceLimits { rounds: 1, timeout: Duration::from_secs(10) };
+    let found = doctor::probe_store(&config, &credentials, races).await;
+    assert!(failed.hits() > 0);
+    let probed = found.into_iter().find(|probe| probe.capability == doctor::SESSION_WRITE_ONCE);
+    let support = probed.context("the capability was not probed")?.support;
+    assert!(matches!(support, Support::Unknown(_)), "{support:?}");
+    let remaining = store.objects(BUCKET, "svc-doctor");
+    assert!(remaining.is_empty(), "session objects remain: {remaining:?}");
     Ok(())
 }

@@ -4,6 +4,7 @@
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -11,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
 use nix::fcntl::OFlag;
+use nix::sys::socket::{self, AddressFamily, SockFlag, SockType, UnixAddr};
 use serde::{Deserialize, Serialize};
 
 use crate::records::entry::GapReason;
@@ -205,20 +207,25 @@ pub fn time_limit(normal: Duration) -> Duration {
     if failpoint::trigger("hook.long_timeout").is_err() { normal * 60 } else { normal }
 }
 
-/// Sends a message and waits until the watcher has processed it, and thereby all earlier file changes.
+/// Sends a message to the socket at `path`, and waits until the watcher has processed it, and thereby all earlier file
+/// changes.
 ///
 /// # Errors
 /// The watcher is not reachable, did not reply in time, or rejected the message, which it does by closing the
 /// connection.
-pub fn send(socket: &Path, message: &Message, timeout: Duration) -> io::Result<()> {
+pub fn send(path: &Path, message: &Message, timeout: Duration) -> io::Result<()> {
     let deadline = Instant::now() + timeout;
     let remaining = || {
         let remaining = deadline.saturating_duration_since(Instant::now());
         if remaining.is_zero() { Err(io::Error::from(io::ErrorKind::TimedOut)) } else { Ok(Some(remaining)) }
     };
-    let mut stream = UnixStream::connect(socket)?;
     let mut line = serde_json::to_vec(message)?;
     line.push(b'\n');
+    let unconnected = socket::socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
+    let mut stream = UnixStream::from(unconnected);
+    // The timeout also limits `connect`, which waits while too many connections have not been accepted.
+    stream.set_write_timeout(remaining()?)?;
+    socket::connect(stream.as_raw_fd(), &UnixAddr::new(path)?)?;
     stream.set_write_timeout(remaining()?)?;
     stream.write_all(&line)?;
     stream.set_read_timeout(remaining()?)?;
@@ -318,6 +325,17 @@ mod tests {
         );
         let message = Message::dispatch_end(&"d".repeat(200), seen);
         assert!((serde_json::to_vec(&message).unwrap().len() as u64) < MAX_MESSAGE_BYTES);
+    }
+
+    #[test]
+    fn send_times_out_if_connection_is_not_accepted() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(SOCKET);
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        socket::listen(&listener, socket::Backlog::new(0).unwrap()).unwrap();
+        let _queued = UnixStream::connect(&path).unwrap();
+        let sent = send(&path, &Message::new(Phase::Pre), Duration::from_millis(20));
+        assert_eq!(sent.unwrap_err().kind(), io::ErrorKind::WouldBlock);
     }
 
     #[test]

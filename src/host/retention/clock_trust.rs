@@ -5,9 +5,9 @@
 //! hour, so a wrong clock is not stable for that long unless the machine has no time server.
 //!
 //! The first check after a boot is different, because the clock alone shows how long the machine was off. It trusts the
-//! clock, unless the boot was more than a day after the last check or, without an earlier check, the time is more than
-//! a day after the last write to a record. Such a clock counts as a jump: `time-sync.target` is reached even if no time
-//! server responds. A machine that was off for weeks therefore expires its records one day after it was powered on.
+//! clock, unless the boot was more than a day after the last check or, without an earlier check, after the last write
+//! to a record before the boot. Such a clock counts as a jump: `time-sync.target` is reached even if no time server
+//! responds. A machine that was off for weeks therefore expires its records one day after it was powered on.
 
 use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
@@ -22,13 +22,16 @@ use svc_base::fsx::{self, FileError};
 const DAY_SECONDS: i64 = 86_400;
 /// A difference of up to this much is an NTP correction, not a jump.
 const MAX_DRIFT_SECONDS: i64 = 900;
+/// Checks are hourly. If the machine reboots between two of them, the boot is at most this long after the first, and
+/// the second at most this long after the boot.
+const MAX_REBOOT_SECONDS: i64 = 2 * 3600;
 
 /// A reading of the system clock and the uptime, with the last write to a record. Times are in seconds since 1970.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ClockReading {
     pub clock: i64,
     pub uptime_seconds: i64,
-    /// The time of the last write to a record; `None` if there is no record.
+    /// The time of the last write to a record before the boot; `None` if there is no such record.
     pub last_write: Option<i64>,
 }
 
@@ -66,18 +69,16 @@ pub fn assess_clock(state: Option<ClockState>, now: ClockReading) -> (i64, Clock
     let trusted = (now.clock, ClockState { boot_time, uptime_seconds, untrusted: None });
     let (expected, untrusted) = match state {
         Some(state) if state.uptime_seconds <= uptime_seconds => {
-            if is_near(state.boot_time) {
+            if is_near(state.boot_time) || may_have_rebooted(state, boot_time, uptime_seconds) {
                 return trusted;
             }
             (state.boot_time, state.untrusted)
         }
-        // This is the first check, or the first after a boot: the boot was not before the last check, and at least the
-        // uptime has passed since.
+        // This is the first check, or the first after a boot: the boot was not before the last check or write, and at
+        // least the uptime has passed since.
         _ => {
             let expected = state.map(|state| state.boot_time + state.uptime_seconds);
-            let Some(expected) = expected.or(now.last_write.map(|last| last - uptime_seconds)) else {
-                return trusted;
-            };
+            let Some(expected) = expected.or(now.last_write) else { return trusted };
             if boot_time - expected <= DAY_SECONDS {
                 return trusted;
             }
@@ -93,8 +94,17 @@ pub fn assess_clock(state: Option<ClockState>, now: ClockReading) -> (i64, Clock
     (now.clock.min(expected + uptime_seconds), ClockState { boot_time: expected, uptime_seconds, untrusted })
 }
 
-/// Finds the time of the last modification of any file in this directory, in seconds since 1970; `None` if it has none.
-fn find_last_write(dir: &Path) -> Result<Option<i64>, FileError> {
+/// Whether a check finds a longer uptime than the last one because the machine was up for even less time before it
+/// rebooted. A jump that looks the same is accepted: it is too short to matter, at most `2 * MAX_REBOOT_SECONDS`.
+fn may_have_rebooted(state: ClockState, boot_time: i64, uptime_seconds: i64) -> bool {
+    let last_check = state.boot_time + state.uptime_seconds;
+    uptime_seconds <= MAX_REBOOT_SECONDS
+        && (-MAX_DRIFT_SECONDS..=MAX_REBOOT_SECONDS).contains(&(boot_time - last_check))
+}
+
+/// Finds the time of the last modification, at most at `latest`, of any file in this directory; `None` if there is no
+/// such file. Times are in seconds since 1970.
+fn find_last_write(dir: &Path, latest: i64) -> Result<Option<i64>, FileError> {
     let mut last = None;
     for entry in std::fs::read_dir(dir).map_err(FileError::wrap("read", dir))? {
         let path = entry.map_err(FileError::wrap("read", dir))?.path();
@@ -103,7 +113,7 @@ fn find_last_write(dir: &Path) -> Result<Option<i64>, FileError> {
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
             meta => meta.map_err(FileError::wrap("stat", &path))?,
         };
-        if meta.is_file() {
+        if meta.is_file() && meta.mtime() <= latest {
             last = last.max(Some(meta.mtime()));
         }
     }
@@ -119,15 +129,17 @@ pub fn update_trusted_time(state_file: &Path, logs: &Path, clock: Timestamp) -> 
     let uptime_seconds = (stat.started / TICKS_PER_SECOND).cast_signed();
     let text = fsx::read_if_exists(state_file)?;
     let state = text.and_then(|text| serde_json::from_slice(&text).ok());
-    let reading =
-        ClockReading { clock: clock.as_second(), uptime_seconds, last_write: find_last_write(logs)? };
+    let clock_seconds = clock.as_second();
+    // Later writes are not evidence: their times may come from the same wrong clock. The gateway writes at each start.
+    let last_write = find_last_write(logs, clock_seconds - uptime_seconds - MAX_DRIFT_SECONDS)?;
+    let reading = ClockReading { clock: clock_seconds, uptime_seconds, last_write };
     let (trusted_time, new_state) = assess_clock(state, reading);
     fsx::write_atomic(
         state_file,
         &serde_json::to_vec(&new_state).expect("plain fields serialize to JSON"),
         0o600,
     )?;
-    if trusted_time < clock.as_second() {
+    if trusted_time < clock_seconds {
         tracing::warn!(%clock, trusted_time, "the clock has jumped: fewer records expire until it has been stable for a day");
     }
     Ok(Timestamp::from_second(trusted_time).unwrap_or(clock))
@@ -181,6 +193,26 @@ mod tests {
     }
 
     #[test]
+    fn reboot_is_trusted_after_longer_uptime() {
+        let checked = |boot_minute: i64, uptime_minutes: i64| {
+            let uptime_seconds = uptime_minutes * 60;
+            ClockReading {
+                clock: START + boot_minute * 60 + uptime_seconds,
+                uptime_seconds,
+                last_write: None,
+            }
+        };
+        let before = assess_clock(None, checked(0, 2)).1;
+        let rebooted = checked(20, 42);
+        let (trusted_time, state) = assess_clock(Some(before), rebooted);
+        assert_eq!((trusted_time, state.untrusted), (rebooted.clock, None));
+        // The clock has jumped: a boot so long after the last check would have been checked sooner.
+        for jumped in [checked(5 * 60, 42), checked(20, 5 * 60)] {
+            assert!(assess_clock(Some(before), jumped).0 < jumped.clock, "{jumped:?}");
+        }
+    }
+
+    #[test]
     fn boot_far_ahead_is_trusted_after_a_day() {
         let before = assess_clock(None, at(30, 0)).1;
         let booted = |uptime_seconds: i64| {
@@ -196,7 +228,7 @@ mod tests {
         assert_eq!((trusted_time, state.untrusted), (booted(60 + DAY_SECONDS).clock, None));
         // Without a state, the last write to a record replaces the last check.
         let (trusted_time, _) = assess_clock(None, booted(60));
-        assert_eq!(trusted_time, START);
+        assert_eq!(trusted_time, START + 60);
         let recent = ClockReading { last_write: Some(booted(60).clock - 3600), ..booted(60) };
         assert_eq!(assess_clock(None, recent).0, recent.clock);
     }
@@ -214,10 +246,11 @@ mod tests {
         std::fs::write(&file, "{").unwrap();
         assert_eq!(days(update_trusted_time(&file, &logs, jumped).unwrap()), 40);
         std::fs::write(&file, "{").unwrap();
-        std::fs::write(logs.join("activity.log"), "").unwrap();
-        assert!(
-            days(update_trusted_time(&file, &logs, jumped).unwrap()) < 40,
-            "a record was written just now"
-        );
+        // A record from long before the boot, and one that has been written since, with the wrong clock.
+        for (name, modified) in [("audit.jsonl", Timestamp::UNIX_EPOCH), ("activity.log", jumped)] {
+            let record = std::fs::File::create(logs.join(name)).unwrap();
+            record.set_modified(modified.into()).unwrap();
+        }
+        assert!(days(update_trusted_time(&file, &logs, jumped).unwrap()) < 40, "the last record is old");
     }
 }

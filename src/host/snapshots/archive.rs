@@ -114,11 +114,16 @@ pub fn copy_hashed(mut from: impl Read, mut to: impl Write) -> io::Result<(u64, 
     }
 }
 
-/// Returns whether a name directly below the home directory or its [`SYSTEM`] is an import's directory, which is not
-/// archived.
+/// Returns whether a directory with this name, directly below the home directory or its [`SYSTEM`], is an import's.
+/// Such a directory is not archived.
 pub fn is_import_directory(name: &OsStr) -> bool {
-    let name = name.as_bytes();
-    name.starts_with(STAGING_PREFIX.as_bytes()) || name.starts_with(REPLACED_PREFIX.as_bytes())
+    has_import_number(name, STAGING_PREFIX) || has_import_number(name, REPLACED_PREFIX)
+}
+
+/// Returns whether a name consists of the prefix and an import's number. The owner may use the prefix for other names.
+pub fn has_import_number(name: &OsStr, prefix: &str) -> bool {
+    let number = name.as_bytes().strip_prefix(prefix.as_bytes());
+    number.is_some_and(|number| !number.is_empty() && number.iter().all(u8::is_ascii_digit))
 }
 
 #[cfg(test)]

@@ -34,6 +34,8 @@ pub fn bind(dir: &Path, name: &str) -> io::Result<UnixListener> {
     ensure_dir(dir)?;
     // A socket's path is limited to 107 bytes, so the temporary name is short.
     let (target, temp) = (dir.join(name), dir.join(format!(".{}", std::process::id())));
+    // A killed process with the same ID may have left the name behind. If it cannot be removed, `bind` fails.
+    let _ = fs::remove_file(&temp);
     let listener = UnixListener::bind(&temp)?;
     let renamed = set_group_from_dir(dir, &temp)
         .and_then(|()| fs::set_permissions(&temp, Permissions::from_mode(SOCKET_MODE)))
@@ -93,6 +95,9 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("run/svc/gateway");
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        ensure_dir(&dir).unwrap();
+        // As if a process with this ID had been killed before the rename.
+        drop(UnixListener::bind(dir.join(format!(".{}", std::process::id()))).unwrap());
         for _ in 0..2 {
             // The second bind replaces the first one's socket, as after a killed process.
             let _listener = bind(&dir, "gateway.sock").unwrap();

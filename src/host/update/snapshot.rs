@@ -169,7 +169,7 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
         let since = clock::now_ms();
         let mut is_held_back = false;
         loop {
-            if journal.plan.allow.without_snapshot || is_waived(self.layout, &journal.plan.to) {
+            if journal.plan.allow.without_snapshot || is_waived(self.layout, journal) {
                 tracing::warn!(to = %journal.plan.to, "an operator waived the snapshot before this update");
                 return Ok(());
             }
@@ -260,10 +260,13 @@ fn read_waiver(layout: &Layout) -> Option<Waiver> {
     serde_json::from_slice(&text).ok()
 }
 
-/// Returns whether an operator recently waived the snapshot for an update to this release.
-fn is_waived(layout: &Layout, version: &ImageVersion) -> bool {
+/// Returns whether an operator recently waived the snapshot for this update. A waiver from before the update began was
+/// for another update, such as one that ended before it had a journal.
+fn is_waived(layout: &Layout, journal: &Journal) -> bool {
     read_waiver(layout).is_some_and(|waiver| {
-        waiver.version == *version && Timestamp::now().duration_since(waiver.at) <= MAX_WAIVER_AGE
+        waiver.version == journal.plan.to
+            && waiver.at >= journal.started_at
+            && Timestamp::now().duration_since(waiver.at) <= MAX_WAIVER_AGE
     })
 }
 
@@ -277,6 +280,7 @@ pub fn remove_waiver(layout: &Layout, version: &ImageVersion) -> Result<(), File
 
 #[cfg(test)]
 mod tests {
+    use super::super::journal::{Allowances, UpdateKind, UpdatePlan};
     use super::*;
 
     fn at(seconds: i64) -> Timestamp {
@@ -339,6 +343,19 @@ mod tests {
         assert_eq!((last.error, last.duration_ms), (Some(error), 7));
     }
 
+    fn update_to(version: &ImageVersion, started_at: Timestamp) -> Journal {
+        let plan = UpdatePlan {
+            kind: UpdateKind::Apply,
+            from: "0".parse().unwrap(),
+            to: version.clone(),
+            allow: Allowances::default(),
+            running: Vec::new(),
+            was_ready: true,
+            request_id: String::new(),
+        };
+        Journal::open(plan, started_at)
+    }
+
     #[test]
     fn remove_waiver_keeps_waiver_for_other_release() {
         let dir = tempfile::tempdir().unwrap();
@@ -346,8 +363,21 @@ mod tests {
         let (one, two): (ImageVersion, ImageVersion) = ("1".parse().unwrap(), "2".parse().unwrap());
         waive(&layout, &two).unwrap();
         remove_waiver(&layout, &one).unwrap();
-        assert!(is_waived(&layout, &two) && !is_waived(&layout, &one));
+        assert!(waiver_path(&layout).exists());
         remove_waiver(&layout, &two).unwrap();
         assert!(!waiver_path(&layout).exists());
+    }
+
+    #[test]
+    fn waiver_applies_only_to_update_in_progress() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let (one, two): (ImageVersion, ImageVersion) = ("1".parse().unwrap(), "2".parse().unwrap());
+        waive(&layout, &two).unwrap();
+        let waived_at = read_waiver(&layout).unwrap().at;
+        let later = waived_at.checked_add(SignedDuration::from_millis(1)).unwrap();
+        assert!(is_waived(&layout, &update_to(&two, waived_at)));
+        assert!(!is_waived(&layout, &update_to(&one, waived_at)));
+        assert!(!is_waived(&layout, &update_to(&two, later)), "the update began after the waiver");
     }
 }

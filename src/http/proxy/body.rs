@@ -158,6 +158,12 @@ impl ResponseBody {
         let closed = self.closed.get_or_insert_with(|| Box::pin(token.clone().cancelled_owned()));
         closed.as_mut().poll(cx)
     }
+
+    /// Closes the connection because the pool has been closed.
+    fn end_closed(&mut self) -> BoxError {
+        self.upstream = None;
+        "the proxy to the upstream was closed".into()
+    }
 }
 
 impl HttpBody for ResponseBody {
@@ -169,6 +175,10 @@ impl HttpBody for ResponseBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let this = &mut *self;
+        // Otherwise, a body that always has data would never wait, and not be ended.
+        if this.pool.closed.is_cancelled() {
+            return Poll::Ready(Some(Err(this.end_closed())));
+        }
         // Polling the body requests data; polling the connection then reads it, after which the body may have a frame.
         if let Poll::Ready(frame) = this.poll_body(cx) {
             return Poll::Ready(frame);
@@ -183,8 +193,7 @@ impl HttpBody for ResponseBody {
             }
         }
         ready!(this.poll_closed(cx));
-        this.upstream = None;
-        Poll::Ready(Some(Err("the proxy to the upstream was closed".into())))
+        Poll::Ready(Some(Err(this.end_closed())))
     }
 
     fn is_end_stream(&self) -> bool {

@@ -1,5 +1,7 @@
 //! Tests what a host's object store session can do, with a session for a slot that no user has.
 
+use std::time::Duration;
+
 use futures_util::FutureExt;
 use svc_base::error_chain::format_chain;
 use svc_machine::name::Slot;
@@ -27,6 +29,9 @@ pub const SESSION_WRITE_ONCE: Capability = Capability {
     need: CapabilityNeed::Recommended,
     without: "`STORE_WRITE_ONCE` must be off: credentials stolen from a host can overwrite its slot's snapshots.",
 };
+
+/// Timeout for one of the two probes. The doctor's check runs both and must then have time to delete their objects.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(6);
 
 /// Probes all capabilities of a store, including those of host sessions, for the store comparison table.
 pub async fn probe_store(
@@ -114,12 +119,12 @@ impl SessionStores {
                 Err(error) => Err(error),
             }
         };
-        let outcome = probe.boxed().await;
+        let outcome = with_timeout(probe.boxed()).await;
         for key in [&own, &other] {
             // Only the platform's own credentials can delete objects.
             platform.raw().delete(key).await.ok();
         }
-        outcome.unwrap_or_else(|error| Support::Unknown(format_chain(&error)))
+        outcome.unwrap_or_else(Support::Unknown)
     }
 
     /// Tests whether the session can write a snapshot, but not overwrite it.
@@ -129,17 +134,32 @@ impl SessionStores {
             Err(unknown) => return unknown,
         };
         let key = HostStore::probe_slot().snapshots().join(format!("{}.dump", uuid::Uuid::new_v4()));
-        let first = host.put_if(&key, &b"probe"[..], Condition::Absent).await;
-        let second = host.put(&key, &b"overwritten"[..]).await;
-        platform.raw().delete(&key).await.ok();
-        match (first, second) {
-            (Ok(()), Err(StoreError::Denied { .. })) => Support::Yes,
-            (Ok(()), Ok(())) => Support::No("a host's credentials can still overwrite a snapshot".to_owned()),
-            (Ok(()), Err(error)) => Support::Unknown(format_chain(&error)),
-            (Err(error), _) => {
-                Support::No(format!("a host's credentials cannot write a snapshot: {}", format_chain(&error)))
+        let probe = async {
+            match host.put_if(&key, &b"probe"[..], Condition::Absent).await {
+                Ok(()) => {}
+                Err(error @ StoreError::Denied { .. }) => {
+                    let why = format_chain(&error);
+                    return Ok(Support::No(format!("a host's credentials cannot write a snapshot: {why}")));
+                }
+                Err(error) => return Err(error),
             }
-        }
+            match host.put(&key, &b"overwritten"[..]).await {
+                Err(StoreError::Denied { .. }) => Ok(Support::Yes),
+                Ok(()) => Ok(Support::No("a host's credentials can still overwrite a snapshot".to_owned())),
+                Err(error) => Err(error),
+            }
+        };
+        let outcome = with_timeout(probe.boxed()).await;
+        platform.raw().delete(&key).await.ok();
+        outcome.unwrap_or_else(Support::Unknown)
+    }
+}
+
+/// Runs a probe with a timeout, and describes its error.
+async fn with_timeout(probe: impl Future<Output = Result<Support, StoreError>>) -> Result<Support, String> {
+    match tokio::time::timeout(PROBE_TIMEOUT, probe).await {
+        Ok(outcome) => outcome.map_err(|error| format_chain(&error)),
+        Err(_) => Err(format!("the store did not respond within {} s", PROBE_TIMEOUT.as_secs())),
     }
 }
 

@@ -7,7 +7,7 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use super::diff::Change;
-use crate::audit::protocol::Process;
+use crate::audit::protocol::{Message, Process};
 use crate::records::entry::{AuditEntry, FileOperation};
 
 /// Maximum number of open tool calls.
@@ -67,6 +67,25 @@ pub struct CallWindow {
 }
 
 impl CallWindow {
+    /// Returns the window of the call that the message reports.
+    pub fn new(message: &Message, claim: Option<Vec<ClaimedPath>>, opened: Timestamp) -> Self {
+        Self {
+            session: message.session_id.clone(),
+            tool_use: message.tool_use_id.clone().unwrap_or_default(),
+            tool: message.tool.clone().unwrap_or_default(),
+            agent: Agent {
+                actor: message.actor.clone(),
+                name: message.agent_name.clone(),
+                dispatch: message.dispatch_id.clone(),
+            },
+            subagent: message.subagent.clone(),
+            process: message.process,
+            opened,
+            claim,
+            is_background: false,
+        }
+    }
+
     fn claims(&self, change: &Change) -> bool {
         let Some(paths) = &self.claim else { return false };
         paths.iter().any(|ClaimedPath(path)| match change.op {

@@ -24,7 +24,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use sd_notify::NotifyState;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
@@ -50,7 +50,7 @@ use svc_base::applet::{self, Exit, Failure, OrExit};
 const MAX_CONNECTIONS: usize = 128;
 /// Timeout for one hook connection; longer than the hook itself waits.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(1);
-/// Maximum time between two iterations of the watcher thread; a full check of a million names takes several seconds.
+/// Maximum time that the watcher thread takes for a request; a full check of a million names takes several seconds.
 const STUCK_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The watcher's fail points.
@@ -141,7 +141,7 @@ struct WatcherHandle {
 
 struct WatcherThread {
     handle: WatcherHandle,
-    /// Set in each iteration of the thread.
+    /// Set after each request, and in each iteration of the thread.
     has_progressed: Arc<AtomicBool>,
     thread: std::thread::JoinHandle<()>,
     /// Resolves when the thread ends.
@@ -172,7 +172,8 @@ impl WatcherHandle {
     /// Sends a message; returns whether the thread has processed it.
     async fn send(&self, message: Message, peer: Peer) -> bool {
         let (done, completion) = oneshot::channel();
-        self.request(Request::Hook(Box::new(HookRequest { message, peer, done }))) && completion.await.is_ok()
+        let request = HookRequest { message, peer, received_at: Instant::now(), done };
+        self.request(Request::Hook(Box::new(request))) && completion.await.is_ok()
     }
 
     /// Returns the changes since the reply with the token `saved`; `None` if the thread has ended.

@@ -1,5 +1,7 @@
 //! Requests from other tasks to the watcher thread.
 
+use std::time::Instant;
+
 use tokio::sync::oneshot;
 
 use super::peer::Peer;
@@ -10,6 +12,7 @@ use crate::audit::protocol::Message;
 pub struct HookRequest {
     pub message: Message,
     pub peer: Peer,
+    pub received_at: Instant,
     pub done: oneshot::Sender<()>,
 }
 

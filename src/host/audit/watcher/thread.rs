@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use jiff::Timestamp;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use super::call_windows::{Agent, CallWindow, CallWindows, ClaimedPath};
+use super::call_windows::{CallWindow, CallWindows, ClaimedPath};
 use super::calls::{Authority, Call, EndedCall, determine_authority, sanitize_names};
 use super::change_log::ChangeLog;
 use super::diff;
@@ -61,6 +61,8 @@ pub struct Watcher {
     /// Ended tool calls. A call whose hook disconnected may be reported twice: live, and by its saved message.
     ended_calls: VecDeque<EndedCall>,
     last_check: Instant,
+    /// While a message is processed whose sender no longer waits: the time since which the message is known.
+    unawaited_since: Option<Instant>,
     was_at_watch_limit: bool,
 }
 
@@ -98,6 +100,7 @@ impl Watcher {
             calls_with_gap: VecDeque::new(),
             ended_calls: VecDeque::new(),
             last_check: Instant::now(),
+            unawaited_since: None,
             was_at_watch_limit: false,
         };
         if let Some(since) = open_windows.iter().map(|window| window.opened).min() {
@@ -114,37 +117,49 @@ impl Watcher {
         let mut last_tick = Instant::now();
         loop {
             has_progressed.store(true, Ordering::Relaxed);
-            self.wait_for_events(waker, TICK_INTERVAL.saturating_sub(last_tick.elapsed()));
-            self.home_watcher.drain(&mut self.dirty);
-            let mut bytes = [0; 64];
-            // Non-blocking; the bytes only wake this thread.
-            while std::io::Read::read(&mut &*waker, &mut bytes).is_ok_and(|read| read > 0) {}
-            loop {
-                match requests.try_recv() {
-                    Ok(Request::Hook(hook)) => {
-                        let HookRequest { message, peer, done } = *hook;
-                        self.collect_saved();
-                        self.process_message(message, &peer);
-                        // The hook may have disconnected.
-                        let _ = done.send(());
-                    }
-                    Ok(Request::Changes { saved, done }) => {
-                        let _ = done.send(self.take_changes(saved.as_deref()));
-                    }
-                    Err(TryRecvError::Empty) => break,
-                    Err(TryRecvError::Disconnected) => {
-                        self.check_home();
-                        return;
-                    }
+            let is_idle = match requests.try_recv() {
+                Ok(request) => {
+                    self.process_request(request);
+                    false
                 }
-            }
+                Err(TryRecvError::Empty) => true,
+                Err(TryRecvError::Disconnected) => return self.check_home(),
+            };
             if last_tick.elapsed() >= TICK_INTERVAL {
+                has_progressed.store(true, Ordering::Relaxed);
                 self.tick();
                 last_tick = Instant::now();
             } else if self.windows.is_empty() && self.dirty.name_count() > MAX_IDLE_DIRTY_NAMES {
                 self.check_home();
             }
+            if is_idle {
+                self.wait_for_events(waker, TICK_INTERVAL.saturating_sub(last_tick.elapsed()));
+                self.home_watcher.drain(&mut self.dirty);
+                let mut bytes = [0; 64];
+                // Non-blocking; the bytes only wake this thread.
+                while std::io::Read::read(&mut &*waker, &mut bytes).is_ok_and(|read| read > 0) {}
+            }
         }
+    }
+
+    fn process_request(&mut self, request: Request) {
+        let HookRequest { message, peer, received_at, done } = match request {
+            Request::Hook(hook) => *hook,
+            Request::Changes { saved, done } => {
+                let _ = done.send(self.take_changes(saved.as_deref()));
+                return;
+            }
+        };
+        if done.is_closed() {
+            // The hook no longer waits, and has saved the message: the next tick collects it.
+            self.unawaited_since = Some(received_at);
+        } else {
+            self.collect_saved();
+        }
+        self.process_message(message, &peer);
+        self.unawaited_since = None;
+        // The hook may have disconnected.
+        let _ = done.send(());
     }
 
     /// Returns the changes that the file backup has not saved.
@@ -362,22 +377,7 @@ impl Watcher {
             let paths = resolve_written_paths(&self.home, message.cwd.as_deref(), path);
             paths.into_iter().map(ClaimedPath).collect()
         });
-        let window = CallWindow {
-            session: message.session_id.clone(),
-            tool_use: message.tool_use_id.clone().unwrap_or_default(),
-            tool: message.tool.clone().unwrap_or_default(),
-            agent: Agent {
-                actor: message.actor.clone(),
-                name: message.agent_name.clone(),
-                dispatch: message.dispatch_id.clone(),
-            },
-            subagent: message.subagent.clone(),
-            process: message.process,
-            opened: clock::now_ms(),
-            claim,
-            is_background: false,
-        };
-        if let Some(evicted) = self.windows.begin(window) {
+        if let Some(evicted) = self.windows.begin(CallWindow::new(message, claim, clock::now_ms())) {
             self.record_gap(GapReason::Crowded, 1, evicted.opened);
         }
         self.save_state();
@@ -403,8 +403,13 @@ impl Watcher {
         self.save_state();
     }
 
-    /// Collects and attributes all changes so far.
+    /// Collects and attributes all changes so far. At the watch limit, a check takes seconds, so the messages whose
+    /// senders no longer wait share one that began after they were sent. Otherwise, they could come faster than checks.
     fn check_home(&mut self) {
+        let is_shared = self.unawaited_since.is_some_and(|since| self.last_check >= since);
+        if is_shared && self.home_watcher.is_at_watch_limit() {
+            return;
+        }
         self.home_watcher.drain(&mut self.dirty);
         if failpoint::trigger("watch.check").is_err() || self.home_watcher.is_at_watch_limit() {
             self.dirty.mark_all();
@@ -472,6 +477,7 @@ impl Watcher {
             self.calls_with_gap.pop_front();
         }
         saved.sort_by_key(|hook| hook.at);
+        self.unawaited_since = Some(Instant::now());
         for UndeliveredHook { why, message, .. } in saved {
             let Some(message) = message.filter(|message| message.phase != Phase::Pre) else { continue };
             let tool_use = message.tool_use_id.as_deref().unwrap_or_default();
@@ -481,6 +487,7 @@ impl Watcher {
                 self.process_message(message, &Peer::default());
             }
         }
+        self.unawaited_since = None;
     }
 
     /// Saves the running calls and dispatches, without a sync: a power cut may lose the file, but also ends all calls.

@@ -50,7 +50,8 @@ enum DrillError {
 impl DrillError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Damaged { .. } => Exit::Refused,
+            // More space is not free a minute later: the unit must not retry.
+            Self::Damaged { .. } | Self::Download(DownloadError::NoSpace { .. }) => Exit::Refused,
             Self::Store(error) => crate::system::store::exit_code(error),
             Self::Download(error) => error.exit(),
             Self::Connect(_) => Exit::Unavailable,
@@ -65,9 +66,9 @@ impl DrillError {
 /// Runs the drill and records the result. `stop` ends it early; the next drill removes its temporary data.
 ///
 /// # Errors
-/// `Refused` if the snapshot is damaged or cannot be loaded, or the loaded database differs from the snapshot's
-/// sidecar; `Unavailable` if the store or the database server is unavailable; `Permission` if this machine's access to
-/// the store has been withdrawn; `TryAgain` if `stop` ended the run; otherwise `Internal`.
+/// `Refused` if the snapshot is damaged or cannot be loaded, the loaded database differs from the snapshot's sidecar,
+/// or the disk is too small for it; `Unavailable` if the store or the database server is unavailable; `Permission` if
+/// this machine's access to the store has been withdrawn; `TryAgain` if `stop` ended the run; otherwise `Internal`.
 pub async fn run(
     _lock: &Lock,
     settings: &BackupSettings,
@@ -151,4 +152,15 @@ async fn remove_leftovers(context: &RestoreContext, dir: &Path) -> Result<(), Dr
     staging::drop_scratch_databases(&client, ScratchPurpose::Check).await?;
     staging::drop_temporary_roles(&client).await?;
     Ok(staging::remove_dumps(dir)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn drill_without_space_is_not_retried() {
+        let no_space = DownloadError::NoSpace { path: "/var/lib/svc".into(), needed: 2, free: 1 };
+        assert_eq!(DrillError::from(no_space).exit(), Exit::Refused);
+    }
 }

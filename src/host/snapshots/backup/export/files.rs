@@ -67,9 +67,6 @@ pub fn list_files(home: &Path, except: &[&Path]) -> Result<(Vec<HomeEntry>, Vec<
         let mut subdirectories = Vec::new();
         for name in names {
             let (path, full_path) = (directory.join(&name), full_directory.join(&name));
-            if is_import_target(&directory) && archive::is_import_directory(&name) {
-                continue;
-            }
             let meta = match fs::symlink_metadata(&full_path) {
                 Ok(meta) => meta,
                 Err(error) => {
@@ -86,6 +83,9 @@ pub fn list_files(home: &Path, except: &[&Path]) -> Result<(Vec<HomeEntry>, Vec<
                 continue;
             };
             if kind == EntryKind::Directory {
+                if is_import_target(&directory) && archive::is_import_directory(&name) {
+                    continue;
+                }
                 subdirectories.push(path.clone());
             }
             let modified = u64::try_from(meta.mtime()).unwrap_or(0);
@@ -125,7 +125,9 @@ mod tests {
             fs::create_dir_all(at(dir)).unwrap();
         }
         fs::write(at("b/c/d"), "").unwrap();
-        fs::write(at("a"), "").unwrap();
+        for file in ["a", ".import-8", ".import-log"] {
+            fs::write(at(file), "").unwrap();
+        }
         fs::write(at("out.tar.partial"), "").unwrap();
         std::os::unix::fs::symlink("/", at("b/root")).unwrap();
         let _socket = std::os::unix::net::UnixListener::bind(at("socket")).unwrap();
@@ -134,7 +136,7 @@ mod tests {
         std::os::unix::fs::symlink(home.path(), &linked).unwrap();
         let (listed, omitted) = list_files(&linked, &[&at("out.tar.partial")]).unwrap();
         let paths: Vec<_> = listed.iter().map(|entry| entry.path.to_str().unwrap()).collect();
-        assert_eq!(paths, ["a", "b", "system", "b/c", "b/root", "b/c/d"]);
+        assert_eq!(paths, [".import-8", ".import-log", "a", "b", "system", "b/c", "b/root", "b/c/d"]);
         let omitted: Vec<_> = omitted.iter().map(|entry| entry.path.to_str().unwrap()).collect();
         assert_eq!(omitted, ["socket"]);
     }

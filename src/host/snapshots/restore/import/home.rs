@@ -6,7 +6,7 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use crate::snapshots::archive::{REPLACED_PREFIX, STAGING_PREFIX};
+use crate::snapshots::archive::{self, REPLACED_PREFIX, STAGING_PREFIX};
 use svc_base::fsx::{self, FileError};
 
 /// The working directories of an import: one for staged files, one for replaced files.
@@ -36,6 +36,15 @@ impl Staging {
             .create(&self.staged)
             .map_err(FileError::wrap("create directory", &self.staged))?;
         Ok(&self.staged)
+    }
+
+    /// Writes the staged entries to the disk. Otherwise, a power failure soon after they have been installed could
+    /// leave empty files.
+    pub fn sync(&self) -> Result<(), FileError> {
+        // Syncing the file system once is cheaper than syncing each file.
+        fs::File::open(&self.staged)
+            .and_then(|dir| Ok(nix::unistd::syncfs(dir)?))
+            .map_err(FileError::wrap("sync", &self.staged))
     }
 
     /// Checks that this user may rename the files to be replaced. In a directory with the sticky bit, such as the home
@@ -103,8 +112,9 @@ fn move_entry(from: &Path, to: &Path) -> io::Result<()> {
 /// Removes all staging directories in `directory`: this import's, and those of killed runs.
 pub fn remove_staged(directory: &Path) -> Result<(), FileError> {
     for name in list_names(directory)? {
-        if name.to_string_lossy().starts_with(STAGING_PREFIX) {
-            let path = directory.join(name);
+        let path = directory.join(&name);
+        let is_directory = || fs::symlink_metadata(&path).is_ok_and(|meta| meta.is_dir());
+        if archive::has_import_number(&name, STAGING_PREFIX) && is_directory() {
             remove_directory(&path).map_err(FileError::wrap("remove", &path))?;
         }
     }
@@ -180,5 +190,16 @@ mod tests {
         create_read_only_directory(&home.path().join(".import-7/go/pkg"));
         remove_staged(home.path()).unwrap();
         assert!(list_names(home.path()).unwrap().is_empty());
+    }
+
+    #[test]
+    fn remove_staged_keeps_other_names_of_the_owner() {
+        let home = tempfile::tempdir().unwrap();
+        fs::create_dir(home.path().join(".import-notes")).unwrap();
+        for file in [".import-8", ".import-log"] {
+            fs::write(home.path().join(file), "x").unwrap();
+        }
+        remove_staged(home.path()).unwrap();
+        assert_eq!(list_names(home.path()).unwrap(), [".import-8", ".import-log", ".import-notes"]);
     }
 }

@@ -209,6 +209,7 @@ fn stage_files(layout: &Layout, archive: &File, args: &StepArgs) -> Result<(), S
     let staged = staging.create()?;
     extract_archive(archive, &args.archive, staged, &ExtractTarget::Home(staged))?;
     staging.ensure_replaceable()?;
+    tokio::task::block_in_place(|| staging.sync())?;
     failpoint::trigger("import.staged")?;
     Ok(())
 }
@@ -271,6 +272,7 @@ async fn load_and_swap(
         snapshot.size_bytes,
     )?;
     let loaded = untrusted::load(&settings.context, dump, &archived.sidecar).await?;
+    tokio::task::block_in_place(|| system.sync())?;
     failpoint::trigger("import.loaded")?;
     let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
     database_identity::assign_restore_id(&client, &loaded.name).await?;
