@@ -294,6 +294,8 @@ pub fn interaction_schema() -> Value {
             ("batch", boolean()),
         ],
         &[
+            ("acceptedAt", time()),
+            ("startedAt", time()),
             ("costEstimated", boolean()),
             ("error", error),
             ("batchId", text()),
