@@ -3,6 +3,7 @@
 
 use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
 
 use anyhow::Context;
 use jiff::Timestamp;
@@ -11,7 +12,7 @@ use rustls::ServerConfig;
 use rustls::client::verify_server_name;
 use rustls::crypto::ring::sign::any_supported_type;
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::server::{ClientHello, ParsedCertificate, ResolvesServerCert};
 use rustls::sign::{CertifiedKey, SigningKey};
 
@@ -116,13 +117,15 @@ impl Chain {
         ParsedCertificate::try_from(leaf).is_ok_and(|leaf| verify_server_name(&leaf, &name).is_ok())
     }
 
-    /// Checks that a client with the verifier's roots accepts the chain for this name now.
+    /// Checks that a client with the verifier's roots accepts the chain for this name at this time.
     ///
     /// # Errors
     /// A message that says why the client would reject the chain.
-    pub fn verify(&self, verifier: &ChainVerifier, name: &str) -> Result<(), String> {
+    pub fn verify(&self, verifier: &ChainVerifier, name: &str, at: Timestamp) -> Result<(), String> {
         let server = ServerName::try_from(name).map_err(|error| error.to_string())?;
-        verifier.verify(&self.certificates, &server).map_err(|error| error.to_string())
+        let seconds = u64::try_from(at.as_second()).unwrap_or_default();
+        let at = UnixTime::since_unix_epoch(Duration::from_secs(seconds));
+        verifier.verify(&self.certificates, &server, at).map_err(|error| error.to_string())
     }
 }
 

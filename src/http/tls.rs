@@ -122,14 +122,19 @@ impl ChainVerifier {
         Ok(Self(WebPkiServerVerifier::builder_with_provider(roots, provider()).build()?))
     }
 
-    /// Verifies a chain (leaf first) for a server name at the current time.
+    /// Verifies a chain (leaf first) for a server name at this time.
     ///
     /// # Errors
     /// The reason a client with these roots would reject the chain.
-    pub fn verify(&self, chain: &[CertificateDer<'_>], name: &ServerName<'_>) -> Result<(), rustls::Error> {
+    pub fn verify(
+        &self,
+        chain: &[CertificateDer<'_>],
+        name: &ServerName<'_>,
+        at: UnixTime,
+    ) -> Result<(), rustls::Error> {
         let empty_chain = rustls::Error::InvalidCertificate(rustls::CertificateError::BadEncoding);
         let (leaf, intermediates) = chain.split_first().ok_or(empty_chain)?;
-        self.0.verify_server_cert(leaf, intermediates, name, &[], UnixTime::now()).map(drop)
+        self.0.verify_server_cert(leaf, intermediates, name, &[], at).map(drop)
     }
 }
 

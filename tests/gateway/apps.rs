@@ -289,6 +289,21 @@ async fn bridge_works_after_recovery_without_the_app_folder() -> Result<()> {
 }
 
 #[tokio::test]
+async fn app_works_if_the_apps_folder_cannot_be_opened() -> Result<()> {
+    let (database, slug) = (test_database().await?, unique_name("linked"));
+    let host = host_with_app(&database, &slug, &json!({ "t": { "columns": { "a": "text" } } })).await?;
+    let apps = host.machine.path("home/svc/home/apps");
+    std::fs::rename(&apps, apps.with_file_name("elsewhere"))?;
+    std::os::unix::fs::symlink("elsewhere", &apps)?;
+    let host = host.restart()?;
+    host.wait_until_registered(&slug).await?;
+    let insert = json!({ "action": "insert", "app": slug, "table": "t", "data": { "a": "x" } });
+    host.query_data(&insert).await?;
+    assert_eq!(host.get("/readyz").await?.0, StatusCode::OK);
+    Ok(())
+}
+
+#[tokio::test]
 async fn rejected_app_without_folder_stays_listed() -> Result<()> {
     let (database, slug, other) = (test_database().await?, unique_name("rejected"), unique_name("other"));
     let tables = json!({ "t": { "columns": { "a": "text" } } });

@@ -193,3 +193,35 @@ async fn exhausted_pool_returns_503_with_retry_after() -> Result<()> {
     assert_eq!(app.count().await?, 1, "a request that was cancelled while waiting has no effect");
     Ok(())
 }
+
+#[tokio::test]
+async fn refused_connections_are_not_retried_in_a_loop() -> Result<()> {
+    let mut app = app_with_slow_inserts().await?;
+    let port = app.database.server().port;
+    let proxy = kit::net::Proxy::start(([127, 0, 0, 1], port).into())?;
+    let url = app.database.url().replace(&format!(":{port}/"), &format!(":{}/", proxy.addr().port()));
+    app.host.machine.env.insert("DATABASE_URL".into(), url);
+    app.host = app.host.restart()?;
+    app.host.wait_until_registered(&app.slug).await?;
+    let admin = app.database.connect().await?;
+    admin.batch_execute(&format!("ALTER ROLE {} CONNECTION LIMIT 1", app.schema())).await?;
+    let send = |body: &Value| {
+        tokio::spawn(app.host.owner_request(Method::POST, "/api/bridge/query").json(body).send())
+    };
+    // A transaction has exclusive use of the only connection.
+    let insert = json!({ "action": "insert", "table": "things", "data": { "size": -1 } });
+    let long = send(&json!({ "action": "transaction", "app": app.slug, "operations": [insert] }));
+    app.host
+        .wait_until("the transaction is running", async || {
+            Ok(count_sessions(&app, &admin, "active").await? == 1)
+        })
+        .await?;
+    let before = proxy.connections();
+    let waiting = [0; 2].map(|_| send(&app.body("count", json!({}))));
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert!(waiting.iter().all(|request| !request.is_finished()), "the requests wait for a connection");
+    let attempts = proxy.connections() - before;
+    assert!((1..30).contains(&attempts), "{attempts} attempts to open a connection");
+    long.abort();
+    Ok(())
+}

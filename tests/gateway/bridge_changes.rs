@@ -224,6 +224,27 @@ async fn stream_ends_when_unread_changes_were_deleted() -> Result<()> {
     Ok(())
 }
 
+/// The triggers of a new app are created only when the stream follows it.
+#[tokio::test]
+async fn stream_ends_if_new_apps_changes_were_not_recorded() -> Result<()> {
+    let app = TestApp::new().await?;
+    let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
+    let new = super::host::unique_name("new");
+    app.host.machine.add_app(&new, &json!({ "t": { "columns": { "a": "text" } } }))?;
+    app.host.wait_until_registered(&new).await?;
+    let insert = json!({ "action": "insert", "app": new, "table": "t", "data": { "a": "x" } });
+    app.host.query_data(&insert).await?;
+    app.insert(json!({ "title": "after it" })).await?;
+    let ended = events.next_entries().await;
+    assert!(ended.as_ref().is_err_and(|error| error.to_string() == "the stream has ended"), "{ended:?}");
+    let resumed = changes_request(&app.host, "", Some(&events.id)).send().await?;
+    assert_eq!(resumed.status(), StatusCode::GONE);
+    let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
+    app.host.query_data(&insert).await?;
+    assert_eq!(events.next_entries().await?, ["t insert 1"]);
+    Ok(())
+}
+
 #[tokio::test]
 async fn app_receives_only_its_own_changes_even_to_new_tables() -> Result<()> {
     let app = TestApp::new().await?;

@@ -13,6 +13,7 @@ use kit::pebble::{Options, Pebble};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
 use serde_json::{Value, json};
+use svc::http::certificate::Chain;
 use svc::http::tls::{ChainCheck, ChainVerifier, SpkiPin, pinned_client_config};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
@@ -365,6 +366,21 @@ async fn validation_handshake_needs_challenge_in_progress() -> Result<()> {
     let stream = TcpStream::connect(host.address.parse::<SocketAddr>()?).await?;
     let name = ServerName::try_from(name)?;
     assert!(TlsConnector::from(Arc::new(config)).connect(name, stream).await.is_err());
+    Ok(())
+}
+
+#[test]
+fn chain_is_verified_at_the_given_time() -> Result<()> {
+    let ca = Ca::new()?;
+    let dir = tempfile::tempdir()?;
+    let roots = dir.path().join("roots.pem");
+    std::fs::write(&roots, ca.root_pem())?;
+    let verifier = ChainVerifier::new(Some(roots))?;
+    let chain = Chain::from_pem(ca.issue(&["a.example.test"])?.0.as_bytes())?;
+    let verify = |at: Timestamp| chain.verify(&verifier, "a.example.test", at);
+    assert_eq!(verify(chain.not_before()), Ok(()));
+    assert!(verify(chain.not_before().checked_sub(SignedDuration::from_secs(1))?).is_err(), "not valid yet");
+    assert!(verify(chain.not_after().checked_add(SignedDuration::from_secs(1))?).is_err(), "expired");
     Ok(())
 }
 

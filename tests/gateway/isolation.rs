@@ -1,7 +1,10 @@
 //! An app's role can access only the app's own schema, even if the app could run arbitrary SQL.
 
+use std::time::Duration;
+
 use anyhow::Result;
 use kit::pg::test_database;
+use reqwest::StatusCode;
 use serde_json::json;
 use tokio_postgres::error::SqlState;
 use tokio_postgres::{Client, NoTls};
@@ -129,6 +132,8 @@ async fn externally_changed_password_is_reset() -> Result<()> {
     let app_session = open_app_session().await?;
     let slug = app_session.own.trim_start_matches("app_").replace('_', "-");
     let count = json!({ "action": "count", "app": slug, "table": "t" });
+    // Apps cannot be loaded while this lock is held.
+    app_session.admin.batch_execute("SELECT pg_advisory_lock(hashtext('svc-gateway'))").await?;
     // Closes the role's connections, so that new ones need the password.
     app_session
         .admin
@@ -137,6 +142,13 @@ async fn externally_changed_password_is_reset() -> Result<()> {
             &[&app_session.own],
         )
         .await?;
+    for _ in 0..8 {
+        assert!(!app_session.host.query(&count).await?.0.is_success(), "the role can log in");
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        let (status, ready) = app_session.host.get("/readyz").await?;
+        assert_eq!(status, StatusCode::OK, "the apps remain loaded: {ready}");
+    }
+    app_session.admin.batch_execute("SELECT pg_advisory_unlock(hashtext('svc-gateway'))").await?;
     app_session
         .host
         .wait_until("the app can log in", async || Ok(app_session.host.query(&count).await?.0.is_success()))

@@ -84,6 +84,17 @@ async fn interactions_are_paged_newest_first_and_filtered() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn usage_table_shows_names_on_one_line() -> Result<()> {
+    let (machine, now) = (Machine::new(UNREACHABLE_DATABASE)?, Timestamp::now());
+    let line = interaction(1, now, "user_owner", "big\n\u{1b}[31m", 0.1);
+    let day = now.to_zoned(jiff::tz::TimeZone::UTC).date();
+    machine.write(&format!("{LOGS}/interactions-{day}.jsonl"), &format!("{line}\n"))?;
+    let shown = String::from_utf8(machine.command().args(["usage", "--by", "model"]).output()?.stdout)?;
+    assert!(shown.contains("big; \u{FFFD}[31m"), "{shown:?}");
+    Ok(())
+}
+
 #[tokio::test]
 async fn usage_equals_interactions_and_outlives_them() -> Result<()> {
     let (machine, _) = machine_with_interactions()?;

@@ -44,6 +44,8 @@ fn dispatch(n: u64) -> (Date, Interaction) {
         version: Interaction::VERSION,
         id: n.to_string(),
         timestamp: jiff::Timestamp::UNIX_EPOCH,
+        accepted_at: None,
+        started_at: None,
         sender_id: format!("user_{}", random % 53),
         conversation_id: "c".to_owned(),
         model: format!("model-{}", (random >> 8) % 11),

@@ -256,6 +256,8 @@ mod tests {
             version: Interaction::VERSION,
             id: at.to_owned(),
             timestamp: at.parse().unwrap(),
+            accepted_at: None,
+            started_at: None,
             sender_id: "ada".to_owned(),
             conversation_id: "c".to_owned(),
             model: "m".to_owned(),

@@ -9,6 +9,7 @@ use jiff::civil::Date;
 
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::stdout::{OutputState, print};
+use svc_base::untrusted_text;
 use svc_host::records::files::RecordKind;
 use svc_host::records::ledger::{GroupBy, Totals, UsageQuery};
 use svc_host::records::page::{self, PageError, Verdict};
@@ -108,7 +109,10 @@ pub fn print_usage(layout: &Layout, args: UsageArgs) -> Result<(), Failure> {
         [vec![name, totals.cost.to_string()], numbers.into()].concat()
     };
     for entry in report.entries {
-        let name = entry.model.or(entry.user_id).unwrap_or_else(|| entry.date.to_string());
+        let name = entry.model.or(entry.user_id);
+        // Agents report the names of models, and senders choose their ids.
+        let name = name.map(|name| untrusted_text::one_line(&name).into_owned());
+        let name = name.unwrap_or_else(|| entry.date.to_string());
         table.add_row(row(name, &entry.totals));
     }
     table.add_row(row("all".to_owned(), &report.total));

@@ -16,6 +16,12 @@ pub struct Interaction {
     /// The end of the dispatch, which determines the day it counts towards.
     #[serde(with = "clock::wire")]
     pub timestamp: Timestamp,
+    /// The time at which the dispatch was accepted; absent from older records.
+    #[serde(default, with = "clock::wire_option", skip_serializing_if = "Option::is_none")]
+    pub accepted_at: Option<Timestamp>,
+    /// The time at which the agent started; absent if it never did, and from older records.
+    #[serde(default, with = "clock::wire_option", skip_serializing_if = "Option::is_none")]
+    pub started_at: Option<Timestamp>,
     /// The user or channel that sent the dispatch.
     pub sender_id: String,
     pub conversation_id: String,
@@ -199,7 +205,8 @@ mod tests {
     #[test]
     fn lines_use_the_specifications_names() {
         let line = json!({
-            "version": 1, "id": "01", "timestamp": "2026-11-22T01:02:03.456Z", "senderId": "user_1", "conversationId": "c",
+            "version": 1, "id": "01", "timestamp": "2026-11-22T01:02:03.456Z", "acceptedAt": "2026-11-22T01:02:01.000Z",
+            "startedAt": "2026-11-22T01:02:03.449Z", "senderId": "user_1", "conversationId": "c",
             "model": "m", "agentName": "coder", "tokensIn": 10, "tokensOut": 20, "cost": 0.0125, "durationMs": 7,
             "tools": [{"name": "Bash", "durationMs": 3, "inputPreview": "ls", "status": "error",
                 "error": "Exit code 3"}], "status": "error",

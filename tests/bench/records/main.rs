@@ -54,6 +54,8 @@ fn event(n: u64) -> Interaction {
             1_795_000_000_000 + i64::try_from(n % 1_000_000).unwrap_or_default(),
         )
         .unwrap_or(jiff::Timestamp::UNIX_EPOCH),
+        accepted_at: None,
+        started_at: None,
         sender_id: "u".to_owned(),
         conversation_id: String::new(),
         model: "m".to_owned(),

@@ -28,10 +28,10 @@ static PATTERNS: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
         (r"\b(gh[pousr]_|github_pat_|glpat-|npm_|pypi-|hf_|xox[a-z]-)[A-Za-z0-9_-]{8,}", REDACTED),
         (r"\b(AKIA|ASIA)[A-Z0-9]{12,}", REDACTED),
         (r"\bsvc[a-z]_[A-Za-z0-9_-]{8,}", REDACTED),
-        (r#"(?i)(authorization\\?["']?\s*[:=]\s*)[^"'\r\n]+"#, "$1***"),
+        (r#"(?i)(authorization\\?["']?\s*[:=]\s*\\?["']?)[^"'\r\n]+"#, "$1***"),
         (r"(?i)\b(bearer|basic)\s+[A-Za-z0-9+/=._~-]{6,}", "$1 ***"),
-        // curl's user option.
-        (r"(\s-u\s*)[^\s:]+:\S+", "$1***"),
+        // curl's options for a user and a proxy's user.
+        (r"(\s(?:-u\s*|--(?:proxy-)?user[\s=]+))[^\s:]+:\S+", "$1***"),
         // A name that suggests a secret, then a value: as an assignment, a header, a flag or JSON.
         (
             r#"(?i)([A-Za-z0-9_-]*(password|passwd|passphrase|secret|token|api[-_]?key|access[-_]?key|private[-_]?key|credentials?)[A-Za-z0-9_-]*\\?["']?\s*(=|:|\s)\s*)(\\?"[^"]+"?|'[^']+'?|[^\s"'\\]{4,})"#,
@@ -79,6 +79,11 @@ impl Secrets {
         // Longest first: one secret may contain another.
         secrets.sort_by_key(|secret| std::cmp::Reverse(secret.len()));
         Self(secrets)
+    }
+
+    /// The length of the longest secret.
+    pub fn max_bytes(&self) -> usize {
+        self.0.first().map_or(0, String::len)
     }
 
     /// Redacts the secrets; returns whether there were any. Must run before the text is truncated or put on one line.
@@ -175,7 +180,14 @@ mod tests {
             ("PASSPHRASE=\"correct horse battery\" run", "PASSPHRASE=*** run"),
             ("x password='ab;longsecret' y", "x password=*** y"),
             ("curl -u ada:hunter2 https://x.example", "curl -u *** https://x.example"),
+            ("curl --user ada:hunter2 https://x.example", "curl --user *** https://x.example"),
+            ("curl --proxy-user='ada:hunter2' x", "curl --proxy-user=*** x"),
             ("curl -H 'Authorization: Token 0123456' x", "curl -H 'Authorization: ***' x"),
+            (
+                r#"{"headers":{"Authorization":"lin_api_0123456789abcdef"}}"#,
+                r#"{"headers":{"Authorization":"***"}}"#,
+            ),
+            ("headers={'Authorization': 'Bot MTk4.Cl2FMQ'}", "headers={'Authorization': '***'}"),
             ("mysql --password hunter2hunter2 -e 1", "mysql --password *** -e 1"),
             (r#"{"password":"hunter2hunter2","user":"ada"}"#, r#"{"password":***,"user":"ada"}"#),
             (r#"echo "{\"clientSecret\": \"hunter2hunter2\"}""#, r#"echo "{\"clientSecret\": ***}""#),

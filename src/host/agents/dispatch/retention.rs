@@ -89,6 +89,8 @@ mod tests {
             version: Interaction::VERSION,
             id: id.to_owned(),
             timestamp: "2026-11-22T10:00:00.000Z".parse().unwrap(),
+            accepted_at: None,
+            started_at: None,
             sender_id: "u".to_owned(),
             conversation_id: "c".to_owned(),
             model: "m".to_owned(),

@@ -185,6 +185,8 @@ fn build_interaction(
         version: Interaction::VERSION,
         id: accepted.id.clone(),
         timestamp: clock::now_ms(),
+        accepted_at: Some(accepted.accepted_at),
+        started_at: dispatch.started_at(),
         sender_id: accepted.sender_id.clone(),
         conversation_id: conversation_id.unwrap_or_else(|| accepted.id.clone()),
         model: model.unwrap_or_else(|| UNKNOWN_MODEL.to_owned()),
@@ -299,11 +301,8 @@ impl<'a> GatewayRun<'a> {
             Ok(Ok(halves)) => halves,
             Ok(Err(error)) => {
                 tracing::warn!(%error, "svc-agent cannot be reached");
-                return failed_outcome(
-                    "NoRunner",
-                    "svc-agent cannot be reached: is svc-agent.socket active?",
-                )
-                .into();
+                let why = "svc-agent cannot be reached: is svc-agent.socket active?";
+                return failed_outcome("NoRunner", why).into();
             }
             Err(_) => return failed_outcome("NoRunner", "svc-agent did not accept the run in time").into(),
         };

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 
@@ -145,6 +145,12 @@ impl Dispatch {
             let index = parse_entry_index(&interaction.id);
             BatchPosition { id, index, size: interaction.batch_size.unwrap_or_default() }
         });
+        // Older records lack the times: their runs started this long before they ended, or a little earlier.
+        let duration =
+            SignedDuration::from_millis(i64::try_from(interaction.duration_ms).unwrap_or(i64::MAX));
+        let run_start = interaction.timestamp.checked_sub(duration).unwrap_or(interaction.timestamp);
+        let is_older_run = interaction.accepted_at.is_none() && interaction.duration_ms > 0;
+        let started_at = interaction.started_at.or(is_older_run.then_some(run_start));
         let accepted = JournalEntry {
             version: JournalEntry::VERSION,
             id: interaction.id.clone(),
@@ -158,13 +164,16 @@ impl Dispatch {
             },
             batch: position,
             fingerprint: interaction.fingerprint.clone().unwrap_or_default(),
-            accepted_at: interaction.timestamp,
+            accepted_at: interaction.accepted_at.unwrap_or(run_start),
             started_at: None,
             ended: None,
             refused: None,
         };
         let dispatch = Self::with_log(accepted, batch, None, EventLog::restored());
         dispatch.journaled.cancel();
+        if let Some(at) = started_at {
+            dispatch.mark_running(at);
+        }
         let phase = interaction.status.into();
         dispatch.end(DispatchResult { phase, interaction: Some(interaction), text: None, refused: None });
         dispatch.mark_durable();
@@ -343,6 +352,30 @@ mod tests {
         let mut accepted = JournalEntry::example("d");
         accepted.entry.conversation_id = conversation_id.map(str::to_owned);
         Dispatch::new(accepted, None, None)
+    }
+
+    #[test]
+    fn restored_dispatch_has_the_times_of_its_record() {
+        let restore = |times: Value| {
+            let mut record = json!({
+                "version": 1, "id": "d", "timestamp": "2026-11-22T10:00:09.000Z", "senderId": "u",
+                "conversationId": "c", "model": "m", "agentName": "a", "tokensIn": 0, "tokensOut": 0, "cost": 0,
+                "durationMs": 4000, "tools": [], "status": "success", "batch": false,
+            });
+            record.as_object_mut().unwrap().extend(times.as_object().unwrap().clone());
+            Dispatch::from_record(serde_json::from_value(record).unwrap(), None).to_json()
+        };
+        let (accepted, started) = ("2026-11-22T10:00:01.000Z", "2026-11-22T10:00:05.000Z");
+        for (times, expected_accepted, expected_started) in [
+            (json!({ "acceptedAt": accepted, "startedAt": started }), accepted, json!(started)),
+            (json!({ "acceptedAt": accepted }), accepted, Value::Null),
+            (json!({}), started, json!(started)),
+        ] {
+            let restored = restore(times);
+            assert_eq!(restored["acceptedAt"], expected_accepted, "{restored}");
+            assert_eq!(restored["startedAt"], expected_started, "{restored}");
+            assert_eq!(restored["status"], "success");
+        }
     }
 
     #[test]

@@ -1,13 +1,14 @@
-//! An agent's output: its lines, limited in length, and the tail of its standard error.
+//! An agent's output: its lines, limited in length, and the tail of its standard error, without secrets.
 
 use std::collections::VecDeque;
 use std::io;
 
 use tokio::io::{AsyncBufRead, AsyncBufReadExt, AsyncRead, AsyncReadExt};
 
+use crate::agents::adapters::preview::Secrets;
 use crate::agents::protocol::MAX_LINE_BYTES;
 
-/// Maximum number of bytes kept from the end of standard error.
+/// Maximum number of bytes reported from the end of standard error.
 const STDERR_TAIL_BYTES: usize = 8 << 10;
 
 #[derive(Debug, PartialEq, Eq)]
@@ -58,11 +59,20 @@ impl LineReader {
     }
 }
 
-/// The last `STDERR_TAIL_BYTES` of standard error.
-#[derive(Default)]
-pub struct StderrTail(VecDeque<u8>);
+/// The end of standard error.
+pub struct StderrTail {
+    bytes: VecDeque<u8>,
+    /// Number of bytes kept in addition to those reported, so that a secret that the cut divides is recognized: the
+    /// length of the longest secret.
+    margin: usize,
+    is_truncated: bool,
+}
 
 impl StderrTail {
+    pub fn new(secrets: &Secrets) -> Self {
+        Self { bytes: VecDeque::new(), margin: secrets.max_bytes(), is_truncated: false }
+    }
+
     /// Reads until the end of the stream.
     ///
     /// # Errors
@@ -74,20 +84,31 @@ impl StderrTail {
             if read == 0 {
                 return Ok(());
             }
-            self.0.extend(&buffer[..read]);
-            let excess = self.0.len().saturating_sub(STDERR_TAIL_BYTES);
-            self.0.drain(..excess);
+            self.bytes.extend(&buffer[..read]);
+            let excess = self.bytes.len().saturating_sub(STDERR_TAIL_BYTES + self.margin);
+            self.bytes.drain(..excess);
+            self.is_truncated |= excess > 0;
         }
     }
 
-    /// Returns the tail as text. A truncated first line is dropped if whole lines follow: it may contain part of a
-    /// secret, which the gateway would not recognize and redact.
-    pub fn into_text(mut self) -> String {
-        let is_truncated = self.0.len() >= STDERR_TAIL_BYTES;
-        let text = String::from_utf8_lossy(self.0.make_contiguous());
+    /// Returns the last `STDERR_TAIL_BYTES` as text, without the secrets. A truncated first line is dropped if whole
+    /// lines follow.
+    pub fn into_text(mut self, secrets: &Secrets) -> String {
+        let bytes = self.bytes.make_contiguous();
+        let (mut cut_char, mut min_cut) = (0, 0);
+        if self.is_truncated {
+            cut_char = bytes.iter().take(3).take_while(|byte| **byte & 0xc0 == 0x80).count();
+            // The text may start with the rest of a secret, which is shorter than the margin.
+            min_cut = self.margin;
+        }
+        let mut text = String::from_utf8_lossy(&bytes[cut_char..]).into_owned();
+        secrets.redact(&mut text);
+        let cut = text.len().saturating_sub(STDERR_TAIL_BYTES).max(min_cut).min(text.len());
+        let cut = text.ceil_char_boundary(cut);
+        text.drain(..cut);
         match text.split_once('\n') {
-            Some((_, rest)) if is_truncated && !rest.is_empty() => rest.to_owned(),
-            _ => text.into_owned(),
+            Some((_, rest)) if (self.is_truncated || cut > 0) && !rest.is_empty() => rest.to_owned(),
+            _ => text,
         }
     }
 }
@@ -117,17 +138,37 @@ mod tests {
         assert_eq!(read_lines(&text, 1 << 16).await, [OutputLine::TooLong, whole("next")]);
     }
 
+    async fn read_tail(text: &str, secrets: &Secrets) -> String {
+        let mut tail = StderrTail::new(secrets);
+        tail.read_from(&mut text.as_bytes()).await.unwrap();
+        tail.into_text(secrets)
+    }
+
     #[tokio::test]
     async fn stderr_tail_keeps_the_end() {
-        let text = format!("{}the end", "x".repeat(3 * STDERR_TAIL_BYTES));
-        let mut tail = StderrTail::default();
-        tail.read_from(&mut text.as_bytes()).await.unwrap();
-        let tail_text = tail.into_text();
-        assert!(tail_text.len() == STDERR_TAIL_BYTES && tail_text.ends_with("the end"));
-        let mut tail = StderrTail::default();
-        tail.read_from(&mut format!("{}\nthe end", "x".repeat(3 * STDERR_TAIL_BYTES)).as_bytes())
-            .await
-            .unwrap();
-        assert_eq!(tail.into_text(), "the end");
+        let (filler, none) = ("x".repeat(3 * STDERR_TAIL_BYTES), Secrets::default());
+        let tail = read_tail(&format!("{filler}the end"), &none).await;
+        assert!(tail.len() == STDERR_TAIL_BYTES && tail.ends_with("the end"));
+        assert_eq!(read_tail(&format!("{filler}\nthe end"), &none).await, "the end");
+        let complete = format!("{}\nthe end", &filler[..STDERR_TAIL_BYTES - 8]);
+        assert_eq!(read_tail(&complete, &none).await, complete, "it is exactly as long as the limit");
+    }
+
+    #[tokio::test]
+    async fn stderr_tail_contains_no_part_of_a_secret() {
+        let secret = "BEGIN KEY\nÄBC123\nDEF456\nEND KEY";
+        let secrets = Secrets::from_environment(&[("A_KEY".to_owned(), secret.to_owned())].into());
+        for length in STDERR_TAIL_BYTES - 10..STDERR_TAIL_BYTES + 2 * secret.len() {
+            for filler in ["y".repeat(length), "y\n".repeat(length / 2)] {
+                let tail = read_tail(&format!("yy{secret}{filler}"), &secrets).await;
+                assert!(
+                    (STDERR_TAIL_BYTES - 100..=STDERR_TAIL_BYTES).contains(&tail.len()),
+                    "{}",
+                    tail.len()
+                );
+                let is_expected = |c: char| "y\n*".contains(c);
+                assert!(tail.chars().all(is_expected), "{length}: {:?}", tail.trim_matches(['y', '\n']));
+            }
+        }
     }
 }

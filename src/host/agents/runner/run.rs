@@ -25,6 +25,7 @@ use super::process_tree;
 use crate::agents::adapters::codex_sessions;
 use crate::agents::adapters::codex_sessions::SessionUsage;
 use crate::agents::adapters::launch::{LaunchRequest, StateLocation};
+use crate::agents::adapters::preview::Secrets;
 use crate::agents::adapters::{AdapterKind, Exit, codex};
 use crate::agents::protocol::{
     GatewayFrame, INTERRUPT_GRACE, RunRequest, RunResult, RunnerFrame, TERMINATE_GRACE,
@@ -81,8 +82,15 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
     let location =
         StateLocation { home: &home, working_dir: &working_dir, environment: &request.environment };
     let session = request.adapter.sessions_dir(&location).map(SessionFiles::new);
-    let run =
-        AgentRun { to, stop, cancelled: watch_cancellation(from), is_ending: false, is_resumed, session };
+    let run = AgentRun {
+        session,
+        to: Some(to),
+        stop,
+        cancelled: watch_cancellation(from),
+        is_ending: false,
+        is_resumed,
+        secrets: Secrets::from_environment(&request.environment),
+    };
     run.drive(child).await;
     Ok(())
 }
@@ -171,13 +179,16 @@ impl SessionFiles {
 
 struct AgentRun {
     session: Option<SessionFiles>,
-    to: OwnedWriteHalf,
+    /// `None` after a failed write.
+    to: Option<OwnedWriteHalf>,
     stop: CancellationToken,
     /// Cancelled when the gateway cancels the run or disconnects.
     cancelled: CancellationToken,
     /// Whether the agent has been sent SIGINT.
     is_ending: bool,
     is_resumed: bool,
+    /// The secrets in the agent's environment.
+    secrets: Secrets,
 }
 
 impl AgentRun {
@@ -185,8 +196,8 @@ impl AgentRun {
         let pid = child.id().unwrap_or_default();
         let mut out = child.stdout.take().map(BufReader::new);
         let stderr_tail = child.stderr.take().map(|mut stderr| {
+            let mut tail = StderrTail::new(&self.secrets);
             tokio::spawn(async move {
-                let mut tail = StderrTail::default();
                 // Output before a read error is still reported.
                 let _ = tail.read_from(&mut stderr).await;
                 tail
@@ -250,7 +261,7 @@ impl AgentRun {
             Some(tail) => tokio::time::timeout(OUTPUT_CLOSE_TIMEOUT, tail).await.ok().and_then(Result::ok),
             None => None,
         };
-        let stderr_tail = stderr_tail.map(StderrTail::into_text).unwrap_or_default();
+        let stderr_tail = stderr_tail.map(|tail| tail.into_text(&self.secrets)).unwrap_or_default();
         let exit = status.map_or(Exit::Signal(Signal::SIGKILL as i32), to_exit);
         let usage = match self.session.take() {
             Some(session) => session.read_usage().await,
@@ -291,9 +302,12 @@ impl AgentRun {
     }
 
     async fn send(&mut self, frame: &RunnerFrame) {
-        let written = tokio::time::timeout(WRITE_TIMEOUT, frame.write(&mut self.to)).await;
+        let Some(to) = &mut self.to else { return };
+        let written = tokio::time::timeout(WRITE_TIMEOUT, frame.write(to)).await;
         if !matches!(written, Ok(Ok(()))) {
             tracing::debug!("gateway connection lost");
+            // Part of the frame may have been written, so no other frame may follow.
+            self.to = None;
             self.cancelled.cancel();
         }
     }

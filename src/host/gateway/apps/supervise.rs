@@ -2,13 +2,14 @@
 //! logins. A single task does all of this, so registrations never run concurrently. It retries for as long as the
 //! gateway is running.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
 use backon::{BackoffBuilder, ExponentialBuilder};
 use sd_notify::NotifyState;
 use secrecy::{ExposeSecret, SecretString};
+use tokio::time::Instant;
 use tokio_postgres::Client;
 use tokio_util::sync::CancellationToken;
 
@@ -30,6 +31,9 @@ use svc_http::problem::format_chain;
 use svc_machine::epoch::Epoch;
 
 const RESCAN_INTERVAL: Duration = Duration::from_secs(30);
+/// Minimum time between loading all apps and loading them again after a rejected login, which that may not fix: each
+/// request would otherwise start another load.
+const MIN_RELOAD_INTERVAL: Duration = Duration::from_secs(3);
 const RETRY_DELAYS: ExponentialBuilder = ExponentialBuilder::new()
     .with_min_delay(Duration::from_millis(200))
     .with_max_delay(Duration::from_secs(5))
@@ -56,6 +60,8 @@ pub async fn supervise(context: SupervisorContext, stop: CancellationToken) {
         pools: HashMap::new(),
         budget: None,
         snapshot: AppsSnapshot::default(),
+        must_load: true,
+        next_reload_at: Instant::now(),
         last_slugs: HashMap::new(),
         rejected: HashMap::new(),
     };
@@ -78,10 +84,16 @@ pub async fn supervise(context: SupervisorContext, stop: CancellationToken) {
             () = stop.cancelled() => return,
             () = tokio::time::sleep(wait) => {}
             () = watcher.wait_for_change(), if wait == RESCAN_INTERVAL => {}
-            () = database.login_rejected.notified() => supervisor.snapshot.is_loaded = false,
+            () = wait_for_rejected_login(&database, supervisor.next_reload_at) => supervisor.must_load = true,
         }
         supervisor.pools.values().for_each(|pool| pool.close_idle());
     }
+}
+
+/// Waits until `earliest`, and then for a rejected login, which may also have happened before.
+async fn wait_for_rejected_login(database: &Database, earliest: Instant) {
+    tokio::time::sleep_until(earliest).await;
+    database.login_rejected.notified().await;
 }
 
 /// Copies the bundled apps. Where a unit running as the owner's user installs them, the gateway has no write access and
@@ -103,6 +115,10 @@ struct Supervisor {
     pools: HashMap<Slug, Arc<Pool>>,
     budget: Option<Arc<ConnectionBudget>>,
     snapshot: AppsSnapshot,
+    /// Whether the next round loads all apps from the database. Until it has, those loaded before remain in use.
+    must_load: bool,
+    /// The earliest time at which a rejected login may cause another load.
+    next_reload_at: Instant,
     /// The slug in each folder's last valid manifest, by folder name.
     last_slugs: HashMap<String, Slug>,
     /// Manifests that the database rejected.
@@ -138,14 +154,21 @@ fn replace_error(result: &mut Result<(), RoundError>, error: RoundError) {
 
 impl Supervisor {
     /// Reads folders first, so that pages are served while the database is unreachable; then updates the database.
+    /// If the folders cannot be read, the stored apps are still loaded: they need no folders.
     async fn run_round(&mut self) -> Result<(), RoundError> {
-        let manifests = self.read_folders().await?;
+        let (manifests, folders_error) = match self.read_folders().await {
+            Ok(manifests) => (manifests, None),
+            Err(error) => (Vec::new(), Some(error)),
+        };
         if !self.snapshot.is_loaded {
             self.publish();
         }
-        let updated = self.update_database(manifests).await;
+        let mut result = self.update_database(manifests).await;
         self.publish();
-        updated
+        if let Some(error) = folders_error {
+            replace_error(&mut result, error);
+        }
+        result
     }
 
     async fn update_database(&mut self, manifests: Vec<Manifest>) -> Result<(), RoundError> {
@@ -155,12 +178,14 @@ impl Supervisor {
             // Creating a table is a write, so these manifests are registered only after the writers have resumed.
             new_manifests.clear();
         }
-        if self.snapshot.is_loaded && new_manifests.is_empty() {
+        if !self.must_load && new_manifests.is_empty() {
             return Ok(());
         }
         let mut client = self.context.database.connect().await?;
-        if !self.snapshot.is_loaded {
-            self.load_apps(&mut client).await?;
+        if self.must_load {
+            let loaded = self.load_apps(&mut client).await;
+            self.next_reload_at = Instant::now() + MIN_RELOAD_INTERVAL;
+            loaded?;
         }
         let mut updated = Ok(());
         for manifest in new_manifests {
@@ -239,21 +264,32 @@ impl Supervisor {
 
     /// Prepares the database, and registers every app that is stored in it, with or without a folder. If one cannot be
     /// registered, for example because its table is locked, the others still are, and the next round loads all again.
+    /// An app that was loaded before is removed only if its manifest is rejected or no longer stored.
     async fn load_apps(&mut self, client: &mut Client) -> Result<(), RoundError> {
-        database_identity::check_or_adopt(&self.context.layout, client).await?;
+        let identity = database_identity::check_or_adopt(&self.context.layout, client).await;
+        if identity.as_ref().is_err_and(IdentityError::is_mismatch) {
+            // No app may use a database that is not this machine's.
+            self.snapshot.is_loaded = false;
+            self.snapshot.apps.clear();
+        }
+        identity?;
         database::prepare(client, self.context.epoch).await?;
         if self.budget.is_none() {
             let connections = database::connection_budget(client).await?;
             self.budget = Some(ConnectionBudget::new(connections));
         }
-        self.snapshot.apps.clear();
+        let stored = register::load_manifests(client).await?;
+        let slugs: BTreeSet<String> = stored.iter().map(|(slug, _)| slug.clone()).collect();
+        self.snapshot.apps.retain(|slug, _| slugs.contains(slug));
         self.snapshot.stored_errors.clear();
         let mut loaded = Ok(());
-        for (slug, value) in register::load_manifests(client).await? {
+        for (slug, value) in stored {
             match Manifest::from_value(&value).map(|stored| self.restore_declared_order(stored)) {
                 Ok(manifest) => match self.register(client, manifest).await {
-                    Ok(rejection) => {
-                        self.snapshot.stored_errors.extend(rejection.map(|error| (slug, error)));
+                    Ok(None) => {}
+                    Ok(Some(error)) => {
+                        self.snapshot.apps.remove(&slug);
+                        self.snapshot.stored_errors.insert(slug, error);
                     }
                     Err(error) => {
                         replace_error(&mut loaded, error);
@@ -265,12 +301,14 @@ impl Supervisor {
                 Err(error) => {
                     tracing::error!(%slug, %error, "the stored manifest is invalid");
                     let message = format!("the stored manifest is invalid: {error}");
+                    self.snapshot.apps.remove(&slug);
                     self.snapshot.stored_errors.insert(slug.clone(), AppError { slug: Some(slug), message });
                 }
             }
         }
         loaded?;
         self.snapshot.is_loaded = true;
+        self.must_load = false;
         systemd::notify(&[NotifyState::Status(&format!("{} apps registered", self.snapshot.apps.len()))]);
         Ok(())
     }

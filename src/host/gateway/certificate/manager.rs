@@ -200,11 +200,13 @@ impl CertificateManager {
         if are_settings_newer || last.host_name != settings.host_name {
             return;
         }
+        // Any other error belongs to the operator's file, which is checked again at once if it is still set.
+        let is_request_pending = self.config.file.is_none() && last.next_attempt_at.is_some();
+        self.error = last.error.filter(|_| is_request_pending);
         let at: Option<Timestamp> = last.next_attempt_at.and_then(|at| at.parse().ok());
         self.attempts.retry_at =
             at.filter(|at| at.duration_since(Timestamp::now()) <= schedule::MAX_RETRY_DELAY);
         self.attempts.settings = Some(settings_json(settings));
-        self.error = last.error;
     }
 
     fn present(&mut self, source: CertificateSource, chain: Chain) {
@@ -259,10 +261,12 @@ impl CertificateManager {
     }
 
     /// Whether the presented chain is trusted but this one is not, for instance because of a wrong directory or missing
-    /// intermediates.
+    /// intermediates. A chain that is not valid yet is verified at the start of its validity: a new chain has such a
+    /// time if this machine's clock is behind.
     fn loses_trust(&self, chain: &Chain, name: &str) -> bool {
-        let is_trusted = |chain: &Chain| chain.verify(&self.verifier, name).is_ok();
-        is_trusted(&self.presented.chain) && !is_trusted(chain)
+        let now = Timestamp::now();
+        let is_trusted = |chain: &Chain, at| chain.verify(&self.verifier, name, at).is_ok();
+        is_trusted(&self.presented.chain, now) && !is_trusted(chain, now.max(chain.not_before()))
     }
 
     async fn request_if_due(&mut self, settings: &CertificateSettings, name: &str, acme: &AcmeSettings) {
@@ -359,7 +363,8 @@ impl CertificateManager {
                 last.is_trusted
             }
             _ => {
-                let verified = name.map(|name| self.presented.chain.verify(&self.verifier, name));
+                let now = Timestamp::now();
+                let verified = name.map(|name| self.presented.chain.verify(&self.verifier, name, now));
                 let is_trusted = matches!(verified, Some(Ok(())));
                 let (at, name) = (Instant::now(), name.map(str::to_owned));
                 self.last_verification = Some(Verification { at, name, is_trusted });
@@ -428,26 +433,55 @@ fn read_limited(file: &Path) -> Result<Vec<u8>, String> {
 mod tests {
     use super::*;
 
+    fn create_identity() -> Identity {
+        svc_http::tls::install_provider();
+        svc_http::tls::generate_self_signed(&["svc-host".to_owned()]).unwrap()
+    }
+
+    fn start(layout: &Layout, identity: Identity) -> CertificateManager {
+        let config = CertificateManagerConfig {
+            layout: layout.clone(),
+            machine: None,
+            file: None,
+            initial_backoff: CHECK_INTERVAL,
+        };
+        CertificateManager::start(config, identity).unwrap()
+    }
+
     #[test]
     fn start_ignores_stored_chain_for_a_different_key() {
-        svc_http::tls::install_provider();
         let root = tempfile::tempdir().unwrap();
         let layout = Layout::new(root.path());
         let source_after_start = |stored_pem: &str, identity: Identity| {
             fsx::write_atomic(&layout.tls_chain(), stored_pem.as_bytes(), 0o600).unwrap();
-            let config = CertificateManagerConfig {
-                layout: layout.clone(),
-                machine: None,
-                file: None,
-                initial_backoff: CHECK_INTERVAL,
-            };
-            CertificateManager::start(config, identity).unwrap().presented.source
+            start(&layout, identity).presented.source
         };
-        let create = || svc_http::tls::generate_self_signed(&["svc-host".to_owned()]).unwrap();
-        let other_pem = create().cert_pem;
-        assert!(source_after_start(&other_pem, create()) == CertificateSource::SelfSigned);
-        let identity = create();
+        let other_pem = create_identity().cert_pem;
+        assert!(source_after_start(&other_pem, create_identity()) == CertificateSource::SelfSigned);
+        let identity = create_identity();
         let own_pem = identity.cert_pem.clone();
         assert!(source_after_start(&own_pem, identity) == CertificateSource::Acme);
+    }
+
+    #[test]
+    fn start_restores_only_the_error_of_a_pending_request() {
+        let root = tempfile::tempdir().unwrap();
+        let layout = Layout::new(root.path());
+        let now = Timestamp::now();
+        let error_after_start = |next_attempt_at: Option<Timestamp>| {
+            let recorded = HostCertificate {
+                host_name: None,
+                source: CertificateSource::SelfSigned.into(),
+                issued_at: now.into(),
+                expires_at: now.into(),
+                is_trusted: false,
+                error: Some("failed".to_owned()),
+                next_attempt_at: next_attempt_at.map(Into::into),
+            };
+            certificate::write(&layout, &recorded).unwrap();
+            start(&layout, create_identity()).error
+        };
+        assert_eq!(error_after_start(Some(now)).as_deref(), Some("failed"));
+        assert_eq!(error_after_start(None), None);
     }
 }

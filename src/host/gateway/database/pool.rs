@@ -22,6 +22,11 @@ const MAX_CONNECTIONS: usize = 16;
 /// Maximum statements in flight per connection, at the maximum number of connections.
 const MAX_PIPELINED: usize = 8;
 const LEASE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Interval at which a waiting request tries again to open a connection. The return of a permit by another app notifies
+/// no request of this one.
+const RECHECK_INTERVAL: Duration = Duration::from_millis(100);
+/// Delay before an app with connections tries again to open another one after a failure.
+const REOPEN_DELAY_MS: u64 = 500;
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// A busy connection without activity for this long has a long statement in flight. No statement is queued behind it,
 /// except on the app's only connection.
@@ -50,25 +55,20 @@ struct PoolState {
     connections: Vec<Arc<Connection>>,
     /// Number of connections being opened.
     opening: usize,
+    /// Until then, a request opens a connection only if the app has none.
+    reopen_at_ms: u64,
 }
 
 /// The choice of a connection for a request.
 enum Selection {
     Use(Arc<Connection>),
-    /// Open another connection; it is already counted in `opening`.
-    Open(ConnectionDemand),
+    /// Open the app's first connection, which is already counted in `opening`. Another app may have to close one.
+    OpenFirst,
+    /// Open another connection, which is already counted in `opening`, because all of the app's connections are busy.
+    OpenFurther(ConnectionPermit),
     Wait,
     /// A transaction has reserved the chosen connection in the meantime.
     Retry,
-}
-
-/// How urgently another connection is needed.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum ConnectionDemand {
-    /// The app has no connection: another app may have to close one of its connections.
-    First,
-    /// All of the app's connections are busy.
-    Further,
 }
 
 impl std::fmt::Debug for Pool {
@@ -200,36 +200,31 @@ impl Pool {
     }
 
     async fn acquire_connection(&self) -> Result<Arc<Connection>, PoolError> {
-        let mut can_open = true;
-        let mut waiting = None;
+        let mut waiting: Option<WaitMetric> = None;
         loop {
             let mut freed = pin!(self.freed.notified());
             freed.as_mut().enable();
-            match self.select_connection(can_open) {
-                Selection::Use(connection) => {
-                    WaitMetric::mark_served(waiting);
-                    return Ok(connection);
-                }
-                Selection::Open(demand) => match self.open_another(demand).await? {
-                    Some(connection) => {
-                        WaitMetric::mark_served(waiting);
-                        return Ok(connection);
-                    }
-                    None => can_open = false,
-                },
-                Selection::Retry => {}
+            let connection = match self.select_connection() {
+                Selection::Use(connection) => Some(connection),
+                Selection::OpenFirst => Some(self.open_first().await?),
+                Selection::OpenFurther(permit) => self.open_further(permit).await,
+                Selection::Retry => None,
                 Selection::Wait => {
                     waiting.get_or_insert_default();
-                    freed.await;
-                    can_open = true;
+                    let _ = tokio::time::timeout(RECHECK_INTERVAL, freed).await;
+                    None
                 }
+            };
+            if let Some(connection) = connection {
+                WaitMetric::mark_served(waiting);
+                return Ok(connection);
             }
         }
     }
 
     /// Chooses a connection. A request is queued behind another statement only if no further connection may be opened,
     /// and behind a slow one only on the app's only connection.
-    fn select_connection(&self, can_open: bool) -> Selection {
+    fn select_connection(&self) -> Selection {
         let mut state = self.lock();
         state.connections.retain(|connection| connection.is_usable());
         let now = now_ms();
@@ -246,22 +241,24 @@ impl Pool {
             (in_flight > 0 && is_full(c), in_flight, now.saturating_sub(c.last_activity_ms()))
         });
         let is_idle = least_busy.is_some_and(|c| c.requests_in_flight() == 0);
+        if !is_idle && state.connections.len() + state.opening < MAX_CONNECTIONS {
+            if state.connections.is_empty() && state.opening == 0 {
+                state.opening += 1;
+                return Selection::OpenFirst;
+            }
+            // The permit is acquired under the lock. A request that gets none was never counted in `opening`, so it
+            // wakes no other request, which would also get none and wake this one.
+            if now >= state.reopen_at_ms
+                && let Some(permit) = self.budget.try_acquire()
+            {
+                state.opening += 1;
+                return Selection::OpenFurther(permit);
+            }
+        }
         // A statement that has just started is not yet known to be slow, so requests wait for connections that are
         // being opened.
-        if !is_idle
-            && state.opening > 0
-            && (!can_open || state.connections.len() + state.opening >= MAX_CONNECTIONS)
-        {
+        if !is_idle && state.opening > 0 {
             return Selection::Wait;
-        }
-        if !is_idle && can_open && state.connections.len() + state.opening < MAX_CONNECTIONS {
-            let is_first = state.connections.is_empty() && state.opening == 0;
-            state.opening += 1;
-            return Selection::Open(if is_first {
-                ConnectionDemand::First
-            } else {
-                ConnectionDemand::Further
-            });
         }
         match least_busy {
             // Entered under the lock, so that two requests do not take the same idle connection.
@@ -276,21 +273,23 @@ impl Pool {
         }
     }
 
-    /// Opens another connection, which already counts the caller's request as in flight. With
-    /// [`ConnectionDemand::Further`], returns `None` if the budget is exhausted or the connection cannot be opened.
-    async fn open_another(&self, demand: ConnectionDemand) -> Result<Option<Arc<Connection>>, PoolError> {
+    /// Opens the app's first connection, which already counts the caller's request as in flight.
+    async fn open_first(&self) -> Result<Arc<Connection>, PoolError> {
         let _guard = OpeningGuard(self);
-        let permit = match demand {
-            ConnectionDemand::First => Some(self.budget.acquire().await.ok_or(PoolError::Timeout)?),
-            ConnectionDemand::Further => self.budget.try_acquire(),
-        };
-        let Some(permit) = permit else { return Ok(None) };
+        let permit = self.budget.acquire().await.ok_or(PoolError::Timeout)?;
+        Ok(self.connect_with_permit(permit).await?)
+    }
+
+    /// Opens another connection, which already counts the caller's request as in flight; `None` if that fails.
+    async fn open_further(&self, permit: ConnectionPermit) -> Option<Arc<Connection>> {
+        let _guard = OpeningGuard(self);
         match self.connect_with_permit(permit).await {
-            Ok(connection) => Ok(Some(connection)),
-            Err(error) if demand == ConnectionDemand::First => Err(error.into()),
+            Ok(connection) => Some(connection),
             Err(error) => {
                 tracing::debug!(error = %svc_http::problem::format_chain(&error), "opening another connection failed");
-                Ok(None)
+                // The guard wakes the waiting requests, which must not all try at once.
+                self.lock().reopen_at_ms = now_ms() + REOPEN_DELAY_MS;
+                None
             }
         }
     }

@@ -39,7 +39,8 @@ pub struct RecordView {
     pub kind: RecordKind,
     /// The response member that contains the lines.
     pub member: &'static str,
-    /// Line members that must equal the filter with the same name.
+    /// Line members that must equal the filter with the same name. In an ambiguous audit entry, they are lists, which
+    /// must contain it.
     pub exact_members: &'static [&'static str],
     /// A member that is a path: the filter with the same name selects that path and everything below it.
     pub path_member: Option<&'static str>,
@@ -84,7 +85,12 @@ impl RecordFilter {
         let text = |name: &str| entry.get(name).and_then(Value::as_str);
         // A gap stands for dropped lines, some of which may have matched.
         let is_gap = entry.contains_key("gap");
-        let is_equal = self.exact.iter().all(|(name, wanted)| text(name) == Some(wanted));
+        // An ambiguous audit entry lists all agents that may have made the change.
+        let is_ambiguous = entry.get("ambiguous") == Some(&Value::Bool(true));
+        let lists = |value: &str, wanted: &str| is_ambiguous && value.split(", ").any(|name| name == wanted);
+        let is_equal = self.exact.iter().all(|(name, wanted)| {
+            text(name).is_some_and(|value| value == wanted.as_str() || lists(value, wanted))
+        });
         let is_under_path = self.path_prefix.as_ref().is_none_or(|(name, wanted)| {
             let rest = text(name).and_then(|path| path.strip_prefix(&**wanted));
             rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/') || wanted.is_empty())
@@ -311,6 +317,24 @@ mod tests {
             ("until=2026-11-22T10:00:00.001Z", Verdict::Take),
         ] {
             assert_eq!(verdict_of(query, &line), verdict, "{query}");
+        }
+    }
+
+    #[test]
+    fn filter_matches_each_agent_of_an_ambiguous_entry() {
+        let entry = |is_ambiguous: bool| {
+            json!({"timestamp": "2026-11-22T10:00:00.000Z", "op": "write", "path": "a", "agentName": "bob, alice",
+                "ambiguous": is_ambiguous})
+        };
+        for (query, is_ambiguous, verdict) in [
+            ("agentName=bob", true, Verdict::Take),
+            ("agentName=alice", true, Verdict::Take),
+            ("agentName=bob,%20alice", true, Verdict::Take),
+            ("agentName=ali", true, Verdict::Skip),
+            ("agentName=alice&op=delete", true, Verdict::Skip),
+            ("agentName=alice", false, Verdict::Skip),
+        ] {
+            assert_eq!(verdict_of(query, &entry(is_ambiguous)), verdict, "{query} {is_ambiguous}");
         }
     }
 

@@ -194,8 +194,14 @@ record!(
     "Changes by agents to files in the owner's home directory",
     [
         filter_parameter("op", "`write`, `delete` or `mkdir`."),
-        filter_parameter("actor", "Changes by this agent or part of the system."),
-        filter_parameter("agentName", "Changes by this agent."),
+        filter_parameter(
+            "actor",
+            "Changes that this agent or part of the system made or, if they are ambiguous, may have made."
+        ),
+        filter_parameter(
+            "agentName",
+            "Changes that this agent made or, if they are ambiguous, may have made."
+        ),
         filter_parameter("path", "Changes to this path and everything below it.")
     ],
     "entries",
@@ -294,6 +300,8 @@ pub fn interaction_schema() -> Value {
             ("batch", boolean()),
         ],
         &[
+            ("acceptedAt", time()),
+            ("startedAt", time()),
             ("costEstimated", boolean()),
             ("error", error),
             ("batchId", text()),

@@ -43,6 +43,8 @@ fn interaction(n: u64) -> Interaction {
         version: 1,
         id: n.to_string(),
         timestamp: Timestamp::UNIX_EPOCH,
+        accepted_at: None,
+        started_at: None,
         sender_id: format!("user_{}", n % 3),
         conversation_id: "c".to_owned(),
         model: format!("model-{}", n % 2),

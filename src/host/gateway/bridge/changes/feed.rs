@@ -217,14 +217,19 @@ impl ChangeFeed {
             max_rows: MAX_OUTBOX_ROWS,
             unwatch_after_days: UNWATCH_AFTER_DAYS,
         };
-        let mut cleanup = tokio::time::interval(CLEANUP_INTERVAL.min(max_event_age));
-        cleanup.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let interval = CLEANUP_INTERVAL.min(max_event_age);
+        // A cleanup may wait for locks, and must delay neither the polls nor the end.
+        let cleanups = self.clean_up_repeatedly(&database, &apps, retention, interval);
+        let polls = self.poll_repeatedly(&database);
+        stop.run_until_cancelled(async { tokio::join!(cleanups, polls) }).await;
+        self.closing.cancel();
+    }
+
+    async fn poll_repeatedly(&self, database: &Database) {
         let mut listener: Option<Client> = None;
         loop {
             let has_streams = self.open_streams.load(Ordering::Acquire) > 0;
             tokio::select! {
-                () = stop.cancelled() => break,
-                _ = cleanup.tick(), if apps.snapshot().is_loaded => self.clean_up(&database, retention).await,
                 () = self.wakeup.notified() => tokio::time::sleep(BATCH_DELAY).await,
                 () = tokio::time::sleep(POLL_INTERVAL) => {}
             }
@@ -232,11 +237,10 @@ impl ChangeFeed {
                 listener = None;
                 continue;
             }
-            if let Err(error) = self.poll_head(&database, &mut listener).await {
+            if let Err(error) = self.poll_head(database, &mut listener).await {
                 tracing::debug!(error = %format_chain(&error), "polling the change feed failed");
             }
         }
-        self.closing.cancel();
     }
 
     async fn poll_head(
@@ -253,6 +257,23 @@ impl ChangeFeed {
         });
         self.publish(polled.await.unwrap_or(Err(DatabaseError::Timeout))?);
         Ok(())
+    }
+
+    async fn clean_up_repeatedly(
+        &self,
+        database: &Database,
+        apps: &Registry,
+        retention: OutboxRetention,
+        interval: Duration,
+    ) {
+        loop {
+            if apps.snapshot().is_loaded {
+                self.clean_up(database, retention).await;
+                tokio::time::sleep(interval).await;
+            } else {
+                tokio::time::sleep(POLL_INTERVAL).await;
+            }
+        }
     }
 
     async fn clean_up(&self, database: &Database, retention: OutboxRetention) {

@@ -1,6 +1,6 @@
 //! One listener's change stream. It starts after `Last-Event-ID` or at the current position. It ends when the listener
-//! disconnects, its agent's dispatch ends, the database fails, changes are deleted before they are read, the gateway
-//! stops, or the time limit is reached.
+//! disconnects, its agent's dispatch ends, the database fails, changes were deleted before they were read or were not
+//! recorded, the gateway stops, or the time limit is reached.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -178,18 +178,32 @@ impl ChangeListener {
         Ok(if is_available { Ok(()) } else { Err(Problem::new(Code::Gone, detail)) })
     }
 
-    /// Follows all apps in the scope, including those registered after the stream was opened.
-    async fn follow_all(&mut self) -> Result<(), DatabaseError> {
+    /// Follows all apps in the scope, including those registered after the stream was opened. Returns whether it
+    /// followed another app.
+    async fn follow_all(&mut self) -> Result<bool, DatabaseError> {
         let Self { bridge, stream, scope, .. } = self;
+        let followed = stream.schemas().len();
         match scope {
-            Scope::One(schema) => stream.follow(&bridge.database, schema).await,
+            Scope::One(schema) => stream.follow(&bridge.database, schema).await?,
             Scope::All => {
                 for app in bridge.apps.snapshot().apps.values() {
                     stream.follow(&bridge.database, &app.schema).await?;
                 }
-                Ok(())
             }
         }
+        Ok(stream.schemas().len() > followed)
+    }
+
+    /// Follows the apps that were registered after the stream was opened. Returns `false` if changes to one of them may
+    /// not have been recorded before; the listener then gets 410 when it resumes.
+    async fn follow_new_apps(&mut self) -> Result<bool, DatabaseError> {
+        if !self.follow_all().await? {
+            return Ok(true);
+        }
+        let client = self.bridge.database.shared_client().await?;
+        let floor = read::fetch_floor(&client, self.stream.schemas()).await?;
+        // `position` may already be after the changes that were not recorded.
+        Ok(floor.is_some_and(|floor| floor <= self.read_position.max(self.initial_floor)))
     }
 
     /// Whether the stream belongs to an agent whose token was revoked because its dispatch has ended. The stream's
@@ -218,7 +232,7 @@ impl ChangeListener {
                 match self.fetch_changes(head.newest).await {
                     Ok(true) => continue,
                     Ok(false) => {
-                        tracing::debug!("changes were deleted before they were read; ending the stream");
+                        tracing::debug!("changes that were not read are missing; ending the stream");
                         return None;
                     }
                     Err(error) => {
@@ -236,7 +250,9 @@ impl ChangeListener {
                     if self.has_agent_ended() {
                         return None;
                     }
-                    self.follow_all().await.ok()?;
+                    if !self.follow_new_apps().await.ok()? {
+                        return None;
+                    }
                     // An id without data moves the resume position without creating an event.
                     self.queued = Some(Bytes::from(format!(": heartbeat\nid: {}\n\n", self.event_id())));
                 }
@@ -255,10 +271,12 @@ impl ChangeListener {
         Some(chunk)
     }
 
-    /// Reads the next events. Returns `false` if some may have been deleted before they were read; the listener then
-    /// gets 410 when it resumes.
+    /// Reads the next events. Returns `false` if some may have been deleted before they were read, or never recorded;
+    /// the listener then gets 410 when it resumes.
     async fn fetch_changes(&mut self, newest: i64) -> Result<bool, DatabaseError> {
-        self.follow_all().await?;
+        if !self.follow_new_apps().await? {
+            return Ok(false);
+        }
         let (database, schemas) = (&self.bridge.database, self.stream.schemas());
         let range = ReadRange { position: self.read_position, newest };
         let reading = self.stream.shared_reads().get_or_read(schemas, range, async {
