@@ -16,7 +16,8 @@ pub struct Timeouts {
     /// Timeout from the start of the call until the last byte of the response; `None` for downloads, which only
     /// `connect` and `idle` limit.
     pub total: Option<Duration>,
-    /// Maximum time without a byte while waiting for a response or reading it.
+    /// Maximum time from the start of the request to the response, including the time in which the request's body is
+    /// sent, and then without a byte of the response's body.
     pub idle: Duration,
 }
 
