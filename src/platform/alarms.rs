@@ -15,13 +15,14 @@ use super::context::Platform;
 use super::db::alarms::{self, AlarmLifetime, AlarmRow, RaiseOutcome};
 use super::db::unknown_servers::UnknownServers;
 use super::db::{self, DbError};
+use super::operations::reconcile;
 use svc_http::problem::format_chain;
 use svc_provider::{ErrorKind, ProviderError};
 use svc_wire::alarm as wire;
 
 /// How long a released alarm allows work. Does not apply to unknown servers, which are released individually.
 pub const RELEASE_TTL: Duration = Duration::from_secs(3600);
-/// Longer than the default intervals at which a persistent cause raises the alarm again.
+/// Minimum time for which an alarm is shown while its cause persists; see [`Alarm::ttl`].
 const INFO_TTL: Duration = Duration::from_secs(300);
 /// How long a single event is shown.
 const EVENT_TTL: Duration = Duration::from_secs(86_400);
@@ -78,11 +79,13 @@ impl Alarm {
         }
     }
 
-    /// Returns how long the alarm stays active after [`raise_or_log`], unless it is raised again.
-    fn ttl(self) -> Duration {
+    /// Returns how long the alarm stays active after [`raise_or_log`], unless it is raised again. A persistent cause
+    /// raises it again within two passes; `pass_interval` is the longer of the intervals between two passes of the
+    /// reconciler and between two listings of the servers.
+    fn ttl(self, pass_interval: Duration) -> Duration {
         match self {
             Self::DatabaseBehindStore | Self::UnverifiedFence => EVENT_TTL,
-            _ => INFO_TTL,
+            _ => INFO_TTL.max(3 * pass_interval),
         }
     }
 
@@ -170,7 +173,9 @@ impl std::str::FromStr for Alarm {
 pub async fn raise_or_log(platform: &Platform, alarm: Alarm, detail: &Value) {
     let raised = async {
         let session = platform.db.session().await?;
-        let lifetime = AlarmLifetime::For(alarm.ttl());
+        let listing_interval = reconcile::listing_interval(db::servers::count_own(&session).await?.existing);
+        let pass_interval = platform.config.timing.reconcile_interval.max(listing_interval);
+        let lifetime = AlarmLifetime::For(alarm.ttl(pass_interval));
         match alarm {
             Alarm::DatabaseBehindStore | Alarm::UnverifiedFence | Alarm::HostTokensRefused => {
                 alarms::raise_case(&session, alarm.as_str(), detail, lifetime).await
@@ -332,6 +337,14 @@ mod tests {
     fn max_missing_servers_is_four_or_two_percent() {
         for (live, expected) in [(0, 4), (6, 4), (249, 4), (250, 5), (10_000, 200)] {
             assert_eq!(max_missing_servers(live), expected, "{live}");
+        }
+    }
+
+    #[test]
+    fn ttl_exceeds_the_interval_between_passes() {
+        for (pass_seconds, expected) in [(15, 300), (100, 300), (396, 1188), (3600, 10_800)] {
+            let ttl = Alarm::ProviderLimit.ttl(Duration::from_secs(pass_seconds));
+            assert_eq!(ttl, Duration::from_secs(expected), "{pass_seconds}");
         }
     }
 

@@ -410,6 +410,16 @@ mod tests {
     }
 
     #[test]
+    fn database_hosts_must_not_mix_sockets_and_names() {
+        let errors_of = |hosts| errors_with(&[("PLATFORM_DATABASE_URL", hosts)]);
+        for hosts in ["host=/run/a,/run/b user=u", "host=a.example,b.example user=u"] {
+            assert!(errors_of(hosts).is_empty(), "{hosts}");
+        }
+        let errors = errors_of("host=/run/a,b.example user=u");
+        assert!(errors.concat().contains("must not name both sockets and hosts"), "{errors:?}");
+    }
+
+    #[test]
     fn all_errors_are_reported_without_values() {
         let errors = errors_with(&[
             ("PLATFORM_DATABASE_URL", "postgres://u:hunter2@[/svc"),

@@ -15,6 +15,7 @@ use super::credentials::{CredentialSource, SourceAdapter};
 use super::list_counter::ListCounter;
 use super::local::{LocalStore, OBJECTS_DIR};
 use super::retrying_signer::RetryingSigner;
+use super::upload_timeout::{self, UploadTimeout};
 use super::write_once::WriteOnce;
 use crate::vars;
 use svc_base::config::Env;
@@ -124,7 +125,10 @@ impl S3Config {
     }
 
     fn open(&self, source: Option<Arc<dyn CredentialSource>>) -> anyhow::Result<Bucket> {
-        let client = HttpClient::new(client::build(Timeouts::DOWNLOAD)?);
+        let client = HttpClient::new(UploadTimeout {
+            uploads: HttpClient::new(client::build(upload_timeout::UPLOAD)?),
+            others: HttpClient::new(client::build(Timeouts::DOWNLOAD)?),
+        });
         let (credentials, client): (AwsCredentialProvider, HttpClient) = match source {
             None => (Arc::new(StaticCredentialProvider::new(self.credential())), client),
             Some(source) => {
@@ -143,6 +147,7 @@ impl S3Config {
             .with_retry(RetryConfig {
                 backoff: BackoffConfig::default(),
                 max_retries: 4,
+                // Without a response, a request is sent at most twice. An upload that fails later is repeated as a whole.
                 retry_timeout: Duration::from_secs(30),
             })
             .with_http_connector(Connector(client));

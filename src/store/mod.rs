@@ -35,6 +35,7 @@ pub mod snapshot_with_sidecar;
 pub mod snapshots;
 pub mod sts;
 pub mod upload;
+mod upload_timeout;
 pub mod vars;
 mod write_once;
 

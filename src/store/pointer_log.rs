@@ -15,6 +15,8 @@ use super::pointer::{MAX_SEQ, MAX_SEQ_AHEAD};
 
 /// Maximum number of names to read from one listing. Under the protocol, at most one entry is ahead of `latest`.
 const MAX_LISTED: usize = 64;
+/// Maximum number of other names to skip before the first entry if no pointer says where the log begins.
+const MAX_SKIPPED_NAMES: usize = 10_000;
 /// Maximum number of listings, for a log with gaps.
 const MAX_LISTINGS: u32 = 8;
 /// Maximum number of names that a rebuild skips above the `seq` that it would claim: a hundred listing pages, or the
@@ -41,7 +43,10 @@ pub(super) async fn find_newest_entry(
         }
         let first = match found.or_else(|| newest.clone()) {
             Some(first) => Some(first),
-            None => head_entry(bucket, paths, start).await?,
+            None => match head_entry(bucket, paths, start).await? {
+                None if start == 0 => find_first_listed(bucket, paths, limit).await?,
+                head => head,
+            },
         };
         let Some(first) = first else { return Ok(None) };
         let last = find_last_consecutive(bucket, paths, first, limit).await?;
@@ -107,6 +112,26 @@ async fn find_highest_listed(
         }
     }
     Ok((newest, false))
+}
+
+/// Finds the first entry above 0, after at most [`MAX_SKIPPED_NAMES`] other names.
+async fn find_first_listed(
+    bucket: &Bucket,
+    paths: &PointerPaths,
+    limit: u64,
+) -> Result<Option<LogEntry>, StoreError> {
+    let log = &paths.log;
+    let mut listing = bucket.raw().list_with_offset(Some(log), &paths.entry(0));
+    for _ in 0..=MAX_SKIPPED_NAMES {
+        let Some(meta) = listing.try_next().await.map_err(|error| StoreError::classify(log, error))? else {
+            return Ok(None);
+        };
+        if let Some(seq) = key::entry_seq(&meta.location).filter(|seq| *seq <= limit) {
+            return Ok(Some((seq, meta)));
+        }
+    }
+    tracing::warn!(%log, "the pointer's log begins with too many names that are not entries");
+    Ok(None)
 }
 
 /// Finds the last of the consecutive entries that begin at `first`, by exponential and binary search. If there is a
@@ -222,6 +247,17 @@ mod tests {
         let last = Log::with_entries([MAX_SEQ - 1]).await;
         let refused = find_free_seq(&last.bucket, &last.slot.pointer_paths(), MAX_SEQ - 2).await.unwrap_err();
         assert!(matches!(refused, StoreError::Corrupt { .. }), "{refused}");
+    }
+
+    #[tokio::test]
+    async fn find_newest_entry_skips_names_before_the_first_entry() {
+        let log = Log::with_entries(500..=700).await;
+        let folder = log.slot.pointer_log();
+        for n in 0..200 {
+            log.put(&folder.clone().join(format!("-{n:07}"))).await;
+            log.put(&folder.clone().join(format!("0000000000000001.json{n:07}"))).await;
+        }
+        assert_eq!(log.find_newest(0).await, Some(700));
     }
 
     #[tokio::test]

@@ -3,6 +3,7 @@
 //! Invariants: the fence and `seq` are never lowered, unless they are implausible; the new pointer names a snapshot
 //! whose object and sidecar exist and agree; a concurrent write is never overwritten.
 
+mod known_state;
 mod resume;
 
 use bytes::Bytes;
@@ -11,12 +12,13 @@ use object_store::ObjectStoreExt;
 
 use super::bucket::{Bucket, Condition, StoreError};
 use super::key::{self, SlotPrefix, SnapshotKey};
-use super::pointer::{FORMAT, Fence, MAX_SEQ_AHEAD, Pointer, SnapshotRef};
+use super::pointer::{Fence, Pointer, SnapshotRef};
 use super::snapshot::{self, Sidecar, SnapshotUnusable};
 use super::{epoch_floor, pointer_io, pointer_log, snapshots};
 use svc_base::clock;
 use svc_machine::epoch::Epoch;
 
+use known_state::KnownState;
 pub use resume::resume;
 
 /// Maximum number of bytes to return from an unreadable pointer.
@@ -111,8 +113,8 @@ pub enum RepairError {
 /// Reads the pointer, and plans the pointer that a rebuild would write.
 ///
 /// # Errors
-/// [`RepairError`]; `Unusable` if the requested snapshot is not complete, if the pointer's log has no free `seq`, or
-/// if it has too many entries to skip. Never `ChangedConcurrently`.
+/// [`RepairError`]; `Unusable` if the requested snapshot is not complete or its epoch is implausible, if the pointer's
+/// log has no free `seq`, or if it has too many entries to skip. Never `ChangedConcurrently`.
 pub async fn inspect(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -126,7 +128,15 @@ pub async fn inspect(
     // A host can write any key, so epochs that no machine ever had are ignored.
     keys.retain(|key| key::epoch_of(key).is_none_or(|epoch| epoch <= bound));
     let (candidate, unchecked) = match target {
-        RebuildTarget::Snapshot(key) => (Some(load_sidecar(bucket, slot, key).await?), 0),
+        RebuildTarget::Snapshot(key) => {
+            let sidecar = load_sidecar(bucket, slot, key).await?;
+            if sidecar.epoch > bound {
+                let why =
+                    format!("its epoch {} is far above any epoch that the platform knows", sidecar.epoch);
+                return Err(RepairError::Unusable { key: key.as_str().to_owned(), why });
+            }
+            (Some(sidecar), 0)
+        }
         RebuildTarget::Newest => find_newest_complete(bucket, slot, &keys).await?,
         RebuildTarget::Nothing => (None, 0),
     };
@@ -306,64 +316,6 @@ async fn read_newest_entry(bucket: &Bucket, slot: &SlotPrefix) -> Result<(u64, O
     Ok((seq, value))
 }
 
-/// The state from which the fence and `seq` of the rebuilt pointer are derived.
-struct KnownState<'a> {
-    found: &'a PointerState,
-    keys: &'a [String],
-    newest_entry: (u64, Option<Pointer>),
-    /// The epoch in `system/vps-meta.json`.
-    meta: Epoch,
-    holder: Option<&'a Fence>,
-    /// The highest plausible epoch.
-    bound: Epoch,
-}
-
-impl KnownState<'_> {
-    /// Plans the next pointer; `None` if the slot was never fenced, so there is nothing to write.
-    fn plan(&self, snapshot: Option<SnapshotRef>, emptied_at: Option<Timestamp>) -> Option<Pointer> {
-        let pointers = || self.found.pointer().into_iter().chain(&self.newest_entry.1);
-        let fences = pointers().map(|pointer| pointer.fence_epoch).filter(|fence| *fence <= self.bound);
-        let snapshot_epoch = snapshot.as_ref().map_or(Epoch::NONE, |snapshot| snapshot.epoch);
-        let stored_epochs = [epoch_floor::highest_in_keys(self.keys, self.bound), self.meta, snapshot_epoch];
-        let holder_epoch = self.holder.map(|holder| holder.epoch);
-        let fence_epoch =
-            fences.chain(stored_epochs).chain(holder_epoch).max().filter(|epoch| *epoch > Epoch::NONE)?;
-        let platform_fence = self.holder.filter(|holder| holder.epoch == fence_epoch);
-        let pointer_holder = || {
-            pointers().filter(|pointer| pointer.fence_epoch == fence_epoch).find_map(Pointer::fence_holder)
-        };
-        let snapshot_holder =
-            || snapshot.as_ref().filter(|target| target.epoch == fence_epoch).map(|target| target.machine_id);
-        let fence_machine_id =
-            platform_fence.map(|fence| fence.machine).or_else(pointer_holder).or_else(snapshot_holder);
-        let pointer_proof = || {
-            let same_fence = pointers().filter(|pointer| {
-                pointer.fence_epoch == fence_epoch && pointer.fence_holder() == fence_machine_id
-            });
-            same_fence.filter_map(|pointer| pointer.fence_proof.clone()).next()
-        };
-        let fence_proof = platform_fence.and_then(|fence| fence.proof.clone()).or_else(pointer_proof);
-        Some(Pointer {
-            version: FORMAT,
-            fence_epoch,
-            fence_machine_id,
-            fence_proof,
-            seq: self.last_seq(fence_epoch) + 1,
-            emptied_at,
-            snapshot,
-        })
-    }
-
-    /// Returns the last `seq`, or a higher one. Without a pointer, it is estimated: one move per snapshot and per
-    /// fence. A `seq` far above the estimate is ignored, because a host can write any value.
-    fn last_seq(&self, fence: Epoch) -> u64 {
-        let estimate = self.keys.len() as u64 + u64::from(fence.0);
-        let known_seqs = [self.found.pointer().map_or(estimate, |pointer| pointer.seq), self.newest_entry.0];
-        let plausible = known_seqs.into_iter().filter(|seq| *seq <= estimate.saturating_add(MAX_SEQ_AHEAD));
-        plausible.max().unwrap_or(estimate)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
@@ -474,6 +426,20 @@ mod tests {
         let refused =
             inspect(&bucket, &slot(), record(), RebuildTarget::Snapshot(&mismatched)).await.unwrap_err();
         assert!(matches!(refused, RepairError::Unusable { .. }), "{refused}");
+    }
+
+    #[tokio::test]
+    async fn inspect_refuses_chosen_snapshot_of_implausible_epoch() {
+        let (bucket, _) = slot_with_backup().await;
+        let bound = Epoch(1).max_plausible();
+        for (epoch, is_refused) in [(bound.0, false), (bound.0 + 1, true)] {
+            let name = format!("{TIME}-{epoch}.dump");
+            forge(&bucket, &name, epoch).await;
+            let key: SnapshotKey = format!("system/db/snapshots/{name}").parse().unwrap();
+            let inspected = inspect(&bucket, &slot(), record(), RebuildTarget::Snapshot(&key)).await;
+            let text = inspected.err().map(|error| error.to_string());
+            assert_eq!(text.as_ref().is_some_and(|text| text.contains("far above")), is_refused, "{text:?}");
+        }
     }
 
     #[tokio::test]

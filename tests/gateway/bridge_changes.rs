@@ -209,6 +209,75 @@ async fn expired_position_is_rejected_as_gone() -> Result<()> {
 }
 
 #[tokio::test]
+async fn cleanup_keeps_events_after_a_recent_one() -> Result<()> {
+    let app = TestApp::with_env(&[("BRIDGE_CHANGES_KEEP_SECONDS", "1")]).await?;
+    let admin = app.database.connect().await?;
+    // The last one comes from a transaction that was open for a long time.
+    let insert = "INSERT INTO svc.changes (xid, at, schema_name, table_name, action) VALUES
+                      ('4', now() - interval '1 hour', 'app', 'expired', 'insert'),
+                      ('5', now() + interval '1 hour', 'app', 'recent', 'insert'),
+                      ('6', now() - interval '1 hour', 'app', 'late', 'insert')";
+    admin.execute(insert, &[]).await?;
+    let list_tables = async || -> Result<Vec<String>> {
+        let rows = admin.query("SELECT table_name FROM svc.changes ORDER BY xid", &[]).await?;
+        Ok(rows.iter().map(|row| row.get(0)).collect())
+    };
+    app.host.wait_until("expired events are deleted", async || Ok(list_tables().await?.len() < 3)).await?;
+    assert_eq!(list_tables().await?, ["recent", "late"]);
+    Ok(())
+}
+
+#[tokio::test]
+async fn changes_to_partitioned_tables_are_reported_once() -> Result<()> {
+    let app = TestApp::new().await?;
+    let (admin, table) = (app.database.connect().await?, format!("{}.parts", app.schema()));
+    admin
+        .batch_execute(&format!(
+            "CREATE TABLE {table} (id uuid NOT NULL DEFAULT gen_random_uuid(), n int) PARTITION BY LIST (n);
+             CREATE TABLE {table}_1 PARTITION OF {table} FOR VALUES IN (1);
+             CREATE TABLE {table}_2 PARTITION OF {table} FOR VALUES IN (2)"
+        ))
+        .await?;
+    let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
+    for (sql, expected) in [
+        (format!("INSERT INTO {table} (n) VALUES (1), (2), (2)"), "parts insert 3"),
+        (format!("UPDATE {table} SET n = 2 WHERE n = 1"), "parts update 1"),
+        (format!("INSERT INTO {table}_1 (n) VALUES (1)"), "parts_1 insert 1"),
+        (format!("DELETE FROM {table}"), "parts delete 4"),
+    ] {
+        admin.batch_execute(&sql).await?;
+        assert_eq!(events.next_entries().await?, [expected], "{sql}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn triggers_ignore_the_writers_search_path() -> Result<()> {
+    let app = TestApp::new().await?;
+    let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;
+    let mut admin = app.database.connect().await?;
+    admin
+        .batch_execute(
+            "CREATE SCHEMA trap;
+             CREATE FUNCTION trap.spring(name, name) RETURNS boolean LANGUAGE plpgsql
+                 AS $$ BEGIN RAISE 'the trigger calls the writer''s operator'; END $$;
+             CREATE OPERATOR trap.<> (LEFTARG = name, RIGHTARG = name, FUNCTION = trap.spring);
+             SET search_path = trap, pg_catalog",
+        )
+        .await?;
+    let write = admin.transaction().await?;
+    write.batch_execute("SELECT pg_sleep(0.1)").await?;
+    let table = format!("{}.things", app.schema());
+    write.batch_execute(&format!("INSERT INTO {table} (title) VALUES ('a'); TRUNCATE {table}")).await?;
+    let is_time_of_write: bool =
+        write.query_one("SELECT bool_and(at > now()) FROM svc.changes", &[]).await?.get(0);
+    assert!(is_time_of_write, "the time of an event is not the start of its transaction");
+    write.commit().await?;
+    assert_eq!(events.next_entries().await?, ["things insert 1", "things truncate ?"]);
+    Ok(())
+}
+
+#[tokio::test]
 async fn stream_ends_when_unread_changes_were_deleted() -> Result<()> {
     let app = TestApp::new().await?;
     let mut events = EventStream::open(changes_request(&app.host, "", None)).await?;

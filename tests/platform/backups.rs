@@ -263,6 +263,8 @@ async fn damaged_pointer_does_not_hide_snapshots() {
     let latest = stack.store_snapshot("user_1");
     let path = format!("/vps/{}/backups", guest.machine);
     stack.store.write(BUCKET, "user_1/primary/system/db/latest", "{torn");
+    let latest = format!("/vps/{}/backups?latest=true", guest.machine);
+    stack.get(&process, &latest).await.assert_problem(409, "snapshot_unusable");
     let listed = stack.get(&process, &path).await;
     assert_eq!((listed.status, &listed.body["latest"]), (200, &Value::Null), "{listed:?}");
     let backups = listed.body["backups"].as_array().unwrap();

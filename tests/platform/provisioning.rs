@@ -30,6 +30,13 @@ async fn provisioning_requires_subscription_and_matching_plan() {
     let mut unpublished = provision_body("user_1");
     unpublished["imageVersion"] = json!("v9");
     provision(unpublished).await.assert_problem(404, "bundle_not_found");
+    let digest = "system-bundles/v8/svc-host-bundle.tar.gz.sha256";
+    stack.store.write(BUCKET, digest, "damaged");
+    let mut damaged = provision_body("user_1");
+    damaged["imageVersion"] = json!("v8");
+    let refused = provision(damaged).await;
+    refused.assert_problem(404, "bundle_not_found");
+    assert!(refused.body["detail"].as_str().unwrap().contains(digest), "{refused:?}");
     let calls = || async { Some(stack.provider.calls()).filter(|calls| !calls.is_empty()) };
     let calls = stack.eventually("the platform calls the provider", calls).await;
     assert!(calls.iter().all(|call| call.method == "GET"), "{calls:?}");

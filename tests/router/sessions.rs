@@ -340,6 +340,29 @@ async fn code_host_session_needs_single_use_bound_code() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn two_tabs_can_sign_in_to_the_code_host_at_once() -> Result<()> {
+    let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
+    let app = router.open_session(APP_HOST, "user_1").await;
+    let page = |host, path: &str, cookie: &str| {
+        router.get(host, path).header("accept", "text/html").header("cookie", cookie.to_owned())
+    };
+    let first = send(page(CODE_HOST, "/?tab=1", "svc_code_state=malformed")).await;
+    let nonce = first.cookie("svc_code_state").context("the response sets no nonce")?;
+    assert_ne!(nonce, "malformed");
+    let state = format!("svc_code_state={nonce}");
+    let second = send(page(CODE_HOST, "/?tab=2", &state)).await;
+    for (start, return_to) in [(&first, "/?tab=1"), (&second, "/?tab=2")] {
+        let issued = send(page(APP_HOST, redirect_path(start, APP_HOST), &app)).await;
+        // The browser sends the nonce that it received last, unless a response has deleted it.
+        let latest = format!("svc_code_state={}", second.cookie("svc_code_state").unwrap());
+        let redeemed = send(page(CODE_HOST, redirect_path(&issued, CODE_HOST), &latest)).await;
+        assert_eq!((redeemed.status, redeemed.location()), (StatusCode::FOUND, return_to));
+        assert_eq!(redeemed.cookie("svc_code_state"), None);
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn handover_requires_sign_in_and_ignores_foreign_return_path() -> Result<()> {
     let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
     let path = "/_svc/code-session?state=s&return_to=";

@@ -22,6 +22,7 @@ use svc_http::problem::{Code, Problem, format_chain};
 use svc_machine::id::MachineId;
 use svc_store::bucket::StoreError;
 use svc_store::key::{SlotPrefix, SnapshotCursor};
+use svc_store::snapshot::SnapshotUnusable;
 use svc_store::snapshots::{ListedSnapshot, PageWindow, SnapshotPage};
 use svc_store::{pointer_io, snapshots};
 use svc_wire::backup::{Backup, BackupPage};
@@ -52,6 +53,9 @@ pub async fn handle(
     let read = async {
         let pointer = match pointer_io::read(&platform.bucket, &slot).await {
             Ok(pointer) => pointer,
+            Err(StoreError::Corrupt { key, why }) if only_latest => {
+                return Err(problems::snapshot_unusable(SnapshotUnusable::Damaged { key, why }));
+            }
             // The store is available, so list its snapshots without the pointer.
             Err(error @ StoreError::Corrupt { .. }) => {
                 tracing::warn!(machine = %id, error = %format_chain(&error), "pointer corrupt; listing snapshots without it");
@@ -110,7 +114,12 @@ pub static ENDPOINT: Endpoint = Endpoint {
         ],
         body: None,
         responses: &[documented_json(200, "A page of snapshots.", schema_of::<BackupPage>)],
-        problems: &[Code::MachineNotFound, Code::StoreUnavailable, Code::DatabaseUnavailable],
+        problems: &[
+            Code::MachineNotFound,
+            Code::SnapshotUnusable,
+            Code::StoreUnavailable,
+            Code::DatabaseUnavailable,
+        ],
     },
     serve: || get(handle),
 };

@@ -17,6 +17,7 @@ use super::endpoint::{
 };
 use super::mutation::{AuditChange, Mutation, MutationEffect, Reply};
 use super::problems;
+use super::provision;
 use crate::alarms::Alarm;
 use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
@@ -116,10 +117,7 @@ fn read_handles(fields: &mut Fields, name: &str) -> Option<Vec<Handle>> {
 /// Rejects a release that is not published, or whose manifest hosts would reject, for example because it is missing,
 /// expired or not signed with a trusted key.
 async fn check_release(platform: &Platform, version: &ImageVersion) -> Result<(), Problem> {
-    let published = bundle::read_digest(&platform.bucket, version).await?;
-    let Some(digest) = published else {
-        return Err(Problem::new(Code::BundleNotFound, format!("Version {version} is not published.")));
-    };
+    let digest = provision::find_bundle_digest(&platform.bucket, version).await?;
     let keys = platform.config.hosts.trusted_keys();
     match bundle::verify_published(&platform.bucket, version, &digest, &keys).await {
         Ok(_) => Ok(()),

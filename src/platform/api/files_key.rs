@@ -23,11 +23,13 @@ use crate::context::Platform;
 use crate::db;
 use crate::file_keys::{self, FileKeyError};
 use crate::keys::KeyError;
-use svc_files::RepositoryKey;
+use svc_files::{FilesError, RepositoryKey};
 use svc_http::openapi::{Operation, request_object, schema_of, text_matching};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem, format_chain};
+use svc_machine::id::MachineId;
 use svc_machine::name::Slot;
+use svc_store::StoreError;
 use svc_store::key::SlotPrefix;
 use svc_wire::files::{FilesAccess, FilesKey};
 
@@ -45,13 +47,8 @@ pub async fn for_host(
     platform.rate_limits.admit_credentials(id)?;
     check_slot_access(&platform, &machine).await?;
     let slot = (&machine.user, &machine.slot);
-    let key = file_keys::load_or_create(&platform, slot, offered_key).await.map_err(|error| match error {
-        FileKeyError::Key(error) => key_unavailable(error),
-        error => {
-            tracing::error!(machine = %id, error = %format_chain(&error), "cannot give a host the key of its file backups");
-            svc_store::problem::unavailable()
-        }
-    })?;
+    let key = file_keys::load_or_create(&platform, slot, offered_key).await;
+    let key = key.map_err(|error| files_key_problem(id, error))?;
     Ok(respond(FilesKey { key: key.password().clone() }))
 }
 
@@ -91,6 +88,25 @@ fn respond(body: impl Serialize) -> Response {
     response
 }
 
+/// Returns the problem for a key that cannot be sent to a host. If the repository rejects every known key or is damaged,
+/// the text says what to do, because no retry helps.
+fn files_key_problem(machine: MachineId, error: FileKeyError) -> Problem {
+    let error = match error {
+        FileKeyError::Key(error) => return key_unavailable(error),
+        error => error,
+    };
+    let text = format_chain(&error);
+    tracing::error!(%machine, error = text, "cannot give a host the key of its file backups");
+    match &error {
+        FileKeyError::Repository { source: FilesError::Store(source), .. }
+            if !matches!(source, StoreError::Corrupt { .. }) =>
+        {
+            svc_store::problem::unavailable()
+        }
+        _ => Problem::new(Code::Conflict, text),
+    }
+}
+
 fn key_unavailable(error: KeyError) -> Problem {
     match error {
         KeyError::Db(error) => error.into(),
@@ -121,6 +137,7 @@ pub static FOR_HOST: Endpoint = Endpoint {
             Code::Forbidden,
             Code::RateLimited,
             Code::Superseded,
+            Code::Conflict,
             Code::StoreUnavailable,
             Code::DatabaseUnavailable,
         ],

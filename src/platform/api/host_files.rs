@@ -48,7 +48,7 @@ pub async fn show_status(
     PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    parse_read(&platform, &id, request, "files.status", |_| Some(Vec::new()))
+    parse_read(platform, &id, request, "files.status", |_| Some(Vec::new()))
         .await?
         .respond::<FileBackupStatus>(|_| FilesCall::Status)
         .await
@@ -59,7 +59,7 @@ pub async fn list_versions(
     PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    parse_read(&platform, &id, request, "files.versions", |fields| {
+    parse_read(platform, &id, request, "files.versions", |fields| {
         let path: Option<String> = fields.text("path", MAX_PATH_CHARS);
         let before = fields.time("before");
         let limit = fields.number_in_range("limit", 1..=MAX_VERSIONS, DEFAULT_VERSIONS);
@@ -77,7 +77,7 @@ pub async fn list(
     PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    parse_read(&platform, &id, request, "files.list", |fields| {
+    parse_read(platform, &id, request, "files.list", |fields| {
         let path = fields.optional_text("path", MAX_PATH_CHARS);
         let time = fields.time("time");
         let cursor = fields.number_in_range("cursor", 0..=usize::MAX, 0);
@@ -109,8 +109,8 @@ pub async fn show_restore(
 }
 
 /// An operator's authenticated and validated request to read from a host.
-struct FilesReadRequest<'a> {
-    platform: &'a Platform,
+struct FilesReadRequest {
+    platform: Arc<Platform>,
     operator: Operator,
     id: MachineId,
     action: &'static str,
@@ -118,15 +118,15 @@ struct FilesReadRequest<'a> {
 }
 
 /// Authenticates the operator, and parses a request to read from a host.
-async fn parse_read<'a>(
-    platform: &'a Platform,
+async fn parse_read(
+    platform: Arc<Platform>,
     id: &str,
     request: Request,
     action: &'static str,
     read_query: impl FnOnce(&mut Fields) -> Option<Query>,
-) -> Result<FilesReadRequest<'a>, Problem> {
+) -> Result<FilesReadRequest, Problem> {
     let call = ApiCall::read(request).await?;
-    let operator = call.authenticate_operator(platform).await?;
+    let operator = call.authenticate_operator(&platform).await?;
     let id: MachineId = path_id("machineId", id)?;
     let mut fields = call.request.query_fields();
     let query = read_query(&mut fields);
@@ -134,31 +134,41 @@ async fn parse_read<'a>(
     Ok(FilesReadRequest { platform, operator, id, action, query })
 }
 
-impl FilesReadRequest<'_> {
+impl FilesReadRequest {
     async fn respond<T: HostFilesResponse>(
         self,
         to_call: impl FnOnce(Query) -> FilesCall,
     ) -> Result<Response, Problem> {
-        let Self { platform, operator, id, action, query } = self;
         let mut after = json!({});
-        for (name, value) in &query {
+        for (name, value) in &self.query {
             after[*name] = value.as_str().into();
         }
-        let machine = find_serving(platform, id).await;
-        let response = match machine {
-            Ok(machine) => call_host::<T>(platform, &machine, to_call(query)).await,
-            Err(problem) => Err(problem),
-        };
-        after["outcome"] = response.as_ref().map_or_else(|problem| problem.code.as_str(), |_| "read").into();
-        audit(
-            platform,
-            &operator,
-            AuditChange { action, target: id.to_string(), before: None, after: Some(after) },
-        )
-        .await?;
-        // If the read cannot be audited, the host's response is withheld.
-        Ok(([(header::CACHE_CONTROL, "no-store")], Json(response?)).into_response())
+        let Self { platform, operator, id, action, query } = self;
+        let read = read_from_host::<T>(platform, id, to_call(query), operator, action, after);
+        // The read completes even if the operator disconnects, so that it is audited.
+        let read = tokio::spawn(request_id::run_with_id(request_id::current(), read));
+        let content = read.await.map_err(|error| Problem::internal(&error))??;
+        Ok(([(header::CACHE_CONTROL, "no-store")], Json(content)).into_response())
     }
+}
+
+/// Reads from the host, and audits the read and its outcome. If it cannot be audited, the host's response is withheld.
+async fn read_from_host<T: HostFilesResponse>(
+    platform: Arc<Platform>,
+    id: MachineId,
+    files_call: FilesCall,
+    operator: Operator,
+    action: &'static str,
+    mut after: Value,
+) -> Result<T, Problem> {
+    let response = match find_serving(&platform, id).await {
+        Ok(machine) => call_host::<T>(&platform, &machine, files_call).await,
+        Err(problem) => Err(problem),
+    };
+    after["outcome"] = response.as_ref().map_or_else(|problem| problem.code.as_str(), |_| "read").into();
+    let change = AuditChange { action, target: id.to_string(), before: None, after: Some(after) };
+    audit(&platform, &operator, change).await?;
+    response
 }
 
 async fn audit(platform: &Platform, operator: &Operator, change: AuditChange) -> Result<(), Problem> {
@@ -177,7 +187,7 @@ async fn find_serving(platform: &Platform, id: MachineId) -> Result<MachineRow, 
 }
 
 /// A host's response. Its number of items is checked before it is processed further.
-trait HostFilesResponse: Serialize + DeserializeOwned {
+trait HostFilesResponse: Serialize + DeserializeOwned + Send + 'static {
     fn item_count(&self) -> usize {
         1
     }
@@ -211,9 +221,10 @@ async fn call_host<T: HostFilesResponse>(
     files_call: FilesCall,
 ) -> Result<T, Problem> {
     let id = machine.id;
+    let is_restore = matches!(files_call, FilesCall::Restore { .. });
     let response = host_call::call_files(platform, machine, files_call).await.map_err(|error| {
         tracing::warn!(machine = %id, error = %format_chain(&error), "a files request to the host failed");
-        host_problem(id, error)
+        host_problem(id, error, is_restore)
     })?;
     // Parsed as `T` first, because a `Value` of arbitrary shape would take many times the memory of its text.
     let parsed = serde_json::from_slice::<T>(&response).and_then(|content| {
@@ -234,7 +245,7 @@ async fn call_host<T: HostFilesResponse>(
 }
 
 /// Maps a failed call to the host to a problem for the operator.
-fn host_problem(id: MachineId, error: FilesCallError) -> Problem {
+fn host_problem(id: MachineId, error: FilesCallError, is_restore: bool) -> Problem {
     match error {
         FilesCallError::Host(HostCallError::Unreachable(_)) => {
             Problem::new(Code::HostUnreachable, format!("The host of machine {id} did not respond."))
@@ -251,6 +262,9 @@ fn host_problem(id: MachineId, error: FilesCallError) -> Problem {
         FilesCallError::InvalidField { pointer, detail } => Problem::field(pointer, detail),
         FilesCallError::Problem { status: StatusCode::CONFLICT, detail } => {
             invalid_state(Status::Running.as_str(), detail)
+        }
+        FilesCallError::Problem { status: StatusCode::UNPROCESSABLE_ENTITY, detail } if is_restore => {
+            Problem::new(Code::IdempotencyMismatch, detail)
         }
         FilesCallError::Problem { status: StatusCode::SERVICE_UNAVAILABLE, detail } => {
             let fallback = || format!("The host of machine {id} cannot respond right now; try again.");

@@ -37,7 +37,7 @@ use svc_machine::plan::Plan;
 use svc_machine::state::Status;
 use svc_store::key::SlotPrefix;
 use svc_store::snapshot::{self, SnapshotUnusable};
-use svc_store::{Bucket, bundle};
+use svc_store::{Bucket, StoreError, bundle};
 use svc_wire::change::ProvisionedMachine;
 use svc_wire::machine::MachineKind;
 use svc_wire::quote::Price;
@@ -349,11 +349,19 @@ pub async fn check_admission(
 }
 
 /// Looks up the digest of a published bundle.
+///
+/// # Errors
+/// `bundle_not_found` if there is none or it is unreadable; `store_unavailable` if a request to the store fails.
 pub async fn find_bundle_digest(bucket: &Bucket, version: &ImageVersion) -> Result<String, Problem> {
-    let found = bundle::read_digest(bucket, version).await?;
-    found.ok_or_else(|| {
-        Problem::new(Code::BundleNotFound, format!("No bundle of version {version} is published."))
-    })
+    let detail = match bundle::read_digest(bucket, version).await {
+        Ok(Some(digest)) => return Ok(digest),
+        Ok(None) => format!("No bundle of version {version} is published."),
+        Err(error @ StoreError::Corrupt { .. }) => {
+            format!("The bundle of version {version} is damaged: {error}. Publish another version.")
+        }
+        Err(error) => return Err(error.into()),
+    };
+    Err(Problem::new(Code::BundleNotFound, detail))
 }
 
 /// Chooses whether to restore a snapshot. A slot that has a snapshot, or should have one, never starts empty.

@@ -25,6 +25,7 @@ use svc_base::untrusted_text;
 use svc_http::openapi::{Operation, schema_of};
 use svc_http::path_params::PathParams;
 use svc_http::problem::{Code, Problem, format_chain};
+use svc_http::request_id;
 use svc_http::usage::{self, UsageQuery};
 use svc_machine::id::MachineId;
 use svc_wire::usage::UsageReport;
@@ -42,10 +43,16 @@ pub async fn handle(
     let mut fields = call.request.query_fields();
     let query = UsageQuery::read(&mut fields);
     let query = fields.finish(Some(query))?;
-    let report = fetch_report(&platform, id, &query).await;
-    // If the read cannot be audited, the report is withheld.
-    audit_read(&platform, &operator, id, &query, &report).await?;
-    Ok(([(header::CACHE_CONTROL, "no-store")], Json(report?)).into_response())
+    let read = async move {
+        let report = fetch_report(&platform, id, &query).await;
+        // If the read cannot be audited, the report is withheld.
+        audit_read(&platform, &operator, id, &query, &report).await?;
+        report
+    };
+    // The read completes even if the operator disconnects, so that it is audited.
+    let read = tokio::spawn(request_id::run_with_id(request_id::current(), read));
+    let report = read.await.map_err(|error| Problem::internal(&error))??;
+    Ok(([(header::CACHE_CONTROL, "no-store")], Json(report)).into_response())
 }
 
 async fn fetch_report(

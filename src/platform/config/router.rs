@@ -143,6 +143,6 @@ mod tests {
         }
         let ports = [("APP_HOST", "app.example:8443"), ("CODE_HOST", "app.example:9443")];
         let config = read_pairs(&ports).unwrap();
-        assert_eq!(config.find_host("app.example:9443"), Some(PublicHost::Code));
+        assert_eq!(config.find_host("app.example:9443", "https"), Some(PublicHost::Code));
     }
 }

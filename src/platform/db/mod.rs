@@ -116,10 +116,23 @@ impl From<tokio_postgres::Error> for DbError {
     }
 }
 
+/// The reason a connection to the database could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectError {
+    #[error(transparent)]
+    Resolve(#[from] resolve::ResolveError),
+    #[error(transparent)]
+    Database(#[from] tokio_postgres::Error),
+}
+
 /// Checks that a connection string names a host and has no unsupported settings.
 pub fn check_supported(config: &Config) -> Result<(), &'static str> {
     if config.get_hosts().is_empty() && config.get_hostaddrs().is_empty() {
         return Err("must name a host");
+    }
+    let is_socket = |host: &Host| matches!(host, Host::Unix(_));
+    if config.get_hosts().iter().any(is_socket) && !config.get_hosts().iter().all(is_socket) {
+        return Err("must not name both sockets and hosts");
     }
     if config.get_ssl_mode() == SslMode::Require {
         return Err(
@@ -238,12 +251,24 @@ fn with_timeouts(config: &Config) -> Config {
 /// Connects after resolving host names: a static glibc binary must not call getaddrinfo.
 struct ResolvingConnector;
 
-type ConnectResult = Result<(Client, JoinHandle<()>), tokio_postgres::Error>;
+/// A connection, and the task that serves it.
+type Connected = (Client, JoinHandle<()>);
+type DriverResult = Result<Connected, tokio_postgres::Error>;
 
 impl deadpool_postgres::Connect for ResolvingConnector {
-    fn connect(&self, config: &Config) -> Pin<Box<dyn Future<Output = ConnectResult> + Send + '_>> {
+    fn connect(&self, config: &Config) -> Pin<Box<dyn Future<Output = DriverResult> + Send + '_>> {
         let config = config.clone();
-        Box::pin(async move { connect(&config).await })
+        Box::pin(async move {
+            match connect(&config).await {
+                Ok(connected) => Ok(connected),
+                Err(ConnectError::Database(error)) => Err(error),
+                Err(ConnectError::Resolve(error)) => {
+                    tracing::warn!(%error, "cannot resolve the database's host name");
+                    // The driver's error cannot be constructed here, but connecting without a host returns one.
+                    open(&Config::new()).await
+                }
+            }
+        })
     }
 }
 
@@ -251,15 +276,12 @@ impl deadpool_postgres::Connect for ResolvingConnector {
 ///
 /// # Errors
 /// When the host name cannot be resolved, or the connection fails.
-pub async fn connect(config: &Config) -> ConnectResult {
-    let config = match resolve_hosts(config).await {
-        Ok(config) => config,
-        Err(error) => {
-            tracing::warn!(%error, "cannot resolve the database's host name");
-            // The driver's error cannot be constructed here, but connecting without a host returns one.
-            Config::new()
-        }
-    };
+pub async fn connect(config: &Config) -> Result<Connected, ConnectError> {
+    Ok(open(&svc_router::database::resolve_hosts(config).await?).await?)
+}
+
+/// Opens a connection to hosts whose addresses are known.
+async fn open(config: &Config) -> DriverResult {
     let (client, connection) = config.connect(NoTls).await?;
     let connection_task = tokio::spawn(async move {
         if let Err(error) = connection.await {
@@ -269,18 +291,14 @@ pub async fn connect(config: &Config) -> ConnectResult {
     Ok((client, connection_task))
 }
 
-async fn resolve_hosts(config: &Config) -> Result<Config, resolve::ResolveError> {
-    let mut config = config.clone();
-    if !config.get_hostaddrs().is_empty()
-        || config.get_hosts().iter().any(|host| matches!(host, Host::Unix(_)))
-    {
-        return Ok(config);
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn connect_names_a_host_that_cannot_be_resolved() {
+        // DNS does not allow an empty label, so no request is sent.
+        let error = connect(&"host=a..b user=u".parse().unwrap()).await.err().unwrap();
+        assert!(error.to_string().starts_with("cannot resolve a..b: "), "{error}");
     }
-    for host in config.get_hosts().to_vec() {
-        if let Host::Tcp(name) = host {
-            let addresses = resolve::lookup_addresses(&name).await?;
-            config.hostaddr(addresses[0]);
-        }
-    }
-    Ok(config)
 }

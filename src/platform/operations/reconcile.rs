@@ -224,7 +224,7 @@ async fn claim_turn(platform: &Platform, min_interval: Duration) -> Result<bool,
 
 /// Returns the minimum interval between two listings of all servers. Calls for further pages use at most a quarter of
 /// the provider's rate limit, so that operations do not wait for them.
-fn listing_interval(servers: u64) -> Duration {
+pub fn listing_interval(servers: u64) -> Duration {
     const SERVERS_PER_CALL: u64 = 50;
     const SECONDS_PER_CALL: u64 = 4;
     let further_calls = servers.saturating_sub(1) / SERVERS_PER_CALL;

@@ -158,9 +158,11 @@ pub(super) fn sanitize_response_headers(context: &RequestContext, headers: &mut 
         headers.remove(&SERVICE_WORKER_ALLOWED);
     }
     headers.append(VARY, HeaderValue::from_static("cookie"));
-    if (context.wants_page || is_document(headers)) && !is_never_stored(headers) {
-        // The browser must revalidate the page on each visit, so that the router can check the user.
-        headers.insert(CACHE_CONTROL, HeaderValue::from_static("private, no-cache"));
+    if context.wants_page || is_document(headers) {
+        // The browser must revalidate the page on each visit, so that the router can check the user. The machine's
+        // value is always replaced: `no-store` in it may be part of a quoted string and have no effect.
+        let value = if is_never_stored(headers) { "no-store" } else { "private, no-cache" };
+        headers.insert(CACHE_CONTROL, HeaderValue::from_static(value));
     }
 }
 
@@ -231,6 +233,28 @@ mod tests {
         assert!(first.matches(&ada, &first.digest(&ada)) && !first.matches(&bob, &first.digest(&ada)));
         assert!(second.matches(&ada, &first.digest(&ada)), "a digest with the previous key");
         assert!(!first.matches(&ada, &second.digest(&ada)));
+    }
+
+    #[test]
+    fn sanitize_response_headers_replaces_cache_control_of_pages() {
+        let context = RequestContext {
+            host: PublicHost::App,
+            authority: "app.example".to_owned(),
+            scheme: "https",
+            client_address: None,
+            wants_page: true,
+            now: jiff::Timestamp::UNIX_EPOCH,
+        };
+        for (own, expected) in [
+            ("max-age=31536000", "private, no-cache"),
+            ("No-Store", "no-store"),
+            ("max-age=31536000, x=\"a, no-store, b\"", "no-store"),
+        ] {
+            let mut headers = HeaderMap::new();
+            headers.insert(CACHE_CONTROL, HeaderValue::from_static(own));
+            sanitize_response_headers(&context, &mut headers);
+            assert_eq!(headers[CACHE_CONTROL], expected, "{own}");
+        }
     }
 
     #[test]

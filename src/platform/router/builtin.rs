@@ -82,7 +82,7 @@ async fn list_slots(
     call: &BufferedRequest,
 ) -> Result<Response, Problem> {
     let Some(identity) = router.identify(context, &call.headers).await? else {
-        return sign_in::start_sign_in(router, context, &call.uri);
+        return sign_in::start_sign_in(router, context, &call.headers, &call.uri);
     };
     if let Some(page) = account::choice_page(router, context, &identity, &call.headers, &call.uri) {
         return Ok(page);

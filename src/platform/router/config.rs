@@ -32,12 +32,12 @@ pub struct RouterConfig {
 }
 
 impl RouterConfig {
-    /// Returns the public host that a request's authority names.
-    pub fn find_host(&self, authority: &str) -> Option<PublicHost> {
-        if self.app_host.matches(authority) {
+    /// Returns the public host that the authority of a request with this scheme names.
+    pub fn find_host(&self, authority: &str, scheme: &str) -> Option<PublicHost> {
+        if self.app_host.matches(authority, scheme) {
             Some(PublicHost::App)
         } else {
-            self.code_host.matches(authority).then_some(PublicHost::Code)
+            self.code_host.matches(authority, scheme).then_some(PublicHost::Code)
         }
     }
 
@@ -67,9 +67,11 @@ impl HostAndPort {
         self.port
     }
 
-    fn matches(&self, authority: &str) -> bool {
+    /// Whether a request's authority names this host. Browsers omit the scheme's default port.
+    fn matches(&self, authority: &str, scheme: &str) -> bool {
         let (name, port) = split_port(authority);
-        name.eq_ignore_ascii_case(&self.name) && self.port.is_none_or(|own| port == Some(own))
+        let port = port.unwrap_or(if scheme == "https" { 443 } else { 80 });
+        name.eq_ignore_ascii_case(&self.name) && self.port.is_none_or(|own| port == own)
     }
 
     /// Returns the authority for a URL to this host, for a client whose own request had the authority `requested`.
@@ -132,13 +134,29 @@ mod tests {
     #[test]
     fn find_host_ignores_case_and_unconfigured_port() {
         let config = config("App.example", "code.example:8443");
-        assert_eq!(config.find_host("app.EXAMPLE"), Some(PublicHost::App));
-        assert_eq!(config.find_host("app.example:9"), Some(PublicHost::App));
-        assert_eq!(config.find_host("code.example:8443"), Some(PublicHost::Code));
+        let find_host = |authority: &str| config.find_host(authority, "https");
+        assert_eq!(find_host("app.EXAMPLE"), Some(PublicHost::App));
+        assert_eq!(find_host("app.example:9"), Some(PublicHost::App));
+        assert_eq!(find_host("code.example:8443"), Some(PublicHost::Code));
         for other in ["code.example", "app.example.evil", "xapp.example", "", ":1", "app.example@code"] {
-            assert_eq!(config.find_host(other), None, "{other}");
+            assert_eq!(find_host(other), None, "{other}");
         }
         assert_eq!(config.app_host.authority("code.example:8443"), "app.example:8443");
         assert_eq!(config.app_host.authority("code.example"), "app.example");
+    }
+
+    #[test]
+    fn find_host_matches_omitted_default_port() {
+        let config = config("app.example:443", "code.example:80");
+        for (authority, scheme, expected) in [
+            ("app.example", "https", Some(PublicHost::App)),
+            ("app.example:443", "https", Some(PublicHost::App)),
+            ("app.example", "http", None),
+            ("app.example:80", "https", None),
+            ("code.example", "http", Some(PublicHost::Code)),
+            ("code.example", "https", None),
+        ] {
+            assert_eq!(config.find_host(authority, scheme), expected, "{scheme}://{authority}");
+        }
     }
 }

@@ -11,6 +11,7 @@ mod builtin;
 mod builtin_routes;
 pub mod config;
 mod cookie;
+pub mod database;
 mod directory;
 mod forward;
 mod frame;

@@ -43,11 +43,12 @@ impl RequestContext {
         let unknown = || Problem::new(Code::NotFound, "The router does not serve this host.");
         let (Some(host), None) = (hosts.next(), hosts.next()) else { return Err(unknown()) };
         let authority = host.to_str().map_err(|_| unknown())?.to_owned();
-        let host = config.find_host(&authority).ok_or_else(unknown)?;
+        let scheme = scheme(config, request);
+        let host = config.find_host(&authority, scheme).ok_or_else(unknown)?;
         Ok(Self {
             host,
             authority,
-            scheme: scheme(config, request),
+            scheme,
             client_address: client_address(config, request),
             wants_page: page::wants_page(request.method(), request.headers()),
             now: Timestamp::now(),

@@ -54,7 +54,7 @@ impl RouterState {
             return Box::pin(builtin::handle(self, &context, request)).await;
         }
         let Some(identity) = self.identify(&context, request.headers()).await? else {
-            return sign_in::start_sign_in(self, &context, request.uri());
+            return sign_in::start_sign_in(self, &context, request.headers(), request.uri());
         };
         if let Some(page) = account::choice_page(self, &context, &identity, request.headers(), request.uri())
         {

@@ -33,6 +33,7 @@ const DATABASE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Maximum rate of new sessions and codes per user, with a burst of one minute.
 const OPEN_RATE_PER_SECOND: u32 = 1;
 const OPEN_BURST_SECONDS: u32 = 60;
+const TOKEN_BYTES: usize = 32;
 
 const COLUMNS: &str = "token_hash, host, idp_user_id, slot, expires_at, revoked_at IS NOT NULL";
 /// Records a sign-out of the user `$1`.
@@ -423,9 +424,14 @@ fn hash_code(code: &str, state: &str) -> TokenHash {
 
 /// Creates a token of 256 random bits that is safe in cookies and URLs.
 pub(super) fn random_token() -> Result<String, SessionError> {
-    let mut bytes = [0; 32];
+    let mut bytes = [0; TOKEN_BYTES];
     SystemRandom::new().fill(&mut bytes).map_err(|_| SessionError::Randomness)?;
     Ok(B64.encode(bytes))
+}
+
+/// Whether a text has the form of a random token.
+pub(super) fn is_token(text: &str) -> bool {
+    B64.decode(text).is_ok_and(|bytes| bytes.len() == TOKEN_BYTES)
 }
 
 #[cfg(test)]

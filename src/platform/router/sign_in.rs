@@ -1,7 +1,7 @@
 //! Signs browsers in: on `APP_HOST` through the identity provider, and on `CODE_HOST` with a code from `APP_HOST`.
 //!
 //! The code can be used once, and only together with a nonce in a `CODE_HOST` cookie in the same browser, so that a
-//! link cannot sign a user in as another user (login CSRF).
+//! link cannot sign a user in as another user (login CSRF). Tabs that sign in at the same time share the nonce.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ use super::cookie::RouterCookie;
 use super::request_context::RequestContext;
 use super::responses::{redirect, session_problem, sign_in_required};
 use super::return_path::{is_local_path, local_path};
-use super::session::{CodeGrant, SessionOrigin, random_token};
+use super::session::{CodeGrant, SessionOrigin, is_token, random_token};
 use crate::public_host::PublicHost;
 use crate::signed_lifetimes::SESSION_SECONDS;
 use svc_http::buffered_request::BufferedRequest;
@@ -33,6 +33,7 @@ const STATE_TTL_SECONDS: u64 = 600;
 pub(super) fn start_sign_in(
     router: &RouterState,
     context: &RequestContext,
+    headers: &HeaderMap,
     uri: &Uri,
 ) -> Result<Response, Problem> {
     if !context.wants_page {
@@ -51,7 +52,10 @@ pub(super) fn start_sign_in(
             Ok(redirect(StatusCode::FOUND, target.as_str()))
         }
         PublicHost::Code => {
-            let state = random_token().map_err(|error| Problem::internal(&error))?;
+            let state = match RouterCookie::State.get(headers, context.scheme) {
+                Some(state) if is_token(state) => state.to_owned(),
+                _ => random_token().map_err(|error| Problem::internal(&error))?,
+            };
             let return_to = local_path(uri);
             let query = form_urlencoded::Serializer::new(String::new())
                 .append_pair("state", &state)
@@ -75,7 +79,7 @@ pub(super) async fn issue_code(
     call: &BufferedRequest,
 ) -> Result<Response, Problem> {
     let Some(identity) = router.identify(context, &call.headers).await? else {
-        return start_sign_in(router, context, &call.uri);
+        return start_sign_in(router, context, &call.headers, &call.uri);
     };
     if let Some(page) = account::choice_page(router, context, &identity, &call.headers, &call.uri) {
         return Ok(page);
@@ -132,8 +136,8 @@ pub(super) async fn redeem_code(
     let headers = response.headers_mut();
     let session =
         RouterCookie::Session(PublicHost::Code).set_cookie_header(&token, context.scheme, SESSION_SECONDS);
+    // The nonce remains until it expires, because another tab may still need it.
     headers.append(SET_COOKIE, session);
-    headers.append(SET_COOKIE, RouterCookie::State.expired_cookie_header(context.scheme));
     browser_data::record_user(router, &mut response, context, &call.headers, &grant.user);
     Ok(response)
 }

@@ -12,11 +12,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use tokio::sync::Notify;
-use tokio_postgres::config::Host;
 use tokio_postgres::types::ToSql;
 use tokio_postgres::{AsyncMessage, Client, Config, NoTls, Statement};
 use tokio_util::sync::CancellationToken;
 
+use super::database::resolve_hosts;
 use super::directory::Directory;
 use super::machine::{Endpoint, MachineRecord};
 use super::session::Sessions;
@@ -25,7 +25,6 @@ use crate::host_trust::HostTrust;
 use crate::route_freshness::{RouteFreshness, RoutesState};
 use crate::signed_lifetimes::SIGN_OUT_TTL;
 use svc_base::metrics::ROUTES_AGE;
-use svc_http::resolve;
 use svc_machine::id::MachineId;
 
 const DATABASE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -202,8 +201,10 @@ struct Connection {
 
 impl Connection {
     async fn open(config: &Config, wake: Arc<Notify>) -> anyhow::Result<Self> {
+        let mut config = resolve_hosts(config).await?;
+        config.application_name("svc-platform router").connect_timeout(DATABASE_TIMEOUT);
         let (client, mut connection) =
-            resolve_hosts(config).await?.connect(NoTls).await.context("cannot connect to the database")?;
+            config.connect(NoTls).await.context("cannot connect to the database")?;
         tokio::spawn(async move {
             // Ends when the client is dropped or the connection fails.
             while let Some(Ok(message)) = poll_fn(|cx| connection.poll_message(cx)).await {
@@ -233,20 +234,6 @@ impl Connection {
 /// runs it.
 pub fn digest_query() -> String {
     format!("SELECT count(*), coalesce(bit_xor(hashint8extended(change_seq, 0)), 0) {ACTIVE}")
-}
-
-async fn resolve_hosts(config: &Config) -> anyhow::Result<Config> {
-    let mut config = config.clone();
-    config.application_name("svc-platform router").connect_timeout(DATABASE_TIMEOUT);
-    if config.get_hostaddrs().is_empty() {
-        for host in config.get_hosts().to_vec() {
-            if let Host::Tcp(name) = host {
-                let first = resolve::lookup_addresses(&name).await?.first().copied();
-                config.hostaddr(first.context("the database's host name has no address")?);
-            }
-        }
-    }
-    Ok(config)
 }
 
 /// Parses a machine's row. A row that cannot be parsed is logged, and its machine gets no requests.

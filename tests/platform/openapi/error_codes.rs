@@ -362,6 +362,14 @@ async fn trigger_files_errors(tester: &mut RejectionTester<'_>) {
             tester.send(files_call(&host.guest.machine), refused, code).await;
         }
     }
+    let (stack, machine) = (&platform.stack, &host.guest.machine);
+    stack.store.write(BUCKET, "user_files/primary/files/config", "no key opens this");
+    let files_key = stack.request(&platform.process, Method::POST, &format!("/vps/{machine}/files-key"));
+    let files_key = files_key.bearer_auth(&host.guest.upgrade_token).json(&json!({}));
+    tester.send(files_key, 409, "conflict").await;
+    stack.store.write(BUCKET, "user_files/primary/system/db/latest", "{not json");
+    let latest = format!("/vps/{machine}/backups?latest=true");
+    tester.send(platform.operator_call(Method::GET, &latest, &Value::Null), 409, "snapshot_unusable").await;
 }
 
 /// Sends requests from an address that has sent too many wrong tokens.

@@ -19,6 +19,10 @@ pub const NOTIFY_CHANNEL: &str = "svc_changes";
 
 /// An event's position is its transaction id. If a statement changes more than 1000 rows, NULL is stored instead of
 /// their ids, and clients must reload the table.
+///
+/// The functions run with the gateway's privileges in the writer's session: with the writer's `search_path`, the writer
+/// could substitute its own operators. `at` is the time of the write, not the start of its transaction, because the
+/// cleanup deletes by it. The functions set it, so that the defaults of existing tables need no change.
 pub const SCHEMA_SQL: &str = "
     CREATE TABLE IF NOT EXISTS svc.watched (
         schema_name text PRIMARY KEY,
@@ -41,28 +45,31 @@ pub const SCHEMA_SQL: &str = "
         ids uuid[],
         PRIMARY KEY (xid, n)
     );
-    CREATE OR REPLACE FUNCTION svc.note_change() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
+    CREATE OR REPLACE FUNCTION svc.note_change() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER
+        SET search_path = pg_catalog, pg_temp AS $$
     BEGIN
-        INSERT INTO svc.changes (schema_name, table_name, action, ids)
-            SELECT tg_table_schema, tg_table_name, pg_catalog.lower(tg_op),
-                   CASE WHEN pg_catalog.count(*) <= 1000 THEN pg_catalog.array_agg(r.id) END
-              FROM svc_rows r HAVING pg_catalog.count(*) > 0;
+        INSERT INTO svc.changes (at, schema_name, table_name, action, ids)
+            SELECT clock_timestamp(), tg_table_schema, tg_table_name, lower(tg_op),
+                   CASE WHEN count(*) <= 1000 THEN array_agg(r.id) END
+              FROM svc_rows r HAVING count(*) > 0;
         IF session_user <> tg_table_schema THEN
             NOTIFY svc_changes;
         END IF;
         RETURN NULL;
     END $$;
-    CREATE OR REPLACE FUNCTION svc.note_truncate() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
+    CREATE OR REPLACE FUNCTION svc.note_truncate() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER
+        SET search_path = pg_catalog, pg_temp AS $$
     BEGIN
-        INSERT INTO svc.changes (schema_name, table_name, action)
-            VALUES (tg_table_schema, tg_table_name, 'truncate');
+        INSERT INTO svc.changes (at, schema_name, table_name, action)
+            VALUES (clock_timestamp(), tg_table_schema, tg_table_name, 'truncate');
         NOTIFY svc_changes;
         RETURN NULL;
     END $$;
     REVOKE ALL ON FUNCTION svc.note_change(), svc.note_truncate() FROM PUBLIC;
 ";
 
-/// Selects the statements that create a schema's missing triggers. A table without the built-in `id` is not an app's.
+/// Selects the statements that create a schema's missing triggers. A table without the built-in `id` is not an app's. A
+/// statement fires only the triggers of the table that it names: a partitioned table's, or a partition's.
 const CREATE_TRIGGER_STATEMENTS: &str = "
     SELECT format('CREATE TRIGGER %I AFTER %s ON %I.%I %s FOR EACH STATEMENT EXECUTE FUNCTION svc.%I()',
                   k.name, k.event, n.nspname, c.relname, k.referencing, k.function)
@@ -74,7 +81,7 @@ const CREATE_TRIGGER_STATEMENTS: &str = "
         ('svc_changes_update', 'UPDATE', 'REFERENCING NEW TABLE AS svc_rows', 'note_change'),
         ('svc_changes_delete', 'DELETE', 'REFERENCING OLD TABLE AS svc_rows', 'note_change'),
         ('svc_changes_truncate', 'TRUNCATE', '', 'note_truncate')) AS k (name, event, referencing, function)
-     WHERE n.nspname = $1 AND c.relkind = 'r'
+     WHERE n.nspname = $1 AND c.relkind IN ('r', 'p')
        AND NOT EXISTS (SELECT FROM pg_trigger t WHERE t.tgrelid = c.oid AND t.tgname = k.name)
      ORDER BY c.relname, k.name";
 
@@ -200,13 +207,17 @@ pub async fn clean_up(
     retention: OutboxRetention,
     schemas_with_listeners: &[String],
 ) -> Result<(), DatabaseError> {
+    // A transaction may write long after it got its id, so old events can have higher ids than recent ones. Only the
+    // events below the first recent one are deleted for their age.
     client
         .execute(
             "WITH cutoff AS (
                 SELECT greatest(
                     (SELECT xid FROM svc.changes
-                      WHERE at < now() - make_interval(secs => $1)
-                        AND xid < pg_snapshot_xmin(pg_current_snapshot()) ORDER BY xid DESC LIMIT 1),
+                      WHERE xid < least(pg_snapshot_xmin(pg_current_snapshot()),
+                                        (SELECT xid FROM svc.changes
+                                          WHERE at >= now() - make_interval(secs => $1)
+                                          ORDER BY xid LIMIT 1)) ORDER BY xid DESC LIMIT 1),
                     (SELECT xid FROM svc.changes
                       WHERE xid < pg_snapshot_xmin(pg_current_snapshot()) ORDER BY xid DESC OFFSET $2 LIMIT 1)
                 ) AS xid),

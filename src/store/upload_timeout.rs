@@ -1,0 +1,75 @@
+//! An HTTP layer below object_store: gives an upload time in proportion to its size.
+//!
+//! The client's idle timeout starts with the request and is not reset while the body is sent, so over a slow connection
+//! it would end an upload whose bytes flow.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use object_store::client::{HttpClient, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpService};
+
+use svc_http::client::Timeouts;
+
+/// The slowest connection over which uploads succeed: 0.5 Mbit/s.
+const MIN_BYTES_PER_SECOND: u64 = 62_500;
+/// Maximum number of uploads that share the connection, such as the parts of a snapshot.
+const MAX_CONCURRENT_UPLOADS: u64 = 3;
+/// Maximum size of a body that is sent like a request without one.
+const MAX_SMALL_BYTES: usize = 64 << 10;
+
+/// The timeouts of [`UploadTimeout::uploads`]. Longer than the timeout of every upload, including that of a pack of
+/// files, which is up to 16 MiB long.
+pub(super) const UPLOAD: Timeouts = Timeouts { idle: Duration::from_secs(1800), ..Timeouts::DOWNLOAD };
+
+#[derive(Debug)]
+pub(super) struct UploadTimeout {
+    pub(super) uploads: HttpClient,
+    /// For requests without a body or with a small one.
+    pub(super) others: HttpClient,
+}
+
+#[async_trait]
+impl HttpService for UploadTimeout {
+    async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let size = request.body().content_length();
+        if size <= MAX_SMALL_BYTES {
+            return self.others.execute(request).await;
+        }
+        let response = tokio::time::timeout(upload_timeout(size), self.uploads.execute(request)).await;
+        response.unwrap_or_else(|elapsed| Err(HttpError::new(HttpErrorKind::Timeout, elapsed)))
+    }
+}
+
+fn upload_timeout(size: usize) -> Duration {
+    let seconds = size as u64 * MAX_CONCURRENT_UPLOADS / MIN_BYTES_PER_SECOND;
+    Timeouts::DOWNLOAD.idle + Duration::from_secs(seconds)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A store that never responds.
+    #[derive(Debug)]
+    struct Silent;
+
+    #[async_trait]
+    impl HttpService for Silent {
+        async fn call(&self, _: HttpRequest) -> Result<HttpResponse, HttpError> {
+            std::future::pending().await
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn upload_without_response_ends_after_its_timeout() {
+        let layer = UploadTimeout { uploads: HttpClient::new(Silent), others: HttpClient::new(Silent) };
+        for (mib, seconds) in [(1, 80), (5, 281), (16, 835)] {
+            let started = tokio::time::Instant::now();
+            let request = HttpRequest::new(vec![0_u8; mib << 20].into());
+            let error = layer.call(request).await.err().map(|error| error.kind());
+            assert!(matches!(error, Some(HttpErrorKind::Timeout)), "{error:?}");
+            assert_eq!(started.elapsed().as_secs(), seconds, "{mib}");
+            assert!(started.elapsed() < UPLOAD.idle);
+        }
+    }
+}
