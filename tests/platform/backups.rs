@@ -260,7 +260,7 @@ async fn damaged_pointer_does_not_hide_snapshots() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    let latest = stack.store_snapshot("user_1");
+    stack.store_snapshot("user_1");
     let path = format!("/vps/{}/backups", guest.machine);
     stack.store.write(BUCKET, "user_1/primary/system/db/latest", "{torn");
     let latest = format!("/vps/{}/backups?latest=true", guest.machine);

@@ -96,7 +96,10 @@ mod tests {
         assert_eq!(text.matches("SVC_BUNDLE_PUBLIC_KEYS").count(), 1, "{text}");
         let noted = std::fs::read_to_string(layout.logs().join("activity.log")).unwrap();
         let ids = both.keys.ids().join(", ");
-        assert!(noted.ends_with(&format!("releases signed with these keys are now trusted: {ids}\n")), "{noted}");
+        assert!(
+            noted.ends_with(&format!("releases signed with these keys are now trusted: {ids}\n")),
+            "{noted}"
+        );
         assert_eq!(noted.lines().count(), 1, "only a change is noted: {noted}");
         let mode = std::fs::metadata(layout.update_env()).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);

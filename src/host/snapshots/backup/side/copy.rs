@@ -195,7 +195,8 @@ pub async fn copy(
     };
     // The dependents come last, because their content and validity depend on the copied rows. They are added even if
     // the copy failed: no later request would look for the dependents of tables that exist.
-    let has_dependents = !request.dry_run && !(missing_tables.is_empty() && recreated.is_empty());
+    let recreates_tables = !missing_tables.is_empty() || !recreated.is_empty();
+    let has_dependents = recreates_tables && !request.dry_run;
     let added = match has_dependents {
         true => dependents.add(settings, &side, &mut live, results).await,
         false => Ok(()),
