@@ -15,7 +15,7 @@ use super::context::Platform;
 use super::db::alarms::{self, AlarmLifetime, AlarmRow, RaiseOutcome};
 use super::db::unknown_servers::UnknownServers;
 use super::db::{self, DbError};
-use super::operations::reconcile;
+use super::listing_interval::listing_interval;
 use svc_http::problem::format_chain;
 use svc_provider::{ErrorKind, ProviderError};
 use svc_wire::alarm as wire;
@@ -173,7 +173,7 @@ impl std::str::FromStr for Alarm {
 pub async fn raise_or_log(platform: &Platform, alarm: Alarm, detail: &Value) {
     let raised = async {
         let session = platform.db.session().await?;
-        let listing_interval = reconcile::listing_interval(db::servers::count_own(&session).await?.existing);
+        let listing_interval = listing_interval(db::servers::count_own(&session).await?.existing);
         let pass_interval = platform.config.timing.reconcile_interval.max(listing_interval);
         let lifetime = AlarmLifetime::For(alarm.ttl(pass_interval));
         match alarm {

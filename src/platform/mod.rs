@@ -23,6 +23,7 @@ pub mod key_change;
 pub mod key_rotation;
 pub mod keys;
 pub mod lifecycle;
+mod listing_interval;
 pub mod openapi;
 pub mod operations;
 pub mod operators;

@@ -147,7 +147,8 @@ impl S3Config {
             .with_retry(RetryConfig {
                 backoff: BackoffConfig::default(),
                 max_retries: 4,
-                // Without a response, a request is sent at most twice. An upload that fails later is repeated as a whole.
+                // No request is repeated later than this after its first attempt, so one that reaches the client's idle
+                // timeout is not repeated. The caller repeats an upload as a whole.
                 retry_timeout: Duration::from_secs(30),
             })
             .with_http_connector(Connector(client));

@@ -6,25 +6,27 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
+use http::Method;
 use object_store::client::{HttpClient, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpService};
 
 use svc_http::client::Timeouts;
 
 /// The slowest connection over which uploads succeed: 0.5 Mbit/s.
 const MIN_BYTES_PER_SECOND: u64 = 62_500;
-/// Maximum number of uploads that share the connection, such as the parts of a snapshot.
-const MAX_CONCURRENT_UPLOADS: u64 = 3;
+/// Maximum number of uploads that share the connection: four parts of a snapshot, including the one just filled, and
+/// two packs of files.
+const MAX_CONCURRENT_UPLOADS: u64 = 6;
 /// Maximum size of a body that is sent like a request without one.
 const MAX_SMALL_BYTES: usize = 64 << 10;
 
-/// The timeouts of [`UploadTimeout::uploads`]. Longer than the timeout of every upload, including that of a pack of
-/// files, which is up to 16 MiB long.
-pub(super) const UPLOAD: Timeouts = Timeouts { idle: Duration::from_secs(1800), ..Timeouts::DOWNLOAD };
+/// The timeouts of [`UploadTimeout::uploads`]. Longer than the timeout of every upload: a part of a snapshot has up to
+/// 20 MiB, and a pack of files up to 16 MiB.
+pub(super) const UPLOAD: Timeouts = Timeouts { idle: Duration::from_secs(2400), ..Timeouts::DOWNLOAD };
 
 #[derive(Debug)]
 pub(super) struct UploadTimeout {
     pub(super) uploads: HttpClient,
-    /// For requests without a body or with a small one.
+    /// For all other requests, and for uploads with a small body.
     pub(super) others: HttpClient,
 }
 
@@ -32,7 +34,8 @@ pub(super) struct UploadTimeout {
 impl HttpService for UploadTimeout {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let size = request.body().content_length();
-        if size <= MAX_SMALL_BYTES {
+        // The response to the POST that completes an upload needs the idle timeout between its bytes.
+        if size <= MAX_SMALL_BYTES || request.method() != Method::PUT {
             return self.others.execute(request).await;
         }
         let response = tokio::time::timeout(upload_timeout(size), self.uploads.execute(request)).await;
@@ -63,9 +66,10 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn upload_without_response_ends_after_its_timeout() {
         let layer = UploadTimeout { uploads: HttpClient::new(Silent), others: HttpClient::new(Silent) };
-        for (mib, seconds) in [(1, 80), (5, 281), (16, 835)] {
+        for (mib, seconds) in [(1, 130), (5, 533), (16, 1640), (20, 2043)] {
             let started = tokio::time::Instant::now();
-            let request = HttpRequest::new(vec![0_u8; mib << 20].into());
+            let mut request = HttpRequest::new(vec![0_u8; mib << 20].into());
+            *request.method_mut() = Method::PUT;
             let error = layer.call(request).await.err().map(|error| error.kind());
             assert!(matches!(error, Some(HttpErrorKind::Timeout)), "{error:?}");
             assert_eq!(started.elapsed().as_secs(), seconds, "{mib}");

@@ -260,16 +260,15 @@ async fn damaged_pointer_does_not_hide_snapshots() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
-    stack.store_snapshot("user_1");
+    let stored = stack.store_snapshot("user_1");
     let path = format!("/vps/{}/backups", guest.machine);
     stack.store.write(BUCKET, "user_1/primary/system/db/latest", "{torn");
-    let latest = format!("/vps/{}/backups?latest=true", guest.machine);
-    stack.get(&process, &latest).await.assert_problem(409, "snapshot_unusable");
+    stack.get(&process, &format!("{path}?latest=true")).await.assert_problem(409, "snapshot_unusable");
     let listed = stack.get(&process, &path).await;
     assert_eq!((listed.status, &listed.body["latest"]), (200, &Value::Null), "{listed:?}");
     let backups = listed.body["backups"].as_array().unwrap();
     assert_eq!(backups.len(), 1);
-    assert_eq!(format!("user_1/primary/{}", backups[0]["key"].as_str().unwrap()), latest);
+    assert_eq!(format!("user_1/primary/{}", backups[0]["key"].as_str().unwrap()), stored);
     assert_eq!(backups[0]["latest"], false);
 }
 

@@ -2,10 +2,8 @@
 //! recovers.
 
 use kit::pg::{PgBinaries, PgOptions, PgServer};
-use kit::s3::{Fault, Rule};
 use reqwest::Method;
 
-use super::fake_host::start_host;
 use super::stack::{SECRET, Stack, provision_body};
 
 /// Starts a database server that a test can kill.
@@ -110,19 +108,4 @@ async fn process_is_not_ready_before_its_first_routes() {
     assert_eq!((ready.status, &ready.body["routes"]), (503, &"not_loaded".into()), "{ready:?}");
     locked.rollback().await.unwrap();
     stack.wait_for_routes(&process).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn question_about_an_unconfirmed_backup_names_the_store() {
-    let stack = Stack::start().await;
-    let process = stack.start_platform_with(&[("LAST_BACKUP_STALL_SECONDS", "3")]);
-    let old = start_host(&stack, &process).await;
-    let deleted = stack.delete(&process, &format!("/vps/{}", old.guest.machine)).await.body;
-    old.wait_for_backup_request(&stack).await;
-    stack.store.add_fault(Rule::new(Fault::Status(403)).method("GET").key("db/latest").always());
-    old.store_backup(&stack, "user_1");
-    let operation = deleted["operationId"].as_str().unwrap();
-    let waiting = stack.wait_until_ended_without_hosts(&process, operation).await;
-    let detail = waiting["question"]["detail"].as_str().unwrap();
-    assert!(detail.contains("cannot be read from the object store"), "{waiting}");
 }

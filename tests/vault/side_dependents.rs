@@ -155,6 +155,23 @@ async fn all_dropped_dependents_are_reported() -> Result<()> {
 }
 
 #[tokio::test]
+async fn table_is_recreated_with_view_that_its_policy_reads() -> Result<()> {
+    const MORE: &str = "
+        CREATE POLICY own ON app_shop.customers USING (id IN (SELECT id FROM app_shop.totals))";
+    let store = machine::start_store()?;
+    let machine = machine_with_dropped_dependents(&store, MORE).await?;
+    run_side(&machine, &["copy", TABLE, "--no-backup"])?.expect(0);
+    let table = read_copied_table(&machine)?;
+    assert!(
+        table["recreated"].as_array().is_some_and(|names| names.contains(&"view app_shop.best".into())),
+        "{table}"
+    );
+    assert_eq!(query_text(&machine, "SELECT count(*) FROM pg_policy WHERE polname = 'own'").await?, "1");
+    assert_eq!(query_text(&machine, "SELECT count(*) FROM app_shop.best").await?, "500");
+    Ok(())
+}
+
+#[tokio::test]
 async fn failed_transaction_reports_nothing_as_recreated() -> Result<()> {
     let store = machine::start_store()?;
     let machine = machine_with_dropped_table(&store).await?;

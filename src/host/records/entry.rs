@@ -19,7 +19,8 @@ pub struct Interaction {
     /// The time at which the dispatch was accepted; absent from older records.
     #[serde(default, with = "clock::wire_option", skip_serializing_if = "Option::is_none")]
     pub accepted_at: Option<Timestamp>,
-    /// The time at which the agent started; absent if it never did, and from older records.
+    /// The time at which its run began, even if the agent could not be started; absent if it ended while it was queued,
+    /// and from older records.
     #[serde(default, with = "clock::wire_option", skip_serializing_if = "Option::is_none")]
     pub started_at: Option<Timestamp>,
     /// The user or channel that sent the dispatch.

@@ -1,6 +1,6 @@
 //! `svc-update apply`, `rollback` and `resume`. Only one update runs at a time; an interrupted one is finished first.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::error::UpdateError;
 use super::history;
@@ -10,7 +10,7 @@ use super::request::{self, RequestFile};
 use super::services::{ServicesError, Systemctl};
 use super::state::Stage;
 use super::updater::{self, Updater};
-use super::{releases, trust};
+use super::{releases, snapshot, trust};
 use crate::system::config;
 use crate::system::config::PlatformAccess;
 use crate::system::layout::Layout;
@@ -25,6 +25,8 @@ use svc_machine::name::ImageVersion;
 /// How long a run waits for the lock, if it waits. A run that the path unit started must wait, because systemd would
 /// start a failed one over and over.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(30 * 60);
+/// Interval at which a run that waits for the lock renews its waiver of the snapshot.
+const WAIVER_INTERVAL: Duration = Duration::from_secs(5);
 
 /// The fail points in an update, in addition to those in `svc-update boot`.
 pub const APPLY_FAILPOINTS: &[&str] = &[
@@ -184,8 +186,19 @@ async fn acquire_lock(layout: &Layout, target: &UpdateTarget) -> Result<Lock, Fa
     let path = layout.update_state().join("lock");
     let lock = match target {
         UpdateTarget::Requested | UpdateTarget::Resume => Lock::wait(&path, LOCK_TIMEOUT).await,
-        // The run that holds the lock may be waiting for a snapshot. It continues once it sees the waiver of this run.
-        UpdateTarget::Version(_, allow) if allow.without_snapshot => Lock::wait(&path, LOCK_TIMEOUT).await,
+        // The run that holds the lock, or gets it first, may wait for a snapshot. A waiver counts only for an update that
+        // began before it, so this run renews its waiver while it waits.
+        UpdateTarget::Version(version, allow) if allow.without_snapshot => {
+            let deadline = Instant::now() + LOCK_TIMEOUT;
+            loop {
+                match Lock::wait(&path, WAIVER_INTERVAL).await {
+                    Err(LockError::Held) if Instant::now() < deadline => {
+                        snapshot::waive(layout, version).or_exit(Exit::Internal)?;
+                    }
+                    result => break result,
+                }
+            }
+        }
         _ => Lock::acquire(&path),
     };
     lock.map_err(|error| match error {

@@ -30,8 +30,9 @@ pub const SESSION_WRITE_ONCE: Capability = Capability {
     without: "`STORE_WRITE_ONCE` must be off: credentials stolen from a host can overwrite its slot's snapshots.",
 };
 
-/// Timeout for one of the two probes. The doctor's check runs both and must then have time to delete their objects.
-const PROBE_TIMEOUT: Duration = Duration::from_secs(6);
+/// Timeout for one of the two probes. Within its own timeout, the doctor's check requests a session, runs both probes,
+/// and deletes their objects.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Probes all capabilities of a store, including those of host sessions, for the store comparison table.
 pub async fn probe_store(

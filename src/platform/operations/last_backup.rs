@@ -156,7 +156,7 @@ pub async fn last_backup(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
     if progress.problem.is_some() || progress.has_snapshot_question || options.give_up_backup {
         // An operator has decided: a held-back snapshot may have become the latest.
         if let Ok(report) = fetch_host_report(leased, &machine).await
-            && let Ok(Some(taken_at)) =
+            && let Some(taken_at) =
                 final_backup::find_final_backup(leased, &machine, &progress, &report, now).await
         {
             let files = SavedFiles::from_report(&report, &progress);
@@ -272,8 +272,7 @@ async fn attempt_backup(
         return Ok(AttemptOutcome::Wait(POLL_INTERVAL));
     };
     let report = fetch_host_report(leased, machine).await?;
-    let found = final_backup::find_final_backup(leased, machine, progress, &report, now).await;
-    if let Ok(Some(taken_at)) = found {
+    if let Some(taken_at) = final_backup::find_final_backup(leased, machine, progress, &report, now).await {
         if files::should_wait_for_files(&report, progress, now) {
             return Ok(AttemptOutcome::Wait(POLL_INTERVAL));
         }
@@ -288,13 +287,7 @@ async fn attempt_backup(
         }
     }
     if progress.is_stalled(leased, now) {
-        let why = match found {
-            Ok(_) => "its backup has stalled",
-            Err(_) => {
-                "its backup cannot be confirmed, because the snapshot pointer cannot be read from the object store"
-            }
-        };
-        return Ok(AttemptOutcome::Failed(BackupFailure::Failed(why.to_owned())));
+        return Ok(AttemptOutcome::Failed(BackupFailure::Failed("its backup has stalled".to_owned())));
     }
     if progress.is_overdue(leased, now) {
         let hours = leased.platform.config.timing.last_backup_limit.as_secs_f64() / 3600.0;

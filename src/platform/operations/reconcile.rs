@@ -17,6 +17,7 @@ use crate::context::Platform;
 use crate::db::operations::{OperationRow, StallLimits};
 use crate::db::{self, DbError};
 use crate::lifecycle::{self, Change, EventContext, LifecycleError};
+use crate::listing_interval::listing_interval;
 use svc_base::metrics::{RECONCILER_RUNS, RECONCILER_SUCCESS};
 use svc_base::quantity::pluralize;
 use svc_http::problem::format_chain;
@@ -222,15 +223,6 @@ async fn claim_turn(platform: &Platform, min_interval: Duration) -> Result<bool,
     db::tasks::claim_turn(&session, "servers", min_interval.max(listing_interval(servers))).await
 }
 
-/// Returns the minimum interval between two listings of all servers. Calls for further pages use at most a quarter of
-/// the provider's rate limit, so that operations do not wait for them.
-pub fn listing_interval(servers: u64) -> Duration {
-    const SERVERS_PER_CALL: u64 = 50;
-    const SECONDS_PER_CALL: u64 = 4;
-    let further_calls = servers.saturating_sub(1) / SERVERS_PER_CALL;
-    Duration::from_secs(further_calls * SECONDS_PER_CALL)
-}
-
 /// Requests the deletion of servers whose retention has ended, unless the database may have lost machines. Only the
 /// pass that took the inventory may do this: another process's inventory may still be running, and the stored list of
 /// unknown servers may come from a restored copy of the database.
@@ -253,16 +245,4 @@ async fn remove_leftovers(platform: &Platform) -> anyhow::Result<()> {
         platform.runner_wake.notify_one();
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn listing_interval_leaves_most_of_the_rate_limit_to_operations() {
-        for (servers, seconds) in [(0, 0), (1, 0), (50, 0), (51, 4), (500, 36), (5000, 396)] {
-            assert_eq!(listing_interval(servers), Duration::from_secs(seconds), "{servers}");
-        }
-    }
 }

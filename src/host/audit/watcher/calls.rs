@@ -1,11 +1,15 @@
 //! Decides which peers may report on a tool call. Performs no I/O.
 
+use std::collections::VecDeque;
+
 use super::call_windows::CallWindow;
 use super::peer::Peer;
 use crate::audit::protocol::{Message, Process};
 
 /// Maximum number of bytes in agent names and IDs; longer ones are truncated.
 const MAX_NAME_BYTES: usize = 200;
+/// Maximum number of remembered tool calls with a gap, and of remembered ended calls.
+const MAX_REMEMBERED_CALLS: usize = 512;
 
 /// A tool call. Its process is part of its identity, because any program can send any ID.
 #[derive(Debug, PartialEq, Eq)]
@@ -40,6 +44,12 @@ pub fn determine_authority(window: &CallWindow, peer: &Peer) -> Authority {
         (process, caller) if process == caller => Authority::Proven,
         _ => Authority::None,
     }
+}
+
+/// Forgets the oldest of the remembered calls if there are too many.
+pub fn trim_remembered<T>(calls: &mut VecDeque<T>) {
+    let excess = calls.len().saturating_sub(MAX_REMEMBERED_CALLS);
+    calls.drain(..excess);
 }
 
 /// Truncates names and IDs, and removes their control characters: any program can choose them.

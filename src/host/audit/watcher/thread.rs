@@ -16,7 +16,7 @@ use jiff::Timestamp;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::call_windows::{CallWindow, CallWindows, ClaimedPath};
-use super::calls::{Authority, Call, EndedCall, determine_authority, sanitize_names};
+use super::calls::{Authority, Call, EndedCall, determine_authority, sanitize_names, trim_remembered};
 use super::change_log::ChangeLog;
 use super::diff;
 use super::diff::DirtySet;
@@ -42,8 +42,6 @@ const TICK_INTERVAL: Duration = Duration::from_secs(2);
 const BACKGROUND_INTERVAL: Duration = Duration::from_secs(10);
 /// Number of dirty names that triggers a check while no tool is running.
 const MAX_IDLE_DIRTY_NAMES: usize = 5_000;
-/// Maximum number of remembered tool calls with a gap, and of remembered ended calls.
-const MAX_REMEMBERED_CALLS: usize = 512;
 
 pub struct Watcher {
     home: PathBuf,
@@ -151,7 +149,7 @@ impl Watcher {
             }
         };
         if done.is_closed() {
-            // The hook no longer waits, and has saved the message: the next tick collects it.
+            // The connection ended without a reply. A hook has saved the message, which the next tick collects.
             self.unawaited_since = Some(received_at);
         } else {
             self.collect_saved();
@@ -206,7 +204,10 @@ impl Watcher {
         if ended.is_empty() {
             return;
         }
+        // A shared check may have begun before these processes ended.
+        let unawaited_since = self.unawaited_since.take();
         self.check_home();
+        self.unawaited_since = unawaited_since;
         let has_ended = |window: &CallWindow| window.process.is_some_and(|process| ended.contains(&process));
         let entries = self.windows.end_killed(has_ended);
         self.write_entries(entries);
@@ -361,9 +362,7 @@ impl Watcher {
 
     fn remember_ended(&mut self, call: Call, peer: &Peer) {
         self.ended_calls.push_back(EndedCall { call, is_live: peer.is_identified() });
-        if self.ended_calls.len() > MAX_REMEMBERED_CALLS {
-            self.ended_calls.pop_front();
-        }
+        trim_remembered(&mut self.ended_calls);
     }
 
     fn record_unpaired(&mut self, tool_use: &str, message: &Message) {
@@ -473,9 +472,7 @@ impl Watcher {
         }
         let ids = gaps.iter().filter_map(|hook| hook.message.as_ref()?.tool_use_id.clone());
         self.calls_with_gap.extend(ids);
-        while self.calls_with_gap.len() > MAX_REMEMBERED_CALLS {
-            self.calls_with_gap.pop_front();
-        }
+        trim_remembered(&mut self.calls_with_gap);
         saved.sort_by_key(|hook| hook.at);
         self.unawaited_since = Some(Instant::now());
         for UndeliveredHook { why, message, .. } in saved {

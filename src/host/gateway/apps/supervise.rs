@@ -181,6 +181,10 @@ impl Supervisor {
         if !self.must_load && new_manifests.is_empty() {
             return Ok(());
         }
+        if self.must_load {
+            // Also after a failed connection: otherwise, each rejected login would start a round at once.
+            self.next_reload_at = Instant::now() + MIN_RELOAD_INTERVAL;
+        }
         let mut client = self.context.database.connect().await?;
         if self.must_load {
             let loaded = self.load_apps(&mut client).await;

@@ -208,7 +208,8 @@ pub async fn clean_up(
     schemas_with_listeners: &[String],
 ) -> Result<(), DatabaseError> {
     // A transaction may write long after it got its id, so old events can have higher ids than recent ones. Only the
-    // events below the first recent one are deleted for their age.
+    // events below the first recent one are deleted for their age. An event from the far future is not recent: the clock
+    // was ahead when it was written.
     client
         .execute(
             "WITH cutoff AS (
@@ -217,6 +218,7 @@ pub async fn clean_up(
                       WHERE xid < least(pg_snapshot_xmin(pg_current_snapshot()),
                                         (SELECT xid FROM svc.changes
                                           WHERE at >= now() - make_interval(secs => $1)
+                                            AND at < now() + interval '1 day'
                                           ORDER BY xid LIMIT 1)) ORDER BY xid DESC LIMIT 1),
                     (SELECT xid FROM svc.changes
                       WHERE xid < pg_snapshot_xmin(pg_current_snapshot()) ORDER BY xid DESC OFFSET $2 LIMIT 1)

@@ -248,8 +248,8 @@ async fn restore(
     Ok(OpenedWith::Snapshot(snapshot.key))
 }
 
-/// Requests a backup, because the pointer names a snapshot of another database: until the backup completes, a recovery
-/// would restore that one. While the gate is open, the marker must already name the new database, or the backup would
+/// Requests a backup, because the pointer may name a snapshot of another database: until the backup completes, a
+/// recovery would restore that one. While the gate is open, the marker must already name the new database, or the backup would
 /// be refused and the request removed.
 pub fn request_backup(layout: &Layout) -> Result<(), FileError> {
     let request = serde_json::json!({"requestId": request_id::current()}).to_string();

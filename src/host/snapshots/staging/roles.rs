@@ -22,7 +22,7 @@ use svc_store::snapshot::Sidecar;
 /// Prefix of the apps' roles: the gateway sets their passwords and lets them log in.
 const APP_PREFIX: &str = "app_";
 
-/// Creates the missing roles. For a check, they have no attributes. Returns descriptions of the recorded facts that
+/// Creates the missing roles and, for a restore, makes temporary ones permanent. For a check, they have no attributes. Returns descriptions of the recorded facts that
 /// were not restored.
 pub async fn create(
     client: &mut Client,

@@ -12,7 +12,6 @@ use crate::db::machine_row::MachineRow;
 use crate::operations::host_call::{BackupOutcome, BackupProgress};
 use crate::operations::leased::LeasedOperation;
 use svc_base::error_chain::format_chain;
-use svc_store::StoreError;
 use svc_store::key::{self, SlotPrefix};
 use svc_store::pointer::SnapshotRef;
 use svc_store::{pointer_io, snapshot};
@@ -46,28 +45,25 @@ impl SnapshotWindow {
 
 /// Returns the time of the final backup, if the store and the machine agree on one. The store is queried only if the
 /// host reports a recent backup, or does not report backups at all.
-///
-/// # Errors
-/// [`StoreError`] if the pointer cannot be read.
 pub async fn find_final_backup(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,
     progress: &LastBackupProgress,
     report: &HostReport,
     now: Timestamp,
-) -> Result<Option<Timestamp>, StoreError> {
-    let Some(window) = progress.snapshot_window(now).filter(|window| may_have_final_backup(report, *window))
-    else {
-        return Ok(None);
-    };
+) -> Option<Timestamp> {
+    let window = progress.snapshot_window(now)?;
+    if !may_have_final_backup(report, window) {
+        return None;
+    }
     let (bucket, slot) = (&leased.platform.bucket, SlotPrefix::new(&machine.user, &machine.slot));
-    let pointer = pointer_io::read(bucket, &slot).await.inspect_err(|error| {
+    let read = pointer_io::read(bucket, &slot).await.inspect_err(|error| {
         tracing::warn!(machine = %machine.id, error = %format_chain(error), "cannot read the snapshot pointer");
-    })?;
-    let pointer = pointer.filter(pointer_io::PointerRead::has_latest);
-    let Some(snapshot_ref) = pointer.and_then(|pointer| pointer.value.snapshot) else { return Ok(None) };
+    });
+    let pointer = read.ok()?.filter(pointer_io::PointerRead::has_latest)?;
+    let snapshot_ref = pointer.value.snapshot?;
     if !is_final_snapshot_of(machine, &snapshot_ref, window) || !is_reported(report, &snapshot_ref) {
-        return Ok(None);
+        return None;
     }
     let sidecar = snapshot::load(bucket, &slot, &snapshot_ref.key).await;
     let matches_sidecar = sidecar
@@ -80,7 +76,7 @@ pub async fn find_final_backup(
         tracing::warn!(machine = %machine.id, key = snapshot_ref.key,
             "the pointer does not match the snapshot's sidecar");
     }
-    Ok(matches_sidecar.then_some(snapshot_ref.taken_at))
+    matches_sidecar.then_some(snapshot_ref.taken_at)
 }
 
 fn reported_backup(report: &HostReport) -> Option<&BackupOutcome> {

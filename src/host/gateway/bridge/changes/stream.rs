@@ -250,7 +250,8 @@ impl ChangeListener {
                     if self.has_agent_ended() {
                         return None;
                     }
-                    if !self.follow_new_apps().await.ok()? {
+                    let following = tokio::time::timeout(DATABASE_TIMEOUT, self.follow_new_apps());
+                    if !following.await.ok()?.ok()? {
                         return None;
                     }
                     // An id without data moves the resume position without creating an event.
@@ -274,7 +275,8 @@ impl ChangeListener {
     /// Reads the next events. Returns `false` if some may have been deleted before they were read, or never recorded;
     /// the listener then gets 410 when it resumes.
     async fn fetch_changes(&mut self, newest: i64) -> Result<bool, DatabaseError> {
-        if !self.follow_new_apps().await? {
+        let following = tokio::time::timeout(DATABASE_TIMEOUT, self.follow_new_apps());
+        if !following.await.unwrap_or(Err(DatabaseError::Timeout))? {
             return Ok(false);
         }
         let (database, schemas) = (&self.bridge.database, self.stream.schemas());

@@ -61,11 +61,15 @@ pub struct ForeignKey {
 pub async fn read_foreign_keys(client: &impl GenericClient, to: &[&str]) -> Result<Vec<ForeignKey>, Error> {
     let foreign_keys = "
         SELECT format('%I.%I', fn.nspname, f.relname), t.name, k.confdeltype IN ('c', 'n', 'd'),
-               (SELECT string_agg(format('t.%I OPERATOR(%I.%s) o.%I', p.attname, n.nspname, q.oprname, c.attname), ' AND ')
+               (SELECT string_agg(format('t.%I OPERATOR(%I.%s) o.%I', p.attname, n.nspname, q.oprname, c.attname)
+                                  || CASE WHEN p.attcollation <> c.attcollation AND p.attcollation <> 0
+                                          THEN format(' COLLATE %I.%I', ln.nspname, l.collname) ELSE '' END, ' AND ')
                   FROM unnest(k.confkey, k.conkey, k.conpfeqop) AS u (parent, child, equal)
                   JOIN pg_attribute p ON p.attrelid = k.confrelid AND p.attnum = u.parent
                   JOIN pg_attribute c ON c.attrelid = k.conrelid AND c.attnum = u.child
-                  JOIN pg_operator q ON q.oid = u.equal JOIN pg_namespace n ON n.oid = q.oprnamespace)
+                  JOIN pg_operator q ON q.oid = u.equal JOIN pg_namespace n ON n.oid = q.oprnamespace
+                  LEFT JOIN pg_collation l ON l.oid = p.attcollation
+                  LEFT JOIN pg_namespace ln ON ln.oid = l.collnamespace)
           FROM unnest($1::text[]) AS t (name)
           JOIN pg_constraint k ON k.confrelid = to_regclass(t.name) AND k.contype = 'f'
           JOIN pg_class f ON f.oid = k.conrelid JOIN pg_namespace fn ON fn.oid = f.relnamespace";

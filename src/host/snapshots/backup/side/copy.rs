@@ -11,7 +11,7 @@ use tokio_postgres::{Client, Transaction};
 use super::catalog::{self, ForeignKey, SESSION_SETTINGS};
 use super::dependents::Dependents;
 use super::plan::{self, CopyPlan, PlanError};
-use super::recreate;
+use super::recreate::{self, RecreateError};
 use crate::snapshots::backup::settings::BackupSettings;
 use crate::snapshots::row_counts;
 use crate::snapshots::side_database::{CopiedTable, CopyMode, SIDE_DATABASE, SideState, TableCopy};
@@ -185,7 +185,7 @@ pub async fn copy(
             .defer_validation(&side)
             .await
             .map_err(query_error("prepare the snapshot's foreign keys"))?;
-        recreate::recreate_relations(settings, &side, &live, &missing_tables).await?;
+        recreate_tables(settings, &side, &live, &missing_tables, &dependents).await?;
         results.extend(missing);
         failpoint::trigger("side.recreated")?;
     }
@@ -207,6 +207,23 @@ pub async fn copy(
         failpoint::trigger("side.dependents")?;
     }
     Ok(())
+}
+
+/// Recreates the tables, without the views that were dropped with them: one that the current database does not allow
+/// must not prevent this. If a table's policy or rule reads such a view, they can only be recreated together.
+async fn recreate_tables(
+    settings: &BackupSettings,
+    side: &Client,
+    live: &Client,
+    tables: &[&str],
+    dependents: &Dependents,
+) -> Result<(), RecreateError> {
+    let Err(error) = recreate::recreate_relations(settings, side, live, tables).await else { return Ok(()) };
+    let with_views: Vec<&str> = tables.iter().copied().chain(dependents.views()).collect();
+    if with_views.len() == tables.len() {
+        return Err(error);
+    }
+    recreate::recreate_relations(settings, side, live, &with_views).await.map_err(|_| error)
 }
 
 /// Returns the results if an earlier, interrupted run of this request committed its copy.

@@ -2,7 +2,7 @@
 //! recreated after the table. Other dependents, such as functions and policies, are only listed.
 //!
 //! Definitions come from the side database. Each view is recreated by itself, so that one that the current database
-//! does not allow prevents nothing else. Foreign keys and statistics are added in one transaction. All of this can be
+//! does not allow prevents nothing else, unless a recreated table's policy or rule reads it. Foreign keys and statistics are added in one transaction. All of this can be
 //! repeated after a kill.
 
 use std::collections::BTreeSet;
@@ -240,6 +240,11 @@ impl Dependents {
         Ok(())
     }
 
+    /// Returns the views that can be recreated.
+    pub fn views(&self) -> impl Iterator<Item = &str> {
+        self.views.iter().map(|view| view.relation.as_str())
+    }
+
     /// Marks the tables' foreign keys to other tables as `NOT VALID` in the side database, so that the tables' dump
     /// adds them without a check: the rows to which they refer may be copied later. [`Self::add`] validates them.
     ///
@@ -288,6 +293,11 @@ impl Dependents {
     ) -> Result<(), Error> {
         self.record_found(results);
         for view in &self.views {
+            // A view that a table's policy or rule reads has been recreated with the table.
+            if is_relation(live, &view.relation).await.is_ok_and(|exists| exists) {
+                record_result(results, &view.dependent, true, "");
+                continue;
+            }
             match recreate::recreate_relations(settings, side, live, &[view.relation.as_str()]).await {
                 Ok(()) => record_result(results, &view.dependent, true, ""),
                 Err(error) => {

@@ -4,6 +4,8 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
+use tokio_postgres::Client;
+
 use super::archive_reader::{ArchiveError, ExtractTarget, VerifiedArchive};
 use super::home::{self, Staging};
 use super::options::ImportOptions;
@@ -22,7 +24,7 @@ use crate::snapshots::restore::swap;
 use crate::snapshots::restore::swap::SwapError;
 use crate::snapshots::restore_marker::RestoreMarker;
 use crate::snapshots::staging;
-use crate::snapshots::staging::{DownloadError, LoadError, ScratchPurpose};
+use crate::snapshots::staging::{DownloadError, LoadError, ScratchDatabase, ScratchPurpose};
 use crate::system::layout::Layout;
 use crate::system::postgres;
 use crate::system::postgres::ConnectError;
@@ -30,6 +32,7 @@ use crate::system::user;
 use svc_base::applet::{Exit, Failure};
 use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::{self, FileError};
+use svc_store::pointer::SnapshotRef;
 
 /// A step of an import.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, strum::IntoStaticStr)]
@@ -271,12 +274,15 @@ async fn load_and_swap(
         &archived.sidecar,
         snapshot.size_bytes,
     )?;
-    let loaded = untrusted::load(&settings.context, dump, &archived.sidecar).await?;
     tokio::task::block_in_place(|| system.sync())?;
-    failpoint::trigger("import.loaded")?;
-    let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
-    database_identity::assign_restore_id(&client, &loaded.name).await?;
-    Journal::new(&snapshot, &loaded).write(layout)?;
+    let loaded = untrusted::load(&settings.context, dump, &archived.sidecar).await?;
+    let client = match prepare_swap(settings, &snapshot, &loaded).await {
+        Ok(client) => client,
+        Err(error) => {
+            untrusted::clean_up(&settings.context, &loaded).await;
+            return Err(error);
+        }
+    };
     if let Err(error) = swap::swap(&settings.context.server, &loaded).await {
         swap::undo(&settings.context.server, &loaded).await;
         return Err(error.into());
@@ -299,4 +305,17 @@ async fn load_and_swap(
     }
     // Comes last: while there is a journal, the caller restarts the gateway after a failure.
     Ok(journal::remove(layout)?)
+}
+
+/// Gives the loaded database its identity, and records the swap in the journal.
+async fn prepare_swap(
+    settings: &RestoreSettings,
+    snapshot: &SnapshotRef,
+    loaded: &ScratchDatabase,
+) -> Result<Client, StepError> {
+    failpoint::trigger("import.loaded")?;
+    let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE_DATABASE).await?;
+    database_identity::assign_restore_id(&client, &loaded.name).await?;
+    Journal::new(snapshot, loaded).write(&settings.layout)?;
+    Ok(client)
 }

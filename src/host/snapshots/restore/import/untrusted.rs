@@ -125,7 +125,7 @@ pub async fn load(
 
 /// Drops the database and the role of a failed load. Uses a new connection, because the load may have failed when it
 /// lost the other one.
-async fn clean_up(context: &RestoreContext, scratch: &ScratchDatabase) {
+pub async fn clean_up(context: &RestoreContext, scratch: &ScratchDatabase) {
     match staging::connect_with_retries(context, postgres::MAINTENANCE_DATABASE).await {
         Ok(admin) => {
             staging::drop_scratch(&admin, &scratch.name).await;
