@@ -93,8 +93,8 @@ pub fn print_usage(layout: &Layout, args: UsageArgs) -> Result<(), Failure> {
     }
     let head = match by {
         GroupBy::Day => "day",
-        GroupBy::Week => "week from",
-        GroupBy::Month => "month from",
+        GroupBy::Week => "week starting",
+        GroupBy::Month => "month starting",
         GroupBy::Model => "model",
         GroupBy::User => "user",
     };

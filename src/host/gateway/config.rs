@@ -117,7 +117,7 @@ impl Config {
 }
 
 /// Returns the administrator's token; `None` if it is not set or not valid. An invalid token is ignored rather than
-/// rejected, because the gateway must start even after an update to the first release with these rules.
+/// rejected, because earlier releases started with it.
 fn read_admin_token(env: &mut Env) -> Option<SecretString> {
     let token = env.secret(&vars::ADMIN_TOKEN)?;
     let checked = check_operator_secret(token.expose_secret());

@@ -33,7 +33,7 @@ pub async fn identify(
     next.run(request).await
 }
 
-/// Rejects the token of a removed app: the token stays valid for up to an hour, but its permissions must not.
+/// Rejects the token of a removed app: the token stays valid for up to an hour, but must no longer grant access.
 fn require_installed_app(
     apps: &Registry,
     authentication: Authentication,

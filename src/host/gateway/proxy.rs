@@ -125,7 +125,7 @@ fn unavailable_response(problem: Problem, is_page: bool) -> Response {
     let text = format!(
         "<!doctype html><html lang=\"en\"><meta charset=\"utf-8\">\
          <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
-         <meta http-equiv=\"refresh\" content=\"{RETRY_AFTER_SECONDS}\"><title>Starting</title>\
+         <meta http-equiv=\"refresh\" content=\"{RETRY_AFTER_SECONDS}\"><title>One moment</title>\
          <body style=\"font: 1rem/1.5 system-ui; display: grid; place-items: center; min-height: 90vh\">\
          <main role=\"status\"><h1>One moment</h1><p>{} This page reloads automatically.</p></main>",
         problem.detail

@@ -204,7 +204,8 @@ async fn limit_body(max_bytes: usize, request: Request, next: Next) -> Response 
 }
 
 async fn unknown_route(request: Request) -> Response {
-    // Without a principal, an unknown path gets the same refusal as a known one, so that it reveals nothing.
+    // Without a principal, an unknown path gets the same refusal as a known one, so that the refusal does not reveal
+    // which paths exist.
     let refusal = match request.extensions().get::<Result<Authentication, AuthFailure>>() {
         Some(Ok(_)) => Problem::new(Code::NotFound, "There is no such route; see /api/bridge/openapi.json.")
             .into_response(),

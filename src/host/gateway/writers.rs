@@ -29,7 +29,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(500);
 const SESSIONS_TIMEOUT: Duration = Duration::from_secs(5);
 /// Timeout for flushing the records of ended dispatches.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
-/// Retry delay for rejected clients, in seconds. The final backup and what follows it take minutes.
+/// Retry delay for rejected clients, in seconds. The final backup and the steps after it take minutes.
 const RETRY_AFTER_SECONDS: u64 = 15;
 
 /// Counts the app sessions that are executing a statement or holding a transaction open, whether or not their clients
@@ -162,7 +162,7 @@ impl Writers {
         let kernel = Arc::clone(&self.kernel);
         let is_flushed = tokio::task::spawn_blocking(move || kernel.flush(FLUSH_TIMEOUT)).await;
         if !is_flushed.unwrap_or_default() {
-            tracing::warn!("cannot flush dispatch records");
+            tracing::warn!("cannot flush the records of ended dispatches; the final backup may lack them");
         }
         let layout = self.layout.clone();
         let side_state = run_blocking(move || side_database::SideState::read(&layout)).await;
@@ -236,6 +236,6 @@ impl Writers {
 }
 
 fn quiesced_problem() -> Problem {
-    let detail = "Nothing can be changed now: a final backup is being taken before this machine is replaced or deleted.";
+    let detail = "A final backup is being taken before this machine is replaced or deleted: try again later.";
     Problem::new(Code::Unavailable, detail).retry_after(RETRY_AFTER_SECONDS)
 }

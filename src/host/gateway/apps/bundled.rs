@@ -65,9 +65,9 @@ pub fn run_install(layout: &Layout) -> Result<(), Failure> {
 pub fn log_skipped(skipped: &SkippedApp) {
     match skipped {
         SkippedApp::Changed(app) => {
-            tracing::info!(%app, "kept the owner's version; the bundled one is not copied");
+            tracing::info!(%app, "the owner created or changed this app; the bundled version is not copied");
         }
-        SkippedApp::Removed(app) => tracing::debug!(%app, "removed by the owner; not copied"),
+        SkippedApp::Removed(app) => tracing::debug!(%app, "the owner removed this app; it is not copied"),
     }
 }
 

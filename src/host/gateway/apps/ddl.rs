@@ -1,7 +1,7 @@
 //! Plans the registration of a manifest in an existing schema: additions only.
 //!
-//! Performs no I/O. SQL contains no values, and only names of type [`SqlIdentifier`] or derived from such names.
-//! Differences that additions cannot remove are reported as text; nothing is ever dropped or rewritten.
+//! This module performs no I/O. SQL contains no values, and only names of type [`SqlIdentifier`] or derived from such
+//! names. Differences that additions cannot remove are reported as text; nothing is ever dropped or rewritten.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -24,9 +24,9 @@ pub struct ExistingSchema {
 }
 
 impl ExistingSchema {
-    /// Returns the table that has the index, or another index of this name: a table that was renamed keeps the names of
-    /// its indexes, which are unique in a schema. The earlier name can belong to the index of another table with the
-    /// same long prefix.
+    /// Returns the table that has an index with this name. It may be another table: index names are unique in a schema,
+    /// and a renamed table keeps the names of its indexes. The earlier name counts only if its index belongs to this
+    /// table, because tables with the same long prefix share that name.
     fn find_index_owner(&self, table: &Table, name: &IndexName) -> Option<&str> {
         let earlier = self.indexes.get(&name.earlier).filter(|owner| *owner == table.name.as_str());
         earlier.or_else(|| self.indexes.get(&name.current)).map(String::as_str)
@@ -143,12 +143,12 @@ impl RegistrationPlan {
         self.tables.push(result);
     }
 
-    /// Returns whether the index is missing and its name is free. Reports one whose name is taken.
+    /// Returns whether the index is missing and its name is free. Reports an index whose name is taken.
     fn should_create_index(&mut self, table: &Table, name: &IndexName, existing: &ExistingSchema) -> bool {
         let Some(owner) = existing.find_index_owner(table, name) else { return true };
         if owner != table.name.as_str() {
             self.unapplied_changes.push(format!(
-                "the index {} of {} is not created: {owner} has an index of this name",
+                "the index {} of {} is not created: the table {owner} has an index with this name",
                 name.current, table.name
             ));
         }
@@ -186,8 +186,9 @@ impl RegistrationPlan {
             let (table, name) = (&table.name, &column.name);
             let declared = column.kind.name();
             let actual = kind.map_or(typname, |kind| kind.name());
-            self.unapplied_changes
-                .push(format!("column {table}.{name} stays {actual}; the manifest declares {declared}"));
+            self.unapplied_changes.push(format!(
+                "column {table}.{name} keeps its type {actual}; the manifest declares {declared}"
+            ));
         }
         kind.map(|kind| Column { kind, ..column.clone() })
     }
@@ -317,7 +318,8 @@ mod tests {
             assert!(!text.contains(forbidden), "{text}");
         }
         assert_eq!(plan.unapplied_changes.len(), 3, "{:?}", plan.unapplied_changes);
-        assert!(plan.unapplied_changes[0].contains("t.a stays integer"), "{:?}", plan.unapplied_changes);
+        let first = &plan.unapplied_changes[0];
+        assert!(first.contains("t.a keeps its type integer"), "{first}");
         assert_eq!(plan.tables[0].column("a").unwrap().kind, ColumnType::Integer);
     }
 
@@ -385,7 +387,8 @@ mod tests {
         let plan = plan_registration(&schema(), &wanted, &renamed);
         let text = sql(&plan);
         assert!(text.contains("CREATE TABLE") && !text.contains("CREATE INDEX"), "{text}");
-        let expected = "the index ix_t_a_ca978112 of t is not created: t_old has an index of this name";
+        let expected =
+            "the index ix_t_a_ca978112 of t is not created: the table t_old has an index with this name";
         assert!(plan.unapplied_changes.iter().any(|c| c == expected), "{:?}", plan.unapplied_changes);
     }
 

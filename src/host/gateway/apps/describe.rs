@@ -54,7 +54,7 @@ pub static FOLDER: Endpoint = Endpoint {
         body: None,
         responses: &[DocumentedResponse {
             status: 308,
-            description: "To /apps/{slug}/.",
+            description: "Redirects to /apps/{slug}/.",
             content: Content::Nothing,
         }],
         problems: PAGE_PROBLEMS,
@@ -110,7 +110,7 @@ const NOT_MODIFIED: DocumentedResponse =
     DocumentedResponse { status: 304, description: "Not modified.", content: Content::Nothing };
 const PAGE_RESPONSES: &[DocumentedResponse] = &[
     file_response(200, "The file."),
-    file_response(206, "The range in `Range`."),
+    file_response(206, "The range requested by `Range`."),
     NOT_MODIFIED,
     file_response(412, "The file does not match `If-Match`."),
     file_response(416, "The range is not satisfiable."),

@@ -65,7 +65,9 @@ fn reject_shared_schemas(folders: &mut [AppFolder]) {
         let schema = manifest.slug.schema();
         let rival = claims.iter().find(|(name, slug)| *name != folder.name && slug.schema() == schema);
         if let Some((rival, _)) = rival.filter(|_| folder.name != manifest.slug.as_str()) {
-            folder.manifest = Err(format!("the app in folder {rival:?} has the same schema, {schema}"));
+            folder.manifest = Err(format!(
+                "the app in folder {rival:?} has the same schema, {schema}: give one of them another slug"
+            ));
         }
     }
 }

@@ -30,9 +30,10 @@ impl FolderWatcher {
                 notifier.notify_one();
             }
         });
-        let watcher =
-            created.map_err(|error| tracing::warn!(%error, "file watching unavailable; apps are only rescanned periodically")).ok();
-        Self { watcher, watched: BTreeSet::new(), changed }
+        let watcher = created.inspect_err(|error| {
+            tracing::warn!(%error, "cannot watch files; apps are only rescanned periodically");
+        });
+        Self { watcher: watcher.ok(), watched: BTreeSet::new(), changed }
     }
 
     /// Updates the watches to the current apps folder and its direct children. Watched paths are watched again, because

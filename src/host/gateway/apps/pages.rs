@@ -88,7 +88,7 @@ pub async fn serve_page(
 }
 
 enum PageTarget {
-    /// To the app's folder with a trailing slash, which relative links need, and the request's query.
+    /// The URL of the app's folder with a trailing slash, which relative links need, and with the request's query.
     Redirect(String),
     File(Box<AppFile>, HeaderValue),
 }

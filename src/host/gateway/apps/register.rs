@@ -24,9 +24,9 @@ pub struct RegistrationResult {
 
 #[derive(Debug, thiserror::Error)]
 pub enum RegisterError {
-    #[error("the schema {0} exists but does not belong to this app")]
+    #[error("the schema {0} exists but does not belong to this app: choose another slug")]
     ForeignSchema(SqlIdentifier),
-    #[error("{0} exists but is not a table")]
+    #[error("{0} exists but is not a table: rename it, or choose another table name in svc.json")]
     NotATable(String),
     #[error("cannot register the app in the database")]
     Database(#[from] tokio_postgres::Error),
@@ -134,7 +134,7 @@ async fn grant_schema_usage(
 }
 
 /// Reads the schema's tables and indexes. Views and other relations are the owner's and are ignored, unless the manifest
-/// declares a table with the name of one.
+/// declares a table with the same name.
 async fn inspect_schema(
     transaction: &Transaction<'_>,
     schema: &SqlIdentifier,

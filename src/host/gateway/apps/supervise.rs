@@ -31,8 +31,8 @@ use svc_http::problem::format_chain;
 use svc_machine::epoch::Epoch;
 
 const RESCAN_INTERVAL: Duration = Duration::from_secs(30);
-/// Minimum time between loading all apps and loading them again after a rejected login, which that may not fix: each
-/// request would otherwise start another load.
+/// Minimum time between a load of all apps and the next one that a rejected login causes. A load may not fix the login;
+/// without this limit, each request would start another load.
 const MIN_RELOAD_INTERVAL: Duration = Duration::from_secs(3);
 const RETRY_DELAYS: ExponentialBuilder = ExponentialBuilder::new()
     .with_min_delay(Duration::from_millis(200))
@@ -115,7 +115,7 @@ struct Supervisor {
     pools: HashMap<Slug, Arc<Pool>>,
     budget: Option<Arc<ConnectionBudget>>,
     snapshot: AppsSnapshot,
-    /// Whether the next round loads all apps from the database. Until it has, those loaded before remain in use.
+    /// Whether the next round loads all apps from the database. Until then, the apps loaded before remain in use.
     must_load: bool,
     /// The earliest time at which a rejected login may cause another load.
     next_reload_at: Instant,
@@ -214,8 +214,8 @@ impl Supervisor {
         updated
     }
 
-    /// Notes in `activity.log` whether an app could be registered; for a rejected manifest only once, even though
-    /// it is tried again at every scan.
+    /// Notes in `activity.log` whether an app could be registered. A rejected manifest is noted only once, even though
+    /// every scan tries it again.
     fn note_outcome(&mut self, manifest: Manifest) {
         let (slug, version) = (manifest.slug.clone(), manifest.version.clone());
         let outcome = if self.is_registered(&manifest) {
@@ -303,8 +303,8 @@ impl Supervisor {
                     }
                 },
                 Err(error) => {
-                    tracing::error!(%slug, %error, "the stored manifest is invalid");
-                    let message = format!("the stored manifest is invalid: {error}");
+                    tracing::error!(%slug, %error, "the manifest stored in the database is invalid");
+                    let message = format!("the manifest stored in the database is invalid: {error}");
                     self.snapshot.apps.remove(&slug);
                     self.snapshot.stored_errors.insert(slug.clone(), AppError { slug: Some(slug), message });
                 }
@@ -339,11 +339,10 @@ impl Supervisor {
         let timeout = self.context.statement_timeout;
         match register::register(client, &manifest, &password, timeout).await {
             Ok(result) => {
-                result
-                    .unapplied_changes
-                    .iter()
-                    .for_each(|part| tracing::warn!(app = %slug, "not applied: {part}"));
-                tracing::info!(app = %slug, tables = result.tables.len(), "registered");
+                for part in &result.unapplied_changes {
+                    tracing::warn!(app = %slug, "the manifest is not applied completely: {part}");
+                }
+                tracing::info!(app = %slug, tables = result.tables.len(), "app registered");
                 let tables: BTreeMap<_, _> =
                     result.tables.into_iter().map(|table| (table.name.to_string(), table)).collect();
                 let pool = self.get_or_create_pool(&slug, &password);
@@ -357,7 +356,7 @@ impl Supervisor {
                 Err(RoundError::Register { slug: slug.to_string(), source })
             }
             Err(error) => {
-                tracing::error!(app = %slug, error = %format_chain(&error), "registration failed");
+                tracing::error!(app = %slug, error = %format_chain(&error), "the database rejected the app");
                 Ok(Some(AppError { slug: Some(slug.to_string()), message: format_chain(&error) }))
             }
         }

@@ -64,7 +64,8 @@ impl IntoResponse for AuthFailure {
             }
             Self::RequestMismatch => Problem::new(Code::Forbidden, "The proof is for a different request."),
             Self::ReplayCacheFull => {
-                Problem::new(Code::Unavailable, "Too many concurrent internal calls.").retry_after(30)
+                let detail = "Too many internal requests in a short time: try again later.";
+                Problem::new(Code::Unavailable, detail).retry_after(30)
             }
             Self::KeysUnavailable => Problem::new(
                 Code::Unavailable,

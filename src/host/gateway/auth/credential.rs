@@ -12,12 +12,12 @@ pub const OWNER: Credential = Credential {
 pub const OWNER_PROCESS: Credential = Credential {
     name: "ownersProcess",
     scheme: CredentialScheme::Bearer,
-    description: "No token: a process of the owner's user, such as a terminal, on the machine's unix socket.",
+    description: "No token: a process of the owner's user, such as a terminal, on the machine's Unix socket.",
 };
 pub const AGENT: Credential = Credential {
     name: "agent",
     scheme: CredentialScheme::Bearer,
-    description: "The token of a running agent (SVC_BRIDGE_TOKEN), on the agents' unix socket (SVC_BRIDGE_SOCKET).",
+    description: "The token of a running agent (SVC_BRIDGE_TOKEN), on the agents' Unix socket (SVC_BRIDGE_SOCKET).",
 };
 pub const APP: Credential = Credential {
     name: "app",

@@ -1,7 +1,7 @@
 //! The proof keys that this host accepts: the provisioned ones, until the sync agent's file replaces them.
 //!
-//! The file is checked at most once a second. An invalid file leaves the current keys in place. If it cannot be read,
-//! the next check tries again.
+//! The file is checked at most once a second. An invalid file leaves the current keys in place. A file that cannot be
+//! read is retried at the next check.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;

@@ -44,9 +44,9 @@ pub enum Principal {
 pub enum Ingress {
     /// The TLS port: callers are identified by a proof or a token.
     Public,
-    /// The unix socket of the machine's own users, who are identified by peer credentials.
+    /// The Unix socket of the machine's own users, who are identified by peer credentials.
     Trusted,
-    /// The unix socket for agents: accepts only an agent's token.
+    /// The Unix socket for agents: accepts only an agent's token.
     Agents,
 }
 
@@ -78,7 +78,7 @@ pub enum AuthFailure {
     RequestMismatch,
     #[error("the proof was used before")]
     Replayed,
-    #[error("too many concurrent internal calls")]
+    #[error("too many internal requests in a short time")]
     ReplayCacheFull,
     #[error("the issuer's keys cannot be fetched")]
     KeysUnavailable,

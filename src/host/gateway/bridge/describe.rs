@@ -85,7 +85,7 @@ pub static CHANGES: Endpoint = Endpoint {
         body: None,
         responses: &[DocumentedResponse {
             status: 200,
-            description: "Server-sent events, each a transaction.",
+            description: "Server-sent events, one for each transaction.",
             content: Content::Other("text/event-stream"),
         }],
         problems: &[

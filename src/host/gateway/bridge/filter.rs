@@ -1,8 +1,8 @@
 //! The filter grammar: `{col: value}`, `{col: {op: value}}`, `and`, `or`, `not`.
 //!
 //! NULL semantics are those of SQL: a comparison with a NULL column is never true, so `ne` and `not` exclude such rows;
-//! `isNull` selects them. The value `null` means `isNull: true`, in `ne` it means `isNull: false`, and in all other
-//! operators it is rejected. `in []` matches no row. `contains` is a case-sensitive substring test on text, and
+//! `isNull` selects them. The value `null` means `isNull: true`; in `ne`, it means `isNull: false`; all other
+//! operators reject it. `in []` matches no row. `contains` is a case-sensitive substring test on text, and
 //! containment (`@>`) on jsonb.
 
 use serde_json::value::RawValue;
@@ -230,7 +230,7 @@ fn parse_predicate(kind: ColumnType, operator: &str, raw: &RawValue) -> Result<P
             (ColumnType::Jsonb, part) => Ok(Predicate::Operator(" @> ", part)),
             _ => Err("requires a column of type text or jsonb"),
         },
-        _ => Err("is not an operator; the operators are eq ne gt gte lt lte in like ilike isNull contains"),
+        _ => Err("is not an operator; use eq, ne, gt, gte, lt, lte, in, like, ilike, isNull or contains"),
     }
 }
 

@@ -1,5 +1,5 @@
 //! Exposes the bridge's parsers and planner to `tests/fuzz`, with plain data as results. Requests, filters and cursors
-//! are for one table with a column of each type. Not compiled into release builds.
+//! are for one table with a column of each type. This module is not compiled into release builds.
 
 use std::sync::LazyLock;
 

@@ -77,17 +77,17 @@ pub struct MutationPlan<'t> {
     pub columns: Vec<&'t Column>,
     pub target: MutationTarget,
     pub returning: Returning,
-    /// With a bound, each result row starts with the number of matched rows, which are counted up to one above the
-    /// bound. If the number exceeds the bound, nothing is changed.
+    /// If set, each result row starts with the number of matched rows, which are counted up to one above this bound. If
+    /// the number exceeds the bound, nothing is changed.
     pub max_affected: Option<i64>,
 }
 
 /// How a change selects its rows, which determines the response if none match.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MutationTarget {
-    /// By id: 404 if there is no such row.
+    /// Selects by id; the response is 404 if there is no such row.
     Id,
-    /// By filter: success with 0 rows.
+    /// Selects by filter; the response is a success with 0 rows if none match.
     Filter,
 }
 

@@ -165,7 +165,8 @@ impl<'a> BridgeRequest<'a> {
     /// A problem that names the invalid fields.
     pub fn parse(body: &'a [u8]) -> Result<Self, Problem> {
         let raw: &RawValue = serde_json::from_slice(body).map_err(|error| {
-            Problem::field("", format!("is not JSON: line {} column {}", error.line(), error.column()))
+            let (line, column) = (error.line(), error.column());
+            Problem::field("", format!("is not JSON: syntax error at line {line}, column {column}"))
         })?;
         let mut errors = Vec::new();
         let request =
@@ -226,7 +227,7 @@ impl<'a, 'w> ObjectReader<'a, 'w> {
         }
         let first = shapes.next().map_or("", |shape| shape.action);
         let names = shapes.fold(first.to_owned(), |names, shape| names + ", " + shape.action);
-        self.reject("action", format!("is not an action that is allowed here; allowed: {names}"))
+        self.reject("action", format!("must be one of {names}"))
     }
 
     fn read_operations(&mut self) -> Option<Vec<TableCall<'a>>> {

@@ -20,7 +20,7 @@ const MAX_SAFE_INTEGER: u64 = (1 << 53) - 1;
 pub enum RowError {
     #[error(transparent)]
     Database(#[from] tokio_postgres::Error),
-    /// Its JSON is larger than the maximum.
+    /// The row's JSON is larger than the maximum.
     #[error("the row is too large")]
     TooLarge,
 }
@@ -119,7 +119,7 @@ fn write_value(kind: ColumnType, raw: &[u8], out: &mut Vec<u8>) {
         ColumnType::Text | ColumnType::Numeric => {
             std::str::from_utf8(raw).ok().map(|text| write_string(text, out))
         }
-        // Already JSON.
+        // These values are already JSON.
         ColumnType::Double | ColumnType::Date | ColumnType::Jsonb => {
             out.extend_from_slice(raw);
             Some(())
@@ -134,7 +134,11 @@ fn write_value(kind: ColumnType, raw: &[u8], out: &mut Vec<u8>) {
         }
     };
     if written.is_none() {
-        tracing::error!(?kind, bytes = raw.len(), "PostgreSQL sent a value in an unknown format");
+        tracing::error!(
+            ?kind,
+            bytes = raw.len(),
+            "PostgreSQL sent a value in an unknown format; returning null"
+        );
         out.extend_from_slice(b"null");
     }
 }

@@ -86,8 +86,8 @@ impl Sql {
         self
     }
 
-    /// Adds a column's value as rows are ordered by it and compared with a cursor: in the registered type, like the
-    /// cursor's values. Otherwise, if the owner has changed an integer column to numeric, the cursor would be the
+    /// Adds a column's value for ordering rows and for comparing them with a cursor: in the registered type, like the
+    /// cursor's values. Otherwise, if the owner has changed an integer column to numeric, the cursor would contain a
     /// rounded value, and rows would be skipped or repeated.
     pub fn push_order_value(&mut self, column: &Column) -> &mut Self {
         match column.kind {

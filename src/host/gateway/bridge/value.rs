@@ -176,7 +176,7 @@ fn bind_double(raw: &RawValue) -> Result<Param, &'static str> {
 /// milliseconds, as stored times are, it could equal a stored time that differs from it.
 ///
 /// # Errors
-/// As for [`bind`].
+/// Those of [`bind`].
 pub fn bind_range_operand(kind: ColumnType, operator: &str, raw: &RawValue) -> Result<Param, &'static str> {
     if kind != ColumnType::Timestamptz || is_null(raw) {
         return bind(kind, raw);

@@ -130,7 +130,7 @@ impl CertificateIssuance<'_> {
         }
         match error {
             Some(error) => anyhow!(error).context(format!("the authority refused {}", self.name)),
-            None => anyhow!("the authority refused {} without a reason", self.name),
+            None => anyhow!("the authority refused {} and gave no reason", self.name),
         }
     }
 

@@ -200,7 +200,7 @@ impl CertificateManager {
         if are_settings_newer || last.host_name != settings.host_name {
             return;
         }
-        // Any other error belongs to the operator's file, which is checked again at once if it is still set.
+        // Any other error is about the operator's file, which is checked again at once if it is still configured.
         let is_request_pending = self.config.file.is_none() && last.next_attempt_at.is_some();
         self.error = last.error.filter(|_| is_request_pending);
         let at: Option<Timestamp> = last.next_attempt_at.and_then(|at| at.parse().ok());

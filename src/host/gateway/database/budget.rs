@@ -36,7 +36,7 @@ impl ConnectionBudget {
     }
 
     /// Waits for a permit. While none is available, the pool with the most spare connections retires one at a time.
-    /// Never `None`, because the semaphore is never closed.
+    /// The result is never `None`, because the semaphore is never closed.
     pub async fn acquire(&self) -> Option<ConnectionPermit> {
         if let Some(permit) = self.try_acquire() {
             return Some(permit);

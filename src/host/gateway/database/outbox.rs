@@ -22,7 +22,7 @@ pub const NOTIFY_CHANNEL: &str = "svc_changes";
 ///
 /// The functions run with the gateway's privileges in the writer's session: with the writer's `search_path`, the writer
 /// could substitute its own operators. `at` is the time of the write, not the start of its transaction, because the
-/// cleanup deletes by it. The functions set it, so that the defaults of existing tables need no change.
+/// cleanup deletes by it. The functions set `at`, so that the default in existing tables needs no change.
 pub const SCHEMA_SQL: &str = "
     CREATE TABLE IF NOT EXISTS svc.watched (
         schema_name text PRIMARY KEY,
@@ -98,7 +98,7 @@ const DROP_TRIGGER_STATEMENTS: &str = "
 /// The database is unreachable or rejects a statement.
 pub async fn adopt_feed(transaction: &Transaction<'_>, epoch: Epoch) -> Result<(), tokio_postgres::Error> {
     // After a restore onto another server, the restored floors are transaction ids of the old server, which may be far
-    // ahead. They are replaced in an adopted feed, too, because earlier versions left them in place.
+    // ahead. They are replaced even in a feed that was already adopted, because earlier versions left them in place.
     let lower_floors = "UPDATE svc.watched SET floor = pg_current_xact_id()::text::bigint
                          WHERE floor > pg_current_xact_id()::text::bigint";
     transaction.execute(lower_floors, &[]).await?;
@@ -168,7 +168,7 @@ async fn drop_triggers(client: &impl GenericClient, schema: &str) -> Result<(), 
     Ok(())
 }
 
-/// Starts watching an app. All changes that commit after this has returned are recorded.
+/// Starts watching an app. All changes that commit after this function has returned are recorded.
 ///
 /// # Errors
 /// The database is unreachable or rejects a statement, or another transaction, such as a long write, holds a required

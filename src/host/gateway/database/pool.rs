@@ -22,8 +22,8 @@ const MAX_CONNECTIONS: usize = 16;
 /// Maximum statements in flight per connection, at the maximum number of connections.
 const MAX_PIPELINED: usize = 8;
 const LEASE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Interval at which a waiting request tries again to open a connection. The return of a permit by another app notifies
-/// no request of this one.
+/// Interval at which a waiting request tries again to open a connection. When another app returns a permit, this app's
+/// requests are not notified.
 const RECHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Delay before an app with connections tries again to open another one after a failure.
 const REOPEN_DELAY_MS: u64 = 500;
@@ -55,7 +55,7 @@ struct PoolState {
     connections: Vec<Arc<Connection>>,
     /// Number of connections being opened.
     opening: usize,
-    /// Until then, a request opens a connection only if the app has none.
+    /// Until this time, a request opens a connection only if the app has none.
     reopen_at_ms: u64,
 }
 

@@ -21,9 +21,10 @@ pub fn generate_password() -> Result<SecretString, ring::error::Unspecified> {
     Ok(SecretString::from(hex::encode(bytes)))
 }
 
-/// Creates the role if it is missing, and enables its login with `password`: a restore creates the role without login.
-/// A temporary role, which a drill or the side database has created, becomes permanent. The role's errors are not
-/// written to the server's log, because their text contains row values; the gateway logs them without that text.
+/// Creates the role if it is missing, and enables its login with `password`, because a restore creates the role without
+/// login. A temporary role, which a drill or the side database has created, becomes permanent. Errors in the role's
+/// sessions are not written to the server's log, because their text contains row values; the gateway logs them without
+/// that text.
 ///
 /// # Errors
 /// The database is unreachable or rejects a statement.

@@ -101,10 +101,8 @@ pub async fn follow(
             // `parse` accepts a plus sign, which no id has.
             let text = value.to_str().ok().filter(|text| !text.starts_with('+'));
             let number = text.and_then(|text| text.parse().ok());
-            Some(
-                number
-                    .ok_or_else(|| Problem::field("Last-Event-ID", "must be the id of an event, a number"))?,
-            )
+            let invalid = || Problem::field("Last-Event-ID", "must be the id of an event, which is a number");
+            Some(number.ok_or_else(invalid)?)
         }
         None => None,
     };
@@ -288,7 +286,8 @@ pub static DISPATCH: Endpoint = Endpoint {
         method: Method::POST,
         path: "/api/dispatch",
         summary: "Submits one or more prompts to a coding agent configured in system/config.json, which works in the \
-                  owner's home directory. Idempotent by id. The dispatch continues without listeners.",
+                  owner's home directory. Requests with an id are idempotent. The dispatch continues if the \
+                  client disconnects.",
         credentials: OWNER_OR_ADMIN,
         parameters: &[],
         body: Some(request_schema),
@@ -378,7 +377,7 @@ pub static CANCEL: Endpoint = Endpoint {
         id: "cancelDispatch",
         method: Method::DELETE,
         path: "/api/dispatch/{id}",
-        summary: "Cancels a dispatch or a whole batch in any phase; costs incurred until then count.",
+        summary: "Cancels a dispatch or a whole batch in any phase; costs incurred until then still count.",
         credentials: OWNER_OR_ADMIN,
         parameters: &[ID],
         body: None,

@@ -28,7 +28,7 @@ pub async fn report_readiness(
 ) -> Response {
     let database = database.server_address().await;
     if let Err(error) = &database {
-        tracing::warn!(error = %format_chain(error), "not ready");
+        tracing::warn!(error = %format_chain(error), "not ready: the database did not respond");
     }
     let are_apps_loaded = apps.snapshot().is_loaded;
     let (status, label) = match (&database, are_apps_loaded) {

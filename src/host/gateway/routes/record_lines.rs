@@ -40,7 +40,7 @@ pub struct RecordView {
     /// The response member that contains the lines.
     pub member: &'static str,
     /// Line members that must equal the filter with the same name. In an ambiguous audit entry, they are lists, which
-    /// must contain it.
+    /// must contain the filter's value.
     pub exact_members: &'static [&'static str],
     /// A member that is a path: the filter with the same name selects that path and everything below it.
     pub path_member: Option<&'static str>,
@@ -173,7 +173,10 @@ pub async fn follow(
     let filter = RecordFilter::read(&mut query, view);
     let filter = query.finish(Some(filter))?;
     let last_event_id = parse_last_event_id(headers)?;
-    let too_many = || Problem::new(Code::Unavailable, "Too many open streams.").retry_after(5);
+    let too_many = || {
+        let detail = "Too many streams are open: close one, or try again later.";
+        Problem::new(Code::Unavailable, detail).retry_after(5)
+    };
     let permit = kernel.admit_record_stream().ok_or_else(too_many)?;
     let logs = kernel.logs();
     let opened = tokio::task::spawn_blocking(move || match last_event_id {
@@ -255,7 +258,7 @@ impl RecordListener {
                     self.queued.extend(events);
                 }
                 Err(error) => {
-                    tracing::warn!(error = %format_chain(&error), "following a record failed");
+                    tracing::warn!(error = %format_chain(&error), "cannot read new records; ending the stream");
                     return None;
                 }
             }

@@ -92,13 +92,14 @@ pub async fn copy(State(layout): State<Layout>, headers: HeaderMap, body: Body) 
     let state = run_blocking(move || side_database::SideState::read(&state_layout)).await?;
     let open_state = state.filter(|state| matches!(state.status, SideStatus::Open | SideStatus::Copying));
     let Some(state) = open_state else {
-        let detail = "No side database is open: POST /api/side-database opens one.";
+        let detail = "No side database is open: open one with POST /api/side-database.";
         return Err(Problem::new(Code::InvalidState, detail));
     };
     let exists = |table: &&String| state.tables.iter().any(|existing| existing.name == **table);
     if let Some(unknown) = copy.tables.iter().find(|table| !exists(table)) {
-        let detail =
-            format!("{unknown:?} is not a table of the side database: GET /api/side-database lists them.");
+        let detail = format!(
+            "{unknown:?} is not a table of the side database: list its tables with GET /api/side-database."
+        );
         return Err(Problem::new(Code::NotFound, detail));
     }
     submit(layout, SideAction::Copy(copy)).await
@@ -114,7 +115,8 @@ async fn submit(layout: Layout, action: SideAction) -> Result<Response, Problem>
     let response =
         json!({ "requestId": request.request_id, "requestedAt": rfc3339_ms(request.requested_at) });
     if !run_blocking(move || request.submit(&layout)).await? {
-        let detail = "Another request to the side database is pending: GET /api/side-database shows it.";
+        let detail = "Another request for the side database is pending: wait until `pending` is null in \
+                      GET /api/side-database.";
         return Err(Problem::new(Code::InvalidState, detail));
     }
     Ok((StatusCode::ACCEPTED, Json(response)).into_response())

@@ -1,5 +1,5 @@
 //! State shared by all change streams: the position up to which no transaction is still running, which is polled once
-//! for all of them. Also cleans up the outbox.
+//! for all of them. The feed also cleans up the outbox.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -218,7 +218,7 @@ impl ChangeFeed {
             unwatch_after_days: UNWATCH_AFTER_DAYS,
         };
         let interval = CLEANUP_INTERVAL.min(max_event_age);
-        // A cleanup may wait for locks, and must delay neither the polls nor the end.
+        // A cleanup may wait for locks, and must delay neither the polls nor the shutdown.
         let cleanups = self.clean_up_repeatedly(&database, &apps, retention, interval);
         let polls = self.poll_repeatedly(&database);
         stop.run_until_cancelled(async { tokio::join!(cleanups, polls) }).await;

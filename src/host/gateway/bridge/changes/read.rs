@@ -102,7 +102,7 @@ pub async fn fetch_after(
     let floor = rows.first().map_or(Ok(i64::MAX), |row| row.try_get(0))?;
     let mut events = Vec::with_capacity(rows.len());
     for row in &rows {
-        // Without events, the only row has the floor.
+        // If there are no events, the only row contains just the floor.
         if let Some(position) = row.try_get::<_, Option<i64>>(1)? {
             events.push(ChangeEvent { position, json: row.try_get(2)? });
         }

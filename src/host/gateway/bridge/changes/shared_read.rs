@@ -67,7 +67,7 @@ impl SharedReads {
         cell
     }
 
-    /// Forgets the reads of all lists that include a schema for which `is_followed` returns false.
+    /// Drops the reads of all lists that include a schema for which `is_followed` returns false.
     pub fn retain(&self, is_followed: impl Fn(&String) -> bool) {
         self.latest().retain(|schemas, _| schemas.iter().all(&is_followed));
     }

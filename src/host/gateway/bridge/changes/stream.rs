@@ -128,7 +128,8 @@ impl ChangeListener {
         ids: EventIdFormat,
         last_event_id: Option<EventId>,
     ) -> Result<Self, Problem> {
-        let too_many = || Problem::new(Code::Unavailable, "Too many open streams.").retry_after(5);
+        let detail = "Too many streams are open: close one, or try again later.";
+        let too_many = || Problem::new(Code::Unavailable, detail).retry_after(5);
         let stream = bridge.changes.open_stream(app).ok_or_else(too_many)?;
         let now = Instant::now();
         let mut listener = Self {
@@ -174,7 +175,8 @@ impl ChangeListener {
             && floor.is_some_and(|floor| id.position >= floor);
         self.position = id.position;
         self.read_position = id.position;
-        let detail = "The changes after this event are no longer available; read the tables again.";
+        let detail =
+            "The changes after this event are no longer available; read the tables, and open a new stream.";
         Ok(if is_available { Ok(()) } else { Err(Problem::new(Code::Gone, detail)) })
     }
 
@@ -232,7 +234,7 @@ impl ChangeListener {
                 match self.fetch_changes(head.newest).await {
                     Ok(true) => continue,
                     Ok(false) => {
-                        tracing::debug!("changes that were not read are missing; ending the stream");
+                        tracing::debug!("unread changes were deleted or not recorded; ending the stream");
                         return None;
                     }
                     Err(error) => {

@@ -376,7 +376,7 @@ fn parse_max_affected(
     match (target, returning, requested) {
         (MutationTarget::Id, _, None | Some(1..)) => Ok(None),
         (MutationTarget::Filter, Returning::Rows, Some(max_affected)) if max_affected > MAX_RETURNED_ROWS => {
-            Err("must be at most 1000 with returning")
+            Err("must be at most 1000 if returning is true")
         }
         (MutationTarget::Filter, Returning::Rows, None) => Ok(Some(MAX_RETURNED_ROWS)),
         (_, _, requested) => Ok(requested),
