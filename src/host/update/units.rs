@@ -24,7 +24,7 @@ const RECORD_VERSION: u32 = 1;
 pub enum UnitsError {
     #[error("{}: the file's name must begin with svc", .path.display())]
     Foreign { path: PathBuf },
-    #[error("{}: malformed, or of an unsupported version", .path.display())]
+    #[error("{} is malformed or has an unsupported version", .path.display())]
     Record { path: PathBuf },
     #[error(transparent)]
     File(#[from] FileError),
