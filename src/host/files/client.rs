@@ -52,7 +52,11 @@ impl Gateway {
             .context("cannot reach the gateway; run `systemctl status svc-gateway` to see its state")
             .or_exit(Exit::Unavailable)?;
         let status = response.status();
-        let body = response.bytes().await.context("the response is incomplete").or_exit(Exit::Unavailable)?;
+        let body = response
+            .bytes()
+            .await
+            .context("the gateway's response is incomplete")
+            .or_exit(Exit::Unavailable)?;
         if !status.is_success() {
             return Err(describe_problem(status, &body));
         }

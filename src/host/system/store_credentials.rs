@@ -302,7 +302,7 @@ impl CredentialSource for RenewingCredentials {
             if matches!(error, CredentialError::Withdrawn) {
                 return Err(error);
             }
-            tracing::warn!(%error, "could not renew the credentials for the object store yet");
+            tracing::warn!(%error, "could not renew the credentials for the object store; retrying later");
         }
         Ok(Arc::clone(&state.active.key))
     }

@@ -58,7 +58,7 @@ struct Args {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Fetch the release that user-data names, and make it current
+    /// Install the first release, which user-data names, unless a release is already current
     Boot,
     /// Fetch a release by its signed manifest and make it current; roll back if it is not healthy
     Apply(ApplyArgs),

@@ -68,7 +68,7 @@ enum RestoreError {
     Reserved(HomePath),
     #[error("{0} already exists; restore to another path, or replace it")]
     Taken(HomePath),
-    #[error("{0} is on a different file system from the home directory; choose another path with `into`")]
+    #[error("{0} is on a different file system from the home directory; restore to another path")]
     OtherFileSystem(HomePath),
     #[error("the current state could not be saved, so nothing was replaced")]
     Unsaved(#[source] SaveRequestError),
