@@ -31,7 +31,7 @@ fn join_statuses(statuses: &[Status]) -> String {
     statuses.iter().map(|status| status.as_str()).collect::<Vec<_>>().join(" or ")
 }
 
-/// Returns the result of `event` for `machine`. Total: every pair has a result.
+/// Returns the result of `event` for `machine`. This function is total: every pair has a result.
 ///
 /// # Errors
 /// A [`Refusal`] if the state does not allow an operator's or a host's request, or if a machine that never served
@@ -125,8 +125,8 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
 }
 
 /// Returns the result for a machine that was replaced or deleted. Late reports from the platform and healthy heartbeats
-/// have no effect, and requests from operators or the host are rejected. The exceptions: a machine can be reinstated,
-/// its server can be found again, a replaced machine can be deleted with its successor, and a repeated deletion has no
+/// have no effect, and requests from operators or the host are rejected. However, a machine can be reinstated, its
+/// server can be found again, a replaced machine can be deleted with its successor, and a repeated deletion has no
 /// effect.
 fn transition_ended(previous: &State, event: &Event, refusal: Refusal) -> Result<Outcome, Refusal> {
     match event {

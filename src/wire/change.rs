@@ -149,7 +149,7 @@ pub struct Resize {
 #[schemars(inline)]
 pub struct HostRequest {
     pub machine_id: WireString<MachineId>,
-    /// By the host's clock; by the platform's if the host reports no time.
+    /// The time by the host's clock, or by the platform's if the host reports none.
     #[serde(default)]
     pub requested_at: Time,
 }

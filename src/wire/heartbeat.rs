@@ -167,7 +167,7 @@ pub struct AcmeSettings {
 #[schemars(inline)]
 pub struct ExternalAccount {
     pub key_id: String,
-    /// In base64url.
+    /// The key, in base64url.
     #[serde(serialize_with = "secret::expose")]
     #[schemars(with = "String")]
     pub hmac_key: SecretString,

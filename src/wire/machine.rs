@@ -82,7 +82,7 @@ pub struct Machine {
     /// The problems that its host last reported.
     #[serde(default)]
     pub attention: Vec<Attention>,
-    /// Tried in this order when the provider has no capacity in `location`.
+    /// The locations to try, in this order, when the provider has no capacity in `location`.
     #[serde(default)]
     pub fallback_locations: Vec<WireString<Location>>,
     /// Older platforms omit it.

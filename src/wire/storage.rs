@@ -35,7 +35,7 @@ pub struct StoreSession {
     #[serde(serialize_with = "secret::expose_option")]
     #[schemars(with = "Option<String>")]
     pub session_token: Option<SecretString>,
-    /// By the platform's clock, whose time is in the response's `Date` header.
+    /// The expiry, by the platform's clock; the response's `Date` header contains that clock's time.
     #[serde(with = "clock::wire")]
     #[schemars(with = "Time")]
     pub expires_at: Timestamp,

@@ -14,7 +14,7 @@ const MAX_WHOLE_AMOUNT: f64 = 9_007_199_254_740_992.0;
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]
 pub struct UsageReport {
-    /// In US dollars.
+    /// The cost in US dollars.
     #[serde(serialize_with = "serialize_dollars")]
     #[schemars(with = "f64")]
     pub total_cost: f64,
@@ -40,7 +40,7 @@ pub struct UsageEntry {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub user_id: Option<String>,
-    /// In US dollars.
+    /// The cost in US dollars.
     #[serde(serialize_with = "serialize_dollars")]
     #[schemars(with = "f64")]
     pub cost: f64,

@@ -232,7 +232,7 @@ async fn boot_does_not_change_the_current_release() -> Result<()> {
 
     fixture.run(&["rollback"], Some("update.activating=return(kill)")).await?.expect_killed();
     let refused = fixture.run(&["boot"], None).await?.expect(75);
-    assert!(refused.stderr.contains("`svc-update resume` finishes it"), "{}", refused.stderr);
+    assert!(refused.stderr.contains("run `svc-update resume` to finish it"), "{}", refused.stderr);
     fixture.run(&["resume"], None).await?.expect(0);
     fixture.run(&["boot"], None).await?.expect(0);
     fixture.assert_running(OLD_VERSION)

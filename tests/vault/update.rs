@@ -114,7 +114,7 @@ async fn bundle_that_changes_during_download_is_refused() -> Result<()> {
     proxy.reset_after(400_000);
     source.replace_after_next_request(bundle::bundle("9.9.9")?);
     let result = boot(&machine, &[]).await?.expect(69);
-    assert!(result.stderr.contains("it changed during the download"), "{}", result.stderr);
+    assert!(result.stderr.contains("the file has changed"), "{}", result.stderr);
     assert_untouched(&machine)
 }
 

@@ -249,7 +249,7 @@ Example: svcctl files list ada projects --time 2026-11-27T18:00:00Z"
     },
     /// Restore an earlier version of a file or directory on the running machine
     #[command(
-        after_help = "It is restored to its original path or, if that path exists, next to it under a new name. With --replace, \
+        after_help = "The entry is restored to its original path or, if that path exists, next to it under a new name. With --replace, \
 an existing file or directory is saved first and kept under another name. Nothing is deleted.\n\n\
 Example: svcctl files restore ada projects/app --time 2026-11-27T18:00:00Z"
     )]

@@ -128,7 +128,7 @@ async fn wait_for_restore(
     };
     if state.status == FileRestoreStatus::Failed {
         let why = state.error.unwrap_or_default();
-        return Err(Failure::new(Exit::Unavailable, anyhow!("not restored: {}", one_line(&why))));
+        return Err(Failure::new(Exit::Unavailable, anyhow!("the restore failed: {}", one_line(&why))));
     }
     out.print_response(&response, |view| Ok(restored(view, &state)))
 }

@@ -133,7 +133,7 @@ impl FilesSettings {
     /// valid id.
     ///
     /// # Errors
-    /// The pointer cannot be read from the store.
+    /// If the pointer cannot be read from the store.
     pub async fn read_latest(&self) -> Result<Option<Id>, StoreError> {
         let pointer = files_pointer::read(&self.bucket, &self.slot).await?;
         Ok(pointer.and_then(|pointer| pointer.value.snapshot?.id.parse().ok()))
@@ -294,7 +294,7 @@ fn unavailable(error: impl std::error::Error + 'static) -> AccessError {
 /// Retries a call until it succeeds, fails permanently, or `timeout` has passed.
 ///
 /// # Errors
-/// The last error.
+/// The error from the last call.
 pub async fn retry<T, E>(
     timeout: Duration,
     is_transient: impl Fn(&E) -> bool,

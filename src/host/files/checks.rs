@@ -62,7 +62,7 @@ pub struct VerifyResult {
     pub at: Option<Timestamp>,
     pub packs: u64,
     pub bytes: u64,
-    /// The number of damaged packs whose content can be read, there or in other packs.
+    /// The number of damaged packs whose content can still be read, from these packs or from others.
     #[serde(alias = "replaced")]
     pub recoverable: u64,
     /// Why the verification could not be completed.
@@ -157,7 +157,7 @@ impl FileChecks {
 
     /// Records a verification.
     pub fn record_verification(&mut self, result: VerifyResult, now: Timestamp) {
-        // Before the result is replaced: in a file of an earlier release, only the result has the time of the success.
+        // Copy the time before the result is replaced: in a file of an earlier release, only the result contains it.
         self.verified_at = self.verified_at();
         if result.error.is_none() {
             (self.verified_at, self.unreadable) = (Some(now), None);

@@ -49,10 +49,14 @@ impl Gateway {
     async fn send<T: DeserializeOwned>(&self, request: RequestBuilder) -> Result<T, Failure> {
         let response = request_id::attach(request).send().await;
         let response = response
-            .context("cannot reach the gateway; `systemctl status svc-gateway` shows its state")
+            .context("cannot reach the gateway; run `systemctl status svc-gateway` to see its state")
             .or_exit(Exit::Unavailable)?;
         let status = response.status();
-        let body = response.bytes().await.context("the response is incomplete").or_exit(Exit::Unavailable)?;
+        let body = response
+            .bytes()
+            .await
+            .context("the gateway's response is incomplete")
+            .or_exit(Exit::Unavailable)?;
         if !status.is_success() {
             return Err(describe_problem(status, &body));
         }
@@ -177,8 +181,8 @@ pub async fn restore(layout: &Layout, request: &Value) -> Result<(), Failure> {
                 if state != last {
                     (last, changed_at) = (state, Instant::now());
                 } else if is_stalled {
-                    let text = "the restore is not making progress; `systemctl status svc-files-request` shows \
-                                its state";
+                    let text = "the restore is not making progress; run `systemctl status svc-files-request` \
+                                to see its state";
                     return Err(Failure::new(Exit::Unavailable, anyhow!(text)));
                 }
             }
@@ -198,7 +202,7 @@ pub async fn restore(layout: &Layout, request: &Value) -> Result<(), Failure> {
 fn report(state: &FileRestore) -> Result<(), Failure> {
     let Some(restored_to) = &state.restored_to else {
         let why = state.error.as_deref().unwrap_or("the reason is unknown");
-        return Err(Failure::new(Exit::Unavailable, anyhow!("not restored: {why}")));
+        return Err(Failure::new(Exit::Unavailable, anyhow!("the restore failed: {why}")));
     };
     let at = state.saved_at.as_ref().map_or("an unknown time", |at| at.as_str());
     let mut text = format!("restored to {}, as of {at}\n", one_line(restored_to));
@@ -248,6 +252,6 @@ mod tests {
             }
         });
         let failure = restore(&layout, &json!({"path": "a"})).await.unwrap_err();
-        assert_eq!(failure.error.to_string(), "not restored: the disk is full");
+        assert_eq!(failure.error.to_string(), "the restore failed: the disk is full");
     }
 }

@@ -87,7 +87,10 @@ fn describe(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now:
     }
     match outcome {
         Some(RestoreOutcome { error: Some(error), .. }) => {
-            rows.push(("restored", format!("no: {error}; `svc-sync-agent restore-home --retry` retries it")));
+            rows.push((
+                "restored",
+                format!("no: {error}; run `svc-sync-agent restore-home --retry` as root"),
+            ));
         }
         Some(RestoreOutcome { taken_at: Some(at), files, .. }) => {
             rows.push((
@@ -183,7 +186,7 @@ mod tests {
         failed.error = Some("damaged".to_owned());
         assert!(
             describe(None, Some(&failed), at(0))
-                .contains("no: damaged; `svc-sync-agent restore-home --retry`")
+                .contains("no: damaged; run `svc-sync-agent restore-home --retry`")
         );
     }
 }

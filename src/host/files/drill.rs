@@ -56,7 +56,7 @@ impl DrillError {
 
 /// Restores a sample of the latest snapshot's files, and compares those that have not changed since with the files on
 /// the machine. Returns `None` if the disk has too little space for a sample: this is not damage, and the next
-/// verification tries the drill again.
+/// verification retries the drill.
 pub(super) async fn drill(settings: &FilesSettings, now: Timestamp) -> Option<DrillResult> {
     let mut result = DrillResult { at: Some(now), ..DrillResult::default() };
     let staging = settings.layout.files_state().join(STAGING);

@@ -2,7 +2,7 @@
 //! gateway starts.
 //!
 //! The files are restored to a staging directory on the same file system, and moved into place only when they are
-//! complete. A killed run can be repeated. What they replace on a machine in use is kept among the owner's files.
+//! complete. A killed run can be repeated. On a machine in use, the replaced entries are kept among the owner's files.
 //!
 //! If the backup is damaged, the machine starts without the files, because the owner still needs the database. The
 //! outcome is recorded, and the machine then saves no files, so that the snapshot remains the latest one. After any
@@ -65,15 +65,15 @@ enum GateError {
     Access(#[from] AccessError),
     #[error("cannot read the pointer of the file backup")]
     Pointer(#[from] StoreError),
-    #[error("the pointer names the snapshot {0}, but there is no repository")]
+    #[error("the pointer of the file backup names the snapshot {0}, but there is no repository")]
     NoRepository(String),
-    #[error("the pointer names an invalid snapshot")]
+    #[error("the pointer of the file backup names an invalid snapshot")]
     InvalidSnapshot,
     #[error(transparent)]
     Files(#[from] FilesError),
     #[error(transparent)]
     File(#[from] FileError),
-    #[error("a thread panicked or was cancelled")]
+    #[error("the task that moves the restored files panicked or was cancelled")]
     Thread(#[from] tokio::task::JoinError),
     #[error(transparent)]
     Injected(#[from] InjectedFailure),
@@ -263,7 +263,7 @@ async fn restore_files(settings: &FilesSettings, progress: &Progress) -> Result<
 /// Moves the entries that restored ones have replaced from the staging directory to a new directory among the owner's
 /// files. On a machine that is not in use yet, they are only the first records of its services, and are deleted.
 ///
-/// Must precede each removal of the staging directory.
+/// Call this before each removal of the staging directory.
 fn keep_replaced(layout: &Layout, staging: &Staging) -> Result<(), FileError> {
     let replaced = staging.replaced();
     let is_empty = match fs::read_dir(&replaced) {
@@ -283,7 +283,7 @@ fn keep_replaced(layout: &Layout, staging: &Staging) -> Result<(), FileError> {
     let name = home.find_free_name(OsStr::new("home"), "replaced", clock::now_ms()).map_err(wrap)?;
     home.move_in(&replaced, &name).map_err(wrap)?;
     let kept_as = layout.home().join(name);
-    activity::note(layout, &format!("what the restored files replaced is now in {}", kept_as.display()));
+    activity::note(layout, &format!("the entries replaced by the restore are now in {}", kept_as.display()));
     Ok(())
 }
 

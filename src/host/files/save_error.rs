@@ -14,9 +14,9 @@ pub(super) enum SaveError {
     Access(#[from] AccessError),
     #[error(transparent)]
     Files(#[from] FilesError),
-    #[error("cannot move the pointer to the snapshot")]
+    #[error("cannot move the pointer of the file backup to the new snapshot")]
     Pointer(#[from] PointerError),
-    #[error("cannot read the pointer")]
+    #[error("cannot read the pointer of the file backup")]
     Store(#[from] StoreError),
     #[error(transparent)]
     Injected(#[from] InjectedFailure),

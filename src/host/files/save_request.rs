@@ -20,8 +20,8 @@ pub enum SaveRequestError {
     #[error("{0}")]
     Failed(String),
     #[error(
-        "not saved within ten minutes; if svc-files is running, the save continues: `svc-sync-agent status` and \
-         `systemctl status svc-files` show its state"
+        "the files were not saved within ten minutes; if svc-files is running, the save continues: run \
+         `svc-sync-agent status` and `systemctl status svc-files` to see its state"
     )]
     Timeout,
     #[error(transparent)]

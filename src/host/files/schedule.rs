@@ -1,4 +1,4 @@
-//! Decides when to save. Pure: the caller passes the time.
+//! Decides when to save. This module is pure: the caller passes the time.
 
 use std::time::{Duration, Instant};
 
@@ -50,7 +50,7 @@ pub enum Save {
     Everything,
 }
 
-/// The times of past saves and failures, from which the next save follows.
+/// The times of past saves and failures, which determine the next save.
 #[derive(Debug)]
 pub struct Schedule {
     /// When the first unsaved change was seen.

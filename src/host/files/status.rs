@@ -62,8 +62,8 @@ pub struct FilesStatus {
 }
 
 impl FilesStatus {
-    /// Reads the file; `None` if there is no file. A file that is invalid or has another format version is a state in
-    /// which nothing is known to be saved.
+    /// Reads the file; `None` if there is no file. If the file is invalid or has another format version, returns a
+    /// state in which nothing is known to be saved.
     ///
     /// # Errors
     /// If the file exists and cannot be read.

@@ -104,7 +104,7 @@ pub async fn run(layout: Layout, should_verify_all: bool) -> Result<(), Failure>
     let text = match result.recoverable {
         0 => format!("{read} read in full: all are intact"),
         count => format!(
-            "{read} read in full: nothing is lost; the content of {} is readable, there or in other packs",
+            "{read} read in full: nothing is lost; the content of {} can be read from these or other packs",
             pluralize(count, "damaged pack")
         ),
     };
@@ -135,7 +135,7 @@ async fn verify_shares(
             tracing::warn!(
                 pack = %damaged.pack,
                 why = damaged.why,
-                "a pack is damaged; its content is readable, there or in other packs"
+                "a pack is damaged, but its content can be read from this or other packs"
             );
         }
         checks.record_share(*share, &verified, clock::now_ms());

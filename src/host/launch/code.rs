@@ -43,7 +43,7 @@ const ENTRY_POINTS: [&str; 2] = ["out/node/entry.js", "node_modules/code-server/
     name = "svc-code",
     version = applet::version(),
     about = "Starts the release's code-server for the gateway, on a Unix socket",
-    after_help = "It runs /opt/svc/runtime/code-server below SVC_ROOT, with /opt/svc/runtime/node or else the \
+    after_help = "svc-code runs /opt/svc/runtime/code-server below SVC_ROOT, with /opt/svc/runtime/node or else the \
                   Node.js that code-server includes, on run/svc/owner/code.sock. It exits with 78 if the release \
                   has no code-server or no Node.js."
 )]
@@ -236,7 +236,7 @@ fn pid_of(child: &Child) -> Option<Pid> {
 fn send_signal(pid: Option<Pid>, signal: Signal) {
     let Some(pid) = pid else { return };
     if let Err(error) = kill(pid, signal) {
-        tracing::warn!(%error, %signal, "could not signal code-server");
+        tracing::warn!(%error, %signal, "could not send a signal to code-server");
     }
 }
 

@@ -20,7 +20,7 @@ pub const SOCKET: &str = "shell.sock";
     name = "svc-shell",
     version = applet::version(),
     about = "Serves the release's shell to the gateway, on a Unix socket",
-    after_help = "It serves /opt/svc/app/shell below SVC_ROOT on run/svc/owner/shell.sock."
+    after_help = "svc-shell serves /opt/svc/app/shell below SVC_ROOT on run/svc/owner/shell.sock."
 )]
 struct Args {}
 

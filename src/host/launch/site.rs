@@ -36,7 +36,7 @@ const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; script-src 'self'; st
 /// The reason a build cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub enum SiteError {
-    #[error("{}: {source}", .path.display())]
+    #[error("cannot read {}", .path.display())]
     Read {
         path: PathBuf,
         #[source]

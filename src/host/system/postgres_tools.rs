@@ -34,7 +34,7 @@ const QUOTING_PREFIXES: [&str; 5] = ["DETAIL:", "CONTEXT:", "HINT:", "Command wa
 const SEPARATOR: &str = "; ";
 const PIPE_BYTES: i32 = 1 << 20;
 const PROBE_TIMEOUT: Duration = Duration::from_secs(20);
-/// Variables that a tool inherits: enough to find itself, its libraries and the container runtime.
+/// Variables that a tool inherits: those needed to find the tool, its libraries and the container runtime.
 const PASSED_VARIABLES: [&str; 5] = ["PATH", "HOME", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR", "LANG"];
 
 /// How a dump's data is compressed.
@@ -48,7 +48,7 @@ pub enum Compression {
 }
 
 impl Compression {
-    /// Supported by all tools, and fast enough.
+    /// The compression that all tools support, and that is fast enough.
     pub const DEFAULT: Self = Self::Gzip(1);
 
     /// Returns the maximum size of a dump, as a multiple of the database's size on disk. Values can be longer as text
@@ -103,7 +103,7 @@ impl PgTools {
     pub fn locate(env: &mut Env, layout: &Layout) -> Self {
         if let Some(dir) = env.path(&vars::SVC_PG_BIN_DIR) {
             if !dir.join("pg_dump").is_file() {
-                env.add_error(&vars::SVC_PG_BIN_DIR, "must be a directory with pg_dump in it");
+                env.add_error(&vars::SVC_PG_BIN_DIR, "must be a directory that contains pg_dump");
             }
             return Self::Directory(dir);
         }
@@ -246,7 +246,7 @@ impl PgTools {
                 let mut command = Command::new("podman");
                 command.args(["exec", "-i"]);
                 for (name, _) in &vars {
-                    // Only the name: podman takes the value from its environment.
+                    // Pass only the name: podman takes the value from its environment.
                     command.args(["-e", name]);
                 }
                 command.args([CONTAINER, tool]);
@@ -291,8 +291,8 @@ fn load_options(cores: usize) -> String {
     format!("-c synchronous_commit=off{workers}")
 }
 
-/// Reads a tool's error output to its end, because the tool would otherwise wait or be killed. Returns the last part on
-/// one line, without the row values that it quotes.
+/// Reads a tool's error output to its end, because the tool would otherwise block or be killed. Returns the last part
+/// on one line, without the row values that it quotes.
 pub async fn read_stderr_tail(stderr: Option<impl AsyncRead + Unpin>) -> String {
     let Some(mut stderr) = stderr else { return String::new() };
     let mut summary = StderrSummary::default();

@@ -74,7 +74,7 @@ pub fn is_accepted(name: &str, value: &str) -> bool {
     !is_directory && ALLOWED_FROM_OTHERS.iter().any(|(accepted, _)| accepted.name == name)
 }
 
-/// Adds the files; from another user's files, only the accepted settings.
+/// Adds the settings in the files. Of the settings in another user's files, adds only the accepted ones.
 pub fn with_untrusted_files(env: Env, files: &[PathBuf]) -> Env {
     files.iter().fold(env, |env, file| {
         if belongs_to_another_user(file) {

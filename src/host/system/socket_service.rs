@@ -66,7 +66,7 @@ pub async fn listen(service: &SocketService) -> Result<(), Failure> {
                     Err(error) => tracing::error!(error = %format_chain(&error), "cannot start a process"),
                 }
             }
-            // Closing the connection without a response tells the client that its request was not processed.
+            // Closing the connection without a response signals to the client that its request was not processed.
             Ok(_) => tracing::warn!(service.max_processes, "connection rejected: too many processes"),
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a connection");

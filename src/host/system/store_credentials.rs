@@ -5,8 +5,8 @@
 //! affect it.
 //!
 //! The platform also issues an outage session, which lives longer and can only store snapshots. A backup uses it
-//! while the platform is unreachable. It does not use it in response to a refusal, and never again once the platform
-//! has withdrawn the credentials.
+//! while the platform is unreachable. The session is not used in response to a refusal, and never again once the
+//! platform has withdrawn the credentials.
 
 pub mod state_file;
 
@@ -181,7 +181,7 @@ impl RenewingCredentials {
         now: Timestamp,
     ) -> Result<Arc<AwsCredential>, CredentialError> {
         let outage = self.outage_key(state, now);
-        // After a refusal, which may be that of a proxy, each use needs a new attempt that shows an outage.
+        // After a refusal, possibly by a proxy, the outage session is used only if a new attempt shows an outage.
         if let Some(key) = outage.as_ref().filter(|_| state.was_unreachable && now < state.not_before) {
             return Ok(Arc::clone(key));
         }
@@ -302,7 +302,7 @@ impl CredentialSource for RenewingCredentials {
             if matches!(error, CredentialError::Withdrawn) {
                 return Err(error);
             }
-            tracing::warn!(%error, "could not renew the credentials for the object store yet");
+            tracing::warn!(%error, "could not renew the credentials for the object store; retrying later");
         }
         Ok(Arc::clone(&state.active.key))
     }

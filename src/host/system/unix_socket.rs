@@ -96,7 +96,7 @@ mod tests {
         let dir = root.path().join("run/svc/gateway");
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
         ensure_dir(&dir).unwrap();
-        // As if a process with this ID had been killed before the rename.
+        // Leave the socket of a process with this ID that was killed before the rename.
         drop(UnixListener::bind(dir.join(format!(".{}", std::process::id()))).unwrap());
         for _ in 0..2 {
             // The second bind replaces the first one's socket, as after a killed process.

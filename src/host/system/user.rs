@@ -1,7 +1,7 @@
 //! Switches programs that root starts by hand to the appropriate user on the machine.
 //!
 //! A user could replace a path in its own directories with a symbolic link, so these programs avoid reading and writing
-//! such paths as root: a process that runs as that user does it. [`drop_privileges`] is for a whole program,
+//! such paths as root: a process that runs as that user does so. [`drop_privileges`] is for a whole program,
 //! [`applet_command`] for part of one.
 
 use std::io;

@@ -235,7 +235,9 @@ fn resolve_target(layout: &Layout, target: UpdateTarget) -> Result<Option<Resolv
             }
             RequestFile::Invalid => {
                 request::remove(layout).or_exit(Exit::Internal)?;
-                let error = anyhow::anyhow!("the update request file was malformed and has been removed");
+                let error = anyhow::anyhow!(
+                    "the update request file was malformed and has been removed; request the update again"
+                );
                 Err(Failure::new(Exit::Refused, error))
             }
         },

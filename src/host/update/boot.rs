@@ -50,7 +50,7 @@ pub const FAILPOINTS: &[&str] = &[
 #[derive(Debug, thiserror::Error)]
 enum BootError {
     #[error(
-        "the update from {from} to {to} was interrupted\n  next: `svc-update resume` finishes it; then run `svc-update boot` again"
+        "the update from {from} to {to} was interrupted\n  next: run `svc-update resume` to finish it, then run `svc-update boot` again"
     )]
     UpdateInterrupted { from: ImageVersion, to: ImageVersion },
     #[error(transparent)]

@@ -21,7 +21,7 @@ use svc_base::failpoint::{self, InjectedFailure};
 use svc_http::client::{self, Timeouts};
 use svc_http::request_id;
 
-/// Maximum time for retries without progress. It starts again when an attempt that received new bytes ends.
+/// Maximum time for retries without progress. The timer restarts when an attempt that received new bytes ends.
 const STALL_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// The URL of a bundle or of a companion file, and the token for the platform, if the URL is the platform's.
@@ -54,7 +54,7 @@ pub enum DownloadError {
     #[error("cannot download {url}: it is larger than {limit} bytes")]
     TooLarge { url: String, limit: u64 },
     #[error(
-        "cannot download {url}: it changed during the download, or has no strong ETag to show that it did not"
+        "cannot resume the download of {url}: the file has changed, or has no strong ETag that would show a change"
     )]
     Changed { url: String },
     #[error("cannot download {url}: the response ended after {received} bytes")]

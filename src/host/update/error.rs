@@ -9,7 +9,7 @@ use svc_base::fsx::FileError;
 /// The reason an update did not finish. The journal, if any, is kept, so that the next run resumes the update.
 #[derive(Debug, thiserror::Error)]
 pub enum UpdateError {
-    #[error("no release is installed on this machine")]
+    #[error("no release is installed on this machine; run `svc-update boot` to install the first one")]
     NoRelease,
     #[error("there is no previous release to roll back to")]
     NoPrevious,

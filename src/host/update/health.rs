@@ -118,7 +118,7 @@ pub async fn wait_until_healthy(
             }
             HealthState::Failed(why) => return Err(why),
             HealthState::Starting(why) if Instant::now() >= deadline => {
-                return Err(format!("not healthy within {} s: {why}", timeout.as_secs()));
+                return Err(format!("the release was not healthy within {} s: {why}", timeout.as_secs()));
             }
             HealthState::Starting(_) => healthy_since = None,
         }

@@ -25,7 +25,7 @@ const EXTRA_RELEASES: usize = 1;
 pub enum HistoryError {
     #[error(transparent)]
     File(#[from] FileError),
-    #[error("{}: malformed, or of an unsupported version", .path.display())]
+    #[error("{} is malformed or has an unsupported version", .path.display())]
     Unreadable { path: PathBuf },
     #[error(transparent)]
     Injected(#[from] InjectedFailure),

@@ -58,7 +58,7 @@ struct Args {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Fetch the release that user-data names, and make it current
+    /// Install the first release, which user-data names, unless a release is already current
     Boot,
     /// Fetch a release by its signed manifest and make it current; roll back if it is not healthy
     Apply(ApplyArgs),
@@ -82,7 +82,7 @@ struct ApplyArgs {
     /// Allow a release that is quarantined on this machine
     #[arg(long, conflicts_with = "request")]
     allow_quarantined: bool,
-    /// Allow a release that lacks this part of the current one; repeat it for each part
+    /// Allow a release that lacks this part of the current one; repeat the option for each part
     #[arg(long, value_name = "PART", conflicts_with = "request")]
     allow_removal: Vec<String>,
     /// Do not wait for a snapshot of the database, even if this update is already waiting for one; if the release

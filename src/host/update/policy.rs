@@ -11,7 +11,7 @@ use svc_base::clock::rfc3339_ms;
 use svc_machine::name::ImageVersion;
 use svc_store::bundle::Manifest;
 
-/// Parts that a release must not drop, even if their removal is allowed: the backup tools and the owner's desktop.
+/// Parts that a release must not drop, even if their removal is allowed: the backup tools and the shell.
 /// None of the checked services fails without them, so the health check would not detect their absence.
 const REQUIRED_PARTS: [&str; 2] = ["runtime/postgres/bin/pg_dump", "app/shell"];
 /// Bundled apps are copied to the owner's home directory, where they stay, so a release that drops one removes nothing.
@@ -24,19 +24,19 @@ pub enum PolicyError {
     Superseded,
     #[error("the machine has not been restored yet")]
     NotRestored,
-    #[error("{version} is quarantined: {why} (--allow-quarantined installs it anyway)")]
+    #[error("{version} is quarantined: {why} (to install it anyway, use --allow-quarantined)")]
     Quarantined { version: ImageVersion, why: String },
     #[error(transparent)]
     History(#[from] history::HistoryError),
-    #[error("{to} requires at least {needed}, but {from} is current")]
+    #[error("{to} requires at least {needed}, but {from} is current: update to {needed} first")]
     BelowMinVersion { from: ImageVersion, to: ImageVersion, needed: ImageVersion },
-    #[error("{} (--allow-downgrade installs it anyway)", describe_older(from, to, *.created, *.current_created))]
+    #[error("{} (to install it anyway, use --allow-downgrade)", describe_older(from, to, *.created, *.current_created))]
     Older { from: ImageVersion, to: ImageVersion, created: Timestamp, current_created: Option<Timestamp> },
     #[error("{to} lacks {part}, which {from} has: publish a bundle that contains it")]
     MissingRequiredPart { from: ImageVersion, to: ImageVersion, part: &'static str },
     #[error(
-        "{to} lacks {}, which {from} has: publish a bundle that contains them, or one whose manifest removes them ({} \
-         installs this one anyway)",
+        "{to} lacks {}, which {from} has: publish a bundle that contains them, or one whose manifest removes them (to \
+         install this one anyway, use {})",
         .parts.join(", "), removal_arguments(.parts)
     )]
     MissingParts { from: ImageVersion, to: ImageVersion, parts: Vec<String> },

@@ -19,7 +19,7 @@ const LINKS: [&str; 3] = ["bin", "app", "runtime"];
 pub enum InstallError {
     #[error("the bundle has no executable bin/svc")]
     NoBinary,
-    #[error("the bundle contains version {found}, expected {expected}")]
+    #[error("the bundle contains version {found} instead of {expected}")]
     WrongVersion { expected: ImageVersion, found: ImageVersion },
     #[error(transparent)]
     Release(#[from] ReleaseError),

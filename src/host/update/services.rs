@@ -32,9 +32,9 @@ pub enum ServicesError {
         #[source]
         source: std::io::Error,
     },
-    #[error("{command}: no result within {} s", .timeout.as_secs())]
+    #[error("{command} did not end within {} s", .timeout.as_secs())]
     Timeout { command: String, timeout: Duration },
-    #[error("{command}: {status}: {stderr}")]
+    #[error("{command} failed: {status}: {stderr}")]
     Failed { command: String, status: std::process::ExitStatus, stderr: String },
 }
 

@@ -3,7 +3,7 @@
 //!
 //! The backup runs in the unit, with its own lock and user. Root treats the backup's records as untrusted. The wait
 //! ends with an error if no backup makes progress for the whole timeout. An operator can waive the snapshot. Once
-//! its snapshot is held back, the unit is not started again: the next snapshot would also be stored and held back.
+//! a snapshot is held back, the unit is not started again, because the next one would also be stored and held back.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -43,7 +43,7 @@ const MAX_BACKUP_FILE_BYTES: u64 = 64 * 1024;
 pub enum SnapshotError {
     // The advice comes before the reason, because an outcome keeps only the beginning of a long error.
     #[error(
-        "no snapshot was taken, and no backup made progress for {} s (`svc-update apply --version {version} --without-snapshot` updates without one): {why}",
+        "no snapshot was taken, and no backup made progress for {} s (to update without one, run `svc-update apply --version {version} --without-snapshot`): {why}",
         .timeout.as_secs()
     )]
     Timeout { timeout: Duration, why: String, version: ImageVersion },
@@ -118,7 +118,7 @@ struct ProgressDetector {
 }
 
 impl ProgressDetector {
-    /// Starts with the stored progress, which belongs to a run that is still going, or to the last one.
+    /// Starts with the stored progress, which belongs to a run that is still in progress, or to the last one.
     fn new(stored: Option<&BackupProgress>) -> Self {
         Self {
             earlier_run: stored.map(|progress| progress.began_at),
@@ -126,9 +126,10 @@ impl ProgressDetector {
         }
     }
 
-    /// Records the stored progress, and returns whether a backup has advanced. Only exceeding every run of this wait
-    /// counts, because each run may fail at the same position. Runs from before the wait do not count: a backup that
-    /// is as large as the last one would otherwise make no progress until its end.
+    /// Records the stored progress, and returns whether a backup has advanced. A run counts
+    /// as advancing only if it exceeds every earlier run of this wait, because each run may fail at the same position.
+    /// Runs from before the wait are ignored: a backup that is as large as the last one would otherwise make no
+    /// progress until its end.
     fn record(&mut self, progress: &BackupProgress) -> bool {
         if self.earlier_run.take_if(|began_at| *began_at != progress.began_at).is_some() {
             self.max_bytes = 0;
@@ -323,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn detector_sees_progress_of_run_that_is_going() {
+    fn detector_counts_progress_of_run_in_progress() {
         let mut detector = ProgressDetector::new(Some(&progress(at(0), 1000)));
         assert!(detector.record(&progress(at(0), 1001)));
         let mut detector = ProgressDetector::new(None);

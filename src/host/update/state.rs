@@ -1,5 +1,5 @@
 //! The update state machine: states with their data, and one total function from a state and an event to the next
-//! state. Pure: it uses no clocks, files or processes.
+//! state. This module is pure: it uses no clocks, files or processes.
 //!
 //! Invariant: once the machine has been changed, the update ends with a release that has passed its health check, or
 //! with an outcome that reports that there is none.

@@ -104,7 +104,7 @@ fn print_table(status: &Status) {
             update.state.describe()
         );
         if let Some(wait) = &update.waiting {
-            println!("it {}", wait.describe());
+            println!("the update {}", wait.describe());
         }
     }
     if let Some(last) = &status.last {

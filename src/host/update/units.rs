@@ -22,9 +22,9 @@ const RECORD_VERSION: u32 = 1;
 
 #[derive(Debug, thiserror::Error)]
 pub enum UnitsError {
-    #[error("{}: the file's name must begin with svc", .path.display())]
+    #[error("the release's file {} must have a name that begins with svc", .path.display())]
     Foreign { path: PathBuf },
-    #[error("{}: malformed, or of an unsupported version", .path.display())]
+    #[error("{} is malformed or has an unsupported version", .path.display())]
     Record { path: PathBuf },
     #[error(transparent)]
     File(#[from] FileError),

@@ -118,7 +118,7 @@ pub struct MachineRow {
     pub powered_off_at: Option<Timestamp>,
     /// Problems that the host last reported for an operator: `[{code, detail}]`.
     pub attention: Value,
-    /// Tried in this order when the provider has no capacity in `location`.
+    /// The locations to try, in this order, when the provider has no capacity in `location`.
     pub fallback_locations: Vec<Location>,
     pub created_at: Timestamp,
     pub updated_at: Timestamp,

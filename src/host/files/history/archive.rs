@@ -103,7 +103,7 @@ fn write_archive<W: Write>(
             EntryKind::Directory => {
                 writer.add_directory(&path, &entry)?;
                 let children = runtime.block_on(history.list(&entry)).map_err(io::Error::other)?;
-                // Reversed, because the stack returns the last one first.
+                // The order is reversed, because the stack returns the last entry first.
                 pending.extend(children.into_iter().rev().map(|child| (path.join(child.name()), child)));
             }
             EntryKind::File => {

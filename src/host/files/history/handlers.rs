@@ -179,7 +179,7 @@ async fn find(
         None => match settings.read_latest().await {
             // The snapshots may be intact.
             Err(error @ StoreError::Corrupt { .. }) => {
-                tracing::warn!(error = %format_chain(&error), "using the snapshot with the latest time");
+                tracing::warn!(error = %format_chain(&error), "the pointer of the file backup is damaged; using the snapshot with the latest time");
                 None
             }
             latest => latest.map_err(|error| to_problem(error.into()))?,

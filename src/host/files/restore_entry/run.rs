@@ -64,11 +64,11 @@ enum RestoreError {
     NotFound { path: HomePath, at: Timestamp },
     #[error("{0} is a device, FIFO or socket; these are not saved")]
     Special(HomePath),
-    #[error("{0} is, or contains, a directory that only the machine writes to; restore to another path")]
+    #[error("{0} overlaps a directory that is reserved for the machine; restore to another path")]
     Reserved(HomePath),
     #[error("{0} already exists; restore to another path, or replace it")]
     Taken(HomePath),
-    #[error("{0} is on a different file system from the home directory; choose another path with `into`")]
+    #[error("{0} is on a different file system from the home directory; restore to another path")]
     OtherFileSystem(HomePath),
     #[error("the current state could not be saved, so nothing was replaced")]
     Unsaved(#[source] SaveRequestError),
@@ -172,8 +172,8 @@ pub async fn serve(layout: Layout) -> Result<(), Failure> {
     };
     let has_ended = |state: &FileRestore| state.request_id == request.request_id && state.status.has_ended();
     let staging = Staging::new(&layout, ENTRY_STAGING);
-    // Before anything is removed: an interrupted run may have left the replaced entry in the staging directory. If the
-    // directory belongs to another user, it contains no such entry, and the restore below fails with the reason.
+    // This precedes all removals, because an interrupted run may have left the replaced entry in the staging directory.
+    // If the directory belongs to another user, it contains no such entry, and the restore below fails with the reason.
     if staging.ensure_own().is_ok()
         && let Err(error) = finish_exchange(&layout, &staging)
     {
@@ -462,7 +462,7 @@ fn finish_exchange(layout: &Layout, staging: &Staging) -> Result<Option<String>,
         match directory.move_in(&staged, &kept_as) {
             Ok(()) => return Ok(Some(placement.display_path(kept_as.as_bytes()))),
             // One of the owner's programs has created this entry in the meantime. The new name is recorded first, for
-            // `find_kept`; on a full disk, it is not, because the entry must not stay hidden.
+            // `find_kept`. If it cannot be recorded, the entry is moved nevertheless, so that it does not stay hidden.
             Err(Errno::EXIST) => {
                 let name = bytes_to_name(&placement.name);
                 kept_as = directory.find_free_name(&name, "replaced", clock::now_ms())?;

@@ -101,7 +101,7 @@ pub async fn restore(
     let target = into.as_ref().or(path.as_ref());
     if target.is_some_and(HomePath::is_reserved) {
         let name = if into.is_some() { "into" } else { "path" };
-        let detail = "is, or contains, a directory that only the machine writes; restore to another path";
+        let detail = "overlaps a directory that is reserved for the machine; restore to another path";
         fields.add_error(name, detail);
     }
     let path = fields.finish(path)?;

@@ -40,7 +40,7 @@ pub enum HeartbeatError {
     Transport(#[from] reqwest::Error),
     #[error("cannot read the response to the heartbeat")]
     Body(#[from] ResponseBodyError),
-    #[error("heartbeat failed: the platform responded with {0}")]
+    #[error("the platform responded to the heartbeat with {0}")]
     Status(StatusCode),
     #[error("cannot parse the response to the heartbeat")]
     Unreadable(#[from] serde_json::Error),

@@ -80,7 +80,7 @@ Example: svc-sync-agent list projects --time 2026-11-27T18:00:00Z")]
     },
     /// Restore an earlier state of a file or directory, and wait until the restore has ended
     #[command(
-        after_help = "It is restored to its original path or, if that path exists, next to it under a new name. With --replace, \
+        after_help = "The entry is restored to its original path or, if that path exists, next to it under a new name. With --replace, \
 an existing file or directory is saved first and kept under a new name.\n\n\
 Example: svc-sync-agent restore projects/app --time 2026-11-27T18:00:00Z\n\n\
 Exit codes: 0 restored, 64 invalid path or time, 65 refused, 69 not restored, 77 not permitted."
@@ -107,7 +107,7 @@ Exit codes: 0 restored, 64 invalid path or time, 65 refused, 69 not restored, 77
     },
     /// Serve the requested restore of a file or directory
     #[command(
-        after_help = "Used by svc-files-request.service. If root starts it, it switches to that service's user."
+        after_help = "Used by svc-files-request.service. If root starts this command, it switches to that service's user."
     )]
     ServeRestore,
     /// Verify part of the file backup

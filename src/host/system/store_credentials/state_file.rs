@@ -22,7 +22,7 @@ pub struct StoredSessions {
     /// The session for normal use.
     #[serde(flatten)]
     pub session: StoredSession,
-    /// From the renewal to the expiry of `session`.
+    /// The time from the renewal to the expiry of `session`.
     #[serde(rename = "lifeSeconds")]
     lifetime_seconds: i64,
     /// Time of the renewal, according to this machine's clock. Older releases do not write it.
