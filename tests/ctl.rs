@@ -355,7 +355,7 @@ async fn deploy_without_id_uses_open_or_newest_rollout() {
     let platform = FakePlatform::start([with_machines(MACHINE, "running")]).await;
     let args = ["deploy", "start", "v2", "--except", "ada", "--except", "bob"];
     let output = platform.svcctl(&args).await;
-    assert!(stderr(&output).contains("Every running machine except ada, bob gets"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("every running machine except ada, bob to"), "{}", stderr(&output));
     let output = platform.svcctl(&[&args[..], &["--yes"]].concat()).await;
     assert!(output.status.success(), "{}", stderr(&output));
     let sent: Value = serde_json::from_str(&platform.requests()[0].body).unwrap();

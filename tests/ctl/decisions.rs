@@ -97,7 +97,7 @@ async fn accept_resolves_slot_to_its_machine() {
     assert!(output.status.success(), "{}", stderr(&output));
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(text.contains(&format!("the host of machine {OLD}")), "{text}");
-    assert!(text.contains(&format!("`svcctl operation continue {OPERATION}` uses it")), "{text}");
+    assert!(text.contains(&format!("run `svcctl operation continue {OPERATION}` to use it")), "{text}");
     let lines: Vec<_> = platform.requests().into_iter().map(|request| request.line).collect();
     assert_eq!(lines[0], "GET /vps?idpUserId=user_1&slot=second HTTP/1.1");
     assert_eq!(lines[2], format!("POST /vps/{MACHINE}/backup-accept HTTP/1.1"));
@@ -152,7 +152,7 @@ async fn abandon_warns_that_the_machine_is_powered_on() {
         let platform = FakePlatform::start(replies).await;
         let output = platform.svcctl(&["operation", "abandon", OPERATION]).await;
         assert!(output.status.success(), "{}", stderr(&output));
-        let note = format!("`svcctl power off {OLD}` powers it off again");
+        let note = format!("run `svcctl power off {OLD}` to power it off again");
         assert_eq!(stderr(&output).contains(&note), has_note, "{}", stderr(&output));
     }
 }
@@ -437,7 +437,7 @@ async fn operator_add_keeps_existing_file_and_reports_lost_token() {
     assert_eq!((code, request_count), (Some(69), 1), "{printed}");
     assert!(
         printed.contains("is lost")
-            && printed.contains("next: `svcctl operator rotate bob --token-file FILE`"),
+            && printed.contains("next: run `svcctl operator rotate bob --token-file FILE`"),
         "{printed}"
     );
 

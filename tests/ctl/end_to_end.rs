@@ -197,7 +197,7 @@ async fn assert_drill_finds_damage(operator: &Operator) {
     damaged[100] ^= 1;
     operator.0.store.write(kit::story::BUCKET, &object, damaged);
     let printed = operator.run(65, &["backup", "drill", "ada", "--wait=120"]).await;
-    assert_contains(&printed, &["drill   error", "SHA-256", "next: `svcctl backup now"]);
+    assert_contains(&printed, &["drill   error", "SHA-256", "next: run `svcctl backup now"]);
     operator.0.store.write(kit::story::BUCKET, &object, dump);
 }
 
@@ -230,7 +230,7 @@ async fn verify_and_download_snapshot(operator: &Operator, dir: &Path) {
     );
     assert_contains(
         &operator.run(65, &["backup", "verify", "ada", "x.dump"]).await,
-        &["no snapshot x.dump", "next: `svcctl backup list"],
+        &["no snapshot x.dump", "next: run `svcctl backup list"],
     );
 
     let mut damaged = dump.clone();
@@ -238,7 +238,7 @@ async fn verify_and_download_snapshot(operator: &Operator, dir: &Path) {
     for content in [Vec::new(), dump[..dump.len() / 2].to_vec(), damaged] {
         operator.0.store.write(kit::story::BUCKET, &object, content);
         let printed = operator.run(65, &["backup", "verify", "ada", key]).await;
-        assert_contains(&printed, &["does not match its record", "next: `svcctl backup now <machine>`"]);
+        assert_contains(&printed, &["does not match its record", "next: run `svcctl backup now <machine>`"]);
     }
     let damaged_file = dir.join("damaged.dump");
     operator.run(65, &["backup", "download", "ada", "--output", damaged_file.to_str().unwrap()]).await;

@@ -44,8 +44,8 @@ async fn cost_and_consent_are_confirmed_separately() {
         "12 of 25 servers; one more fits",
         "rollback never",
         "a rollback has not been exercised on a test slot",
-        "The monthly cost is accepted: 10.1031 EUR a month (cpx22 in nbg1).",
-        "The customer user_1 has explicitly opted in.",
+        "You accept the monthly cost: 10.1031 EUR a month (cpx22 in nbg1).",
+        "You confirm that the customer user_1 has explicitly opted in.",
     ] {
         assert!(text.contains(part), "{part}: {text}");
     }

@@ -8,12 +8,12 @@ use svc_machine::name::{Handle, ImageVersion};
 
 #[derive(Debug, Subcommand)]
 pub enum DeployCommand {
-    /// Roll out a release to all or some running machines: canaries first, then in batches
+    /// Roll out a release to all or some running machines: canaries first, then the rest in batches
     #[command(
         after_help = "A machine that is unhealthy under the new release rolls back automatically and counts as failed. \
 The rollout stops after --max-failures failures, or when a canary fails. When the first machines have the release, the \
-platform runs the checks of `svcctl verify-rollout` on them. A problem pauses the rollout: `svcctl deploy status` shows it, \
-and `svcctl deploy resume` verifies again.\n\n\
+platform runs the checks of `svcctl verify-rollout` on them. A problem pauses the rollout: run `svcctl deploy status` to \
+see it, and `svcctl deploy resume` to verify again.\n\n\
 Example: svcctl deploy start 2026.11.2 --canary 2 --batch-size 20 --wait"
     )]
     Start(StartRollout),
@@ -21,7 +21,7 @@ Example: svcctl deploy start 2026.11.2 --canary 2 --batch-size 20 --wait"
     #[command(after_help = "Example: svcctl deploy list")]
     List,
     /// Show a rollout, machine by machine
-    #[command(after_help = "Without an id: the open rollout, or else the latest one.\n\n\
+    #[command(after_help = "Without an id, the command shows the open rollout, or else the latest one.\n\n\
 Example: svcctl deploy status --wait")]
     Status {
         #[command(flatten)]

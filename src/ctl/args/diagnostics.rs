@@ -28,14 +28,14 @@ pub enum Subject {
 
 #[derive(Debug, Args)]
 pub struct VerifyRollout {
-    /// Check from outside: public URL of the app host. The owner's session token is read from SVC_SESSION_TOKEN or
+    /// Public URL of the app host, to check from outside. The owner's session token is read from SVC_SESSION_TOKEN or
     /// --session-file
     #[arg(long, value_name = "URL")]
     pub app_url: Option<Url>,
     /// File with the owner's session token
     #[arg(long, value_name = "FILE", requires = "app_url")]
     pub session_file: Option<PathBuf>,
-    /// Check on the host: path of the gateway's trusted socket (default: that of this machine's gateway)
+    /// Path of the gateway's trusted socket, to check on the host (default: that of this machine's gateway)
     #[arg(long, value_name = "PATH", conflicts_with = "app_url")]
     pub socket: Option<PathBuf>,
     /// Treat skipped checks as failed

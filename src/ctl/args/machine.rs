@@ -139,7 +139,7 @@ pub struct Provision {
     /// Show what would be created, its cost and the quota, and create nothing
     #[arg(long)]
     pub dry_run: bool,
-    /// Skip the confirmation for --accept-loss and --allow-empty; it confirms neither cost nor opt-in
+    /// Skip the confirmation for --accept-loss and --allow-empty, but not those for the cost and the opt-in
     #[arg(long)]
     pub yes: bool,
     #[command(flatten)]
@@ -163,7 +163,7 @@ pub struct List {
     /// List deleted and replaced machines instead
     #[arg(long)]
     pub deleted: bool,
-    /// Machines per page, 1 to 500 (default 100)
+    /// Machines per page, 1 to 500 (default: 100)
     #[arg(long)]
     pub limit: Option<u32>,
     /// Cursor from the previous page
@@ -216,7 +216,7 @@ pub struct Recover {
 pub struct Resize {
     /// A machine's id, its user's handle, or USER/SLOT
     pub machine: MachineTarget,
-    /// New server type, from the slot's plan, with a disk at least as large
+    /// New server type, from the slot's plan, with a disk at least as large as the current one
     #[arg(value_name = "SERVER_TYPE")]
     pub server_type: ServerType,
     /// Skip the confirmation
@@ -242,10 +242,10 @@ pub struct Fail {
 pub struct Delete {
     /// A machine's id, its user's handle, or USER/SLOT
     pub machine: MachineTarget,
-    /// Delete its server right after the final backup, instead of keeping it for `undelete`
+    /// Delete the server right after the final backup, instead of keeping it for `undelete`
     #[arg(long)]
     pub now: bool,
-    /// Continue even if its host cannot take a final backup: changes that are in no snapshot are lost with its server
+    /// Continue even if the host cannot take a final backup: changes that are in no snapshot are lost with its server
     #[arg(long)]
     pub accept_loss: bool,
     /// Skip the confirmation
@@ -334,7 +334,7 @@ then `svcctl power on`.\n\nExample: svcctl power reboot ada --wait"
 pub struct Discard {
     /// The id of a replaced or deleted machine, its former handle, or USER/SLOT
     pub machine: MachineTarget,
-    /// Delete its server even if it holds changes that are in no snapshot, or if no later machine has served traffic
+    /// Delete the server even if it holds changes that are in no snapshot, or if no later machine has served traffic
     /// yet
     #[arg(long)]
     pub accept_loss: bool,

@@ -128,7 +128,7 @@ pub enum Command {
         after_help = "The old host stops its writers and takes a final backup. Its server is powered off, and kept for at least \
 the platform's PREDECESSOR_KEEP_SECONDS after the new machine's first healthy heartbeat, unless you choose \
 --replace-first. If the recovery fails, the old machine serves again. If the old host responds but cannot take the backup, \
-the operation waits for your decision. To undo a recovery before its new machine has registered: \
+the operation waits for your decision. To undo a recovery before its new machine has registered, run \
 `svcctl operation abandon OPERATION_ID`.\n\n\
 Example: svcctl recover user_1 --server-type cpx32 --location hel1 --wait"
     )]
@@ -155,8 +155,9 @@ the slot back.\n\nExample: svcctl fail ada --reason 'disk errors'"
     Fail(Fail),
     /// Delete a machine after a final backup; its server is kept for a grace period, and its snapshots stay
     #[command(
-        after_help = "If its host responds but cannot take the final backup, the deletion waits for your decision. The server \
-is powered off and kept for the platform's DELETE_GRACE_SECONDS: until then `svcctl undelete` restores the machine.\n\n\
+        after_help = "If the host responds but cannot take the final backup, the deletion waits for your decision. The server \
+is powered off and kept for the platform's DELETE_GRACE_SECONDS; during that time, `svcctl undelete` restores the \
+machine.\n\n\
 Example: svcctl delete ada --wait"
     )]
     Delete(Delete),
@@ -226,8 +227,8 @@ Example: svcctl doctor --json | jq -r '.findings[] | select(.level != \"ok\") | 
     Doctor(Doctor),
     /// Verify a release on a running host before rolling it out: shell, gateway, bridge, icons
     #[command(
-        after_help = "On a host it connects to the gateway's trusted socket; from outside, through the router with the \
-owner's session. Exits 65 if there is a problem.\n\n\
+        after_help = "On a host, the command connects to the gateway's trusted socket; from outside, it connects through the \
+router with the owner's session. Exits 65 if there is a problem.\n\n\
 Example: svcctl verify-rollout --app-url https://app.example.com"
     )]
     VerifyRollout(VerifyRollout),

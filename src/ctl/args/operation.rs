@@ -30,13 +30,13 @@ pub enum OperationCommand {
     },
     /// Answer the question of a waiting operation: retry, accept the loss, or choose a snapshot
     #[command(
-        after_help = "Without an option, the step that asked the question is retried, usually the final backup. First fix the \
+        after_help = "Without an option, the step that asked the question, usually the final backup, is retried. First fix the \
 problem on the host, or accept the held-back snapshot (`svcctl backup accept`).\n\n\
-With --accept-loss, the operation continues in spite of the risk in the question. If the final backup is missing, the \
-question gives the time since which changes exist only on the old server. These changes are lost when the old server is \
-deleted; until then the server is kept, powered off.\n\n\
-If the question is which snapshot to restore, --snapshot KEY restores that snapshot, usually the newer one that is not the \
-latest; --accept-loss restores the latest.\n\n\
+With --accept-loss, the operation continues despite the risk that the question describes. If the final backup is \
+missing, the question gives the time since which changes exist only on the old server. These changes are lost when the \
+old server is deleted; until then the server is kept, powered off.\n\n\
+If the question is which snapshot to restore, --snapshot KEY restores the snapshot that you choose, usually the newer \
+one; --accept-loss restores the latest one, to which the slot's pointer refers.\n\n\
 Example: svcctl operation continue 019a0000-0000-7000-8000-000000000002 --accept-loss --wait"
     )]
     Continue {

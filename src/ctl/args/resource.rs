@@ -77,9 +77,9 @@ pub enum AlarmCommand {
     /// Release the actions that an alarm blocks
     #[command(
         after_help = "servers_missing: for one hour, machines whose servers are missing at the provider are marked as failed. \
-unknown_servers: the servers that currently belong to no machine are deleted, with their disks, each the platform's \
-ORPHAN_GRACE_SECONDS after it was first seen; the deletion of servers that appear later stays blocked. Other alarms cannot be \
-released: docs/operating/on-call.md states what ends each of them.\n\n\
+unknown_servers: each server that currently belongs to no machine is deleted, with its disk, once the platform's \
+ORPHAN_GRACE_SECONDS have passed since it was first seen; the deletion of servers that appear later stays blocked. Other alarms \
+cannot be released: docs/operating/on-call.md states what ends each of them.\n\n\
 Example: svcctl alarm release servers_missing"
     )]
     Release {
@@ -116,8 +116,8 @@ database does not match the record.\n\nExample: svcctl backup drill ada --wait"
     },
     /// Accept a machine's held-back snapshot as the latest
     #[command(
-        after_help = "A snapshot is held back if the database has lost at least half of its rows, or a table with rows: \
-`svcctl status` shows what is missing. Accept it if the data was deleted on purpose. Otherwise recover from an earlier \
+        after_help = "A snapshot is held back if the database has lost at least half of its rows, or a table that had rows: \
+`svcctl status` shows what is missing. Accept it if the data was deleted on purpose. Otherwise, recover from an earlier \
 one: `svcctl recover USER --snapshot KEY`.\n\n\
 Example: svcctl backup accept ada"
     )]
@@ -133,7 +133,7 @@ Example: svcctl backup accept ada"
     List {
         /// A machine's id, its user's handle, or USER/SLOT
         machine: MachineTarget,
-        /// Snapshots per page, 1 to 200 (default 50)
+        /// Snapshots per page, 1 to 200 (default: 50)
         #[arg(long)]
         limit: Option<u32>,
         /// Cursor from the previous page
@@ -154,8 +154,10 @@ Example: svcctl backup download ada 2026-01-02T03-04-05.678Z-1.dump --output ada
         output: Option<PathBuf>,
     },
     /// Download a whole snapshot and compare it with its record
-    #[command(after_help = "The bytes are the ones that a recovery would get. They are not stored.\n\n\
-Example: svcctl backup verify ada")]
+    #[command(
+        after_help = "The command downloads the bytes that a recovery would restore, and does not store them.\n\n\
+Example: svcctl backup verify ada"
+    )]
     Verify {
         /// A machine's id, its user's handle, or USER/SLOT
         machine: MachineTarget,
@@ -310,8 +312,8 @@ pub enum PointerCommand {
     },
     /// Rebuild the pointer from the records of the slot's snapshots
     #[command(
-        after_help = "For a pointer that is missing, unreadable, or refers to an incomplete snapshot. A rebuild never \
-lowers the fence of a replaced machine. An unreadable pointer is kept in the audit log.\n\n\
+        after_help = "Use this for a pointer that is missing or unreadable, or that refers to an incomplete snapshot. A rebuild \
+never lowers the fence of a replaced machine. An unreadable pointer is kept in the audit log.\n\n\
 Example: svcctl pointer rebuild user_1"
     )]
     Rebuild {
@@ -323,7 +325,7 @@ Example: svcctl pointer rebuild user_1"
         /// Point to no snapshot: a recovery with --allow-empty then starts empty. Nothing is deleted
         #[arg(long, conflicts_with = "to")]
         empty: bool,
-        /// Replace a valid pointer, or with --empty, ignore complete snapshots
+        /// Replace a valid pointer or, with --empty, ignore complete snapshots
         #[arg(long)]
         force: bool,
         /// Skip the confirmation

@@ -32,9 +32,9 @@ pub async fn run(api: &ApiClient, command: AlarmCommand, out: &Output) -> Result
              if its server is lost, so are the changes that are in no snapshot."
         }
         "unknown_servers" => {
-            "The current unknown servers are deleted, with their disks, each the platform's ORPHAN_GRACE_SECONDS after \
-             it was first seen. Data that exists only there is lost. Kept servers whose retention has ended are deleted, \
-             too."
+            "Each server that currently belongs to no machine is deleted, with its disk, once the platform's \
+             ORPHAN_GRACE_SECONDS have passed since it was first seen. Data that exists only there is lost. Kept \
+             servers whose retention has ended are deleted, too."
         }
         _ => "The actions that this alarm blocks are carried out.",
     };

@@ -138,7 +138,7 @@ async fn poll_new_entries(
             Ok(entries) => {
                 *window = next;
                 if is_outage_reported {
-                    eprintln!("following again: the platform responds");
+                    eprintln!("the platform responds again");
                 }
                 return Ok(entries);
             }

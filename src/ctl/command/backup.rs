@@ -63,10 +63,8 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
             let response = api.send(Method::POST, &["vps", id, "drill"], Some(&json!({}))).await?;
             match wait.wait {
                 None => {
-                    let next = format!(
-                        "  next: `svcctl status {}` shows the result once it is reported",
-                        machine.handle
-                    );
+                    let next =
+                        format!("  next: run `svcctl status {}` later to see the result", machine.handle);
                     out.print_response(&response, |_| {
                         Ok(format!("requested a restore drill from the host\n{next}\n"))
                     })
@@ -82,7 +80,8 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
                         return Ok(());
                     }
                     let error = anyhow!(
-                        "the restore drill of the latest snapshot failed\n  next: `svcctl backup now {id} --wait` takes a new snapshot"
+                        "the restore drill of the latest snapshot failed\n  next: run `svcctl backup now {id} --wait` \
+                         to take a new snapshot"
                     );
                     Err(Failure::new(Exit::Refused, error))
                 }
@@ -103,7 +102,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
             match wait.wait {
                 None => {
                     let next = format!(
-                        "  next: `svcctl backup list {}` shows it once it is verified",
+                        "  next: run `svcctl backup list {}` later to see the verified snapshot",
                         machine.handle
                     );
                     out.print_response(&response, |_| {
@@ -137,8 +136,8 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
 
 async fn accept(api: &ApiClient, target: &MachineTarget, yes: bool, out: &Output) -> Result<(), Failure> {
     let what = format!(
-        "This makes the held-back snapshot of {target} the latest: a recovery then restores it, without the rows \
-         that it lacks."
+        "This makes the held-back snapshot of {target} the latest: a recovery then restores it, even though rows are \
+         missing from it."
     );
     let must_confirm = confirm::is_required(&what, yes)?;
     let machine = find_machine_with_held_snapshot(api, target).await?;
@@ -156,11 +155,11 @@ async fn accept(api: &ApiClient, target: &MachineTarget, yes: bool, out: &Output
     let next = match waiting {
         Some(operation) => {
             format!(
-                "once the host has made the snapshot the latest, `svcctl operation continue {}` uses it",
+                "once the host has made the snapshot the latest, run `svcctl operation continue {}` to use it",
                 operation.operation_id
             )
         }
-        None => format!("`svcctl status {id}` shows whether the snapshot is the latest"),
+        None => format!("run `svcctl status {id}` to see whether the snapshot is the latest"),
     };
     out.print_response(&response, |_| {
         Ok(format!("requested that the host of machine {id} accept the snapshot\n  next: {next}\n"))
@@ -192,7 +191,7 @@ async fn find_machine_with_held_snapshot(
             let ids: Vec<_> = candidates.iter().map(|machine| &*machine.machine_id).collect();
             let error = anyhow!(
                 "several deleted machines of {target} have a held-back snapshot\n  \
-                 next: name one by its id: {}",
+                 next: specify one by its id: {}",
                 ids.join(", ")
             );
             Err(Failure::new(Exit::Refused, error))
@@ -219,7 +218,8 @@ async fn wait_for_drill(
     });
     reported.await?.ok_or_else(|| {
         let error = anyhow!(
-            "the host reported no drill result within {} s\n  next: journalctl -u svc-db-drill-request on the host",
+            "the host reported no drill result within {} s\n  next: run `journalctl -u svc-db-drill-request` on \
+             the host",
             timeout.as_secs()
         );
         Failure::new(Exit::TryAgain, error)
@@ -310,7 +310,8 @@ async fn wait_for_backup(
     });
     taken.await?.ok_or_else(|| {
         let error = anyhow!(
-            "there is no new snapshot after {} s\n  next: `svcctl status {id}` shows the last backup, `svcctl backup list {id}` the snapshots",
+            "there is no new snapshot after {} s\n  next: run `svcctl status {id}` to see the last backup, and \
+             `svcctl backup list {id}` to see the snapshots",
             timeout.as_secs()
         );
         Failure::new(Exit::TryAgain, error)

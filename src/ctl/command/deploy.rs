@@ -56,10 +56,12 @@ async fn find_rollout(api: &ApiClient, target: RolloutTarget, fallback: Fallback
     selected.map(|rollout| rollout.rollout_id.to_string()).ok_or_else(|| {
         let error = match fallback {
             Fallback::Latest => {
-                anyhow!("there has been no rollout yet\n  next: `svcctl deploy start <version>` starts one")
+                anyhow!(
+                    "there has been no rollout yet\n  next: run `svcctl deploy start <version>` to start one"
+                )
             }
             Fallback::Nothing => {
-                anyhow!("no rollout is open\n  next: `svcctl deploy list` shows the ended ones")
+                anyhow!("no rollout is open\n  next: run `svcctl deploy list` to see earlier rollouts")
             }
         };
         Failure::new(Exit::Refused, error)
@@ -67,11 +69,11 @@ async fn find_rollout(api: &ApiClient, target: RolloutTarget, fallback: Fallback
 }
 
 async fn start(api: &ApiClient, args: StartRollout, out: &Output) -> Result<(), Failure> {
-    // Naming machines explicitly needs no confirmation.
+    // A rollout to explicitly named machines needs no confirmation.
     if args.handles.is_empty() {
         let except: Vec<_> = args.except.iter().map(Handle::as_str).collect();
         let except = if except.is_empty() { String::new() } else { format!(" except {}", except.join(", ")) };
-        let what = format!("Every running machine{except} gets the release {}.", args.version);
+        let what = format!("This updates every running machine{except} to release {}.", args.version);
         if confirm::is_required(&what, args.yes)? {
             let fleet: Value = api.get(&["vps", "fleet"], &[]).await?.parse()?;
             let running = &fleet["totals"]["byStatus"]["running"];
@@ -92,7 +94,7 @@ async fn start(api: &ApiClient, args: StartRollout, out: &Output) -> Result<(), 
             body[name] = value.into();
         }
     }
-    // Sent only if necessary, because older platforms reject the field. They verify nothing anyway.
+    // The field is sent only if necessary, because older platforms reject it. They verify nothing anyway.
     if args.no_verify {
         body["verify"] = false.into();
     }
@@ -152,7 +154,8 @@ async fn wait_until_ended(
     });
     let (response, rollout) = outcome.await?.ok_or_else(|| {
         let error = anyhow!(
-            "the rollout has not ended after {seconds} s, and continues\n  next: `svcctl deploy status {id} --wait`"
+            "the rollout has not ended after {seconds} s, and continues\n  next: run `svcctl deploy status {id} \
+             --wait` to keep waiting"
         );
         Failure::new(Exit::TryAgain, error)
     })?;
@@ -163,14 +166,15 @@ async fn wait_until_ended(
         "succeeded" => Ok(()),
         _ if rollout.is_halted() => {
             let error = anyhow!(
-                "the rollout is waiting for your decision{why}\n  next: fix the cause, then `svcctl deploy resume` \
-                 verifies again; or `svcctl deploy abort`"
+                "the rollout is waiting for your decision{why}\n  next: fix the cause and run `svcctl deploy \
+                 resume` to verify again, or run `svcctl deploy abort`"
             );
             Err(Failure::new(Exit::TryAgain, error))
         }
         state => {
             let error = anyhow!(
-                "the rollout is {state}{why}\n  next: `svcctl deploy status {}` shows the reason for each machine",
+                "the rollout was {state}{why}\n  next: run `svcctl deploy status {}` to see the reason for each \
+                 machine",
                 rollout.rollout_id
             );
             Err(Failure::new(Exit::Unavailable, error))

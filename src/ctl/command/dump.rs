@@ -21,19 +21,22 @@ use svc_wire::backup::{Backup, BackupPage};
 const MAX_ATTEMPTS: u32 = 6;
 const RETRY_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Finds the snapshot with this key, of which the last part is enough; without a key, the latest snapshot.
+/// Finds the snapshot by its key or the last part of its key; without a key, finds the latest snapshot.
 ///
 /// # Errors
 /// [`Exit::Refused`] if there is no such snapshot, or the error of a failed call.
 pub async fn find(api: &ApiClient, machine: &str, key: Option<&str>) -> Result<Backup, Failure> {
     let not_found = || {
         let what = key.map_or_else(|| "latest snapshot".to_owned(), |key| format!("snapshot {key}"));
-        let error = anyhow!("there is no {what}\n  next: `svcctl backup list {machine}` shows the snapshots");
+        let error = anyhow!(
+            "machine {machine} has no {what}\n  next: run `svcctl backup list {machine}` to see the snapshots"
+        );
         Failure::new(Exit::Refused, error)
     };
     let query = match key {
         None => vec![("latest", "true".to_owned())],
-        // Requests the page that starts with this key: keys are listed in descending order, and `~` sorts after them.
+        // Requests the page that starts with this key: keys are listed in descending order, and a cursor that ends in
+        // `~` sorts just after the key.
         Some(key) => {
             let name = key.rsplit('/').next().unwrap_or(key);
             let cursor: SnapshotCursor =
@@ -98,7 +101,7 @@ pub async fn download(api: &ApiClient, machine: &str, backup: &Backup, into: &Pa
     fs::rename(&partial, into).map_err(FileError::wrap("rename", &partial)).or_exit(Exit::Internal)
 }
 
-/// The destination for the bytes.
+/// The destination of the downloaded bytes.
 enum Sink {
     /// Hashes the bytes and does not store them.
     Hash {
@@ -198,9 +201,9 @@ impl Sink {
             return Ok(());
         }
         let error = anyhow!(
-            "{} does not match its record: it has {} bytes with the SHA-256 {found}, but the record has {} bytes with {}\n  next: \
-             `svcctl backup now <machine>` takes a new snapshot; `svcctl backup list <machine>` shows others to recover \
-             from",
+            "{} does not match its record: it has {} bytes and the SHA-256 {found}, but the record states {} bytes \
+             and {}\n  next: run `svcctl backup now <machine>` to take a new snapshot, or `svcctl backup list \
+             <machine>` to find another one to recover from",
             backup.key,
             self.length(),
             backup.size_bytes,
@@ -217,7 +220,7 @@ enum DownloadError {
     Transient(Failure),
 }
 
-/// Adds the received bytes to a failure: at the start, because the message ends with its advice.
+/// Adds the number of received bytes at the start of the failure's message, because the message ends with advice.
 fn add_received(failure: Failure, received: u64, total: u64) -> Failure {
     let (received, total) = (format_bytes(received), format_bytes(total));
     let context = format!("the download stopped after {received} of {total}");

@@ -1,4 +1,4 @@
-//! `svcctl files`: a slot's file backups, and earlier states of files.
+//! `svcctl files`: a slot's file backups, and earlier versions of files.
 
 use std::time::Duration;
 
@@ -58,7 +58,7 @@ pub async fn run(api: &ApiClient, command: FilesCommand, out: &Output) -> Result
             let response = api.send(Method::POST, &restore_path(&id), Some(&body)).await?;
             if no_wait {
                 return out.print_response(&response, |_| {
-                    Ok("the machine will restore the path; its activity.log shows the result\n".to_owned())
+                    Ok("the machine will restore the path and record the result in activity.log\n".to_owned())
                 });
             }
             let accepted: FileRestoreAccepted = response.parse()?;
@@ -102,7 +102,7 @@ fn restore_path(id: &str) -> [&str; 4] {
 ///
 /// # Errors
 /// [`Exit::Unavailable`] if the restore has failed; [`Exit::TryAgain`] if it does not end in time, or if its result has
-/// been replaced by another restore; or the error of a call, unless it is transient.
+/// been replaced by that of another restore; or the error of a call, unless it is transient.
 async fn wait_for_restore(
     api: &ApiClient,
     id: &str,
@@ -113,7 +113,8 @@ async fn wait_for_restore(
         let Ok(response) = poll_once(api, &restore_path(id), &[]).await? else { return Ok(None) };
         let body: FileRestoreResponse = response.parse()?;
         if body.restore.as_ref().is_some_and(|state| is_successor(state, accepted)) {
-            let text = "another restore has started; the machine's activity.log shows this one's result";
+            let text = "another restore has started, so this one has ended\n  next: see the result in the machine's \
+                        activity.log";
             return Err(Failure::new(Exit::TryAgain, anyhow!(text)));
         }
         let state = body.restore.filter(|state| state.request_id == accepted.request_id);
@@ -122,8 +123,8 @@ async fn wait_for_restore(
     let command = format!("svcctl status {id}");
     let ended = interrupt::run_until_interrupted(&command, ended).await?;
     let Some((response, state)) = ended else {
-        let text =
-            "the restore has not ended yet; it continues, and the machine's activity.log shows its result";
+        let text = "the restore has not ended yet, and continues\n  next: see the result in the machine's \
+                    activity.log later";
         return Err(Failure::new(Exit::TryAgain, anyhow!(text)));
     };
     if state.status == FileRestoreStatus::Failed {
@@ -133,8 +134,8 @@ async fn wait_for_restore(
     out.print_response(&response, |view| Ok(restored(view, &state)))
 }
 
-/// Whether `reported` was requested after the accepted restore, which has then ended: a machine runs one at a time, and
-/// reports only the last. Both times are from the machine's clock.
+/// Whether `reported` was requested after the accepted restore, which has then ended: a machine runs one restore at a
+/// time, and reports only the last. Both times are from the machine's clock.
 fn is_successor(reported: &FileRestore, accepted: &FileRestoreAccepted) -> bool {
     let parse = |at: &str| at.parse::<Timestamp>().ok();
     let times = parse(&reported.requested_at).zip(parse(&accepted.requested_at));

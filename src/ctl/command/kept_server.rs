@@ -106,13 +106,14 @@ async fn wait_for_removal(api: &ApiClient, id: &str) -> Option<WireString<Operat
 /// Describes the data that exists only on the machine's server, and whether the provider still has the server.
 fn data_at_risk(machine: &MachineDetail) -> String {
     let view = View::for_stdout();
-    let mut message = format!("It is {} of {} (slot {})", machine.handle, machine.idp_user_id, machine.slot);
+    let mut message =
+        format!("Machine {} belongs to {} (slot {})", machine.handle, machine.idp_user_id, machine.slot);
     if let Some(held) = machine::unsaved_changes(&view, machine) {
         message.push_str(&format!(", and its server holds {held}"));
     }
     let mut kept = machine.copies.iter().flat_map(|copies| &copies.kept);
     if kept.any(|kept| kept.machine_id == machine.machine_id && kept.missing_since.is_some()) {
-        message.push_str(". The provider no longer has that server: there is nothing to delete");
+        message.push_str(". The provider no longer has that server, so there is nothing to delete");
     }
     message + "."
 }
@@ -128,7 +129,8 @@ impl KeptServers {
         self.being_deleted.iter().chain(&self.retained)
     }
 
-    /// Returns the only machine whose server is being deleted, if no server is kept; for a repeated discard.
+    /// Returns the id of the only machine whose server is being deleted, or `None` if other servers are kept. This
+    /// lets the operator repeat a discard.
     fn id_being_deleted(&self) -> Option<String> {
         match (self.being_deleted.as_slice(), self.retained.as_slice()) {
             ([server], []) => Some(server.machine_id.to_string()),
@@ -171,7 +173,7 @@ async fn find_kept_id(
         }
         ambiguous => {
             let ids: Vec<_> = ambiguous.iter().map(|server| server.machine_id.as_str()).collect();
-            let next = format!("name one by its id: {}", ids.join(", "));
+            let next = format!("specify one machine by its id: {}", ids.join(", "));
             Err(Failure::new(Exit::Refused, anyhow!("{target} has several kept servers\n  next: {next}")))
         }
     }
@@ -186,11 +188,11 @@ fn no_match_error(
     if let Some(server) = being_deleted.first() {
         let id = &server.machine_id;
         return anyhow!(
-            "the server of machine {id} is being deleted\n  next: `svcctl status {id}` names the operation; `svcctl \
-             operation abandon OPERATION` keeps the server if the provider still has it"
+            "the server of machine {id} is being deleted\n  next: run `svcctl status {id}` to find the operation, then \
+             `svcctl operation abandon OPERATION` to keep the server if the provider still has it"
         );
     }
-    let advice = format!("{} shows its deleted and replaced machines", target.list_ended_command());
+    let advice = format!("run {} to list deleted and replaced machines", target.list_ended_command());
     match kept.first() {
         Some(server) if server.missing_since.is_some() => {
             anyhow!(

@@ -43,7 +43,7 @@ pub async fn recover(api: &ApiClient, args: Recover, out: &Output) -> Result<(),
     print_outcome::<RecoveredMachine>(api, response, args.wait, out).await
 }
 
-/// Describes what replacing the slot's machine may lose; empty without an active machine.
+/// Describes the data that may be lost if the slot's machine is replaced; empty if the slot has no active machine.
 pub async fn slot_data_at_risk(api: &ApiClient, user: &IdpUserId, slot: &Slot) -> Result<String, Failure> {
     let query = [("idpUserId", user.to_string()), ("slot", slot.to_string())];
     let page: MachinePage = api.get(&["vps"], &query).await?.parse()?;
@@ -183,8 +183,7 @@ pub async fn status(api: &ApiClient, machine: &MachineTarget, out: &Output) -> R
     })
 }
 
-/// Fetches the times at which machines whose kept servers hold unsaved changes left the slot, to show how much is
-/// unsaved.
+/// Fetches when each former machine whose kept server holds unsaved changes left the slot, to show how much is unsaved.
 async fn fetch_slot_exit_times(api: &ApiClient, machine: &MachineDetail) -> Result<SlotExitTimes, Failure> {
     let mut times = SlotExitTimes::new();
     let kept = machine.copies.iter().flat_map(|copies| &copies.kept);
@@ -210,8 +209,8 @@ pub async fn find_id(api: &ApiClient, target: &MachineTarget) -> Result<String, 
         Some(id) => Ok(id),
         None => {
             let next = format!(
-                "`svcctl list` shows active machines; {} shows former ones; `svcctl undelete {target}` restores a \
-                 deleted machine while its server is kept",
+                "run `svcctl list` to see active machines or {} to see former ones; while a deleted machine's \
+                 server is kept, run `svcctl undelete {target}` to restore the machine",
                 target.list_ended_command()
             );
             Err(Failure::new(Exit::Refused, anyhow!("{target} has no active machine\n  next: {next}")))
@@ -232,7 +231,7 @@ pub async fn find_active_id(api: &ApiClient, target: &MachineTarget) -> Result<O
     match (active.next(), active.next()) {
         (machine, None) => Ok(machine.map(|machine| machine.machine_id.to_string())),
         (_, Some(_)) => {
-            let next = format!("name one by its id; `svcctl list --handle {target}` shows them");
+            let next = format!("run `svcctl list --handle {target}`, then specify one machine by its id");
             let error = anyhow!("{target} has machines in several slots\n  next: {next}");
             Err(Failure::new(Exit::Refused, error))
         }

@@ -107,7 +107,7 @@ async fn show_bundle_keys(api: &ApiClient, out: &Output) -> Result<(), Failure> 
         return Err(Failure::new(
             Exit::Unavailable,
             anyhow::anyhow!(
-                "the platform's release is too old to report the keys\n  next: update the platform"
+                "the platform's release is too old to report trusted keys\n  next: update the platform"
             ),
         ));
     }

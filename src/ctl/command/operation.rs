@@ -33,14 +33,14 @@ pub async fn run(api: &ApiClient, args: Args, out: &Output) -> Result<(), Failur
             out.print_response(&response, |view| Ok(operation::details(view, &response.parse()?)))
         }
         (Some(OperationCommand::Abandon { operation, wait }), _) => {
-            // An error is ignored, because the result is only for a note.
+            // An error is ignored, because the result is used only for a note.
             let machine_to_power_on = find_machine_to_power_on(api, operation).await.unwrap_or_default();
             let path = ["vps", "operations", &operation.to_string(), "abandon"];
             let response = api.send(Method::POST, &path, None).await?;
             if let Some(machine) = machine_to_power_on {
                 eprintln!(
-                    "note: `svcctl power off` had powered machine {machine} off; it gets its slot back and is powered \
-                     on. Once it is running, `svcctl power off {machine}` powers it off again"
+                    "note: machine {machine}, which `svcctl power off` had powered off, gets its slot back and \
+                     is powered on; once it is running, run `svcctl power off {machine}` to power it off again"
                 );
             }
             if let Some(seconds) = wait.wait

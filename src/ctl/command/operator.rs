@@ -81,8 +81,8 @@ fn check_token_file(options: &TokenOptions, existing: ExistingFile) -> anyhow::R
     let exists = file.symlink_metadata().is_ok();
     ensure!(
         existing == ExistingFile::Replaced || !exists,
-        "{name} already exists and may contain another operator's token; nothing was changed\n  next: name another file; \
-         `svcctl operator rotate NAME --token-file FILE` replaces the token in an existing file"
+        "{name} already exists and may contain another operator's token; nothing was changed\n  next: choose another \
+         file, or run `svcctl operator rotate NAME --token-file FILE` to replace the token in an existing file"
     );
     let probe = dir.join(format!(".svcctl-{}.tmp", uuid::Uuid::new_v4().simple()));
     std::fs::File::create_new(&probe)
@@ -119,8 +119,8 @@ fn output_token(
     let name = &issued.issue.operator.name;
     if let Err(error) = write_token(file, &issued.token, existing) {
         let error = anyhow!(
-            "operator {name} has a new token, but it could not be written and is lost: {error:#}\n  next: `svcctl operator rotate \
-             {name} --token-file FILE` issues another one"
+            "operator {name} has a new token, but it could not be written and is lost: {error:#}\n  next: run \
+             `svcctl operator rotate {name} --token-file FILE` to issue another one"
         );
         return Err(Failure::new(Exit::Unavailable, error));
     }

@@ -22,8 +22,8 @@ pub async fn run(api: &ApiClient, command: PointerCommand, out: &Output) -> Resu
         PointerCommand::Rebuild { slot, to, empty, force, yes } => {
             let what = if empty {
                 format!(
-                    "This makes the pointer of {slot} name no snapshot: a recovery with --allow-empty then starts \
-                     empty."
+                    "This makes the snapshot pointer of {slot} refer to no snapshot: a recovery with --allow-empty \
+                     then starts empty."
                 )
             } else {
                 format!("This rebuilds the snapshot pointer of {slot}.")

@@ -119,11 +119,11 @@ fn confirm_customer(args: &Provision, quote: Option<&ProvisionQuote>) -> Result<
         }
     }
     if needs_cost {
-        confirm::prompt(&format!("\nThe monthly cost is accepted: {price}."), CONFIRMATION_WORD)?;
+        confirm::prompt(&format!("\nYou accept the monthly cost: {price}."), CONFIRMATION_WORD)?;
     }
     if needs_opt_in {
         confirm::prompt(
-            &format!("\nThe customer {} has explicitly opted in.", args.user),
+            &format!("\nYou confirm that the customer {} has explicitly opted in.", args.user),
             CONFIRMATION_WORD,
         )?;
     }
@@ -140,8 +140,8 @@ fn check_cost(what: &str, cost: Option<&WireString<Price>>, limit: &Price) -> Re
         Some(cost) if cost.currency == limit.currency && cost.micros <= limit.micros => Ok(()),
         _ => {
             let error = anyhow!(
-                "{what} --confirm-cost accepts at most {limit}; nothing was done\n  next: accept the cost that \
-                 `svcctl provision --dry-run` shows"
+                "{what} --confirm-cost accepts at most {limit}; nothing was done\n  next: run `svcctl \
+                 provision --dry-run` to see the cost, then accept it with --confirm-cost"
             );
             Err(Failure::new(Exit::Refused, error))
         }

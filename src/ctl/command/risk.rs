@@ -45,13 +45,13 @@ pub fn provision_risk(args: &Provision) -> Option<String> {
     Some(std::iter::once(what.as_str()).chain(lines).collect::<Vec<_>>().join("\n"))
 }
 
-/// The risk of deleting a machine; `machine` is `None` if its record was not read.
+/// The risk of deleting a machine; `machine` is `None` if its record has not been fetched.
 pub fn deletion_risk(args: &Delete, machine: Option<&MachineDetail>) -> String {
     if machine.is_some_and(|machine| machine.powered_off_at.is_some()) {
         let server = if args.accept_loss {
             "--accept-loss: changes that are in no snapshot are lost with its server."
         } else {
-            "Its server is kept, even with --now, until `svcctl discard` with --accept-loss."
+            "Its server is kept, even with --now, until you run `svcctl discard --accept-loss`."
         };
         return format!(
             "This deletes machine {}. It is off, so its host cannot take a final backup; its snapshots stay.\n{server}",
@@ -64,8 +64,8 @@ pub fn deletion_risk(args: &Delete, machine: Option<&MachineDetail>) -> String {
             .to_owned()
     } else {
         format!(
-            "Its server is powered off and kept for the platform's DELETE_GRACE_SECONDS; until then `svcctl undelete \
-             {}` restores it.",
+            "Its server is powered off and kept for the platform's DELETE_GRACE_SECONDS; during that time, `svcctl \
+             undelete {}` restores it.",
             args.machine
         )
     };
@@ -93,8 +93,8 @@ pub fn successor_deletion_risk(machine: &MachineDetail, accept_loss: bool) -> Op
         format!("- {new}, the new one, which has not served yet: its server is deleted."),
         format!(
             "- {old}, the old one: its host takes a final backup, unless its server is already off; the server is \
-             then kept, powered off, for the platform's DELETE_GRACE_SECONDS; until then `svcctl undelete {old}` \
-             restores it."
+             then kept, powered off, for the platform's DELETE_GRACE_SECONDS; during that time, `svcctl undelete \
+             {old}` restores it."
         ),
         if accept_loss { LOSS_ACCEPTED } else { LOSS_QUESTION }.to_owned(),
         "Snapshots stay.".to_owned(),
@@ -121,8 +121,8 @@ pub fn failure_risk(args: &Fail) -> String {
 /// The risk of powering off a machine.
 pub fn power_off_risk(machine: &MachineTarget) -> String {
     format!(
-        "This shuts machine {machine} down. Until `svcctl power on {machine}` its user is not served and no backup is \
-         taken; its server keeps all data, and the provider keeps billing it."
+        "This shuts machine {machine} down. Until you run `svcctl power on {machine}`, its user is not served and no \
+         backup is taken; its server keeps all data, and the provider keeps billing it."
     )
 }
 

@@ -18,7 +18,7 @@ pub async fn run(api: &ApiClient, command: SlotCommand, out: &Output) -> Result<
             if let Some(end) = period_end {
                 body["currentPeriodEnd"] = clock::rfc3339_ms(end).into();
             }
-            // Sent only if given, because older platforms reject the field.
+            // The field is sent only if it is given, because older platforms reject it.
             if let Some(test) = test {
                 body["test"] = test.into();
             }
