@@ -12,7 +12,7 @@ pub use svc_base::error_chain::format_chain;
 /// Declares the codes with their status, title and remedy, so that no list can omit one.
 macro_rules! codes {
     ($($name:ident $status:ident $code:literal $title:literal $remedy:literal)*) => {
-        /// The stable codes in part 3 of the contract, and the bridge's, each with one status and title.
+        /// The stable codes of the platform's and the host's HTTP APIs, each with one status and one title.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
         pub enum Code { $($name),* }
 
@@ -64,7 +64,7 @@ codes! {
     UnsupportedMediaType UNSUPPORTED_MEDIA_TYPE "unsupported_media_type" "The body must be application/json"
         "Send the body as JSON, with `Content-Type: application/json`."
     RangeNotSatisfiable RANGE_NOT_SATISFIABLE "range_not_satisfiable" "Range not satisfiable"
-        "Start from the beginning."
+        "Start the download from the beginning."
     InvalidState CONFLICT "invalid_state" "The machine's state does not allow this"
         "`machineStatus` is the machine's state, and `allowed` lists the states that the request requires: \
          wait for the operation, or recover. See also [Members of \
@@ -97,7 +97,7 @@ codes! {
     CostLimitReached TOO_MANY_REQUESTS "cost_limit_reached" "Cost limit reached"
         "Retry after the time in `Retry-After`, or raise the limit."
     ProvisioningError BAD_GATEWAY "provisioning_error" "Provider error"
-        "The provider failed; its response is only in the log. Check quota, location and type."
+        "The provider failed; its response is only in the log. Check the quota, the location and the server type."
     HostUnreachable BAD_GATEWAY "host_unreachable" "Host unreachable"
         "Check the machine's heartbeat and logs, then recover."
     HostRefused BAD_GATEWAY "host_refused" "The host refused the platform's request"
@@ -111,9 +111,9 @@ codes! {
         "For provisioning, set `CUSTOMER_VPS_ENABLED=true`. A host that requests storage credentials needs none, because \
          the store does not use any."
     StoreUnavailable SERVICE_UNAVAILABLE "store_unavailable" "Object store unavailable"
-        "Retry when it is available again; nothing was changed."
+        "Retry when the store is available again; nothing was changed unless `detail` says otherwise."
     DatabaseUnavailable SERVICE_UNAVAILABLE "database_unavailable" "Database unavailable"
-        "Retry when it is available again; the change that `detail` describes may have been made."
+        "Retry when the database is available again; the requested change may have been made."
     Unavailable SERVICE_UNAVAILABLE "unavailable" "Service unavailable"
         "`detail` has the reason. If the user has no running machine, see `svcctl list --user IDP_USER_ID`; otherwise, \
          retry after the time in `Retry-After`."

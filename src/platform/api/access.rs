@@ -23,7 +23,7 @@ const LAST_USED_INTERVAL: Duration = Duration::from_secs(300);
 /// The callers that a route accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// Everyone: health, and the description of the API.
+    /// Everyone, without a token: the health routes and the API's description.
     Open,
     /// A machine's host, with one of the machine's own tokens.
     Machine,
@@ -89,13 +89,14 @@ async fn authenticate(platform: &Platform, method: &Method, token: &str) -> Resu
         TokenState::Valid => {}
         TokenState::Expired => {
             let detail = format!(
-                "This token of operator {name} has expired: use the newer one, or have an operator with the scope `admin` \
+                "This token of operator {name} has expired: use a newer one, or have an operator with the scope `admin` \
                  issue one with `svcctl operator rotate {name}`."
             );
             return Err(Problem::new(Code::Unauthorized, detail));
         }
         TokenState::Revoked => {
-            return Err(Problem::new(Code::Unauthorized, format!("Operator {name} has been revoked.")));
+            let detail = format!("Operator {name} has been revoked: use another operator's token.");
+            return Err(Problem::new(Code::Unauthorized, detail));
         }
     }
     if is_use_unrecorded && let Err(error) = db::operators::record_use(&session, id, LAST_USED_INTERVAL).await
@@ -108,7 +109,7 @@ async fn authenticate(platform: &Platform, method: &Method, token: &str) -> Resu
 fn missing_scope(operator: &Operator, scopes: &[Scope]) -> Problem {
     let needed: Vec<_> = scopes.iter().map(|scope| scope.as_str()).collect();
     let detail = format!(
-        "Operator {} lacks the scope {}, which this request requires; its scopes are: {}.",
+        "Operator {} lacks the scope {}, which this request requires; the operator's scopes are: {}.",
         operator.actor(),
         needed.join(" or "),
         operator.scopes().names().join(", ")

@@ -127,7 +127,7 @@ async fn request_host_task(
         before: (task == HostTask::Accept).then(|| json!({"attention": machine.attention})),
         after: Some(after),
     };
-    // Audited before the call: the host may accept the request, and the database may be unreachable afterwards.
+    // Audit before the call, because the database may be unreachable after the host has accepted the request.
     mutation.audit_before(&platform, &change(json!({"outcome": "requested"}))).await?;
     let response = match task {
         HostTask::Backup => host_call::request_backup(&platform, &machine).await,
@@ -143,7 +143,7 @@ async fn request_host_task(
         );
         Problem::new(Code::HostUnreachable, detail)
     })?;
-    // The time by the host's clock; if the host does not report it, by the platform's clock.
+    // Use the time by the host's clock or, if the host does not report it, by the platform's clock.
     let requested_at = requested_at.unwrap_or_else(now_ms).into();
     let requested = HostRequest { machine_id: id.into(), requested_at };
     let outcome = mutation
@@ -156,7 +156,12 @@ async fn request_host_task(
 }
 
 /// Finds the machine whose host is holding back a snapshot: `target`, or its predecessor while the predecessor's final
-/// backup is pending. It is an error if that machine is not holding back a snapshot.
+/// backup is pending.
+///
+/// # Errors
+/// `invalid_state` if that machine is not holding back a snapshot; `invalid_state` or `machine_not_found` if it is out
+/// of service and no operation is waiting for a decision about its final backup; `database_unavailable` if the database
+/// is unreachable.
 async fn find_machine_holding_snapshot(
     session: &impl GenericClient,
     target: MachineRow,

@@ -1,5 +1,5 @@
-//! GET and HEAD `/vps/:id/backups/:name`: a snapshot's dump, streamed from the object store, with ranges. A dump
-//! contains the owner's data, so each GET is audited before the dump is served.
+//! GET and HEAD `/vps/:id/backups/:name`: streams a snapshot's dump from the object store, with support for range
+//! requests. A dump contains the owner's data, so each GET is audited before the dump is served.
 
 use std::sync::Arc;
 
@@ -56,7 +56,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         id: "getBackup",
         method: Method::GET,
         path: "/vps/{id}/backups/{name}",
-        summary: "Serves a snapshot's dump, for `pg_restore`; Range, If-Range and If-None-Match as in RFC 9110.",
+        summary: "Serves a snapshot's dump, for `pg_restore`. Supports Range, If-Range and If-None-Match (RFC 9110).",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, NAME],
         body: None,

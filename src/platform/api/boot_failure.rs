@@ -68,7 +68,11 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[REGISTRATION],
         parameters: &[MACHINE_ID],
         body: Some(|| extensible(schema_of::<BootFailureReport>())),
-        responses: &[documented_json(202, "The machine has failed.", schema_of::<BootFailureResponse>)],
+        responses: &[documented_json(
+            202,
+            "The machine is marked as failed.",
+            schema_of::<BootFailureResponse>,
+        )],
         problems: &[
             Code::RegistrationRejected,
             Code::RateLimited,

@@ -107,7 +107,11 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[REGISTRATION],
         parameters: &[MACHINE_ID],
         body: Some(|| extensible(schema_of::<BootStageReport>())),
-        responses: &[DocumentedResponse { status: 204, description: "Recorded.", content: Content::Nothing }],
+        responses: &[DocumentedResponse {
+            status: 204,
+            description: "The report has been recorded.",
+            content: Content::Nothing,
+        }],
         problems: &[Code::RegistrationRejected, Code::RateLimited, Code::DatabaseUnavailable],
     },
     serve: || post(handle),

@@ -1,4 +1,5 @@
-//! GET and HEAD `/system-bundles/<version>/…`: published bundles, streamed from the object store, with ranges.
+//! GET and HEAD `/system-bundles/<version>/…`: streams published bundles from the object store, with support for range
+//! requests.
 
 use std::sync::Arc;
 
@@ -46,7 +47,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         id: "getBundle",
         method: Method::GET,
         path: "/system-bundles/{version}/{file}",
-        summary: "Serves a file of a published host bundle; Range, If-Range and If-None-Match as in RFC 9110.",
+        summary: "Serves a file of a published host bundle. Supports Range, If-Range and If-None-Match (RFC 9110).",
         credentials: &[OPERATOR, HOST],
         parameters: &[VERSION, FILE],
         body: None,

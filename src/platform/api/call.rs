@@ -72,7 +72,7 @@ impl ApiCall {
         access::authorize(platform, self.access, &self.request.method, token).await
     }
 
-    /// Authenticates a host by its `UPGRADE_TOKEN`. Its machine may have left its slot.
+    /// Authenticates a host by its `UPGRADE_TOKEN`. The host's machine may have left its slot.
     pub async fn authenticate_host(&self, platform: &Platform) -> Result<MachineRow, Problem> {
         Ok(self.authenticate_host_token(platform).await?.machine)
     }
@@ -100,7 +100,7 @@ impl ApiCall {
 
     /// Authenticates an operator, or the host of a slot's current machine.
     pub async fn authenticate_operator_or_host(&self, platform: &Platform) -> Result<(), Problem> {
-        // The prefix of hosts' upgrade tokens.
+        // `svcu_` is the prefix of hosts' upgrade tokens.
         if !self.bearer()?.starts_with("svcu_") {
             return self.authenticate_operator(platform).await.map(drop);
         }
@@ -155,7 +155,7 @@ impl ApiCall {
     }
 }
 
-/// Parses an id from the path. `name` identifies it in the error.
+/// Parses an id from the path. `name` identifies the id in the error.
 pub fn path_id<T: std::str::FromStr>(name: &str, text: &str) -> Result<T, Problem> {
     text.parse().map_err(|_| Problem::field(name, "must be a UUID"))
 }

@@ -27,7 +27,7 @@ pub enum RequiredConfirmation {
 pub struct Confirmation {
     /// The monthly cost that the operator was shown.
     monthly_cost: Option<Price>,
-    /// The customer has opted in.
+    /// Whether the customer has opted in.
     has_opted_in: bool,
 }
 
@@ -65,8 +65,8 @@ impl Confirmation {
             }
         };
         let detail = format!(
-            "{subject} must be confirmed; missing: {}. POST /vps/provision/quote returns the cost.",
-            missing.join(", ")
+            "{subject} must be confirmed, but the request lacks {}. POST /vps/provision/quote returns the cost.",
+            missing.join(" and ")
         );
         Err(Problem::new(Code::ConfirmationRequired, detail).with("missing", json!(missing)))
     }

@@ -95,7 +95,8 @@ fn response_body(
 
 fn ensure_left_slot(machine: &MachineRow) -> Result<(), Problem> {
     if machine.is_active() {
-        let detail = format!("The machine holds its slot: `svcctl delete {}` deletes it.", machine.id);
+        let detail =
+            format!("The machine still holds its slot: delete it with `svcctl delete {}`.", machine.id);
         return Err(invalid_state(machine.status.as_str(), &detail));
     }
     if machine.server_deleted_at.is_some() {
@@ -127,12 +128,14 @@ async fn ensure_data_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result
     }
     if db::machines::is_successor_unproven(tx, machine).await? {
         let backup_state = match machine.final_backup_at {
-            Some(at) => format!("The snapshot taken at {} contains its data", rfc3339_ms(at)),
-            None => "No final backup of it is on record, so this server may hold the only copy of its data"
-                .to_owned(),
+            Some(at) => format!("The snapshot taken at {} contains this machine's data", rfc3339_ms(at)),
+            None => {
+                "No final backup of this machine is on record, so its server may hold the only copy of its data"
+                    .to_owned()
+            }
         };
         let why = format!(
-            "No later machine in the slot has served traffic yet: if the new one does not start, the slot falls back to this \
+            "No later machine in the slot has served traffic yet: if the new machine does not start, the slot falls back to this \
              server. {backup_state}."
         );
         return Err(kept_problem(machine, &why));
@@ -149,7 +152,8 @@ async fn ensure_data_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result
 
 fn kept_problem(machine: &MachineRow, why: &str) -> Problem {
     let detail = format!(
-        "{why} `svcctl status {0}` shows what its server holds; `svcctl discard {0} --accept-loss` deletes it anyway.",
+        "{why} `svcctl status {0}` shows what the machine's server holds. To delete the server anyway, run `svcctl discard {0} \
+         --accept-loss`.",
         machine.id
     );
     invalid_state("kept", &detail)

@@ -67,9 +67,9 @@ pub async fn for_operator(
     let key = file_keys::find(&tx, &platform.seal, (&user, &slot)).await.map_err(key_unavailable)?;
     let key = key.ok_or_else(|| {
         let detail = format!(
-            "The platform has no files key for slot {user}/{slot}: either no machine has saved files yet, or the platform's \
-             database was restored from a copy older than the key. In the second case, a machine that has the key sends it \
-             within a day."
+            "The platform has no key for the file backups of slot {user}/{slot}: either no machine has saved files yet, or the \
+             platform's database was restored from a copy older than the key. In the second case, try again after a day: by \
+             then, a machine that has the key has sent it."
         );
         Problem::new(Code::NotFound, detail)
     })?;
@@ -96,7 +96,7 @@ fn files_key_problem(machine: MachineId, error: FileKeyError) -> Problem {
         error => error,
     };
     let text = format_chain(&error);
-    tracing::error!(%machine, error = text, "cannot give a host the key of its file backups");
+    tracing::error!(%machine, error = text, "cannot send a host the key of its slot's file backups");
     match &error {
         FileKeyError::Repository { source: FilesError::Store(source), .. }
             if !matches!(source, StoreError::Corrupt { .. }) =>
@@ -111,10 +111,10 @@ fn key_unavailable(error: KeyError) -> Problem {
     match error {
         KeyError::Db(error) => error.into(),
         error => {
-            tracing::error!(error = %format_chain(&error), "cannot open the key of a slot's file backups");
+            tracing::error!(error = %format_chain(&error), "cannot decrypt the key of a slot's file backups");
             Problem::new(
                 Code::Internal,
-                "The key of the slot's file backups cannot be opened; the platform's log says why.",
+                "The key of the slot's file backups cannot be decrypted; see the platform's log for the reason.",
             )
         }
     }

@@ -39,7 +39,7 @@ pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Re
     let plan = file_pruning::prune_slot(&platform, &user, &slot, true);
     let plan = tokio::time::timeout(TIMEOUT, plan).await.map_err(|_| {
         let detail = "The report took too long, because the repository is large or another report is \
-                      running. The platform can still prune the repository.";
+                      running: try again later. The platform can still prune the repository.";
         Problem::new(Code::StoreUnavailable, detail)
     })?;
     let plan = plan.map_err(|error| match error {
@@ -88,7 +88,7 @@ pub async fn start(State(platform): State<Arc<Platform>>, request: Request) -> R
 }
 
 pub static SHOW: Endpoint = Endpoint {
-    // Requires `operate`, because it reads the repository's whole index.
+    // This route requires `operate`, because it reads the repository's whole index.
     access: Access::Operator(OPERATE),
     operation: Operation {
         id: "showFilesPrune",
@@ -116,7 +116,7 @@ pub static START: Endpoint = Endpoint {
         body: Some(|| request_object(&[("idpUserId", idp_user_id())], &[("slot", slot_name())])),
         responses: &[documented_json(
             202,
-            "Pruning begins within a few minutes or, if the slot is being pruned, after that.",
+            "Pruning begins within a few minutes or, if the slot is already being pruned, after the current run.",
             schema_of::<FilesPruneRequest>,
         )],
         problems: &[Code::NotFound, Code::DatabaseUnavailable, Code::IdempotencyMismatch],

@@ -23,7 +23,7 @@ use svc_http::problem::{Code, Problem};
 use svc_wire::fleet::{self as wire, Fleet};
 use svc_wire::text::WireString;
 
-/// An operation that has been running for longer is overdue.
+/// An operation that has been running for longer than this is overdue.
 const OVERDUE_AGE: Duration = Duration::from_secs(1800);
 const MAX_LISTED_OPERATIONS: i64 = 100;
 

@@ -135,8 +135,8 @@ async fn issue_next_token(
     }
 }
 
-/// Returns whether a token of a later generation may be issued: not while, or shortly after, a process with a different
-/// current platform key is running.
+/// Returns whether a token of a later generation may be issued. None may be issued while, or shortly after, a process
+/// with a different current platform key is running.
 async fn may_issue_next(platform: &Platform) -> Result<bool, Problem> {
     if platform.process.ids.previous.is_none() {
         return Ok(true);

@@ -92,8 +92,8 @@ pub async fn list(
     .await
 }
 
-/// Shows the state of the last restore. Not audited, because `svcctl` polls this route, and the request for the restore
-/// has been audited.
+/// Shows the state of the last restore. The read is not audited, because `svcctl` polls this route, and the request for
+/// the restore has been audited.
 pub async fn show_restore(
     State(platform): State<Arc<Platform>>,
     PathParams(id): PathParams<String>,
@@ -226,7 +226,7 @@ async fn call_host<T: HostFilesResponse>(
         tracing::warn!(machine = %id, error = %format_chain(&error), "a files request to the host failed");
         host_problem(id, error, is_restore)
     })?;
-    // Parsed as `T` first, because a `Value` of arbitrary shape would take many times the memory of its text.
+    // Parse as `T` first, because a `Value` of arbitrary shape would take many times the memory of its text.
     let parsed = serde_json::from_slice::<T>(&response).and_then(|content| {
         if content.item_count() > MAX_ENTRIES {
             return Err(serde::de::Error::custom("the response has too many items"));
@@ -287,8 +287,9 @@ fn host_problem(id: MachineId, error: FilesCallError, is_restore: bool) -> Probl
         }
         FilesCallError::Problem { status, .. } | FilesCallError::Host(HostCallError::Refused(status)) => {
             let status = status.as_u16();
-            let detail =
-                format!("The host of machine {id} returned {status}; see its log under this request id.");
+            let detail = format!(
+                "The host of machine {id} returned {status}; search the host's log for this request id."
+            );
             Problem::new(Code::HostRefused, detail)
         }
     }
@@ -332,7 +333,7 @@ async fn request_restore(
         after["outcome"] = outcome.into();
         AuditChange { action: "files.restore", target: id.to_string(), before: None, after: Some(after) }
     };
-    // Audited before the call: the host may accept the request, and the database may be unreachable afterwards.
+    // Audit before the call, because the database may be unreachable after the host has accepted the request.
     audit(&platform, &operator, change("requested")).await?;
     let call = async {
         let machine = find_serving(&platform, id).await?;
@@ -369,7 +370,7 @@ pub fn ensure_serving(machine: &MachineRow, subject: &str) -> Result<(), Problem
     }
     if machine.retired_at.is_some() {
         let detail = format!(
-            "Machine {id} has been replaced; its successor is the slot's machine. `svcctl list --user {}` shows it.",
+            "Machine {id} has been replaced: use the slot's current machine, which `svcctl list --user {}` shows.",
             machine.user
         );
         return Err(invalid_state("retired", detail));
@@ -379,7 +380,7 @@ pub fn ensure_serving(machine: &MachineRow, subject: &str) -> Result<(), Problem
     }
     if machine.powered_off_at.is_some() {
         let detail = format!(
-            "Machine {id} is powered off, so its host cannot report {subject}. `svcctl power on {id} --wait` powers it on."
+            "Machine {id} is powered off, so its host cannot report {subject}: power it on with `svcctl power on {id} --wait`."
         );
         return Err(invalid_state(machine.status.as_str(), detail));
     }

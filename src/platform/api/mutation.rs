@@ -1,4 +1,4 @@
-//! Shared by all mutating operator calls: the replay by `Idempotency-Key`, the audit row, and `Prefer: wait`.
+//! What all mutating operator calls share: the replay by `Idempotency-Key`, the audit row, and `Prefer: wait`.
 //!
 //! Invariant: the change, its audit row and the stored response are written in one transaction. This cannot include
 //! changes outside the database: `pointer.rs`, `host_files.rs` and `backup.rs` write an audit row before the change, in
@@ -78,7 +78,7 @@ impl MutationEffect {
         Self { reply, change: Some(change) }
     }
 
-    /// The request's effect was already in place.
+    /// Creates the result of a request whose effect was already in place.
     pub fn unchanged(reply: Reply) -> Self {
         Self { reply, change: None }
     }

@@ -1,4 +1,4 @@
-//! Serves an object from the store for GET and HEAD, streamed, with ranges (RFC 9110).
+//! Streams an object from the store for GET and HEAD, with support for range requests (RFC 9110).
 
 use std::ops::Range;
 

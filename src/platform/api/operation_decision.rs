@@ -171,7 +171,7 @@ fn retry_options(operation: &OperationRow) -> OperationOptions {
 /// Accepts the loss that the question describes, without accepting any other:
 /// - an unverified fence is disregarded;
 /// - a deletion that may be outdated is confirmed, but a missing final backup is a separate question;
-/// - if the store has a newer snapshot that was not made the latest, the latest is restored all the same.
+/// - if the store has a newer snapshot that was not made the latest, the latest is restored anyway.
 async fn resume_with_loss_accepted(tx: &Transaction<'_>, operation: &OperationRow) -> Result<(), Problem> {
     let has_question =
         |code: &str| operation.question.as_ref().is_some_and(|question| question["code"] == code);
@@ -214,8 +214,8 @@ async fn restore_snapshot(
 ) -> Result<(), Problem> {
     if !is_snapshot_question(operation) {
         let detail = format!(
-            "The {} is not waiting for a snapshot to be chosen, and nothing was changed. To restore a different snapshot: `svcctl \
-             operation abandon {}`, then `svcctl recover` with `--snapshot`.",
+            "The {} is not waiting for a snapshot to be chosen, and nothing was changed. To restore a different snapshot, \
+             abandon the operation with `svcctl operation abandon {}`, then run `svcctl recover` with `--snapshot`.",
             operation.noun(),
             operation.id
         );
@@ -237,7 +237,7 @@ async fn resume_step(
 ) -> Result<(), Problem> {
     if operation.question.is_none() && !options.give_up_backup {
         let detail = format!(
-            "The {} is not waiting for a decision; its step is {}. `svcctl operation show {} --wait` follows it.",
+            "The {} is not waiting for a decision; its step is {}. Follow it with `svcctl operation show {} --wait`.",
             operation.noun(),
             operation.step,
             operation.id
@@ -296,7 +296,7 @@ fn describe_end(operation: &OperationRow) -> String {
     let code = operation.error_code.as_ref().map(|code| format!(" ({code})")).unwrap_or_default();
     let at = operation.ended_at.map(|at| format!(" at {}", rfc3339_ms(at))).unwrap_or_default();
     format!(
-        "The {} has ended, and nothing was changed: it {how}{code}{at}. `svcctl operation show {}` shows its steps.",
+        "The {} {how}{code}{at}, so this request changed nothing. `svcctl operation show {}` shows its steps.",
         operation.noun(),
         operation.id
     )
@@ -344,7 +344,7 @@ pub static ABANDON: Endpoint = Endpoint {
         id: "abandonOperation",
         method: Method::POST,
         path: "/vps/operations/{id}/abandon",
-        summary: "Abandons an operation: the slot returns to its previous machine if that still exists.",
+        summary: "Abandons an operation: the slot returns to its previous machine if that machine still exists.",
         credentials: &[OPERATOR],
         parameters: &[ID, IDEMPOTENCY_KEY],
         body: None,

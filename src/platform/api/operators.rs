@@ -57,7 +57,9 @@ async fn add(State(platform): State<Arc<Platform>>, request: Request) -> Result<
         .run(&platform, async |tx| {
             db::lock(tx, "operators").await?;
             if db::operators::count(tx).await? >= MAX_OPERATORS {
-                let detail = format!("There are already {MAX_OPERATORS} operators, which is the maximum.");
+                let detail = format!(
+                    "There are already {MAX_OPERATORS} operators, including revoked ones, which is the maximum."
+                );
                 return Err(Problem::new(Code::Conflict, detail));
             }
             let hash = tokens::hash(token_value.expose_secret());
@@ -75,8 +77,8 @@ async fn add(State(platform): State<Arc<Platform>>, request: Request) -> Result<
 
 fn name_taken(name: &OperatorName) -> Problem {
     let detail = format!(
-        "An operator {name} already exists, possibly revoked: `svcctl operator list` shows all. A name cannot be reused \
-         while the audit log contains it."
+        "An operator {name} already exists, possibly revoked (see `svcctl operator list`): choose another name. A name \
+         cannot be reused while the audit log contains it."
     );
     Problem::new(Code::Conflict, detail)
 }
@@ -175,7 +177,7 @@ fn read_scopes(fields: &mut Fields) -> Option<Scopes> {
             None
         }
         Err(UnknownVariant { expected }) => {
-            fields.add_error("scopes", format!("must be one of {}", expected.join(", ")));
+            fields.add_error("scopes", format!("must each be one of {}", expected.join(", ")));
             None
         }
     }
@@ -198,7 +200,7 @@ fn parse_name(name: &str) -> Result<OperatorName, Problem> {
 }
 
 fn not_found(name: &OperatorName) -> Problem {
-    let detail = format!("There is no operator {name}; `svcctl operator list` shows all.");
+    let detail = format!("There is no operator {name}; `svcctl operator list` lists the operators.");
     Problem::new(Code::NotFound, detail)
 }
 
@@ -209,8 +211,8 @@ fn ensure_may_grant(operator: &Operator, scopes: &Scopes) -> Result<(), Problem>
         return Ok(());
     }
     let detail = format!(
-        "Operator {} lacks the scope {}, and can only grant scopes that it has: use PLATFORM_SECRET, or an operator \
-         with these scopes and admin.",
+        "Operator {} cannot grant scopes that it lacks ({}): use PLATFORM_SECRET, or an operator with these scopes and \
+         `admin`.",
         operator.actor(),
         missing.join(", ")
     );
@@ -252,7 +254,7 @@ async fn with_stored_token(platform: &Platform, reply: Reply) -> Result<Reply, P
     let token = platform.mint.stored_operator_token(id, &stored.token_hash).ok_or_else(|| {
         let detail = format!(
             "The token in this response was issued with a PLATFORM_KEY that is no longer in use, and cannot be shown again: \
-             `svcctl operator rotate {}` issues a new one.",
+             issue a new one with `svcctl operator rotate {}`.",
             stored.name
         );
         Problem::new(Code::Conflict, detail)

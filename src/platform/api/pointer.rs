@@ -143,7 +143,7 @@ pub async fn rebuild(State(platform): State<Arc<Platform>>, request: Request) ->
         return Err(Problem::field("/empty", "cannot be combined with `--to`"));
     }
     let mutation = Mutation::from_call(&call, &operator)?;
-    // The rebuild completes even if the operator disconnects, so that no log entry is left without its `latest`.
+    // The rebuild completes even if the operator disconnects, so that no audit row is left without its pointer.
     let replaced = async move { replace(&platform, &target, policy, &mutation).await };
     let replaced = tokio::spawn(request_id::run_with_id(request_id::current(), replaced));
     Ok(replaced.await.map_err(|error| Problem::internal(&error))??.into_response())
@@ -165,7 +165,8 @@ async fn replace(
     let mut inspection = inspect(platform, target, record.clone()).await?;
     ensure_exists(target, is_recorded, &inspection)?;
     let prefix = target.prefix();
-    // Searched after the inspection: if it found the pointer of another attempt of this request, the plan is found.
+    // Search for the plan after the inspection: if the inspection has found a pointer that another attempt of this
+    // request wrote, that attempt has already stored its plan.
     let planned = mutation.find_plan::<Pointer>(&platform.db.session().await?).await?;
     if let Some(planned) = &planned {
         let resumed = pointer_repair::resume(&platform.bucket, &prefix, &inspection, planned);
@@ -176,7 +177,7 @@ async fn replace(
     }
     if inspection.found.is_sound() && policy == SoundPointerPolicy::Keep {
         let detail = format!(
-            "The pointer is sound and was not changed; `svcctl pointer rebuild {} --slot {} --force` replaces it anyway.",
+            "The pointer is sound and was not changed; to replace it anyway, run `svcctl pointer rebuild {} --slot {} --force`.",
             target.user, target.slot
         );
         return Err(Problem::new(Code::Conflict, detail));
@@ -268,8 +269,8 @@ fn explain_failed_write(problem: Problem, target: &PointerTarget) -> Problem {
         return problem;
     }
     let detail = format!(
-        "A request to the object store failed, and the pointer may have been replaced; `svcctl pointer show {} --slot {}` \
-         shows it.",
+        "A request to the object store failed, and the pointer may have been replaced: check it with `svcctl pointer \
+         show {} --slot {}`.",
         target.user, target.slot
     );
     Problem { detail, ..problem }
@@ -300,8 +301,8 @@ async fn ensure_nothing_restorable(
             .await?;
     if found.unchecked > 0 {
         let detail = format!(
-            "{} The pointer was not changed; `svcctl pointer rebuild {user} --slot {slot} --to KEY` makes it name a snapshot, \
-             and `svcctl pointer rebuild {user} --slot {slot} --empty --force` ignores all snapshots.",
+            "{} The pointer was not changed. To make it name a snapshot, run `svcctl pointer rebuild {user} --slot {slot} --to \
+             KEY`; to ignore all snapshots, run `svcctl pointer rebuild {user} --slot {slot} --empty --force`.",
             describe_failed_search(&found),
             user = target.user,
             slot = target.slot
@@ -310,8 +311,8 @@ async fn ensure_nothing_restorable(
     }
     let Some(snapshot) = found.next.and_then(|next| next.snapshot) else { return Ok(()) };
     let detail = format!(
-        "{}, taken at {}, can be restored, and the pointer was not changed; `svcctl pointer rebuild {} --slot {} --empty --force` \
-         ignores that snapshot.",
+        "Snapshot {}, taken at {}, can be restored, so the pointer was not changed. To ignore that snapshot, run `svcctl \
+         pointer rebuild {} --slot {} --empty --force`.",
         snapshot.key,
         rfc3339_ms(snapshot.taken_at),
         target.user,
@@ -349,7 +350,7 @@ async fn with_timeout<T>(work: impl Future<Output = Result<T, RepairError>>) -> 
         error @ RepairError::Unusable { .. } => Problem::new(Code::SnapshotUnusable, format!("{error}.")),
         RepairError::ChangedConcurrently => Problem::new(
             Code::Conflict,
-            "Another writer has changed the pointer: show it again, then repeat the request.",
+            "Another writer has changed the pointer: check it with `svcctl pointer show`, then repeat the request.",
         ),
     })
 }

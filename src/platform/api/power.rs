@@ -114,8 +114,8 @@ fn ensure_power_change_allowed(machine: &MachineRow, action: PowerAction) -> Res
         Err(invalid_state(
             machine,
             if machine.may_have_server() {
-                "The provider has reported the machine's server missing: `svcctl power on` looks it up again. If it is \
-                 still missing, recover the slot."
+                "The provider has reported the machine's server missing: look it up again with `svcctl power on`. If it \
+                 is still missing, recover the slot."
             } else {
                 "The machine has no server: recover the slot."
             },

@@ -398,12 +398,14 @@ fn deletion_pending(deletion: &OperationRow) -> Problem {
     let OperationRow { id, machine, .. } = deletion;
     let subject = format!("The deletion of the slot's machine {machine} (operation {id})");
     let (problem, state) = if deletion.question.is_some() {
-        let answer = format!("answer it (`svcctl operation show {id}`), then provision again.");
-        let detail = format!("{subject} is waiting for an operator's decision: {answer}");
+        let next =
+            format!("see the question with `svcctl operation show {id}`, answer it, then provision again.");
+        let detail = format!("{subject} is waiting for an operator's decision: {next}");
         (Problem::new(Code::InvalidState, detail), "waiting")
     } else {
-        let wait = format!("provision again when it has ended (`svcctl operation show {id} --wait`).");
-        let detail = format!("{subject} is still taking the final backup: {wait}");
+        let next =
+            format!("wait for the operation with `svcctl operation show {id} --wait`, then provision again.");
+        let detail = format!("{subject} is still taking the final backup: {next}");
         (Problem::new(Code::InvalidState, detail).retry_after(5), "deleting")
     };
     problem.with("machineStatus", json!(state)).with("operationId", json!(id))

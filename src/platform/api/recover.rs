@@ -306,12 +306,13 @@ fn unsaved_machine_problem(machine: &MachineRow) -> Option<Problem> {
         return None;
     }
     let id = machine.id;
-    let first = match machine.status {
-        Status::Running => format!("`svcctl backup now {id} --wait`"),
-        _ => format!("`svcctl resume {id}` if its host is healthy, then `svcctl backup now {id} --wait`"),
+    let resume = match machine.status {
+        Status::Running => String::new(),
+        _ => format!("If its host is healthy, return it to service with `svcctl resume {id}`. "),
     };
     let detail = format!(
-        "The slot has no snapshot, and only the server of machine {id} has its data. Take a backup first: {first}."
+        "The slot has no snapshot, and only the server of machine {id} has the slot's data. {resume}Take a backup with `svcctl \
+         backup now {id} --wait`, then recover the slot."
     );
     Some(Problem::new(Code::SnapshotUnusable, detail))
 }
@@ -336,7 +337,7 @@ async fn respond_during_recovery(
     let differences = differing_options(request, machine, operation.options, has_moved);
     if !differences.is_empty() {
         let detail = format!(
-            "A recovery of the slot is running (operation {}) and keeps its options. This request differs in: {}.",
+            "A recovery of the slot is running (operation {}), and its options cannot be changed. This request differs in: {}.",
             operation.id,
             differences.join(", ")
         );
@@ -348,8 +349,8 @@ async fn respond_during_recovery(
     Ok(Reply::new(StatusCode::ACCEPTED, response_body(old.id, machine, operation.id)))
 }
 
-/// Returns the options of a request that differ from those of the running recovery. `has_moved`: whether the recovery's
-/// server was ordered in a fallback location.
+/// Returns the options of a request that differ from those of the running recovery. `has_moved` is whether the
+/// recovery's server was ordered in a fallback location.
 fn differing_options(
     request: &RecoveryRequest,
     machine: &MachineRow,

@@ -99,7 +99,7 @@ fn check_token(token: &str, machine: &MachineRow) -> Result<(), Problem> {
     Ok(())
 }
 
-/// Rejects a machine that is fenced out in the store: it could never make a backup. A registered machine passes,
+/// Rejects a machine that is fenced out in the store: it could never take a backup. A registered machine passes,
 /// because its host only repeats the request.
 async fn ensure_not_fenced_out(platform: &Platform, machine: &MachineRow) -> Result<(), Problem> {
     if machine.registered_at.is_some() {

@@ -120,7 +120,7 @@ pub async fn ensure_no_unknown_holder(
     let holder = match found {
         FenceClaim::Unverified(named) if !accepts_loss => {
             let detail = format!(
-                "{} If the keys are correct, the slot's host forged the signature: repeat with `--accept-loss`.",
+                "{} If the keys are correct, the slot's host forged the signature: repeat the command with `--accept-loss`.",
                 later_holder::describe_unverified(named)
             );
             return Err(held_by_another(detail, current));
@@ -129,10 +129,10 @@ pub async fn ensure_no_unknown_holder(
     };
     let Some(holder) = holder else { return Ok(()) };
     let detail = format!(
-        "According to the store, machine {} holds the slot under epoch {}, which this database does not record: it was restored \
-         from an older copy. Data that this machine wrote after the newest snapshot is only on its server, which \
+        "According to the store, machine {} holds the slot under epoch {}, which this database does not record, because it was \
+         restored from an older copy. Data that machine {0} wrote after the newest snapshot is only on its server, which \
          is kept. `svcctl pointer show {user} --slot {slot}` shows that snapshot. To start the slot from it anyway, repeat \
-         with `--accept-loss`; if there is no snapshot, also with `--allow-empty`.",
+         the command with `--accept-loss` and, if there is no snapshot, `--allow-empty`.",
         holder.machine, holder.epoch
     );
     Err(held_by_another(detail, current))
@@ -155,8 +155,8 @@ pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Res
     let holder = match found {
         FenceClaim::Unverified(named) if is_other(&named, Some(machine)) => {
             let detail = format!(
-                "{} Nothing was changed. If the keys are correct, the slot's host forged the signature: `svcctl {command}` \
-                 with `--accept-loss` creates a new machine from the newest snapshot.",
+                "{} Nothing was changed. If the keys are correct, the slot's host forged the signature: to create a new \
+                 machine from the newest snapshot, run `svcctl {command}` with `--accept-loss`.",
                 later_holder::describe_unverified(named)
             );
             return Err(held_by_another(detail, Some(machine)));
@@ -165,9 +165,9 @@ pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Res
     };
     let Some(holder) = holder else { return Ok(()) };
     let detail = format!(
-        "According to the store, machine {} holds the slot under epoch {}, which this database does not record: it was restored \
-         from an older copy. Nothing was changed; `svcctl {command}` with `--accept-loss` creates a new machine \
-         from the newest snapshot. Data that the other machine wrote after that snapshot is only on that machine's server.",
+        "According to the store, machine {} holds the slot under epoch {}, which this database does not record, because it was \
+         restored from an older copy. Nothing was changed. To create a new machine from the newest snapshot, run `svcctl \
+         {command}` with `--accept-loss`. Data that the other machine wrote after that snapshot is only on its server.",
         holder.machine, holder.epoch
     );
     Err(held_by_another(detail, Some(machine)))
@@ -224,9 +224,9 @@ pub async fn ensure_may_start_empty(
         return Ok(());
     }
     let detail = format!(
-        "The store's pointer names no snapshot, but a host reported a snapshot taken at {}: `svcctl pointer show {user} \
-         --slot {slot}` shows the snapshot that a rebuild would choose, and `svcctl pointer rebuild {user} --slot {slot}` \
-         rebuilds the pointer.",
+        "The store's pointer names no snapshot, but a host reported a snapshot taken at {}: check which snapshot a rebuild would \
+         choose with `svcctl pointer show {user} --slot {slot}`, then rebuild the pointer with `svcctl pointer rebuild {user} \
+         --slot {slot}`.",
         rfc3339_ms(taken_at)
     );
     Err(Problem::new(Code::SnapshotUnusable, detail))
@@ -268,16 +268,16 @@ fn unsaved_problem(machine: &MachineRow) -> Problem {
         "Its server no longer exists.".to_owned()
     } else if machine.is_active() {
         format!(
-            "`svcctl resume {id}` returns it to service if its server is running and its host is healthy."
+            "If its server is running and its host is healthy, return it to service with `svcctl resume {id}`."
         )
     } else if machine.deleted_at.is_some() {
-        format!("`svcctl undelete {id}` returns it to its slot.")
+        format!("Return it to its slot with `svcctl undelete {id}`.")
     } else {
         format!("`svcctl status {id}` shows its state.")
     };
     let detail = format!(
-        "Machine {id} has served traffic in the slot, and no snapshot of its data exists: a new machine would start empty. {next_step} `svcctl \
-         provision --allow-empty` starts empty anyway."
+        "Machine {id} has served traffic in the slot, and no snapshot of its data exists: a new machine would start \
+         empty. {next_step} To start empty anyway, run `svcctl provision --allow-empty`."
     );
     Problem::new(Code::SnapshotUnusable, detail)
 }

@@ -130,9 +130,12 @@ fn changes_type(machine: &MachineRow, to: &ServerType) -> Result<bool, Problem> 
             .with("allowed", json!(["running"])));
     }
     if machine.provider_server_id.is_none() {
-        return Err(Problem::new(Code::InvalidState, "The machine has no server at the provider.")
-            .with("machineStatus", json!(machine.status))
-            .with("allowed", json!(["running"])));
+        return Err(Problem::new(
+            Code::InvalidState,
+            "The machine has no server at the provider: recover the slot.",
+        )
+        .with("machineStatus", json!(machine.status))
+        .with("allowed", json!(["running"])));
     }
     Ok(outcome != Outcome::Unchanged)
 }

@@ -100,7 +100,7 @@ async fn check_server_and_host(
     match server {
         Some(server) if server.status == ServerStatus::Running => Ok(server.server_type),
         Some(_) => Err(invalid_state(&format!(
-            "The machine's server is not running: `svcctl power on {}` powers it on.",
+            "The machine's server is not running: power it on with `svcctl power on {}`.",
             machine.id
         ))),
         None => Err(invalid_state("The provider no longer has the machine's server: recover the slot.")),

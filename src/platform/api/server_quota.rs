@@ -61,7 +61,8 @@ fn total_used(listed: Option<ListedServerCount>, own: OwnServerCounts) -> u64 {
     listed.unwrap_or_default().max(own.existing) + own.ordered
 }
 
-/// Ensures that there is room for one more server. A lock serializes orders, so that two cannot take the last place.
+/// Ensures that there is room for one more server. A lock serializes orders, so that two of them cannot use the last
+/// free place.
 ///
 /// # Errors
 /// `server_limit_reached` if there is no room; `database_unavailable` if the database is unreachable.
@@ -128,7 +129,7 @@ pub async fn check_room_for_replacement(
     let others: Vec<_> = others.iter().map(ToString::to_string).collect();
     let detail = format!(
         "{} A replacement may exceed the limit by one server, but the slot still has the servers of other machines \
-         ({}): `svcctl discard <machine>` deletes one early.",
+         ({}): delete one early with `svcctl discard MACHINE`.",
         shortage.detail,
         others.join(", ")
     );

@@ -40,7 +40,7 @@ pub async fn handle(
         svc_store::problem::unavailable()
     })?;
     let credentials = access.to_response().ok_or_else(|| {
-        Problem::new(Code::Disabled, "The object store is a directory without credentials.")
+        Problem::new(Code::Disabled, "The object store is a directory, which needs no credentials.")
     })?;
     let mut response = Json(credentials).into_response();
     response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));

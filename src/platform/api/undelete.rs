@@ -133,8 +133,8 @@ async fn ensure_can_reinstate(tx: &Transaction<'_>, machine: &MachineRow) -> Res
     }
     if let Some(removal) = removal.filter(|removal| removal.state == "running") {
         return Err(invalid_state(&format!(
-            "Operation {0} is deleting the machine's server: `svcctl operation abandon {0}` keeps the server if the provider \
-             still has it; then undelete again. Otherwise provision the slot, which restores its latest snapshot.",
+            "Operation {0} is deleting the machine's server: if the provider still has it, keep it with `svcctl operation \
+             abandon {0}`, then undelete again. Otherwise, provision the slot, which restores its latest snapshot.",
             removal.id
         )));
     }

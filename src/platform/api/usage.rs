@@ -102,8 +102,9 @@ fn host_problem(id: MachineId, error: &UsageError) -> Problem {
         }
         UsageError::Host(HostCallError::Refused(status)) => {
             let status = status.as_u16();
-            let detail =
-                format!("The host of machine {id} returned {status}; see its log under this request id.");
+            let detail = format!(
+                "The host of machine {id} returned {status}; search the host's log for this request id."
+            );
             Problem::new(Code::HostRefused, detail)
         }
         UsageError::TooLarge(max) => {
