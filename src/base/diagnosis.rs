@@ -113,7 +113,7 @@ impl<'a> Check<'a> {
     async fn run(self) -> Findings {
         let Self { name, timeout, work } = self;
         tokio::time::timeout(timeout, work).await.unwrap_or_else(|_| {
-            let what = format!("no response within {} s", timeout.as_secs());
+            let what = format!("the check did not finish within {} s", timeout.as_secs());
             Findings::new(name).problem(what, "find out why the check hung, then run this command again")
         })
     }

@@ -235,7 +235,7 @@ impl ApiClient {
             StatusCode::PERMANENT_REDIRECT | StatusCode::TEMPORARY_REDIRECT | StatusCode::FOUND => {
                 Err(CallError::InvalidResponse {
                     request,
-                    why: format!("{status}: is this the platform's URL?"),
+                    why: format!("{status}; check that the platform's URL is correct"),
                 })
             }
             status => Err(ApiProblem::parse(status, &text, pause).into()),

@@ -68,7 +68,8 @@ pub enum PublishError {
     LostRace { version: ImageVersion, stored: String },
     #[error(
         "another manifest or signature is published for {version}, and this one does not renew it: {why}\n  \
-         next: nothing, if hosts can update to the published one; otherwise sign the same archive for longer (--valid-days)"
+         next: do nothing if hosts can update with the published one; otherwise sign the same archive for \
+         longer (--valid-days)"
     )]
     NoRenewal { version: ImageVersion, why: String },
     #[error(
@@ -112,7 +113,7 @@ pub struct PublishResult {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum UpdateSupport {
     Possible,
-    /// With the reason.
+    /// Contains the reason.
     Impossible(String),
 }
 
@@ -216,7 +217,7 @@ pub async fn publish(
     publish_with_keys(bucket, dir, version, &HostKeys::from_process()?).await
 }
 
-/// Like [`publish`], with the keys that hosts trust.
+/// Like [`publish`], but takes the keys that hosts trust.
 async fn publish_with_keys(
     bucket: &Bucket,
     dir: &FilePath,
@@ -228,7 +229,7 @@ async fn publish_with_keys(
     let context = BundleContext { version, sha256: stated, size_bytes, keys: host_keys.keys.as_ref() };
     let companions = Companions::read(dir, &context).await?;
     let outcome = match read_digest(bucket, version).await? {
-        // If two processes published concurrently, the stored archive may be the other process's: it is replaced.
+        // If two processes published concurrently, the stored archive may be the other process's, so it is replaced.
         Some(stored) if stored == *stated && stored_archive::is_intact(bucket, &context).await? => {
             PublishOutcome::AlreadyPublished
         }
@@ -249,7 +250,7 @@ async fn publish_with_keys(
 
 /// Uploads the bundle and publishes it. Until its digest is written, another process may replace the archive with its
 /// own, so the archive is then read back, and uploaded again if it differs. A process that replaces it after this check
-/// cannot write its own digest: it gets [`PublishError::LostRace`], which advises to publish this bundle again.
+/// cannot write its own digest: it gets [`PublishError::LostRace`], which advises publishing this bundle again.
 ///
 /// # Errors
 /// [`PublishError::LostRace`] if different content was published first; [`PublishError::PublishedConcurrently`] if the
@@ -321,7 +322,7 @@ mod tests {
         );
         let refused = publish(&bucket, other.path(), &version).await.unwrap_err();
         assert!(matches!(refused, PublishError::VersionTaken { .. }), "{refused}");
-        // An archive of the same size, which another process uploaded.
+        // Another process uploads an archive of the same size.
         bucket.put(&key::bundle(&version, ""), b"two".to_vec()).await.unwrap();
         assert_eq!(publish(&bucket, one.path(), &version).await.unwrap().outcome, PublishOutcome::Published);
         let stored = bucket.get(&key::bundle(&version, ""), 100).await.unwrap().unwrap();

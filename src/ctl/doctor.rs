@@ -1,5 +1,5 @@
-//! `svcctl doctor`: runs the checks of this machine as a host, those of a platform, or only those through the
-//! platform's API, which the checks of a platform include.
+//! `svcctl doctor`: checks this machine as a host, checks a platform, or checks only a platform's API, which the checks
+//! of a platform include.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -86,7 +86,7 @@ fn create_api_client(
         return Err(findings.problem(what, "set PLATFORM_PUBLIC_URL to an https URL"));
     }
     ApiClient::new(url, &secret, timeout).map_err(|error| {
-        let what = format!("cannot create a client for its API: {error:#}");
+        let what = format!("cannot create a client for the platform's API: {error:#}");
         findings.problem(what, "correct PLATFORM_SECRET or SSL_CERT_FILE, then run this command again")
     })
 }
@@ -128,13 +128,17 @@ impl Readiness {
 
 async fn check_readiness(api: &ApiClient) -> Findings {
     let findings = Findings::new("platform");
-    let next = "systemctl status svc-platform; journalctl -u svc-platform -n 50";
+    let next =
+        "run `systemctl status svc-platform; journalctl -u svc-platform -n 50` on the platform's machine";
     match api.get_once(&["readyz", "control"]).await {
         Ok((status, body)) => match serde_json::from_str::<Readiness>(&body) {
             Ok(_) if status.is_success() => {
-                findings.ok("it is running, and reaches its database and its store")
+                findings.ok("the platform is running, and reaches its database and its store")
             }
-            Ok(ready) => findings.problem(format!("it is running but not ready: {}", ready.describe()), next),
+            Ok(ready) => {
+                let what = format!("the platform is running but not ready: {}", ready.describe());
+                findings.problem(what, next)
+            }
             Err(_) => findings.problem(foreign_response(status), FOREIGN_RESPONSE_ADVICE),
         },
         Err(error) => findings.problem(without_advice(&error), next),
@@ -164,8 +168,8 @@ async fn check_operator(api: &ApiClient) -> Findings {
             let Some(expires) = expires else { return findings.ok(what) };
             what.push_str(&format!("; the token expires {}", expires.strftime("%Y-%m-%d %H:%M UTC")));
             if expires.duration_since(Timestamp::now()) < MIN_TOKEN_LIFETIME {
-                return findings
-                    .warning(what, format!("svcctl operator rotate {} --token-file FILE", me.name));
+                let next = format!("run `svcctl operator rotate {} --token-file FILE`", me.name);
+                return findings.warning(what, next);
             }
             findings.ok(what)
         }
@@ -201,17 +205,17 @@ fn router_findings(status: StatusCode, body: &str, findings: Findings) -> Findin
         return findings.problem(foreign_response(status), FOREIGN_RESPONSE_ADVICE);
     };
     let Some(routes) = readiness.routes else {
-        // An earlier release sends `ok` or `failing`. A proxy's JSON may also have a status, but another one.
+        // An earlier release sends `ok` or `failing`. A proxy's JSON may also have a `status`, but with another value.
         return match readiness.status.parse::<ComponentStatus>() {
             Ok(_) => findings.skipped("the platform's release is too old to report the state of its routes"),
             Err(_) => findings.problem(foreign_response(status), FOREIGN_RESPONSE_ADVICE),
         };
     };
     if routes == "current" {
-        return findings.ok("its routes are current");
+        return findings.ok("the router's routes are current");
     }
     let age = readiness.routes_age_seconds.map_or_else(String::new, |age| format!(", {age} s old"));
-    let what = format!("its routes are {}{age}", routes.replace('_', " "));
+    let what = format!("the router's routes are {}{age}", routes.replace('_', " "));
     let next =
         "restore the platform's connection to its database; the routes are then refreshed automatically";
     if status.is_success() { findings.warning(what, next) } else { findings.problem(what, next) }

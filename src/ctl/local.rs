@@ -19,14 +19,14 @@ pub struct LocalChecks {
     pub check_platform: for<'a> fn(Option<&'a Path>) -> BoxFuture<'a, PlatformReport>,
     /// The gateway's trusted socket.
     pub gateway_socket: fn() -> PathBuf,
-    /// Checks that the database server that the gateway reports belongs to this machine. Returns a description of the
-    /// server, or the reason why it does not.
+    /// Checks that the gateway is connected to this machine's own database. The argument is the address of the database
+    /// server, as reported by the gateway. Returns a description of the connection, or the reason why the check failed.
     pub check_own_database: fn(Option<&str>) -> Result<String, String>,
 }
 
-/// The findings about a platform, without those through its API.
+/// The findings about a platform, except those that come from calls to its API.
 pub struct PlatformReport {
     pub findings: Vec<Finding>,
-    /// The API's URL and the platform's secret; `None` if one of them is not set.
+    /// The API's URL and the platform's secret; `None` if either is not set.
     pub api_access: Option<(Url, SecretString)>,
 }

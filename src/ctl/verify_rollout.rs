@@ -25,7 +25,7 @@ pub async fn run(args: VerifyRollout, local: LocalChecks, out: &Output) -> Resul
             Ok(what) => findings.ok(what),
             Err(why) => findings.problem(
                 why,
-                "correct DATABASE_URL in /opt/svc/env/host.env, then run systemctl restart svc-gateway",
+                "correct DATABASE_URL in /opt/svc/env/host.env, then run `systemctl restart svc-gateway`",
             ),
         }
     };

@@ -132,7 +132,7 @@ async fn poll_until_deadline<T>(
     }
 }
 
-/// Fetches what is waited for. A transient error is returned as the inner `Err`, because the awaited work continues
+/// Fetches the awaited resource. A transient error is returned as the inner `Err`, because the awaited work continues
 /// regardless.
 pub async fn poll_once(
     api: &ApiClient,
@@ -241,7 +241,7 @@ async fn check_result(
             (format!("\n{}", slot_holder.line()), advice.unwrap_or_else(|| slot_holder.advice()))
         }
         (None, Some(failure)) => (String::new(), failure::next_step(failure, machine)),
-        (None, None) => (String::new(), format!("`svcctl status {id}` shows its operations")),
+        (None, None) => (String::new(), format!("run `svcctl status {id}` to see its operations")),
     };
     let error = anyhow!("machine {id} {outcome}{why}{holder}\n  next: {next}");
     Err(Failure::new(Exit::Unavailable, error))
@@ -284,7 +284,7 @@ impl SlotHolder {
 
     fn advice(&self) -> String {
         format!(
-            "`svcctl status {}` shows that machine; try again when the cause is fixed",
+            "run `svcctl status {}` to see that machine; once the cause is fixed, try again",
             self.machine.machine_id
         )
     }

@@ -403,7 +403,7 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     assert!(!broken.text.contains("a-password-of-theirs"), "{}", broken.text);
     broken.expect("database", "problem", "");
     broken.expect("provider", "problem", "");
-    broken.expect("identity-provider", "problem", "cannot fetch its keys");
+    broken.expect("identity-provider", "problem", "cannot fetch the keys");
     broken.expect("host-credentials", "problem", "STS");
     broken.expect("bundle", "problem", "not published");
     broken.expect("configuration", "warning", "provisioning is disabled");

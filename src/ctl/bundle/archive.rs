@@ -1,4 +1,4 @@
-//! A build's archive: compares it with its `.sha256`, and uploads it.
+//! Compares a build's archive with its `.sha256`, and uploads the archive.
 
 use std::path::{Path as FilePath, PathBuf};
 
@@ -76,7 +76,7 @@ async fn read_stated_digest(path: &FilePath) -> Result<String, PublishError> {
     parse_digest(&text).ok_or_else(|| PublishError::NoDigest { path: path.to_owned() })
 }
 
-/// Hashes a file, and copies it into a sink for this key if there is one. Returns its SHA-256 and its size.
+/// Hashes a file, and copies it into the sink, if any, whose key is used for errors. Returns its SHA-256 and its size.
 async fn hash_and_copy(
     path: &FilePath,
     mut sink: Option<(&mut BufWriter, &Path)>,

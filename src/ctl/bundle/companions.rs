@@ -150,12 +150,12 @@ impl Companions {
     fn check_renewal(&self, stored: &StoredCompanions, context: &BundleContext<'_>) -> Result<(), String> {
         let Some(signed) = self.signed() else { return Err("this one is not signed".to_owned()) };
         let Some(keys) = context.keys else {
-            return Err("without BUNDLE_PUBLIC_KEYS it is unknown whether hosts trust this one".to_owned());
+            return Err("without BUNDLE_PUBLIC_KEYS, it is unknown whether hosts trust this one".to_owned());
         };
         let expiry = |verified: &VerifiedManifest| verified.manifest().expires_at;
         let verified =
             verify(&signed, keys, context.version, Timestamp::now()).map_err(|error| error.to_string())?;
-        // `MIN` accepts a stored manifest that has expired, too.
+        // With `MIN` as the current time, a stored manifest that has expired is accepted, too.
         let stored =
             stored.signed().and_then(|stored| verify(&stored, keys, context.version, Timestamp::MIN).ok());
         match stored.filter(|stored| context.sha256 == stored.manifest().sha256) {

@@ -18,7 +18,7 @@ use super::*;
 struct FaultyStore {
     inner: InMemory,
     is_read_only: bool,
-    /// The number of writes of a digest before which another process replaces the archive.
+    /// The number of digest writes before each of which another process replaces the archive.
     replacements: AtomicUsize,
 }
 

@@ -188,7 +188,7 @@ fn also_deleted(also: &AlsoDeletedMachine) -> String {
     )
 }
 
-/// Returns the command that undoes the accepted request, and until when; empty if the request cannot be undone.
+/// Returns the command that undoes the accepted request, and its deadline; empty if the request cannot be undone.
 fn undo(view: &View, accepted: &AcceptedChange) -> String {
     if let Some(also) = &accepted.also_deleted {
         let until = also.undelete_until.as_deref().or(also.undeletable_until.as_deref());

@@ -9,7 +9,7 @@ use svc_wire::fleet::{BundleKey, BundleKeys};
 use svc_wire::text::WireString;
 
 const ROTATION_ADVICE: &str =
-    "svcctl bundle --help explains the steps of a rotation; svcctl bundle keys shows its progress";
+    "follow the steps of a rotation in `svcctl bundle --help`; run `svcctl bundle keys` to see its progress";
 
 /// Formats a machine count with handles, as `3 machines (ada, bob, cy)`.
 fn format_machines(count: u64, handles: &[WireString<Handle>]) -> String {
@@ -46,7 +46,8 @@ fn outdated_sequence(keys: &BundleKeys) -> Option<(String, String)> {
         choose_form(keys.ahead, "trusts", "trust"),
     );
     let next = format!(
-        "set BUNDLE_KEYS_SEQUENCE to {highest} and BUNDLE_PUBLIC_KEYS to that set, and restart svc-platform, unless the report from {} is false",
+        "set BUNDLE_KEYS_SEQUENCE to {highest} and BUNDLE_PUBLIC_KEYS to that key set, and restart \
+         svc-platform, unless the report from {} is false",
         choose_form(keys.ahead, "this host", "these hosts")
     );
     Some((what, next))

@@ -51,15 +51,17 @@ pub fn findings(certificates: Option<&Certificates>, findings: Findings) -> Find
         pluralize(certificates.missing, "machine"),
         join_handles(&certificates.missing_handles, certificates.missing)
     );
+    let verb = if certificates.missing == 1 { "has" } else { "have" };
     if certificates.is_required {
         findings.warning(
-            format!("CUSTOMER_VPS_TLS_VERIFY is on; without a trusted certificate: {who}"),
-            "svcctl status HANDLE shows why; CUSTOMER_VPS_TLS_VERIFY_EXCEPT keeps a machine reachable",
+            format!("CUSTOMER_VPS_TLS_VERIFY is on, but {who} {verb} no trusted certificate"),
+            "run `svcctl status HANDLE` to see why; add a machine to CUSTOMER_VPS_TLS_VERIFY_EXCEPT to keep it \
+             reachable",
         )
     } else {
         findings.warning(
-            format!("do not set CUSTOMER_VPS_TLS_VERIFY yet; without a trusted certificate: {who}"),
-            "svcctl status HANDLE shows why; a machine needs a release that requests certificates",
+            format!("{who} {verb} no trusted certificate: do not set CUSTOMER_VPS_TLS_VERIFY yet"),
+            "run `svcctl status HANDLE` to see why; a machine needs a release that requests certificates",
         )
     }
 }

@@ -36,51 +36,55 @@ pub fn next_step(failure: &Failure, machine: &MachineDetail) -> String {
     let recover = format!("`svcctl recover {}`", slot_arguments(machine));
     match failure.cause.as_str() {
         "provider_refused" => {
-            format!("check quota, location and server type at the provider, then {recover}")
+            format!("check the quota, location and server type at the provider, then run {recover}")
         }
         "provider_unavailable" => {
             format!(
-                "`svcctl doctor platform` on the platform's machine shows whether the provider responds; once it does, \
-                 {recover}"
+                "run `svcctl doctor platform` on the platform's machine to see whether the provider responds; once it \
+                 does, run {recover}"
             )
         }
         "store_failed" => {
-            format!("`svcctl doctor` shows what is wrong with the object store; once it works, {recover}")
+            format!(
+                "run `svcctl doctor` to see what is wrong with the object store; once the store works, run {recover}"
+            )
         }
         "fenced" => {
             format!(
-                "a machine with a higher epoch has fenced the slot, for example after a database restore: `svcctl fleet` \
-                 shows the alarm database_behind_store; once nothing on the other machine is needed, {recover} with \
-                 --accept-loss"
+                "a machine with a higher epoch has fenced the slot, for example after a database restore: check for the \
+                 alarm database_behind_store with `svcctl fleet`; once nothing on the other machine is needed, run \
+                 {recover} with --accept-loss"
             )
         }
         "internal" => {
-            format!("the platform's log has the cause, under the operation's id; then {recover}")
+            format!("look for the operation's id in the platform's log to find the cause; then run {recover}")
         }
         "resize" => {
-            format!("it runs again after its next healthy heartbeat; if there is none, {recover}")
+            format!("wait: it runs again after its next healthy heartbeat; if there is none, run {recover}")
         }
         "reinstating" if is_held_by_another(machine) => format!(
             "the store says that another machine holds the slot, but the platform's database has no record of it (alarm \
-             database_behind_store): {recover} with --accept-loss creates a new machine from the newest snapshot"
+             database_behind_store): run {recover} with --accept-loss to create a new machine from the newest snapshot"
         ),
         "reinstating" => format!(
-            "its server is being powered on: it runs after its next healthy heartbeat; if there is none, {recover}"
+            "wait: its server is being powered on, and it runs after its next healthy heartbeat; if there is none, run \
+             {recover}"
         ),
         "server_gone" => format!(
-            "{recover} replaces it and restores the latest snapshot; if the provider shows its server again, \
-             `svcctl power on {0}` powers it on, or `svcctl resume {0}` if its host is healthy",
+            "run {recover} to replace it and restore the latest snapshot; if the provider shows its server again, run \
+             `svcctl power on {0}` instead, or `svcctl resume {0}` if its host is healthy",
             machine.machine_id
         ),
         "operator" | "operation_hung" if machine.registered_at.is_some() => {
             format!(
-                "`svcctl resume {}` if its server is running and its host is healthy; otherwise {recover} replaces it and \
-                 restores the latest snapshot",
+                "if its server is running and its host is healthy, run `svcctl resume {}`; otherwise run {recover} to \
+                 replace it and restore the latest snapshot",
                 machine.machine_id
             )
         }
         _ => format!(
-            "{recover} replaces it and restores the latest snapshot (if it never ran: `svcctl provision` again)"
+            "run {recover} to replace it and restore the latest snapshot (if it never ran, run `svcctl \
+             provision` again)"
         ),
     }
 }
@@ -100,21 +104,23 @@ pub fn restore_next_step(failure: &Failure, machine: &MachineDetail) -> Option<S
     }
     let slot = slot_arguments(machine);
     let another = format!(
-        "`svcctl backup list {}` lists the snapshots, and `svcctl recover {slot} --snapshot KEY` restores another \
-         one",
+        "list the snapshots with `svcctl backup list {}`, and restore another one with `svcctl recover {slot} \
+         --snapshot KEY`",
         machine.machine_id
     );
-    let larger = format!("`svcctl recover {slot} --server-type TYPE` with a larger disk");
+    let larger = format!("run `svcctl recover {slot} --server-type TYPE` with a type that has a larger disk");
     Some(match failure.message.as_deref().and_then(RestoreFailureCode::find) {
         Some(RestoreFailureCode::NoSpace) => format!("{larger}; or {another}"),
         Some(RestoreFailureCode::NewerPostgres) => format!(
-            "`svcctl recover {slot} --image-version VERSION` with a release that has that PostgreSQL; or {another}"
+            "run `svcctl recover {slot} --image-version VERSION` with a release that has that PostgreSQL version; \
+             or {another}"
         ),
         Some(RestoreFailureCode::StoreUnavailable) => format!(
-            "`svcctl doctor` shows what is wrong with the object store; once it works, `svcctl recover {slot}`"
+            "run `svcctl doctor` to see what is wrong with the object store; once the store works, run `svcctl recover \
+             {slot}`"
         ),
         None => format!(
-            "the same snapshot may fail again: `svcctl pointer show {slot}` shows whether the latest is complete; \
+            "the same snapshot may fail again: run `svcctl pointer show {slot}` to see whether the latest is complete; \
              {another}; if the disk was too small, {larger}"
         ),
     })

@@ -26,7 +26,7 @@ pub fn alarm_line(alarm: &Alarm) -> String {
     let figures = if parts.is_empty() { String::new() } else { format!(" ({})", parts.join("; ")) };
     let released = match &alarm.released_until {
         Some(last) if alarm.alarm == "unknown_servers" => {
-            format!(", released: the last one is deleted at {last}")
+            format!(", released: the last server is deleted at {last}")
         }
         Some(until) => format!(", released until {until}"),
         None => String::new(),
@@ -76,11 +76,15 @@ fn split_words(name: &str) -> String {
 
 fn overdue_line(overdue: &OverdueOperation) -> String {
     let OverdueOperation { handle, kind, step, .. } = overdue;
-    format!("{} of {handle} at {step} for {}", kind_noun(kind), format_span(overdue.age_seconds))
+    format!(
+        "the {} of {handle} has been in progress for {}, and is at the step {step}",
+        kind_noun(kind),
+        format_span(overdue.age_seconds)
+    )
 }
 
 fn overdue_advice(overdue: &OverdueOperation) -> String {
-    format!("svcctl operation {}", overdue.operation_id)
+    format!("run `svcctl operation {}`", overdue.operation_id)
 }
 
 /// Counts the overdue operations beyond the `named` ones, as `and 2 more operations are overdue`; `None` without any.
@@ -115,7 +119,7 @@ fn next_step(machine: &MachineNeedingAttention, alarms: &[Alarm]) -> String {
         Some("unsaved_changes") if is_deleted => DELETED_WITH_UNSAVED_CHANGES_ADVICE,
         Some("heartbeat_silent") if hosts_are_refused(alarms) => HOSTS_REFUSED_ADVICE,
         Some(reason) => advice(reason),
-        None => "svcctl status HANDLE",
+        None => "run `svcctl status HANDLE`",
     };
     let operation = machine.operation_id.as_deref().unwrap_or("ID");
     let slot = args::slot_arguments(&machine.idp_user_id, &machine.slot);
@@ -142,7 +146,7 @@ pub fn findings(fleet: &Fleet, findings: Findings) -> Findings {
         .take(MAX_NAMED)
         .fold(findings, |found, overdue| found.warning(overdue_line(overdue), overdue_advice(overdue)));
     let findings = match omitted_overdue_line(fleet, MAX_NAMED) {
-        Some(line) => findings.warning(line, "svcctl fleet"),
+        Some(line) => findings.warning(line, "run `svcctl fleet`"),
         None => findings,
     };
     let findings = fleet.attention.iter().take(MAX_NAMED).fold(findings, |findings, machine| {
@@ -161,7 +165,7 @@ pub fn findings(fleet: &Fleet, findings: Findings) -> Findings {
     let findings = if omitted > 0 {
         let verb = if omitted == 1 { "needs" } else { "need" };
         let line = format!("and {} {verb} attention", pluralize(omitted, "more machine"));
-        findings.warning(line, "svcctl fleet")
+        findings.warning(line, "run `svcctl fleet`")
     } else {
         findings
     };
@@ -252,8 +256,9 @@ fn backups_cell(backups: &BackupAges) -> Cell {
     words.join(", ").into()
 }
 
-const DELETED_WITH_UNSAVED_CHANGES_ADVICE: &str = "svcctl status HANDLE shows what only its server holds; svcctl undelete HANDLE restores it, \
-    unless a later machine in its slot has served traffic; svcctl discard HANDLE --accept-loss deletes it";
+const DELETED_WITH_UNSAVED_CHANGES_ADVICE: &str = "run `svcctl status HANDLE` to see what only its server holds; then run \
+    `svcctl undelete HANDLE` to restore it, unless a later machine in its slot has served traffic, or `svcctl discard \
+    HANDLE --accept-loss` to delete it";
 
 const HOSTS_REFUSED_ADVICE: &str = "live hosts are refused because of their tokens (alarm host_tokens_refused): resolve that first, then \
     check which hosts are still silent";
@@ -262,58 +267,71 @@ const HOSTS_REFUSED_ADVICE: &str = "live hosts are refused because of their toke
 fn advice(reason: &str) -> &'static str {
     match reason.split(':').next().unwrap_or_default() {
         _ if reason == "failed:reinstating" => {
-            "wait: it runs again after its next healthy heartbeat; svcctl status HANDLE shows what to do if there is none"
+            "wait: it runs again after its next healthy heartbeat; if there is none, run `svcctl status HANDLE` to see what \
+             to do"
         }
-        "operation_waiting" => "svcctl operation show OPERATION shows the question and its answers",
+        "operation_waiting" => "run `svcctl operation show OPERATION` to see the question and its answers",
         "snapshot_held" => {
-            "svcctl status HANDLE shows which tables lost rows; if that is intended: svcctl backup accept HANDLE"
+            "run `svcctl status HANDLE` to see which tables lost rows; if that is intended, run `svcctl backup accept \
+             HANDLE`"
         }
         "update_waiting" => {
-            "svcctl status HANDLE shows what prevents the snapshot; on its host `svc-update apply --version V \
-             --without-snapshot` updates without one"
+            "run `svcctl status HANDLE` to see what prevents the snapshot; to update without one, run `svc-update \
+             apply --version V --without-snapshot` on its host"
         }
         "database_mismatch" => {
-            "svcctl status HANDLE; on its host `svc-restore adopt` or `svc-restore replace`"
+            "run `svcctl status HANDLE`; then, on its host, run `svc-restore adopt` or `svc-restore replace`"
         }
-        "powered_off" => "svcctl power on HANDLE, or delete it",
+        "powered_off" => "run `svcctl power on HANDLE`, or delete it",
         "unsaved_changes" => {
-            "svcctl status HANDLE shows what only its server holds; svcctl discard HANDLE --accept-loss deletes it"
+            "run `svcctl status HANDLE` to see what only its server holds; run `svcctl discard HANDLE --accept-loss` \
+             to delete it"
         }
         "removal_abandoned" => {
-            "svcctl discard HANDLE deletes its server after all; svcctl undelete HANDLE restores a deleted machine"
+            "run `svcctl discard HANDLE` to delete its server after all, or `svcctl undelete HANDLE` to restore a deleted \
+             machine"
         }
-        "failed" => "svcctl status HANDLE shows why; then recover",
-        "heartbeat_silent" => "check that its host is reachable; recover if it is lost",
+        "failed" => "run `svcctl status HANDLE` to see why, then recover it",
+        "heartbeat_silent" => "check that its host is reachable; if it is lost, recover the machine",
         "pointer_unusable" => {
-            "svcctl pointer show USER_SLOT shows what is wrong and what a rebuild would choose; svcctl pointer rebuild USER_SLOT, \
-             then svcctl backup now HANDLE --wait"
+            "run `svcctl pointer show USER_SLOT` to see what is wrong and what a rebuild would choose; then run `svcctl \
+             pointer rebuild USER_SLOT` and `svcctl backup now HANDLE --wait`"
         }
         "snapshot_damaged" => {
-            "svcctl status HANDLE names the damaged snapshots; svcctl backup now HANDLE --wait takes a new one"
+            "run `svcctl status HANDLE` to see the damaged snapshots; run `svcctl backup now HANDLE --wait` to take a \
+             new one"
         }
         "drill_failed" => {
-            "svcctl status HANDLE shows why; once the cause is fixed, svcctl backup drill HANDLE --wait"
+            "run `svcctl status HANDLE` to see why; once the cause is fixed, run `svcctl backup drill HANDLE --wait`"
         }
-        "backup_overdue" | "backup_failing" => "svcctl backup now HANDLE --wait",
-        "gateway_failing" | "database_failing" => "check its logs; recover if it persists",
+        "backup_overdue" | "backup_failing" => "run `svcctl backup now HANDLE --wait`",
+        "gateway_failing" | "database_failing" => {
+            "check its logs; if the failure persists, recover the machine"
+        }
         "code_failing" => {
-            "on its host journalctl -u svc-code has the error; the owner's settings may be the cause"
+            "run `journalctl -u svc-code` on its host to see the error; the owner's settings may be the cause"
         }
-        "disk_unknown" => "its host cannot measure its disk: journalctl -u svc-sync-agent has the error",
+        "disk_unknown" => {
+            "its host cannot measure its disk: run `journalctl -u svc-sync-agent` there to see the error"
+        }
         "update_rolled_back" | "update_failed" => UPDATE_ADVICE,
         "update_refused" => {
-            "svcctl status HANDLE shows why its host refuses the release; svc-update on its host has options for that"
+            "run `svcctl status HANDLE` to see why its host refuses the release; publish a version that the host accepts, or \
+             run `svc-update apply --version V` on the host with the option that the reason names"
         }
-        "operation_stuck" => "svcctl status HANDLE shows the step",
-        "boot_slow" => "svcctl status HANDLE shows the stage",
+        "operation_stuck" => "run `svcctl status HANDLE` to see the step",
+        "boot_slow" => "run `svcctl status HANDLE` to see the stage",
         "certificate_missing" => {
-            "svcctl status HANDLE shows why; CUSTOMER_VPS_TLS_VERIFY_EXCEPT keeps it reachable in the meantime"
+            "run `svcctl status HANDLE` to see why; add it to CUSTOMER_VPS_TLS_VERIFY_EXCEPT to keep it reachable in the \
+             meantime"
         }
         "certificate_expiring" | "certificate_pending" => {
-            "svcctl status HANDLE and, on its host, svcctl doctor show why there is no new one"
+            "run `svcctl status HANDLE` and, on its host, `svcctl doctor` to see why there is no new certificate"
         }
-        "token_not_rotated" => "svcctl deploy start installs a release that rotates tokens on its host",
-        _ => "svcctl status HANDLE",
+        "token_not_rotated" => {
+            "run `svcctl deploy start` to update its host to a release that rotates tokens"
+        }
+        _ => "run `svcctl status HANDLE`",
     }
 }
 
@@ -344,7 +362,7 @@ mod tests {
             ("drill_failed", "svcctl backup drill ada --wait"),
         ] {
             let next = next_step(&machine_with_reason(reason), &[]);
-            assert!(next.starts_with("svcctl status ada ") && next.contains(command), "{next}");
+            assert!(next.starts_with("run `svcctl status ada` ") && next.contains(command), "{next}");
         }
     }
 

@@ -16,7 +16,7 @@ const MAX_HEARTBEAT_AGE_SECONDS: f64 = 120.0;
 
 fn attention_cell(item: &Attention, handle: &str) -> Cell {
     let next = match item.code.as_str() {
-        "snapshot_held" => format!("; if that is intended: `svcctl backup accept {handle}`"),
+        "snapshot_held" => format!("; if that is intended, run `svcctl backup accept {handle}`"),
         _ => String::new(),
     };
     Cell::painted(Some(Color::Bad), format!("{}: {}{next}", item.code, item.detail))
@@ -91,7 +91,8 @@ fn heartbeat_cell(view: &View, machine: &Machine, format: fn(jiff::Timestamp, &s
 }
 
 /// The advice after a failed update.
-pub const UPDATE_ADVICE: &str = "`svc-update status` on its host shows details; publish another version, then roll it out with `svcctl deploy start`";
+pub const UPDATE_ADVICE: &str = "run `svc-update status` on its host to see details; publish another version, then roll it \
+    out with `svcctl deploy start`";
 
 fn has_update_failed(update: &LastUpdate) -> bool {
     !update.outcome.is(UpdateOutcome::Updated)
@@ -160,8 +161,8 @@ pub fn details_with_slot_exit_times(
         None if is_pointer_unusable(m) => {
             let slot = args::slot_arguments(&m.idp_user_id, &m.slot);
             format!(
-                "the snapshot pointer cannot be used: `svcctl pointer show {slot}` shows what is wrong and what a rebuild would \
-                 choose; `svcctl pointer rebuild {slot}` rebuilds it, then `svcctl backup now {}`",
+                "the snapshot pointer cannot be used: run `svcctl pointer show {slot}` to see what is wrong and what a \
+                 rebuild would choose; then run `svcctl pointer rebuild {slot}` and `svcctl backup now {}`",
                 m.machine_id
             )
         }

@@ -24,7 +24,8 @@ pub fn inspection(view: &View, slot: &SlotTarget, found: &PointerInspection) -> 
         text.push_str(&match &found.rebuilt {
             Some(_) => format!("  next: `svcctl pointer rebuild {}`\n", slot.arguments()),
             None => format!(
-                "  no complete snapshot was found; `svcctl pointer rebuild {} --empty` makes the pointer name none\n",
+                "  no complete snapshot was found; run `svcctl pointer rebuild {} --empty` to make the pointer \
+                 name none\n",
                 slot.arguments()
             ),
         });

@@ -125,7 +125,7 @@ pub fn warnings(quote: &ProvisionQuote) -> Vec<String> {
         .map(|(name, _, command)| {
             format!(
                 "a {name} has not been exercised on a test slot in the last 90 days: exercise it before you add \
-                 many users (`svcctl slot set USER --plan PLAN --test`, `svcctl provision`, then {command})"
+                 many users (run `svcctl slot set USER --plan PLAN --test`, `svcctl provision`, then {command})"
             )
         })
         .collect()

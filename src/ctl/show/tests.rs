@@ -53,11 +53,11 @@ fn unreadable_pointer_shows_how_to_rebuild_it() {
     let output = machine::details(&plain_view(), &from_json(machine));
     assert!(
         output.contains(
-            "next         the snapshot pointer cannot be used: `svcctl pointer show user_1 --slot second`"
+            "next         the snapshot pointer cannot be used: run `svcctl pointer show user_1 --slot second`"
         ),
         "{output}"
     );
-    assert!(output.contains("`svcctl pointer rebuild user_1 --slot second` rebuilds it"), "{output}");
+    assert!(output.contains("then run `svcctl pointer rebuild user_1 --slot second`"), "{output}");
 }
 
 #[test]
@@ -73,7 +73,7 @@ fn rolled_back_update_shows_reason_and_advice() {
     let output = machine::details(&plain_view(), &from_json(machine));
     for line in [
         "update       2026.11.2 rolled_back at health: the gateway was not ready; 2026-11-21 11:55:00 UTC, 5 min ago",
-        "next         `svc-update status` on its host",
+        "next         run `svc-update status` on its host",
     ] {
         assert!(output.contains(line), "{line}: {output}");
     }
@@ -265,7 +265,10 @@ fn failed_restore_advice_depends_on_the_code() {
     }
     assert!(!damaged.contains("`svcctl recover user_1`"), "the advice repeats the failed command: {damaged}");
     let full = next("second", "svc-restore: code no_space: /var/lib/svc: 5 of 9 bytes");
-    assert!(full.contains("next         `svcctl recover user_1 --slot second --server-type TYPE`"), "{full}");
+    assert!(
+        full.contains("next         run `svcctl recover user_1 --slot second --server-type TYPE`"),
+        "{full}"
+    );
     let newer = next("primary", "svc-restore: code newer_postgres: x was taken with PostgreSQL 17");
     assert!(newer.contains("`svcctl recover user_1 --image-version VERSION`"), "{newer}");
     let store = next("primary", "svc-restore: code store_unavailable: no response");

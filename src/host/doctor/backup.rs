@@ -16,7 +16,8 @@ use svc_store::key;
 const MAX_BACKUP_AGE_SECONDS: i64 = 2 * 3600 + 600;
 /// Drills, the least frequent checks, are weekly. The limit allows one missed run, and time for the next.
 const MAX_CHECK_AGE_DAYS: i64 = 15;
-const NEXT_STEP: &str = "journalctl -u svc-db-backup -n 50; systemctl start svc-db-backup";
+const NEXT_STEP: &str =
+    "run `journalctl -u svc-db-backup -n 50` to find the cause, then `systemctl start svc-db-backup`";
 
 #[derive(Deserialize)]
 struct BackupRecord {
@@ -45,7 +46,7 @@ pub fn check(layout: &Layout) -> Findings {
     let Ok(record) = serde_json::from_slice::<BackupRecord>(&text) else {
         return findings.problem("last-backup.json is not a valid backup record", NEXT_STEP);
     };
-    // A later backup can also fail for another reason than the reported one.
+    // A later backup can fail for a reason other than the reported loss.
     let is_reported = held.is_some() && record.held.is_some();
     if record.status != "success" && !is_reported {
         let why = record.error.unwrap_or_else(|| "no reason recorded".to_owned());
@@ -55,7 +56,8 @@ pub fn check(layout: &Layout) -> Findings {
     let age = Timestamp::now().as_second() - taken.as_second();
     let summary = format!("the last verified snapshot is {} min old", age / 60);
     if age > MAX_BACKUP_AGE_SECONDS {
-        return findings.problem(summary, format!("systemctl list-timers svc-db-backup.timer; {NEXT_STEP}"));
+        let next = format!("check the timer with `systemctl list-timers svc-db-backup.timer`; {NEXT_STEP}");
+        return findings.problem(summary, next);
     }
     findings.or_ok(summary)
 }
@@ -67,11 +69,13 @@ pub fn check_snapshots(layout: &Layout) -> Findings {
     let days_in_use = read_seconds_in_use(layout) / 86_400;
     for &kind in CheckKind::ALL {
         let unit = format!("svc-db-{}", kind.as_str());
-        let next = format!("journalctl -u {unit} -n 50; systemctl start {unit}");
+        let next =
+            format!("run `journalctl -u {unit} -n 50` to find the cause, then `systemctl start {unit}`");
+        let timer_next = format!("check the timer with `systemctl list-timers {unit}.timer`; {next}");
         match CheckRecord::last(layout, kind) {
             Ok(None) if days_in_use > MAX_CHECK_AGE_DAYS => {
-                let what = format!("no {} on this machine", noun(kind));
-                findings = findings.warning(what, format!("systemctl list-timers {unit}.timer; {next}"));
+                let what = format!("there has been no {} on this machine", noun(kind));
+                findings = findings.warning(what, timer_next);
             }
             Ok(None) => summary.push(format!("no {} yet", noun(kind))),
             Ok(Some(check)) if check.status == Status::Success => {
@@ -82,7 +86,7 @@ pub fn check_snapshots(layout: &Layout) -> Findings {
                 };
                 let last = format!("the last {} succeeded {age} ago", noun(kind));
                 if days > MAX_CHECK_AGE_DAYS {
-                    findings = findings.warning(last, format!("systemctl list-timers {unit}.timer; {next}"));
+                    findings = findings.warning(last, timer_next);
                 } else {
                     summary.push(last);
                 }
@@ -112,11 +116,11 @@ fn noun(kind: CheckKind) -> &'static str {
 /// Assesses a missing backup, which is normal on a new machine.
 fn assess_missing_backup(findings: Findings, layout: &Layout) -> Findings {
     if read_seconds_in_use(layout) > MAX_BACKUP_AGE_SECONDS {
-        return findings.problem("no backup on this machine", NEXT_STEP);
+        return findings.problem("there has been no backup on this machine", NEXT_STEP);
     }
     findings.warning(
-        "no backup on this machine yet",
-        "the timer runs hourly; to start a backup now: systemctl start svc-db-backup",
+        "there has been no backup on this machine yet",
+        "wait for the hourly timer, or run `systemctl start svc-db-backup`",
     )
 }
 

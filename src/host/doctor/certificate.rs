@@ -18,7 +18,7 @@ pub fn check(layout: &Layout) -> Findings {
     let Some(certificate) = certificate::read(layout) else {
         return findings.skipped("the gateway has not reported its certificate");
     };
-    let next = "journalctl -u svc-gateway -n 50; docs/operating/certificates.md has the requirements";
+    let next = "run `journalctl -u svc-gateway -n 50`; docs/operating/certificates.md lists the requirements";
     let retry = certificate.next_attempt_at.as_ref();
     let retry = retry.map(|at| format!("; next attempt at {at}")).unwrap_or_default();
     let (findings, has_failed) = match &certificate.error {
@@ -35,7 +35,8 @@ pub fn check(layout: &Layout) -> Findings {
     };
     if certificate.source.is(CertificateSource::SelfSigned) && settings.acme.is_none() && !has_failed {
         let what = format!(
-            "self-signed: neither a certificate authority nor a certificate file is configured for {name}"
+            "the certificate is self-signed: neither a certificate authority nor a certificate file is configured for \
+             {name}"
         );
         return findings
             .warning(what, "set ACME_DIRECTORY_URL on the platform, or GATEWAY_TLS_CERT_FILE here");

@@ -16,7 +16,7 @@ pub fn check(layout: &Layout) -> Findings {
         findings = findings.problem(
             "PLATFORM_INTERNAL_URL differs between update.env and host.env: updates come from the platform in \
              update.env",
-            "as root, set the platform's address in both files",
+            "as root, set PLATFORM_INTERNAL_URL to the platform's address in both files",
         );
     }
     match read_identity(services_env(layout), layout) {

@@ -21,14 +21,14 @@ use svc_base::error_chain::format_chain;
 const PORT: u16 = 5432;
 const IDENTITY_NEXT_STEP: &str = "if this database is the right one, run `svc-restore adopt`; otherwise restore the latest snapshot: here \
      with `svc-restore replace`, or on a new server with `svcctl recover USER`";
-const NEXT_STEP: &str = "systemctl status svc-postgres; journalctl -u svc-postgres -n 50";
+const NEXT_STEP: &str = "run `systemctl status svc-postgres; journalctl -u svc-postgres -n 50`";
 
 pub async fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("database");
     let mut env = services_env(layout);
     let findings = match read_own_port(layout, &mut env) {
         Ok(_) => findings,
-        Err(why) => findings.problem(why, "DATABASE_URL in host.env must name 127.0.0.1:5432"),
+        Err(why) => findings.problem(why, "set DATABASE_URL in host.env to the database on 127.0.0.1:5432"),
     };
     let Some(Ok(config)) = DatabaseUrl::read(&mut env).as_ref().map(DatabaseUrl::config) else {
         return findings;
@@ -47,7 +47,7 @@ pub async fn check(layout: &Layout) -> Findings {
         Ok(row) => {
             let version: String = row.get(0);
             if !version.starts_with("16") {
-                let what = format!("PostgreSQL {version}; snapshots and tools need version 16");
+                let what = format!("the server runs PostgreSQL {version}, but snapshots and tools need 16");
                 let next = "check SVC_POSTGRES_IMAGE in update.env, and the unit svc-postgres";
                 return findings.problem(what, next);
             }
@@ -72,7 +72,7 @@ fn identity_next_step(error: &IdentityError) -> &'static str {
 /// The reason: `DATABASE_URL` is missing, unreadable or invalid, or it does not name this machine's own database.
 pub fn read_own_port(layout: &Layout, env: &mut Env) -> Result<u16, String> {
     let Some(url) = DatabaseUrl::read(env) else {
-        return Err("DATABASE_URL is not set, or this user may not read it".to_owned());
+        return Err("DATABASE_URL is not set, or this user has no permission to read it".to_owned());
     };
     let config = url.config().map_err(|error| error.to_string())?;
     for host in config.get_hosts() {

@@ -9,9 +9,10 @@ use crate::system::layout::Layout;
 use svc_base::diagnosis::Findings;
 use svc_base::quantity::pluralize;
 
-const NEXT_STEP: &str = "journalctl -u svc-files -n 50; systemctl restart svc-files";
+const NEXT_STEP: &str =
+    "run `journalctl -u svc-files -n 50` to find the cause, then `systemctl restart svc-files`";
 
-const VERIFY_STEP: &str = "svc-sync-agent verify";
+const VERIFY_STEP: &str = "run `svc-sync-agent verify`";
 
 pub fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("file-backup");
@@ -20,7 +21,7 @@ pub fn check(layout: &Layout) -> Findings {
             let what = format!(
                 "the previous machine's files have not been restored, and no files are saved: {error}"
             );
-            return findings.problem(what, "svc-sync-agent restore-home --retry");
+            return findings.problem(what, "run `svc-sync-agent restore-home --retry`");
         }
         Ok(_) => {}
         Err(error) => return findings.skipped(format!("{error}; run the doctor as root")),
@@ -56,7 +57,7 @@ pub fn check(layout: &Layout) -> Findings {
     let first = status.first_unreadable.unwrap_or_default();
     findings.warning(
         format!("{what}, but {} could not be read, such as {first}", pluralize(status.unreadable, "item")),
-        "journalctl -u svc-files -n 50",
+        "run `journalctl -u svc-files -n 50`",
     )
 }
 

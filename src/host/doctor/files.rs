@@ -90,13 +90,13 @@ fn check_file(
     } else {
         let what = format!("{path} has mode {mode:04o}: other users can access its secrets");
         let next =
-            format!("chmod 0600 {path}, then rotate the secrets in it if other users may have read it");
+            format!("run `chmod 0600 {path}`, then rotate its secrets if other users may have read them");
         findings.problem(what, next)
     };
     match users.uid(owner) {
         Some(id) if id != meta.uid() => {
             let what = format!("{path} is owned by uid {}, not by {owner}", meta.uid());
-            findings.problem(what, format!("chown {owner}: {path}"))
+            findings.problem(what, format!("run `chown {owner}: {path}`"))
         }
         _ => findings,
     }

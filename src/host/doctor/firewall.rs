@@ -7,7 +7,7 @@ use tokio::process::Command;
 use crate::system::layout::Layout;
 use svc_base::diagnosis::Findings;
 
-const NEXT_STEP: &str = "systemctl restart nftables; journalctl -u nftables -n 20";
+const NEXT_STEP: &str = "run `systemctl restart nftables; journalctl -u nftables -n 20`";
 
 pub async fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("firewall");
@@ -21,13 +21,13 @@ pub async fn check(layout: &Layout) -> Findings {
             let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
             assess(findings, &stderr)
         }
-        Err(error) => findings.skipped(format!("nft: {error}")),
+        Err(error) => findings.skipped(format!("cannot run nft: {error}")),
     }
 }
 
 fn assess(findings: Findings, stderr: &str) -> Findings {
     if stderr.contains("Operation not permitted") {
-        return findings.skipped("run the doctor as root");
+        return findings.skipped("the network rules cannot be read; run the doctor as root");
     }
     let line = stderr.lines().next().unwrap_or("nft printed no error");
     let why = format!(

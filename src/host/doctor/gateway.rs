@@ -19,11 +19,11 @@ pub fn socket_path(layout: &Layout) -> PathBuf {
 
 pub async fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("gateway");
-    let next = "systemctl status svc-gateway; journalctl -u svc-gateway -n 50";
+    let next = "run `systemctl status svc-gateway; journalctl -u svc-gateway -n 50`";
     let listen = services_env(layout).or_default(&vars::GATEWAY_LISTEN);
     let pin = match probe::read_pin(layout) {
         Ok(Some(pin)) => pin,
-        Ok(None) => return findings.problem("no TLS key yet: the gateway has never started", next),
+        Ok(None) => return findings.problem("the gateway has no TLS key yet: it has never started", next),
         Err(error) => {
             return findings
                 .skipped(format!("the gateway's key cannot be read: {error:#}; run the doctor as root"));
@@ -33,9 +33,10 @@ pub async fn check(layout: &Layout) -> Findings {
         return findings.problem("cannot create an HTTPS client for the gateway's certificate", next);
     };
     if gateway.is_ready().await {
-        findings.ok(format!("ready on {listen}, with its own key"))
+        findings.ok(format!("the gateway is ready on {listen}, with its own key"))
     } else {
-        findings.problem(format!("not ready on {listen}, or its key differs from tls/key.pem"), next)
+        let what = format!("the gateway is not ready on {listen}, or its key differs from tls/key.pem");
+        findings.problem(what, next)
     }
 }
 
@@ -63,7 +64,8 @@ pub fn check_key(layout: &Layout) -> Findings {
             return findings.skipped(format!("the key cannot be read: {error:#}; run the doctor as root"));
         }
     };
-    let next = "journalctl -u svc-register -n 50; `svcctl status MACHINE` shows operators the boot's result";
+    let next = "run `journalctl -u svc-register -n 50`; operators can see the boot's result with `svcctl status \
+                MACHINE`";
     let registration = match fsx::read_if_exists(&layout.registration()) {
         Ok(Some(text)) => serde_json::from_slice::<RegistrationFile>(&text).ok(),
         Ok(None) => None,

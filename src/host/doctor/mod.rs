@@ -1,6 +1,6 @@
 //! `svcctl doctor` on a machine: checks the machine's files, database and services.
 //!
-//! The checks do not change files, credentials or units. They report files that they may not read.
+//! The checks do not change files, credentials or units. They report files that they have no permission to read.
 
 mod backup;
 mod certificate;
@@ -89,7 +89,9 @@ impl<'a> BlockingChecks<'a> {
         let layout = self.layout.clone();
         Check::new(name, FILE_CHECK_TIMEOUT, async move {
             let result = tokio::task::spawn_blocking(move || check(&layout)).await;
-            result.unwrap_or_else(|_| Findings::new(name).skipped("the check itself failed: a bug in svc"))
+            result.unwrap_or_else(|_| {
+                Findings::new(name).skipped("the check itself failed: this is a bug in svc")
+            })
         })
     }
 }

@@ -40,11 +40,13 @@ pub async fn check(layout: &Layout) -> Findings {
     if layout.superseded().exists() {
         return findings.problem(
             "another machine has replaced this one",
-            "nothing: this machine stops automatically, and its server will be deleted",
+            "do nothing: this machine stops automatically, and its server will be deleted",
         );
     }
     match fetch_headers(layout).await {
-        Ok(_) => findings.ok("reachable, and has not reported that this machine was replaced"),
+        Ok(_) => {
+            findings.ok("the platform is reachable, and has not reported that this machine was replaced")
+        }
         Err(why) => findings.problem(
             format!("the platform cannot be reached: {why}"),
             "check PLATFORM_INTERNAL_URL in host.env, and this machine's outbound network",
@@ -55,23 +57,26 @@ pub async fn check(layout: &Layout) -> Findings {
 pub async fn check_clock(layout: &Layout) -> Findings {
     let findings = Findings::new("clock");
     let Ok(headers) = fetch_headers(layout).await else {
-        return findings
-            .skipped("not compared with the platform's clock, because the platform cannot be reached");
+        return findings.skipped(
+            "the clock was not compared with the platform's, because the platform cannot be reached",
+        );
     };
     let now = Timestamp::now();
     match response_date(&headers) {
         Some(platform_time) => {
             let skew = now.as_second() - platform_time.as_second();
             if skew.abs() <= MAX_CLOCK_SKEW_SECONDS {
-                return findings.ok(format!("within {MAX_CLOCK_SKEW_SECONDS} s of the platform's clock"));
+                return findings
+                    .ok(format!("the clock is within {MAX_CLOCK_SKEW_SECONDS} s of the platform's"));
             }
             let direction = if skew > 0 { "ahead of" } else { "behind" };
             findings.problem(
                 format!(
-                    "{} s {direction} the platform's clock: this machine may refuse the platform's requests",
+                    "this machine's clock is {} s {direction} the platform's: this machine may refuse the platform's \
+                     requests",
                     skew.abs()
                 ),
-                "timedatectl status; systemctl restart systemd-timesyncd",
+                "run `timedatectl status; systemctl restart systemd-timesyncd`",
             )
         }
         None => findings.skipped("the platform's response has no Date header"),

@@ -23,17 +23,17 @@ pub fn check(layout: &Layout) -> Findings {
     // Without IPv6, there is no tcp6.
     match (read("tcp"), read("tcp6").or_else(|_| Ok::<_, std::io::Error>(String::new()))) {
         (Ok(v4), Ok(v6)) => assess(findings, &parse_listeners(&v4, &v6), gateway),
-        (Err(error), _) | (_, Err(error)) => findings.skipped(format!("/proc/net/tcp: {error}")),
+        (Err(error), _) | (_, Err(error)) => findings.skipped(format!("cannot read /proc/net/tcp: {error}")),
     }
 }
 
 fn assess(findings: Findings, listeners: &[(IpAddr, u16)], gateway: u16) -> Findings {
     let mut findings = findings;
     for (ip, port) in listeners.iter().filter(|(ip, _)| !ip.to_canonical().is_loopback()) {
-        let next = "find the process with ss -ltnp; check that nftables blocks the port";
+        let next = "find the process with `ss -ltnp`, and check that nftables blocks the port";
         if *port == POSTGRES_PORT {
             let what = format!("the database listens on {ip}, not only on loopback");
-            findings = findings.problem(what, "listen_addresses of svc-postgres must be 127.0.0.1");
+            findings = findings.problem(what, "set listen_addresses of svc-postgres to 127.0.0.1");
         } else if ![gateway, SSH_PORT].contains(port) {
             findings = findings.warning(format!("an unexpected process listens on {ip}:{port}"), next);
         }

@@ -18,17 +18,18 @@ use svc_base::fsx::{self, FileError};
 pub fn check_gate(layout: &Layout) -> Findings {
     let findings = Findings::new("gate");
     match std::fs::metadata(layout.restore_complete()) {
-        Ok(_) => findings.ok("open: the restore is complete"),
+        Ok(_) => findings.ok("the gate is open: the restore is complete"),
         Err(error) if error.kind() == ErrorKind::NotFound => findings.problem(
-            "closed: the restore has not succeeded, so the gateway does not start",
-            "journalctl -u svc-restore -n 50; then systemctl restart svc-first-boot, which resumes the boot",
+            "the gate is closed: the restore has not succeeded, so the gateway does not start",
+            "run `journalctl -u svc-restore -n 50` to find the cause, then `systemctl restart svc-first-boot`, which \
+             resumes the boot",
         ),
         Err(error) => findings.skipped(format!("{error}; run the doctor as root")),
     }
 }
 
 const NEXT_STEP_LINKS: &str =
-    "svc-update boot creates the links and installs the units of the current release";
+    "run `svc-update boot` to create the links and install the units of the current release";
 
 pub fn check_current(layout: &Layout) -> Findings {
     let findings = Findings::new("release");
@@ -98,14 +99,14 @@ pub fn check_update(layout: &Layout) -> Findings {
         findings = findings.warning(
             format!("the update to {version} {}", wait.describe()),
             format!(
-                "journalctl -u svc-db-backup-request -n 50; svc-update apply --version {version} --without-snapshot \
-                 skips the snapshot"
+                "run `journalctl -u svc-db-backup-request -n 50` to find the cause; to skip the snapshot, run `svc-update \
+                 apply --version {version} --without-snapshot`"
             ),
         );
     } else if dir.join("journal.json").exists() {
         findings = findings.warning(
             "an update is in progress or was interrupted",
-            "svc-update resumes it at its next start: systemctl status svc-update",
+            "run `systemctl status svc-update`; svc-update resumes an interrupted update at its next start",
         );
     }
     let releases = dir.join("releases.json");
@@ -122,8 +123,9 @@ pub fn check_update(layout: &Layout) -> Findings {
         Ok(Some(_)) => {
             let path = releases.display();
             findings = findings.problem(
-                format!("{path} is malformed, or of an unsupported version, so updates and rollbacks fail"),
-                "move the file away, then update; the quarantined releases and the previous one are no longer known",
+                format!("{path} is malformed or has an unsupported version, so updates and rollbacks fail"),
+                "move the file away, then update; the machine then no longer knows its previous and \
+                 quarantined releases",
             );
         }
         Err(error) => findings = findings.skipped(format_chain(&error)),
@@ -137,12 +139,12 @@ pub fn check_update(layout: &Layout) -> Findings {
             let why = error.unwrap_or_else(|| "no reason recorded".to_owned());
             let what =
                 format!("the last update, to {version}, ended with {outcome} in the stage {stage}: {why}");
-            let next = "journalctl -u svc-update -n 100";
+            let next = "run `journalctl -u svc-update -n 100`";
             if outcome == "failed" { findings.problem(what, next) } else { findings.warning(what, next) }
         }
         Ok(Some(Err(error))) => findings.warning(
             format!("the outcome of the last update is unknown: last.json is malformed: {error}"),
-            "`svc-update history` prints the updates; the next one replaces the file",
+            "run `svc-update history` to list the updates; the next update replaces the file",
         ),
         Err(error) => findings.skipped(format_chain(&error)),
     }

@@ -32,7 +32,7 @@ pub async fn check(layout: &Layout) -> Findings {
     if let StoreConfig::S3(s3) = &mut config {
         if s3.expires_at.is_none() {
             findings = findings.warning(
-                "static credentials: this machine can read, overwrite and delete every slot",
+                "the store credentials are static: this machine can read, overwrite and delete every slot",
                 "set STS_ROLE_ARN on the platform, then recover the machine",
             );
         }
@@ -50,22 +50,24 @@ pub async fn check(layout: &Layout) -> Findings {
     let slot = SlotPrefix::new(&identity.user, &identity.slot);
     match pointer_io::read(&bucket, &slot).await {
         Ok(Some(read)) if read.has_latest() => match read.value.admit(identity.epoch, identity.machine) {
-            Ok(()) => findings.or_ok("reachable, and the slot's pointer allows this machine to write"),
+            Ok(()) => {
+                findings.or_ok("the store is reachable, and the slot's pointer allows this machine to write")
+            }
             Err(fenced) => findings.problem(
                 fenced.to_string(),
-                "nothing: this machine was replaced, and its backups are refused on purpose",
+                "do nothing: this machine was replaced, so its backups are refused",
             ),
         },
         Ok(_) => findings.problem(
             "the slot has no pointer, not even the fence that provisioning writes",
-            "system/db/latest was deleted: `svcctl backup now MACHINE` writes it again",
+            "system/db/latest was deleted: run `svcctl backup now MACHINE` to write it again",
         ),
         Err(error @ StoreError::Denied { .. }) => findings.problem(
             format_chain(&error),
             "check the role's permissions, its session policy, and OBJECT_STORE_URL",
         ),
         Err(error @ StoreError::Clock { .. }) => {
-            findings.problem(error.to_string(), "systemctl restart systemd-timesyncd")
+            findings.problem(error.to_string(), "run `systemctl restart systemd-timesyncd`")
         }
         Err(error) => findings
             .problem(format_chain(&error), "check the store's status, and OBJECT_STORE_ENDPOINT in r2.env"),
@@ -83,7 +85,8 @@ fn assess_expired_session(
     if Timestamp::now().duration_since(since) < MAX_RENEWAL_AGE {
         let renewed = rfc3339_ms(since);
         return findings.or_ok(format!(
-            "not checked: the last session, from {renewed}, has expired and will be renewed on its next use"
+            "the store was not checked: the last session, from {renewed}, has expired and will be renewed on its \
+             next use"
         ));
     }
     findings.problem(
@@ -92,7 +95,7 @@ fn assess_expired_session(
             rfc3339_ms(expired_at),
             rfc3339_ms(since)
         ),
-        "svc-sync-agent renews them about once an hour: journalctl -u svc-sync-agent -n 50",
+        "run `journalctl -u svc-sync-agent -n 50`: svc-sync-agent renews the credentials about once an hour",
     )
 }
 

@@ -77,16 +77,16 @@ fn assess(findings: Findings, output: &str, lacks_part: impl Fn(&str) -> bool) -
             continue;
         }
         let is_always_on = SERVICES.contains(&id) || TRIGGER_UNITS.contains(&id);
-        let next = format!("systemctl status {id}; journalctl -u {id} -n 50");
+        let next = format!("run `systemctl status {id}; journalctl -u {id} -n 50`");
         if is_always_on && value("LoadState") == "not-found" {
-            findings =
-                findings.problem(format!("{id} is not installed"), "svc-update boot installs the units");
+            findings = findings
+                .problem(format!("{id} is not installed"), "run `svc-update boot` to install the units");
         } else if state == "failed" {
             findings = findings.problem(format!("{id} failed ({})", value("Result")), next);
         } else if state == "inactive" && lacks_part(id) {
             findings = findings.warning(
                 format!("{id} has nothing to run: the release lacks the part that it needs"),
-                "nothing, if that is intended; otherwise publish a bundle that contains it",
+                "publish a bundle that contains the part, unless its absence is intended",
             );
         } else if is_always_on && state != "active" {
             findings = findings.problem(format!("{id} is {state}"), next);

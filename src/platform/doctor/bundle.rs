@@ -17,8 +17,8 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     if config.hosts.bundle_public_keys.is_none() {
         findings = findings.warning(
             "BUNDLE_PUBLIC_KEYS is not set: machines provisioned now cannot be updated by a rollout",
-            "set it to the public half of the bundle signing key before you provision machines; on each existing machine, \
-             set SVC_BUNDLE_PUBLIC_KEYS in /opt/svc/env/update.env as root",
+            "set BUNDLE_PUBLIC_KEYS to the public half of the bundle signing key before you provision machines; on each \
+             existing machine, set SVC_BUNDLE_PUBLIC_KEYS in /opt/svc/env/update.env as root",
         );
     }
     let Ok(bucket) = config.store.open() else {
@@ -27,7 +27,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     match find_bundle(&bucket, version).await {
         Ok((None, _)) => findings.problem(
             format!("CUSTOMER_VPS_IMAGE_VERSION is {version}, which is not published"),
-            format!("publish it: svcctl bundle publish DIR --image-version {version}"),
+            format!("run `svcctl bundle publish DIR --image-version {version}`"),
         ),
         Ok((Some(_), None)) => findings.problem(
             format!("the store has the .sha256 of {version}, but not its archive"),
@@ -53,12 +53,13 @@ async fn check_manifest(
         Ok(_) | Err(BundleUnusable::Manifest(ManifestError::NoKeys)) => findings,
         Err(BundleUnusable::Unsigned) => findings.warning(
             format!("{version} has no signed manifest"),
-            "hosts do not update to it automatically: build it with --signing-key, and publish it under a new version",
+            "hosts do not update to this release automatically: build it with --signing-key, and publish it under a new \
+             version",
         ),
         Err(BundleUnusable::Store(error)) => findings.problem(format_chain(&error), SEE_STORE_CHECK),
         Err(why @ (BundleUnusable::Manifest(_) | BundleUnusable::WrongArchive)) => findings.problem(
             format!("hosts cannot update to {version}: {why}"),
-            "build it again, signed with a key from BUNDLE_PUBLIC_KEYS, and publish it under a new version",
+            "build the bundle again, signed with a key from BUNDLE_PUBLIC_KEYS, and publish it under a new version",
         ),
     }
 }

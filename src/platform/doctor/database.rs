@@ -62,11 +62,11 @@ pub async fn check(config: &PlatformConfig) -> Findings {
             format!(
                 "the database's schema has version {applied}, which is newer than this binary's {newest}"
             ),
-            "a newer svc-platform has migrated it: install that release",
+            "a newer svc-platform has migrated the schema: install that release",
         ),
         Some(applied) if applied < newest => findings.warning(
             format!("the database's schema has version {applied}, but this binary needs {newest}"),
-            "start svc-platform, which migrates it",
+            "start svc-platform, which migrates the schema",
         ),
         Some(applied) => {
             findings.or_ok(format!("PostgreSQL {version}, schema {applied}, responds in {response_ms} ms"))

@@ -10,7 +10,7 @@ use svc_base::quantity::pluralize;
 /// Maximum number of failures that are listed.
 const MAX_NAMED: i64 = 5;
 /// A repository is overdue for pruning if its last pruning ended longer ago than this number of intervals plus the
-/// maximum duration of a pruning.
+/// maximum duration of a pruning run.
 const MAX_INTERVALS: u32 = 3;
 
 pub async fn check(config: &PlatformConfig) -> Findings {
@@ -36,7 +36,7 @@ fn assess(mut findings: Findings, found: &PruningProblems, is_scheduled: bool) -
     for (slot, error) in &found.failures {
         findings = findings.warning(
             format!("the file backups of {slot} could not be pruned: {error}"),
-            "the platform retries automatically; `svcctl files usage USER` shows their size and the last \
+            "the platform retries automatically; run `svcctl files usage USER` to see their size and the last \
              result",
         );
     }
@@ -56,7 +56,7 @@ fn assess(mut findings: Findings, found: &PruningProblems, is_scheduled: bool) -
     if found.overdue > 0 {
         findings = findings.warning(
             format!("the file backups of {} are overdue for pruning", pluralize(found.overdue, "slot")),
-            "check svc-platform's log: a pruning may need more memory, or more prunings may be due than the \
+            "check svc-platform's log: a pruning run may need more memory, or more runs may be due than the \
              platform's processes can complete",
         );
     }

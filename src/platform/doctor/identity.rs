@@ -29,7 +29,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
             findings.ok(format!("{} has {keys}", url.host_str().unwrap_or_default()))
         }
         Ok(_) => findings.problem(format!("{url} has no key with an id"), next),
-        Err(why) => findings.problem(format!("cannot fetch its keys: {why}"), next),
+        Err(why) => findings.problem(format!("cannot fetch the keys of the identity provider: {why}"), next),
     }
 }
 

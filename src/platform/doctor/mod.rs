@@ -37,7 +37,8 @@ pub struct DoctorReport {
 /// Checks the platform that the environment and `file` configure; the environment takes precedence.
 pub async fn run_checks(file: Option<&Path>) -> DoctorReport {
     let mut env = Env::from_process_over(file);
-    // Read before validation: the platform may be healthy even if this process has an invalid setting.
+    // These are read before validation, because the platform may be healthy even if this process has an invalid
+    // setting.
     let url: Option<Url> = env.text(&vars::PLATFORM_PUBLIC_URL).and_then(|url| url.parse().ok());
     let api_access = url.zip(env.secret(&vars::PLATFORM_SECRET));
     let mut findings = serving::check_env_file(file);
@@ -45,8 +46,8 @@ pub async fn run_checks(file: Option<&Path>) -> DoctorReport {
         Ok(config) => config,
         Err(error) => {
             let errors = error.errors.into_iter().fold(Findings::new("configuration"), |found, error| {
-                let next =
-                    "correct the setting, see docs/reference/configuration.md; svc-platform will not start";
+                let next = "correct the setting as described in docs/reference/configuration.md: until then, svc-platform \
+                            does not start";
                 found.problem(error, next)
             });
             findings.extend(errors.into_list());

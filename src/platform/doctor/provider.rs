@@ -43,7 +43,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     match provider.find_by_label("svc-installation").await {
         Ok(servers) => {
             let servers = pluralize(servers.len() as u64, "svc server");
-            findings.ok(format!("responds, offers {wanted}, and has {servers}"))
+            findings.ok(format!("the provider responds, offers {wanted}, and has {servers}"))
         }
         Err(error) => findings.problem(format_chain(&error), next),
     }

@@ -34,7 +34,7 @@ pub fn check_env_file(file: Option<&Path>) -> Vec<Finding> {
         }
     };
     let mode = meta.permissions().mode() & 0o7777;
-    let next = format!("chown root:{SERVICE_USER} {path}; chmod 0640 {path}");
+    let next = format!("run `chown root:{SERVICE_USER} {path}; chmod 0640 {path}`");
     let findings = if mode & 0o027 == 0 {
         findings
     } else {
@@ -79,13 +79,13 @@ pub fn check_settings(config: &PlatformConfig) -> Findings {
     if !config.provisioning.enabled.is_on() {
         findings = findings.warning(
             "CUSTOMER_VPS_ENABLED is not true: provisioning is disabled",
-            "set it to true to provision machines",
+            "set CUSTOMER_VPS_ENABLED=true to provision machines",
         );
     }
     if !config.provisioning.billing_enforcement.is_on() {
         findings = findings.warning(
             "BILLING_ENFORCEMENT is off: slots are provisioned without a subscription",
-            "unset it, except in tests",
+            "unset BILLING_ENFORCEMENT, except in tests",
         );
     }
     let is_exposed_without_tls =
@@ -129,7 +129,9 @@ pub fn check_settings(config: &PlatformConfig) -> Findings {
         format!("only PLATFORM_EGRESS_CIDRS ({})", config.hosts.egress)
     };
     let version = &config.provisioning.image_version;
-    findings.or_ok(format!("complete; new machines get {version}, and accept :443 from {admitted}"))
+    findings.or_ok(format!(
+        "the configuration is complete; new machines get {version}, and accept connections to port 443 from {admitted}"
+    ))
 }
 
 pub fn check_certificates(config: &PlatformConfig) -> Findings {
@@ -156,9 +158,9 @@ fn check_certificate(findings: Findings, name: &str, files: &TlsFiles) -> Findin
     let remaining = expires_at.duration_since(Timestamp::now());
     let text = format!("{} expires at {:.0}", files.cert.display(), expires_at);
     if remaining.is_negative() {
-        findings.problem(text, "renew it, then restart svc-platform")
+        findings.problem(text, "renew the certificate, then restart svc-platform")
     } else if remaining < EXPIRY_WARNING {
-        findings.warning(text, "renew it, then restart svc-platform")
+        findings.warning(text, "renew the certificate, then restart svc-platform")
     } else {
         findings.ok(text)
     }

@@ -111,12 +111,13 @@ impl SessionStores {
             host.put(&own, &b"own"[..]).await?;
             let written = host.put(&other, &b"of another slot"[..]).await;
             if !matches!(written, Err(StoreError::Denied { .. })) {
-                return written.map(|()| Support::No("it wrote an object there".to_owned()));
+                return written
+                    .map(|()| Support::No("the session wrote an object in another slot".to_owned()));
             }
             platform.put(&other, &b"of another slot"[..]).await?;
             match host.get(&other, 1024).await {
                 Err(StoreError::Denied { .. }) => Ok(Support::Yes),
-                Ok(_) => Ok(Support::No("it read an object there".to_owned())),
+                Ok(_) => Ok(Support::No("the session read an object in another slot".to_owned())),
                 Err(error) => Err(error),
             }
         };

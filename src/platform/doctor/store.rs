@@ -69,7 +69,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = other_results.iter().fold(findings, report);
     match count_remaining_objects(&bucket).await {
         Ok(0) => findings.or_ok(
-            "supports everything that svc relies on: reads, lists, uploads, and atomic conditional puts",
+            "the store supports everything that svc relies on: reads, lists, uploads, and atomic conditional puts",
         ),
         Ok(count) => findings.warning(
             format!(
@@ -140,7 +140,7 @@ pub async fn check_protection(config: &PlatformConfig) -> Findings {
         SettingState::On => findings,
         SettingState::Off => findings.warning(
             "the bucket has no versioning: an object that is overwritten or deleted cannot be restored",
-            protection::versioning_command(s3),
+            format!("run `{}`", protection::versioning_command(s3)),
         ),
         SettingState::Unknown(status) => {
             return findings
@@ -151,7 +151,7 @@ pub async fn check_protection(config: &PlatformConfig) -> Findings {
         SettingState::On => findings.or_ok("the bucket has versioning and object lock"),
         SettingState::Off => findings.warning(
             "the bucket has no object lock: credentials that may delete versions can delete every snapshot",
-            protection::object_lock_command(s3),
+            format!("run `{}`", protection::object_lock_command(s3)),
         ),
         SettingState::Unknown(_) => findings
             .or_ok("the bucket has versioning; the store does not report whether the bucket has object lock"),
