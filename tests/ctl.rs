@@ -454,7 +454,7 @@ async fn refusal_shows_reason_and_next_step_and_sets_exit_code() {
 #[tokio::test]
 async fn conflict_advice_depends_on_detail() {
     for (detail, advice) in [
-        ("Rollout 01a2 has not ended yet.", Some("`svcctl deploy abort` ends one")),
+        ("Rollout 01a2 has not ended yet.", Some("`svcctl deploy abort` to end one")),
         ("Hosts cannot update to v1: its signature is wrong.", Some("publish the release again")),
         ("Operator ann has been revoked.", None),
     ] {

@@ -16,7 +16,7 @@ use svc_store::config::StoreConfig;
 
 /// The error for a platform's URL that fails [`can_carry_secret`].
 pub const HTTPS_REQUIRED: &str =
-    "must be https, because calls carry the secret (plain http is allowed only to this machine)";
+    "must be https, because requests contain the secret (plain http is allowed only for this machine)";
 
 /// Opens the object store that the environment specifies.
 ///
@@ -57,7 +57,7 @@ pub fn read_secret(env: &mut Env, flag: &str, file: &Path) -> Option<SecretStrin
     match std::fs::read_to_string(file) {
         Ok(text) if !text.trim().is_empty() => Some(SecretString::from(text.trim())),
         Ok(_) => {
-            env.add_option_error(flag, "the file is empty");
+            env.add_option_error(flag, format!("{} is empty", file.display()));
             None
         }
         Err(error) => {

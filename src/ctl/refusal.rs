@@ -71,7 +71,7 @@ impl ApiProblem {
 
     pub fn exit(&self) -> Exit {
         match (self.code.as_deref(), self.status.as_u16()) {
-            // Despite its status, a retry is refused too, until the configuration or the machines change.
+            // Despite the status, retries are refused until the configuration or the machines change.
             (Some("disabled" | "preview_limit_reached"), _) => Exit::Refused,
             (_, 401 | 403) => Exit::Permission,
             (_, 429 | 503 | 504) => Exit::TryAgain,
@@ -119,43 +119,48 @@ impl ApiProblem {
 }
 
 const OPEN_ROLLOUT_ADVICE: &str =
-    "`svcctl deploy list` shows the rollouts and their states; `svcctl deploy abort` ends one";
+    "run `svcctl deploy list` to see the rollouts and their states, and `svcctl deploy abort` to end one";
 
 const UNUSABLE_RELEASE_ADVICE: &str = "publish the release again, signed and under a new version";
 
-const OWN_SERVER_LIMIT_ADVICE: &str = "raise PROVIDER_SERVER_LIMIT with the project's limit, or free a server: `svcctl list --deleted` shows \
-                                the machines whose servers are kept, `svcctl discard <machine>` deletes one";
+const OWN_SERVER_LIMIT_ADVICE: &str = "raise PROVIDER_SERVER_LIMIT and the project's limit at the provider, \
+     or free a server: run `svcctl list --deleted` to see the machines whose servers are kept, and `svcctl \
+     discard <machine>` to delete one";
 
-/// Only the live server has the data: `--allow-empty` would abandon it.
-const BACKUP_FIRST_ADVICE: &str = "`svcctl backup now <machine> --wait`, then `svcctl recover` again";
+/// Never suggests `--allow-empty`, which would abandon the data: only the live server has it.
+const BACKUP_FIRST_ADVICE: &str =
+    "run `svcctl backup now <machine> --wait`, and then run `svcctl recover` again";
 
-/// Snapshots may exist even if the pointer is missing or damaged: `--allow-empty` would abandon them.
-const UNUSABLE_POINTER_ADVICE: &str = "`svcctl pointer show <user>` shows which snapshots exist, `svcctl pointer rebuild <user>` points to one of them again";
+/// Never suggests `--allow-empty`: snapshots may exist even if the pointer is missing or damaged.
+const UNUSABLE_POINTER_ADVICE: &str = "run `svcctl pointer show <user>` to see which snapshots exist, and \
+     `svcctl pointer rebuild <user>` to make the pointer point to one of them";
 
 /// The advice for `invalid_state`, if it depends on the state.
 fn state_advice(body: &Value) -> Option<&'static str> {
     if body["kind"].is_string() {
         return Some(
-            "`svcctl delete <machine>` first, or use another slot: `svcctl provision <user> --slot <slot>`",
+            "run `svcctl delete <machine>` first, or use another slot: `svcctl provision <user> --slot <slot>`",
         );
     }
     if body["operationId"].is_string() {
         return Some(
-            "`svcctl operation show <id> --wait` follows the current operation; `svcctl operation abandon <id>` ends it, then \
-             run this again with different options",
+            "run `svcctl operation show <id> --wait` to follow the current operation; to use different \
+             options, run `svcctl operation abandon <id>` to end that operation, and then run this command \
+             again",
         );
     }
     Some(match body["machineStatus"].as_str()? {
         "kept" => {
-            "`svcctl status <machine>` shows what its server holds; `svcctl discard <machine> --accept-loss` deletes it \
-             anyway"
+            "run `svcctl status <machine>` to see what its server holds; to delete the server anyway, run \
+             `svcctl discard <machine> --accept-loss`"
         }
-        "deleting" => "wait for that operation; the detail names it",
+        "deleting" => "wait until the operation that the message names has ended",
         "deleted" => {
-            "`svcctl list --deleted` shows it; if its server is gone, `svcctl provision` restores the slot's snapshot"
+            "run `svcctl list --deleted` to see the machine; if its server no longer exists, run `svcctl \
+             provision` to restore the slot's snapshot"
         }
         "succeeded" | "cancelled" | "waiting" => {
-            "`svcctl operation show <id>` shows how it ended or what it is waiting for"
+            "run `svcctl operation show <id>` to see how the operation ended or what it is waiting for"
         }
         _ => return None,
     })
@@ -211,7 +216,7 @@ fn describe_members(body: &Value, detail: &str) -> String {
     // Platforms running an earlier release write "; this needs ".
     let has_states = detail.contains(", but must be ") || detail.contains("; this needs ");
     if let Some(status) = status.filter(|_| !allowed.is_empty() && !has_states) {
-        message.push_str(&format!(" It is {status}, and must be {}.", allowed.join(" or ")));
+        message.push_str(&format!(" The state is {status}, but must be {}.", allowed.join(" or ")));
     }
     message
 }
@@ -239,58 +244,72 @@ pub fn failure_json(failure: &Failure) -> Value {
 /// Returns the advice for a code.
 fn advice(code: &str) -> Option<&'static str> {
     Some(match code {
-        "invalid_request" => "correct the named fields; `svcctl <command> --help` explains them",
+        "invalid_request" => "correct the fields that the message names; `svcctl <command> --help` explains them",
         "unauthorized" => {
             "set PLATFORM_SECRET or --secret-file to the platform's secret, or to an operator's valid token"
         }
-        "forbidden" => "`svcctl operator whoami` shows your scopes; use a token that has the missing one",
-        "subscription_required" => "`svcctl slot set <user> --slot <slot> --plan <plan>`, then try again",
+        "forbidden" => {
+            "run `svcctl operator whoami` to see your scopes, and use a token that has the required scope"
+        }
+        "subscription_required" => {
+            "run `svcctl slot set <user> --slot <slot> --plan <plan>`, and then try again"
+        }
         "server_type_not_allowed" => {
             "choose a server type from the slot's plan, or change the plan with `svcctl slot set`"
         }
-        "machine_not_found" => "`svcctl list` shows the machines, `svcctl list --deleted` the deleted ones",
+        "machine_not_found" => {
+            "run `svcctl list` to see the machines, or `svcctl list --deleted` to see the deleted ones"
+        }
         "not_found" => {
-            "check the id; `svcctl list`, `svcctl status <machine>` and `svcctl deploy list` show the existing ids"
+            "check the id: `svcctl list`, `svcctl status <machine>` and `svcctl deploy list` show the existing ids"
         }
-        "bundle_not_found" => "`svcctl bundle publish <dir> --image-version <version>`, then try again",
+        "bundle_not_found" => {
+            "run `svcctl bundle publish <dir> --image-version <version>`, and then try again"
+        }
         "invalid_state" => {
-            "`svcctl status <machine>` shows its state; wait for its operation, or `svcctl recover <user>`"
+            "run `svcctl status <machine>` to see the machine's state; then wait for its operation, or run \
+             `svcctl recover <user>`"
         }
-        "handle_taken" => "choose another handle; `svcctl list --handle <handle>` shows who has it",
+        "handle_taken" => {
+            "choose another handle; `svcctl list --handle <handle>` shows which machine has this one"
+        }
         "snapshot_unusable" => {
-            "`svcctl pointer show <user>` and `svcctl backup list <machine>` show the slot's snapshots; `svcctl recover <user> \
-             --snapshot <key>` restores one, `svcctl recover <user> --allow-empty` starts empty (only for a new \
-             user, or one whose data is intentionally empty)"
+            "run `svcctl pointer show <user>` and `svcctl backup list <machine>` to see the slot's \
+             snapshots, and `svcctl recover <user> --snapshot <key>` to restore one; run `svcctl recover \
+             <user> --allow-empty` to start with an empty database, but only for a new user, or one whose \
+             data is intentionally empty"
         }
         "idempotency_mismatch" => "run the command again: each run uses a new key",
         "preview_limit_reached" => "delete a preview machine first",
         "server_limit_reached" => {
-            "raise the project's limit at the provider and PROVIDER_SERVER_LIMIT, or delete unused servers; \
+            "raise PROVIDER_SERVER_LIMIT and the project's limit at the provider, or delete unused servers; \
              `svcctl fleet` shows the alarm"
         }
         "price_changed" | "confirmation_required" => {
             "run `svcctl provision` again: it shows the current cost and asks for the confirmations"
         }
         "disk_too_small" => {
-            "choose a server type with a larger disk: `svcctl recover <user> --server-type <type>`; `svcctl provision` \
-             also has `--server-type`"
+            "use `--server-type` with `svcctl recover` or `svcctl provision` to choose a server type with a \
+             larger disk"
         }
         "disk_would_shrink" => "choose a server type with a disk at least as large",
-        "superseded" => "nothing to do: the machine was replaced, and stops automatically",
+        "superseded" => "no action is needed: the machine was replaced, and stops automatically",
         "host_unreachable" => {
-            "`svcctl fleet` shows whether its certificate is missing, `svcctl status <machine>` the last heartbeat; `svcctl \
-             recover <user>` if the host is lost"
+            "run `svcctl fleet` to see whether the host's certificate is missing, and `svcctl status \
+             <machine>` to see the last heartbeat; if the host is lost, run `svcctl recover <user>`"
         }
         "host_refused" | "host_answer_invalid" => {
-            "the detail states what to change; `svcctl status <machine>` shows the host's release and its last heartbeat"
+            "make the change that the message asks for; `svcctl status <machine>` shows the host's release \
+             and its last heartbeat"
         }
         "provisioning_error" => {
-            "the platform's log has the provider's response under the request id; check quota, location and server type"
+            "check the quota, the location and the server type; the platform's log has the provider's \
+             response under the request id"
         }
-        "disabled" => "set CUSTOMER_VPS_ENABLED=true on the platform, if intended",
+        "disabled" => "to permit provisioning, set CUSTOMER_VPS_ENABLED=true on the platform",
         "store_unavailable" => "check the object store, then try again",
         "database_unavailable" => "check the platform's database, then try again",
-        "internal" => "the platform's log has the cause under the request id",
+        "internal" => "find the cause in the platform's log under the request id",
         "rate_limited" | "unavailable" | "deadline_exceeded" => "try again in a moment",
         _ => return None,
     })
@@ -307,7 +326,8 @@ pub enum CallError {
     /// The connection succeeded, but the response timed out. The request may still take effect.
     #[error(
         "the platform at {base} did not respond within {seconds} s; the request may still take effect\n  \
-         next: `svcctl doctor platform` on its machine shows which part is hanging; --timeout sets a longer timeout"
+         next: run `svcctl doctor platform` on the platform's server to see which part is hanging, or set a longer \
+         timeout with --timeout"
     )]
     TimedOut { base: Url, seconds: u64 },
     #[error(transparent)]
@@ -386,7 +406,7 @@ mod tests {
         let message = message_of(
             r#"{"code":"invalid_state","detail":"No.","machineStatus":"resizing","allowed":["running","failed"]}"#,
         );
-        assert!(message.contains("It is resizing, and must be running or failed."), "{message}");
+        assert!(message.contains("The state is resizing, but must be running or failed."), "{message}");
     }
 
     #[test]
@@ -396,12 +416,12 @@ mod tests {
             ApiProblem::parse(StatusCode::CONFLICT, &text, None).to_string()
         };
         assert!(message_of(r#""machineStatus":"kept""#).contains("svcctl discard <machine> --accept-loss"));
-        assert!(!message_of(r#""machineStatus":"kept""#).contains("It is kept"));
+        assert!(!message_of(r#""machineStatus":"kept""#).contains("The state is kept"));
         assert!(message_of(r#""machineStatus":"deleted""#).contains("svcctl list --deleted"));
         assert!(message_of(r#""machineStatus":"succeeded""#).contains("svcctl operation show"));
         assert!(message_of(r#""machineStatus":"running","kind":"preview""#).contains("another slot"));
         let message = message_of(r#""machineStatus":"failed","allowed":["failed"]"#);
-        assert!(message.contains("svcctl recover") && !message.contains("It is failed"), "{message}");
+        assert!(message.contains("svcctl recover") && !message.contains("The state is failed"), "{message}");
         let in_progress = message_of(r#""machineStatus":"recovering","operationId":"o-1""#);
         assert!(in_progress.contains("svcctl operation abandon"), "{in_progress}");
         let with_command = r#"{"code":"invalid_state","detail":"Not so: `svcctl delete m` does it.","machineStatus":"running"}"#;
@@ -421,7 +441,7 @@ mod tests {
         let text = r#"{"code":"snapshot_unusable","detail":"No snapshot. Take a backup first: `svcctl backup now m --wait`."}"#;
         let message = ApiProblem::parse(StatusCode::CONFLICT, text, None).to_string();
         assert!(
-            message.contains("then `svcctl recover` again") && !message.contains("--allow-empty"),
+            message.contains("then run `svcctl recover` again") && !message.contains("--allow-empty"),
             "{message}"
         );
         assert!(refusal(409, "disk_too_small").to_string().contains("--server-type"));

@@ -197,7 +197,7 @@ fn activity(machine: &MachineDetail, operation: Option<&Operation>) -> String {
 /// The error with an operation's question and the commands that answer it.
 fn decision_error(operation: &Operation) -> anyhow::Error {
     let question = operation.question().map(|question| one_line(&question.detail)).unwrap_or_default();
-    let answers = operation::answers(operation).join("\n        or ");
+    let answers = operation::format_answers(operation).join("\n        or ");
     anyhow!(
         "the {} is waiting for your decision: {question}\n  next: either {answers}",
         operation::kind_noun(&operation.kind)
@@ -319,11 +319,9 @@ impl ProgressReporter {
         if let Some(operation) = operation {
             let (entries, last) = operation::lines_after(operation, self.last_entry);
             let entries = entries.into_iter().filter(|entry| operation::should_show(entry));
-            lines.extend(
-                entries.map(|entry| {
-                    (entry.at.as_str(), operation::line(self.progress.view(), operation, entry))
-                }),
-            );
+            lines.extend(entries.map(|entry| {
+                (entry.at.as_str(), operation::format_log_line(self.progress.view(), operation, entry))
+            }));
             self.last_entry = last;
         }
         let stages = machine.boot.as_ref().map_or(&[][..], |boot| &boot.stages);

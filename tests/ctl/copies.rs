@@ -222,7 +222,12 @@ async fn recovery_waits_without_final_backup_and_can_be_abandoned() {
     let status = operator.run(0, &["status", HANDLE]).await;
     assert_contains(
         &status,
-        &["recover  waiting  at last_backup", "question: ", "--accept-loss`: it continues", "kept server"],
+        &[
+            "recover  waiting  at last_backup",
+            "question: ",
+            "--accept-loss`: the operation continues",
+            "kept server",
+        ],
     );
     assert_contains(&operator.run(0, &["fleet"]).await, &["operation_waiting", "svcctl operation show "]);
     let machine = operator.json(&["status", HANDLE]).await;

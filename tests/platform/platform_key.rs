@@ -402,14 +402,17 @@ async fn wrong_previous_key_is_a_doctor_problem() {
     let process = start_process(&stack, NEW, Some(OLD), &[]);
     let reported = run_doctor(&stack, &process, NEW, Some(NEW + 1)).await;
     assert!(reported.starts_with("\"problem\"") && reported.contains("cannot open key"), "{reported}");
-    assert!(reported.contains("will not start"), "{reported}");
+    assert!(reported.contains("svc-platform cannot start"), "{reported}");
     // A slot's file key can need the earlier key even if the signing keys no longer do.
     let client = stack.database.connect().await.unwrap();
     let insert =
         "INSERT INTO file_keys (idp_user_id, slot, sealed, key_id) VALUES ('user_1', 'primary', '', $1)";
     client.execute(insert, &[&KeyId::from_key(&key(NEW + 1)).as_str()]).await.unwrap();
     let reported = run_doctor(&stack, &process, NEW, Some(OLD)).await;
-    assert!(reported.starts_with("\"problem\"") && reported.contains("will not start"), "{reported}");
+    assert!(
+        reported.starts_with("\"problem\"") && reported.contains("svc-platform cannot start"),
+        "{reported}"
+    );
     assert!(reported.contains("cannot open key files:user_1/primary"), "{reported}");
 }
 

@@ -38,7 +38,7 @@ enum Command {
     Browser(browser::Args),
     /// Run the main scenario against real services; writes target/demo/report.json
     Demo {
-        /// Break one thing (backup|restore|pin|fence): the demo must then fail
+        /// Inject a defect (backup|restore|pin|fence); the demo must then fail
         #[arg(long = "break", value_name = "WHAT", value_parser = InjectedDefect::from_str)]
         defect: Option<InjectedDefect>,
         /// The object store (kit|moto|seaweedfs)
@@ -51,7 +51,7 @@ enum Command {
         #[arg(long)]
         keep: bool,
     },
-    /// Keep the demo's services running for a developer, with a machine in use; writes target/dev/dev.json
+    /// Run the demo's services and a machine for development until interrupted; writes target/dev/dev.json
     Dev {
         /// The binary to run (default: build it)
         #[arg(long, value_name = "PATH")]
@@ -80,7 +80,7 @@ enum Command {
     },
     /// Build the static executable target/dist/svc and verify it
     Dist,
-    /// Record which code the benches use, for the optimization of the executable; writes packaging/profile
+    /// Record a profile of the benches for profile-guided optimization; writes packaging/profile
     Profile,
     /// Build the Debian packages and the software bill of materials into target/deb
     Deb {
@@ -98,6 +98,7 @@ enum Command {
         /// Include the long tests
         #[arg(long)]
         long: bool,
+        /// Run only the tests whose names contain one of these texts
         #[arg(value_name = "FILTER")]
         filters: Vec<String>,
     },
@@ -113,6 +114,7 @@ enum Command {
     Check,
     /// Run the static checks: format, clippy, documentation, dependencies
     Ci {
+        /// Run the CI stage `rest`, the only stage that xtask runs
         #[arg(long, required = true)]
         rest: bool,
     },

@@ -8,6 +8,8 @@ use svc_wire::operation::{LogLine, Operation, OperationState, Question};
 
 /// The code of the question about a held final backup.
 pub const HELD_BACK: &str = "last_backup_held_back";
+
+/// The code of the question about a fence whose signature could not be verified.
 const UNVERIFIED_FENCE: &str = "unverified_fence";
 
 /// The code of the question about which snapshot to restore.
@@ -36,24 +38,25 @@ fn waiting_reason(operation: &Operation) -> Option<String> {
     why.map(|why| one_line(why).into_owned())
 }
 
-/// Returns the commands that answer the operation's question, with their effects.
-pub fn answers(operation: &Operation) -> Vec<String> {
+/// Formats the commands that answer the operation's question, with their effects.
+pub fn format_answers(operation: &Operation) -> Vec<String> {
     let id = &operation.operation_id;
     let abandon_effect = match operation.kind.as_str() {
         "provision" | "recover" => "the slot returns to its old machine",
         "delete" => "the deletion is undone",
-        _ => "it ends at its current step",
+        _ => "the operation stops at its current step",
     };
     let code = operation.question().map(|question| question.code.as_str());
     let retry = operation.question().filter(|question| can_retry_resolve(question)).map(|_| {
         let retry_effect = match code {
             Some(HELD_BACK) => format!(
-                "after `svcctl backup accept {}` it continues with the accepted snapshot; otherwise its host takes \
-                 another backup, and the operation waits again if that one is held as well",
+                "after `svcctl backup accept {}`, the operation continues with the accepted snapshot; \
+                 otherwise the host takes another backup, and the operation waits again if that backup is \
+                 also held",
                 operation.machine_id
             ),
             Some(UNVERIFIED_FENCE) => {
-                "the fence is verified again; correct the platform keys first".to_owned()
+                "the fence is verified again (correct the platform keys first)".to_owned()
             }
             _ => "the final backup is retried".to_owned(),
         };
@@ -64,12 +67,14 @@ pub fn answers(operation: &Operation) -> Vec<String> {
             "the new machine restores the latest snapshot; the newer one stays in the store"
         }
         Some("database_behind_store") => "the machine is deleted again",
-        Some(UNVERIFIED_FENCE) => "it continues, regardless of the machine that the fence names",
+        Some(UNVERIFIED_FENCE) => "the operation continues, regardless of the machine that the fence names",
         Some(HELD_BACK) => {
-            "it continues with the newest snapshot that is not held; data that exists only on the old server is lost \
-             when that is deleted"
+            "the operation continues with the newest snapshot that is not held; data that exists only on the \
+             old server is lost when that server is deleted"
         }
-        _ => "it continues, and that data is lost when the old server is deleted",
+        _ => {
+            "the operation continues; data that exists only on the old server is lost when that server is deleted"
+        }
     };
     let newer = operation.question().and_then(|question| question.snapshot_key.as_ref()).map(|key| {
         format!(
@@ -84,15 +89,16 @@ pub fn answers(operation: &Operation) -> Vec<String> {
 }
 
 /// Formats the question and its answers, one per line.
-pub fn question_lines(operation: &Operation) -> Vec<String> {
+pub fn format_question(operation: &Operation) -> Vec<String> {
     let Some(question) = operation.question() else { return Vec::new() };
-    let words = std::iter::once("either").chain(std::iter::repeat("or"));
-    let answers = words.zip(answers(operation)).map(|(word, answer)| format!("  {word:<6}  {answer}"));
+    let conjunctions = std::iter::once("either").chain(std::iter::repeat("or"));
+    let answers = conjunctions.zip(format_answers(operation));
+    let answers = answers.map(|(conjunction, answer)| format!("  {conjunction:<6}  {answer}"));
     std::iter::once(format!("question: {}", one_line(&question.detail))).chain(answers).collect()
 }
 
 /// Formats a log line as `  12.3 s  create_server  done`, with the time since the operation's start.
-pub fn line(view: &View, operation: &Operation, entry: &LogLine) -> String {
+pub fn format_log_line(view: &View, operation: &Operation, entry: &LogLine) -> String {
     let outcome = entry.outcome.as_str();
     let detail = entry.detail.as_deref().map(one_line).unwrap_or_default();
     let parts = [
@@ -145,6 +151,7 @@ pub fn kind_noun(kind: &str) -> &str {
     }
 }
 
+/// Formats the operation, its question and its log.
 pub fn details(view: &View, o: &Operation) -> String {
     let mut head = vec![
         view.paint(Some(Color::Strong), &o.kind),
@@ -163,7 +170,7 @@ pub fn details(view: &View, o: &Operation) -> String {
     if let Some(why) = waiting_reason(o) {
         text.push_str(&format!("{}\n", view.paint(Some(Color::Warning), &format!("waiting: {why}"))));
     }
-    for line in question_lines(o) {
+    for line in format_question(o) {
         text.push_str(&format!("{}\n", view.paint(Some(Color::Bad), &line)));
     }
     let omitted = o.log_omitted.unwrap_or_default();
@@ -172,7 +179,7 @@ pub fn details(view: &View, o: &Operation) -> String {
         text.push_str(&format!("({omitted} older {entries} {are} not shown)\n"));
     }
     for entry in o.log.iter().filter(|entry| should_show(entry)) {
-        text.push_str(&format!("{}\n", line(view, o, entry)));
+        text.push_str(&format!("{}\n", format_log_line(view, o, entry)));
     }
     text
 }
@@ -192,7 +199,7 @@ mod tests {
     const ID: &str = "019a0000-0000-7000-8000-000000000002";
     const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
 
-    fn read(value: &Value) -> Operation {
+    fn parse_operation(value: &Value) -> Operation {
         serde_json::from_value(value.clone()).unwrap()
     }
 
@@ -203,7 +210,7 @@ mod tests {
             "attempts": 1, "errorCode": null, "createdAt": "T", "updatedAt": "T",
             "log": [{"at": "T", "step": "last_backup", "outcome": "retry", "detail": "the store does not respond"}],
         });
-        let why = |operation: &Value| waiting_reason(&read(operation));
+        let why = |operation: &Value| waiting_reason(&parse_operation(operation));
         assert_eq!(why(&waiting).as_deref(), Some("the store does not respond"));
         waiting["attempts"] = 0.into();
         assert_eq!(why(&waiting), None);
@@ -218,20 +225,20 @@ mod tests {
 
     #[test]
     fn answers_say_what_happens_to_a_held_snapshot() {
-        let answers = answers(&read(&json!({
+        let answers = format_answers(&parse_operation(&json!({
             "operationId": ID, "machineId": MACHINE, "kind": "recover", "state": "waiting", "step": "last_backup",
             "attempts": 0, "createdAt": "T", "updatedAt": "T",
             "question": {"code": "last_backup_held_back", "detail": "Held back."},
         })));
         for (answer, part) in answers.iter().zip([
             format!(
-                "`svcctl operation continue {ID}`: after `svcctl backup accept {MACHINE}` it continues with"
+                "`svcctl operation continue {ID}`: after `svcctl backup accept {MACHINE}`, the operation continues"
             ),
-            "it continues with the newest snapshot that is not held".to_owned(),
+            "the operation continues with the newest snapshot that is not held".to_owned(),
             "the slot returns to its old machine".to_owned(),
         ]) {
             assert!(answer.contains(&part), "{part}: {answer}");
         }
-        assert!(answers[0].contains("otherwise its host takes another backup"), "{}", answers[0]);
+        assert!(answers[0].contains("otherwise the host takes another backup"), "{}", answers[0]);
     }
 }

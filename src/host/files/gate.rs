@@ -225,7 +225,7 @@ async fn restore_files(settings: &FilesSettings, progress: &Progress) -> Result<
         });
     };
     let staging = Staging::new(&settings.layout, HOME_STAGING);
-    staging.ensure_own()?;
+    staging.verify_if_exists()?;
     // An interrupted run may have replaced some entries.
     keep_replaced(&settings.layout, &staging)?;
     let outcome = match staging.read_complete::<RestoreOutcome>()? {
@@ -303,7 +303,7 @@ async fn download(
     let counts = Arc::new(RestoreProgress::default());
     let attempt = async || -> Result<RestoreReport, GateError> {
         let snapshot = repository.read_snapshot(id).await?;
-        staging.clear()?;
+        staging.recreate()?;
         Ok(restore(&repository, &snapshot, &options, &counts).await?)
     };
     let is_transient = |error: &GateError| matches!(error, GateError::Files(error) if error.is_transient());

@@ -15,8 +15,8 @@ use crate::system::layout::Layout;
 pub const HOME_STAGING: &str = ".svc-restore";
 pub const ENTRY_STAGING: &str = ".svc-restore-entry";
 pub const STAGING_NAMES: [&str; 2] = [HOME_STAGING, ENTRY_STAGING];
-/// The file that exists in the staging directory once it contains all files.
-const COMPLETE_MARK: &str = "complete";
+/// The marker file that is created in the staging directory once the directory contains all files.
+const COMPLETION_MARKER: &str = "complete";
 
 /// The directory in which a restore collects files until it moves them into place.
 pub struct Staging {
@@ -37,20 +37,20 @@ impl Staging {
         self.path.join("files")
     }
 
-    /// The directory for entries that restored ones replace. It is not in [`Self::files`], where an owner's entry may
-    /// have any name.
+    /// The directory for entries that are replaced by restored ones. It is outside [`Self::files`], because an owner's
+    /// entry in that directory may have any name.
     pub fn replaced(&self) -> PathBuf {
         self.path.join("replaced")
     }
 
-    /// Returns whether the directory exists. Rejects one that belongs to another user, because the owner's programs can
-    /// create a directory with this name. They cannot enter a directory created by this process, because of its mode,
-    /// or rename or remove it, because its parent directory is sticky and belongs to root.
+    /// Returns whether the directory exists. Rejects a directory that belongs to another user, because the owner's
+    /// programs can create one with this name. They cannot enter a directory that this process created, because of its
+    /// mode, and cannot rename or remove it, because its parent directory is sticky and belongs to root.
     ///
     /// # Errors
     /// If something other than a directory that belongs to svc-gateway or root has this name, or if its metadata cannot
     /// be read.
-    pub fn ensure_own(&self) -> Result<bool, FileError> {
+    pub fn verify_if_exists(&self) -> Result<bool, FileError> {
         match fs::symlink_metadata(&self.path) {
             Ok(meta) if meta.is_dir() && [0, self.service_uid].contains(&meta.uid()) => Ok(true),
             Ok(_) => {
@@ -65,26 +65,27 @@ impl Staging {
     /// Returns the data that [`Self::mark_complete`] wrote; `None` if the directory does not contain all files yet, or
     /// if the data is invalid.
     pub fn read_complete<T: DeserializeOwned>(&self) -> Result<Option<T>, FileError> {
-        let text = fsx::read_if_exists(&self.path.join(COMPLETE_MARK))?;
+        let text = fsx::read_if_exists(&self.path.join(COMPLETION_MARKER))?;
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
     }
 
     /// Records that the directory contains all files, together with the data for the next step.
     pub fn mark_complete(&self, data: &impl Serialize) -> Result<(), FileError> {
         let text = serde_json::to_vec(data).expect("plain fields serialize to JSON");
-        fsx::write_atomic(&self.path.join(COMPLETE_MARK), &text, 0o600)
+        fsx::write_atomic(&self.path.join(COMPLETION_MARKER), &text, 0o600)
     }
 
-    /// Creates the directory, empty and inaccessible to other users. First removes the files that a killed run left.
+    /// Creates the directory, empty and inaccessible to other users. A directory that a killed run left is removed
+    /// first.
     ///
     /// # Errors
     /// If another user has created a directory with this name, or a directory cannot be removed or created.
-    pub fn clear(&self) -> Result<(), FileError> {
+    pub fn recreate(&self) -> Result<(), FileError> {
         self.remove()?;
         if let Some(home) = self.path.parent() {
             fs::create_dir_all(home).map_err(FileError::wrap("create", home))?;
         }
-        // Not recursively: an existing directory must not be used.
+        // `recursive` is not set, because creation must fail if another user has just created the directory.
         for path in [self.path.clone(), self.files()] {
             let created = DirBuilder::new().mode(0o700).create(&path);
             created.map_err(FileError::wrap("create", &path))?;
@@ -95,13 +96,13 @@ impl Staging {
     /// Removes the directory, if it exists.
     ///
     /// # Errors
-    /// If it belongs to another user, or cannot be removed.
+    /// If the directory belongs to another user, or cannot be removed.
     pub fn remove(&self) -> Result<(), FileError> {
-        if !self.ensure_own()? {
+        if !self.verify_if_exists()? {
             return Ok(());
         }
-        // Remove the mark first, so that a killed run does not leave it without the files.
-        fsx::remove_if_exists(&self.path.join(COMPLETE_MARK))?;
+        // Remove the completion marker first: a killed run must not leave it without the files.
+        fsx::remove_if_exists(&self.path.join(COMPLETION_MARKER))?;
         fs::remove_dir_all(&self.path).map_err(FileError::wrap("remove", &self.path))
     }
 }

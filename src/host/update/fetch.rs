@@ -28,7 +28,7 @@ pub enum FetchError {
     DigestMismatch { expected: String, found: String },
     #[error("bundle size mismatch: expected {expected} bytes, found {found}")]
     SizeMismatch { expected: u64, found: u64 },
-    #[error("{}: {free} bytes are free and {needed} are needed", .path.display())]
+    #[error("not enough disk space in {}: {free} bytes are free and {needed} are needed", .path.display())]
     NoSpace { path: PathBuf, needed: u64, free: u64 },
     #[error(transparent)]
     Install(#[from] InstallError),
@@ -47,8 +47,12 @@ pub struct ExpectedArchive<'a> {
 /// Fetches the release, unless it is already installed.
 ///
 /// # Errors
-/// [`FetchError::DigestMismatch`] if the archive, or an installed release of this version, does not have the expected
-/// digest; an installed release is left unchanged. Otherwise, any error from the download, unpacking or installation.
+/// - [`FetchError::DigestMismatch`] if the archive, or an installed release of this version, does not have the expected
+///   digest. An installed release is left unchanged.
+/// - [`FetchError::SizeMismatch`] if the server announces a different size than expected.
+/// - [`FetchError::NoSpace`] if the disk has too little free space.
+/// - [`FetchError::File`] if the installed release's digest or the free space cannot be read.
+/// - Otherwise, any error from the download, unpacking or installation.
 pub async fn ensure_release(
     layout: &Layout,
     source: &BundleSource,

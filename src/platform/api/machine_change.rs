@@ -1,5 +1,7 @@
-//! Shared by the routes that change one machine. [`MachineChange`] replays the response to a repeated request, locks
-//! the machine's row, and writes the audit row and the response in the change's transaction.
+//! [`ChangeRequest`] reads an operator's request to change one machine. [`MachineChange`] makes the change: in one
+//! transaction, it locks the machine's row, writes an audit row if the machine has changed, and stores the response. A
+//! repeated request receives the stored response. Routes with changes of a different structure use only
+//! [`ChangeRequest`].
 
 use axum::extract::Request;
 use deadpool_postgres::{Object, Transaction};
@@ -97,10 +99,11 @@ impl<'a> MachineChange<'a> {
         Ok(ChangeStart::Started(Box::new(Self { tx, machine, mutation })))
     }
 
-    /// Writes the audit row and the stored response, and commits. `body` receives the machine after the change.
+    /// Writes the audit row if the machine has changed, stores the response, and commits. `body` receives the machine
+    /// after the change.
     ///
     /// # Errors
-    /// `database_unavailable` if the database is unreachable.
+    /// `database_unavailable` if the database is unreachable or busy; `internal` after any other database error.
     pub async fn end<T: Serialize>(
         self,
         effect: ChangeEffect,

@@ -1,4 +1,5 @@
-//! Maps internal errors to problems. The caller receives the code; details are logged under the request id.
+//! Problems that several routes return, and their details. The causes of database and provider errors are only logged,
+//! under the request id.
 
 use crate::db::DbError;
 use crate::db::machine_row::MachineRow;
@@ -34,7 +35,7 @@ pub fn snapshot_unusable(error: SnapshotUnusable) -> Problem {
     }
 }
 
-/// Returns the problem for a rejected change to a machine, as shown to an operator.
+/// Returns the problem for a change to a machine that was refused or failed.
 pub fn lifecycle_problem(error: LifecycleError, machine: &MachineRow) -> Problem {
     match error {
         LifecycleError::Db(error) => error.into(),
@@ -82,7 +83,7 @@ pub fn machine_not_found(name: &str) -> Problem {
 /// Describes a host's rejection of the platform's proof.
 pub fn proof_rejected(id: MachineId) -> String {
     format!(
-        "The host of machine {id} rejected the platform's proof (401): its clock is wrong, or it has not fetched the current \
-         keys. `svcctl status {id}` shows its last heartbeat."
+        "The host of machine {id} rejected the platform's proof (401): the host's clock is wrong, or the host has not \
+         fetched the current keys. `svcctl status {id}` shows the host's last heartbeat."
     )
 }

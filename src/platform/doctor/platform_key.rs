@@ -16,7 +16,7 @@ struct KeyUsage {
     need: KeyNeed,
     /// Whether the rotation to the current key is complete. `svc-platform` then starts with that key alone.
     is_rotation_complete: bool,
-    /// Whether the database has a record of the previous key. If it has none, that key is only prepared for a rotation.
+    /// Whether the database has a record of the previous key. If not, that key is only prepared for a rotation.
     is_previous_recorded: bool,
     /// The number of running processes, and the number of those that have the previous key as either of their keys.
     processes: (i64, i64),
@@ -31,16 +31,14 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         Ok(named) => (findings, named),
         Err(MarkError::UnknownKey(other)) => return findings.problem(other.to_string(), other.advice()),
         Err(error @ MarkError::Store(StoreError::Corrupt { .. })) => {
-            let next = format!(
-                "delete {} if PLATFORM_KEY is the current key; svc-platform will not start",
-                mark::MARK_PATH
-            );
-            return findings.problem(format_chain(&error), next);
+            let path = mark::MARK_PATH;
+            let next = format!("if PLATFORM_KEY is the current key, delete {path} from the object store");
+            return findings.problem(format!("svc-platform cannot start: {}", format_chain(&error)), next);
         }
         Err(error) => (
             findings.warning(
                 format!("cannot check whether PLATFORM_KEY is the current key: {}", format_chain(&error)),
-                "see the check `store`",
+                "correct the problem that the check `store` reports, and run this check again",
             ),
             None,
         ),
@@ -48,7 +46,9 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     match load_usage(config).await {
         Ok(Some(usage)) => assess(findings, &ids, &usage, named),
         Ok(None) => findings.skipped("this release of svc-platform has not started yet"),
-        Err(error) => findings.problem(format!("{error:#}"), "see the check `database`"),
+        Err(error) => {
+            findings.problem(format!("{error:#}"), "correct the problem that the check `database` reports")
+        }
     }
 }
 
@@ -65,8 +65,8 @@ async fn load_named_key(config: &PlatformConfig, ids: &KeyIds) -> Result<Option<
 fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<NamedKey>) -> Findings {
     if let Some(error) = &usage.undecryptable {
         return findings.problem(
-            error.to_string(),
-            "PLATFORM_KEY or PLATFORM_KEY_PREVIOUS is wrong: correct it; svc-platform will not start",
+            format!("svc-platform cannot start: {error}"),
+            "correct PLATFORM_KEY or PLATFORM_KEY_PREVIOUS: one of them is wrong",
         );
     }
     let findings = match &ids.previous {
@@ -77,57 +77,63 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Name
                 "the key rotation to {} is complete, but an earlier key was used for {}",
                 ids.current, usage.need
             ),
-            "wait for the machines' next heartbeats, which replace the tokens; then run this check again",
+            "wait for the machines' next heartbeats, which replace the tokens, and run this check again",
         ),
         None => findings.problem(
-            format!("PLATFORM_KEY {} is not sufficient: another key is needed by {}", ids.current, usage.need),
-            "set PLATFORM_KEY_PREVIOUS to the earlier PLATFORM_KEY; svc-platform will not start",
+            format!(
+                "svc-platform cannot start: PLATFORM_KEY {} is not sufficient, because another key is needed by {}",
+                ids.current, usage.need
+            ),
+            "set PLATFORM_KEY_PREVIOUS to the earlier PLATFORM_KEY",
         ),
         Some(previous) if !usage.is_previous_recorded && usage.need.is_empty() => {
             let (running, prepared) = usage.processes;
             findings.ok(format!(
-                "{previous} is prepared, and active in {prepared} of {running} running processes: once all have it, it may \
-                 become PLATFORM_KEY, and {} PLATFORM_KEY_PREVIOUS",
+                "{previous} is prepared, and active in {prepared} of {running} running processes: once all \
+                 processes have this key, you can set it as PLATFORM_KEY, and {} as PLATFORM_KEY_PREVIOUS",
                 ids.current
             ))
         }
         Some(previous) if usage.need.is_empty() && named == Some(NamedKey::Previous) => findings.warning(
             format!("PLATFORM_KEY_PREVIOUS {previous} is still needed: the object store names it as the current key"),
-            "keep it; a running svc-platform records the new key once it reaches the store; then run this check again",
+            "keep PLATFORM_KEY_PREVIOUS until a running svc-platform has recorded the new key in the store, \
+             and run this check again",
         ),
-        // A running svc-platform replaces the mark only once it reaches the store. Without the key that the mark names,
-        // svc-platform would stop once the store is available again.
+        // A running svc-platform replaces the marker in the store only once it reaches the store. Without the key that
+        // the marker names, svc-platform would stop once the store is available again.
         Some(previous) if usage.need.is_empty() && named.is_none() => findings.warning(
             format!(
                 "PLATFORM_KEY_PREVIOUS {previous} may still be needed: the object store, which may name it as the \
                  current key, could not be read"
             ),
-            "keep it; see the check `store`, then run this check again",
+            "keep PLATFORM_KEY_PREVIOUS, correct the problem that the check `store` reports, and run this check again",
         ),
         Some(previous) if usage.need.is_empty() => findings.warning(
             format!("PLATFORM_KEY_PREVIOUS {previous} is no longer needed: it can be dropped"),
-            "remove the setting, and restart svc-platform; keep the key in an archive as long as you keep copies of the database \
-             from before the rotation",
+            "remove PLATFORM_KEY_PREVIOUS, and restart svc-platform; archive the key for as long as you keep \
+             copies of the database from before the rotation",
         ),
         Some(previous) if usage.need.has_processes() => findings.warning(
             format!("PLATFORM_KEY_PREVIOUS {previous} is still needed: {}", usage.need),
             format!(
-                "restart the processes that have the other key as PLATFORM_KEY, with {} as PLATFORM_KEY and {previous} as \
-                 PLATFORM_KEY_PREVIOUS: until then, no secret is replaced. Each process logged its id and the address of its \
-                 API when it started",
+                "restart the processes that have the other key as PLATFORM_KEY, with {} as PLATFORM_KEY and \
+                 {previous} as PLATFORM_KEY_PREVIOUS: until then, no secrets are migrated to the new key. \
+                 Each process logged its id and the address of its API when it started",
                 ids.current
             ),
         ),
         Some(previous) => findings.warning(
             format!("PLATFORM_KEY_PREVIOUS {previous} is still needed: {}", usage.need),
-            "keep it; running platforms and heartbeats replace its secrets automatically; then run this check again",
+            "keep PLATFORM_KEY_PREVIOUS until the secrets that use it have been replaced, which svc-platform \
+             and the machines' heartbeats do automatically; then run this check again",
         ),
     };
     match usage.need.describe_silent() {
         Some(silent) => findings.warning(
-            format!("{silent} without a token made with PLATFORM_KEY"),
-            "the key rotation does not wait for them: a token rotates at the next heartbeat; after a restore of the \
-             database, recover them first",
+            format!("no token has been made with PLATFORM_KEY for {silent}"),
+            "if the database has been restored from a copy, recover these machines before you remove \
+             PLATFORM_KEY_PREVIOUS; otherwise no action is needed, because each token rotates at the \
+             machine's next heartbeat",
         ),
         None => findings,
     }
@@ -163,8 +169,8 @@ async fn read_usage(
     Ok(KeyUsage { need, is_rotation_complete, is_previous_recorded, processes, undecryptable })
 }
 
-/// Finds the error with which `svc-platform` would refuse to start. Not needed with a single key, because
-/// [`KeyNeed`] then lists the keys that it does not open.
+/// Returns the error that prevents `svc-platform` from starting, if any. With a single key, this check is unnecessary,
+/// because [`KeyNeed`] then lists the stored keys that this key does not decrypt.
 async fn find_undecryptable_key_error(
     config: &PlatformConfig,
     client: &impl deadpool_postgres::GenericClient,

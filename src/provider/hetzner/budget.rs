@@ -1,10 +1,10 @@
 //! The provider's rate limit: one budget for all clones of the adapter and, with a [`RateBudget`], for all processes
 //! that share it.
 //!
-//! The gate closes when the provider reports an empty budget or returns 429. A call waits until the gate is open and
-//! the call is reserved in the shared budget. While the shared budget is unavailable, calls are sent without a
-//! reservation. One round trip to the shared budget reserves up to [`RESERVATION_BATCH`] calls. The budget also limits
-//! the calls in flight.
+//! Calls are suspended when the provider reports an empty budget or returns 429. A call waits until calls are no longer
+//! suspended and the call is reserved in the shared budget. While the shared budget is unavailable, calls are sent
+//! without a reservation. One round trip to the shared budget reserves up to [`RESERVATION_BATCH`] calls. The budget also
+//! limits the calls in flight.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -21,7 +21,7 @@ const MAX_CALLS_IN_FLIGHT: usize = 8;
 /// Number of calls that are reserved in the shared budget at once.
 const RESERVATION_BATCH: u32 = 16;
 const RESERVATION_TTL: Duration = Duration::from_secs(10);
-/// After this timeout, a process relies on its own view of the budget.
+/// After this timeout, calls are sent without a reservation.
 const SHARED_BUDGET_TIMEOUT: Duration = Duration::from_secs(2);
 /// The provider's limits are per hour. A longer reset time is wrong and is capped, because the refill rate derived from
 /// it would stop all calls.
@@ -29,11 +29,11 @@ const MAX_RESET: Duration = Duration::from_secs(3600);
 /// Minimum number of used calls for a reliable refill rate.
 const MIN_USED_CALLS: u64 = 5;
 
-/// No call became available within the maximum wait.
+/// No call could be made within the maximum wait.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct BudgetExhausted;
 
-/// Cloned with the adapter; all clones share one state.
+/// The adapter's rate budget. All clones share one state.
 #[derive(Clone)]
 pub(super) struct Budget {
     in_flight: Arc<Semaphore>,
@@ -44,11 +44,11 @@ pub(super) struct Budget {
 
 #[derive(Default)]
 struct State {
-    /// When the gate opens again.
-    closed_until: Option<Instant>,
+    /// The time until which calls are suspended.
+    suspended_until: Option<Instant>,
     /// Calls reserved in the shared budget but not yet made.
     reserved: u32,
-    /// When the reserved calls expire. The next reservation returns them to the shared budget.
+    /// The time at which the reserved calls expire. The next reservation returns them to the shared budget.
     reserved_until: Option<Instant>,
     /// The last observation that has not been reported to the shared budget yet.
     observed: Option<ObservedBudget>,
@@ -64,20 +64,20 @@ impl Budget {
         }
     }
 
-    /// Waits for a permit for a call in flight, for the gate to open, and for a reservation in the shared budget. The
-    /// call counts as in flight until the permit is dropped.
+    /// Waits for a permit for a call in flight, for the end of a suspension, and for a reservation in the shared budget.
+    /// The call counts as in flight until the permit is dropped.
     ///
     /// # Errors
-    /// [`BudgetExhausted`] if no permit was released within the maximum wait, or if there is a shared budget and no call
-    /// became available in it. Without a shared budget, a permit is granted after that wait even if the gate is still
-    /// closed.
+    /// [`BudgetExhausted`] if no permit was released within the maximum wait, or if there is a shared budget and calls
+    /// were still suspended or no call could be reserved. Without a shared budget, a permit is granted after that wait
+    /// even if calls are still suspended.
     pub(super) async fn acquire(&self) -> Result<OwnedSemaphorePermit, BudgetExhausted> {
-        // Other tasks' responses may close the gate again and again, so `max_wait` also bounds the total wait.
+        // Other tasks' responses may extend the suspension repeatedly, so `max_wait` also bounds the total wait.
         let deadline = Instant::now() + self.max_wait;
         let permit = tokio::time::timeout_at(deadline, Arc::clone(&self.in_flight).acquire_owned()).await;
         let permit = permit.map_err(|_| BudgetExhausted)?.expect("the semaphore is never closed");
         loop {
-            let until = match self.closed_until() {
+            let until = match self.suspended_until() {
                 Some(until) => until,
                 None => match self.reserve_call().await {
                     Ok(()) => return Ok(permit),
@@ -85,7 +85,7 @@ impl Budget {
                 },
             };
             if Instant::now() >= deadline {
-                // Without a shared budget, the gate is only an estimate: calls by other users are not known.
+                // Without a shared budget, the suspension is only an estimate: calls by other users are not known.
                 return if self.shared.is_none() { Ok(permit) } else { Err(BudgetExhausted) };
             }
             tokio::time::sleep_until(until.min(deadline)).await;
@@ -119,8 +119,8 @@ impl Budget {
         Ok(())
     }
 
-    /// Updates the budget from the headers of a response that took `elapsed` to arrive. If the budget is empty, closes
-    /// the gate until one call has been refilled.
+    /// Updates the budget from the headers of a response that took `elapsed` to arrive. If the budget is empty,
+    /// suspends calls until one call has been refilled.
     pub(super) fn update(&self, headers: &HeaderMap, elapsed: Duration) {
         let (Some(limit), Some(remaining), Some(reset)) = (
             parse_number_header(headers, "ratelimit-limit"),
@@ -135,19 +135,19 @@ impl Budget {
             Some(ObservedBudget { remaining: remaining as f64, capacity: limit as f64, per_second, at });
         if remaining == 0 {
             // The provider refills evenly, and sends the time of the full refill.
-            self.close_for(reset / u32::try_from(limit.max(1)).unwrap_or(u32::MAX));
+            self.suspend_for(reset / u32::try_from(limit.max(1)).unwrap_or(u32::MAX));
         }
     }
 
-    /// Closes the gate after a 429, until the provider's reset, or for `fallback` if the response contains no reset
-    /// time, but for at most the maximum wait. Returns how long the gate is closed.
-    pub(super) fn close_after_rate_limit(&self, headers: &HeaderMap, fallback: Duration) -> Duration {
+    /// Suspends calls after a 429 until the provider's reset time, or for `fallback` if the response contains no reset
+    /// time, but for at most the maximum wait. Returns the duration of the suspension.
+    pub(super) fn suspend_after_rate_limit(&self, headers: &HeaderMap, fallback: Duration) -> Duration {
         let wait = reset_in(headers).unwrap_or(fallback).min(self.max_wait);
-        self.close_for(wait);
+        self.suspend_for(wait);
         wait
     }
 
-    /// Reports a 429 to the other users of the shared budget, which wait as long.
+    /// Reports a 429 to the other users of the shared budget, which suspend their calls for the same time.
     pub(super) async fn report_rate_limit(&self, wait: Duration) {
         if let Some(shared) = &self.shared {
             // If the report fails, the provider itself rejects the other users' calls.
@@ -155,16 +155,16 @@ impl Budget {
         }
     }
 
-    fn close_for(&self, wait: Duration) {
+    fn suspend_for(&self, wait: Duration) {
         let until = Instant::now() + wait.min(self.max_wait);
         let mut state = self.state();
-        state.closed_until = Some(state.closed_until.map_or(until, |previous| previous.max(until)));
+        state.suspended_until = Some(state.suspended_until.map_or(until, |previous| previous.max(until)));
         state.reserved = 0;
     }
 
-    /// Returns the time until which the gate is closed; `None` if it is open.
-    fn closed_until(&self) -> Option<Instant> {
-        self.state().closed_until.filter(|until| *until > Instant::now())
+    /// Returns the time until which calls are suspended; `None` if they are not.
+    fn suspended_until(&self) -> Option<Instant> {
+        self.state().suspended_until.filter(|until| *until > Instant::now())
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -223,7 +223,7 @@ mod tests {
         let clone = budget.clone();
 
         budget.update(&headers(1, 3600), Duration::ZERO);
-        assert_eq!(budget.closed_until(), None, "the budget is not empty");
+        assert_eq!(budget.suspended_until(), None, "the budget is not empty");
 
         let start = Instant::now();
         budget.update(&headers(0, 360), Duration::ZERO);
@@ -231,7 +231,7 @@ mod tests {
         assert!(start.elapsed() >= Duration::from_millis(95), "{:?}", start.elapsed());
 
         let start = Instant::now();
-        assert_eq!(budget.close_after_rate_limit(&headers(0, 3600), Duration::ZERO), max_wait);
+        assert_eq!(budget.suspend_after_rate_limit(&headers(0, 3600), Duration::ZERO), max_wait);
         drop(clone.acquire().await.unwrap());
         assert!(start.elapsed() >= max_wait, "{:?}", start.elapsed());
     }

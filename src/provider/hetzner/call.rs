@@ -99,7 +99,7 @@ struct FailedExchange {
 enum Retry {
     Never,
     AfterBackoff,
-    /// After a 429: retry after at least this delay, for which the budget's gate is closed.
+    /// After a 429: retry after at least this delay, during which the budget suspends all calls.
     After(Duration),
 }
 
@@ -234,7 +234,7 @@ impl Connection {
         url
     }
 
-    /// Classifies an unsuccessful response. A 429 also closes the budget's gate.
+    /// Classifies an unsuccessful response. A 429 also suspends all calls.
     fn classify_failure(&self, call: &Call<'_>, response: &Response) -> FailedExchange {
         let (code, message) = match serde_json::from_slice::<ErrorBody>(&response.body) {
             Ok(body) => (body.error.code, body.error.message),
@@ -243,7 +243,7 @@ impl Connection {
         let (kind, mut retry) = classify(response.status, &code, call.idempotence);
         if response.status == StatusCode::TOO_MANY_REQUESTS {
             retry = Retry::After(
-                self.budget.close_after_rate_limit(&response.headers, self.limits.initial_backoff),
+                self.budget.suspend_after_rate_limit(&response.headers, self.limits.initial_backoff),
             );
         }
         let status = response.status.as_u16();

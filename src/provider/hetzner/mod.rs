@@ -37,10 +37,10 @@ const MAX_PAGES: u32 = 1000;
 
 /// The API token contains a character that is not allowed in a header.
 #[derive(Debug, thiserror::Error)]
-#[error("the provider's API token is not a valid header value")]
+#[error("the provider's API token contains a character that is not allowed in an HTTP header")]
 pub struct InvalidToken;
 
-/// The adapter. Clones share the rate budget.
+/// The adapter for the Hetzner Cloud API. Clones share the rate budget.
 #[derive(Clone)]
 pub struct Hetzner {
     connection: Connection,

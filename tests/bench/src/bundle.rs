@@ -138,7 +138,8 @@ fn shell(dir: &Path, into: &Path, script: &str) -> Command {
     command
 }
 
-/// Verifies the number of files, and that they are at least as large as expected in total.
+/// Verifies the number of files, and that their total size exceeds [`archive::TOTAL_BYTES`], which does not include the
+/// small files `release.json` and `bin/svc`. Files whose names start with a dot, such as the checksum, are ignored.
 fn check_unpacked(dir: &Path, is_product: bool) -> Result<()> {
     let root = if is_product { dir.join("opt/svc/releases").join(archive::VERSION) } else { dir.to_owned() };
     let (mut files, mut bytes, mut dirs) = (0, 0, vec![root]);
@@ -156,7 +157,9 @@ fn check_unpacked(dir: &Path, is_product: bool) -> Result<()> {
     }
     ensure!(
         files == archive::FILE_COUNT && bytes > archive::TOTAL_BYTES,
-        "unexpected content: {files} files, {bytes} bytes"
+        "expected {} files with more than {} bytes, found {files} files with {bytes} bytes",
+        archive::FILE_COUNT,
+        archive::TOTAL_BYTES
     );
     Ok(())
 }
@@ -168,7 +171,7 @@ fn serve(content: Vec<u8>) -> Result<SocketAddr> {
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
             let content = Arc::clone(&content);
-            // An error after a client has disconnected is irrelevant.
+            // Errors are ignored, because the client reports an incomplete download.
             std::thread::spawn(move || respond(stream, &content).ok());
         }
     });

@@ -1,4 +1,4 @@
-//! Headers that the other party controls: cookies that a machine sets, and hop-by-hop headers.
+//! Headers that an untrusted peer controls: cookies that a machine sets, and hop-by-hop headers.
 
 use http::header::{CONNECTION, HeaderMap, HeaderName, HeaderValue, SET_COOKIE, UPGRADE};
 use proptest::prelude::*;
@@ -70,7 +70,7 @@ fn check_any_cookies(bytes: &[u8]) -> Result<(), String> {
         |headers: &HeaderMap| -> Vec<HeaderValue> { headers.get_all(SET_COOKIE).iter().cloned().collect() };
     let (before, after) = (lines(&before), lines(&after));
     if let Some(line) = after.iter().find(|line| is_router_cookie(&stored_name(line.as_bytes()))) {
-        return Err(format!("{line:?} is passed on"));
+        return Err(format!("the router's cookie {line:?} was not removed"));
     }
     let expected: Vec<_> =
         before.into_iter().filter(|line| !is_router_cookie(&stored_name(line.as_bytes()))).collect();
@@ -79,7 +79,7 @@ fn check_any_cookies(bytes: &[u8]) -> Result<(), String> {
     if after.iter().all(|line| rest.any(|expected| expected == line)) {
         Ok(())
     } else {
-        Err(format!("{after:?} instead of {expected:?}"))
+        Err(format!("expected only cookies from {expected:?}, in this order; found {after:?}"))
     }
 }
 
@@ -90,7 +90,7 @@ fn check_valid_cookies(bytes: &[u8]) -> Result<(), String> {
     let mut after = before.clone();
     drop_reserved(&mut after);
     let found = after.get_all(SET_COOKIE).iter().count();
-    if found == expected { Ok(()) } else { Err(format!("{found} cookies instead of {expected}")) }
+    if found == expected { Ok(()) } else { Err(format!("expected {expected} cookies, found {found}")) }
 }
 
 pub fn hop_by_hop() -> Target {
@@ -148,30 +148,32 @@ fn check_any_hops(bytes: &[u8]) -> Result<(), String> {
     let listed = before.get_all(CONNECTION).iter().flat_map(|value| value.as_bytes().split(|b| *b == b','));
     for name in listed.filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok()) {
         if after.contains_key(&name) && name != UPGRADE && name != CONNECTION {
-            return Err(format!("{name} was named but remains"));
+            return Err(format!("{name} is listed in Connection, but was not removed"));
         }
     }
     if let Some(name) = HOP_BY_HOP.iter().find(|name| after.contains_key(**name)) {
-        return Err(format!("{name} remains"));
+        return Err(format!("the hop-by-hop header {name} was not removed"));
     }
     let all = |name: HeaderName| after.get_all(name).iter().map(HeaderValue::as_bytes).collect::<Vec<_>>();
     let (connection, upgrade) = (all(CONNECTION), all(UPGRADE));
-    let hides_http = |value: &[u8]| {
+    let names_http_or_tls = |value: &[u8]| {
         let text = String::from_utf8_lossy(value).to_ascii_lowercase();
         let mut protocols = text.split(',').map(str::trim);
         protocols.any(|protocol| ["h2c", "http", "tls"].iter().any(|name| protocol.starts_with(name)))
     };
     let is_valid = match (upgrades, connection.as_slice(), upgrade.as_slice()) {
         (false, [], []) => true,
-        (true, [b"upgrade"], [protocols]) => !hides_http(protocols),
+        (true, [b"upgrade"], [protocols]) => !names_http_or_tls(protocols),
         _ => false,
     };
     if !is_valid {
-        return Err(format!("upgrade kept: {upgrades}; connection {connection:?}, upgrade {upgrade:?}"));
+        return Err(format!(
+            "invalid upgrade headers: Connection {connection:?}, Upgrade {upgrade:?} (upgrade reported: {upgrades})"
+        ));
     }
     let mut again = after.clone();
     if strip_hop_by_hop(&mut again) != upgrades || again != after {
-        return Err(format!("{again:?} is the result of a second pass over {after:?}"));
+        return Err(format!("a second pass changed the result: {after:?} became {again:?}"));
     }
     Ok(())
 }
@@ -185,7 +187,7 @@ fn check_valid_hops(bytes: &[u8]) -> Result<(), String> {
     let end_to_end = before.keys().filter(|name| name.as_str().starts_with("x-"));
     let mut end_to_end = end_to_end.filter(|name| !(is_x_own_named && name.as_str() == "x-own"));
     match end_to_end.find(|name| after.get_all(*name).iter().ne(before.get_all(*name).iter())) {
-        Some(name) => Err(format!("{name} has different values")),
+        Some(name) => Err(format!("the values of the end-to-end header {name} were changed")),
         None => Ok(()),
     }
 }

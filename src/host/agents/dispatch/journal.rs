@@ -72,7 +72,7 @@ impl JournalEntry {
 pub enum JournalFile {
     One(String),
     Batch(String),
-    /// The own file of a batch entry.
+    /// A batch entry's own file.
     Entry {
         batch: String,
         id: String,
@@ -80,8 +80,9 @@ pub enum JournalFile {
 }
 
 impl JournalFile {
-    /// Takes the files that can be removed, in the order in which they must be. The file of a batch shows its entries
-    /// as not started, so an entry's own file is removed only after that: otherwise the entry could run again.
+    /// Takes the files that can be removed, in the order in which they must be removed. A batch's file shows its entries
+    /// as not started, so an entry's own file is removed only after the batch's file: otherwise the entry could run
+    /// again.
     pub fn take_removable(recorded: &mut Vec<Self>) -> Vec<Self> {
         let batch_id = |file: &Self| if let Self::Batch(id) = file { Some(id.clone()) } else { None };
         let batches: BTreeSet<String> = recorded.iter().filter_map(batch_id).collect();
@@ -125,12 +126,12 @@ impl Journal {
         fsx::write_atomic(&self.path(&file), &text.expect("plain fields serialize to JSON"), 0o600)
     }
 
-    /// Marks a dispatch as started with an empty file, which needs no disk space. Returns `false` if even that fails
-    /// and the dispatch may be in the journal: after a crash, it would be started again.
+    /// Marks a dispatch as started with an empty file, which needs no disk space. Returns `false` if the marker cannot
+    /// be created and the dispatch may be in the journal: after a crash, the dispatch would be started again.
     pub fn mark_started(&self, entry: &JournalEntry) -> bool {
-        let mark = self.mark_path(&entry.id);
-        let marked = std::fs::File::create(&mark).and_then(|file| file.sync_all());
-        let marked = marked.map_err(FileError::wrap("create", &mark)).and_then(|()| fsx::sync_dir(&self.0));
+        let marker = self.start_marker_path(&entry.id);
+        let marked = std::fs::File::create(&marker).and_then(|file| file.sync_all());
+        let marked = marked.map_err(FileError::wrap("create", &marker)).and_then(|()| fsx::sync_dir(&self.0));
         let Err(error) = marked else { return true };
         tracing::warn!(error = %format_chain(&error), "cannot mark a dispatch as started");
         !self.may_have_file(&entry.id)
@@ -142,7 +143,7 @@ impl Journal {
         [Some(JournalFile::One(id.to_owned())), batch].iter().flatten().any(|file| self.path(file).exists())
     }
 
-    fn mark_path(&self, id: &str) -> PathBuf {
+    fn start_marker_path(&self, id: &str) -> PathBuf {
         self.0.join(format!("{id}.begun"))
     }
 
@@ -151,7 +152,7 @@ impl Journal {
     pub fn remove_all(&self, files: &[JournalFile]) {
         let mut remaining_batches: BTreeSet<&str> = BTreeSet::new();
         for file in files {
-            // The file of a batch shows its entries as not started, so their own files stay as long as it does.
+            // A batch's file shows its entries as not started, so their own files stay until it is removed.
             if matches!(file, JournalFile::Entry { batch, .. } if remaining_batches.contains(batch.as_str()))
             {
                 continue;
@@ -167,16 +168,16 @@ impl Journal {
     fn remove(&self, file: &JournalFile) -> Result<(), FileError> {
         fsx::remove_if_exists(&self.path(file))?;
         match file {
-            // Removed last: the mark may be all that keeps the dispatch from starting again.
+            // The start marker is removed last, because it may be all that prevents the dispatch from starting again.
             JournalFile::One(id) | JournalFile::Entry { id, .. } => {
-                fsx::remove_if_exists(&self.mark_path(id))
+                fsx::remove_if_exists(&self.start_marker_path(id))
             }
             JournalFile::Batch(_) => Ok(()),
         }
     }
 
-    /// Reads all entries, in order of acceptance. Removes temporary files and obsolete marks; unreadable and invalid
-    /// files are logged and stay in place. Must run before anything is written.
+    /// Reads all entries, in order of acceptance. Removes temporary files and obsolete start markers. Unreadable and
+    /// invalid files are logged and stay in place. Must be called before anything is written.
     ///
     /// A batch entry whose own file is unreadable or invalid is returned as started: an agent must not run twice.
     ///
@@ -190,7 +191,7 @@ impl Journal {
         // No writer is active yet, so all temporary files are leftovers.
         fsx::remove_leftover_temps_in(&self.0, |_| true)?;
         let mut found: BTreeMap<String, JournalEntry> = BTreeMap::new();
-        let (mut marks, mut unreadable) = (Vec::new(), Vec::new());
+        let (mut markers, mut unreadable) = (Vec::new(), Vec::new());
         for entry in entries {
             let path = entry.map_err(FileError::wrap("read", &self.0))?.path();
             match path.extension().and_then(OsStr::to_str) {
@@ -206,7 +207,7 @@ impl Journal {
                         found.entry(entry.id.clone()).or_insert(entry);
                     }
                 }
-                Some("begun") => marks.push(path),
+                Some("begun") => markers.push(path),
                 _ => {}
             }
         }
@@ -215,15 +216,15 @@ impl Journal {
                 entry.started_at = Some(modified_at(&path));
             }
         }
-        for mark in marks {
-            let id = dispatch_id(&mark);
+        for marker in markers {
+            let id = dispatch_id(&marker);
             match found.get_mut(id) {
-                Some(entry) => entry.started_at = entry.started_at.or_else(|| Some(modified_at(&mark))),
+                Some(entry) => entry.started_at = entry.started_at.or_else(|| Some(modified_at(&marker))),
                 None if self.may_have_file(id) => {}
                 // The dispatch is already recorded, or was never in the journal.
                 None => {
-                    if let Err(error) = fsx::remove_if_exists(&mark) {
-                        tracing::warn!(error = %format_chain(&error), "cannot remove a mark from the journal");
+                    if let Err(error) = fsx::remove_if_exists(&marker) {
+                        tracing::warn!(error = %format_chain(&error), "cannot remove a start marker from the journal");
                     }
                 }
             }
@@ -349,9 +350,9 @@ mod tests {
         assert_eq!(
             std::fs::read_dir(dir.path().join("dispatches")).unwrap().count(),
             3,
-            "the batch, the unreadable file and its mark"
+            "the batch, the unreadable file and its start marker"
         );
-        // If the mark cannot be created, a dispatch in the journal must not start: a crash would start it again.
+        // If the marker cannot be created, a dispatch in the journal must not start: it would start again after a crash.
         std::fs::create_dir(dir.path().join("dispatches/b.0.begun")).unwrap();
         std::fs::create_dir(dir.path().join("dispatches/unknown.begun")).unwrap();
         assert!(!journal.mark_started(&entry(0)));

@@ -174,7 +174,7 @@ pub async fn serve(layout: Layout) -> Result<(), Failure> {
     let staging = Staging::new(&layout, ENTRY_STAGING);
     // This precedes all removals, because an interrupted run may have left the replaced entry in the staging directory.
     // If the directory belongs to another user, it contains no such entry, and the restore below fails with the reason.
-    if staging.ensure_own().is_ok()
+    if staging.verify_if_exists().is_ok()
         && let Err(error) = finish_exchange(&layout, &staging)
     {
         return Err(fail_and_keep_request(&layout, request.to_state(), error));
@@ -273,7 +273,7 @@ async fn restore(
     request: &mut RestoreRequest,
     state: &mut FileRestore,
 ) -> Result<(), RestoreError> {
-    let complete = if staging.ensure_own()? { staging.read_complete::<Placement>()? } else { None };
+    let complete = if staging.verify_if_exists()? { staging.read_complete::<Placement>()? } else { None };
     let owner = owner_ids(&settings.layout);
     let placement = match complete.filter(|placement| placement.request_id == request.request_id) {
         // An earlier run restored the entry to the staging directory, but was interrupted later.
@@ -390,7 +390,7 @@ async fn restore_to_staging(
     if entry.kind() == EntryKind::Special {
         return Err(RestoreError::Special(path.clone()));
     }
-    staging.clear()?;
+    staging.recreate()?;
     let options =
         RestoreOptions { owner, ..RestoreOptions::new(staging.files(), settings.layout.root().to_owned()) };
     let restored = restore_entries(&repository, [(&entry, STAGED.to_owned())], &options, counts).await?;
@@ -444,7 +444,7 @@ fn move_into_place(
 
 /// Returns the placement if its restored entry is in place, and the replaced entry is still in the staging directory.
 fn find_exchanged(staging: &Staging) -> Result<Option<Placement>, RestoreError> {
-    let complete = if staging.ensure_own()? { staging.read_complete::<Placement>()? } else { None };
+    let complete = if staging.verify_if_exists()? { staging.read_complete::<Placement>()? } else { None };
     let Some(placement) = complete else { return Ok(None) };
     let inode = find_inode(&staging.files().join(STAGED))?;
     Ok(Some(placement).filter(|placement| inode.is_some_and(|inode| inode != placement.staged.inode)))

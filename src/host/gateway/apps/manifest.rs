@@ -62,7 +62,7 @@ impl Table {
     }
 }
 
-/// The errors in a manifest, one line each.
+/// The errors in a manifest. Each is one line.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{}", .errors.join("; "))]
 pub struct ManifestError {
@@ -73,7 +73,7 @@ impl Manifest {
     /// Parses and validates the text of an `svc.json`.
     ///
     /// # Errors
-    /// All errors in the manifest.
+    /// [`ManifestError`] with all errors in the manifest.
     pub fn parse(text: &[u8]) -> Result<Self, ManifestError> {
         let value = serde_json::from_slice(text).map_err(|error| ManifestError {
             errors: vec![format!("svc.json: is not valid JSON: {error}")],
@@ -84,7 +84,7 @@ impl Manifest {
     /// Validates a manifest.
     ///
     /// # Errors
-    /// All errors in the manifest.
+    /// [`ManifestError`] with all errors in the manifest.
     pub fn from_value(value: &Value) -> Result<Self, ManifestError> {
         let mut reader = ManifestReader::default();
         let manifest = reader.read_manifest(value);
@@ -148,7 +148,7 @@ impl ManifestReader {
             .and_then(|slug| slug.parse().map_err(|message| self.reject::<()>("slug", message)).ok());
         let runtime = self.read_text(root, "runtime").and_then(|runtime| match runtime.parse() {
             Ok(runtime) => Some(runtime),
-            Err(_) => self.reject("runtime", format!("unknown {runtime:?}; must be vite, static or node")),
+            Err(_) => self.reject("runtime", format!("must be vite, static or node, not {runtime:?}")),
         });
         let name = self.read_text(root, "name");
         let version = self.read_text(root, "version");
@@ -270,7 +270,11 @@ impl ManifestReader {
             let Some(kind) = self.read_type(&path, kind) else { continue };
             match Column::built_in(name) {
                 Some(built_in) if built_in.kind != kind => {
-                    self.reject::<()>(&path, format!("is built in, with type {}", built_in.kind.name()));
+                    let kind = built_in.kind.name();
+                    self.reject::<()>(
+                        &path,
+                        format!("must have type {kind}, because this column is built in"),
+                    );
                 }
                 Some(_) => {}
                 None => columns.extend(parsed.map(|name| Column::declared(name, kind))),
@@ -284,7 +288,7 @@ impl ManifestReader {
         let Some(name) = value.as_str() else { return self.reject(path, "must be a type name") };
         ColumnType::from_name(name).or_else(|| {
             let names = ColumnType::ALL.map(ColumnType::name).join(", ");
-            self.reject(path, format!("unknown type {name:?}; the types are {names}"))
+            self.reject(path, format!("must be one of the types {names}, not {name:?}"))
         })
     }
 

@@ -44,7 +44,7 @@ pub fn from_pool_error(error: &PoolError) -> Problem {
     database_unavailable()
 }
 
-/// The database is unreachable or overloaded.
+/// Returns the problem for a database that is unreachable or overloaded.
 pub fn database_unavailable() -> Problem {
     Problem::new(Code::DatabaseUnavailable, "The database is unreachable or overloaded; try again.")
         .retry_after(RETRY_AFTER_SECONDS)
@@ -54,12 +54,12 @@ pub fn statement_timed_out() -> Problem {
     Problem::new(Code::DeadlineExceeded, "The statement timed out.")
 }
 
-/// The responses of a transaction exceed their byte budget.
+/// Returns the problem for a transaction whose responses exceed 8 MiB.
 pub fn response_too_large() -> Problem {
     Problem::field("", "the responses of this transaction exceed 8 MiB: send fewer operations")
 }
 
-/// More rows match than `maxAffected` allows.
+/// Returns the problem for a statement that matches more rows than `maxAffected` allows.
 pub fn too_many_rows(max_affected: i64) -> Problem {
     let detail = "More rows match than maxAffected allows; nothing was changed.";
     Problem::new(Code::Conflict, detail)
@@ -67,8 +67,8 @@ pub fn too_many_rows(max_affected: i64) -> Problem {
         .with("maxAffected", json!(max_affected))
 }
 
-/// The database sent no result in time. A write may have been applied: PostgreSQL's own timeout does not apply to a
-/// commit.
+/// Returns the problem for a statement whose result did not arrive in time. A write may have been applied, because
+/// PostgreSQL's own timeout does not apply to a commit.
 pub fn no_result_in_time(is_write: bool) -> Problem {
     let mut problem = statement_timed_out();
     if is_write {
@@ -78,24 +78,24 @@ pub fn no_result_in_time(is_write: bool) -> Problem {
     problem
 }
 
-/// A concurrent change interfered; a retry can succeed.
+/// Returns the problem for a statement with which a concurrent change interfered. A retry can succeed.
 pub fn concurrent_change() -> Problem {
     Problem::new(Code::Conflict, "A concurrent change interfered; try again.")
         .with("retryable", json!(true))
         .retry_after(1)
 }
 
-/// A row's JSON is larger than [`super::sql::MAX_ROW_BYTES`].
+/// Returns the problem for a row whose JSON is larger than [`super::sql::MAX_ROW_BYTES`].
 pub fn row_too_large() -> Problem {
     Problem::invalid(&[FieldError { pointer: String::new(), detail: ROW_TOO_LARGE.to_owned() }])
 }
 
-/// A statement that always returns a row returned none.
+/// Returns the problem for a statement that returned no row, although it always returns one.
 pub fn missing_row() -> Problem {
     bridge_defect("statement returned no row")
 }
 
-/// A failure that only a bug in the bridge can cause.
+/// Logs a failure that only a bug in the bridge can cause, and returns its problem.
 pub fn bridge_defect(what: &'static str) -> Problem {
     tracing::error!("{what}");
     Problem::new(Code::Internal, "The failure is logged under this request id.")
@@ -132,7 +132,7 @@ pub fn from_database_error(error: &tokio_postgres::Error, context: ErrorContext)
     };
     let code = db_error.code();
     if *code == SqlState::IN_FAILED_SQL_TRANSACTION {
-        // The statement that failed first is reported instead.
+        // The problem of the statement that failed first is returned instead of this one.
         return Problem::new(Code::Conflict, "An earlier operation of the transaction failed.");
     }
     BRIDGE_SQLSTATES.add_one([intern_label(code.code().get(..2).unwrap_or_default())]);

@@ -13,7 +13,7 @@ use svc_base::error_chain::format_chain;
 use svc_http::resolve;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-const PING_TIMEOUT: Duration = Duration::from_secs(2);
+const STATEMENT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// An error while connecting to the database or querying it.
 #[derive(Debug, thiserror::Error)]
@@ -31,7 +31,7 @@ pub enum DatabaseError {
 /// The administrator's access to the database.
 pub struct Database {
     config: tokio_postgres::Config,
-    /// For short statements, which are pipelined, such as those from health checks and the change feed.
+    /// The connection for short, pipelined statements, such as those from health checks and the change feed.
     shared: Mutex<Option<Arc<Client>>>,
     /// Notified when a role's login is rejected: the supervisor then sets up the login again.
     pub login_rejected: Notify,
@@ -44,7 +44,7 @@ impl Database {
         Self { config: postgres, shared: Mutex::new(None), login_rejected: Notify::new() }
     }
 
-    /// The administrator's configuration, from which a role's is derived.
+    /// The administrator's configuration, from which the roles' configurations are derived.
     pub fn config(&self) -> &tokio_postgres::Config {
         &self.config
     }
@@ -77,17 +77,17 @@ impl Database {
             wakeup.notify_one();
         });
         let sql = format!("LISTEN {channel}");
-        let listening = tokio::time::timeout(PING_TIMEOUT, client.batch_execute(&sql));
+        let listening = tokio::time::timeout(STATEMENT_TIMEOUT, client.batch_execute(&sql));
         listening.await.map_err(|_| DatabaseError::Timeout)??;
         Ok(client)
     }
 
-    /// The server's own address and port; `None` if the connection uses a Unix socket.
+    /// Returns the database server's address and port; `None` if the connection uses a Unix socket.
     ///
     /// # Errors
     /// The connection cannot be opened, or the database rejects the query or does not respond in time.
     pub async fn server_address(&self) -> Result<Option<SocketAddr>, DatabaseError> {
-        let query = tokio::time::timeout(PING_TIMEOUT, async {
+        let query = tokio::time::timeout(STATEMENT_TIMEOUT, async {
             let client = self.shared_client().await?;
             let messages = client.simple_query("SELECT host(inet_server_addr()), inet_server_port()").await?;
             Ok(messages.iter().find_map(|message| match message {

@@ -10,6 +10,7 @@ use super::file::FileStamp;
 use super::record::{BATCH_BYTES, MAX_QUEUED_BYTES, QueueFull, Record};
 use crate::records::entry::{Gap, GapLine};
 use svc_base::clock;
+use svc_base::quantity::pluralize;
 
 /// The size of a buffer. A line is copied into a buffer once, and written from there.
 const BUFFER_BYTES: usize = BATCH_BYTES;
@@ -33,7 +34,7 @@ pub enum ThreadState {
     /// The thread is asleep until woken.
     #[default]
     Asleep,
-    /// The thread checks the queue at the next interval; it need only be woken for [`BATCH_BYTES`].
+    /// The thread checks the queue at the next interval. Until then, it is woken only for [`BATCH_BYTES`].
     Polling,
     Writing,
     /// The thread has ended: nothing more is written.
@@ -194,7 +195,8 @@ impl LineQueue {
         let mut line = match record {
             Record::Activity => {
                 let (now, since) = (clock::rfc3339_ms(timestamp), clock::rfc3339_ms(since));
-                format!("{now} lines dropped since {since} because the queue was full: {lost}").into_bytes()
+                let lines = pluralize(lost, "line");
+                format!("{now} {lines} dropped since {since} because the queue was full").into_bytes()
             }
             _ => serde_json::to_vec(&GapLine { version: 1, timestamp, gap: Gap { lost, since, why: None } })
                 .expect("plain fields serialize to JSON"),
