@@ -244,7 +244,9 @@ pub fn failure_json(failure: &Failure) -> Value {
 /// Returns the advice for a code.
 fn advice(code: &str) -> Option<&'static str> {
     Some(match code {
-        "invalid_request" => "correct the fields that the message names; `svcctl <command> --help` explains them",
+        "invalid_request" => {
+            "correct the fields that the message names; `svcctl <command> --help` explains them"
+        }
         "unauthorized" => {
             "set PLATFORM_SECRET or --secret-file to the platform's secret, or to an operator's valid token"
         }
