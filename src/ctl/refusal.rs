@@ -260,7 +260,8 @@ fn advice(code: &str) -> Option<&'static str> {
             "choose a server type from the slot's plan, or change the plan with `svcctl slot set`"
         }
         "machine_not_found" => {
-            "run `svcctl list` to see the machines, or `svcctl list --deleted` to see the deleted ones"
+            "run `svcctl list` to see the machines, or `svcctl list --deleted` to see the deleted ones. A user is given \
+             by the id in the column USER, not by the handle"
         }
         "not_found" => {
             "check the id: `svcctl list`, `svcctl status <machine>` and `svcctl deploy list` show the existing ids"

@@ -62,7 +62,8 @@ pub fn status(view: &View, status: &FileBackupStatus) -> String {
             status.pending_bytes.map_or_else(String::new, |bytes| format!(", {}", format_bytes(bytes)));
         pairs.push(("not saved", format!("changes since {}{bytes}", time(&status.changed_since)).into()));
     }
-    pairs.push(("files", format!("{}, {}", status.files, format_bytes(status.bytes)).into()));
+    let counted = format!("{}, {} at the last full scan", status.files, format_bytes(status.bytes));
+    pairs.push(("files", counted.into()));
     if let Some(excluded) = &status.excluded {
         pairs.extend(excluded_pairs(view, excluded));
     }

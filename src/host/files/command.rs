@@ -62,7 +62,7 @@ fn describe(status: Option<&FilesStatus>, outcome: Option<&RestoreOutcome>, now:
         Some(status) => {
             rows.push(("saved", status.saved_until.map_or_else(|| "not yet".to_owned(), time)));
             rows.extend(status.changed_since.map(|at| ("changed", format!("{}; not saved yet", time(at)))));
-            rows.push(("files", format!("{}, {} bytes", status.files, status.bytes)));
+            rows.push(("files", format!("{}, {} bytes at the last full scan", status.files, status.bytes)));
             rows.extend(status.snapshot.as_ref().map(|id| ("snapshot", id.clone())));
             let items = |count: u64| pluralize(count, "item");
             match &status.excluded_files {

@@ -67,9 +67,9 @@ pub async fn for_operator(
     let key = file_keys::find(&tx, &platform.seal, (&user, &slot)).await.map_err(key_unavailable)?;
     let key = key.ok_or_else(|| {
         let detail = format!(
-            "The platform has no key for the file backups of slot {user}/{slot}: either no machine has saved files yet, or the \
-             platform's database was restored from a copy older than the key. In the second case, try again after a day: by \
-             then, a machine that has the key has sent it."
+            "The platform has no key for the file backups of slot {user}/{slot}. Check that {user} is the user's id, not the \
+             handle. If it is, either no machine has saved files yet, or the platform's database was restored from a copy \
+             older than the key. In the second case, try again after a day: by then, a machine that has the key has sent it."
         );
         Problem::new(Code::NotFound, detail)
     })?;

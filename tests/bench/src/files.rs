@@ -24,6 +24,9 @@ use super::process;
 use super::task;
 use super::{Options, print_round};
 
+/// The unit of the measured service, whose environment is part of what is measured.
+const UNIT: &str = include_str!("../../../systemd/system/svc-files.service");
+
 const FIRST_COPY: &str = "first copy";
 const FIRST_CPU: &str = "CPU time of the first copy";
 const FIRST_MEMORY: &str = "peak memory of the first copy";
@@ -180,6 +183,9 @@ impl Machine {
     fn command(&self, svc: &Path, arguments: &[&str]) -> Command {
         let mut command = Command::new(svc);
         command.args(arguments).env_clear().envs(self.env.iter().map(|(name, value)| (name, value)));
+        if arguments[0] == "svc-sync-agent" {
+            command.envs(unit_environment());
+        }
         command
     }
 
@@ -367,4 +373,9 @@ fn measure_tree(root: &Path) -> Result<(u64, u64)> {
         }
     }
     Ok((files, bytes))
+}
+
+/// Returns the environment variables that the unit sets.
+fn unit_environment() -> impl Iterator<Item = (&'static str, &'static str)> {
+    UNIT.lines().filter_map(|line| line.strip_prefix("Environment=")?.split_once('='))
 }
