@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use rustix::fs::{Dir, FileType, Mode, OFlags, Statx};
+use rustix::fs::{FileType, Mode, OFlags, Statx};
 use rustix::io::Errno;
 use tokio::sync::mpsc;
 
@@ -21,7 +21,7 @@ use svc_base::untrusted_text::truncate_printable;
 
 use super::changes::{ChangeSet, Scope};
 use super::database::DatabaseFiles;
-use super::entry_stat::{CACHE_TAG, has_cache_tag, open_in, stat_in, stat_open, to_timestamp};
+use super::entry_stat::{CACHE_TAG, open_in, stat_in, stat_open, to_timestamp};
 use super::file::HardLinkedContent;
 use super::workers::Workers;
 use super::write_back::WriteBack;
@@ -39,11 +39,6 @@ use crate::xattrs::read_xattrs;
 pub(super) const MAX_READ_ATTEMPTS: u32 = 3;
 /// Directories that are nested deeper are not saved: each level takes a file descriptor and stack space.
 const MAX_DEPTH: usize = 1000;
-/// Directories with more entries, or whose tree would be larger than [`MAX_BLOB_BYTES`], are not saved: a tree is one
-/// blob, which is parsed in memory. Checked before the entries are read.
-const MAX_DIRECTORY_ENTRIES: usize = 200_000;
-/// The size of a typical node without the name, in bytes.
-const NODE_BYTES: usize = 450;
 /// Maximum number of notes in the result.
 const MAX_NOTES: usize = 20;
 
@@ -200,7 +195,6 @@ impl Walker<'_> {
     ) -> Result<Vec<Node>, EntryError> {
         let mut nodes = Vec::new();
         let mut names = self.list(directory)?;
-        check_names(&names)?;
         let databases = DatabaseFiles::extract_from(&mut names);
         for database in &databases {
             nodes.extend(self.save_database(directory, database, &mut earlier, scope)?);
@@ -248,33 +242,6 @@ impl Walker<'_> {
             return Ok(None);
         };
         Ok(Some(tree.nodes.into_iter().filter_map(|node| Some((node.file_name()?, node))).collect()))
-    }
-
-    /// Returns the names in a directory, sorted. For a cache directory, returns only the tag, and counts the other
-    /// names as excluded; the home directory itself never counts as a cache.
-    pub(super) fn list(&mut self, directory: &OwnedFd) -> Result<Vec<OsString>, EntryError> {
-        let mut names = Vec::new();
-        for entry in Dir::read_from(directory)? {
-            let entry = entry?;
-            let name = entry.file_name().to_bytes();
-            if !matches!(name, b"." | b"..") {
-                names.push(OsStr::from_bytes(name).to_owned());
-            }
-        }
-        names.sort_unstable();
-        // Some file systems list a name twice if it is removed and created again during the listing.
-        names.dedup();
-        let is_tag = |name: &OsString| name == CACHE_TAG;
-        if !self.path.as_os_str().is_empty() && names.iter().any(is_tag) && has_cache_tag(directory) {
-            self.counts.excluded += names.len() as u64 - 1;
-            for name in names.iter().filter(|name| !is_tag(name)) {
-                self.path.push(name);
-                self.measure_excluded(directory, name);
-                self.path.pop();
-            }
-            names.retain(is_tag);
-        }
-        Ok(names)
     }
 
     /// Saves an entry; `None` if it is skipped, has vanished, or cannot be read and has no earlier state.
@@ -339,7 +306,7 @@ impl Walker<'_> {
     }
 
     /// Measures the current entry, which is excluded, if excluded entries are measured.
-    fn measure_excluded(&mut self, directory: &OwnedFd, name: &OsStr) {
+    pub(super) fn measure_excluded(&mut self, directory: &OwnedFd, name: &OsStr) {
         if let Some(sizes) = &mut self.counts.excluded_sizes {
             sizes.add(directory, name, &self.path, self.device, &self.is_stopped);
         }
@@ -429,19 +396,6 @@ impl Walker<'_> {
     }
 }
 
-fn check_names(names: &[OsString]) -> Result<(), EntryError> {
-    let count = names.len();
-    let bytes: usize = names.iter().map(|name| NODE_BYTES + name.len()).sum();
-    if count <= MAX_DIRECTORY_ENTRIES && bytes <= MAX_BLOB_BYTES {
-        return Ok(());
-    }
-    let why = format!(
-        "its {count} entries take about {bytes} bytes, but the limits are {MAX_DIRECTORY_ENTRIES} entries and \
-         {MAX_BLOB_BYTES} bytes"
-    );
-    Err(EntryError::Unreadable(io::Error::other(why)))
-}
-
 /// Why an entry was not saved.
 pub(super) enum EntryError {
     /// It was removed during the save.
@@ -482,17 +436,4 @@ impl From<Errno> for EntryError {
 pub(super) fn check_same(found: &Statx, opened: &Statx) -> Result<(), EntryError> {
     let identity = |stat: &Statx| (stat.stx_dev_major, stat.stx_dev_minor, stat.stx_ino);
     if identity(found) == identity(opened) { Ok(()) } else { Err(EntryError::Replaced) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn check_names_refuses_too_many_entries() {
-        let names = |count: usize, length: usize| vec![OsString::from("x".repeat(length)); count];
-        assert!(check_names(&names(MAX_DIRECTORY_ENTRIES, 20)).is_ok());
-        assert!(check_names(&names(MAX_DIRECTORY_ENTRIES + 1, 20)).is_err());
-        assert!(check_names(&names(MAX_DIRECTORY_ENTRIES, 255)).is_err(), "long names take more space");
-    }
 }

@@ -106,6 +106,26 @@ async fn cache_tag_applies_to_saves_of_changes() {
     assert!(target.path().join("kept").exists(), "a tag in the home directory itself is ignored");
 }
 
+/// Tests have a limit of 2000 entries.
+#[tokio::test]
+async fn only_directories_with_too_many_entries_are_left_out() {
+    let mut fixture = Fixture::new().await;
+    fixture.write("file", "kept");
+    fixture.write("cache/CACHEDIR.TAG", "Signature: 8a477f597d28d172789f06886806bc55");
+    for number in 0..2001 {
+        fixture.write(&format!("cache/{number}"), "");
+        fixture.write(&format!("large/{number}"), "");
+    }
+    let saved = fixture.save().await;
+    assert_eq!((saved.counts.unreadable, saved.counts.excluded), (1, 2001));
+    let why = saved.counts.first_unreadable.unwrap();
+    assert!(why.starts_with("large: its first 2001 entries take about"), "{why}");
+    let (target, _) = fixture.restore(&saved.snapshot).await;
+    let paths = describe(target.path()).into_keys();
+    let paths: Vec<_> = paths.map(|path| String::from_utf8(path).unwrap()).collect();
+    assert_eq!(paths, ["cache", "cache/CACHEDIR.TAG", "file"]);
+}
+
 #[tokio::test]
 async fn sparse_file_is_saved_quickly_and_restored_sparse() {
     let mut fixture = Fixture::new().await;

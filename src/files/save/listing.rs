@@ -1,0 +1,89 @@
+//! Lists the directories of a save, without collecting the names of those that are too large.
+
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+
+use rustix::fs::Dir;
+
+use super::entry_stat::{CACHE_TAG, has_cache_tag};
+use super::walk::{EntryError, Walker};
+use crate::pack::MAX_BLOB_BYTES;
+
+/// Directories with more entries, or whose tree would be larger than [`MAX_BLOB_BYTES`], are not saved: a tree is one
+/// blob, which is parsed in memory.
+const MAX_DIRECTORY_ENTRIES: usize = if cfg!(test) { 2000 } else { 200_000 };
+/// The size of a typical node without the name, in bytes.
+const NODE_BYTES: usize = 450;
+
+impl Walker<'_> {
+    /// Returns the names in a directory, sorted. For a cache directory, returns only the tag, and counts the other
+    /// names as excluded; the home directory itself never counts as a cache.
+    ///
+    /// # Errors
+    /// `Unreadable` if the directory has too many entries, or cannot be listed.
+    pub(super) fn list(&mut self, directory: &OwnedFd) -> Result<Vec<OsString>, EntryError> {
+        if !self.path.as_os_str().is_empty() && has_cache_tag(directory) {
+            return self.exclude_cache(directory);
+        }
+        let mut names = Vec::new();
+        let mut bytes = 0;
+        for entry in Dir::read_from(directory)? {
+            let entry = entry?;
+            let name = entry.file_name().to_bytes();
+            if !matches!(name, b"." | b"..") {
+                names.push(OsStr::from_bytes(name).to_owned());
+                bytes += NODE_BYTES + name.len();
+                // Checked for each name, because the names of a directory with millions of entries would fill the memory.
+                check_size(names.len(), bytes)?;
+            }
+        }
+        names.sort_unstable();
+        // Some file systems list a name twice if it is removed and created again during the listing.
+        names.dedup();
+        Ok(names)
+    }
+
+    /// Counts the entries of a cache directory as excluded, except the tag, whose name is returned. The directory may
+    /// have any number of entries, so their names are not collected.
+    fn exclude_cache(&mut self, directory: &OwnedFd) -> Result<Vec<OsString>, EntryError> {
+        for entry in Dir::read_from(directory)? {
+            let entry = entry?;
+            let name = entry.file_name().to_bytes();
+            if matches!(name, b"." | b"..") || name == CACHE_TAG.as_bytes() {
+                continue;
+            }
+            let name = OsStr::from_bytes(name);
+            self.counts.excluded += 1;
+            self.path.push(name);
+            self.measure_excluded(directory, name);
+            self.path.pop();
+        }
+        Ok(vec![OsString::from(CACHE_TAG)])
+    }
+}
+
+/// Checks the number of entries, and the size of their nodes, that have been listed so far.
+fn check_size(entries: usize, bytes: usize) -> Result<(), EntryError> {
+    if entries <= MAX_DIRECTORY_ENTRIES && bytes <= MAX_BLOB_BYTES {
+        return Ok(());
+    }
+    let why = format!(
+        "its first {entries} entries take about {bytes} bytes, but the limits are {MAX_DIRECTORY_ENTRIES} entries and \
+         {MAX_BLOB_BYTES} bytes"
+    );
+    Err(EntryError::Unreadable(io::Error::other(why)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn check_size_refuses_too_many_entries_and_bytes() {
+        assert!(check_size(MAX_DIRECTORY_ENTRIES, MAX_BLOB_BYTES).is_ok());
+        assert!(check_size(MAX_DIRECTORY_ENTRIES + 1, MAX_BLOB_BYTES).is_err());
+        assert!(check_size(MAX_DIRECTORY_ENTRIES, MAX_BLOB_BYTES + 1).is_err(), "long names take more space");
+    }
+}
