@@ -178,14 +178,6 @@ impl KnownBlobs {
         }
     }
 
-    /// Removes blobs that are damaged, so that they are written again.
-    pub(crate) fn remove(&mut self, damaged: &HashSet<Id>) {
-        for ids in [&mut self.data, &mut self.trees] {
-            ids.sorted.retain(|id| !damaged.contains(id));
-            ids.added.retain(|id| !damaged.contains(id));
-        }
-    }
-
     /// Removes all trees, so that they are written again.
     pub(crate) fn remove_trees(&mut self) {
         self.trees = KnownIds::default();

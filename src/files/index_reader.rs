@@ -86,9 +86,16 @@ impl Repository {
         Ok((content, listed))
     }
 
-    /// Reads which blobs are in the index, and returns the ids of the index files as well.
-    pub(crate) async fn load_known_blobs(&self) -> Result<(KnownBlobs, Vec<Id>), FilesError> {
-        let add = |known: &mut KnownBlobs, _: Id, file: IndexFile| known.load(&file);
+    /// Reads which blobs are in the index, without those that are only in damaged packs. Returns the ids of the index
+    /// files as well.
+    pub(crate) async fn load_known_blobs(
+        &self,
+        damaged_packs: &HashSet<Id>,
+    ) -> Result<(KnownBlobs, Vec<Id>), FilesError> {
+        let add = |known: &mut KnownBlobs, _: Id, mut file: IndexFile| {
+            file.packs.retain(|pack| !damaged_packs.contains(&pack.id));
+            known.load(&file);
+        };
         let ReadIndex { content: mut known, files, listed } = self.read_index(MAX_INDEX_BLOBS, add).await?;
         known.finish_loading(listed.blobs);
         Ok((known, files))

@@ -35,7 +35,7 @@ impl Walker<'_> {
             if !matches!(name, b"." | b"..") {
                 names.push(OsStr::from_bytes(name).to_owned());
                 bytes += NODE_BYTES + name.len();
-                // Checked for each name, because the names of a directory with millions of entries would fill the memory.
+                // Checked for each name: all names of a directory with millions of entries would fill the memory.
                 check_size(names.len(), bytes)?;
             }
         }

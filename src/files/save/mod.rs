@@ -145,11 +145,11 @@ pub struct SaveResult {
 pub struct Saver {
     repository: Repository,
     options: SaveOptions,
-    /// The index, including what the last save added. `None` before the first save, after the damaged blobs have
+    /// The index, including what the last save added. `None` before the first save, after the damaged packs have
     /// changed, and after a failed save, whose packs may not be in the repository.
     index: Option<LoadedIndex>,
-    /// Blobs that the repository has only in damaged packs: they count as missing.
-    damaged: HashSet<Id>,
+    /// Packs that are damaged. Blobs that are in no other pack count as missing.
+    damaged_packs: HashSet<Id>,
     /// [`MAX_UNCHECKED_DURATION`], except in tests.
     pub(crate) max_unchecked_duration: Duration,
 }
@@ -163,7 +163,7 @@ struct LoadedIndex {
 impl Saver {
     pub fn new(repository: Repository, options: SaveOptions) -> Self {
         let max_unchecked_duration = MAX_UNCHECKED_DURATION;
-        Self { repository, options, index: None, damaged: HashSet::new(), max_unchecked_duration }
+        Self { repository, options, index: None, damaged_packs: HashSet::new(), max_unchecked_duration }
     }
 
     pub fn repository(&self) -> &Repository {
@@ -174,11 +174,11 @@ impl Saver {
         &mut self.options
     }
 
-    /// Sets the blobs that the repository has only in damaged packs. [`Self::save`] writes them again if the directory
-    /// still has their content.
-    pub fn set_damaged(&mut self, damaged: HashSet<Id>) {
-        if self.damaged != damaged {
-            self.damaged = damaged;
+    /// Sets the packs that are damaged. [`Self::save`] writes all blobs that are in no other pack again, if the
+    /// directory still has their content. Packs are named rather than blobs, because a pack can have thousands of them.
+    pub fn set_damaged_packs(&mut self, damaged_packs: HashSet<Id>) {
+        if self.damaged_packs != damaged_packs {
+            self.damaged_packs = damaged_packs;
             self.index = None;
         }
     }
@@ -310,8 +310,7 @@ impl Saver {
         {
             return Ok((loaded, false));
         }
-        let (mut blobs, files) = self.repository.load_known_blobs().await?;
-        blobs.remove(&self.damaged);
+        let (blobs, files) = self.repository.load_known_blobs(&self.damaged_packs).await?;
         self.repository.retain_cached_index_files(&files.iter().copied().collect());
         Ok((LoadedIndex { blobs, files }, true))
     }

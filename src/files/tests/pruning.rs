@@ -234,7 +234,7 @@ async fn damage_is_traced_to_files_and_repaired() {
     assert_eq!(affected, AffectedFiles { paths: vec![expected], snapshots: 2 });
 
     let (damaged_pack, lost_blob) = (pack, *blobs.iter().next().unwrap());
-    fixture.saver.set_damaged(blobs);
+    fixture.saver.set_damaged_packs(HashSet::from([pack]));
     let repaired = fixture.save().await;
     let verified = verify(&repository, PackShare::ALL).await.unwrap();
     assert!(verified.damaged.is_empty(), "{verified:?}");

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use jiff::{SignedDuration, Timestamp};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use svc_base::clock;
 use svc_base::fsx::{self, FileError};
 use svc_base::quantity::pluralize;
@@ -44,9 +44,11 @@ pub struct FileChecks {
     failing_since: Option<Timestamp>,
     /// Why the index or the latest snapshot cannot be read, so that nothing could be restored.
     pub unreadable: Option<String>,
-    /// The blobs that exist only in damaged packs, by pack.
-    pub damaged: BTreeMap<String, Vec<String>>,
-    /// When a run last found a damaged blob that was not known before.
+    /// The damaged packs, and how many of their blobs have no sound copy in another pack. The blobs are not named: many
+    /// programs read this file often, and millions of blobs can be damaged.
+    #[serde(deserialize_with = "read_damaged")]
+    pub damaged: BTreeMap<String, u64>,
+    /// When a run last found a damaged pack, or damaged blobs in one, that were not known before.
     #[serde(with = "clock::wire_option")]
     pub damage_found_at: Option<Timestamp>,
     /// The first affected files; `None` if they are not known yet.
@@ -99,6 +101,22 @@ pub struct AffectedFile {
     pub last: Timestamp,
 }
 
+/// Reads the number of damaged blobs of each pack. Earlier versions wrote a list of the blobs.
+fn read_damaged<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, u64>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Blobs {
+        Count(u64),
+        Listed(Vec<String>),
+    }
+    let packs = BTreeMap::<String, Blobs>::deserialize(deserializer)?;
+    let count = |blobs| match blobs {
+        Blobs::Count(count) => count,
+        Blobs::Listed(blobs) => blobs.len() as u64,
+    };
+    Ok(packs.into_iter().map(|(pack, blobs)| (pack, count(blobs))).collect())
+}
+
 impl FileChecks {
     /// Reads the file; returns an empty value if there is no file, or if it is invalid or has another format version.
     ///
@@ -148,7 +166,7 @@ impl FileChecks {
         let overdue = indices.iter().filter(is_overdue).count();
         let mut selected: BTreeSet<u16> =
             indices.into_iter().take(overdue.clamp(1, MAX_OVERDUE_SHARES)).collect();
-        let damaged: Vec<Id> = self.damaged.keys().filter_map(|pack| pack.parse().ok()).collect();
+        let damaged = self.damaged_packs();
         let has_damage =
             |index: &u16| damaged.iter().any(|pack| PackShare { index: *index, count }.contains(*pack));
         selected.extend((0..count).filter(has_damage));
@@ -213,19 +231,18 @@ impl FileChecks {
 
     /// Records the verification of a share.
     pub fn record_share(&mut self, share: PackShare, report: &VerifyReport, now: Timestamp) {
-        let before = self.damaged_blobs();
+        let before = self.damaged.clone();
         self.damaged.retain(|pack, _| pack.parse().is_ok_and(|pack: Id| !share.contains(pack)));
         for damaged in &report.damaged {
-            let blobs = damaged.blobs.iter().map(ToString::to_string).collect();
-            self.damaged.insert(damaged.pack.to_string(), blobs);
+            self.damaged.insert(damaged.pack.to_string(), damaged.blobs.len() as u64);
         }
-        let after = self.damaged_blobs();
-        if after != before {
+        if self.damaged != before {
             self.affected = None;
         }
-        if after.is_empty() {
+        let is_new = |(pack, blobs): (&String, &u64)| before.get(pack).is_none_or(|earlier| blobs > earlier);
+        if self.damaged.is_empty() {
             self.damage_found_at = None;
-        } else if !after.is_subset(&before) {
+        } else if self.damaged.iter().any(is_new) {
             self.damage_found_at = Some(now);
         }
         if let Some(time) = self.share_times.get_mut(usize::from(share.index)) {
@@ -269,9 +286,8 @@ impl FileChecks {
         format!("{packs}, needed by {snapshots}: {}", files.join("; "))
     }
 
-    /// The blobs that exist only in damaged packs.
-    pub fn damaged_blobs(&self) -> HashSet<Id> {
-        self.damaged.values().flatten().filter_map(|id| id.parse().ok()).collect()
+    pub fn damaged_packs(&self) -> HashSet<Id> {
+        self.damaged.keys().filter_map(|pack| pack.parse().ok()).collect()
     }
 }
 
@@ -331,7 +347,8 @@ mod tests {
         };
         let [share] = checks.select_shares(1, at(1))[..] else { panic!("there is one share") };
         checks.record_share(share, &damaged(&[&blob]), at(1));
-        assert_eq!((checks.damage_found_at, checks.damaged_blobs().len()), (Some(at(1)), 1));
+        let one_blob = BTreeMap::from([(pack.clone(), 1)]);
+        assert_eq!((checks.damage_found_at, &checks.damaged), (Some(at(1)), &one_blob));
         checks.record_share(share, &damaged(&[&blob]), at(2));
         assert_eq!(checks.damage_found_at, Some(at(1)), "it is not new");
         checks.record_share(share, &damaged(&[&blob, &"ef".repeat(32)]), at(3));
@@ -341,7 +358,16 @@ mod tests {
         let index = (0xabab % 30) as u16;
         assert!(with_30_shares.select_shares(30, at(4)).contains(&PackShare { index, count: 30 }));
         checks.record_share(share, &VerifyReport::default(), at(4));
-        assert_eq!((checks.damage_found_at, checks.damaged_blobs().len()), (None, 0));
+        assert_eq!((checks.damage_found_at, checks.damaged.len()), (None, 0));
+    }
+
+    #[test]
+    fn read_accepts_the_list_of_blobs_of_earlier_versions() {
+        let text = r#"{"version":1,"damaged":{"ab":["cd","ef"]}}"#;
+        let checks: FileChecks = serde_json::from_str(text).unwrap();
+        assert_eq!(checks.damaged, BTreeMap::from([("ab".to_owned(), 2)]));
+        let text = serde_json::to_string(&checks).unwrap();
+        assert_eq!(serde_json::from_str::<FileChecks>(&text).unwrap(), checks);
     }
 
     #[test]

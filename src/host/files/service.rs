@@ -239,9 +239,9 @@ impl FileBackup {
         // A caller waits for a requested save, so the measurement is postponed.
         options.should_measure_excluded = !is_measured && !self.schedule.is_requested();
         self.status.invalid_rules = set_rules(&mut options.exclusions, &rules);
-        // The save writes content again if it exists only in damaged packs.
+        // The save writes content again if it is only in damaged packs.
         let checks = FileChecks::read(&self.settings.layout).map_err(AccessError::File)?;
-        open.saver.set_damaged(checks.damaged_blobs());
+        open.saver.set_damaged_packs(checks.damaged_packs());
         let is_repair = self.status.needs_repair(checks.damage_found_at);
         let save = if is_repair { Save::Everything } else { save };
         let parent = open.parent.clone();

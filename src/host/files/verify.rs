@@ -4,6 +4,7 @@
 //! The report of damage names the affected files and snapshots. The run also requests a save, in which `svc-files`
 //! writes the damaged content again, as far as the machine still has it.
 
+use std::collections::HashSet;
 use std::time::Duration;
 
 use anyhow::anyhow;
@@ -13,9 +14,9 @@ use svc_base::error_chain::format_chain;
 use svc_base::fsx;
 use svc_base::quantity::{format_bytes, pluralize};
 use svc_base::untrusted_text::truncate_printable;
-use svc_files::FilesError;
 use svc_files::affected::{AffectedFiles, AffectedPath, find_affected_files};
 use svc_files::verify::{PackShare, verify, verify_index};
+use svc_files::{FilesError, Id};
 use svc_store::StoreError;
 
 use super::access::{AccessError, FilesSettings};
@@ -123,6 +124,8 @@ async fn verify_shares(
     let uncached = settings.open_uncached().await?.ok_or(CheckError::NothingSaved)?;
     verify_index(&uncached, settings.read_latest().await?).await?;
     let repository = settings.open_with_stored_key().await?.ok_or(CheckError::NothingSaved)?;
+    // These are all damaged blobs, because the shares with known damage are verified in each run.
+    let mut blobs: HashSet<Id> = HashSet::new();
     for share in shares {
         let verified = verify(&repository, *share).await?;
         result.packs += verified.packs;
@@ -138,11 +141,11 @@ async fn verify_shares(
                 "a pack is damaged, but its content can be read from this or other packs"
             );
         }
+        blobs.extend(verified.damaged.iter().flat_map(|damaged| &damaged.blobs));
         checks.record_share(*share, &verified, clock::now_ms());
         // Write the result before the search for affected files, which can take a long time.
         checks.write(&settings.layout).map_err(AccessError::File)?;
     }
-    let blobs = checks.damaged_blobs();
     let affected = if blobs.is_empty() {
         AffectedFiles::default()
     } else {
