@@ -157,8 +157,8 @@ pub struct VersionQuery {
 /// Reads earlier states from a repository.
 pub struct History {
     repository: Repository,
-    /// All sound snapshots, newest first. They were listed before the index was read, so the index contains their
-    /// blobs.
+    /// All sound snapshots, newest first, or only the latest one. They were read before the index, so the index
+    /// contains their blobs.
     snapshots: Vec<(Id, Snapshot)>,
     damaged_snapshots: u64,
     locations: BlobLocations,
@@ -189,6 +189,16 @@ impl History {
         Ok(Self::new(repository, listed, locations, false))
     }
 
+    /// Like [`Self::open`], but reads only the snapshot `latest`. If it is missing or damaged, or for `None`, reads all.
+    ///
+    /// # Errors
+    /// See [`Self::open`].
+    pub async fn open_latest(repository: Repository, latest: Option<Id>) -> Result<Self, FilesError> {
+        let listed = read_latest(&repository, latest).await?;
+        let locations = repository.load_tree_locations().await?;
+        Ok(Self::new(repository, listed, locations, false))
+    }
+
     /// Like [`Self::open`], but [`Self::find`] returns entries that can be restored.
     ///
     /// # Errors
@@ -197,19 +207,19 @@ impl History {
         Ok(Self { has_chunk_lists: true, ..Self::open(repository).await? })
     }
 
-    /// Reads the whole index, so that file contents can be read as well.
+    /// Like [`Self::open_latest`], but reads the whole index, so that file contents can be read as well.
     ///
     /// # Errors
     /// See [`Self::open`].
-    pub async fn open_with_contents(repository: Repository) -> Result<Self, FilesError> {
-        let listed = repository.list_sound_snapshots().await?;
+    pub async fn open_with_contents(repository: Repository, latest: Option<Id>) -> Result<Self, FilesError> {
+        let listed = read_latest(&repository, latest).await?;
         let locations = repository.load_locations().await?;
         Ok(Self::new(repository, listed, locations, true))
     }
 
     fn new(
         repository: Repository,
-        (snapshots, damaged_snapshots): (Vec<(Id, Snapshot)>, u64),
+        (snapshots, damaged_snapshots): ListedSnapshots,
         locations: BlobLocations,
         has_chunk_lists: bool,
     ) -> Self {
@@ -426,6 +436,22 @@ impl History {
         let range = usize::try_from(range.start).unwrap_or(0)..usize::try_from(range.end).unwrap_or(0);
         Ok(bytes.get(range).map(|sealed| bytes.slice_ref(sealed)).unwrap_or_default())
     }
+}
+
+/// Sound snapshots, newest first, and the number of damaged ones.
+type ListedSnapshots = (Vec<(Id, Snapshot)>, u64);
+
+/// Reads the snapshot `latest`; all snapshots if it is missing or damaged, or for `None`.
+async fn read_latest(repository: &Repository, latest: Option<Id>) -> Result<ListedSnapshots, FilesError> {
+    if let Some(id) = latest {
+        match repository.read_snapshot(id).await {
+            Ok(snapshot) => return Ok((vec![(id, snapshot)], 0)),
+            // Earlier snapshots may be intact.
+            Err(error) if error.is_damage() => {}
+            Err(error) => return Err(error),
+        }
+    }
+    repository.list_sound_snapshots().await
 }
 
 impl VersionPage {

@@ -81,7 +81,7 @@ async fn names_of_a_hard_link_may_differ_in_a_save_of_changes() {
     assert_eq!(fs::read(target.path().join("b/x")).unwrap(), b"new content");
     // A download must not link the names either.
     let history =
-        History::open_with_contents(fixture.open(&fixture.key).await.unwrap().unwrap()).await.unwrap();
+        History::open_with_contents(fixture.open(&fixture.key).await.unwrap().unwrap(), None).await.unwrap();
     let a = history.find(&saved.snapshot, Path::new("a/x")).await.unwrap().unwrap();
     let b = history.find(&saved.snapshot, Path::new("b/x")).await.unwrap().unwrap();
     assert!(a.hard_link_key().is_some());

@@ -11,7 +11,7 @@ const ALL: VersionQuery = VersionQuery { before: None, limit: 100, max_snapshots
 
 impl Fixture {
     async fn history(&self) -> History {
-        History::open_with_contents(self.open(&self.key).await.unwrap().unwrap()).await.unwrap()
+        History::open_with_contents(self.open(&self.key).await.unwrap().unwrap(), None).await.unwrap()
     }
 
     async fn read(&self, history: &History, snapshot: &Snapshot, path: &str) -> Option<Vec<u8>> {
@@ -172,4 +172,24 @@ async fn damaged_snapshot_does_not_hide_the_others() {
     let page = history.list_versions(Path::new("file"), ALL).await.unwrap();
     assert_eq!((page.versions.len(), page.damaged_snapshots), (1, 1));
     assert_eq!(history.find_snapshot(None).unwrap().0, first.id);
+}
+
+#[tokio::test]
+async fn open_latest_reads_one_snapshot_unless_damaged() {
+    let mut fixture = Fixture::new().await;
+    fixture.write("file", "1");
+    let first = fixture.save().await;
+    fixture.write("file", "2");
+    let second = fixture.save().await;
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    let open = async |latest| History::open_latest(repository.clone(), Some(latest)).await.unwrap();
+    let history = open(first.id).await;
+    assert_eq!(history.find_snapshot(None).unwrap().0, first.id);
+    assert!(history.find_by_id(second.id).is_none(), "it was read as well");
+    let path = root().join("snapshots").join(first.id.to_string());
+    fixture.bucket.put(&path, b"damaged".to_vec()).await.unwrap();
+    for damaged_or_missing in [first.id, Id::of(b"missing")] {
+        let history = open(damaged_or_missing).await;
+        assert_eq!(history.find_snapshot(None).unwrap().0, second.id);
+    }
 }

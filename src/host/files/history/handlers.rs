@@ -82,8 +82,10 @@ pub async fn list(
     let limit = fields.number_in_range("limit", 1..=MAX_ENTRIES, DEFAULT_ENTRIES);
     let path = fields.finish(Some(path.unwrap_or_else(HomePath::files)))?;
     with_timeout(async {
-        let history = History::open(open(&settings).await?).await.map_err(to_problem)?;
-        let found = find(&settings, &history, &path, time).await?;
+        let repository = open(&settings).await?;
+        let latest = read_latest(&settings, time).await?;
+        let history = History::open_latest(repository, latest).await.map_err(to_problem)?;
+        let found = find(&history, &path, time).await?;
         let entries = history.list(&found.entry).await.map_err(to_problem)?;
         let next_cursor = cursor.checked_add(limit).filter(|next| *next < entries.len());
         Ok(Json(FileListing {
@@ -109,8 +111,10 @@ pub async fn download(
     let format: Option<DownloadFormat> = fields.optional("format");
     let path = fields.finish(path)?;
     with_timeout(async {
-        let history = History::open_with_contents(open(&settings).await?).await.map_err(to_problem)?;
-        let found = find(&settings, &history, &path, time).await?;
+        let repository = open(&settings).await?;
+        let latest = read_latest(&settings, time).await?;
+        let history = History::open_with_contents(repository, latest).await.map_err(to_problem)?;
+        let found = find(&history, &path, time).await?;
         let format = match (found.entry.kind(), format) {
             (EntryKind::File, format) => format.unwrap_or_default(),
             (EntryKind::Directory, Some(DownloadFormat::Raw)) => {
@@ -168,26 +172,25 @@ struct SnapshotEntry {
     entry: Entry,
 }
 
-async fn find(
-    settings: &FilesSettings,
-    history: &History,
-    path: &HomePath,
-    time: Option<Timestamp>,
-) -> Result<SnapshotEntry, Problem> {
-    let latest = match time {
-        Some(_) => None,
-        None => match settings.read_latest().await {
-            // The snapshots may be intact.
-            Err(error @ StoreError::Corrupt { .. }) => {
-                tracing::warn!(error = %format_chain(&error), "the pointer of the file backup is damaged; using the snapshot with the latest time");
-                None
-            }
-            latest => latest.map_err(|error| to_problem(error.into()))?,
-        },
-    };
-    // The latest snapshot need not have the latest time: the clock may have been ahead when an earlier one was taken.
-    let snapshot = latest.and_then(|id| history.find_by_id(id)).or_else(|| history.find_snapshot(time));
-    let (id, snapshot) = snapshot.cloned().ok_or_else(|| {
+/// Returns the snapshot that the pointer names, the only one that a request without a time needs; `None` for a request
+/// with a time. The latest snapshot need not have the latest time: the clock may have been ahead when an earlier one was
+/// taken.
+async fn read_latest(settings: &FilesSettings, time: Option<Timestamp>) -> Result<Option<Id>, Problem> {
+    if time.is_some() {
+        return Ok(None);
+    }
+    match settings.read_latest().await {
+        // The snapshots may be intact.
+        Err(error @ StoreError::Corrupt { .. }) => {
+            tracing::warn!(error = %format_chain(&error), "the pointer of the file backup is damaged; using the snapshot with the latest time");
+            Ok(None)
+        }
+        latest => latest.map_err(|error| to_problem(error.into())),
+    }
+}
+
+async fn find(history: &History, path: &HomePath, time: Option<Timestamp>) -> Result<SnapshotEntry, Problem> {
+    let (id, snapshot) = history.find_snapshot(time).cloned().ok_or_else(|| {
         let detail = match time {
             Some(time) => format!("There is no snapshot at or before {}.", rfc3339_ms(time)),
             None => "No files have been saved yet.".to_owned(),
