@@ -25,8 +25,8 @@ use crate::tree::{Node, NodeType, Tree};
 const MAX_CONCURRENT_SEARCHES: usize = 16;
 /// Maximum number of trees in which names are looked up concurrently, because a large tree takes a lot of memory.
 const MAX_CONCURRENT_TREES: usize = 4;
-/// Maximum size of a tree that is cached on disk.
-const MAX_CACHED_TREE_BYTES: usize = 16 << 10;
+/// Maximum compressed size of a tree that is cached on disk.
+const MAX_CACHED_TREE_BYTES: u32 = 16 << 10;
 /// Maximum number of chunks of a file read concurrently.
 const MAX_CONCURRENT_READS: usize = 4;
 
@@ -189,7 +189,7 @@ impl History {
         Ok(Self::new(repository, listed, locations, false))
     }
 
-    /// Like [`Self::open`], but reads only the snapshot `latest`. If it is missing or damaged, or for `None`, reads all.
+    /// Like [`Self::open`], but reads only the snapshot `latest`. Reads all for `None`, or if it is missing or damaged.
     ///
     /// # Errors
     /// See [`Self::open`].
@@ -383,7 +383,7 @@ impl History {
         }
         let json = self.read_blob(BlobType::Tree, id).await?;
         // The large trees of many snapshots would fill the disk.
-        if json.len() <= MAX_CACHED_TREE_BYTES {
+        if self.locations.find(BlobType::Tree, id)?.length <= MAX_CACHED_TREE_BYTES {
             self.repository.cache_tree(id, &json);
         }
         Tree::parse(id, &json)
