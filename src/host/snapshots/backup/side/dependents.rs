@@ -1,9 +1,9 @@
 //! The dependents that were dropped with a table: other tables' foreign keys, views and extended statistics. They are
 //! recreated after the table. Other dependents, such as functions and policies, are only listed.
 //!
-//! Definitions come from the side database. Each view is recreated by itself, so that one that the current database
-//! does not allow prevents nothing else, unless a recreated table's policy or rule reads it. Foreign keys and statistics are added in one transaction. All of this can be
-//! repeated after a kill.
+//! Definitions come from the side database. If the views cannot be recreated together, each is recreated by itself, so
+//! that one that the current database does not allow prevents nothing else, unless a recreated table's policy or rule
+//! reads it. Foreign keys and statistics are added in one transaction. All of this can be repeated after a kill.
 
 use std::collections::BTreeSet;
 
@@ -292,8 +292,18 @@ impl Dependents {
         results: &mut [CopiedTable],
     ) -> Result<(), Error> {
         self.record_found(results);
+        let mut missing = Vec::new();
         for view in &self.views {
             // A view that a table's policy or rule reads has been recreated with the table.
+            if !is_relation(live, &view.relation).await.is_ok_and(|exists| exists) {
+                missing.push(view.relation.as_str());
+            }
+        }
+        if missing.len() > 1 {
+            // Faster than one dump per view. If it fails, none was recreated, and each is tried by itself.
+            let _ = recreate::recreate_relations(settings, side, live, &missing).await;
+        }
+        for view in &self.views {
             if is_relation(live, &view.relation).await.is_ok_and(|exists| exists) {
                 record_result(results, &view.dependent, true, "");
                 continue;
