@@ -382,7 +382,9 @@ async fn delete_rows(
             // Until the copy ends, no row may start to refer to a deleted row.
             let lock = format!("LOCK TABLE ONLY {} IN SHARE MODE", key.from);
             transaction.batch_execute(&lock).await.map_err(copy_error(plan))?;
-            if query_count(transaction, plan, &plan.build_count_referring(key)).await? > 0 {
+            let has_referring = plan.build_has_referring(key);
+            let has_referring = transaction.query_one(&has_referring, &[]).await.map_err(copy_error(plan))?;
+            if has_referring.try_get::<_, bool>(0).map_err(copy_error(plan))? {
                 return Err(cascade_error(key));
             }
         }

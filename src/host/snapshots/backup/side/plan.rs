@@ -168,14 +168,14 @@ impl CopyPlan {
         format!("DELETE FROM ONLY {table} AS t WHERE {}", self.deleted_condition())
     }
 
-    /// Builds a query that counts the rows of another table that refer to rows that `build_delete` deletes.
-    pub fn build_count_referring(&self, foreign_key: &ForeignKey) -> String {
+    /// Builds a query for whether rows of another table refer to rows that `build_delete` deletes.
+    pub fn build_has_referring(&self, foreign_key: &ForeignKey) -> String {
         let only_deleted = match self.key.is_empty() {
             true => String::new(),
             false => format!(" WHERE {}", self.deleted_condition()),
         };
         format!(
-            "SELECT count(*) FROM ONLY {} AS o JOIN ONLY {} AS t ON {}{only_deleted}",
+            "SELECT EXISTS (SELECT FROM ONLY {} AS o JOIN ONLY {} AS t ON {}{only_deleted})",
             foreign_key.from, self.table, foreign_key.condition
         )
     }
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn build_count_referring_selects_rows_to_delete() {
+    fn build_has_referring_selects_rows_to_delete() {
         let foreign_key = ForeignKey {
             from: "app.notes".into(),
             to: "t".into(),
@@ -338,12 +338,12 @@ mod tests {
         };
         let columns = [column("id", "integer", true)];
         let mut plan = CopyPlan::new(0, "t", &columns, &columns, CopyMode::Replace).unwrap();
-        let all = "SELECT count(*) FROM ONLY app.notes AS o JOIN ONLY t AS t ON t.id OPERATOR(pg_catalog.=) o.about";
+        let all = "SELECT FROM ONLY app.notes AS o JOIN ONLY t AS t ON t.id OPERATOR(pg_catalog.=) o.about";
         let deleted = r#"NOT EXISTS (SELECT FROM pg_temp.svc_side_0 AS s WHERE t."id" = s."id")"#;
         assert_eq!(plan.build_delete(), format!("DELETE FROM ONLY t AS t WHERE {deleted}"));
-        assert_eq!(plan.build_count_referring(&foreign_key), format!("{all} WHERE {deleted}"));
+        assert_eq!(plan.build_has_referring(&foreign_key), format!("SELECT EXISTS ({all} WHERE {deleted})"));
         plan.replace_all_rows();
-        assert_eq!(plan.build_count_referring(&foreign_key), all);
+        assert_eq!(plan.build_has_referring(&foreign_key), format!("SELECT EXISTS ({all})"));
     }
 
     #[test]
