@@ -185,12 +185,32 @@ pub(crate) fn open_blob(key: &MasterKey, blob: &PackedBlob, sealed: &[u8]) -> Re
 /// # Errors
 /// [`FilesError::Corrupt`] if the header is invalid or does not describe all of the pack's bytes.
 pub(crate) fn parse_header(key: &MasterKey, pack: Id, bytes: &[u8]) -> Result<Vec<PackedBlob>, FilesError> {
+    parse_header_at_end(key, pack, bytes, bytes.len() as u64)
+}
+
+/// The length of the header and of the number after it, by that number; `None` if the pack is too short.
+pub(crate) fn header_length(end: &[u8]) -> Option<u64> {
+    let (_, length) = end.split_last_chunk::<4>()?;
+    Some(u64::from(u32::from_le_bytes(*length)) + 4)
+}
+
+/// Like [`parse_header`], for the end of a pack of `size` bytes.
+///
+/// # Errors
+/// Those of [`parse_header`], and if the end does not contain the whole header.
+pub(crate) fn parse_header_at_end(
+    key: &MasterKey,
+    pack: Id,
+    end: &[u8],
+    size: u64,
+) -> Result<Vec<PackedBlob>, FilesError> {
     let corrupt = |why: &str| FilesError::corrupt(format!("pack {pack}"), &why);
-    let (rest, length) = bytes.split_last_chunk::<4>().ok_or_else(|| corrupt("it is too short"))?;
+    let (rest, length) = end.split_last_chunk::<4>().ok_or_else(|| corrupt("it is too short"))?;
     let start = rest.len().checked_sub(u32::from_le_bytes(*length) as usize);
-    let (blobs_end, sealed) = start
+    let (start, sealed) = start
         .and_then(|start| Some((start, rest.get(start..)?)))
         .ok_or_else(|| corrupt("it is too short"))?;
+    let blobs_end = size.saturating_sub((end.len() - start) as u64);
     let header = key.decrypt(sealed).ok_or_else(|| corrupt("its header cannot be decrypted"))?;
     let (mut blobs, mut offset, mut entries) = (Vec::new(), 0_u32, &header[..]);
     while !entries.is_empty() {
@@ -199,7 +219,7 @@ pub(crate) fn parse_header(key: &MasterKey, pack: Id, bytes: &[u8]) -> Result<Ve
         blobs.push(blob);
         entries = rest;
     }
-    if offset as usize != blobs_end {
+    if u64::from(offset) != blobs_end {
         return Err(corrupt("its header does not describe all of its bytes"));
     }
     Ok(blobs)
@@ -247,6 +267,11 @@ mod tests {
             }
             let pack = writer.finish().unwrap().unwrap();
             prop_assert_eq!(&parse_header(&key, pack.id, &pack.bytes).unwrap(), &pack.blobs);
+            let size = pack.bytes.len() as u64;
+            let end = &pack.bytes[pack.bytes.len() - header_length(&pack.bytes).unwrap() as usize..];
+            prop_assert_eq!(&parse_header_at_end(&key, pack.id, end, size).unwrap(), &pack.blobs);
+            prop_assert!(parse_header_at_end(&key, pack.id, end, size + 1).is_err());
+            prop_assert!(parse_header_at_end(&key, pack.id, &end[1..], size).is_err());
             for (blob, content) in pack.blobs.iter().zip(&contents) {
                 let sealed = &pack.bytes[blob.offset as usize..(blob.offset + blob.length) as usize];
                 prop_assert_eq!(&open_blob(&key, blob, sealed).unwrap(), content);

@@ -12,6 +12,7 @@ use svc_store::StoreError;
 
 use crate::error::FilesError;
 use crate::id::Id;
+use crate::pack::{PackedBlob, header_length, parse_header_at_end};
 use crate::repository::{MAX_PACK_BYTES, REQUEST_TIMEOUT, Repository};
 
 /// Delays between the attempts to read a pack during an outage of the store.
@@ -21,7 +22,76 @@ const OUTAGE_BACKOFF: ExponentialBuilder = ExponentialBuilder::new()
     .with_jitter()
     .without_max_times();
 
+/// The first request for a pack's header reads this many bytes, which hold the entries of about 1,600 blobs.
+const PACK_END_BYTES: u64 = if cfg!(test) { 512 } else { 64 << 10 };
+/// Maximum length of a header that [`Repository::read_pack_end`] reads: three times that of the longest one that a save
+/// writes. A pack that someone with a stolen key has written may have a header of any length.
+const MAX_PACK_END_BYTES: u64 = if cfg!(test) { 4096 } else { 1 << 20 };
+
+/// The end of a pack.
+pub(crate) struct PackEnd {
+    pack: Id,
+    /// The size of the whole pack.
+    size: u64,
+    bytes: Bytes,
+}
+
 impl Repository {
+    /// Reads the end of a pack, which contains its header unless that is longer than [`MAX_PACK_END_BYTES`]; `None` if
+    /// the pack does not exist.
+    pub(crate) async fn read_pack_end(&self, pack: Id) -> Result<Option<PackEnd>, FilesError> {
+        let Some(meta) = self.bucket.head(&self.pack_path(pack)).await? else { return Ok(None) };
+        let end = PackEnd { pack, size: meta.size, bytes: Bytes::new() };
+        let read = async {
+            let end = self.extend_pack_end(end, PACK_END_BYTES).await?;
+            match header_length(&end.bytes) {
+                Some(length) if length <= MAX_PACK_END_BYTES => self.extend_pack_end(end, length).await,
+                _ => Ok(end),
+            }
+        };
+        match read.await {
+            Ok(end) => Ok(Some(end)),
+            Err(FilesError::Store(StoreError::NotFound { .. })) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Reads the first `length` bytes of a pack, or all of a shorter one.
+    pub(crate) async fn read_pack_start(&self, pack: Id, length: u64) -> Result<Bytes, FilesError> {
+        let path = self.pack_path(pack);
+        let meta = self.bucket.head(&path).await?;
+        let size = meta.ok_or_else(|| StoreError::NotFound { key: path.to_string() })?.size;
+        // The store refuses an empty range.
+        if size == 0 || length == 0 {
+            return Ok(Bytes::new());
+        }
+        self.read_pack(pack, 0..length.min(size)).await
+    }
+
+    /// Parses a pack's header. Reads a very long one first; not concurrently, because it may take much memory.
+    ///
+    /// # Errors
+    /// [`FilesError::Corrupt`] if the header is invalid or does not describe all of the pack's bytes; a store error if
+    /// the store fails.
+    pub(crate) async fn parse_pack_end(&self, end: PackEnd) -> Result<Vec<PackedBlob>, FilesError> {
+        let end = match header_length(&end.bytes) {
+            Some(length) if length <= end.size => self.extend_pack_end(end, length).await?,
+            _ => end,
+        };
+        parse_header_at_end(&self.key, end.pack, &end.bytes, end.size)
+    }
+
+    /// Reads the last `length` bytes of a pack, or all of a shorter one, unless `end` has them.
+    async fn extend_pack_end(&self, end: PackEnd, length: u64) -> Result<PackEnd, FilesError> {
+        let length = length.min(end.size);
+        // The store refuses an empty range.
+        if length <= end.bytes.len() as u64 {
+            return Ok(end);
+        }
+        let bytes = self.read_pack(end.pack, end.size - length..end.size).await?;
+        Ok(PackEnd { bytes, ..end })
+    }
+
     /// Retries each read of a pack for `timeout` while the store is unavailable, so that an outage does not abort a
     /// restore that takes hours. By default, only the store's client retries.
     pub fn with_outage_timeout(mut self, timeout: Duration) -> Self {

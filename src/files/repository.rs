@@ -33,8 +33,8 @@ const MAX_OBJECT_BYTES: u64 = 64 << 20;
 const COMPRESSED: u8 = 2;
 /// Maximum size of decompressed JSON.
 pub(crate) const MAX_JSON_BYTES: usize = if cfg!(test) { 16 << 20 } else { 128 << 20 };
-/// Maximum number of snapshots read, or objects deleted, concurrently.
-const MAX_CONCURRENT_REQUESTS: usize = 16;
+/// Maximum number of snapshots or packs read, or objects deleted, concurrently.
+pub(crate) const MAX_CONCURRENT_REQUESTS: usize = 16;
 /// Timeout for one ranged read, one HEAD request, one deletion, and the next entry of a listing.
 pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(120);
 

@@ -77,6 +77,20 @@ impl<'a> TreeReader<'a> {
         Ok(pack.get(range).map(|sealed| pack.slice_ref(sealed)).unwrap_or_default())
     }
 
+    /// Whether [`Self::read`] needs no request for trees of this pack.
+    pub(crate) fn has_pack(&self, pack: u32) -> bool {
+        self.packs.iter().any(|(cached, _)| *cached == pack)
+    }
+
+    /// Adds a pack's content up to the end of its last blob, which the caller has read.
+    pub(crate) fn add_pack(&mut self, pack: u32, bytes: Bytes) {
+        self.packs.retain(|(cached, _)| *cached != pack);
+        if self.packs.len() >= MAX_CACHED_PACKS {
+            self.packs.pop_front();
+        }
+        self.packs.push_back((pack, bytes));
+    }
+
     async fn read_pack(&mut self, location: BlobLocation) -> Result<Bytes, FilesError> {
         if let Some(index) = self.packs.iter().position(|(pack, _)| *pack == location.pack)
             && let Some(cached) = self.packs.remove(index)
@@ -87,10 +101,7 @@ impl<'a> TreeReader<'a> {
         }
         let pack = self.locations.pack(location);
         let bytes = self.repository.read_pack(pack.id, 0..pack.end).await?;
-        if self.packs.len() >= MAX_CACHED_PACKS {
-            self.packs.pop_front();
-        }
-        self.packs.push_back((location.pack, bytes.clone()));
+        self.add_pack(location.pack, bytes.clone());
         Ok(bytes)
     }
 }

@@ -35,7 +35,8 @@ const GRACE_PERIOD: SignedDuration = SignedDuration::from_hours(72);
 const KEPT_LOG_ENTRIES: u64 = 1000;
 /// Maximum interval between polls for a due slot.
 const MAX_POLL_INTERVAL: Duration = Duration::from_secs(60);
-/// A failed pruning is retried after this fraction of `FILES_PRUNE_SECONDS`.
+/// A pruning that failed, was killed, or left work to another one is repeated after this fraction of
+/// `FILES_PRUNE_SECONDS`.
 const RETRY_FRACTION: f64 = 0.1;
 
 /// The reason a repository was not pruned.
@@ -68,14 +69,14 @@ pub const WORKERS: usize = 2;
 pub const TIMEOUT: Duration = Duration::from_secs(4 * 3600);
 
 /// How long a slot stays claimed unless the claim is renewed: only the claim of a process that was killed, or lost the
-/// database, expires.
+/// database, expires, and that of a pruning that left work to another one.
 const CLAIM_TTL: Duration = Duration::from_secs(180);
 const CLAIM_RENEWAL_INTERVAL: Duration = Duration::from_secs(45);
 
 /// The interval if regular prunings are disabled. A request sets the slot's last pruning to 1970, so the slot is still
 /// due.
 const DISABLED_PRUNE_INTERVAL: Duration = Duration::from_secs(20 * 365 * 24 * 3600);
-/// The delay before a failed pruning is retried if regular prunings are disabled.
+/// The delay before such a pruning is repeated if regular prunings are disabled.
 const DISABLED_RETRY_DELAY: Duration = Duration::from_secs(3600);
 
 /// Prunes due repositories, one at a time, until the platform stops. Several tasks may run this.
@@ -86,9 +87,8 @@ pub async fn run(platform: Arc<Platform>) {
     } else {
         (configured, configured.mul_f64(RETRY_FRACTION))
     };
-    let retry_advance = interval - retry_delay;
     loop {
-        let has_pruned = request_id::run_with_new_id(prune_next(&platform, interval, retry_advance)).await;
+        let has_pruned = request_id::run_with_new_id(prune_next(&platform, interval, retry_delay)).await;
         let delay = match has_pruned {
             Ok(true) => Duration::ZERO,
             Ok(false) => (interval / 10).min(MAX_POLL_INTERVAL),
@@ -105,12 +105,10 @@ pub async fn run(platform: Arc<Platform>) {
 }
 
 /// Prunes one due repository. Returns whether any was due.
-async fn prune_next(
-    platform: &Platform,
-    interval: Duration,
-    retry_advance: Duration,
-) -> Result<bool, DbError> {
-    let claimed = db::file_keys::claim_prune(&platform.db.session().await?, interval, CLAIM_TTL).await?;
+async fn prune_next(platform: &Platform, interval: Duration, retry_delay: Duration) -> Result<bool, DbError> {
+    let session = platform.db.session().await?;
+    let claimed = db::file_keys::claim_prune(&session, interval, retry_delay, CLAIM_TTL).await?;
+    drop(session);
     let Some((user, slot)) = claimed else { return Ok(false) };
     let result = match (user.parse::<IdpUserId>(), slot.parse::<Slot>()) {
         // When the platform stops, the future is dropped. The next run continues: see the invariant of
@@ -127,6 +125,10 @@ async fn prune_next(
     let (error, advance) = match result {
         Ok(pruned) => {
             log_result(&user, &slot, &pruned);
+            if pruned.left_packs > 0 {
+                db::file_keys::record_unfinished_prune(&session, &user, &slot).await?;
+                return Ok(true);
+            }
             (None, Duration::ZERO)
         }
         Err(PruneError::Stopped) => {
@@ -137,7 +139,7 @@ async fn prune_next(
         Err(error) => {
             let text = format_chain(&error);
             tracing::warn!(user, slot, error = text, "cannot prune the file backups of a slot");
-            (Some(truncate_printable(&text)), retry_advance)
+            (Some(truncate_printable(&text)), interval - retry_delay)
         }
     };
     db::file_keys::record_prune(&session, (&user, &slot), error.as_deref(), advance).await?;
@@ -159,7 +161,7 @@ async fn keep_claimed(platform: &Platform, user: &str, slot: &str) -> Infallible
 }
 
 fn log_result(user: &str, slot: &str, pruned: &PruneReport) {
-    if pruned.removed_snapshots + pruned.marked_packs + pruned.deleted_packs > 0 {
+    if pruned.removed_snapshots + pruned.marked_packs + pruned.deleted_packs + pruned.left_packs > 0 {
         tracing::info!(
             user,
             slot,
@@ -167,6 +169,7 @@ fn log_result(user: &str, slot: &str, pruned: &PruneReport) {
             removed_snapshots = pruned.removed_snapshots,
             marked_packs = pruned.marked_packs,
             deleted_packs = pruned.deleted_packs,
+            left_packs = pruned.left_packs,
             "pruned the file backups of a slot"
         );
     }

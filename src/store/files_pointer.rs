@@ -4,7 +4,7 @@
 //! Its fence needs no signature: the platform raises it only after the fence of the database's pointer, which is signed
 //! and says which machine is the slot's current one.
 
-use futures_util::TryStreamExt;
+use futures_util::{StreamExt, TryStreamExt, stream};
 use jiff::Timestamp;
 use object_store::ObjectStoreExt;
 use object_store::path::Path;
@@ -96,6 +96,8 @@ pub async fn set_fence(
 
 /// Maximum number of log entries that one call to [`trim_log`] deletes.
 const MAX_TRIMMED: usize = 20_000;
+/// Maximum number of log entries that are deleted concurrently.
+const MAX_CONCURRENT_DELETIONS: usize = 16;
 
 /// Deletes the log entries below the pointer's own `seq`, except the last `kept` of them, but at most `MAX_TRIMMED`
 /// entries. Only the platform calls this, because hosts may not delete objects. Returns the number of deleted entries.
@@ -117,11 +119,18 @@ pub async fn trim_log(bucket: &Bucket, slot: &SlotPrefix, kept: u64) -> Result<u
     }
     drop(listing);
     let count = expired.len() as u64;
-    for path in expired {
-        match bucket.raw().delete(&path).await {
-            Ok(()) | Err(object_store::Error::NotFound { .. }) => {}
-            Err(error) => return Err(StoreError::classify(&path, error)),
+    let delete = |path: Path| {
+        let bucket = bucket.clone();
+        async move {
+            match bucket.raw().delete(&path).await {
+                Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
+                Err(error) => Err(StoreError::classify(&path, error)),
+            }
         }
+    };
+    let mut deletions = stream::iter(expired).map(delete).buffer_unordered(MAX_CONCURRENT_DELETIONS);
+    while let Some(deleted) = deletions.next().await {
+        deleted?;
     }
     Ok(count)
 }

@@ -59,8 +59,11 @@ async fn requested_pruning_survives_a_running_and_a_killed_one() {
                   VALUES ('user_1', 'primary', 'x', 'x', 'epoch')";
     session.batch_execute(insert).await.unwrap();
     let year = Duration::from_secs(365 * 24 * 3600);
-    let claim =
-        async |ttl| file_keys::claim_prune(&session, year, Duration::from_secs(ttl)).await.unwrap().is_some();
+    let claim_after = async |retry_delay, ttl| {
+        let (retry_delay, ttl) = (Duration::from_secs(retry_delay), Duration::from_secs(ttl));
+        file_keys::claim_prune(&session, year, retry_delay, ttl).await.unwrap().is_some()
+    };
+    let claim = async |ttl| claim_after(3600, ttl).await;
     let record = async || {
         file_keys::record_prune(&session, ("user_1", "primary"), None, Duration::ZERO).await.unwrap();
     };
@@ -70,11 +73,19 @@ async fn requested_pruning_survives_a_running_and_a_killed_one() {
     record().await;
     // This claim expires immediately, like that of a killed process.
     assert!(claim(0).await, "the request is pending");
-    assert!(claim(3600).await, "the interrupted pruning is repeated");
+    assert!(!claim(3600).await, "the interrupted pruning is not repeated at once");
+    assert!(claim_after(0, 0).await, "it is repeated after the retry delay");
+    assert!(file_keys::request_prune(&session, "user_1", "primary").await.unwrap());
+    assert!(claim(3600).await, "a request does not wait for the retry delay");
     file_keys::release_prune(&session, "user_1", "primary").await.unwrap();
     assert!(claim(3600).await, "the released slot is due");
     record().await;
     assert!(!claim(3600).await, "nothing is due");
+    assert!(file_keys::request_prune(&session, "user_1", "primary").await.unwrap());
+    assert!(claim(3600).await);
+    file_keys::record_unfinished_prune(&session, "user_1", "primary").await.unwrap();
+    assert!(!claim(3600).await, "the rest is not due at once");
+    assert!(claim_after(0, 3600).await, "the rest is due after the retry delay");
 }
 
 #[tokio::test]

@@ -13,15 +13,17 @@ mod plan;
 
 use std::collections::{HashMap, HashSet};
 
+use futures_util::{StreamExt, stream};
 use jiff::{SignedDuration, Timestamp};
+use tokio::sync::Semaphore;
 
 use svc_base::failpoint;
 
 use crate::error::FilesError;
 use crate::id::Id;
 use crate::index::{IndexFile, IndexToPrune, IndexedPack, MAX_INDEX_BLOBS, MAX_SAVED_BLOBS};
-use crate::pack::{BlobType, FinishedPack, PackWriter, PackedBlob, parse_header};
-use crate::repository::{Kind, Repository};
+use crate::pack::{BlobType, FinishedPack, PackWriter, PackedBlob};
+use crate::repository::{Kind, MAX_CONCURRENT_REQUESTS, MAX_PACK_BYTES, Repository};
 use crate::retention::RetentionPolicy;
 use crate::snapshot::Snapshot;
 use plan::{PrunePlan, UsedBlobs};
@@ -68,6 +70,8 @@ pub struct PruneReport {
     pub rewritten_packs: u64,
     /// Marked packs whose grace period has ended, and orphans, which no index file lists.
     pub deleted_packs: u64,
+    /// Packs that another run could delete or rewrite now: this one would have taken too long.
+    pub left_packs: u64,
 }
 
 /// Prunes a repository.
@@ -89,7 +93,7 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     let last_snapshot = snapshots.iter().map(|(_, _, uploaded)| *uploaded).max();
     let mut plan = PrunePlan::create(&index, &used, &uploads, last_snapshot, options);
     // A concurrent save may add blobs up to its own limit.
-    plan.limit_work(MAX_INDEX_BLOBS.saturating_sub(index.blobs.max(MAX_SAVED_BLOBS)));
+    let left_packs = plan.limit_work(MAX_INDEX_BLOBS.saturating_sub(index.blobs.max(MAX_SAVED_BLOBS)));
     let report = PruneReport {
         kept_snapshots: kept_snapshots.len() as u64,
         removed_snapshots: expired.len() as u64,
@@ -98,6 +102,7 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
         unmarked_packs: plan.unmarked.len() as u64,
         rewritten_packs: plan.rewritten.len() as u64,
         deleted_packs: plan.deleted.len() as u64,
+        left_packs: left_packs as u64,
     };
     if options.is_dry_run {
         return Ok(report);
@@ -151,12 +156,23 @@ async fn keep_needed_packs(
             deleted.entry(pack.id).or_default().push(pack);
         }
     }
+    let read_end = |id: Id| {
+        let repository = repository.clone();
+        async move { (id, repository.read_pack_end(id).await) }
+    };
+    let ids: Vec<Id> = deleted.keys().copied().collect();
+    let mut ends = stream::iter(ids).map(read_end).buffer_unordered(MAX_CONCURRENT_REQUESTS);
     let mut needed: HashMap<(BlobType, Id), Vec<Id>> = HashMap::new();
-    for (id, listed) in deleted {
-        let Some(bytes) = repository.read_whole_pack(id).await? else { continue };
-        // Blobs are read by their places in the index, so a damaged header does not make them useless.
-        let blobs = parse_header(&repository.key, id, &bytes)
-            .unwrap_or_else(|_| listed.iter().flat_map(|pack| pack.blobs.iter().copied()).collect());
+    while let Some((id, end)) = ends.next().await {
+        let Some(end) = end? else { continue };
+        let blobs: Vec<PackedBlob> = match repository.parse_pack_end(end).await {
+            Ok(blobs) => blobs,
+            // Blobs are read by their places in the index, so a damaged header does not make them useless.
+            Err(error) if error.is_damage() => {
+                deleted[&id].iter().flat_map(|pack| pack.blobs.iter().copied()).collect()
+            }
+            Err(error) => return Err(error),
+        };
         for blob in blobs {
             if used.contains(&blob) {
                 needed.entry((blob.blob_type, blob.id)).or_default().push(id);
@@ -175,8 +191,25 @@ async fn keep_needed_packs(
             copies.entry(pack.id).or_default().extend(blobs);
         }
     }
-    for (pack, blobs) in copies {
-        let Some(bytes) = repository.read_whole_pack(pack).await? else { continue };
+    // Machines write the packs, which may be large: those in memory have at most `MAX_PACK_BYTES` in total.
+    let budget = &Semaphore::new(MAX_PACK_BYTES as usize);
+    let read_copies = |(pack, blobs): (Id, Vec<PackedBlob>)| {
+        let repository = repository.clone();
+        async move {
+            let ends = blobs.iter().map(|blob| u64::from(blob.offset) + u64::from(blob.length));
+            let length = ends.max().unwrap_or(0);
+            let share = u32::try_from(length.min(MAX_PACK_BYTES)).unwrap_or(u32::MAX);
+            let permit = budget.acquire_many(share).await;
+            (blobs, repository.read_pack_start(pack, length).await, permit)
+        }
+    };
+    let mut reads = stream::iter(copies).map(read_copies).buffer_unordered(MAX_CONCURRENT_REQUESTS);
+    while let Some((blobs, bytes, _permit)) = reads.next().await {
+        let bytes = match bytes {
+            Ok(bytes) => bytes,
+            Err(error) if error.is_damage() => continue,
+            Err(error) => return Err(error),
+        };
         for blob in blobs {
             let start = blob.offset as usize;
             let sealed = bytes.get(start..start.saturating_add(blob.length as usize)).unwrap_or_default();

@@ -2,14 +2,18 @@
 
 use std::collections::{HashMap, HashSet};
 
+use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
 use jiff::Timestamp;
 
 use super::{MAX_SAVE_DURATION, PruneOptions};
 use crate::error::FilesError;
 use crate::id::Id;
-use crate::index::{BlobLocations, IndexFile, IndexToPrune, IndexedPack, MAX_SAVED_BLOBS};
+use crate::index::{
+    BlobLocation, BlobLocations, IndexFile, IndexToPrune, IndexedPack, MAX_SAVED_BLOBS, PackExtent,
+};
 use crate::pack::{BlobType, PackedBlob};
-use crate::repository::Repository;
+use crate::repository::{MAX_CONCURRENT_REQUESTS, Repository};
 use crate::snapshot::Snapshot;
 use crate::tree_reader::TreeReader;
 
@@ -22,8 +26,12 @@ const MAX_UNUSED_PERCENT: u64 = 50;
 /// [`MAX_SAVED_BLOBS`], because it lists its last packs in no index file.
 const MIN_FULL_INDEX_BLOBS: usize = MAX_SAVED_BLOBS / 20 * 19;
 
-/// The blobs that snapshots need.
-pub(super) struct UsedBlobs(HashSet<(BlobType, Id)>);
+/// Packs with more bytes than this are not read concurrently: machines write them, and may write large ones. It is
+/// twice the size of those that a save writes.
+const MAX_CONCURRENT_PACK_BYTES: u64 = 16 << 20;
+
+/// The blobs that snapshots need, sorted, because a hash set takes more than twice the memory.
+pub(super) struct UsedBlobs(Vec<(BlobType, Id)>);
 
 impl UsedBlobs {
     pub(super) async fn find(
@@ -38,25 +46,75 @@ impl UsedBlobs {
         let locations = locations.finish_loading();
         let mut used = HashSet::new();
         let mut trees = TreeReader::new(repository, &locations);
-        let mut pending: Vec<Id> = snapshots.iter().map(|snapshot| snapshot.tree).collect();
-        while let Some(id) = pending.pop() {
-            if !used.insert((BlobType::Tree, id)) {
+        let read_pack = |number: u32, pack: PackExtent| {
+            let repository = repository.clone();
+            async move {
+                // The tree reader repeats a read that failed, and tries other copies.
+                let bytes = match pack.end {
+                    1..=MAX_CONCURRENT_PACK_BYTES => repository.read_pack(pack.id, 0..pack.end).await.ok(),
+                    _ => None,
+                };
+                (number, bytes)
+            }
+        };
+        let mut reads = FuturesUnordered::new();
+        // Trees that have been found, but not yet counted as used.
+        let mut found: Vec<Id> = snapshots.iter().map(|snapshot| snapshot.tree).collect();
+        // Trees whose packs the tree reader has.
+        let mut ready = Vec::new();
+        // The other trees, by the number of their pack, and those of these packs that are not being read yet.
+        let mut waiting: HashMap<u32, Vec<Id>> = HashMap::new();
+        let mut unread: Vec<BlobLocation> = Vec::new();
+        loop {
+            for id in found.drain(..) {
+                if !used.insert((BlobType::Tree, id)) {
+                    continue;
+                }
+                let location = locations.find(BlobType::Tree, id)?;
+                if trees.has_pack(location.pack) {
+                    ready.push(id);
+                    continue;
+                }
+                let ids = waiting.entry(location.pack).or_default();
+                if ids.is_empty() {
+                    unread.push(location);
+                }
+                ids.push(id);
+            }
+            if let Some(id) = ready.pop() {
+                for node in trees.read(id).await?.nodes {
+                    found.extend(node.subtree);
+                    for chunk in node.content.unwrap_or_default() {
+                        locations.find(BlobType::Data, chunk)?;
+                        used.insert((BlobType::Data, chunk));
+                    }
+                }
                 continue;
             }
-            locations.find(BlobType::Tree, id)?;
-            for node in trees.read(id).await?.nodes {
-                pending.extend(node.subtree);
-                for chunk in node.content.unwrap_or_default() {
-                    locations.find(BlobType::Data, chunk)?;
-                    used.insert((BlobType::Data, chunk));
-                }
+            while reads.len() < MAX_CONCURRENT_REQUESTS
+                && let Some(location) = unread.pop()
+            {
+                reads.push(read_pack(location.pack, locations.pack(location)));
             }
+            let Some((number, bytes)) = reads.next().await else { break };
+            if let Some(bytes) = bytes {
+                trees.add_pack(number, bytes);
+            }
+            ready.extend(waiting.remove(&number).unwrap_or_default());
         }
+        drop(trees);
+        drop(locations);
+        let mut used: Vec<(BlobType, Id)> = used.into_iter().collect();
+        used.sort_unstable();
         Ok(Self(used))
     }
 
     pub(super) fn contains(&self, blob: &PackedBlob) -> bool {
-        self.0.contains(&(blob.blob_type, blob.id))
+        self.position(blob).is_some()
+    }
+
+    fn position(&self, blob: &PackedBlob) -> Option<usize> {
+        self.0.binary_search(&(blob.blob_type, blob.id)).ok()
     }
 }
 
@@ -108,8 +166,8 @@ impl PrunePlan {
             marked.entry(pack.id).or_default().push(pack);
         }
         plan.find_providers(active.values().copied(), uploads);
-        // A blob counts as used in only one pack.
-        let mut counted = HashSet::new();
+        // A blob counts as used in only one pack. This has an element for each used blob.
+        let mut counted = vec![false; used.0.len()];
         // A pack that is not in the store provides no blob.
         let mut packs: Vec<&IndexedPack> =
             active.values().copied().filter(|pack| uploads.contains_key(&pack.id)).collect();
@@ -117,10 +175,11 @@ impl PrunePlan {
         for pack in packs {
             let (mut used_blobs, mut used_bytes) = (0, 0);
             for blob in &pack.blobs {
-                if used.contains(blob)
+                if let Some(position) = used.position(blob)
                     && plan.provides(pack.id, blob)
-                    && counted.insert((blob.blob_type, blob.id))
+                    && !counted[position]
                 {
+                    counted[position] = true;
                     used_blobs += 1;
                     used_bytes += u64::from(blob.length);
                 }
@@ -137,7 +196,7 @@ impl PrunePlan {
         }
         for (id, listings) in &marked {
             let is_needed =
-                |blob: &PackedBlob| used.contains(blob) && !counted.contains(&(blob.blob_type, blob.id));
+                |blob: &PackedBlob| used.position(blob).is_some_and(|position| !counted[position]);
             if active.contains_key(id) {
                 plan.half_marked.insert(*id);
             } else if listings.iter().flat_map(|pack| &pack.blobs).any(is_needed) {
@@ -165,10 +224,12 @@ impl PrunePlan {
         packs: impl Iterator<Item = &'a IndexedPack> + Clone,
         uploads: &HashMap<Id, Timestamp>,
     ) {
-        let mut seen = HashSet::new();
         let blobs = packs.clone().flat_map(|pack| &pack.blobs);
+        let mut keys: Vec<(BlobType, Id)> = blobs.map(|blob| (blob.blob_type, blob.id)).collect();
+        keys.sort_unstable();
         let repeated: HashSet<(BlobType, Id)> =
-            blobs.map(|blob| (blob.blob_type, blob.id)).filter(|key| !seen.insert(*key)).collect();
+            keys.windows(2).filter(|pair| pair[0] == pair[1]).map(|pair| pair[0]).collect();
+        drop(keys);
         let mut ranks = HashMap::new();
         for pack in packs {
             let Some(time) = uploads.get(&pack.id) else { continue };
@@ -188,22 +249,27 @@ impl PrunePlan {
     }
 
     /// Leaves deletions and rewrites to later runs if they would take too long. Rewrites add at most `max_new_blobs`
-    /// blobs to the index, so that it can still be read.
-    pub(super) fn limit_work(&mut self, max_new_blobs: usize) {
-        if self.deleted.len() > MAX_DELETIONS {
+    /// blobs to the index, so that it can still be read. Returns the number of packs that the next run could delete or
+    /// rewrite at once; rewrites for which the index has no space must wait until marked packs are deleted.
+    pub(super) fn limit_work(&mut self, max_new_blobs: usize) -> usize {
+        let mut left = self.deleted.len().saturating_sub(MAX_DELETIONS);
+        if left > 0 {
             self.deleted = self.deleted.drain().take(MAX_DELETIONS).collect();
         }
         let (mut rewrites, mut new_blobs) = (0, 0);
         self.rewritten.retain(|pack, used_blobs| {
-            let is_kept = rewrites < MAX_REWRITES && new_blobs + *used_blobs <= max_new_blobs;
+            let has_space = new_blobs + *used_blobs <= max_new_blobs;
+            let is_kept = has_space && rewrites < MAX_REWRITES;
             if is_kept {
                 rewrites += 1;
                 new_blobs += *used_blobs;
             } else {
                 self.marked.remove(pack);
+                left += usize::from(has_space);
             }
             is_kept
         });
+        left
     }
 
     /// Whether a listing of a pack that the plan unmarks must be written as one that is not marked. Otherwise, there is
@@ -252,7 +318,7 @@ mod tests {
         };
         let uploads = HashMap::from([(pack, uploaded), (orphan, uploaded)]);
         let last_snapshot = last_snapshot.map(|seconds| uploaded + SignedDuration::from_secs(seconds));
-        let plan = PrunePlan::create(&index, &UsedBlobs(HashSet::new()), &uploads, last_snapshot, &options);
+        let plan = PrunePlan::create(&index, &UsedBlobs(Vec::new()), &uploads, last_snapshot, &options);
         (plan.marked.contains(&pack), plan.deleted.contains(&orphan))
     }
 
@@ -289,9 +355,27 @@ mod tests {
             rewritten: packs.into_iter().map(|pack| (pack, 6)).collect(),
             ..PrunePlan::default()
         };
-        plan.limit_work(12);
+        assert_eq!(plan.limit_work(12), 0, "the next run could not rewrite the third pack either");
         assert_eq!((plan.rewritten.len(), plan.marked.len()), (2, 3));
-        plan.limit_work(5);
+        assert_eq!(plan.limit_work(5), 0);
         assert_eq!((plan.rewritten.len(), plan.marked), (0, HashSet::from([Id::of(b"unused")])));
+    }
+
+    #[test]
+    fn limit_work_counts_what_is_left() {
+        let ids = |count: usize| (0..count).map(|number| Id::of(&number.to_le_bytes()));
+        let plan = |deletions, rewrites| PrunePlan {
+            deleted: ids(deletions).collect(),
+            marked: ids(rewrites).collect(),
+            rewritten: ids(rewrites).map(|pack| (pack, 1)).collect(),
+            ..PrunePlan::default()
+        };
+        for (deletions, rewrites, left) in
+            [(MAX_DELETIONS, MAX_REWRITES, 0), (MAX_DELETIONS + 2, 0, 2), (0, MAX_REWRITES + 3, 3)]
+        {
+            let mut limited = plan(deletions, rewrites);
+            assert_eq!(limited.limit_work(usize::MAX), left);
+            assert_eq!(limited.deleted.len() + limited.marked.len() + left, deletions + rewrites);
+        }
     }
 }

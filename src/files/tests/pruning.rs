@@ -9,7 +9,7 @@ use super::*;
 use crate::affected::{AffectedFiles, AffectedPath, find_affected_files};
 use crate::history::History;
 use crate::index::{IndexFile, IndexedPack};
-use crate::pack::{BlobType, PackedBlob};
+use crate::pack::{BlobType, PackWriter, PackedBlob};
 use crate::prune::{PruneOptions, PruneReport, prune};
 use crate::repository::Kind;
 use crate::retention::RetentionPolicy;
@@ -296,6 +296,34 @@ async fn truncated_pack_is_damaged() {
         fixture.bucket.put(&repository.pack_path(pack), b"short".to_vec()).await.unwrap();
         let read = repository.read_pack(pack, 100..200).await;
         assert!(read.as_ref().is_err_and(FilesError::is_damage), "{read:?}");
+    }
+}
+
+/// The longer headers take two requests.
+#[tokio::test]
+async fn read_pack_end_finds_headers_of_any_length() {
+    let mut fixture = Fixture::new().await;
+    fixture.write("file", "content");
+    fixture.save().await;
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    for count in [1_u32, 50, 500] {
+        let mut writer = PackWriter::new(repository.key.clone(), BlobType::Data).unwrap();
+        for content in (0..count).map(u32::to_le_bytes) {
+            assert!(writer.add(Id::of(&content), &content).unwrap().is_none());
+        }
+        let pack = writer.finish().unwrap().unwrap();
+        repository.write_pack(&pack).await.unwrap();
+        let end = repository.read_pack_end(pack.id).await.unwrap().unwrap();
+        assert_eq!(repository.parse_pack_end(end).await.unwrap(), pack.blobs);
+    }
+    let id = Id::of(b"other");
+    assert!(repository.read_pack_end(id).await.unwrap().is_none());
+    for content in ["", "abc", "junk"] {
+        fixture.bucket.put(&repository.pack_path(id), content.as_bytes().to_vec()).await.unwrap();
+        let end = repository.read_pack_end(id).await.unwrap().unwrap();
+        assert!(repository.parse_pack_end(end).await.unwrap_err().is_damage(), "{content:?}");
+        let start = repository.read_pack_start(id, 1000).await.unwrap();
+        assert_eq!(start, content.as_bytes());
     }
 }
 

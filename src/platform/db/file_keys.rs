@@ -85,23 +85,29 @@ pub async fn reseal(
 }
 
 /// Claims the slot whose repository was pruned longest ago among those that are due. A slot is due if its last pruning
-/// began longer ago than `interval`, or if that pruning was interrupted and its claim has expired. Concurrent processes
-/// claim different slots. The claim lasts for `ttl`, unless [`record_prune`] or [`release_prune`] ends it.
+/// began longer ago than `interval`, or if its claim expired longer ago than `retry_delay`: the process may have been
+/// killed because the pruning took too much memory, and must not be killed again and again. A request does not wait for
+/// the delay. Concurrent processes claim different slots. The claim lasts for `ttl`, unless [`record_prune`] or
+/// [`release_prune`] ends it.
 pub async fn claim_prune(
     client: &impl GenericClient,
     interval: Duration,
+    retry_delay: Duration,
     ttl: Duration,
 ) -> Result<Option<(String, String)>, DbError> {
     let sql = "UPDATE file_keys SET pruned_at = clock_timestamp(), \
                    prune_claimed_until = clock_timestamp() + make_interval(secs => $2) \
                WHERE (idp_user_id, slot) = (\
                    SELECT idp_user_id, slot FROM file_keys \
-                   WHERE CASE WHEN prune_claimed_until IS NULL \
-                       THEN pruned_at <= clock_timestamp() - make_interval(secs => $1) \
-                       ELSE prune_claimed_until <= clock_timestamp() END \
+                   WHERE CASE \
+                       WHEN prune_claimed_until IS NULL \
+                           THEN pruned_at <= clock_timestamp() - make_interval(secs => $1) \
+                       WHEN pruned_at <= 'epoch' THEN prune_claimed_until <= clock_timestamp() \
+                       ELSE prune_claimed_until <= clock_timestamp() - make_interval(secs => $3) END \
                    ORDER BY pruned_at LIMIT 1 FOR UPDATE SKIP LOCKED) \
                RETURNING idp_user_id, slot";
-    let claimed = query_opt(client, sql, &[&interval.as_secs_f64(), &ttl.as_secs_f64()]).await?;
+    let [interval, retry_delay, ttl] = [interval, retry_delay, ttl].map(|duration| duration.as_secs_f64());
+    let claimed = query_opt(client, sql, &[&interval, &ttl, &retry_delay]).await?;
     Ok(claimed.map(|row| (row.get(0), row.get(1))))
 }
 
@@ -214,6 +220,19 @@ pub async fn record_prune(
                    prune_ended_at = clock_timestamp(), prune_claimed_until = NULL \
                WHERE idp_user_id = $1 AND slot = $2";
     execute(client, sql, &[&user, &slot, &error, &advance.as_secs_f64()]).await.map(drop)
+}
+
+/// Records that a pruning succeeded, but left work to another one. Its claim expires, like that of an interrupted
+/// pruning, so the slot is due again after the retry delay.
+pub async fn record_unfinished_prune(
+    client: &impl GenericClient,
+    user: &str,
+    slot: &str,
+) -> Result<(), DbError> {
+    let sql = "UPDATE file_keys SET prune_error = NULL, prune_ended_at = clock_timestamp(), \
+                   prune_claimed_until = clock_timestamp() \
+               WHERE idp_user_id = $1 AND slot = $2";
+    execute(client, sql, &[&user, &slot]).await.map(drop)
 }
 
 fn parse(row: &Row) -> SealedFileKey {
