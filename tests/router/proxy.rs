@@ -10,7 +10,7 @@ use async_trait::async_trait;
 use axum::body::{Body, to_bytes};
 use http::{Method, Request, StatusCode};
 use http_body_util::BodyExt;
-use svc::http::proxy::{Dial, Io, Proxy, ProxyError, ProxyLimits};
+use svc::http::proxy::{Dial, Io, Proxy, ProxyError, ProxyLimits, end_stalled_body};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_util::io::ReaderStream;
@@ -227,6 +227,25 @@ async fn timeouts_and_limits_are_enforced() -> Result<()> {
     assert!(matches!(second, Err(ProxyError::Full)), "{second:?}");
     let again = proxy.forward(request(Method::GET)).await;
     assert!(matches!(again, Err(ProxyError::HeadTimeout)), "the connection still counts: {again:?}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn unread_response_releases_its_connection() -> Result<()> {
+    let upstream =
+        Upstream::start(|connection, _| if connection == 0 { Behavior::Endless } else { Behavior::Respond })
+            .await?;
+    let proxy = upstream.proxy_with(ProxyLimits { max_connections: 1, ..ProxyLimits::default() });
+    let unread = proxy.forward(request(Method::GET)).await?;
+    let unread = unread.map(|body| end_stalled_body(body, Duration::from_millis(100), ()));
+    assert!(matches!(exchange(&proxy, Method::GET).await, Err(ProxyError::Full)));
+    let released = async {
+        while exchange(&proxy, Method::GET).await.is_err() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(10), released).await.context("the connection still counts")?;
+    assert!(unread.into_body().collect().await.is_err(), "the response is incomplete");
     Ok(())
 }
 

@@ -3,31 +3,40 @@
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use axum::extract::{Request, State};
 use axum::response::{Html, IntoResponse, Response};
 use http::{HeaderMap, HeaderValue, StatusCode, header};
 use tokio::net::UnixStream;
+use tokio::sync::Semaphore;
 
 use svc_host::files::history;
 use svc_host::system::layout::Layout;
 use svc_http::files::percent_decode;
 use svc_http::problem::{Code, Problem, format_chain};
 use svc_http::proof;
-use svc_http::proxy::{Dial, Io, Proxy, ProxyError, ProxyLimits};
+use svc_http::proxy::{Dial, Io, Proxy, ProxyError, ProxyLimits, end_stalled_body};
 use svc_http::server::ListenerLimits;
 
 /// Reload interval for the waiting page, and `Retry-After` for problems, in seconds.
 const RETRY_AFTER_SECONDS: u64 = 3;
 /// Maximum number of concurrent requests to the file history; `svc-files-history.socket` has the same limit.
 const MAX_HISTORY_REQUESTS: usize = 4;
+/// Maximum number of concurrent downloads, which can take hours. Listings can always use the rest.
+const MAX_DOWNLOADS: usize = MAX_HISTORY_REQUESTS - 1;
+/// Timeout for a client that has stopped reading a response of the file history. It is longer than that of the history,
+/// which ends a response whose data the gateway does not read.
+const HISTORY_STALL_TIMEOUT: Duration = Duration::from_secs(90);
+const HISTORY_NAME: &str = "The file history";
 
 /// The machine's services behind the gateway.
 pub struct Upstreams {
     shell: Proxy,
     code: Proxy,
     history: Proxy,
+    downloads: Arc<Semaphore>,
 }
 
 impl Upstreams {
@@ -45,6 +54,7 @@ impl Upstreams {
             shell: proxy_to("shell.sock"),
             code: proxy_to("code.sock"),
             history: Proxy::new(history, history_limits),
+            downloads: Arc::new(Semaphore::new(MAX_DOWNLOADS)),
         }
     }
 }
@@ -73,9 +83,30 @@ pub async fn proxy_to_code(upstreams: &Upstreams, request: Request) -> Response 
     forward(&upstreams.code, "The code server", request).await
 }
 
-/// Proxies requests to the file history.
+/// Proxies a request for a listing to the file history.
 pub async fn proxy_to_history(upstreams: &Upstreams, request: Request) -> Response {
-    forward(&upstreams.history, "The file history", request).await
+    forward_to_history(upstreams, request, ()).await
+}
+
+/// Proxies a download to the file history.
+pub async fn proxy_download(upstreams: &Upstreams, request: Request) -> Response {
+    match Arc::clone(&upstreams.downloads).try_acquire_owned() {
+        Ok(permit) => forward_to_history(upstreams, request, permit).await,
+        Err(_) => error_response(HISTORY_NAME, &ProxyError::Full, wants_page(request.headers())),
+    }
+}
+
+/// Proxies a request to the file history. `permit` is held until the response has been read.
+async fn forward_to_history(
+    upstreams: &Upstreams,
+    request: Request,
+    permit: impl Send + 'static,
+) -> Response {
+    let is_page = wants_page(request.headers());
+    match send(&upstreams.history, request).await {
+        Ok(response) => response.map(|body| end_stalled_body(body, HISTORY_STALL_TIMEOUT, permit)),
+        Err(error) => error_response(HISTORY_NAME, &error, is_page),
+    }
 }
 
 /// Whether a path is `/proxy/…` or `/absproxy/…` in any encoding; code-server's router ignores case.
@@ -85,31 +116,36 @@ fn is_port_proxy_path(path: &str) -> bool {
     ["proxy", "absproxy"].contains(&first.as_str())
 }
 
-async fn forward(upstream: &Proxy, name: &str, mut request: Request) -> Response {
+async fn forward(upstream: &Proxy, name: &str, request: Request) -> Response {
     let is_page = wants_page(request.headers());
+    match send(upstream, request).await {
+        Ok(response) => response,
+        Err(error) => error_response(name, &error, is_page),
+    }
+}
+
+async fn send(upstream: &Proxy, mut request: Request) -> Result<Response, ProxyError> {
     // These credentials are only for the gateway.
     request.headers_mut().remove(proof::HEADER);
     request.headers_mut().remove(header::AUTHORIZATION);
-    match upstream.forward(request).await {
-        Ok(response) => response,
-        Err(ProxyError::ConnectMethod) => {
-            Problem::new(Code::InvalidRequest, "The CONNECT method is not supported.").into_response()
-        }
-        Err(error) => {
-            tracing::warn!(error = %format_chain(&error), "{name} is unavailable");
-            let code = match error {
-                ProxyError::Connect(_)
-                | ProxyError::ConnectTimeout
-                | ProxyError::Full
-                | ProxyError::Closed => Code::Unavailable,
-                _ => Code::UpstreamUnavailable,
-            };
-            unavailable_response(
-                Problem::new(code, format!("{name} is unavailable.")).retry_after(RETRY_AFTER_SECONDS),
-                is_page,
-            )
-        }
+    upstream.forward(request).await
+}
+
+fn error_response(name: &str, error: &ProxyError, is_page: bool) -> Response {
+    if matches!(error, ProxyError::ConnectMethod) {
+        return Problem::new(Code::InvalidRequest, "The CONNECT method is not supported.").into_response();
     }
+    tracing::warn!(error = %format_chain(error), "{name} is unavailable");
+    let code = match error {
+        ProxyError::Connect(_) | ProxyError::ConnectTimeout | ProxyError::Full | ProxyError::Closed => {
+            Code::Unavailable
+        }
+        _ => Code::UpstreamUnavailable,
+    };
+    unavailable_response(
+        Problem::new(code, format!("{name} is unavailable.")).retry_after(RETRY_AFTER_SECONDS),
+        is_page,
+    )
 }
 
 fn wants_page(headers: &HeaderMap) -> bool {
@@ -139,6 +175,10 @@ fn unavailable_response(problem: Problem, is_page: bool) -> Response {
 
 #[cfg(test)]
 mod tests {
+    use axum::body::Body;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::UnixListener;
+
     use super::*;
 
     #[test]
@@ -151,5 +191,40 @@ mod tests {
         for path in ["/", "/proxying", "/stable-abc/proxy/1", "/_static/proxy.js"] {
             assert!(!is_port_proxy_path(path), "{path}");
         }
+    }
+
+    #[tokio::test]
+    async fn downloads_leave_one_history_request_for_listings() {
+        let root = tempfile::tempdir().unwrap();
+        let layout = Layout::new(root.path());
+        std::fs::create_dir_all(layout.history_sockets()).unwrap();
+        let listener = UnixListener::bind(layout.history_sockets().join(history::SOCKET)).unwrap();
+        tokio::spawn(async move {
+            let mut connections = Vec::new();
+            while let Ok((mut stream, _)) = listener.accept().await {
+                assert!(stream.read(&mut [0; 4096]).await.unwrap() > 0);
+                stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await.unwrap();
+                connections.push(stream);
+            }
+        });
+        let upstreams = Upstreams::new(&layout);
+        let request = || Request::new(Body::empty());
+        let mut downloads = Vec::new();
+        for _ in 0..MAX_DOWNLOADS {
+            let download = proxy_download(&upstreams, request()).await;
+            assert_eq!(download.status(), StatusCode::OK);
+            downloads.push(download);
+        }
+        let refused = proxy_download(&upstreams, request()).await;
+        assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
+        assert_eq!(proxy_to_history(&upstreams, request()).await.status(), StatusCode::OK);
+        drop(downloads);
+        // A task releases the permits.
+        let released = async {
+            while proxy_download(&upstreams, request()).await.status() != StatusCode::OK {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(10), released).await.unwrap();
     }
 }

@@ -58,7 +58,7 @@ static ROUTES: [Route; 48] = [
     route(&files::KEY, || get(files::show_key)),
     route(&files::VERSIONS, || get(files::forward)),
     route(&files::LIST, || get(files::forward)),
-    route(&files::DOWNLOAD, || get(files::forward)),
+    route(&files::DOWNLOAD, || get(files::download)),
     route(&files::SHOW_RESTORE, || get(files::show_restore)),
     route(&files::RESTORE, || post(files::restore)),
     route(&dispatch::DISPATCH, || post(dispatch::submit)),

@@ -10,6 +10,7 @@
 mod body;
 mod headers;
 mod pool;
+mod stall;
 mod time_limit;
 mod tunnel;
 
@@ -28,6 +29,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use body::{RequestBody, ResponseBody, Upload};
 pub use headers::strip_hop_by_hop;
 use pool::{Pool, UpstreamConnection};
+pub use stall::end_stalled_body;
 use svc_base::error_chain::format_chain;
 pub use time_limit::TimeLimit;
 

@@ -18,7 +18,7 @@ use strum::VariantNames;
 use crate::auth::{OWNER_OR_ADMIN, READERS, READERS_AND_PLATFORM};
 use crate::body;
 use crate::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, documented_json};
-use crate::proxy::{Upstreams, proxy_to_history};
+use crate::proxy::{Upstreams, proxy_download, proxy_to_history};
 use svc_base::error_chain::format_chain;
 use svc_base::fsx::FileError;
 use svc_host::files::access::ResticAccess;
@@ -76,9 +76,14 @@ fn read_key(layout: &Layout) -> Result<ResticAccess, Problem> {
     Ok(access)
 }
 
-/// `GET /api/files/versions`, `GET /api/files/at` and `GET /api/files/download`
+/// `GET /api/files/versions` and `GET /api/files/at`
 pub async fn forward(State(upstreams): State<Arc<Upstreams>>, request: Request) -> Response {
     proxy_to_history(&upstreams, request).await
+}
+
+/// `GET /api/files/download`
+pub async fn download(State(upstreams): State<Arc<Upstreams>>, request: Request) -> Response {
+    proxy_download(&upstreams, request).await
 }
 
 /// `GET /api/files/restore`
