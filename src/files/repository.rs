@@ -29,6 +29,8 @@ const VERSION: u32 = 2;
 /// Maximum sizes of packs and of other objects, because the platform reads what machines have written.
 pub(crate) const MAX_PACK_BYTES: u64 = 256 << 20;
 const MAX_OBJECT_BYTES: u64 = 64 << 20;
+/// Maximum size of a snapshot, compressed or not: ours are smaller than 1 KiB, and all of a slot's are in memory at once.
+const MAX_SNAPSHOT_BYTES: usize = 64 << 10;
 /// The first byte of compressed JSON.
 const COMPRESSED: u8 = 2;
 /// Maximum size of decompressed JSON.
@@ -65,6 +67,20 @@ impl Kind {
         match self {
             Self::Index => "index file",
             Self::Snapshot => "snapshot",
+        }
+    }
+
+    fn max_object_bytes(self) -> u64 {
+        match self {
+            Self::Index => MAX_OBJECT_BYTES,
+            Self::Snapshot => MAX_SNAPSHOT_BYTES as u64,
+        }
+    }
+
+    fn max_json_bytes(self) -> usize {
+        match self {
+            Self::Index => MAX_JSON_BYTES,
+            Self::Snapshot => MAX_SNAPSHOT_BYTES,
         }
     }
 }
@@ -159,7 +175,7 @@ impl Repository {
             Bytes::from(cached)
         } else {
             let path = self.path(kind, id);
-            let object = self.bucket.get(&path, MAX_OBJECT_BYTES).await?;
+            let object = self.bucket.get(&path, kind.max_object_bytes()).await?;
             let sealed = object.ok_or_else(|| StoreError::NotFound { key: path.to_string() })?.value;
             if Id::of(&sealed) != id {
                 return Err(FilesError::corrupt(what(), &"its content does not match its hash"));
@@ -170,9 +186,8 @@ impl Repository {
         let plain =
             self.key.decrypt(&sealed).ok_or_else(|| FilesError::corrupt(what(), &"decryption failed"))?;
         let json = match plain.split_first() {
-            Some((&COMPRESSED, compressed)) => {
-                decompress(compressed).map_err(|error| FilesError::corrupt(what(), &error))?
-            }
+            Some((&COMPRESSED, compressed)) => decompress(compressed, kind.max_json_bytes())
+                .map_err(|error| FilesError::corrupt(what(), &error))?,
             _ => plain,
         };
         serde_json::from_slice(&json).map_err(|error| FilesError::corrupt(what(), &error))
@@ -188,7 +203,7 @@ impl Repository {
         plain.push(COMPRESSED);
         plain.extend_from_slice(&compressed);
         let sealed = self.key.encrypt(&plain)?;
-        if json.len() > MAX_JSON_BYTES || sealed.len() as u64 > MAX_OBJECT_BYTES {
+        if json.len() > kind.max_json_bytes() || sealed.len() as u64 > MAX_OBJECT_BYTES {
             return Err(FilesError::encode(what, &"it would be too large to be read"));
         }
         let id = Id::of(&sealed);
@@ -238,7 +253,7 @@ impl Repository {
     /// [`FilesError::Corrupt`] if the object with this id is not a valid tree.
     pub(crate) fn cached_tree(&self, id: Id) -> Result<Option<Tree>, FilesError> {
         let Some(compressed) = self.cache.read_unverified("trees", id) else { return Ok(None) };
-        let json = decompress(&compressed).ok().filter(|json| Id::of(json) == id);
+        let json = decompress(&compressed, MAX_JSON_BYTES).ok().filter(|json| Id::of(json) == id);
         json.map(|json| Tree::parse(id, &json)).transpose()
     }
 
@@ -303,13 +318,18 @@ impl Repository {
         Ok((snapshots, damaged))
     }
 
-    /// Like [`Self::list_snapshots`], but also returns their upload times, by the store's clock.
+    /// Like [`Self::list_snapshots`], but without tags and paths, and with their upload times, by the store's clock.
     pub(crate) async fn list_uploaded_snapshots(&self) -> Result<Vec<(Id, Snapshot, Timestamp)>, FilesError> {
         let folder = self.root.clone().join(Kind::Snapshot.folder());
         let uploads = self.list_uploads(&folder).await?;
         let read = |(id, uploaded): (Id, Timestamp)| {
             let repository = self.clone();
-            async move { repository.read_snapshot(id).await.map(|snapshot| (id, snapshot, uploaded)) }
+            async move {
+                let mut snapshot = repository.read_snapshot(id).await?;
+                // They are not needed, and may be long.
+                (snapshot.tags, snapshot.paths) = (Vec::new(), Vec::new());
+                Ok::<_, FilesError>((id, snapshot, uploaded))
+            }
         };
         let mut reads = stream::iter(uploads).map(read).buffer_unordered(MAX_CONCURRENT_REQUESTS);
         let mut snapshots = Vec::new();
@@ -368,11 +388,11 @@ pub(crate) async fn list_objects(bucket: &Bucket, folder: &Path) -> Result<Vec<O
     }
 }
 
-fn decompress(bytes: &[u8]) -> std::io::Result<Vec<u8>> {
+fn decompress(bytes: &[u8], max_bytes: usize) -> std::io::Result<Vec<u8>> {
     use std::io::Read;
     let mut output = Vec::new();
-    zstd::stream::read::Decoder::new(bytes)?.take(MAX_JSON_BYTES as u64 + 1).read_to_end(&mut output)?;
-    if output.len() > MAX_JSON_BYTES {
+    zstd::stream::read::Decoder::new(bytes)?.take(max_bytes as u64 + 1).read_to_end(&mut output)?;
+    if output.len() > max_bytes {
         return Err(std::io::Error::other("its decompressed content is too long"));
     }
     Ok(output)
@@ -386,7 +406,7 @@ mod tests {
     fn decompress_refuses_content_that_is_too_long() {
         let decompressed_length = |length: usize| {
             let compressed = zstd::bulk::compress(&vec![0; length], 1).unwrap();
-            decompress(&compressed).map(|output| output.len()).ok()
+            decompress(&compressed, MAX_JSON_BYTES).map(|output| output.len()).ok()
         };
         assert_eq!(decompressed_length(MAX_JSON_BYTES), Some(MAX_JSON_BYTES));
         assert_eq!(decompressed_length(MAX_JSON_BYTES + 1), None);

@@ -251,12 +251,12 @@ async fn restore_never_overwrites_existing_files() -> Result<()> {
 
     for (fields, part) in [
         (json!({ "path": "projects", "into": "old" }), "already exists"),
-        (json!({ "path": "system/logs" }), "only the machine writes"),
+        (json!({ "path": "system/logs" }), "is reserved for the machine"),
         (
             json!({ "path": "projects", "into": "system/config.json", "replace": true }),
-            "only the machine writes",
+            "is reserved for the machine",
         ),
-        (json!({ "path": ".", "replace": true }), "only the machine writes"),
+        (json!({ "path": ".", "replace": true }), "is reserved for the machine"),
         (json!({ "path": "never" }), "is not in the snapshot"),
         (json!({ "path": "../.." }), "invalid path"),
     ] {

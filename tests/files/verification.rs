@@ -62,7 +62,7 @@ async fn damage_is_located_and_repaired() -> Result<()> {
     }
     let repaired = host.machine.run(&["svc-sync-agent", "verify"])?.expect(0);
     assert!(
-        repaired.stdout.contains("nothing is lost; the content of 1 damaged pack is readable"),
+        repaired.stdout.contains("nothing is lost; the content of 1 damaged pack can be read"),
         "{}",
         repaired.stdout
     );

@@ -30,9 +30,10 @@ pub(super) enum Owners {
 
 impl Owners {
     fn resolve(&self, node: Node) -> Attributes {
-        let mode = match self {
-            // A file that runs with the privileges of its owner must not do so for a different owner.
-            Self::Fixed { .. } if node.node_type == NodeType::File => node.unix_mode() & 0o1777,
+        // No file may run with another account's privileges: whoever has the repository's key can write a snapshot with
+        // a file of root.
+        let mode = match node.node_type {
+            NodeType::File => node.unix_mode() & 0o1777,
             _ => node.unix_mode(),
         };
         let (uid, gid) = match self {

@@ -47,8 +47,8 @@ pub struct RestoreOptions {
     /// The root directory of the system whose accounts own the files. An id is kept if the system has no account of
     /// that name.
     pub system_root: PathBuf,
-    /// The user and group that own everything, in which case files lose their set-user-ID and set-group-ID bits. `None`
-    /// for the owners in the snapshot.
+    /// The user and group that own everything; `None` for the owners in the snapshot. In either case, files lose their
+    /// set-user-ID and set-group-ID bits.
     pub owner: Option<(u32, u32)>,
 }
 

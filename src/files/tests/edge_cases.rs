@@ -449,6 +449,8 @@ async fn names_of_a_hard_link_are_restored_in_different_batches() {
     let (target, restored) = fixture.restore(&saved.snapshot).await;
     assert_eq!((restored.files, restored.directories, restored.incomplete), (152, 30, 0));
     assert_same(&describe(target.path()), &describe(&fixture.home()));
+    let mode = fs::metadata(target.path().join("00/0")).unwrap().mode();
+    assert_eq!(mode & 0o7777, 0o755, "a restored file must not run with its owner's privileges");
     let inode = |name: &str| fs::metadata(target.path().join(name)).unwrap().ino();
     assert!(others.iter().all(|other| inode(other) == inode("00/0")));
 }

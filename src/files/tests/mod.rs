@@ -171,7 +171,9 @@ fn describe_into(root: &Path, dir: &Path, entries: &mut Description) {
         };
         let mut names = vec![0; 4096];
         let length = rustix::fs::llistxattr(&path, &mut names[..]).unwrap_or(0);
-        let (mode, uid, gid) = (meta.mode(), meta.uid(), meta.gid());
+        // A restore clears the set-user-ID and set-group-ID bits of files.
+        let mode = if meta.is_file() { meta.mode() & !0o6000 } else { meta.mode() };
+        let (uid, gid) = (meta.uid(), meta.gid());
         let description = format!(
             "{content}, mode {mode:o}, owner {uid}:{gid}, time {}.{:09}, attributes {:?}",
             meta.mtime(),

@@ -63,7 +63,8 @@ async fn restic_snapshot_is_restored_and_continued() {
     let home = fixture.home().display().to_string();
     restic.run(&["backup", &home]).unwrap();
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
-    let (id, snapshot) = repository.list_snapshots().await.unwrap().remove(0);
+    let (id, _) = repository.list_snapshots().await.unwrap().remove(0);
+    let snapshot = repository.read_snapshot(id).await.unwrap();
     assert_eq!(snapshot.paths, std::slice::from_ref(&home));
     let (target, restored) = fixture.restore(&snapshot).await;
     assert_eq!(restored.incomplete, 0);

@@ -214,13 +214,15 @@ fn zip_time(time: Timestamp) -> Option<zip::DateTime> {
 }
 
 /// Returns a path as text. Each byte that is not valid UTF-8, and each byte of U+FFFD itself, is written as U+FFFD and
-/// two hexadecimal digits. The path can thus be decoded from the text, so two paths never have the same text, which
-/// [`ZipWriter`] would refuse. Percent-encoding would have to change valid names that contain `%`, too.
+/// two hexadecimal digits, and so is `\`, with which a name could leave the target directory on Windows. The path can
+/// thus be decoded from the text, so two paths never have the same text, which [`ZipWriter`] would refuse.
+/// Percent-encoding would have to change valid names that contain `%`, too.
 fn zip_name(path: &Path) -> String {
     use std::fmt::Write as _;
     let mut name = String::new();
     for chunk in path.as_os_str().as_bytes().utf8_chunks() {
-        name.push_str(&chunk.valid().replace('\u{FFFD}', "\u{FFFD}EF\u{FFFD}BF\u{FFFD}BD"));
+        let valid = chunk.valid().replace('\u{FFFD}', "\u{FFFD}EF\u{FFFD}BF\u{FFFD}BD");
+        name.push_str(&valid.replace('\\', "\u{FFFD}5C"));
         for byte in chunk.invalid() {
             let _ = write!(name, "\u{FFFD}{byte:02X}");
         }
@@ -274,6 +276,7 @@ mod tests {
         for (path, expected) in [
             (&b"a/%E9 \xC3\xBC"[..], "a/%E9 \u{FC}"),
             (&b"a/\xE9 \xC3\xBC"[..], "a/\u{FFFD}E9 \u{FC}"),
+            (br"a/..\x", "a/..\u{FFFD}5Cx"),
             ("a/\u{FFFD}E9 \u{FC}".as_bytes(), "a/\u{FFFD}EF\u{FFFD}BF\u{FFFD}BDE9 \u{FC}"),
         ] {
             assert_eq!(zip_name(Path::new(OsStr::from_bytes(path))), expected);
