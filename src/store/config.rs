@@ -13,6 +13,7 @@ use secrecy::{ExposeSecret, SecretString};
 use super::bucket::Bucket;
 use super::credentials::{CredentialSource, SourceAdapter};
 use super::list_counter::ListCounter;
+use super::list_filter::ListFilter;
 use super::local::{LocalStore, OBJECTS_DIR};
 use super::retrying_signer::RetryingSigner;
 use super::upload_timeout::{self, UploadTimeout};
@@ -138,6 +139,7 @@ impl S3Config {
             }
         };
         let client = HttpClient::new(ListCounter { inner: HttpClient::new(WriteOnce { inner: client }) });
+        let client = HttpClient::new(ListFilter { inner: client });
         let mut builder = AmazonS3Builder::new()
             .with_bucket_name(&self.bucket)
             .with_region(&self.region)

@@ -30,7 +30,7 @@ impl HttpService for ListCounter {
     }
 }
 
-fn lists_keys(request: &HttpRequest) -> bool {
+pub(super) fn lists_keys(request: &HttpRequest) -> bool {
     let query = request.uri().query().unwrap_or_default();
     request.method() == Method::GET && query.split('&').any(|pair| pair == "list-type=2")
 }

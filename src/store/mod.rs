@@ -15,6 +15,7 @@ pub mod key;
 #[cfg(test)]
 mod lenient;
 mod list_counter;
+mod list_filter;
 mod local;
 pub mod meta;
 pub mod multipart;
