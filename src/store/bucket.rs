@@ -139,6 +139,10 @@ fn is_clock_error(error: &Error) -> bool {
 pub struct Version(pub(crate) UpdateVersion);
 
 impl Version {
+    pub(super) fn of(meta: &ObjectMeta) -> Self {
+        Self(UpdateVersion { e_tag: meta.e_tag.clone(), version: meta.version.clone() })
+    }
+
     pub fn etag(&self) -> Option<&str> {
         self.0.e_tag.as_deref()
     }
@@ -161,7 +165,7 @@ pub enum Condition {
 impl Condition {
     /// Requires that the object has not changed since `meta` was read.
     pub(super) fn unchanged(meta: &ObjectMeta) -> Self {
-        Self::Unchanged(Version(UpdateVersion { e_tag: meta.e_tag.clone(), version: meta.version.clone() }))
+        Self::Unchanged(Version::of(meta))
     }
 }
 
@@ -322,8 +326,7 @@ impl Bucket {
             let why = format!("{} bytes, more than the limit of {limit}", got.meta.size);
             return Err(StoreError::Corrupt { key: key.to_string(), why });
         }
-        let version =
-            Version(UpdateVersion { e_tag: got.meta.e_tag.clone(), version: got.meta.version.clone() });
+        let version = Version::of(&got.meta);
         let value = got.bytes().await.map_err(|error| StoreError::classify(key, error))?;
         Ok(Some(VersionedValue { value, version }))
     }

@@ -1,5 +1,5 @@
 //! `files/latest`: the pointer to the latest snapshot of the owner's files. It uses the same protocol as the
-//! database's pointer.
+//! database's pointer, but a corrupt `latest` is replaced with the newest log entry.
 //!
 //! Its fence needs no signature: the platform raises it only after the fence of the database's pointer, which is signed
 //! and says which machine is the slot's current one.
@@ -33,6 +33,9 @@ pub struct FilesSnapshotRef {
 }
 
 impl PointedSnapshot for FilesSnapshotRef {
+    const REPAIRS_CORRUPT_LATEST: bool = true;
+    const HAS_TRIMMED_LOG: bool = true;
+
     fn key(&self) -> &str {
         &self.id
     }
@@ -50,11 +53,12 @@ impl PointedSnapshot for FilesSnapshotRef {
     }
 }
 
-/// Reads the pointer; `None` if there is neither `latest` nor a log entry.
+/// Reads the pointer; `None` if there is neither `latest` nor a log entry. If `latest` is corrupt, the newest log entry
+/// is returned, and the next write replaces `latest`.
 ///
 /// # Errors
-/// [`StoreError`]; `Corrupt` if `latest` or the newest log entry is not valid JSON, has an unknown format, or has a
-/// `seq` or fence above the maximum, or if the entry's `seq` is not the one in its name.
+/// [`StoreError`]; `Corrupt` if the newest log entry is not valid JSON, has an unknown format, has a `seq` or fence
+/// above the maximum, or has another `seq` than the one in its name; or if `latest` is corrupt and there is no entry.
 pub async fn read(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -142,6 +146,8 @@ mod tests {
     use object_store::memory::InMemory;
 
     use super::*;
+    use crate::bucket::MAX_JSON_BYTES;
+    use crate::pointer::{MAX_SEQ, MAX_SEQ_AHEAD, Pointer};
     use svc_machine::name::Slot;
 
     fn machine(n: u128) -> MachineId {
@@ -212,5 +218,63 @@ mod tests {
         set_fence(&bucket, &slot, Epoch(3), machine(3)).await.unwrap();
         let pointer = read(&bucket, &slot).await.unwrap().unwrap().value;
         assert_eq!((pointer.fence_epoch, pointer.seq), (Epoch(3), 3), "the same fence is not written again");
+    }
+
+    #[tokio::test]
+    async fn write_replaces_corrupt_latest_with_the_log() {
+        let invalid = format!(r#"{{"version":1,"fenceEpoch":1,"seq":{MAX_SEQ},"snapshot":null}}"#);
+        for junk in ["garbage{".to_owned(), String::new(), " ".repeat(MAX_JSON_BYTES + 1), invalid] {
+            let bucket = Bucket::new(Arc::new(InMemory::new()));
+            let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
+            let latest = slot.files_pointer_paths().latest;
+            let damage = async || bucket.put(&latest, junk.clone()).await.unwrap();
+            let stored =
+                async || bucket.get_json::<Pointer<FilesSnapshotRef>>(&latest).await.unwrap().unwrap().value;
+            advance(&bucket, &slot, &snapshot(1, 1)).await.unwrap();
+            set_fence(&bucket, &slot, Epoch(2), machine(2)).await.unwrap();
+            let before = stored().await;
+            damage().await;
+            assert_eq!(read(&bucket, &slot).await.unwrap().unwrap().value, before);
+            let refused = advance(&bucket, &slot, &snapshot(2, 1)).await.unwrap_err();
+            assert!(matches!(refused, PointerError::Fenced(_)), "the fence still holds: {refused}");
+            damage().await;
+            set_fence(&bucket, &slot, Epoch(2), machine(2)).await.unwrap();
+            assert_eq!(stored().await, before, "only `latest` is written");
+            damage().await;
+            advance(&bucket, &slot, &snapshot(3, 2)).await.unwrap();
+            let written = stored().await;
+            assert_eq!((written.seq, written.snapshot), (3, Some(snapshot(3, 2))));
+        }
+    }
+
+    #[tokio::test]
+    async fn read_refuses_corrupt_latest_without_a_log() {
+        let bucket = Bucket::new(Arc::new(InMemory::new()));
+        let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
+        bucket.put(&slot.files_pointer_paths().latest, "garbage{").await.unwrap();
+        let error = read(&bucket, &slot).await.unwrap_err();
+        assert!(matches!(error, StoreError::Corrupt { .. }), "{error}");
+        let error = advance(&bucket, &slot, &snapshot(1, 1)).await.unwrap_err();
+        assert!(matches!(error, PointerError::Store(StoreError::Corrupt { .. })), "{error}");
+    }
+
+    #[tokio::test]
+    async fn read_finds_the_newest_entry_of_a_trimmed_log() {
+        let bucket = Bucket::new(Arc::new(InMemory::new()));
+        let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
+        let latest = slot.files_pointer_paths().latest;
+        advance(&bucket, &slot, &snapshot(1, 1)).await.unwrap();
+        let first = read(&bucket, &slot).await.unwrap().unwrap().value;
+        bucket.put_json(&latest, &Pointer { seq: 2 * MAX_SEQ_AHEAD, ..first }).await.unwrap();
+        for number in 2..=4 {
+            advance(&bucket, &slot, &snapshot(number, 1)).await.unwrap();
+        }
+        trim_log(&bucket, &slot, 1).await.unwrap();
+        let newest = read(&bucket, &slot).await.unwrap().unwrap().value;
+        assert_eq!(newest.seq, 2 * MAX_SEQ_AHEAD + 3);
+        bucket.put(&latest, "garbage{").await.unwrap();
+        assert_eq!(read(&bucket, &slot).await.unwrap().unwrap().value, newest);
+        bucket.raw().delete(&latest).await.unwrap();
+        assert_eq!(read(&bucket, &slot).await.unwrap().unwrap().value, newest);
     }
 }

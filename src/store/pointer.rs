@@ -61,6 +61,11 @@ pub struct SnapshotRef {
 
 /// A snapshot that a pointer can name: of the database, or of the owner's files.
 pub trait PointedSnapshot: Clone + PartialEq + Serialize + DeserializeOwned {
+    /// Whether a corrupt `latest` is replaced with the newest log entry. If not, an operator must rebuild the pointer.
+    const REPAIRS_CORRUPT_LATEST: bool;
+    /// Whether old log entries are deleted, so that the log can begin at any `seq`.
+    const HAS_TRIMMED_LOG: bool;
+
     /// Identifies the snapshot in its slot.
     fn key(&self) -> &str;
     /// The machine that took it.
@@ -70,6 +75,9 @@ pub trait PointedSnapshot: Clone + PartialEq + Serialize + DeserializeOwned {
 }
 
 impl PointedSnapshot for SnapshotRef {
+    const REPAIRS_CORRUPT_LATEST: bool = false;
+    const HAS_TRIMMED_LOG: bool = false;
+
     fn key(&self) -> &str {
         &self.key
     }

@@ -3,17 +3,18 @@
 //! Each `seq` is claimed by creating the object `pointer-log/<seq>.json`, which contains the whole pointer and must not
 //! already exist. `latest` is written after it. Two writers therefore never both succeed, even on a store whose
 //! `If-Match` is not atomic; the store only has to create an object at most once. The highest entry is authoritative;
-//! the next writer repairs a stale `latest`.
+//! the next writer repairs a stale `latest`, and a corrupt one of the files' pointer. A corrupt `latest` of the
+//! database's pointer is left to an operator (`pointer_repair`), because it may be wrong to restore from the log.
 //!
 //! Invariant: a `seq` is claimed only if `latest` has the previous one, so that a crash leaves at most one entry
 //! ahead of `latest`. Entries are never deleted, except old ones of the files' pointer (`files_pointer::trim_log`).
 
 use std::time::Duration;
 
-use super::bucket::{Bucket, Condition, StoreError, Version};
+use super::bucket::{Bucket, Condition, StoreError, Version, VersionedValue};
 use super::key::{PointerPaths, SlotPrefix};
 use super::pointer::{self, Fence, FencedError, PointedSnapshot, Pointer, SnapshotRef};
-use super::pointer_log::find_newest_entry;
+use super::pointer_log::{find_first_seq, find_newest_entry};
 use super::snapshot_with_sidecar::SnapshotWithSidecar;
 use svc_machine::epoch::MAX_EPOCH;
 
@@ -40,7 +41,8 @@ pub struct PointerRead<S = SnapshotRef> {
 
 #[derive(Debug, Clone)]
 struct LatestObject {
-    seq: u64,
+    /// `None` if the object is corrupt.
+    seq: Option<u64>,
     /// Whether `latest` equals the log entry with the same `seq`; also true if that entry does not exist or was not
     /// read.
     matches_log: bool,
@@ -55,12 +57,12 @@ impl<S> PointerRead<S> {
 
     /// Whether `latest` already contains the current pointer.
     fn is_published(&self) -> bool {
-        self.latest.as_ref().is_some_and(|latest| latest.matches_log && latest.seq == self.value.seq)
+        self.latest.as_ref().is_some_and(|latest| latest.matches_log && latest.seq == Some(self.value.seq))
     }
 
     /// Whether the log has an entry that is not in `latest` yet.
     fn is_ahead_of_latest(&self) -> bool {
-        self.latest.as_ref().is_none_or(|latest| latest.seq < self.value.seq)
+        self.latest.as_ref().is_none_or(|latest| latest.seq < Some(self.value.seq))
     }
 
     /// Returns the condition that `latest` is unchanged.
@@ -79,22 +81,28 @@ pub async fn read(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<PointerRe
     read_at(bucket, &slot.pointer_paths()).await
 }
 
-/// Like [`read`], for any pointer.
+/// Like [`read`], for any pointer. With [`PointedSnapshot::REPAIRS_CORRUPT_LATEST`], returns the newest log entry if
+/// `latest` is corrupt; if there is no entry, the fence is unknown, so the result is still `Corrupt`.
 pub(super) async fn read_at<S: PointedSnapshot>(
     bucket: &Bucket,
     paths: &PointerPaths,
 ) -> Result<Option<PointerRead<S>>, StoreError> {
-    let latest = bucket.get_json::<Pointer<S>>(&paths.latest).await?;
-    if let Some(latest) = &latest {
-        check_format(&paths.latest, &latest.value)?;
-    }
-    let from = latest.as_ref().map_or(0, |latest| latest.value.seq);
-    let newest = find_newest_entry(bucket, paths, from).await?;
-    let Some(latest) = latest else {
-        let Some((seq, _)) = newest else { return Ok(None) };
-        return Ok(Some(PointerRead { value: read_entry(bucket, paths, seq).await?, latest: None }));
+    let latest = match read_latest::<S>(bucket, paths).await {
+        Ok(Some(latest)) => latest,
+        Ok(None) => return read_log(bucket, paths, None).await,
+        Err(error @ StoreError::Corrupt { .. }) if S::REPAIRS_CORRUPT_LATEST => {
+            // The version is read before the log: if another writer has replaced the object since, its entry is found.
+            let meta = bucket.head(&paths.latest).await?;
+            let corrupt =
+                meta.map(|meta| LatestObject { seq: None, matches_log: false, version: Version::of(&meta) });
+            let Some(read) = read_log::<S>(bucket, paths, corrupt).await? else { return Err(error) };
+            tracing::warn!(%error, "a pointer is damaged; using the newest entry of its log");
+            return Ok(Some(read));
+        }
+        Err(error) => return Err(error),
     };
     let seq = latest.value.seq;
+    let newest = find_newest_entry(bucket, paths, seq).await?;
     let (value, matches_log) = match newest {
         None => (latest.value, true),
         // The log entry has the same ETag, so the values are equal.
@@ -110,7 +118,30 @@ pub(super) async fn read_at<S: PointedSnapshot>(
         }
         Some((entry_seq, _)) => (read_entry(bucket, paths, entry_seq).await?, true),
     };
-    Ok(Some(PointerRead { value, latest: Some(LatestObject { seq, matches_log, version: latest.version }) }))
+    let latest = LatestObject { seq: Some(seq), matches_log, version: latest.version };
+    Ok(Some(PointerRead { value, latest: Some(latest) }))
+}
+
+async fn read_latest<S: PointedSnapshot>(
+    bucket: &Bucket,
+    paths: &PointerPaths,
+) -> Result<Option<VersionedValue<Pointer<S>>>, StoreError> {
+    let latest = bucket.get_json::<Pointer<S>>(&paths.latest).await?;
+    if let Some(latest) = &latest {
+        check_format(&paths.latest, &latest.value)?;
+    }
+    Ok(latest)
+}
+
+/// Reads the newest log entry, if `latest` is absent or corrupt.
+async fn read_log<S: PointedSnapshot>(
+    bucket: &Bucket,
+    paths: &PointerPaths,
+    latest: Option<LatestObject>,
+) -> Result<Option<PointerRead<S>>, StoreError> {
+    let from = if S::HAS_TRIMMED_LOG { find_first_seq(bucket, paths).await? } else { 0 };
+    let Some((seq, _)) = find_newest_entry(bucket, paths, from).await? else { return Ok(None) };
+    Ok(Some(PointerRead { value: read_entry(bucket, paths, seq).await?, latest }))
 }
 
 pub(super) async fn read_entry<S: PointedSnapshot>(

@@ -114,6 +114,11 @@ async fn find_highest_listed(
     Ok((newest, false))
 }
 
+/// Finds the `seq` at which a log begins whose old entries are deleted; 0 if it has no entry above 0.
+pub(super) async fn find_first_seq(bucket: &Bucket, paths: &PointerPaths) -> Result<u64, StoreError> {
+    Ok(find_first_listed(bucket, paths, MAX_SEQ - 1).await?.map_or(0, |(seq, _)| seq))
+}
+
 /// Finds the first entry above 0, after at most [`MAX_SKIPPED_NAMES`] other names.
 async fn find_first_listed(
     bucket: &Bucket,
