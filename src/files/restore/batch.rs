@@ -77,12 +77,12 @@ impl Batch {
                     let content = node.content.take().unwrap_or_default();
                     // Each placement is copied once, to the read that serves it.
                     self.bytes += 2 * content.len() * size_of::<ChunkPlacement>();
-                    let earlier_placements = self.placements.len();
+                    let (file, earlier_placements) = (self.next_file(), self.placements.len());
                     node.size = match self.add_placements(content, locations) {
                         Err(error) if should_skip_damaged && error.is_damage() => {
                             tracing::warn!(path = %path.display(), %error, "a file is damaged");
                             self.placements.truncate(earlier_placements);
-                            self.damaged.insert(self.next_file());
+                            self.damaged.insert(file);
                             0
                         }
                         size => size?,

@@ -27,7 +27,6 @@ use svc_base::error_chain::format_chain;
 use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::{self, FileError};
 use svc_base::quantity::pluralize;
-use svc_base::untrusted_text::{one_line, truncate_printable};
 use svc_files::restore::{RestoreOptions, RestoreProgress, RestoreReport, restore};
 use svc_files::{FilesError, Id};
 use svc_store::StoreError;
@@ -224,7 +223,7 @@ fn describe(outcome: &RestoreOutcome) -> String {
             if outcome.damaged == 0 {
                 return restored;
             }
-            let damaged = pluralize(outcome.damaged, "damaged file or directory");
+            let damaged = pluralize(outcome.damaged, "damaged item");
             let named = outcome.damaged_paths.join(", ");
             format!("{restored}, without the content of {damaged}: {named}")
         }
@@ -353,9 +352,7 @@ async fn download(
         );
     }
     tracing::info!(seconds = began.elapsed().as_secs(), "downloaded the owner's files");
-    // The names come from the owner's programs.
-    let to_line =
-        |path| one_line(&truncate_printable(&HomePath::from_relative(path).to_string())).into_owned();
+    let to_line = |path| HomePath::from_relative(path).to_line();
     let outcome = RestoreOutcome {
         version: FORMAT,
         ended_at: clock::now_ms(),
