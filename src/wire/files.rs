@@ -312,7 +312,7 @@ pub struct FileRestore {
     /// Number of entries whose owner, mode, times or attributes could not be set.
     #[serde(default)]
     pub incomplete: u64,
-    /// Why the restore failed.
+    /// Why the restore failed or, if it is done, what it left out because it is damaged.
     pub error: Option<String>,
     #[serde(default)]
     pub updated_at: Time,

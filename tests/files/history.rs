@@ -321,6 +321,29 @@ async fn restore_survives_a_kill_at_every_fail_point() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn restored_directory_lacks_only_damaged_files() -> Result<()> {
+    let history = HistoryFixture::start().await?;
+    let content: String = (0..60_000_u32).map(|n| n.wrapping_mul(2_654_435_761).to_string()).collect();
+    history.host.write("home/projects/app/large", &content)?;
+    history.save().await?;
+    // The largest pack contains the file's content.
+    let packs = history.store.objects(BUCKET, &format!("{}/data/", slot().files()));
+    let pack = packs.iter().max_by_key(|object| object.size).context("no pack")?;
+    let mut damaged = history.store.read(BUCKET, &pack.key).context("no pack")?;
+    damaged[100] ^= 1;
+    history.store.write(BUCKET, &pack.key, damaged);
+    let state = history.restore(&json!({ "path": "projects/app", "into": "projects/copy" }), 0)?;
+    assert_eq!((&state["status"], &state["files"]), (&"done".into(), &1.into()), "{state}");
+    let left_out = "the content of 1 damaged item was left out: /home/svc/home/projects/app/large";
+    assert_eq!(state["error"], left_out);
+    assert_eq!(history.read("home/projects/copy/main.rs")?, "fn main() {}");
+    assert!(!history.host.home().join("home/projects/copy/large").exists());
+    let file = history.restore(&json!({ "path": "projects/app/large", "into": "projects/large" }), 69)?;
+    assert_eq!(file["status"], "failed", "{file}");
+    Ok(())
+}
+
 /// One of the owner's programs creates an entry with the planned name of the replaced one, and the machine fails again.
 #[tokio::test(flavor = "multi_thread")]
 async fn restore_reports_actual_path_of_replaced_entry() -> Result<()> {

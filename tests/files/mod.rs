@@ -235,6 +235,48 @@ async fn restore_with_damaged_pack_leaves_no_staged_files() -> Result<()> {
     Ok(())
 }
 
+/// Damage that cannot be repaired must not keep a machine without its files, and without backups, forever.
+#[tokio::test(flavor = "multi_thread")]
+async fn repeated_restore_can_leave_out_damaged_files() -> Result<()> {
+    let store = start_store()?;
+    let platform = FilesPlatform::start().await?;
+    let first = Host::new(&store, &platform, 1)?;
+    let content: String = (0..60_000_u32).map(|n| n.wrapping_mul(2_654_435_761).to_string()).collect();
+    first.write("home/projects/large", &content)?;
+    let watcher = first.start_watcher()?;
+    let service = first.start_and_save().await?;
+    // Each save writes its own packs.
+    for path in ["home/projects/small", "home/notes"] {
+        first.write(path, path)?;
+        first.wait_until_saved().await?;
+    }
+    drop((watcher, service));
+    let packs = store.objects(BUCKET, &format!("{}/data/", slot().files()));
+    let pack = packs.iter().max_by_key(|object| object.size).context("no pack")?;
+    let mut damaged = store.read(BUCKET, &pack.key).context("no pack")?;
+    damaged[100] ^= 1;
+    store.write(BUCKET, &pack.key, damaged);
+
+    let next = Host::new(&store, &platform, 2)?;
+    next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
+    fs::write(next.machine.path("opt/svc/restore-complete"), "")?;
+    next.machine.run(&["svc-sync-agent", "restore-home", "--retry"])?.expect(65);
+    assert!(!next.home().join("home/notes").exists());
+    let skip = ["svc-sync-agent", "restore-home", "--retry", "--skip-damaged"];
+    let restored = next.machine.run(&skip)?.expect(0);
+    let lost = "/home/svc/home/projects/large";
+    assert!(restored.stdout.contains(lost), "{}", restored.stdout);
+    let outcome = next.read_outcome()?;
+    assert_eq!((&outcome["damaged"], &outcome["damagedPaths"][0]), (&1.into(), &lost.into()), "{outcome}");
+    assert!(outcome["error"].is_null(), "{outcome}");
+    for path in ["home/projects/small", "home/notes"] {
+        assert_eq!(fs::read_to_string(next.home().join(path))?, path);
+    }
+    assert!(!next.home().join("home/projects/large").exists());
+    let _service = next.start_and_save().await?;
+    Ok(())
+}
+
 /// Without the watcher, a requested save reads everything.
 #[tokio::test(flavor = "multi_thread")]
 async fn requested_save_needs_no_watcher() -> Result<()> {

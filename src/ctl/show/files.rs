@@ -212,5 +212,8 @@ pub fn restored(view: &View, state: &FileRestore) -> String {
         );
         pairs.push(("incomplete", Cell::painted(Some(Color::Bad), message)));
     }
+    if let Some(left_out) = &state.error {
+        pairs.push(("damaged", Cell::painted(Some(Color::Bad), one_line(left_out).into_owned())));
+    }
     table::render_pairs(view, &pairs)
 }

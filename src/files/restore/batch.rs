@@ -1,5 +1,6 @@
 //! A part of a restore that fits in memory: entries, and the chunks of the files among them.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use super::hard_links::FirstNames;
@@ -42,6 +43,8 @@ pub(super) struct Batch {
     /// Further names of files, each with the first name, which may be in an earlier batch.
     pub(super) hard_links: Vec<(PathBuf, Box<Path>)>,
     pub(super) placements: Vec<ChunkPlacement>,
+    /// The positions in [`Self::files`] of the files that have a damaged chunk.
+    pub(super) damaged: BTreeSet<u32>,
     /// An estimate of its size in memory.
     bytes: usize,
 }
@@ -54,13 +57,14 @@ impl Batch {
     /// Adds an entry.
     ///
     /// # Errors
-    /// [`FilesError::Corrupt`] if a chunk is not in the index.
+    /// [`FilesError::Corrupt`] if a chunk is not in the index, unless `should_skip_damaged`.
     pub(super) fn add(
         &mut self,
         path: PathBuf,
         mut node: Node,
         first_names: &mut FirstNames,
         locations: &BlobLocations,
+        should_skip_damaged: bool,
     ) -> Result<(), FilesError> {
         self.bytes += size_of::<PlannedEntry>() + path.as_os_str().len() + node.heap_bytes();
         match node.node_type {
@@ -73,7 +77,16 @@ impl Batch {
                     let content = node.content.take().unwrap_or_default();
                     // Each placement is copied once, to the read that serves it.
                     self.bytes += 2 * content.len() * size_of::<ChunkPlacement>();
-                    node.size = self.add_placements(content, locations)?;
+                    let (file, earlier_placements) = (self.next_file(), self.placements.len());
+                    node.size = match self.add_placements(content, locations) {
+                        Err(error) if should_skip_damaged && error.is_damage() => {
+                            tracing::warn!(path = %path.display(), %error, "a file is damaged");
+                            self.placements.truncate(earlier_placements);
+                            self.damaged.insert(file);
+                            0
+                        }
+                        size => size?,
+                    };
                     self.files.push(PlannedEntry { path, node });
                 }
             }
@@ -84,8 +97,7 @@ impl Batch {
 
     /// Lists the chunks of the next file, and returns its size.
     fn add_placements(&mut self, content: Vec<Id>, locations: &BlobLocations) -> Result<u64, FilesError> {
-        // A batch is full long before it has 2^32 files.
-        let file = u32::try_from(self.files.len()).unwrap_or(u32::MAX);
+        let file = self.next_file();
         let mut size = 0;
         for id in content {
             let location = locations.find(BlobType::Data, id)?;
@@ -95,8 +107,14 @@ impl Batch {
         Ok(size)
     }
 
-    /// Creates the directories, the symbolic links, each file at its full size but without content, and the hard links.
-    /// None of them may exist yet.
+    /// The position of the next file in [`Self::files`].
+    fn next_file(&self) -> u32 {
+        // A batch is full long before it has 2^32 files.
+        u32::try_from(self.files.len()).unwrap_or(u32::MAX)
+    }
+
+    /// Creates the directories, the symbolic links, and each file at its full size but without content. None of them
+    /// may exist yet.
     pub(super) fn create_entries(&self, target: &Path) -> Result<(), FilesError> {
         let mut target = Target::open(target).map_err(FilesError::io("open", target))?;
         for PlannedEntry { path, .. } in &self.directories {
@@ -109,6 +127,32 @@ impl Batch {
         for PlannedEntry { path, node } in &self.files {
             let file = target.create_file(path).map_err(FilesError::io("create", path))?;
             file.set_len(node.size).map_err(FilesError::io("extend", path))?;
+        }
+        Ok(())
+    }
+
+    /// Takes the files that have a damaged chunk from the batch.
+    pub(super) fn take_damaged(&mut self) -> Vec<PlannedEntry> {
+        let damaged = std::mem::take(&mut self.damaged);
+        let mut left_out = Vec::new();
+        if !damaged.is_empty() {
+            for (position, file) in (0_u32..).zip(std::mem::take(&mut self.files)) {
+                let files = if damaged.contains(&position) { &mut left_out } else { &mut self.files };
+                files.push(file);
+            }
+        }
+        left_out
+    }
+
+    /// Removes the files that are left out, and creates the hard links.
+    pub(super) fn complete_entries(
+        &self,
+        target: &Path,
+        left_out: &[PlannedEntry],
+    ) -> Result<(), FilesError> {
+        let mut target = Target::open(target).map_err(FilesError::io("open", target))?;
+        for PlannedEntry { path, .. } in left_out {
+            target.remove_file(path).map_err(FilesError::io("remove", path))?;
         }
         for (path, first) in &self.hard_links {
             let linked = target.create_hard_link(path, first);

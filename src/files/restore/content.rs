@@ -33,12 +33,14 @@ struct RangeRead {
     placements: Vec<ChunkPlacement>,
 }
 
-/// Writes the content of a batch's files, which must have been created. Returns the batch without its placements.
+/// Writes the content of a batch's files, which must have been created. Returns the batch without its placements. With
+/// `should_skip_damaged`, a file with a damaged chunk is written without it, and is listed in [`Batch::damaged`].
 pub(super) async fn write_contents(
     repository: &Repository,
     locations: &BlobLocations,
     mut batch: Batch,
     target: &Path,
+    should_skip_damaged: bool,
     progress: &RestoreProgress,
 ) -> Result<Batch, FilesError> {
     let mut placements = std::mem::take(&mut batch.placements);
@@ -55,24 +57,32 @@ pub(super) async fn write_contents(
                 let (files, target, key) = (Arc::clone(&files), target.clone(), key.clone());
                 run_blocking(move || write_chunks(&key, &read, &bytes, &files, &target)).await
             };
+            let mut damaged: Vec<u32> = Vec::new();
             let written = match write(Arc::clone(&read)).await {
                 Err(error) if error.is_damage() => {
                     let mut written = 0;
                     for of_chunk in read.placements.chunk_by(|a, b| a.location == b.location) {
-                        written += write_other_copy(locations, of_chunk, &write, &error).await?;
+                        match write_other_copy(locations, of_chunk, &write, &error).await {
+                            Err(error) if should_skip_damaged && error.is_damage() => {
+                                tracing::warn!(%error, "the files that contain a chunk are damaged");
+                                damaged.extend(of_chunk.iter().map(|placement| placement.file));
+                            }
+                            of_copy => written += of_copy?,
+                        }
                     }
                     written
                 }
                 result => result?,
             };
             progress.written_bytes.fetch_add(written, Ordering::Relaxed);
-            Ok::<(), FilesError>(())
+            Ok::<Vec<u32>, FilesError>(damaged)
         }
     };
-    stream::iter(reads.into_iter().map(read_one))
+    let damaged: Vec<u32> = stream::iter(reads.into_iter().map(read_one))
         .buffer_unordered(MAX_CONCURRENT_READS)
-        .try_collect::<()>()
+        .try_concat()
         .await?;
+    batch.damaged.extend(damaged);
     batch.files = Arc::into_inner(files).expect("all tasks have ended, so this is the only reference");
     Ok(batch)
 }

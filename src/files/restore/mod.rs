@@ -15,6 +15,7 @@ mod survey;
 mod target;
 mod walk;
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -27,7 +28,7 @@ use crate::history::Entry;
 use crate::index::BlobLocations;
 use crate::repository::Repository;
 use crate::snapshot::Snapshot;
-use batch::Batch;
+use batch::{Batch, PlannedEntry};
 use hard_links::FirstNames;
 use metadata::{AttributeWriter, Owners};
 use space::Space;
@@ -50,12 +51,15 @@ pub struct RestoreOptions {
     /// The user and group that own everything; `None` for the owners in the snapshot. In either case, files lose their
     /// set-user-ID and set-group-ID bits.
     pub owner: Option<(u32, u32)>,
+    /// Whether files with damaged content are left out, and damaged directories are restored empty. Otherwise, nothing is
+    /// restored if anything is damaged.
+    pub should_skip_damaged: bool,
 }
 
 impl RestoreOptions {
     /// Returns options for a restore to `target`, with the owners in the snapshot.
     pub fn new(target: PathBuf, system_root: PathBuf) -> Self {
-        Self { target, system_root, owner: None }
+        Self { target, system_root, owner: None, should_skip_damaged: false }
     }
 }
 
@@ -81,6 +85,32 @@ impl RestoreProgress {
     }
 }
 
+/// The damaged files and directories whose content was not restored.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct DamagedEntries {
+    pub count: u64,
+    /// The first paths, relative to the target.
+    pub first: Vec<PathBuf>,
+}
+
+impl DamagedEntries {
+    /// Maximum number of paths in [`Self::first`].
+    const MAX_PATHS: usize = 20;
+
+    fn add(&mut self, path: PathBuf) {
+        self.count += 1;
+        if self.first.len() < Self::MAX_PATHS {
+            self.first.push(path);
+        }
+    }
+
+    fn append(&mut self, other: Self) {
+        self.count += other.count;
+        self.first.extend(other.first);
+        self.first.truncate(Self::MAX_PATHS);
+    }
+}
+
 /// The result of a restore.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RestoreReport {
@@ -90,6 +120,8 @@ pub struct RestoreReport {
     /// Entries whose owner, mode, times or attributes could not be set.
     pub incomplete: u64,
     pub first_incomplete: Option<String>,
+    /// Empty unless damaged entries are skipped.
+    pub damaged: DamagedEntries,
 }
 
 /// Restores a snapshot. Every chunk's hash is checked before it is written.
@@ -98,7 +130,8 @@ pub struct RestoreReport {
 /// [`FilesError::NoSpace`] or [`FilesError::NoInodes`] if the target's file system is too small;
 /// [`FilesError::Corrupt`] if an object is damaged, or the index lacks a blob; [`FilesError::IndexChanging`] if the
 /// index changed during every attempt to read it; [`FilesError::Io`] if an entry cannot be created or written;
-/// [`FilesError::Store`] if the store fails or lacks an object. The target may be partly written: retry with a new,
+/// [`FilesError::Store`] if the store fails or lacks an object. With [`RestoreOptions::should_skip_damaged`], only damage
+/// to the index and to the snapshot's root directory is an error. The target may be partly written: retry with a new,
 /// empty one.
 pub async fn restore(
     repository: &Repository,
@@ -130,7 +163,8 @@ async fn restore_from(
     progress: &RestoreProgress,
 ) -> Result<RestoreReport, FilesError> {
     let locations = repository.load_locations().await?;
-    let mut walk = Walk::new(repository, &locations);
+    let should_skip_damaged = options.should_skip_damaged;
+    let mut walk = Walk::new(repository, &locations, should_skip_damaged);
     walk.start(start.clone());
     let survey = Survey::create(&mut walk, &locations, Space::read(&options.target)?).await?;
     // An earlier attempt may have written some.
@@ -147,13 +181,16 @@ async fn restore_from(
         target: &options.target,
         needed_bytes: survey.needed_bytes,
         attributes: AttributeWriter::new(owners),
+        should_skip_damaged,
+        damaged: DamagedEntries::default(),
+        damaged_names: HashSet::new(),
         progress,
     };
     walk.start(start);
     let (mut batch, mut first_names) = (Batch::default(), FirstNames::default());
     while let Some(entries) = walk.next().await? {
         for (path, node) in entries {
-            batch.add(path, node, &mut first_names, &locations)?;
+            batch.add(path, node, &mut first_names, &locations, should_skip_damaged)?;
             if batch.is_full() {
                 restore = restore.add(std::mem::take(&mut batch)).await?;
             }
@@ -162,7 +199,9 @@ async fn restore_from(
     restore = restore.add(batch).await?;
     let (attributes, target) = (restore.attributes, options.target.clone());
     let restored = run_blocking(move || attributes.finish(&target)).await;
-    let restored = restored.map_err(|error| error.or_no_space(survey.needed_bytes))?;
+    let mut restored = restored.map_err(|error| error.or_no_space(survey.needed_bytes))?;
+    restored.damaged = walk.damaged;
+    restored.damaged.append(restore.damaged);
     failpoint::trigger("files.restore.completed")?;
     Ok(restored)
 }
@@ -175,6 +214,11 @@ struct Restore<'a> {
     /// The space that all files and directories take, in bytes.
     needed_bytes: u64,
     attributes: AttributeWriter,
+    should_skip_damaged: bool,
+    /// The damaged files, which are left out.
+    damaged: DamagedEntries,
+    /// The first names of the damaged files with several names. Further names may be in later batches.
+    damaged_names: HashSet<PathBuf>,
     progress: &'a RestoreProgress,
 }
 
@@ -189,10 +233,37 @@ impl Restore<'_> {
         Ok(self)
     }
 
-    async fn create_and_write(&self, batch: Batch) -> Result<Batch, FilesError> {
+    async fn create_and_write(&mut self, batch: Batch) -> Result<Batch, FilesError> {
         let target = self.target.to_owned();
         let batch = run_blocking(move || batch.create_entries(&target).map(|()| batch)).await?;
         failpoint::trigger("files.restore.planned")?;
-        content::write_contents(self.repository, self.locations, batch, self.target, self.progress).await
+        let (skip, progress) = (self.should_skip_damaged, self.progress);
+        let written =
+            content::write_contents(self.repository, self.locations, batch, self.target, skip, progress);
+        let mut batch = written.await?;
+        let left_out = self.leave_out_damaged(&mut batch);
+        let target = self.target.to_owned();
+        run_blocking(move || batch.complete_entries(&target, &left_out).map(|()| batch)).await
+    }
+
+    /// Takes the damaged files and all their names from a batch, and counts them. Returns the files, which must be
+    /// removed.
+    fn leave_out_damaged(&mut self, batch: &mut Batch) -> Vec<PlannedEntry> {
+        let left_out = batch.take_damaged();
+        for PlannedEntry { path, node } in &left_out {
+            if node.hard_link_key().is_some() {
+                self.damaged_names.insert(path.clone());
+            }
+            self.damaged.add(path.clone());
+        }
+        let links = std::mem::take(&mut batch.hard_links);
+        for (path, first) in links {
+            if self.damaged_names.contains(&*first) {
+                self.damaged.add(path);
+            } else {
+                batch.hard_links.push((path, first));
+            }
+        }
+        left_out
     }
 }

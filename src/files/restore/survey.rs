@@ -28,8 +28,8 @@ impl Survey {
     /// Reads all trees, finds the location of each chunk, and checks that everything fits.
     ///
     /// # Errors
-    /// Those of [`Walk::next`]; [`FilesError::Corrupt`] if a chunk is not in the index; [`FilesError::NoSpace`] or
-    /// [`FilesError::NoInodes`] if the target's file system is too small.
+    /// Those of [`Walk::next`]; [`FilesError::Corrupt`] if a chunk is not in the index and damage is not skipped;
+    /// [`FilesError::NoSpace`] or [`FilesError::NoInodes`] if the target's file system is too small.
     pub(super) async fn create(
         walk: &mut Walk<'_>,
         locations: &BlobLocations,
@@ -41,7 +41,10 @@ impl Survey {
             for (_, node) in &entries {
                 match node.node_type {
                     NodeType::File if !linked.is_further_name(node) => {
-                        survey.add_file(node, locations, space)?;
+                        match survey.add_file(node, locations, space) {
+                            Err(error) if walk.should_skip_damaged && error.is_damage() => {}
+                            added => added?,
+                        }
                     }
                     NodeType::Dir => {
                         survey.inodes += 1;
@@ -63,15 +66,16 @@ impl Survey {
     }
 
     fn add_file(&mut self, node: &Node, locations: &BlobLocations, space: Space) -> Result<(), FilesError> {
-        let mut stored_bytes = 0;
+        let (mut bytes, mut stored_bytes) = (0, 0);
         for id in node.content.as_deref().unwrap_or_default() {
             let location = locations.find(BlobType::Data, *id)?;
-            self.bytes += location.content_length();
+            bytes += location.content_length();
             if !is_hole(location) {
                 stored_bytes += location.content_length();
             }
         }
         self.files += 1;
+        self.bytes += bytes;
         self.inodes += 1;
         self.needed_bytes += stored_bytes.next_multiple_of(space.block_bytes);
         Ok(())

@@ -36,6 +36,11 @@ impl Target {
         self.open_with(path, OFlags::WRONLY)
     }
 
+    pub(super) fn remove_file(&mut self, path: &Path) -> io::Result<()> {
+        let (parent, name) = self.locate(path)?;
+        Ok(rustix::fs::unlinkat(parent, name, AtFlags::empty())?)
+    }
+
     /// Opens a file or a directory.
     pub(super) fn open_for_reading(&mut self, path: &Path) -> io::Result<File> {
         self.open_with(path, OFlags::RDONLY)

@@ -1,5 +1,6 @@
 //! Saves and restores real directories, and compares them by independent means.
 
+mod damage;
 mod databases;
 mod edge_cases;
 mod faulty_store;

@@ -14,6 +14,9 @@ const NEXT_STEP: &str =
 
 const VERIFY_STEP: &str = "run `svc-sync-agent verify`";
 
+const RETRY_STEP: &str = "repair the store, then run `svc-sync-agent restore-home --retry`; as the last resort, add \
+                          `--skip-damaged` to leave out what is damaged";
+
 pub fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("file-backup");
     match RestoreOutcome::read(layout) {
@@ -21,7 +24,7 @@ pub fn check(layout: &Layout) -> Findings {
             let what = format!(
                 "the previous machine's files have not been restored, and no files are saved: {error}"
             );
-            return findings.problem(what, "run `svc-sync-agent restore-home --retry`");
+            return findings.problem(what, RETRY_STEP);
         }
         Ok(_) => {}
         Err(error) => return findings.skipped(format!("{error}; run the doctor as root")),

@@ -87,6 +87,8 @@ pub struct DrillResult {
     pub differing: Vec<String>,
     /// Why the drill could not be completed.
     pub error: Option<String>,
+    /// Whether it could not be completed because the backup is damaged.
+    pub is_damaged: bool,
 }
 
 /// A file that needs a damaged blob.
@@ -250,8 +252,8 @@ impl FileChecks {
         }
     }
 
-    /// Describes why nothing can be restored, or else the damage, or else the differences that a drill has found;
-    /// `None` if no problem is known.
+    /// Describes why nothing can be restored, or else the damage, or else what a drill has found; `None` if no problem
+    /// is known.
     pub fn find_problem(&self) -> Option<String> {
         if let Some(why) = &self.unreadable {
             return Some(why.clone());
@@ -260,6 +262,9 @@ impl FileChecks {
             return Some(self.describe_damage());
         }
         let drill = self.drill.as_ref()?;
+        if let Some(error) = drill.error.as_ref().filter(|_| drill.is_damaged) {
+            return Some(format!("a sample of the files could not be restored: {error}"));
+        }
         let differing = drill.differing.first()?;
         let count = format!("{} of {} compared files", drill.differing_count, drill.compared);
         Some(format!("{count} differ from those on the machine, such as {differing}"))
@@ -395,6 +400,20 @@ mod tests {
         checks.record_verification(VerifyResult::default(), at(4));
         checks.record_drill(DrillResult::default(), at(4));
         assert_eq!((checks.find_failure(at(9)), checks.find_problem()), (None, None));
+    }
+
+    #[test]
+    fn find_problem_reports_damage_from_drill_at_once() {
+        let mut checks = FileChecks::default();
+        let failed = |is_damaged| DrillResult {
+            error: Some("chunk ab is damaged".to_owned()),
+            is_damaged,
+            ..DrillResult::default()
+        };
+        checks.record_drill(failed(true), at(0));
+        assert!(checks.find_problem().unwrap().contains("chunk ab is damaged"));
+        checks.record_drill(failed(false), at(1));
+        assert_eq!(checks.find_problem(), None);
     }
 
     #[test]

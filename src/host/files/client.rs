@@ -213,6 +213,9 @@ fn report(state: &FileRestore) -> Result<(), Failure> {
         let items = pluralize(state.incomplete, "item");
         text.push_str(&format!("the mode, times or attributes of {items} could not be set\n"));
     }
+    if let Some(left_out) = &state.error {
+        text.push_str(&format!("{}\n", one_line(left_out)));
+    }
     print(&text).map(|_| ())
 }
 

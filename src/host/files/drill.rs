@@ -52,6 +52,10 @@ impl DrillError {
     fn is_no_space(&self) -> bool {
         matches!(self, Self::NoSpace) || matches!(self, Self::Files(error) if error.is_no_space())
     }
+
+    fn is_damage(&self) -> bool {
+        matches!(self, Self::Files(error) | Self::Access(AccessError::Files(error)) if error.is_damage())
+    }
 }
 
 /// Restores a sample of the latest snapshot's files, and compares those that have not changed since with the files on
@@ -75,7 +79,7 @@ pub(super) async fn drill(settings: &FilesSettings, now: Timestamp) -> Option<Dr
         }
         Err(error) => {
             tracing::error!(error = %format_chain(&error), "file backup drill failed");
-            result.error = Some(format_chain(&error));
+            (result.error, result.is_damaged) = (Some(format_chain(&error)), error.is_damage());
         }
     }
     Some(result)

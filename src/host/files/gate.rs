@@ -5,9 +5,9 @@
 //! complete. A killed run can be repeated. On a machine in use, the replaced entries are kept among the owner's files.
 //!
 //! If the backup is damaged, the machine starts without the files, because the owner still needs the database. The
-//! outcome is recorded, and the machine then saves no files, so that the snapshot remains the latest one. After any
-//! other error, the boot fails. systemd retries it, unless the disk is too small, the platform has refused the key, or
-//! the configuration is invalid.
+//! outcome is recorded, and the machine then saves no files, so that the snapshot remains the latest one. An operator
+//! can repeat the restore, and leave out what is damaged. After any other error, the boot fails. systemd retries it,
+//! unless the disk is too small, the platform has refused the key, or the configuration is invalid.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -26,12 +26,14 @@ use svc_base::clock;
 use svc_base::error_chain::format_chain;
 use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::{self, FileError};
+use svc_base::quantity::pluralize;
 use svc_files::restore::{RestoreOptions, RestoreProgress, RestoreReport, restore};
 use svc_files::{FilesError, Id};
 use svc_store::StoreError;
 use svc_store::files_pointer::{self, FilesSnapshotRef};
 
 use super::access::{AccessError, FilesSettings, retry};
+use super::home_path::HomePath;
 use super::owner::owner_ids;
 use super::place;
 use super::restore_entry::Directory;
@@ -127,6 +129,11 @@ pub struct RestoreOutcome {
     pub bytes: u64,
     /// Entries whose owner, mode, times or attributes could not be set.
     pub incomplete: u64,
+    /// The damaged files that were left out, and the damaged directories that were restored empty; and the first paths.
+    #[serde(default)]
+    pub damaged: u64,
+    #[serde(default)]
+    pub damaged_paths: Vec<String>,
     /// Why the snapshot could not be restored.
     pub error: Option<String>,
 }
@@ -150,8 +157,14 @@ impl RestoreOutcome {
 }
 
 /// Restores the owner's files on a new machine. If an earlier restore failed, or the machine is in use and has never
-/// restored files, this requires `should_retry`. After a successful restore, does nothing.
-pub async fn run(layout: Layout, should_retry: bool) -> Result<(), Failure> {
+/// restored files, this requires `should_retry`. After a successful restore, does nothing. With `should_skip_damaged`,
+/// damaged files are left out, and the restore then counts as successful.
+///
+/// # Errors
+/// `Refused` if the disk is too small, or if the backup is damaged and the restore was repeated; at the first boot,
+/// damage is only recorded. `Unavailable` if the store or the platform is unreachable; `Permission` if the platform
+/// refuses the key; `Config` if the configuration is invalid; `Internal` if the outcome cannot be read or written.
+pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) -> Result<(), Failure> {
     let outcome = RestoreOutcome::read(&layout).or_exit(Exit::Internal)?;
     let is_done = match &outcome {
         Some(RestoreOutcome { error: None, .. }) => true,
@@ -173,10 +186,12 @@ pub async fn run(layout: Layout, should_retry: bool) -> Result<(), Failure> {
     let settings = FilesSettings::read(layout)?;
     let progress = Arc::new(Progress::default());
     let _reporter = BootReporter::start(&settings.layout, progress.subscribe());
-    match restore_files(&settings, &progress).await {
+    match restore_files(&settings, &progress, should_skip_damaged).await {
         Ok(outcome) => {
             outcome.write(&settings.layout).or_exit(Exit::Internal)?;
-            activity::note(&settings.layout, &describe(&outcome));
+            let text = describe(&outcome);
+            activity::note(&settings.layout, &text);
+            println!("{text}");
             Ok(())
         }
         Err(error) if !error.is_damage() => Err(Failure::new(error.exit_code(), error)),
@@ -194,7 +209,8 @@ pub async fn run(layout: Layout, should_retry: bool) -> Result<(), Failure> {
             };
             outcome.write(&settings.layout).or_exit(Exit::Internal)?;
             activity::note(&settings.layout, &format!("the owner's files could not be restored: {text}"));
-            Ok(())
+            // At the first boot, the unit must not fail, so that the machine starts.
+            if should_retry { Err(Failure::new(Exit::Refused, error)) } else { Ok(()) }
         }
     }
 }
@@ -202,13 +218,24 @@ pub async fn run(layout: Layout, should_retry: bool) -> Result<(), Failure> {
 fn describe(outcome: &RestoreOutcome) -> String {
     match (&outcome.snapshot, outcome.taken_at) {
         (Some(_), Some(at)) => {
-            format!("{} files were restored as they were at {}", outcome.files, clock::rfc3339_ms(at))
+            let restored =
+                format!("{} files were restored as they were at {}", outcome.files, clock::rfc3339_ms(at));
+            if outcome.damaged == 0 {
+                return restored;
+            }
+            let damaged = pluralize(outcome.damaged, "damaged item");
+            let named = outcome.damaged_paths.join(", ");
+            format!("{restored}, without the content of {damaged}: {named}")
         }
         _ => "no files were restored: there is no file backup from an earlier machine".to_owned(),
     }
 }
 
-async fn restore_files(settings: &FilesSettings, progress: &Progress) -> Result<RestoreOutcome, GateError> {
+async fn restore_files(
+    settings: &FilesSettings,
+    progress: &Progress,
+    should_skip_damaged: bool,
+) -> Result<RestoreOutcome, GateError> {
     let read = async || files_pointer::read(&settings.bucket, &settings.slot).await;
     let pointer = retry(OUTAGE_TIMEOUT, StoreError::is_transient, read).await?;
     // A machine that is in use restores only its predecessor's snapshot: its own files are newer than its own snapshot.
@@ -231,7 +258,7 @@ async fn restore_files(settings: &FilesSettings, progress: &Progress) -> Result<
     let outcome = match staging.read_complete::<RestoreOutcome>()? {
         // An earlier run downloaded all files, but was interrupted before it had moved all of them.
         Some(outcome) => outcome,
-        None => match download(settings, &latest, &staging, progress).await {
+        None => match download(settings, &latest, &staging, progress, should_skip_damaged).await {
             Ok(outcome) => outcome,
             Err(error) => {
                 // The next run downloads all files again, so these would only fill the disk.
@@ -293,13 +320,17 @@ async fn download(
     latest: &FilesSnapshotRef,
     staging: &Staging,
     progress: &Progress,
+    should_skip_damaged: bool,
 ) -> Result<RestoreOutcome, GateError> {
     let id: Id = latest.id.parse().map_err(|_| GateError::InvalidSnapshot)?;
     let open = async || settings.open().await;
     let repository = retry(OUTAGE_TIMEOUT, AccessError::is_transient, open).await?;
     let repository = repository.ok_or_else(|| GateError::NoRepository(latest.id.clone()))?;
     let repository = repository.with_outage_timeout(OUTAGE_TIMEOUT);
-    let options = RestoreOptions::new(staging.files(), settings.layout.root().to_owned());
+    let options = RestoreOptions {
+        should_skip_damaged,
+        ..RestoreOptions::new(staging.files(), settings.layout.root().to_owned())
+    };
     let counts = Arc::new(RestoreProgress::default());
     let attempt = async || -> Result<RestoreReport, GateError> {
         let snapshot = repository.read_snapshot(id).await?;
@@ -321,6 +352,7 @@ async fn download(
         );
     }
     tracing::info!(seconds = began.elapsed().as_secs(), "downloaded the owner's files");
+    let to_line = |path| HomePath::from_relative(path).to_line();
     let outcome = RestoreOutcome {
         version: FORMAT,
         ended_at: clock::now_ms(),
@@ -329,6 +361,8 @@ async fn download(
         files: restored.files,
         bytes: restored.bytes,
         incomplete: restored.incomplete,
+        damaged: restored.damaged.count,
+        damaged_paths: restored.damaged.first.into_iter().map(to_line).collect(),
         error: None,
     };
     staging.mark_complete(&outcome)?;

@@ -5,6 +5,7 @@ use std::fmt;
 use std::path::{Component, Path, PathBuf};
 use std::str::FromStr;
 
+use svc_base::untrusted_text::{one_line, truncate_printable};
 use svc_wire::files::MAX_PATH_CHARS;
 
 use super::staging::STAGING_NAMES;
@@ -45,6 +46,11 @@ impl HomePath {
     /// Creates a path from one relative to the user's home directory. `path` must not contain `..`.
     pub fn from_relative(path: PathBuf) -> Self {
         Self(path)
+    }
+
+    /// Formats the path for a message: on one line, without control characters, and truncated.
+    pub fn to_line(&self) -> String {
+        one_line(&truncate_printable(&self.to_string())).into_owned()
     }
 
     /// The path relative to the user's home directory, which is the root of a snapshot. It is empty for that root.

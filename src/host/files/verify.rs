@@ -8,10 +8,11 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use anyhow::anyhow;
+use jiff::Timestamp;
 use svc_base::applet::{Exit, Failure, OrExit};
 use svc_base::clock;
 use svc_base::error_chain::format_chain;
-use svc_base::fsx;
+use svc_base::fsx::{self, FileError};
 use svc_base::quantity::{format_bytes, pluralize};
 use svc_base::untrusted_text::truncate_printable;
 use svc_files::affected::{AffectedFiles, AffectedPath, find_affected_files};
@@ -49,7 +50,7 @@ enum CheckError {
 }
 
 /// Verifies the shares that are due, or every share with `should_verify_all`. If that could be completed, runs a drill
-/// if one is due.
+/// if one is due. If the drill finds damage, verifies every share, to locate all of it.
 ///
 /// # Errors
 /// `Refused` if something is damaged or differs; `Unavailable` if a check could not be completed; `TryAgain` if another
@@ -71,24 +72,22 @@ pub async fn run(layout: Layout, should_verify_all: bool) -> Result<(), Failure>
     let days = u16::try_from(days).unwrap_or(u16::MAX);
     let shares =
         if should_verify_all { checks.select_all_shares(days) } else { checks.select_shares(days, now) };
-    let mut result = VerifyResult { at: Some(now), ..VerifyResult::default() };
-    let verified = verify_shares(&settings, &mut checks, &shares, &mut result).await;
-    result.error = verified.as_ref().err().map(|error| format_chain(error));
-    if let Err(CheckError::Files(error)) = &verified
-        && error.is_damage()
-    {
-        checks.unreadable = Some(format_chain(error));
-    }
-    checks.record_verification(result.clone(), now);
-    checks.write(layout).or_exit(Exit::Internal)?;
+    let mut result = verify_and_record(&settings, &mut checks, &shares, now).await.or_exit(Exit::Internal)?;
     let mut error = result.error.clone();
-    if verified.is_ok()
+    if error.is_none()
         && checks.is_drill_due(now)
         && let Some(drill) = drill(&settings, now).await
     {
-        error = error.or_else(|| drill.error.clone());
+        // A drill that failed is repeated each day, but everything is read only once.
+        let was_damaged = checks.drill.as_ref().is_some_and(|drill| drill.is_damaged);
+        let should_locate_damage = drill.is_damaged && !was_damaged && !should_verify_all;
+        error.clone_from(&drill.error);
         checks.record_drill(drill, now);
         checks.write(layout).or_exit(Exit::Internal)?;
+        if should_locate_damage {
+            let shares = checks.select_all_shares(days);
+            result = verify_and_record(&settings, &mut checks, &shares, now).await.or_exit(Exit::Internal)?;
+        }
     }
     if !checks.damaged.is_empty() {
         // The requested save writes the damaged content again, as far as the machine still has it.
@@ -112,6 +111,29 @@ pub async fn run(layout: Layout, should_verify_all: bool) -> Result<(), Failure>
     activity::note(layout, &format!("verification of the file backup: {text}"));
     println!("{text}");
     Ok(())
+}
+
+/// Verifies shares, and records the result.
+///
+/// # Errors
+/// If the result cannot be written. Other errors are part of the result.
+async fn verify_and_record(
+    settings: &FilesSettings,
+    checks: &mut FileChecks,
+    shares: &[PackShare],
+    now: Timestamp,
+) -> Result<VerifyResult, FileError> {
+    let mut result = VerifyResult { at: Some(now), ..VerifyResult::default() };
+    let verified = verify_shares(settings, checks, shares, &mut result).await;
+    result.error = verified.as_ref().err().map(|error| format_chain(error));
+    if let Err(CheckError::Files(error)) = &verified
+        && error.is_damage()
+    {
+        checks.unreadable = Some(format_chain(error));
+    }
+    checks.record_verification(result.clone(), now);
+    checks.write(&settings.layout)?;
+    Ok(result)
 }
 
 async fn verify_shares(

@@ -93,6 +93,7 @@ export interface Restore {
   writtenBytes: number;
   /** Entries whose owner, mode, times or attributes could not be set. */
   incomplete: number;
+  /** Why the restore failed or, if it is done, what it left out because it is damaged. */
   error: string | null;
 }
 

@@ -92,5 +92,6 @@ function describe({ status, path, savedAt, restoredTo, keptAs, incomplete, error
     savedAt ? `, as saved at ${formatTimestamp(savedAt)}.` : ".",
     ...(keptAs ? [" The replaced one was kept as ", verbatim(keptAs), "."] : []),
     incomplete > 0 ? ` Not all attributes of ${formatCount(incomplete, "entry", "entries")} could be set.` : "",
+    error ? ` However, ${error}.` : "",
   ];
 }

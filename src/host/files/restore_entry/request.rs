@@ -1,12 +1,17 @@
 //! The request file, and the state that the service writes.
 
+use std::path::PathBuf;
+
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use svc_base::clock;
 use svc_base::fsx::{self, FileError};
+use svc_base::quantity::pluralize;
+use svc_files::restore::DamagedEntries;
 use svc_wire::files::{FileRestore, FileRestoreStatus};
 
+use crate::files::home_path::HomePath;
 use crate::system::layout::Layout;
 
 /// The name of the request file in the requests directory.
@@ -106,6 +111,34 @@ impl RestoreRequest {
             updated_at: self.requested_at.into(),
         }
     }
+
+    /// Describes the final state of the request.
+    pub(super) fn describe_result(&self, state: &FileRestore) -> String {
+        let error = state.error.as_deref();
+        let Some(restored_to) = &state.restored_to else {
+            let why = error.unwrap_or("the reason is unknown");
+            return format!("{} could not be restored: {why}", self.path);
+        };
+        let at = state.saved_at.as_ref().map_or("an unknown time", |at| at.as_str());
+        let kept_note = state
+            .kept_as
+            .as_ref()
+            .map_or_else(String::new, |path| format!("; the replaced entry is now {path}"));
+        let damage_note = error.map_or_else(String::new, |error| format!("; {error}"));
+        format!("restored {} as it was at {at} to {restored_to}{kept_note}{damage_note}", self.path)
+    }
+}
+
+/// Describes the damaged entries below a restored directory; `None` if there are none.
+pub(super) fn describe_damaged(directory: &HomePath, damaged: &DamagedEntries) -> Option<String> {
+    let first = damaged.first.iter().map(|staged| {
+        // The first name is that of the directory in the staging directory.
+        let relative: PathBuf = staged.components().skip(1).collect();
+        HomePath::from_relative(directory.as_path().join(relative)).to_line()
+    });
+    let names = first.collect::<Vec<_>>().join(", ");
+    let items = pluralize(damaged.count, "damaged item");
+    (damaged.count > 0).then(|| format!("the content of {items} was left out: {names}"))
 }
 
 fn hash_text(text: &str) -> String {

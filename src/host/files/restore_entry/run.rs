@@ -21,7 +21,7 @@ use svc_files::restore::{RestoreOptions, RestoreProgress, RestoreReport, restore
 use svc_wire::files::{FileRestore, FileRestoreStatus};
 
 use super::entry_placement::Directory;
-use super::request::{RestoreRequest, read_state, write_state};
+use super::request::{RestoreRequest, describe_damaged, read_state, write_state};
 use crate::files::access::{AccessError, FilesSettings, retry};
 use crate::files::home_path::{DISPLAY_HOME, HomePath, HomePathError};
 use crate::files::owner::owner_ids;
@@ -127,6 +127,9 @@ struct StagedEntry {
     files: u64,
     bytes: u64,
     incomplete: u64,
+    /// What was left out because it is damaged.
+    #[serde(default)]
+    left_out: Option<String>,
 }
 
 impl Placement {
@@ -190,7 +193,7 @@ pub async fn serve(layout: Layout) -> Result<(), Failure> {
             let mut state = FileRestore { status, error, ..request.to_state() };
             write_progress(&layout, &mut state);
             clean_up(&layout, &staging).or_exit(Exit::Internal)?;
-            activity::note(&layout, &describe(&request, &state));
+            activity::note(&layout, &request.describe_result(&state));
             return Err(failure);
         }
         settings => settings?,
@@ -210,11 +213,13 @@ pub async fn serve(layout: Layout) -> Result<(), Failure> {
         remove_staging(&staging);
     }
     state.status = if result.is_ok() { FileRestoreStatus::Done } else { FileRestoreStatus::Failed };
-    state.error = result.as_ref().err().map(|error| format_chain(error));
+    if let Err(error) = &result {
+        state.error = Some(format_chain(error));
+    }
     write_state(layout, &mut state).or_exit(Exit::Internal)?;
     failpoint::trigger("files.entry.recorded").or_exit(Exit::Internal)?;
     clean_up(layout, &staging).or_exit(Exit::Internal)?;
-    activity::note(layout, &describe(&request, &state));
+    activity::note(layout, &request.describe_result(&state));
     result.map_err(|error| Failure::new(Exit::Unavailable, error))
 }
 
@@ -247,23 +252,6 @@ fn remove_staging(staging: &Staging) {
 fn write_progress(layout: &Layout, state: &mut FileRestore) {
     if let Err(error) = write_state(layout, state) {
         tracing::debug!(error = %format_chain(&error), "cannot write the progress of a restore");
-    }
-}
-
-fn describe(request: &RestoreRequest, state: &FileRestore) -> String {
-    match (&state.restored_to, &state.error) {
-        (Some(restored_to), None) => {
-            let at = state.saved_at.as_ref().map_or("an unknown time", |at| at.as_str());
-            let kept_note = state
-                .kept_as
-                .as_ref()
-                .map_or_else(String::new, |path| format!("; the replaced entry is now {path}"));
-            format!("restored {} as it was at {at} to {restored_to}{kept_note}", request.path)
-        }
-        (_, error) => {
-            let why = error.as_deref().unwrap_or("the reason is unknown");
-            format!("{} could not be restored: {why}", request.path)
-        }
     }
 }
 
@@ -304,7 +292,8 @@ async fn restore(
     failpoint::trigger("files.entry.placed")?;
     state.saved_at = Some(placement.staged.saved_at.into());
     state.restored_to = Some(placement.display_path(&placement.name));
-    let StagedEntry { files, bytes, incomplete, .. } = placement.staged;
+    let StagedEntry { files, bytes, incomplete, left_out, .. } = placement.staged;
+    state.error = left_out;
     (state.files, state.incomplete, state.total_bytes, state.written_bytes) =
         (files, incomplete, bytes, bytes);
     Ok(())
@@ -391,8 +380,11 @@ async fn restore_to_staging(
         return Err(RestoreError::Special(path.clone()));
     }
     staging.recreate()?;
-    let options =
-        RestoreOptions { owner, ..RestoreOptions::new(staging.files(), settings.layout.root().to_owned()) };
+    let options = RestoreOptions {
+        owner,
+        should_skip_damaged: entry.kind() == EntryKind::Directory,
+        ..RestoreOptions::new(staging.files(), settings.layout.root().to_owned())
+    };
     let restored = restore_entries(&repository, [(&entry, STAGED.to_owned())], &options, counts).await?;
     if let Some(first) = &restored.first_incomplete {
         tracing::warn!(
@@ -401,9 +393,10 @@ async fn restore_to_staging(
             "the mode, times or attributes of some files could not be restored"
         );
     }
-    let RestoreReport { files, bytes, incomplete, .. } = restored;
+    let RestoreReport { files, bytes, incomplete, damaged, .. } = restored;
     let inode = find_inode(&staging.files().join(STAGED))?.unwrap_or(0);
-    Ok(StagedEntry { saved_at: at, inode, files, bytes, incomplete })
+    let left_out = describe_damaged(path, &damaged);
+    Ok(StagedEntry { saved_at: at, inode, files, bytes, incomplete, left_out })
 }
 
 async fn show_progress(

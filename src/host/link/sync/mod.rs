@@ -125,12 +125,20 @@ Exit codes: 0 intact, 65 damaged or different, 69 not completed, 75 another veri
     #[command(
         after_help = "A machine that is already in use restores nothing, because its files are newer. If the restore at its \
 first boot failed or never ran, --retry runs it now; files from the snapshot then replace files with the same name, \
-and the replaced ones are kept in /home/svc/home/home.replaced-TIME.\n\nExample: svc-sync-agent restore-home --retry"
+and the replaced ones are kept in /home/svc/home/home.replaced-TIME.\n\n--skip-damaged is the last resort if damaged content \
+cannot be repaired: the damaged files are left out, damaged directories are restored empty, and the output and \
+activity.log name the first 20. The machine then saves files again. The new snapshots do not contain what was left out, as if it had \
+been deleted; earlier snapshots still do.\n\nExample: svc-sync-agent restore-home --retry\n\n\
+Exit codes: 0 restored, or nothing to restore; 65 the backup is damaged and --retry is set, or the disk is too small; \
+69 the store or the platform is unreachable."
     )]
     RestoreHome {
         /// Run a restore that failed or never ran, even though the machine is in use
         #[arg(long)]
         retry: bool,
+        /// Leave out damaged files and the content of damaged directories, and restore everything else
+        #[arg(long, requires = "retry")]
+        skip_damaged: bool,
     },
 }
 
@@ -191,8 +199,8 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
             let restore = request_id::run_with_new_id(files::restore_entry::serve(layout));
             applet::block_on("svc-sync-agent", restore)
         }
-        Some(Command::RestoreHome { retry }) => {
-            let restore = request_id::run_with_new_id(files::gate::run(layout, retry));
+        Some(Command::RestoreHome { retry, skip_damaged }) => {
+            let restore = request_id::run_with_new_id(files::gate::run(layout, retry, skip_damaged));
             applet::block_on("svc-sync-agent", restore)
         }
     }
