@@ -23,6 +23,10 @@ pub const MAX_TRUSTED_KEYS: usize = 16;
 pub const MAX_ATTENTION_ITEMS: usize = 16;
 /// Maximum number of characters in an item's code, which consists of lowercase letters and underscores.
 pub const MAX_ATTENTION_CODE_CHARS: usize = 40;
+/// The code of the item of a host that could not restore its predecessor's files, and therefore saves none.
+pub const FILES_NOT_RESTORED: &str = "files_not_restored";
+/// The code of the item of a host whose file backup lacks content, or could not be checked for a long time.
+pub const FILES_DAMAGED: &str = "files_damaged";
 
 /// A host's report. Optional fields may be `null` or absent. If the last backup, the last update, the checks or the
 /// trusted keys are missing, the platform keeps those from the previous report.

@@ -184,6 +184,9 @@ async fn platform_prunes_repositories_and_reports_failures() {
         row.get::<_, Option<String>>(0).filter(|error| error.contains("cannot decrypt"))
     };
     stack.eventually("the failure is recorded", has_failed).await;
+    let refused = stack.get(&process, "/vps/slots/files-prune?idpUserId=user_1").await;
+    refused.assert_problem(409, "conflict");
+    assert!(refused.body["detail"].as_str().unwrap().contains("cannot decrypt"), "{refused:?}");
     let findings = stack.run_doctor(&process, "file-pruning", []).await;
     let start = "\"warning\": \"the file backups of user_1/";
     assert!(findings.starts_with(start) && findings.contains("cannot decrypt"), "{findings}");

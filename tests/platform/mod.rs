@@ -20,6 +20,7 @@ mod exercises;
 mod fail;
 mod fake_host;
 mod files_key;
+mod files_loss;
 mod fleet;
 mod fleet_alarms;
 mod host_files;

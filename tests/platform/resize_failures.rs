@@ -320,9 +320,16 @@ async fn undelete_after_a_cancelled_resize_powers_server_on() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn resize_cancelled_by_abandoned_recovery_powers_server_on() {
-    let (stack, process, _guest, _) = start_stuck_resize(&[("LAST_BACKUP_DEADLINE_SECONDS", "600")]).await;
+    let settings = [("LAST_BACKUP_DEADLINE_SECONDS", "600")];
+    let (stack, process, _guest, resize) = start_stuck_resize(&settings).await;
     stack.store_snapshot("user_1");
-    let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await;
+    let refused = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await;
+    refused.assert_problem(409, "invalid_state");
+    assert!(refused.body["detail"].as_str().unwrap().contains(&resize), "{refused:?}");
+    let path = format!("/vps/operations/{resize}");
+    assert_eq!(stack.get(&process, &path).await.body["state"], "running", "the resize must not be cancelled");
+    let accepting = json!({"idpUserId": "user_1", "acceptLoss": true});
+    let recovery = stack.post(&process, "/vps/recover", &accepting).await;
     assert_eq!(recovery.status, 202, "{recovery:?}");
     let path = format!("/vps/operations/{}/abandon", recovery.body["operationId"].as_str().unwrap());
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);

@@ -6,7 +6,7 @@ use deadpool_postgres::Object;
 use kit::pg::{TestDatabase, test_database_from};
 use secrecy::SecretSlice;
 use serde_json::Value;
-use svc::machine::id::MachineId;
+use svc::machine::id::{MachineId, OperationId};
 use svc::machine::name::ImageVersion;
 use svc::platform::db::{self, Db, file_keys, slots, upgrade_token};
 use svc::platform::key_change::need::KeyNeed;
@@ -49,6 +49,26 @@ async fn later_token_is_recorded_once() {
         let advanced =
             upgrade_token::advance(&tx, machine, Generation(7), b"hash", Duration::from_secs(60)).await;
         assert_eq!(advanced.unwrap(), expected);
+    }
+}
+
+/// The operation that creates a machine powers off the server of its predecessor.
+#[tokio::test]
+async fn creation_of_a_machine_does_not_shut_it_down() {
+    let (_database, session) = start_database().await;
+    let machine = insert_machine(&session).await;
+    for (kind, expected) in [("recover", false), ("power_off", true)] {
+        let id = uuid::Uuid::now_v7();
+        let insert = format!(
+            "INSERT INTO operations (operation_id, machine_id, kind, state, step) \
+             VALUES ('{id}', '{machine}', '{kind}', 'running', 'power_off_server'); \
+             INSERT INTO operation_log (operation_id, step, outcome) VALUES ('{id}', 'power_off_server', 'begun')"
+        );
+        session.batch_execute(&insert).await.unwrap();
+        let operation = db::operations::get(&session, OperationId(id)).await.unwrap().unwrap();
+        let minute = Duration::from_secs(60);
+        let found = db::slot_operations::may_have_shut_down(&session, machine, &operation, minute).await;
+        assert_eq!(found.unwrap(), expected, "{kind}");
     }
 }
 

@@ -19,10 +19,12 @@ use super::pointer::{SLOT, USER};
 use crate::context::Platform;
 use crate::db::file_keys;
 use crate::file_pruning::{self, PruneError};
+use svc_base::untrusted_text::truncate_printable;
 use svc_files::FilesError;
 use svc_http::openapi::{Operation, request_object, schema_of};
 use svc_http::problem::{Code, Problem, format_chain};
 use svc_machine::name::{IdpUserId, Slot};
+use svc_store::StoreError;
 use svc_wire::files::{FilesPrunePlan, FilesPruneRequest};
 
 /// Timeout for a report, which waits until any other report has ended, and then reads the repository's index and trees.
@@ -36,20 +38,18 @@ pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Re
     let user: Option<IdpUserId> = query.required("idpUserId");
     let slot = query.optional("slot").unwrap_or_else(Slot::primary);
     let user = query.finish(user)?;
+    let session = platform.db.session().await?;
+    if file_keys::find(&session, user.as_str(), slot.as_str()).await?.is_none() {
+        return Err(no_file_backups(&user, &slot));
+    }
+    drop(session);
     let plan = file_pruning::prune_slot(&platform, &user, &slot, true);
     let plan = tokio::time::timeout(TIMEOUT, plan).await.map_err(|_| {
         let detail = "The report took too long, because the repository is large or another report is \
                       running: try again later. The platform can still prune the repository.";
         Problem::new(Code::StoreUnavailable, detail)
     })?;
-    let plan = plan.map_err(|error| match error {
-        PruneError::Db(error) => error.into(),
-        PruneError::Store(_) | PruneError::Files(FilesError::Store(_)) => {
-            tracing::warn!(%user, %slot, error = %format_chain(&error), "cannot read the file backups of a slot");
-            svc_store::problem::unavailable()
-        }
-        error => Problem::internal(&error),
-    })?;
+    let plan = plan.map_err(|error| to_problem(error, &user, &slot))?;
     let plan = FilesPrunePlan {
         kept_snapshots: plan.kept_snapshots,
         removed_snapshots: plan.removed_snapshots,
@@ -71,8 +71,7 @@ pub async fn start(State(platform): State<Arc<Platform>>, request: Request) -> R
     let outcome = mutation
         .run(&platform, async |tx| {
             if !file_keys::request_prune(tx, user.as_str(), slot.as_str()).await? {
-                let detail = format!("Slot {user}/{slot} has no file backups.");
-                return Err(Problem::new(Code::NotFound, detail));
+                return Err(no_file_backups(&user, &slot));
             }
             let requested = FilesPruneRequest { idp_user_id: user.clone().into(), slot: slot.clone().into() };
             let change = AuditChange {
@@ -87,6 +86,45 @@ pub async fn start(State(platform): State<Arc<Platform>>, request: Request) -> R
     Ok(outcome.into_reply().into_response())
 }
 
+fn no_file_backups(user: &IdpUserId, slot: &Slot) -> Problem {
+    Problem::new(Code::NotFound, format!("Slot {user}/{slot} has no file backups."))
+}
+
+fn to_problem(error: PruneError, user: &IdpUserId, slot: &Slot) -> Problem {
+    match error {
+        PruneError::Db(error) => error.into(),
+        error if is_damage(&error) => {
+            let why = truncate_printable(&format_chain(&error));
+            Problem::new(
+                Code::Conflict,
+                format!("The file backups of slot {user}/{slot} cannot be pruned: {why}."),
+            )
+        }
+        PruneError::Store(_) | PruneError::Files(FilesError::Store(_)) => {
+            tracing::warn!(%user, %slot, error = %format_chain(&error), "cannot read the file backups of a slot");
+            svc_store::problem::unavailable()
+        }
+        error => Problem::internal(&error),
+    }
+}
+
+/// Returns whether the stored objects must be repaired before the repository can be pruned.
+fn is_damage(error: &PruneError) -> bool {
+    match error {
+        PruneError::InvalidPointer | PruneError::Store(StoreError::Corrupt { .. }) => true,
+        PruneError::Files(error) => {
+            let is_unreadable = matches!(
+                error,
+                FilesError::Store(StoreError::Corrupt { .. })
+                    | FilesError::WrongKey
+                    | FilesError::UnsupportedVersion(_)
+            );
+            is_unreadable || error.is_damage()
+        }
+        _ => false,
+    }
+}
+
 pub static SHOW: Endpoint = Endpoint {
     // This route requires `operate`, because it reads the repository's whole index.
     access: Access::Operator(OPERATE),
@@ -99,7 +137,7 @@ pub static SHOW: Endpoint = Endpoint {
         parameters: &[USER, SLOT],
         body: None,
         responses: &[documented_json(200, "The plan.", schema_of::<FilesPrunePlan>)],
-        problems: &[Code::StoreUnavailable, Code::DatabaseUnavailable],
+        problems: &[Code::NotFound, Code::Conflict, Code::StoreUnavailable, Code::DatabaseUnavailable],
     },
     serve: || get(show),
 };

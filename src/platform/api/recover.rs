@@ -198,6 +198,7 @@ async fn recover(
             return Err(slot_changed());
         };
         replacement_checks::ensure_not_powered_off(&machine, request.options.accept_loss)?;
+        replacement_checks::ensure_not_restarting(tx, &machine, request.options.accept_loss).await?;
         server_quota::ensure_room_for_replacement(platform, tx, plan.listed, &machine).await?;
         let location = request.locations.location.clone().unwrap_or_else(|| machine.location.clone());
         let machine_request = MachineRequest {

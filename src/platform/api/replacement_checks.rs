@@ -14,6 +14,7 @@ use svc_http::fields::Fields;
 use svc_http::problem::{Code, Problem, format_chain};
 use svc_machine::epoch::Epoch;
 use svc_machine::name::{IdpUserId, ServerType, Slot};
+use svc_machine::operation::OperationKind;
 use svc_store::key::SlotPrefix;
 use svc_store::snapshot::{Sidecar, SnapshotUnusable};
 use svc_store::{StoreError, epoch_floor, pointer_io};
@@ -179,9 +180,8 @@ pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Res
 /// # Errors
 /// `invalid_state` for such a machine.
 pub fn ensure_not_powered_off(machine: &MachineRow, accepts_loss: bool) -> Result<(), Problem> {
-    let has_server = machine.has_server() && machine.server_missing_since.is_none();
-    let holds_data = machine.registered_at.is_some() && has_server;
-    let Some(since) = machine.powered_off_at.filter(|_| holds_data && !accepts_loss) else { return Ok(()) };
+    let must_check = holds_data(machine) && !accepts_loss;
+    let Some(since) = machine.powered_off_at.filter(|_| must_check) else { return Ok(()) };
     let (id, since) = (machine.id, rfc3339_ms(since));
     let detail = format!(
         "Machine {id} has been powered off since {since}, so its host cannot take a final backup: data that it wrote after \
@@ -192,6 +192,42 @@ pub fn ensure_not_powered_off(machine: &MachineRow, accepts_loss: bool) -> Resul
         .with("machineStatus", json!(machine.status))
         .with("allowed", json!([]))
         .with("poweredOffAt", json!(since)))
+}
+
+/// Rejects replacing a machine that is being resized or restarted, unless the loss is accepted: its server may already
+/// be shutting down, so its host may be unable to take a final backup.
+///
+/// # Errors
+/// `invalid_state` for such a machine; `database_unavailable` if the database is unreachable.
+pub async fn ensure_not_restarting(
+    client: &impl GenericClient,
+    machine: &MachineRow,
+    accepts_loss: bool,
+) -> Result<(), Problem> {
+    if accepts_loss || !holds_data(machine) {
+        return Ok(());
+    }
+    let restarts = [OperationKind::Resize, OperationKind::Reboot].map(OperationKind::as_str);
+    let running = db::operations::find_running(client, machine.id).await?;
+    let Some(operation) = running.filter(|found| restarts.contains(&found.kind.as_str())) else {
+        return Ok(());
+    };
+    let detail = format!(
+        "The {} {} of machine {} is running, so its host may not be able to take a final backup: data that it wrote after \
+         the newest snapshot is only on its server. Wait until the operation has ended (`svcctl operation show {1}`), or \
+         accept the loss of that data (`--accept-loss`).",
+        operation.noun(),
+        operation.id,
+        machine.id
+    );
+    Err(Problem::new(Code::InvalidState, detail)
+        .with("machineStatus", json!(machine.status))
+        .with("allowed", json!([])))
+}
+
+/// Returns whether the machine has a server that may hold data.
+fn holds_data(machine: &MachineRow) -> bool {
+    machine.registered_at.is_some() && machine.has_server() && machine.server_missing_since.is_none()
 }
 
 fn is_other(holder: &LaterHolder, current: Option<&MachineRow>) -> bool {

@@ -73,7 +73,8 @@ pub async fn find_operation_needing_server(
 
 /// Returns whether an operation that was running less than `period` before `operation` was created may have requested a
 /// shutdown of this machine's server. A resize or a power-off that succeeded does not count: its shutdown has taken
-/// effect. The other operations continue even if the server stays on.
+/// effect. The other operations continue even if the server stays on. The operation that created this machine shut down
+/// the server of its predecessor.
 pub async fn may_have_shut_down(
     client: &impl GenericClient,
     machine: MachineId,
@@ -83,7 +84,7 @@ pub async fn may_have_shut_down(
     let sql = "SELECT 1 FROM operations o JOIN user_machines m USING (machine_id) \
                JOIN user_machines mine ON mine.machine_id = $1 AND mine.idp_user_id = m.idp_user_id \
                AND mine.slot = m.slot \
-               WHERE (o.machine_id = $1 OR o.kind IN ('provision', 'recover')) \
+               WHERE (o.machine_id = $1) <> (o.kind IN ('provision', 'recover')) \
                AND (o.ended_at IS NULL OR o.ended_at > $2::timestamptz - make_interval(secs => $3)) \
                AND EXISTS (SELECT 1 FROM operation_log l WHERE l.operation_id = o.operation_id AND l.outcome = 'begun' \
                  AND (l.step = 'power_off_server' OR l.step IN ('shut_down', 'stop_server') AND o.state <> 'succeeded')) \

@@ -7,6 +7,7 @@
 
 mod files;
 mod final_backup;
+mod newest_copy;
 mod progress;
 mod skip;
 
@@ -21,14 +22,14 @@ use super::host_call::{self, BackupOutcome, BackupProgress, HostCallError};
 use super::leased::LeasedOperation;
 use super::predecessor::{find_outgoing_machine, no_outgoing_machine_note};
 use super::step::{Question, StepError, StepOutcome, StepRecord, build_fence};
+use crate::db;
 use crate::db::machine_row::MachineRow;
-use crate::db::{self, DbError};
 use files::SavedFiles;
 use final_backup::HostReport;
+use newest_copy::{NewestCopy, find_newest_copy};
 use progress::LastBackupProgress;
 pub use skip::{NEWER_SNAPSHOT, SNAPSHOT_CHOSEN};
 use skip::{SkipReason, is_snapshot_chosen, skip_final_backup};
-use svc_base::clock;
 use svc_base::error_chain::format_chain;
 use svc_base::untrusted_text::truncate_printable;
 use svc_store::key::SlotPrefix;
@@ -41,8 +42,6 @@ const MAX_POLL_INTERVAL: Duration = Duration::from_secs(4);
 const MAX_SILENT_POLL_INTERVAL: Duration = Duration::from_secs(10);
 /// Maximum number of backup requests before a failed backup needs an operator's decision.
 const MAX_REQUESTS: u32 = 3;
-/// Timeout for reading the pointer.
-const POINTER_TIMEOUT: Duration = Duration::from_secs(10);
 /// The code of the question about a held-back snapshot.
 pub const HELD_BACK: &str = "last_backup_held_back";
 /// If the host runs an earlier release, the error that it reports for a held-back snapshot contains this text.
@@ -55,6 +54,8 @@ enum AttemptOutcome {
         files: SavedFiles,
     },
     Wait(Duration),
+    /// The database is saved; this text says why the step waits for the owner's files.
+    WaitForFiles(String),
     /// The host is reachable but has made no backup.
     Failed(BackupFailure),
 }
@@ -104,42 +105,6 @@ impl fmt::Display for BackupFailure {
     }
 }
 
-/// The newest copy of the slot's data.
-enum NewestCopy {
-    Snapshot(Timestamp),
-    /// The slot has no snapshot: nothing has been saved since the machine's registration.
-    Nothing(Option<Timestamp>),
-    /// The pointer cannot be read, and no host has reported a snapshot.
-    Unknown(Option<Timestamp>),
-}
-
-impl NewestCopy {
-    /// Returns the time up to which the data is saved; without a known snapshot, the machine's registration time.
-    fn saved_until(&self) -> Option<Timestamp> {
-        match self {
-            Self::Snapshot(at) => Some(*at),
-            Self::Nothing(registered_at) | Self::Unknown(registered_at) => *registered_at,
-        }
-    }
-}
-
-impl fmt::Display for NewestCopy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Snapshot(at) => write!(f, "the snapshot taken at {}", clock::rfc3339_ms(*at)),
-            Self::Nothing(Some(at)) => {
-                write!(
-                    f,
-                    "none: there is no snapshot, and the machine registered at {}",
-                    clock::rfc3339_ms(*at)
-                )
-            }
-            Self::Nothing(None) => f.write_str("none: there is no snapshot"),
-            Self::Unknown(_) => f.write_str("unknown, because the snapshot pointer cannot be read"),
-        }
-    }
-}
-
 pub async fn last_backup(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let Some(machine) = find_outgoing_machine(leased).await? else {
         return Ok(StepOutcome::done_with_note(no_outgoing_machine_note(leased.kind)));
@@ -159,7 +124,7 @@ pub async fn last_backup(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
             && let Some(taken_at) =
                 final_backup::find_final_backup(leased, &machine, &progress, &report, now).await
         {
-            let files = SavedFiles::from_report(&report, &progress);
+            let files = SavedFiles::from_report(&report, &progress, &machine.attention);
             return Ok(finish_with_backup(leased, &machine, taken_at, &files));
         }
         if options.give_up_backup && progress.problem.is_none() {
@@ -177,6 +142,10 @@ pub async fn last_backup(leased: &LeasedOperation<'_>) -> Result<StepOutcome, St
         Ok(AttemptOutcome::Wait(delay)) => {
             progress.unreachable_since = None;
             Ok(progress.wait(leased, delay))
+        }
+        Ok(AttemptOutcome::WaitForFiles(why)) => {
+            progress.unreachable_since = None;
+            Ok(progress.wait_for_files(leased, &why))
         }
         Ok(AttemptOutcome::Failed(failure)) => handle_failure(leased, &machine, progress, failure).await,
         Err(HostCallError::Refused(status)) => {
@@ -237,10 +206,14 @@ fn finish_with_backup(
         Some(since) if leased.operation.options.accept_loss => {
             StepRecord::LossAccepted { machine: id, since }
         }
-        // The server holds the only copy of some files.
+        // The server may hold the only copy of some files.
         Some(since) => StepRecord::Unsaved { machine: id, since },
     };
-    StepOutcome::Done { note: Some(format!("the final snapshot was taken{files}").into()), record }
+    let mut note = format!("the final snapshot was taken{files}");
+    if matches!(record, StepRecord::Unsaved { .. }) {
+        note += &format!(", which is kept until `svcctl discard {id} --accept-loss`");
+    }
+    StepOutcome::Done { note: Some(note.into()), record }
 }
 
 async fn attempt_backup(
@@ -273,10 +246,11 @@ async fn attempt_backup(
     };
     let report = fetch_host_report(leased, machine).await?;
     if let Some(taken_at) = final_backup::find_final_backup(leased, machine, progress, &report, now).await {
-        if files::should_wait_for_files(&report, progress, now) {
-            return Ok(AttemptOutcome::Wait(POLL_INTERVAL));
-        }
-        return Ok(AttemptOutcome::Saved { taken_at, files: SavedFiles::from_report(&report, progress) });
+        let files = SavedFiles::from_report(&report, progress, &machine.attention);
+        return Ok(match files.wait_reason(progress, now) {
+            Some(why) => AttemptOutcome::WaitForFiles(why),
+            None => AttemptOutcome::Saved { taken_at, files },
+        });
     }
     if let HostReport::Backups(host) = &report {
         progress.record_report(host, now);
@@ -356,32 +330,6 @@ async fn fetch_host_report(
 /// Returns whether a status indicates that the release does not have the route.
 fn is_unsupported(status: StatusCode) -> bool {
     matches!(status, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED)
-}
-
-/// Finds the newest copy from the pointer or, if it is unreadable, from the backup times that the slot's
-/// hosts have reported.
-async fn find_newest_copy(leased: &LeasedOperation<'_>, machine: &MachineRow) -> NewestCopy {
-    let slot = SlotPrefix::new(&machine.user, &machine.slot);
-    let (bucket, key) = (&leased.platform.bucket, slot.pointer());
-    match bucket.run_with_timeout(&key, POINTER_TIMEOUT, pointer_io::read(bucket, &slot)).await {
-        Ok(pointer) => {
-            let newest = pointer.and_then(|pointer| pointer.value.snapshot).map(|snapshot| snapshot.taken_at);
-            newest.map_or(NewestCopy::Nothing(machine.registered_at), NewestCopy::Snapshot)
-        }
-        Err(error) => {
-            tracing::warn!(machine = %machine.id, error = %format_chain(&error), "cannot read the snapshot pointer");
-            let newest = find_newest_reported(leased, machine).await.unwrap_or_default();
-            newest.map_or(NewestCopy::Unknown(machine.registered_at), NewestCopy::Snapshot)
-        }
-    }
-}
-
-async fn find_newest_reported(
-    leased: &LeasedOperation<'_>,
-    machine: &MachineRow,
-) -> Result<Option<Timestamp>, DbError> {
-    let session = leased.platform.db.session().await?;
-    db::machines::load_newest_backup_time(&session, &machine.user, &machine.slot).await
 }
 
 fn find_failure_since(host: &BackupProgress, since: Timestamp) -> Option<BackupFailure> {

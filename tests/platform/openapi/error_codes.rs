@@ -169,7 +169,7 @@ async fn trigger_machine_change_errors(tester: &mut RejectionTester<'_>, setting
     tester.send(platform.operator_call(Method::GET, unknown, &Value::Null), 404, "not_found").await;
     tester.post(rebuild, &json!({"idpUserId": "user_none"}), 404, "not_found").await;
     tester.post("/vps/slots/files-prune", &json!({"idpUserId": "user_none"}), 404, "not_found").await;
-    for route in ["files-key", "files-usage"] {
+    for route in ["files-key", "files-usage", "files-prune"] {
         let path = format!("/vps/slots/{route}?idpUserId=user_none");
         tester.send(platform.operator_call(Method::GET, &path, &Value::Null), 404, "not_found").await;
     }
@@ -367,6 +367,11 @@ async fn trigger_files_errors(tester: &mut RejectionTester<'_>) {
     let files_key = stack.request(&platform.process, Method::POST, &format!("/vps/{machine}/files-key"));
     let files_key = files_key.bearer_auth(&host.guest.upgrade_token).json(&json!({}));
     tester.send(files_key, 409, "conflict").await;
+    let config = "user_1/primary/files/config";
+    stack.store.write(BUCKET, config, "no key opens this");
+    let plan = "/vps/slots/files-prune?idpUserId=user_1";
+    tester.send(platform.operator_call(Method::GET, plan, &Value::Null), 409, "conflict").await;
+    stack.store.remove(BUCKET, config);
     stack.store.write(BUCKET, "user_files/primary/system/db/latest", "{not json");
     let latest = format!("/vps/{machine}/backups?latest=true");
     tester.send(platform.operator_call(Method::GET, &latest, &Value::Null), 409, "snapshot_unusable").await;

@@ -22,7 +22,7 @@ use svc_base::fsx;
 use svc_http::openapi::MAX_SAFE_INTEGER;
 use svc_http::proof::ProofKeys;
 use svc_store::key;
-use svc_wire::heartbeat::ComponentHealth;
+use svc_wire::heartbeat::{ComponentHealth, FILES_DAMAGED, FILES_NOT_RESTORED};
 use svc_wire::host::{
     ComponentStatus, FileBackupReport, LastBackup, LastUpdate, MAX_DAMAGED_KEYS, Outcome, SnapshotCheck,
     SnapshotChecks, UpdateOutcome,
@@ -111,7 +111,7 @@ fn unsaved_files_item(config: &SyncConfig) -> Option<Attention> {
     if let Some(error) = outcome.and_then(|outcome| outcome.error) {
         let detail =
             format!("the previous machine's files have not been restored, and no files are saved: {error}");
-        return Some(attention_item("files_not_restored", detail));
+        return Some(attention_item(FILES_NOT_RESTORED, detail));
     }
     let status = FilesStatus::read(&config.layout).ok()??;
     let now = Timestamp::now();
@@ -132,7 +132,7 @@ fn damaged_files_item(config: &SyncConfig) -> Option<Attention> {
         Some(problem) => format!("the file backup is damaged: {problem}"),
         None => format!("the file backup may be damaged: {}", checks.find_failure(Timestamp::now())?),
     };
-    Some(attention_item("files_damaged", detail))
+    Some(attention_item(FILES_DAMAGED, detail))
 }
 
 /// Reads the state of the file backup; `None` if it has not started.

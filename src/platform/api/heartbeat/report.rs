@@ -52,6 +52,11 @@ impl HeartbeatReport {
         }
     }
 
+    /// Returns whether the host reports an attention item with this code.
+    pub fn has_item(&self, code: &str) -> bool {
+        self.sent.attention.iter().any(|item| item.code == code)
+    }
+
     pub fn stored_health(&self) -> Value {
         let ComponentHealth { gateway, database, code } = self.sent.health.clone();
         json!(Health { gateway, database, code, disk: self.sent.disk })

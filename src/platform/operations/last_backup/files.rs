@@ -1,15 +1,17 @@
 //! The owner's files in the final backup. The host saves them automatically once its writers have stopped. After the
-//! database is saved, the step waits a limited time for the files. If they are still not saved, the machine's server
-//! holds changes that exist nowhere else.
+//! database is saved, the step waits a limited time for the files. If they are still not saved, or if the host reports
+//! that they could not be restored completely, the machine's server may hold the only copy.
 
 use std::fmt;
 
 use jiff::{SignedDuration, Timestamp};
+use serde_json::Value;
 
 use super::final_backup::HostReport;
 use super::progress::LastBackupProgress;
 use svc_base::clock;
 use svc_base::untrusted_text::truncate_printable;
+use svc_wire::heartbeat::{FILES_DAMAGED, FILES_NOT_RESTORED};
 
 /// How long the step waits for the files after the database is saved.
 const TIMEOUT: SignedDuration = SignedDuration::from_mins(3);
@@ -23,34 +25,71 @@ pub enum SavedFiles {
     Complete { until: Timestamp },
     /// Only what was written before `until`; nothing if it is `None`.
     Partial { until: Option<Timestamp>, error: Option<String> },
+    /// The host reports a problem because of which a new machine may not be able to restore everything. `can_improve`
+    /// if the last changes are not saved yet.
+    Unreliable { problem: String, can_improve: bool },
 }
 
 impl SavedFiles {
-    pub fn from_report(report: &HostReport, progress: &LastBackupProgress) -> Self {
+    /// `attention` contains the items of the machine's last heartbeat.
+    pub fn from_report(report: &HostReport, progress: &LastBackupProgress, attention: &Value) -> Self {
+        if let Some(problem) = find_item(attention, FILES_NOT_RESTORED) {
+            return Self::Unreliable { problem: problem.to_owned(), can_improve: false };
+        }
         let files = match report {
             HostReport::Backups(host) => host.files.as_deref(),
             HostReport::Unsupported => None,
         };
-        let Some(files) = files else { return Self::Unsupported };
         // Both times are by the host's clock.
         let stopped_at = progress.quiesced_at.or(progress.first_requested_at);
-        match files.saved_until.zip(stopped_at) {
-            Some((until, stopped)) if until >= stopped => Self::Complete { until },
-            _ => Self::Partial {
-                until: files.saved_until,
-                error: files.error.as_deref().map(truncate_printable),
+        let saved_until = files.and_then(|files| files.saved_until);
+        let complete_until = saved_until.filter(|until| stopped_at.is_some_and(|stopped| *until >= stopped));
+        match (files, complete_until, find_item(attention, FILES_DAMAGED)) {
+            (_, _, Some(problem)) => Self::Unreliable {
+                problem: problem.to_owned(),
+                can_improve: files.is_some() && complete_until.is_none(),
             },
+            (_, Some(until), None) => Self::Complete { until },
+            (Some(files), None, None) => {
+                Self::Partial { until: saved_until, error: files.error.as_deref().map(truncate_printable) }
+            }
+            (None, None, None) => Self::Unsupported,
         }
     }
 
     /// Returns the time since which files are unsaved; `None` if they are saved, or if the host reports no file backup.
-    /// The inner time is `None` if no files were ever saved.
+    /// The inner time is `None` if no files were ever saved, or if it is not known which are.
     pub fn unsaved_since(&self) -> Option<Option<Timestamp>> {
         match self {
             Self::Unsupported | Self::Complete { .. } => None,
             Self::Partial { until, .. } => Some(*until),
+            Self::Unreliable { .. } => Some(None),
         }
     }
+
+    /// Returns why the step waits for the files: until the last changes are saved, but at most for `TIMEOUT`. `None` if
+    /// it does not wait.
+    pub fn wait_reason(&self, progress: &mut LastBackupProgress, now: Timestamp) -> Option<String> {
+        let why = match self {
+            Self::Unsupported | Self::Complete { .. } | Self::Unreliable { can_improve: false, .. } => {
+                return None;
+            }
+            Self::Partial { error, .. } => error.as_deref(),
+            Self::Unreliable { problem, can_improve: true } => Some(problem.as_str()),
+        };
+        let since = *progress.files_awaited_since.get_or_insert(now);
+        let why = why.map_or_else(String::new, |why| format!(": {why}"));
+        (now.duration_since(since) < TIMEOUT).then(|| format!("the owner's files are not saved yet{why}"))
+    }
+}
+
+/// Returns the detail of an attention item that says that the file backup may be incomplete.
+pub fn find_reported_problem(attention: &Value) -> Option<&str> {
+    find_item(attention, FILES_NOT_RESTORED).or_else(|| find_item(attention, FILES_DAMAGED))
+}
+
+fn find_item<'a>(attention: &'a Value, code: &str) -> Option<&'a str> {
+    attention.as_array()?.iter().find(|item| item["code"] == code)?["detail"].as_str()
 }
 
 impl fmt::Display for SavedFiles {
@@ -72,21 +111,18 @@ impl fmt::Display for SavedFiles {
                 }
                 f.write_str(": unsaved changes are only on the machine's server")
             }
+            Self::Unreliable { problem, .. } => write!(
+                f,
+                "; the owner's files may not be completely saved ({problem}): some may be only on the machine's server"
+            ),
         }
     }
 }
 
-/// Returns whether to wait for the files: until they are saved, but at most for `TIMEOUT`.
-pub fn should_wait_for_files(report: &HostReport, progress: &mut LastBackupProgress, now: Timestamp) -> bool {
-    if SavedFiles::from_report(report, progress).unsaved_since().is_none() {
-        return false;
-    }
-    let since = *progress.files_awaited_since.get_or_insert(now);
-    now.duration_since(since) < TIMEOUT
-}
-
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
     use crate::operations::host_call::{BackupProgress, FilesProgress};
 
@@ -108,19 +144,32 @@ mod tests {
         HostReport::Backups(BackupProgress { files: Some(Box::new(files)), ..BackupProgress::default() })
     }
 
+    fn attention(code: &str) -> Value {
+        json!([{"code": "snapshot_held", "detail": "another"}, {"code": code, "detail": "a pack is damaged"}])
+    }
+
     #[test]
     fn step_waits_for_files_until_timeout() {
         let mut progress = stopped_at_100();
-        assert!(!should_wait_for_files(&report(Some(100)), &mut progress, at(0)), "the writers had stopped");
-        assert!(!should_wait_for_files(&HostReport::Unsupported, &mut progress, at(0)));
-        assert!(should_wait_for_files(&report(Some(99)), &mut progress, at(1000)));
-        assert!(should_wait_for_files(&report(None), &mut progress, at(1179)));
-        assert!(!should_wait_for_files(&report(None), &mut progress, at(1180)));
+        let mut waits = |report: HostReport, attention: &Value, now: i64| {
+            SavedFiles::from_report(&report, &progress, attention).wait_reason(&mut progress, at(now))
+        };
+        let none = json!([]);
+        assert_eq!(waits(report(Some(100)), &none, 0), None, "the writers had stopped");
+        assert_eq!(waits(HostReport::Unsupported, &none, 0), None);
+        assert_eq!(waits(report(None), &attention(FILES_NOT_RESTORED), 0), None, "it will save no files");
+        assert_eq!(waits(report(Some(100)), &attention(FILES_DAMAGED), 0), None);
+        let why = waits(report(Some(99)), &none, 1000).unwrap();
+        assert_eq!(why, "the owner's files are not saved yet: the store is unavailable");
+        let why = waits(report(None), &attention(FILES_DAMAGED), 1179).unwrap();
+        assert!(why.ends_with("yet: a pack is damaged"), "{why}");
+        assert_eq!(waits(report(None), &none, 1180), None);
     }
 
     #[test]
     fn saved_files_name_time_since_which_files_are_unsaved() {
-        let from_report = |report: HostReport| SavedFiles::from_report(&report, &stopped_at_100());
+        let from_report =
+            |report: HostReport| SavedFiles::from_report(&report, &stopped_at_100(), &json!([]));
         let saved = from_report(report(Some(101)));
         assert_eq!(saved.unsaved_since(), None);
         assert!(saved.to_string().contains("saved as of 1970-01-01T00:01:41"), "{saved}");
@@ -131,5 +180,17 @@ mod tests {
         assert_eq!(never.unsaved_since(), Some(None));
         assert!(never.to_string().contains("are not saved (the store is unavailable): unsaved"), "{never}");
         assert_eq!(from_report(HostReport::Unsupported).to_string(), "");
+    }
+
+    #[test]
+    fn files_with_reported_problem_count_as_unsaved() {
+        for code in [FILES_NOT_RESTORED, FILES_DAMAGED] {
+            // A host that could not restore the files has no state of its file backup.
+            for report in [report(Some(101)), HostReport::Backups(BackupProgress::default())] {
+                let files = SavedFiles::from_report(&report, &stopped_at_100(), &attention(code));
+                assert_eq!(files.unsaved_since(), Some(None), "{code}");
+                assert!(files.to_string().contains("(a pack is damaged): some"), "{files}");
+            }
+        }
     }
 }

@@ -7,7 +7,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::final_backup::SnapshotWindow;
-use super::{AttemptOutcome, BackupFailure, MAX_POLL_INTERVAL, MAX_REQUESTS, poll_interval, signed_duration};
+use super::{
+    AttemptOutcome, BackupFailure, MAX_POLL_INTERVAL, MAX_REQUESTS, POLL_INTERVAL, poll_interval,
+    signed_duration,
+};
 use crate::operations::host_call::BackupProgress;
 use crate::operations::leased::LeasedOperation;
 use crate::operations::step::StepOutcome;
@@ -91,6 +94,17 @@ impl LastBackupProgress {
 
     pub fn wait(&self, leased: &LeasedOperation<'_>, delay: Duration) -> StepOutcome {
         StepOutcome::Wait { delay, facts: Some(self.facts(leased)) }
+    }
+
+    /// Waits for the owner's files. The operation shows why, from the second poll on.
+    pub fn wait_for_files(&self, leased: &LeasedOperation<'_>, why: &str) -> StepOutcome {
+        let facts = self.facts(leased);
+        if facts != leased.facts() {
+            // `WaitFor` cannot change the facts.
+            return StepOutcome::Wait { delay: POLL_INTERVAL, facts: Some(facts) };
+        }
+        let skip = format!("`svcctl operation continue {} --accept-loss` skips them", leased.operation.id);
+        StepOutcome::wait_for(POLL_INTERVAL, "files_unsaved", format!("{why}; {skip}"))
     }
 
     /// Records a request that the host has accepted.

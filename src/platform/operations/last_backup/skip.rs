@@ -6,8 +6,8 @@
 
 use std::time::Duration;
 
+use super::newest_copy::{NewestCopy, find_newest_copy};
 use super::progress::LastBackupProgress;
-use super::{NewestCopy, find_newest_copy};
 use crate::db::machine_row::MachineRow;
 use crate::operations::OperationKind;
 use crate::operations::leased::LeasedOperation;
@@ -69,9 +69,9 @@ pub async fn skip_final_backup(
         return Ok(finish_without_backup(leased, machine, reason, &latest, ""));
     };
     let stored = format!("{} (taken at {})", newer.key, rfc3339_ms(newer.taken_at));
-    let saved = NewestCopy::Snapshot(newer.taken_at);
+    let saved = latest.with_snapshot(newer.taken_at);
     if leased.kind == OperationKind::Delete {
-        let suffix = format!("; that copy is {}, which is stored but not the latest", newer.key);
+        let suffix = format!("; that snapshot is {}, which is stored but not the latest", newer.key);
         return Ok(finish_without_backup(leased, machine, reason, &saved, &suffix));
     }
     let chosen = leased.machine().await?.restore_snapshot;
@@ -92,7 +92,7 @@ pub async fn skip_final_backup(
         }
         _ => {
             leased.record_unrestored_snapshot(newer.key.clone()).await?;
-            let chosen = chosen.unwrap_or_else(|| latest.to_string());
+            let chosen = chosen.unwrap_or_else(|| latest.snapshot.to_string());
             format!("; the operator chose {chosen}, and {stored} is not restored")
         }
     };

@@ -1,0 +1,131 @@
+//! A replaced machine's server is kept if it may hold the only copy of some of the owner's files.
+
+use serde_json::{Value, json};
+use svc::clock::rfc3339_ms;
+
+use super::fake_host::{FakeHost, start_host};
+use super::stack::{Process, Stack, heartbeat_of};
+
+const SETTINGS: [(&str, &str); 2] =
+    [("LAST_BACKUP_STALL_SECONDS", "120"), ("PREDECESSOR_KEEP_SECONDS", "600")];
+
+async fn start() -> (Stack, Process, FakeHost) {
+    let stack = Stack::start().await;
+    let process = stack.start_platform_with(&SETTINGS);
+    let old = start_host(&stack, &process).await;
+    stack.store_snapshot("user_1");
+    (stack, process, old)
+}
+
+async fn recover(stack: &Stack, process: &Process) -> Value {
+    let response = stack.post(process, "/vps/recover", &json!({"idpUserId": "user_1"})).await;
+    assert_eq!(response.status, 202, "{response:?}");
+    response.body
+}
+
+/// Stores a snapshot of the database, and reports it together with this state of the file backup.
+fn report_backup_with_files(old: &FakeHost, stack: &Stack, files: &Value) {
+    let at = rfc3339_ms(jiff::Timestamp::now());
+    let key = stack.store_snapshot_by("user_1", &old.guest.machine, &at);
+    let last = json!({"status": "success", "beganAt": at, "takenAt": at, "key": key});
+    old.behavior.lock().unwrap().progress = json!({"running": false, "last": last, "files": files});
+}
+
+/// Waits until the recovery has succeeded. Returns the detail that its step `last_backup` logged.
+async fn wait_for_backup_detail(stack: &Stack, process: &Process, recovery: &Value) -> String {
+    let operation = stack.wait_until_ended(process, recovery["operationId"].as_str().unwrap()).await;
+    assert_eq!(operation["state"], "succeeded", "{operation}\n{}", stack.log());
+    let mut lines = operation["log"].as_array().unwrap().iter();
+    let done = lines.find(|line| line["step"] == "last_backup" && line["outcome"] == "done");
+    done.unwrap()["detail"].as_str().unwrap().to_owned()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn server_is_kept_if_its_file_backup_is_damaged() {
+    let (stack, process, old) = start().await;
+    let mut beat = heartbeat_of(&old.guest);
+    beat["attention"] = json!([{"code": "files_damaged", "detail": "the file backup is damaged: 1 pack"}]);
+    assert_eq!(stack.send_heartbeat(&process, &old.guest, &beat).await.status, 200);
+    let recovery = recover(&stack, &process).await;
+    old.wait_for_backup_request(&stack).await;
+    let later = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_mins(1));
+    report_backup_with_files(&old, &stack, &json!({"savedUntil": later}));
+    let detail = wait_for_backup_detail(&stack, &process, &recovery).await;
+    let discard = format!("svcctl discard {} --accept-loss", old.guest.machine);
+    assert!(detail.contains("the file backup is damaged: 1 pack") && detail.contains(&discard), "{detail}");
+    let record = stack.fetch_record(&process, &old.guest.machine).await;
+    assert_eq!(record["unsavedSince"], record["registeredAt"], "{record}");
+    assert!(record["unsavedSince"].is_string(), "{record}");
+    let path = format!("/vps/{}/discard", old.guest.machine);
+    stack.post(&process, &path, &json!({})).await.assert_problem(409, "invalid_state");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn server_is_kept_if_its_successor_cannot_restore_files() {
+    let (stack, process, old) = start().await;
+    let recovery = recover(&stack, &process).await;
+    old.wait_for_backup_request(&stack).await;
+    let later = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_mins(1));
+    report_backup_with_files(&old, &stack, &json!({"savedUntil": later}));
+    let detail = wait_for_backup_detail(&stack, &process, &recovery).await;
+    assert!(detail.contains("the owner's files are saved as of"), "{detail}");
+    let fetch_unsaved =
+        async || stack.fetch_record(&process, &old.guest.machine).await["unsavedSince"].clone();
+    assert_eq!(fetch_unsaved().await, Value::Null);
+
+    let new = stack.wait_for_guest(&process, recovery["machineId"].as_str().unwrap()).await;
+    let mut beat = heartbeat_of(&new);
+    beat["attention"] = json!([{"code": "files_not_restored", "detail": "a pack is damaged"}]);
+    assert_eq!(stack.send_heartbeat(&process, &new, &beat).await.status, 200);
+    assert!(fetch_unsaved().await.is_string());
+    let copies = stack.fetch_record(&process, &new.machine).await["copies"].clone();
+    assert_eq!((&copies["kept"][0]["until"], copies["kept"].as_array().unwrap().len()), (&Value::Null, 1));
+    let path = format!("/vps/{}/discard", old.guest.machine);
+    stack.post(&process, &path, &json!({})).await.assert_problem(409, "invalid_state");
+
+    let accepted = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
+    assert_eq!(accepted.status, 202, "{accepted:?}");
+    assert_eq!(stack.send_heartbeat(&process, &new, &beat).await.status, 200);
+    assert_eq!(fetch_unsaved().await, Value::Null, "the operator has accepted the loss");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn operation_shows_that_it_waits_for_files_until_skipped() {
+    let (stack, process, old) = start().await;
+    let recovery = recover(&stack, &process).await;
+    old.wait_for_backup_request(&stack).await;
+    let files = json!({"savedUntil": "2026-01-01T00:00:00.000Z", "error": "the disk is full"});
+    report_backup_with_files(&old, &stack, &files);
+    let path = format!("/vps/operations/{}", recovery["operationId"].as_str().unwrap());
+    let is_waiting = || async {
+        let found = stack.get(&process, &path).await.body;
+        (found["errorCode"] == "files_unsaved").then_some(found)
+    };
+    let waiting = stack.eventually("the operation shows that it waits", is_waiting).await;
+    let last = waiting["log"].as_array().unwrap().last().unwrap()["detail"].as_str().unwrap();
+    assert!(last.starts_with("the owner's files are not saved yet: the disk is full; `svcctl"), "{last}");
+
+    let skipped = stack.post(&process, &format!("{path}/continue"), &json!({"acceptLoss": true})).await;
+    assert_eq!(skipped.status, 200, "{skipped:?}");
+    let detail = wait_for_backup_detail(&stack, &process, &recovery).await;
+    assert!(detail.contains("saved only as of 2026-01-01T00:00:00.000Z (the disk is full)"), "{detail}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn loss_without_final_backup_includes_unsaved_files() {
+    let stack = Stack::start().await;
+    let process = stack.start_platform();
+    let old = stack.start_machine(&process, "user_1").await;
+    stack.store_snapshot("user_1");
+    let mut beat = heartbeat_of(&old);
+    beat["files"] = json!({"savedUntil": "2026-01-01T00:00:00.000Z", "files": 1, "bytes": 1});
+    assert_eq!(stack.send_heartbeat(&process, &old, &beat).await.status, 200);
+    let recovery = recover(&stack, &process).await;
+    let find_unsaved = || async {
+        stack.fetch_record(&process, &old.machine).await["unsavedSince"].as_str().map(str::to_owned)
+    };
+    let unsaved = stack.eventually("the host is skipped", find_unsaved).await;
+    assert_eq!(unsaved, "2026-01-01T00:00:00.000Z");
+    let detail = wait_for_backup_detail(&stack, &process, &recovery).await;
+    assert!(detail.contains("the owner's files are saved as of 2026-01-01T00:00:00.000Z"), "{detail}");
+}
