@@ -175,7 +175,11 @@ impl Repository {
             Bytes::from(cached)
         } else {
             let path = self.path(kind, id);
-            let object = self.bucket.get(&path, kind.max_object_bytes()).await?;
+            let object = match self.bucket.get(&path, kind.max_object_bytes()).await {
+                // It is too large.
+                Err(StoreError::Corrupt { why, .. }) => return Err(FilesError::corrupt(what(), &why)),
+                object => object?,
+            };
             let sealed = object.ok_or_else(|| StoreError::NotFound { key: path.to_string() })?.value;
             if Id::of(&sealed) != id {
                 return Err(FilesError::corrupt(what(), &"its content does not match its hash"));

@@ -3,7 +3,7 @@
 //! A blob that is damaged in one pack is not lost if another pack has a sound copy. [`crate::affected`] finds the files
 //! that need lost blobs, and a save writes these blobs again if the machine still has the content.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use futures_util::{StreamExt, stream};
 
@@ -38,7 +38,7 @@ impl PackShare {
 pub struct VerifyReport {
     pub packs: u64,
     pub bytes: u64,
-    /// Packs with damaged blobs of which no other pack has a sound copy.
+    /// Packs with damaged blobs of which no other pack has a sound copy. These may be in other shares.
     pub damaged: Vec<DamagedPack>,
     /// Damaged packs whose content can be read: each blob is sound there, or has a sound copy in another pack.
     pub recoverable: Vec<DamagedPack>,
@@ -90,17 +90,26 @@ pub async fn verify(repository: &Repository, share: PackShare) -> Result<VerifyR
     }
     found.sort_by_key(|damage: &Damage| damage.pack);
     let copies = Copies::find(&index, &found);
+    let mut other_packs: BTreeMap<Id, Vec<Id>> = BTreeMap::new();
     for Damage { pack, why, blobs } in found {
         let mut lost = Vec::new();
         for blob in blobs {
-            if !copies.has_sound_copy(repository, pack, &blob).await? {
+            if let Some(damaged_copies) = copies.find_damaged_copies(repository, pack, &blob).await? {
                 lost.push(blob.id);
+                for other in damaged_copies.into_iter().filter(|other| !share.contains(*other)) {
+                    other_packs.entry(other).or_default().push(blob.id);
+                }
             }
         }
         let damaged = DamagedPack { pack, why, blobs: lost };
         let list = if damaged.blobs.is_empty() { &mut verified.recoverable } else { &mut verified.damaged };
         list.push(damaged);
     }
+    // If only one of a lost blob's packs were known to be damaged, a save would not write the blob again.
+    verified.damaged.extend(other_packs.into_iter().map(|(pack, blobs)| {
+        let why = "its copy of a blob that is damaged in another pack is damaged, too".to_owned();
+        DamagedPack { pack, why, blobs }
+    }));
     Ok(verified)
 }
 
@@ -128,13 +137,14 @@ impl Copies {
         Self(copies)
     }
 
-    /// Whether a pack other than `damaged_pack` has a sound copy of the blob.
-    async fn has_sound_copy(
+    /// Returns the packs other than `damaged_pack` whose copies of the blob are damaged; `None` if one has a sound copy.
+    async fn find_damaged_copies(
         &self,
         repository: &Repository,
         damaged_pack: Id,
         blob: &PackedBlob,
-    ) -> Result<bool, FilesError> {
+    ) -> Result<Option<Vec<Id>>, FilesError> {
+        let mut damaged = Vec::new();
         let copies = self.0.get(&(blob.blob_type, blob.id)).into_iter().flatten();
         for (pack, copy) in copies.filter(|(pack, _)| *pack != damaged_pack) {
             let range = u64::from(copy.offset)..u64::from(copy.offset) + u64::from(copy.length);
@@ -143,12 +153,12 @@ impl Copies {
                 Err(error) => Err(error),
             };
             match read {
-                Ok(()) => return Ok(true),
-                Err(error) if error.is_damage() => {}
+                Ok(()) => return Ok(None),
+                Err(error) if error.is_damage() => damaged.push(*pack),
                 Err(error) => return Err(error),
             }
         }
-        Ok(false)
+        Ok(Some(damaged))
     }
 }
 

@@ -43,7 +43,7 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
     // Each error names the next step, and following these steps leads to a running machine.
     assert_contains(&operator.run(0, &["list"]).await, &["no machines"]);
     let printed = operator.run(65, &["provision", "user_1", "--handle", "ada"]).await;
-    assert_contains(&printed, &["subscription_required", "next: `svcctl slot set"]);
+    assert_contains(&printed, &["subscription_required", "next: run `svcctl slot set"]);
     assert_contains(
         &operator.run(0, &["slot", "set", "user_1", "--plan", "builder"]).await,
         &["builder", "active"],

@@ -104,7 +104,7 @@ async fn new_version_adds_columns_and_reports_other_changes() -> Result<()> {
     })
     .await?;
     let not_done = find_app(&host, &slug).await?["notDone"].to_string();
-    for part in ["t.a stays text", "t.old", "unique constraint (a)"] {
+    for part in ["t.a keeps its type text", "t.old", "unique constraint (a)"] {
         assert!(not_done.contains(part), "{part} in {not_done}");
     }
     let expected = ["id uuid", "a text", "b jsonb", "created_at timestamptz", "updated_at timestamptz"];

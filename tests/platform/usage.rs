@@ -70,7 +70,7 @@ async fn billing_operator_reads_usage_from_host() {
     // The host does not have the platform's keys yet.
     let unproven = read_usage(&stack, &process, &ada, &id, "").await;
     unproven.assert_problem(502, "host_refused");
-    assert!(unproven.body["detail"].as_str().unwrap().contains("its clock"), "{unproven:?}");
+    assert!(unproven.body["detail"].as_str().unwrap().contains("clock is wrong"), "{unproven:?}");
     let heartbeat = stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     gateway.machine.write("var/lib/svc/proof-keys.json", &heartbeat.body["proofKeys"].to_string()).unwrap();
     let query = format!("?groupBy=user&startDate={today}&endDate={today}");
@@ -122,7 +122,7 @@ async fn each_host_failure_is_reported_and_audited() {
     let machine = &host.guest.machine;
     let large = format!(r#"{{"entries": [], "x": "{}"}}"#, "x".repeat(1 << 20));
     for (status, body, expected_status, code, detail) in [
-        (401, "", 502, "host_refused", "its clock"),
+        (401, "", 502, "host_refused", "clock is wrong"),
         (403, "", 502, "host_refused", "svcctl deploy start"),
         (404, "", 502, "host_refused", "svcctl deploy start"),
         (500, "", 502, "host_refused", "returned 500"),

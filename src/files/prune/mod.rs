@@ -94,7 +94,7 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     let mut plan = PrunePlan::create(&index, &used, &uploads, last_snapshot, options);
     // A concurrent save may add blobs up to its own limit.
     let left_packs = plan.limit_work(MAX_INDEX_BLOBS.saturating_sub(index.blobs.max(MAX_SAVED_BLOBS)));
-    let report = PruneReport {
+    let mut report = PruneReport {
         kept_snapshots: kept_snapshots.len() as u64,
         removed_snapshots: expired.len() as u64,
         marked_packs: plan.marked.len() as u64,
@@ -111,6 +111,10 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     repository.delete_all(expired.iter().map(|id| repository.path(Kind::Snapshot, *id)).collect()).await?;
     keep_needed_packs(repository, &index.files, &used, &mut plan).await?;
     let new_packs = rewrite_packs(repository, &index.files, &mut plan, &used).await?;
+    if plan.rewritten.is_empty() && plan.deleted.is_empty() {
+        // What is left, such as damaged packs, cannot be done by another run either.
+        report.left_packs = 0;
+    }
     failpoint::trigger("files.prune.repacked")?;
     replace_index(repository, index, &plan, new_packs, options.now).await?;
     failpoint::trigger("files.prune.replaced")?;

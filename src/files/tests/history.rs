@@ -175,6 +175,18 @@ async fn damaged_snapshot_does_not_hide_the_others() {
 }
 
 #[tokio::test]
+async fn oversized_snapshot_does_not_hide_the_others() {
+    let mut fixture = Fixture::new().await;
+    fixture.write("file", "1");
+    let saved = fixture.save().await;
+    let path = root().join("snapshots").join(Id::of(b"junk").to_string());
+    fixture.bucket.put(&path, vec![0; 65 << 10]).await.unwrap();
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    let history = History::open_latest(repository, Some(Id::of(b"junk"))).await.unwrap();
+    assert_eq!(history.find_snapshot(None).unwrap().0, saved.id);
+}
+
+#[tokio::test]
 async fn open_latest_reads_one_snapshot_unless_damaged() {
     let mut fixture = Fixture::new().await;
     fixture.write("file", "1");

@@ -254,6 +254,46 @@ async fn damage_is_traced_to_files_and_repaired() {
     fixture.restore(&repaired.snapshot).await;
 }
 
+/// If a blob is lost, a save must not take the damaged copy in a pack of another share for a sound one.
+#[tokio::test]
+async fn lost_blob_makes_packs_of_all_shares_damaged() {
+    let mut fixture = Fixture::new().await;
+    fixture.write("file", random_bytes(200_000));
+    fixture.save().await;
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    let mut damaged: HashSet<Id> = HashSet::new();
+    for _ in 0..2 {
+        let index = repository.load_index().await.unwrap();
+        let mut packs = index.into_iter().flat_map(|(_, file)| file.packs);
+        let has_data = |pack: &IndexedPack| pack.blobs.iter().any(|blob| blob.length > 50_000);
+        let pack = packs.find(|pack| has_data(pack) && !damaged.contains(&pack.id)).unwrap().id;
+        let mut bytes = repository.read_whole_pack(pack).await.unwrap().unwrap().to_vec();
+        bytes[20] ^= 1;
+        fixture.bucket.put(&repository.pack_path(pack), bytes).await.unwrap();
+        damaged.insert(pack);
+        fixture.saver.set_damaged_packs(HashSet::from([pack]));
+        fixture.save().await;
+    }
+    let first = *damaged.iter().next().unwrap();
+    let [high, low, ..] = first.as_bytes();
+    let share = PackShare { index: u16::from_be_bytes([*high, *low]) % 997, count: 997 };
+    let report = verify(&repository, share).await.unwrap();
+    assert!(report.damaged.is_empty(), "the third pack has a sound copy: {report:?}");
+
+    let index = repository.load_index().await.unwrap();
+    let packs = index.into_iter().flat_map(|(_, file)| file.packs);
+    let third = packs.filter(|pack| pack.blobs.iter().any(|blob| blob.length > 50_000));
+    let third = third.map(|pack| pack.id).find(|id| !damaged.contains(id)).unwrap();
+    fixture.bucket.put(&repository.pack_path(third), vec![0; 100]).await.unwrap();
+    damaged.insert(third);
+    let report = verify(&repository, share).await.unwrap();
+    let found: HashSet<Id> = report.damaged.iter().map(|damaged| damaged.pack).collect();
+    assert_eq!(found, damaged);
+    fixture.saver.set_damaged_packs(found);
+    fixture.save().await;
+    assert!(verify(&repository, PackShare::ALL).await.unwrap().damaged.is_empty());
+}
+
 /// Of 31 affected paths, each snapshot has 30, so the first 20 of one snapshot are not those of the other.
 #[tokio::test]
 async fn affected_times_are_exact_for_many_paths() {

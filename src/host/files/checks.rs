@@ -236,7 +236,9 @@ impl FileChecks {
         let before = self.damaged.clone();
         self.damaged.retain(|pack, _| pack.parse().is_ok_and(|pack: Id| !share.contains(pack)));
         for damaged in &report.damaged {
-            self.damaged.insert(damaged.pack.to_string(), damaged.blobs.len() as u64);
+            // A pack of another share: only some of its blobs were read.
+            let blobs = self.damaged.entry(damaged.pack.to_string()).or_default();
+            *blobs = (*blobs).max(damaged.blobs.len() as u64);
         }
         if self.damaged != before {
             self.affected = None;
