@@ -15,6 +15,9 @@ use svc_base::error_chain::format_chain;
 
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
+/// Maximum number of times that a response's body is polled after the proxy has been closed.
+const MAX_FRAMES_AFTER_CLOSE: u8 = 16;
+
 /// The progress of a request body.
 #[derive(Default)]
 pub(super) struct Upload {
@@ -91,6 +94,7 @@ pub(super) struct ResponseBody {
     pool: Arc<Pool>,
     /// Completes when the pool is closed. Created at the first wait, because most bodies are available immediately.
     closed: Option<Pin<Box<WaitForCancellationFutureOwned>>>,
+    frames_after_close: u8,
 }
 
 impl ResponseBody {
@@ -100,7 +104,7 @@ impl ResponseBody {
         pool: Arc<Pool>,
         upstream: Box<UpstreamConnection>,
     ) -> Body {
-        let mut response = Self { body, upstream: Some(upstream), pool, closed: None };
+        let mut response = Self { body, upstream: Some(upstream), pool, closed: None, frames_after_close: 0 };
         if response.body.is_end_stream() {
             response.release();
             return Body::empty();
@@ -134,7 +138,7 @@ impl ResponseBody {
         if body.is_end_stream() {
             return Body::empty();
         }
-        Body::new(Self { body, upstream: None, pool, closed: None })
+        Body::new(Self { body, upstream: None, pool, closed: None, frames_after_close: 0 })
     }
 
     fn release(&mut self) {
@@ -175,9 +179,13 @@ impl HttpBody for ResponseBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let this = &mut *self;
-        // Otherwise, a body that always has data would never wait, and not be ended.
+        // A short response that has arrived is completed, but a body that always has data would never wait, and so never
+        // end.
         if this.pool.closed.is_cancelled() {
-            return Poll::Ready(Some(Err(this.end_closed())));
+            if this.frames_after_close == MAX_FRAMES_AFTER_CLOSE {
+                return Poll::Ready(Some(Err(this.end_closed())));
+            }
+            this.frames_after_close += 1;
         }
         // Polling the body requests data; polling the connection then reads it, after which the body may have a frame.
         if let Poll::Ready(frame) = this.poll_body(cx) {
