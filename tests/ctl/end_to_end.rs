@@ -49,7 +49,7 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
         &["builder", "active"],
     );
     let printed = operator.run(65, &["provision", "user_1", "--handle", "ada"]).await;
-    assert_contains(&printed, &["bundle_not_found", "next: `svcctl bundle publish"]);
+    assert_contains(&printed, &["bundle_not_found", "next: run `svcctl bundle publish"]);
     let built = bundle::build_minimal(svc, "story-1", &dir.path().join("out")).unwrap();
     let out = built.dir.to_str().unwrap();
     assert_contains(

@@ -28,7 +28,7 @@ async fn restore_leaves_out_only_what_is_damaged() {
     fixture.write("projects/other", "kept");
     let saved = fixture.save().await;
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
-    let history = History::open(repository.clone()).await.unwrap();
+    let history = History::open_for_restore(repository.clone()).await.unwrap();
     let lost = history.find(&saved.snapshot, Path::new("lost")).await.unwrap().unwrap();
     let app = history.find(&saved.snapshot, Path::new("projects/app")).await.unwrap().unwrap();
     damage(&fixture, BlobType::Data, lost.node.content.unwrap()[0]).await;

@@ -271,7 +271,7 @@ async fn lost_blob_makes_packs_of_all_shares_damaged() {
         bytes[20] ^= 1;
         fixture.bucket.put(&repository.pack_path(pack), bytes).await.unwrap();
         damaged.insert(pack);
-        fixture.saver.set_damaged_packs(HashSet::from([pack]));
+        fixture.saver.set_damaged_packs(damaged.clone());
         fixture.save().await;
     }
     let first = *damaged.iter().next().unwrap();
