@@ -103,7 +103,7 @@ async fn operation_shows_that_it_waits_for_files_until_skipped() {
     };
     let waiting = stack.eventually("the operation shows that it waits", is_waiting).await;
     let last = waiting["log"].as_array().unwrap().last().unwrap()["detail"].as_str().unwrap();
-    assert!(last.starts_with("the owner's files are not saved yet: the disk is full; `svcctl"), "{last}");
+    assert!(last.starts_with("the owner's files are not saved yet: the disk is full; after 3 min"), "{last}");
 
     let skipped = stack.post(&process, &format!("{path}/continue"), &json!({"acceptLoss": true})).await;
     assert_eq!(skipped.status, 200, "{skipped:?}");

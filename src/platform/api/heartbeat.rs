@@ -67,7 +67,7 @@ pub async fn handle(
         machine_changes::record_heartbeat(&session, id, &report.columns()).await?;
         // Before the machine counts as proven, which starts the retention period of its predecessor's server.
         if report.has_item(wire::FILES_NOT_RESTORED) && machine.is_active() {
-            machine_changes::mark_predecessor_unsaved(&session, id).await?;
+            machine_changes::mark_predecessors_unsaved(&session, id).await?;
         }
         // The host is running although a power-off was requested, so it may write data that no snapshot contains.
         if machine.is_active() && machine.power_off_ordered_at.is_some() {

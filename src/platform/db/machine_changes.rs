@@ -327,16 +327,15 @@ pub async fn mark_unsaved(client: &impl GenericClient, id: MachineId) -> Result<
     execute(client, sql, &[&id.0]).await.map(drop)
 }
 
-/// Records that the server of the last machine that served in the slot before this one may hold the only copy of the
-/// owner's files, because this machine could not restore them. Has no effect if that machine has no kept server, or if
-/// its server's deletion was ordered.
-pub async fn mark_predecessor_unsaved(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET unsaved_since = registered_at WHERE machine_id = (\
+/// Records that the kept servers of machines that served in the slot before this one may hold the only copy of the
+/// owner's files, because this machine could not restore them. The last of these machines may have failed in the same
+/// way. Has no effect on servers whose deletion was ordered.
+pub async fn mark_predecessors_unsaved(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET unsaved_since = registered_at WHERE machine_id IN (\
                    SELECT earlier.machine_id FROM user_machines earlier JOIN user_machines mine \
                    ON mine.idp_user_id = earlier.idp_user_id AND mine.slot = earlier.slot \
                    AND mine.epoch > earlier.epoch \
-                   WHERE mine.machine_id = $1 AND earlier.registered_at IS NOT NULL \
-                   ORDER BY earlier.epoch DESC LIMIT 1) \
+                   WHERE mine.machine_id = $1 AND earlier.registered_at IS NOT NULL) \
                AND unsaved_since IS NULL AND server_deleted_at IS NULL \
                AND (discard_ordered_at IS NULL OR removal_abandoned_at IS NOT NULL) \
                AND (retired_at IS NOT NULL OR deleted_at IS NOT NULL)";

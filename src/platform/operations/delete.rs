@@ -26,6 +26,11 @@ pub async fn delete_own_server(leased: &LeasedOperation<'_>) -> Result<StepOutco
             return Ok(StepOutcome::Fail { code: later_holder::BEHIND_STORE, note });
         }
     }
+    // A later machine may have reported this after the removal began, because it could not restore the files.
+    if machine.unsaved_since.is_some() && machine.discard_ordered_at.is_none() {
+        let note = "the server may hold the only copy of some data: it is kept until an operator discards it";
+        return Ok(StepOutcome::Fail { code: "unsaved_changes", note });
+    }
     // No final backup contains the data, and no discard has accepted its loss.
     let is_unsaved = machine.registered_at.is_some()
         && machine.final_backup_at.is_none()
