@@ -186,7 +186,8 @@ impl FileChecks {
         self.update_failing_since(now);
     }
 
-    /// Records a drill. If it could not be completed, the differences that an earlier drill found are kept.
+    /// Records a drill. If it could not be completed, the differences and the damage that an earlier drill found are
+    /// kept.
     pub fn record_drill(&mut self, mut drill: DrillResult, now: Timestamp) {
         self.drilled_at = self.drilled_at();
         if drill.error.is_none() {
@@ -194,6 +195,9 @@ impl FileChecks {
         } else if let Some(earlier) = self.drill.take() {
             (drill.differing_count, drill.compared) = (earlier.differing_count, earlier.compared);
             drill.differing = earlier.differing;
+            if earlier.is_damaged && !drill.is_damaged {
+                (drill.error, drill.is_damaged) = (earlier.error, true);
+            }
         }
         self.drill = Some(drill);
         self.update_failing_since(now);
@@ -415,6 +419,8 @@ mod tests {
         checks.record_drill(failed(true), at(0));
         assert!(checks.find_problem().unwrap().contains("chunk ab is damaged"));
         checks.record_drill(failed(false), at(1));
+        assert!(checks.find_problem().is_some(), "another failure does not mean that nothing is damaged");
+        checks.record_drill(DrillResult::default(), at(2));
         assert_eq!(checks.find_problem(), None);
     }
 
