@@ -212,6 +212,16 @@ async fn damaged_snapshot_is_not_replaced_by_empty_home() -> Result<()> {
     Ok(())
 }
 
+/// Damages the largest pack, which contains the content of a test's large file.
+fn damage_largest_pack(store: &S3Server) -> Result<()> {
+    let packs = store.objects(BUCKET, &format!("{}/data/", slot().files()));
+    let pack = packs.iter().max_by_key(|object| object.size).context("no pack")?;
+    let mut damaged = store.read(BUCKET, &pack.key).context("no pack")?;
+    damaged[100] ^= 1;
+    store.write(BUCKET, &pack.key, damaged);
+    Ok(())
+}
+
 /// The disk would otherwise be full of files that no run uses.
 #[tokio::test(flavor = "multi_thread")]
 async fn restore_with_damaged_pack_leaves_no_staged_files() -> Result<()> {
@@ -221,12 +231,7 @@ async fn restore_with_damaged_pack_leaves_no_staged_files() -> Result<()> {
     let content: String = (0..60_000_u32).map(|n| n.wrapping_mul(2_654_435_761).to_string()).collect();
     first.write("home/projects/large", &content)?;
     drop(first.start_and_save().await?);
-    // The largest pack contains the file's content.
-    let packs = store.objects(BUCKET, &format!("{}/data/", slot().files()));
-    let pack = packs.iter().max_by_key(|object| object.size).context("no pack")?;
-    let mut damaged = store.read(BUCKET, &pack.key).context("no pack")?;
-    damaged[100] ^= 1;
-    store.write(BUCKET, &pack.key, damaged);
+    damage_largest_pack(&store)?;
     let next = Host::new(&store, &platform, 2)?;
     next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
     let outcome = next.read_outcome()?;
@@ -251,11 +256,7 @@ async fn repeated_restore_can_leave_out_damaged_files() -> Result<()> {
         first.wait_until_saved().await?;
     }
     drop((watcher, service));
-    let packs = store.objects(BUCKET, &format!("{}/data/", slot().files()));
-    let pack = packs.iter().max_by_key(|object| object.size).context("no pack")?;
-    let mut damaged = store.read(BUCKET, &pack.key).context("no pack")?;
-    damaged[100] ^= 1;
-    store.write(BUCKET, &pack.key, damaged);
+    damage_largest_pack(&store)?;
 
     let next = Host::new(&store, &platform, 2)?;
     next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);

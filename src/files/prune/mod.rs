@@ -112,7 +112,7 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
     keep_needed_packs(repository, &index.files, &used, &mut plan).await?;
     let new_packs = rewrite_packs(repository, &index.files, &mut plan, &used).await?;
     if plan.rewritten.is_empty() && plan.deleted.is_empty() {
-        // What is left, such as damaged packs, cannot be done by another run either.
+        // Another run could not do the remaining work either, for example on damaged packs.
         report.left_packs = 0;
     }
     failpoint::trigger("files.prune.repacked")?;

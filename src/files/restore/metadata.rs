@@ -30,8 +30,8 @@ pub(super) enum Owners {
 
 impl Owners {
     fn resolve(&self, node: Node) -> Attributes {
-        // No file may run with another account's privileges: whoever has the repository's key can write a snapshot with
-        // a file of root.
+        // No file may run with another account's privileges: anyone with the repository's key can write a snapshot with a
+        // file of root.
         let mode = match node.node_type {
             NodeType::File => node.unix_mode() & 0o1777,
             _ => node.unix_mode(),

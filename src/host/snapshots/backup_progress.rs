@@ -54,7 +54,7 @@ impl BackupProgress {
     }
 
     /// Removes the file that the last run left. An action that holds the backup's lock without being a backup calls
-    /// this, because the gateway takes the file for the progress of whatever holds the lock.
+    /// this, because the gateway reports the file as the progress of the process that holds the lock.
     pub fn remove(layout: &Layout) -> Result<(), FileError> {
         fsx::remove_if_exists(&layout.backup_progress())
     }

@@ -127,7 +127,7 @@ struct StagedEntry {
     files: u64,
     bytes: u64,
     incomplete: u64,
-    /// What was left out because it is damaged.
+    /// The damaged entries, which were not restored.
     #[serde(default)]
     left_out: Option<String>,
 }
