@@ -233,16 +233,17 @@ pub(crate) struct BlobLocations {
 struct LocationsOfType {
     /// Sorted by id when all index files are loaded.
     sorted: Vec<(Id, BlobLocation)>,
-    /// Those in packs that are marked for deletion; empty when all index files are loaded.
-    marked: Vec<(Id, BlobLocation)>,
     /// The other locations of blobs that are in several packs, sorted by id.
     others: Vec<(Id, BlobLocation)>,
 }
 
 impl LocationsOfType {
+    fn position(&self, id: Id) -> Option<usize> {
+        self.sorted.binary_search_by_key(&id, |(id, _)| *id).ok()
+    }
+
     fn find(&self, id: Id) -> Option<BlobLocation> {
-        let index = self.sorted.binary_search_by_key(&id, |(id, _)| *id).ok()?;
-        Some(self.sorted[index].1)
+        self.position(id).map(|index| self.sorted[index].1)
     }
 
     fn find_others(&self, id: Id) -> &[(Id, BlobLocation)] {
@@ -252,10 +253,11 @@ impl LocationsOfType {
     }
 
     /// Sorts the locations, and moves all but the first of each blob to `others`.
-    fn finish_loading(&mut self) {
-        self.sorted.append(&mut self.marked);
-        // The sort is stable, so a location in a pack that is not marked for deletion comes first.
-        self.sorted.sort_by_key(|(id, _)| *id);
+    fn finish_loading(&mut self, packs: &[PackExtent]) {
+        // A location in a pack that is not marked for deletion comes first. A stable sort would copy half of the vector.
+        self.sorted.sort_unstable_by_key(|(id, location)| {
+            (*id, packs[location.pack as usize].is_marked, location.pack, location.offset)
+        });
         let others = &mut self.others;
         self.sorted.dedup_by(|next, first| {
             let is_same = next.0 == first.0;
@@ -263,7 +265,6 @@ impl LocationsOfType {
             is_same
         });
         self.sorted.shrink_to_fit();
-        self.marked = Vec::new();
     }
 }
 
@@ -272,6 +273,7 @@ impl LocationsOfType {
 pub(crate) struct PackExtent {
     pub(crate) id: Id,
     pub(crate) end: u64,
+    is_marked: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -316,23 +318,22 @@ impl BlobLocations {
             // A repository cannot have 2^32 packs: each is an object with at least one blob.
             let Ok(number) = u32::try_from(self.packs.len()) else { return };
             let end = pack.blobs.iter().map(|blob| u64::from(blob.offset) + u64::from(blob.length)).max();
-            self.packs.push(PackExtent { id: pack.id, end: end.unwrap_or(0) });
+            self.packs.push(PackExtent { id: pack.id, end: end.unwrap_or(0), is_marked });
             for PackedBlob { id, blob_type, offset, length, uncompressed_length } in pack.blobs {
                 let location = BlobLocation { pack: number, offset, length, uncompressed_length };
                 let locations = match blob_type {
                     BlobType::Data => &mut self.data,
                     BlobType::Tree => &mut self.trees,
                 };
-                let list = if is_marked { &mut locations.marked } else { &mut locations.sorted };
-                list.push((id, location));
+                locations.sorted.push((id, location));
             }
         }
     }
 
     /// Must follow the last [`Self::load`].
     pub(crate) fn finish_loading(mut self) -> Self {
-        self.data.finish_loading();
-        self.trees.finish_loading();
+        self.data.finish_loading(&self.packs);
+        self.trees.finish_loading(&self.packs);
         self
     }
 
@@ -341,13 +342,24 @@ impl BlobLocations {
     /// # Errors
     /// [`FilesError::Corrupt`] if the blob is not in the index.
     pub(crate) fn find(&self, blob_type: BlobType, id: Id) -> Result<BlobLocation, FilesError> {
-        let name = match blob_type {
-            BlobType::Data => "chunk",
-            BlobType::Tree => "tree",
-        };
-        self.of_type(blob_type)
-            .find(id)
-            .ok_or_else(|| FilesError::corrupt(format!("{name} {id}"), &"it is not in the index"))
+        self.of_type(blob_type).find(id).ok_or_else(|| unlisted(blob_type, id))
+    }
+
+    /// Returns the number of different blobs.
+    pub(crate) fn len(&self) -> usize {
+        self.data.sorted.len() + self.trees.sorted.len()
+    }
+
+    /// Returns a blob's position among all blobs, which is less than [`Self::len`].
+    ///
+    /// # Errors
+    /// [`FilesError::Corrupt`] if the blob is not in the index.
+    pub(crate) fn position(&self, blob_type: BlobType, id: Id) -> Result<usize, FilesError> {
+        let position = self.of_type(blob_type).position(id).ok_or_else(|| unlisted(blob_type, id))?;
+        Ok(match blob_type {
+            BlobType::Data => position,
+            BlobType::Tree => self.data.sorted.len() + position,
+        })
     }
 
     /// Returns the other locations of a blob, for use if its first copy is damaged.
@@ -369,6 +381,14 @@ impl BlobLocations {
     pub(crate) fn pack(&self, location: BlobLocation) -> PackExtent {
         self.packs[location.pack as usize]
     }
+}
+
+fn unlisted(blob_type: BlobType, id: Id) -> FilesError {
+    let name = match blob_type {
+        BlobType::Data => "chunk",
+        BlobType::Tree => "tree",
+    };
+    FilesError::corrupt(format!("{name} {id}"), &"it is not in the index")
 }
 
 #[cfg(test)]

@@ -32,6 +32,7 @@ mod snapshot;
 mod tests;
 mod tree;
 mod tree_reader;
+mod tree_references;
 pub mod usage;
 pub mod verify;
 mod xattrs;

@@ -10,6 +10,7 @@ use crate::index::{BlobLocation, BlobLocations};
 use crate::pack::BlobType;
 use crate::repository::Repository;
 use crate::tree::Tree;
+use crate::tree_references::TreeReferences;
 
 /// Maximum number of packs kept in memory. The trees of one save are in few packs, but not in the order of the walk.
 const MAX_CACHED_PACKS: usize = 4;
@@ -43,6 +44,24 @@ impl<'a> TreeReader<'a> {
         if let Some(tree) = self.repository.cached_tree(id)? {
             return Ok(tree);
         }
+        let json = self.read_json(id).await?;
+        if self.is_caching {
+            self.repository.cache_tree(id, &json);
+        }
+        Tree::parse(id, &json)
+    }
+
+    /// Reads the blobs to which a tree refers. This takes a fraction of the memory of [`Self::read`], and does not use
+    /// the cache.
+    ///
+    /// # Errors
+    /// See [`Self::read`].
+    pub(crate) async fn read_references(&mut self, id: Id) -> Result<TreeReferences, FilesError> {
+        TreeReferences::parse(id, &self.read_json(id).await?)
+    }
+
+    /// Reads a tree's JSON: the first copy whose hash is the tree's id.
+    async fn read_json(&mut self, id: Id) -> Result<Vec<u8>, FilesError> {
         let first = self.locations.find(BlobType::Tree, id)?;
         let mut result = self.read_at(id, first).await;
         for other in self.locations.find_others(BlobType::Tree, id) {
@@ -54,13 +73,9 @@ impl<'a> TreeReader<'a> {
         result
     }
 
-    async fn read_at(&mut self, id: Id, location: BlobLocation) -> Result<Tree, FilesError> {
+    async fn read_at(&mut self, id: Id, location: BlobLocation) -> Result<Vec<u8>, FilesError> {
         let sealed = self.read_sealed(location).await?;
-        let json = self.repository.open_blob(&location.to_packed(BlobType::Tree, id), &sealed)?;
-        if self.is_caching {
-            self.repository.cache_tree(id, &json);
-        }
-        Tree::parse(id, &json)
+        self.repository.open_blob(&location.to_packed(BlobType::Tree, id), &sealed)
     }
 
     /// Reads an encrypted tree. If the pack is damaged, reads only the tree's range: it may be in the sound part of a

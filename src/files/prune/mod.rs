@@ -13,11 +13,13 @@ mod plan;
 
 use std::collections::{HashMap, HashSet};
 
+use bytes::Bytes;
 use futures_util::{StreamExt, stream};
 use jiff::{SignedDuration, Timestamp};
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, SemaphorePermit};
 
 use svc_base::failpoint;
+use svc_store::StoreError;
 
 use crate::error::FilesError;
 use crate::id::Id;
@@ -26,6 +28,8 @@ use crate::pack::{BlobType, FinishedPack, PackWriter, PackedBlob};
 use crate::repository::{Kind, MAX_CONCURRENT_REQUESTS, MAX_PACK_BYTES, Repository};
 use crate::retention::RetentionPolicy;
 use crate::snapshot::Snapshot;
+#[cfg(test)]
+pub(crate) use plan::MIN_MERGED_PACKS;
 use plan::{PrunePlan, UsedBlobs};
 
 /// The fail points of a run.
@@ -195,17 +199,10 @@ async fn keep_needed_packs(
             copies.entry(pack.id).or_default().extend(blobs);
         }
     }
-    // Machines write the packs, which may be large: those in memory have at most `MAX_PACK_BYTES` in total.
     let budget = &Semaphore::new(MAX_PACK_BYTES as usize);
-    let read_copies = |(pack, blobs): (Id, Vec<PackedBlob>)| {
-        let repository = repository.clone();
-        async move {
-            let ends = blobs.iter().map(|blob| u64::from(blob.offset) + u64::from(blob.length));
-            let length = ends.max().unwrap_or(0);
-            let share = u32::try_from(length.min(MAX_PACK_BYTES)).unwrap_or(u32::MAX);
-            let permit = budget.acquire_many(share).await;
-            (blobs, repository.read_pack_start(pack, length).await, permit)
-        }
+    let read_copies = |(pack, blobs): (Id, Vec<PackedBlob>)| async move {
+        let (bytes, permit) = read_blobs(repository, pack, &blobs, budget).await;
+        (blobs, bytes, permit)
     };
     let mut reads = stream::iter(copies).map(read_copies).buffer_unordered(MAX_CONCURRENT_REQUESTS);
     while let Some((blobs, bytes, _permit)) = reads.next().await {
@@ -247,12 +244,25 @@ async fn rewrite_packs(
         .map(|blob_type| PackWriter::new(repository.key.clone(), blob_type).map(|writer| (blob_type, writer)))
         .collect::<Result<HashMap<_, _>, _>>()?;
     let packs = index.iter().flat_map(|(_, file)| &file.packs);
-    let rewritten = plan.rewritten.clone();
-    let packs: Vec<&IndexedPack> = packs.filter(|pack| rewritten.contains_key(&pack.id)).collect();
-    for pack in packs {
-        let bytes = repository.read_whole_pack(pack.id).await?;
-        let missing = || FilesError::corrupt(format!("pack {}", pack.id), &"it does not exist");
-        let bytes = bytes.ok_or_else(missing)?;
+    let packs: Vec<&IndexedPack> = packs.filter(|pack| plan.rewritten.contains_key(&pack.id)).collect();
+    let budget = &Semaphore::new(MAX_PACK_BYTES as usize);
+    let reads = stream::iter(packs).map(|pack| async move {
+        let (bytes, permit) = read_blobs(repository, pack.id, &pack.blobs, budget).await;
+        (pack, bytes, permit)
+    });
+    let mut reads = reads.buffered(MAX_CONCURRENT_REQUESTS);
+    while let Some((pack, bytes, _permit)) = reads.next().await {
+        let bytes = match bytes {
+            Ok(bytes) => bytes,
+            Err(FilesError::Store(StoreError::NotFound { .. })) => {
+                return Err(FilesError::corrupt(format!("pack {}", pack.id), &"it does not exist"));
+            }
+            Err(error) if error.is_damage() => {
+                keep_damaged_pack(plan, pack.id, &error);
+                continue;
+            }
+            Err(error) => return Err(error),
+        };
         for blob in &pack.blobs {
             let key = (blob.blob_type, blob.id);
             if !used.contains(blob) || !plan.provides(pack.id, blob) || written.contains(&key) {
@@ -263,9 +273,7 @@ async fn rewrite_packs(
             // A damaged blob must not be copied: the new pack would match its hash and seem sound. The old pack is
             // kept.
             if let Err(error) = repository.open_blob(blob, sealed) {
-                tracing::error!(pack = %pack.id, %error, "a pack is damaged and is not rewritten");
-                plan.rewritten.remove(&pack.id);
-                plan.marked.remove(&pack.id);
+                keep_damaged_pack(plan, pack.id, &error);
                 break;
             }
             written.insert(key);
@@ -277,6 +285,28 @@ async fn rewrite_packs(
         upload(repository, writer.finish()?, &mut new_packs).await?;
     }
     Ok(new_packs)
+}
+
+fn keep_damaged_pack(plan: &mut PrunePlan, pack: Id, error: &FilesError) {
+    tracing::error!(%pack, %error, "a pack is damaged and is not rewritten");
+    plan.rewritten.remove(&pack);
+    plan.marked.remove(&pack);
+}
+
+/// Reads a pack up to the end of the last of these blobs. Machines write the packs, which may be large: those that are
+/// read with the same budget have at most [`MAX_PACK_BYTES`] in total until their permits are dropped.
+async fn read_blobs<'a>(
+    repository: &Repository,
+    pack: Id,
+    blobs: &[PackedBlob],
+    budget: &'a Semaphore,
+) -> (Result<Bytes, FilesError>, Option<SemaphorePermit<'a>>) {
+    let ends = blobs.iter().map(|blob| u64::from(blob.offset) + u64::from(blob.length));
+    let length = ends.max().unwrap_or(0);
+    let share = u32::try_from(length.min(MAX_PACK_BYTES)).unwrap_or(u32::MAX);
+    // Fails only if the semaphore is closed.
+    let permit = budget.acquire_many(share).await.ok();
+    (repository.read_pack_start(pack, length).await, permit)
 }
 
 async fn upload(

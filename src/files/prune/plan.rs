@@ -16,12 +16,20 @@ use crate::pack::{BlobType, PackedBlob};
 use crate::repository::{MAX_CONCURRENT_REQUESTS, Repository};
 use crate::snapshot::Snapshot;
 use crate::tree_reader::TreeReader;
+use crate::tree_references::TreeReferences;
 
 /// Maximum numbers of packs that one run deletes and rewrites.
 const MAX_DELETIONS: usize = 5_000;
 const MAX_REWRITES: usize = 1_000;
 /// A pack is rewritten without its unused blobs if more than this percentage of its bytes is unused.
 const MAX_UNUSED_PERCENT: u64 = 50;
+/// Packs with fewer bytes than this are merged once there are [`MIN_MERGED_PACKS`] of a type. Each save writes at least
+/// one pack, however little has changed. Tests have fewer.
+const SMALL_PACK_BYTES: u64 = 1 << 20;
+pub(crate) const MIN_MERGED_PACKS: usize = if cfg!(test) { 12 } else { 256 };
+/// Packs are not merged while the index has more blobs than this: until the merged packs are deleted, the index lists
+/// their blobs twice.
+const MAX_MERGED_INDEX_BLOBS: usize = MAX_SAVED_BLOBS / 2;
 /// An index with this many blobs counts as full. A save that fails with `Full` can leave fewer than
 /// [`MAX_SAVED_BLOBS`], because it lists its last packs in no index file.
 const MIN_FULL_INDEX_BLOBS: usize = MAX_SAVED_BLOBS / 20 * 19;
@@ -30,8 +38,13 @@ const MIN_FULL_INDEX_BLOBS: usize = MAX_SAVED_BLOBS / 20 * 19;
 /// twice the size of those that a save writes.
 const MAX_CONCURRENT_PACK_BYTES: u64 = 16 << 20;
 
-/// The blobs that snapshots need, sorted, because a hash set takes more than twice the memory.
-pub(super) struct UsedBlobs(Vec<(BlobType, Id)>);
+/// The blobs that snapshots need.
+#[derive(Default)]
+pub(super) struct UsedBlobs {
+    locations: BlobLocations,
+    /// Whether each blob is needed, by its position in `locations`. A set of ids would take ten times the memory.
+    is_used: Vec<bool>,
+}
 
 impl UsedBlobs {
     pub(super) async fn find(
@@ -44,7 +57,7 @@ impl UsedBlobs {
             locations.load(file.clone());
         }
         let locations = locations.finish_loading();
-        let mut used = HashSet::new();
+        let mut is_used = vec![false; locations.len()];
         let mut trees = TreeReader::new(repository, &locations);
         let read_pack = |number: u32, pack: PackExtent| {
             let repository = repository.clone();
@@ -67,7 +80,8 @@ impl UsedBlobs {
         let mut unread: Vec<BlobLocation> = Vec::new();
         loop {
             for id in found.drain(..) {
-                if !used.insert((BlobType::Tree, id)) {
+                let position = locations.position(BlobType::Tree, id)?;
+                if std::mem::replace(&mut is_used[position], true) {
                     continue;
                 }
                 let location = locations.find(BlobType::Tree, id)?;
@@ -82,12 +96,10 @@ impl UsedBlobs {
                 ids.push(id);
             }
             if let Some(id) = ready.pop() {
-                for node in trees.read(id).await?.nodes {
-                    found.extend(node.subtree);
-                    for chunk in node.content.unwrap_or_default() {
-                        locations.find(BlobType::Data, chunk)?;
-                        used.insert((BlobType::Data, chunk));
-                    }
+                let TreeReferences { subtrees, chunks } = trees.read_references(id).await?;
+                found.extend(subtrees);
+                for chunk in chunks {
+                    is_used[locations.position(BlobType::Data, chunk)?] = true;
                 }
                 continue;
             }
@@ -102,11 +114,7 @@ impl UsedBlobs {
             }
             ready.extend(waiting.remove(&number).unwrap_or_default());
         }
-        drop(trees);
-        drop(locations);
-        let mut used: Vec<(BlobType, Id)> = used.into_iter().collect();
-        used.sort_unstable();
-        Ok(Self(used))
+        Ok(Self { locations, is_used })
     }
 
     pub(super) fn contains(&self, blob: &PackedBlob) -> bool {
@@ -114,7 +122,13 @@ impl UsedBlobs {
     }
 
     fn position(&self, blob: &PackedBlob) -> Option<usize> {
-        self.0.binary_search(&(blob.blob_type, blob.id)).ok()
+        let position = self.locations.position(blob.blob_type, blob.id).ok()?;
+        self.is_used[position].then_some(position)
+    }
+
+    /// Whether several packs have the blob.
+    fn has_copies(&self, blob: &PackedBlob) -> bool {
+        self.locations.find_others(blob.blob_type, blob.id).next().is_some()
     }
 }
 
@@ -128,7 +142,8 @@ pub(super) struct PrunePlan {
     half_marked: HashSet<Id>,
     /// The digests of the listings of these packs that are not marked.
     half_marked_digests: HashSet<Id>,
-    /// Packs whose used blobs are written to new packs, with the number of these blobs. They are marked as well.
+    /// Packs whose used blobs are written to new packs, with the number of these blobs: packs with many unused blobs, and
+    /// small packs. They are marked as well.
     pub(super) rewritten: HashMap<Id, usize>,
     /// Marked packs, which are removed from the index as well, and orphans.
     pub(super) deleted: HashSet<Id>,
@@ -165,13 +180,14 @@ impl PrunePlan {
         for pack in files.iter().flat_map(|(_, file)| &file.packs_to_delete) {
             marked.entry(pack.id).or_default().push(pack);
         }
-        plan.find_providers(active.values().copied(), uploads);
-        // A blob counts as used in only one pack. This has an element for each used blob.
-        let mut counted = vec![false; used.0.len()];
+        plan.find_providers(active.values().copied(), used, uploads);
+        // A blob counts as used in only one pack.
+        let mut counted = vec![false; used.is_used.len()];
         // A pack that is not in the store provides no blob.
         let mut packs: Vec<&IndexedPack> =
             active.values().copied().filter(|pack| uploads.contains_key(&pack.id)).collect();
         packs.sort_unstable_by_key(|pack| (std::cmp::Reverse(pack.blobs.len()), pack.id));
+        let mut small: HashMap<BlobType, Vec<(Id, usize)>> = HashMap::new();
         for pack in packs {
             let (mut used_blobs, mut used_bytes) = (0, 0);
             for blob in &pack.blobs {
@@ -185,7 +201,15 @@ impl PrunePlan {
                 }
             }
             let bytes: u64 = pack.blobs.iter().map(|blob| u64::from(blob.length)).sum();
-            if !can_mark(pack.id) || (bytes - used_bytes) * 100 <= bytes * MAX_UNUSED_PERCENT {
+            if !can_mark(pack.id) {
+                continue;
+            }
+            if (bytes - used_bytes) * 100 <= bytes * MAX_UNUSED_PERCENT {
+                if let Some(blob) = pack.blobs.first()
+                    && bytes < SMALL_PACK_BYTES
+                {
+                    small.entry(blob.blob_type).or_default().push((pack.id, used_blobs));
+                }
                 continue;
             }
             if used_bytes > 0 {
@@ -193,6 +217,13 @@ impl PrunePlan {
             }
             plan.marked.insert(pack.id);
             plan.reclaimable_bytes += bytes - used_bytes;
+        }
+        if index.blobs <= MAX_MERGED_INDEX_BLOBS {
+            let merged = small.into_values().filter(|packs| packs.len() >= MIN_MERGED_PACKS).flatten();
+            for (pack, used_blobs) in merged {
+                plan.rewritten.insert(pack, used_blobs);
+                plan.marked.insert(pack);
+            }
         }
         for (id, listings) in &marked {
             let is_needed =
@@ -221,22 +252,17 @@ impl PrunePlan {
     /// become unused.
     fn find_providers<'a>(
         &mut self,
-        packs: impl Iterator<Item = &'a IndexedPack> + Clone,
+        packs: impl Iterator<Item = &'a IndexedPack>,
+        used: &UsedBlobs,
         uploads: &HashMap<Id, Timestamp>,
     ) {
-        let blobs = packs.clone().flat_map(|pack| &pack.blobs);
-        let mut keys: Vec<(BlobType, Id)> = blobs.map(|blob| (blob.blob_type, blob.id)).collect();
-        keys.sort_unstable();
-        let repeated: HashSet<(BlobType, Id)> =
-            keys.windows(2).filter(|pair| pair[0] == pair[1]).map(|pair| pair[0]).collect();
-        drop(keys);
         let mut ranks = HashMap::new();
         for pack in packs {
             let Some(time) = uploads.get(&pack.id) else { continue };
             let rank = (*time, pack.blobs.len(), pack.id);
-            for blob in &pack.blobs {
+            for blob in pack.blobs.iter().filter(|blob| used.has_copies(blob)) {
                 let key = (blob.blob_type, blob.id);
-                if repeated.contains(&key) && ranks.get(&key).is_none_or(|best| rank > *best) {
+                if ranks.get(&key).is_none_or(|best| rank > *best) {
                     ranks.insert(key, rank);
                 }
             }
@@ -318,7 +344,7 @@ mod tests {
         };
         let uploads = HashMap::from([(pack, uploaded), (orphan, uploaded)]);
         let last_snapshot = last_snapshot.map(|seconds| uploaded + SignedDuration::from_secs(seconds));
-        let plan = PrunePlan::create(&index, &UsedBlobs(Vec::new()), &uploads, last_snapshot, &options);
+        let plan = PrunePlan::create(&index, &UsedBlobs::default(), &uploads, last_snapshot, &options);
         (plan.marked.contains(&pack), plan.deleted.contains(&orphan))
     }
 
@@ -345,6 +371,50 @@ mod tests {
         assert_eq!(plan(MIN_FULL_INDEX_BLOBS - 1, 4), (false, false));
         assert_eq!(plan(MIN_FULL_INDEX_BLOBS, 4), (true, false), "orphans are not in the index");
         assert_eq!(plan(MIN_FULL_INDEX_BLOBS, 3), (false, false));
+    }
+
+    #[test]
+    fn small_packs_are_merged_once_there_are_many() {
+        let plan = |packs: usize, bytes: u32, index_blobs, days: i64| {
+            let pack = |number: usize| IndexedPack {
+                id: Id::of(&number.to_le_bytes()),
+                blobs: vec![PackedBlob {
+                    id: Id::of(&(number + 1000).to_le_bytes()),
+                    blob_type: BlobType::Data,
+                    offset: 0,
+                    length: bytes,
+                    uncompressed_length: 0,
+                }],
+                time: None,
+            };
+            let file = IndexFile { packs: (0..packs).map(pack).collect(), ..IndexFile::default() };
+            let mut locations = BlobLocations::default();
+            locations.load(file.clone());
+            let used = UsedBlobs { locations: locations.finish_loading(), is_used: vec![true; packs] };
+            let uploaded = Timestamp::from_second(1_000_000).unwrap();
+            let uploads = file.packs.iter().map(|pack| (pack.id, uploaded)).collect();
+            let index = IndexToPrune {
+                files: vec![(Id::of(b"index"), file)],
+                files_with_repeats: HashSet::new(),
+                blobs: index_blobs,
+            };
+            let options = PruneOptions {
+                policy: RetentionPolicy::default(),
+                protected: Vec::new(),
+                grace_period: SignedDuration::from_hours(72),
+                now: uploaded + SignedDuration::from_hours(24 * days),
+                is_dry_run: false,
+            };
+            let plan = PrunePlan::create(&index, &used, &uploads, Some(uploaded), &options);
+            assert_eq!((plan.marked.len(), plan.reclaimable_bytes), (plan.rewritten.len(), 0));
+            plan.rewritten.len()
+        };
+        let small = SMALL_PACK_BYTES as u32 - 1;
+        assert_eq!(plan(MIN_MERGED_PACKS, small, 100, 4), MIN_MERGED_PACKS);
+        assert_eq!(plan(MIN_MERGED_PACKS - 1, small, 100, 4), 0);
+        assert_eq!(plan(MIN_MERGED_PACKS, small + 1, 100, 4), 0, "the packs are not small");
+        assert_eq!(plan(MIN_MERGED_PACKS, small, 100, 3), 0, "the packs are young");
+        assert_eq!(plan(MIN_MERGED_PACKS, small, MAX_MERGED_INDEX_BLOBS + 1, 4), 0, "the index is large");
     }
 
     #[test]

@@ -79,7 +79,7 @@ pub struct SaveOptions {
     pub workers: usize,
     /// The time of the snapshots; `None` for the current time.
     pub time: Option<Timestamp>,
-    /// Maximum rate of uploads; `None` for no limit.
+    /// Maximum average rate of uploads; `None` for no limit.
     pub max_bytes_per_second: Option<NonZeroU64>,
 }
 
@@ -152,6 +152,7 @@ pub struct Saver {
     damaged_packs: HashSet<Id>,
     /// [`MAX_UNCHECKED_DURATION`], except in tests.
     pub(crate) max_unchecked_duration: Duration,
+    upload_limiter: upload::RateLimiter,
 }
 
 struct LoadedIndex {
@@ -162,8 +163,14 @@ struct LoadedIndex {
 
 impl Saver {
     pub fn new(repository: Repository, options: SaveOptions) -> Self {
-        let max_unchecked_duration = MAX_UNCHECKED_DURATION;
-        Self { repository, options, index: None, damaged_packs: HashSet::new(), max_unchecked_duration }
+        Self {
+            repository,
+            options,
+            index: None,
+            damaged_packs: HashSet::new(),
+            max_unchecked_duration: MAX_UNCHECKED_DURATION,
+            upload_limiter: upload::RateLimiter::default(),
+        }
     }
 
     pub fn repository(&self) -> &Repository {
@@ -260,7 +267,8 @@ impl Saver {
                 let _ = result.send(walk.run(parent_tree, scope));
             })
             .map_err(FilesError::Thread)?;
-        let uploaded = upload::upload(repository, finished_packs, self.options.max_bytes_per_second).await;
+        let max_rate = self.options.max_bytes_per_second;
+        let uploaded = upload::upload(repository, finished_packs, &mut self.upload_limiter, max_rate).await;
         is_stopped.0.store(uploaded.is_err(), Ordering::Relaxed);
         // If both failed, the upload's error is the cause.
         let walked = walked.await.map_err(|_| FilesError::Stopped);

@@ -35,10 +35,10 @@ pub(super) struct UploadResult {
 pub(super) async fn upload(
     repository: &Repository,
     mut packs: mpsc::Receiver<FinishedPack>,
+    limiter: &mut RateLimiter,
     max_bytes_per_second: Option<NonZeroU64>,
 ) -> Result<UploadResult, FilesError> {
     let mut uploads = FuturesUnordered::new();
-    let mut limiter = RateLimiter::new(max_bytes_per_second, Instant::now());
     let mut index = PendingIndex::default();
     let mut uploaded = UploadResult::default();
     let mut is_open = true;
@@ -46,7 +46,7 @@ pub(super) async fn upload(
         tokio::select! {
             pack = packs.recv(), if is_open && uploads.len() < MAX_CONCURRENT_UPLOADS => match pack {
                 Some(pack) => {
-                    let pause = limiter.admit(pack.bytes.len() as u64, Instant::now());
+                    let pause = limiter.admit(pack.bytes.len() as u64, max_bytes_per_second, Instant::now());
                     uploads.push(upload_pack(repository, pack, pause));
                 }
                 None => is_open = false,
@@ -64,24 +64,22 @@ pub(super) async fn upload(
     Ok(uploaded)
 }
 
-/// Limits the rate of uploads. It reads no clock: the caller passes the time.
-struct RateLimiter {
-    max_bytes_per_second: Option<NonZeroU64>,
-    /// The time at which all admitted bytes will have been uploaded at this rate.
-    free_at: Instant,
+/// Limits the average rate of uploads, across saves. It reads no clock: the caller passes the time.
+#[derive(Default)]
+pub(super) struct RateLimiter {
+    /// The time at which all admitted bytes will have been uploaded at the limit. `None` before the first pack.
+    free_at: Option<Instant>,
 }
 
 impl RateLimiter {
-    fn new(max_bytes_per_second: Option<NonZeroU64>, now: Instant) -> Self {
-        Self { max_bytes_per_second, free_at: now }
-    }
-
-    /// Returns how long to wait before these bytes are uploaded.
-    fn admit(&mut self, bytes: u64, now: Instant) -> Duration {
-        let Some(rate) = self.max_bytes_per_second else { return Duration::ZERO };
-        let begin = self.free_at.max(now);
-        self.free_at = begin + Duration::from_secs_f64(bytes as f64 / rate.get() as f64);
-        begin.duration_since(now)
+    /// Returns how long to wait before these bytes are uploaded: until the bytes before them, and they themselves, have
+    /// taken their time. A pack that is sent at once would let each small save exceed the limit.
+    fn admit(&mut self, bytes: u64, max_bytes_per_second: Option<NonZeroU64>, now: Instant) -> Duration {
+        let Some(rate) = max_bytes_per_second else { return Duration::ZERO };
+        let begin = self.free_at.map_or(now, |free_at| free_at.max(now));
+        let free_at = begin + Duration::from_secs_f64(bytes as f64 / rate.get() as f64);
+        self.free_at = Some(free_at);
+        free_at.duration_since(now)
     }
 }
 
@@ -129,23 +127,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn uploads_are_limited_and_idle_time_gives_no_credit() {
+    fn rate_limit_applies_across_saves_without_credit_for_idle_time() {
         let start = Instant::now();
         let after = |seconds: u64| start + Duration::from_secs(seconds);
-        let mut limiter = RateLimiter::new(NonZeroU64::new(1000), start);
-        assert_eq!(limiter.admit(2000, start), Duration::ZERO);
-        assert_eq!(limiter.admit(1000, start), Duration::from_secs(2));
+        let limit = NonZeroU64::new(1000);
+        let mut limiter = RateLimiter::default();
         assert_eq!(
-            limiter.admit(1000, after(1)),
+            limiter.admit(2000, limit, start),
             Duration::from_secs(2),
-            "3 s of uploads began a second ago"
+            "the first pack takes its time"
         );
-        assert_eq!(limiter.admit(5000, after(100)), Duration::ZERO);
-        assert_eq!(limiter.admit(1000, after(100)), Duration::from_secs(5), "idle time gives no credit");
-        let mut unlimited = RateLimiter::new(None, start);
+        assert_eq!(limiter.admit(1000, limit, start), Duration::from_secs(3));
         assert_eq!(
-            (unlimited.admit(1 << 40, start), unlimited.admit(1, start)),
-            (Duration::ZERO, Duration::ZERO)
+            limiter.admit(1000, limit, after(1)),
+            Duration::from_secs(3),
+            "2 s of uploads are pending"
         );
+        assert_eq!(
+            limiter.admit(5000, limit, after(100)),
+            Duration::from_secs(5),
+            "idle time gives no credit"
+        );
+        assert_eq!(limiter.admit(1 << 40, None, after(100)), Duration::ZERO);
     }
 }

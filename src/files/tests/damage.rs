@@ -5,7 +5,7 @@ use crate::history::History;
 use crate::pack::BlobType;
 
 /// Flips a bit of a blob in the store.
-async fn damage(fixture: &Fixture, blob_type: BlobType, id: Id) {
+pub(super) async fn damage(fixture: &Fixture, blob_type: BlobType, id: Id) {
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
     let locations = repository.load_locations().await.unwrap();
     let location = locations.find(blob_type, id).unwrap();

@@ -2,6 +2,7 @@
 
 use std::num::NonZeroU64;
 use std::os::unix::fs::FileExt;
+use std::time::Instant;
 
 use jiff::{SignedDuration, Timestamp};
 use kit::disk::SmallDisk;
@@ -25,7 +26,7 @@ impl Fixture {
         saved
     }
 
-    async fn assert_restores(&self, saved: &SaveResult) {
+    pub(super) async fn assert_restores(&self, saved: &SaveResult) {
         let (target, _) = self.restore(&saved.snapshot).await;
         assert_same(&describe(target.path()), &describe(&self.home()));
     }
@@ -300,8 +301,8 @@ async fn long_save_fails_if_pruning_may_delete_its_packs() {
             repository.delete(&repository.path(Kind::Index, old)).await.unwrap();
         };
         fixture.write("b", random_bytes(100_000));
-        // The upload of the tree, which is a few hundred bytes long, delays that of the chunk by about a second.
-        fixture.saver.options_mut().max_bytes_per_second = NonZeroU64::new(500);
+        // The chunk is uploaded two seconds after the tree, which is a few hundred bytes long.
+        fixture.saver.options_mut().max_bytes_per_second = NonZeroU64::new(50_000);
         fixture.saver.max_unchecked_duration = max_duration;
         let parent = fixture.last.clone();
         let (saved, ()) = tokio::join!(fixture.saver.save(parent), replacing);
@@ -312,6 +313,18 @@ async fn long_save_fails_if_pruning_may_delete_its_packs() {
         let saved = fixture.save().await;
         fixture.assert_restores(&saved).await;
     }
+}
+
+#[tokio::test]
+async fn upload_limit_applies_to_small_saves() {
+    let mut fixture = Fixture::new().await;
+    fixture.saver.options_mut().max_bytes_per_second = NonZeroU64::new(100_000);
+    let started = Instant::now();
+    for name in ["a", "b"] {
+        fixture.write(name, random_bytes(50_000));
+        fixture.save().await;
+    }
+    assert!(started.elapsed() >= Duration::from_secs(1), "{:?}", started.elapsed());
 }
 
 #[tokio::test]

@@ -8,6 +8,7 @@ mod history;
 mod kills;
 mod large_index;
 mod memory_maps;
+mod merging;
 mod pruning;
 mod randomized;
 mod restic;

@@ -1,0 +1,58 @@
+//! Pruning merges small packs. Snapshots stay restorable, even if one of the packs is damaged.
+
+use super::damage::damage;
+use super::pruning::{days_later, run};
+use super::*;
+use crate::pack::BlobType;
+use crate::prune::{MIN_MERGED_PACKS, PruneOptions};
+use crate::repository::Repository;
+
+/// Saves so often that the packs of chunks are merged.
+async fn fixture_with_small_packs() -> (Fixture, Repository, SaveResult) {
+    let mut fixture = Fixture::new().await;
+    for n in 0..MIN_MERGED_PACKS - 1 {
+        fixture.write(&format!("file{n}"), random_bytes(1000));
+        fixture.save().await;
+    }
+    fixture.write("last", random_bytes(1000));
+    let saved = fixture.save().await;
+    let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
+    (fixture, repository, saved)
+}
+
+#[tokio::test]
+async fn small_packs_are_merged_into_one() {
+    let (fixture, repository, saved) = fixture_with_small_packs().await;
+    let dry_run = run(&fixture, &PruneOptions { is_dry_run: true, ..days_later(3) }).await;
+    let merged = run(&fixture, &days_later(3)).await;
+    assert_eq!(dry_run, merged);
+    assert_eq!(merged.rewritten_packs, MIN_MERGED_PACKS as u64, "{merged:?}");
+    fixture.assert_restores(&saved).await;
+    run(&fixture, &days_later(6)).await;
+    fixture.assert_restores(&saved).await;
+    // One with the chunks, and one with the trees of the only snapshot.
+    assert_eq!(repository.list_packs().await.unwrap().len(), 2);
+    let last = run(&fixture, &days_later(9)).await;
+    assert_eq!((last.rewritten_packs, last.marked_packs, last.deleted_packs), (0, 0, 0));
+}
+
+#[tokio::test]
+async fn damaged_pack_is_not_merged() {
+    let (mut fixture, repository, _) = fixture_with_small_packs().await;
+    // In the store, the damaged pack is younger than the last snapshot.
+    damage(&fixture, BlobType::Data, Id::of(&fs::read(fixture.home().join("file3")).unwrap())).await;
+    fixture.write("extra", random_bytes(1000));
+    let saved = fixture.save().await;
+    let merged = run(&fixture, &days_later(3)).await;
+    assert_eq!(merged.rewritten_packs, MIN_MERGED_PACKS as u64 + 1, "{merged:?}");
+    run(&fixture, &days_later(6)).await;
+    assert_eq!(repository.list_packs().await.unwrap().len(), 3, "the damaged pack remains");
+    let target = tempfile::tempdir().unwrap();
+    let options = RestoreOptions {
+        should_skip_damaged: true,
+        ..RestoreOptions::new(target.path().to_owned(), "/".into())
+    };
+    let progress = RestoreProgress::default();
+    let restored = restore(&repository, &saved.snapshot, &options, &progress).await.unwrap();
+    assert_eq!(restored.damaged.first, [PathBuf::from("file3")]);
+}
