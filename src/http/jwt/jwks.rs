@@ -39,8 +39,8 @@ pub(super) struct Jwks {
     last_fetch: tokio::sync::Mutex<LastFetch>,
 }
 
-/// The times of the last fetches: their starts, and their ends once they have ended. A fetch that takes longer than the
-/// minimum interval, because the issuer does not respond, is therefore not repeated by each of the waiting requests.
+/// When keys were last fetched. Each fetch is recorded when it starts and again when it ends: if the issuer does not
+/// respond and a fetch takes longer than the minimum interval, the requests that waited for it must not repeat it.
 #[derive(Default)]
 struct LastFetch {
     at: Option<Instant>,
@@ -49,7 +49,7 @@ struct LastFetch {
 }
 
 impl LastFetch {
-    fn note(&mut self, is_for_unknown_kid: bool) {
+    fn record(&mut self, is_for_unknown_kid: bool) {
         self.at = Some(Instant::now());
         if is_for_unknown_kid {
             self.for_unknown_kid_at = self.at;
@@ -107,9 +107,9 @@ impl Jwks {
         };
         if is_due {
             let is_for_unknown_kid = key.is_none() && freshness != Freshness::NeverFetched;
-            last_fetch.note(is_for_unknown_kid);
+            last_fetch.record(is_for_unknown_kid);
             let fetched = self.fetch().await;
-            last_fetch.note(is_for_unknown_kid);
+            last_fetch.record(is_for_unknown_kid);
             match fetched {
                 Ok(keys) => {
                     let known = KnownKeys { keys: Arc::new(keys), fetched_at: Some(Instant::now()) };

@@ -115,7 +115,7 @@ impl TrustedIssuer {
     /// Derives the URL of an issuer's keys; `None` if the issuer is not an `http` or `https` URL.
     pub fn default_jwks_url(issuer: &str) -> Option<Url> {
         let url = Url::parse(&format!("{}/.well-known/jwks.json", issuer.trim_end_matches('/'))).ok()?;
-        // An issuer without its scheme, such as localhost:8080, can be a URL of an unknown scheme.
+        // An issuer without a scheme may still parse: `localhost:8080` is a URL with the scheme `localhost`.
         matches!(url.scheme(), "http" | "https").then_some(url)
     }
 
