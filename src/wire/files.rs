@@ -116,8 +116,8 @@ pub struct FileBackupStatus {
     pub verified_at: Option<Time>,
     /// When a sample was last restored and compared with the current files.
     pub drilled_at: Option<Time>,
-    /// The damage that checks have found: damaged packs and the files that need them, or files that differ from those on
-    /// the machine; `null` if everything is intact.
+    /// The damage that checks have found: damaged packs and the files that need them, or files that differ from those
+    /// on the machine; `null` if everything is intact.
     pub damage: Option<String>,
 }
 

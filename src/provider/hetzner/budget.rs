@@ -3,8 +3,8 @@
 //!
 //! Calls are suspended when the provider reports an empty budget or returns 429. A call waits until calls are no longer
 //! suspended and the call is reserved in the shared budget. While the shared budget is unavailable, calls are sent
-//! without a reservation. One round trip to the shared budget reserves up to [`RESERVATION_BATCH`] calls. The budget also
-//! limits the calls in flight.
+//! without a reservation. One round trip to the shared budget reserves up to [`RESERVATION_BATCH`] calls. The budget
+//! also limits the calls in flight.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -64,7 +64,7 @@ impl Budget {
         }
     }
 
-    /// Waits for a permit for a call in flight, for the end of a suspension, and for a reservation in the shared budget.
+    /// Waits for an in-flight permit, for the end of a suspension, and for a reservation in the shared budget.
     /// The call counts as in flight until the permit is dropped.
     ///
     /// # Errors
