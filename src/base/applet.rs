@@ -13,7 +13,8 @@ use std::sync::OnceLock;
 use crate::error_chain::format_chain;
 use crate::manual;
 
-/// The program's version and commit. Only the binary crate embeds the commit, so that a new commit recompiles little.
+/// The program's version and commit. Only the binary crate embeds the commit, so that a new commit recompiles only
+/// that crate.
 #[derive(Debug, Clone, Copy)]
 pub struct Build {
     /// `0.1.0 (commit 0123456789ab, 2026-11-21)`.
@@ -223,7 +224,7 @@ fn find_applet(applets: &'static [Applet], name: &std::ffi::OsStr) -> Option<&'s
 fn usage(applets: &[Applet]) -> String {
     let mut text = format!(
         "svc {}\nOne VPS for each paying user: provisioned, reachable, backed up, replaceable.\n\n\
-         Usage: svc <APPLET> [ARGUMENTS]   or by a link named after the applet\n       \
+         Usage: svc <APPLET> [ARGUMENTS]   or through a link named after the applet\n       \
          svc --list | --help | --version\n\nApplets:\n",
         version()
     );
@@ -245,8 +246,8 @@ mod tests {
     static TABLE: &[Applet] =
         &[Applet { name: "svc-a", about: "a", command: || clap::Command::new("svc-a"), run: succeed }];
 
-    fn call(words: &[&str]) -> ExitCode {
-        dispatch(build(), TABLE, words.iter().map(OsString::from).collect())
+    fn call(args: &[&str]) -> ExitCode {
+        dispatch(build(), TABLE, args.iter().map(OsString::from).collect())
     }
 
     #[test]

@@ -106,13 +106,13 @@ impl Env {
     }
 
     /// Records that a variable's value is invalid.
-    pub fn add_error(&mut self, variable: &Variable, why: impl Display) {
-        self.errors.push(format!("{}: {why}", variable.name));
+    pub fn add_error(&mut self, variable: &Variable, reason: impl Display) {
+        self.errors.push(format!("{}: {reason}", variable.name));
     }
 
     /// Records that the value of a command-line option is invalid.
-    pub fn add_option_error(&mut self, option: &str, why: impl Display) {
-        self.errors.push(format!("{option}: {why}"));
+    pub fn add_option_error(&mut self, option: &str, reason: impl Display) {
+        self.errors.push(format!("{option}: {reason}"));
     }
 
     pub fn is_set(&self, variable: &Variable) -> bool {
@@ -134,7 +134,7 @@ impl Env {
 
     pub fn optional<T: FromStr<Err: Display>>(&mut self, variable: &Variable) -> Option<T> {
         let parsed = self.text(variable)?.parse();
-        parsed.map_err(|why| self.add_error(variable, why)).ok()
+        parsed.map_err(|error| self.add_error(variable, error)).ok()
     }
 
     pub fn required<T: FromStr<Err: Display>>(&mut self, variable: &Variable) -> Option<T> {
@@ -201,7 +201,7 @@ pub fn check_operator_secret(secret: &str) -> Result<(), String> {
             "must have at least {MIN_SECRET_CHARS} characters, for example from `openssl rand -hex 32`"
         ));
     }
-    // A server cannot read other characters from the header, and strips outer spaces.
+    // Servers reject other characters in a header value, and strip leading and trailing spaces.
     let is_printable = secret.bytes().all(|byte| byte.is_ascii_graphic() || byte == b' ');
     if !is_printable || secret.trim() != secret {
         return Err("must be printable ASCII characters, without a space at either end".to_owned());
@@ -395,7 +395,7 @@ mod tests {
         assert!(env.finish(Some(())).is_ok());
 
         let mut env = read_env();
-        assert_eq!(env.text(&PORT), None, "the process takes precedence over the file");
+        assert_eq!(env.text(&PORT), None, "the file took precedence over the process");
         let port = env.required::<u16>(&PORT);
         assert_eq!(env.finish(port).unwrap_err().errors, ["PORT: must be UTF-8"]);
     }

@@ -75,8 +75,8 @@ impl Findings {
     }
 
     #[must_use]
-    pub fn skipped(self, why: impl Into<String>) -> Self {
-        self.with(Level::Skipped, why, None)
+    pub fn skipped(self, reason: impl Into<String>) -> Self {
+        self.with(Level::Skipped, reason, None)
     }
 
     /// Adds an OK finding if there is no other finding.
@@ -175,10 +175,10 @@ mod tests {
     async fn run_checks_reports_hung_check_as_problem() {
         let slow = Check::new("slow", Duration::from_secs(3), std::future::pending());
         let quick = Check::new("quick", Duration::from_secs(3), async { Findings::new("quick").ok("well") });
-        let found = run_checks(vec![slow, quick]).await;
-        let levels: Vec<_> = found.iter().map(|finding| (finding.check, finding.level)).collect();
+        let findings = run_checks(vec![slow, quick]).await;
+        let levels: Vec<_> = findings.iter().map(|finding| (finding.check, finding.level)).collect();
         assert_eq!(levels, [("slow", Level::Problem), ("quick", Level::Ok)]);
-        assert!(found[0].what.contains("3 s") && found[0].next.is_some(), "{found:?}");
+        assert!(findings[0].what.contains("3 s") && findings[0].next.is_some(), "{findings:?}");
     }
 
     #[test]

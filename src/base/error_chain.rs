@@ -1,4 +1,4 @@
-//! Formats an error and its causes as one text, without the row values that database errors quote.
+//! Formats an error and its causes as one string, without the row values that database errors quote.
 
 use std::error::Error;
 

@@ -240,7 +240,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (link, target) = (dir.path().join("opt/marker"), dir.path().join("var/marker"));
         symlink_atomic(&target, &link).unwrap();
-        assert!(!link.exists(), "a dangling link counts as missing");
+        assert!(!link.exists(), "a dangling link exists");
         write_atomic(&resolve_link(&link), b"set", 0o644).unwrap();
         assert_eq!(
             (fs::read(&link).unwrap(), fs::read_link(&link).unwrap()),

@@ -128,7 +128,7 @@ pub fn intern_label(text: &str) -> &'static str {
 }
 
 /// The metrics of this process. A series whose first value is recorded before [`install`] never appears in the output,
-/// because its handle is cached.
+/// because the handle that was cached at that time discards all values.
 #[derive(Clone)]
 pub struct MetricsHandle(PrometheusHandle);
 

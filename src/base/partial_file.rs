@@ -1,5 +1,5 @@
 //! A file downloaded in pieces, with the SHA-256 of its content so far. When an interrupted download is resumed, the
-//! existing part is hashed again, so that the digest covers what is really in the file.
+//! existing part is hashed again, so that the digest matches the file's actual content.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};

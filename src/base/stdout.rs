@@ -1,4 +1,4 @@
-//! Standard output of commands. Its reader may close it early, such as `head` does.
+//! Standard output of commands. A reader such as `head` may close it early.
 
 use std::io::{self, ErrorKind, Write};
 

@@ -29,9 +29,9 @@ pub fn init_on_machine(applet: &'static str, machine: Option<MachineId>) {
 }
 
 fn start(applet: &'static str, machine: Option<MachineId>) {
-    let (filter, invalid) = match parse_filter(RUST_LOG.from_process().as_deref()) {
+    let (filter, filter_error) = match parse_filter(RUST_LOG.from_process().as_deref()) {
         Ok(filter) => (filter, None),
-        Err(why) => (RUST_LOG.default_value(), Some(why)),
+        Err(error) => (RUST_LOG.default_value(), Some(error)),
     };
     let registry = tracing_subscriber::registry().with(filter).with(filter_fn(may_be_logged));
     let journal = is_stderr_journal().then(|| journal_layer(applet, machine)).and_then(Result::ok);
@@ -41,9 +41,9 @@ fn start(applet: &'static str, machine: Option<MachineId>) {
     };
     // A second initialization in the same process, as in tests, is ignored.
     drop(started);
-    if let Some(why) = invalid {
+    if let Some(error) = filter_error {
         let default = RUST_LOG.default_value::<String>();
-        tracing::warn!("invalid RUST_LOG: {why}; using {default}");
+        tracing::warn!("invalid RUST_LOG: {error}; using {default}");
     }
 }
 
@@ -54,8 +54,8 @@ fn parse_filter(value: Option<&OsStr>) -> Result<EnvFilter, String> {
     value.parse().map_err(|error: ParseError| error.to_string())
 }
 
-/// Hides the database driver's messages below warnings, regardless of `RUST_LOG`: they quote statements with row
-/// values.
+/// Hides the database driver's messages below the warning level, regardless of `RUST_LOG`, because they quote
+/// statements with row values.
 fn may_be_logged(metadata: &Metadata<'_>) -> bool {
     !metadata.target().starts_with("tokio_postgres") || *metadata.level() <= Level::WARN
 }

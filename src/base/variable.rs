@@ -42,7 +42,7 @@ impl Variable {
         let DefaultValue::Value(text) = self.default else {
             panic!("{} is declared without a default", self.name)
         };
-        text.parse().unwrap_or_else(|why| panic!("invalid default of {}: {why}", self.name))
+        text.parse().unwrap_or_else(|error| panic!("invalid default of {}: {error}", self.name))
     }
 
     /// The value in the process environment. An empty variable counts as unset.

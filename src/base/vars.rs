@@ -1,4 +1,4 @@
-//! Variables for all programs.
+//! Environment variables that several programs read.
 
 crate::variables! {
     "all", in "process environment", by [] {

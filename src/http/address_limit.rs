@@ -93,7 +93,7 @@ mod tests {
         let limiter = AddressLimiter::new(1, "192.0.2.0/24,2001:db8::/32".parse().unwrap());
         for exempt in ["192.0.2.1", "::ffff:192.0.2.1", "2001:db8::1", "127.0.0.1", "::1"] {
             let permits: Vec<_> = (0..5).map(|_| limiter.admit(address(exempt)).unwrap()).collect();
-            assert!(limiter.counts().is_empty(), "{exempt} is not counted");
+            assert!(limiter.counts().is_empty(), "{exempt} was counted");
             drop(permits);
         }
         let _other = limiter.admit(address("198.51.100.1")).unwrap();
@@ -107,6 +107,6 @@ mod tests {
         assert!(limiter.admit(address("2001:db8::2:3")).is_none());
         assert!(limiter.admit(address("2001:db8:0:1::1")).is_some());
         drop(first);
-        assert!(limiter.counts().is_empty(), "closed connections have no entry");
+        assert!(limiter.counts().is_empty(), "a closed connection still has an entry");
     }
 }

@@ -154,7 +154,7 @@ impl CertificateResolver {
         let key = any_supported_type(&key).context("cannot read the private key")?;
         let chain = Chain::from_pem(identity.cert_pem.as_bytes()).context("cannot read the certificate")?;
         let current = CertifiedKey::new(chain.certificates, Arc::clone(&key));
-        current.keys_match().context("cannot confirm that the certificate is for the key")?;
+        current.keys_match().context("cannot confirm that the certificate matches the private key")?;
         let current = RwLock::new(Arc::new(current));
         Ok(Arc::new(Self { key, current, challenge: RwLock::default() }))
     }
@@ -200,7 +200,7 @@ impl CertificateResolver {
     }
 }
 
-/// Stops the responses to challenges when dropped.
+/// Stops responding to the challenge when dropped.
 pub struct ChallengeGuard(Arc<CertificateResolver>);
 
 impl Drop for ChallengeGuard {

@@ -13,8 +13,8 @@ use super::{resolve, tls};
 #[derive(Debug, Clone, Copy)]
 pub struct Timeouts {
     pub connect: Duration,
-    /// Timeout from the start of the call until the last byte of the response; `None` for downloads, which only
-    /// `connect` and `idle` limit.
+    /// Timeout from the start of the call until the last byte of the response; `None` for downloads, which are limited
+    /// only by `connect` and `idle`.
     pub total: Option<Duration>,
     /// Timeout from the start of the call until the response's headers, which includes sending the body; then for each
     /// read of the response's body.

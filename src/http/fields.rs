@@ -96,7 +96,7 @@ impl Fields {
             self.add_error(name, "must not contain NUL");
             return None;
         }
-        text.parse().map_err(|why| self.add_error(name, why)).ok()
+        text.parse().map_err(|error| self.add_error(name, error)).ok()
     }
 
     pub fn required<T: FromStr<Err: Display>>(&mut self, name: &str) -> Option<T> {
@@ -234,7 +234,7 @@ impl Fields {
         self.remaining.get(name).is_some_and(|value| !value.is_null())
     }
 
-    /// Discards a field that this form of the request does not take, so that it is not reported as unknown.
+    /// Discards a field that this variant of the request does not use, so that it is not reported as unknown.
     pub fn discard(&mut self, name: &str) {
         self.remaining.shift_remove(name);
     }
@@ -321,8 +321,8 @@ impl Fields {
         self.errors
     }
 
-    /// Accepts the parameters that the caller has not parsed, because other services may add some to the URLs to which
-    /// they redirect a browser.
+    /// Ignores parameters that the caller has not parsed: a service that redirects a browser here may add its own
+    /// parameters to the URL.
     pub fn allow_unknown(mut self) -> Self {
         self.remaining.clear();
         self
@@ -366,7 +366,7 @@ mod tests {
 
     #[test]
     fn finish_lists_every_error_by_its_pointer() {
-        let mut body = fields(json!({"port": "x", "flag": 1, "inner": {"a/b": 1}, "more": null, "what": 2}));
+        let mut body = fields(json!({"port": "x", "flag": 1, "inner": {"a/b": 1}, "more": null, "extra": 2}));
         let port: Option<u16> = body.required("port");
         let name: Option<String> = body.required("name");
         body.boolean("flag");
@@ -376,7 +376,7 @@ mod tests {
         let problem = body.finish(port.zip(name)).unwrap_err();
         let pointers: Vec<_> =
             problem.members["errors"].as_array().unwrap().iter().map(|e| &e["pointer"]).collect();
-        assert_eq!(pointers, ["/port", "/name", "/flag", "/inner/a~1b", "/what"]);
+        assert_eq!(pointers, ["/port", "/name", "/flag", "/inner/a~1b", "/extra"]);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Serves files over HTTP: conditional and range requests, entity tags, compression, media types and decoded paths.
+//! Serves files over HTTP: conditional and range requests, entity tags, compression, media types and percent-decoding.
 //!
 //! A file is served from a descriptor or from memory, never from a path: the caller decides which file a URL names, and
 //! whether it may be opened.
@@ -102,14 +102,14 @@ impl StaticFile {
                 encoder.write_all(&content)?;
             }
         }
-        let packed = encoder.finish()?;
-        if packed.len() as u64 >= self.size() {
+        let compressed = encoder.finish()?;
+        if compressed.len() as u64 >= self.size() {
             return Ok(None);
         }
         let tag = self.tag.to_str().unwrap_or_default().trim_end_matches('"');
         Ok(Some(Self {
             tag: tag_value(&format!("{tag}-gzip\"")),
-            content: Content::Memory(packed.into()),
+            content: Content::Memory(compressed.into()),
             media_type: self.media_type,
             encoding: Some(HeaderValue::from_static("gzip")),
         }))
@@ -215,10 +215,10 @@ pub fn respond(request: &Parts, plain: StaticFile, gzip: Option<StaticFile>, cac
 
 /// Returns the response to a request whose method is neither `GET` nor `HEAD`.
 pub fn method_not_allowed() -> Response {
-    let mut refusal =
+    let mut response =
         Problem::new(Code::MethodNotAllowed, "Files can only be read: use GET or HEAD.").into_response();
-    refusal.headers_mut().insert(header::ALLOW, HeaderValue::from_static("GET, HEAD"));
-    refusal
+    response.headers_mut().insert(header::ALLOW, HeaderValue::from_static("GET, HEAD"));
+    response
 }
 
 /// Returns whether a method is `GET` or `HEAD`.

@@ -18,8 +18,8 @@ pub enum NetworksError {
         "{0:?} is neither an address nor a CIDR: write a list such as 203.0.113.7, 10.0.0.0/8, 2001:db8::/32"
     )]
     Malformed(String),
-    #[error("{found} has bits set after its prefix: write {corrected}, or only the address")]
-    HostBits { found: IpNet, corrected: IpNet },
+    #[error("{network} has bits set after its prefix: write {corrected}, or only the address")]
+    HostBits { network: IpNet, corrected: IpNet },
     #[error("{0} contains every address: list specific networks")]
     AllAddresses(IpNet),
 }
@@ -83,15 +83,15 @@ fn parse_network(entry: &str) -> Result<IpNet, NetworksError> {
     if let Ok(address) = entry.parse::<IpAddr>() {
         return Ok(IpNet::from(address.to_canonical()));
     }
-    let found: IpNet = entry.parse().map_err(|_| NetworksError::Malformed(entry.to_owned()))?;
-    let found = to_canonical(found);
-    let corrected = found.trunc();
-    if found.prefix_len() == 0 {
+    let network: IpNet = entry.parse().map_err(|_| NetworksError::Malformed(entry.to_owned()))?;
+    let network = to_canonical(network);
+    let corrected = network.trunc();
+    if network.prefix_len() == 0 {
         Err(NetworksError::AllAddresses(corrected))
-    } else if corrected != found {
-        Err(NetworksError::HostBits { found, corrected })
+    } else if corrected != network {
+        Err(NetworksError::HostBits { network, corrected })
     } else {
-        Ok(found)
+        Ok(network)
     }
 }
 

@@ -90,8 +90,8 @@ struct Observation {
 impl Drop for Observation {
     fn drop(&mut self) {
         let Self { listener, method, route, start, status } = *self;
-        let took = start.elapsed();
-        let ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
+        let elapsed = start.elapsed();
+        let ms = u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX);
         let outcome = if status.is_some() { "request completed" } else { "request ended without a response" };
         if listener.should_log_all_requests() || status.is_some_and(|status| status >= 500) {
             tracing::info!(status, ms, "{outcome}");
@@ -100,7 +100,7 @@ impl Drop for Observation {
         }
         let class = status.map_or("cancelled", status_class);
         HTTP_REQUESTS.add_one([listener.as_str(), method, route, class]);
-        HTTP_DURATION.record([listener.as_str(), route], took);
+        HTTP_DURATION.record([listener.as_str(), route], elapsed);
     }
 }
 

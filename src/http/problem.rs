@@ -82,7 +82,7 @@ codes! {
         "Raise the project's limit at the provider, and `PROVIDER_SERVER_LIMIT`; or delete unused servers. Nothing was \
          created."
     ConfirmationRequired PRECONDITION_REQUIRED "confirmation_required" "A confirmation is missing"
-        "Send the fields that `missing` lists; `svcctl provision` asks for them."
+        "Send the fields that `missing` lists; `svcctl provision` prompts for them."
     PriceChanged CONFLICT "price_changed" "The monthly cost differs from the confirmed one"
         "`monthlyCost` is the current cost: confirm it, then send the request again. Nothing was created."
     Conflict CONFLICT "conflict" "Conflict with the stored state"

@@ -11,10 +11,10 @@ const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A failed DNS lookup.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot resolve {name}: {why}")]
+#[error("cannot resolve {name}: {reason}")]
 pub struct ResolveError {
     name: String,
-    why: String,
+    reason: String,
 }
 
 /// Resolves a host name or address literal; `localhost` is 127.0.0.1, without DNS.
@@ -23,7 +23,7 @@ pub struct ResolveError {
 /// [`ResolveError`] if the system's resolver configuration cannot be read, or if the lookup fails, takes longer than
 /// 5 s, or finds no address.
 pub async fn lookup_addresses(name: &str) -> Result<Vec<IpAddr>, ResolveError> {
-    let fail = |why: String| ResolveError { name: name.to_owned(), why };
+    let fail = |reason: String| ResolveError { name: name.to_owned(), reason };
     if let Ok(ip) = name.trim_start_matches('[').trim_end_matches(']').parse() {
         return Ok(vec![ip]);
     }
@@ -31,10 +31,10 @@ pub async fn lookup_addresses(name: &str) -> Result<Vec<IpAddr>, ResolveError> {
         return Ok(vec![IpAddr::from([127, 0, 0, 1])]);
     }
     let resolver = resolver().map_err(&fail)?;
-    let looked_up = tokio::time::timeout(TIMEOUT, resolver.lookup_ip(name)).await;
-    let response = looked_up.map_err(|_| fail("no response in time".to_owned()))?;
-    let found: Vec<IpAddr> = response.map_err(|error| fail(error.to_string()))?.iter().collect();
-    if found.is_empty() { Err(fail("no address".to_owned())) } else { Ok(found) }
+    let lookup = tokio::time::timeout(TIMEOUT, resolver.lookup_ip(name)).await;
+    let response = lookup.map_err(|_| fail("no response in time".to_owned()))?;
+    let addresses: Vec<IpAddr> = response.map_err(|error| fail(error.to_string()))?.iter().collect();
+    if addresses.is_empty() { Err(fail("no address".to_owned())) } else { Ok(addresses) }
 }
 
 fn resolver() -> Result<&'static TokioResolver, String> {
@@ -55,8 +55,8 @@ pub struct Hickory;
 impl Resolve for Hickory {
     fn resolve(&self, name: Name) -> Resolving {
         Box::pin(async move {
-            let found = lookup_addresses(name.as_str()).await?;
-            let addrs: Addrs = Box::new(found.into_iter().map(|ip| SocketAddr::new(ip, 0)));
+            let addresses = lookup_addresses(name.as_str()).await?;
+            let addrs: Addrs = Box::new(addresses.into_iter().map(|ip| SocketAddr::new(ip, 0)));
             Ok(addrs)
         })
     }

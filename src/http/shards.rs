@@ -45,8 +45,8 @@ impl Shards {
         Ok(Self { all, _running: running.drop_guard() })
     }
 
-    /// Runs a connection on the shard with the fewest connections. The connection counts until it has dropped the
-    /// guard, which may be later than the end of its future: an upgraded one is continued by another task.
+    /// Runs a connection on the shard with the fewest connections. The connection counts until its guard is dropped,
+    /// which may be after its future has ended, because another task takes over an upgraded connection.
     pub fn spawn<F>(&self, connection: impl FnOnce(LoadGuard) -> F)
     where
         F: Future<Output = ()> + Send + 'static,

@@ -89,7 +89,7 @@ fn load_roots_with(file: Option<PathBuf>) -> anyhow::Result<RootCertStore> {
 fn add_roots(roots: &mut RootCertStore, pem: &[u8]) -> anyhow::Result<()> {
     let certs = CertificateDer::pem_slice_iter(pem).collect::<Result<Vec<_>, _>>()?;
     let (added, ignored) = roots.add_parsable_certificates(certs);
-    // A certificate in DER is not a section in PEM.
+    // A DER file also fails here, because it contains no PEM section.
     ensure!(added > 0, "it has no usable certificate in PEM");
     if ignored > 0 {
         tracing::warn!(ignored, "ignored certificates in SSL_CERT_FILE that cannot be used");

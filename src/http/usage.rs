@@ -155,8 +155,8 @@ mod tests {
             ("userId=", "?userId: must have 1 to 256"),
             ("other=1", "?other: is not a field"),
         ] {
-            let refused = read(query).unwrap_err();
-            assert!(refused.contains(expected), "{query}: {refused}");
+            let error = read(query).unwrap_err();
+            assert!(error.contains(expected), "{query}: {error}");
         }
     }
 }

@@ -150,6 +150,6 @@ pub enum Effect {
     PowerOn,
     /// Fail the current operation with this cause.
     FailOperation { cause: FailureCause },
-    /// Close the proxied connections to this machine, to which no requests are routed any longer.
+    /// Close the proxied connections to this machine, because requests are no longer routed to it.
     CloseConnections,
 }

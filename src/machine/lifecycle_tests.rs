@@ -175,16 +175,16 @@ fn is_booting(state: &State) -> bool {
 
 /// Returns the pairs of state and event for which the transition function panics.
 fn find_panics(transition_fn: TransitionFn) -> Vec<(State, Event)> {
-    let mut found = Vec::new();
+    let mut panics = Vec::new();
     for state in every_state() {
         for event in every_event() {
             let machine = Machine { state: state.clone(), epoch: EPOCH };
             if catch_unwind(AssertUnwindSafe(|| transition_fn(&machine, &event))).is_err() {
-                found.push((state.clone(), event));
+                panics.push((state.clone(), event));
             }
         }
     }
-    found
+    panics
 }
 
 #[test]
@@ -194,11 +194,11 @@ fn transition_is_total() {
 
 #[test]
 fn find_panics_detects_missing_transition() {
-    let found = find_panics(|machine, event| match (&machine.state, event) {
+    let panics = find_panics(|machine, event| match (&machine.state, event) {
         (State::Retired { previous }, Event::ServerGone) if **previous == running() => panic!("unhandled"),
         _ => transition(machine, event),
     });
-    assert_eq!(found, vec![(retired(running()), Event::ServerGone)]);
+    assert_eq!(panics, vec![(retired(running()), Event::ServerGone)]);
 }
 
 #[test]
@@ -390,17 +390,17 @@ fn provision_replaces_only_failed_machine() {
 
 #[test]
 fn heartbeat_clears_failure_only_for_current_epoch() {
-    let beat = |epoch| Event::HealthyHeartbeat { epoch, server_type: large() };
+    let heartbeat = |epoch| Event::HealthyHeartbeat { epoch, server_type: large() };
     let cleared = State::Running { server_type: large() };
     let is_clearable =
         |state: &State| matches!(state, State::Failed { cause } if cause.is_cleared_by_heartbeat());
     for state in every_state().into_iter().filter(is_clearable) {
-        assert_moves(&state, &beat(EPOCH), &cleared, &[]);
-        assert_unchanged(&state, &beat(Epoch(6)));
-        assert_unchanged(&state, &beat(Epoch(8)));
+        assert_moves(&state, &heartbeat(EPOCH), &cleared, &[]);
+        assert_unchanged(&state, &heartbeat(Epoch(6)));
+        assert_unchanged(&state, &heartbeat(Epoch(8)));
     }
     for state in every_state().into_iter().filter(|state| !is_clearable(state)) {
-        assert_unchanged(&state, &beat(EPOCH));
+        assert_unchanged(&state, &heartbeat(EPOCH));
     }
 }
 

@@ -20,7 +20,7 @@ use super::state::{FailureCause, Machine, State, Status};
 use super::transition::{Outcome, Refusal};
 use cloud::Cloud;
 use invariant::Violation;
-use operation::{Ending, Operation, OperationKind};
+use operation::{Operation, OperationKind, OperationOutcome};
 
 /// The rules that a test can break.
 #[derive(Clone, Copy)]
@@ -117,7 +117,7 @@ pub struct LifecycleModel {
     pub machines: Vec<MachineRow>,
     pub operations: Vec<Operation>,
     pub cloud: Cloud,
-    /// Violations in transitions, which a state alone does not show.
+    /// Violations in transitions, which cannot be detected from a single state.
     pub transition_violations: BTreeSet<Violation>,
     next_row: u32,
 }
@@ -209,13 +209,13 @@ impl LifecycleModel {
     /// no later machine has registered and still has a server.
     fn may_take_slot_back(&self, id: usize, event: &Event) -> bool {
         let row = &self.machines[id];
-        let later = |other: &&MachineRow| {
+        let is_later = |other: &&MachineRow| {
             other.slot == row.slot
                 && other.machine.epoch > row.machine.epoch
                 && other.registered
                 && !other.is_server_known_gone()
         };
-        matches!(event, Event::Reinstated { .. }) && !self.machines.iter().any(|other| later(&other))
+        matches!(event, Event::Reinstated { .. }) && !self.machines.iter().any(|other| is_later(&other))
     }
 
     fn apply_effect(&mut self, id: usize, effect: Effect) {
@@ -225,8 +225,8 @@ impl LifecycleModel {
                     if status == Status::Recovering { State::Recovering } else { State::Provisioning };
                 self.insert(self.machines[id].slot, Machine { state, epoch });
             }
-            Effect::CancelOperation => self.end_operations(id, Ending::Cancelled),
-            Effect::FailOperation { .. } => self.end_operations(id, Ending::Failed),
+            Effect::CancelOperation => self.end_operations(id, OperationOutcome::Cancelled),
+            Effect::FailOperation { .. } => self.end_operations(id, OperationOutcome::Failed),
             Effect::DeleteServer => self.operations.push(Operation::new(id, OperationKind::Delete)),
             Effect::PowerOn => self.operations.push(Operation::new(id, OperationKind::PowerOn)),
             Effect::ChangeType { to } => self.operations.push(Operation::new(id, OperationKind::Resize(to))),
@@ -251,13 +251,13 @@ impl LifecycleModel {
     /// Lists the slot's earlier machines that have registered, newest first.
     pub fn list_registered_before(&self, id: usize) -> Vec<usize> {
         let row = &self.machines[id];
-        let before = |other: &usize| {
+        let is_earlier = |other: &usize| {
             let other = &self.machines[*other];
             other.slot == row.slot && other.machine.epoch < row.machine.epoch && other.registered
         };
-        let mut found: Vec<usize> = (0..self.machines.len()).filter(before).collect();
-        found.sort_by_key(|other| std::cmp::Reverse(self.machines[*other].machine.epoch));
-        found
+        let mut earlier: Vec<usize> = (0..self.machines.len()).filter(is_earlier).collect();
+        earlier.sort_by_key(|other| std::cmp::Reverse(self.machines[*other].machine.epoch));
+        earlier
     }
 
     /// Finds the slot's newest earlier machine that has registered.
@@ -296,9 +296,9 @@ impl LifecycleModel {
         self.apply(id, &Event::Reinstated { epoch, power });
     }
 
-    fn end_operations(&mut self, id: usize, ending: Ending) {
+    fn end_operations(&mut self, id: usize, outcome: OperationOutcome) {
         for operation in self.operations.iter_mut().filter(|operation| operation.machine == id) {
-            operation.ending.get_or_insert(ending);
+            operation.outcome.get_or_insert(outcome);
         }
     }
 

@@ -66,7 +66,7 @@ pub enum Step {
 pub enum Lane {
     /// For steps that call the database, the store and the provider.
     General,
-    /// For steps that call hosts: a silent host occupies a place in this lane until the call times out.
+    /// For steps that call hosts: an unresponsive host uses part of this lane's capacity until the call times out.
     HostCalls,
 }
 
@@ -186,8 +186,8 @@ impl FromStr for OperationKind {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let found = Self::ALL.into_iter().find(|kind| kind.as_str() == text);
-        found.ok_or_else(|| format!("{text:?} is not an operation kind"))
+        let kind = Self::ALL.into_iter().find(|kind| kind.as_str() == text);
+        kind.ok_or_else(|| format!("{text:?} is not an operation kind"))
     }
 }
 
@@ -263,8 +263,8 @@ impl FromStr for Step {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let found = Self::ALL.into_iter().find(|step| step.as_str() == text);
-        found.ok_or_else(|| format!("{text:?} is not a step"))
+        let step = Self::ALL.into_iter().find(|step| step.as_str() == text);
+        step.ok_or_else(|| format!("{text:?} is not a step"))
     }
 }
 
@@ -284,6 +284,6 @@ mod tests {
                 assert!(!retried.give_up_backup);
             }
         }
-        assert!(accepted.with_backup_retried().accept_loss, "no operator gave up on the backup");
+        assert!(accepted.with_backup_retried().accept_loss, "the earlier acceptance was dropped");
     }
 }

@@ -1,7 +1,6 @@
-//! A failed call to the provider: an error kind, on which decisions are based, and the provider's own text for the log.
+//! A failed call to the provider: the error's kind, which callers act on, and the provider's text for the log.
 //!
-//! The error's own message never contains the provider's text, which is in the error's source. Neither contains a
-//! token.
+//! The error's message never contains the provider's text, which is in the error's source. Neither contains a token.
 
 use std::time::Duration;
 
@@ -30,7 +29,7 @@ impl ErrorKind {
     }
 }
 
-/// A provider call that failed after its own retries.
+/// A provider call that failed after all retries.
 #[derive(Debug, thiserror::Error)]
 #[error("the provider call `{call}` failed ({kind:?})")]
 pub struct ProviderError {

@@ -17,11 +17,11 @@ pub struct Alarm {
     pub since: Time,
     #[serde(default)]
     pub seen_at: Time,
-    /// The figures and cases that raised the alarm.
+    /// Details of the condition that raised the alarm.
     #[schemars(schema_with = "any_object")]
     #[serde(default)]
     pub detail: BTreeMap<String, Value>,
-    /// The end of the period for which an operator has released the alarm.
+    /// When the operator's release of the alarm ends; `null` if it is not released.
     pub released_until: Option<Time>,
     /// What an operator should do.
     #[serde(default = "default_unknown")]

@@ -29,7 +29,7 @@ pub struct FilesKey {
     pub key: SecretString,
 }
 
-/// What pruning a slot's file backups would do.
+/// The expected effect of pruning a slot's file backups.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 #[schemars(inline)]
@@ -87,7 +87,7 @@ pub struct FilesAccess {
     pub repository: String,
 }
 
-/// What a machine's file backup has saved, what it excludes, and what its checks have found.
+/// The state of a machine's file backup: saved and excluded files, and the results of its checks.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 #[schemars(inline)]
@@ -116,12 +116,12 @@ pub struct FileBackupStatus {
     pub verified_at: Option<Time>,
     /// When a sample was last restored and compared with the current files.
     pub drilled_at: Option<Time>,
-    /// What the checks have found: damaged packs and the files that need them, or files that differ from those on the
-    /// machine; `null` if everything is intact.
+    /// The damage that checks have found: damaged packs and the files that need them, or files that differ from those
+    /// on the machine; `null` if everything is intact.
     pub damage: Option<String>,
 }
 
-/// What a backup excludes.
+/// The files and directories that a backup excludes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 #[schemars(inline)]
@@ -312,7 +312,7 @@ pub struct FileRestore {
     /// Number of entries whose owner, mode, times or attributes could not be set.
     #[serde(default)]
     pub incomplete: u64,
-    /// Why the restore failed or, if it is done, what it left out because it is damaged.
+    /// Why the restore failed or, if it is done, which damaged entries it left out.
     pub error: Option<String>,
     #[serde(default)]
     pub updated_at: Time,

@@ -1,4 +1,4 @@
-//! `POST /vps/:id/heartbeat`: what a host reports about itself, and what the platform wants it to do.
+//! `POST /vps/:id/heartbeat`: a host's report about itself, and its desired state in the platform's response.
 
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use secrecy::SecretString;
@@ -21,11 +21,11 @@ pub const MAX_PROOF_KIDS: usize = 16;
 pub const MAX_TRUSTED_KEYS: usize = 16;
 /// Maximum number of items that need attention.
 pub const MAX_ATTENTION_ITEMS: usize = 16;
-/// Maximum number of characters in an item's code, which consists of lowercase letters and underscores.
+/// Maximum number of characters in an attention code, which consists of lowercase letters and underscores.
 pub const MAX_ATTENTION_CODE_CHARS: usize = 40;
-/// The code of the item of a host that could not restore its predecessor's files, and therefore saves none.
+/// The attention code of a host that does not back up files, because it could not restore its predecessor's files.
 pub const FILES_NOT_RESTORED: &str = "files_not_restored";
-/// The code of the item of a host whose file backup lacks content, or could not be checked for a long time.
+/// The attention code of a host whose file backup lacks content, or could not be checked for a long time.
 pub const FILES_DAMAGED: &str = "files_damaged";
 
 /// A host's report. Optional fields may be `null` or absent. If the last backup, the last update, the checks or the

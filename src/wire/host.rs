@@ -81,8 +81,8 @@ pub struct FileBackupReport {
     /// When a sample was last restored and compared with the current files.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub drilled_at: Option<Time>,
-    /// What the checks have found: damaged packs and the files that need them, or files that differ from those on the
-    /// machine; absent if everything is intact.
+    /// The damage that checks have found: damaged packs and the files that need them, or files that differ from those
+    /// on the machine; absent if everything is intact.
     #[schemars(skip_serializing_if = "Option::is_none")]
     pub damage: Option<String>,
 }

@@ -45,7 +45,7 @@ pub struct Operation {
     /// The newest lines, oldest first.
     #[serde(default)]
     pub log: Vec<LogLine>,
-    /// The number of older log lines that are omitted.
+    /// Number of older lines that are omitted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "u64")]
     pub log_omitted: Option<u64>,
@@ -84,7 +84,7 @@ pub struct LogLine {
     pub detail: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub request_id: Option<String>,
-    /// How many more times this line was logged after `at`.
+    /// Number of times this line was logged again after `at`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "u64")]
     pub repeats: Option<u64>,

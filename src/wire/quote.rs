@@ -37,12 +37,12 @@ impl FromStr for Price {
     type Err = InvalidPrice;
 
     fn from_str(text: &str) -> Result<Self, InvalidPrice> {
-        let digits = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
+        let is_digits = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
         let (amount, currency) = text.split_once(' ').ok_or(InvalidPrice)?;
         let (whole, decimals) = amount.split_once('.').ok_or(InvalidPrice)?;
         let is_currency = currency.len() == 3 && currency.bytes().all(|byte| byte.is_ascii_uppercase());
         let is_amount = (1..=9).contains(&whole.len()) && (2..=6).contains(&decimals.len());
-        if !is_currency || !is_amount || !digits(whole) || !digits(decimals) {
+        if !is_currency || !is_amount || !is_digits(whole) || !is_digits(decimals) {
             return Err(InvalidPrice);
         }
         let whole: u64 = whole.parse().map_err(|_| InvalidPrice)?;
@@ -69,7 +69,7 @@ impl WireFormat for Price {
     }
 }
 
-/// What provisioning a machine would do, cost and use.
+/// The effect, cost and quota usage of provisioning a machine.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]

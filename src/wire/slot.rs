@@ -22,7 +22,7 @@ pub struct Subscription {
     pub plan: WireString<Plan>,
     pub status: WireString<SubscriptionStatus>,
     pub current_period_end: Option<Time>,
-    /// Whether the slot is not a customer's: its recoveries and rollbacks count as exercises. Older platforms omit it.
+    /// Whether this is a test slot, whose recoveries and rollbacks count as exercises. Older platforms omit it.
     #[serde(default)]
     pub test: bool,
 }

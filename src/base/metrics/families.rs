@@ -46,11 +46,11 @@ macro_rules! families {
 families! {
     HTTP_REQUESTS: Counters<4> = "svc_http_requests_total",
         ["listener", "method", "route", "status"], on Everywhere,
-        "Requests ended, by listener, method, route template and status class, or cancelled: without a \
+        "Requests ended, by listener, method, route template and status class. cancelled: ended without a \
          response, usually because the client disconnected.";
     HTTP_DURATION: Durations<2> = "svc_http_request_duration_seconds", ["listener", "route"], on Everywhere,
-        "Time to the head of the response, without the rest of a streamed body, or to the cancellation of \
-         the request.";
+        "Time until the response head was ready, excluding the rest of a streamed body, or until the \
+         request was cancelled.";
     DISPATCHES: Counters<1> = "svc_dispatches_total", ["outcome"], on Host,
         "Dispatches ended, by outcome: success, error, or limited (refused because a cost limit was \
          reached).";
@@ -63,15 +63,15 @@ families! {
     OPERATION_DURATION: Durations<1> = "svc_operation_duration_seconds", ["kind"], on Platform,
         "Time from the creation of an operation to its end.";
     OPERATION_STEPS: Counters<3> = "svc_operation_steps_total", ["kind", "step", "outcome"], on Platform,
-        "Runs of a step by this process, by outcome: done, waiting, failed, or lost (its lease went to \
-         another process).";
+        "Runs of a step by this process, by outcome: done, waiting, failed, or lost (another process took \
+         over its lease).";
     OPERATION_STEP_DURATION: Durations<2> = "svc_operation_step_duration_seconds",
         ["kind", "step"], on Platform,
         "Duration of one run of a step. A waiting step runs repeatedly.";
     OPERATIONS_IN_PROGRESS: Gauges<1> = "svc_operations_in_progress", ["kind"], on Platform,
         "Operations in progress in the whole installation, by kind.";
     ROLLOUTS: Counters<1> = "svc_rollouts_total", ["state"], on Platform,
-        "Rollouts ended without an operator, by state.";
+        "Rollouts that ended without an operator's action, by state.";
     ROLLOUT_MACHINES: Counters<1> = "svc_rollout_machines_total", ["state"], on Platform,
         "Machines whose part in a rollout has ended, by state.";
     CLOCK_SKEW: Gauges<0> = "svc_clock_skew_seconds", [], on Platform,
@@ -104,7 +104,7 @@ families! {
     SLOTS_WITHOUT_BACKUP: Gauges<0> = "svc_backups_never", [], on Platform,
         "Slots with data and without a verified snapshot.";
     FILE_PRUNINGS_FAILED: Gauges<0> = "svc_files_prunings_failed", [], on Platform,
-        "Slots whose file backups could not be pruned by the last attempt.";
+        "Slots whose last pruning of file backups failed.";
     FLEET_READ_AT: Gauges<0> = "svc_fleet_read_timestamp_seconds", [], on Platform,
         "Unix time when the figures for the whole installation were last read from the database.";
     PROVIDER_CALLS: Counters<2> = "svc_provider_calls_total", ["call", "outcome"], on Platform,

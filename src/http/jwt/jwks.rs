@@ -34,13 +34,13 @@ type Keys = HashMap<String, Arc<VerifyingKey>>;
 pub(super) struct Jwks {
     url: Url,
     client: reqwest::Client,
-    known: RwLock<KnownKeys>,
+    cached: RwLock<CachedKeys>,
     /// Held during a fetch, so that only one runs at a time.
     last_fetch: tokio::sync::Mutex<LastFetch>,
 }
 
-/// The times of the last fetches: their starts, and their ends once they have ended. A fetch that takes longer than the
-/// minimum interval, because the issuer does not respond, is therefore not repeated by each of the waiting requests.
+/// When keys were last fetched. Each fetch is recorded when it starts and again when it ends: if the issuer does not
+/// respond and a fetch takes longer than the minimum interval, the requests that waited for it must not repeat it.
 #[derive(Default)]
 struct LastFetch {
     at: Option<Instant>,
@@ -49,7 +49,7 @@ struct LastFetch {
 }
 
 impl LastFetch {
-    fn note(&mut self, is_for_unknown_kid: bool) {
+    fn record(&mut self, is_for_unknown_kid: bool) {
         self.at = Some(Instant::now());
         if is_for_unknown_kid {
             self.for_unknown_kid_at = self.at;
@@ -58,7 +58,7 @@ impl LastFetch {
 }
 
 #[derive(Default)]
-struct KnownKeys {
+struct CachedKeys {
     keys: Arc<Keys>,
     fetched_at: Option<Instant>,
 }
@@ -77,10 +77,10 @@ enum FetchError {
 
 impl Jwks {
     pub(super) fn new(url: Url, client: reqwest::Client) -> Self {
-        Self { url, client, known: RwLock::default(), last_fetch: tokio::sync::Mutex::default() }
+        Self { url, client, cached: RwLock::default(), last_fetch: tokio::sync::Mutex::default() }
     }
 
-    /// Finds the key with this id. Fetches the issuer's keys if the id is unknown, or if the known keys are stale, but
+    /// Finds the key with this id. Fetches the issuer's keys if the id is unknown, or if the cached keys are stale, but
     /// not more often than the minimum intervals allow.
     ///
     /// # Errors
@@ -107,13 +107,13 @@ impl Jwks {
         };
         if is_due {
             let is_for_unknown_kid = key.is_none() && freshness != Freshness::NeverFetched;
-            last_fetch.note(is_for_unknown_kid);
+            last_fetch.record(is_for_unknown_kid);
             let fetched = self.fetch().await;
-            last_fetch.note(is_for_unknown_kid);
+            last_fetch.record(is_for_unknown_kid);
             match fetched {
                 Ok(keys) => {
-                    let known = KnownKeys { keys: Arc::new(keys), fetched_at: Some(Instant::now()) };
-                    *self.known.write().unwrap_or_else(PoisonError::into_inner) = known;
+                    let cached = CachedKeys { keys: Arc::new(keys), fetched_at: Some(Instant::now()) };
+                    *self.cached.write().unwrap_or_else(PoisonError::into_inner) = cached;
                 }
                 Err(error) => {
                     tracing::warn!(url = %self.url, error = %format_chain(&error), "cannot fetch the issuer's keys");
@@ -129,18 +129,18 @@ impl Jwks {
     }
 
     /// Returns the key with this id if it is among the keys fetched last, however old they are.
-    pub(super) fn known_key(&self, kid: &str) -> Option<Arc<VerifyingKey>> {
+    pub(super) fn cached_key(&self, kid: &str) -> Option<Arc<VerifyingKey>> {
         self.lookup(kid).0
     }
 
     fn lookup(&self, kid: &str) -> (Option<Arc<VerifyingKey>>, Freshness) {
-        let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
-        let freshness = match known.fetched_at {
+        let cached = self.cached.read().unwrap_or_else(PoisonError::into_inner);
+        let freshness = match cached.fetched_at {
             None => Freshness::NeverFetched,
             Some(at) if at.elapsed() >= MAX_KEY_AGE => Freshness::Stale,
             Some(_) => Freshness::Fresh,
         };
-        (known.keys.get(kid).cloned(), freshness)
+        (cached.keys.get(kid).cloned(), freshness)
     }
 
     async fn fetch(&self) -> Result<Keys, FetchError> {

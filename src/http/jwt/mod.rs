@@ -69,7 +69,7 @@ impl Verifier {
     /// # Errors
     /// See [`JwtError`]; `NoKeys` if the token's key is not among them.
     pub fn verify_with_known_keys(&self, token: &str, now: Timestamp) -> Result<Subject, JwtError> {
-        let key = self.keys.known_key(&parse_kid(token)?).ok_or(JwtError::NoKeys)?;
+        let key = self.keys.cached_key(&parse_kid(token)?).ok_or(JwtError::NoKeys)?;
         self.trust.check_claims(verify_signature(token, &key)?, now)
     }
 }
@@ -115,7 +115,7 @@ impl TrustedIssuer {
     /// Derives the URL of an issuer's keys; `None` if the issuer is not an `http` or `https` URL.
     pub fn default_jwks_url(issuer: &str) -> Option<Url> {
         let url = Url::parse(&format!("{}/.well-known/jwks.json", issuer.trim_end_matches('/'))).ok()?;
-        // An issuer without its scheme, such as localhost:8080, can be a URL of an unknown scheme.
+        // An issuer without a scheme may still parse: `localhost:8080` is a URL with the scheme `localhost`.
         matches!(url.scheme(), "http" | "https").then_some(url)
     }
 

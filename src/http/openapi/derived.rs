@@ -18,7 +18,8 @@ pub fn schema_of<T: JsonSchema>() -> Value {
 }
 
 /// Makes a schema as strict as the serialized value: an object has no other members, and a number is not negative and
-/// is represented exactly by every JSON parser (RFC 7493). Drops defaults, which only readers apply.
+/// is represented exactly by every JSON parser (RFC 7493). Drops defaults, which apply only when a value is
+/// deserialized.
 fn make_strict(schema: &mut Schema) {
     schema.remove("default");
     let format = schema.get("format").and_then(Value::as_str).map(str::to_owned);

@@ -163,8 +163,8 @@ impl ResponseBody {
         closed.as_mut().poll(cx)
     }
 
-    /// Closes the connection because the pool has been closed.
-    fn end_closed(&mut self) -> BoxError {
+    /// Closes the connection because the pool has been closed, and returns the error for the body's reader.
+    fn close_connection(&mut self) -> BoxError {
         self.upstream = None;
         "the proxy to the upstream was closed".into()
     }
@@ -179,11 +179,11 @@ impl HttpBody for ResponseBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let this = &mut *self;
-        // A short response that has arrived is completed, but a body that always has data would never wait, and so never
-        // end.
+        // A short response that has already arrived is completed. The number of frames is limited, because a body that
+        // always has data would never reach `poll_closed`.
         if this.pool.closed.is_cancelled() {
             if this.frames_after_close == MAX_FRAMES_AFTER_CLOSE {
-                return Poll::Ready(Some(Err(this.end_closed())));
+                return Poll::Ready(Some(Err(this.close_connection())));
             }
             this.frames_after_close += 1;
         }
@@ -201,7 +201,7 @@ impl HttpBody for ResponseBody {
             }
         }
         ready!(this.poll_closed(cx));
-        Poll::Ready(Some(Err(this.end_closed())))
+        Poll::Ready(Some(Err(this.close_connection())))
     }
 
     fn is_end_stream(&self) -> bool {

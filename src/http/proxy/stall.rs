@@ -15,7 +15,8 @@ type NextFrame = Option<Result<Frame<Bytes>, axum::Error>>;
 /// Wraps a body so that it is dropped, and `guard` with it, once its reader has not taken a frame for `timeout`. The
 /// reader then gets an error, because it must not treat the body as complete.
 ///
-/// The server polls no body whose client has stopped reading, so a body cannot detect this itself: a task reads it.
+/// The server stops polling a body when its client stops reading, so the body cannot detect the stall itself; a
+/// separate task reads it.
 pub fn end_stalled_body(body: Body, timeout: Duration, guard: impl Send + 'static) -> Body {
     if body.is_end_stream() {
         return body;
@@ -25,7 +26,8 @@ pub fn end_stalled_body(body: Body, timeout: Duration, guard: impl Send + 'stati
         let end = send_frames(body, timeout, &sender).await;
         drop(guard);
         if let Some(end) = end {
-            // Without a timeout: only the reader's connection is still in use. An error means that it is gone too.
+            // No timeout is needed, because only the reader's connection is still in use. The send fails only if the
+            // reader is gone.
             let _ = sender.send(end).await;
         }
     });
@@ -47,7 +49,7 @@ async fn send_frames(
         if !matches!(next, Some(Ok(_))) {
             return Some(next);
         }
-        // Only the reader is timed: an upstream that is slow does not end the body.
+        // The timeout applies only to the reader: a slow upstream does not end the body.
         match tokio::time::timeout(timeout, sender.send(next)).await {
             Ok(Ok(())) => {}
             Ok(Err(_)) => return None,
@@ -87,17 +89,17 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn unread_body_is_dropped_and_then_fails() {
+    async fn stalled_body_is_dropped_and_returns_error() {
         let data = Arc::new(Bytes::from_static(b"data"));
-        let inner = Arc::downgrade(&data);
+        let weak_data = Arc::downgrade(&data);
         let guard = Arc::new(());
-        let held = Arc::downgrade(&guard);
+        let weak_guard = Arc::downgrade(&guard);
         let endless = Body::from_stream(stream::repeat_with(move || Ok::<_, io::Error>(Bytes::clone(&data))));
         let mut body = end_stalled_body(endless, Duration::from_millis(100), guard);
         body.frame().await.unwrap().unwrap();
-        assert!(inner.strong_count() > 0 && held.strong_count() > 0);
+        assert!(weak_data.strong_count() > 0 && weak_guard.strong_count() > 0);
         let dropped = async {
-            while inner.strong_count() > 0 || held.strong_count() > 0 {
+            while weak_data.strong_count() > 0 || weak_guard.strong_count() > 0 {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };
@@ -117,13 +119,13 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn dropped_reader_ends_body_that_waits() {
+    async fn dropping_reader_drops_pending_body() {
         let guard = Arc::new(());
-        let held = Arc::downgrade(&guard);
+        let weak_guard = Arc::downgrade(&guard);
         let silent = Body::from_stream(stream::pending::<io::Result<Bytes>>());
         drop(end_stalled_body(silent, Duration::from_secs(60), guard));
         let dropped = async {
-            while held.strong_count() > 0 {
+            while weak_guard.strong_count() > 0 {
                 tokio::task::yield_now().await;
             }
         };

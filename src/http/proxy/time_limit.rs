@@ -20,7 +20,7 @@ pub struct TimeLimit {
 
 impl TimeLimit {
     pub(super) async fn wait(self) {
-        // The result says which came first, the revocation or the deadline; either one is the limit.
+        // Either event ends the wait; it does not matter which came first.
         let _ = tokio::time::timeout_at(self.deadline, self.revoked.cancelled()).await;
     }
 

@@ -204,7 +204,7 @@ impl LifecycleModel {
     fn serve(&mut self, id: usize) {
         for _ in 0..5 {
             let is_open = |index: &usize| {
-                self.operations[*index].machine == id && self.operations[*index].ending.is_none()
+                self.operations[*index].machine == id && self.operations[*index].outcome.is_none()
             };
             let Some(index) = (0..self.operations.len()).find(is_open) else { break };
             self.run_step(index, CallResult::Success);
@@ -218,7 +218,7 @@ impl LifecycleModel {
 
     fn open_operation(&self, index: Index) -> Option<usize> {
         let open: Vec<usize> =
-            (0..self.operations.len()).filter(|&index| self.operations[index].ending.is_none()).collect();
+            (0..self.operations.len()).filter(|&index| self.operations[index].outcome.is_none()).collect();
         (!open.is_empty()).then(|| *index.get(&open))
     }
 

@@ -46,7 +46,7 @@ pub enum Violation {
 
 /// Checks the invariants that hold after every action.
 pub fn check_always(model: &LifecycleModel) -> BTreeSet<Violation> {
-    let mut found = model.transition_violations.clone();
+    let mut violations = model.transition_violations.clone();
     for (id, row) in model.machines.iter().enumerate() {
         let servers = model.cloud.servers.iter().filter(|server| server.machine == id).count();
         let state = &row.machine.state;
@@ -54,10 +54,10 @@ pub fn check_always(model: &LifecycleModel) -> BTreeSet<Violation> {
         let needs_operation =
             matches!(state, State::Provisioning | State::Recovering | State::Resizing { .. });
         let has_open_operation =
-            model.operations.iter().any(|operation| operation.machine == id && operation.ending.is_none());
+            model.operations.iter().any(|operation| operation.machine == id && operation.outcome.is_none());
         let mut require = |holds: bool, violation| {
             if !holds {
-                found.insert(violation);
+                violations.insert(violation);
             }
         };
         require(servers <= 1, Violation::DuplicateServer);
@@ -77,32 +77,32 @@ pub fn check_always(model: &LifecycleModel) -> BTreeSet<Violation> {
     }
     for slot in 0..model.pointers.len() {
         if !model.missing_rows(slot).is_empty() {
-            found.insert(Violation::LostRows);
+            violations.insert(Violation::LostRows);
         }
         let active =
             model.machines.iter().filter(|row| row.slot == slot && row.machine.state.is_active()).count();
         if active > 1 {
-            found.insert(Violation::DuplicateActiveMachine);
+            violations.insert(Violation::DuplicateActiveMachine);
         }
     }
-    found
+    violations
 }
 
 /// Checks the invariants in [`check_always`], and those that hold only after all operations have ended and the
 /// reconciler has run.
 pub fn check_settled(model: &LifecycleModel) -> BTreeSet<Violation> {
-    let mut found = check_always(model);
-    if model.operations.iter().any(|operation| operation.ending.is_none()) {
-        found.insert(Violation::UnfinishedOperation);
+    let mut violations = check_always(model);
+    if model.operations.iter().any(|operation| operation.outcome.is_none()) {
+        violations.insert(Violation::UnfinishedOperation);
     }
     if model.cloud.servers.iter().any(|server| model.is_removable(server.machine)) {
-        found.insert(Violation::Orphan);
+        violations.insert(Violation::Orphan);
     }
     let has_server = |id: usize| !model.machines[id].is_server_known_gone();
     for (id, row) in model.machines.iter().enumerate() {
         let is_off = row.machine.state.is_active() && model.server_type(id).is_some() && !model.is_on(id);
         if is_off && !row.power_off_ordered && !row.may_stay_off {
-            found.insert(Violation::LeftOff);
+            violations.insert(Violation::LeftOff);
         }
         let has_never_served = matches!(row.machine.state, State::Failed { .. }) && !row.registered;
         let is_retired = |row: &MachineRow| matches!(row.machine.state, State::Retired { .. });
@@ -114,8 +114,8 @@ pub fn check_settled(model: &LifecycleModel) -> BTreeSet<Violation> {
         if has_never_served
             && newest.is_some_and(|newest| has_server(newest) && is_retired(&model.machines[newest]))
         {
-            found.insert(Violation::NotReinstated);
+            violations.insert(Violation::NotReinstated);
         }
     }
-    found
+    violations
 }

@@ -7,7 +7,7 @@ use crate::name::ServerType;
 use crate::state::State;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ending {
+pub enum OperationOutcome {
     Succeeded,
     Failed,
     Cancelled,
@@ -40,7 +40,7 @@ enum Step {
 
 pub struct Operation {
     pub machine: usize,
-    pub ending: Option<Ending>,
+    pub outcome: Option<OperationOutcome>,
     /// Whether it is waiting for an operator's decision.
     pub awaits_decision: bool,
     is_loss_accepted: bool,
@@ -79,7 +79,7 @@ impl Operation {
             OperationKind::Reinstate => Step::Fence,
             OperationKind::PowerOn => Step::StartServer,
         };
-        Self { machine, ending: None, awaits_decision: false, is_loss_accepted: false, kind, step }
+        Self { machine, outcome: None, awaits_decision: false, is_loss_accepted: false, kind, step }
     }
 }
 
@@ -87,7 +87,7 @@ impl LifecycleModel {
     /// Makes one attempt at the operation's current step.
     pub fn run_step(&mut self, index: usize, call_result: CallResult) {
         let operation = &self.operations[index];
-        if operation.ending.is_some() || operation.awaits_decision {
+        if operation.outcome.is_some() || operation.awaits_decision {
             return;
         }
         let id = operation.machine;
@@ -108,14 +108,14 @@ impl LifecycleModel {
                     self.apply(id, &Event::RegistrationExpired);
                 }
             }
-            Step::AwaitRegistration => self.end(index, Ending::Succeeded),
+            Step::AwaitRegistration => self.end(index, OperationOutcome::Succeeded),
             Step::SwitchOn => self.switch_on(index, id, call_result),
             Step::AwaitHost => {
                 if call_result == CallResult::Success && self.is_on(id) {
                     self.machines[id].quiesced = false;
                 }
                 if matches!(call_result, CallResult::Success | CallResult::Refused) {
-                    self.end(index, Ending::Succeeded);
+                    self.end(index, OperationOutcome::Succeeded);
                 }
             }
             Step::StartServer => {
@@ -123,7 +123,7 @@ impl LifecycleModel {
                     self.cloud.set_power(id, Power::On);
                 }
                 if call_result == CallResult::Success {
-                    self.end(index, Ending::Succeeded);
+                    self.end(index, OperationOutcome::Succeeded);
                 }
             }
             Step::PowerOff | Step::ChangeType | Step::PowerOn | Step::AwaitHealth => {
@@ -152,7 +152,9 @@ impl LifecycleModel {
         }
         // If the outgoing machine is being deleted, its delete operation takes the backup.
         let deletes = |other: &Operation| {
-            other.machine == outgoing && other.ending.is_none() && matches!(other.kind, OperationKind::Delete)
+            other.machine == outgoing
+                && other.outcome.is_none()
+                && matches!(other.kind, OperationKind::Delete)
         };
         if self.operations.iter().enumerate().any(|(other, operation)| other != index && deletes(operation)) {
             return;
@@ -206,7 +208,7 @@ impl LifecycleModel {
     /// Applies an operator's decision on a waiting operation, or the abandonment of an operation.
     pub fn decide(&mut self, index: usize, decision: OperatorDecision) {
         let operation = &mut self.operations[index];
-        if operation.ending.is_some() {
+        if operation.outcome.is_some() {
             return;
         }
         let id = operation.machine;
@@ -220,13 +222,13 @@ impl LifecycleModel {
             (OperatorDecision::Abandon, OperationKind::Boot) => self.apply(id, &Event::OperationAbandoned),
             (OperatorDecision::Abandon, OperationKind::Delete) => {
                 if !self.undelete(id) && !self.machines[id].registered {
-                    self.end(index, Ending::Cancelled);
+                    self.end(index, OperationOutcome::Cancelled);
                 }
             }
             (OperatorDecision::Abandon, OperationKind::Resize(_)) => operation.step = Step::PowerOn,
             (OperatorDecision::Abandon, OperationKind::Reinstate | OperationKind::PowerOn) => {
                 self.machines[id].may_stay_off = true;
-                self.end(index, Ending::Cancelled);
+                self.end(index, OperationOutcome::Cancelled);
             }
         }
     }
@@ -264,7 +266,7 @@ impl LifecycleModel {
         let may_continue = matches!(call_result, CallResult::Success | CallResult::Refused);
         if matches!(self.operations[index].kind, OperationKind::Delete) {
             if may_continue {
-                self.end(index, Ending::Succeeded);
+                self.end(index, OperationOutcome::Succeeded);
             }
         } else if may_continue {
             self.operations[index].step = Step::CreateServer;
@@ -274,7 +276,7 @@ impl LifecycleModel {
     fn switch_on(&mut self, index: usize, id: usize, call_result: CallResult) {
         if self.cloud.server_of(id).is_none() {
             self.apply(id, &Event::ServerGone);
-            return self.end(index, Ending::Succeeded);
+            return self.end(index, OperationOutcome::Succeeded);
         }
         if matches!(call_result, CallResult::Success | CallResult::LostReply) {
             self.cloud.set_power(id, Power::On);
@@ -294,7 +296,7 @@ impl LifecycleModel {
         }
         // The machine has registered or failed, so no second server is created.
         if !self.is_booting(id) {
-            return self.end(index, Ending::Succeeded);
+            return self.end(index, OperationOutcome::Succeeded);
         }
         match call_result {
             CallResult::Success => {
@@ -314,7 +316,7 @@ impl LifecycleModel {
         let (State::Resizing { .. }, OperationKind::Resize(to)) =
             (&self.machines[id].machine.state, self.operations[index].kind.clone())
         else {
-            return self.end(index, Ending::Succeeded);
+            return self.end(index, OperationOutcome::Succeeded);
         };
         let Some(server_type) = self.server_type(id) else {
             return self.apply(id, &Event::ServerGone);
@@ -346,7 +348,7 @@ impl LifecycleModel {
             }
             _ if call_result == CallResult::Success && server_type == to => {
                 self.apply(id, &Event::ResizeSucceeded);
-                self.end(index, Ending::Succeeded);
+                self.end(index, OperationOutcome::Succeeded);
             }
             _ if call_result == CallResult::Success => self.apply(id, &Event::ResizeReverted),
             _ => {}
@@ -363,8 +365,8 @@ impl LifecycleModel {
         }
     }
 
-    fn end(&mut self, index: usize, ending: Ending) {
-        self.operations[index].ending.get_or_insert(ending);
+    fn end(&mut self, index: usize, outcome: OperationOutcome) {
+        self.operations[index].outcome.get_or_insert(outcome);
     }
 
     /// Ends all operations. Runs up to `max_steps` steps of each, refuses the next call of those that are still open,

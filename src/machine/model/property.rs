@@ -40,8 +40,8 @@ fn run_history(rules: Rules, history: &[Action]) -> Result<(), (usize, BTreeSet<
     ensure_none(history.len(), check_settled(&model))
 }
 
-fn ensure_none(step: usize, found: BTreeSet<Violation>) -> Result<(), (usize, BTreeSet<Violation>)> {
-    if found.is_empty() { Ok(()) } else { Err((step, found)) }
+fn ensure_none(step: usize, violations: BTreeSet<Violation>) -> Result<(), (usize, BTreeSet<Violation>)> {
+    if violations.is_empty() { Ok(()) } else { Err((step, violations)) }
 }
 
 proptest! {
@@ -67,24 +67,25 @@ fn long_million_histories_keep_the_invariants() {
     }
 }
 
-/// Returns the violations that random histories cause under these rules. Stops when `violation` is found, or after 2000
+/// Returns the violations that random histories cause under these rules. Stops when `violation` occurs, or after 2000
 /// histories.
 fn find_violations(rules: Rules, violation: Violation) -> BTreeSet<Violation> {
     let mut runner = TestRunner::deterministic();
-    let mut found = BTreeSet::new();
+    let mut violations = BTreeSet::new();
     for _ in 0..2000 {
         let history = actions().new_tree(&mut runner).expect("no action is filtered out").current();
-        found.extend(run_history(rules, &history).err().map(|(_, found)| found).unwrap_or_default());
-        if found.contains(&violation) {
+        violations
+            .extend(run_history(rules, &history).err().map(|(_, violations)| violations).unwrap_or_default());
+        if violations.contains(&violation) {
             break;
         }
     }
-    found
+    violations
 }
 
 fn assert_detects(violation: Violation, broken: fn(&Machine, &Event) -> Result<Outcome, Refusal>) {
-    let found = find_violations(Rules { transition: broken, ..SOUND_RULES }, violation);
-    assert!(found.contains(&violation), "{violation:?} was not detected, only {found:?}");
+    let violations = find_violations(Rules { transition: broken, ..SOUND_RULES }, violation);
+    assert!(violations.contains(&violation), "{violation:?} was not detected, only {violations:?}");
 }
 
 /// Returns the result of the sound transition, with changed effects.
@@ -104,8 +105,8 @@ fn change_effects(
 #[test]
 fn detects_second_server_for_machine() {
     let violation = Violation::DuplicateServer;
-    let found = find_violations(Rules { has_unique_names: false, ..SOUND_RULES }, violation);
-    assert!(found.contains(&violation), "{found:?}");
+    let violations = find_violations(Rules { has_unique_names: false, ..SOUND_RULES }, violation);
+    assert!(violations.contains(&violation), "{violations:?}");
 }
 
 #[test]
@@ -215,34 +216,34 @@ fn detects_server_that_outlives_machine() {
 
 #[test]
 fn detects_loss_of_unsaved_rows() {
-    let found = find_violations(Rules { marks_unsaved: false, ..SOUND_RULES }, Violation::LostRows);
-    assert!(found.contains(&Violation::LostRows), "{found:?}");
+    let violations = find_violations(Rules { marks_unsaved: false, ..SOUND_RULES }, Violation::LostRows);
+    assert!(violations.contains(&Violation::LostRows), "{violations:?}");
 }
 
 #[test]
 fn detects_early_deletion_of_predecessor() {
-    let found = find_violations(Rules { keeps_predecessors: false, ..SOUND_RULES }, Violation::LostRows);
-    assert!(found.contains(&Violation::LostRows), "{found:?}");
+    let violations = find_violations(Rules { keeps_predecessors: false, ..SOUND_RULES }, Violation::LostRows);
+    assert!(violations.contains(&Violation::LostRows), "{violations:?}");
 }
 
 #[test]
 fn detects_deletion_of_lost_successors_predecessor() {
     let violation = Violation::LastServerRemoved;
-    let found = find_violations(Rules { ignores_lost_successors: false, ..SOUND_RULES }, violation);
-    assert!(found.contains(&violation), "{found:?}");
+    let violations = find_violations(Rules { ignores_lost_successors: false, ..SOUND_RULES }, violation);
+    assert!(violations.contains(&violation), "{violations:?}");
 }
 
 #[test]
 fn detects_deletion_of_server_reported_missing() {
-    let found =
+    let violations =
         find_violations(Rules { rechecks_missing_servers: false, ..SOUND_RULES }, Violation::LostRows);
-    assert!(found.contains(&Violation::LostRows), "{found:?}");
+    assert!(violations.contains(&Violation::LostRows), "{violations:?}");
 }
 
 #[test]
 fn detects_writes_after_final_backup() {
-    let found = find_violations(Rules { stops_writers: false, ..SOUND_RULES }, Violation::LostRows);
-    assert!(found.contains(&Violation::LostRows), "{found:?}");
+    let violations = find_violations(Rules { stops_writers: false, ..SOUND_RULES }, Violation::LostRows);
+    assert!(violations.contains(&Violation::LostRows), "{violations:?}");
 }
 
 #[test]
@@ -254,8 +255,9 @@ fn detects_slot_not_returned() {
 
 #[test]
 fn detects_slot_not_returned_to_older_machine() {
-    let found = find_violations(Rules { reinstates_older: false, ..SOUND_RULES }, Violation::NotReinstated);
-    assert!(found.contains(&Violation::NotReinstated), "{found:?}");
+    let violations =
+        find_violations(Rules { reinstates_older: false, ..SOUND_RULES }, Violation::NotReinstated);
+    assert!(violations.contains(&Violation::NotReinstated), "{violations:?}");
 }
 
 #[test]
@@ -298,7 +300,7 @@ fn detects_server_before_fence_and_late_pointer_move() {
     assert!(check_always(&model).contains(&Violation::PointerMovedByReplacedMachine));
 }
 
-/// The property tests would prove little if the histories stayed shallow.
+/// Ensures that the generated histories are long enough for the property tests to be meaningful.
 #[test]
 fn histories_reach_every_state() {
     let mut runner = TestRunner::deterministic();

@@ -32,7 +32,7 @@ impl LifecycleModel {
     }
 
     fn has_open_operation(&self, id: usize) -> bool {
-        self.operations.iter().any(|operation| operation.machine == id && operation.ending.is_none())
+        self.operations.iter().any(|operation| operation.machine == id && operation.outcome.is_none())
     }
 
     /// Deletes the servers that no longer need to be kept.

@@ -3,8 +3,8 @@
 //!
 //! Calls are suspended when the provider reports an empty budget or returns 429. A call waits until calls are no longer
 //! suspended and the call is reserved in the shared budget. While the shared budget is unavailable, calls are sent
-//! without a reservation. One round trip to the shared budget reserves up to [`RESERVATION_BATCH`] calls. The budget also
-//! limits the calls in flight.
+//! without a reservation. One round trip to the shared budget reserves up to [`RESERVATION_BATCH`] calls. The budget
+//! also limits the calls in flight.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -64,7 +64,7 @@ impl Budget {
         }
     }
 
-    /// Waits for a permit for a call in flight, for the end of a suspension, and for a reservation in the shared budget.
+    /// Waits for an in-flight permit, for the end of a suspension, and for a reservation in the shared budget.
     /// The call counts as in flight until the permit is dropped.
     ///
     /// # Errors
@@ -85,7 +85,7 @@ impl Budget {
                 },
             };
             if Instant::now() >= deadline {
-                // Without a shared budget, the suspension is only an estimate: calls by other users are not known.
+                // Without a shared budget, the suspension is only an estimate: it ignores calls by other users.
                 return if self.shared.is_none() { Ok(permit) } else { Err(BudgetExhausted) };
             }
             tokio::time::sleep_until(until.min(deadline)).await;
@@ -223,7 +223,7 @@ mod tests {
         let clone = budget.clone();
 
         budget.update(&headers(1, 3600), Duration::ZERO);
-        assert_eq!(budget.suspended_until(), None, "the budget is not empty");
+        assert_eq!(budget.suspended_until(), None, "suspended calls although the budget is not empty");
 
         let start = Instant::now();
         budget.update(&headers(0, 360), Duration::ZERO);
@@ -244,8 +244,8 @@ mod tests {
         for _ in 0..MAX_CALLS_IN_FLIGHT {
             permits.push(budget.acquire().await.unwrap());
         }
-        let refused = tokio::time::timeout(2 * max_wait, budget.acquire()).await.unwrap();
-        assert!(refused.is_err());
+        let result = tokio::time::timeout(2 * max_wait, budget.acquire()).await.unwrap();
+        assert!(result.is_err());
         permits.pop();
         assert!(budget.acquire().await.is_ok());
     }
@@ -340,7 +340,7 @@ mod tests {
         assert_eq!(
             rate_budget.remaining.load(Ordering::SeqCst),
             100 - 10 - (RESERVATION_BATCH - 1),
-            "all calls but those in the current reservation are returned"
+            "expired reservations were not returned"
         );
     }
 }

@@ -1,6 +1,6 @@
 //! One call to the provider: its timeout, the classification of its failures, and its retries.
 //!
-//! Invariant: a call that creates something is repeated only after a response that shows that nothing was done.
+//! Invariant: a call that creates something is repeated only after a response that confirms that nothing was done.
 
 use std::time::{Duration, Instant};
 
@@ -28,7 +28,7 @@ pub struct CallLimits {
     pub timeout: Duration,
     pub initial_backoff: Duration,
     pub max_backoff: Duration,
-    /// Maximum wait of each exchange for the rate budget, including the wait for a place among the calls in flight.
+    /// Maximum wait of each exchange for the rate budget, including the wait for an in-flight permit.
     pub max_rate_wait: Duration,
     /// Maximum number of retries after the first exchange.
     pub retries: usize,
@@ -54,7 +54,7 @@ impl Default for CallLimits {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Idempotence {
     Idempotent,
-    /// Each repetition creates or changes something again.
+    /// Each call creates or changes something again.
     NotIdempotent,
 }
 

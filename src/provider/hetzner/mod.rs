@@ -47,7 +47,7 @@ pub struct Hetzner {
 }
 
 impl Hetzner {
-    /// Creates an adapter with a rate budget of its own. `base` is the API's root, such as
+    /// Creates an adapter with a separate rate budget. `base` is the API's root, such as
     /// `https://api.hetzner.cloud/v1`.
     pub fn new(client: reqwest::Client, base: Url, token: &SecretString) -> Result<Self, InvalidToken> {
         Self::with_limits(client, base, token, CallLimits::default())
@@ -63,7 +63,7 @@ impl Hetzner {
         Self::build(client, base, token, CallLimits::default(), Some(rate_budget))
     }
 
-    /// Creates an adapter with limits other than the defaults, and without a shared rate budget.
+    /// Creates an adapter with custom limits, and without a shared rate budget.
     pub fn with_limits(
         client: reqwest::Client,
         base: Url,
@@ -92,17 +92,17 @@ impl Hetzner {
         name: &'static str,
         filter: (&str, &str),
     ) -> Result<Vec<Server>, ProviderError> {
-        let mut found = Vec::new();
+        let mut servers = Vec::new();
         let mut next = Some(1);
         while let Some(page) = next.filter(|page| *page <= MAX_PAGES) {
             let page = page.to_string();
             let query = [filter, ("page", page.as_str()), ("per_page", PER_PAGE)];
             let response: ServersResponse =
                 self.connection.request_json(Call::get(name, "/servers", &query)).await?;
-            found.extend(response.servers.into_iter().map(Server::from));
+            servers.extend(response.servers.into_iter().map(Server::from));
             next = response.meta.pagination.next_page;
         }
-        Ok(found)
+        Ok(servers)
     }
 
     async fn start_action(
@@ -184,14 +184,14 @@ impl Provider for Hetzner {
         let query = [("name", name.as_str())];
         let response: LocationsResponse =
             self.connection.request_json(Call::get("get location", "/locations", &query)).await?;
-        Ok(response.locations.iter().any(|found| found.name == name.as_str()))
+        Ok(response.locations.iter().any(|location| location.name == name.as_str()))
     }
 
     async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError> {
         let query = [("name", name.as_str())];
         let response: ServerTypesResponse =
             self.connection.request_json(Call::get("get server type", "/server_types", &query)).await?;
-        Ok(response.server_types.into_iter().map(ServerTypeInfo::from).find(|found| found.name == *name))
+        Ok(response.server_types.into_iter().map(ServerTypeInfo::from).find(|info| info.name == *name))
     }
 
     async fn prices(&self, name: &ServerType) -> Result<ServerPrices, ProviderError> {

@@ -134,8 +134,8 @@ mod tests {
                     "primary_ips": [{{"type": "ipv4"{prices}}}]}}}}"#
             );
             let response: PricingResponse = serde_json::from_str(&text).unwrap();
-            let found = response.into_prices(&"cpx22".parse().unwrap()).unwrap();
-            assert!(found.servers.is_empty() && found.public_ipv4.is_empty(), "{text}");
+            let parsed = response.into_prices(&"cpx22".parse().unwrap()).unwrap();
+            assert!(parsed.servers.is_empty() && parsed.public_ipv4.is_empty(), "{text}");
         }
     }
 

@@ -93,7 +93,7 @@ export interface Restore {
   writtenBytes: number;
   /** Entries whose owner, mode, times or attributes could not be set. */
   incomplete: number;
-  /** Why the restore failed or, if it is done, what it left out because it is damaged. */
+  /** Why the restore failed or, if it is done, which damaged entries it left out. */
   error: string | null;
 }
 
