@@ -253,14 +253,14 @@ pub async fn list_long_running(
          ORDER BY o.created_at LIMIT $2",
         columns.join(", ")
     );
-    let found = query(client, &sql, &[&age.as_secs_f64(), &limit]).await?;
-    let total = found.first().map_or(0, |row| row.get("total"));
+    let rows = query(client, &sql, &[&age.as_secs_f64(), &limit]).await?;
+    let total = rows.first().map_or(0, |row| row.get("total"));
     let parse = |row: &Row| LongRunningOperation {
         operation: OperationRow::parse(row),
         handle: row.get("handle"),
         age: row.get("age"),
     };
-    Ok((found.iter().map(parse).collect(), total))
+    Ok((rows.iter().map(parse).collect(), total))
 }
 
 /// Suspends an operation until an operator decides. Returns whether `owner` still held its lease.
