@@ -86,9 +86,9 @@ pub async fn reseal(
 
 /// Claims the slot whose repository was pruned longest ago among those that are due. A slot is due if its last pruning
 /// began longer ago than `interval`, or if its claim expired longer ago than `retry_delay`: the process may have been
-/// killed because the pruning took too much memory, and an immediate retry would be killed, too. A request does not wait
-/// for the delay. Concurrent processes claim different slots. The claim lasts for `ttl`, unless [`record_prune`] or
-/// [`release_prune`] ends it.
+/// killed because the pruning took too much memory, and an immediate retry would be killed, too. A request does not
+/// wait for the delay. Concurrent processes claim different slots. The claim lasts for `ttl`, unless [`record_prune`]
+/// or [`release_prune`] ends it.
 pub async fn claim_prune(
     client: &impl GenericClient,
     interval: Duration,

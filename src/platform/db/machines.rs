@@ -113,8 +113,8 @@ pub async fn find_highest_epoch(
     Ok(Epoch(u32::try_from(highest).unwrap_or(0)))
 }
 
-/// Loads the time at which the newest verified snapshot of any of the slot's hosts was taken. A final backup counts even
-/// if the host sent no heartbeat after it.
+/// Loads the time at which the newest verified snapshot of any of the slot's hosts was taken. A final backup counts
+/// even if the host sent no heartbeat after it.
 pub async fn load_newest_backup_time(
     client: &impl GenericClient,
     user: &IdpUserId,

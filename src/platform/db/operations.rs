@@ -350,8 +350,8 @@ pub async fn load_step_age(
     Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
 }
 
-/// Like [`load_step_age`], but counts from the end of the last time that the provider's account blocked the operation, if
-/// that is later; zero while the account blocks it.
+/// Like [`load_step_age`], but counts from the end of the last time that the provider's account blocked the operation,
+/// if that is later; zero while the account blocks it.
 pub async fn load_unblocked_step_age(
     client: &impl GenericClient,
     id: OperationId,

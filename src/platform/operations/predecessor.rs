@@ -118,10 +118,10 @@ async fn try_power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
     Ok(if since_attempt.is_none() { record_first_attempt(outcome, facts, age) } else { outcome })
 }
 
-/// Requests a shutdown, and cuts the power `resize_shutdown` after the provider has accepted the request. If the request
-/// fails, the power is cut without it only if the provider refuses it, or if `failing_for`, the time for which attempts
-/// have failed, is at least `resize_shutdown`. Returns `None` if the provider has no such server. The polling interval
-/// grows with time, because all machines share the provider's rate limit.
+/// Requests a shutdown, and cuts the power `resize_shutdown` after the provider has accepted the request. If the
+/// request fails, the power is cut without it only if the provider refuses it, or if `failing_for`, the time for which
+/// attempts have failed, is at least `resize_shutdown`. Returns `None` if the provider has no such server. The polling
+/// interval grows with time, because all machines share the provider's rate limit.
 pub(super) async fn power_off(
     leased: &LeasedOperation<'_>,
     id: ServerId,

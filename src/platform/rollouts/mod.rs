@@ -3,8 +3,8 @@
 //!
 //! Any process may advance a rollout, but only one process at a time. One notification per host is enough, because the
 //! response to its next heartbeat contains the same request. The notification and the response contain the id of the
-//! request that created the rollout: a host never retries a failed request, but a later rollout of the same release is a
-//! new request.
+//! request that created the rollout: a host never retries a failed request, but a later rollout of the same release is
+//! a new request.
 
 mod verification;
 

@@ -25,8 +25,8 @@ pub enum SavedFiles {
     Complete { until: Timestamp },
     /// Only what was written before `until`; nothing if it is `None`.
     Partial { until: Option<Timestamp>, error: Option<String> },
-    /// The host reports a problem that may prevent a new machine from restoring everything. `can_improve` is true if the
-    /// last changes are not saved yet.
+    /// The host reports a problem that may prevent a new machine from restoring everything. `can_improve` is true if
+    /// the last changes are not saved yet.
     Unreliable { problem: String, can_improve: bool },
 }
 

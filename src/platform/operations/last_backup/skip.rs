@@ -162,8 +162,8 @@ fn finish_without_backup(
 }
 
 /// Finds a complete snapshot that is newer than the latest one. Prefers a snapshot that this machine took. If there is
-/// none, and another machine took the latest one, falls back to the recorded snapshot of an earlier machine that was not
-/// restored to this one.
+/// none, and another machine took the latest one, falls back to the recorded snapshot of an earlier machine that was
+/// not restored to this one.
 ///
 /// Also returns `None` if the pointer names no snapshot, if the pointer is unreadable (which the next step reports), or
 /// if the search fails during a deletion, which restores nothing.
