@@ -67,9 +67,9 @@ pub async fn raise_case(
     detail: &Value,
     lifetime: AlarmLifetime,
 ) -> Result<RaiseOutcome, DbError> {
-    let merged = "CASE WHEN known.expires_at <= clock_timestamp() THEN excluded.detail \
-                  WHEN (SELECT count(*) FROM jsonb_object_keys(known.detail)) >= 100 THEN known.detail \
-                  ELSE known.detail || excluded.detail END";
+    let merged = "CASE WHEN existing.expires_at <= clock_timestamp() THEN excluded.detail \
+                  WHEN (SELECT count(*) FROM jsonb_object_keys(existing.detail)) >= 100 THEN existing.detail \
+                  ELSE existing.detail || excluded.detail END";
     raise_with(client, alarm, (detail, merged), lifetime).await
 }
 
@@ -80,21 +80,21 @@ async fn raise_with(
     lifetime: AlarmLifetime,
 ) -> Result<RaiseOutcome, DbError> {
     let sql = format!(
-        "INSERT INTO fleet_alarms AS known (alarm, detail, since, seen_at, expires_at) \
+        "INSERT INTO fleet_alarms AS existing (alarm, detail, since, seen_at, expires_at) \
          VALUES ($1, $2, statement_timestamp(), statement_timestamp(), \
                  clock_timestamp() + make_interval(secs => $3)) \
          ON CONFLICT (alarm) DO UPDATE SET detail = {merge_sql}, seen_at = excluded.seen_at, \
-         since = CASE WHEN known.expires_at <= clock_timestamp() THEN excluded.since ELSE known.since END, \
+         since = CASE WHEN existing.expires_at <= clock_timestamp() THEN excluded.since ELSE existing.since END, \
          expires_at = excluded.expires_at \
          RETURNING since = seen_at, coalesce(released_until > clock_timestamp(), false)"
     );
     let seconds = match lifetime {
         AlarmLifetime::UntilCleared => None,
-        AlarmLifetime::For(time) => Some(time.as_secs_f64()),
+        AlarmLifetime::For(duration) => Some(duration.as_secs_f64()),
     };
-    let found = query_opt(client, &sql, &[&alarm, &detail, &seconds]).await?;
-    let raised = |row: &Row| RaiseOutcome { is_new: row.get(0), is_released: row.get(1) };
-    Ok(found.as_ref().map_or(RaiseOutcome { is_new: false, is_released: false }, raised))
+    let row = query_opt(client, &sql, &[&alarm, &detail, &seconds]).await?;
+    let outcome = |row: &Row| RaiseOutcome { is_new: row.get(0), is_released: row.get(1) };
+    Ok(row.as_ref().map_or(RaiseOutcome { is_new: false, is_released: false }, outcome))
 }
 
 pub async fn clear(client: &impl GenericClient, alarm: &str) -> Result<(), DbError> {

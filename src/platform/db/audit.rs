@@ -85,7 +85,7 @@ pub async fn list(
     }
     params.push(&limit);
     sql += &format!(" ORDER BY at DESC, audit_id DESC LIMIT ${}", params.len());
-    let found = query(client, &sql, &params).await?;
+    let rows = query(client, &sql, &params).await?;
     let parse = |row: &tokio_postgres::Row| AuditRow {
         id: AuditId(row.get(0)),
         at: row.get(1),
@@ -96,5 +96,5 @@ pub async fn list(
         after: row.get(6),
         request_id: row.get(7),
     };
-    Ok(found.iter().map(parse).collect())
+    Ok(rows.iter().map(parse).collect())
 }

@@ -23,8 +23,8 @@ pub async fn reserve(
     let per_second = observed.and_then(|budget| budget.per_second);
     let age = observed.map(|budget| budget.at.elapsed().as_secs_f64());
     let params: super::Params<'_> = &[&account, &wanted, &unused, &remaining, &capacity, &per_second, &age];
-    let found = query_opt(client, sql, params).await?;
-    let (granted, wait) = found.map_or((0, 0.0), |row| (row.get::<_, i32>(0), row.get::<_, f64>(1)));
+    let row = query_opt(client, sql, params).await?;
+    let (granted, wait) = row.map_or((0, 0.0), |row| (row.get::<_, i32>(0), row.get::<_, f64>(1)));
     Ok(BudgetGrant {
         calls: u32::try_from(granted).unwrap_or(0),
         wait: Duration::try_from_secs_f64(wait).unwrap_or_default(),

@@ -34,8 +34,8 @@ pub async fn list_needing_attention(client: &impl GenericClient) -> Result<Vec<E
                WHERE m.server_deleted_at IS NULL \
                    AND (m.deleted_at IS NOT NULL OR m.retired_at IS NOT NULL)) ended \
                WHERE unsaved OR abandoned OR waiting IS NOT NULL ORDER BY machine_id";
-    let found = query(client, sql, &[]).await?;
-    Ok(found
+    let rows = query(client, sql, &[]).await?;
+    Ok(rows
         .iter()
         .map(|row| EndedMachineRow {
             machine: MachineId(row.get(0)),

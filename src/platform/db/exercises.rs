@@ -13,7 +13,7 @@ pub struct ExerciseRow {
     pub machine: MachineId,
 }
 
-/// All slots with their machines; a query must select the test slots with `s.is_test`.
+/// Joins all slots with their machines; a query must filter for test slots with `s.is_test`.
 const SLOTS_JOIN_MACHINES: &str =
     "slots s JOIN user_machines m ON m.idp_user_id = s.idp_user_id AND m.slot = s.slot";
 
@@ -43,6 +43,6 @@ pub async fn find_rollback(client: &impl GenericClient) -> Result<Option<Exercis
 }
 
 async fn find(client: &impl GenericClient, sql: &str) -> Result<Option<ExerciseRow>, DbError> {
-    let found = query_opt(client, sql, &[]).await?;
-    Ok(found.map(|row| ExerciseRow { at: row.get(0), machine: MachineId(row.get(1)) }))
+    let row = query_opt(client, sql, &[]).await?;
+    Ok(row.map(|row| ExerciseRow { at: row.get(0), machine: MachineId(row.get(1)) }))
 }

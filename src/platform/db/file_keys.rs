@@ -86,9 +86,9 @@ pub async fn reseal(
 
 /// Claims the slot whose repository was pruned longest ago among those that are due. A slot is due if its last pruning
 /// began longer ago than `interval`, or if its claim expired longer ago than `retry_delay`: the process may have been
-/// killed because the pruning took too much memory, and must not be killed again and again. A request does not wait for
-/// the delay. Concurrent processes claim different slots. The claim lasts for `ttl`, unless [`record_prune`] or
-/// [`release_prune`] ends it.
+/// killed because the pruning took too much memory, and an immediate retry would be killed, too. A request does not
+/// wait for the delay. Concurrent processes claim different slots. The claim lasts for `ttl`, unless [`record_prune`]
+/// or [`release_prune`] ends it.
 pub async fn claim_prune(
     client: &impl GenericClient,
     interval: Duration,
@@ -209,7 +209,8 @@ pub async fn release_prune(client: &impl GenericClient, user: &str, slot: &str) 
 }
 
 /// Records the result of a pruning, and ends its claim. The next one is due earlier by `advance`, which is zero except
-/// after a failure. A request that arrived during the pruning has set `pruned_at` to the epoch, so the next one is due.
+/// after a failure. A request that arrived during the pruning has set `pruned_at` to the epoch, so the next one is due
+/// immediately.
 pub async fn record_prune(
     client: &impl GenericClient,
     (user, slot): (&str, &str),
@@ -222,7 +223,7 @@ pub async fn record_prune(
     execute(client, sql, &[&user, &slot, &error, &advance.as_secs_f64()]).await.map(drop)
 }
 
-/// Records that a pruning succeeded, but left work to another one. Its claim expires, like that of an interrupted
+/// Records that a pruning succeeded, but left work for a later one. Its claim expires, like that of an interrupted
 /// pruning, so the slot is due again after the retry delay.
 pub async fn record_unfinished_prune(
     client: &impl GenericClient,

@@ -121,8 +121,8 @@ pub async fn list_active_machines(client: &impl GenericClient) -> Result<Vec<Fle
                    FROM user_machines GROUP BY idp_user_id, slot) b \
                    ON b.idp_user_id = m.idp_user_id AND b.slot = m.slot \
                WHERE m.deleted_at IS NULL AND m.retired_at IS NULL ORDER BY m.machine_id";
-    let found = query(client, sql, &[]).await?;
-    Ok(found
+    let rows = query(client, sql, &[]).await?;
+    Ok(rows
         .iter()
         .map(|row| FleetRow {
             machine: MachineId(row.get(0)),

@@ -19,8 +19,8 @@ pub async fn find_response(
     key: &str,
 ) -> Result<Option<StoredResponse>, DbError> {
     let sql = "SELECT route, body_hash, status, response FROM idempotency_keys WHERE actor = $1 AND key = $2";
-    let found = query_opt(client, sql, &[&actor, &key]).await?;
-    Ok(found.map(|row| StoredResponse {
+    let row = query_opt(client, sql, &[&actor, &key]).await?;
+    Ok(row.map(|row| StoredResponse {
         route: row.get(0),
         body_hash: row.get(1),
         status: u16::try_from(row.get::<_, i32>(2)).unwrap_or(200),

@@ -90,8 +90,8 @@ pub async fn list_public_keys_for_host(
     let sql = "SELECT kid, public_key FROM signing_keys WHERE purpose = $1 AND (retired_at IS NULL \
                OR kid = ANY($2) AND NOT EXISTS (SELECT 1 FROM signing_keys active WHERE active.purpose = $1 \
                    AND active.retired_at IS NULL AND active.kid = ANY($2))) ORDER BY created_at, kid";
-    let found = query(client, sql, &[&purpose, &acknowledged]).await?;
-    let keys = found.iter().map(|row| ProofKey { kid: row.get(0), x: row.get(1) }).collect();
+    let rows = query(client, sql, &[&purpose, &acknowledged]).await?;
+    let keys = rows.iter().map(|row| ProofKey { kid: row.get(0), x: row.get(1) }).collect();
     Ok(ProofKeys { keys })
 }
 
@@ -112,8 +112,8 @@ pub async fn list_distribution(
     let sql = "SELECT kid, extract(epoch FROM clock_timestamp() - created_at)::float8, \
                extract(epoch FROM clock_timestamp() - acknowledged_at)::float8 FROM signing_keys \
                WHERE purpose = $1 AND retired_at IS NULL ORDER BY created_at, kid";
-    let found = query(client, sql, &[&purpose]).await?;
-    Ok(found
+    let rows = query(client, sql, &[&purpose]).await?;
+    Ok(rows
         .iter()
         .map(|row| KeyDistribution {
             kid: row.get(0),
@@ -143,9 +143,9 @@ pub async fn count_unacknowledged(
          FROM user_machines WHERE {ACTIVE} \
          AND (status <> 'failed' OR failure_cause = 'resize') AND NOT ($1 = ANY(proof_kids))) hosts"
     );
-    let found = query(client, &sql, &[&kid, &max_silence.as_secs_f64()]).await?;
+    let rows = query(client, &sql, &[&kid, &max_silence.as_secs_f64()]).await?;
     let counts = |row: &Row| UnacknowledgedHosts { reporting: row.get(0), silent: row.get(1) };
-    Ok(found.first().map(counts).unwrap_or_default())
+    Ok(rows.first().map(counts).unwrap_or_default())
 }
 
 /// Records whether every host that the rotation waits for has acknowledged this key, and if so, the current time.

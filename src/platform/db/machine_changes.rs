@@ -378,7 +378,7 @@ pub struct Heartbeat<'a> {
 pub async fn record_heartbeat(
     client: &impl GenericClient,
     id: MachineId,
-    beat: &Heartbeat<'_>,
+    heartbeat: &Heartbeat<'_>,
 ) -> Result<(), DbError> {
     let sql = "WITH bound AS (SELECT clock_timestamp() + interval '5 minutes' AS latest) \
                UPDATE user_machines SET heartbeat_at = clock_timestamp(), image_version = $2, health = $3, \
@@ -389,28 +389,28 @@ pub async fn record_heartbeat(
                bundle_keys_sequence = coalesce($10, bundle_keys_sequence), bundle_key_ids = coalesce($11, bundle_key_ids), \
                certificate = $12, files = $13 \
                FROM bound WHERE machine_id = $1 RETURNING coalesce($5 > latest, false)";
-    let version = beat.image_version.as_str();
+    let version = heartbeat.image_version.as_str();
     let params: super::Params<'_> = &[
         &id.0,
         &version,
-        &beat.health,
-        &beat.last_backup,
-        &beat.backup_taken_at,
-        &beat.last_update,
-        &beat.is_updating,
-        &beat.checks,
-        &beat.attention,
-        &beat.trusted_keys.map(|keys| i64::from(keys.sequence)),
-        &beat.trusted_keys.map(|keys| &keys.ids),
-        &beat.certificate,
-        &beat.files,
+        &heartbeat.health,
+        &heartbeat.last_backup,
+        &heartbeat.backup_taken_at,
+        &heartbeat.last_update,
+        &heartbeat.is_updating,
+        &heartbeat.checks,
+        &heartbeat.attention,
+        &heartbeat.trusted_keys.map(|keys| i64::from(keys.sequence)),
+        &heartbeat.trusted_keys.map(|keys| &keys.ids),
+        &heartbeat.certificate,
+        &heartbeat.files,
     ];
     if query_opt(client, sql, params).await?.is_some_and(|row| row.get(0)) {
-        tracing::warn!(machine = %id, taken_at = ?beat.backup_taken_at,
+        tracing::warn!(machine = %id, taken_at = ?heartbeat.backup_taken_at,
             "ignored a snapshot that is dated in the future: check the host's clock");
     }
     // A separate statement, which usually changes no row: an update of this column makes every router reload the
     // machine's keys.
     let kids = "UPDATE user_machines SET proof_kids = $2 WHERE machine_id = $1 AND proof_kids <> $2";
-    execute(client, kids, &[&id.0, &beat.proof_kids]).await.map(drop)
+    execute(client, kids, &[&id.0, &heartbeat.proof_kids]).await.map(drop)
 }

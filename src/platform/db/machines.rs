@@ -108,13 +108,13 @@ pub async fn find_highest_epoch(
     slot: &Slot,
 ) -> Result<Epoch, DbError> {
     let sql = "SELECT coalesce(max(epoch), 0) FROM user_machines WHERE idp_user_id = $1 AND slot = $2";
-    let found = query(client, sql, &[&user.as_str(), &slot.as_str()]).await?;
-    let highest: i32 = found.first().map_or(0, |row| row.get(0));
+    let rows = query(client, sql, &[&user.as_str(), &slot.as_str()]).await?;
+    let highest: i32 = rows.first().map_or(0, |row| row.get(0));
     Ok(Epoch(u32::try_from(highest).unwrap_or(0)))
 }
 
-/// Loads the time at which the newest verified snapshot of any of the slot's hosts was taken. A final backup counts even
-/// if the host sent no heartbeat after it.
+/// Loads the time at which the newest verified snapshot of any of the slot's hosts was taken. A final backup counts
+/// even if the host sent no heartbeat after it.
 pub async fn load_newest_backup_time(
     client: &impl GenericClient,
     user: &IdpUserId,
@@ -193,8 +193,8 @@ pub async fn count_active_previews(client: &impl GenericClient, user: &IdpUserId
     let sql = format!(
         "SELECT count(*) FROM user_machines WHERE idp_user_id = $1 AND kind = 'preview' AND {ACTIVE}"
     );
-    let found = query(client, &sql, &[&user.as_str()]).await?;
-    Ok(found.first().map_or(0, |row| row.get(0)))
+    let rows = query(client, &sql, &[&user.as_str()]).await?;
+    Ok(rows.first().map_or(0, |row| row.get(0)))
 }
 
 /// Lists booting machines whose registration period has expired. Unlike `clock_timestamp()`, `now()` is stable within a
@@ -254,8 +254,8 @@ pub async fn load_create_request_age(
 ) -> Result<Duration, DbError> {
     let sql = "SELECT extract(epoch FROM clock_timestamp() - create_ordered_at)::float8 \
                FROM user_machines WHERE machine_id = $1 AND create_ordered_at IS NOT NULL";
-    let found = query_opt(client, sql, &[&id.0]).await?;
-    Ok(found.map_or(Duration::MAX, |row| duration_from_secs(Some(row.get(0)))))
+    let row = query_opt(client, sql, &[&id.0]).await?;
+    Ok(row.map_or(Duration::MAX, |row| duration_from_secs(Some(row.get(0)))))
 }
 
 fn duration_from_secs(seconds: Option<f64>) -> Duration {
@@ -282,8 +282,8 @@ pub enum MachineScope {
     Ended,
 }
 
-/// SQL condition for machines with a handle; `$` stands for the number of the parameter. The condition on the user lets
-/// the query use the index on the user: a handle belongs to one user.
+/// SQL condition for machines with a handle; `$` is a placeholder for the numbered parameter. The condition on the user
+/// lets the query use the index on the user: a handle belongs to one user.
 const HANDLE_CONDITION: &str =
     "idp_user_id = (SELECT idp_user_id FROM handles WHERE handle = $) AND handle = $";
 

@@ -1,8 +1,8 @@
 //! The platform's database: connection pools, and statements with a deadline. Each subject has its own file in this
 //! directory.
 //!
-//! This module makes no decisions about machines. Invariants: every statement has a deadline, and an error shows
-//! whether the database was unavailable or rejected the statement.
+//! This module makes no decisions about machines. Invariants: every statement has a deadline, and errors distinguish an
+//! unavailable database from a rejected statement.
 
 pub mod alarms;
 pub mod audit;
@@ -296,7 +296,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn connect_names_a_host_that_cannot_be_resolved() {
+    async fn connect_error_names_unresolvable_host() {
         // DNS does not allow an empty label, so no request is sent.
         let error = connect(&"host=a..b user=u".parse().unwrap()).await.err().unwrap();
         assert!(error.to_string().starts_with("cannot resolve a..b: "), "{error}");

@@ -61,9 +61,9 @@ pub async fn load_newest_lines(client: &impl GenericClient, id: OperationId) -> 
         "SELECT {COLUMNS}, count(*) OVER () AS total FROM operation_log WHERE operation_id = $1 \
          ORDER BY seq DESC LIMIT $2"
     );
-    let found = query(client, &sql, &[&id.0, &MAX_SHOWN_LINES]).await?;
-    let total: i64 = found.first().map_or(0, |row| row.get("total"));
-    let lines: Vec<LogLineRow> = found.iter().rev().map(LogLineRow::parse).collect();
+    let rows = query(client, &sql, &[&id.0, &MAX_SHOWN_LINES]).await?;
+    let total: i64 = rows.first().map_or(0, |row| row.get("total"));
+    let lines: Vec<LogLineRow> = rows.iter().rev().map(LogLineRow::parse).collect();
     let omitted = total - i64::try_from(lines.len()).unwrap_or(total);
     Ok(NewestLines { lines, omitted })
 }

@@ -7,7 +7,7 @@ use jiff::Timestamp;
 use svc_base::metrics::{OPERATION_DURATION, OPERATIONS, intern_label};
 
 /// Counts an operation that has just ended, and records how long ago it was created. Most callers count within their
-/// transaction, because the lifecycle ends operations at many places. If the commit fails, the count is one too high.
+/// transaction, because the lifecycle ends operations in many places. If the commit fails, the count is one too high.
 pub fn record_end(kind: &str, outcome: &str, created_at: Timestamp) {
     let kind = intern_label(kind);
     OPERATIONS.add_one([kind, intern_label(outcome)]);

@@ -253,14 +253,14 @@ pub async fn list_long_running(
          ORDER BY o.created_at LIMIT $2",
         columns.join(", ")
     );
-    let found = query(client, &sql, &[&age.as_secs_f64(), &limit]).await?;
-    let total = found.first().map_or(0, |row| row.get("total"));
+    let rows = query(client, &sql, &[&age.as_secs_f64(), &limit]).await?;
+    let total = rows.first().map_or(0, |row| row.get("total"));
     let parse = |row: &Row| LongRunningOperation {
         operation: OperationRow::parse(row),
         handle: row.get("handle"),
         age: row.get("age"),
     };
-    Ok((found.iter().map(parse).collect(), total))
+    Ok((rows.iter().map(parse).collect(), total))
 }
 
 /// Suspends an operation until an operator decides. Returns whether `owner` still held its lease.
@@ -350,8 +350,8 @@ pub async fn load_step_age(
     Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
 }
 
-/// Like [`load_step_age`], but counts from the end of the last time that the provider's account blocked the operation, if
-/// that is later; zero while the account blocks it.
+/// Like [`load_step_age`], but counts from the end of the last time that the provider's account blocked the operation,
+/// if that is later; zero while the account blocks it.
 pub async fn load_unblocked_step_age(
     client: &impl GenericClient,
     id: OperationId,

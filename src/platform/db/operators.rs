@@ -34,7 +34,7 @@ pub async fn find_by_token(
     id: OperatorTokenId,
     record_interval: Duration,
 ) -> Result<Option<TokenRow>, DbError> {
-    // UNION ALL, because the two tokens have different columns. Each half uses its own index.
+    // The current and the previous token have separate columns. UNION ALL lets each half use its own index.
     let sql = "SELECT name, scopes, token_hash, revoked_at IS NOT NULL, expires_at <= clock_timestamp(), \
                  coalesce(last_used_at < clock_timestamp() - make_interval(secs => $2), true) \
                FROM operators WHERE token_id = $1 \
@@ -42,7 +42,7 @@ pub async fn find_by_token(
                SELECT name, scopes, previous_token_hash, revoked_at IS NOT NULL, previous_expires_at <= clock_timestamp(), \
                  coalesce(previous_used_at < clock_timestamp() - make_interval(secs => $2), true) \
                FROM operators WHERE previous_token_id = $1";
-    let found = query_opt(client, sql, &[&id.0, &record_interval.as_secs_f64()]).await?;
+    let row = query_opt(client, sql, &[&id.0, &record_interval.as_secs_f64()]).await?;
     let parse = |row: Row| {
         let scopes: Vec<String> = row.get(1);
         Ok(TokenRow {
@@ -57,7 +57,7 @@ pub async fn find_by_token(
             is_use_unrecorded: row.get(5),
         })
     };
-    found.map(parse).transpose()
+    row.map(parse).transpose()
 }
 
 /// Records that a token was used, unless a use was recorded within `record_interval`.
@@ -188,10 +188,10 @@ pub async fn revoke(tx: &Transaction<'_>, name: &OperatorName) -> Result<Operato
 }
 
 async fn update(tx: &Transaction<'_>, sql: &str, params: super::Params<'_>) -> Result<OperatorRow, DbError> {
-    let found = query_opt(tx, sql, params).await?;
+    let row = query_opt(tx, sql, params).await?;
     let missing =
         || DbError::Unreadable { what: "operator", why: "the locked row does not exist".to_owned() };
-    OperatorRow::parse(&found.ok_or_else(missing)?)
+    OperatorRow::parse(&row.ok_or_else(missing)?)
 }
 
 /// Counts the operators, including those whose tokens have expired or been revoked.

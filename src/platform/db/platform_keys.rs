@@ -43,7 +43,7 @@ pub struct KeyState {
 
 impl ProcessKeys {
     /// Renews this process's row, and deletes the rows of processes that ended long ago. If the row was not renewed for
-    /// half of `ttl`, `steady_since` restarts.
+    /// half of `ttl`, `steady_since` is reset.
     pub async fn renew(&self, client: &impl GenericClient) -> Result<(), DbError> {
         let sql = "INSERT INTO platform_processes AS process (process_id, key_id, other_key_id) VALUES ($1, $2, $3) \
                    ON CONFLICT (process_id) DO UPDATE SET seen_at = clock_timestamp(), steady_since = \
@@ -115,20 +115,20 @@ pub async fn count_with_key(
 ) -> Result<(i64, i64), DbError> {
     let sql = "SELECT count(*), count(*) FILTER (WHERE $1 IN (key_id, other_key_id)) FROM platform_processes \
                WHERE seen_at > clock_timestamp() - make_interval(secs => $2)";
-    let found = query_opt(client, sql, &[&key.as_str(), &ttl.as_secs_f64()]).await?;
-    Ok(found.map_or((0, 0), |row| (row.get(0), row.get(1))))
+    let row = query_opt(client, sql, &[&key.as_str(), &ttl.as_secs_f64()]).await?;
+    Ok(row.map_or((0, 0), |row| (row.get(0), row.get(1))))
 }
 
 /// Returns whether a release with these tables has migrated the database.
 pub async fn has_tables(client: &impl GenericClient) -> Result<bool, DbError> {
-    let found = query_opt(client, "SELECT to_regclass('platform_processes') IS NOT NULL", &[]).await?;
-    Ok(found.is_some_and(|row| row.get(0)))
+    let row = query_opt(client, "SELECT to_regclass('platform_processes') IS NOT NULL", &[]).await?;
+    Ok(row.is_some_and(|row| row.get(0)))
 }
 
 /// Returns whether any key has been recorded.
 pub async fn has_any(client: &impl GenericClient) -> Result<bool, DbError> {
-    let found = query_opt(client, "SELECT EXISTS (SELECT 1 FROM platform_keys)", &[]).await?;
-    Ok(found.is_some_and(|row| row.get(0)))
+    let row = query_opt(client, "SELECT EXISTS (SELECT 1 FROM platform_keys)", &[]).await?;
+    Ok(row.is_some_and(|row| row.get(0)))
 }
 
 /// Returns whether this key is recorded. Completing a rotation deletes the records of earlier keys.
@@ -156,8 +156,8 @@ pub async fn record_use(tx: &Transaction<'_>, key: &KeyId) -> Result<(), DbError
 pub async fn load_state(client: &impl GenericClient, key: &KeyId) -> Result<KeyState, DbError> {
     let sql = "SELECT fences_user, fences_slot, fences_signed_at IS NOT NULL, sole_since IS NOT NULL \
                FROM platform_keys WHERE key_id = $1";
-    let found = query_opt(client, sql, &[&key.as_str()]).await?;
-    Ok(found.map_or_else(KeyState::default, |row| KeyState {
+    let row = query_opt(client, sql, &[&key.as_str()]).await?;
+    Ok(row.map_or_else(KeyState::default, |row| KeyState {
         last_processed_slot: row.get::<_, Option<String>>(0).zip(row.get(1)),
         has_signed_fences: row.get(2),
         is_rotation_complete: row.get(3),
@@ -200,8 +200,8 @@ pub async fn list_slots_after(
     let sql = "SELECT DISTINCT idp_user_id, slot FROM user_machines WHERE (idp_user_id, slot) > ($1, $2) \
                ORDER BY idp_user_id, slot LIMIT $3";
     let (user, slot) = lower_bounds(after);
-    let found = query(client, sql, &[&user, &slot, &limit]).await?;
-    Ok(found.iter().map(|row| (row.get(0), row.get(1))).collect())
+    let rows = query(client, sql, &[&user, &slot, &limit]).await?;
+    Ok(rows.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 
 /// Counts the slots after this one.

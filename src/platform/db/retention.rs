@@ -100,7 +100,7 @@ impl ExpiringTable {
                 "DELETE FROM operator_audit WHERE audit_id IN (SELECT audit_id FROM operator_audit \
                  WHERE at < now() - make_interval(secs => $1) ORDER BY at LIMIT $2 FOR UPDATE SKIP LOCKED)",
             ),
-            // Until then, the audit log may contain the operator's actions, so the name must not be reused earlier.
+            // The name must not be reused while the audit log may still contain the operator's actions.
             Self::Operators => (
                 "operators",
                 "DELETE FROM operators WHERE name IN (SELECT name FROM operators \

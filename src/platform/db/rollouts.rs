@@ -160,8 +160,8 @@ pub async fn list_reachable_machines(
                AND m.powered_off_at IS NULL AND ($1::text[] IS NULL OR m.handle = ANY ($1)) AND m.handle <> ALL ($2) \
                ORDER BY coalesce(m.heartbeat_at < clock_timestamp() - interval '2 minutes', true), \
                CASE WHEN s.is_test THEN m.machine_id END NULLS LAST, random()";
-    let found = query(client, sql, &[&handles, &except]).await?;
-    Ok(found.iter().map(|row| (MachineId(row.get(0)), row.get(1))).collect())
+    let rows = query(client, sql, &[&handles, &except]).await?;
+    Ok(rows.iter().map(|row| (MachineId(row.get(0)), row.get(1))).collect())
 }
 
 /// Timeouts for a host whose update was requested.
@@ -205,9 +205,8 @@ pub async fn list_members(
     let version = rollout.image_version.as_str();
     let can_be_overdue = rollout.state != RolloutState::Paused;
     let (silence, total) = (timeouts.silence.as_secs_f64(), timeouts.total.as_secs_f64());
-    let found = query(client, sql, &[&rollout.id.0, &version, &can_be_overdue, &silence, &total]).await?;
-    found
-        .iter()
+    let rows = query(client, sql, &[&rollout.id.0, &version, &can_be_overdue, &silence, &total]).await?;
+    rows.iter()
         .map(|row| {
             Ok(Member {
                 machine: MachineId(row.get(0)),
@@ -337,8 +336,8 @@ pub async fn list_running_release(
                AND m.image_version = $2 AND m.updating IS NOT TRUE AND m.status = 'running' AND m.deleted_at IS NULL \
                AND m.retired_at IS NULL AND m.powered_off_at IS NULL ORDER BY r.batch, r.machine_id LIMIT 100";
     let (version, only) = (rollout.image_version.as_str(), only.map(|machine| machine.0));
-    let found = query(client, sql, &[&rollout.id.0, &version, &only]).await?;
-    Ok(found.iter().map(|row| MachineId(row.get(0))).collect())
+    let rows = query(client, sql, &[&rollout.id.0, &version, &only]).await?;
+    Ok(rows.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
 pub async fn set_state(
@@ -365,12 +364,12 @@ pub async fn find_desired_release(
 ) -> Result<Option<DesiredRelease>, DbError> {
     let sql = "SELECT o.image_version, o.request_id FROM rollout_machines r JOIN rollouts o USING (rollout_id) \
                WHERE r.machine_id = $1 AND r.state = 'asked' AND o.state = 'running'";
-    let Some(found) = query_opt(client, sql, &[&machine.0]).await? else { return Ok(None) };
-    let version: &str = found.get(0);
+    let Some(row) = query_opt(client, sql, &[&machine.0]).await? else { return Ok(None) };
+    let version: &str = row.get(0);
     let parsed = version.parse();
     let image_version =
         parsed.map_err(|why| DbError::Unreadable { what: "rollouts", why: format!("{why}") })?;
-    Ok(Some(DesiredRelease { image_version, request_id: found.get(1) }))
+    Ok(Some(DesiredRelease { image_version, request_id: row.get(1) }))
 }
 
 /// Lists the newest rollouts, newest first.
@@ -387,11 +386,11 @@ pub async fn count_machines(
     let ids: Vec<uuid::Uuid> = rollouts.iter().map(|rollout| rollout.id.0).collect();
     let sql =
         "SELECT rollout_id, state, count(*) FROM rollout_machines WHERE rollout_id = ANY ($1) GROUP BY 1, 2";
-    let found = query(client, sql, &[&ids]).await?;
+    let rows = query(client, sql, &[&ids]).await?;
     let count = |row: &Row| {
         Ok((RolloutId(row.get(0)), parse_member_state(row.get(1))?, row.get::<_, i64>(2).unsigned_abs()))
     };
-    found.iter().map(count).collect()
+    rows.iter().map(count).collect()
 }
 
 /// A machine in a rollout.
@@ -415,7 +414,7 @@ pub async fn list_machines(
     let sql = "SELECT r.machine_id, m.handle, m.slot, r.batch, r.state, r.error, r.asked_at, r.ended_at, m.image_version \
                FROM rollout_machines r JOIN user_machines m USING (machine_id) WHERE r.rollout_id = $1 \
                ORDER BY r.batch, r.machine_id";
-    let found = query(client, sql, &[&rollout.0]).await?;
+    let rows = query(client, sql, &[&rollout.0]).await?;
     let parse = |row: &Row| {
         Ok(RolloutMachineRow {
             machine: MachineId(row.get(0)),
@@ -429,5 +428,5 @@ pub async fn list_machines(
             image_version: row.get(8),
         })
     };
-    found.iter().map(parse).collect()
+    rows.iter().map(parse).collect()
 }

@@ -24,15 +24,15 @@ pub struct TrackedServer {
 
 /// Reads the id of this installation, which all platform processes share.
 pub async fn load_installation_id(client: &impl GenericClient) -> Result<Uuid, DbError> {
-    let found = query_opt(client, "SELECT installation_id FROM installation", &[]).await?;
+    let row = query_opt(client, "SELECT installation_id FROM installation", &[]).await?;
     let missing = || DbError::Unreadable { what: "installation", why: "the table is empty".to_owned() };
-    found.map(|row| row.get(0)).ok_or_else(missing)
+    row.map(|row| row.get(0)).ok_or_else(missing)
 }
 
 /// Reads the database's clock.
 pub async fn now(client: &impl GenericClient) -> Result<Timestamp, DbError> {
-    let found = query_opt(client, "SELECT clock_timestamp()", &[]).await?;
-    Ok(found.map_or(Timestamp::MIN, |row| row.get(0)))
+    let row = query_opt(client, "SELECT clock_timestamp()", &[]).await?;
+    Ok(row.map_or(Timestamp::MIN, |row| row.get(0)))
 }
 
 /// Counts of the servers that belong to the platform's machines.
@@ -72,8 +72,8 @@ pub async fn list_others_in_slot(
     let sql = "SELECT machine_id FROM user_machines WHERE idp_user_id = $1 AND slot = $2 AND machine_id <> $3 \
                AND server_deleted_at IS NULL AND (provider_server_id IS NOT NULL OR create_ordered_at IS NOT NULL) \
                AND failure_cause IS DISTINCT FROM 'server_gone' ORDER BY epoch LIMIT 10";
-    let found = query(client, sql, &[&machine.user.as_str(), &machine.slot.as_str(), &machine.id.0]).await?;
-    Ok(found.iter().map(|row| MachineId(row.get(0))).collect())
+    let rows = query(client, sql, &[&machine.user.as_str(), &machine.slot.as_str(), &machine.id.0]).await?;
+    Ok(rows.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
 /// SQL condition for machines that hold their slot and are marked as failed if their server disappears: machines that
@@ -96,7 +96,8 @@ pub async fn list_holding_data(client: &impl GenericClient) -> Result<Vec<Tracke
     list_servers_where(client, &condition).await
 }
 
-/// Lists the matching servers in random order, so that no server is always left out if a pass checks only some of them.
+/// Lists the matching servers in random order, so that a pass that checks only some of them does not always skip the
+/// same ones.
 async fn list_servers_where(
     client: &impl GenericClient,
     condition: &str,
@@ -106,13 +107,13 @@ async fn list_servers_where(
              extract(epoch FROM now() - greatest(heartbeat_at, registered_at, created_at))::float8 \
          FROM user_machines WHERE {condition} ORDER BY random()"
     );
-    let found = query(client, &sql, &[]).await?;
+    let rows = query(client, &sql, &[]).await?;
     let parse = |row: &Row| TrackedServer {
         machine: MachineId(row.get(0)),
         server: row.get(1),
         silent_for: Duration::try_from_secs_f64(row.get::<_, f64>(2).max(0.0)).unwrap_or_default(),
     };
-    Ok(found.iter().map(parse).collect())
+    Ok(rows.iter().map(parse).collect())
 }
 
 /// Counts the machines that failed within the last `period` because their servers had disappeared.
@@ -148,8 +149,8 @@ pub async fn record_returned(
                RETURNING m.machine_id, m.provider_server_id";
     let (machines, servers): (Vec<Uuid>, Vec<i64>) =
         listed.iter().map(|(machine, server)| (machine.0, *server)).unzip();
-    let found = query(client, sql, &[&machines, &servers, &listed_at]).await?;
-    Ok(found.iter().map(|row| (MachineId(row.get(0)), row.get(1))).collect())
+    let rows = query(client, sql, &[&machines, &servers, &listed_at]).await?;
+    Ok(rows.iter().map(|row| (MachineId(row.get(0)), row.get(1))).collect())
 }
 
 /// Records that the machine's server is missing, and returns how long it has been missing; zero if the machine no
@@ -161,8 +162,8 @@ pub async fn record_missing(
     let sql = "UPDATE user_machines SET server_missing_since = coalesce(server_missing_since, clock_timestamp()) \
                WHERE machine_id = $1 AND provider_server_id = $2 \
                RETURNING extract(epoch FROM clock_timestamp() - server_missing_since)::float8";
-    let found = query_opt(client, sql, &[&expected.machine.0, &expected.server]).await?;
-    let seconds: f64 = found.map_or(0.0, |row| row.get(0));
+    let row = query_opt(client, sql, &[&expected.machine.0, &expected.server]).await?;
+    let seconds: f64 = row.map_or(0.0, |row| row.get(0));
     Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
 }
 
@@ -172,7 +173,7 @@ pub async fn filter_known(
     machines: &[MachineId],
 ) -> Result<HashSet<MachineId>, DbError> {
     let ids: Vec<Uuid> = machines.iter().map(|id| id.0).collect();
-    let found =
+    let rows =
         query(client, "SELECT machine_id FROM user_machines WHERE machine_id = ANY($1)", &[&ids]).await?;
-    Ok(found.iter().map(|row| MachineId(row.get(0))).collect())
+    Ok(rows.iter().map(|row| MachineId(row.get(0))).collect())
 }

@@ -137,10 +137,10 @@ pub async fn find_release(
     slot: &Slot,
 ) -> Result<Option<ImageVersion>, DbError> {
     let sql = "SELECT image_version FROM slot_releases WHERE idp_user_id = $1 AND slot = $2";
-    let Some(found) = query_opt(client, sql, &[&user.as_str(), &slot.as_str()]).await? else {
+    let Some(row) = query_opt(client, sql, &[&user.as_str(), &slot.as_str()]).await? else {
         return Ok(None);
     };
-    let version: &str = found.get(0);
+    let version: &str = row.get(0);
     let parsed = version.parse();
     parsed.map(Some).map_err(|why| DbError::Unreadable { what: "slot_releases", why: format!("{why}") })
 }
@@ -179,10 +179,11 @@ pub async fn find_slots_by_label(
     client: &impl GenericClient,
     labels: &[String],
 ) -> Result<HashMap<String, String>, DbError> {
-    let sql = "WITH known AS (SELECT idp_user_id || '/' || slot AS name FROM slots \
+    let sql = "WITH slot_names AS (SELECT idp_user_id || '/' || slot AS name FROM slots \
                  UNION SELECT idp_user_id || '/' || slot FROM user_machines), \
-               labelled AS (SELECT left(encode(sha256(convert_to(name, 'UTF8')), 'hex'), 32) AS label, name FROM known) \
-               SELECT label, name FROM labelled WHERE label = ANY($1)";
+               labeled AS (SELECT left(encode(sha256(convert_to(name, 'UTF8')), 'hex'), 32) AS label, name \
+                 FROM slot_names) \
+               SELECT label, name FROM labeled WHERE label = ANY($1)";
     Ok(query(client, sql, &[&labels]).await?.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 

@@ -52,8 +52,8 @@ pub async fn count(client: &impl GenericClient, grace: Duration) -> Result<Unkno
     let sql = "SELECT count(*) FILTER (WHERE released_at IS NULL), count(released_at), \
                max(first_seen) FILTER (WHERE released_at IS NOT NULL) + make_interval(secs => $1) \
                FROM unknown_servers";
-    let found = query_opt(client, sql, &[&grace.as_secs_f64()]).await?;
-    Ok(found.map_or_else(UnknownServers::default, |row| UnknownServers {
+    let row = query_opt(client, sql, &[&grace.as_secs_f64()]).await?;
+    Ok(row.map_or_else(UnknownServers::default, |row| UnknownServers {
         held: row.get(0),
         released: row.get(1),
         last_deletion: row.get(2),

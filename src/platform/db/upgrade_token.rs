@@ -31,8 +31,8 @@ pub fn parse(row: &Row) -> Result<UpgradeToken, DbError> {
 
 /// Records that a heartbeat has used a later generation for the first time. The previous token stays valid for
 /// `overlap`. A pending request for a rotation is fulfilled if the host's last recorded heartbeat arrived after it
-/// ([`UpgradeToken::advance`] says why). Returns false, and changes nothing, if this or a later generation has been
-/// recorded already.
+/// ([`UpgradeToken::advance`] gives the reason). Returns `false`, and changes nothing, if this or a later generation
+/// has already been recorded.
 pub async fn advance(
     tx: &Transaction<'_>,
     id: MachineId,
@@ -89,12 +89,12 @@ pub async fn list_after(
          greatest(heartbeat_at, registered_at, created_at) <= now() - make_interval(secs => $2) \
          FROM user_machines WHERE {ACTIVE} AND machine_id > $1 ORDER BY machine_id LIMIT $3"
     );
-    let found = query(client, &sql, &[&after.0, &max_silence.as_secs_f64(), &limit]).await?;
+    let rows = query(client, &sql, &[&after.0, &max_silence.as_secs_f64(), &limit]).await?;
     let parse = |row: &Row| MachineToken {
         machine: MachineId(row.get(0)),
         generation: Generation(row.get::<_, i32>(1).unsigned_abs()),
         hash: row.get(2),
         is_silent: row.get(3),
     };
-    Ok(found.iter().map(parse).collect())
+    Ok(rows.iter().map(parse).collect())
 }

@@ -112,11 +112,11 @@ pub async fn check(bucket: &Bucket, ids: &KeyIds) -> Result<NamedKey, MarkError>
 /// Writes a mark for the current key if the store has no mark, or a mark for the previous key.
 pub async fn write(bucket: &Bucket, ids: &KeyIds) -> Result<(), MarkError> {
     for _ in 0..MAX_WRITE_ATTEMPTS {
-        let found = read(bucket).await?;
-        if classify(found.as_ref(), ids)? == NamedKey::Current {
+        let stored = read(bucket).await?;
+        if classify(stored.as_ref(), ids)? == NamedKey::Current {
             return Ok(());
         }
-        let condition = found.map_or(Condition::Absent, |found| Condition::Unchanged(found.version));
+        let condition = stored.map_or(Condition::Absent, |stored| Condition::Unchanged(stored.version));
         let mark = Mark { version: FORMAT, key_id: ids.current.as_str().to_owned(), noted_at: now_ms() };
         let path = mark_path();
         let put = bucket.put_json_if(&path, &mark, condition);
@@ -157,19 +157,19 @@ fn mark_path() -> Path {
 
 async fn read(bucket: &Bucket) -> Result<Option<VersionedValue<Mark>>, StoreError> {
     let path = mark_path();
-    let found = bucket.run_with_timeout(&path, CALL_TIMEOUT, bucket.get_json::<Mark>(&path)).await?;
+    let stored = bucket.run_with_timeout(&path, CALL_TIMEOUT, bucket.get_json::<Mark>(&path)).await?;
     let is_id = |text: &str| text.len() == KeyId::CHARS && text.bytes().all(|byte| byte.is_ascii_hexdigit());
-    match found {
-        Some(found) if !is_id(&found.value.key_id) => {
+    match stored {
+        Some(mark) if !is_id(&mark.value.key_id) => {
             Err(StoreError::corrupt(&path, &"keyId is not a fingerprint of a platform key"))
         }
-        found => Ok(found),
+        stored => Ok(stored),
     }
 }
 
-fn classify(found: Option<&VersionedValue<Mark>>, ids: &KeyIds) -> Result<NamedKey, MarkError> {
-    let Some(found) = found else { return Ok(NamedKey::NoMark) };
-    let key_id = &found.value.key_id;
+fn classify(stored: Option<&VersionedValue<Mark>>, ids: &KeyIds) -> Result<NamedKey, MarkError> {
+    let Some(stored) = stored else { return Ok(NamedKey::NoMark) };
+    let key_id = &stored.value.key_id;
     if key_id == ids.current.as_str() {
         return Ok(NamedKey::Current);
     }

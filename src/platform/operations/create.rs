@@ -43,17 +43,17 @@ const LOCATIONS_TRIED: &str = "locationsTried";
 const LOOKUP_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum interval between checks of the provider's create actions.
 const MAX_ACTION_CHECK_INTERVAL: Duration = Duration::from_secs(15);
-/// Timeout for a create request. It is longer than the provider client takes: the window for retries, and one exchange
-/// with the wait for the rate budget. Otherwise, it would discard the client's error, which usually shows that nothing
-/// was created.
+/// Timeout for a create request. It exceeds the longest time that the provider client can take: the retry window plus
+/// one exchange, including the wait for the rate budget. A shorter timeout would discard the client's error, which
+/// usually proves that nothing was created.
 const CREATE_TIMEOUT: Duration = Duration::from_secs(50);
 
 pub async fn create_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = leased.machine().await?;
     let platform = leased.platform;
     if machine.create_ordered_at.is_some() {
-        if let Some(found) = find_server(platform, &machine).await? {
-            return Ok(adopt(&found));
+        if let Some(server) = find_server(platform, &machine).await? {
+            return Ok(adopt(&server));
         }
         let session = platform.db.session().await?;
         let since = db::machines::load_create_request_age(&session, machine.id).await?;
@@ -68,8 +68,8 @@ pub async fn create_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
     let order = build_order(platform, &machine, &keys).await?;
     leased.record_create_sent().await?;
     leased.hit_fail_point(Step::CreateServer, StepPoint::RequestRecorded)?;
-    let sent = tokio::time::timeout(CREATE_TIMEOUT, platform.provider.create(&order)).await;
-    let Ok(response) = sent else {
+    let result = tokio::time::timeout(CREATE_TIMEOUT, platform.provider.create(&order)).await;
+    let Ok(response) = result else {
         tracing::warn!(machine = %machine.id, timeout_s = CREATE_TIMEOUT.as_secs(),
             "a create request has timed out, and its outcome is unknown");
         return Ok(StepOutcome::wait(LOOKUP_INTERVAL));
@@ -97,7 +97,7 @@ async fn handle_create_error(
             Ok(StepOutcome::wait(Duration::ZERO))
         }
         ErrorKind::Conflict => match find_server(leased.platform, machine).await? {
-            Some(found) => Ok(adopt(&found)),
+            Some(server) => Ok(adopt(&server)),
             None => Err(StepError::from(error)),
         },
         ErrorKind::Account if error.is_capacity_error() => {
@@ -183,8 +183,8 @@ pub async fn check_actions(
 
 /// Looks up the machine's server by name, then by label.
 pub async fn find_server(platform: &Platform, machine: &MachineRow) -> Result<Option<Server>, ProviderError> {
-    if let Some(found) = platform.provider.find(&machine.server_name()).await? {
-        return Ok(Some(found));
+    if let Some(server) = platform.provider.find(&machine.server_name()).await? {
+        return Ok(Some(server));
     }
     let labeled = platform.provider.find_by_label(&label_selector(machine.id)).await?;
     Ok(labeled.into_iter().next())

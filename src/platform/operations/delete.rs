@@ -26,12 +26,12 @@ pub async fn delete_own_server(leased: &LeasedOperation<'_>) -> Result<StepOutco
             return Ok(StepOutcome::Fail { code: later_holder::BEHIND_STORE, note });
         }
     }
-    // A later machine may have reported this after the removal began, because it could not restore the files.
+    // A later machine that could not restore the files may have set `unsaved_since` after the removal began.
     if machine.unsaved_since.is_some() && machine.discard_ordered_at.is_none() {
         let note = "the server may hold the only copy of some data: it is kept until an operator discards it";
         return Ok(StepOutcome::Fail { code: "unsaved_changes", note });
     }
-    // No final backup contains the data, and no discard has accepted its loss.
+    // No final backup contains the data, and no operator has accepted its loss.
     let is_unsaved = machine.registered_at.is_some()
         && machine.final_backup_at.is_none()
         && machine.discard_ordered_at.is_none();
@@ -67,16 +67,16 @@ pub async fn delete_server(leased: &LeasedOperation<'_>, machine: &MachineRow) -
     }
     // Read again: the previous lease holder may have recorded a server.
     let Some(machine) = db::machines::get(&session, machine.id).await? else { return Ok(true) };
-    let since_order = db::machines::load_create_request_age(&session, machine.id).await?;
+    let request_age = db::machines::load_create_request_age(&session, machine.id).await?;
     drop(session);
     if let Some(id) = machine.provider_server_id {
         platform.provider.delete(ServerId(id)).await?;
     } else if machine.create_ordered_at.is_some() {
         match create::find_server(platform, &machine).await? {
-            Some(found) => {
-                platform.provider.delete(found.id).await?;
+            Some(server) => {
+                platform.provider.delete(server.id).await?;
             }
-            None if since_order < platform.config.provider.ambiguous_wait => return Ok(false),
+            None if request_age < platform.config.provider.ambiguous_wait => return Ok(false),
             None => {}
         }
     }

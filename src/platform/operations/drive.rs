@@ -34,7 +34,7 @@ const MIN_CLAIM_INTERVAL: Duration = Duration::from_millis(20);
 pub async fn run(platform: Arc<Platform>) {
     let mut drivers = Drivers::default();
     while !platform.stop.is_cancelled() {
-        let wait = drivers.fill(&platform).await.unwrap_or_else(|error| {
+        let wait = drivers.claim_due(&platform).await.unwrap_or_else(|error| {
             tracing::warn!(error = %format_chain(&error), "cannot claim operations");
             None
         });
@@ -43,8 +43,8 @@ pub async fn run(platform: Arc<Platform>) {
             () = platform.stop.cancelled() => {}
             () = platform.runner_wake.notified() => {}
             () = tokio::time::sleep(wait.map_or(poll, |wait| wait.clamp(MIN_CLAIM_INTERVAL.min(poll), poll))) => {}
-            Some(ended) = drivers.general.join_next() => log_panic(ended),
-            Some(ended) = drivers.host_calls.join_next() => log_panic(ended),
+            Some(result) = drivers.general.join_next() => log_panic(result),
+            Some(result) = drivers.host_calls.join_next() => log_panic(result),
         }
     }
     while drivers.general.join_next().await.is_some() {}
@@ -61,7 +61,7 @@ struct Drivers {
 impl Drivers {
     /// Claims due operations up to the capacity of each lane. Returns the time until the next one is due in a lane with
     /// capacity, if there is one.
-    async fn fill(&mut self, platform: &Arc<Platform>) -> Result<Option<Duration>, DbError> {
+    async fn claim_due(&mut self, platform: &Arc<Platform>) -> Result<Option<Duration>, DbError> {
         while let Some(supported) = self.claimable_steps() {
             // Each claim has its own owner: a process that claims an operation again after losing it must not look like
             // the previous owner.
@@ -72,7 +72,7 @@ impl Drivers {
                 return db::operations::time_until_due(&session, &supported).await;
             };
             drop(session);
-            let lane = match lane_of(&operation) {
+            let lane = match current_lane(&operation) {
                 Lane::General => &mut self.general,
                 Lane::HostCalls => &mut self.host_calls,
             };
@@ -93,14 +93,14 @@ impl Drivers {
     }
 }
 
-fn log_panic(ended: Result<(), JoinError>) {
-    if let Err(error) = ended {
+fn log_panic(result: Result<(), JoinError>) {
+    if let Err(error) = result {
         tracing::error!(%error, "a step panicked; its lease will expire");
     }
 }
 
 /// Returns the lane of the operation's current step.
-fn lane_of(operation: &OperationRow) -> Lane {
+fn current_lane(operation: &OperationRow) -> Lane {
     operation.step.parse().map_or(Lane::General, Step::lane)
 }
 
@@ -119,12 +119,12 @@ async fn drive_with_request_id(platform: &Platform, operation: OperationRow, own
 
 /// Runs the steps of one operation while they are due and in the lane of the first one.
 async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
-    let lane = lane_of(&operation);
+    let lane = current_lane(&operation);
     let mut needs_other_lane = false;
     let is_stored = loop {
         match run_current_step(platform, &operation, owner).await {
             Ok(Some(next)) if !platform.stop.is_cancelled() => {
-                needs_other_lane = lane_of(&next) != lane;
+                needs_other_lane = current_lane(&next) != lane;
                 if needs_other_lane {
                     break true;
                 }
@@ -143,14 +143,14 @@ async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
             }
         }
     };
-    let released = async {
+    let release = async {
         let session = platform.db.session().await?;
         if !is_stored {
             db::leases::postpone(&session, operation.id, owner, MAX_UNSTORED_BACKOFF).await?;
         }
         db::operations::release(&session, operation.id, owner).await
     };
-    if let Err(error) = released.await {
+    if let Err(error) = release.await {
         tracing::warn!(operation = %operation.id, error = %format_chain(&error), "cannot release a lease");
     }
     if needs_other_lane {

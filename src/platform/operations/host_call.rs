@@ -49,7 +49,7 @@ const PROOF_TTL_SECONDS: i64 = 30;
 const MAX_RESPONSE_BYTES: usize = 64 << 10;
 /// A daily report for one year takes about 40 KiB; a report by user has one entry per user and channel.
 const MAX_USAGE_BYTES: usize = 1 << 20;
-/// A page of 10,000 entries.
+/// Enough for a page of 10,000 entries.
 const MAX_FILES_BYTES: usize = 8 << 20;
 
 /// Requests a backup from a machine's host. Returns the request time by the host's clock, if the host reports it: a
@@ -257,7 +257,7 @@ pub enum FilesCallError {
     TooLarge(usize),
 }
 
-/// The members of a host's problem that an operator sees.
+/// The members of a host's problem response that are shown to an operator.
 #[derive(Debug, Default, serde::Deserialize)]
 #[serde(default)]
 struct HostProblem {

@@ -52,7 +52,7 @@ pub(super) async fn take_inventory(platform: &Platform) -> (Inventory, anyhow::R
 
 async fn record_inventory(platform: &Platform, failures: &mut Failures) -> anyhow::Result<Inventory> {
     let session = platform.db.session().await?;
-    let began = db::servers::now(&session).await?;
+    let started_at = db::servers::now(&session).await?;
     drop(session);
     let listed = match platform.provider.find_by_label(MACHINE_LABEL).await {
         Ok(listed) => listed,
@@ -61,7 +61,7 @@ async fn record_inventory(platform: &Platform, failures: &mut Failures) -> anyho
             return Err(error.into());
         }
     };
-    let outcome = record_late_servers(platform, &listed, began).await;
+    let outcome = record_late_servers(platform, &listed, started_at).await;
     failures.record("servers that were created late", outcome);
     let outcome = fail_vanished(platform, &listed, failures).await;
     failures.record("missing servers", outcome);
@@ -78,11 +78,15 @@ fn parse_machine_label(server: &Server) -> Option<MachineId> {
 }
 
 /// Records the listed servers of ended machines that were recorded as having none: the servers were created late.
-async fn record_late_servers(platform: &Platform, listed: &[Server], began: Timestamp) -> anyhow::Result<()> {
+async fn record_late_servers(
+    platform: &Platform,
+    listed: &[Server],
+    listed_at: Timestamp,
+) -> anyhow::Result<()> {
     let servers: HashMap<MachineId, i64> =
         listed.iter().filter_map(|server| Some((parse_machine_label(server)?, server.id.0))).collect();
     let session = platform.db.session().await?;
-    for (machine, server) in db::servers::record_returned(&session, &servers, began).await? {
+    for (machine, server) in db::servers::record_returned(&session, &servers, listed_at).await? {
         tracing::warn!(%machine, server, "the provider has the server of a machine that was recorded as having none");
     }
     Ok(())
@@ -174,7 +178,7 @@ async fn confirm_missing<'a>(
     (lost, total - looked_up)
 }
 
-/// Looks up a server by id, and records it as seen if it exists. Returns whether the provider has lost it.
+/// Looks up a server by id, and records it as seen if it exists. Returns whether the provider no longer has it.
 async fn confirm_lost(platform: &Platform, machine: &TrackedServer) -> anyhow::Result<bool> {
     let exists = platform.provider.get(ServerId(machine.server)).await?.is_some();
     if exists {
@@ -184,7 +188,7 @@ async fn confirm_lost(platform: &Platform, machine: &TrackedServer) -> anyhow::R
     Ok(!exists)
 }
 
-/// Checks whether so many servers are missing that an operator must decide. The servers missing in this pass are
+/// Checks whether the number of missing servers requires an operator's decision. The servers missing in this pass are
 /// counted together with the losses in the last hour, because a slow mass loss is still a mass loss.
 async fn check_permission(
     session: &Object,
@@ -194,10 +198,10 @@ async fn check_permission(
     let failed = db::servers::count_recent_server_losses(session, LOSS_WINDOW).await?;
     let limit = alarms::max_missing_servers(live.len());
     let is_none_listed = missing == live.len() && missing >= MIN_SERVERS_TO_SUSPECT_TOKEN;
-    let is_over = missing.saturating_add(failed) > limit || is_none_listed;
+    let is_over_limit = missing.saturating_add(failed) > limit || is_none_listed;
     let detail = json!({"missing": missing, "live": live.len(), "failedInLastHour": failed, "limit": limit});
     let permission =
-        alarms::check_blocking(session, Alarm::ServersMissing, missing, is_over, &detail).await?;
+        alarms::check_blocking(session, Alarm::ServersMissing, missing, is_over_limit, &detail).await?;
     if permission == WorkPermission::Blocked && is_none_listed {
         tracing::error!(
             servers = missing,
@@ -240,7 +244,7 @@ async fn fail_machine(platform: &Platform, expected: &TrackedServer) -> anyhow::
 }
 
 /// Describes servers by their labels: the machine, its epoch, and the slot if the database has it.
-async fn describe(session: &Object, servers: &[&Server]) -> anyhow::Result<Vec<Value>> {
+async fn describe_servers(session: &Object, servers: &[&Server]) -> anyhow::Result<Vec<Value>> {
     let label = |server: &Server, name: &str| server.labels.get(name).cloned();
     let slots: Vec<String> = servers.iter().filter_map(|server| label(server, SLOT_LABEL)).collect();
     let slots_by_label = if slots.is_empty() {
@@ -248,7 +252,7 @@ async fn describe(session: &Object, servers: &[&Server]) -> anyhow::Result<Vec<V
     } else {
         db::slots::find_slots_by_label(session, &slots).await?
     };
-    let describe = |server: &&Server| {
+    let to_json = |server: &&Server| {
         let slot = label(server, SLOT_LABEL).and_then(|slot| slots_by_label.get(&slot).cloned());
         json!({
             "providerServerId": server.id.0.to_string(),
@@ -257,7 +261,7 @@ async fn describe(session: &Object, servers: &[&Server]) -> anyhow::Result<Vec<V
             "slot": slot,
         })
     };
-    Ok(servers.iter().map(describe).collect())
+    Ok(servers.iter().map(to_json).collect())
 }
 
 /// Handles servers that have this installation's label but belong to no known machine, for example after the database
@@ -284,7 +288,7 @@ async fn handle_orphans(
     db::unknown_servers::replace(&session, &ids).await?;
     let grace = platform.config.timing.orphan_grace;
     let counted = db::unknown_servers::count(&session, grace).await?;
-    let descriptions = describe(&session, &unknown[..unknown.len().min(MAX_SHOWN_SERVERS)]).await?;
+    let descriptions = describe_servers(&session, &unknown[..unknown.len().min(MAX_SHOWN_SERVERS)]).await?;
     let detail = json!({"unknown": unknown.len(), "released": counted.released, "servers": descriptions});
     alarms::raise_or_clear(&session, Alarm::UnknownServers, unknown.len(), &detail).await?;
     let due = db::unknown_servers::list_due(&session, grace).await?;

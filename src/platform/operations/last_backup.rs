@@ -367,7 +367,7 @@ async fn handle_unreachable(
             poll_interval(silent_for, MAX_SILENT_POLL_INTERVAL).min(remaining.max(POLL_INTERVAL)),
         ));
     }
-    if machine.heartbeat_at.is_some_and(|beat| beat > since) {
+    if machine.heartbeat_at.is_some_and(|at| at > since) {
         let failure = "the host is sending heartbeats, but the platform cannot call it".to_owned();
         return handle_failure(leased, machine, progress, BackupFailure::Failed(failure)).await;
     }

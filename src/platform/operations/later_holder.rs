@@ -170,7 +170,7 @@ fn decide_for_holder(kind: OperationKind, subject: OperationSubject, holder: Lat
         OperationKind::Provision | OperationKind::Recover | OperationKind::Delete if is_own => {
             HolderDecision::RaiseEpoch
         }
-        // A fence below the machine's own epoch was known when the operation was requested.
+        // A fence below the machine's own epoch was already checked when the operation was requested.
         OperationKind::Provision | OperationKind::Recover
             if !subject.is_registered && holder.epoch >= subject.epoch =>
         {
@@ -190,8 +190,8 @@ fn needs_decision(kind: OperationKind, step: Step, subject: OperationSubject, cl
     let is_other = claimed.machine != subject.machine;
     match kind {
         OperationKind::Delete => true,
-        // A fence below the machine's own epoch was known when the operation was requested. A booting machine destroys
-        // nothing.
+        // A fence below the machine's own epoch was already checked when the operation was requested. A booting machine
+        // cannot destroy data.
         OperationKind::Provision | OperationKind::Recover => {
             step != Step::AwaitRegistration && !subject.is_registered && claimed.epoch >= subject.epoch
         }
@@ -219,8 +219,8 @@ pub async fn check_step(leased: &LeasedOperation<'_>, step: Step) -> Result<Opti
         return Ok(None);
     }
     let machine = leased.machine().await?;
-    let found = match find_claim(leased.platform, &leased.platform.db, &machine.user, &machine.slot).await {
-        Ok(found) => found,
+    let claim = match find_claim(leased.platform, &leased.platform.db, &machine.user, &machine.slot).await {
+        Ok(claim) => claim,
         // The step that needs the pointer reports that it is unreadable.
         Err(LookupError::Store(StoreError::Corrupt { .. })) => FenceClaim::Nothing,
         // An unavailable store does not end a long wait: the next poll, or the registration, checks again.
@@ -245,7 +245,7 @@ pub async fn check_step(leased: &LeasedOperation<'_>, step: Step) -> Result<Opti
         is_registered: machine.registered_at.is_some(),
         is_deletion_confirmed: leased.facts().contains_key(DELETION_CONFIRMED),
     };
-    match found {
+    match claim {
         FenceClaim::Nothing => Ok(None),
         FenceClaim::Unverified(claimed) => {
             Ok(require_fence_decision(leased, step, (&machine, subject), claimed).await)
@@ -396,7 +396,7 @@ mod tests {
             assert_eq!(
                 decide_for_holder(kind, booting, holder(other, 4)),
                 HolderDecision::Continue,
-                "the fence was known when the operation was requested"
+                "the fence was already checked when the operation was requested"
             );
             assert_eq!(
                 decide_for_holder(kind, subject(true, false), holder(other, 6)),

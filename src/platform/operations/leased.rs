@@ -33,8 +33,8 @@ pub struct LeasedOperation<'a> {
 impl LeasedOperation<'_> {
     pub async fn machine(&self) -> Result<MachineRow, DbError> {
         let session = self.platform.db.session().await?;
-        let found = db::machines::get(&session, self.operation.machine).await?;
-        found.ok_or(DbError::Unreadable { what: "operation", why: "its machine is missing".to_owned() })
+        let machine = db::machines::get(&session, self.operation.machine).await?;
+        machine.ok_or(DbError::Unreadable { what: "operation", why: "its machine is missing".to_owned() })
     }
 
     pub fn facts(&self) -> Map<String, Value> {
@@ -84,8 +84,8 @@ impl LeasedOperation<'_> {
     /// Looks up the server of a machine that failed because the server was missing. If the provider has it, records
     /// that the machine has a server again, and returns `true`.
     pub async fn detect_returned_server(&self, machine: &MachineRow) -> Result<bool, StepError> {
-        let may_be_found = machine.has_lost_server() && machine.may_have_server();
-        let Some(server) = machine.provider_server_id.filter(|_| may_be_found) else { return Ok(false) };
+        let may_have_returned = machine.has_lost_server() && machine.may_have_server();
+        let Some(server) = machine.provider_server_id.filter(|_| may_have_returned) else { return Ok(false) };
         if self.platform.provider.get(ServerId(server)).await?.is_none() {
             return Ok(false);
         }

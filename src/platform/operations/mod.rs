@@ -70,7 +70,7 @@ impl StepPoint {
         }
     }
 
-    fn all_of(step: Step) -> &'static [Self] {
+    fn for_step(step: Step) -> &'static [Self] {
         match step {
             Step::CreateServer | Step::RebootServer => &[Self::Before, Self::RequestRecorded, Self::After],
             Step::PowerOn => &[Self::Before, Self::RequestRecorded, Self::After, Self::ActionEnded],
@@ -88,7 +88,7 @@ pub fn fail_point_name(kind: OperationKind, step: Step, point: StepPoint) -> Str
 /// Returns the names of an operation's fail points.
 pub fn fail_point_names(kind: OperationKind) -> Vec<String> {
     let names =
-        |step: Step| StepPoint::all_of(step).iter().map(move |point| fail_point_name(kind, step, *point));
+        |step: Step| StepPoint::for_step(step).iter().map(move |point| fail_point_name(kind, step, *point));
     kind.steps().iter().flat_map(|step| names(*step)).collect()
 }
 

@@ -118,10 +118,10 @@ async fn try_power_off(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Step
     Ok(if since_attempt.is_none() { record_first_attempt(outcome, facts, age) } else { outcome })
 }
 
-/// Requests a shutdown, and cuts the power `resize_shutdown` after the provider has accepted the request. If the request
-/// fails, the power is cut without it only if the provider refuses it, or if `failing_for`, the time for which attempts
-/// have failed, is at least `resize_shutdown`. Returns `None` if the provider has no such server. The polling interval
-/// grows with time, because all machines share the provider's rate limit.
+/// Requests a shutdown, and cuts the power `resize_shutdown` after the provider has accepted the request. If the
+/// request fails, the power is cut without it only if the provider refuses it, or if `failing_for`, the time for which
+/// attempts have failed, is at least `resize_shutdown`. Returns `None` if the provider has no such server. The polling
+/// interval grows with time, because all machines share the provider's rate limit.
 pub(super) async fn power_off(
     leased: &LeasedOperation<'_>,
     id: ServerId,
@@ -174,7 +174,8 @@ pub(super) async fn power_off(
     Ok(Some(StepOutcome::wait(resize::poll_interval(since_cut.unwrap_or(age)))))
 }
 
-/// Returns the time since the event whose fact is the step's age, in seconds; `None` if it has not happened.
+/// Returns the time since an event, whose fact holds the step's age at the event in seconds; `None` if the fact is not
+/// set.
 pub(super) fn time_since(facts: &Map<String, Value>, name: &str, age: Duration) -> Option<Duration> {
     let at = facts.get(name)?.as_f64()?;
     Some(age.saturating_sub(Duration::try_from_secs_f64(at).unwrap_or_default()))
@@ -263,7 +264,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn clear_absence_forgets_that_server_was_missing() {
+    fn clear_absence_removes_only_absent_fact() {
         let facts = || {
             let names = [ABSENT, SHUTDOWN_ACCEPTED_AT];
             names.map(|name| (name.to_owned(), json!(true))).into_iter().collect::<Map<_, _>>()
@@ -274,7 +275,7 @@ mod tests {
             StepOutcome::wait_for(POLL_INTERVAL, "server_locked", "locked"),
         ] {
             let StepOutcome::Wait { delay, facts: Some(cleared) } = clear_absence(outcome, facts()) else {
-                panic!("the step must wait, with changed facts");
+                panic!("expected a wait with changed facts");
             };
             assert_eq!(delay, POLL_INTERVAL);
             assert_eq!(cleared.keys().collect::<Vec<_>>(), [SHUTDOWN_ACCEPTED_AT]);
@@ -283,11 +284,11 @@ mod tests {
     }
 
     #[test]
-    fn first_attempt_is_recorded_even_if_it_must_wait() {
+    fn first_attempt_is_recorded_while_server_is_locked() {
         let locked = StepOutcome::wait_for(POLL_INTERVAL, "server_locked", "locked");
         let recorded = record_first_attempt(locked, Map::new(), Duration::from_secs(300));
         let StepOutcome::Wait { facts: Some(facts), .. } = recorded else {
-            panic!("the step must wait, with changed facts");
+            panic!("expected a wait with changed facts");
         };
         let since = |age| time_since(&facts, FIRST_ATTEMPT_AT, Duration::from_secs(age));
         assert_eq!(since(310), Some(Duration::from_secs(10)));

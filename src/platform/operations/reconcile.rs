@@ -53,7 +53,7 @@ async fn run_pass(platform: &Platform, min_interval: Duration) {
     report("previews", expire_previews(platform).await);
     report("hanging_operations", end_stalled_operations(platform).await);
     report("unknown_operations", report_unknown_operations(platform).await);
-    // The process that has the turn reports the outcome.
+    // Only the process that claimed the turn reports the outcome.
     if let Some((inventory, outcome)) = check_servers(platform, min_interval).await {
         report("servers", outcome);
         if inventory == Inventory::Recorded {
@@ -234,14 +234,14 @@ async fn remove_leftovers(platform: &Platform) -> anyhow::Result<()> {
         return Ok(());
     }
     let retention = platform.config.timing.server_retention();
-    let found = db::kept_servers::list_removable(&tx, &retention).await?;
-    for machine in &found {
+    let removable = db::kept_servers::list_removable(&tx, &retention).await?;
+    for machine in &removable {
         db::operations::create(&tx, *machine, OperationKind::RemoveServer, OperationOptions::default())
             .await?;
         tracing::info!(%machine, "the retention of a machine's server has ended: removing the server");
     }
     db::commit(tx).await?;
-    if !found.is_empty() {
+    if !removable.is_empty() {
         platform.runner_wake.notify_one();
     }
     Ok(())

@@ -115,7 +115,7 @@ pub async fn await_host(leased: &LeasedOperation<'_>) -> Result<StepOutcome, Ste
         }
     }
     if !is_waiting {
-        return Ok(StepOutcome::done_with_note("its writers resume with its next heartbeat"));
+        return Ok(StepOutcome::done_with_note("the host resumes its writers at its next heartbeat"));
     }
     if age >= leased.platform.config.timing.resize_health {
         return Ok(StepOutcome::Fail { code: "host_silent", note: "the host did not come back in time" });

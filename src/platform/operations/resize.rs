@@ -147,7 +147,10 @@ pub async fn await_health(leased: &LeasedOperation<'_>) -> Result<StepOutcome, S
         leased.platform.provider.power_on(server.id).await?;
         return Ok(StepOutcome::wait(poll_interval(age)));
     }
-    let has_returned = machine.heartbeat_at.zip(machine.power_ordered_at).is_some_and(|(beat, on)| beat > on);
+    let has_returned = machine
+        .heartbeat_at
+        .zip(machine.power_ordered_at)
+        .is_some_and(|(heartbeat, power_on)| heartbeat > power_on);
     if !has_returned || !machine.is_healthy() || server.is_locked {
         return Ok(StepOutcome::wait(poll_interval(age)));
     }

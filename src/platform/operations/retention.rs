@@ -17,7 +17,7 @@ const PRUNE_INTERVAL: Duration = Duration::from_secs(60);
 /// which exceeds any table's insert rate.
 const MAX_BATCHES: u32 = 20;
 
-/// Tolerates differences between clocks, so that no row is deleted while it is still valid.
+/// Tolerates clock skew, so that no row is deleted while it is still valid.
 const SESSION_GRACE: Duration = Duration::from_secs(3600);
 /// Counted from the key's first use.
 const IDEMPOTENCY_KEY_RETENTION: Duration = Duration::from_secs(7 * 86_400);
@@ -25,7 +25,7 @@ const IDEMPOTENCY_KEY_RETENTION: Duration = Duration::from_secs(7 * 86_400);
 /// Deletes expired rows from all tables, if no process has done so recently.
 ///
 /// # Errors
-/// The first failure. If one table cannot be pruned, the others still are; the next pass tries again.
+/// The first failure. The remaining tables are still pruned, and the next pass retries the failed ones.
 pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let min_interval = PRUNE_INTERVAL.min(platform.config.timing.reconcile_interval * 2).mul_f64(0.9);

@@ -27,7 +27,7 @@ use svc_machine::event::Event;
 use svc_machine::id::MachineId;
 use svc_provider::{ErrorKind, ProviderError};
 
-/// A new machine fails if all attempts of a step fail for this long. A recovery can then be requested again.
+/// A new machine fails if all attempts at a step fail for this long. A recovery can then be requested again.
 const FAILING_STEP_TIMEOUT: Duration = Duration::from_secs(3600);
 /// Minimum number of consecutive failures of a step before a new machine fails.
 const MIN_CONSECUTIVE_FAILURES: i32 = 5;
@@ -76,12 +76,12 @@ pub async fn run_current_step(
                 return Ok(next);
             }
             let facts = facts.map_or_else(|| operation.facts.clone(), Value::Object);
-            let to = NextStep { step, facts: &facts, attempts: 0, due_in: delay };
-            store_waiting(&leased, to, None).await.map(|()| None)
+            let next_step = NextStep { step, facts: &facts, attempts: 0, due_in: delay };
+            store_waiting(&leased, next_step, None).await.map(|()| None)
         }
         Ok(StepOutcome::WaitFor { delay, code, why }) => {
-            let to = NextStep { step, facts: &operation.facts, attempts: 0, due_in: delay };
-            wait_for(&leased, to, code, &why).await.map(|()| None)
+            let next_step = NextStep { step, facts: &operation.facts, attempts: 0, due_in: delay };
+            wait_for(&leased, next_step, code, &why).await.map(|()| None)
         }
         Err(StepError::Lost) => Err(StepError::Lost),
         // While the provider restricts the account, no server can be powered on. That is not a machine failure.
@@ -124,8 +124,8 @@ async fn start_step(
     let leased = LeasedOperation { platform, operation: &operation, kind, owner };
     let lease = Some(platform.config.timing.lease_ttl);
     let facts = &operation.facts;
-    let to = NextStep { step, facts, attempts: 0, due_in: Duration::ZERO };
-    store_step(&leased, to, lease, Some(("begun", None)), StepRecord::Nothing).await?;
+    let next_step = NextStep { step, facts, attempts: 0, due_in: Duration::ZERO };
+    store_step(&leased, next_step, lease, Some(("begun", None)), StepRecord::Nothing).await?;
     Ok(operation)
 }
 
@@ -141,8 +141,8 @@ async fn finish_step(
         end_operation(leased, step, note, record).await?;
         return Ok(None);
     };
-    let to = NextStep { step: next, facts: &operation.facts, attempts: 0, due_in: Duration::ZERO };
-    store_step(leased, to, lease, Some(("done", note)), record).await?;
+    let next_step = NextStep { step: next, facts: &operation.facts, attempts: 0, due_in: Duration::ZERO };
+    store_step(leased, next_step, lease, Some(("done", note)), record).await?;
     let next = OperationRow { step: next.as_str().to_owned(), attempts: 0, ..operation.clone() };
     Ok(Some(next))
 }
@@ -176,8 +176,9 @@ async fn abandon_resize(leased: &LeasedOperation<'_>, why: &str) -> Result<Opera
     let operation = leased.operation;
     tracing::warn!(operation = %operation.id, step = operation.step, why, "abandoning a resize");
     let lease = Some(leased.platform.config.timing.lease_ttl);
-    let to = NextStep { step: Step::PowerOn, facts: &operation.facts, attempts: 0, due_in: Duration::ZERO };
-    store_step(leased, to, lease, Some(("given_up", Some(why))), StepRecord::Nothing).await?;
+    let next_step =
+        NextStep { step: Step::PowerOn, facts: &operation.facts, attempts: 0, due_in: Duration::ZERO };
+    store_step(leased, next_step, lease, Some(("given_up", Some(why))), StepRecord::Nothing).await?;
     Ok(OperationRow { step: Step::PowerOn.as_str().to_owned(), attempts: 0, ..operation.clone() })
 }
 
@@ -191,10 +192,10 @@ async fn retry_step(leased: &LeasedOperation<'_>, step: Step, error: &StepError)
     tracing::warn!(operation = %operation.id, step = step.as_str(), attempts, error = %format_chain(error), "a step failed");
     if let Some(cause) = account_error {
         alarms::raise_for_provider_error(leased.platform, cause).await;
-        let to = NextStep { step, facts: &operation.facts, attempts, due_in: backoff(attempts) };
+        let next_step = NextStep { step, facts: &operation.facts, attempts, due_in: backoff(attempts) };
         let why = format!("{error}; retrying within {} s", max_backoff(attempts).as_secs_f64().ceil());
         // While the provider restricts the account, the operation has no deadline.
-        return wait_for(leased, to, db::operations::PROVIDER_ACCOUNT_BLOCKED, &why).await;
+        return wait_for(leased, next_step, db::operations::PROVIDER_ACCOUNT_BLOCKED, &why).await;
     }
     // A single failure is not a reason to give up, even if no process has retried the step for a long time.
     if creates_machine(leased.kind)
@@ -205,8 +206,8 @@ async fn retry_step(leased: &LeasedOperation<'_>, step: Step, error: &StepError)
         leased.fail_creation(error.creation_failure(), step.as_str(), &message).await?;
         return Ok(());
     }
-    let to = NextStep { step, facts: &operation.facts, attempts, due_in: backoff(attempts) };
-    store_waiting(leased, to, Some((RETRY, Some(&error.to_string())))).await
+    let next_step = NextStep { step, facts: &operation.facts, attempts, due_in: backoff(attempts) };
+    store_waiting(leased, next_step, Some((RETRY, Some(&error.to_string())))).await
 }
 
 /// Returns whether operations of this kind create a machine. If such an operation fails, its machine fails too, and the
@@ -271,31 +272,31 @@ type LogLine<'a> = Option<(&'a str, Option<&'a str>)>;
 
 async fn store_waiting(
     leased: &LeasedOperation<'_>,
-    to: NextStep<'_>,
+    next_step: NextStep<'_>,
     line: LogLine<'_>,
 ) -> Result<(), StepError> {
-    store_step(leased, to, None, line, StepRecord::Nothing).await
+    store_step(leased, next_step, None, line, StepRecord::Nothing).await
 }
 
 /// Like [`store_waiting`], but with an error code that shows what the operation is waiting for.
 async fn wait_for(
     leased: &LeasedOperation<'_>,
-    to: NextStep<'_>,
+    next_step: NextStep<'_>,
     code: &str,
     why: &str,
 ) -> Result<(), StepError> {
     let options = AdvanceOptions { lease: None, line: Some((RETRY, Some(why))), error_code: Some(code) };
-    advance_operation(leased, to, options, StepRecord::Nothing).await
+    advance_operation(leased, next_step, options, StepRecord::Nothing).await
 }
 
 async fn store_step(
     leased: &LeasedOperation<'_>,
-    to: NextStep<'_>,
+    next_step: NextStep<'_>,
     lease: Option<Duration>,
     line: LogLine<'_>,
     record: StepRecord,
 ) -> Result<(), StepError> {
-    advance_operation(leased, to, AdvanceOptions { lease, line, error_code: None }, record).await
+    advance_operation(leased, next_step, AdvanceOptions { lease, line, error_code: None }, record).await
 }
 
 struct AdvanceOptions<'a> {
@@ -306,7 +307,7 @@ struct AdvanceOptions<'a> {
 
 async fn advance_operation(
     leased: &LeasedOperation<'_>,
-    to: NextStep<'_>,
+    next_step: NextStep<'_>,
     AdvanceOptions { lease, line, error_code }: AdvanceOptions<'_>,
     record: StepRecord,
 ) -> Result<(), StepError> {
@@ -316,11 +317,11 @@ async fn advance_operation(
     lock_machine_for_record(leased, &tx, &record).await?;
     let update = OperationUpdate {
         state: "running",
-        step: to.step.as_str(),
-        facts: to.facts,
-        attempts: to.attempts,
+        step: next_step.step.as_str(),
+        facts: next_step.facts,
+        attempts: next_step.attempts,
         error_code,
-        due_in: to.due_in,
+        due_in: next_step.due_in,
         lease,
     };
     if !db::operations::advance(&tx, id, leased.owner, &update).await? {
@@ -339,7 +340,7 @@ async fn advance_operation(
     Ok(db::commit(tx).await?)
 }
 
-/// Locks the machine that the record is about. Lock order everywhere: machines before their operations.
+/// Locks the machine whose row the record changes. Lock order everywhere: machines before their operations.
 async fn lock_machine_for_record(
     leased: &LeasedOperation<'_>,
     tx: &Transaction<'_>,
@@ -442,22 +443,22 @@ async fn end_operation(
 async fn renew_lease_until_lost(leased: &LeasedOperation<'_>) {
     let lease = leased.platform.config.timing.lease_ttl;
     let mut renewed_at = tokio::time::Instant::now();
-    let mut pause = lease / 4;
+    let mut delay = lease / 4;
     loop {
-        tokio::time::sleep(pause).await;
-        let began = tokio::time::Instant::now();
+        tokio::time::sleep(delay).await;
+        let attempted_at = tokio::time::Instant::now();
         let remaining = lease.saturating_sub(renewed_at.elapsed());
         if remaining.is_zero() {
             return;
         }
-        let renewed = async {
+        let renewal = async {
             let session = leased.platform.db.session().await?;
             db::operations::renew(&session, leased.operation.id, leased.owner, lease).await
         };
-        match tokio::time::timeout(remaining.min(lease / 2), renewed).await {
-            Ok(Ok(true)) => (renewed_at, pause) = (began, lease / 4),
+        match tokio::time::timeout(remaining.min(lease / 2), renewal).await {
+            Ok(Ok(true)) => (renewed_at, delay) = (attempted_at, lease / 4),
             Ok(Ok(false)) => return,
-            Ok(Err(_)) | Err(_) => pause = lease / 20,
+            Ok(Err(_)) | Err(_) => delay = lease / 20,
         }
     }
 }

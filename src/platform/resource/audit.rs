@@ -1,4 +1,4 @@
-//! Audit entries.
+//! Converts audit rows to entries in the API.
 
 use crate::db::audit::AuditRow;
 use svc_wire::audit::AuditEntry;

@@ -1,4 +1,4 @@
-//! Machines.
+//! Converts machine rows to machines in the API.
 
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};

@@ -1,4 +1,4 @@
-//! Operations with their logs.
+//! Converts operation rows, with their logs, to operations in the API.
 
 use deadpool_postgres::GenericClient;
 use serde::Deserialize;

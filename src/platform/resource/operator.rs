@@ -1,4 +1,4 @@
-//! Named operators.
+//! Converts operator rows to operators in the API.
 
 use crate::db::operators::OperatorRow;
 use svc_wire::operator::{Operator, OperatorState};

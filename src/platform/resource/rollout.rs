@@ -1,4 +1,4 @@
-//! Rollouts, with and without their machines.
+//! Converts rollout rows, with or without their machines, to rollouts in the API.
 
 use deadpool_postgres::GenericClient;
 

@@ -1,4 +1,4 @@
-//! Slot subscriptions.
+//! Converts slot rows to subscriptions in the API.
 
 use crate::db::slots::SlotRow;
 use svc_wire::slot::Subscription;

@@ -1,10 +1,10 @@
 //! Rollouts of a release across many machines: [`crate::rollout_plan`] decides the next effects, one transaction writes
 //! them, and only then are hosts notified.
 //!
-//! Any process may take the next step of a rollout, but only one process at a time. One notification per host is
-//! enough, because the response to its next heartbeat contains the same request. The notification and the response
-//! contain the id of the request that created the rollout: a host never retries a failed request, but a later rollout
-//! of the same release is a new request.
+//! Any process may advance a rollout, but only one process at a time. One notification per host is enough, because the
+//! response to its next heartbeat contains the same request. The notification and the response contain the id of the
+//! request that created the rollout: a host never retries a failed request, but a later rollout of the same release is
+//! a new request.
 
 mod verification;
 
@@ -38,11 +38,11 @@ const TOTAL_TIMEOUT_FACTOR: u32 = 6;
 
 /// Advances rollouts until `stop`.
 pub async fn run(platform: Arc<Platform>) {
-    let pause = platform.config.timing.poll_interval.max(MIN_POLL_INTERVAL);
+    let interval = platform.config.timing.poll_interval.max(MIN_POLL_INTERVAL);
     loop {
         tokio::select! {
             () = platform.stop.cancelled() => return,
-            () = tokio::time::sleep(pause) => {}
+            () = tokio::time::sleep(interval) => {}
         }
         if let Err(error) = run_pass(&platform).await {
             tracing::warn!(error = %format_chain(error.as_ref()), "cannot advance rollouts");
@@ -60,7 +60,7 @@ async fn run_pass(platform: &Arc<Platform>) -> anyhow::Result<()> {
         let advanced =
             request_id::run_with_id(rollout.request_id.clone(), advance_rollout(platform, &rollout)).await;
         if let Err(error) = advanced.with_context(|| format!("cannot advance the rollout {}", rollout.id)) {
-            tracing::warn!(error = format!("{error:#}"), "a rollout waits for the next attempt");
+            tracing::warn!(error = format!("{error:#}"), "a rollout could not be advanced; retrying");
             result = Err(error);
         }
     }

@@ -85,10 +85,10 @@ async fn verify_release(
         futures_util::stream::iter(checks).buffered(MAX_CONCURRENT_MACHINES).collect().await;
     let mut handles = Vec::new();
     let mut findings = Vec::new();
-    for (machine, found) in rows.iter().zip(checked) {
-        if let Some(found) = found? {
+    for (machine, result) in rows.iter().zip(checked) {
+        if let Some(machine_findings) = result? {
             handles.push((&machine.handle).into());
-            findings.extend(found);
+            findings.extend(machine_findings);
         }
     }
     let has_checked_machine = !handles.is_empty();
@@ -139,15 +139,18 @@ async fn verify_machine(
             machine = current;
         }
         // After a timeout, the findings from the last complete attempt count; without one, the timeout is the finding.
-        let Ok(found) = timeout_at(deadline, check_machine(platform, &machine)).await else { break };
-        findings = found;
+        let Ok(attempt_findings) = timeout_at(deadline, check_machine(platform, &machine)).await else {
+            break;
+        };
+        findings = attempt_findings;
         if findings.is_empty() {
             break;
         }
     }
     // A result counts only if the machine is still running the release.
     let current = reload_if_running_release(platform, rollout, &machine).await?;
-    Ok(current.map(|machine| findings.into_iter().map(|found| to_rollout_finding(&machine, found)).collect()))
+    Ok(current
+        .map(|machine| findings.into_iter().map(|finding| to_rollout_finding(&machine, finding)).collect()))
 }
 
 /// Checks a machine once, and returns the problems.
@@ -282,7 +285,7 @@ fn pause_reason(verification: &RolloutVerification) -> String {
     let summaries: Vec<_> = findings
         .iter()
         .take(MAX_REASON_FINDINGS)
-        .map(|found| format!("{}: {}: {}", found.handle, found.check, found.what))
+        .map(|finding| format!("{}: {}: {}", finding.handle, finding.check, finding.what))
         .collect();
     let more = findings.len().saturating_sub(MAX_REASON_FINDINGS);
     let more = if more > 0 { format!("; and {more} more") } else { String::new() };
@@ -296,7 +299,7 @@ mod tests {
 
     #[test]
     fn pause_reason_names_first_findings_and_counts_others() {
-        let found = |check: &str| RolloutFinding {
+        let finding = |check: &str| RolloutFinding {
             machine_id: MachineId::new().into(),
             handle: svc_wire::text::WireString::from_stored("ada"),
             check: check.to_owned(),
@@ -307,7 +310,7 @@ mod tests {
             at: svc_base::clock::now_ms().into(),
             passed: false,
             handles: Vec::new(),
-            findings: vec![found("icons")],
+            findings: vec![finding("icons")],
         };
         assert_eq!(pause_reason(&verification), "the verification failed: ada: icons: failing");
         // A host can report any text.
@@ -316,9 +319,9 @@ mod tests {
             pause_reason(&verification),
             "the verification failed: ada: icons: it is; resumed: all is well\u{FFFD}[2J"
         );
-        verification.findings = ["shell", "icons", "schemas", "health", "route"].map(found).to_vec();
+        verification.findings = ["shell", "icons", "schemas", "health", "route"].map(finding).to_vec();
         assert!(pause_reason(&verification).ends_with("ada: schemas: failing; and 2 more"));
-        verification.findings = ["icons"; MAX_FINDINGS + 10].map(found).to_vec();
+        verification.findings = ["icons"; MAX_FINDINGS + 10].map(finding).to_vec();
         assert!(truncate_findings(&mut verification).ends_with("; and 27 more"));
         assert_eq!(verification.findings.len(), MAX_FINDINGS);
     }

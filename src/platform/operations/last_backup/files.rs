@@ -16,7 +16,7 @@ use svc_wire::heartbeat::{FILES_DAMAGED, FILES_NOT_RESTORED};
 /// How long the step waits for the files after the database is saved.
 const TIMEOUT: SignedDuration = SignedDuration::from_mins(3);
 
-/// Which of the owner's files are saved. Displayed as the end of a note.
+/// Which of the owner's files are saved. The display text is appended to a note.
 #[derive(Debug, PartialEq, Eq)]
 pub enum SavedFiles {
     /// The host reports no file backup: its release does not save files, or it has not recorded a state yet.
@@ -25,8 +25,8 @@ pub enum SavedFiles {
     Complete { until: Timestamp },
     /// Only what was written before `until`; nothing if it is `None`.
     Partial { until: Option<Timestamp>, error: Option<String> },
-    /// The host reports a problem because of which a new machine may not be able to restore everything. `can_improve`
-    /// if the last changes are not saved yet.
+    /// The host reports a problem that may prevent a new machine from restoring everything. `can_improve` is true if
+    /// the last changes are not saved yet.
     Unreliable { problem: String, can_improve: bool },
 }
 
@@ -126,19 +126,19 @@ mod tests {
     use super::*;
     use crate::operations::host_call::{BackupProgress, FilesProgress};
 
-    fn at(second: i64) -> Timestamp {
+    fn timestamp(second: i64) -> Timestamp {
         Timestamp::from_second(second).unwrap()
     }
 
     fn stopped_at_100() -> LastBackupProgress {
         let mut progress = LastBackupProgress::default();
-        (progress.quiesced_at, progress.first_requested_at) = (Some(at(100)), Some(at(105)));
+        (progress.quiesced_at, progress.first_requested_at) = (Some(timestamp(100)), Some(timestamp(105)));
         progress
     }
 
     fn report(saved_until: Option<i64>) -> HostReport {
         let files = FilesProgress {
-            saved_until: saved_until.map(at),
+            saved_until: saved_until.map(timestamp),
             error: Some("the store is unavailable".to_owned()),
         };
         HostReport::Backups(BackupProgress { files: Some(Box::new(files)), ..BackupProgress::default() })
@@ -152,12 +152,16 @@ mod tests {
     fn step_waits_for_files_until_timeout() {
         let mut progress = stopped_at_100();
         let mut waits = |report: HostReport, attention: &Value, now: i64| {
-            SavedFiles::from_report(&report, &progress, attention).wait_reason(&mut progress, at(now))
+            SavedFiles::from_report(&report, &progress, attention).wait_reason(&mut progress, timestamp(now))
         };
         let none = json!([]);
-        assert_eq!(waits(report(Some(100)), &none, 0), None, "the writers had stopped");
+        assert_eq!(waits(report(Some(100)), &none, 0), None, "saved until the writers stopped");
         assert_eq!(waits(HostReport::Unsupported, &none, 0), None);
-        assert_eq!(waits(report(None), &attention(FILES_NOT_RESTORED), 0), None, "it will save no files");
+        assert_eq!(
+            waits(report(None), &attention(FILES_NOT_RESTORED), 0),
+            None,
+            "a host that could not restore the files saves none"
+        );
         assert_eq!(waits(report(Some(100)), &attention(FILES_DAMAGED), 0), None);
         let why = waits(report(Some(99)), &none, 1000).unwrap();
         assert_eq!(why, "the owner's files are not saved yet: the store is unavailable");
@@ -167,14 +171,14 @@ mod tests {
     }
 
     #[test]
-    fn saved_files_name_time_since_which_files_are_unsaved() {
+    fn partial_save_reports_files_unsaved_since_last_save() {
         let from_report =
             |report: HostReport| SavedFiles::from_report(&report, &stopped_at_100(), &json!([]));
         let saved = from_report(report(Some(101)));
         assert_eq!(saved.unsaved_since(), None);
         assert!(saved.to_string().contains("saved as of 1970-01-01T00:01:41"), "{saved}");
         let older = from_report(report(Some(99)));
-        assert_eq!(older.unsaved_since(), Some(Some(at(99))));
+        assert_eq!(older.unsaved_since(), Some(Some(timestamp(99))));
         assert!(older.to_string().contains("only as of 1970-01-01T00:01:39"), "{older}");
         let never = from_report(report(None));
         assert_eq!(never.unsaved_since(), Some(None));

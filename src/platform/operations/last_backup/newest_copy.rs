@@ -150,17 +150,17 @@ async fn find_newest_reported(
 mod tests {
     use super::*;
 
-    fn at(second: i64) -> Timestamp {
+    fn timestamp(second: i64) -> Timestamp {
         Timestamp::from_second(second).unwrap()
     }
 
     fn copy_with(files: Option<(Option<i64>, Option<&str>)>) -> NewestCopy {
         let files = files.map(|(saved_until, problem)| ReportedFiles {
-            saved_until: saved_until.map(at),
+            saved_until: saved_until.map(timestamp),
             problem: problem.map(str::to_owned),
-            registered_at: Some(at(1)),
+            registered_at: Some(timestamp(1)),
         });
-        NewestCopy { snapshot: NewestSnapshot::Taken(at(100)), files }
+        NewestCopy { snapshot: NewestSnapshot::Taken(timestamp(100)), files }
     }
 
     #[test]
@@ -173,7 +173,7 @@ mod tests {
             (Some((Some(101), Some("a pack is damaged"))), 1, "completely saved (a pack is damaged)"),
         ] {
             let copy = copy_with(files);
-            assert_eq!(copy.saved_until(), Some(at(saved_until)), "{copy}");
+            assert_eq!(copy.saved_until(), Some(timestamp(saved_until)), "{copy}");
             assert!(copy.to_string().contains(text), "{copy}");
         }
     }

@@ -103,12 +103,12 @@ impl LastBackupProgress {
             // `WaitFor` cannot change the facts.
             return StepOutcome::Wait { delay: POLL_INTERVAL, facts: Some(facts) };
         }
-        let skip = format!(
+        let hint = format!(
             "after 3 min, the operation continues and keeps the old server. `svcctl operation continue {} --accept-loss` \
              continues now: the files are lost when that server is deleted",
             leased.operation.id
         );
-        StepOutcome::wait_for(POLL_INTERVAL, "files_unsaved", format!("{why}; {skip}"))
+        StepOutcome::wait_for(POLL_INTERVAL, "files_unsaved", format!("{why}; {hint}"))
     }
 
     /// Records a request that the host has accepted.

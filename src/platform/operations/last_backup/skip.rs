@@ -80,7 +80,7 @@ pub async fn skip_final_backup(
             format!("; the new machine is restored from {stored}, which was not the latest")
         }
         None if !is_snapshot_chosen(leased) => {
-            let detail = question(leased, machine, reason, &newer, &latest);
+            let detail = format_question(leased, machine, reason, &newer, &latest);
             progress.has_snapshot_question = true;
             let (snapshot, facts) = (Some(newer.key), progress.facts(leased));
             return Ok(StepOutcome::NeedsDecision(Question {
@@ -116,7 +116,7 @@ pub async fn record_unrestored_snapshot(
     Ok(format!("; {} (taken at {}) is stored but not the latest", newer.key, rfc3339_ms(newer.taken_at)))
 }
 
-fn question(
+fn format_question(
     leased: &LeasedOperation<'_>,
     machine: &MachineRow,
     reason: SkipReason,
@@ -161,8 +161,9 @@ fn finish_without_backup(
     StepOutcome::Done { note: Some((note + suffix).into()), record }
 }
 
-/// Finds a complete snapshot that is newer than the latest one: this machine's own or, if neither that nor the latest
-/// one is its own, the recorded one of an earlier machine that was not restored to it.
+/// Finds a complete snapshot that is newer than the latest one. Prefers a snapshot that this machine took. If there is
+/// none, and another machine took the latest one, falls back to the recorded snapshot of an earlier machine that was
+/// not restored to this one.
 ///
 /// Also returns `None` if the pointer names no snapshot, if the pointer is unreadable (which the next step reports), or
 /// if the search fails during a deletion, which restores nothing.
@@ -188,7 +189,7 @@ async fn find_newer_snapshot(
         }
     };
     match bucket.run_with_timeout(&slot.snapshots(), SEARCH_TIMEOUT, Box::pin(search)).await {
-        Ok(found) => Ok(found),
+        Ok(newer) => Ok(newer),
         Err(StoreError::Corrupt { .. }) => Ok(None),
         Err(_) if leased.kind == OperationKind::Delete => Ok(None),
         Err(error) => Err(StepError::transient("cannot list the slot's snapshots", error)),
