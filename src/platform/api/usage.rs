@@ -141,7 +141,7 @@ async fn audit_read(
 /// Parses a host's report. Unknown fields are dropped, texts are truncated and made printable, and negative costs and
 /// invalid dates are errors.
 fn parse_report(response: &[u8]) -> Result<UsageReport, String> {
-    // An error may quote a text of any length from the report.
+    // An error may quote arbitrarily long text from the report.
     let describe = |error: &dyn Display| untrusted_text::truncate_printable(&error.to_string());
     let mut report: UsageReport = serde_json::from_slice(response).map_err(|error| describe(&error))?;
     let costs = report.entries.iter().map(|entry| entry.cost);
