@@ -253,8 +253,9 @@ fn preview_ttl(platform: &Platform, machine: &MachineRow) -> Option<std::time::D
     (machine.kind == MachineKind::Preview).then_some(platform.config.provisioning.preview_ttl)
 }
 
-fn require_machine(found: Option<MachineRow>, request: &RecoveryRequest) -> Result<MachineRow, Problem> {
-    found.ok_or_else(|| problems::machine_not_found(&format!("in slot {} of {}", request.slot, request.user)))
+fn require_machine(machine: Option<MachineRow>, request: &RecoveryRequest) -> Result<MachineRow, Problem> {
+    machine
+        .ok_or_else(|| problems::machine_not_found(&format!("in slot {} of {}", request.slot, request.user)))
 }
 
 /// The initial data of the new machine.
@@ -285,8 +286,8 @@ async fn find_initial_data(
         });
     }
     match snapshot::find_latest(&platform.bucket, &slot).await {
-        Ok(named) => {
-            let sidecar = snapshot::read_sidecar(&platform.bucket, &slot, &named).await?;
+        Ok(latest) => {
+            let sidecar = snapshot::read_sidecar(&platform.bucket, &slot, &latest).await?;
             Ok(InitialData { restore: RestoreMode::Required, key: None, sidecar: Some(sidecar) })
         }
         Err(SnapshotUnusable::Absent) => {

@@ -1,5 +1,5 @@
-//! Preconditions for replacing a slot's machine. While the old machine is still serving, they check everything that a
-//! new one needs.
+//! Preconditions for replacing a slot's machine. They are checked while the old machine is still serving, so that a
+//! replacement that cannot succeed changes nothing.
 
 use deadpool_postgres::GenericClient;
 use serde_json::json;
@@ -34,8 +34,8 @@ impl EmptyStart {
 
 /// Disk space for the system and the release, with a reserve.
 const RESERVED_BYTES: u64 = 6 << 30;
-/// Disk space for each byte of the dumped database. The restored database is smaller, but building its indexes needs
-/// extra space.
+/// Disk space to reserve for each byte of the dumped database. The restored database is smaller, but building its
+/// indexes needs extra space.
 const BYTES_PER_DATABASE_BYTE: f64 = 1.25;
 
 /// Rejects a snapshot whose database does not fit on the disk of a server type. If the sidecar records no size, or the
@@ -111,14 +111,14 @@ pub async fn ensure_no_unknown_holder(
     current: Option<&MachineRow>,
     accepts_loss: bool,
 ) -> Result<(), Problem> {
-    let found = match later_holder::find_claim(platform, &platform.db, user, slot).await {
-        Ok(found) => found,
+    let claim = match later_holder::find_claim(platform, &platform.db, user, slot).await {
+        Ok(claim) => claim,
         Err(LookupError::Store(StoreError::Corrupt { key, why })) => {
             return Err(problems::snapshot_unusable(SnapshotUnusable::Damaged { key, why }));
         }
         Err(error) => return Err(error.into()),
     };
-    let holder = match found {
+    let holder = match claim {
         FenceClaim::Unverified(named) if !accepts_loss => {
             let detail = format!(
                 "{} If the keys are correct, the slot's host forged the signature: repeat the command with `--accept-loss`.",
@@ -126,7 +126,7 @@ pub async fn ensure_no_unknown_holder(
             );
             return Err(held_by_another(detail, current));
         }
-        found => found.holder().filter(|holder| !accepts_loss && is_other(holder, current)),
+        claim => claim.holder().filter(|holder| !accepts_loss && is_other(holder, current)),
     };
     let Some(holder) = holder else { return Ok(()) };
     let detail = format!(
@@ -147,13 +147,13 @@ pub async fn ensure_no_unknown_holder(
 /// `invalid_state` for such a change; `store_unavailable` if a request to the store fails; `database_unavailable` if
 /// the database is unreachable.
 pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Result<(), Problem> {
-    let found = match later_holder::find_claim(platform, &platform.db, &machine.user, &machine.slot).await {
-        Ok(found) => found,
+    let claim = match later_holder::find_claim(platform, &platform.db, &machine.user, &machine.slot).await {
+        Ok(claim) => claim,
         Err(LookupError::Store(StoreError::Corrupt { .. })) => FenceClaim::Nothing,
         Err(error) => return Err(error.into()),
     };
     let command = if machine.is_active() { "recover" } else { "provision" };
-    let holder = match found {
+    let holder = match claim {
         FenceClaim::Unverified(named) if is_other(&named, Some(machine)) => {
             let detail = format!(
                 "{} Nothing was changed. If the keys are correct, the slot's host forged the signature: to create a new \
@@ -162,7 +162,7 @@ pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Res
             );
             return Err(held_by_another(detail, Some(machine)));
         }
-        found => found.holder().filter(|holder| is_other(holder, Some(machine))),
+        claim => claim.holder().filter(|holder| is_other(holder, Some(machine))),
     };
     let Some(holder) = holder else { return Ok(()) };
     let detail = format!(
@@ -209,7 +209,7 @@ pub async fn ensure_not_restarting(
     }
     let restarts = [OperationKind::Resize, OperationKind::Reboot].map(OperationKind::as_str);
     let running = db::operations::find_running(client, machine.id).await?;
-    let Some(operation) = running.filter(|found| restarts.contains(&found.kind.as_str())) else {
+    let Some(operation) = running.filter(|operation| restarts.contains(&operation.kind.as_str())) else {
         return Ok(());
     };
     let detail = format!(
@@ -323,7 +323,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn needed_bytes_grows_without_overflow() {
+    fn needed_bytes_adds_reserve_and_saturates() {
         assert_eq!(needed_bytes(0), RESERVED_BYTES);
         assert_eq!(needed_bytes(40 << 30), RESERVED_BYTES + (50 << 30));
         assert_eq!(needed_bytes(u64::MAX), u64::MAX);
