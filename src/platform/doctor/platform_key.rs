@@ -14,9 +14,9 @@ use svc_store::StoreError;
 /// The database state that the check assesses.
 struct KeyUsage {
     need: KeyNeed,
-    /// Whether the rotation to the current key is complete. `svc-platform` then starts with that key alone.
+    /// Whether the rotation to the current key is complete, so that `svc-platform` starts without the previous key.
     is_rotation_complete: bool,
-    /// Whether the database has a record of the previous key. If not, that key is only prepared for a rotation.
+    /// Whether the database has a record of the previous key. If not, that key is set in preparation for a rotation.
     is_previous_recorded: bool,
     /// The number of running processes, and the number of those that have the previous key as either of their keys.
     processes: (i64, i64),

@@ -30,8 +30,8 @@ pub const SESSION_WRITE_ONCE: Capability = Capability {
     without: "`STORE_WRITE_ONCE` must be off: credentials stolen from a host can overwrite its slot's snapshots.",
 };
 
-/// Timeout for one of the two probes. Within its own timeout, the doctor's check requests a session, runs both probes,
-/// and deletes their objects.
+/// Timeout for each of the two probes. Both must fit within the timeout of the doctor's check, which also requests a
+/// session and deletes the probes' objects.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Probes all capabilities of a store, including those of host sessions, for the store comparison table.
@@ -40,7 +40,7 @@ pub async fn probe_store(
     credentials: &HostCredentials,
     races: RaceLimits,
 ) -> Vec<ProbeResult> {
-    let mut found = capabilities::probe_all(store, races).await;
+    let mut results = capabilities::probe_all(store, races).await;
     let session = match HostStore::new(store, credentials) {
         Ok(hosts) => hosts.try_session().await.map(|session| session.map_err(|error| format_chain(&error))),
         Err(error) => Some(Err(format!("{error:#}"))),
@@ -62,9 +62,9 @@ pub async fn probe_store(
     for (capability, support) in
         [(SESSIONS, sessions), (SESSION_KEYS, keys), (SESSION_WRITE_ONCE, write_once)]
     {
-        found.push(ProbeResult::new(capability, support));
+        results.push(ProbeResult::new(capability, support));
     }
-    found
+    results
 }
 
 /// The store, accessed with the platform's credentials and with those of a host's session.

@@ -25,7 +25,7 @@ const CHECK_STORE: &str =
 const USE_ANOTHER_STORE: &str = "use a store that supports this; docs/operating/stores.md compares several";
 /// Time limit for the parallel writer test; with a slow store, fewer rounds are run.
 const PARALLEL_TIMEOUT: Duration = Duration::from_secs(8);
-/// After this time, a check by another process has certainly ended.
+/// Maximum duration of a check: temporary objects older than this were left behind.
 const MAX_CHECK_DURATION: Duration = Duration::from_secs(3600);
 
 pub async fn check(config: &PlatformConfig) -> Findings {
@@ -53,7 +53,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         return findings;
     }
     let findings = match parallel_probe::run(&bucket, PARALLEL_TIMEOUT).await {
-        Ok(found) => match (found.refusal(), found.warning()) {
+        Ok(result) => match (result.refusal(), result.warning()) {
             (Some(why), _) => {
                 return findings.problem(why, "use another store: svc-platform refuses to start on this one");
             }
@@ -86,15 +86,15 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     }
 }
 
-/// Counts the temporary objects left by this process and by processes that have certainly ended.
+/// Counts the temporary objects that this process or an earlier check has left behind.
 async fn count_remaining_objects(bucket: &Bucket) -> Result<usize, object_store::Error> {
     let own = Path::from(RUN_PREFIX.as_str());
-    let ended_before = SystemTime::now() - MAX_CHECK_DURATION;
+    let oldest_start = SystemTime::now() - MAX_CHECK_DURATION;
     let objects = bucket.raw().list(Some(&Path::from(PREFIX)));
     objects
         .try_filter(|object| {
             let is_own = object.location.prefix_matches(&own);
-            ready(is_own || SystemTime::from(object.last_modified) < ended_before)
+            ready(is_own || SystemTime::from(object.last_modified) < oldest_start)
         })
         .try_fold(0, async |count, _| Ok(count + 1))
         .await
@@ -132,11 +132,11 @@ fn strip_backticks(text: &str) -> String {
 pub async fn check_protection(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("store-protection");
     let StoreConfig::S3(s3) = &config.store else { return findings.skipped("the store is a directory") };
-    let found = match protection::read(s3).await {
-        Ok(found) => found,
+    let settings = match protection::read(s3).await {
+        Ok(settings) => settings,
         Err(error) => return findings.warning(format_chain(&error), CHECK_STORE),
     };
-    let findings = match found.versioning {
+    let findings = match settings.versioning {
         SettingState::On => findings,
         SettingState::Off => findings.warning(
             "the bucket has no versioning: an object that is overwritten or deleted cannot be restored",
@@ -147,7 +147,7 @@ pub async fn check_protection(config: &PlatformConfig) -> Findings {
                 .skipped(format!("the store does not report whether the bucket has versioning ({status})"));
         }
     };
-    match found.object_lock {
+    match settings.object_lock {
         SettingState::On => findings.or_ok("the bucket has versioning and object lock"),
         SettingState::Off => findings.warning(
             "the bucket has no object lock: credentials that may delete versions can delete every snapshot",
@@ -252,7 +252,7 @@ mod tests {
     use svc_base::config::Env;
 
     #[test]
-    fn server_only_capability_is_not_reported_for_directory() {
+    fn report_capability_skips_server_only_one_for_directory() {
         let probed =
             ProbeResult::new(capabilities::SIGNATURES, Support::Unknown("it returned 500".to_owned()));
         let store = |url| {
