@@ -23,7 +23,7 @@ const LAST_USED_INTERVAL: Duration = Duration::from_secs(300);
 /// The callers that a route accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// Everyone, without a token: the health routes and the API's description.
+    /// Anyone, without a token: the health routes and the API's description.
     Open,
     /// A machine's host, with one of the machine's own tokens.
     Machine,

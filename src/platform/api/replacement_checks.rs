@@ -124,9 +124,9 @@ pub async fn ensure_no_unknown_holder(
                 "{} If the keys are correct, the slot's host forged the signature: repeat the command with `--accept-loss`.",
                 later_holder::describe_unverified(named)
             );
-            return Err(held_by_another(detail, current));
+            return Err(slot_held_problem(detail, current));
         }
-        claim => claim.holder().filter(|holder| !accepts_loss && is_other(holder, current)),
+        claim => claim.holder().filter(|holder| !accepts_loss && is_other_machine(holder, current)),
     };
     let Some(holder) = holder else { return Ok(()) };
     let detail = format!(
@@ -136,7 +136,7 @@ pub async fn ensure_no_unknown_holder(
          the command with `--accept-loss` and, if there is no snapshot, `--allow-empty`.",
         holder.machine, holder.epoch
     );
-    Err(held_by_another(detail, current))
+    Err(slot_held_problem(detail, current))
 }
 
 /// Rejects a change to a machine's server if, according to the store, another machine holds its slot under an epoch
@@ -154,15 +154,15 @@ pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Res
     };
     let command = if machine.is_active() { "recover" } else { "provision" };
     let holder = match claim {
-        FenceClaim::Unverified(named) if is_other(&named, Some(machine)) => {
+        FenceClaim::Unverified(named) if is_other_machine(&named, Some(machine)) => {
             let detail = format!(
                 "{} Nothing was changed. If the keys are correct, the slot's host forged the signature: to create a new \
                  machine from the newest snapshot, run `svcctl {command}` with `--accept-loss`.",
                 later_holder::describe_unverified(named)
             );
-            return Err(held_by_another(detail, Some(machine)));
+            return Err(slot_held_problem(detail, Some(machine)));
         }
-        claim => claim.holder().filter(|holder| is_other(holder, Some(machine))),
+        claim => claim.holder().filter(|holder| is_other_machine(holder, Some(machine))),
     };
     let Some(holder) = holder else { return Ok(()) };
     let detail = format!(
@@ -171,7 +171,7 @@ pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Res
          {command}` with `--accept-loss`. Data that the other machine wrote after that snapshot is only on its server.",
         holder.machine, holder.epoch
     );
-    Err(held_by_another(detail, Some(machine)))
+    Err(slot_held_problem(detail, Some(machine)))
 }
 
 /// Rejects replacing a machine that is powered off, or is being powered off, unless the loss is accepted: its host can
@@ -230,11 +230,11 @@ fn holds_data(machine: &MachineRow) -> bool {
     machine.registered_at.is_some() && machine.has_server() && machine.server_missing_since.is_none()
 }
 
-fn is_other(holder: &LaterHolder, current: Option<&MachineRow>) -> bool {
+fn is_other_machine(holder: &LaterHolder, current: Option<&MachineRow>) -> bool {
     current.is_none_or(|current| current.id != holder.machine)
 }
 
-fn held_by_another(detail: String, current: Option<&MachineRow>) -> Problem {
+fn slot_held_problem(detail: String, current: Option<&MachineRow>) -> Problem {
     let problem = Problem::new(Code::InvalidState, detail).with("allowed", json!([]));
     match current {
         Some(current) => problem.with("machineStatus", json!(current.status)),

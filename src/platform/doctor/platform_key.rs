@@ -130,7 +130,7 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Name
     };
     match usage.need.describe_silent() {
         Some(silent) => findings.warning(
-            format!("no token has been made with PLATFORM_KEY for {silent}"),
+            format!("the tokens of {silent} were not made with PLATFORM_KEY"),
             "if the database has been restored from a copy, recover these machines before you remove \
              PLATFORM_KEY_PREVIOUS; otherwise no action is needed, because each token rotates at the \
              machine's next heartbeat",

@@ -20,9 +20,9 @@ pub const SESSIONS: Capability = Capability {
     without: "Hosts need `STORE_HOST_CREDENTIALS=static`: each of them can read, overwrite and delete every slot.",
 };
 pub const SESSION_KEYS: Capability = Capability {
-    name: "a session reaches only what its policy allows",
+    name: "a session can access only what its policy allows",
     need: CapabilityNeed::Required,
-    without: "A host's session reaches every slot.",
+    without: "A host's session can access every slot.",
 };
 pub const SESSION_WRITE_ONCE: Capability = Capability {
     name: "a session's policy can forbid overwriting (`s3:if-none-match`)",
@@ -47,8 +47,8 @@ pub async fn probe_store(
     };
     let (sessions, keys, write_once) = match session {
         Some(Ok(session)) => {
-            let as_host = SessionStores::new(store, session);
-            (Support::Yes, as_host.try_other_slot().await, as_host.try_write_once().await)
+            let stores = SessionStores::new(store, session);
+            (Support::Yes, stores.probe_slot_isolation().await, stores.probe_write_once().await)
         }
         Some(Err(why)) => {
             let unknown = || Support::Unknown("there is no session".to_owned());
@@ -99,7 +99,7 @@ impl SessionStores {
     }
 
     /// Tests whether the session can write to its own slot, but neither write to nor read another slot.
-    pub(super) async fn try_other_slot(&self) -> Support {
+    pub(super) async fn probe_slot_isolation(&self) -> Support {
         let (platform, host) = match self.open() {
             Ok(stores) => stores,
             Err(unknown) => return unknown,
@@ -130,7 +130,7 @@ impl SessionStores {
     }
 
     /// Tests whether the session can write a snapshot, but not overwrite it.
-    pub(super) async fn try_write_once(&self) -> Support {
+    pub(super) async fn probe_write_once(&self) -> Support {
         let (platform, host) = match self.open() {
             Ok(stores) => stores,
             Err(unknown) => return unknown,

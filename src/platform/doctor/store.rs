@@ -104,10 +104,10 @@ fn report_capability(findings: Findings, probed: &ProbeResult, store: &StoreConf
     let ProbeResult { capability, support } = probed;
     match (support, capability.need) {
         (Support::Yes, _) | (_, CapabilityNeed::Unused) => findings,
-        (Support::No(instead), CapabilityNeed::Required) => findings
-            .problem(describe_missing(capability.name, instead, capability.without), USE_ANOTHER_STORE),
-        (Support::No(instead), CapabilityNeed::Recommended) => findings
-            .warning(describe_missing(capability.name, instead, capability.without), USE_ANOTHER_STORE),
+        (Support::No(observed), CapabilityNeed::Required) => findings
+            .problem(describe_missing(capability.name, observed, capability.without), USE_ANOTHER_STORE),
+        (Support::No(observed), CapabilityNeed::Recommended) => findings
+            .warning(describe_missing(capability.name, observed, capability.without), USE_ANOTHER_STORE),
         (Support::Unknown(_), _)
             if capability.applies_only_to_servers() && matches!(store, StoreConfig::Directory(_)) =>
         {
@@ -119,8 +119,8 @@ fn report_capability(findings: Findings, probed: &ProbeResult, store: &StoreConf
     }
 }
 
-fn describe_missing(name: &str, instead: &str, without: &str) -> String {
-    strip_backticks(&format!("the store does not support this: {name}; {instead}. {without}"))
+fn describe_missing(name: &str, observed: &str, without: &str) -> String {
+    strip_backticks(&format!("the store does not support this: {name}; {observed}. {without}"))
 }
 
 /// Removes the backticks that mark code in the reference page.
@@ -166,7 +166,7 @@ pub async fn check_host_credentials(config: &PlatformConfig) -> Findings {
     };
     if hosts.shares_platform_credentials() {
         return findings.warning(
-            "STORE_HOST_CREDENTIALS=static: every host gets the platform's own credentials and reaches every slot",
+            "STORE_HOST_CREDENTIALS=static: every host gets the platform's own credentials and can access every slot",
             "set STS_ROLE_ARN, and STORE_HOST_CREDENTIALS=sts: hosts then get short-lived credentials for their own slot",
         );
     }
@@ -174,9 +174,9 @@ pub async fn check_host_credentials(config: &PlatformConfig) -> Findings {
         None => findings.ok("the store is a directory, which has no credentials"),
         Some(Ok(session)) => {
             let until = session.expires_at;
-            let as_host = sessions::SessionStores::new(&config.store, session);
-            let findings = check_session_keys(findings, &as_host).await;
-            let findings = check_write_once(findings, config, &hosts, &as_host).await;
+            let stores = sessions::SessionStores::new(&config.store, session);
+            let findings = check_session_keys(findings, &stores).await;
+            let findings = check_write_once(findings, config, &hosts, &stores).await;
             check_outage_session(findings, &hosts)
                 .await
                 .or_ok(format!("STS issues sessions for a single slot, valid until {until:.0}"))
@@ -188,13 +188,13 @@ pub async fn check_host_credentials(config: &PlatformConfig) -> Findings {
     }
 }
 
-/// Checks that the store enforces a session's policy: a host must not reach another slot.
-async fn check_session_keys(findings: Findings, as_host: &sessions::SessionStores) -> Findings {
-    match as_host.try_other_slot().await {
+/// Checks that the store enforces a session's policy: a host must not be able to access another slot.
+async fn check_session_keys(findings: Findings, stores: &sessions::SessionStores) -> Findings {
+    match stores.probe_slot_isolation().await {
         Support::Yes => findings,
-        Support::No(instead) => findings.problem(
-            format!("a host's session for its own slot reaches other slots: {instead}"),
-            "use a store that enforces session policies: on this store, every host reaches every slot",
+        Support::No(observed) => findings.problem(
+            format!("a host's session for its own slot can access other slots: {observed}"),
+            "use a store that enforces session policies: on this store, every host can access every slot",
         ),
         Support::Unknown(why) => {
             findings.warning(format!("the limits of a host's session were not tested: {why}"), CHECK_STORE)
@@ -220,7 +220,7 @@ async fn check_write_once(
     findings: Findings,
     config: &PlatformConfig,
     hosts: &HostStore,
-    as_host: &sessions::SessionStores,
+    stores: &sessions::SessionStores,
 ) -> Findings {
     let (StoreConfig::S3(s3), Some(writes)) = (&config.store, hosts.snapshot_writes()) else {
         return findings;
@@ -236,10 +236,10 @@ async fn check_write_once(
         };
     }
     let next = "set STORE_WRITE_ONCE=off, or use a store that supports the condition key s3:if-none-match";
-    match as_host.try_write_once().await {
+    match stores.probe_write_once().await {
         Support::Yes => findings,
-        Support::No(instead) => findings
-            .problem(format!("STORE_WRITE_ONCE=on, but the store does not enforce it: {instead}"), next),
+        Support::No(observed) => findings
+            .problem(format!("STORE_WRITE_ONCE=on, but the store does not enforce it: {observed}"), next),
         Support::Unknown(why) => {
             findings.problem(format!("STORE_WRITE_ONCE=on, but its effect could not be tested: {why}"), next)
         }
