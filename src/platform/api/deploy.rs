@@ -186,7 +186,7 @@ async fn insert_rollout(tx: &Transaction<'_>, request: &RolloutRequest) -> Resul
         rollout_plan::assign_batches(eligible.len(), to_usize(request.canary), to_usize(request.batch_size));
     let machines: Vec<_> = ids.into_iter().zip(batches).collect();
     let to_i32 = |number: u64| i32::try_from(number).unwrap_or(i32::MAX);
-    let new = NewRollout {
+    let rollout = NewRollout {
         image_version: &request.version,
         canary: to_i32(request.canary),
         batch_size: to_i32(request.batch_size),
@@ -194,20 +194,20 @@ async fn insert_rollout(tx: &Transaction<'_>, request: &RolloutRequest) -> Resul
         should_verify: request.should_verify,
         machines: &machines,
     };
-    Ok(rollouts::insert(tx, &new).await?)
+    Ok(rollouts::insert(tx, &rollout).await?)
 }
 
 /// Returns the problem for a machine that a rollout cannot update. A handle may have several machines, so the detail
 /// names the machine by its id.
 fn ineligible_machine(machine: &MachineRow) -> Problem {
     let MachineRow { id, handle, slot, .. } = machine;
-    let (state, next) = match machine.powered_off_at {
+    let (state, next_step) = match machine.powered_off_at {
         Some(_) => ("powered off", format!("power it on with `svcctl power on {id} --wait`")),
         None => (machine.status.as_str(), format!("see the reason with `svcctl status {id}`")),
     };
     let detail = format!(
-        "Machine {id} of {handle} (slot {slot}) is {state}, and a rollout updates only running machines: {next}, or leave out \
-         {handle}. Nothing was changed."
+        "Machine {id} of {handle} (slot {slot}) is {state}, and a rollout updates only running machines: {next_step}, or \
+         leave out {handle}. Nothing was changed."
     );
     Problem::new(Code::InvalidState, detail)
         .with("machineStatus", json!(machine.status))

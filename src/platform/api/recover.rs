@@ -227,18 +227,19 @@ async fn recover(
             Change::Moved { created: Some(created) } => created,
             Change::Moved { created: None } | Change::Unchanged => return Err(slot_changed()),
         };
-        let new = db::machines::get(tx, created.machine).await?;
-        let new = new.ok_or_else(|| problems::machine_not_found(&created.machine.to_string()))?;
+        let new_machine = db::machines::get(tx, created.machine).await?;
+        let new_machine =
+            new_machine.ok_or_else(|| problems::machine_not_found(&created.machine.to_string()))?;
         let recovered = RecoveredMachine {
             newer_snapshot: plan.newer.as_ref().map(copies::to_newer_snapshot),
-            ..response_body(machine.id, &new, created.operation)
+            ..response_body(machine.id, &new_machine, created.operation)
         };
         let reply = Reply::new(StatusCode::ACCEPTED, recovered);
         let change = AuditChange {
             action: "recover",
             target: format!("{}/{}", request.user, request.slot),
             before: Some(machine.record()),
-            after: Some(new.record()),
+            after: Some(new_machine.record()),
         };
         Ok(MutationEffect::changed(reply, change))
     };
@@ -302,7 +303,7 @@ async fn find_initial_data(
     }
 }
 
-/// Returns the problem that asks for a backup first, if the machine's server has the only copy of the slot's data.
+/// Returns a problem that advises taking a backup first, if the machine's server has the only copy of the slot's data.
 fn unsaved_machine_problem(machine: &MachineRow) -> Option<Problem> {
     if machine.registered_at.is_none() || !machine.has_server() {
         return None;
@@ -326,9 +327,9 @@ async fn respond_during_recovery(
     machine: &MachineRow,
     request: &RecoveryRequest,
 ) -> Result<Reply, Problem> {
-    let old = db::machines::find_predecessor(client, machine.id).await?;
+    let predecessor = db::machines::find_predecessor(client, machine.id).await?;
     let operation = db::operations::find_newest(client, machine.id, "recover").await?;
-    let (Some(old), Some(operation)) = (old, operation) else {
+    let (Some(predecessor), Some(operation)) = (predecessor, operation) else {
         let id = machine.id;
         let detail = format!(
             "Machine {id} is recovering, but its predecessor or its recovery operation is not recorded."
@@ -348,7 +349,7 @@ async fn respond_during_recovery(
             .with("allowed", json!([]))
             .with("operationId", json!(operation.id)));
     }
-    Ok(Reply::new(StatusCode::ACCEPTED, response_body(old.id, machine, operation.id)))
+    Ok(Reply::new(StatusCode::ACCEPTED, response_body(predecessor.id, machine, operation.id)))
 }
 
 /// Returns the options of a request that differ from those of the running recovery. `has_moved` is whether the
@@ -390,14 +391,14 @@ fn differing_options(
     .collect()
 }
 
-fn response_body(old: MachineId, new: &MachineRow, operation: OperationId) -> RecoveredMachine {
+fn response_body(predecessor: MachineId, machine: &MachineRow, operation: OperationId) -> RecoveredMachine {
     RecoveredMachine {
-        old_machine_id: old.into(),
-        machine_id: new.id.into(),
-        slot: (&new.slot).into(),
-        kind: new.kind.into(),
-        status: new.status.into(),
-        epoch: new.epoch.0.into(),
+        old_machine_id: predecessor.into(),
+        machine_id: machine.id.into(),
+        slot: (&machine.slot).into(),
+        kind: machine.kind.into(),
+        status: machine.status.into(),
+        epoch: machine.epoch.0.into(),
         operation_id: operation.into(),
         newer_snapshot: None,
     }

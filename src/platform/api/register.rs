@@ -61,7 +61,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let machine = db::machines::get(&platform.host_db.session().await?, claimed).await?;
     let machine = machine.ok_or_else(registration_rejected)?;
     check_token(token, &machine)?;
-    // This check runs before the transaction, so that no row or session is held during requests to the store.
+    // This check runs before the transaction, so that no row lock or session is held during requests to the store.
     ensure_not_fenced_out(&platform, &machine).await?;
     let mut session = platform.host_db.session().await?;
     // The token is checked before the body is parsed. The lock serializes the uses of the token.

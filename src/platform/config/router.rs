@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     fn read_pairs(pairs: &[(&str, &str)]) -> Result<RouterConfig, Vec<String>> {
-        let mut all = vec![
+        let mut settings = vec![
             ("APP_HOST", "App.example"),
             ("CODE_HOST", "code.example"),
             ("IDP_ISSUER", "https://idp.example/"),
@@ -99,10 +99,10 @@ mod tests {
             ("IDP_SIGN_IN_URL", "https://idp.example/sign-in"),
         ];
         for pair in pairs {
-            all.retain(|(name, _)| name != &pair.0);
-            all.push(*pair);
+            settings.retain(|(name, _)| name != &pair.0);
+            settings.push(*pair);
         }
-        let mut env = Env::from_pairs(all.into_iter().filter(|(_, value)| !value.is_empty()));
+        let mut env = Env::from_pairs(settings.into_iter().filter(|(_, value)| !value.is_empty()));
         let config = super::read(&mut env);
         env.finish(config).map_err(|error| error.errors)
     }

@@ -167,8 +167,8 @@ fn check_certificate(findings: Findings, name: &str, files: &TlsFiles) -> Findin
 }
 
 fn read_expiry(path: &Path) -> Option<Timestamp> {
-    let first = CertificateDer::pem_file_iter(path).ok()?.next()?.ok()?;
-    let (_, parsed) = x509_parser::parse_x509_certificate(&first).ok()?;
+    let certificate = CertificateDer::pem_file_iter(path).ok()?.next()?.ok()?;
+    let (_, parsed) = x509_parser::parse_x509_certificate(&certificate).ok()?;
     Timestamp::from_second(parsed.validity().not_after.timestamp()).ok()
 }
 

@@ -105,24 +105,24 @@ impl SessionStores {
             Err(unknown) => return unknown,
         };
         let name = || format!("{}.json", uuid::Uuid::new_v4());
-        let own = HostStore::probe_slot().root().clone().join(name());
-        let other = other_slot().root().clone().join(name());
+        let own_key = HostStore::probe_slot().root().clone().join(name());
+        let other_key = other_slot().root().clone().join(name());
         let probe = async {
-            host.put(&own, &b"own"[..]).await?;
-            let written = host.put(&other, &b"of another slot"[..]).await;
+            host.put(&own_key, &b"own"[..]).await?;
+            let written = host.put(&other_key, &b"of another slot"[..]).await;
             if !matches!(written, Err(StoreError::Denied { .. })) {
                 return written
                     .map(|()| Support::No("the session wrote an object in another slot".to_owned()));
             }
-            platform.put(&other, &b"of another slot"[..]).await?;
-            match host.get(&other, 1024).await {
+            platform.put(&other_key, &b"of another slot"[..]).await?;
+            match host.get(&other_key, 1024).await {
                 Err(StoreError::Denied { .. }) => Ok(Support::Yes),
                 Ok(_) => Ok(Support::No("the session read an object in another slot".to_owned())),
                 Err(error) => Err(error),
             }
         };
         let outcome = with_timeout(probe.boxed()).await;
-        for key in [&own, &other] {
+        for key in [&own_key, &other_key] {
             // Only the platform's own credentials can delete objects.
             platform.raw().delete(key).await.ok();
         }

@@ -88,12 +88,12 @@ pub async fn check(config: &PlatformConfig) -> Findings {
 
 /// Counts the temporary objects that this process or an earlier check has left behind.
 async fn count_remaining_objects(bucket: &Bucket) -> Result<usize, object_store::Error> {
-    let own = Path::from(RUN_PREFIX.as_str());
+    let own_prefix = Path::from(RUN_PREFIX.as_str());
     let oldest_start = SystemTime::now() - MAX_CHECK_DURATION;
     let objects = bucket.raw().list(Some(&Path::from(PREFIX)));
     objects
         .try_filter(|object| {
-            let is_own = object.location.prefix_matches(&own);
+            let is_own = object.location.prefix_matches(&own_prefix);
             ready(is_own || SystemTime::from(object.last_modified) < oldest_start)
         })
         .try_fold(0, async |count, _| Ok(count + 1))
