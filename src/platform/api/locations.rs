@@ -67,15 +67,15 @@ impl RequestedLocations {
     /// `current` and `fallback` are the locations of its new machine, and `has_moved` is whether the recovery has moved
     /// on from the location that it tried first.
     pub fn differs_in_fallback(&self, current: &Location, fallback: &[Location], has_moved: bool) -> bool {
-        let Some(wanted) = &self.fallback else { return false };
+        let Some(requested) = &self.fallback else { return false };
         let candidates = || std::iter::once(current).chain(fallback);
-        if wanted.iter().any(|location| !candidates().any(|candidate| candidate == location)) {
+        if requested.iter().any(|location| !candidates().any(|candidate| candidate == location)) {
             return true;
         }
         // The location that the recovery tried first is not one of its fallbacks. After a move, it is unknown which one
         // that was, unless the request names it.
         let first = if has_moved { self.location.as_ref() } else { Some(current) };
-        let mut missing = candidates().filter(|candidate| !wanted.contains(candidate));
+        let mut missing = candidates().filter(|candidate| !requested.contains(candidate));
         match first {
             Some(first) => missing.any(|candidate| candidate != first),
             None => missing.count() > 1,
@@ -109,9 +109,9 @@ mod tests {
         names.iter().map(|name| name.parse().unwrap()).collect()
     }
 
-    fn differs(location: Option<&str>, wanted: &[&str], candidates: &[&str], has_moved: bool) -> bool {
+    fn differs(location: Option<&str>, fallback: &[&str], candidates: &[&str], has_moved: bool) -> bool {
         let location = location.map(|name| name.parse().unwrap());
-        let requested = RequestedLocations { location, fallback: Some(parse(wanted)) };
+        let requested = RequestedLocations { location, fallback: Some(parse(fallback)) };
         let candidates = parse(candidates);
         requested.differs_in_fallback(&candidates[0], &candidates[1..], has_moved)
     }

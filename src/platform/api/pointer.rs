@@ -367,8 +367,8 @@ fn inspection_resource(target: &PointerTarget, inspection: &Inspection) -> wire:
     }
 }
 
-fn pointer_state(found: &PointerState) -> wire::PointerState {
-    match found {
+fn pointer_state(state: &PointerState) -> wire::PointerState {
+    match state {
         PointerState::Sound(_) => wire::PointerState::Sound,
         PointerState::Unsound { .. } => wire::PointerState::Unsound,
         PointerState::Absent { .. } => wire::PointerState::Absent,
@@ -376,13 +376,13 @@ fn pointer_state(found: &PointerState) -> wire::PointerState {
     }
 }
 
-fn audit_record(found: &PointerState) -> Value {
+fn audit_record(state: &PointerState) -> Value {
     let mut before = json!({
-        "state": pointer_state(found).as_str(),
-        "problem": found.problem(),
-        "pointer": found.pointer().map(pointer_resource),
+        "state": pointer_state(state).as_str(),
+        "problem": state.problem(),
+        "pointer": state.pointer().map(pointer_resource),
     });
-    if let PointerState::Unreadable { size_bytes, start, .. } = found {
+    if let PointerState::Unreadable { size_bytes, start, .. } = state {
         before["sizeBytes"] = (*size_bytes).into();
         before["startBase64"] = BASE64_STANDARD.encode(start).into();
     }

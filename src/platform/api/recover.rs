@@ -370,13 +370,13 @@ fn differing_options(
             "the snapshot",
             snapshot.as_ref().is_some_and(|key| machine.restore_snapshot.as_deref() != Some(key.as_str())),
         ),
-        ("the server type", server_type.as_ref().is_some_and(|wanted| *wanted != machine.server_type)),
-        ("the image version", image.as_ref().is_some_and(|wanted| *wanted != machine.image_version)),
+        ("the server type", server_type.as_ref().is_some_and(|requested| *requested != machine.server_type)),
+        ("the image version", image.as_ref().is_some_and(|requested| *requested != machine.image_version)),
         (
             "the location",
-            location.is_some_and(
-                |wanted| if has_moved { !is_candidate(wanted) } else { *wanted != machine.location },
-            ),
+            location.is_some_and(|requested| {
+                if has_moved { !is_candidate(requested) } else { *requested != machine.location }
+            }),
         ),
         (
             "the fallback locations",
