@@ -33,7 +33,7 @@ async fn diagnose(kind: StoreKind) -> Result<Report> {
 #[tokio::test(flavor = "multi_thread")]
 async fn doctor_reports_capabilities_that_moto_lacks() -> Result<()> {
     let report = diagnose(StoreKind::Moto).await?;
-    report.expect("host-credentials", "problem", "reaches other slots: the session wrote an object");
+    report.expect("host-credentials", "problem", "can access other slots: the session wrote an object");
     report.expect(
         "store",
         "problem",

@@ -17,13 +17,13 @@ use crate::tokens;
 use svc_http::problem::{Code, Problem, format_chain};
 use svc_wire::operator::Scope;
 
-/// Minimum interval between writes to `last_used_at`, so that not every request costs a write.
+/// Minimum interval between updates of `last_used_at`, so that most requests write nothing.
 const LAST_USED_INTERVAL: Duration = Duration::from_secs(300);
 
 /// The callers that a route accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// Everyone, without a token: the health routes and the API's description.
+    /// Anyone, without a token: the health routes and the API's description.
     Open,
     /// A machine's host, with one of the machine's own tokens.
     Machine,
@@ -34,7 +34,7 @@ pub enum Access {
 }
 
 impl Access {
-    /// Returns the scopes of which an operator needs one; `None` if the route does not accept operators.
+    /// Returns the accepted scopes, of which an operator needs at least one; `None` if the route rejects operators.
     pub fn scopes(self) -> Option<&'static [Scope]> {
         match self {
             Self::Operator(scopes) | Self::OperatorOrHost(scopes) => Some(scopes),

@@ -41,8 +41,8 @@ async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Resu
     let mut rows = audit::list(&session, &filter, fetch_limit).await?;
     let has_more = rows.len() > limit;
     rows.truncate(limit);
-    let next = rows.last().filter(|_| has_more).map(|entry| entry.id.to_string());
-    let page = AuditPage { entries: rows.into_iter().map(Into::into).collect(), next_cursor: next };
+    let next_cursor = rows.last().filter(|_| has_more).map(|entry| entry.id.to_string());
+    let page = AuditPage { entries: rows.into_iter().map(Into::into).collect(), next_cursor };
     Ok(Json(page).into_response())
 }
 

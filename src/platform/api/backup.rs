@@ -94,9 +94,9 @@ async fn handle(
     fields.finish(Some(()))?;
     let mutation = Mutation::from_call(&call, &operator)?;
     // The request completes even if the operator disconnects, so that its acceptance is audited.
-    let requested = request_host_task(platform, id, mutation, task);
-    let requested = tokio::spawn(request_id::run_with_id(request_id::current(), requested));
-    Ok(requested.await.map_err(|error| Problem::internal(&error))??.into_response())
+    let request = request_host_task(platform, id, mutation, task);
+    let request = tokio::spawn(request_id::run_with_id(request_id::current(), request));
+    Ok(request.await.map_err(|error| Problem::internal(&error))??.into_response())
 }
 
 async fn request_host_task(
@@ -123,7 +123,7 @@ async fn request_host_task(
     let change = |after| AuditChange {
         action: task.as_str(),
         target: id.to_string(),
-        // An attention item describes the snapshot that the host holds back.
+        // One of the attention items describes the snapshot that the host holds back.
         before: (task == HostTask::Accept).then(|| json!({"attention": machine.attention})),
         after: Some(after),
     };
@@ -314,7 +314,7 @@ pub static ACCEPT: Endpoint = Endpoint {
         summary: "Accepts the snapshot that a host holds back because its database has shrunk: it becomes the \
                   latest snapshot. The machine must be running, or an operation must be waiting for its \
                   final backup. In the latter case, the machine's replacement may be named instead; \
-                  `machineId` in the response is the machine whose host got the request.",
+                  `machineId` in the response is the machine whose host received the request.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| request_object(&[], &[])),

@@ -41,8 +41,8 @@ pub async fn handle(
     let dump = slot.snapshot(&key).ok_or_else(not_found)?;
     if call.request.method == Method::GET {
         let tx = db::begin(&mut session).await?;
-        let (target, read) = (format!("{}/{}", machine.user, machine.slot), json!({"key": key}));
-        let change = AuditChange { action: "backup.read", target, before: None, after: Some(read) };
+        let (target, after) = (format!("{}/{}", machine.user, machine.slot), json!({"key": key}));
+        let change = AuditChange { action: "backup.read", target, before: None, after: Some(after) };
         mutation::write_audit(&tx, operator.actor(), &change).await?;
         db::commit(tx).await?;
     }

@@ -50,13 +50,13 @@ pub async fn handle(
     drop(session);
     let machine = machine.ok_or_else(|| problems::machine_not_found(&id.to_string()))?;
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
-    let read = async {
+    let load_page = async {
         let pointer = match pointer_io::read(&platform.bucket, &slot).await {
             Ok(pointer) => pointer,
             Err(StoreError::Corrupt { key, why }) if only_latest => {
                 return Err(problems::snapshot_unusable(SnapshotUnusable::Damaged { key, why }));
             }
-            // The store is available, so list its snapshots without the pointer.
+            // The snapshots can be listed without the pointer, which only marks the latest one.
             Err(error @ StoreError::Corrupt { .. }) => {
                 tracing::warn!(machine = %id, error = %format_chain(&error), "pointer corrupt; listing snapshots without it");
                 None
@@ -78,8 +78,9 @@ pub async fn handle(
         };
         Ok::<_, Problem>((latest, page))
     };
-    let (latest, page) =
-        tokio::time::timeout(STORE_TIMEOUT, read).await.map_err(|_| svc_store::problem::unavailable())??;
+    let (latest, page) = tokio::time::timeout(STORE_TIMEOUT, load_page)
+        .await
+        .map_err(|_| svc_store::problem::unavailable())??;
     let latest = latest.map(|latest| latest.key);
     let backups = page.records.iter().map(|record| backup_resource(record, latest.as_deref())).collect();
     Ok(Json(BackupPage { latest, backups, next_cursor: page.next }).into_response())

@@ -26,7 +26,7 @@ pub struct ApiCall {
     pub request: BufferedRequest,
     /// The access that the route declares.
     access: Access,
-    /// The address of the connection's peer; `None` in a request without a connection.
+    /// The IP address of the connection's peer; `None` if the request did not arrive over a connection.
     client: Option<IpAddr>,
 }
 

@@ -48,7 +48,7 @@ struct RolloutRequest {
     version: ImageVersion,
     /// Handles of the machines to update; `None` means all machines.
     handles: Option<Vec<Handle>>,
-    /// Handles of machines to leave out.
+    /// Handles of machines to exclude.
     except: Vec<Handle>,
     canary: u64,
     batch_size: u64,
@@ -109,7 +109,7 @@ fn read_handles(fields: &mut Fields, name: &str) -> Option<Vec<Handle>> {
     }
     let handles: Result<Vec<Handle>, _> = texts.iter().map(|text| text.parse()).collect();
     if texts.is_empty() || handles.is_err() {
-        fields.add_error(name, "must contain at least one handle, and only valid handles");
+        fields.add_error(name, "must be a non-empty list of valid handles");
     }
     handles.ok()
 }
@@ -138,8 +138,8 @@ async fn create_rollout(
             let row = rollouts::get(tx, id).await?.ok_or_else(|| not_found(id))?;
             let rollout = json!(resource::rollout::load_with_machines(tx, &row).await?);
             let reply = Reply::new(StatusCode::ACCEPTED, &rollout);
-            // The machines are left out, because the rollout itself stores them and a large fleet's list would add a
-            // megabyte to the audit log.
+            // Omit the machines: the rollout stores them, and a large fleet's list would add a megabyte to the audit
+            // log.
             let mut after = rollout;
             after.as_object_mut().map(|rollout| rollout.remove("machines"));
             after["except"] = handle_names(&request.except);
@@ -164,29 +164,29 @@ async fn insert_rollout(tx: &Transaction<'_>, request: &RolloutRequest) -> Resul
         return Err(problem.with("rolloutId", json!(open.id)));
     }
     for handle in &request.except {
-        // If a mistyped handle were ignored, the machine that should be left out would be updated.
+        // If a mistyped handle were ignored, the rollout would update a machine that the operator meant to exclude.
         if db::machines::find_by_handle(tx, handle).await?.is_none() {
             return Err(problems::machine_not_found(handle.as_str()));
         }
     }
     let handles = request.handles.as_deref();
-    let reachable = rollouts::list_reachable_machines(tx, handles, &request.except).await?;
-    let ids: Vec<_> = reachable.iter().map(|(id, _)| *id).collect();
+    let eligible = rollouts::list_reachable_machines(tx, handles, &request.except).await?;
+    let ids: Vec<_> = eligible.iter().map(|(id, _)| *id).collect();
     if let Some(handles) = handles {
         if let Some(machine) = db::machines::find_other_with_handle(tx, handles, &ids).await? {
-            return Err(unreachable_target(&machine));
+            return Err(ineligible_machine(&machine));
         }
-        let is_unknown = |handle: &&Handle| !reachable.iter().any(|(_, known)| known == handle.as_str());
+        let is_unknown = |handle: &&Handle| !eligible.iter().any(|(_, name)| name == handle.as_str());
         if let Some(unknown) = handles.iter().find(is_unknown) {
             return Err(problems::machine_not_found(unknown.as_str()));
         }
     }
     let to_usize = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
     let batches =
-        rollout_plan::assign_batches(reachable.len(), to_usize(request.canary), to_usize(request.batch_size));
+        rollout_plan::assign_batches(eligible.len(), to_usize(request.canary), to_usize(request.batch_size));
     let machines: Vec<_> = ids.into_iter().zip(batches).collect();
     let to_i32 = |number: u64| i32::try_from(number).unwrap_or(i32::MAX);
-    let new = NewRollout {
+    let rollout = NewRollout {
         image_version: &request.version,
         canary: to_i32(request.canary),
         batch_size: to_i32(request.batch_size),
@@ -194,20 +194,20 @@ async fn insert_rollout(tx: &Transaction<'_>, request: &RolloutRequest) -> Resul
         should_verify: request.should_verify,
         machines: &machines,
     };
-    Ok(rollouts::insert(tx, &new).await?)
+    Ok(rollouts::insert(tx, &rollout).await?)
 }
 
-/// Returns the problem for a machine that a rollout cannot reach. A handle may have several machines, so the machine is
-/// named by its id.
-fn unreachable_target(machine: &MachineRow) -> Problem {
+/// Returns the problem for a machine that a rollout cannot update. A handle may have several machines, so the detail
+/// names the machine by its id.
+fn ineligible_machine(machine: &MachineRow) -> Problem {
     let MachineRow { id, handle, slot, .. } = machine;
-    let (state, next) = match machine.powered_off_at {
+    let (state, next_step) = match machine.powered_off_at {
         Some(_) => ("powered off", format!("power it on with `svcctl power on {id} --wait`")),
         None => (machine.status.as_str(), format!("see the reason with `svcctl status {id}`")),
     };
     let detail = format!(
-        "Machine {id} of {handle} (slot {slot}) is {state}, and a rollout updates only running machines: {next}, or leave out \
-         {handle}. Nothing was changed."
+        "Machine {id} of {handle} (slot {slot}) is {state}, and a rollout updates only running machines: {next_step}, or \
+         leave out {handle}. Nothing was changed."
     );
     Problem::new(Code::InvalidState, detail)
         .with("machineStatus", json!(machine.status))
@@ -237,8 +237,8 @@ pub async fn show(
     call.authenticate_operator(&platform).await?;
     let id: RolloutId = path_id("rolloutId", &id)?;
     let session = platform.db.session().await?;
-    let found = rollouts::get(&session, id).await?.ok_or_else(|| not_found(id))?;
-    Ok(Json(resource::rollout::load_with_machines(&session, &found).await?).into_response())
+    let rollout = rollouts::get(&session, id).await?.ok_or_else(|| not_found(id))?;
+    Ok(Json(resource::rollout::load_with_machines(&session, &rollout).await?).into_response())
 }
 
 /// An operator's command for a rollout.
@@ -288,8 +288,8 @@ async fn execute_command(
             let before = rollouts::lock(tx, id).await?.ok_or_else(|| not_found(id))?;
             let Some(next) = command.next_state(before.state) else { return Err(rollout_ended(&before)) };
             if next == before.state {
-                // Nothing is written: a paused rollout keeps the reason for the pause, an aborted one the time of its
-                // end, and the alarm may be another rollout's.
+                // Writing would overwrite the reason for a pause or the time of an abort, and might clear another
+                // rollout's alarm.
                 let rollout = resource::rollout::load_with_machines(tx, &before).await?;
                 return Ok(MutationEffect::unchanged(Reply::new(StatusCode::OK, rollout)));
             }
@@ -316,7 +316,7 @@ async fn execute_command(
 
 fn rollout_ended(rollout: &RolloutRow) -> Problem {
     let state = rollout.state.as_str();
-    let detail = format!("The rollout is {state}, so its state cannot change.");
+    let detail = format!("The rollout is {state}, so it can no longer be paused, resumed or aborted.");
     Problem::new(Code::Conflict, detail).with("state", state.into())
 }
 
@@ -391,7 +391,7 @@ pub static LIST: Endpoint = Endpoint {
         id: "listDeploys",
         method: Method::GET,
         path: "/vps/deploy",
-        summary: "Lists the 20 newest rollouts, newest first; a running or paused one is the first.",
+        summary: "Lists the 20 newest rollouts, newest first. Only the first can be running or paused.",
         credentials: &[OPERATOR],
         parameters: &[],
         body: None,

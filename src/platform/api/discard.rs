@@ -59,7 +59,7 @@ async fn discard(
     };
     ensure_left_slot(&change.machine)?;
     let removal = find_pending_removal(&change.tx, id).await?;
-    // A removal that is already running may still keep the server, unless an operator has accepted the loss.
+    // Unless an operator has accepted the loss, a running removal may still decide to keep the server.
     let is_consent_new = loss == LossConsent::Accepted && !is_discard_ordered(&change.machine);
     let is_ordered = removal.is_some() || is_discard_ordered(&change.machine);
     let body = |after: &MachineRow| response_body(after, removal, is_ordered);

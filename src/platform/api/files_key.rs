@@ -69,7 +69,8 @@ pub async fn for_operator(
         let detail = format!(
             "The platform has no key for the file backups of slot {user}/{slot}. Check that {user} is the user's id, not the \
              handle. If it is, either no machine has saved files yet, or the platform's database was restored from a copy \
-             older than the key. In the second case, try again after a day: by then, a machine that has the key has sent it."
+             older than the key. In the second case, try again after a day: by then, a machine that has \
+             the key will have sent it."
         );
         Problem::new(Code::NotFound, detail)
     })?;
@@ -89,14 +90,14 @@ fn respond(body: impl Serialize) -> Response {
 }
 
 /// Returns the problem for a key that cannot be sent to a host. If the repository rejects every known key or is damaged,
-/// the text says what to do, because no retry helps.
+/// a retry cannot succeed, so the detail says what to do.
 fn files_key_problem(machine: MachineId, error: FileKeyError) -> Problem {
     let error = match error {
         FileKeyError::Key(error) => return key_unavailable(error),
         error => error,
     };
     let text = format_chain(&error);
-    tracing::error!(%machine, error = text, "cannot send a host the key of its slot's file backups");
+    tracing::error!(%machine, error = text, "cannot provide the host with the key of its slot's file backups");
     match &error {
         FileKeyError::Repository { source: FilesError::Store(source), .. }
             if !matches!(source, StoreError::Corrupt { .. }) =>

@@ -76,7 +76,7 @@ pub async fn detect_power_on(platform: &Platform, machine: &MachineRow, epoch: E
 }
 
 async fn record_power_on(platform: &Platform, machine: &MachineRow) -> anyhow::Result<bool> {
-    let Some(server) = machine.provider_server_id else { return Ok(false) };
+    let Some(server_id) = machine.provider_server_id else { return Ok(false) };
     // A running operation records the server's power state itself.
     if db::operations::find_running(&platform.host_db.session().await?, machine.id).await?.is_some() {
         return Ok(false);
@@ -84,9 +84,9 @@ async fn record_power_on(platform: &Platform, machine: &MachineRow) -> anyhow::R
     if !platform.server_checks.claim_lookup(machine.id) {
         return Ok(false);
     }
-    let found = platform.provider.get(ServerId(server)).await?;
+    let server = platform.provider.get(ServerId(server_id)).await?;
     // The server was powered off or deleted after it had sent the heartbeat.
-    if found.is_none_or(|server| server.status != ServerStatus::Running) {
+    if server.is_none_or(|server| server.status != ServerStatus::Running) {
         return Ok(false);
     }
     let mut session = platform.host_db.session().await?;

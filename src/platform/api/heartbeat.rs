@@ -53,7 +53,7 @@ pub async fn handle(
     }
     let report = parse_report(&call)?;
     let next_token = issue_next_token(&platform, &host).await?;
-    // A machine that may still return to its slot is not superseded yet; its writers stay stopped.
+    // A machine with a stopping operation may still return to its slot, so it is quiesced but not superseded.
     let stopping_operation = {
         let session = platform.host_db.session().await?;
         db::machines::find_stopping_operation(&session, machine).await?
@@ -65,7 +65,7 @@ pub async fn handle(
     if !superseded {
         let session = platform.host_db.session().await?;
         machine_changes::record_heartbeat(&session, id, &report.columns()).await?;
-        // Before the machine counts as proven, which starts the retention period of its predecessor's server.
+        // This must precede `record_proven`, which starts the retention period of the predecessor's server.
         if report.has_item(wire::FILES_NOT_RESTORED) && machine.is_active() {
             machine_changes::mark_predecessors_unsaved(&session, id).await?;
         }
@@ -206,9 +206,9 @@ async fn reconcile_with_store(
     if epoch <= machine.epoch || epoch > machine.epoch.max_plausible() {
         return Ok(false);
     }
-    let found = later_holder::find_claim(platform, &platform.host_db, &machine.user, &machine.slot).await;
-    let holder = match found {
-        Ok(found) => found.holder().filter(|holder| holder.machine == machine.id),
+    let claim = later_holder::find_claim(platform, &platform.host_db, &machine.user, &machine.slot).await;
+    let holder = match claim {
+        Ok(claim) => claim.holder().filter(|holder| holder.machine == machine.id),
         // The machine may hold its slot, so it is not superseded until the fence has been read. The next heartbeat
         // retries.
         Err(error) => {
@@ -232,7 +232,7 @@ async fn reconcile_with_store(
     Ok(false)
 }
 
-/// Returns whether an operation is waiting for the machine's final backup, so that its host needs access to the store.
+/// Returns whether an operation is waiting for the machine's final backup, for which the host needs store access.
 pub(super) async fn is_final_backup_pending(
     platform: &Platform,
     machine: &MachineRow,

@@ -48,7 +48,7 @@ pub async fn show_status(
     PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    parse_read(platform, &id, request, "files.status", |_| Some(Vec::new()))
+    parse_read_request(platform, &id, request, "files.status", |_| Some(Vec::new()))
         .await?
         .respond::<FileBackupStatus>(|_| FilesCall::Status)
         .await
@@ -59,7 +59,7 @@ pub async fn list_versions(
     PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    parse_read(platform, &id, request, "files.versions", |fields| {
+    parse_read_request(platform, &id, request, "files.versions", |fields| {
         let path: Option<String> = fields.text("path", MAX_PATH_CHARS);
         let before = fields.time("before");
         let limit = fields.number_in_range("limit", 1..=MAX_VERSIONS, DEFAULT_VERSIONS);
@@ -77,7 +77,7 @@ pub async fn list(
     PathParams(id): PathParams<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    parse_read(platform, &id, request, "files.list", |fields| {
+    parse_read_request(platform, &id, request, "files.list", |fields| {
         let path = fields.optional_text("path", MAX_PATH_CHARS);
         let time = fields.time("time");
         let cursor = fields.number_in_range("cursor", 0..=usize::MAX, 0);
@@ -103,7 +103,7 @@ pub async fn show_restore(
     call.authenticate_operator(&platform).await?;
     let id: MachineId = path_id("machineId", &id)?;
     call.request.query_fields().finish(Some(()))?;
-    let machine = find_serving(&platform, id).await?;
+    let machine = load_serving_machine(&platform, id).await?;
     let response: FileRestoreResponse = call_host(&platform, &machine, FilesCall::ShowRestore).await?;
     Ok(([(header::CACHE_CONTROL, "no-store")], Json(response)).into_response())
 }
@@ -118,7 +118,7 @@ struct FilesReadRequest {
 }
 
 /// Authenticates the operator, and parses a request to read from a host.
-async fn parse_read(
+async fn parse_read_request(
     platform: Arc<Platform>,
     id: &str,
     request: Request,
@@ -161,7 +161,7 @@ async fn read_from_host<T: HostFilesResponse>(
     action: &'static str,
     mut after: Value,
 ) -> Result<T, Problem> {
-    let response = match find_serving(&platform, id).await {
+    let response = match load_serving_machine(&platform, id).await {
         Ok(machine) => call_host::<T>(&platform, &machine, files_call).await,
         Err(problem) => Err(problem),
     };
@@ -178,11 +178,11 @@ async fn audit(platform: &Platform, operator: &Operator, change: AuditChange) ->
     Ok(db::commit(tx).await?)
 }
 
-async fn find_serving(platform: &Platform, id: MachineId) -> Result<MachineRow, Problem> {
+async fn load_serving_machine(platform: &Platform, id: MachineId) -> Result<MachineRow, Problem> {
     // No session is held during the call to the host.
     let machine = db::machines::get(&platform.report_db.session().await?, id).await?;
     let machine = machine.ok_or_else(|| problems::machine_not_found(&id.to_string()))?;
-    ensure_serving(&machine, "the state of files")?;
+    ensure_serving(&machine, "the state of its files")?;
     Ok(machine)
 }
 
@@ -236,7 +236,7 @@ async fn call_host<T: HostFilesResponse>(
         serde_json::from_value(value)
     });
     parsed.map_err(|error| {
-        // The error may quote a text of any length from the response.
+        // The error may quote arbitrarily long text from the response.
         let error = untrusted_text::truncate_printable(&error.to_string());
         tracing::warn!(machine = %id, %error, "the host's response to a files request is invalid");
         let detail = format!("The response from machine {id} is invalid; see the platform's log.");
@@ -336,8 +336,8 @@ async fn request_restore(
     // Audit before the call, because the database may be unreachable after the host has accepted the request.
     audit(&platform, &operator, change("requested")).await?;
     let call = async {
-        let machine = find_serving(&platform, id).await?;
-        // With this key, a repeated request does not restore twice if this process stops before it stores the response.
+        let machine = load_serving_machine(&platform, id).await?;
+        // If this process stops before it stores the response, the host uses this key to recognize the retry.
         let idempotency_key = mutation.to_host_key();
         let restore = FilesCall::Restore { body: body.clone(), idempotency_key };
         call_host::<FileRestoreAccepted>(&platform, &machine, restore).await
@@ -358,14 +358,14 @@ async fn request_restore(
     Ok(outcome.into_reply().into_response())
 }
 
-/// Rejects a machine whose host is not in service. `subject` is what the host would report.
+/// Rejects a machine whose host is not in service. `subject` is the data that the host was to report.
 ///
 /// # Errors
 /// `machine_not_found` for a deleted machine; `invalid_state` for one that is replaced, not running or powered off.
 pub fn ensure_serving(machine: &MachineRow, subject: &str) -> Result<(), Problem> {
     let id = machine.id;
     if machine.deleted_at.is_some() {
-        let detail = format!("Machine {id} has been deleted, so no host reports {subject}.");
+        let detail = format!("Machine {id} has been deleted, so its host cannot report {subject}.");
         return Err(Problem::new(Code::MachineNotFound, detail));
     }
     if machine.retired_at.is_some() {

@@ -46,8 +46,8 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let mut rows = machines::list(&session, &filter, fetch_limit).await?;
     let has_more = rows.len() > limit;
     rows.truncate(limit);
-    let next = rows.last().filter(|_| has_more).map(|machine| machine.id.to_string());
-    let page = MachinePage { machines: rows.iter().map(Into::into).collect(), next_cursor: next };
+    let next_cursor = rows.last().filter(|_| has_more).map(|machine| machine.id.to_string());
+    let page = MachinePage { machines: rows.iter().map(Into::into).collect(), next_cursor };
     Ok(Json(page).into_response())
 }
 

@@ -34,7 +34,7 @@ impl RequestedLocations {
     /// `invalid_request` if the provider does not offer one of the locations.
     pub async fn ensure_known(&self, platform: &Platform) -> Result<(), Problem> {
         for (pointer, location) in self.locations_with_pointers() {
-            ensure_found(pointer, location, has_location(platform, location).await)?;
+            ensure_offered(pointer, location, has_location(platform, location).await)?;
         }
         Ok(())
     }
@@ -45,8 +45,8 @@ impl RequestedLocations {
     /// Same as [`Self::ensure_known`].
     pub async fn ensure_known_for_quote(&self, platform: &Platform) -> Result<(), Problem> {
         for (pointer, location) in self.locations_with_pointers() {
-            let found = platform.quotes.has_location(location, has_location(platform, location)).await;
-            ensure_found(pointer, location, found)?;
+            let is_offered = platform.quotes.has_location(location, has_location(platform, location)).await;
+            ensure_offered(pointer, location, is_offered)?;
         }
         Ok(())
     }
@@ -67,15 +67,15 @@ impl RequestedLocations {
     /// `current` and `fallback` are the locations of its new machine, and `has_moved` is whether the recovery has moved
     /// on from the location that it tried first.
     pub fn differs_in_fallback(&self, current: &Location, fallback: &[Location], has_moved: bool) -> bool {
-        let Some(wanted) = &self.fallback else { return false };
+        let Some(requested) = &self.fallback else { return false };
         let candidates = || std::iter::once(current).chain(fallback);
-        if wanted.iter().any(|location| !candidates().any(|candidate| candidate == location)) {
+        if requested.iter().any(|location| !candidates().any(|candidate| candidate == location)) {
             return true;
         }
         // The location that the recovery tried first is not one of its fallbacks. After a move, it is unknown which one
         // that was, unless the request names it.
         let first = if has_moved { self.location.as_ref() } else { Some(current) };
-        let mut missing = candidates().filter(|candidate| !wanted.contains(candidate));
+        let mut missing = candidates().filter(|candidate| !requested.contains(candidate));
         match first {
             Some(first) => missing.any(|candidate| candidate != first),
             None => missing.count() > 1,
@@ -90,8 +90,12 @@ async fn has_location(platform: &Platform, location: &Location) -> Result<bool, 
     })
 }
 
-fn ensure_found(pointer: &str, location: &Location, found: Result<bool, Problem>) -> Result<(), Problem> {
-    if found.unwrap_or(true) {
+fn ensure_offered(
+    pointer: &str,
+    location: &Location,
+    is_offered: Result<bool, Problem>,
+) -> Result<(), Problem> {
+    if is_offered.unwrap_or(true) {
         return Ok(());
     }
     Err(Problem::field(pointer, format!("{location} is not a location that the provider offers")))
@@ -105,15 +109,15 @@ mod tests {
         names.iter().map(|name| name.parse().unwrap()).collect()
     }
 
-    fn differs(location: Option<&str>, wanted: &[&str], candidates: &[&str], has_moved: bool) -> bool {
+    fn differs(location: Option<&str>, fallback: &[&str], candidates: &[&str], has_moved: bool) -> bool {
         let location = location.map(|name| name.parse().unwrap());
-        let requested = RequestedLocations { location, fallback: Some(parse(wanted)) };
+        let requested = RequestedLocations { location, fallback: Some(parse(fallback)) };
         let candidates = parse(candidates);
         requested.differs_in_fallback(&candidates[0], &candidates[1..], has_moved)
     }
 
     #[test]
-    fn fallbacks_match_only_if_none_is_added_or_missing() {
+    fn differs_in_fallback_detects_added_and_missing_locations() {
         let candidates = ["nbg1", "hel1", "fsn1"];
         assert!(!differs(None, &["hel1", "fsn1"], &candidates, false));
         assert!(!differs(None, &["fsn1", "hel1", "nbg1"], &candidates, false));
@@ -125,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn fallbacks_match_after_a_move_to_one_of_them() {
+    fn differs_in_fallback_ignores_first_location_after_move() {
         let candidates = ["hel1", "fsn1", "nbg1"];
         for location in [None, Some("nbg1")] {
             assert!(!differs(location, &["hel1", "fsn1"], &candidates, true), "{location:?}");

@@ -1,6 +1,6 @@
 //! [`ChangeRequest`] reads an operator's request to change one machine. [`MachineChange`] makes the change: in one
 //! transaction, it locks the machine's row, writes an audit row if the machine has changed, and stores the response. A
-//! repeated request receives the stored response. Routes with changes of a different structure use only
+//! repeated request receives the stored response. Routes whose change does not fit this sequence use only
 //! [`ChangeRequest`].
 
 use axum::extract::Request;

@@ -1,4 +1,4 @@
-//! What all mutating operator calls share: the replay by `Idempotency-Key`, the audit row, and `Prefer: wait`.
+//! Shared handling of operators' mutating calls: replay by `Idempotency-Key`, audit rows, and `Prefer: wait`.
 //!
 //! Invariant: the change, its audit row and the stored response are written in one transaction. This cannot include
 //! changes outside the database: `pointer.rs`, `host_files.rs` and `backup.rs` write an audit row before the change, in
@@ -346,7 +346,8 @@ async fn wait_for_operation(
     let deadline = Instant::now() + timeout;
     loop {
         let session = platform.db.session().await?;
-        let has_ended = db::operations::get(&session, operation).await?.is_none_or(|found| found.has_ended());
+        let has_ended =
+            db::operations::get(&session, operation).await?.is_none_or(|operation| operation.has_ended());
         drop(session);
         if has_ended || Instant::now() >= deadline || platform.stop.is_cancelled() {
             return Ok(());

@@ -54,7 +54,7 @@ pub async fn serve(
     };
     if status == StatusCode::PARTIAL_CONTENT {
         let text = format!("bytes {}-{}/{}", range.start, range.end - 1, meta.size);
-        insert(&mut headers, header::CONTENT_RANGE, &text);
+        insert_header(&mut headers, header::CONTENT_RANGE, &text);
     }
     headers.insert(header::CONTENT_LENGTH, HeaderValue::from(range.end - range.start));
     if call.request.method == Method::HEAD || range.is_empty() {
@@ -84,12 +84,12 @@ fn base_headers(meta: &ObjectMeta, media_type: &'static str) -> HeaderMap {
     headers.insert(header::ACCEPT_RANGES, HeaderValue::from_static("bytes"));
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("private, no-cache"));
     if let Some(etag) = &meta.e_tag {
-        insert(&mut headers, header::ETAG, &quoted(etag));
+        insert_header(&mut headers, header::ETAG, &quoted(etag));
     }
     headers
 }
 
-fn insert(headers: &mut HeaderMap, name: HeaderName, value: &str) {
+fn insert_header(headers: &mut HeaderMap, name: HeaderName, value: &str) {
     if let Ok(value) = HeaderValue::from_str(value) {
         headers.insert(name, value);
     }
@@ -99,7 +99,7 @@ fn quoted(etag: &str) -> String {
     if etag.ends_with('"') { etag.to_owned() } else { format!("\"{etag}\"") }
 }
 
-/// Returns whether `If-None-Match` names this version, by weak comparison (RFC 9110, section 13.1.2).
+/// Returns whether `If-None-Match` matches this version, by weak comparison (RFC 9110, section 13.1.2).
 fn is_unchanged(headers: &HeaderMap, meta: &ObjectMeta) -> bool {
     let Some(etag) = meta.e_tag.as_deref().map(quoted) else { return false };
     let values = headers.get_all(header::IF_NONE_MATCH).iter().filter_map(|value| value.to_str().ok());
@@ -107,7 +107,7 @@ fn is_unchanged(headers: &HeaderMap, meta: &ObjectMeta) -> bool {
     candidates.any(|candidate| candidate == "*" || candidate.strip_prefix("W/").unwrap_or(candidate) == etag)
 }
 
-/// Returns whether `If-Range`, if present, names this version, by strong comparison (RFC 9110, section 13.1.5).
+/// Returns whether `If-Range`, if present, matches this version, by strong comparison (RFC 9110, section 13.1.5).
 fn permits_range(headers: &HeaderMap, meta: &ObjectMeta) -> bool {
     let Some(value) = headers.get(header::IF_RANGE) else { return true };
     meta.e_tag.as_deref().is_some_and(|etag| value.as_bytes() == quoted(etag).as_bytes())
@@ -120,8 +120,8 @@ enum RequestedRange {
     Unsatisfiable,
 }
 
-/// Returns the requested range (RFC 9110, sections 13.1.5 and 14.2). A request for several ranges receives the whole
-/// object, and only GET may request a range.
+/// Returns the requested range (RFC 9110, sections 13.1.5 and 14.2). A request for several ranges, or with a method
+/// other than GET, receives the whole object.
 fn requested_range(method: &Method, headers: &HeaderMap, meta: &ObjectMeta) -> RequestedRange {
     if method != Method::GET {
         return RequestedRange::Whole;
@@ -140,7 +140,7 @@ fn parse_range(text: &str, size: u64) -> RequestedRange {
         return RequestedRange::Whole;
     };
     let (first, last) = (first.trim(), last.trim());
-    // A number with a plus sign can be parsed, but is not a valid position.
+    // `u64::from_str` accepts a leading plus sign, which RFC 9110 does not allow.
     if first.starts_with('+') || last.starts_with('+') {
         return RequestedRange::Whole;
     }
@@ -164,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_get_may_request_a_range() {
+    fn requested_range_ignores_range_of_head_request() {
         let mut headers = HeaderMap::new();
         headers.insert(header::RANGE, HeaderValue::from_static("bytes=10-"));
         let meta = ObjectMeta {

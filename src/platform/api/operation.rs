@@ -26,9 +26,10 @@ pub async fn handle(
     call.authenticate_operator(&platform).await?;
     let id: OperationId = path_id("operationId", &id)?;
     let session = platform.db.session().await?;
-    let found = db::operations::get(&session, id).await?;
-    let found = found.ok_or_else(|| Problem::new(Code::NotFound, format!("There is no operation {id}.")))?;
-    Ok(Json(resource::operation::load_with_log(&session, &found).await?).into_response())
+    let operation = db::operations::get(&session, id).await?;
+    let operation =
+        operation.ok_or_else(|| Problem::new(Code::NotFound, format!("There is no operation {id}.")))?;
+    Ok(Json(resource::operation::load_with_log(&session, &operation).await?).into_response())
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {

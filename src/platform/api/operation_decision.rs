@@ -158,8 +158,7 @@ async fn apply_decision(
     Ok(reply.into_response())
 }
 
-/// Returns the options with which the waiting step is retried. A loss that was accepted in an earlier step stays
-/// accepted.
+/// Returns the options for retrying the waiting step. A loss that was accepted in an earlier step remains accepted.
 fn retry_options(operation: &OperationRow) -> OperationOptions {
     if operation.step == Step::LastBackup.as_str() {
         operation.options.with_backup_retried()
@@ -287,7 +286,7 @@ async fn abandon_operation(
     Ok(db::operations::end(tx, operation.id, "cancelled", Some("abandoned")).await?)
 }
 
-/// Describes how an operation ended, for a decision that came too late.
+/// Describes how an operation ended, for an operator whose decision arrived after its end.
 fn describe_end(operation: &OperationRow) -> String {
     let how = match operation.state.as_str() {
         "cancelled" => "was cancelled",
@@ -325,7 +324,7 @@ pub static CONTINUE: Endpoint = Endpoint {
                 &[("acceptLoss", boolean()), ("snapshotKey", text_matching(SnapshotKey::PATTERN))],
             )
         }),
-        responses: &[documented_json(200, "The operation runs again.", || schema_ref("Operation"))],
+        responses: &[documented_json(200, "The operation has resumed.", || schema_ref("Operation"))],
         problems: &[
             Code::NotFound,
             Code::InvalidState,
@@ -350,7 +349,7 @@ pub static ABANDON: Endpoint = Endpoint {
         body: None,
         responses: &[documented_json(
             200,
-            "The operation has ended, or ends after it has powered the server on.",
+            "The operation has ended, or will end after it has powered the server on.",
             || schema_ref("Operation"),
         )],
         problems: &[Code::NotFound, Code::InvalidState, Code::DatabaseUnavailable, Code::IdempotencyMismatch],

@@ -1,5 +1,5 @@
 //! `/operators`: named operators, their scopes and tokens. Only the response to the request that issues a token, or to
-//! a repetition of that request, contains the token; the stored response and the audit log do not.
+//! a retry of that request, contains the token; the stored response and the audit log do not.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -102,7 +102,7 @@ async fn rotate(
     let outcome = mutation
         .run(&platform, async |tx| {
             let before = db::operators::find_and_lock(tx, &name).await?.ok_or_else(|| not_found(&name))?;
-            // The new token gives the operator's scopes to the caller.
+            // The caller receives a token with all of the operator's scopes.
             ensure_may_grant(&operator, &before.scopes)?;
             if before.revoked_at.is_some() {
                 let detail = format!(
@@ -149,8 +149,8 @@ async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result
     call.authenticate_operator(&platform).await?;
     call.request.query_fields().finish(Some(()))?;
     let session = platform.report_db.session().await?;
-    let all = db::operators::list(&session, MAX_OPERATORS).await?;
-    Ok(Json(OperatorList { operators: all.iter().map(Into::into).collect() }).into_response())
+    let rows = db::operators::list(&session, MAX_OPERATORS).await?;
+    Ok(Json(OperatorList { operators: rows.iter().map(Into::into).collect() }).into_response())
 }
 
 async fn who_am_i(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
@@ -248,8 +248,8 @@ async fn with_stored_token(platform: &Platform, reply: Reply) -> Result<Reply, P
     let Some(id) = id else { return Ok(reply) };
     let session = platform.db.session().await?;
     let stored = db::operators::find_by_token(&session, id, Duration::ZERO).await?;
-    // A later rotation replaced the token, or the operator's row was deleted, so the token is useless, whichever key
-    // derives it.
+    // A later rotation replaced the token, or the operator's row was deleted. The token is no longer valid, so it does
+    // not matter which key derives it.
     let Some(stored) = stored else { return Ok(with_token(reply, &platform.mint.operator_token(id))) };
     let token = platform.mint.stored_operator_token(id, &stored.token_hash).ok_or_else(|| {
         let detail = format!(

@@ -144,12 +144,12 @@ pub async fn rebuild(State(platform): State<Arc<Platform>>, request: Request) ->
     }
     let mutation = Mutation::from_call(&call, &operator)?;
     // The rebuild completes even if the operator disconnects, so that no audit row is left without its pointer.
-    let replaced = async move { replace(&platform, &target, policy, &mutation).await };
-    let replaced = tokio::spawn(request_id::run_with_id(request_id::current(), replaced));
-    Ok(replaced.await.map_err(|error| Problem::internal(&error))??.into_response())
+    let rebuild = async move { rebuild_pointer(&platform, &target, policy, &mutation).await };
+    let rebuild = tokio::spawn(request_id::run_with_id(request_id::current(), rebuild));
+    Ok(rebuild.await.map_err(|error| Problem::internal(&error))??.into_response())
 }
 
-async fn replace(
+async fn rebuild_pointer(
     platform: &Platform,
     target: &PointerTarget,
     policy: SoundPointerPolicy,
@@ -165,7 +165,7 @@ async fn replace(
     let mut inspection = inspect(platform, target, record.clone()).await?;
     ensure_exists(target, is_recorded, &inspection)?;
     let prefix = target.prefix();
-    // Search for the plan after the inspection: if the inspection has found a pointer that another attempt of this
+    // Look up the plan after the inspection: if the inspection has found a pointer that another attempt of this
     // request wrote, that attempt has already stored its plan.
     let planned = mutation.find_plan::<Pointer>(&platform.db.session().await?).await?;
     if let Some(planned) = &planned {
@@ -216,17 +216,17 @@ async fn replace(
     store_reply(platform, target, mutation, &written).await
 }
 
-/// Stores the planned pointer and its audit row. If another attempt of this request has stored the same plan, or any
-/// plan since `known` was found, that one is returned instead: concurrent attempts must write the same pointer.
+/// Stores the planned pointer and its audit row. Concurrent attempts must write the same pointer, so if another attempt
+/// of this request has stored the same plan, or any plan since `earlier` was looked up, returns that plan instead.
 async fn store_plan(
     tx: &Transaction<'_>,
     mutation: &Mutation,
-    known: Option<&Pointer>,
+    earlier: Option<&Pointer>,
     next: Pointer,
     change: &AuditChange,
 ) -> Result<Pointer, Problem> {
     let stored = mutation.find_plan::<Pointer>(tx).await?;
-    if let Some(stored) = stored.filter(|stored| *stored == next || known != Some(stored)) {
+    if let Some(stored) = stored.filter(|stored| *stored == next || earlier != Some(stored)) {
         return Ok(stored);
     }
     mutation::write_audit(tx, mutation.actor(), change).await?;
@@ -296,20 +296,20 @@ async fn ensure_nothing_restorable(
     record: SlotRecord,
 ) -> Result<(), Problem> {
     let prefix = target.prefix();
-    let found =
+    let inspection =
         with_timeout(pointer_repair::inspect(&platform.bucket, &prefix, record, RebuildTarget::Newest))
             .await?;
-    if found.unchecked > 0 {
+    if inspection.unchecked > 0 {
         let detail = format!(
             "{} The pointer was not changed. To make it name a snapshot, run `svcctl pointer rebuild {user} --slot {slot} --to \
              KEY`; to ignore all snapshots, run `svcctl pointer rebuild {user} --slot {slot} --empty --force`.",
-            describe_failed_search(&found),
+            describe_failed_search(&inspection),
             user = target.user,
             slot = target.slot
         );
         return Err(Problem::new(Code::Conflict, detail));
     }
-    let Some(snapshot) = found.next.and_then(|next| next.snapshot) else { return Ok(()) };
+    let Some(snapshot) = inspection.next.and_then(|next| next.snapshot) else { return Ok(()) };
     let detail = format!(
         "Snapshot {}, taken at {}, can be restored, so the pointer was not changed. To ignore that snapshot, run `svcctl \
          pointer rebuild {} --slot {} --empty --force`.",
@@ -323,11 +323,11 @@ async fn ensure_nothing_restorable(
 
 /// Describes the result of a search that found no complete snapshot.
 fn describe_failed_search(inspection: &Inspection) -> String {
-    let (all, unchecked) = (inspection.snapshots, inspection.unchecked);
+    let (total, unchecked) = (inspection.snapshots, inspection.unchecked);
     if unchecked == 0 {
         return "The slot has no complete snapshot.".to_owned();
     }
-    let checked = all - unchecked;
+    let checked = total - unchecked;
     format!(
         "None of the {checked} checked snapshots is complete; {unchecked} others in the slot were not checked."
     )
@@ -342,9 +342,9 @@ async fn inspect(
     with_timeout(pointer_repair::inspect(&platform.bucket, &prefix, record, target.rebuild_target())).await
 }
 
-async fn with_timeout<T>(work: impl Future<Output = Result<T, RepairError>>) -> Result<T, Problem> {
+async fn with_timeout<T>(call: impl Future<Output = Result<T, RepairError>>) -> Result<T, Problem> {
     let result =
-        tokio::time::timeout(STORE_TIMEOUT, work).await.map_err(|_| svc_store::problem::unavailable())?;
+        tokio::time::timeout(STORE_TIMEOUT, call).await.map_err(|_| svc_store::problem::unavailable())?;
     result.map_err(|error| match error {
         RepairError::Store(error) => error.into(),
         error @ RepairError::Unusable { .. } => Problem::new(Code::SnapshotUnusable, format!("{error}.")),
@@ -367,8 +367,8 @@ fn inspection_resource(target: &PointerTarget, inspection: &Inspection) -> wire:
     }
 }
 
-fn pointer_state(found: &PointerState) -> wire::PointerState {
-    match found {
+fn pointer_state(state: &PointerState) -> wire::PointerState {
+    match state {
         PointerState::Sound(_) => wire::PointerState::Sound,
         PointerState::Unsound { .. } => wire::PointerState::Unsound,
         PointerState::Absent { .. } => wire::PointerState::Absent,
@@ -376,13 +376,13 @@ fn pointer_state(found: &PointerState) -> wire::PointerState {
     }
 }
 
-fn audit_record(found: &PointerState) -> Value {
+fn audit_record(state: &PointerState) -> Value {
     let mut before = json!({
-        "state": pointer_state(found).as_str(),
-        "problem": found.problem(),
-        "pointer": found.pointer().map(pointer_resource),
+        "state": pointer_state(state).as_str(),
+        "problem": state.problem(),
+        "pointer": state.pointer().map(pointer_resource),
     });
-    if let PointerState::Unreadable { size_bytes, start, .. } = found {
+    if let PointerState::Unreadable { size_bytes, start, .. } = state {
         before["sizeBytes"] = (*size_bytes).into();
         before["startBase64"] = BASE64_STANDARD.encode(start).into();
     }

@@ -107,8 +107,8 @@ fn ensure_power_change_allowed(machine: &MachineRow, action: PowerAction) -> Res
         return Err(problems::invalid_state(machine.status.as_str(), &[Status::Running, Status::Failed]));
     }
     // A power-on also looks up a server that the provider has reported missing.
-    let may_be_found = action == PowerAction::On && machine.may_have_server();
-    if may_be_found || machine.has_server() {
+    let can_look_up_server = action == PowerAction::On && machine.may_have_server();
+    if can_look_up_server || machine.has_server() {
         Ok(())
     } else {
         Err(invalid_state(

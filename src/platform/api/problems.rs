@@ -1,4 +1,4 @@
-//! Problems that several routes return, and their details. The causes of database and provider errors are only logged,
+//! Problems that several routes return. The causes of database and provider errors are only logged,
 //! under the request id.
 
 use crate::db::DbError;
@@ -66,7 +66,7 @@ pub fn invalid_state(status: &str, allowed: &[Status]) -> Problem {
         .with("allowed", allowed.into())
 }
 
-/// Returns the problem for a failed call to the provider; details are only logged.
+/// Returns the problem for a failed call to the provider. The error is logged but not returned.
 pub fn provider_problem(error: &ProviderError) -> Problem {
     tracing::warn!(error = %format_chain(error), "provider error");
     provisioning_error()

@@ -131,7 +131,7 @@ async fn provision(
     }
     let existing = check_admission(platform, &session, request).await?;
     drop(session);
-    // These checks run before the transaction, so that no row or session is held during requests to the store.
+    // These checks run before the transaction, so that no row lock or session is held during requests to the store.
     let plan = if existing.as_ref().is_none_or(has_failed) {
         request.locations.ensure_known(platform).await?;
         let plan = prepare_plan(platform, request, existing.as_ref()).await?;
@@ -398,14 +398,14 @@ fn deletion_pending(deletion: &OperationRow) -> Problem {
     let OperationRow { id, machine, .. } = deletion;
     let subject = format!("The deletion of the slot's machine {machine} (operation {id})");
     let (problem, state) = if deletion.question.is_some() {
-        let next =
+        let next_step =
             format!("see the question with `svcctl operation show {id}`, answer it, then provision again.");
-        let detail = format!("{subject} is waiting for an operator's decision: {next}");
+        let detail = format!("{subject} is waiting for an operator's decision: {next_step}");
         (Problem::new(Code::InvalidState, detail), "waiting")
     } else {
-        let next =
+        let next_step =
             format!("wait for the operation with `svcctl operation show {id} --wait`, then provision again.");
-        let detail = format!("{subject} is still taking the final backup: {next}");
+        let detail = format!("{subject} is still taking the final backup: {next_step}");
         (Problem::new(Code::InvalidState, detail).retry_after(5), "deleting")
     };
     problem.with("machineStatus", json!(state)).with("operationId", json!(id))

@@ -227,18 +227,19 @@ async fn recover(
             Change::Moved { created: Some(created) } => created,
             Change::Moved { created: None } | Change::Unchanged => return Err(slot_changed()),
         };
-        let new = db::machines::get(tx, created.machine).await?;
-        let new = new.ok_or_else(|| problems::machine_not_found(&created.machine.to_string()))?;
+        let new_machine = db::machines::get(tx, created.machine).await?;
+        let new_machine =
+            new_machine.ok_or_else(|| problems::machine_not_found(&created.machine.to_string()))?;
         let recovered = RecoveredMachine {
             newer_snapshot: plan.newer.as_ref().map(copies::to_newer_snapshot),
-            ..response_body(machine.id, &new, created.operation)
+            ..response_body(machine.id, &new_machine, created.operation)
         };
         let reply = Reply::new(StatusCode::ACCEPTED, recovered);
         let change = AuditChange {
             action: "recover",
             target: format!("{}/{}", request.user, request.slot),
             before: Some(machine.record()),
-            after: Some(new.record()),
+            after: Some(new_machine.record()),
         };
         Ok(MutationEffect::changed(reply, change))
     };
@@ -253,8 +254,9 @@ fn preview_ttl(platform: &Platform, machine: &MachineRow) -> Option<std::time::D
     (machine.kind == MachineKind::Preview).then_some(platform.config.provisioning.preview_ttl)
 }
 
-fn require_machine(found: Option<MachineRow>, request: &RecoveryRequest) -> Result<MachineRow, Problem> {
-    found.ok_or_else(|| problems::machine_not_found(&format!("in slot {} of {}", request.slot, request.user)))
+fn require_machine(machine: Option<MachineRow>, request: &RecoveryRequest) -> Result<MachineRow, Problem> {
+    machine
+        .ok_or_else(|| problems::machine_not_found(&format!("in slot {} of {}", request.slot, request.user)))
 }
 
 /// The initial data of the new machine.
@@ -285,8 +287,8 @@ async fn find_initial_data(
         });
     }
     match snapshot::find_latest(&platform.bucket, &slot).await {
-        Ok(named) => {
-            let sidecar = snapshot::read_sidecar(&platform.bucket, &slot, &named).await?;
+        Ok(latest) => {
+            let sidecar = snapshot::read_sidecar(&platform.bucket, &slot, &latest).await?;
             Ok(InitialData { restore: RestoreMode::Required, key: None, sidecar: Some(sidecar) })
         }
         Err(SnapshotUnusable::Absent) => {
@@ -301,7 +303,7 @@ async fn find_initial_data(
     }
 }
 
-/// Returns the problem that asks for a backup first, if the machine's server has the only copy of the slot's data.
+/// Returns a problem that advises taking a backup first, if the machine's server has the only copy of the slot's data.
 fn unsaved_machine_problem(machine: &MachineRow) -> Option<Problem> {
     if machine.registered_at.is_none() || !machine.has_server() {
         return None;
@@ -325,9 +327,9 @@ async fn respond_during_recovery(
     machine: &MachineRow,
     request: &RecoveryRequest,
 ) -> Result<Reply, Problem> {
-    let old = db::machines::find_predecessor(client, machine.id).await?;
+    let predecessor = db::machines::find_predecessor(client, machine.id).await?;
     let operation = db::operations::find_newest(client, machine.id, "recover").await?;
-    let (Some(old), Some(operation)) = (old, operation) else {
+    let (Some(predecessor), Some(operation)) = (predecessor, operation) else {
         let id = machine.id;
         let detail = format!(
             "Machine {id} is recovering, but its predecessor or its recovery operation is not recorded."
@@ -347,7 +349,7 @@ async fn respond_during_recovery(
             .with("allowed", json!([]))
             .with("operationId", json!(operation.id)));
     }
-    Ok(Reply::new(StatusCode::ACCEPTED, response_body(old.id, machine, operation.id)))
+    Ok(Reply::new(StatusCode::ACCEPTED, response_body(predecessor.id, machine, operation.id)))
 }
 
 /// Returns the options of a request that differ from those of the running recovery. `has_moved` is whether the
@@ -368,13 +370,13 @@ fn differing_options(
             "the snapshot",
             snapshot.as_ref().is_some_and(|key| machine.restore_snapshot.as_deref() != Some(key.as_str())),
         ),
-        ("the server type", server_type.as_ref().is_some_and(|wanted| *wanted != machine.server_type)),
-        ("the image version", image.as_ref().is_some_and(|wanted| *wanted != machine.image_version)),
+        ("the server type", server_type.as_ref().is_some_and(|requested| *requested != machine.server_type)),
+        ("the image version", image.as_ref().is_some_and(|requested| *requested != machine.image_version)),
         (
             "the location",
-            location.is_some_and(
-                |wanted| if has_moved { !is_candidate(wanted) } else { *wanted != machine.location },
-            ),
+            location.is_some_and(|requested| {
+                if has_moved { !is_candidate(requested) } else { *requested != machine.location }
+            }),
         ),
         (
             "the fallback locations",
@@ -389,14 +391,14 @@ fn differing_options(
     .collect()
 }
 
-fn response_body(old: MachineId, new: &MachineRow, operation: OperationId) -> RecoveredMachine {
+fn response_body(predecessor: MachineId, machine: &MachineRow, operation: OperationId) -> RecoveredMachine {
     RecoveredMachine {
-        old_machine_id: old.into(),
-        machine_id: new.id.into(),
-        slot: (&new.slot).into(),
-        kind: new.kind.into(),
-        status: new.status.into(),
-        epoch: new.epoch.0.into(),
+        old_machine_id: predecessor.into(),
+        machine_id: machine.id.into(),
+        slot: (&machine.slot).into(),
+        kind: machine.kind.into(),
+        status: machine.status.into(),
+        epoch: machine.epoch.0.into(),
         operation_id: operation.into(),
         newer_snapshot: None,
     }

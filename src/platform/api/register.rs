@@ -45,7 +45,7 @@ pub struct HostRegistration {
 }
 
 /// The canonical form of a registration. The audit log records it, and its hash is stored so that a repeated request is
-/// recognized. This form must not change, because the platform may be updated between a request and its repetition.
+/// recognized. This form must not change, because the platform may be updated between a request and its retry.
 #[derive(Serialize)]
 struct CanonicalRegistration<'a> {
     machine: MachineId,
@@ -61,7 +61,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let machine = db::machines::get(&platform.host_db.session().await?, claimed).await?;
     let machine = machine.ok_or_else(registration_rejected)?;
     check_token(token, &machine)?;
-    // This check runs before the transaction, so that no row or session is held during requests to the store.
+    // This check runs before the transaction, so that no row lock or session is held during requests to the store.
     ensure_not_fenced_out(&platform, &machine).await?;
     let mut session = platform.host_db.session().await?;
     // The token is checked before the body is parsed. The lock serializes the uses of the token.
@@ -105,9 +105,9 @@ async fn ensure_not_fenced_out(platform: &Platform, machine: &MachineRow) -> Res
     if machine.registered_at.is_some() {
         return Ok(());
     }
-    let found = later_holder::find_claim(platform, &platform.host_db, &machine.user, &machine.slot).await?;
+    let claim = later_holder::find_claim(platform, &platform.host_db, &machine.user, &machine.slot).await?;
     let Some(holder) =
-        found.holder().filter(|holder| holder.machine != machine.id && holder.epoch >= machine.epoch)
+        claim.holder().filter(|holder| holder.machine != machine.id && holder.epoch >= machine.epoch)
     else {
         return Ok(());
     };

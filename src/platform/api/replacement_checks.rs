@@ -1,5 +1,5 @@
-//! Preconditions for replacing a slot's machine. While the old machine is still serving, they check everything that a
-//! new one needs.
+//! Preconditions for replacing a slot's machine. They are checked while the old machine is still serving, so that a
+//! replacement that cannot succeed changes nothing.
 
 use deadpool_postgres::GenericClient;
 use serde_json::json;
@@ -34,8 +34,8 @@ impl EmptyStart {
 
 /// Disk space for the system and the release, with a reserve.
 const RESERVED_BYTES: u64 = 6 << 30;
-/// Disk space for each byte of the dumped database. The restored database is smaller, but building its indexes needs
-/// extra space.
+/// Disk space to reserve for each byte of the dumped database. The restored database is smaller, but building its
+/// indexes needs extra space.
 const BYTES_PER_DATABASE_BYTE: f64 = 1.25;
 
 /// Rejects a snapshot whose database does not fit on the disk of a server type. If the sidecar records no size, or the
@@ -111,22 +111,22 @@ pub async fn ensure_no_unknown_holder(
     current: Option<&MachineRow>,
     accepts_loss: bool,
 ) -> Result<(), Problem> {
-    let found = match later_holder::find_claim(platform, &platform.db, user, slot).await {
-        Ok(found) => found,
+    let claim = match later_holder::find_claim(platform, &platform.db, user, slot).await {
+        Ok(claim) => claim,
         Err(LookupError::Store(StoreError::Corrupt { key, why })) => {
             return Err(problems::snapshot_unusable(SnapshotUnusable::Damaged { key, why }));
         }
         Err(error) => return Err(error.into()),
     };
-    let holder = match found {
+    let holder = match claim {
         FenceClaim::Unverified(named) if !accepts_loss => {
             let detail = format!(
                 "{} If the keys are correct, the slot's host forged the signature: repeat the command with `--accept-loss`.",
                 later_holder::describe_unverified(named)
             );
-            return Err(held_by_another(detail, current));
+            return Err(slot_held_problem(detail, current));
         }
-        found => found.holder().filter(|holder| !accepts_loss && is_other(holder, current)),
+        claim => claim.holder().filter(|holder| !accepts_loss && is_other_machine(holder, current)),
     };
     let Some(holder) = holder else { return Ok(()) };
     let detail = format!(
@@ -136,7 +136,7 @@ pub async fn ensure_no_unknown_holder(
          the command with `--accept-loss` and, if there is no snapshot, `--allow-empty`.",
         holder.machine, holder.epoch
     );
-    Err(held_by_another(detail, current))
+    Err(slot_held_problem(detail, current))
 }
 
 /// Rejects a change to a machine's server if, according to the store, another machine holds its slot under an epoch
@@ -147,22 +147,22 @@ pub async fn ensure_no_unknown_holder(
 /// `invalid_state` for such a change; `store_unavailable` if a request to the store fails; `database_unavailable` if
 /// the database is unreachable.
 pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Result<(), Problem> {
-    let found = match later_holder::find_claim(platform, &platform.db, &machine.user, &machine.slot).await {
-        Ok(found) => found,
+    let claim = match later_holder::find_claim(platform, &platform.db, &machine.user, &machine.slot).await {
+        Ok(claim) => claim,
         Err(LookupError::Store(StoreError::Corrupt { .. })) => FenceClaim::Nothing,
         Err(error) => return Err(error.into()),
     };
     let command = if machine.is_active() { "recover" } else { "provision" };
-    let holder = match found {
-        FenceClaim::Unverified(named) if is_other(&named, Some(machine)) => {
+    let holder = match claim {
+        FenceClaim::Unverified(named) if is_other_machine(&named, Some(machine)) => {
             let detail = format!(
                 "{} Nothing was changed. If the keys are correct, the slot's host forged the signature: to create a new \
                  machine from the newest snapshot, run `svcctl {command}` with `--accept-loss`.",
                 later_holder::describe_unverified(named)
             );
-            return Err(held_by_another(detail, Some(machine)));
+            return Err(slot_held_problem(detail, Some(machine)));
         }
-        found => found.holder().filter(|holder| is_other(holder, Some(machine))),
+        claim => claim.holder().filter(|holder| is_other_machine(holder, Some(machine))),
     };
     let Some(holder) = holder else { return Ok(()) };
     let detail = format!(
@@ -171,7 +171,7 @@ pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Res
          {command}` with `--accept-loss`. Data that the other machine wrote after that snapshot is only on its server.",
         holder.machine, holder.epoch
     );
-    Err(held_by_another(detail, Some(machine)))
+    Err(slot_held_problem(detail, Some(machine)))
 }
 
 /// Rejects replacing a machine that is powered off, or is being powered off, unless the loss is accepted: its host can
@@ -209,7 +209,7 @@ pub async fn ensure_not_restarting(
     }
     let restarts = [OperationKind::Resize, OperationKind::Reboot].map(OperationKind::as_str);
     let running = db::operations::find_running(client, machine.id).await?;
-    let Some(operation) = running.filter(|found| restarts.contains(&found.kind.as_str())) else {
+    let Some(operation) = running.filter(|operation| restarts.contains(&operation.kind.as_str())) else {
         return Ok(());
     };
     let detail = format!(
@@ -230,11 +230,11 @@ fn holds_data(machine: &MachineRow) -> bool {
     machine.registered_at.is_some() && machine.has_server() && machine.server_missing_since.is_none()
 }
 
-fn is_other(holder: &LaterHolder, current: Option<&MachineRow>) -> bool {
+fn is_other_machine(holder: &LaterHolder, current: Option<&MachineRow>) -> bool {
     current.is_none_or(|current| current.id != holder.machine)
 }
 
-fn held_by_another(detail: String, current: Option<&MachineRow>) -> Problem {
+fn slot_held_problem(detail: String, current: Option<&MachineRow>) -> Problem {
     let problem = Problem::new(Code::InvalidState, detail).with("allowed", json!([]));
     match current {
         Some(current) => problem.with("machineStatus", json!(current.status)),
@@ -323,7 +323,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn needed_bytes_grows_without_overflow() {
+    fn needed_bytes_adds_reserve_and_saturates() {
         assert_eq!(needed_bytes(0), RESERVED_BYTES);
         assert_eq!(needed_bytes(40 << 30), RESERVED_BYTES + (50 << 30));
         assert_eq!(needed_bytes(u64::MAX), u64::MAX);

@@ -84,7 +84,7 @@ async fn check_server_and_host(
     if machine.registered_at.is_none() {
         return Err(invalid_state("The machine's host never registered: recover or provision the slot."));
     }
-    let is_live = machine.heartbeat_at.is_some_and(|beat| now.duration_since(beat) < MAX_HEARTBEAT_AGE);
+    let is_live = machine.heartbeat_at.is_some_and(|last| now.duration_since(last) < MAX_HEARTBEAT_AGE);
     if !is_live || !machine.is_healthy() {
         return Err(invalid_state(&format!(
             "The machine's host has sent no healthy heartbeat in the last two minutes: use `svcctl power on {0}` if its \

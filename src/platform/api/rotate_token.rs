@@ -1,7 +1,7 @@
 //! POST `/vps/:id/rotate-token` and `/vps/fleet/rotate-tokens`: requests the rotation of one host's token, or of all
 //! hosts' tokens.
 //!
-//! A host receives its next token in the response to a heartbeat; [`crate::token_rotation`] has the rules.
+//! A host receives its next token in the response to a heartbeat; [`crate::token_rotation`] defines the rules.
 
 use std::sync::Arc;
 

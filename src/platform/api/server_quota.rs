@@ -61,8 +61,8 @@ fn total_used(listed: Option<ListedServerCount>, own: OwnServerCounts) -> u64 {
     listed.unwrap_or_default().max(own.existing) + own.ordered
 }
 
-/// Ensures that there is room for one more server. A lock serializes orders, so that two of them cannot use the last
-/// free place.
+/// Ensures that there is room for one more server. A lock serializes orders, so that concurrent ones cannot exceed the
+/// limit.
 ///
 /// # Errors
 /// `server_limit_reached` if there is no room; `database_unavailable` if the database is unreachable.

@@ -95,8 +95,8 @@ pub async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Re
     let mut rows = slots::list(&session, user.as_ref(), after.as_ref(), PAGE_SIZE as i64 + 1).await?;
     let has_more = rows.len() > PAGE_SIZE;
     rows.truncate(PAGE_SIZE);
-    let next = rows.last().filter(|_| has_more).map(|last| format!("{}/{}", last.user, last.slot));
-    let page = SubscriptionList { slots: rows.iter().map(Into::into).collect(), next_cursor: next };
+    let next_cursor = rows.last().filter(|_| has_more).map(|last| format!("{}/{}", last.user, last.slot));
+    let page = SubscriptionList { slots: rows.iter().map(Into::into).collect(), next_cursor };
     Ok(Json(page).into_response())
 }
 

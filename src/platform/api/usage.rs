@@ -67,7 +67,7 @@ async fn fetch_report(
     let machine = machine.ok_or_else(|| problems::machine_not_found(&id.to_string()))?;
     ensure_serving(&machine, "its usage")?;
     let response = host_call::fetch_usage(platform, &machine, query).await.map_err(|error| {
-        tracing::warn!(machine = %id, error = %format_chain(&error), "cannot read the host's usage");
+        tracing::warn!(machine = %id, error = %format_chain(&error), "cannot fetch the usage report from the host");
         host_problem(id, &error)
     })?;
     parse_report(&response).map_err(|error| {
@@ -78,7 +78,7 @@ async fn fetch_report(
     })
 }
 
-/// Returns the problem with which a failed call to the host is reported to the operator.
+/// Maps a failed call to the host to a problem for the operator.
 fn host_problem(id: MachineId, error: &UsageError) -> Problem {
     match error {
         UsageError::Host(HostCallError::Unreachable(_)) => {
@@ -141,7 +141,7 @@ async fn audit_read(
 /// Parses a host's report. Unknown fields are dropped, texts are truncated and made printable, and negative costs and
 /// invalid dates are errors.
 fn parse_report(response: &[u8]) -> Result<UsageReport, String> {
-    // An error may quote a text of any length from the report.
+    // An error may quote arbitrarily long text from the report.
     let describe = |error: &dyn Display| untrusted_text::truncate_printable(&error.to_string());
     let mut report: UsageReport = serde_json::from_slice(response).map_err(|error| describe(&error))?;
     let costs = report.entries.iter().map(|entry| entry.cost);

@@ -52,7 +52,7 @@ mod tests {
     }
 
     #[test]
-    fn previous_platform_key_must_differ() {
+    fn read_rejects_invalid_or_equal_keys_without_quoting_them() {
         let zeros = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
         // The same 32 bytes in hexadecimal.
         let same = errors(zeros, "0000000000000000000000000000000000000000000000000000000000000000");

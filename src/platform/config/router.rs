@@ -65,12 +65,12 @@ pub fn read(env: &mut Env) -> Option<RouterConfig> {
 
 fn read_audiences(env: &mut Env) -> Option<Vec<String>> {
     let text: String = env.required(&vars::IDP_AUDIENCE)?;
-    let all: Vec<String> =
+    let audiences: Vec<String> =
         text.split(',').map(|name| name.trim().to_owned()).filter(|name| !name.is_empty()).collect();
-    if all.is_empty() {
+    if audiences.is_empty() {
         env.add_error(&vars::IDP_AUDIENCE, "must name at least one audience; separate several with commas");
     }
-    Some(all)
+    Some(audiences)
 }
 
 fn read_jwks_url(env: &mut Env, issuer: Option<&str>) -> Option<Url> {
@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     fn read_pairs(pairs: &[(&str, &str)]) -> Result<RouterConfig, Vec<String>> {
-        let mut all = vec![
+        let mut settings = vec![
             ("APP_HOST", "App.example"),
             ("CODE_HOST", "code.example"),
             ("IDP_ISSUER", "https://idp.example/"),
@@ -99,10 +99,10 @@ mod tests {
             ("IDP_SIGN_IN_URL", "https://idp.example/sign-in"),
         ];
         for pair in pairs {
-            all.retain(|(name, _)| name != &pair.0);
-            all.push(*pair);
+            settings.retain(|(name, _)| name != &pair.0);
+            settings.push(*pair);
         }
-        let mut env = Env::from_pairs(all.into_iter().filter(|(_, value)| !value.is_empty()));
+        let mut env = Env::from_pairs(settings.into_iter().filter(|(_, value)| !value.is_empty()));
         let config = super::read(&mut env);
         env.finish(config).map_err(|error| error.errors)
     }
@@ -137,8 +137,12 @@ mod tests {
             ("ROUTER_PUBLIC_SCHEME", "gopher"),
         ]);
         assert_eq!(errors.unwrap_err().len(), 5);
-        for unreachable in ["app.example", "app.example:8443"] {
-            let errors = read_pairs(&[("CODE_HOST", unreachable)]).unwrap_err();
+    }
+
+    #[test]
+    fn read_rejects_code_host_that_app_host_matches() {
+        for code_host in ["app.example", "app.example:8443"] {
+            let errors = read_pairs(&[("CODE_HOST", code_host)]).unwrap_err();
             assert!(errors[0].starts_with("CODE_HOST"), "{errors:?}");
         }
         let ports = [("APP_HOST", "app.example:8443"), ("CODE_HOST", "app.example:9443")];

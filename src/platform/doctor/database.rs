@@ -49,8 +49,8 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         Err(error) => {
             let why = format!("cannot read the schema's version: {}", format_chain(&error));
             let is_denied = error.code() == Some(&SqlState::INSUFFICIENT_PRIVILEGE);
-            let owner = "check that PLATFORM_DATABASE_URL names the user that owns the schema";
-            return findings.problem(why, if is_denied { owner } else { next });
+            let use_owner = "check that PLATFORM_DATABASE_URL names the user that owns the schema";
+            return findings.problem(why, if is_denied { use_owner } else { next });
         }
     };
     match applied.map(i32::unsigned_abs) {

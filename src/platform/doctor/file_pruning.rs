@@ -8,15 +8,15 @@ use svc_base::diagnosis::Findings;
 use svc_base::quantity::pluralize;
 
 /// Maximum number of failures that are listed.
-const MAX_NAMED: i64 = 5;
-/// A repository is overdue for pruning if its last pruning ended longer ago than this number of intervals plus the
-/// maximum duration of a pruning run.
+const MAX_LISTED: i64 = 5;
+/// A repository is overdue if its last pruning run ended longer ago than this number of intervals plus the maximum
+/// duration of a run.
 const MAX_INTERVALS: u32 = 3;
 
 pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("file-pruning");
     match find_problems(config).await {
-        Ok(Some(found)) => assess(findings, &found, !config.timing.files_prune.is_zero()),
+        Ok(Some(problems)) => assess(findings, &problems, !config.timing.files_prune.is_zero()),
         Ok(None) => findings.skipped("this release of svc-platform has not started yet"),
         Err(error) => findings.problem(format!("{error:#}"), "see the check `database`"),
     }
@@ -29,21 +29,21 @@ async fn find_problems(config: &PlatformConfig) -> anyhow::Result<Option<Pruning
         return Ok(None);
     }
     let max_age = config.timing.files_prune * MAX_INTERVALS + TIMEOUT;
-    Ok(Some(file_keys::find_pruning_problems(&session, max_age, MAX_NAMED).await?))
+    Ok(Some(file_keys::find_pruning_problems(&session, max_age, MAX_LISTED).await?))
 }
 
-fn assess(mut findings: Findings, found: &PruningProblems, is_scheduled: bool) -> Findings {
-    for (slot, error) in &found.failures {
+fn assess(mut findings: Findings, problems: &PruningProblems, is_scheduled: bool) -> Findings {
+    for (slot, error) in &problems.failures {
         findings = findings.warning(
             format!("the file backups of {slot} could not be pruned: {error}"),
             "the platform retries automatically; run `svcctl files usage USER` to see their size and the last \
              result",
         );
     }
-    let unnamed = found.failed.saturating_sub(found.failures.len() as u64);
-    if unnamed > 0 {
+    let unlisted = problems.failed.saturating_sub(problems.failures.len() as u64);
+    if unlisted > 0 {
         findings = findings.warning(
-            format!("the file backups of {} could not be pruned either", pluralize(unnamed, "other slot")),
+            format!("the file backups of {} could not be pruned either", pluralize(unlisted, "other slot")),
             "resolve the warnings above, then run this check again",
         );
     }
@@ -53,12 +53,12 @@ fn assess(mut findings: Findings, found: &PruningProblems, is_scheduled: bool) -
             "remove the setting, or request pruning with `svcctl files prune USER`",
         );
     }
-    if found.overdue > 0 {
+    if problems.overdue > 0 {
         findings = findings.warning(
-            format!("the file backups of {} are overdue for pruning", pluralize(found.overdue, "slot")),
+            format!("the file backups of {} are overdue for pruning", pluralize(problems.overdue, "slot")),
             "check svc-platform's log: a pruning run may need more memory, or more runs may be due than the \
              platform's processes can complete",
         );
     }
-    findings.or_ok(format!("the file backups of {} are pruned regularly", pluralize(found.slots, "slot")))
+    findings.or_ok(format!("the file backups of {} are pruned regularly", pluralize(problems.slots, "slot")))
 }

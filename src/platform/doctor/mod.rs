@@ -45,10 +45,10 @@ pub async fn run_checks(file: Option<&Path>) -> DoctorReport {
     let config = match PlatformConfig::read(env) {
         Ok(config) => config,
         Err(error) => {
-            let errors = error.errors.into_iter().fold(Findings::new("configuration"), |found, error| {
+            let errors = error.errors.into_iter().fold(Findings::new("configuration"), |findings, error| {
                 let next = "correct the setting as described in docs/reference/configuration.md: until then, svc-platform \
                             does not start";
-                found.problem(error, next)
+                findings.problem(error, next)
             });
             findings.extend(errors.into_list());
             for check in [

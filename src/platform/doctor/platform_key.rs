@@ -14,9 +14,9 @@ use svc_store::StoreError;
 /// The database state that the check assesses.
 struct KeyUsage {
     need: KeyNeed,
-    /// Whether the rotation to the current key is complete. `svc-platform` then starts with that key alone.
+    /// Whether the rotation to the current key is complete, so that `svc-platform` starts without the previous key.
     is_rotation_complete: bool,
-    /// Whether the database has a record of the previous key. If not, that key is only prepared for a rotation.
+    /// Whether the database has a record of the previous key. If not, that key is set in preparation for a rotation.
     is_previous_recorded: bool,
     /// The number of running processes, and the number of those that have the previous key as either of their keys.
     processes: (i64, i64),
@@ -130,7 +130,7 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Name
     };
     match usage.need.describe_silent() {
         Some(silent) => findings.warning(
-            format!("no token has been made with PLATFORM_KEY for {silent}"),
+            format!("the tokens of {silent} were not made with PLATFORM_KEY"),
             "if the database has been restored from a copy, recover these machines before you remove \
              PLATFORM_KEY_PREVIOUS; otherwise no action is needed, because each token rotates at the \
              machine's next heartbeat",

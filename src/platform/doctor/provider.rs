@@ -19,11 +19,11 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         Ok(provider) => provider,
         Err(error) => return findings.problem(error.to_string(), next),
     };
-    let wanted = &config.provisioning.server_type;
-    match provider.server_type(wanted).await {
+    let server_type = &config.provisioning.server_type;
+    match provider.server_type(server_type).await {
         Ok(Some(_)) => {}
         Ok(None) => {
-            let what = format!("the provider does not offer the server type {wanted}");
+            let what = format!("the provider does not offer the server type {server_type}");
             return findings.problem(what, "set PROVIDER_SERVER_TYPE to a type of this provider");
         }
         Err(error) => return findings.problem(format_chain(&error), next),
@@ -43,7 +43,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     match provider.find_by_label("svc-installation").await {
         Ok(servers) => {
             let servers = pluralize(servers.len() as u64, "svc server");
-            findings.ok(format!("the provider responds, offers {wanted}, and has {servers}"))
+            findings.ok(format!("the provider responds, offers {server_type}, and has {servers}"))
         }
         Err(error) => findings.problem(format_chain(&error), next),
     }

@@ -38,7 +38,7 @@ pub fn check_env_file(file: Option<&Path>) -> Vec<Finding> {
     let findings = if mode & 0o027 == 0 {
         findings
     } else {
-        let what = format!("{path} has mode {mode:04o}, but contains every secret of the platform");
+        let what = format!("{path} has mode {mode:04o}, but contains all of the platform's secrets");
         findings.problem(what, next.clone())
     };
     // A machine without this user does not run the package's unit.
@@ -50,9 +50,9 @@ pub fn check_env_file(file: Option<&Path>) -> Vec<Finding> {
         _ => findings,
     };
     let text = std::fs::read_to_string(file).unwrap_or_default();
-    let names = config::parse_env_file(&text).unwrap_or_default();
+    let settings = config::parse_env_file(&text).unwrap_or_default();
     let findings =
-        names.iter().filter(|(name, _)| !is_setting(name)).fold(findings, |findings, (name, _)| {
+        settings.iter().filter(|(name, _)| !is_setting(name)).fold(findings, |findings, (name, _)| {
             findings.warning(
                 format!("{path} sets {name}, which is not a platform setting and has no effect"),
                 "correct its name; docs/reference/configuration.md lists all settings",
@@ -146,10 +146,10 @@ pub fn check_certificates(config: &PlatformConfig) -> Findings {
 
 fn check_certificate(findings: Findings, name: &str, files: &TlsFiles) -> Findings {
     let next = format!("check {name}_TLS_CERT_FILE and {name}_TLS_KEY_FILE, then restart svc-platform");
-    let usable = Identity::read(&files.cert, &files.key)
+    let server_config = Identity::read(&files.cert, &files.key)
         .map_err(anyhow::Error::from)
         .and_then(|identity| identity.server_config());
-    if let Err(error) = usable {
+    if let Err(error) = server_config {
         return findings.problem(format!("{}: {error:#}", files.cert.display()), next);
     }
     let Some(expires_at) = read_expiry(&files.cert) else {
@@ -167,8 +167,8 @@ fn check_certificate(findings: Findings, name: &str, files: &TlsFiles) -> Findin
 }
 
 fn read_expiry(path: &Path) -> Option<Timestamp> {
-    let first = CertificateDer::pem_file_iter(path).ok()?.next()?.ok()?;
-    let (_, parsed) = x509_parser::parse_x509_certificate(&first).ok()?;
+    let certificate = CertificateDer::pem_file_iter(path).ok()?.next()?.ok()?;
+    let (_, parsed) = x509_parser::parse_x509_certificate(&certificate).ok()?;
     Timestamp::from_second(parsed.validity().not_after.timestamp()).ok()
 }
 

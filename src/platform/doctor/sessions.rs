@@ -20,9 +20,9 @@ pub const SESSIONS: Capability = Capability {
     without: "Hosts need `STORE_HOST_CREDENTIALS=static`: each of them can read, overwrite and delete every slot.",
 };
 pub const SESSION_KEYS: Capability = Capability {
-    name: "a session reaches only what its policy allows",
+    name: "a session can access only what its policy allows",
     need: CapabilityNeed::Required,
-    without: "A host's session reaches every slot.",
+    without: "A host's session can access every slot.",
 };
 pub const SESSION_WRITE_ONCE: Capability = Capability {
     name: "a session's policy can forbid overwriting (`s3:if-none-match`)",
@@ -30,8 +30,8 @@ pub const SESSION_WRITE_ONCE: Capability = Capability {
     without: "`STORE_WRITE_ONCE` must be off: credentials stolen from a host can overwrite its slot's snapshots.",
 };
 
-/// Timeout for one of the two probes. Within its own timeout, the doctor's check requests a session, runs both probes,
-/// and deletes their objects.
+/// Timeout for each of the two probes. Both must fit within the timeout of the doctor's check, which also requests a
+/// session and deletes the probes' objects.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Probes all capabilities of a store, including those of host sessions, for the store comparison table.
@@ -40,15 +40,15 @@ pub async fn probe_store(
     credentials: &HostCredentials,
     races: RaceLimits,
 ) -> Vec<ProbeResult> {
-    let mut found = capabilities::probe_all(store, races).await;
+    let mut results = capabilities::probe_all(store, races).await;
     let session = match HostStore::new(store, credentials) {
         Ok(hosts) => hosts.try_session().await.map(|session| session.map_err(|error| format_chain(&error))),
         Err(error) => Some(Err(format!("{error:#}"))),
     };
     let (sessions, keys, write_once) = match session {
         Some(Ok(session)) => {
-            let as_host = SessionStores::new(store, session);
-            (Support::Yes, as_host.try_other_slot().await, as_host.try_write_once().await)
+            let stores = SessionStores::new(store, session);
+            (Support::Yes, stores.probe_slot_isolation().await, stores.probe_write_once().await)
         }
         Some(Err(why)) => {
             let unknown = || Support::Unknown("there is no session".to_owned());
@@ -62,9 +62,9 @@ pub async fn probe_store(
     for (capability, support) in
         [(SESSIONS, sessions), (SESSION_KEYS, keys), (SESSION_WRITE_ONCE, write_once)]
     {
-        found.push(ProbeResult::new(capability, support));
+        results.push(ProbeResult::new(capability, support));
     }
-    found
+    results
 }
 
 /// The store, accessed with the platform's credentials and with those of a host's session.
@@ -99,30 +99,30 @@ impl SessionStores {
     }
 
     /// Tests whether the session can write to its own slot, but neither write to nor read another slot.
-    pub(super) async fn try_other_slot(&self) -> Support {
+    pub(super) async fn probe_slot_isolation(&self) -> Support {
         let (platform, host) = match self.open() {
             Ok(stores) => stores,
             Err(unknown) => return unknown,
         };
         let name = || format!("{}.json", uuid::Uuid::new_v4());
-        let own = HostStore::probe_slot().root().clone().join(name());
-        let other = other_slot().root().clone().join(name());
+        let own_key = HostStore::probe_slot().root().clone().join(name());
+        let other_key = other_slot().root().clone().join(name());
         let probe = async {
-            host.put(&own, &b"own"[..]).await?;
-            let written = host.put(&other, &b"of another slot"[..]).await;
+            host.put(&own_key, &b"own"[..]).await?;
+            let written = host.put(&other_key, &b"of another slot"[..]).await;
             if !matches!(written, Err(StoreError::Denied { .. })) {
                 return written
                     .map(|()| Support::No("the session wrote an object in another slot".to_owned()));
             }
-            platform.put(&other, &b"of another slot"[..]).await?;
-            match host.get(&other, 1024).await {
+            platform.put(&other_key, &b"of another slot"[..]).await?;
+            match host.get(&other_key, 1024).await {
                 Err(StoreError::Denied { .. }) => Ok(Support::Yes),
                 Ok(_) => Ok(Support::No("the session read an object in another slot".to_owned())),
                 Err(error) => Err(error),
             }
         };
         let outcome = with_timeout(probe.boxed()).await;
-        for key in [&own, &other] {
+        for key in [&own_key, &other_key] {
             // Only the platform's own credentials can delete objects.
             platform.raw().delete(key).await.ok();
         }
@@ -130,7 +130,7 @@ impl SessionStores {
     }
 
     /// Tests whether the session can write a snapshot, but not overwrite it.
-    pub(super) async fn try_write_once(&self) -> Support {
+    pub(super) async fn probe_write_once(&self) -> Support {
         let (platform, host) = match self.open() {
             Ok(stores) => stores,
             Err(unknown) => return unknown,

@@ -25,7 +25,7 @@ const CHECK_STORE: &str =
 const USE_ANOTHER_STORE: &str = "use a store that supports this; docs/operating/stores.md compares several";
 /// Time limit for the parallel writer test; with a slow store, fewer rounds are run.
 const PARALLEL_TIMEOUT: Duration = Duration::from_secs(8);
-/// After this time, a check by another process has certainly ended.
+/// Maximum duration of a check: temporary objects older than this were left behind.
 const MAX_CHECK_DURATION: Duration = Duration::from_secs(3600);
 
 pub async fn check(config: &PlatformConfig) -> Findings {
@@ -53,7 +53,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         return findings;
     }
     let findings = match parallel_probe::run(&bucket, PARALLEL_TIMEOUT).await {
-        Ok(found) => match (found.refusal(), found.warning()) {
+        Ok(result) => match (result.refusal(), result.warning()) {
             (Some(why), _) => {
                 return findings.problem(why, "use another store: svc-platform refuses to start on this one");
             }
@@ -86,15 +86,15 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     }
 }
 
-/// Counts the temporary objects left by this process and by processes that have certainly ended.
+/// Counts the temporary objects that this process or an earlier check has left behind.
 async fn count_remaining_objects(bucket: &Bucket) -> Result<usize, object_store::Error> {
-    let own = Path::from(RUN_PREFIX.as_str());
-    let ended_before = SystemTime::now() - MAX_CHECK_DURATION;
+    let own_prefix = Path::from(RUN_PREFIX.as_str());
+    let oldest_start = SystemTime::now() - MAX_CHECK_DURATION;
     let objects = bucket.raw().list(Some(&Path::from(PREFIX)));
     objects
         .try_filter(|object| {
-            let is_own = object.location.prefix_matches(&own);
-            ready(is_own || SystemTime::from(object.last_modified) < ended_before)
+            let is_own = object.location.prefix_matches(&own_prefix);
+            ready(is_own || SystemTime::from(object.last_modified) < oldest_start)
         })
         .try_fold(0, async |count, _| Ok(count + 1))
         .await
@@ -104,10 +104,10 @@ fn report_capability(findings: Findings, probed: &ProbeResult, store: &StoreConf
     let ProbeResult { capability, support } = probed;
     match (support, capability.need) {
         (Support::Yes, _) | (_, CapabilityNeed::Unused) => findings,
-        (Support::No(instead), CapabilityNeed::Required) => findings
-            .problem(describe_missing(capability.name, instead, capability.without), USE_ANOTHER_STORE),
-        (Support::No(instead), CapabilityNeed::Recommended) => findings
-            .warning(describe_missing(capability.name, instead, capability.without), USE_ANOTHER_STORE),
+        (Support::No(observed), CapabilityNeed::Required) => findings
+            .problem(describe_missing(capability.name, observed, capability.without), USE_ANOTHER_STORE),
+        (Support::No(observed), CapabilityNeed::Recommended) => findings
+            .warning(describe_missing(capability.name, observed, capability.without), USE_ANOTHER_STORE),
         (Support::Unknown(_), _)
             if capability.applies_only_to_servers() && matches!(store, StoreConfig::Directory(_)) =>
         {
@@ -119,8 +119,8 @@ fn report_capability(findings: Findings, probed: &ProbeResult, store: &StoreConf
     }
 }
 
-fn describe_missing(name: &str, instead: &str, without: &str) -> String {
-    strip_backticks(&format!("the store does not support this: {name}; {instead}. {without}"))
+fn describe_missing(name: &str, observed: &str, without: &str) -> String {
+    strip_backticks(&format!("the store does not support this: {name}; {observed}. {without}"))
 }
 
 /// Removes the backticks that mark code in the reference page.
@@ -132,11 +132,11 @@ fn strip_backticks(text: &str) -> String {
 pub async fn check_protection(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("store-protection");
     let StoreConfig::S3(s3) = &config.store else { return findings.skipped("the store is a directory") };
-    let found = match protection::read(s3).await {
-        Ok(found) => found,
+    let settings = match protection::read(s3).await {
+        Ok(settings) => settings,
         Err(error) => return findings.warning(format_chain(&error), CHECK_STORE),
     };
-    let findings = match found.versioning {
+    let findings = match settings.versioning {
         SettingState::On => findings,
         SettingState::Off => findings.warning(
             "the bucket has no versioning: an object that is overwritten or deleted cannot be restored",
@@ -147,7 +147,7 @@ pub async fn check_protection(config: &PlatformConfig) -> Findings {
                 .skipped(format!("the store does not report whether the bucket has versioning ({status})"));
         }
     };
-    match found.object_lock {
+    match settings.object_lock {
         SettingState::On => findings.or_ok("the bucket has versioning and object lock"),
         SettingState::Off => findings.warning(
             "the bucket has no object lock: credentials that may delete versions can delete every snapshot",
@@ -166,7 +166,7 @@ pub async fn check_host_credentials(config: &PlatformConfig) -> Findings {
     };
     if hosts.shares_platform_credentials() {
         return findings.warning(
-            "STORE_HOST_CREDENTIALS=static: every host gets the platform's own credentials and reaches every slot",
+            "STORE_HOST_CREDENTIALS=static: every host gets the platform's own credentials and can access every slot",
             "set STS_ROLE_ARN, and STORE_HOST_CREDENTIALS=sts: hosts then get short-lived credentials for their own slot",
         );
     }
@@ -174,9 +174,9 @@ pub async fn check_host_credentials(config: &PlatformConfig) -> Findings {
         None => findings.ok("the store is a directory, which has no credentials"),
         Some(Ok(session)) => {
             let until = session.expires_at;
-            let as_host = sessions::SessionStores::new(&config.store, session);
-            let findings = check_session_keys(findings, &as_host).await;
-            let findings = check_write_once(findings, config, &hosts, &as_host).await;
+            let stores = sessions::SessionStores::new(&config.store, session);
+            let findings = check_session_keys(findings, &stores).await;
+            let findings = check_write_once(findings, config, &hosts, &stores).await;
             check_outage_session(findings, &hosts)
                 .await
                 .or_ok(format!("STS issues sessions for a single slot, valid until {until:.0}"))
@@ -188,13 +188,13 @@ pub async fn check_host_credentials(config: &PlatformConfig) -> Findings {
     }
 }
 
-/// Checks that the store enforces a session's policy: a host must not reach another slot.
-async fn check_session_keys(findings: Findings, as_host: &sessions::SessionStores) -> Findings {
-    match as_host.try_other_slot().await {
+/// Checks that the store enforces a session's policy: a host must not be able to access another slot.
+async fn check_session_keys(findings: Findings, stores: &sessions::SessionStores) -> Findings {
+    match stores.probe_slot_isolation().await {
         Support::Yes => findings,
-        Support::No(instead) => findings.problem(
-            format!("a host's session for its own slot reaches other slots: {instead}"),
-            "use a store that enforces session policies: on this store, every host reaches every slot",
+        Support::No(observed) => findings.problem(
+            format!("a host's session for its own slot can access other slots: {observed}"),
+            "use a store that enforces session policies: on this store, every host can access every slot",
         ),
         Support::Unknown(why) => {
             findings.warning(format!("the limits of a host's session were not tested: {why}"), CHECK_STORE)
@@ -220,7 +220,7 @@ async fn check_write_once(
     findings: Findings,
     config: &PlatformConfig,
     hosts: &HostStore,
-    as_host: &sessions::SessionStores,
+    stores: &sessions::SessionStores,
 ) -> Findings {
     let (StoreConfig::S3(s3), Some(writes)) = (&config.store, hosts.snapshot_writes()) else {
         return findings;
@@ -236,10 +236,10 @@ async fn check_write_once(
         };
     }
     let next = "set STORE_WRITE_ONCE=off, or use a store that supports the condition key s3:if-none-match";
-    match as_host.try_write_once().await {
+    match stores.probe_write_once().await {
         Support::Yes => findings,
-        Support::No(instead) => findings
-            .problem(format!("STORE_WRITE_ONCE=on, but the store does not enforce it: {instead}"), next),
+        Support::No(observed) => findings
+            .problem(format!("STORE_WRITE_ONCE=on, but the store does not enforce it: {observed}"), next),
         Support::Unknown(why) => {
             findings.problem(format!("STORE_WRITE_ONCE=on, but its effect could not be tested: {why}"), next)
         }
@@ -252,7 +252,7 @@ mod tests {
     use svc_base::config::Env;
 
     #[test]
-    fn server_only_capability_is_not_reported_for_directory() {
+    fn report_capability_skips_server_only_one_for_directory() {
         let probed =
             ProbeResult::new(capabilities::SIGNATURES, Support::Unknown("it returned 500".to_owned()));
         let store = |url| {

@@ -165,7 +165,7 @@ fn read_files(fields: &mut Fields) -> Option<FileBackupReport> {
     Some(report)
 }
 
-/// Reads the registration that the host repeats.
+/// Reads the registration that the host sends again with each heartbeat.
 fn read_registration(fields: &mut Fields) -> Option<HostRegistration> {
     let mut inner = fields.optional_nested("registration")?;
     let registration = HostRegistration::read(&mut inner);
