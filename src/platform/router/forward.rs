@@ -90,8 +90,8 @@ impl RouterState {
         }
     }
 
-    /// Returns when this caller's streams end; `None` for a bearer token, which a sign-out does not revoke. `now` is the
-    /// time at which the request arrived.
+    /// Returns the time limit for this caller's streams; `None` for a bearer token, which a sign-out does not revoke.
+    /// `now` is the time at which the request arrived.
     async fn stream_limit(&self, caller: Caller<'_>, now: Timestamp) -> Option<TimeLimit> {
         let (user, expires_at) = match caller {
             Caller::Owner(Identity::Bearer(_), _) => return None,

@@ -22,7 +22,7 @@ pub struct HostTrust {
     pub chain: Option<ChainPolicy>,
 }
 
-/// When a host's certificate must chain to a trusted root.
+/// The policy that determines when a host's certificate must chain to a trusted root.
 #[derive(Debug, Clone)]
 pub struct ChainPolicy {
     verifier: ChainVerifier,

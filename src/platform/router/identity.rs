@@ -236,7 +236,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bearer_token_returns_malformed_token_as_invalid() {
+    fn bearer_token_is_empty_if_malformed() {
         let cases: [(&[u8], Option<&str>); 8] = [
             (b"Bearer a.b.c", Some("a.b.c")),
             (b"bearer  a.b.c ", Some("a.b.c")),
