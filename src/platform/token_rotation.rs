@@ -454,7 +454,7 @@ mod tests {
         let model = RotationModel::new();
         let forged = mint((9, None)).token(model.machine, Purpose::Upgrade, Generation(5));
         assert_eq!(model.check_token(&forged), TokenStatus::Refused);
-        let real = mint(model.keys).token(model.machine, Purpose::Upgrade, Generation(5));
-        assert_eq!(model.check_token(&real), TokenStatus::Later(Generation(5)), "the database is older");
+        let genuine = mint(model.keys).token(model.machine, Purpose::Upgrade, Generation(5));
+        assert_eq!(model.check_token(&genuine), TokenStatus::Later(Generation(5)), "the database is older");
     }
 }
