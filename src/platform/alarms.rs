@@ -1,8 +1,8 @@
 //! Alarms: problems with the whole fleet or the provider, not with a single machine. `svcctl fleet` lists them.
 //!
-//! A blocking alarm blocks work until its cause is resolved or an operator releases it; other alarms are informational. A
-//! release of `servers_missing` expires; a release of `unknown_servers` applies only to the servers listed when it was
-//! made.
+//! A blocking alarm blocks work until its cause is resolved or an operator releases it; other alarms are informational.
+//! A release of `servers_missing` expires; a release of `unknown_servers` applies only to the servers listed when it
+//! was made.
 
 use std::time::Duration;
 
@@ -22,9 +22,9 @@ use svc_wire::alarm as wire;
 
 /// How long a released alarm allows work. Does not apply to unknown servers, which are released individually.
 pub const RELEASE_TTL: Duration = Duration::from_secs(3600);
-/// Minimum time for which an alarm is shown while its cause persists; see [`Alarm::ttl`].
+/// Minimum time for which an alarm stays active after it was raised; see [`Alarm::ttl`].
 const INFO_TTL: Duration = Duration::from_secs(300);
-/// How long a single event is shown.
+/// How long an alarm about a single event stays active after it was raised.
 const EVENT_TTL: Duration = Duration::from_secs(86_400);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -112,7 +112,7 @@ impl Alarm {
                  for one hour"
             }
             Self::UnknownServers => {
-                "if the platform's database was restored from an older copy, find out whose these servers are. Until they \
+                "if the platform's database was restored from an older copy, find out to whom these servers belong. Until they \
                  are released, neither they nor any kept servers are deleted. `svcctl alarm release unknown_servers` deletes \
                  the servers listed now, with their disks, each ORPHAN_GRACE_SECONDS after it was first seen"
             }
@@ -137,8 +137,8 @@ impl Alarm {
                  platform` compares it with the store. If it is current, the hosts of these slots forged the signatures"
             }
             Self::HostTokensRefused => {
-                "these hosts send tokens that were not made with PLATFORM_KEY: recover none of them before `svcctl doctor \
-                 platform` confirms that the platform's keys are current. If they are, the tokens are forged"
+                "these hosts send tokens that were not made with PLATFORM_KEY: do not recover any of them until `svcctl \
+                 doctor platform` confirms that the platform's keys are current. If they are, the tokens are forged"
             }
             Self::RolloutHalted => {
                 "`svcctl deploy status` shows what the verification found. Correct the cause, then run `svcctl deploy resume`, \
@@ -349,11 +349,18 @@ mod tests {
     }
 
     #[test]
-    fn names_round_trip_and_only_advice_for_blocking_alarms_mentions_release() {
+    fn alarm_round_trips_through_its_name() {
         for alarm in Alarm::ALL {
             assert_eq!(alarm.as_str().parse(), Ok(alarm));
-            let names_release = alarm.advice().contains(&format!("svcctl alarm release {}", alarm.as_str()));
-            assert_eq!(names_release, alarm.is_blocking(), "{alarm:?}");
+        }
+    }
+
+    #[test]
+    fn only_blocking_alarms_advise_a_release() {
+        for alarm in Alarm::ALL {
+            let advises_release =
+                alarm.advice().contains(&format!("svcctl alarm release {}", alarm.as_str()));
+            assert_eq!(advises_release, alarm.is_blocking(), "{alarm:?}");
         }
     }
 }

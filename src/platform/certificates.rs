@@ -66,8 +66,8 @@ pub fn attention_reason(row: &FleetRow, trust: &HostTrust) -> Option<&'static st
         CertificateState::Trusted => None,
         CertificateState::Expiring => Some("certificate_expiring"),
         CertificateState::Missing => {
-            let rule = trust.chain.as_ref().filter(|rule| !rule.is_exempt(row.machine))?;
-            let is_unreachable = row.registered_age.is_some_and(|age| age > rule.grace().as_secs_f64());
+            let policy = trust.chain.as_ref().filter(|policy| !policy.is_exempt(row.machine))?;
+            let is_unreachable = row.registered_age.is_some_and(|age| age > policy.grace().as_secs_f64());
             Some(if is_unreachable { CERTIFICATE_MISSING } else { "certificate_pending" })
         }
     }
@@ -83,7 +83,8 @@ pub fn summarize(rows: &[FleetRow], trust: &HostTrust) -> Option<Certificates> {
         in_state(state).take(MAX_HANDLES).map(|row| WireString::from_stored(&row.handle)).collect()
     };
     let count = |state: CertificateState| in_state(state).count() as u64;
-    let is_exempt = |row: &&FleetRow| trust.chain.as_ref().is_some_and(|rule| rule.is_exempt(row.machine));
+    let is_exempt =
+        |row: &&FleetRow| trust.chain.as_ref().is_some_and(|policy| policy.is_exempt(row.machine));
     Some(Certificates {
         is_required: trust.chain.is_some(),
         trusted: count(CertificateState::Trusted),
@@ -161,6 +162,6 @@ mod tests {
         });
         assert_eq!(json!(summarize(&rows, &trust).unwrap()), expected);
         assert_eq!(attention_reason(&rows[1], &trust), Some("certificate_expiring"));
-        assert_eq!(attention_reason(&rows[2], &trust), None, "no client needs the certificate");
+        assert_eq!(attention_reason(&rows[2], &trust), None, "no client verifies the chain");
     }
 }

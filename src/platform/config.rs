@@ -44,7 +44,7 @@ pub struct PlatformConfig {
     pub secret: SecretString,
     pub provisioning: Provisioning,
     pub hosts: HostSettings,
-    /// How the connections to hosts are verified.
+    /// The TLS verification of connections to hosts.
     pub trust: HostTrust,
     pub provider: ProviderConfig,
     pub store: StoreConfig,
@@ -450,14 +450,14 @@ mod tests {
         let unset = ("STORE_HOST_CREDENTIALS", "");
         let Ok(HostCredentials::Sts(sts)) = credentials(&[unset, role, ("AWS_REGION", "eu-central-1")])
         else {
-            panic!("the role should be enough");
+            panic!("STS_ROLE_ARN should select sts");
         };
         assert_eq!(sts.endpoint.as_str(), "https://sts.eu-central-1.amazonaws.com/");
         assert_eq!(sts.outage_ttl, Duration::from_secs(43_200));
         let Ok(HostCredentials::Sts(sts)) =
             credentials(&[unset, role, ("OBJECT_STORE_ENDPOINT", "http://127.0.0.1:9000")])
         else {
-            panic!("the object store's endpoint should be used for STS");
+            panic!("OBJECT_STORE_ENDPOINT should be the default for STS_ENDPOINT");
         };
         assert_eq!(sts.endpoint.as_str(), "http://127.0.0.1:9000/");
         assert!(

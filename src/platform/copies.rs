@@ -1,8 +1,8 @@
-//! The existing copies of a slot's data: the serving server, the kept servers with their retention, and the newest
-//! snapshot; and how much data would be lost with the serving machine.
+//! The copies of a slot's data: the live server, the kept servers with their retention, and the newest snapshot. Also
+//! computes how much data would be lost with the live server.
 //!
-//! The newest snapshot is the one that the store's pointer names. A snapshot that a host reported takes its place only
-//! if the store is unavailable or its snapshot is damaged.
+//! The newest snapshot is the one that the store's pointer names. If the store is unavailable or that snapshot is
+//! damaged, it is the newest snapshot that a host has reported.
 
 use std::time::Duration;
 
@@ -90,9 +90,9 @@ impl Copies {
     pub async fn with_snapshot(&self, bucket: &Bucket) -> wire::Copies {
         let slot = SlotPrefix::new(&self.user, &self.slot);
         let deadline = tokio::time::Instant::now() + STORE_TIMEOUT;
-        let found = tokio::time::timeout_at(deadline, snapshot::find_latest(bucket, &slot)).await;
+        let result = tokio::time::timeout_at(deadline, snapshot::find_latest(bucket, &slot)).await;
         let mut newer = None;
-        let (newest, problem) = match found {
+        let (newest, problem) = match result {
             Ok(Ok(latest)) => {
                 if let Some(holder) = self.holder {
                     newer = find_newer(bucket, &slot, holder, &latest, deadline).await;
@@ -156,22 +156,22 @@ async fn find_newer(
     current: &SnapshotRef,
     deadline: tokio::time::Instant,
 ) -> Option<Sidecar> {
-    let found = tokio::time::timeout_at(deadline, newer_snapshot::find(bucket, slot, holder, current)).await;
-    match found {
+    let result = tokio::time::timeout_at(deadline, newer_snapshot::find(bucket, slot, holder, current)).await;
+    match result {
         Ok(Ok(newer)) => newer,
         Ok(Err(error)) => {
-            tracing::warn!(error = %format_chain(&error), "cannot list snapshots newer than the latest one");
+            tracing::warn!(error = %format_chain(&error), "cannot list snapshots newer than the pointer's");
             None
         }
         Err(_) => {
-            tracing::warn!("listing snapshots newer than the latest one timed out");
+            tracing::warn!("listing snapshots newer than the pointer's timed out");
             None
         }
     }
 }
 
 /// Finds a complete snapshot of this machine that is newer than `current`, the snapshot to restore. The response to a
-/// request for a recovery warns operators of it. Also returns `None` if the store is unavailable or slow.
+/// recovery request warns the operator about it. Also returns `None` if the store is unavailable or slow.
 pub async fn find_newer_for_machine(
     bucket: &Bucket,
     machine: &MachineRow,
@@ -212,15 +212,15 @@ fn to_kept_server(row: &KeptServerRow) -> wire::KeptServer {
     }
 }
 
-/// Returns how many seconds of the serving machine's writes may be missing from every snapshot. If the newest
+/// Returns how many seconds of the live machine's writes may be missing from every snapshot. If the newest
 /// snapshot is another machine's, it may lack everything that this machine has written since its own last snapshot.
 fn unsaved_seconds(live: &MachineRow, newest: Option<&NewestSnapshot>, now: Timestamp) -> u64 {
     let since = match newest {
         Some(newest) if newest.machine == live.id => Some(newest.taken_at),
         // The machine has written nothing before its registration, even if it restored a much older snapshot.
         Some(newest) => live.registered_at.map(|registered_at| {
-            let own = live.backup_taken_at.unwrap_or(registered_at);
-            own.min(newest.taken_at.max(registered_at))
+            let own_backup_at = live.backup_taken_at.unwrap_or(registered_at);
+            own_backup_at.min(newest.taken_at.max(registered_at))
         }),
         None => live.registered_at,
     };

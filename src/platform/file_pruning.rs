@@ -35,7 +35,7 @@ const GRACE_PERIOD: SignedDuration = SignedDuration::from_hours(72);
 const KEPT_LOG_ENTRIES: u64 = 1000;
 /// Maximum interval between polls for a due slot.
 const MAX_POLL_INTERVAL: Duration = Duration::from_secs(60);
-/// A pruning that failed, was killed, or left work to another one is repeated after this fraction of
+/// A pruning that failed, was killed, or left packs for another run is repeated after this fraction of
 /// `FILES_PRUNE_SECONDS`.
 const RETRY_FRACTION: f64 = 0.1;
 
@@ -68,15 +68,15 @@ pub const WORKERS: usize = 2;
 /// Maximum duration of one pruning: far longer than a large repository takes, so that only a hostile one reaches it.
 pub const TIMEOUT: Duration = Duration::from_secs(4 * 3600);
 
-/// How long a slot stays claimed unless the claim is renewed: only the claim of a process that was killed, or lost the
-/// database, expires, and that of a pruning that left work to another one.
+/// How long a slot stays claimed without a renewal. A claim expires if its process is killed or loses its database
+/// connection.
 const CLAIM_TTL: Duration = Duration::from_secs(180);
 const CLAIM_RENEWAL_INTERVAL: Duration = Duration::from_secs(45);
 
 /// The interval if regular prunings are disabled. A request sets the slot's last pruning to 1970, so the slot is still
 /// due.
 const DISABLED_PRUNE_INTERVAL: Duration = Duration::from_secs(20 * 365 * 24 * 3600);
-/// The delay before such a pruning is repeated if regular prunings are disabled.
+/// The delay before a failed or unfinished pruning is repeated if regular prunings are disabled.
 const DISABLED_RETRY_DELAY: Duration = Duration::from_secs(3600);
 
 /// Prunes due repositories, one at a time, until the platform stops. Several tasks may run this.

@@ -87,8 +87,8 @@ async fn collect_fleet_metrics(db: &Db, token_rotation: Duration, trust: &HostTr
     SLOTS_WITHOUT_BACKUP.set([], summary.backups.never as f64);
     FILE_PRUNINGS_FAILED.set([], failed_prunings as f64);
     for kind in OperationKind::ALL {
-        let found = in_progress.iter().find(|(name, _)| name == kind.as_str());
-        OPERATIONS_IN_PROGRESS.set([kind.as_str()], found.map_or(0.0, |(_, count)| *count as f64));
+        let row = in_progress.iter().find(|(name, _)| name == kind.as_str());
+        OPERATIONS_IN_PROGRESS.set([kind.as_str()], row.map_or(0.0, |(_, count)| *count as f64));
     }
     OPERATIONS_OVERDUE.set([], overdue as f64);
     for alarm in Alarm::ALL {

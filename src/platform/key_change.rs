@@ -7,7 +7,7 @@
 //!
 //! Invariant: at any time, each running process can read what every other process has written. A process that would
 //! violate this is rejected at startup ([`admission`]). The object store names the current key as well ([`mark`]),
-//! because a database and settings restored from before a rotation do not show the rotation.
+//! because a database and settings that are restored from before a rotation contain no record of it.
 
 pub mod admission;
 mod fences;
@@ -38,7 +38,7 @@ pub const FAILPOINTS: &[&str] = &[
     "platform-key-after-sole",
 ];
 
-/// Advisory lock that prevents processes from starting while a rotation is ending.
+/// Advisory lock that prevents processes from starting while a rotation is being completed.
 const PLATFORM_KEYS_LOCK: &str = "platform keys";
 /// A process whose row has not been renewed for this many leases counts as ended.
 const LEASES_UNTIL_ENDED: u32 = 4;

@@ -35,11 +35,11 @@ pub async fn run(
     view: watch::Sender<Arc<SigningSet>>,
     stop: CancellationToken,
 ) {
-    let pause = (timing.overlap.min(timing.rotate) / 4).clamp(Duration::from_millis(200), MAX_INTERVAL);
+    let interval = (timing.overlap.min(timing.rotate) / 4).clamp(Duration::from_millis(200), MAX_INTERVAL);
     loop {
         tokio::select! {
             () = stop.cancelled() => return,
-            () = tokio::time::sleep(pause) => {}
+            () = tokio::time::sleep(interval) => {}
         }
         for purpose in [PROOF_PURPOSE, APP_PURPOSE] {
             if let Err(error) = rotate_if_due(&db, &seal, timing, purpose).await {

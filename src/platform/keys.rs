@@ -70,7 +70,7 @@ impl Seal {
         Self { previous, ..Self::new(&keys.current) }
     }
 
-    /// Returns the fingerprint of the platform key that seals.
+    /// Returns the fingerprint of the platform key with which secrets are sealed.
     pub fn id(&self) -> &KeyId {
         &self.id
     }

@@ -86,8 +86,8 @@ pub enum Change {
 /// # Errors
 /// [`LifecycleError::Refused`] if the machine's state does not allow the event; nothing has been written. After
 /// [`LifecycleError::Db`] or [`LifecycleError::Missing`], part of the change may have been written, so the transaction
-/// must not be committed. The same would apply if a predecessor could not be reinstated, but a registered machine
-/// always can be.
+/// must not be committed. A refusal to reinstate a predecessor would also come after writes, but a registered machine
+/// can always be reinstated.
 pub async fn apply(
     tx: &Transaction<'_>,
     mint: &TokenMint,
@@ -149,10 +149,8 @@ async fn write_state(
             written.failure = failure.as_ref();
         }
         // The machine has already left its slot: only the recorded state in which it left changes.
-        State::Retired { previous: held } | State::Deleted { previous: held }
-            if has_already_left(before, next) =>
-        {
-            failure = to_failure(held, context);
+        State::Retired { previous } | State::Deleted { previous } if has_already_left(before, next) => {
+            failure = to_failure(previous, context);
             written.failure = failure.as_ref();
         }
         State::Retired { .. } => {
@@ -247,7 +245,7 @@ async fn reinstate_predecessor(
     let reason = "the machine that was meant to replace this one did not register";
     let context = EventContext { failure: failure.or(Some(("reinstate", reason))), ..context.clone() };
     Box::pin(apply(tx, mint, &predecessor, &event, context)).await?;
-    audit(tx, "reinstate", &predecessor).await?;
+    write_audit_entry(tx, "reinstate", &predecessor).await?;
     tracing::warn!(machine = %before.id, reinstated = %predecessor.id, "returned a slot to an earlier machine");
     Ok(())
 }
@@ -285,14 +283,14 @@ async fn delete_predecessor(
         let context = EventContext { options, ..context.clone() };
         let change = Box::pin(apply(tx, mint, &predecessor, &Event::SuccessorDeleted, context)).await?;
         if change != Change::Unchanged {
-            audit(tx, "delete.predecessor", &predecessor).await?;
+            write_audit_entry(tx, "delete.predecessor", &predecessor).await?;
         }
     }
     Ok(())
 }
 
 /// Writes the audit entry for the effect of one machine's change on another machine in its slot.
-async fn audit(tx: &Transaction<'_>, action: &str, before: &MachineRow) -> Result<(), DbError> {
+async fn write_audit_entry(tx: &Transaction<'_>, action: &str, before: &MachineRow) -> Result<(), DbError> {
     let after = db::machines::get(tx, before.id).await?.map(|after| after.record());
     let entry = db::audit::AuditEntry {
         actor: "platform",

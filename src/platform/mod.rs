@@ -349,11 +349,11 @@ async fn delete_process_row(platform: &Platform) {
 /// Rejects a store on which two hosts could both write the same pointer value. An unavailable store is accepted.
 async fn refuse_unsafe_store(bucket: &Bucket) -> Result<(), Failure> {
     match parallel_probe::run(bucket, STORE_PROBE_TIMEOUT).await {
-        Ok(found) => {
-            if let Some(why) = found.refusal() {
+        Ok(findings) => {
+            if let Some(why) = findings.refusal() {
                 return Err(Failure::new(Exit::Config, anyhow::anyhow!(why)));
             }
-            if let Some(why) = found.warning() {
+            if let Some(why) = findings.warning() {
                 tracing::warn!("{why}");
             }
         }

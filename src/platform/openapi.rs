@@ -11,7 +11,7 @@ use svc_http::openapi::{Api, generate_document, schema_of};
 
 const API: Api = Api {
     title: "svc platform",
-    description: "The control plane: slots' machines, their life cycle, and requests from their hosts.",
+    description: "The control plane: manages the machines in users' slots, and serves requests from their hosts.",
     version: env!("CARGO_PKG_VERSION"),
     schemas: &[
         ("Machine", schema_of::<svc_wire::machine::Machine>),

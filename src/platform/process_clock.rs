@@ -102,11 +102,15 @@ mod tests {
 
     #[test]
     fn skew_excludes_round_trip() {
-        let at = |ms: i64| Timestamp::from_millisecond(ms).unwrap();
+        let timestamp = |ms: i64| Timestamp::from_millisecond(ms).unwrap();
         let round_trip = Duration::from_millis(400);
-        assert_eq!(compute_skew_ms(at(10_000), round_trip, at(10_300)), 0, "within the round trip");
-        assert_eq!(compute_skew_ms(at(10_000), round_trip, at(13_400)), -3000);
-        assert_eq!(compute_skew_ms(at(10_000), round_trip, at(7_000)), 3000);
+        assert_eq!(
+            compute_skew_ms(timestamp(10_000), round_trip, timestamp(10_300)),
+            0,
+            "within the round trip"
+        );
+        assert_eq!(compute_skew_ms(timestamp(10_000), round_trip, timestamp(13_400)), -3000);
+        assert_eq!(compute_skew_ms(timestamp(10_000), round_trip, timestamp(7_000)), 3000);
         let clock = ProcessClock::new(Duration::from_secs(2));
         assert!(clock.is_within_tolerance(), "not compared yet");
         clock.record(-3000);

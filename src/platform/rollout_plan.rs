@@ -70,7 +70,7 @@ pub enum RolloutEffect {
 /// A rollout's limits.
 #[derive(Debug, Clone, Copy)]
 pub struct RolloutLimits {
-    /// Number of machines that get the release first; 0 if the first batch does.
+    /// Number of machines that get the release before all others; 0 means that there is no canary.
     pub canary: usize,
     /// Number of failed machines at which the rollout stops.
     pub max_failures: usize,

@@ -96,9 +96,9 @@ impl UpgradeToken {
     /// Returns the state to store after a heartbeat with the generation `to`: unchanged, unless `to` is later than the
     /// stored generation. `last_heartbeat_at` is the time of the host's heartbeat before this one.
     ///
-    /// A rotation request is fulfilled only if that heartbeat arrived after it: the host had not stored the token yet
-    /// when it sent that heartbeat, so it got the token after the request. Otherwise the host may have had the token
-    /// before, and the request remains, so that the response offers another one.
+    /// A rotation request is fulfilled only if that heartbeat arrived after the request. The host had not stored the
+    /// new token when it sent that heartbeat, so it received the token after the request. Otherwise, the host may have
+    /// received the token before the request: the request remains, so that the response offers another token.
     #[must_use]
     pub fn advance(
         self,
@@ -454,7 +454,7 @@ mod tests {
         let model = RotationModel::new();
         let forged = mint((9, None)).token(model.machine, Purpose::Upgrade, Generation(5));
         assert_eq!(model.check_token(&forged), TokenStatus::Refused);
-        let real = mint(model.keys).token(model.machine, Purpose::Upgrade, Generation(5));
-        assert_eq!(model.check_token(&real), TokenStatus::Later(Generation(5)), "the database is older");
+        let genuine = mint(model.keys).token(model.machine, Purpose::Upgrade, Generation(5));
+        assert_eq!(model.check_token(&genuine), TokenStatus::Later(Generation(5)), "the database is older");
     }
 }

@@ -268,9 +268,9 @@ mod tests {
         let old = mint(1).token(machine, Purpose::Upgrade, Generation(3));
         let claimed = parse_claim(old.expose_secret(), Purpose::Upgrade).unwrap();
         assert!(both.is_genuine(old.expose_secret(), claimed, Purpose::Upgrade));
-        let made = both.token(machine, Purpose::Upgrade, Generation(4));
+        let new_token = both.token(machine, Purpose::Upgrade, Generation(4));
         assert_eq!(
-            made.expose_secret(),
+            new_token.expose_secret(),
             mint(2).token(machine, Purpose::Upgrade, Generation(4)).expose_secret()
         );
         let stored = mint(1).hash(machine, Purpose::Registration, first);
@@ -284,10 +284,10 @@ mod tests {
         let current = both.fence_proof(&slot, Epoch(2), machine);
         assert!(both.is_fence_signed_with_current_key(&slot, Epoch(2), machine, &current));
         let id = OperatorTokenId::new();
-        let given = mint(1).operator_token(id);
-        let again = both.stored_operator_token(id, &hash(given.expose_secret())).unwrap();
-        assert_eq!(again.expose_secret(), given.expose_secret());
-        assert!(mint(2).stored_operator_token(id, &hash(given.expose_secret())).is_none());
+        let issued = mint(1).operator_token(id);
+        let again = both.stored_operator_token(id, &hash(issued.expose_secret())).unwrap();
+        assert_eq!(again.expose_secret(), issued.expose_secret());
+        assert!(mint(2).stored_operator_token(id, &hash(issued.expose_secret())).is_none());
     }
 
     #[test]
@@ -314,8 +314,8 @@ mod tests {
         for other in [mint(2).operator_token(id), mint(1).operator_token(OperatorTokenId::new())] {
             assert!(!matches_hash(other.expose_secret(), &hash(token)));
         }
-        let cut = &token[..token.len() - 1];
-        assert_eq!((parse_operator_token_id(cut), parse_operator_token_id("svco_")), (None, None));
+        let truncated = &token[..token.len() - 1];
+        assert_eq!((parse_operator_token_id(truncated), parse_operator_token_id("svco_")), (None, None));
     }
 
     #[test]

@@ -54,7 +54,7 @@ svc_base::variables! {
         /// The key with which the platform makes tokens for hosts and operators, signs fences and encrypts the signing
         /// keys.
         PLATFORM_KEY: "32 bytes, in hexadecimal or base64" = required;
-        /// A second active key. It is only used to verify and to decrypt, never to make anything new. See [Rotate
+        /// A second active key. It only verifies and decrypts; nothing new is signed or encrypted with it. See [Rotate
         /// PLATFORM_KEY](../operating/keys.md#rotate-platform_key).
         PLATFORM_KEY_PREVIOUS: "32 bytes, in hexadecimal or base64" = unset;
         /// A bearer token that has every scope. It is used to create the first operators.
@@ -113,7 +113,7 @@ svc_base::variables! {
         ACME_EAB_KEY_ID: "text" = unset;
         /// Key of that account. Every host gets it.
         ACME_EAB_HMAC_KEY: "base64url" = unset;
-        /// Ed25519 keys whose signature on a bundle's manifest hosts trust: base64 of the raw 32 bytes.
+        /// Ed25519 keys with which hosts verify bundle manifests: base64 of the raw 32 bytes.
         BUNDLE_PUBLIC_KEYS: "comma-separated list" = unset;
         /// Sequence number of the key set in `BUNDLE_PUBLIC_KEYS`, with which new hosts start: the `--keys-sequence` of
         /// the last release that contained the set. See [Rotate the release
@@ -238,8 +238,8 @@ svc_base::variables! {
         /// listed less often, so that the requests use at most a quarter of the provider's rate limit: 5,000 servers
         /// every 400 s.
         RECONCILE_SECONDS: "seconds, at least 1" = "30";
-        /// Minimum interval at which heartbeats from a machine that should be off or has failed make the platform look
-        /// up its server at the provider.
+        /// Minimum interval between two heartbeat-triggered lookups of one machine's server. A heartbeat triggers a
+        /// lookup at the provider if the machine should be off or has failed.
         SERVER_CHECK_SECONDS: "seconds" = "60";
         /// Minimum time without a heartbeat before a host's server can count as gone.
         SERVER_GONE_SILENCE_SECONDS: "seconds" = "120";

@@ -51,8 +51,8 @@ impl std::str::FromStr for AccountChoice {
 }
 
 /// Returns the page that prompts for the choice; `None` if none is needed, if the request is not for a page, or if the
-/// user has already chosen to keep the session. While the routes are not known, the accounts cannot be named, so the
-/// page says that the machine cannot be found.
+/// user has already chosen to keep the session. Without usable routes, the accounts cannot be named, so the page says
+/// that the machine cannot be found.
 pub(super) fn choice_page(
     router: &RouterState,
     context: &RequestContext,
@@ -62,7 +62,7 @@ pub(super) fn choice_page(
 ) -> Option<Response> {
     let Identity::Disputed(session, subject) = identity else { return None };
     let decided = RouterCookie::KeptAccount.get(headers, context.scheme);
-    if !context.wants_page || decided == Some(&decision_mark(&session.user, &subject.user)) {
+    if !context.wants_page || decided == Some(&kept_account_value(&session.user, &subject.user)) {
         return None;
     }
     let names = router.account_name(&session.user).zip(router.account_name(&subject.user));
@@ -94,7 +94,7 @@ pub(super) async fn handle_choice(
     let Identity::Disputed(session, subject) = &identity else { return Ok(response) };
     let set_cookie = match choice {
         AccountChoice::Session => RouterCookie::KeptAccount.set_cookie_header(
-            &decision_mark(&session.user, &subject.user),
+            &kept_account_value(&session.user, &subject.user),
             context.scheme,
             SESSION_SECONDS,
         ),
@@ -128,7 +128,7 @@ impl RouterState {
 }
 
 /// Returns the cookie value that records that the session's user was chosen over the provider's user.
-fn decision_mark(session: &IdpUserId, provider: &IdpUserId) -> String {
+fn kept_account_value(session: &IdpUserId, provider: &IdpUserId) -> String {
     B64.encode(sha256(format!("{session}\0{provider}").as_bytes()))
 }
 
@@ -141,11 +141,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn decision_mark_depends_on_users_and_roles() {
+    fn kept_account_value_depends_on_users_and_roles() {
         let user = |text: &str| text.parse::<IdpUserId>().unwrap();
-        assert_eq!(decision_mark(&user("a"), &user("b")), decision_mark(&user("a"), &user("b")));
-        assert_ne!(decision_mark(&user("a"), &user("b")), decision_mark(&user("b"), &user("a")));
-        assert_ne!(decision_mark(&user("a"), &user("b")), decision_mark(&user("a"), &user("c")));
+        assert_eq!(kept_account_value(&user("a"), &user("b")), kept_account_value(&user("a"), &user("b")));
+        assert_ne!(kept_account_value(&user("a"), &user("b")), kept_account_value(&user("b"), &user("a")));
+        assert_ne!(kept_account_value(&user("a"), &user("b")), kept_account_value(&user("a"), &user("c")));
     }
 
     #[test]

@@ -161,7 +161,7 @@ pub(super) fn sanitize_response_headers(context: &RequestContext, headers: &mut 
     if context.wants_page || is_document(headers) {
         // The browser must revalidate the page on each visit, so that the router can check the user. The machine's
         // value is always replaced: `no-store` in it may be part of a quoted string and have no effect.
-        let value = if is_never_stored(headers) { "no-store" } else { "private, no-cache" };
+        let value = if has_no_store(headers) { "no-store" } else { "private, no-cache" };
         headers.insert(CACHE_CONTROL, HeaderValue::from_static(value));
     }
 }
@@ -172,12 +172,12 @@ fn is_document(headers: &HeaderMap) -> bool {
     DOCUMENT_TYPES.iter().any(|document| media_type.eq_ignore_ascii_case(document))
 }
 
-fn is_never_stored(headers: &HeaderMap) -> bool {
+fn has_no_store(headers: &HeaderMap) -> bool {
     let lines = headers.get_all(CACHE_CONTROL).iter().filter_map(|line| line.to_str().ok());
     lines.flat_map(|line| line.split(',')).any(|directive| directive.trim().eq_ignore_ascii_case("no-store"))
 }
 
-/// Whether the browser's window navigates to a page; `false` for requests from scripts and frames.
+/// Whether the request is a top-level navigation; `false` for requests from scripts and frames.
 fn is_navigation(headers: &HeaderMap) -> bool {
     let has_value = |name: &HeaderName, expected: &[u8]| {
         headers.get(name).is_some_and(|value| value.as_bytes() == expected)
@@ -270,7 +270,7 @@ mod tests {
             assert!(is_document(&header(CONTENT_TYPE, &[kind])), "{kind}");
         }
         assert!(!is_document(&header(CONTENT_TYPE, &["text/javascript"])));
-        assert!(is_never_stored(&header(CACHE_CONTROL, &["private", "max-age=0, No-Store"])));
-        assert!(!is_never_stored(&header(CACHE_CONTROL, &["max-age=31536000, x=\"no-store\""])));
+        assert!(has_no_store(&header(CACHE_CONTROL, &["private", "max-age=0, No-Store"])));
+        assert!(!has_no_store(&header(CACHE_CONTROL, &["max-age=31536000, x=\"no-store\""])));
     }
 }

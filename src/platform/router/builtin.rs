@@ -1,4 +1,4 @@
-//! The router's built-in routes, under `/_svc/` on both hosts. Requests below this prefix are never forwarded, so a
+//! The router's built-in routes, under `/_svc/` on both hosts. Requests under this prefix are never forwarded, so a
 //! machine's `/_svc/internal` cannot be reached from outside.
 
 use axum::extract::Request;
@@ -90,15 +90,15 @@ async fn list_slots(
     let Some(machines) = router.directory.list_machines(identity.user()) else {
         return Ok(UnavailableReason::Unknown.respond(context.wants_page));
     };
-    let current = match router.directory.find(identity.user(), identity.slot()) {
+    let current_id = match router.directory.find(identity.user(), identity.slot()) {
         MachineLookup::Running(machine, _) | MachineLookup::NotRunning(machine) => Some(machine.record.id),
         MachineLookup::NoMachine | MachineLookup::Unknown => None,
     };
-    let rows = machines.iter().map(|machine| (&machine.record, Some(machine.record.id) == current));
+    let rows = machines.iter().map(|machine| (&machine.record, Some(machine.record.id) == current_id));
     if context.wants_page {
         let buttons: String = rows
-            .map(|(row, current)| {
-                let attribute = if current { " aria-current=\"true\"" } else { "" };
+            .map(|(row, is_current)| {
+                let attribute = if is_current { " aria-current=\"true\"" } else { "" };
                 // Slots and statuses contain no HTML special characters.
                 format!(
                     "<button name=\"slot\" value=\"{0}\"{attribute}><b>{0}</b><span>{1}</span></button>",
@@ -113,10 +113,10 @@ async fn list_slots(
         ));
     }
     let slots: Vec<_> = rows
-        .map(|(row, current)| {
+        .map(|(row, is_current)| {
             json!({
                 "slot": row.slot, "handle": row.handle, "machineId": row.id, "status": row.status,
-                "current": current,
+                "current": is_current,
             })
         })
         .collect();

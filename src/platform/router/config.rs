@@ -32,7 +32,7 @@ pub struct RouterConfig {
 }
 
 impl RouterConfig {
-    /// Returns the public host that the authority of a request with this scheme names.
+    /// Returns the public host of a request with this authority and scheme.
     pub fn find_host(&self, authority: &str, scheme: &str) -> Option<PublicHost> {
         if self.app_host.matches(authority, scheme) {
             Some(PublicHost::App)

@@ -174,9 +174,9 @@ mod tests {
     }
 
     #[test]
-    fn get_skips_only_the_cookies_that_are_not_ascii() {
+    fn get_skips_only_non_ascii_cookies() {
         let mut headers = HeaderMap::new();
-        // Latin-1, and a name that begins with a no-break space in UTF-8, which is not part of the prefix.
+        // A value in Latin-1, and a name that starts with a UTF-8 no-break space, which `str::trim` would remove.
         let line =
             b"name=gr\xf6\xdfe; \xc2\xa0__Host-svc_session=planted; __Host-svc_session=own; __session=2";
         headers.append(COOKIE, HeaderValue::from_bytes(line).unwrap());

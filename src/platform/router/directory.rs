@@ -88,7 +88,7 @@ impl Directory {
             .then(|| Arc::clone(&self.table.read().unwrap_or_else(PoisonError::into_inner).users))
     }
 
-    /// Returns how connections to hosts are verified.
+    /// Returns the TLS verification settings for connections to hosts.
     pub(super) fn trust(&self) -> &HostTrust {
         &self.trust
     }

@@ -90,12 +90,12 @@ impl RouterState {
         }
     }
 
-    /// Returns when this caller's streams end; `None` for a bearer token, which a sign-out does not revoke. `now` is the
-    /// time at which the request arrived.
+    /// Returns the time limit for this caller's streams; `None` for a bearer token, which a sign-out does not revoke.
+    /// `now` is the time at which the request arrived.
     async fn stream_limit(&self, caller: Caller<'_>, now: Timestamp) -> Option<TimeLimit> {
         let (user, expires_at) = match caller {
             Caller::Owner(Identity::Bearer(_), _) => return None,
-            // The lifetime of a session that is opened with this request.
+            // The request may open a session, so the limit is a new session's lifetime.
             Caller::Owner(Identity::Cookie(subject), _) => {
                 (&subject.user, now.as_second() + SESSION_SECONDS.cast_signed())
             }
@@ -109,7 +109,7 @@ impl RouterState {
             Caller::Owner(Identity::Session(session) | Identity::Disputed(session, _), generation) => {
                 match self.sessions.is_revoked(session).await {
                     Ok(is_revoked) => !is_revoked,
-                    // A database failure ends no stream, but a sign-out that is known to this process does.
+                    // A database failure ends no stream, but a sign-out that this process has recorded does.
                     Err(_) => generation >= self.sign_outs.required_generation(user),
                 }
             }

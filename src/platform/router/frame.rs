@@ -101,7 +101,7 @@ mod tests {
                 .unwrap(),
         )
         .into_owned();
-        assert_eq!(body.matches("</script>").count(), 2, "the template's own");
+        assert_eq!(body.matches("</script>").count(), 2, "only the template's own closing tags");
         assert!(body.contains("\\u003c/script\\u003e"), "{body}");
     }
 }

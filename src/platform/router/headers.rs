@@ -45,7 +45,8 @@ pub(super) fn prepare_headers(headers: &mut HeaderMap, values: ForwardHeaders<'_
     headers.remove(COOKIE);
     headers.remove(AUTHORIZATION);
     headers.remove(FORWARDED);
-    let dropped: Vec<HeaderName> = headers.keys().filter(|name| is_claim(name.as_str())).cloned().collect();
+    let dropped: Vec<HeaderName> =
+        headers.keys().filter(|name| is_untrusted(name.as_str())).cloned().collect();
     for name in dropped {
         headers.remove(name);
     }
@@ -67,7 +68,8 @@ pub(super) fn prepare_headers(headers: &mut HeaderMap, values: ForwardHeaders<'_
     is_upgrade
 }
 
-fn is_claim(name: &str) -> bool {
+/// Whether a machine could mistake the client's header for one that the router or a trusted proxy has set.
+fn is_untrusted(name: &str) -> bool {
     (name.starts_with("x-") || name.ends_with("-ip"))
         && (name.starts_with("x-svc-") || name.starts_with("x-forwarded-") || PROXY_HEADERS.contains(&name))
 }
@@ -91,15 +93,15 @@ fn is_traceparent(value: &HeaderValue) -> bool {
 /// the request in logs and in traces.
 fn new_traceparent(request_id: &str) -> HeaderValue {
     let is_hex = request_id.len() == 32 && request_id.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
-    let fresh;
-    let trace = if is_hex {
+    let generated;
+    let trace_id = if is_hex {
         request_id
     } else {
-        fresh = request_id::generate();
-        &fresh
+        generated = request_id::generate();
+        &generated
     };
     let mut text = String::with_capacity(55);
-    for part in ["00-", trace, "-", &trace[16..], "-01"] {
+    for part in ["00-", trace_id, "-", &trace_id[16..], "-01"] {
         text.push_str(part);
     }
     HeaderValue::from_str(&text).expect("a traceparent is hexadecimal digits and dashes")

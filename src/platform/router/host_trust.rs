@@ -1,5 +1,5 @@
-//! How the router and the control plane verify a host's TLS certificate: they always check the pinned key and, with
-//! `CUSTOMER_VPS_TLS_VERIFY`, also the chain and host name.
+//! Verification of a host's TLS certificate by the router and the control plane. They always check the pinned key and,
+//! with `CUSTOMER_VPS_TLS_VERIFY`, also the chain and the host name.
 
 use std::collections::HashSet;
 use std::net::Ipv4Addr;
@@ -22,7 +22,7 @@ pub struct HostTrust {
     pub chain: Option<ChainPolicy>,
 }
 
-/// When a host's certificate must chain to a trusted root.
+/// The policy that determines when a host's certificate must chain to a trusted root.
 #[derive(Debug, Clone)]
 pub struct ChainPolicy {
     verifier: ChainVerifier,

@@ -34,7 +34,8 @@ pub(super) enum Identity {
     /// A session, while the provider's cookie belongs to a different user. The session takes precedence until the
     /// user chooses an account, because an attacker may have set the cookie.
     Disputed(Arc<Session>, Arc<Subject>),
-    /// The provider's cookie, in a browser without a session, or whose session of the same user cannot be looked up.
+    /// The provider's cookie. The browser has no session, or its session belongs to the same user and cannot be looked
+    /// up because the database is unavailable.
     Cookie(Arc<Subject>),
     Bearer(Arc<Subject>),
 }
@@ -118,8 +119,8 @@ impl Authenticator {
             None => Ok(None),
         };
         let token = cookie::provider_token(headers);
-        // Without the database, the provider's cookie still identifies the caller, unless the session that cannot be
-        // looked up may be another user's: it would take precedence.
+        // If the session cannot be looked up, the provider's cookie still identifies the caller, unless the session may
+        // belong to another user: that session would take precedence.
         let (session, failure) = match lookup {
             Ok(session) => (session, None),
             Err(error) => (None, Some(error)),
@@ -218,7 +219,7 @@ impl Authenticator {
 }
 
 /// Returns the token from `Authorization: Bearer` (RFC 6750); other schemes are ignored. A token that is missing or not
-/// UTF-8 is returned as an empty one, so that it is rejected like any other invalid token.
+/// UTF-8 is returned as an empty string, so that it is rejected like any other invalid token.
 pub(super) fn bearer_token(headers: &HeaderMap) -> Option<&str> {
     headers.get_all(AUTHORIZATION).iter().find_map(|value| {
         let value = value.as_bytes();
@@ -235,7 +236,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bearer_token_returns_malformed_token_as_invalid() {
+    fn bearer_token_is_empty_if_malformed() {
         let cases: [(&[u8], Option<&str>); 8] = [
             (b"Bearer a.b.c", Some("a.b.c")),
             (b"bearer  a.b.c ", Some("a.b.c")),

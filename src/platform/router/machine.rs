@@ -30,7 +30,7 @@ pub(super) struct MachineRecord {
     pub(super) slot: Slot,
     pub(super) handle: Handle,
     pub(super) status: Status,
-    /// Whether an operator has powered off the server. If so, the machine gets no requests.
+    /// Whether an operator has powered off the server. If so, the machine receives no requests.
     pub(super) is_powered_off: bool,
     pub(super) endpoint: Option<Endpoint>,
     /// The acknowledged keys at the time of the read; [`Machine::update_acknowledged_keys`] updates them.
@@ -50,7 +50,7 @@ pub(super) struct Endpoint {
 
 pub(super) struct Machine {
     pub(super) record: MachineRecord,
-    /// Present exactly while the machine can get requests.
+    /// Present exactly while requests can be forwarded to the machine.
     pub(super) upstream: Option<Arc<Upstream>>,
     cache: Mutex<ProofCache>,
 }

@@ -51,9 +51,6 @@ pub use builtin_routes::{BuiltinRoute, ROUTES, openapi_servers, own_slot_schema}
 #[cfg(feature = "fuzzing")]
 pub use cookie::{drop_reserved, reserved_names};
 
-/// Burst of the limit on each user's requests, in seconds of the sustained rate.
-const USER_BURST_SECONDS: u32 = 2;
-
 use config::RouterConfig;
 use directory::Directory;
 use host_trust::HostTrust;
@@ -71,13 +68,16 @@ use svc_http::{client, jwt};
 use svc_machine::name::IdpUserId;
 use watch::Watcher;
 
+/// Burst of the limit on each user's requests, in seconds of the sustained rate.
+const USER_BURST_SECONDS: u32 = 2;
+
 /// The router's dependencies.
 pub struct RouterContext {
     pub pool: Pool,
     /// For the watcher's dedicated connection, which does not wait for the pool.
     pub database: tokio_postgres::Config,
     pub config: RouterConfig,
-    /// How connections to hosts are verified.
+    /// The TLS verification of connections to hosts.
     pub trust: HostTrust,
     pub proof: channel::Receiver<Arc<SigningSet>>,
     pub user_digests: UserDigests,
@@ -108,8 +108,8 @@ pub struct RouterService {
 impl RouterService {
     /// Serves the public listener on `shards` until `stop`.
     ///
-    /// [`server::serve_on`] is called here and not in the control plane's package, whose code a release optimizes for
-    /// size: the compiler generates a generic function's code in the package that calls it.
+    /// [`server::serve_on`] is generic, so its code is generated in the crate that calls it. The call must be in this
+    /// crate, which release builds optimize for speed: they optimize the control plane's crate for size.
     pub async fn serve(
         self,
         shards: Shards,

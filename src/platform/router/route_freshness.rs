@@ -52,9 +52,9 @@ impl RouteFreshness {
         self.max_staleness
     }
 
-    /// Records that the routes matched the database at `at`.
-    pub fn confirm(&self, at: Instant) {
-        let elapsed_ms = at.saturating_duration_since(self.start).as_millis();
+    /// Records that the routes matched the database at `read_at`.
+    pub fn confirm(&self, read_at: Instant) {
+        let elapsed_ms = read_at.saturating_duration_since(self.start).as_millis();
         let confirmed = u64::try_from(elapsed_ms).unwrap_or(u64::MAX - 1) + 1;
         self.confirmed_ms.fetch_max(confirmed, Ordering::AcqRel);
     }

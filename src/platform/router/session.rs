@@ -87,7 +87,7 @@ enum CachedSession {
     Unknown(Instant),
 }
 
-/// The parent session and the sign-out generation that a new session is conditional on.
+/// The conditions for opening a session: its parent session is live, and the user has not signed out since.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SessionOrigin {
     /// The parent session, with which the new session ends.
@@ -97,7 +97,7 @@ pub(super) struct SessionOrigin {
 }
 
 impl SessionOrigin {
-    /// The origin of a session opened with the identity provider's token.
+    /// The origin of a session that is opened with the identity provider's token: it has no conditions.
     const PROVIDER: Self = Self { parent: None, sign_out_generation: i64::MAX };
 }
 
@@ -358,7 +358,7 @@ impl Sessions {
         tokio::time::timeout(DATABASE_TIMEOUT, work).await.map_err(|_| SessionError::Timeout)?
     }
 
-    /// Fails immediately if the watcher has lost the database, so that requests do not wait for the timeout.
+    /// Fails immediately if the watcher cannot reach the database, so that requests do not wait for the timeout.
     fn ensure_reachable(&self) -> Result<(), SessionError> {
         match self.freshness.state() {
             RoutesState::Stale | RoutesState::TooOld => Err(SessionError::Unreachable),
@@ -429,7 +429,7 @@ pub(super) fn random_token() -> Result<String, SessionError> {
     Ok(B64.encode(bytes))
 }
 
-/// Whether a text has the form of a random token.
+/// Whether `text` has the format of a random token.
 pub(super) fn is_token(text: &str) -> bool {
     B64.decode(text).is_ok_and(|bytes| bytes.len() == TOKEN_BYTES)
 }
@@ -468,7 +468,7 @@ mod tests {
         sessions.insert_cached(session.hash, CachedSession::Live(Arc::new(session.clone())));
         assert!(!sessions.is_revoked(&session).await.unwrap());
         sessions.clear_cache();
-        assert!(sessions.is_revoked(&session).await.is_err(), "the session's state is not known");
+        assert!(sessions.is_revoked(&session).await.is_err(), "an uncached session requires a query");
         sessions.insert_cached(session.hash, CachedSession::Unknown(Instant::now()));
         assert!(sessions.is_revoked(&session).await.unwrap());
     }

@@ -90,7 +90,7 @@ mod tests {
         );
         let app_token =
             own.sign_json(&serde_json::json!({ "iss": "svc-app-token", "jti": "x", "host": "app" }));
-        assert!(!is_genuine(&keys, PublicHost::App, &format!("{PREFIX}{app_token}")), "a different purpose");
+        assert!(!is_genuine(&keys, PublicHost::App, &format!("{PREFIX}{app_token}")), "an app token");
         for forged in ["", "x", &"A".repeat(43), &token[..token.len() - 2], &"A".repeat(9999)] {
             assert!(!is_genuine(&keys, PublicHost::App, forged), "{forged}");
         }
@@ -106,7 +106,7 @@ mod tests {
         assert!(!is_issued_to(&keys, PublicHost::Code, &token, &user("user_1")), "for another host");
         let earlier = own.sign_json(&serde_json::json!({ "iss": ISSUER, "jti": "x", "host": "app" }));
         let earlier = format!("{PREFIX}{earlier}");
-        assert!(is_genuine(&keys, PublicHost::App, &earlier), "of an earlier release");
-        assert!(!is_issued_to(&keys, PublicHost::App, &earlier, &user("user_1")), "its user is not known");
+        assert!(is_genuine(&keys, PublicHost::App, &earlier), "a token of an earlier release");
+        assert!(!is_issued_to(&keys, PublicHost::App, &earlier, &user("user_1")), "a token without a user");
     }
 }

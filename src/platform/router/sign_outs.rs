@@ -56,17 +56,17 @@ impl<T> UserMap<T> {
 impl SignOuts {
     /// Returns the generation of the user's last sign-out, for a new token; 0 if there was no recent sign-out.
     pub(super) fn generation(&self, user: &IdpUserId) -> i64 {
-        self.generation_newer_than(user, SIGN_OUT_TTL)
+        self.generation_within(user, SIGN_OUT_TTL)
     }
 
     /// Returns the minimum generation of this user's valid tokens. A sign-out that is older than every valid token is
     /// not enforced: a process that started later may not have loaded it, and would then issue tokens with a lower
     /// generation.
     pub(super) fn required_generation(&self, user: &IdpUserId) -> i64 {
-        self.generation_newer_than(user, MAX_APP_TOKEN_LIFETIME)
+        self.generation_within(user, MAX_APP_TOKEN_LIFETIME)
     }
 
-    fn generation_newer_than(&self, user: &IdpUserId, max_age: Duration) -> i64 {
+    fn generation_within(&self, user: &IdpUserId, max_age: Duration) -> i64 {
         let last = self.last.read().unwrap_or_else(PoisonError::into_inner);
         last.by_id
             .get(user)

@@ -2,9 +2,9 @@
 //! after a NOTIFY.
 //!
 //! Each change to a machine's row that affects routing takes a number from a sequence. The numbers are not committed in
-//! order, so reading only the rows above the last number seen could miss rows. Instead, each poll compares a digest of
-//! the numbers of all active machines. Sessions, sign-outs and acknowledged keys change rarely: each poll reads, using
-//! an index, the changes within a window that is longer than any transaction that writes such a change.
+//! order, so reading only the rows above the highest number read so far could miss rows. Instead, each poll compares a
+//! digest of the numbers of all active machines. Sessions, sign-outs and acknowledged keys change rarely: each poll
+//! reads, using an index, the changes within a window that is longer than any transaction that writes such a change.
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -36,7 +36,7 @@ const MAX_POLL_GAP: Duration = Duration::from_secs(5);
 
 const ACTIVE: &str = "FROM user_machines WHERE deleted_at IS NULL AND retired_at IS NULL";
 /// Uses `now()`, which is stable within a statement, so that the index can be used. With `clock_timestamp()`, every row
-/// would be compared.
+/// would be scanned.
 const CHANGED_SESSIONS: &str = "SELECT token_hash, host, idp_user_id, slot, expires_at, revoked_at IS NOT NULL \
      FROM sessions WHERE changed_at > now() - interval '15 seconds'";
 /// `$1` is the age in seconds up to which sign-outs are read. The first poll of a connection, and each poll after a
@@ -236,7 +236,7 @@ pub fn digest_query() -> String {
     format!("SELECT count(*), coalesce(bit_xor(hashint8extended(change_seq, 0)), 0) {ACTIVE}")
 }
 
-/// Parses a machine's row. A row that cannot be parsed is logged, and its machine gets no requests.
+/// Parses a machine's row. A row that cannot be parsed is logged, and its machine receives no requests.
 fn parse_machine(row: &tokio_postgres::Row, trust: &HostTrust) -> Option<MachineRecord> {
     let parse = || -> anyhow::Result<MachineRecord> {
         let id = MachineId(row.try_get(0)?);
