@@ -10,8 +10,8 @@ use crate::records::entry::{ResultStatus, ToolCall};
 const MAX_TOOLS: usize = 2000;
 
 const MAX_NAME_CHARS: usize = 100;
-/// Maximum number of characters in a call's ID. Claude Code and Codex use about 30; longer IDs are truncated before they are
-/// compared.
+/// Maximum number of characters in a call's ID. Claude Code and Codex use about 30; longer IDs are truncated before
+/// they are compared.
 const MAX_ID_CHARS: usize = 200;
 
 /// Maximum number of bytes in a call's error, and in all of a run's errors together.
