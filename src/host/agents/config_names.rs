@@ -1,4 +1,4 @@
-//! Finds unknown names in `system/config.json`: a misspelled limit must not silently mean that there is no limit.
+//! Finds unknown names in `system/config.json`: a misspelled limit must not silently disable the limit.
 //!
 //! Top-level members may belong to other programs. An unknown one is an error only if its name resembles that of a
 //! setting that the file lacks.

@@ -111,9 +111,9 @@ impl Kernel {
 
     /// Notes in `activity.log` that a dispatch was refused because of a cost limit, at most once a minute for each
     /// user.
-    pub fn note_refusal(&self, user: &str, why: &str) {
+    pub fn note_refusal(&self, user: &str, reason: &str) {
         if self.refusal_notes.check(&user.to_owned()).is_ok() {
-            self.note(&format!("a dispatch from {user} was refused: {why}"));
+            self.note(&format!("a dispatch from {user} was refused: {reason}"));
         }
     }
 

@@ -33,8 +33,8 @@ pub struct LiveSettings {
 
 struct CachedSettings {
     stamp: Option<FileStamp>,
-    /// When the file is read again even if it has not changed, because it could not be read or its copy could not be
-    /// saved.
+    /// The time at which the file is read again even if it has not changed, because it could not be read or its copy
+    /// could not be saved.
     retry_at: Option<Instant>,
     settings: Arc<OwnerSettings>,
 }
@@ -148,7 +148,7 @@ mod tests {
         "spending in the current period already counts".to_owned()
     }
 
-    /// Ends the delay of a retry, if there is one, and lets the file appear unchanged.
+    /// Makes a pending retry due, and hides the file's changes, so that only a retry causes a reload.
     fn expire_retry(live: &LiveSettings) {
         let mut cached = live.cached.lock().unwrap();
         cached.stamp = Some(read_file_stamp(&live.path));
@@ -182,7 +182,7 @@ mod tests {
         let (path, state) = (dir.path().join("config.json"), dir.path().join("state"));
         let writer = Writer::start(dir.path().join("logs")).unwrap();
         fs::write(&path, r#"{"costLimits": {"daily": 5}}"#).unwrap();
-        // No directory can be created here.
+        // A file with the directory's name prevents its creation.
         fs::write(&state, "").unwrap();
         let live = LiveSettings::new(path, state.join("last-good.json"), writer.records());
         let current = live.current(spent_text);
@@ -196,7 +196,7 @@ mod tests {
     fn file_stamp_changes_with_the_permissions() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let before = read_file_stamp(file.path());
-        // The kernel's clock for times of files advances every few milliseconds.
+        // The kernel's file timestamps have a granularity of a few milliseconds.
         std::thread::sleep(Duration::from_millis(50));
         fs::set_permissions(file.path(), fs::Permissions::from_mode(0o640)).unwrap();
         assert_ne!(read_file_stamp(file.path()), before);

@@ -142,8 +142,8 @@ pub fn read_config_file(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
     let is_file = file.metadata().map_err(FileError::wrap("stat", path))?.is_file();
     file.take(MAX_CONFIG_BYTES + 1).read_to_end(&mut text).map_err(FileError::wrap("read", path))?;
     if !is_file || text.len() as u64 > MAX_CONFIG_BYTES {
-        let why = io::Error::new(ErrorKind::InvalidInput, "not a regular file of at most 1 MiB");
-        return Err(FileError::wrap("read", path)(why));
+        let error = io::Error::new(ErrorKind::InvalidInput, "not a regular file of at most 1 MiB");
+        return Err(FileError::wrap("read", path)(error));
     }
     Ok(Some(text))
 }

@@ -143,7 +143,7 @@ impl RunnerFrame {
             Self::Line(line) => write_frame(out, LINE, line).await,
             Self::LongLine => write_frame(out, LONG_LINE, &[]).await,
             Self::Ended(ended) => write_frame(out, ENDED, &to_json(ended)).await,
-            Self::Refused(why) => write_frame(out, REFUSED, why.as_bytes()).await,
+            Self::Refused(reason) => write_frame(out, REFUSED, reason.as_bytes()).await,
         }
     }
 

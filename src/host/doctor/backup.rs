@@ -49,8 +49,8 @@ pub fn check(layout: &Layout) -> Findings {
     // A later backup can fail for a reason other than the reported loss.
     let is_reported = held.is_some() && record.held.is_some();
     if record.status != "success" && !is_reported {
-        let why = record.error.unwrap_or_else(|| "no reason recorded".to_owned());
-        return findings.problem(format!("the last backup failed: {why}"), NEXT_STEP);
+        let reason = record.error.unwrap_or_else(|| "no reason recorded".to_owned());
+        return findings.problem(format!("the last backup failed: {reason}"), NEXT_STEP);
     }
     let taken = record.key.as_deref().and_then(key::taken_at).unwrap_or(record.timestamp);
     let age = Timestamp::now().as_second() - taken.as_second();
@@ -92,8 +92,8 @@ pub fn check_snapshots(layout: &Layout) -> Findings {
                 }
             }
             Ok(Some(check)) => {
-                let why = check.error.unwrap_or_else(|| "no reason recorded".to_owned());
-                findings = findings.problem(format!("the last {} failed: {why}", noun(kind)), next);
+                let reason = check.error.unwrap_or_else(|| "no reason recorded".to_owned());
+                findings = findings.problem(format!("the last {} failed: {reason}", noun(kind)), next);
             }
             Err(error @ LastCheckError::Malformed { .. }) => {
                 findings = findings.problem(error.to_string(), next);
@@ -147,8 +147,9 @@ mod tests {
         let loss = "3 rows instead of 400";
         HeldSnapshot::new("key".to_owned(), "latest".to_owned(), loss.to_owned()).write(&layout).unwrap();
         let check_with = |at: Timestamp, held: Option<&str>| -> Vec<String> {
-            let why = "the store refused";
-            let record = json!({"timestamp": at.to_string(), "status": "error", "error": why, "held": held});
+            let error = "the store refused";
+            let record =
+                json!({"timestamp": at.to_string(), "status": "error", "error": error, "held": held});
             std::fs::write(layout.last_backup(), record.to_string()).unwrap();
             let findings = check(&layout).into_list();
             assert!(findings.iter().all(|finding| finding.level == Level::Problem), "{findings:?}");

@@ -41,7 +41,7 @@ pub fn check(layout: &Layout) -> Findings {
         return findings
             .warning(what, "set ACME_DIRECTORY_URL on the platform, or GATEWAY_TLS_CERT_FILE here");
     }
-    // An expired certificate is not trusted either.
+    // Check expiry before trust, because an expired certificate is also untrusted.
     let lifetime = remaining_and_total_lifetime(&certificate);
     if lifetime.is_some_and(|(remaining, _)| remaining <= SignedDuration::ZERO) {
         let what = format!("the certificate for {name} expired at {}{retry}", certificate.expires_at);

@@ -1,4 +1,4 @@
-//! Checks the env files in the way that applets read them. Reports every error, but never the invalid value.
+//! Checks the env files by reading them as the applets do. Reports every error, but never the invalid value.
 
 use crate::system::config;
 use crate::system::config::{DatabaseUrl, Identity, PlatformAccess, services_env};

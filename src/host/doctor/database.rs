@@ -28,7 +28,9 @@ pub async fn check(layout: &Layout) -> Findings {
     let mut env = services_env(layout);
     let findings = match read_own_port(layout, &mut env) {
         Ok(_) => findings,
-        Err(why) => findings.problem(why, "set DATABASE_URL in host.env to the database on 127.0.0.1:5432"),
+        Err(error) => {
+            findings.problem(error, "set DATABASE_URL in host.env to the database on 127.0.0.1:5432")
+        }
     };
     let Some(Ok(config)) = DatabaseUrl::read(&mut env).as_ref().map(DatabaseUrl::config) else {
         return findings;
@@ -61,7 +63,7 @@ pub async fn check(layout: &Layout) -> Findings {
     }
 }
 
-/// Returns the next step after a failed identity check: to adopt or restore only if the database is a different one.
+/// Returns the next step after a failed identity check. Only a mismatch suggests adopting or restoring a database.
 fn identity_next_step(error: &IdentityError) -> &'static str {
     if error.is_mismatch() { IDENTITY_NEXT_STEP } else { NEXT_STEP }
 }
@@ -133,12 +135,12 @@ mod tests {
         };
         assert_eq!(port("/", "postgres://svc:pw@127.0.0.1:5432/svc"), Ok(PORT));
         assert_eq!(port("/machine", "postgres://svc:pw@localhost:7001/svc"), Ok(7001));
-        for (url, why) in [
+        for (url, expected) in [
             ("postgres://svc:pw@127.0.0.1:5433/svc", "on port 5433"),
             ("postgres://svc:pw@192.0.2.7/svc", "on 192.0.2.7"),
         ] {
             let error = port("/", url).unwrap_err();
-            assert!(error.contains(why) && !error.contains("pw"), "{error}");
+            assert!(error.contains(expected) && !error.contains("pw"), "{error}");
         }
     }
 }

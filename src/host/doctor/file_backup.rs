@@ -39,8 +39,9 @@ pub fn check(layout: &Layout) -> Findings {
     };
     let now = Timestamp::now();
     if status.is_unsaved(now) {
-        let why = status.error.map(|error| format!(": {error}")).unwrap_or_default();
-        return findings.problem(format!("changes to the owner's files have not been saved{why}"), NEXT_STEP);
+        let reason = status.error.map(|error| format!(": {error}")).unwrap_or_default();
+        return findings
+            .problem(format!("changes to the owner's files have not been saved{reason}"), NEXT_STEP);
     }
     let checks = FileChecks::read(layout).unwrap_or_default();
     if let Some(problem) = checks.find_problem() {
@@ -50,7 +51,7 @@ pub fn check(layout: &Layout) -> Findings {
         return findings.problem(format!("the file backup may be damaged: {failure}"), VERIFY_STEP);
     }
     let Some(saved_until) = status.saved_until else {
-        return findings.ok("the first save of the owner's files has not ended yet");
+        return findings.ok("the first save of the owner's files is still in progress");
     };
     let age = now.duration_since(saved_until).as_secs().max(0);
     let what = format!("{} saved as of {age} s ago", pluralize(status.files, "file"));

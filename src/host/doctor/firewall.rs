@@ -12,7 +12,7 @@ const NEXT_STEP: &str = "run `systemctl restart nftables; journalctl -u nftables
 pub async fn check(layout: &Layout) -> Findings {
     let findings = Findings::new("firewall");
     if layout.root() != Path::new("/") {
-        return findings.skipped("network rules exist only on a real machine");
+        return findings.skipped("SVC_ROOT is not /, and the network rules belong to the whole machine");
     }
     let listed = Command::new("nft").args(["list", "table", "inet", "svc"]).kill_on_drop(true).output().await;
     match listed {
@@ -30,10 +30,10 @@ fn assess(findings: Findings, stderr: &str) -> Findings {
         return findings.skipped("the network rules cannot be read; run the doctor as root");
     }
     let line = stderr.lines().next().unwrap_or("nft printed no error");
-    let why = format!(
-        "the table inet svc is not loaded: the metadata address is open to the owner's programs ({line})"
+    let what = format!(
+        "the table inet svc is not loaded: the owner's programs can reach the metadata address ({line})"
     );
-    findings.problem(why, NEXT_STEP)
+    findings.problem(what, NEXT_STEP)
 }
 
 #[cfg(test)]

@@ -89,9 +89,7 @@ impl<'a> BlockingChecks<'a> {
         let layout = self.layout.clone();
         Check::new(name, FILE_CHECK_TIMEOUT, async move {
             let result = tokio::task::spawn_blocking(move || check(&layout)).await;
-            result.unwrap_or_else(|_| {
-                Findings::new(name).skipped("the check itself failed: this is a bug in svc")
-            })
+            result.unwrap_or_else(|_| Findings::new(name).skipped("the check panicked: this is a bug in svc"))
         })
     }
 }

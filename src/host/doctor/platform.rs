@@ -47,8 +47,8 @@ pub async fn check(layout: &Layout) -> Findings {
         Ok(_) => {
             findings.ok("the platform is reachable, and has not reported that this machine was replaced")
         }
-        Err(why) => findings.problem(
-            format!("the platform cannot be reached: {why}"),
+        Err(error) => findings.problem(
+            format!("the platform cannot be reached: {error}"),
             "check PLATFORM_INTERNAL_URL in host.env, and this machine's outbound network",
         ),
     }

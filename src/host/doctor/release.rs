@@ -124,7 +124,7 @@ pub fn check_update(layout: &Layout) -> Findings {
             let path = releases.display();
             findings = findings.problem(
                 format!("{path} is malformed or has an unsupported version, so updates and rollbacks fail"),
-                "move the file away, then update; the machine then no longer knows its previous and \
+                "move the file away, then update; the machine then has no record of its previous and \
                  quarantined releases",
             );
         }
@@ -136,9 +136,9 @@ pub fn check_update(layout: &Layout) -> Findings {
             findings.or_ok(format!("the last update, to {}, succeeded at {}", last.version, last.at))
         }
         Ok(Some(Ok(LastUpdate { version, outcome, stage, error, .. }))) => {
-            let why = error.unwrap_or_else(|| "no reason recorded".to_owned());
+            let reason = error.unwrap_or_else(|| "no reason recorded".to_owned());
             let what =
-                format!("the last update, to {version}, ended with {outcome} in the stage {stage}: {why}");
+                format!("the last update, to {version}, ended with {outcome} in the stage {stage}: {reason}");
             let next = "run `journalctl -u svc-update -n 100`";
             if outcome == "failed" { findings.problem(what, next) } else { findings.warning(what, next) }
         }
@@ -162,7 +162,7 @@ mod tests {
     use super::*;
     use svc_base::diagnosis::Level;
 
-    /// Returns the level of each finding, if the updater has written this file.
+    /// Returns the levels of the findings if the updater has written this file.
     fn check_with(file: &str, text: &str) -> Vec<Level> {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
@@ -183,8 +183,8 @@ mod tests {
     fn read_json_names_cause_if_file_is_unreadable() {
         let directory = tempfile::tempdir().unwrap();
         let error = read_json::<serde_json::Value>(directory.path()).unwrap_err();
-        let why = format_chain(&error);
-        assert!(why.contains("Is a directory"), "{why}");
+        let cause = format_chain(&error);
+        assert!(cause.contains("Is a directory"), "{cause}");
     }
 
     #[test]

@@ -74,8 +74,8 @@ pub async fn check(layout: &Layout) -> Findings {
     }
 }
 
-/// Assesses an expired session. A session lasts 15 minutes and is renewed on use, so an expired one is normal. Whether
-/// renewal works is visible only in the regular renewals by `svc-sync-agent`.
+/// Assesses an expired session. A session lasts 15 minutes and is renewed on use, so an expired one is normal. Only
+/// the regular renewals by `svc-sync-agent` indicate whether renewal works.
 fn assess_expired_session(
     findings: Findings,
     expired_at: Timestamp,

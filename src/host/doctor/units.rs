@@ -35,8 +35,8 @@ const TRIGGER_UNITS: [&str; 13] = [
     "svc-files-verify.path",
 ];
 
-/// Returns the optional part of the release that a unit needs, if any.
-fn required_part(layout: &Layout, unit: &str) -> Option<PathBuf> {
+/// Returns the path of the optional component of the release that a unit needs, if any.
+fn optional_component(layout: &Layout, unit: &str) -> Option<PathBuf> {
     match unit {
         "svc-shell.service" => Some(layout.shell()),
         "svc-code.service" => Some(layout.runtime().join("code-server")),
@@ -55,7 +55,7 @@ pub async fn check(layout: &Layout) -> Findings {
     match command.output().await {
         Ok(output) if output.status.success() => {
             assess(findings, &String::from_utf8_lossy(&output.stdout), |unit| {
-                required_part(layout, unit).is_some_and(|part| !part.exists())
+                optional_component(layout, unit).is_some_and(|component| !component.exists())
             })
         }
         Ok(output) => {
@@ -65,7 +65,7 @@ pub async fn check(layout: &Layout) -> Findings {
     }
 }
 
-fn assess(findings: Findings, output: &str, lacks_part: impl Fn(&str) -> bool) -> Findings {
+fn assess(findings: Findings, output: &str, lacks_component: impl Fn(&str) -> bool) -> Findings {
     let mut findings = findings;
     let mut seen = std::collections::BTreeSet::new();
     for block in output.split("\n\n") {
@@ -83,10 +83,10 @@ fn assess(findings: Findings, output: &str, lacks_part: impl Fn(&str) -> bool) -
                 .problem(format!("{id} is not installed"), "run `svc-update boot` to install the units");
         } else if state == "failed" {
             findings = findings.problem(format!("{id} failed ({})", value("Result")), next);
-        } else if state == "inactive" && lacks_part(id) {
+        } else if state == "inactive" && lacks_component(id) {
             findings = findings.warning(
-                format!("{id} has nothing to run: the release lacks the part that it needs"),
-                "publish a bundle that contains the part, unless its absence is intended",
+                format!("{id} has nothing to run: the release lacks the component that it needs"),
+                "publish a bundle that contains the component, unless its absence is intended",
             );
         } else if is_always_on && state != "active" {
             findings = findings.problem(format!("{id} is {state}"), next);

@@ -110,10 +110,10 @@ impl Site {
     fn find(&self, path: &str) -> Option<(&str, &SiteFile)> {
         let name = percent_decode(path.strip_prefix('/')?)?;
         let name = if name.is_empty() { INDEX } else { &name };
-        let found = self.files.get_key_value(name);
+        let file = self.files.get_key_value(name);
         let is_page = || !name.rsplit('/').next().unwrap_or_default().contains('.');
-        let found = found.or_else(|| is_page().then(|| self.files.get_key_value(INDEX)).flatten());
-        found.map(|(name, entry)| (name.as_str(), entry))
+        let file = file.or_else(|| is_page().then(|| self.files.get_key_value(INDEX)).flatten());
+        file.map(|(name, entry)| (name.as_str(), entry))
     }
 }
 

@@ -4,7 +4,7 @@
 //! time and the clock's time is used until the clock has been stable for a day. NTP corrects a clock in less than an
 //! hour, so a wrong clock is not stable for that long unless the machine has no time server.
 //!
-//! The first check after a boot is different, because the clock alone shows how long the machine was off. It trusts the
+//! The first check after a boot is different, because only the clock tells how long the machine was off. It trusts the
 //! clock, unless the boot was more than a day after the last check or, without an earlier check, after the last write
 //! to a record before the boot. Such a clock counts as a jump: `time-sync.target` is reached even if no time server
 //! responds. A machine that was off for weeks therefore expires its records one day after it was powered on.
@@ -74,8 +74,8 @@ pub fn assess_clock(state: Option<ClockState>, now: ClockReading) -> (i64, Clock
             }
             (state.boot_time, state.untrusted)
         }
-        // This is the first check, or the first after a boot: the boot was not before the last check or write, and at
-        // least the uptime has passed since.
+        // This is the first check, or the first after a boot: the machine booted after the last check or write, so at
+        // least the uptime has passed since then.
         _ => {
             let expected = state.map(|state| state.boot_time + state.uptime_seconds);
             let Some(expected) = expected.or(now.last_write) else { return trusted };
@@ -94,8 +94,9 @@ pub fn assess_clock(state: Option<ClockState>, now: ClockReading) -> (i64, Clock
     (now.clock.min(expected + uptime_seconds), ClockState { boot_time: expected, uptime_seconds, untrusted })
 }
 
-/// Whether a check finds a longer uptime than the last one because the machine was up for even less time before it
-/// rebooted. A jump that looks the same is accepted: it is too short to matter, at most `2 * MAX_REBOOT_SECONDS`.
+/// Whether the machine may have rebooted since the last check, although the uptime has grown: the last check may have
+/// been even sooner after its boot. A clock jump that looks like a reboot is accepted, because it is too short to
+/// matter: at most `2 * MAX_REBOOT_SECONDS`.
 fn may_have_rebooted(state: ClockState, boot_time: i64, uptime_seconds: i64) -> bool {
     let last_check = state.boot_time + state.uptime_seconds;
     uptime_seconds <= MAX_REBOOT_SECONDS
@@ -130,7 +131,7 @@ pub fn update_trusted_time(state_file: &Path, logs: &Path, clock: Timestamp) -> 
     let text = fsx::read_if_exists(state_file)?;
     let state = text.and_then(|text| serde_json::from_slice(&text).ok());
     let clock_seconds = clock.as_second();
-    // Later writes are not evidence: their times may come from the same wrong clock. The gateway writes at each start.
+    // Later writes are ignored: their times may come from the same wrong clock, since the gateway writes at each start.
     let last_write = find_last_write(logs, clock_seconds - uptime_seconds - MAX_DRIFT_SECONDS)?;
     let reading = ClockReading { clock: clock_seconds, uptime_seconds, last_write };
     let (trusted_time, new_state) = assess_clock(state, reading);
@@ -206,7 +207,7 @@ mod tests {
         let rebooted = checked(20, 42);
         let (trusted_time, state) = assess_clock(Some(before), rebooted);
         assert_eq!((trusted_time, state.untrusted), (rebooted.clock, None));
-        // The clock has jumped: a boot so long after the last check would have been checked sooner.
+        // The clock has jumped: after a boot that long after the last check, a check would have run sooner.
         for jumped in [checked(5 * 60, 42), checked(20, 5 * 60)] {
             assert!(assess_clock(Some(before), jumped).0 < jumped.clock, "{jumped:?}");
         }

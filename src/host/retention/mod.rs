@@ -37,7 +37,7 @@ pub const FAILPOINTS: &[&str] =
     version = applet::version(),
     about = "Rotates the activity and audit records, deletes activity, audit and interaction records older than \
              30 days, and measures the machine's storage",
-    after_help = "Days begin at midnight in costLimits.timeZone of the owner's system/config.json. The program can run at any time and any number of times."
+    after_help = "Days begin at midnight in costLimits.timeZone of the owner's system/config.json. The program is idempotent and can run at any time."
 )]
 struct Args {}
 

@@ -66,7 +66,7 @@ pub fn rotate(
             Err(error) => return Err(FileError::wrap("rename", &current)(error.into())),
         }
     }
-    Err(FileError::wrap("rename", &current)(io::Error::other("all file names of the day are taken")))
+    Err(FileError::wrap("rename", &current)(io::Error::other("all file names for the day are taken")))
 }
 
 /// Reads the first and last day of a record; `None` if it is missing, empty, or not a regular file. A symbolic link is

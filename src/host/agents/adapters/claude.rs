@@ -5,9 +5,10 @@
 //! usage of a run is therefore the sum of `model_usage_since_last_result` over its results. A run with background work
 //! has several results.
 //!
-//! Earlier releases, such as 2.1.197, do not print that field. For those, the last `modelUsage`, which includes
-//! subagents, is used. In a resumed conversation, the share of earlier runs in it is unknown, so the tokens in `usage`,
-//! which omit subagents, are used instead; the cost then includes that of the earlier runs.
+//! Earlier releases, such as 2.1.197, do not print `model_usage_since_last_result`. For those, the last `modelUsage`,
+//! which includes subagents, is used. In a resumed conversation, `modelUsage` also includes an unknown share from
+//! earlier runs, so the tokens in `usage`, which omit subagents, are used instead; the cost then includes the cost of
+//! the earlier runs.
 
 use std::collections::BTreeMap;
 
@@ -113,7 +114,7 @@ impl Totals {
             Self {
                 tokens_in: total.tokens_in.saturating_add(sum_counts(tokens_in)),
                 tokens_out: total.tokens_out.saturating_add(usage.output_tokens.unwrap_or_default()),
-                cost: total.cost + dollars(usage.cost_usd.unwrap_or_default()),
+                cost: total.cost + to_dollars(usage.cost_usd.unwrap_or_default()),
             }
         })
     }
@@ -265,7 +266,7 @@ impl Claude {
                 self.conversation = models.as_ref().map(Totals::sum).or(self.conversation);
                 let by_model =
                     models.is_some().then_some(self.conversation).flatten().map(|totals| totals.cost);
-                let total = by_model.unwrap_or_else(|| dollars(line.total_cost_usd.unwrap_or_default()));
+                let total = by_model.unwrap_or_else(|| to_dollars(line.total_cost_usd.unwrap_or_default()));
                 total.saturating_sub(self.run.cost.unwrap_or_default())
             }
         };
@@ -291,8 +292,8 @@ impl Claude {
             self.run.text = text.or(self.run.text.take());
         }
         // If any result failed, the run failed.
-        let earlier = self.turn_end.take().and_then(|end| end.error);
-        self.turn_end = Some(TurnEnd { error: error.or(earlier) });
+        let earlier_error = self.turn_end.take().and_then(|end| end.error);
+        self.turn_end = Some(TurnEnd { error: error.or(earlier_error) });
     }
 }
 
@@ -307,7 +308,7 @@ fn result_text(content: &Value) -> String {
 }
 
 /// Converts an amount; invalid amounts count as zero.
-fn dollars(number: f64) -> Dollars {
+fn to_dollars(number: f64) -> Dollars {
     Dollars::from_f64(number).unwrap_or_default()
 }
 
@@ -399,7 +400,7 @@ mod tests {
         let (_, outcome) = replay("sigterm");
         let error = outcome.error.unwrap();
         assert_eq!((error.tool.as_deref(), error.turn), (Some("Bash"), Some(1)));
-        // A result that reports the interruption names no tool itself.
+        // The result of an interrupted run names no tool; the adapter adds the one that was running.
         let error = replay("sigint").1.error.unwrap();
         assert_eq!((error.tool.as_deref(), error.turn), (Some("Bash"), Some(3)));
         assert!(outcome.tokens_in > 0 && outcome.cost.is_none(), "{} {:?}", outcome.tokens_in, outcome.cost);
@@ -413,9 +414,9 @@ mod tests {
         assert_eq!((first.cost, first.tokens_in), (resumed.cost, resumed.tokens_in));
     }
 
-    /// Releases such as 2.1.197 have only `modelUsage`, which covers the whole conversation.
+    /// Releases such as 2.1.197 print only `modelUsage`, which covers the whole conversation.
     #[test]
-    fn earlier_release_counts_subagents_by_model_usage() {
+    fn earlier_release_takes_subagent_usage_from_model_usage() {
         let result = |models: &str| {
             r#"{"type":"result","subtype":"success","is_error":false,"total_cost_usd":0.12,
                 "usage":{"input_tokens":2000,"cache_read_input_tokens":10000,"output_tokens":400},
@@ -455,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn recordings_of_2_1_197_count_subagents_and_interruptions() {
+    fn usage_from_2_1_197_includes_subagents_and_interruptions() {
         let usage = |name: &str| {
             let outcome = replay(name).1;
             let cost = outcome.cost.unwrap_or_default().nanos();
@@ -467,7 +468,7 @@ mod tests {
     }
 
     #[test]
-    fn subagents_and_background_work_count() {
+    fn outcome_includes_subagents_and_background_work() {
         let (_, outcome) = replay("agent_fg");
         let tools = tool_statuses(&outcome);
         assert!(tools.iter().any(|(name, _)| ["Agent", "Task"].contains(name)), "{tools:?}");

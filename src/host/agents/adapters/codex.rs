@@ -2,8 +2,8 @@
 //! recordings that test this adapter.
 //!
 //! The output reports neither model nor price; its usage covers all earlier runs of the thread, but not subagents or
-//! interrupted runs. [`super::codex_sessions`] therefore reads model and usage from the session files. If a
-//! conversation ID is that of a known thread, the thread is resumed; otherwise, each run starts a new thread.
+//! interrupted runs. [`super::codex_sessions`] therefore reads model and usage from the session files. A
+//! conversation ID that names an existing thread resumes that thread; otherwise, each run starts a new one.
 //!
 //! If the session files cannot be read, the printed usage is used, which is too high for a resumed thread.
 
@@ -163,8 +163,7 @@ impl Codex {
     }
 
     fn complete_item(&mut self, at_ms: u64, item: Item) -> Vec<Event> {
-        // Some items are only reported when they are completed. An item that has been reported before is not started
-        // again.
+        // Some items are reported only when they are completed. `start_item` ignores an item that has already started.
         let started = self.start_item(at_ms, &item);
         let ended = match item.kind {
             ItemKind::AgentMessage { text } => {
@@ -172,7 +171,7 @@ impl Codex {
                 Some(Event::Text { text })
             }
             ItemKind::CommandExecution { status, aggregated_output, exit_code, .. } => {
-                // The same format as Claude Code's output.
+                // Matches the format of Claude Code's output.
                 let code = exit_code.map(|code| format!("Exit code {code}\n")).unwrap_or_default();
                 self.end_tool(at_ms, &item.id, &status, Some(&(code + &aggregated_output)))
             }
@@ -190,7 +189,7 @@ impl Codex {
     }
 }
 
-/// Removes the shell command in which Codex wraps commands.
+/// Removes the `bash -lc` wrapper that Codex puts around commands.
 fn unwrap_shell(command: &str) -> &str {
     let inner = command.strip_prefix("/bin/bash -lc '").and_then(|rest| rest.strip_suffix('\''));
     inner.unwrap_or(command)

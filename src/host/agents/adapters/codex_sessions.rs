@@ -162,7 +162,7 @@ fn read_line(lines: &mut impl BufRead, line: &mut Vec<u8>) -> std::io::Result<bo
     Ok(read > 0)
 }
 
-/// Whether the line has this type, which is written near its start.
+/// Whether the line has this type. Checks only the first 200 bytes, which contain the type.
 fn has_type(line: &[u8], kind: &[u8]) -> bool {
     line[..line.len().min(200)].windows(kind.len()).any(|part| part == kind)
 }
@@ -178,13 +178,13 @@ mod tests {
         std::fs::write(dir.join(name), lines.concat()).unwrap();
     }
 
-    fn meta(id: &str, session: &str) -> String {
+    fn meta_line(id: &str, session: &str) -> String {
         format!(
             "{{\"timestamp\":\"2026-11-22T02:50:12.000Z\",\"type\":\"session_meta\",\"payload\":{{\"session_id\":\"{session}\",\"id\":\"{id}\"}}}}\n"
         )
     }
 
-    fn call(at: &str, thread: &str, tokens_in: u64, tokens_out: u64) -> String {
+    fn usage_line(at: &str, thread: &str, tokens_in: u64, tokens_out: u64) -> String {
         format!(
             "{{\"timestamp\":\"2026-11-22T{at}Z\",\"ordinal\":2,\"type\":\"token_usage_record\",\"payload\":{{\"thread_id\":\"{thread}\",\
              \"usage\":{{\"input_tokens\":{tokens_in},\"cached_input_tokens\":1,\"output_tokens\":{tokens_out}}}}}}}\n"
@@ -193,13 +193,13 @@ mod tests {
 
     /// A usage record that is ignored because it is too long.
     fn long_line() -> String {
-        let call = call("03:00:02.500", THREAD, 5000, 5000);
+        let line = usage_line("03:00:02.500", THREAD, 5000, 5000);
         let padding = "x".repeat(usize::try_from(MAX_LINE_BYTES).unwrap());
-        call.replace("\"payload\"", &format!("\"padding\":\"{padding}\",\"payload\""))
+        line.replace("\"payload\"", &format!("\"padding\":\"{padding}\",\"payload\""))
     }
 
     #[test]
-    fn usage_covers_thread_and_subagents_since_a_time() {
+    fn read_usage_sums_thread_and_subagents_since_start() {
         let dir = tempfile::tempdir().unwrap();
         let sessions = dir.path().join("sessions");
         let since: Timestamp = "2026-11-22T03:00:00Z".parse().unwrap();
@@ -210,14 +210,14 @@ mod tests {
             &sessions.join("2026/11/21"),
             &format!("rollout-2026-11-21T02-50-12-{THREAD}.jsonl"),
             &[
-                meta(THREAD, THREAD),
+                meta_line(THREAD, THREAD),
                 context.to_owned(),
-                call("02:50:13.000", THREAD, 1000, 100),
+                usage_line("02:50:13.000", THREAD, 1000, 100),
                 "not JSON: \"token_usage_record\"\n".to_owned(),
-                call("03:00:01.000", THREAD, 500, 50),
-                call("03:00:02.000", THREAD, 200, 30),
+                usage_line("03:00:01.000", THREAD, 500, 50),
+                usage_line("03:00:02.000", THREAD, 200, 30),
                 long_line(),
-                call("03:00:03.000", THREAD, 1, 1),
+                usage_line("03:00:03.000", THREAD, 1, 1),
                 "{\"timestamp\": \"2026-11-22T0".to_owned(),
             ],
         );
@@ -226,13 +226,17 @@ mod tests {
         write(
             &day,
             &format!("rollout-x-{sub}.jsonl"),
-            &[meta(sub, THREAD), call("03:00:01.400", THREAD, 9000, 900), call("03:00:01.500", sub, 30, 3)],
+            &[
+                meta_line(sub, THREAD),
+                usage_line("03:00:01.400", THREAD, 9000, 900),
+                usage_line("03:00:01.500", sub, 30, 3),
+            ],
         );
         let other = "01a20129-0000-7410-b5ee-defcf2221170";
         write(
             &day,
             &format!("rollout-x-{other}.jsonl"),
-            &[meta(other, other), call("03:00:01.500", other, 7, 7)],
+            &[meta_line(other, other), usage_line("03:00:01.500", other, 7, 7)],
         );
         write(&day, "something else", &["x".to_owned()]);
         nix::unistd::mkfifo(&day.join(format!("fifo-{THREAD}.jsonl")), nix::sys::stat::Mode::S_IRWXU)

@@ -95,7 +95,7 @@ pub struct JsonLines {
 impl Adapter for JsonLines {
     fn parse_line(&mut self, at_ms: u64, line: &str) -> Vec<Event> {
         let Ok(line) = serde_json::from_str::<ProtocolLine>(line) else { return Vec::new() };
-        // Any other line shows that the model has worked or is about to.
+        // Any other line implies model usage that has not been reported yet.
         self.run.has_unreported_usage = !matches!(line, ProtocolLine::Usage { .. });
         let event = match line {
             ProtocolLine::Started { conversation_id, model } => {
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn run_fails_without_a_successful_end() {
+    fn run_fails_without_success_result_and_exit_code_zero() {
         let tool = r#"{"type":"tool","id":"1","name":"Bash","input":{"command":"sleep 9"}}"#;
         for (lines, exit, name) in [
             (vec![], Exit::Code(0), "NoResult"),
@@ -213,7 +213,10 @@ mod tests {
             (&*error.name, &*error.message),
             ("Error", "the agent reported an error without a message")
         );
-        assert!(error.stack.is_some_and(|stack| stack.contains("password=***")), "standard error is kept");
+        assert!(
+            error.stack.is_some_and(|stack| stack.contains("password=***")),
+            "standard error is included"
+        );
         assert_eq!(outcome.text.as_deref(), Some("I cannot"));
         assert_eq!(run(&[result], Exit::Code(3)).1.error.unwrap().name, "ExitCode");
     }

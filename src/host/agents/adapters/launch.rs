@@ -27,11 +27,12 @@ pub struct Launch {
 }
 
 impl AdapterKind {
-    /// Builds the additions to the command. If `is_known`, the program already has this conversation and resumes it.
-    pub fn build_launch(self, request: &LaunchRequest<'_>, is_known: bool) -> Launch {
+    /// Builds the additions to the command. If `has_conversation`, the program has stored this conversation and resumes
+    /// it.
+    pub fn build_launch(self, request: &LaunchRequest<'_>, has_conversation: bool) -> Launch {
         match self {
-            Self::ClaudeCode => build_claude_launch(request, is_known),
-            Self::Codex => build_codex_launch(request, is_known),
+            Self::ClaudeCode => build_claude_launch(request, has_conversation),
+            Self::Codex => build_codex_launch(request, has_conversation),
             Self::JsonLines => Launch { stdin: format_prompt_line(request), ..Launch::default() },
         }
     }
@@ -81,14 +82,14 @@ impl StateLocation<'_> {
     }
 }
 
-fn build_claude_launch(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
+fn build_claude_launch(request: &LaunchRequest<'_>, has_conversation: bool) -> Launch {
     let mut arguments: Vec<String> =
         ["-p", "--output-format", "stream-json", "--verbose"].map(str::to_owned).into();
     if let Some(model) = request.model {
         arguments.extend(["--model".to_owned(), model.to_owned()]);
     }
     if let Some(conversation) = request.conversation_id {
-        let flag = if is_known { "--resume" } else { "--session-id" };
+        let flag = if has_conversation { "--resume" } else { "--session-id" };
         arguments.extend([flag.to_owned(), to_session_id(conversation)]);
     }
     Launch {
@@ -99,14 +100,14 @@ fn build_claude_launch(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
     }
 }
 
-fn build_codex_launch(request: &LaunchRequest<'_>, is_known: bool) -> Launch {
+fn build_codex_launch(request: &LaunchRequest<'_>, has_conversation: bool) -> Launch {
     // The hooks are trusted: they were installed by this machine or by the owner.
     let mut arguments: Vec<String> =
         ["--json", "--skip-git-repo-check", "--dangerously-bypass-hook-trust"].map(str::to_owned).into();
     if let Some(model) = request.model {
         arguments.extend(["-m".to_owned(), model.to_owned()]);
     }
-    if let Some(thread) = request.conversation_id.filter(|_| is_known) {
+    if let Some(thread) = request.conversation_id.filter(|_| has_conversation) {
         arguments.extend(["resume".to_owned(), thread.to_owned()]);
     }
     arguments.push("-".to_owned());
@@ -170,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn codex_resumes_a_known_thread() {
+    fn codex_resumes_an_existing_thread() {
         let (first, resumed) = (
             AdapterKind::Codex.build_launch(&REQUEST, false),
             AdapterKind::Codex.build_launch(&REQUEST, true),

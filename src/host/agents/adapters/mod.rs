@@ -109,7 +109,7 @@ pub trait Adapter: Send {
     /// [`Adapter::finish`].
     fn set_usage(&mut self, _usage: SessionUsage) {}
 
-    /// Notes that the program resumed an earlier conversation, whose usage some releases print again. Call before
+    /// Records that the program resumed an earlier conversation, whose usage some releases print again. Call before
     /// [`Adapter::finish`].
     fn set_resumed(&mut self) {}
 
@@ -179,7 +179,7 @@ mod tests {
         let exit = if code < 0 { Exit::Signal(-code) } else { Exit::Code(code) };
         let events = stdout.lines().zip(0..).flat_map(|(line, n)| adapter.parse_line(n, line)).collect();
         let lines = stdout.lines().count() as u64;
-        (events, adapter.finish(lines, exit, "words on standard error"))
+        (events, adapter.finish(lines, exit, "text on standard error"))
     }
 
     #[test]

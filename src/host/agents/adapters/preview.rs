@@ -30,7 +30,7 @@ static PATTERNS: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
         (r"\bsvc[a-z]_[A-Za-z0-9_-]{8,}", REDACTED),
         (r#"(?i)(authorization\\?["']?\s*[:=]\s*\\?["']?)[^"'\r\n]+"#, "$1***"),
         (r"(?i)\b(bearer|basic)\s+[A-Za-z0-9+/=._~-]{6,}", "$1 ***"),
-        // curl's options for a user and a proxy's user.
+        // curl's `-u`, `--user` and `--proxy-user` options.
         (r"(\s(?:-u\s*|--(?:proxy-)?user[\s=]+))[^\s:]+:\S+", "$1***"),
         // A name that suggests a secret, then a value: as an assignment, a header, a flag or JSON.
         (
@@ -81,7 +81,7 @@ impl Secrets {
         Self(secrets)
     }
 
-    /// The length of the longest secret.
+    /// The length of the longest secret, in bytes.
     pub fn max_bytes(&self) -> usize {
         self.0.first().map_or(0, String::len)
     }
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn known_secrets_are_redacted_everywhere() {
+    fn environment_secrets_are_redacted_in_text_and_json() {
         let environment = [
             ("LLM_KEY", "plain words"),
             ("DB_PASSWORD_RO", "plain words, and \"more\"\nof it"),
@@ -256,9 +256,9 @@ mod tests {
 
         #[test]
         fn value_after_secret_name_is_scrubbed(
-            name in "(password|API_KEY|clientSecret|x-auth-token)", between in "(=|: |=\"|\": \")", value in "[a-zA-Z0-9]{8,40}",
+            name in "(password|API_KEY|clientSecret|x-auth-token)", separator in "(=|: |=\"|\": \")", value in "[a-zA-Z0-9]{8,40}",
         ) {
-            let scrubbed = scrub(&format!("run {name}{between}{value} end"));
+            let scrubbed = scrub(&format!("run {name}{separator}{value} end"));
             prop_assert!(!scrubbed.contains(&value), "{}", scrubbed);
         }
     }

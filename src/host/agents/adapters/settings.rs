@@ -9,8 +9,8 @@ use super::{AdapterKind, Outcome};
 use crate::records::money::Dollars;
 
 const DEFAULT_NAME: &str = "claude";
-/// The command of the agent that is used if the settings define none: the Claude Code that the release includes. It may
-/// edit the owner's files without confirmation; other actions that require permission are denied.
+/// The default agent's command, used if the settings define no agents: the release's own Claude Code. It may edit the
+/// owner's files without confirmation; other actions that require permission are denied.
 const DEFAULT_COMMAND: [&str; 3] = ["claude", "--permission-mode", "acceptEdits"];
 const DEFAULT_CONCURRENCY: usize = 4;
 const MAX_CONCURRENCY: usize = 64;

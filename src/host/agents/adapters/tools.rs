@@ -5,15 +5,16 @@ use serde_json::Value;
 use super::{Event, preview, scrub_and_truncate};
 use crate::records::entry::{ResultStatus, ToolCall};
 
-/// Maximum tool calls recorded per run, which bounds the length of its record; further calls are only reported.
+/// Maximum number of tool calls recorded per run, which bounds the length of its record; further calls are only
+/// reported as events.
 const MAX_TOOLS: usize = 2000;
 
 const MAX_NAME_CHARS: usize = 100;
-/// Maximum characters in a call's ID. Claude Code and Codex use about 30; longer IDs are truncated before they are
-/// compared.
+/// Maximum number of characters in a call's ID. Claude Code and Codex use about 30; longer IDs are truncated before
+/// they are compared.
 const MAX_ID_CHARS: usize = 200;
 
-/// Maximum bytes in a call's error, and in all of a run's errors together.
+/// Maximum number of bytes in a call's error, and in all of a run's errors together.
 const MAX_ERROR_BYTES: usize = 1024;
 const MAX_TOTAL_ERROR_BYTES: usize = 256 << 10;
 
@@ -27,7 +28,7 @@ pub struct ToolCalls {
     running: Vec<RunningCall>,
     error_bytes: usize,
     turns: u64,
-    /// A tool has ended since the model's last output, so the next output begins a turn.
+    /// Whether a tool has ended since the model's last output, so that the next output begins a turn.
     has_results: bool,
 }
 
@@ -35,7 +36,7 @@ pub struct ToolCalls {
 struct RunningCall {
     id: String,
     name: String,
-    /// The position among the calls that have started, and in `all` if the call is recorded.
+    /// The index among all calls that have started. If the call is recorded, also its index in `all`.
     index: usize,
     started_ms: u64,
 }
@@ -58,7 +59,7 @@ impl ToolCalls {
             input_preview: input_preview.clone(),
             is_recorded,
         };
-        // If more calls are running, the ends of the further ones are not reported.
+        // For calls beyond this limit, the end is not reported.
         if self.running.len() < MAX_TOOLS {
             let running = RunningCall { id, name: name.clone(), index: self.started, started_ms: at_ms };
             self.running.push(running);
@@ -172,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_beyond_the_maximum_are_only_reported() {
+    fn calls_beyond_the_maximum_are_reported_but_not_recorded() {
         let (input, status) = (Value::Null, ResultStatus::Error);
         let mut tools = ToolCalls::default();
         for n in 0..MAX_TOOLS {

@@ -23,7 +23,7 @@ const MAX_QUEUED_PER_SENDER: usize = 200;
 const MAX_QUEUED_BYTES: usize = 64 << 20;
 
 impl Dispatcher {
-    /// Accepts a request. Returns once its dispatches are in the journal, or could not be written to it.
+    /// Accepts a request. Returns once its dispatches have been written to the journal, or the write has failed.
     ///
     /// # Errors
     /// 503 while the records or the journal are being read, while dispatches are paused for a final backup, and at
@@ -32,9 +32,9 @@ impl Dispatcher {
     pub async fn accept(self: &Arc<Self>, request: DispatchRequest) -> Result<DispatchTarget, Problem> {
         self.wait_until_ready().await?;
         if let Some(id) = &request.id
-            && let Some(found) = self.find(id).await?
+            && let Some(original) = self.find(id).await?
         {
-            return resolve_repeated_request(found, &request).await;
+            return resolve_repeated_request(original, &request).await;
         }
         self.refuse_while_paused()?;
         let settings = self.kernel.settings();
@@ -90,7 +90,7 @@ impl Dispatcher {
         Ok(None)
     }
 
-    /// Queues dispatches after they were written to the journal, or could not be.
+    /// Queues dispatches once they have been written to the journal, or the write has failed.
     fn enqueue(self: &Arc<Self>, sender: &str, all: Vec<Arc<Dispatch>>) {
         let mut table = self.lock();
         table.unjournaled.retain(|dispatch| !all.iter().any(|other| Arc::ptr_eq(dispatch, other)));
@@ -153,21 +153,21 @@ fn cost_limit_problem(sender: &str, reached: &LimitReached) -> Problem {
     reached.problem(Timestamp::now())
 }
 
-/// Returns the original target of a repeated request, once it has been accepted.
+/// Returns the target of the original request, once it has been accepted.
 ///
 /// # Errors
 /// 422 if the original request was different.
 async fn resolve_repeated_request(
-    found: DispatchTarget,
+    original: DispatchTarget,
     request: &DispatchRequest,
 ) -> Result<DispatchTarget, Problem> {
     // Records from earlier releases have no fingerprint.
-    if !found.fingerprint().is_empty() && found.fingerprint() != request.fingerprint {
+    if !original.fingerprint().is_empty() && original.fingerprint() != request.fingerprint {
         let detail = "This id belongs to another dispatch; use a new one.";
         return Err(Problem::new(Code::IdempotencyMismatch, detail));
     }
-    found.wait_until_journaled().await;
-    Ok(found)
+    original.wait_until_journaled().await;
+    Ok(original)
 }
 
 #[cfg(test)]

@@ -70,7 +70,7 @@ impl DispatchTarget {
         }
     }
 
-    /// Waits until the target is in the journal, or could not be written to it.
+    /// Waits until the target has been written to the journal, or the write has failed.
     pub async fn wait_until_journaled(&self) {
         match self {
             Self::One(dispatch) => dispatch.journaled.cancelled().await,
@@ -103,10 +103,10 @@ pub(super) struct DispatchTable {
     pub(super) ended_bytes: usize,
     /// Journal files of recorded or refused dispatches and of ended batches, removed once the records are durable.
     pub(super) recorded: Vec<JournalFile>,
-    /// The records' number of failed syncs when `recorded` was last cleared because of one.
+    /// The number of failed syncs of the records when `recorded` was last cleared because of such a failure.
     pub(super) failed_syncs: u64,
     /// Batches whose files stay in the journal until the next start: the record of an entry was dropped or may not be
-    /// on the disk, and the batch's file may be the only one that contains the entry.
+    /// on disk, and the batch's file may be the only one that contains the entry.
     pub(super) kept_batches: BTreeSet<String>,
 }
 
@@ -157,8 +157,8 @@ impl Dispatcher {
     /// The records or the journal are still being read, or the gateway is shutting down.
     pub async fn wait_until_ready(&self) -> Result<(), Problem> {
         self.kernel.wait_for_usage_store().await?;
-        let unavailable =
-            || Problem::new(Code::Unavailable, "Dispatches are not accepted at the moment.").retry_after(2);
+        let detail = "Dispatches are unavailable while the gateway starts or shuts down.";
+        let unavailable = || Problem::new(Code::Unavailable, detail).retry_after(2);
         let recovered = tokio::time::timeout(MAINTENANCE_INTERVAL, self.recovered.cancelled()).await;
         if recovered.is_err() || self.stop.is_cancelled() {
             return Err(unavailable());
@@ -220,7 +220,7 @@ impl Dispatcher {
         all
     }
 
-    /// Cancels a target's dispatches in any phase. Those in the queue have ended when this returns.
+    /// Cancels a target's dispatches in any phase. Queued ones have ended when this returns.
     pub async fn cancel(self: &Arc<Self>, target: &DispatchTarget) {
         let mut tasks = Vec::new();
         for dispatch in self.entries(target) {
@@ -358,10 +358,12 @@ impl Dispatcher {
     /// Ends a dispatch whose cost limit was reached before its turn. Like any refused dispatch, it has no interaction.
     async fn refuse(&self, dispatch: &Arc<Dispatch>, reached: &LimitReached) {
         DISPATCHES.add_one(["limited"]);
-        // The batch stays in the journal until all its entries have ended, and a crash must not queue this entry again.
+        // Without this entry, a crash would queue the dispatch again: its batch stays in the journal until all entries
+        // have ended.
         let refused = JournalEntry { refused: Some(reached.period), ..dispatch.accepted.clone() };
         if !self.write_journal(vec![refused]).await {
-            // After a crash, a dispatch marked as started is recorded as interrupted: wrong, but it does not run.
+            // After a crash, a dispatch marked as started is recorded as interrupted. That is inaccurate, but prevents
+            // it from running.
             self.mark_started(dispatch).await;
         }
         self.end_refused(dispatch, reached.period);
@@ -382,7 +384,7 @@ impl Dispatcher {
         let ended = Some(interaction.clone());
         let entry = JournalEntry { started_at, ended, ..dispatch.accepted.clone() };
         if !self.write_journal(vec![entry]).await && started_at.is_none() {
-            // A crash may lose the record as well, and must not queue a cancelled dispatch again.
+            // If a crash also lost the record, the cancelled dispatch would be queued again.
             self.mark_started(dispatch).await;
         }
         self.report_end_to_watcher(dispatch).await;
@@ -424,8 +426,8 @@ impl Dispatcher {
         written.is_ok()
     }
 
-    /// Marks a dispatch as started, for when the journal cannot be written. Returns `false` if a crash could start it
-    /// again.
+    /// Marks a dispatch as started when its journal entry cannot be written. Returns `false` if it could start again
+    /// after a crash.
     async fn mark_started(&self, dispatch: &Dispatch) -> bool {
         let (journal, accepted) = (self.journal.clone(), dispatch.accepted.clone());
         let marked = tokio::task::spawn_blocking(move || journal.mark_started(&accepted)).await;

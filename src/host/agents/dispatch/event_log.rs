@@ -15,9 +15,9 @@ const MAX_BYTES: usize = 1 << 20;
 /// all numbers from earlier processes.
 static FIRST_NUMBER: LazyLock<u64> =
     LazyLock::new(|| u64::try_from(Timestamp::now().as_millisecond()).unwrap_or_default() * 1000);
-/// The first event number of a log restored from records. Such a log has other events than the original one, so it
-/// must not have the same numbers. It is restored for each request, with constant numbers: a listener that has received
-/// the last event does not receive them all again.
+/// The first event number of a log restored from records. Such a log differs from the original, so it must not reuse
+/// its numbers. Each request restores the log with the same numbers, so that a listener that reconnects after the last
+/// event does not receive all events again.
 const FIRST_RESTORED_NUMBER: u64 = 1;
 
 /// The events of a dispatch or a batch.

@@ -80,9 +80,9 @@ pub enum JournalFile {
 }
 
 impl JournalFile {
-    /// Takes the files that can be removed, in the order in which they must be removed. A batch's file shows its entries
-    /// as not started, so an entry's own file is removed only after the batch's file: otherwise the entry could run
-    /// again.
+    /// Takes the files that can be removed, in the order in which they must be removed. A batch's file lists its
+    /// entries as not started, so an entry's own file is removed only after the batch's file: otherwise the entry could
+    /// run again.
     pub fn take_removable(recorded: &mut Vec<Self>) -> Vec<Self> {
         let batch_id = |file: &Self| if let Self::Batch(id) = file { Some(id.clone()) } else { None };
         let batches: BTreeSet<String> = recorded.iter().filter_map(batch_id).collect();
@@ -152,7 +152,7 @@ impl Journal {
     pub fn remove_all(&self, files: &[JournalFile]) {
         let mut remaining_batches: BTreeSet<&str> = BTreeSet::new();
         for file in files {
-            // A batch's file shows its entries as not started, so their own files stay until it is removed.
+            // A batch's file lists its entries as not started, so their own files stay until it is removed.
             if matches!(file, JournalFile::Entry { batch, .. } if remaining_batches.contains(batch.as_str()))
             {
                 continue;
@@ -190,7 +190,7 @@ impl Journal {
         };
         // No writer is active yet, so all temporary files are leftovers.
         fsx::remove_leftover_temps_in(&self.0, |_| true)?;
-        let mut found: BTreeMap<String, JournalEntry> = BTreeMap::new();
+        let mut by_id: BTreeMap<String, JournalEntry> = BTreeMap::new();
         let (mut markers, mut unreadable) = (Vec::new(), Vec::new());
         for entry in entries {
             let path = entry.map_err(FileError::wrap("read", &self.0))?.path();
@@ -198,13 +198,13 @@ impl Journal {
                 // An entry's own file is newer than its batch's file.
                 Some("json") => match read_entry::<JournalEntry>(&path) {
                     Some(entry) => {
-                        found.insert(entry.id.clone(), entry);
+                        by_id.insert(entry.id.clone(), entry);
                     }
                     None => unreadable.push(path),
                 },
                 Some("batch") => {
                     for entry in read_entry::<Vec<JournalEntry>>(&path).into_iter().flatten() {
-                        found.entry(entry.id.clone()).or_insert(entry);
+                        by_id.entry(entry.id.clone()).or_insert(entry);
                     }
                 }
                 Some("begun") => markers.push(path),
@@ -212,13 +212,13 @@ impl Journal {
             }
         }
         for path in unreadable {
-            if let Some(entry) = found.get_mut(dispatch_id(&path)) {
+            if let Some(entry) = by_id.get_mut(dispatch_id(&path)) {
                 entry.started_at = Some(modified_at(&path));
             }
         }
         for marker in markers {
             let id = dispatch_id(&marker);
-            match found.get_mut(id) {
+            match by_id.get_mut(id) {
                 Some(entry) => entry.started_at = entry.started_at.or_else(|| Some(modified_at(&marker))),
                 None if self.may_have_file(id) => {}
                 // The dispatch is already recorded, or was never in the journal.
@@ -230,7 +230,7 @@ impl Journal {
             }
         }
         let (mut all, unknown): (Vec<_>, Vec<_>) =
-            found.into_values().partition(|entry| entry.version == JournalEntry::VERSION);
+            by_id.into_values().partition(|entry| entry.version == JournalEntry::VERSION);
         for JournalEntry { id, version, .. } in unknown {
             tracing::warn!(svc_dispatch_id = %id, version, "a dispatch in another release's format stays in the journal");
         }
@@ -385,10 +385,10 @@ mod tests {
     }
 
     #[test]
-    fn file_that_cannot_be_removed_keeps_those_it_depends_on() {
+    fn failed_removal_keeps_dependent_journal_files() {
         let (dir, journal) = journal();
         let path = |name: &str| dir.path().join("dispatches").join(name);
-        // A directory cannot be removed as a file.
+        // `remove_file` fails for a directory.
         for name in ["a.json", "b.batch"] {
             std::fs::create_dir_all(path(name)).unwrap();
         }
@@ -407,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn entry_file_is_kept_until_its_batch_is_over() {
+    fn entry_file_is_removable_only_with_its_batch_file() {
         let one = dispatch("a", "2026-11-22T10:00:01.000Z").file();
         let (first, second) = (entry(0, 2).file(), entry(1, 2).file());
         let mut recorded = vec![first.clone(), one.clone()];

@@ -51,10 +51,10 @@ impl<T> Queue<T> {
         for turn in 0..self.turns.len() {
             let queue = self.waiting.get_mut(&self.turns[turn])?;
             let first = queue.front().filter(|first| decide(first) == QueueDecision::Take).map(|_| 0);
-            let found = first.or_else(|| {
+            let next = first.or_else(|| {
                 queue.iter().enumerate().skip(1).find(|(_, item)| is_reserved(item)).map(|(index, _)| index)
             });
-            let Some(index) = found else { continue };
+            let Some(index) = next else { continue };
             let item = queue.remove(index);
             let is_empty = queue.is_empty();
             if let Some(sender) = self.turns.remove(turn) {

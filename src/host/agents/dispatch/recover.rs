@@ -32,8 +32,8 @@ impl Dispatcher {
                 return;
             }
         }
-        // Requests are accepted only after this: a repeated request for a dispatch that is not restored would run it
-        // again.
+        // Requests are accepted only after this: a repeated request for a dispatch that has not been restored would run
+        // it again.
         let (unfinished, recorded_interactions) = loop {
             match self.read_unfinished().await {
                 Ok(previous) => break previous,
@@ -67,7 +67,7 @@ impl Dispatcher {
                 .flatten()
                 .cloned()
                 .collect();
-            // A file may have waited for this start for weeks, so the search reaches back to the oldest dispatch.
+            // Journal files can be weeks old, so the search reaches back to the oldest dispatch.
             let recorded_interactions = match unfinished.first() {
                 Some(oldest) => kernel.find_interactions(&ids, Some(oldest.accepted_at))?,
                 None => BTreeMap::new(),
@@ -173,7 +173,7 @@ impl Dispatcher {
 
     /// Removes from the journal the dispatches whose records are durable.
     pub(super) async fn prune_journal(&self) {
-        let (recorded, known_failures) = {
+        let (recorded, earlier_failed_syncs) = {
             let mut table = self.lock();
             (JournalFile::take_removable(&mut table.recorded), table.failed_syncs)
         };
@@ -183,7 +183,7 @@ impl Dispatcher {
         let (kernel, journal) = (Arc::clone(&self.kernel), self.journal.clone());
         let pruned = tokio::task::spawn_blocking(move || {
             let is_flushed = kernel.flush(FLUSH_TIMEOUT);
-            let is_durable = is_flushed && kernel.records().failed_syncs() == known_failures;
+            let is_durable = is_flushed && kernel.records().failed_syncs() == earlier_failed_syncs;
             if is_durable {
                 journal.remove_all(&recorded);
             }
@@ -206,16 +206,16 @@ impl Dispatcher {
 
 impl DispatchTable {
     /// Keeps files whose records are not yet durable for a later removal. After another failed sync, they and all
-    /// others stay in the journal until the next start, which records the dispatches whose interactions are missing: no
-    /// later flush shows that the interactions are on the disk.
+    /// others stay in the journal until the next start, which records the dispatches whose interactions are missing: a
+    /// later successful flush does not prove that the interactions are on disk.
     fn defer_removal(&mut self, files: Vec<JournalFile>, failed_syncs: u64) {
         self.recorded.extend(files);
         if failed_syncs != self.failed_syncs {
-            let kept = std::mem::take(&mut self.recorded);
-            let files = kept.len();
+            let retained = std::mem::take(&mut self.recorded);
+            let files = retained.len();
             tracing::error!(files, "dispatches stay in the journal until the next start: a sync failed");
             self.failed_syncs = failed_syncs;
-            for file in kept {
+            for file in retained {
                 if let JournalFile::Entry { batch, .. } = file {
                     self.kept_batches.insert(batch);
                 }
@@ -249,7 +249,7 @@ mod tests {
     use crate::system::layout::Layout;
 
     #[tokio::test]
-    async fn failed_read_at_start_is_retried_before_requests() {
+    async fn failed_journal_read_is_retried_before_requests() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let kernel = Arc::new(Kernel::new(&layout).unwrap());
@@ -259,7 +259,7 @@ mod tests {
         let interrupted =
             JournalEntry { accepted_at, started_at: Some(accepted_at), ..JournalEntry::example("d") };
         dispatcher.journal.write(&[interrupted]).unwrap();
-        // The journal cannot be read while a temporary file cannot be removed, like a folder.
+        // Reading the journal removes temporary files, and fails for a directory with such a name.
         let obstacle = layout.dispatches().join(format!(".d.json.{}.tmp", "0".repeat(32)));
         std::fs::create_dir(&obstacle).unwrap();
         let stop = CancellationToken::new();

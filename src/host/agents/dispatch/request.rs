@@ -85,12 +85,12 @@ impl fmt::Display for DispatchId {
     }
 }
 
-/// One prompt, for an existing agent.
+/// One prompt, for a configured agent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PromptEntry {
     pub agent_name: String,
-    /// The requested model, or else the agent's.
+    /// The requested model, or else the agent's default.
     pub model: Option<String>,
     pub conversation_id: Option<String>,
     pub prompt: String,
@@ -105,7 +105,7 @@ pub struct DispatchRequest {
     pub is_batch: bool,
     /// Exactly one entry, unless the request is a batch.
     pub entries: Vec<PromptEntry>,
-    /// A digest of the fields that the request gives, except its ID; the settings' defaults are not part of it.
+    /// A digest of the request's own fields, except its ID. Defaults from the settings are not included.
     pub fingerprint: String,
 }
 
@@ -154,8 +154,8 @@ impl Options {
         let agent_name = self.agent_name.unwrap_or_else(|| settings.default_agent.clone());
         let Some(agent) = settings.agents.get(&agent_name) else {
             let names: Vec<&str> = settings.agents.keys().map(String::as_str).collect();
-            let why = format!("is not an agent in system/config.json, which has {}", names.join(", "));
-            fields.add_error("agentName", why);
+            let error = format!("is not an agent in system/config.json, which has {}", names.join(", "));
+            fields.add_error("agentName", error);
             return None;
         };
         Some(PromptEntry {
@@ -190,7 +190,7 @@ impl DispatchRequest {
         let sender_id = fields.optional_text("senderId", MAX_SENDER_CHARS);
         let options = Options::read(fields);
         let (has_prompt, is_batch) = (fields.has("prompt"), fields.has("batch"));
-        // At most one of the two is parsed below. The other is absent or null, or both are refused there.
+        // At most one of the two is parsed below. A field that is not parsed must not be reported as unknown.
         if is_batch || !has_prompt {
             fields.discard("prompt");
         }
@@ -278,8 +278,8 @@ mod tests {
     #[test]
     fn read_never_reports_prompt_or_batch_as_unknown() {
         for body in [json!({ "prompt": "x", "batch": [] }), json!({ "prompt": null, "batch": null })] {
-            let why = read(body.clone()).expect_err("the request is invalid");
-            assert!(!why.contains("is not a field"), "{body}: {why}");
+            let error = read(body.clone()).expect_err("the request is invalid");
+            assert!(!error.contains("is not a field"), "{body}: {error}");
         }
     }
 
@@ -304,8 +304,8 @@ mod tests {
             (json!({ "prompt": "x", "deadlineSeconds": 0 }), "/deadlineSeconds: must be from 1"),
             (json!({ "prompt": "x", "other": 1 }), "/other: is not a field"),
         ] {
-            let why = read(body.clone()).expect_err("the request is invalid");
-            assert!(why.contains(expected), "{body}: {why}");
+            let error = read(body.clone()).expect_err("the request is invalid");
+            assert!(error.contains(expected), "{body}: {error}");
         }
     }
 }

@@ -26,8 +26,9 @@ impl Dispatcher {
         table.ended_bytes += dispatch.bytes();
         table.ended.push_back(Arc::clone(dispatch));
         while table.exceeds_limits(1) {
-            let is_far_over = table.exceeds_limits(MAX_NOT_DURABLE_FACTOR);
-            let oldest = table.ended.iter().find(|dispatch| table.can_evict(dispatch, is_far_over)).cloned();
+            let is_over_hard_limits = table.exceeds_limits(MAX_NOT_DURABLE_FACTOR);
+            let oldest =
+                table.ended.iter().find(|dispatch| table.can_evict(dispatch, is_over_hard_limits)).cloned();
             let Some(oldest) = oldest else { break };
             table.evict(&oldest);
         }
@@ -40,19 +41,19 @@ impl DispatchTable {
     }
 
     /// Whether an ended dispatch can be evicted. A batch is evicted as a whole, so all its entries must have ended.
-    fn can_evict(&self, dispatch: &Dispatch, is_far_over: bool) -> bool {
+    fn can_evict(&self, dispatch: &Dispatch, is_over_hard_limits: bool) -> bool {
         let is_durable = |id: &String| match self.targets.get(id) {
             Some(DispatchTarget::One(entry)) => entry.is_durable(),
             _ => true,
         };
         match &dispatch.batch {
-            Some(batch) => batch.is_over() && (is_far_over || batch.entries.iter().all(is_durable)),
-            None => is_far_over || dispatch.is_durable(),
+            Some(batch) => batch.is_over() && (is_over_hard_limits || batch.entries.iter().all(is_durable)),
+            None => is_over_hard_limits || dispatch.is_durable(),
         }
     }
 
-    /// Removes an ended dispatch, with all other entries of its batch: without them, the batch would be shown with too
-    /// few dispatches, and as failed.
+    /// Removes an ended dispatch, with all other entries of its batch: a batch with only some of its entries would be
+    /// reported as failed.
     fn evict(&mut self, dispatch: &Arc<Dispatch>) {
         let is_evicted = |other: &Arc<Dispatch>| match (&dispatch.batch, &other.batch) {
             (Some(batch), Some(other_batch)) => Arc::ptr_eq(batch, other_batch),
@@ -176,7 +177,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn recorded_batch_keeps_its_size_but_not_its_numbers() {
+    async fn restored_batch_keeps_its_size_but_not_event_numbers() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let kernel = Arc::new(Kernel::new(&layout).unwrap());
@@ -200,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn recorded_dispatch_does_not_reuse_event_numbers() {
+    fn restored_dispatch_does_not_reuse_event_numbers() {
         let original = EventLog::default();
         for kind in ["accepted", "running"] {
             original.push(kind, &json!({}), false);

@@ -113,7 +113,7 @@ fn estimate_cost(
     match (outcome.has_unreported_usage, outcome.cost) {
         // The reported cost covers only earlier turns.
         (true, Some(reported)) => Some(reported + reserved),
-        // The tokens seen so far omit the output.
+        // The tokens reported so far exclude output tokens.
         (true, None) => Some(cost.unwrap_or_default().max(reserved)),
         (false, _) => {
             (is_cut_off && (cost.is_none() || !AgentSettings::has_usage(outcome))).then_some(reserved)
@@ -286,8 +286,8 @@ impl<'a> GatewayRun<'a> {
         } else {
             self.context.stop.is_cancelled().then_some(EndReason::Stopped)
         };
-        if let Some(why) = early_end {
-            let error = Some(self.early_end_error(why));
+        if let Some(reason) = early_end {
+            let error = Some(self.early_end_error(reason));
             return Outcome { error, ..failed_outcome("", String::new()) }.into();
         }
         let request = self.build_request(agent);
@@ -301,8 +301,8 @@ impl<'a> GatewayRun<'a> {
             Ok(Ok(halves)) => halves,
             Ok(Err(error)) => {
                 tracing::warn!(%error, "svc-agent cannot be reached");
-                let why = "svc-agent cannot be reached: is svc-agent.socket active?";
-                return failed_outcome("NoRunner", why).into();
+                let message = "svc-agent cannot be reached: is svc-agent.socket active?";
+                return failed_outcome("NoRunner", message).into();
             }
             Err(_) => return failed_outcome("NoRunner", "svc-agent did not accept the run in time").into(),
         };
@@ -327,17 +327,17 @@ impl<'a> GatewayRun<'a> {
                 Outcome { status: ResultStatus::Error, error: Some(failed), ..reported }
             }
         };
-        if let (Some(why), ResultStatus::Error) = (self.end_reason, outcome.status) {
+        if let (Some(reason), ResultStatus::Error) = (self.end_reason, outcome.status) {
             let reported = outcome.error.take();
             let (tool, turn) = reported.map(|reported| (reported.tool, reported.turn)).unwrap_or_default();
-            outcome.error = Some(DispatchError { tool, turn, ..self.early_end_error(why) });
+            outcome.error = Some(DispatchError { tool, turn, ..self.early_end_error(reason) });
         }
         let is_cut_off = self.is_started && is_ended_externally && outcome.status == ResultStatus::Error;
         RunEnd { outcome, is_cut_off }
     }
 
-    fn early_end_error(&self, why: EndReason) -> DispatchError {
-        let (name, message) = match why {
+    fn early_end_error(&self, reason: EndReason) -> DispatchError {
+        let (name, message) = match reason {
             EndReason::Cancelled => ("Cancelled", "the dispatch was cancelled".to_owned()),
             EndReason::Deadline => {
                 let seconds = self.dispatch.accepted.entry.deadline_seconds;
@@ -379,7 +379,7 @@ impl<'a> GatewayRun<'a> {
                     None => std::future::pending().await,
                 }
             };
-            let why = async {
+            let end_requested = async {
                 tokio::select! {
                     () = self.dispatch.cancel.cancelled() => EndReason::Cancelled,
                     () = self.context.stop.cancelled() => EndReason::Stopped,
@@ -395,15 +395,15 @@ impl<'a> GatewayRun<'a> {
                         let _ = tokio::time::timeout(CONNECT_TIMEOUT, GatewayFrame::Go.write(&mut to)).await;
                     }
                     Some(RunnerFrame::Ended(ended)) => break Ok(ended),
-                    Some(RunnerFrame::Refused(why)) => break Err(dispatch_error("NotStarted", why)),
+                    Some(RunnerFrame::Refused(reason)) => break Err(dispatch_error("NotStarted", reason)),
                     Some(frame) => self.handle_frame(frame),
                     None => {
                         let message = "svc-agent disconnected without a result: see journalctl -u 'svc-agent@*'";
                         break Err(dispatch_error("NoRunner", message));
                     }
                 },
-                why = why, if self.end_reason.is_none() => {
-                    self.end_reason = Some(why);
+                reason = end_requested, if self.end_reason.is_none() => {
+                    self.end_reason = Some(reason);
                     give_up_at = Some(Instant::now() + INTERRUPT_GRACE + TERMINATE_GRACE + END_TIMEOUT);
                     // A runner that does not receive the cancellation is abandoned after the timeout.
                     let _ = tokio::time::timeout(CONNECT_TIMEOUT, GatewayFrame::Cancel.write(&mut to)).await;

@@ -80,10 +80,11 @@ pub struct Dispatch {
     pub log: EventLog,
     pub batch: Option<Arc<Batch>>,
     /// The session ID of the requested conversation. Conversations are compared by it, because several conversation IDs
-    /// can name one of Claude Code's sessions. With other programs, such conversations only wait for each other.
+    /// can name the same Claude Code session. With other programs, such IDs name different conversations, which wait
+    /// for each other unnecessarily.
     session_id: Option<String>,
     pub cancel: CancellationToken,
-    /// Cancelled when the dispatch is in the journal, or could not be written to it.
+    /// Cancelled when the dispatch has been written to the journal, or the write has failed.
     pub journaled: CancellationToken,
     state: Mutex<State>,
     is_durable: AtomicBool,
@@ -96,7 +97,7 @@ pub struct Batch {
     /// The IDs of its dispatches.
     pub entries: Vec<String>,
     pub log: EventLog,
-    /// Cancelled when the batch is in the journal, or could not be written to it.
+    /// Cancelled when the batch has been written to the journal, or the write has failed.
     pub journaled: CancellationToken,
     remaining: AtomicUsize,
 }
@@ -145,7 +146,7 @@ impl Dispatch {
             let index = parse_entry_index(&interaction.id);
             BatchPosition { id, index, size: interaction.batch_size.unwrap_or_default() }
         });
-        // Older records lack the times: their runs started this long before they ended, or a little earlier.
+        // Older records lack these times, so the start is approximated by the end minus the duration.
         let duration =
             SignedDuration::from_millis(i64::try_from(interaction.duration_ms).unwrap_or(i64::MAX));
         let run_start = interaction.timestamp.checked_sub(duration).unwrap_or(interaction.timestamp);
@@ -180,7 +181,7 @@ impl Dispatch {
         dispatch
     }
 
-    /// Notes that the dispatch's record is durable, or that it has none.
+    /// Records that the dispatch's record is durable, or that it needs none.
     pub fn mark_durable(&self) {
         self.is_durable.store(true, Ordering::Release);
     }

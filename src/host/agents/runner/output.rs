@@ -45,8 +45,8 @@ impl LineReader {
             } else {
                 self.line.extend_from_slice(part);
             }
-            let used = part.len() + usize::from(end.is_some());
-            input.consume(used);
+            let consumed = part.len() + usize::from(end.is_some());
+            input.consume(consumed);
             if end.is_some() {
                 return Ok(Some(self.take_line()));
             }
@@ -62,8 +62,8 @@ impl LineReader {
 /// The end of standard error.
 pub struct StderrTail {
     bytes: VecDeque<u8>,
-    /// Number of bytes kept in addition to those reported, so that a secret that the cut divides is recognized: the
-    /// length of the longest secret.
+    /// Number of bytes kept in addition to those reported, so that a secret that the cut would split is still redacted.
+    /// Equals the length of the longest secret.
     margin: usize,
     is_truncated: bool,
 }
@@ -151,7 +151,7 @@ mod tests {
         assert!(tail.len() == STDERR_TAIL_BYTES && tail.ends_with("the end"));
         assert_eq!(read_tail(&format!("{filler}\nthe end"), &none).await, "the end");
         let complete = format!("{}\nthe end", &filler[..STDERR_TAIL_BYTES - 8]);
-        assert_eq!(read_tail(&complete, &none).await, complete, "it is exactly as long as the limit");
+        assert_eq!(read_tail(&complete, &none).await, complete, "its length is exactly the limit");
     }
 
     #[tokio::test]

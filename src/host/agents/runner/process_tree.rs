@@ -1,4 +1,4 @@
-//! Finds the descendants of this process by their parent IDs, and kills them.
+//! Finds the descendants of this process by their parent process IDs, and kills them.
 //!
 //! This process is the subreaper of its descendants: orphans become its children, even those in other sessions.
 
@@ -31,14 +31,14 @@ fn find_descendants(root: i32) -> Vec<Pid> {
             parents.push((pid, stat.parent_pid));
         }
     }
-    let mut found = vec![root];
+    let mut tree = vec![root];
     let mut next = 0;
-    while next < found.len() {
-        let parent_pid = found[next];
-        found.extend(parents.iter().filter(|(_, parent)| *parent == parent_pid).map(|(pid, _)| *pid));
+    while next < tree.len() {
+        let parent_pid = tree[next];
+        tree.extend(parents.iter().filter(|(_, parent)| *parent == parent_pid).map(|(pid, _)| *pid));
         next += 1;
     }
-    found.into_iter().skip(1).map(Pid::from_raw).collect()
+    tree.into_iter().skip(1).map(Pid::from_raw).collect()
 }
 
 /// Reaps adopted processes that have ended, except the agent: the caller waits for it.

@@ -60,22 +60,23 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
         return Ok(());
     };
     if ![RunRequest::VERSION_WITHOUT_READY, RunRequest::VERSION].contains(&request.version) {
-        let why = format!("svc-agent does not support requests of version {}", request.version);
-        return RunnerFrame::Refused(why).write(&mut to).await;
+        let reason = format!("svc-agent does not support requests of version {}", request.version);
+        return RunnerFrame::Refused(reason).write(&mut to).await;
     }
     if let Err(error) = process_tree::adopt_orphans() {
         tracing::warn!(%error, "cannot adopt orphans; systemd will kill them");
     }
     if request.version != RunRequest::VERSION_WITHOUT_READY && !wait_for_go(&mut from, &mut to).await? {
-        let why = "the dispatch was cancelled before the agent started";
-        return RunnerFrame::Refused(why.to_owned()).write(&mut to).await;
+        let reason = "the dispatch was cancelled before the agent started";
+        return RunnerFrame::Refused(reason.to_owned()).write(&mut to).await;
     }
     let (child, is_resumed) = match start_agent(layout, &request) {
         Ok(started) => started,
         Err(error) => {
             let program = request.command.first().map_or("", String::as_str);
-            let why = format!("the agent's program {program:?} cannot be started: {}", format_chain(&error));
-            return RunnerFrame::Refused(why).write(&mut to).await;
+            let reason =
+                format!("the agent's program {program:?} cannot be started: {}", format_chain(&error));
+            return RunnerFrame::Refused(reason).write(&mut to).await;
         }
     };
     let (home, working_dir) = (user_home(layout), layout.home());
@@ -116,12 +117,12 @@ fn start_agent(layout: &Layout, request: &RunRequest) -> io::Result<(Child, bool
     let conversation_id = request.conversation_id.as_deref();
     let has_conversation = conversation_id.is_some_and(|id| has_conversation(request.adapter, &location, id));
     let launch = request.adapter.build_launch(&launch_request, has_conversation);
-    let (program, first) = request.command.split_first().ok_or(io::ErrorKind::InvalidInput)?;
+    let (program, arguments) = request.command.split_first().ok_or(io::ErrorKind::InvalidInput)?;
     let runtime = layout.runtime();
     let path =
         format!("{}:{}:{PATH}", runtime.join("agents/bin").display(), runtime.join("node/bin").display());
     let mut command = Command::new(program);
-    command.args(first).args(&launch.arguments).current_dir(layout.home());
+    command.args(arguments).args(&launch.arguments).current_dir(layout.home());
     command.env_clear().env("PATH", path).env("SHELL", "/bin/bash").env("TERM", "dumb");
     command.envs(INHERITED_VARIABLES.iter().filter_map(|name| Some((name, std::env::var_os(name)?))));
     command.envs(launch.environment).envs(&request.environment);
@@ -152,7 +153,7 @@ fn has_conversation(adapter: AdapterKind, location: &StateLocation<'_>, conversa
 }
 
 async fn write_prompt(mut stdin: ChildStdin, prompt: Vec<u8>) {
-    // If the agent does not read its prompt, its exit reports the reason.
+    // If the agent does not read its prompt, its exit status reports the failure.
     let _ = stdin.write_all(&prompt).await;
 }
 
@@ -255,7 +256,7 @@ impl AgentRun {
         };
         self.send_remaining_lines(&mut lines, &mut out, OUTPUT_CLOSE_TIMEOUT).await;
         process_tree::kill_descendants().await;
-        // No process holds the pipes any longer.
+        // All processes that had the pipes open have been killed.
         self.send_remaining_lines(&mut lines, &mut out, OUTPUT_CLOSE_TIMEOUT).await;
         let stderr_tail = match stderr_tail {
             Some(tail) => tokio::time::timeout(OUTPUT_CLOSE_TIMEOUT, tail).await.ok().and_then(Result::ok),

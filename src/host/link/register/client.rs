@@ -1,5 +1,5 @@
-//! The client for calls that a machine makes with its registration token. The platform accepts identical repeats, so a
-//! call without a response, or with a temporary error, is retried until its timeout.
+//! The client for calls that a machine makes with its registration token. The calls are idempotent, so one without a
+//! response, or with a temporary error, is retried until its timeout.
 
 use std::time::Duration;
 
@@ -92,7 +92,7 @@ impl<'a> RegistrationClient<'a> {
             match self.try_post(&url, body).await {
                 PostAttempt::Done(result) => return result,
                 PostAttempt::Retry(last) => {
-                    tracing::warn!(why = last, "the call to the platform failed; retrying");
+                    tracing::warn!(error = last, "the call to the platform failed; retrying");
                     backoff.pause().await.map_err(|_| RegistrationError::Unreachable { last })?;
                 }
             }
@@ -111,7 +111,8 @@ impl<'a> RegistrationClient<'a> {
             Err(error) => return PostAttempt::Retry(svc_http::problem::format_chain(&error)),
         };
         let status = response.status();
-        // The body is not read: a proxy's error page can exceed the limit, and the error is temporary nevertheless.
+        // The body is not read: the status alone makes the error temporary, and a proxy's error page can exceed the
+        // limit.
         if is_temporary(status) {
             return PostAttempt::Retry(status.to_string());
         }

@@ -216,8 +216,8 @@ fn measure_boot_ms(layout: &Layout) -> Option<u64> {
     u64::try_from(written.elapsed().ok()?.as_millis()).ok()
 }
 
-/// Logs an error if the gateway's key has changed: the platform accepts only the registered key, so it cannot reach
-/// this machine any more.
+/// Logs an error if the gateway's key has changed: the platform accepts only the registered key, so it can no longer
+/// reach this machine.
 fn log_if_key_changed(layout: &Layout, registered: &RegistrationState) {
     if let Ok(Some(pin)) = probe::read_pin(layout)
         && !registered.has_pin(pin)

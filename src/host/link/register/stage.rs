@@ -22,7 +22,7 @@ pub async fn report(layout: &Layout, stage: BootStageName) {
     if let Err(failure) = sent {
         tracing::warn!(
             %stage,
-            why = format!("{:#}", failure.error),
+            error = format!("{:#}", failure.error),
             "could not report the boot stage to the platform"
         );
     }
@@ -36,7 +36,7 @@ async fn send_stage(layout: &Layout, stage: BootStageName) -> Result<(), Failure
     let ((identity, platform), token) = env.finish(identity.zip(platform).zip(token))?;
     let state = RegistrationState::read(layout).or_exit(Exit::Internal)?;
     if state.is_some_and(|state| state.is_registered(identity.machine)) {
-        // This is a later start of a registered machine, whose token has been used.
+        // The machine registered during an earlier boot, and its token has been used.
         return Ok(());
     }
     let report = BootStageReport { stage: stage.into(), progress: None };

@@ -209,8 +209,8 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 async fn send_heartbeats() -> Result<(), Failure> {
     let config = SyncConfig::read(Layout::from_process())?;
     if config.layout.superseded().exists() {
-        let why = anyhow!("this machine has been replaced, so the sync agent does not run here");
-        return Err(Failure::new(Exit::Permission, why));
+        let error = anyhow!("this machine has been replaced, so the sync agent does not run here");
+        return Err(Failure::new(Exit::Permission, error));
     }
     config.platform.upgrade_token.make_durable().or_exit(Exit::Internal)?;
     let heartbeats = HeartbeatClient::new(&config).or_exit(Exit::Config)?;

@@ -120,8 +120,8 @@ fn unsaved_files_item(config: &SyncConfig) -> Option<Attention> {
     }
     let since = status.find_unsaved_since(now);
     let since = since.map_or_else(String::new, |since| format!(" since {}", clock::rfc3339_ms(since)));
-    let why = status.error.as_deref().unwrap_or("the file backup is not keeping up, or is not running");
-    let detail = format!("changes to the owner's files{since} have not been saved: {why}");
+    let reason = status.error.as_deref().unwrap_or("the file backup is not keeping up, or is not running");
+    let detail = format!("changes to the owner's files{since} have not been saved: {reason}");
     Some(attention_item("files_unsaved", detail))
 }
 
