@@ -24,11 +24,11 @@ use svc_base::failpoint;
 pub const SOCKET: &str = "watch.sock";
 /// Maximum number of bytes in a message.
 pub const MAX_MESSAGE_BYTES: u64 = 64 << 10;
-/// Approximate maximum size of the file of saved messages. Further messages are dropped, because those in the file
-/// already prove a gap.
+/// Approximate maximum size of the file of saved messages. Further messages are dropped: the messages in the file
+/// already cause a gap to be recorded.
 const MAX_GAP_BYTES: u64 = 64 << 10;
 /// Maximum number of attempts to open and lock the file of saved messages.
-const MAX_LOCK_TRIES: u32 = 8;
+const MAX_LOCK_ATTEMPTS: u32 = 8;
 /// Timeout for the dispatcher's messages.
 const DISPATCH_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum number of processes that [`Process::with_ancestors`] lists.
@@ -234,7 +234,7 @@ pub fn send(path: &Path, message: &Message, timeout: Duration) -> io::Result<()>
     if reply.ends_with(b"\n") { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
 }
 
-/// Sends a message from the dispatcher. Without a watcher, nothing is audited, so failures are only logged.
+/// Sends a message from the dispatcher. Failures are only logged: if no watcher is running, nothing is audited anyway.
 pub async fn send_from_dispatcher(socket: &Path, message: Message) {
     let (socket, phase) = (socket.to_owned(), message.phase);
     let sent = tokio::task::spawn_blocking(move || send(&socket, &message, DISPATCH_TIMEOUT));
@@ -270,14 +270,14 @@ impl UndeliveredHook {
         line.push(b'\n');
         let mut options = File::options();
         options.create(true).append(true).mode(0o660).custom_flags(OFlag::O_NOFOLLOW.bits());
-        for _ in 0..MAX_LOCK_TRIES {
+        for _ in 0..MAX_LOCK_ATTEMPTS {
             let mut file = options.open(path)?;
             if file.try_lock().is_err() {
                 std::thread::sleep(Duration::from_millis(1));
                 continue;
             }
             let meta = file.metadata()?;
-            // A file without links was collected in the meantime: write to a new one.
+            // If the file has no links, the watcher has collected it in the meantime: write to a new file.
             if meta.nlink() > 0 {
                 return if meta.len() < MAX_GAP_BYTES { file.write_all(&line) } else { Ok(()) };
             }

@@ -113,8 +113,8 @@ pub struct AuditEntry {
     pub dispatch_id: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool: Option<String>,
-    /// Any of these agents may have made the change: `actor` and `agent_name` list all of them. A single agent was
-    /// killed during a call that writes this file.
+    /// Any of the agents listed in `actor` and `agent_name` may have made the change. If they list only one agent, it
+    /// was killed during a call that writes this file, and may not have written it.
     #[serde(default, skip_serializing_if = "is_false")]
     pub ambiguous: bool,
 }

@@ -11,9 +11,9 @@ use super::files::RecordKind;
 use super::page::{self, PageError, Verdict};
 use svc_base::clock;
 
-/// Number of pages that are searched in any case, newest first. A page reads about 16 MiB, so the pages cover a day or
-/// two on a busy machine.
-const RECENT_PAGES: usize = 8;
+/// Minimum number of pages to search, newest first, unless all interactions are found earlier. A page reads about
+/// 16 MiB, so the pages cover a day or two on a busy machine.
+const MIN_PAGES: usize = 8;
 /// Maximum number of matching lines per page.
 const MAX_LINES: usize = 1000;
 
@@ -24,8 +24,8 @@ struct LineTime {
     timestamp: Timestamp,
 }
 
-/// Finds the interactions with these IDs or batch IDs, within the newest pages and those that reach back to `since`.
-/// Returns them by ID.
+/// Finds the interactions with these IDs or batch IDs, and returns them by ID. After `MIN_PAGES` pages, the search
+/// continues only while pages contain lines from `since` or later.
 ///
 /// # Errors
 /// [`PageError::File`] if a file cannot be read.
@@ -36,17 +36,18 @@ pub fn find_interactions(
 ) -> Result<BTreeMap<String, Interaction>, PageError> {
     let mut found = BTreeMap::new();
     let mut cursor = None;
-    let is_since = |line: &str| {
+    let is_recent = |line: &str| {
         let time = since.and_then(|since| Some((since, serde_json::from_str::<LineTime>(line).ok()?)));
         time.is_some_and(|(since, line)| line.timestamp >= since)
     };
     for page_number in 1.. {
-        // One older line does not end the search: a dispatch that was recorded after a restart had ended earlier.
-        let mut has_line_since = false;
+        // A single older line does not end the search: a dispatch that was recorded after a restart has an earlier
+        // timestamp than the lines around it.
+        let mut has_recent_line = false;
         // JSON escapes none of the characters in an ID.
         let may_match = |line: &str| ids.iter().any(|id| line.contains(&**id));
         let judge = |line: &str| {
-            has_line_since = has_line_since || is_since(line);
+            has_recent_line = has_recent_line || is_recent(line);
             if may_match(line) { Verdict::Take } else { Verdict::Skip }
         };
         let page = match page::read_newest(RecordKind::Interactions, logs, cursor, MAX_LINES, judge) {
@@ -62,8 +63,8 @@ pub fn find_interactions(
             }
         }
         cursor = page.next;
-        let is_far_enough = page_number >= RECENT_PAGES && !has_line_since;
-        if is_far_enough || cursor.is_none() || ids.iter().all(|id| found.contains_key(id)) {
+        let is_range_covered = page_number >= MIN_PAGES && !has_recent_line;
+        if is_range_covered || cursor.is_none() || ids.iter().all(|id| found.contains_key(id)) {
             break;
         }
     }
@@ -77,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn search_reaches_back_to_the_given_time() {
+    fn search_continues_back_to_the_given_time() {
         let dir = tempfile::tempdir().unwrap();
         let line = |id: &str, timestamp: &str| {
             let interaction = json!({
@@ -88,7 +89,7 @@ mod tests {
             format!("{interaction}\n")
         };
         // Other dispatches, whose lines contain the ID in another field, fill the newest pages.
-        let newer = (0..RECENT_PAGES * MAX_LINES)
+        let newer = (0..MIN_PAGES * MAX_LINES)
             .map(|number| line(&format!("other-{number}"), "2026-11-22T10:00:00.000Z"));
         let oldest = line("wanted", "2026-11-20T10:00:00.000Z");
         let text: String = std::iter::once(oldest).chain(newer).collect();

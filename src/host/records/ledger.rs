@@ -39,11 +39,11 @@ struct DayUsage {
 impl DayUsage {
     fn totals_mut(&mut self, key: UsageKey) -> &mut Totals {
         // The lines in a file are mostly sorted, so a new key usually belongs at the end.
-        let found = match self.entries.last() {
+        let position = match self.entries.last() {
             Some(last) if last.key >= key => self.entries.binary_search_by_key(&key, |entry| entry.key),
             _ => Err(self.entries.len()),
         };
-        let index = found.unwrap_or_else(|index| {
+        let index = position.unwrap_or_else(|index| {
             self.entries.insert(index, KeyTotals { key, totals: Totals::default() });
             index
         });
@@ -51,8 +51,8 @@ impl DayUsage {
     }
 
     fn totals(&self, key: UsageKey) -> Totals {
-        let found = self.entries.binary_search_by_key(&key, |entry| entry.key);
-        found.map_or_else(|_| Totals::default(), |index| self.entries[index].totals)
+        let position = self.entries.binary_search_by_key(&key, |entry| entry.key);
+        position.map_or_else(|_| Totals::default(), |index| self.entries[index].totals)
     }
 
     /// Returns the totals of a user's keys, or of all keys.

@@ -79,7 +79,8 @@ impl Spending {
 /// Checks whether another dispatch may start.
 ///
 /// # Errors
-/// The period whose limit has been reached. If both have been, the month, because it ends later.
+/// The period whose limit has been reached. If both limits have been reached, [`Period::Monthly`], because it ends
+/// later.
 pub fn check_limits(limits: Limits, spent: &Spending) -> Result<(), Period> {
     let is_reached = |period: &Period| {
         let limit = limits.for_period(*period);

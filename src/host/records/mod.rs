@@ -15,7 +15,6 @@ pub mod money;
 pub mod page;
 pub mod record_file_names;
 pub mod seals;
-pub mod usage_store;
-
 pub mod tail;
+pub mod usage_store;
 pub mod writer;

@@ -94,8 +94,8 @@ impl Tail {
         Ok(Some(tail))
     }
 
-    /// Returns the position after the last returned line; `None` if there was no file at the start and
-    /// no line has been returned.
+    /// Returns the position after the last returned line; `None` if there was no file at the start and no line has been
+    /// returned.
     pub fn position(&self) -> Option<TailPosition> {
         let position_in = |id: FileId| {
             let followed = self.files.iter().find(|followed| followed.id == id)?;
@@ -199,7 +199,7 @@ impl FollowedFile {
             let size = (CHUNK_BYTES as u64).min(end);
             let mut chunk = vec![0; usize::try_from(size).unwrap_or_default()];
             file.read_exact_at(&mut chunk, end - size)?;
-            let line_start = chunk.iter().rposition(|&byte| byte == b'\n').map(|at| at as u64 + 1);
+            let line_start = chunk.iter().rposition(|&byte| byte == b'\n').map(|index| index as u64 + 1);
             end = end - size + line_start.unwrap_or_default();
             if length - end > MAX_LINE_BYTES as u64 {
                 (end, is_skipping) = (length, true);
@@ -272,8 +272,8 @@ mod tests {
         append(&dir.path().join("audit-2026-11-23.jsonl"), "4\n");
         append(&current, "5\n");
         assert_eq!(read_all(&mut tail), ["4", "5"]);
-        let mut again = Tail::resume_after(RecordKind::Audit, logs.clone(), position).unwrap().unwrap();
-        assert_eq!(read_all(&mut again), ["half", "3", "4", "5"]);
+        let mut resumed = Tail::resume_after(RecordKind::Audit, logs.clone(), position).unwrap().unwrap();
+        assert_eq!(read_all(&mut resumed), ["half", "3", "4", "5"]);
         fs::write(&current, "").unwrap();
         assert!(read_all(&mut tail).is_empty());
         append(&current, "6\n");
@@ -337,10 +337,7 @@ mod tests {
         assert_eq!(read_all(&mut tail), ["4"]);
         append(&path(22), "5\n");
         append(&path(21), "6\n");
-        let mut lines = Vec::new();
-        for (position, line) in tail.read_lines().unwrap() {
-            lines.push((position, line));
-        }
+        let lines = tail.read_lines().unwrap();
         assert_eq!(lines.iter().map(|(_, line)| &**line).collect::<Vec<_>>(), ["6", "5"]);
         append(&path(21), "7\n");
         append(&path(23), "8\n");

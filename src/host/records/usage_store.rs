@@ -79,7 +79,7 @@ impl UsageStore {
     /// missing when its day is recounted.
     pub fn record(&self, day: Date, interaction: &Interaction) -> Result<(), QueueFull> {
         let totals = Totals::for_dispatch(interaction.cost, interaction.tokens_in, interaction.tokens_out);
-        // Hold the lock for both steps: a seal created in between would cover the interaction without its totals.
+        // Hold the lock for both steps: a seal created between them would cover the interaction without its totals.
         let mut ledger = self.lock_ledger();
         let accepted = self.records.append(Record::Interactions(day), interaction);
         ledger.count(day, &interaction.sender_id, &interaction.model, &totals);
@@ -194,8 +194,8 @@ impl UsageStore {
 
     /// Writes all usage and seals complete days. Days with dropped interactions, or with interactions recorded during
     /// this call, stay unsealed and are recounted at the next startup. If the usage cannot be made durable in time, the
-    /// previous seals stay. They also stay once a sync has failed: the next start may record a lost interaction again,
-    /// and a sealed day would then count it twice.
+    /// previous seals are kept. They are also kept once a sync has failed: the next start may record a lost interaction
+    /// again, and a sealed day would then count it twice.
     pub fn seal(&self) {
         let mut line_count = lock(&self.line_count);
         let is_durable = self.write_lines(&mut line_count) && self.records.flush(FLUSH_TIMEOUT);

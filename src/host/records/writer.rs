@@ -38,7 +38,7 @@ pub const FLUSH_INTERVAL: Duration = Duration::from_millis(50);
 /// Number of intervals without lines after which the writing thread sleeps until woken. It does not sleep earlier,
 /// because waking it takes longer than accepting a line.
 const MAX_IDLE_INTERVALS: u32 = 20;
-/// Wait before failed writes are retried, unless new lines are queued.
+/// Delay before failed writes are retried, unless new lines are queued.
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 /// Timeout for replacing a record's file.
 const REPLACE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -96,9 +96,10 @@ impl Writer {
         let records = Records(Arc::new(shared));
         let mut writer = Self { records: records.clone(), write_thread: None, sync_thread: None };
         let thread = |name: &str| std::thread::Builder::new().name(name.to_owned());
-        let work = records.clone();
+        let sync_records = records.clone();
         writer.sync_thread = Some(thread("records-sync").spawn(move || {
-            work.0.syncer.run(&sync, |flush, has_failed| work.0.finish_sync(flush, has_failed));
+            let shared = &sync_records.0;
+            shared.syncer.run(&sync, |flush, has_failed| shared.finish_sync(flush, has_failed));
         })?);
         writer.write_thread = Some(thread("records").spawn(move || records.0.run_writer())?);
         Ok(writer)
@@ -179,7 +180,7 @@ impl Records {
             queue.replacement = Some(Replacement { record, new, expected, reply });
         }
         self.0.wake.notify_one();
-        // On a slow disk, the replacement happens later or finds that the record has changed.
+        // After a timeout on a slow disk, the writing thread may still replace the file, if it is unchanged by then.
         replied.recv_timeout(REPLACE_TIMEOUT).unwrap_or(Ok(false))
     }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use tokio_postgres::Client;
 
-/// A size query waits for an `ALTER TABLE`'s lock, and a caller's timeout does not end a waiting statement.
+/// A size query waits for the lock of an `ALTER TABLE`, and a caller's timeout does not cancel the waiting statement.
 const SESSION_TIMEOUTS: &str = "SET lock_timeout = '2s'; SET statement_timeout = '15s'";
 const SIZES_QUERY: &str = "SELECT n.nspname::text, coalesce(sum(pg_total_relation_size(c.oid)), 0)::int8, \
     coalesce(sum(greatest(c.reltuples, 0)) FILTER (WHERE c.relkind IN ('r', 'm')), 0)::int8 \
@@ -32,8 +32,8 @@ pub async fn measure(client: &Client) -> Result<BTreeMap<String, AppSize>, tokio
         let (schema, bytes, rows): (&str, i64, i64) = (row.try_get(0)?, row.try_get(1)?, row.try_get(2)?);
         // A slug contains no underscore, so the mapping is unique.
         let slug = schema.strip_prefix("app_").unwrap_or(schema).replace('_', "-");
-        let natural = |number: i64| u64::try_from(number).unwrap_or(0);
-        sizes.insert(slug, AppSize { bytes: natural(bytes), rows: natural(rows) });
+        let non_negative = |number: i64| u64::try_from(number).unwrap_or(0);
+        sizes.insert(slug, AppSize { bytes: non_negative(bytes), rows: non_negative(rows) });
     }
     Ok(sizes)
 }

@@ -24,11 +24,11 @@ use svc_base::config::Env;
 const CONTAINER: &str = "svc-postgres";
 /// Number of parallel jobs in a load.
 const RESTORE_JOBS: usize = 2;
-/// Maximum number of bytes that are kept of a line of a tool's error output, and of all lines.
+/// Maximum number of bytes to keep of each line of a tool's error output, and of all lines together.
 const MAX_STDERR_BYTES: usize = 4096;
-/// How the tools' own messages begin. A line that begins otherwise may continue a value that contains line breaks.
+/// Prefixes of the tools' own messages. A line without such a prefix may continue a value that contains line breaks.
 const TOOL_PREFIXES: [&str; 2] = ["pg_dump:", "pg_restore:"];
-/// How the lines of a message begin that quote rows or statements.
+/// Prefixes of a message's lines that quote rows or statements.
 const QUOTING_PREFIXES: [&str; 5] = ["DETAIL:", "CONTEXT:", "HINT:", "Command was:", "COPY "];
 /// Separates the lines of a summary.
 const SEPARATOR: &str = "; ";
@@ -304,10 +304,10 @@ pub async fn read_stderr_tail(stderr: Option<impl AsyncRead + Unpin>) -> String 
 }
 
 /// The last lines of a tool's error output, without the row values that they quote. Lines are examined as they arrive,
-/// because the beginning of a line, and the lines before it, show whether it quotes a value.
+/// because only the beginning of a line and the lines before it determine whether it quotes a value.
 #[derive(Default)]
 struct StderrSummary {
-    /// The beginning of the line that has not ended.
+    /// The beginning of the incomplete current line.
     line: Vec<u8>,
     /// Whether the line may continue a quoted value.
     is_in_quote: bool,
@@ -349,7 +349,7 @@ impl StderrSummary {
         }
     }
 
-    /// Returns the lines as one.
+    /// Joins the lines into one.
     fn finish(mut self) -> String {
         self.end_line();
         Vec::from(self.lines).join(SEPARATOR)
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn summarize_stderr_quotes_no_row() {
+    fn summarize_stderr_drops_row_values() {
         let output = "pg_restore: error: COPY failed for table \"notes\": ERROR:  invalid input syntax for type integer: \"mine\"\n\
                     CONTEXT:  COPY notes, line 1, column rank: \"mine\"\n\
                     DETAIL:  Key (title)=(mine) is duplicated.\npg_restore: error: ended\n";

@@ -123,7 +123,7 @@ impl ActiveSession {
     }
 
     fn is_usable(&self, now: Timestamp) -> bool {
-        // A session that is shorter than the margin is used until its renewal is due.
+        // A session whose lifetime is shorter than the margin is used until its renewal is due.
         now < self.expires_at.saturating_sub(EXPIRY_MARGIN).unwrap_or(Timestamp::MIN).max(self.renew_at)
     }
 }
@@ -181,7 +181,8 @@ impl RenewingCredentials {
         now: Timestamp,
     ) -> Result<Arc<AwsCredential>, CredentialError> {
         let outage = self.outage_key(state, now);
-        // After a refusal, possibly by a proxy, the outage session is used only if a new attempt shows an outage.
+        // After a refusal, possibly by a proxy, the outage session is used only if a new attempt cannot reach the
+        // platform.
         if let Some(key) = outage.as_ref().filter(|_| state.was_unreachable && now < state.not_before) {
             return Ok(Arc::clone(key));
         }

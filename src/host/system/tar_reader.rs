@@ -1,4 +1,4 @@
-//! The only reader for tar archives that come from outside: bundles and owners' archives.
+//! The only reader for untrusted tar archives: bundles and owners' archives.
 //!
 //! Returns files, directories and symbolic links by their full names, including GNU and PAX long names, and rejects all
 //! other kinds of entries. Memory is bounded by [`TarLimits`], not by the sizes in headers: the size of a long-name

@@ -129,8 +129,8 @@ impl UpgradeToken {
         Ok(())
     }
 
-    /// Makes the stored token durable, which must happen before a call uses it: a killed agent may have left a file
-    /// that a power failure would revert.
+    /// Makes the stored token durable, which must happen before a call uses it: an agent that was killed while storing
+    /// the token may have left a file that a power failure would revert.
     pub fn make_durable(&self) -> Result<(), FileError> {
         let Some(token_file) = &self.stored else { return Ok(()) };
         fsx::remove_leftover_temp(&token_file.path)?;
@@ -179,8 +179,8 @@ fn belongs_to(token: &str, machine: MachineId) -> bool {
 }
 
 /// Returns whether the stored token is at least as new as the one in `host.env`, which an operator or an update may have
-/// replaced. Its generation is lower if it was stored because the platform rejected the one in `host.env`: a platform
-/// that was restored to an earlier state may accept only the previous token.
+/// replaced. Also returns true if the stored token replaced the one in `host.env`, even with a lower generation: a
+/// platform that was restored to an earlier state may accept only an earlier token.
 fn is_current(stored: &Tokens, initial: &SecretString) -> bool {
     let initial = initial.expose_secret();
     let replaces_initial = stored.previous.as_ref().is_some_and(|token| token.expose_secret() == initial);

@@ -16,12 +16,12 @@ use super::layout::Layout;
 use super::vars;
 use svc_base::failpoint;
 
-/// Switches from root to the gateway's user, which owns the env files and as which the units run, because the next run
-/// of a unit could not write to files that root created. Does nothing if only the database container has the PostgreSQL
-/// tools. Must be called before other threads are started.
+/// Switches from root to the gateway's user, which owns the env files and runs the units: a unit's next run could not
+/// write to files that root created. Does nothing if only the database container has the PostgreSQL tools. Must be
+/// called before other threads are started.
 ///
 /// # Errors
-/// If the kernel refuses.
+/// If the user or the groups cannot be changed.
 pub fn drop_privileges(layout: &Layout) -> anyhow::Result<()> {
     let has_tools = vars::SVC_PG_BIN_DIR.from_process().is_some()
         || layout.link("runtime").join("postgres/bin/pg_dump").exists();
@@ -36,7 +36,7 @@ pub fn drop_privileges(layout: &Layout) -> anyhow::Result<()> {
 /// Does nothing if this process is not root, or if `host.env` does not exist or belongs to root.
 ///
 /// # Errors
-/// If the kernel refuses.
+/// If the user or the groups cannot be changed.
 pub fn switch_to_gateway_user(layout: &Layout) -> anyhow::Result<()> {
     let Ok(meta) = std::fs::metadata(layout.host_env()) else { return Ok(()) };
     if !geteuid().is_root() || meta.uid() == 0 {
@@ -54,7 +54,7 @@ pub fn switch_to_gateway_user(layout: &Layout) -> anyhow::Result<()> {
 /// Like [`switch_to_gateway_user`], but keeps `capabilities`, as a unit with ambient capabilities does.
 ///
 /// # Errors
-/// If the kernel refuses.
+/// If the user, the groups or the capabilities cannot be changed.
 pub fn switch_to_gateway_user_with(layout: &Layout, capabilities: CapabilitySet) -> anyhow::Result<()> {
     if !geteuid().is_root() {
         return Ok(());
@@ -96,9 +96,8 @@ pub fn applet_command(layout: &Layout, user: MachineUser, args: &[&str]) -> io::
     command.args(args).kill_on_drop(true).current_dir("/");
     if user == MachineUser::Owner {
         let names = OWNER_VARIABLES.into_iter().chain(failpoint::VARIABLE);
-        let passed = names.filter_map(|name| Some((name, std::env::var_os(name)?)));
-        let passed: Vec<_> = passed.collect();
-        command.env_clear().envs(passed);
+        let inherited: Vec<_> = names.filter_map(|name| Some((name, std::env::var_os(name)?))).collect();
+        command.env_clear().envs(inherited);
         if let Some((uid, gid)) = read_owner_ids(layout)? {
             command.uid(uid).gid(gid);
         }
@@ -106,11 +105,11 @@ pub fn applet_command(layout: &Layout, user: MachineUser, args: &[&str]) -> io::
     Ok(command)
 }
 
-/// Makes the kernel terminate this process, which [`applet_command`] started, when the parent's thread that started it
+/// Makes the kernel send SIGTERM to this process, which [`applet_command`] started, when the thread that started it
 /// ends.
 pub fn end_with_parent() {
     if let Err(error) = nix::sys::prctl::set_pdeathsig(nix::sys::signal::Signal::SIGTERM) {
-        tracing::warn!(%error, "cannot make this process end with its parent; it may outlive the parent");
+        tracing::warn!(%error, "cannot set the parent-death signal; this process may outlive its parent");
     }
 }
 

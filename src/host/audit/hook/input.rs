@@ -122,7 +122,7 @@ impl HookInput {
         message.tool = self.tool_name;
         let response = self.tool_response.as_ref().and_then(LenientValue::expected);
         message.is_background = response
-            .is_some_and(|found| found.background_task_id.is_some() || found.timed_out_after_ms.is_some());
+            .is_some_and(|value| value.background_task_id.is_some() || value.timed_out_after_ms.is_some());
         message
     }
 

@@ -74,8 +74,8 @@ pub enum InstallError {
     File(#[from] FileError),
 }
 
-/// Adds `svc-hook`, which is in the directory `bin`, to the settings of all programs. If that fails for one program,
-/// the settings of the others are still changed.
+/// Adds `svc-hook`, from the directory `bin`, to the settings of all programs. A failure for one program does not
+/// prevent changes for the others.
 ///
 /// # Errors
 /// The first failure.

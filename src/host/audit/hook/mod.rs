@@ -135,7 +135,7 @@ fn run_hook(actor: String) {
     };
     if let Some(why) = failure {
         let message = shared.lock().unwrap_or_else(PoisonError::into_inner).take();
-        // If this fails as well, there is no way to report it.
+        // A failure here cannot be reported: the hook must not print anything.
         let _ = UndeliveredHook::new(why, message).save(&gaps);
     }
 }
@@ -144,7 +144,7 @@ fn run_hook(actor: String) {
 fn report_call(layout: &Layout, actor: &str, deadline: Instant, shared: &SharedMessage) -> Option<GapReason> {
     let input = match HookInput::read(std::io::stdin().lock()) {
         Ok(Some(input)) => input,
-        // The watcher does not need the event.
+        // The event is not reported to the watcher.
         Ok(None) => return None,
         Err(_) => return Some(GapReason::Unreadable),
     };

@@ -27,7 +27,7 @@ pub struct Agent {
 #[serde(from = "SavedPath", into = "SavedPath")]
 pub struct ClaimedPath(pub Vec<u8>);
 
-/// A [`ClaimedPath`] in the state file. Most paths are text, the only form that earlier releases read and write.
+/// A [`ClaimedPath`] in the state file: text if the path is valid UTF-8. Earlier releases read and write only text.
 #[derive(Serialize, Deserialize)]
 #[serde(untagged)]
 enum SavedPath {
@@ -110,7 +110,7 @@ struct Attribution {
 }
 
 impl Attribution {
-    /// Adds a killed call that claimed the change. The call may have made it, or ended before.
+    /// Adds a killed call that claimed the change. The call may have made the change, or been killed before making it.
     fn add_killed_call(&mut self, window: &CallWindow) {
         if self.agents.is_empty() {
             self.is_uncertain = true;
@@ -156,7 +156,7 @@ impl Attribution {
 #[derive(Debug)]
 struct PendingChange {
     change: Change,
-    /// Applies if no call that claims the change succeeds.
+    /// The attribution if no call that claims the change succeeds.
     attribution: Attribution,
     at: Timestamp,
 }

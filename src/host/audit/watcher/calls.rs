@@ -46,7 +46,7 @@ pub fn determine_authority(window: &CallWindow, peer: &Peer) -> Authority {
     }
 }
 
-/// Forgets the oldest of the remembered calls if there are too many.
+/// Removes the oldest calls beyond `MAX_REMEMBERED_CALLS`.
 pub fn trim_remembered<T>(calls: &mut VecDeque<T>) {
     let excess = calls.len().saturating_sub(MAX_REMEMBERED_CALLS);
     calls.drain(..excess);

@@ -6,7 +6,7 @@ use super::diff::{Change, DirtySet};
 use super::tree::{Tree, join_path};
 use crate::audit::file_changes::{ChangedPaths, ChangesReply};
 
-/// Maximum number of paths. With more, the paths are discarded, and the set says that anything may have changed.
+/// Maximum number of paths in a [`PathSet`]. A larger set is replaced with [`PathSet::everything`].
 const MAX_PATHS: usize = 50_000;
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -17,6 +17,7 @@ struct PathSet {
 }
 
 impl PathSet {
+    /// The set for when anything may have changed.
     fn everything() -> Self {
         Self { is_everything: true, ..Self::default() }
     }
@@ -68,7 +69,7 @@ impl ChangeLog {
         }
     }
 
-    /// Whether changes need not be recorded: in any case, the next reply will say that anything may have changed.
+    /// Whether the next reply will report that anything may have changed, so that changes need not be recorded.
     fn will_report_everything(&self) -> bool {
         self.fresh.is_everything || self.last_reply == 0
     }
@@ -122,7 +123,8 @@ impl ChangeLog {
             // The reader has saved nothing, or its token is too old or from an earlier process.
             (self.unsaved, self.last_saved) = (PathSet::everything(), None);
         }
-        // `fresh` does not show this: while a tool is running, each request records the same names again.
+        // A non-empty `fresh` does not mean new events: while a tool is running, each request records the same names
+        // again.
         let has_new = events != self.events;
         self.events = events;
         self.unsaved.merge(fresh);
@@ -161,9 +163,9 @@ mod tests {
         assert_eq!(directories(&third), Some(vec!["a", "b"]), "the save of `a` failed");
         let fourth = log.take(Some(&third.token), 2);
         assert_eq!((directories(&fourth), fourth.has_new), (Some(vec![]), false));
-        for unknown in [None, Some("other-1"), Some(second.token.as_str())] {
+        for token in [None, Some("other-1"), Some(second.token.as_str())] {
             let mut log = ChangeLog { instance: log.instance.clone(), last_reply: 9, ..ChangeLog::new() };
-            assert_eq!(log.take(unknown, 0).paths, None, "{unknown:?}");
+            assert_eq!(log.take(token, 0).paths, None, "{token:?}");
         }
     }
 

@@ -74,8 +74,8 @@ pub struct DirtySet {
 impl DirtySet {
     pub fn mark(&mut self, folder: Inode, name: &[u8], marks: Marks) {
         let names = self.folders.entry(folder).or_default();
-        if let Some(known) = names.get_mut(name) {
-            return known.add(marks);
+        if let Some(existing) = names.get_mut(name) {
+            return existing.add(marks);
         }
         if self.name_count >= MAX_NAMES {
             return self.mark_all();
@@ -139,8 +139,8 @@ pub fn update_tree(tree: &mut Tree, dirty: &DirtySet, probe: &mut impl FsProbe) 
             tree.remove(root, &name, name.to_vec(), &mut before, &mut removed_folders);
         }
         let mut walk = TreeWalk { tree, probe, before: &mut before, removed_folders: &mut removed_folders };
-        walk.add_contents(root, Vec::new(), &mut |path, known| {
-            after.insert(path, known);
+        walk.add_contents(root, Vec::new(), &mut |path, entry| {
+            after.insert(path, entry);
         });
     } else {
         let found = remove_dirty(tree, dirty, probe, &mut before, &mut removed_folders);
@@ -151,8 +151,8 @@ pub fn update_tree(tree: &mut Tree, dirty: &DirtySet, probe: &mut impl FsProbe) 
             walk.add_name(folder, name, state);
             after.insert(path.clone(), TreeEntry { state, folder });
             if state.kind == Kind::Folder {
-                walk.add_contents(state.inode, path, &mut |path, known| {
-                    after.insert(path, known);
+                walk.add_contents(state.inode, path, &mut |path, entry| {
+                    after.insert(path, entry);
                 });
             }
         }
@@ -235,22 +235,22 @@ struct TreeWalk<'a, S> {
 }
 
 impl<S: FsProbe> TreeWalk<'_, S> {
-    /// Adds everything below a folder, and calls `found` for each path.
-    fn add_contents(&mut self, folder: Inode, path: Vec<u8>, found: &mut impl FnMut(Vec<u8>, TreeEntry)) {
-        let mut rest = vec![(folder, path)];
-        while let Some((folder, path)) = rest.pop() {
+    /// Adds everything below a folder, and calls `on_added` for each path.
+    fn add_contents(&mut self, folder: Inode, path: Vec<u8>, on_added: &mut impl FnMut(Vec<u8>, TreeEntry)) {
+        let mut pending = vec![(folder, path)];
+        while let Some((folder, path)) = pending.pop() {
             for (name, state) in self.probe.list(&path, folder) {
                 let path = join_path(&path, &name);
                 self.add_name(folder, name, state);
-                found(path.clone(), TreeEntry { state, folder });
+                on_added(path.clone(), TreeEntry { state, folder });
                 if state.kind == Kind::Folder {
-                    rest.push((state.inode, path));
+                    pending.push((state.inode, path));
                 }
             }
         }
     }
 
-    /// Adds a name. A folder that is known at another path was moved, so it is removed from there.
+    /// Adds a name. A folder that the tree has at another path was moved, so it is removed from that path.
     fn add_name(&mut self, folder: Inode, name: Name, state: FileState) {
         if state.kind == Kind::Folder
             && let Some((parent, old_name)) = self.tree.parent(state.inode)
@@ -269,22 +269,22 @@ struct HardLinkedFiles(HashMap<FileId, (bool, bool)>);
 impl HardLinkedFiles {
     fn collect(before: &Paths<TreeEntry>, after: &Paths<TreeEntry>, dirty: &DirtySet) -> Self {
         let is_hard_linked =
-            |known: &&TreeEntry| known.state.has_other_names && known.state.kind == Kind::File;
-        let known = before.values().chain(after.values()).filter(is_hard_linked);
+            |entry: &&TreeEntry| entry.state.has_other_names && entry.state.kind == Kind::File;
+        let entries = before.values().chain(after.values()).filter(is_hard_linked);
         let mut all: HashMap<FileId, (bool, bool)> =
-            known.map(|known| (known.state.id(), (false, false))).collect();
-        let mut add = |known: &TreeEntry, (is_written, is_touched): (bool, bool)| {
-            if let Some(marks) = all.get_mut(&known.state.id()) {
+            entries.map(|entry| (entry.state.id(), (false, false))).collect();
+        let mut add = |entry: &TreeEntry, (is_written, is_touched): (bool, bool)| {
+            if let Some(marks) = all.get_mut(&entry.state.id()) {
                 marks.0 |= is_written;
                 marks.1 |= is_touched;
             }
         };
-        for (path, known) in before {
-            add(known, dirty.marks(known.folder, path).for_original_file());
+        for (path, entry) in before {
+            add(entry, dirty.marks(entry.folder, path).for_original_file());
         }
-        for (path, known) in after {
-            let marks = dirty.marks(known.folder, path);
-            add(known, (marks.is_written, marks.is_touched));
+        for (path, entry) in after {
+            let marks = dirty.marks(entry.folder, path);
+            add(entry, (marks.is_written, marks.is_touched));
         }
         Self(all)
     }

@@ -41,7 +41,7 @@ impl Dispatches {
 
     /// Finds the dispatch to which the peer's process belongs.
     pub fn find(&self, peer: &Peer) -> Option<&Dispatch> {
-        self.0.iter().find(|dispatch| peer.is_below(dispatch.runner))
+        self.0.iter().find(|dispatch| peer.is_in_tree_of(dispatch.runner))
     }
 
     /// Stores a call that a hook reported.
@@ -89,7 +89,7 @@ mod tests {
     fn end_counts_unreported_calls() {
         assert_eq!(dispatches_with_calls(&["a", "b"]).end("d", &seen(&["a", "b"], true)), 0);
         assert_eq!(dispatches_with_calls(&["a"]).end("d", &seen(&["a", "b", "c"], true)), 2);
-        // A subagent's call does not make up for a missing one.
+        // A reported subagent call does not offset an unreported call.
         assert_eq!(dispatches_with_calls(&["a", "x"]).end("d", &seen(&["a", "b"], true)), 1);
         // Codex uses different IDs in its output and its hooks.
         assert_eq!(dispatches_with_calls(&["a", "b"]).end("d", &seen(&["1", "2"], false)), 0);
@@ -100,14 +100,14 @@ mod tests {
 
     #[test]
     fn end_counts_each_call_with_a_reused_id() {
-        // The program reused the ID of an ended call. The hooks' second report of it is refused.
+        // The program reused the ID of an ended call, so the watcher rejects the report of the second call.
         assert_eq!(dispatches_with_calls(&["a"]).end("d", &seen(&["a", "a"], false)), 1);
         let seen = SeenCalls { further_calls: 1, ..seen(&["a", "a"], true) };
         assert_eq!(dispatches_with_calls(&["a"]).end("d", &seen), 2);
     }
 
     #[test]
-    fn calls_beyond_the_bound_are_counted() {
+    fn end_counts_calls_beyond_the_id_limit() {
         let ids: Vec<String> = (0..MAX_IDS + 50).map(|n| n.to_string()).collect();
         let mut dispatches = dispatches_with_calls(&ids.iter().map(String::as_str).collect::<Vec<_>>());
         let seen = SeenCalls { ids: ids[..MAX_IDS].to_vec(), further_calls: 60, is_by_id: true };

@@ -50,7 +50,8 @@ use svc_base::applet::{self, Exit, Failure, OrExit};
 const MAX_CONNECTIONS: usize = 128;
 /// Timeout for one hook connection; longer than the hook itself waits.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(1);
-/// Maximum time that the watcher thread takes for a request; a full check of a million names takes several seconds.
+/// Time without progress after which the watcher thread counts as stuck, and systemd's watchdog is no longer fed. A
+/// full check of a million names takes several seconds.
 const STUCK_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The watcher's fail points.
@@ -98,8 +99,8 @@ async fn watch(layout: Layout) -> Result<(), Failure> {
         unix_socket::bind(&layout.watch_sockets(), file_changes::SOCKET).or_exit(Exit::Internal)?;
     systemd::notify(&[NotifyState::Ready]);
     let is_stopped = tokio::select! {
-        () = listen(listener, handle.clone()) => false,
-        () = listen_for_readers(change_listener, handle) => false,
+        () = listen_for_hooks(listener, handle.clone()) => false,
+        () = listen_for_changes(change_listener, handle) => false,
         // The thread has panicked; the panic hook has logged it.
         _ = ended => false,
         never = feed_watchdog(has_progressed) => match never {},
@@ -128,7 +129,7 @@ async fn feed_watchdog(has_progressed: Arc<AtomicBool>) -> Infallible {
         true
     };
     systemd::feed_watchdog(CancellationToken::new(), is_alive).await;
-    // systemd has no watchdog for this unit.
+    // The unit has no watchdog.
     std::future::pending().await
 }
 
@@ -189,13 +190,13 @@ impl WatcherHandle {
         if self.requests.send(request).is_err() {
             return false;
         }
-        // A full socket buffer already wakes the thread.
+        // If the socket buffer is full, unread bytes already wake the thread.
         let _ = (&*self.waker).write(&[1]);
         true
     }
 }
 
-async fn listen(listener: UnixListener, handle: WatcherHandle) {
+async fn listen_for_hooks(listener: UnixListener, handle: WatcherHandle) {
     let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     let time_limit = protocol::time_limit(CONNECTION_TIMEOUT);
     loop {
@@ -204,7 +205,7 @@ async fn listen(listener: UnixListener, handle: WatcherHandle) {
             Ok((stream, _)) => {
                 let handle = handle.clone();
                 tokio::spawn(async move {
-                    // Silent hooks time out; a hook that disconnected needs no reply.
+                    // A hook that sends nothing times out; one that has disconnected needs no reply.
                     let _ = tokio::time::timeout(time_limit, serve_hook(stream, handle)).await;
                     drop(permit);
                 });
@@ -217,13 +218,13 @@ async fn listen(listener: UnixListener, handle: WatcherHandle) {
     }
 }
 
-/// Serves the file backup, one connection at a time.
-async fn listen_for_readers(listener: UnixListener, handle: WatcherHandle) {
+/// Serves requests for changed paths from the file backup, one connection at a time.
+async fn listen_for_changes(listener: UnixListener, handle: WatcherHandle) {
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
-                let served = serve_reader(stream, &handle);
-                // A reader that disconnected or timed out retries.
+                let served = serve_changes(stream, &handle);
+                // A client that disconnected or timed out retries.
                 let _ = tokio::time::timeout(file_changes::REQUEST_TIMEOUT, served).await;
             }
             Err(error) => {
@@ -234,7 +235,7 @@ async fn listen_for_readers(listener: UnixListener, handle: WatcherHandle) {
     }
 }
 
-async fn serve_reader(mut stream: UnixStream, handle: &WatcherHandle) -> std::io::Result<()> {
+async fn serve_changes(mut stream: UnixStream, handle: &WatcherHandle) -> std::io::Result<()> {
     // Agents can also connect to this socket, but must not be able to mark changes as saved.
     let peer = PeerCredentials::from_stream(&stream).uid;
     if peer != Some(nix::unistd::geteuid().as_raw()) {

@@ -16,9 +16,9 @@ pub struct Peer {
 
 impl Peer {
     pub fn from_credentials(credentials: PeerCredentials) -> Self {
-        let is_own = |uid: u32| uid == 0 || uid == geteuid().as_raw();
+        let is_trusted = |uid: u32| uid == 0 || uid == geteuid().as_raw();
         let processes = credentials.pid.map(Process::with_ancestors).unwrap_or_default();
-        Self { may_report_dispatches: credentials.uid.is_some_and(is_own), processes }
+        Self { may_report_dispatches: credentials.uid.is_some_and(is_trusted), processes }
     }
 
     /// The hook's parent process, which is the agent's program.
@@ -26,8 +26,8 @@ impl Peer {
         self.processes.get(1).copied()
     }
 
-    /// Whether this process is `process` or one of its descendants.
-    pub fn is_below(&self, process: Process) -> bool {
+    /// Whether the peer is `process` or one of its descendants.
+    pub fn is_in_tree_of(&self, process: Process) -> bool {
         self.processes.contains(&process)
     }
 
@@ -42,15 +42,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn peer_is_below_its_ancestors_only() {
+    fn peer_is_in_the_trees_of_its_ancestors_only() {
         let pid = i32::try_from(std::process::id()).unwrap();
         let peer = Peer::from_credentials(PeerCredentials { uid: Some(geteuid().as_raw()), pid: Some(pid) });
         let parent = Process::from_pid(nix::unistd::getppid().as_raw());
         assert!(peer.may_report_dispatches && peer.is_identified());
         assert_eq!(peer.caller(), Some(parent));
-        assert!(peer.is_below(Process::from_pid(pid)) && peer.is_below(parent));
-        assert!(!peer.is_below(Process { pid, started: 1 }));
-        let unknown = Peer::from_credentials(PeerCredentials { uid: Some(u32::MAX), pid: Some(i32::MAX) });
-        assert!(!unknown.may_report_dispatches && !unknown.is_identified() && unknown.caller().is_none());
+        assert!(peer.is_in_tree_of(Process::from_pid(pid)) && peer.is_in_tree_of(parent));
+        assert!(!peer.is_in_tree_of(Process { pid, started: 1 }));
+        let ended = Peer::from_credentials(PeerCredentials { uid: Some(u32::MAX), pid: Some(i32::MAX) });
+        assert!(!ended.may_report_dispatches && !ended.is_identified() && ended.caller().is_none());
     }
 }

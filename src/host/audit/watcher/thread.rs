@@ -1,4 +1,4 @@
-//! The watcher thread: processes file events in the home directory and then hook messages.
+//! The watcher thread: processes file events in the home directory, and messages from hooks.
 //!
 //! Before a tool call starts and after it ends, all changes so far are collected. Each change therefore belongs to the
 //! calls that have run since the last check. If this cannot be guaranteed, a gap is recorded.
@@ -59,7 +59,8 @@ pub struct Watcher {
     /// Ended tool calls. A call whose hook disconnected may be reported twice: live, and by its saved message.
     ended_calls: VecDeque<EndedCall>,
     last_check: Instant,
-    /// While a message is processed whose sender no longer waits: the time since which the message is known.
+    /// Set while a message is processed whose sender is no longer waiting: the time at which the message was received
+    /// or collected.
     unawaited_since: Option<Instant>,
     was_at_watch_limit: bool,
 }
@@ -176,7 +177,7 @@ impl Watcher {
             PollFd::new(waker.as_fd(), PollFlags::POLLIN),
         ];
         let timeout = PollTimeout::try_from(timeout).unwrap_or(PollTimeout::ZERO);
-        // An interruption is harmless: the caller reads the available events anyway.
+        // An error, such as EINTR, is harmless: the caller reads the available events anyway.
         let _ = poll(&mut sources, timeout);
         if sources[0].any() == Some(true) && sources[1].any() == Some(false) {
             // Batch events from a busy writer: the kernel queues them.
@@ -204,7 +205,7 @@ impl Watcher {
         if ended.is_empty() {
             return;
         }
-        // A shared check may have begun before these processes ended.
+        // A check shared with other messages may have begun before these processes ended.
         let unawaited_since = self.unawaited_since.take();
         self.check_home();
         self.unawaited_since = unawaited_since;
@@ -225,8 +226,8 @@ impl Watcher {
         let is_about_call = matches!(message.phase, Phase::Pre | Phase::Post | Phase::Failed);
         let call = Call { session, tool_use, process: message.process };
         if is_about_call && let Some(ended) = self.ended_calls.iter().find(|ended| ended.call == call) {
-            // A saved message may repeat a live report. A second live report, however, shows that another process with
-            // the same parent forged the first: a program's hook reports an end only once.
+            // A saved message may repeat a live report. A second live report, however, means that another process with
+            // the same parent forged the first one: a program's hook reports the end of a call only once.
             if ended.is_live && peer.is_identified() {
                 self.record_gap(GapReason::Forged, 1, message.sent_at);
             }
@@ -242,11 +243,11 @@ impl Watcher {
                 self.open_window(&message);
             }
             Phase::Post => {
-                let is_known = self.windows.contains(&session, &tool_use);
-                if !is_known && message.path.is_some() {
+                let has_window = self.windows.contains(&session, &tool_use);
+                if !has_window && message.path.is_some() {
                     // The message itself names the written file.
                     self.open_window(&message);
-                } else if !is_known {
+                } else if !has_window {
                     self.record_unpaired(&tool_use, &message);
                 }
                 self.count_reported_call(&message, &session, &tool_use);
@@ -311,7 +312,7 @@ impl Watcher {
         if !peer.is_identified()
             && let Some(window) = self.windows.get(&message.session_id, tool_use)
         {
-            // The call is known, but the process that reported it has ended: use the data from the call's start.
+            // The sender has ended, but the call has a window: use the identity recorded at the call's start.
             message.process = window.process;
             message.dispatch_id.clone_from(&window.agent.dispatch);
             message.agent_name.clone_from(&window.agent.name);
@@ -402,8 +403,9 @@ impl Watcher {
         self.save_state();
     }
 
-    /// Collects and attributes all changes so far. At the watch limit, a check takes seconds, so the messages whose
-    /// senders no longer wait share one that began after they were sent. Otherwise, they could come faster than checks.
+    /// Collects and attributes all changes so far. At the watch limit, a check takes seconds, so messages whose senders
+    /// are no longer waiting share a check that began after they were received. Otherwise, messages could arrive faster
+    /// than they are processed.
     fn check_home(&mut self) {
         let is_shared = self.unawaited_since.is_some_and(|since| self.last_check >= since);
         if is_shared && self.home_watcher.is_at_watch_limit() {

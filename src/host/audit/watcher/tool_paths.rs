@@ -11,19 +11,19 @@ use crate::records::entry::FileOperation;
 /// name is a symbolic link, the link's target. Omits paths outside the home directory or in its `system` folder.
 pub fn resolve_written_paths(home: &Path, cwd: Option<&str>, path: &str) -> Vec<Vec<u8>> {
     let path = Path::new(cwd.unwrap_or("/")).join(path);
-    let mut found = Vec::new();
+    let mut paths = Vec::new();
     if let (Some(folder), Some(name)) = (path.parent(), path.file_name()) {
-        found.extend(path_within_home(home, &resolve_existing_part(folder).join(name)));
+        paths.extend(path_within_home(home, &resolve_existing_part(folder).join(name)));
     }
     let target = std::fs::canonicalize(&path).ok().and_then(|target| path_within_home(home, &target));
-    if let Some(target) = target.filter(|target| !found.contains(target)) {
-        found.push(target);
+    if let Some(target) = target.filter(|target| !paths.contains(target)) {
+        paths.push(target);
     }
-    found
+    paths
 }
 
-/// Finds the write that a tool reports. It is used if the tree shows no change, because the content was the same or a
-/// check for another call has already seen the change.
+/// Returns the write that a tool reports. It is recorded if the check found no write: the tool may have written the
+/// same content, or an earlier check may have collected the change.
 pub fn find_reported_write(home: &Path, cwd: Option<&str>, path: &str) -> Option<Change> {
     let path = resolve_written_paths(home, cwd, path).pop()?;
     let meta = std::fs::symlink_metadata(home.join(OsStr::from_bytes(&path))).ok();

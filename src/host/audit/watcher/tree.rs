@@ -174,7 +174,7 @@ impl Tree {
         }
     }
 
-    /// Whether the folder is still at this path. It may have been found elsewhere since.
+    /// Whether the folder is still at this path. It may have been added at another path since.
     fn is_at(&self, inode: Inode, expected_parent: Inode, path: &[u8]) -> bool {
         let parent = self.folders.get(&inode).and_then(|folder| folder.parent.as_ref());
         parent.is_some_and(|(parent, name)| *parent == expected_parent && last_component(path) == &name[..])

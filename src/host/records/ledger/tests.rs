@@ -78,11 +78,11 @@ fn line_is_written_once_and_reads_back() {
         text,
         r#"{"version":1,"date":"2026-11-22","userId":"ada","model":"big","cost":0.03,"tokensIn":20,"tokensOut":2,"dispatches":2,"seq":2}"#
     );
-    let read = serde_json::from_str::<UsageLine<'_>>(&text).unwrap();
-    assert_eq!(Some(&read), ledger.unwritten_lines().next().as_ref());
-    ledger.apply_line(&read);
+    let parsed = serde_json::from_str::<UsageLine<'_>>(&text).unwrap();
+    assert_eq!(Some(&parsed), ledger.unwritten_lines().next().as_ref());
+    ledger.apply_line(&parsed);
     assert_eq!(ledger.unwritten_lines().count(), 0);
-    assert_eq!(ledger.day_lines(date("2026-11-22")).next(), Some(read));
+    assert_eq!(ledger.day_lines(date("2026-11-22")).next(), Some(parsed));
 }
 
 /// An event in a history.
@@ -152,13 +152,13 @@ proptest! {
             let sum = interactions.iter().fold(Totals::default(), |mut sum, (.., totals)| { sum.add(totals); sum });
             prop_assert_eq!(ledger.report(&UsageQuery::default()).total, sum);
             // The result of writing all lines now and reading them back.
-            let mut read = Ledger::default();
+            let mut reread = Ledger::default();
             let mut lines = file.clone();
             lines.extend(ledger.unwritten_lines().map(into_owned));
-            lines.iter().for_each(|line| read.apply_line(line));
+            lines.iter().for_each(|line| reread.apply_line(line));
             for group_by in [GroupBy::Day, GroupBy::Model, GroupBy::User] {
                 let query = UsageQuery { group_by, ..UsageQuery::default() };
-                prop_assert_eq!(read.report(&query), ledger.report(&query));
+                prop_assert_eq!(reread.report(&query), ledger.report(&query));
             }
         }
     }

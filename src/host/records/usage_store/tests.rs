@@ -92,7 +92,7 @@ fn reopened_store_recounts_only_unsealed_days() {
     drop((store, writer));
     assert_eq!(test.read("usage.jsonl"), usage, "no new lines");
 
-    // The file has expired: the day comes from usage.jsonl only.
+    // The file has expired: the day's totals come from usage.jsonl only.
     fs::remove_file(&path).unwrap();
     let (_writer, store) = test.open();
     assert_eq!(store.report(&UsageQuery::default()), before);

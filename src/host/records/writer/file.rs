@@ -26,6 +26,7 @@ pub struct AppendFile {
     path: PathBuf,
     format: LineFormat,
     buffers: VecDeque<Vec<u8>>,
+    /// Buffers that have been written, for reuse.
     finished: Vec<Vec<u8>>,
     unwritten_bytes: usize,
     /// Number of bytes in the first buffer that have already been written.
@@ -148,7 +149,7 @@ impl AppendFile {
             // Sync the earlier file, even if it was renamed or deleted.
             self.retire(last);
         }
-        // A line that is partly in a different file is written again in full.
+        // If part of a line was written to a different file, write the whole line again.
         self.rewind_to_line();
         let missing = match self.format {
             LineFormat::Json => jsonl::repair_tail(&mut file)?,

@@ -60,7 +60,7 @@ impl Syncer {
         self.wake.notify_one();
     }
 
-    /// Stops the thread after a final attempt.
+    /// Stops the thread after it has tried to sync the queued files.
     pub fn stop(&self) {
         self.lock().is_stopping = true;
         self.wake.notify_one();

@@ -53,7 +53,7 @@ fn claimed_file_and_its_new_folders_belong_to_the_tool() {
 }
 
 #[test]
-fn failed_tools_claim_reverts_to_running_commands() {
+fn change_claimed_by_failed_tool_belongs_to_commands() {
     let mut windows = CallWindows::default();
     windows.begin(window("ada", "1", None));
     windows.begin(window("bob", "2", Some("w")));
@@ -67,7 +67,7 @@ fn failed_tools_claim_reverts_to_running_commands() {
 }
 
 #[test]
-fn killed_tools_claim_is_attributed_as_ambiguous() {
+fn change_claimed_by_killed_tool_is_ambiguous() {
     let mut windows = CallWindows::default();
     windows.begin(window("bob", "1", Some("w")));
     assert!(windows.attribute(vec![change(FileOperation::Write, "w")], NOW).is_empty());
@@ -83,7 +83,7 @@ fn killed_tools_claim_is_attributed_as_ambiguous() {
 }
 
 #[test]
-fn killed_tools_claim_waits_for_other_tool() {
+fn change_claimed_by_killed_tool_stays_pending_for_other() {
     let mut windows = CallWindows::default();
     windows.begin(window("ada", "1", Some("w")));
     windows.begin(window("bob", "2", Some("w")));
@@ -104,7 +104,7 @@ fn several_calls_by_one_agent_are_unambiguous() {
 }
 
 #[test]
-fn saved_claim_is_text_unless_it_is_not_utf8() {
+fn claim_is_serialized_as_text_only_if_utf8() {
     let mut claiming = window("ada", "1", Some("w"));
     claiming.claim.as_mut().unwrap().push(ClaimedPath(b"\xff/x".to_vec()));
     let saved = serde_json::to_string(&claiming).unwrap();

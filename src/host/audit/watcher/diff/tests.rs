@@ -232,8 +232,8 @@ impl FsProbe for FakeFs {
         if self.find(path) != Some(folder) {
             return vec![None; names.len()];
         }
-        let known = self.names(folder);
-        names.iter().map(|name| known.get(name).map(|inode| self.state(*inode))).collect()
+        let entries = self.names(folder);
+        names.iter().map(|name| entries.get(name).map(|inode| self.state(*inode))).collect()
     }
 
     fn list(&mut self, path: &[u8], folder: Inode) -> Vec<(Name, FileState)> {
