@@ -92,7 +92,7 @@ async fn restore_reports_role_attributes_it_does_not_keep() -> Result<()> {
         "the role dba is not a SUPERUSER here",
         "the role reporting has no LOGIN and no password here",
         "the setting work_mem of the role",
-        "the attributes of the role team, which existed already",
+        "the attributes of the role team, which already existed",
     ] {
         assert!(log.contains(expected), "{expected}: {log}");
     }

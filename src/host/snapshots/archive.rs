@@ -36,7 +36,7 @@ pub const STAGING_PREFIX: &str = ".import-";
 /// Prefix of an import's directory of replaced files, below the home directory and its [`SYSTEM`]; not archived.
 pub const REPLACED_PREFIX: &str = ".before-import-";
 
-/// Maximum number of entries, including records with long names and long link targets.
+/// Maximum number of entries, including the records for long names and long link targets.
 pub const MAX_ENTRIES: usize = 4_000_000;
 /// Maximum number of bytes in all paths and link targets.
 pub const MAX_TOTAL_NAME_BYTES: u64 = 256 << 20;
@@ -114,13 +114,14 @@ pub fn copy_hashed(mut from: impl Read, mut to: impl Write) -> io::Result<(u64, 
     }
 }
 
-/// Returns whether a directory with this name, directly below the home directory or its [`SYSTEM`], is an import's.
-/// Such a directory is not archived.
+/// Returns whether a directory with this name, directly below the home directory or its [`SYSTEM`], belongs to an
+/// import. Such directories are not archived.
 pub fn is_import_directory(name: &OsStr) -> bool {
     has_import_number(name, STAGING_PREFIX) || has_import_number(name, REPLACED_PREFIX)
 }
 
-/// Returns whether a name consists of the prefix and an import's number. The owner may use the prefix for other names.
+/// Returns whether a name consists of the prefix and an import's number. The owner's own files may have other names
+/// that start with the prefix.
 pub fn has_import_number(name: &OsStr, prefix: &str) -> bool {
     let number = name.as_bytes().strip_prefix(prefix.as_bytes());
     number.is_some_and(|number| !number.is_empty() && number.iter().all(u8::is_ascii_digit))

@@ -53,8 +53,8 @@ impl BackupProgress {
         fsx::write_atomic(&layout.backup_progress(), &text, 0o644)
     }
 
-    /// Removes the file that the last run left. An action that holds the backup's lock without being a backup calls
-    /// this, because the gateway reports the file as the progress of the process that holds the lock.
+    /// Removes the progress of the last run. Any other action that takes the backup's lock must call this, because the
+    /// gateway reports the file as the progress of the process that holds the lock.
     pub fn remove(layout: &Layout) -> Result<(), FileError> {
         fsx::remove_if_exists(&layout.backup_progress())
     }

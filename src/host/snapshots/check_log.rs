@@ -1,5 +1,5 @@
-//! The record of a snapshot check: a line in `backup-checks.jsonl`. The last check of each kind is also kept in a file
-//! of its own, for the heartbeat, the metrics and the doctor.
+//! The record of a snapshot check: a line in `backup-checks.jsonl`. The last check of each kind is also kept in a
+//! separate file, for the heartbeat, the metrics and the doctor.
 
 use std::path::PathBuf;
 
@@ -66,7 +66,7 @@ pub struct CheckRecord {
     pub error: Option<String>,
 }
 
-/// Why the last check is not known.
+/// Why the last check could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum LastCheckError {
     #[error(transparent)]
@@ -82,11 +82,11 @@ pub enum LastCheckError {
 impl CheckRecord {
     pub const VERSION: u32 = 1;
 
-    /// Stores this as the last check of its kind, and appends it to `activity.log` and `backup-checks.jsonl`, each even
-    /// if another fails. The caller holds the lock for checks, so there is no other writer.
+    /// Stores this as the last check of its kind, and appends it to `activity.log` and `backup-checks.jsonl`. If one
+    /// write fails, the others are still attempted. The caller holds the lock for checks, so there is no other writer.
     ///
     /// # Errors
-    /// The first [`FileError`]. It is also logged, because a failed check is more important to the caller.
+    /// The first [`FileError`]. It is also logged, because a caller whose check failed reports that failure instead.
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
         let line = serde_json::to_vec(self).expect("plain fields serialize to JSON");
         // Damage must also be reported while the disk is full.
@@ -142,10 +142,10 @@ mod tests {
     }
 
     #[test]
-    fn write_appends_line_even_if_last_check_fails() {
+    fn write_appends_line_if_last_check_cannot_be_written() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
-        // No file replaces a directory.
+        // A file cannot replace a directory.
         std::fs::create_dir_all(layout.last_check("drill")).unwrap();
         let error = successful_drill().write(&layout).unwrap_err();
         assert_eq!(error.path, layout.last_check("drill"));

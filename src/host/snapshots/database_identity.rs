@@ -1,10 +1,11 @@
-//! The identity of this machine's database: the restore marker names it, and the database carries it.
+//! The identity of this machine's database, which is recorded in the restore marker and compared with the live
+//! database.
 //!
-//! A server that lost its volume starts with an empty database, while the marker says that the restore is complete. The
+//! A server that lost its volume starts with an empty database, although the marker records a complete restore. The
 //! empty database has a different system identifier and no restore id, so the gateway and backups refuse it.
 //!
-//! The restore id is a setting of the database (`svc.restore_id`). It is kept when the database is renamed, and no dump
-//! contains it.
+//! The restore id is a setting of the database (`svc.restore_id`). It survives a rename of the database, and dumps do
+//! not contain it.
 
 use tokio_postgres::{Client, Error};
 use uuid::Uuid;
@@ -58,7 +59,7 @@ impl IdentityError {
         }
     }
 
-    /// Returns whether the database was identified as a different one. Otherwise, its identity is unknown.
+    /// Returns whether the database is known to be a different one. Otherwise, its identity could not be determined.
     pub fn is_mismatch(&self) -> bool {
         matches!(self, Self::Mismatch { .. })
     }
@@ -124,7 +125,8 @@ fn find_difference(expected: &DatabaseIdentity, live: &LiveIdentity) -> Option<S
     }
 }
 
-/// Returns the identity of a database that becomes this machine's. Assigns a restore id if the database has none.
+/// Returns the identity to record for a database that becomes this machine's. Assigns a restore id if the database has
+/// none.
 pub async fn adopt(client: &Client, database: &str) -> Result<DatabaseIdentity, IdentityError> {
     let live = read_identity(client, database).await?;
     let restore_id = match live.restore_id {

@@ -1,5 +1,5 @@
-//! A verified snapshot that is held back, because the database has lost many rows since the previous snapshot and no
-//! person has confirmed the loss.
+//! A verified snapshot that is held back, because the database has lost many rows since the previous snapshot and the
+//! loss has not been confirmed.
 
 use std::fmt;
 use std::time::Duration;
@@ -58,7 +58,7 @@ impl HeldSnapshot {
             // Either this is the first agreeing snapshot, or an earlier release counted the previous ones without an
             // uptime.
             None => 1,
-            Some(at) if min_elapsed_ms(at, now) < MIN_INTERVAL.as_millis() => return self,
+            Some(counted_at) if min_elapsed_ms(counted_at, now) < MIN_INTERVAL.as_millis() => return self,
             Some(_) => self.agreeing.saturating_add(1),
         };
         Self { agreeing, counted_at_uptime_ms: Some(now), ..self }

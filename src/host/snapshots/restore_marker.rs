@@ -51,7 +51,7 @@ impl RestoreMarker {
     }
 
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
-        let text = serde_json::to_vec(self).expect("a marker of plain fields is JSON");
+        let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
         // On a machine, root owns the directory, and the marker is a symbolic link into a directory that this program
         // can write to.
         let target = fsx::resolve_link(&layout.restore_complete());

@@ -8,7 +8,7 @@ use svc_store::role_facts::{Membership, RoleFacts, RoleSetting};
 /// The comment on a role that was created for a drill or for the side database.
 pub const TEMPORARY_ROLE_COMMENT: &str = "made for a drill of svc-db-backup";
 
-/// Without the role of an import, which exists only while the import runs (`restore/import/untrusted.rs`).
+/// Excludes the role of an import, which exists only while the import runs (`restore/import/untrusted.rs`).
 const ROLES: &str = "
     SELECT rolname::text, rolsuper, rolcanlogin, rolinherit, rolcreatedb, rolcreaterole, rolreplication, rolbypassrls,
            rolconnlimit, CASE WHEN rolvaliduntil < 'infinity' THEN rolvaliduntil::text END

@@ -24,7 +24,7 @@ pub async fn list_tables(client: &Client) -> Result<Vec<String>, Error> {
     rows.iter().map(|row| row.try_get(0)).collect()
 }
 
-/// Returns the first of the owner's tables that has a row; `None` if none has.
+/// Returns the first of the owner's tables that has rows; `None` if all are empty.
 ///
 /// # Errors
 /// If a query fails.

@@ -22,8 +22,8 @@ use svc_base::config::Env;
 use svc_http::request_id;
 use svc_machine::name::ImageVersion;
 
-/// How long a run waits for the lock, if it waits. A run that the path unit started must wait, because systemd would
-/// start a failed one over and over.
+/// Maximum time that a run waits for the lock, if it waits. A run that the path unit started must wait, because systemd
+/// would restart a failed run in a loop.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 /// Interval at which a run that waits for the lock renews its waiver of the snapshot.
 const WAIVER_INTERVAL: Duration = Duration::from_secs(5);
@@ -66,8 +66,7 @@ pub enum UpdateTarget {
 enum Caller {
     /// An operator, with `svc-update apply --version` or `svc-update rollback`.
     Operator,
-    /// The path unit. `svc-update resume` counts as the path unit, because it does the same as that unit does for an
-    /// interrupted update.
+    /// The path unit, or `svc-update resume`, which finishes an interrupted update in the same way.
     PathUnit,
 }
 
@@ -103,7 +102,7 @@ struct ResumedUpdate {
 }
 
 impl ResumedUpdate {
-    /// Whether the operator's command ends with this update, instead of starting one of its own.
+    /// Returns whether the operator's command ends with this update, instead of starting another one.
     fn completes(&self, target: &UpdateTarget) -> bool {
         let Outcome { version, outcome: result, stage, .. } = &self.outcome;
         match target {
@@ -186,8 +185,8 @@ async fn acquire_lock(layout: &Layout, target: &UpdateTarget) -> Result<Lock, Fa
     let path = layout.update_state().join("lock");
     let lock = match target {
         UpdateTarget::Requested | UpdateTarget::Resume => Lock::wait(&path, LOCK_TIMEOUT).await,
-        // The run that holds the lock, or gets it first, may wait for a snapshot. A waiver counts only for an update that
-        // began before it, so this run renews its waiver while it waits.
+        // The run that holds the lock, or gets it first, may wait for a snapshot. A waiver applies only to an update
+        // that began before it was written, so this run renews its waiver while it waits.
         UpdateTarget::Version(version, allow) if allow.without_snapshot => {
             let deadline = Instant::now() + LOCK_TIMEOUT;
             loop {

@@ -17,7 +17,7 @@ use svc_base::fsx::{self, FileError};
 
 #[derive(Debug, thiserror::Error)]
 pub enum PasswordError {
-    #[error("the system random number generator failed")]
+    #[error("the system's random number generator failed")]
     Random,
     #[error(transparent)]
     File(#[from] FileError),

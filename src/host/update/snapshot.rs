@@ -126,10 +126,9 @@ impl ProgressDetector {
         }
     }
 
-    /// Records the stored progress, and returns whether a backup has advanced. A run counts
-    /// as advancing only if it exceeds every earlier run of this wait, because each run may fail at the same position.
-    /// Runs from before the wait are ignored: a backup that is as large as the last one would otherwise make no
-    /// progress until its end.
+    /// Records the stored progress, and returns whether a backup has advanced. A run counts as advancing only if it
+    /// exceeds every earlier run of this wait, because each run may fail at the same position. Runs from before the
+    /// wait are ignored: otherwise, a backup that is as large as the last one would make no progress until its end.
     fn record(&mut self, progress: &BackupProgress) -> bool {
         if self.earlier_run.take_if(|began_at| *began_at != progress.began_at).is_some() {
             self.max_bytes = 0;
@@ -235,8 +234,8 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
     }
 }
 
-/// An operator's waiver of the snapshot for an update to this release, for a run that is already waiting: the
-/// operator's own run has it in its journal. Only root can write the file.
+/// An operator's waiver of the snapshot for an update to this release. The file passes the waiver to another run that
+/// is already waiting; the operator's own run records it in the journal. Only root can write the file.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Waiver {
@@ -284,7 +283,7 @@ mod tests {
     use super::super::journal::{Allowances, UpdateKind, UpdatePlan};
     use super::*;
 
-    fn at(seconds: i64) -> Timestamp {
+    fn timestamp(seconds: i64) -> Timestamp {
         Timestamp::from_second(1_795_000_000 + seconds).unwrap()
     }
 
@@ -296,13 +295,16 @@ mod tests {
 
     #[test]
     fn snapshot_age_counts_from_end_of_its_run() {
-        let run = successful_run(at(10), 3 * 3_600_000);
+        let run = successful_run(timestamp(10), 3 * 3_600_000);
         let ended_at = 10 + 3 * 3600;
-        assert!(run.has_recent_snapshot(at(0), at(ended_at)));
-        assert!(run.has_recent_snapshot(at(0), at(ended_at + 3600)));
-        assert!(!run.has_recent_snapshot(at(0), at(ended_at + 3601)));
-        assert!(!run.has_recent_snapshot(at(11), at(ended_at)), "it was taken before the update began");
-        let forged = successful_run(at(10), u64::MAX);
+        assert!(run.has_recent_snapshot(timestamp(0), timestamp(ended_at)));
+        assert!(run.has_recent_snapshot(timestamp(0), timestamp(ended_at + 3600)));
+        assert!(!run.has_recent_snapshot(timestamp(0), timestamp(ended_at + 3601)));
+        assert!(
+            !run.has_recent_snapshot(timestamp(11), timestamp(ended_at)),
+            "it was taken before the update began"
+        );
+        let forged = successful_run(timestamp(10), u64::MAX);
         assert_eq!(forged.ended_at(), Timestamp::MAX);
     }
 
@@ -314,26 +316,26 @@ mod tests {
 
     #[test]
     fn detector_ignores_runs_before_the_wait() {
-        let mut detector = ProgressDetector::new(Some(&progress(at(0), 1000)));
-        assert!(!detector.record(&progress(at(0), 1000)), "the last run has ended");
-        assert!(!detector.record(&progress(at(60), 0)));
-        assert!(detector.record(&progress(at(60), 10)), "the new run need not exceed the last one");
-        assert!(!detector.record(&progress(at(60), 10)));
-        assert!(!detector.record(&progress(at(120), 10)), "the next run has not exceeded this one");
-        assert!(detector.record(&progress(at(120), 11)));
+        let mut detector = ProgressDetector::new(Some(&progress(timestamp(0), 1000)));
+        assert!(!detector.record(&progress(timestamp(0), 1000)), "the last run has ended");
+        assert!(!detector.record(&progress(timestamp(60), 0)));
+        assert!(detector.record(&progress(timestamp(60), 10)), "the new run need not exceed the last one");
+        assert!(!detector.record(&progress(timestamp(60), 10)));
+        assert!(!detector.record(&progress(timestamp(120), 10)), "the next run has not exceeded this one");
+        assert!(detector.record(&progress(timestamp(120), 11)));
     }
 
     #[test]
     fn detector_counts_progress_of_run_in_progress() {
-        let mut detector = ProgressDetector::new(Some(&progress(at(0), 1000)));
-        assert!(detector.record(&progress(at(0), 1001)));
+        let mut detector = ProgressDetector::new(Some(&progress(timestamp(0), 1000)));
+        assert!(detector.record(&progress(timestamp(0), 1001)));
         let mut detector = ProgressDetector::new(None);
-        assert!(!detector.record(&progress(at(0), 0)));
-        assert!(detector.record(&progress(at(0), 1)));
+        assert!(!detector.record(&progress(timestamp(0), 0)));
+        assert!(detector.record(&progress(timestamp(0), 1)));
     }
 
     #[test]
-    fn record_with_long_error_is_read() {
+    fn last_run_reads_record_with_long_error() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let error = "x".repeat(20_000);

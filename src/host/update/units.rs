@@ -42,7 +42,7 @@ struct InstalledFiles {
 /// Installs this release's files in `/etc`, and removes the installed files that it does not have. Idempotent.
 ///
 /// New files are recorded before the first one is written. After an interruption, the next installation can therefore
-/// remove the files that its release does not have, whichever release that is.
+/// remove the files that its release does not have, even if it installs a different release.
 ///
 /// # Errors
 /// [`UnitsError`] if a file's name does not begin with `svc`, `installed.json` is malformed, or a file cannot be read

@@ -278,7 +278,7 @@ impl<S: Services> Updater<S> {
         for name in &names {
             // The health check below decides whether this is a failure.
             if let Err(error) = self.services.restart(name).await {
-                tracing::warn!(error = %format_chain(&error), "could not restart a service; the health check shows whether the update failed");
+                tracing::warn!(error = %format_chain(&error), "could not restart a service; the health check decides whether the update fails");
             }
         }
         for name in CHECKED_SERVICES.iter().filter(|name| !names.iter().any(|other| other == *name)) {

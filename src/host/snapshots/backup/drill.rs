@@ -50,7 +50,7 @@ enum DrillError {
 impl DrillError {
     fn exit(&self) -> Exit {
         match self {
-            // More space is not free a minute later: the unit must not retry.
+            // `Refused` prevents a retry, which would not find more free space a minute later.
             Self::Damaged { .. } | Self::Download(DownloadError::NoSpace { .. }) => Exit::Refused,
             Self::Store(error) => crate::system::store::exit_code(error),
             Self::Download(error) => error.exit(),

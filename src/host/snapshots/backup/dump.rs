@@ -221,7 +221,7 @@ async fn pump(
     Ok((VerifiedDump { size_bytes, sha256: hex::encode(digest.finalize()) }, toc::count_entries(&head)))
 }
 
-/// Reads `size` bytes, or what remains before the end of the dump; empty at the end.
+/// Reads `size` bytes, or fewer at the end of the dump. Returns an empty chunk once the dump has been read.
 async fn read_chunk(stdout: &mut (impl AsyncRead + Unpin), size: usize) -> Result<Bytes, DumpError> {
     let mut chunk = BytesMut::with_capacity(size);
     while chunk.len() < size {

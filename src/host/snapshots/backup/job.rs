@@ -1,8 +1,8 @@
 //! The steps of a backup, ordered so that the pointer never names a missing object: snapshot, dump, object, sidecar,
 //! pointer.
 //!
-//! The pointer moves only to a complete, verified snapshot, and no snapshot is ever pruned. Every attempt that is not
-//! killed leaves a record, unless the record cannot be written, which is logged.
+//! The pointer moves only to a complete, verified snapshot, and no snapshot is ever pruned. Every attempt writes a
+//! record unless it is killed. If the record cannot be written, the error is logged.
 
 use std::future::Future;
 use std::time::Instant;
@@ -104,7 +104,8 @@ enum BackupError {
     Injected(#[from] InjectedFailure),
 }
 
-/// Whether a backup was refused because the database has lost rows: it was emptied, or its snapshot is held back.
+/// Returns whether a backup was refused because the database has lost rows: it was emptied, or its snapshot is held
+/// back.
 pub fn is_refused_for_loss(failure: &Failure) -> bool {
     matches!(
         failure.error.downcast_ref::<BackupError>(),
@@ -162,9 +163,9 @@ impl Progress {
 ///
 /// # Errors
 /// `Permission` if this machine has been replaced, or its access to the store has been withdrawn; `Refused` if the
-/// database is not this machine's, has lost rows, or has more roles or tables than a sidecar may list; `TryAgain` if the
-/// restore gate is closed, a table stays locked, or `stop` ended the run; `Unavailable` if the database or the store is
-/// unavailable, or the pointer could not be moved; otherwise `Internal`.
+/// database is not this machine's, has lost rows, or has more roles or tables than a sidecar may list; `TryAgain` if
+/// the restore gate is closed, a table stays locked, or `stop` ended the run; `Unavailable` if the database or the
+/// store is unavailable, or the pointer could not be moved; otherwise `Internal`.
 pub async fn run(
     lock: &Lock,
     settings: &BackupSettings,
@@ -274,20 +275,20 @@ async fn back_up(
     failpoint::trigger("backup.snapshot")?;
 
     progress.enter(Stage::Dump);
-    let mut taken = upload(settings, progress, &snapshot, previous.as_ref(), stop).await?;
-    taken.sidecar.database_identity = identity;
+    let mut uploaded = upload(settings, progress, &snapshot, previous.as_ref(), stop).await?;
+    uploaded.sidecar.database_identity = identity;
     drop(snapshot);
     failpoint::trigger("backup.completed")?;
 
     progress.enter(Stage::Sidecar);
     let snapshot =
-        stored::write_sidecar(&settings.bucket, &settings.slot, &taken.sidecar, taken.etag).await?;
+        stored::write_sidecar(&settings.bucket, &settings.slot, &uploaded.sidecar, uploaded.etag).await?;
     failpoint::trigger("backup.sidecar")?;
 
     progress.enter(Stage::Pointer);
     if let Some(previous) = &previous
         && let Some(held) =
-            shrink_guard::check_shrinkage(&settings.layout, options.trigger, previous, &taken.sidecar)
+            shrink_guard::check_shrinkage(&settings.layout, options.trigger, previous, &uploaded.sidecar)
     {
         return Err(held.into());
     }
@@ -296,7 +297,8 @@ async fn back_up(
     publish(settings, progress).await
 }
 
-/// Discards the snapshot that an earlier attempt stored, if a newer one has replaced it. Returns whether one remains.
+/// Discards the snapshot that an earlier attempt stored, if the pointer names a newer one. Returns whether an
+/// unpublished snapshot remains.
 fn keep_publishable(progress: &mut Progress, latest: Option<&SnapshotRef>) -> bool {
     let latest = latest.map(|latest| &latest.key);
     let is_newest = |stored: &UnpublishedSnapshot| {
@@ -414,7 +416,7 @@ async fn dump_to_upload(
     progress.enter(Stage::Upload);
     progress.dump = Some(dumped.dump.clone());
     let sidecar = dumped.sidecar(key, &settings.identity, snapshot);
-    // Without a sidecar, nothing can use the object, but each retry would store another one.
+    // An object without a sidecar is unusable, and each retry would store another one.
     sidecar.check_limits()?;
     let meta = upload.complete().await?;
     Ok(UploadedSnapshot { etag: meta.e_tag, sidecar })

@@ -66,6 +66,7 @@ pub use verify::FAILPOINTS as VERIFY_FAILPOINTS;
 const REQUEST_LOCK_TIMEOUT: Duration = Duration::from_secs(600);
 /// Maximum time that any other backup waits. The gateway holds the lock briefly while it checks for a running backup.
 const PROBE_LOCK_TIMEOUT: Duration = Duration::from_millis(400);
+const CHECK_IS_RUNNING: &str = "another check of snapshots, or an action on the side database, is running";
 
 #[derive(clap::Parser)]
 #[command(
@@ -313,7 +314,7 @@ async fn run_backup(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
 /// Takes a snapshot of the database that an import replaces. A held-back snapshot suffices, because it is stored, and
 /// an emptied database needs none.
 async fn run_backup_before_import(layout: Layout) -> Result<(), Failure> {
-    // An import that completes an interrupted one requests a backup of its database, which may be running now.
+    // Before this import, an interrupted one may have been completed. That requests a backup, which may be running now.
     let lock_timeout = REQUEST_LOCK_TIMEOUT;
     let args = RunArgs { request: false, retry: false, allow_empty: false, lock_timeout };
     match run_backup(layout, &args).await {
@@ -363,9 +364,9 @@ async fn back_up(
     unpublished: &mut Option<UnpublishedSnapshot>,
     stop: &Shared<impl Future<Output = ()>>,
 ) -> Result<(), Failure> {
-    let wait = if request.is_some() { REQUEST_LOCK_TIMEOUT } else { args.lock_timeout };
+    let lock_timeout = if request.is_some() { REQUEST_LOCK_TIMEOUT } else { args.lock_timeout };
     let lock_file = settings.layout.backup_lock();
-    let lock = wait_for_lock(&lock_file, wait, "another backup is running", stop).await?;
+    let lock = wait_for_lock(&lock_file, lock_timeout, "another backup is running", stop).await?;
     if let Some(request) = request {
         request.begin();
     }
@@ -381,7 +382,7 @@ async fn serve_drill_request(layout: Layout) -> Result<(), Failure> {
     let stop = watch_stop_signal()?.shared();
     let drill = run_check(layout, None, REQUEST_LOCK_TIMEOUT, stop.clone());
     let result = request_id::run_with_id(id, drill).await;
-    // As for a backup, the request of a drill that fails is removed too, but that of a stopped one is kept.
+    // As for a backup, a failed drill's request is removed, but a stopped drill's request is kept.
     if result.is_err() && stop.now_or_never().is_some() {
         request.postpone();
     }
@@ -393,13 +394,12 @@ async fn serve_drill_request(layout: Layout) -> Result<(), Failure> {
 async fn run_check(
     layout: Layout,
     targets: Option<VerifyTargets>,
-    wait: Duration,
+    lock_timeout: Duration,
     stop: Shared<impl Future<Output = ()>>,
 ) -> Result<(), Failure> {
     let settings = BackupSettings::read(layout, OutagePolicy::RequirePlatform)?;
     let lock_file = settings.layout.drill_state().join("lock");
-    let held = "another check of snapshots, or an action on the side database, is running";
-    let lock = wait_for_lock(&lock_file, wait, held, &stop).await?;
+    let lock = wait_for_lock(&lock_file, lock_timeout, CHECK_IS_RUNNING, &stop).await?;
     match targets {
         Some(targets) => verify::run(&lock, &settings, &targets, stop).await,
         None => drill::run(&lock, &settings, stop).await,
@@ -420,33 +420,31 @@ async fn run_side_command(layout: Layout, command: SideCommand) -> Result<(), Fa
     };
     let settings = BackupSettings::read(layout, OutagePolicy::RequirePlatform)?;
     // Drills use the same directory and databases, so they use the same lock.
-    let wait = if action.is_none() { REQUEST_LOCK_TIMEOUT } else { Duration::ZERO };
-    let lock = Lock::wait(&settings.layout.drill_state().join("lock"), wait).await;
-    let lock = lock.map_err(|error| {
-        lock_failure(error, "another check of snapshots, or an action on the side database, is running")
-    })?;
+    let lock_timeout = if action.is_none() { REQUEST_LOCK_TIMEOUT } else { Duration::ZERO };
+    let lock = Lock::wait(&settings.layout.drill_state().join("lock"), lock_timeout).await;
+    let lock = lock.map_err(|error| lock_failure(error, CHECK_IS_RUNNING))?;
     match action {
         Some(action) => side::run(&lock, &settings, action, watch_stop_signal()?).await,
         None => side::serve(&lock, &settings, watch_stop_signal()?).await,
     }
 }
 
-/// Waits for the lock. If another run still holds it at the end, the failure has the message `held`.
+/// Waits for the lock. If another run still holds it after the timeout, the failure has the message `held_message`.
 async fn wait_for_lock(
     path: &Path,
-    wait: Duration,
-    held: &'static str,
+    timeout: Duration,
+    held_message: &'static str,
     stop: &Shared<impl Future<Output = ()>>,
 ) -> Result<Lock, Failure> {
     tokio::select! {
-        lock = Lock::wait(path, wait) => lock.map_err(|error| lock_failure(error, held)),
+        lock = Lock::wait(path, timeout) => lock.map_err(|error| lock_failure(error, held_message)),
         () = stop.clone() => Err(Failure::new(Exit::TryAgain, anyhow::anyhow!("stopped by a signal"))),
     }
 }
 
-fn lock_failure(error: LockError, message: &'static str) -> Failure {
+fn lock_failure(error: LockError, held_message: &'static str) -> Failure {
     match error {
-        LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!(message)),
+        LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!(held_message)),
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
     }
 }

@@ -17,9 +17,9 @@ use super::snapshot::SnapshotError;
 
 /// Retention of a replaced database.
 const RETENTION: SignedDuration = SignedDuration::from_hours(7 * 24);
-/// Space is short below this percentage of free space.
+/// Percentage of free space below which space counts as short.
 const MIN_FREE_PERCENT: u64 = 10;
-/// Timeout for all databases together: the backup is recorded only after them.
+/// Timeout for the whole pass, because the backup is recorded only after it.
 const TIMEOUT: Duration = Duration::from_secs(300);
 /// Timeout for a lock, because the owner may have locked a replaced database's tables.
 const LOCK_TIMEOUT_SECONDS: u32 = 5;
@@ -36,8 +36,8 @@ struct ReplacedDatabase {
 impl ReplacedDatabase {
     /// Parses a database name. Its number is the time of the replacement, in milliseconds since 1970.
     fn parse(name: String) -> Option<Self> {
-        let at = name.strip_prefix("svc_before_")?.parse().ok()?;
-        Some(Self { replaced_at: Timestamp::from_millisecond(at).ok()?, name })
+        let millis = name.strip_prefix("svc_before_")?.parse().ok()?;
+        Some(Self { replaced_at: Timestamp::from_millisecond(millis).ok()?, name })
     }
 
     fn is_expired(&self, now: Timestamp) -> bool {

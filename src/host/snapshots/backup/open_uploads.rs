@@ -1,4 +1,4 @@
-//! The list of open uploads, on disk. The parts that a killed run has uploaded are invisible, and use space in the
+//! The list of open uploads, on disk. The parts that a killed run has uploaded are invisible, but occupy space in the
 //! store until the next run aborts the upload.
 //!
 //! The backup's lock guards the list. A failed write does not fail the backup.

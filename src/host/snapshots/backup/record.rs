@@ -42,12 +42,12 @@ pub struct HeldBackReason {
     pub loss: String,
 }
 
-/// Writes `last-backup.json` and the lines in `backup.jsonl` and `activity.log`, each even if another fails. The caller
-/// holds the backup's lock, so there is no other writer.
+/// Writes `last-backup.json` and the lines in `backup.jsonl` and `activity.log`. If one write fails, the others are
+/// still attempted. The caller holds the backup's lock, so there is no other writer.
 ///
-/// A failure is only logged. If it failed the run, a retry would take and upload another complete snapshot.
+/// An error is only logged: if it failed the run, a retry would take and upload another complete snapshot.
 pub fn write(layout: &Layout, record: &BackupRecord) {
-    let line = serde_json::to_vec(record).expect("a record of plain fields is JSON");
+    let line = serde_json::to_vec(record).expect("plain fields serialize to JSON");
     // Backups are taken even while the disk is full, and the heartbeat and the gateway must get their results.
     let last = fsx::write_atomic_or_in_place(&layout.last_backup(), &line, 0o644);
     let appended = jsonl::append_line(&layout.logs().join("backup.jsonl"), &line);

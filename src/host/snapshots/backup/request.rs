@@ -1,5 +1,5 @@
-//! A request file: the requester of a backup, of a drill or of the acceptance of a held-back snapshot writes it, and
-//! the run that serves it removes it.
+//! A file that requests a backup, a drill or the acceptance of a held-back snapshot. The run that serves the request
+//! removes the file.
 //!
 //! A request made during a run needs a later snapshot than that run's, so it is kept for the next run.
 

@@ -8,7 +8,7 @@ use crate::system::vars;
 use svc_base::applet::{Exit, Failure};
 use svc_base::config::Env;
 
-/// Retries start within this time of the run's start: before the next hourly run.
+/// A retry starts at most this long after the run's start, so that it starts before the next hourly run.
 const RETRY_WINDOW: Duration = Duration::from_secs(45 * 60);
 const MAX_BACKOFF: Duration = Duration::from_secs(15 * 60);
 
@@ -59,8 +59,8 @@ mod tests {
     fn next_delay_is_capped_and_ends_with_retry_window() {
         let mut retry = RetrySchedule::new(Duration::from_secs(600));
         let failed = |exit| Failure::new(exit, anyhow::anyhow!("x"));
-        assert_eq!(retry.next_delay(&failed(Exit::Refused)), None, "a person decides");
-        assert_eq!(retry.next_delay(&failed(Exit::Permission)), None, "this machine was replaced");
+        assert_eq!(retry.next_delay(&failed(Exit::Refused)), None, "a refused backup is not retried");
+        assert_eq!(retry.next_delay(&failed(Exit::Permission)), None, "a replaced machine does not retry");
         assert_eq!(retry.next_delay(&failed(Exit::Unavailable)), Some(Duration::from_secs(600)));
         assert_eq!(retry.next_delay(&failed(Exit::Internal)), Some(Duration::from_secs(900)));
         let mut late = RetrySchedule::new(RETRY_WINDOW);

@@ -71,14 +71,14 @@ mod tests {
         assert_eq!(
             describe_loss(&before, &now(51, 0)),
             None,
-            "a table has lost all of its rows, but the database less than half"
+            "a table lost all of its rows, but the database lost less than half"
         );
         assert!(
             describe_loss(&before, &now(50, 0)).is_some_and(|loss| loss.contains("50 rows instead of 101"))
         );
         let missing = describe_loss(&before, &[table("a.t", 6000), table("a.empty", 0)]);
         assert!(missing.is_some_and(|loss| loss.contains("a.u") && loss.contains("41")));
-        assert_eq!(describe_loss(&before, &before[..2]), None, "a table without rows lost none");
+        assert_eq!(describe_loss(&before, &before[..2]), None, "the missing table was empty");
         assert_eq!(describe_loss(&[], &now(1, 1)), None);
     }
 }

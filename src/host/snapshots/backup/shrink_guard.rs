@@ -1,5 +1,5 @@
 //! Decides whether a verified snapshot becomes the latest. A snapshot of a shrunken database is held back until a
-//! person accepts it, or three hourly snapshots in a row show the loss. It is stored in any case.
+//! person accepts it, or three hourly snapshots in a row show the loss. Either way, it is stored.
 
 use std::time::{Duration, Instant};
 
@@ -51,8 +51,9 @@ impl HeldBackError {
 /// Compares the snapshot `taken` with the latest, `previous`, which is of the same database. If `taken` is held back,
 /// records that and returns an error to report.
 ///
-/// If the record cannot be read or written, that is only logged, and the snapshot is held back too. If it failed the
-/// run, each retry would upload another complete snapshot. Without a record, no agreeing snapshot is counted.
+/// If the record cannot be read or written, the error is only logged, and the snapshot is still held back: if the error
+/// failed the run, each retry would upload another complete snapshot. Without a record, agreeing snapshots are not
+/// counted.
 pub fn check_shrinkage(
     layout: &Layout,
     trigger: Trigger,
@@ -123,7 +124,7 @@ impl AcceptError {
     }
 }
 
-/// Makes the held-back snapshot the latest, on a person's decision.
+/// Makes the held-back snapshot the latest.
 ///
 /// # Errors
 /// `Refused` if no snapshot is held back, or the one that is held back is unusable; `Permission` if this machine has

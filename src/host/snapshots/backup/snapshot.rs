@@ -204,7 +204,7 @@ impl Snapshot {
     }
 }
 
-/// Returns whether a listed table, or its schema, no longer exists.
+/// Returns whether an error means that a listed table, or its schema, no longer exists.
 fn is_dropped(code: &SqlState) -> bool {
     [SqlState::UNDEFINED_TABLE, SqlState::INVALID_SCHEMA_NAME].contains(code)
 }

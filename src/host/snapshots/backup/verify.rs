@@ -47,7 +47,7 @@ enum VerifyError {
     Object(#[from] VerifyObjectError),
     #[error(transparent)]
     File(#[from] FileError),
-    /// Earlier runs could not verify these either, and this one has not read them.
+    /// Earlier runs could not verify these snapshots, and this run has not read them.
     #[error("{} could not be verified when last tried; {key}: {why}", pluralize(*count, "snapshot"))]
     Unverified { count: u64, key: String, why: String },
     #[error("stopped by a signal")]
@@ -79,10 +79,10 @@ struct ReadHistory {
     version: u32,
     /// Includes damaged snapshots: if they stayed the least recently read, they would take up every day's share.
     read_at: BTreeMap<String, Timestamp>,
-    /// Messages about the snapshots that their last read found damaged.
+    /// The snapshots whose last read found damage, each with a message about it.
     #[serde(default)]
     damaged: BTreeMap<String, String>,
-    /// The snapshots that could not be verified when they were last read.
+    /// The snapshots whose last read could not verify them.
     #[serde(default)]
     failed: BTreeMap<String, FailedRead>,
 }
@@ -122,7 +122,8 @@ impl ReadHistory {
         self.write(settings)
     }
 
-    /// Records a read that could not verify the snapshot: known damage stays known. Writes the whole history.
+    /// Records a read that could not verify the snapshot. Damage that an earlier read found stays recorded. Writes the
+    /// whole history.
     fn record_failure(
         &mut self,
         settings: &BackupSettings,
@@ -134,10 +135,10 @@ impl ReadHistory {
     }
 
     fn write(&self, settings: &BackupSettings) -> Result<(), FileError> {
-        let text = serde_json::to_vec(self).expect("maps of plain fields are JSON");
+        let text = serde_json::to_vec(self).expect("maps of plain fields serialize to JSON");
         let written = fsx::write_atomic_or_in_place(&settings.layout.verification_times(), &text, 0o600);
         written.inspect_err(|error| {
-            tracing::error!(error = %format_chain(error), "could not record the time of a read");
+            tracing::error!(error = %format_chain(error), "could not record the result of a read");
         })
     }
 
@@ -151,7 +152,7 @@ impl ReadHistory {
         })
     }
 
-    /// Forgets the snapshots that are not in `keys`.
+    /// Removes the snapshots that are not in `keys`.
     fn retain(&mut self, keys: &[String]) {
         self.read_at.retain(|key, _| keys.contains(key));
         self.damaged.retain(|key, _| keys.contains(key));
@@ -176,8 +177,8 @@ struct VerifyResults {
 /// recorded.
 ///
 /// # Errors
-/// `Refused` if all snapshots were read and at least one is damaged, or an earlier run found one damaged that is not in
-/// today's share; `TryAgain` after `stop`; the store's exit code if the object store could not be read; otherwise
+/// `Refused` if all snapshots were read and at least one is damaged, or an earlier run found damage in one that is not
+/// in today's share; `TryAgain` after `stop`; the store's exit code if the object store could not be read; otherwise
 /// `Internal`.
 pub async fn run(
     _lock: &Lock,
@@ -264,8 +265,8 @@ async fn verify_all(
                 results.damaged.push((key, why));
             }
             Err(VerifyFailure::Unknown(error)) if error.is_store_failure() => return Err(error),
-            // A snapshot that can never be read, for example for lack of memory, must not block the others, neither in
-            // this run nor by taking up every day's share.
+            // A snapshot that can never be read, for example for lack of memory, must not block the others, in this run
+            // or by taking up every day's share.
             Err(VerifyFailure::Unknown(error)) => {
                 let why = format_chain(&error);
                 tracing::error!(key, error = why, "a snapshot could not be verified");
@@ -281,7 +282,7 @@ async fn verify_all(
     match failure {
         Some(error) => Err(error),
         None if results.damaged.is_empty() => Ok(recorded?),
-        // Damage is more important, and this failure was logged.
+        // The damage takes precedence over a failed write of the history, which was logged.
         None => Ok(()),
     }
 }

@@ -57,7 +57,10 @@ pub async fn verify_object(
         match state.read_rest(bucket, slot, &reader, sidecar).await {
             Ok(()) => {}
             Err(VerifyObjectError::Store(error)) if error.is_transient() => {
-                tracing::warn!(error = %format_chain(&error), at = state.length, "the read was interrupted");
+                tracing::warn!(
+                    error = %format_chain(&error), offset = state.length,
+                    "the read was interrupted"
+                );
                 if state.length > previous_length {
                     backoff.record_progress();
                 }

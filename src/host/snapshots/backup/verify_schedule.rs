@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use jiff::{SignedDuration, Timestamp};
 
 const DAY: SignedDuration = SignedDuration::from_hours(24);
-/// A run skips the snapshots that were read more recently. Runs are daily, but a read is recorded when it ends, so the
-/// next run starts less than 24 hours after it.
+/// A run skips snapshots that were read more recently than this. Runs are daily, but a read is recorded when it ends,
+/// so the next run starts less than 24 hours after it.
 const MIN_READ_INTERVAL: SignedDuration = SignedDuration::from_hours(12);
 /// Maximum number of daily shares per run, to catch up after days without a run.
 const MAX_CATCH_UP_DAYS: usize = 3;
@@ -17,7 +17,7 @@ const MAX_CATCH_UP_DAYS: usize = 3;
 pub struct LastRead {
     pub key: String,
     pub read_at: Timestamp,
-    /// Time of the last attempt: of `read_at`, or of a later read that could not verify the snapshot.
+    /// Time of the last attempt: `read_at`, or the time of a later read that could not verify the snapshot.
     pub tried_at: Timestamp,
 }
 
@@ -25,8 +25,8 @@ pub struct LastRead {
 /// Times after `now` are from a clock that was ahead, and are ignored; a snapshot without another time counts as never
 /// read.
 ///
-/// `snapshots` contains each key with the time when the snapshot was taken, and `failed_at` those of reads that could not
-/// verify a snapshot.
+/// `snapshots` contains each key and the time when the snapshot was taken. `failed_at` contains the times of reads that
+/// could not verify a snapshot.
 pub fn list_last_reads(
     snapshots: &[(String, Timestamp)],
     checked_at: &BTreeMap<String, Timestamp>,
@@ -43,8 +43,8 @@ pub fn list_last_reads(
 }
 
 /// Returns the keys of the snapshots to read today, in the order in which to read them. A snapshot that could not be
-/// verified remains overdue, but those that were tried less recently come first, so that it does not take up every day's
-/// share.
+/// verified remains overdue, but snapshots that were tried less recently come first, so that it does not take up every
+/// day's share.
 pub fn select_today(mut snapshots: Vec<LastRead>, now: Timestamp, within_days: u32) -> Vec<String> {
     let days = usize::try_from(within_days.max(1)).unwrap_or(usize::MAX);
     let daily_share = snapshots.len().div_ceil(days);
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn select_today_within_one_day_selects_every_day() {
+    fn select_today_repeats_daily_if_period_is_one_day() {
         let start: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
         let taken = [("a".to_owned(), start)];
         let mut checked = BTreeMap::new();
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn select_today_tries_failed_snapshots_in_their_turn() {
+    fn select_today_puts_failed_snapshots_after_untried() {
         let start: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
         let taken: Vec<_> = ["a", "b", "c", "d"].map(|key| (key.to_owned(), start)).into();
         let mut failed = BTreeMap::new();
@@ -124,7 +124,7 @@ mod tests {
         let first = select_today(list_last_reads(&taken, &BTreeMap::new(), &failed, now), now, 30);
         assert_eq!(first, ["a", "b", "c"]);
         failed.extend(first.into_iter().map(|key| (key, now)));
-        // Even directly after the failure, they can be tried again.
+        // A failed snapshot may be retried immediately.
         let second = select_today(list_last_reads(&taken, &BTreeMap::new(), &failed, now), now, 30);
         assert_eq!(second, ["d", "a", "b"]);
     }

@@ -160,8 +160,8 @@ pub async fn adopt(_lock: &Lock, settings: &RestoreSettings) -> Result<(), Failu
     set_marker(settings, None).await.map_err(|error| Failure::new(error.exit(), error))
 }
 
-/// Finishes or undoes a swap that was interrupted while the gate was open, such as an import's. Does nothing if there is
-/// no journal.
+/// Finishes or undoes a swap that was interrupted while the gate was open, such as an import's. Does nothing if there
+/// is no journal.
 pub async fn finish_interrupted_swap(_lock: &Lock, settings: &RestoreSettings) -> Result<(), Failure> {
     finish_or_undo_swap(settings).await.map_err(|error| Failure::new(error.exit(), error))
 }
@@ -226,7 +226,7 @@ async fn restore(
         let loaded =
             staging::load_into_scratch(&settings.context, &dump, &sidecar, ScratchPurpose::Restore).await?;
         assign_restore_id(settings, &loaded).await?;
-        settings.context.progress.start_phase("putting the snapshot in place");
+        settings.context.progress.start_phase("swapping the databases");
         let journal = Journal::new(&snapshot, &loaded);
         let swapped = async {
             journal.write(&settings.layout)?;
@@ -249,8 +249,8 @@ async fn restore(
 }
 
 /// Requests a backup, because the pointer may name a snapshot of another database: until the backup completes, a
-/// recovery would restore that one. While the gate is open, the marker must already name the new database, or the backup would
-/// be refused and the request removed.
+/// recovery would restore that one. While the gate is open, the marker must already name the new database. Otherwise,
+/// the backup would be refused and the request removed.
 pub fn request_backup(layout: &Layout) -> Result<(), FileError> {
     let request = serde_json::json!({"requestId": request_id::current()}).to_string();
     fsx::write_atomic(&layout.request("backup"), request.as_bytes(), 0o600)
@@ -270,7 +270,7 @@ async fn find_snapshot(
 ) -> Result<Option<SnapshotRef>, RestoreError> {
     let mut backoff = Backoff::new(settings.context.outage_timeout);
     loop {
-        let found = match chosen {
+        let result = match chosen {
             None => snapshot::find_latest(&settings.context.bucket, &settings.context.slot).await,
             Some(key) => {
                 let chosen =
@@ -278,7 +278,7 @@ async fn find_snapshot(
                 chosen.map(|sidecar| sidecar.snapshot_ref())
             }
         };
-        match (found, settings.mode) {
+        match (result, settings.mode) {
             (Ok(snapshot), _) => return Ok(Some(snapshot)),
             (Err(SnapshotUnusable::Absent), RestoreMode::Empty) => return Ok(None),
             (Err(SnapshotUnusable::Absent), RestoreMode::Required) => return Err(RestoreError::Absent),
@@ -326,8 +326,8 @@ async fn clean_up_earlier_run(
         swap::open_databases(&client, database).await?;
         return Ok(true);
     }
-    // The journal of the live database stays until the next swap: if this run fails, it still shows the next run that
-    // the database was never served.
+    // The journal of the live database is kept until the next swap: if this run fails, the next one needs the journal
+    // to determine that the database was never served.
     if swapped.is_none() {
         journal::remove(&settings.layout)?;
     }

@@ -46,7 +46,7 @@ impl Journal {
     }
 
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
-        let text = serde_json::to_vec(self).expect("a journal of plain fields is JSON");
+        let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
         fsx::write_atomic(&path(layout), &text, 0o600)
     }
 

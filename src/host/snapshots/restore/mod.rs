@@ -68,7 +68,7 @@ Examples:\n  svc-restore import ada.tar --check\n  svc-restore import ada.tar"
     ImportStep(import::StepArgs),
 }
 
-/// The command-line definition, from which the reference pages are generated.
+/// Returns the command-line definition, from which the reference pages are generated.
 pub fn command() -> clap::Command {
     <Args as clap::CommandFactory>::command()
 }

@@ -8,7 +8,7 @@ use tokio_postgres::{Client, Error};
 use crate::system::postgres::quote_ident;
 use svc_base::error_chain::format_chain;
 
-/// What a scratch database is for. Programs with the same purpose exclude each other with a lock.
+/// The purpose of a scratch database. Programs with the same purpose exclude each other with a lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScratchPurpose {
     /// A restore or an import: the database becomes the owner's, and its roles are kept.

@@ -136,7 +136,10 @@ async fn download_rest(
         match resume_download(context, snapshot, partial).await {
             Ok(()) => {}
             Err(DownloadError::Store(error)) if error.is_transient() => {
-                tracing::warn!(error = %format_chain(&error), at = partial.length(), "the download was interrupted");
+                tracing::warn!(
+                    error = %format_chain(&error), offset = partial.length(),
+                    "the download was interrupted"
+                );
                 if partial.length() > previous_length {
                     backoff.record_progress();
                 }

@@ -51,7 +51,7 @@ impl LoadError {
     }
 }
 
-pub(super) fn query(action: impl Into<String>) -> impl FnOnce(tokio_postgres::Error) -> LoadError {
+pub(super) fn query_error(action: impl Into<String>) -> impl FnOnce(tokio_postgres::Error) -> LoadError {
     let action = action.into();
     move |source| LoadError::Query { action, source }
 }

@@ -11,7 +11,7 @@ use super::RestoreContext;
 use super::database::ScratchPurpose;
 use super::database::{self, ScratchDatabase};
 use super::download::Dump;
-use super::error::{LoadError, query};
+use super::error::{LoadError, query_error};
 use super::{roles, settings, stream};
 use crate::snapshots::row_counts;
 use crate::system::backoff::Backoff;
@@ -58,7 +58,8 @@ pub async fn connect_with_retries(context: &RestoreContext, database: &str) -> R
 pub async fn check_postgres_version(context: &RestoreContext, sidecar: &Sidecar) -> Result<(), LoadError> {
     let client = connect_with_retries(context, postgres::MAINTENANCE_DATABASE).await?;
     let row = client.query_one("SELECT current_setting('server_version_num')::int4 / 10000", &[]).await;
-    let server: i32 = row.and_then(|row| row.try_get(0)).map_err(query("query the server's version"))?;
+    let server: i32 =
+        row.and_then(|row| row.try_get(0)).map_err(query_error("query the server's version"))?;
     match sidecar.pg_major() {
         Some(snapshot) if i64::from(snapshot) > i64::from(server) => {
             Err(LoadError::NewerPostgres { key: sidecar.key.clone(), snapshot, server })
@@ -75,8 +76,8 @@ pub async fn load_into_scratch(
     purpose: ScratchPurpose,
 ) -> Result<ScratchDatabase, LoadError> {
     let mut client = connect_with_retries(context, postgres::MAINTENANCE_DATABASE).await?;
-    for what in roles::create(&mut client, sidecar, purpose).await? {
-        tracing::warn!(what, "not restored from the snapshot");
+    for fact in roles::create(&mut client, sidecar, purpose).await? {
+        tracing::warn!(fact, "not restored from the snapshot");
     }
     failpoint::trigger("restore.roles")?;
     let scratch = create_database(&client, purpose, None).await?;
@@ -119,8 +120,8 @@ pub async fn create_database(
     client
         .batch_execute(&format!("CREATE DATABASE {} TEMPLATE template0{owner}", quote_ident(&name)))
         .await
-        .map_err(query("create a database for the snapshot"))?;
-    let oid = database::find_oid(client, &name).await.map_err(query("find the new database"))?;
+        .map_err(query_error("create a database for the snapshot"))?;
+    let oid = database::find_oid(client, &name).await.map_err(query_error("find the new database"))?;
     let oid = oid.ok_or_else(|| LoadError::Mismatch(format!("{name} has disappeared")))?;
     Ok(ScratchDatabase { name, oid, number })
 }
@@ -175,7 +176,10 @@ async fn report_progress(
 async fn apply_properties(client: &Client, database: &str, facts: &DatabaseFacts) -> Result<(), LoadError> {
     let name = quote_ident(database);
     let run = async |statement: String| {
-        client.batch_execute(&statement).await.map_err(query("apply the database's privileges and settings"))
+        client
+            .batch_execute(&statement)
+            .await
+            .map_err(query_error("apply the database's privileges and settings"))
     };
     if let Some(owner) = &facts.owner {
         run(format!("ALTER DATABASE {name} OWNER TO {}", quote_ident(owner))).await?;
@@ -198,8 +202,8 @@ fn is_privilege(name: &str) -> bool {
     ["CREATE", "CONNECT", "TEMPORARY", "TEMP"].contains(&name)
 }
 
-/// Applies a setting. This session must not have it: with `default_transaction_read_only` or `role`, for example, the
-/// statement or the row counts would fail.
+/// Stores a setting without applying it to this session: with `default_transaction_read_only` or `role`, for example,
+/// the next statement or the row counts would fail.
 async fn apply_setting(client: &Client, database: &str, setting: &DatabaseSetting) -> Result<(), LoadError> {
     let target = match &setting.role {
         Some(role) => format!("ALTER ROLE {} IN DATABASE {database}", quote_ident(role)),
@@ -207,7 +211,7 @@ async fn apply_setting(client: &Client, database: &str, setting: &DatabaseSettin
     };
     let assignment = settings::format_assignment(&setting.name, &setting.value);
     let action = format!("set {} for the database", setting.name);
-    client.batch_execute(&format!("{target} SET {assignment}")).await.map_err(query(action))
+    client.batch_execute(&format!("{target} SET {assignment}")).await.map_err(query_error(action))
 }
 
 /// Checks that the database has exactly the sidecar's tables and row counts.
@@ -219,15 +223,15 @@ pub async fn compare_with_sidecar(
     client
         .batch_execute("SET search_path = pg_catalog; SET row_security = off; SET statement_timeout = 0")
         .await
-        .map_err(query("count the rows"))?;
-    let names = row_counts::list_tables(client).await.map_err(query("list the tables"))?;
+        .map_err(query_error("count the rows"))?;
+    let names = row_counts::list_tables(client).await.map_err(query_error("list the tables"))?;
     let total = sidecar.tables.iter().fold(0_u64, |sum, table| sum.saturating_add(table.rows));
     let (mut counted_tables, mut rows) = (Vec::with_capacity(names.len()), 0_u64);
     for name in &names {
         counted_tables.extend(
             row_counts::count_rows(client, std::slice::from_ref(name))
                 .await
-                .map_err(query("count the rows"))?,
+                .map_err(query_error("count the rows"))?,
         );
         rows = rows.saturating_add(counted_tables.last().map_or(0, |table| table.rows));
         context.progress.report_rows(rows, total);

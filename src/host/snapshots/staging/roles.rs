@@ -11,7 +11,7 @@ use tokio_postgres::error::SqlState;
 use tokio_postgres::{Client, Transaction};
 
 use super::database::ScratchPurpose;
-use super::error::{LoadError, query};
+use super::error::{LoadError, query_error};
 use super::settings;
 use crate::snapshots::roles;
 use crate::snapshots::roles::TEMPORARY_ROLE_COMMENT;
@@ -22,8 +22,8 @@ use svc_store::snapshot::Sidecar;
 /// Prefix of the apps' roles: the gateway sets their passwords and lets them log in.
 const APP_PREFIX: &str = "app_";
 
-/// Creates the missing roles and, for a restore, makes temporary ones permanent. For a check, they have no attributes. Returns descriptions of the recorded facts that
-/// were not restored.
+/// Creates the missing roles and, for a restore, makes temporary ones permanent. Roles for a check have no attributes.
+/// Returns descriptions of the recorded facts that were not restored.
 pub async fn create(
     client: &mut Client,
     sidecar: &Sidecar,
@@ -36,12 +36,12 @@ pub async fn create(
     let names = sidecar.roles.iter().chain(owners).chain(facts.iter().map(|role| &role.name));
     let names: BTreeSet<&str> = names.map(String::as_str).filter(|name| !is_built_in(name)).collect();
 
-    let transaction = client.transaction().await.map_err(query("create roles"))?;
-    let existing = roles::read_roles(&transaction).await.map_err(query("read the roles"))?;
+    let transaction = client.transaction().await.map_err(query_error("create roles"))?;
+    let existing = roles::read_roles(&transaction).await.map_err(query_error("read the roles"))?;
     let mut created = BTreeSet::new();
     for name in names {
         let is_temporary = roles::is_temporary(&transaction, name).await;
-        let is_temporary = is_temporary.map_err(query("check whether a role exists"))?;
+        let is_temporary = is_temporary.map_err(query_error("check whether a role exists"))?;
         let role = quote_ident(name);
         let statement = match (is_temporary, purpose) {
             (None, ScratchPurpose::Restore) => format!("CREATE ROLE {role} NOLOGIN"),
@@ -52,7 +52,10 @@ pub async fn create(
             (Some(true), ScratchPurpose::Restore) => format!("COMMENT ON ROLE {role} IS NULL"),
             (Some(_), _) => continue,
         };
-        transaction.batch_execute(&statement).await.map_err(query(format!("create the role {name}")))?;
+        transaction
+            .batch_execute(&statement)
+            .await
+            .map_err(query_error(format!("create the role {name}")))?;
         created.insert(name);
     }
     let mut setup = RoleSetup { transaction, not_restored: Vec::new() };
@@ -68,7 +71,7 @@ pub async fn create(
             setup.grant_membership(role, membership).await?;
         }
     }
-    setup.transaction.commit().await.map_err(query("create roles"))?;
+    setup.transaction.commit().await.map_err(query_error("create roles"))?;
     Ok(setup.not_restored)
 }
 
@@ -136,37 +139,38 @@ impl RoleSetup<'_> {
         };
         let role = &recorded.name;
         if attributes(recorded) != attributes(live) {
-            self.not_restored.push(format!("the attributes of the role {role}, which existed already"));
+            self.not_restored.push(format!("the attributes of the role {role}, which already existed"));
         }
         for setting in recorded.settings.iter().filter(|setting| !live.settings.contains(setting)) {
             self.not_restored
-                .push(format!("the setting {} of the role {role}, which existed already", setting.name));
+                .push(format!("the setting {} of the role {role}, which already existed", setting.name));
         }
         for membership in recorded.member_of.iter().filter(|membership| !live.member_of.contains(membership))
         {
             let group = &membership.role;
             self.not_restored
-                .push(format!("the membership of the role {role} in {group}; {role} existed already"));
+                .push(format!("the membership of the role {role} in {group}; {role} already existed"));
         }
     }
 
     /// Runs a statement in a savepoint. If the server refuses it, adds the reason to the facts that were not restored.
     async fn attempt(&mut self, statement: &str, describe: impl FnOnce() -> String) -> Result<(), LoadError> {
-        let savepoint = self.transaction.savepoint("role").await.map_err(query("set up roles"))?;
+        let savepoint = self.transaction.savepoint("role").await.map_err(query_error("set up roles"))?;
         let Err(error) = savepoint.batch_execute(statement).await else {
-            return savepoint.commit().await.map_err(query("set up roles"));
+            return savepoint.commit().await.map_err(query_error("set up roles"));
         };
         match error.as_db_error() {
             Some(refusal) if error.code() != Some(&SqlState::ADMIN_SHUTDOWN) => {
                 self.not_restored.push(format!("{}: {}", describe(), refusal.message()));
                 Ok(())
             }
-            _ => Err(query("set up roles")(error)),
+            _ => Err(query_error("set up roles")(error)),
         }
     }
 }
 
-/// Whether objects depend on the role `$1` that are not in, and are not, the side database or a scratch database.
+/// Checks whether the role `$1` has dependent objects other than the side database, scratch databases and their
+/// content.
 const HAS_OTHER_DEPENDENTS: &str = "
     SELECT EXISTS (
         SELECT FROM pg_shdepend d JOIN pg_roles r ON r.oid = d.refobjid
@@ -175,27 +179,33 @@ const HAS_OTHER_DEPENDENTS: &str = "
              WHERE b.datname ~ '^svc_(side|(check|restore)_[0-9]+)$'
                AND (b.oid = d.dbid OR d.classid = 'pg_database'::regclass AND b.oid = d.objid)))";
 
-/// Drops the temporary roles, after the databases that they were created for. A role that has other objects by now
-/// belongs to the owner, and is kept. A role of the side database remains temporary.
+/// Drops the temporary roles, after the databases for which they were created have been dropped. A role that has
+/// acquired other objects belongs to the owner, so it becomes permanent. A role that the side database uses remains
+/// temporary.
 pub async fn drop_temporary_roles(client: &Client) -> Result<(), LoadError> {
     let list = "SELECT rolname::text FROM pg_roles WHERE NOT rolcanlogin AND shobj_description(oid, 'pg_authid') = $1";
-    let rows =
-        client.query(list, &[&TEMPORARY_ROLE_COMMENT]).await.map_err(query("list the temporary roles"))?;
+    let rows = client
+        .query(list, &[&TEMPORARY_ROLE_COMMENT])
+        .await
+        .map_err(query_error("list the temporary roles"))?;
     for row in rows {
-        let role: String = row.try_get(0).map_err(query("list the temporary roles"))?;
+        let role: String = row.try_get(0).map_err(query_error("list the temporary roles"))?;
         match client.batch_execute(&format!("DROP ROLE IF EXISTS {}", quote_ident(&role))).await {
             Err(error) if error.code() == Some(&SqlState::DEPENDENT_OBJECTS_STILL_EXIST) => {
                 let row = client.query_one(HAS_OTHER_DEPENDENTS, &[&role]).await;
-                let is_kept: bool = row
+                let has_other_dependents: bool = row
                     .and_then(|row| row.try_get(0))
-                    .map_err(query(format!("read what depends on the role {role}")))?;
-                if !is_kept {
+                    .map_err(query_error(format!("read the dependents of the role {role}")))?;
+                if !has_other_dependents {
                     continue;
                 }
-                let keep = format!("COMMENT ON ROLE {} IS NULL", quote_ident(&role));
-                client.batch_execute(&keep).await.map_err(query(format!("mark the role {role} as kept")))?;
+                let make_permanent = format!("COMMENT ON ROLE {} IS NULL", quote_ident(&role));
+                client
+                    .batch_execute(&make_permanent)
+                    .await
+                    .map_err(query_error(format!("make the role {role} permanent")))?;
             }
-            result => result.map_err(query(format!("drop the role {role}")))?,
+            result => result.map_err(query_error(format!("drop the role {role}")))?,
         }
     }
     Ok(())

@@ -84,7 +84,10 @@ impl Transfer {
             match self.receive_rest(context, snapshot, child).await {
                 Ok(()) => {}
                 Err(TransferError::Download(DownloadError::Store(error))) if error.is_transient() => {
-                    tracing::warn!(error = %format_chain(&error), at = self.length, "the transfer was interrupted");
+                    tracing::warn!(
+                        error = %format_chain(&error), offset = self.length,
+                        "the transfer was interrupted"
+                    );
                     if self.length > previous_length {
                         backoff.record_progress();
                     }

@@ -110,7 +110,7 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
     failpoint::trigger("export.dumped")?;
 
     let omitted = tokio::task::block_in_place(|| {
-        let home = start_home().map_err(WriteError::Home)?;
+        let home = start_home_reader().map_err(WriteError::Home)?;
         archive.copy_home(&mut BufReader::with_capacity(CHUNK_BYTES, home))
     })?;
     failpoint::trigger("export.listed")?;
@@ -123,8 +123,8 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
     Ok(())
 }
 
-/// Starts the reading of the home directory: the other process lists it only once it has received a byte.
-fn start_home() -> std::io::Result<UnixStream> {
+/// Sends the start byte to the process that reads the home directory, and returns the connection to that process.
+fn start_home_reader() -> std::io::Result<UnixStream> {
     let mut home = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
     home.set_read_timeout(Some(HOME_TIMEOUT))?;
     home.write_all(b"g")?;
@@ -191,7 +191,8 @@ impl<W: Write + Seek + 'static> Archive<W> {
         self.add_file(name, text.len() as u64, archive::sha256(&text))
     }
 
-    /// Writes the manifest of all entries so far. It can be large, so it is compact, and never in memory as a whole.
+    /// Writes the manifest of all entries so far. It can be large, so its JSON is compact, and is streamed instead of
+    /// being built in memory.
     fn write_manifest(&mut self, omitted: &[OmittedEntry]) -> std::io::Result<Manifest> {
         let manifest = Manifest {
             version: archive::VERSION,
@@ -364,9 +365,9 @@ mod tests {
         }
     }
 
-    /// An import counts the same entries and names, and finds a manifest that is no larger than the count.
+    /// The reader counts exactly the same entries and names, and the manifest is no larger than the counter's estimate.
     #[test]
-    fn counter_matches_what_tar_reader_limits() {
+    fn counter_matches_limits_of_tar_reader() {
         let at_limit = "x".repeat(100);
         let above_limit = "x".repeat(101);
         let frame = |path: &str, kind, target: Option<&str>| Frame::Entry {

@@ -32,7 +32,8 @@ pub struct OmittedEntry {
 /// links. Symbolic links are not followed. A missing home directory counts as empty.
 ///
 /// # Errors
-/// If `home` itself cannot be listed to its end: the archive would be missing an unknown part of the owner's data.
+/// [`FileError`] if `home` itself cannot be listed completely: an unknown part of the owner's data would be missing
+/// from the archive.
 pub fn list_files(home: &Path, except: &[&Path]) -> Result<(Vec<HomeEntry>, Vec<OmittedEntry>), FileError> {
     // Compared by inode: `home` may be a symbolic link, and then its files have more than one path.
     let except: Vec<_> = except.iter().filter_map(|path| fs::symlink_metadata(path).ok()).collect();
@@ -120,21 +121,21 @@ mod tests {
     #[test]
     fn list_files_lists_parents_first_and_omits_sockets() {
         let home = tempfile::tempdir().unwrap();
-        let at = |path: &str| home.path().join(path);
+        let in_home = |path: &str| home.path().join(path);
         for dir in ["b/c", ".import-7/x", ".before-import-7", "system/.import-7", "system/.before-import-7"] {
-            fs::create_dir_all(at(dir)).unwrap();
+            fs::create_dir_all(in_home(dir)).unwrap();
         }
-        fs::write(at("b/c/d"), "").unwrap();
+        fs::write(in_home("b/c/d"), "").unwrap();
         for file in ["a", ".import-8", ".import-log"] {
-            fs::write(at(file), "").unwrap();
+            fs::write(in_home(file), "").unwrap();
         }
-        fs::write(at("out.tar.partial"), "").unwrap();
-        std::os::unix::fs::symlink("/", at("b/root")).unwrap();
-        let _socket = std::os::unix::net::UnixListener::bind(at("socket")).unwrap();
+        fs::write(in_home("out.tar.partial"), "").unwrap();
+        std::os::unix::fs::symlink("/", in_home("b/root")).unwrap();
+        let _socket = std::os::unix::net::UnixListener::bind(in_home("socket")).unwrap();
         let linked = tempfile::tempdir().unwrap();
         let linked = linked.path().join("home");
         std::os::unix::fs::symlink(home.path(), &linked).unwrap();
-        let (listed, omitted) = list_files(&linked, &[&at("out.tar.partial")]).unwrap();
+        let (listed, omitted) = list_files(&linked, &[&in_home("out.tar.partial")]).unwrap();
         let paths: Vec<_> = listed.iter().map(|entry| entry.path.to_str().unwrap()).collect();
         assert_eq!(paths, [".import-8", ".import-log", "a", "b", "system", "b/c", "b/root", "b/c/d"]);
         let omitted: Vec<_> = omitted.iter().map(|entry| entry.path.to_str().unwrap()).collect();

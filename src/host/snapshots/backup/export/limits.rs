@@ -1,4 +1,4 @@
-//! Counts what an import limits, so that an export does not write an archive that every import refuses.
+//! Counts the quantities that an import limits, so that an export does not write an archive that no import accepts.
 
 use crate::snapshots::archive::{MANIFEST, MAX_ENTRIES, MAX_MANIFEST_BYTES, MAX_TOTAL_NAME_BYTES};
 
@@ -57,7 +57,7 @@ impl LimitCounter {
     /// # Errors
     /// [`LimitExceeded`] if an import would refuse the archive.
     pub fn count_listed(&mut self, bytes: usize) -> Result<(), LimitExceeded> {
-        // With the comma.
+        // A comma follows the element.
         self.manifest_bytes += bytes as u64 + 1;
         let exceeded = [
             (self.entries as u64, MAX_ENTRIES as u64, "entries"),
@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn count_entry_refuses_what_exceeds_a_limit() {
+    fn count_entry_refuses_entry_above_limit() {
         let empty = LimitCounter::default();
         for (mut counter, quantity) in [
             (LimitCounter { entries: MAX_ENTRIES - 1, ..empty }, "entries"),

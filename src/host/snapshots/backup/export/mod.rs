@@ -99,7 +99,7 @@ pub async fn run(layout: &Layout, output: &Path, stop: impl Future<Output = ()>)
         }
         Err(error) => {
             if !matches!(error, ExportError::Exists { .. }) {
-                // A partial archive cannot be imported.
+                // An error is ignored, because a partial archive cannot be imported.
                 let _ = std::fs::remove_file(&partial);
             }
             Err(Failure::new(error.exit(), error))

@@ -14,7 +14,7 @@ pub const SESSION_SETTINGS: &str = "SET search_path = pg_catalog; SET row_securi
 /// Returns whether an ordinary table exists. `table` is `schema.table`, quoted where needed, as in all functions here.
 ///
 /// # Errors
-/// The database is unreachable or rejects the query.
+/// If the query fails.
 pub async fn is_table(client: &impl GenericClient, table: &str) -> Result<bool, Error> {
     let query = "SELECT EXISTS (SELECT FROM pg_class WHERE oid = to_regclass($1) AND relkind = 'r')";
     client.query_one(query, &[&table]).await?.try_get(0)
@@ -23,7 +23,7 @@ pub async fn is_table(client: &impl GenericClient, table: &str) -> Result<bool, 
 /// Reads the columns of a table, in the table's order.
 ///
 /// # Errors
-/// The database is unreachable or rejects the query.
+/// If the query fails.
 pub async fn read_columns(client: &impl GenericClient, table: &str) -> Result<Vec<Column>, Error> {
     let columns = "
         SELECT a.attname::text, format_type(a.atttypid, a.atttypmod),
@@ -57,7 +57,7 @@ pub struct ForeignKey {
 /// Reads the foreign keys that refer to one of these tables.
 ///
 /// # Errors
-/// The database is unreachable or rejects the query.
+/// If the query fails.
 pub async fn read_foreign_keys(client: &impl GenericClient, to: &[&str]) -> Result<Vec<ForeignKey>, Error> {
     let foreign_keys = "
         SELECT format('%I.%I', fn.nspname, f.relname), t.name, k.confdeltype IN ('c', 'n', 'd'),
@@ -83,18 +83,18 @@ pub async fn read_foreign_keys(client: &impl GenericClient, to: &[&str]) -> Resu
 /// Returns whether a table has a deferrable unique or exclusion constraint, which `ON CONFLICT` does not support.
 ///
 /// # Errors
-/// The database is unreachable or rejects the query.
+/// If the query fails.
 pub async fn has_deferrable_unique(client: &impl GenericClient, table: &str) -> Result<bool, Error> {
     let query = "SELECT EXISTS (SELECT FROM pg_index WHERE indrelid = to_regclass($1) AND NOT indimmediate)";
     client.query_one(query, &[&table]).await?.try_get(0)
 }
 
 /// Builds statements that advance the sequences of a table's columns, so that the next values do not exist yet. Values
-/// beyond a sequence's bounds are ignored, because it cannot generate them. A sequence of a column of another type than
-/// a number is left out: its value is only a part of the column's, as in `'A-' || nextval(…)`.
+/// beyond a sequence's bounds are ignored, because it cannot generate them. A sequence whose column is not numeric is
+/// left out, because its value is only a part of the column's, as in `'A-' || nextval(…)`.
 ///
 /// # Errors
-/// The database is unreachable or rejects the query.
+/// If the query fails.
 pub async fn build_sequence_updates(client: &impl GenericClient, table: &str) -> Result<Vec<String>, Error> {
     let sequences = "
         SELECT format('SELECT setval(%L, m) FROM %I.%I AS s,
@@ -119,7 +119,7 @@ pub async fn build_sequence_updates(client: &impl GenericClient, table: &str) ->
 /// Reads the name and the owner of a table's schema.
 ///
 /// # Errors
-/// The database is unreachable or rejects the query, or the table does not exist.
+/// If the query fails, or the table does not exist.
 pub async fn read_schema(client: &impl GenericClient, table: &str) -> Result<(String, String), Error> {
     let schema = "
         SELECT n.nspname::text, r.rolname::text FROM pg_class c

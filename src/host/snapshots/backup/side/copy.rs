@@ -209,8 +209,9 @@ pub async fn copy(
     Ok(())
 }
 
-/// Recreates the tables, without the views that were dropped with them: one that the current database does not allow
-/// must not prevent this. If a table's policy or rule reads such a view, they can only be recreated together.
+/// Recreates the tables without the views that were dropped with them, because a view that the current database does
+/// not allow must not prevent this. If that fails, retries with the views: a table whose policy or rule reads a view
+/// can only be recreated together with it.
 async fn recreate_tables(
     settings: &BackupSettings,
     side: &Client,
@@ -391,7 +392,7 @@ async fn delete_rows(
         result.deleted = execute(transaction, plan, &plan.build_delete()).await?;
         *count = count.saturating_sub(result.deleted);
     }
-    // A row that the snapshot has may have been moved to a newer parent, and was then deleted with it.
+    // A row that the snapshot also has may have been moved to a newer parent, and been deleted with that parent.
     for (plan, (keys, count)) in plans.iter().zip(&dependents) {
         let Some(key) = keys.first() else { continue };
         if query_count(transaction, plan, &plan.build_count()).await? < *count {
@@ -420,7 +421,7 @@ fn copy_error(plan: &CopyPlan) -> impl FnOnce(tokio_postgres::Error) -> CopyErro
     rows_error(plan.table.clone(), plan.mode)
 }
 
-/// The same for several tables, whose names are in `table`.
+/// Like [`copy_error`], for several tables, whose names are in `table`.
 fn rows_error(table: String, mode: CopyMode) -> impl FnOnce(tokio_postgres::Error) -> CopyError {
     move |source| match ConstraintViolation::parse(&source, mode) {
         Some(violation) => CopyError::ConstraintViolation { table, violation },

@@ -1,9 +1,9 @@
 //! The dependents that were dropped with a table: other tables' foreign keys, views and extended statistics. They are
 //! recreated after the table. Other dependents, such as functions and policies, are only listed.
 //!
-//! Definitions come from the side database. If the views cannot be recreated together, each is recreated by itself, so
-//! that one that the current database does not allow prevents nothing else, unless a recreated table's policy or rule
-//! reads it. Foreign keys and statistics are added in one transaction. All of this can be repeated after a kill.
+//! Definitions come from the side database. If the views cannot be recreated together, each is recreated separately, so
+//! that a view that the current database does not allow affects only the recreated tables whose policies or rules read
+//! it. Foreign keys and statistics are added in one transaction. A run that was killed can be repeated.
 
 use std::collections::BTreeSet;
 
@@ -109,9 +109,9 @@ const STATISTICS: &str = "
       JOIN pg_namespace n ON n.oid = s.stxnamespace JOIN pg_roles r ON r.oid = s.stxowner
      ORDER BY 1";
 
-/// All objects that `DROP … CASCADE` drops with the tables, and the tables' entries in publications. As PostgreSQL does,
-/// it follows dependencies transitively: to dependents, and from an internal part, such as a view's rule, to its whole.
-/// The tables' own parts, and the parts of other dropped objects, are left out.
+/// All objects that `DROP … CASCADE` drops with the tables, and the tables' entries in publications. As PostgreSQL
+/// does, it follows dependencies transitively: to dependents, and from an internal part, such as a view's rule, to its
+/// whole. The tables' own parts, and the parts of other dropped objects, are left out.
 const DROPPED_OBJECTS: &str = "
     WITH RECURSIVE tables AS (SELECT name, to_regclass(name)::oid AS oid FROM unnest($1::text[]) AS name),
     dropped (class, obj, sub, root) AS (
@@ -136,8 +136,8 @@ const DROPPED_OBJECTS: &str = "
 
 impl Dependents {
     /// Finds the dependents, in the side database, of the tables `missing` and `recreated` that the owner's database
-    /// lacks. An earlier run of the same request recreated the tables in `recreated`: their existing dependents count as
-    /// recreated, too.
+    /// lacks. An earlier run of the same request recreated the tables in `recreated`: their existing dependents count
+    /// as recreated, too.
     ///
     /// # Errors
     /// If a query fails.
@@ -147,10 +147,10 @@ impl Dependents {
         missing: &[&str],
         recreated: &[&str],
     ) -> Result<Self, Error> {
-        let (mut found, tables) = (Self::default(), [missing, recreated].concat());
+        let (mut dependents, tables) = (Self::default(), [missing, recreated].concat());
         let is_from_earlier_run = |dependent: &Dependent| recreated.contains(&dependent.table.as_str());
         if tables.is_empty() {
-            return Ok(found);
+            return Ok(dependents);
         }
         let mut examined = BTreeSet::new();
         for row in side.query(VIEWS, &[&tables]).await? {
@@ -158,9 +158,9 @@ impl Dependents {
             examined.insert(dependent.name.clone());
             let view = View { dependent, relation: row.try_get(2)?, dependencies: row.try_get(3)? };
             if !is_relation(live, &view.relation).await? {
-                found.views.push(view);
+                dependents.views.push(view);
             } else if is_from_earlier_run(&view.dependent) {
-                found.recreated_earlier.push(view.dependent);
+                dependents.recreated_earlier.push(view.dependent);
             }
         }
         for row in side.query(FOREIGN_KEYS, &[&tables]).await? {
@@ -172,12 +172,12 @@ impl Dependents {
                 continue;
             }
             if has_constraint(live, &from, &name).await? {
-                found.recreated_earlier.extend(Some(dependent).filter(is_from_earlier_run));
+                dependents.recreated_earlier.extend(Some(dependent).filter(is_from_earlier_run));
                 continue;
             }
             // An earlier request may have deferred its validation in the side database.
             let definition = definition.trim_end_matches(" NOT VALID");
-            found.statements.push(Statement {
+            dependents.statements.push(Statement {
                 dependent,
                 sql: vec![format!("ALTER TABLE {from} ADD CONSTRAINT {} {definition}", quote_ident(&name))],
                 kind: StatementKind::ForeignKey,
@@ -186,8 +186,8 @@ impl Dependents {
         for row in side.query(OUTGOING_KEYS, &[&tables]).await? {
             let dependent = Dependent { name: row.try_get(0)?, table: row.try_get(1)? };
             let kind = StatementKind::Validation;
-            found.statements.push(Statement { dependent, sql: vec![row.try_get(2)?], kind });
-            found.outgoing_keys.push(row.try_get(3)?);
+            dependents.statements.push(Statement { dependent, sql: vec![row.try_get(2)?], kind });
+            dependents.outgoing_keys.push(row.try_get(3)?);
         }
         for row in side.query(STATISTICS, &[&tables]).await? {
             let (name, create, owner): (String, String, String) =
@@ -198,21 +198,21 @@ impl Dependents {
             }
             let dependent = Dependent { name: row.try_get(0)?, table: row.try_get(1)? };
             if is_from_earlier_run(&dependent) && has_statistics(live, &dependent.table, &name).await? {
-                found.recreated_earlier.push(dependent);
+                dependents.recreated_earlier.push(dependent);
                 continue;
             }
-            found.statements.push(Statement { dependent, sql, kind: StatementKind::Statistics });
+            dependents.statements.push(Statement { dependent, sql, kind: StatementKind::Statistics });
         }
         for row in side.query(DROPPED_OBJECTS, &[&tables]).await? {
             let dependent = Dependent { name: row.try_get(0)?, table: row.try_get(1)? };
             let (kind, names, args): (String, Vec<String>, Vec<String>) =
                 (row.try_get(2)?, row.try_get(3)?, row.try_get(4)?);
             if !examined.contains(&dependent.name) && !has_object(live, &kind, &names, &args).await? {
-                found.not_recreated.push(dependent);
+                dependents.not_recreated.push(dependent);
             }
         }
-        found.set_aside_unresolvable_views(live, &tables).await?;
-        Ok(found)
+        dependents.set_aside_unresolvable_views(live, &tables).await?;
+        Ok(dependents)
     }
 
     /// Moves views over missing relations, and views over those views, to `not_recreated`.
@@ -300,7 +300,7 @@ impl Dependents {
             }
         }
         if missing.len() > 1 {
-            // Faster than one dump per view. If it fails, none was recreated, and each is tried by itself.
+            // Faster than one dump per view. If it fails, no view was recreated, and each is retried separately.
             let _ = recreate::recreate_relations(settings, side, live, &missing).await;
         }
         for view in &self.views {

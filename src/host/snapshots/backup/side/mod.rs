@@ -245,7 +245,7 @@ async fn open(settings: &BackupSettings, choice: &SnapshotChoice, request_id: &s
         (state.status, state.error) = (SideStatus::Failed, Some(format_chain(error)));
         state.tables.clear();
         if let Err(error) = drop_side_database(settings).await {
-            tracing::warn!(error = %format_chain(&error), "could not clean up; the next request will");
+            tracing::warn!(error = %format_chain(&error), "could not drop the unusable side database; the next request drops it");
         }
     }
     state.write(&settings.layout)?;

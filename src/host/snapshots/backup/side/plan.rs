@@ -8,7 +8,7 @@ use crate::system::postgres::quote_ident;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Column {
     pub name: String,
-    /// As written by `format_type`.
+    /// As formatted by `format_type`.
     pub data_type: String,
     /// Part of the primary key.
     pub is_key: bool,
@@ -168,7 +168,7 @@ impl CopyPlan {
         format!("DELETE FROM ONLY {table} AS t WHERE {}", self.deleted_condition())
     }
 
-    /// Builds a query for whether rows of another table refer to rows that `build_delete` deletes.
+    /// Builds a query that checks whether rows of another table refer to rows that `build_delete` deletes.
     pub fn build_has_referring(&self, foreign_key: &ForeignKey) -> String {
         let only_deleted = match self.key.is_empty() {
             true => String::new(),

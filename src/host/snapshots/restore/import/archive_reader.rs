@@ -111,7 +111,7 @@ impl ExtractTarget<'_> {
     }
 }
 
-/// The description of an archive that was read in full and matches its manifest.
+/// The facts about an archive that was read in full and matches its manifest.
 #[derive(Debug)]
 pub struct VerifiedArchive {
     pub info: ArchiveInfo,
@@ -130,7 +130,7 @@ impl VerifiedArchive {
         Pass::new(path, extract).run(file)
     }
 
-    /// Returns the disk space that the extracted entries need, according to the archive, of which nothing is verified.
+    /// Returns the disk space that the extracted entries need, according to their headers, which are not verified.
     ///
     /// # Errors
     /// [`ArchiveError`] if the archive cannot be read or is malformed.
@@ -330,7 +330,7 @@ impl<'a> Pass<'a> {
         to: &Path,
     ) -> Result<ArchiveEntry, ArchiveError> {
         let failed = |action| FileError::wrap(action, to);
-        // Without the setuid and sticky bits.
+        // The setuid and sticky bits are dropped.
         let mode = entry.mode & 0o2777;
         match entry.kind {
             EntryKind::Directory => {
@@ -349,7 +349,9 @@ impl<'a> Pass<'a> {
                 let listed = copy_listed(entry, &file).map_err(failed("write"))?;
                 let modified = std::time::UNIX_EPOCH
                     .checked_add(std::time::Duration::from_secs(entry.modified))
-                    .ok_or_else(|| self.invalid(format!("{} has no valid time", quote_path(&entry.path))))?;
+                    .ok_or_else(|| {
+                        self.invalid(format!("{} has an invalid modification time", quote_path(&entry.path)))
+                    })?;
                 file.set_modified(modified).map_err(failed("set the time of"))?;
                 let permissions = fs::Permissions::from_mode(mode);
                 file.set_permissions(permissions).map_err(failed("set the mode of"))?;
@@ -363,7 +365,7 @@ impl<'a> Pass<'a> {
         let invalid = |why: String| ArchiveError::Invalid { path: self.path.to_owned(), why };
         let info = self.info.ok_or_else(|| invalid(format!("{ARCHIVE_INFO} is missing")))?;
         if !self.is_complete {
-            return Err(invalid("its end is missing".to_owned()));
+            return Err(invalid("it is truncated".to_owned()));
         }
         let sidecar = self.sidecar.ok_or_else(|| invalid(format!("{SIDECAR} is missing")))?;
         if self.dump != Some((sidecar.size_bytes, sidecar.sha256.clone())) {
@@ -431,9 +433,9 @@ mod tests {
         }
     }
 
-    /// The other member and the other entry are ones that this version refuses.
+    /// This version refuses both the member `slot` and the entry `keys.json`, but reports the version instead.
     #[test]
-    fn read_names_later_version_of_unknown_format() {
+    fn read_reports_later_version_before_its_format() {
         let read = |version: u32| {
             let info = format!("{{\"version\":{version},\"madeBy\":\"svc 9\",\"slot\":[]}}");
             let mut tar = tar::Builder::new(tempfile::tempfile().unwrap());

@@ -8,8 +8,8 @@ use std::fmt::Write as _;
 
 use tokio_postgres::{Client, Error};
 
-/// Harmless volatile functions, which an expression may call: of PostgreSQL, uuid-ossp and pgcrypto. Their names are
-/// sufficient, because [`FORBIDDEN`] allows no functions but built-in ones and those of extensions.
+/// Harmless volatile functions of PostgreSQL, uuid-ossp and pgcrypto, which an expression may call. Comparing the names
+/// is sufficient, because [`FORBIDDEN`] allows no functions but built-in ones and those of extensions.
 const ALLOWED_VOLATILE_FUNCTIONS: &str = "'nextval', 'currval', 'lastval', 'random', 'random_normal', \
      'gen_random_uuid', 'clock_timestamp', 'timeofday', \
      'uuid_generate_v1', 'uuid_generate_v1mc', 'uuid_generate_v4', \
@@ -113,7 +113,7 @@ fn build_forbidden_query() -> String {
                 AND NOT EXISTS (SELECT FROM member m WHERE m.classid = '{catalog}'::regclass AND m.objid = o.oid)"
         ));
     }
-    // `lo_create` assigns any oid, also one below 16384. A new database has no large objects.
+    // `lo_create` accepts any oid, even one below 16384. A new database has no large objects.
     parts.push("SELECT 'large object ' || oid FROM pg_largeobject_metadata".to_owned());
     parts.push(
         "SELECT 'extension ' || quote_ident(extname) FROM pg_extension \

@@ -97,7 +97,7 @@ impl Staging {
     }
 }
 
-/// Moves an entry to another directory. A move changes a directory's `..`, so the directory is made writable for it.
+/// Moves an entry to another directory. Moving a directory changes its `..`, so it is made writable during the move.
 fn move_entry(from: &Path, to: &Path) -> io::Result<()> {
     let meta = fs::symlink_metadata(from)?;
     if !meta.is_dir() || meta.mode() & 0o200 != 0 {
@@ -138,7 +138,7 @@ fn make_directories_writable(path: &Path) -> io::Result<()> {
         fs::set_permissions(&directory, Permissions::from_mode(0o700))?;
         for entry in fs::read_dir(&directory)? {
             let entry = entry?;
-            // The kind of the entry itself: symbolic links are not followed.
+            // `file_type` does not follow symbolic links.
             if entry.file_type()?.is_dir() {
                 pending.push(entry.path());
             }
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn remove_staged_keeps_other_names_of_the_owner() {
+    fn remove_staged_keeps_owner_files_with_same_prefix() {
         let home = tempfile::tempdir().unwrap();
         fs::create_dir(home.path().join(".import-notes")).unwrap();
         for file in [".import-8", ".import-log"] {

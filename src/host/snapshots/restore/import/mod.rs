@@ -152,7 +152,7 @@ impl ImportRun<'_> {
         self.run_step(Step::Install).await
     }
 
-    /// Runs a step to its end, as the user who owns the data that it changes.
+    /// Runs a step to completion, as the user who owns the data that it changes.
     async fn run_step(&self, step: Step) -> Result<(), ImportError> {
         let name = step.name();
         let start = |source| ImportError::Start { step: name, source };
@@ -186,7 +186,7 @@ async fn restart_gateway(layout: &Layout) {
 }
 
 /// Prints a line on standard output. An import must not fail because its output cannot be written, for example because
-/// `head` has read enough of it.
+/// the reading end of a pipe was closed.
 fn print_line(text: &str) {
     let _ = stdout::print(&format!("{text}\n"));
 }

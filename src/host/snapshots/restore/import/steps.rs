@@ -147,7 +147,8 @@ pub async fn run_step(layout: Layout, args: StepArgs) -> Result<(), Failure> {
         (Step::Database, Ok(archive)) => {
             let settings = RestoreSettings::read(layout)?;
             let lock = restore::lock(&settings)?;
-            // Otherwise, the database could be closed, or not the one that the marker names.
+            // After an interrupted swap, the database may refuse connections, or differ from the one that the marker
+            // names.
             gate::finish_interrupted_swap(&lock, &settings).await?;
             replace_database(&settings, &archive, &args).await
         }
@@ -307,7 +308,7 @@ async fn load_and_swap(
     Ok(journal::remove(layout)?)
 }
 
-/// Gives the loaded database its identity, and records the swap in the journal.
+/// Assigns a restore id to the loaded database, and records the swap in the journal.
 async fn prepare_swap(
     settings: &RestoreSettings,
     snapshot: &SnapshotRef,

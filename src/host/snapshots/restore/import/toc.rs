@@ -1,8 +1,8 @@
 //! Selects the parts of an archive's dump to load, from the output of `pg_restore -l`.
 //!
 //! An archive may contain tables and their dependents, but no code that a later session, in particular the superuser's,
-//! would run unknowingly. The listing is only the dump's own claim: this check refuses early, with a clear message. The
-//! objects that were really created are inspected afterwards (`catalog.rs`).
+//! would run unknowingly. The listing is not trusted: this check only makes an early refusal with a clear message
+//! possible. The objects that were actually created are inspected afterwards (`catalog.rs`).
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
@@ -65,7 +65,7 @@ pub enum TocError {
     UnsupportedExtension { name: String },
     #[error("the listing of its dump has a line that is not an entry: {line}")]
     InvalidLine { line: String },
-    #[error("its dump gives the number {id} to more than one entry")]
+    #[error("its dump has more than one entry with the number {id}")]
     RepeatedId { id: u32 },
 }
 

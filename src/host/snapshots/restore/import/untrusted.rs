@@ -56,7 +56,7 @@ pub enum UntrustedLoadError {
     NoTools,
     #[error("cannot run pg_restore")]
     Tool(#[source] std::io::Error),
-    #[error("the system returned no random bytes")]
+    #[error("the system's random number generator failed")]
     Random,
     #[error("cannot {action}")]
     Query {
@@ -87,7 +87,7 @@ impl UntrustedLoadError {
     }
 }
 
-fn query(action: &'static str) -> impl FnOnce(tokio_postgres::Error) -> UntrustedLoadError {
+fn query_error(action: &'static str) -> impl FnOnce(tokio_postgres::Error) -> UntrustedLoadError {
     move |source| UntrustedLoadError::Query { action, source }
 }
 
@@ -172,7 +172,7 @@ async fn list_contents(tools: &PgTools, dump: &Path) -> Result<String, Untrusted
 
 /// Drops the roles of this and earlier imports. Their databases have been dropped, or have another owner.
 async fn drop_roles(admin: &Client) -> Result<(), UntrustedLoadError> {
-    let failed = || query("drop an import role");
+    let failed = || query_error("drop an import role");
     let leftover_roles =
         format!("SELECT rolname::text FROM pg_roles WHERE rolname ~ '^{ROLE_PREFIX}[0-9]+$'");
     for row in admin.query(&leftover_roles, &[]).await.map_err(failed())? {
@@ -185,7 +185,7 @@ async fn drop_roles(admin: &Client) -> Result<(), UntrustedLoadError> {
 
 /// Ends the role's sessions and prevents new ones.
 async fn end_sessions(admin: &Client, role: &str) -> Result<(), UntrustedLoadError> {
-    let failed = || query("end the sessions of the import role");
+    let failed = || query_error("end the sessions of the import role");
     admin.batch_execute(&format!("ALTER ROLE {} NOLOGIN", quote_ident(role))).await.map_err(failed())?;
     let sessions = "SELECT count(pg_terminate_backend(pid, 10000)) FROM pg_stat_activity WHERE usename = $1";
     admin.query_one(sessions, &[&role]).await.map_err(failed())?;
@@ -222,7 +222,7 @@ impl ImportRole {
              COMMIT",
             quote_literal(&verifier)
         );
-        admin.batch_execute(&sql).await.map_err(query("create the import role"))?;
+        admin.batch_execute(&sql).await.map_err(query_error("create the import role"))?;
         Ok(Self { name, password })
     }
 
@@ -243,7 +243,8 @@ impl ImportRole {
         reset_database(admin, &scratch.name).await?;
         failpoint::trigger("import.inspected")?;
         let client = staging::connect_with_retries(context, &scratch.name).await?;
-        let forbidden = catalog::find_forbidden(&client).await.map_err(query("inspect the new database"))?;
+        let forbidden =
+            catalog::find_forbidden(&client).await.map_err(query_error("inspect the new database"))?;
         if let Some(object) = forbidden {
             let object = untrusted_text::truncate_printable(&object);
             return Err(UntrustedLoadError::Forbidden { object });
@@ -253,7 +254,7 @@ impl ImportRole {
         client
             .batch_execute(&take_ownership)
             .await
-            .map_err(query("take ownership of the imported objects"))?;
+            .map_err(query_error("take ownership of the imported objects"))?;
         staging::compare_with_sidecar(context, &client, sidecar).await?;
         Ok(())
     }
@@ -267,7 +268,10 @@ async fn create_extensions(
     let client = staging::connect_with_retries(context, &scratch.name).await?;
     for name in &selection.extensions {
         let create = format!("CREATE EXTENSION {} WITH SCHEMA public", quote_ident(name));
-        client.batch_execute(&create).await.map_err(query("create an extension that the archive needs"))?;
+        client
+            .batch_execute(&create)
+            .await
+            .map_err(query_error("create an extension that the archive needs"))?;
     }
     Ok(())
 }
@@ -279,7 +283,7 @@ async fn reset_database(admin: &Client, database: &str) -> Result<(), UntrustedL
         "ALTER DATABASE {database} RESET ALL;
          ALTER DATABASE {database} WITH ALLOW_CONNECTIONS true CONNECTION LIMIT -1 IS_TEMPLATE false"
     );
-    admin.batch_execute(&sql).await.map_err(query("reset the settings of the new database"))
+    admin.batch_execute(&sql).await.map_err(query_error("reset the settings of the new database"))
 }
 
 /// Warns about roles and settings that are not imported: the gateway creates roles for installed apps, and an archive
