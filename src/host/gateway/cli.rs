@@ -184,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn existing_lines_exclude_those_of_the_tail() {
+    fn read_existing_lines_excludes_tail_lines() {
         let dir = tempfile::tempdir().unwrap();
         let (kind, logs) = (RecordKind::Audit, dir.path());
         let open_tail = || Tail::from_end(kind, logs.to_owned()).unwrap();

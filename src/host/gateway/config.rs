@@ -311,8 +311,8 @@ mod tests {
         }
         let valid = "x y".repeat(MIN_SECRET_CHARS);
         assert!(is_accepted(&valid));
-        for unfit in [format!("{valid}ü"), format!("{valid}\n"), format!(" {valid}")] {
-            assert!(!is_accepted(&unfit), "{unfit:?} cannot be sent in a header");
+        for invalid in [format!("{valid}ü"), format!("{valid}\n"), format!(" {valid}")] {
+            assert!(!is_accepted(&invalid), "{invalid:?} cannot be sent in a header");
         }
     }
 

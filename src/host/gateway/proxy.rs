@@ -26,8 +26,8 @@ const RETRY_AFTER_SECONDS: u64 = 3;
 const MAX_HISTORY_REQUESTS: usize = 4;
 /// Maximum number of concurrent downloads, which can take hours. Listings can always use the rest.
 const MAX_DOWNLOADS: usize = MAX_HISTORY_REQUESTS - 1;
-/// Timeout for a client that has stopped reading a response of the file history. It is longer than that of the history,
-/// which ends a response whose data the gateway does not read.
+/// Timeout for a client that has stopped reading a response from the file history. It is longer than the history's own
+/// timeout for a gateway that has stopped reading.
 const HISTORY_STALL_TIMEOUT: Duration = Duration::from_secs(90);
 const HISTORY_NAME: &str = "The file history";
 
@@ -219,7 +219,7 @@ mod tests {
         assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
         assert_eq!(proxy_to_history(&upstreams, request()).await.status(), StatusCode::OK);
         drop(downloads);
-        // A task releases the permits.
+        // The permits are released asynchronously.
         let released = async {
             while proxy_download(&upstreams, request()).await.status() != StatusCode::OK {
                 tokio::task::yield_now().await;

@@ -99,7 +99,7 @@ pub fn install(layout: &Layout) -> Result<Vec<SkippedApp>, BundledAppsError> {
             Ok(AppInstallation::Changed) => skipped.push(SkippedApp::Changed(slug)),
             Ok(AppInstallation::Removed) => skipped.push(SkippedApp::Removed(slug)),
             Err(error) => {
-                tracing::warn!(app = %slug, error = %format_chain(&error), "copying a bundled app failed");
+                tracing::warn!(app = %slug, error = %format_chain(&error), "cannot copy a bundled app");
             }
         }
     }
@@ -152,15 +152,15 @@ fn list_bundled(dir: &Path) -> Result<Vec<(String, PathBuf)>, FileError> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(FileError::wrap("read", dir)(error)),
     };
-    let mut found: Vec<(String, PathBuf)> = entries
+    let mut apps: Vec<(String, PathBuf)> = entries
         .filter_map(|entry| {
             let path = entry.ok()?.path();
             let slug = path.file_name()?.to_str()?.to_owned();
             (slug.parse::<Slug>().is_ok() && path.is_dir()).then_some((slug, path))
         })
         .collect();
-    found.sort();
-    Ok(found)
+    apps.sort();
+    Ok(apps)
 }
 
 fn read_tree(root: &Path) -> Result<Tree, FileError> {
@@ -260,7 +260,7 @@ fn remove_leftovers(apps: &Path) {
             fs::remove_dir_all(&path)
         };
         if let Err(error) = cleaned {
-            tracing::warn!(path = %path.display(), %error, "cleaning up an interrupted copy failed");
+            tracing::warn!(path = %path.display(), %error, "cannot clean up after an interrupted copy");
         }
     }
 }
@@ -285,7 +285,7 @@ mod tests {
             fsx::write_atomic(&self.layout.bundled_apps().join(file), content.as_bytes(), 0o644).unwrap();
         }
 
-        fn write_own(&self, file: &str, content: &str) {
+        fn write_owner_file(&self, file: &str, content: &str) {
             fsx::write_atomic(&self.layout.apps().join(file), content.as_bytes(), 0o644).unwrap();
         }
 
@@ -313,10 +313,10 @@ mod tests {
         let fixture = Fixture::new();
         fixture.bundle("notes/svc.json", "1");
         fixture.bundle("removed/svc.json", "1");
-        fixture.write_own("mine/svc.json", "mine");
+        fixture.write_owner_file("mine/svc.json", "mine");
         fixture.bundle("mine/svc.json", "1");
         install(&fixture.layout).unwrap();
-        fixture.write_own("notes/extra.txt", "owner");
+        fixture.write_owner_file("notes/extra.txt", "owner");
         fs::remove_dir_all(fixture.layout.apps().join("removed")).unwrap();
         for app in ["notes", "removed", "mine"] {
             fixture.bundle(&format!("{app}/svc.json"), "2");
@@ -338,7 +338,7 @@ mod tests {
     fn install_updates_other_apps_after_failure() {
         let fixture = Fixture::new();
         // A file cannot be listed like a folder.
-        fixture.write_own("broken", "a file");
+        fixture.write_owner_file("broken", "a file");
         for version in ["1", "2", "3"] {
             for app in ["alpha", "broken", "zeta"] {
                 fixture.bundle(&format!("{app}/svc.json"), version);
@@ -370,7 +370,7 @@ mod tests {
         let apps = fixture.layout.apps();
         let id = "0123456789abcdef0123456789abcdef";
         fs::rename(apps.join("notes"), apps.join(format!(".notes.{id}.old"))).unwrap();
-        fixture.write_own(&format!(".notes.{id}.new/svc.json"), "half");
+        fixture.write_owner_file(&format!(".notes.{id}.new/svc.json"), "half");
         install(&fixture.layout).unwrap();
         assert_eq!(fixture.read("notes/svc.json").as_deref(), Some("1"));
         let remaining: Vec<_> =
@@ -382,8 +382,8 @@ mod tests {
     fn install_keeps_folders_named_like_leftovers() {
         let fixture = Fixture::new();
         fixture.bundle("notes/svc.json", "1");
-        for own in [".notes.2026.old/draft.txt", ".gone.mine.old/svc.json", ".notes.a.new/x"] {
-            fixture.write_own(own, "mine");
+        for file in [".notes.2026.old/draft.txt", ".gone.mine.old/svc.json", ".notes.a.new/x"] {
+            fixture.write_owner_file(file, "mine");
         }
         install(&fixture.layout).unwrap();
         assert_eq!(fixture.read(".notes.2026.old/draft.txt").as_deref(), Some("mine"));

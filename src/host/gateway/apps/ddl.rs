@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn plan_skips_index_whose_name_a_renamed_table_keeps() {
+    fn plan_skips_index_name_taken_by_renamed_table() {
         let wanted = tables(&json!({ "t": { "columns": { "a": "text" }, "indexes": ["a"] } }));
         let mut renamed = existing(&[("a", "text")]);
         let table = renamed.tables.remove("t").unwrap();

@@ -96,8 +96,8 @@ mod tests {
         write_manifest(home.path(), "bad", "Not A Slug");
         write_manifest(home.path(), ".hidden", "hidden");
         fs::create_dir(home.path().join("apps/empty")).unwrap();
-        let found = scan(home.path()).unwrap();
-        let names: Vec<_> = found.iter().map(|f| (f.name.as_str(), f.manifest.is_ok())).collect();
+        let folders = scan(home.path()).unwrap();
+        let names: Vec<_> = folders.iter().map(|f| (f.name.as_str(), f.manifest.is_ok())).collect();
         assert_eq!(names, [("bad", false), ("good", true)]);
     }
 
@@ -114,16 +114,16 @@ mod tests {
         mkfifo(&apps.join("fifo/svc.json"), Mode::S_IRWXU).unwrap();
         symlink("../good/svc.json", apps.join("link/svc.json")).unwrap();
         fs::write(apps.join("large/svc.json"), vec![b' '; 300 * 1024]).unwrap();
-        let found = scan(home.path()).unwrap();
+        let folders = scan(home.path()).unwrap();
         let error = |name: &str| {
-            let folder = found.iter().find(|folder| folder.name == name).unwrap();
+            let folder = folders.iter().find(|folder| folder.name == name).unwrap();
             folder.manifest.as_ref().unwrap_err().clone()
         };
         assert!(error("linked").contains("symbolic link"), "{}", error("linked"));
         assert!(error("link").contains("symbolic link"), "{}", error("link"));
         assert!(error("fifo").contains("not a regular file"), "{}", error("fifo"));
         assert!(error("large").contains("larger than 262144 bytes"), "{}", error("large"));
-        assert_eq!(found.iter().filter(|folder| folder.manifest.is_ok()).count(), 1);
+        assert_eq!(folders.iter().filter(|folder| folder.manifest.is_ok()).count(), 1);
     }
 
     #[test]
@@ -133,8 +133,8 @@ mod tests {
         write_manifest(home.path(), "copy-of-one", "one");
         write_manifest(home.path(), "a", "same");
         write_manifest(home.path(), "b", "same");
-        let found = scan(home.path()).unwrap();
-        let good: Vec<_> = found.iter().filter(|f| f.manifest.is_ok()).map(|f| f.name.as_str()).collect();
+        let folders = scan(home.path()).unwrap();
+        let good: Vec<_> = folders.iter().filter(|f| f.manifest.is_ok()).map(|f| f.name.as_str()).collect();
         assert_eq!(good, ["one"]);
     }
 }

@@ -80,6 +80,6 @@ mod tests {
         watcher.update_watches(apps.path());
         std::fs::write(folder.join("svc.json"), "{}").unwrap();
         let changed = tokio::time::timeout(Duration::from_secs(10), watcher.wait_for_change()).await;
-        assert!(changed.is_ok(), "the new file is not noticed");
+        assert!(changed.is_ok(), "the new file was not detected");
     }
 }

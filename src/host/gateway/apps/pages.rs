@@ -103,8 +103,8 @@ async fn find_page(files: &Arc<AppFiles>, principal: &Principal, uri: &Uri) -> R
     let not_found = || Problem::new(Code::NotFound, "There is no such page.");
     let app_path = uri.path().strip_prefix("/apps/").unwrap_or_default();
     let (slug, path) = app_path.split_once('/').map_or((app_path, None), |(slug, path)| (slug, Some(path)));
-    if let Principal::App { slug: own } = principal
-        && own != slug
+    if let Principal::App { slug: own_slug } = principal
+        && own_slug != slug
     {
         return Err(Problem::new(Code::Forbidden, "An app may load only its own pages."));
     }

@@ -276,7 +276,7 @@ pub async fn measure_periodically(quotas: Arc<Quotas>, database: Arc<Database>, 
         if is_requested || quotas.is_due() {
             let started = Instant::now();
             if let Err(error) = quotas.measure(&database).await {
-                tracing::debug!(error = %format_chain(&error), "measuring app sizes failed; retrying");
+                tracing::debug!(error = %format_chain(&error), "cannot measure app sizes; retrying");
                 wait = RETRY_DELAY;
             }
             earliest = Instant::now() + min_delay(started.elapsed());

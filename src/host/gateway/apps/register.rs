@@ -71,7 +71,7 @@ pub async fn register(
     database::lock_schemas(&transaction).await?;
     // While a statement waits for a lock on a table, the app's own statements on that table wait behind it. The
     // registration is retried until the lock is available, so each wait can be short. PostgreSQL cancels an autovacuum
-    // that holds the lock only after `deadlock_timeout`, by default 1 s.
+    // that holds the lock only after `deadlock_timeout` (1 s by default), so that must be shorter than the wait.
     transaction
         .batch_execute("SET LOCAL deadlock_timeout = '50ms'; SET LOCAL lock_timeout = '200ms'")
         .await?;
@@ -133,8 +133,8 @@ async fn grant_schema_usage(
     transaction.batch_execute(row.get(0)).await
 }
 
-/// Reads the schema's tables and indexes. Views and other relations are the owner's and are ignored, unless the manifest
-/// declares a table with the same name.
+/// Reads the schema's tables and indexes. Views and other relations are the owner's and are ignored, unless the
+/// manifest declares a table with the same name.
 async fn inspect_schema(
     transaction: &Transaction<'_>,
     schema: &SqlIdentifier,
@@ -186,7 +186,7 @@ async fn inspect_schema(
     Ok(existing)
 }
 
-/// Creates an index. If PostgreSQL rejects it for a reason for which there is a message, returns the message; the
+/// Creates an index. If PostgreSQL rejects it and there is a message for the reason, returns the message; the
 /// transaction can then continue.
 async fn try_create_index(
     transaction: &mut Transaction<'_>,
@@ -209,8 +209,9 @@ async fn try_create_index(
     }
 }
 
-/// Whether PostgreSQL cannot index a column: its type has no default operator class, its elements or fields cannot be
-/// compared (`json[]`), a value is too long for an index (`tsvector`), or the table is partitioned by another column.
+/// Whether the error means that PostgreSQL cannot index a column: its type has no default operator class, its elements
+/// or fields cannot be compared (`json[]`), a value is too long for an index (`tsvector`), or the table is partitioned
+/// by another column.
 fn is_type_rejection(state: &SqlState) -> bool {
     let states = [
         SqlState::UNDEFINED_OBJECT,

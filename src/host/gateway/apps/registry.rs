@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stored_error_is_listed_but_does_not_mean_installed() {
+    fn stored_error_is_listed_only_without_folder_error() {
         let error = |message: &str| AppError { slug: Some("notes".to_owned()), message: message.to_owned() };
         let messages = |snapshot: &AppsSnapshot| -> Vec<String> {
             snapshot.errors().map(|(_, error)| error.message.clone()).collect()

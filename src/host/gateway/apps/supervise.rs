@@ -31,8 +31,8 @@ use svc_http::problem::format_chain;
 use svc_machine::epoch::Epoch;
 
 const RESCAN_INTERVAL: Duration = Duration::from_secs(30);
-/// Minimum time between a load of all apps and the next one that a rejected login causes. A load may not fix the login;
-/// without this limit, each request would start another load.
+/// Minimum time between a load of all apps and the next one that a rejected login causes. If a load does not fix the
+/// login, each request would otherwise start another load.
 const MIN_RELOAD_INTERVAL: Duration = Duration::from_secs(3);
 const RETRY_DELAYS: ExponentialBuilder = ExponentialBuilder::new()
     .with_min_delay(Duration::from_millis(200))
@@ -76,7 +76,7 @@ pub async fn supervise(context: SupervisorContext, stop: CancellationToken) {
                 RESCAN_INTERVAL
             }
             Err(error) => {
-                tracing::warn!(error = %format_chain(&error), "setting up the apps failed; retrying");
+                tracing::warn!(error = %format_chain(&error), "cannot set up the apps; retrying");
                 retry_delays.next().unwrap_or(RESCAN_INTERVAL)
             }
         };
@@ -104,8 +104,8 @@ async fn install_bundled(layout: Layout) {
     });
     match installed.await {
         Ok(Ok(skipped)) => skipped.iter().flatten().for_each(bundled::log_skipped),
-        Ok(Err(error)) => tracing::warn!(error = %format_chain(&error), "copying the bundled apps failed"),
-        Err(error) => tracing::warn!(%error, "copying the bundled apps failed"),
+        Ok(Err(error)) => tracing::warn!(error = %format_chain(&error), "cannot copy the bundled apps"),
+        Err(error) => tracing::warn!(%error, "cannot copy the bundled apps"),
     }
 }
 
@@ -148,7 +148,7 @@ impl From<tokio_postgres::Error> for RoundError {
 /// Stores the error with which the round ends, and logs the one that it replaces.
 fn replace_error(result: &mut Result<(), RoundError>, error: RoundError) {
     if let Err(replaced) = std::mem::replace(result, Err(error)) {
-        tracing::warn!(error = %format_chain(&replaced), "setting up an app failed; retrying");
+        tracing::warn!(error = %format_chain(&replaced), "cannot set up an app; retrying");
     }
 }
 
@@ -182,7 +182,7 @@ impl Supervisor {
             return Ok(());
         }
         if self.must_load {
-            // Also after a failed connection: otherwise, each rejected login would start a round at once.
+            // Set even if the connection fails: otherwise, each rejected login would start a round at once.
             self.next_reload_at = Instant::now() + MIN_RELOAD_INTERVAL;
         }
         let mut client = self.context.database.connect().await?;
@@ -201,7 +201,8 @@ impl Supervisor {
                         self.snapshot.folder_errors.extend(rejection.map(|error| (slug, error)));
                         self.note_outcome(manifest);
                     }
-                    // A locked table of one app does not delay the others; without a connection, all would fail.
+                    // If a table of this app is locked, the others can still be registered. Without a connection, all
+                    // would fail.
                     Err(error) => {
                         replace_error(&mut updated, error);
                         if client.is_closed() {

@@ -95,7 +95,7 @@ impl State {
         let text = match fsx::read_if_exists(file) {
             Ok(text) => text,
             Err(error) => {
-                // The error may be transient, so the stamp stays as it is, and the next check tries again.
+                // The error may be transient, so the stamp is not updated, and the next check tries again.
                 if !std::mem::replace(&mut self.is_unreadable, true) {
                     tracing::warn!(error = %format_chain(&error), "cannot read the proof keys; retrying");
                 }
@@ -137,9 +137,9 @@ mod tests {
         ProofKeys { keys: vec![ProofKey { kid: kid.into(), x: String::new() }] }
     }
 
-    fn current_kids(ring: &Keyring) -> String {
-        ring.state.lock().unwrap().checked_at = Instant::now().checked_sub(CHECK_INTERVAL);
-        kids(&ring.current().0).join(",")
+    fn current_kids(keyring: &Keyring) -> String {
+        keyring.state.lock().unwrap().checked_at = Instant::now().checked_sub(CHECK_INTERVAL);
+        kids(&keyring.current().0).join(",")
     }
 
     #[test]
@@ -148,37 +148,37 @@ mod tests {
         let layout = Layout::new(dir.path());
         let file = layout.proof_keys();
         std::fs::create_dir_all(layout.logs()).unwrap();
-        let ring = Keyring::new(keys("first"), layout.clone());
-        assert_eq!(current_kids(&ring), "first");
+        let keyring = Keyring::new(keys("first"), layout.clone());
+        assert_eq!(current_kids(&keyring), "first");
         svc_base::fsx::write_atomic(&file, &serde_json::to_vec(&keys("second")).unwrap(), 0o600).unwrap();
-        assert_eq!(current_kids(&ring), "second");
-        let generation = ring.current().1;
+        assert_eq!(current_kids(&keyring), "second");
+        let generation = keyring.current().1;
         for broken in [&b"{"[..], br#"{"keys":[]}"#] {
             svc_base::fsx::write_atomic(&file, broken, 0o600).unwrap();
-            assert_eq!(current_kids(&ring), "second");
+            assert_eq!(current_kids(&keyring), "second");
         }
-        assert_eq!(ring.current().1, generation);
+        assert_eq!(keyring.current().1, generation);
         std::fs::remove_file(&file).unwrap();
-        assert_eq!(current_kids(&ring), "second");
+        assert_eq!(current_kids(&keyring), "second");
         let noted = std::fs::read_to_string(layout.logs().join("activity.log")).unwrap();
         assert_eq!(noted.lines().count(), 1, "{noted}");
         assert!(noted.ends_with("the platform's proof keys are now second\n"), "{noted}");
     }
 
     #[test]
-    fn file_that_could_not_be_read_is_read_again() {
+    fn unreadable_file_is_read_again() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
-        // A directory can be found, but not read.
+        // A directory has metadata, but cannot be read as a file.
         std::fs::create_dir_all(layout.proof_keys()).unwrap();
         let file = layout.proof_keys();
-        let ring = Keyring::new(keys("first"), layout);
-        assert_eq!(current_kids(&ring), "first");
+        let keyring = Keyring::new(keys("first"), layout);
+        assert_eq!(current_kids(&keyring), "first");
         // Without a stamp, the file is read at the next check even if it has not changed.
-        assert_eq!(ring.state.lock().unwrap().last_stamp, None);
+        assert_eq!(keyring.state.lock().unwrap().last_stamp, None);
         std::fs::remove_dir(&file).unwrap();
         svc_base::fsx::write_atomic(&file, &serde_json::to_vec(&keys("second")).unwrap(), 0o600).unwrap();
-        assert_eq!(current_kids(&ring), "second");
-        assert!(!ring.state.lock().unwrap().is_unreadable);
+        assert_eq!(current_kids(&keyring), "second");
+        assert!(!keyring.state.lock().unwrap().is_unreadable);
     }
 }

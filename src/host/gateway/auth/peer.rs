@@ -27,7 +27,7 @@ pub enum Peer {
 /// Determines the trust class of local processes.
 pub struct PeerClassifier {
     gateway_uid: u32,
-    /// A directory that belongs to the owner's user, in a place that only root can change.
+    /// A directory that belongs to the owner's user, in a directory to which only root can write.
     owners_dir: PathBuf,
     proc: PathBuf,
 }

@@ -48,7 +48,7 @@ pub async fn execute_plan(
         // The request is not a transaction, so the limit on the responses of one does not apply.
         let budget = ResponseBudget::unlimited(changed);
         let responses = execute_transaction(pool, vec![plan], statement_timeout, &budget).await;
-        let mut responses = responses.map_err(|failed| *failed.problem)?;
+        let mut responses = responses.map_err(|error| *error.problem)?;
         return responses.pop().ok_or_else(|| refusal::bridge_defect("transaction without a response"));
     }
     let started = Instant::now();
@@ -127,10 +127,10 @@ async fn execute_transaction_with_lease(
     lease.begin();
     let prepared = match prepare_all(lease, plans).await {
         Ok(prepared) => prepared,
-        Err(failed) => {
+        Err(error) => {
             // No transaction was started.
             lease.settle();
-            return Err(failed);
+            return Err(error);
         }
     };
     let result = send_pipelined(lease, prepared, budget).await;

@@ -83,9 +83,9 @@ async fn handle_query(
         let result = execute::execute_transaction(&app.pool, plans, timeout, &budget).await;
         result
             .map(|responses| response::json_response(StatusCode::OK, BridgeResponse::combine(&responses)))
-            .map_err(|failed| match failed.index {
-                Some(index) => refusal::with_operation_index(*failed.problem, index),
-                None => *failed.problem,
+            .map_err(|error| match error.index {
+                Some(index) => refusal::with_operation_index(*error.problem, index),
+                None => *error.problem,
             })
     } else {
         let plan = plans.pop().ok_or_else(|| refusal::bridge_defect("request without a plan"))?;

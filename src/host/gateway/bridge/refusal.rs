@@ -96,8 +96,8 @@ pub fn missing_row() -> Problem {
 }
 
 /// Logs a failure that only a bug in the bridge can cause, and returns its problem.
-pub fn bridge_defect(what: &'static str) -> Problem {
-    tracing::error!("{what}");
+pub fn bridge_defect(message: &'static str) -> Problem {
+    tracing::error!("{message}");
     Problem::new(Code::Internal, "The failure is logged under this request id.")
 }
 
@@ -136,7 +136,11 @@ pub fn from_database_error(error: &tokio_postgres::Error, context: ErrorContext)
         return Problem::new(Code::Conflict, "An earlier operation of the transaction failed.");
     }
     BRIDGE_SQLSTATES.add_one([intern_label(code.code().get(..2).unwrap_or_default())]);
-    tracing::info!(sqlstate = code.code(), constraint = db_error.constraint(), "rejected by the database");
+    tracing::info!(
+        sqlstate = code.code(),
+        constraint = db_error.constraint(),
+        "the database rejected a statement"
+    );
     match code.code() {
         "23505" => conflict(db_error, "Another row has the same value in a unique column."),
         "23503" | "23001" => {

@@ -246,8 +246,8 @@ impl Executor<'_> {
         };
         let second = || self.query_rows(statement, &query.sql);
         if mode == ExecutionMode::InTransaction {
-            let (created, found) = try_join(first(), second()).await?;
-            return response(created)?.or(response(found)?).ok_or_else(refusal::concurrent_change);
+            let (created, existing) = try_join(first(), second()).await?;
+            return response(created)?.or(response(existing)?).ok_or_else(refusal::concurrent_change);
         }
         for _ in 0..MAX_UPSERT_ATTEMPTS {
             if let Some(response) = response(first().await?)? {

@@ -213,8 +213,8 @@ fn write_padded(number: i64, width: usize, out: &mut Vec<u8>) {
     out.extend_from_slice(&digits[start.min(digits.len() - width)..]);
 }
 
-/// Returns year, month and day of a number of days since 2000-01-01 in the proleptic Gregorian calendar, with a year 0.
-/// The years of the calculation begin on 1 March, so that a leap day is the last day of its year (Howard Hinnant,
+/// Converts a number of days since 2000-01-01 to a year, month and day of the proleptic Gregorian calendar, with a year
+/// 0. The years of the calculation begin on 1 March, so that a leap day is the last day of its year (Howard Hinnant,
 /// "chrono-Compatible Low-Level Date Algorithms").
 fn civil_date(days_since_2000: i64) -> (i64, i64, i64) {
     const DAYS_PER_ERA: i64 = 146_097;
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn timestamps_are_written_as_by_to_char() {
+    fn timestamps_match_postgres_to_char() {
         // The results of PostgreSQL 16's `to_char`.
         for (micros, expected) in [
             (0, "\"2000-01-01T00:00:00.000Z\""),
@@ -295,7 +295,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn timestamps_match_an_independent_calendar(millis in -62_135_596_800_000_i64..253_402_300_800_000) {
+        fn timestamps_match_independent_calendar(millis in -62_135_596_800_000_i64..253_402_300_800_000) {
             let expected = jiff::Timestamp::from_millisecond(millis).unwrap();
             let micros = (millis - 946_684_800_000) * 1000;
             let expected = format!("\"{expected:.3}\"");

@@ -52,7 +52,7 @@ pub struct CertificateManager {
     presented: PresentedChain,
     /// The content of the operator's file (`None` if it could not be read) and the host name that were checked last.
     checked_file: Option<(Option<Vec<u8>>, Option<String>)>,
-    attempts: RequestSchedule,
+    requests: RequestSchedule,
     error: Option<String>,
     last_verification: Option<Verification>,
     /// An issued chain that could not be stored yet.
@@ -61,7 +61,7 @@ pub struct CertificateManager {
 
 /// A verification of the presented chain against this machine's roots.
 struct Verification {
-    at: Instant,
+    verified_at: Instant,
     name: Option<String>,
     is_trusted: bool,
 }
@@ -98,7 +98,7 @@ impl CertificateManager {
         let self_signed = Chain::from_pem(identity.cert_pem.as_bytes())
             .context("cannot parse the self-signed certificate")?;
         let pin = identity.pin()?;
-        let attempts = RequestSchedule {
+        let requests = RequestSchedule {
             settings: None,
             delays: schedule::retry_delays(config.initial_backoff),
             retry_at: None,
@@ -113,7 +113,7 @@ impl CertificateManager {
                 directory: None,
             },
             checked_file: None,
-            attempts,
+            requests,
             error: None,
             last_verification: None,
             unstored_chain: None,
@@ -150,11 +150,11 @@ impl CertificateManager {
             self.check_file(&file, &settings);
         } else if let Some((name, acme)) = settings.host_name.clone().zip(settings.acme.clone()) {
             let json = settings_json(&settings);
-            if self.attempts.settings.as_ref() != Some(&json) {
-                self.attempts.settings = Some(json);
-                self.attempts.reset(self.config.initial_backoff);
+            if self.requests.settings.as_ref() != Some(&json) {
+                self.requests.settings = Some(json);
+                self.requests.reset(self.config.initial_backoff);
                 let machine = self.config.machine.unwrap_or_default().0;
-                self.attempts.retry_at = Some(schedule::first_request_time(Timestamp::now(), machine));
+                self.requests.retry_at = Some(schedule::first_request_time(Timestamp::now(), machine));
             }
             self.store_chain();
             self.request_if_due(&settings, &name, &acme).await;
@@ -200,13 +200,13 @@ impl CertificateManager {
         if are_settings_newer || last.host_name != settings.host_name {
             return;
         }
-        // Any other error is about the operator's file, which is checked again at once if it is still configured.
+        // Any other error concerns the operator's file, which is checked again at once if it is still configured.
         let is_request_pending = self.config.file.is_none() && last.next_attempt_at.is_some();
         self.error = last.error.filter(|_| is_request_pending);
-        let at: Option<Timestamp> = last.next_attempt_at.and_then(|at| at.parse().ok());
-        self.attempts.retry_at =
-            at.filter(|at| at.duration_since(Timestamp::now()) <= schedule::MAX_RETRY_DELAY);
-        self.attempts.settings = Some(settings_json(settings));
+        let retry_at: Option<Timestamp> = last.next_attempt_at.and_then(|time| time.parse().ok());
+        self.requests.retry_at =
+            retry_at.filter(|time| time.duration_since(Timestamp::now()) <= schedule::MAX_RETRY_DELAY);
+        self.requests.settings = Some(settings_json(settings));
     }
 
     fn present(&mut self, source: CertificateSource, chain: Chain) {
@@ -280,26 +280,26 @@ impl CertificateManager {
         }
         // Record the attempt first: a gateway that is killed during the request must not place another order at its
         // next start.
-        let delay = self.attempts.next_delay();
-        self.attempts.schedule_retry(delay);
+        let delay = self.requests.next_delay();
+        self.requests.schedule_retry(delay);
         self.publish_status(settings);
         match self.request(name, acme).await {
             Ok((chain, pem)) => {
                 tracing::info!(name, until = %chain.not_after(), "certificate issued");
                 self.present(CertificateSource::Acme, chain);
                 self.presented.directory = Some(acme.directory_url.clone());
-                self.attempts.reset(self.config.initial_backoff);
+                self.requests.reset(self.config.initial_backoff);
                 // Even if the new certificate is already due for renewal, the next order must wait.
-                let delay = self.attempts.next_delay();
-                self.attempts.schedule_retry(delay);
+                let delay = self.requests.next_delay();
+                self.requests.schedule_retry(delay);
                 self.error = None;
                 self.unstored_chain = Some(format!("{DIRECTORY_PREFIX}{}\n{pem}", acme.directory_url));
                 self.store_chain();
             }
             Err(error) => {
-                let at = self.attempts.schedule_retry(delay);
+                let retry_at = self.requests.schedule_retry(delay);
                 let reason = untrusted_text::truncate_printable(&error_chain(&error));
-                tracing::warn!(name, error = reason, next = %at, "certificate request failed; still presenting the previous certificate");
+                tracing::warn!(name, error = reason, next = %retry_at, "certificate request failed; still presenting the previous certificate");
                 self.error = Some(reason);
             }
         }
@@ -335,7 +335,7 @@ impl CertificateManager {
             matches_settings.then(|| schedule::renewal_time(chain.not_before(), chain.not_after(), machine));
         // A retry time after `latest` is ignored: the clock was ahead when the time was computed.
         let latest = Timestamp::now() + schedule::MAX_RETRY_DELAY;
-        renewal.max(self.attempts.retry_at.filter(|at| *at <= latest))
+        renewal.max(self.requests.retry_at.filter(|retry_at| *retry_at <= latest))
     }
 
     /// Requests a certificate and returns its checked chain and the PEM.
@@ -359,15 +359,15 @@ impl CertificateManager {
     fn publish_status(&mut self, settings: &CertificateSettings) {
         let name = settings.host_name.as_deref();
         let is_trusted = match &self.last_verification {
-            Some(last) if last.at.elapsed() < VERIFY_INTERVAL && last.name.as_deref() == name => {
+            Some(last) if last.verified_at.elapsed() < VERIFY_INTERVAL && last.name.as_deref() == name => {
                 last.is_trusted
             }
             _ => {
                 let now = Timestamp::now();
                 let verified = name.map(|name| self.presented.chain.verify(&self.verifier, name, now));
                 let is_trusted = matches!(verified, Some(Ok(())));
-                let (at, name) = (Instant::now(), name.map(str::to_owned));
-                self.last_verification = Some(Verification { at, name, is_trusted });
+                let (verified_at, name) = (Instant::now(), name.map(str::to_owned));
+                self.last_verification = Some(Verification { verified_at, name, is_trusted });
                 is_trusted
             }
         };
@@ -405,9 +405,9 @@ impl RequestSchedule {
 
     /// Schedules the next attempt after this delay.
     fn schedule_retry(&mut self, delay: SignedDuration) -> Timestamp {
-        let at = Timestamp::now() + delay;
-        self.retry_at = Some(at);
-        at
+        let retry_at = Timestamp::now() + delay;
+        self.retry_at = Some(retry_at);
+        retry_at
     }
 }
 
@@ -449,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn start_ignores_stored_chain_for_a_different_key() {
+    fn start_ignores_stored_chain_for_different_key() {
         let root = tempfile::tempdir().unwrap();
         let layout = Layout::new(root.path());
         let source_after_start = |stored_pem: &str, identity: Identity| {
@@ -464,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn start_restores_only_the_error_of_a_pending_request() {
+    fn start_restores_error_only_of_pending_request() {
         let root = tempfile::tempdir().unwrap();
         let layout = Layout::new(root.path());
         let now = Timestamp::now();

@@ -22,7 +22,7 @@ pub fn renewal_time(not_before: Timestamp, not_after: Timestamp, machine: Uuid) 
     let lifetime = not_after.duration_since(not_before);
     let margin = (lifetime / 3).min(RENEW_BEFORE);
     let max_spread = margin.as_millis() / 10;
-    // The end of a UUIDv7 is random.
+    // The last bits of a UUIDv7 are random.
     let share = i128::try_from(machine.as_u128() % 1000).unwrap_or(0);
     let spread = SignedDuration::from_millis(i64::try_from(max_spread * share / 1000).unwrap_or(0));
     not_after - margin - spread
@@ -33,8 +33,9 @@ pub fn renewal_time(not_before: Timestamp, not_after: Timestamp, machine: Uuid) 
 /// wait.
 pub fn first_request_time(now: Timestamp, machine: Uuid) -> Timestamp {
     let created = machine.get_timestamp().map(|time| time.to_unix().0);
-    let age = created
-        .and_then(|at| Some(now.duration_since(Timestamp::from_second(i64::try_from(at).ok()?).ok()?)));
+    let age = created.and_then(|seconds| {
+        Some(now.duration_since(Timestamp::from_second(i64::try_from(seconds).ok()?).ok()?))
+    });
     if age.is_none_or(|age| age < NEW_MACHINE_AGE) {
         return now;
     }
@@ -66,8 +67,8 @@ mod tests {
         let from: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
         let days_before_end = |lifetime_days: i64, machine: u128| {
             let until = from + SignedDuration::from_hours(24 * lifetime_days);
-            let at = renewal_time(from, until, Uuid::from_u128(machine));
-            until.duration_since(at).as_secs_f64() / 86_400.0
+            let renewal = renewal_time(from, until, Uuid::from_u128(machine));
+            until.duration_since(renewal).as_secs_f64() / 86_400.0
         };
         assert!((days_before_end(90, 1000) - 30.0).abs() < 0.001);
         assert!((days_before_end(398, 1000) - 30.0).abs() < 0.001);

@@ -96,7 +96,7 @@ async fn end_connection(pool: Arc<Pool>, connection: Arc<Connection>) {
         });
         match ended.await {
             Ok(Ok(())) => {}
-            Ok(Err(_)) | Err(_) => tracing::warn!("ending an abandoned connection failed; retrying"),
+            Ok(Err(_)) | Err(_) => tracing::warn!("cannot end an abandoned connection; retrying"),
         }
         tokio::time::sleep(CANCEL_RETRY_INTERVAL).await;
         if connection.client.is_closed() {

@@ -64,9 +64,9 @@ mod tests {
 
     use super::*;
 
-    /// Checks every interleaving of a transaction and a concurrent statement, which never runs within the transaction.
+    /// Checks every interleaving of a transaction with a concurrent statement.
     #[test]
-    fn no_statement_enters_a_transaction() {
+    fn statement_never_enters_transaction() {
         loom::model(|| {
             let occupancy = Arc::new(Occupancy::used_by_opener());
             let is_in_transaction = Arc::new(AtomicBool::new(false));

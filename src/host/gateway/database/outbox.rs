@@ -20,9 +20,10 @@ pub const NOTIFY_CHANNEL: &str = "svc_changes";
 /// An event's position is its transaction id. If a statement changes more than 1000 rows, NULL is stored instead of
 /// their ids, and clients must reload the table.
 ///
-/// The functions run with the gateway's privileges in the writer's session: with the writer's `search_path`, the writer
-/// could substitute its own operators. `at` is the time of the write, not the start of its transaction, because the
-/// cleanup deletes by it. The functions set `at`, so that the default in existing tables needs no change.
+/// The functions run with the gateway's privileges in the writer's session, so they set their own `search_path`: with
+/// the writer's, the writer could substitute its own operators. `at` is the time of the write, not the start of its
+/// transaction, because the cleanup deletes by age. The functions set `at`, so that the default in existing tables
+/// needs no change.
 pub const SCHEMA_SQL: &str = "
     CREATE TABLE IF NOT EXISTS svc.watched (
         schema_name text PRIMARY KEY,
@@ -69,7 +70,8 @@ pub const SCHEMA_SQL: &str = "
 ";
 
 /// Selects the statements that create a schema's missing triggers. A table without the built-in `id` is not an app's. A
-/// statement fires only the triggers of the table that it names: a partitioned table's, or a partition's.
+/// statement fires only the triggers of the table that it names, so a partitioned table and each of its partitions need
+/// their own.
 const CREATE_TRIGGER_STATEMENTS: &str = "
     SELECT format('CREATE TRIGGER %I AFTER %s ON %I.%I %s FOR EACH STATEMENT EXECUTE FUNCTION svc.%I()',
                   k.name, k.event, n.nspname, c.relname, k.referencing, k.function)
@@ -208,8 +210,8 @@ pub async fn clean_up(
     schemas_with_listeners: &[String],
 ) -> Result<(), DatabaseError> {
     // A transaction may write long after it got its id, so old events can have higher ids than recent ones. Only the
-    // events below the first recent one are deleted for their age. An event from the far future is not recent: the clock
-    // was ahead when it was written.
+    // events below the first recent one are deleted by age. An event from the far future is not recent: the clock was
+    // ahead when it was written.
     client
         .execute(
             "WITH cutoff AS (

@@ -19,7 +19,7 @@ use svc_base::metrics::BRIDGE_WAITS;
 
 /// Maximum connections per app.
 const MAX_CONNECTIONS: usize = 16;
-/// Maximum statements in flight per connection, at the maximum number of connections.
+/// Maximum statements in flight per connection while [`MAX_CONNECTIONS`] are open.
 const MAX_PIPELINED: usize = 8;
 const LEASE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval at which a waiting request tries again to open a connection. When another app returns a permit, this app's
@@ -246,8 +246,8 @@ impl Pool {
                 state.opening += 1;
                 return Selection::OpenFirst;
             }
-            // The permit is acquired under the lock. A request that gets none was never counted in `opening`, so it
-            // wakes no other request, which would also get none and wake this one.
+            // The permit is acquired under the lock, so a request that gets none is never counted in `opening` and
+            // wakes no other request. Otherwise, two requests without a permit would keep waking each other.
             if now >= state.reopen_at_ms
                 && let Some(permit) = self.budget.try_acquire()
             {
@@ -286,7 +286,7 @@ impl Pool {
         match self.connect_with_permit(permit).await {
             Ok(connection) => Some(connection),
             Err(error) => {
-                tracing::debug!(error = %svc_http::problem::format_chain(&error), "opening another connection failed");
+                tracing::debug!(error = %svc_http::problem::format_chain(&error), "cannot open another connection");
                 // The guard wakes the waiting requests, which must not all try at once.
                 self.lock().reopen_at_ms = now_ms() + REOPEN_DELAY_MS;
                 None

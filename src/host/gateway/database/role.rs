@@ -22,9 +22,9 @@ pub fn generate_password() -> Result<SecretString, ring::error::Unspecified> {
 }
 
 /// Creates the role if it is missing, and enables its login with `password`, because a restore creates the role without
-/// login. A temporary role, which a drill or the side database has created, becomes permanent. Errors in the role's
-/// sessions are not written to the server's log, because their text contains row values; the gateway logs them without
-/// that text.
+/// login. A temporary role, created for a drill or the side database, becomes permanent. Errors in the role's sessions
+/// are not written to the server's log, because their text contains row values; the gateway logs them without that
+/// text.
 ///
 /// # Errors
 /// The database is unreachable or rejects a statement.

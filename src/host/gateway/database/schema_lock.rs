@@ -7,8 +7,8 @@ use tokio_postgres::{Error, Transaction};
 /// would block every later statement on its table, and all other changes to schemas.
 ///
 /// # Errors
-/// The database is unreachable, or another transaction, of this or another gateway process, holds the lock for longer
-/// than that.
+/// The database is unreachable, or another transaction, of this or another gateway process, holds the lock for more
+/// than two seconds.
 pub async fn lock_schemas(transaction: &Transaction<'_>) -> Result<(), Error> {
     transaction
         .batch_execute("SET LOCAL lock_timeout = '2s'; SELECT pg_advisory_xact_lock(hashtext('svc-gateway'))")

@@ -1,7 +1,7 @@
 //! `/api/files`: the state of the file backup, the history of the owner's files, and restores from it.
 //!
-//! `history.sock` serves requests to the file history, each in a separate process. A request for a restore
-//! becomes a file that a unit consumes.
+//! Requests to the file history are proxied to `history.sock`, where a separate process serves each. A request for a
+//! restore becomes a file that a unit consumes.
 
 use std::convert::Infallible;
 use std::sync::Arc;

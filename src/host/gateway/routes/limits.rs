@@ -1,4 +1,4 @@
-//! `/api/limits`: the cost limits and their use; the owner can change the limits.
+//! `/api/limits`: the cost limits and the current spending; the owner can change the limits.
 
 use std::sync::{Arc, PoisonError};
 
@@ -235,7 +235,7 @@ pub static SHOW_LIMITS: Endpoint = Endpoint {
         id: "showLimits",
         method: Method::GET,
         path: "/api/limits",
-        summary: "The daily and monthly cost limits of a user, and their use. 0 means no limit.",
+        summary: "A user's daily and monthly cost limits and current spending. 0 means no limit.",
         credentials: READERS,
         parameters: &[Parameter {
             name: "userId",

@@ -73,17 +73,18 @@ impl RecordFilter {
     }
 
     fn evaluate(&self, entry: &Map<String, Value>) -> Verdict {
-        let at = entry.get("timestamp").and_then(Value::as_str).and_then(|at| at.parse::<Timestamp>().ok());
-        if let (Some(at), Some(since)) = (at, self.since)
-            && at < since
+        let time =
+            entry.get("timestamp").and_then(Value::as_str).and_then(|text| text.parse::<Timestamp>().ok());
+        if let (Some(time), Some(since)) = (time, self.since)
+            && time < since
         {
             let are_older_lines_out_of_range =
-                since.checked_sub(MAX_DISORDER_HOURS.hours()).is_ok_and(|limit| at < limit);
+                since.checked_sub(MAX_DISORDER_HOURS.hours()).is_ok_and(|limit| time < limit);
             return if are_older_lines_out_of_range { Verdict::Stop } else { Verdict::Skip };
         }
-        let is_before_end = self.until.is_none_or(|until| at.is_some_and(|at| at < until));
+        let is_before_end = self.until.is_none_or(|until| time.is_some_and(|time| time < until));
         let text = |name: &str| entry.get(name).and_then(Value::as_str);
-        // A gap stands for dropped lines, some of which may have matched.
+        // A gap replaces dropped lines, some of which may have matched.
         let is_gap = entry.contains_key("gap");
         // An ambiguous audit entry lists all agents that may have made the change.
         let is_ambiguous = entry.get("ambiguous") == Some(&Value::Bool(true));
@@ -113,9 +114,9 @@ fn parse_line(view: &RecordView, line: &str) -> Option<Map<String, Value>> {
             _ => None,
         };
     }
-    let (at, text) = line.split_once(' ')?;
-    at.parse::<Timestamp>().ok()?;
-    Some(Map::from_iter([("timestamp".to_owned(), at.into()), ("text".to_owned(), text.into())]))
+    let (timestamp, text) = line.split_once(' ')?;
+    timestamp.parse::<Timestamp>().ok()?;
+    Some(Map::from_iter([("timestamp".to_owned(), timestamp.into()), ("text".to_owned(), text.into())]))
 }
 
 /// Returns a page from a record.
@@ -324,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn filter_matches_each_agent_of_an_ambiguous_entry() {
+    fn filter_matches_each_agent_of_ambiguous_entry() {
         let entry = |is_ambiguous: bool| {
             json!({"timestamp": "2026-11-22T10:00:00.000Z", "op": "write", "path": "a", "agentName": "bob, alice",
                 "ambiguous": is_ambiguous})

@@ -28,7 +28,7 @@ fn to_value_round_trips() {
 }
 
 #[test]
-fn equals_in_any_order_ignores_only_the_order() {
+fn equals_in_any_order_ignores_only_order() {
     let declared = Manifest::from_value(&notes()).unwrap();
     let mut value = notes();
     value["storage"]["tables"]["notes"]["columns"] =

@@ -238,7 +238,7 @@ impl ChangeFeed {
                 continue;
             }
             if let Err(error) = self.poll_head(database, &mut listener).await {
-                tracing::debug!(error = %format_chain(&error), "polling the change feed failed");
+                tracing::debug!(error = %format_chain(&error), "cannot poll the change feed");
             }
         }
     }
@@ -283,7 +283,7 @@ impl ChangeFeed {
             outbox::clean_up(&mut client, retention, &followed).await
         });
         if let Err(error) = clean_up.await.unwrap_or(Err(DatabaseError::Timeout)) {
-            tracing::warn!(error = %format_chain(&error), "outbox cleanup failed");
+            tracing::warn!(error = %format_chain(&error), "cannot clean up the outbox");
         }
     }
 }

@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn concurrent_reads_of_one_range_are_made_once() {
+    async fn concurrent_reads_of_one_range_share_one_query() {
         let (shared, schemas, reads) = (SharedReads::default(), ["app_a".to_owned()], AtomicUsize::new(0));
         let read = async || {
             reads.fetch_add(1, Ordering::Relaxed);

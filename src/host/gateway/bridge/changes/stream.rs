@@ -148,7 +148,7 @@ impl ChangeListener {
         };
         let started = listener.start(last_event_id).await;
         started.map_err(|error| {
-            tracing::warn!(error = %format_chain(&error), "opening a change stream failed");
+            tracing::warn!(error = %format_chain(&error), "cannot open a change stream");
             refusal::database_unavailable()
         })??;
         let id = listener.event_id();
@@ -238,7 +238,7 @@ impl ChangeListener {
                         return None;
                     }
                     Err(error) => {
-                        tracing::debug!(error = %format_chain(&error), "reading changes failed; ending the stream");
+                        tracing::debug!(error = %format_chain(&error), "cannot read changes; ending the stream");
                         return None;
                     }
                 }

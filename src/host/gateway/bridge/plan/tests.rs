@@ -217,7 +217,7 @@ fn check_names_and_numbers(text: &str, table: &Table) -> Result<(), String> {
 
 /// The digit sequences in a text that are not placeholders.
 fn numbers_outside_placeholders(text: &str) -> Vec<String> {
-    let mut found = Vec::new();
+    let mut numbers = Vec::new();
     let mut previous = ' ';
     let mut chars = text.chars().peekable();
     while let Some(c) = chars.next() {
@@ -226,13 +226,13 @@ fn numbers_outside_placeholders(text: &str) -> Vec<String> {
             while let Some(d) = chars.next_if(char::is_ascii_digit) {
                 run.push(d);
             }
-            found.push(run);
+            numbers.push(run);
         } else if c == '$' {
             while chars.next_if(char::is_ascii_digit).is_some() {}
         }
         previous = c;
     }
-    found
+    numbers
 }
 
 /// Arbitrary JSON in which the names and values of requests are more frequent than by chance.

@@ -297,8 +297,8 @@ impl<'t> TablePlanner<'_, 't> {
             let mut reject = |message: &str| {
                 errors.push(field_error(format!("{pointer}/{}", escape_segment(name)), message));
             };
-            let found = self.table.columns.iter().position(|column| column.name.as_str() == name);
-            let Some(index) = found else {
+            let position = self.table.columns.iter().position(|column| column.name.as_str() == name);
+            let Some(index) = position else {
                 reject("is not a column of this table");
                 continue;
             };
