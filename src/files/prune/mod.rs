@@ -246,12 +246,14 @@ async fn rewrite_packs(
     let packs = index.iter().flat_map(|(_, file)| &file.packs);
     let packs: Vec<&IndexedPack> = packs.filter(|pack| plan.rewritten.contains_key(&pack.id)).collect();
     let budget = &Semaphore::new(MAX_PACK_BYTES as usize);
-    let reads = stream::iter(packs).map(|pack| async move {
-        let (bytes, permit) = read_blobs(repository, pack.id, &pack.blobs, budget).await;
-        (pack, bytes, permit)
+    let packs = &packs;
+    let reads = stream::iter(0..packs.len()).map(|number| async move {
+        let (bytes, permit) = read_blobs(repository, packs[number].id, &packs[number].blobs, budget).await;
+        (number, bytes, permit)
     });
     let mut reads = reads.buffered(MAX_CONCURRENT_REQUESTS);
-    while let Some((pack, bytes, _permit)) = reads.next().await {
+    while let Some((number, bytes, _permit)) = reads.next().await {
+        let pack = packs[number];
         let bytes = match bytes {
             Ok(bytes) => bytes,
             Err(FilesError::Store(StoreError::NotFound { .. })) => {
