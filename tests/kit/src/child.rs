@@ -75,7 +75,7 @@ pub fn run(mut command: Command, timeout: Duration) -> Result<String> {
         .stdin(Stdio::null())
         .stdout(stdout.try_clone()?)
         .stderr(stderr.try_clone()?)
-        // So that the programs that it has started can be killed, too.
+        // With its own process group, the programs that the command has started can be killed, too.
         .process_group(0)
         .spawn()
         .with_context(|| format!("cannot start {program}"))?;
@@ -144,7 +144,7 @@ while [ $tries -lt 30 ]; do
   sleep 0.1; tries=$((tries + 1))
 done
 for c in $children; do kill -s KILL -- "${c#*:}" 2>/dev/null; done
-# First, because a directory to remove may contain a mount.
+# Unmount first, because a directory to be removed may contain a mount.
 for entry in "$@"; do case $entry in m*) umount -l "${entry#m}" 2>/dev/null ;; esac; done
 for entry in "$@"; do case $entry in d*) rm -rf -- "${entry#d}" ;; esac; done
 "#;
@@ -204,7 +204,7 @@ mod tests {
             let error = run(shell, Duration::from_millis(ms)).expect_err("a timeout is an error").to_string();
             error.lines().find_map(|line| line.parse::<u32>().ok())
         });
-        let grandchild = grandchild.expect("the shell prints its child");
+        let grandchild = grandchild.expect("the shell prints its child's pid");
         let deadline = Instant::now() + Duration::from_secs(20);
         while is_running(grandchild) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(10));
@@ -232,7 +232,7 @@ mod tests {
         let dir = tempfile::tempdir().expect("the directory is created");
         let registered_dir = dir.path().join("with space");
         std::fs::create_dir(&registered_dir).expect("the directory is created");
-        let mut victim = Command::new(std::env::current_exe().expect("the test knows its own path"))
+        let mut victim = Command::new(std::env::current_exe().expect("the test executable has a path"))
             .args(["--ignored", "--exact", "--nocapture", "child::tests::victim"])
             .env("KIT_VICTIM_DIR", &registered_dir)
             .stdout(Stdio::piped())
@@ -243,7 +243,7 @@ mod tests {
             .lines()
             .map_while(Result::ok)
             .find_map(|line| line.split("child ").nth(1).and_then(|pid| pid.trim().parse::<u32>().ok()))
-            .expect("the victim prints its child");
+            .expect("the victim prints its child's pid");
         assert!(is_running(grandchild));
 
         victim.kill().expect("the victim can be killed");

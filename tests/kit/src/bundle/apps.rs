@@ -80,10 +80,10 @@ pub fn check_placeholders(dir: &Path) -> Result<()> {
                 continue;
             }
             let content = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
-            let found = encodings.iter().find(|(_, encoding)| contains(&content, encoding));
-            let host = found.map(|(host, _)| *host).unwrap_or_default();
+            let placeholder = encodings.iter().find(|(_, encoding)| contains(&content, encoding));
+            let host = placeholder.map(|(host, _)| *host).unwrap_or_default();
             ensure!(
-                found.is_none(),
+                placeholder.is_none(),
                 "{} contains the placeholder identity provider {host}: set {KEY_VAR} to your identity provider's key",
                 path.display()
             );
