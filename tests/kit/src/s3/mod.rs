@@ -108,14 +108,14 @@ impl S3Server {
         service.set_route(sts::Sts(Arc::clone(&sessions)));
         let http = Arc::new(HttpLayer {
             backend: match &upstream {
-                None => Backend::Own(service.build()),
+                None => Backend::Kit(service.build()),
                 Some(upstream) => Backend::Upstream(Arc::clone(upstream)),
             },
             faults: fault::Faults::default(),
             log: Mutex::default(),
         });
-        let serving = Arc::clone(&http);
-        let listener = ReopenableListener::open(move |stream| Arc::clone(&serving).serve(stream))?;
+        let handler = Arc::clone(&http);
+        let listener = ReopenableListener::open(move |stream| Arc::clone(&handler).serve(stream))?;
         Ok(Self { listener, http, store, sessions, secret_key, upstream, _blobs: blobs })
     }
 
@@ -164,7 +164,7 @@ impl S3Server {
         self.sessions.set_lifetime(lifetime);
     }
 
-    /// All sessions ever issued.
+    /// All sessions issued so far, including expired and revoked ones.
     pub fn sessions(&self) -> Vec<SessionInfo> {
         self.sessions.all()
     }

@@ -242,7 +242,10 @@ impl Service {
         };
         let is_hidden = request.extensions.get::<HideMissing>().is_some();
         self.store.with_bucket(bucket, get)?.ok_or_else(|| match is_hidden {
-            true => s3_error!(AccessDenied, "the session may not learn whether the object exists"),
+            true => s3_error!(
+                AccessDenied,
+                "the session may not list the bucket, so a missing object is reported as forbidden"
+            ),
             false => s3_error!(NoSuchKey),
         })
     }

@@ -12,7 +12,7 @@ use super::stack::{HANDLE, Stack, eventually};
 
 /// Path relative to `/home/svc`, content and mode. The first file is outside the directory that the watcher watches.
 const SAVED_FILES: [(&str, &str, u32); 3] = [
-    (".agent/login.json", "{\"token\":\"of the owner\"}", 0o600),
+    (".agent/login.json", "{\"token\":\"owner-token\"}", 0o600),
     ("home/projects/plan.md", "version 2", 0o640),
     ("home/projects/new/deep/er.txt", "", 0o644),
 ];

@@ -305,7 +305,7 @@ impl Stack {
         }
     }
 
-    /// Stops the platform gracefully, then the servers. All other services end on drop.
+    /// Stops the platform gracefully, then the servers. All other services stop on drop.
     pub async fn stop(self) {
         let Self { platform, provider, .. } = self;
         if let Err(error) = platform.stop().await {

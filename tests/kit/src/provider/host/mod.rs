@@ -138,7 +138,7 @@ impl Hosts {
 
     pub(super) fn machine(&self, name: &str) -> Result<Arc<ProcessHost>> {
         let machines = self.machines.lock().unwrap_or_else(PoisonError::into_inner);
-        machines.get(name).cloned().with_context(|| format!("no server {name} was ever created"))
+        machines.get(name).cloned().with_context(|| format!("no server named {name} has been created"))
     }
 
     pub(super) fn machines(&self) -> Vec<Arc<ProcessHost>> {
