@@ -42,8 +42,8 @@ pub enum AtExit {
 }
 
 /// Kills `pid` when this process ends. Call [`unregister`] as soon as the child has been waited for.
-pub fn kill_on_exit(pid: u32, how: AtExit) {
-    let signal = match how {
+pub fn kill_on_exit(pid: u32, at_exit: AtExit) {
+    let signal = match at_exit {
         AtExit::Kill => format!("KILL {pid}"),
         AtExit::KillGroup => format!("KILL -{pid}"),
         AtExit::Quit => format!("QUIT {pid}"),
@@ -66,8 +66,8 @@ pub(crate) fn unmount_on_exit(dir: &Path) {
     notify_reaper(&format!("m - {}\n", dir.display()));
 }
 
-/// Runs a command and returns its standard output. On failure or timeout, the error contains the command's output. After
-/// the timeout, the command and the programs that it has started are killed.
+/// Runs a command and returns its standard output. On failure or timeout, the error contains the command's output. On
+/// timeout, the command and the programs that it has started are killed.
 pub fn run(mut command: Command, timeout: Duration) -> Result<String> {
     let program = command.get_program().to_string_lossy().into_owned();
     let (mut stdout, mut stderr) = (tempfile::tempfile()?, tempfile::tempfile()?);

@@ -123,7 +123,7 @@ pub fn prepare_full_sources(chosen: &[RuntimeSource]) -> Result<Vec<RuntimeSourc
     Ok(sources)
 }
 
-/// Installs those of code-server's build dependencies that are missing.
+/// Installs code-server's missing build dependencies.
 fn install_build_packages() -> Result<()> {
     let missing: Vec<&str> = BUILD_PACKAGES.into_iter().filter(|name| !apt::is_installed(name)).collect();
     if missing.is_empty() {

@@ -39,7 +39,7 @@ pub enum Fault {
     TruncateBody(u64),
     /// One byte in the middle of the response body is changed.
     CorruptBody,
-    /// A read returns the content before the last write to the key. Has no effect with a third-party server.
+    /// A read returns the content that the key's last write replaced. Has no effect with a third-party server.
     StaleRead,
     /// The request is not executed; the connection is cut.
     Refuse,

@@ -17,7 +17,7 @@ pub(super) struct Service {
     pub(super) store: Arc<Store>,
 }
 
-/// Set on a request that must return the content before the last write.
+/// Set on a request that must return the content that the last write replaced.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StaleRead;
 

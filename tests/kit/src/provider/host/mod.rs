@@ -42,7 +42,7 @@ pub struct HostSettings {
     pub ready_timeout: Duration,
     /// Timeout for a service to exit after SIGTERM.
     pub stop_timeout: Duration,
-    /// How long registration is retried while the platform is unreachable.
+    /// Timeout for registration, which is retried while the platform is unreachable.
     pub register_timeout: Duration,
     /// Timeout for all other units.
     pub unit_timeout: Duration,
