@@ -94,8 +94,8 @@ pub fn check_placeholders(dir: &Path) -> Result<()> {
 
 /// Returns a host name in plain text, and the base64 prefix of every text that starts with it.
 fn encodings(host: &str) -> [(&str, Vec<u8>); 2] {
-    let whole = host.len() / 3 * 3;
-    [(host, host.as_bytes().to_vec()), (host, STANDARD.encode(&host[..whole]).into_bytes())]
+    let prefix_len = host.len() / 3 * 3;
+    [(host, host.as_bytes().to_vec()), (host, STANDARD.encode(&host[..prefix_len]).into_bytes())]
 }
 
 fn contains(content: &[u8], encoding: &[u8]) -> bool {
