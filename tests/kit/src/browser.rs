@@ -39,7 +39,7 @@ pub struct Options {
 pub async fn run(options: &Options) -> Result<()> {
     let out = fetch::target_dir().join("browser");
     fs::create_dir_all(&out)?;
-    let (chromium, tests) = (find_chromium()?, install_playwright()?);
+    let (chromium, test_dir) = (find_chromium()?, install_playwright()?);
     let (svc, bundle_dir, with_code_server) = (options.svc.clone(), out.join("bundle"), options.code_server);
     println!("browser: building apps, shell and bundle");
     let bundle = tokio::task::spawn_blocking(move || build(&svc, &bundle_dir, with_code_server)).await??;
@@ -48,7 +48,7 @@ pub async fn run(options: &Options) -> Result<()> {
     child::remove_on_exit(dir.path());
     println!("browser: starting platform, router, provider, store, database, identity provider");
     let (stack, _) = Stack::start(&options.svc, dir.path(), RouterTransport::Plain).await?;
-    let result = run_tests(&stack, &bundle, &chromium, &tests, &out, options).await;
+    let result = run_tests(&stack, &bundle, &chromium, &test_dir, &out, options).await;
     if result.is_err() {
         stack.print_logs();
     }
@@ -60,7 +60,7 @@ async fn run_tests(
     stack: &Stack,
     bundle: &Path,
     chromium: &Path,
-    tests: &Path,
+    test_dir: &Path,
     out: &Path,
     options: &Options,
 ) -> Result<()> {
@@ -76,7 +76,7 @@ async fn run_tests(
     } else {
         &["shell.test.mjs", "router.test.mjs", "files.test.mjs", "apps.test.mjs", "hostile.test.mjs"]
     };
-    node.args(files.iter().map(|file| tests.join(file)));
+    node.args(files.iter().map(|file| test_dir.join(file)));
     node.env("SVC_SERVICE_INFO", &info_file).env("SVC_CHROMIUM", chromium).env("SVC_SCREENSHOTS", out);
     let output = tokio::task::spawn_blocking(move || child::run(node, TESTS_TIMEOUT)).await?;
     match &output {
@@ -94,7 +94,7 @@ async fn run_tests(
 pub async fn run_in_terminal(stack: &Stack, command: &str) -> Result<()> {
     let out = fetch::target_dir().join("browser");
     fs::create_dir_all(&out)?;
-    let (chromium, tests) =
+    let (chromium, test_dir) =
         tokio::task::spawn_blocking(|| anyhow::Ok((find_chromium()?, install_playwright()?))).await??;
     let info = json!({
         "routerUrl": stack.router_url(),
@@ -106,7 +106,7 @@ pub async fn run_in_terminal(stack: &Stack, command: &str) -> Result<()> {
     let info_file = out.join("terminal.json");
     fs::write(&info_file, serde_json::to_vec_pretty(&info)?)?;
     let mut node = node_test_command();
-    node.arg(tests.join("terminal.test.mjs")).env("SVC_TERMINAL_COMMAND", command);
+    node.arg(test_dir.join("terminal.test.mjs")).env("SVC_TERMINAL_COMMAND", command);
     node.env("SVC_SERVICE_INFO", &info_file).env("SVC_CHROMIUM", chromium).env("SVC_SCREENSHOTS", out);
     tokio::task::spawn_blocking(move || child::run(node, TESTS_TIMEOUT)).await?.map(drop)
 }
@@ -137,7 +137,7 @@ fn find_chromium() -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Installs the packages in the lock file and returns the test folder.
+/// Installs the packages in the lock file and returns the directory with the tests.
 fn install_playwright() -> Result<PathBuf> {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("browser");
     let lock = fs::read_to_string(dir.join("package-lock.json"))?;

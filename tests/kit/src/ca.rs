@@ -95,13 +95,13 @@ mod tests {
             .with_safe_default_protocol_versions()?
             .with_root_certificates(roots)
             .with_no_client_auth();
-        let (near, far) = tokio::io::duplex(64 * 1024);
-        let serving = tokio::spawn(TlsAcceptor::from(Arc::new(server)).accept(far));
+        let (client_side, server_side) = tokio::io::duplex(64 * 1024);
+        let server_task = tokio::spawn(TlsAcceptor::from(Arc::new(server)).accept(server_side));
         let connected = TlsConnector::from(Arc::new(client))
-            .connect(ServerName::try_from(name.to_owned())?, near)
+            .connect(ServerName::try_from(name.to_owned())?, client_side)
             .await
             .is_ok();
-        serving.await?.ok();
+        server_task.await?.ok();
         Ok(connected)
     }
 

@@ -1,7 +1,7 @@
 //! Debian programs that check a machine's files: units, user-data, shell scripts.
 //!
-//! Relocatable programs are pinned and fetched into `target/tools`. systemd's tools are the machine's own; missing ones
-//! are installed if this user is permitted to do so.
+//! Relocatable programs are pinned and fetched into `target/tools`. systemd's tools are those of this machine; missing
+//! ones are installed if this user may install packages.
 
 use std::path::Path;
 use std::process::Command;

@@ -42,8 +42,8 @@ pub enum AtExit {
 }
 
 /// Kills `pid` when this process ends. Call [`unregister`] as soon as the child has been waited for.
-pub fn kill_on_exit(pid: u32, how: AtExit) {
-    let signal = match how {
+pub fn kill_on_exit(pid: u32, at_exit: AtExit) {
+    let signal = match at_exit {
         AtExit::Kill => format!("KILL {pid}"),
         AtExit::KillGroup => format!("KILL -{pid}"),
         AtExit::Quit => format!("QUIT {pid}"),
@@ -66,8 +66,8 @@ pub(crate) fn unmount_on_exit(dir: &Path) {
     notify_reaper(&format!("m - {}\n", dir.display()));
 }
 
-/// Runs a command and returns its standard output. On failure or timeout, the error contains the command's output. After
-/// the timeout, the command and the programs that it has started are killed.
+/// Runs a command and returns its standard output. On failure or timeout, the error contains the command's output. On
+/// timeout, the command and the programs that it has started are killed.
 pub fn run(mut command: Command, timeout: Duration) -> Result<String> {
     let program = command.get_program().to_string_lossy().into_owned();
     let (mut stdout, mut stderr) = (tempfile::tempfile()?, tempfile::tempfile()?);
@@ -75,7 +75,7 @@ pub fn run(mut command: Command, timeout: Duration) -> Result<String> {
         .stdin(Stdio::null())
         .stdout(stdout.try_clone()?)
         .stderr(stderr.try_clone()?)
-        // So that the programs that it has started can be killed, too.
+        // With its own process group, the programs that the command has started can be killed, too.
         .process_group(0)
         .spawn()
         .with_context(|| format!("cannot start {program}"))?;
@@ -144,7 +144,7 @@ while [ $tries -lt 30 ]; do
   sleep 0.1; tries=$((tries + 1))
 done
 for c in $children; do kill -s KILL -- "${c#*:}" 2>/dev/null; done
-# First, because a directory to remove may contain a mount.
+# Unmount first, because a directory to be removed may contain a mount.
 for entry in "$@"; do case $entry in m*) umount -l "${entry#m}" 2>/dev/null ;; esac; done
 for entry in "$@"; do case $entry in d*) rm -rf -- "${entry#d}" ;; esac; done
 "#;
@@ -204,7 +204,7 @@ mod tests {
             let error = run(shell, Duration::from_millis(ms)).expect_err("a timeout is an error").to_string();
             error.lines().find_map(|line| line.parse::<u32>().ok())
         });
-        let grandchild = grandchild.expect("the shell prints its child");
+        let grandchild = grandchild.expect("the shell prints its child's pid");
         let deadline = Instant::now() + Duration::from_secs(20);
         while is_running(grandchild) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(10));
@@ -232,7 +232,7 @@ mod tests {
         let dir = tempfile::tempdir().expect("the directory is created");
         let registered_dir = dir.path().join("with space");
         std::fs::create_dir(&registered_dir).expect("the directory is created");
-        let mut victim = Command::new(std::env::current_exe().expect("the test knows its own path"))
+        let mut victim = Command::new(std::env::current_exe().expect("the test executable has a path"))
             .args(["--ignored", "--exact", "--nocapture", "child::tests::victim"])
             .env("KIT_VICTIM_DIR", &registered_dir)
             .stdout(Stdio::piped())
@@ -243,7 +243,7 @@ mod tests {
             .lines()
             .map_while(Result::ok)
             .find_map(|line| line.split("child ").nth(1).and_then(|pid| pid.trim().parse::<u32>().ok()))
-            .expect("the victim prints its child");
+            .expect("the victim prints its child's pid");
         assert!(is_running(grandchild));
 
         victim.kill().expect("the victim can be killed");

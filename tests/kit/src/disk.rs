@@ -47,9 +47,9 @@ impl SmallDisk {
             return Ok(None);
         }
         fs::create_dir_all(&dir)?;
-        let before = tempfile::tempdir()?;
-        copy_content(&dir, before.path())?;
-        // Before the mount, so that a process that is killed during it leaves none behind.
+        let saved_content = tempfile::tempdir()?;
+        copy_content(&dir, saved_content.path())?;
+        // Registered before mounting, so that the mount is removed even if this process is killed in between.
         child::unmount_on_exit(&dir);
         let mut mount = Command::new("mount");
         mount.args(["-t", "tmpfs", "-o", &format!("size={mib}m"), "tmpfs"]).arg(&dir);
@@ -58,7 +58,7 @@ impl SmallDisk {
             return Ok(None);
         }
         let disk = Self { dir };
-        copy_content(before.path(), &disk.dir)?;
+        copy_content(saved_content.path(), &disk.dir)?;
         Ok(Some(disk))
     }
 
@@ -156,7 +156,7 @@ mod tests {
         let device = |path: &Path| fs::metadata(path).expect("the directory exists").dev();
         let is_mounted = || device(&disk_dir) != device(dir.path());
         let mut victim = OwnedChild::spawn(
-            Command::new(std::env::current_exe().expect("the test knows its own path"))
+            Command::new(std::env::current_exe().expect("the test executable has a path"))
                 .args(["--ignored", "--exact", "--nocapture", "disk::tests::victim"])
                 .env("KIT_VICTIM_DISK", &disk_dir)
                 .stdout(Stdio::piped()),

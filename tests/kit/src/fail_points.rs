@@ -1,6 +1,6 @@
-//! Recognizes an executable with fail points: the dev build has them, a release must not.
+//! Detects whether an executable was built with fail points. Development builds have them; releases must not.
 
-/// A part of a message of the `fail` library.
+/// Part of an error message in the `fail` crate.
 const MESSAGE: &[u8] = b"unable to configure failpoint";
 
 /// Returns whether this executable was built with fail points.

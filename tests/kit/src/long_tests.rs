@@ -133,10 +133,10 @@ mod tests {
 
     #[test]
     fn parse_sums_losses() {
-        let lost =
+        let loss =
             serde_json::to_string(&Figures { lost: 1, ..Figures::new("a") }).expect("figures serialize");
-        let none = serde_json::to_string(&Figures::new("b")).expect("figures serialize");
-        assert_eq!(Sums::parse(&format!("{lost}\n{none}")).expect("valid lines").lost, 1);
+        let no_loss = serde_json::to_string(&Figures::new("b")).expect("figures serialize");
+        assert_eq!(Sums::parse(&format!("{loss}\n{no_loss}")).expect("valid lines").lost, 1);
     }
 
     #[test]

@@ -26,8 +26,8 @@ const REQUIREMENTS: [&str; 9] = [
     "PyYAML==6.0.3",
 ];
 
-/// moto checks a condition and then writes, in several threads, so that two concurrent conditional puts may both
-/// succeed. S3 and R2 do not behave like this, so requests are served sequentially.
+/// moto serves requests in several threads and checks a condition before it writes, so two concurrent conditional puts
+/// could both succeed. S3 and R2 do not allow this; requests are therefore served sequentially.
 const SEQUENTIAL_SERVER: &str = "
 import sys, threading
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication as App

@@ -101,8 +101,8 @@ fn unpack(debs: &[Deb], into: &Path) -> Result<()> {
     child::run(get, TIMEOUT).context("cannot download the pinned Debian 12 packages with apt-get")?;
     for deb in debs {
         let file = find_deb(&dir.join("debs"), deb.name)?;
-        let found = fetch::sha256(&file)?;
-        ensure!(found == deb.sha256, "{} has SHA-256 {found}, expected {}", file.display(), deb.sha256);
+        let actual = fetch::sha256(&file)?;
+        ensure!(actual == deb.sha256, "{} has SHA-256 {actual}, expected {}", file.display(), deb.sha256);
         let mut extract = Command::new("dpkg-deb");
         extract.arg("-x").arg(&file).arg(into);
         child::run(extract, TIMEOUT)?;
@@ -114,7 +114,7 @@ fn find_deb(dir: &Path, package: &str) -> Result<PathBuf> {
     for entry in fs::read_dir(dir)? {
         let path = entry?.path();
         let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-        if name.split_once('_').is_some_and(|(found, _)| found == package) {
+        if name.split_once('_').is_some_and(|(prefix, _)| prefix == package) {
             return Ok(path);
         }
     }
@@ -130,8 +130,8 @@ pub fn fetch_npm_package(name: &str, version: &str, sha256: &str) -> Result<Path
         pack.args(["pack", "--silent", &format!("{name}@{version}")]).current_dir(download.path());
         child::run(pack, TIMEOUT).with_context(|| format!("cannot download {name} with npm"))?;
         let archive = download.path().join(format!("{name}-{version}.tgz"));
-        let found = fetch::sha256(&archive)?;
-        ensure!(found == sha256, "{} has SHA-256 {found}, expected {sha256}", archive.display());
+        let actual = fetch::sha256(&archive)?;
+        ensure!(actual == sha256, "{} has SHA-256 {actual}, expected {sha256}", archive.display());
         tar::Archive::new(flate2::read::GzDecoder::new(File::open(&archive)?)).unpack(dir)?;
         Ok(())
     })?;

@@ -34,8 +34,8 @@ pub fn check(program: &Command, text: &str, language: Language) -> QuoteReport {
     let checked = commands.len();
     let describe_error = |(arguments, quoting): (String, Quoting)| {
         let parsed = || if quoting == Quoting::Line { parse_error(program, &arguments) } else { None };
-        let why = find_error(program, &arguments, quoting).or_else(parsed)?;
-        Some(format!("`{} {arguments}`: {why}", program.get_name()))
+        let reason = find_error(program, &arguments, quoting).or_else(parsed)?;
+        Some(format!("`{} {arguments}`: {reason}", program.get_name()))
     };
     QuoteReport { checked, errors: commands.into_iter().filter_map(describe_error).collect() }
 }

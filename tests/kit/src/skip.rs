@@ -16,7 +16,7 @@ use std::io::Write;
 /// Environment variable that holds the path of the file listing the skipped tests.
 pub const SKIP_REPORT_VAR: &str = "SVC_SKIP_REPORT";
 
-/// Records that the current test skips its checks, or some of them, for this reason.
+/// Records that the current test skips all or some of its checks for this reason.
 ///
 /// # Panics
 /// Panics if the report cannot be written, because a skipped test must not pass silently.

@@ -55,7 +55,7 @@ impl FromStr for StoreKind {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let found = Self::ALL.into_iter().find(|kind| kind.name() == text);
-        found.ok_or_else(|| "must be kit, moto or seaweedfs".to_owned())
+        let kind = Self::ALL.into_iter().find(|kind| kind.name() == text);
+        kind.ok_or_else(|| "must be kit, moto or seaweedfs".to_owned())
     }
 }

@@ -80,10 +80,10 @@ pub fn check_placeholders(dir: &Path) -> Result<()> {
                 continue;
             }
             let content = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
-            let found = encodings.iter().find(|(_, encoding)| contains(&content, encoding));
-            let host = found.map(|(host, _)| *host).unwrap_or_default();
+            let placeholder = encodings.iter().find(|(_, encoding)| contains(&content, encoding));
+            let host = placeholder.map(|(host, _)| *host).unwrap_or_default();
             ensure!(
-                found.is_none(),
+                placeholder.is_none(),
                 "{} contains the placeholder identity provider {host}: set {KEY_VAR} to your identity provider's key",
                 path.display()
             );
@@ -94,8 +94,8 @@ pub fn check_placeholders(dir: &Path) -> Result<()> {
 
 /// Returns a host name in plain text, and the base64 prefix of every text that starts with it.
 fn encodings(host: &str) -> [(&str, Vec<u8>); 2] {
-    let whole = host.len() / 3 * 3;
-    [(host, host.as_bytes().to_vec()), (host, STANDARD.encode(&host[..whole]).into_bytes())]
+    let prefix_len = host.len() / 3 * 3;
+    [(host, host.as_bytes().to_vec()), (host, STANDARD.encode(&host[..prefix_len]).into_bytes())]
 }
 
 fn contains(content: &[u8], encoding: &[u8]) -> bool {

@@ -161,9 +161,9 @@ mod tests {
     fn single_member_readers_read_all_blocks() {
         for content in [content(), vec![0; BLOCK_BYTES], Vec::new()] {
             let compressed = compress(&content, 3);
-            let mut read = Vec::new();
-            flate2::bufread::GzDecoder::new(compressed.as_slice()).read_to_end(&mut read).unwrap();
-            assert!(read == content, "{} bytes were read back as {}", content.len(), read.len());
+            let mut output = Vec::new();
+            flate2::bufread::GzDecoder::new(compressed.as_slice()).read_to_end(&mut output).unwrap();
+            assert!(output == content, "{} of {} bytes were decompressed", output.len(), content.len());
         }
     }
 

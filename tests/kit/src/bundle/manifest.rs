@@ -52,12 +52,12 @@ impl Manifest {
 }
 
 /// Formats a time as in a manifest.
-pub fn format_time(at: Timestamp) -> String {
-    format!("{at:.3}")
+pub fn format_time(time: Timestamp) -> String {
+    format!("{time:.3}")
 }
 
-pub fn days_after(at: Timestamp, days: u32) -> Result<Timestamp> {
-    Ok(at.checked_add(SignedDuration::from_hours(24 * i64::from(days)))?)
+pub fn add_days(time: Timestamp, days: u32) -> Result<Timestamp> {
+    Ok(time.checked_add(SignedDuration::from_hours(24 * i64::from(days)))?)
 }
 
 /// A private key that signs manifests.

@@ -127,7 +127,7 @@ pub fn build(options: &Options) -> Result<Bundle> {
     if let Some(set) = &options.trusted_keys {
         check_key_set(set, &keys)?;
     }
-    let expires_at = manifest::days_after(options.created_at, options.valid_days)?;
+    let expires_at = manifest::add_days(options.created_at, options.valid_days)?;
     ensure!(
         keys.is_empty() || expires_at > Timestamp::now(),
         "the signed manifest would be expired on all hosts: it is valid until {}, {} days after {}\n  \
@@ -213,7 +213,7 @@ pub fn read_version(dir: &Path) -> Result<String> {
 fn assemble_tree(options: &Options, program: PathBuf) -> Result<Tree> {
     let mut tree = Tree::default();
     let mut components = Vec::new();
-    // "svc 0.1.0 (commit …, date)"
+    // For example, "svc 0.1.0 (commit …, date)".
     let version = query(&options.svc, "--version")?;
     let version = version.split_whitespace().nth(1).unwrap_or("unknown").to_owned();
     components.push(Component::new("svc", &version, "bin/svc"));

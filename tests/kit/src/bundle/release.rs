@@ -37,16 +37,16 @@ pub fn app_component(path: &str, content: &[u8]) -> Result<Option<Component>> {
 
 /// Reads the manifests of built apps, with their paths in the bundle, sorted.
 pub fn read_manifests(apps: &Path) -> Result<Vec<(String, Vec<u8>)>> {
-    let mut found = Vec::new();
+    let mut manifests = Vec::new();
     for entry in fs::read_dir(apps).with_context(|| format!("cannot read {}", apps.display()))? {
         let dir = entry?.path();
         let name = dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let manifest = dir.join("svc.json");
         let content = fs::read(&manifest).with_context(|| format!("cannot read {}", manifest.display()))?;
-        found.push((format!("app/apps/{name}/svc.json"), content));
+        manifests.push((format!("app/apps/{name}/svc.json"), content));
     }
-    found.sort();
-    Ok(found)
+    manifests.sort();
+    Ok(manifests)
 }
 
 /// Renders `release.json`.

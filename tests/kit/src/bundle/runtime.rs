@@ -123,7 +123,7 @@ pub fn prepare_full_sources(chosen: &[RuntimeSource]) -> Result<Vec<RuntimeSourc
     Ok(sources)
 }
 
-/// Installs those of code-server's build dependencies that are missing.
+/// Installs code-server's missing build dependencies.
 fn install_build_packages() -> Result<()> {
     let missing: Vec<&str> = BUILD_PACKAGES.into_iter().filter(|name| !apt::is_installed(name)).collect();
     if missing.is_empty() {
@@ -342,13 +342,13 @@ fn write_launchers(dir: &Path, package: &str, depth: usize) -> Result<()> {
 
 /// Lists the commands in a part's `bin/`.
 pub(super) fn list_commands(part: &BundlePart) -> Result<Vec<String>> {
-    let mut found = Vec::new();
+    let mut commands = Vec::new();
     for entry in fs::read_dir(part.dir.join("bin")).into_iter().flatten() {
         let Ok(name) = entry?.file_name().into_string() else { bail!("a command name is not UTF-8") };
-        found.push(name);
+        commands.push(name);
     }
-    found.sort();
-    Ok(found)
+    commands.sort();
+    Ok(commands)
 }
 
 #[cfg(test)]
@@ -426,12 +426,12 @@ mod tests {
 
     #[test]
     fn prepare_full_sources_adds_pinned_runtimes_unless_replaced() {
-        let own: RuntimeSource = "node=/opt/node".parse().unwrap();
-        let code = "code-server=/opt/code".parse().unwrap();
-        let sources = prepare_full_sources(&[own.clone(), code]).unwrap();
+        let custom_node: RuntimeSource = "node=/opt/node".parse().unwrap();
+        let custom_code_server = "code-server=/opt/code".parse().unwrap();
+        let sources = prepare_full_sources(&[custom_node.clone(), custom_code_server]).unwrap();
         let names: Vec<&str> = sources.iter().map(|source| source.name.as_str()).collect();
         assert_eq!(names, ["node", "code-server", "agents/claude", "agents/codex"]);
-        assert_eq!(sources[0], own);
+        assert_eq!(sources[0], custom_node);
     }
 
     #[test]

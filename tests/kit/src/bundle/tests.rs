@@ -19,7 +19,7 @@ fn fake_svc(dir: &Path) -> PathBuf {
 fn unpack(bundle: &Bundle) -> BTreeMap<String, (u32, String)> {
     let file = File::open(bundle.dir.join(ARCHIVE)).unwrap();
     let mut archive = tar::Archive::new(flate2::bufread::GzDecoder::new(io::BufReader::new(file)));
-    let mut found = BTreeMap::new();
+    let mut entries = BTreeMap::new();
     for entry in archive.entries().unwrap() {
         let mut entry = entry.unwrap();
         assert_eq!((entry.header().mtime().unwrap(), entry.header().uid().unwrap()), (0, 0));
@@ -28,9 +28,9 @@ fn unpack(bundle: &Bundle) -> BTreeMap<String, (u32, String)> {
         let link = entry.link_name().unwrap().map(|link| link.display().to_string());
         let mut content = Vec::new();
         entry.read_to_end(&mut content).unwrap();
-        found.insert(path, (mode, link.unwrap_or_else(|| String::from_utf8_lossy(&content).into_owned())));
+        entries.insert(path, (mode, link.unwrap_or_else(|| String::from_utf8_lossy(&content).into_owned())));
     }
-    found
+    entries
 }
 
 fn write(path: &Path, content: &str) {
@@ -101,8 +101,8 @@ fn build_is_reproducible() {
 fn build_includes_and_lists_every_part() {
     let dir = tempfile::tempdir().unwrap();
     let bundle = build_full(dir.path(), ["a", "b", "c"]);
-    let found = unpack(&bundle);
-    let entry = |path: &str| found[path].clone();
+    let entries = unpack(&bundle);
+    let entry = |path: &str| entries[path].clone();
     assert_eq!(entry("bin/svc-a"), (0o777, "svc".to_owned()));
     assert_eq!(entry("bin/svc").0, 0o755);
     assert_eq!(entry("app/apps/a/dist/index.html"), (0o644, "<p>a".to_owned()));
@@ -116,7 +116,7 @@ fn build_includes_and_lists_every_part() {
     assert_eq!(release["imageVersion"], "v1");
     assert_eq!(release["createdAt"], "2023-11-14T22:13:20.000Z");
     let component = |name, version, path| serde_json::json!({"name": name, "version": version, "path": path});
-    let listed = [
+    let expected = [
         component("svc", "0.1.0", "bin/svc"),
         component("a", "2.3.4", "app/apps/a"),
         component("shell", "1.0.0", "app/shell"),
@@ -124,7 +124,7 @@ fn build_includes_and_lists_every_part() {
         component("node", "24.1.0", "runtime/node"),
         component("agents/claude", "2.1.0", "runtime/agents/claude"),
     ];
-    assert_eq!(release["components"], serde_json::Value::from(listed.to_vec()));
+    assert_eq!(release["components"], serde_json::Value::from(expected.to_vec()));
 }
 
 #[test]
@@ -168,7 +168,7 @@ fn removed_parts_are_listed_and_must_not_be_bundled() {
 #[test]
 fn minimal_bundle_has_kit_apps_and_all_folders() {
     let dir = tempfile::tempdir().unwrap();
-    let found = unpack(&build_minimal(&fake_svc(dir.path()), "v1", &dir.path().join("out")).unwrap());
+    let entries = unpack(&build_minimal(&fake_svc(dir.path()), "v1", &dir.path().join("out")).unwrap());
     for path in [
         "app/apps/notes/svc.json",
         "app/apps/notes/dist/main.js",
@@ -177,11 +177,11 @@ fn minimal_bundle_has_kit_apps_and_all_folders() {
         "runtime/",
         "systemd/",
     ] {
-        assert!(found.contains_key(path), "{path}: {:?}", found.keys());
+        assert!(entries.contains_key(path), "{path}: {:?}", entries.keys());
     }
     let units = project_dir().join("systemd/system");
     for unit in fs::read_dir(units).into_iter().flatten() {
         let name = unit.unwrap().file_name().into_string().unwrap();
-        assert!(found.contains_key(&format!("systemd/system/{name}")), "{name}");
+        assert!(entries.contains_key(&format!("systemd/system/{name}")), "{name}");
     }
 }

@@ -48,8 +48,8 @@ impl Tree {
     /// Adds everything under `source` as `path/…`.
     pub fn add_tree(&mut self, path: &str, source: &Path) -> Result<()> {
         self.add_directory(path);
-        let read = fs::read_dir(source).with_context(|| format!("cannot read {}", source.display()))?;
-        for entry in read {
+        let entries = fs::read_dir(source).with_context(|| format!("cannot read {}", source.display()))?;
+        for entry in entries {
             let entry = entry?;
             let from = entry.path();
             let Ok(name) = entry.file_name().into_string() else {
@@ -77,7 +77,7 @@ impl Tree {
 
     /// Writes a tar archive with sorted entries, without times or owners.
     pub fn write(mut self, out: impl Write) -> Result<()> {
-        let parents: Vec<String> = self.entries.keys().flat_map(|path| parents(path)).collect();
+        let parents: Vec<String> = self.entries.keys().flat_map(|path| parent_paths(path)).collect();
         for parent in parents {
             self.add_directory(&parent);
         }
@@ -110,31 +110,32 @@ impl Tree {
         if depth > 16 {
             return None;
         }
-        let mut at: Vec<String> = link.split('/').map(str::to_owned).collect();
-        at.pop();
+        let mut segments: Vec<String> = link.split('/').map(str::to_owned).collect();
+        segments.pop();
         for part in Path::new(target).components() {
             match part {
-                Component::Normal(name) => at.push(name.to_str()?.to_owned()),
+                Component::Normal(name) => segments.push(name.to_str()?.to_owned()),
                 Component::CurDir => continue,
-                Component::ParentDir => drop(at.pop()?),
+                Component::ParentDir => drop(segments.pop()?),
                 Component::RootDir | Component::Prefix(_) => return None,
             }
-            let here = at.join("/");
-            match self.entries.get(&here) {
+            let path = segments.join("/");
+            match self.entries.get(&path) {
                 Some(Entry::Link(next)) => {
-                    at = self.resolve_link(&here, next, depth + 1)?.split('/').map(str::to_owned).collect();
+                    let destination = self.resolve_link(&path, next, depth + 1)?;
+                    segments = destination.split('/').map(str::to_owned).collect();
                 }
                 Some(_) => {}
-                None if at.is_empty() => {}
+                None if segments.is_empty() => {}
                 None => return None,
             }
         }
-        Some(at.join("/"))
+        Some(segments.join("/"))
     }
 }
 
-fn parents(path: &str) -> Vec<String> {
-    path.match_indices('/').map(|(at, _)| path[..at].to_owned()).collect()
+fn parent_paths(path: &str) -> Vec<String> {
+    path.match_indices('/').map(|(index, _)| path[..index].to_owned()).collect()
 }
 
 fn append(archive: &mut tar::Builder<impl Write>, path: &str, entry: &Entry) -> Result<()> {
@@ -179,9 +180,9 @@ struct CountingReader<R> {
 
 impl<R: Read> Read for CountingReader<R> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        let read = self.inner.read(into)?;
-        self.count += read as u64;
-        Ok(read)
+        let n = self.inner.read(into)?;
+        self.count += n as u64;
+        Ok(n)
     }
 }
 

@@ -109,8 +109,8 @@ fn write_documents(stage: &Path, options: &Options, name: &str, sbom_json: &str,
 
 /// Formats a date for a Debian changelog (RFC 5322).
 fn format_date(epoch: &str) -> Result<String> {
-    let at = jiff::Timestamp::from_second(epoch.parse().context("SOURCE_DATE_EPOCH is not a number")?)?;
-    Ok(jiff::fmt::rfc2822::to_string(&at.to_zoned(jiff::tz::TimeZone::UTC))?)
+    let time = jiff::Timestamp::from_second(epoch.parse().context("SOURCE_DATE_EPOCH is not a number")?)?;
+    Ok(jiff::fmt::rfc2822::to_string(&time.to_zoned(jiff::tz::TimeZone::UTC))?)
 }
 
 fn compress_pages(dir: &Path) -> Result<()> {
@@ -156,7 +156,7 @@ fn write_control(stage: &Path, version: &str) -> Result<()> {
 
 /// Sets modes that do not depend on the umask, and the same modification time for all files and directories.
 fn normalize(stage: &Path, date: Duration) -> Result<()> {
-    let at = SystemTime::UNIX_EPOCH + date;
+    let modified = SystemTime::UNIX_EPOCH + date;
     for path in list_files(stage)? {
         let meta = path.symlink_metadata()?;
         if meta.is_symlink() {
@@ -164,17 +164,17 @@ fn normalize(stage: &Path, date: Duration) -> Result<()> {
         }
         let relative = path.strip_prefix(stage)?;
         let is_script = relative.parent() == Some(Path::new("DEBIAN")) && fs::read(&path)?.starts_with(b"#!");
-        let expected = match relative {
+        let mode = match relative {
             _ if is_script || relative == Path::new(PROGRAM) => 0o755,
             relative if relative.starts_with("etc/svc") => 0o640,
             _ => 0o644,
         };
-        set_mode(&path, expected)?;
-        fs::File::options().append(true).open(&path)?.set_modified(at)?;
+        set_mode(&path, mode)?;
+        fs::File::options().append(true).open(&path)?.set_modified(modified)?;
     }
     for dir in list_directories(stage)? {
         set_mode(&dir, if dir.ends_with("etc/svc") { 0o750 } else { 0o755 })?;
-        fs::File::open(&dir)?.set_modified(at)?;
+        fs::File::open(&dir)?.set_modified(modified)?;
     }
     Ok(())
 }
@@ -195,25 +195,25 @@ fn list_files(dir: &Path) -> Result<Vec<PathBuf>> {
 
 /// Lists all directories under `dir` and `dir` itself, children first.
 fn list_directories(dir: &Path) -> Result<Vec<PathBuf>> {
-    let mut found: Vec<_> =
+    let mut dirs: Vec<_> =
         walk(dir)?.into_iter().filter(|path| path.is_dir() && !path.is_symlink()).collect();
-    found.reverse();
-    found.push(dir.to_owned());
-    Ok(found)
+    dirs.reverse();
+    dirs.push(dir.to_owned());
+    Ok(dirs)
 }
 
 fn walk(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut entries: Vec<PathBuf> =
         fs::read_dir(dir)?.map(|entry| Ok(entry?.path())).collect::<Result<_>>()?;
     entries.sort();
-    let mut found = Vec::new();
+    let mut paths = Vec::new();
     for path in entries {
-        found.push(path.clone());
+        paths.push(path.clone());
         if path.is_dir() && !path.is_symlink() {
-            found.extend(walk(&path)?);
+            paths.extend(walk(&path)?);
         }
     }
-    Ok(found)
+    Ok(paths)
 }
 
 fn make_parent(path: &Path) -> Result<()> {

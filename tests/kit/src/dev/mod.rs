@@ -1,7 +1,7 @@
 //! `cargo xtask dev`: the demo services, kept running for a developer.
 //!
 //! It starts all services, provisions an owner's machine with two apps, and runs until a signal stops it.
-//! Invariants: there is at most one instance per directory; however it ends, no process remains.
+//! Invariants: at most one instance runs per directory, and no process outlives it.
 
 mod guide;
 mod instance_dir;

@@ -73,7 +73,8 @@ async fn mint_by_query(
     Ok(mint::mint(&state.keys(), &issuer(&headers), &query.sub, &options))
 }
 
-// The issuer's name is the address in the request's `Host` header, because the issuer listens on only one address.
+// Derives the issuer's URL from the `Host` header: the issuer listens on a single address, so all clients send the same
+// header.
 fn issuer(headers: &HeaderMap) -> String {
     let host = headers.get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or_default();
     format!("http://{host}")

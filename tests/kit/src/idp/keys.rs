@@ -1,4 +1,4 @@
-//! The issuer's keys: a current one per algorithm, and older ones that are still published.
+//! The issuer's keys: the current key for each algorithm, and older keys that are still published.
 
 use anyhow::{Context, Result};
 use base64::Engine;

@@ -30,7 +30,7 @@ use anyhow::Result;
 use crate::net::ReopenableListener;
 use keys::KeySet;
 
-/// What happens to the previous keys in a rotation.
+/// Whether a rotation keeps publishing the previous keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OldKeys {
     /// They stay in the JWKS, so their tokens still verify.
@@ -57,8 +57,8 @@ impl Idp {
     pub fn start() -> Result<Self> {
         let keys = Mutex::new(KeySet::generate()?);
         let state = Arc::new(State { keys, jwks_fetches: AtomicUsize::new(0), jwks_status: Mutex::new(200) });
-        let serving = Arc::clone(&state);
-        let listener = ReopenableListener::open(move |stream| http::serve(Arc::clone(&serving), stream))?;
+        let shared = Arc::clone(&state);
+        let listener = ReopenableListener::open(move |stream| http::serve(Arc::clone(&shared), stream))?;
         Ok(Self { listener, state })
     }
 

@@ -208,16 +208,16 @@ mod tests {
         let proxy = Proxy::start(start_echo_server()).expect("the proxy starts");
         let mut stream = connect(&proxy);
         let sent = vec![7; 3_000_000];
-        let mut writing = stream.try_clone().expect("the stream is cloned");
+        let mut write_half = stream.try_clone().expect("the stream is cloned");
         let expected = sent.clone();
         let writer = std::thread::spawn(move || {
-            writing.write_all(&sent).expect("the data is written");
-            writing.shutdown(std::net::Shutdown::Write).expect("the stream is half closed");
+            write_half.write_all(&sent).expect("the data is written");
+            write_half.shutdown(std::net::Shutdown::Write).expect("the stream is half closed");
         });
         let mut received = Vec::new();
         stream.read_to_end(&mut received).expect("the stream ends cleanly");
         writer.join().expect("the writer ends");
-        assert!(received == expected, "{} bytes came back", received.len());
+        assert!(received == expected, "received {} bytes", received.len());
         assert_eq!(proxy.connections(), 1);
     }
 

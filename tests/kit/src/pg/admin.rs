@@ -35,7 +35,7 @@ impl PgConnectionInfo {
 
     /// Creates a database as a copy of `template`, which must have no connections.
     pub async fn create_database_from_template(&self, template: &str, name: &str) -> Result<()> {
-        // Copying files takes 9 ms; logging each page takes 22 ms.
+        // `FILE_COPY` takes 9 ms; the default, `WAL_LOG`, takes 22 ms.
         let (target, source) = (quote_identifier(name), quote_identifier(template));
         let sql = format!("CREATE DATABASE {target} TEMPLATE {source} STRATEGY FILE_COPY");
         self.execute_when_unused(&sql)

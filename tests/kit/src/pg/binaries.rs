@@ -76,7 +76,7 @@ impl PgBinaries {
     /// Always fails on this processor.
     ///
     /// # Errors
-    /// Always fails, because no build is pinned for this processor.
+    /// No build is pinned for this processor.
     #[cfg(not(target_arch = "x86_64"))]
     pub fn fetch(_target_dir: &Path) -> Result<Self> {
         bail!("no PostgreSQL build is pinned for this processor")

@@ -44,8 +44,8 @@ impl DatabaseCopy {
     /// # Errors
     /// Fails on a database error.
     pub async fn restore(&self, client: &Client) -> Result<bool> {
-        let found = client.query_opt("SELECT 1 FROM pg_namespace WHERE nspname = 'saved'", &[]).await?;
-        if found.is_none() {
+        let schema = client.query_opt("SELECT 1 FROM pg_namespace WHERE nspname = 'saved'", &[]).await?;
+        if schema.is_none() {
             return Ok(false);
         }
         self.empty_tables(client).await?;

@@ -41,14 +41,14 @@ pub(super) fn routes(cloud: Arc<Cloud>) -> Router {
 async fn list_servers(State(cloud): Shared, RawQuery(raw): RawQuery) -> ListResult {
     let query = Query::parse(raw.as_deref());
     let inventory = cloud.inventory();
-    let mut found = Vec::new();
+    let mut servers = Vec::new();
     for record in inventory.servers.values().filter(|record| !inventory.hidden.contains(&record.name)) {
         let is_listed = query.allows("name", &record.name) && query.allows("status", record.power.as_str());
         if is_listed && labels::selects(query.first("label_selector").unwrap_or_default(), &record.labels)? {
-            found.push(wire::server_json(record, inventory.is_locked(record.id)));
+            servers.push(wire::server_json(record, inventory.is_locked(record.id)));
         }
     }
-    query.render_page("/v1/servers", "servers", found)
+    query.render_page("/v1/servers", "servers", servers)
 }
 
 async fn create_server(
@@ -72,9 +72,9 @@ async fn create_server(
 async fn get_server(State(cloud): Shared, Path(id): Path<String>) -> ApiResult {
     let id = parse_id("server", &id)?;
     let inventory = cloud.inventory();
-    let found = Some(inventory.server(id)?).filter(|record| !inventory.hidden.contains(&record.name));
-    let found = found.ok_or_else(|| ErrorResponse::not_found("server", id))?;
-    Ok(Json(json!({"server": wire::server_json(found, inventory.is_locked(id))})))
+    let record = Some(inventory.server(id)?).filter(|record| !inventory.hidden.contains(&record.name));
+    let record = record.ok_or_else(|| ErrorResponse::not_found("server", id))?;
+    Ok(Json(json!({"server": wire::server_json(record, inventory.is_locked(id))})))
 }
 
 async fn update_server(State(cloud): Shared, Path(id): Path<String>, body: Bytes) -> ApiResult {

@@ -32,7 +32,7 @@ pub const TYPES: [CatalogType; 5] = [
     server_type(111, "cpx52", (12, 24, 480), 3649),
 ];
 
-/// A place where servers run.
+/// A location in which servers run.
 #[derive(Debug, PartialEq)]
 pub(super) struct Location {
     pub(super) id: i64,
@@ -105,10 +105,10 @@ pub(super) const IMAGES: [Image; 3] = [
 
 /// A catalog entry, which requests refer to by id or name.
 pub(super) trait Entry: 'static {
-    /// The key for a list in responses.
-    const LIST: &'static str;
+    /// The key for a list in responses, and the last segment of the list's path.
+    const PLURAL: &'static str;
     /// The key for a single entry in responses.
-    const ONE: &'static str;
+    const SINGULAR: &'static str;
     fn all() -> &'static [Self]
     where
         Self: Sized;
@@ -124,8 +124,8 @@ pub(super) fn find<E: Entry>(id_or_name: &str) -> Option<&'static E> {
 }
 
 impl Entry for CatalogType {
-    const LIST: &'static str = "server_types";
-    const ONE: &'static str = "server_type";
+    const PLURAL: &'static str = "server_types";
+    const SINGULAR: &'static str = "server_type";
 
     fn all() -> &'static [Self] {
         &TYPES
@@ -183,7 +183,7 @@ fn prices(european_cents: u32) -> Vec<Value> {
     LOCATIONS.iter().map(price_in).collect()
 }
 
-/// Returns the price list, with server prices at `percent` of the usual ones.
+/// Returns the price list, with server prices at `percent` of the catalog's prices.
 pub(super) fn pricing(percent: u32) -> Value {
     let types: Vec<Value> = TYPES
         .iter()
@@ -200,8 +200,8 @@ pub(super) fn pricing(percent: u32) -> Value {
 }
 
 impl Entry for Location {
-    const LIST: &'static str = "locations";
-    const ONE: &'static str = "location";
+    const PLURAL: &'static str = "locations";
+    const SINGULAR: &'static str = "location";
 
     fn all() -> &'static [Self] {
         &LOCATIONS
@@ -225,8 +225,8 @@ impl Entry for Location {
 }
 
 impl Entry for Image {
-    const LIST: &'static str = "images";
-    const ONE: &'static str = "image";
+    const PLURAL: &'static str = "images";
+    const SINGULAR: &'static str = "image";
 
     fn all() -> &'static [Self] {
         &IMAGES

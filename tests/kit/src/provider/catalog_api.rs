@@ -27,13 +27,14 @@ pub(super) fn routes() -> Router {
 async fn list_entries<E: Entry>(RawQuery(raw): RawQuery) -> Result<Response, ErrorResponse> {
     let query = Query::parse(raw.as_deref());
     let entries = E::all().iter().filter(|entry| query.allows("name", entry.name()));
-    query.render_page(&format!("/v1/{}", E::LIST), E::LIST, entries.map(Entry::json).collect())
+    query.render_page(&format!("/v1/{}", E::PLURAL), E::PLURAL, entries.map(Entry::json).collect())
 }
 
 async fn get_entry<E: Entry>(Path(id): Path<String>) -> Result<Json<Value>, ErrorResponse> {
-    let id = parse_id(E::ONE, &id)?;
-    let found = catalog::find::<E>(&id.to_string()).ok_or_else(|| ErrorResponse::not_found(E::ONE, id))?;
-    Ok(Json(json!({E::ONE: found.json()})))
+    let id = parse_id(E::SINGULAR, &id)?;
+    let entry = catalog::find::<E>(&id.to_string());
+    let entry = entry.ok_or_else(|| ErrorResponse::not_found(E::SINGULAR, id))?;
+    Ok(Json(json!({E::SINGULAR: entry.json()})))
 }
 
 async fn reject_removed_route() -> ErrorResponse {

@@ -42,7 +42,7 @@ enum Effect {
     Reset,
     ChangeType { to: &'static CatalogType, grow_disk: bool },
     Protect(bool),
-    Nothing,
+    NoOp,
 }
 
 #[derive(Debug, Deserialize)]
@@ -51,7 +51,7 @@ struct ChangeType {
     upgrade_disk: bool,
 }
 
-/// Both fields must have the same value, as at the provider.
+/// Like the provider, the simulator requires both fields to have the same value.
 #[derive(Debug, Deserialize)]
 struct ChangeProtection {
     delete: Option<bool>,
@@ -82,7 +82,7 @@ impl Cloud {
         self.guests.install(&record);
         match actions.as_slice() {
             [created, started] => {
-                self.run_action(created.id, record.id, Effect::Nothing, Outcome::Success);
+                self.run_action(created.id, record.id, Effect::NoOp, Outcome::Success);
                 self.run_action(started.id, record.id, Effect::Boot, outcome);
             }
             created => {
@@ -125,7 +125,7 @@ impl Cloud {
         // The provider accepts an action that changes nothing.
         let effect = match (effect, power) {
             (Effect::Boot, Power::Running) | (Effect::CutPower | Effect::ShutDown, Power::Off) => {
-                Effect::Nothing
+                Effect::NoOp
             }
             (effect, _) => effect,
         };
@@ -194,7 +194,7 @@ impl Cloud {
             return;
         };
         match effect {
-            Effect::Nothing => {}
+            Effect::NoOp => {}
             Effect::Boot => self.boot(server),
             Effect::CutPower => self.cut_power(server, &name).await,
             Effect::Reset => {
@@ -205,7 +205,7 @@ impl Cloud {
                 self.guests.shut_down(&name).await;
                 self.boot(server);
             }
-            // The action succeeds as soon as the button is pressed; the guest shuts down later.
+            // The action succeeds as soon as the power button is pressed; the guest shuts down later.
             Effect::ShutDown => {
                 self.inventory().end_action(action, false);
                 if self.inventory().server(server).is_ok_and(|record| record.obeys_shutdown) {

@@ -90,8 +90,8 @@ async fn list_hosts(State(cloud): Shared) -> Result<Json<Vec<HostView>>, Control
 }
 
 async fn get_host(State(cloud): Shared, Path(name): Path<String>) -> Result<Json<HostView>, ControlError> {
-    let found = cloud.host_views()?.into_iter().find(|host| host.name == name);
-    Ok(Json(found.with_context(|| format!("no server {name} was ever created"))?))
+    let host = cloud.host_views()?.into_iter().find(|host| host.name == name);
+    Ok(Json(host.with_context(|| format!("no server named {name} has been created"))?))
 }
 
 async fn start_from_disk(State(cloud): Shared, Path(name): Path<String>) -> ControlResult {

@@ -42,7 +42,7 @@ impl Guests {
         }
     }
 
-    /// Cuts the power: all processes are dead when this returns.
+    /// Cuts the power; all processes have been killed when this returns.
     pub(super) async fn cut_power(&self, name: &str) {
         match self {
             Self::RecordsOnly => {}

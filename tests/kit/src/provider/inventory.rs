@@ -80,7 +80,7 @@ pub(super) struct ActionRecord {
 
 #[derive(Debug, Clone)]
 pub(super) struct ActionEnd {
-    pub(super) at: Timestamp,
+    pub(super) time: Timestamp,
     pub(super) failed: bool,
 }
 
@@ -94,7 +94,7 @@ impl ActionRecord {
     }
 }
 
-/// A created server, with the time at which it ended. The creation log reveals orphans and duplicates.
+/// An entry in the creation log, from which tests detect orphaned and duplicate servers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Creation {
@@ -102,7 +102,7 @@ pub struct Creation {
     pub name: String,
     pub labels: BTreeMap<String, String>,
     pub created: Timestamp,
-    /// Time of deletion or disappearance.
+    /// The time at which the server was deleted or vanished.
     pub ended: Option<Timestamp>,
 }
 
@@ -191,7 +191,7 @@ pub(super) struct Inventory {
     creations: Vec<Creation>,
     addresses: Addresses,
     server_limit: usize,
-    /// Server prices, as a percentage of the usual ones.
+    /// Server prices, as a percentage of the catalog's prices.
     pub(super) price_percent: u32,
     next_id: i64,
 }
@@ -313,7 +313,7 @@ impl Inventory {
     /// Ends an action; only the first call has an effect.
     pub(super) fn end_action(&mut self, action: i64, failed: bool) {
         if let Some(action) = self.actions.get_mut(&action).filter(|action| action.end.is_none()) {
-            action.end = Some(ActionEnd { at: Timestamp::now(), failed });
+            action.end = Some(ActionEnd { time: Timestamp::now(), failed });
         }
     }
 
@@ -337,7 +337,7 @@ impl Inventory {
         for action in
             self.actions.values_mut().filter(|action| action.server == server && action.end.is_none())
         {
-            action.end = Some(ActionEnd { at: now, failed: action.command != "delete_server" });
+            action.end = Some(ActionEnd { time: now, failed: action.command != "delete_server" });
         }
         Some(record)
     }

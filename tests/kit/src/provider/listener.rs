@@ -1,6 +1,6 @@
 //! The HTTP server: accepts connections, checks the token and the rate limit, and applies scripted faults to calls.
 //!
-//! Faults that cut the connection act below HTTP, so that the client cannot tell them from a network failure.
+//! Faults that cut the connection act below HTTP, so that the client cannot distinguish them from a network failure.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -84,7 +84,7 @@ async fn handle(
     } else {
         None
     };
-    // A refused call uses up no fault: faults are scripted for calls that reach the API.
+    // A refused call consumes no fault: faults are scripted for calls that reach the API.
     let fault = match error {
         Some(_) => None,
         None => cloud.script().take_fault(request.method().as_str(), &path),

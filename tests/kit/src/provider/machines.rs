@@ -61,7 +61,7 @@ impl Machines {
 
     pub(super) fn machine(&self, name: &str) -> Result<Arc<Machine>> {
         let machines = self.machines.lock().unwrap_or_else(PoisonError::into_inner);
-        machines.get(name).cloned().with_context(|| format!("no server {name} was ever created"))
+        machines.get(name).cloned().with_context(|| format!("no server named {name} has been created"))
     }
 
     pub(super) fn all(&self) -> Vec<Arc<Machine>> {

@@ -28,7 +28,7 @@ impl Query {
     }
 
     pub(super) fn all<'a>(&'a self, name: &str) -> impl Iterator<Item = &'a str> {
-        self.pairs.iter().filter(move |(found, _)| found == name).map(|(_, value)| value.as_str())
+        self.pairs.iter().filter(move |(key, _)| key == name).map(|(_, value)| value.as_str())
     }
 
     /// Whether the parameter is absent or has this value among its values.
@@ -53,13 +53,13 @@ impl Query {
         let total = entries.len();
         let last = total.div_ceil(per_page).max(1);
         let (previous, next) = ((page > 1).then(|| page - 1), (page < last).then(|| page + 1));
-        let shown: Vec<Value> = entries.into_iter().skip((page - 1) * per_page).take(per_page).collect();
+        let items: Vec<Value> = entries.into_iter().skip((page - 1) * per_page).take(per_page).collect();
         let pagination = json!({
             "page": page, "per_page": per_page, "previous_page": previous, "next_page": next,
             "last_page": last, "total_entries": total,
         });
         let body: Map<String, Value> =
-            [(list.to_owned(), Value::from(shown)), ("meta".to_owned(), json!({"pagination": pagination}))]
+            [(list.to_owned(), Value::from(items)), ("meta".to_owned(), json!({"pagination": pagination}))]
                 .into_iter()
                 .collect();
         let links = [(previous, "prev"), (next, "next"), (Some(last), "last")];

@@ -130,7 +130,7 @@ impl Simulator {
         self.servers().into_iter().find(|server| server.name == name)
     }
 
-    /// All servers that were ever created.
+    /// All servers created so far, including those that have been deleted.
     pub fn creations(&self) -> Vec<Creation> {
         self.cloud.inventory().creations().to_vec()
     }
@@ -159,7 +159,7 @@ impl Simulator {
         self.cloud.script().calls().iter().filter(matches).count()
     }
 
-    /// Cuts the power to a server. The provider shows it as off.
+    /// Cuts the power to a server. The provider reports it as off.
     pub async fn kill_server(&self, name: &str) -> Result<()> {
         self.cloud.kill(name).await
     }
@@ -169,12 +169,12 @@ impl Simulator {
         self.cloud.vanish(name).await
     }
 
-    /// Hides these servers from reads, while they keep running; an empty list shows all servers again.
+    /// Hides these servers from reads, while they keep running; an empty list makes all servers visible again.
     pub fn hide_servers(&self, names: &[String]) {
         self.cloud.inventory().hidden = names.iter().cloned().collect();
     }
 
-    /// Sets server prices, as a percentage of the usual ones.
+    /// Sets server prices, as a percentage of the catalog's prices.
     pub fn set_price_percent(&self, percent: u32) {
         self.cloud.inventory().price_percent = percent;
     }

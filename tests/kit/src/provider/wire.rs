@@ -53,13 +53,13 @@ pub(super) fn action_json(record: &ActionRecord) -> Value {
         "status": record.status(),
         "progress": if record.end.is_some() { 100 } else { 50 },
         "started": format_time(record.started),
-        "finished": record.end.as_ref().map(|end| format_time(end.at)),
+        "finished": record.end.as_ref().map(|end| format_time(end.time)),
         "resources": [{"id": record.server, "type": "server"}],
         "error": error,
     })
 }
 
 /// The provider's time format: seconds and a numeric offset.
-fn format_time(at: Timestamp) -> String {
-    at.strftime("%Y-%m-%dT%H:%M:%S+00:00").to_string()
+fn format_time(time: Timestamp) -> String {
+    time.strftime("%Y-%m-%dT%H:%M:%S+00:00").to_string()
 }

@@ -149,16 +149,16 @@ impl Body {
     }
 
     pub(super) fn read(&self) -> io::Result<Vec<u8>> {
-        let mut all = Vec::new();
+        let mut content = Vec::new();
         for blob in &self.0 {
             match &blob.content {
-                Content::Memory(bytes) => all.extend_from_slice(bytes),
+                Content::Memory(bytes) => content.extend_from_slice(bytes),
                 Content::File(path) => {
-                    std::fs::File::open(path)?.read_to_end(&mut all)?;
+                    std::fs::File::open(path)?.read_to_end(&mut content)?;
                 }
             }
         }
-        Ok(all)
+        Ok(content)
     }
 }
 

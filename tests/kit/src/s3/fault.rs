@@ -33,13 +33,13 @@ pub enum Fault {
     Delay(Duration),
     /// The request is executed; the connection is cut before the response.
     LostReply,
-    /// The request is executed; the response has this status regardless.
+    /// The request is executed; the response has this status regardless of the result.
     StatusAfterCommit(u16),
     /// The response body is truncated after this many bytes.
     TruncateBody(u64),
     /// One byte in the middle of the response body is changed.
     CorruptBody,
-    /// A read returns the content before the last write to the key. Has no effect with a third-party server.
+    /// A read returns the content that the key's last write replaced. Has no effect with a third-party server.
     StaleRead,
     /// The request is not executed; the connection is cut.
     Refuse,
@@ -51,7 +51,7 @@ pub struct Rule {
     fault: Fault,
     method: Option<String>,
     key: Option<String>,
-    key_end: Option<String>,
+    key_suffix: Option<String>,
     query: Option<String>,
     is_sts: bool,
     after: usize,
@@ -60,7 +60,16 @@ pub struct Rule {
 
 impl Rule {
     pub fn new(fault: Fault) -> Self {
-        Self { fault, method: None, key: None, key_end: None, query: None, is_sts: false, after: 0, times: 1 }
+        Self {
+            fault,
+            method: None,
+            key: None,
+            key_suffix: None,
+            query: None,
+            is_sts: false,
+            after: 0,
+            times: 1,
+        }
     }
 
     /// Selects only requests with this method.
@@ -69,15 +78,15 @@ impl Rule {
         self
     }
 
-    /// Selects only requests whose path, `/bucket/key` as in the URL, contains this.
-    pub fn key(mut self, contained: &str) -> Self {
-        self.key = Some(contained.to_owned());
+    /// Selects only requests whose path, `/bucket/key` as in the URL, contains `substring`.
+    pub fn key(mut self, substring: &str) -> Self {
+        self.key = Some(substring.to_owned());
         self
     }
 
-    /// Selects only requests whose path has this suffix.
-    pub fn key_ending(mut self, end: &str) -> Self {
-        self.key_end = Some(end.to_owned());
+    /// Selects only requests whose path ends with `suffix`.
+    pub fn key_ending(mut self, suffix: &str) -> Self {
+        self.key_suffix = Some(suffix.to_owned());
         self
     }
 
@@ -87,10 +96,10 @@ impl Rule {
         self
     }
 
-    /// Selects only requests whose query contains this: `uploads` creates a multipart upload, `partNumber=2` uploads a
-    /// part, `list-type=2` lists.
-    pub fn query(mut self, contained: &str) -> Self {
-        self.query = Some(contained.to_owned());
+    /// Selects only requests whose query contains `substring`: `uploads` creates a multipart upload, `partNumber=2`
+    /// uploads a part, `list-type=2` lists.
+    pub fn query(mut self, substring: &str) -> Self {
+        self.query = Some(substring.to_owned());
         self
     }
 
@@ -113,7 +122,7 @@ impl Rule {
         self.method.as_ref().is_none_or(|m| m == method)
             && (!self.is_sts || (method == "POST" && uri.path() == "/"))
             && self.key.as_ref().is_none_or(|key| uri.path().contains(key.as_str()))
-            && self.key_end.as_ref().is_none_or(|end| uri.path().ends_with(end.as_str()))
+            && self.key_suffix.as_ref().is_none_or(|suffix| uri.path().ends_with(suffix.as_str()))
             && self
                 .query
                 .as_ref()

@@ -39,7 +39,7 @@ pub struct RequestRecord {
 
 /// The service that executes the requests.
 pub(super) enum Backend {
-    Own(S3Service),
+    Kit(S3Service),
     Upstream(Arc<Upstream>),
 }
 
@@ -95,7 +95,7 @@ impl HttpLayer {
         let rest = BodyStream::new(body.clone());
         let request = Request::from_parts(parts, s3s::Body::http_body(body));
         let response = match &self.backend {
-            Backend::Own(service) => service.call(request).await?,
+            Backend::Kit(service) => service.call(request).await?,
             Backend::Upstream(upstream) => upstream.forward(request).await?,
         };
         if response.status().is_client_error() {

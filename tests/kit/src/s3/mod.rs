@@ -7,8 +7,8 @@
 //! let environment = store.env("fleet"); // OBJECT_STORE_URL, OBJECT_STORE_ENDPOINT, AWS_…
 //! store.write("fleet", "user/primary/system/db/latest", "…");
 //! assert_eq!(store.objects("fleet", "user/").len(), 1);
-//! store.take_down(); // connections are refused …
-//! store.bring_up()?; // … until now; the objects are kept
+//! store.take_down(); // refuses connections
+//! store.bring_up()?; // accepts connections again, with the same objects
 //! # Ok(()) }
 //! ```
 //!
@@ -17,7 +17,7 @@
 //!
 //! Where S3 and R2 differ, the server behaves like R2: the response to `If-Match` on a missing object is 412, and all
 //! parts of a multipart upload except the last must have the same size. Buckets are addressed by path. Objects are
-//! deleted with the server.
+//! deleted when the server is dropped.
 
 mod access;
 mod attributes;
@@ -108,14 +108,14 @@ impl S3Server {
         service.set_route(sts::Sts(Arc::clone(&sessions)));
         let http = Arc::new(HttpLayer {
             backend: match &upstream {
-                None => Backend::Own(service.build()),
+                None => Backend::Kit(service.build()),
                 Some(upstream) => Backend::Upstream(Arc::clone(upstream)),
             },
             faults: fault::Faults::default(),
             log: Mutex::default(),
         });
-        let serving = Arc::clone(&http);
-        let listener = ReopenableListener::open(move |stream| Arc::clone(&serving).serve(stream))?;
+        let handler = Arc::clone(&http);
+        let listener = ReopenableListener::open(move |stream| Arc::clone(&handler).serve(stream))?;
         Ok(Self { listener, http, store, sessions, secret_key, upstream, _blobs: blobs })
     }
 
@@ -164,7 +164,7 @@ impl S3Server {
         self.sessions.set_lifetime(lifetime);
     }
 
-    /// All sessions ever issued.
+    /// All sessions issued so far, including expired and revoked ones.
     pub fn sessions(&self) -> Vec<SessionInfo> {
         self.sessions.all()
     }

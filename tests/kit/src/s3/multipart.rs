@@ -13,7 +13,7 @@ use super::attributes::Attributes;
 use super::blob::{Blob, Body, ReceivedUpload};
 use super::checksum::ProvidedChecksums;
 use super::condition::WriteCondition;
-use super::store::{Bucket, Object, Store, content_tag};
+use super::store::{Bucket, Object, Store, content_etag};
 
 const MIN_PART_BYTES: u64 = 5 * 1024 * 1024;
 
@@ -38,7 +38,7 @@ impl Part {
     pub(super) fn new(received: &ReceivedUpload) -> Self {
         Self {
             body: Body::new(vec![Arc::clone(&received.blob)]),
-            etag: content_tag(&received.sha256),
+            etag: content_etag(&received.sha256),
             blob: Arc::clone(&received.blob),
             sha256: received.sha256,
             modified: SystemTime::now(),

@@ -17,7 +17,7 @@ pub(super) struct Service {
     pub(super) store: Arc<Store>,
 }
 
-/// Set on a request that must return the content before the last write.
+/// Set on a request that must return the content that the last write replaced.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StaleRead;
 
@@ -242,7 +242,10 @@ impl Service {
         };
         let is_hidden = request.extensions.get::<HideMissing>().is_some();
         self.store.with_bucket(bucket, get)?.ok_or_else(|| match is_hidden {
-            true => s3_error!(AccessDenied, "the session may not learn whether the object exists"),
+            true => s3_error!(
+                AccessDenied,
+                "the session may not list the bucket, so a missing object is reported as forbidden"
+            ),
             false => s3_error!(NoSuchKey),
         })
     }

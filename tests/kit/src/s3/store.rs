@@ -45,7 +45,7 @@ impl Object {
     pub(super) fn simple(blob: Arc<Blob>, sha256: &[u8; 32], attributes: Attributes) -> Self {
         Self {
             body: Body::new(vec![blob]),
-            etag: content_tag(sha256),
+            etag: content_etag(sha256),
             modified: SystemTime::now(),
             attributes,
         }
@@ -56,8 +56,8 @@ impl Object {
     }
 }
 
-/// Returns the ETag for some content, in the format of S3's MD5 tags: 32 hexadecimal digits.
-pub(super) fn content_tag(sha256: &[u8; 32]) -> ETag {
+/// Returns the ETag for content with this digest, in the format of S3's MD5 ETags: 32 hexadecimal digits.
+pub(super) fn content_etag(sha256: &[u8; 32]) -> ETag {
     ETag::Strong(hex::encode(&sha256[..16]))
 }
 

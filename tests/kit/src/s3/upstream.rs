@@ -177,9 +177,9 @@ fn elements<'a>(text: &'a str, name: &str) -> impl Iterator<Item = &'a str> {
     std::iter::from_fn(move || {
         let from = rest.find(&begin)? + begin.len();
         let to = from + rest[from..].find(&end)?;
-        let found = &rest[from..to];
+        let content = &rest[from..to];
         rest = &rest[to..];
-        Some(found)
+        Some(content)
     })
 }
 

@@ -10,9 +10,9 @@ use serde_json::Value;
 use super::first_machine::MachineRecord;
 use super::stack::{HANDLE, Stack, eventually};
 
-/// Path relative to `/home/svc`, content and mode. The first file is outside the directory that the watcher watches.
+/// Path relative to `/home/svc`, content and mode. The first file is outside the watched directory.
 const SAVED_FILES: [(&str, &str, u32); 3] = [
-    (".agent/login.json", "{\"token\":\"of the owner\"}", 0o600),
+    (".agent/login.json", "{\"token\":\"owner-token\"}", 0o600),
     ("home/projects/plan.md", "version 2", 0o640),
     ("home/projects/new/deep/er.txt", "", 0o644),
 ];

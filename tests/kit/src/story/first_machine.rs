@@ -137,8 +137,8 @@ pub async fn insert_and_find(stack: &Stack) -> Result<((), String)> {
         };
         ensure!(row["title"] == title && row["id"].is_string(), "inserted {title}, got {row}");
     }
-    let found = stack.web.titles(&owner).await?;
-    ensure!(found == TITLES, "found {found:?}");
+    let titles = stack.web.titles(&owner).await?;
+    ensure!(titles == TITLES, "unexpected rows: {titles:?}");
     let anonymous = stack.web.get("/api/apps", None, "application/json").await?;
     ensure!(
         anonymous.status == StatusCode::UNAUTHORIZED,
@@ -152,7 +152,7 @@ pub async fn insert_and_find(stack: &Stack) -> Result<((), String)> {
         "a user without a machine got {}",
         response.status
     );
-    Ok(((), format!("{} rows inserted and found through the app host", found.len())))
+    Ok(((), format!("{} rows inserted and found through the app host", titles.len())))
 }
 
 /// Takes a backup; returns the snapshot's key.
@@ -261,9 +261,9 @@ async fn check_running_release(stack: &Stack, machine: &MachineRecord, version: 
     let current = std::fs::read_link(stack.provider.disk(&machine.server)?.join("opt/svc/current"))?;
     ensure!(current.ends_with(version), "the current release is {}", current.display());
     let owner = stack.owner_token();
-    let found =
+    let titles =
         eventually("the rows are found", Duration::from_secs(10), || stack.web.titles(&owner)).await?;
-    ensure!(found == TITLES, "found {found:?}");
+    ensure!(titles == TITLES, "unexpected rows: {titles:?}");
     Ok(())
 }
 
@@ -305,10 +305,11 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     );
     ensure!(std::fs::metadata(&marker)?.modified()? == restored, "the machine was restored again");
     let owner = stack.owner_token();
-    let found = eventually("the rows are found", Duration::from_secs(5), || stack.web.titles(&owner)).await?;
-    ensure!(found == TITLES, "found {found:?}");
+    let titles =
+        eventually("the rows are found", Duration::from_secs(5), || stack.web.titles(&owner)).await?;
+    ensure!(titles == TITLES, "unexpected rows: {titles:?}");
     let from = before.server_type;
-    Ok(((), format!("{from} to {RESIZED_TYPE} on the same disk; {} rows, nothing restored", found.len())))
+    Ok(((), format!("{from} to {RESIZED_TYPE} on the same disk; {} rows, nothing restored", titles.len())))
 }
 
 /// Lists a dump's contents with PostgreSQL's own tool.
@@ -323,7 +324,7 @@ async fn list_dump(stack: &Stack, dump: &[u8]) -> Result<String> {
 pub async fn insert_later_row(stack: &Stack) -> Result<((), String)> {
     let owner = stack.owner_token();
     stack.web.insert(&owner, LATER_TITLE).await?;
-    let found = stack.web.titles(&owner).await?;
-    ensure!(found.len() == TITLES.len() + 1, "found {found:?}");
+    let titles = stack.web.titles(&owner).await?;
+    ensure!(titles.len() == TITLES.len() + 1, "unexpected rows: {titles:?}");
     Ok(((), "one more row, which is in no backup".to_owned()))
 }

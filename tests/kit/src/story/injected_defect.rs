@@ -56,8 +56,8 @@ impl FromStr for InjectedDefect {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let found = Self::ALL.into_iter().find(|defect| defect.as_str() == text);
-        found.ok_or_else(|| "must be backup, restore, pin or fence".to_owned())
+        let defect = Self::ALL.into_iter().find(|defect| defect.as_str() == text);
+        defect.ok_or_else(|| "must be backup, restore, pin or fence".to_owned())
     }
 }
 

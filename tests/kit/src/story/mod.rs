@@ -109,9 +109,9 @@ pub async fn run_inspected(
 /// Renames the directory, because the registered path is removed when this process ends.
 fn keep_dir(dir: TempDir) -> Result<PathBuf> {
     let dir = dir.keep();
-    let kept = dir.with_added_extension("kept");
-    std::fs::rename(&dir, &kept)?;
-    Ok(kept)
+    let kept_dir = dir.with_added_extension("kept");
+    std::fs::rename(&dir, &kept_dir)?;
+    Ok(kept_dir)
 }
 
 async fn run_all(

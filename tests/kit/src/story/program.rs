@@ -1,5 +1,5 @@
 //! Runs the product's binary as its users do, with arguments and an environment, and captures its exit code and output.
-//! Of this process's environment, only `PATH`, `RUST_LOG` and `RUST_BACKTRACE` are inherited.
+//! The binary inherits only `PATH`, `RUST_LOG` and `RUST_BACKTRACE` from this process's environment.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};

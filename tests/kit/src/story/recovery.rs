@@ -48,7 +48,7 @@ pub async fn fail_recovery_midway(
     first: &MachineRecord,
     timeouts: RecoveryTimeouts,
 ) -> Result<(MachineRecord, String)> {
-    let titles = stack.web.titles(&stack.owner_token()).await?;
+    let expected = stack.web.titles(&stack.owner_token()).await?;
     stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key_ending(".dump").always());
     let run = stack.svcctl(&["--json", "recover", USER, "--yes", &timeouts.wait_arg()]).await?;
     stack.store.heal();
@@ -62,8 +62,8 @@ pub async fn fail_recovery_midway(
     .await?;
     let owner = stack.owner_token();
     eventually("the owner's rows are found", timeouts.ready, || async {
-        let found = stack.web.titles(&owner).await?;
-        ensure!(found == titles, "found {found:?}");
+        let titles = stack.web.titles(&owner).await?;
+        ensure!(titles == expected, "the rows are {titles:?}, expected {expected:?}");
         Ok(())
     })
     .await?;
@@ -86,20 +86,20 @@ pub async fn undelete(
     second: &MachineRecord,
     timeouts: RecoveryTimeouts,
 ) -> Result<((), String)> {
-    let titles = stack.web.titles(&stack.owner_token()).await?;
+    let expected = stack.web.titles(&stack.owner_token()).await?;
     stack.svcctl(&["--json", "delete", &second.id, "--yes", &timeouts.wait_arg()]).await?.success()?;
     let servers = stack.provider.servers();
     let is_off = servers.len() == 1 && servers[0].status == Power::Off;
     ensure!(is_off, "a deleted machine's server must be kept and off: {servers:?}");
     stack.svcctl(&["--json", "undelete", &second.id, &timeouts.wait_arg()]).await?.success()?;
     let owner = stack.owner_token();
-    let found = eventually("the rows are found again", timeouts.ready, || async {
-        let found = stack.web.titles(&owner).await?;
-        ensure!(found == titles, "found {found:?}, expected {titles:?}");
-        Ok(found)
+    let titles = eventually("the rows are found again", timeouts.ready, || async {
+        let titles = stack.web.titles(&owner).await?;
+        ensure!(titles == expected, "the rows are {titles:?}, expected {expected:?}");
+        Ok(titles)
     })
     .await?;
-    Ok(((), format!("deleted, server kept and off; undeleted, {} rows", found.len())))
+    Ok(((), format!("deleted, server kept and off; undeleted, {} rows", titles.len())))
 }
 
 pub async fn recover(stack: &Stack, first: &MachineRecord) -> Result<(MachineRecord, String)> {
@@ -117,12 +117,13 @@ pub async fn recover(stack: &Stack, first: &MachineRecord) -> Result<(MachineRec
 
 pub async fn check_restored_rows(stack: &Stack) -> Result<((), String)> {
     let owner = stack.owner_token();
-    let found = eventually("the rows are found", Duration::from_secs(5), || stack.web.titles(&owner)).await?;
+    let titles =
+        eventually("the rows are found", Duration::from_secs(5), || stack.web.titles(&owner)).await?;
     ensure!(
-        !found.iter().any(|title| title == LATER_TITLE),
-        "a row that no backup contains was restored: {found:?}"
+        !titles.iter().any(|title| title == LATER_TITLE),
+        "a row that no backup contains was restored: {titles:?}"
     );
-    ensure!(found == TITLES, "unexpected rows: {found:?}");
+    ensure!(titles == TITLES, "unexpected rows: {titles:?}");
     let row = stack.web.insert(&owner, "written after the recovery").await?;
     ensure!(row["id"].is_string(), "a row cannot be added: {row}");
     Ok((
@@ -143,13 +144,13 @@ pub async fn check_old_backup_refused(
     let output = String::from_utf8_lossy(&run.stderr).trim().to_owned();
     ensure!(!run.status.success(), "the replaced machine's backup was not refused");
     ensure!(output.contains("fence"), "the backup failed for another reason: {output}");
-    ensure!(stack.slot.read(&stack.store, "system/db/latest")? == before, "the pointer has moved");
+    ensure!(stack.slot.read(&stack.store, "system/db/latest")? == before, "the pointer has changed");
     ensure!(stack.slot.snapshots(&stack.store).iter().any(|key| key == backup), "the snapshot is missing");
     let last = output.lines().last().unwrap_or_default();
     Ok(((), format!("its backup exits with {}, pointer unchanged: {last}", run.status)))
 }
 
-/// Starts the old machine completely, and checks that it learns that it has been superseded.
+/// Starts the old machine completely, and checks that it detects that it has been superseded.
 pub async fn check_old_machine_superseded(
     stack: &Stack,
     first: &MachineRecord,
@@ -159,7 +160,7 @@ pub async fn check_old_machine_superseded(
     stack.provider.stop_unlisted(&first.server).await?;
     stack.provider.start_from_disk(&first.server)?;
     let marker = stack.provider.disk(&first.server)?.join("var/lib/svc/superseded.json");
-    eventually("the old machine learns that it is superseded", Duration::from_secs(60), || async {
+    eventually("the old machine records that it is superseded", Duration::from_secs(60), || async {
         ensure!(marker.exists(), "no {}", marker.display());
         Ok(())
     })
@@ -172,7 +173,7 @@ pub async fn check_old_machine_superseded(
     .await?;
     let run = stack.provider.run_unit(&first.server, "svc-db-backup", &["run"]).await?;
     ensure!(!run.status.success(), "a superseded machine's backup was not refused");
-    ensure!(stack.slot.read(&stack.store, "system/db/latest")? == before, "the pointer has moved");
+    ensure!(stack.slot.read(&stack.store, "system/db/latest")? == before, "the pointer has changed");
     ensure!(stack.slot.snapshots(&stack.store).iter().any(|key| key == backup), "the snapshot is missing");
     stack.provider.stop_unlisted(&first.server).await?;
     Ok(((), "superseded; its gateway stops, its backups are refused".to_owned()))

@@ -31,7 +31,7 @@ pub const IMAGE_VERSION: &str = "story-1";
 const SIGNING_KEY: &str = include_str!("../bundle/ed25519-test-only.txt");
 const LOG_LINES: usize = 25;
 
-/// The kind of servers that the provider has.
+/// The kind of server that the simulated provider runs.
 #[derive(Debug, Clone)]
 pub enum HostBackend {
     /// Processes on this machine.
@@ -305,7 +305,7 @@ impl Stack {
         }
     }
 
-    /// Stops the platform gracefully, then the servers. All other services end on drop.
+    /// Stops the platform gracefully, then the servers. All other services stop on drop.
     pub async fn stop(self) {
         let Self { platform, provider, .. } = self;
         if let Err(error) = platform.stop().await {

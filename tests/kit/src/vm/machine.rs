@@ -17,7 +17,7 @@ use super::shell::{self, Shell, ShellOutput};
 use crate::child::{self, AtExit};
 
 const TOOL_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long a guest has to shut down after its power button is pressed, before its power is cut.
+/// Timeout for a guest to shut down after its power button is pressed; then its power is cut.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(180);
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -150,10 +150,10 @@ impl Machine {
     /// Powers on with the previous size, regardless of the provider's record.
     ///
     /// # Errors
-    /// Fails if the machine was never on, the log cannot be opened, or QEMU cannot be started.
+    /// Fails if the machine has never been on, the log cannot be opened, or QEMU cannot be started.
     pub fn power_on_at_previous_size(&self) -> Result<()> {
         let size = self.state().size;
-        self.power_on(size.with_context(|| format!("{} was never on", self.name))?)
+        self.power_on(size.with_context(|| format!("{} has never been on", self.name))?)
     }
 
     /// Cuts the power: the guest's unwritten data is lost.

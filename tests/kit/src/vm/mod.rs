@@ -1,7 +1,7 @@
 //! Virtual machines as the provider's servers: QEMU, a Debian disk image, and user-data as a NoCloud seed.
 //!
 //! Requires root on Debian, because the image is built with Debian's package tools. A missing program that cannot be
-//! installed is an error, never a skipped check. A machine is killed with the process that started it.
+//! installed is an error, never a skipped check. A machine is killed when the process that started it ends.
 //!
 //! | file | content |
 //! |---|---|

@@ -43,12 +43,12 @@ impl Disk {
         self.opt("bin").join(unit)
     }
 
-    pub(super) fn opt(&self, rest: &str) -> PathBuf {
-        self.root.join("opt/svc").join(rest)
+    pub(super) fn opt(&self, path: &str) -> PathBuf {
+        self.root.join("opt/svc").join(path)
     }
 
-    pub(super) fn state(&self, rest: &str) -> PathBuf {
-        self.root.join("var/lib/svc").join(rest)
+    pub(super) fn state(&self, path: &str) -> PathBuf {
+        self.root.join("var/lib/svc").join(path)
     }
 
     /// Returns the path of a unit's log file; creates its directory.
@@ -78,9 +78,9 @@ impl Disk {
     /// Records the database as the last step of its creation, so that an incomplete database is recreated.
     pub(super) fn save_database(&self, record: &DatabaseRecord, url: &str) -> Result<()> {
         let env = self.opt("env/host.env");
-        let before = fs::read_to_string(&env).unwrap_or_default();
-        if !before.lines().any(|line| line.starts_with("DATABASE_URL=")) {
-            let separator = if before.is_empty() || before.ends_with('\n') { "" } else { "\n" };
+        let existing = fs::read_to_string(&env).unwrap_or_default();
+        if !existing.lines().any(|line| line.starts_with("DATABASE_URL=")) {
+            let separator = if existing.is_empty() || existing.ends_with('\n') { "" } else { "\n" };
             fs::create_dir_all(self.opt("env"))?;
             let mut file = fs::OpenOptions::new().create(true).append(true).open(&env)?;
             writeln!(file, "{separator}DATABASE_URL={url}")?;

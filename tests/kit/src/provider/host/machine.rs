@@ -188,7 +188,7 @@ impl ProcessHost {
 
     /// Starts only PostgreSQL if the machine is off. Returns the `svc` database's URL.
     pub(in super::super) async fn start_database_only(&self) -> Result<String> {
-        ensure!(self.disk.exists(), "{} was never started", self.name);
+        ensure!(self.disk.exists(), "{} has never been started", self.name);
         if let Some(session) = self.power_on()? {
             let started = boot::start_database(&session, &self.settings).await;
             if let Err(error) = started {

@@ -42,7 +42,7 @@ pub struct HostSettings {
     pub ready_timeout: Duration,
     /// Timeout for a service to exit after SIGTERM.
     pub stop_timeout: Duration,
-    /// How long registration is retried while the platform is unreachable.
+    /// Timeout for registration, which is retried while the platform is unreachable.
     pub register_timeout: Duration,
     /// Timeout for all other units.
     pub unit_timeout: Duration,
@@ -138,7 +138,7 @@ impl Hosts {
 
     pub(super) fn machine(&self, name: &str) -> Result<Arc<ProcessHost>> {
         let machines = self.machines.lock().unwrap_or_else(PoisonError::into_inner);
-        machines.get(name).cloned().with_context(|| format!("no server {name} was ever created"))
+        machines.get(name).cloned().with_context(|| format!("no server named {name} has been created"))
     }
 
     pub(super) fn machines(&self) -> Vec<Arc<ProcessHost>> {

@@ -48,9 +48,9 @@ impl UserData {
 
 impl WriteFile {
     fn write(&self, root: &Path) -> Result<()> {
-        let inside = self.path.strip_prefix("/").context("the path is not absolute")?;
+        let relative = self.path.strip_prefix("/").context("the path is not absolute")?;
         ensure!(
-            inside.components().all(|part| matches!(part, Component::Normal(_))),
+            relative.components().all(|part| matches!(part, Component::Normal(_))),
             "the path escapes the root"
         );
         let content = match self.encoding.as_deref() {
@@ -65,7 +65,7 @@ impl WriteFile {
             Some(octal) => u32::from_str_radix(octal.trim_start_matches("0o"), 8)
                 .context("the permissions are not octal")?,
         };
-        let target = root.join(inside);
+        let target = root.join(relative);
         fs::create_dir_all(target.parent().unwrap_or(root))?;
         fs::write(&target, content)?;
         fs::set_permissions(&target, Permissions::from_mode(mode))?;

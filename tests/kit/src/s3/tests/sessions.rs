@@ -90,9 +90,9 @@ async fn session_may_do_only_what_its_policy_allows() -> Result<()> {
     fixture.server.write("fleet", "u/other/secret", "another's");
     fixture.server.write("fleet", "system-bundles/1/x", "bundle");
     let client = client(&fixture, create_session(&fixture).await?)?;
-    let own = Key::from("u/s/a");
-    client.put(&own, "mine".into()).await?;
-    assert_eq!(client.get(&own).await?.bytes().await?, "mine");
+    let allowed = Key::from("u/s/a");
+    client.put(&allowed, "mine".into()).await?;
+    assert_eq!(client.get(&allowed).await?.bytes().await?, "mine");
     let mut upload = client.put_multipart(&Key::from("u/s/b")).await?;
     upload.put_part("part".into()).await?;
     upload.complete().await?;
@@ -108,14 +108,14 @@ async fn session_may_do_only_what_its_policy_allows() -> Result<()> {
         assert_denied(path, &client.head(&key).await);
         assert_denied(path, &client.put(&key, "x".into()).await);
         assert_denied(path, &client.put_multipart(&key).await);
-        assert_denied(path, &client.copy(&own, &key).await);
-        assert_denied(path, &client.copy(&key, &own).await);
+        assert_denied(path, &client.copy(&allowed, &key).await);
+        assert_denied(path, &client.copy(&key, &allowed).await);
     }
     for prefix in [None, Some("u"), Some("u/other"), Some("u/s2"), Some("system-bundles")] {
         let prefix = prefix.map(Key::from);
         assert_denied("list", &client.list(prefix.as_ref()).try_collect::<Vec<_>>().await);
     }
-    assert_denied("delete", &client.delete(&own).await);
+    assert_denied("delete", &client.delete(&allowed).await);
     assert_denied("a missing object", &client.get(&Key::from("u/s/none")).await);
     assert_eq!(fixture.server.read("fleet", "u/s/a").as_deref(), Some(&b"mine"[..]));
     assert_eq!(fixture.server.read("fleet", "u/other/secret").as_deref(), Some(&b"another's"[..]));
@@ -171,13 +171,13 @@ async fn session_requires_token_and_expires() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn sts_rejects_invalid_requests_like_aws() -> Result<()> {
     let fixture = fixture()?;
-    let long = format!(r#"{{"Version":"2012-10-17","Statement":[],"Sid":"{}"}}"#, "x".repeat(2048));
+    let long_policy = format!(r#"{{"Version":"2012-10-17","Statement":[],"Sid":"{}"}}"#, "x".repeat(2048));
     let cases: [(&[(&str, &str)], &str); 6] = [
         (&[("RoleArn", "short")], "ValidationError"),
         (&[("RoleSessionName", "has space")], "ValidationError"),
         (&[("DurationSeconds", "899")], "ValidationError"),
         (&[("Policy", "{}")], "MalformedPolicyDocument"),
-        (&[("Policy", &long)], "ValidationError"),
+        (&[("Policy", &long_policy)], "ValidationError"),
         (&[("Action", "GetSessionToken")], "InvalidAction"),
     ];
     for (overrides, code) in cases {

@@ -53,7 +53,7 @@ async fn units_start_in_order_with_expected_environment() -> Result<()> {
 
 #[tokio::test]
 async fn failed_unit_stops_boot_and_is_reported() -> Result<()> {
-    for (unit, stage_name, expected_order) in [
+    for (unit, expected_stage, expected_order) in [
         ("svc-update", "bundle", &["svc-update boot"][..]),
         ("svc-restore", "restore", &["svc-update boot", "svc-restore"]),
         (
@@ -63,14 +63,14 @@ async fn failed_unit_stops_boot_and_is_reported() -> Result<()> {
         ),
     ] {
         let testbed = Testbed::start(&format!("{{\"{unit}\": [70, 0]}}")).await?;
-        let (failed_at, message) = testbed.expect_boot_failure("a").await?;
-        assert_eq!(failed_at, stage_name);
+        let (failed_stage, message) = testbed.expect_boot_failure("a").await?;
+        assert_eq!(failed_stage, expected_stage);
         assert!(message.contains(&format!("{unit} ends with 70")), "{message}");
         let order = testbed.call_lines("a")?;
         let (report, previous_calls) = order.split_last().context("no calls")?;
         assert_eq!(previous_calls, expected_order);
         assert!(
-            report.starts_with(&format!("svc-register failure --stage {stage_name} --message ")),
+            report.starts_with(&format!("svc-register failure --stage {expected_stage} --message ")),
             "{report}"
         );
         assert!(report.contains("ends with 70"), "{report}");
@@ -94,8 +94,8 @@ async fn gateway_that_never_becomes_ready_fails_boot() -> Result<()> {
     let standin = "{\"svc-gateway\": [\"hang\"]}";
     let testbed =
         Testbed::start_with(standin, |settings| settings.ready_timeout = Duration::from_millis(700)).await?;
-    let (failed_at, message) = testbed.expect_boot_failure("a").await?;
-    assert_eq!(failed_at, "gateway");
+    let (failed_stage, message) = testbed.expect_boot_failure("a").await?;
+    assert_eq!(failed_stage, "gateway");
     assert!(message.contains("not ready within"), "{message}");
     assert!(!testbed.call_lines("a")?.contains(&"svc-register".to_owned()));
     for call in testbed.calls("a")? {
