@@ -215,7 +215,7 @@ async fn time_without_capacity_does_not_count_toward_the_deadline() {
         client.query_opt(sql, &[]).await.unwrap()
     };
     stack.eventually("the operation waits for capacity", find_blocked).await;
-    // The waiting operation is older than all deadlines and has failed often enough.
+    // The waiting operation is older than all deadlines, and one more failure would exhaust its retries.
     let age = "WITH lines AS (UPDATE operation_log SET at = at - interval '25 hours') \
                UPDATE operations SET created_at = created_at - interval '25 hours', \
                progress_at = progress_at - interval '25 hours', attempts = greatest(attempts, 4)";
