@@ -291,7 +291,7 @@ async fn audit_pages_contain_every_entry_once() {
 }
 
 /// Runs `svcctl`, with or without a credential.
-async fn svcctl(process: &Process, secret: Option<&str>, args: &[&str]) -> (Option<i32>, String, String) {
+async fn run_svcctl(process: &Process, secret: Option<&str>, args: &[&str]) -> (Option<i32>, String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
     command.arg("svcctl").args(args).env_clear().env("PLATFORM_PUBLIC_URL", &process.base);
     command.envs(secret.map(|secret| ("PLATFORM_SECRET", secret))).stdin(Stdio::null());
@@ -307,7 +307,7 @@ async fn svcctl_manages_operators_and_shows_the_audit_log() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("ada.token");
     let file = file.to_str().unwrap();
-    let admin = async |args: &[&str]| svcctl(&process, Some(SECRET), args).await;
+    let admin = async |args: &[&str]| run_svcctl(&process, Some(SECRET), args).await;
 
     let add = ["operator", "add", "ada", "--scope", "read,billing", "--token-file", file];
     let (code, stdout, error) = admin(&add).await;
@@ -317,7 +317,7 @@ async fn svcctl_manages_operators_and_shows_the_audit_log() {
     assert_eq!(mode & 0o777, 0o600);
     let ada = async |args: &[&str]| {
         let args: Vec<&str> = args.iter().copied().chain(["--secret-file", file]).collect();
-        svcctl(&process, None, &args).await
+        run_svcctl(&process, None, &args).await
     };
     let (code, stdout, error) = ada(&["operator", "whoami"]).await;
     assert_eq!(code, Some(0), "{stdout}{error}");
@@ -333,7 +333,7 @@ async fn svcctl_manages_operators_and_shows_the_audit_log() {
         admin(&["operator", "rotate", "ada", "--overlap", "0s", "--token-file", file]).await;
     assert_eq!(code, Some(0), "{stdout}{error}");
     assert_ne!(std::fs::read_to_string(file).unwrap(), before);
-    let (code, _, error) = svcctl(&process, Some(before.trim()), &["operator", "whoami"]).await;
+    let (code, _, error) = run_svcctl(&process, Some(before.trim()), &["operator", "whoami"]).await;
     assert_eq!(code, Some(77), "{error}");
     assert!(!error.contains("svco_"), "{error}");
     assert_eq!(ada(&["slot", "set", "user_1", "--plan", "max"]).await.0, Some(0));

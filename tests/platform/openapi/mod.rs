@@ -1,5 +1,5 @@
-//! Tests the platform against its OpenAPI document: every route gets every kind of invalid request, and must respond as
-//! described.
+//! Tests the platform against its OpenAPI document: every route receives every kind of invalid request, and must respond
+//! as described.
 //!
 //! The cases come from the routes' own descriptions, so a new route is covered without a change here.
 
@@ -269,8 +269,8 @@ async fn assert_rejects_invalid_ids(platform: &TestPlatform, operation: &Operati
     let unknown = uuid::Uuid::now_v7();
     let braced = unknown.braced().to_string().replace('{', "%7B").replace('}', "%7D");
     let simple = unknown.simple().to_string();
-    for bad in ["7", "not-a-uuid", "%00", "%ff", "00000000-0000-0000-0000-00000000000g", &braced, &simple] {
-        platform.send(call(bad)).await.assert_problem(400, "invalid_request");
+    for id in ["7", "not-a-uuid", "%00", "%ff", "00000000-0000-0000-0000-00000000000g", &braced, &simple] {
+        platform.send(call(id)).await.assert_problem(400, "invalid_request");
     }
     if accepts_credential(operation, "operator") {
         let names_no_machine = names_operation(operation) || names_rollout(operation);
@@ -329,7 +329,7 @@ async fn store_outage_is_reported_by_every_route_that_needs_it() {
 
 async fn assert_reports_store_outage(platform: &TestPlatform) {
     platform.stack.subscribe(&platform.process, "user_3").await;
-    let mut tried = 0;
+    let mut checked = 0;
     for operation in operations() {
         if !operation.codes().iter().any(|code| code.as_str() == "store_unavailable") {
             continue;
@@ -342,9 +342,9 @@ async fn assert_reports_store_outage(platform: &TestPlatform) {
             _ => valid_call(platform, operation),
         };
         platform.send(request).await.assert_problem(503, "store_unavailable");
-        tried += 1;
+        checked += 1;
     }
-    assert!(tried >= 5, "{tried}");
+    assert!(checked >= 5, "{checked}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
