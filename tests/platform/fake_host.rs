@@ -19,7 +19,6 @@ use super::stack::{Guest, Process, Stack, heartbeat, registration};
 
 const BACKUP: &str = "/_svc/internal/backup";
 
-/// The fake host's behavior.
 pub struct FakeHostBehavior {
     /// Whether its release supports quiescing.
     pub can_quiesce: bool,
@@ -68,7 +67,6 @@ impl FakeHost {
         proofs.iter().filter(matches).count()
     }
 
-    /// Waits until the platform has requested a backup.
     pub async fn wait_for_backup_request(&self, stack: &Stack) {
         let is_requested = || async { (self.call_count("POST", BACKUP) > 0).then_some(()) };
         stack.eventually("a backup is requested", is_requested).await;

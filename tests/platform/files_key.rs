@@ -100,7 +100,7 @@ async fn slot_has_one_key_for_all_its_machines() {
 
 /// After the restore of a database that is older than the key, the host's key is the only copy.
 #[tokio::test(flavor = "multi_thread")]
-async fn key_lost_with_the_database_is_taken_from_the_host() {
+async fn key_lost_with_the_database_is_restored_from_the_host() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;

@@ -204,7 +204,7 @@ async fn resize_survives_a_kill_at_every_fail_point() {
         let mut setup = stack.start_platform();
         let guest = stack.start_machine(&setup, "user_1").await;
         setup.kill();
-        // The host ignores the shutdown, so that the power must be cut and every step has an effect.
+        // The host ignores the shutdown, so its power must be cut and every step has an effect.
         stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
         let settings = [("FAILPOINTS", kill_at(&point)), ("RESIZE_SHUTDOWN_SECONDS", "1".to_owned())];
         let settings: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (*name, &**value)).collect();

@@ -58,7 +58,7 @@ async fn every_route_accepts_only_its_declared_scopes() {
         let path = path.replace("{version}", "v9").replace("{file}", "x").replace("{name}", "x");
         let path = path.replace("{alarm}", "none");
         for (scope, token) in &tokens {
-            // The call has no body, so that it has no effect.
+            // The call has no body, so it has no effect.
             let response =
                 stack.send(request_with(&stack, &process, token, operation.method.clone(), &path)).await;
             let context = format!("{} with the scope {scope}: {response:?}", operation.id);
@@ -256,7 +256,7 @@ async fn audit_pages_contain_every_entry_once() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let client = stack.database.connect().await.unwrap();
-    // Ten rows share each time, so that a page can end between rows with the same time.
+    // Ten rows share each time, so a page can end between rows with the same time.
     let fill = "INSERT INTO operator_audit (audit_id, at, actor, action, target, request_id) \
         SELECT gen_random_uuid(), timestamptz '2026-01-01' + (n / 10) * interval '1 minute', \
         CASE n % 2 WHEN 0 THEN 'ada' ELSE 'bob' END, 'act-' || n % 3, 'target-' || n % 5, 'r' \

@@ -16,8 +16,8 @@ fn slot_body() -> Value {
     json!({"idpUserId": "user_1"})
 }
 
-/// Recovers a slot: its machine at epoch 2 holds the fence. Returns the keys of its predecessor's two snapshots, newest
-/// first.
+/// Recovers a slot, whose fence then names the new machine at epoch 2. Returns the keys of the predecessor's two
+/// snapshots, newest first.
 async fn recover_with_two_snapshots(stack: &Stack, process: &Process) -> [String; 2] {
     stack.start_machine(process, "user_1").await;
     let key = |path: String| path.strip_prefix("user_1/primary/").unwrap().to_owned();

@@ -1,5 +1,5 @@
-//! Tests the platform against its OpenAPI document: every route receives every kind of invalid request, and must respond
-//! as described.
+//! Tests the platform against its OpenAPI document: every route gets every kind of invalid request, and must respond as
+//! described.
 //!
 //! The cases come from the routes' own descriptions, so a new route is covered without a change here.
 
@@ -137,8 +137,9 @@ impl ApiUnderTest for TestPlatform {
         } else {
             "unauthorized"
         };
-        let bare = |path: &str| self.request_without_credentials(operation, operation.method.clone(), path);
-        let call = || bare(&self.path(operation));
+        let anonymous_call =
+            |path: &str| self.request_without_credentials(operation, operation.method.clone(), path);
+        let call = || anonymous_call(&self.path(operation));
         let mut tokens = vec![
             ("an arbitrary word", "wrong"),
             ("a malformed token", "svcu_wrong"),
@@ -171,8 +172,8 @@ impl ApiUnderTest for TestPlatform {
             }));
         }
         if accepts_credential(operation, "host") && operation.path.contains("{id}") {
-            let another =
-                bare(&self.path_of(operation, &self.booting.machine)).bearer_auth(self.token("host"));
+            let another = anonymous_call(&self.path_of(operation, &self.booting.machine))
+                .bearer_auth(self.token("host"));
             all.push(WrongCredential {
                 description: "another host",
                 request: another,
