@@ -51,7 +51,7 @@ async fn backup_request_reaches_the_host_with_a_proof() {
     assert_eq!(count_audit_rows(&client, "drill").await, (1, 1));
 }
 
-/// Counts the audit rows for the requests to a host, and those for their acceptance.
+/// Counts the action's audit rows: those for a request to the host, and those for an accepted request.
 async fn count_audit_rows(client: &Client, action: &str) -> (i64, i64) {
     let sql = "SELECT count(*) FILTER (WHERE after->>'outcome' = 'requested'), \
                count(*) FILTER (WHERE after ? 'requestedAt') FROM operator_audit WHERE action = $1";
@@ -68,7 +68,7 @@ async fn accepted_request_is_audited_if_the_database_then_fails() {
     let client = stack.database.connect().await.unwrap();
     let break_database = async {
         let is_called = || async { (host.call_count("POST", "/_svc/internal/backup") == 1).then_some(()) };
-        stack.eventually("the host has the request", is_called).await;
+        stack.eventually("the host receives the request", is_called).await;
         let sql = "ALTER TABLE operator_audit ADD CONSTRAINT broken CHECK (false) NOT VALID";
         client.batch_execute(sql).await.unwrap();
     };
@@ -141,15 +141,15 @@ async fn verified_snapshots_are_listed_newest_first_in_pages() {
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
     let path = format!("/vps/{}/backups", guest.machine);
-    let none = stack.get(&process, &path).await;
-    assert_eq!(none.body, json!({"latest": null, "backups": [], "nextCursor": null}));
+    let empty = stack.get(&process, &path).await;
+    assert_eq!(empty.body, json!({"latest": null, "backups": [], "nextCursor": null}));
 
     let latest = stack.store_snapshot("user_1");
     let latest = latest.strip_prefix("user_1/primary/").unwrap();
     for hour in 4..9 {
-        let at = format!("2026-01-02T{hour:02}:00:00.000Z");
+        let taken_at = format!("2026-01-02T{hour:02}:00:00.000Z");
         let sidecar = json!({"version": 1, "key": snapshot_key(hour), "sizeBytes": hour, "sha256": DIGEST, "pgVersion": "16",
-            "machineId": guest.machine, "epoch": 1, "takenAt": at, "verifiedAt": at, "roles": [], "tables": []});
+            "machineId": guest.machine, "epoch": 1, "takenAt": taken_at, "verifiedAt": taken_at, "roles": [], "tables": []});
         stack.store.write(BUCKET, &format!("user_1/primary/{}", snapshot_key(hour)), "dump");
         stack.store.write(
             BUCKET,
@@ -282,9 +282,9 @@ async fn snapshot_with_future_time_is_ignored() {
         let row = client.query_one("SELECT backup_taken_at FROM user_machines", &[]).await.unwrap();
         row.get::<_, Option<jiff::Timestamp>>(0).map(svc::clock::rfc3339_ms)
     };
-    let beat = |at: &str| {
+    let beat = |taken_at: &str| {
         let mut beat = heartbeat_of(&guest);
-        beat["lastBackup"] = json!({"status": "success", "takenAt": at, "key": "x", "sizeBytes": 4});
+        beat["lastBackup"] = json!({"status": "success", "takenAt": taken_at, "key": "x", "sizeBytes": 4});
         beat
     };
     let (future, past) = ("2099-01-02T03:04:05.678Z", "2026-01-02T03:04:05.678Z");

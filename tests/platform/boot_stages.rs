@@ -36,7 +36,7 @@ async fn boot_stages_are_recorded_in_order() {
         booting["boot"]["stages"].as_array().unwrap().iter().map(|stage| stage["stage"].clone()).collect();
     assert_eq!(json!(stages), json!(["bundle", "database", "restore"]));
     assert_eq!(booting["boot"]["at"], booting["boot"]["stages"][2]["at"]);
-    // The token is still unused.
+    // Boot stages do not use up the registration token.
     assert_eq!(stack.register(&process, &guest).await.status, 200);
     // The number of stored stages is bounded.
     for _ in 0..30 {
@@ -45,8 +45,8 @@ async fn boot_stages_are_recorded_in_order() {
     assert_eq!(record().await.body["boot"]["stages"].as_array().unwrap().len(), 20);
 }
 
-/// If a process is killed during the create request, the server is not recorded yet. The platform could not reach a
-/// machine that registered then.
+/// If a process is killed during the create request, the server is not recorded. The platform could not reach a machine
+/// that registered in this state.
 #[tokio::test(flavor = "multi_thread")]
 async fn host_cannot_register_before_its_server_is_recorded() {
     let stack = Stack::start().await;
@@ -93,7 +93,7 @@ async fn progress_extends_registration_of_an_old_machine() {
                registration_expires_at = now() + interval '1 minute'";
     client.execute(age, &[]).await.unwrap();
     let seconds = remaining(20).await;
-    assert!(seconds <= 60.0, "{seconds} s left beyond the limit");
+    assert!(seconds <= 60.0, "{seconds} s left: the registration was extended beyond the limit");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,4 +1,4 @@
-//! The rate budget that all processes share, so that together they stay within the provider's limit.
+//! The rate budget, which all processes share to stay within the provider's limit.
 
 use futures_util::future::join_all;
 use kit::provider::{Fault, FaultRule, RateLimit, SimulatorOptions};
@@ -18,7 +18,7 @@ async fn processes_share_the_provider_rate_without_refusals() {
         stack.start_platform_with(&quiet),
     ];
     let users: Vec<String> = (0..24).map(|n| format!("user_{n}")).collect();
-    // All requests run concurrently, so that every process is fully busy.
+    // All requests run concurrently to keep every process busy.
     let provisioned = users.iter().enumerate().map(|(n, user)| stack.provision(&processes[n % 3], user));
     let provisioned = join_all(provisioned).await;
     for accepted in &provisioned {

@@ -42,7 +42,7 @@ async fn bundle_is_served_in_full_and_in_ranges() {
         assert_eq!(response.status, 304, "if-none-match: {validator}");
     }
 
-    // A HEAD request has no range.
+    // A HEAD request ignores the Range header.
     let head = stack.request(&process, Method::HEAD, PATH).bearer_auth(SECRET).header("range", "bytes=4-");
     let head = stack.send(head).await;
     assert_eq!(
@@ -59,8 +59,8 @@ async fn bundle_download_requires_operator_or_host_token() {
     let host =
         stack.request(&process, Method::GET, &format!("{PATH}.sha256")).bearer_auth(&guest.upgrade_token);
     assert!(stack.send(host).await.text.ends_with("  svc-host-bundle.tar.gz\n"));
-    let bare = stack.request(&process, Method::GET, PATH);
-    stack.send(bare).await.assert_problem(401, "unauthorized");
+    let anonymous = stack.request(&process, Method::GET, PATH);
+    stack.send(anonymous).await.assert_problem(401, "unauthorized");
     let wrong = stack.request(&process, Method::GET, PATH).bearer_auth(&guest.registration_token);
     stack.send(wrong).await.assert_problem(401, "unauthorized");
     let path = "/system-bundles/v1/secret.txt";

@@ -140,8 +140,8 @@ async fn machine_is_validated_through_router_and_its_chain_verified() {
     );
     let record = stack.get(&process, &format!("/vps/{id}")).await.body;
     assert_eq!(record["certificate"]["source"], "acme");
-    let served = || async { installation.can_reach_host(&process, &id).await.then_some(()) };
-    stack.eventually("the platform can call the host", served).await;
+    let is_reachable = || async { installation.can_reach_host(&process, &id).await.then_some(()) };
+    stack.eventually("the platform can call the host", is_reachable).await;
 
     // Whether verification is on or off, the new process can call the host immediately.
     for verify in ["true", "false", "true"] {
@@ -171,8 +171,8 @@ async fn missing_certificate_is_reported_with_verification_off_and_on() {
     let stack = &installation.stack;
     let mut process = installation.start_platform(&[]);
     let (guest, host) = installation.start_machine(&process, "user_1", roots.path()).await;
-    let failed = || async { reported_certificate(&host)["error"].is_string().then_some(()) };
-    stack.eventually("the request fails", failed).await;
+    let has_failed = || async { reported_certificate(&host)["error"].is_string().then_some(()) };
+    stack.eventually("the certificate request fails", has_failed).await;
     installation.send_heartbeat(&process, &guest, &host).await;
     let reasons = |fleet: &Value| fleet["attention"][0]["reasons"].clone();
     let fleet = stack.get(&process, "/vps/fleet").await.body;
@@ -228,7 +228,10 @@ async fn passthrough_serves_only_validations_of_known_machines() {
     {
         connect(name, protocols).await.unwrap_or_else(|error| panic!("{name} {protocols:?}: {error}"));
     }
-    assert!(connect(&unknown, &["acme-tls/1"]).await.is_err(), "the router does not speak this protocol");
+    assert!(
+        connect(&unknown, &["acme-tls/1"]).await.is_err(),
+        "the router itself does not support this protocol"
+    );
     // The machine refuses the connection, because no validation is in progress.
     assert!(connect(&name, &["acme-tls/1"]).await.is_err());
     let stack = &installation.stack;

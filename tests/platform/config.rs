@@ -67,11 +67,11 @@ async fn host_domain_in_the_same_site_as_app_host_logs_a_warning() {
     let stack = Stack::start().await;
     let hosts = [("APP_HOST", "app.example.com"), ("CODE_HOST", "code.example.org:8443")];
     let sign_in = ("IDP_SIGN_IN_URL", "https://Login.Example.com/sign-in");
-    let with = |domain: &'static str| [hosts[0], hosts[1], sign_in, ("HOST_DOMAIN", domain)];
+    let env_with_domain = |domain: &'static str| [hosts[0], hosts[1], sign_in, ("HOST_DOMAIN", domain)];
     let findings = async |domain: &'static str| {
         let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_svc"));
         command.args(["svcctl", "doctor", "platform", "--json"]).env_clear();
-        command.envs(stack.settings()).envs(with(domain)).kill_on_drop(true);
+        command.envs(stack.settings()).envs(env_with_domain(domain)).kill_on_drop(true);
         let output = command.output().await.unwrap();
         let report: Value = serde_json::from_slice(&output.stdout).unwrap();
         let findings = report["findings"].as_array().unwrap().iter();
@@ -80,18 +80,18 @@ async fn host_domain_in_the_same_site_as_app_host_logs_a_warning() {
         same_site.cloned().collect::<Vec<_>>()
     };
     assert_eq!(findings("hosts.example.net").await, [] as [Value; 0]);
-    drop(stack.start_platform_with(&with("hosts.example.net")));
+    drop(stack.start_platform_with(&env_with_domain("hosts.example.net")));
     assert!(!stack.log().contains("the same site"), "{}", stack.log());
 
-    let found = findings("hosts.example.com").await;
+    let warnings = findings("hosts.example.com").await;
     assert_eq!(
-        (found.len(), &found[0]["check"], &found[0]["level"]),
+        (warnings.len(), &warnings[0]["check"], &warnings[0]["level"]),
         (1, &json!("configuration"), &json!("warning"))
     );
-    let (what, next) = (found[0]["what"].as_str().unwrap(), found[0]["next"].as_str().unwrap());
+    let (what, next) = (warnings[0]["what"].as_str().unwrap(), warnings[0]["next"].as_str().unwrap());
     let warning = "HOST_DOMAIN (hosts.example.com) belongs to the same site (example.com) as APP_HOST and IDP_SIGN_IN_URL:";
-    assert!(what.starts_with(warning) && next.contains("certificates.md"), "{found:?}");
-    drop(stack.start_platform_with(&with("hosts.example.com")));
+    assert!(what.starts_with(warning) && next.contains("certificates.md"), "{warnings:?}");
+    drop(stack.start_platform_with(&env_with_domain("hosts.example.com")));
     assert!(stack.log().contains(warning), "{}", stack.log());
 }
 

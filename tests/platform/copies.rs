@@ -16,11 +16,11 @@ fn server_name(guest: &Guest) -> String {
     format!("svc-{}", guest.machine)
 }
 
-/// Waits until the operation has a question. Returns its code.
+/// Waits until the operation asks a question. Returns the code of the question.
 async fn wait_for_question(stack: &Stack, process: &Process, operation: &str) -> Value {
     let find_question = || async {
-        let found = stack.get(process, &format!("/vps/operations/{operation}")).await.body;
-        (found["state"] == "waiting").then(|| found["question"]["code"].clone())
+        let current = stack.get(process, &format!("/vps/operations/{operation}")).await.body;
+        (current["state"] == "waiting").then(|| current["question"]["code"].clone())
     };
     stack.eventually("the operation is waiting", find_question).await
 }
@@ -110,7 +110,7 @@ async fn newest_snapshot_is_read_from_the_store() {
     let exposed = copies["exposedSeconds"].as_u64().unwrap();
     assert!(exposed > 86_400, "the exposure counts from that snapshot: {copies}");
 
-    // The pointer decides, even if a heartbeat has reported a later time, as after a pointer rebuild.
+    // The pointer takes precedence over a later time from a heartbeat, as can be the case after a pointer rebuild.
     let mut beat = heartbeat_of(&guest);
     let reported = "2026-03-02T03:04:05.678Z";
     beat["lastBackup"] = json!({"status": "success", "takenAt": reported, "key": "x", "sizeBytes": 4});
@@ -188,7 +188,7 @@ async fn repeated_recovery_names_newer_snapshot() {
     assert_eq!(first["newerSnapshot"]["takenAt"], later, "{first}");
     // The first replacement never registers, so it has taken no snapshot.
     let replacement = first["machineId"].as_str().unwrap();
-    // The recovery asks whether to do without a final backup, and whether to restore the older snapshot.
+    // The recovery asks whether to skip the final backup, and whether to restore the older snapshot.
     let path = format!("/vps/operations/{}/continue", first["operationId"].as_str().unwrap());
     let has_server = || async {
         stack.post(&process, &path, &json!({"acceptLoss": true})).await;
@@ -232,7 +232,7 @@ async fn accepted_loss_names_newer_snapshot_despite_store_error() {
     assert!(detail.contains(&newer) && detail.contains("is stored but not the latest"), "{detail}");
 }
 
-/// An operator gives up on the final backup, learns of a newer snapshot, and retries the backup instead.
+/// An operator skips the final backup, learns of a newer snapshot, and retries the backup instead.
 #[tokio::test(flavor = "multi_thread")]
 async fn retry_after_snapshot_question_restarts_final_backup() {
     let stack = Stack::start().await;
@@ -246,8 +246,8 @@ async fn retry_after_snapshot_question_restarts_final_backup() {
     stack.store_snapshot_by("user_1", &old.guest.machine, &now);
     stack.store_snapshot_by("user_1", &old.guest.machine, TAKEN_AT);
     let path = format!("/vps/operations/{id}/continue");
-    let given_up = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
-    assert_eq!(given_up.status, 200, "{given_up:?}");
+    let skipped = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
+    assert_eq!(skipped.status, 200, "{skipped:?}");
     assert_eq!(wait_for_question(&stack, &process, id).await, "newer_snapshot");
 
     let late = svc::clock::rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_hours(1));

@@ -240,9 +240,9 @@ async fn only_current_machine_gets_credentials() {
         stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
     assert_eq!(recovery.status, 202, "{recovery:?}");
     stack.wait_until_ended(&process, recovery.body["operationId"].as_str().unwrap()).await;
-    let issued = stack.store.sessions().len();
+    let session_count = stack.store.sessions().len();
     request_credentials(&stack, &process, &old).await.assert_problem(403, "superseded");
-    assert_eq!(stack.store.sessions().len(), issued, "a replaced machine gets none");
+    assert_eq!(stack.store.sessions().len(), session_count, "a replaced machine gets no session");
     let new = stack.wait_for_guest(&process, recovery.body["machineId"].as_str().unwrap()).await;
     assert_eq!(request_credentials(&stack, &process, &new).await.status, 200);
 
@@ -294,7 +294,7 @@ async fn user_with_special_characters_is_confined() {
     let key = Path::parse(format!("{prefix}/system/db/latest")).unwrap();
     assert!(
         bucket.head(&key).await.unwrap().is_some(),
-        "the fence that the platform wrote: {:?}",
+        "the platform's fence is missing: {:?}",
         all_objects(&stack)
     );
     bucket.put(&Path::parse(format!("{prefix}/x")).unwrap(), "own").await.unwrap();

@@ -12,15 +12,15 @@ async fn delete_removes_server_and_repeat_names_first_operation() {
     let guest = stack.start_machine(&process, "user_1").await;
     stack.store_snapshot("user_1");
     let path = format!("/vps/{}", guest.machine);
-    let accepting_path = format!("{path}?acceptLoss=true");
-    let first = stack.delete(&process, &accepting_path).await;
+    let path_accepting_loss = format!("{path}?acceptLoss=true");
+    let first = stack.delete(&process, &path_accepting_loss).await;
     assert_eq!(first.status, 202, "{first:?}");
     assert!(first.body["deletedAt"].is_string());
     let operation = stack.wait_until_ended(&process, first.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded");
     stack.assert_no_server();
-    let again = stack.delete(&process, &accepting_path).await;
-    // The server is kept from its power-off on, which the first response could not know.
+    let again = stack.delete(&process, &path_accepting_loss).await;
+    // The retention period starts when the server is powered off, which happens after the first response.
     let mut expected = first.body;
     for name in ["undeleteUntil", "undeletableUntil"] {
         assert!(expected[name].is_string(), "{name}: {expected}");

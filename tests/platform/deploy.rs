@@ -361,18 +361,19 @@ async fn rollout_rejects_bundles_that_hosts_would_reject() {
     deploy(json!({"imageVersion": NEXT_VERSION, "handles": ["unknown"]}))
         .await
         .assert_problem(404, "machine_not_found");
-    for bad in [
+    for invalid in [
         json!({"handles": []}),
         json!({"handles": ["A B"]}),
         json!({"batchSize": 0}),
         json!({"canary": 1001}),
     ] {
         let mut body = json!({"imageVersion": NEXT_VERSION});
-        body.as_object_mut().unwrap().extend(bad.as_object().unwrap().clone());
+        body.as_object_mut().unwrap().extend(invalid.as_object().unwrap().clone());
         deploy(body).await.assert_problem(400, "invalid_request");
     }
-    let keyless = fleet.stack.start_platform();
-    let response = fleet.stack.post(&keyless, "/vps/deploy", &json!({"imageVersion": NEXT_VERSION})).await;
+    let without_keys = fleet.stack.start_platform();
+    let response =
+        fleet.stack.post(&without_keys, "/vps/deploy", &json!({"imageVersion": NEXT_VERSION})).await;
     assert!(response.body["detail"].as_str().unwrap().contains("BUNDLE_PUBLIC_KEYS"), "{response:?}");
     response.assert_problem(409, "conflict");
 }

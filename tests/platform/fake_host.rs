@@ -19,7 +19,6 @@ use super::stack::{Guest, Process, Stack, heartbeat, registration};
 
 const BACKUP: &str = "/_svc/internal/backup";
 
-/// The fake host's behavior.
 pub struct FakeHostBehavior {
     /// Whether its release supports quiescing.
     pub can_quiesce: bool,
@@ -53,7 +52,7 @@ pub struct FakeHost {
 }
 
 impl FakeHost {
-    /// Stops the host. When this returns, it accepts no connections, and its open ones are closed.
+    /// Stops the host. After this returns, the host accepts no connections, and its open connections are closed.
     pub async fn stop(&mut self) {
         self.stop.cancel();
         (&mut self.serving).await.expect("the host's server must not panic");
@@ -68,7 +67,6 @@ impl FakeHost {
         proofs.iter().filter(matches).count()
     }
 
-    /// Waits until the platform has requested a backup.
     pub async fn wait_for_backup_request(&self, stack: &Stack) {
         let is_requested = || async { (self.call_count("POST", BACKUP) > 0).then_some(()) };
         stack.eventually("a backup is requested", is_requested).await;
@@ -76,16 +74,16 @@ impl FakeHost {
 
     /// Stores a snapshot and reports it. Returns its time.
     pub fn store_backup(&self, stack: &Stack, user: &str) -> String {
-        let at = svc::clock::rfc3339_ms(jiff::Timestamp::now());
-        let key = stack.store_snapshot_by(user, &self.guest.machine, &at);
-        self.report_backup(&key, &at);
-        at
+        let taken_at = svc::clock::rfc3339_ms(jiff::Timestamp::now());
+        let key = stack.store_snapshot_by(user, &self.guest.machine, &taken_at);
+        self.report_backup(&key, &taken_at);
+        taken_at
     }
 
     /// Reports this snapshot as the result of the last backup.
-    pub fn report_backup(&self, key: &str, at: &str) {
+    pub fn report_backup(&self, key: &str, taken_at: &str) {
         self.behavior.lock().unwrap().progress = json!({"running": false,
-            "last": {"status": "success", "beganAt": at, "takenAt": at, "key": key}});
+            "last": {"status": "success", "beganAt": taken_at, "takenAt": taken_at, "key": key}});
     }
 }
 
@@ -100,9 +98,9 @@ fn respond(behavior: &mut FakeHostBehavior, now: &str, method: &str, path: &str)
         ("POST", "/_svc/internal/quiesce") if !behavior.can_quiesce => StatusCode::NOT_FOUND.into_response(),
         ("POST", "/_svc/internal/quiesce") => {
             behavior.dispatches += behavior.added_dispatches;
-            let at = behavior.stops_writers.then_some(now);
+            let quiesced_at = behavior.stops_writers.then_some(now);
             axum::Json(
-                json!({"operationId": null, "quiescedAt": at, "runningDispatches": behavior.dispatches}),
+                json!({"operationId": null, "quiescedAt": quiesced_at, "runningDispatches": behavior.dispatches}),
             )
             .into_response()
         }
@@ -145,21 +143,21 @@ pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> Fak
         files: (StatusCode::NOT_FOUND, String::new()),
     };
     let behavior = Arc::new(Mutex::new(behavior));
-    let (accepted, current_behavior) = (keys.clone(), behavior.clone());
+    let (accepted_keys, current_behavior) = (keys.clone(), behavior.clone());
     let (machine, proofs) = (guest.machine.parse().unwrap(), Arc::new(Mutex::new(Vec::new())));
-    let received = proofs.clone();
+    let received_proofs = proofs.clone();
     let router = axum::Router::new().fallback(move |request: Request| async move {
         let unauthorized = || StatusCode::UNAUTHORIZED.into_response();
         let Some(proof) = request.headers().get("x-svc-proof") else { return unauthorized() };
-        let keys = accepted.lock().unwrap().clone();
+        let keys = accepted_keys.lock().unwrap().clone();
         let Ok(claims) = keys.verify(proof.to_str().unwrap(), machine, jiff::Timestamp::now()) else {
             return unauthorized();
         };
         assert_eq!(claims.method.as_deref(), Some(request.method().as_str()));
         assert_eq!(claims.path.as_deref(), Some(request.uri().path()));
-        // Read before the call is counted: a snapshot that a test stores after it has seen the call is then later.
+        // The time is read before the call is counted: a snapshot that a test stores after it sees the call is later.
         let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
-        received.lock().unwrap().push(claims);
+        received_proofs.lock().unwrap().push(claims);
         let delay = current_behavior.lock().unwrap().delay;
         tokio::time::sleep(delay).await;
         let mut behavior = current_behavior.lock().unwrap();

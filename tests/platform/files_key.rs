@@ -64,7 +64,7 @@ async fn slot_has_one_key_for_all_its_machines() {
     assert_eq!(
         extract_key(&request_key(&stack, &process, &old, json!({"key": offered})).await),
         key,
-        "the platform's key wins"
+        "the platform's key takes precedence"
     );
     request_key(&stack, &process, &old, json!({"key": "short"})).await.assert_problem(400, "invalid_request");
 
@@ -83,11 +83,11 @@ async fn slot_has_one_key_for_all_its_machines() {
     // After a recovery, the fence names the successor, which gets the same key.
     let slot = slot();
     let bucket = open_bucket(&stack);
-    let fence = async || {
+    let read_fence = async || {
         let pointer = files_pointer::read(&bucket, &slot).await.unwrap().unwrap().value;
         (pointer.fence_epoch.0, pointer.fence_machine_id.unwrap().to_string())
     };
-    assert_eq!(fence().await, (1, old.machine.clone()));
+    assert_eq!(read_fence().await, (1, old.machine.clone()));
     stack.store_snapshot("user_1");
     let recovery =
         stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
@@ -95,12 +95,12 @@ async fn slot_has_one_key_for_all_its_machines() {
     request_key(&stack, &process, &old, json!({})).await.assert_problem(403, "superseded");
     let new = stack.wait_for_guest(&process, recovery.body["machineId"].as_str().unwrap()).await;
     assert_eq!(extract_key(&request_key(&stack, &process, &new, json!({})).await), key);
-    assert_eq!(fence().await, (2, new.machine.clone()));
+    assert_eq!(read_fence().await, (2, new.machine.clone()));
 }
 
 /// After the restore of a database that is older than the key, the host's key is the only copy.
 #[tokio::test(flavor = "multi_thread")]
-async fn key_lost_with_the_database_is_taken_from_the_host() {
+async fn key_lost_with_the_database_is_restored_from_the_host() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let guest = stack.start_machine(&process, "user_1").await;
@@ -192,7 +192,7 @@ async fn platform_prunes_repositories_and_reports_failures() {
     assert!(findings.starts_with(start) && findings.contains("cannot decrypt"), "{findings}");
     let metrics = stack.get(&process, "/metrics").await.text;
     assert!(metrics.contains("\nsvc_files_prunings_failed 1\n"), "{metrics}");
-    // This is what a failure does if regular prunings are disabled.
+    // If regular prunings are disabled, a failure sets `pruned_at` back by years.
     let set_back = "UPDATE file_keys SET pruned_at = created_at - interval '20 years'";
     client.execute(set_back, &[]).await.unwrap();
     let usage = stack.get(&process, "/vps/slots/files-usage?idpUserId=user_1").await;

@@ -25,9 +25,9 @@ async fn recover(stack: &Stack, process: &Process) -> Value {
 
 /// Stores a snapshot of the database, and reports it together with this state of the file backup.
 fn report_backup_with_files(old: &FakeHost, stack: &Stack, files: &Value) {
-    let at = rfc3339_ms(jiff::Timestamp::now());
-    let key = stack.store_snapshot_by("user_1", &old.guest.machine, &at);
-    let last = json!({"status": "success", "beganAt": at, "takenAt": at, "key": key});
+    let taken_at = rfc3339_ms(jiff::Timestamp::now());
+    let key = stack.store_snapshot_by("user_1", &old.guest.machine, &taken_at);
+    let last = json!({"status": "success", "beganAt": taken_at, "takenAt": taken_at, "key": key});
     old.behavior.lock().unwrap().progress = json!({"running": false, "last": last, "files": files});
 }
 
@@ -98,8 +98,8 @@ async fn operation_shows_that_it_waits_for_files_until_skipped() {
     report_backup_with_files(&old, &stack, &files);
     let path = format!("/vps/operations/{}", recovery["operationId"].as_str().unwrap());
     let is_waiting = || async {
-        let found = stack.get(&process, &path).await.body;
-        (found["errorCode"] == "files_unsaved").then_some(found)
+        let operation = stack.get(&process, &path).await.body;
+        (operation["errorCode"] == "files_unsaved").then_some(operation)
     };
     let waiting = stack.eventually("the operation shows that it waits", is_waiting).await;
     let last = waiting["log"].as_array().unwrap().last().unwrap()["detail"].as_str().unwrap();

@@ -1,4 +1,4 @@
-//! GET `/vps/fleet` over real rows: the counts, and the machines that need attention.
+//! GET `/vps/fleet` on a real database: the counts, and the machines that need attention.
 
 use serde_json::{Value, json};
 
@@ -21,16 +21,16 @@ async fn fleet_counts_machines_and_lists_problems() {
     let mut beat = heartbeat_of(&healthy);
     let key = "system/db/snapshots/x.dump";
     let started = std::time::Instant::now();
-    let taken = jiff::Timestamp::now() - jiff::SignedDuration::from_secs(100);
+    let taken_at = jiff::Timestamp::now() - jiff::SignedDuration::from_secs(100);
     beat["lastBackup"] =
-        json!({"status": "success", "key": key, "takenAt": taken.to_string(), "sizeBytes": 1});
+        json!({"status": "success", "key": key, "takenAt": taken_at.to_string(), "sizeBytes": 1});
     stack.send_heartbeat(&process, &healthy, &beat).await;
     // A later failed backup does not remove the last successful one.
     let unhealthy = stack.start_machine(&process, "user_2").await;
     let mut beat = heartbeat_of(&unhealthy);
     beat["health"]["database"] = json!("failing");
     beat["lastBackup"] =
-        json!({"status": "success", "key": key, "takenAt": taken.to_string(), "sizeBytes": 1});
+        json!({"status": "success", "key": key, "takenAt": taken_at.to_string(), "sizeBytes": 1});
     stack.send_heartbeat(&process, &unhealthy, &beat).await;
     beat["lastBackup"] = json!({"status": "error", "error": "disk full"});
     stack.send_heartbeat(&process, &unhealthy, &beat).await;
@@ -142,13 +142,16 @@ async fn fleet_shows_the_keys_that_hosts_trust() {
         assert!(user_data.contains(line), "{line} is not in the user-data of a new machine");
     }
     let outdated = stack.start_machine(&process, "user_2").await;
-    let trusting = |guest: &Guest, sequence: u64, ids: Value| {
+    let beat_with_keys = |guest: &Guest, sequence: u64, ids: Value| {
         let mut beat = heartbeat_of(guest);
         beat["trustedKeys"] = json!({"sequence": sequence, "ids": ids});
         beat
     };
     for (guest, sequence, ids) in [(&both, 1, json!([old, new])), (&outdated, 0, json!([old]))] {
-        assert_eq!(stack.send_heartbeat(&process, guest, &trusting(guest, sequence, ids)).await.status, 200);
+        assert_eq!(
+            stack.send_heartbeat(&process, guest, &beat_with_keys(guest, sequence, ids)).await.status,
+            200
+        );
     }
     // A reported value remains if a later heartbeat omits it, because an older release may run again.
     assert_eq!(stack.send_heartbeat(&process, &both, &heartbeat_of(&both)).await.status, 200);
@@ -173,9 +176,9 @@ async fn fleet_shows_the_keys_that_hosts_trust() {
 
     let too_many_ids = vec!["0123456789abcdef"; 17];
     for invalid in [
-        trusting(&outdated, 1, json!(["\u{1b}[31m"])),
-        trusting(&outdated, 1, json!(too_many_ids)),
-        trusting(&outdated, 1 << 40, json!([old])),
+        beat_with_keys(&outdated, 1, json!(["\u{1b}[31m"])),
+        beat_with_keys(&outdated, 1, json!(too_many_ids)),
+        beat_with_keys(&outdated, 1 << 40, json!([old])),
     ] {
         stack.send_heartbeat(&process, &outdated, &invalid).await.assert_problem(400, "invalid_request");
     }

@@ -128,12 +128,13 @@ async fn many_unknown_servers_are_kept_until_released() {
     let guests = start_machines(&stack, &process, 6).await;
     process.kill();
     let client = stack.database.connect().await.unwrap();
-    let forgotten: Vec<uuid::Uuid> = guests[1..].iter().map(|guest| guest.machine.parse().unwrap()).collect();
-    let forget = "WITH log AS (DELETE FROM operation_log WHERE operation_id IN \
+    let deleted_ids: Vec<uuid::Uuid> =
+        guests[1..].iter().map(|guest| guest.machine.parse().unwrap()).collect();
+    let delete_machines = "WITH log AS (DELETE FROM operation_log WHERE operation_id IN \
                     (SELECT operation_id FROM operations WHERE machine_id = ANY($1))), \
                   operations AS (DELETE FROM operations WHERE machine_id = ANY($1)) \
                   DELETE FROM user_machines WHERE machine_id = ANY($1)";
-    client.execute(forget, &[&forgotten]).await.unwrap();
+    client.execute(delete_machines, &[&deleted_ids]).await.unwrap();
     let process = stack.start_platform_with(&[("ORPHAN_GRACE_SECONDS", "1")]);
     let find_raised_alarm =
         || async { find_alarm(&fetch_fleet(&stack, &process).await, "unknown_servers").cloned() };
@@ -215,7 +216,7 @@ async fn time_without_capacity_does_not_count_toward_the_deadline() {
         client.query_opt(sql, &[]).await.unwrap()
     };
     stack.eventually("the operation waits for capacity", find_blocked).await;
-    // The waiting operation is older than all deadlines and has failed often enough.
+    // The waiting operation is older than all deadlines, and one more failure would exhaust its retries.
     let age = "WITH lines AS (UPDATE operation_log SET at = at - interval '25 hours') \
                UPDATE operations SET created_at = created_at - interval '25 hours', \
                progress_at = progress_at - interval '25 hours', attempts = greatest(attempts, 4)";

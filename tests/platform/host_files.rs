@@ -82,7 +82,7 @@ async fn responses_are_sanitized_and_requests_audited() {
     let restores = list_audit(&stack, &process, "files.restore").await;
     let outcomes: Vec<_> = restores.iter().map(|row| &row["after"]["outcome"]).collect();
     assert_eq!(outcomes, ["accepted", "requested", "host_answer_invalid", "requested"]);
-    // The platform's response to the first request with this key was not stored.
+    // The platform has not stored its response to the first request with this key, so only the host detects the reuse.
     set_files_response(&host, 422, &json!({"detail": "The key was used for another restore."}));
     send(Method::POST, "restore", Some(&body)).await.assert_problem(422, "idempotency_mismatch");
     send(Method::GET, "at", None).await.assert_problem(502, "host_refused");

@@ -24,8 +24,8 @@ async fn recover(stack: &Stack, process: &Process, body: &Value) -> Value {
 /// Waits until the machine has this status and has not been replaced.
 async fn wait_for_status(stack: &Stack, process: &Process, machine: &str, status: &str) -> Value {
     let has_status = || async {
-        let found = stack.fetch_record(process, machine).await;
-        (found["status"] == status && found["retiredAt"].is_null()).then_some(found)
+        let record = stack.fetch_record(process, machine).await;
+        (record["status"] == status && record["retiredAt"].is_null()).then_some(record)
     };
     stack.eventually(status, has_status).await
 }
@@ -251,8 +251,8 @@ async fn replace_first_requires_confirmation_before_data_loss() {
     let recovery = recover(&stack, &process, &json!({"idpUserId": "user_1", "replaceFirst": true})).await;
     let path = format!("/vps/operations/{}", string_field(&recovery, "operationId"));
     let is_waiting = || async {
-        let found = stack.get(&process, &path).await.body;
-        (found["state"] == "waiting").then_some(found)
+        let operation = stack.get(&process, &path).await.body;
+        (operation["state"] == "waiting").then_some(operation)
     };
     let waiting = stack.eventually("the operation waits", is_waiting).await;
     assert_eq!(waiting["question"]["code"], "replace_first_loses_data", "{waiting}");
@@ -425,11 +425,11 @@ async fn server_wrongly_reported_gone_runs_after_power_on() {
         let refused = stack.post(&process, &path, &json!({"action": action})).await;
         refused.assert_problem(409, "invalid_state");
     }
-    let on = stack.post(&process, &path, &json!({"action": "on"})).await;
-    assert_eq!(on.status, 202, "{on:?}");
+    let accepted = stack.post(&process, &path, &json!({"action": "on"})).await;
+    assert_eq!(accepted.status, 202, "{accepted:?}");
     send_heartbeats_until_running(&stack, &process, &old).await;
     let operation =
-        stack.wait_until_ended_with_heartbeats(&process, &string_field(&on.body, "operationId")).await;
+        stack.wait_until_ended_with_heartbeats(&process, &string_field(&accepted.body, "operationId")).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     assert_eq!(stack.fetch_record(&process, &old.machine).await["failure"], Value::Null);
 }

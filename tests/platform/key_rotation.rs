@@ -19,7 +19,7 @@ fn kids(keys: &ProofKeys) -> Vec<String> {
     keys.keys.iter().map(|key| key.kid.clone()).collect()
 }
 
-/// Sends a heartbeat that acknowledges the host's keys, and stores the returned ones.
+/// Sends a heartbeat that acknowledges the host's keys, and stores the returned keys.
 async fn send_heartbeat(stack: &Stack, process: &Process, host: &FakeHost) -> Vec<String> {
     let acknowledged = kids(&host.keys.lock().unwrap());
     let mut body = heartbeat_of(&host.guest);
@@ -37,21 +37,21 @@ async fn keys_rotate_without_refused_proofs() {
     let host = start_host(&stack, &processes.0).await;
     let path = format!("/vps/{}/backup", host.guest.machine);
     let first = kids(&host.keys.lock().unwrap()).remove(0);
-    let mut known = BTreeSet::from([first.clone()]);
+    let mut received_kids = BTreeSet::from([first.clone()]);
     let deadline = Instant::now() + Duration::from_secs(40);
     let mut requests = 0;
     let mut next_heartbeat = Instant::now();
     // Repeat until three rotations have happened and the first key is retired. The host receives a key long after the
     // platform has created it.
-    while known.len() < 4 || kids(&host.keys.lock().unwrap()).contains(&first) {
-        assert!(Instant::now() < deadline, "{known:?}\n{}", stack.log());
+    while received_kids.len() < 4 || kids(&host.keys.lock().unwrap()).contains(&first) {
+        assert!(Instant::now() < deadline, "{received_kids:?}\n{}", stack.log());
         let process = if requests % 2 == 0 { &processes.0 } else { &processes.1 };
         // Heartbeats are timed, not sent per request: a busy machine serves few requests between two rotations.
         if Instant::now() >= next_heartbeat {
             next_heartbeat = Instant::now() + Duration::from_millis(750);
             let received = send_heartbeat(&stack, process, &host).await;
             assert!((1..=3).contains(&received.len()), "{received:?}");
-            known.extend(received);
+            received_kids.extend(received);
         }
         let response = stack.post(process, &path, &json!({})).await;
         assert_eq!(response.status, 202, "{response:?}\n{}", stack.log());
@@ -111,7 +111,7 @@ async fn app_key_signs_only_after_every_router_has_it() {
         let client = &client;
         async move { client.execute(sql, &[&kid, &f64::from(seconds)]).await.unwrap() }
     };
-    // The process may create further keys, but they are too young to sign with the long overlap.
+    // The process may create further keys, but with the long overlap, they are too new to sign.
     set_key_age(kids[0].clone(), 90_000).await;
     set_key_age(kids[1].clone(), 5).await;
     let settings = stack.settings();
@@ -129,7 +129,7 @@ async fn app_key_signs_only_after_every_router_has_it() {
     };
     assert_eq!(signing_key(1000).await, kids[0], "a router may lack the next key");
     assert_ne!(signing_key(1).await, kids[0]);
-    assert!(active_keys().await.contains(&kids[0]), "its tokens may still be valid");
+    assert!(active_keys().await.contains(&kids[0]), "tokens that the first key signed may still be valid");
     let has_retired = || async {
         for kid in active_keys().await.into_iter().skip(1) {
             set_key_age(kid, 50_000).await;
@@ -139,7 +139,7 @@ async fn app_key_signs_only_after_every_router_has_it() {
     stack.eventually("the first key is retired", has_retired).await;
 }
 
-/// The host sends no heartbeats for longer than a rotation waits, but keeps serving.
+/// The host sends no heartbeats for longer than a rotation waits for it, but keeps serving.
 #[tokio::test(flavor = "multi_thread")]
 async fn silent_host_keeps_its_key_without_delaying_rotation() {
     let stack = Stack::start().await;

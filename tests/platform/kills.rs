@@ -33,10 +33,10 @@ async fn provision_survives_a_kill_at_every_fail_point() {
         first.wait_until_killed().await;
 
         let second = stack.start_platform();
-        let found = stack.post(&second, "/vps/provision", &provision_body("user_1")).await;
-        assert_eq!(found.status, 200, "{point}: {found:?}");
-        let machine = found.body["machineId"].as_str().unwrap();
-        let operation = stack.wait_until_ended(&second, found.body["operationId"].as_str().unwrap()).await;
+        let repeated = stack.post(&second, "/vps/provision", &provision_body("user_1")).await;
+        assert_eq!(repeated.status, 200, "{point}: {repeated:?}");
+        let machine = repeated.body["machineId"].as_str().unwrap();
+        let operation = stack.wait_until_ended(&second, repeated.body["operationId"].as_str().unwrap()).await;
         assert_eq!(operation["state"], "succeeded", "{point}: {operation}\n{}", stack.log());
         assert_eq!(stack.status(&second, machine).await, "running", "{point}");
         stack.assert_only_server(machine);
@@ -60,11 +60,11 @@ async fn recover_survives_a_kill_at_every_fail_point() {
         first.wait_until_killed().await;
 
         let second = stack.start_platform();
-        let found = stack.post(&second, "/vps/recover", &body).await;
-        assert_eq!(found.status, 202, "{point}: {found:?}");
-        assert_eq!(found.body["oldMachineId"], old.machine, "{point}");
-        let machine = found.body["machineId"].as_str().unwrap();
-        let operation = stack.wait_until_ended(&second, found.body["operationId"].as_str().unwrap()).await;
+        let repeated = stack.post(&second, "/vps/recover", &body).await;
+        assert_eq!(repeated.status, 202, "{point}: {repeated:?}");
+        assert_eq!(repeated.body["oldMachineId"], old.machine, "{point}");
+        let machine = repeated.body["machineId"].as_str().unwrap();
+        let operation = stack.wait_until_ended(&second, repeated.body["operationId"].as_str().unwrap()).await;
         assert_eq!(operation["state"], "succeeded", "{point}: {operation}\n{}", stack.log());
         assert_eq!(stack.status(&second, machine).await, "running", "{point}");
         stack.assert_only_server(machine);
@@ -204,7 +204,7 @@ async fn resize_survives_a_kill_at_every_fail_point() {
         let mut setup = stack.start_platform();
         let guest = stack.start_machine(&setup, "user_1").await;
         setup.kill();
-        // The host ignores the shutdown, so that the power must be cut and every step has an effect.
+        // The host ignores the shutdown, so its power must be cut and every step has an effect.
         stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
         let settings = [("FAILPOINTS", kill_at(&point)), ("RESIZE_SHUTDOWN_SECONDS", "1".to_owned())];
         let settings: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (*name, &**value)).collect();

@@ -32,8 +32,8 @@ async fn fetch_operation(stack: &Stack, process: &Process, recovery: &Value) -> 
 
 async fn wait_for_question(stack: &Stack, process: &Process, recovery: &Value) -> Value {
     let is_waiting = || async {
-        let found = fetch_operation(stack, process, recovery).await;
-        (found["state"] == "waiting").then_some(found)
+        let operation = fetch_operation(stack, process, recovery).await;
+        (operation["state"] == "waiting").then_some(operation)
     };
     stack.eventually("the operation is waiting", is_waiting).await
 }
@@ -44,12 +44,16 @@ async fn wait_for_call(stack: &Stack, host: &FakeHost, method: &str, path: &str)
 
 /// Asserts that the operation is still waiting for the final backup after it has evaluated the host's current report.
 async fn assert_no_final_backup(stack: &Stack, process: &Process, host: &FakeHost, recovery: &Value) {
-    // The second request shows that the response to the first has been evaluated.
+    // The platform sends the second request only after it has evaluated the response to the first.
     let expected = host.call_count("GET", BACKUP) + 2;
     let is_polled = || async { (host.call_count("GET", BACKUP) >= expected).then_some(()) };
     stack.eventually("the host's backups are polled", is_polled).await;
-    let found = fetch_operation(stack, process, recovery).await;
-    assert_eq!((&found["state"], &found["step"]), (&json!("running"), &json!("last_backup")), "{found}");
+    let operation = fetch_operation(stack, process, recovery).await;
+    assert_eq!(
+        (&operation["state"], &operation["step"]),
+        (&json!("running"), &json!("last_backup")),
+        "{operation}"
+    );
 }
 
 /// Waits until the operation has succeeded. Returns the detail that its step `last_backup` logged.
@@ -99,9 +103,9 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     stack.write_pointer("user_1", &moved);
     assert_no_final_backup(&stack, &process, &old, &recovery).await;
     let (other, early, now) = (uuid::Uuid::now_v7().to_string(), "2026-01-02T03:04:06.678Z", now_text());
-    for (machine, at) in [(&old.guest.machine, early), (&other, now.as_str())] {
-        let key = stack.store_snapshot_by("user_1", machine, at);
-        old.report_backup(&key, at);
+    for (machine, taken_at) in [(&old.guest.machine, early), (&other, now.as_str())] {
+        let key = stack.store_snapshot_by("user_1", machine, taken_at);
+        old.report_backup(&key, taken_at);
         assert_no_final_backup(&stack, &process, &old, &recovery).await;
     }
 
@@ -142,8 +146,8 @@ async fn implausible_fence_is_replaced_before_backup_request() {
 #[tokio::test(flavor = "multi_thread")]
 async fn backup_progress_extends_stall_and_operation_deadlines() {
     let stack = Stack::start().await;
-    let short = [("LAST_BACKUP_STALL_SECONDS", "2"), ("OPERATION_DEADLINE_SECONDS", "3")];
-    let process = stack.start_platform_with(&short);
+    let settings = [("LAST_BACKUP_STALL_SECONDS", "2"), ("OPERATION_DEADLINE_SECONDS", "3")];
+    let process = stack.start_platform_with(&settings);
     let old = start_host(&stack, &process).await;
     stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, json!({})).await;
@@ -154,8 +158,12 @@ async fn backup_progress_extends_stall_and_operation_deadlines() {
             json!({"running": true, "stage": "upload", "uploadedBytes": bytes});
         tokio::time::sleep(Duration::from_millis(500)).await;
     }
-    let found = fetch_operation(&stack, &process, &recovery).await;
-    assert_eq!((&found["state"], &found["step"]), (&json!("running"), &json!("last_backup")), "{found}");
+    let operation = fetch_operation(&stack, &process, &recovery).await;
+    assert_eq!(
+        (&operation["state"], &operation["step"]),
+        (&json!("running"), &json!("last_backup")),
+        "{operation}"
+    );
     old.store_backup(&stack, "user_1");
     assert_eq!(wait_for_backup_detail(&stack, &process, &recovery).await, "the final snapshot was taken");
 }
@@ -453,7 +461,7 @@ async fn forged_snapshot_does_not_count_as_final_backup() {
 
     // The first snapshot's object does not match the pointer, and neither does the second snapshot's sidecar.
     for broken in [".dump", ".dump.json"] {
-        // The report rules the snapshot out until it has been damaged.
+        // Until the new snapshot has been damaged, the host reports a different one, so the new one does not count.
         old.behavior.lock().unwrap().reports_backups = true;
         assert_no_final_backup(&stack, &process, &old, &recovery).await;
         let key = stack.store_snapshot_by("user_1", &old.guest.machine, &now_text());

@@ -88,9 +88,9 @@ impl Stack {
         let check = || {
             let requests = act_as_hosts();
             async move {
-                let found = self.get(process, path).await.body;
-                if found["state"] != "running" {
-                    return Some(found);
+                let current = self.get(process, path).await.body;
+                if current["state"] != "running" {
+                    return Some(current);
                 }
                 requests.await;
                 None

@@ -77,7 +77,7 @@ async fn skipped_inventory_does_not_count_as_a_success() {
     let stack = Stack::start().await;
     let fault = ProviderFault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
     stack.provider.add_fault(FaultRule::times(1000, "GET", "label_selector=svc-machine&", fault));
-    // In each interval, one of them lists the servers.
+    // In each interval, one of the two processes lists the servers.
     for process in &[stack.start_platform(), stack.start_platform()] {
         let have_run = || async {
             let scraped = scrape(&stack, process).await;
@@ -94,10 +94,10 @@ async fn skipped_inventory_does_not_count_as_a_success() {
 async fn metrics_require_operator_and_survive_unreadable_tables() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
-    let bare = stack.request(&process, Method::GET, "/metrics");
-    stack.send(bare).await.assert_problem(401, "unauthorized");
-    let wrong = stack.request(&process, Method::GET, "/metrics").bearer_auth(format!("{SECRET}x"));
-    stack.send(wrong).await.assert_problem(401, "unauthorized");
+    let anonymous = stack.request(&process, Method::GET, "/metrics");
+    stack.send(anonymous).await.assert_problem(401, "unauthorized");
+    let wrong_token = stack.request(&process, Method::GET, "/metrics").bearer_auth(format!("{SECRET}x"));
+    stack.send(wrong_token).await.assert_problem(401, "unauthorized");
 
     let before = scrape(&stack, &process).await;
     let read_at = before.get("svc_fleet_read_timestamp_seconds");

@@ -1,4 +1,4 @@
-//! The times from which an operation's deadlines count, and what ends them.
+//! When an operation's deadlines start, and when they are reset.
 
 use std::time::Duration;
 

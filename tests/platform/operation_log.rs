@@ -79,9 +79,9 @@ async fn month_of_retries_leaves_a_bounded_log() {
 async fn location_changes_leave_a_bounded_log() {
     let (_database, session, id) = start_with_operation().await;
     for n in 0..300 {
-        let why = format!("round {n}");
-        operation_log::log_location_change(&session, id, "create_server", &why).await.unwrap();
-        operation_log::log_retry(&session, id, "create_server", Some(&why)).await.unwrap();
+        let detail = format!("round {n}");
+        operation_log::log_location_change(&session, id, "create_server", &detail).await.unwrap();
+        operation_log::log_retry(&session, id, "create_server", Some(&detail)).await.unwrap();
     }
     let newest = operation_log::load_newest_lines(&session, id).await.unwrap();
     assert_eq!((newest.lines.len(), newest.omitted), (200, 201), "200 of each outcome, and the first line");

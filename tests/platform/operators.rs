@@ -58,7 +58,7 @@ async fn every_route_accepts_only_its_declared_scopes() {
         let path = path.replace("{version}", "v9").replace("{file}", "x").replace("{name}", "x");
         let path = path.replace("{alarm}", "none");
         for (scope, token) in &tokens {
-            // The call has no body, so that it has no effect.
+            // The call has no body, so it has no effect.
             let response =
                 stack.send(request_with(&stack, &process, token, operation.method.clone(), &path)).await;
             let context = format!("{} with the scope {scope}: {response:?}", operation.id);
@@ -256,7 +256,7 @@ async fn audit_pages_contain_every_entry_once() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let client = stack.database.connect().await.unwrap();
-    // Ten rows share each time, so that a page can end between rows with the same time.
+    // Ten rows share each time, so a page can end between rows with the same time.
     let fill = "INSERT INTO operator_audit (audit_id, at, actor, action, target, request_id) \
         SELECT gen_random_uuid(), timestamptz '2026-01-01' + (n / 10) * interval '1 minute', \
         CASE n % 2 WHEN 0 THEN 'ada' ELSE 'bob' END, 'act-' || n % 3, 'target-' || n % 5, 'r' \
@@ -291,7 +291,7 @@ async fn audit_pages_contain_every_entry_once() {
 }
 
 /// Runs `svcctl`, with or without a credential.
-async fn svcctl(process: &Process, secret: Option<&str>, args: &[&str]) -> (Option<i32>, String, String) {
+async fn run_svcctl(process: &Process, secret: Option<&str>, args: &[&str]) -> (Option<i32>, String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
     command.arg("svcctl").args(args).env_clear().env("PLATFORM_PUBLIC_URL", &process.base);
     command.envs(secret.map(|secret| ("PLATFORM_SECRET", secret))).stdin(Stdio::null());
@@ -307,7 +307,7 @@ async fn svcctl_manages_operators_and_shows_the_audit_log() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("ada.token");
     let file = file.to_str().unwrap();
-    let admin = async |args: &[&str]| svcctl(&process, Some(SECRET), args).await;
+    let admin = async |args: &[&str]| run_svcctl(&process, Some(SECRET), args).await;
 
     let add = ["operator", "add", "ada", "--scope", "read,billing", "--token-file", file];
     let (code, stdout, error) = admin(&add).await;
@@ -317,7 +317,7 @@ async fn svcctl_manages_operators_and_shows_the_audit_log() {
     assert_eq!(mode & 0o777, 0o600);
     let ada = async |args: &[&str]| {
         let args: Vec<&str> = args.iter().copied().chain(["--secret-file", file]).collect();
-        svcctl(&process, None, &args).await
+        run_svcctl(&process, None, &args).await
     };
     let (code, stdout, error) = ada(&["operator", "whoami"]).await;
     assert_eq!(code, Some(0), "{stdout}{error}");
@@ -333,7 +333,7 @@ async fn svcctl_manages_operators_and_shows_the_audit_log() {
         admin(&["operator", "rotate", "ada", "--overlap", "0s", "--token-file", file]).await;
     assert_eq!(code, Some(0), "{stdout}{error}");
     assert_ne!(std::fs::read_to_string(file).unwrap(), before);
-    let (code, _, error) = svcctl(&process, Some(before.trim()), &["operator", "whoami"]).await;
+    let (code, _, error) = run_svcctl(&process, Some(before.trim()), &["operator", "whoami"]).await;
     assert_eq!(code, Some(77), "{error}");
     assert!(!error.contains("svco_"), "{error}");
     assert_eq!(ada(&["slot", "set", "user_1", "--plan", "max"]).await.0, Some(0));

@@ -87,7 +87,7 @@ async fn store_outage_stops_control_plane_but_not_the_router() {
         (ready.status, &ready.body["database"], &ready.body["store"]),
         (503, &"ok".into(), &"failing".into())
     );
-    // By the step that waits for the last backup or by the one that writes the fence: whichever the outage meets.
+    // Depending on when the outage starts, either the step `last_backup` or the step `fence` logs this error.
     let has_failed = || async { stack.log().contains("cannot read the slot's fence").then_some(()) };
     stack.eventually("an attempt to read the fence has failed", has_failed).await;
     assert!(stack.provider.servers().is_empty(), "no server exists before its fence");
@@ -101,11 +101,11 @@ async fn process_is_not_ready_before_its_first_routes() {
     let stack = Stack::start().await;
     // The rows cannot be read while another transaction locks the table.
     let mut client = stack.database.connect().await.unwrap();
-    let locked = client.transaction().await.unwrap();
-    locked.batch_execute("LOCK TABLE user_machines IN ACCESS EXCLUSIVE MODE").await.unwrap();
+    let lock = client.transaction().await.unwrap();
+    lock.batch_execute("LOCK TABLE user_machines IN ACCESS EXCLUSIVE MODE").await.unwrap();
     let process = stack.start_platform();
     let ready = stack.get(&process, "/readyz").await;
     assert_eq!((ready.status, &ready.body["routes"]), (503, &"not_loaded".into()), "{ready:?}");
-    locked.rollback().await.unwrap();
+    lock.rollback().await.unwrap();
     stack.wait_for_routes(&process).await;
 }

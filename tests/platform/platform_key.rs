@@ -316,8 +316,8 @@ async fn assert_survives_a_kill_at(point: &str) {
     let send_heartbeat_to = |base: String| {
         let (stack, guest) = (&stack, guest.clone());
         async move {
-            let own = guest.lock().unwrap().clone();
-            if let Some(response) = stack.try_send_heartbeat(&base, &own, &heartbeat_of(&own)).await {
+            let current = guest.lock().unwrap().clone();
+            if let Some(response) = stack.try_send_heartbeat(&base, &current, &heartbeat_of(&current)).await {
                 store_next_token(&mut guest.lock().unwrap(), &response);
             }
         }

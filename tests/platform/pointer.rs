@@ -16,8 +16,8 @@ fn slot_body() -> Value {
     json!({"idpUserId": "user_1"})
 }
 
-/// Recovers a slot: its machine at epoch 2 holds the fence. Returns the keys of its predecessor's two snapshots, newest
-/// first.
+/// Recovers a slot, whose fence then names the new machine at epoch 2. Returns the keys of the predecessor's two
+/// snapshots, newest first.
 async fn recover_with_two_snapshots(stack: &Stack, process: &Process) -> [String; 2] {
     stack.start_machine(process, "user_1").await;
     let key = |path: String| path.strip_prefix("user_1/primary/").unwrap().to_owned();
@@ -98,10 +98,10 @@ async fn unknown_slot_is_not_found_and_not_written() {
     let process = stack.start_platform();
     let inspection = stack.get(&process, "/vps/slots/pointer?idpUserId=user_9&slot=second").await;
     inspection.assert_problem(404, "not_found");
-    let why = inspection.body["detail"].as_str().unwrap();
+    let detail = inspection.body["detail"].as_str().unwrap();
     assert!(
-        why.contains("User user_9 has no slot second") && why.contains("`svcctl slot list user_9`"),
-        "{why}"
+        detail.contains("User user_9 has no slot second") && detail.contains("`svcctl slot list user_9`"),
+        "{detail}"
     );
     let empty = json!({"idpUserId": "user_9", "empty": true, "force": true});
     stack.post(&process, REBUILD, &empty).await.assert_problem(404, "not_found");
@@ -135,7 +135,7 @@ async fn rebuild_with_key(stack: &Stack, process: &Process, key: &str, body: &Va
     stack.send(request.header("Idempotency-Key", key).json(body)).await
 }
 
-/// A deleted response stands for a platform that failed between the last write to the store and the commit.
+/// Deleting the stored response simulates a platform that failed between the last write to the store and the commit.
 #[tokio::test(flavor = "multi_thread")]
 async fn retry_after_a_lost_response_completes_the_rebuild() {
     let stack = Stack::start().await;
@@ -362,8 +362,9 @@ async fn forged_epochs_and_entries_do_not_block_the_slot() {
     }
 }
 
-/// Before it is replaced, a machine can write log entries that are not pointers. A reader of the current pointer finds
-/// only the first; a reader of a pointer just above the first would find the second.
+/// Before it is replaced, a machine can write log entries that are not pointers. A reader searches the log only up to
+/// `MAX_SEQ_AHEAD` above its pointer: from the current pointer, it finds the first entry; from a pointer just above the
+/// first entry, it would find the second.
 #[tokio::test(flavor = "multi_thread")]
 async fn rebuild_skips_invalid_pointer_log_entries() {
     let stack = Stack::start().await;

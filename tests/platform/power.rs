@@ -61,9 +61,9 @@ async fn power_off_keeps_machine_off_until_power_on() {
     for path in ["backup", "drill", "backup-accept"] {
         let refused = stack.post(&process, &format!("/vps/{}/{path}", guest.machine), &json!({})).await;
         refused.assert_problem(409, "invalid_state");
-        let why = refused.body["detail"].as_str().unwrap();
+        let detail = refused.body["detail"].as_str().unwrap();
         let next = format!("`svcctl power on {} --wait`", guest.machine);
-        assert!(why.contains("is powered off") && why.contains(&next), "{why}");
+        assert!(detail.contains("is powered off") && detail.contains(&next), "{detail}");
     }
     let provisioned = stack.post(&process, "/vps/provision", &super::stack::provision_body("user_1")).await;
     assert_eq!((provisioned.status, &provisioned.body["machineId"]), (200, &json!(guest.machine)));
@@ -164,8 +164,8 @@ async fn long_shutdown_polls_rarely_and_cuts_the_power_once() {
     assert_eq!(count_actions(&stack, "poweroff"), 1, "the cut was requested at every check");
     stack.provider.clear_faults();
     age_step("1 minute").await;
-    let off = || async { (power_state(&stack) == Power::Off).then_some(()) };
-    stack.eventually("the power is cut again after a delay", off).await;
+    let is_off = || async { (power_state(&stack) == Power::Off).then_some(()) };
+    stack.eventually("the power is cut again after a delay", is_off).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -186,8 +186,8 @@ async fn failing_power_on_is_requested_again_at_long_intervals() {
 
     stack.provider.clear_faults();
     client.execute("UPDATE operations SET due_at = now() WHERE state = 'running'", &[]).await.unwrap();
-    let on = || async { (power_state(&stack) == Power::Running).then_some(()) };
-    stack.eventually("the server is powered on", on).await;
+    let is_on = || async { (power_state(&stack) == Power::Running).then_some(()) };
+    stack.eventually("the server is powered on", is_on).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -195,11 +195,11 @@ async fn machine_powered_on_at_provider_is_detected_by_heartbeat() {
     let (stack, process, guest) = start_with_machine(&[]).await;
     run_action(&stack, &process, &guest, "off").await;
     stack.provider.power_on(&format!("svc-{}", guest.machine)).unwrap();
-    let found = || async {
+    let is_detected = || async {
         stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
         fetch_record(&stack, &process, &guest).await["poweredOffAt"].is_null().then_some(())
     };
-    stack.eventually("the heartbeat reveals the power-on", found).await;
+    stack.eventually("the heartbeat reveals the power-on", is_detected).await;
     let client = stack.database.connect().await.unwrap();
     let audit =
         client.query("SELECT actor FROM operator_audit WHERE action = 'power.found_on'", &[]).await.unwrap();
@@ -217,17 +217,17 @@ async fn reboot_ends_with_a_heartbeat_or_reports_silence() {
     stack.provider.add_fault(FaultRule::once("POST", "/actions/reboot", Fault::LostRequest));
     let accepted = request_power(&stack, &process, &guest, "reboot").await;
     let operation = format!("/vps/operations/{}", accepted.body["operationId"].as_str().unwrap());
-    let same = request_power(&stack, &process, &guest, "reboot").await;
+    let repeated = request_power(&stack, &process, &guest, "reboot").await;
     assert_eq!(
-        same.body["operationId"], accepted.body["operationId"],
+        repeated.body["operationId"], accepted.body["operationId"],
         "a repeated request must return the same operation"
     );
     request_power(&stack, &process, &guest, "off").await.assert_problem(409, "invalid_state");
-    let ended = || async {
-        let found = stack.get(&process, &operation).await.body;
-        (found["state"] != "running").then_some(found)
+    let has_ended = || async {
+        let current = stack.get(&process, &operation).await.body;
+        (current["state"] != "running").then_some(current)
     };
-    let ended = stack.eventually("the reboot fails", ended).await;
+    let ended = stack.eventually("the reboot fails", has_ended).await;
     assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("failed"), &json!("host_silent")), "{ended}");
     assert_eq!(count_actions(&stack, "reboot"), 3, "the lost request and its retry");
     assert_eq!(fetch_record(&stack, &process, &guest).await["status"], "running");
@@ -274,7 +274,7 @@ async fn reboot_with_lost_responses_ends_in_time() {
     );
 }
 
-/// The host has shut down at its owner's command.
+/// The owner has shut the host down.
 #[tokio::test(flavor = "multi_thread")]
 async fn reboot_of_a_server_that_is_off_only_powers_it_on() {
     let (stack, process, guest) = start_with_machine(&[]).await;

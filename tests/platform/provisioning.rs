@@ -37,8 +37,8 @@ async fn provisioning_requires_subscription_and_matching_plan() {
     let refused = provision(damaged).await;
     refused.assert_problem(404, "bundle_not_found");
     assert!(refused.body["detail"].as_str().unwrap().contains(digest), "{refused:?}");
-    let calls = || async { Some(stack.provider.calls()).filter(|calls| !calls.is_empty()) };
-    let calls = stack.eventually("the platform calls the provider", calls).await;
+    let list_calls = || async { Some(stack.provider.calls()).filter(|calls| !calls.is_empty()) };
+    let calls = stack.eventually("the platform calls the provider", list_calls).await;
     assert!(calls.iter().all(|call| call.method == "GET"), "{calls:?}");
 
     let first = provision(provision_body("user_1")).await;
@@ -166,8 +166,8 @@ async fn slot_with_a_snapshot_never_starts_empty() {
         .await
         .assert_problem(503, "store_unavailable");
     stack.store.bring_up().unwrap();
-    let found = stack.get(&process, "/vps?idpUserId=user_2").await;
-    assert_eq!(found.body, json!({"machines": [], "nextCursor": null}));
+    let listed = stack.get(&process, "/vps?idpUserId=user_2").await;
+    assert_eq!(listed.body, json!({"machines": [], "nextCursor": null}));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -100,20 +100,20 @@ fn fill_sql() -> String {
 #[tokio::test(flavor = "multi_thread")]
 async fn fleet_report_does_not_scan_ended_operations() {
     let database = FilledDatabase::start().await;
-    let (operations, read) =
+    let (operation_rows, machine_rows) =
         (database.count_rows_read("operations").await, database.count_rows_read("user_machines").await);
-    let found = fleet::list_active_machines(&database.session).await.unwrap();
+    let active = fleet::list_active_machines(&database.session).await.unwrap();
     let ended = ended_machines::list_needing_attention(&database.session).await.unwrap();
-    let operations = database.count_rows_read("operations").await - operations;
-    let read = database.count_rows_read("user_machines").await - read;
-    assert!(operations <= 3 * RUNNING, "{operations} operation rows read");
-    assert!(read <= 2 * (ACTIVE + ENDED), "{read} machine rows read");
+    let operation_rows = database.count_rows_read("operations").await - operation_rows;
+    let machine_rows = database.count_rows_read("user_machines").await - machine_rows;
+    assert!(operation_rows <= 3 * RUNNING, "{operation_rows} operation rows read");
+    assert!(machine_rows <= 2 * (ACTIVE + ENDED), "{machine_rows} machine rows read");
     let (half, quarter) = (usize::try_from(RUNNING / 2).unwrap(), usize::try_from(RUNNING / 4).unwrap());
-    let count = |has: fn(&fleet::FleetRow) -> bool| found.iter().filter(|row| has(row)).count();
-    assert_eq!(found.len(), usize::try_from(ACTIVE).unwrap());
+    let count = |has: fn(&fleet::FleetRow) -> bool| active.iter().filter(|row| has(row)).count();
+    assert_eq!(active.len(), usize::try_from(ACTIVE).unwrap());
     assert_eq!(count(|row| row.operation_age.is_some()), half);
     assert_eq!(count(|row| row.waiting_operation.is_some()), quarter);
-    assert_eq!(count(|row| row.backup_age.is_some_and(|age| age < 3600.0)), found.len());
+    assert_eq!(count(|row| row.backup_age.is_some_and(|age| age < 3600.0)), active.len());
     assert_eq!(ended.iter().filter(|row| row.waiting_operation.is_some()).count(), quarter);
 }
 
@@ -152,10 +152,10 @@ async fn list_by_handle_reads_the_machines_of_its_user() {
     let handle = |text: &str| Some(text.parse::<Handle>().unwrap());
     let before = database.count_rows_read("user_machines").await;
     let filter = MachineFilter { handle: handle("user-7"), ..MachineFilter::default() };
-    let found = machines::list(&database.session, &filter, 50).await.unwrap();
-    assert_eq!(found.iter().map(|row| row.handle.as_str()).collect::<Vec<_>>(), ["user-7"]);
-    let read = database.count_rows_read("user_machines").await - before;
-    assert!(read <= MAX_ROWS_READ, "{read} rows read");
+    let listed = machines::list(&database.session, &filter, 50).await.unwrap();
+    assert_eq!(listed.iter().map(|row| row.handle.as_str()).collect::<Vec<_>>(), ["user-7"]);
+    let rows_read = database.count_rows_read("user_machines").await - before;
+    assert!(rows_read <= MAX_ROWS_READ, "{rows_read} rows read");
     let below = MachineFilter {
         handle: handle("user-7"),
         before: Some(MachineId(Uuid::nil())),
@@ -183,7 +183,7 @@ async fn no_index_contains_a_heartbeat_column() {
                AND pg_get_indexdef(indexrelid) ~ \
                '(heartbeat_at|image_version|health|last_backup|backup_taken_at|last_update|updating|checks|attention\
                |bundle_keys_sequence|bundle_key_ids|certificate|files)'";
-    let found: Vec<String> =
+    let indexes: Vec<String> =
         database.session.query(sql, &[]).await.unwrap().iter().map(|row| row.get(0)).collect();
-    assert_eq!(found, Vec::<String>::new());
+    assert_eq!(indexes, Vec::<String>::new());
 }

@@ -136,8 +136,8 @@ async fn orphans_are_deleted_once_an_operator_releases_them() {
     create_foreign_server(&stack, "orphan", &json!({"svc-machine": unknown, "svc-installation": ours})).await;
     create_foreign_server(&stack, "malformed", &json!({"svc-machine": "no-id", "svc-installation": ours}))
         .await;
-    let elsewhere = uuid::Uuid::now_v7().to_string();
-    create_foreign_server(&stack, "theirs", &json!({"svc-machine": unknown, "svc-installation": elsewhere}))
+    let theirs = uuid::Uuid::now_v7().to_string();
+    create_foreign_server(&stack, "theirs", &json!({"svc-machine": unknown, "svc-installation": theirs}))
         .await;
     create_foreign_server(&stack, "older", &json!({"svc-machine": unknown})).await;
     create_foreign_server(&stack, "unrelated", &json!({})).await;
@@ -180,7 +180,7 @@ async fn released_server_is_deleted_after_its_grace_period() {
     let stack = Stack::start().await;
     let process = stack.start_platform_with(&[("ORPHAN_GRACE_SECONDS", "600")]);
     let labels = json!({"svc-machine": uuid::Uuid::now_v7().to_string(), "svc-installation": fetch_installation_id(&stack).await});
-    create_foreign_server(&stack, "known", &labels).await;
+    create_foreign_server(&stack, "released", &labels).await;
     let raised =
         stack.eventually("the alarm is raised", || find_unknown_servers_alarm(&stack, &process)).await;
     assert!(raised["next"].as_str().unwrap().contains("svcctl alarm release unknown_servers"), "{raised}");
@@ -204,12 +204,12 @@ async fn released_server_is_deleted_after_its_grace_period() {
     assert_eq!(alarm["detail"]["released"], 1, "{alarm}");
     assert!(alarm["next"].as_str().unwrap().contains("Already released: 1 of them"), "{alarm}");
     assert!(
-        stack.provider.server_by_name("known").is_some(),
+        stack.provider.server_by_name("released").is_some(),
         "the released server was deleted before its grace period ended"
     );
     let past = "UPDATE unknown_servers SET first_seen = first_seen - interval '1 hour'";
     assert_eq!(client.execute(past, &[]).await.unwrap(), 2);
-    let is_deleted = || async { stack.provider.server_by_name("known").is_none().then_some(()) };
+    let is_deleted = || async { stack.provider.server_by_name("released").is_none().then_some(()) };
     stack.eventually("the released server is deleted", is_deleted).await;
     wait_for_listings(&stack, 3).await;
     assert!(
@@ -250,9 +250,9 @@ async fn kept_server_stays_while_another_process_takes_inventory() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let client = stack.database.connect().await.unwrap();
-    let taken = "INSERT INTO task_turns (task, last_at) VALUES ('servers', now() + interval '1 hour') \
-                 ON CONFLICT (task) DO UPDATE SET last_at = excluded.last_at";
-    client.execute(taken, &[]).await.unwrap();
+    let take_turn = "INSERT INTO task_turns (task, last_at) VALUES ('servers', now() + interval '1 hour') \
+                     ON CONFLICT (task) DO UPDATE SET last_at = excluded.last_at";
+    client.execute(take_turn, &[]).await.unwrap();
     delete_machine_without_retention(&stack, &process).await;
     tokio::time::sleep(Duration::from_secs(4)).await;
     assert_eq!(stack.provider.servers().len(), 1, "{}", stack.log());
@@ -268,7 +268,7 @@ async fn late_server_of_an_ended_machine_is_deleted() {
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
     stack.wait_until_ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     stack.assert_no_server();
-    // The state after a create request has been assumed lost.
+    // This is the row's state after the platform has assumed that a create request was lost.
     let client = stack.database.connect().await.unwrap();
     let sql =
         "UPDATE user_machines SET server_deleted_at = now() - interval '1 minute', provider_server_id = NULL";
@@ -293,8 +293,8 @@ async fn stuck_operation_is_ended_and_its_machine_fails() {
         ("OPERATION_DEADLINE_SECONDS", "3"),
     ];
     let process = stack.start_platform_with(&settings);
-    let found = stack.get(&process, "/vps?idpUserId=user_1").await.body["machines"][0].clone();
-    let machine = found["machineId"].as_str().unwrap();
+    let listed = stack.get(&process, "/vps?idpUserId=user_1").await.body["machines"][0].clone();
+    let machine = listed["machineId"].as_str().unwrap();
     let has_failed = || async {
         let record = stack.get(&process, &format!("/vps/{machine}")).await.body;
         (record["status"] == "failed").then_some(record)
@@ -359,9 +359,9 @@ async fn unstorable_outcome_is_retried_with_backoff() {
     tokio::time::sleep(Duration::from_secs(8)).await;
     let failures = count_log_lines(&stack, "cannot store the outcome of a step");
     assert!(failures <= 5, "{failures} failures without backoff");
-    let again =
+    let is_retried =
         || async { (count_log_lines(&stack, "cannot store the outcome of a step") > 1).then_some(()) };
-    stack.eventually("the operation is retried", again).await;
+    stack.eventually("the operation is retried", is_retried).await;
     client.execute("UPDATE user_machines SET public_ipv4 = NULL", &[]).await.unwrap();
     assert_eq!(stack.register(&process, &guest).await.status, 200);
     let ended = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;

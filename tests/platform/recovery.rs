@@ -206,10 +206,10 @@ async fn waiting_caller_gets_the_final_state() {
         stack.request(&process, Method::POST, "/vps/recover").bearer_auth(SECRET).json(&recovery_body());
     let waiting = stack.send(request.header("prefer", "respond-async, Wait=\"30\""));
     let register_host = async {
-        let found = stack.eventually("the new server", || async {
+        let new_server = stack.eventually("the new server exists", || async {
             stack.provider.servers().into_iter().find(|server| server.labels["svc-epoch"] == "2")
         });
-        let name = found.await.name;
+        let name = new_server.await.name;
         let guest = stack.wait_for_guest(&process, name.strip_prefix("svc-").unwrap()).await;
         stack.register(&process, &guest).await
     };

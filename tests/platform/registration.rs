@@ -41,8 +41,8 @@ async fn wrong_or_foreign_registration_token_is_rejected() {
     for token in [&other_guest.registration_token, &guest.upgrade_token, &forged, "svcr_x", SECRET] {
         stack.register_as(&process, token, &body).await.assert_problem(401, "registration_rejected");
     }
-    let bare = stack.request(&process, Method::POST, "/vps/register").json(&body);
-    stack.send(bare).await.assert_problem(401, "registration_rejected");
+    let anonymous = stack.request(&process, Method::POST, "/vps/register").json(&body);
+    stack.send(anonymous).await.assert_problem(401, "registration_rejected");
     assert_eq!(stack.register(&process, &guest).await.status, 200);
 }
 
@@ -60,7 +60,7 @@ async fn machine_fails_if_host_does_not_register_in_time() {
     assert_eq!(record["failure"]["cause"], "registration_expired");
     assert_eq!(record["operations"][0]["state"], "failed");
 
-    // After another request, the slot gets a new machine, and the first server is deleted.
+    // A second provision request creates a new machine in the slot, and the first server is deleted.
     let second = stack.provision(&process, "user_1").await;
     assert_eq!(second["epoch"], 2);
     let next = second["machineId"].as_str().unwrap();
@@ -92,13 +92,13 @@ async fn heartbeat_needs_its_token_and_reports_replacement() {
     let process = stack.start_platform();
     let (guest, other_guest) =
         (stack.start_machine(&process, "user_1").await, stack.start_machine(&process, "user_2").await);
-    let beat = |token: &str| {
+    let heartbeat_request = |token: &str| {
         let path = format!("/vps/{}/heartbeat", guest.machine);
         stack.request(&process, Method::POST, &path).bearer_auth(token).json(&heartbeat())
     };
-    stack.send(beat(&other_guest.upgrade_token)).await.assert_problem(403, "forbidden");
-    stack.send(beat(&guest.registration_token)).await.assert_problem(401, "unauthorized");
-    let response = stack.send(beat(&guest.upgrade_token)).await;
+    stack.send(heartbeat_request(&other_guest.upgrade_token)).await.assert_problem(403, "forbidden");
+    stack.send(heartbeat_request(&guest.registration_token)).await.assert_problem(401, "unauthorized");
+    let response = stack.send(heartbeat_request(&guest.upgrade_token)).await;
     assert_eq!(response.body["superseded"], false, "{response:?}");
     assert_eq!(response.body["desiredImageVersion"], "v1");
     assert!(guest.user_data.contains(response.body["proofKeys"]["keys"][0]["kid"].as_str().unwrap()));
@@ -108,7 +108,7 @@ async fn heartbeat_needs_its_token_and_reports_replacement() {
     stack.store_snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     stack.wait_until_ended(&process, recovery["operationId"].as_str().unwrap()).await;
-    assert_eq!(stack.send(beat(&guest.upgrade_token)).await.body["superseded"], true);
+    assert_eq!(stack.send(heartbeat_request(&guest.upgrade_token)).await.body["superseded"], true);
     let bundle = "/system-bundles/v1/svc-host-bundle.tar.gz.sha256";
     let bundle = stack.request(&process, Method::GET, bundle).bearer_auth(&guest.upgrade_token);
     stack.send(bundle).await.assert_problem(403, "superseded");

@@ -38,8 +38,8 @@ async fn slot_skips_a_lost_machine_without_snapshot() {
     stack.report_boot_failure(&process, &third).await;
     let is_on = || async { (stack.power_state(&first.machine) == Some(Power::Running)).then_some(()) };
     stack.eventually("the first machine is on again", is_on).await;
-    let back = stack.fetch_record(&process, &first.machine).await;
-    assert_eq!((&back["epoch"], &back["retiredAt"]), (&json!(4), &Value::Null), "{back}");
+    let record = stack.fetch_record(&process, &first.machine).await;
+    assert_eq!((&record["epoch"], &record["retiredAt"]), (&json!(4), &Value::Null), "{record}");
     assert_eq!(stack.fetch_record(&process, &third.machine).await["replacedBy"], first.machine);
 }
 
@@ -100,8 +100,8 @@ async fn immediate_deletion_keeps_the_predecessors_server() {
     stack.eventually("the predecessor's deletion ends", has_ended).await;
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
     assert_eq!(stack.power_state(&old.machine), Some(Power::Off));
-    let back = stack.post(&process, &format!("/vps/{}/undelete", old.machine), &json!({})).await;
-    assert_eq!(back.status, 202, "{back:?}");
+    let undeleted = stack.post(&process, &format!("/vps/{}/undelete", old.machine), &json!({})).await;
+    assert_eq!(undeleted.status, 202, "{undeleted:?}");
 }
 
 /// Deletes a machine with this query, and waits until its server is being removed, which the provider refuses.
@@ -179,8 +179,8 @@ async fn undelete_ends_an_abandoned_removal() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let old = abandon_removal(&stack, &process).await;
-    let back = stack.post(&process, &format!("/vps/{}/undelete", old.machine), &json!({})).await;
-    assert_eq!(back.status, 202, "{back:?}");
+    let undeleted = stack.post(&process, &format!("/vps/{}/undelete", old.machine), &json!({})).await;
+    assert_eq!(undeleted.status, 202, "{undeleted:?}");
     stack.send_heartbeats_until_running(&process, &old, 2).await;
     // After another deletion, the server is removed as usual.
     stack.delete(&process, &format!("/vps/{}?acceptLoss=true&now=true", old.machine)).await;

@@ -29,8 +29,8 @@ async fn request_is_checked_in_the_documented_order() {
         stack.send(post(path).bearer_auth("wrong").body("{")).await.assert_problem(401, "unauthorized");
     }
     stack.send(post("/vps/x/boot-failure").body("{")).await.assert_problem(401, "registration_rejected");
-    let bare = stack.request(&process, Method::GET, "/vps/x");
-    let response = stack.send(bare).await;
+    let anonymous = stack.request(&process, Method::GET, "/vps/x");
+    let response = stack.send(anonymous).await;
     response.assert_problem(401, "unauthorized");
     assert_eq!(response.headers["www-authenticate"], "Bearer");
     // JSON comes before the schema, whose errors are reported together.

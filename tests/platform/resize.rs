@@ -1,4 +1,4 @@
-//! Resizes: the rejections before any change, and the change itself, which keeps the server and its disk.
+//! Resizes: requests that are rejected before any change, and a resize that keeps the server and its disk.
 
 use kit::provider::{Fault, FaultRule, Power};
 use reqwest::Method;
@@ -6,8 +6,8 @@ use serde_json::{Value, json};
 
 use super::stack::{ApiResponse, Guest, Process, SECRET, Stack, heartbeat_of};
 
-pub async fn resize(stack: &Stack, process: &Process, machine: &str, to: &str) -> ApiResponse {
-    stack.post(process, &format!("/vps/{machine}/resize"), &json!({"serverType": to})).await
+pub async fn resize(stack: &Stack, process: &Process, machine: &str, server_type: &str) -> ApiResponse {
+    stack.post(process, &format!("/vps/{machine}/resize"), &json!({"serverType": server_type})).await
 }
 
 /// Resizes to `cpx32` while the host reconnects, and returns the operation.
@@ -56,8 +56,8 @@ async fn resize_changes_only_the_type() {
     };
     stack.eventually("the server is on again", is_on).await;
     let is_waiting = || async {
-        let found = stack.get(&process, &format!("/vps/operations/{operation}")).await.body;
-        (found["step"] == "await_health").then_some(())
+        let current = stack.get(&process, &format!("/vps/operations/{operation}")).await.body;
+        (current["step"] == "await_health").then_some(())
     };
     stack.eventually("the resize is waiting for the host", is_waiting).await;
     wait_for_polls(&stack).await;
@@ -110,9 +110,9 @@ async fn resize_to_the_current_type_changes_nothing() {
     assert_eq!((same.status, same.body), (200, expected));
     assert_eq!(count_actions(&stack, ""), 0);
 
-    let request_with_key = |to: &str| {
+    let request_with_key = |server_type: &str| {
         let request = stack.request(&process, Method::POST, &format!("/vps/{}/resize", guest.machine));
-        request.bearer_auth(SECRET).header("idempotency-key", "k").json(&json!({"serverType": to}))
+        request.bearer_auth(SECRET).header("idempotency-key", "k").json(&json!({"serverType": server_type}))
     };
     let first = stack.send(request_with_key("cpx32")).await;
     let again = stack.send(request_with_key("cpx32")).await;
@@ -207,10 +207,11 @@ async fn resize_down_checks_the_actual_disk_size() {
     let guest = stack.start_machine(&process, "user_1").await;
     assert_eq!(resize_until_ended(&stack, &process, &guest).await["state"], "succeeded");
     // The current type's disk would have 160 GB, but the actual disk still has 80 GB, so the smaller type fits.
-    let back = resize(&stack, &process, &guest.machine, "cpx22").await;
-    assert_eq!(back.status, 202, "{back:?}");
-    let ended =
-        stack.wait_until_ended_with_heartbeats(&process, back.body["operationId"].as_str().unwrap()).await;
+    let response = resize(&stack, &process, &guest.machine, "cpx22").await;
+    assert_eq!(response.status, 202, "{response:?}");
+    let ended = stack
+        .wait_until_ended_with_heartbeats(&process, response.body["operationId"].as_str().unwrap())
+        .await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
     assert_eq!(fetch_record(&stack, &process, &guest).await["serverType"], "cpx22");
 }

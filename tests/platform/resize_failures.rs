@@ -96,7 +96,7 @@ async fn transient_failures_are_retried() {
 #[tokio::test(flavor = "multi_thread")]
 async fn failed_change_keeps_the_old_type_running() {
     let invalid = Fault::Status { status: 422, code: "invalid_input".to_owned(), reset_in_seconds: None };
-    for (fault, why) in [
+    for (fault, detail) in [
         (Fault::ActionError, "the provider's type change failed"),
         (invalid, "the provider refused the request"),
     ] {
@@ -106,7 +106,7 @@ async fn failed_change_keeps_the_old_type_running() {
         assert_reverted(&stack, &process, &guest, &ended).await;
         let lines = ended["log"].as_array().unwrap();
         let abandoned = lines.iter().find(|line| line["outcome"] == "given_up").unwrap();
-        assert_eq!((&abandoned["step"], abandoned["detail"].as_str()), (&json!("change_type"), Some(why)));
+        assert_eq!((&abandoned["step"], abandoned["detail"].as_str()), (&json!("change_type"), Some(detail)));
     }
 }
 
@@ -137,13 +137,13 @@ async fn machine_with_its_server_off_fails_until_a_healthy_heartbeat() {
     assert_eq!(fetch_record(&stack, &process, &guest).await["status"], "failed");
     stack.provider.clear_faults();
     let id = stack.provider.servers().remove(0).id;
-    let on =
+    let power_on =
         reqwest::Client::new().post(format!("{}/servers/{id}/actions/poweron", stack.provider.base_url()));
-    let on = on.bearer_auth(stack.provider.token()).send().await.unwrap().status();
+    let status = power_on.bearer_auth(stack.provider.token()).send().await.unwrap().status();
     // The server is locked if the platform is powering it on at the same time.
-    assert!(on.is_success() || on == StatusCode::LOCKED, "{on}");
+    assert!(status.is_success() || status == StatusCode::LOCKED, "{status}");
     stack.provider.wait_for_power(&format!("svc-{}", guest.machine), Power::Running).await.unwrap();
-    // With the server on, neither does an unhealthy heartbeat, or one from another epoch.
+    // With the server on, an unhealthy heartbeat or one from another epoch does not return it to service either.
     let mut unhealthy = heartbeat_of(&guest);
     unhealthy["health"]["gateway"] = json!("failing");
     let mut wrong_epoch = heartbeat_of(&guest);
@@ -158,7 +158,7 @@ async fn machine_with_its_server_off_fails_until_a_healthy_heartbeat() {
     assert_eq!(record["serverType"], "cpx32", "the record must show the type that the provider reports");
 }
 
-/// The time in which the provider's account prevents the power-on does not count toward `RESIZE_HEALTH_SECONDS`.
+/// The time during which the provider's account blocks the power-on does not count toward `RESIZE_HEALTH_SECONDS`.
 #[tokio::test(flavor = "multi_thread")]
 async fn resize_succeeds_after_a_long_account_block() {
     let (stack, process, guest) = start_with_machine().await;
@@ -208,8 +208,8 @@ async fn machine_fails_if_its_server_vanishes_during_a_resize() {
 
 async fn assert_cancelled(stack: &Stack, process: &Process, operation: &Value) {
     let path = format!("/vps/operations/{}", operation.as_str().unwrap());
-    let found = stack.get(process, &path).await.body;
-    assert_eq!(found["state"], "cancelled", "{found}");
+    let current = stack.get(process, &path).await.body;
+    assert_eq!(current["state"], "cancelled", "{current}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -255,8 +255,8 @@ async fn start_stuck_resize(settings: &[(&str, &str)]) -> (Stack, Process, Guest
     let operation = accepted.body["operationId"].as_str().unwrap().to_owned();
     let path = format!("/vps/operations/{operation}");
     let is_off = || async {
-        let found = stack.get(&process, &path).await.body;
-        (found["step"] == "change_type" && server_state(&stack).0 == Power::Off).then_some(())
+        let current = stack.get(&process, &path).await.body;
+        (current["step"] == "change_type" && server_state(&stack).0 == Power::Off).then_some(())
     };
     stack.eventually("the server is off", is_off).await;
     (stack, process, guest, operation)

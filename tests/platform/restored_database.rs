@@ -1,5 +1,5 @@
 //! The platform's database is restored from an older copy: operations that are open in the copy have since ended, or
-//! later machines are missing from it. The store shows which machine holds a slot.
+//! later machines are missing from it. The store records which machine holds a slot.
 
 use kit::pg::copy::DatabaseCopy;
 use kit::provider::Power;
@@ -63,9 +63,9 @@ impl RestorablePlatform {
 
     pub async fn wait_for_status(&self, machine: &str, status: &str) -> Value {
         let has_status = || async {
-            let found = self.fetch_record(machine).await;
-            (found["status"] == status && found["retiredAt"].is_null() && found["deletedAt"].is_null())
-                .then_some(found)
+            let record = self.fetch_record(machine).await;
+            (record["status"] == status && record["retiredAt"].is_null() && record["deletedAt"].is_null())
+                .then_some(record)
         };
         self.stack.eventually(status, has_status).await
     }
@@ -79,8 +79,8 @@ impl RestorablePlatform {
     /// Waits until the operation needs a decision, and asserts the code of its question.
     pub async fn wait_for_question(&self, operation: &str, code: &str) {
         let is_waiting = || async {
-            let found = self.stack.get(self.process(), operation).await.body;
-            (!found["question"].is_null()).then_some(found)
+            let current = self.stack.get(self.process(), operation).await.body;
+            (!current["question"].is_null()).then_some(current)
         };
         let waiting = self.stack.eventually("the operation is waiting", is_waiting).await;
         assert_eq!(waiting["question"]["code"], code, "{waiting}");
@@ -135,8 +135,8 @@ async fn recovery_abandoned_after_the_copy_changes_nothing() {
     platform.restore(&[]).await;
     // With this final backup, the copy's operation would continue and power the server off.
     old.store_backup(&platform.stack, "user_1");
-    let back = platform.wait_for_status(&machine, "running").await;
-    assert_eq!(back["epoch"], 3, "{back}");
+    let record = platform.wait_for_status(&machine, "running").await;
+    assert_eq!(record["epoch"], 3, "{record}");
     let failed = platform.fetch_record(&string_field(&recovery, "machineId")).await;
     assert_eq!(failed["failure"]["cause"], "fenced", "{failed}");
     assert!(failed["failure"]["message"].as_str().unwrap().contains("older than the store"), "{failed}");
@@ -198,12 +198,12 @@ async fn deletion_undone_after_the_copy_waits_for_operator() {
     platform.send_heartbeats_until_running(&old.guest, 2).await;
 }
 
-/// A loss that an operator accepted before the copy was saved concerned an earlier state.
+/// A loss that was accepted before the copy was saved applies to an earlier state, so it must be accepted again.
 #[tokio::test(flavor = "multi_thread")]
 async fn deletion_undone_after_the_copy_continues_when_confirmed() {
     let (platform, old, operation) = start_undone_deletion("?acceptLoss=true").await;
     let machine = old.guest.machine.clone();
-    // A new check is not a confirmation.
+    // Without `acceptLoss`, the operation only repeats the check.
     assert_eq!(
         platform.stack.post(platform.process(), &format!("{operation}/continue"), &json!({})).await.status,
         200
@@ -246,9 +246,9 @@ async fn server_of_a_deletion_undone_after_the_copy_is_kept() {
     platform.stack.store.add_fault(Rule::new(Fault::Status(503)).key("latest").always());
     assert_eq!(platform.send_heartbeat(&old, 2, Value::Null).await["superseded"], false);
     platform.stack.store.heal();
-    let back =
+    let undeleted =
         platform.stack.post(platform.process(), &format!("/vps/{}/undelete", old.machine), &json!({})).await;
-    assert_eq!((back.status, &back.body["epoch"]), (202, &json!(2)), "{back:?}");
+    assert_eq!((undeleted.status, &undeleted.body["epoch"]), (202, &json!(2)), "{undeleted:?}");
     platform.send_heartbeats_until_running(&old, 2).await;
 }
 
@@ -271,7 +271,7 @@ async fn discard_from_before_the_copy_must_be_repeated() {
     platform.restore(&[]).await;
     platform.wait_until_fleet_shows("database_behind_store").await;
     platform.wait_until_fleet_shows("unsaved_changes").await;
-    // Until the outdated removal has ended, a discard is taken for a repetition of the outdated one.
+    // Until the outdated removal has ended, a discard request counts as a repetition of the outdated one.
     let removal = platform.stack.wait_until_removal_ended(platform.process(), &old.machine).await;
     assert_eq!(removal["errorCode"], "database_behind_store", "{removal}");
     assert!(platform.power_state(&old.machine).is_some());
@@ -303,7 +303,7 @@ async fn machine_adopts_the_later_signed_epoch() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn heartbeat_repeats_a_forgotten_registration() {
+async fn heartbeat_restores_a_lost_registration() {
     let mut platform = RestorablePlatform::start(&[]).await;
     let provisioned = platform.stack.provision(platform.process(), "user_1").await;
     let guest =
@@ -359,34 +359,34 @@ async fn serving_host_of_a_failed_machine_is_kept() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn slot_of_a_forgotten_machine_requires_an_accepted_loss() {
+async fn slot_of_machine_lost_in_restore_needs_accepted_loss() {
     let mut platform = RestorablePlatform::start(&[]).await;
     platform.stack.start_machine(platform.process(), "user_1").await;
     platform.stack.store_snapshot("user_1");
     platform.save().await;
     let body = json!({"idpUserId": "user_1"});
     let recovery = platform.stack.post(platform.process(), "/vps/recover", &body).await.body;
-    let forgotten = string_field(&recovery, "machineId");
+    let lost_machine = string_field(&recovery, "machineId");
     platform.stack.wait_until_ended(platform.process(), &string_field(&recovery, "operationId")).await;
     platform.restore(&[]).await;
     let refused = platform.stack.post(platform.process(), "/vps/recover", &body).await;
     refused.assert_problem(409, "invalid_state");
-    assert!(refused.body["detail"].as_str().unwrap().contains(&forgotten), "{refused:?}");
-    let taken = platform
+    assert!(refused.body["detail"].as_str().unwrap().contains(&lost_machine), "{refused:?}");
+    let accepted = platform
         .stack
         .post(platform.process(), "/vps/recover", &json!({"idpUserId": "user_1", "acceptLoss": true}))
         .await;
-    assert_eq!((taken.status, &taken.body["epoch"]), (202, &json!(3)), "{taken:?}");
-    assert!(platform.power_state(&forgotten).is_some());
+    assert_eq!((accepted.status, &accepted.body["epoch"]), (202, &json!(3)), "{accepted:?}");
+    assert!(platform.power_state(&lost_machine).is_some());
     platform.wait_for_fence(3).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn slot_of_a_forgotten_machine_starts_empty_only_on_request() {
+async fn slot_of_machine_lost_in_restore_starts_empty_only_on_request() {
     let mut platform = RestorablePlatform::start(&[]).await;
     platform.stack.subscribe(platform.process(), "user_1").await;
     platform.save().await;
-    let forgotten = platform.stack.start_machine(platform.process(), "user_1").await;
+    let lost_machine = platform.stack.start_machine(platform.process(), "user_1").await;
     platform.restore(&[]).await;
     let mut body = provision_body("user_1");
     for accepted in [json!(false), json!(true)] {
@@ -400,7 +400,7 @@ async fn slot_of_a_forgotten_machine_starts_empty_only_on_request() {
     body["allowEmpty"] = json!(true);
     let provisioned = platform.stack.post(platform.process(), "/vps/provision", &body).await;
     assert_eq!((provisioned.status, &provisioned.body["epoch"]), (202, &json!(2)), "{provisioned:?}");
-    assert!(platform.power_state(&forgotten.machine).is_some());
+    assert!(platform.power_state(&lost_machine.machine).is_some());
 }
 
 /// The copy contains the deletion, but not the machine that was created after the deletion.
@@ -428,7 +428,7 @@ async fn undelete_is_refused_if_a_later_machine_holds_the_slot() {
     assert!(platform.fetch_record(&old.machine).await["deletedAt"].is_string());
 }
 
-/// The copy contains the machine that has been replaced since.
+/// In the copy, the machine has not been replaced yet.
 #[tokio::test(flavor = "multi_thread")]
 async fn replaced_machine_is_neither_powered_on_nor_resized() {
     let mut platform = RestorablePlatform::start(&[]).await;
@@ -441,17 +441,19 @@ async fn replaced_machine_is_neither_powered_on_nor_resized() {
     assert_eq!(platform.power_state(&old.machine), Some(Power::Off));
     platform.restore(&[]).await;
     let path = format!("/vps/{}/power", old.machine);
-    let on = platform.stack.post(platform.process(), &path, &json!({"action": "on"})).await;
-    assert_eq!(on.status, 202, "{on:?}");
-    let operation =
-        platform.stack.wait_until_ended(platform.process(), &string_field(&on.body, "operationId")).await;
+    let accepted = platform.stack.post(platform.process(), &path, &json!({"action": "on"})).await;
+    assert_eq!(accepted.status, 202, "{accepted:?}");
+    let operation = platform
+        .stack
+        .wait_until_ended(platform.process(), &string_field(&accepted.body, "operationId"))
+        .await;
     assert_eq!(
         (&operation["state"], &operation["errorCode"]),
         (&json!("failed"), &json!("database_behind_store"))
     );
     assert_eq!(platform.power_state(&old.machine), Some(Power::Off));
-    let (path, to) = (format!("/vps/{}/resize", old.machine), json!({"serverType": "cpx32"}));
-    let refused = platform.stack.post(platform.process(), &path, &to).await;
+    let (path, body) = (format!("/vps/{}/resize", old.machine), json!({"serverType": "cpx32"}));
+    let refused = platform.stack.post(platform.process(), &path, &body).await;
     refused.assert_problem(409, "invalid_state");
     let holder = string_field(&recovery, "machineId");
     assert!(refused.body["detail"].as_str().unwrap().contains(&holder), "{refused:?}");

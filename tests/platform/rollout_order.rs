@@ -1,4 +1,4 @@
-//! The machines that a rollout updates, and their order; and repeated commands.
+//! Which machines a rollout updates and in which order, and how it handles repeated commands.
 
 use serde_json::{Value, json};
 
@@ -13,11 +13,11 @@ pub async fn set_test_slot(stack: &Stack, process: &Process, user: &str, is_test
 /// Returns the handles of a rollout's machines, in batch order.
 fn handles_by_batch(rollout: &Value) -> Vec<String> {
     let machines = rollout["machines"].as_array().unwrap().iter();
-    let mut found: Vec<_> = machines
+    let mut batches: Vec<_> = machines
         .map(|machine| (machine["batch"].as_u64().unwrap(), machine["handle"].as_str().unwrap().to_owned()))
         .collect();
-    found.sort();
-    found.into_iter().map(|(_, handle)| handle).collect()
+    batches.sort();
+    batches.into_iter().map(|(_, handle)| handle).collect()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -45,7 +45,7 @@ async fn repeated_abort_changes_nothing() {
     let rollout = fleet.deploy(&json!({})).await;
     let aborted = fleet.post_action(&rollout, "abort").await.body;
     assert!(aborted["endedAt"].is_string(), "{aborted}");
-    // A later rollout halts.
+    // A later rollout has been halted.
     let client = fleet.stack.database.connect().await.unwrap();
     client.batch_execute("INSERT INTO fleet_alarms (alarm) VALUES ('rollout_halted')").await.unwrap();
     let again = fleet.post_action(&rollout, "abort").await;
@@ -85,8 +85,8 @@ async fn rollout_leaves_out_excluded_machines() {
     let both = start(json!({"handles": ["h-user-1"], "except": ["h-user-1"]})).await;
     both.assert_problem(400, "invalid_request");
     assert_eq!(both.body["errors"][0]["pointer"], "/except");
-    for wrong in [json!([]), json!(["A B"]), json!("h-user-1")] {
-        start(json!({"except": wrong})).await.assert_problem(400, "invalid_request");
+    for invalid in [json!([]), json!(["A B"]), json!("h-user-1")] {
+        start(json!({"except": invalid})).await.assert_problem(400, "invalid_request");
     }
 }
 

@@ -70,8 +70,8 @@ impl RunningHostsTest {
         Ok(machine)
     }
 
-    async fn wait_until(&self, machine: &str, condition: &str, holds: impl Fn(&Value) -> bool) -> Value {
-        let check = || async { Some(self.fetch_record(machine).await).filter(|record| holds(record)) };
+    async fn wait_until(&self, machine: &str, condition: &str, is_met: impl Fn(&Value) -> bool) -> Value {
+        let check = || async { Some(self.fetch_record(machine).await).filter(|record| is_met(record)) };
         self.stack.eventually(condition, check).await
     }
 
@@ -148,12 +148,12 @@ async fn next_machine_after_a_delete_has_the_backed_up_data() -> Result<()> {
     let response = test.stack.post(&test.process, &format!("/vps/{first}/backup"), &json!({})).await;
     assert_eq!(response.status, 202, "{response:?}\n{}", test.stack.log());
     let path = format!("/vps/{first}/backups");
-    let taken = || async {
+    let has_backup = || async {
         let list = test.stack.get(&test.process, &path).await.body;
         (list["backups"].as_array()?.len() == 1 && list["latest"] == list["backups"][0]["key"])
             .then_some(list)
     };
-    let list = test.stack.eventually("the host makes its backup", taken).await;
+    let list = test.stack.eventually("the host makes its backup", has_backup).await;
     assert_eq!(
         (&list["backups"][0]["machineId"], &list["backups"][0]["latest"]),
         (&json!(first), &json!(true))
@@ -161,11 +161,11 @@ async fn next_machine_after_a_delete_has_the_backed_up_data() -> Result<()> {
     client.batch_execute("INSERT INTO notes VALUES ('written later')").await?;
     drop(client);
     // The fleet report includes the backup after the host's next heartbeat.
-    let reported = || async {
+    let is_reported = || async {
         let fleet = test.stack.get(&test.process, "/vps/fleet").await.body;
         (fleet["backups"]["never"] == 0).then_some(fleet)
     };
-    test.stack.eventually("the host reports its backup", reported).await;
+    test.stack.eventually("the host reports its backup", is_reported).await;
 
     // The final backup contains the later writes.
     let deleted = test.stack.delete(&test.process, &format!("/vps/{first}")).await;

@@ -46,9 +46,9 @@ async fn provision_beyond_the_declared_limit_creates_nothing() {
     let replaced = stack.post(&process, PROVISION, &body).await;
     assert_eq!(replaced.status, 202, "{replaced:?}");
 
-    let later = stack.start_platform_with(&[("PROVIDER_SERVER_LIMIT", "5")]);
+    let with_larger_quota = stack.start_platform_with(&[("PROVIDER_SERVER_LIMIT", "5")]);
     let refused = bodies.iter().zip(&responses).find(|(_, response)| response.status != 202).unwrap().0;
-    assert_eq!(stack.post(&later, PROVISION, refused).await.status, 202);
+    assert_eq!(stack.post(&with_larger_quota, PROVISION, refused).await.status, 202);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -72,7 +72,7 @@ async fn repeated_replacement_beyond_the_limit_is_refused() {
     // When the second machine fails, the first one gets its slot back, but the second one's server still exists.
     let second = second.body["machineId"].as_str().unwrap();
     stack.wait_for_guest(&process, second).await;
-    // The platform would delete the second one's server on its own; this fault prevents that during the checks below.
+    // The platform would delete that server soon; this fault prevents the deletion during the checks below.
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
     stack.provider.add_fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
     fail(second).await;

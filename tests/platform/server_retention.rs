@@ -54,7 +54,7 @@ enum LaterMachine {
     ServerLostThenDeleted {
         is_old: bool,
     },
-    /// Itself replaced, and its server has been deleted.
+    /// Replaced in turn; its server has been deleted.
     ReplacedServerGone,
 }
 
@@ -163,17 +163,17 @@ struct Columns {
 
 impl Columns {
     fn from_case(case: &Case) -> Self {
-        let when = |holds: bool, at: &'static str| if holds { at } else { NULL };
+        let time_if = |is_set: bool, time: &'static str| if is_set { time } else { NULL };
         Self {
             epoch: 1,
-            registered: when(case.is_registered, OLD),
-            retired: when(case.departure != Departure::Deleted, case.departed_at()),
-            deleted: when(case.departure != Departure::Replaced, case.departed_at()),
+            registered: time_if(case.is_registered, OLD),
+            retired: time_if(case.departure != Departure::Deleted, case.departed_at()),
+            deleted: time_if(case.departure != Departure::Replaced, case.departed_at()),
             server_deleted: NULL,
-            proven: when(case.is_registered, OLD),
-            unsaved: when(case.is_unsaved, OLD),
-            discard: when(case.is_discard_ordered, RECENT),
-            abandoned: when(case.is_removal_abandoned, RECENT),
+            proven: time_if(case.is_registered, OLD),
+            unsaved: time_if(case.is_unsaved, OLD),
+            discard: time_if(case.is_discard_ordered, RECENT),
+            abandoned: time_if(case.is_removal_abandoned, RECENT),
             failure: NULL,
         }
     }

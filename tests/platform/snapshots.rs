@@ -11,16 +11,16 @@ impl Stack {
     }
 
     /// Stores a complete snapshot taken at the given time, with a pointer to it. Returns the path of the dump.
-    pub fn store_snapshot_at(&self, user: &str, at: &str) -> String {
-        self.write_snapshot(user, at, &uuid::Uuid::nil().to_string(), 1)
+    pub fn store_snapshot_at(&self, user: &str, taken_at: &str) -> String {
+        self.write_snapshot(user, taken_at, &uuid::Uuid::nil().to_string(), 1)
     }
 
-    fn write_snapshot(&self, user: &str, at: &str, machine: &str, epoch: u64) -> String {
-        let key = format!("system/db/snapshots/{}-{epoch}.dump", at.replace(':', "-"));
+    fn write_snapshot(&self, user: &str, taken_at: &str, machine: &str, epoch: u64) -> String {
+        let key = format!("system/db/snapshots/{}-{epoch}.dump", taken_at.replace(':', "-"));
         let snapshot = json!({"key": key, "sizeBytes": 4, "sha256": DIGEST, "etag": null, "machineId": machine,
-            "epoch": epoch, "takenAt": at, "verifiedAt": at});
+            "epoch": epoch, "takenAt": taken_at, "verifiedAt": taken_at});
         let sidecar = json!({"version": 1, "key": key, "sizeBytes": 4, "sha256": DIGEST, "pgVersion": "16",
-            "machineId": machine, "epoch": epoch, "takenAt": at, "verifiedAt": at, "roles": [], "tables": []});
+            "machineId": machine, "epoch": epoch, "takenAt": taken_at, "verifiedAt": taken_at, "roles": [], "tables": []});
         let seq = self.highest_seq(user) + 1;
         let pointer = json!({"version": 1, "fenceEpoch": epoch, "seq": seq, "snapshot": snapshot});
         let prefix = format!("{user}/primary");
@@ -40,10 +40,10 @@ impl Stack {
     }
 
     /// Stores a snapshot taken by the given machine at the given time, under the current fence. Returns its key.
-    pub fn store_snapshot_by(&self, user: &str, machine: &str, at: &str) -> String {
+    pub fn store_snapshot_by(&self, user: &str, machine: &str, taken_at: &str) -> String {
         let fence = self.pointer(user);
         let epoch = fence["fenceEpoch"].as_u64().unwrap_or(1);
-        let object = self.write_snapshot(user, at, machine, epoch);
+        let object = self.write_snapshot(user, taken_at, machine, epoch);
         let mut pointer = self.pointer(user);
         for name in ["fenceEpoch", "fenceMachineId", "fenceProof"] {
             pointer[name] = fence[name].clone();

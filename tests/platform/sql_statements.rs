@@ -67,13 +67,14 @@ async fn creation_of_a_machine_does_not_shut_it_down() {
         session.batch_execute(&insert).await.unwrap();
         let operation = db::operations::get(&session, OperationId(id)).await.unwrap().unwrap();
         let minute = Duration::from_secs(60);
-        let found = db::slot_operations::may_have_shut_down(&session, machine, &operation, minute).await;
-        assert_eq!(found.unwrap(), expected, "{kind}");
+        let may_have_shut_down =
+            db::slot_operations::may_have_shut_down(&session, machine, &operation, minute).await;
+        assert_eq!(may_have_shut_down.unwrap(), expected, "{kind}");
     }
 }
 
 #[tokio::test]
-async fn requested_pruning_survives_a_running_and_a_killed_one() {
+async fn requested_pruning_survives_running_and_killed_prunings() {
     let (_database, session) = start_database().await;
     let insert = "INSERT INTO file_keys (idp_user_id, slot, key_id, sealed, pruned_at) \
                   VALUES ('user_1', 'primary', 'x', 'x', 'epoch')";
@@ -117,8 +118,8 @@ async fn set_release_for_machine_keeps_time_of_unchanged_release() {
         slots::set_release_for_machine(&session, machine, &version).await.unwrap();
         let sql = "SELECT image_version, extract(epoch FROM set_at)::float8 FROM slot_releases";
         let row = session.query_one(sql, &[]).await.unwrap();
-        let at: f64 = row.get(1);
-        (row.get(0), jiff::Timestamp::from_microsecond((at * 1e6) as i64).unwrap())
+        let set_at: f64 = row.get(1);
+        (row.get(0), jiff::Timestamp::from_microsecond((set_at * 1e6) as i64).unwrap())
     };
     let first = set_to("v1").await;
     assert_eq!(set_to("v1").await, first);

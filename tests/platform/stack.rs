@@ -270,8 +270,8 @@ impl Stack {
 
     /// Waits until the process has loaded its routes.
     pub async fn wait_for_routes(&self, process: &Process) {
-        let ready = || async { (self.get(process, "/readyz").await.status == 200).then_some(()) };
-        self.eventually("routes are loaded", ready).await;
+        let is_ready = || async { (self.get(process, "/readyz").await.status == 200).then_some(()) };
+        self.eventually("the routes are loaded", is_ready).await;
     }
 
     /// Polls until the check returns a value.
@@ -282,8 +282,8 @@ impl Stack {
     ) -> T {
         let end = Instant::now() + WAIT_TIMEOUT;
         loop {
-            if let Some(found) = check().await {
-                return found;
+            if let Some(value) = check().await {
+                return value;
             }
             assert!(
                 Instant::now() < end,
@@ -318,7 +318,7 @@ impl Stack {
     }
 }
 
-/// Publishes a placeholder bundle and a checksum file, which does not match it, but no signed manifest.
+/// Publishes a placeholder bundle and a checksum file that does not match it, without a signed manifest.
 pub fn publish_unsigned(store: &S3Server, version: &str) {
     let key = format!("system-bundles/{version}/svc-host-bundle.tar.gz");
     store.write(BUCKET, &key, "0123456789");
@@ -366,18 +366,18 @@ impl Guest {
             server.user_data.strip_prefix("#cloud-config\n").expect("the user-data must be cloud-config"),
         )
         .expect("the user-data must be JSON");
-        let mut found = BTreeMap::new();
+        let mut settings = BTreeMap::new();
         let files = config["write_files"].as_array().expect("the user-data must list files");
         for file in
             files.iter().filter(|file| file["path"].as_str().is_some_and(|path| path.ends_with(".env")))
         {
             assert_eq!(file["permissions"], "0600");
-            found.extend(
+            settings.extend(
                 parse_env_file(file["content"].as_str().expect("the file must have content"))
                     .expect("the env file must be valid"),
             );
         }
-        let variable = |name: &str| found.get(name).cloned().unwrap_or_default();
+        let variable = |name: &str| settings.get(name).cloned().unwrap_or_default();
         Self {
             machine: variable("SVC_MACHINE_ID"),
             registration_token: variable("REGISTRATION_TOKEN"),
@@ -385,7 +385,7 @@ impl Guest {
             restore_mode: variable("SVC_RESTORE_MODE"),
             epoch: variable("SVC_EPOCH"),
             user_data: server.user_data.clone(),
-            settings: found,
+            settings,
         }
     }
 
@@ -442,7 +442,6 @@ impl Process {
         self.child.kill().ok();
     }
 
-    /// Waits until the process has exited.
     pub async fn wait_for_exit(&mut self) -> ExitStatus {
         self.child.wait_async(WAIT_TIMEOUT).await.expect("the platform must exit in time")
     }

@@ -69,8 +69,8 @@ async fn old_token_expires_after_the_host_has_used_the_next_one() {
     let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
     assert_eq!(record["upgradeToken"]["generation"], 2);
     assert_eq!(record["upgradeToken"]["requestedAt"], Value::Null);
-    // During the overlap, a host that has lost its new token gets it again. On a slow machine, the overlap may have ended
-    // already, so it is extended for this check.
+    // During the overlap, a host that has lost its new token gets it again. On a slow machine, the overlap may already
+    // have ended, so it is extended for this check.
     let client = stack.database.connect().await.unwrap();
     let extend = "UPDATE user_machines SET previous_token_until = previous_token_until + interval '1 hour'";
     client.execute(extend, &[]).await.unwrap();
@@ -88,7 +88,7 @@ async fn old_token_expires_after_the_host_has_used_the_next_one() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn old_token_rotates_automatically_and_all_on_request() {
+async fn old_tokens_rotate_automatically_and_all_on_request() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let (aged, recent) =
@@ -100,8 +100,8 @@ async fn old_token_rotates_automatically_and_all_on_request() {
     assert_eq!(send_heartbeat(&stack, &process, &aged).await.body["nextToken"], Value::Null);
     assert_eq!(send_heartbeat(&stack, &process, &recent).await.body["nextToken"], Value::Null);
 
-    let all = stack.post(&process, "/vps/fleet/rotate-tokens", &json!({})).await;
-    assert_eq!((all.status, &all.body["requested"]), (200, &json!(2)));
+    let response = stack.post(&process, "/vps/fleet/rotate-tokens", &json!({})).await;
+    assert_eq!((response.status, &response.body["requested"]), (200, &json!(2)));
     for guest in [&aged, &recent] {
         with_next_token(guest, &send_heartbeat(&stack, &process, guest).await);
     }

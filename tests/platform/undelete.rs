@@ -44,15 +44,15 @@ async fn deleted_machine_is_backed_up_and_can_be_undeleted() {
     let repeated = stack.delete(&process, &format!("/vps/{machine}")).await.body;
     assert_eq!(repeated["undeleteUntil"], record["copies"]["kept"][0]["until"], "{record}");
 
-    let back = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
-    assert_eq!((back.status, &back.body["epoch"]), (202, &json!(2)), "{back:?}");
+    let undeleted = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
+    assert_eq!((undeleted.status, &undeleted.body["epoch"]), (202, &json!(2)), "{undeleted:?}");
     stack.send_heartbeats_until_running(&process, &old.guest, 2).await;
     assert_eq!(stack.fetch_record(&process, &machine).await["deletedAt"], Value::Null);
     let again = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
     assert_eq!((again.status, &again.body["alreadyUndone"]), (202, &json!(true)), "{again:?}");
     assert_eq!(
         (&again.body["operationId"], &again.body["epoch"]),
-        (&back.body["operationId"], &json!(2)),
+        (&undeleted.body["operationId"], &json!(2)),
         "the repeated request must change nothing"
     );
 }
@@ -130,8 +130,8 @@ async fn grace_period_starts_with_the_power_off() {
     // The reconciler runs every second.
     tokio::time::sleep(Duration::from_secs(3)).await;
     assert!(stack.power_state(&machine).is_some(), "the server must be kept until the grace period ends");
-    let back = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
-    assert_eq!(back.status, 202, "{back:?}");
+    let undeleted = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
+    assert_eq!(undeleted.status, 202, "{undeleted:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -146,8 +146,8 @@ async fn undeleted_host_that_shuts_down_late_is_powered_on() {
     let is_requested =
         || async { (stack.provider.call_count("POST", "/actions/shutdown") == 1).then_some(()) };
     stack.eventually("a shutdown is requested", is_requested).await;
-    let back = stack.post(&process, &format!("/vps/{}/undelete", guest.machine), &json!({})).await;
-    assert_eq!(back.status, 202, "{back:?}");
+    let undeleted = stack.post(&process, &format!("/vps/{}/undelete", guest.machine), &json!({})).await;
+    assert_eq!(undeleted.status, 202, "{undeleted:?}");
     // The host sends this while it is shutting down.
     stack.send_heartbeat(&process, &guest, &heartbeat_of(&guest)).await;
     let path = format!("/servers/{}", stack.provider.servers().remove(0).id);
@@ -160,7 +160,7 @@ async fn undeleted_host_that_shuts_down_late_is_powered_on() {
     stack.send_heartbeats_until_running(&process, &guest, 2).await;
 }
 
-/// The first attempt is possible only after the time for which attempts are repeated.
+/// The retry period has already ended when the first attempt becomes possible.
 #[tokio::test(flavor = "multi_thread")]
 async fn late_first_attempt_still_powers_the_server_off() {
     let stack = Stack::start().await;
@@ -242,8 +242,8 @@ async fn deletion_during_recovery_keeps_the_predecessors_server() {
     let is_only_server = || async { (stack.provider.servers().len() == 1).then_some(()) };
     stack.eventually("the new machine's server is deleted", is_only_server).await;
     stack.assert_only_server(&old.machine);
-    let back = stack.post(&process, &format!("/vps/{}/undelete", old.machine), &json!({})).await;
-    assert_eq!(back.status, 202, "{back:?}");
+    let undeleted = stack.post(&process, &format!("/vps/{}/undelete", old.machine), &json!({})).await;
+    assert_eq!(undeleted.status, 202, "{undeleted:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -34,14 +34,14 @@ async fn fence_signed_by_later_key_does_not_free_the_slot() {
     platform.change_key().await;
     let body = json!({"idpUserId": "user_1"});
     let recovery = platform.stack.post(platform.process(), "/vps/recover", &body).await.body;
-    let forgotten = string_field(&recovery, "machineId");
+    let later_machine = string_field(&recovery, "machineId");
     platform.stack.wait_until_ended(platform.process(), &string_field(&recovery, "operationId")).await;
     platform.restore_with_old_key().await;
 
     let refused = platform.stack.post(platform.process(), "/vps/recover", &body).await;
     refused.assert_problem(409, "invalid_state");
     let detail = refused.body["detail"].as_str().unwrap();
-    assert!(detail.contains("PLATFORM_KEY") && detail.contains(&forgotten), "{detail}");
+    assert!(detail.contains("PLATFORM_KEY") && detail.contains(&later_machine), "{detail}");
     let resize = format!("/vps/{}/resize", old.machine);
     let refused = platform.stack.post(platform.process(), &resize, &json!({"serverType": "cpx32"})).await;
     refused.assert_problem(409, "invalid_state");
@@ -60,10 +60,10 @@ async fn fence_signed_by_later_key_does_not_free_the_slot() {
     // The other machine may hold the slot, so the deleted machine does not get it back either.
     let path = format!("{operation}/abandon");
     platform.stack.post(platform.process(), &path, &json!({})).await.assert_problem(409, "invalid_state");
-    assert!(platform.power_state(&old.machine).is_some() && platform.power_state(&forgotten).is_some());
+    assert!(platform.power_state(&old.machine).is_some() && platform.power_state(&later_machine).is_some());
 }
 
-/// A host can write the pointer, but a forged fence makes only its own slot wait for an operator.
+/// A host can write the pointer, but a forged fence only makes the host's own slot wait for an operator.
 #[tokio::test(flavor = "multi_thread")]
 async fn forged_fence_does_not_lock_the_slot() {
     let platform = RestorablePlatform::start(&[("DELETE_GRACE_SECONDS", "0")]).await;

@@ -139,8 +139,9 @@ async fn each_host_failure_is_reported_and_audited() {
         let after = json!({"startDate": "2026-11-01", "groupBy": "day", "outcome": code});
         assert_eq!(row["after"], after);
     }
-    let wrong = read_usage(&stack, &process, &ada, machine, "?startDate=2026-11-02&endDate=2026-11-01").await;
-    wrong.assert_problem(400, "invalid_request");
+    let invalid =
+        read_usage(&stack, &process, &ada, machine, "?startDate=2026-11-02&endDate=2026-11-01").await;
+    invalid.assert_problem(400, "invalid_request");
     assert_eq!(host.call_count("GET", "/api/usage"), 7, "an invalid query must not reach a host");
 }
 

@@ -132,11 +132,11 @@ async fn trigger_provision_and_quote_errors(
         .post(path, &body_with("user_small", &json!({"imageVersion": "v9"})), 404, "bundle_not_found")
         .await;
     tester.post(path, &body_with("user_small", &json!({"handle": "h-user-1"})), 409, "handle_taken").await;
-    let off = start_process(&platform.stack, settings, &[("CUSTOMER_VPS_ENABLED", "false")]);
-    tester.post_to(&off, path, &provision_body("user_small"), 503, "disabled").await;
-    let none = start_process(&platform.stack, settings, &[("PREVIEW_MAX_PER_OWNER", "0")]);
+    let disabled = start_process(&platform.stack, settings, &[("CUSTOMER_VPS_ENABLED", "false")]);
+    tester.post_to(&disabled, path, &provision_body("user_small"), 503, "disabled").await;
+    let without_previews = start_process(&platform.stack, settings, &[("PREVIEW_MAX_PER_OWNER", "0")]);
     let preview = body_with("user_small", &json!({"kind": "preview"}));
-    tester.post_to(&none, path, &preview, 429, "preview_limit_reached").await;
+    tester.post_to(&without_previews, path, &preview, 429, "preview_limit_reached").await;
     let full = start_process(&platform.stack, settings, &[("PROVIDER_SERVER_LIMIT", "1")]);
     tester.post_to(&full, path, &provision_body("user_small"), 409, "server_limit_reached").await;
     let other_kind = body_with("user_1", &json!({"kind": "preview", "handle": "h-user-1"}));
@@ -239,8 +239,8 @@ async fn trigger_idempotency_errors(tester: &mut RejectionTester<'_>) {
         assert_eq!(platform.send(first).await.status, 200);
         let reused = valid_call(platform, operation).header("idempotency-key", &key);
         tester.send(reused, 422, "idempotency_mismatch").await;
-        for bad in ["", &"x".repeat(256), "a\tb"] {
-            let call = valid_call(platform, operation).header("idempotency-key", bad);
+        for invalid in ["", &"x".repeat(256), "a\tb"] {
+            let call = valid_call(platform, operation).header("idempotency-key", invalid);
             tester.send(call, 400, "invalid_request").await;
         }
     }
@@ -320,13 +320,13 @@ async fn trigger_usage_errors(tester: &mut RejectionTester<'_>) {
     tester.send(usage_call(&platform.booting.machine), 409, "invalid_state").await;
     tester.send(usage_call(&platform.running.machine), 502, "host_unreachable").await;
     let host = fake_host::start_host_for(&platform.stack, &platform.process, "user_usage").await;
-    for (status, body, refused, code) in [
+    for (status, body, expected_status, code) in [
         (403, "", 502, "host_refused"),
         (503, "", 503, "unavailable"),
         (200, "<html>", 502, "host_answer_invalid"),
     ] {
         host.behavior.lock().unwrap().usage = (StatusCode::from_u16(status).unwrap(), body.to_owned());
-        tester.send(usage_call(&host.guest.machine), refused, code).await;
+        tester.send(usage_call(&host.guest.machine), expected_status, code).await;
     }
 }
 
@@ -346,7 +346,7 @@ async fn trigger_files_errors(tester: &mut RejectionTester<'_>) {
         };
         tester.send(files_call(&platform.booting.machine), 409, "invalid_state").await;
         tester.send(files_call(&platform.running.machine), 502, "host_unreachable").await;
-        for (status, body, refused, code) in [
+        for (status, body, expected_status, code) in [
             (401, "", 502, "host_refused"),
             (404, "", 502, "host_refused"),
             (404, r#"{"detail": "It did not exist."}"#, 404, "not_found"),
@@ -357,9 +357,10 @@ async fn trigger_files_errors(tester: &mut RejectionTester<'_>) {
         ] {
             // Only a host with an older release, which lacks the route `status`, responds to it with 404.
             let is_older = route == "status" && status == 404;
-            let (refused, code) = if is_older { (502, "host_refused") } else { (refused, code) };
+            let (expected_status, code) =
+                if is_older { (502, "host_refused") } else { (expected_status, code) };
             host.behavior.lock().unwrap().files = (StatusCode::from_u16(status).unwrap(), body.to_owned());
-            tester.send(files_call(&host.guest.machine), refused, code).await;
+            tester.send(files_call(&host.guest.machine), expected_status, code).await;
         }
     }
     let (stack, machine) = (&platform.stack, &host.guest.machine);
@@ -408,12 +409,12 @@ async fn trigger_bundle_errors(tester: &mut RejectionTester<'_>) {
     tester.send(get("/system-bundles/v1/other"), 404, "not_found").await;
     tester.send(get("/system-bundles/..%2f..%2fuser_1/x"), 404, "not_found").await;
     tester.send(get("/system-bundles/%ff/x"), 400, "invalid_request").await;
-    let beyond = get(&format!("/system-bundles/v1/{file}")).header("range", "bytes=100-");
-    tester.send(beyond, 416, "range_not_satisfiable").await;
+    let beyond_the_end = get(&format!("/system-bundles/v1/{file}")).header("range", "bytes=100-");
+    tester.send(beyond_the_end, 416, "range_not_satisfiable").await;
 
     let backup = |name: &str| get(&format!("/vps/{}/backups/{name}", platform.running.machine));
-    for absent in ["2026-01-01T00-00-00.000Z-2.dump", "x", "..%2f..%2flatest", "x.dump.json"] {
-        tester.send(backup(absent), 404, "not_found").await;
+    for missing in ["2026-01-01T00-00-00.000Z-2.dump", "x", "..%2f..%2flatest", "x.dump.json"] {
+        tester.send(backup(missing), 404, "not_found").await;
     }
     tester.send(backup(super::DUMP).header("range", "bytes=100-"), 416, "range_not_satisfiable").await;
 }

@@ -137,8 +137,9 @@ impl ApiUnderTest for TestPlatform {
         } else {
             "unauthorized"
         };
-        let bare = |path: &str| self.request_without_credentials(operation, operation.method.clone(), path);
-        let call = || bare(&self.path(operation));
+        let anonymous_call =
+            |path: &str| self.request_without_credentials(operation, operation.method.clone(), path);
+        let call = || anonymous_call(&self.path(operation));
         let mut tokens = vec![
             ("an arbitrary word", "wrong"),
             ("a malformed token", "svcu_wrong"),
@@ -171,8 +172,8 @@ impl ApiUnderTest for TestPlatform {
             }));
         }
         if accepts_credential(operation, "host") && operation.path.contains("{id}") {
-            let another =
-                bare(&self.path_of(operation, &self.booting.machine)).bearer_auth(self.token("host"));
+            let another = anonymous_call(&self.path_of(operation, &self.booting.machine))
+                .bearer_auth(self.token("host"));
             all.push(WrongCredential {
                 description: "another host",
                 request: another,
@@ -269,8 +270,8 @@ async fn assert_rejects_invalid_ids(platform: &TestPlatform, operation: &Operati
     let unknown = uuid::Uuid::now_v7();
     let braced = unknown.braced().to_string().replace('{', "%7B").replace('}', "%7D");
     let simple = unknown.simple().to_string();
-    for bad in ["7", "not-a-uuid", "%00", "%ff", "00000000-0000-0000-0000-00000000000g", &braced, &simple] {
-        platform.send(call(bad)).await.assert_problem(400, "invalid_request");
+    for id in ["7", "not-a-uuid", "%00", "%ff", "00000000-0000-0000-0000-00000000000g", &braced, &simple] {
+        platform.send(call(id)).await.assert_problem(400, "invalid_request");
     }
     if accepts_credential(operation, "operator") {
         let names_no_machine = names_operation(operation) || names_rollout(operation);
@@ -329,7 +330,7 @@ async fn store_outage_is_reported_by_every_route_that_needs_it() {
 
 async fn assert_reports_store_outage(platform: &TestPlatform) {
     platform.stack.subscribe(&platform.process, "user_3").await;
-    let mut tried = 0;
+    let mut checked = 0;
     for operation in operations() {
         if !operation.codes().iter().any(|code| code.as_str() == "store_unavailable") {
             continue;
@@ -342,9 +343,9 @@ async fn assert_reports_store_outage(platform: &TestPlatform) {
             _ => valid_call(platform, operation),
         };
         platform.send(request).await.assert_problem(503, "store_unavailable");
-        tried += 1;
+        checked += 1;
     }
-    assert!(tried >= 5, "{tried}");
+    assert!(checked >= 5, "{checked}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
