@@ -31,7 +31,7 @@ fn command_is_recorded_by_its_net_changes() -> Result<()> {
             "write m/s/t/f"
         ]
     );
-    // Recorded under the folder's current name.
+    // A later change is recorded under the folder's new name.
     assert_eq!(logged("echo y >> m/s/t/f")?, ["write m/s/t/f"]);
     assert_eq!(logged("mv m k; echo z >> k/s/t/f; mv k m")?, ["write m/s/t/f"]);
     assert_eq!(logged("mv m k; mv k m")?, [""; 0]);
@@ -139,7 +139,7 @@ fn thousands_of_changes_in_one_command_are_all_recorded() -> Result<()> {
 }
 
 #[test]
-fn owner_changes_are_omitted_and_concurrent_agents_are_both_named() -> Result<()> {
+fn record_omits_owner_changes_and_names_concurrent_agents() -> Result<()> {
     let home = AuditedHome::new()?;
     home.shell("echo mine > mine; mkdir own")?;
     assert!(home.entries()?.is_empty());

@@ -147,7 +147,7 @@ fn only_gateway_user_starts_and_ends_dispatches() -> Result<()> {
     {
         let mut forger = Command::new("python3");
         forger.args(["-c", client]).arg(&socket).arg(serde_json::to_string(&message)?);
-        let output = forger.uid(OWNER_UID).gid(OWNER_UID).output().context("python3")?;
+        let output = forger.uid(OWNER_UID).gid(OWNER_UID).output().context("cannot run python3")?;
         ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     }
     home.shell("echo x > still-seen")?;

@@ -404,7 +404,7 @@ fn observe(root: &Path, dir: &Path, states: &mut PathStates) -> Result<()> {
     Ok(())
 }
 
-/// Returns the differences between two observations, as the record must show them.
+/// Returns the differences between two observations, as the record must contain them.
 pub fn differences(before: &PathStates, after: &PathStates) -> BTreeMap<Vec<u8>, &'static str> {
     let mut operations = BTreeMap::new();
     for path in before.keys().filter(|path| !after.contains_key(*path)) {

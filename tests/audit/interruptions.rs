@@ -8,7 +8,7 @@ use svc::host::audit::protocol::{Message, SeenCalls};
 
 use super::home::{ADA, AuditedHome, BOB, summarize};
 
-/// Maximum duration of a hook without a response: its own limit plus process startup on a busy machine.
+/// Maximum duration of a hook without a response: its timeout, plus process startup on a busy machine.
 const MAX_HOOK_DURATION: Duration = Duration::from_millis(600);
 
 #[test]
@@ -72,7 +72,7 @@ fn watcher_killed_during_a_call_records_a_gap_and_resumes() -> Result<()> {
 #[test]
 fn watcher_killed_at_any_point_records_the_change_or_a_gap() -> Result<()> {
     for point in svc::host::audit::watcher::FAILPOINTS {
-        // At the beginning of a call, and at its end.
+        // The watcher is killed at the beginning of the call, then at its end.
         for passes in 0..2 {
             let mut home = AuditedHome::with_failpoints(&format!("{point}={passes}*off->return(kill)"))?;
             home.watch()?;

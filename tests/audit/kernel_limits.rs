@@ -58,14 +58,14 @@ fn scan_finds_changes_after_queue_overflow() -> Result<()> {
     Ok(())
 }
 
-/// Whether this user can create a user namespace, which has its own limits. Records the skipped test if not.
+/// Returns whether this user can create a user namespace, which has its own limits. If not, records a skipped test.
 fn can_limit_watches() -> bool {
     let unshare = Command::new("unshare").args(["--user", "--map-root-user", "true"]).output();
-    let can = unshare.is_ok_and(|output| output.status.success());
-    if !can {
+    let can_unshare = unshare.is_ok_and(|output| output.status.success());
+    if !can_unshare {
         kit::skip::record("cannot create a user namespace");
     }
-    can
+    can_unshare
 }
 
 #[test]
@@ -80,7 +80,7 @@ fn messages_without_waiting_senders_share_a_scan() -> Result<()> {
     let message = Message::new(Phase::TurnEnd);
     let mut line = serde_json::to_vec(&message)?;
     line.push(b'\n');
-    // A scan for each of them would take 16 s; their connections end after 1 s.
+    // A scan for each message would take 16 s, but the watcher closes each connection after 1 s.
     for _ in 0..40 {
         UnixStream::connect(home.path("run/svc/watch/watch.sock"))?.write_all(&line)?;
     }

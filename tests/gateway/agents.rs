@@ -146,7 +146,7 @@ async fn long_records_match_claude_code_actions() -> Result<()> {
     assert_eq!((&recorded["tokensIn"], &recorded["tokensOut"]), (&json!(45_000), &json!(877)));
     let cost = recorded["cost"].as_f64().context("no cost")?;
     ensure!(cost > 0.0, "{recorded}");
-    // The same conversation continues, and adds only the new cost.
+    // The second dispatch continues the conversation; only its own cost is added.
     let streamed = run_dispatch(&host, "d2", "again").await?;
     assert_eq!(streamed.last().context("no events")?.1["text"], "Again.");
     let second = wait_until_recorded(&host, "d2").await?;
@@ -336,8 +336,8 @@ async fn long_codex_usage_counts_subagents_and_cancelled_runs_once() -> Result<(
     // There are four sessions; the last one's usage is written while its tool is still running.
     let sessions = host.machine.path("home/svc/.codex/sessions");
     host.wait_until("four sessions with usage", async || {
-        let counted = Command::new("grep").args(["-rl", "token_usage_record"]).arg(&sessions).output()?;
-        Ok(String::from_utf8_lossy(&counted.stdout).lines().count() == 4)
+        let output = Command::new("grep").args(["-rl", "token_usage_record"]).arg(&sessions).output()?;
+        Ok(String::from_utf8_lossy(&output.stdout).lines().count() == 4)
     })
     .await?;
     send_json(host.owner_request(Method::DELETE, "/api/dispatch/slow")).await?;

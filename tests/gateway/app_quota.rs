@@ -21,7 +21,7 @@ async fn query_as_app(host: &Host, slug: &str, body: &Value) -> Result<(StatusCo
     send_json(host.unsigned_request(Method::POST, QUERY).header("x-svc-proof", proof).json(body)).await
 }
 
-/// Returns a request that inserts a 20 KB row that does not compress.
+/// Returns a request that inserts an incompressible row of 20 KB.
 fn insert_body(slug: &str) -> Value {
     let text: String = (0..625).map(|_| uuid::Uuid::new_v4().simple().to_string()).collect();
     json!({ "action": "insert", "app": slug, "table": "t", "data": { "a": text } })
@@ -67,7 +67,7 @@ async fn app_at_its_quota_cannot_add_rows() -> Result<()> {
     assert_eq!(problem["code"], "storage_quota_reached");
     assert!(problem["detail"].as_str().context("no detail")?.contains("400000"), "{problem}");
     assert_eq!(fetch_storage(&host, &full).await?["quotaBytes"], 400_000);
-    // The refusal requests a measurement.
+    // The refused insert triggers a measurement.
     host.wait_until("the size is measured", async || {
         Ok(fetch_storage(&host, &full).await?["databaseBytes"].as_u64().context("no size")? > 100_000)
     })

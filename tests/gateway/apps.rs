@@ -44,9 +44,9 @@ async fn bundled_apps_are_copied_registered_and_never_overwritten() -> Result<()
     Ok(())
 }
 
-/// The stored manifest loses the order of its columns: `jsonb` sorts keys by length.
+/// The stored manifest does not preserve the order of its columns, because `jsonb` sorts keys by length.
 #[tokio::test]
-async fn restart_registers_unchanged_app_only_once() -> Result<()> {
+async fn restart_does_not_register_unchanged_app_again() -> Result<()> {
     let (database, slug) = (test_database().await?, unique_name("unchanged"));
     let tables = json!({ "t": { "columns": { "title": "text", "a": "date" } } });
     let host = host_with_app(&database, &slug, &tables).await?;
@@ -56,7 +56,7 @@ async fn restart_registers_unchanged_app_only_once() -> Result<()> {
     host.wait_until_registered(&slug).await?;
     let expected = ["id uuid", "title text", "a date", "created_at timestamptz", "updated_at timestamptz"];
     assert_eq!(list_columns(&host, &slug).await?, expected);
-    // Notes are written in order, so a second one for the first app would precede this one.
+    // Activity lines are written in order, so a second line for the first app would precede this one.
     let later = unique_name("later");
     host.machine.add_app(&later, &json!({ "t": { "columns": {} } }))?;
     super::dispatch::wait_until_logged(&host, &registered(&later)).await?;
@@ -78,8 +78,8 @@ async fn app_with_views_is_registered_again_after_restart() -> Result<()> {
     database.connect().await?.batch_execute(&views).await?;
     let host = host.restart()?;
     host.wait_until_registered(&slug).await?;
-    let inserted = json!({ "action": "insert", "app": slug, "table": "t", "data": { "title": "a" } });
-    host.query_data(&inserted).await?;
+    let insert = json!({ "action": "insert", "app": slug, "table": "t", "data": { "title": "a" } });
+    host.query_data(&insert).await?;
     Ok(())
 }
 
@@ -113,8 +113,8 @@ async fn new_version_adds_columns_and_reports_other_changes() -> Result<()> {
     let admin = database.connect().await?;
     let row = admin.query_one(&format!("SELECT count(*), sum(old) FROM {schema}.t"), &[]).await?;
     assert_eq!((row.get::<_, i64>(0), row.get::<_, i64>(1)), (2, 14), "every row and column is kept");
-    let inserted = json!({ "action": "insert", "app": slug, "table": "u", "data": { "c": "2026-01-01" } });
-    host.query_data(&inserted).await?;
+    let insert = json!({ "action": "insert", "app": slug, "table": "u", "data": { "c": "2026-01-01" } });
+    host.query_data(&insert).await?;
     Ok(())
 }
 
@@ -264,7 +264,7 @@ async fn two_apps_never_share_a_schema() -> Result<()> {
 
 #[tokio::test]
 async fn bridge_works_after_recovery_without_the_app_folder() -> Result<()> {
-    let (database, slug) = (test_database().await?, unique_name("kept"));
+    let (database, slug) = (test_database().await?, unique_name("restored"));
     let tables = json!({ "t": { "columns": { "a": "text" } } });
     let host = host_with_app(&database, &slug, &tables).await?;
     host.query_data(&json!({ "action": "insert", "app": slug, "table": "t", "data": { "a": "before" } }))

@@ -169,7 +169,7 @@ async fn filters_match_expected_rows() -> Result<()> {
 }
 
 #[tokio::test]
-async fn pages_join_without_gap_or_duplicate() -> Result<()> {
+async fn pages_have_no_gap_or_duplicate() -> Result<()> {
     let app = TestApp::new().await?;
     for n in 0..23 {
         let size = if n % 5 == 4 { Value::Null } else { json!(n % 3) };

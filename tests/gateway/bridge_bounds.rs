@@ -21,9 +21,9 @@ async fn numeric_exponent_cannot_inflate_response() -> Result<()> {
     let (database, app) = (test_database().await?, unique_name("digits"));
     let tables = json!({ "t": { "columns": { "n": "numeric", "j": "jsonb" } } });
     let host = host_with_app(&database, &app, &tables).await?;
-    let many = |row: &Value, times: usize| json!({ "action": "insertMany", "app": app, "table": "t", "rows": vec![row.clone(); times] });
+    let insert_many = |row: &Value, times: usize| json!({ "action": "insertMany", "app": app, "table": "t", "rows": vec![row.clone(); times] });
     for row in [json!({ "n": "1e131071" }), json!({ "n": "1e-16383" })] {
-        let (status, problem) = host.query(&many(&row, 1000)).await?;
+        let (status, problem) = host.query(&insert_many(&row, 1000)).await?;
         assert_eq!(status, StatusCode::BAD_REQUEST);
         assert!(first_error(&problem).contains("\"/rows/0/n\" \"must have at most 1000 digits"), "{problem}");
     }

@@ -80,7 +80,7 @@ async fn disconnect_cancels_the_transaction() -> Result<()> {
 }
 
 #[tokio::test]
-async fn failed_find_ends_its_count() -> Result<()> {
+async fn failed_find_cancels_its_count() -> Result<()> {
     let app = TestApp::with_env(&[("BRIDGE_STATEMENT_TIMEOUT_MS", "2000")]).await?;
     let (admin, schema) = (app.database.connect().await?, app.schema());
     admin
@@ -128,8 +128,8 @@ async fn disconnect_cancels_no_other_statement() -> Result<()> {
             tokio::time::sleep(Duration::from_millis(20 * round)).await;
             request.abort();
         };
-        let (all, ()) = tokio::join!(futures_util::future::join_all(others), disconnect);
-        for response in all {
+        let (responses, ()) = tokio::join!(futures_util::future::join_all(others), disconnect);
+        for response in responses {
             response?;
         }
     }
@@ -156,8 +156,8 @@ async fn disconnect_cancels_no_waiting_transaction() -> Result<()> {
             tokio::time::sleep(Duration::from_millis(20 * round)).await;
             request.abort();
         };
-        let (all, ()) = tokio::join!(futures_util::future::join_all(others), disconnect);
-        for response in all {
+        let (responses, ()) = tokio::join!(futures_util::future::join_all(others), disconnect);
+        for response in responses {
             response?;
         }
     }
@@ -171,16 +171,18 @@ async fn exhausted_pool_returns_503_with_retry_after() -> Result<()> {
     let body = app.body("insert", json!({ "data": { "size": -1 } }));
     let send = || tokio::spawn(app.host.owner_request(Method::POST, "/api/bridge/query").json(&body).send());
     // The pool's 16 connections accept 8 pipelined statements each, 128 in total, so the other requests must wait.
-    let mut all: Vec<_> = (0..140).map(|_| send()).collect();
+    let mut requests: Vec<_> = (0..140).map(|_| send()).collect();
     app.host
-        .wait_until("a request is refused", async || Ok(all.iter().any(tokio::task::JoinHandle::is_finished)))
+        .wait_until("a request is refused", async || {
+            Ok(requests.iter().any(tokio::task::JoinHandle::is_finished))
+        })
         .await?;
-    let refused = all.iter().position(tokio::task::JoinHandle::is_finished).unwrap_or_default();
-    let refused = all.swap_remove(refused).await??;
+    let refused = requests.iter().position(tokio::task::JoinHandle::is_finished).unwrap_or_default();
+    let refused = requests.swap_remove(refused).await??;
     assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert!(refused.headers().contains_key("retry-after"));
     assert_eq!(refused.json::<Value>().await?["code"], "database_unavailable");
-    for request in all {
+    for request in requests {
         request.abort();
     }
     app.insert(json!({ "size": 1 })).await?;

@@ -111,7 +111,11 @@ async fn every_writers_changes_are_reported() -> Result<()> {
         .query_data(&json!({ "action": "transaction", "app": app.slug, "operations": operations }))
         .await?;
     let expected = ["things insert 1", "things insert 1", "things delete 1"];
-    assert_eq!(events.next_entries().await?, expected, "one event per transaction, none without rows");
+    assert_eq!(
+        events.next_entries().await?,
+        expected,
+        "one event per transaction, and none for an update of no rows"
+    );
     let failing = json!([insert_op("x"), { "action": "get", "table": "things", "id": row["id"] }]);
     let body = json!({ "action": "transaction", "app": app.slug, "operations": failing });
     assert_eq!(app.host.query(&body).await?.0, StatusCode::NOT_FOUND);

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::bridge::TestApp;
 
 #[tokio::test]
-async fn pages_in_any_order_add_up_to_whole_result() -> Result<()> {
+async fn pages_in_any_order_match_unpaged_result() -> Result<()> {
     let app = TestApp::new().await?;
     let rows: Vec<Value> = (0..24_i64)
         .map(|n| {

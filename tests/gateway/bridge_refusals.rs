@@ -97,8 +97,8 @@ async fn names_with_sql_are_rejected_or_not_found() -> Result<()> {
         (json!({ "action": "get", "app": slug, "table": "notes", "id": "x' OR '1'='1" }), 400),
     ];
     for (body, status) in cases {
-        let (got, problem) = host.query(&body).await?;
-        assert_eq!(got.as_u16(), status, "{body}: {problem}");
+        let (actual, problem) = host.query(&body).await?;
+        assert_eq!(actual.as_u16(), status, "{body}: {problem}");
     }
     let insert = json!({ "action": "insert", "app": slug, "table": "notes", "data": { "title": attack } });
     assert_eq!(host.query_data(&insert).await?["title"], attack, "a value may contain any text");

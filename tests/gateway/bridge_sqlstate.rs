@@ -123,8 +123,8 @@ async fn real_database_errors_quote_no_value() -> Result<()> {
         (app.body("get", json!({ "id": CANARY })), 400),
     ];
     for (body, status) in cases {
-        let (got, problem) = app.host.query(&body).await?;
-        assert_eq!(got.as_u16(), status, "{body} {problem}");
+        let (actual, problem) = app.host.query(&body).await?;
+        assert_eq!(actual.as_u16(), status, "{body} {problem}");
         assert!(!problem.to_string().contains("canary"), "{problem}");
     }
     let operations = json!([{ "action": "insert", "table": "things", "data": { "title": title } }]);

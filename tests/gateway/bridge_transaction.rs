@@ -76,12 +76,12 @@ async fn failed_transaction_changes_nothing_and_names_operation() -> Result<()> 
         (json!({ "action": "get", "table": "none", "id": KEY }), 404, "not_found"),
     ];
     for (bad, status, code) in cases {
-        // The failed operation is first, in the middle, or last: later operations do not commit either.
+        // Wherever the failing operation is, neither earlier nor later operations take effect.
         for index in [0, 1, 2] {
             let mut operations = vec![good(), good()];
             operations.insert(index, bad.clone());
-            let (got, problem) = run_transaction(&app, json!(operations)).await?;
-            assert_eq!((got, problem["code"].as_str()), (status, Some(code)), "{bad} {problem}");
+            let (actual, problem) = run_transaction(&app, json!(operations)).await?;
+            assert_eq!((actual, problem["code"].as_str()), (status, Some(code)), "{bad} {problem}");
             assert_eq!(problem["operation"], index, "{bad} {problem}");
             assert_eq!(app.find_titles(json!({})).await?, ["there"], "{bad} at {index}");
         }
@@ -98,18 +98,18 @@ async fn failing_deferred_constraint_is_not_reported_as_success() -> Result<()> 
     let admin = app.database.connect().await?;
     admin
         .batch_execute(&format!(
-            "ALTER TABLE {0}.things ADD CONSTRAINT whose FOREIGN KEY (ref) REFERENCES {0}.things (id)
+            "ALTER TABLE {0}.things ADD CONSTRAINT fk_ref FOREIGN KEY (ref) REFERENCES {0}.things (id)
                 DEFERRABLE INITIALLY DEFERRED",
             app.schema()
         ))
         .await?;
     let orphan = operation("insert", json!({ "data": { "ref": KEY } }));
     let (status, problem) = run_transaction(&app, json!([orphan])).await?;
-    assert_eq!((status, problem["constraint"].as_str()), (409, Some("whose")), "{problem}");
+    assert_eq!((status, problem["constraint"].as_str()), (409, Some("fk_ref")), "{problem}");
     assert_eq!(
         app.query("insert", json!({ "data": { "ref": KEY } })).await?.0,
         409,
-        "nor is it accepted as a single request"
+        "a single insert is refused, too"
     );
     assert_eq!(app.count().await?, 0);
     let parent = operation("insert", json!({ "data": { "id": KEY } }));
@@ -156,6 +156,10 @@ async fn single_requests_never_join_a_transaction() -> Result<()> {
         "every single insert is independent of the transactions"
     );
     let pair = json!({ "filter": { "title": { "like": "pair%" } } });
-    assert_eq!(app.query_data("count", pair).await?["count"], 400, "200 pairs, each whole");
+    assert_eq!(
+        app.query_data("count", pair).await?["count"],
+        400,
+        "200 transactions committed, each with both rows"
+    );
     Ok(())
 }

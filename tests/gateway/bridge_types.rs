@@ -165,40 +165,40 @@ async fn values_of_every_type_round_trip_and_match_filters() -> Result<()> {
     for _ in 0..8 {
         let (mut rows, mut expected) = (Vec::new(), Vec::new());
         for _ in 0..50 {
-            let (mut row, mut back) = (serde_json::Map::new(), serde_json::Map::new());
+            let (mut row, mut expected_row) = (serde_json::Map::new(), serde_json::Map::new());
             for (name, strategy) in &columns {
-                let (sent, got) = draw(strategy);
+                let (sent, returned) = draw(strategy);
                 row.insert((*name).to_owned(), sent);
-                back.insert((*name).to_owned(), got);
+                expected_row.insert((*name).to_owned(), returned);
             }
             rows.push(Value::Object(row));
-            expected.push(back);
+            expected.push(expected_row);
         }
-        let all = raw_rows(&app, "insertMany", json!({ "rows": rows })).await?;
-        ensure!(all.len() == rows.len(), "{} rows instead of {}", all.len(), rows.len());
-        for ((row, sent), expected) in all.iter().zip(&rows).zip(&expected) {
+        let inserted = raw_rows(&app, "insertMany", json!({ "rows": rows })).await?;
+        ensure!(inserted.len() == rows.len(), "{} rows instead of {}", inserted.len(), rows.len());
+        for ((row, sent), expected) in inserted.iter().zip(&rows).zip(&expected) {
             check_row(row, sent, expected)?;
         }
         // Reads the same rows through `find` and `get`, in the same order, because ids are ordered by time.
         let ids: Vec<Value> =
-            all.iter().map(|row| Ok(serde_json::from_str(row["id"].get())?)).collect::<Result<_>>()?;
+            inserted.iter().map(|row| Ok(serde_json::from_str(row["id"].get())?)).collect::<Result<_>>()?;
         let page = json!({ "filter": { "id": { "in": ids } }, "orderBy": ["id"], "limit": 50 });
         let found = raw_rows(&app, "find", page).await?;
         let got = raw_rows(&app, "get", json!({ "id": ids[0] })).await?;
-        ensure!(found.len() == all.len() && got.len() == 1, "{} and {} rows", found.len(), got.len());
-        for (read, written) in found.iter().zip(&all).chain(got.iter().zip(&all)) {
+        ensure!(found.len() == inserted.len() && got.len() == 1, "{} and {} rows", found.len(), got.len());
+        for (read, written) in found.iter().zip(&inserted).chain(got.iter().zip(&inserted)) {
             for (name, value) in written {
                 ensure!(read[name].get() == value.get(), "{name}: read {}, written {value}", read[name]);
             }
         }
         // Writes one row through `insert`, and finds it with each of its values as a filter.
-        let (sent, back) = (&rows[0], &expected[0]);
-        let id: Value = serde_json::from_str(all[0]["id"].get())?;
+        let (sent, expected_row) = (&rows[0], &expected[0]);
+        let id: Value = serde_json::from_str(inserted[0]["id"].get())?;
         app.query_data("delete", json!({ "id": id })).await?;
         let single = raw_rows(&app, "insert", json!({ "data": sent })).await?;
-        check_row(&single[0], sent, back)?;
+        check_row(&single[0], sent, expected_row)?;
         let id: Value = serde_json::from_str(single[0]["id"].get())?;
-        for name in back.keys() {
+        for name in expected_row.keys() {
             for filter in [json!({ name: { "eq": sent[name] } }), json!({ name: { "in": [sent[name]] } })] {
                 let filter = json!({ "and": [{ "id": id }, filter] });
                 let found = app.query_data("count", json!({ "filter": filter })).await?;
@@ -347,7 +347,11 @@ async fn every_type_enforces_its_limits() -> Result<()> {
         let found = app.query_data("count", json!({ "filter": { "at": bound } })).await?;
         assert_eq!(found["count"], count, "{bound}");
     }
-    assert_eq!(app.insert(json!({ "meta": null })).await?["meta"], Value::Null, "SQL NULL");
+    assert_eq!(
+        app.insert(json!({ "meta": null })).await?["meta"],
+        Value::Null,
+        "a JSON null is stored as SQL NULL"
+    );
     Ok(())
 }
 

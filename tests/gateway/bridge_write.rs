@@ -42,7 +42,7 @@ async fn insert_many_returns_rows_in_request_order() -> Result<()> {
     assert_eq!(list(&inserted).len(), 1000);
     assert!(
         list(&inserted).iter().zip(0..).all(|(row, n)| row["size"] == json!(n)),
-        "in the request's order"
+        "the rows are in request order"
     );
     Ok(())
 }
@@ -64,7 +64,7 @@ async fn insert_many_with_a_bad_row_inserts_no_row() -> Result<()> {
     {
         let (status, problem) = app.query("insertMany", json!({ "rows": rows })).await?;
         assert_eq!((status, problem["code"].as_str()), (409, Some("conflict")), "{problem}");
-        assert_eq!(app.count().await?, 0, "all or nothing");
+        assert_eq!(app.count().await?, 0, "no row is inserted");
     }
     Ok(())
 }
@@ -108,10 +108,10 @@ async fn upsert_inserts_merges_or_ignores() -> Result<()> {
 }
 
 #[tokio::test]
-async fn concurrent_upserts_with_same_key_make_one_row() -> Result<()> {
+async fn concurrent_upserts_with_same_key_create_one_row() -> Result<()> {
     let app = TestApp::new().await?;
     let key = "0192d1f0-0000-7000-8000-000000000001";
-    let all = (0..60).map(|n| {
+    let upserts = (0..60).map(|n| {
         let resolution = if n % 2 == 0 { "ignore" } else { "merge" };
         let data = json!({ "ref": key, "size": n });
         let app = &app;
@@ -120,7 +120,7 @@ async fn concurrent_upserts_with_same_key_make_one_row() -> Result<()> {
                 .await
         }
     });
-    let rows = futures_util::future::try_join_all(all).await?;
+    let rows = futures_util::future::try_join_all(upserts).await?;
     assert!(rows.iter().all(|row| row["id"] == rows[0]["id"]), "every upsert returned the same row");
     assert_eq!(app.count().await?, 1);
     Ok(())
@@ -217,24 +217,24 @@ async fn concurrent_update_rechecks_its_filter() -> Result<()> {
         app.insert(json!({ "title": "b", "size": n })).await?;
     }
     let mut admin = app.database.connect().await?;
-    let watching = app.database.connect().await?;
+    let observer = app.database.connect().await?;
     let concurrent = admin.transaction().await?;
     let sql = format!("UPDATE {}.things SET title = 'gone' WHERE size = 0", app.schema());
     concurrent.execute(&sql, &[]).await?;
     let change = json!({ "filter": { "title": "b" }, "data": { "done": true }, "maxAffected": 3 });
-    let waiting = app.query_data("update", change);
+    let updating = app.query_data("update", change);
     let committing = async {
         app.host
             .wait_until("the update is waiting", async || {
                 let waiting = "SELECT count(*) FROM pg_stat_activity \
                      WHERE datname = current_database() AND wait_event_type = 'Lock'";
-                Ok(watching.query_one(waiting, &[]).await?.get::<_, i64>(0) == 1)
+                Ok(observer.query_one(waiting, &[]).await?.get::<_, i64>(0) == 1)
             })
             .await?;
         concurrent.commit().await?;
         Ok::<_, anyhow::Error>(())
     };
-    let (changed, committed) = tokio::join!(waiting, committing);
+    let (changed, committed) = tokio::join!(updating, committing);
     committed?;
     assert_eq!(changed?, json!({ "affected": 2 }), "a row that no longer matches is unchanged");
     Ok(())

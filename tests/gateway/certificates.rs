@@ -224,7 +224,7 @@ async fn unstorable_certificate_is_presented_and_not_ordered_again() -> Result<(
     let (machine, name) = machine_listening_on(port, &pebble.roots())?;
     let delivered = tls_settings(&name, &pebble.directory_url());
     machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
-    // A file cannot replace a folder that has content.
+    // A file cannot replace a non-empty folder.
     machine.write("var/lib/svc/tls/chain.pem/in-the-way", "")?;
     let host = machine.start()?;
     let report =
@@ -311,25 +311,26 @@ async fn account_is_bound_to_external_account() -> Result<()> {
 #[tokio::test]
 async fn lost_account_is_replaced() -> Result<()> {
     let port = free_port()?;
-    let before = Pebble::start(&Options::for_validation_port(port)).await?;
-    let (machine, name) = machine_listening_on(port, &before.roots())?;
+    let first = Pebble::start(&Options::for_validation_port(port)).await?;
+    let (machine, name) = machine_listening_on(port, &first.roots())?;
     machine
-        .write("var/lib/svc/tls/settings.json", &tls_settings(&name, &before.directory_url()).to_string())?;
+        .write("var/lib/svc/tls/settings.json", &tls_settings(&name, &first.directory_url()).to_string())?;
     let host = machine.start()?;
     wait_until_issued(&host).await?;
     let account = host.machine.path("var/lib/svc/tls/acme-account.json");
     // Moves the account to an authority that does not know it.
-    let after = Pebble::start(&Options::for_validation_port(port)).await?;
+    let second = Pebble::start(&Options::for_validation_port(port)).await?;
     let stored = std::fs::read_to_string(&account)?;
-    let moved = stored.replace(&before.api_address().to_string(), &after.api_address().to_string());
+    let moved = stored.replace(&first.api_address().to_string(), &second.api_address().to_string());
     std::fs::write(&account, moved)?;
-    std::fs::copy(after.roots(), before.roots())?;
+    std::fs::copy(second.roots(), first.roots())?;
     std::fs::remove_file(host.machine.path("var/lib/svc/tls/chain.pem"))?;
-    let delivered = tls_settings(&name, &after.directory_url());
+    let delivered = tls_settings(&name, &second.directory_url());
     host.machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
     let host = host.restart()?;
-    host.wait_until("the new authority issues a certificate", async || Ok(after.issued_count() == 1)).await?;
-    let replaced = async || Ok(presented_certificate(&host, &name, Some(&after.roots())).await.is_ok());
+    host.wait_until("the new authority issues a certificate", async || Ok(second.issued_count() == 1))
+        .await?;
+    let replaced = async || Ok(presented_certificate(&host, &name, Some(&second.roots())).await.is_ok());
     host.wait_until("its certificate is presented", replaced).await?;
     Ok(())
 }

@@ -39,7 +39,7 @@ case $prompt in
   fail*) echo "no luck: password=hunter2-s3cret, $LLM_KEY" >&2; exit 3 ;;
   leave*) setsid sh -c 'echo $$ > left.pid; exec sleep 300' &
     until [ -s left.pid ]; do sleep 0.05; done
-    echo '{"type":"result","status":"success","text":"left one"}' ;;
+    echo '{"type":"result","status":"success","text":"left a process"}' ;;
   sleep*) trap '' TERM
     echo '{"type":"usage","tokensIn":5,"tokensOut":1,"cost":0.01}'
     setsid sh -c 'echo $$ > sleeper.pid; exec sleep 300' &
@@ -71,16 +71,16 @@ pub fn start_runner(root: &Path) -> Result<Runner> {
     let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
     let path = std::env::var_os("PATH").unwrap_or_default();
     command.args(["svc-agent", "--listen"]).env_clear().env("PATH", path).env("SVC_ROOT", root);
-    command.env("HOME", root.join("home/svc")).env("A_SECRET_OF_OURS", "not-for-agents");
+    command.env("HOME", root.join("home/svc")).env("RUNNER_SECRET", "not-for-agents");
     // Nothing listens on this socket.
     command.env("NOTIFY_SOCKET", root.join("no.sock"));
     let log = std::fs::OpenOptions::new().create(true).append(true).open(root.join("agent.log"))?;
     let runner =
         Runner(OwnedChild::spawn(command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log))?);
     let socket = root.join("run/svc/owner/agent.sock");
-    let end = Instant::now() + Duration::from_secs(10);
+    let deadline = Instant::now() + Duration::from_secs(10);
     while !socket.exists() {
-        ensure!(Instant::now() < end, "svc-agent is not listening");
+        ensure!(Instant::now() < deadline, "svc-agent is not listening");
         std::thread::sleep(Duration::from_millis(10));
     }
     Ok(runner)
@@ -89,7 +89,7 @@ pub fn start_runner(root: &Path) -> Result<Runner> {
 pub fn config_json(overrides: &Value) -> String {
     let mut config = json!({
         "agents": {
-            "coder": { "adapter": "json-lines", "command": ["sh", "agent.sh"], "environment": { "GREETING": "hello", "LLM_KEY": "of no form" } },
+            "coder": { "adapter": "json-lines", "command": ["sh", "agent.sh"], "environment": { "GREETING": "hello", "LLM_KEY": "matches no pattern" } },
             "absent": { "adapter": "json-lines", "command": ["no-such-program"] },
         },
         "dispatch": { "defaultAgent": "coder" },
@@ -142,25 +142,25 @@ pub fn event_kinds(events: &[(String, Value)]) -> Vec<&str> {
 }
 
 pub async fn wait_until_finished(host: &Host, id: &str) -> Result<Value> {
-    let end = Instant::now() + Duration::from_secs(40);
+    let deadline = Instant::now() + Duration::from_secs(40);
     loop {
         let (_, response) = host.get(&format!("/api/dispatch/{id}")).await?;
         if ["success", "error"].contains(&response["status"].as_str().unwrap_or_default()) {
             return Ok(response);
         }
-        ensure!(Instant::now() < end, "dispatch {id} has not finished: {response}");
+        ensure!(Instant::now() < deadline, "dispatch {id} has not finished: {response}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
 
 pub async fn wait_until_recorded(host: &Host, id: &str) -> Result<Value> {
-    let end = Instant::now() + Duration::from_secs(10);
+    let deadline = Instant::now() + Duration::from_secs(10);
     loop {
         let (_, page) = host.get(&format!("/api/interactions?id={id}")).await?;
         if let Some(interaction) = page["interactions"].get(0) {
             return Ok(interaction.clone());
         }
-        ensure!(Instant::now() < end, "dispatch {id} was not recorded");
+        ensure!(Instant::now() < deadline, "dispatch {id} was not recorded");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
@@ -175,12 +175,12 @@ pub async fn wait_until_logged(host: &Host, part: &str) -> Result<()> {
 
 pub async fn wait_for_pid(host: &Host, file: &str) -> Result<i32> {
     let path = host.machine.path("home/svc/home").join(file);
-    let end = Instant::now() + Duration::from_secs(20);
+    let deadline = Instant::now() + Duration::from_secs(20);
     loop {
         if let Some(pid) = std::fs::read_to_string(&path).ok().and_then(|text| text.trim().parse().ok()) {
             return Ok(pid);
         }
-        ensure!(Instant::now() < end, "{file} was not written\n{}", host.log());
+        ensure!(Instant::now() < deadline, "{file} was not written\n{}", host.log());
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
@@ -272,7 +272,7 @@ async fn agent_runs_in_the_owner_home_with_a_clean_environment() -> Result<()> {
         assert!(environment.lines().any(|own| own == line), "{line} in {environment}");
     }
     assert!(
-        !environment.contains("A_SECRET_OF_OURS") && !environment.contains("NOTIFY_SOCKET"),
+        !environment.contains("RUNNER_SECRET") && !environment.contains("NOTIFY_SOCKET"),
         "{environment}"
     );
     Ok(())
@@ -294,7 +294,10 @@ async fn failed_dispatch_is_recorded_without_secrets() -> Result<()> {
     }
     let failed = wait_until_recorded(&host, "f1").await?;
     let stack = failed["error"]["stack"].as_str().unwrap_or_default();
-    assert!(stack.contains("no luck") && !stack.contains("hunter2") && !stack.contains("form"), "{failed}");
+    assert!(
+        stack.contains("no luck") && !stack.contains("hunter2") && !stack.contains("pattern"),
+        "{failed}"
+    );
     drop(runner);
     let streamed = stream_dispatch(&host, json!({ "prompt": "ok", "id": "f4" })).await?;
     assert_eq!(streamed.last().context("no result event")?.1["interaction"]["error"]["name"], "NoRunner");
@@ -305,9 +308,9 @@ async fn failed_dispatch_is_recorded_without_secrets() -> Result<()> {
 async fn no_agent_process_outlives_its_dispatch() -> Result<()> {
     let (machine, _runner) = machine_with_runner(&json!({}))?;
     let host = machine.start()?;
-    // The agent succeeds, but leaves a process in another session.
+    // The agent succeeds, but leaves a process running in another session.
     let streamed = stream_dispatch(&host, json!({ "prompt": "leave", "id": "l1" })).await?;
-    assert_eq!(streamed.last().context("no result event")?.1["text"], "left one");
+    assert_eq!(streamed.last().context("no result event")?.1["text"], "left a process");
     assert!(!is_alive(wait_for_pid(&host, "left.pid").await?));
     // The same, with a leftover process that prints continuously.
     let streamed = stream_dispatch(&host, json!({ "prompt": "flood", "id": "l2" })).await?;
@@ -339,13 +342,13 @@ async fn no_agent_process_outlives_its_dispatch() -> Result<()> {
     let host = host.restart()?;
     let recorded = wait_until_recorded(&host, "s3").await?;
     assert_eq!(recorded["error"]["name"], "Interrupted");
-    let end = Instant::now() + Duration::from_secs(15);
+    let deadline = Instant::now() + Duration::from_secs(15);
     while is_alive(pid) || is_alive(sleeper) {
-        ensure!(Instant::now() < end, "the agent outlived its gateway");
+        ensure!(Instant::now() < deadline, "the agent outlived its gateway");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let (_, usage) = host.get("/api/usage").await?;
-    // The total, because the test may run past midnight and so have two days' entries.
+    // The total is checked, because a run past midnight has entries for two days.
     assert_eq!(usage["totalDispatches"], 5);
     // A client that resumes with an event number from the previous gateway still receives the result.
     let request = host.owner_request(Method::GET, "/api/dispatch/s3/events").header("last-event-id", "1");
@@ -386,12 +389,12 @@ async fn cost_limit_warns_then_refuses_new_dispatches() -> Result<()> {
     let (status, refused) = request_dispatch(&host, json!({ "prompt": "nothing", "model": "free" })).await?;
     assert_eq!((status.as_u16(), &refused["code"]), (429, &json!("cost_limit_reached")));
     host.machine.write("home/svc/home/go", "")?;
-    let (_, held) = send_json(host.owner_request(Method::GET, "/api/dispatch/held/events")).await?;
-    let held = parse_events(held.as_str().context("no events")?);
-    let warning = held.iter().find(|(kind, _)| kind == "warning").context("no warning event")?;
+    let (_, text) = send_json(host.owner_request(Method::GET, "/api/dispatch/held/events")).await?;
+    let events = parse_events(text.as_str().context("no events")?);
+    let warning = events.iter().find(|(kind, _)| kind == "warning").context("no warning event")?;
     assert_eq!(warning.1["period"], "daily");
     wait_until_logged(&host, "user_owner has spent").await?;
-    // A new limit also counts earlier spending, and the log says so.
+    // Earlier spending counts towards a new limit, and the log says so.
     send_json(host.owner_request(Method::PUT, "/api/limits").json(&json!({ "daily": 0, "monthly": 100 })))
         .await?;
     let expected = "the monthly cost limit is $100.00; spending in the current period already counts: $";
@@ -412,7 +415,7 @@ async fn tokens_are_priced_by_the_model_that_ran() -> Result<()> {
 }
 
 #[tokio::test]
-async fn cost_limit_holds_under_concurrent_dispatches() -> Result<()> {
+async fn concurrent_dispatches_stay_within_cost_limit() -> Result<()> {
     let limits = json!({ "costLimits": { "daily": 2, "reservation": 0.25 },
         "dispatch": { "defaultAgent": "coder", "concurrency": 64 } });
     let (machine, _runner) = machine_with_runner(&limits)?;

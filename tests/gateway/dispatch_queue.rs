@@ -183,7 +183,7 @@ async fn batch_never_blocks_on_its_own_queued_entries() -> Result<()> {
     Ok(())
 }
 
-/// The limit is raised before the restart, so that only the journal can keep the entry from running.
+/// The limit is raised before the restart, so that only the journal can prevent the entry from running.
 #[tokio::test]
 async fn refused_batch_entry_stays_refused_after_a_crash() -> Result<()> {
     let limits = |daily: f64| {
@@ -231,7 +231,7 @@ async fn batch_with_refused_entry_stays_failed_after_restart() -> Result<()> {
         Ok(std::fs::read_dir(host.machine.path("var/lib/svc/dispatches"))?.count() == 0)
     })
     .await?;
-    // Only the records are left, and a refused entry has none.
+    // Only the records remain, and a refused entry has no record.
     let host = host.restart()?;
     let (_, repeated) = request_dispatch(&host, body).await?;
     assert_eq!(statuses(&repeated), (json!("error"), vec![json!("success")]));
@@ -263,7 +263,8 @@ async fn interrupted_dispatch_on_full_disk_is_not_restarted() -> Result<()> {
     host.wait_until("the journal is empty", async || Ok(std::fs::read_dir(&dispatches)?.count() == 0)).await
 }
 
-/// Neither the journal nor the records can be written, so only a mark can keep the dispatch from running.
+/// Neither the journal nor the records can be written, so only the start marker, an empty file, can prevent the
+/// dispatch from running.
 #[tokio::test]
 async fn dispatch_cancelled_on_full_disk_never_runs() -> Result<()> {
     let (machine, _runner) =
@@ -333,7 +334,11 @@ async fn batch_has_a_result_for_each_entry() -> Result<()> {
     let host = host.restart()?;
     let (_, response) = host.get("/api/dispatch/b").await?;
     assert_eq!((&response["batch"], &response["status"]), (&json!(true), &json!("error")));
-    assert_eq!(request_dispatch(&host, body).await?.0, StatusCode::ACCEPTED, "the same request");
+    assert_eq!(
+        request_dispatch(&host, body).await?.0,
+        StatusCode::ACCEPTED,
+        "a repeated request is accepted"
+    );
     let different = json!({ "id": "b", "batch": [{ "prompt": "ok 1" }] });
     let (status, refused) = request_dispatch(&host, different).await?;
     assert_eq!((status.as_u16(), &refused["code"]), (422, &json!("idempotency_mismatch")));

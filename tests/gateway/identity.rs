@@ -39,7 +39,11 @@ async fn public_port_serves_only_health_without_proof() -> Result<()> {
     }
     assert_eq!(host.unsigned_request(Method::GET, "/livez").send().await?.status(), StatusCode::OK);
     let ready = host.unsigned_request(Method::GET, "/readyz").send().await?;
-    assert_eq!(ready.status(), StatusCode::SERVICE_UNAVAILABLE, "without a database");
+    assert_eq!(
+        ready.status(),
+        StatusCode::SERVICE_UNAVAILABLE,
+        "the gateway is not ready without a database"
+    );
     Ok(())
 }
 
@@ -112,7 +116,11 @@ async fn invalid_token_never_falls_back_to_other_auth() -> Result<()> {
     let invalid_with_valid = host.owner_request(Method::GET, "/api/backups").bearer_auth("nonsense");
     assert_eq!(invalid_with_valid.send().await?.status(), StatusCode::UNAUTHORIZED);
     let only_admin_token = host.unsigned_request(Method::GET, "/api/backups").bearer_auth(ADMIN);
-    assert_eq!(only_admin_token.send().await?.status(), StatusCode::UNAUTHORIZED, "neither proof nor JWT");
+    assert_eq!(
+        only_admin_token.send().await?.status(),
+        StatusCode::UNAUTHORIZED,
+        "the admin token is not accepted without a proof"
+    );
     let with_proof = host.owner_request(Method::GET, "/api/backups").bearer_auth(ADMIN);
     assert_eq!(with_proof.send().await?.status(), StatusCode::OK);
     Ok(())
@@ -171,10 +179,10 @@ async fn platform_can_read_only_usage_and_file_status() -> Result<()> {
         Ok(host.unsigned_request(method, path).header("x-svc-proof", proof).send().await?.status())
     };
     assert_eq!(send(Method::GET, "/api/usage?groupBy=user", "/api/usage").await?, StatusCode::OK);
-    let elsewhere = send(Method::GET, "/api/usage", "/_svc/internal/backup").await?;
-    assert_eq!(elsewhere, StatusCode::FORBIDDEN, "a proof for another path");
+    let wrong_path = send(Method::GET, "/api/usage", "/_svc/internal/backup").await?;
+    assert_eq!(wrong_path, StatusCode::FORBIDDEN, "the proof is for another path");
     let status = send(Method::GET, "/api/files/status", "/api/files/status").await?;
-    assert_ne!(status, StatusCode::FORBIDDEN, "the state of the file backup");
+    assert_ne!(status, StatusCode::FORBIDDEN, "the platform may read the file backup's status");
     for (method, path) in [
         (Method::GET, "/api/files/key"),
         (Method::GET, "/api/files/download"),
@@ -229,7 +237,11 @@ async fn issuer_token_authenticates_the_owner() -> Result<()> {
     assert_eq!(status_with_token(USER, &forged).await?, StatusCode::UNAUTHORIZED);
     let bad = idp.mint(USER, &forged);
     let with_proof = host.owner_request(Method::GET, "/api/backups").bearer_auth(bad);
-    assert_eq!(with_proof.send().await?.status(), StatusCode::UNAUTHORIZED, "with a valid proof");
+    assert_eq!(
+        with_proof.send().await?.status(),
+        StatusCode::UNAUTHORIZED,
+        "an invalid token is rejected even with a valid proof"
+    );
     let response = host.send_over_socket(&format!(
         "GET /api/backups HTTP/1.1\nhost: h\nconnection: close\nauthorization: Bearer {}\n\n",
         idp.mint("user_other", &MintOptions::default())
@@ -287,9 +299,9 @@ async fn internal_proof_is_valid_once_for_its_request() -> Result<()> {
         let proof = host.machine.signer.sign(claims);
         Ok(host.unsigned_request(Method::POST, path).header("x-svc-proof", proof).send().await?.status())
     };
-    let mut elsewhere = claims("1");
-    elsewhere.path = Some("/_svc/internal/update".into());
-    assert_eq!(send(&elsewhere).await?, StatusCode::FORBIDDEN);
+    let mut wrong_path = claims("1");
+    wrong_path.path = Some("/_svc/internal/update".into());
+    assert_eq!(send(&wrong_path).await?, StatusCode::FORBIDDEN);
     let mut without_jti = claims("1");
     without_jti.jti = None;
     assert_eq!(send(&without_jti).await?, StatusCode::UNAUTHORIZED);
@@ -311,7 +323,7 @@ async fn dev_identity_works_only_where_permitted() -> Result<()> {
         machine.env.remove(name);
     }
     let output = machine.run_to_end()?;
-    assert_eq!(output.status.code(), Some(78), "no identity and no dev default");
+    assert_eq!(output.status.code(), Some(78), "there is no default identity");
     for (name, value) in
         [("GATEWAY_AUTH", "off"), ("SVC_PRODUCTION", "false"), ("SVC_ENVIRONMENT", "development")]
     {

@@ -95,7 +95,7 @@ async fn shell_and_code_requests_are_forwarded_without_proof() -> Result<()> {
         [("shell.sock", Route::Shell, "/some/page"), ("code.sock", Route::Code, "/api/apps")]
     {
         let listener = host.machine.owner_socket(name)?;
-        let serving = std::thread::spawn(move || -> std::io::Result<String> {
+        let upstream = std::thread::spawn(move || -> std::io::Result<String> {
             let (mut stream, _) = listener.accept()?;
             let mut request = Vec::new();
             let mut buffer = [0_u8; 4096];
@@ -109,7 +109,7 @@ async fn shell_and_code_requests_are_forwarded_without_proof() -> Result<()> {
         let response =
             host.unsigned_request(Method::GET, path).header("x-svc-proof", host.proof(route)).send().await?;
         assert_eq!((response.status(), response.text().await?.as_str()), (StatusCode::OK, "hi"));
-        let forwarded = serving.join().expect("the upstream thread ends")?;
+        let forwarded = upstream.join().expect("the upstream thread should not panic")?;
         assert!(forwarded.starts_with(&format!("get {path} http/1.1")), "{forwarded}");
         assert!(!forwarded.contains("x-svc-proof"), "{forwarded}");
     }
@@ -121,7 +121,7 @@ async fn websocket_is_proxied() -> Result<()> {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let listener = host.machine.owner_socket("code.sock")?;
-    let serving = std::thread::spawn(move || -> std::io::Result<()> {
+    let upstream = std::thread::spawn(move || -> std::io::Result<()> {
         let (mut stream, _) = listener.accept()?;
         let (mut request, mut byte) = (Vec::new(), [0_u8; 1]);
         while !request.ends_with(b"\r\n\r\n") {
@@ -147,7 +147,7 @@ async fn websocket_is_proxied() -> Result<()> {
     let mut echo = [0_u8; 5];
     socket.read_exact(&mut echo).await?;
     assert_eq!(&echo, b"hello");
-    Ok(serving.join().expect("the upstream thread ends")?)
+    Ok(upstream.join().expect("the upstream thread should not panic")?)
 }
 
 #[tokio::test]
@@ -181,7 +181,8 @@ async fn more_apps_than_connections_are_all_served() -> Result<()> {
     for app in &apps {
         host.wait_until_registered(app).await?;
     }
-    // Nine apps share four connections: of 23, 3 are reserved for superusers, and 16 for tools, backups and the gateway.
+    // Nine apps share four connections: of the 23, 3 are reserved for superusers, and 16 for tools, backups and the
+    // gateway.
     let requests = (0..360).map(|n| {
         let body = json!({ "action": "insert", "app": apps[n % 9], "table": "t", "data": { "a": n } });
         let host = &host;

@@ -413,10 +413,10 @@ async fn check_stored_state(gateway: &TestGateway, database: &PgServer) {
         assert_eq!(gateway.send(open()).await.status, 202);
         gateway.send(second_request).await.assert_problem(409, "invalid_state");
     }
-    let shown = gateway.host.unsigned_request(Method::GET, "/api/side-database");
+    let side = gateway.host.unsigned_request(Method::GET, "/api/side-database");
     let proof = gateway.host.machine.signer.sign(&gateway.claims("owner", &Method::GET, "/"));
-    let shown = gateway.send(shown.header("x-svc-proof", proof)).await;
-    assert_eq!((&shown.body["pending"]["action"], &shown.body["status"]), (&"open".into(), &"open".into()));
+    let side = gateway.send(side.header("x-svc-proof", proof)).await;
+    assert_eq!((&side.body["pending"]["action"], &side.body["status"]), (&"open".into(), &"open".into()));
     gateway.send(copy("app_notes.other")).await.assert_problem(404, "not_found");
     let both = json!({ "key": "system/db/snapshots/x.dump", "at": "2026-01-02T03:04:05Z" });
     let both = gateway.request_as("owner", &Method::POST, "/api/side-database").json(&both);

@@ -17,7 +17,7 @@ use super::host::{Host, Machine, host_with_app, unique_name};
 const OWNER_UID: u32 = 1940;
 const OTHER_UID: u32 = 1941;
 
-/// Starts a gateway whose socket a second user can open; returns `None` if the test cannot act as that user.
+/// Starts a gateway whose socket a second user can open. Returns `None` if the test cannot run processes as that user.
 fn host_with_two_users() -> Result<Option<Host>> {
     if !nix::unistd::geteuid().is_root() {
         kit::skip::record("only root can run processes as two users");
@@ -71,7 +71,7 @@ async fn owner_process_cannot_raise_limits_or_start_dispatches() -> Result<()> {
     assert_eq!(
         status_as(OTHER_UID, "GET", "/api/usage", "")?,
         "403",
-        "a member of the group, but a different user"
+        "group membership does not grant access to another user"
     );
     assert_eq!(status_as(0, "PUT", "/api/limits", r#"{"daily":1000}"#)?, "200", "root can set limits");
     Ok(())
@@ -141,9 +141,9 @@ async fn agent_uses_its_apps_bridge_while_running() -> Result<()> {
     let token = fs::read_to_string(home.join("token"))?;
     assert!(token.len() > 40 && !response.to_string().contains(&token), "{response}");
     let socket = host.machine.path("run/svc/bridge/bridge.sock");
-    let mut later = Command::new("curl");
-    later.args(["-sS", "-o", "/dev/null", "-w", "%{http_code}", "--unix-socket"]).arg(socket);
-    later.args(["-H", &format!("authorization: Bearer {token}"), "http://localhost/api/bridge/schemas"]);
-    assert_eq!(String::from_utf8_lossy(&later.output()?.stdout), "401");
+    let mut request = Command::new("curl");
+    request.args(["-sS", "-o", "/dev/null", "-w", "%{http_code}", "--unix-socket"]).arg(socket);
+    request.args(["-H", &format!("authorization: Bearer {token}"), "http://localhost/api/bridge/schemas"]);
+    assert_eq!(String::from_utf8_lossy(&request.output()?.stdout), "401");
     Ok(())
 }

@@ -66,7 +66,11 @@ async fn inserts_are_refused_until_writers_resume() -> Result<()> {
     assert_eq!(refused.headers()["content-type"], "application/problem+json");
     assert!(refused.headers().contains_key("retry-after"));
     let limits = host.owner_request(Method::PUT, "/api/limits").json(&json!({ "daily": 5 })).send().await?;
-    assert_eq!(limits.status(), StatusCode::SERVICE_UNAVAILABLE, "it would be lost with this machine");
+    assert_eq!(
+        limits.status(),
+        StatusCode::SERVICE_UNAVAILABLE,
+        "the change would be lost with this machine"
+    );
     let since = quiesce(&host, operation).await?["quiescedAt"].clone();
     // A crash changes neither the state nor its start time.
     let host = host.restart()?;
@@ -94,7 +98,7 @@ async fn quiesce_waits_for_statements_that_are_still_running() -> Result<()> {
     let host =
         host_with_app(&database, &slug, &json!({ "notes": { "columns": { "title": "text" } } })).await?;
     let mut admin = database.connect().await?;
-    let watching = database.connect().await?;
+    let observer = database.connect().await?;
     let lock = admin.transaction().await?;
     let schema = format!("app_{}", slug.replace('-', "_"));
     lock.batch_execute(&format!("LOCK TABLE {schema}.notes IN ACCESS EXCLUSIVE MODE")).await?;
@@ -104,7 +108,7 @@ async fn quiesce_waits_for_statements_that_are_still_running() -> Result<()> {
     let stopping = async {
         host.wait_until("the insert is waiting", async || {
             let waiting = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'";
-            Ok(watching.query_one(waiting, &[]).await?.get::<_, i64>(0) == 1)
+            Ok(observer.query_one(waiting, &[]).await?.get::<_, i64>(0) == 1)
         })
         .await?;
         assert!(quiesce(&host, operation).await?["quiescedAt"].is_null(), "an insert is in flight");
@@ -246,18 +250,18 @@ async fn writers_resume_when_the_file_is_removed() -> Result<()> {
 async fn backup_is_reported_while_running_and_afterwards() -> Result<()> {
     let (machine, _runner) = machine_with_runner(&json!({}))?;
     let host = machine.start()?;
-    let show = async || -> Result<Value> {
+    let fetch_backup = async || -> Result<Value> {
         Ok(send_as_platform(&host, Method::GET, "/_svc/internal/backup", Value::Null).await?.1)
     };
-    assert_eq!(show().await?, json!({ "running": false }));
+    assert_eq!(fetch_backup().await?, json!({ "running": false }));
     let progress = json!({ "version": 1, "beganAt": "2026-01-02T03:04:05.000Z", "stage": "dump",
         "dumpedBytes": 7, "uploadedBytes": 5, "updatedAt": "2026-01-02T03:04:06.000Z" });
     host.machine.write("var/lib/svc/backup-progress.json", &progress.to_string())?;
-    assert_eq!(show().await?, json!({ "running": false }), "a killed run is not reported as running");
+    assert_eq!(fetch_backup().await?, json!({ "running": false }), "a killed run is not reported as running");
     let lock = svc::host::system::lock::Lock::acquire(&host.machine.path("var/lib/svc/backup.lock"))?;
-    let shown = show().await?;
+    let backup = fetch_backup().await?;
     assert_eq!(
-        (&shown["running"], &shown["dumpedBytes"], &shown["uploadedBytes"]),
+        (&backup["running"], &backup["dumpedBytes"], &backup["uploadedBytes"]),
         (&json!(true), &json!(7), &json!(5))
     );
     drop(lock);
@@ -265,9 +269,9 @@ async fn backup_is_reported_while_running_and_afterwards() -> Result<()> {
     let last =
         json!({ "timestamp": "2026-01-02T03:04:05.000Z", "status": "success", "stage": "done", "key": key });
     host.machine.write("var/lib/svc/last-backup.json", &last.to_string())?;
-    let shown = show().await?;
+    let backup = fetch_backup().await?;
     assert_eq!(
-        (&shown["last"]["takenAt"], &shown["last"]["beganAt"]),
+        (&backup["last"]["takenAt"], &backup["last"]["beganAt"]),
         (&json!("2026-01-02T03:04:05.678Z"), &json!("2026-01-02T03:04:05.000Z"))
     );
     Ok(())

@@ -90,8 +90,8 @@ fn usage_table_shows_names_on_one_line() -> Result<()> {
     let line = interaction(1, now, "user_owner", "big\n\u{1b}[31m", 0.1);
     let day = now.to_zoned(jiff::tz::TimeZone::UTC).date();
     machine.write(&format!("{LOGS}/interactions-{day}.jsonl"), &format!("{line}\n"))?;
-    let shown = String::from_utf8(machine.command().args(["usage", "--by", "model"]).output()?.stdout)?;
-    assert!(shown.contains("big; \u{FFFD}[31m"), "{shown:?}");
+    let stdout = String::from_utf8(machine.command().args(["usage", "--by", "model"]).output()?.stdout)?;
+    assert!(stdout.contains("big; \u{FFFD}[31m"), "{stdout:?}");
     Ok(())
 }
 
@@ -118,9 +118,12 @@ async fn usage_equals_interactions_and_outlives_them() -> Result<()> {
     assert_eq!((&today["totalCost"], &today["entries"][0]["dispatches"]), (&json!(1), &json!(10)));
 
     // The same report in a terminal, while the gateway is running.
-    let shown = host.machine.command().args(["usage", "--by", "user"]).output()?;
-    let shown = String::from_utf8(shown.stdout)?;
-    assert!(shown.contains("telegram:7") && shown.contains("$1.00") && shown.contains("$2.00"), "{shown}");
+    let output = host.machine.command().args(["usage", "--by", "user"]).output()?;
+    let output = String::from_utf8(output.stdout)?;
+    assert!(
+        output.contains("telegram:7") && output.contains("$1.00") && output.contains("$2.00"),
+        "{output}"
+    );
 
     host.terminate()?;
     assert!(host.wait_for_exit().await?.success());
@@ -159,23 +162,23 @@ async fn owner_sets_limits_and_sees_spending() -> Result<()> {
     machine.write(CONFIG, r#"{"theme": "dark", "costLimits": {"monthly": 100}}"#)?;
     let host = machine.start()?;
     let put = |body: Value| send_json(host.owner_request(Method::PUT, "/api/limits").json(&body));
-    let shown = get(&host, "/api/limits").await?;
+    let limits = get(&host, "/api/limits").await?;
     assert_eq!(
-        (&shown["daily"]["limit"], &shown["daily"]["remaining"], &shown["timeZone"]),
+        (&limits["daily"]["limit"], &limits["daily"]["remaining"], &limits["timeZone"]),
         (&json!(0), &Value::Null, &json!("UTC"))
     );
     assert_eq!(
-        (&shown["userId"], &shown["daily"]["spent"], &shown["monthly"]["limit"]),
+        (&limits["userId"], &limits["daily"]["spent"], &limits["monthly"]["limit"]),
         (&json!("user_owner"), &json!(0.5), &json!(100))
     );
 
-    let (status, set) = put(json!({"daily": 0.6, "reservation": 0.05})).await?;
+    let (status, updated) = put(json!({"daily": 0.6, "reservation": 0.05})).await?;
     assert_eq!(
-        (status.as_u16(), &set["daily"]["warning"], &set["daily"]["reached"]),
+        (status.as_u16(), &updated["daily"]["warning"], &updated["daily"]["reached"]),
         (200, &json!(true), &json!(false))
     );
-    let (_, set) = put(json!({"daily": 0.5})).await?;
-    assert_eq!((&set["daily"]["reached"], &set["daily"]["remaining"]), (&json!(true), &json!(0)));
+    let (_, updated) = put(json!({"daily": 0.5})).await?;
+    assert_eq!((&updated["daily"]["reached"], &updated["daily"]["remaining"]), (&json!(true), &json!(0)));
     let config: Value = serde_json::from_slice(&std::fs::read(host.machine.path(CONFIG))?)?;
     assert_eq!(
         config,
@@ -193,17 +196,17 @@ async fn owner_sets_limits_and_sees_spending() -> Result<()> {
 
     // An invalid manual edit changes nothing and is reported.
     host.machine.write(CONFIG, r#"{"costLimits": {"daily": -3}}"#)?;
-    let shown = get(&host, "/api/limits").await?;
-    assert_eq!(shown["daily"]["limit"], json!(0.5));
-    assert!(shown["mistake"].as_str().is_some_and(|text| text.contains("line 1")), "{shown}");
+    let limits = get(&host, "/api/limits").await?;
+    assert_eq!(limits["daily"]["limit"], json!(0.5));
+    assert!(limits["mistake"].as_str().is_some_and(|text| text.contains("line 1")), "{limits}");
     host.machine.write(CONFIG, r#"{"costLimits": {"dailly": 3}}"#)?;
-    let shown = get(&host, "/api/limits").await?;
-    assert_eq!(shown["daily"]["limit"], json!(0.5));
-    assert!(shown["mistake"].as_str().is_some_and(|text| text.contains("costLimits.dailly")), "{shown}");
+    let limits = get(&host, "/api/limits").await?;
+    assert_eq!(limits["daily"]["limit"], json!(0.5));
+    assert!(limits["mistake"].as_str().is_some_and(|text| text.contains("costLimits.dailly")), "{limits}");
     // A valid edit clears the mistake and sets the time zone.
     host.machine.write(CONFIG, r#"{"costLimits": {"daily": 1, "timeZone": "Pacific/Kiritimati"}}"#)?;
-    let shown = get(&host, "/api/limits").await?;
-    assert_eq!((&shown["mistake"], &shown["timeZone"]), (&Value::Null, &json!("Pacific/Kiritimati")));
+    let limits = get(&host, "/api/limits").await?;
+    assert_eq!((&limits["mistake"], &limits["timeZone"]), (&Value::Null, &json!("Pacific/Kiritimati")));
     for invalid in [
         json!({"daily": -1}),
         json!({"daily": "5"}),
@@ -256,10 +259,10 @@ async fn record_stream_follows_rotation_and_resumes() -> Result<()> {
         assert!(event.contains(&format!("\"a/{n}\"")), "{event}");
     }
     // The same lines in a terminal.
-    let shown = host.machine.command().args(["logs", "audit", "-n", "3"]).output()?;
-    let shown = String::from_utf8(shown.stdout)?;
+    let output = host.machine.command().args(["logs", "audit", "-n", "3"]).output()?;
+    let output = String::from_utf8(output.stdout)?;
     let paths: Vec<_> =
-        shown.lines().filter_map(|line| line.split("\"path\":\"").nth(1)?.split('"').next()).collect();
+        output.lines().filter_map(|line| line.split("\"path\":\"").nth(1)?.split('"').next()).collect();
     assert_eq!(paths, ["a/2", "a/3", "a/4"]);
     Ok(())
 }

@@ -120,14 +120,14 @@ async fn unwritable_record_is_reported_and_retried() -> Result<()> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
     let logs = machine.path(LOGS);
     fs::create_dir_all(&logs)?;
-    let target = machine.path("theirs");
-    fs::write(&target, "theirs\n")?;
+    let target = machine.path("link-target");
+    fs::write(&target, "unchanged\n")?;
     std::os::unix::fs::symlink(&target, logs.join("activity.log"))?;
     let host = machine.start()?;
     set_limit(&host, 1).await?;
     wait_for_stuck_metric(&host, 1.0).await?;
     assert_serves(&host).await?;
-    ensure!(fs::read_to_string(&target)? == "theirs\n", "the link's target was changed");
+    ensure!(fs::read_to_string(&target)? == "unchanged\n", "the link's target was changed");
     fs::remove_file(logs.join("activity.log"))?;
     wait_until_limit_logged(&host, 1).await?;
     wait_for_stuck_metric(&host, 0.0).await?;
@@ -141,7 +141,7 @@ async fn unwritable_record_is_reported_and_retried() -> Result<()> {
         fs::set_permissions(&logs, fs::Permissions::from_mode(0o700))?;
         wait_until_limit_logged(&host, 2).await?;
     }
-    let (_, shown): (_, Value) = host.get("/api/activity?contains=limit").await?;
-    ensure!(shown["lines"].as_array().is_some_and(|lines| !lines.is_empty()), "{shown}");
+    let (_, activity): (_, Value) = host.get("/api/activity?contains=limit").await?;
+    ensure!(activity["lines"].as_array().is_some_and(|lines| !lines.is_empty()), "{activity}");
     Ok(())
 }

@@ -98,9 +98,9 @@ def check_server(server):
 
 def assert_same_fields(value, kind):
     expected = set(kind.__api_properties__)
-    invented = set(value) - expected - UNREAD_FIELDS.get(kind, set())
+    unknown = set(value) - expected - UNREAD_FIELDS.get(kind, set())
     missing = expected - set(value) - ABSENT_FIELDS.get(kind, set())
-    assert not invented and not missing, f"{kind.__name__}: invented {invented}, missing {missing}"
+    assert not unknown and not missing, f"{kind.__name__}: unknown {unknown}, missing {missing}"
 
 
 def typed(kind, value):
@@ -322,7 +322,7 @@ def errors():
     unauthorized._client._headers["Authorization"] = "Bearer wrong"
     assert_refused("unauthorized", 401, unauthorized.servers.get_all)
 
-    # Errors that do not follow from the simulator's own state are injected as faults.
+    # The simulator's state cannot cause these errors, so they are injected as faults.
     for status, code in [(412, "placement_error"), (412, "resource_unavailable"), (403, "maintenance"),
                          (409, "conflict"), (500, "server_error"), (503, "unavailable"), (504, "timeout")]:
         fail_next("POST", "/servers", {"kind": "status", "status": status, "code": code})

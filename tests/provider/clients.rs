@@ -30,7 +30,7 @@ async fn run_script(part: &'static str, simulator: &Simulator) -> Result<()> {
 }
 
 #[tokio::test]
-async fn python_library_takes_servers_through_their_life_cycle() -> Result<()> {
+async fn python_library_manages_server_life_cycle() -> Result<()> {
     let simulator = Simulator::start(SimulatorOptions::record()).await?;
     run_script("lifecycle", &simulator).await?;
     assert!(simulator.servers().is_empty(), "{:?}", simulator.servers());
@@ -93,7 +93,7 @@ impl CommandLine<'_> {
 }
 
 #[tokio::test]
-async fn go_command_line_takes_server_through_its_life_cycle() -> Result<()> {
+async fn hcloud_cli_manages_server_life_cycle() -> Result<()> {
     let program = match tokio::task::spawn_blocking(kit::hcloud::fetch_cli).await? {
         Ok(program) => program,
         Err(error) => {
@@ -146,8 +146,8 @@ async fn go_command_line_takes_server_through_its_life_cycle() -> Result<()> {
     let changed = simulator.server_by_name("go-1").context("the server disappeared")?;
     assert_eq!((changed.server_type.as_str(), changed.disk_gb), ("cpx32", 80));
 
-    let taken = hcloud.run_expecting_failure(&order).await?;
-    assert!(taken.contains("(uniqueness_error)"), "{taken}");
+    let duplicate = hcloud.run_expecting_failure(&order).await?;
+    assert!(duplicate.contains("(uniqueness_error)"), "{duplicate}");
     hcloud.run(&["server", "enable-protection", "go-1", "delete", "rebuild"]).await?;
     let protected = hcloud.run_expecting_failure(&["server", "delete", "go-1"]).await?;
     assert!(protected.contains("(protected)"), "{protected}");

@@ -41,7 +41,7 @@ async fn create_without_clear_response_is_ambiguous_and_not_retried() {
 }
 
 #[tokio::test]
-async fn response_without_effect_is_retried() {
+async fn create_is_retried_if_rejected_without_effect() {
     for (status, code) in [(429, "rate_limit_exceeded"), (409, "conflict"), (423, "locked")] {
         let simulator = start_simulator().await;
         let fault = Fault::Status { status, code: code.to_owned(), reset_in_seconds: None };

@@ -259,13 +259,13 @@ impl KillTest {
             let sum = read(entry, ["cost", "tokensIn", "tokensOut", "dispatches"])?;
             groups.insert(name.context("an entry has no name")?.to_owned(), sum);
         }
-        let all = read(&report, ["totalCost", "totalTokensIn", "totalTokensOut", "totalDispatches"])?;
-        Ok((groups, all))
+        let total = read(&report, ["totalCost", "totalTokensIn", "totalTokensOut", "totalDispatches"])?;
+        Ok((groups, total))
     }
 
     fn print_figures(&self, name: &str) -> Result<()> {
         println!(
-            "{name}: {} dispatches, {} kills, {} not written, the oldest {} ms",
+            "{name}: {} dispatches, {} kills, {} lost, the oldest {} ms before its kill",
             self.dispatches,
             self.kills,
             self.lost.len(),

@@ -117,7 +117,7 @@ async fn new_keys_are_fetched_and_kept_during_issuer_outage() -> Result<()> {
         StatusCode::UNAUTHORIZED,
         "signed with the withdrawn key"
     );
-    // Unknown key ids cause at most one fetch in 30 s, regardless of their number.
+    // Unknown key ids cause at most one fetch every 30 s, regardless of their number.
     for kid in ["a", "b", "c"] {
         let token =
             router.idp.mint("user_1", &MintOptions { kid: Some(kid.into()), ..MintOptions::default() });
@@ -133,7 +133,7 @@ async fn new_keys_are_fetched_and_kept_during_issuer_outage() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn requests_are_authenticated_once_keys_are_available() -> Result<()> {
+async fn requests_are_authenticated_after_keys_become_available() -> Result<()> {
     let router = TestRouter::start().await?;
     router.idp.set_jwks_status(503);
     router.idp.rotate(OldKeys::Withdrawn)?;

@@ -1,4 +1,4 @@
-//! App pages: they are shown to their owner in a frame, opened only with an app token, and limited to their app.
+//! App pages: they are framed for their owner, opened only with an app token, and limited to their app.
 
 use anyhow::Result;
 use http::{Method, StatusCode};
@@ -101,11 +101,11 @@ async fn opaque_origin_page_can_use_its_token() -> Result<()> {
         (StatusCode::UNAUTHORIZED, Some("unauthorized"))
     );
     assert_eq!(refused.headers["access-control-allow-origin"], "null");
-    let elsewhere =
+    let other_origin =
         router.post(APP_HOST, "/api/bridge/query").header("origin", "https://evil.test").bearer_auth(&token);
-    let elsewhere = send(elsewhere).await;
-    assert_eq!(elsewhere.status, StatusCode::FORBIDDEN);
-    assert!(elsewhere.headers.get("access-control-allow-origin").is_none());
+    let other_origin = send(other_origin).await;
+    assert_eq!(other_origin.status, StatusCode::FORBIDDEN);
+    assert!(other_origin.headers.get("access-control-allow-origin").is_none());
     // A cookie grants no access to an opaque origin.
     let cookie = format!("__session={}", router.token("user_1"));
     let by_cookie =

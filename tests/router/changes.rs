@@ -211,9 +211,17 @@ async fn routes_are_refused_once_they_are_too_old() -> Result<()> {
     );
     let choice = router.post(APP_HOST, "/_svc/slots").bearer_auth(router.token("user_1"));
     let choice = send(choice.json(&serde_json::json!({ "slot": "primary" }))).await;
-    assert_eq!(choice.status, StatusCode::SERVICE_UNAVAILABLE, "whether the slot exists is not known");
+    assert_eq!(
+        choice.status,
+        StatusCode::SERVICE_UNAVAILABLE,
+        "the router cannot check that the slot exists"
+    );
     let page = account_page().await;
-    assert_eq!(page.status, StatusCode::SERVICE_UNAVAILABLE, "the accounts' names are not known: {page:?}");
+    assert_eq!(
+        page.status,
+        StatusCode::SERVICE_UNAVAILABLE,
+        "the router cannot look up the account names: {page:?}"
+    );
     assert!(page.body.contains("cannot be found right now"), "{page:?}");
     // Changes made during the outage are applied once the database is reachable again.
     router.set_status(&machine, "failed").await?;

@@ -117,17 +117,17 @@ async fn respond(State(requests): State<Arc<Mutex<Vec<ReceivedRequest>>>>, mut r
                 ("reporting-endpoints", "a=\"https://evil.test\""),
                 ("service-worker-allowed", "/"),
                 ("strict-transport-security", "max-age=1; includeSubDomains"),
-                ("x-own", "kept"),
+                ("x-custom", "passed"),
             ];
             (headers, "<p>page").into_response()
         }
-        "/missing" => (StatusCode::NOT_FOUND, "the machine's own").into_response(),
+        "/missing" => (StatusCode::NOT_FOUND, "not found on the machine").into_response(),
         _ => format!("{} {path}", request.method()).into_response(),
     }
 }
 
 fn endless_stream() -> Response {
-    let first = futures_util::stream::iter([Ok::<_, std::io::Error>(bytes::Bytes::from("begun\n"))]);
+    let first = futures_util::stream::iter([Ok::<_, std::io::Error>(bytes::Bytes::from("started\n"))]);
     Response::new(Body::from_stream(first.chain(futures_util::stream::pending())))
 }
 

@@ -167,9 +167,9 @@ async fn valid_request_to_every_route_matches_its_description() -> Result<()> {
     let hand_over = format!("{}?state=s", operation("handOverSession").path);
     let issued = setup.send(setup.authorized_request(operation("handOverSession"), &hand_over)).await;
     assert_eq!(issued.status, 302, "{issued:?}");
-    let take =
+    let redeem_path =
         issued.headers["location"].to_str()?.strip_prefix(&format!("http://{CODE_HOST}")).unwrap().to_owned();
-    let redeemed = setup.send(setup.authorized_request(operation("takeSession"), &take)).await;
+    let redeemed = setup.send(setup.authorized_request(operation("takeSession"), &redeem_path)).await;
     assert_eq!(redeemed.status, 302, "{redeemed:?}");
     Ok(())
 }
@@ -189,7 +189,7 @@ async fn account_choice_page_matches_its_description() -> Result<()> {
 /// Triggers errors for well-formed requests with valid credentials, and for unknown paths and hosts.
 async fn trigger_state_errors(setup: &RouterSetup) {
     let choose = operation("chooseSlot");
-    let slot = setup.authorized_request(choose, choose.path).json(&json!({ "slot": "of-another" }));
+    let slot = setup.authorized_request(choose, choose.path).json(&json!({ "slot": "unknown" }));
     setup.send(slot).await.assert_problem(404, "not_found");
     let token = setup.router.token("user_1");
     let by_token =
@@ -197,13 +197,13 @@ async fn trigger_state_errors(setup: &RouterSetup) {
     setup.send(by_token).await.assert_problem(400, "invalid_request");
     assert!(choose.credentials.iter().all(|credential| credential.name == "session"));
     let path = format!("{}?code=unknown", operation("takeSession").path);
-    let take = setup.authorized_request(operation("takeSession"), &path);
-    setup.send(take).await.assert_problem(401, "unauthorized");
+    let redeem = setup.authorized_request(operation("takeSession"), &path);
+    setup.send(redeem).await.assert_problem(401, "unauthorized");
     for path in ["/_svc", "/_svc/", "/_svc/internal/backup", "/_svc/slots/x", "/_svc/%ff"] {
         setup.send(setup.router.get(APP_HOST, path)).await.assert_problem(404, "not_found");
     }
-    let elsewhere = setup.router.get("other.test", "/_svc/slots").send().await.unwrap();
-    assert_eq!(elsewhere.status(), StatusCode::NOT_FOUND, "an unknown host has no route");
+    let unknown_host = setup.router.get("other.test", "/_svc/slots").send().await.unwrap();
+    assert_eq!(unknown_host.status(), StatusCode::NOT_FOUND, "an unknown host has no route");
 }
 
 async fn trigger_missing_machine(setup: &RouterSetup) -> Result<()> {

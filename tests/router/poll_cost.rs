@@ -67,7 +67,7 @@ async fn poll_does_not_read_former_machines() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn acknowledged_key_changes_no_route() -> Result<()> {
+async fn key_acknowledgement_does_not_reload_routes() -> Result<()> {
     let (router, _machine) = TestRouter::start_with_machine("user_1").await?;
     let change_seq = || async {
         let sql = "SELECT change_seq FROM user_machines WHERE idp_user_id = 'user_1'";

@@ -226,7 +226,10 @@ async fn timeouts_and_limits_are_enforced() -> Result<()> {
     assert!(matches!(first, Err(ProxyError::HeadTimeout)), "{first:?}");
     assert!(matches!(second, Err(ProxyError::Full)), "{second:?}");
     let again = proxy.forward(request(Method::GET)).await;
-    assert!(matches!(again, Err(ProxyError::HeadTimeout)), "the connection still counts: {again:?}");
+    assert!(
+        matches!(again, Err(ProxyError::HeadTimeout)),
+        "the failed connection still counts towards the limit: {again:?}"
+    );
     Ok(())
 }
 
@@ -244,7 +247,9 @@ async fn unread_response_releases_its_connection() -> Result<()> {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
-    tokio::time::timeout(Duration::from_secs(10), released).await.context("the connection still counts")?;
+    tokio::time::timeout(Duration::from_secs(10), released)
+        .await
+        .context("the connection still counts towards the limit")?;
     assert!(unread.into_body().collect().await.is_err(), "the response is incomplete");
     Ok(())
 }

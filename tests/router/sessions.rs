@@ -32,8 +32,8 @@ async fn page_visit_opens_session_that_works_without_the_token() -> Result<()> {
     let own = format!("svc_session={}", page.cookie("svc_session").unwrap());
     assert_eq!(get_with_cookie(&router, APP_HOST, "/", &own).await.status, StatusCode::OK);
     assert_eq!(router.verify_proof(&machine, &machine.last_request().headers).sub.as_str(), "user_1");
-    let beside_another = format!("name=größe; {own}");
-    assert_eq!(get_with_cookie(&router, APP_HOST, "/", &beside_another).await.status, StatusCode::OK);
+    let with_other_cookie = format!("name=größe; {own}");
+    assert_eq!(get_with_cookie(&router, APP_HOST, "/", &with_other_cookie).await.status, StatusCode::OK);
     // The database contains only a hash of the cookie.
     let row = router.sql.query_one("SELECT token_hash FROM sessions", &[]).await?;
     assert!(!String::from_utf8_lossy(row.get::<_, &[u8]>(0)).contains(&own[12..]));
@@ -77,7 +77,7 @@ async fn sign_out_ends_all_sessions_of_the_user() -> Result<()> {
     assert_eq!(
         get_with_cookie(&router, APP_HOST, "/", &user_2_session).await.status,
         StatusCode::SERVICE_UNAVAILABLE,
-        "no machine"
+        "user_2 is signed in, but has no machine"
     );
     Ok(())
 }
@@ -175,9 +175,13 @@ async fn user_can_switch_to_the_provider_account() -> Result<()> {
     assert_eq!(
         get_with_cookie(&router, APP_HOST, "/", &new).await.status,
         StatusCode::SERVICE_UNAVAILABLE,
-        "no machine"
+        "user_2 is signed in, but has no machine"
     );
-    assert_eq!(get_with_cookie(&router, APP_HOST, "/", &old).await.status, StatusCode::UNAUTHORIZED, "ended");
+    assert_eq!(
+        get_with_cookie(&router, APP_HOST, "/", &old).await.status,
+        StatusCode::UNAUTHORIZED,
+        "the old session has ended"
+    );
     assert_eq!(
         send(redeem(unused)).await.status,
         StatusCode::UNAUTHORIZED,
@@ -190,7 +194,11 @@ async fn user_can_switch_to_the_provider_account() -> Result<()> {
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let again = send(choose_account(&router, &new, "account=provider")).await;
-    assert_eq!((again.status, again.cookie("svc_session")), (StatusCode::SEE_OTHER, None), "already decided");
+    assert_eq!(
+        (again.status, again.cookie("svc_session")),
+        (StatusCode::SEE_OTHER, None),
+        "no conflict remains"
+    );
     Ok(())
 }
 
@@ -233,7 +241,7 @@ async fn forged_session_cookies_cost_no_query() -> Result<()> {
             assert_eq!(response.status, StatusCode::UNAUTHORIZED);
         }
     }
-    // A session from another router is looked up once, so its lookup shows that the statistics have arrived.
+    // A session from another router is looked up once, so its lookup proves that the statistics have arrived.
     let started = Instant::now();
     while count_lookups(&router).await? == 0 {
         let genuine = second_router.open_session(APP_HOST, "user_1").await;
@@ -284,7 +292,11 @@ async fn user_rate_limit_does_not_affect_others() -> Result<()> {
         statuses.push(send(router.get(APP_HOST, "/").bearer_auth(&token)).await.status);
     }
     assert!(statuses.contains(&StatusCode::TOO_MANY_REQUESTS), "{statuses:?}");
-    assert_eq!(router.fetch("user_2", "/").await.status, StatusCode::SERVICE_UNAVAILABLE, "no machine");
+    assert_eq!(
+        router.fetch("user_2", "/").await.status,
+        StatusCode::SERVICE_UNAVAILABLE,
+        "user_2 has no machine"
+    );
     Ok(())
 }
 
@@ -325,8 +337,11 @@ async fn code_host_session_needs_single_use_bound_code() -> Result<()> {
     let redeem_path = redirect_path(&issued, CODE_HOST);
     assert!(redeem_path.starts_with("/_svc/session?code="), "{redeem_path}");
 
-    let elsewhere = send(page(CODE_HOST, redeem_path, "svc_code_state=of-another-browser")).await;
-    assert_eq!((elsewhere.status, elsewhere.cookie("svc_code_session")), (StatusCode::UNAUTHORIZED, None));
+    let other_browser = send(page(CODE_HOST, redeem_path, "svc_code_state=other-browser")).await;
+    assert_eq!(
+        (other_browser.status, other_browser.cookie("svc_code_session")),
+        (StatusCode::UNAUTHORIZED, None)
+    );
     assert_eq!(send(page(CODE_HOST, redeem_path, "")).await.status, StatusCode::UNAUTHORIZED);
 
     let redeemed = send(page(CODE_HOST, redeem_path, &state)).await;
@@ -412,7 +427,7 @@ async fn user_can_choose_slot_of_browser_session() -> Result<()> {
     assert_eq!(get_with_cookie(&router, APP_HOST, "/", &cookie).await.status, StatusCode::OK);
     assert_eq!((studio.requests().len(), primary.requests().len()), (1, before));
     assert_eq!(router.verify_proof(&studio, &studio.last_request().headers).slot.as_str(), "studio");
-    assert_eq!(send(choose(r#"{"slot":"of-another"}"#)).await.status, StatusCode::NOT_FOUND);
+    assert_eq!(send(choose(r#"{"slot":"unknown"}"#)).await.status, StatusCode::NOT_FOUND);
     assert_eq!(send(choose(r#"{"slot":"studio","x":1}"#)).await.status, StatusCode::BAD_REQUEST);
     let wrong_method =
         send(router.request(Method::DELETE, APP_HOST, "/_svc/slots").header("cookie", &cookie)).await;
@@ -467,7 +482,7 @@ async fn browser_can_submit_forms_of_router_pages() -> Result<()> {
 
 /// Chrome applies `form-action` to the redirects that follow the submission, too.
 #[tokio::test(flavor = "multi_thread")]
-async fn forms_can_lead_to_code_host_and_legacy_fallback() -> Result<()> {
+async fn forms_may_redirect_to_code_host_and_legacy_fallback() -> Result<()> {
     let router = TestRouter::start_with(&[("LEGACY_FALLBACK_URL", "https://old.test/base/")], None).await?;
     router.wait_for_status("user_1", StatusCode::TEMPORARY_REDIRECT).await;
     let (both, session) = create_conflicting_cookies(&router).await;

@@ -1,5 +1,5 @@
-//! The effect of a sign-out, or of a switch to another account, on streams, WebSockets and app tokens, at the same router
-//! and at others.
+//! The effect of a sign-out, or of a switch to another account, on streams, WebSockets and app tokens, at the same
+//! router and at others.
 
 use std::time::{Duration, Instant};
 
@@ -26,7 +26,7 @@ struct OpenConnections {
 
 /// Waits for the first chunk of a stream.
 async fn await_start(mut stream: Response) -> Result<Response> {
-    assert_eq!(stream.chunk().await?.as_deref(), Some(&b"begun\n"[..]));
+    assert_eq!(stream.chunk().await?.as_deref(), Some(&b"started\n"[..]));
     Ok(stream)
 }
 
@@ -153,7 +153,7 @@ async fn late_stream_ends_when_its_session_expires() -> Result<()> {
     tokio::time::sleep(Duration::from_millis(700)).await;
     let mut stream =
         await_start(router.get(APP_HOST, "/late-endless").header("cookie", &session).send().await?).await?;
-    // If the wait for the head counted as lifetime, the stream would end after 10 s or more.
+    // If the session's remaining lifetime were counted from the response head, the stream would end after 10 s or more.
     let remaining = Duration::from_secs(9).saturating_sub(updated.elapsed());
     let end = timeout(remaining, stream.chunk()).await.context("the stream is still open")?;
     ensure!(end.is_err());
@@ -175,7 +175,7 @@ async fn code_issued_before_sign_out_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// Two hours after a sign-out, its row has been deleted, and a router that started since then has never read it.
+/// Two hours after a sign-out, its row is deleted, so a router that starts later never reads it.
 #[tokio::test(flavor = "multi_thread")]
 async fn old_sign_out_does_not_block_later_tokens() -> Result<()> {
     let (router, _machine) = TestRouter::start_with_machine("user_1").await?;

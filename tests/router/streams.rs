@@ -52,7 +52,7 @@ async fn stopped_machine_loses_websockets_and_streams() -> Result<()> {
     socket.send(Message::text("hello")).await?;
     socket.next().await.context("the WebSocket closed")??;
     let mut endless = router.get(APP_HOST, "/endless").bearer_auth(router.token("user_1")).send().await?;
-    assert_eq!(endless.chunk().await?.as_deref(), Some(&b"begun\n"[..]));
+    assert_eq!(endless.chunk().await?.as_deref(), Some(&b"started\n"[..]));
     router.set_status(&machine, "failed").await?;
     let started = Instant::now();
     let end = timeout(ROUTE_UPDATE_TIMEOUT, socket.next()).await?;

@@ -90,8 +90,8 @@ pub async fn pointer_follows_backups_and_fences(fixture: &StoreFixture) -> Resul
     ensure!(latest.key == first.key, "the pointer has moved");
     let second = store_backup(fixture, &slot, 2, 3).await?;
     advance(fixture, &slot, &second).await?;
-    let end = pointer_io::read(&fixture.bucket, &slot).await?.context("the slot has no pointer")?.value;
-    ensure!((end.seq, end.fence_epoch) == (4, Epoch(2)), "{end:?}");
+    let pointer = pointer_io::read(&fixture.bucket, &slot).await?.context("the slot has no pointer")?.value;
+    ensure!((pointer.seq, pointer.fence_epoch) == (4, Epoch(2)), "{pointer:?}");
     Ok(Support::Yes)
 }
 
@@ -103,13 +103,13 @@ pub async fn pointer_moves_once_when_responses_are_lost(fixture: &StoreFixture) 
         fixture.server.add_fault(Rule::new(Fault::LostReply).method("PUT").key("pointer-log/").times(1));
     advance(fixture, &slot, &sidecar).await?;
     ensure!(lost.hits() == 1, "the fault did not occur");
-    let end = pointer_io::read(&fixture.bucket, &slot).await?.context("the slot has no pointer")?.value;
+    let pointer = pointer_io::read(&fixture.bucket, &slot).await?.context("the slot has no pointer")?.value;
     ensure!(
-        end.snapshot.is_some_and(|named| named.key == sidecar.key),
+        pointer.snapshot.is_some_and(|named| named.key == sidecar.key),
         "the pointer names the wrong snapshot"
     );
     let entries = fixture.server.objects(BUCKET, &pointer_log(&slot));
-    ensure!(entries.len() as u64 == end.seq, "{} entries for seq {}", entries.len(), end.seq);
+    ensure!(entries.len() as u64 == pointer.seq, "{} entries for seq {}", entries.len(), pointer.seq);
     Ok(Support::Yes)
 }
 

@@ -27,10 +27,10 @@ pub async fn check_files(gateway: &TestGateway) {
     for operation in reads().filter(|operation| operation.id != "listFileVersions") {
         get(&format!("{}?path=never", operation.path)).await.assert_problem(404, "not_found");
     }
-    let shown = get("/api/files/key").await;
+    let key = get("/api/files/key").await;
     let repository = "s3:https://store.example/bucket/user_owner/primary/files";
-    assert_eq!(shown.body, json!({ "repository": repository, "password": FILES_KEY }));
-    assert_eq!(shown.headers["cache-control"], "no-store");
+    assert_eq!(key.body, json!({ "repository": repository, "password": FILES_KEY }));
+    assert_eq!(key.headers["cache-control"], "no-store");
     let machine = &gateway.host.machine;
     std::fs::remove_file(machine.path("var/lib/svc/files/key")).unwrap();
     get("/api/files/key").await.assert_problem(404, "not_found");
