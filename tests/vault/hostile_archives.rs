@@ -159,7 +159,7 @@ async fn import_runs_archive_sql_without_privileges() -> Result<()> {
         "DO 'BEGIN EXECUTE \
          format(''GRANT CREATE, TEMPORARY ON DATABASE %I TO pg_monitor'', current_database()); END'"
             .to_owned(),
-        // initdb assigns the oids below 16384, except to large objects.
+        // Objects created after initdb have OIDs from 16384, except large objects, whose creator may choose the OID.
         "SELECT pg_catalog.lo_create(5000)".to_owned(),
     ];
     for statement in &cases {

@@ -51,7 +51,7 @@ async fn backup_refuses_a_database_that_lost_its_volume() -> Result<()> {
     );
     assert_eq!(machine::pointer(&store).await?, good);
     assert_eq!(machine.backup_records()?.last().context("backup.jsonl is empty")?["status"], "error");
-    // A host restart changes nothing.
+    // After a restart of the host, the backup is still refused.
     machine.run(&["svc-restore"])?.expect(0);
     machine.run(&["svc-db-backup"])?.expect(65);
 
@@ -273,7 +273,7 @@ async fn shrunken_snapshot_is_held_even_if_unrecorded() -> Result<()> {
     let machine = machine_with_backup(&store).await?;
     let good = machine::pointer(&store).await?;
     machine.client().await?.batch_execute("DELETE FROM t WHERE id > 5").await?;
-    // A directory cannot be read as a file, and no file replaces it.
+    // A directory in place of the record can be neither read as a file nor replaced by one.
     let record = machine.path("var/lib/svc/held-snapshot.json");
     std::fs::create_dir(&record)?;
     let result = machine.run(&["svc-db-backup"])?.expect(65);
@@ -283,7 +283,7 @@ async fn shrunken_snapshot_is_held_even_if_unrecorded() -> Result<()> {
     assert_eq!(machine::pointer(&store).await?, good, "the held snapshot must not be the latest");
     std::fs::remove_dir(&record)?;
     machine.run(&["svc-db-backup"])?.expect(65);
-    // While `accept` runs, the gateway would show the progress of the last run.
+    // `accept` deletes the last run's progress, which the gateway would otherwise show as its own.
     let progress = machine.path("var/lib/svc/backup-progress.json");
     assert!(progress.exists());
     machine.run(&["svc-db-backup", "accept"])?.expect(0);

@@ -164,7 +164,7 @@ async fn boot_killed_at_any_step_can_be_rerun() -> Result<()> {
         let kill = format!("{point}=return(kill)");
         boot(&machine, &[("FAILPOINTS", &kill)]).await?.expect_killed();
         let current = machine.path("opt/svc/current");
-        // `svc-gateway` is the bundle's last entry. A dangling link must not pass, so `exists` is not enough.
+        // `svc-gateway` is the bundle's last entry. `exists` would be false for a dangling link, which must fail here.
         assert!(
             !current.is_symlink() || current.join("bin/svc-gateway").is_file(),
             "{point}: current does not name a complete release"
