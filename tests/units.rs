@@ -154,7 +154,10 @@ fn systemd_verifies_all_units() {
     assert_eq!(verify(&units()), "");
     let first_boot = include_str!("../cloud-init/svc-first-boot.service");
     assert_eq!(verify(&[Unit::from_text("svc-first-boot.service", first_boot)]), "");
-    assert!(!first_boot.contains("\nTimeoutStartSec="), "restores can take 18 hours");
+    assert!(
+        !first_boot.contains("\nTimeoutStartSec="),
+        "a start timeout would end a restore, which can take 18 hours"
+    );
     assert_eq!(verify(&[platform_unit()]), "");
     for invalid in [
         "[Service]\nExecStart=/bin/sh\nRestrat=always\n",
@@ -217,7 +220,7 @@ fn target_wants_every_untriggered_unit() {
             }
         })
         .collect();
-    // A slice exists while it contains units.
+    // systemd starts a slice together with its first unit.
     let is_startable = |unit: &&Unit| unit.name != "svc.target" && !unit.name.ends_with(".slice");
     for unit in units.iter().filter(is_startable) {
         let is_triggered = triggered.contains(&unit.name);
@@ -300,7 +303,7 @@ fn backup_timer_starts_a_backup_each_hour() {
     let unit = |name: &str| units.iter().find(|unit| unit.name == name).unwrap();
     let timer = unit("svc-db-backup.timer");
     assert_eq!(timer.values("OnCalendar"), ["hourly"]);
-    // A run that was missed while the machine was off is run later.
+    // A run that was missed while the machine was off is caught up at the next boot.
     assert_eq!(timer.values("Persistent"), ["yes"]);
     assert!(timer.values("Unit").is_empty(), "the timer starts the service with the same name");
     assert_eq!(unit("svc-db-backup.service").values("ExecStart"), ["/opt/svc/bin/svc-db-backup run --retry"]);
@@ -325,11 +328,11 @@ fn database_is_the_only_container_with_a_local_volume() {
     assert_eq!(words_with_prefix("--mount"), Vec::<&str>::new());
     assert_eq!(words_with_prefix("listen_addresses"), ["listen_addresses=127.0.0.1"]);
     let image = words.iter().position(|word| *word == "${SVC_POSTGRES_IMAGE}").unwrap();
-    assert_eq!(words[image + 1], "postgres", "the server's options follow the image");
+    assert_eq!(words[image + 1], "postgres", "the server's options must follow the image");
 }
 
 #[test]
-fn watcher_may_open_folders() {
+fn watcher_can_open_directories() {
     // With `RestrictSUIDSGID`, systemd would block openat2(2), which the watcher needs.
     let units = units();
     let watch = units.iter().find(|unit| unit.name == "svc-watch.service").unwrap();

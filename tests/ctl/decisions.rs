@@ -332,7 +332,7 @@ async fn abandon_waits_for_the_machine_to_serve_again() {
 }
 
 #[tokio::test]
-async fn wait_ends_when_operation_asks_a_question() {
+async fn wait_ends_when_operation_needs_a_decision() {
     let mut waiting = operation("delete", "waiting", &[]);
     waiting["question"] =
         json!({"code": "last_backup_missing", "detail": "No final backup: its disk is full."});

@@ -57,17 +57,17 @@ impl Fleet {
             .to_vec()
     }
 
-    /// Returns the platform's database URL with another role, which has no privileges.
-    async fn database_url_of_stranger(&self) -> String {
+    /// Creates a role without privileges, and returns the platform's database URL with that role.
+    async fn create_unprivileged_database_url(&self) -> String {
         let url =
             &self.stack.platform_env().iter().find(|(name, _)| name == "PLATFORM_DATABASE_URL").unwrap().1;
         let (client, connection) = tokio_postgres::connect(url, tokio_postgres::NoTls).await.unwrap();
         tokio::spawn(connection);
-        let role = format!("stranger_{}", std::process::id());
-        client.batch_execute(&format!("CREATE ROLE {role} LOGIN PASSWORD 'stranger'")).await.unwrap();
+        let role = format!("unprivileged_{}", std::process::id());
+        client.batch_execute(&format!("CREATE ROLE {role} LOGIN PASSWORD 'unprivileged'")).await.unwrap();
         let mut url: url::Url = url.parse().unwrap();
         url.set_username(&role).unwrap();
-        url.set_password(Some("stranger")).unwrap();
+        url.set_password(Some("unprivileged")).unwrap();
         url.into()
     }
 
@@ -336,14 +336,14 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     let pid = nix::unistd::Pid::from_raw(pid.lines().next().unwrap().parse().unwrap());
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGINT).unwrap();
     let file = fleet.disk.join("var/lib/postgresql/16/main/postmaster.pid");
-    let ended = async || {
+    let has_stopped = async || {
         anyhow::ensure!(!file.exists(), "PostgreSQL is still running");
         anyhow::Ok(())
     };
-    kit::story::eventually("PostgreSQL stops", Duration::from_secs(60), ended).await.unwrap();
+    kit::story::eventually("PostgreSQL stops", Duration::from_secs(60), has_stopped).await.unwrap();
     let stopped = fleet.check_host().await;
     stopped.expect("database", "problem", "connect to the database");
-    assert_eq!(stopped.levels("release"), ["ok"], "unrelated checks are not affected: {}", stopped.text);
+    assert_eq!(stopped.levels("release"), ["ok"], "unrelated checks must not be affected: {}", stopped.text);
     fleet.stack.stop().await;
 }
 
@@ -437,8 +437,8 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     ["PLATFORM_KEY", "APP_HOST"].iter().for_each(|name| incomplete.expect("configuration", "problem", name));
     incomplete.expect("database", "skipped", "the configuration is invalid");
 
-    let with_stranger = fleet.database_url_of_stranger().await;
-    let denied = fleet.check_platform(&[("PLATFORM_DATABASE_URL", &with_stranger)], &[]).await;
+    let unprivileged_url = fleet.create_unprivileged_database_url().await;
+    let denied = fleet.check_platform(&[("PLATFORM_DATABASE_URL", &unprivileged_url)], &[]).await;
     denied.expect("database", "problem", "cannot read the schema's version");
 
     // The settings can also come from a file, which must not be world-readable.

@@ -201,7 +201,8 @@ async fn assert_drill_finds_damage(operator: &Operator) {
     operator.0.store.write(kit::story::BUCKET, &object, dump);
 }
 
-/// Verifies and downloads a snapshot, resumes a download of this one and of another, and detects a damaged object.
+/// Verifies a snapshot, downloads it over partial files of another snapshot and of this one, and checks that damage to
+/// the object is detected.
 async fn verify_and_download_snapshot(operator: &Operator, dir: &Path) {
     let intact = ["system/db/snapshots/", "size and SHA-256 match the record"];
     assert_contains(&operator.run(0, &["backup", "verify", "ada"]).await, &intact);

@@ -235,7 +235,10 @@ async fn restore_never_overwrites_existing_files() -> Result<()> {
         state["keptAs"].as_str().and_then(|path| path.strip_prefix("/home/svc/")).context("not kept")?;
     assert_eq!(history.read(kept_path)?, "not saved yet");
     let versions = history.get_json("versions?path=projects/plan.md").await?;
-    assert_eq!(versions["versions"][0]["entry"]["sizeBytes"], 13, "the replaced file was saved: {versions}");
+    assert_eq!(
+        versions["versions"][0]["entry"]["sizeBytes"], 13,
+        "the replaced file must be saved first: {versions}"
+    );
 
     // If the path does not exist, it is restored in place, even if its parent directory is missing.
     fs::remove_dir_all(history.host.home().join("home/projects"))?;
@@ -391,7 +394,7 @@ async fn repeatedly_killed_restore_fails() -> Result<()> {
     Ok(())
 }
 
-/// systemd starts the program as long as the request exists.
+/// systemd starts the program again for as long as the request exists, so an invalid configuration must remove it.
 #[tokio::test(flavor = "multi_thread")]
 async fn restore_with_invalid_configuration_fails() -> Result<()> {
     let history = HistoryFixture::start().await?;

@@ -33,9 +33,9 @@ async fn prepare_backup(
     bucket: &Bucket,
     slot: &SlotPrefix,
     epoch: u32,
-    at: i64,
+    seconds: i64,
 ) -> Result<SnapshotWithSidecar> {
-    let sidecar = sidecar(Epoch(epoch), Timestamp::UNIX_EPOCH + SignedDuration::from_secs(at));
+    let sidecar = sidecar(Epoch(epoch), Timestamp::UNIX_EPOCH + SignedDuration::from_secs(seconds));
     bucket.put(&slot.snapshot(&sidecar.key).context("the key is not a snapshot key")?, &b"dump"[..]).await?;
     Ok(snapshot::write_sidecar(bucket, slot, &sidecar, None).await?)
 }
@@ -64,8 +64,8 @@ async fn race(bucket: &Bucket, slot: &SlotPrefix, choices: &mut SeededChoices) -
 
     pointer_io::fence(bucket, slot, &Fence::unsigned(Epoch(1), machine(1))).await?;
     let mut writers = tokio::task::JoinSet::new();
-    for at in 0..3 {
-        let recorded = prepare_backup(bucket, slot, 1, at).await?;
+    for seconds in 0..3 {
+        let recorded = prepare_backup(bucket, slot, 1, seconds).await?;
         let (bucket, slot, delay) = (bucket.clone(), slot.clone(), delay());
         writers.spawn(async move {
             tokio::time::sleep(delay).await;
