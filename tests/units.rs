@@ -112,21 +112,21 @@ fn output_text(output: &Output) -> String {
 /// Creates a root directory with the given units, the system's own units, and a file for every named program.
 fn build_root(units: &[Unit]) -> tempfile::TempDir {
     let root = tempfile::tempdir().unwrap();
-    let own = root.path().join("etc/systemd/system");
-    let system = root.path().join("usr/lib/systemd/system");
-    for dir in [&own, &system] {
+    let unit_dir = root.path().join("etc/systemd/system");
+    let system_dir = root.path().join("usr/lib/systemd/system");
+    for dir in [&unit_dir, &system_dir] {
         fs::create_dir_all(dir).unwrap();
     }
     for entry in fs::read_dir("/usr/lib/systemd/system").unwrap() {
         let path = entry.unwrap().path();
         // Drop-in directories and dangling links are not needed.
         if path.is_file() {
-            fs::copy(&path, system.join(path.file_name().unwrap())).unwrap();
+            fs::copy(&path, system_dir.join(path.file_name().unwrap())).unwrap();
         }
     }
     let mut programs: Vec<String> = PROGRAMS.map(str::to_owned).to_vec();
     for unit in units {
-        fs::write(own.join(&unit.name), &unit.text).unwrap();
+        fs::write(unit_dir.join(&unit.name), &unit.text).unwrap();
         let run = unit.values("ExecStart").into_iter().filter_map(|line| line.split_whitespace().next());
         programs.extend(run.map(|program| program.trim_start_matches('/').to_owned()));
     }
@@ -139,7 +139,7 @@ fn build_root(units: &[Unit]) -> tempfile::TempDir {
     root
 }
 
-fn verify(units: &[Unit]) -> String {
+fn verify_units(units: &[Unit]) -> String {
     let root = build_root(units);
     let mut analyze = checkers::find_or_install("systemd-analyze", "systemd").unwrap();
     analyze.args(["verify", "--man=no", "--recursive-errors=no", "--root"]).arg(root.path());
@@ -151,19 +151,19 @@ fn verify(units: &[Unit]) -> String {
 
 #[test]
 fn systemd_verifies_all_units() {
-    assert_eq!(verify(&units()), "");
+    assert_eq!(verify_units(&units()), "");
     let first_boot = include_str!("../cloud-init/svc-first-boot.service");
-    assert_eq!(verify(&[Unit::from_text("svc-first-boot.service", first_boot)]), "");
+    assert_eq!(verify_units(&[Unit::from_text("svc-first-boot.service", first_boot)]), "");
     assert!(
         !first_boot.contains("\nTimeoutStartSec="),
         "a start timeout would end a restore, which can take 18 hours"
     );
-    assert_eq!(verify(&[platform_unit()]), "");
+    assert_eq!(verify_units(&[platform_unit()]), "");
     for invalid in [
         "[Service]\nExecStart=/bin/sh\nRestrat=always\n",
         "[Service]\nExecStart=/opt/svc/bin/x\nType=often\n",
     ] {
-        let messages = verify(&[Unit::from_text("svc-wrong.service", invalid)]);
+        let messages = verify_units(&[Unit::from_text("svc-wrong.service", invalid)]);
         assert!(messages.contains("svc-wrong.service"), "{messages}");
     }
 }

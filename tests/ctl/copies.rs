@@ -155,9 +155,9 @@ async fn machine_with_unreachable_host_can_be_undeleted_and_discarded() {
     );
     let output = operator.run(0, &["undelete", HANDLE, "--wait=60"]).await;
     assert_contains(&output, &["status       running", "epoch        2", "live server"]);
-    let again = operator.run(0, &["undelete", HANDLE]).await;
+    let repeated = operator.run(0, &["undelete", HANDLE]).await;
     assert_contains(
-        &again,
+        &repeated,
         &["the deletion had already been undone; nothing was changed", "status        running"],
     );
 

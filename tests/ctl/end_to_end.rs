@@ -144,10 +144,10 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
         &["recover  succeeded", "fence  done"],
     );
     let old = machine["copies"]["kept"][0]["machineId"].as_str().unwrap();
-    let kept = format!("of replaced machine {old}: kept until ");
+    let kept_server = format!("of replaced machine {old}: kept until ");
     assert_contains(
         &operator.run(0, &["status", "ada"]).await,
-        &["live server", &kept, "snapshot ", "at risk "],
+        &["live server", &kept_server, "snapshot ", "at risk "],
     );
     assert_contains(
         &operator.run(0, &["discard", old, "--yes"]).await,

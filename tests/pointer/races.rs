@@ -166,10 +166,10 @@ async fn run_races(settings: &StoreSettings, count: usize) -> Result<()> {
                 "race {n}: {observed:?}"
             );
         }
-        let end = pointer_io::read(&bucket, &slot).await?.context("the slot has no pointer")?.value;
-        let named = end.snapshot.as_ref().context("the pointer names no snapshot")?;
-        assert_eq!((end.fence_epoch, named.epoch), (Epoch(2), Epoch(2)), "race {n}: {end:?}");
-        assert_eq!(end.seq, writes, "race {n}: a successful writer did not write exactly once: {end:?}");
+        let last = pointer_io::read(&bucket, &slot).await?.context("the slot has no pointer")?.value;
+        let named = last.snapshot.as_ref().context("the pointer names no snapshot")?;
+        assert_eq!((last.fence_epoch, named.epoch), (Epoch(2), Epoch(2)), "race {n}: {last:?}");
+        assert_eq!(last.seq, writes, "race {n}: a successful writer did not write exactly once: {last:?}");
         assert_eq!(snapshot::find_latest(&bucket, &slot).await?.key, named.key);
         refused += 6 - writes;
     }

@@ -79,7 +79,7 @@ impl ValidArchive {
         let sidecar = serde_json::to_vec(&sidecar)?;
         let mut entries =
             vec![("export.json", self.info.clone()), ("database.dump", dump), ("database.json", sidecar)];
-        let listed: Vec<ArchiveEntry> = entries
+        let manifest_entries: Vec<ArchiveEntry> = entries
             .iter()
             .map(|(path, body)| ArchiveEntry {
                 path: (*path).to_owned(),
@@ -88,7 +88,7 @@ impl ValidArchive {
                 sha256: Some(sha256(body)),
             })
             .collect();
-        let manifest = json!({"version": 1, "entries": listed, "leftOut": []});
+        let manifest = json!({"version": 1, "entries": manifest_entries, "leftOut": []});
         entries.push(("manifest.json", serde_json::to_vec(&manifest)?));
         let mut tar = tar::Builder::new(File::create(to)?);
         for (path, body) in entries {

@@ -33,7 +33,7 @@ async fn lose_volume(machine: &mut Machine) -> Result<()> {
     Ok(())
 }
 
-fn marker(machine: &Machine) -> Result<Value> {
+fn read_marker(machine: &Machine) -> Result<Value> {
     Ok(serde_json::from_slice(&std::fs::read(machine.path("opt/svc/restore-complete"))?)?)
 }
 
@@ -96,7 +96,7 @@ async fn database_with_marker_from_old_release_is_adopted_once() -> Result<()> {
     let mut machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute(ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
-    let identity = marker(&machine)?["databaseIdentity"].clone();
+    let identity = read_marker(&machine)?["databaseIdentity"].clone();
     let snapshot = machine::pointer(&store)
         .await?
         .and_then(|pointer| pointer.snapshot)
@@ -108,7 +108,11 @@ async fn database_with_marker_from_old_release_is_adopted_once() -> Result<()> {
     assert!(sidecar["databaseIdentity"]["restoreId"].is_string(), "{sidecar}");
     assert_eq!(sidecar["database"]["settings"], json!([]), "the id must not be recorded as a setting");
     machine.run(&["svc-db-backup"])?.expect(0);
-    assert_eq!(marker(&machine)?["databaseIdentity"], identity, "the database must be adopted only once");
+    assert_eq!(
+        read_marker(&machine)?["databaseIdentity"],
+        identity,
+        "the database must be adopted only once"
+    );
     lose_volume(&mut machine).await?;
     machine.run(&["svc-db-backup"])?.expect(65);
     Ok(())

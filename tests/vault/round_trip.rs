@@ -174,8 +174,8 @@ async fn stock_pg_restore_reads_the_object() -> Result<()> {
     )?;
     let mut list = machine.postgres().binaries().client("pg_restore");
     list.arg("-l").arg(dump.path());
-    let listed = child::run(list, std::time::Duration::from_secs(20))?;
-    assert!(listed.contains("TABLE DATA public t"), "{listed}");
+    let contents = child::run(list, std::time::Duration::from_secs(20))?;
+    assert!(contents.contains("TABLE DATA public t"), "{contents}");
     Ok(())
 }
 
