@@ -106,9 +106,9 @@ async fn trigger_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<
     let session =
         pairs.find(|(name, _)| name.ends_with("svc_session")).context("no session cookie")?.1.to_owned();
     detector.register("session cookie", &session);
-    let minted = stack.web.request(Method::POST, "/_svc/app-token").bearer_auth(&owner);
-    let minted: Value = minted.json(&json!({"app": "notes"})).send().await?.json().await?;
-    let token = minted["token"].as_str().context("no app token")?.to_owned();
+    let request = stack.web.request(Method::POST, "/_svc/app-token").bearer_auth(&owner);
+    let response: Value = request.json(&json!({"app": "notes"})).send().await?.json().await?;
+    let token = response["token"].as_str().context("no app token")?.to_owned();
     detector.register("app token", &token);
     for path in [format!("/apps/notes/~{token}/"), format!("/apps/none/~{token}/x"), "/_svc/slots".to_owned()]
     {
@@ -278,7 +278,7 @@ async fn leak_through_each_channel(
     tokio::spawn(connection);
     // PostgreSQL logs the text of a failed statement.
     let failing = format!("SELECT '{}'::int", stack.provider.token());
-    ensure!(client.batch_execute(&failing).await.is_err(), "the token is a number");
+    ensure!(client.batch_execute(&failing).await.is_err(), "the failing statement succeeded");
     places.push(PLATFORM_DATABASE_LOG.to_owned());
 
     for (name, url) in databases {

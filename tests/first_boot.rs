@@ -273,7 +273,7 @@ async fn user_data_boots_a_machine_to_its_target() {
     assert_eq!(
         fetched,
         ["GET /system-bundles/v1/svc-host-bundle.tar.gz svcu_"],
-        "once, with the machine's token"
+        "the bundle must be fetched once, with the machine's token"
     );
     assert_eq!(machine.started_units(), UNITS);
     let opt = machine.dir.path().join("opt/svc");
@@ -283,7 +283,10 @@ async fn user_data_boots_a_machine_to_its_target() {
     // podman takes the file's values literally, including quotes.
     let postgres = fs::read_to_string(opt.join("env/postgres.env")).unwrap();
     let password = postgres.trim().strip_prefix("POSTGRES_PASSWORD=").unwrap();
-    assert!(password.len() >= 32 && password.chars().all(|c| c.is_ascii_alphanumeric()), "no quotes");
+    assert!(
+        password.len() >= 32 && password.chars().all(|c| c.is_ascii_alphanumeric()),
+        "the password needs quotes"
+    );
     let host = fs::read_to_string(opt.join("env/host.env")).unwrap();
     assert!(host.contains(&format!(":{password}@127.0.0.1:5432/svc")) && !calls.contains(password));
     let line_of = |call: &str| {
@@ -291,7 +294,7 @@ async fn user_data_boots_a_machine_to_its_target() {
         index.unwrap_or_else(|| panic!("no {call} in {calls}"))
     };
     let (firewall, download) = (line_of("nft list table inet svc"), line_of("--output bundle.tar.gz"));
-    assert!(firewall < download, "the firewall is active before any download: {calls}");
+    assert!(firewall < download, "the firewall must be active before any download: {calls}");
     assert!(
         line_of("systemctl enable svc.target") < line_of("systemctl disable svc-first-boot.service"),
         "{calls}"
@@ -329,7 +332,7 @@ async fn partial_download_with_different_content_is_discarded() {
     }
 }
 
-/// A reported failure is final; a transient one is not.
+/// Only permanent failures are reported to the platform; after a transient one, the next boot tries again.
 #[tokio::test]
 async fn transient_program_failure_is_retried() {
     let machine = Machine::new(BundleResponse::Whole).await;
@@ -344,8 +347,8 @@ async fn transient_program_failure_is_retried() {
     assert_eq!(machine.boot().await, 0, "{}", machine.calls());
 }
 
-/// The database image accepts a partial cluster as complete, so an interrupted cluster is recreated; a cluster that has
-/// responded is kept.
+/// The database image treats a partly initialized cluster as complete, so a cluster that has never responded is
+/// recreated. One that has responded is kept.
 #[tokio::test]
 async fn interrupted_database_cluster_is_recreated() {
     let machine = Machine::new(BundleResponse::Whole).await;
@@ -413,7 +416,7 @@ async fn failure_that_cannot_be_reported_exits_with_75() {
 
 /// The boot ends only if sending the same report again would not help.
 #[tokio::test]
-async fn boot_is_retried_until_the_platform_takes_the_report() {
+async fn boot_is_retried_until_the_platform_accepts_the_report() {
     let machine = Machine::new(BundleResponse::Whole).await;
     machine.add_program("nft", "exit 1");
     for (status, exit_code) in [(503, 75), (429, 75), (408, 75), (302, 75), (401, 99), (202, 99)] {
@@ -460,6 +463,6 @@ async fn interrupted_release_setup_is_completed() {
         let opt = machine.dir.path().join("opt/svc");
         assert!(machine.is_complete() && opt.join("app/apps").exists() && !opt.join("bootstrap").exists());
         let fetched = machine.requests().iter().filter(|line| line.starts_with("GET ")).count();
-        assert_eq!(fetched, 1, "{point}: a complete download is kept");
+        assert_eq!(fetched, 1, "{point}: a complete download must be kept");
     }
 }

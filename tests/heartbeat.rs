@@ -16,13 +16,16 @@ const LOGS: &str = "home/svc/home/system/logs";
 /// Writes a record that was last modified this many days before `now`. A test reads the clock once, because it may run
 /// past midnight.
 fn write_record(machine: &Machine, now: Timestamp, name: &str, days_ago: i32) -> Result<()> {
-    let at = now.checked_sub((24 * days_ago).hours())?;
+    let modified_at = now.checked_sub((24 * days_ago).hours())?;
     let path = machine.path(LOGS).join(name);
     fs::create_dir_all(machine.path(LOGS))?;
-    let text =
-        if name.ends_with(".log") { format!("{at} up\n") } else { format!("{{\"timestamp\":\"{at}\"}}\n") };
+    let text = if name.ends_with(".log") {
+        format!("{modified_at} up\n")
+    } else {
+        format!("{{\"timestamp\":\"{modified_at}\"}}\n")
+    };
     fs::write(&path, text)?;
-    File::options().append(true).open(&path)?.set_modified(SystemTime::from(at))?;
+    File::options().append(true).open(&path)?.set_modified(SystemTime::from(modified_at))?;
     Ok(())
 }
 
@@ -62,7 +65,7 @@ fn assert_rotated(machine: &Machine, now: Timestamp) -> Result<()> {
         "storage.jsonl".to_owned(),
     ];
     assert_eq!(names, expected);
-    assert_eq!(files["storage.jsonl"].lines().count(), 1, "one line per day");
+    assert_eq!(files["storage.jsonl"].lines().count(), 1, "there must be one line per day");
     Ok(())
 }
 

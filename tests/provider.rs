@@ -121,12 +121,12 @@ async fn server_is_created_found_and_deleted() {
     assert_eq!(simulated.user_data, "#cloud-config\n{}");
     assert_eq!((simulated.image.as_str(), simulated.location.as_str()), ("debian-12", "nbg1"));
 
-    let found = provider.find("svc-1").await.unwrap().unwrap();
-    assert_eq!((found.id, found.status), (created.id, ServerStatus::Running));
-    let mut got = provider.get(created.id).await.unwrap().unwrap();
+    let by_name = provider.find("svc-1").await.unwrap().unwrap();
+    assert_eq!((by_name.id, by_name.status), (created.id, ServerStatus::Running));
+    let mut by_id = provider.get(created.id).await.unwrap().unwrap();
     // The creation may end between the two calls, which unlocks the server.
-    got.is_locked = found.is_locked;
-    assert_eq!(got, found);
+    by_id.is_locked = by_name.is_locked;
+    assert_eq!(by_id, by_name);
     assert_eq!(provider.find("svc-2").await.unwrap(), None);
 
     assert_eq!(provider.delete(created.id).await.unwrap(), DeleteOutcome::Done);
@@ -144,8 +144,8 @@ async fn find_by_label_reads_all_pages() {
         order.labels.insert("slot".to_owned(), if nth % 103 == 0 { "b" } else { "a" }.to_owned());
         provider.create(&order).await.unwrap();
     }
-    let found = provider.find_by_label("slot=a,epoch").await.unwrap();
-    assert_eq!(found.len(), 102);
+    let servers = provider.find_by_label("slot=a,epoch").await.unwrap();
+    assert_eq!(servers.len(), 102);
     assert_eq!(simulator.call_count("GET", "label_selector"), 3);
     assert_eq!(provider.find_by_label("slot=c").await.unwrap(), []);
 }
@@ -192,7 +192,11 @@ async fn change_type_requires_power_off_and_keeps_the_disk() {
     let smaller = provider.change_type(id, &server_type("cpx12")).await.unwrap_err();
     assert_eq!(smaller.kind(), ErrorKind::Refused);
     let back = provider.change_type(id, &server_type("cpx22")).await.unwrap();
-    assert_eq!(wait_for_action_status(&provider, back).await, ActionStatus::Success, "the disk is unchanged");
+    assert_eq!(
+        wait_for_action_status(&provider, back).await,
+        ActionStatus::Success,
+        "the disk must be unchanged"
+    );
 
     assert_eq!(
         wait_for_action_status(&provider, provider.power_on(id).await.unwrap()).await,
@@ -218,7 +222,7 @@ async fn calls_on_a_vanished_server_return_not_found() {
 async fn server_type_finds_types_by_name() {
     let simulator = start_simulator().await;
     let provider = adapter(&simulator);
-    let found = provider.server_type(&server_type("cpx52")).await.unwrap().unwrap();
-    assert_eq!((found.cores, found.memory_gb, found.disk_gb), (12, 24.0, 480));
+    let cpx52 = provider.server_type(&server_type("cpx52")).await.unwrap().unwrap();
+    assert_eq!((cpx52.cores, cpx52.memory_gb, cpx52.disk_gb), (12, 24.0, 480));
     assert_eq!(provider.server_type(&server_type("cpx999")).await.unwrap(), None);
 }

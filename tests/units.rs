@@ -112,21 +112,21 @@ fn output_text(output: &Output) -> String {
 /// Creates a root directory with the given units, the system's own units, and a file for every named program.
 fn build_root(units: &[Unit]) -> tempfile::TempDir {
     let root = tempfile::tempdir().unwrap();
-    let own = root.path().join("etc/systemd/system");
-    let system = root.path().join("usr/lib/systemd/system");
-    for dir in [&own, &system] {
+    let unit_dir = root.path().join("etc/systemd/system");
+    let system_dir = root.path().join("usr/lib/systemd/system");
+    for dir in [&unit_dir, &system_dir] {
         fs::create_dir_all(dir).unwrap();
     }
     for entry in fs::read_dir("/usr/lib/systemd/system").unwrap() {
         let path = entry.unwrap().path();
         // Drop-in directories and dangling links are not needed.
         if path.is_file() {
-            fs::copy(&path, system.join(path.file_name().unwrap())).unwrap();
+            fs::copy(&path, system_dir.join(path.file_name().unwrap())).unwrap();
         }
     }
     let mut programs: Vec<String> = PROGRAMS.map(str::to_owned).to_vec();
     for unit in units {
-        fs::write(own.join(&unit.name), &unit.text).unwrap();
+        fs::write(unit_dir.join(&unit.name), &unit.text).unwrap();
         let run = unit.values("ExecStart").into_iter().filter_map(|line| line.split_whitespace().next());
         programs.extend(run.map(|program| program.trim_start_matches('/').to_owned()));
     }
@@ -139,7 +139,7 @@ fn build_root(units: &[Unit]) -> tempfile::TempDir {
     root
 }
 
-fn verify(units: &[Unit]) -> String {
+fn verify_units(units: &[Unit]) -> String {
     let root = build_root(units);
     let mut analyze = checkers::find_or_install("systemd-analyze", "systemd").unwrap();
     analyze.args(["verify", "--man=no", "--recursive-errors=no", "--root"]).arg(root.path());
@@ -151,16 +151,19 @@ fn verify(units: &[Unit]) -> String {
 
 #[test]
 fn systemd_verifies_all_units() {
-    assert_eq!(verify(&units()), "");
+    assert_eq!(verify_units(&units()), "");
     let first_boot = include_str!("../cloud-init/svc-first-boot.service");
-    assert_eq!(verify(&[Unit::from_text("svc-first-boot.service", first_boot)]), "");
-    assert!(!first_boot.contains("\nTimeoutStartSec="), "restores can take 18 hours");
-    assert_eq!(verify(&[platform_unit()]), "");
+    assert_eq!(verify_units(&[Unit::from_text("svc-first-boot.service", first_boot)]), "");
+    assert!(
+        !first_boot.contains("\nTimeoutStartSec="),
+        "a start timeout would end a restore, which can take 18 hours"
+    );
+    assert_eq!(verify_units(&[platform_unit()]), "");
     for invalid in [
         "[Service]\nExecStart=/bin/sh\nRestrat=always\n",
         "[Service]\nExecStart=/opt/svc/bin/x\nType=often\n",
     ] {
-        let messages = verify(&[Unit::from_text("svc-wrong.service", invalid)]);
+        let messages = verify_units(&[Unit::from_text("svc-wrong.service", invalid)]);
         assert!(messages.contains("svc-wrong.service"), "{messages}");
     }
 }
@@ -217,7 +220,7 @@ fn target_wants_every_untriggered_unit() {
             }
         })
         .collect();
-    // A slice exists while it contains units.
+    // systemd starts a slice together with its first unit.
     let is_startable = |unit: &&Unit| unit.name != "svc.target" && !unit.name.ends_with(".slice");
     for unit in units.iter().filter(is_startable) {
         let is_triggered = triggered.contains(&unit.name);
@@ -300,7 +303,7 @@ fn backup_timer_starts_a_backup_each_hour() {
     let unit = |name: &str| units.iter().find(|unit| unit.name == name).unwrap();
     let timer = unit("svc-db-backup.timer");
     assert_eq!(timer.values("OnCalendar"), ["hourly"]);
-    // A run that was missed while the machine was off is run later.
+    // A run that was missed while the machine was off is caught up at the next boot.
     assert_eq!(timer.values("Persistent"), ["yes"]);
     assert!(timer.values("Unit").is_empty(), "the timer starts the service with the same name");
     assert_eq!(unit("svc-db-backup.service").values("ExecStart"), ["/opt/svc/bin/svc-db-backup run --retry"]);
@@ -325,11 +328,11 @@ fn database_is_the_only_container_with_a_local_volume() {
     assert_eq!(words_with_prefix("--mount"), Vec::<&str>::new());
     assert_eq!(words_with_prefix("listen_addresses"), ["listen_addresses=127.0.0.1"]);
     let image = words.iter().position(|word| *word == "${SVC_POSTGRES_IMAGE}").unwrap();
-    assert_eq!(words[image + 1], "postgres", "the server's options follow the image");
+    assert_eq!(words[image + 1], "postgres", "the server's options must follow the image");
 }
 
 #[test]
-fn watcher_may_open_folders() {
+fn watcher_can_open_directories() {
     // With `RestrictSUIDSGID`, systemd would block openat2(2), which the watcher needs.
     let units = units();
     let watch = units.iter().find(|unit| unit.name == "svc-watch.service").unwrap();

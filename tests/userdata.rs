@@ -281,7 +281,7 @@ async fn hosts_get_their_own_store_endpoint() {
     assert!(env.contains("OBJECT_STORE_ENDPOINT=\"https://store.example/\"\n"), "{env}");
 }
 
-/// Power may fail after cloud-init has recorded that it wrote the files, but before all of them are written. Until the
+/// Power may fail after cloud-init has recorded that it wrote the files, but before all of them are on disk. Until the
 /// first-boot script has confirmed that all files exist, the `bootcmd` command removes that record.
 #[tokio::test]
 async fn files_are_rewritten_until_the_script_confirms_them() {

@@ -44,8 +44,8 @@ pub trait ApiUnderTest {
     /// Builds a request with a credential that the route accepts.
     fn authorized_request(&self, operation: &Operation, path: &str) -> RequestBuilder;
     fn wrong_credentials(&self, operation: &Operation) -> Vec<WrongCredential>;
-    /// Returns the value of a field or parameter for which no sample value would do, null for a field to omit, and
-    /// `None` if a sample value will do.
+    /// Returns the value of a field or parameter that needs a specific one, null for a field to omit, or `None` if any
+    /// valid sample value will do.
     fn required_value(&self, operation: &Operation, name: &str) -> Option<Value>;
     /// Whether the query may contain unknown parameters, because a different site redirects the browser to the route.
     fn allows_unknown_query(&self, _: &Operation) -> bool {
@@ -162,7 +162,7 @@ pub async fn assert_rejects_invalid_requests(api: &impl ApiUnderTest, operation:
     check_query(api, operation).await;
 }
 
-/// Checks that the method is checked before anything else.
+/// Asserts that an unsupported method is rejected before any other check.
 async fn check_method(api: &impl ApiUnderTest, operation: &Operation) {
     let large = "x".repeat(api.max_body_bytes(operation) + 1);
     let path = api.path(operation);
@@ -173,7 +173,7 @@ async fn check_method(api: &impl ApiUnderTest, operation: &Operation) {
     assert!(allow.split(',').any(|method| method.trim() == operation.method.as_str()), "{path}: {allow}");
 }
 
-/// Checks that the size is checked before the credential.
+/// Asserts that an oversized body is rejected before the credential is checked.
 async fn check_size_limit(api: &impl ApiUnderTest, operation: &Operation) {
     if operation.credentials.is_empty() {
         return;
@@ -185,15 +185,15 @@ async fn check_size_limit(api: &impl ApiUnderTest, operation: &Operation) {
         .assert_problem(413, "request_too_large");
 }
 
-/// Checks that the credential is checked before the body.
+/// Asserts that a wrong credential is rejected before the body is parsed.
 async fn check_credentials(api: &impl ApiUnderTest, operation: &Operation) {
     if operation.credentials.is_empty() {
         return;
     }
     for WrongCredential { description, request, status, code } in api.wrong_credentials(operation) {
         let response = send(api, request.body("{")).await;
-        let got = (response.status, response.body["code"].as_str());
-        assert_eq!(got, (status, Some(code)), "{} with {description}: {response:?}", operation.id);
+        let actual = (response.status, response.body["code"].as_str());
+        assert_eq!(actual, (status, Some(code)), "{} with {description}: {response:?}", operation.id);
     }
 }
 
@@ -223,16 +223,16 @@ async fn check_fields<S: ApiUnderTest>(api: &S, operation: &Operation, schema: &
             operation.id
         );
     }
-    let whole = valid_body(api, operation, schema);
+    let complete_body = valid_body(api, operation, schema);
     // A body sent by a host may have additional fields at every level.
     let is_extensible = schema["additionalProperties"].is_null();
-    for unknown in bodies_with_unknown_fields(schema, &whole).into_iter().filter(|_| !is_extensible) {
+    for unknown in bodies_with_unknown_fields(schema, &complete_body).into_iter().filter(|_| !is_extensible) {
         let response = send(api, call(&unknown.body)).await;
         response.assert_problem(400, "invalid_request");
-        assert_eq!(response.accepted_names(&unknown.pointer), unknown.known, "{}", operation.id);
+        assert_eq!(response.accepted_names(&unknown.pointer), unknown.known_fields, "{}", operation.id);
     }
     let mut differences = Vec::new();
-    for mut probe in probes(schema, &whole) {
+    for mut probe in probes(schema, &complete_body) {
         let is_valid = is_valid(api.contract(), &probe.schema, &probe.value);
         if constants.contains_key(probe.pointer.trim_start_matches('/'))
             || (is_valid && (!S::SCHEMA_IS_COMPLETE || is_extensible))

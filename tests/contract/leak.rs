@@ -1,7 +1,7 @@
 //! Finds text that a response must not contain: secrets and internal details.
 
-/// Forbidden words, in lower case. None belongs to the product's own vocabulary.
-const WORDS: [&str; 34] = [
+/// Lower-case words that no correct response contains.
+const FORBIDDEN_WORDS: [&str; 34] = [
     "svcu_",
     "svcr_",
     "svca_",
@@ -40,9 +40,9 @@ const WORDS: [&str; 34] = [
 
 /// Returns the first forbidden word, secret or address that the response contains.
 pub fn find_leak(text: &str, secrets: &[String]) -> Option<String> {
-    // Owners know where their files are.
+    // An owner may see the path of the home directory.
     let lower = text.to_lowercase().replace("/home/svc/home", "").replace("/home/svc", "");
-    let word = WORDS.iter().find(|word| lower.contains(**word)).map(|word| (*word).to_owned());
+    let word = FORBIDDEN_WORDS.iter().find(|word| lower.contains(**word)).map(|word| (*word).to_owned());
     word.or_else(|| secrets.iter().find(|secret| text.contains(secret.as_str())).cloned())
         .or_else(|| find_address(text))
 }

@@ -178,7 +178,7 @@ impl Contract {
     fn check_page(&self, exchange: &Exchange<'_>) {
         let Exchange { status, headers, text, .. } = *exchange;
         let context = || format!("{} {} → {status} {headers:?}\n{text}", exchange.method, exchange.path);
-        let has = |name: &str, value: &str| headers.get(name).is_some_and(|found| found == value);
+        let has = |name: &str, value: &str| headers.get(name).is_some_and(|actual| actual == value);
         assert!(has("content-type", "text/html; charset=utf-8"), "{}", context());
         assert!(
             has("cache-control", "no-store") && has("x-content-type-options", "nosniff"),

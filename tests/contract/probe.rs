@@ -18,7 +18,7 @@ pub struct Probe {
 /// A body with an unknown field in one of its objects, and the names of that object's known fields.
 pub struct UnknownField {
     pub pointer: String,
-    pub known: BTreeSet<String>,
+    pub known_fields: BTreeSet<String>,
     pub body: Value,
 }
 
@@ -157,8 +157,8 @@ pub fn bodies_with_unknown_fields(schema: &Value, body: &Value) -> Vec<UnknownFi
 fn add_unknown_field(schema: &Value, pointer: &str, body: &Value) -> UnknownField {
     let mut body = body.clone();
     body.pointer_mut(pointer).unwrap()["zz"] = json!(1);
-    let known = schema["properties"].as_object().into_iter().flat_map(Map::keys).cloned().collect();
-    UnknownField { pointer: format!("{pointer}/zz"), known, body }
+    let known_fields = schema["properties"].as_object().into_iter().flat_map(Map::keys).cloned().collect();
+    UnknownField { pointer: format!("{pointer}/zz"), known_fields, body }
 }
 
 fn walk_properties(schema: &Value, parent: &str, visit: &mut dyn FnMut(&str, &Value)) {

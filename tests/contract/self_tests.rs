@@ -14,7 +14,7 @@ struct Sample {
     body: Value,
 }
 
-fn sample_refusal() -> Sample {
+fn sample_problem() -> Sample {
     let mut headers = HeaderMap::new();
     for (name, value) in [
         ("content-type", "application/problem+json"),
@@ -39,7 +39,7 @@ fn is_detected(sample: &Sample) -> bool {
 
 #[test]
 fn check_accepts_valid_response_and_detects_defects() {
-    assert!(!is_detected(&sample_refusal()), "a correct response must pass");
+    assert!(!is_detected(&sample_problem()), "a correct response must pass");
     platform().register_secret("hunter2-in-this-test");
     type AddDefect = fn(&mut Sample);
     let defects: [(&str, AddDefect); 17] = [
@@ -74,7 +74,7 @@ fn check_accepts_valid_response_and_detects_defects() {
         }),
     ];
     for (defect, add_defect) in defects {
-        let mut sample = sample_refusal();
+        let mut sample = sample_problem();
         add_defect(&mut sample);
         assert!(is_detected(&sample), "{defect} is not detected");
     }

@@ -155,9 +155,9 @@ async fn machine_with_unreachable_host_can_be_undeleted_and_discarded() {
     );
     let output = operator.run(0, &["undelete", HANDLE, "--wait=60"]).await;
     assert_contains(&output, &["status       running", "epoch        2", "live server"]);
-    let again = operator.run(0, &["undelete", HANDLE]).await;
+    let repeated = operator.run(0, &["undelete", HANDLE]).await;
     assert_contains(
-        &again,
+        &repeated,
         &["the deletion had already been undone; nothing was changed", "status        running"],
     );
 
@@ -234,7 +234,7 @@ async fn recovery_waits_without_final_backup_and_can_be_abandoned() {
     let operation = machine["operations"][0]["operationId"].as_str().unwrap().to_owned();
     let output = operator.run(75, &["operation", "continue", &operation, "--wait=60"]).await;
     assert_contains(&output, &["the recovery is waiting for your decision", "the final backup is retried"]);
-    // With `--json`, the question is part of the error, and the exit code shows that the operation has not ended.
+    // With `--json`, the question is part of the error, and the exit code indicates that the operation has not ended.
     let output = operator.run(75, &["--json", "operation", &operation, "--wait=5"]).await;
     let failure: Value = serde_json::from_str(output.lines().last().unwrap()).unwrap();
     assert_eq!(failure["exit"], 75, "{failure}");

@@ -177,11 +177,11 @@ async fn discard_names_server_and_operation() {
     let mut with_removal = replaced.clone();
     with_removal["operations"] =
         json!([operation("remove_server", "running", &[]), operation("remove_server", "cancelled", &[])]);
-    let mut again = replaced.clone();
-    again["operationId"] = OPERATION.into();
-    again["alreadyOrdered"] = true.into();
+    let mut repeated = replaced.clone();
+    repeated["operationId"] = OPERATION.into();
+    repeated["alreadyOrdered"] = true.into();
     for (response, polls, has_note) in
-        [(replaced.clone(), vec![replaced.clone(), with_removal], false), (again, vec![], true)]
+        [(replaced.clone(), vec![replaced.clone(), with_removal], false), (repeated, vec![], true)]
     {
         let replies = [replaced.clone(), response].into_iter().chain(polls);
         let platform = FakePlatform::start(replies.map(|reply| Reply::Json(200, reply))).await;
@@ -230,8 +230,8 @@ async fn power_off_reports_progress_and_repeated_requests() {
 
     // A repeated request does not wait, even if the machine has failed.
     off["status"] = "failed".into();
-    let again = [Reply::Json(200, off.clone()), reply(Value::Null), Reply::Json(200, off.clone())];
-    let platform = FakePlatform::start(again).await;
+    let replies = [Reply::Json(200, off.clone()), reply(Value::Null), Reply::Json(200, off.clone())];
+    let platform = FakePlatform::start(replies).await;
     let output = platform.svcctl(&["power", "off", MACHINE, "--yes", "--wait"]).await;
     assert!(output.status.success(), "{}", stderr(&output));
     assert_eq!(stderr(&output), "note: the machine had already been powered off; nothing was changed\n");
@@ -332,7 +332,7 @@ async fn abandon_waits_for_the_machine_to_serve_again() {
 }
 
 #[tokio::test]
-async fn wait_ends_when_operation_asks_a_question() {
+async fn wait_ends_when_operation_needs_a_decision() {
     let mut waiting = operation("delete", "waiting", &[]);
     waiting["question"] =
         json!({"code": "last_backup_missing", "detail": "No final backup: its disk is full."});
@@ -345,11 +345,12 @@ async fn wait_ends_when_operation_asks_a_question() {
     let output = platform.svcctl(&["delete", MACHINE, "--yes", "--wait"]).await;
     assert_eq!(output.status.code(), Some(75));
     let text = stderr(&output);
-    let again = format!("next: either `svcctl operation continue {OPERATION}`: the final backup is retried");
+    let retry_step =
+        format!("next: either `svcctl operation continue {OPERATION}`: the final backup is retried");
     for part in [
         "the deletion is waiting for your decision",
         "its disk is full",
-        &again,
+        &retry_step,
         "or `svcctl operation continue",
         "the deletion is undone",
     ] {
@@ -404,9 +405,9 @@ async fn hanging_platform_is_distinguished_from_unreachable_one() {
 }
 
 fn issued(name: &str) -> Reply {
-    let at = "2026-01-01T00:00:00.000Z";
-    let operator = json!({"name": name, "scopes": ["read"], "state": "active", "expiresAt": at, "lastUsedAt": null,
-        "createdAt": at, "createdBy": "operator", "previousTokenExpiresAt": null});
+    let time = "2026-01-01T00:00:00.000Z";
+    let operator = json!({"name": name, "scopes": ["read"], "state": "active", "expiresAt": time, "lastUsedAt": null,
+        "createdAt": time, "createdBy": "operator", "previousTokenExpiresAt": null});
     Reply::Json(201, json!({"operator": operator, "tokenId": OPERATION, "token": "svco_new"}))
 }
 

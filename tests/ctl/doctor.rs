@@ -57,17 +57,17 @@ impl Fleet {
             .to_vec()
     }
 
-    /// Returns the platform's database URL with another role, which has no privileges.
-    async fn database_url_of_stranger(&self) -> String {
+    /// Creates a role without privileges, and returns the platform's database URL with that role.
+    async fn create_unprivileged_database_url(&self) -> String {
         let url =
             &self.stack.platform_env().iter().find(|(name, _)| name == "PLATFORM_DATABASE_URL").unwrap().1;
         let (client, connection) = tokio_postgres::connect(url, tokio_postgres::NoTls).await.unwrap();
         tokio::spawn(connection);
-        let role = format!("stranger_{}", std::process::id());
-        client.batch_execute(&format!("CREATE ROLE {role} LOGIN PASSWORD 'stranger'")).await.unwrap();
+        let role = format!("unprivileged_{}", std::process::id());
+        client.batch_execute(&format!("CREATE ROLE {role} LOGIN PASSWORD 'unprivileged'")).await.unwrap();
         let mut url: url::Url = url.parse().unwrap();
         url.set_username(&role).unwrap();
-        url.set_password(Some("stranger")).unwrap();
+        url.set_password(Some("unprivileged")).unwrap();
         url.into()
     }
 
@@ -157,13 +157,13 @@ impl Fleet {
     }
 }
 
-fn unset(text: &str, name: &str) -> String {
+fn unset_variable(text: &str, name: &str) -> String {
     let lines = text.lines().filter(|line| !line.starts_with(&format!("{name}=")));
     lines.fold(String::new(), |text, line| text + line + "\n")
 }
 
-fn set(text: &str, name: &str, value: &str) -> String {
-    unset(text, name) + &svc::config::format_env_line(name, value)
+fn set_variable(text: &str, name: &str, value: &str) -> String {
+    unset_variable(text, name) + &svc::config::format_env_line(name, value)
 }
 
 /// Starts a server that responds to every request with success and this `Date` header.
@@ -222,20 +222,21 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     let wrong_owner = fleet.check_with("etc/passwd", |_| Some(users.to_owned())).await;
     wrong_owner.expect("env-files", "problem", "not by svc-gateway");
 
-    let incomplete = fleet.check_with(host, |text| Some(unset(text, "SVC_EPOCH"))).await;
+    let incomplete = fleet.check_with(host, |text| Some(unset_variable(text, "SVC_EPOCH"))).await;
     incomplete.expect("configuration", "problem", "SVC_EPOCH");
     let remote_url = "postgres://svc:a-password-of-theirs@192.0.2.7/svc?connect_timeout=1";
-    let remote = fleet.check_with(host, |text| Some(set(text, "DATABASE_URL", remote_url))).await;
+    let remote = fleet.check_with(host, |text| Some(set_variable(text, "DATABASE_URL", remote_url))).await;
     remote.expect("database", "problem", "on 192.0.2.7, not on this machine");
     assert!(!remote.text.contains("a-password-of-theirs"), "{}", remote.text);
 
-    let unreachable =
-        fleet.check_with(host, |text| Some(set(text, "PLATFORM_INTERNAL_URL", "http://127.0.0.1:9"))).await;
+    let unreachable = fleet
+        .check_with(host, |text| Some(set_variable(text, "PLATFORM_INTERNAL_URL", "http://127.0.0.1:9")))
+        .await;
     unreachable.expect("platform", "problem", "cannot be reached");
     unreachable.expect("clock", "skipped", "cannot be reached");
     unreachable.expect("configuration", "problem", "differs between update.env and host.env");
     let url = server_with_date("Thu, 01 Jan 2026 00:00:00 GMT").await;
-    let ahead = fleet.check_with(host, |text| Some(set(text, "PLATFORM_INTERNAL_URL", &url))).await;
+    let ahead = fleet.check_with(host, |text| Some(set_variable(text, "PLATFORM_INTERNAL_URL", &url))).await;
     ahead.expect("clock", "problem", "ahead of the platform's");
 
     let new_identity = svc::http::tls::generate_self_signed(&["other.test".to_owned()]).unwrap();
@@ -277,8 +278,9 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     rolled_back.expect("update", "warning", "ended with rolled_back in the stage health: not ready");
     fleet.check_with(last, |_| Some(outcome("failed"))).await.expect("update", "problem", "with failed");
 
-    let static_keys =
-        fleet.check_with("opt/svc/env/r2.env", |text| Some(unset(text, "AWS_CREDENTIAL_EXPIRATION"))).await;
+    let static_keys = fleet
+        .check_with("opt/svc/env/r2.env", |text| Some(unset_variable(text, "AWS_CREDENTIAL_EXPIRATION")))
+        .await;
     static_keys.expect("store", "warning", "every slot");
     // An expired session is renewed on its next use; it is a problem only if the last renewal was long ago.
     let file = fleet.disk.join("var/lib/svc/store-credentials.json");
@@ -295,7 +297,9 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
         sessions["renewedAt"] = renewed_at.into();
         fs::write(&file, sessions.to_string()).unwrap();
         let expired = fleet
-            .check_with("opt/svc/env/r2.env", |text| Some(set(text, "AWS_CREDENTIAL_EXPIRATION", expired_at)))
+            .check_with("opt/svc/env/r2.env", |text| {
+                Some(set_variable(text, "AWS_CREDENTIAL_EXPIRATION", expired_at))
+            })
             .await;
         expired.expect("store", level, part);
     }
@@ -329,21 +333,21 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     fleet.check_host().await.expect("backup", "ok", "0 min old");
     fleet.stack.provider.stop_service(&fleet.server_name(), "svc-gateway").await.unwrap();
     fleet.check_host().await.expect("gateway", "problem", "not ready");
-    // This check comes near the end, because a gateway or an agent that finds this file exits.
+    // This check must run near the end, because a gateway or an agent that finds this file exits.
     let replaced = fleet.check_with("var/lib/svc/superseded.json", |_| Some("{}".to_owned())).await;
     replaced.expect("platform", "problem", "has replaced this one");
     let pid = fs::read_to_string(fleet.disk.join("var/lib/postgresql/16/main/postmaster.pid")).unwrap();
     let pid = nix::unistd::Pid::from_raw(pid.lines().next().unwrap().parse().unwrap());
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGINT).unwrap();
     let file = fleet.disk.join("var/lib/postgresql/16/main/postmaster.pid");
-    let ended = async || {
+    let has_stopped = async || {
         anyhow::ensure!(!file.exists(), "PostgreSQL is still running");
         anyhow::Ok(())
     };
-    kit::story::eventually("PostgreSQL stops", Duration::from_secs(60), ended).await.unwrap();
+    kit::story::eventually("PostgreSQL stops", Duration::from_secs(60), has_stopped).await.unwrap();
     let stopped = fleet.check_host().await;
     stopped.expect("database", "problem", "connect to the database");
-    assert_eq!(stopped.levels("release"), ["ok"], "unrelated checks are not affected: {}", stopped.text);
+    assert_eq!(stopped.levels("release"), ["ok"], "unrelated checks must not be affected: {}", stopped.text);
     fleet.stack.stop().await;
 }
 
@@ -437,8 +441,8 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     ["PLATFORM_KEY", "APP_HOST"].iter().for_each(|name| incomplete.expect("configuration", "problem", name));
     incomplete.expect("database", "skipped", "the configuration is invalid");
 
-    let with_stranger = fleet.database_url_of_stranger().await;
-    let denied = fleet.check_platform(&[("PLATFORM_DATABASE_URL", &with_stranger)], &[]).await;
+    let unprivileged_url = fleet.create_unprivileged_database_url().await;
+    let denied = fleet.check_platform(&[("PLATFORM_DATABASE_URL", &unprivileged_url)], &[]).await;
     denied.expect("database", "problem", "cannot read the schema's version");
 
     // The settings can also come from a file, which must not be world-readable.

@@ -144,10 +144,10 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
         &["recover  succeeded", "fence  done"],
     );
     let old = machine["copies"]["kept"][0]["machineId"].as_str().unwrap();
-    let kept = format!("of replaced machine {old}: kept until ");
+    let kept_server = format!("of replaced machine {old}: kept until ");
     assert_contains(
         &operator.run(0, &["status", "ada"]).await,
-        &["live server", &kept, "snapshot ", "at risk "],
+        &["live server", &kept_server, "snapshot ", "at risk "],
     );
     assert_contains(
         &operator.run(0, &["discard", old, "--yes"]).await,
@@ -201,7 +201,8 @@ async fn assert_drill_finds_damage(operator: &Operator) {
     operator.0.store.write(kit::story::BUCKET, &object, dump);
 }
 
-/// Verifies and downloads a snapshot, resumes a download of this one and of another, and detects a damaged object.
+/// Verifies a snapshot, downloads it over partial files of another snapshot and of this one, and checks that damage to
+/// the object is detected.
 async fn verify_and_download_snapshot(operator: &Operator, dir: &Path) {
     let intact = ["system/db/snapshots/", "size and SHA-256 match the record"];
     assert_contains(&operator.run(0, &["backup", "verify", "ada"]).await, &intact);

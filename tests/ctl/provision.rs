@@ -128,11 +128,11 @@ async fn confirmed_cost_is_accepted_up_to_its_limit() {
 
 #[tokio::test]
 async fn machine_for_known_customer_needs_no_confirmation() {
-    let mut known = quote();
-    known["addsCustomer"] = json!(false);
-    known["existing"] = json!({"machineId": MACHINE, "status": "running"});
-    (known["monthlyCost"], known["costs"]) = (Value::Null, json!([]));
-    let platform = FakePlatform::start([Reply::Json(200, known), accepted()]).await;
+    let mut known_customer = quote();
+    known_customer["addsCustomer"] = json!(false);
+    known_customer["existing"] = json!({"machineId": MACHINE, "status": "running"});
+    (known_customer["monthlyCost"], known_customer["costs"]) = (Value::Null, json!([]));
+    let platform = FakePlatform::start([Reply::Json(200, known_customer), accepted()]).await;
     let output = platform.svcctl(&["provision", "user_1", "--handle", "ada"]).await;
     assert!(output.status.success(), "{}", stderr(&output));
     assert_eq!(

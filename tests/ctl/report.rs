@@ -1,4 +1,4 @@
-//! The report of a `svcctl` command with `--json`: its findings, and what they must have.
+//! The report of a `svcctl` command with `--json`, and assertions about its findings.
 
 use std::path::Path;
 
@@ -26,12 +26,12 @@ impl Report {
     /// must have a next step. The exit code must be 65 if the report contains problems, and 0 otherwise.
     #[track_caller]
     pub fn expect(&self, check: &str, level: &str, part: &str) {
-        let found = self.findings_of(check).any(|finding| {
+        let has_finding = self.findings_of(check).any(|finding| {
             let what = finding["what"].as_str().unwrap_or_default();
             let has_next_step = finding["next"].is_string() == matches!(level, "warning" | "problem");
             finding["level"] == level && what.contains(part) && has_next_step
         });
-        assert!(found, "no {level} from {check} with {part:?}: {}", self.text);
+        assert!(has_finding, "no {level} from {check} with {part:?}: {}", self.text);
         let expected = if self.json["problems"] == 0 { 0 } else { 65 };
         assert_eq!(self.code, Some(expected), "{}", self.text);
     }

@@ -154,34 +154,37 @@ async fn rollout_waits_for_operator_if_release_fails_checks() {
         assert_eq!(run.code, Some(code), "{args:?}: {text}");
         text
     };
-    let contains = |text: &str, parts: &[&str]| {
+    let assert_contains = |text: &str, parts: &[&str]| {
         for part in parts {
             assert!(text.contains(part), "{part:?} is not in {text}");
         }
     };
     let text = svcctl(75, &["deploy", "start", "story-2", "--yes", "--wait=200"]).await;
-    contains(
+    assert_contains(
         &text,
         &["is waiting for your decision: the verification failed: ada: shell: ", "`svcctl deploy resume`"],
     );
     let text = svcctl(0, &["deploy", "status"]).await;
-    contains(
+    assert_contains(
         &text,
         &["paused (the verification failed", "failed", "on ada", "ada: shell: the page returned 503"],
     );
     assert!(!text.contains("icons"), "a passed check is listed: {text}");
-    contains(&svcctl(0, &["fleet"]).await, &["alarm: rollout_halted", "story-2", "svcctl deploy abort"]);
+    assert_contains(
+        &svcctl(0, &["fleet"]).await,
+        &["alarm: rollout_halted", "story-2", "svcctl deploy abort"],
+    );
 
     let shell = Shell { fleet: &fleet, dir: fleet.disk.join("opt/svc/app/shell") };
     shell.serve(&[("assets/vendor.js", "fetch(new URL('api/canvas?fresh=1',base))")]).await;
     svcctl(0, &["deploy", "resume"]).await;
     let text = svcctl(75, &["deploy", "status", "--wait=100"]).await;
-    contains(&text, &["ada: legacy-canvas: /assets/vendor.js contains api/canvas"]);
+    assert_contains(&text, &["ada: legacy-canvas: /assets/vendor.js contains api/canvas"]);
 
     shell.serve(&[]).await;
     svcctl(0, &["deploy", "resume"]).await;
     let text = svcctl(0, &["deploy", "status", "--wait=100"]).await;
-    contains(&text, &["succeeded", "passed", "on ada"]);
+    assert_contains(&text, &["succeeded", "passed", "on ada"]);
     assert!(!svcctl(0, &["fleet"]).await.contains("alarm:"));
     fleet.stack.stop().await;
 }

@@ -119,11 +119,11 @@ async fn versions_and_listings_reflect_requested_time() -> Result<()> {
 
     // A time in the response identifies its snapshot.
     let saved_at = page["versions"][1]["lastSavedAt"].as_str().context("no time")?;
-    let at = history.get_json(&format!("at?path=projects/plan.md&time={saved_at}")).await?;
-    assert_eq!((&at["entry"]["sizeBytes"], &at["savedAt"]), (&json!(17), &json!(saved_at)));
-    let listed = history.get_json(&format!("at?path=projects&time={second}")).await?;
+    let version = history.get_json(&format!("at?path=projects/plan.md&time={saved_at}")).await?;
+    assert_eq!((&version["entry"]["sizeBytes"], &version["savedAt"]), (&json!(17), &json!(saved_at)));
+    let directory = history.get_json(&format!("at?path=projects&time={second}")).await?;
     let names: Vec<_> =
-        listed["entries"].as_array().context("no entries")?.iter().map(|e| e["name"].as_str()).collect();
+        directory["entries"].as_array().context("no entries")?.iter().map(|e| e["name"].as_str()).collect();
     assert_eq!(names, [Some("app"), Some("plan.md")]);
     let page = history.get_json(&format!("at?path=projects&time={second}&limit=1&cursor=1")).await?;
     assert_eq!((&page["entries"][0]["name"], &page["nextCursor"]), (&json!("plan.md"), &Value::Null));
@@ -224,8 +224,8 @@ async fn restore_never_overwrites_existing_files() -> Result<()> {
         ("version 1".into(), "version 2".into())
     );
     // A second restore does not replace the first one's result.
-    let again = history.restore(&json!({ "path": "projects/plan.md", "time": time }), 0)?;
-    assert_ne!(again["restoredTo"], state["restoredTo"]);
+    let second_restore = history.restore(&json!({ "path": "projects/plan.md", "time": time }), 0)?;
+    assert_ne!(second_restore["restoredTo"], state["restoredTo"]);
 
     // With `replace`, the current file is saved first and kept under another name.
     history.host.write("home/projects/plan.md", "not saved yet")?;
@@ -235,7 +235,10 @@ async fn restore_never_overwrites_existing_files() -> Result<()> {
         state["keptAs"].as_str().and_then(|path| path.strip_prefix("/home/svc/")).context("not kept")?;
     assert_eq!(history.read(kept_path)?, "not saved yet");
     let versions = history.get_json("versions?path=projects/plan.md").await?;
-    assert_eq!(versions["versions"][0]["entry"]["sizeBytes"], 13, "the replaced file was saved: {versions}");
+    assert_eq!(
+        versions["versions"][0]["entry"]["sizeBytes"], 13,
+        "the replaced file must be saved first: {versions}"
+    );
 
     // If the path does not exist, it is restored in place, even if its parent directory is missing.
     fs::remove_dir_all(history.host.home().join("home/projects"))?;
@@ -391,7 +394,7 @@ async fn repeatedly_killed_restore_fails() -> Result<()> {
     Ok(())
 }
 
-/// systemd starts the program as long as the request exists.
+/// systemd starts the program again for as long as the request exists, so an invalid configuration must remove it.
 #[tokio::test(flavor = "multi_thread")]
 async fn restore_with_invalid_configuration_fails() -> Result<()> {
     let history = HistoryFixture::start().await?;

@@ -21,7 +21,7 @@ use self::machine::{FilesPlatform, Host, describe_tree};
 use super::vault::machine::{BUCKET, bucket, slot, start_store};
 
 /// Writes a small home directory.
-fn fill(host: &Host) -> Result<()> {
+fn populate_home(host: &Host) -> Result<()> {
     host.write("home/projects/app/main.rs", "fn main() {}")?;
     host.write("home/projects/app/deep/er/notes", "1")?;
     host.write("home/system/config.json", "{}")?;
@@ -36,7 +36,7 @@ fn fill(host: &Host) -> Result<()> {
 /// Saves a small home directory on the first machine, and describes it.
 async fn save_once(store: &S3Server, platform: &FilesPlatform) -> Result<BTreeMap<String, String>> {
     let first = Host::new(store, platform, 1)?;
-    fill(&first)?;
+    populate_home(&first)?;
     let _service = first.start_and_save().await?;
     describe_tree(&first.home())
 }
@@ -46,7 +46,7 @@ async fn saved_files_are_restored_on_next_machine() -> Result<()> {
     let store = start_store()?;
     let platform = FilesPlatform::start().await?;
     let first = Host::new(&store, &platform, 1)?;
-    fill(&first)?;
+    populate_home(&first)?;
     let _watcher = first.start_watcher()?;
     let service = first.start_and_save().await?;
     // The service learns of these changes only from the watcher.
@@ -141,13 +141,13 @@ async fn repeated_restore_keeps_replaced_files_despite_kills() -> Result<()> {
         next.machine.run_with(&retry, &[("FAILPOINTS", &failpoints)])?.expect_killed();
         next.machine.run(&retry)?.expect(0);
         assert!(next.home().join("home/link").is_symlink(), "{point}");
-        let kept = fs::read_dir(next.home().join("home"))?
+        let replaced_dir = fs::read_dir(next.home().join("home"))?
             .filter_map(Result::ok)
             .map(|entry| entry.path())
             .find(|path| path.to_string_lossy().contains("/home.replaced-"))
             .with_context(|| format!("{point}: the replaced files are not kept"))?;
         for path in new_files {
-            assert_eq!(fs::read_to_string(kept.join(path))?, "newer", "{point}: {path}");
+            assert_eq!(fs::read_to_string(replaced_dir.join(path))?, "newer", "{point}: {path}");
         }
         assert!(!next.home().join(".svc-restore").exists(), "{point}");
     }
@@ -160,7 +160,7 @@ async fn service_survives_a_kill_at_every_fail_point() -> Result<()> {
         let store = start_store()?;
         let platform = FilesPlatform::start().await?;
         let first = Host::new(&store, &platform, 1)?;
-        fill(&first)?;
+        populate_home(&first)?;
         let _watcher = first.start_watcher()?;
         first.start_service(&format!("{point}=return(kill)"))?.wait()?.expect_killed();
         first.write("home/after-the-kill", "x")?;
@@ -201,7 +201,7 @@ async fn damaged_snapshot_is_not_replaced_by_empty_home() -> Result<()> {
 
     store.write(BUCKET, &key, intact);
     next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
-    assert!(next.read_outcome()?["error"].is_string(), "only an operator repeats the restore");
+    assert!(next.read_outcome()?["error"].is_string(), "only an operator may repeat the restore");
     next.machine.run(&["svc-sync-agent", "restore-home", "--retry"])?.expect(0);
     let mut restored = describe_tree(&next.home())?;
     restored
@@ -222,7 +222,7 @@ fn damage_largest_pack(store: &S3Server) -> Result<()> {
     Ok(())
 }
 
-/// The disk would otherwise be full of files that no run uses.
+/// No later run uses the staged files, so they would only fill the disk.
 #[tokio::test(flavor = "multi_thread")]
 async fn restore_with_damaged_pack_leaves_no_staged_files() -> Result<()> {
     let store = start_store()?;
@@ -240,7 +240,7 @@ async fn restore_with_damaged_pack_leaves_no_staged_files() -> Result<()> {
     Ok(())
 }
 
-/// Damage that cannot be repaired must not keep a machine without its files, and without backups, forever.
+/// Damage that cannot be repaired must not leave a machine without its files and without backups forever.
 #[tokio::test(flavor = "multi_thread")]
 async fn repeated_restore_can_leave_out_damaged_files() -> Result<()> {
     let store = start_store()?;
@@ -284,7 +284,7 @@ async fn requested_save_needs_no_watcher() -> Result<()> {
     let store = start_store()?;
     let platform = FilesPlatform::start().await?;
     let first = Host::new(&store, &platform, 1)?;
-    fill(&first)?;
+    populate_home(&first)?;
     let _service = first.start_and_save().await?;
     first.write("home/projects/app/deep/er/notes", "changed")?;
     fs::create_dir_all(first.machine.path("var/lib/svc/requests"))?;
@@ -304,7 +304,7 @@ async fn slow_save_without_watcher_includes_moved_files() -> Result<()> {
     let store = start_store()?;
     let platform = FilesPlatform::start().await?;
     let first = Host::new(&store, &platform, 1)?;
-    fill(&first)?;
+    populate_home(&first)?;
     let before = Timestamp::now();
     let service = first.start_service("files.save.walked=1*sleep(3000)")?;
     // The index is written after the walk.
@@ -328,7 +328,7 @@ async fn changes_during_store_outage_are_saved_later() -> Result<()> {
     let store = start_store()?;
     let platform = FilesPlatform::start().await?;
     let first = Host::new(&store, &platform, 1)?;
-    fill(&first)?;
+    populate_home(&first)?;
     fs::create_dir_all(first.machine.path("var/lib/svc/requests"))?;
     let _watcher = first.start_watcher()?;
     let _service = first.start_and_save().await?;
@@ -366,7 +366,7 @@ async fn full_disk_does_not_stop_saves() -> Result<()> {
     let store = start_store()?;
     let platform = FilesPlatform::start().await?;
     let first = Host::new(&store, &platform, 1)?;
-    fill(&first)?;
+    populate_home(&first)?;
     let Some(disk) = SmallDisk::mount(first.machine.path("var/lib/svc/files"), 4)? else { return Ok(()) };
     let _watcher = first.start_watcher()?;
     let service = first.start_and_save().await?;
@@ -375,7 +375,7 @@ async fn full_disk_does_not_stop_saves() -> Result<()> {
         first.write("home/new/note", text)?;
         first.wait_until_saved().await?;
     }
-    let reads: Vec<u64> = service.stderr().lines().filter_map(count_files_read).collect();
+    let reads: Vec<u64> = service.stderr().lines().filter_map(parse_files_read).collect();
     ensure!(reads.len() >= 4 && reads[0] >= 4, "the first save did not read everything: {reads:?}");
     ensure!(reads[2..].iter().all(|files| *files <= 2), "later saves read unchanged files: {reads:?}");
     let next = Host::new(&store, &platform, 2)?;
@@ -384,8 +384,8 @@ async fn full_disk_does_not_stop_saves() -> Result<()> {
     Ok(())
 }
 
-/// Returns the number of files that a save read, as its log line reports it.
-fn count_files_read(line: &str) -> Option<u64> {
+/// Parses the number of files that a save read from its log line.
+fn parse_files_read(line: &str) -> Option<u64> {
     let (_, count) = line.split_once("files_read=")?;
     count.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
 }

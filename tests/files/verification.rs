@@ -76,7 +76,7 @@ async fn damage_is_located_and_repaired() -> Result<()> {
 
 /// The machine caches index files and snapshots; the cached copies must not hide that the store's copies are damaged.
 #[tokio::test(flavor = "multi_thread")]
-async fn damaged_index_is_found_despite_the_cache() -> Result<()> {
+async fn damaged_index_is_detected_despite_the_cache() -> Result<()> {
     let store = start_store()?;
     let platform = FilesPlatform::start().await?;
     let host = create_host(&store, &platform)?;
@@ -129,7 +129,7 @@ async fn drill_waits_until_the_disk_has_space() -> Result<()> {
     Ok(())
 }
 
-/// systemd starts the program as long as the request exists.
+/// systemd starts the program again for as long as the request exists, so an invalid configuration must remove it.
 #[tokio::test(flavor = "multi_thread")]
 async fn invalid_configuration_removes_verification_request() -> Result<()> {
     let host = create_host(&start_store()?, &FilesPlatform::start().await?)?;

@@ -60,17 +60,17 @@ pub fn machine(epoch: u32) -> MachineId {
 }
 
 /// Returns the sidecar of a backup, written before the pointer advances.
-pub fn sidecar(epoch: Epoch, at: Timestamp) -> Sidecar {
+pub fn sidecar(epoch: Epoch, taken_at: Timestamp) -> Sidecar {
     Sidecar {
         version: snapshot::FORMAT,
-        key: snapshot_key(at, epoch),
+        key: snapshot_key(taken_at, epoch),
         size_bytes: 4,
         sha256: "ab".repeat(32),
         pg_version: "16.14".to_owned(),
         machine_id: machine(epoch.0),
         epoch,
-        taken_at: at,
-        verified_at: at,
+        taken_at,
+        verified_at: taken_at,
         roles: Vec::new(),
         tables: Vec::new(),
         database: None,
@@ -122,8 +122,8 @@ pub async fn run_host(
     let own_epoch = Epoch(epoch);
     for _ in 0..backups {
         let seconds = external.clock.fetch_add(1, Relaxed);
-        let at = Timestamp::UNIX_EPOCH + SignedDuration::from_secs(i64::from(seconds));
-        let sidecar = sidecar(own_epoch, at);
+        let taken_at = Timestamp::UNIX_EPOCH + SignedDuration::from_secs(i64::from(seconds));
+        let sidecar = sidecar(own_epoch, taken_at);
         let Ok(pointer) = pointer_io::read(&bucket, &slot()).await else { continue };
         let is_fenced =
             pointer.is_some_and(|pointer| pointer.value.admit(own_epoch, machine(epoch)).is_err());

@@ -118,8 +118,8 @@ async fn store_snapshots(server: &Server, roles: &[Role]) -> HashMap<usize, Snap
     let mut recorded = HashMap::new();
     for (actor, role) in roles.iter().enumerate() {
         let Role::Advance { epoch } = role else { continue };
-        let at = Timestamp::UNIX_EPOCH + SignedDuration::from_secs(actor as i64);
-        let sidecar = actors::sidecar(Epoch(*epoch), at);
+        let taken_at = Timestamp::UNIX_EPOCH + SignedDuration::from_secs(actor as i64);
+        let sidecar = actors::sidecar(Epoch(*epoch), taken_at);
         let record = async |bucket: Bucket| {
             bucket.put(&slot().snapshot(&sidecar.key).unwrap(), &b"dump"[..]).await.unwrap();
             recorded.insert(actor, snapshot::write_sidecar(&bucket, &slot(), &sidecar, None).await.unwrap());

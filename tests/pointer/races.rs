@@ -33,9 +33,9 @@ async fn prepare_backup(
     bucket: &Bucket,
     slot: &SlotPrefix,
     epoch: u32,
-    at: i64,
+    seconds: i64,
 ) -> Result<SnapshotWithSidecar> {
-    let sidecar = sidecar(Epoch(epoch), Timestamp::UNIX_EPOCH + SignedDuration::from_secs(at));
+    let sidecar = sidecar(Epoch(epoch), Timestamp::UNIX_EPOCH + SignedDuration::from_secs(seconds));
     bucket.put(&slot.snapshot(&sidecar.key).context("the key is not a snapshot key")?, &b"dump"[..]).await?;
     Ok(snapshot::write_sidecar(bucket, slot, &sidecar, None).await?)
 }
@@ -64,8 +64,8 @@ async fn race(bucket: &Bucket, slot: &SlotPrefix, choices: &mut SeededChoices) -
 
     pointer_io::fence(bucket, slot, &Fence::unsigned(Epoch(1), machine(1))).await?;
     let mut writers = tokio::task::JoinSet::new();
-    for at in 0..3 {
-        let recorded = prepare_backup(bucket, slot, 1, at).await?;
+    for seconds in 0..3 {
+        let recorded = prepare_backup(bucket, slot, 1, seconds).await?;
         let (bucket, slot, delay) = (bucket.clone(), slot.clone(), delay());
         writers.spawn(async move {
             tokio::time::sleep(delay).await;
@@ -166,10 +166,10 @@ async fn run_races(settings: &StoreSettings, count: usize) -> Result<()> {
                 "race {n}: {observed:?}"
             );
         }
-        let end = pointer_io::read(&bucket, &slot).await?.context("the slot has no pointer")?.value;
-        let named = end.snapshot.as_ref().context("the pointer names no snapshot")?;
-        assert_eq!((end.fence_epoch, named.epoch), (Epoch(2), Epoch(2)), "race {n}: {end:?}");
-        assert_eq!(end.seq, writes, "race {n}: a successful writer did not write exactly once: {end:?}");
+        let last = pointer_io::read(&bucket, &slot).await?.context("the slot has no pointer")?.value;
+        let named = last.snapshot.as_ref().context("the pointer names no snapshot")?;
+        assert_eq!((last.fence_epoch, named.epoch), (Epoch(2), Epoch(2)), "race {n}: {last:?}");
+        assert_eq!(last.seq, writes, "race {n}: a successful writer did not write exactly once: {last:?}");
         assert_eq!(snapshot::find_latest(&bucket, &slot).await?.key, named.key);
         refused += 6 - writes;
     }

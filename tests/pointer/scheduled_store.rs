@@ -96,8 +96,8 @@ impl Server {
 
     /// Applies a late write; its result is discarded.
     pub async fn apply_late(&self, index: usize) {
-        let (at, payload, options) = self.late_puts.lock().unwrap().remove(index);
-        let _ = self.apply(&at, payload, options).await;
+        let (location, payload, options) = self.late_puts.lock().unwrap().remove(index);
+        let _ = self.apply(&location, payload, options).await;
     }
 
     /// Stores the initial state, before any actor starts.
@@ -105,7 +105,12 @@ impl Server {
         bucket(Bucket::new(Arc::new(self.inner.clone()))).await;
     }
 
-    async fn apply(&self, at: &Path, payload: PutPayload, mut options: PutOptions) -> Result<PutResult> {
+    async fn apply(
+        &self,
+        location: &Path,
+        payload: PutPayload,
+        mut options: PutOptions,
+    ) -> Result<PutResult> {
         let is_enforced = match options.mode {
             PutMode::Create => self.conditions != Conditions::Ignored,
             PutMode::Update(_) | PutMode::Overwrite => self.conditions == Conditions::Honored,
@@ -115,13 +120,13 @@ impl Server {
         }
         let previous = self.inner.fork();
         let bytes: bytes::Bytes = payload.clone().into();
-        let put = self.inner.put_opts(at, payload, options).await?;
+        let put = self.inner.put_opts(location, payload, options).await?;
         let pointer =
             || serde_json::from_slice::<Pointer>(&bytes).expect("only a pointer is written to this key");
-        if *at == self.slot.pointer() {
+        if *location == self.slot.pointer() {
             *self.previous.lock().unwrap() = previous;
             self.history.lock().unwrap().record_publication(&pointer());
-        } else if at.prefix_matches(&self.slot.pointer_log()) {
+        } else if location.prefix_matches(&self.slot.pointer_log()) {
             let is_complete = self.is_complete(&pointer()).await;
             self.history.lock().unwrap().record_claim(pointer(), is_complete);
         }
@@ -169,45 +174,45 @@ impl fmt::Display for ScheduledStore {
 
 #[async_trait]
 impl ObjectStore for ScheduledStore {
-    async fn put_opts(&self, at: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
+    async fn put_opts(&self, location: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
         match self.take_turn(Call::Put).await {
-            CallOutcome::Done | CallOutcome::Stale => self.server.apply(at, payload, options).await,
+            CallOutcome::Done | CallOutcome::Stale => self.server.apply(location, payload, options).await,
             CallOutcome::Lost => Err(lost_error()),
             CallOutcome::NoResponse => {
-                let _ = self.server.apply(at, payload, options).await;
+                let _ = self.server.apply(location, payload, options).await;
                 Err(lost_error())
             }
             CallOutcome::RefusedRetry => {
                 let is_conditional = !matches!(options.mode, PutMode::Overwrite);
-                let put = self.server.apply(at, payload, options).await?;
+                let put = self.server.apply(location, payload, options).await?;
                 if !is_conditional {
                     return Ok(put);
                 }
                 Err(Error::Precondition {
-                    path: at.to_string(),
+                    path: location.to_string(),
                     source: "changed by the client's own first attempt".into(),
                 })
             }
             CallOutcome::Late => {
-                self.server.late_puts.lock().unwrap().push((at.clone(), payload, options));
+                self.server.late_puts.lock().unwrap().push((location.clone(), payload, options));
                 Err(lost_error())
             }
         }
     }
 
-    async fn get_opts(&self, at: &Path, options: GetOptions) -> Result<GetResult> {
+    async fn get_opts(&self, location: &Path, options: GetOptions) -> Result<GetResult> {
         // A log entry is written once, so the time of the read does not matter.
-        if at.prefix_matches(&self.server.slot.pointer_log()) {
-            return self.server.inner.get_opts(at, options).await;
+        if location.prefix_matches(&self.server.slot.pointer_log()) {
+            return self.server.inner.get_opts(location, options).await;
         }
         match self.take_turn(Call::Get).await {
             CallOutcome::Lost => Err(lost_error()),
             // Only `latest` is ever overwritten.
-            CallOutcome::Stale if *at == self.server.slot.pointer() => {
+            CallOutcome::Stale if *location == self.server.slot.pointer() => {
                 let previous = self.server.previous.lock().unwrap().fork();
-                previous.get_opts(at, options).await
+                previous.get_opts(location, options).await
             }
-            _ => self.server.inner.get_opts(at, options).await,
+            _ => self.server.inner.get_opts(location, options).await,
         }
     }
 
@@ -215,8 +220,8 @@ impl ObjectStore for ScheduledStore {
         Err(Error::NotImplemented { operation: "multipart".into(), implementer: "scheduled".into() })
     }
 
-    fn delete_stream(&self, at: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
-        self.server.inner.delete_stream(at)
+    fn delete_stream(&self, locations: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
+        self.server.inner.delete_stream(locations)
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {

@@ -60,11 +60,11 @@ impl Document {
 
     fn render_credentials_table(&self) -> String {
         let schemes = members(&self.document["components"]["securitySchemes"]).map(|(name, scheme)| {
-            let place = match (text(&scheme["in"]), text(&scheme["name"])) {
+            let location = match (text(&scheme["in"]), text(&scheme["name"])) {
                 ("", _) => "`Authorization: Bearer`".to_owned(),
-                (place, name) => format!("{place} `{name}`"),
+                (location, name) => format!("{location} `{name}`"),
             };
-            [format!("`{name}`"), place, escape_html(text(&scheme["description"]))]
+            [format!("`{name}`"), location, escape_html(text(&scheme["description"]))]
         });
         table(&["credential", "sent as", "meaning"], schemes) + "\n"
     }
@@ -85,18 +85,19 @@ impl Document {
                 let codes = text(&response["description"]).split(", ").map(|code| format!("`{code}`"));
                 errors.push(format!("{status} {}", codes.collect::<Vec<_>>().join(" ")));
             } else {
-                let about = escape_html(text(&response["description"]));
-                section.push_str(&format!("- **{status}**: {about}{}\n", self.render_content(content)));
+                let description = escape_html(text(&response["description"]));
+                section.push_str(&format!("- **{status}**: {description}{}\n", self.render_content(content)));
             }
         }
         section.push_str(&format!("- Errors: {}\n", errors.join(", ")));
         let parameters = operation["parameters"].as_array().into_iter().flatten().map(|parameter| {
             let is_required = parameter["required"] == true && parameter["in"] != "path";
-            let place = text(&parameter["in"]).to_owned() + if is_required { ", **required**" } else { "" };
+            let location =
+                text(&parameter["in"]).to_owned() + if is_required { ", **required**" } else { "" };
             let name = format!("`{}`", text(&parameter["name"]));
             [
                 name,
-                place,
+                location,
                 self.describe_type(&parameter["schema"]),
                 escape_html(text(&parameter["description"])),
             ]
@@ -284,6 +285,6 @@ fn operation_is_rendered_with_fields_and_codes() {
         "| `a[].b` | string or null, max length 8 |",
         "`x`, `1`",
     ] {
-        assert!(page.lines().any(|found| found == line), "{line}\n{page}");
+        assert!(page.lines().any(|rendered| rendered == line), "{line}\n{page}");
     }
 }

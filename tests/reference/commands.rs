@@ -131,7 +131,7 @@ fn paragraphs(text: &str) -> String {
             Some(example) => markdown.push_str(example),
             None if is_code => markdown.push_str(line.strip_prefix("  ").unwrap_or(line)),
             None => {
-                // In Markdown, an item with another number than 1 must follow an empty line.
+                // In Markdown, a numbered list that does not start with 1 must follow a blank line.
                 if line.starts_with(|first: char| first.is_ascii_digit()) && !markdown.ends_with("\n\n") {
                     markdown.push('\n');
                 }
@@ -167,6 +167,6 @@ fn command_is_rendered_with_arguments_and_examples() {
         "| `--plan PLAN` | `max` | One of `max`, `min`. |",
         "tool set ada",
     ] {
-        assert!(page.lines().any(|found| found == line), "{line}\n{page}");
+        assert!(page.lines().any(|rendered| rendered == line), "{line}\n{page}");
     }
 }

@@ -169,7 +169,7 @@ async fn keys_in_host_env_are_not_trusted() -> Result<()> {
 }
 
 #[tokio::test]
-async fn release_whose_program_fails_is_never_current() -> Result<()> {
+async fn release_with_failing_program_never_becomes_current() -> Result<()> {
     let fixture = UpdateFixture::with_release(&PublishedRelease::new(
         NEW_VERSION,
         &[("bin/svc", "#!/no/such/thing\n")],
@@ -297,7 +297,7 @@ async fn units_stop_with_their_release() -> Result<()> {
 }
 
 #[tokio::test]
-async fn release_without_a_required_part_is_never_current() -> Result<()> {
+async fn release_without_a_required_part_never_becomes_current() -> Result<()> {
     let fixture = UpdateFixture::with_release(&PublishedRelease::new(NEW_VERSION, &[])?).await?;
     let current = fixture.machine.path("opt/svc/releases").join(OLD_VERSION);
     for part in ["app/shell", "runtime/postgres/bin/pg_dump"] {
@@ -441,8 +441,7 @@ async fn update_killed_at_any_step_is_completed_by_next_run() -> Result<()> {
     for point in svc::host::update::APPLY_FAILPOINTS {
         points.push(point);
     }
-    // Includes the points for fetching a release, which a boot also passes. The boot's own first and last points are
-    // not reached here.
+    // An update also passes these fail points of `svc-update boot`. It does not reach the others.
     let shared =
         ["update.downloading", "update.unpacked", "update.verified", "update.synced", "update.renamed"];
     points.extend(shared);

@@ -290,7 +290,7 @@ async fn failed_step_is_recorded_and_publishes_nothing_partial() -> Result<()> {
 async fn unrecorded_backup_is_reported_and_not_repeated() -> Result<()> {
     let store = machine::start_store()?;
     let machine = create_machine_with_tables(&store, ROWS).await?;
-    // No record is appended to a link.
+    // Records are never appended through a symbolic link.
     let logs = machine.path("home/svc/home/system/logs");
     std::fs::create_dir_all(&logs)?;
     std::os::unix::fs::symlink("elsewhere", logs.join("backup.jsonl"))?;
@@ -340,7 +340,7 @@ async fn termination_aborts_the_upload() -> Result<()> {
     let machine = create_machine_with_tables(&store, LARGE_TABLE).await?;
     let request = machine.path("var/lib/svc/requests/backup");
     svc::fsx::write_atomic(&request, b"", 0o600)?;
-    // The run would otherwise be retried after ten minutes.
+    // A terminated run must not wait ten minutes for its next retry.
     let extra = [("FAILPOINTS", "backup.streaming=sleep(200)"), ("BACKUP_RETRY_SECONDS", "600")];
     for mode in ["--retry", "--request"] {
         let running = machine.spawn(&["svc-db-backup", "run", mode], &extra)?;
@@ -351,7 +351,7 @@ async fn termination_aborts_the_upload() -> Result<()> {
         assert!(stop_requested.elapsed() < Duration::from_secs(20), "{mode}");
         assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "{mode}");
         assert_eq!(snapshots(&store), Vec::<String>::new(), "{mode}");
-        assert!(request.exists(), "{mode}: the request is kept");
+        assert!(request.exists(), "{mode}: the request must be kept");
     }
     Ok(())
 }

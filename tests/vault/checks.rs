@@ -121,7 +121,7 @@ async fn latest_snapshot_that_differs_from_pointer_is_damaged() -> Result<()> {
 async fn daily_share_of_snapshots_is_verified() -> Result<()> {
     let store = machine::start_store()?;
     let (machine, keys) = create_machine_with_snapshots(&store, 1).await?;
-    // The snapshot that its backup has just verified is not read again.
+    // The backup has just verified this snapshot, so it is not read again.
     let result = machine.run(&["svc-db-backup", "verify"])?.expect(0);
     assert!(result.stdout.contains(": 0 snapshots"), "{}", result.stdout);
 
@@ -145,8 +145,8 @@ async fn daily_share_of_snapshots_is_verified() -> Result<()> {
     machine.run(&["svc-db-backup", "verify", &old[3]])?.expect(0);
     let result = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(0);
     assert!(result.stdout.contains(": 0 snapshots"), "{}", result.stdout);
-    for wrong in ["0", "x"] {
-        machine.run_with(&["svc-db-backup", "verify"], &[("VERIFY_WITHIN_DAYS", wrong)])?.expect(78);
+    for invalid in ["0", "x"] {
+        machine.run_with(&["svc-db-backup", "verify"], &[("VERIFY_WITHIN_DAYS", invalid)])?.expect(78);
     }
     Ok(())
 }

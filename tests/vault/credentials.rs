@@ -231,7 +231,7 @@ async fn expired_credentials_are_renewed_and_stored() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn wrong_clock_costs_one_request() -> Result<()> {
+async fn wrong_clock_causes_one_extra_request() -> Result<()> {
     let store = machine::start_store()?;
     let platform = CredentialPlatform::start(&store).await?;
     let machine = create_machine_with_credentials(&store, &platform, SignedDuration::from_hours(9)).await?;
@@ -252,7 +252,7 @@ async fn backup_survives_expiring_sessions() -> Result<()> {
     let noise = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
         FROM generate_series(1, 2000) n, generate_series(1, 1000) m GROUP BY n";
     machine.client().await?.batch_execute(noise).await?;
-    // Longer than any request in this test, but shorter than the backup.
+    // A session outlives every single request of the backup, but not the backup.
     store.set_session_lifetime(Some(Duration::from_secs(4)));
     store.add_fault(Rule::new(Fault::Delay(Duration::from_millis(1800))).query("partNumber").always());
     store.expire_sessions();

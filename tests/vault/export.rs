@@ -94,7 +94,7 @@ async fn import_restores_the_archive_and_keeps_existing_data() -> Result<()> {
     write_file(&new_machine, "system/config.json", b"{}")?;
     write_file(&new_machine, "system/logs/activity.log", b"from the new machine\n")?;
     new_machine.client().await?.batch_execute("CREATE TABLE before (a int)").await?;
-    // A check changes nothing.
+    // `--check` changes nothing.
     run_import(&new_machine, &archive, &["--check"])?.expect(0);
     assert!(new_machine.path("home/svc/home/projects/here").exists());
     let printed = run_import(&new_machine, &archive, &[])?.expect(0).stdout;
@@ -130,7 +130,7 @@ async fn import_restores_the_archive_and_keeps_existing_data() -> Result<()> {
             .context("no directory of replaced files")
     };
     assert_eq!(fs::read(find_moved_aside("home/svc/home")?.join("projects/here"))?, b"was here");
-    // The backup before the import is also logged.
+    // The backup that preceded the import has also appended a line.
     let replaced = fs::read(find_moved_aside("home/svc/home/system")?.join("logs/activity.log"))?;
     assert!(replaced.starts_with(b"from the new machine\n"));
     assert!(new_machine.databases().await?.iter().any(|name| name.starts_with("svc_before_")));
@@ -205,7 +205,7 @@ async fn import_stops_unless_replaced_database_is_stored() -> Result<()> {
     let result = run_import(&new_machine, &archive, &[])?.expect(75);
     assert!(result.stderr.contains("drop roles or tables"), "{}", result.stderr);
     new_machine.client().await?.batch_execute("SELECT FROM t").await?;
-    // A held-back snapshot is stored.
+    // The snapshot is held back because of the lost rows, but it is stored, so the import continues.
     new_machine.client().await?.batch_execute(&for_each_role("DROP")).await?;
     new_machine.client().await?.batch_execute("DELETE FROM t WHERE id > 10").await?;
     let result = run_import(&new_machine, &archive, &[])?.expect(0);
@@ -215,7 +215,7 @@ async fn import_stops_unless_replaced_database_is_stored() -> Result<()> {
 }
 
 #[tokio::test]
-async fn import_completes_although_its_output_is_closed() -> Result<()> {
+async fn import_completes_with_closed_standard_output() -> Result<()> {
     let store = machine::start_store()?;
     let (_machine, archive) = machine_with_archive(&store).await?;
     let new_machine = Machine::in_use(&store, 2).await?;

@@ -255,7 +255,7 @@ async fn damaged_snapshot_keeps_the_gate_closed() -> Result<()> {
 }
 
 #[tokio::test]
-async fn unreachable_store_does_not_count_as_absence() -> Result<()> {
+async fn unreachable_store_is_not_treated_as_missing_snapshot() -> Result<()> {
     let (store, new) = new_machine_after_loss().await?;
     new.write_boot_env(&[("SVC_RESTORE_MODE", "empty")])?;
     store.take_down();

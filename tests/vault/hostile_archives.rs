@@ -79,7 +79,7 @@ impl ValidArchive {
         let sidecar = serde_json::to_vec(&sidecar)?;
         let mut entries =
             vec![("export.json", self.info.clone()), ("database.dump", dump), ("database.json", sidecar)];
-        let listed: Vec<ArchiveEntry> = entries
+        let manifest_entries: Vec<ArchiveEntry> = entries
             .iter()
             .map(|(path, body)| ArchiveEntry {
                 path: (*path).to_owned(),
@@ -88,7 +88,7 @@ impl ValidArchive {
                 sha256: Some(sha256(body)),
             })
             .collect();
-        let manifest = json!({"version": 1, "entries": listed, "leftOut": []});
+        let manifest = json!({"version": 1, "entries": manifest_entries, "leftOut": []});
         entries.push(("manifest.json", serde_json::to_vec(&manifest)?));
         let mut tar = tar::Builder::new(File::create(to)?);
         for (path, body) in entries {
@@ -159,7 +159,7 @@ async fn import_runs_archive_sql_without_privileges() -> Result<()> {
         "DO 'BEGIN EXECUTE \
          format(''GRANT CREATE, TEMPORARY ON DATABASE %I TO pg_monitor'', current_database()); END'"
             .to_owned(),
-        // initdb assigns the oids below 16384, except to large objects.
+        // Objects created after initdb have OIDs from 16384, except large objects, whose creator may choose the OID.
         "SELECT pg_catalog.lo_create(5000)".to_owned(),
     ];
     for statement in &cases {

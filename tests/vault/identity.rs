@@ -33,7 +33,7 @@ async fn lose_volume(machine: &mut Machine) -> Result<()> {
     Ok(())
 }
 
-fn marker(machine: &Machine) -> Result<Value> {
+fn read_marker(machine: &Machine) -> Result<Value> {
     Ok(serde_json::from_slice(&std::fs::read(machine.path("opt/svc/restore-complete"))?)?)
 }
 
@@ -51,7 +51,7 @@ async fn backup_refuses_a_database_that_lost_its_volume() -> Result<()> {
     );
     assert_eq!(machine::pointer(&store).await?, good);
     assert_eq!(machine.backup_records()?.last().context("backup.jsonl is empty")?["status"], "error");
-    // A host restart changes nothing.
+    // After a restart of the host, the backup is still refused.
     machine.run(&["svc-restore"])?.expect(0);
     machine.run(&["svc-db-backup"])?.expect(65);
 
@@ -96,7 +96,7 @@ async fn database_with_marker_from_old_release_is_adopted_once() -> Result<()> {
     let mut machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute(ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
-    let identity = marker(&machine)?["databaseIdentity"].clone();
+    let identity = read_marker(&machine)?["databaseIdentity"].clone();
     let snapshot = machine::pointer(&store)
         .await?
         .and_then(|pointer| pointer.snapshot)
@@ -108,7 +108,11 @@ async fn database_with_marker_from_old_release_is_adopted_once() -> Result<()> {
     assert!(sidecar["databaseIdentity"]["restoreId"].is_string(), "{sidecar}");
     assert_eq!(sidecar["database"]["settings"], json!([]), "the id must not be recorded as a setting");
     machine.run(&["svc-db-backup"])?.expect(0);
-    assert_eq!(marker(&machine)?["databaseIdentity"], identity, "the database must be adopted only once");
+    assert_eq!(
+        read_marker(&machine)?["databaseIdentity"],
+        identity,
+        "the database must be adopted only once"
+    );
     lose_volume(&mut machine).await?;
     machine.run(&["svc-db-backup"])?.expect(65);
     Ok(())
@@ -273,7 +277,7 @@ async fn shrunken_snapshot_is_held_even_if_unrecorded() -> Result<()> {
     let machine = machine_with_backup(&store).await?;
     let good = machine::pointer(&store).await?;
     machine.client().await?.batch_execute("DELETE FROM t WHERE id > 5").await?;
-    // A directory cannot be read as a file, and no file replaces it.
+    // A directory in place of the record can be neither read as a file nor replaced by one.
     let record = machine.path("var/lib/svc/held-snapshot.json");
     std::fs::create_dir(&record)?;
     let result = machine.run(&["svc-db-backup"])?.expect(65);
@@ -283,7 +287,7 @@ async fn shrunken_snapshot_is_held_even_if_unrecorded() -> Result<()> {
     assert_eq!(machine::pointer(&store).await?, good, "the held snapshot must not be the latest");
     std::fs::remove_dir(&record)?;
     machine.run(&["svc-db-backup"])?.expect(65);
-    // While `accept` runs, the gateway would show the progress of the last run.
+    // `accept` deletes the last run's progress, which the gateway would otherwise show as its own.
     let progress = machine.path("var/lib/svc/backup-progress.json");
     assert!(progress.exists());
     machine.run(&["svc-db-backup", "accept"])?.expect(0);

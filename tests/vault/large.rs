@@ -1,4 +1,4 @@
-//! A database of more than a gigabyte, with many kinds of objects, is restored identically, as a plain dump shows.
+//! A database of more than a gigabyte, with many kinds of objects: its plain dump is identical after a restore.
 
 use std::io::{BufRead, BufReader};
 use std::process::Stdio;

@@ -21,7 +21,7 @@ use svc::store::pointer_io;
 
 pub const BUCKET: &str = "fleet";
 pub const USER: &str = "user_1";
-/// No run in these tests takes this long; one that does has hung.
+/// A run that takes this long has hung.
 const RUN_TIMEOUT: Duration = Duration::from_secs(120);
 
 pub fn binaries() -> Result<PgBinaries> {
@@ -332,7 +332,7 @@ fn parse_resident_bytes(status: &str) -> Option<u64> {
     Some(kib * 1024)
 }
 
-/// Polls until the condition holds; usually, another process makes it true.
+/// Polls until the condition is true. Fails after a minute.
 pub async fn wait_until(event: &str, mut condition: impl FnMut() -> bool) -> Result<()> {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !condition() {

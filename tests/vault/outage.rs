@@ -156,8 +156,8 @@ async fn agent_renews_the_outage_session() -> Result<()> {
     let extra = [("GATEWAY_LISTEN", "127.0.0.1:9"), ("HEARTBEAT_SECONDS", "1"), ("VPS_META_SECONDS", "1")];
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
     wait_until("the first renewal", || stored.exists()).await?;
-    let beats = platform.heartbeats() + 4;
-    wait_until("four more heartbeats", || platform.heartbeats() >= beats).await?;
+    let expected_heartbeats = platform.heartbeats() + 4;
+    wait_until("four more heartbeats", || platform.heartbeats() >= expected_heartbeats).await?;
     assert_eq!(platform.request_count(), 1, "a recent session must be kept");
     let mut file: Value = serde_json::from_slice(&std::fs::read(&stored)?)?;
     assert!(file["outage"]["sessionToken"].is_string(), "there must be an outage session");

@@ -1,4 +1,4 @@
-//! A restore reproduces the state that the backup saw, as a plain dump shows.
+//! A restore reproduces the state at the time of the backup: the plain dumps are identical.
 
 use anyhow::{Context, Result};
 use kit::child;
@@ -126,8 +126,8 @@ async fn restored_database_equals_the_backed_up_one() -> Result<()> {
     Ok(())
 }
 
-/// Settings that would make the load or the row counts fail if their session had them, and a list of names that no
-/// session may change.
+/// Settings that would make the load or the row counts fail if they applied to the session, and a setting whose value
+/// is a list and which no session may change.
 const RESTRICTIVE_SETTINGS: &str = "
     CREATE ROLE team NOLOGIN; CREATE ROLE reader NOLOGIN;
     ALTER ROLE reader IN DATABASE svc SET default_transaction_read_only = on;
@@ -174,8 +174,8 @@ async fn stock_pg_restore_reads_the_object() -> Result<()> {
     )?;
     let mut list = machine.postgres().binaries().client("pg_restore");
     list.arg("-l").arg(dump.path());
-    let listed = child::run(list, std::time::Duration::from_secs(20))?;
-    assert!(listed.contains("TABLE DATA public t"), "{listed}");
+    let contents = child::run(list, std::time::Duration::from_secs(20))?;
+    assert!(contents.contains("TABLE DATA public t"), "{contents}");
     Ok(())
 }
 

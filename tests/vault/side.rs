@@ -322,7 +322,7 @@ async fn drill_leaves_roles_of_the_side_database_temporary() -> Result<()> {
     Ok(())
 }
 
-/// A copy that only recreated tables is not in the log of copies.
+/// A copy that only recreates tables adds no entry to `svc.side_copies`, so only `side.json` prevents its repetition.
 #[tokio::test]
 async fn recorded_copy_is_not_repeated_over_later_rows() -> Result<()> {
     let store = machine::start_store()?;

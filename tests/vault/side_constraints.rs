@@ -71,7 +71,7 @@ async fn missing_copies_despite_deferrable_unique_constraint() -> Result<()> {
 }
 
 #[tokio::test]
-async fn replace_deletes_rows_to_which_no_row_refers() -> Result<()> {
+async fn replace_deletes_only_unreferenced_rows() -> Result<()> {
     let store = machine::start_store()?;
     let machine = machine_with_snapshot(&store).await?;
     let client = machine.client().await?;

@@ -28,11 +28,14 @@ async fn machine_with_dropped_table(store: &kit::s3::S3Server) -> Result<Machine
     machine_with_dropped_dependents(store, "").await
 }
 
-/// The same, with `more` dependents.
-async fn machine_with_dropped_dependents(store: &kit::s3::S3Server, more: &str) -> Result<Machine> {
+/// Like [`machine_with_dropped_table`], but with additional dependents.
+async fn machine_with_dropped_dependents(
+    store: &kit::s3::S3Server,
+    more_dependents: &str,
+) -> Result<Machine> {
     let machine = machine_with_side_database(store).await?;
     machine.client().await?.batch_execute(DEPENDENTS).await?;
-    machine.client().await?.batch_execute(more).await?;
+    machine.client().await?.batch_execute(more_dependents).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     run_side(&machine, &["open"])?.expect(0);
     machine.client().await?.batch_execute("DROP TABLE app_shop.customers CASCADE").await?;
@@ -50,7 +53,8 @@ async fn query_text(machine: &Machine, sql: &str) -> Result<String> {
 }
 
 const FOREIGN_KEY: &str = "constraint orders_customer_fkey on table app_shop.orders";
-const VALID: &str = "SELECT convalidated FROM pg_constraint WHERE conname = 'orders_customer_fkey'";
+const IS_FOREIGN_KEY_VALID: &str =
+    "SELECT convalidated FROM pg_constraint WHERE conname = 'orders_customer_fkey'";
 
 #[tokio::test]
 async fn dropped_table_is_restored_with_its_dependents() -> Result<()> {
@@ -82,7 +86,7 @@ async fn dropped_table_is_restored_with_its_dependents() -> Result<()> {
     let table = read_copied_table(&machine)?;
     assert_eq!(sorted(&table["recreated"]), sorted(&expected), "{table}");
     assert_eq!(table["notRecreated"], json!(["function app_shop.first_customer()"]), "{table}");
-    assert_eq!(query_text(&machine, VALID).await?, "true");
+    assert_eq!(query_text(&machine, IS_FOREIGN_KEY_VALID).await?, "true");
     let view = "SELECT count(*) = 1 FROM pg_class WHERE oid = 'app_shop.totals'::regclass AND relowner = 'app_shop'::regrole \
                 AND reloptions = '{security_barrier=true}' AND has_table_privilege('reader', oid, 'SELECT')";
     assert_eq!(query_text(&machine, view).await?, "true");
@@ -108,7 +112,7 @@ async fn dependents_that_cannot_be_recreated_are_reported() -> Result<()> {
         })
     };
     assert!(is_listed("recreated", &format!("{FOREIGN_KEY} (NOT VALID")), "{table}");
-    assert_eq!(query_text(&machine, VALID).await?, "false");
+    assert_eq!(query_text(&machine, IS_FOREIGN_KEY_VALID).await?, "false");
     assert!(is_listed("notRecreated", "view app_shop.mixed"), "its other table is missing: {table}");
     assert!(is_listed("recreated", "view app_shop.best"), "{table}");
     assert!(is_listed("notRecreated", "statistics object app_shop.moods"), "its name is in use: {table}");
@@ -123,14 +127,14 @@ async fn dependents_that_cannot_be_recreated_are_reported() -> Result<()> {
 /// A view whose function was dropped does not prevent the table's recreation.
 #[tokio::test]
 async fn all_dropped_dependents_are_reported() -> Result<()> {
-    const MORE: &str = "
+    const MORE_DEPENDENTS: &str = "
         CREATE FUNCTION app_shop.label(c app_shop.customers) RETURNS text LANGUAGE sql AS 'SELECT $1.email';
         CREATE VIEW app_shop.labels AS SELECT app_shop.label(c) FROM app_shop.customers c;
         CREATE VIEW app_shop.firsts AS SELECT * FROM app_shop.first_customer();
         CREATE TABLE app_shop.copies (id int DEFAULT nextval('app_shop.customers_id_seq'), many app_shop.customers[]);
         CREATE VIEW app_shop.numbers AS SELECT id FROM app_shop.copies";
     let store = machine::start_store()?;
-    let machine = machine_with_dropped_dependents(&store, MORE).await?;
+    let machine = machine_with_dropped_dependents(&store, MORE_DEPENDENTS).await?;
     run_side(&machine, &["copy", TABLE, "--no-backup"])?.expect(0);
     let table = read_copied_table(&machine)?;
     assert_eq!(query_text(&machine, "SELECT count(*) FROM app_shop.customers").await?, "502");
@@ -156,10 +160,10 @@ async fn all_dropped_dependents_are_reported() -> Result<()> {
 
 #[tokio::test]
 async fn table_is_recreated_with_view_that_its_policy_reads() -> Result<()> {
-    const MORE: &str = "
+    const MORE_DEPENDENTS: &str = "
         CREATE POLICY own ON app_shop.customers USING (id IN (SELECT id FROM app_shop.totals))";
     let store = machine::start_store()?;
-    let machine = machine_with_dropped_dependents(&store, MORE).await?;
+    let machine = machine_with_dropped_dependents(&store, MORE_DEPENDENTS).await?;
     run_side(&machine, &["copy", TABLE, "--no-backup"])?.expect(0);
     let table = read_copied_table(&machine)?;
     assert!(
@@ -203,13 +207,13 @@ async fn dropped_child_is_copied_with_rows_of_its_parent() -> Result<()> {
     let damage = "DROP TABLE app_shop.orders CASCADE; DELETE FROM app_shop.customers WHERE id <= 100";
     client.batch_execute(damage).await?;
     run_side(&machine, &["copy", "app_shop.orders", TABLE, "--no-backup"])?.expect(0);
-    assert_eq!(query_text(&machine, VALID).await?, "true");
+    assert_eq!(query_text(&machine, IS_FOREIGN_KEY_VALID).await?, "true");
     assert_eq!(query_text(&machine, "SELECT count(*) FROM app_shop.orders").await?, "2000");
     assert_eq!(query_text(&machine, "SELECT count(*) FROM app_shop.customers").await?, "502");
 
     client.batch_execute(damage).await?;
     run_side(&machine, &["copy", "app_shop.orders", "--no-backup"])?.expect(0);
-    assert_eq!(query_text(&machine, VALID).await?, "false");
+    assert_eq!(query_text(&machine, IS_FOREIGN_KEY_VALID).await?, "false");
     let table = read_copied_table(&machine)?;
     let key = format!("{FOREIGN_KEY} (NOT VALID: existing rows refer to missing rows)");
     assert_eq!(table["recreated"], json!([key]), "{table}");

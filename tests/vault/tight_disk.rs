@@ -54,7 +54,7 @@ async fn streamed_restore_refuses_a_changed_dump() -> Result<()> {
     let Some((store, new, _disk)) = machine_with_tight_disk(50).await? else { return Ok(()) };
     let key = dump_key(&store);
     let good = store.read(BUCKET, &key).context("the dump is missing")?;
-    // The sidecar and the pointer get a digest that the dump does not have; pg_restore accepts the stored bytes.
+    // The sidecar and the pointer state a digest that differs from the dump's. pg_restore would accept the dump.
     let sidecar_key = format!("{key}.json");
     let text = String::from_utf8(store.read(BUCKET, &sidecar_key).context("the sidecar is missing")?)?;
     let sidecar: Value = serde_json::from_str(&text)?;

@@ -11,13 +11,13 @@ use super::machine::{Machine, RunEnv, RunResult};
 
 const VERSION: &str = "2026.1.0";
 
-async fn source() -> Result<(Source, String)> {
+async fn start_source() -> Result<(Source, String)> {
     let content = bundle::bundle(VERSION)?;
     let digest = bundle::digest(&content);
     Ok((Source::start(content).await?, digest))
 }
 
-fn machine(addr: std::net::SocketAddr, digest: &str) -> Result<Machine> {
+fn create_machine(addr: std::net::SocketAddr, digest: &str) -> Result<Machine> {
     let machine = Machine::bare(1)?;
     let url = format!("http://{addr}/system-bundles/{VERSION}/svc-host-bundle.tar.gz?signature=secret");
     machine.write_boot_env(&[("SVC_IMAGE_VERSION", VERSION)])?;
@@ -60,8 +60,8 @@ fn list_names(dir: &std::path::Path) -> Result<Vec<String>> {
 
 #[tokio::test]
 async fn bundle_becomes_the_current_release_once() -> Result<()> {
-    let (source, digest) = source().await?;
-    let machine = machine(source.addr, &digest)?;
+    let (source, digest) = start_source().await?;
+    let machine = create_machine(source.addr, &digest)?;
     boot(&machine, &[]).await?.expect(0);
     assert_current(&machine)?;
     boot(&machine, &[]).await?.expect(0);
@@ -79,9 +79,9 @@ async fn bundle_becomes_the_current_release_once() -> Result<()> {
 
 #[tokio::test]
 async fn interrupted_download_is_resumed_and_verified() -> Result<()> {
-    let (source, digest) = source().await?;
+    let (source, digest) = start_source().await?;
     let proxy = Proxy::start(source.addr)?;
-    let machine = machine(proxy.addr(), &digest)?;
+    let machine = create_machine(proxy.addr(), &digest)?;
     proxy.reset_after(400_000);
     let result = boot(&machine, &[]).await?.expect(0);
     assert!(!result.stderr.contains("signature=secret"), "{}", result.stderr);
@@ -94,10 +94,10 @@ async fn interrupted_download_is_resumed_and_verified() -> Result<()> {
 
 #[tokio::test]
 async fn source_without_range_is_read_from_the_start() -> Result<()> {
-    let (source, digest) = source().await?;
+    let (source, digest) = start_source().await?;
     source.disable_ranges();
     let proxy = Proxy::start(source.addr)?;
-    let machine = machine(proxy.addr(), &digest)?;
+    let machine = create_machine(proxy.addr(), &digest)?;
     proxy.reset_after(700_000);
     let running = machine.spawn(&["svc-update", "boot"], &[])?;
     super::machine::wait_until("a second attempt", || source.requests().len() >= 2).await?;
@@ -108,9 +108,9 @@ async fn source_without_range_is_read_from_the_start() -> Result<()> {
 
 #[tokio::test]
 async fn bundle_that_changes_during_download_is_refused() -> Result<()> {
-    let (source, digest) = source().await?;
+    let (source, digest) = start_source().await?;
     let proxy = Proxy::start(source.addr)?;
-    let machine = machine(proxy.addr(), &digest)?;
+    let machine = create_machine(proxy.addr(), &digest)?;
     proxy.reset_after(400_000);
     source.replace_after_next_request(bundle::bundle("9.9.9")?);
     let result = boot(&machine, &[]).await?.expect(69);
@@ -120,14 +120,14 @@ async fn bundle_that_changes_during_download_is_refused() -> Result<()> {
 
 #[tokio::test]
 async fn wrong_digest_does_not_switch_releases() -> Result<()> {
-    let (source, _) = source().await?;
-    let wrong = machine(source.addr, &"ab".repeat(32))?;
+    let (source, _) = start_source().await?;
+    let wrong = create_machine(source.addr, &"ab".repeat(32))?;
     let result = boot(&wrong, &[]).await?.expect(70);
     assert!(result.stderr.contains("SHA-256"), "{}", result.stderr);
     assert_untouched(&wrong)?;
 
     let other_bundle = bundle::bundle("9.9.9")?;
-    let machine = machine(source.addr, &bundle::digest(&other_bundle))?;
+    let machine = create_machine(source.addr, &bundle::digest(&other_bundle))?;
     source.replace(other_bundle);
     let result = boot(&machine, &[]).await?.expect(70);
     assert!(result.stderr.contains("9.9.9"), "{}", result.stderr);
@@ -142,13 +142,13 @@ async fn wrong_digest_does_not_switch_releases() -> Result<()> {
 
 #[tokio::test]
 async fn token_is_sent_only_to_the_platform() -> Result<()> {
-    let (source, digest) = source().await?;
-    let other_host_machine = machine(source.addr, &digest)?;
+    let (source, digest) = start_source().await?;
+    let other_host_machine = create_machine(source.addr, &digest)?;
     boot(&other_host_machine, &[]).await?.expect(0);
     assert_eq!(source.requests()[0].authorization, None);
 
-    let (platform, digest) = self::source().await?;
-    let platform_host_machine = machine(platform.addr, &digest)?;
+    let (platform, digest) = start_source().await?;
+    let platform_host_machine = create_machine(platform.addr, &digest)?;
     platform_host_machine
         .add_env("host.env", &[("PLATFORM_INTERNAL_URL", &format!("http://{}", platform.addr))])?;
     boot(&platform_host_machine, &[]).await?.expect(0);
@@ -158,13 +158,13 @@ async fn token_is_sent_only_to_the_platform() -> Result<()> {
 
 #[tokio::test]
 async fn boot_killed_at_any_step_can_be_rerun() -> Result<()> {
-    let (source, digest) = source().await?;
+    let (source, digest) = start_source().await?;
     for point in svc::host::update::FAILPOINTS {
-        let machine = machine(source.addr, &digest)?;
+        let machine = create_machine(source.addr, &digest)?;
         let kill = format!("{point}=return(kill)");
         boot(&machine, &[("FAILPOINTS", &kill)]).await?.expect_killed();
         let current = machine.path("opt/svc/current");
-        // `svc-gateway` is the bundle's last entry. A dangling link must not pass, so `exists` is not enough.
+        // `svc-gateway` is the bundle's last entry. `exists` would be false for a dangling link, which must fail here.
         assert!(
             !current.is_symlink() || current.join("bin/svc-gateway").is_file(),
             "{point}: current does not name a complete release"
@@ -177,9 +177,9 @@ async fn boot_killed_at_any_step_can_be_rerun() -> Result<()> {
 
 #[tokio::test]
 async fn failed_step_leaves_no_partial_release() -> Result<()> {
-    let (source, digest) = source().await?;
+    let (source, digest) = start_source().await?;
     for point in svc::host::update::FAILPOINTS {
-        let machine = machine(source.addr, &digest)?;
+        let machine = create_machine(source.addr, &digest)?;
         let error = format!("{point}=return(error)");
         let code = boot(&machine, &[("FAILPOINTS", &error)]).await?.code;
         assert!(code.is_some_and(|code| code != 0), "{point}: {code:?}");

@@ -1,5 +1,5 @@
-//! Release keys rotate on a running machine: a release signed with the old key adds the new one, and a later one,
-//! signed with the new key, drops the old.
+//! Rotation of the release keys on a running machine: a release signed with the old key adds the new one, and a later
+//! release, signed with the new key, drops the old one.
 
 use std::fs;
 
@@ -179,7 +179,7 @@ async fn key_set_that_could_lock_the_machine_out_is_refused() -> Result<()> {
         fixture.assert_untouched().context(case)?;
         assert_eq!(fs::read(fixture.machine.path(UPDATE_ENV_FILE))?, before, "{case}");
     }
-    // A different key replaces one in the signed manifest.
+    // The served manifest contains a different key than the signed one.
     publish(&fixture, release(NEW_VERSION)?, &[&old], key_set(6, &[&old, &new]))?;
     let mut forged = release(NEW_VERSION)?;
     forged.manifest.trusted_keys = key_set(6, &[&old, &new_key()?]);
@@ -209,7 +209,7 @@ async fn adoption_killed_at_any_step_is_finished_by_the_next_run() -> Result<()>
             current,
             "{point}: keys must be adopted only with a healthy release, and completely"
         );
-        // The next release is verified in the run that completes this one.
+        // One run completes the killed update, adopts the new key and verifies the next release with it.
         publish(&fixture, release("2026.3.0")?, &[new], None)?;
         fixture.apply("2026.3.0").await?.expect(0);
         fixture.assert_running("2026.3.0").context(point)?;

@@ -57,7 +57,7 @@ async fn database_restart_during_a_backup_fails_that_run() -> Result<()> {
         if point == "backup.streaming" {
             wait_until("the upload", || !store.uploads(BUCKET).is_empty()).await?;
         } else {
-            // If the restart preceded the snapshot, the run might connect only after it, and succeed.
+            // If the server restarted before the run opened its snapshot, the run might connect afterwards and succeed.
             wait_until_snapshot_is_open(&machine).await?;
         }
         match how {

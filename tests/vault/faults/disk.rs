@@ -1,5 +1,5 @@
 //! A full disk for each kind of write: a small file system is mounted at the written path. The run ends with a clear
-//! error and leaves no database or release half switched; once there is free space, the next run succeeds.
+//! error and leaves no database or release half-switched; once there is free space, the next run succeeds.
 
 use std::fs;
 use std::time::Duration;
@@ -30,7 +30,7 @@ async fn backup_on_full_disk_succeeds_and_reports_its_result() -> Result<()> {
     machine.run(&["svc-db-backup"])?.expect(0);
     let mut checker = SnapshotChecker::new(&store);
     checker.check()?;
-    // The heartbeat and the gateway read the result there.
+    // The heartbeat and the gateway read the result from this file.
     let last = || -> Result<Value> {
         Ok(serde_json::from_slice(&fs::read(machine.path("var/lib/svc/last-backup.json"))?)?)
     };

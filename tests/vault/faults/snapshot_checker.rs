@@ -10,15 +10,15 @@ use svc::store::snapshot::Sidecar;
 
 use super::super::machine::{BUCKET, USER};
 
-/// Remembers the snapshots seen so far; each check compares the store with them.
+/// Records the complete snapshots that a check finds; each later check compares the store with them.
 pub struct SnapshotChecker<'a> {
     store: &'a S3Server,
     /// Complete snapshots, by key.
-    complete: BTreeMap<String, SeenSnapshot>,
+    complete: BTreeMap<String, RecordedSnapshot>,
     seq: u64,
 }
 
-struct SeenSnapshot {
+struct RecordedSnapshot {
     etags: (String, String),
     sidecar: Sidecar,
 }
@@ -53,10 +53,10 @@ impl<'a> SnapshotChecker<'a> {
             .into_iter()
             .filter_map(|object| Some((object.key.strip_prefix(&root)?.to_owned(), object.etag)))
             .collect();
-        for (key, seen) in &self.complete {
+        for (key, recorded) in &self.complete {
             let current = (etags.get(key), etags.get(&format!("{key}.json")));
             match current {
-                (Some(dump), Some(sidecar)) if (dump, sidecar) == (&seen.etags.0, &seen.etags.1) => {}
+                (Some(dump), Some(sidecar)) if (dump, sidecar) == (&recorded.etags.0, &recorded.etags.1) => {}
                 (Some(_), Some(_)) => return Err(format!("{key} was overwritten")),
                 _ => return Err(format!("{key} has disappeared")),
             }
@@ -64,11 +64,11 @@ impl<'a> SnapshotChecker<'a> {
         for (key, etag) in &etags {
             let sidecar = etags.get(&format!("{key}.json"));
             if let Some(sidecar) = sidecar.filter(|_| !self.complete.contains_key(key)) {
-                let seen = SeenSnapshot {
+                let recorded = RecordedSnapshot {
                     etags: (etag.clone(), sidecar.clone()),
                     sidecar: self.read_sidecar(&root, key)?,
                 };
-                self.complete.insert(key.clone(), seen);
+                self.complete.insert(key.clone(), recorded);
             }
         }
         self.check_pointer(&root)
@@ -98,11 +98,15 @@ impl<'a> SnapshotChecker<'a> {
         }
         self.seq = pointer.seq;
         let Some(snapshot) = pointer.snapshot else { return Ok(()) };
-        let Some(seen) = self.complete.get(&snapshot.key) else {
+        let Some(recorded) = self.complete.get(&snapshot.key) else {
             return Err(format!("the pointer names {}, which is not complete", snapshot.key));
         };
-        if (snapshot.size_bytes, &snapshot.sha256) != (seen.sidecar.size_bytes, &seen.sidecar.sha256) {
-            return Err(format!("the pointer states {snapshot:?}, but the sidecar is {:?}", seen.sidecar));
+        if (snapshot.size_bytes, &snapshot.sha256) != (recorded.sidecar.size_bytes, &recorded.sidecar.sha256)
+        {
+            return Err(format!(
+                "the pointer states {snapshot:?}, but the sidecar is {:?}",
+                recorded.sidecar
+            ));
         }
         Ok(())
     }
@@ -125,7 +129,7 @@ mod tests {
     fn write_snapshot(store: &S3Server, number: u32, current: Option<&Pointer>) -> Pointer {
         let key = format!("system/db/snapshots/2026-01-02T03-04-0{number}.000Z-1.dump");
         let dump = format!("dump {number}").into_bytes();
-        let at = format!("2026-01-02T03:04:0{number}Z").parse().expect("the time is valid");
+        let time = format!("2026-01-02T03:04:0{number}Z").parse().expect("the time is valid");
         let sidecar = Sidecar {
             version: 1,
             key: key.clone(),
@@ -134,8 +138,8 @@ mod tests {
             pg_version: "16".to_owned(),
             machine_id: MachineId(uuid::Uuid::nil()),
             epoch: Epoch(1),
-            taken_at: at,
-            verified_at: at,
+            taken_at: time,
+            verified_at: time,
             roles: Vec::new(),
             tables: Vec::new(),
             database: None,

@@ -64,20 +64,20 @@ impl<'a> Objects<'a> {
         self.put(&self.pointer, &self.sidecar, &self.dump);
     }
 
-    fn with_pointer(&self, change: impl FnOnce(&mut Value)) {
+    fn change_pointer(&self, change: impl FnOnce(&mut Value)) {
         let mut pointer = self.pointer.clone();
         change(&mut pointer);
         self.put(&pointer, &self.sidecar, &self.dump);
     }
 
-    fn with_sidecar(&self, change: impl FnOnce(&mut Value)) {
+    fn change_sidecar(&self, change: impl FnOnce(&mut Value)) {
         let mut sidecar = self.sidecar.clone();
         change(&mut sidecar);
         self.put(&self.pointer, &sidecar, &self.dump);
     }
 
-    /// Stores a different dump with a matching sidecar and pointer, so that only its content reveals the change.
-    fn with_dump(&self, dump: &[u8]) {
+    /// Stores a different dump with a matching sidecar and pointer; only the dump's content reveals the change.
+    fn replace_dump(&self, dump: &[u8]) {
         self.put_forged(dump, &hex::encode(Sha256::digest(dump)));
     }
 
@@ -97,26 +97,27 @@ fn pointer_key() -> String {
 
 type Tamper = fn(&Objects<'_>);
 
-/// Returns each manipulation's name, part of the resulting message, and the manipulation itself.
+/// Returns the name of each manipulation, a part of the expected error, and the manipulation.
 fn tamper_cases() -> Vec<(&'static str, &'static str, Tamper)> {
     vec![
         ("the pointer names another slot's snapshot", "not a snapshot key", |objects| {
             let foreign = format!("user_2/primary/{}", objects.key);
             objects.store.write(BUCKET, &foreign, objects.dump.clone());
             objects.store.write(BUCKET, &format!("{foreign}.json"), objects.sidecar.to_string());
-            objects.with_pointer(|pointer| pointer["snapshot"]["key"] = format!("../../{foreign}").into());
+            objects.change_pointer(|pointer| pointer["snapshot"]["key"] = format!("../../{foreign}").into());
         }),
         ("the pointer names a missing object", "the object is missing", |objects| {
-            objects.with_pointer(|pointer| pointer["snapshot"]["key"] = "system/db/snapshots/x.dump".into());
+            objects
+                .change_pointer(|pointer| pointer["snapshot"]["key"] = "system/db/snapshots/x.dump".into());
         }),
         ("a different size in the pointer", "does not match", |objects| {
-            objects.with_pointer(|pointer| pointer["snapshot"]["sizeBytes"] = 7.into());
+            objects.change_pointer(|pointer| pointer["snapshot"]["sizeBytes"] = 7.into());
         }),
         ("a different digest in the pointer", "does not match", |objects| {
-            objects.with_pointer(|pointer| pointer["snapshot"]["sha256"] = "ab".repeat(32).into());
+            objects.change_pointer(|pointer| pointer["snapshot"]["sha256"] = "ab".repeat(32).into());
         }),
         ("a sequence that cannot increase", "is above the maximum", |objects| {
-            objects.with_pointer(|pointer| pointer["seq"] = u64::MAX.into());
+            objects.change_pointer(|pointer| pointer["seq"] = u64::MAX.into());
         }),
         ("a digest that is a path to another file", "no valid SHA-256", |objects| {
             objects.put_forged(&objects.dump, "../../../../outside");
@@ -125,28 +126,28 @@ fn tamper_cases() -> Vec<(&'static str, &'static str, Tamper)> {
             objects.store.write(BUCKET, &objects.path(".json"), "{\"version\":1,");
         }),
         ("a sidecar of another format", "an unexpected format or key", |objects| {
-            objects.with_sidecar(|sidecar| sidecar["version"] = 2.into());
+            objects.change_sidecar(|sidecar| sidecar["version"] = 2.into());
         }),
         ("a sidecar of another snapshot", "an unexpected format or key", |objects| {
-            objects.with_sidecar(|sidecar| sidecar["key"] = "system/db/snapshots/x.dump".into());
+            objects.change_sidecar(|sidecar| sidecar["key"] = "system/db/snapshots/x.dump".into());
         }),
         ("a sidecar with a different size", "bytes instead of", |objects| {
-            objects.with_sidecar(|sidecar| sidecar["sizeBytes"] = 1.into());
+            objects.change_sidecar(|sidecar| sidecar["sizeBytes"] = 1.into());
         }),
         ("a table is missing from the sidecar", "public.noise: 200 rows restored", |objects| {
-            objects.with_sidecar(|sidecar| {
+            objects.change_sidecar(|sidecar| {
                 let tables = sidecar["tables"].as_array_mut().expect("tables is a list");
                 tables.retain(|table| table["name"] != "public.noise");
             });
         }),
         ("an additional table in the sidecar", "public.more: no table restored", |objects| {
-            objects.with_sidecar(|sidecar| {
+            objects.change_sidecar(|sidecar| {
                 let tables = sidecar["tables"].as_array_mut().expect("tables is a list");
                 tables.push(json!({"name": "public.more", "rows": 0}));
             });
         }),
         ("a role whose name no server accepts", "role", |objects| {
-            objects.with_sidecar(|sidecar| sidecar["roles"] = json!(["a\0b"]));
+            objects.change_sidecar(|sidecar| sidecar["roles"] = json!(["a\0b"]));
         }),
         ("different bytes with the same size", "the SHA-256 of", |objects| {
             let mut rotated = objects.dump.clone();
@@ -154,22 +155,22 @@ fn tamper_cases() -> Vec<(&'static str, &'static str, Tamper)> {
             objects.store.write(BUCKET, &objects.path(""), rotated);
         }),
         ("an empty dump, with a matching sidecar", "pg_restore exited with", |objects| {
-            objects.with_dump(b"");
+            objects.replace_dump(b"");
         }),
         ("text instead of a dump, with a matching sidecar", "pg_restore exited with", |objects| {
-            objects.with_dump(b"DROP DATABASE svc;\n");
+            objects.replace_dump(b"DROP DATABASE svc;\n");
         }),
         ("only the header of a dump, with a matching sidecar", "pg_restore exited with", |objects| {
-            objects.with_dump(&objects.dump[..200]);
+            objects.replace_dump(&objects.dump[..200]);
         }),
         ("a dump truncated in the middle, with a matching sidecar", "pg_restore exited with", |objects| {
-            objects.with_dump(&objects.dump[..objects.dump.len() / 2]);
+            objects.replace_dump(&objects.dump[..objects.dump.len() / 2]);
         }),
         ("corruption in the middle, with a matching sidecar", "pg_restore exited with", |objects| {
             let mut dump = objects.dump.clone();
             let middle = dump.len() / 2;
             dump[middle..middle + 4000].fill(0);
-            objects.with_dump(&dump);
+            objects.replace_dump(&dump);
         }),
     ]
 }
@@ -200,17 +201,17 @@ async fn every_tampered_object_is_refused() -> Result<()> {
 
 /// Returns the files below a directory whose names have the given prefix.
 fn find_files(dir: &std::path::Path, prefix: &str) -> Result<Vec<std::path::PathBuf>> {
-    let (mut found, mut pending_dirs) = (Vec::new(), vec![dir.to_owned()]);
+    let (mut files, mut pending_dirs) = (Vec::new(), vec![dir.to_owned()]);
     while let Some(dir) = pending_dirs.pop() {
         for entry in std::fs::read_dir(&dir)?.flatten() {
             if entry.file_type()?.is_dir() {
                 pending_dirs.push(entry.path());
             } else if entry.file_name().to_string_lossy().starts_with(prefix) {
-                found.push(entry.path());
+                files.push(entry.path());
             }
         }
     }
-    Ok(found)
+    Ok(files)
 }
 
 /// Names and values that would be SQL statements if they were not quoted.
@@ -236,7 +237,7 @@ async fn sidecar_text_is_never_executed_as_sql() -> Result<()> {
     ];
     for (name, change) in changes {
         for text in [hostile, literal] {
-            objects.with_sidecar(|sidecar| change(sidecar, text));
+            objects.change_sidecar(|sidecar| change(sidecar, text));
             let result = new.run(&["svc-restore"])?;
             let admin = new.postgres().connect("postgres").await?;
             let roles = admin.query("SELECT FROM pg_roles WHERE rolname = 'intruder'", &[]).await?;
@@ -303,7 +304,7 @@ async fn backup_refuses_bad_pointer_and_replaces_bad_snapshot() -> Result<()> {
         store.write(BUCKET, &pointer_key(), text);
         assert_backup_fails(&old, 70, expected_error, name)?;
     }
-    objects.with_pointer(|pointer| pointer["seq"] = u64::MAX.into());
+    objects.change_pointer(|pointer| pointer["seq"] = u64::MAX.into());
     assert_backup_fails(&old, 70, "is above the maximum", "a sequence that cannot increase")?;
     for (name, sidecar) in [
         ("no sidecar", None),

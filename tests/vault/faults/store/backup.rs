@@ -33,7 +33,7 @@ fn unavailable(stage: &'static str) -> ExpectedRun {
     ExpectedRun { exit: 69, stage, expected_error: "the object store request for" }
 }
 
-fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
+fn fault_cases() -> Vec<(&'static str, Disruption, ExpectedRun)> {
     let pointer = |fault: Fault| rule(fault).key("db/latest");
     let pointer_writes = |fault: Fault| pointer(fault).method("PUT");
     let claim_writes = |fault: Fault| rule(fault).method("PUT").key("db/pointer-log");
@@ -209,10 +209,10 @@ async fn store_faults_end_backups_as_expected_without_data_loss() -> Result<()> 
     fixture.machine.run(&["svc-db-backup"])?.expect(0);
     let mut checker = SnapshotChecker::new(&fixture.store);
     checker.check()?;
-    let table = table();
-    let rows = table.len() as u64;
+    let cases = fault_cases();
+    let case_count = cases.len() as u64;
     let mut lines = fixture.machine.backup_records()?.len();
-    for (name, disruption, expected) in table {
+    for (name, disruption, expected) in cases {
         let before = checker.seq();
         // Earlier runs may have claimed a `seq` without writing `latest`; the next successful run does so.
         let unpublished = last_claimed_seq(&fixture.store) - before;
@@ -232,7 +232,7 @@ async fn store_faults_end_backups_as_expected_without_data_loss() -> Result<()> 
     fixture.machine.run(&["svc-db-backup"])?.expect(0);
     checker.check()?;
     Figures {
-        faults_tried: rows,
+        faults_tried: case_count,
         snapshots_taken: checker.complete_count(),
         ..Figures::new("store faults during backups")
     }
@@ -240,7 +240,7 @@ async fn store_faults_end_backups_as_expected_without_data_loss() -> Result<()> 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn upload_that_could_not_be_aborted_is_aborted_by_the_next_run() -> Result<()> {
+async fn next_run_aborts_upload_that_was_left_open() -> Result<()> {
     let fixture = fault_fixture().await?;
     let rules = vec![
         rule(Fault::Status(503)).query("partNumber=2").always(),

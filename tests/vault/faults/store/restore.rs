@@ -20,7 +20,7 @@ const OPEN: ExpectedRestore = (0, "");
 const UNAVAILABLE: ExpectedRestore = (69, "the state of the snapshot is unknown");
 const NO_DUMP: ExpectedRestore = (69, "the snapshot could not be read from the object store");
 
-fn table() -> Vec<(&'static str, Disruption, ExpectedRestore)> {
+fn fault_cases() -> Vec<(&'static str, Disruption, ExpectedRestore)> {
     let pointer = |fault: Fault| rule(fault).method("GET").key("db/latest");
     let sidecar = |fault: Fault| rule(fault).method("GET").key(".dump.json");
     let head = |fault: Fault| rule(fault).method("HEAD").key_ending(".dump");
@@ -83,9 +83,9 @@ async fn store_faults_never_open_the_gate_on_a_partial_restore() -> Result<()> {
     let fixture = fault_fixture().await?;
     let mut checker = SnapshotChecker::new(&fixture.store);
     checker.check()?;
-    let table = table();
-    let rows = table.len() as u64;
-    for (name, disruption, (exit, expected_error)) in table {
+    let cases = fault_cases();
+    let case_count = cases.len() as u64;
+    for (name, disruption, (exit, expected_error)) in cases {
         let result = fixture
             .run_disrupted(disruption, || fixture.machine.spawn(&["svc-restore"], SHORT_DEADLINE))
             .await
@@ -103,14 +103,14 @@ async fn store_faults_never_open_the_gate_on_a_partial_restore() -> Result<()> {
     fixture.machine.run(&["svc-restore"])?.expect(0);
     assert!(is_restored(&fixture.machine).await?);
     assert_eq!((checker.seq(), checker.complete_count()), (1, 1), "a restore must never write to the store");
-    Figures { faults_tried: rows, ..Figures::new("store faults during restores") }.record()
+    Figures { faults_tried: case_count, ..Figures::new("store faults during restores") }.record()
 }
 
 /// A missing `latest` does not prove that there is no snapshot, and the pointer log shows that `latest` is stale.
 #[tokio::test(flavor = "multi_thread")]
 async fn restore_with_stale_pointer_is_complete_or_refused() -> Result<()> {
     let (store, old, new) = gate::old_and_new_machines().await?;
-    // There was no pointer before the last write.
+    // A stale read returns the state before the last write, when there was no pointer.
     store.add_fault(rule(Fault::StaleRead).method("GET").key("db/latest").always());
     new.run_with(&["svc-restore"], SHORT_DEADLINE)?.expect(70);
     assert_untouched(&new, "no pointer is visible").await?;
