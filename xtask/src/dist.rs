@@ -88,8 +88,8 @@ fn outdated_reason(svc: &Path, root: &Path) -> Result<Option<String>> {
     Ok(None)
 }
 
-/// Returns a path at or below `path` that was modified after `time`. A directory is modified when an entry is created or
-/// deleted. `git status` would not be enough: it does not list changes that were built and then reverted.
+/// Returns a path at or below `path` that was modified after `time`. A directory is modified when an entry is created
+/// or deleted. `git status` would not be enough: it does not list changes that were built and then reverted.
 fn find_newer(path: &Path, time: SystemTime) -> Result<Option<PathBuf>> {
     let Ok(meta) = fs::symlink_metadata(path) else { return Ok(None) };
     if meta.is_dir() {
