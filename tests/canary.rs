@@ -54,10 +54,10 @@ async fn check_for_leaks(stack: &Stack, watch: &ProcessWatch) -> Result<()> {
 
     let leaked = leak_through_each_channel(stack, watch, &mut responses, &databases).await?;
     let detected = scan_all(stack, &detector, watch, &responses, &databases)?;
-    for place in leaked {
+    for location in leaked {
         ensure!(
-            detected.iter().any(|leak| leak.place.starts_with(&place)),
-            "a leak through {place} was not detected: {detected:#?}"
+            detected.iter().any(|leak| leak.location.starts_with(&location)),
+            "a leak through {location} was not detected: {detected:#?}"
         );
     }
     Ok(())
@@ -244,21 +244,21 @@ async fn check_request_id(stack: &Stack) -> Result<()> {
     Ok(())
 }
 
-/// Leaks a secret through every channel, and returns the places where it must be detected.
+/// Leaks a secret through every channel, and returns the locations in which it must be detected.
 async fn leak_through_each_channel(
     stack: &Stack,
     watch: &ProcessWatch,
     responses: &mut Vec<String>,
     databases: &BTreeMap<String, String>,
 ) -> Result<Vec<String>> {
-    let mut places = vec!["response".to_owned(), "process list".to_owned()];
+    let mut locations = vec!["response".to_owned(), "process list".to_owned()];
     let log = channels::read_logs(&stack.dir)?
         .into_keys()
         .find(|path| path.contains("/hosts/"))
         .context("no host has a log")?;
     let text = std::fs::read_to_string(&log)?;
     std::fs::write(&log, format!("{text}\nsigned with {}\n", stack.store.secret_key()))?;
-    places.push(format!("log {log}"));
+    locations.push(format!("log {log}"));
     responses.push(format!("{{\"detail\": \"{}\"}}", stack.secret));
 
     let mut process = Command::new("/bin/sh");
@@ -279,14 +279,14 @@ async fn leak_through_each_channel(
     // PostgreSQL logs the text of a failed statement.
     let failing = format!("SELECT '{}'::int", stack.provider.token());
     ensure!(client.batch_execute(&failing).await.is_err(), "the failing statement succeeded");
-    places.push(PLATFORM_DATABASE_LOG.to_owned());
+    locations.push(PLATFORM_DATABASE_LOG.to_owned());
 
     for (name, url) in databases {
         let (client, connection) = tokio_postgres::connect(url, tokio_postgres::NoTls).await?;
         tokio::spawn(connection);
         client.batch_execute("CREATE TABLE canary (value bytea)").await?;
         client.execute("INSERT INTO canary VALUES ($1)", &[&ADMIN.as_bytes()]).await?;
-        places.push(format!("table of {name}"));
+        locations.push(format!("table of {name}"));
     }
-    Ok(places)
+    Ok(locations)
 }

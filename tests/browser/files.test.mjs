@@ -52,7 +52,7 @@ async function openFiles(options) {
   return { ...visitor, view };
 }
 
-/** Opens the view, and in it the folder of these tests. */
+/** Opens the view and navigates to the folder of these tests. */
 async function openFolder(options) {
   const visitor = await openFiles(options);
   await visitor.view.getByRole("button", { name: FOLDER }).click();
@@ -148,7 +148,7 @@ test("an earlier version replaces the current one, which is kept", async () => {
   await context.close();
 });
 
-test("a deleted file is found at an earlier time, and its versions say that it did not exist later", async () => {
+test("a deleted file is listed at an earlier time, and its versions show when it did not exist", async () => {
   const { page, context, view } = await openFolder();
   await view.getByRole("button", { name: "letter.txt" }).waitFor();
   const deleted = view.getByRole("button", { name: "deleted.txt" });

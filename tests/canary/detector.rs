@@ -8,22 +8,22 @@ use base64::engine::general_purpose::{STANDARD as B64, URL_SAFE_NO_PAD as B64URL
 /// Shorter secrets would match by accident.
 const MIN_SECRET_BYTES: usize = 12;
 
-/// The only places where a secret may appear, with the reason.
+/// The only locations in which a secret may appear: the secret, the location, and the reason.
 pub const ALLOWED: [(&str, &str, &str); 1] =
     [("value of a row", "table of svc-", "the owner's rows are in the database of the owner's host")];
 
-/// Secrets by name.
+/// Searches text for registered secrets.
 #[derive(Debug, Default)]
 pub struct Detector {
-    /// Each secret in all encodings.
-    forms: BTreeMap<String, Vec<String>>,
+    /// Each secret's encodings, by the secret's name.
+    encodings: BTreeMap<String, Vec<String>>,
 }
 
 /// A secret that was found.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Leak {
     pub secret: String,
-    pub place: String,
+    pub location: String,
     /// Surrounding text, with the secret removed.
     pub context: String,
 }
@@ -34,7 +34,7 @@ impl Detector {
         assert!(value.len() >= MIN_SECRET_BYTES, "{name} is too short to search for");
         let json = value.replace('/', "\\/");
         let query: String = url_encode(value);
-        let mut forms = vec![
+        let mut encodings = vec![
             value.to_owned(),
             hex::encode(value),
             B64.encode(value).trim_end_matches('=').to_owned(),
@@ -42,29 +42,32 @@ impl Detector {
             json,
             query,
         ];
-        forms.sort();
-        forms.dedup();
-        self.forms.entry(name).or_default().extend(forms);
+        encodings.sort();
+        encodings.dedup();
+        self.encodings.entry(name).or_default().extend(encodings);
     }
 
     pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.forms.keys().map(String::as_str)
+        self.encodings.keys().map(String::as_str)
     }
 
     /// Finds registered secrets in all encodings, and text that looks like a secret.
-    pub fn scan(&self, place: &str, text: &str) -> Vec<Leak> {
+    pub fn scan(&self, location: &str, text: &str) -> Vec<Leak> {
         let mut leaks = Vec::new();
-        for (name, forms) in &self.forms {
-            let found = forms.iter().find_map(|form| text.find(form).map(|offset| (offset, form.len())));
-            leaks.extend(found.map(|(offset, size)| describe_leak(name, place, text, offset, size)));
+        for (name, encodings) in &self.encodings {
+            let found =
+                encodings.iter().find_map(|encoded| text.find(encoded).map(|offset| (offset, encoded.len())));
+            leaks.extend(found.map(|(offset, size)| describe_leak(name, location, text, offset, size)));
         }
         leaks.extend(
             find_secret_patterns(text)
                 .into_iter()
-                .map(|(name, offset, size)| describe_leak(name, place, text, offset, size)),
+                .map(|(name, offset, size)| describe_leak(name, location, text, offset, size)),
         );
         leaks.retain(|leak| {
-            !ALLOWED.iter().any(|(secret, place, _)| leak.secret == *secret && leak.place.contains(place))
+            !ALLOWED
+                .iter()
+                .any(|(secret, location, _)| leak.secret == *secret && leak.location.contains(location))
         });
         leaks
     }
@@ -101,14 +104,14 @@ fn find_secret_patterns(text: &str) -> Vec<(&'static str, usize, usize)> {
     found
 }
 
-fn describe_leak(secret: &str, place: &str, text: &str, offset: usize, size: usize) -> Leak {
+fn describe_leak(secret: &str, location: &str, text: &str, offset: usize, size: usize) -> Leak {
     let size = size.min(text.len() - offset);
-    let near = |from: usize, to: usize| -> String {
+    let excerpt = |from: usize, to: usize| -> String {
         String::from_utf8_lossy(&text.as_bytes()[from..to]).replace('\n', " ")
     };
     let (before, after) = (offset.saturating_sub(80), (offset + size + 40).min(text.len()));
-    let context = format!("{}[…]{}", near(before, offset), near(offset + size, after));
-    Leak { secret: secret.to_owned(), place: place.to_owned(), context }
+    let context = format!("{}[…]{}", excerpt(before, offset), excerpt(offset + size, after));
+    Leak { secret: secret.to_owned(), location: location.to_owned(), context }
 }
 
 fn url_encode(value: &str) -> String {

@@ -81,7 +81,7 @@ fn targets() -> Vec<Target> {
 }
 
 fn target(name: &str) -> Target {
-    targets().into_iter().find(|target| target.name == name).expect("a target has this name")
+    targets().into_iter().find(|target| target.name == name).expect("the target exists")
 }
 
 fn run_short(name: &str) {
@@ -162,8 +162,9 @@ fuzzed! {
 #[test]
 fn every_fuzz_target_is_documented() {
     let page = include_str!("../../docs/security.md");
-    let (_, section) =
-        page.split_once("### Documents that a less trusted side writes").expect("the page has this section");
+    let (_, section) = page
+        .split_once("### Documents that a less trusted side writes")
+        .expect("docs/security.md has this section");
     let section = section.split("\n## ").next().unwrap_or_default();
     let mut rows: Vec<_> =
         section.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next()).collect();
@@ -175,13 +176,14 @@ fn every_fuzz_target_is_documented() {
 
 #[test]
 fn regression_corpus_violates_no_rule() -> Result<()> {
-    let mut broken = Vec::new();
+    let mut violations = Vec::new();
     for target in targets() {
         for (path, bytes) in target.corpus()? {
-            broken.extend((target.check_any)(&bytes).err().map(|rule| format!("{}: {rule}", path.display())));
+            violations
+                .extend((target.check_any)(&bytes).err().map(|rule| format!("{}: {rule}", path.display())));
         }
     }
-    ensure!(broken.is_empty(), "{}", broken.join("\n"));
+    ensure!(violations.is_empty(), "{}", violations.join("\n"));
     Ok(())
 }
 

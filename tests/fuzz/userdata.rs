@@ -17,11 +17,11 @@ use super::Target;
 use crate::userdata::{UserDataInput, parse_user_data};
 
 pub fn user_data() -> Target {
-    Target { name: "user-data", valid: parts().boxed(), check_any, check_valid, cases: 60 }
+    Target { name: "user-data", valid: inputs().boxed(), check_any, check_valid, cases: 60 }
 }
 
 /// Generates valid names, and arbitrary text where no format is specified.
-fn parts() -> impl Strategy<Value = Vec<u8>> {
+fn inputs() -> impl Strategy<Value = Vec<u8>> {
     let user = "[A-Za-z0-9][A-Za-z0-9._|:@+-]{0,30}";
     let names = (user, "[a-z][a-z0-9]{1,20}", "[a-z][a-z0-9]{0,20}", "[0-9]{1,4}\\.[0-9]{1,3}");
     let path = "[^\\x00-\\x1f]{0,24}";
@@ -29,7 +29,7 @@ fn parts() -> impl Strategy<Value = Vec<u8>> {
     (names, path, text(), text(), text(), 1..4_usize).prop_map(
         |(names, path, token, issuer, digest, keys)| {
             let (user, handle, slot, version) = names;
-            let parts = UserDataInput {
+            let input = UserDataInput {
                 user,
                 handle,
                 slot,
@@ -41,7 +41,7 @@ fn parts() -> impl Strategy<Value = Vec<u8>> {
                 proof_keys: keys,
                 ..UserDataInput::typical()
             };
-            serde_json::to_vec(&parts).expect("plain fields serialize to JSON")
+            serde_json::to_vec(&input).expect("plain fields serialize to JSON")
         },
     )
 }
@@ -49,22 +49,22 @@ fn parts() -> impl Strategy<Value = Vec<u8>> {
 /// Checks that either the input is rejected, or cloud-init parses the intended document: the files that every machine
 /// gets, and nothing that a value injected.
 fn check_any(bytes: &[u8]) -> Result<(), String> {
-    let Ok(parts) = serde_json::from_slice::<UserDataInput>(bytes) else { return Ok(()) };
-    if parts.proof_keys > 1000 || parts.bundle_keys > 1000 {
+    let Ok(input) = serde_json::from_slice::<UserDataInput>(bytes) else { return Ok(()) };
+    if input.proof_keys > 1000 || input.bundle_keys > 1000 {
         return Ok(());
     }
-    match render(&parts) {
-        Ok(text) => check_document(&parts, &text),
+    match render(&input) {
+        Ok(text) => check_document(&input, &text),
         Err(_) => Ok(()),
     }
 }
 
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
-    let parts: UserDataInput = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    let input: UserDataInput = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     let is_single_line = |text: &String| !text.chars().any(char::is_control);
-    let values = [&parts.session_token, &parts.issuer, &parts.bundle_sha256];
+    let values = [&input.session_token, &input.issuer, &input.bundle_sha256];
     let are_single_lines = values.into_iter().all(is_single_line);
-    match (are_single_lines, render(&parts)) {
+    match (are_single_lines, render(&input)) {
         (true, Ok(_)) | (false, Err(_)) => Ok(()),
         (true, Err(error)) => Err(format!("rejected: {error}")),
         (false, Ok(_)) => Err("a value with a control character was accepted".to_owned()),
@@ -72,24 +72,24 @@ fn check_valid(bytes: &[u8]) -> Result<(), String> {
 }
 
 /// Renders the document, which completes immediately, because static credentials need no request.
-fn render(parts: &UserDataInput) -> Result<String, String> {
-    let rendered = parts.try_render().now_or_never().ok_or("rendering did not complete immediately")?;
+fn render(input: &UserDataInput) -> Result<String, String> {
+    let rendered = input.try_render().now_or_never().ok_or("rendering did not complete immediately")?;
     rendered.map_err(|error| format!("{error:#}"))
 }
 
-fn check_document(parts: &UserDataInput, text: &str) -> Result<(), String> {
+fn check_document(input: &UserDataInput, text: &str) -> Result<(), String> {
     if text.len() > MAX_BYTES {
         return Err(format!("the document has {} bytes, more than {MAX_BYTES}", text.len()));
     }
-    let ours = parse_user_data(text);
-    let read = parse_with_cloud_init(text);
-    if read != json!({ "parsed": ours }) {
-        return Err(format!("cloud-init reads {read}"));
+    let document = parse_user_data(text);
+    let result = parse_with_cloud_init(text);
+    if result != json!({ "parsed": document }) {
+        return Err(format!("cloud-init parses it as {result}"));
     }
     let typical = parse_user_data(&render(&UserDataInput::typical())?);
     for key in ["bootcmd", "runcmd"] {
-        if ours[key] != typical[key] {
-            return Err(format!("{key} is {}", ours[key]));
+        if document[key] != typical[key] {
+            return Err(format!("{key} is {}", document[key]));
         }
     }
     let files = |document: &Value| -> Vec<[Value; 3]> {
@@ -99,29 +99,29 @@ fn check_document(parts: &UserDataInput, text: &str) -> Result<(), String> {
             .map(|file| ["path", "permissions", "owner"].map(|name| file[name].clone()))
             .collect()
     };
-    if files(&ours) != files(&typical) {
-        return Err(format!("the files are {:?}", files(&ours)));
+    if files(&document) != files(&typical) {
+        return Err(format!("the files are {:?}", files(&document)));
     }
-    let variables = variables(&ours)?;
+    let variables = variables(&document)?;
     // `HostSettings` checks whether the bundle's URL belongs to the platform and may receive the token.
     let names = |variables: &[(String, String)]| -> Vec<String> {
         let names = variables.iter().map(|(name, _)| name.clone());
         names.filter(|name| name != "SVC_HOST_BUNDLE_WITH_TOKEN").collect()
     };
-    let (found, expected) = (names(&variables), names(&self::variables(&typical)?));
-    if found != expected {
-        return Err(format!("the variables are {found:?}"));
+    let (actual, expected) = (names(&variables), names(&self::variables(&typical)?));
+    if actual != expected {
+        return Err(format!("the variables are {actual:?}"));
     }
     for (name, value) in [
-        ("SVC_USER_ID", &parts.user),
-        ("SVC_HANDLE", &parts.handle),
-        ("SVC_SLOT", &parts.slot),
-        ("SVC_IMAGE_VERSION", &parts.version),
-        ("AWS_SESSION_TOKEN", &parts.session_token),
-        ("IDP_ISSUER", &parts.issuer),
-        ("SVC_BUNDLE_SHA256", &parts.bundle_sha256),
+        ("SVC_USER_ID", &input.user),
+        ("SVC_HANDLE", &input.handle),
+        ("SVC_SLOT", &input.slot),
+        ("SVC_IMAGE_VERSION", &input.version),
+        ("AWS_SESSION_TOKEN", &input.session_token),
+        ("IDP_ISSUER", &input.issuer),
+        ("SVC_BUNDLE_SHA256", &input.bundle_sha256),
     ] {
-        if !variables.iter().any(|(key, found)| key == name && found == value) {
+        if !variables.iter().any(|(key, actual)| key == name && actual == value) {
             return Err(format!("{name} is not {value:?}"));
         }
     }

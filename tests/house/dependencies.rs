@@ -63,18 +63,22 @@ const PACKAGES: [(&str, &[&str]); 13] = [
 /// Returns dependencies between packages that [`PACKAGES`] does not allow. The compiler rejects imports without a
 /// dependency.
 pub fn forbidden_dependencies(files: &[ProjectFile]) -> Vec<String> {
-    let mut found = Vec::new();
+    let mut violations = Vec::new();
     for file in files {
         let package = file.path.strip_prefix("src/").and_then(|path| path.strip_suffix("/Cargo.toml"));
         let Some(package) = package else { continue };
         let Some((_, allowed)) = PACKAGES.iter().find(|(name, _)| *name == package) else {
-            found.push(format_violation(&file.path, 1, "the package is missing from the table PACKAGES"));
+            violations.push(format_violation(
+                &file.path,
+                1,
+                "the package is missing from the table PACKAGES",
+            ));
             continue;
         };
         for (number, line) in file.text.lines().enumerate() {
             let dependency = line.split(['.', ' ', '=']).next().and_then(|key| key.strip_prefix("svc-"));
             if let Some(dependency) = dependency.filter(|name| !allowed.contains(name)) {
-                found.push(format_violation(
+                violations.push(format_violation(
                     &file.path,
                     number + 1,
                     format!("{package} must not depend on {dependency}"),
@@ -82,7 +86,7 @@ pub fn forbidden_dependencies(files: &[ProjectFile]) -> Vec<String> {
             }
         }
     }
-    found
+    violations
 }
 
 /// Returns packages without the workspace lints, such as `unsafe_code = "forbid"`.
@@ -96,7 +100,7 @@ pub fn packages_without_lints(files: &[ProjectFile]) -> Vec<String> {
         .collect()
 }
 
-/// Returns the reason that an import is forbidden, if it is.
+/// Returns why an import is forbidden, or `None` if it is allowed.
 fn forbidden_reason(from: &[String], to: &[String]) -> Option<&'static str> {
     let is_host = |path: &[String]| path.first().is_some_and(|folder| folder == "host");
     if is_host(from) && is_host(to) { host_reason(&from[1..], &to[1..]) } else { None }
@@ -124,16 +128,17 @@ fn host_reason(from: &[String], to: &[String]) -> Option<&'static str> {
         return Some("an applet must not import another applet's folder");
     }
     let is_wiring = from == ["gateway"] || from == ["gateway", "router"] || is_in(from, &GATEWAY_STATE);
-    (is_in(to, &GATEWAY_STATE) && !is_wiring).then_some("a handler must take only the services that it needs")
+    (is_in(to, &GATEWAY_STATE) && !is_wiring)
+        .then_some("only the gateway's startup code and router may import its state")
 }
 
 pub fn forbidden_imports(files: &[ProjectFile]) -> Vec<String> {
-    let mut found = Vec::new();
+    let mut violations = Vec::new();
     for file in files {
         let Some(module) = source::module_path(&file.path) else { continue };
         for named in source::named_paths(&module, &source::tokenize(&source::blank_literals(&file.text))) {
             if let Some(reason) = forbidden_reason(&module, &named.path) {
-                found.push(format_violation(
+                violations.push(format_violation(
                     &file.path,
                     named.line,
                     format!("{}: {reason}", named.path.join("::")),
@@ -141,7 +146,7 @@ pub fn forbidden_imports(files: &[ProjectFile]) -> Vec<String> {
             }
         }
     }
-    found
+    violations
 }
 
 /// A package's folder, and a module directly under it.
@@ -154,7 +159,7 @@ fn split_module(path: &[String]) -> Option<Module> {
 
 /// Returns imports that form a cycle of modules directly under a package; imports in tests are not counted.
 pub fn import_cycles(files: &[ProjectFile]) -> Vec<String> {
-    // The imports of each module: the imported module, and the first place that names it.
+    // The imports of each module: the imported module, and the position of the first import.
     let mut imports: BTreeMap<Module, BTreeMap<Module, String>> = BTreeMap::new();
     let tests = source::test_modules(files);
     for file in files {
@@ -186,10 +191,10 @@ pub fn import_cycles(files: &[ProjectFile]) -> Vec<String> {
             break;
         }
     }
-    let found = imports.iter().flat_map(|((_, from), targets)| {
-        targets.iter().map(move |((_, to), place)| format!("{place}{from} imports {to} in a cycle"))
+    let violations = imports.iter().flat_map(|((_, from), targets)| {
+        targets.iter().map(move |((_, to), position)| format!("{position}{from} imports {to} in a cycle"))
     });
-    found.collect()
+    violations.collect()
 }
 
 #[cfg(test)]
@@ -241,25 +246,25 @@ mod tests {
 
     #[test]
     fn forbidden_dependency_is_detected() {
-        let found = |path: &str, text: &str| forbidden_dependencies(&[ProjectFile::sample(path, text)]).len();
-        assert_eq!(found("src/host/Cargo.toml", "svc-platform.workspace = true"), 1);
-        assert_eq!(found("src/platform/Cargo.toml", "svc-host = { path = \"../host\" }"), 1);
-        assert_eq!(found("src/host/Cargo.toml", "svc-gateway.workspace = true"), 1);
-        assert_eq!(found("src/machine/Cargo.toml", "svc-base.workspace = true"), 1);
-        assert_eq!(found("src/platform/router/Cargo.toml", "svc-store.workspace = true"), 1);
-        assert_eq!(found("src/platform/Cargo.toml", "svc-router.workspace = true"), 0);
-        assert_eq!(found("src/new/Cargo.toml", ""), 1);
-        assert_eq!(found("src/host/Cargo.toml", "name = \"svc-host\"\nsvc-http.workspace = true"), 0);
-        assert_eq!(found("Cargo.toml", "svc-host.workspace = true"), 0);
+        let count = |path: &str, text: &str| forbidden_dependencies(&[ProjectFile::sample(path, text)]).len();
+        assert_eq!(count("src/host/Cargo.toml", "svc-platform.workspace = true"), 1);
+        assert_eq!(count("src/platform/Cargo.toml", "svc-host = { path = \"../host\" }"), 1);
+        assert_eq!(count("src/host/Cargo.toml", "svc-gateway.workspace = true"), 1);
+        assert_eq!(count("src/machine/Cargo.toml", "svc-base.workspace = true"), 1);
+        assert_eq!(count("src/platform/router/Cargo.toml", "svc-store.workspace = true"), 1);
+        assert_eq!(count("src/platform/Cargo.toml", "svc-router.workspace = true"), 0);
+        assert_eq!(count("src/new/Cargo.toml", ""), 1);
+        assert_eq!(count("src/host/Cargo.toml", "name = \"svc-host\"\nsvc-http.workspace = true"), 0);
+        assert_eq!(count("Cargo.toml", "svc-host.workspace = true"), 0);
     }
 
     #[test]
     fn package_without_lints_is_detected() {
-        let found =
+        let count =
             |text: &str| packages_without_lints(&[ProjectFile::sample("src/a/Cargo.toml", text)]).len();
-        assert_eq!(found("[package]\nname = \"a\"\n"), 1);
-        assert_eq!(found("[package]\nname = \"a\"\n\n[lints]\nworkspace = true\n"), 0);
-        assert_eq!(found("[workspace]\nmembers = []\n"), 0);
+        assert_eq!(count("[package]\nname = \"a\"\n"), 1);
+        assert_eq!(count("[package]\nname = \"a\"\n\n[lints]\nworkspace = true\n"), 0);
+        assert_eq!(count("[workspace]\nmembers = []\n"), 0);
     }
 
     #[test]
@@ -286,9 +291,9 @@ mod tests {
             ProjectFile::sample("src/ctl/d.rs", "use super::e;"),
             ProjectFile::sample("src/ctl/e.rs", "#[cfg(test)]\nmod tests { use crate::d; }"),
         ];
-        let found = import_cycles(&cycle);
-        assert_eq!(found.len(), 3, "{found:?}");
-        assert!(found[0].starts_with("src/ctl/a.rs:1: a imports b"), "{found:?}");
+        let violations = import_cycles(&cycle);
+        assert_eq!(violations.len(), 3, "{violations:?}");
+        assert!(violations[0].starts_with("src/ctl/a.rs:1: a imports b"), "{violations:?}");
         assert_eq!(import_cycles(&cycle[1..]).len(), 0);
     }
 }

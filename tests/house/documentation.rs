@@ -1,4 +1,4 @@
-//! Dependencies that a page must explain, and tests and names that pages refer to.
+//! Checks pages against the code: each dependency is explained, and the tests and names that pages mention exist.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use super::{ProjectFile, format_violation};
 /// Returns crates that a workspace member depends on without exactly one row in `docs/dependencies.md`, and rows that
 /// belong to no such crate.
 pub fn unexplained_dependencies(files: &[ProjectFile]) -> Vec<String> {
-    let mut named = BTreeMap::new();
+    let mut dependencies = BTreeMap::new();
     for file in files.iter().filter(|file| file.path.ends_with("Cargo.toml")) {
         let mut is_dependency_table = false;
         for (number, line) in file.text.lines().enumerate() {
@@ -16,33 +16,33 @@ pub fn unexplained_dependencies(files: &[ProjectFile]) -> Vec<String> {
             }
             let name = line.split(['.', ' ', '=']).next().unwrap_or_default();
             if is_dependency_table && name.starts_with(|c: char| c.is_ascii_lowercase()) {
-                named.entry(name).or_insert_with(|| format_violation(&file.path, number + 1, name));
+                dependencies.entry(name).or_insert_with(|| format_violation(&file.path, number + 1, name));
             }
         }
     }
     let page = files.iter().find(|file| file.path == "docs/dependencies.md").map_or("", |file| &file.text);
     let rows = page.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`'));
     let rows: Vec<_> = rows.map(|(name, _)| name).collect();
-    let mut found: Vec<_> = named
+    let mut violations: Vec<_> = dependencies
         .iter()
         .filter(|(name, _)| rows.iter().filter(|row| row == name).count() != 1)
-        .map(|(_, place)| format!("{place} needs exactly one row in docs/dependencies.md"))
+        .map(|(_, position)| format!("{position} needs exactly one row in docs/dependencies.md"))
         .collect();
-    found.extend(
+    violations.extend(
         rows.iter()
-            .filter(|row| !named.contains_key(*row))
+            .filter(|row| !dependencies.contains_key(*row))
             .map(|row| format!("not a dependency of any member: {row}")),
     );
-    found
+    violations
 }
 
 /// Whether a test exists: `area::file::name` in `tests`, in the kit as `kit::file::name`, or a unit test under `src`.
 pub fn is_test(files: &[ProjectFile], name: &str) -> bool {
-    let (place, name) = name.rsplit_once("::").unwrap_or_default();
-    let place = place.replace("::", "/");
-    let paths = match place.strip_prefix("kit/") {
-        Some(place) => [format!("tests/kit/src/{place}.rs"), format!("tests/kit/src/{place}/mod.rs")],
-        None => [format!("tests/{place}.rs"), format!("src/{place}.rs")],
+    let (module, name) = name.rsplit_once("::").unwrap_or_default();
+    let module = module.replace("::", "/");
+    let paths = match module.strip_prefix("kit/") {
+        Some(module) => [format!("tests/kit/src/{module}.rs"), format!("tests/kit/src/{module}/mod.rs")],
+        None => [format!("tests/{module}.rs"), format!("src/{module}.rs")],
     };
     files.iter().any(|file| paths.contains(&file.path) && file.text.contains(&format!("fn {name}(")))
 }
@@ -53,22 +53,22 @@ pub fn unknown_tests(files: &[ProjectFile]) -> Vec<String> {
         text.contains("::")
             && text.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || "_:".contains(c))
     };
-    let mut found = Vec::new();
+    let mut violations = Vec::new();
     for file in files.iter().filter(|file| file.path.starts_with("docs/")) {
         for (number, line) in file.text.lines().enumerate() {
             let names = line.split('`').skip(1).step_by(2).filter(|text| is_name(text));
             for name in names.filter(|name| !is_test(files, name)) {
-                found.push(format_violation(&file.path, number + 1, format!("no such test: {name}")));
+                violations.push(format_violation(&file.path, number + 1, format!("no such test: {name}")));
             }
         }
     }
-    found
+    violations
 }
 
 /// Returns names that a page in `docs` gives in parentheses after a source file, as in `a.rs` (`f`, `g`), but that are
 /// not in that file.
 pub fn unknown_names(files: &[ProjectFile]) -> Vec<String> {
-    let mut found = Vec::new();
+    let mut violations = Vec::new();
     for page in files.iter().filter(|file| file.path.starts_with("docs/")) {
         for (number, line) in page.text.lines().enumerate() {
             let (mut source, mut is_in_parentheses) = (None, false);
@@ -82,7 +82,7 @@ pub fn unknown_names(files: &[ProjectFile]) -> Vec<String> {
                 } else if !is_in_parentheses {
                     source = None;
                 } else if let Some(file) = source.filter(|file| !has_word(&file.text, quoted)) {
-                    found.push(format_violation(
+                    violations.push(format_violation(
                         &page.path,
                         number + 1,
                         format!("{} has no {quoted}", file.path),
@@ -91,7 +91,7 @@ pub fn unknown_names(files: &[ProjectFile]) -> Vec<String> {
             }
         }
     }
-    found
+    violations
 }
 
 fn has_word(text: &str, word: &str) -> bool {
@@ -108,20 +108,20 @@ mod tests {
     #[test]
     fn dependency_without_exactly_one_row_is_detected() {
         let manifest = "[dependencies]\na.workspace = true\nb = \"1\"\n\n[lints]\nworkspace = true\n";
-        let found = |page: &str| {
+        let check = |page: &str| {
             unexplained_dependencies(&[
                 ProjectFile::sample("src/x/Cargo.toml", manifest),
                 ProjectFile::sample("docs/dependencies.md", page),
             ])
         };
-        assert!(found("| `a` | reason |\n| `b` | reason |\n").is_empty());
+        assert!(check("| `a` | reason |\n| `b` | reason |\n").is_empty());
         for (page, part) in [
             ("| `a` | reason |\n", "b needs exactly one row"),
             ("| `a` | reason |\n| `b` | reason |\n| `b` | reason |\n", "b needs exactly one row"),
             ("| `a` | reason |\n| `b` | reason |\n| `c` | reason |\n", "not a dependency of any member: c"),
         ] {
-            let found = found(page);
-            assert!(found.len() == 1 && found[0].contains(part), "{page}: {found:?}");
+            let violations = check(page);
+            assert!(violations.len() == 1 && violations[0].contains(part), "{page}: {violations:?}");
         }
     }
 
@@ -136,9 +136,9 @@ mod tests {
             ProjectFile::sample("src/a.rs", "fn f() {} fn of_gh() {}"),
             ProjectFile::sample("src/b.rs", "fn g() {}"),
         ];
-        let found = unknown_names(&files);
-        assert_eq!(found.len(), 1, "{found:?}");
-        assert!(found[0].contains("src/a.rs has no of_g"), "{found:?}");
+        let violations = unknown_names(&files);
+        assert_eq!(violations.len(), 1, "{violations:?}");
+        assert!(violations[0].contains("src/a.rs has no of_g"), "{violations:?}");
     }
 
     #[test]
@@ -149,8 +149,8 @@ mod tests {
         );
         let test = |path: &str, name: &str| ProjectFile::sample(path, &format!("#[test]\nfn {name}() {{}}"));
         let tests = [test("tests/a/b.rs", "c_d"), test("src/g.rs", "h"), test("tests/kit/src/i.rs", "j")];
-        let found = unknown_tests(&tests.into_iter().chain([page]).collect::<Vec<_>>());
-        assert_eq!(found.len(), 1, "{found:?}");
-        assert!(found[0].contains("a::b::e"), "{found:?}");
+        let violations = unknown_tests(&tests.into_iter().chain([page]).collect::<Vec<_>>());
+        assert_eq!(violations.len(), 1, "{violations:?}");
+        assert!(violations[0].contains("a::b::e"), "{violations:?}");
     }
 }

@@ -40,23 +40,23 @@ pub fn root() -> PathBuf {
 
 /// Returns all text files in the project.
 pub fn files() -> Vec<ProjectFile> {
-    let mut found = Vec::new();
-    walk(&root(), "", &mut found);
-    assert!(found.iter().any(|file| file.path == "src/main.rs"), "no source files found");
-    found
+    let mut files = Vec::new();
+    walk(&root(), "", &mut files);
+    assert!(files.iter().any(|file| file.path == "src/main.rs"), "no source files found");
+    files
 }
 
-fn walk(folder: &Path, prefix: &str, found: &mut Vec<ProjectFile>) {
+fn walk(folder: &Path, prefix: &str, files: &mut Vec<ProjectFile>) {
     for entry in fs::read_dir(folder).expect("the project folder is readable") {
         let entry = entry.expect("the folder entry is readable");
         let name = entry.file_name().into_string().expect("names are UTF-8");
         let path = format!("{prefix}{name}");
         let kind = entry.file_type().expect("the file type is known");
         if kind.is_dir() && !SKIPPED_FOLDERS.contains(&name.as_str()) {
-            walk(&entry.path(), &format!("{path}/"), found);
+            walk(&entry.path(), &format!("{path}/"), files);
         } else if kind.is_file() && is_text(&path) {
             let text = fs::read_to_string(entry.path()).unwrap_or_else(|error| panic!("{path}: {error}"));
-            found.push(ProjectFile { path, text });
+            files.push(ProjectFile { path, text });
         }
     }
 }

@@ -7,16 +7,16 @@ use super::{ProjectFile, format_violation};
 
 /// Returns broken links, and pages of the book that its summary does not list.
 pub fn broken_links(files: &[ProjectFile]) -> Vec<String> {
-    let mut found = Vec::new();
+    let mut violations = Vec::new();
     for page in files.iter().filter(|file| is_page(&file.path)) {
         for (number, target) in links(&page.text) {
             if let Some(reason) = find_target_error(files, page, &target) {
-                found.push(format_violation(&page.path, number, format!("{target}: {reason}")));
+                violations.push(format_violation(&page.path, number, format!("{target}: {reason}")));
             }
         }
     }
-    found.extend(unlisted_pages(files));
-    found
+    violations.extend(unlisted_pages(files));
+    violations
 }
 
 fn is_page(path: &str) -> bool {
@@ -46,20 +46,20 @@ pub fn unknown_paths(files: &[ProjectFile], exists: impl Fn(&str) -> bool) -> Ve
             // A placeholder, as in `tests/corpus/TARGET`.
             && !text.contains("TARGET")
     };
-    let mut found = Vec::new();
+    let mut violations = Vec::new();
     for page in files.iter().filter(|file| is_page(&file.path) && file.path != "CHANGELOG.md") {
         for (number, line) in page.text.lines().enumerate() {
             for path in line.split('`').skip(1).step_by(2).filter(is_path).filter(|path| !exists(path)) {
-                found.push(format_violation(&page.path, number + 1, format!("there is no {path}")));
+                violations.push(format_violation(&page.path, number + 1, format!("no such path: {path}")));
             }
         }
     }
-    found
+    violations
 }
 
 /// Returns the targets of `[label](target)` outside code, with their line numbers.
 fn links(text: &str) -> Vec<(usize, String)> {
-    let (mut found, mut is_code) = (Vec::new(), false);
+    let (mut targets, mut is_code) = (Vec::new(), false);
     for (number, line) in text.lines().enumerate() {
         if line.trim_start().starts_with("```") {
             is_code = !is_code;
@@ -71,11 +71,11 @@ fn links(text: &str) -> Vec<(usize, String)> {
         for rest in plain.split("](").skip(1) {
             let target = rest.split([')', ' ']).next().unwrap_or_default();
             if !target.contains("://") && !target.starts_with("mailto:") {
-                found.push((number + 1, target.to_owned()));
+                targets.push((number + 1, target.to_owned()));
             }
         }
     }
-    found
+    targets
 }
 
 fn find_target_error(files: &[ProjectFile], page: &ProjectFile, target: &str) -> Option<&'static str> {

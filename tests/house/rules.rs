@@ -1,4 +1,4 @@
-//! Content that no file may have, and content that every file must have.
+//! Rules for single files and manifests: forbidden content, required headers, sizes, numbering and folders.
 
 use super::{ProjectFile, format_violation, source};
 
@@ -9,12 +9,12 @@ fn is_rust(path: &str) -> bool {
 }
 
 fn is_project_source(path: &str) -> bool {
-    is_rust(path) && ["src/", "xtask/", "tests/"].iter().any(|place| path.starts_with(place))
+    is_rust(path) && ["src/", "xtask/", "tests/"].iter().any(|folder| path.starts_with(folder))
 }
 
 pub fn find_unwraps(files: &[ProjectFile]) -> Vec<String> {
     let tests = source::test_modules(files);
-    let mut found = Vec::new();
+    let mut violations = Vec::new();
     for file in files {
         let Some(module) = source::module_path(&file.path) else { continue };
         if tests.iter().any(|test| module.starts_with(test)) {
@@ -23,25 +23,25 @@ pub fn find_unwraps(files: &[ProjectFile]) -> Vec<String> {
         let (tokens, _) = source::without_tests(&source::tokenize(&source::blank_literals(&file.text)));
         for call in tokens.windows(4) {
             if call.iter().map(|token| token.text.as_str()).eq([".", "unwrap", "(", ")"]) {
-                found.push(format_violation(&file.path, call[0].line, "unwrap() outside tests"));
+                violations.push(format_violation(&file.path, call[0].line, "unwrap() outside tests"));
             }
         }
     }
-    found
+    violations
 }
 
 /// Returns markers for unfinished work. They are concatenated here so that this file does not contain them.
 pub fn todo_markers(file: &ProjectFile) -> Vec<String> {
     let words = [concat!("TO", "DO"), concat!("FIX", "ME")];
     let calls = [concat!("to", "do!"), concat!("unimplemen", "ted!")];
-    let mut found = Vec::new();
+    let mut violations = Vec::new();
     for (number, line) in file.text.lines().enumerate() {
         let has_marker = line.split(|c: char| !c.is_alphanumeric()).any(|word| words.contains(&word));
         if has_marker || (is_rust(&file.path) && calls.iter().any(|call| line.contains(call))) {
-            found.push(format_violation(&file.path, number + 1, "has a marker for unfinished work"));
+            violations.push(format_violation(&file.path, number + 1, "has a marker for unfinished work"));
         }
     }
-    found
+    violations
 }
 
 pub fn missing_header(file: &ProjectFile) -> Option<String> {
@@ -80,22 +80,26 @@ pub fn misnumbered_migrations(files: &[ProjectFile]) -> Vec<String> {
 
 /// Returns absolute paths under a build directory, or under a home directory other than the product's.
 pub fn build_machine_paths(file: &ProjectFile) -> Vec<String> {
-    let places = [concat!("/ro", "ot/"), concat!("/ho", "me/"), concat!("/wo", "rk/")];
-    let mut found = Vec::new();
+    let prefixes = [concat!("/ro", "ot/"), concat!("/ho", "me/"), concat!("/wo", "rk/")];
+    let mut violations = Vec::new();
     for (number, line) in file.text.lines().enumerate() {
-        for place in places {
-            for (start, _) in line.match_indices(place) {
+        for prefix in prefixes {
+            for (start, _) in line.match_indices(prefix) {
                 let is_absolute =
                     !line[..start].ends_with(|c: char| c.is_alphanumeric() || "._-}~".contains(c));
-                let has_name = line[start + place.len()..].starts_with(|c: char| c.is_ascii_alphanumeric());
+                let has_name = line[start + prefix.len()..].starts_with(|c: char| c.is_ascii_alphanumeric());
                 let is_product_path = line[start..].starts_with("/home/svc");
                 if is_absolute && has_name && !is_product_path {
-                    found.push(format_violation(&file.path, number + 1, "names a path on the build machine"));
+                    violations.push(format_violation(
+                        &file.path,
+                        number + 1,
+                        "names a path on the build machine",
+                    ));
                 }
             }
         }
     }
-    found
+    violations
 }
 
 /// xtask, the kit and its programs drive the product through its public CLI, HTTP and signals, so their manifests must
@@ -153,7 +157,7 @@ const SOURCE_FOLDERS: [&str; 11] =
     ["base", "ctl", "files", "host", "http", "machine", "platform", "provider", "store", "verify", "wire"];
 
 pub fn unlisted_folders(files: &[ProjectFile]) -> Vec<String> {
-    let mut found = Vec::new();
+    let mut violations = Vec::new();
     for file in files {
         let mut parts: Vec<&str> = file.path.split('/').collect();
         parts.pop();
@@ -163,14 +167,14 @@ pub fn unlisted_folders(files: &[ProjectFile]) -> Vec<String> {
             [folder, ..] => TOP_FOLDERS.contains(folder),
         };
         if !is_listed {
-            found.push(format_violation(
+            violations.push(format_violation(
                 &file.path,
                 1,
                 "is in a folder that neither TOP_FOLDERS nor SOURCE_FOLDERS lists",
             ));
         }
     }
-    found
+    violations
 }
 
 #[cfg(test)]
@@ -201,14 +205,14 @@ mod tests {
 
     #[test]
     fn repeated_and_skipped_migration_numbers_are_detected() {
-        let found = |names: &[&str]| {
+        let count = |names: &[&str]| {
             let files: Vec<_> =
                 names.iter().map(|name| ProjectFile::sample(&format!("migrations/{name}.sql"), "")).collect();
             misnumbered_migrations(&files).len()
         };
-        assert_eq!(found(&["V1__a", "V2__b", "V10__c"]), 1);
-        assert_eq!(found(&["V1__a", "V2__b", "V2__c"]), 1);
-        assert_eq!(found(&["V2__b", "V1__a", "V3__c"]), 0);
+        assert_eq!(count(&["V1__a", "V2__b", "V10__c"]), 1);
+        assert_eq!(count(&["V1__a", "V2__b", "V2__c"]), 1);
+        assert_eq!(count(&["V2__b", "V1__a", "V3__c"]), 0);
     }
 
     #[test]
@@ -272,8 +276,8 @@ mod tests {
 
     #[test]
     fn unlisted_folder_is_detected() {
-        let folders = |path: &str| unlisted_folders(&[ProjectFile::sample(path, "")]).len();
-        assert_eq!((folders("lib/a.rs"), folders("src/utils/a.rs")), (1, 1));
-        assert_eq!((folders("src/host/a.rs"), folders("README.md"), folders("src/main.rs")), (0, 0, 0));
+        let count = |path: &str| unlisted_folders(&[ProjectFile::sample(path, "")]).len();
+        assert_eq!((count("lib/a.rs"), count("src/utils/a.rs")), (1, 1));
+        assert_eq!((count("src/host/a.rs"), count("README.md"), count("src/main.rs")), (0, 0, 0));
     }
 }

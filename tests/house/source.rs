@@ -36,8 +36,8 @@ fn is_word(c: char) -> bool {
     c.is_alphanumeric() || c == '_'
 }
 
-fn find_char(chars: &[char], from: usize, wanted: char) -> usize {
-    (from..chars.len()).find(|&index| chars[index] == wanted).unwrap_or(chars.len())
+fn find_char(chars: &[char], from: usize, expected: char) -> usize {
+    (from..chars.len()).find(|&index| chars[index] == expected).unwrap_or(chars.len())
 }
 
 fn end_of_block_comment(chars: &[char], from: usize) -> usize {
@@ -105,7 +105,7 @@ pub struct Token {
 
 /// Splits code into identifiers, `::`, and single punctuation characters.
 pub fn tokenize(code: &str) -> Vec<Token> {
-    let mut found: Vec<Token> = Vec::new();
+    let mut tokens: Vec<Token> = Vec::new();
     for (number, line) in code.lines().enumerate() {
         let chars: Vec<char> = line.chars().collect();
         let mut index = 0;
@@ -119,17 +119,17 @@ pub fn tokenize(code: &str) -> Vec<Token> {
             };
             if !chars[index].is_whitespace() {
                 let text = chars[index..index + length].iter().collect();
-                found.push(Token { text, line: number + 1 });
+                tokens.push(Token { text, line: number + 1 });
             }
             index += length;
         }
     }
-    found
+    tokens
 }
 
-fn matches(tokens: &[Token], index: usize, wanted: &[&str]) -> bool {
-    tokens.len() >= index + wanted.len()
-        && tokens[index..].iter().zip(wanted).all(|(token, text)| token.text == *text)
+fn matches(tokens: &[Token], index: usize, expected: &[&str]) -> bool {
+    tokens.len() >= index + expected.len()
+        && tokens[index..].iter().zip(expected).all(|(token, text)| token.text == *text)
 }
 
 /// Returns the tokens without the items under `#[cfg(test)]`, and the names of the test modules in separate files.
@@ -158,9 +158,9 @@ pub fn without_tests(tokens: &[Token]) -> (Vec<Token>, Vec<String>) {
         }
         let item = &tokens[from..index];
         if item.last().is_some_and(|token| token.text == ";")
-            && let Some(word) = item.iter().position(|token| token.text == "mod")
+            && let Some(keyword) = item.iter().position(|token| token.text == "mod")
         {
-            modules.push(item[word + 1].text.clone());
+            modules.push(item[keyword + 1].text.clone());
         }
     }
     (code, modules)
@@ -183,15 +183,15 @@ pub fn module_path(path: &str) -> Option<Vec<String>> {
 
 /// Returns modules in `src` that are compiled only for tests.
 pub fn test_modules(files: &[ProjectFile]) -> Vec<Vec<String>> {
-    let mut found = Vec::new();
+    let mut modules = Vec::new();
     for file in files {
         let Some(parent) = module_path(&file.path) else { continue };
         for name in without_tests(&tokenize(&blank_literals(&file.text))).1 {
-            found.push(parent.iter().cloned().chain([name]).collect());
+            modules.push(parent.iter().cloned().chain([name]).collect());
         }
-        found.extend(test_paths(file));
+        modules.extend(test_paths(file));
     }
-    found
+    modules
 }
 
 /// Returns the paths of test modules whose file name differs from the module's: `#[cfg(test)]`, then `#[path = "…"]` on
@@ -213,7 +213,7 @@ pub struct NamedPath {
 
 /// Returns a file's paths that begin with `crate::`, `super::` or `svc_host::`, with `use` groups expanded.
 pub fn named_paths(module: &[String], tokens: &[Token]) -> Vec<NamedPath> {
-    let mut found = Vec::new();
+    let mut paths = Vec::new();
     // The inline modules open at the current token, each with its brace depth.
     let mut inline: Vec<(usize, String)> = Vec::new();
     let mut depth = 0;
@@ -232,24 +232,24 @@ pub fn named_paths(module: &[String], tokens: &[Token]) -> Vec<NamedPath> {
             "crate" | "super" | "svc_host"
                 if matches(tokens, index + 1, &["::"]) && !follows_path(tokens, index) =>
             {
-                let here: Vec<String> =
+                let current_module: Vec<String> =
                     module.iter().cloned().chain(inline.iter().map(|(_, name)| name.clone())).collect();
                 let mut prefix = match token.text.as_str() {
-                    "crate" => here.iter().take(package_depth(&here)).cloned().collect(),
+                    "crate" => current_module.iter().take(package_depth(&current_module)).cloned().collect(),
                     "svc_host" => vec!["host".to_owned()],
-                    _ => parent(&here),
+                    _ => parent(&current_module),
                 };
                 let mut next = index + 2;
                 while matches(tokens, next, &["super", "::"]) {
                     prefix = parent(&prefix);
                     next += 2;
                 }
-                expand_use_tree(tokens, next, &prefix, &mut found);
+                expand_use_tree(tokens, next, &prefix, &mut paths);
             }
             _ => {}
         }
     }
-    found
+    paths
 }
 
 /// Returns how many leading names of a module path form its package's folder: two for `src/host/gateway` and
@@ -272,7 +272,7 @@ fn expand_use_tree(
     tokens: &[Token],
     mut index: usize,
     prefix: &[String],
-    found: &mut Vec<NamedPath>,
+    paths: &mut Vec<NamedPath>,
 ) -> usize {
     let mut path = prefix.to_vec();
     let line = tokens.get(index).map_or(0, |token| token.line);
@@ -281,7 +281,7 @@ fn expand_use_tree(
             Some("{") => {
                 index += 1;
                 while index < tokens.len() && tokens[index].text != "}" {
-                    index = expand_use_tree(tokens, index, &path, found);
+                    index = expand_use_tree(tokens, index, &path, paths);
                     // Skips `as` and a name.
                     while index < tokens.len() && !matches!(tokens[index].text.as_str(), "," | "}") {
                         index += 1;
@@ -294,7 +294,7 @@ fn expand_use_tree(
             _ => {}
         }
         if !matches(tokens, index + 1, &["::"]) {
-            found.push(NamedPath { path, line });
+            paths.push(NamedPath { path, line });
             return index + 1;
         }
         index += 2;

@@ -218,7 +218,7 @@ const UNTESTABLE: [&str; 4] =
 /// Finds rows without code or a test, rows of `UNTESTABLE` items without a reason, and items without exactly one row.
 pub fn untraced_items(files: &[ProjectFile], exists: impl Fn(&str) -> bool) -> Vec<String> {
     let page = files.iter().find(|file| file.path == PAGE).map_or("", |file| &file.text);
-    let mut found = Vec::new();
+    let mut violations = Vec::new();
     let mut rows = BTreeMap::new();
     for (number, line) in page.lines().enumerate() {
         let Some((item, row)) = line.strip_prefix("| **").and_then(|line| line.split_once("**")) else {
@@ -228,7 +228,7 @@ pub fn untraced_items(files: &[ProjectFile], exists: impl Fn(&str) -> bool) -> V
         let cells: Vec<&str> = row.trim_end().trim_end_matches('|').split(" | ").collect();
         if UNTESTABLE.contains(&item) {
             if !matches!(cells.as_slice(), [_, reason] if !reason.trim().is_empty()) {
-                found.push(format_violation(
+                violations.push(format_violation(
                     PAGE,
                     number + 1,
                     format!("{item} needs a sentence and a reason"),
@@ -237,7 +237,7 @@ pub fn untraced_items(files: &[ProjectFile], exists: impl Fn(&str) -> bool) -> V
             continue;
         }
         let [_, code, tests] = cells.as_slice() else {
-            found.push(format_violation(
+            violations.push(format_violation(
                 PAGE,
                 number + 1,
                 format!("{item} needs a sentence, code and a test"),
@@ -245,13 +245,17 @@ pub fn untraced_items(files: &[ProjectFile], exists: impl Fn(&str) -> bool) -> V
             continue;
         };
         if !quoted(code).any(|text| text.contains('/') && exists(text)) {
-            found.push(format_violation(PAGE, number + 1, format!("{item} names no code file that exists")));
+            violations.push(format_violation(
+                PAGE,
+                number + 1,
+                format!("{item} names no code file that exists"),
+            ));
         }
         let is_test =
             |text: &str| documentation::is_test(files, text) || (text.ends_with(".test.mjs") && exists(text));
         let (existing, missing): (Vec<_>, Vec<_>) = quoted(tests).partition(|text| is_test(text));
         if existing.is_empty() || !missing.is_empty() {
-            found.push(format_violation(
+            violations.push(format_violation(
                 PAGE,
                 number + 1,
                 format!("{item} needs tests that exist, not {missing:?}"),
@@ -261,13 +265,13 @@ pub fn untraced_items(files: &[ProjectFile], exists: impl Fn(&str) -> bool) -> V
     for item in ITEMS.into_iter().chain(UNTESTABLE) {
         let count = rows.remove(item).unwrap_or(0);
         if count != 1 {
-            found.push(format!("{PAGE} has {count} rows for {item}"));
+            violations.push(format!("{PAGE} has {count} rows for {item}"));
         }
     }
     for item in rows.keys() {
-        found.push(format!("{PAGE} has a row for {item}: no such item"));
+        violations.push(format!("{PAGE} has a row for {item}: no such item"));
     }
-    found
+    violations
 }
 
 fn quoted(text: &str) -> impl Iterator<Item = &str> {
@@ -303,8 +307,8 @@ mod tests {
     fn complete_page_passes() {
         let first = ITEMS[0];
         for tests in [TEST, "`tests/browser/x.test.mjs`", "`a::b::c_d`, `tests/browser/x.test.mjs`"] {
-            let found = violations(&format!("| **{first}** Words | `src/a.rs` | {tests} |"));
-            assert!(found.is_empty(), "{found:?}");
+            let violations = violations(&format!("| **{first}** Words | `src/a.rs` | {tests} |"));
+            assert!(violations.is_empty(), "{violations:?}");
         }
     }
 
@@ -319,8 +323,8 @@ mod tests {
             (format!("| **{first}** Words | `src/a.rs` | none |"), "needs tests that exist"),
             (format!("| **{first}** Words | {TEST} |"), "a sentence, code and a test"),
         ] {
-            let found = violations(&row);
-            assert!(found.len() == 1 && found[0].contains(part), "{row}: {found:?}");
+            let violations = violations(&row);
+            assert!(violations.len() == 1 && violations[0].contains(part), "{row}: {violations:?}");
         }
     }
 
@@ -334,8 +338,8 @@ mod tests {
             (format!("| **{item}** Words | `src/a.rs` | {TEST} |"), "a sentence and a reason"),
             (String::new(), "has 0 rows for"),
         ] {
-            let found = violations_with_untestable_row(&first, &row);
-            assert!(found.len() == 1 && found[0].contains(part), "{row}: {found:?}");
+            let violations = violations_with_untestable_row(&first, &row);
+            assert!(violations.len() == 1 && violations[0].contains(part), "{row}: {violations:?}");
         }
     }
 
@@ -348,8 +352,8 @@ mod tests {
             (format!("{}\n{}", row(first), row(first)), "has 2 rows for"),
             (format!("{}\n{}", row(first), row("99.9")), "no such item"),
         ] {
-            let found = violations(&rows);
-            assert!(found.len() == 1 && found[0].contains(part), "{rows}: {found:?}");
+            let violations = violations(&rows);
+            assert!(violations.len() == 1 && violations[0].contains(part), "{rows}: {violations:?}");
         }
     }
 

@@ -30,9 +30,9 @@ struct PlannedRequest {
 /// The data whose loss an operator accepts with a request.
 #[derive(Debug, Clone)]
 enum AcceptedLoss {
-    Nothing,
-    OfSlot(String),
-    OfMachine(String),
+    None,
+    Slot(String),
+    Machine(String),
 }
 
 impl PlannedRequest {
@@ -148,17 +148,18 @@ impl Simulation<'_> {
     async fn is_serving(&self, machine: &str) -> Result<bool> {
         let database_state = DatabaseState::read(&self.database.client).await?;
         Ok(database_state.machine(machine).is_some_and(MachineRow::is_running)
-            && self.provider.powered_on().iter().any(|on| on == machine))
+            && self.provider.powered_on().iter().any(|powered_on| powered_on == machine))
     }
 
+    /// Returns the ID of the n-th machine, counted from the newest.
     fn machine(&self, nth: usize) -> Option<String> {
-        let known = self.ledger.machines();
-        (!known.is_empty()).then(|| known[known.len() - 1 - nth % known.len()].clone())
+        let machines = self.ledger.machines();
+        (!machines.is_empty()).then(|| machines[machines.len() - 1 - nth % machines.len()].clone())
     }
 
     fn plan_request(&mut self, step: &Step) -> Option<PlannedRequest> {
         let operator_request = |operation, method, path: String, body: Option<Value>| {
-            // A key is always sent with the same request.
+            // The key contains the request, so it is never reused with a different one.
             let key =
                 step.key.map(|key| format!("{operation} {path} {} {key}", body.clone().unwrap_or_default()));
             PlannedRequest {
@@ -168,7 +169,7 @@ impl Simulation<'_> {
                 token: SECRET.to_owned().into(),
                 body,
                 key,
-                accepted_loss: AcceptedLoss::Nothing,
+                accepted_loss: AcceptedLoss::None,
             }
         };
         let host_request = |operation, path: String, token: &str, body: Value| PlannedRequest {
@@ -178,7 +179,7 @@ impl Simulation<'_> {
             token: token.to_owned().into(),
             body: Some(body),
             key: None,
-            accepted_loss: AcceptedLoss::Nothing,
+            accepted_loss: AcceptedLoss::None,
         };
         Some(match &step.action {
             Action::Subscribe { slot } => {
@@ -192,14 +193,14 @@ impl Simulation<'_> {
                 let body = json!({"idpUserId": user, "slot": slot, "handle": handle, "acceptLoss": accept_loss,
                     "allowEmpty": accept_loss});
                 let planned = operator_request("provision", "POST", "/vps/provision".to_owned(), Some(body));
-                planned.with_accepted_loss(*accept_loss, AcceptedLoss::OfSlot(format!("{user}/{slot}")))
+                planned.with_accepted_loss(*accept_loss, AcceptedLoss::Slot(format!("{user}/{slot}")))
             }
             Action::Recover { slot, allow_empty, accept_loss } => {
                 let (user, slot) = SLOTS[*slot];
                 let body = json!({"idpUserId": user, "slot": slot, "allowEmpty": allow_empty,
                     "acceptLoss": accept_loss});
                 let planned = operator_request("recover", "POST", "/vps/recover".to_owned(), Some(body));
-                planned.with_accepted_loss(*accept_loss, AcceptedLoss::OfSlot(format!("{user}/{slot}")))
+                planned.with_accepted_loss(*accept_loss, AcceptedLoss::Slot(format!("{user}/{slot}")))
             }
             Action::Resize { machine, to } => {
                 let path = format!("/vps/{}/resize", self.machine(*machine)?);
@@ -217,7 +218,7 @@ impl Simulation<'_> {
                     format!("/vps/{machine}?acceptLoss={accept_loss}"),
                     None,
                 );
-                planned.with_accepted_loss(*accept_loss, AcceptedLoss::OfMachine(machine))
+                planned.with_accepted_loss(*accept_loss, AcceptedLoss::Machine(machine))
             }
             Action::Undelete { machine } => operator_request(
                 "undelete",
@@ -233,11 +234,11 @@ impl Simulation<'_> {
                 let body = json!({"acceptLoss": accept_loss});
                 let planned =
                     operator_request("discard", "POST", format!("/vps/{machine}/discard"), Some(body));
-                planned.with_accepted_loss(*accept_loss, AcceptedLoss::OfMachine(machine))
+                planned.with_accepted_loss(*accept_loss, AcceptedLoss::Machine(machine))
             }
             Action::Abandon { operation } => {
-                let known = self.ledger.operations();
-                let id = known.iter().rev().nth(*operation)?;
+                let operations = self.ledger.operations();
+                let id = operations.iter().rev().nth(*operation)?;
                 operator_request("abandon", "POST", format!("/vps/operations/{id}/abandon"), None)
             }
             Action::RebuildPointer { slot } => {
@@ -292,9 +293,9 @@ impl Simulation<'_> {
     /// Returns the prefix of the slot whose data loss a request accepts.
     async fn find_accepted_loss_prefix(&self, accepted_loss: &AcceptedLoss) -> Option<String> {
         match accepted_loss {
-            AcceptedLoss::Nothing => None,
-            AcceptedLoss::OfSlot(prefix) => Some(prefix.clone()),
-            AcceptedLoss::OfMachine(machine) => {
+            AcceptedLoss::None => None,
+            AcceptedLoss::Slot(prefix) => Some(prefix.clone()),
+            AcceptedLoss::Machine(machine) => {
                 let database_state = DatabaseState::read(&self.database.client).await.ok()?;
                 database_state.machine(machine).map(MachineRow::prefix)
             }
@@ -311,7 +312,7 @@ impl Simulation<'_> {
         let path = format!("/vps/{}/heartbeat", host.machine);
         let token = host.upgrade_token.clone().into();
         let body = Some(host.heartbeat_body(self.ledger.registration(&host.machine).as_ref()));
-        let (key, accepted_loss) = (None, AcceptedLoss::Nothing);
+        let (key, accepted_loss) = (None, AcceptedLoss::None);
         let planned =
             PlannedRequest { operation: "heartbeat", method: "POST", path, token, body, key, accepted_loss };
         send_request(&self.processes[process_index], process_index, &self.ledger, &planned).await
@@ -325,7 +326,7 @@ impl Simulation<'_> {
         self.ledger.record_registration_attempt(&host.machine);
         let token = host.registration_token.clone().into();
         let (path, body) = ("/vps/register".to_owned(), Some(host.registration_body(0)));
-        let (key, accepted_loss) = (None, AcceptedLoss::Nothing);
+        let (key, accepted_loss) = (None, AcceptedLoss::None);
         let planned =
             PlannedRequest { operation: "register", method: "POST", path, token, body, key, accepted_loss };
         send_request(&self.processes[process_index], process_index, &self.ledger, &planned).await
@@ -336,7 +337,7 @@ impl Simulation<'_> {
         let (user, slot) = prefix.split_once('/').expect("a slot prefix contains a slash");
         let body = Some(json!({"idpUserId": user, "slot": slot}));
         let (token, path) = (SECRET.to_owned().into(), "/vps/slots/pointer/rebuild".to_owned());
-        let (key, accepted_loss) = (None, AcceptedLoss::Nothing);
+        let (key, accepted_loss) = (None, AcceptedLoss::None);
         let planned =
             PlannedRequest { operation: "rebuild", method: "POST", path, token, body, key, accepted_loss };
         send_request(&self.processes[0], 0, &self.ledger, &planned).await;
@@ -352,7 +353,7 @@ impl Simulation<'_> {
             .filter(|_| accepts_loss)
             .map(|row| self.rows.accept_loss(row.prefix()));
         let (token, path) = (SECRET.to_owned().into(), format!("/vps/operations/{operation_id}/{operation}"));
-        let (key, accepted_loss) = (None, AcceptedLoss::Nothing);
+        let (key, accepted_loss) = (None, AcceptedLoss::None);
         let planned = PlannedRequest { operation, method: "POST", path, token, body, key, accepted_loss };
         send_request(&self.processes[0], 0, &self.ledger, &planned).await;
         drop(acceptance);

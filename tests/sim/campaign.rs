@@ -161,17 +161,17 @@ impl Fleet {
     /// Runs the 12 newest hosts until the future is dropped: in each round, each host registers or sends a heartbeat.
     async fn run_hosts(&self, seed: u64) {
         let mut rng = Rng::new(seed);
-        let mut known: Vec<Host> = Vec::new();
+        let mut hosts: Vec<Host> = Vec::new();
         loop {
             for server in self.stack.provider.servers() {
-                if !known.iter().any(|host| host.server == server.name) {
-                    known.push(Host::from_order(&OrderedServer {
+                if !hosts.iter().any(|host| host.server == server.name) {
+                    hosts.push(Host::from_order(&OrderedServer {
                         name: server.name,
                         user_data: server.user_data,
                     }));
                 }
             }
-            let newest: Vec<Host> = known.iter().rev().take(12).cloned().collect();
+            let newest: Vec<Host> = hosts.iter().rev().take(12).cloned().collect();
             for host in newest {
                 let (operation, path, token, body) = if rng.percent(60) {
                     self.ledger.record_registration_attempt(&host.machine);
@@ -263,9 +263,9 @@ async fn run_campaign(seed: u64) -> Result<u32> {
     let database_state = DatabaseState::read(&database).await?;
     let live = machines_with_servers(&fleet.stack);
     let caller_view = CallerView::from_ledger(&fleet.ledger);
-    let mut found =
+    let mut violations =
         check::check_always(&database_state, &mut Observations::default(), &fleet.ledger, &caller_view);
-    found.extend(check::check_settled(
+    violations.extend(check::check_settled(
         &database_state,
         &live,
         &snapshot::read_audit(&database).await?,
@@ -273,8 +273,8 @@ async fn run_campaign(seed: u64) -> Result<u32> {
     ));
     let log = || format!("{}\n{}", fleet.ledger.lines().join("\n"), fleet.stack.log());
     assert!(
-        has_settled && found.is_empty(),
-        "seed {seed} violated {found:?}\n{database_state:#?}\n{}",
+        has_settled && violations.is_empty(),
+        "seed {seed} violated {violations:?}\n{database_state:#?}\n{}",
         log()
     );
     for machine in database_state.machines.iter().filter(|machine| machine.is_running()) {

@@ -37,10 +37,10 @@ pub fn check_always(
     ledger: &Ledger,
     caller_view: &CallerView,
 ) -> BTreeSet<Violation> {
-    let mut found = ledger.violations();
+    let mut violations = ledger.violations();
     let mut require = |holds: bool, violation| {
         if !holds {
-            found.insert(violation);
+            violations.insert(violation);
         }
     };
     let registrations = ledger.registration_attempts();
@@ -71,7 +71,7 @@ pub fn check_always(
         caller_view.operations.iter().all(|id| present.contains(id.as_str())),
         Violation::AcceptedOperationLost,
     );
-    found
+    violations
 }
 
 impl Observations {
@@ -131,17 +131,17 @@ pub fn check_fences(
     live: &[String],
     fences: &BTreeMap<String, u32>,
 ) -> BTreeSet<Violation> {
-    let mut found = BTreeSet::new();
+    let mut violations = BTreeSet::new();
     let new = live
         .iter()
         .filter_map(|id| database_state.machine(id))
         .filter(|machine| machine.registered_at.is_none());
     for machine in new {
         if fences.get(&machine.prefix()).copied().unwrap_or(0) < machine.epoch {
-            found.insert(Violation::ServerBeforeFence);
+            violations.insert(Violation::ServerBeforeFence);
         }
     }
-    found
+    violations
 }
 
 /// Checks the additional invariants that hold once the run has settled and no fault remains.
@@ -151,21 +151,21 @@ pub fn check_settled(
     audit: &[AuditRow],
     ledger: &Ledger,
 ) -> BTreeSet<Violation> {
-    let mut found = BTreeSet::new();
+    let mut violations = BTreeSet::new();
     if database_state.operations.iter().any(|operation| operation.state == "running") {
-        found.insert(Violation::UnfinishedOperation);
+        violations.insert(Violation::UnfinishedOperation);
     }
     if live.iter().any(|id| is_orphaned(database_state, live, ledger, id)) {
-        found.insert(Violation::OrphanedServer);
+        violations.insert(Violation::OrphanedServer);
     }
     let has_lost_server = |machine: &MachineRow| machine.is_running() && !live.contains(&machine.machine_id);
     if database_state.machines.iter().any(has_lost_server) {
-        found.insert(Violation::RunningWithoutServer);
+        violations.insert(Violation::RunningWithoutServer);
     }
     if !is_audit_complete(database_state, audit, ledger) {
-        found.insert(Violation::AuditIncomplete);
+        violations.insert(Violation::AuditIncomplete);
     }
-    found
+    violations
 }
 
 /// Returns whether deletions are suspended: the restored database lacks a server, so an operator must decide.

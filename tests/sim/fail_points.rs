@@ -75,13 +75,13 @@ fn read_file(path: &str) -> String {
     fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-fn collect_sources(dir: &Path, found: &mut Vec<PathBuf>) {
+fn collect_sources(dir: &Path, sources: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
         if path.is_dir() {
-            collect_sources(&path, found);
+            collect_sources(&path, sources);
         } else if path.extension().is_some_and(|extension| extension == "rs") {
-            found.push(path);
+            sources.push(path);
         }
     }
 }
@@ -103,8 +103,9 @@ fn dev_build_is_recognized_by_its_fail_points() {
 fn every_failpoint_in_the_source_is_enumerated() {
     let mut files = Vec::new();
     collect_sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut files);
-    let known: Vec<&str> = enumerations().iter().flat_map(|(points, _, _)| points.iter().copied()).collect();
-    let mut found = Vec::new();
+    let enumerated: Vec<&str> =
+        enumerations().iter().flat_map(|(points, _, _)| points.iter().copied()).collect();
+    let mut triggered = Vec::new();
     for file in files {
         for name in failpoint_calls(&fs::read_to_string(&file).unwrap()) {
             // Operations derive their points from kind, step and position, and enumerate them in the same way.
@@ -112,15 +113,15 @@ fn every_failpoint_in_the_source_is_enumerated() {
                 name.starts_with("&fail_point_name(") && file.ends_with("platform/operations/leased.rs");
             let is_switch = SWITCHES.contains(&name.as_str());
             assert!(
-                is_derived || is_switch || known.contains(&name.as_str()),
+                is_derived || is_switch || enumerated.contains(&name.as_str()),
                 "{}: {name} is not in any FAILPOINTS list",
                 file.display()
             );
-            found.push(name);
+            triggered.push(name);
         }
     }
-    for point in known {
-        assert!(found.iter().any(|name| name == point), "{point} is enumerated but not in the source");
+    for point in enumerated {
+        assert!(triggered.iter().any(|name| name == point), "{point} is enumerated but not in the source");
     }
     assert_eq!(failpoint_calls("x failpoint::trigger(\"a.b\")?; failpoint::trigger(&c)"), ["a.b", "&c"]);
 }
@@ -130,22 +131,22 @@ fn every_enumeration_has_a_kill_test() {
     for (points, name, test) in enumerations() {
         let text = read_file(test);
         assert!(!points.is_empty());
-        let forms = [format!("in {name}"), format!("zip({name})"), format!("{name}.iter()")];
-        let is_walked = text
+        let loops = [format!("in {name}"), format!("zip({name})"), format!("{name}.iter()")];
+        let is_iterated = text
             .split("\nasync fn ")
             .chain(text.split("\nfn "))
-            .any(|function| forms.iter().any(|form| function.contains(form)));
+            .any(|function| loops.iter().any(|pattern| function.contains(pattern)));
         assert!(
-            is_walked && text.contains("return(kill)"),
+            is_iterated && text.contains("return(kill)"),
             "{test} does not kill a process at each point in {name}"
         );
     }
     let kills = read_file("tests/platform/kills.rs");
     for kind in OperationKind::ALL {
         assert!(!fail_point_names(kind).is_empty());
-        let walks = ["run_for_every_fail_point", "assert_survives_kills"]
-            .map(|walk| format!("{walk}(OperationKind::{kind:?},"));
-        let is_walked = walks.iter().any(|walk| kills.contains(walk));
-        assert!(is_walked, "tests/platform/kills.rs has none of {walks:?}");
+        let calls = ["run_for_every_fail_point", "assert_survives_kills"]
+            .map(|function| format!("{function}(OperationKind::{kind:?},"));
+        let is_tested = calls.iter().any(|call| kills.contains(call));
+        assert!(is_tested, "tests/platform/kills.rs has none of {calls:?}");
     }
 }

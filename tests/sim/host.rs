@@ -134,8 +134,8 @@ impl Host {
     ) -> anyhow::Result<&'static str> {
         let bucket = Bucket::new(Arc::new(StoreConnection { store: Arc::clone(store), switch: None }));
         let slot = SlotPrefix::new(&self.user.parse()?, &self.slot.parse()?);
-        let (at, epoch) = (svc::clock::now_ms(), Epoch(self.epoch));
-        let key = snapshot_key(at, epoch);
+        let (taken_at, epoch) = (svc::clock::now_ms(), Epoch(self.epoch));
+        let key = snapshot_key(taken_at, epoch);
         if !self.boot(store, rows).await? {
             return Ok("no data restored yet");
         }
@@ -151,7 +151,7 @@ impl Host {
         if stops_after == Some(1) {
             return Ok("stopped after the dump");
         }
-        let sidecar = self.sidecar(key, &content, at);
+        let sidecar = self.sidecar(key, &content, taken_at);
         if broken_rule == Some(BrokenRule::HostDoesNotVerify) {
             write_pointer_unchecked(&bucket, &slot, &snapshot_ref(&sidecar)).await?;
             return Ok("moved the pointer too early");
@@ -169,7 +169,7 @@ impl Host {
         Ok("moved the pointer")
     }
 
-    fn sidecar(&self, key: String, content: &Bytes, at: Timestamp) -> Sidecar {
+    fn sidecar(&self, key: String, content: &Bytes, taken_at: Timestamp) -> Sidecar {
         Sidecar {
             version: FORMAT,
             key,
@@ -178,8 +178,8 @@ impl Host {
             pg_version: "16".to_owned(),
             machine_id: self.machine.parse::<MachineId>().expect("the machine id is valid"),
             epoch: Epoch(self.epoch),
-            taken_at: at,
-            verified_at: at,
+            taken_at,
+            verified_at: taken_at,
             roles: Vec::new(),
             tables: Vec::new(),
             database: None,

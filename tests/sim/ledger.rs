@@ -55,8 +55,8 @@ impl Ledger {
     }
 
     pub fn log(&self, line: impl std::fmt::Display) {
-        let at = self.started_at.elapsed().as_millis();
-        self.state().lines.push(format!("{at:>6} ms  {line}"));
+        let elapsed_ms = self.started_at.elapsed().as_millis();
+        self.state().lines.push(format!("{elapsed_ms:>6} ms  {line}"));
     }
 
     pub fn lines(&self) -> Vec<String> {
@@ -69,7 +69,7 @@ impl Ledger {
         format!("request-{}", state.requests)
     }
 
-    /// Records a response, the machines and operations that it names, and the violations that it shows.
+    /// Records a response, the machines and operations that it names, and the violations that it reveals.
     pub fn record_response(&self, record: RequestRecord, response: &ApiResponse) {
         let mut state = self.state();
         if response.status == 500 {

@@ -27,7 +27,7 @@ const MACHINE_LABEL: &str = "svc-machine";
 const LOCATIONS: [&str; 3] = ["nbg1", "hel1", "fsn1"];
 const TYPES: [(&str, u32); 4] = [("cpx12", 40), ("cpx22", 80), ("cpx32", 160), ("cpx52", 480)];
 
-/// A server as ordered; the input for a host.
+/// A server that was created, and its user-data, from which a host is built.
 #[derive(Debug, Clone)]
 pub struct OrderedServer {
     pub name: String,
@@ -85,8 +85,8 @@ impl InMemoryProvider {
     /// Returns the machines whose servers are powered on.
     pub fn powered_on(&self) -> Vec<String> {
         let state = self.state();
-        let on = state.servers.values().filter(|server| server.status == ServerStatus::Running);
-        on.filter_map(|server| server.labels.get(MACHINE_LABEL).cloned()).collect()
+        let running = state.servers.values().filter(|server| server.status == ServerStatus::Running);
+        running.filter_map(|server| server.labels.get(MACHINE_LABEL).cloned()).collect()
     }
 
     /// Returns every server ever created, oldest first.
@@ -120,7 +120,7 @@ impl InMemoryProvider {
         {
             return Some(ProviderFault::LostReply);
         }
-        let index = state.faults.iter().position(|(known, _, _)| *known == call)?;
+        let index = state.faults.iter().position(|(fault_call, _, _)| *fault_call == call)?;
         let fault = state.faults[index].1;
         state.faults[index].2 -= 1;
         if state.faults[index].2 == 0 {
@@ -137,7 +137,7 @@ impl InMemoryProvider {
         next(&self.state()) == Some(ProviderFault::Partial)
     }
 
-    fn order(&self, order: &ServerOrder) -> Result<Server, ProviderError> {
+    fn add_server(&self, order: &ServerOrder) -> Result<Server, ProviderError> {
         let must_be_unique = self.broken_rule != Some(BrokenRule::ProviderAcceptsDuplicateNames);
         let mut state = self.state();
         if must_be_unique && state.servers.values().any(|server| server.name == order.name) {
@@ -151,7 +151,7 @@ impl InMemoryProvider {
             status: ServerStatus::Running,
             public_ipv4: Some(Ipv4Addr::new(127, 201, (id / 250) as u8, (id % 250 + 1) as u8)),
             server_type: order.server_type.clone(),
-            disk_gb: disk_of(&order.server_type).unwrap_or(80),
+            disk_gb: disk_size_gb(&order.server_type).unwrap_or(80),
             labels: order.labels.clone(),
             is_locked: false,
         };
@@ -160,13 +160,13 @@ impl InMemoryProvider {
             user_data: order.user_data.expose_secret().to_owned(),
         });
         let label = |server: &Server| server.labels.get(MACHINE_LABEL).cloned();
-        state.had_duplicate |= state.servers.values().any(|known| label(known) == label(&server));
+        state.had_duplicate |= state.servers.values().any(|other| label(other) == label(&server));
         state.servers.insert(id, server.clone());
         Ok(server)
     }
 
     fn create(&self, order: &ServerOrder) -> Result<CreatedServer, ProviderError> {
-        Ok(CreatedServer { server: self.order(order)?, actions: Vec::new() })
+        Ok(CreatedServer { server: self.add_server(order)?, actions: Vec::new() })
     }
 
     async fn call_read<T>(
@@ -206,7 +206,7 @@ impl InMemoryProvider {
             }
             _ => {}
         }
-        let started = self.state().begin(call, id, effect, fault == Some(ProviderFault::ActionError));
+        let started = self.state().begin_action(call, id, effect, fault == Some(ProviderFault::ActionError));
         match fault {
             Some(ProviderFault::Slow) => {
                 tokio::time::sleep(SLOW_DELAY).await;
@@ -248,7 +248,7 @@ impl ProviderState {
         }
     }
 
-    fn begin(
+    fn begin_action(
         &mut self,
         call: &'static str,
         id: ServerId,
@@ -266,7 +266,7 @@ impl ProviderState {
             if server.status != ServerStatus::Off {
                 return refused("server_not_stopped");
             }
-            if server.server_type == *to || disk_of(to).is_none_or(|disk| disk < server.disk_gb) {
+            if server.server_type == *to || disk_size_gb(to).is_none_or(|disk| disk < server.disk_gb) {
                 return refused("invalid_server_type");
             }
         }
@@ -285,7 +285,7 @@ impl ProviderState {
     }
 }
 
-fn disk_of(server_type: &ServerType) -> Option<u32> {
+fn disk_size_gb(server_type: &ServerType) -> Option<u32> {
     TYPES.iter().find(|(name, _)| *name == server_type.as_str()).map(|(_, disk)| *disk)
 }
 
@@ -311,7 +311,7 @@ impl Provider for SharedProvider {
                 Err(failure(CALL, ErrorKind::Account, 412, "resource_unavailable"))
             }
             Some(ProviderFault::LostReply) => {
-                let _ = self.0.order(order);
+                let _ = self.0.add_server(order);
                 Err(failure(CALL, ErrorKind::Ambiguous, 504, ""))
             }
             Some(ProviderFault::Late) => {
@@ -319,7 +319,7 @@ impl Provider for SharedProvider {
                 tokio::spawn(async move {
                     tokio::time::sleep(LATE_DELAY).await;
                     // Fails if another order has already taken the name.
-                    let _ = provider.order(&order);
+                    let _ = provider.add_server(&order);
                 });
                 Err(failure(CALL, ErrorKind::Ambiguous, 504, ""))
             }
@@ -350,8 +350,8 @@ impl Provider for SharedProvider {
             Some(BrokenRule::ProviderAcceptsDuplicateNames | BrokenRule::ProviderDeletesNothing)
         );
         let matches_selector = |server: &&Server| {
-            let found = server.labels.get(label);
-            !finds_nothing && found.is_some_and(|found| value.is_none_or(|value| value == found))
+            let actual = server.labels.get(label);
+            !finds_nothing && actual.is_some_and(|actual| value.is_none_or(|value| value == actual))
         };
         let is_incomplete = self.0.is_next_list_incomplete();
         let is_listed = |(nth, _): &(usize, Server)| !is_incomplete || nth % 2 == 1;
@@ -399,8 +399,8 @@ impl Provider for SharedProvider {
 
     async fn action(&self, id: ActionId) -> Result<Action, ProviderError> {
         let find = |state: &ProviderState| state.actions.get(&id.0).map(|pending| pending.action.clone());
-        let found = self.0.call_read("get action", find).await?;
-        found.ok_or_else(|| failure("get action", ErrorKind::NotFound, 404, "not_found"))
+        let action = self.0.call_read("get action", find).await?;
+        action.ok_or_else(|| failure("get action", ErrorKind::NotFound, 404, "not_found"))
     }
 
     async fn power_on(&self, id: ServerId) -> Result<Action, ProviderError> {
@@ -429,7 +429,7 @@ impl Provider for SharedProvider {
 
     async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError> {
         let info = |disk_gb| ServerTypeInfo { name: name.clone(), cores: 2, memory_gb: 4.0, disk_gb };
-        self.0.call_read("get server type", |_| disk_of(name).map(info)).await
+        self.0.call_read("get server type", |_| disk_size_gb(name).map(info)).await
     }
 
     async fn prices(&self, _: &ServerType) -> Result<ServerPrices, ProviderError> {

@@ -208,9 +208,9 @@ pub fn plan(seed: u64) -> Vec<Step> {
     if rng.percent(10) {
         let saved = SLOTS.len() + rng.below(length / 2);
         let restored = saved + 1 + rng.below(length - saved);
-        for (at, action) in [(saved, Action::SaveDatabase), (restored, Action::RestoreDatabase)] {
+        for (index, action) in [(saved, Action::SaveDatabase), (restored, Action::RestoreDatabase)] {
             let step = step(&mut rng, action);
-            steps.insert(at.min(steps.len()), step);
+            steps.insert(index.min(steps.len()), step);
         }
     }
     steps

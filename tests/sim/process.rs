@@ -54,7 +54,7 @@ pub struct ApiResponse {
     pub body: Value,
 }
 
-/// Returns the production configuration, with shorter times.
+/// Returns the production configuration, with shorter intervals and timeouts.
 pub fn config(database: &str) -> PlatformConfig {
     let key = "07".repeat(32);
     let env = Env::from_pairs([

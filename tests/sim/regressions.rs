@@ -13,10 +13,10 @@ fn step(action: Action, key: Option<u8>) -> Step {
 
 async fn assert_no_violations(steps: Vec<Step>) {
     let database = RunDatabase::new(None).await.unwrap();
-    if let RunResult::Violated { found, log, .. } =
+    if let RunResult::Violated { violations, log, .. } =
         run_plan(&database, Backends::InProcess, &steps, None).await.unwrap()
     {
-        panic!("{found:?}:\n{}", log.join("\n"));
+        panic!("{violations:?}:\n{}", log.join("\n"));
     }
 }
 

@@ -11,7 +11,7 @@ pub struct Rows(Arc<Mutex<RowsState>>);
 
 #[derive(Debug, Default)]
 struct RowsState {
-    last: u32,
+    last_row: u32,
     /// By slot prefix.
     slots: BTreeMap<String, SlotRows>,
     /// By machine. A machine without an entry has restored no data yet, or the provider lost its disk.
@@ -49,11 +49,11 @@ impl Rows {
         self.state().disks.get(machine).map(|disk| disk.rows.clone())
     }
 
-    /// Writes one more row and returns its number; `None` if the machine has no disk with restored data.
+    /// Writes a new row and returns its number; `None` if the machine has no disk with restored data.
     pub fn write(&self, machine: &str) -> Option<u32> {
         let mut state = self.state();
-        state.last += 1;
-        let row = state.last;
+        state.last_row += 1;
+        let row = state.last_row;
         let disk = state.disks.get_mut(machine)?;
         disk.rows.insert(row);
         let prefix = disk.prefix.clone();

@@ -17,7 +17,7 @@ use super::violation::{BrokenRule, Violation};
 /// The result of running a plan.
 pub enum RunResult {
     Passed(Counts),
-    Violated { found: BTreeSet<Violation>, after: usize, log: Vec<String> },
+    Violated { violations: BTreeSet<Violation>, after: usize, log: Vec<String> },
 }
 
 /// How the provider and the object store are simulated.
@@ -46,25 +46,25 @@ pub async fn run_plan(
     for (number, step) in steps.iter().enumerate() {
         simulation.ledger.log(format!("{number:>2}. p{} {:?}", step.process_index, step.action));
         simulation.perform_step(step).await?;
-        let found = simulation.check_now().await?;
-        if !found.is_empty() {
+        let violations = simulation.check_now().await?;
+        if !violations.is_empty() {
             let log = simulation.ledger.lines();
             simulation.finish().await;
-            return Ok(RunResult::Violated { found, after: number + 1, log });
+            return Ok(RunResult::Violated { violations, after: number + 1, log });
         }
     }
-    simulation.ledger.log("the faults end");
+    simulation.ledger.log("the faults are cleared");
     simulation.settle().await?;
-    let mut found = simulation.check_now().await?;
-    if found.is_empty() {
-        found = simulation.check_settled().await?;
+    let mut violations = simulation.check_now().await?;
+    if violations.is_empty() {
+        violations = simulation.check_settled().await?;
     }
     let log = simulation.ledger.lines();
     let counts = simulation.finish().await;
-    Ok(if found.is_empty() {
+    Ok(if violations.is_empty() {
         RunResult::Passed(counts)
     } else {
-        RunResult::Violated { found, after: steps.len(), log }
+        RunResult::Violated { violations, after: steps.len(), log }
     })
 }
 
@@ -111,8 +111,8 @@ pub async fn assert_seeds_find_no_violation(
                 let result = run_plan(&database, backends, &plan(seed), None).await;
                 match result.expect("the run should complete") {
                     RunResult::Passed(seed_counts) => counts.add(seed_counts),
-                    RunResult::Violated { found, after, log } => {
-                        let report = render_report(seed, &found, after, &log);
+                    RunResult::Violated { violations, after, log } => {
+                        let report = render_report(seed, &violations, after, &log);
                         let shortest = find_shortest_failure(&database, backends, seed, after).await;
                         panic!("{report}{shortest}");
                     }
@@ -135,8 +135,8 @@ fn read_seed(variable: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{variable} is not a number")))
 }
 
-fn render_report(seed: u64, found: &BTreeSet<Violation>, after: usize, log: &[String]) -> String {
-    let mut text = format!("seed {seed} violated {found:?} after {after} steps:\n");
+fn render_report(seed: u64, violations: &BTreeSet<Violation>, after: usize, log: &[String]) -> String {
+    let mut text = format!("seed {seed} violated {violations:?} after {after} steps:\n");
     for line in log {
         let _ = writeln!(text, "  {line}");
     }
@@ -157,9 +157,9 @@ async fn find_shortest_failure(
     while passing_len + 1 < failing_len {
         let middle = (passing_len + failing_len) / 2;
         match run_plan(database, backends, &steps[..middle], None).await {
-            Ok(RunResult::Violated { found, after, log }) => {
+            Ok(RunResult::Violated { violations, after, log }) => {
                 failing_len = after.min(middle);
-                last = Some(render_report(seed, &found, after, &log));
+                last = Some(render_report(seed, &violations, after, &log));
             }
             Ok(RunResult::Passed(_)) | Err(_) => passing_len = middle,
         }
@@ -170,12 +170,12 @@ async fn find_shortest_failure(
     }
 }
 
-/// Runs seeds with a broken rule until one detects `wanted`. Every detected violation must be `wanted` or one of its
-/// `consequences`.
+/// Runs seeds with a broken rule until one detects the `expected` violation. Every detected violation must be the
+/// expected one or one of its `consequences`.
 pub async fn find_violation(
     broken_rule: BrokenRule,
     seeds: impl Iterator<Item = u64>,
-    wanted: Violation,
+    expected: Violation,
     consequences: &[Violation],
 ) -> Option<u64> {
     let database = RunDatabase::new(Some(broken_rule)).await.expect("the database should be created");
@@ -183,11 +183,11 @@ pub async fn find_violation(
         let result = run_plan(&database, Backends::InProcess, &plan(seed), Some(broken_rule))
             .await
             .expect("the run should complete");
-        let RunResult::Violated { found, log, .. } = result else { continue };
+        let RunResult::Violated { violations, log, .. } = result else { continue };
         let is_expected =
-            found.iter().all(|violation| *violation == wanted || consequences.contains(violation));
-        assert!(is_expected, "seed {seed} found {found:?}:\n{}", log.join("\n"));
-        if found.contains(&wanted) {
+            violations.iter().all(|violation| *violation == expected || consequences.contains(violation));
+        assert!(is_expected, "seed {seed} found {violations:?}:\n{}", log.join("\n"));
+        if violations.contains(&expected) {
             return Some(seed);
         }
     }

@@ -65,8 +65,9 @@ impl RunProvider {
         match self {
             Self::InMemory(provider) => provider.powered_on(),
             Self::Http { simulator, .. } => {
-                let on = simulator.servers().into_iter().filter(|server| server.status == Power::Running);
-                on.filter_map(|server| server.labels.get("svc-machine").cloned()).collect()
+                let running =
+                    simulator.servers().into_iter().filter(|server| server.status == Power::Running);
+                running.filter_map(|server| server.labels.get("svc-machine").cloned()).collect()
             }
         }
     }
@@ -79,7 +80,7 @@ impl RunProvider {
             Self::Http { simulator, created } => {
                 let mut created = created.lock().unwrap_or_else(PoisonError::into_inner);
                 for server in simulator.servers() {
-                    if !created.iter().any(|known| known.name == server.name) {
+                    if !created.iter().any(|existing| existing.name == server.name) {
                         created.push(OrderedServer { name: server.name, user_data: server.user_data });
                     }
                 }

@@ -116,22 +116,22 @@ impl<'a> Simulation<'a> {
         let caller_view = check::CallerView::from_ledger(&self.ledger);
         let database_state = DatabaseState::read(&self.database.client).await?;
         let fences = self.store.fences().await;
-        let mut found =
+        let mut violations =
             check::check_always(&database_state, &mut self.observations, &self.ledger, &caller_view);
-        found.extend(check::check_fences(&database_state, &live, &fences));
-        found.extend(self.store.violations().await);
+        violations.extend(check::check_fences(&database_state, &live, &fences));
+        violations.extend(self.store.violations().await);
         let lost = self.rows.missing_rows(&self.provider.machines_with_servers());
         if !lost.is_empty() {
             self.ledger.log(format!("rows {lost:?} are lost"));
-            found.insert(Violation::LostRows);
+            violations.insert(Violation::LostRows);
         }
         if self.provider.had_duplicate() {
-            found.insert(Violation::DuplicateServer);
+            violations.insert(Violation::DuplicateServer);
         }
         if self.is_misrouted(&database_state).await? {
-            found.insert(Violation::RoutedWhileNotRunning);
+            violations.insert(Violation::RoutedWhileNotRunning);
         }
-        Ok(found)
+        Ok(violations)
     }
 
     /// Returns whether requests from a user without a running machine are still forwarded after the time allowed for a
@@ -177,10 +177,10 @@ impl<'a> Simulation<'a> {
 
     /// Checks the additional invariants after settling.
     pub async fn check_settled(&mut self) -> Result<BTreeSet<Violation>> {
-        let mut found = BTreeSet::new();
+        let mut violations = BTreeSet::new();
         let database_state = DatabaseState::read(&self.database.client).await?;
         let audit = snapshot::read_audit(&self.database.client).await?;
-        found.extend(check::check_settled(
+        violations.extend(check::check_settled(
             &database_state,
             &self.provider.machines_with_servers(),
             &audit,
@@ -216,10 +216,10 @@ impl<'a> Simulation<'a> {
             }
             if response != expected && (!is_kept || response != expected_while_kept) {
                 self.ledger.log(format!("{} got the response {response:?}", host.server));
-                found.insert(Violation::HostNotNotified);
+                violations.insert(Violation::HostNotNotified);
             }
         }
-        Ok(found)
+        Ok(violations)
     }
 
     /// Kills the platform's processes, restores its saved database if there is one, starts the processes again, and
@@ -238,9 +238,9 @@ impl<'a> Simulation<'a> {
         for process in 0..PROCESSES {
             self.start(process);
         }
-        let on = self.provider.powered_on();
+        let powered_on = self.provider.powered_on();
         for host in self.hosts().to_vec() {
-            if on.contains(&host.machine) && self.ledger.is_registered(&host.machine) {
+            if powered_on.contains(&host.machine) && self.ledger.is_registered(&host.machine) {
                 self.heartbeat(&host, 0).await;
             }
         }

@@ -88,16 +88,16 @@ impl Store {
 
     /// Deletes a pointer, or overwrites it with invalid JSON.
     pub async fn break_pointer(&self, slot: &str, is_lost: bool) {
-        let at = Path::from(format!("{slot}{POINTER}"));
+        let path = Path::from(format!("{slot}{POINTER}"));
         let _pointers = self.pointers.lock().await;
-        if self.inner.head(&at).await.is_err() {
+        if self.inner.head(&path).await.is_err() {
             return;
         }
-        lock(&self.broken_pointers).insert(at.to_string());
+        lock(&self.broken_pointers).insert(path.to_string());
         let result = if is_lost {
-            self.inner.delete(&at).await
+            self.inner.delete(&path).await
         } else {
-            self.inner.put(&at, "{not json".into()).await.map(drop)
+            self.inner.put(&path, "{not json".into()).await.map(drop)
         };
         result.expect("the underlying store should work");
     }
@@ -121,7 +121,7 @@ impl Store {
     /// Returns the next fault for a write or a read, and counts it as used.
     fn take_fault(&self, is_write: bool) -> Option<StoreFault> {
         let mut faults = lock(&self.faults);
-        let index = faults.iter().position(|(known, _, _)| *known == is_write)?;
+        let index = faults.iter().position(|(fault_is_write, _, _)| *fault_is_write == is_write)?;
         let fault = faults[index].1;
         faults[index].2 -= 1;
         if faults[index].2 == 0 {
@@ -132,13 +132,13 @@ impl Store {
 
     async fn put(
         &self,
-        at: &Path,
+        path: &Path,
         payload: PutPayload,
         mut options: PutOptions,
         writer: Writer,
     ) -> Result<PutResult> {
-        let Some(pointer) = pointer_of(at) else {
-            return self.inner.put_opts(at, payload, options).await;
+        let Some(pointer) = pointer_key(path) else {
+            return self.inner.put_opts(path, payload, options).await;
         };
         let mut pointers = self.pointers.lock().await;
         let next: Option<Pointer> = serde_json::from_slice(&Bytes::from(payload.clone())).ok();
@@ -152,87 +152,89 @@ impl Store {
         if is_fence && self.broken_rule == Some(BrokenRule::StoreLosesFences) {
             return Ok(PutResult { e_tag: None, version: None, extensions: Default::default() });
         }
-        let put = self.inner.put_opts(at, payload, options).await?;
+        let put = self.inner.put_opts(path, payload, options).await?;
         let Some(next) = next else { return Ok(put) };
         let claim = (pointer.clone(), next.seq);
         // A claim in the log is checked when `latest` follows it.
-        if pointer != at.as_ref() {
+        if pointer != path.as_ref() {
             lock(&self.claims).insert(claim, writer);
         } else {
             let writer = lock(&self.claims).get(&claim).copied().unwrap_or(writer);
-            self.check_pointer(at, before.as_ref(), &next, writer).await;
+            self.check_pointer(path, before.as_ref(), &next, writer).await;
             if self.broken_rule == Some(BrokenRule::StoreRemovesSnapshots) {
-                self.prune(at, &next).await;
+                self.prune(path, &next).await;
             }
-            pointers.insert(at.to_string(), next);
+            pointers.insert(path.to_string(), next);
         }
         Ok(put)
     }
 
     /// Checks a new value of a pointer. The platform writes fences, and the snapshot that a rebuild chooses, even below
     /// the fence if no other snapshot is complete. A host may move the pointer only at or above the fence.
-    async fn check_pointer(&self, at: &Path, before: Option<&Pointer>, next: &Pointer, writer: Writer) {
-        let mut found = BTreeSet::new();
+    async fn check_pointer(&self, path: &Path, before: Option<&Pointer>, next: &Pointer, writer: Writer) {
+        let mut violations = BTreeSet::new();
         if let Some(before) = before {
-            let epoch = |pointer: &Pointer| pointer.snapshot.as_ref().map_or(0, |named| named.epoch.0);
+            let epoch = |pointer: &Pointer| pointer.snapshot.as_ref().map_or(0, |snapshot| snapshot.epoch.0);
             let is_older = next.seq <= before.seq || next.fence_epoch < before.fence_epoch;
-            let is_of_other_machine = |named: &SnapshotRef| {
-                named.epoch == before.fence_epoch
-                    && before.fence_holder().is_some_and(|holder| holder != named.machine_id)
+            let is_of_other_machine = |snapshot: &SnapshotRef| {
+                snapshot.epoch == before.fence_epoch
+                    && before.fence_holder().is_some_and(|holder| holder != snapshot.machine_id)
             };
             let is_new = next.snapshot != before.snapshot;
-            if lock(&self.broken_pointers).remove(at.as_ref()) {
+            if lock(&self.broken_pointers).remove(path.as_ref()) {
                 // Restored from the log, or rebuilt from snapshots.
                 if next.seq < before.seq || next.fence_epoch < before.fence_epoch {
-                    found.insert(Violation::PointerSetBack);
+                    violations.insert(Violation::PointerSetBack);
                 }
             } else if writer == Writer::Host
                 && is_new
                 && (next.snapshot.as_ref().is_some_and(is_of_other_machine)
                     || (epoch(next) < before.fence_epoch.0 && !is_older))
             {
-                found.insert(Violation::PointerMovedByFencedHost);
+                violations.insert(Violation::PointerMovedByFencedHost);
             } else if is_older || epoch(next) < epoch(before) {
-                found.insert(Violation::PointerSetBack);
+                violations.insert(Violation::PointerSetBack);
             }
         }
-        if !self.names_complete_snapshot(at, next).await {
-            found.insert(Violation::PointerToUnverifiedSnapshot);
+        if !self.names_complete_snapshot(path, next).await {
+            violations.insert(Violation::PointerToUnverifiedSnapshot);
         }
-        lock(&self.violations).extend(found);
+        lock(&self.violations).extend(violations);
     }
 
-    async fn names_complete_snapshot(&self, at: &Path, pointer: &Pointer) -> bool {
-        let Some(named) = &pointer.snapshot else { return true };
-        let slot = at.as_ref().strip_suffix("system/db/latest").unwrap_or_default();
+    async fn names_complete_snapshot(&self, path: &Path, pointer: &Pointer) -> bool {
+        let Some(snapshot) = &pointer.snapshot else { return true };
+        let slot = path.as_ref().strip_suffix("system/db/latest").unwrap_or_default();
         let read = async |key: String| self.inner.get(&Path::from(key)).await.ok()?.bytes().await.ok();
         let (dump, sidecar) =
-            (read(format!("{slot}{}", named.key)), read(format!("{slot}{}.json", named.key)));
+            (read(format!("{slot}{}", snapshot.key)), read(format!("{slot}{}.json", snapshot.key)));
         let (Some(dump), Some(sidecar)) = (dump.await, sidecar.await) else { return false };
         let Ok(sidecar) = serde_json::from_slice::<Sidecar>(&sidecar) else { return false };
         let digest = hex::encode(Sha256::digest(&dump));
-        digest == named.sha256 && sidecar.sha256 == named.sha256 && dump.len() as u64 == named.size_bytes
+        digest == snapshot.sha256
+            && sidecar.sha256 == snapshot.sha256
+            && dump.len() as u64 == snapshot.size_bytes
     }
 
     /// Removes all of the slot's snapshots except the one that the pointer names.
-    async fn prune(&self, at: &Path, pointer: &Pointer) {
-        let Some(named) = &pointer.snapshot else { return };
-        let slot = at.as_ref().strip_suffix("/latest").unwrap_or_default();
+    async fn prune(&self, path: &Path, pointer: &Pointer) {
+        let Some(snapshot) = &pointer.snapshot else { return };
+        let slot = path.as_ref().strip_suffix("/latest").unwrap_or_default();
         let listed = self.inner.list(Some(&Path::from(format!("{slot}/snapshots"))));
         let listed: Vec<ObjectMeta> = listed.try_collect().await.unwrap_or_default();
-        for meta in listed.iter().filter(|meta| !meta.location.as_ref().contains(named.key.as_str())) {
+        for meta in listed.iter().filter(|meta| !meta.location.as_ref().contains(snapshot.key.as_str())) {
             let _ = self.inner.delete(&meta.location).await;
         }
     }
 }
 
 /// Returns the key of the slot's `latest`, for `latest` itself or an entry in the pointer log.
-fn pointer_of(at: &Path) -> Option<String> {
-    let at = at.as_ref();
-    if at.ends_with(POINTER) {
-        return Some(at.to_owned());
+fn pointer_key(path: &Path) -> Option<String> {
+    let path = path.as_ref();
+    if path.ends_with(POINTER) {
+        return Some(path.to_owned());
     }
-    let (slot, _) = at.split_once("system/db/pointer-log/")?;
+    let (slot, _) = path.split_once("system/db/pointer-log/")?;
     Some(format!("{slot}system/db/latest"))
 }
 
@@ -282,38 +284,38 @@ impl fmt::Display for StoreConnection {
 
 #[async_trait]
 impl ObjectStore for StoreConnection {
-    async fn put_opts(&self, at: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
+    async fn put_opts(&self, path: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
         let writer = if self.switch.is_some() { Writer::Platform } else { Writer::Host };
-        self.write(self.store.put(at, payload, options, writer)).await
+        self.write(self.store.put(path, payload, options, writer)).await
     }
 
     async fn put_multipart_opts(
         &self,
-        at: &Path,
+        path: &Path,
         options: PutMultipartOptions,
     ) -> Result<Box<dyn MultipartUpload>> {
-        self.write(self.store.inner.put_multipart_opts(at, options)).await
+        self.write(self.store.inner.put_multipart_opts(path, options)).await
     }
 
-    async fn get_opts(&self, at: &Path, options: GetOptions) -> Result<GetResult> {
+    async fn get_opts(&self, path: &Path, options: GetOptions) -> Result<GetResult> {
         match self.store.take_fault(false) {
             Some(StoreFault::Unavailable | StoreFault::LostReply) => return Err(planned_error()),
             Some(StoreFault::Slow) => tokio::time::sleep(SLOW_DELAY).await,
             None => {}
         }
-        let got = self.store.inner.get_opts(at, options).await;
+        let result = self.store.inner.get_opts(path, options).await;
         // Without conditions, a slow read makes lost updates likely.
         if self.store.broken_rule == Some(BrokenRule::StoreIgnoresConditions)
-            && at.as_ref().ends_with(POINTER)
+            && path.as_ref().ends_with(POINTER)
         {
             tokio::time::sleep(SLOW_DELAY).await;
         }
-        got
+        result
     }
 
-    fn delete_stream(&self, at: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
+    fn delete_stream(&self, paths: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
         let store = Arc::clone(&self.store);
-        let recorded = at.inspect_ok(move |path| {
+        let recorded = paths.inspect_ok(move |path| {
             if path.as_ref().contains("/snapshots/") {
                 lock(&store.violations).insert(Violation::SnapshotRemoved);
             }

@@ -79,7 +79,7 @@ fn find_binary(area: &str, path: Option<PathBuf>) -> Result<PathBuf> {
     path.canonicalize().with_context(|| format!("cannot find {}", path.display()))
 }
 
-/// Builds what the area measures, at the given revision, or returns an earlier build of it.
+/// Builds the program that the area measures at the given revision, or returns an earlier build of the same commit.
 fn build_revision(revision: &str, area: &str) -> Result<PathBuf> {
     let root = cargo::root();
     let commit =
@@ -107,9 +107,9 @@ fn build_revision(revision: &str, area: &str) -> Result<PathBuf> {
         target_dir.join("dist/svc")
     };
     // Renamed into place, so that an interrupted copy is not mistaken for a build.
-    let copied = dir.join(".copied");
-    std::fs::copy(&built, &copied).with_context(|| format!("cannot copy {}", built.display()))?;
-    std::fs::rename(&copied, &cached_build)?;
+    let staged = dir.join(".staged");
+    std::fs::copy(&built, &staged).with_context(|| format!("cannot copy {}", built.display()))?;
+    std::fs::rename(&staged, &cached_build)?;
     Ok(cached_build)
 }
 

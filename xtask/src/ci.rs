@@ -11,7 +11,7 @@ use kit::fetch;
 
 use crate::cargo;
 
-/// cargo-deny messages that mean that its advisory database is unreachable.
+/// cargo-deny error messages for an unreachable advisory database.
 const ADVISORY_DATABASE_ERRORS: [&str; 3] =
     ["failed to fetch advisory database", "failed to load advisory database", "failed to open advisory"];
 
@@ -88,7 +88,7 @@ fn run_tests(selection: &[&str]) -> Result<Outcome> {
     run_cargo(&[runner, selection, quiet].concat())
 }
 
-/// Uses its own target directory, because cargo runs only one build at a time in each.
+/// Uses its own target directory, because cargo locks a target directory for the duration of a build.
 fn quick_clippy() -> Result<Outcome> {
     let mut clippy = cargo::command(&[&["clippy"], PRODUCT, &["--lib", "--bins", "--quiet"]].concat());
     clippy.args(["--", "-D", "warnings"]).env("CARGO_TARGET_DIR", fetch::target_dir().join("clippy"));

@@ -28,8 +28,8 @@ const TARGET: &str = "x86_64-unknown-linux-gnu";
 #[cfg(target_arch = "aarch64")]
 const TARGET: &str = "aarch64-unknown-linux-gnu";
 
-/// Flags for C code in dependencies. No panic unwinds through it. File backups compress at a level for which zstd uses
-/// none of these strategies; any executable can decompress what they have compressed.
+/// Flags for C code in dependencies. It needs no unwind tables, because no panic unwinds through it. The excluded zstd
+/// strategies are not used at the compression level of file backups, and decompression does not depend on them.
 const C_FLAGS: [&str; 8] = [
     "-fno-asynchronous-unwind-tables",
     "-fno-unwind-tables",
@@ -88,8 +88,8 @@ fn outdated_reason(svc: &Path, root: &Path) -> Result<Option<String>> {
     Ok(None)
 }
 
-/// Returns a path at or below `path` that was modified after `time`. A directory is modified when an entry is created or
-/// deleted. `git status` would not be enough: it does not list changes that were built and then reverted.
+/// Returns a path at or below `path` that was modified after `time`. A directory is modified when an entry is created
+/// or deleted. `git status` would not be enough: it does not list changes that were built and then reverted.
 fn find_newer(path: &Path, time: SystemTime) -> Result<Option<PathBuf>> {
     let Ok(meta) = fs::symlink_metadata(path) else { return Ok(None) };
     if meta.is_dir() {
@@ -127,14 +127,15 @@ fn compile() -> Result<PathBuf> {
     let mut flags = Vec::new();
     if let Some(profile) = profile::unpack()? {
         flags.push(format!("-Cprofile-use={}", profile.display()));
-        // Functions that have changed since the profile was recorded are no reason for a warning.
+        // Functions that have changed since the profile was recorded must not cause warnings.
         flags.push("-Cllvm-args=-no-pgo-warn-mismatch".to_owned());
     }
     compile_with(flags, &fetch::target_dir())
 }
 
-/// Compiles an executable that counts what it executes, and adds the counts to the files in `counts` at each normal exit.
-pub fn compile_counting(counts: &Path, target_dir: &Path) -> Result<PathBuf> {
+/// Compiles an executable instrumented for profiling. At each normal exit, it adds its execution counts to the files in
+/// `counts`.
+pub fn compile_instrumented(counts: &Path, target_dir: &Path) -> Result<PathBuf> {
     compile_with(vec![format!("-Cprofile-generate={}", counts.display())], target_dir)
 }
 
@@ -161,15 +162,15 @@ fn compile_with(mut flags: Vec<String>, target_dir: &Path) -> Result<PathBuf> {
         // 40,000 relocations take 12 KB as a bitmap and 1 MB as a list. The program relocates itself, so the format
         // depends only on the C library that it is built with.
         "-Clink-arg=-Wl,-z,pack-relative-relocs".to_owned(),
-        // Cargo ignores `strip` in the profile as soon as the package `svc` has an optimization level of its own.
+        // Cargo ignores `strip` in the profile if the package `svc` overrides the optimization level.
         "-Clink-arg=-Wl,--strip-all".to_owned(),
     ]);
     if cfg!(target_arch = "x86_64") {
-        // Calls between packages are direct, instead of through a table of addresses that a static executable does not
-        // need: 230,000 of 361,000 calls.
+        // Calls between crates are direct instead of going through the global offset table, which a static executable
+        // does not need. This affects 230,000 of 361,000 calls.
         flags.push("-Cllvm-args=-force-remove-attribute=nonlazybind".to_owned());
         // Functions with the same code share one copy, which makes the binary 2% smaller. Nothing compares function
-        // addresses. This needs LLD, with which Rust does not link on other architectures.
+        // addresses. This needs LLD, which is not Rust's default linker on other architectures.
         flags.push("-Clink-arg=-Wl,--icf=all".to_owned());
     }
     flags.extend(maps.iter().map(|(from, to)| format!("--remap-path-prefix={}={to}", from.display())));
@@ -258,7 +259,7 @@ mod tests {
         fs::write(&source, "fn main() {}").unwrap();
         write_program(&svc, "unknown");
         let reason = || outdated_reason(&svc, &root).unwrap();
-        assert_eq!(reason(), None, "without git, it must be assumed to match");
+        assert_eq!(reason(), None, "without git, the executable is assumed to match");
 
         let git = |args: &[&str]| {
             let mut git = Command::new("git");

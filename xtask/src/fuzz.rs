@@ -1,7 +1,7 @@
 //! `cargo xtask fuzz`: runs the parsers in tests/fuzz under libFuzzer, one after another, with limits on time, memory
 //! and input. One executable contains all targets. Only the workspace's `svc` is compiled with coverage
-//! (`tests/libfuzzer/rustc.sh`); the dependencies are those of every other development build. Any stable Rust compiler
-//! works, together with a C++ compiler.
+//! (`tests/libfuzzer/rustc.sh`); the dependencies are those of every other development build. A stable Rust compiler
+//! suffices, but a C++ compiler is also needed.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};

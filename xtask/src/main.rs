@@ -252,7 +252,7 @@ mod tests {
 
     fn pages() -> Vec<PathBuf> {
         let root = cargo::root();
-        let mut found = Vec::new();
+        let mut pages = Vec::new();
         let mut folders = vec![root.join("docs"), root.join("packaging"), root.join("tests/kit")];
         while let Some(folder) = folders.pop() {
             for entry in std::fs::read_dir(folder).unwrap() {
@@ -260,12 +260,12 @@ mod tests {
                 if path.is_dir() {
                     folders.push(path);
                 } else if path.extension().is_some_and(|extension| extension == "md") {
-                    found.push(path);
+                    pages.push(path);
                 }
             }
         }
-        found.extend(["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"].map(|page| root.join(page)));
-        found
+        pages.extend(["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"].map(|page| root.join(page)));
+        pages
     }
 
     #[test]

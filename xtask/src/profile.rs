@@ -1,6 +1,7 @@
-//! `cargo xtask profile`: records how often the loads of `tests/bench` execute each part of the executable, and writes
-//! the counts to `packaging/profile`. `cargo xtask dist` optimizes with them: what requests use for speed, the rest for
-//! size. Counts of functions that have changed since are ignored, so an old profile costs speed, never correctness.
+//! `cargo xtask profile`: records how often the workloads of `tests/bench` execute each part of the executable, and
+//! writes the counts to `packaging/profile`. With them, `cargo xtask dist` optimizes frequently executed code for
+//! speed, and the rest for size. Counts of functions that have changed since are ignored, so an outdated profile costs
+//! speed, but never correctness.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -13,8 +14,8 @@ use kit::{child, fetch};
 
 use crate::{cargo, dist};
 
-/// Merges counts. Its LLVM is older than the compiler's, but both use the same version of the format for counts. If an
-/// update of Rust changes that version, the merge fails, and a newer package is needed.
+/// Merges the counts. Its LLVM is older than the compiler's, but both use the same version of the raw profile format.
+/// If an update of Rust changes that version, the merge fails, and a newer package is needed.
 const LLVM_PROFDATA: DebTool = DebTool {
     path: "usr/lib/llvm-19/bin/llvm-profdata",
     debs: &[
@@ -31,11 +32,11 @@ const LLVM_PROFDATA: DebTool = DebTool {
     ],
 };
 const MERGE_TIMEOUT: Duration = Duration::from_secs(120);
-/// A level with which the profile has an eighth of its size.
+/// Compresses the profile to an eighth of its size.
 const COMPRESSION_LEVEL: i32 = 19;
 
-/// The loads whose speed matters, as arguments of the bench program. The one of `restore` also backs up the database.
-const LOADS: [&[&str]; 6] = [
+/// The workloads whose speed matters, as arguments for the bench program. `restore` also backs up the database.
+const WORKLOADS: [&[&str]; 6] = [
     &["router"],
     &["bridge"],
     &["files", "--files", "8000", "--file-bytes", "20000", "--without-rclone"],
@@ -51,14 +52,14 @@ pub fn run() -> Result<ExitCode> {
     let dir = fetch::target_dir().join("profile");
     let counts = dir.join("counts");
     fs::create_dir_all(&dir)?;
-    let svc = dist::compile_counting(&counts, &dir.join("build"))?;
+    let svc = dist::compile_instrumented(&counts, &dir.join("build"))?;
     if counts.exists() {
         fs::remove_dir_all(&counts)?;
     }
-    for load in LOADS {
-        println!("profile: bench {}", load.join(" "));
+    for workload in WORKLOADS {
+        println!("profile: bench {}", workload.join(" "));
         let mut bench = cargo::program("bench");
-        bench.args(load).args(["--rounds", "1"]).arg("--svc").arg(&svc);
+        bench.args(workload).args(["--rounds", "1"]).arg("--svc").arg(&svc);
         bench.arg("--out").arg(fetch::target_dir().join("bench/profile"));
         cargo::run_checked(bench)?;
     }
@@ -70,8 +71,8 @@ pub fn run() -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Unpacks the profile for the compiler. Its name depends on its content, so that cargo builds again when it changes.
-/// `None` if there is none for this architecture.
+/// Unpacks the profile for the compiler; returns `None` if there is no profile for this architecture. The file's name
+/// depends on its content, so that cargo rebuilds when the profile changes.
 pub fn unpack() -> Result<Option<PathBuf>> {
     if !cfg!(target_arch = "x86_64") {
         return Ok(None);
@@ -90,8 +91,8 @@ pub fn unpack() -> Result<Option<PathBuf>> {
     Ok(Some(unpacked))
 }
 
-/// Merges the counts of all processes. Functions that were never executed stay in the profile: without them, the
-/// compiler would take their speed to matter, and the executable would be 2.4 MiB larger.
+/// Merges the counts of all processes. Functions that were never executed are kept in the profile: otherwise, the
+/// compiler would also optimize them for speed, and the executable would be 2.4 MiB larger.
 fn merge(counts: &Path, merged: &Path) -> Result<()> {
     let tool = LLVM_PROFDATA.locate_or_fetch()?;
     let mut merge = tool.command();

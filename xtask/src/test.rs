@@ -12,8 +12,8 @@ use tempfile::TempDir;
 
 use crate::cargo;
 
-/// Free memory required for the temporary files of all tests, in bytes: several times what a run has used.
-const MIN_FREE_MEMORY: u64 = 8 << 30;
+/// Free memory required for the temporary files of all tests: several times the usage of a run.
+const MIN_FREE_MEMORY_BYTES: u64 = 8 << 30;
 
 /// Environment variables for the tests: the files for skipped tests and figures, the directory for temporary files, and
 /// the address of the database server.
@@ -42,11 +42,11 @@ pub fn run(long: bool, filters: &[String]) -> Result<ExitCode> {
 }
 
 /// Creates the directory for the temporary files of all tests, in memory if `TMPDIR` is not set and enough memory is
-/// free. It is removed at the end, with any files that killed tests have left. Its name is short, because the length of
-/// Unix socket paths is limited.
+/// free. It is removed at the end, with any files that killed tests left behind. Its name is short, because the length
+/// of Unix socket paths is limited.
 fn create_temp_dir() -> Result<TempDir> {
     let chosen = std::env::var_os("TMPDIR").map(PathBuf::from);
-    let parent = chosen.or_else(|| disk::in_memory_dir(MIN_FREE_MEMORY).map(Path::to_owned));
+    let parent = chosen.or_else(|| disk::in_memory_dir(MIN_FREE_MEMORY_BYTES).map(Path::to_owned));
     let parent = parent.unwrap_or_else(std::env::temp_dir);
     let temporary = tempfile::Builder::new().prefix("t").rand_bytes(5).tempdir_in(&parent);
     let temporary =
@@ -107,9 +107,9 @@ fn run_command(command: &mut Command) -> Result<(ExitCode, String)> {
 }
 
 /// Returns the number before ` passed` or ` failed` in `test result: ok. 3 passed; 0 failed; …`.
-fn count(line: &str, word: &str) -> u64 {
+fn count(line: &str, label: &str) -> u64 {
     let Some(result) = line.strip_prefix("test result: ") else { return 0 };
-    let before = result.split_once(word).map(|(before, _)| before);
+    let before = result.split_once(label).map(|(before, _)| before);
     before.and_then(|before| before.rsplit(' ').next()?.parse().ok()).unwrap_or(0)
 }
 

@@ -97,7 +97,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
     for (name, scale) in OTHER_SIZES {
         println!("  {name}");
         let dir = tempfile::tempdir_in(dir.path())?;
-        // In the first machine's store, another machine of the same epoch would be fenced.
+        // Each database gets its own store: a second machine with the same epoch would be fenced in the first one's.
         let store = BenchStore::open(dir.path())?;
         let server = database::create(dir.path(), scale).await?;
         let (stats, _) = Testbed::prepare(dir.path(), options, &store, &server, scale)?.run_svc_backup()?;

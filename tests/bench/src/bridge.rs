@@ -201,12 +201,12 @@ impl Testbed {
         ];
         for (side, request, process) in sides {
             let before = cpu_time(process.pid())?;
-            let outcome = self.wrk.load(&request, connections, seconds)?;
+            let result = self.wrk.load(&request, connections, seconds)?;
             let spent = cpu_time(process.pid())? - before;
-            tally.add(name, side, outcome.per_second());
+            tally.add(name, side, result.per_second());
             if let Some((cost, p99)) = extra {
-                tally.add(cost, side, outcome.cpu_micros(spent));
-                tally.add(p99, side, if side == PRODUCT { outcome.p99 } else { outcome.p50 });
+                tally.add(cost, side, result.cpu_micros(spent));
+                tally.add(p99, side, if side == PRODUCT { result.p99 } else { result.p50 });
             }
         }
         tally.add(name, PGBENCH, pgbench::load(&self.server, DATABASE, &call.sql, connections, seconds)?);

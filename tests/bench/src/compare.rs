@@ -1,11 +1,11 @@
-//! Compares the product with an earlier build of it: both builds' figures, their ratio, and whether the product has
-//! become worse.
+//! Compares the product with an earlier build: both builds' figures, their ratio, and whether each figure has become
+//! better or worse.
 //!
 //! All functions here are pure. Each round measures both builds, so that a disturbance affects both sides of a ratio.
 
 use super::figures::{Figure, PRODUCT, Spec, Tally, median, quantile};
 
-/// A median ratio that differs from 1 by at most this much is never a change.
+/// A median ratio that differs from 1 by at most this much never counts as a change.
 const MIN_CHANGE: f64 = 0.02;
 /// Fewer rounds cannot distinguish a change from noise.
 const MIN_ROUNDS: usize = 3;
@@ -93,14 +93,14 @@ fn names(specs: &[Spec]) -> Vec<&'static str> {
     names
 }
 
-/// Rates and the fairness between apps are better when they are higher; times, sizes and processor time per second, when
-/// they are lower.
+/// Whether a higher value is better, as for rates and the fairness between apps. For times, sizes and CPU time per
+/// second, a lower value is better.
 fn is_higher_better(unit: &str) -> bool {
     matches!(unit, "1/s" | "MiB/s" | "ratio")
 }
 
-/// Classifies a figure, which has changed if nearly all of its ratios are on one side of 1, and their median is further
-/// from 1 than [`MIN_CHANGE`] and than twice their spread. `None` if there are no ratios.
+/// Classifies a figure. It has changed if nearly all of its ratios are on one side of 1, and their median differs from
+/// 1 by more than [`MIN_CHANGE`] and by more than twice their spread. Returns `None` if there are no ratios.
 fn classify_ratios(ratios: &[f64], is_higher_better: bool) -> Option<Verdict> {
     let (low, high) = (quantile(ratios, 0.1)?, quantile(ratios, 0.9)?);
     let change = median(ratios)? - 1.0;

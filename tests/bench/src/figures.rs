@@ -14,7 +14,7 @@ pub enum Target {
     /// Our value, in the row's unit.
     AtLeast(f64),
     AtMost(f64),
-    /// No target: the figure is shown for comparison.
+    /// No target: the figure is reported only for comparison.
     None,
 }
 

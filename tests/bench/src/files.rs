@@ -353,8 +353,8 @@ fn add_store_usage(store: &BenchStore, side: &'static str, tally: &mut Tally) {
 /// Checks that `home/projects` has the same number of files and the same total size in both trees. Files whose names
 /// begin with a dot are not counted.
 fn check_restored(restored: &Path, source: &Path) -> Result<()> {
-    let (found, expected) = (measure_tree(restored)?, measure_tree(source)?);
-    ensure!(found == expected, "restored (files, bytes): {found:?}, expected: {expected:?}");
+    let (actual, expected) = (measure_tree(restored)?, measure_tree(source)?);
+    ensure!(actual == expected, "restored (files, bytes): {actual:?}, expected: {expected:?}");
     Ok(())
 }
 

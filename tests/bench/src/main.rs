@@ -1,6 +1,6 @@
-//! `cargo xtask bench`: measures the product, its peers and upper bounds in alternating rounds. The subject is the
-//! release binary with everything that is enabled for users: TLS, sessions, proofs, validation, the app's role.
-//! Absolute figures depend on the machine; targets are ratios within one run where possible.
+//! `cargo xtask bench`: measures the product, its peers and upper bounds in alternating rounds. It measures the release
+//! binary with all features that users get: TLS, sessions, proofs, validation, the app's role. Absolute figures depend
+//! on the machine; targets are ratios within one run where possible.
 
 mod archive;
 mod backup;
@@ -89,8 +89,8 @@ impl FromStr for Area {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let names = Self::ALL.map(Self::name).join(", ");
-        let found = Self::ALL.into_iter().find(|area| area.name() == text);
-        found.ok_or_else(|| format!("must be one of {names}"))
+        let area = Self::ALL.into_iter().find(|area| area.name() == text);
+        area.ok_or_else(|| format!("must be one of {names}"))
     }
 }
 
@@ -153,7 +153,7 @@ fn main() -> ExitCode {
 /// Measures an area, prints its table, and writes its JSON.
 ///
 /// # Errors
-/// Fails if something could not be measured; a missed target is not an error.
+/// Fails if a figure cannot be measured; a missed target is not an error.
 async fn run(options: &Options) -> Result<Report> {
     let (area, svc) = (options.area, options.svc.display());
     println!("bench {}: {svc}, {} rounds, {} s per load", area.name(), options.rounds, options.seconds);

@@ -68,7 +68,7 @@ impl ServerProcess {
 impl Drop for ServerProcess {
     fn drop(&mut self) {
         if let Ok(group) = i32::try_from(self.child.id()) {
-            // An executable that counts what it executes writes the counts at a normal exit.
+            // An executable instrumented for profiling writes its counts only at a normal exit.
             killpg(Pid::from_raw(group), Signal::SIGTERM).ok();
             let stopped = Instant::now();
             while stopped.elapsed() < STOP_TIMEOUT && matches!(self.child.try_wait(), Ok(None)) {

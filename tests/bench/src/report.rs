@@ -68,8 +68,8 @@ pub fn comparison_table(rows: &[ComparedRow]) -> String {
         };
         [
             row.name.to_owned(),
-            figure(row.baseline),
-            figure(row.current),
+            format_figure(row.baseline),
+            format_figure(row.current),
             row.unit.to_owned(),
             format!("{:.3}", row.ratio),
             verdict.to_owned(),
@@ -117,9 +117,9 @@ fn round_figure(value: f64) -> f64 {
 fn cells(row: &Row) -> [String; 8] {
     [
         row.name.to_owned(),
-        figure(row.ours),
+        format_figure(row.ours),
         row.against.unwrap_or_default().to_owned(),
-        row.theirs.map(figure).unwrap_or_default(),
+        row.theirs.map(format_figure).unwrap_or_default(),
         row.unit.to_owned(),
         row.ratio.map(|ratio| format!("{ratio:.2}")).unwrap_or_default(),
         row.target.describe(row.unit),
@@ -132,7 +132,7 @@ fn cells(row: &Row) -> [String; 8] {
     ]
 }
 
-fn figure(figure: Figure) -> String {
+fn format_figure(figure: Figure) -> String {
     let Figure { median, spread_percent } = figure;
     let digits = match median.abs() {
         small if small < 10.0 => 2,

@@ -183,30 +183,30 @@ impl Testbed {
     fn run_loads(&self, tally: &mut Tally, routers: &[RouterSide; 3], seconds: u32) -> Result<()> {
         let direct = self.load(self.upstream.address, "/", false, 1, seconds)?;
         for router in routers {
-            let outcome = self.load(router.address, "/", false, 1, seconds)?;
-            tally.add(RATE_1, router.side, outcome.per_second());
-            tally.add(ADDED_LATENCY, router.side, outcome.p50 - direct.p50);
+            let result = self.load(router.address, "/", false, 1, seconds)?;
+            tally.add(RATE_1, router.side, result.per_second());
+            tally.add(ADDED_LATENCY, router.side, result.p50 - direct.p50);
         }
         tally.add(RATE_32, DIRECT, self.load(self.upstream.address, "/", false, 32, seconds)?.per_second());
         for (connections, rate, cost) in [(32, RATE_32, CPU_32), (128, RATE_128, CPU_128)] {
             for router in routers {
                 let before = cpu_time(router.pid)?;
-                let outcome = self.load(router.address, "/", false, connections, seconds)?;
-                tally.add(rate, router.side, outcome.per_second());
-                tally.add(cost, router.side, outcome.cpu_micros(cpu_time(router.pid)? - before));
+                let result = self.load(router.address, "/", false, connections, seconds)?;
+                tally.add(rate, router.side, result.per_second());
+                tally.add(cost, router.side, result.cpu_micros(cpu_time(router.pid)? - before));
             }
         }
         for router in routers {
-            let outcome = self.load(router.address, "/large", false, 4, seconds)?;
-            tally.add(LARGE_BODIES, router.side, outcome.mib_per_second());
+            let result = self.load(router.address, "/large", false, 4, seconds)?;
+            tally.add(LARGE_BODIES, router.side, result.mib_per_second());
         }
         for router in &routers[..2] {
             let endpoint = self.site.endpoint(router.address, &self.echo_user)?;
             tally.add(MESSAGES, router.side, messages_per_second(&endpoint, 32, seconds)?);
         }
         for router in &routers[..2] {
-            let outcome = self.load(router.address, "/", true, 32, seconds)?;
-            tally.add(HANDSHAKES, router.side, outcome.per_second());
+            let result = self.load(router.address, "/", true, 32, seconds)?;
+            tally.add(HANDSHAKES, router.side, result.per_second());
         }
         Ok(())
     }

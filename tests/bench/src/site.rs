@@ -1,7 +1,7 @@
 //! A platform with machines, and their owners' browser sessions, for the router and footprint benchmarks.
 //!
-//! The machines exist only as database rows. An nginx or a WebSocket echo server answers in place of a gateway, whose
-//! own work the bridge benchmark measures.
+//! The machines exist only as database rows. nginx or a WebSocket echo server responds in place of a gateway; the
+//! bridge benchmark measures the gateway itself.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -76,17 +76,18 @@ impl Site {
         env.extend(store.sts_env());
         env.extend(idp.env());
         let database_url = database.url("platform");
-        let key = uuid::Uuid::new_v4().simple().to_string();
-        let (cert, private) = (router_pem.cert.display().to_string(), router_pem.key.display().to_string());
-        let (sign_in, base) = (format!("{}/sign-in", idp.issuer()), provider.base_url());
+        let secret = uuid::Uuid::new_v4().simple().to_string();
+        let cert_file = router_pem.cert.display().to_string();
+        let key_file = router_pem.key.display().to_string();
+        let (sign_in_url, provider_url) = (format!("{}/sign-in", idp.issuer()), provider.base_url());
         let settings = [
             ("PLATFORM_PUBLIC_URL", "http://127.0.0.1:1"),
-            ("PLATFORM_SECRET", &key),
+            ("PLATFORM_SECRET", &secret),
             ("PLATFORM_LISTEN", "127.0.0.1:0"),
             ("PLATFORM_DATABASE_URL", &database_url),
-            ("PLATFORM_KEY", &key.repeat(2)),
+            ("PLATFORM_KEY", &secret.repeat(2)),
             ("CUSTOMER_VPS_IMAGE_VERSION", "bench"),
-            ("PROVIDER_API_URL", &base),
+            ("PROVIDER_API_URL", &provider_url),
             ("PROVIDER_API_TOKEN", provider.token()),
             // The machines exist only as rows; without reconciliation, their missing servers are not detected.
             ("RECONCILE_SECONDS", "86400"),
@@ -94,10 +95,10 @@ impl Site {
             // The whole load comes from one user: its requests are counted as usual, but never throttled.
             ("ROUTER_USER_REQUESTS_PER_SECOND", "1000000"),
             ("CODE_HOST", CODE_HOST),
-            ("IDP_SIGN_IN_URL", &sign_in),
+            ("IDP_SIGN_IN_URL", &sign_in_url),
             ("ROUTER_LISTEN", "127.0.0.1:0"),
-            ("ROUTER_TLS_CERT_FILE", &cert),
-            ("ROUTER_TLS_KEY_FILE", &private),
+            ("ROUTER_TLS_CERT_FILE", &cert_file),
+            ("ROUTER_TLS_KEY_FILE", &key_file),
         ];
         env.extend(settings.map(|(name, value)| (name.to_owned(), value.to_owned())));
         Ok(Self {

@@ -53,7 +53,7 @@ pub fn run(mut command: Command, timeout: Duration) -> Result<RunStats> {
     let wall = loop {
         match receiver.recv_timeout(POLL_INTERVAL) {
             Ok(wall) => break wall,
-            Err(RecvTimeoutError::Disconnected) => bail!("the waiting thread has ended"),
+            Err(RecvTimeoutError::Disconnected) => bail!("the waiting thread ended without a result"),
             // VmHWM is the kernel's high-water mark, so the last sample suffices.
             Err(RecvTimeoutError::Timeout) => peak_kib = read_number(&status, "VmHWM:").unwrap_or(peak_kib),
         }

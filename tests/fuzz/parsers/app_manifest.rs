@@ -67,11 +67,11 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
 }
 
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
-    let wanted: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    let expected: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     let (stored, statements) = read_manifest(bytes).map_err(|errors| errors.join("; "))?;
-    let tables = wanted["storage"]["tables"].as_object().map_or(0, Map::len);
+    let tables = expected["storage"]["tables"].as_object().map_or(0, Map::len);
     let is_same =
-        ["name", "slug", "version", "runtime", "icon"].iter().all(|field| stored[field] == wanted[field]);
+        ["name", "slug", "version", "runtime", "icon"].iter().all(|field| stored[field] == expected[field]);
     let created = statements.iter().filter(|sql| sql.starts_with("CREATE TABLE ")).count();
     if is_same && created == tables { Ok(()) } else { Err(format!("parsed as {stored}")) }
 }

@@ -242,7 +242,7 @@ fn check_any_archive(bytes: &[u8]) -> Result<(), String> {
 /// Checks that archives without hostile entries are accepted; others need not be.
 fn check_valid_archive(bytes: &[u8]) -> Result<(), String> {
     let mut archive = tar::Archive::new(bytes);
-    let mut wanted = Vec::new();
+    let mut expected = Vec::new();
     for entry in archive.entries().into_iter().flatten() {
         let Ok(mut entry) = entry else { return Ok(()) };
         let path = entry.path().map(std::borrow::Cow::into_owned).unwrap_or_default();
@@ -252,19 +252,20 @@ fn check_valid_archive(bytes: &[u8]) -> Result<(), String> {
         let mut body = Vec::new();
         std::io::Read::read_to_end(&mut entry, &mut body).map_err(|error| error.to_string())?;
         if entry.header().entry_type() == EntryType::Regular {
-            wanted.push((path, body, entry.header().mode().unwrap_or_default()));
+            expected.push((path, body, entry.header().mode().unwrap_or_default()));
         }
     }
     let dir = UnpackDir::new();
     unpack(&*gzip(bytes), &dir.target_path(), LIMITS).map_err(|error| error.to_string())?;
-    for (path, body, mode) in wanted {
+    for (path, body, mode) in expected {
         let unpacked = dir.target_path().join(&path);
         let linked = unpacked
             .with_file_name(format!("{}.link", unpacked.file_name().unwrap_or_default().to_string_lossy()));
-        let found = fs::metadata(&unpacked).map_err(|error| error.to_string())?.permissions().mode() & 0o7777;
+        let unpacked_mode =
+            fs::metadata(&unpacked).map_err(|error| error.to_string())?.permissions().mode() & 0o7777;
         if fs::read(&unpacked).ok() != Some(body.clone())
             || fs::read(linked).ok() != Some(body)
-            || found != mode
+            || unpacked_mode != mode
         {
             return Err(format!("{} has unexpected content", path.display()));
         }

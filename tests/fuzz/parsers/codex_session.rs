@@ -86,8 +86,8 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let (count, tokens_in, tokens_out) = sum_recorded_calls(bytes);
     let usage = read_usage(bytes);
-    let found = usage.as_ref().map(|usage| (usage.tokens_in, usage.tokens_out));
-    if found == (count > 0).then_some((tokens_in, tokens_out)) {
+    let actual = usage.as_ref().map(|usage| (usage.tokens_in, usage.tokens_out));
+    if actual == (count > 0).then_some((tokens_in, tokens_out)) {
         Ok(())
     } else {
         Err(format!("{usage:?} for {count} calls"))

@@ -46,7 +46,11 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let size = usize::from(bytes[8]);
     let last = &bytes[bytes.len() - size..];
-    let wanted = last.iter().rev().fold(0_u64, |sum, byte| sum << 8 | u64::from(*byte));
-    let found = count_dump_entries(bytes);
-    if found.map(u64::from) == Some(wanted) { Ok(()) } else { Err(format!("{found:?} instead of {wanted}")) }
+    let expected = last.iter().rev().fold(0_u64, |sum, byte| sum << 8 | u64::from(*byte));
+    let actual = count_dump_entries(bytes);
+    if actual.map(u64::from) == Some(expected) {
+        Ok(())
+    } else {
+        Err(format!("{actual:?} instead of {expected}"))
+    }
 }

@@ -173,7 +173,7 @@ fn check_valid_boot(bytes: &[u8]) -> Result<(), String> {
     let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
     let pairs = parse_env_file(text).map_err(|line| format!("line {line}"))?;
     let value_of =
-        |wanted: &str| pairs.iter().find(|(name, _)| name == wanted).map(|(_, value)| value.as_str());
+        |variable: &str| pairs.iter().find(|(name, _)| name == variable).map(|(_, value)| value.as_str());
     let is_same = value_of("SVC_USER_ID") == Some(identity.user.as_str())
         && value_of("SVC_SLOT") == Some(identity.slot.as_str())
         && value_of("SVC_MACHINE_ID") == Some(&*identity.machine.to_string())

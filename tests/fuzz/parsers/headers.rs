@@ -52,10 +52,10 @@ fn stored_name(line: &[u8]) -> Vec<u8> {
 fn is_router_cookie(name: &[u8]) -> bool {
     // A cookie without a name is sent as its bare value, which can look like a pair.
     name.is_empty()
-        || reserved_names().iter().any(|ours| match ours.strip_prefix("__Host-") {
-            None => name == ours.as_bytes(),
+        || reserved_names().iter().any(|reserved| match reserved.strip_prefix("__Host-") {
+            None => name == reserved.as_bytes(),
             Some(bare) => {
-                name.len() == ours.len()
+                name.len() == reserved.len()
                     && name[..7].eq_ignore_ascii_case(b"__Host-")
                     && name[7..] == *bare.as_bytes()
             }

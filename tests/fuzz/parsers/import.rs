@@ -100,10 +100,10 @@ fn check_printable(text: &str) -> Result<(), String> {
 fn check_valid_listing(bytes: &[u8]) -> Result<(), String> {
     let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
     let (list, extensions) = read_listing(text)?;
-    let wanted = text.lines().filter(|line| line.contains(" app_notes ") && !line.contains(" ACL "));
-    let wanted = wanted.filter(|line| !line.contains(" TRIGGER ")).count();
+    let expected = text.lines().filter(|line| line.contains(" app_notes ") && !line.contains(" ACL "));
+    let expected = expected.filter(|line| !line.contains(" TRIGGER ")).count();
     let has_extension = text.contains("EXTENSION - citext");
-    if list.lines().count() == wanted && has_extension != extensions.is_empty() {
+    if list.lines().count() == expected && has_extension != extensions.is_empty() {
         Ok(())
     } else {
         Err(format!("{list:?} with {extensions:?} would be loaded"))

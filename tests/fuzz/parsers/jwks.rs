@@ -65,7 +65,7 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
     let set: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     let for_signatures = |key: &&Value| key["use"] != "enc";
-    let wanted = set["keys"].as_array().into_iter().flatten().filter(for_signatures).count();
+    let expected = set["keys"].as_array().into_iter().flatten().filter(for_signatures).count();
     let read = read_keys(bytes).map_err(|error| error.to_string())?;
-    if read.len() == wanted { Ok(()) } else { Err(format!("{read:?} instead of {wanted} keys")) }
+    if read.len() == expected { Ok(()) } else { Err(format!("{read:?} instead of {expected} keys")) }
 }

@@ -184,15 +184,15 @@ fn is_same_on_wire(left: &Pointer, right: &Pointer) -> bool {
 }
 
 fn check_valid_pointer(bytes: &[u8]) -> Result<(), String> {
-    let wanted: Pointer = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    let expected: Pointer = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     block_on(async {
         let bucket = with_pointer(bytes).await?;
         let read = pointer_io::read(&bucket, &slot()).await.map_err(|error| error.to_string())?;
         let read = read.ok_or("there is no pointer")?;
-        if read.value != wanted {
+        if read.value != expected {
             return Err(format!("parsed as {:?}", read.value));
         }
-        match (snapshot::find_latest(&bucket, &slot()).await, wanted.snapshot) {
+        match (snapshot::find_latest(&bucket, &slot()).await, expected.snapshot) {
             (Ok(found), Some(expected)) if found == expected => Ok(()),
             // The bucket contains a snapshot, but the pointer names none.
             (Err(SnapshotUnusable::Damaged { .. }), None) => Ok(()),
@@ -279,14 +279,14 @@ fn check_any_sidecar(bytes: &[u8]) -> Result<(), String> {
 }
 
 fn check_valid_sidecar(bytes: &[u8]) -> Result<(), String> {
-    let wanted: Sidecar = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-    if serde_json::to_vec(&wanted).expect("a sidecar serializes to JSON") != bytes {
+    let expected: Sidecar = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    if serde_json::to_vec(&expected).expect("a sidecar serializes to JSON") != bytes {
         return Err("it is not serialized to the same bytes".to_owned());
     }
     block_on(async {
         let bucket = bucket_with(bytes).await?;
         match snapshot::load(&bucket, &slot(), &complete_sidecar().key).await {
-            Ok(sidecar) if sidecar == wanted => Ok(()),
+            Ok(sidecar) if sidecar == expected => Ok(()),
             other => Err(format!("{other:?}")),
         }
     })

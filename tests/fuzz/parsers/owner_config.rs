@@ -94,11 +94,11 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
 }
 
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
-    let wanted: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    let expected: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     let settings = OwnerSettings::parse(bytes)?;
-    let agent_count = wanted["agents"].as_object().map_or(0, serde_json::Map::len).max(1);
-    let is_same = settings.time_zone == wanted["costLimits"]["timeZone"]
-        && wanted["costLimits"]["daily"].as_f64() == json!(settings.limits.daily).as_f64()
+    let agent_count = expected["agents"].as_object().map_or(0, serde_json::Map::len).max(1);
+    let is_same = settings.time_zone == expected["costLimits"]["timeZone"]
+        && expected["costLimits"]["daily"].as_f64() == json!(settings.limits.daily).as_f64()
         && settings.agents.agents.len() == agent_count
         && settings.storage.quota_for("notes") == Some(5)
         && settings.storage.quota_for("other") == Some(1_000_000);

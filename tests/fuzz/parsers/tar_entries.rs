@@ -26,12 +26,12 @@ pub fn target() -> Target {
 /// the violated rule.
 fn read_entries(bytes: &[u8], limits: TarLimits) -> Result<Option<Vec<(String, u64)>>, String> {
     let mut archive = tar::Archive::new(bytes);
-    let Ok(mut entries) = TarReader::new(&mut archive, limits) else { return Ok(None) };
-    let mut found = Vec::new();
+    let Ok(mut reader) = TarReader::new(&mut archive, limits) else { return Ok(None) };
+    let mut entries = Vec::new();
     loop {
-        let mut entry = match entries.next_entry() {
+        let mut entry = match reader.next_entry() {
             Ok(Some(entry)) => entry,
-            Ok(None) => return Ok(Some(found)),
+            Ok(None) => return Ok(Some(entries)),
             Err(error) if error.to_string().chars().any(char::is_control) => {
                 return Err(format!("an error contains control characters: {error:?}"));
             }
@@ -49,19 +49,19 @@ fn read_entries(bytes: &[u8], limits: TarLimits) -> Result<Option<Vec<(String, u
         if result.is_err() {
             return Ok(None);
         }
-        found.push((entry.path.to_string_lossy().into_owned(), size));
+        entries.push((entry.path.to_string_lossy().into_owned(), size));
     }
 }
 
 fn check_any(bytes: &[u8]) -> Result<(), String> {
     for tar in [bytes.to_vec(), with_valid_checksums(bytes.to_vec())] {
-        let Some(found) = read_entries(&tar, LIMITS)? else { continue };
-        let paths: HashSet<_> = found.iter().map(|(path, _)| path).collect();
-        let sum: u64 = found.iter().map(|(_, size)| size).sum();
-        if found.len() > LIMITS.max_entries || sum > LIMITS.max_total_file_bytes {
-            return Err(format!("{} entries totaling {sum} bytes exceed the limits", found.len()));
+        let Some(entries) = read_entries(&tar, LIMITS)? else { continue };
+        let paths: HashSet<_> = entries.iter().map(|(path, _)| path).collect();
+        let sum: u64 = entries.iter().map(|(_, size)| size).sum();
+        if entries.len() > LIMITS.max_entries || sum > LIMITS.max_total_file_bytes {
+            return Err(format!("{} entries totaling {sum} bytes exceed the limits", entries.len()));
         }
-        if paths.len() != found.len() {
+        if paths.len() != entries.len() {
             return Err("two entries have the same name".to_owned());
         }
     }
@@ -70,14 +70,14 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
 
 /// Checks that every entry of a valid archive, as the `tar` crate parses it, is returned.
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
-    let mut wanted = Vec::new();
+    let mut expected = Vec::new();
     for entry in tar::Archive::new(bytes).entries().into_iter().flatten() {
         let Ok(entry) = entry else { return Ok(()) };
         let path = entry.path().map(|path| path.to_string_lossy().into_owned()).unwrap_or_default();
         if !is_valid_release_path(&path) {
             return Ok(());
         }
-        wanted.push((path, entry.size()));
+        expected.push((path, entry.size()));
     }
     let larger_limits = TarLimits {
         max_total_name_bytes: 10_000,
@@ -86,7 +86,7 @@ fn check_valid(bytes: &[u8]) -> Result<(), String> {
         ..LIMITS
     };
     match read_entries(bytes, larger_limits)? {
-        Some(found) if found == wanted => Ok(()),
-        found => Err(format!("{found:?} instead of {wanted:?}")),
+        Some(entries) if entries == expected => Ok(()),
+        entries => Err(format!("{entries:?} instead of {expected:?}")),
     }
 }

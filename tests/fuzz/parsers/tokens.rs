@@ -137,7 +137,7 @@ fn jwt_user(token: &str) -> Option<String> {
             let trust = TrustedIssuer { issuer: ISSUER.to_owned(), audiences: vec![AUDIENCE.to_owned()], jwks_url: JWKS_URL.clone() };
             let verifier = Verifier::new(trust, client);
             // Fetches the keys.
-            let warm_up = token_of_sample_user();
+            let warm_up = sample_user_token();
             let user = block_on(verifier.verify(&warm_up, now())).expect("the token is valid");
             assert_eq!(user.user.as_str(), "sample_user");
             verifier
@@ -149,16 +149,16 @@ fn jwt_user(token: &str) -> Option<String> {
     })
 }
 
-fn claims_of_sample_user() -> Value {
+fn sample_user_claims() -> Value {
     json!({ "iss": ISSUER, "sub": "sample_user", "aud": AUDIENCE, "exp": NOW + 60 })
 }
 
-fn token_of_sample_user() -> String {
-    sign_token(&header(), claims_of_sample_user().to_string().as_bytes())
+fn sample_user_token() -> String {
+    sign_token(&header(), sample_user_claims().to_string().as_bytes())
 }
 
 fn check_any_jwt(bytes: &[u8]) -> Result<(), String> {
-    let payload = claims_of_sample_user().to_string();
+    let payload = sample_user_claims().to_string();
     for token in embed_in_tokens(bytes, payload.as_bytes()) {
         let Some(user) = jwt_user(&token) else { continue };
         let Some(claims) = check_signature_is_required(&token, jwt_user)? else { continue };
@@ -217,20 +217,20 @@ fn proofs() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-fn accepted_proof(token: &str) -> Option<proof::Claims> {
+fn verify_proof(token: &str) -> Option<proof::Claims> {
     let keys = ProofKeys { keys: vec![ProofKey { kid: KID.to_owned(), x: public_key_base64() }] };
     keys.verify(token, MACHINE, now()).ok()
 }
 
 fn proof_user(token: &str) -> Option<String> {
-    Some(accepted_proof(token)?.sub.as_str().to_owned())
+    Some(verify_proof(token)?.sub.as_str().to_owned())
 }
 
 fn check_any_proof(bytes: &[u8]) -> Result<(), String> {
     let payload = proof_claims("sample_user", 30).to_string();
     for token in embed_in_tokens(bytes, payload.as_bytes()) {
-        let Some(claims) = accepted_proof(&token) else { continue };
-        let Some(signed) = check_signature_is_required(&token, accepted_proof)? else { continue };
+        let Some(claims) = verify_proof(&token) else { continue };
+        let Some(signed) = check_signature_is_required(&token, verify_proof)? else { continue };
         let is_same = signed["sub"] == claims.sub.as_str()
             && signed["handle"] == claims.handle.as_str()
             && signed["slot"] == claims.slot.as_str()

@@ -76,12 +76,12 @@ fn convert_numbers_to_floats(value: &mut Value) {
 }
 
 fn check_valid(bytes: &[u8]) -> Result<(), String> {
-    let mut wanted: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-    if let Some(members) = wanted.as_object_mut() {
+    let mut expected: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    if let Some(members) = expected.as_object_mut() {
         members.remove("later");
     }
-    convert_numbers_to_floats(&mut wanted);
+    convert_numbers_to_floats(&mut expected);
     let mut read = read_report(bytes)?;
     convert_numbers_to_floats(&mut read);
-    if read == wanted { Ok(()) } else { Err(format!("parsed as {read}")) }
+    if read == expected { Ok(()) } else { Err(format!("parsed as {read}")) }
 }

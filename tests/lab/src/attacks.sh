@@ -1,6 +1,6 @@
-# Attacks found in a security review, as the owner's user on a machine: attack.sh runs as a process in the editor's unit
-# and as a dispatched agent. Then the gateway and root's commands encounter the planted files. Prints a summary; exits
-# at the first violation.
+# Runs the attacks that a security review found, as the owner's user on a machine: attack.sh runs as a process in the
+# editor's unit and as a dispatched agent. Then the gateway and root's commands process the planted files. Prints a
+# summary; exits at the first violation.
 set -eu
 PATH=/opt/svc/bin:$PATH
 home=/home/svc/home
@@ -50,7 +50,7 @@ for _ in 1 2 3 4 5 6 7 8 9 10; do
 done
 [ "${forged:-0}" -ge 1 ] || fail "a forged dispatch end left no gap in the audit log"
 
-# The gateway encounters the planted files.
+# The gateway serves requests for the planted files.
 for path in /apps/lab-linked/ /apps/lab-linked/host.env /apps/lab-linked/update.env /icons/lab-linked /apps/lab-fifo/; do
   call_gateway "http://localhost$path" | grep -qF "$secret" && fail "$path serves an env file"
 done

@@ -19,8 +19,8 @@ PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime
   -U postgres -d svc -Atc "select datname from pg_database where datname ~ '^svc_'"
 "#;
 
-/// Two backups fail without a store. The exit code, the record, the metrics, doctor and the fleet report the failure,
-/// and the pointer is unchanged.
+/// Makes the store unreachable for two backups. The exit code, the record, the metrics, doctor and the fleet report
+/// their failure, and the pointer is unchanged.
 pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
@@ -29,7 +29,7 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     let outage = stack.store.add_fault(Rule::new(Fault::Refuse).key("/system/db/").always());
     for nth in 1..=2 {
         let failed = vm.run(BACKUP, LONG_TIMEOUT).await?;
-        ensure!(!failed.status.success(), "backup {nth} succeeded without a store");
+        ensure!(!failed.status.success(), "backup {nth} succeeded although the store was unreachable");
     }
     let code =
         vm.run("systemctl show -P ExecMainStatus svc-db-backup.service", SHORT_TIMEOUT).await?.success()?;
@@ -88,7 +88,7 @@ pub async fn restore_side_database(stack: &Stack, machine: &MachineRecord) -> Re
     const NOTES: &str = "app_notes.notes";
     let vm = stack.provider.machine(&machine.server)?;
     let rows = wait_until_served(stack).await?;
-    ensure!(!rows.is_empty(), "there are no rows; run the step `use` first");
+    ensure!(!rows.is_empty(), "there are no rows: run the step `use` first");
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
     let delete =
         json!({"action": "delete", "app": "notes", "table": "notes", "filter": {"title": {"ne": ""}}});
@@ -137,7 +137,7 @@ async fn wait_for_status(stack: &Stack, status: &str) -> Result<Value> {
 pub async fn export_and_import(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let rows = wait_until_served(stack).await?;
-    ensure!(!rows.is_empty(), "there are no rows; run the step `use` first");
+    ensure!(!rows.is_empty(), "there are no rows: run the step `use` first");
     let export = "install -d -o svc -g svc /home/svc/home/projects && echo mine >/home/svc/home/projects/file && \
                   chown svc:svc /home/svc/home/projects/file && rm -f /var/backups/ada.tar && \
                   /opt/svc/bin/svc-db-backup export --output /var/backups/ada.tar";

@@ -13,9 +13,9 @@ use sha2::{Digest, Sha256};
 
 use super::faults::{LONG_TIMEOUT, SHORT_TIMEOUT};
 
-/// Size of each file with random data (a part).
+/// Size of each part, a file with random data.
 const PART_BYTES: u64 = 4 << 20;
-/// On an emulated processor, random bytes are written, hashed and saved at only a few MB/s.
+/// Minimum throughput: an emulated processor writes, hashes and saves random bytes at only a few MB/s.
 const MIN_BYTES_PER_SECOND: u64 = 1 << 20;
 /// A script that creates the directories for the files and unpacks the repository.
 const UNPACK: &str = "set -e
@@ -89,7 +89,7 @@ pub(super) async fn save(stack: &Stack, machine: &MachineRecord, mib: u64) -> Re
     loop {
         match vm.run("/opt/svc/bin/svc-sync-agent now", timeout).await?.success() {
             Ok(_) => break,
-            // The first save of many bytes can take longer than the command waits.
+            // The first save of a large amount of data can exceed the command's timeout.
             Err(error) if began.elapsed() >= timeout => return Err(error.context("the files were not saved")),
             Err(_) => tokio::time::sleep(Duration::from_secs(5)).await,
         }

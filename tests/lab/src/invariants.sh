@@ -103,7 +103,7 @@ check "searches find secrets" searches_work
 check "svc cannot read secrets" svc_cannot_read_secrets
 check "no secret is exposed" no_secret_is_exposed
 check "the gateway is not root" gateway_is_not_root
-check "releases are root's" users_cannot_write_releases
+check "users cannot write releases" users_cannot_write_releases
 check "timers run" timers_run
 check "swap is on" swap_is_on
 check "doctor finds no problem" doctor_finds_no_problem

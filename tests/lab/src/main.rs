@@ -1,8 +1,8 @@
 //! The lab: the main scenario on virtual machines, and checks that need them. The machines run Debian in QEMU, are
 //! provisioned by cloud-init, and run the host's units under systemd and the database in a container.
 //!
-//! It uses an operator's interfaces: `svcctl`, HTTP, the provider's console, and SSH for inspection. Consoles and
-//! journals are stored under `target/lab`, in one directory per machine.
+//! It uses only the interfaces of an operator: `svcctl`, HTTP, the provider's console, and SSH for inspection. Consoles
+//! and journals are stored under `target/lab`, in one directory per machine.
 
 mod agent;
 mod data;
@@ -47,7 +47,7 @@ struct Args {
     /// Run only these steps, on a newly provisioned machine: `--only update,bad-update`
     #[arg(long, value_name = "STEP", value_delimiter = ',', conflicts_with = "quick")]
     only: Vec<String>,
-    /// The size of the owner's files that are saved and restored by a recovery, in MiB
+    /// Total size, in MiB, of the owner's files that the lab backs up and a recovery restores
     #[arg(long, value_name = "MIB", default_value_t = 32)]
     files_mib: u64,
     /// The binary for the platform, `svcctl` and the machines
@@ -80,7 +80,7 @@ impl Args {
 ///
 /// # Errors
 /// Fails if the directories cannot be created, another lab is running, or the report cannot be written. A failed step
-/// is not an error: the report shows it.
+/// is not an error: it is recorded in the report.
 async fn run(svc: &Path, steps: &StepSelection, files_mib: u64) -> Result<Report> {
     let steps = steps.selected();
     let mut report =

@@ -85,8 +85,8 @@ pub async fn check_platform_package(stack: &Stack, machine: &MachineRecord) -> R
     ))
 }
 
-/// Runs the same platform in a container built from the repository's Containerfile, with only its settings: it becomes
-/// healthy, and exits with 0 when it is stopped.
+/// Runs the same platform in a container built from the repository's Containerfile, with only its settings mounted: it
+/// becomes healthy, and exits with 0 when it is stopped.
 async fn check_container(vm: &Machine) -> Result<String> {
     let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/container/Containerfile");
     vm.run("mkdir -p /var/tmp/image && cp /opt/svc/current/bin/svc /var/tmp/image/svc", SHORT_TIMEOUT)
@@ -192,8 +192,8 @@ async fn build_package(stack: &Stack, name: &str) -> Result<PathBuf> {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let build = move || deb::build(&deb::Options::new(svc, source, out));
     let built: Vec<PathBuf> = tokio::task::spawn_blocking(build).await??;
-    let found = built.into_iter().find(|deb| deb.to_string_lossy().contains(&format!("/{name}_")));
-    found.with_context(|| format!("no package {name}"))
+    let package = built.into_iter().find(|deb| deb.to_string_lossy().contains(&format!("/{name}_")));
+    package.with_context(|| format!("no package {name}"))
 }
 
 /// Returns the lab's platform settings as seen from a guest, without TLS, whose files are not on the machine.

@@ -10,14 +10,14 @@ use kit::bundle::{Options, apps, runtime};
 use kit::fetch::target_dir;
 use kit::pg::PgBinaries;
 
-/// A non-existent host, which nothing contacts.
+/// A host name that does not exist and is never contacted.
 const IDP_HOST: &str = "idp.svc.test";
 
 /// Prefetches the parts of [`full_options`]; requires Node.js 20 or newer and npm.
 pub fn prepare() -> Result<()> {
     for program in ["node", "npm"] {
-        let found = Command::new(program).arg("--version").output();
-        found.with_context(|| {
+        let version = Command::new(program).arg("--version").output();
+        version.with_context(|| {
             format!("a full release requires Node.js 20 or newer and npm: {program} is missing")
         })?;
     }

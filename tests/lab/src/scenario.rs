@@ -107,13 +107,13 @@ pub async fn recover(
     Ok((second.clone(), format!("machine {} is running, epoch {}, restored", second.id, second.epoch)))
 }
 
-/// Powers on the first machine: once it learns that it has been replaced, it stops serving and cannot back up.
+/// Powers on the first machine: once it detects that it has been replaced, it stops serving and cannot back up.
 pub async fn fence_old_machine(stack: &Stack, first: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&first.server)?;
     let pointer = || stack.slot.pointer(&stack.store);
     let (before, timeout) = (pointer()?, Duration::from_secs(60));
     vm.power_on_at_previous_size()?;
-    eventually("the old machine learns that it has been replaced", BOOT_TIMEOUT, || async {
+    eventually("the old machine detects that it has been replaced", BOOT_TIMEOUT, || async {
         vm.run("test -e /var/lib/svc/superseded.json", timeout).await?.success().map(drop)
     })
     .await?;
@@ -227,7 +227,7 @@ pub async fn refuse_corrupted_snapshot(stack: &Stack) -> Result<((), String)> {
     stack.store.heal();
     Ok((
         (),
-        "svc-restore failed, gateway not started, gate closed; the platform shows failed at restore"
+        "svc-restore failed, gateway not started, gate closed; the platform reports a failure at restore"
             .to_owned(),
     ))
 }

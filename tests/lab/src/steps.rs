@@ -137,8 +137,8 @@ impl StepSelection {
     /// Fails if a name is unknown.
     pub fn only(names: Vec<String>) -> Result<Self> {
         if let Some(unknown) = names.iter().find(|name| STEPS.iter().all(|step| step.name != **name)) {
-            let known: Vec<&str> = STEPS.iter().map(|step| step.name).collect();
-            bail!("unknown step {unknown}: choose from {}", known.join(", "));
+            let valid_names: Vec<&str> = STEPS.iter().map(|step| step.name).collect();
+            bail!("unknown step {unknown}: choose from {}", valid_names.join(", "));
         }
         Ok(Self::Only(names))
     }
