@@ -193,7 +193,7 @@ fn none_if_corrupt<T>(read: Result<T, StoreError>) -> Result<Option<T>, StoreErr
 
 fn check_format<S>(key: &object_store::path::Path, pointer: &Pointer<S>) -> Result<(), StoreError> {
     let why = if pointer.version != pointer::FORMAT {
-        format!("it has format {}; only format {} is supported", pointer.version, pointer::FORMAT)
+        format!("it has format version {}; only version {} is supported", pointer.version, pointer::FORMAT)
     } else if pointer.seq >= pointer::MAX_SEQ {
         format!("its seq {} is above the maximum", pointer.seq)
     } else if pointer.fence_epoch > MAX_EPOCH {
