@@ -113,8 +113,8 @@ impl StoreError {
     }
 }
 
-/// Whether an error message means that a snapshot pointer is unreadable or unsound. Hosts report errors only as
-/// messages.
+/// Whether an error message means that a snapshot pointer is unreadable or unsound. Matches the text, because hosts
+/// report errors only as text.
 pub fn is_unusable_pointer(error: &str) -> bool {
     let is_unreadable = error.match_indices(CORRUPT).any(|(end, _)| {
         let key = error[..end].rsplit(char::is_whitespace).next().unwrap_or_default();
@@ -126,7 +126,7 @@ pub fn is_unusable_pointer(error: &str) -> bool {
 /// A part of [`StoreError::Corrupt`]'s message.
 const CORRUPT: &str = " in the object store is not readable";
 
-/// Whether the store's error code means that the clock is wrong. No HTTP status means this.
+/// Whether the store's error code means that the clock is wrong. There is no HTTP status for this.
 fn is_clock_error(error: &Error) -> bool {
     let (Error::PermissionDenied { source, .. } | Error::Unauthenticated { source, .. }) = error else {
         return false;
@@ -139,7 +139,7 @@ fn is_clock_error(error: &Error) -> bool {
 pub struct Version(pub(crate) UpdateVersion);
 
 impl Version {
-    pub(super) fn of(meta: &ObjectMeta) -> Self {
+    pub(super) fn from_meta(meta: &ObjectMeta) -> Self {
         Self(UpdateVersion { e_tag: meta.e_tag.clone(), version: meta.version.clone() })
     }
 
@@ -165,7 +165,7 @@ pub enum Condition {
 impl Condition {
     /// Requires that the object has not changed since `meta` was read.
     pub(super) fn unchanged(meta: &ObjectMeta) -> Self {
-        Self::Unchanged(Version::of(meta))
+        Self::Unchanged(Version::from_meta(meta))
     }
 }
 
@@ -196,8 +196,8 @@ impl Bucket {
         Self { call_timeout: Some(timeout), ..self }
     }
 
-    /// Records the metrics for one call, and runs it with the call timeout. Callers box the future, because it is large
-    /// and part of most of the platform's futures.
+    /// Runs one call with the call timeout, and records its metrics. Callers box the future, because it is large and
+    /// would otherwise be embedded in most of the platform's futures.
     async fn call<T>(
         &self,
         name: &'static str,
@@ -293,9 +293,9 @@ impl Bucket {
         else {
             return false;
         };
-        let mut listed = self.inner.list_with_offset(Some(&folder), &offset);
+        let mut listing = self.inner.list_with_offset(Some(&folder), &offset);
         loop {
-            match listed.try_next().await {
+            match listing.try_next().await {
                 Ok(Some(meta)) if meta.location == *key => return false,
                 Ok(Some(meta)) if meta.location.as_ref() < key.as_ref() => {}
                 Ok(Some(_) | None) => return true,
@@ -313,8 +313,8 @@ impl Bucket {
     }
 
     async fn get_once(&self, key: &Path, limit: u64) -> Result<Option<VersionedValue<Bytes>>, StoreError> {
-        let got = match self.inner.get_opts(key, GetOptions::default()).await {
-            Ok(got) => got,
+        let object = match self.inner.get_opts(key, GetOptions::default()).await {
+            Ok(object) => object,
             Err(Error::NotFound { .. }) => return Ok(None),
             Err(error) => {
                 let error = StoreError::classify(key, error);
@@ -322,12 +322,12 @@ impl Bucket {
                 return if is_absent { Ok(None) } else { Err(error) };
             }
         };
-        if got.meta.size > limit {
-            let why = format!("{} bytes, more than the limit of {limit}", got.meta.size);
+        if object.meta.size > limit {
+            let why = format!("{} bytes, more than the limit of {limit}", object.meta.size);
             return Err(StoreError::Corrupt { key: key.to_string(), why });
         }
-        let version = Version::of(&got.meta);
-        let value = got.bytes().await.map_err(|error| StoreError::classify(key, error))?;
+        let version = Version::from_meta(&object.meta);
+        let value = object.bytes().await.map_err(|error| StoreError::classify(key, error))?;
         Ok(Some(VersionedValue { value, version }))
     }
 
@@ -340,11 +340,12 @@ impl Bucket {
         &self,
         key: &Path,
     ) -> Result<Option<VersionedValue<T>>, StoreError> {
-        let Some(got) = self.get(key, MAX_JSON_BYTES as u64).await? else {
+        let Some(object) = self.get(key, MAX_JSON_BYTES as u64).await? else {
             return Ok(None);
         };
-        let value = serde_json::from_slice(&got.value).map_err(|error| StoreError::corrupt(key, &error))?;
-        Ok(Some(VersionedValue { value, version: got.version }))
+        let value =
+            serde_json::from_slice(&object.value).map_err(|error| StoreError::corrupt(key, &error))?;
+        Ok(Some(VersionedValue { value, version: object.version }))
     }
 
     pub async fn put(&self, key: &Path, body: impl Into<Bytes>) -> Result<(), StoreError> {

@@ -100,7 +100,7 @@ pub enum ManifestError {
     UnknownKey { ids: Vec<String> },
     #[error("the signature by key {id} does not match this manifest")]
     InvalidSignature { id: String },
-    #[error("the manifest is not readable: {why}")]
+    #[error("cannot parse the manifest: {why}")]
     Malformed { why: String },
     #[error("the manifest has format {found}, but this program supports only {FORMAT}")]
     WrongFormat { found: u32 },

@@ -78,7 +78,7 @@ pub const CREATE_ONCE: Capability = Capability {
 pub const REPLACE_READ_VERSION: Capability = Capability {
     name: "a put replaces only the version that was read (`If-Match`)",
     need: CapabilityNeed::Required,
-    without: "A late writer could replace what a newer one wrote.",
+    without: "A delayed writer could overwrite a newer object.",
 };
 pub const CREATE_ONCE_IN_PARALLEL: Capability = Capability {
     name: "of several concurrent writers, only one creates the object",
@@ -103,7 +103,7 @@ pub const CURRENT_LISTS: Capability = Capability {
 pub const RANGES: Capability = Capability {
     name: "a range of one version can be read (`Range` with `If-Match`)",
     need: CapabilityNeed::Recommended,
-    without: "A download that was interrupted cannot resume, or could mix two versions.",
+    without: "An interrupted download cannot resume, or could mix two versions.",
 };
 pub const UPLOADS: Capability = Capability {
     name: "a multipart upload is visible only when it is completed",
@@ -113,7 +113,7 @@ pub const UPLOADS: Capability = Capability {
 pub const UPLOAD_ONCE: Capability = Capability {
     name: "a multipart upload creates an object only if there is none",
     need: CapabilityNeed::Recommended,
-    without: "Stolen credentials of a host can overwrite a snapshot; hosts themselves never do.",
+    without: "Credentials stolen from a host can overwrite a snapshot; hosts themselves never do.",
 };
 pub const CHECKSUMS: Capability = Capability {
     name: "a body that does not match its SHA-256 is refused",
@@ -128,12 +128,12 @@ pub const SIGNATURES: Capability = Capability {
 pub const VERSIONING: Capability = Capability {
     name: "the bucket can keep overwritten and deleted objects (versioning)",
     need: CapabilityNeed::Recommended,
-    without: "An object that is overwritten or deleted is lost.",
+    without: "Overwritten and deleted objects are lost.",
 };
 pub const CONDITIONAL_COPY: Capability = Capability {
     name: "a copy can require the version that was read",
     need: CapabilityNeed::Unused,
-    without: "Nothing: svc copies no objects inside the store.",
+    without: "Nothing: svc does not copy objects within the store.",
 };
 
 /// Limits for the probes with concurrent writers.
@@ -185,7 +185,7 @@ pub async fn probe_all(config: &StoreConfig, races: RaceLimits) -> Vec<ProbeResu
         Ok(bucket) => bucket,
         Err(error) => return vec![ProbeResult::new(CREATE_ONCE, Support::Unknown(format!("{error:#}")))],
     };
-    let mut found = vec![
+    let mut results = vec![
         ProbeResult::new(CREATE_ONCE, determine_support(objects::probe_create_once(&bucket)).await),
         ProbeResult::new(
             REPLACE_READ_VERSION,
@@ -199,19 +199,19 @@ pub async fn probe_all(config: &StoreConfig, races: RaceLimits) -> Vec<ProbeResu
             (why.clone(), why)
         }
     };
-    found.push(ProbeResult::new(CREATE_ONCE_IN_PARALLEL, create));
-    found.push(ProbeResult::new(REPLACE_IN_PARALLEL, replace));
-    found.extend(probe_other_capabilities(config, &bucket).await);
+    results.push(ProbeResult::new(CREATE_ONCE_IN_PARALLEL, create));
+    results.push(ProbeResult::new(REPLACE_IN_PARALLEL, replace));
+    results.extend(probe_other_capabilities(config, &bucket).await);
     if let StoreConfig::S3(s3) = config {
         let versioning = match protection::read(s3).await.map(|read| read.versioning) {
             Ok(SettingState::On | SettingState::Off) => Support::Yes,
             Ok(SettingState::Unknown(status)) => Support::No(format!("it returned {status}")),
             Err(error) => Support::Unknown(format_chain(&error)),
         };
-        found.push(ProbeResult::new(VERSIONING, versioning));
-        found.push(ProbeResult::new(CONDITIONAL_COPY, raw_requests::probe_conditional_copy(s3).await));
+        results.push(ProbeResult::new(VERSIONING, versioning));
+        results.push(ProbeResult::new(CONDITIONAL_COPY, raw_requests::probe_conditional_copy(s3).await));
     }
-    found
+    results
 }
 
 fn atomicity_support(atomicity: Atomicity) -> Support {
@@ -263,11 +263,11 @@ mod tests {
     async fn probes_find_every_capability_of_a_conforming_store() {
         let store = Arc::new(InMemory::new());
         let bucket = Bucket::new(store.clone());
-        let mut found = probe_conditions(&bucket).await.unwrap().to_vec();
-        found.extend(probe_other_capabilities(&directory(), &bucket).await);
-        for ProbeResult { capability, support } in found {
+        let mut results = probe_conditions(&bucket).await.unwrap().to_vec();
+        results.extend(probe_other_capabilities(&directory(), &bucket).await);
+        for ProbeResult { capability, support } in results {
             match support {
-                // An in-memory store has no requests, and completes every upload.
+                // An in-memory store receives no requests, and completes every upload unconditionally.
                 Support::Unknown(why) => {
                     assert!(capability.applies_only_to_servers(), "{}: {why}", capability.name);
                 }
@@ -285,8 +285,8 @@ mod tests {
             [(IgnoredCondition::Create, CREATE_ONCE), (IgnoredCondition::Replace, REPLACE_READ_VERSION)]
         {
             let bucket = Bucket::new(Arc::new(LenientStore::new(ignored)));
-            let found = probe_conditions(&bucket).await.unwrap();
-            let missing = found.iter().filter(|result| matches!(result.support, Support::No(_)));
+            let results = probe_conditions(&bucket).await.unwrap();
+            let missing = results.iter().filter(|result| matches!(result.support, Support::No(_)));
             let missing: Vec<_> = missing.map(|result| result.capability).collect();
             assert_eq!(missing, [expected], "{ignored:?}");
         }

@@ -149,8 +149,8 @@ impl S3Config {
             .with_retry(RetryConfig {
                 backoff: BackoffConfig::default(),
                 max_retries: 4,
-                // No request is repeated later than this after its first attempt, so one that reaches the client's idle
-                // timeout is not repeated. The caller repeats an upload as a whole.
+                // No request is retried later than this after its first attempt, so a request that reaches the client's
+                // idle timeout is not retried. The caller retries an upload as a whole.
                 retry_timeout: Duration::from_secs(30),
             })
             .with_http_connector(Connector(client));
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn restic_location_of_a_directory_has_the_objects() {
+    async fn restic_location_of_a_directory_contains_its_objects() {
         let dir = tempfile::tempdir().unwrap();
         let config = StoreConfig::Directory(dir.path().to_owned());
         let repository = object_store::path::Path::from_iter(["auth0|x", "primary", "files"]);

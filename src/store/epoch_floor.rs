@@ -58,8 +58,8 @@ pub(super) async fn read_metadata_epoch(
 ) -> Result<Epoch, StoreError> {
     let key = slot.vps_meta();
     match bucket.get_json::<VpsMeta>(&key).await {
-        Ok(found) => {
-            Ok(found.map(|found| found.value.epoch).filter(|epoch| *epoch <= bound).unwrap_or(Epoch::NONE))
+        Ok(read) => {
+            Ok(read.map(|read| read.value.epoch).filter(|epoch| *epoch <= bound).unwrap_or(Epoch::NONE))
         }
         Err(StoreError::Corrupt { key, why }) => {
             tracing::warn!(key, why, "the machine's metadata is unreadable; its epoch is ignored");
@@ -80,7 +80,7 @@ fn highest_in_pointer(slot: &SlotPrefix, pointer: &Pointer, recorded: Epoch) -> 
         return Err(StoreError::Corrupt { key: slot.pointer().to_string(), why });
     }
     if *fence > recorded.max_plausible() {
-        tracing::warn!(key = %slot.pointer(), %fence, known = %recorded, "the fence is far above any epoch known to the platform; it is ignored");
+        tracing::warn!(key = %slot.pointer(), %fence, %recorded, "the fence is far above any epoch known to the platform; it is ignored");
         return Ok(snapshot_epoch);
     }
     Ok(snapshot_epoch.max(*fence))

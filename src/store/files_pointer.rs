@@ -2,7 +2,7 @@
 //! database's pointer, but a corrupt `latest` is replaced with the newest log entry.
 //!
 //! Its fence needs no signature: the platform raises it only after the fence of the database's pointer, which is signed
-//! and says which machine is the slot's current one.
+//! and identifies the slot's current machine.
 
 use futures_util::{StreamExt, TryStreamExt, stream};
 use jiff::Timestamp;
@@ -58,7 +58,7 @@ impl PointedSnapshot for FilesSnapshotRef {
 ///
 /// # Errors
 /// [`StoreError`]; `Corrupt` if the newest log entry is not valid JSON, has an unknown format, has a `seq` or fence
-/// above the maximum, or has another `seq` than the one in its name; or if `latest` is corrupt and there is no entry.
+/// above the maximum, or has a `seq` other than the one in its name; or if `latest` is corrupt and there is no entry.
 pub async fn read(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -103,21 +103,21 @@ const MAX_TRIMMED: usize = 20_000;
 /// Maximum number of log entries that are deleted concurrently.
 const MAX_CONCURRENT_DELETIONS: usize = 16;
 
-/// Deletes the log entries below the pointer's own `seq`, except the last `kept` of them, but at most `MAX_TRIMMED`
+/// Deletes the log entries below the pointer's `seq`, except the last `retained` of them. Deletes at most `MAX_TRIMMED`
 /// entries. Only the platform calls this, because hosts may not delete objects. Returns the number of deleted entries.
 ///
 /// # Errors
 /// [`StoreError`] if a request fails. Some entries may already have been deleted; no reader needs them.
-pub async fn trim_log(bucket: &Bucket, slot: &SlotPrefix, kept: u64) -> Result<u64, StoreError> {
+pub async fn trim_log(bucket: &Bucket, slot: &SlotPrefix, retained: u64) -> Result<u64, StoreError> {
     let paths = slot.files_pointer_paths();
     let Some(pointer) = read(bucket, slot).await? else { return Ok(0) };
-    let Some(first_kept) = pointer.value.seq.checked_sub(kept) else { return Ok(0) };
+    let Some(first_retained) = pointer.value.seq.checked_sub(retained) else { return Ok(0) };
     let mut listing = bucket.raw().list(Some(&paths.log));
     let mut expired: Vec<Path> = Vec::new();
     while expired.len() < MAX_TRIMMED {
         let next = listing.try_next().await.map_err(|error| StoreError::classify(&paths.log, error))?;
         let Some(meta) = next else { break };
-        if key::entry_seq(&meta.location).is_some_and(|seq| seq < first_kept) {
+        if key::entry_seq(&meta.location).is_some_and(|seq| seq < first_retained) {
             expired.push(meta.location);
         }
     }
@@ -170,19 +170,19 @@ mod tests {
         assert!(read(&bucket, &slot).await.unwrap().is_none());
         advance(&bucket, &slot, &snapshot(1, 1)).await.unwrap();
         set_fence(&bucket, &slot, Epoch(2), machine(2)).await.unwrap();
-        let refused = advance(&bucket, &slot, &snapshot(2, 1)).await.unwrap_err();
-        assert!(matches!(refused, PointerError::Fenced(_)), "{refused}");
+        let error = advance(&bucket, &slot, &snapshot(2, 1)).await.unwrap_err();
+        assert!(matches!(error, PointerError::Fenced(_)), "{error}");
         let pointer = read(&bucket, &slot).await.unwrap().unwrap().value;
         assert_eq!(
             pointer.snapshot,
             Some(snapshot(1, 1)),
-            "the successor restores what its predecessor saved"
+            "the pointer must still name the predecessor's snapshot"
         );
         advance(&bucket, &slot, &snapshot(3, 2)).await.unwrap();
         let pointer = read(&bucket, &slot).await.unwrap().unwrap().value;
         assert_eq!((pointer.snapshot, pointer.seq), (Some(snapshot(3, 2)), 3));
         let database = pointer_io::read(&bucket, &slot).await.unwrap();
-        assert!(database.is_none(), "the two pointers are independent");
+        assert!(database.is_none(), "the database's pointer must not be written");
     }
 
     #[tokio::test]
@@ -217,11 +217,15 @@ mod tests {
         advance(&bucket, &slot, &snapshot(2, 3)).await.unwrap();
         set_fence(&bucket, &slot, Epoch(3), machine(3)).await.unwrap();
         let pointer = read(&bucket, &slot).await.unwrap().unwrap().value;
-        assert_eq!((pointer.fence_epoch, pointer.seq), (Epoch(3), 3), "the same fence is not written again");
+        assert_eq!(
+            (pointer.fence_epoch, pointer.seq),
+            (Epoch(3), 3),
+            "the same fence must not be written again"
+        );
     }
 
     #[tokio::test]
-    async fn write_replaces_corrupt_latest_with_the_log() {
+    async fn write_repairs_corrupt_latest_from_the_log() {
         let invalid = format!(r#"{{"version":1,"fenceEpoch":1,"seq":{MAX_SEQ},"snapshot":null}}"#);
         for junk in ["garbage{".to_owned(), String::new(), " ".repeat(MAX_JSON_BYTES + 1), invalid] {
             let bucket = Bucket::new(Arc::new(InMemory::new()));
@@ -235,11 +239,11 @@ mod tests {
             let before = stored().await;
             damage().await;
             assert_eq!(read(&bucket, &slot).await.unwrap().unwrap().value, before);
-            let refused = advance(&bucket, &slot, &snapshot(2, 1)).await.unwrap_err();
-            assert!(matches!(refused, PointerError::Fenced(_)), "the fence still holds: {refused}");
+            let error = advance(&bucket, &slot, &snapshot(2, 1)).await.unwrap_err();
+            assert!(matches!(error, PointerError::Fenced(_)), "the fence must still apply: {error}");
             damage().await;
             set_fence(&bucket, &slot, Epoch(2), machine(2)).await.unwrap();
-            assert_eq!(stored().await, before, "only `latest` is written");
+            assert_eq!(stored().await, before, "only `latest` must be written");
             damage().await;
             advance(&bucket, &slot, &snapshot(3, 2)).await.unwrap();
             let written = stored().await;

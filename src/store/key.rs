@@ -12,13 +12,13 @@ pub const BUNDLE_FILE: &str = "svc-host-bundle.tar.gz";
 /// Number of digits in a pointer-log entry's name, enough for the highest `seq`.
 const SEQ_DIGITS: usize = 16;
 
-/// The part common to all snapshot and sidecar keys.
+/// A substring of every snapshot and sidecar key.
 pub const SNAPSHOTS: &str = "/system/db/snapshots/";
 
-/// The end of the key of a pointer to the database's snapshots.
+/// The suffix of the key of every database pointer.
 pub const LATEST: &str = "/system/db/latest";
 
-/// The part common to the keys of all log entries of these pointers.
+/// A substring of the key of every entry in a database pointer's log.
 pub const POINTER_LOG: &str = "/system/db/pointer-log/";
 
 /// The prefix of a slot's keys.
@@ -46,7 +46,7 @@ impl SlotPrefix {
         self.join(&["system", "db", "latest"])
     }
 
-    /// Returns the folder with the log entries that claim each of the pointer's `seq` values.
+    /// Returns the folder of the pointer's log. Each entry in it claims one `seq`.
     pub fn pointer_log(&self) -> Path {
         self.join(&["system", "db", "pointer-log"])
     }
@@ -61,7 +61,7 @@ impl SlotPrefix {
         PointerPaths { latest: self.pointer(), log: self.pointer_log() }
     }
 
-    /// Returns the root of the repository with the copies of the owner's files.
+    /// Returns the root of the repository that contains the backups of the owner's files.
     pub fn files(&self) -> Path {
         self.join(&["files"])
     }
@@ -123,8 +123,8 @@ impl std::str::FromStr for SnapshotKey {
         let name = text.strip_prefix("system/db/snapshots/").and_then(|name| name.strip_suffix(".dump"));
         let is_valid = |name: &str| {
             let is_plain = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b));
-            // A policy may allow names that begin with a time and end in `-1.dump`: reject `…Z-900.dump-1.dump` and
-            // `…Z-1.dumpZ-900.dump`.
+            // An outage policy for epoch 1 allows `<day>*-1.dump*`. This also matches `…Z-900.dump-1.dump` and
+            // `…Z-1.dumpZ-900.dump`, so names with a second epoch are rejected.
             let has_one_epoch =
                 !name.contains(".dump") && (!name.contains("Z-") || parse_time_and_epoch(text).is_some());
             is_plain && (1..=200).contains(&name.len()) && !name.contains("..") && has_one_epoch
@@ -137,7 +137,7 @@ impl std::str::FromStr for SnapshotKey {
     }
 }
 
-/// The end of a page of snapshots: a key, or any other string that keys are compared with.
+/// The position in a list of snapshots below which a page starts: a key, or any other string to compare keys with.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SnapshotCursor(String);
 
@@ -314,14 +314,14 @@ mod tests {
 
     #[test]
     fn matches_record_compares_time_and_epoch() {
-        let at: Timestamp = "2026-01-02T03:04:05.678Z".parse().unwrap();
-        let key = snapshot_key(at, Epoch(7));
-        assert!(matches_record(&key, at, Epoch(7)));
-        assert!(!matches_record(&key, at, Epoch(8)));
+        let taken_at: Timestamp = "2026-01-02T03:04:05.678Z".parse().unwrap();
+        let key = snapshot_key(taken_at, Epoch(7));
+        assert!(matches_record(&key, taken_at, Epoch(7)));
+        assert!(!matches_record(&key, taken_at, Epoch(8)));
         assert!(!matches_record(&key, Timestamp::UNIX_EPOCH, Epoch(7)));
-        assert!(matches_record("system/db/snapshots/3-7.dump", at, Epoch(7)));
-        assert!(!matches_record("system/db/snapshots/2026-11-24Tx-1.dump", at, Epoch(900)));
-        assert!(matches_record("system/db/snapshots/x.dump", at, Epoch(7)));
+        assert!(matches_record("system/db/snapshots/3-7.dump", taken_at, Epoch(7)));
+        assert!(!matches_record("system/db/snapshots/2026-11-24Tx-1.dump", taken_at, Epoch(900)));
+        assert!(matches_record("system/db/snapshots/x.dump", taken_at, Epoch(7)));
     }
 
     #[test]

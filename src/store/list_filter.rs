@@ -1,8 +1,8 @@
 //! An HTTP layer below object_store: removes the names that object_store rejects from listings.
 //!
-//! A host can write any key in its slot, also one with an empty, `.` or `..` segment or a control character.
-//! object_store fails a whole listing because of one such name. svc writes none, and object_store can neither read nor
-//! delete such an object.
+//! A host can write any key in its slot, including one with an empty, `.` or `..` segment or a control character. One
+//! such name makes object_store fail the whole listing. svc never writes such names, and object_store can neither read
+//! nor delete such an object.
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -19,7 +19,7 @@ use serde::Deserialize;
 use super::list_counter::lists_keys;
 use svc_base::untrusted_text::{one_line, truncate_printable};
 
-/// Maximum size of a page of a listing. 1,000 keys of 1,024 bytes, each escaped with six bytes, have 6 MiB.
+/// Maximum size of a page of a listing. 1,000 keys of 1,024 bytes take 6 MiB if each byte is escaped as six bytes.
 const MAX_PAGE_BYTES: usize = 16 << 20;
 
 #[derive(Debug)]
@@ -55,7 +55,7 @@ async fn read_page(body: HttpResponseBody) -> Result<Bytes, HttpError> {
     let mut page = Vec::new();
     while let Some(chunk) = chunks.try_next().await? {
         if page.len() + chunk.len() > MAX_PAGE_BYTES {
-            let why = format!("a page of a listing has more than {MAX_PAGE_BYTES} bytes");
+            let why = format!("a page of a listing is larger than {MAX_PAGE_BYTES} bytes");
             return Err(HttpError::new(HttpErrorKind::Decode, std::io::Error::other(why)));
         }
         page.extend_from_slice(&chunk);
@@ -75,7 +75,7 @@ struct Filtered {
 /// which object_store reports.
 fn remove_invalid_names(page: &[u8]) -> Option<Filtered> {
     let mut reader = Reader::from_reader(page);
-    let (mut kept, mut copied) = (Vec::new(), 0);
+    let (mut output, mut copied) = (Vec::new(), 0);
     let (mut removed, mut first) = (0, None);
     loop {
         // Unlike `buffer_position`, this includes a byte order mark.
@@ -85,7 +85,7 @@ fn remove_invalid_names(page: &[u8]) -> Option<Filtered> {
                 reader.read_to_end(tag.name()).ok()?;
                 let end = page.len() - reader.get_ref().len();
                 if let Some(name) = find_invalid_name(&page[start..end]) {
-                    kept.extend_from_slice(&page[copied..start]);
+                    output.extend_from_slice(&page[copied..start]);
                     copied = end;
                     removed += 1;
                     first.get_or_insert(name);
@@ -96,12 +96,12 @@ fn remove_invalid_names(page: &[u8]) -> Option<Filtered> {
         }
     }
     let first = first?;
-    kept.extend_from_slice(&page[copied..]);
-    Some(Filtered { page: kept, removed, first })
+    output.extend_from_slice(&page[copied..]);
+    Some(Filtered { page: output, removed, first })
 }
 
-/// An element `Contents`, which has a key, or `CommonPrefixes`, which has a prefix. Lists, so that an element with none
-/// or several can be parsed: object_store reports it.
+/// A `Contents` element, which has a key, or a `CommonPrefixes` element, which has a prefix. Both fields are lists, so
+/// that an element with no value or several values can be parsed; object_store reports the error.
 #[derive(Deserialize)]
 struct Entry {
     #[serde(rename = "Key", default)]

@@ -17,7 +17,7 @@ use object_store::{
     ObjectStoreExt, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
 };
 
-/// The folder with the objects, in the store's directory.
+/// The subdirectory that contains the objects.
 pub(super) const OBJECTS_DIR: &str = "objects";
 
 #[derive(Debug)]
@@ -42,8 +42,8 @@ impl LocalStore {
             file.lock()?;
             Ok::<_, std::io::Error>(file)
         });
-        let failed = |source| Error::Generic { store: "directory", source };
-        locked.await?.map_err(|error| failed(Box::new(error)))
+        let lock_error = |source| Error::Generic { store: "directory", source };
+        locked.await?.map_err(|error| lock_error(Box::new(error)))
     }
 }
 
@@ -63,11 +63,12 @@ impl ObjectStore for LocalStore {
     ) -> Result<PutResult> {
         let _lock = self.lock().await?;
         if let PutMode::Update(expected) = &options.mode {
-            let changed = |why: &str| Error::Precondition { path: location.to_string(), source: why.into() };
+            let precondition_error =
+                |why: &str| Error::Precondition { path: location.to_string(), source: why.into() };
             match self.inner.head(location).await {
                 Ok(current) if current.e_tag == expected.e_tag => options.mode = PutMode::Overwrite,
-                Ok(_) => return Err(changed("the object has a different version")),
-                Err(Error::NotFound { .. }) => return Err(changed("the object was deleted")),
+                Ok(_) => return Err(precondition_error("the object has a different version")),
+                Err(Error::NotFound { .. }) => return Err(precondition_error("the object was deleted")),
                 Err(error) => return Err(error),
             }
         }
@@ -143,12 +144,12 @@ mod tests {
                 })
             })
             .collect();
-        let mut moved = 0;
+        let mut successes = 0;
         for writer in writers {
-            moved += u64::from(writer.await.unwrap().is_ok());
+            successes += u64::from(writer.await.unwrap().is_ok());
         }
         let pointer = pointer_io::read(&open(), &slot).await.unwrap().unwrap().value;
-        assert_eq!(pointer.seq, 1 + moved, "not every successful writer incremented seq once");
-        assert!(moved > 0);
+        assert_eq!(pointer.seq, 1 + successes, "not every successful writer incremented seq once");
+        assert!(successes > 0, "no writer succeeded");
     }
 }

@@ -61,9 +61,9 @@ pub async fn write(bucket: &Bucket, slot: &SlotPrefix, meta: &VpsMeta) -> Result
             Ok(current) => current,
             Err(StoreError::Corrupt { .. }) => {
                 // An unreadable object is overwritten, because each heartbeat writes all of the metadata again.
-                // It is not read again, because it can be of any size.
-                let found = bucket.head(&key).await?;
-                let condition = found.as_ref().map_or(Condition::Absent, Condition::unchanged);
+                // Its version comes from a HEAD request, because its content can be of any size.
+                let head = bucket.head(&key).await?;
+                let condition = head.as_ref().map_or(Condition::Absent, Condition::unchanged);
                 match bucket.put_json_if(&key, meta, condition).await {
                     Err(StoreError::Precondition { .. }) => continue,
                     result => return Ok(result?),

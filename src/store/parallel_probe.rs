@@ -60,7 +60,7 @@ impl ProbeFindings {
         ))
     }
 
-    /// Returns the warning about a store that may be used, if any.
+    /// Returns a warning about a store that may still be used, if any.
     pub fn warning(&self) -> Option<String> {
         let Atomicity::Violated { winners } = self.replace else { return None };
         Some(format!(
@@ -111,7 +111,7 @@ pub async fn run_rounds(
     Ok(findings)
 }
 
-/// Returns the number of writers that created the object, and of those that replaced the same version of it.
+/// Returns the number of writers that created the object, and the number that replaced the same version of it.
 async fn run_round(bucket: &Bucket, key: &Path) -> Result<(usize, usize), StoreError> {
     let created = count_winners(bucket, key, &Condition::Absent).await?;
     let Some(read) = bucket.get_json::<serde_json::Value>(key).await? else {
@@ -155,8 +155,8 @@ mod tests {
     #[tokio::test]
     async fn probe_accepts_an_atomic_store_and_cleans_up() {
         let store = Arc::new(InMemory::new());
-        let found = run(&Bucket::new(store.clone()), TIMEOUT).await.unwrap();
-        assert_eq!((found.refusal(), found.warning()), (None, None));
+        let findings = run(&Bucket::new(store.clone()), TIMEOUT).await.unwrap();
+        assert_eq!((findings.refusal(), findings.warning()), (None, None));
         assert_eq!(store.list(None).try_next().await.unwrap(), None);
     }
 
@@ -165,8 +165,8 @@ mod tests {
         let config =
             ThrottleConfig { wait_put_per_call: Duration::from_millis(60), ..ThrottleConfig::default() };
         let store = Bucket::new(Arc::new(ThrottledStore::new(InMemory::new(), config)));
-        let found = run(&store, Duration::from_millis(400)).await.unwrap();
-        assert!((1..ROUNDS).contains(&found.rounds), "{found:?}");
+        let findings = run(&store, Duration::from_millis(400)).await.unwrap();
+        assert!((1..ROUNDS).contains(&findings.rounds), "{findings:?}");
         let error = run(&store, Duration::from_millis(30)).await.unwrap_err();
         assert!(matches!(error, StoreError::Unavailable { .. }), "{error}");
     }
@@ -174,16 +174,16 @@ mod tests {
     #[tokio::test]
     async fn probe_refuses_a_store_that_creates_twice() {
         let store = Bucket::new(Arc::new(LenientStore::new(IgnoredCondition::Create)));
-        let found = run(&store, TIMEOUT).await.unwrap();
-        assert!(found.refusal().unwrap().contains("If-None-Match"));
-        assert_eq!(found.replace, Atomicity::Atomic);
+        let findings = run(&store, TIMEOUT).await.unwrap();
+        assert!(findings.refusal().unwrap().contains("If-None-Match"));
+        assert_eq!(findings.replace, Atomicity::Atomic);
     }
 
     #[tokio::test]
     async fn probe_warns_about_a_store_that_replaces_twice() {
         let store = Bucket::new(Arc::new(LenientStore::new(IgnoredCondition::Replace)));
-        let found = run(&store, TIMEOUT).await.unwrap();
-        assert_eq!(found.refusal(), None);
-        assert!(found.warning().unwrap().contains("If-Match"));
+        let findings = run(&store, TIMEOUT).await.unwrap();
+        assert_eq!(findings.refusal(), None);
+        assert!(findings.warning().unwrap().contains("If-Match"));
     }
 }

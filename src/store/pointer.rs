@@ -1,4 +1,4 @@
-//! The pointers `system/db/latest` and `files/latest`, and their changes by a fence or a new snapshot. All functions
+//! The pointers `system/db/latest` and `files/latest`, and how a fence or a new snapshot changes them. All functions
 //! are pure; `pointer_io` reads and writes the pointers.
 //!
 //! Invariants: `seq` and `fenceEpoch` only increase, except that the platform replaces an implausible fence and, in
@@ -18,7 +18,7 @@ pub const FORMAT: u32 = 1;
 /// Upper bound on `seq`: every JSON parser represents smaller integers exactly.
 pub const MAX_SEQ: u64 = 1 << 53;
 /// Maximum distance between a log entry and `latest`. The protocol leaves at most one entry ahead, but a `latest` that
-/// was restored from an earlier time must still be repaired.
+/// was restored from an old version must still be repaired.
 pub const MAX_SEQ_AHEAD: u64 = 1_000_000;
 
 /// The pointer to a slot's latest verified snapshot. `snapshot: null` is a tombstone: a fence without a snapshot, or,
@@ -95,7 +95,7 @@ impl PointedSnapshot for SnapshotRef {
     }
 }
 
-/// Whether an error message says that a snapshot pointer is not sound. Hosts report errors only as messages.
+/// Whether an error message says that a snapshot pointer is not sound. Hosts report errors only as text.
 pub fn is_unsound(error: &str) -> bool {
     error.contains(UNSOUND)
 }
@@ -254,9 +254,10 @@ pub fn advance<S: PointedSnapshot>(
 /// claiming that `seq`. The writes were concurrent, so the higher fence is kept, and the snapshot with the higher
 /// epoch or, if the epochs are equal, the later one.
 pub fn merge<S: PointedSnapshot>(claimed: &Pointer<S>, latest: &Pointer<S>) -> Pointer<S> {
-    let order =
+    let snapshot_order =
         |pointer: &Pointer<S>| pointer.snapshot.as_ref().map(|target| (target.epoch(), target.taken_at()));
-    let snapshot = if order(latest) > order(claimed) { &latest.snapshot } else { &claimed.snapshot };
+    let snapshot =
+        if snapshot_order(latest) > snapshot_order(claimed) { &latest.snapshot } else { &claimed.snapshot };
     let fence = if latest.fence_epoch > claimed.fence_epoch { latest } else { claimed };
     let holder = fence.fence_holder();
     let proof_of =
@@ -326,16 +327,16 @@ pub(crate) mod tests {
         let first = fence::<SnapshotRef>(None, &Fence::unsigned(Epoch(1), machine(1))).unwrap().unwrap();
         assert_eq!(first.snapshot, None);
         let second = fence(Some(&first), &Fence::unsigned(Epoch(2), machine(2))).unwrap().unwrap();
-        let refused = advance(Some(&second), &snapshot_by(1, Epoch(1), machine(1))).unwrap_err();
-        assert_eq!(refused, FencedError { fence_epoch: Epoch(2), holder: None, writer_epoch: Epoch(1) });
+        let error = advance(Some(&second), &snapshot_by(1, Epoch(1), machine(1))).unwrap_err();
+        assert_eq!(error, FencedError { fence_epoch: Epoch(2), holder: None, writer_epoch: Epoch(1) });
     }
 
     #[test]
     fn advance_after_a_lost_response_changes_nothing() {
-        let mine = snapshot_by(1, Epoch(1), machine(1));
-        let written = advance(None, &mine).unwrap().unwrap();
+        let first = snapshot_by(1, Epoch(1), machine(1));
+        let written = advance(None, &first).unwrap().unwrap();
         let fenced = fence(Some(&written), &Fence::unsigned(Epoch(2), machine(2))).unwrap().unwrap();
-        assert_eq!(advance(Some(&fenced), &mine), Ok(None), "the response to its write may have been lost");
+        assert_eq!(advance(Some(&fenced), &first), Ok(None), "the response to its write may have been lost");
         assert!(advance(Some(&fenced), &snapshot_by(2, Epoch(1), machine(1))).is_err());
     }
 

@@ -3,8 +3,9 @@
 //! Each `seq` is claimed by creating the object `pointer-log/<seq>.json`, which contains the whole pointer and must not
 //! already exist. `latest` is written after it. Two writers therefore never both succeed, even on a store whose
 //! `If-Match` is not atomic; the store only has to create an object at most once. The highest entry is authoritative;
-//! the next writer repairs a stale `latest`, and a corrupt one of the files' pointer. A corrupt `latest` of the
-//! database's pointer is left to an operator (`pointer_repair`), because it may be wrong to restore from the log.
+//! the next writer repairs a stale `latest` and, for the files' pointer, a corrupt one. A corrupt `latest` of the
+//! database's pointer must be repaired by an operator (`pointer_repair`), because it may be wrong to restore from the
+//! log.
 //!
 //! Invariant: a `seq` is claimed only if `latest` has the previous one, so that a crash leaves at most one entry
 //! ahead of `latest`. Entries are never deleted, except old ones of the files' pointer (`files_pointer::trim_log`).
@@ -93,8 +94,11 @@ pub(super) async fn read_at<S: PointedSnapshot>(
         Err(error @ StoreError::Corrupt { .. }) if S::REPAIRS_CORRUPT_LATEST => {
             // The version is read before the log: if another writer has replaced the object since, its entry is found.
             let meta = bucket.head(&paths.latest).await?;
-            let corrupt =
-                meta.map(|meta| LatestObject { seq: None, matches_log: false, version: Version::of(&meta) });
+            let corrupt = meta.map(|meta| LatestObject {
+                seq: None,
+                matches_log: false,
+                version: Version::from_meta(&meta),
+            });
             let Some(read) = read_log::<S>(bucket, paths, corrupt).await? else { return Err(error) };
             tracing::warn!(%error, "a pointer is damaged; using the newest entry of its log");
             return Ok(Some(read));
@@ -150,8 +154,8 @@ pub(super) async fn read_entry<S: PointedSnapshot>(
     seq: u64,
 ) -> Result<Pointer<S>, StoreError> {
     let key = paths.entry(seq);
-    let found = bucket.get_json::<Pointer<S>>(&key).await?;
-    let value = found.ok_or_else(|| StoreError::NotFound { key: key.to_string() })?.value;
+    let read = bucket.get_json::<Pointer<S>>(&key).await?;
+    let value = read.ok_or_else(|| StoreError::NotFound { key: key.to_string() })?.value;
     check_format(&key, &value)?;
     if value.seq != seq {
         let why = format!("it contains seq {}", value.seq);
@@ -166,7 +170,7 @@ pub(super) async fn try_read_latest(
     slot: &SlotPrefix,
 ) -> Result<Option<Pointer>, StoreError> {
     let latest = none_if_corrupt(bucket.get_json::<Pointer>(&slot.pointer()).await)?.flatten();
-    Ok(latest.map(|found| found.value).filter(|pointer| pointer.version == pointer::FORMAT))
+    Ok(latest.map(|read| read.value).filter(|pointer| pointer.version == pointer::FORMAT))
 }
 
 /// Reads a log entry; `None` if it is unreadable.
@@ -189,7 +193,7 @@ fn none_if_corrupt<T>(read: Result<T, StoreError>) -> Result<Option<T>, StoreErr
 
 fn check_format<S>(key: &object_store::path::Path, pointer: &Pointer<S>) -> Result<(), StoreError> {
     let why = if pointer.version != pointer::FORMAT {
-        format!("format version {} is not {}", pointer.version, pointer::FORMAT)
+        format!("it has format version {}; only version {} is supported", pointer.version, pointer::FORMAT)
     } else if pointer.seq >= pointer::MAX_SEQ {
         format!("its seq {} is above the maximum", pointer.seq)
     } else if pointer.fence_epoch > MAX_EPOCH {
@@ -230,10 +234,10 @@ struct RetryState {
 }
 
 impl RetryState {
-    /// Waits before the next attempt after a write that was rejected or failed, longer each time.
+    /// Waits before the next attempt after a write that was rejected or failed: linear backoff with jitter.
     ///
     /// # Errors
-    /// The error to report if the failure is permanent, or is the second transient one.
+    /// The error to report, if the failure is permanent or the second transient one.
     async fn back_off(&mut self, error: StoreError) -> Result<(), StoreError> {
         if !matches!(error, StoreError::Precondition { .. }) {
             if self.failure.is_some() || !error.is_transient() {

@@ -15,7 +15,7 @@ use super::pointer::{MAX_SEQ, MAX_SEQ_AHEAD};
 
 /// Maximum number of names to read from one listing. Under the protocol, at most one entry is ahead of `latest`.
 const MAX_LISTED: usize = 64;
-/// Maximum number of other names to skip before the first entry if no pointer says where the log begins.
+/// Maximum number of other names to skip before the first entry if the start of the log is unknown.
 const MAX_SKIPPED_NAMES: usize = 10_000;
 /// Maximum number of listings, for a log with gaps.
 const MAX_LISTINGS: u32 = 8;
@@ -114,7 +114,7 @@ async fn find_highest_listed(
     Ok((newest, false))
 }
 
-/// Finds the `seq` at which a log begins whose old entries are deleted; 0 if it has no entry above 0.
+/// Finds the first `seq` above 0 in a log whose old entries are deleted; 0 if there is none.
 pub(super) async fn find_first_seq(bucket: &Bucket, paths: &PointerPaths) -> Result<u64, StoreError> {
     Ok(find_first_listed(bucket, paths, MAX_SEQ - 1).await?.map_or(0, |(seq, _)| seq))
 }
@@ -245,13 +245,13 @@ mod tests {
             assert_eq!((free, skipped), (expected, Some(1_500_000).filter(|_| seq != expected)), "{seq}");
             assert_eq!(log.find_newest(free).await, None, "{seq}");
         }
-        // `far` was outside the reader's range above, and is inside now.
+        // `far` was out of the reader's range above, and is now within it.
         let (free, _) =
             find_free_seq(&log.bucket, &log.slot.pointer_paths(), far - MAX_SEQ_AHEAD).await.unwrap();
         assert_eq!(free, far + 1);
         let last = Log::with_entries([MAX_SEQ - 1]).await;
-        let refused = find_free_seq(&last.bucket, &last.slot.pointer_paths(), MAX_SEQ - 2).await.unwrap_err();
-        assert!(matches!(refused, StoreError::Corrupt { .. }), "{refused}");
+        let error = find_free_seq(&last.bucket, &last.slot.pointer_paths(), MAX_SEQ - 2).await.unwrap_err();
+        assert!(matches!(error, StoreError::Corrupt { .. }), "{error}");
     }
 
     #[tokio::test]

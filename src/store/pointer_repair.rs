@@ -131,8 +131,7 @@ pub async fn inspect(
         RebuildTarget::Snapshot(key) => {
             let sidecar = load_sidecar(bucket, slot, key).await?;
             if sidecar.epoch > bound {
-                let why =
-                    format!("its epoch {} is far above any epoch that the platform knows", sidecar.epoch);
+                let why = format!("its epoch {} is far above any epoch known to the platform", sidecar.epoch);
                 return Err(RepairError::Unusable { key: key.as_str().to_owned(), why });
             }
             (Some(sidecar), 0)
@@ -230,10 +229,10 @@ async fn read_pointer_state(
     let condition = read.as_ref().map_or(Condition::Absent, pointer_io::PointerRead::condition);
     let is_missing = read.as_ref().is_none_or(|read| !read.has_latest());
     let pointer = read.map(|read| read.value);
-    let found = match (snapshot::find_latest(bucket, slot).await, pointer) {
+    let state = match (snapshot::find_latest(bucket, slot).await, pointer) {
         (_, Some(pointer)) if pointer.fence_epoch > bound => {
             let why =
-                format!("its fence {} is far above any epoch that the platform knows", pointer.fence_epoch);
+                format!("its fence {} is far above any epoch known to the platform", pointer.fence_epoch);
             PointerState::Unsound { pointer, why }
         }
         (Ok(_) | Err(SnapshotUnusable::Absent), pointer) => PointerState::Sound(pointer),
@@ -245,7 +244,7 @@ async fn read_pointer_state(
             PointerState::Absent { why: format!("{key}: {why}") }
         }
     };
-    Ok((found, condition))
+    Ok((state, condition))
 }
 
 async fn describe_unreadable(
@@ -294,7 +293,9 @@ async fn find_newest_complete(
         match snapshot::load(bucket, slot, key).await {
             Ok(sidecar) if Some(sidecar.epoch) == epoch => return Ok((Some(sidecar), 0)),
             Ok(_) => tracing::warn!(key, "skipped a snapshot without an epoch in its key"),
-            Err(SnapshotUnusable::Damaged { why, .. }) => tracing::warn!(key, why, "skipped the snapshot"),
+            Err(SnapshotUnusable::Damaged { why, .. }) => {
+                tracing::warn!(key, why, "skipped an incomplete snapshot");
+            }
             Err(SnapshotUnusable::Absent) => {}
             Err(SnapshotUnusable::Store(error)) => return Err(error),
         }
@@ -309,7 +310,7 @@ async fn read_newest_entry(bucket: &Bucket, slot: &SlotPrefix) -> Result<(u64, O
         return Ok((0, None));
     };
     let value = match pointer_io::try_read_entry(bucket, slot, seq).await? {
-        // The entry does not follow the protocol, so `latest` still has the fence.
+        // No writer that follows the protocol wrote this entry, so `latest` still has the current fence.
         None => pointer_io::try_read_latest(bucket, slot).await?,
         value => value,
     };
@@ -405,7 +406,7 @@ mod tests {
     #[tokio::test]
     async fn rebuild_keeps_the_fence_despite_unreadable_entries() {
         let (bucket, _) = slot_with_backup().await;
-        // A machine that is missing from a restored database.
+        // The platform's database was restored from a backup that does not contain this machine.
         let later = Fence::unsigned(Epoch(5), MachineId(uuid::Uuid::from_u128(5)));
         pointer_io::fence(&bucket, &slot(), &later).await.unwrap();
         bucket.put(&slot().pointer_entry(600_000), "{}").await.unwrap();
@@ -423,9 +424,9 @@ mod tests {
         let next = inspect_target(&bucket, RebuildTarget::Newest).await.next.unwrap();
         assert_eq!((next.fence_epoch, next.snapshot.map(|snapshot| snapshot.key)), (Epoch(1), Some(key)));
         let mismatched: SnapshotKey = "system/db/snapshots/2026-11-24T03-04-06.678Z-1.dump".parse().unwrap();
-        let refused =
+        let error =
             inspect(&bucket, &slot(), record(), RebuildTarget::Snapshot(&mismatched)).await.unwrap_err();
-        assert!(matches!(refused, RepairError::Unusable { .. }), "{refused}");
+        assert!(matches!(error, RepairError::Unusable { .. }), "{error}");
     }
 
     #[tokio::test]

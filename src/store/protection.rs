@@ -12,8 +12,7 @@ use super::signed_request::{RequestError, SignedClient};
 pub enum SettingState {
     On,
     Off,
-    /// The store does not support the request, or rejects it for these credentials. Contains the status of the
-    /// response.
+    /// The store does not support the request, or rejects it for these credentials. Contains the response's status.
     Unknown(StatusCode),
 }
 

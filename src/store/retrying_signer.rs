@@ -81,7 +81,7 @@ impl RetryingSigner {
             Ok(current) if access_key_of(&request).is_some_and(|key| key != current.key_id) => {
                 self.sign(request.clone(), &current).unwrap_or(request)
             }
-            // Without current credentials, the request is sent as it is, and the caller gets the store's error.
+            // Without current credentials, the request is sent unchanged, and the caller gets the store's error.
             _ => request,
         }
     }

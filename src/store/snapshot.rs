@@ -106,7 +106,7 @@ impl Sidecar {
     /// # Errors
     /// `TooLarge` if they would reject it.
     pub fn check_limits(&self) -> Result<(), StoreError> {
-        let bytes = serde_json::to_vec(self).expect("a sidecar of plain fields is JSON").len();
+        let bytes = serde_json::to_vec(self).expect("a sidecar serializes to JSON").len();
         let server_roles = self.database.as_ref().and_then(|database| database.roles.as_ref());
         let roles = server_roles.map_or(0, Vec::len).max(self.roles.len());
         let tables = self.tables.len();
@@ -170,12 +170,12 @@ pub async fn write_sidecar(
     sidecar.check_limits()?;
     match bucket.put_json_if(&object, sidecar, Condition::Absent).await {
         Ok(()) => {}
-        Err(refused @ StoreError::Precondition { .. }) => {
+        Err(error @ StoreError::Precondition { .. }) => {
             // The response to our own write may have been lost. A different sidecar is never replaced.
-            let found = bucket.get_json::<Sidecar>(&object).await?;
-            let text = |value: &Sidecar| serde_json::to_string(value).ok();
-            if found.is_none_or(|found| text(&found.value) != text(sidecar)) {
-                return Err(refused);
+            let existing = bucket.get_json::<Sidecar>(&object).await?;
+            let to_json = |value: &Sidecar| serde_json::to_string(value).ok();
+            if existing.is_none_or(|existing| to_json(&existing.value) != to_json(sidecar)) {
+                return Err(error);
             }
         }
         Err(error) => return Err(error),
@@ -300,7 +300,7 @@ async fn check_complete(
 /// `Damaged` if the key is invalid, if the object or the sidecar is missing, or if a check fails; `Store` if the store
 /// cannot be read. Never `Absent`.
 pub async fn load(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<Sidecar, SnapshotUnusable> {
-    // The pointer's key may be any text.
+    // The key may come from a pointer that a host wrote, and may be any text.
     let damaged = |why: String| SnapshotUnusable::Damaged { key: truncate_printable(key), why };
     let (Some(object), Some(sidecar_path)) = (slot.snapshot(key), slot.sidecar(key)) else {
         return Err(damaged("the key is not a snapshot key".to_owned()));

@@ -29,7 +29,7 @@ const RANGE_GROWTH_FACTOR: i32 = 8;
 /// Maximum time range; beyond it, all keys are listed.
 const MAX_TIME_RANGE: SignedDuration = SignedDuration::from_hours(10 * 366 * 24);
 
-/// The part of a sidecar that a list shows. The rest is discarded; it may be large, because a host writes it.
+/// The fields of a sidecar that a listing shows. The others are skipped, because a host can make them large.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ListedSnapshot {
@@ -64,7 +64,7 @@ pub struct SnapshotPage {
 pub struct PageWindow<'a> {
     /// Selects only snapshots with keys below this one.
     pub before: Option<&'a str>,
-    /// When the latest snapshot was taken, if known. If it is old, this reduces the number of listings.
+    /// When the latest snapshot was taken, if known. Reduces the number of listings if that snapshot is old.
     pub latest: Option<Timestamp>,
     pub limit: usize,
 }
@@ -160,17 +160,17 @@ async fn list_newest_keys(
     let has_no_time = before.is_some_and(|(_, time)| time.is_none());
     let mut latest = window.latest.filter(|_| window.before.is_none());
     let mut end = window.before.and_then(|key| key.rsplit('/').next()).map(str::to_owned);
-    let mut found = Vec::new();
+    let mut keys = Vec::new();
     loop {
         let start = Some(range).filter(|range| *range < MAX_TIME_RANGE && !has_no_time);
         let start = start.and_then(|range| from.checked_sub(range).ok()).map(key::snapshot_name_at);
-        let remaining = count - found.len();
-        found.extend(list_last_keys(bucket, slot, start.as_deref(), end.as_deref(), remaining).await?);
-        if found.len() >= count || start.is_none() {
-            return Ok(found);
+        let remaining = count - keys.len();
+        keys.extend(list_last_keys(bucket, slot, start.as_deref(), end.as_deref(), remaining).await?);
+        if keys.len() >= count || start.is_none() {
+            return Ok(keys);
         }
         end = end.into_iter().chain(start).min();
-        let older = latest.take().filter(|_| found.is_empty());
+        let older = latest.take().filter(|_| keys.is_empty());
         match older.filter(|latest| Some(key::snapshot_name_at(*latest)) < end) {
             Some(latest) => (from, range) = (latest, initial_range),
             None => range *= RANGE_GROWTH_FACTOR,
@@ -218,7 +218,7 @@ fn name_in<'a>(prefix: &Path, object: &'a Path) -> Option<&'a str> {
     object.as_ref().strip_prefix(prefix.as_ref())?.strip_prefix('/')
 }
 
-/// Lists the keys, relative to the slot, of all snapshots with a sidecar. Whether their dumps exist is not checked.
+/// Lists the keys, relative to the slot, of all snapshots with a sidecar. Does not check whether their dumps exist.
 pub async fn list_keys(bucket: &Bucket, slot: &SlotPrefix) -> Result<Vec<String>, StoreError> {
     let prefix = slot.snapshots();
     let mut listing = bucket.raw().list(Some(&prefix));
@@ -238,7 +238,7 @@ async fn read_or_skip(
     let Some(path) = slot.sidecar(&key) else { return Ok(Ok(None)) };
     match bucket.get_json::<ListedSnapshot>(&path).await {
         Ok(None) => Ok(Ok(None)),
-        Ok(Some(found)) if found.value.matches_key(&key) => Ok(Ok(Some(found.value))),
+        Ok(Some(read)) if read.value.matches_key(&key) => Ok(Ok(Some(read.value))),
         Ok(Some(_)) => Ok(Err(SkippedSidecar { key, why: "the sidecar does not match its key".to_owned() })),
         Err(StoreError::Corrupt { key, why }) => Ok(Err(SkippedSidecar { key, why })),
         Err(error) => Err(error),
@@ -287,12 +287,12 @@ mod tests {
         let (bucket, slot, store, keys) = hourly_snapshots(SignedDuration::from_mins(5)).await;
         let first = PageWindow { before: None, latest: None, limit: 51 };
         assert_eq!(list_newest(&bucket, &slot, first).await, keys[..51]);
-        assert!(store.listed_count() < 120, "{} names", store.listed_count());
-        // A page that ends at a key in the middle.
+        assert!(store.listed_count() < 120, "listed {} objects", store.listed_count());
+        // A page that starts below a key in the middle.
         let before = store.listed_count();
         let next = PageWindow { before: Some(&keys[999]), latest: None, limit: 51 };
         assert_eq!(list_newest(&bucket, &slot, next).await, keys[1000..1051]);
-        assert!(store.listed_count() - before < 120, "{} names", store.listed_count() - before);
+        assert!(store.listed_count() - before < 120, "listed {} objects", store.listed_count() - before);
         let last = PageWindow { before: Some(&keys[1979]), latest: None, limit: 51 };
         assert_eq!(list_newest(&bucket, &slot, last).await, keys[1980..]);
     }
@@ -304,7 +304,7 @@ mod tests {
         let latest = Some(key::taken_at(&keys[0]).unwrap());
         let window = PageWindow { before: None, latest, limit: 51 };
         assert_eq!(list_newest(&bucket, &slot, window).await, keys[..51]);
-        assert!(store.listed_count() < 120, "{} names", store.listed_count());
+        assert!(store.listed_count() < 120, "listed {} objects", store.listed_count());
         let unknown = PageWindow { latest: None, ..window };
         assert_eq!(list_newest(&bucket, &slot, unknown).await, keys[..51]);
     }
@@ -317,10 +317,10 @@ mod tests {
             bucket.put(&slot.sidecar(&key).unwrap(), "{}").await.unwrap();
         }
         let all = PageWindow { before: None, latest: None, limit: 3000 };
-        let found = list_newest(&bucket, &slot, all).await;
-        assert_eq!(found.len(), usize::try_from(TOTAL).unwrap() + 2);
+        let keys = list_newest(&bucket, &slot, all).await;
+        assert_eq!(keys.len(), usize::try_from(TOTAL).unwrap() + 2);
         assert_eq!(
-            (&*found[0], &*found[found.len() - 1]),
+            (&*keys[0], &*keys[keys.len() - 1]),
             ("system/db/snapshots/zero.dump", "system/db/snapshots/0.dump")
         );
         // Keys without a time also work as cursors.
@@ -330,12 +330,12 @@ mod tests {
         assert_eq!(page_below("system/db/snapshots/0.dump").await, Vec::<String>::new());
         assert_eq!(page_below("system/db/snapshots/0.dump~").await, ["system/db/snapshots/0.dump"]);
         assert_eq!(page_below("system/db/snapshots/2000-13-01.dump").await, ["system/db/snapshots/0.dump"]);
-        assert_eq!(page_below("system/db/snapshots/zero.dump").await, found[1..6]);
-        assert_eq!(page_below("system/db/snapshots/2100-01-01T00-00-00.000Z-1.dump").await, found[1..6]);
-        assert!(found.is_sorted_by(|a, b| a > b));
+        assert_eq!(page_below("system/db/snapshots/zero.dump").await, keys[1..6]);
+        assert_eq!(page_below("system/db/snapshots/2100-01-01T00-00-00.000Z-1.dump").await, keys[1..6]);
+        assert!(keys.is_sorted_by(|a, b| a > b));
     }
 
-    /// Returns a valid sidecar for a key, with some members replaced.
+    /// Returns a valid sidecar for a key, with some fields replaced.
     fn sidecar_json(key: &str, changes: &serde_json::Value) -> String {
         let mut sidecar = json!({"version": 1, "key": key, "sizeBytes": 4, "sha256": "ab".repeat(32), "pgVersion": "16",
             "machineId": uuid::Uuid::nil(), "epoch": 1, "takenAt": key::time_in(key).map(clock::rfc3339_ms),
@@ -357,7 +357,7 @@ mod tests {
             (2, json!({"takenAt": "2026-11-25T03:04:02.678Z"})),
             (3, json!({"key": key_at(0)})),
             (4, json!({"sha256": "x".repeat(64)})),
-            // Members that a list does not show are not parsed.
+            // Fields that a listing does not show are not parsed.
             (5, json!({"roles": "none"})),
         ] {
             let sidecar_path = slot.sidecar(&key_at(second)).unwrap();
@@ -397,7 +397,7 @@ mod tests {
             assert_eq!(read.is_ok(), is_usable);
             assert!(
                 read_listed_snapshot(&bucket, &slot, key).await.unwrap().is_some(),
-                "a list ignores roles"
+                "a listing must ignore roles"
             );
         }
     }

@@ -81,7 +81,8 @@ impl Sts {
         Ok(Self { client, endpoint, region, role_arn, caller })
     }
 
-    /// Requests a session that `policy` restricts, and retries transient errors. The store's access log shows `name`.
+    /// Requests a session that `policy` restricts, and retries transient errors. `name` appears in the store's access
+    /// log.
     pub async fn assume_role(
         &self,
         name: &str,
@@ -249,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn endpoint_that_is_no_request_target_is_refused() {
+    fn new_refuses_endpoint_that_is_not_a_request_target() {
         svc_http::tls::install_provider();
         let caller = || AwsCredential { key_id: "k".to_owned(), secret_key: "s".to_owned(), token: None };
         let new = |url: &str| Sts::new(&url.parse().unwrap(), "eu".to_owned(), "role".to_owned(), caller());

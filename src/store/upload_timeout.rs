@@ -1,7 +1,7 @@
-//! An HTTP layer below object_store: gives an upload time in proportion to its size.
+//! An HTTP layer below object_store: sets each upload's timeout in proportion to its size.
 //!
 //! The client's idle timeout starts with the request and is not reset while the body is sent, so over a slow connection
-//! it would end an upload whose bytes flow.
+//! it would end an upload that still makes progress.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ const MIN_BYTES_PER_SECOND: u64 = 62_500;
 /// Maximum number of uploads that share the connection: four parts of a snapshot, including the one just filled, and
 /// two packs of files.
 const MAX_CONCURRENT_UPLOADS: u64 = 6;
-/// Maximum size of a body that is sent like a request without one.
+/// Requests with a body of at most this size have the same timeouts as requests without a body.
 const MAX_SMALL_BYTES: usize = 64 << 10;
 
 /// The timeouts of [`UploadTimeout::uploads`]. Longer than the timeout of every upload: a part of a snapshot has up to
@@ -34,7 +34,8 @@ pub(super) struct UploadTimeout {
 impl HttpService for UploadTimeout {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let size = request.body().content_length();
-        // The response to the POST that completes an upload needs the idle timeout between its bytes.
+        // The POST that completes an upload can have a larger body, but must also have the short idle timeout while its
+        // response is read.
         if size <= MAX_SMALL_BYTES || request.method() != Method::PUT {
             return self.others.execute(request).await;
         }

@@ -230,11 +230,11 @@ mod tests {
 
     #[test]
     fn key_set_refuses_sets_that_lock_hosts_out() {
-        let read = |sequence: u32, keys: &[String]| {
+        let parse = |sequence: u32, keys: &[String]| {
             let text = serde_json::json!({"sequence": sequence, "keys": keys}).to_string();
             serde_json::from_str::<KeySet>(&text).map_err(|error| error.to_string())
         };
-        read(1, &[key(1)]).unwrap();
+        parse(1, &[key(1)]).unwrap();
         let many: Vec<String> = (0..17).map(key).collect();
         for (sequence, keys, expected) in [
             (1, &[] as &[String], "no key"),
@@ -243,7 +243,7 @@ mod tests {
             (1, &["AAAA".to_owned()], "base64 of 32 bytes"),
             (1, &many, "up to 16"),
         ] {
-            let error = read(sequence, keys).unwrap_err();
+            let error = parse(sequence, keys).unwrap_err();
             assert!(error.contains(expected), "{error}");
         }
         let misspelled = format!("{{\"sequence\":1,\"keys\":[\"{}\"],\"key\":[]}}", key(1));

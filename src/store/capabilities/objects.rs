@@ -75,9 +75,9 @@ pub(super) async fn probe_current_lists(bucket: &Bucket) -> ProbeOutcome {
     let folder = temporary_key("listed");
     let keys: Vec<Path> = (0..REPEATS).map(|n| folder.clone().join(format!("{n}.json"))).collect();
     let list = async || {
-        let found: Result<Vec<_>, _> =
+        let listed: Result<Vec<_>, _> =
             bucket.raw().list(Some(&folder)).map_ok(|object| object.location).try_collect().await;
-        found.map_err(|error| StoreError::classify(&folder, error))
+        listed.map_err(|error| StoreError::classify(&folder, error))
     };
     let probe = async {
         for (n, key) in keys.iter().enumerate() {
@@ -106,10 +106,10 @@ pub(super) async fn probe_ranges(bucket: &Bucket) -> ProbeOutcome {
     let key = temporary_key("range");
     let read = async |version: Option<String>| {
         let range = Some(GetRange::Bounded(RANGE));
-        let got =
+        let request =
             bucket.raw().get_opts(&key, GetOptions { range, if_match: version, ..GetOptions::default() });
-        let got = got.await.map_err(|error| StoreError::classify(&key, error))?;
-        got.bytes().await.map_err(|error| StoreError::classify(&key, error))
+        let object = request.await.map_err(|error| StoreError::classify(&key, error))?;
+        object.bytes().await.map_err(|error| StoreError::classify(&key, error))
     };
     let probe = async {
         bucket.put(&key, &b"0123456789"[..]).await?;

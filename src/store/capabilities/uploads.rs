@@ -39,24 +39,24 @@ pub(super) async fn probe_visibility(bucket: &Bucket) -> ProbeOutcome {
             return Ok(Some("an upload could not be aborted".to_owned()));
         }
         let mut upload = start_upload(bucket, &key, b"whole").await?;
-        let found = bucket.head(&key).await;
-        if !matches!(found, Ok(None)) {
+        let head = bucket.head(&key).await;
+        if !matches!(head, Ok(None)) {
             upload.abort().await;
-            return found.map(|_| Some("an upload was visible before it was completed".to_owned()));
+            return head.map(|_| Some("an upload was visible before it was completed".to_owned()));
         }
         if let Err(error) = upload.complete().await {
             upload.abort().await;
             return Err(to_store_error(&key, error));
         }
         let read = bucket.get(&key, 1024).await?.map(|read| read.value);
-        Ok((read.as_deref() != Some(b"whole")).then(|| "it stored wrong bytes".to_owned()))
+        Ok((read.as_deref() != Some(b"whole")).then(|| "it stored the wrong bytes".to_owned()))
     };
     let outcome = probe.await;
     delete(bucket, &key).await;
     outcome
 }
 
-/// The key looks like a snapshot's, because only uploads of snapshots are completed conditionally.
+/// The key looks like a snapshot's, because only snapshot uploads are completed conditionally.
 pub(super) async fn probe_upload_once(bucket: &Bucket) -> ProbeOutcome {
     let key = temporary_key(&format!("{}/probe.dump", SNAPSHOTS.trim_matches('/')));
     let probe = async {

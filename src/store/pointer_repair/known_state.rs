@@ -59,7 +59,7 @@ impl KnownState<'_> {
         })
     }
 
-    /// Returns the last `seq`, or a higher one. Without a pointer, it is estimated: one move per snapshot and per
+    /// Returns the last `seq`, or a higher one. Without a pointer, it is estimated as one move per snapshot and per
     /// fence. A `seq` far above the estimate is ignored, because a host can write any value.
     fn last_seq(&self, fence: Epoch) -> u64 {
         let estimate = self.keys.len() as u64 + u64::from(fence.0);

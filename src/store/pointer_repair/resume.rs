@@ -1,4 +1,4 @@
-//! Completes a rebuild whose writer did not learn the result of its writes.
+//! Completes a rebuild that was interrupted, or that got no response to its writes.
 //!
 //! Invariant: a pointer that has been moved since the rebuild is not changed.
 
@@ -7,7 +7,7 @@ use crate::bucket::{Bucket, StoreError};
 use crate::key::SlotPrefix;
 use crate::pointer::Pointer;
 
-/// Completes an earlier rebuild from its plan. Its log entry shows whether it wrote anything; `None` if it did not.
+/// Completes an earlier rebuild from its plan; `None` if its log entry was never written.
 ///
 /// # Errors
 /// Same as [`rebuild`]. `ChangedConcurrently` if another writer has replaced the written pointer.
@@ -50,7 +50,7 @@ mod tests {
     use svc_machine::epoch::Epoch;
     use svc_machine::id::MachineId;
 
-    /// Moves the pointer like the platform: a recovery fences the slot for the next machine.
+    /// Fences the slot for the next machine, as the platform does in a recovery.
     async fn fence_next_machine(bucket: &Bucket) {
         let next = Fence::unsigned(Epoch(2), MachineId(uuid::Uuid::from_u128(2)));
         pointer_io::fence(bucket, &slot(), &next).await.unwrap();
