@@ -18,7 +18,7 @@ use super::*;
 struct FaultyStore {
     inner: InMemory,
     is_read_only: bool,
-    /// The number of digest writes before each of which another process replaces the archive.
+    /// How many more times another process replaces the archive, each time just before its digest is written.
     replacements: AtomicUsize,
 }
 
@@ -118,12 +118,12 @@ async fn publish_repeats_upload_of_replaced_archive() {
 }
 
 #[tokio::test]
-async fn publish_digest_refuses_different_digest_for_good() {
+async fn publish_digest_refuses_different_digest_permanently() {
     let (bucket, version) = (Bucket::new(Arc::new(InMemory::new())), "1.0".parse().unwrap());
-    let (stored, stated) = ("0".repeat(64), "1".repeat(64));
+    let (stored, other) = ("0".repeat(64), "1".repeat(64));
     bucket.put(&key::bundle(&version, ".sha256"), digest_line(&stored)).await.unwrap();
     publish_digest(&bucket, &stored, &version).await.unwrap();
-    let lost = publish_digest(&bucket, &stated, &version).await.unwrap_err();
+    let lost = publish_digest(&bucket, &other, &version).await.unwrap_err();
     assert!(lost.to_string().contains("publish the other one again"), "{lost}");
     assert_eq!(Failure::from(lost).exit, Exit::Refused);
 }
