@@ -113,7 +113,8 @@ impl ApiClient {
     /// Sends a GET without retries; returns any status with its body.
     ///
     /// # Errors
-    /// [`CallError::TimedOut`] if the response times out; [`CallError::Unreachable`] if there is none for another reason.
+    /// [`CallError::TimedOut`] if the response times out; [`CallError::Unreachable`] if there is no response for any
+    /// other reason.
     pub async fn get_once(&self, path: &[&str]) -> Result<(StatusCode, String), CallError> {
         let request = self.client.get(self.url(path)).header(header::AUTHORIZATION, self.bearer.clone());
         let response =
@@ -125,8 +126,8 @@ impl ApiClient {
     /// Starts the download of a file at an offset, without retries and without a timeout for the whole body.
     ///
     /// # Errors
-    /// [`CallError::Unreachable`] if the client cannot be created or there is no response; [`CallError::Refused`] if the
-    /// status is not 200 or, with an offset, not 206.
+    /// [`CallError::Unreachable`] if the client cannot be created or there is no response; [`CallError::Refused`] if
+    /// the status is not 200 or, with an offset, not 206.
     pub async fn open_download(&self, path: &[&str], offset: u64) -> Result<reqwest::Response, CallError> {
         let unreachable = |why: String| CallError::Unreachable { base: self.base.clone(), why };
         let client = client::build(Timeouts::DOWNLOAD).map_err(|error| unreachable(format!("{error:#}")))?;

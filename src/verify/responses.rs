@@ -125,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn schema_names_are_read_from_array_and_object() {
+    fn schema_names_accept_an_array_or_an_object() {
         let names = |text: &str| serde_json::from_str::<SchemaList>(text).map(|list| list.data.0);
         let array = r#"{"data": [{"app": "notes", "tables": [[1]]}, {"app": "a", "slug": "b"}, {"slug": "tasks"}, {}]}"#;
         assert_eq!(names(array).unwrap(), ["notes", "a", "tasks"]);

@@ -11,8 +11,8 @@ use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, S
 use svc_machine::state::Status;
 use svc_wire::quote::{InvalidPrice, Price};
 
-/// A machine as specified by an operator. A handle or a slot selects the active machine, except in commands for machines
-/// that have left their slot, such as `undelete`.
+/// A machine as specified by an operator. A handle or a slot selects the active machine, except in commands for
+/// machines that have left their slot, such as `undelete`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MachineTarget {
     Id(MachineId),

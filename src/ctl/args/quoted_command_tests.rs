@@ -47,8 +47,8 @@ fn texts_name_only_existing_commands_and_options() {
     assert!(checked > 150, "only {checked} commands were found");
 }
 
-/// Request members, and a paraphrase of one, that messages must not mention: operators use the `svcctl` options that set
-/// them.
+/// Request members, and a paraphrase of one, that messages must not mention: operators use the `svcctl` options that
+/// set them.
 const REQUEST_MEMBERS: [&str; 8] = [
     "acceptLoss",
     "allowEmpty",

@@ -8,8 +8,8 @@ use super::companions::BundleContext;
 use svc_store::bucket::{Bucket, StoreError};
 use svc_store::key;
 
-/// Returns whether the stored archive exists and has the bundle's size and digest. Downloads the archive only if its size
-/// matches.
+/// Returns whether the stored archive exists and has the bundle's size and digest. Downloads the archive only if its
+/// size matches.
 ///
 /// # Errors
 /// If the archive exists but cannot be read.

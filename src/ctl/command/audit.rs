@@ -15,8 +15,8 @@ use svc_base::applet::Failure;
 use svc_base::clock::rfc3339_ms;
 
 const FOLLOW_INTERVAL: Duration = Duration::from_secs(2);
-/// Maximum delay until an entry appears. An entry has the start time of its transaction, but appears only when the
-/// transaction has ended, possibly after entries with later times.
+/// Maximum delay until an entry becomes visible. An entry has the start time of its transaction, but becomes visible
+/// only when the transaction commits, possibly after entries with later times.
 const MAX_TRANSACTION_DURATION: SignedDuration = SignedDuration::from_secs(60);
 /// How long `--follow` retries while the platform does not respond.
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(600);
@@ -47,7 +47,7 @@ async fn follow(api: &ApiClient, args: &Args, first: AuditEntryPage, out: &Outpu
     let mut entries = window.add(first.entries, started);
     for poll_number in 0_usize.. {
         for entry in entries.iter().filter(|entry| oldest.is_none_or(|oldest| entry.at >= oldest)) {
-            show(entry, out)?;
+            print_entry(entry, out)?;
         }
         let pages = if poll_number % POLLS_PER_FULL_READ == 0 {
             PagesToRead::All
@@ -97,21 +97,21 @@ impl FollowWindow {
         entries
     }
 
-    /// Returns a time that the platform's clock has reached at `now`. The local wall clock is not used, because it may
-    /// be wrong.
+    /// Returns a lower bound for the platform's time at `now`. The local wall clock is not used, because it may be
+    /// wrong.
     fn platform_time(&self, now: Instant) -> Option<Timestamp> {
         let (at, received_at) = self.newest?;
         at.checked_add(now.saturating_duration_since(received_at)).ok()
     }
 
-    /// Advances the window after a read of all pages that started at `began`. An entry that appears after that is at
-    /// most [`MAX_TRANSACTION_DURATION`] older than `began`.
-    fn advance(&mut self, began: Instant) {
+    /// Advances the window after a read of all pages that started at `read_started`. An entry that appears later is at
+    /// most [`MAX_TRANSACTION_DURATION`] older than `read_started`.
+    fn advance(&mut self, read_started: Instant) {
         let since =
-            self.platform_time(began).and_then(|time| time.checked_sub(MAX_TRANSACTION_DURATION).ok());
+            self.platform_time(read_started).and_then(|time| time.checked_sub(MAX_TRANSACTION_DURATION).ok());
         self.since = self.since.max(since);
         if let Some(since) = self.since {
-            // The query's `since` is truncated to milliseconds, so the next page still has these entries.
+            // The query's `since` is truncated to milliseconds, so the next response still contains these entries.
             self.seen.retain(|_, at| at.as_millisecond() >= since.as_millisecond());
         }
     }
@@ -176,7 +176,7 @@ async fn fetch_new_entries(
     }
 }
 
-fn show(entry: &AuditEntry, out: &Output) -> Result<(), Failure> {
+fn print_entry(entry: &AuditEntry, out: &Output) -> Result<(), Failure> {
     if out.is_json {
         let json: &Value = &entry.json;
         return print(&format!("{json}\n"));
@@ -196,24 +196,24 @@ mod tests {
 
     #[test]
     fn follow_window_advances_without_later_entries() {
-        let (at, began) = (Timestamp::UNIX_EPOCH, Instant::now());
+        let (at, start) = (Timestamp::UNIX_EPOCH, Instant::now());
         let mut window = FollowWindow::default();
-        assert_eq!(window.add(vec![entry("b", at), entry("a", at)], began).len(), 2);
-        window.advance(began);
+        assert_eq!(window.add(vec![entry("b", at), entry("a", at)], start).len(), 2);
+        window.advance(start);
         assert_eq!(window.since, Some(at - MAX_TRANSACTION_DURATION));
-        assert!(window.add(vec![entry("b", at), entry("a", at)], began).is_empty());
-        window.advance(began + Duration::from_secs(61));
+        assert!(window.add(vec![entry("b", at), entry("a", at)], start).is_empty());
+        window.advance(start + Duration::from_secs(61));
         assert_eq!(window.since, Some(at + SignedDuration::from_secs(1)));
         assert!(window.seen.is_empty(), "entries before the window are dropped");
     }
 
     #[test]
-    fn advance_keeps_entries_of_the_millisecond_of_since() {
-        let (at, began) = (Timestamp::UNIX_EPOCH, Instant::now());
+    fn advance_keeps_entries_in_the_same_millisecond_as_since() {
+        let (at, start) = (Timestamp::UNIX_EPOCH, Instant::now());
         let mut window = FollowWindow::default();
-        window.add(vec![entry("a", at)], began);
+        window.add(vec![entry("a", at)], start);
         // The window then begins 0.5 ms after the entry.
-        let later = began + Duration::from_micros(60_000_500);
+        let later = start + Duration::from_micros(60_000_500);
         window.advance(later);
         assert!(window.since > Some(at), "{:?}", window.since);
         assert!(window.add(vec![entry("a", at)], later).is_empty());

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::dump;
 use super::kept_server::list_kept_servers;
-use super::machine::{find, find_active_id};
+use super::machine::{find_active_id, find_machine};
 use crate::api::ApiClient;
 use crate::args::{BackupCommand, MachineTarget};
 use crate::confirm;
@@ -32,16 +32,16 @@ use svc_wire::operation::Operation;
 pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Result<(), Failure> {
     match command {
         BackupCommand::List { machine, limit, cursor } => {
-            let machine = find(api, &machine).await?;
-            let requested = [("limit", limit.map(|limit| limit.to_string())), ("cursor", cursor)];
+            let machine = find_machine(api, &machine).await?;
+            let parameters = [("limit", limit.map(|limit| limit.to_string())), ("cursor", cursor)];
             let query: Vec<_> =
-                requested.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
+                parameters.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
             let response = api.get(&["vps", &machine.machine_id, "backups"], &query).await?;
             out.print_response(&response, |view| Ok(list(view, &response.parse::<BackupPage>()?)))
         }
         BackupCommand::Download { machine, key, output } => {
-            let machine = find(api, &machine).await?;
-            let backup = dump::find(api, &machine.machine_id, key.as_deref()).await?;
+            let machine = find_machine(api, &machine).await?;
+            let backup = dump::find_snapshot(api, &machine.machine_id, key.as_deref()).await?;
             let into = output.unwrap_or_else(|| PathBuf::from(backup.name()));
             dump::download(api, &machine.machine_id, &backup, &into).await?;
             print_backup(out, &backup, json!({"file": into.display().to_string()}), |details| {
@@ -49,8 +49,8 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
             })
         }
         BackupCommand::Verify { machine, key } => {
-            let machine = find(api, &machine).await?;
-            let backup = dump::find(api, &machine.machine_id, key.as_deref()).await?;
+            let machine = find_machine(api, &machine).await?;
+            let backup = dump::find_snapshot(api, &machine.machine_id, key.as_deref()).await?;
             dump::verify(api, &machine.machine_id, &backup).await?;
             print_backup(out, &backup, json!({"verified": true}), |details| {
                 format!("{details}size and SHA-256 match the record\n")
@@ -58,7 +58,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
         }
         BackupCommand::Accept { machine, yes } => accept(api, &machine, yes, out).await,
         BackupCommand::Drill { machine, wait } => {
-            let machine = find(api, &machine).await?;
+            let machine = find_machine(api, &machine).await?;
             let id = machine.machine_id.as_str();
             let response = api.send(Method::POST, &["vps", id, "drill"], Some(&json!({}))).await?;
             match wait.wait {
@@ -88,7 +88,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
             }
         }
         BackupCommand::Now { machine, wait } => {
-            let machine = find(api, &machine).await?;
+            let machine = find_machine(api, &machine).await?;
             let id = machine.machine_id.as_str();
             // A new snapshot is recognized by its key, because comparing times would depend on clocks.
             let previous_latest = match wait.wait {
@@ -145,8 +145,8 @@ async fn accept(api: &ApiClient, target: &MachineTarget, yes: bool, out: &Output
     if must_confirm {
         let question = waiting.and_then(Operation::question).map(|question| &question.detail);
         let details = machine.attention.iter().map(|item| &item.detail).chain(question);
-        let held: String = details.map(|detail| format!("\n{detail}")).collect();
-        confirm::prompt(&format!("{what}{held}"), &machine.handle)?;
+        let details: String = details.map(|detail| format!("\n{detail}")).collect();
+        confirm::prompt(&format!("{what}{details}"), &machine.handle)?;
     }
     let path = ["vps", machine.machine_id.as_str(), "backup-accept"];
     let response = api.send(Method::POST, &path, Some(&json!({}))).await?;
@@ -185,7 +185,7 @@ async fn find_machine_with_held_snapshot(
         }
     }
     match candidates.len() {
-        0 => find(api, target).await,
+        0 => find_machine(api, target).await,
         1 => Ok(candidates.remove(0)),
         _ => {
             let ids: Vec<_> = candidates.iter().map(|machine| &*machine.machine_id).collect();
@@ -233,7 +233,7 @@ fn format_drill(result: &SnapshotCheck) -> String {
     format!("drill   {}\nkey     {key}\nat      {}\n{error}", one_line(status), one_line(at))
 }
 
-/// Prints the snapshot and the result of reading it.
+/// Prints the snapshot, and the result of downloading or verifying it.
 fn print_backup(
     out: &Output,
     backup: &Backup,
@@ -285,7 +285,7 @@ async fn wait_for_backup(
     let progress = Progress::start();
     progress.set_message("the host is taking and verifying a backup".to_owned());
     let id = requested.id;
-    let taken = wait::poll_until(timeout, async || {
+    let backup = wait::poll_until(timeout, async || {
         let polled = wait::poll_once(api, &["vps", id, "backups"], &latest_only()).await?;
         let Ok(response) = polled else { return Ok(None) };
         let page: BackupPage = response.parse()?;
@@ -308,7 +308,7 @@ async fn wait_for_backup(
         }
         Ok(None)
     });
-    taken.await?.ok_or_else(|| {
+    backup.await?.ok_or_else(|| {
         let error = anyhow!(
             "there is no new snapshot after {} s\n  next: run `svcctl status {id}` to see the last backup, and \
              `svcctl backup list {id}` to see the snapshots",

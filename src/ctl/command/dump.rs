@@ -25,7 +25,7 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(2);
 ///
 /// # Errors
 /// [`Exit::Refused`] if there is no such snapshot, or the error of a failed call.
-pub async fn find(api: &ApiClient, machine: &str, key: Option<&str>) -> Result<Backup, Failure> {
+pub async fn find_snapshot(api: &ApiClient, machine: &str, key: Option<&str>) -> Result<Backup, Failure> {
     let not_found = || {
         let what = key.map_or_else(|| "latest snapshot".to_owned(), |key| format!("snapshot {key}"));
         let error = anyhow!(
@@ -35,8 +35,8 @@ pub async fn find(api: &ApiClient, machine: &str, key: Option<&str>) -> Result<B
     };
     let query = match key {
         None => vec![("latest", "true".to_owned())],
-        // Requests the page that starts with this key: keys are listed in descending order, and a cursor that ends in
-        // `~` sorts just after the key.
+        // The page after this cursor starts with the key: keys are listed in descending order, and `key~` sorts just
+        // after `key`.
         Some(key) => {
             let name = key.rsplit('/').next().unwrap_or(key);
             let cursor: SnapshotCursor =
@@ -45,11 +45,11 @@ pub async fn find(api: &ApiClient, machine: &str, key: Option<&str>) -> Result<B
         }
     };
     let page: BackupPage = api.get(&["vps", machine, "backups"], &query).await?.parse()?;
-    let matches = |backup: &Backup| match key {
+    let is_match = |backup: &Backup| match key {
         Some(key) => backup.key == key || backup.name() == key,
         None => backup.latest,
     };
-    page.backups.into_iter().find(matches).ok_or_else(not_found)
+    page.backups.into_iter().find(is_match).ok_or_else(not_found)
 }
 
 /// Reads a whole snapshot and compares it with its record.

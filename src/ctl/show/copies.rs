@@ -194,8 +194,8 @@ fn format_missing(view: &View, since: &str) -> String {
     format!("missing at the provider, first noticed {}", format_time(view.now, since))
 }
 
-/// A snapshot that was stored while the platform was unreachable, or that the host holds back because its database has
-/// shrunk.
+/// Shows a snapshot that was stored while the platform was unreachable, or that the host holds back because its
+/// database has shrunk.
 fn newer_cell(view: &View, newer: &NewerSnapshot, machine: &Machine) -> Cell {
     let (user, slot, key) = (&machine.idp_user_id, &machine.slot, &newer.key);
     let line = format!(
@@ -206,7 +206,7 @@ fn newer_cell(view: &View, newer: &NewerSnapshot, machine: &Machine) -> Cell {
     Cell::painted(Some(Color::Warning), line)
 }
 
-/// A snapshot that an operator did not restore when the previous machine was replaced.
+/// Shows a snapshot that an operator chose not to restore when the previous machine was replaced.
 fn unrestored_cell(view: &View, snapshot: &UnrestoredSnapshot, machine: &Machine) -> Cell {
     let (user, slot, key) = (&machine.idp_user_id, &machine.slot, &snapshot.key);
     let at = snapshot

@@ -77,7 +77,7 @@ fn split_words(name: &str) -> String {
 fn overdue_line(overdue: &OverdueOperation) -> String {
     let OverdueOperation { handle, kind, step, .. } = overdue;
     format!(
-        "the {} of {handle} has been in progress for {}, and is at the step {step}",
+        "the {} of {handle} has been in progress for {}, and is at step {step}",
         kind_noun(kind),
         format_span(overdue.age_seconds)
     )
@@ -139,12 +139,11 @@ pub fn findings(fleet: &Fleet, findings: Findings) -> Findings {
     let findings = fleet
         .alarms
         .iter()
-        .fold(findings, |found, alarm| found.problem(alarm_line(alarm), alarm.next.clone()));
-    let findings = fleet
-        .overdue_operations
-        .iter()
-        .take(MAX_NAMED)
-        .fold(findings, |found, overdue| found.warning(overdue_line(overdue), overdue_advice(overdue)));
+        .fold(findings, |findings, alarm| findings.problem(alarm_line(alarm), alarm.next.clone()));
+    let findings =
+        fleet.overdue_operations.iter().take(MAX_NAMED).fold(findings, |findings, overdue| {
+            findings.warning(overdue_line(overdue), overdue_advice(overdue))
+        });
     let findings = match omitted_overdue_line(fleet, MAX_NAMED) {
         Some(line) => findings.warning(line, "run `svcctl fleet`"),
         None => findings,
@@ -247,13 +246,13 @@ fn rollout_cell(open: Option<&RolloutSummary>) -> Cell {
 }
 
 fn backups_cell(backups: &BackupAges) -> Cell {
-    let mut words = Vec::new();
-    words.extend(backups.max_age_seconds.map(|age| format!("oldest {}", format_span(age))));
-    words.extend(backups.p50_age_seconds.map(|age| format!("median {}", format_span(age))));
+    let mut parts = Vec::new();
+    parts.extend(backups.max_age_seconds.map(|age| format!("oldest {}", format_span(age))));
+    parts.extend(backups.p50_age_seconds.map(|age| format!("median {}", format_span(age))));
     if backups.never > 0 {
-        words.push(format!("{} without a backup", backups.never));
+        parts.push(format!("{} without a backup", backups.never));
     }
-    words.join(", ").into()
+    parts.join(", ").into()
 }
 
 const DELETED_WITH_UNSAVED_CHANGES_ADVICE: &str = "run `svcctl status HANDLE` to see what only its server holds; then run \
@@ -392,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn overdue_operations_beyond_the_named_ones_are_counted() {
+    fn findings_and_view_count_omitted_overdue_operations() {
         let overdue = json!({"operationId": OTHER, "machineId": MACHINE, "handle": "ada", "kind": "recover",
             "step": "fence", "attempts": 3, "ageSeconds": 99});
         let overdue: Vec<_> = std::iter::repeat_n(overdue, MAX_NAMED + 5).collect();
