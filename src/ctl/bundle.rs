@@ -320,8 +320,8 @@ mod tests {
             publish(&bucket, one.path(), &version).await.unwrap().outcome,
             PublishOutcome::AlreadyPublished
         );
-        let refused = publish(&bucket, other.path(), &version).await.unwrap_err();
-        assert!(matches!(refused, PublishError::VersionTaken { .. }), "{refused}");
+        let error = publish(&bucket, other.path(), &version).await.unwrap_err();
+        assert!(matches!(error, PublishError::VersionTaken { .. }), "{error}");
         // Another process uploads an archive of the same size.
         bucket.put(&key::bundle(&version, ""), b"two".to_vec()).await.unwrap();
         assert_eq!(publish(&bucket, one.path(), &version).await.unwrap().outcome, PublishOutcome::Published);
@@ -338,8 +338,8 @@ mod tests {
         let (bucket, version) = (bucket(), "1.0".parse().unwrap());
         let dir = build(b"whole");
         std::fs::write(dir.path().join(BUNDLE_FILE), b"torn").unwrap();
-        let refused = publish(&bucket, dir.path(), &version).await.unwrap_err();
-        assert!(matches!(refused, PublishError::DigestMismatch { .. }), "{refused}");
+        let error = publish(&bucket, dir.path(), &version).await.unwrap_err();
+        assert!(matches!(error, PublishError::DigestMismatch { .. }), "{error}");
         assert_eq!(bucket.head(&key::bundle(&version, "")).await.unwrap(), None);
     }
 
@@ -359,9 +359,9 @@ mod tests {
         };
         let manifest_file = dir.path().join(format!("{BUNDLE_FILE}.json"));
         std::fs::write(&manifest_file, manifest(&"0".repeat(64))).unwrap();
-        let refused = publish(&bucket, dir.path(), &version).await.unwrap_err();
+        let error = publish(&bucket, dir.path(), &version).await.unwrap_err();
         assert!(matches!(
-            refused,
+            error,
             PublishError::InvalidCompanion { why: ManifestError::WrongDigest { .. }, .. }
         ));
         std::fs::write(&manifest_file, manifest(&sha256)).unwrap();
@@ -407,10 +407,10 @@ mod tests {
         let mut manifest = std::fs::read(&manifest_file).unwrap();
         manifest.resize(usize::try_from(bundle::MAX_COMPANION_BYTES).unwrap() + 1, b' ');
         std::fs::write(&manifest_file, manifest).unwrap();
-        let refused = publish(&bucket, dir.path(), &version).await.unwrap_err();
+        let error = publish(&bucket, dir.path(), &version).await.unwrap_err();
         assert!(
-            matches!(refused, PublishError::InvalidCompanion { why: ManifestError::TooLarge, .. }),
-            "{refused}"
+            matches!(error, PublishError::InvalidCompanion { why: ManifestError::TooLarge, .. }),
+            "{error}"
         );
         assert_eq!(bucket.head(&key::bundle(&version, ".sha256")).await.unwrap(), None);
     }

@@ -57,7 +57,7 @@ struct AppSchema {
 #[derive(Debug)]
 pub struct BoundedList<T>(pub Vec<T>);
 
-fn too_many<E: Error>() -> E {
+fn too_many_apps<E: Error>() -> E {
     E::custom(format!("more than {MAX_APPS} apps"))
 }
 
@@ -74,7 +74,7 @@ impl<'de, T: Deserialize<'de>> Visitor<'de> for ListVisitor<T> {
         let mut list = Vec::new();
         while let Some(item) = items.next_element()? {
             if list.len() == MAX_APPS {
-                return Err(too_many());
+                return Err(too_many_apps());
             }
             list.push(item);
         }
@@ -106,7 +106,7 @@ impl<'de> Visitor<'de> for NamesVisitor {
         let mut names = Vec::new();
         while let Some((name, IgnoredAny)) = items.next_entry()? {
             if names.len() == MAX_APPS {
-                return Err(too_many());
+                return Err(too_many_apps());
             }
             names.push(name);
         }

@@ -67,8 +67,8 @@ mod tests {
             assert_eq!(checked.is_ok(), is_accepted, "{sequence} after {base}");
         }
         let host_keys = HostKeys { sequence: 2, ..HostKeys::default() };
-        let refused = host_keys.check_sequence(set(5000).as_ref()).unwrap_err().to_string();
-        assert!(refused.contains("5000") && refused.contains("1002 at most"), "{refused}");
+        let error = host_keys.check_sequence(set(5000).as_ref()).unwrap_err().to_string();
+        assert!(error.contains("5000") && error.contains("1002 at most"), "{error}");
         HostKeys::default().check_sequence(None).unwrap();
     }
 

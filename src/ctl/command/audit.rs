@@ -21,7 +21,8 @@ const MAX_TRANSACTION_DURATION: SignedDuration = SignedDuration::from_secs(60);
 /// How long `--follow` retries while the platform does not respond.
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(600);
 const MAX_PAGE_SIZE: &str = "500";
-/// One in this many polls reads all pages, because a late entry may appear on a page after one without new entries.
+/// Number of polls per read of all pages. The other polls stop at the first page without new entries, but a late entry
+/// may be on a later page.
 const POLLS_PER_FULL_READ: usize = 10;
 
 pub async fn run(api: &ApiClient, args: Args, out: &Output) -> Result<(), Failure> {
@@ -52,7 +53,7 @@ async fn follow(api: &ApiClient, args: &Args, first: AuditEntryPage, out: &Outpu
         let pages = if poll_number % POLLS_PER_FULL_READ == 0 {
             PagesToRead::All
         } else {
-            PagesToRead::UntilKnownPage
+            PagesToRead::UntilNoNewEntries
         };
         if poll_number == 0 {
             window.advance(started);
@@ -72,7 +73,7 @@ async fn follow(api: &ApiClient, args: &Args, first: AuditEntryPage, out: &Outpu
 enum PagesToRead {
     All,
     /// Up to the first page without new entries.
-    UntilKnownPage,
+    UntilNoNewEntries,
 }
 
 /// The time range in which entries may still appear, and the entries in it that have been received.
@@ -166,7 +167,7 @@ async fn fetch_new_entries(
     let mut all = Vec::new();
     loop {
         let mut new = window.add(page.entries, Instant::now());
-        let is_complete = pages == PagesToRead::UntilKnownPage && new.is_empty();
+        let is_complete = pages == PagesToRead::UntilNoNewEntries && new.is_empty();
         new.append(&mut all);
         all = new;
         let Some(cursor) = page.next_cursor.filter(|_| !is_complete) else { return Ok(all) };

@@ -42,10 +42,10 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
         BackupCommand::Download { machine, key, output } => {
             let machine = find_machine(api, &machine).await?;
             let backup = dump::find_snapshot(api, &machine.machine_id, key.as_deref()).await?;
-            let into = output.unwrap_or_else(|| PathBuf::from(backup.name()));
-            dump::download(api, &machine.machine_id, &backup, &into).await?;
-            print_backup(out, &backup, json!({"file": into.display().to_string()}), |details| {
-                format!("{details}file    {}\n", into.display())
+            let output = output.unwrap_or_else(|| PathBuf::from(backup.name()));
+            dump::download(api, &machine.machine_id, &backup, &output).await?;
+            print_backup(out, &backup, json!({"file": output.display().to_string()}), |details| {
+                format!("{details}file    {}\n", output.display())
             })
         }
         BackupCommand::Verify { machine, key } => {
@@ -110,17 +110,17 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
                     })
                 }
                 Some(seconds) => {
-                    let result: Value = response.parse()?;
-                    let requested = BackupRequest {
+                    let accepted: Value = response.parse()?;
+                    let request = BackupRequest {
                         id,
                         previous_latest,
                         last_backup: machine.last_backup.clone(),
-                        requested_at: result["requestedAt"].as_str().and_then(|at| at.parse().ok()),
+                        requested_at: accepted["requestedAt"].as_str().and_then(|at| at.parse().ok()),
                     };
                     let timeout = Duration::from_secs(seconds);
                     let backup = interrupt::run_until_interrupted(
-                        &format!("svcctl backup list {}", requested.id),
-                        wait_for_backup(api, &requested, timeout),
+                        &format!("svcctl backup list {}", request.id),
+                        wait_for_backup(api, &request, timeout),
                     )
                     .await?;
                     print(&if out.is_json {
@@ -150,8 +150,8 @@ async fn accept(api: &ApiClient, target: &MachineTarget, yes: bool, out: &Output
     }
     let path = ["vps", machine.machine_id.as_str(), "backup-accept"];
     let response = api.send(Method::POST, &path, Some(&json!({}))).await?;
-    let requested: Value = response.parse()?;
-    let id = requested["machineId"].as_str().unwrap_or(&machine.machine_id);
+    let accepted: Value = response.parse()?;
+    let id = accepted["machineId"].as_str().unwrap_or(&machine.machine_id);
     let next = match waiting {
         Some(operation) => {
             format!(
@@ -279,17 +279,17 @@ struct NewBackup {
 /// Waits until the latest snapshot is a new one, or the host reports that the backup has failed.
 async fn wait_for_backup(
     api: &ApiClient,
-    requested: &BackupRequest<'_>,
+    request: &BackupRequest<'_>,
     timeout: Duration,
 ) -> Result<NewBackup, Failure> {
     let progress = Progress::start();
     progress.set_message("the host is taking and verifying a backup".to_owned());
-    let id = requested.id;
+    let id = request.id;
     let backup = wait::poll_until(timeout, async || {
         let polled = wait::poll_once(api, &["vps", id, "backups"], &latest_only()).await?;
         let Ok(response) = polled else { return Ok(None) };
         let page: BackupPage = response.parse()?;
-        if page.latest.is_some() && page.latest != requested.previous_latest {
+        if page.latest.is_some() && page.latest != request.previous_latest {
             let mut body: Value = response.parse()?;
             let index = page.backups.iter().position(|backup| Some(&backup.key) == page.latest.as_ref());
             if let Some((index, backup)) = index.zip(page.backups.into_iter().nth(index.unwrap_or(0))) {
@@ -298,7 +298,7 @@ async fn wait_for_backup(
         }
         if let Ok((_, machine)) = wait::poll_machine(api, id).await?
             && let Some(reported) =
-                machine.last_backup.as_ref().filter(|reported| requested.has_failed(reported))
+                machine.last_backup.as_ref().filter(|reported| request.has_failed(reported))
         {
             let error = anyhow!(
                 "the backup failed: {}\n  next: see /home/svc/home/system/logs/backup.jsonl on the host",
@@ -332,23 +332,22 @@ mod tests {
         let report = |report: Value| -> LastBackup { serde_json::from_value(report).unwrap() };
         let failed = |began: &str| report(json!({"status": "error", "beganAt": began, "error": "no space"}));
         let earlier = failed("2026-11-22T10:00:00.000Z");
-        let requested = BackupRequest {
+        let request = BackupRequest {
             id: "m",
             previous_latest: None,
             last_backup: Some(earlier.clone()),
             requested_at: "2026-11-22T10:00:05.000Z".parse().ok(),
         };
-        assert!(!requested.has_failed(&earlier), "the report predates the request");
+        assert!(!request.has_failed(&earlier), "the report predates the request");
         assert!(
-            !requested.has_failed(&failed("2026-11-22T10:00:04.999Z")),
+            !request.has_failed(&failed("2026-11-22T10:00:04.999Z")),
             "the backup began before the request"
         );
-        assert!(requested.has_failed(&failed("2026-11-22T10:00:05.000Z")));
+        assert!(request.has_failed(&failed("2026-11-22T10:00:05.000Z")));
         assert!(
-            !requested
-                .has_failed(&report(json!({"status": "success", "beganAt": "2026-11-22T10:00:06.000Z"})))
+            !request.has_failed(&report(json!({"status": "success", "beganAt": "2026-11-22T10:00:06.000Z"})))
         );
         // Hosts running an older release omit `beganAt`.
-        assert!(requested.has_failed(&report(json!({"status": "error", "error": "no space"}))));
+        assert!(request.has_failed(&report(json!({"status": "error", "error": "no space"}))));
     }
 }

@@ -108,8 +108,8 @@ fn data_at_risk(machine: &MachineDetail) -> String {
     let view = View::for_stdout();
     let mut message =
         format!("Machine {} belongs to {} (slot {})", machine.handle, machine.idp_user_id, machine.slot);
-    if let Some(held) = machine::unsaved_changes(&view, machine) {
-        message.push_str(&format!(", and its server holds {held}"));
+    if let Some(unsaved) = machine::unsaved_changes(&view, machine) {
+        message.push_str(&format!(", and its server holds {unsaved}"));
     }
     let mut kept = machine.copies.iter().flat_map(|copies| &copies.kept);
     if kept.any(|kept| kept.machine_id == machine.machine_id && kept.missing_since.is_some()) {

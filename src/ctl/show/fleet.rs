@@ -16,13 +16,15 @@ use svc_wire::alarm::Alarm;
 use svc_wire::fleet::{BackupAges, EndReason, Exercises, Fleet, MachineNeedingAttention, OverdueOperation};
 use svc_wire::rollout::RolloutSummary;
 
-/// Formats the alarm's name and figures: `servers_missing (limit 4, live 6, missing 5)`.
+/// Formats the alarm's name, figures and details: `servers_missing (limit 4, live 6, missing 5)`.
 pub fn alarm_line(alarm: &Alarm) -> String {
-    let (cases, figures): (Vec<_>, Vec<_>) =
+    let (details, figures): (Vec<_>, Vec<_>) =
         alarm.detail.iter().partition(|(_, value)| value.is_array() || value.is_object());
     let figures: Vec<_> = figures.iter().map(|(name, value)| format_figure(name, value)).collect();
-    let cases = cases.iter().map(|(name, value)| format!("{}: {}", split_words(name), format_detail(value)));
-    let parts: Vec<_> = (!figures.is_empty()).then(|| figures.join(", ")).into_iter().chain(cases).collect();
+    let details =
+        details.iter().map(|(name, value)| format!("{}: {}", split_words(name), format_detail(value)));
+    let parts: Vec<_> =
+        (!figures.is_empty()).then(|| figures.join(", ")).into_iter().chain(details).collect();
     let figures = if parts.is_empty() { String::new() } else { format!(" ({})", parts.join("; ")) };
     let released = match &alarm.released_until {
         Some(last) if alarm.alarm == "unknown_servers" => {
@@ -42,10 +44,11 @@ fn format_figure(name: &str, value: &Value) -> String {
 /// Formats a detail as `server 4711, machine 019a…, epoch 3`; the details in a list are separated by semicolons.
 fn format_detail(value: &Value) -> String {
     match value {
-        Value::Array(cases) => cases.iter().map(format_detail).collect::<Vec<_>>().join("; "),
+        Value::Array(items) => items.iter().map(format_detail).collect::<Vec<_>>().join("; "),
         Value::Object(members) => {
-            let rank =
-                |name: &str| CASE_ORDER.iter().position(|first| *first == name).unwrap_or(CASE_ORDER.len());
+            let rank = |name: &str| {
+                MEMBER_ORDER.iter().position(|first| *first == name).unwrap_or(MEMBER_ORDER.len())
+            };
             let mut members: Vec<_> = members.iter().filter(|(_, value)| !value.is_null()).collect();
             members.sort_by_key(|(name, _)| rank(name));
             members.iter().map(|(name, value)| format_figure(name, value)).collect::<Vec<_>>().join(", ")
@@ -54,8 +57,8 @@ fn format_detail(value: &Value) -> String {
     }
 }
 
-/// The members of a case that are shown first, in this order.
-const CASE_ORDER: [&str; 4] = ["providerServerId", "machineId", "slot", "epoch"];
+/// The members of a detail that are shown first, in this order.
+const MEMBER_ORDER: [&str; 4] = ["providerServerId", "machineId", "slot", "epoch"];
 
 /// Splits a camel-case name into words: `failedInLastHour` becomes `failed in last hour`. `providerServerId` and
 /// `machineId` are shortened; names that are not camel case are unchanged.
@@ -406,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn alarm_line_shows_figures_and_cases() {
+    fn alarm_line_shows_figures_and_details() {
         let alarm = |name: &str, detail: Value| {
             let alarm = json!({"alarm": name, "since": "T", "seenAt": "T", "detail": detail, "releasedUntil": null, "next": "n"});
             alarm_line(&serde_json::from_value(alarm).unwrap())
