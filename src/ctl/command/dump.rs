@@ -62,8 +62,8 @@ pub async fn verify(api: &ApiClient, machine: &str, backup: &Backup) -> Result<(
     sink.check(backup)
 }
 
-/// Downloads a snapshot to `output`. Resumes from `<output>.partial` if it exists; starts over if that file turns out to
-/// be from another snapshot.
+/// Downloads a snapshot to `output`. Resumes from `<output>.partial` if it exists; starts over if that file turns out
+/// to be from another snapshot.
 ///
 /// # Errors
 /// [`Exit::Refused`] if `output` already exists or the download does not match its record; [`Exit::Internal`] if a file
