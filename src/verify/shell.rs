@@ -132,9 +132,9 @@ fn queue_files(
     queue: &mut VecDeque<(Url, bool)>,
 ) -> Result<(), String> {
     for name in names {
-        let is_relative_to_referrer = name.starts_with('.') || name.starts_with('/') || name.contains("://");
+        let uses_referrer = name.starts_with('.') || name.starts_with('/') || name.contains("://");
         // Vite names lazily loaded chunks relative to the site's root, without a leading slash.
-        let root = if is_relative_to_referrer { referrer } else { base };
+        let root = if uses_referrer { referrer } else { base };
         if let Ok(url) = root.join(name)
             && url.origin() == base.origin()
             && !seen.contains(&url)
