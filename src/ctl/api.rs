@@ -31,7 +31,7 @@ pub struct ApiResponse {
 }
 
 impl ApiResponse {
-    /// Parses the body. All strings are made printable, because hosts have written some of them.
+    /// Parses the body, and makes all strings in it printable, because some of them were written by hosts.
     ///
     /// # Errors
     /// [`CallError::InvalidResponse`] if the body is not a JSON document of this type.
@@ -113,7 +113,8 @@ impl ApiClient {
     /// Sends a GET without retries; returns any status with its body.
     ///
     /// # Errors
-    /// [`CallError::TimedOut`] if the response times out; [`CallError::Unreachable`] if there is none for another reason.
+    /// [`CallError::TimedOut`] if the response times out; [`CallError::Unreachable`] if there is no response for any
+    /// other reason.
     pub async fn get_once(&self, path: &[&str]) -> Result<(StatusCode, String), CallError> {
         let request = self.client.get(self.url(path)).header(header::AUTHORIZATION, self.bearer.clone());
         let response =
@@ -125,8 +126,8 @@ impl ApiClient {
     /// Starts the download of a file at an offset, without retries and without a timeout for the whole body.
     ///
     /// # Errors
-    /// [`CallError::Unreachable`] if the client cannot be created or there is no response; [`CallError::Refused`] for
-    /// any status except 200, or 206 with an offset.
+    /// [`CallError::Unreachable`] if the client cannot be created or there is no response; [`CallError::Refused`] if
+    /// the status is not 200 or, with an offset, not 206.
     pub async fn open_download(&self, path: &[&str], offset: u64) -> Result<reqwest::Response, CallError> {
         let unreachable = |why: String| CallError::Unreachable { base: self.base.clone(), why };
         let client = client::build(Timeouts::DOWNLOAD).map_err(|error| unreachable(format!("{error:#}")))?;
@@ -134,15 +135,15 @@ impl ApiClient {
         if offset > 0 {
             request = request.header(header::RANGE, format!("bytes={offset}-"));
         }
-        let sent = request_id::attach(request).send().await;
-        let response = sent.map_err(|error| unreachable(problem::format_chain(&error.without_url())))?;
+        let result = request_id::attach(request).send().await;
+        let response = result.map_err(|error| unreachable(problem::format_chain(&error.without_url())))?;
         let expected = if offset > 0 { StatusCode::PARTIAL_CONTENT } else { StatusCode::OK };
         match response.status() {
             status if status == expected => Ok(response),
             status => {
-                let pause = retry_after(&response);
+                let retry_after = retry_after(&response);
                 let text = response.text().await.unwrap_or_default();
-                Err(ApiProblem::parse(status, &text, pause).into())
+                Err(ApiProblem::parse(status, &text, retry_after).into())
             }
         }
     }
@@ -194,13 +195,13 @@ impl ApiClient {
                 (Some(planned), Some(requested)) => Some(planned.max(requested)),
                 (planned, _) => planned,
             })
-            .notify(|error, pause| {
+            .notify(|error, delay| {
                 attempts += 1;
                 if messages == RetryMessages::Shown {
                     eprintln!(
                         "still waiting: {}; attempt {attempts} of {MAX_ATTEMPTS} in {:.1} s",
                         error.brief(),
-                        pause.as_secs_f64()
+                        delay.as_secs_f64()
                     );
                 }
             })
@@ -227,7 +228,7 @@ impl ApiClient {
         }
         let response =
             request_id::attach(call).send().await.map_err(|error| self.no_response_error(error))?;
-        let (status, pause) = (response.status(), retry_after(&response));
+        let (status, retry_after) = (response.status(), retry_after(&response));
         let text = response.text().await.map_err(|error| self.no_response_error(error))?;
         let request = format!("{method} {}", url.path());
         match status {
@@ -238,7 +239,7 @@ impl ApiClient {
                     why: format!("{status}; check that the platform's URL is correct"),
                 })
             }
-            status => Err(ApiProblem::parse(status, &text, pause).into()),
+            status => Err(ApiProblem::parse(status, &text, retry_after).into()),
         }
     }
 }

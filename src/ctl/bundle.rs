@@ -30,7 +30,7 @@ use svc_store::bucket::{Bucket, Condition, StoreError};
 use svc_store::bundle::{KeySet, ManifestError, digest_line, read_digest};
 use svc_store::key::{self, BUNDLE_FILE};
 
-/// Maximum number of uploads of a bundle whose archive other processes replace.
+/// Maximum number of uploads of one bundle while other processes keep replacing its archive.
 const MAX_UPLOADS: usize = 3;
 
 #[derive(Debug, thiserror::Error)]
@@ -44,9 +44,9 @@ pub enum PublishError {
     #[error("{} contains no SHA-256\n  next: rebuild the bundle", .path.display())]
     NoDigest { path: PathBuf },
     #[error(
-        "{} has the SHA-256 {found}, but its .sha256 says {stated}\n  next: rebuild the bundle", .path.display()
+        "{} has the SHA-256 {found}, but its .sha256 says {expected}\n  next: rebuild the bundle", .path.display()
     )]
-    DigestMismatch { path: PathBuf, found: String, stated: String },
+    DigestMismatch { path: PathBuf, found: String, expected: String },
     #[error("{} is not valid for the archive: {why}\n  next: build and sign the bundle again", .path.display())]
     InvalidCompanion {
         path: PathBuf,
@@ -225,19 +225,19 @@ async fn publish_with_keys(
     host_keys: &HostKeys,
 ) -> Result<PublishResult, PublishError> {
     let archive = Archive::read(dir).await?;
-    let (stated, size_bytes) = (&archive.sha256, archive.size_bytes);
-    let context = BundleContext { version, sha256: stated, size_bytes, keys: host_keys.keys.as_ref() };
+    let (sha256, size_bytes) = (&archive.sha256, archive.size_bytes);
+    let context = BundleContext { version, sha256, size_bytes, keys: host_keys.keys.as_ref() };
     let companions = Companions::read(dir, &context).await?;
     let outcome = match read_digest(bucket, version).await? {
         // If two processes published concurrently, the stored archive may be the other process's, so it is replaced.
-        Some(stored) if stored == *stated && stored_archive::is_intact(bucket, &context).await? => {
+        Some(stored) if stored == *sha256 && stored_archive::is_intact(bucket, &context).await? => {
             PublishOutcome::AlreadyPublished
         }
-        Some(stored) if stored == *stated => PublishOutcome::Published,
+        Some(stored) if stored == *sha256 => PublishOutcome::Published,
         Some(stored) => return Err(PublishError::VersionTaken { version: version.clone(), stored }),
         None => PublishOutcome::Published,
     };
-    host_keys.check(companions.key_set().as_ref())?;
+    host_keys.check_sequence(companions.key_set().as_ref())?;
     match outcome {
         PublishOutcome::Published => upload_and_publish(bucket, &archive, &companions, &context).await?,
         PublishOutcome::AlreadyPublished => companions.add_or_renew(bucket, &context).await?,
@@ -274,13 +274,13 @@ async fn upload_and_publish(
 }
 
 /// Publishes the version by writing its digest, unless there is one already.
-async fn publish_digest(bucket: &Bucket, stated: &str, version: &ImageVersion) -> Result<(), PublishError> {
+async fn publish_digest(bucket: &Bucket, sha256: &str, version: &ImageVersion) -> Result<(), PublishError> {
     let key = key::bundle(version, ".sha256");
-    match bucket.put_if(&key, digest_line(stated), Condition::Absent).await {
+    match bucket.put_if(&key, digest_line(sha256), Condition::Absent).await {
         Ok(()) => Ok(()),
         // Either another publisher won, or the response to our own write was lost.
         Err(StoreError::Precondition { .. }) => match read_digest(bucket, version).await? {
-            Some(stored) if stored == stated => Ok(()),
+            Some(stored) if stored == sha256 => Ok(()),
             Some(stored) => Err(PublishError::LostRace { version: version.clone(), stored }),
             None => Err(PublishError::PublishedConcurrently { version: version.clone() }),
         },
@@ -320,8 +320,8 @@ mod tests {
             publish(&bucket, one.path(), &version).await.unwrap().outcome,
             PublishOutcome::AlreadyPublished
         );
-        let refused = publish(&bucket, other.path(), &version).await.unwrap_err();
-        assert!(matches!(refused, PublishError::VersionTaken { .. }), "{refused}");
+        let error = publish(&bucket, other.path(), &version).await.unwrap_err();
+        assert!(matches!(error, PublishError::VersionTaken { .. }), "{error}");
         // Another process uploads an archive of the same size.
         bucket.put(&key::bundle(&version, ""), b"two".to_vec()).await.unwrap();
         assert_eq!(publish(&bucket, one.path(), &version).await.unwrap().outcome, PublishOutcome::Published);
@@ -338,8 +338,8 @@ mod tests {
         let (bucket, version) = (bucket(), "1.0".parse().unwrap());
         let dir = build(b"whole");
         std::fs::write(dir.path().join(BUNDLE_FILE), b"torn").unwrap();
-        let refused = publish(&bucket, dir.path(), &version).await.unwrap_err();
-        assert!(matches!(refused, PublishError::DigestMismatch { .. }), "{refused}");
+        let error = publish(&bucket, dir.path(), &version).await.unwrap_err();
+        assert!(matches!(error, PublishError::DigestMismatch { .. }), "{error}");
         assert_eq!(bucket.head(&key::bundle(&version, "")).await.unwrap(), None);
     }
 
@@ -359,9 +359,9 @@ mod tests {
         };
         let manifest_file = dir.path().join(format!("{BUNDLE_FILE}.json"));
         std::fs::write(&manifest_file, manifest(&"0".repeat(64))).unwrap();
-        let refused = publish(&bucket, dir.path(), &version).await.unwrap_err();
+        let error = publish(&bucket, dir.path(), &version).await.unwrap_err();
         assert!(matches!(
-            refused,
+            error,
             PublishError::InvalidCompanion { why: ManifestError::WrongDigest { .. }, .. }
         ));
         std::fs::write(&manifest_file, manifest(&sha256)).unwrap();
@@ -407,10 +407,10 @@ mod tests {
         let mut manifest = std::fs::read(&manifest_file).unwrap();
         manifest.resize(usize::try_from(bundle::MAX_COMPANION_BYTES).unwrap() + 1, b' ');
         std::fs::write(&manifest_file, manifest).unwrap();
-        let refused = publish(&bucket, dir.path(), &version).await.unwrap_err();
+        let error = publish(&bucket, dir.path(), &version).await.unwrap_err();
         assert!(
-            matches!(refused, PublishError::InvalidCompanion { why: ManifestError::TooLarge, .. }),
-            "{refused}"
+            matches!(error, PublishError::InvalidCompanion { why: ManifestError::TooLarge, .. }),
+            "{error}"
         );
         assert_eq!(bucket.head(&key::bundle(&version, ".sha256")).await.unwrap(), None);
     }

@@ -18,12 +18,12 @@ pub fn is_required(what: &str, yes: bool) -> Result<bool, Failure> {
 ///
 /// # Errors
 /// [`Exit::Usage`] if a confirmation is required and there is no terminal.
-pub fn is_required_without(what: &str, missing: &[&str]) -> Result<bool, Failure> {
-    if missing.is_empty() {
+pub fn is_required_without(what: &str, missing_options: &[&str]) -> Result<bool, Failure> {
+    if missing_options.is_empty() {
         return Ok(false);
     }
     if !io::stdin().is_terminal() || !io::stderr().is_terminal() {
-        let options = missing.join(" and ");
+        let options = missing_options.join(" and ");
         let error =
             anyhow!("{what}\n  next: add {options} to confirm, because there is no terminal for a prompt");
         return Err(Failure::new(Exit::Usage, error));
@@ -31,16 +31,16 @@ pub fn is_required_without(what: &str, missing: &[&str]) -> Result<bool, Failure
     Ok(true)
 }
 
-/// Asks the operator to type `word`.
+/// Prompts the operator to type `expected`.
 ///
 /// # Errors
 /// [`Exit::Refused`] if the input is anything else; [`Exit::Internal`] if the terminal cannot be read or written to.
-pub fn prompt(what: &str, word: &str) -> Result<(), Failure> {
-    eprint!("{what}\nType {word} to continue: ");
+pub fn prompt(what: &str, expected: &str) -> Result<(), Failure> {
+    eprint!("{what}\nType {expected} to continue: ");
     io::stderr().flush().map_err(anyhow::Error::from)?;
     let mut typed = String::new();
     io::stdin().lock().read_line(&mut typed).map_err(anyhow::Error::from)?;
-    if typed.trim() == word {
+    if typed.trim() == expected {
         return Ok(());
     }
     Err(Failure::new(Exit::Refused, anyhow!("not confirmed; nothing was done")))

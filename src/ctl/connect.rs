@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn connect_names_the_option_that_holds_a_plain_http_url() {
+    fn connect_names_the_option_with_a_plain_http_url() {
         let platform_url = Some("http://platform.test".parse().unwrap());
         let global = GlobalOptions { platform_url, secret_file: None, json: false, timeout: 30 };
         let failure = connect(&global).err().unwrap();

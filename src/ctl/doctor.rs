@@ -71,7 +71,7 @@ pub async fn run(
     report::print(&report, Level::Problem, out)
 }
 
-/// Returns a client for the API of the checked platform, or the finding that says why there is none.
+/// Returns a client for the API of the checked platform, or a finding with the reason why there is none.
 fn create_api_client(
     api_access: Option<(Url, SecretString)>,
     timeout: Duration,
@@ -91,7 +91,7 @@ fn create_api_client(
     })
 }
 
-/// Runs the checks through the platform's API.
+/// Runs the checks that use the platform's API.
 async fn run_api_checks(api: &ApiClient) -> Vec<diagnosis::Finding> {
     diagnosis::run_checks(vec![
         Check::new("platform", CHECK_TIMEOUT, check_readiness(api)),
@@ -133,7 +133,7 @@ async fn check_readiness(api: &ApiClient) -> Findings {
     match api.get_once(&["readyz", "control"]).await {
         Ok((status, body)) => match serde_json::from_str::<Readiness>(&body) {
             Ok(_) if status.is_success() => {
-                findings.ok("the platform is running, and reaches its database and its store")
+                findings.ok("the platform is running and can reach its database and its store")
             }
             Ok(ready) => {
                 let what = format!("the platform is running but not ready: {}", ready.describe());
@@ -145,7 +145,7 @@ async fn check_readiness(api: &ApiClient) -> Findings {
     }
 }
 
-/// Describes a response that another server, such as a proxy, has sent.
+/// Describes a response from another server, such as a proxy.
 fn foreign_response(status: StatusCode) -> String {
     format!("{status}: the response is not from the platform's API")
 }
@@ -158,17 +158,17 @@ async fn check_operator(api: &ApiClient) -> Findings {
     let findings = Findings::new("operator");
     let result = api.get(&["operators", "whoami"], &[]).await.and_then(|response| response.parse::<WhoAmI>());
     match result {
-        Ok(me) => {
+        Ok(operator) => {
             let mut what = format!(
                 "you are {}, with the scopes {}",
-                me.name,
-                show::operator::join_scopes(&me.scopes, ", ")
+                operator.name,
+                show::operator::join_scopes(&operator.scopes, ", ")
             );
-            let expires: Option<Timestamp> = me.expires_at.as_deref().and_then(|at| at.parse().ok());
+            let expires: Option<Timestamp> = operator.expires_at.as_deref().and_then(|at| at.parse().ok());
             let Some(expires) = expires else { return findings.ok(what) };
             what.push_str(&format!("; the token expires {}", expires.strftime("%Y-%m-%d %H:%M UTC")));
             if expires.duration_since(Timestamp::now()) < MIN_TOKEN_LIFETIME {
-                let next = format!("run `svcctl operator rotate {} --token-file FILE`", me.name);
+                let next = format!("run `svcctl operator rotate {} --token-file FILE`", operator.name);
                 return findings.warning(what, next);
             }
             findings.ok(what)
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn readiness_names_each_cause() {
+    fn readiness_describes_each_part() {
         let describe = |json| serde_json::from_str::<Readiness>(json).unwrap().describe();
         let clock =
             r#"{"status":"failing","database":"ok","store":"ok","clock":"failing","clockSkewMs":9000}"#;

@@ -127,7 +127,7 @@ const OWN_SERVER_LIMIT_ADVICE: &str = "raise PROVIDER_SERVER_LIMIT and the proje
      or free a server: run `svcctl list --deleted` to see the machines whose servers are kept, and `svcctl \
      discard <machine>` to delete one";
 
-/// Never suggests `--allow-empty`, which would abandon the data: only the live server has it.
+/// Never suggests `--allow-empty`, which would abandon the data: it exists only on the live server.
 const BACKUP_FIRST_ADVICE: &str =
     "run `svcctl backup now <machine> --wait`, and then run `svcctl recover` again";
 
@@ -198,8 +198,8 @@ fn has_option(command: &clap::Command, name: &str) -> bool {
         || command.get_subcommands().any(|sub| has_option(sub, name))
 }
 
-/// Describes the members that only some problems have, unless `detail` contains them: the invalid fields, the current
-/// state and the allowed ones.
+/// Describes the optional members that `detail` does not mention: the invalid fields, the current state and the allowed
+/// states.
 fn describe_members(body: &Value, detail: &str) -> String {
     let mut message = String::new();
     for error in body["errors"].as_array().into_iter().flatten() {
@@ -260,8 +260,8 @@ fn advice(code: &str) -> Option<&'static str> {
             "choose a server type from the slot's plan, or change the plan with `svcctl slot set`"
         }
         "machine_not_found" => {
-            "run `svcctl list` to see the machines, or `svcctl list --deleted` to see the deleted ones. A user is given \
-             by the id in the column USER, not by the handle"
+            "run `svcctl list` to see the machines, or `svcctl list --deleted` to see the deleted ones. Specify a user \
+             by the id in the USER column, not by the handle"
         }
         "not_found" => {
             "check the id: `svcctl list`, `svcctl status <machine>` and `svcctl deploy list` show the existing ids"
@@ -427,7 +427,8 @@ mod tests {
         assert!(message.contains("svcctl recover") && !message.contains("The state is failed"), "{message}");
         let in_progress = message_of(r#""machineStatus":"recovering","operationId":"o-1""#);
         assert!(in_progress.contains("svcctl operation abandon"), "{in_progress}");
-        let with_command = r#"{"code":"invalid_state","detail":"Not so: `svcctl delete m` does it.","machineStatus":"running"}"#;
+        let with_command =
+            r#"{"code":"invalid_state","detail":"Run `svcctl delete m` instead.","machineStatus":"running"}"#;
         let message = ApiProblem::parse(StatusCode::CONFLICT, with_command, None).to_string();
         assert!(!message.contains("next:"), "{message}");
     }

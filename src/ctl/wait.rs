@@ -17,8 +17,8 @@ use svc_wire::operation::Operation;
 
 const MIN_POLL_INTERVAL: Duration = Duration::from_millis(200);
 const MAX_POLL_INTERVAL: Duration = Duration::from_secs(2);
-/// The last poll starts this long before the deadline, or a quarter of the timeout if that is less: the deadline would
-/// otherwise cut it off at once.
+/// The last poll starts this long before the deadline, or a quarter of the timeout if that is less. Otherwise, the
+/// deadline would cancel that poll immediately.
 const LAST_POLL_MARGIN: Duration = Duration::from_secs(1);
 
 /// The condition for a successful wait.
@@ -132,8 +132,7 @@ async fn poll_until_deadline<T>(
     }
 }
 
-/// Fetches the awaited resource. A transient error is returned as the inner `Err`, because the awaited work continues
-/// regardless.
+/// Fetches the awaited resource. A transient error is returned as the inner `Err`, so that the caller keeps polling.
 pub async fn poll_once(
     api: &ApiClient,
     path: &[&str],
@@ -177,7 +176,7 @@ fn is_settled(machine: &MachineDetail, operation: Option<&Operation>) -> bool {
 }
 
 /// Describes a machine's activity during an operation, or else its state.
-fn activity(machine: &MachineDetail, operation: Option<&Operation>) -> String {
+fn describe_activity(machine: &MachineDetail, operation: Option<&Operation>) -> String {
     let in_progress = operation.filter(|operation| operation.is_in_progress());
     let is_being_reinstated = machine.failure.as_ref().is_some_and(failure::awaits_first_heartbeat)
         && machine.display_state() == "failed"
@@ -260,8 +259,8 @@ struct SlotHolder {
 }
 
 impl SlotHolder {
-    /// Finds the holder. `None` if the machine holds its slot itself, if no machine does, if the platform does not
-    /// report the holder, or if a transient error prevents reading it.
+    /// Finds the holder. Returns `None` if the machine holds its slot itself, if no machine does, if the platform does
+    /// not report the holder, or after a transient error.
     async fn find(api: &ApiClient, machine: &MachineDetail) -> Result<Option<Self>, Failure> {
         let live = machine.copies.as_ref().and_then(|copies| copies.live.as_ref());
         let Some(live) = live.filter(|live| live.machine_id != machine.machine_id) else { return Ok(None) };
@@ -339,7 +338,7 @@ impl ProgressReporter {
         // All times have the same format, so their strings sort by time.
         lines.sort_by_key(|(at, _)| *at);
         let is_first = self.state.is_empty();
-        let state = format!("machine {} {}", machine.machine_id, activity(machine, operation));
+        let state = format!("machine {} {}", machine.machine_id, describe_activity(machine, operation));
         if is_first {
             self.progress.print_line(&state);
         }

@@ -96,12 +96,12 @@ pub async fn check_legacy_route(host: &HostClient) -> Findings {
 /// image, and identical in two responses.
 pub async fn check_icons(host: &HostClient) -> Findings {
     let mut findings = Findings::new("icons");
-    let missing = format!("/icons/none-{}", uuid::Uuid::new_v4().simple());
+    let missing_icon = format!("/icons/none-{}", uuid::Uuid::new_v4().simple());
     let apps = match fetch_apps(host).await {
         Ok(apps) => apps.apps.0,
         Err(why) => return findings.problem(why, JOURNAL_HINT),
     };
-    let mut paths = vec![missing];
+    let mut paths = vec![missing_icon];
     paths.extend(apps.into_iter().filter_map(|app| app.icon));
     let mut problems = 0;
     for path in &paths {

@@ -31,7 +31,7 @@ pub enum Credential {
     /// The trusted socket needs no credential.
     None,
     Header(HeaderName, HeaderValue),
-    /// A new value for each request, because each expires soon.
+    /// Each request gets a new value, because values expire soon.
     Signed(HeaderName, Box<dyn Fn() -> HeaderValue + Send + Sync>),
 }
 
@@ -135,7 +135,7 @@ impl HostClient {
             request = request.header(name, value);
         }
         if method != Method::GET {
-            // A browser would send the same header for a page from this host.
+            // A browser sends the same header for a page from this host.
             request = request.header(header::ORIGIN, self.base.origin().ascii_serialization());
         }
         if let Some(body) = body {

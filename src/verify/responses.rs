@@ -57,7 +57,7 @@ struct AppSchema {
 #[derive(Debug)]
 pub struct BoundedList<T>(pub Vec<T>);
 
-fn too_many<E: Error>() -> E {
+fn too_many_apps<E: Error>() -> E {
     E::custom(format!("more than {MAX_APPS} apps"))
 }
 
@@ -74,7 +74,7 @@ impl<'de, T: Deserialize<'de>> Visitor<'de> for ListVisitor<T> {
         let mut list = Vec::new();
         while let Some(item) = items.next_element()? {
             if list.len() == MAX_APPS {
-                return Err(too_many());
+                return Err(too_many_apps());
             }
             list.push(item);
         }
@@ -106,7 +106,7 @@ impl<'de> Visitor<'de> for NamesVisitor {
         let mut names = Vec::new();
         while let Some((name, IgnoredAny)) = items.next_entry()? {
             if names.len() == MAX_APPS {
-                return Err(too_many());
+                return Err(too_many_apps());
             }
             names.push(name);
         }
@@ -125,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn schema_names_are_read_from_array_and_object() {
+    fn schema_names_accept_an_array_or_an_object() {
         let names = |text: &str| serde_json::from_str::<SchemaList>(text).map(|list| list.data.0);
         let array = r#"{"data": [{"app": "notes", "tables": [[1]]}, {"app": "a", "slug": "b"}, {"slug": "tasks"}, {}]}"#;
         assert_eq!(names(array).unwrap(), ["notes", "a", "tasks"]);

@@ -50,12 +50,12 @@ fn hosts_in_keys(text: &str) -> impl Iterator<Item = String> {
     })
 }
 
-/// Finds a known placeholder host, or a host name that contains `placeholder`. To distinguish it from other text, such
-/// as an input's `placeholder` attribute, it must be in a URL, or a quoted string that begins with `placeholder` and has
-/// at least two dots.
+/// Finds a known placeholder host, or a host name that contains `placeholder`. To distinguish the name from other text,
+/// such as an input's `placeholder` attribute, it must be in a URL, or be a quoted string that begins with
+/// `placeholder` and has at least two dots.
 fn find_placeholder_in_text(text: &str) -> Option<&str> {
-    if let Some(known) = PLACEHOLDER_HOSTS.into_iter().find(|known| text.contains(known)) {
-        return Some(known);
+    if let Some(host) = PLACEHOLDER_HOSTS.into_iter().find(|host| text.contains(host)) {
+        return Some(host);
     }
     for (word_start, _) in text.match_indices("placeholder") {
         let previous = text[..word_start].chars().next_back();
@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn script_and_style_names_are_found_in_pages_and_chunks() {
+    fn find_script_and_style_names_reads_pages_and_chunks() {
         let page = r#"<link rel="modulepreload" href="/assets/vendor-1.js"><script type=module src='/assets/main-2.js?v=1'>"#;
         assert_eq!(find_script_and_style_names(page, 9), ["/assets/vendor-1.js", "/assets/main-2.js"]);
         let chunk = r#"import{a}from"./chunk-3.js";const m=["assets/x.js","assets/x.css"];b=()=>import(`./lazy.mjs`);"no js.js here""#;

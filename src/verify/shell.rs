@@ -37,14 +37,14 @@ pub async fn check_shell(host: &HostClient, timeout: Duration) -> Vec<Finding> {
     let next = "run `systemctl status svc-shell` and `journalctl -u svc-shell -n 50` on the host";
     let loaded = match tokio::time::timeout(timeout, load_shell(host)).await {
         Ok(loaded) => loaded,
-        Err(_) => Err(format!("the shell was not read within {} s", timeout.as_secs())),
+        Err(_) => Err(format!("the shell did not load within {} s", timeout.as_secs())),
     };
     let files = match loaded {
         Ok(files) => files,
         Err(why) => {
             let mut list = findings.problem(why, next).into_list();
             for check in [PLACEHOLDER_CHECK, LEGACY_CHECK, GESTURES_CHECK] {
-                list.extend(Findings::new(check).skipped("the shell could not be read").into_list());
+                list.extend(Findings::new(check).skipped("the shell could not be loaded").into_list());
             }
             return list;
         }
@@ -134,8 +134,8 @@ fn queue_files(
     for name in names {
         let uses_referrer = name.starts_with('.') || name.starts_with('/') || name.contains("://");
         // Vite names lazily loaded chunks relative to the site's root, without a leading slash.
-        let from = if uses_referrer { referrer } else { base };
-        if let Ok(url) = from.join(name)
+        let root = if uses_referrer { referrer } else { base };
+        if let Ok(url) = root.join(name)
             && url.origin() == base.origin()
             && !seen.contains(&url)
         {
@@ -227,8 +227,8 @@ mod tests {
         let base = Url::parse("https://app.test/").unwrap();
         let (mut seen, mut queue) = (HashSet::new(), VecDeque::new());
         let names: Vec<_> = (0..=MAX_REFERENCES).map(|n| format!("{n}.js")).collect();
-        let queued = queue_files(&base, &base, &names[1..], false, &mut seen, &mut queue);
-        assert_eq!((queued, queue.len()), (Ok(()), MAX_REFERENCES));
+        let result = queue_files(&base, &base, &names[1..], false, &mut seen, &mut queue);
+        assert_eq!((result, queue.len()), (Ok(()), MAX_REFERENCES));
         assert!(
             queue_files(&base, &base, &names[1..], false, &mut seen, &mut queue).is_ok(),
             "queued names do not count again"

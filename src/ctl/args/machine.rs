@@ -11,14 +11,14 @@ use svc_machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, S
 use svc_machine::state::Status;
 use svc_wire::quote::{InvalidPrice, Price};
 
-/// A machine as specified by an operator. A handle or a slot means an active machine, except in the commands for
+/// A machine as specified by an operator. A handle or a slot selects the active machine, except in commands for
 /// machines that have left their slot, such as `undelete`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MachineTarget {
     Id(MachineId),
-    /// The only such machine with this handle.
+    /// The machine with this handle; it is an error if there are several.
     Handle(Handle),
-    /// The only such machine in the slot.
+    /// The machine in this slot; it is an error if there are several.
     Slot(IdpUserId, Slot),
 }
 

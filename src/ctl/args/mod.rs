@@ -237,7 +237,7 @@ Example: svcctl verify-rollout --app-url https://app.example.com"
         after_help = "Example: svcctl completions bash >~/.local/share/bash-completion/completions/svcctl"
     )]
     Completions {
-        /// The shell that the script is for
+        /// Shell to generate the script for
         shell: Shell,
     },
 }
@@ -264,12 +264,12 @@ mod tests {
     }
 
     #[test]
-    fn wait_takes_a_number_only_with_an_equals_sign() {
-        let parse = |words: &[&str]| Args::try_parse_from(words).map(|args| args.command);
+    fn wait_requires_an_equals_sign_before_its_number() {
+        let parse = |arguments: &[&str]| Args::try_parse_from(arguments).map(|args| args.command);
         let id = MachineId::new().to_string();
-        for (word, expected) in [("--wait", Some(2400)), ("--wait=5", Some(5)), ("--yes", None)] {
-            let Ok(Command::Delete(delete)) = parse(&["svcctl", "delete", &id, word]) else {
-                panic!("{word} does not parse")
+        for (option, expected) in [("--wait", Some(2400)), ("--wait=5", Some(5)), ("--yes", None)] {
+            let Ok(Command::Delete(delete)) = parse(&["svcctl", "delete", &id, option]) else {
+                panic!("{option} does not parse")
             };
             assert_eq!(delete.wait.wait, expected);
         }

@@ -113,8 +113,8 @@ fn parse_seconds(text: &str) -> Result<u64, String> {
 
 /// Parses a time, or an age such as `24h`.
 fn parse_time(text: &str) -> Result<Timestamp, String> {
-    if let Ok(at) = text.parse() {
-        return Ok(at);
+    if let Ok(time) = text.parse() {
+        return Ok(time);
     }
     let invalid = || "must be a time such as 2026-01-02T03:04:05Z, or an age such as 24h".to_owned();
     let age = i64::try_from(parse_seconds(text).map_err(|_| invalid())?).map_err(|_| invalid())?;
@@ -139,8 +139,8 @@ mod tests {
     #[test]
     fn parse_time_accepts_times_and_ages() {
         assert_eq!(parse_time("2026-01-02T03:04:05Z").unwrap().to_string(), "2026-01-02T03:04:05Z");
-        let hour = Timestamp::now().as_second() - parse_time("1h").unwrap().as_second();
-        assert!((3600..3605).contains(&hour), "{hour}");
+        let age_seconds = Timestamp::now().as_second() - parse_time("1h").unwrap().as_second();
+        assert!((3600..3605).contains(&age_seconds), "{age_seconds}");
         assert!(parse_time("yesterday").is_err());
     }
 }

@@ -1,4 +1,4 @@
-//! Checks that every `svcctl …` command quoted in the documentation or in a message exists, with its options.
+//! Checks that all `svcctl` commands and options quoted in the documentation and in messages exist.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -47,8 +47,8 @@ fn texts_name_only_existing_commands_and_options() {
     assert!(checked > 150, "only {checked} commands were found");
 }
 
-/// Request members, and a paraphrase of one, that messages must not name, because operators use `svcctl` options
-/// instead.
+/// Request members, and a paraphrase of one, that messages must not mention: operators use the `svcctl` options that
+/// set them.
 const REQUEST_MEMBERS: [&str; 8] = [
     "acceptLoss",
     "allowEmpty",
@@ -85,15 +85,15 @@ fn texts_name_options_instead_of_request_members() {
     }
     assert!(errors.is_empty(), "{}", errors.join("\n"));
     assert!(checked > 500, "only {checked} texts were found");
-    let found = extract_sentences("    let why = \"Send acceptLoss \\\n        to continue\";");
-    assert!(found.len() == 1 && found[0].starts_with("Send acceptLoss"), "{found:?}");
+    let sentences = extract_sentences("    let why = \"Send acceptLoss \\\n        to continue\";");
+    assert!(sentences.len() == 1 && sentences[0].starts_with("Send acceptLoss"), "{sentences:?}");
 }
 
 #[test]
 fn check_detects_errors_in_commands() {
     let svcctl = svcctl();
     let errors = |text: &str| quoted_commands::check(&svcctl, text, Language::Rust).errors;
-    for (text, part) in [
+    for (text, expected) in [
         ("`svcctl provision <user> --replace-first`", "has no --replace-first"),
         ("`svcctl backups list ada`", "has no command backups"),
         ("`svcctl backup take ada`", "has no command take"),
@@ -102,8 +102,8 @@ fn check_detects_errors_in_commands() {
         ("\"svcctl backup now HANDLE --follow\"", "has no --follow"),
         ("$ svcctl delete ada --force", "has no --force"),
     ] {
-        let found = errors(text);
-        assert!(found.len() == 1 && found[0].contains(part), "{text}: {found:?}");
+        let errors = errors(text);
+        assert!(errors.len() == 1 && errors[0].contains(expected), "{text}: {errors:?}");
     }
     for text in [
         "`svcctl deploy status|pause|resume|abort [ID]`",

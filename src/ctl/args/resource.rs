@@ -79,7 +79,7 @@ pub enum AlarmCommand {
         after_help = "servers_missing: for one hour, machines whose servers are missing at the provider are marked as failed. \
 unknown_servers: each server that currently belongs to no machine is deleted, with its disk, once the platform's \
 ORPHAN_GRACE_SECONDS have passed since it was first seen; the deletion of servers that appear later stays blocked. Other alarms \
-cannot be released: docs/operating/on-call.md states what ends each of them.\n\n\
+cannot be released: docs/operating/on-call.md describes when each of them ends.\n\n\
 Example: svcctl alarm release servers_missing"
     )]
     Release {

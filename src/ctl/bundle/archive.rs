@@ -33,7 +33,7 @@ impl Archive {
     /// and [`PublishError::DigestMismatch`] if it contains that of another archive.
     pub async fn read(dir: &FilePath) -> Result<Self, PublishError> {
         let path = dir.join(BUNDLE_FILE);
-        let sha256 = read_stated_digest(&dir.join(format!("{BUNDLE_FILE}.sha256"))).await?;
+        let sha256 = read_expected_digest(&dir.join(format!("{BUNDLE_FILE}.sha256"))).await?;
         let (found, size_bytes) = hash_and_copy(&path, None).await?;
         check_digest(&path, &found, &sha256)?;
         Ok(Self { path, sha256, size_bytes })
@@ -47,11 +47,11 @@ impl Archive {
     pub async fn upload(&self, bucket: &Bucket, version: &ImageVersion) -> Result<(), PublishError> {
         let key = key::bundle(version, "");
         let mut sink = BufWriter::new(bucket.raw().clone(), key.clone());
-        let sent = match hash_and_copy(&self.path, Some((&mut sink, &key))).await {
-            Ok((sent, _)) => check_digest(&self.path, &sent, &self.sha256),
+        let result = match hash_and_copy(&self.path, Some((&mut sink, &key))).await {
+            Ok((found, _)) => check_digest(&self.path, &found, &self.sha256),
             Err(error) => Err(error),
         };
-        if let Err(error) = sent {
+        if let Err(error) = result {
             // A failed abort is ignored, because the upload's error is more useful.
             let _ = sink.abort().await;
             return Err(error);
@@ -70,13 +70,13 @@ fn classify_io_error(key: &Path, error: std::io::Error) -> StoreError {
     StoreError::classify(key, error)
 }
 
-async fn read_stated_digest(path: &FilePath) -> Result<String, PublishError> {
+async fn read_expected_digest(path: &FilePath) -> Result<String, PublishError> {
     let read = tokio::fs::read_to_string(path).await;
     let text = read.map_err(|source| PublishError::Read { path: path.to_owned(), source })?;
     parse_digest(&text).ok_or_else(|| PublishError::NoDigest { path: path.to_owned() })
 }
 
-/// Hashes a file, and copies it into the sink, if any, whose key is used for errors. Returns its SHA-256 and its size.
+/// Hashes a file and copies it to the sink, if any. Returns its SHA-256 and size. Errors of the sink name its key.
 async fn hash_and_copy(
     path: &FilePath,
     mut sink: Option<(&mut BufWriter, &Path)>,
@@ -99,10 +99,10 @@ async fn hash_and_copy(
     }
 }
 
-fn check_digest(path: &FilePath, found: &str, stated: &str) -> Result<(), PublishError> {
-    if found == stated {
+fn check_digest(path: &FilePath, found: &str, expected: &str) -> Result<(), PublishError> {
+    if found == expected {
         return Ok(());
     }
-    let (found, stated) = (found.to_owned(), stated.to_owned());
-    Err(PublishError::DigestMismatch { path: path.to_owned(), found, stated })
+    let (found, expected) = (found.to_owned(), expected.to_owned());
+    Err(PublishError::DigestMismatch { path: path.to_owned(), found, expected })
 }

@@ -36,7 +36,7 @@ impl HostKeys {
     ///
     /// # Errors
     /// [`PublishError::SequenceTooHigh`] if they would.
-    pub fn check(&self, set: Option<&KeySet>) -> Result<(), PublishError> {
+    pub fn check_sequence(&self, set: Option<&KeySet>) -> Result<(), PublishError> {
         let (base, max) = (self.sequence, max_sequence_after(self.sequence));
         match set.map(|set| set.sequence).filter(|found| *found > max) {
             Some(found) => Err(PublishError::SequenceTooHigh { found, base, max }),
@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn check_rejects_sequence_that_is_too_high() {
+    fn check_sequence_rejects_too_high_sequence() {
         let set = |sequence: u32| {
             let key =
                 SigningKey::from_pem(include_bytes!("../../../tests/kit/src/bundle/ed25519-test-only.txt"))
@@ -63,13 +63,13 @@ mod tests {
             [(3, 2, true), (1002, 2, true), (1003, 2, false), (5000, 2, false)]
         {
             let host_keys = HostKeys { sequence: base, ..HostKeys::default() };
-            let checked = host_keys.check(set(sequence).as_ref());
+            let checked = host_keys.check_sequence(set(sequence).as_ref());
             assert_eq!(checked.is_ok(), is_accepted, "{sequence} after {base}");
         }
         let host_keys = HostKeys { sequence: 2, ..HostKeys::default() };
-        let refused = host_keys.check(set(5000).as_ref()).unwrap_err().to_string();
-        assert!(refused.contains("5000") && refused.contains("1002 at most"), "{refused}");
-        HostKeys::default().check(None).unwrap();
+        let error = host_keys.check_sequence(set(5000).as_ref()).unwrap_err().to_string();
+        assert!(error.contains("5000") && error.contains("1002 at most"), "{error}");
+        HostKeys::default().check_sequence(None).unwrap();
     }
 
     #[test]

@@ -18,7 +18,7 @@ use super::*;
 struct FaultyStore {
     inner: InMemory,
     is_read_only: bool,
-    /// The number of digest writes before each of which another process replaces the archive.
+    /// How many more times another process replaces the archive, each time just before its digest is written.
     replacements: AtomicUsize,
 }
 
@@ -92,10 +92,10 @@ async fn publish_without_permission_names_the_archives_key() {
     for size in [3, 12 << 20] {
         let bucket = Bucket::new(Arc::new(FaultyStore { is_read_only: true, ..FaultyStore::default() }));
         let dir = build(&vec![7; size]);
-        let refused = publish(&bucket, dir.path(), &version).await.unwrap_err();
+        let error = publish(&bucket, dir.path(), &version).await.unwrap_err();
         let expected = "the object store refused access to system-bundles/1.0/svc-host-bundle.tar.gz";
-        assert_eq!(refused.to_string(), expected);
-        assert_eq!(Failure::from(refused).exit, Exit::Permission);
+        assert_eq!(error.to_string(), expected);
+        assert_eq!(Failure::from(error).exit, Exit::Permission);
     }
 }
 
@@ -118,12 +118,12 @@ async fn publish_repeats_upload_of_replaced_archive() {
 }
 
 #[tokio::test]
-async fn publish_digest_refuses_different_digest_for_good() {
+async fn publish_digest_refuses_different_digest_permanently() {
     let (bucket, version) = (Bucket::new(Arc::new(InMemory::new())), "1.0".parse().unwrap());
-    let (stored, stated) = ("0".repeat(64), "1".repeat(64));
+    let (stored, other) = ("0".repeat(64), "1".repeat(64));
     bucket.put(&key::bundle(&version, ".sha256"), digest_line(&stored)).await.unwrap();
     publish_digest(&bucket, &stored, &version).await.unwrap();
-    let lost = publish_digest(&bucket, &stated, &version).await.unwrap_err();
-    assert!(lost.to_string().contains("publish the other one again"), "{lost}");
-    assert_eq!(Failure::from(lost).exit, Exit::Refused);
+    let error = publish_digest(&bucket, &other, &version).await.unwrap_err();
+    assert!(error.to_string().contains("publish the other one again"), "{error}");
+    assert_eq!(Failure::from(error).exit, Exit::Refused);
 }

@@ -8,15 +8,16 @@ use super::companions::BundleContext;
 use svc_store::bucket::{Bucket, StoreError};
 use svc_store::key;
 
-/// Returns whether the stored archive has the bundle's size and digest. Reads the archive if its size is right.
+/// Returns whether the stored archive exists and has the bundle's size and digest. Downloads the archive only if its
+/// size matches.
 ///
 /// # Errors
-/// If the archive cannot be read; absence is `Ok(false)`.
+/// If the archive exists but cannot be read.
 pub async fn is_intact(bucket: &Bucket, bundle: &BundleContext<'_>) -> Result<bool, StoreError> {
     let key = key::bundle(bundle.version, "");
     let failed = |error: ObjectError| StoreError::classify(&key, error);
-    let has_size = bucket.head(&key).await?.is_some_and(|meta| meta.size == bundle.size_bytes);
-    if !has_size {
+    let has_expected_size = bucket.head(&key).await?.is_some_and(|meta| meta.size == bundle.size_bytes);
+    if !has_expected_size {
         return Ok(false);
     }
     let stored = bucket.raw().get_opts(&key, GetOptions::default()).await.map_err(failed)?;

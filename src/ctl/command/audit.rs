@@ -15,13 +15,14 @@ use svc_base::applet::Failure;
 use svc_base::clock::rfc3339_ms;
 
 const FOLLOW_INTERVAL: Duration = Duration::from_secs(2);
-/// Maximum delay until an entry appears. An entry has the start time of its transaction, but appears only when the
-/// transaction has ended, possibly after entries with later times.
+/// Maximum delay until an entry becomes visible. An entry has the start time of its transaction, but becomes visible
+/// only when the transaction commits, possibly after entries with later times.
 const MAX_TRANSACTION_DURATION: SignedDuration = SignedDuration::from_secs(60);
 /// How long `--follow` retries while the platform does not respond.
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(600);
 const MAX_PAGE_SIZE: &str = "500";
-/// One in this many polls reads all pages, because a late entry may appear on a page after one without new entries.
+/// Number of polls per read of all pages. The other polls stop at the first page without new entries, but a late entry
+/// may be on a later page.
 const POLLS_PER_FULL_READ: usize = 10;
 
 pub async fn run(api: &ApiClient, args: Args, out: &Output) -> Result<(), Failure> {
@@ -47,12 +48,12 @@ async fn follow(api: &ApiClient, args: &Args, first: AuditEntryPage, out: &Outpu
     let mut entries = window.add(first.entries, started);
     for poll_number in 0_usize.. {
         for entry in entries.iter().filter(|entry| oldest.is_none_or(|oldest| entry.at >= oldest)) {
-            show(entry, out)?;
+            print_entry(entry, out)?;
         }
         let pages = if poll_number % POLLS_PER_FULL_READ == 0 {
             PagesToRead::All
         } else {
-            PagesToRead::UntilKnownPage
+            PagesToRead::UntilNoNewEntries
         };
         if poll_number == 0 {
             window.advance(started);
@@ -72,7 +73,7 @@ async fn follow(api: &ApiClient, args: &Args, first: AuditEntryPage, out: &Outpu
 enum PagesToRead {
     All,
     /// Up to the first page without new entries.
-    UntilKnownPage,
+    UntilNoNewEntries,
 }
 
 /// The time range in which entries may still appear, and the entries in it that have been received.
@@ -97,21 +98,21 @@ impl FollowWindow {
         entries
     }
 
-    /// Returns a time that the platform's clock has reached at `now`. The local wall clock is not used, because it may
-    /// be wrong.
+    /// Returns a lower bound for the platform's time at `now`. The local wall clock is not used, because it may be
+    /// wrong.
     fn platform_time(&self, now: Instant) -> Option<Timestamp> {
         let (at, received_at) = self.newest?;
         at.checked_add(now.saturating_duration_since(received_at)).ok()
     }
 
-    /// Advances the window after a read of all pages that started at `began`. An entry that appears after that is at
-    /// most [`MAX_TRANSACTION_DURATION`] older than `began`.
-    fn advance(&mut self, began: Instant) {
+    /// Advances the window after a read of all pages that started at `read_started`. An entry that appears later is at
+    /// most [`MAX_TRANSACTION_DURATION`] older than `read_started`.
+    fn advance(&mut self, read_started: Instant) {
         let since =
-            self.platform_time(began).and_then(|time| time.checked_sub(MAX_TRANSACTION_DURATION).ok());
+            self.platform_time(read_started).and_then(|time| time.checked_sub(MAX_TRANSACTION_DURATION).ok());
         self.since = self.since.max(since);
         if let Some(since) = self.since {
-            // The query's `since` is truncated to milliseconds, so the next page still has these entries.
+            // The query's `since` is truncated to milliseconds, so the next response still contains these entries.
             self.seen.retain(|_, at| at.as_millisecond() >= since.as_millisecond());
         }
     }
@@ -166,7 +167,7 @@ async fn fetch_new_entries(
     let mut all = Vec::new();
     loop {
         let mut new = window.add(page.entries, Instant::now());
-        let is_complete = pages == PagesToRead::UntilKnownPage && new.is_empty();
+        let is_complete = pages == PagesToRead::UntilNoNewEntries && new.is_empty();
         new.append(&mut all);
         all = new;
         let Some(cursor) = page.next_cursor.filter(|_| !is_complete) else { return Ok(all) };
@@ -176,7 +177,7 @@ async fn fetch_new_entries(
     }
 }
 
-fn show(entry: &AuditEntry, out: &Output) -> Result<(), Failure> {
+fn print_entry(entry: &AuditEntry, out: &Output) -> Result<(), Failure> {
     if out.is_json {
         let json: &Value = &entry.json;
         return print(&format!("{json}\n"));
@@ -196,24 +197,24 @@ mod tests {
 
     #[test]
     fn follow_window_advances_without_later_entries() {
-        let (at, began) = (Timestamp::UNIX_EPOCH, Instant::now());
+        let (at, start) = (Timestamp::UNIX_EPOCH, Instant::now());
         let mut window = FollowWindow::default();
-        assert_eq!(window.add(vec![entry("b", at), entry("a", at)], began).len(), 2);
-        window.advance(began);
+        assert_eq!(window.add(vec![entry("b", at), entry("a", at)], start).len(), 2);
+        window.advance(start);
         assert_eq!(window.since, Some(at - MAX_TRANSACTION_DURATION));
-        assert!(window.add(vec![entry("b", at), entry("a", at)], began).is_empty());
-        window.advance(began + Duration::from_secs(61));
+        assert!(window.add(vec![entry("b", at), entry("a", at)], start).is_empty());
+        window.advance(start + Duration::from_secs(61));
         assert_eq!(window.since, Some(at + SignedDuration::from_secs(1)));
         assert!(window.seen.is_empty(), "entries before the window are dropped");
     }
 
     #[test]
-    fn advance_keeps_entries_of_the_millisecond_of_since() {
-        let (at, began) = (Timestamp::UNIX_EPOCH, Instant::now());
+    fn advance_keeps_entries_in_the_same_millisecond_as_since() {
+        let (at, start) = (Timestamp::UNIX_EPOCH, Instant::now());
         let mut window = FollowWindow::default();
-        window.add(vec![entry("a", at)], began);
+        window.add(vec![entry("a", at)], start);
         // The window then begins 0.5 ms after the entry.
-        let later = began + Duration::from_micros(60_000_500);
+        let later = start + Duration::from_micros(60_000_500);
         window.advance(later);
         assert!(window.since > Some(at), "{:?}", window.since);
         assert!(window.add(vec![entry("a", at)], later).is_empty());

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::dump;
 use super::kept_server::list_kept_servers;
-use super::machine::{find, find_active_id};
+use super::machine::{find_active_id, find_machine};
 use crate::api::ApiClient;
 use crate::args::{BackupCommand, MachineTarget};
 use crate::confirm;
@@ -32,25 +32,25 @@ use svc_wire::operation::Operation;
 pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Result<(), Failure> {
     match command {
         BackupCommand::List { machine, limit, cursor } => {
-            let machine = find(api, &machine).await?;
-            let requested = [("limit", limit.map(|limit| limit.to_string())), ("cursor", cursor)];
+            let machine = find_machine(api, &machine).await?;
+            let parameters = [("limit", limit.map(|limit| limit.to_string())), ("cursor", cursor)];
             let query: Vec<_> =
-                requested.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
+                parameters.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
             let response = api.get(&["vps", &machine.machine_id, "backups"], &query).await?;
             out.print_response(&response, |view| Ok(list(view, &response.parse::<BackupPage>()?)))
         }
         BackupCommand::Download { machine, key, output } => {
-            let machine = find(api, &machine).await?;
-            let backup = dump::find(api, &machine.machine_id, key.as_deref()).await?;
-            let into = output.unwrap_or_else(|| PathBuf::from(backup.name()));
-            dump::download(api, &machine.machine_id, &backup, &into).await?;
-            print_backup(out, &backup, json!({"file": into.display().to_string()}), |details| {
-                format!("{details}file    {}\n", into.display())
+            let machine = find_machine(api, &machine).await?;
+            let backup = dump::find_snapshot(api, &machine.machine_id, key.as_deref()).await?;
+            let output = output.unwrap_or_else(|| PathBuf::from(backup.name()));
+            dump::download(api, &machine.machine_id, &backup, &output).await?;
+            print_backup(out, &backup, json!({"file": output.display().to_string()}), |details| {
+                format!("{details}file    {}\n", output.display())
             })
         }
         BackupCommand::Verify { machine, key } => {
-            let machine = find(api, &machine).await?;
-            let backup = dump::find(api, &machine.machine_id, key.as_deref()).await?;
+            let machine = find_machine(api, &machine).await?;
+            let backup = dump::find_snapshot(api, &machine.machine_id, key.as_deref()).await?;
             dump::verify(api, &machine.machine_id, &backup).await?;
             print_backup(out, &backup, json!({"verified": true}), |details| {
                 format!("{details}size and SHA-256 match the record\n")
@@ -58,7 +58,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
         }
         BackupCommand::Accept { machine, yes } => accept(api, &machine, yes, out).await,
         BackupCommand::Drill { machine, wait } => {
-            let machine = find(api, &machine).await?;
+            let machine = find_machine(api, &machine).await?;
             let id = machine.machine_id.as_str();
             let response = api.send(Method::POST, &["vps", id, "drill"], Some(&json!({}))).await?;
             match wait.wait {
@@ -88,7 +88,7 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
             }
         }
         BackupCommand::Now { machine, wait } => {
-            let machine = find(api, &machine).await?;
+            let machine = find_machine(api, &machine).await?;
             let id = machine.machine_id.as_str();
             // A new snapshot is recognized by its key, because comparing times would depend on clocks.
             let previous_latest = match wait.wait {
@@ -110,17 +110,17 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Output) -> Resul
                     })
                 }
                 Some(seconds) => {
-                    let result: Value = response.parse()?;
-                    let requested = BackupRequest {
+                    let accepted: Value = response.parse()?;
+                    let request = BackupRequest {
                         id,
                         previous_latest,
                         last_backup: machine.last_backup.clone(),
-                        requested_at: result["requestedAt"].as_str().and_then(|at| at.parse().ok()),
+                        requested_at: accepted["requestedAt"].as_str().and_then(|at| at.parse().ok()),
                     };
                     let timeout = Duration::from_secs(seconds);
                     let backup = interrupt::run_until_interrupted(
-                        &format!("svcctl backup list {}", requested.id),
-                        wait_for_backup(api, &requested, timeout),
+                        &format!("svcctl backup list {}", request.id),
+                        wait_for_backup(api, &request, timeout),
                     )
                     .await?;
                     print(&if out.is_json {
@@ -145,13 +145,13 @@ async fn accept(api: &ApiClient, target: &MachineTarget, yes: bool, out: &Output
     if must_confirm {
         let question = waiting.and_then(Operation::question).map(|question| &question.detail);
         let details = machine.attention.iter().map(|item| &item.detail).chain(question);
-        let held: String = details.map(|detail| format!("\n{detail}")).collect();
-        confirm::prompt(&format!("{what}{held}"), &machine.handle)?;
+        let details: String = details.map(|detail| format!("\n{detail}")).collect();
+        confirm::prompt(&format!("{what}{details}"), &machine.handle)?;
     }
     let path = ["vps", machine.machine_id.as_str(), "backup-accept"];
     let response = api.send(Method::POST, &path, Some(&json!({}))).await?;
-    let requested: Value = response.parse()?;
-    let id = requested["machineId"].as_str().unwrap_or(&machine.machine_id);
+    let accepted: Value = response.parse()?;
+    let id = accepted["machineId"].as_str().unwrap_or(&machine.machine_id);
     let next = match waiting {
         Some(operation) => {
             format!(
@@ -185,7 +185,7 @@ async fn find_machine_with_held_snapshot(
         }
     }
     match candidates.len() {
-        0 => find(api, target).await,
+        0 => find_machine(api, target).await,
         1 => Ok(candidates.remove(0)),
         _ => {
             let ids: Vec<_> = candidates.iter().map(|machine| &*machine.machine_id).collect();
@@ -233,7 +233,7 @@ fn format_drill(result: &SnapshotCheck) -> String {
     format!("drill   {}\nkey     {key}\nat      {}\n{error}", one_line(status), one_line(at))
 }
 
-/// Prints the snapshot and the result of reading it.
+/// Prints the snapshot, and the result of downloading or verifying it.
 fn print_backup(
     out: &Output,
     backup: &Backup,
@@ -279,17 +279,17 @@ struct NewBackup {
 /// Waits until the latest snapshot is a new one, or the host reports that the backup has failed.
 async fn wait_for_backup(
     api: &ApiClient,
-    requested: &BackupRequest<'_>,
+    request: &BackupRequest<'_>,
     timeout: Duration,
 ) -> Result<NewBackup, Failure> {
     let progress = Progress::start();
     progress.set_message("the host is taking and verifying a backup".to_owned());
-    let id = requested.id;
-    let taken = wait::poll_until(timeout, async || {
+    let id = request.id;
+    let backup = wait::poll_until(timeout, async || {
         let polled = wait::poll_once(api, &["vps", id, "backups"], &latest_only()).await?;
         let Ok(response) = polled else { return Ok(None) };
         let page: BackupPage = response.parse()?;
-        if page.latest.is_some() && page.latest != requested.previous_latest {
+        if page.latest.is_some() && page.latest != request.previous_latest {
             let mut body: Value = response.parse()?;
             let index = page.backups.iter().position(|backup| Some(&backup.key) == page.latest.as_ref());
             if let Some((index, backup)) = index.zip(page.backups.into_iter().nth(index.unwrap_or(0))) {
@@ -298,7 +298,7 @@ async fn wait_for_backup(
         }
         if let Ok((_, machine)) = wait::poll_machine(api, id).await?
             && let Some(reported) =
-                machine.last_backup.as_ref().filter(|reported| requested.has_failed(reported))
+                machine.last_backup.as_ref().filter(|reported| request.has_failed(reported))
         {
             let error = anyhow!(
                 "the backup failed: {}\n  next: see /home/svc/home/system/logs/backup.jsonl on the host",
@@ -308,7 +308,7 @@ async fn wait_for_backup(
         }
         Ok(None)
     });
-    taken.await?.ok_or_else(|| {
+    backup.await?.ok_or_else(|| {
         let error = anyhow!(
             "there is no new snapshot after {} s\n  next: run `svcctl status {id}` to see the last backup, and \
              `svcctl backup list {id}` to see the snapshots",
@@ -332,23 +332,22 @@ mod tests {
         let report = |report: Value| -> LastBackup { serde_json::from_value(report).unwrap() };
         let failed = |began: &str| report(json!({"status": "error", "beganAt": began, "error": "no space"}));
         let earlier = failed("2026-11-22T10:00:00.000Z");
-        let requested = BackupRequest {
+        let request = BackupRequest {
             id: "m",
             previous_latest: None,
             last_backup: Some(earlier.clone()),
             requested_at: "2026-11-22T10:00:05.000Z".parse().ok(),
         };
-        assert!(!requested.has_failed(&earlier), "the report predates the request");
+        assert!(!request.has_failed(&earlier), "the report predates the request");
         assert!(
-            !requested.has_failed(&failed("2026-11-22T10:00:04.999Z")),
+            !request.has_failed(&failed("2026-11-22T10:00:04.999Z")),
             "the backup began before the request"
         );
-        assert!(requested.has_failed(&failed("2026-11-22T10:00:05.000Z")));
+        assert!(request.has_failed(&failed("2026-11-22T10:00:05.000Z")));
         assert!(
-            !requested
-                .has_failed(&report(json!({"status": "success", "beganAt": "2026-11-22T10:00:06.000Z"})))
+            !request.has_failed(&report(json!({"status": "success", "beganAt": "2026-11-22T10:00:06.000Z"})))
         );
         // Hosts running an older release omit `beganAt`.
-        assert!(requested.has_failed(&report(json!({"status": "error", "error": "no space"}))));
+        assert!(request.has_failed(&report(json!({"status": "error", "error": "no space"}))));
     }
 }

@@ -94,7 +94,7 @@ async fn start(api: &ApiClient, args: StartRollout, out: &Output) -> Result<(), 
             body[name] = value.into();
         }
     }
-    // The field is sent only if necessary, because older platforms reject it. They verify nothing anyway.
+    // The field is omitted by default, because older platforms reject it; they do not verify releases anyway.
     if args.no_verify {
         body["verify"] = false.into();
     }

@@ -25,7 +25,7 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(2);
 ///
 /// # Errors
 /// [`Exit::Refused`] if there is no such snapshot, or the error of a failed call.
-pub async fn find(api: &ApiClient, machine: &str, key: Option<&str>) -> Result<Backup, Failure> {
+pub async fn find_snapshot(api: &ApiClient, machine: &str, key: Option<&str>) -> Result<Backup, Failure> {
     let not_found = || {
         let what = key.map_or_else(|| "latest snapshot".to_owned(), |key| format!("snapshot {key}"));
         let error = anyhow!(
@@ -35,8 +35,8 @@ pub async fn find(api: &ApiClient, machine: &str, key: Option<&str>) -> Result<B
     };
     let query = match key {
         None => vec![("latest", "true".to_owned())],
-        // Requests the page that starts with this key: keys are listed in descending order, and a cursor that ends in
-        // `~` sorts just after the key.
+        // The page after this cursor starts with the key: keys are listed in descending order, and `key~` sorts just
+        // after `key`.
         Some(key) => {
             let name = key.rsplit('/').next().unwrap_or(key);
             let cursor: SnapshotCursor =
@@ -45,11 +45,11 @@ pub async fn find(api: &ApiClient, machine: &str, key: Option<&str>) -> Result<B
         }
     };
     let page: BackupPage = api.get(&["vps", machine, "backups"], &query).await?.parse()?;
-    let matches = |backup: &Backup| match key {
+    let is_match = |backup: &Backup| match key {
         Some(key) => backup.key == key || backup.name() == key,
         None => backup.latest,
     };
-    page.backups.into_iter().find(matches).ok_or_else(not_found)
+    page.backups.into_iter().find(is_match).ok_or_else(not_found)
 }
 
 /// Reads a whole snapshot and compares it with its record.
@@ -62,19 +62,19 @@ pub async fn verify(api: &ApiClient, machine: &str, backup: &Backup) -> Result<(
     sink.check(backup)
 }
 
-/// Downloads a snapshot to `into`. Resumes from `<into>.partial`, if it exists, and starts over if that file turns out
+/// Downloads a snapshot to `output`. Resumes from `<output>.partial` if it exists; starts over if that file turns out
 /// to be from another snapshot.
 ///
 /// # Errors
-/// [`Exit::Refused`] if `into` already exists or the download does not match its record; [`Exit::Internal`] if a file
-/// cannot be read or written; or the error of a failed download. A failure leaves `into` unchanged.
-pub async fn download(api: &ApiClient, machine: &str, backup: &Backup, into: &Path) -> Result<(), Failure> {
-    if into.exists() {
+/// [`Exit::Refused`] if `output` already exists or the download does not match its record; [`Exit::Internal`] if a file
+/// cannot be read or written; or the error of a failed download. A failure leaves `output` unchanged.
+pub async fn download(api: &ApiClient, machine: &str, backup: &Backup, output: &Path) -> Result<(), Failure> {
+    if output.exists() {
         let error =
-            anyhow!("{} already exists\n  next: choose another --output, or move the file", into.display());
+            anyhow!("{} already exists\n  next: choose another --output, or move the file", output.display());
         return Err(Failure::new(Exit::Refused, error));
     }
-    let mut name = into.as_os_str().to_owned();
+    let mut name = output.as_os_str().to_owned();
     name.push(".partial");
     let partial = PathBuf::from(name);
     let opened = PartialFile::open(partial.clone(), backup.size_bytes);
@@ -98,7 +98,7 @@ pub async fn download(api: &ApiClient, machine: &str, backup: &Backup, into: &Pa
     if let Sink::File(file) = &sink {
         file.sync().or_exit(Exit::Internal)?;
     }
-    fs::rename(&partial, into).map_err(FileError::wrap("rename", &partial)).or_exit(Exit::Internal)
+    fs::rename(&partial, output).map_err(FileError::wrap("rename", &partial)).or_exit(Exit::Internal)
 }
 
 /// The destination of the downloaded bytes.
@@ -156,7 +156,7 @@ impl Sink {
             };
             attempts = if self.length() > before { 1 } else { attempts + 1 };
             if attempts >= MAX_ATTEMPTS {
-                return Err(add_received(failure, self.length(), backup.size_bytes));
+                return Err(prepend_received_bytes(failure, self.length(), backup.size_bytes));
             }
             tokio::time::sleep(RETRY_INTERVAL).await;
         }
@@ -221,7 +221,7 @@ enum DownloadError {
 }
 
 /// Adds the number of received bytes at the start of the failure's message, because the message ends with advice.
-fn add_received(failure: Failure, received: u64, total: u64) -> Failure {
+fn prepend_received_bytes(failure: Failure, received: u64, total: u64) -> Failure {
     let (received, total) = (format_bytes(received), format_bytes(total));
     let context = format!("the download stopped after {received} of {total}");
     Failure::new(failure.exit, failure.error.context(context))
@@ -255,7 +255,9 @@ mod tests {
         let progress = Progress::with_total_bytes(backup.size_bytes);
         let mut sink = Sink::Hash { length: 0, digest: Sha256::new() };
         match sink.download_rest(&api, "m", &backup, &progress).await {
-            Err(DownloadError::Transient(failure)) => add_received(failure, sink.length(), backup.size_bytes),
+            Err(DownloadError::Transient(failure)) => {
+                prepend_received_bytes(failure, sink.length(), backup.size_bytes)
+            }
             Err(DownloadError::Permanent(failure)) => panic!("permanent: {failure:?}"),
             Ok(()) => panic!("the download is complete"),
         }
@@ -292,7 +294,7 @@ mod tests {
     fn received_bytes_are_not_part_of_the_advice() {
         let base = "http://platform.example".parse().unwrap();
         let failure = Failure::from(CallError::Unreachable { base, why: "refused".to_owned() });
-        let printed = failure_json(&add_received(failure, 3, 8));
+        let printed = failure_json(&prepend_received_bytes(failure, 3, 8));
         let detail = printed["detail"].as_str().unwrap();
         assert!(detail.starts_with("the download stopped after 3 B of 8 B: the platform at"), "{printed}");
         assert!(printed["next"].as_str().unwrap().ends_with("or --platform-url"), "{printed}");

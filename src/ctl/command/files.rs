@@ -21,7 +21,7 @@ use svc_wire::files::{
     FileRestore, FileRestoreAccepted, FileRestoreResponse, FileRestoreStatus, MAX_ENTRIES,
 };
 
-/// Maximum time to wait for a restore, which continues after that.
+/// Maximum time to wait for a restore. After that, the restore continues on the host.
 const RESTORE_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
 const PRUNE_PATH: [&str; 3] = ["vps", "slots", "files-prune"];
 
@@ -134,8 +134,8 @@ async fn wait_for_restore(
     out.print_response(&response, |view| Ok(restored(view, &state)))
 }
 
-/// Whether `reported` was requested after the accepted restore, which has then ended: a machine runs one restore at a
-/// time, and reports only the last. Both times are from the machine's clock.
+/// Whether `reported` was requested after the accepted restore. If so, the accepted restore has ended: a machine runs
+/// one restore at a time, and reports only the last. Both times are from the machine's clock.
 fn is_successor(reported: &FileRestore, accepted: &FileRestoreAccepted) -> bool {
     let parse = |at: &str| at.parse::<Timestamp>().ok();
     let times = parse(&reported.requested_at).zip(parse(&accepted.requested_at));
@@ -148,16 +148,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn is_successor_ignores_this_and_earlier_restores() {
+    fn is_successor_rejects_the_same_and_earlier_restores() {
         let accepted = json!({"requestId": "this", "requestedAt": "2026-11-22T10:00:00.000Z"});
         let accepted: FileRestoreAccepted = serde_json::from_value(accepted).unwrap();
-        let succeeds = |id: &str, at: &str| {
+        let is_later = |id: &str, at: &str| {
             let state = json!({"requestId": id, "status": "running", "path": "a", "requestedAt": at});
             is_successor(&serde_json::from_value(state).unwrap(), &accepted)
         };
-        assert!(!succeeds("this", "2026-11-22T10:00:00.000Z"));
-        assert!(!succeeds("earlier", "2026-11-22T09:59:59.000Z"));
-        assert!(!succeeds("of an older host", "unknown"));
-        assert!(succeeds("later", "2026-11-22T10:00:00.500Z"));
+        assert!(!is_later("this", "2026-11-22T10:00:00.000Z"));
+        assert!(!is_later("earlier", "2026-11-22T09:59:59.000Z"));
+        assert!(!is_later("of an older host", "unknown"));
+        assert!(is_later("later", "2026-11-22T10:00:00.500Z"));
     }
 }

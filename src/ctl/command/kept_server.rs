@@ -57,14 +57,14 @@ async fn undelete_active(
     let Some(id) = find_active_id(api, target).await? else { return Ok(None) };
     match api.send(Method::POST, &["vps", &id, "undelete"], None).await {
         Ok(response) => Ok(Some(response)),
-        // The machine was not deleted, so the caller's error, that there is no kept server, is clearer.
+        // The machine was not deleted. The caller's error, which says that there is no kept server, is clearer.
         Err(CallError::Refused(refusal)) if refusal.status == StatusCode::CONFLICT => Ok(None),
         Err(error) => Err(error.into()),
     }
 }
 
 pub async fn resume(api: &ApiClient, args: Resume, out: &Output) -> Result<(), Failure> {
-    let machine = super::machine::find(api, &args.machine).await?;
+    let machine = super::machine::find_machine(api, &args.machine).await?;
     let response = api.send(Method::POST, &["vps", &machine.machine_id, "resume"], None).await?;
     out.print_response(&response, |view| Ok(machine::details(view, &response.parse()?)))
 }
@@ -108,8 +108,8 @@ fn data_at_risk(machine: &MachineDetail) -> String {
     let view = View::for_stdout();
     let mut message =
         format!("Machine {} belongs to {} (slot {})", machine.handle, machine.idp_user_id, machine.slot);
-    if let Some(held) = machine::unsaved_changes(&view, machine) {
-        message.push_str(&format!(", and its server holds {held}"));
+    if let Some(unsaved) = machine::unsaved_changes(&view, machine) {
+        message.push_str(&format!(", and its server holds {unsaved}"));
     }
     let mut kept = machine.copies.iter().flat_map(|copies| &copies.kept);
     if kept.any(|kept| kept.machine_id == machine.machine_id && kept.missing_since.is_some()) {
@@ -139,7 +139,7 @@ impl KeptServers {
     }
 }
 
-/// The result of a search for the machine that the operator names.
+/// The result of a search for the machine that the operator specified.
 enum Selection {
     One(String),
     /// No kept server matches.
@@ -149,7 +149,7 @@ enum Selection {
     },
 }
 
-/// Finds the machine that the operator names; for a handle or slot, the only one with a kept server that matches.
+/// Finds the machine that the operator specified: for a handle or slot, the only one whose kept server matches.
 ///
 /// # Errors
 /// [`Exit::Refused`] if several match, or the error of a failed call.

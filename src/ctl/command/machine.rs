@@ -30,12 +30,12 @@ pub async fn recover(api: &ApiClient, args: Recover, out: &Output) -> Result<(),
         let at_risk = slot_data_at_risk(api, &args.user, &args.slot).await?;
         confirm::prompt(&format!("{what}{at_risk}"), args.user.as_str())?;
     }
-    let mut body = object(json!({"idpUserId": args.user, "slot": args.slot}));
-    insert(&mut body, "snapshotKey", args.snapshot);
-    insert(&mut body, "serverType", args.server_type);
-    insert(&mut body, "location", args.location);
+    let mut body = into_object(json!({"idpUserId": args.user, "slot": args.slot}));
+    insert_if_some(&mut body, "snapshotKey", args.snapshot);
+    insert_if_some(&mut body, "serverType", args.server_type);
+    insert_if_some(&mut body, "location", args.location);
     insert_list(&mut body, "fallbackLocations", &args.fallback_locations);
-    insert(&mut body, "imageVersion", args.image_version);
+    insert_if_some(&mut body, "imageVersion", args.image_version);
     insert_flag(&mut body, "allowEmpty", args.allow_empty);
     insert_flag(&mut body, "acceptLoss", args.accept_loss);
     insert_flag(&mut body, "replaceFirst", args.replace_first);
@@ -60,7 +60,7 @@ pub async fn resize(api: &ApiClient, args: Resize, out: &Output) -> Result<(), F
         args.machine, args.server_type
     );
     let must_confirm = confirm::is_required(&what, args.yes)?;
-    let machine = find(api, &args.machine).await?;
+    let machine = find_machine(api, &args.machine).await?;
     if must_confirm {
         confirm::prompt(&what, &machine.handle)?;
     }
@@ -72,7 +72,7 @@ pub async fn resize(api: &ApiClient, args: Resize, out: &Output) -> Result<(), F
 pub async fn fail(api: &ApiClient, args: Fail, out: &Output) -> Result<(), Failure> {
     let what = risk::failure_risk(&args);
     let must_confirm = confirm::is_required(&what, args.yes)?;
-    let machine = find(api, &args.machine).await?;
+    let machine = find_machine(api, &args.machine).await?;
     if must_confirm {
         let at_risk = machine::data_at_risk(&View::for_stdout(), &machine);
         confirm::prompt(&format!("{what}\n{at_risk}"), &machine.handle)?;
@@ -84,7 +84,7 @@ pub async fn fail(api: &ApiClient, args: Fail, out: &Output) -> Result<(), Failu
 
 pub async fn delete(api: &ApiClient, args: Delete, out: &Output) -> Result<(), Failure> {
     let must_confirm = confirm::is_required(&risk::deletion_risk(&args, None), args.yes)?;
-    let machine = find(api, &args.machine).await?;
+    let machine = find_machine(api, &args.machine).await?;
     if must_confirm {
         let what = risk::successor_deletion_risk(&machine, args.accept_loss)
             .unwrap_or_else(|| risk::deletion_risk(&args, Some(&machine)));
@@ -92,9 +92,9 @@ pub async fn delete(api: &ApiClient, args: Delete, out: &Output) -> Result<(), F
         let at_risk = machine::data_at_risk(&View::for_stdout(), &machine);
         confirm::prompt(&format!("{what}\n{owner} {at_risk}"), &machine.handle)?;
     }
-    let requested = [("now", args.now), ("acceptLoss", args.accept_loss)];
+    let parameters = [("now", args.now), ("acceptLoss", args.accept_loss)];
     let query: Vec<_> =
-        requested.into_iter().filter(|(_, set)| *set).map(|(name, _)| (name, "true".to_owned())).collect();
+        parameters.into_iter().filter(|(_, set)| *set).map(|(name, _)| (name, "true".to_owned())).collect();
     let response = api.send_with_query(Method::DELETE, &["vps", &machine.machine_id], &query).await?;
     let mut accepted = AcceptedChange::from(response.parse::<DeletedMachine>()?);
     accepted.was_server_gone = machine.failure.as_ref().is_some_and(failure::is_server_gone);
@@ -108,7 +108,7 @@ pub async fn run(api: &ApiClient, command: MachineCommand, out: &Output) -> Resu
         let response = api.send(Method::POST, &path, Some(&json!({}))).await?;
         return out.print_response(&response, |_| Ok(token::rotations(response.parse()?)));
     };
-    let machine = find(api, &target).await?;
+    let machine = find_machine(api, &target).await?;
     let path = ["vps", machine.machine_id.as_str(), "rotate-token"];
     let response = api.send(Method::POST, &path, Some(&json!({}))).await?;
     out.print_response(&response, |view| Ok(machine::details(view, &response.parse()?)))
@@ -156,7 +156,7 @@ async fn print_accepted_change(
 }
 
 pub async fn list(api: &ApiClient, args: List, out: &Output) -> Result<(), Failure> {
-    let requested = [
+    let parameters = [
         ("status", args.status.map(|status| status.to_string())),
         ("idpUserId", args.user.map(String::from)),
         ("slot", args.slot.map(String::from)),
@@ -165,7 +165,7 @@ pub async fn list(api: &ApiClient, args: List, out: &Output) -> Result<(), Failu
         ("limit", args.limit.map(|limit| limit.to_string())),
         ("cursor", args.cursor),
     ];
-    let query: Vec<_> = requested.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
+    let query: Vec<_> = parameters.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
     let response = api.get(&["vps"], &query).await?;
     out.print_response(&response, |view| Ok(machine::list(view, &response.parse::<MachinePage>()?)))
 }
@@ -183,7 +183,8 @@ pub async fn status(api: &ApiClient, machine: &MachineTarget, out: &Output) -> R
     })
 }
 
-/// Fetches when each former machine whose kept server holds unsaved changes left the slot, to show how much is unsaved.
+/// Fetches the times at which former machines left the slot, for those whose kept server holds unsaved changes: the
+/// time determines how much is unsaved.
 async fn fetch_slot_exit_times(api: &ApiClient, machine: &MachineDetail) -> Result<SlotExitTimes, Failure> {
     let mut times = SlotExitTimes::new();
     let kept = machine.copies.iter().flat_map(|copies| &copies.kept);
@@ -194,8 +195,8 @@ async fn fetch_slot_exit_times(api: &ApiClient, machine: &MachineDetail) -> Resu
     Ok(times)
 }
 
-/// Fetches the machine that the operator names: any machine by its id, otherwise an active one.
-pub async fn find(api: &ApiClient, target: &MachineTarget) -> Result<MachineDetail, Failure> {
+/// Fetches the machine that the operator specified: any machine by its id, otherwise an active one.
+pub async fn find_machine(api: &ApiClient, target: &MachineTarget) -> Result<MachineDetail, Failure> {
     let id = find_id(api, target).await?;
     Ok(api.get(&["vps", &id], &[]).await?.parse()?)
 }
@@ -245,7 +246,7 @@ pub fn insert_flag(body: &mut Map<String, Value>, name: &str, is_set: bool) {
     }
 }
 
-pub fn object(value: Value) -> Map<String, Value> {
+pub fn into_object(value: Value) -> Map<String, Value> {
     match value {
         Value::Object(members) => members,
         _ => Map::new(),
@@ -259,7 +260,7 @@ pub fn insert_list(body: &mut Map<String, Value>, name: &str, values: &[Location
     }
 }
 
-pub fn insert(body: &mut Map<String, Value>, name: &str, value: Option<impl Into<String>>) {
+pub fn insert_if_some(body: &mut Map<String, Value>, name: &str, value: Option<impl Into<String>>) {
     if let Some(value) = value {
         body.insert(name.to_owned(), Value::String(value.into()));
     }

@@ -19,17 +19,17 @@ use svc_wire::operator::{IssuedToken, Operator, OperatorList, WhoAmI};
 pub async fn run(api: &ApiClient, command: OperatorCommand, out: &Output) -> Result<(), Failure> {
     match command {
         OperatorCommand::Add { name, scopes, token } => {
-            check_token_file(&token, ExistingFile::Kept).or_exit(Exit::Refused)?;
+            check_token_file(&token, ExistingFile::Keep).or_exit(Exit::Refused)?;
             let body = json!({"name": name, "scopes": scopes, "ttlSeconds": token.ttl});
             let response = api.send(Method::POST, &["operators"], Some(&body)).await?;
-            output_token(&response, &token, ExistingFile::Kept, out)
+            output_token(&response, &token, ExistingFile::Keep, out)
         }
         OperatorCommand::Rotate { name, overlap, token } => {
-            check_token_file(&token, ExistingFile::Replaced).or_exit(Exit::Refused)?;
+            check_token_file(&token, ExistingFile::Replace).or_exit(Exit::Refused)?;
             let body = json!({"ttlSeconds": token.ttl, "overlapSeconds": overlap});
             let path = ["operators", name.as_str(), "rotate"];
             let response = api.send(Method::POST, &path, Some(&body)).await?;
-            output_token(&response, &token, ExistingFile::Replaced, out)
+            output_token(&response, &token, ExistingFile::Replace, out)
         }
         OperatorCommand::List => {
             let response = api.get(&["operators"], &[]).await?;
@@ -60,8 +60,8 @@ pub async fn run(api: &ApiClient, command: OperatorCommand, out: &Output) -> Res
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ExistingFile {
     /// The file may contain another operator's token, of which the platform has only the hash.
-    Kept,
-    Replaced,
+    Keep,
+    Replace,
 }
 
 /// Rejects a token file that cannot be written, before a token is created.
@@ -80,7 +80,7 @@ fn check_token_file(options: &TokenOptions, existing: ExistingFile) -> anyhow::R
     ensure!(!file.is_dir(), "{name} is a directory; nothing was changed\n  next: name a file for the token");
     let exists = file.symlink_metadata().is_ok();
     ensure!(
-        existing == ExistingFile::Replaced || !exists,
+        existing == ExistingFile::Replace || !exists,
         "{name} already exists and may contain another operator's token; nothing was changed\n  next: choose another \
          file, or run `svcctl operator rotate NAME --token-file FILE` to replace the token in an existing file"
     );
@@ -93,8 +93,8 @@ fn check_token_file(options: &TokenOptions, existing: ExistingFile) -> anyhow::R
 fn write_token(file: &Path, token: &str, existing: ExistingFile) -> anyhow::Result<()> {
     let content = format!("{token}\n");
     match existing {
-        ExistingFile::Replaced => fsx::write_atomic(file, content.as_bytes(), 0o600)?,
-        ExistingFile::Kept => ensure!(
+        ExistingFile::Replace => fsx::write_atomic(file, content.as_bytes(), 0o600)?,
+        ExistingFile::Keep => ensure!(
             fsx::create_atomic(file, content.as_bytes(), 0o600)?,
             "{} was created by another program in the meantime",
             file.display()

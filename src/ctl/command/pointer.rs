@@ -29,8 +29,8 @@ pub async fn run(api: &ApiClient, command: PointerCommand, out: &Output) -> Resu
                 format!("This rebuilds the snapshot pointer of {slot}.")
             };
             if confirm::is_required(&what, yes)? {
-                let found: PointerInspection = inspect(api, &slot, to.as_ref()).await?.parse()?;
-                let details = inspection(&View::for_stdout(), &slot, &found);
+                let current: PointerInspection = inspect(api, &slot, to.as_ref()).await?.parse()?;
+                let details = inspection(&View::for_stdout(), &slot, &current);
                 confirm::prompt(&format!("{what}\n{details}"), slot.user.as_str())?;
             }
             let mut body = json!({"idpUserId": slot.user, "slot": slot.slot, "force": force, "empty": empty});

@@ -3,7 +3,7 @@
 use http::Method;
 use serde_json::json;
 
-use super::machine::{find, print_outcome};
+use super::machine::{find_machine, print_outcome};
 use super::risk;
 use crate::api::ApiClient;
 use crate::args::{MachineTarget, PowerCommand, Wait};
@@ -17,24 +17,24 @@ use svc_wire::change::PowerChange;
 pub async fn run(api: &ApiClient, command: PowerCommand, out: &Output) -> Result<(), Failure> {
     match command {
         PowerCommand::On { machine, wait } => {
-            let machine = find(api, &machine).await?;
-            send(api, &machine.machine_id, "on", wait, out).await
+            let machine = find_machine(api, &machine).await?;
+            send_action(api, &machine.machine_id, "on", wait, out).await
         }
         PowerCommand::Off { machine, yes, wait } => {
             let id = confirm_machine(api, &machine, &risk::power_off_risk(&machine), yes).await?;
-            send(api, &id, "off", wait, out).await
+            send_action(api, &id, "off", wait, out).await
         }
         PowerCommand::Reboot { machine, yes, wait } => {
             let what = format!(
                 "This restarts the host of machine {machine}: it is unreachable for a minute or two."
             );
             let id = confirm_machine(api, &machine, &what, yes).await?;
-            send(api, &id, "reboot", wait, out).await
+            send_action(api, &id, "reboot", wait, out).await
         }
     }
 }
 
-/// Returns the machine's id after the operator's confirmation.
+/// Prompts the operator for confirmation, unless `yes` is set, and returns the machine's id.
 async fn confirm_machine(
     api: &ApiClient,
     target: &MachineTarget,
@@ -42,7 +42,7 @@ async fn confirm_machine(
     yes: bool,
 ) -> Result<String, Failure> {
     let must_confirm = confirm::is_required(what, yes)?;
-    let machine = find(api, target).await?;
+    let machine = find_machine(api, target).await?;
     if must_confirm {
         let at_risk = machine::data_at_risk(&View::for_stdout(), &machine);
         confirm::prompt(&format!("{what}\n{at_risk}"), &machine.handle)?;
@@ -50,7 +50,13 @@ async fn confirm_machine(
     Ok(machine.machine.machine_id.into())
 }
 
-async fn send(api: &ApiClient, id: &str, action: &str, wait: Wait, out: &Output) -> Result<(), Failure> {
+async fn send_action(
+    api: &ApiClient,
+    id: &str,
+    action: &str,
+    wait: Wait,
+    out: &Output,
+) -> Result<(), Failure> {
     let body = json!({"action": action});
     let response = api.send(Method::POST, &["vps", id, "power"], Some(&body)).await?;
     print_outcome::<PowerChange>(api, response, wait, out).await

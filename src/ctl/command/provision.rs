@@ -1,10 +1,12 @@
-//! `svcctl provision`: shows the cost and quota of a new machine, asks for confirmations, and creates the machine.
+//! `svcctl provision`: shows the cost and quota of a new machine, prompts for confirmations, and creates the machine.
 
 use anyhow::anyhow;
 use http::{Method, StatusCode};
 use serde_json::{Map, Value, json};
 
-use super::machine::{insert, insert_flag, insert_list, object, print_outcome, slot_data_at_risk};
+use super::machine::{
+    insert_flag, insert_if_some, insert_list, into_object, print_outcome, slot_data_at_risk,
+};
 use super::risk;
 use crate::api::{ApiClient, ApiResponse, CallError};
 use crate::args::{CostLimit, Provision};
@@ -40,7 +42,7 @@ pub async fn run(api: &ApiClient, args: Provision, out: &Output) -> Result<(), F
     let quote: Option<ProvisionQuote> = quote.map(|response| response.parse()).transpose()?;
     confirm_customer(&args, quote.as_ref())?;
     if let Some(quote) = quote.as_ref().filter(|quote| needs_cost_confirmation(quote)) {
-        insert(&mut body, "confirmedMonthlyCost", quote.monthly_cost.clone());
+        insert_if_some(&mut body, "confirmedMonthlyCost", quote.monthly_cost.clone());
         insert_flag(&mut body, "confirmedOptIn", quote.adds_customer);
     }
     let response = api.send(Method::POST, &["vps", "provision"], Some(&body.into())).await?;
@@ -48,11 +50,11 @@ pub async fn run(api: &ApiClient, args: Provision, out: &Output) -> Result<(), F
 }
 
 fn request_body(args: &Provision) -> Map<String, Value> {
-    let mut body = object(json!({"idpUserId": args.user, "slot": args.slot, "handle": args.handle}));
-    insert(&mut body, "serverType", args.server_type.clone());
-    insert(&mut body, "location", args.location.clone());
+    let mut body = into_object(json!({"idpUserId": args.user, "slot": args.slot, "handle": args.handle}));
+    insert_if_some(&mut body, "serverType", args.server_type.clone());
+    insert_if_some(&mut body, "location", args.location.clone());
     insert_list(&mut body, "fallbackLocations", &args.fallback_locations);
-    insert(&mut body, "imageVersion", args.image_version.clone());
+    insert_if_some(&mut body, "imageVersion", args.image_version.clone());
     if args.preview {
         body.insert("kind".to_owned(), "preview".into());
     }
@@ -81,7 +83,7 @@ fn needs_cost_confirmation(quote: &ProvisionQuote) -> bool {
     quote.adds_customer || quote.needs_cost_confirmation
 }
 
-/// Asks for the confirmations that the options do not give, if the request adds a customer or changes a customer's
+/// Prompts for the confirmations that are not given as options, if the request adds a customer or changes a customer's
 /// server type.
 fn confirm_customer(args: &Provision, quote: Option<&ProvisionQuote>) -> Result<(), Failure> {
     let adds_customer = quote.map_or(!args.preview, |quote| quote.adds_customer);
@@ -100,11 +102,11 @@ fn confirm_customer(args: &Provision, quote: Option<&ProvisionQuote>) -> Result<
             args.user, args.slot
         )
     };
-    let accepted = args.confirm_cost.as_ref();
-    if let Some(CostLimit::AtMost(limit)) = accepted {
+    let cost_limit = args.confirm_cost.as_ref();
+    if let Some(CostLimit::AtMost(limit)) = cost_limit {
         check_cost(&what, quote.and_then(|quote| quote.monthly_cost.as_ref()), limit)?;
     }
-    let (needs_cost, needs_opt_in) = (accepted.is_none(), adds_customer && !args.confirm_opt_in);
+    let (needs_cost, needs_opt_in) = (cost_limit.is_none(), adds_customer && !args.confirm_opt_in);
     let missing: Vec<_> = [("--confirm-cost", needs_cost), ("--confirm-opt-in", needs_opt_in)]
         .into_iter()
         .filter_map(|(option, is_missing)| is_missing.then_some(option))

@@ -125,7 +125,7 @@ impl AcceptedChange {
         self.power.as_ref().is_some_and(|action| action.is(PowerAction::Off)) && self.operation_id.is_none()
     }
 
-    fn status_word(&self) -> &str {
+    fn status_label(&self) -> &str {
         if self.deletion.is_some() {
             return "deleted";
         }
@@ -152,7 +152,7 @@ pub fn show(view: &View, accepted: &AcceptedChange) -> String {
             ("also deleted", accepted.also_deleted.as_ref().map(also_deleted).unwrap_or_default().into()),
             ("replaces", or_empty(accepted.old_machine_id.as_ref()).into()),
             ("type", or_empty(accepted.server_type.as_ref()).into()),
-            ("status", Cell::state(accepted.status_word())),
+            ("status", Cell::state(accepted.status_label())),
             ("operation", or_empty(accepted.operation_id.as_ref()).into()),
             ("snapshot", deletion.map(|deletion| newest_snapshot(view, deletion)).unwrap_or_default().into()),
             ("undo", undo(view, accepted).into()),

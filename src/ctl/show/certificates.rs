@@ -18,16 +18,16 @@ fn join_handles(handles: &[WireString<Handle>], count: u64) -> String {
 /// Formats the fleet's certificates as `3 trusted, 1 missing (ada); required`.
 pub fn fleet_cell(certificates: Option<&Certificates>) -> Cell {
     let Some(certificates) = certificates else { return "".into() };
-    let mut words = vec![format!("{} trusted", certificates.trusted)];
+    let mut parts = vec![format!("{} trusted", certificates.trusted)];
     if certificates.expiring > 0 {
-        words.push(format!(
+        parts.push(format!(
             "{} expiring ({})",
             certificates.expiring,
             join_handles(&certificates.expiring_handles, certificates.expiring)
         ));
     }
     if certificates.missing > 0 {
-        words.push(format!(
+        parts.push(format!(
             "{} missing ({})",
             certificates.missing,
             join_handles(&certificates.missing_handles, certificates.missing)
@@ -36,7 +36,7 @@ pub fn fleet_cell(certificates: Option<&Certificates>) -> Cell {
     let required = if certificates.is_required { "; required" } else { "; not required" };
     let is_bad =
         certificates.expiring > 0 || (certificates.is_required && certificates.missing > certificates.exempt);
-    Cell::painted(is_bad.then_some(Color::Bad), words.join(", ") + required)
+    Cell::painted(is_bad.then_some(Color::Bad), parts.join(", ") + required)
 }
 
 /// Adds a finding for machines without a trusted certificate, which are unreachable once `CUSTOMER_VPS_TLS_VERIFY` is

@@ -79,13 +79,13 @@ fn kept_cell(view: &View, copies: &Copies, kept: &KeptServer, left_slot_at: Opti
     let server =
         format!("{} of {} machine {id}", format_server_id(kept.provider_server_id.as_ref()), kept.reason);
     let bad = |line: String| Cell::painted(Some(Color::Bad), format!("{server}: {line}"));
-    let held = kept.unsaved_since.as_ref().map(|since| format_unsaved(view, since, left_slot_at));
+    let unsaved = kept.unsaved_since.as_ref().map(|since| format_unsaved(view, since, left_slot_at));
     if let Some(since) = &kept.missing_since {
         let missing = format_missing(view, since);
         return bad(match held {
-            Some(held) => {
+            Some(unsaved) => {
                 format!(
-                    "{missing}, and it held {held}; `svcctl discard {id} --accept-loss` removes it from this list"
+                    "{missing}, and it held {unsaved}; `svcctl discard {id} --accept-loss` removes it from this list"
                 )
             }
             None => format!("{missing}; `svcctl discard {id}` removes it from this list"),
@@ -105,8 +105,8 @@ fn kept_cell(view: &View, copies: &Copies, kept: &KeptServer, left_slot_at: Opti
     } else {
         String::new()
     };
-    if let Some(held) = held {
-        return bad(format!("holds {held}; kept until `svcctl discard {id} --accept-loss`{undo}"));
+    if let Some(unsaved) = unsaved {
+        return bad(format!("holds {unsaved}; kept until `svcctl discard {id} --accept-loss`{undo}"));
     }
     if kept.removal_abandoned_at.is_some() {
         return bad(format!("its removal was abandoned; kept until `svcctl discard {id}`{undo}"));
@@ -194,8 +194,8 @@ fn format_missing(view: &View, since: &str) -> String {
     format!("missing at the provider, first noticed {}", format_time(view.now, since))
 }
 
-/// A snapshot that was stored while the platform was unreachable, or that the host holds back because its database has
-/// shrunk.
+/// Shows a snapshot that was stored while the platform was unreachable, or that the host holds back because its
+/// database has shrunk.
 fn newer_cell(view: &View, newer: &NewerSnapshot, machine: &Machine) -> Cell {
     let (user, slot, key) = (&machine.idp_user_id, &machine.slot, &newer.key);
     let line = format!(
@@ -206,7 +206,7 @@ fn newer_cell(view: &View, newer: &NewerSnapshot, machine: &Machine) -> Cell {
     Cell::painted(Some(Color::Warning), line)
 }
 
-/// A snapshot that an operator did not restore when the previous machine was replaced.
+/// Shows a snapshot that an operator chose not to restore when the previous machine was replaced.
 fn unrestored_cell(view: &View, snapshot: &UnrestoredSnapshot, machine: &Machine) -> Cell {
     let (user, slot, key) = (&machine.idp_user_id, &machine.slot, &snapshot.key);
     let at = snapshot

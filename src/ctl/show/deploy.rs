@@ -30,9 +30,12 @@ fn state_cell(rollout: &RolloutSummary) -> Cell {
 /// Formats the last verification as `passed 5 min ago on ada`; empty if no verification has run.
 fn verification_cell(view: &View, rollout: &RolloutSummary) -> Cell {
     let Some(last) = &rollout.verification else { return Cell::from("") };
-    let (word, color) = if last.passed { ("passed", Color::Good) } else { ("failed", Color::Bad) };
+    let (result, color) = if last.passed { ("passed", Color::Good) } else { ("failed", Color::Bad) };
     let handles: Vec<_> = last.handles.iter().map(WireString::as_str).collect();
-    Cell::painted(Some(color), format!("{word} {} on {}", format_ago(view.now, &last.at), handles.join(", ")))
+    Cell::painted(
+        Some(color),
+        format!("{result} {} on {}", format_ago(view.now, &last.at), handles.join(", ")),
+    )
 }
 
 /// Formats a rollout's progress, as in `running to 2026.11.2: 1 updated, …`.

@@ -202,8 +202,8 @@ pub fn restored(view: &View, state: &FileRestore) -> String {
         ("as of", or_empty(state.saved_at.as_deref())),
         ("files", format!("{}, {}", state.files, format_bytes(state.total_bytes)).into()),
     ];
-    if let Some(kept) = &state.kept_as {
-        pairs.push(("previous version", one_line(kept).into_owned().into()));
+    if let Some(path) = &state.kept_as {
+        pairs.push(("previous version", one_line(path).into_owned().into()));
     }
     if state.incomplete > 0 {
         let message = format!(
@@ -212,8 +212,8 @@ pub fn restored(view: &View, state: &FileRestore) -> String {
         );
         pairs.push(("incomplete", Cell::painted(Some(Color::Bad), message)));
     }
-    if let Some(left_out) = &state.error {
-        pairs.push(("damaged", Cell::painted(Some(Color::Bad), one_line(left_out).into_owned())));
+    if let Some(error) = &state.error {
+        pairs.push(("damaged", Cell::painted(Some(Color::Bad), one_line(error).into_owned())));
     }
     table::render_pairs(view, &pairs)
 }

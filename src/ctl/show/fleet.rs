@@ -16,13 +16,15 @@ use svc_wire::alarm::Alarm;
 use svc_wire::fleet::{BackupAges, EndReason, Exercises, Fleet, MachineNeedingAttention, OverdueOperation};
 use svc_wire::rollout::RolloutSummary;
 
-/// Formats the alarm's name and figures: `servers_missing (limit 4, live 6, missing 5)`.
+/// Formats the alarm's name, figures and details: `servers_missing (limit 4, live 6, missing 5)`.
 pub fn alarm_line(alarm: &Alarm) -> String {
-    let (cases, figures): (Vec<_>, Vec<_>) =
+    let (details, figures): (Vec<_>, Vec<_>) =
         alarm.detail.iter().partition(|(_, value)| value.is_array() || value.is_object());
     let figures: Vec<_> = figures.iter().map(|(name, value)| format_figure(name, value)).collect();
-    let cases = cases.iter().map(|(name, value)| format!("{}: {}", split_words(name), format_detail(value)));
-    let parts: Vec<_> = (!figures.is_empty()).then(|| figures.join(", ")).into_iter().chain(cases).collect();
+    let details =
+        details.iter().map(|(name, value)| format!("{}: {}", split_words(name), format_detail(value)));
+    let parts: Vec<_> =
+        (!figures.is_empty()).then(|| figures.join(", ")).into_iter().chain(details).collect();
     let figures = if parts.is_empty() { String::new() } else { format!(" ({})", parts.join("; ")) };
     let released = match &alarm.released_until {
         Some(last) if alarm.alarm == "unknown_servers" => {
@@ -42,10 +44,11 @@ fn format_figure(name: &str, value: &Value) -> String {
 /// Formats a detail as `server 4711, machine 019a…, epoch 3`; the details in a list are separated by semicolons.
 fn format_detail(value: &Value) -> String {
     match value {
-        Value::Array(cases) => cases.iter().map(format_detail).collect::<Vec<_>>().join("; "),
+        Value::Array(items) => items.iter().map(format_detail).collect::<Vec<_>>().join("; "),
         Value::Object(members) => {
-            let rank =
-                |name: &str| CASE_ORDER.iter().position(|first| *first == name).unwrap_or(CASE_ORDER.len());
+            let rank = |name: &str| {
+                MEMBER_ORDER.iter().position(|first| *first == name).unwrap_or(MEMBER_ORDER.len())
+            };
             let mut members: Vec<_> = members.iter().filter(|(_, value)| !value.is_null()).collect();
             members.sort_by_key(|(name, _)| rank(name));
             members.iter().map(|(name, value)| format_figure(name, value)).collect::<Vec<_>>().join(", ")
@@ -54,8 +57,8 @@ fn format_detail(value: &Value) -> String {
     }
 }
 
-/// The members of a case that are shown first, in this order.
-const CASE_ORDER: [&str; 4] = ["providerServerId", "machineId", "slot", "epoch"];
+/// The members of a detail that are shown first, in this order.
+const MEMBER_ORDER: [&str; 4] = ["providerServerId", "machineId", "slot", "epoch"];
 
 /// Splits a camel-case name into words: `failedInLastHour` becomes `failed in last hour`. `providerServerId` and
 /// `machineId` are shortened; names that are not camel case are unchanged.
@@ -77,7 +80,7 @@ fn split_words(name: &str) -> String {
 fn overdue_line(overdue: &OverdueOperation) -> String {
     let OverdueOperation { handle, kind, step, .. } = overdue;
     format!(
-        "the {} of {handle} has been in progress for {}, and is at the step {step}",
+        "the {} of {handle} has been in progress for {}, and is at step {step}",
         kind_noun(kind),
         format_span(overdue.age_seconds)
     )
@@ -139,12 +142,11 @@ pub fn findings(fleet: &Fleet, findings: Findings) -> Findings {
     let findings = fleet
         .alarms
         .iter()
-        .fold(findings, |found, alarm| found.problem(alarm_line(alarm), alarm.next.clone()));
-    let findings = fleet
-        .overdue_operations
-        .iter()
-        .take(MAX_NAMED)
-        .fold(findings, |found, overdue| found.warning(overdue_line(overdue), overdue_advice(overdue)));
+        .fold(findings, |findings, alarm| findings.problem(alarm_line(alarm), alarm.next.clone()));
+    let findings =
+        fleet.overdue_operations.iter().take(MAX_NAMED).fold(findings, |findings, overdue| {
+            findings.warning(overdue_line(overdue), overdue_advice(overdue))
+        });
     let findings = match omitted_overdue_line(fleet, MAX_NAMED) {
         Some(line) => findings.warning(line, "run `svcctl fleet`"),
         None => findings,
@@ -247,13 +249,13 @@ fn rollout_cell(open: Option<&RolloutSummary>) -> Cell {
 }
 
 fn backups_cell(backups: &BackupAges) -> Cell {
-    let mut words = Vec::new();
-    words.extend(backups.max_age_seconds.map(|age| format!("oldest {}", format_span(age))));
-    words.extend(backups.p50_age_seconds.map(|age| format!("median {}", format_span(age))));
+    let mut parts = Vec::new();
+    parts.extend(backups.max_age_seconds.map(|age| format!("oldest {}", format_span(age))));
+    parts.extend(backups.p50_age_seconds.map(|age| format!("median {}", format_span(age))));
     if backups.never > 0 {
-        words.push(format!("{} without a backup", backups.never));
+        parts.push(format!("{} without a backup", backups.never));
     }
-    words.join(", ").into()
+    parts.join(", ").into()
 }
 
 const DELETED_WITH_UNSAVED_CHANGES_ADVICE: &str = "run `svcctl status HANDLE` to see what only its server holds; then run \
@@ -392,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn overdue_operations_beyond_the_named_ones_are_counted() {
+    fn findings_and_view_count_omitted_overdue_operations() {
         let overdue = json!({"operationId": OTHER, "machineId": MACHINE, "handle": "ada", "kind": "recover",
             "step": "fence", "attempts": 3, "ageSeconds": 99});
         let overdue: Vec<_> = std::iter::repeat_n(overdue, MAX_NAMED + 5).collect();
@@ -407,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn alarm_line_shows_figures_and_cases() {
+    fn alarm_line_shows_figures_and_details() {
         let alarm = |name: &str, detail: Value| {
             let alarm = json!({"alarm": name, "since": "T", "seenAt": "T", "detail": detail, "releasedUntil": null, "next": "n"});
             alarm_line(&serde_json::from_value(alarm).unwrap())

@@ -226,14 +226,14 @@ pub fn details_with_slot_exit_times(
 /// Formats a host's health as `gateway ok, database failing`, with the free disk space or `disk unknown`.
 fn health_cell(health: Option<&Health>) -> Cell {
     let Some(Health { gateway, database, code, disk }) = health else { return "".into() };
-    let mut words = vec![format!("gateway {gateway}"), format!("database {database}")];
-    words.extend(code.as_ref().map(|code| format!("code {code}")));
-    words.push(disk.map_or_else(
+    let mut parts = vec![format!("gateway {gateway}"), format!("database {database}")];
+    parts.extend(code.as_ref().map(|code| format!("code {code}")));
+    parts.push(disk.map_or_else(
         || "disk unknown".to_owned(),
         |disk| format!("{} of {} disk free", format_bytes(disk.free_bytes), format_bytes(disk.total_bytes)),
     ));
     let is_healthy = [gateway, database].into_iter().chain(code).all(|status| status.is(ComponentStatus::Ok));
-    Cell::painted(Some(if is_healthy { Color::Good } else { Color::Bad }), words.join(", "))
+    Cell::painted(Some(if is_healthy { Color::Good } else { Color::Bad }), parts.join(", "))
 }
 
 /// Formats the last backup, as reported by the host: its time and size, or its error.

@@ -1,5 +1,4 @@
-//! Text views of the API's responses. Each text is a pure function of the response and a [`View`], so the same response
-//! always looks the same.
+//! Text views of the API's responses. Each text is a pure function of the response and a [`View`].
 
 pub mod accepted_change;
 pub mod audit;

@@ -85,8 +85,8 @@ impl Example {
     #[track_caller]
     fn assert_shown<T: DeserializeOwned + Serialize>(self, schema: &Value, show: impl Fn(T) -> String) {
         let Self { document, essential } = self;
-        let read = serde_json::from_value::<T>(document.clone()).unwrap();
-        assert_eq!(json!(read), document, "the example must be what the platform writes");
+        let parsed = serde_json::from_value::<T>(document.clone()).unwrap();
+        assert_eq!(json!(parsed), document, "the example must be what the platform sends");
         assert_complete(schema, &document, "");
         let essential: BTreeSet<String> = essential.into_iter().collect();
         let mut unchecked = essential.clone();
@@ -94,11 +94,11 @@ impl Example {
             let (parent, name) = path.rsplit_once('/').unwrap();
             let mut older = document.clone();
             older.pointer_mut(parent).unwrap().as_object_mut().unwrap().shift_remove(name);
-            let read = serde_json::from_value::<T>(older);
+            let parsed = serde_json::from_value::<T>(older);
             if unchecked.remove(&path) {
-                assert!(read.is_err(), "{path} can be omitted, so it is not essential");
+                assert!(parsed.is_err(), "{path} can be omitted, so it is not essential");
             } else {
-                let text = show(read.unwrap_or_else(|error| panic!("without {path}: {error}")));
+                let text = show(parsed.unwrap_or_else(|error| panic!("without {path}: {error}")));
                 assert!(!text.trim().is_empty(), "without {path}");
             }
         }
@@ -110,15 +110,15 @@ impl Example {
 fn members(value: &Value, parent: &str) -> Vec<String> {
     match value {
         Value::Object(object) => {
-            let below = |(name, value): (&String, &Value)| {
+            let nested = |(name, value): (&String, &Value)| {
                 let path = format!("{parent}/{name}");
                 [vec![path.clone()], members(value, &path)].concat()
             };
-            object.iter().flat_map(below).collect()
+            object.iter().flat_map(nested).collect()
         }
         Value::Array(items) => {
-            let below = |(index, item): (usize, &Value)| members(item, &format!("{parent}/{index}"));
-            items.iter().enumerate().flat_map(below).collect()
+            let nested = |(index, item): (usize, &Value)| members(item, &format!("{parent}/{index}"));
+            items.iter().enumerate().flat_map(nested).collect()
         }
         _ => Vec::new(),
     }

@@ -175,8 +175,8 @@ pub fn details(view: &View, o: &Operation) -> String {
     }
     let omitted = o.log_omitted.unwrap_or_default();
     if omitted > 0 {
-        let (entries, are) = if omitted == 1 { ("entry", "is") } else { ("entries", "are") };
-        text.push_str(&format!("({omitted} older {entries} {are} not shown)\n"));
+        let (noun, verb) = if omitted == 1 { ("entry", "is") } else { ("entries", "are") };
+        text.push_str(&format!("({omitted} older {noun} {verb} not shown)\n"));
     }
     for entry in o.log.iter().filter(|entry| should_show(entry)) {
         text.push_str(&format!("{}\n", format_log_line(view, o, entry)));
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn waiting_reason_is_that_of_the_current_step() {
+    fn waiting_reason_requires_a_log_line_of_the_current_step() {
         let mut waiting = json!({
             "operationId": ID, "machineId": MACHINE, "kind": "delete", "state": "running", "step": "last_backup",
             "attempts": 1, "errorCode": null, "createdAt": "T", "updatedAt": "T",
@@ -224,20 +224,20 @@ mod tests {
     }
 
     #[test]
-    fn answers_say_what_happens_to_a_held_snapshot() {
+    fn answers_describe_the_effect_on_a_held_snapshot() {
         let answers = format_answers(&parse_operation(&json!({
             "operationId": ID, "machineId": MACHINE, "kind": "recover", "state": "waiting", "step": "last_backup",
             "attempts": 0, "createdAt": "T", "updatedAt": "T",
             "question": {"code": "last_backup_held_back", "detail": "Held back."},
         })));
-        for (answer, part) in answers.iter().zip([
+        for (answer, expected) in answers.iter().zip([
             format!(
                 "`svcctl operation continue {ID}`: after `svcctl backup accept {MACHINE}`, the operation continues"
             ),
             "the operation continues with the newest snapshot that is not held".to_owned(),
             "the slot returns to its old machine".to_owned(),
         ]) {
-            assert!(answer.contains(&part), "{part}: {answer}");
+            assert!(answer.contains(&expected), "{expected}: {answer}");
         }
         assert!(answers[0].contains("otherwise the host takes another backup"), "{}", answers[0]);
     }

@@ -6,26 +6,26 @@ use super::{Color, View};
 use crate::args::SlotTarget;
 use svc_wire::pointer::{Pointer, PointerInspection, PointerState, RebuiltPointer};
 
-pub fn inspection(view: &View, slot: &SlotTarget, found: &PointerInspection) -> String {
-    let is_sound = found.state.is(PointerState::Sound);
+pub fn inspection(view: &View, slot: &SlotTarget, result: &PointerInspection) -> String {
+    let is_sound = result.state.is(PointerState::Sound);
     let color = if is_sound { Color::Good } else { Color::Bad };
     let target =
         |pointer: &Option<Pointer>| pointer.as_ref().map(|pointer| line(view, pointer)).unwrap_or_default();
     let pairs = [
         ("slot", slot.to_string().into()),
-        ("pointer", Cell::painted(Some(color), found.state.as_str())),
-        ("problem", found.problem.clone().unwrap_or_default().into()),
-        ("points to", target(&found.current).into()),
-        ("after a rebuild", target(&found.rebuilt).into()),
-        ("snapshots", found.snapshots.to_string().into()),
+        ("pointer", Cell::painted(Some(color), result.state.as_str())),
+        ("problem", result.problem.clone().unwrap_or_default().into()),
+        ("points to", target(&result.current).into()),
+        ("after a rebuild", target(&result.rebuilt).into()),
+        ("snapshots", result.snapshots.to_string().into()),
     ];
     let mut text = table::render_pairs(view, &pairs);
     if !is_sound {
-        text.push_str(&match &found.rebuilt {
+        text.push_str(&match &result.rebuilt {
             Some(_) => format!("  next: `svcctl pointer rebuild {}`\n", slot.arguments()),
             None => format!(
                 "  no complete snapshot was found; run `svcctl pointer rebuild {} --empty` to make the pointer \
-                 name none\n",
+                 refer to no snapshot\n",
                 slot.arguments()
             ),
         });

@@ -17,12 +17,12 @@ pub fn show(view: &View, report: &Report) -> String {
     let check_width = report.findings.iter().map(|finding| finding.check.len()).max().unwrap_or_default();
     let mut text = String::new();
     for finding in &report.findings {
-        let word = format!("{:<7}", finding.level.as_str());
+        let level = format!("{:<7}", finding.level.as_str());
         let indent = " ".repeat(7 + 2 + check_width + 2);
         let what = finding.what.replace('\n', &format!("\n{indent}"));
         text.push_str(&format!(
             "{}  {:<check_width$}  {what}\n",
-            view.paint(Some(level_color(finding.level)), &word),
+            view.paint(Some(level_color(finding.level)), &level),
             finding.check
         ));
         if let Some(next) = &finding.next {

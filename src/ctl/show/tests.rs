@@ -127,17 +127,17 @@ fn repeated_and_omitted_log_entries_are_counted() {
 #[test]
 fn lines_after_uses_positions_without_sequence_numbers() {
     let mut operation = operation("delete", "running");
-    let after = |value: &Value, last_seen| {
+    let count_and_last = |value: &Value, after| {
         let operation: svc_wire::operation::Operation = from_json(value.clone());
-        let (lines, last) = operation::lines_after(&operation, last_seen);
+        let (lines, last) = operation::lines_after(&operation, after);
         (lines.len(), last)
     };
-    assert_eq!(after(&operation, 2), (1, 3));
+    assert_eq!(count_and_last(&operation, 2), (1, 3));
     for (index, seq) in [(0, 40), (1, 52), (2, 97)] {
         operation["log"][index]["seq"] = seq.into();
     }
-    assert_eq!(after(&operation, 40), (2, 97));
-    assert_eq!(after(&operation, 97), (0, 97));
+    assert_eq!(count_and_last(&operation, 40), (2, 97));
+    assert_eq!(count_and_last(&operation, 97), (0, 97));
 }
 
 #[test]
@@ -349,7 +349,7 @@ fn accepted_deletion_shows_snapshot_age_and_undo() {
     let older = json!({"machineId": MACHINE, "kind": "customer", "status": "running", "deletedAt": "2026-11-21T12:00:00.000Z",
         "newestSnapshotAt": "2026-11-21T11:51:00.000Z", "undeletableUntil": "2026-11-22T12:00:00.000Z", "operationId": OTHER});
     let older = accepted_change::show(&plain_view(), &from_json::<DeletedMachine>(older).into());
-    assert_eq!(older, current, "an older platform's name for the same time");
+    assert_eq!(older, current, "an older platform reports the same time under another name");
     let immediate = accepted_change::show(&plain_view(), &deletion(Value::Null));
     assert!(
         immediate.contains("until its server is off; then the server is deleted permanently"),
@@ -384,7 +384,7 @@ fn deletion_of_machine_that_never_served_has_no_undo() {
 }
 
 #[test]
-fn deletion_after_the_loss_of_the_server_has_no_undo() {
+fn deletion_of_machine_without_server_has_no_undo() {
     let deletion = from_json::<DeletedMachine>(
         json!({"machineId": MACHINE, "idpUserId": "user_1", "slot": "primary", "handle": "ada", "kind": "customer",
         "status": "failed", "registeredAt": "2026-11-20T12:00:00.000Z", "deletedAt": "2026-11-21T12:00:00.000Z",
