@@ -268,8 +268,10 @@ impl UndeliveredHook {
     pub fn save(&self, path: &Path) -> io::Result<()> {
         let mut line = serde_json::to_vec(self)?;
         line.push(b'\n');
+        // `O_NONBLOCK`, because the owner's programs can create a FIFO with this name.
+        let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
         let mut options = File::options();
-        options.create(true).append(true).mode(0o660).custom_flags(OFlag::O_NOFOLLOW.bits());
+        options.create(true).append(true).mode(0o660).custom_flags(flags.bits());
         for _ in 0..MAX_LOCK_ATTEMPTS {
             let mut file = options.open(path)?;
             if file.try_lock().is_err() {
@@ -277,6 +279,9 @@ impl UndeliveredHook {
                 continue;
             }
             let meta = file.metadata()?;
+            if !meta.is_file() {
+                return Err(io::ErrorKind::InvalidInput.into());
+            }
             // If the file has no links, the watcher has collected it in the meantime: write to a new file.
             if meta.nlink() > 0 {
                 return if meta.len() < MAX_GAP_BYTES { file.write_all(&line) } else { Ok(()) };

@@ -7,6 +7,7 @@ use http::{HeaderMap, header};
 use jiff::Timestamp;
 
 use super::services_env;
+use crate::link::sync::failure::HeartbeatFailure;
 use crate::system::config::PlatformAccess;
 use crate::system::layout::Layout;
 use svc_base::diagnosis::Findings;

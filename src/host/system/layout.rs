@@ -267,6 +267,11 @@ impl Layout {
         self.state("requests").join(name)
     }
 
+    /// Exists while the platform does not accept this machine's heartbeats.
+    pub fn heartbeat_failure(&self) -> PathBuf {
+        self.state("heartbeat-failure.json")
+    }
+
     /// Exists once the platform has reported that another machine replaced this one.
     pub fn superseded(&self) -> PathBuf {
         self.state("superseded.json")

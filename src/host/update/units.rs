@@ -109,7 +109,8 @@ fn list_release_files(
         let mut found = Vec::new();
         collect_files(&root.join(tree), Path::new(""), &mut found)?;
         for inner in found {
-            if !inner.as_os_str().as_encoded_bytes().starts_with(b"svc") {
+            // The record of the installed files is JSON.
+            if !inner.to_str().is_some_and(|name| name.starts_with("svc")) {
                 return Err(UnitsError::Foreign { path: Path::new(tree).join(inner) });
             }
             wanted.insert(Path::new(dir).join(&inner), root.join(tree).join(&inner));

@@ -5,6 +5,7 @@
 mod apply_response;
 mod code_probe;
 mod config;
+pub mod failure;
 mod heartbeat;
 mod meta;
 mod server;
@@ -27,6 +28,7 @@ use crate::system::quiesce::Quiesce;
 use crate::system::user;
 use apply_response::SupersededRecord;
 use config::SyncConfig;
+use failure::FailureLog;
 use heartbeat::HeartbeatClient;
 use svc_base::applet::{self, Exit, Failure, OrExit};
 use svc_base::error_chain::format_chain;
@@ -239,11 +241,13 @@ const STARTUP_TIMEOUT: Duration = Duration::from_secs(10);
 async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -> SupersededRecord {
     wait_until_healthy(config).await;
     let mut interval = new_interval(config.heartbeat_interval);
+    let mut failures = FailureLog::open(&config.layout);
     loop {
         interval.tick().await;
         let quiesced = Quiesce::read(&config.layout).ok().flatten();
         match request_id::run_with_new_id(heartbeats.send_heartbeat()).await {
             Ok(reply) => {
+                failures.record(None);
                 let response = &reply.response;
                 if let Some(quiesce) = quiesced.filter(|_| !response.superseded)
                     && let Err(error) =
@@ -260,7 +264,9 @@ async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -
                 }
             }
             Err(error) => {
-                tracing::warn!(error = %svc_http::problem::format_chain(&error), "heartbeat failed");
+                let error = svc_http::problem::format_chain(&error).to_string();
+                tracing::warn!(error, "heartbeat failed");
+                failures.record(Some(error));
             }
         }
     }
