@@ -1,6 +1,6 @@
-//! Replaces the crate `crc-fast` (`[patch.crates-io]` in `Cargo.toml`). It has tables for 24 algorithms, 450 KiB, of which
-//! `object_store` uses CRC-64/NVME, and only if a bucket is configured with this checksum. svc configures SHA-256. The
-//! other two are those of the S3 server in tests.
+//! Replaces the crate `crc-fast` (`[patch.crates-io]` in `Cargo.toml`), whose tables for 24 algorithms take 450 KiB.
+//! `object_store` uses only CRC-64/NVME, and only if that checksum is configured; svc configures SHA-256. The S3 server
+//! in the tests uses the two CRC-32 algorithms.
 
 use crc::{CRC_32_ISCSI, CRC_32_ISO_HDLC, CRC_64_NVME, Crc, Table};
 
@@ -15,7 +15,7 @@ pub enum CrcAlgorithm {
     Crc64Nvme,
 }
 
-/// A checksum of the bytes so far.
+/// The checksum of the bytes hashed so far.
 #[derive(Clone)]
 pub struct Digest(State);
 
@@ -42,7 +42,7 @@ impl Digest {
         }
     }
 
-    /// Returns the checksum; one of 32 bits is in the lower half.
+    /// Returns the checksum. A 32-bit checksum is in the lower half.
     #[must_use]
     pub fn finalize(&self) -> u64 {
         match self.0.clone() {

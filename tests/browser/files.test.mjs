@@ -88,7 +88,7 @@ test("the view shows the state of the backup, and Escape closes it", async () =>
   const { page, context, activity, view } = await openFiles();
   assert.equal(new URL(page.url()).hash, "#/files");
   await view.getByText("Everything is saved").waitFor({ timeout: SAVE_TIMEOUT_MS });
-  await view.getByText("Left out: ").waitFor();
+  await view.getByText("Excluded: ").waitFor();
   await view.getByRole("button", { name: FOLDER }).waitFor();
   assert.ok(await page.locator("#surface").evaluate((surface) => surface.inert), "the canvas is inert");
   await assertAccessible(page);
@@ -333,7 +333,7 @@ test("pages are appended, and any name fits on a small screen in light and dark 
     assert.equal(overflow, 0, "nothing is wider than the view");
     await screenshot(page, `files-${appearance}`);
     await view.getByRole("button", { name: "a & b <i>#?%.txt" }).click();
-    await view.getByText("No version is saved.").waitFor();
+    await view.getByText("No version has been saved.").waitFor();
     assert.deepEqual(paths, ["/home/svc/home/a & b <i>#?%.txt"]);
     await context.close();
   }

@@ -1,6 +1,7 @@
 // Holds the notes, and saves each one shortly after it is edited. No text is lost while the page is open: after a
-// failed save, the text stays on the page, and the save is retried later, without the user's help if the error is
-// retryable. If a note was also changed elsewhere, both versions are kept as separate notes.
+// failed save, the text stays on the page. The save is retried with backoff if the error is retryable, and in any case
+// when the page reconnects or the user tries again. If a note was also changed elsewhere, both versions are kept as
+// separate notes.
 
 import { type BridgeError, callBridge, type Change, followChanges, newId } from "../../shared/bridge";
 import { Backoff, collectChangedIds, ReadOrder, readRows, readRowsById, toBridgeError } from "../../shared/rows";
@@ -242,7 +243,7 @@ export class Store {
       this.notes.set(note.id, note);
       this.listener.onChange(null);
       this.listener.onDeleteError(note, bridgeError);
-      // Only the user repeats the deletion, but the note may have unsaved edits again.
+      // Only the user can repeat the deletion, but the restored note may have unsaved edits, which this retry saves.
       this.backoff.scheduleRetry(bridgeError);
     }
   }

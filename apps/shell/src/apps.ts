@@ -1,7 +1,7 @@
 // Shows an icon for each app.
 //
-// An icon's image is requested once. If the request fails, a tile with the first letter of the app's name replaces the
-// image, which is not requested again.
+// An icon's image is requested only once. If the request fails, a tile with the first letter of the app's name is shown
+// instead.
 
 import { el } from "../../shared/ui";
 

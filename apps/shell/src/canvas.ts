@@ -111,8 +111,8 @@ export class Canvas {
     const previousDistance = Math.hypot(previous.x - other.x, previous.y - other.y);
     const center = { x: (current.x + other.x) / 2, y: (current.y + other.y) / 2 };
     if (previousDistance > 0) this.zoomAround(center, distance / previousDistance);
-    // Two fingers also pan: the canvas follows their center. An event moves only one finger, so the center moves half
-    // as far.
+    // Two fingers also pan: the canvas follows their center. Each event reports one finger, so the center moves half as
+    // far as that finger.
     this.panBy({ x: (current.x - previous.x) / 2, y: (current.y - previous.y) / 2 });
   }
 

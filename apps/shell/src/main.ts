@@ -145,7 +145,7 @@ async function signOut(): Promise<void> {
     location.assign("/");
   } catch {
     isRefreshErrorShown = false;
-    toast.warn("You could not be signed out.", { label: "Try again", run: () => void signOut() });
+    toast.warn("Signing out failed.", { label: "Try again", run: () => void signOut() });
   }
 }
 

@@ -1,6 +1,6 @@
 // Holds the tasks. Changes are shown immediately (optimistic updates). A task whose changes could not be saved is
-// marked, and the save is retried later, without the user's help if the error is retryable. A task that could not be
-// deleted is shown again.
+// marked. The save is retried with backoff if the error is retryable, and in any case when the page reconnects or the
+// user tries again. A task that could not be deleted is shown again.
 
 import { BridgeError, callBridge, type Change, followChanges, newId, type Row } from "../../shared/bridge";
 import { Backoff, collectChangedIds, ReadOrder, readRows, readRowsById, toBridgeError } from "../../shared/rows";

@@ -1,8 +1,8 @@
-// The routes below `/api/files`: the state of the backup, earlier states of files, and restores.
+// The routes below `/api/files`: the state of the backup, earlier versions of files, and restores.
 
 import { fetchJson } from "../http";
 
-/** Longer than for other requests: the process that responds must first read the index of the backup. */
+/** Longer than the timeout of other requests, because the responding process first reads the backup's index. */
 const HISTORY_TIMEOUT_MS = 60_000;
 export const ENTRIES_PER_PAGE = 500;
 export const VERSIONS_PER_PAGE = 50;
@@ -27,7 +27,7 @@ export interface BackupState {
   invalidRules: string[];
   /** `null` until the excluded files have been measured. */
   excluded: Exclusions | null;
-  /** When a part of the backup was last verified. */
+  /** When part of the backup was last verified. */
   verifiedAt: string | null;
   /** When a sample of the files was last restored and compared. */
   drilledAt: string | null;
@@ -46,7 +46,7 @@ export interface Exclusions {
 
 export interface FileEntry {
   name: string;
-  /** If the machine is updated while this page is open, it may send other kinds. */
+  /** A machine that is updated while this page is open may send other kinds. */
   kind: "file" | "directory" | "link" | "special" | "unknown";
   sizeBytes: number;
   mode: string;

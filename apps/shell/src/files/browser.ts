@@ -12,7 +12,7 @@ export class FileBrowser {
   /** The time as of which folders are shown; `null` for the newest backup. */
   private time: string | null = null;
   /** The path whose versions are shown instead of the folder. */
-  private versionsOf: string | null = null;
+  private versionsPath: string | null = null;
 
   private readonly timeInput = el("input", { type: "datetime-local", id: "files-time", className: "field", step: "1" });
   private readonly newestButton = button("Newest");
@@ -30,7 +30,7 @@ export class FileBrowser {
 
   constructor(onRestore: () => void) {
     this.versions = new VersionList({
-      onBrowse: (time) => this.versionsOf !== null && this.openFolder(this.versionsOf, time),
+      onBrowse: (time) => this.versionsPath !== null && this.openFolder(this.versionsPath, time),
       onRestore,
     });
     this.element = el("section", { className: "browser", "aria-labelledby": "files-browser-title" },
@@ -46,21 +46,21 @@ export class FileBrowser {
     };
     this.newestButton.onclick = () => this.openFolder(this.folder, null);
     this.versionsButton.onclick = () => {
-      if (this.versionsOf === null) this.openVersions(this.folder);
+      if (this.versionsPath === null) this.openVersions(this.folder);
       else this.openFolder(this.folder, this.time);
     };
   }
 
   /** Loads the current folder, or the versions that are open. */
   load(): void {
-    const { folder, time, versionsOf } = this;
+    const { folder, time, versionsPath } = this;
     this.clear();
     this.timeInput.value = formatLocalTime(time === null ? new Date() : new Date(time));
-    this.timeForm.hidden = versionsOf !== null;
-    this.versionsButton.textContent = versionsOf === null ? "Versions of this folder" : "Back to the folder";
-    this.renderCrumbs(versionsOf ?? folder);
-    if (versionsOf === null) void this.listing.show(folder, time);
-    else void this.versions.show(versionsOf);
+    this.timeForm.hidden = versionsPath !== null;
+    this.versionsButton.textContent = versionsPath === null ? "Versions of this folder" : "Back to the folder";
+    this.renderCrumbs(versionsPath ?? folder);
+    if (versionsPath === null) void this.listing.show(folder, time);
+    else void this.versions.show(versionsPath);
   }
 
   /** Cancels requests, and clears their results. */
@@ -76,13 +76,13 @@ export class FileBrowser {
   }
 
   private openFolder(folder: string, time: string | null): void {
-    Object.assign(this, { folder, time, versionsOf: null });
+    Object.assign(this, { folder, time, versionsPath: null });
     this.load();
     this.focusPath();
   }
 
   private openVersions(path: string): void {
-    this.versionsOf = path;
+    this.versionsPath = path;
     this.load();
     this.focusPath();
   }

@@ -19,7 +19,7 @@ const CHOICES: Choice[] = [
   {
     value: "beside",
     label: "Next to the current one",
-    hint: "The time of the backup is added to its name. If nothing is at its path now, it is restored there.",
+    hint: "The time of the backup is added to its name. If nothing exists at its path, it is restored there.",
   },
   {
     value: "replace",
@@ -29,7 +29,7 @@ const CHOICES: Choice[] = [
   { value: "into", label: "To another path", hint: `Relative paths start at ${HOME}.` },
 ];
 const RESERVED_HINT =
-  "Only the machine may change this, or a folder in it. It can be restored only to another path.";
+  "Your computer manages this path, or a folder in it, so it can be restored only to another path.";
 
 export interface RestoreFormListener {
   /** Called when the machine has accepted the restore. */
@@ -103,7 +103,7 @@ export class RestoreForm {
     this.pathInput.disabled = !isNeeded;
   }
 
-  /** Returns the same key for the same request, because the response to its first attempt may have been lost. */
+  /** Returns the same key when a request is repeated, because the response to the first attempt may have been lost. */
   private idempotencyKeyFor(request: string): string {
     if (this.attempt?.request !== request) {
       this.attempt = { request, key: crypto.getRandomValues(new Uint32Array(4)).join("-") };

@@ -1,4 +1,4 @@
-// The state of the backup: whether everything is saved, what needs attention, and what is left out.
+// The state of the backup: whether everything is saved, what needs attention, and what is excluded.
 
 import { el } from "../../../shared/ui";
 import { type BackupState, type Exclusions, fetchBackupState } from "./api";
@@ -59,15 +59,15 @@ function listFacts({ files, bytes, verifiedAt, drilledAt }: BackupState): HTMLEl
 }
 
 function summarizeExclusions(excluded: Exclusions | null): string {
-  if (!excluded) return "Left out: not measured yet";
+  if (!excluded) return "Excluded: not measured yet";
   const entries = formatCount(excluded.entries, "file or folder", "files and folders");
-  return `Left out: ${excluded.complete ? "" : "at least "}${entries}, ${formatBytes(excluded.bytes)}`;
+  return `Excluded: ${excluded.complete ? "" : "at least "}${entries}, ${formatBytes(excluded.bytes)}`;
 }
 
 function describeExclusions(excluded: Exclusions | null): HTMLElement[] {
   const code = (text: string) => el("code", {}, text);
   const rules = el("p", {},
-    "The backup leaves out folders named ", code("node_modules"), ", ", code(".cache"), " or ", code("__pycache__"),
+    "The backup excludes folders named ", code("node_modules"), ", ", code(".cache"), " or ", code("__pycache__"),
     ", folders with a ", code("CACHEDIR.TAG"), ", and everything that the file ", code(".svcignore"),
     " in your home folder lists. A line such as ", code("!node_modules/"), " in this file includes such folders again.",
   );
@@ -121,7 +121,7 @@ export class BackupStatus {
     const progressText = this.renderedState ? "" : "Loading…";
     const isLoaded = await this.loader.run(fetchBackupState, (state) => this.render(state), { progressText });
     if (isLoaded === null) return;
-    // The state that is shown may be stale.
+    // The displayed state may be stale.
     if (!isLoaded) this.content.hidden = true;
     this.timer = window.setTimeout(() => void this.refresh(), isLoaded ? REFRESH_INTERVAL_MS : RETRY_INTERVAL_MS);
   }

@@ -83,7 +83,7 @@ export class VersionList {
     if (hasMore) return `No version has been found yet.${damage}`;
     // The API replaces bytes that are not UTF-8, so this path does not name the file.
     const hint = path.includes("\ufffd") ? " Its name is not valid UTF-8: restore the folder that contains it." : "";
-    return `No version is saved.${hint}${damage}`;
+    return `No version has been saved.${hint}${damage}`;
   }
 
   private createItem(path: string, version: Version): HTMLLIElement {
