@@ -336,8 +336,13 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     // This check must run near the end, because a gateway or an agent that finds this file exits.
     let failure =
         json!({ "version": 1, "since": "2026-11-28T09:04:00Z", "error": "the platform responded with 401" });
-    let rejected = fleet.check_with("var/lib/svc/heartbeat-failure.json", |_| Some(failure.to_string())).await;
-    rejected.expect("platform", "problem", "accepted no heartbeat since 2026-11-28T09:04:00Z: the platform responded");
+    let rejected =
+        fleet.check_with("var/lib/svc/heartbeat-failure.json", |_| Some(failure.to_string())).await;
+    rejected.expect(
+        "platform",
+        "problem",
+        "accepted no heartbeat since 2026-11-28T09:04:00Z: the platform responded",
+    );
     let replaced = fleet.check_with("var/lib/svc/superseded.json", |_| Some("{}".to_owned())).await;
     replaced.expect("platform", "problem", "has replaced this one");
     let pid = fs::read_to_string(fleet.disk.join("var/lib/postgresql/16/main/postmaster.pid")).unwrap();

@@ -82,7 +82,7 @@ fn kept_cell(view: &View, copies: &Copies, kept: &KeptServer, left_slot_at: Opti
     let unsaved = kept.unsaved_since.as_ref().map(|since| format_unsaved(view, since, left_slot_at));
     if let Some(since) = &kept.missing_since {
         let missing = format_missing(view, since);
-        return bad(match held {
+        return bad(match unsaved {
             Some(unsaved) => {
                 format!(
                     "{missing}, and it held {unsaved}; `svcctl discard {id} --accept-loss` removes it from this list"

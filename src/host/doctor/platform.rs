@@ -45,9 +45,20 @@ pub async fn check(layout: &Layout) -> Findings {
         );
     }
     match fetch_headers(layout).await {
-        Ok(_) => {
-            findings.ok("the platform is reachable, and has not reported that this machine was replaced")
-        }
+        Ok(_) => match HeartbeatFailure::read(layout) {
+            Ok(None) => findings.ok(
+                "the platform is reachable, accepts the heartbeats, and has not reported that this machine was replaced",
+            ),
+            Ok(Some(HeartbeatFailure { since, error, .. })) => findings.problem(
+                format!("the platform has accepted no heartbeat since {since:.0}: {error}"),
+                "run `svcctl fleet`: an alarm says why, for example that the platform has the wrong key. Without an alarm, \
+                 recover the machine",
+            ),
+            Err(error) => findings.problem(
+                format!("it is unknown whether the platform accepts the heartbeats: {error}"),
+                "run this command as root",
+            ),
+        },
         Err(error) => findings.problem(
             format!("the platform cannot be reached: {error}"),
             "check PLATFORM_INTERNAL_URL in host.env, and this machine's outbound network",

@@ -52,7 +52,8 @@ impl<'a> FailureLog<'a> {
             Some(error) if self.recorded.as_ref().is_some_and(|recorded| recorded.error == error) => return,
             Some(error) => {
                 let since = self.recorded.take().map_or_else(Timestamp::now, |recorded| recorded.since);
-                let failure = self.recorded.insert(HeartbeatFailure { version: FORMAT_VERSION, since, error });
+                let failure =
+                    self.recorded.insert(HeartbeatFailure { version: FORMAT_VERSION, since, error });
                 let text = serde_json::to_vec(failure).expect("plain fields serialize to JSON");
                 fsx::write_atomic(&path, &text, 0o644)
             }

@@ -264,7 +264,7 @@ async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -
                 }
             }
             Err(error) => {
-                let error = svc_http::problem::format_chain(&error).to_string();
+                let error = svc_http::problem::format_chain(&error);
                 tracing::warn!(error, "heartbeat failed");
                 failures.record(Some(error));
             }
