@@ -90,6 +90,32 @@ async fn server_is_kept_if_its_successor_cannot_restore_files() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn servers_of_all_earlier_machines_are_kept() {
+    let (stack, process, old) = start().await;
+    let first = recover(&stack, &process).await;
+    old.wait_for_backup_request(&stack).await;
+    let later = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_mins(1));
+    report_backup_with_files(&old, &stack, &json!({"savedUntil": later}));
+    wait_for_backup_detail(&stack, &process, &first).await;
+    let middle = stack.wait_for_guest(&process, first["machineId"].as_str().unwrap()).await;
+    assert_eq!(stack.send_heartbeat(&process, &middle, &heartbeat_of(&middle)).await.status, 200);
+
+    let second = recover(&stack, &process).await;
+    wait_for_backup_detail(&stack, &process, &second).await;
+    let newest = stack.wait_for_guest(&process, second["machineId"].as_str().unwrap()).await;
+    let fetch_unsaved =
+        async |id: String| stack.fetch_record(&process, &id).await["unsavedSince"].clone();
+    assert_eq!(fetch_unsaved(old.guest.machine.clone()).await, Value::Null);
+    let mut beat = heartbeat_of(&newest);
+    beat["attention"] = json!([{"code": "files_not_restored", "detail": "a pack is damaged"}]);
+    assert_eq!(stack.send_heartbeat(&process, &newest, &beat).await.status, 200);
+    for machine in [&old.guest.machine, &middle.machine] {
+        assert!(fetch_unsaved(machine.clone()).await.is_string(), "{machine}");
+    }
+    assert_eq!(fetch_unsaved(newest.machine.clone()).await, Value::Null);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn operation_shows_that_it_waits_for_files_until_skipped() {
     let (stack, process, old) = start().await;
     let recovery = recover(&stack, &process).await;

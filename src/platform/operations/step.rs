@@ -94,7 +94,7 @@ pub enum StepRecord {
         since: Option<Timestamp>,
     },
     /// An operator accepted the loss of the data written after `since`. The machine no longer counts as holding unsaved
-    /// data.
+    /// data, until a later machine in its slot reports that it could not restore the owner's files.
     LossAccepted {
         machine: MachineId,
         since: Option<Timestamp>,
