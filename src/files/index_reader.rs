@@ -22,7 +22,7 @@ const MAX_CONCURRENT_READS: usize = 4;
 const MAX_INDEX_READS: u32 = 12;
 const MAX_INDEX_PAUSE: Duration = Duration::from_secs(5);
 
-/// An index that was read.
+/// The result of reading an index.
 struct ReadIndex<T> {
     content: T,
     files: Vec<Id>,
@@ -86,8 +86,8 @@ impl Repository {
         Ok((content, listed))
     }
 
-    /// Reads which blobs are in the index, without those that are only in damaged packs. Returns the ids of the index
-    /// files as well.
+    /// Loads the blobs that are in the index, except those that are only in damaged packs. Also returns the ids of the
+    /// index files.
     pub(crate) async fn load_known_blobs(
         &self,
         damaged_packs: &HashSet<Id>,
@@ -101,7 +101,7 @@ impl Repository {
         Ok((known, files))
     }
 
-    /// Reads which blobs are in packs that are not marked for deletion, or that were marked after `marked_after`.
+    /// Loads the blobs in packs that are not marked for deletion, or that were marked after `marked_after`.
     pub(crate) async fn load_retained_blobs(
         &self,
         marked_after: Timestamp,

@@ -176,7 +176,7 @@ impl Repository {
         } else {
             let path = self.path(kind, id);
             let object = match self.bucket.get(&path, kind.max_object_bytes()).await {
-                // It is too large.
+                // The object is too large.
                 Err(StoreError::Corrupt { why, .. }) => return Err(FilesError::corrupt(what(), &why)),
                 object => object?,
             };
@@ -267,12 +267,12 @@ impl Repository {
         }
     }
 
-    /// Removes the trees that are not in `used` from the cache.
+    /// Removes from the cache the trees that are not in `used`.
     pub(crate) fn retain_cached_trees(&self, used: &HashSet<Id>) {
         self.cache.retain("trees", |id| used.contains(&id));
     }
 
-    /// Removes the index files that the repository no longer has from the cache.
+    /// Removes from the cache the index files that the repository no longer has.
     pub(crate) fn retain_cached_index_files(&self, files: &HashSet<Id>) {
         self.cache.retain(Kind::Index.folder(), |id| files.contains(&id));
     }
@@ -294,8 +294,8 @@ impl Repository {
         Ok(snapshots.into_iter().map(|(id, snapshot, _)| (id, snapshot)).collect())
     }
 
-    /// Like [`Self::list_snapshots`], but skips damaged snapshots and returns their number. Also removes snapshots that
-    /// no longer exist from the cache.
+    /// Like [`Self::list_snapshots`], but skips damaged snapshots and returns their number. Also removes from the cache
+    /// the snapshots that no longer exist.
     pub(crate) async fn list_sound_snapshots(&self) -> Result<(Vec<(Id, Snapshot)>, u64), FilesError> {
         let ids = self.list(Kind::Snapshot).await?;
         let present: HashSet<Id> = ids.iter().copied().collect();
@@ -330,7 +330,7 @@ impl Repository {
             let repository = self.clone();
             async move {
                 let mut snapshot = repository.read_snapshot(id).await?;
-                // They are not needed, and may be long.
+                // Tags and paths are not needed, and may be long.
                 (snapshot.tags, snapshot.paths) = (Vec::new(), Vec::new());
                 Ok::<_, FilesError>((id, snapshot, uploaded))
             }

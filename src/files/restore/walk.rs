@@ -67,7 +67,7 @@ impl<'a> Walk<'a> {
         let mut entries = std::mem::take(&mut self.first);
         if entries.is_empty() {
             let Some((directory, tree)) = self.pending.pop() else { return Ok(None) };
-            // Without the first directories, nothing would be restored.
+            // Damage to a directory with which the walk starts is an error, because nothing in it would be restored.
             let may_skip = self.should_skip_damaged && directory.components().count() > self.start_depth;
             entries = match self.read_entries(&directory, tree).await {
                 Err(error) if may_skip && error.is_damage() => {
