@@ -61,7 +61,7 @@ async fn packs_in_several_index_files_count_once() {
 
 /// An earlier pruning has written a new index file and is about to delete the old one.
 #[tokio::test]
-async fn pruning_relies_on_no_file_that_another_may_delete() {
+async fn pruning_replaces_files_that_another_run_may_delete() {
     for is_marked in [false, true] {
         let (fixture, saved, repository) = fixture_with_file().await;
         let (_, mut file) = repository.load_index().await.unwrap().remove(0);
@@ -95,7 +95,7 @@ async fn pruning_splits_large_index_files() {
 }
 
 #[tokio::test]
-async fn write_json_refuses_what_could_not_be_read() {
+async fn write_json_refuses_objects_too_large_to_read() {
     let (_fixture, _, repository) = fixture_with_file().await;
     // JSON adds two quotation marks.
     let text = "x".repeat(MAX_JSON_BYTES - 2);
