@@ -16,7 +16,7 @@ const MAX_UNWATCHED_INTERVAL: Duration = Duration::from_secs(600);
 const FULL_INTERVAL_FACTOR: u32 = 100;
 const MAX_FULL_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 /// The pause after a save, as a multiple of its duration, but at most `MAX_PAUSE`. Saves that read much more than the
-/// changes, for example because the cache cannot be written, must not use the processor all the time.
+/// changes, for example because the cache cannot be written, must not keep the processor busy.
 const PAUSE_FACTOR: u32 = 10;
 const MAX_PAUSE: Duration = Duration::from_secs(300);
 /// Interval between saves of the whole home directory, which also find writes without events, such as through a shared
@@ -27,7 +27,7 @@ pub const WATCHER_UNAVAILABLE_INTERVAL: Duration = Duration::from_secs(600);
 /// Minimum and maximum pause after a failed save.
 const RETRY_BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(120));
 
-/// What the watcher reports.
+/// The watcher's report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Observation {
     Unchanged,
@@ -41,7 +41,7 @@ pub enum Observation {
     WatcherUnavailable,
 }
 
-/// What to save now.
+/// The scope of a save.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Save {
     Nothing,
@@ -53,7 +53,7 @@ pub enum Save {
 /// The times of past saves and failures, which determine the next save.
 #[derive(Debug)]
 pub struct Schedule {
-    /// When the first unsaved change was seen.
+    /// When the first unsaved change was detected.
     changed_since: Option<Instant>,
     last_full: Option<Instant>,
     full_interval: Duration,
@@ -89,7 +89,7 @@ impl Schedule {
         self.changed_since
     }
 
-    /// Returns what to save.
+    /// Returns the scope of the save that is due now.
     pub fn decide(&mut self, observation: Observation, now: Instant) -> Save {
         if observation != Observation::Unchanged {
             self.changed_since.get_or_insert(now);
@@ -99,7 +99,7 @@ impl Schedule {
         if now < self.not_before && !is_requested {
             return Save::Nothing;
         }
-        // If the watcher does not respond, only a save of everything is sure to include all changes.
+        // If the watcher does not respond, only a full save is certain to include all changes.
         let full_interval = match observation {
             Observation::WatcherUnavailable if is_requested => Duration::ZERO,
             Observation::WatcherUnavailable => WATCHER_UNAVAILABLE_INTERVAL,
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn failed_saves_pause_and_requests_do_not_wait() {
+    fn failed_saves_back_off_and_requests_run_at_once() {
         let (mut schedule, now) = started();
         schedule.record_failure(now);
         assert_eq!(schedule.decide(SETTLED, after(now, 4)), Save::Nothing);

@@ -1,8 +1,8 @@
 //! `svc-sync-agent files`: saves the user's home directory until it is stopped.
 //!
 //! Invariant: `savedUntil` in the status, and the pointer in the store, cover only data that is completely in the
-//! store. A change is forgotten only after a save that contains it. `save_passes.rs` states the limit for files that are
-//! moved during a save.
+//! store. A change is forgotten only after a save that contains it. `save_passes.rs` states the limitation for files
+//! that are moved during a save.
 
 use std::path::Path;
 use std::time::{Duration, Instant};

@@ -27,7 +27,7 @@ pub struct FilesStatus {
     /// Everything that was written before this time is in the store.
     #[serde(with = "clock::wire_option")]
     pub saved_until: Option<Timestamp>,
-    /// When the service saw the first change that is not in the store yet.
+    /// When the service detected the first change that is not in the store yet.
     #[serde(with = "clock::wire_option")]
     pub changed_since: Option<Timestamp>,
     /// An estimate of the bytes that are not in the store yet; `None` if there are none, or if their number is unknown.
@@ -110,8 +110,8 @@ impl FilesStatus {
         let since = self.changed_since.or(self.failing_since).or(self.saved_until)?;
         let is_old = |at: Timestamp, limit: SignedDuration| now.duration_since(at) >= limit;
         let is_pending = self.changed_since.or(self.failing_since).is_some_and(|at| is_old(at, MAX_PENDING));
-        let is_silent = self.saved_until.is_some_and(|at| is_old(at, MAX_SAVE_AGE));
-        (is_pending || is_silent).then_some(since)
+        let is_stale = self.saved_until.is_some_and(|at| is_old(at, MAX_SAVE_AGE));
+        (is_pending || is_stale).then_some(since)
     }
 
     /// Returns the status that the owner and operators see, with the results of the checks.
@@ -196,7 +196,7 @@ mod tests {
         };
         assert!(!needs_repair(None, None) && !needs_repair(at(5), None));
         assert!(needs_repair(None, at(5)) && needs_repair(at(5), at(6)));
-        assert!(!needs_repair(at(5), at(5)), "a repair ends");
+        assert!(!needs_repair(at(5), at(5)), "this damage has been repaired");
         assert!(needs_repair(at(999), at(6)), "the clock was ahead");
     }
 
@@ -205,7 +205,7 @@ mod tests {
         let at = |minute: i64| Timestamp::from_second(minute * 60).unwrap();
         let status = FilesStatus { saved_until: Some(at(100)), ..FilesStatus::default() };
         assert_eq!(status.find_unsaved_since(at(139)), None);
-        assert_eq!(status.find_unsaved_since(at(140)), Some(at(100)), "the service is silent");
+        assert_eq!(status.find_unsaved_since(at(140)), Some(at(100)), "the last save is too old");
         let changed = FilesStatus { changed_since: Some(at(101)), ..status.clone() };
         assert_eq!((changed.find_unsaved_since(at(110)), changed.is_unsaved(at(110))), (None, false));
         assert_eq!((changed.find_unsaved_since(at(111)), changed.is_unsaved(at(111))), (Some(at(101)), true));

@@ -132,7 +132,7 @@ impl RestoreRequest {
 /// Describes the damaged entries below a restored directory; `None` if there are none.
 pub(super) fn describe_damaged(directory: &HomePath, damaged: &DamagedEntries) -> Option<String> {
     let first = damaged.first.iter().map(|staged| {
-        // The first name is that of the directory in the staging directory.
+        // The first component is the directory's name in the staging directory.
         let relative: PathBuf = staged.components().skip(1).collect();
         HomePath::from_relative(directory.as_path().join(relative)).to_line()
     });

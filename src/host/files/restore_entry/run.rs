@@ -287,7 +287,7 @@ async fn restore(
     }
     state.kept_as = match finish_exchange(&settings.layout, staging)? {
         Some(path) => Some(path),
-        None => find_kept(&settings.layout, &placement)?,
+        None => find_replaced_entry(&settings.layout, &placement)?,
     };
     failpoint::trigger("files.entry.placed")?;
     state.saved_at = Some(placement.staged.saved_at.into());
@@ -364,14 +364,14 @@ async fn restore_to_staging(
     let repository = repository.with_outage_timeout(OUTAGE_TIMEOUT);
     let history = History::open_for_restore(repository.clone()).await?;
     // By default, and if the client's clock is ahead, the time is that of the request: the snapshot of the save in
-    // `stage` contains what is to be replaced, and a repeated run must find the same snapshot. Only the exact time of a
-    // snapshot may be later: the machine's clock was ahead when it was taken.
+    // `stage` contains the state to be replaced, and a repeated run must find the same snapshot. A later time is used
+    // only if it is exactly that of a snapshot, which was then taken while the machine's clock was ahead.
     let time = request.time.unwrap_or(request.requested_at);
     let max_time = time.min(request.requested_at);
     let is_exact = |at: Timestamp| at.as_millisecond() == time.as_millisecond();
-    let named = history.find_snapshot(Some(time)).filter(|(_, snapshot)| is_exact(snapshot.time));
-    let found = named.or_else(|| history.find_snapshot(Some(max_time)));
-    let (_, snapshot) = found.ok_or(RestoreError::NoSnapshot(max_time))?;
+    let exact = history.find_snapshot(Some(time)).filter(|(_, snapshot)| is_exact(snapshot.time));
+    let selected = exact.or_else(|| history.find_snapshot(Some(max_time)));
+    let (_, snapshot) = selected.ok_or(RestoreError::NoSnapshot(max_time))?;
     let at = snapshot.time;
     let entry = history.find(snapshot, path.as_path()).await?;
     let entry = entry.ok_or_else(|| RestoreError::NotFound { path: path.clone(), at })?;
@@ -455,7 +455,8 @@ fn finish_exchange(layout: &Layout, staging: &Staging) -> Result<Option<String>,
         match directory.move_in(&staged, &kept_as) {
             Ok(()) => return Ok(Some(placement.display_path(kept_as.as_bytes()))),
             // One of the owner's programs has created this entry in the meantime. The new name is recorded first, for
-            // `find_kept`. If it cannot be recorded, the entry is moved nevertheless, so that it does not stay hidden.
+            // `find_replaced_entry`. If it cannot be recorded, the entry is moved nevertheless, so that it does not
+            // stay hidden.
             Err(Errno::EXIST) => {
                 let name = bytes_to_name(&placement.name);
                 kept_as = directory.find_free_name(&name, "replaced", clock::now_ms())?;
@@ -477,7 +478,7 @@ fn finish_exchange(layout: &Layout, staging: &Staging) -> Result<Option<String>,
 }
 
 /// Returns the path, for display, to which an earlier, interrupted run has moved the replaced entry.
-fn find_kept(layout: &Layout, placement: &Placement) -> Result<Option<String>, RestoreError> {
+fn find_replaced_entry(layout: &Layout, placement: &Placement) -> Result<Option<String>, RestoreError> {
     let Some(kept_as) = &placement.kept_as else { return Ok(None) };
     let path = bytes_to_name(&placement.directory);
     let directory = Directory::open(&layout.user_home(), Path::new(&path), owner_ids(layout))?;
