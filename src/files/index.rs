@@ -344,7 +344,7 @@ impl BlobLocations {
     /// # Errors
     /// [`FilesError::Corrupt`] if the blob is not in the index.
     pub(crate) fn find(&self, blob_type: BlobType, id: Id) -> Result<BlobLocation, FilesError> {
-        self.of_type(blob_type).find(id).ok_or_else(|| unlisted(blob_type, id))
+        self.of_type(blob_type).find(id).ok_or_else(|| not_in_index(blob_type, id))
     }
 
     /// Returns the number of different blobs.
@@ -357,7 +357,7 @@ impl BlobLocations {
     /// # Errors
     /// [`FilesError::Corrupt`] if the blob is not in the index.
     pub(crate) fn position(&self, blob_type: BlobType, id: Id) -> Result<usize, FilesError> {
-        let position = self.of_type(blob_type).position(id).ok_or_else(|| unlisted(blob_type, id))?;
+        let position = self.of_type(blob_type).position(id).ok_or_else(|| not_in_index(blob_type, id))?;
         Ok(match blob_type {
             BlobType::Data => position,
             BlobType::Tree => self.data.sorted.len() + position,
@@ -385,7 +385,7 @@ impl BlobLocations {
     }
 }
 
-fn unlisted(blob_type: BlobType, id: Id) -> FilesError {
+fn not_in_index(blob_type: BlobType, id: Id) -> FilesError {
     let name = match blob_type {
         BlobType::Data => "chunk",
         BlobType::Tree => "tree",

@@ -14,7 +14,7 @@ use crate::index::{
     BlobLocations, IndexFile, IndexToPrune, KnownBlobs, ListedPacks, MAX_INDEX_BLOBS, MAX_PRUNED_INDEX_BLOBS,
 };
 use crate::pack::BlobType;
-use crate::repository::{Kind, Repository};
+use crate::repository::{ObjectKind, Repository};
 
 /// Maximum number of index files read concurrently.
 const MAX_CONCURRENT_READS: usize = 4;
@@ -41,10 +41,10 @@ impl Repository {
     ) -> Result<ReadIndex<T>, FilesError> {
         let mut attempts = 1;
         loop {
-            let files = self.list(Kind::Index).await?;
+            let files = self.list(ObjectKind::Index).await?;
             match self.read_index_files(&files, max_blobs, &add).await {
                 Ok((content, listed)) => {
-                    let present: HashSet<Id> = self.list(Kind::Index).await?.into_iter().collect();
+                    let present: HashSet<Id> = self.list(ObjectKind::Index).await?.into_iter().collect();
                     // Additional files are from a concurrent save; the caller does not need them.
                     if files.iter().all(|id| present.contains(id)) {
                         return Ok(ReadIndex { content, files, listed });
@@ -72,7 +72,7 @@ impl Repository {
         // Owned values, because the compiler cannot prove that futures of borrowing closures are `Send`.
         let read = |id: Id| {
             let repository = self.clone();
-            async move { repository.read_json::<IndexFile>(Kind::Index, id).await.map(|file| (id, file)) }
+            async move { repository.read_json::<IndexFile>(ObjectKind::Index, id).await.map(|file| (id, file)) }
         };
         let mut reads = stream::iter(files.to_vec()).map(read).buffer_unordered(MAX_CONCURRENT_READS);
         while let Some(read) = reads.next().await {

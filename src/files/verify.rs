@@ -81,17 +81,17 @@ pub async fn verify(repository: &Repository, share: PackShare) -> Result<VerifyR
     let checks = packs.into_iter().map(|pack| verify_pack(repository, pack));
     let mut checks = stream::iter(checks).buffer_unordered(MAX_CONCURRENT_READS);
     let mut verified = VerifyReport::default();
-    let mut damages = Vec::new();
+    let mut damaged_packs = Vec::new();
     while let Some(check) = checks.next().await {
         let (bytes, damage) = check?;
         verified.packs += 1;
         verified.bytes += bytes;
-        damages.extend(damage);
+        damaged_packs.extend(damage);
     }
-    damages.sort_by_key(|damage: &Damage| damage.pack);
-    let copies = BlobCopies::find(&index, &damages);
+    damaged_packs.sort_by_key(|damage: &Damage| damage.pack);
+    let copies = BlobCopies::find(&index, &damaged_packs);
     let mut other_packs: BTreeMap<Id, Vec<Id>> = BTreeMap::new();
-    for Damage { pack, why, blobs } in damages {
+    for Damage { pack, why, blobs } in damaged_packs {
         let mut lost = Vec::new();
         for blob in blobs {
             if let Some(damaged_copies) = copies.find_damaged_copies(repository, pack, &blob).await? {
@@ -124,9 +124,9 @@ struct Damage {
 struct BlobCopies(HashMap<(BlobType, Id), Vec<(Id, PackedBlob)>>);
 
 impl BlobCopies {
-    fn find(index: &[(Id, IndexFile)], damages: &[Damage]) -> Self {
+    fn find(index: &[(Id, IndexFile)], damaged_packs: &[Damage]) -> Self {
         let key = |blob: &PackedBlob| (blob.blob_type, blob.id);
-        let wanted: HashSet<_> = damages.iter().flat_map(|damage| &damage.blobs).map(key).collect();
+        let wanted: HashSet<_> = damaged_packs.iter().flat_map(|damage| &damage.blobs).map(key).collect();
         let mut copies: HashMap<_, Vec<_>> = HashMap::new();
         let packs = index.iter().flat_map(|(_, file)| file.packs.iter().chain(&file.packs_to_delete));
         for pack in packs {

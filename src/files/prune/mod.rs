@@ -25,7 +25,7 @@ use crate::error::FilesError;
 use crate::id::Id;
 use crate::index::{IndexFile, IndexToPrune, IndexedPack, MAX_INDEX_BLOBS, MAX_SAVED_BLOBS};
 use crate::pack::{BlobType, FinishedPack, PackWriter, PackedBlob};
-use crate::repository::{Kind, MAX_CONCURRENT_REQUESTS, MAX_PACK_BYTES, Repository};
+use crate::repository::{MAX_CONCURRENT_REQUESTS, MAX_PACK_BYTES, ObjectKind, Repository};
 use crate::retention::RetentionPolicy;
 use crate::snapshot::Snapshot;
 #[cfg(test)]
@@ -112,7 +112,9 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
         return Ok(report);
     }
     failpoint::trigger("files.prune.snapshot")?;
-    repository.delete_all(expired.iter().map(|id| repository.path(Kind::Snapshot, *id)).collect()).await?;
+    repository
+        .delete_all(expired.iter().map(|id| repository.path(ObjectKind::Snapshot, *id)).collect())
+        .await?;
     keep_needed_packs(repository, &index.files, &used, &mut plan).await?;
     let new_packs = rewrite_packs(repository, &index.files, &mut plan, &used).await?;
     if plan.rewritten.is_empty() && plan.deleted.is_empty() {
@@ -369,7 +371,9 @@ async fn replace_index(
     }
     writer.flush().await?;
     failpoint::trigger("files.prune.indexed")?;
-    repository.delete_all(replaced.into_iter().map(|id| repository.path(Kind::Index, id)).collect()).await?;
+    repository
+        .delete_all(replaced.into_iter().map(|id| repository.path(ObjectKind::Index, id)).collect())
+        .await?;
     Ok(())
 }
 
@@ -407,7 +411,7 @@ impl<'a> IndexWriter<'a> {
         let file = std::mem::take(&mut self.file);
         self.blobs = 0;
         if !file.packs.is_empty() || !file.packs_to_delete.is_empty() {
-            self.repository.write_json(Kind::Index, &file).await?;
+            self.repository.write_json(ObjectKind::Index, &file).await?;
         }
         Ok(())
     }

@@ -34,7 +34,7 @@ use metadata::{AttributeWriter, Owners};
 use space::FreeSpace;
 pub use space::available_bytes;
 use survey::Survey;
-use walk::{Start, Walk};
+use walk::{Walk, WalkStart};
 
 /// The fail points of a restore.
 pub const FAILPOINTS: &[&str] =
@@ -139,7 +139,7 @@ pub async fn restore(
     options: &RestoreOptions,
     progress: &RestoreProgress,
 ) -> Result<RestoreReport, FilesError> {
-    restore_from(repository, Start::Tree(snapshot.tree), options, progress).await
+    restore_from(repository, WalkStart::Tree(snapshot.tree), options, progress).await
 }
 
 /// Restores entries of a snapshot, each with everything below it, under the given names in the target.
@@ -153,12 +153,12 @@ pub async fn restore_entries(
     progress: &RestoreProgress,
 ) -> Result<RestoreReport, FilesError> {
     let entries = entries.into_iter().map(|(entry, name)| (PathBuf::from(name), entry.node.clone()));
-    restore_from(repository, Start::Entries(entries.collect()), options, progress).await
+    restore_from(repository, WalkStart::Entries(entries.collect()), options, progress).await
 }
 
 async fn restore_from(
     repository: &Repository,
-    start: Start,
+    start: WalkStart,
     options: &RestoreOptions,
     progress: &RestoreProgress,
 ) -> Result<RestoreReport, FilesError> {

@@ -12,7 +12,7 @@ use crate::tree_reader::TreeReader;
 
 /// The part of a snapshot to restore.
 #[derive(Debug, Clone)]
-pub(super) enum Start {
+pub(super) enum WalkStart {
     /// Everything in a tree.
     Tree(Id),
     /// These entries, with their paths relative to the target.
@@ -50,11 +50,11 @@ impl<'a> Walk<'a> {
     }
 
     /// Starts or restarts the walk. At a restart, the most recently read trees are still in memory.
-    pub(super) fn start(&mut self, start: Start) {
+    pub(super) fn start(&mut self, start: WalkStart) {
         self.damaged = DamagedEntries::default();
         (self.first, self.pending, self.start_depth) = match start {
-            Start::Tree(root) => (Vec::new(), vec![(PathBuf::new(), root)], 0),
-            Start::Entries(entries) => (entries, Vec::new(), 1),
+            WalkStart::Tree(root) => (Vec::new(), vec![(PathBuf::new(), root)], 0),
+            WalkStart::Entries(entries) => (entries, Vec::new(), 1),
         };
     }
 

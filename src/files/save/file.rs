@@ -62,7 +62,7 @@ impl Walker<'_> {
     fn is_saved(&self, earlier: &Node, stat: &Statx) -> bool {
         let has_content = |chunks: &Vec<Id>| chunks.iter().all(|id| self.known.contains(BlobType::Data, *id));
         earlier.node_type == NodeType::File
-            && StatFingerprint::of_node(earlier) == StatFingerprint::of(stat)
+            && StatFingerprint::from_node(earlier) == StatFingerprint::from_stat(stat)
             && earlier.content.as_ref().is_none_or(has_content)
     }
 
@@ -87,7 +87,7 @@ impl Walker<'_> {
             }
             let mut node = self.new_node(name, NodeType::File, &stat);
             node.extended_attributes = read_xattrs(&file)?;
-            let fingerprint = StatFingerprint::of(&stat);
+            let fingerprint = StatFingerprint::from_stat(&stat);
             if let Some((content, size)) = self.take_linked(stat.stx_ino, fingerprint) {
                 (node.content, node.size) = (Some(content), size);
                 return Ok(node);
@@ -96,7 +96,7 @@ impl Walker<'_> {
             let began = Instant::now();
             let (content, size) = self.read_content(&mut file, &stat)?;
             (reads, last_read) = (reads + 1, began.elapsed());
-            let is_stable = is_settled && StatFingerprint::of(&stat_open(&file)?) == fingerprint;
+            let is_stable = is_settled && StatFingerprint::from_stat(&stat_open(&file)?) == fingerprint;
             if !is_stable && reads < MAX_READ_ATTEMPTS {
                 continue;
             }

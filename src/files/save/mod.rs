@@ -35,7 +35,7 @@ use crate::error::FilesError;
 use crate::id::Id;
 use crate::index::KnownBlobs;
 use crate::pack::BlobType;
-use crate::repository::{Kind, Repository};
+use crate::repository::{ObjectKind, Repository};
 use crate::snapshot::{Snapshot, SnapshotOrigin};
 use crate::tree_reader::TreeReader;
 
@@ -305,7 +305,7 @@ impl Saver {
             tags: self.options.origin.to_tags(),
         };
         failpoint::trigger("files.save.snapshot")?;
-        let id = repository.write_json(Kind::Snapshot, &snapshot).await?;
+        let id = repository.write_json(ObjectKind::Snapshot, &snapshot).await?;
         self.index = index;
         Ok(SaveResult { id, snapshot, counts, retry, uploaded_bytes, is_unchanged: false })
     }
@@ -325,7 +325,7 @@ impl Saver {
 
     /// Whether the repository still has all of these index files.
     async fn has_index_files(&self, files: &[Id]) -> Result<bool, FilesError> {
-        let present: HashSet<Id> = self.repository.list(Kind::Index).await?.into_iter().collect();
+        let present: HashSet<Id> = self.repository.list(ObjectKind::Index).await?.into_iter().collect();
         Ok(files.iter().all(|file| present.contains(file)))
     }
 

@@ -13,7 +13,7 @@ use crate::error::FilesError;
 use crate::id::Id;
 use crate::index::{IndexFile, IndexedPack};
 use crate::pack::FinishedPack;
-use crate::repository::{Kind, Repository};
+use crate::repository::{ObjectKind, Repository};
 
 /// Maximum number of packs in flight, which are held in memory.
 const MAX_CONCURRENT_UPLOADS: usize = 2;
@@ -118,7 +118,7 @@ impl PendingIndex {
         }
         failpoint::trigger("files.save.index")?;
         let Self { file, .. } = std::mem::take(self);
-        Ok(Some(repository.write_json(Kind::Index, &file).await?))
+        Ok(Some(repository.write_json(ObjectKind::Index, &file).await?))
     }
 }
 

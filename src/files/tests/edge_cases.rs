@@ -11,7 +11,7 @@ use super::*;
 use crate::history::History;
 use crate::index::{IndexFile, IndexedPack};
 use crate::pack::BlobType;
-use crate::repository::{Kind, list_objects};
+use crate::repository::{ObjectKind, list_objects};
 
 fn changes_in(directories: &[&str]) -> ChangeSet {
     let mut changes = ChangeSet::default();
@@ -215,8 +215,8 @@ async fn expired_parent_does_not_make_later_snapshots_incomplete() {
     for (pack, _) in repository.list_packs().await.unwrap() {
         repository.delete(&repository.pack_path(pack)).await.unwrap();
     }
-    for file in repository.list(Kind::Index).await.unwrap() {
-        repository.delete(&repository.path(Kind::Index, file)).await.unwrap();
+    for file in repository.list(ObjectKind::Index).await.unwrap() {
+        repository.delete(&repository.path(ObjectKind::Index, file)).await.unwrap();
     }
     let saved = fixture.save().await;
     fixture.assert_restores(&saved).await;
@@ -262,13 +262,13 @@ async fn small_index_files_are_merged() {
         fixture.save().await;
     }
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
-    assert_eq!(repository.list(Kind::Index).await.unwrap().len(), 20);
+    assert_eq!(repository.list(ObjectKind::Index).await.unwrap().len(), 20);
     let options = crate::prune::PruneOptions {
         policy: crate::retention::RetentionPolicy::default(),
         ..pruning::days_later(0)
     };
     crate::prune::prune(&repository, &options).await.unwrap();
-    assert_eq!(repository.list(Kind::Index).await.unwrap().len(), 1);
+    assert_eq!(repository.list(ObjectKind::Index).await.unwrap().len(), 1);
     // The process that loaded the old index files continues.
     fixture.write("counter", "more");
     let saved = fixture.save().await;
@@ -298,8 +298,8 @@ async fn long_save_fails_if_pruning_may_delete_its_packs() {
             while repository.list_packs().await.unwrap().len() == pack_count {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
-            repository.write_json(Kind::Index, &file).await.unwrap();
-            repository.delete(&repository.path(Kind::Index, old)).await.unwrap();
+            repository.write_json(ObjectKind::Index, &file).await.unwrap();
+            repository.delete(&repository.path(ObjectKind::Index, old)).await.unwrap();
         };
         fixture.write("b", random_bytes(100_000));
         // The chunk is uploaded two seconds after the tree, which is a few hundred bytes long.
@@ -339,8 +339,8 @@ async fn load_index_succeeds_while_files_are_replaced() {
     let replacing = async {
         let mut previous = old;
         for _ in 0..200 {
-            let new = repository.write_json(Kind::Index, &IndexFile::clone(&file)).await.unwrap();
-            repository.delete(&repository.path(Kind::Index, previous)).await.unwrap();
+            let new = repository.write_json(ObjectKind::Index, &IndexFile::clone(&file)).await.unwrap();
+            repository.delete(&repository.path(ObjectKind::Index, previous)).await.unwrap();
             previous = new;
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
@@ -482,8 +482,8 @@ async fn restore_refuses_chunk_with_wrong_length() {
         let data = pack.blobs.iter_mut().filter(|blob| blob.blob_type == BlobType::Data);
         data.for_each(|blob| blob.uncompressed_length += 1000);
     }
-    repository.write_json(Kind::Index, &file).await.unwrap();
-    repository.delete(&repository.path(Kind::Index, genuine)).await.unwrap();
+    repository.write_json(ObjectKind::Index, &file).await.unwrap();
+    repository.delete(&repository.path(ObjectKind::Index, genuine)).await.unwrap();
     let error = fixture.try_restore(&saved.snapshot).await.err().unwrap();
     assert!(error.is_damage(), "{error}");
 }

@@ -11,7 +11,7 @@ use crate::history::History;
 use crate::index::{IndexFile, IndexedPack};
 use crate::pack::{BlobType, PackWriter, PackedBlob};
 use crate::prune::{PruneOptions, PruneReport, prune};
-use crate::repository::Kind;
+use crate::repository::ObjectKind;
 use crate::retention::RetentionPolicy;
 use crate::tree_reader::TreeReader;
 use crate::verify::{PackShare, verify};
@@ -122,7 +122,7 @@ async fn marked_pack_that_is_needed_again_is_unmarked() {
     run(&fixture, &days_later(3)).await;
     // A save that began before the marking refers to the marked packs.
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
-    repository.write_json(crate::repository::Kind::Snapshot, &snapshot).await.unwrap();
+    repository.write_json(crate::repository::ObjectKind::Snapshot, &snapshot).await.unwrap();
     let protected = repository.list_snapshots().await.unwrap().into_iter().map(|(id, _)| id).collect();
     let pruned = run(&fixture, &PruneOptions { protected, ..days_later(6) }).await;
     assert!(pruned.unmarked_packs > 0 && pruned.deleted_packs == 0, "{pruned:?}");
@@ -424,7 +424,7 @@ async fn forged_index_deletes_no_genuine_pack() {
         blobs.push(PackedBlob { id: Id::of(b"none"), ..blobs[0] });
         let forged =
             IndexFile { packs: vec![IndexedPack { id: junk, blobs, time: None }], ..IndexFile::default() };
-        repository.write_json(Kind::Index, &forged).await.unwrap();
+        repository.write_json(ObjectKind::Index, &forged).await.unwrap();
         let mut planned_deletions = 0;
         for days in [3, 6, 9, 12] {
             let options = PruneOptions { protected: protected.clone(), ..days_later(days) };
@@ -451,8 +451,8 @@ async fn forged_listing_removes_no_blob_from_the_index() {
     let pack = data[0].id;
     let mark = |pack| IndexedPack { time: Some(Timestamp::now()), ..pack };
     (file.packs, file.packs_to_delete) = (others, data.into_iter().map(mark).collect());
-    repository.write_json(Kind::Index, &file).await.unwrap();
-    repository.delete(&repository.path(Kind::Index, old)).await.unwrap();
+    repository.write_json(ObjectKind::Index, &file).await.unwrap();
+    repository.delete(&repository.path(ObjectKind::Index, old)).await.unwrap();
     for (round, days) in [0, 3, 6, 9].into_iter().enumerate() {
         let blob = PackedBlob {
             id: Id::of(&round.to_le_bytes()),
@@ -462,7 +462,7 @@ async fn forged_listing_removes_no_blob_from_the_index() {
             uncompressed_length: 0,
         };
         let packs = vec![IndexedPack { id: pack, blobs: vec![blob], time: None }];
-        repository.write_json(Kind::Index, &IndexFile { packs, ..IndexFile::default() }).await.unwrap();
+        repository.write_json(ObjectKind::Index, &IndexFile { packs, ..IndexFile::default() }).await.unwrap();
         run(&fixture, &days_later(days)).await;
         let (target, _) = fixture.restore(&saved.snapshot).await;
         assert_same(&describe(target.path()), &describe(&fixture.home()));

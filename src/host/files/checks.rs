@@ -12,7 +12,7 @@ use svc_files::verify::{PackShare, VerifyReport};
 
 use crate::system::layout::Layout;
 
-const FILE: &str = "checks.json";
+const CHECKS_FILE: &str = "checks.json";
 const FORMAT: u32 = 1;
 /// A drill runs once a week, after a verification. Verifications are daily, but not exactly 24 hours apart, so half a
 /// day is subtracted.
@@ -125,7 +125,7 @@ impl FileChecks {
     /// # Errors
     /// If the file exists and cannot be read.
     pub fn read(layout: &Layout) -> Result<Self, FileError> {
-        let text = fsx::read_if_exists(&layout.files_state().join(FILE))?;
+        let text = fsx::read_if_exists(&layout.files_state().join(CHECKS_FILE))?;
         let checks = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
         Ok(checks.filter(|checks| checks.version == FORMAT).unwrap_or_default())
     }
@@ -137,7 +137,7 @@ impl FileChecks {
         let dir = layout.files_state();
         std::fs::create_dir_all(&dir).map_err(FileError::wrap("create", &dir))?;
         let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
-        fsx::write_atomic(&dir.join(FILE), &text, 0o644)
+        fsx::write_atomic(&dir.join(CHECKS_FILE), &text, 0o644)
     }
 
     /// Returns all shares.

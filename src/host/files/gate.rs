@@ -219,8 +219,8 @@ pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) 
 fn describe(outcome: &RestoreOutcome) -> String {
     match (&outcome.snapshot, outcome.taken_at) {
         (Some(_), Some(at)) => {
-            let restored =
-                format!("{} files were restored as they were at {}", outcome.files, clock::rfc3339_ms(at));
+            let files = pluralize(outcome.files, "file");
+            let restored = format!("restored {files} as of {}", clock::rfc3339_ms(at));
             if outcome.damaged == 0 {
                 return restored;
             }

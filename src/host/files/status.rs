@@ -12,7 +12,7 @@ use svc_http::openapi::MAX_SAFE_INTEGER;
 use svc_wire::files::{ExcludedFiles, FileBackupStatus};
 
 const FORMAT: u32 = 1;
-const FILE: &str = "status.json";
+const STATUS_FILE: &str = "status.json";
 /// Unsaved changes and failures are reported once they are this old.
 const MAX_PENDING: SignedDuration = SignedDuration::from_mins(10);
 /// The last save is reported as too old after this time. Even without changes, the service saves every few minutes,
@@ -68,7 +68,9 @@ impl FilesStatus {
     /// # Errors
     /// If the file exists and cannot be read.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
-        let Some(text) = fsx::read_if_exists(&layout.files_state().join(FILE))? else { return Ok(None) };
+        let Some(text) = fsx::read_if_exists(&layout.files_state().join(STATUS_FILE))? else {
+            return Ok(None);
+        };
         let status = serde_json::from_slice::<Self>(&text).ok().filter(|status| status.version == FORMAT);
         let mut status = status.unwrap_or_else(|| Self {
             error: Some("the recorded state of the file backup is invalid".to_owned()),
@@ -142,7 +144,7 @@ impl FilesStatus {
         std::fs::create_dir_all(&dir).map_err(FileError::wrap("create", &dir))?;
         let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
         // Files are saved even while the disk is full, and the status must show that.
-        fsx::write_atomic_or_in_place(&dir.join(FILE), &text, 0o644)
+        fsx::write_atomic_or_in_place(&dir.join(STATUS_FILE), &text, 0o644)
     }
 }
 
@@ -159,7 +161,7 @@ mod tests {
         status.write(&layout).unwrap();
         assert_eq!(FilesStatus::read(&layout).unwrap(), Some(status));
         for text in ["{", r#"{"version":2,"savedUntil":"2026-01-01T00:00:00.000Z"}"#] {
-            std::fs::write(layout.files_state().join(FILE), text).unwrap();
+            std::fs::write(layout.files_state().join(STATUS_FILE), text).unwrap();
             let status = FilesStatus::read(&layout).unwrap().unwrap();
             assert!(status.saved_until.is_none() && status.error.is_some(), "{text}");
             assert!(status.is_unsaved(Timestamp::now()), "{text}");

@@ -102,7 +102,7 @@ pub async fn run(layout: Layout, should_verify_all: bool) -> Result<(), Failure>
     }
     let read = format!("{} ({})", pluralize(result.packs, "pack"), format_bytes(result.bytes));
     let text = match result.recoverable {
-        0 => format!("{read} read in full: all are intact"),
+        0 => format!("{read} read in full: no damage found"),
         count => format!(
             "{read} read in full: nothing is lost; the content of {} can be read from these or other packs",
             pluralize(count, "damaged pack")

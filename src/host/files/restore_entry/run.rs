@@ -36,7 +36,7 @@ use crate::system::quiesce::Quiesce;
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(600);
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 /// The entry's name in the staging directory.
-const STAGED: &str = "entry";
+const STAGED_NAME: &str = "entry";
 /// Maximum number of names to try for the replaced entry.
 const MAX_KEEP_ATTEMPTS: u32 = 10;
 /// Maximum number of runs for one request: a restore that needs too much memory is killed each time.
@@ -280,7 +280,7 @@ async fn restore(
     };
     failpoint::trigger("files.entry.staged")?;
     // If the entry is no longer there, an earlier run was interrupted after it had moved the entry.
-    if find_inode(&staging.files().join(STAGED))? == Some(placement.staged.inode) {
+    if find_inode(&staging.files().join(STAGED_NAME))? == Some(placement.staged.inode) {
         // Check again, because the download may have taken a long time.
         ensure_writable(&settings.layout)?;
         move_into_place(&settings.layout, staging, &placement, owner)?;
@@ -385,7 +385,7 @@ async fn restore_to_staging(
         should_skip_damaged: entry.kind() == EntryKind::Directory,
         ..RestoreOptions::new(staging.files(), settings.layout.root().to_owned())
     };
-    let restored = restore_entries(&repository, [(&entry, STAGED.to_owned())], &options, counts).await?;
+    let restored = restore_entries(&repository, [(&entry, STAGED_NAME.to_owned())], &options, counts).await?;
     if let Some(first) = &restored.first_incomplete {
         tracing::warn!(
             entries = restored.incomplete,
@@ -394,7 +394,7 @@ async fn restore_to_staging(
         );
     }
     let RestoreReport { files, bytes, incomplete, damaged, .. } = restored;
-    let inode = find_inode(&staging.files().join(STAGED))?.unwrap_or(0);
+    let inode = find_inode(&staging.files().join(STAGED_NAME))?.unwrap_or(0);
     let left_out = describe_damaged(path, &damaged);
     Ok(StagedEntry { saved_at: at, inode, files, bytes, incomplete, left_out })
 }
@@ -420,7 +420,7 @@ fn move_into_place(
     placement: &Placement,
     owner: Option<(u32, u32)>,
 ) -> Result<(), RestoreError> {
-    let staged = staging.files().join(STAGED);
+    let staged = staging.files().join(STAGED_NAME);
     let path = bytes_to_name(&placement.directory);
     let directory = Directory::open(&layout.user_home(), Path::new(&path), owner)?;
     let name = bytes_to_name(&placement.name);
@@ -439,7 +439,7 @@ fn move_into_place(
 fn find_exchanged(staging: &Staging) -> Result<Option<Placement>, RestoreError> {
     let complete = if staging.verify_if_exists()? { staging.read_complete::<Placement>()? } else { None };
     let Some(placement) = complete else { return Ok(None) };
-    let inode = find_inode(&staging.files().join(STAGED))?;
+    let inode = find_inode(&staging.files().join(STAGED_NAME))?;
     Ok(Some(placement).filter(|placement| inode.is_some_and(|inode| inode != placement.staged.inode)))
 }
 
@@ -447,7 +447,7 @@ fn find_exchanged(staging: &Staging) -> Result<Option<Placement>, RestoreError> 
 /// path for display. If the move fails for a reason other than a taken name, undoes the exchange.
 fn finish_exchange(layout: &Layout, staging: &Staging) -> Result<Option<String>, RestoreError> {
     let Some(mut placement) = find_exchanged(staging)? else { return Ok(None) };
-    let staged = staging.files().join(STAGED);
+    let staged = staging.files().join(STAGED_NAME);
     let path = bytes_to_name(&placement.directory);
     let directory = Directory::open(&layout.user_home(), Path::new(&path), owner_ids(layout))?;
     let mut kept_as = bytes_to_name(placement.kept_as.as_ref().unwrap_or(&placement.name));
