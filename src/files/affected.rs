@@ -35,7 +35,7 @@ pub struct AffectedPath {
     pub last: Timestamp,
 }
 
-/// Searches all snapshots. Each directory is read once, however many snapshots share it.
+/// Searches all snapshots. Each directory is read only once, even if several snapshots share it.
 ///
 /// # Errors
 /// If the store fails, or if the index is damaged or changed during every attempt to read it. Damaged directories are
@@ -48,22 +48,22 @@ pub async fn find_affected_files(
     let locations = repository.load_tree_locations().await?;
     let mut search = Search::new(repository, &locations, damaged);
     let mut affected = AffectedFiles::default();
-    let mut found: BTreeMap<PathBuf, (Timestamp, Timestamp)> = BTreeMap::new();
+    let mut times_by_path: BTreeMap<PathBuf, (Timestamp, Timestamp)> = BTreeMap::new();
     for (_, snapshot) in snapshots {
         let paths = search.find_below(snapshot.tree).await?;
         affected.snapshots += u64::from(!paths.is_empty());
         for path in paths.iter() {
-            let times = found.entry(path.clone()).or_insert((snapshot.time, snapshot.time));
+            let times = times_by_path.entry(path.clone()).or_insert((snapshot.time, snapshot.time));
             *times = (times.0.min(snapshot.time), times.1.max(snapshot.time));
         }
         // A path among the first of all snapshots is also among the first of each snapshot in which it is damaged, so
         // the truncated results of `find_below` suffice for its times.
-        while found.len() > MAX_PATHS {
-            found.pop_last();
+        while times_by_path.len() > MAX_PATHS {
+            times_by_path.pop_last();
         }
     }
     affected.paths =
-        found.into_iter().map(|(path, (first, last))| AffectedPath { path, first, last }).collect();
+        times_by_path.into_iter().map(|(path, (first, last))| AffectedPath { path, first, last }).collect();
     Ok(affected)
 }
 

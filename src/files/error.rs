@@ -36,12 +36,12 @@ pub enum FilesError {
     #[error("the restored files need at least {needed} bytes, but only {available} are available")]
     NoSpace { needed: u64, available: u64 },
     #[error(
-        "at least {needed} files and directories are to be restored, but the file system has room for {available}"
+        "the restore creates at least {needed} files and directories, but the file system has room for only {available}"
     )]
     NoInodes { needed: u64, available: u64 },
     #[error(
-        "the backup holds {0} chunks of files and directories, which is the maximum: exclude files with .svcignore, \
-         and let the operator prune earlier snapshots; pruned chunks count until they are deleted, three days later"
+        "the backup contains {0} chunks of files and directories, which is the maximum: exclude files with .svcignore, \
+         and ask the operator to prune earlier snapshots; pruned chunks count until they are deleted, three days later"
     )]
     Full(usize),
     #[error("the operation was cancelled, or one of its threads panicked")]

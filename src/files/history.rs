@@ -1,4 +1,4 @@
-//! Earlier versions of single files and directories, and their content.
+//! Earlier versions of individual files and directories, and their content.
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::{OsStr, OsString};
@@ -136,14 +136,14 @@ pub struct Version {
 #[derive(Debug, Clone, Default)]
 pub struct VersionPage {
     pub versions: Vec<Version>,
-    /// The [`VersionQuery::before`] for the next page; `None` on the last page. The last version on a page may have
-    /// begun earlier than the page shows.
+    /// The [`VersionQuery::before`] for the next page; `None` on the last page. The last version on a page may also be
+    /// in snapshots before those that the page covers.
     pub next_before: Option<Timestamp>,
     /// The number of snapshots that are damaged, or in which a directory above the entry is damaged.
     pub damaged_snapshots: u64,
 }
 
-/// Which versions to return.
+/// Selects the versions to return.
 #[derive(Debug, Clone, Copy)]
 pub struct VersionQuery {
     /// Only snapshots before this time.
@@ -273,23 +273,23 @@ impl History {
     async fn find_in_tree(&self, tree: Id, name: &OsStr) -> Result<Option<Node>, FilesError> {
         let key = (tree, name.to_owned());
         let lock = || self.lookups.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(found) = lock().get(&key) {
-            return Ok(found.clone());
+        if let Some(cached) = lock().get(&key) {
+            return Ok(cached.clone());
         }
         // Large directories take a lot of memory, and concurrent searches often need the same one.
         let _permit = self.tree_reads.acquire().await;
-        if let Some(found) = lock().get(&key) {
-            return Ok(found.clone());
+        if let Some(cached) = lock().get(&key) {
+            return Ok(cached.clone());
         }
         let nodes = self.read_tree(tree).await?.nodes;
-        let mut found = nodes.into_iter().find(|node| node.file_name().as_deref() == Some(name));
+        let mut node = nodes.into_iter().find(|node| node.file_name().as_deref() == Some(name));
         if let Some(content) =
-            found.as_mut().and_then(|node| node.content.as_mut()).filter(|_| !self.has_chunk_lists)
+            node.as_mut().and_then(|node| node.content.as_mut()).filter(|_| !self.has_chunk_lists)
         {
             *content = vec![Id::of_all(content)];
         }
-        lock().insert(key, found.clone());
-        Ok(found)
+        lock().insert(key, node.clone());
+        Ok(node)
     }
 
     /// Lists a directory, sorted by name; empty for an entry of another kind.
@@ -327,9 +327,9 @@ impl History {
             for (_, snapshot) in &batch {
                 searches.push(self.find(snapshot, path));
             }
-            let found = join_all(searches).await;
+            let entries = join_all(searches).await;
             let last_searched = batch.last().map(|(_, snapshot)| snapshot.time);
-            for ((snapshot, Snapshot { time, .. }), entry) in batch.into_iter().zip(found) {
+            for ((snapshot, Snapshot { time, .. }), entry) in batch.into_iter().zip(entries) {
                 let (snapshot, time) = (*snapshot, *time);
                 let entry = match entry {
                     Ok(entry) => entry,

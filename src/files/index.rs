@@ -49,11 +49,11 @@ pub(crate) struct IndexToPrune {
 #[derive(Debug, Default)]
 pub(crate) struct ListedPacks {
     /// The first file that lists each pack, by the pack's digest and whether it is marked for deletion.
-    seen: HashMap<(Id, bool), Id>,
+    first_files: HashMap<(Id, bool), Id>,
     /// The number of their blobs.
     pub(crate) blobs: usize,
-    /// The files with packs that other files list as well. Pruning replaces all of them. If it kept one in which a pack
-    /// is listed, another pruning that has not ended might delete that one.
+    /// The files with packs that other files list as well. Pruning replaces all of them: another run that is still in
+    /// progress might delete any one of them, so none can be relied on.
     pub(crate) files_with_repeats: HashSet<Id>,
 }
 
@@ -63,16 +63,16 @@ impl ListedPacks {
         for (packs, is_marked) in [(&mut file.packs, false), (&mut file.packs_to_delete, true)] {
             packs.retain(|pack| {
                 let digest = pack.digest();
-                let same = self.seen.get(&(digest, is_marked)).copied();
-                let other = self.seen.get(&(digest, !is_marked)).copied();
+                let same = self.first_files.get(&(digest, is_marked)).copied();
+                let other = self.first_files.get(&(digest, !is_marked)).copied();
                 if let Some(first) = same.or(other) {
                     self.files_with_repeats.extend([first, id]);
                 } else {
-                    // A pack without blobs takes memory, too.
+                    // A pack without blobs also takes memory, so it counts as one blob.
                     self.blobs += pack.blobs.len().max(1);
                 }
                 if same.is_none() {
-                    self.seen.insert((digest, is_marked), id);
+                    self.first_files.insert((digest, is_marked), id);
                 }
                 same.is_none()
             });
@@ -117,7 +117,7 @@ impl From<FinishedPack> for IndexedPack {
 pub(crate) struct KnownBlobs {
     data: KnownIds,
     trees: KnownIds,
-    /// The number of blobs that the index lists, including those in packs that are marked for deletion, and further
+    /// The number of blobs that the index lists, including those in packs that are marked for deletion, and additional
     /// copies of a blob.
     listed: usize,
 }
@@ -131,7 +131,8 @@ struct KnownIds {
 /// Maximum number of blobs in the index, including those in packs that are marked for deletion: enough for several
 /// million files. A pack that several index files list counts once.
 pub(crate) const MAX_INDEX_BLOBS: usize = MAX_SAVED_BLOBS / 4 * 5;
-/// Saves do not add blobs to an index with this many. It may have more: pruning writes some a second time.
+/// Saves do not add blobs to an index with this many. It may have more, because pruning writes some of them a second
+/// time.
 pub(crate) const MAX_SAVED_BLOBS: usize = if cfg!(test) { 20_000 } else { 4_000_000 };
 /// Maximum number of blobs in an index that is pruned. It is larger, so that pruning can shrink an index that exceeds
 /// [`MAX_INDEX_BLOBS`].
@@ -169,7 +170,7 @@ impl KnownBlobs {
         }
     }
 
-    /// `listed` is the number of blobs that the index lists.
+    /// Must follow the last [`Self::load`]. `listed` is the number of blobs that the index lists.
     pub(crate) fn finish_loading(&mut self, listed: usize) {
         self.listed = listed;
         for ids in [&mut self.data, &mut self.trees] {
@@ -254,7 +255,8 @@ impl LocationsOfType {
 
     /// Sorts the locations, and moves all but the first of each blob to `others`.
     fn finish_loading(&mut self, packs: &[PackExtent]) {
-        // A location in a pack that is not marked for deletion comes first. A stable sort would copy half of the vector.
+        // A location in a pack that is not marked for deletion comes first. A stable sort would allocate a buffer half
+        // as long as the vector.
         self.sorted.sort_unstable_by_key(|(id, location)| {
             (*id, packs[location.pack as usize].is_marked, location.pack, location.offset)
         });
@@ -342,7 +344,7 @@ impl BlobLocations {
     /// # Errors
     /// [`FilesError::Corrupt`] if the blob is not in the index.
     pub(crate) fn find(&self, blob_type: BlobType, id: Id) -> Result<BlobLocation, FilesError> {
-        self.of_type(blob_type).find(id).ok_or_else(|| unlisted(blob_type, id))
+        self.of_type(blob_type).find(id).ok_or_else(|| not_in_index(blob_type, id))
     }
 
     /// Returns the number of different blobs.
@@ -355,7 +357,7 @@ impl BlobLocations {
     /// # Errors
     /// [`FilesError::Corrupt`] if the blob is not in the index.
     pub(crate) fn position(&self, blob_type: BlobType, id: Id) -> Result<usize, FilesError> {
-        let position = self.of_type(blob_type).position(id).ok_or_else(|| unlisted(blob_type, id))?;
+        let position = self.of_type(blob_type).position(id).ok_or_else(|| not_in_index(blob_type, id))?;
         Ok(match blob_type {
             BlobType::Data => position,
             BlobType::Tree => self.data.sorted.len() + position,
@@ -383,7 +385,7 @@ impl BlobLocations {
     }
 }
 
-fn unlisted(blob_type: BlobType, id: Id) -> FilesError {
+fn not_in_index(blob_type: BlobType, id: Id) -> FilesError {
     let name = match blob_type {
         BlobType::Data => "chunk",
         BlobType::Tree => "tree",

@@ -14,7 +14,7 @@ use crate::index::{
     BlobLocations, IndexFile, IndexToPrune, KnownBlobs, ListedPacks, MAX_INDEX_BLOBS, MAX_PRUNED_INDEX_BLOBS,
 };
 use crate::pack::BlobType;
-use crate::repository::{Kind, Repository};
+use crate::repository::{ObjectKind, Repository};
 
 /// Maximum number of index files read concurrently.
 const MAX_CONCURRENT_READS: usize = 4;
@@ -22,7 +22,7 @@ const MAX_CONCURRENT_READS: usize = 4;
 const MAX_INDEX_READS: u32 = 12;
 const MAX_INDEX_PAUSE: Duration = Duration::from_secs(5);
 
-/// An index that was read.
+/// The result of reading an index.
 struct ReadIndex<T> {
     content: T,
     files: Vec<Id>,
@@ -41,10 +41,10 @@ impl Repository {
     ) -> Result<ReadIndex<T>, FilesError> {
         let mut attempts = 1;
         loop {
-            let files = self.list(Kind::Index).await?;
+            let files = self.list(ObjectKind::Index).await?;
             match self.read_index_files(&files, max_blobs, &add).await {
                 Ok((content, listed)) => {
-                    let present: HashSet<Id> = self.list(Kind::Index).await?.into_iter().collect();
+                    let present: HashSet<Id> = self.list(ObjectKind::Index).await?.into_iter().collect();
                     // Additional files are from a concurrent save; the caller does not need them.
                     if files.iter().all(|id| present.contains(id)) {
                         return Ok(ReadIndex { content, files, listed });
@@ -72,7 +72,7 @@ impl Repository {
         // Owned values, because the compiler cannot prove that futures of borrowing closures are `Send`.
         let read = |id: Id| {
             let repository = self.clone();
-            async move { repository.read_json::<IndexFile>(Kind::Index, id).await.map(|file| (id, file)) }
+            async move { repository.read_json::<IndexFile>(ObjectKind::Index, id).await.map(|file| (id, file)) }
         };
         let mut reads = stream::iter(files.to_vec()).map(read).buffer_unordered(MAX_CONCURRENT_READS);
         while let Some(read) = reads.next().await {
@@ -86,8 +86,8 @@ impl Repository {
         Ok((content, listed))
     }
 
-    /// Reads which blobs are in the index, without those that are only in damaged packs. Returns the ids of the index
-    /// files as well.
+    /// Loads the blobs that are in the index, except those that are only in damaged packs. Also returns the ids of the
+    /// index files.
     pub(crate) async fn load_known_blobs(
         &self,
         damaged_packs: &HashSet<Id>,
@@ -101,7 +101,7 @@ impl Repository {
         Ok((known, files))
     }
 
-    /// Reads which blobs are in packs that are not marked for deletion, or that were marked after `marked_after`.
+    /// Loads the blobs in packs that are not marked for deletion, or that were marked after `marked_after`.
     pub(crate) async fn load_retained_blobs(
         &self,
         marked_after: Timestamp,

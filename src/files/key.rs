@@ -172,7 +172,7 @@ impl MasterKey {
         Ok(())
     }
 
-    /// Decrypts what [`Self::encrypt`] returned; `None` if it was encrypted with another key, or was changed.
+    /// Decrypts the output of [`Self::encrypt`]; `None` if it was encrypted with another key, or was changed.
     pub(crate) fn decrypt(&self, sealed: &[u8]) -> Option<Vec<u8>> {
         let (nonce, sealed) = sealed.split_at_checked(NONCE_BYTES)?;
         self.cipher().decrypt(Nonce::from_slice(nonce), sealed).ok()
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn key_is_parsed_only_in_its_own_format() {
+    fn parse_accepts_only_43_base64url_characters() {
         let key = RepositoryKey::generate().unwrap();
         let text = key.password().expose_secret().to_owned();
         assert_eq!(text.len(), 43);

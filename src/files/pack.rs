@@ -170,7 +170,7 @@ pub(crate) fn open_blob(key: &MasterKey, blob: &PackedBlob, sealed: &[u8]) -> Re
         length if length > MAX_BLOB_BYTES => return Err(corrupt("its length is implausible")),
         length => zstd::bulk::decompress(&stored, length).map_err(|_| corrupt("decompression failed"))?,
     };
-    // A restore computes the chunks' places in a file from the recorded lengths.
+    // A restore computes each chunk's offset in a file from the recorded lengths.
     if blob.uncompressed_length > 0 && content.len() != blob.uncompressed_length as usize {
         return Err(corrupt("its length differs from the recorded one"));
     }
@@ -188,7 +188,8 @@ pub(crate) fn parse_header(key: &MasterKey, pack: Id, bytes: &[u8]) -> Result<Ve
     parse_header_at_end(key, pack, bytes, bytes.len() as u64)
 }
 
-/// The length of the header and of the number after it, by that number; `None` if the pack is too short.
+/// Returns the length of the header and of the 4 bytes after it, which record the header's length; `None` if `end` is
+/// shorter than those 4 bytes.
 pub(crate) fn header_length(end: &[u8]) -> Option<u64> {
     let (_, length) = end.split_last_chunk::<4>()?;
     Some(u64::from(u32::from_le_bytes(*length)) + 4)
@@ -197,7 +198,8 @@ pub(crate) fn header_length(end: &[u8]) -> Option<u64> {
 /// Like [`parse_header`], for the end of a pack of `size` bytes.
 ///
 /// # Errors
-/// Those of [`parse_header`], and if the end does not contain the whole header.
+/// [`FilesError::Corrupt`] if the header is invalid, does not describe all of the pack's bytes, or is not completely in
+/// `end`.
 pub(crate) fn parse_header_at_end(
     key: &MasterKey,
     pack: Id,
@@ -303,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn open_blob_refuses_false_length() {
+    fn open_blob_refuses_wrong_length() {
         let key = RepositoryKey::generate().unwrap().master_key();
         let mut writer = PackWriter::new(key.clone(), BlobType::Data).unwrap();
         let content = [7; 1000];

@@ -37,8 +37,8 @@ pub(crate) struct PackEnd {
 }
 
 impl Repository {
-    /// Reads the end of a pack, which contains its header unless that is longer than [`MAX_PACK_END_BYTES`]; `None` if
-    /// the pack does not exist.
+    /// Reads the end of a pack, which contains its header unless the header is longer than [`MAX_PACK_END_BYTES`];
+    /// `None` if the pack does not exist.
     pub(crate) async fn read_pack_end(&self, pack: Id) -> Result<Option<PackEnd>, FilesError> {
         let Some(meta) = self.bucket.head(&self.pack_path(pack)).await? else { return Ok(None) };
         let end = PackEnd { pack, size: meta.size, bytes: Bytes::new() };
@@ -68,7 +68,8 @@ impl Repository {
         self.read_pack(pack, 0..length.min(size)).await
     }
 
-    /// Parses a pack's header. Reads a very long one first; not concurrently, because it may take much memory.
+    /// Parses a pack's header. A header that is longer than [`MAX_PACK_END_BYTES`] is read first. Do not call this
+    /// concurrently, because such a header may take a lot of memory.
     ///
     /// # Errors
     /// [`FilesError::Corrupt`] if the header is invalid or does not describe all of the pack's bytes; a store error if

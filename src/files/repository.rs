@@ -50,12 +50,12 @@ struct Config {
 
 /// The kinds of encrypted JSON objects that are named by their hash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum ObjectKind {
     Index,
     Snapshot,
 }
 
-impl Kind {
+impl ObjectKind {
     fn folder(self) -> &'static str {
         match self {
             Self::Index => "index",
@@ -153,7 +153,7 @@ impl Repository {
             .ok_or_else(|| StoreError::NotFound { key: root.join("config").to_string() }.into())
     }
 
-    pub(crate) fn path(&self, kind: Kind, id: Id) -> Path {
+    pub(crate) fn path(&self, kind: ObjectKind, id: Id) -> Path {
         self.root.clone().join(kind.folder()).join(id.to_string())
     }
 
@@ -162,21 +162,25 @@ impl Repository {
         self.root.clone().join("data").join(&name[..2]).join(name)
     }
 
-    pub(crate) async fn list(&self, kind: Kind) -> Result<Vec<Id>, FilesError> {
+    pub(crate) async fn list(&self, kind: ObjectKind) -> Result<Vec<Id>, FilesError> {
         let folder = self.root.clone().join(kind.folder());
         let objects = list_objects(&self.bucket, &folder).await?;
         // Ignore other names, such as those of a directory store's temporary files.
         Ok(objects.iter().filter_map(|meta| meta.location.filename()?.parse().ok()).collect())
     }
 
-    pub(crate) async fn read_json<T: DeserializeOwned>(&self, kind: Kind, id: Id) -> Result<T, FilesError> {
+    pub(crate) async fn read_json<T: DeserializeOwned>(
+        &self,
+        kind: ObjectKind,
+        id: Id,
+    ) -> Result<T, FilesError> {
         let what = || format!("{} {id}", kind.noun());
         let sealed = if let Some(cached) = self.cache.read(kind.folder(), id) {
             Bytes::from(cached)
         } else {
             let path = self.path(kind, id);
             let object = match self.bucket.get(&path, kind.max_object_bytes()).await {
-                // It is too large.
+                // The object is too large.
                 Err(StoreError::Corrupt { why, .. }) => return Err(FilesError::corrupt(what(), &why)),
                 object => object?,
             };
@@ -198,7 +202,11 @@ impl Repository {
     }
 
     /// Writes an object, unless [`Self::read_json`] would refuse it.
-    pub(crate) async fn write_json(&self, kind: Kind, value: &impl Serialize) -> Result<Id, FilesError> {
+    pub(crate) async fn write_json(
+        &self,
+        kind: ObjectKind,
+        value: &impl Serialize,
+    ) -> Result<Id, FilesError> {
         let what = kind.noun();
         let json = serde_json::to_vec(value).map_err(|error| FilesError::encode(what, &error))?;
         let compressed =
@@ -267,14 +275,14 @@ impl Repository {
         }
     }
 
-    /// Removes the trees that are not in `used` from the cache.
+    /// Removes from the cache the trees that are not in `used`.
     pub(crate) fn retain_cached_trees(&self, used: &HashSet<Id>) {
         self.cache.retain("trees", |id| used.contains(&id));
     }
 
-    /// Removes the index files that the repository no longer has from the cache.
+    /// Removes from the cache the index files that the repository no longer has.
     pub(crate) fn retain_cached_index_files(&self, files: &HashSet<Id>) {
-        self.cache.retain(Kind::Index.folder(), |id| files.contains(&id));
+        self.cache.retain(ObjectKind::Index.folder(), |id| files.contains(&id));
     }
 
     /// Reads a snapshot.
@@ -282,7 +290,7 @@ impl Repository {
     /// # Errors
     /// If the store fails or lacks the snapshot; [`FilesError::Corrupt`] if the snapshot is damaged.
     pub async fn read_snapshot(&self, id: Id) -> Result<Snapshot, FilesError> {
-        self.read_json(Kind::Snapshot, id).await
+        self.read_json(ObjectKind::Snapshot, id).await
     }
 
     /// Reads all snapshots, newest first.
@@ -294,12 +302,12 @@ impl Repository {
         Ok(snapshots.into_iter().map(|(id, snapshot, _)| (id, snapshot)).collect())
     }
 
-    /// Like [`Self::list_snapshots`], but skips damaged snapshots and returns their number. Also removes snapshots that
-    /// no longer exist from the cache.
+    /// Like [`Self::list_snapshots`], but skips damaged snapshots and returns their number. Also removes from the cache
+    /// the snapshots that no longer exist.
     pub(crate) async fn list_sound_snapshots(&self) -> Result<(Vec<(Id, Snapshot)>, u64), FilesError> {
-        let ids = self.list(Kind::Snapshot).await?;
+        let ids = self.list(ObjectKind::Snapshot).await?;
         let present: HashSet<Id> = ids.iter().copied().collect();
-        self.cache.retain(Kind::Snapshot.folder(), |id| present.contains(&id));
+        self.cache.retain(ObjectKind::Snapshot.folder(), |id| present.contains(&id));
         let read = |id: Id| {
             let repository = self.clone();
             async move { (id, repository.read_snapshot(id).await) }
@@ -324,13 +332,13 @@ impl Repository {
 
     /// Like [`Self::list_snapshots`], but without tags and paths, and with their upload times, by the store's clock.
     pub(crate) async fn list_uploaded_snapshots(&self) -> Result<Vec<(Id, Snapshot, Timestamp)>, FilesError> {
-        let folder = self.root.clone().join(Kind::Snapshot.folder());
+        let folder = self.root.clone().join(ObjectKind::Snapshot.folder());
         let uploads = self.list_uploads(&folder).await?;
         let read = |(id, uploaded): (Id, Timestamp)| {
             let repository = self.clone();
             async move {
                 let mut snapshot = repository.read_snapshot(id).await?;
-                // They are not needed, and may be long.
+                // Tags and paths are not needed, and may be long.
                 (snapshot.tags, snapshot.paths) = (Vec::new(), Vec::new());
                 Ok::<_, FilesError>((id, snapshot, uploaded))
             }

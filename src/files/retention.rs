@@ -35,7 +35,7 @@ impl Default for RetentionPolicy {
     }
 }
 
-/// A period from which only the last snapshot is kept. An instant has only one snapshot, so that one is kept.
+/// A period from which only the last snapshot is kept. `Instant` contains a single snapshot, which is therefore kept.
 #[derive(Debug, PartialEq, Eq)]
 enum Period {
     Instant(Timestamp),
@@ -62,7 +62,7 @@ impl RetentionPolicy {
         let is_expired = |(id, time): (Id, Timestamp)| {
             let newer = newest_first.partition_point(|(other, at)| (*at, *other) > (time, id));
             let period = self.period(time, now);
-            // Only the last snapshot of a period is kept. If there is a later one, the next newer one is in the period.
+            // Only the last snapshot of a period is kept: the one whose next newer snapshot is not in the same period.
             let next_period = newest_first[..newer].last().and_then(|(_, at)| self.period(*at, now));
             newer >= self.newest && (period.is_none() || next_period == period)
         };
@@ -99,7 +99,7 @@ mod tests {
         times.into_iter().enumerate().map(|(n, time)| (Id::of(&n.to_le_bytes()), time)).collect()
     }
 
-    fn kept(policy: RetentionPolicy, snapshots: &[(Id, Timestamp)], now: Timestamp) -> Vec<Timestamp> {
+    fn kept_times(policy: RetentionPolicy, snapshots: &[(Id, Timestamp)], now: Timestamp) -> Vec<Timestamp> {
         let expired: HashSet<Id> = policy.select_expired(snapshots, now).into_iter().collect();
         snapshots.iter().filter(|(id, _)| !expired.contains(id)).map(|(_, time)| *time).collect()
     }
@@ -108,7 +108,7 @@ mod tests {
     fn last_snapshot_of_each_period_is_kept() {
         let now: Timestamp = "2026-11-27T12:00:00Z".parse().unwrap();
         let times = (0..2 * 365 * 24 * 4).map(|n| now - SignedDuration::from_mins(15 * n));
-        let kept = kept(RetentionPolicy::default(), &snapshots(times), now);
+        let kept = kept_times(RetentionPolicy::default(), &snapshots(times), now);
         let count = |from: i64, to: i64| {
             let days = |days| SignedDuration::from_hours(24 * days);
             kept.iter().filter(|time| (days(from)..days(to)).contains(&now.duration_since(**time))).count()
@@ -126,15 +126,14 @@ mod tests {
         let policy =
             RetentionPolicy { monthly: Some(SignedDuration::from_hours(24 * 365)), ..Default::default() };
         let old = snapshots((0..5).map(|n| now - SignedDuration::from_hours(24 * 3000 + n)));
-        assert_eq!(kept(policy, &old, now).len(), 3);
+        assert_eq!(kept_times(policy, &old, now).len(), 3);
         let future = snapshots([now + SignedDuration::from_hours(9000)]);
-        assert_eq!(kept(RetentionPolicy { newest: 0, ..policy }, &future, now).len(), 1);
+        assert_eq!(kept_times(RetentionPolicy { newest: 0, ..policy }, &future, now).len(), 1);
     }
 
     proptest! {
-        /// Pruning repeatedly keeps the same snapshots as pruning once at the end.
         #[test]
-        fn pruning_often_keeps_what_pruning_once_keeps(
+        fn repeated_pruning_keeps_same_snapshots_as_pruning_once(
             minutes in prop::collection::btree_set(0..200_000_i64, 1..60),
             steps in prop::collection::btree_set(0..400_000_i64, 0..12),
         ) {
@@ -142,7 +141,7 @@ mod tests {
             let at = |minutes: i64| start + SignedDuration::from_mins(minutes);
             let all = snapshots(minutes.iter().map(|minute| at(*minute)));
             let (policy, end) = (RetentionPolicy { newest: 0, ..Default::default() }, at(400_000));
-            let once = kept(policy, &all, end);
+            let once = kept_times(policy, &all, end);
             let mut remaining = all;
             for step in steps {
                 let now = at(step);
@@ -152,7 +151,7 @@ mod tests {
                     .collect();
                 remaining.retain(|(id, _)| !expired.contains(id));
             }
-            prop_assert_eq!(kept(policy, &remaining, end), once);
+            prop_assert_eq!(kept_times(policy, &remaining, end), once);
         }
     }
 }

@@ -12,7 +12,7 @@ use crate::repository::Repository;
 use crate::tree::Tree;
 use crate::tree_references::TreeReferences;
 
-/// Maximum number of packs kept in memory. The trees of one save are in few packs, but not in the order of the walk.
+/// Maximum number of packs kept in memory. The trees of one save are in a few packs, but not in the order of the walk.
 const MAX_CACHED_PACKS: usize = 4;
 
 pub(crate) struct TreeReader<'a> {
@@ -92,7 +92,7 @@ impl<'a> TreeReader<'a> {
         Ok(pack.get(range).map(|sealed| pack.slice_ref(sealed)).unwrap_or_default())
     }
 
-    /// Whether [`Self::read`] needs no request for trees of this pack.
+    /// Whether the pack is in memory, so that reading its trees needs no request.
     pub(crate) fn has_pack(&self, pack: u32) -> bool {
         self.packs.iter().any(|(cached, _)| *cached == pack)
     }

@@ -8,8 +8,9 @@ use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
 use crate::error::FilesError;
 use crate::id::Id;
 
-/// The blobs to which the entries of a tree refer. It has 32 bytes per reference, while a [`crate::tree::Tree`] has
-/// several hundred per entry: machines write the trees, and may write ones with millions of entries.
+/// The blobs to which the entries of a tree refer. This takes 32 bytes of memory per reference, while a
+/// [`crate::tree::Tree`] takes several hundred per entry. Machines write the trees, and may write ones with millions of
+/// entries.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct TreeReferences {
     pub(crate) subtrees: Vec<Id>,
@@ -75,7 +76,7 @@ mod tests {
     use crate::tree::{Node, NodeType, Tree};
 
     #[test]
-    fn references_are_those_of_the_entries() {
+    fn parse_returns_references_of_all_entries() {
         let ids: Vec<Id> = (0..4_u8).map(|n| Id::of(&[n])).collect();
         let node = |name: &str, content: Option<&[Id]>, subtree| {
             let mut node = Node::new(OsStr::new(name), NodeType::File, 0o644);

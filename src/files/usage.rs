@@ -19,7 +19,7 @@ pub struct StoreUsage {
     pub total_bytes: u64,
 }
 
-/// Adds up the objects of the repository below `root`. The repository's key is not needed.
+/// Adds up the sizes of the objects of the repository below `root`. The repository's key is not needed.
 ///
 /// # Errors
 /// If the store fails.
@@ -27,8 +27,8 @@ pub async fn measure(bucket: &Bucket, root: &Path) -> Result<StoreUsage, FilesEr
     let mut usage = StoreUsage::default();
     for object in list_objects(bucket, root).await? {
         usage.total_bytes += object.size;
-        let mut below = object.location.prefix_match(root).into_iter().flatten();
-        match below.next().as_ref().map(AsRef::as_ref) {
+        let mut names = object.location.prefix_match(root).into_iter().flatten();
+        match names.next().as_ref().map(AsRef::as_ref) {
             Some("data") => {
                 usage.packs += 1;
                 usage.pack_bytes += object.size;

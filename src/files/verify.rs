@@ -16,8 +16,8 @@ use crate::repository::Repository;
 
 const MAX_CONCURRENT_READS: usize = 2;
 
-/// A share of the packs: those for which the first 16 bits of the id, modulo `count`, are `index`. The shares with all
-/// values of `index` below `count` contain every pack.
+/// A share of the packs: those for which the first 16 bits of the id, modulo `count`, are `index`. Together, the shares
+/// with all values of `index` below `count` contain every pack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackShare {
     pub index: u16,
@@ -38,7 +38,7 @@ impl PackShare {
 pub struct VerifyReport {
     pub packs: u64,
     pub bytes: u64,
-    /// Packs with damaged blobs of which no other pack has a sound copy. These may be in other shares.
+    /// Packs with damaged blobs of which no other pack has a sound copy. They can belong to other shares.
     pub damaged: Vec<DamagedPack>,
     /// Damaged packs whose content can be read: each blob is sound there, or has a sound copy in another pack.
     pub recoverable: Vec<DamagedPack>,
@@ -81,17 +81,17 @@ pub async fn verify(repository: &Repository, share: PackShare) -> Result<VerifyR
     let checks = packs.into_iter().map(|pack| verify_pack(repository, pack));
     let mut checks = stream::iter(checks).buffer_unordered(MAX_CONCURRENT_READS);
     let mut verified = VerifyReport::default();
-    let mut found = Vec::new();
+    let mut damaged_packs = Vec::new();
     while let Some(check) = checks.next().await {
         let (bytes, damage) = check?;
         verified.packs += 1;
         verified.bytes += bytes;
-        found.extend(damage);
+        damaged_packs.extend(damage);
     }
-    found.sort_by_key(|damage: &Damage| damage.pack);
-    let copies = Copies::find(&index, &found);
+    damaged_packs.sort_by_key(|damage: &Damage| damage.pack);
+    let copies = BlobCopies::find(&index, &damaged_packs);
     let mut other_packs: BTreeMap<Id, Vec<Id>> = BTreeMap::new();
-    for Damage { pack, why, blobs } in found {
+    for Damage { pack, why, blobs } in damaged_packs {
         let mut lost = Vec::new();
         for blob in blobs {
             if let Some(damaged_copies) = copies.find_damaged_copies(repository, pack, &blob).await? {
@@ -121,12 +121,12 @@ struct Damage {
 }
 
 /// All copies of the damaged blobs, with their packs.
-struct Copies(HashMap<(BlobType, Id), Vec<(Id, PackedBlob)>>);
+struct BlobCopies(HashMap<(BlobType, Id), Vec<(Id, PackedBlob)>>);
 
-impl Copies {
-    fn find(index: &[(Id, IndexFile)], found: &[Damage]) -> Self {
+impl BlobCopies {
+    fn find(index: &[(Id, IndexFile)], damaged_packs: &[Damage]) -> Self {
         let key = |blob: &PackedBlob| (blob.blob_type, blob.id);
-        let wanted: HashSet<_> = found.iter().flat_map(|damage| &damage.blobs).map(key).collect();
+        let wanted: HashSet<_> = damaged_packs.iter().flat_map(|damage| &damage.blobs).map(key).collect();
         let mut copies: HashMap<_, Vec<_>> = HashMap::new();
         let packs = index.iter().flat_map(|(_, file)| file.packs.iter().chain(&file.packs_to_delete));
         for pack in packs {

@@ -64,8 +64,8 @@ fn read_value(file: &impl AsFd, name: &[u8]) -> io::Result<Option<Vec<u8>>> {
     }
 }
 
-/// Sets the attributes of a restored file. One that is refused, such as an access control list on a file system without
-/// them, does not prevent the others.
+/// Sets the attributes of a restored file. If one is refused, such as an access control list on a file system that does
+/// not support them, the others are still set.
 ///
 /// # Errors
 /// The first failure: the file system fails or refuses an attribute, or a name or value is invalid.

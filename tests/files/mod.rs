@@ -76,7 +76,7 @@ async fn saved_files_are_restored_on_next_machine() -> Result<()> {
     second.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
     let mut restored = describe_tree(&second.home())?;
     let log = restored.remove("home/system/logs/activity.log").context("the boot's record is missing")?;
-    assert!(log.contains("the new machine's") && log.contains("files were restored"), "{log}");
+    assert!(log.contains("the new machine's") && log.contains(" files as of "), "{log}");
     restored.remove("home/system/logs");
     assert_eq!(restored, expected);
     let outcome = second.read_outcome()?;

@@ -34,7 +34,7 @@ async fn damage_is_located_and_repaired() -> Result<()> {
     let _service = host.start_and_save().await?;
     let verify = ["svc-sync-agent", "verify", "--all"];
     let intact = host.machine.run(&verify)?.expect(0);
-    assert!(intact.stdout.contains("all are intact"), "{}", intact.stdout);
+    assert!(intact.stdout.contains("no damage found"), "{}", intact.stdout);
     let checks = read_checks(&host)?;
     assert_eq!(
         (&checks["drill"]["compared"], &checks["drill"]["differing"]),

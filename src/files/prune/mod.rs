@@ -25,7 +25,7 @@ use crate::error::FilesError;
 use crate::id::Id;
 use crate::index::{IndexFile, IndexToPrune, IndexedPack, MAX_INDEX_BLOBS, MAX_SAVED_BLOBS};
 use crate::pack::{BlobType, FinishedPack, PackWriter, PackedBlob};
-use crate::repository::{Kind, MAX_CONCURRENT_REQUESTS, MAX_PACK_BYTES, Repository};
+use crate::repository::{MAX_CONCURRENT_REQUESTS, MAX_PACK_BYTES, ObjectKind, Repository};
 use crate::retention::RetentionPolicy;
 use crate::snapshot::Snapshot;
 #[cfg(test)]
@@ -59,22 +59,22 @@ pub struct PruneOptions {
     pub is_dry_run: bool,
 }
 
-/// The changes that a run plans, and makes unless it is a dry run. If it finds damaged packs while it makes them, it
-/// marks and deletes fewer packs than this.
+/// The changes that a run plans, and makes unless it is a dry run. If a run finds damaged packs while it makes the
+/// changes, it marks and deletes fewer packs than it reports.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PruneReport {
     pub kept_snapshots: u64,
     pub removed_snapshots: u64,
     /// Packs that were marked for deletion, including rewritten ones.
     pub marked_packs: u64,
-    /// Bytes of unused blobs in all packs that can be marked, including those that are left to later runs.
+    /// Bytes of unused blobs in all packs that can be marked, including those that later runs will mark.
     pub reclaimable_bytes: u64,
     /// Marked packs that a snapshot needs again.
     pub unmarked_packs: u64,
     pub rewritten_packs: u64,
     /// Marked packs whose grace period has ended, and orphans, which no index file lists.
     pub deleted_packs: u64,
-    /// Packs that another run could delete or rewrite now: this one would have taken too long.
+    /// Packs that the next run could delete or rewrite at once: this run would have taken too long.
     pub left_packs: u64,
 }
 
@@ -112,7 +112,9 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
         return Ok(report);
     }
     failpoint::trigger("files.prune.snapshot")?;
-    repository.delete_all(expired.iter().map(|id| repository.path(Kind::Snapshot, *id)).collect()).await?;
+    repository
+        .delete_all(expired.iter().map(|id| repository.path(ObjectKind::Snapshot, *id)).collect())
+        .await?;
     keep_needed_packs(repository, &index.files, &used, &mut plan).await?;
     let new_packs = rewrite_packs(repository, &index.files, &mut plan, &used).await?;
     if plan.rewritten.is_empty() && plan.deleted.is_empty() {
@@ -127,9 +129,10 @@ pub async fn prune(repository: &Repository, options: &PruneOptions) -> Result<Pr
 }
 
 /// Selects the snapshots that have expired. Someone with a stolen key could choose times that make earlier snapshots
-/// expire, so only snapshots that were uploaded soon after their time make others expire. A snapshot has the time at
-/// which its save began: that of a long save may itself expire. Any other difference between the two times is
-/// implausible, and the snapshot is kept; for example, copied objects all have the time of the copy.
+/// expire, so only snapshots that were uploaded soon after their time make others expire. A snapshot's time is the time
+/// at which its save began, so the snapshot of a long save is uploaded late: it may expire, but makes no others expire.
+/// Any other difference between the two times is implausible, and the snapshot is kept; for example, copied objects all
+/// have the time of the copy.
 fn select_expired(snapshots: &[(Id, Snapshot, Timestamp)], options: &PruneOptions) -> HashSet<Id> {
     let find_plausible = |max_delay: SignedDuration| -> Vec<(Id, Timestamp)> {
         let delays = -MAX_CLOCK_DIFFERENCE..=max_delay;
@@ -139,12 +142,12 @@ fn select_expired(snapshots: &[(Id, Snapshot, Timestamp)], options: &PruneOption
             .map(|(id, snapshot, _)| (*id, snapshot.time))
             .collect()
     };
-    let punctual = find_plausible(MAX_CLOCK_DIFFERENCE);
-    let punctual_ids: HashSet<Id> = punctual.iter().map(|(id, _)| *id).collect();
-    let mut expired = options.policy.select_expired(&punctual, options.now);
+    let on_time = find_plausible(MAX_CLOCK_DIFFERENCE);
+    let on_time_ids: HashSet<Id> = on_time.iter().map(|(id, _)| *id).collect();
+    let mut expired = options.policy.select_expired(&on_time, options.now);
     let mut late = find_plausible(MAX_SAVE_DURATION + MAX_CLOCK_DIFFERENCE);
-    late.retain(|(id, _)| !punctual_ids.contains(id));
-    expired.extend(options.policy.select_expired_among(&late, &punctual, options.now));
+    late.retain(|(id, _)| !on_time_ids.contains(id));
+    expired.extend(options.policy.select_expired_among(&late, &on_time, options.now));
     expired.into_iter().filter(|id| !options.protected.contains(id)).collect()
 }
 
@@ -175,7 +178,7 @@ async fn keep_needed_packs(
         let Some(end) = end? else { continue };
         let blobs: Vec<PackedBlob> = match repository.parse_pack_end(end).await {
             Ok(blobs) => blobs,
-            // Blobs are read by their places in the index, so a damaged header does not make them useless.
+            // Blobs are read at the offsets that the index records, so they may be readable despite a damaged header.
             Err(error) if error.is_damage() => {
                 deleted[&id].iter().flat_map(|pack| pack.blobs.iter().copied()).collect()
             }
@@ -272,8 +275,8 @@ async fn rewrite_packs(
             }
             let range = blob.offset as usize..(blob.offset as usize).saturating_add(blob.length as usize);
             let sealed = bytes.get(range).unwrap_or_default();
-            // A damaged blob must not be copied: the new pack would match its hash and seem sound. The old pack is
-            // kept.
+            // A damaged blob must not be copied: the new pack would match its hash and appear to be sound. The old pack
+            // is kept.
             if let Err(error) = repository.open_blob(blob, sealed) {
                 keep_damaged_pack(plan, pack.id, &error);
                 break;
@@ -295,8 +298,8 @@ fn keep_damaged_pack(plan: &mut PrunePlan, pack: Id, error: &FilesError) {
     plan.marked.remove(&pack);
 }
 
-/// Reads a pack up to the end of the last of these blobs. Machines write the packs, which may be large: those that are
-/// read with the same budget have at most [`MAX_PACK_BYTES`] in total until their permits are dropped.
+/// Reads a pack up to the end of the last of these blobs. Machines write the packs, which may be large. The packs that
+/// are read with the same budget and whose permits have not been dropped take at most [`MAX_PACK_BYTES`] in total.
 async fn read_blobs<'a>(
     repository: &Repository,
     pack: Id,
@@ -368,7 +371,9 @@ async fn replace_index(
     }
     writer.flush().await?;
     failpoint::trigger("files.prune.indexed")?;
-    repository.delete_all(replaced.into_iter().map(|id| repository.path(Kind::Index, id)).collect()).await?;
+    repository
+        .delete_all(replaced.into_iter().map(|id| repository.path(ObjectKind::Index, id)).collect())
+        .await?;
     Ok(())
 }
 
@@ -406,7 +411,7 @@ impl<'a> IndexWriter<'a> {
         let file = std::mem::take(&mut self.file);
         self.blobs = 0;
         if !file.packs.is_empty() || !file.packs_to_delete.is_empty() {
-            self.repository.write_json(Kind::Index, &file).await?;
+            self.repository.write_json(ObjectKind::Index, &file).await?;
         }
         Ok(())
     }

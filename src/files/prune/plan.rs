@@ -62,7 +62,7 @@ impl UsedBlobs {
         let read_pack = |number: u32, pack: PackExtent| {
             let repository = repository.clone();
             async move {
-                // The tree reader repeats a read that failed, and tries other copies.
+                // The tree reader retries a failed read, and tries other copies.
                 let bytes = match pack.end {
                     1..=MAX_CONCURRENT_PACK_BYTES => repository.read_pack(pack.id, 0..pack.end).await.ok(),
                     _ => None,
@@ -75,8 +75,9 @@ impl UsedBlobs {
         let mut found: Vec<Id> = snapshots.iter().map(|snapshot| snapshot.tree).collect();
         // Trees whose packs the tree reader has.
         let mut ready = Vec::new();
-        // The other trees, by the number of their pack, and those of these packs that are not being read yet.
+        // The other trees, by the number of their pack.
         let mut waiting: HashMap<u32, Vec<Id>> = HashMap::new();
+        // For each of these packs that is not being read yet, the location of one of its trees.
         let mut unread: Vec<BlobLocation> = Vec::new();
         loop {
             for id in found.drain(..) {
@@ -140,7 +141,7 @@ pub(super) struct PrunePlan {
     /// Packs that are marked in one index file but not in another, because an earlier run was interrupted, or because
     /// one of them is forged. They are unmarked.
     half_marked: HashSet<Id>,
-    /// The digests of the listings of these packs that are not marked.
+    /// The digests of the unmarked listings of these packs.
     half_marked_digests: HashSet<Id>,
     /// Packs whose used blobs are written to new packs, with the number of these blobs: packs with many unused blobs, and
     /// small packs. They are marked as well.
@@ -167,7 +168,8 @@ impl PrunePlan {
             let is_abandoned = options.now.duration_since(time) > MAX_SAVE_DURATION;
             is_old(time) && (is_before_snapshot || is_abandoned)
         };
-        // While the index is full, saves fail, and no later snapshot settles their packs. These must not keep it full.
+        // While the index is full, saves fail, and no later snapshot settles their packs, which must not keep the index
+        // full.
         let is_full = index.blobs >= MIN_FULL_INDEX_BLOBS;
         let can_mark =
             |pack: Id| uploads.get(&pack).is_some_and(|time| is_settled(*time) || (is_full && is_old(*time)));
@@ -240,8 +242,8 @@ impl PrunePlan {
         let half_marked = half_marked.filter(|pack| plan.half_marked.contains(&pack.id));
         plan.half_marked_digests = half_marked.map(IndexedPack::digest).collect();
         let is_orphan = |id: &Id| !active.contains_key(id) && !marked.contains_key(id);
-        // A running save lists its packs only later. It would not notice that one was deleted, so orphans are kept even
-        // if the index is full.
+        // A running save writes its index files later, and would not notice that a pack was deleted. Therefore, orphans
+        // are kept even if the index is full.
         let orphans = uploads.iter().filter(|(id, time)| is_orphan(id) && is_settled(**time));
         plan.deleted.extend(orphans.map(|(id, _)| *id));
         plan
@@ -356,7 +358,7 @@ mod tests {
             (Some(0), 10, true),
             // A save may be about to refer to a young pack.
             (Some(0), 3, false),
-            // An abandoned upload is deleted in the end.
+            // An abandoned upload is deleted eventually.
             (None, 31, true),
             (Some(-1), 31, true),
         ] {
@@ -432,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn limit_work_counts_what_is_left() {
+    fn limit_work_counts_packs_left_to_next_run() {
         let ids = |count: usize| (0..count).map(|number| Id::of(&number.to_le_bytes()));
         let plan = |deletions, rewrites| PrunePlan {
             deleted: ids(deletions).collect(),

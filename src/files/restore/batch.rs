@@ -40,7 +40,7 @@ pub(super) struct Batch {
     pub(super) directories: Vec<PlannedEntry>,
     pub(super) files: Vec<PlannedEntry>,
     pub(super) links: Vec<PlannedEntry>,
-    /// Further names of files, each with the first name, which may be in an earlier batch.
+    /// Additional names of files, each with the first name, which may be in an earlier batch.
     pub(super) hard_links: Vec<(PathBuf, Box<Path>)>,
     pub(super) placements: Vec<ChunkPlacement>,
     /// The positions in [`Self::files`] of the files that have a damaged chunk.

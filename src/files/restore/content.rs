@@ -1,4 +1,4 @@
-//! Reads chunks pack by pack, and writes each to all of its places.
+//! Reads chunks pack by pack, and writes each chunk to every file position at which it occurs.
 
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
@@ -61,13 +61,13 @@ pub(super) async fn write_contents(
             let written = match write(Arc::clone(&read)).await {
                 Err(error) if error.is_damage() => {
                     let mut written = 0;
-                    for of_chunk in read.placements.chunk_by(|a, b| a.location == b.location) {
-                        match write_other_copy(locations, of_chunk, &write, &error).await {
+                    for placements in read.placements.chunk_by(|a, b| a.location == b.location) {
+                        match write_other_copy(locations, placements, &write, &error).await {
                             Err(error) if should_skip_damaged && error.is_damage() => {
-                                tracing::warn!(%error, "the files that contain a chunk are damaged");
-                                damaged.extend(of_chunk.iter().map(|placement| placement.file));
+                                tracing::warn!(%error, "a chunk is damaged; leaving out the files that contain it");
+                                damaged.extend(placements.iter().map(|placement| placement.file));
                             }
-                            of_copy => written += of_copy?,
+                            result => written += result?,
                         }
                     }
                     written
@@ -87,8 +87,8 @@ pub(super) async fn write_contents(
     Ok(batch)
 }
 
-/// Writes a chunk from the first of its copies that is sound and has the planned length, on which the places of the
-/// file's other chunks depend. `error` says why they could not be read together.
+/// Writes a chunk from its first copy that is sound and has the planned length, on which the offsets of the file's
+/// other chunks depend. `error` is the failure of the read that contained this and other chunks.
 async fn write_other_copy(
     locations: &BlobLocations,
     placements: &[ChunkPlacement],
@@ -118,7 +118,7 @@ fn plan_reads(locations: &BlobLocations, placements: &[ChunkPlacement]) -> Vec<R
     for placement in placements {
         let (pack, range) = (locations.pack(placement.location).id, placement.location.range());
         match reads.last_mut() {
-            // A chunk that is longer than a read may have several places.
+            // A chunk that is longer than `MAX_READ_BYTES` may occur several times.
             Some(last)
                 if last.pack == pack
                     && (range.end <= last.range.end
@@ -134,8 +134,8 @@ fn plan_reads(locations: &BlobLocations, placements: &[ChunkPlacement]) -> Vec<R
     reads
 }
 
-/// Decrypts the chunks of a read, and writes each to all of its places. Returns the number of bytes written, including
-/// holes.
+/// Decrypts the chunks of a read, and writes each to every file position at which it occurs. Returns the number of
+/// bytes written, including holes.
 fn write_chunks(
     key: &MasterKey,
     read: &RangeRead,
@@ -145,20 +145,20 @@ fn write_chunks(
 ) -> Result<u64, FilesError> {
     let mut written = 0;
     let mut target = Target::open(target).map_err(FilesError::io("open", target))?;
-    for of_chunk in read.placements.chunk_by(|a, b| a.location == b.location) {
-        let (id, location) = (of_chunk[0].id, of_chunk[0].location);
+    for placements in read.placements.chunk_by(|a, b| a.location == b.location) {
+        let (id, location) = (placements[0].id, placements[0].location);
         let range = location.range();
         let sealed = usize::try_from(range.start - read.range.start)
             .ok()
             .and_then(|start| bytes.get(start..start + location.length as usize))
             .unwrap_or_default();
         let content = open_blob(key, &location.to_packed(BlobType::Data, id), sealed)?;
-        written += content.len() as u64 * of_chunk.len() as u64;
+        written += content.len() as u64 * placements.len() as u64;
         // The file already has its full size, so zeros that are not written become a hole.
         if content.iter().all(|byte| *byte == 0) {
             continue;
         }
-        for placement in of_chunk {
+        for placement in placements {
             let path = &files[placement.file as usize].path;
             let file = target.open_for_writing(path).map_err(FilesError::io("open", path))?;
             file.write_all_at(&content, placement.file_offset).map_err(FilesError::io("write", path))?;

@@ -11,7 +11,7 @@ pub(super) struct LinkedFiles(HashSet<HardLinkKey>);
 
 impl LinkedFiles {
     /// Returns whether another name of the file has been visited.
-    pub(super) fn is_further_name(&mut self, node: &Node) -> bool {
+    pub(super) fn is_additional_name(&mut self, node: &Node) -> bool {
         node.hard_link_key().is_some_and(|key| !self.0.insert(key))
     }
 }
@@ -21,13 +21,13 @@ impl LinkedFiles {
 pub(super) struct FirstNames(HashMap<HardLinkKey, Box<Path>>);
 
 impl FirstNames {
-    /// Returns the first name of the file if `path` is a further one. Otherwise, `path` becomes the first one.
+    /// Returns the first name of the file if `path` is an additional one. Otherwise, `path` becomes the first name.
     pub(super) fn find_or_insert(&mut self, path: &Path, node: &Node) -> Option<Box<Path>> {
         let key = node.hard_link_key()?;
-        let known = self.0.get(&key).cloned();
-        if known.is_none() {
+        let first = self.0.get(&key).cloned();
+        if first.is_none() {
             self.0.insert(key, path.into());
         }
-        known
+        first
     }
 }

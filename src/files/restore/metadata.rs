@@ -30,8 +30,8 @@ pub(super) enum Owners {
 
 impl Owners {
     fn resolve(&self, node: Node) -> Attributes {
-        // No file may run with another account's privileges: anyone with the repository's key can write a snapshot with a
-        // file of root.
+        // No file may run with another account's privileges: anyone with the repository's key can write a snapshot with
+        // a set-user-ID file that belongs to root.
         let mode = match node.node_type {
             NodeType::File => node.unix_mode() & 0o1777,
             _ => node.unix_mode(),
@@ -46,7 +46,7 @@ impl Owners {
     }
 }
 
-/// The attributes that an entry gets.
+/// The attributes to set on an entry.
 #[derive(Debug)]
 struct Attributes {
     uid: u32,
@@ -59,8 +59,8 @@ struct Attributes {
 /// Sets the attributes of entries. A failure is counted, and does not prevent later changes.
 pub(super) struct AttributeWriter {
     owners: Owners,
-    /// A directory's times change when its entries do, and its mode may forbid their creation: it gets its attributes
-    /// at the end. Parents come before their subdirectories.
+    /// A directory's times change when its entries do, and its mode may forbid their creation, so its attributes are
+    /// set at the end. Parents come before their subdirectories.
     directories: Vec<(PathBuf, Attributes)>,
     restored: RestoreReport,
 }
@@ -121,8 +121,8 @@ impl AttributeWriter {
 
 fn apply_to_open(target: &mut Target, path: &Path, attributes: &Attributes) -> io::Result<()> {
     let file = target.open_for_reading(path)?;
-    // Changing the owner clears the set-user-ID bit, so the mode follows; the mode may make attributes unwritable. A
-    // failed step does not prevent the others.
+    // The mode is set after the owner, because changing the owner clears the set-user-ID bit, and after the extended
+    // attributes, because it may make them unwritable. After a failed step, the others are still attempted.
     let extended = write_xattrs(&file, &attributes.extended);
     let owner = change_owner(&file, attributes.uid, attributes.gid);
     let mode = file.set_permissions(Permissions::from_mode(attributes.mode));
@@ -130,7 +130,7 @@ fn apply_to_open(target: &mut Target, path: &Path, attributes: &Attributes) -> i
     extended.and(owner).and(mode).and(times.map_err(io::Error::from))
 }
 
-/// Changes the owner unless it is already the right one: a sandbox may forbid the system call.
+/// Changes the owner unless it is already correct: a sandbox may forbid the system call.
 fn change_owner(file: &File, uid: u32, gid: u32) -> io::Result<()> {
     let meta = file.metadata()?;
     if (meta.uid(), meta.gid()) == (uid, gid) { Ok(()) } else { fchown(file, Some(uid), Some(gid)) }

@@ -1,10 +1,10 @@
 //! Restores a snapshot, or some of its entries, to an empty directory.
 //!
 //! First all trees are read, to check that the target has enough space. Then the entries are restored in batches, so
-//! that the memory does not grow with their number: the directories, the links and the files (without content) are
-//! created, the chunks are read pack by pack and written to their places, and files and links get their owners, modes
-//! and times. Directories get theirs at the end. Names are checked when a tree is parsed: each entry stays in its
-//! directory.
+//! that memory use does not grow with their number: the directories, the links and the files (without content) are
+//! created, the chunks are read pack by pack and written to the files, and the owners, modes and times of files and
+//! links are set. Those of directories are set at the end. Names are checked when a tree is parsed: each entry stays in
+//! its directory.
 
 mod batch;
 mod content;
@@ -31,10 +31,10 @@ use crate::snapshot::Snapshot;
 use batch::{Batch, PlannedEntry};
 use hard_links::FirstNames;
 use metadata::{AttributeWriter, Owners};
-use space::Space;
+use space::FreeSpace;
 pub use space::available_bytes;
 use survey::Survey;
-use walk::{Start, Walk};
+use walk::{Walk, WalkStart};
 
 /// The fail points of a restore.
 pub const FAILPOINTS: &[&str] =
@@ -43,7 +43,7 @@ pub const FAILPOINTS: &[&str] =
 /// Where to restore, and who owns the restored entries.
 #[derive(Debug, Clone)]
 pub struct RestoreOptions {
-    /// Must be empty and closed to other users. Neither is checked.
+    /// Must be empty and inaccessible to other users. Neither is checked.
     pub target: PathBuf,
     /// The root directory of the system whose accounts own the files. An id is kept if the system has no account of
     /// that name.
@@ -139,7 +139,7 @@ pub async fn restore(
     options: &RestoreOptions,
     progress: &RestoreProgress,
 ) -> Result<RestoreReport, FilesError> {
-    restore_from(repository, Start::Tree(snapshot.tree), options, progress).await
+    restore_from(repository, WalkStart::Tree(snapshot.tree), options, progress).await
 }
 
 /// Restores entries of a snapshot, each with everything below it, under the given names in the target.
@@ -153,12 +153,12 @@ pub async fn restore_entries(
     progress: &RestoreProgress,
 ) -> Result<RestoreReport, FilesError> {
     let entries = entries.into_iter().map(|(entry, name)| (PathBuf::from(name), entry.node.clone()));
-    restore_from(repository, Start::Entries(entries.collect()), options, progress).await
+    restore_from(repository, WalkStart::Entries(entries.collect()), options, progress).await
 }
 
 async fn restore_from(
     repository: &Repository,
-    start: Start,
+    start: WalkStart,
     options: &RestoreOptions,
     progress: &RestoreProgress,
 ) -> Result<RestoreReport, FilesError> {
@@ -166,8 +166,8 @@ async fn restore_from(
     let should_skip_damaged = options.should_skip_damaged;
     let mut walk = Walk::new(repository, &locations, should_skip_damaged);
     walk.start(start.clone());
-    let survey = Survey::create(&mut walk, &locations, Space::read(&options.target)?).await?;
-    // An earlier attempt may have written some.
+    let survey = Survey::create(&mut walk, &locations, FreeSpace::read(&options.target)?).await?;
+    // An earlier attempt may have counted some bytes.
     progress.written_bytes.store(0, Ordering::Relaxed);
     progress.total_bytes.store(survey.bytes, Ordering::Relaxed);
     progress.total_files.store(survey.files, Ordering::Relaxed);
@@ -217,7 +217,7 @@ struct Restore<'a> {
     should_skip_damaged: bool,
     /// The damaged files, which are left out.
     damaged: DamagedEntries,
-    /// The first names of the damaged files with several names. Further names may be in later batches.
+    /// The first names of the damaged files with several names. Additional names may be in later batches.
     damaged_names: HashSet<PathBuf>,
     progress: &'a RestoreProgress,
 }
@@ -246,8 +246,8 @@ impl Restore<'_> {
         run_blocking(move || batch.complete_entries(&target, &left_out).map(|()| batch)).await
     }
 
-    /// Takes the damaged files and all their names from a batch, and counts them. Returns the files, which must be
-    /// removed.
+    /// Removes the damaged files and all their names from a batch, and counts them. Returns the files, which must be
+    /// deleted.
     fn leave_out_damaged(&mut self, batch: &mut Batch) -> Vec<PlannedEntry> {
         let left_out = batch.take_damaged();
         for PlannedEntry { path, node } in &left_out {

@@ -12,7 +12,7 @@ const MAX_RESERVE_BYTES: u64 = 1 << 30;
 const MIN_INODE_BYTES: u64 = 256;
 
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Space {
+pub(super) struct FreeSpace {
     /// The free space minus the reserve.
     pub(super) available_bytes: u64,
     /// An upper bound if the file system creates inodes as needed.
@@ -21,7 +21,7 @@ pub(super) struct Space {
     pub(super) block_bytes: u64,
 }
 
-impl Space {
+impl FreeSpace {
     /// Reads the free space of the file system that contains `directory`.
     ///
     /// # Errors
@@ -47,5 +47,5 @@ impl Space {
 /// # Errors
 /// [`FilesError::Io`] if the free space cannot be read.
 pub fn available_bytes(directory: &Path) -> Result<u64, FilesError> {
-    Ok(Space::read(directory)?.available_bytes)
+    Ok(FreeSpace::read(directory)?.available_bytes)
 }

@@ -1,7 +1,7 @@
 //! Determines what a restore will write, before anything is created.
 
 use super::hard_links::LinkedFiles;
-use super::space::Space;
+use super::space::FreeSpace;
 use super::walk::Walk;
 use crate::error::FilesError;
 use crate::index::{BlobLocation, BlobLocations};
@@ -33,14 +33,14 @@ impl Survey {
     pub(super) async fn create(
         walk: &mut Walk<'_>,
         locations: &BlobLocations,
-        space: Space,
+        space: FreeSpace,
     ) -> Result<Self, FilesError> {
         let mut survey = Self::default();
         let mut linked = LinkedFiles::default();
         while let Some(entries) = walk.next().await? {
             for (_, node) in &entries {
                 match node.node_type {
-                    NodeType::File if !linked.is_further_name(node) => {
+                    NodeType::File if !linked.is_additional_name(node) => {
                         match survey.add_file(node, locations, space) {
                             Err(error) if walk.should_skip_damaged && error.is_damage() => {}
                             added => added?,
@@ -65,7 +65,12 @@ impl Survey {
         if needed > available { Err(FilesError::NoSpace { needed, available }) } else { Ok(survey) }
     }
 
-    fn add_file(&mut self, node: &Node, locations: &BlobLocations, space: Space) -> Result<(), FilesError> {
+    fn add_file(
+        &mut self,
+        node: &Node,
+        locations: &BlobLocations,
+        space: FreeSpace,
+    ) -> Result<(), FilesError> {
         let (mut bytes, mut stored_bytes) = (0, 0);
         for id in node.content.as_deref().unwrap_or_default() {
             let location = locations.find(BlobType::Data, *id)?;

@@ -12,7 +12,7 @@ use crate::tree_reader::TreeReader;
 
 /// The part of a snapshot to restore.
 #[derive(Debug, Clone)]
-pub(super) enum Start {
+pub(super) enum WalkStart {
     /// Everything in a tree.
     Tree(Id),
     /// These entries, with their paths relative to the target.
@@ -50,11 +50,11 @@ impl<'a> Walk<'a> {
     }
 
     /// Starts or restarts the walk. At a restart, the most recently read trees are still in memory.
-    pub(super) fn start(&mut self, start: Start) {
+    pub(super) fn start(&mut self, start: WalkStart) {
         self.damaged = DamagedEntries::default();
         (self.first, self.pending, self.start_depth) = match start {
-            Start::Tree(root) => (Vec::new(), vec![(PathBuf::new(), root)], 0),
-            Start::Entries(entries) => (entries, Vec::new(), 1),
+            WalkStart::Tree(root) => (Vec::new(), vec![(PathBuf::new(), root)], 0),
+            WalkStart::Entries(entries) => (entries, Vec::new(), 1),
         };
     }
 
@@ -67,7 +67,7 @@ impl<'a> Walk<'a> {
         let mut entries = std::mem::take(&mut self.first);
         if entries.is_empty() {
             let Some((directory, tree)) = self.pending.pop() else { return Ok(None) };
-            // Without the first directories, nothing would be restored.
+            // Damage to a directory with which the walk starts is an error, because nothing in it would be restored.
             let may_skip = self.should_skip_damaged && directory.components().count() > self.start_depth;
             entries = match self.read_entries(&directory, tree).await {
                 Err(error) if may_skip && error.is_damage() => {

@@ -8,7 +8,7 @@
 //!
 //! In the other modes, a commit changes `X` after it has written the old pages to `X-journal`. A database that changed
 //! while it was read is read once more under a reader's lock, which makes writers wait. A large database is locked only
-//! if the previous read was fast enough: its chunks are known by then, so the next one takes no longer.
+//! if the previous read was fast enough: its chunks are known by then, so the next read takes no longer.
 //!
 //! Locks are released after [`MAX_LOCK_TIME`]. A copy that was made without a lock counts as consistent only if the
 //! database did not change while it was read.
@@ -36,11 +36,11 @@ const MAGIC: &[u8] = b"SQLite format 3\0";
 const WAL_SUFFIX: &[u8] = b"-wal";
 const JOURNAL_SUFFIX: &[u8] = b"-journal";
 /// The byte of `WAL_READ_LOCK(0)` in the shared-memory file.
-const WAL_READ_LOCK: Range = (123, 1);
+const WAL_READ_LOCK: LockRange = (123, 1);
 /// The byte that a writer locks before it waits for readers to finish.
-const PENDING_LOCK: Range = (0x4000_0000, 1);
+const PENDING_LOCK: LockRange = (0x4000_0000, 1);
 /// The bytes that each reader locks, and that a writer locks while it changes the database.
-const SHARED_LOCK: Range = (0x4000_0002, 510);
+const SHARED_LOCK: LockRange = (0x4000_0002, 510);
 /// Databases up to this size are locked for reading in any case.
 const MAX_ALWAYS_LOCKED_BYTES: u64 = 256 << 20;
 /// Larger databases are locked only if the last read took at most this long. A slower read would probably outlast
@@ -50,9 +50,9 @@ const MAX_LOCKED_READ_TIME: Duration = Duration::from_secs(2);
 const MAX_LOCK_TIME: Duration = Duration::from_secs(3);
 /// SQLite's minimum page size.
 const MIN_DATABASE_BYTES: u64 = 512;
-/// Maximum number of attempts to take a lock, one per [`LOCK_PAUSE`].
+/// Maximum number of attempts to take a lock, one per [`LOCK_RETRY_INTERVAL`].
 const MAX_LOCK_ATTEMPTS: u32 = 50;
-const LOCK_PAUSE: Duration = Duration::from_millis(10);
+const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The files of one database in a directory.
 #[derive(Debug, PartialEq, Eq)]
@@ -71,12 +71,12 @@ pub(super) struct ReadLock {
 }
 
 struct LockSet {
-    locks: Vec<(OwnedFd, Range)>,
+    locks: Vec<(OwnedFd, LockRange)>,
     is_released: AtomicBool,
 }
 
 /// The first byte of a lock, and the number of bytes.
-type Range = (i64, i64);
+type LockRange = (i64, i64);
 
 impl LockSet {
     fn release(&self) {
@@ -89,7 +89,7 @@ impl LockSet {
 }
 
 impl ReadLock {
-    fn new(locks: Vec<(OwnedFd, Range)>) -> Self {
+    fn new(locks: Vec<(OwnedFd, LockRange)>) -> Self {
         let lock_set = Arc::new(LockSet { locks, is_released: AtomicBool::new(false) });
         let (end, ended) = mpsc::channel();
         let timed_lock_set = Arc::clone(&lock_set);
@@ -118,30 +118,30 @@ impl Drop for ReadLock {
 }
 
 impl DatabaseFiles {
-    /// Removes the files of databases with a log or a journal, which programs may be writing, from the names in a
-    /// directory. Returns them by database.
+    /// Removes from the names in a directory the files of databases that have a log or a journal, which programs may be
+    /// writing. Returns these files, grouped by database.
     pub(super) fn extract_from(names: &mut Vec<OsString>) -> Vec<Self> {
         let all: HashSet<&OsStr> = names.iter().map(OsString::as_os_str).collect();
-        let mut found = Vec::new();
+        let mut databases = Vec::new();
         for name in names.iter() {
             for suffix in [WAL_SUFFIX, JOURNAL_SUFFIX] {
                 let base = name.as_bytes().strip_suffix(suffix).map(OsStr::from_bytes);
                 let Some(base) = base.filter(|base| all.contains(base)) else { continue };
                 let files = [base.to_owned(), name.clone(), with_suffix(base, b"-shm")];
                 let present = files.into_iter().filter(|file| all.contains(file.as_os_str())).collect();
-                found.push(Self { names: present, has_wal: suffix == WAL_SUFFIX });
+                databases.push(Self { names: present, has_wal: suffix == WAL_SUFFIX });
             }
         }
         // A database has a log or a journal. If it has both, the one that was found first is used.
         let mut taken: HashSet<OsString> = HashSet::new();
-        found.retain(|files| {
+        databases.retain(|files| {
             files.names.iter().all(|name| !taken.contains(name)) && {
                 taken.extend(files.names.iter().cloned());
                 true
             }
         });
         names.retain(|name| !taken.contains(name));
-        found
+        databases
     }
 
     /// Prevents checkpoints from changing the database; `None` if no program has it open in WAL mode, if one has it
@@ -204,17 +204,17 @@ fn is_readable_in_time(size: u64, last_read: Duration) -> bool {
     size <= MAX_ALWAYS_LOCKED_BYTES || last_read <= MAX_LOCKED_READ_TIME
 }
 
-/// Whether a file begins like a database.
+/// Whether a file begins with the magic bytes of a database.
 pub(super) fn is_database(file: &File, size: u64) -> bool {
     let mut start = [0; MAGIC.len()];
     size >= MIN_DATABASE_BYTES && file.read_exact_at(&mut start, 0).is_ok() && start == MAGIC
 }
 
 /// Takes a read lock. Retries, because a writer may briefly hold a conflicting lock.
-fn lock(file: &OwnedFd, range: Range) -> bool {
+fn lock(file: &OwnedFd, range: LockRange) -> bool {
     (0..MAX_LOCK_ATTEMPTS).any(|attempt| {
         if attempt > 0 {
-            std::thread::sleep(LOCK_PAUSE);
+            std::thread::sleep(LOCK_RETRY_INTERVAL);
         }
         set_lock(file, range, libc::F_RDLCK)
     })
@@ -223,7 +223,7 @@ fn lock(file: &OwnedFd, range: Range) -> bool {
 /// Sets or releases an open file description lock, without waiting. Returns whether it succeeded. Such locks conflict
 /// with those that SQLite takes, and are not lost when another descriptor of the file is closed. Read locks do not
 /// conflict with each other.
-fn set_lock(file: &OwnedFd, (start, length): Range, kind: i32) -> bool {
+fn set_lock(file: &OwnedFd, (start, length): LockRange, kind: i32) -> bool {
     let lock = libc::flock {
         l_type: i16::try_from(kind).unwrap_or_default(),
         l_whence: i16::try_from(libc::SEEK_SET).unwrap_or_default(),
@@ -239,7 +239,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_of_a_database_are_taken_together() {
+    fn extract_from_groups_files_by_database() {
         let mut names: Vec<OsString> =
             ["a", "a-journal", "b", "b-shm", "b-wal", "b-wal-notes", "c-wal", "d"].map(OsString::from).into();
         let found = DatabaseFiles::extract_from(&mut names);

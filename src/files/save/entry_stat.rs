@@ -29,7 +29,7 @@ pub(super) struct StatFingerprint {
 }
 
 impl StatFingerprint {
-    pub(super) fn of(stat: &Statx) -> Self {
+    pub(super) fn from_stat(stat: &Statx) -> Self {
         Self {
             mtime: to_timestamp(stat.stx_mtime),
             ctime: to_timestamp(stat.stx_ctime),
@@ -38,7 +38,7 @@ impl StatFingerprint {
         }
     }
 
-    pub(super) fn of_node(node: &Node) -> Self {
+    pub(super) fn from_node(node: &Node) -> Self {
         Self { mtime: node.mtime, ctime: node.ctime, size: node.size, inode: node.inode }
     }
 }

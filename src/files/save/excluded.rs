@@ -1,4 +1,4 @@
-//! Measures what a save excludes.
+//! Measures the entries that a save excludes.
 
 use std::ffi::OsStr;
 use std::os::fd::OwnedFd;

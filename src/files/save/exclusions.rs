@@ -33,7 +33,7 @@ impl Exclusions {
     /// `never_excluded` or anything below them.
     ///
     /// Returns the owner's lines that are not valid rules; they are ignored. If all rules together are too large, all
-    /// of the owner's are ignored, and this error comes first.
+    /// of the owner's are ignored, and the first element is that error.
     pub fn set_rules(
         &mut self,
         defaults: &[&str],

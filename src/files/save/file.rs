@@ -62,13 +62,13 @@ impl Walker<'_> {
     fn is_saved(&self, earlier: &Node, stat: &Statx) -> bool {
         let has_content = |chunks: &Vec<Id>| chunks.iter().all(|id| self.known.contains(BlobType::Data, *id));
         earlier.node_type == NodeType::File
-            && StatFingerprint::of_node(earlier) == StatFingerprint::of(stat)
+            && StatFingerprint::from_node(earlier) == StatFingerprint::from_stat(stat)
             && earlier.content.as_ref().is_none_or(has_content)
     }
 
-    fn read_file(&mut self, directory: &OwnedFd, name: &OsStr, found: &Statx) -> Result<Node, EntryError> {
+    fn read_file(&mut self, directory: &OwnedFd, name: &OsStr, expected: &Statx) -> Result<Node, EntryError> {
         let mut file = File::from(open_in(directory, name, OFlags::NONBLOCK | OFlags::NOCTTY)?);
-        check_same(found, &stat_open(&file)?)?;
+        check_same(expected, &stat_open(&file)?)?;
         let (mut reads, mut last_read) = (0, Duration::MAX);
         loop {
             let is_last = reads + 1 >= MAX_READ_ATTEMPTS;
@@ -76,7 +76,7 @@ impl Walker<'_> {
             let (stat, is_settled) = stat_settled(&file)?;
             wait_for_writes(&file);
             // Must follow `stat_settled`: a page that becomes dirty again during the write-back changes the times once,
-            // and later changes to it do not. The comparison after the read must find that change.
+            // and later changes to it do not. The comparison after the read must detect that change.
             self.write_back.clean(&file)?;
             if FileType::from_raw_mode(stat.stx_mode.into()) != FileType::RegularFile {
                 return Err(EntryError::Replaced);
@@ -87,7 +87,7 @@ impl Walker<'_> {
             }
             let mut node = self.new_node(name, NodeType::File, &stat);
             node.extended_attributes = read_xattrs(&file)?;
-            let fingerprint = StatFingerprint::of(&stat);
+            let fingerprint = StatFingerprint::from_stat(&stat);
             if let Some((content, size)) = self.take_linked(stat.stx_ino, fingerprint) {
                 (node.content, node.size) = (Some(content), size);
                 return Ok(node);
@@ -96,7 +96,7 @@ impl Walker<'_> {
             let began = Instant::now();
             let (content, size) = self.read_content(&mut file, &stat)?;
             (reads, last_read) = (reads + 1, began.elapsed());
-            let is_stable = is_settled && StatFingerprint::of(&stat_open(&file)?) == fingerprint;
+            let is_stable = is_settled && StatFingerprint::from_stat(&stat_open(&file)?) == fingerprint;
             if !is_stable && reads < MAX_READ_ATTEMPTS {
                 continue;
             }
@@ -116,8 +116,8 @@ impl Walker<'_> {
         }
     }
 
-    /// Marks the current entry for the next save. Its directory is listed then, because a database must be saved
-    /// together with a log or a journal that has been created in the meantime.
+    /// Marks the current entry for the next save. That save also lists the entry's directory, because a database must
+    /// be saved together with a log or a journal that has been created in the meantime.
     pub(super) fn mark_for_retry(&mut self) {
         self.retry.mark_directory(self.path.parent().unwrap_or(Path::new("")));
         self.retry.mark_subtree(&self.path);
@@ -193,7 +193,7 @@ impl Walker<'_> {
 /// Waits for writes in progress. ext4 sets a file's times before it copies the data, so a large write that began before
 /// the times were read would not change them again.
 fn wait_for_writes(file: &File) {
-    // The seek takes the lock that a writer holds; on XFS, each read does so. It fails for a file without data.
+    // The seek takes the lock that a writer holds; on XFS, every read takes it. The seek fails for a file without data.
     let _ = rustix::fs::seek(file, rustix::fs::SeekFrom::Data(0));
 }
 

@@ -35,7 +35,7 @@ use crate::error::FilesError;
 use crate::id::Id;
 use crate::index::KnownBlobs;
 use crate::pack::BlobType;
-use crate::repository::{Kind, Repository};
+use crate::repository::{ObjectKind, Repository};
 use crate::snapshot::{Snapshot, SnapshotOrigin};
 use crate::tree_reader::TreeReader;
 
@@ -52,8 +52,8 @@ pub const FAILPOINTS: &[&str] =
 const DEFAULT_WORKERS: usize = 1;
 /// The stack size of the walking thread, for deep directories. Unused parts of the stack take no memory.
 const WALK_STACK_BYTES: usize = 64 << 20;
-/// A save that takes longer checks whether the index that it has read is still current. Pruning deletes a pack 72 hours
-/// after it has marked it, or later; the difference is a margin.
+/// A save that takes longer checks whether the index that it has read is still current. Pruning deletes a pack at the
+/// earliest 72 hours after marking it; the difference is a margin.
 const MAX_UNCHECKED_DURATION: Duration = Duration::from_secs(48 * 3600);
 /// A pack that was marked for deletion longer ago than this may be deleted before pruning finds the new snapshot. The
 /// same margin applies.
@@ -224,7 +224,7 @@ impl Saver {
     ) -> Result<SaveResult, FilesError> {
         let began = Instant::now();
         let (LoadedIndex { blobs: mut known, mut files }, is_reloaded) = self.take_index().await?;
-        // A parent without its tree is of no use, so the whole home directory is read.
+        // A parent whose tree cannot be read is useless, so the whole home directory is read.
         let is_readable = |tree| {
             known.contains(BlobType::Tree, tree) || matches!(self.repository.cached_tree(tree), Ok(Some(_)))
         };
@@ -305,13 +305,13 @@ impl Saver {
             tags: self.options.origin.to_tags(),
         };
         failpoint::trigger("files.save.snapshot")?;
-        let id = repository.write_json(Kind::Snapshot, &snapshot).await?;
+        let id = repository.write_json(ObjectKind::Snapshot, &snapshot).await?;
         self.index = index;
         Ok(SaveResult { id, snapshot, counts, retry, uploaded_bytes, is_unchanged: false })
     }
 
-    /// Returns the index, and whether it was read. It is read again if one of its files was replaced, because known
-    /// blobs may have been marked for deletion.
+    /// Returns the index, and whether it was read from the store. It is read again if one of its files was replaced,
+    /// because known blobs may have been marked for deletion.
     async fn take_index(&mut self) -> Result<(LoadedIndex, bool), FilesError> {
         if let Some(loaded) = self.index.take()
             && self.has_index_files(&loaded.files).await?
@@ -325,7 +325,7 @@ impl Saver {
 
     /// Whether the repository still has all of these index files.
     async fn has_index_files(&self, files: &[Id]) -> Result<bool, FilesError> {
-        let present: HashSet<Id> = self.repository.list(Kind::Index).await?.into_iter().collect();
+        let present: HashSet<Id> = self.repository.list(ObjectKind::Index).await?.into_iter().collect();
         Ok(files.iter().all(|file| present.contains(file)))
     }
 

@@ -105,6 +105,8 @@ impl Walker<'_> {
 fn is_unchanged(directory: &OwnedFd, database: &DatabaseFiles, nodes: &[Node]) -> bool {
     let Some(name) = database.database() else { return true };
     let saved = nodes.iter().find(|node| node.file_name().as_deref() == Some(name));
-    let saved = saved.filter(|node| node.node_type == NodeType::File).map(StatFingerprint::of_node);
-    saved.is_none_or(|saved| stat_in(directory, name).is_ok_and(|stat| StatFingerprint::of(&stat) == saved))
+    let saved = saved.filter(|node| node.node_type == NodeType::File).map(StatFingerprint::from_node);
+    saved.is_none_or(|saved| {
+        stat_in(directory, name).is_ok_and(|stat| StatFingerprint::from_stat(&stat) == saved)
+    })
 }

@@ -13,7 +13,7 @@ use crate::error::FilesError;
 use crate::id::Id;
 use crate::index::{IndexFile, IndexedPack};
 use crate::pack::FinishedPack;
-use crate::repository::{Kind, Repository};
+use crate::repository::{ObjectKind, Repository};
 
 /// Maximum number of packs in flight, which are held in memory.
 const MAX_CONCURRENT_UPLOADS: usize = 2;
@@ -72,8 +72,8 @@ pub(super) struct RateLimiter {
 }
 
 impl RateLimiter {
-    /// Returns how long to wait before these bytes are uploaded: until the bytes before them, and they themselves, have
-    /// taken their time. A pack that is sent at once would let each small save exceed the limit.
+    /// Returns how long to wait before these bytes are uploaded: the time that all bytes admitted before them, and
+    /// these bytes themselves, take at the limit. Without the latter, each small save would exceed the limit.
     fn admit(&mut self, bytes: u64, max_bytes_per_second: Option<NonZeroU64>, now: Instant) -> Duration {
         let Some(rate) = max_bytes_per_second else { return Duration::ZERO };
         let begin = self.free_at.map_or(now, |free_at| free_at.max(now));
@@ -118,7 +118,7 @@ impl PendingIndex {
         }
         failpoint::trigger("files.save.index")?;
         let Self { file, .. } = std::mem::take(self);
-        Ok(Some(repository.write_json(Kind::Index, &file).await?))
+        Ok(Some(repository.write_json(ObjectKind::Index, &file).await?))
     }
 }
 
@@ -132,11 +132,7 @@ mod tests {
         let after = |seconds: u64| start + Duration::from_secs(seconds);
         let limit = NonZeroU64::new(1000);
         let mut limiter = RateLimiter::default();
-        assert_eq!(
-            limiter.admit(2000, limit, start),
-            Duration::from_secs(2),
-            "the first pack takes its time"
-        );
+        assert_eq!(limiter.admit(2000, limit, start), Duration::from_secs(2), "the first pack waits, too");
         assert_eq!(limiter.admit(1000, limit, start), Duration::from_secs(3));
         assert_eq!(
             limiter.admit(1000, limit, after(1)),
@@ -146,7 +142,7 @@ mod tests {
         assert_eq!(
             limiter.admit(5000, limit, after(100)),
             Duration::from_secs(5),
-            "idle time gives no credit"
+            "idle time earns no credit"
         );
         assert_eq!(limiter.admit(1 << 40, None, after(100)), Duration::ZERO);
     }

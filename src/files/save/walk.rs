@@ -42,7 +42,7 @@ const MAX_DEPTH: usize = 1000;
 /// Maximum number of notes in the result.
 const MAX_NOTES: usize = 20;
 
-/// What a walk needs. [`Walk::run`] starts it.
+/// The inputs of a walk, which [`Walk::run`] performs.
 pub(super) struct Walk {
     pub(super) repository: Repository,
     pub(super) options: SaveOptions,
@@ -168,7 +168,7 @@ impl Walker<'_> {
         };
         nodes.sort_by_cached_key(Node::file_name);
         let json = Tree { nodes }.to_json()?;
-        // Names and attributes may be long.
+        // A directory within the limit of entries can exceed this limit, because names and attributes may be long.
         if json.len() > MAX_BLOB_BYTES {
             let why = format!("its entries take more than {MAX_BLOB_BYTES} bytes");
             return Err(EntryError::Unreadable(io::Error::other(why)));
@@ -433,7 +433,7 @@ impl From<Errno> for EntryError {
 ///
 /// # Errors
 /// `Replaced` if the opened entry is not the one that was found by its name; it may even be on another file system.
-pub(super) fn check_same(found: &Statx, opened: &Statx) -> Result<(), EntryError> {
+pub(super) fn check_same(expected: &Statx, opened: &Statx) -> Result<(), EntryError> {
     let identity = |stat: &Statx| (stat.stx_dev_major, stat.stx_dev_minor, stat.stx_ino);
-    if identity(found) == identity(opened) { Ok(()) } else { Err(EntryError::Replaced) }
+    if identity(expected) == identity(opened) { Ok(()) } else { Err(EntryError::Replaced) }
 }

@@ -1,4 +1,4 @@
-//! Restores that leave out what is damaged.
+//! Restores that leave out damaged entries.
 
 use super::*;
 use crate::history::History;
@@ -16,7 +16,7 @@ pub(super) async fn damage(fixture: &Fixture, blob_type: BlobType, id: Id) {
 }
 
 #[tokio::test]
-async fn restore_leaves_out_only_what_is_damaged() {
+async fn restore_leaves_out_only_damaged_entries() {
     let mut fixture = Fixture::new().await;
     for number in 0..100 {
         fixture.write(&format!("many/{number}"), number.to_string());

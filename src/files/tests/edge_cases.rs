@@ -1,4 +1,4 @@
-//! Sequences in which a simpler implementation would lose data or never end.
+//! Sequences in which a simpler implementation would lose data or never terminate.
 
 use std::num::NonZeroU64;
 use std::os::unix::fs::FileExt;
@@ -11,7 +11,7 @@ use super::*;
 use crate::history::History;
 use crate::index::{IndexFile, IndexedPack};
 use crate::pack::BlobType;
-use crate::repository::{Kind, list_objects};
+use crate::repository::{ObjectKind, list_objects};
 
 fn changes_in(directories: &[&str]) -> ChangeSet {
     let mut changes = ChangeSet::default();
@@ -33,7 +33,7 @@ impl Fixture {
 }
 
 #[tokio::test]
-async fn writes_that_the_client_repeats_succeed() {
+async fn writes_repeated_by_the_client_succeed() {
     let (store, faults) = FaultyStore::new(Arc::new(InMemory::new()), 0);
     faults.repeat_writes();
     let mut fixture = Fixture::with_bucket(Bucket::new(Arc::new(store))).await;
@@ -144,9 +144,9 @@ async fn sparse_file_is_saved_quickly_and_restored_sparse() {
     assert_eq!(restored.metadata().unwrap().len(), 300 << 30);
     assert!(restored.metadata().unwrap().blocks() * 512 < 64 << 20);
     for (text, offset) in [("start", 0), ("middle", (100 << 30) + 12_345), ("end", (300 << 30) - 3)] {
-        let mut found = vec![0; text.len()];
-        restored.read_exact_at(&mut found, offset).unwrap();
-        assert_eq!(found, text.as_bytes());
+        let mut content = vec![0; text.len()];
+        restored.read_exact_at(&mut content, offset).unwrap();
+        assert_eq!(content, text.as_bytes());
     }
 }
 
@@ -165,7 +165,8 @@ async fn file_of_an_implausible_size_is_reported() {
     assert!(!saved.retry.is_empty());
 }
 
-/// Otherwise a database would be saved without the journal that was created since the failed save.
+/// If the retry saved only the file, a database would be saved without the journal that was created since the failed
+/// save.
 #[tokio::test]
 async fn retry_lists_the_directory_of_an_unreadable_file() {
     let mut fixture = Fixture::new().await;
@@ -214,8 +215,8 @@ async fn expired_parent_does_not_make_later_snapshots_incomplete() {
     for (pack, _) in repository.list_packs().await.unwrap() {
         repository.delete(&repository.pack_path(pack)).await.unwrap();
     }
-    for file in repository.list(Kind::Index).await.unwrap() {
-        repository.delete(&repository.path(Kind::Index, file)).await.unwrap();
+    for file in repository.list(ObjectKind::Index).await.unwrap() {
+        repository.delete(&repository.path(ObjectKind::Index, file)).await.unwrap();
     }
     let saved = fixture.save().await;
     fixture.assert_restores(&saved).await;
@@ -261,13 +262,13 @@ async fn small_index_files_are_merged() {
         fixture.save().await;
     }
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
-    assert_eq!(repository.list(Kind::Index).await.unwrap().len(), 20);
+    assert_eq!(repository.list(ObjectKind::Index).await.unwrap().len(), 20);
     let options = crate::prune::PruneOptions {
         policy: crate::retention::RetentionPolicy::default(),
         ..pruning::days_later(0)
     };
     crate::prune::prune(&repository, &options).await.unwrap();
-    assert_eq!(repository.list(Kind::Index).await.unwrap().len(), 1);
+    assert_eq!(repository.list(ObjectKind::Index).await.unwrap().len(), 1);
     // The process that loaded the old index files continues.
     fixture.write("counter", "more");
     let saved = fixture.save().await;
@@ -297,8 +298,8 @@ async fn long_save_fails_if_pruning_may_delete_its_packs() {
             while repository.list_packs().await.unwrap().len() == pack_count {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
-            repository.write_json(Kind::Index, &file).await.unwrap();
-            repository.delete(&repository.path(Kind::Index, old)).await.unwrap();
+            repository.write_json(ObjectKind::Index, &file).await.unwrap();
+            repository.delete(&repository.path(ObjectKind::Index, old)).await.unwrap();
         };
         fixture.write("b", random_bytes(100_000));
         // The chunk is uploaded two seconds after the tree, which is a few hundred bytes long.
@@ -328,7 +329,7 @@ async fn upload_limit_applies_to_small_saves() {
 }
 
 #[tokio::test]
-async fn index_that_is_replaced_while_it_is_read_is_read_again() {
+async fn load_index_succeeds_while_files_are_replaced() {
     let mut fixture = Fixture::new().await;
     fixture.write("a", "a");
     let saved = fixture.save().await;
@@ -338,8 +339,8 @@ async fn index_that_is_replaced_while_it_is_read_is_read_again() {
     let replacing = async {
         let mut previous = old;
         for _ in 0..200 {
-            let new = repository.write_json(Kind::Index, &IndexFile::clone(&file)).await.unwrap();
-            repository.delete(&repository.path(Kind::Index, previous)).await.unwrap();
+            let new = repository.write_json(ObjectKind::Index, &IndexFile::clone(&file)).await.unwrap();
+            repository.delete(&repository.path(ObjectKind::Index, previous)).await.unwrap();
             previous = new;
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
@@ -440,7 +441,7 @@ async fn pack_reads_are_retried_during_an_outage() {
     assert!(results.iter().any(|result| result.as_ref().is_err_and(FilesError::is_transient)));
 }
 
-/// The first name of a file gets its owner and mode in one batch, and the further names are created in later ones.
+/// The first name of a file gets its owner and mode in one batch, and the additional names are created in later ones.
 #[tokio::test]
 async fn names_of_a_hard_link_are_restored_in_different_batches() {
     let mut fixture = Fixture::new().await;
@@ -468,10 +469,10 @@ async fn names_of_a_hard_link_are_restored_in_different_batches() {
     assert!(others.iter().all(|other| inode(other) == inode("00/0")));
 }
 
-/// The places of a file's chunks are computed from the index, so a false length must not make a restore write chunks to
-/// wrong places.
+/// The offsets of a file's chunks are computed from the index, so a wrong length there must not make a restore write
+/// chunks at wrong offsets.
 #[tokio::test]
-async fn restore_refuses_chunk_with_false_length() {
+async fn restore_refuses_chunk_with_wrong_length() {
     let mut fixture = Fixture::new().await;
     fixture.write("file", [7; 100_000]);
     let saved = fixture.save().await;
@@ -481,8 +482,8 @@ async fn restore_refuses_chunk_with_false_length() {
         let data = pack.blobs.iter_mut().filter(|blob| blob.blob_type == BlobType::Data);
         data.for_each(|blob| blob.uncompressed_length += 1000);
     }
-    repository.write_json(Kind::Index, &file).await.unwrap();
-    repository.delete(&repository.path(Kind::Index, genuine)).await.unwrap();
+    repository.write_json(ObjectKind::Index, &file).await.unwrap();
+    repository.delete(&repository.path(ObjectKind::Index, genuine)).await.unwrap();
     let error = fixture.try_restore(&saved.snapshot).await.err().unwrap();
     assert!(error.is_damage(), "{error}");
 }

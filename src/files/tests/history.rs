@@ -1,4 +1,4 @@
-//! Earlier states of single files and directories.
+//! Earlier states of individual files and directories.
 
 use futures_util::TryStreamExt;
 use jiff::Timestamp;
@@ -82,7 +82,7 @@ async fn versions_begin_and_end_with_the_changes_of_an_entry() {
 }
 
 #[tokio::test]
-async fn bounded_searches_continue() {
+async fn bounded_search_continues_on_next_page() {
     let mut fixture = Fixture::new().await;
     fixture.write("file", "1");
     for number in 0..20 {
@@ -197,7 +197,7 @@ async fn open_latest_reads_one_snapshot_unless_damaged() {
     let open = async |latest| History::open_latest(repository.clone(), Some(latest)).await.unwrap();
     let history = open(first.id).await;
     assert_eq!(history.find_snapshot(None).unwrap().0, first.id);
-    assert!(history.find_by_id(second.id).is_none(), "it was read as well");
+    assert!(history.find_by_id(second.id).is_none(), "only one snapshot is read");
     let path = root().join("snapshots").join(first.id.to_string());
     fixture.bucket.put(&path, b"damaged".to_vec()).await.unwrap();
     for damaged_or_missing in [first.id, Id::of(b"missing")] {

@@ -7,7 +7,7 @@ use super::pruning::{days_later, run};
 use super::*;
 use crate::index::{IndexFile, IndexedPack};
 use crate::pack::{BlobType, PackedBlob};
-use crate::repository::{Kind, MAX_JSON_BYTES};
+use crate::repository::{MAX_JSON_BYTES, ObjectKind};
 
 /// Lists `count` packs with `blobs` blobs each.
 fn list_packs(name: &str, count: usize, blobs: usize) -> Vec<IndexedPack> {
@@ -47,10 +47,10 @@ async fn packs_in_several_index_files_count_once() {
     let (fixture, saved, repository) = fixture_with_file().await;
     let file = IndexFile { packs: list_packs("repeated", 10, 1_400), ..IndexFile::default() };
     for _ in 0..2 {
-        repository.write_json(Kind::Index, &file).await.unwrap();
+        repository.write_json(ObjectKind::Index, &file).await.unwrap();
     }
     fixture.restore(&saved.snapshot).await;
-    assert_eq!(repository.list(Kind::Index).await.unwrap().len(), 3);
+    assert_eq!(repository.list(ObjectKind::Index).await.unwrap().len(), 3);
     run(&fixture, &days_later(0)).await;
     let index = repository.load_index_to_prune().await.unwrap();
     assert!(index.files_with_repeats.is_empty(), "pruning removes one of the copies");
@@ -61,7 +61,7 @@ async fn packs_in_several_index_files_count_once() {
 
 /// An earlier pruning has written a new index file and is about to delete the old one.
 #[tokio::test]
-async fn pruning_relies_on_no_file_that_another_may_delete() {
+async fn pruning_replaces_files_that_another_run_may_delete() {
     for is_marked in [false, true] {
         let (fixture, saved, repository) = fixture_with_file().await;
         let (_, mut file) = repository.load_index().await.unwrap().remove(0);
@@ -70,11 +70,11 @@ async fn pruning_relies_on_no_file_that_another_may_delete() {
             file.packs_to_delete =
                 packs.map(|pack| IndexedPack { time: Some(Timestamp::now()), ..pack }).collect();
         }
-        repository.write_json(Kind::Index, &file).await.unwrap();
-        let earlier = repository.list(Kind::Index).await.unwrap();
+        repository.write_json(ObjectKind::Index, &file).await.unwrap();
+        let earlier = repository.list(ObjectKind::Index).await.unwrap();
         assert_eq!(earlier.len(), 2);
         run(&fixture, &days_later(0)).await;
-        let later = repository.list(Kind::Index).await.unwrap();
+        let later = repository.list(ObjectKind::Index).await.unwrap();
         assert!(earlier.iter().all(|id| !later.contains(id)), "marked: {is_marked}");
         fixture.restore(&saved.snapshot).await;
     }
@@ -85,7 +85,7 @@ async fn pruning_splits_large_index_files() {
     let (fixture, saved, repository) = fixture_with_file().await;
     let deleted = list_marked_packs("deleted", 1, 1, Timestamp::UNIX_EPOCH);
     let large = IndexFile { packs: list_packs("large", 100, 100), ..deleted };
-    repository.write_json(Kind::Index, &large).await.unwrap();
+    repository.write_json(ObjectKind::Index, &large).await.unwrap();
     run(&fixture, &days_later(0)).await;
     let index = repository.load_index().await.unwrap();
     let counts: Vec<usize> = index.iter().map(|(_, file)| file.blob_count()).collect();
@@ -95,13 +95,13 @@ async fn pruning_splits_large_index_files() {
 }
 
 #[tokio::test]
-async fn write_json_refuses_what_could_not_be_read() {
+async fn write_json_refuses_objects_too_large_to_read() {
     let (_fixture, _, repository) = fixture_with_file().await;
     // JSON adds two quotation marks.
     let text = "x".repeat(MAX_JSON_BYTES - 2);
-    let id = repository.write_json(Kind::Index, &text).await.unwrap();
-    assert_eq!(repository.read_json::<String>(Kind::Index, id).await.unwrap().len(), text.len());
-    let error = repository.write_json(Kind::Index, &format!("{text}x")).await.unwrap_err();
+    let id = repository.write_json(ObjectKind::Index, &text).await.unwrap();
+    assert_eq!(repository.read_json::<String>(ObjectKind::Index, id).await.unwrap().len(), text.len());
+    let error = repository.write_json(ObjectKind::Index, &format!("{text}x")).await.unwrap_err();
     assert!(matches!(error, FilesError::Encode { .. }), "{error}");
 }
 
@@ -113,7 +113,7 @@ async fn forged_list_of_a_pack_does_not_replace_the_genuine_one() {
     forged.packs.iter_mut().flat_map(|pack| &mut pack.blobs).for_each(|blob| blob.id = Id::of(b"other"));
     // Some of these files are read before the genuine one.
     for _ in 0..10 {
-        repository.write_json(Kind::Index, &forged).await.unwrap();
+        repository.write_json(ObjectKind::Index, &forged).await.unwrap();
     }
     fixture.restore(&saved.snapshot).await;
     run(&fixture, &days_later(0)).await;
@@ -125,7 +125,7 @@ async fn pruning_shrinks_an_index_that_others_cannot_read() {
     let (fixture, saved, repository) = fixture_with_file().await;
     for name in ["a", "b"] {
         let marked = list_marked_packs(name, 10, 1_300, Timestamp::UNIX_EPOCH);
-        repository.write_json(Kind::Index, &marked).await.unwrap();
+        repository.write_json(ObjectKind::Index, &marked).await.unwrap();
     }
     let error = repository.load_index().await.unwrap_err();
     assert!(matches!(error, FilesError::Corrupt { .. }), "{error}");
@@ -137,7 +137,7 @@ async fn pruning_shrinks_an_index_that_others_cannot_read() {
 async fn saves_count_marked_packs() {
     let (mut fixture, _, repository) = fixture_with_file().await;
     let marked = list_marked_packs("marked", 20, 1_000, Timestamp::now());
-    repository.write_json(Kind::Index, &marked).await.unwrap();
+    repository.write_json(ObjectKind::Index, &marked).await.unwrap();
     fixture.restart().await;
     fixture.write("file", "more content");
     let error = fixture.saver.save(fixture.last.clone()).await.unwrap_err();

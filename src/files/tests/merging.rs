@@ -7,7 +7,7 @@ use crate::pack::BlobType;
 use crate::prune::{MIN_MERGED_PACKS, PruneOptions};
 use crate::repository::Repository;
 
-/// Saves so often that the packs of chunks are merged.
+/// Saves often enough that pruning merges the packs of chunks.
 async fn fixture_with_small_packs() -> (Fixture, Repository, SaveResult) {
     let mut fixture = Fixture::new().await;
     for n in 0..MIN_MERGED_PACKS - 1 {
@@ -30,7 +30,7 @@ async fn small_packs_are_merged_into_one() {
     fixture.assert_restores(&saved).await;
     run(&fixture, &days_later(6)).await;
     fixture.assert_restores(&saved).await;
-    // One with the chunks, and one with the trees of the only snapshot.
+    // One pack contains the chunks, the other the trees of the only snapshot.
     assert_eq!(repository.list_packs().await.unwrap().len(), 2);
     let last = run(&fixture, &days_later(9)).await;
     assert_eq!((last.rewritten_packs, last.marked_packs, last.deleted_packs), (0, 0, 0));

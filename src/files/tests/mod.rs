@@ -1,4 +1,4 @@
-//! Saves and restores real directories, and compares them by independent means.
+//! Saves and restores real directories, and compares them without the code under test.
 
 mod damage;
 mod databases;
@@ -187,11 +187,11 @@ fn describe_into(root: &Path, dir: &Path, entries: &mut Description) {
 }
 
 #[track_caller]
-fn assert_same(found: &Description, expected: &Description) {
+fn assert_same(actual: &Description, expected: &Description) {
     for (path, description) in expected {
-        assert_eq!(found.get(path), Some(description), "{}", String::from_utf8_lossy(path));
+        assert_eq!(actual.get(path), Some(description), "{}", String::from_utf8_lossy(path));
     }
-    for path in found.keys() {
+    for path in actual.keys() {
         assert!(expected.contains_key(path), "{} should not exist", String::from_utf8_lossy(path));
     }
 }
@@ -245,7 +245,7 @@ async fn restored_home_equals_saved_home() {
 }
 
 #[tokio::test]
-async fn unchanged_home_adds_nothing() {
+async fn save_of_unchanged_home_uploads_nothing() {
     let mut fixture = Fixture::new().await;
     fixture.write("a/b", "content");
     let first = fixture.save().await;
@@ -298,7 +298,7 @@ async fn save_changes_visits_only_marked_directories() {
     let (target, _) = fixture.restore(&saved.snapshot).await;
     assert_same(&describe(target.path()), &expected);
 
-    // An unmarked change is not noticed until the whole home directory is saved.
+    // An unmarked change is not detected until the whole home directory is saved.
     fixture.last = Some((saved.id, saved.snapshot));
     fixture.write("f", "unmarked");
     let mut changes = ChangeSet::default();
@@ -312,7 +312,7 @@ async fn save_changes_visits_only_marked_directories() {
 #[tokio::test]
 async fn restore_reproduces_every_snapshot() {
     let mut fixture = Fixture::new().await;
-    let mut moments = Vec::new();
+    let mut saved_states = Vec::new();
     for round in 0..6_u8 {
         fixture.write("counter", [round]);
         fixture.write(&format!("round/{round}"), vec![round; 100]);
@@ -321,9 +321,9 @@ async fn restore_reproduces_every_snapshot() {
         }
         let large = File::options().create(true).append(true).open(fixture.home().join("log")).unwrap();
         (&large).write_all(&random_bytes(700_000)).unwrap();
-        moments.push((fixture.save().await.snapshot, describe(&fixture.home())));
+        saved_states.push((fixture.save().await.snapshot, describe(&fixture.home())));
     }
-    for (snapshot, expected) in &moments {
+    for (snapshot, expected) in &saved_states {
         let (target, _) = fixture.restore(snapshot).await;
         assert_same(&describe(target.path()), expected);
     }
@@ -346,7 +346,7 @@ async fn save_detects_change_with_same_size_and_mtime() {
 }
 
 #[tokio::test]
-async fn caches_and_excluded_directories_are_left_out() {
+async fn save_leaves_out_caches_and_excluded_directories() {
     let mut fixture = Fixture::new().await;
     fixture.write("target/CACHEDIR.TAG", "Signature: 8a477f597d28d172789f06886806bc55\n# a cache");
     fixture.write("target/debug/large", "x");

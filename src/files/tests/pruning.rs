@@ -1,5 +1,5 @@
-//! Pruning: nothing that a remaining snapshot needs is ever missing, even if a machine saves at the same time or a run
-//! is interrupted.
+//! Pruning never deletes data that a remaining snapshot needs, even if a machine saves at the same time or a run is
+//! interrupted.
 
 use std::collections::HashSet;
 
@@ -11,7 +11,7 @@ use crate::history::History;
 use crate::index::{IndexFile, IndexedPack};
 use crate::pack::{BlobType, PackWriter, PackedBlob};
 use crate::prune::{PruneOptions, PruneReport, prune};
-use crate::repository::Kind;
+use crate::repository::ObjectKind;
 use crate::retention::RetentionPolicy;
 use crate::tree_reader::TreeReader;
 use crate::verify::{PackShare, verify};
@@ -122,7 +122,7 @@ async fn marked_pack_that_is_needed_again_is_unmarked() {
     run(&fixture, &days_later(3)).await;
     // A save that began before the marking refers to the marked packs.
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
-    repository.write_json(crate::repository::Kind::Snapshot, &snapshot).await.unwrap();
+    repository.write_json(crate::repository::ObjectKind::Snapshot, &snapshot).await.unwrap();
     let protected = repository.list_snapshots().await.unwrap().into_iter().map(|(id, _)| id).collect();
     let pruned = run(&fixture, &PruneOptions { protected, ..days_later(6) }).await;
     assert!(pruned.unmarked_packs > 0 && pruned.deleted_packs == 0, "{pruned:?}");
@@ -254,9 +254,9 @@ async fn damage_is_traced_to_files_and_repaired() {
     fixture.restore(&repaired.snapshot).await;
 }
 
-/// If a blob is lost, a save must not take the damaged copy in a pack of another share for a sound one.
+/// If a blob is lost, a save must not mistake the damaged copy in a pack of another share for a sound one.
 #[tokio::test]
-async fn lost_blob_makes_packs_of_all_shares_damaged() {
+async fn lost_blob_is_reported_for_packs_of_all_shares() {
     let mut fixture = Fixture::new().await;
     fixture.write("file", random_bytes(200_000));
     fixture.save().await;
@@ -287,9 +287,9 @@ async fn lost_blob_makes_packs_of_all_shares_damaged() {
     fixture.bucket.put(&repository.pack_path(third), vec![0; 100]).await.unwrap();
     damaged.insert(third);
     let report = verify(&repository, share).await.unwrap();
-    let found: HashSet<Id> = report.damaged.iter().map(|damaged| damaged.pack).collect();
-    assert_eq!(found, damaged);
-    fixture.saver.set_damaged_packs(found);
+    let reported: HashSet<Id> = report.damaged.iter().map(|damaged| damaged.pack).collect();
+    assert_eq!(reported, damaged);
+    fixture.saver.set_damaged_packs(reported);
     fixture.save().await;
     assert!(verify(&repository, PackShare::ALL).await.unwrap().damaged.is_empty());
 }
@@ -367,9 +367,9 @@ async fn read_pack_end_finds_headers_of_any_length() {
     }
 }
 
-/// A damaged directory hides its entries, so the directory itself is named.
+/// The entries of a damaged directory are unknown, so the directory itself is reported.
 #[tokio::test]
-async fn damaged_directory_is_named() {
+async fn affected_files_include_damaged_directory() {
     let mut fixture = Fixture::new().await;
     fixture.write("projects/app/main.rs", "x");
     let saved = fixture.save().await;
@@ -424,7 +424,7 @@ async fn forged_index_deletes_no_genuine_pack() {
         blobs.push(PackedBlob { id: Id::of(b"none"), ..blobs[0] });
         let forged =
             IndexFile { packs: vec![IndexedPack { id: junk, blobs, time: None }], ..IndexFile::default() };
-        repository.write_json(Kind::Index, &forged).await.unwrap();
+        repository.write_json(ObjectKind::Index, &forged).await.unwrap();
         let mut planned_deletions = 0;
         for days in [3, 6, 9, 12] {
             let options = PruneOptions { protected: protected.clone(), ..days_later(days) };
@@ -437,22 +437,22 @@ async fn forged_index_deletes_no_genuine_pack() {
     }
 }
 
-/// Nor must forged listings of a pack make its genuine listing vanish from the index.
+/// Forged listings of a pack must not remove its genuine listing from the index.
 #[tokio::test]
 async fn forged_listing_removes_no_blob_from_the_index() {
     let mut fixture = Fixture::new().await;
     fixture.write("file", random_bytes(300_000));
     let saved = fixture.save().await;
     let repository = fixture.open(&fixture.key).await.unwrap().unwrap();
-    // As if an earlier forged listing had made the pack seem unused.
+    // Simulate an earlier forged listing that made the pack appear to be unused.
     let (old, mut file) = repository.load_index().await.unwrap().remove(0);
     let (data, others): (Vec<_>, Vec<_>) =
         file.packs.into_iter().partition(|pack| pack.blobs[0].blob_type == BlobType::Data);
     let pack = data[0].id;
     let mark = |pack| IndexedPack { time: Some(Timestamp::now()), ..pack };
     (file.packs, file.packs_to_delete) = (others, data.into_iter().map(mark).collect());
-    repository.write_json(Kind::Index, &file).await.unwrap();
-    repository.delete(&repository.path(Kind::Index, old)).await.unwrap();
+    repository.write_json(ObjectKind::Index, &file).await.unwrap();
+    repository.delete(&repository.path(ObjectKind::Index, old)).await.unwrap();
     for (round, days) in [0, 3, 6, 9].into_iter().enumerate() {
         let blob = PackedBlob {
             id: Id::of(&round.to_le_bytes()),
@@ -462,7 +462,7 @@ async fn forged_listing_removes_no_blob_from_the_index() {
             uncompressed_length: 0,
         };
         let packs = vec![IndexedPack { id: pack, blobs: vec![blob], time: None }];
-        repository.write_json(Kind::Index, &IndexFile { packs, ..IndexFile::default() }).await.unwrap();
+        repository.write_json(ObjectKind::Index, &IndexFile { packs, ..IndexFile::default() }).await.unwrap();
         run(&fixture, &days_later(days)).await;
         let (target, _) = fixture.restore(&saved.snapshot).await;
         assert_same(&describe(target.path()), &describe(&fixture.home()));

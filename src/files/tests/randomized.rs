@@ -1,5 +1,5 @@
 //! Random trees with random writers, kills, restarts, pruning, a store that fails, and clocks that jump. The model is
-//! independent of the code under test: a description of the home directory at each moment that was reported as saved.
+//! independent of the code under test: a description of the home directory at the time of each successful save.
 
 use jiff::{SignedDuration, Timestamp};
 use kit::long_tests::Figures;
@@ -139,7 +139,7 @@ impl Writer {
 struct Counts {
     saves: u64,
     kills: u64,
-    /// Operations that failed because the store did.
+    /// Operations that failed because the store failed.
     failures: u64,
     /// Restored snapshots that were compared with the home directory at the time of the save.
     compared: u64,
@@ -160,7 +160,7 @@ async fn run_seed(seed: u64) -> Counts {
     let (home, writer_random) = (fixture.home(), Random::new(seed ^ 0xffff));
     let mut writer =
         Writer { home, random: writer_random, changes: ChangeSet::default(), has_hard_links: false };
-    let mut moments: Vec<(Id, Snapshot, Option<Description>)> = Vec::new();
+    let mut saved_states: Vec<(Id, Snapshot, Option<Description>)> = Vec::new();
     let mut counts = Counts::default();
     for round in 0..8 {
         for _ in 0..random.below(if round == 0 { 60 } else { 12 }) {
@@ -180,11 +180,11 @@ async fn run_seed(seed: u64) -> Counts {
         let saved = save(&mut fixture, &mut writer, is_concurrent, random.chance(60)).await.unwrap();
         counts.saves += 1;
         let description = (!is_concurrent).then(|| describe(&writer.home));
-        moments.push((saved.id, saved.snapshot, description));
+        saved_states.push((saved.id, saved.snapshot, description));
         if random.chance(20) {
-            let kept_count = moments.len() - random.below(3).min(moments.len() - 1);
-            moments.drain(..moments.len() - kept_count);
-            let protected: Vec<Id> = moments.iter().map(|(id, _, _)| *id).collect();
+            let kept_count = saved_states.len() - random.below(3).min(saved_states.len() - 1);
+            saved_states.drain(..saved_states.len() - kept_count);
+            let protected: Vec<Id> = saved_states.iter().map(|(id, _, _)| *id).collect();
             let mut options = prune_options(protected.clone(), i64::from(round) * 3 + 3);
             if random.chance(20) {
                 options.now = random_time(&mut random);
@@ -203,7 +203,7 @@ async fn run_seed(seed: u64) -> Counts {
             prune::prune(fixture.saver.repository(), &options).await.unwrap();
         }
     }
-    for (id, snapshot, expected) in &moments {
+    for (id, snapshot, expected) in &saved_states {
         fixture.faults.set_percent(if random.chance(20) { 3 } else { 0 });
         let attempt = fixture.try_restore(snapshot).await;
         fixture.faults.set_percent(0);
@@ -232,7 +232,7 @@ fn random_time(random: &mut Random) -> Timestamp {
     Timestamp::now() + SignedDuration::from_hours(hours)
 }
 
-/// Returns whether an operation failed because the store did.
+/// Returns whether an operation failed because the store failed.
 ///
 /// # Panics
 /// If it failed for another reason.

@@ -21,16 +21,16 @@ fn write_odd_tree(fixture: &Fixture) {
 async fn restic_checks_and_restores_every_snapshot() {
     let mut fixture = Fixture::in_directory().await;
     let restic = fixture.restic();
-    let mut moments = Vec::new();
+    let mut saved_states = Vec::new();
     write_odd_tree(&fixture);
     for round in 0..3_u8 {
         fixture.write("changing", [round; 2000]);
-        moments.push((fixture.save().await, describe(&fixture.home())));
+        saved_states.push((fixture.save().await, describe(&fixture.home())));
     }
     restic.check().unwrap();
     let listed = restic.run(&["snapshots", "--compact"]).unwrap();
     assert!(listed.contains("3 snapshots"), "{listed}");
-    for (saved, expected) in &moments {
+    for (saved, expected) in &saved_states {
         let target = tempfile::tempdir().unwrap();
         restic.restore(&saved.id.to_string(), target.path()).unwrap();
         assert_same(&describe(target.path()), expected);
@@ -56,7 +56,7 @@ async fn restic_checks_a_pruned_repository() {
 }
 
 #[tokio::test]
-async fn restic_snapshot_is_restored_and_continued() {
+async fn restic_snapshot_is_restored_and_used_as_parent() {
     let mut fixture = Fixture::in_directory().await;
     let restic = fixture.restic();
     write_odd_tree(&fixture);

@@ -12,7 +12,7 @@ use svc_files::verify::{PackShare, VerifyReport};
 
 use crate::system::layout::Layout;
 
-const FILE: &str = "checks.json";
+const CHECKS_FILE: &str = "checks.json";
 const FORMAT: u32 = 1;
 /// A drill runs once a week, after a verification. Verifications are daily, but not exactly 24 hours apart, so half a
 /// day is subtracted.
@@ -48,7 +48,7 @@ pub struct FileChecks {
     /// programs read this file often, and millions of blobs can be damaged.
     #[serde(deserialize_with = "read_damaged")]
     pub damaged: BTreeMap<String, u64>,
-    /// When a run last found a damaged pack, or damaged blobs in one, that were not known before.
+    /// When a run last found damage that was not recorded yet: a damaged pack, or more damaged blobs in one.
     #[serde(with = "clock::wire_option")]
     pub damage_found_at: Option<Timestamp>,
     /// The first affected files; `None` if they are not known yet.
@@ -125,7 +125,7 @@ impl FileChecks {
     /// # Errors
     /// If the file exists and cannot be read.
     pub fn read(layout: &Layout) -> Result<Self, FileError> {
-        let text = fsx::read_if_exists(&layout.files_state().join(FILE))?;
+        let text = fsx::read_if_exists(&layout.files_state().join(CHECKS_FILE))?;
         let checks = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
         Ok(checks.filter(|checks| checks.version == FORMAT).unwrap_or_default())
     }
@@ -137,7 +137,7 @@ impl FileChecks {
         let dir = layout.files_state();
         std::fs::create_dir_all(&dir).map_err(FileError::wrap("create", &dir))?;
         let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
-        fsx::write_atomic(&dir.join(FILE), &text, 0o644)
+        fsx::write_atomic(&dir.join(CHECKS_FILE), &text, 0o644)
     }
 
     /// Returns all shares.
@@ -258,8 +258,8 @@ impl FileChecks {
         }
     }
 
-    /// Describes why nothing can be restored, or else the damage, or else what a drill has found; `None` if no problem
-    /// is known.
+    /// Describes the most serious known problem: the reason why nothing can be restored, the damage, or the result of a
+    /// drill. `None` if no problem is known.
     pub fn find_problem(&self) -> Option<String> {
         if let Some(why) = &self.unreadable {
             return Some(why.clone());
@@ -361,7 +361,7 @@ mod tests {
         let one_blob = BTreeMap::from([(pack.clone(), 1)]);
         assert_eq!((checks.damage_found_at, &checks.damaged), (Some(at(1)), &one_blob));
         checks.record_share(share, &damaged(&[&blob]), at(2));
-        assert_eq!(checks.damage_found_at, Some(at(1)), "it is not new");
+        assert_eq!(checks.damage_found_at, Some(at(1)), "the damage is not new");
         checks.record_share(share, &damaged(&[&blob, &"ef".repeat(32)]), at(3));
         assert_eq!(checks.damage_found_at, Some(at(3)));
         // Each run verifies the shares with damaged packs.
@@ -373,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn read_accepts_the_list_of_blobs_of_earlier_versions() {
+    fn read_accepts_lists_of_blobs_from_earlier_versions() {
         let text = r#"{"version":1,"damaged":{"ab":["cd","ef"]}}"#;
         let checks: FileChecks = serde_json::from_str(text).unwrap();
         assert_eq!(checks.damaged, BTreeMap::from([("ab".to_owned(), 2)]));
@@ -393,7 +393,7 @@ mod tests {
             (Some(at(0)), Some(at(0)), None)
         );
         for day in 1..=3 {
-            let error = Some("the store denies it".to_owned());
+            let error = Some("the store denied access".to_owned());
             checks.record_verification(
                 VerifyResult { error: error.clone(), ..VerifyResult::default() },
                 at(day),
@@ -431,7 +431,7 @@ mod tests {
             drill: Some(DrillResult { at: Some(at(0)), ..DrillResult::default() }),
             ..FileChecks::default()
         };
-        let error = Some("the store denies it".to_owned());
+        let error = Some("the store denied access".to_owned());
         checks.record_verification(VerifyResult { error: error.clone(), ..VerifyResult::default() }, at(1));
         checks.record_drill(DrillResult { error, ..DrillResult::default() }, at(1));
         assert_eq!((checks.verified_at(), checks.drilled_at()), (Some(at(0)), Some(at(0))));

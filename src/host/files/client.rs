@@ -228,7 +228,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn restore_is_awaited_while_the_gateway_restarts() {
+    async fn restore_keeps_waiting_while_gateway_restarts() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         std::fs::create_dir_all(layout.gateway_sockets()).unwrap();

@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn status_shows_what_is_saved_and_what_is_not() {
+    fn describe_includes_saved_and_unsaved_state() {
         let at = |second: i64| Timestamp::from_second(second).unwrap();
         let none = describe(None, None, at(0));
         assert_eq!(none, "saved       not yet: svc-files has not run\n");

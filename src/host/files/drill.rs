@@ -202,7 +202,7 @@ fn hash(file: &mut File, size: u64) -> Option<[u8; 32]> {
 /// Selects random files, each with the same probability.
 async fn draw_sample(history: &History, root: Entry) -> Result<Vec<(PathBuf, Entry)>, FilesError> {
     let mut sample: Vec<(PathBuf, Entry)> = Vec::new();
-    let mut seen = 0_u128;
+    let mut file_count = 0_u128;
     let mut pending = vec![(PathBuf::new(), root)];
     while let Some((directory, entry)) = pending.pop() {
         for entry in history.list(&entry).await? {
@@ -210,9 +210,9 @@ async fn draw_sample(history: &History, root: Entry) -> Result<Vec<(PathBuf, Ent
             match entry.kind() {
                 EntryKind::Directory => pending.push((path, entry)),
                 EntryKind::File => {
-                    seen += 1;
+                    file_count += 1;
                     // Reservoir sampling: the n-th file replaces one of the sample with probability size / n.
-                    let drawn = uuid::Uuid::new_v4().as_u128() % seen;
+                    let drawn = uuid::Uuid::new_v4().as_u128() % file_count;
                     if sample.len() < MAX_SAMPLE_FILES {
                         sample.push((path, entry));
                     } else if let Some(replaced) =

@@ -6,8 +6,8 @@
 //!
 //! If the backup is damaged, the machine starts without the files, because the owner still needs the database. The
 //! outcome is recorded, and the machine then saves no files, so that the snapshot remains the latest one. An operator
-//! can repeat the restore, and leave out what is damaged. After any other error, the boot fails. systemd retries it,
-//! unless the disk is too small, the platform has refused the key, or the configuration is invalid.
+//! can repeat the restore without the damaged files. After any other error, the boot fails. systemd retries it, unless
+//! the disk is too small, the platform has refused the key, or the configuration is invalid.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -34,8 +34,8 @@ use svc_store::files_pointer::{self, FilesSnapshotRef};
 
 use super::access::{AccessError, FilesSettings, retry};
 use super::home_path::HomePath;
+use super::home_placement;
 use super::owner::owner_ids;
-use super::place;
 use super::restore_entry::Directory;
 use super::staging::{HOME_STAGING, Staging};
 use crate::system::activity;
@@ -83,7 +83,7 @@ enum GateError {
 
 impl GateError {
     /// Whether the pointer, the repository or the snapshot is unusable, so that neither another boot nor a larger disk
-    /// helps.
+    /// would help.
     fn is_damage(&self) -> bool {
         match self {
             Self::NoRepository(_) | Self::InvalidSnapshot => true,
@@ -129,7 +129,8 @@ pub struct RestoreOutcome {
     pub bytes: u64,
     /// Entries whose owner, mode, times or attributes could not be set.
     pub incomplete: u64,
-    /// The damaged files that were left out, and the damaged directories that were restored empty; and the first paths.
+    /// The number of damaged files that were left out and of damaged directories that were restored empty, and the
+    /// first paths.
     #[serde(default)]
     pub damaged: u64,
     #[serde(default)]
@@ -218,8 +219,8 @@ pub async fn run(layout: Layout, should_retry: bool, should_skip_damaged: bool) 
 fn describe(outcome: &RestoreOutcome) -> String {
     match (&outcome.snapshot, outcome.taken_at) {
         (Some(_), Some(at)) => {
-            let restored =
-                format!("{} files were restored as they were at {}", outcome.files, clock::rfc3339_ms(at));
+            let files = pluralize(outcome.files, "file");
+            let restored = format!("restored {files} as of {}", clock::rfc3339_ms(at));
             if outcome.damaged == 0 {
                 return restored;
             }
@@ -272,7 +273,7 @@ async fn restore_files(
     failpoint::trigger("files.gate.marked")?;
     let (from, to, replaced) = (staging.files(), settings.layout.user_home(), staging.replaced());
     let owner = owner_ids(&settings.layout);
-    let move_files = move || place::move_contents(&from, &to, &replaced, owner);
+    let move_files = move || home_placement::move_contents(&from, &to, &replaced, owner);
     let replaced = tokio::task::spawn_blocking(move_files).await??;
     failpoint::trigger("files.gate.placed")?;
     keep_replaced(&settings.layout, &staging)?;

@@ -17,7 +17,7 @@ const MAX_RULES_BYTES: u64 = 64 << 10;
 /// Maximum number of messages about the rules in the status.
 const MAX_INVALID_RULES: usize = 5;
 
-/// The text of the owner's rules, or why it could not be read.
+/// The text of the owner's rules, or the error if it could not be read.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct OwnerRules {
     text: String,

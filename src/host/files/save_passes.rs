@@ -1,11 +1,11 @@
-//! Repeats a slow save for files that were moved during it: a pass misses a file that is moved from a directory that it
-//! has not visited yet to one that it has visited.
+//! Repeats a slow save to include files that were moved during it: a pass misses a file that is moved from a directory
+//! that it has not visited yet to one that it has already visited.
 //!
 //! The watcher reports such moves. If it cannot (it does not respond, has lost events, or cannot watch all
 //! directories), everything is saved once more. The repetition reads only what has changed, so it usually takes less
 //! time.
 //!
-//! Limit: the number of passes is bounded, so that saves end even if the watcher never reports moves or the home
+//! Limitation: the number of passes is bounded, so that saves end even if the watcher never reports moves or the home
 //! directory never stops changing. A file that is moved during the last pass may be missing until a later save.
 
 use std::path::Path;
@@ -22,21 +22,22 @@ const MIN_RECHECKED_DURATION: Duration = Duration::from_secs(1);
 /// Maximum number of passes after the first one.
 const MAX_REPETITIONS: usize = 2;
 
-/// What a pass may have missed.
-enum Missed {
-    Nothing,
-    Changes(ChangeSet),
-    Anything,
+/// The changes that a pass may have missed.
+enum MissedChanges {
+    None,
+    Reported(ChangeSet),
+    /// The watcher cannot report them.
+    Unknown,
 }
 
-impl Missed {
+impl MissedChanges {
     fn from_reply(reply: &Result<ChangesReply, ChangesError>) -> Self {
         match reply {
-            Ok(ChangesReply { paths: Some(paths), .. }) if paths.subtrees.is_empty() => Self::Nothing,
+            Ok(ChangesReply { paths: Some(paths), .. }) if paths.subtrees.is_empty() => Self::None,
             Ok(ChangesReply { paths: Some(paths), .. }) => {
-                Self::Changes(changes::watched_changes(Some(paths)))
+                Self::Reported(changes::watched_changes(Some(paths)))
             }
-            Ok(ChangesReply { paths: None, .. }) | Err(_) => Self::Anything,
+            Ok(ChangesReply { paths: None, .. }) | Err(_) => Self::Unknown,
         }
     }
 }
@@ -58,7 +59,7 @@ impl SavePasses {
         Self { result, is_full, token, min_rechecked_duration: MIN_RECHECKED_DURATION }
     }
 
-    /// Adds passes for what the previous ones may have missed. `duration` is that of the first pass.
+    /// Adds passes for changes that the previous ones may have missed. `duration` is that of the first pass.
     ///
     /// # Errors
     /// See [`Saver::save`].
@@ -70,7 +71,7 @@ impl SavePasses {
     ) -> Result<(), FilesError> {
         // The first pass has measured them, or the measurement is postponed.
         saver.options_mut().should_measure_excluded = false;
-        let mut has_repeated_everything = false;
+        let mut has_repeated_full_save = false;
         for _ in 0..MAX_REPETITIONS {
             if duration < self.min_rechecked_duration {
                 break;
@@ -78,19 +79,19 @@ impl SavePasses {
             let reply = changes::request(sockets, self.token.clone()).await;
             let began = Instant::now();
             let parent = (self.result.id, self.result.snapshot.clone());
-            match Missed::from_reply(&reply) {
-                Missed::Nothing => break,
-                Missed::Changes(mut changed) => {
+            match MissedChanges::from_reply(&reply) {
+                MissedChanges::None => break,
+                MissedChanges::Reported(mut changed) => {
                     changed.merge(self.result.retry.clone());
                     let pass = saver.save_changes(parent, changed).await?;
                     self.add(pass, false);
                 }
                 // The watcher may be unable to report moves for a long time.
-                Missed::Anything if has_repeated_everything => break,
-                Missed::Anything => {
+                MissedChanges::Unknown if has_repeated_full_save => break,
+                MissedChanges::Unknown => {
                     let pass = saver.save(Some(parent)).await?;
                     self.add(pass, true);
-                    has_repeated_everything = true;
+                    has_repeated_full_save = true;
                 }
             }
             if let Ok(reply) = reply {
@@ -226,7 +227,11 @@ mod tests {
         for replies in [vec![Some(ChangedPaths::default())], vec![moved("early"), moved("early")]] {
             let mut fixture = Fixture::new(replies).await;
             let SavePasses { result, .. } = fixture.repeat().await;
-            assert_eq!((result.id, result.is_unchanged), (fixture.first.id, false), "it is logged");
+            assert_eq!(
+                (result.id, result.is_unchanged),
+                (fixture.first.id, false),
+                "the first pass stored a snapshot"
+            );
             assert_eq!(result.uploaded_bytes, fixture.first.uploaded_bytes);
         }
     }

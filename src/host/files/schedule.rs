@@ -16,7 +16,7 @@ const MAX_UNWATCHED_INTERVAL: Duration = Duration::from_secs(600);
 const FULL_INTERVAL_FACTOR: u32 = 100;
 const MAX_FULL_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 /// The pause after a save, as a multiple of its duration, but at most `MAX_PAUSE`. Saves that read much more than the
-/// changes, for example because the cache cannot be written, must not use the processor all the time.
+/// changes, for example because the cache cannot be written, must not keep the processor busy.
 const PAUSE_FACTOR: u32 = 10;
 const MAX_PAUSE: Duration = Duration::from_secs(300);
 /// Interval between saves of the whole home directory, which also find writes without events, such as through a shared
@@ -27,7 +27,7 @@ pub const WATCHER_UNAVAILABLE_INTERVAL: Duration = Duration::from_secs(600);
 /// Minimum and maximum pause after a failed save.
 const RETRY_BACKOFF_RANGE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(120));
 
-/// What the watcher reports.
+/// The watcher's report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Observation {
     Unchanged,
@@ -41,9 +41,9 @@ pub enum Observation {
     WatcherUnavailable,
 }
 
-/// What to save now.
+/// The scope of a save.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Save {
+pub enum SaveScope {
     Nothing,
     /// The watcher's changes, if any, and everything that it does not watch.
     Changes,
@@ -53,7 +53,7 @@ pub enum Save {
 /// The times of past saves and failures, which determine the next save.
 #[derive(Debug)]
 pub struct Schedule {
-    /// When the first unsaved change was seen.
+    /// When the first unsaved change was detected.
     changed_since: Option<Instant>,
     last_full: Option<Instant>,
     full_interval: Duration,
@@ -89,24 +89,24 @@ impl Schedule {
         self.changed_since
     }
 
-    /// Returns what to save.
-    pub fn decide(&mut self, observation: Observation, now: Instant) -> Save {
+    /// Returns the scope of the save that is due now.
+    pub fn decide(&mut self, observation: Observation, now: Instant) -> SaveScope {
         if observation != Observation::Unchanged {
             self.changed_since.get_or_insert(now);
         }
         let age = |at: Option<Instant>| at.map_or(Duration::MAX, |at| now.duration_since(at));
         let is_requested = self.is_requested;
         if now < self.not_before && !is_requested {
-            return Save::Nothing;
+            return SaveScope::Nothing;
         }
-        // If the watcher does not respond, only a save of everything is sure to include all changes.
+        // If the watcher does not respond, only a full save is certain to include all changes.
         let full_interval = match observation {
             Observation::WatcherUnavailable if is_requested => Duration::ZERO,
             Observation::WatcherUnavailable => WATCHER_UNAVAILABLE_INTERVAL,
             _ => self.full_interval,
         };
         if observation == Observation::Unknown || age(self.last_full) >= full_interval {
-            return Save::Everything;
+            return SaveScope::Everything;
         }
         let is_due = match observation {
             Observation::Changed { is_settled } => is_settled || age(self.changed_since) >= MAX_DELAY,
@@ -114,15 +114,15 @@ impl Schedule {
         };
         let is_watcher_available = observation != Observation::WatcherUnavailable;
         if is_due || is_watcher_available && (is_requested || now >= self.next_unwatched) {
-            Save::Changes
+            SaveScope::Changes
         } else {
-            Save::Nothing
+            SaveScope::Nothing
         }
     }
 
     /// Records a save that ended at `now` and took `duration`.
-    pub fn record_success(&mut self, saved: Save, duration: Duration, now: Instant) {
-        if saved == Save::Everything {
+    pub fn record_success(&mut self, saved: SaveScope, duration: Duration, now: Instant) {
+        if saved == SaveScope::Everything {
             self.last_full = Some(now);
             self.full_interval = (duration * FULL_INTERVAL_FACTOR).clamp(FULL_INTERVAL, MAX_FULL_INTERVAL);
         }
@@ -130,7 +130,7 @@ impl Schedule {
         self.failures = 0;
         self.not_before = now + (duration * PAUSE_FACTOR).clamp(MIN_INTERVAL, MAX_PAUSE);
         self.is_requested = false;
-        let check_duration = if saved == Save::Changes { duration } else { Duration::ZERO };
+        let check_duration = if saved == SaveScope::Changes { duration } else { Duration::ZERO };
         self.next_unwatched = now
             + (check_duration * UNWATCHED_INTERVAL_FACTOR).clamp(UNWATCHED_INTERVAL, MAX_UNWATCHED_INTERVAL);
     }
@@ -155,8 +155,8 @@ mod tests {
     fn started() -> (Schedule, Instant) {
         let now = Instant::now();
         let mut schedule = Schedule::new(now);
-        assert_eq!(schedule.decide(Observation::Unchanged, now), Save::Everything, "the first save");
-        schedule.record_success(Save::Everything, Duration::ZERO, now);
+        assert_eq!(schedule.decide(Observation::Unchanged, now), SaveScope::Everything, "the first save");
+        schedule.record_success(SaveScope::Everything, Duration::ZERO, now);
         (schedule, now)
     }
 
@@ -167,59 +167,63 @@ mod tests {
     #[test]
     fn settled_changes_are_saved_at_once_and_others_after_the_delay() {
         let (mut schedule, now) = started();
-        assert_eq!(schedule.decide(Observation::Unchanged, after(now, 5)), Save::Nothing);
-        assert_eq!(schedule.decide(CHANGING, after(now, 10)), Save::Nothing);
-        assert_eq!(schedule.decide(SETTLED, after(now, 15)), Save::Changes);
-        schedule.record_success(Save::Changes, Duration::ZERO, after(now, 15));
-        assert_eq!(schedule.decide(CHANGING, after(now, 20)), Save::Nothing);
-        assert_eq!(schedule.decide(SETTLED, after(now, 29)), Save::Nothing, "too soon after the last save");
-        assert_eq!(schedule.decide(CHANGING, after(now, 49)), Save::Nothing);
-        assert_eq!(schedule.decide(CHANGING, after(now, 50)), Save::Changes);
+        assert_eq!(schedule.decide(Observation::Unchanged, after(now, 5)), SaveScope::Nothing);
+        assert_eq!(schedule.decide(CHANGING, after(now, 10)), SaveScope::Nothing);
+        assert_eq!(schedule.decide(SETTLED, after(now, 15)), SaveScope::Changes);
+        schedule.record_success(SaveScope::Changes, Duration::ZERO, after(now, 15));
+        assert_eq!(schedule.decide(CHANGING, after(now, 20)), SaveScope::Nothing);
+        assert_eq!(
+            schedule.decide(SETTLED, after(now, 29)),
+            SaveScope::Nothing,
+            "too soon after the last save"
+        );
+        assert_eq!(schedule.decide(CHANGING, after(now, 49)), SaveScope::Nothing);
+        assert_eq!(schedule.decide(CHANGING, after(now, 50)), SaveScope::Changes);
     }
 
     #[test]
     fn everything_is_saved_hourly_and_after_lost_events() {
         let (mut schedule, now) = started();
-        assert_eq!(schedule.decide(Observation::Unknown, after(now, 15)), Save::Everything);
-        assert_eq!(schedule.decide(Observation::Unchanged, after(now, 60)), Save::Changes);
-        schedule.record_success(Save::Changes, Duration::ZERO, after(now, 60));
-        assert_eq!(schedule.decide(Observation::Unchanged, after(now, 3600)), Save::Everything);
-        assert_eq!(schedule.decide(Observation::WatcherUnavailable, after(now, 599)), Save::Nothing);
-        assert_eq!(schedule.decide(Observation::WatcherUnavailable, after(now, 600)), Save::Everything);
+        assert_eq!(schedule.decide(Observation::Unknown, after(now, 15)), SaveScope::Everything);
+        assert_eq!(schedule.decide(Observation::Unchanged, after(now, 60)), SaveScope::Changes);
+        schedule.record_success(SaveScope::Changes, Duration::ZERO, after(now, 60));
+        assert_eq!(schedule.decide(Observation::Unchanged, after(now, 3600)), SaveScope::Everything);
+        assert_eq!(schedule.decide(Observation::WatcherUnavailable, after(now, 599)), SaveScope::Nothing);
+        assert_eq!(schedule.decide(Observation::WatcherUnavailable, after(now, 600)), SaveScope::Everything);
     }
 
     #[test]
     fn slow_saves_have_longer_intervals() {
         let (mut schedule, now) = started();
-        schedule.record_success(Save::Everything, Duration::from_secs(20), now);
-        assert_eq!(schedule.decide(Observation::Unknown, after(now, 199)), Save::Nothing);
-        assert_eq!(schedule.decide(Observation::Unknown, after(now, 200)), Save::Everything);
-        schedule.record_success(Save::Everything, Duration::from_secs(100), now);
-        assert_eq!(schedule.decide(SETTLED, after(now, 299)), Save::Nothing);
-        assert_eq!(schedule.decide(SETTLED, after(now, 9999)), Save::Changes);
-        assert_eq!(schedule.decide(SETTLED, after(now, 10_000)), Save::Everything);
+        schedule.record_success(SaveScope::Everything, Duration::from_secs(20), now);
+        assert_eq!(schedule.decide(Observation::Unknown, after(now, 199)), SaveScope::Nothing);
+        assert_eq!(schedule.decide(Observation::Unknown, after(now, 200)), SaveScope::Everything);
+        schedule.record_success(SaveScope::Everything, Duration::from_secs(100), now);
+        assert_eq!(schedule.decide(SETTLED, after(now, 299)), SaveScope::Nothing);
+        assert_eq!(schedule.decide(SETTLED, after(now, 9999)), SaveScope::Changes);
+        assert_eq!(schedule.decide(SETTLED, after(now, 10_000)), SaveScope::Everything);
     }
 
     #[test]
     fn slow_unwatched_checks_have_longer_intervals() {
         let (mut schedule, now) = started();
-        schedule.record_success(Save::Changes, Duration::from_secs(10), now);
-        assert_eq!(schedule.decide(Observation::Unchanged, after(now, 499)), Save::Nothing);
-        assert_eq!(schedule.decide(Observation::Unchanged, after(now, 500)), Save::Changes);
+        schedule.record_success(SaveScope::Changes, Duration::from_secs(10), now);
+        assert_eq!(schedule.decide(Observation::Unchanged, after(now, 499)), SaveScope::Nothing);
+        assert_eq!(schedule.decide(Observation::Unchanged, after(now, 500)), SaveScope::Changes);
     }
 
     #[test]
-    fn failed_saves_pause_and_requests_do_not_wait() {
+    fn failed_saves_back_off_and_requests_run_at_once() {
         let (mut schedule, now) = started();
         schedule.record_failure(now);
-        assert_eq!(schedule.decide(SETTLED, after(now, 4)), Save::Nothing);
-        assert_eq!(schedule.decide(SETTLED, after(now, 5)), Save::Changes);
+        assert_eq!(schedule.decide(SETTLED, after(now, 4)), SaveScope::Nothing);
+        assert_eq!(schedule.decide(SETTLED, after(now, 5)), SaveScope::Changes);
         for _ in 0..40 {
             schedule.record_failure(now);
         }
-        assert_eq!(schedule.decide(SETTLED, after(now, 119)), Save::Nothing);
+        assert_eq!(schedule.decide(SETTLED, after(now, 119)), SaveScope::Nothing);
         schedule.request();
-        assert_eq!(schedule.decide(SETTLED, after(now, 119)), Save::Changes);
-        assert_eq!(schedule.decide(SETTLED, after(now, 120)), Save::Changes);
+        assert_eq!(schedule.decide(SETTLED, after(now, 119)), SaveScope::Changes);
+        assert_eq!(schedule.decide(SETTLED, after(now, 120)), SaveScope::Changes);
     }
 }

@@ -1,8 +1,8 @@
 //! `svc-sync-agent files`: saves the user's home directory until it is stopped.
 //!
 //! Invariant: `savedUntil` in the status, and the pointer in the store, cover only data that is completely in the
-//! store. A change is forgotten only after a save that contains it. `save_passes.rs` states the limit for files that are
-//! moved during a save.
+//! store. A change is forgotten only after a save that contains it. `save_passes.rs` states the limitation for files
+//! that are moved during a save.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -35,7 +35,7 @@ use super::rules::{OwnerRules, read_rules, set_rules};
 use super::save_error::SaveError;
 use super::save_passes::SavePasses;
 use super::save_request::SAVE_REQUEST;
-use super::schedule::{Save, Schedule};
+use super::schedule::{SaveScope, Schedule};
 use super::status::FilesStatus;
 use super::verify;
 use crate::audit::file_changes::ChangesReply;
@@ -175,18 +175,18 @@ impl FileBackup {
         let save = self.schedule.decide(observation, Instant::now());
         self.record_changed_since(checked_at);
         self.measure_pending(reply.as_ref().ok()).await;
-        if save == Save::Nothing {
+        if save == SaveScope::Nothing {
             return Ok(());
         }
         let began = Instant::now();
         let rules = read_rules(&self.settings.layout);
         // New rules also apply to unchanged directories.
-        let save = if self.rules.as_ref() == Some(&rules) { save } else { Save::Everything };
+        let save = if self.rules.as_ref() == Some(&rules) { save } else { SaveScope::Everything };
         self.rules = Some(rules);
         match self.save(save, reply.ok(), checked_at).await {
             Ok(()) => {
                 self.schedule.record_success(save, began.elapsed(), Instant::now());
-                if save == Save::Everything {
+                if save == SaveScope::Everything {
                     self.offer_key().await;
                 }
             }
@@ -218,7 +218,7 @@ impl FileBackup {
     /// Saves, and moves the pointer to the snapshot.
     async fn save(
         &mut self,
-        save: Save,
+        save: SaveScope,
         reply: Option<ChangesReply>,
         checked_at: Timestamp,
     ) -> Result<(), SaveError> {
@@ -243,12 +243,12 @@ impl FileBackup {
         let checks = FileChecks::read(&self.settings.layout).map_err(AccessError::File)?;
         open.saver.set_damaged_packs(checks.damaged_packs());
         let is_repair = self.status.needs_repair(checks.damage_found_at);
-        let save = if is_repair { Save::Everything } else { save };
+        let save = if is_repair { SaveScope::Everything } else { save };
         let parent = open.parent.clone();
         let began = Instant::now();
         let (result, is_full) = match (save, parent) {
             // The changes since another machine's snapshot are unknown.
-            (Save::Changes, Some(parent)) if open.is_own_parent => {
+            (SaveScope::Changes, Some(parent)) if open.is_own_parent => {
                 let mut changed = changes::unwatched_changes(&self.settings.layout.user_home());
                 changed.merge(self.retry.clone());
                 changed.merge(changes::watched_changes(paths));

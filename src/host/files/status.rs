@@ -12,7 +12,7 @@ use svc_http::openapi::MAX_SAFE_INTEGER;
 use svc_wire::files::{ExcludedFiles, FileBackupStatus};
 
 const FORMAT: u32 = 1;
-const FILE: &str = "status.json";
+const STATUS_FILE: &str = "status.json";
 /// Unsaved changes and failures are reported once they are this old.
 const MAX_PENDING: SignedDuration = SignedDuration::from_mins(10);
 /// The last save is reported as too old after this time. Even without changes, the service saves every few minutes,
@@ -27,7 +27,7 @@ pub struct FilesStatus {
     /// Everything that was written before this time is in the store.
     #[serde(with = "clock::wire_option")]
     pub saved_until: Option<Timestamp>,
-    /// When the service saw the first change that is not in the store yet.
+    /// When the service detected the first change that is not in the store yet.
     #[serde(with = "clock::wire_option")]
     pub changed_since: Option<Timestamp>,
     /// An estimate of the bytes that are not in the store yet; `None` if there are none, or if their number is unknown.
@@ -68,7 +68,9 @@ impl FilesStatus {
     /// # Errors
     /// If the file exists and cannot be read.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
-        let Some(text) = fsx::read_if_exists(&layout.files_state().join(FILE))? else { return Ok(None) };
+        let Some(text) = fsx::read_if_exists(&layout.files_state().join(STATUS_FILE))? else {
+            return Ok(None);
+        };
         let status = serde_json::from_slice::<Self>(&text).ok().filter(|status| status.version == FORMAT);
         let mut status = status.unwrap_or_else(|| Self {
             error: Some("the recorded state of the file backup is invalid".to_owned()),
@@ -110,8 +112,8 @@ impl FilesStatus {
         let since = self.changed_since.or(self.failing_since).or(self.saved_until)?;
         let is_old = |at: Timestamp, limit: SignedDuration| now.duration_since(at) >= limit;
         let is_pending = self.changed_since.or(self.failing_since).is_some_and(|at| is_old(at, MAX_PENDING));
-        let is_silent = self.saved_until.is_some_and(|at| is_old(at, MAX_SAVE_AGE));
-        (is_pending || is_silent).then_some(since)
+        let is_stale = self.saved_until.is_some_and(|at| is_old(at, MAX_SAVE_AGE));
+        (is_pending || is_stale).then_some(since)
     }
 
     /// Returns the status that the owner and operators see, with the results of the checks.
@@ -142,7 +144,7 @@ impl FilesStatus {
         std::fs::create_dir_all(&dir).map_err(FileError::wrap("create", &dir))?;
         let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
         // Files are saved even while the disk is full, and the status must show that.
-        fsx::write_atomic_or_in_place(&dir.join(FILE), &text, 0o644)
+        fsx::write_atomic_or_in_place(&dir.join(STATUS_FILE), &text, 0o644)
     }
 }
 
@@ -159,7 +161,7 @@ mod tests {
         status.write(&layout).unwrap();
         assert_eq!(FilesStatus::read(&layout).unwrap(), Some(status));
         for text in ["{", r#"{"version":2,"savedUntil":"2026-01-01T00:00:00.000Z"}"#] {
-            std::fs::write(layout.files_state().join(FILE), text).unwrap();
+            std::fs::write(layout.files_state().join(STATUS_FILE), text).unwrap();
             let status = FilesStatus::read(&layout).unwrap().unwrap();
             assert!(status.saved_until.is_none() && status.error.is_some(), "{text}");
             assert!(status.is_unsaved(Timestamp::now()), "{text}");
@@ -196,7 +198,7 @@ mod tests {
         };
         assert!(!needs_repair(None, None) && !needs_repair(at(5), None));
         assert!(needs_repair(None, at(5)) && needs_repair(at(5), at(6)));
-        assert!(!needs_repair(at(5), at(5)), "a repair ends");
+        assert!(!needs_repair(at(5), at(5)), "this damage has been repaired");
         assert!(needs_repair(at(999), at(6)), "the clock was ahead");
     }
 
@@ -205,7 +207,7 @@ mod tests {
         let at = |minute: i64| Timestamp::from_second(minute * 60).unwrap();
         let status = FilesStatus { saved_until: Some(at(100)), ..FilesStatus::default() };
         assert_eq!(status.find_unsaved_since(at(139)), None);
-        assert_eq!(status.find_unsaved_since(at(140)), Some(at(100)), "the service is silent");
+        assert_eq!(status.find_unsaved_since(at(140)), Some(at(100)), "the last save is too old");
         let changed = FilesStatus { changed_since: Some(at(101)), ..status.clone() };
         assert_eq!((changed.find_unsaved_since(at(110)), changed.is_unsaved(at(110))), (None, false));
         assert_eq!((changed.find_unsaved_since(at(111)), changed.is_unsaved(at(111))), (Some(at(101)), true));

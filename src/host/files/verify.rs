@@ -2,7 +2,7 @@
 //! data. Once a week, it also restores a sample of files and compares them with those on the machine.
 //!
 //! The report of damage names the affected files and snapshots. The run also requests a save, in which `svc-files`
-//! writes the damaged content again, as far as the machine still has it.
+//! writes the damaged content again if the machine still has it.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -49,8 +49,8 @@ enum CheckError {
     NothingSaved,
 }
 
-/// Verifies the shares that are due, or every share with `should_verify_all`. If that could be completed, runs a drill
-/// if one is due. If the drill finds damage, verifies every share, to locate all of it.
+/// Verifies the shares that are due, or every share with `should_verify_all`. If the verification is completed, runs a
+/// drill if one is due. If the drill finds damage, verifies every share, to locate all of the damage.
 ///
 /// # Errors
 /// `Refused` if something is damaged or differs; `Unavailable` if a check could not be completed; `TryAgain` if another
@@ -78,7 +78,7 @@ pub async fn run(layout: Layout, should_verify_all: bool) -> Result<(), Failure>
         && checks.is_drill_due(now)
         && let Some(drill) = drill(&settings, now).await
     {
-        // A drill that failed is repeated each day, but everything is read only once.
+        // A failed drill is repeated each day, but only the first one that finds damage causes a full verification.
         let was_damaged = checks.drill.as_ref().is_some_and(|drill| drill.is_damaged);
         let should_locate_damage = drill.is_damaged && !was_damaged && !should_verify_all;
         error.clone_from(&drill.error);
@@ -90,7 +90,7 @@ pub async fn run(layout: Layout, should_verify_all: bool) -> Result<(), Failure>
         }
     }
     if !checks.damaged.is_empty() {
-        // The requested save writes the damaged content again, as far as the machine still has it.
+        // The requested save writes the damaged content again if the machine still has it.
         fsx::write_atomic(&layout.request(SAVE_REQUEST), b"", 0o644).or_exit(Exit::Internal)?;
     }
     if let Some(problem) = checks.find_problem() {
@@ -102,7 +102,7 @@ pub async fn run(layout: Layout, should_verify_all: bool) -> Result<(), Failure>
     }
     let read = format!("{} ({})", pluralize(result.packs, "pack"), format_bytes(result.bytes));
     let text = match result.recoverable {
-        0 => format!("{read} read in full: all are intact"),
+        0 => format!("{read} read in full: no damage found"),
         count => format!(
             "{read} read in full: nothing is lost; the content of {} can be read from these or other packs",
             pluralize(count, "damaged pack")
@@ -146,7 +146,7 @@ async fn verify_shares(
     let uncached = settings.open_uncached().await?.ok_or(CheckError::NothingSaved)?;
     verify_index(&uncached, settings.read_latest().await?).await?;
     let repository = settings.open_with_stored_key().await?.ok_or(CheckError::NothingSaved)?;
-    // These are all damaged blobs, because the shares with known damage are verified in each run.
+    // Contains all damaged blobs, because the shares with known damage are verified in each run.
     let mut blobs: HashSet<Id> = HashSet::new();
     for share in shares {
         let verified = verify(&repository, *share).await?;

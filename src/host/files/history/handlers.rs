@@ -35,7 +35,7 @@ const MAX_SEARCHED_SNAPSHOTS: usize = 2000;
 const TIMEOUT: Duration = Duration::from_secs(120);
 const RETRY_SECONDS: u64 = 5;
 
-/// How to send a file or directory.
+/// The format in which a file or directory is sent.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, EnumString, VariantNames)]
 #[strum(serialize_all = "lowercase")]
 pub enum DownloadFormat {
@@ -85,14 +85,14 @@ pub async fn list(
         let repository = open(&settings).await?;
         let latest = read_latest(&settings, time).await?;
         let history = History::open_latest(repository, latest).await.map_err(to_problem)?;
-        let found = find(&history, &path, time).await?;
-        let entries = history.list(&found.entry).await.map_err(to_problem)?;
+        let SnapshotEntry { id, snapshot, entry } = find(&history, &path, time).await?;
+        let entries = history.list(&entry).await.map_err(to_problem)?;
         let next_cursor = cursor.checked_add(limit).filter(|next| *next < entries.len());
         Ok(Json(FileListing {
             path: path.to_string(),
-            snapshot: found.id.to_string(),
-            saved_at: found.snapshot.time.into(),
-            entry: describe(&found.entry),
+            snapshot: id.to_string(),
+            saved_at: snapshot.time.into(),
+            entry: describe(&entry),
             entries: entries.iter().skip(cursor).take(limit).map(describe).collect(),
             next_cursor: next_cursor.map(|next| next as u64),
         }))
@@ -114,8 +114,8 @@ pub async fn download(
         let repository = open(&settings).await?;
         let latest = read_latest(&settings, time).await?;
         let history = History::open_with_contents(repository, latest).await.map_err(to_problem)?;
-        let found = find(&history, &path, time).await?;
-        let format = match (found.entry.kind(), format) {
+        let SnapshotEntry { snapshot, entry, .. } = find(&history, &path, time).await?;
+        let format = match (entry.kind(), format) {
             (EntryKind::File, format) => format.unwrap_or_default(),
             (EntryKind::Directory, Some(DownloadFormat::Raw)) => {
                 let detail = "A directory can be downloaded only as tar or zip.";
@@ -124,17 +124,17 @@ pub async fn download(
             (EntryKind::Directory, format) => format.unwrap_or(DownloadFormat::Tar),
             _ => return Err(Problem::field("?path", "names neither a file nor a directory")),
         };
-        let at = rfc3339_ms(found.snapshot.time);
+        let at = rfc3339_ms(snapshot.time);
         activity::note(&settings.layout, &format!("downloaded {path} as it was at {at}"));
-        let name = found.entry.name();
+        let name = entry.name();
         let name = if name.is_empty() { OsStr::new("home") } else { name }.to_owned();
         Ok(match format {
             DownloadFormat::Raw => {
-                history.check_content(&found.entry).map_err(to_problem)?;
-                send_file(Arc::new(history), found.entry, &name)
+                history.check_content(&entry).map_err(to_problem)?;
+                send_file(Arc::new(history), entry, &name)
             }
-            DownloadFormat::Tar => send_archive(history.with_whole_packs(), found.entry, &name, Archive::Tar),
-            DownloadFormat::Zip => send_archive(history.with_whole_packs(), found.entry, &name, Archive::Zip),
+            DownloadFormat::Tar => send_archive(history.with_whole_packs(), entry, &name, Archive::Tar),
+            DownloadFormat::Zip => send_archive(history.with_whole_packs(), entry, &name, Archive::Zip),
         })
     })
     .await

@@ -15,7 +15,7 @@ use crate::files::home_path::HomePath;
 use crate::system::layout::Layout;
 
 /// The name of the request file in the requests directory.
-const REQUEST: &str = "files-restore";
+const REQUEST_FILE: &str = "files-restore";
 /// The name of the state file in the file backup's directory.
 const STATE_FILE: &str = "entry-restore.json";
 
@@ -69,14 +69,14 @@ impl RestoreRequest {
     /// If the file cannot be written.
     pub fn submit(&self, layout: &Layout) -> Result<bool, FileError> {
         let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
-        fsx::create_atomic(&layout.request(REQUEST), &text, 0o600)
+        fsx::create_atomic(&layout.request(REQUEST_FILE), &text, 0o600)
     }
 
     /// Counts an attempt durably before it starts, because a run that is killed cannot record its end.
     pub(super) fn start_attempt(&mut self, layout: &Layout) -> Result<(), FileError> {
         self.attempts += 1;
         let text = serde_json::to_vec(self).expect("plain fields serialize to JSON");
-        fsx::write_atomic(&layout.request(REQUEST), &text, 0o600)
+        fsx::write_atomic(&layout.request(REQUEST_FILE), &text, 0o600)
     }
 
     /// Reads the pending request. The inner error means that the file cannot be parsed, so a retry is pointless.
@@ -84,12 +84,12 @@ impl RestoreRequest {
     /// # Errors
     /// If the file exists and cannot be read.
     pub(super) fn read(layout: &Layout) -> Result<Option<Result<Self, serde_json::Error>>, FileError> {
-        let text = fsx::read_if_exists(&layout.request(REQUEST))?;
+        let text = fsx::read_if_exists(&layout.request(REQUEST_FILE))?;
         Ok(text.map(|text| serde_json::from_slice(&text)))
     }
 
     pub(super) fn remove(layout: &Layout) -> Result<(), FileError> {
-        fsx::remove_if_exists(&layout.request(REQUEST))
+        fsx::remove_if_exists(&layout.request(REQUEST_FILE))
     }
 
     /// Returns the state of a request that has not been served yet.
@@ -132,7 +132,7 @@ impl RestoreRequest {
 /// Describes the damaged entries below a restored directory; `None` if there are none.
 pub(super) fn describe_damaged(directory: &HomePath, damaged: &DamagedEntries) -> Option<String> {
     let first = damaged.first.iter().map(|staged| {
-        // The first name is that of the directory in the staging directory.
+        // The first component is the directory's name in the staging directory.
         let relative: PathBuf = staged.components().skip(1).collect();
         HomePath::from_relative(directory.as_path().join(relative)).to_line()
     });

@@ -36,7 +36,7 @@ use crate::system::quiesce::Quiesce;
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(600);
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 /// The entry's name in the staging directory.
-const STAGED: &str = "entry";
+const STAGED_NAME: &str = "entry";
 /// Maximum number of names to try for the replaced entry.
 const MAX_KEEP_ATTEMPTS: u32 = 10;
 /// Maximum number of runs for one request: a restore that needs too much memory is killed each time.
@@ -280,14 +280,14 @@ async fn restore(
     };
     failpoint::trigger("files.entry.staged")?;
     // If the entry is no longer there, an earlier run was interrupted after it had moved the entry.
-    if find_inode(&staging.files().join(STAGED))? == Some(placement.staged.inode) {
+    if find_inode(&staging.files().join(STAGED_NAME))? == Some(placement.staged.inode) {
         // Check again, because the download may have taken a long time.
         ensure_writable(&settings.layout)?;
         move_into_place(&settings.layout, staging, &placement, owner)?;
     }
     state.kept_as = match finish_exchange(&settings.layout, staging)? {
         Some(path) => Some(path),
-        None => find_kept(&settings.layout, &placement)?,
+        None => find_replaced_entry(&settings.layout, &placement)?,
     };
     failpoint::trigger("files.entry.placed")?;
     state.saved_at = Some(placement.staged.saved_at.into());
@@ -364,14 +364,14 @@ async fn restore_to_staging(
     let repository = repository.with_outage_timeout(OUTAGE_TIMEOUT);
     let history = History::open_for_restore(repository.clone()).await?;
     // By default, and if the client's clock is ahead, the time is that of the request: the snapshot of the save in
-    // `stage` contains what is to be replaced, and a repeated run must find the same snapshot. Only the exact time of a
-    // snapshot may be later: the machine's clock was ahead when it was taken.
+    // `stage` contains the state to be replaced, and a repeated run must find the same snapshot. A later time is used
+    // only if it is exactly that of a snapshot, which was then taken while the machine's clock was ahead.
     let time = request.time.unwrap_or(request.requested_at);
     let max_time = time.min(request.requested_at);
     let is_exact = |at: Timestamp| at.as_millisecond() == time.as_millisecond();
-    let named = history.find_snapshot(Some(time)).filter(|(_, snapshot)| is_exact(snapshot.time));
-    let found = named.or_else(|| history.find_snapshot(Some(max_time)));
-    let (_, snapshot) = found.ok_or(RestoreError::NoSnapshot(max_time))?;
+    let exact = history.find_snapshot(Some(time)).filter(|(_, snapshot)| is_exact(snapshot.time));
+    let selected = exact.or_else(|| history.find_snapshot(Some(max_time)));
+    let (_, snapshot) = selected.ok_or(RestoreError::NoSnapshot(max_time))?;
     let at = snapshot.time;
     let entry = history.find(snapshot, path.as_path()).await?;
     let entry = entry.ok_or_else(|| RestoreError::NotFound { path: path.clone(), at })?;
@@ -385,7 +385,7 @@ async fn restore_to_staging(
         should_skip_damaged: entry.kind() == EntryKind::Directory,
         ..RestoreOptions::new(staging.files(), settings.layout.root().to_owned())
     };
-    let restored = restore_entries(&repository, [(&entry, STAGED.to_owned())], &options, counts).await?;
+    let restored = restore_entries(&repository, [(&entry, STAGED_NAME.to_owned())], &options, counts).await?;
     if let Some(first) = &restored.first_incomplete {
         tracing::warn!(
             entries = restored.incomplete,
@@ -394,7 +394,7 @@ async fn restore_to_staging(
         );
     }
     let RestoreReport { files, bytes, incomplete, damaged, .. } = restored;
-    let inode = find_inode(&staging.files().join(STAGED))?.unwrap_or(0);
+    let inode = find_inode(&staging.files().join(STAGED_NAME))?.unwrap_or(0);
     let left_out = describe_damaged(path, &damaged);
     Ok(StagedEntry { saved_at: at, inode, files, bytes, incomplete, left_out })
 }
@@ -420,7 +420,7 @@ fn move_into_place(
     placement: &Placement,
     owner: Option<(u32, u32)>,
 ) -> Result<(), RestoreError> {
-    let staged = staging.files().join(STAGED);
+    let staged = staging.files().join(STAGED_NAME);
     let path = bytes_to_name(&placement.directory);
     let directory = Directory::open(&layout.user_home(), Path::new(&path), owner)?;
     let name = bytes_to_name(&placement.name);
@@ -439,7 +439,7 @@ fn move_into_place(
 fn find_exchanged(staging: &Staging) -> Result<Option<Placement>, RestoreError> {
     let complete = if staging.verify_if_exists()? { staging.read_complete::<Placement>()? } else { None };
     let Some(placement) = complete else { return Ok(None) };
-    let inode = find_inode(&staging.files().join(STAGED))?;
+    let inode = find_inode(&staging.files().join(STAGED_NAME))?;
     Ok(Some(placement).filter(|placement| inode.is_some_and(|inode| inode != placement.staged.inode)))
 }
 
@@ -447,7 +447,7 @@ fn find_exchanged(staging: &Staging) -> Result<Option<Placement>, RestoreError> 
 /// path for display. If the move fails for a reason other than a taken name, undoes the exchange.
 fn finish_exchange(layout: &Layout, staging: &Staging) -> Result<Option<String>, RestoreError> {
     let Some(mut placement) = find_exchanged(staging)? else { return Ok(None) };
-    let staged = staging.files().join(STAGED);
+    let staged = staging.files().join(STAGED_NAME);
     let path = bytes_to_name(&placement.directory);
     let directory = Directory::open(&layout.user_home(), Path::new(&path), owner_ids(layout))?;
     let mut kept_as = bytes_to_name(placement.kept_as.as_ref().unwrap_or(&placement.name));
@@ -455,7 +455,8 @@ fn finish_exchange(layout: &Layout, staging: &Staging) -> Result<Option<String>,
         match directory.move_in(&staged, &kept_as) {
             Ok(()) => return Ok(Some(placement.display_path(kept_as.as_bytes()))),
             // One of the owner's programs has created this entry in the meantime. The new name is recorded first, for
-            // `find_kept`. If it cannot be recorded, the entry is moved nevertheless, so that it does not stay hidden.
+            // `find_replaced_entry`. If it cannot be recorded, the entry is moved nevertheless, so that it does not
+            // stay hidden.
             Err(Errno::EXIST) => {
                 let name = bytes_to_name(&placement.name);
                 kept_as = directory.find_free_name(&name, "replaced", clock::now_ms())?;
@@ -477,7 +478,7 @@ fn finish_exchange(layout: &Layout, staging: &Staging) -> Result<Option<String>,
 }
 
 /// Returns the path, for display, to which an earlier, interrupted run has moved the replaced entry.
-fn find_kept(layout: &Layout, placement: &Placement) -> Result<Option<String>, RestoreError> {
+fn find_replaced_entry(layout: &Layout, placement: &Placement) -> Result<Option<String>, RestoreError> {
     let Some(kept_as) = &placement.kept_as else { return Ok(None) };
     let path = bytes_to_name(&placement.directory);
     let directory = Directory::open(&layout.user_home(), Path::new(&path), owner_ids(layout))?;

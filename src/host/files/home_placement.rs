@@ -49,7 +49,7 @@ pub fn move_contents(
     move_between(&open(from)?, &open(to)?, Path::new(""), &destination)
 }
 
-/// Where entries are moved.
+/// The directories to which entries are moved.
 struct Destination<'a> {
     root: &'a Path,
     /// The directory for entries that are replaced.
