@@ -47,3 +47,14 @@ pub async fn run_report(svc: &Path, args: &[&str], env: &[(String, String)]) -> 
     let json = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {printed}"));
     Report { code: output.status.code(), json, text: printed }
 }
+
+/// Removes a variable from the text of an environment file.
+pub fn unset_variable(text: &str, name: &str) -> String {
+    let lines = text.lines().filter(|line| !line.starts_with(&format!("{name}=")));
+    lines.fold(String::new(), |text, line| text + line + "\n")
+}
+
+/// Sets a variable in the text of an environment file.
+pub fn set_variable(text: &str, name: &str, value: &str) -> String {
+    unset_variable(text, name) + &svc::config::format_env_line(name, value)
+}

@@ -59,7 +59,7 @@ async fn release_is_verified_on_the_host_and_from_outside() {
     let without_shell = fleet.verify_on_host(&[]).await;
     without_shell.expect("shell", "problem", "503");
     for check in ["placeholder-host", "legacy-canvas", "canvas-gestures"] {
-        without_shell.expect(check, "skipped", "could not be read");
+        without_shell.expect(check, "skipped", "could not be loaded");
     }
     let shell = Shell { fleet: &fleet, dir: fleet.disk.join("opt/svc/app/shell") };
     shell.serve(&[]).await;

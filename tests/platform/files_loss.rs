@@ -103,8 +103,7 @@ async fn servers_of_all_earlier_machines_are_kept() {
     let second = recover(&stack, &process).await;
     wait_for_backup_detail(&stack, &process, &second).await;
     let newest = stack.wait_for_guest(&process, second["machineId"].as_str().unwrap()).await;
-    let fetch_unsaved =
-        async |id: String| stack.fetch_record(&process, &id).await["unsavedSince"].clone();
+    let fetch_unsaved = async |id: String| stack.fetch_record(&process, &id).await["unsavedSince"].clone();
     assert_eq!(fetch_unsaved(old.guest.machine.clone()).await, Value::Null);
     let mut beat = heartbeat_of(&newest);
     beat["attention"] = json!([{"code": "files_not_restored", "detail": "a pack is damaged"}]);

@@ -11,9 +11,9 @@ use crate::index::{BlobLocation, BlobLocations};
 use crate::pack::BlobType;
 use crate::tree::{Node, NodeType};
 
-/// Bounds the memory for a batch: with typical files, one has about 50,000 entries. A pack is read again for each
+/// Bounds the memory for a batch: with typical files, one has about 30,000 entries. A pack is read again for each
 /// batch that needs it. Tests use small batches, so that their restores have several.
-const MAX_BATCH_BYTES: usize = if cfg!(test) { 4 << 10 } else { 32 << 20 };
+const MAX_BATCH_BYTES: usize = if cfg!(test) { 4 << 10 } else { 20 << 20 };
 
 /// An entry to restore. Its node has no list of chunks, and a file's size is the sum of its chunks' sizes.
 #[derive(Debug)]

@@ -7,8 +7,8 @@ use http::{HeaderMap, header};
 use jiff::Timestamp;
 
 use super::services_env;
-use crate::link::sync::failure::HeartbeatFailure;
 use crate::system::config::PlatformAccess;
+use crate::system::heartbeat_failure::HeartbeatFailure;
 use crate::system::layout::Layout;
 use svc_base::diagnosis::Findings;
 use svc_base::error_chain::format_chain;

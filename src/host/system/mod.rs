@@ -10,6 +10,7 @@ pub mod certificate;
 pub mod config;
 pub mod disk_fill;
 pub mod epoch;
+pub mod heartbeat_failure;
 pub mod layout;
 pub mod lock;
 pub mod platform_response;

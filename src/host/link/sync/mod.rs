@@ -5,7 +5,6 @@
 mod apply_response;
 mod code_probe;
 mod config;
-pub mod failure;
 mod heartbeat;
 mod meta;
 mod server;
@@ -23,12 +22,12 @@ use tokio::time::MissedTickBehavior;
 
 use crate::files;
 use crate::system::config::init_log;
+use crate::system::heartbeat_failure::FailureLog;
 use crate::system::layout::Layout;
 use crate::system::quiesce::Quiesce;
 use crate::system::user;
 use apply_response::SupersededRecord;
 use config::SyncConfig;
-use failure::FailureLog;
 use heartbeat::HeartbeatClient;
 use svc_base::applet::{self, Exit, Failure, OrExit};
 use svc_base::error_chain::format_chain;
