@@ -21,7 +21,7 @@ const MAX_SKIPPED_NAMES: usize = 10_000;
 const MAX_LISTINGS: u32 = 8;
 /// Maximum number of names that a rebuild skips above the `seq` that it would claim: a hundred listing pages, or the
 /// entries of more than ten years of hourly backups.
-const MAX_SKIPPED: usize = 100_000;
+const MAX_REBUILD_SKIPPED_NAMES: usize = 100_000;
 
 /// The `seq` of an existing entry, and its object.
 type LogEntry = (u64, ObjectMeta);
@@ -77,7 +77,7 @@ pub(super) async fn find_free_seq(
     let mut names = 0;
     while let Some(meta) = listing.try_next().await.map_err(|error| StoreError::classify(log, error))? {
         names += 1;
-        if names > MAX_SKIPPED {
+        if names > MAX_REBUILD_SKIPPED_NAMES {
             return Err(corrupt("it has too many entries above the pointer for a rebuild"));
         }
         let Some(entry_seq) = key::entry_seq(&meta.location).filter(|entry| *entry >= seq) else { continue };

@@ -191,12 +191,12 @@ pub(super) fn lock_as_reader(file: &File, size: u64, last_read: Duration) -> Opt
     }
     // Open file description locks are released only when all descriptors of the description are closed.
     let file = file.as_fd().try_clone_to_owned().ok()?;
-    let pending = lock(&file, PENDING_LOCK);
-    let shared = pending && lock(&file, SHARED_LOCK);
-    if pending {
+    let has_pending_lock = lock(&file, PENDING_LOCK);
+    let has_shared_lock = has_pending_lock && lock(&file, SHARED_LOCK);
+    if has_pending_lock {
         set_lock(&file, PENDING_LOCK, libc::F_UNLCK);
     }
-    shared.then(|| ReadLock::new(vec![(file, SHARED_LOCK)]))
+    has_shared_lock.then(|| ReadLock::new(vec![(file, SHARED_LOCK)]))
 }
 
 /// Whether a database can be read before its lock is released.
