@@ -20,8 +20,8 @@ const MAX_PATHS: usize = 20;
 /// The files and snapshots that damaged blobs affect.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AffectedFiles {
-    /// The first `MAX_PATHS`, in order, of the affected files and of the directories whose trees are damaged, so that
-    /// their entries are unknown.
+    /// The first `MAX_PATHS` paths, in order, of affected files, and of directories whose trees are damaged and whose
+    /// entries are therefore unknown.
     pub paths: Vec<AffectedPath>,
     /// The number of snapshots that need a damaged blob.
     pub snapshots: u64,

@@ -12,7 +12,7 @@ use crate::id::Id;
 /// Maximum total size of the files that are kept in memory because they cannot be written.
 const MAX_UNWRITTEN_BYTES: usize = 16 << 20;
 
-/// Clones share the copies in memory.
+/// A local cache of a repository. Clones share the copies in memory.
 #[derive(Debug, Clone)]
 pub struct Cache {
     /// `None` for no cache.

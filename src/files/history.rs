@@ -105,8 +105,8 @@ impl Entry {
         self.node.hard_link_key()
     }
 
-    /// Whether both are the same version. A directory's modification time is ignored: it changes with every temporary
-    /// file.
+    /// Whether both entries are the same version. A directory's modification time is ignored: it changes with every
+    /// temporary file.
     pub fn is_same_version(&self, other: &Self) -> bool {
         let (a, b) = (&self.node, &other.node);
         let is_same_time = a.node_type == NodeType::Dir || a.mtime == b.mtime;
@@ -172,7 +172,7 @@ pub struct History {
     packs: Option<tokio::sync::Mutex<VecDeque<(u32, Bytes)>>>,
 }
 
-/// Larger packs, written by other programs, are read in ranges.
+/// Larger packs, which only other programs write, are read in ranges.
 const MAX_WHOLE_PACK_BYTES: u64 = 32 << 20;
 /// Maximum number of packs kept in memory. Files that were saved together are in the same packs.
 const MAX_CACHED_PACKS: usize = 3;
@@ -189,7 +189,8 @@ impl History {
         Ok(Self::new(repository, listed, locations, false))
     }
 
-    /// Like [`Self::open`], but reads only the snapshot `latest`. Reads all for `None`, or if it is missing or damaged.
+    /// Like [`Self::open`], but reads only the snapshot `latest`. If `latest` is `None`, missing or damaged, reads all
+    /// snapshots.
     ///
     /// # Errors
     /// See [`Self::open`].
@@ -441,7 +442,7 @@ impl History {
 /// Sound snapshots, newest first, and the number of damaged ones.
 type ListedSnapshots = (Vec<(Id, Snapshot)>, u64);
 
-/// Reads the snapshot `latest`; all snapshots if it is missing or damaged, or for `None`.
+/// Reads the snapshot `latest`; all snapshots if `latest` is `None`, missing or damaged.
 async fn read_latest(repository: &Repository, latest: Option<Id>) -> Result<ListedSnapshots, FilesError> {
     if let Some(id) = latest {
         match repository.read_snapshot(id).await {

@@ -45,12 +45,13 @@ pub(crate) struct IndexToPrune {
     pub(crate) blobs: usize,
 }
 
-/// The packs that the index files read so far list. After an interrupted pruning, several files list the same pack.
+/// The packs in the index files that have been read so far. After an interrupted prune, several files list the same
+/// pack.
 #[derive(Debug, Default)]
 pub(crate) struct ListedPacks {
     /// The first file that lists each pack, by the pack's digest and whether it is marked for deletion.
     first_files: HashMap<(Id, bool), Id>,
-    /// The number of their blobs.
+    /// The number of blobs in these packs.
     pub(crate) blobs: usize,
     /// The files with packs that other files list as well. Pruning replaces all of them: another run that is still in
     /// progress might delete any one of them, so none can be relied on.
@@ -58,7 +59,7 @@ pub(crate) struct ListedPacks {
 }
 
 impl ListedPacks {
-    /// Removes the packs that an earlier file lists in the same way, and counts the blobs of the others.
+    /// Removes the packs that an earlier file lists with the same marking, and counts the blobs of the others.
     pub(crate) fn remove_repeats(&mut self, id: Id, file: &mut IndexFile) {
         for (packs, is_marked) in [(&mut file.packs, false), (&mut file.packs_to_delete, true)] {
             packs.retain(|pack| {
@@ -131,8 +132,8 @@ struct KnownIds {
 /// Maximum number of blobs in the index, including those in packs that are marked for deletion: enough for several
 /// million files. A pack that several index files list counts once.
 pub(crate) const MAX_INDEX_BLOBS: usize = MAX_SAVED_BLOBS / 4 * 5;
-/// Saves do not add blobs to an index with this many. It may have more, because pruning writes some of them a second
-/// time.
+/// Maximum number of blobs in an index to which a save adds blobs. An index may have more, because pruning writes some
+/// blobs a second time.
 pub(crate) const MAX_SAVED_BLOBS: usize = if cfg!(test) { 20_000 } else { 4_000_000 };
 /// Maximum number of blobs in an index that is pruned. It is larger, so that pruning can shrink an index that exceeds
 /// [`MAX_INDEX_BLOBS`].

@@ -122,7 +122,7 @@ impl Repository {
         Ok(self.read_index(MAX_INDEX_BLOBS, add).await?.content)
     }
 
-    /// Like [`Self::load_index`], but reads a larger index as well.
+    /// Like [`Self::load_index`], but accepts a larger index.
     pub(crate) async fn load_index_to_prune(&self) -> Result<IndexToPrune, FilesError> {
         let add = |files: &mut Vec<_>, id: Id, file: IndexFile| files.push((id, file));
         let ReadIndex { content: files, listed, .. } = self.read_index(MAX_PRUNED_INDEX_BLOBS, add).await?;

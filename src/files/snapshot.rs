@@ -25,7 +25,7 @@ pub struct Snapshot {
     pub tags: Vec<String>,
 }
 
-/// The machine that made a snapshot. It is stored in tags, because `restic` shows them.
+/// The machine that took a snapshot. It is stored in tags, because `restic` shows them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SnapshotOrigin {
     pub machine: MachineId,

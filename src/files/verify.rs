@@ -107,7 +107,7 @@ pub async fn verify(repository: &Repository, share: PackShare) -> Result<VerifyR
     }
     // If only one of a lost blob's packs were known to be damaged, a save would not write the blob again.
     verified.damaged.extend(other_packs.into_iter().map(|(pack, blobs)| {
-        let why = "its copy of a blob that is damaged in another pack is damaged, too".to_owned();
+        let why = "it has a damaged copy of a blob that is damaged in another pack, too".to_owned();
         DamagedPack { pack, why, blobs }
     }));
     Ok(verified)
@@ -137,7 +137,8 @@ impl BlobCopies {
         Self(copies)
     }
 
-    /// Returns the packs other than `damaged_pack` whose copies of the blob are damaged; `None` if one has a sound copy.
+    /// Returns the packs other than `damaged_pack` whose copies of the blob are damaged; `None` if one has a sound
+    /// copy.
     async fn find_damaged_copies(
         &self,
         repository: &Repository,

@@ -22,7 +22,7 @@ where
 /// Like [`deserialize_at_most`], but returns `None` for `null`.
 ///
 /// # Errors
-/// Same as [`deserialize_at_most`], except for `null`.
+/// Same as [`deserialize_at_most`], except that `null` is accepted.
 pub(super) fn deserialize_optional_at_most<'de, D, T, const MAX: usize>(
     from: D,
 ) -> Result<Option<Vec<T>>, D::Error>

@@ -110,7 +110,7 @@ pub const UPLOADS: Capability = Capability {
     need: CapabilityNeed::Required,
     without: "No snapshot can be stored, or a broken one becomes an object.",
 };
-pub const UPLOAD_ONCE: Capability = Capability {
+pub const CREATE_ONLY_UPLOAD: Capability = Capability {
     name: "a multipart upload creates an object only if there is none",
     need: CapabilityNeed::Recommended,
     without: "Credentials stolen from a host can overwrite a snapshot; hosts themselves never do.",
@@ -169,7 +169,7 @@ pub async fn probe_other_capabilities(config: &StoreConfig, bucket: &Bucket) -> 
         (CURRENT_LISTS, determine_support(objects::probe_current_lists(bucket)).boxed()),
         (RANGES, determine_support(objects::probe_ranges(bucket)).boxed()),
         (UPLOADS, determine_support(uploads::probe_visibility(bucket)).boxed()),
-        (UPLOAD_ONCE, determine_support(uploads::probe_upload_once(bucket)).boxed()),
+        (CREATE_ONLY_UPLOAD, determine_support(uploads::probe_create_only_upload(bucket)).boxed()),
         (CHECKSUMS, raw_requests::probe_checksums(s3).boxed()),
         (SIGNATURES, raw_requests::probe_signatures(s3).boxed()),
     ];
@@ -271,7 +271,7 @@ mod tests {
                 Support::Unknown(why) => {
                     assert!(capability.applies_only_to_servers(), "{}: {why}", capability.name);
                 }
-                Support::No(_) => assert_eq!(capability, UPLOAD_ONCE),
+                Support::No(_) => assert_eq!(capability, CREATE_ONLY_UPLOAD),
                 Support::Yes => {}
             }
         }

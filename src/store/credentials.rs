@@ -50,7 +50,7 @@ pub trait CredentialSource: fmt::Debug + Send + Sync + 'static {
     /// Returns credentials that have not expired according to this machine's clock.
     async fn current(&self) -> Result<Arc<AwsCredential>, CredentialError>;
 
-    /// Returns credentials that replace those with this access key, which the store rejected as expired.
+    /// Returns new credentials, because the store has rejected those with this access key as expired.
     async fn replacement_for(&self, access_key: &str) -> Result<Arc<AwsCredential>, CredentialError>;
 }
 

@@ -137,7 +137,8 @@ impl std::str::FromStr for SnapshotKey {
     }
 }
 
-/// The position in a list of snapshots below which a page starts: a key, or any other string to compare keys with.
+/// Marks where a page of snapshots begins: the page contains only keys that sort below this string, which need not be a
+/// key itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SnapshotCursor(String);
 

@@ -1,4 +1,4 @@
-//! An HTTP layer below object_store: removes the names that object_store rejects from listings.
+//! An HTTP layer below object_store: removes from listings the names that object_store rejects.
 //!
 //! A host can write any key in its slot, including one with an empty, `.` or `..` segment or a control character. One
 //! such name makes object_store fail the whole listing. svc never writes such names, and object_store can neither read
@@ -64,7 +64,7 @@ async fn read_page(body: HttpResponseBody) -> Result<Bytes, HttpError> {
 }
 
 /// A page of a listing without its invalid names.
-struct Filtered {
+struct FilteredPage {
     page: Vec<u8>,
     removed: usize,
     /// The first removed name.
@@ -73,7 +73,7 @@ struct Filtered {
 
 /// Removes the objects and common prefixes with invalid names; `None` if there are none, or if the page is not XML,
 /// which object_store reports.
-fn remove_invalid_names(page: &[u8]) -> Option<Filtered> {
+fn remove_invalid_names(page: &[u8]) -> Option<FilteredPage> {
     let mut reader = Reader::from_reader(page);
     let (mut output, mut copied) = (Vec::new(), 0);
     let (mut removed, mut first) = (0, None);
@@ -97,7 +97,7 @@ fn remove_invalid_names(page: &[u8]) -> Option<Filtered> {
     }
     let first = first?;
     output.extend_from_slice(&page[copied..]);
-    Some(Filtered { page: output, removed, first })
+    Some(FilteredPage { page: output, removed, first })
 }
 
 /// A `Contents` element, which has a key, or a `CommonPrefixes` element, which has a prefix. Both fields are lists, so
@@ -130,7 +130,7 @@ mod tests {
     use crate::write_once::tests::empty_request;
     use svc_base::config::Env;
 
-    /// Returns a page with these names, which are escaped. Those that end with `/` are common prefixes.
+    /// Returns a page with these names, which must already be escaped. Those that end with `/` are common prefixes.
     fn page_of(names: &[&str]) -> String {
         let element = |name: &&str| match name.ends_with('/') {
             true => format!("<CommonPrefixes><Prefix>{name}</Prefix></CommonPrefixes>"),
@@ -188,10 +188,10 @@ mod tests {
 
     /// A store that always sends the same response.
     #[derive(Debug)]
-    struct Fixed(String);
+    struct FixedResponse(String);
 
     #[async_trait]
-    impl HttpService for Fixed {
+    impl HttpService for FixedResponse {
         async fn call(&self, _: HttpRequest) -> Result<HttpResponse, HttpError> {
             let mut response = HttpResponse::new(self.0.clone().into());
             response.headers_mut().insert(CONTENT_LENGTH, HeaderValue::from(self.0.len()));
@@ -206,7 +206,7 @@ mod tests {
         for (uri, sent, expected) in
             [(listing, &valid, &valid), (listing, &mixed, &valid), (object, &mixed, &mixed)]
         {
-            let layer = ListFilter { inner: HttpClient::new(Fixed(sent.clone())) };
+            let layer = ListFilter { inner: HttpClient::new(FixedResponse(sent.clone())) };
             let response = layer.call(empty_request(Method::GET, uri)).await.unwrap();
             assert_eq!(response.headers().contains_key(CONTENT_LENGTH), sent == expected, "{uri}");
             assert_eq!(response.into_body().bytes().await.unwrap(), expected.as_bytes(), "{uri}");

@@ -24,8 +24,9 @@ const ROUNDS: usize = 8;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Atomicity {
     Atomic,
-    /// The number of writers that succeeded in the first round in which several did.
+    /// Several writers succeeded in the same round.
     Violated {
+        /// The number of writers that succeeded in the first such round.
         winners: usize,
     },
 }

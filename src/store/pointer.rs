@@ -424,7 +424,7 @@ pub(crate) mod tests {
         /// For any order of fences and snapshots, neither `seq` nor the fence decreases, no two machines have the same
         /// epoch, and the snapshot is only ever replaced by another snapshot.
         #[test]
-        fn pointer_never_moves_back(
+        fn pointer_never_moves_backward(
             steps in prop::collection::vec((any::<bool>(), 1u32..6, 1u8..4, 0u32..1000), 0..60),
         ) {
             let mut current: Option<Pointer> = None;

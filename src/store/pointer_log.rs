@@ -15,13 +15,13 @@ use super::pointer::{MAX_SEQ, MAX_SEQ_AHEAD};
 
 /// Maximum number of names to read from one listing. Under the protocol, at most one entry is ahead of `latest`.
 const MAX_LISTED: usize = 64;
-/// Maximum number of other names to skip before the first entry if the start of the log is unknown.
+/// Maximum number of non-entry names to skip before the first entry, if the start of the log is unknown.
 const MAX_SKIPPED_NAMES: usize = 10_000;
 /// Maximum number of listings, for a log with gaps.
 const MAX_LISTINGS: u32 = 8;
 /// Maximum number of names that a rebuild skips above the `seq` that it would claim: a hundred listing pages, or the
 /// entries of more than ten years of hourly backups.
-const MAX_SKIPPED: usize = 100_000;
+const MAX_REBUILD_SKIPPED_NAMES: usize = 100_000;
 
 /// The `seq` of an existing entry, and its object.
 type LogEntry = (u64, ObjectMeta);
@@ -77,7 +77,7 @@ pub(super) async fn find_free_seq(
     let mut names = 0;
     while let Some(meta) = listing.try_next().await.map_err(|error| StoreError::classify(log, error))? {
         names += 1;
-        if names > MAX_SKIPPED {
+        if names > MAX_REBUILD_SKIPPED_NAMES {
             return Err(corrupt("it has too many entries above the pointer for a rebuild"));
         }
         let Some(entry_seq) = key::entry_seq(&meta.location).filter(|entry| *entry >= seq) else { continue };
@@ -119,7 +119,7 @@ pub(super) async fn find_first_seq(bucket: &Bucket, paths: &PointerPaths) -> Res
     Ok(find_first_listed(bucket, paths, MAX_SEQ - 1).await?.map_or(0, |(seq, _)| seq))
 }
 
-/// Finds the first entry above 0, after at most [`MAX_SKIPPED_NAMES`] other names.
+/// Finds the first entry above 0. Skips at most [`MAX_SKIPPED_NAMES`] names that are not entries.
 async fn find_first_listed(
     bucket: &Bucket,
     paths: &PointerPaths,

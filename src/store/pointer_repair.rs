@@ -30,9 +30,9 @@ const MAX_CHECKED_SNAPSHOTS: usize = 64;
 #[derive(Debug, Clone)]
 pub struct SlotRecord {
     /// The highest epoch of all machines in the slot.
-    pub highest: Epoch,
+    pub highest_epoch: Epoch,
     /// The slot's signed fence. Until the current machine's server has been ordered, this is its predecessor's fence.
-    pub holder: Option<Fence>,
+    pub fence: Option<Fence>,
 }
 
 /// The state of a slot's pointer.
@@ -121,8 +121,8 @@ pub async fn inspect(
     record: SlotRecord,
     target: RebuildTarget<'_>,
 ) -> Result<Inspection, RepairError> {
-    let SlotRecord { highest, holder } = &record;
-    let bound = highest.max_plausible();
+    let SlotRecord { highest_epoch, fence } = &record;
+    let bound = highest_epoch.max_plausible();
     let (found, condition) = read_pointer_state(bucket, slot, bound).await?;
     let mut keys = snapshots::list_keys(bucket, slot).await?;
     // A host can write any key, so epochs that no machine ever had are ignored.
@@ -142,9 +142,15 @@ pub async fn inspect(
     let emptied_at = matches!(target, RebuildTarget::Nothing).then(clock::now_ms);
     let next = if candidate.is_some() || emptied_at.is_some() || keys.is_empty() {
         let newest_entry = read_newest_entry(bucket, slot).await?;
-        let meta = epoch_floor::read_metadata_epoch(bucket, slot, bound).await?;
-        let known =
-            KnownState { found: &found, keys: &keys, newest_entry, meta, holder: holder.as_ref(), bound };
+        let metadata_epoch = epoch_floor::read_metadata_epoch(bucket, slot, bound).await?;
+        let known = KnownState {
+            found: &found,
+            keys: &keys,
+            newest_entry,
+            metadata_epoch,
+            fence: fence.as_ref(),
+            bound,
+        };
         plan_rebuild(bucket, slot, known, (candidate.map(|sidecar| sidecar.snapshot_ref()), emptied_at))
             .await?
     } else {
@@ -337,8 +343,8 @@ mod tests {
 
     fn record() -> SlotRecord {
         SlotRecord {
-            highest: Epoch(1),
-            holder: Some(Fence::unsigned(Epoch(1), MachineId(uuid::Uuid::nil()))),
+            highest_epoch: Epoch(1),
+            fence: Some(Fence::unsigned(Epoch(1), MachineId(uuid::Uuid::nil()))),
         }
     }
 
@@ -352,7 +358,7 @@ mod tests {
             ..crate::pointer::tests::snapshot(1, Epoch(1))
         };
         bucket.put(&slot().snapshot(&snapshot.key).unwrap(), "d").await.unwrap();
-        pointer_io::fence(&bucket, &slot(), &record().holder.unwrap()).await.unwrap();
+        pointer_io::fence(&bucket, &slot(), &record().fence.unwrap()).await.unwrap();
         let stored = snapshot::write_sidecar(&bucket, &slot(), &sidecar(&snapshot), None).await.unwrap();
         pointer_io::advance(&bucket, &slot(), &stored).await.unwrap();
         (bucket, snapshot.key)

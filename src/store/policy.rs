@@ -19,11 +19,11 @@ const MAX_POLICY_CHARS: usize = 2048;
 /// with clock skew.
 const MAX_DAYS: usize = 9;
 
-/// Whether a session may overwrite objects that hosts write only once: snapshots, pointer-log entries, and the copies
-/// of the owner's files.
+/// Whether a session may overwrite objects that hosts write only once: snapshots, pointer-log entries, and the objects
+/// of the file backup.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SnapshotWrites {
-    /// The store allows it. Hosts never overwrite snapshots, but stolen credentials could be used to.
+    /// The store allows it. Hosts never overwrite snapshots, but stolen credentials could be used to do so.
     Overwritable,
     /// The store rejects it: these objects can only be created with `If-None-Match`. `s3:if-none-match` and
     /// `s3:ObjectCreationOperation` are AWS condition keys that other stores may not support.

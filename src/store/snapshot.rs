@@ -183,7 +183,7 @@ pub async fn write_sidecar(
     Ok(SnapshotWithSidecar::new(SnapshotRef { etag, ..sidecar.snapshot_ref() }))
 }
 
-/// Like [`load`], but also returns the snapshot in the form that the pointer can be moved to.
+/// Like [`load`], but also returns the [`SnapshotWithSidecar`] that [`pointer_io::advance`] requires.
 ///
 /// # Errors
 /// Same as [`load`].

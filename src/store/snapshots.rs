@@ -20,7 +20,7 @@ use svc_machine::id::MachineId;
 
 /// Maximum number of concurrent sidecar reads, of at most 1 MiB each.
 const MAX_CONCURRENT_READS: usize = 4;
-const SUFFIX: &str = ".json";
+const SIDECAR_SUFFIX: &str = ".json";
 /// Initial time range for a page: hours per snapshot, plus additional hours. Backups are hourly.
 const HOURS_PER_SNAPSHOT: i64 = 1;
 const EXTRA_HOURS: i64 = 2;
@@ -209,7 +209,7 @@ async fn list_last_keys(
 
 /// Returns the key of the snapshot to which this sidecar belongs; `None` if the object is not a sidecar.
 fn snapshot_key_of(slot: &SlotPrefix, prefix: &Path, object: &Path) -> Option<String> {
-    let name = name_in(prefix, object)?.strip_suffix(SUFFIX)?;
+    let name = name_in(prefix, object)?.strip_suffix(SIDECAR_SUFFIX)?;
     Some(format!("system/db/snapshots/{name}")).filter(|key| slot.snapshot(key).is_some())
 }
 

@@ -67,6 +67,8 @@ pub struct Sts {
 }
 
 impl Sts {
+    /// Creates a client.
+    ///
     /// # Errors
     /// If the endpoint is not a valid target of a request, or the HTTP client cannot be created.
     pub fn new(

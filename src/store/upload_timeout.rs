@@ -55,10 +55,10 @@ mod tests {
 
     /// A store that never responds.
     #[derive(Debug)]
-    struct Silent;
+    struct SilentServer;
 
     #[async_trait]
-    impl HttpService for Silent {
+    impl HttpService for SilentServer {
         async fn call(&self, _: HttpRequest) -> Result<HttpResponse, HttpError> {
             std::future::pending().await
         }
@@ -66,7 +66,8 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn upload_without_response_ends_after_its_timeout() {
-        let layer = UploadTimeout { uploads: HttpClient::new(Silent), others: HttpClient::new(Silent) };
+        let layer =
+            UploadTimeout { uploads: HttpClient::new(SilentServer), others: HttpClient::new(SilentServer) };
         for (mib, seconds) in [(1, 130), (5, 533), (16, 1640), (20, 2043)] {
             let started = tokio::time::Instant::now();
             let mut request = HttpRequest::new(vec![0_u8; mib << 20].into());

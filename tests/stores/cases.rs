@@ -191,7 +191,7 @@ async fn probe_capability(fixture: &StoreFixture, capability: Capability) -> Res
 }
 
 pub async fn upload_creates_a_snapshot_only_once(fixture: &StoreFixture) -> Result<Support> {
-    probe_capability(fixture, capabilities::UPLOAD_ONCE).await
+    probe_capability(fixture, capabilities::CREATE_ONLY_UPLOAD).await
 }
 
 pub async fn damaged_body_is_refused(fixture: &StoreFixture) -> Result<Support> {

@@ -52,7 +52,7 @@ pub struct PruneOptions {
     pub policy: RetentionPolicy,
     /// Snapshots that are kept regardless of the policy, such as the one to which the files pointer refers.
     pub protected: Vec<Id>,
-    /// Must be longer than any restore, and than a save may take without reading the index again.
+    /// Must be longer than any restore takes, and longer than a save may take without rereading the index.
     pub grace_period: SignedDuration,
     pub now: Timestamp,
     /// Whether to only report what would be done.
@@ -151,9 +151,9 @@ fn select_expired(snapshots: &[(Id, Snapshot, Timestamp)], options: &PruneOption
     expired.into_iter().filter(|id| !options.protected.contains(id)).collect()
 }
 
-/// Unmarks packs that have the only sound copy of a blob that a snapshot needs. The index lists the blob in another
-/// pack as well, but machines write the index, so the other copy is read before this one is deleted. The other pack may
-/// be marked in this run: it is checked in the same way before it is deleted.
+/// Unmarks packs that have the only sound copy of a blob that a snapshot needs. The index lists another copy of the
+/// blob, but machines write the index, so that copy is read before this one is deleted. If the pack with the other copy
+/// is marked in this run, it is checked in the same way before it is deleted.
 async fn keep_needed_packs(
     repository: &Repository,
     index: &[(Id, IndexFile)],
@@ -298,8 +298,8 @@ fn keep_damaged_pack(plan: &mut PrunePlan, pack: Id, error: &FilesError) {
     plan.marked.remove(&pack);
 }
 
-/// Reads a pack up to the end of the last of these blobs. Machines write the packs, which may be large. The packs that
-/// are read with the same budget and whose permits have not been dropped take at most [`MAX_PACK_BYTES`] in total.
+/// Reads a pack up to the end of the last of these blobs. Machines write the packs, which may be large, so `budget`
+/// limits the packs in memory to [`MAX_PACK_BYTES`] in total: a pack counts until its permit is dropped.
 async fn read_blobs<'a>(
     repository: &Repository,
     pack: Id,

@@ -24,7 +24,7 @@ const MAX_REWRITES: usize = 1_000;
 /// A pack is rewritten without its unused blobs if more than this percentage of its bytes is unused.
 const MAX_UNUSED_PERCENT: u64 = 50;
 /// Packs with fewer bytes than this are merged once there are [`MIN_MERGED_PACKS`] of a type. Each save writes at least
-/// one pack, however little has changed. Tests have fewer.
+/// one pack, however little has changed. Tests use a lower minimum.
 const SMALL_PACK_BYTES: u64 = 1 << 20;
 pub(crate) const MIN_MERGED_PACKS: usize = if cfg!(test) { 12 } else { 256 };
 /// Packs are not merged while the index has more blobs than this: until the merged packs are deleted, the index lists
@@ -73,7 +73,7 @@ impl UsedBlobs {
         let mut reads = FuturesUnordered::new();
         // Trees that have been found, but not yet counted as used.
         let mut found: Vec<Id> = snapshots.iter().map(|snapshot| snapshot.tree).collect();
-        // Trees whose packs the tree reader has.
+        // Trees whose packs the tree reader has in memory.
         let mut ready = Vec::new();
         // The other trees, by the number of their pack.
         let mut waiting: HashMap<u32, Vec<Id>> = HashMap::new();
@@ -139,12 +139,12 @@ pub(super) struct PrunePlan {
     pub(super) reclaimable_bytes: u64,
     pub(super) unmarked: HashSet<Id>,
     /// Packs that are marked in one index file but not in another, because an earlier run was interrupted, or because
-    /// one of them is forged. They are unmarked.
+    /// one of the files is forged. The packs are unmarked.
     half_marked: HashSet<Id>,
     /// The digests of the unmarked listings of these packs.
     half_marked_digests: HashSet<Id>,
-    /// Packs whose used blobs are written to new packs, with the number of these blobs: packs with many unused blobs, and
-    /// small packs. They are marked as well.
+    /// Packs whose used blobs are written to new packs, with the number of these blobs: packs with many unused blobs,
+    /// and small packs. They are marked as well.
     pub(super) rewritten: HashMap<Id, usize>,
     /// Marked packs, which are removed from the index as well, and orphans.
     pub(super) deleted: HashSet<Id>,
@@ -300,8 +300,8 @@ impl PrunePlan {
         left
     }
 
-    /// Whether a listing of a pack that the plan unmarks must be written as one that is not marked. Otherwise, there is
-    /// such a listing with the same blobs.
+    /// Whether this marked listing of a pack, which the plan unmarks, must be written as an unmarked one. If not, the
+    /// index already has an unmarked listing with the same blobs.
     pub(super) fn should_add_unmarked(&self, pack: &IndexedPack) -> bool {
         !self.half_marked.contains(&pack.id) || !self.half_marked_digests.contains(&pack.digest())
     }

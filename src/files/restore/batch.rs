@@ -45,7 +45,7 @@ pub(super) struct Batch {
     pub(super) placements: Vec<ChunkPlacement>,
     /// The positions in [`Self::files`] of the files that have a damaged chunk.
     pub(super) damaged: BTreeSet<u32>,
-    /// An estimate of its size in memory.
+    /// The batch's estimated size in memory.
     bytes: usize,
 }
 
@@ -131,7 +131,7 @@ impl Batch {
         Ok(())
     }
 
-    /// Takes the files that have a damaged chunk from the batch.
+    /// Removes the files that have a damaged chunk from the batch, and returns them.
     pub(super) fn take_damaged(&mut self) -> Vec<PlannedEntry> {
         let damaged = std::mem::take(&mut self.damaged);
         let mut left_out = Vec::new();
@@ -144,7 +144,7 @@ impl Batch {
         left_out
     }
 
-    /// Removes the files that are left out, and creates the hard links.
+    /// Deletes the files that are left out from the target, and creates the hard links.
     pub(super) fn complete_entries(
         &self,
         target: &Path,

@@ -81,12 +81,12 @@ impl AttributeWriter {
         self.restored.directories += batch.directories.len() as u64;
         for PlannedEntry { path, node } in batch.links {
             let result = apply_to_link(&mut target, &path, &self.owners.resolve(node));
-            self.count(&path, result);
+            self.count_failure(&path, result);
         }
         for PlannedEntry { path, node } in batch.files {
             self.restored.bytes += node.size;
             let result = apply_to_open(&mut target, &path, &self.owners.resolve(node));
-            self.count(&path, result);
+            self.count_failure(&path, result);
         }
         for PlannedEntry { path, node } in batch.directories {
             let attributes = self.owners.resolve(node);
@@ -103,14 +103,14 @@ impl AttributeWriter {
         let mut target = Target::open(path).map_err(FilesError::io("open", path))?;
         for (path, attributes) in std::mem::take(&mut self.directories).into_iter().rev() {
             let result = apply_to_open(&mut target, &path, &attributes);
-            self.count(&path, result);
+            self.count_failure(&path, result);
         }
         let opened = File::open(path).map_err(FilesError::io("open", path))?;
         nix::unistd::syncfs(&opened).map_err(FilesError::io("sync", path))?;
         Ok(self.restored)
     }
 
-    fn count(&mut self, path: &Path, result: io::Result<()>) {
+    fn count_failure(&mut self, path: &Path, result: io::Result<()>) {
         if let Err(error) = result {
             self.restored.incomplete += 1;
             let describe = || truncate_printable(&format!("{}: {error}", path.display()));

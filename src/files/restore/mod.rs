@@ -3,8 +3,8 @@
 //! First all trees are read, to check that the target has enough space. Then the entries are restored in batches, so
 //! that memory use does not grow with their number: the directories, the links and the files (without content) are
 //! created, the chunks are read pack by pack and written to the files, and the owners, modes and times of files and
-//! links are set. Those of directories are set at the end. Names are checked when a tree is parsed: each entry stays in
-//! its directory.
+//! links are set. Those of directories are set at the end. Names are checked when a tree is parsed, so no entry leads
+//! out of its directory.
 
 mod batch;
 mod content;
@@ -51,8 +51,8 @@ pub struct RestoreOptions {
     /// The user and group that own everything; `None` for the owners in the snapshot. In either case, files lose their
     /// set-user-ID and set-group-ID bits.
     pub owner: Option<(u32, u32)>,
-    /// Whether files with damaged content are left out, and damaged directories are restored empty. Otherwise, nothing is
-    /// restored if anything is damaged.
+    /// Whether files with damaged content are left out, and damaged directories are restored empty. Otherwise, nothing
+    /// is restored if anything is damaged.
     pub should_skip_damaged: bool,
 }
 
@@ -130,9 +130,9 @@ pub struct RestoreReport {
 /// [`FilesError::NoSpace`] or [`FilesError::NoInodes`] if the target's file system is too small;
 /// [`FilesError::Corrupt`] if an object is damaged, or the index lacks a blob; [`FilesError::IndexChanging`] if the
 /// index changed during every attempt to read it; [`FilesError::Io`] if an entry cannot be created or written;
-/// [`FilesError::Store`] if the store fails or lacks an object. With [`RestoreOptions::should_skip_damaged`], only damage
-/// to the index and to the snapshot's root directory is an error. The target may be partly written: retry with a new,
-/// empty one.
+/// [`FilesError::Store`] if the store fails or lacks an object. With [`RestoreOptions::should_skip_damaged`], only
+/// damage to the index and to the snapshot's root directory is an error. The target may be partly written: retry with a
+/// new, empty one.
 pub async fn restore(
     repository: &Repository,
     snapshot: &Snapshot,

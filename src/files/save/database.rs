@@ -1,4 +1,4 @@
-//! SQLite databases that programs write during a save: the saved files must form a database that can be opened.
+//! SQLite databases that programs write to during a save: the saved files must form a database that can be opened.
 //!
 //! In WAL mode, commits append to `X-wal`, and only a checkpoint changes `X`. `WAL_READ_LOCK(0)` in `X-shm` is the lock
 //! of a reader that reads no frames of the log. While it is held, no checkpoint can change `X`, so `X` and a prefix of
@@ -171,7 +171,7 @@ impl DatabaseFiles {
         open_in(directory, self.database()?, OFlags::NONBLOCK | OFlags::NOCTTY).ok().map(File::from)
     }
 
-    /// The name of the database itself, which must not change while it is saved.
+    /// The name of the database file itself. The file must not change while the database is saved.
     pub(super) fn database(&self) -> Option<&OsStr> {
         self.names.first().map(OsString::as_os_str)
     }
@@ -184,19 +184,19 @@ fn with_suffix(base: &OsStr, suffix: &[u8]) -> OsString {
 }
 
 /// Locks a database as a reader does, so that no writer changes it; `None` for other files, if reading it would take
-/// too long, or if a writer does not release its lock in time. `last_read` is the time that the last read of it took.
+/// too long, or if a writer does not release its lock in time. `last_read` is how long the previous read took.
 pub(super) fn lock_as_reader(file: &File, size: u64, last_read: Duration) -> Option<ReadLock> {
     if !is_readable_in_time(size, last_read) || !is_database(file, size) {
         return None;
     }
     // Open file description locks are released only when all descriptors of the description are closed.
     let file = file.as_fd().try_clone_to_owned().ok()?;
-    let pending = lock(&file, PENDING_LOCK);
-    let shared = pending && lock(&file, SHARED_LOCK);
-    if pending {
+    let has_pending_lock = lock(&file, PENDING_LOCK);
+    let has_shared_lock = has_pending_lock && lock(&file, SHARED_LOCK);
+    if has_pending_lock {
         set_lock(&file, PENDING_LOCK, libc::F_UNLCK);
     }
-    shared.then(|| ReadLock::new(vec![(file, SHARED_LOCK)]))
+    has_shared_lock.then(|| ReadLock::new(vec![(file, SHARED_LOCK)]))
 }
 
 /// Whether a database can be read before its lock is released.

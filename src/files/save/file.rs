@@ -25,7 +25,8 @@ use crate::xattrs::read_xattrs;
 const MAX_FILE_BYTES: u64 = 1 << 40;
 /// Smaller holes are read as zeros.
 const MIN_HOLE_BYTES: u64 = 1 << 20;
-/// The inode of a file that changed during every read. No file has this inode, so the next save reads it again.
+/// The inode that is recorded for a file that changed during every read. No file has this inode, so the next save reads
+/// the file again.
 pub(super) const UNSTABLE_INODE: u64 = 0;
 /// The note about such a file.
 pub(super) const UNSTABLE_NOTE: &str = "changed while it was read";
@@ -123,8 +124,8 @@ impl Walker<'_> {
         self.retry.mark_subtree(&self.path);
     }
 
-    /// Locks a database as a reader does; see [`lock_as_reader`]. Writes it back first, because writers would otherwise
-    /// wait for that as well.
+    /// Locks a database as a reader does; see [`lock_as_reader`]. Writes its pages back first, because writers would
+    /// otherwise wait for that, too.
     pub(super) fn lock_database(&mut self, file: &File, last_read: Duration) -> io::Result<Option<ReadLock>> {
         self.write_back.clean(file)?;
         Ok(lock_as_reader(file, file.metadata()?.len(), last_read))

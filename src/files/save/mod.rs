@@ -118,7 +118,7 @@ pub struct SaveCounts {
     pub excluded: u64,
     /// `None` if they were not measured.
     pub excluded_sizes: Option<ExcludedSizes>,
-    /// Files and databases that changed during every attempt to read them; the last read is saved.
+    /// Files and databases that changed during every attempt to read them; the content of the last attempt is saved.
     pub unstable: u64,
     /// Entries that could not be read. Their earlier state is kept, if there is one.
     pub unreadable: u64,
@@ -333,7 +333,7 @@ impl Saver {
     /// snapshot needs.
     ///
     /// # Errors
-    /// [`FilesError::SaveTooLong`] if it may not; those of reading the index and the trees.
+    /// [`FilesError::SaveTooLong`] if pruning may delete such a copy first; those of reading the index and the trees.
     async fn ensure_retained(&self, root: Id) -> Result<(), FilesError> {
         let retained = self.repository.load_retained_blobs(Timestamp::now() - MAX_MARK_AGE).await?;
         let locations = self.repository.load_tree_locations().await?;

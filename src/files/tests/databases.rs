@@ -1,5 +1,5 @@
-//! SQLite databases that a program writes during the saves: each saved state opens, is intact, and is the state after a
-//! commit.
+//! SQLite databases that a program writes to during the saves: each saved state opens, is intact, and is the state
+//! after a commit.
 
 use std::process::{Child, Command, Output, Stdio};
 
@@ -90,9 +90,9 @@ fn check(path: &Path) -> String {
     format!("{}{}", String::from_utf8_lossy(&stdout), String::from_utf8_lossy(&stderr))
 }
 
-/// Saves a database six times while a program writes it, and checks every state that was saved as consistent. `pause`
-/// is the time between two commits, in seconds. The database has at least `filler_mib` MiB.
-async fn assert_saved_states_open(mode: &str, pause: &str, filler_mib: u32) {
+/// Saves a database six times while a program writes to it, and checks every state that was saved as consistent.
+/// `pause` is the time between two commits, in seconds. The database has at least `filler_mib` MiB.
+async fn save_busy_database_and_check(mode: &str, pause: &str, filler_mib: u32) {
     let mut fixture = Fixture::new().await;
     fixture.write("app/other", "x");
     let path = fixture.home().join("app/data.db");
@@ -118,18 +118,18 @@ async fn assert_saved_states_open(mode: &str, pause: &str, filler_mib: u32) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn wal_database_is_saved_in_the_state_after_a_commit() {
-    assert_saved_states_open("wal", "0", 0).await;
+    save_busy_database_and_check("wal", "0", 0).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn reopened_database_is_saved_consistently() {
-    assert_saved_states_open("wal-reopened", "0.02", 0).await;
+    save_busy_database_and_check("wal-reopened", "0.02", 0).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn journal_database_is_saved_in_the_state_after_a_commit() {
     for mode in ["delete", "persist", "truncate"] {
-        assert_saved_states_open(mode, "0.02", 0).await;
+        save_busy_database_and_check(mode, "0.02", 0).await;
     }
 }
 
@@ -137,7 +137,7 @@ async fn journal_database_is_saved_in_the_state_after_a_commit() {
 #[tokio::test(flavor = "multi_thread")]
 async fn busy_database_is_read_under_a_lock() {
     for mode in ["delete", "persist"] {
-        assert_saved_states_open(mode, "0", 0).await;
+        save_busy_database_and_check(mode, "0", 0).await;
     }
 }
 
@@ -145,5 +145,5 @@ async fn busy_database_is_read_under_a_lock() {
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: a database of 400 MiB"]
 async fn large_busy_database_is_read_under_a_lock() {
-    assert_saved_states_open("delete", "0", 400).await;
+    save_busy_database_and_check("delete", "0", 400).await;
 }

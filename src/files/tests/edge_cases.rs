@@ -107,7 +107,7 @@ async fn cache_tag_applies_to_saves_of_changes() {
     assert!(target.path().join("kept").exists(), "a tag in the home directory itself is ignored");
 }
 
-/// Tests have a limit of 2000 entries.
+/// In tests, the limit is 2000 entries.
 #[tokio::test]
 async fn only_directories_with_too_many_entries_are_left_out() {
     let mut fixture = Fixture::new().await;

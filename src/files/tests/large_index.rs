@@ -9,8 +9,8 @@ use crate::index::{IndexFile, IndexedPack};
 use crate::pack::{BlobType, PackedBlob};
 use crate::repository::{MAX_JSON_BYTES, ObjectKind};
 
-/// Lists `count` packs with `blobs` blobs each.
-fn list_packs(name: &str, count: usize, blobs: usize) -> Vec<IndexedPack> {
+/// Returns the index entries of `count` packs with `blobs` blobs each.
+fn index_entries(name: &str, count: usize, blobs: usize) -> Vec<IndexedPack> {
     let blob = |pack: usize, number: usize| PackedBlob {
         id: Id::of(format!("{name} {pack} {number}").as_bytes()),
         blob_type: BlobType::Data,
@@ -26,9 +26,9 @@ fn list_packs(name: &str, count: usize, blobs: usize) -> Vec<IndexedPack> {
     (0..count).map(pack).collect()
 }
 
-/// Like [`list_packs`]. The packs were marked at `time`.
-fn list_marked_packs(name: &str, count: usize, blobs: usize, time: Timestamp) -> IndexFile {
-    let packs = list_packs(name, count, blobs).into_iter();
+/// Returns an index file with such entries, of packs that were marked for deletion at `time`.
+fn index_of_marked_packs(name: &str, count: usize, blobs: usize, time: Timestamp) -> IndexFile {
+    let packs = index_entries(name, count, blobs).into_iter();
     let packs_to_delete = packs.map(|pack| IndexedPack { time: Some(time), ..pack }).collect();
     IndexFile { packs_to_delete, ..IndexFile::default() }
 }
@@ -41,11 +41,11 @@ async fn fixture_with_file() -> (Fixture, SaveResult, Repository) {
     (fixture, saved, repository)
 }
 
-/// An interrupted pruning leaves both the old index files and their replacements.
+/// An interrupted prune leaves both the old index files and their replacements.
 #[tokio::test]
 async fn packs_in_several_index_files_count_once() {
     let (fixture, saved, repository) = fixture_with_file().await;
-    let file = IndexFile { packs: list_packs("repeated", 10, 1_400), ..IndexFile::default() };
+    let file = IndexFile { packs: index_entries("repeated", 10, 1_400), ..IndexFile::default() };
     for _ in 0..2 {
         repository.write_json(ObjectKind::Index, &file).await.unwrap();
     }
@@ -59,7 +59,7 @@ async fn packs_in_several_index_files_count_once() {
     fixture.restore(&saved.snapshot).await;
 }
 
-/// An earlier pruning has written a new index file and is about to delete the old one.
+/// An earlier prune has written a new index file and is about to delete the old one.
 #[tokio::test]
 async fn pruning_replaces_files_that_another_run_may_delete() {
     for is_marked in [false, true] {
@@ -83,8 +83,8 @@ async fn pruning_replaces_files_that_another_run_may_delete() {
 #[tokio::test]
 async fn pruning_splits_large_index_files() {
     let (fixture, saved, repository) = fixture_with_file().await;
-    let deleted = list_marked_packs("deleted", 1, 1, Timestamp::UNIX_EPOCH);
-    let large = IndexFile { packs: list_packs("large", 100, 100), ..deleted };
+    let deleted = index_of_marked_packs("deleted", 1, 1, Timestamp::UNIX_EPOCH);
+    let large = IndexFile { packs: index_entries("large", 100, 100), ..deleted };
     repository.write_json(ObjectKind::Index, &large).await.unwrap();
     run(&fixture, &days_later(0)).await;
     let index = repository.load_index().await.unwrap();
@@ -124,7 +124,7 @@ async fn forged_list_of_a_pack_does_not_replace_the_genuine_one() {
 async fn pruning_shrinks_an_index_that_others_cannot_read() {
     let (fixture, saved, repository) = fixture_with_file().await;
     for name in ["a", "b"] {
-        let marked = list_marked_packs(name, 10, 1_300, Timestamp::UNIX_EPOCH);
+        let marked = index_of_marked_packs(name, 10, 1_300, Timestamp::UNIX_EPOCH);
         repository.write_json(ObjectKind::Index, &marked).await.unwrap();
     }
     let error = repository.load_index().await.unwrap_err();
@@ -136,7 +136,7 @@ async fn pruning_shrinks_an_index_that_others_cannot_read() {
 #[tokio::test]
 async fn saves_count_marked_packs() {
     let (mut fixture, _, repository) = fixture_with_file().await;
-    let marked = list_marked_packs("marked", 20, 1_000, Timestamp::now());
+    let marked = index_of_marked_packs("marked", 20, 1_000, Timestamp::now());
     repository.write_json(ObjectKind::Index, &marked).await.unwrap();
     fixture.restart().await;
     fixture.write("file", "more content");

@@ -75,8 +75,8 @@ pub fn watched_changes(paths: Option<&ChangedPaths>) -> ChangeSet {
     changes
 }
 
-/// Returns all paths that the watcher does not watch: the programs' settings beside `home`, and the records and
-/// settings in `home/system`.
+/// Returns changes that mark all paths that the watcher does not watch: the programs' settings beside `home`, and the
+/// records and settings in `home/system`.
 pub fn unwatched_changes(user_home: &Path) -> ChangeSet {
     let mut changes = ChangeSet::default();
     changes.mark_directory(Path::new(""));

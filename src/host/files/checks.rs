@@ -87,7 +87,7 @@ pub struct DrillResult {
     pub differing: Vec<String>,
     /// Why the drill could not be completed.
     pub error: Option<String>,
-    /// Whether it could not be completed because the backup is damaged.
+    /// Whether the drill could not be completed because the backup is damaged.
     pub is_damaged: bool,
 }
 
@@ -240,7 +240,7 @@ impl FileChecks {
         let before = self.damaged.clone();
         self.damaged.retain(|pack, _| pack.parse().is_ok_and(|pack: Id| !share.contains(pack)));
         for damaged in &report.damaged {
-            // A pack of another share: only some of its blobs were read.
+            // The report names only some of the damaged blobs of a pack that belongs to another share.
             let blobs = self.damaged.entry(damaged.pack.to_string()).or_default();
             *blobs = (*blobs).max(damaged.blobs.len() as u64);
         }

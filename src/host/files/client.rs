@@ -161,8 +161,9 @@ pub async fn print_listing(layout: &Layout, path: &str, time: Option<&str>) -> R
 /// Requests a restore, and waits until it has ended.
 ///
 /// # Errors
-/// [`Failure`] if the gateway refuses the request, cannot be reached for it or for `NO_PROGRESS_TIMEOUT` afterwards,
-/// or sends an invalid response; if the restore fails or makes no progress; or if standard output cannot be written to.
+/// [`Failure`] if the gateway cannot be reached, refuses the request, stays unreachable for `NO_PROGRESS_TIMEOUT` after
+/// it has accepted the request, or sends an invalid response; if the restore fails or makes no progress; or if standard
+/// output cannot be written to.
 pub async fn restore(layout: &Layout, request: &Value) -> Result<(), Failure> {
     let gateway = Gateway::new(layout)?;
     let post = gateway.0.post("http://gateway/api/files/restore").json(request);

@@ -41,7 +41,7 @@ pub fn move_contents(
     replaced: &Path,
     owner: Option<(u32, u32)>,
 ) -> Result<u64, FileError> {
-    // Only the owner may enter it, because the directories in it do not have the modes of the original ones.
+    // Only the owner may enter `replaced`, because the directories in it do not have the modes of the original ones.
     let created = DirBuilder::new().recursive(true).mode(0o700).create(replaced);
     created.map_err(FileError::wrap("create", replaced))?;
     let open = |path: &Path| open_directory(CWD, path.as_os_str()).map_err(wrap("open", path));

@@ -69,7 +69,7 @@ impl SavePasses {
         sockets: &Path,
         mut duration: Duration,
     ) -> Result<(), FilesError> {
-        // The first pass has measured them, or the measurement is postponed.
+        // The first pass has measured the excluded files, or the measurement is postponed.
         saver.options_mut().should_measure_excluded = false;
         let mut has_repeated_full_save = false;
         for _ in 0..MAX_REPETITIONS {

@@ -136,8 +136,10 @@ impl FilesStatus {
         }
     }
 
+    /// Writes the file.
+    ///
     /// # Errors
-    /// If the file cannot be written.
+    /// If it cannot be written.
     pub fn write(&mut self, layout: &Layout) -> Result<(), FileError> {
         self.version = FORMAT;
         let dir = layout.files_state();

@@ -1,4 +1,4 @@
-//! `svc-sync-agent verify`: reads a share of the file backup again, so that damage is found before a recovery needs the
+//! `svc-sync-agent verify`: rereads a share of the file backup, so that damage is found before a recovery needs the
 //! data. Once a week, it also restores a sample of files and compares them with those on the machine.
 //!
 //! The report of damage names the affected files and snapshots. The run also requests a save, in which `svc-files`

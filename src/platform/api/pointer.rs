@@ -96,12 +96,12 @@ impl PointerTarget {
             }
             current => current,
         };
-        let holder = holder.map(|machine| {
+        let fence = holder.map(|machine| {
             let proof = mint.fence_proof(&self.prefix(), machine.epoch, machine.id);
             Fence { epoch: machine.epoch, machine: machine.id, proof: Some(proof) }
         });
-        let highest = db::machines::find_highest_epoch(client, &self.user, &self.slot).await?;
-        Ok(SlotRecord { highest, holder })
+        let highest_epoch = db::machines::find_highest_epoch(client, &self.user, &self.slot).await?;
+        Ok(SlotRecord { highest_epoch, fence })
     }
 }
 

@@ -57,7 +57,7 @@ pub(super) async fn probe_visibility(bucket: &Bucket) -> ProbeOutcome {
 }
 
 /// The key looks like a snapshot's, because only snapshot uploads are completed conditionally.
-pub(super) async fn probe_upload_once(bucket: &Bucket) -> ProbeOutcome {
+pub(super) async fn probe_create_only_upload(bucket: &Bucket) -> ProbeOutcome {
     let key = temporary_key(&format!("{}/probe.dump", SNAPSHOTS.trim_matches('/')));
     let probe = async {
         bucket.put(&key, &b"first"[..]).await?;

@@ -13,8 +13,9 @@ pub(super) struct KnownState<'a> {
     pub(super) keys: &'a [String],
     pub(super) newest_entry: (u64, Option<Pointer>),
     /// The epoch in `system/vps-meta.json`.
-    pub(super) meta: Epoch,
-    pub(super) holder: Option<&'a Fence>,
+    pub(super) metadata_epoch: Epoch,
+    /// The platform's signed fence.
+    pub(super) fence: Option<&'a Fence>,
     /// The highest plausible epoch.
     pub(super) bound: Epoch,
 }
@@ -29,11 +30,12 @@ impl KnownState<'_> {
         let pointers = || self.found.pointer().into_iter().chain(&self.newest_entry.1);
         let fences = pointers().map(|pointer| pointer.fence_epoch).filter(|fence| *fence <= self.bound);
         let snapshot_epoch = snapshot.as_ref().map_or(Epoch::NONE, |snapshot| snapshot.epoch);
-        let stored_epochs = [epoch_floor::highest_in_keys(self.keys, self.bound), self.meta, snapshot_epoch];
-        let holder_epoch = self.holder.map(|holder| holder.epoch);
+        let stored_epochs =
+            [epoch_floor::highest_in_keys(self.keys, self.bound), self.metadata_epoch, snapshot_epoch];
+        let platform_epoch = self.fence.map(|fence| fence.epoch);
         let fence_epoch =
-            fences.chain(stored_epochs).chain(holder_epoch).max().filter(|epoch| *epoch > Epoch::NONE)?;
-        let platform_fence = self.holder.filter(|holder| holder.epoch == fence_epoch);
+            fences.chain(stored_epochs).chain(platform_epoch).max().filter(|epoch| *epoch > Epoch::NONE)?;
+        let platform_fence = self.fence.filter(|fence| fence.epoch == fence_epoch);
         let pointer_holder = || {
             pointers().filter(|pointer| pointer.fence_epoch == fence_epoch).find_map(Pointer::fence_holder)
         };

@@ -214,9 +214,9 @@ fn zip_time(time: Timestamp) -> Option<zip::DateTime> {
 }
 
 /// Returns a path as text. Each byte that is not valid UTF-8, and each byte of U+FFFD itself, is written as U+FFFD and
-/// two hexadecimal digits, and so is `\`, with which a name could leave the target directory on Windows. The path can
-/// thus be decoded from the text, so two paths never have the same text, which [`ZipWriter`] would refuse.
-/// Percent-encoding would have to change valid names that contain `%`, too.
+/// two hexadecimal digits. So is `\`, because on Windows it could lead out of the target directory. The path can be
+/// decoded from the text, so two paths never have the same text, which [`ZipWriter`] would refuse. Percent-encoding
+/// would have to change valid names that contain `%`, too.
 fn zip_name(path: &Path) -> String {
     use std::fmt::Write as _;
     let mut name = String::new();
