@@ -178,7 +178,7 @@ pub async fn raise_or_log(platform: &Platform, alarm: Alarm, detail: &Value) {
         let lifetime = AlarmLifetime::For(alarm.ttl(pass_interval));
         match alarm {
             Alarm::DatabaseBehindStore | Alarm::UnverifiedFence | Alarm::HostTokensRefused => {
-                alarms::raise_case(&session, alarm.as_str(), detail, lifetime).await
+                alarms::raise_and_merge(&session, alarm.as_str(), detail, lifetime).await
             }
             _ => alarms::raise(&session, alarm.as_str(), detail, lifetime).await,
         }

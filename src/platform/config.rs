@@ -38,13 +38,13 @@ pub struct PlatformConfig {
     pub router: ListenerConfig,
     pub routing: RouterConfig,
     pub database: tokio_postgres::Config,
-    /// The keys from which host tokens and the key that seals signing keys are derived.
+    /// The root keys. Host tokens are derived from them, and so is the key that encrypts signing keys.
     pub keys: PlatformKeys,
     /// The bearer token that has every scope.
     pub secret: SecretString,
     pub provisioning: Provisioning,
     pub hosts: HostSettings,
-    /// The TLS verification of connections to hosts.
+    /// How hosts' TLS certificates are verified.
     pub trust: HostTrust,
     pub provider: ProviderConfig,
     pub store: StoreConfig,
@@ -77,12 +77,12 @@ impl PlatformConfig {
         ))
     }
 
-    /// Returns a warning if the platform cannot reach new machines at `CUSTOMER_VPS_HTTPS_PORT`. With a simulated
-    /// provider, which has another URL, machines may have any port.
+    /// Returns a warning if the platform cannot reach new machines at `CUSTOMER_VPS_HTTPS_PORT`. A simulated
+    /// provider, recognized by its URL, may use any port.
     pub fn host_port_warning(&self) -> Option<String> {
         let (port, provider) = (self.hosts.https_port, vars::PROVIDER_API_URL.default_value::<Url>());
-        let is_wrong = port != 443 && self.provider.api_url.host() == provider.host();
-        is_wrong.then(|| {
+        let is_unreachable = port != 443 && self.provider.api_url.host() == provider.host();
+        is_unreachable.then(|| {
             format!("CUSTOMER_VPS_HTTPS_PORT is {port}, but new machines accept HTTPS only on port 443")
         })
     }
@@ -106,20 +106,20 @@ pub struct Timing {
     /// progress.
     pub registration_ttl: Duration,
     /// How long a host may be unreachable before its final backup is skipped.
-    pub last_backup_deadline: Duration,
+    pub final_backup_deadline: Duration,
     /// Time without progress after which a final backup waits for an operator.
-    pub last_backup_stall: Duration,
+    pub final_backup_stall_timeout: Duration,
     /// Total time after which a final backup waits for an operator.
-    pub last_backup_limit: Duration,
+    pub final_backup_limit: Duration,
     /// How long powering off a replaced server is retried after the shutdown timeout. After that, the replacement
     /// continues, because the fence protects the data.
     pub power_off_retry: Duration,
     /// Retention period for a replaced server after its successor's first healthy heartbeat.
-    pub predecessor_keep: Duration,
+    pub predecessor_retention: Duration,
     /// Retention period for a deleted machine's server.
     pub delete_grace: Duration,
-    /// Interval between prunings of one slot's file backups; if zero, they are pruned only on request.
-    pub files_prune: Duration,
+    /// Interval at which each slot's file backups are pruned; if zero, they are pruned only on request.
+    pub files_prune_interval: Duration,
     /// Maximum difference between this process's clock and the database's.
     pub max_clock_skew: Duration,
     /// Interval at which the runner polls for due operations.
@@ -129,26 +129,26 @@ pub struct Timing {
     /// Interval between passes of the reconciler.
     pub reconcile_interval: Duration,
     /// Timeout for a host's shutdown, after which its power is cut.
-    pub resize_shutdown: Duration,
+    pub resize_shutdown_timeout: Duration,
     /// Timeout for cutting the power and changing the server type after the shutdown. When it expires, the change is
     /// abandoned.
-    pub resize_change: Duration,
+    pub server_type_change_timeout: Duration,
     /// Timeout for powering on a resized server; the same timeout applies to its first healthy heartbeat.
-    pub resize_health: Duration,
-    /// Time without progress after which an operation fails, except for deletions, and operations that are waiting for
-    /// an operator or for the provider's account.
-    pub operation_deadline: Duration,
-    /// Maximum duration of an operation, with the same exceptions, and of a boot that makes progress.
+    pub resize_health_timeout: Duration,
+    /// Time without progress after which an operation fails, unless it is a deletion, is waiting for an operator, or is
+    /// blocked because the provider's account does not currently allow the call.
+    pub operation_stall_timeout: Duration,
+    /// Maximum duration of an operation, with the same exceptions. Also limits a boot that keeps reporting progress.
     pub operation_limit: Duration,
-    /// Minimum time without a heartbeat before a host's server can count as gone.
-    pub server_silence: Duration,
-    /// Minimum time between provider lookups of one machine's server that heartbeats trigger.
+    /// Minimum time without a heartbeat after which a host's server may be considered gone.
+    pub heartbeat_timeout: Duration,
+    /// Minimum interval between heartbeat-triggered lookups of a machine's server at the provider.
     pub server_check_interval: Duration,
     /// How long a server with this installation's label but without a known machine is kept after it was first seen. It
     /// is then deleted only if an operator has released it.
     pub orphan_grace: Duration,
-    /// How long a host may report no progress after an update request.
-    pub rollout_silence: Duration,
+    /// How long a host may go without reporting progress after an update request.
+    pub rollout_progress_timeout: Duration,
     pub keys: KeyTiming,
     pub tokens: TokenTiming,
     pub retention: Retention,
@@ -158,9 +158,9 @@ impl Timing {
     /// Returns the retention periods for the servers of machines that have left their slots.
     pub fn server_retention(&self) -> ServerRetention {
         ServerRetention {
-            replaced: self.predecessor_keep,
+            replaced: self.predecessor_retention,
             deleted: self.delete_grace,
-            unregistered: self.server_silence,
+            unregistered: self.heartbeat_timeout,
         }
     }
 }
@@ -177,22 +177,22 @@ pub struct Retention {
 #[derive(Debug, Clone, Copy)]
 pub struct KeyTiming {
     /// Age at which a key gets a successor.
-    pub rotate: Duration,
+    pub rotation_age: Duration,
     /// How long an old key remains active after every host has acknowledged the new one. Also the age at which a new
     /// app key starts to sign.
     pub overlap: Duration,
     /// Time without a heartbeat after which rotation no longer waits for a host.
-    pub max_silence: Duration,
+    pub max_heartbeat_gap: Duration,
 }
 
 impl PlatformConfig {
     /// Reads and validates all settings.
     ///
     /// # Errors
-    /// Every invalid setting in the environment.
+    /// An error that lists every invalid setting in the environment.
     pub fn read(mut env: Env) -> Result<Self, ConfigError> {
-        let built = Self::build(&mut env);
-        env.finish(built)
+        let config = Self::build(&mut env);
+        env.finish(config)
     }
 
     /// Reads only the settings of the API's listener.
@@ -223,33 +223,35 @@ impl PlatformConfig {
         let rate_limits = RateLimitConfig::read(env);
         let timing = Timing {
             registration_ttl: read_seconds(env, &vars::REGISTRATION_TTL_SECONDS),
-            last_backup_deadline: read_seconds(env, &vars::LAST_BACKUP_DEADLINE_SECONDS),
-            last_backup_stall: read_seconds(env, &vars::LAST_BACKUP_STALL_SECONDS),
-            last_backup_limit: read_seconds(env, &vars::LAST_BACKUP_LIMIT_SECONDS),
+            final_backup_deadline: read_seconds(env, &vars::LAST_BACKUP_DEADLINE_SECONDS),
+            final_backup_stall_timeout: read_seconds(env, &vars::LAST_BACKUP_STALL_SECONDS),
+            final_backup_limit: read_seconds(env, &vars::LAST_BACKUP_LIMIT_SECONDS),
             power_off_retry: read_seconds(env, &vars::POWER_OFF_RETRY_SECONDS),
-            predecessor_keep: read_seconds(env, &vars::PREDECESSOR_KEEP_SECONDS),
+            predecessor_retention: read_seconds(env, &vars::PREDECESSOR_KEEP_SECONDS),
             delete_grace: read_seconds(env, &vars::DELETE_GRACE_SECONDS),
-            files_prune: Duration::from_secs(env.or_default(&vars::FILES_PRUNE_SECONDS)),
+            files_prune_interval: Duration::from_secs(env.or_default(&vars::FILES_PRUNE_SECONDS)),
             max_clock_skew: Duration::from_millis(env.or_default(&vars::MAX_CLOCK_SKEW_MS)),
             poll_interval: Duration::from_millis(env.or_default::<u64>(&vars::PLATFORM_POLL_MS).max(10)),
             lease_ttl: read_seconds(env, &vars::PLATFORM_LEASE_SECONDS).max(Duration::from_secs(1)),
             reconcile_interval: read_seconds(env, &vars::RECONCILE_SECONDS).max(Duration::from_secs(1)),
-            resize_shutdown: read_seconds(env, &vars::RESIZE_SHUTDOWN_SECONDS),
-            resize_change: read_seconds(env, &vars::RESIZE_CHANGE_SECONDS),
-            resize_health: read_seconds(env, &vars::RESIZE_HEALTH_SECONDS),
-            operation_deadline: read_seconds(env, &vars::OPERATION_DEADLINE_SECONDS),
+            resize_shutdown_timeout: read_seconds(env, &vars::RESIZE_SHUTDOWN_SECONDS),
+            server_type_change_timeout: read_seconds(env, &vars::RESIZE_CHANGE_SECONDS),
+            resize_health_timeout: read_seconds(env, &vars::RESIZE_HEALTH_SECONDS),
+            operation_stall_timeout: read_seconds(env, &vars::OPERATION_DEADLINE_SECONDS),
             operation_limit: read_seconds(env, &vars::OPERATION_LIMIT_SECONDS),
             server_check_interval: read_seconds(env, &vars::SERVER_CHECK_SECONDS),
-            server_silence: read_seconds(env, &vars::SERVER_GONE_SILENCE_SECONDS),
+            heartbeat_timeout: read_seconds(env, &vars::SERVER_GONE_SILENCE_SECONDS),
             orphan_grace: read_seconds(env, &vars::ORPHAN_GRACE_SECONDS),
-            rollout_silence: read_seconds(env, &vars::ROLLOUT_SILENCE_SECONDS),
+            rollout_progress_timeout: read_seconds(env, &vars::ROLLOUT_SILENCE_SECONDS),
             keys: KeyTiming {
-                rotate: read_seconds(env, &vars::PROOF_KEY_ROTATE_SECONDS).max(Duration::from_secs(1)),
+                rotation_age: read_seconds(env, &vars::PROOF_KEY_ROTATE_SECONDS).max(Duration::from_secs(1)),
                 overlap: read_seconds(env, &vars::PROOF_KEY_OVERLAP_SECONDS).max(Duration::from_secs(1)),
-                max_silence: read_seconds(env, &vars::PROOF_KEY_SILENCE_SECONDS).max(Duration::from_secs(1)),
+                max_heartbeat_gap: read_seconds(env, &vars::PROOF_KEY_SILENCE_SECONDS)
+                    .max(Duration::from_secs(1)),
             },
             tokens: TokenTiming {
-                rotate: read_seconds(env, &vars::UPGRADE_TOKEN_ROTATE_SECONDS).max(Duration::from_secs(1)),
+                rotation_age: read_seconds(env, &vars::UPGRADE_TOKEN_ROTATE_SECONDS)
+                    .max(Duration::from_secs(1)),
                 overlap: read_seconds(env, &vars::UPGRADE_TOKEN_OVERLAP_SECONDS),
             },
             retention: Retention {
@@ -398,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn unserved_host_port_causes_warning_unless_simulated() {
+    fn host_port_other_than_443_warns_unless_simulated() {
         let warning = |changes: &[(&'static str, &'static str)]| {
             let pairs = complete_env().into_iter().chain(changes.iter().copied());
             PlatformConfig::read(Env::from_pairs(pairs)).ok().unwrap().host_port_warning()

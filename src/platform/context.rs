@@ -15,7 +15,7 @@ use super::process_clock::ProcessClock;
 use super::quote_cache::QuoteCache;
 use super::rate_limits::ApiRateLimits;
 use super::readiness::ReadinessProbe;
-use super::server_checks::ServerChecks;
+use super::server_lookup_limiter::ServerLookupLimiter;
 use super::tokens::TokenMint;
 use svc_provider::Provider;
 use svc_router::route_freshness::RouteFreshness;
@@ -51,7 +51,7 @@ pub struct Platform {
     /// Wakes this process's reconciler before its next pass.
     pub reconciler_wake: Notify,
     /// Limits provider lookups that heartbeats trigger in this process.
-    pub server_checks: ServerChecks,
+    pub server_lookup_limiter: ServerLookupLimiter,
     /// Rate limits for the control API in this process.
     pub rate_limits: ApiRateLimits,
     /// Provider data that this process caches for price quotes.

@@ -81,7 +81,7 @@ const DISABLED_RETRY_DELAY: Duration = Duration::from_secs(3600);
 
 /// Prunes due repositories, one at a time, until the platform stops. Several tasks may run this.
 pub async fn run(platform: Arc<Platform>) {
-    let configured = platform.config.timing.files_prune;
+    let configured = platform.config.timing.files_prune_interval;
     let (interval, retry_delay) = if configured.is_zero() {
         (DISABLED_PRUNE_INTERVAL, DISABLED_RETRY_DELAY)
     } else {

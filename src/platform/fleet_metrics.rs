@@ -35,7 +35,7 @@ pub async fn collect(platform: &Platform) {
         COLLECT_TIMEOUT,
         collect_fleet_metrics(
             &platform.report_db,
-            platform.config.timing.tokens.rotate,
+            platform.config.timing.tokens.rotation_age,
             &platform.config.trust,
         ),
     )
@@ -61,7 +61,7 @@ async fn collect_fleet_metrics(db: &Db, token_rotation: Duration, trust: &HostTr
     let session = db.session().await?;
     let rows = db::fleet::list_active_machines(&session).await?;
     let ended = db::ended_machines::list_needing_attention(&session).await?;
-    let failed_prunings = db::file_keys::count_failed_prunings(&session).await?;
+    let failed_prunes = db::file_keys::count_failed_prunes(&session).await?;
     let in_progress = db::operations::count_running_by_kind(&session).await?;
     let (_, overdue) = db::operations::list_long_running(&session, OVERDUE_AGE, 1).await?;
     let alarms = db::alarms::list_active(&session).await?;
@@ -85,7 +85,7 @@ async fn collect_fleet_metrics(db: &Db, token_rotation: Duration, trust: &HostTr
     BACKUP_AGE.set(["max"], seconds_or_nan(summary.backups.max_age_seconds));
     BACKUP_AGE.set(["p50"], seconds_or_nan(summary.backups.p50_age_seconds));
     SLOTS_WITHOUT_BACKUP.set([], summary.backups.never as f64);
-    FILE_PRUNINGS_FAILED.set([], failed_prunings as f64);
+    FILE_PRUNINGS_FAILED.set([], failed_prunes as f64);
     for kind in OperationKind::ALL {
         let row = in_progress.iter().find(|(name, _)| name == kind.as_str());
         OPERATIONS_IN_PROGRESS.set([kind.as_str()], row.map_or(0.0, |(_, count)| *count as f64));

@@ -179,7 +179,7 @@ async fn list_sealed_with_previous(
 /// Ends the rotation if nothing needs the previous key any longer.
 async fn finish_rotation(platform: &Platform, seal: &Seal) -> Result<(), KeyChangeError> {
     let (own, mut session) = (&platform.process, platform.db.session().await?);
-    let silence = platform.config.timing.keys.max_silence;
+    let silence = platform.config.timing.keys.max_heartbeat_gap;
     // The first check takes no lock, because starting processes wait for the lock. Every pass ends here until the
     // tokens of all machines that send heartbeats have rotated and all processes use the current key.
     let need =

@@ -35,7 +35,8 @@ pub async fn run(
     view: watch::Sender<Arc<SigningSet>>,
     stop: CancellationToken,
 ) {
-    let interval = (timing.overlap.min(timing.rotate) / 4).clamp(Duration::from_millis(200), MAX_INTERVAL);
+    let interval =
+        (timing.overlap.min(timing.rotation_age) / 4).clamp(Duration::from_millis(200), MAX_INTERVAL);
     loop {
         tokio::select! {
             () = stop.cancelled() => return,
@@ -71,7 +72,7 @@ fn next_app_step(distribution: &[KeyDistribution], timing: KeyTiming) -> Rotatio
     if distribution.len() > 1 && newest.age >= timing.overlap + MAX_SIGNED_LIFETIME {
         return RotationStep::Retirement;
     }
-    if newest.age >= timing.rotate && distribution.len() < MAX_KEYS {
+    if newest.age >= timing.rotation_age && distribution.len() < MAX_KEYS {
         RotationStep::Successor
     } else {
         RotationStep::Nothing
@@ -92,7 +93,7 @@ fn next_proof_step(distribution: &[KeyDistribution], lacking_hosts: i64, timing:
             Some(_) | None => {}
         }
     }
-    if newest.age >= timing.rotate && distribution.len() < MAX_KEYS {
+    if newest.age >= timing.rotation_age && distribution.len() < MAX_KEYS {
         RotationStep::Successor
     } else {
         RotationStep::Nothing
@@ -108,7 +109,7 @@ async fn rotate_if_due(
     let mut session = db.session().await?;
     // The first read takes no lock, because usually nothing is due.
     let unlocked = db::keys::list_distribution(&session, purpose).await?;
-    if unlocked.len() < 2 && unlocked.last().is_none_or(|key| key.age < timing.rotate) {
+    if unlocked.len() < 2 && unlocked.last().is_none_or(|key| key.age < timing.rotation_age) {
         return Ok(());
     }
     let tx = db::begin(&mut session).await?;
@@ -116,7 +117,7 @@ async fn rotate_if_due(
     let distribution = db::keys::list_distribution(&tx, purpose).await?;
     let Some(newest) = distribution.last().map(|key| key.kid.clone()) else { return Ok(()) };
     let unacknowledged = match purpose {
-        PROOF_PURPOSE => db::keys::count_unacknowledged(&tx, &newest, timing.max_silence).await?,
+        PROOF_PURPOSE => db::keys::count_unacknowledged(&tx, &newest, timing.max_heartbeat_gap).await?,
         _ => UnacknowledgedHosts::default(),
     };
     let due = match purpose {
@@ -149,9 +150,9 @@ mod tests {
     use super::*;
 
     const TIMING: KeyTiming = KeyTiming {
-        rotate: Duration::from_secs(1000),
+        rotation_age: Duration::from_secs(1000),
         overlap: Duration::from_secs(100),
-        max_silence: Duration::from_secs(10_000),
+        max_heartbeat_gap: Duration::from_secs(10_000),
     };
 
     fn key(age: u64, acknowledged_for: Option<u64>) -> KeyDistribution {
@@ -180,7 +181,7 @@ mod tests {
     #[test]
     fn app_key_is_retired_after_its_last_token_expires() {
         let lifetime = MAX_SIGNED_LIFETIME.as_secs();
-        let timing = KeyTiming { rotate: Duration::from_secs(lifetime * 2), ..TIMING };
+        let timing = KeyTiming { rotation_age: Duration::from_secs(lifetime * 2), ..TIMING };
         let next_step = |ages: &[u64]| {
             let distribution: Vec<KeyDistribution> = ages.iter().map(|age| key(*age, None)).collect();
             next_app_step(&distribution, timing)

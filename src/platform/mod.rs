@@ -37,8 +37,8 @@ pub mod readiness;
 pub mod resource;
 pub mod rollout_plan;
 pub mod rollouts;
-pub mod server_checks;
 mod server_cost;
+pub mod server_lookup_limiter;
 pub mod token_rotation;
 pub mod tokens;
 pub mod userdata;
@@ -70,7 +70,7 @@ use self::quote_cache::QuoteCache;
 use self::rate_budget::SharedBudget;
 use self::rate_limits::ApiRateLimits;
 use self::readiness::ReadinessProbe;
-use self::server_checks::ServerChecks;
+use self::server_lookup_limiter::ServerLookupLimiter;
 use self::tokens::TokenMint;
 use svc_base::applet::{self, Exit, Failure, OrExit};
 use svc_base::config::{Env, platform_env_file};
@@ -208,7 +208,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         routes: freshness,
         runner_wake: Notify::new(),
         reconciler_wake: Notify::new(),
-        server_checks: ServerChecks::new(config.timing.server_check_interval),
+        server_lookup_limiter: ServerLookupLimiter::new(config.timing.server_check_interval),
         rate_limits: ApiRateLimits::new(&config.rate_limits),
         quotes: QuoteCache::default(),
         readiness: ReadinessProbe::default(),
@@ -276,7 +276,7 @@ async fn admit(
     // The check precedes every write to the database except the migrations: a process with outdated keys must leave
     // the data unchanged.
     let is_checked = check_mark(mark::check(bucket, &process.ids).await.map(drop))?;
-    let silence = config.timing.keys.max_silence;
+    let silence = config.timing.keys.max_heartbeat_gap;
     match key_change::admission::admit(db, &process, mint, &seal, silence).await {
         Ok(()) => {}
         Err(error @ (AdmissionError::Db(_) | AdmissionError::Key(KeyError::Db(_)))) => {

@@ -22,7 +22,7 @@ pub const FAILPOINTS: &[&str] = &["token-take-up-before-commit", "token-take-up-
 #[derive(Debug, Clone, Copy)]
 pub struct TokenTiming {
     /// Age at which a token gets a successor.
-    pub rotate: Duration,
+    pub rotation_age: Duration,
     /// How long a token is accepted after a heartbeat with its successor.
     pub overlap: Duration,
 }
@@ -137,7 +137,7 @@ impl UpgradeToken {
                 Some(stored.map_or_else(|| TokenOffer::Next(self.generation.next()), TokenOffer::Stored))
             }
             TokenStatus::Current => {
-                let is_due = self.requested_at.is_some() || self.is_old(timing.rotate, now);
+                let is_due = self.requested_at.is_some() || self.is_old(timing.rotation_age, now);
                 let is_due = is_due || !self.is_made_with_current_key(machine, mint);
                 is_due.then(|| TokenOffer::Next(self.generation.next()))
             }
@@ -171,7 +171,7 @@ mod tests {
     use proptest::prelude::*;
 
     const TIMING: TokenTiming =
-        TokenTiming { rotate: Duration::from_secs(1000), overlap: Duration::from_secs(100) };
+        TokenTiming { rotation_age: Duration::from_secs(1000), overlap: Duration::from_secs(100) };
 
     /// An event on the host or the platform.
     #[derive(Debug, Clone)]

@@ -292,7 +292,7 @@ async fn snapshot_with_future_time_is_ignored() {
     assert_eq!(stored_time().await, None);
     let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
     assert_eq!(record["lastBackup"]["takenAt"], future, "the ignored snapshot is still shown");
-    assert!(stack.log().contains("ignored a snapshot that is dated in the future"));
+    assert!(stack.log().contains("ignored the time of the reported snapshot, which is in the future"));
     stack.send_heartbeat(&process, &guest, &beat(past)).await;
     assert_eq!(stored_time().await.as_deref(), Some(past));
     stack.send_heartbeat(&process, &guest, &beat(future)).await;

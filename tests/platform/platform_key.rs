@@ -218,10 +218,7 @@ async fn processes_with_both_keys_do_not_conflict() {
     let prepared = run_doctor(&stack, &old, OLD, Some(NEW)).await;
     assert!(prepared.contains("running process"), "{prepared}");
     let incomplete = run_doctor(&stack, &new, NEW, Some(OLD)).await;
-    assert!(
-        incomplete.contains("restart the processes that have the other key as PLATFORM_KEY"),
-        "{incomplete}"
-    );
+    assert!(incomplete.contains("restart the processes that have a different PLATFORM_KEY"), "{incomplete}");
     let process = find_running_process(&stack, OLD).await;
     let is_start_line = |line: &&str| line.contains(&process) && line.contains(&old.base);
     assert!(

@@ -23,7 +23,7 @@ use svc::platform::process_clock::ProcessClock;
 use svc::platform::quote_cache::QuoteCache;
 use svc::platform::rate_limits::ApiRateLimits;
 use svc::platform::readiness::ReadinessProbe;
-use svc::platform::server_checks::ServerChecks;
+use svc::platform::server_lookup_limiter::ServerLookupLimiter;
 use svc::platform::tokens::TokenMint;
 use svc::provider::Provider;
 use svc::router::route_freshness::RouteFreshness;
@@ -88,8 +88,8 @@ pub fn config(database: &str) -> PlatformConfig {
     config.timing.poll_interval = Duration::from_millis(150);
     config.timing.lease_ttl = Duration::from_millis(800);
     config.timing.reconcile_interval = Duration::from_millis(400);
-    config.timing.server_silence = Duration::from_millis(400);
-    config.timing.last_backup_deadline = Duration::from_millis(300);
+    config.timing.heartbeat_timeout = Duration::from_millis(400);
+    config.timing.final_backup_deadline = Duration::from_millis(300);
     config
 }
 
@@ -127,7 +127,7 @@ impl Process {
             routes: freshness,
             runner_wake: Notify::new(),
             reconciler_wake: Notify::new(),
-            server_checks: ServerChecks::new(config.timing.server_check_interval),
+            server_lookup_limiter: ServerLookupLimiter::new(config.timing.server_check_interval),
             rate_limits: ApiRateLimits::new(&config.rate_limits),
             quotes: QuoteCache::default(),
             readiness: ReadinessProbe::default(),

@@ -1,6 +1,7 @@
-//! Access control for the control API: the access that a route declares, and the verification of operators' tokens.
+//! Access control for the control API: the access rules that routes declare, and the verification of operators' tokens.
 //!
-//! Invariants: a route declares its access next to its handler, and a route without access for operators rejects them.
+//! Invariants: a route declares its access rule next to its handler, and a route whose rule does not admit operators
+//! rejects them.
 //! Named operators' tokens are looked up on every request, so that a revocation takes effect immediately in every
 //! process.
 
@@ -43,7 +44,7 @@ impl Access {
     }
 }
 
-/// Authenticates an operator and checks that they may call a route with this access.
+/// Authenticates an operator and checks that they may call a route with this access rule.
 ///
 /// # Errors
 /// `unauthorized` if the token is unknown, expired or revoked, or if the route accepts no operators; `rate_limited` if
@@ -56,7 +57,9 @@ pub async fn authorize(
     token: &str,
 ) -> Result<Operator, Problem> {
     let Some(scopes) = access.scopes() else {
-        tracing::error!("the handler authenticates operators, but its route declares no access for them");
+        tracing::error!(
+            "the handler authenticates operators, but the route's access rule does not admit them"
+        );
         return Err(unauthorized());
     };
     let operator = authenticate(platform, method, token).await.inspect_err(|problem| {

@@ -77,8 +77,11 @@ const ACTOR: Parameter = filter_parameter(
 );
 const ACTION: Parameter =
     filter_parameter("action", filter_schema, "The action, for example `recover` or `operator.add`.");
-const TARGET: Parameter =
-    filter_parameter("target", filter_schema, "A machine's id, USER/SLOT, or another object of the action.");
+const TARGET: Parameter = filter_parameter(
+    "target",
+    filter_schema,
+    "The object of the action: a machine's id, USER/SLOT, or another identifier.",
+);
 const SINCE: Parameter = filter_parameter("since", time, "Entries at or after this time.");
 const UNTIL: Parameter = filter_parameter("until", time, "Entries before this time.");
 const LIMIT: Parameter = filter_parameter(

@@ -115,7 +115,7 @@ async fn request_host_task(
         HostTask::Backup | HostTask::Drill | HostTask::VerifyFiles => {
             ensure_running(&machine).map(|()| machine)?
         }
-        HostTask::Accept => find_machine_holding_snapshot(&session, machine).await?,
+        HostTask::Accept => find_machine_holding_back_snapshot(&session, machine).await?,
     };
     let id = machine.id;
     // No session is held during the request to the host.
@@ -162,7 +162,7 @@ async fn request_host_task(
 /// `invalid_state` if that machine is not holding back a snapshot; `invalid_state` or `machine_not_found` if it is out
 /// of service and no operation is waiting for a decision about its final backup; `database_unavailable` if the database
 /// is unreachable.
-async fn find_machine_holding_snapshot(
+async fn find_machine_holding_back_snapshot(
     session: &impl GenericClient,
     target: MachineRow,
 ) -> Result<MachineRow, Problem> {
@@ -175,7 +175,7 @@ async fn find_machine_holding_snapshot(
         let question = question.filter(|_| machine.has_server()).ok_or(refusal)?;
         has_held_back_question = question["code"] == last_backup::HELD_BACK;
     }
-    if has_held_back_question || reports_held_snapshot(&machine) {
+    if has_held_back_question || reports_held_back_snapshot(&machine) {
         return Ok(machine);
     }
     let detail = format!(
@@ -205,7 +205,7 @@ async fn find_predecessor(
 }
 
 /// Returns whether the host reports a held-back snapshot, as an attention item or as the error of its last backup.
-fn reports_held_snapshot(machine: &MachineRow) -> bool {
+fn reports_held_back_snapshot(machine: &MachineRow) -> bool {
     let items = machine.attention.as_array().into_iter().flatten();
     let error = machine.last_backup.as_ref().and_then(|backup| backup["error"].as_str());
     items.into_iter().any(|item| item["code"] == "snapshot_held")

@@ -24,7 +24,7 @@ const MAX_WAIT_SECONDS: u64 = 60;
 
 pub struct ApiCall {
     pub request: BufferedRequest,
-    /// The access that the route declares.
+    /// The access rule that the route declares.
     access: Access,
     /// The IP address of the connection's peer; `None` if the request did not arrive over a connection.
     client: Option<IpAddr>,

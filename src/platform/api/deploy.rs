@@ -170,7 +170,7 @@ async fn insert_rollout(tx: &Transaction<'_>, request: &RolloutRequest) -> Resul
         }
     }
     let handles = request.handles.as_deref();
-    let eligible = rollouts::list_reachable_machines(tx, handles, &request.except).await?;
+    let eligible = rollouts::list_eligible_machines(tx, handles, &request.except).await?;
     let ids: Vec<_> = eligible.iter().map(|(id, _)| *id).collect();
     if let Some(handles) = handles {
         if let Some(machine) = db::machines::find_other_with_handle(tx, handles, &ids).await? {

@@ -176,8 +176,8 @@ pub static ENDPOINT: Endpoint = Endpoint {
         responses: &[documented_json(
             202,
             "The server will be deleted after the reconciler has listed the provider's servers. `operationId` is the removal, \
-             once it has been created. `alreadyOrdered` means that an earlier request, or the end of the grace period, ordered \
-             the removal.",
+             once it has been created. `alreadyOrdered` means that an earlier request, or the end of the grace period, had \
+             already triggered the removal.",
             schema_of::<DiscardedMachine>,
         )],
         problems: &[

@@ -1,4 +1,5 @@
-//! A route with its access, handler and description. The router and the OpenAPI document are built from the same list.
+//! A route with its access rule, handler and description. The router and the OpenAPI document are built from the same
+//! list.
 
 use std::sync::Arc;
 
@@ -15,7 +16,7 @@ use svc_wire::operator::Scope;
 
 pub use svc_http::openapi::documented_json;
 
-/// A method on a path, with its access and its handler.
+/// A method on a path, with its access rule and its handler.
 pub struct Endpoint {
     pub access: Access,
     pub operation: Operation,
@@ -29,7 +30,7 @@ pub fn routes(endpoints: &[&Endpoint]) -> Router<Arc<Platform>> {
         .fold(Router::new(), |router, endpoint| router.route(endpoint.operation.path, with_access(endpoint)))
 }
 
-/// Passes the route's access to [`ApiCall`](super::call::ApiCall).
+/// Passes the route's access rule to [`ApiCall`](super::call::ApiCall).
 fn with_access(endpoint: &Endpoint) -> MethodRouter<Arc<Platform>> {
     (endpoint.serve)().route_layer(Extension(endpoint.access))
 }

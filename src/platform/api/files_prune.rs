@@ -27,8 +27,8 @@ use svc_machine::name::{IdpUserId, Slot};
 use svc_store::StoreError;
 use svc_wire::files::{FilesPrunePlan, FilesPruneRequest};
 
-/// Timeout for a report, which waits until any other report has ended, and then reads the repository's index and trees.
-/// It is shorter than `svcctl`'s default timeout.
+/// Timeout for computing a prune plan, which waits until any other plan has been computed, and then reads the
+/// repository's index and trees. It is shorter than `svcctl`'s default timeout.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
@@ -45,8 +45,8 @@ pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Re
     drop(session);
     let plan = file_pruning::prune_slot(&platform, &user, &slot, true);
     let plan = tokio::time::timeout(TIMEOUT, plan).await.map_err(|_| {
-        let detail = "The report took too long, because the repository is large or another report is \
-                      running: try again later. The platform can still prune the repository.";
+        let detail = "Computing the prune plan took too long, because the repository is large or another plan is \
+                      being computed: try again later. The platform can still prune the repository.";
         Problem::new(Code::StoreUnavailable, detail)
     })?;
     let plan = plan.map_err(|error| to_problem(error, &user, &slot))?;
@@ -148,7 +148,7 @@ pub static START: Endpoint = Endpoint {
         id: "pruneFiles",
         method: Method::POST,
         path: "/vps/slots/files-prune",
-        summary: "Requests that a slot's file backups be pruned now, without waiting for the interval `FILES_PRUNE_SECONDS`.",
+        summary: "Requests that a slot's file backups be pruned now, without waiting for the `FILES_PRUNE_SECONDS` interval.",
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY],
         body: Some(|| request_object(&[("idpUserId", idp_user_id())], &[("slot", slot_name())])),

@@ -33,8 +33,8 @@ pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Re
     let slot = query.optional("slot").unwrap_or_else(Slot::primary);
     let user = query.finish(user)?;
     let session = platform.report_db.session().await?;
-    let pruning = file_keys::find_pruning(&session, user.as_str(), slot.as_str());
-    let pruning = pruning
+    let last_prune = file_keys::find_last_prune(&session, user.as_str(), slot.as_str());
+    let last_prune = last_prune
         .await?
         .ok_or_else(|| Problem::new(Code::NotFound, format!("Slot {user}/{slot} has no file backups.")))?;
     drop(session);
@@ -57,8 +57,8 @@ pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Re
         packs: usage.packs,
         pack_bytes: usage.pack_bytes,
         total_bytes: usage.total_bytes,
-        pruned_at: pruning.at.map(Into::into),
-        prune_error: pruning.error,
+        pruned_at: last_prune.at.map(Into::into),
+        prune_error: last_prune.error,
     };
     Ok(Json(usage).into_response())
 }

@@ -33,7 +33,8 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     call.request.query_fields().finish(Some(()))?;
     let session = platform.report_db.session().await?;
     let rows = db::fleet::list_active_machines(&session).await?;
-    let mut summary = fleet::summarize(&rows, platform.config.timing.tokens.rotate, &platform.config.trust);
+    let mut summary =
+        fleet::summarize(&rows, platform.config.timing.tokens.rotation_age, &platform.config.trust);
     ended_machines::add_to_attention(
         &mut summary,
         &db::ended_machines::list_needing_attention(&session).await?,

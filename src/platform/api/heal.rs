@@ -20,7 +20,7 @@ pub async fn resume_healthy_machine(platform: &Platform, machine: &MachineRow, e
     if !machine.is_active() || machine.status != Status::Failed || !is_healable || epoch != machine.epoch {
         return;
     }
-    if !platform.server_checks.claim_lookup(machine.id) {
+    if !platform.server_lookup_limiter.claim_lookup(machine.id) {
         return;
     }
     match try_resume(platform, machine, epoch).await {
@@ -81,7 +81,7 @@ async fn record_power_on(platform: &Platform, machine: &MachineRow) -> anyhow::R
     if db::operations::find_running(&platform.host_db.session().await?, machine.id).await?.is_some() {
         return Ok(false);
     }
-    if !platform.server_checks.claim_lookup(machine.id) {
+    if !platform.server_lookup_limiter.claim_lookup(machine.id) {
         return Ok(false);
     }
     let server = platform.provider.get(ServerId(server_id)).await?;

@@ -63,7 +63,7 @@ impl RequestedLocations {
         fallback.iter().filter(|other| *other != location).cloned().collect()
     }
 
-    /// Returns whether the request names fallback locations other than those of a running recovery, in any order.
+    /// Returns whether the requested fallback locations differ from those of a running recovery, apart from their order.
     /// `current` and `fallback` are the locations of its new machine, and `has_moved` is whether the recovery has moved
     /// on from the location that it tried first.
     pub fn differs_in_fallback(&self, current: &Location, fallback: &[Location], has_moved: bool) -> bool {

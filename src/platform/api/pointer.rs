@@ -3,7 +3,7 @@
 //!
 //! The audit row, with the first bytes of an unreadable pointer, is committed before the pointer is written, so that
 //! these bytes are never lost. The planned pointer is stored with it: a retry with the same `Idempotency-Key` completes
-//! the rebuild, even if its first attempt got no response.
+//! the rebuild, even if its first attempt received no response.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -263,7 +263,7 @@ async fn store_reply(
     Ok(reply)
 }
 
-/// Explains that the pointer may have been replaced, if the store did not respond.
+/// If a request to the store failed, adds to the problem that the pointer may have been replaced.
 fn explain_failed_write(problem: Problem, target: &PointerTarget) -> Problem {
     if problem.code != Code::StoreUnavailable {
         return problem;
@@ -423,7 +423,7 @@ const SNAPSHOT_KEY: Parameter = Parameter {
     name: "snapshotKey",
     location: ParameterLocation::Query,
     schema: || text_matching(SnapshotKey::PATTERN),
-    description: "The snapshot that a rebuild would name; default: the newest complete one of the highest epoch.",
+    description: "The snapshot that a rebuild would name; by default, the newest complete snapshot of the highest epoch.",
 };
 
 pub static SHOW: Endpoint = Endpoint {

@@ -213,7 +213,7 @@ async fn prepare_plan(
     Ok(ProvisionPlan { image_version, bundle_sha256, restore, epoch_floor, replaces })
 }
 
-/// Runs the checks that follow [`check_admission`] for a quote, except those of the confirmations and the server limit.
+/// For a quote, runs the checks that follow [`check_admission`], except the confirmation and server-limit checks.
 /// Returns the new machine's release.
 pub async fn check_possible(
     platform: &Platform,

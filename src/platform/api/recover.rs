@@ -383,7 +383,7 @@ fn differing_options(
             request.locations.differs_in_fallback(&machine.location, &machine.fallback_locations, has_moved),
         ),
         ("`--allow-empty`", request.empty == EmptyStart::Refused && machine.restore == RestoreMode::Empty),
-        ("the accepted loss", request.options.accept_loss && !options.accept_loss),
+        ("`--accept-loss`", request.options.accept_loss && !options.accept_loss),
         ("`--replace-first`", request.options.replace_first && !options.replace_first),
     ]
     .into_iter()

@@ -1,6 +1,6 @@
-//! Reports hosts of recorded machines whose token was issued with neither the current nor the previous platform key:
-//! either the platform has the wrong key, or the token is forged. Without a report, such a host would look like a lost
-//! machine.
+//! Reports tokens that name a recorded machine but were issued with neither the current nor the previous platform key:
+//! either the platform has the wrong key, or the token is forged. Without a report, the host that sent such a token
+//! would look like a lost machine.
 //!
 //! Anyone can send such a token, so the log lines and alarms are rate-limited for the whole process.
 
@@ -11,7 +11,8 @@ use crate::context::Platform;
 use crate::db::machine_row::MachineRow;
 use crate::tokens::{Purpose, TokenClaim};
 
-/// Reports a rejected token, unless the platform issued it: such a token is outdated, because a later one replaced it.
+/// Reports a rejected token, unless the platform issued it: then, it was rejected only because a later token has
+/// replaced it.
 pub async fn report_rejected_token(
     platform: &Platform,
     machine: &MachineRow,

@@ -260,9 +260,9 @@ pub async fn ensure_may_start_empty(
         return Ok(());
     }
     let detail = format!(
-        "The store's pointer names no snapshot, but a host reported a snapshot taken at {}: check which snapshot a rebuild would \
-         choose with `svcctl pointer show {user} --slot {slot}`, then rebuild the pointer with `svcctl pointer rebuild {user} \
-         --slot {slot}`.",
+        "The store's pointer names no snapshot, but a host reported a snapshot taken at {}. `svcctl pointer show {user} --slot \
+         {slot}` shows which snapshot a rebuild would choose; `svcctl pointer rebuild {user} --slot {slot}` rebuilds the \
+         pointer.",
         rfc3339_ms(taken_at)
     );
     Err(Problem::new(Code::SnapshotUnusable, detail))

@@ -1,8 +1,8 @@
 //! Checks whether the provider's project has room for one more server.
 //!
 //! The provider's API reports a project's servers, but not its limit: the limit is `PROVIDER_SERVER_LIMIT`. In
-//! addition, the project counts as full for a few minutes after the provider has rejected an order because of its
-//! limit.
+//! addition, the project counts as full for a few minutes after the provider has rejected an order because of the
+//! project's limit.
 //!
 //! A replaced machine keeps its server for a while, so the slot has one more server than usual. This extra server may
 //! exceed the limit, so that a full project does not prevent a recovery. A second extra server may not: otherwise,

@@ -30,7 +30,7 @@ use svc_http::usage::{self, UsageQuery};
 use svc_machine::id::MachineId;
 use svc_wire::usage::UsageReport;
 
-const RETRY_SECONDS: u64 = 5;
+const RETRY_AFTER_SECONDS: u64 = 5;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -98,7 +98,7 @@ fn host_problem(id: MachineId, error: &UsageError) -> Problem {
         }
         UsageError::Host(HostCallError::Refused(StatusCode::SERVICE_UNAVAILABLE)) => {
             let detail = format!("The host of machine {id} cannot read its records right now; try again.");
-            Problem::new(Code::Unavailable, detail).retry_after(RETRY_SECONDS)
+            Problem::new(Code::Unavailable, detail).retry_after(RETRY_AFTER_SECONDS)
         }
         UsageError::Host(HostCallError::Refused(status)) => {
             let status = status.as_u16();

@@ -24,7 +24,7 @@ pub struct Provisioning {
     pub image_version: ImageVersion,
     pub server_type: ServerType,
     pub location: Location,
-    /// The locations to try, in this order, if the provider has no capacity in the server's location.
+    /// The locations to try, in this order, if the provider has no capacity in the requested location.
     pub fallback_locations: Vec<Location>,
     pub preview_max_per_owner: u32,
     pub preview_ttl: Duration,
@@ -38,7 +38,7 @@ pub struct ProviderConfig {
     /// Maximum number of servers in the project.
     pub server_limit: Option<u64>,
     pub image: String,
-    /// How long a server may take to appear after a create request without a response.
+    /// How long a server may take to appear after a create request that received no response.
     pub ambiguous_wait: Duration,
 }
 

@@ -59,9 +59,9 @@ pub async fn raise(
     raise_with(client, alarm, (detail, "excluded.detail"), lifetime).await
 }
 
-/// Raises an alarm for one more case. `detail` must be an object. It is merged into an active alarm's detail, unless
-/// that already has 100 members.
-pub async fn raise_case(
+/// Raises an alarm and merges `detail`, which must be an object, into the stored detail, unless that already has 100
+/// members. The stored detail of an expired alarm is replaced instead.
+pub async fn raise_and_merge(
     client: &impl GenericClient,
     alarm: &str,
     detail: &Value,

@@ -7,7 +7,7 @@ use deadpool_postgres::GenericClient;
 use super::{DbError, execute, query_opt};
 use svc_provider::{BudgetGrant, ObservedBudget};
 
-/// Returns `unused` calls to the bucket, updates it from the limit that the provider reported (`observed`), and
+/// Puts `unused` calls back into the bucket, updates it from the limit that the provider reported (`observed`), and
 /// reserves up to `wanted` calls.
 pub async fn reserve(
     client: &impl GenericClient,

@@ -31,7 +31,7 @@ pub async fn insert_if_absent(
     key: &SealedFileKey,
     sealed_with: &KeyId,
 ) -> Result<(), DbError> {
-    // `pruned_at` equals `created_at` until the first pruning.
+    // `pruned_at` equals `created_at` until the first prune.
     let sql = "INSERT INTO file_keys (idp_user_id, slot, sealed, key_id, created_at, pruned_at) \
                VALUES ($1, $2, $3, $4, statement_timestamp(), statement_timestamp()) ON CONFLICT DO NOTHING";
     execute(client, sql, &[&key.user, &key.slot, &key.sealed, &sealed_with.as_str()]).await.map(drop)
@@ -50,7 +50,7 @@ pub async fn list_sealed_with(
     Ok(rows.iter().map(parse).collect())
 }
 
-/// Counts the keys that were sealed with another platform key, and lists the first of their slots.
+/// Counts the keys that were sealed with a platform key other than `current`, and lists the first of their slots.
 pub async fn list_sealed_with_other(
     client: &impl GenericClient,
     current: &KeyId,
@@ -84,11 +84,11 @@ pub async fn reseal(
     execute(client, sql, &[&key.user, &key.slot, &key.sealed, &sealed_with.as_str()]).await.map(drop)
 }
 
-/// Claims the slot whose repository was pruned longest ago among those that are due. A slot is due if its last pruning
+/// Claims the slot whose repository was pruned longest ago among those that are due. A slot is due if its last prune
 /// began longer ago than `interval`, or if its claim expired longer ago than `retry_delay`: the process may have been
-/// killed because the pruning took too much memory, and an immediate retry would be killed, too. A request does not
-/// wait for the delay. Concurrent processes claim different slots. The claim lasts for `ttl`, unless [`record_prune`]
-/// or [`release_prune`] ends it.
+/// killed because the prune took too much memory, and an immediate retry would be killed, too. A request does not wait
+/// for the delay. Concurrent processes claim different slots. The claim lasts for `ttl`, unless [`record_prune`] or
+/// [`release_prune`] ends it.
 pub async fn claim_prune(
     client: &impl GenericClient,
     interval: Duration,
@@ -111,20 +111,20 @@ pub async fn claim_prune(
     Ok(claimed.map(|row| (row.get(0), row.get(1))))
 }
 
-/// The last pruning of a slot's repository.
-pub struct LastPruning {
-    /// When it began or, if it failed, when it ended. `None` before the first pruning, and while one is requested.
+/// The last prune of a slot's repository.
+pub struct LastPrune {
+    /// When it began or, if it failed, when it ended. `None` before the first prune, and while one is requested.
     pub at: Option<Timestamp>,
     /// The reason it failed, if it did.
     pub error: Option<String>,
 }
 
-/// Finds the last pruning; `None` if the slot has no key.
-pub async fn find_pruning(
+/// Finds the last prune; `None` if the slot has no key.
+pub async fn find_last_prune(
     client: &impl GenericClient,
     user: &str,
     slot: &str,
-) -> Result<Option<LastPruning>, DbError> {
+) -> Result<Option<LastPrune>, DbError> {
     // In a new row, `pruned_at` is the creation time; a request sets it to the epoch. A failure sets it back, possibly
     // by years, so that the retry is due sooner.
     let sql = "SELECT CASE WHEN pruned_at <= 'epoch' THEN NULL \
@@ -132,23 +132,23 @@ pub async fn find_pruning(
                    WHEN pruned_at > created_at THEN pruned_at END, prune_error FROM file_keys \
                WHERE idp_user_id = $1 AND slot = $2";
     let row = query_opt(client, sql, &[&user, &slot]).await?;
-    Ok(row.map(|row| LastPruning { at: row.get(0), error: row.get(1) }))
+    Ok(row.map(|row| LastPrune { at: row.get(0), error: row.get(1) }))
 }
 
-/// Failed and overdue prunings.
+/// Failed and overdue prunes.
 #[derive(Debug, Clone, Default)]
 pub struct PruningProblems {
     /// The number of slots with a key.
     pub slots: u64,
-    /// The number of slots whose last pruning failed.
+    /// The number of slots whose last prune failed.
     pub failed: u64,
-    /// The first failures: the slot as `USER/SLOT`, and the error.
+    /// The first failures: each slot, as `USER/SLOT`, with its error.
     pub failures: Vec<(String, String)>,
-    /// The number of slots whose last pruning ended, or whose key was created, more than `max_age` ago.
+    /// The number of slots whose last prune ended, or whose key was created, more than `max_age` ago.
     pub overdue: u64,
 }
 
-/// Counts failed and overdue prunings, and lists at most `limit` failures.
+/// Counts failed and overdue prunes, and lists at most `limit` failures.
 pub async fn find_pruning_problems(
     client: &impl GenericClient,
     max_age: Duration,
@@ -170,26 +170,26 @@ pub async fn find_pruning_problems(
     })
 }
 
-/// Counts the slots whose last pruning failed.
-pub async fn count_failed_prunings(client: &impl GenericClient) -> Result<u64, DbError> {
+/// Counts the slots whose last prune failed.
+pub async fn count_failed_prunes(client: &impl GenericClient) -> Result<u64, DbError> {
     let row = query_opt(client, "SELECT count(prune_error) FROM file_keys", &[]).await?;
     Ok(row.map_or(0, |row| row.get::<_, i64>(0)).unsigned_abs())
 }
 
-/// Returns whether the database's schema is new enough to record when prunings end.
+/// Returns whether the database's schema is new enough to record when a prune ends.
 pub async fn has_prune_ended_at_column(client: &impl GenericClient) -> Result<bool, DbError> {
     let sql = "SELECT EXISTS (SELECT 1 FROM pg_attribute \
                WHERE attrelid = to_regclass('file_keys') AND attname = 'prune_ended_at')";
     Ok(query_opt(client, sql, &[]).await?.is_some_and(|row| row.get(0)))
 }
 
-/// Requests a pruning. If one is running, another follows it. Returns whether the slot has a key.
+/// Requests a prune. If one is running, another follows it. Returns whether the slot has a key.
 pub async fn request_prune(client: &impl GenericClient, user: &str, slot: &str) -> Result<bool, DbError> {
     let sql = "UPDATE file_keys SET pruned_at = 'epoch' WHERE idp_user_id = $1 AND slot = $2";
     Ok(execute(client, sql, &[&user, &slot]).await? == 1)
 }
 
-/// Extends the claim of a running pruning until `ttl` from now.
+/// Extends the claim of a running prune until `ttl` from now.
 pub async fn renew_prune(
     client: &impl GenericClient,
     user: &str,
@@ -201,15 +201,15 @@ pub async fn renew_prune(
     execute(client, sql, &[&user, &slot, &ttl.as_secs_f64()]).await.map(drop)
 }
 
-/// Ends the claim of a pruning that was interrupted; the slot is due immediately.
+/// Ends the claim of an interrupted prune; the slot is due immediately.
 pub async fn release_prune(client: &impl GenericClient, user: &str, slot: &str) -> Result<(), DbError> {
     let sql = "UPDATE file_keys SET pruned_at = 'epoch', prune_claimed_until = NULL \
                WHERE idp_user_id = $1 AND slot = $2";
     execute(client, sql, &[&user, &slot]).await.map(drop)
 }
 
-/// Records the result of a pruning, and ends its claim. The next one is due earlier by `advance`, which is zero except
-/// after a failure. A request that arrived during the pruning has set `pruned_at` to the epoch, so the next one is due
+/// Records the result of a prune, and ends its claim. The next one is due earlier by `advance`, which is zero except
+/// after a failure. A request that arrived during the prune has set `pruned_at` to the epoch, so the next one is due
 /// immediately.
 pub async fn record_prune(
     client: &impl GenericClient,
@@ -223,8 +223,8 @@ pub async fn record_prune(
     execute(client, sql, &[&user, &slot, &error, &advance.as_secs_f64()]).await.map(drop)
 }
 
-/// Records that a pruning succeeded, but left work for a later one. Its claim expires, like that of an interrupted
-/// pruning, so the slot is due again after the retry delay.
+/// Records that a prune succeeded, but left work for a later one. Its claim expires, like that of an interrupted
+/// prune, so the slot is due again after the retry delay.
 pub async fn record_unfinished_prune(
     client: &impl GenericClient,
     user: &str,

@@ -20,8 +20,8 @@ pub struct ServerRetention {
     /// Period after the deletion or, if later, after the request to power off the server: a deletion may first wait for
     /// an operator.
     pub deleted: Duration,
-    /// Period after a machine that never registered left its slot. It is long enough for the host to send a heartbeat
-    /// if it did register, but this database has lost the registration.
+    /// Period after a machine that never registered left its slot. It is long enough for the host to send a heartbeat,
+    /// in case it did register but the database has lost the registration.
     pub unregistered: Duration,
 }
 

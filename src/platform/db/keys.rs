@@ -128,14 +128,14 @@ pub async fn list_distribution(
 pub struct UnacknowledgedHosts {
     /// Hosts that are not silent; a rotation waits for them.
     pub reporting: i64,
-    /// Hosts that have sent no heartbeat for `max_silence`; a rotation does not wait for them.
+    /// Hosts that have sent no heartbeat for `max_heartbeat_gap`; a rotation does not wait for them.
     pub silent: i64,
 }
 
 pub async fn count_unacknowledged(
     client: &impl GenericClient,
     kid: &str,
-    max_silence: Duration,
+    max_heartbeat_gap: Duration,
 ) -> Result<UnacknowledgedHosts, DbError> {
     let sql = format!(
         "SELECT count(*) FILTER (WHERE reporting), count(*) FILTER (WHERE NOT reporting) FROM (SELECT \
@@ -143,7 +143,7 @@ pub async fn count_unacknowledged(
          FROM user_machines WHERE {ACTIVE} \
          AND (status <> 'failed' OR failure_cause = 'resize') AND NOT ($1 = ANY(proof_kids))) hosts"
     );
-    let rows = query(client, &sql, &[&kid, &max_silence.as_secs_f64()]).await?;
+    let rows = query(client, &sql, &[&kid, &max_heartbeat_gap.as_secs_f64()]).await?;
     let counts = |row: &Row| UnacknowledgedHosts { reporting: row.get(0), silent: row.get(1) };
     Ok(rows.first().map(counts).unwrap_or_default())
 }

@@ -328,8 +328,8 @@ pub async fn mark_unsaved(client: &impl GenericClient, id: MachineId) -> Result<
 }
 
 /// Records that the kept servers of machines that served in the slot before this one may hold the only copy of the
-/// owner's files, because this machine could not restore them. The last of these machines may have failed in the same
-/// way. Has no effect on servers whose deletion was ordered.
+/// owner's files, because this machine could not restore them. All of those machines are marked, because the newest of
+/// them may also have failed to restore the files. Has no effect on servers whose deletion was ordered.
 pub async fn mark_predecessors_unsaved(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET unsaved_since = registered_at WHERE machine_id IN (\
                    SELECT earlier.machine_id FROM user_machines earlier JOIN user_machines mine \
@@ -407,7 +407,7 @@ pub async fn record_heartbeat(
     ];
     if query_opt(client, sql, params).await?.is_some_and(|row| row.get(0)) {
         tracing::warn!(machine = %id, taken_at = ?heartbeat.backup_taken_at,
-            "ignored a snapshot that is dated in the future: check the host's clock");
+            "ignored the time of the reported snapshot, which is in the future: check the host's clock");
     }
     // A separate statement, which usually changes no row: an update of this column makes every router reload the
     // machine's keys.

@@ -57,7 +57,8 @@ pub async fn record_power_off_request(tx: &Transaction<'_>, id: MachineId) -> Re
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Like [`record_power_on`], but only if the machine still holds its slot: a replaced machine keeps these timestamps.
+/// Like [`record_power_on`], but only if the machine still holds its slot: a replaced machine keeps the timestamps that
+/// this clears.
 pub async fn record_power_on_in_slot(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = format!("{RECORD_POWER_ON} AND {ACTIVE}");
     execute(client, &sql, &[&id.0]).await.map(drop)

@@ -49,7 +49,7 @@ use tokio_postgres::{Client, Config, IsolationLevel, NoTls, Row};
 use svc_base::error_chain::format_chain;
 use svc_http::resolve;
 
-/// Client-side timeout for preparing a statement, and again for running it. The server's own timeout is shorter.
+/// Client-side timeout, applied separately to preparing and to running a statement. The server-side timeout is shorter.
 const STATEMENT_TIMEOUT: Duration = Duration::from_secs(6);
 const SERVER_STATEMENT_TIMEOUT_MS: u32 = 5000;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);

@@ -439,8 +439,8 @@ pub struct OperationUpdate<'a> {
     pub lease: Option<Duration>,
 }
 
-/// Advances an operation if `owner` still holds its lease, and returns whether it did. A new step, a new fact and the
-/// unblocking of the provider account count as progress. Failures while the account is blocked do not count toward
+/// Advances an operation if `owner` still holds its lease. Returns whether it was advanced. A new step, a new fact and
+/// the unblocking of the provider account count as progress. Failures while the account is blocked do not count toward
 /// `failing_since`.
 pub async fn advance(
     client: &impl GenericClient,
@@ -477,7 +477,7 @@ pub async fn advance(
     Ok(execute(client, sql, params).await? == 1)
 }
 
-/// Renews a lease if `owner` still holds it, and returns whether it did.
+/// Renews a lease if `owner` still holds it. Returns whether it was renewed.
 pub async fn renew(
     client: &impl GenericClient,
     id: OperationId,

@@ -160,8 +160,8 @@ pub async fn find_and_lock(
     query_opt(tx, &sql, &[&name.as_str()]).await?.as_ref().map(OperatorRow::parse).transpose()
 }
 
-/// Gives an operator a new token. The replaced token stays valid for `overlap`, or until it expires if that is earlier;
-/// the token before it becomes invalid immediately.
+/// Replaces an operator's token. The replaced token stays valid for `overlap` or until it expires, whichever is
+/// earlier; the token before it becomes invalid immediately.
 pub async fn rotate(
     tx: &Transaction<'_>,
     name: &OperatorName,

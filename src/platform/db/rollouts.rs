@@ -142,12 +142,12 @@ pub async fn list_unfinished(client: &impl GenericClient) -> Result<Vec<RolloutR
     query(client, &sql, &[]).await?.iter().map(RolloutRow::parse).collect()
 }
 
-/// Lists the running machines that a rollout would reach, in batch order: all machines, or only those with these
+/// Lists the running machines that a rollout would update, in batch order: all machines, or only those with these
 /// handles, except those in `except`.
 ///
 /// Machines in test slots come first: a failing canary stops the rollout, and owners, who have root, could make a
 /// canary fail. The other machines are in random order, so that the canary varies. All silent machines come last.
-pub async fn list_reachable_machines(
+pub async fn list_eligible_machines(
     client: &impl GenericClient,
     handles: Option<&[Handle]>,
     except: &[Handle],
@@ -169,13 +169,13 @@ pub async fn list_reachable_machines(
 pub struct UpdateTimeouts {
     /// Counts from the request, from the end of a pause, or from the host's last report of an update in progress,
     /// whichever is latest.
-    pub silence: Duration,
+    pub progress: Duration,
     /// Counts from the request or, if later, the end of a pause, regardless of reports: the host may be running another
     /// update, or may never finish.
     pub total: Duration,
 }
 
-/// Records when machines last reported an update in progress, so that their silence timeout counts from that report,
+/// Records when machines last reported an update in progress, so that their progress timeout counts from that report,
 /// even after a later report shows a different state.
 pub async fn record_progress(tx: &Transaction<'_>, rollout: RolloutId) -> Result<(), DbError> {
     let sql = "UPDATE rollout_machines r SET updating_at = m.heartbeat_at FROM user_machines m \
@@ -204,8 +204,8 @@ pub async fn list_members(
                ORDER BY r.batch, r.machine_id";
     let version = rollout.image_version.as_str();
     let can_be_overdue = rollout.state != RolloutState::Paused;
-    let (silence, total) = (timeouts.silence.as_secs_f64(), timeouts.total.as_secs_f64());
-    let rows = query(client, sql, &[&rollout.id.0, &version, &can_be_overdue, &silence, &total]).await?;
+    let (progress, total) = (timeouts.progress.as_secs_f64(), timeouts.total.as_secs_f64());
+    let rows = query(client, sql, &[&rollout.id.0, &version, &can_be_overdue, &progress, &total]).await?;
     rows.iter()
         .map(|row| {
             Ok(Member {
@@ -261,34 +261,31 @@ pub async fn claim_unnotified(tx: &Transaction<'_>, rollout: RolloutId) -> Resul
     Ok(query(tx, sql, &[&rollout.0]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// Claims the verification for the duration `claim`, and returns the rollout with the claim.
+/// Claims the verification for `ttl`, and returns the rollout with its claim.
 pub async fn claim_verification(
     tx: &Transaction<'_>,
     rollout: RolloutId,
-    claim: Duration,
+    ttl: Duration,
 ) -> Result<Option<RolloutRow>, DbError> {
     let sql = format!(
         "UPDATE rollouts SET verifying_until = clock_timestamp() + make_interval(secs => $2) WHERE rollout_id = $1 \
          RETURNING {COLUMNS}"
     );
-    query_opt(tx, &sql, &[&rollout.0, &claim.as_secs_f64()])
-        .await?
-        .as_ref()
-        .map(RolloutRow::parse)
-        .transpose()
+    query_opt(tx, &sql, &[&rollout.0, &ttl.as_secs_f64()]).await?.as_ref().map(RolloutRow::parse).transpose()
 }
 
-/// Extends a claim. Returns `None` if another process now holds the claim, or an operator has reset it.
+/// Extends a claim to `ttl` from now. Returns `None` if another process now holds the claim, or an operator has reset
+/// it.
 pub async fn renew_verification(
     client: &impl GenericClient,
     claimed: &RolloutRow,
-    claim: Duration,
+    ttl: Duration,
 ) -> Result<Option<RolloutRow>, DbError> {
     let sql = format!(
         "UPDATE rollouts SET verifying_until = clock_timestamp() + make_interval(secs => $3) \
          WHERE rollout_id = $1 AND verifying_until = $2 RETURNING {COLUMNS}"
     );
-    query_opt(client, &sql, &[&claimed.id.0, &claimed.verifying_until, &claim.as_secs_f64()])
+    query_opt(client, &sql, &[&claimed.id.0, &claimed.verifying_until, &ttl.as_secs_f64()])
         .await?
         .as_ref()
         .map(RolloutRow::parse)

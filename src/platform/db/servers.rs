@@ -13,7 +13,7 @@ use super::machine_row::MachineRow;
 use super::{DbError, execute, query, query_opt};
 use svc_machine::id::MachineId;
 
-/// A machine whose server must exist or may hold data.
+/// A machine's server that must exist or may hold data.
 #[derive(Debug, Clone, Copy)]
 pub struct TrackedServer {
     pub machine: MachineId,
@@ -134,8 +134,8 @@ pub async fn record_seen(client: &impl GenericClient, servers: &[i64]) -> Result
     execute(client, sql, &[&servers]).await.map(drop)
 }
 
-/// Records again the servers of former machines that were recorded as deleted but that the provider still lists, and
-/// returns them.
+/// Restores the records of former machines' servers that were recorded as deleted but that the provider still lists.
+/// Returns those machines and servers.
 pub async fn record_returned(
     client: &impl GenericClient,
     listed: &HashMap<MachineId, i64>,

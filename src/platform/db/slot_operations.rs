@@ -1,5 +1,5 @@
-//! Reads from `operations` for a slot or a machine that has left its slot: an operation on one machine can affect other
-//! machines in the slot.
+//! Reads from `operations` for a slot, or for a machine that has left its slot: an operation on one machine can affect
+//! other machines in the slot.
 
 use std::time::Duration;
 
@@ -73,8 +73,8 @@ pub async fn find_operation_needing_server(
 
 /// Returns whether an operation that was running less than `period` before `operation` was created may have requested a
 /// shutdown of this machine's server. A resize or a power-off that succeeded does not count: its shutdown has taken
-/// effect. The other operations continue even if the server stays on. The operation that created this machine shut down
-/// the server of its predecessor.
+/// effect. Other operations count even if they succeeded, because they continue even if the server stays on. The
+/// operation that created this machine does not count: it shut down the predecessor's server.
 pub async fn may_have_shut_down(
     client: &impl GenericClient,
     machine: MachineId,

@@ -1,4 +1,4 @@
-//! Turns for periodic tasks, which any process can run for the whole installation: in each interval, one does.
+//! Turns for periodic tasks that run once per interval for the whole installation, in the process that claims the turn.
 
 use std::time::Duration;
 

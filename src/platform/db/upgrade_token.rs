@@ -68,12 +68,12 @@ pub async fn request_all_rotations(client: &impl GenericClient) -> Result<u64, D
     execute(client, &sql, &[]).await
 }
 
-/// A machine's token, for checking whether it was made with the current platform key.
+/// A machine's token, for checking whether it was issued with the current platform key.
 pub struct MachineToken {
     pub machine: MachineId,
     pub generation: Generation,
     pub hash: Vec<u8>,
-    /// Whether the host has been silent for longer than `max_silence`; a key rotation does not wait for such hosts.
+    /// Whether the host has been silent for longer than `max_heartbeat_gap`; a key rotation does not wait for such hosts.
     pub is_silent: bool,
 }
 
@@ -81,7 +81,7 @@ pub struct MachineToken {
 pub async fn list_after(
     client: &impl GenericClient,
     after: MachineId,
-    max_silence: Duration,
+    max_heartbeat_gap: Duration,
     limit: i64,
 ) -> Result<Vec<MachineToken>, DbError> {
     let sql = format!(
@@ -89,7 +89,7 @@ pub async fn list_after(
          greatest(heartbeat_at, registered_at, created_at) <= now() - make_interval(secs => $2) \
          FROM user_machines WHERE {ACTIVE} AND machine_id > $1 ORDER BY machine_id LIMIT $3"
     );
-    let rows = query(client, &sql, &[&after.0, &max_silence.as_secs_f64(), &limit]).await?;
+    let rows = query(client, &sql, &[&after.0, &max_heartbeat_gap.as_secs_f64(), &limit]).await?;
     let parse = |row: &Row| MachineToken {
         machine: MachineId(row.get(0)),
         generation: Generation(row.get::<_, i32>(1).unsigned_abs()),

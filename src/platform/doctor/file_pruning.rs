@@ -16,7 +16,7 @@ const MAX_INTERVALS: u32 = 3;
 pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("file-pruning");
     match find_problems(config).await {
-        Ok(Some(problems)) => assess(findings, &problems, !config.timing.files_prune.is_zero()),
+        Ok(Some(problems)) => assess(findings, &problems, !config.timing.files_prune_interval.is_zero()),
         Ok(None) => findings.skipped("this release of svc-platform has not started yet"),
         Err(error) => findings.problem(format!("{error:#}"), "see the check `database`"),
     }
@@ -28,7 +28,7 @@ async fn find_problems(config: &PlatformConfig) -> anyhow::Result<Option<Pruning
     if !file_keys::has_prune_ended_at_column(&session).await? {
         return Ok(None);
     }
-    let max_age = config.timing.files_prune * MAX_INTERVALS + TIMEOUT;
+    let max_age = config.timing.files_prune_interval * MAX_INTERVALS + TIMEOUT;
     Ok(Some(file_keys::find_pruning_problems(&session, max_age, MAX_LISTED).await?))
 }
 

@@ -13,7 +13,7 @@ mod serving;
 mod sessions;
 mod store;
 
-pub use self::sessions::{SESSION_KEYS, SESSION_WRITE_ONCE, SESSIONS, probe_store};
+pub use self::sessions::{SESSION_ISOLATION, SESSION_WRITE_ONCE, SESSIONS, probe_store};
 
 use std::path::Path;
 use std::time::Duration;

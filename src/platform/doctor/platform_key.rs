@@ -116,7 +116,7 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Name
         Some(previous) if usage.need.has_processes() => findings.warning(
             format!("PLATFORM_KEY_PREVIOUS {previous} is still needed: {}", usage.need),
             format!(
-                "restart the processes that have the other key as PLATFORM_KEY, with {} as PLATFORM_KEY and \
+                "restart the processes that have a different PLATFORM_KEY, with {} as PLATFORM_KEY and \
                  {previous} as PLATFORM_KEY_PREVIOUS: until then, no secrets are migrated to the new key. \
                  Each process logged its id and the address of its API when it started",
                 ids.current
@@ -130,7 +130,7 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Name
     };
     match usage.need.describe_silent() {
         Some(silent) => findings.warning(
-            format!("the tokens of {silent} were not made with PLATFORM_KEY"),
+            format!("the tokens of {silent} were not issued with PLATFORM_KEY"),
             "if the database has been restored from a copy, recover these machines before you remove \
              PLATFORM_KEY_PREVIOUS; otherwise no action is needed, because each token rotates at the \
              machine's next heartbeat",
@@ -155,9 +155,9 @@ async fn read_usage(
     let undecryptable = find_undecryptable_key_error(config, client).await?;
     let (ids, ttl) = (config.keys.ids(), key_change::row_ttl(&config.timing));
     let mint = TokenMint::new(&config.keys.current).with_previous(config.keys.previous.as_ref());
-    let silence = config.timing.keys.max_silence;
+    let max_gap = config.timing.keys.max_heartbeat_gap;
     let need =
-        KeyNeed::find(client, &ids.current, &mint, &Seal::from_keys(&config.keys), silence, ttl).await?;
+        KeyNeed::find(client, &ids.current, &mint, &Seal::from_keys(&config.keys), max_gap, ttl).await?;
     let is_rotation_complete = platform_keys::load_state(client, &ids.current).await?.is_rotation_complete;
     let (is_previous_recorded, processes) = match &ids.previous {
         Some(previous) => (

@@ -107,7 +107,7 @@ pub fn check_settings(config: &PlatformConfig) -> Findings {
     }
     if config.hosts.acme.is_some() && config.router.tls.is_none() {
         findings = findings.warning(
-            "ACME_DIRECTORY_URL is set, but the router does not terminate TLS, so it cannot pass validations through to \
+            "ACME_DIRECTORY_URL is set, but the router does not terminate TLS, so it cannot pass ACME validations through to \
              machines",
             "set ROUTER_TLS_CERT_FILE and ROUTER_TLS_KEY_FILE, or create an A record for each machine: see \
              docs/operating/certificates.md",

@@ -1,4 +1,4 @@
-//! Tests what a host's object store session can do, with a session for a slot that no user has.
+//! Tests what a host's object store session can do, using a session for a slot that belongs to no user.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ pub const SESSIONS: Capability = Capability {
     need: CapabilityNeed::Recommended,
     without: "Hosts need `STORE_HOST_CREDENTIALS=static`: each of them can read, overwrite and delete every slot.",
 };
-pub const SESSION_KEYS: Capability = Capability {
+pub const SESSION_ISOLATION: Capability = Capability {
     name: "a session can access only what its policy allows",
     need: CapabilityNeed::Required,
     without: "A host's session can access every slot.",
@@ -45,7 +45,7 @@ pub async fn probe_store(
         Ok(hosts) => hosts.try_session().await.map(|session| session.map_err(|error| format_chain(&error))),
         Err(error) => Some(Err(format!("{error:#}"))),
     };
-    let (sessions, keys, write_once) = match session {
+    let (sessions, isolation, write_once) = match session {
         Some(Ok(session)) => {
             let stores = SessionStores::new(store, session);
             (Support::Yes, stores.probe_slot_isolation().await, stores.probe_write_once().await)
@@ -60,7 +60,7 @@ pub async fn probe_store(
         }
     };
     for (capability, support) in
-        [(SESSIONS, sessions), (SESSION_KEYS, keys), (SESSION_WRITE_ONCE, write_once)]
+        [(SESSIONS, sessions), (SESSION_ISOLATION, isolation), (SESSION_WRITE_ONCE, write_once)]
     {
         results.push(ProbeResult::new(capability, support));
     }
@@ -165,7 +165,7 @@ async fn with_timeout(probe: impl Future<Output = Result<Support, StoreError>>) 
     }
 }
 
-/// Returns another slot that no user has, to which the session must not have access.
+/// Returns a second slot that belongs to no user. The session must not be able to access it.
 fn other_slot() -> SlotPrefix {
     SlotPrefix::new(&"svc-doctor-other".parse().expect("the user's id is valid"), &Slot::primary())
 }

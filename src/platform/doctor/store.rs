@@ -175,7 +175,7 @@ pub async fn check_host_credentials(config: &PlatformConfig) -> Findings {
         Some(Ok(session)) => {
             let until = session.expires_at;
             let stores = sessions::SessionStores::new(&config.store, session);
-            let findings = check_session_keys(findings, &stores).await;
+            let findings = check_slot_isolation(findings, &stores).await;
             let findings = check_write_once(findings, config, &hosts, &stores).await;
             check_outage_session(findings, &hosts)
                 .await
@@ -183,13 +183,13 @@ pub async fn check_host_credentials(config: &PlatformConfig) -> Findings {
         }
         Some(Err(error)) => findings.problem(
             format_chain(&error),
-            "check STS_ROLE_ARN, STS_ENDPOINT and the role's trust policy; until then, no machine can be provisioned",
+            "check STS_ROLE_ARN, STS_ENDPOINT and the role's trust policy: without sessions, no machine can be provisioned",
         ),
     }
 }
 
 /// Checks that the store enforces a session's policy: a host must not be able to access another slot.
-async fn check_session_keys(findings: Findings, stores: &sessions::SessionStores) -> Findings {
+async fn check_slot_isolation(findings: Findings, stores: &sessions::SessionStores) -> Findings {
     match stores.probe_slot_isolation().await {
         Support::Yes => findings,
         Support::No(observed) => findings.problem(
@@ -207,7 +207,7 @@ async fn check_session_keys(findings: Findings, stores: &sessions::SessionStores
 async fn check_outage_session(findings: Findings, hosts: &HostStore) -> Findings {
     match hosts.try_outage_session().await {
         Some(Err(error)) => findings.warning(
-            format!("STS does not issue a session of STS_DURATION_SECONDS: {}", format_chain(&error)),
+            format!("STS does not issue a session that lasts STS_DURATION_SECONDS: {}", format_chain(&error)),
             "lower STS_DURATION_SECONDS, or raise the role's MaxSessionDuration; until then, hosts get an outage session of \
              one hour, or none",
         ),
@@ -252,7 +252,7 @@ mod tests {
     use svc_base::config::Env;
 
     #[test]
-    fn report_capability_skips_server_only_one_for_directory() {
+    fn directory_store_skips_server_only_capability() {
         let probed =
             ProbeResult::new(capabilities::SIGNATURES, Support::Unknown("it returned 500".to_owned()));
         let store = |url| {

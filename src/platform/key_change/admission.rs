@@ -50,7 +50,7 @@ pub async fn admit(
     own: &ProcessKeys,
     mint: &TokenMint,
     seal: &Seal,
-    max_silence: Duration,
+    max_heartbeat_gap: Duration,
 ) -> Result<(), AdmissionError> {
     let deadline = Instant::now() + own.ttl + MIN_RETRY_INTERVAL;
     loop {
@@ -59,7 +59,7 @@ pub async fn admit(
         db::lock(&tx, PLATFORM_KEYS_LOCK).await?;
         let is_first = !platform_keys::has_any(&tx).await?;
         if own.ids.previous.is_none() {
-            refuse_if_other_key_needed(&tx, own, mint, seal, max_silence, is_first).await?;
+            refuse_if_other_key_needed(&tx, own, mint, seal, max_heartbeat_gap, is_first).await?;
         } else {
             // The keys are checked before their use is recorded, because a wrong key must not affect the key rotation.
             keys::ensure_keys_can_be_opened(&tx, &own.ids, seal).await?;
@@ -93,7 +93,7 @@ async fn refuse_if_other_key_needed(
     own: &ProcessKeys,
     mint: &TokenMint,
     seal: &Seal,
-    max_silence: Duration,
+    max_heartbeat_gap: Duration,
     is_first: bool,
 ) -> Result<(), AdmissionError> {
     let key = &own.ids.current;
@@ -103,7 +103,7 @@ async fn refuse_if_other_key_needed(
     } else if platform_keys::load_state(tx, key).await?.is_rotation_complete {
         return Ok(());
     } else {
-        KeyNeed::find(tx, key, mint, seal, max_silence, own.ttl).await?
+        KeyNeed::find(tx, key, mint, seal, max_heartbeat_gap, own.ttl).await?
     };
     if need.is_empty() { Ok(()) } else { Err(AdmissionError::Needed(need)) }
 }

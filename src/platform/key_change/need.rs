@@ -66,13 +66,13 @@ impl KeyNeed {
         current: &KeyId,
         mint: &TokenMint,
         seal: &Seal,
-        max_silence: Duration,
+        max_heartbeat_gap: Duration,
         process_ttl: Duration,
     ) -> Result<Self, DbError> {
         let mut need = Self::find_for_signing_keys(client, seal).await?;
         (need.file_keys.count, need.file_keys.names) =
             db::file_keys::list_sealed_with_other(client, current, MAX_NAMED as i64).await?;
-        need.add_tokens(client, mint, max_silence).await?;
+        need.add_tokens(client, mint, max_heartbeat_gap).await?;
         need.add_fences(client, current).await?;
         for OtherProcess { process, .. } in
             platform_keys::list_with_other_key(client, current, process_ttl).await?
@@ -99,11 +99,11 @@ impl KeyNeed {
         &mut self,
         client: &impl GenericClient,
         mint: &TokenMint,
-        max_silence: Duration,
+        max_heartbeat_gap: Duration,
     ) -> Result<(), DbError> {
         let mut after = MachineId(uuid::Uuid::nil());
         loop {
-            let tokens = upgrade_token::list_after(client, after, max_silence, 10 * BATCH_SIZE).await?;
+            let tokens = upgrade_token::list_after(client, after, max_heartbeat_gap, 10 * BATCH_SIZE).await?;
             let Some(last) = tokens.last() else { return Ok(()) };
             after = last.machine;
             for token in tokens {

@@ -119,7 +119,7 @@ async fn fail_vanished(
     let mut lost = Vec::new();
     for machine in missing {
         let missing_for = db::servers::record_missing(&session, machine).await?;
-        let is_silent = machine.silent_for >= platform.config.timing.server_silence;
+        let is_silent = machine.silent_for >= platform.config.timing.heartbeat_timeout;
         if is_silent
             && missing_for >= platform.config.timing.reconcile_interval.min(CONFIRM_INTERVAL).mul_f64(0.9)
         {

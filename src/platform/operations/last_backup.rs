@@ -264,7 +264,7 @@ async fn attempt_backup(
         return Ok(AttemptOutcome::Failed(BackupFailure::Failed("its backup has stalled".to_owned())));
     }
     if progress.is_overdue(leased, now) {
-        let hours = leased.platform.config.timing.last_backup_limit.as_secs_f64() / 3600.0;
+        let hours = leased.platform.config.timing.final_backup_limit.as_secs_f64() / 3600.0;
         return Ok(AttemptOutcome::Failed(BackupFailure::Failed(format!(
             "its backup has not ended within {hours:.1} h"
         ))));
@@ -358,7 +358,7 @@ async fn handle_unreachable(
     now: Timestamp,
 ) -> Result<StepOutcome, StepError> {
     let since = *progress.unreachable_since.get_or_insert(now);
-    let deadline = signed_duration(leased.platform.config.timing.last_backup_deadline);
+    let deadline = signed_duration(leased.platform.config.timing.final_backup_deadline);
     let silent_for = now.duration_since(since);
     if silent_for < deadline {
         let remaining = Duration::try_from(deadline - silent_for).unwrap_or_default();

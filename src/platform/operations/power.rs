@@ -70,7 +70,7 @@ pub async fn reboot_server(leased: &LeasedOperation<'_>) -> Result<StepOutcome, 
     };
     // Each failed action changes the facts, which counts as progress. Without this limit, the step could run for a day,
     // and each request whose response is lost would restart the server again.
-    if unblocked_age.saturating_sub(first_request) >= leased.platform.config.timing.resize_health {
+    if unblocked_age.saturating_sub(first_request) >= leased.platform.config.timing.resize_health_timeout {
         return Ok(StepOutcome::Fail {
             code: "reboot_failed",
             note: "the provider did not restart the server in time",
@@ -98,7 +98,7 @@ pub async fn await_heartbeat(leased: &LeasedOperation<'_>) -> Result<StepOutcome
     if has_heartbeat_since_start && machine.is_healthy() {
         return Ok(StepOutcome::Done { note: None, record });
     }
-    if age >= leased.platform.config.timing.resize_health {
+    if age >= leased.platform.config.timing.resize_health_timeout {
         // The server has been powered on, even though its host is silent.
         leased.clear_powered_off().await?;
         return Ok(StepOutcome::Fail { code: "host_silent", note: "the host did not come back in time" });

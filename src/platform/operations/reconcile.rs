@@ -151,7 +151,7 @@ async fn delete_expired_preview(platform: &Platform, machine: MachineId) -> anyh
 async fn end_stalled_operations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let timing = &platform.config.timing;
-    let limits = StallLimits::new(timing.operation_deadline, timing.operation_limit, runnable_steps());
+    let limits = StallLimits::new(timing.operation_stall_timeout, timing.operation_limit, runnable_steps());
     let stalled = db::operations::list_stalled(&session, &limits).await?;
     drop(session);
     let mut failures = Failures::default();

@@ -73,8 +73,8 @@ async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyh
     // `None`: another process is advancing this rollout.
     let Some(rollout) = rollouts::try_lock(&tx, rollout.id).await? else { return Ok(()) };
     rollouts::record_progress(&tx, rollout.id).await?;
-    let silence = platform.config.timing.rollout_silence;
-    let timeouts = UpdateTimeouts { silence, total: silence.saturating_mul(TOTAL_TIMEOUT_FACTOR) };
+    let progress = platform.config.timing.rollout_progress_timeout;
+    let timeouts = UpdateTimeouts { progress, total: progress.saturating_mul(TOTAL_TIMEOUT_FACTOR) };
     let members = rollouts::list_members(&tx, &rollout, timeouts).await?;
     let pace =
         if rollout.state == RolloutState::Running { RolloutPace::Running } else { RolloutPace::Halted };

@@ -99,7 +99,7 @@ pub static LIST: Endpoint = Endpoint {
         id: "listFilesAt",
         method: Method::GET,
         path: "/vps/{id}/files/at",
-        summary: "Shows a file or directory as it was saved, with the directory's entries. Each read is audited.",
+        summary: "Shows a file or directory as it was saved; for a directory, also its entries. Each read is audited.",
         credentials: &[OPERATOR],
         parameters: &[
             MACHINE_ID,

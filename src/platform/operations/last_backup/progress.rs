@@ -167,20 +167,20 @@ impl LastBackupProgress {
 
     /// Returns whether the deadline for stopping the writers has passed. The host's reports do not extend it.
     pub fn is_stop_overdue(&self, leased: &LeasedOperation<'_>, now: Timestamp) -> bool {
-        let limit = signed_duration(leased.platform.config.timing.last_backup_stall);
+        let limit = signed_duration(leased.platform.config.timing.final_backup_stall_timeout);
         self.stopping_since.is_some_and(|since| now.duration_since(since) >= limit)
     }
 
     /// Returns whether the time limit for a final backup has passed. The host's reports do not extend it.
     pub fn is_overdue(&mut self, leased: &LeasedOperation<'_>, now: Timestamp) -> bool {
         let since = *self.started_at.get_or_insert(now);
-        now.duration_since(since) >= signed_duration(leased.platform.config.timing.last_backup_limit)
+        now.duration_since(since) >= signed_duration(leased.platform.config.timing.final_backup_limit)
     }
 
     /// Returns whether there has been no progress for the stall timeout.
     pub fn is_stalled(&mut self, leased: &LeasedOperation<'_>, now: Timestamp) -> bool {
         let since = *self.progress_at.get_or_insert(now);
-        now.duration_since(since) >= signed_duration(leased.platform.config.timing.last_backup_stall)
+        now.duration_since(since) >= signed_duration(leased.platform.config.timing.final_backup_stall_timeout)
     }
 
     /// Schedules a new request after a failed backup, up to `MAX_REQUESTS` in total.

@@ -14,12 +14,12 @@ use svc_machine::id::MachineId;
 const MAX_MACHINES: usize = 4096;
 
 #[derive(Debug)]
-pub struct ServerChecks {
+pub struct ServerLookupLimiter {
     interval: Duration,
     last_lookups: Mutex<HashMap<MachineId, Instant>>,
 }
 
-impl ServerChecks {
+impl ServerLookupLimiter {
     pub fn new(interval: Duration) -> Self {
         Self { interval, last_lookups: Mutex::default() }
     }
@@ -54,23 +54,23 @@ mod tests {
     const MINUTE: Duration = Duration::from_secs(60);
 
     #[test]
-    fn machine_is_checked_once_per_interval() {
-        let (checks, machine, start) = (ServerChecks::new(MINUTE), MachineId::new(), Instant::now());
-        assert!(checks.claim_lookup_at(machine, start));
-        assert!(!checks.claim_lookup_at(machine, start + MINUTE / 2));
-        assert!(checks.claim_lookup_at(MachineId::new(), start + MINUTE / 2), "another machine");
-        assert!(checks.claim_lookup_at(machine, start + MINUTE));
-        assert!(!checks.claim_lookup_at(machine, start + MINUTE));
+    fn lookup_is_allowed_once_per_machine_and_interval() {
+        let (limiter, machine, start) = (ServerLookupLimiter::new(MINUTE), MachineId::new(), Instant::now());
+        assert!(limiter.claim_lookup_at(machine, start));
+        assert!(!limiter.claim_lookup_at(machine, start + MINUTE / 2));
+        assert!(limiter.claim_lookup_at(MachineId::new(), start + MINUTE / 2), "another machine");
+        assert!(limiter.claim_lookup_at(machine, start + MINUTE));
+        assert!(!limiter.claim_lookup_at(machine, start + MINUTE));
     }
 
     #[test]
-    fn number_of_machines_is_bounded_and_old_ones_are_removed() {
-        let (checks, start) = (ServerChecks::new(MINUTE), Instant::now());
+    fn remembered_machines_are_bounded_and_expired_ones_are_removed() {
+        let (limiter, start) = (ServerLookupLimiter::new(MINUTE), Instant::now());
         for _ in 0..MAX_MACHINES {
-            assert!(checks.claim_lookup_at(MachineId::new(), start));
+            assert!(limiter.claim_lookup_at(MachineId::new(), start));
         }
-        assert!(!checks.claim_lookup_at(MachineId::new(), start));
-        assert!(checks.claim_lookup_at(MachineId::new(), start + MINUTE));
-        assert_eq!(checks.last_lookups.lock().unwrap().len(), 1);
+        assert!(!limiter.claim_lookup_at(MachineId::new(), start));
+        assert!(limiter.claim_lookup_at(MachineId::new(), start + MINUTE));
+        assert_eq!(limiter.last_lookups.lock().unwrap().len(), 1);
     }
 }
