@@ -298,8 +298,8 @@ async fn run_backup(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
         Err(failure) => Err(failure),
     };
     // A failed request is removed too: after a failure that systemd does not retry, the path unit would restart this
-    // program immediately. After any other, the service itself is restarted after a delay. If the acceptance failed
-    // too, the restarted service takes a backup only for a request, which is therefore kept.
+    // program immediately. After any other failure, systemd restarts the service after a delay. If the acceptance
+    // failed too, the restarted service takes a backup only for a request, which is therefore kept.
     let is_retried = accepted.is_err() && result.as_ref().is_err_and(retry::is_transient);
     if let Some(request) = request.filter(|_| !is_retried) {
         request.complete();
@@ -314,7 +314,8 @@ async fn run_backup(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
 /// Takes a snapshot of the database that an import replaces. A held-back snapshot suffices, because it is stored, and
 /// an emptied database needs none.
 async fn run_backup_before_import(layout: Layout) -> Result<(), Failure> {
-    // Before this import, an interrupted one may have been completed. That requests a backup, which may be running now.
+    // An interrupted import may have been completed before this one. Its completion requests a backup, which may be
+    // running now.
     let lock_timeout = REQUEST_LOCK_TIMEOUT;
     let args = RunArgs { request: false, retry: false, allow_empty: false, lock_timeout };
     match run_backup(layout, &args).await {

@@ -45,9 +45,9 @@ impl ReplacedDatabase {
     }
 }
 
-/// Drops the replaced databases that are expired or empty and, while space is short, the oldest of the others. An
-/// error, such as open sessions on a database, or a timeout ends the pass until the next backup, but does not fail the
-/// backup.
+/// Drops the replaced databases that are expired or empty and, while space is short, the oldest of the others. After an
+/// error (for example, because a database has open sessions) or a timeout, the next backup tries again. Neither fails
+/// the backup.
 pub async fn drop_old_databases(server: &PostgresServer, disk: &Path) {
     match tokio::time::timeout(TIMEOUT, try_drop(server, disk)).await {
         Ok(Ok(())) => {}
