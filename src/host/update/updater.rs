@@ -148,7 +148,10 @@ impl<S: Services> Updater<S> {
                 self.finish_journal(&journal, &outcome)?;
                 return Ok(outcome);
             }
-            tracing::info!(from = %journal.plan.from, to = %journal.plan.to, state = ?journal.state, "running an update step");
+            tracing::info!(
+                from = %journal.plan.from, to = %journal.plan.to, state = ?journal.state,
+                "running an update step"
+            );
             let event =
                 if has_attempts_left { self.run_step(&mut journal).await } else { Event::AttemptsExhausted };
             if let Event::Refused(why) | Event::Failed(why) = &event {

@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn is_tool_failure_excludes_codes_of_pg_restore() {
+    fn is_tool_failure_excludes_exit_codes_of_pg_restore() {
         let has_failed = |code: i32| is_tool_failure(ExitStatus::from_raw(code << 8));
         assert!(!has_failed(0) && !has_failed(1));
         // podman; a command that is not found; SIGKILL; a container that is not running

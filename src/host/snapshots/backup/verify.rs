@@ -265,8 +265,8 @@ async fn verify_all(
                 results.damaged.push((key, why));
             }
             Err(VerifyFailure::Unknown(error)) if error.is_store_failure() => return Err(error),
-            // A snapshot that can never be read, for example for lack of memory, must not block the others, in this run
-            // or by taking up every day's share.
+            // A snapshot that can never be read, for example for lack of memory, must not block other snapshots, either
+            // in this run or by taking up every day's share.
             Err(VerifyFailure::Unknown(error)) => {
                 let why = format_chain(&error);
                 tracing::error!(key, error = why, "a snapshot could not be verified");

@@ -22,7 +22,7 @@ use svc_store::snapshot::Sidecar;
 /// Disk space to keep free.
 pub const FREE_SPACE_MARGIN_BYTES: u64 = 64 << 20;
 /// Assumed ratio of the database's size to the compressed dump's, if the sidecar does not state the database's size.
-const DEFAULT_GROWTH: u64 = 6;
+const DEFAULT_EXPANSION_FACTOR: u64 = 6;
 const FETCH_PHASE: &str = "fetching the snapshot";
 
 /// Why there is no dump to load.
@@ -215,7 +215,7 @@ pub fn ensure_free_space(dir: &Path, needed: u64) -> Result<(), DownloadError> {
 
 fn database_bytes_needed(snapshot: &SnapshotRef, sidecar: &Sidecar) -> u64 {
     let database = sidecar.database.as_ref().map(|facts| facts.size_bytes);
-    let database = database.unwrap_or_else(|| snapshot.size_bytes.saturating_mul(DEFAULT_GROWTH));
+    let database = database.unwrap_or_else(|| snapshot.size_bytes.saturating_mul(DEFAULT_EXPANSION_FACTOR));
     database.saturating_add(FREE_SPACE_MARGIN_BYTES)
 }
 

@@ -218,7 +218,7 @@ mod tests {
 
     /// The string is 100 MiB long and unterminated, and a parser would buffer it.
     #[test]
-    fn compare_refuses_string_that_is_too_long() {
+    fn compare_refuses_oversized_string() {
         let endless = Read::chain(&b"{\"leftOut\":[\""[..], io::repeat(b'x').take(100 << 20));
         let refused = compare(endless, &[]).unwrap_err();
         assert!(refused.contains("too long"), "{refused}");
