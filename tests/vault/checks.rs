@@ -202,7 +202,11 @@ async fn unverifiable_snapshots_do_not_take_up_the_daily_share() -> Result<()> {
     // Each run reads three of the four overdue snapshots, and the second one begins with the fourth.
     machine.run_with(&["svc-db-backup", "verify"], &env)?.expect(70);
     let result = machine.run_with(&["svc-db-backup", "verify"], &[within])?.expect(70);
-    assert!(result.stderr.contains("1 snapshot could not be verified when last tried"), "{}", result.stderr);
+    assert!(
+        result.stderr.contains("1 snapshot could not be verified at the last attempt"),
+        "{}",
+        result.stderr
+    );
     assert_eq!(read_last_check(&machine, "verify")?["snapshots"], 3);
     let result = machine.run_with(&["svc-db-backup", "verify"], &[within])?.expect(0);
     assert!(result.stdout.contains(": 1 snapshot,"), "{}", result.stdout);

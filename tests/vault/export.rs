@@ -303,8 +303,8 @@ async fn invalid_archive_changes_nothing() -> Result<()> {
         bytes[index] ^= 1;
         bytes
     };
-    assert_refused(&flipped(find(b"fn main()")?), "differs from the manifest")?;
-    assert_refused(&flipped(find(b"PGDMP")? + 3000), "differs from the manifest")?;
+    assert_refused(&flipped(find(b"fn main()")?), "but the archive's entry differs")?;
+    assert_refused(&flipped(find(b"PGDMP")? + 3000), "but the archive's entry differs")?;
     assert_refused(&bytes[..bytes.len() / 2], "not a valid archive")?;
     let manifest_name_start = bytes
         .windows(13)

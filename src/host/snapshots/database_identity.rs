@@ -88,8 +88,8 @@ pub async fn check_or_adopt(
         Some(marker) if marker.database_identity.is_some() => return check(layout, client).await,
         Some(_) => {}
     }
-    // The gateway and a backup may get here at the same time. The lock ensures that only one of them adopts the
-    // database.
+    // The gateway and a backup may reach this point at the same time. The lock ensures that only one of them adopts
+    // the database.
     client.batch_execute(&format!("SELECT pg_advisory_lock({ADOPTION_LOCK})")).await?;
     let adopted = adopt_under_lock(layout, client).await;
     client.batch_execute(&format!("SELECT pg_advisory_unlock({ADOPTION_LOCK})")).await?;

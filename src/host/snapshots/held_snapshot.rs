@@ -13,7 +13,7 @@ use svc_base::fsx::{self, FileError};
 
 const FORMAT: u32 = 1;
 /// Minimum time between two agreeing snapshots: less than an hour, because retries may delay the earlier snapshot.
-const MIN_INTERVAL: Duration = Duration::from_secs(45 * 60);
+const MIN_AGREEMENT_INTERVAL: Duration = Duration::from_secs(45 * 60);
 
 /// The record of the newest snapshot that is held back.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,7 +30,7 @@ pub struct HeldSnapshot {
     #[serde(with = "clock::wire")]
     pub since: Timestamp,
     /// Number of agreeing snapshots: hourly snapshots in a row that show a loss since `latest`, each at least
-    /// `MIN_INTERVAL` after the previous one.
+    /// `MIN_AGREEMENT_INTERVAL` after the previous one.
     pub agreeing: u32,
     /// Time since boot when the last agreeing snapshot was counted. Unlike the wall clock, it is never adjusted.
     #[serde(default)]
@@ -58,7 +58,9 @@ impl HeldSnapshot {
             // Either this is the first agreeing snapshot, or an earlier release counted the previous ones without an
             // uptime.
             None => 1,
-            Some(counted_at) if min_elapsed_ms(counted_at, now) < MIN_INTERVAL.as_millis() => return self,
+            Some(counted_at) if min_elapsed_ms(counted_at, now) < MIN_AGREEMENT_INTERVAL.as_millis() => {
+                return self;
+            }
             Some(_) => self.agreeing.saturating_add(1),
         };
         Self { agreeing, counted_at_uptime_ms: Some(now), ..self }
@@ -118,9 +120,9 @@ mod tests {
         let quick = held()
             .count_agreement(HOUR)
             .count_agreement(HOUR)
-            .count_agreement(HOUR + MIN_INTERVAL - Duration::from_millis(1));
+            .count_agreement(HOUR + MIN_AGREEMENT_INTERVAL - Duration::from_millis(1));
         assert_eq!(quick.agreeing, 1);
-        assert_eq!(quick.clone().count_agreement(HOUR + MIN_INTERVAL).agreeing, 2);
+        assert_eq!(quick.clone().count_agreement(HOUR + MIN_AGREEMENT_INTERVAL).agreeing, 2);
         assert_eq!(quick.count_agreement(2 * HOUR).count_agreement(3 * HOUR).agreeing, 3);
     }
 

@@ -9,20 +9,20 @@ use svc_store::role_facts::{Membership, RoleFacts, RoleSetting};
 pub const TEMPORARY_ROLE_COMMENT: &str = "made for a drill of svc-db-backup";
 
 /// Excludes the role of an import, which exists only while the import runs (`restore/import/untrusted.rs`).
-const ROLES: &str = "
+const ROLES_QUERY: &str = "
     SELECT rolname::text, rolsuper, rolcanlogin, rolinherit, rolcreatedb, rolcreaterole, rolreplication, rolbypassrls,
            rolconnlimit, CASE WHEN rolvaliduntil < 'infinity' THEN rolvaliduntil::text END
       FROM pg_roles
      WHERE rolname !~ '^(pg_|svc_import_[0-9]+$)'
        AND shobj_description(oid, 'pg_authid') IS DISTINCT FROM $1 ORDER BY 1";
 
-const SETTINGS: &str = "
+const SETTINGS_QUERY: &str = "
     SELECT r.rolname::text, split_part(c, '=', 1), substr(c, strpos(c, '=') + 1)
       FROM pg_db_role_setting g JOIN pg_roles r ON r.oid = g.setrole CROSS JOIN unnest(g.setconfig) c
      WHERE g.setdatabase = 0 ORDER BY 1, 2";
 
 /// Several grantors may grant the same role; their options are combined.
-const MEMBERSHIPS: &str = "
+const MEMBERSHIPS_QUERY: &str = "
     SELECT m.rolname::text, r.rolname::text, bool_or(a.admin_option), bool_or(a.inherit_option), bool_or(a.set_option)
       FROM pg_auth_members a JOIN pg_roles m ON m.oid = a.member JOIN pg_roles r ON r.oid = a.roleid
      GROUP BY 1, 2 ORDER BY 1, 2";
@@ -33,7 +33,7 @@ const MEMBERSHIPS: &str = "
 /// If a query fails.
 pub async fn read_roles(client: &impl GenericClient) -> Result<Vec<RoleFacts>, Error> {
     let mut roles = Vec::new();
-    for row in client.query(ROLES, &[&TEMPORARY_ROLE_COMMENT]).await? {
+    for row in client.query(ROLES_QUERY, &[&TEMPORARY_ROLE_COMMENT]).await? {
         roles.push(RoleFacts {
             name: row.try_get(0)?,
             superuser: row.try_get(1)?,
@@ -48,14 +48,14 @@ pub async fn read_roles(client: &impl GenericClient) -> Result<Vec<RoleFacts>, E
             ..RoleFacts::default()
         });
     }
-    for row in client.query(SETTINGS, &[]).await? {
+    for row in client.query(SETTINGS_QUERY, &[]).await? {
         let (name, setting) =
             (row.try_get(0)?, RoleSetting { name: row.try_get(1)?, value: row.try_get(2)? });
         if let Some(role) = find_role(&mut roles, name) {
             role.settings.push(setting);
         }
     }
-    for row in client.query(MEMBERSHIPS, &[]).await? {
+    for row in client.query(MEMBERSHIPS_QUERY, &[]).await? {
         let membership = Membership {
             role: row.try_get(1)?,
             admin: row.try_get(2)?,

@@ -37,8 +37,8 @@ pub fn note(layout: &Layout, text: &str) {
 /// If the line cannot be written.
 pub fn append(layout: &Layout, text: &str) -> io::Result<()> {
     let logs = layout.logs();
-    let below = logs.strip_prefix(layout.root()).unwrap_or(Path::new(""));
-    let mut file = DirFd::open(layout.root())?.open_dir(below)?.open_for_append(OsStr::new(FILE))?;
+    let relative = logs.strip_prefix(layout.root()).unwrap_or(Path::new(""));
+    let mut file = DirFd::open(layout.root())?.open_dir(relative)?.open_for_append(OsStr::new(FILE))?;
     let length = file.metadata()?.size();
     let mut last = [b'\n'];
     if length > 0 {

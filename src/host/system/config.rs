@@ -30,7 +30,7 @@ pub fn environment(layout: &Layout) -> Env {
     services_env(layout)
 }
 
-/// Returns the environment of the machine's services, without root's own file even if root reads it.
+/// Returns the environment of the machine's services. It never includes root's own file, even when root calls this.
 pub fn services_env(layout: &Layout) -> Env {
     let files = service_files(layout);
     if nix::unistd::geteuid().is_root() {

@@ -19,7 +19,7 @@ struct RaisedEpoch {
     epoch: Epoch,
 }
 
-/// Returns the higher of `provisioned` and the assigned epoch. If the file is unreadable or invalid, returns
+/// Returns the higher of `provisioned` and the raised epoch. If the file is unreadable or invalid, returns
 /// `provisioned`; the fence then rejects this machine's backups, which is the safe outcome.
 pub fn current(layout: &Layout, provisioned: Epoch) -> Epoch {
     match read(layout) {

@@ -5,8 +5,8 @@
 //! affect it.
 //!
 //! The platform also issues an outage session, which lives longer and can only store snapshots. A backup uses it
-//! while the platform is unreachable. The session is not used in response to a refusal, and never again once the
-//! platform has withdrawn the credentials.
+//! while the platform is unreachable, but not when the platform refuses a renewal, and never again once the platform
+//! has withdrawn the credentials.
 
 pub mod state_file;
 

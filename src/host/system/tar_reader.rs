@@ -149,8 +149,8 @@ impl<'a, R: Read> TarReader<'a, R> {
             }
             (_, None) => PathBuf::new(),
         };
-        let max_len = path.as_os_str().len().max(link.as_os_str().len());
-        if max_len > self.limits.max_name_bytes {
+        let longest_len = path.as_os_str().len().max(link.as_os_str().len());
+        if longest_len > self.limits.max_name_bytes {
             return Err(TarError::rejected(&path, "its name or its target is too long"));
         }
         if path.as_os_str().as_bytes().contains(&0) || link.as_os_str().as_bytes().contains(&0) {

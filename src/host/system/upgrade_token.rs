@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn write_to_host_env_serves_older_release() {
+    fn write_to_host_env_replaces_only_token() {
         let dir = tempfile::tempdir().unwrap();
         let (layout, machine) = (Layout::new(dir.path()), MachineId::new());
         let initial = token(machine, 1);

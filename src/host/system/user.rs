@@ -1,7 +1,7 @@
 //! Switches programs that root starts by hand to the appropriate user on the machine.
 //!
-//! A user could replace a path in its own directories with a symbolic link, so these programs avoid reading and writing
-//! such paths as root: a process that runs as that user does so. [`drop_privileges`] is for a whole program,
+//! A user could replace a path in its own directories with a symbolic link, so these programs read and write such
+//! paths not as root, but in a process that runs as that user. [`drop_privileges`] is for a whole program,
 //! [`applet_command`] for part of one.
 
 use std::io;
@@ -87,7 +87,8 @@ const OWNER_VARIABLES: [&str; 4] = ["PATH", "LANG", "RUST_LOG", "SVC_ROOT"];
 
 /// Builds the command that runs one of our applets as another user; the process is killed when its handle is dropped.
 /// For the gateway's user, the applet calls [`switch_to_gateway_user`] first; for the owner's user, it starts as that
-/// user. If this process is not root, or the machine has only root, the applet keeps the current user.
+/// user. If this process is not root, or the machine has no separate users, the applet keeps the current
+/// user.
 ///
 /// # Errors
 /// If the path of this executable cannot be found; for the owner's user, also if root cannot determine that user's ids.

@@ -29,8 +29,8 @@ svc_base::variables! {
         /// URL of the identity provider's JWK set. Requires `IDP_ISSUER`. If it is not an http or https URL, the
         /// gateway ignores the issuer and logs an error.
         IDP_JWKS_URL: "URL" = derived "`<issuer>/.well-known/jwks.json`", by ["svc-gateway"];
-        /// The local database. `svc-update boot` appends it, with a password that it generates on the
-        /// machine.
+        /// URL of the local database. `svc-update boot` appends this variable, with a password that it generates
+        /// on the machine.
         DATABASE_URL: "`postgres://user:password@host:port/database`" = required;
         /// Version of the first release.
         SVC_IMAGE_VERSION: "version" = required,
@@ -53,7 +53,7 @@ svc_base::variables! {
         /// Password of the database's container. `svc-update boot` generates it on the machine. It is not
         /// quoted, because podman would keep the quotes.
         POSTGRES_PASSWORD: "text" = unset, in "`postgres.env`", by ["svc-update", "svc-postgres.service"];
-        /// The snapshot for the machine's first restore. Later ones use the latest.
+        /// The snapshot for the machine's first restore. Later restores use the latest.
         SVC_RESTORE_SNAPSHOT: "key" = derived "the latest", in "`boot.env`", by ["svc-restore"];
         /// `required`: there must be a snapshot to restore. `empty`: if it is confirmed that there is no
         /// snapshot, the machine starts without one.

@@ -277,7 +277,7 @@ mod tests {
         text.parse().unwrap()
     }
 
-    /// Creates an interrupted update from release 1 to release 2 that has ended.
+    /// Returns an interrupted update from release 1 to release 2 that this run has finished.
     fn resumed(kind: UpdateKind, result: UpdateResult, stage: Stage) -> ResumedUpdate {
         let outcome = Outcome {
             version: version("2"),

@@ -158,8 +158,8 @@ pub fn unquarantine(layout: &Layout, version: &ImageVersion) -> Result<(), Histo
     update_releases(layout, |releases| releases.quarantined.retain(|other| other.version != *version))
 }
 
-/// Removes old releases. Keeps the current one, the previous one, and the most recently unpacked one of the others that
-/// is not quarantined.
+/// Removes all releases except the current one, the previous one and, of the others that are not quarantined, the most
+/// recently unpacked one.
 pub fn prune(layout: &Layout) -> Result<(), HistoryError> {
     let Some(current) = release::current_version(layout) else { return Ok(()) };
     let releases = read_releases(layout)?;

@@ -88,7 +88,7 @@ pub struct Journal {
 }
 
 impl Journal {
-    pub fn open(plan: UpdatePlan, started_at: Timestamp) -> Self {
+    pub fn new(plan: UpdatePlan, started_at: Timestamp) -> Self {
         Self {
             version: FORMAT,
             id: Uuid::now_v7(),

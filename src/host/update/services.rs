@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn restart_resets_count_first_and_ignores_its_failure() {
+    async fn restart_resets_count_first_and_ignores_reset_failure() {
         let (dir, services) = fake_systemctl("echo \"$*\" >>\"$0.calls\"; [ \"$1\" != reset-failed ]");
         services.restart("svc-gateway.service").await.unwrap();
         let calls = std::fs::read_to_string(dir.path().join("systemctl.calls")).unwrap();

@@ -3,7 +3,7 @@
 //!
 //! The backup runs in the unit, with its own lock and user. Root treats the backup's records as untrusted. The wait
 //! ends with an error if no backup makes progress for the whole timeout. An operator can waive the snapshot. Once
-//! a snapshot is held back, the unit is not started again, because the next one would also be stored and held back.
+//! a snapshot is held back, the unit is not started again, because its next snapshot would also be held back.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -128,7 +128,8 @@ impl ProgressDetector {
 
     /// Records the stored progress, and returns whether a backup has advanced. A run counts as advancing only if it
     /// exceeds every earlier run of this wait, because each run may fail at the same position. Runs from before the
-    /// wait are ignored: otherwise, a backup that is as large as the last one would make no progress until its end.
+    /// wait are ignored: otherwise, a backup that is as large as the last one would not count as advancing until its
+    /// end.
     fn record(&mut self, progress: &BackupProgress) -> bool {
         if self.earlier_run.take_if(|began_at| *began_at != progress.began_at).is_some() {
             self.max_bytes = 0;
@@ -356,7 +357,7 @@ mod tests {
             was_ready: true,
             request_id: String::new(),
         };
-        Journal::open(plan, started_at)
+        Journal::new(plan, started_at)
     }
 
     #[test]

@@ -191,7 +191,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_event_sequence_ends_with_true_outcome(events in proptest::collection::vec(event(), 12)) {
+        fn every_event_sequence_ends_with_accurate_outcome(events in proptest::collection::vec(event(), 12)) {
             let mut state = State::Preparing;
             let mut machine = MachineModel { is_new: false, is_healthy: true };
             for event in events {

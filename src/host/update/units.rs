@@ -14,10 +14,10 @@ use svc_base::failpoint::{self, InjectedFailure};
 use svc_base::fsx::{self, FileError};
 use svc_machine::name::ImageVersion;
 
-const UNITS: &str = "etc/systemd/system";
+const UNIT_DIR: &str = "etc/systemd/system";
 /// Directories below a release's `systemd/`, with their targets.
 const UNIT_TREES: [(&str, &str); 3] =
-    [("system", UNITS), ("sysusers.d", "etc/sysusers.d"), ("tmpfiles.d", "etc/tmpfiles.d")];
+    [("system", UNIT_DIR), ("sysusers.d", "etc/sysusers.d"), ("tmpfiles.d", "etc/tmpfiles.d")];
 const RECORD_VERSION: u32 = 1;
 
 #[derive(Debug, thiserror::Error)]
@@ -46,7 +46,7 @@ struct InstalledFiles {
 ///
 /// # Errors
 /// [`UnitsError`] if a file's name does not begin with `svc`, `installed.json` is malformed, or a file cannot be read
-/// or written. The run can be repeated.
+/// or written. The call can be repeated.
 pub fn install(layout: &Layout, version: &ImageVersion) -> Result<(), UnitsError> {
     let wanted = list_release_files(layout, version)?;
     let installed = read_installed_files(layout)?;
@@ -79,7 +79,7 @@ pub fn list_removed_units(layout: &Layout, version: &ImageVersion) -> Result<Vec
     let wanted = list_release_files(layout, version)?;
     let installed = read_installed_files(layout)?;
     let removed = installed.iter().filter(|path| !wanted.contains_key(*path));
-    let units = removed.filter_map(|path| path.strip_prefix(UNITS).ok()?.to_str());
+    let units = removed.filter_map(|path| path.strip_prefix(UNIT_DIR).ok()?.to_str());
     Ok(units.filter(|unit| is_runnable(unit)).map(instances_pattern).collect())
 }
 
@@ -109,7 +109,7 @@ fn list_release_files(
         let mut found = Vec::new();
         collect_files(&root.join(tree), Path::new(""), &mut found)?;
         for inner in found {
-            // The record of the installed files is JSON.
+            // The name must also be UTF-8, because the record of installed files is JSON.
             if !inner.to_str().is_some_and(|name| name.starts_with("svc")) {
                 return Err(UnitsError::Foreign { path: Path::new(tree).join(inner) });
             }
@@ -125,7 +125,7 @@ fn record_path(layout: &Layout) -> PathBuf {
 
 fn write_record(layout: &Layout, files: BTreeSet<PathBuf>) -> Result<(), FileError> {
     let text = serde_json::to_vec(&InstalledFiles { version: RECORD_VERSION, files })
-        .expect("a release's paths are text");
+        .expect("paths in the list are UTF-8");
     fsx::write_atomic(&record_path(layout), &text, 0o644)
 }
 
@@ -222,7 +222,7 @@ mod tests {
             ],
         );
         install(&layout, &one).unwrap();
-        let etc = dir.path().join(UNITS);
+        let etc = dir.path().join(UNIT_DIR);
         // No directory can be created at that path.
         fs::write(etc.join("svc-z.service.d"), "a file").unwrap();
         assert!(matches!(install(&layout, &two), Err(UnitsError::File(_))));
@@ -254,7 +254,7 @@ mod tests {
         let files = [("system/svc-a.service", "a"), ("tmpfiles.d/other.conf", "x")];
         let version = release(&layout, "1", &files);
         assert!(matches!(install(&layout, &version), Err(UnitsError::Foreign { .. })));
-        assert!(!dir.path().join(UNITS).join("svc-a.service").exists());
+        assert!(!dir.path().join(UNIT_DIR).join("svc-a.service").exists());
     }
 
     #[test]
@@ -262,7 +262,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let version = release(&layout, "1", &[("system/ssh.service", "x")]);
-        let foreign = dir.path().join(UNITS).join("ssh.service");
+        let foreign = dir.path().join(UNIT_DIR).join("ssh.service");
         fsx::write_atomic(&foreign, b"original", 0o644).unwrap();
         assert!(matches!(install(&layout, &version), Err(UnitsError::Foreign { .. })));
         assert_eq!(fs::read(foreign).unwrap(), b"original");

@@ -125,7 +125,7 @@ impl<S: Services> Updater<S> {
         };
         let request_id = request_id::current();
         let plan = UpdatePlan { kind, from, to, allow, running, was_ready, request_id };
-        Journal::open(plan, Timestamp::now())
+        Journal::new(plan, Timestamp::now())
     }
 
     /// Runs an update to completion.
@@ -148,7 +148,10 @@ impl<S: Services> Updater<S> {
                 self.finish_journal(&journal, &outcome)?;
                 return Ok(outcome);
             }
-            tracing::info!(from = %journal.plan.from, to = %journal.plan.to, state = ?journal.state, "update");
+            tracing::info!(
+                from = %journal.plan.from, to = %journal.plan.to, state = ?journal.state,
+                "running an update step"
+            );
             let event =
                 if has_attempts_left { self.run_step(&mut journal).await } else { Event::AttemptsExhausted };
             if let Event::Refused(why) | Event::Failed(why) = &event {

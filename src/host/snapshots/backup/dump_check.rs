@@ -15,7 +15,7 @@ use crate::system::postgres_tools::PgTools;
 
 /// Number of chunks by which the reader may lag behind the writer.
 const QUEUE_CAPACITY: usize = 8;
-/// Maximum time for a tool that only reads or writes a dump to exit after the last byte.
+/// Maximum time between a dump's last byte and the exit of a tool that only reads or writes the dump.
 pub const EXIT_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Why a dump was not read in full.
@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn is_tool_failure_excludes_codes_of_pg_restore() {
+    fn is_tool_failure_excludes_exit_codes_of_pg_restore() {
         let has_failed = |code: i32| is_tool_failure(ExitStatus::from_raw(code << 8));
         assert!(!has_failed(0) && !has_failed(1));
         // podman; a command that is not found; SIGKILL; a container that is not running

@@ -132,8 +132,8 @@ impl BackupError {
     }
 }
 
-/// A stored snapshot whose attempt could not move the pointer. The next attempt of the run moves it, instead of taking
-/// another snapshot.
+/// A snapshot that an attempt stored, but could not make the latest. The run's next attempt moves the pointer to it,
+/// instead of taking another snapshot.
 pub struct UnpublishedSnapshot {
     snapshot: SnapshotWithSidecar,
     /// Key of the snapshot that the pointer named when this one was taken. If the pointer names neither of the two now,
@@ -142,7 +142,7 @@ pub struct UnpublishedSnapshot {
 }
 
 /// The state of a run, for its record.
-struct Progress {
+struct RunProgress {
     stage: Stage,
     key: Option<String>,
     dump: Option<VerifiedDump>,
@@ -151,7 +151,7 @@ struct Progress {
     tracker: ProgressTracker,
 }
 
-impl Progress {
+impl RunProgress {
     fn enter(&mut self, stage: Stage) {
         self.stage = stage;
         self.tracker.enter(stage);
@@ -188,7 +188,7 @@ pub async fn attempt(
 ) -> Result<(), Failure> {
     let started = Instant::now();
     let timestamp = clock::now_ms();
-    let mut progress = Progress {
+    let mut progress = RunProgress {
         stage: Stage::Gate,
         key: None,
         dump: None,
@@ -219,7 +219,7 @@ pub async fn attempt(
 fn build_record(
     timestamp: Timestamp,
     started: Instant,
-    progress: &Progress,
+    progress: &RunProgress,
     error: Option<&BackupError>,
 ) -> BackupRecord {
     // Without a key, the attempt failed before it reached the snapshot that an earlier one had stored.
@@ -245,7 +245,7 @@ fn build_record(
 async fn back_up(
     settings: &BackupSettings,
     options: RunOptions,
-    progress: &mut Progress,
+    progress: &mut RunProgress,
     stop: impl Future<Output = ()>,
 ) -> Result<(), BackupError> {
     failpoint::trigger("backup.begin")?;
@@ -299,7 +299,7 @@ async fn back_up(
 
 /// Discards the snapshot that an earlier attempt stored, if the pointer names a newer one. Returns whether an
 /// unpublished snapshot remains.
-fn keep_publishable(progress: &mut Progress, latest: Option<&SnapshotRef>) -> bool {
+fn keep_publishable(progress: &mut RunProgress, latest: Option<&SnapshotRef>) -> bool {
     let latest = latest.map(|latest| &latest.key);
     let is_newest = |stored: &UnpublishedSnapshot| {
         latest == stored.previous_key.as_ref() || latest == Some(&stored.snapshot.snapshot_ref().key)
@@ -310,7 +310,7 @@ fn keep_publishable(progress: &mut Progress, latest: Option<&SnapshotRef>) -> bo
 }
 
 /// Makes the stored snapshot the latest. Then removes the record of a held-back snapshot, and drops old databases.
-async fn publish(settings: &BackupSettings, progress: &mut Progress) -> Result<(), BackupError> {
+async fn publish(settings: &BackupSettings, progress: &mut RunProgress) -> Result<(), BackupError> {
     progress.enter(Stage::Pointer);
     if let Some(stored) = &progress.unpublished {
         let moved = pointer_io::advance(&settings.bucket, &settings.slot, &stored.snapshot).await;
@@ -370,7 +370,7 @@ struct UploadedSnapshot {
 /// the database was not emptied; otherwise it is aborted.
 async fn upload(
     settings: &BackupSettings,
-    progress: &mut Progress,
+    progress: &mut RunProgress,
     snapshot: &Snapshot,
     previous: Option<&Sidecar>,
     stop: impl Future<Output = ()>,
@@ -398,7 +398,7 @@ async fn upload(
 
 async fn dump_to_upload(
     settings: &BackupSettings,
-    progress: &mut Progress,
+    progress: &mut RunProgress,
     snapshot: &Snapshot,
     key: &str,
     previous: Option<&Sidecar>,

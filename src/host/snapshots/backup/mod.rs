@@ -66,7 +66,8 @@ pub use verify::FAILPOINTS as VERIFY_FAILPOINTS;
 const REQUEST_LOCK_TIMEOUT: Duration = Duration::from_secs(600);
 /// Maximum time that any other backup waits. The gateway holds the lock briefly while it checks for a running backup.
 const PROBE_LOCK_TIMEOUT: Duration = Duration::from_millis(400);
-const CHECK_IS_RUNNING: &str = "another check of snapshots, or an action on the side database, is running";
+const CHECK_LOCK_HELD_MESSAGE: &str =
+    "another check of snapshots, or an action on the side database, is running";
 
 #[derive(clap::Parser)]
 #[command(
@@ -298,8 +299,8 @@ async fn run_backup(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
         Err(failure) => Err(failure),
     };
     // A failed request is removed too: after a failure that systemd does not retry, the path unit would restart this
-    // program immediately. After any other, the service itself is restarted after a delay. If the acceptance failed
-    // too, the restarted service takes a backup only for a request, which is therefore kept.
+    // program immediately. After any other failure, systemd restarts the service after a delay. If the acceptance
+    // failed too, the restarted service takes a backup only for a request, which is therefore kept.
     let is_retried = accepted.is_err() && result.as_ref().is_err_and(retry::is_transient);
     if let Some(request) = request.filter(|_| !is_retried) {
         request.complete();
@@ -314,7 +315,8 @@ async fn run_backup(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
 /// Takes a snapshot of the database that an import replaces. A held-back snapshot suffices, because it is stored, and
 /// an emptied database needs none.
 async fn run_backup_before_import(layout: Layout) -> Result<(), Failure> {
-    // Before this import, an interrupted one may have been completed. That requests a backup, which may be running now.
+    // An interrupted import may have been completed before this one. Its completion requests a backup, which may be
+    // running now.
     let lock_timeout = REQUEST_LOCK_TIMEOUT;
     let args = RunArgs { request: false, retry: false, allow_empty: false, lock_timeout };
     match run_backup(layout, &args).await {
@@ -399,7 +401,7 @@ async fn run_check(
 ) -> Result<(), Failure> {
     let settings = BackupSettings::read(layout, OutagePolicy::RequirePlatform)?;
     let lock_file = settings.layout.drill_state().join("lock");
-    let lock = wait_for_lock(&lock_file, lock_timeout, CHECK_IS_RUNNING, &stop).await?;
+    let lock = wait_for_lock(&lock_file, lock_timeout, CHECK_LOCK_HELD_MESSAGE, &stop).await?;
     match targets {
         Some(targets) => verify::run(&lock, &settings, &targets, stop).await,
         None => drill::run(&lock, &settings, stop).await,
@@ -422,7 +424,7 @@ async fn run_side_command(layout: Layout, command: SideCommand) -> Result<(), Fa
     // Drills use the same directory and databases, so they use the same lock.
     let lock_timeout = if action.is_none() { REQUEST_LOCK_TIMEOUT } else { Duration::ZERO };
     let lock = Lock::wait(&settings.layout.drill_state().join("lock"), lock_timeout).await;
-    let lock = lock.map_err(|error| lock_failure(error, CHECK_IS_RUNNING))?;
+    let lock = lock.map_err(|error| lock_failure(error, CHECK_LOCK_HELD_MESSAGE))?;
     match action {
         Some(action) => side::run(&lock, &settings, action, watch_stop_signal()?).await,
         None => side::serve(&lock, &settings, watch_stop_signal()?).await,

@@ -20,7 +20,7 @@ const RETENTION: SignedDuration = SignedDuration::from_hours(7 * 24);
 /// Percentage of free space below which space counts as short.
 const MIN_FREE_PERCENT: u64 = 10;
 /// Timeout for the whole pass, because the backup is recorded only after it.
-const TIMEOUT: Duration = Duration::from_secs(300);
+const PASS_TIMEOUT: Duration = Duration::from_secs(300);
 /// Timeout for a lock, because the owner may have locked a replaced database's tables.
 const LOCK_TIMEOUT_SECONDS: u32 = 5;
 /// Timeout for a query: a table with many deleted rows takes long to read.
@@ -45,11 +45,11 @@ impl ReplacedDatabase {
     }
 }
 
-/// Drops the replaced databases that are expired or empty and, while space is short, the oldest of the others. An
-/// error, such as open sessions on a database, or a timeout ends the pass until the next backup, but does not fail the
-/// backup.
+/// Drops the replaced databases that are expired or empty and, while space is short, the oldest of the others. After an
+/// error (for example, because a database has open sessions) or a timeout, the next backup tries again. Neither fails
+/// the backup.
 pub async fn drop_old_databases(server: &PostgresServer, disk: &Path) {
-    match tokio::time::timeout(TIMEOUT, try_drop(server, disk)).await {
+    match tokio::time::timeout(PASS_TIMEOUT, try_drop(server, disk)).await {
         Ok(Ok(())) => {}
         Ok(Err(error)) => {
             tracing::warn!(error = %format_chain(&error), "could not drop the replaced databases; the next backup tries again");

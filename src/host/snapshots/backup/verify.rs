@@ -48,7 +48,7 @@ enum VerifyError {
     #[error(transparent)]
     File(#[from] FileError),
     /// Earlier runs could not verify these snapshots, and this run has not read them.
-    #[error("{} could not be verified when last tried; {key}: {why}", pluralize(*count, "snapshot"))]
+    #[error("{} could not be verified at the last attempt ({key}: {why})", pluralize(*count, "snapshot"))]
     Unverified { count: u64, key: String, why: String },
     #[error("stopped by a signal")]
     Stopped,
@@ -225,7 +225,7 @@ pub async fn run(
         damaged => {
             let lines: Vec<_> = damaged.iter().map(|(_, why)| format!("  {why}")).collect();
             let error = anyhow::anyhow!(
-                "found damage in {} of {}:\n{}\n  next: `svc-db-backup run` takes a new one now",
+                "found damage in {} of {}:\n{}\n  next: run `svc-db-backup run` to take a new snapshot now",
                 damaged.len(),
                 pluralize(damaged.len() as u64 + check.snapshots, "snapshot"),
                 lines.join("\n")
@@ -265,8 +265,8 @@ async fn verify_all(
                 results.damaged.push((key, why));
             }
             Err(VerifyFailure::Unknown(error)) if error.is_store_failure() => return Err(error),
-            // A snapshot that can never be read, for example for lack of memory, must not block the others, in this run
-            // or by taking up every day's share.
+            // A snapshot that can never be read, for example for lack of memory, must not block other snapshots, either
+            // in this run or by taking up every day's share.
             Err(VerifyFailure::Unknown(error)) => {
                 let why = format_chain(&error);
                 tracing::error!(key, error = why, "a snapshot could not be verified");

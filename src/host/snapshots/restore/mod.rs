@@ -1,6 +1,6 @@
-//! `svc-restore`: the restore gate, which must open before the gateway starts. It opens only after a complete restore,
-//! for a database that was restored earlier or that an operator adopts, or if an empty start is allowed and the store
-//! confirms that there is no snapshot.
+//! `svc-restore`: the restore gate, which must open before the gateway starts. It opens in three cases only: after a
+//! complete restore; for a database that was restored earlier or that an operator adopts; or if an empty start is
+//! allowed and the store confirms that there is no snapshot.
 //!
 //! This module owns the command line, the configuration and the exit code. The steps are in `gate`; `import` imports an
 //! owner's archive onto a machine whose gate is open.

@@ -22,8 +22,8 @@ use svc_store::snapshot::Sidecar;
 /// Disk space to keep free.
 pub const FREE_SPACE_MARGIN_BYTES: u64 = 64 << 20;
 /// Assumed ratio of the database's size to the compressed dump's, if the sidecar does not state the database's size.
-const DEFAULT_GROWTH: u64 = 6;
-const FETCH_PROGRESS: &str = "fetching the snapshot";
+const DEFAULT_EXPANSION_FACTOR: u64 = 6;
+const FETCH_PHASE: &str = "fetching the snapshot";
 
 /// Why there is no dump to load.
 #[derive(Debug, thiserror::Error)]
@@ -130,7 +130,7 @@ async fn download_rest(
     partial: &mut PartialFile,
     backoff: &mut Backoff,
 ) -> Result<(), DownloadError> {
-    context.progress.start_bytes_phase(FETCH_PROGRESS, Some(snapshot.size_bytes));
+    context.progress.start_bytes_phase(FETCH_PHASE, Some(snapshot.size_bytes));
     while partial.length() < snapshot.size_bytes {
         let previous_length = partial.length();
         match resume_download(context, snapshot, partial).await {
@@ -172,7 +172,7 @@ async fn resume_download(
     while let Some(chunk) = stream.next().await {
         let chunk = chunk.map_err(failed)?;
         tokio::task::block_in_place(|| partial.append(&chunk))?;
-        context.progress.report_bytes(FETCH_PROGRESS, partial.length(), Some(snapshot.size_bytes));
+        context.progress.report_bytes(FETCH_PHASE, partial.length(), Some(snapshot.size_bytes));
         failpoint::trigger("restore.downloading")?;
         if partial.length() > snapshot.size_bytes {
             return Err(DownloadError::WrongSize {
@@ -215,7 +215,7 @@ pub fn ensure_free_space(dir: &Path, needed: u64) -> Result<(), DownloadError> {
 
 fn database_bytes_needed(snapshot: &SnapshotRef, sidecar: &Sidecar) -> u64 {
     let database = sidecar.database.as_ref().map(|facts| facts.size_bytes);
-    let database = database.unwrap_or_else(|| snapshot.size_bytes.saturating_mul(DEFAULT_GROWTH));
+    let database = database.unwrap_or_else(|| snapshot.size_bytes.saturating_mul(DEFAULT_EXPANSION_FACTOR));
     database.saturating_add(FREE_SPACE_MARGIN_BYTES)
 }
 

@@ -158,15 +158,15 @@ async fn report_progress(
     database: &str,
     sidecar: &Sidecar,
 ) -> Infallible {
-    const LOADING: &str = "loading the snapshot";
+    const LOAD_PHASE: &str = "loading the snapshot";
     let total = sidecar.database.as_ref().map(|facts| facts.size_bytes);
-    context.progress.start_bytes_phase(LOADING, total);
+    context.progress.start_bytes_phase(LOAD_PHASE, total);
     loop {
         tokio::time::sleep(PROGRESS_INTERVAL).await;
         // A failed query is repeated at the next interval.
         if let Ok(row) = client.query_one("SELECT pg_database_size($1::text::name)", &[&database]).await {
             let loaded_bytes: i64 = row.try_get(0).unwrap_or_default();
-            context.progress.report_bytes(LOADING, loaded_bytes.unsigned_abs(), total);
+            context.progress.report_bytes(LOAD_PHASE, loaded_bytes.unsigned_abs(), total);
         }
     }
 }

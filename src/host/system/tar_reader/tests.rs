@@ -1,4 +1,5 @@
-//! Tests the reader with archives whose headers claim more than they contain, and with ambiguous names.
+//! Tests the reader with archives whose headers claim more bytes than follow, and with archives that have ambiguous
+//! names.
 
 use super::*;
 

@@ -32,7 +32,7 @@ use svc_base::failpoint::{self, InjectedFailure};
 
 const CHUNK_BYTES: usize = 256 * 1024;
 /// Maximum time without data from the process that reads the home directory.
-const HOME_TIMEOUT: Duration = Duration::from_secs(600);
+const HOME_STALL_TIMEOUT: Duration = Duration::from_secs(600);
 
 #[derive(Debug, thiserror::Error)]
 enum WriteError {
@@ -126,7 +126,7 @@ async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
 /// Sends the start byte to the process that reads the home directory, and returns the connection to that process.
 fn start_home_reader() -> std::io::Result<UnixStream> {
     let mut home = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
-    home.set_read_timeout(Some(HOME_TIMEOUT))?;
+    home.set_read_timeout(Some(HOME_STALL_TIMEOUT))?;
     home.write_all(b"g")?;
     Ok(home)
 }

@@ -37,7 +37,7 @@ pub struct OmittedEntry {
 pub fn list_files(home: &Path, except: &[&Path]) -> Result<(Vec<HomeEntry>, Vec<OmittedEntry>), FileError> {
     // Compared by inode: `home` may be a symbolic link, and then its files have more than one path.
     let except: Vec<_> = except.iter().filter_map(|path| fs::symlink_metadata(path).ok()).collect();
-    let is_excepted =
+    let is_excluded =
         |meta: &Metadata| except.iter().any(|file| (file.dev(), file.ino()) == (meta.dev(), meta.ino()));
     let (mut listed, mut omitted) = (Vec::new(), Vec::new());
     let mut directories = vec![PathBuf::new()];
@@ -75,7 +75,7 @@ pub fn list_files(home: &Path, except: &[&Path]) -> Result<(Vec<HomeEntry>, Vec<
                     continue;
                 }
             };
-            if is_excepted(&meta) {
+            if is_excluded(&meta) {
                 continue;
             }
             let Some(kind) = entry_kind(&meta) else {

@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn read_refuses_outside_paths_and_long_frames() {
+    fn read_refuses_outside_paths_and_oversized_frames() {
         for path in ["../x", "a/../x", "/etc/passwd", ""] {
             let mut bytes = Vec::new();
             let frame = Frame::Entry { entry: entry(path.as_bytes(), EntryKind::File), link_target: None };

@@ -48,7 +48,7 @@ pub async fn read_columns(client: &impl GenericClient, table: &str) -> Result<Ve
 pub struct ForeignKey {
     pub from: String,
     pub to: String,
-    /// Deleting a row of `to` also deletes or changes the rows of `from` that refer to it.
+    /// Whether deleting a row of `to` also deletes or changes the rows of `from` that refer to it.
     pub is_cascading: bool,
     /// The condition under which the row `o` of `from` refers to the row `t` of `to`.
     pub condition: String,

@@ -196,14 +196,14 @@ pub async fn copy(
     // The dependents come last, because their content and validity depend on the copied rows. They are added even if
     // the copy failed: no later request would look for the dependents of tables that exist.
     let recreates_tables = !missing_tables.is_empty() || !recreated.is_empty();
-    let has_dependents = recreates_tables && !request.dry_run;
-    let added = match has_dependents {
+    let should_add_dependents = recreates_tables && !request.dry_run;
+    let added = match should_add_dependents {
         true => dependents.add(settings, &side, &mut live, results).await,
         false => Ok(()),
     };
     results.extend(copied?);
     added.map_err(query_error("add the dependents of the tables"))?;
-    if has_dependents {
+    if should_add_dependents {
         failpoint::trigger("side.dependents")?;
     }
     Ok(())
@@ -289,8 +289,8 @@ async fn copy_rows(
     let can_replace_all_rows =
         request.mode == CopyMode::Replace && !plans.iter().any(|plan| plan.has_added_columns);
     let copied = match result {
-        // Even if the snapshot's rows satisfy a constraint, it can be violated while they are changed table by table: a
-        // row refers to one that is deleted before its own update, or two rows exchange their unique values.
+        // Even if the snapshot's rows satisfy a constraint, changing rows table by table can violate it temporarily: a
+        // row that is yet to be updated refers to a deleted row, or two rows exchange their unique values.
         Err(CopyError::ConstraintViolation { .. }) if can_replace_all_rows => {
             savepoint.rollback().await.map_err(query_error("repeat the copy"))?;
             plans.iter_mut().for_each(CopyPlan::replace_all_rows);
@@ -383,9 +383,9 @@ async fn delete_rows(
             // Until the copy ends, no row may start to refer to a deleted row.
             let lock = format!("LOCK TABLE ONLY {} IN SHARE MODE", key.from);
             transaction.batch_execute(&lock).await.map_err(copy_error(plan))?;
-            let has_referring = plan.build_has_referring(key);
-            let has_referring = transaction.query_one(&has_referring, &[]).await.map_err(copy_error(plan))?;
-            if has_referring.try_get::<_, bool>(0).map_err(copy_error(plan))? {
+            let query = plan.build_has_referring_rows(key);
+            let row = transaction.query_one(&query, &[]).await.map_err(copy_error(plan))?;
+            if row.try_get::<_, bool>(0).map_err(copy_error(plan))? {
                 return Err(cascade_error(key));
             }
         }

@@ -64,7 +64,7 @@ enum StatementKind {
     Statistics,
 }
 
-const VIEWS: &str = "
+const VIEWS_QUERY: &str = "
     WITH RECURSIVE found (oid, root) AS (
         SELECT to_regclass(name)::oid, name FROM unnest($1::text[]) AS name
         UNION
@@ -83,7 +83,7 @@ const VIEWS: &str = "
       JOIN pg_namespace n ON n.oid = c.relnamespace
      ORDER BY c.oid, found.root";
 
-const FOREIGN_KEYS: &str = "
+const FOREIGN_KEYS_QUERY: &str = "
     SELECT pg_describe_object('pg_constraint'::regclass, k.oid, 0), min(t.name), format('%I.%I', n.nspname, c.relname),
            k.conname::text, pg_get_constraintdef(k.oid)
       FROM unnest($1::text[]) AS t (name)
@@ -93,7 +93,7 @@ const FOREIGN_KEYS: &str = "
      GROUP BY k.oid, n.nspname, c.relname, k.conname ORDER BY 1";
 
 /// The tables' foreign keys to other tables.
-const OUTGOING_KEYS: &str = "
+const OUTGOING_KEYS_QUERY: &str = "
     SELECT pg_describe_object('pg_constraint'::regclass, k.oid, 0), t.name,
            format('ALTER TABLE %s VALIDATE CONSTRAINT %I', t.name, k.conname), k.oid
       FROM unnest($1::text[]) AS t (name)
@@ -101,7 +101,7 @@ const OUTGOING_KEYS: &str = "
      WHERE NOT k.confrelid = ANY (SELECT to_regclass(name) FROM unnest($1::text[]) AS name)
      ORDER BY 1";
 
-const STATISTICS: &str = "
+const STATISTICS_QUERY: &str = "
     SELECT pg_describe_object('pg_statistic_ext'::regclass, s.oid, 0), t.name, format('%I.%I', n.nspname, s.stxname),
            pg_get_statisticsobjdef(s.oid), r.rolname::text, s.stxstattarget::int4
       FROM unnest($1::text[]) AS t (name)
@@ -109,10 +109,10 @@ const STATISTICS: &str = "
       JOIN pg_namespace n ON n.oid = s.stxnamespace JOIN pg_roles r ON r.oid = s.stxowner
      ORDER BY 1";
 
-/// All objects that `DROP … CASCADE` drops with the tables, and the tables' entries in publications. As PostgreSQL
-/// does, it follows dependencies transitively: to dependents, and from an internal part, such as a view's rule, to its
-/// whole. The tables' own parts, and the parts of other dropped objects, are left out.
-const DROPPED_OBJECTS: &str = "
+/// All objects that `DROP … CASCADE` drops with the tables, and the tables' entries in publications. Like PostgreSQL,
+/// the query follows dependencies transitively: to dependents, and from an internal part, such as a view's rule, to the
+/// object that contains it. The tables' own parts, and the parts of other dropped objects, are left out.
+const DROPPED_OBJECTS_QUERY: &str = "
     WITH RECURSIVE tables AS (SELECT name, to_regclass(name)::oid AS oid FROM unnest($1::text[]) AS name),
     dropped (class, obj, sub, root) AS (
         SELECT 'pg_class'::regclass::oid, oid, 0, name FROM tables
@@ -135,9 +135,9 @@ const DROPPED_OBJECTS: &str = "
      ORDER BY o.class, o.obj, o.sub, o.root";
 
 impl Dependents {
-    /// Finds the dependents, in the side database, of the tables `missing` and `recreated` that the owner's database
-    /// lacks. An earlier run of the same request recreated the tables in `recreated`: their existing dependents count
-    /// as recreated, too.
+    /// Finds those dependents of the tables `missing` and `recreated` that the side database has and the owner's
+    /// database lacks. An earlier run of the same request recreated the tables in `recreated`, so their existing
+    /// dependents count as recreated, too.
     ///
     /// # Errors
     /// If a query fails.
@@ -153,7 +153,7 @@ impl Dependents {
             return Ok(dependents);
         }
         let mut examined = BTreeSet::new();
-        for row in side.query(VIEWS, &[&tables]).await? {
+        for row in side.query(VIEWS_QUERY, &[&tables]).await? {
             let dependent = Dependent { name: row.try_get(0)?, table: row.try_get(1)? };
             examined.insert(dependent.name.clone());
             let view = View { dependent, relation: row.try_get(2)?, dependencies: row.try_get(3)? };
@@ -163,7 +163,7 @@ impl Dependents {
                 dependents.recreated_earlier.push(view.dependent);
             }
         }
-        for row in side.query(FOREIGN_KEYS, &[&tables]).await? {
+        for row in side.query(FOREIGN_KEYS_QUERY, &[&tables]).await? {
             let (from, name): (String, String) = (row.try_get(2)?, row.try_get(3)?);
             let definition: String = row.try_get(4)?;
             let dependent = Dependent { name: row.try_get(0)?, table: row.try_get(1)? };
@@ -183,13 +183,13 @@ impl Dependents {
                 kind: StatementKind::ForeignKey,
             });
         }
-        for row in side.query(OUTGOING_KEYS, &[&tables]).await? {
+        for row in side.query(OUTGOING_KEYS_QUERY, &[&tables]).await? {
             let dependent = Dependent { name: row.try_get(0)?, table: row.try_get(1)? };
             let kind = StatementKind::Validation;
             dependents.statements.push(Statement { dependent, sql: vec![row.try_get(2)?], kind });
             dependents.outgoing_keys.push(row.try_get(3)?);
         }
-        for row in side.query(STATISTICS, &[&tables]).await? {
+        for row in side.query(STATISTICS_QUERY, &[&tables]).await? {
             let (name, create, owner): (String, String, String) =
                 (row.try_get(2)?, row.try_get(3)?, row.try_get(4)?);
             let mut sql = vec![create, format!("ALTER STATISTICS {name} OWNER TO {}", quote_ident(&owner))];
@@ -203,7 +203,7 @@ impl Dependents {
             }
             dependents.statements.push(Statement { dependent, sql, kind: StatementKind::Statistics });
         }
-        for row in side.query(DROPPED_OBJECTS, &[&tables]).await? {
+        for row in side.query(DROPPED_OBJECTS_QUERY, &[&tables]).await? {
             let dependent = Dependent { name: row.try_get(0)?, table: row.try_get(1)? };
             let (kind, names, args): (String, Vec<String>, Vec<String>) =
                 (row.try_get(2)?, row.try_get(3)?, row.try_get(4)?);
@@ -258,7 +258,7 @@ impl Dependents {
 
     /// Adds the dependents that a copy would recreate, and those that it would not, to the results of their tables.
     pub fn record_planned(&self, results: &mut [CopiedTable]) {
-        self.record_found(results);
+        self.record_known_outcomes(results);
         let views = self.views.iter().map(|view| &view.dependent);
         let added = self.statements.iter().filter(|statement| statement.kind != StatementKind::Validation);
         for dependent in views.chain(added.map(|statement| &statement.dependent)) {
@@ -266,7 +266,7 @@ impl Dependents {
         }
     }
 
-    fn record_found(&self, results: &mut [CopiedTable]) {
+    fn record_known_outcomes(&self, results: &mut [CopiedTable]) {
         for dependent in &self.recreated_earlier {
             record_result(results, dependent, true, "");
         }
@@ -291,7 +291,7 @@ impl Dependents {
         live: &mut Client,
         results: &mut [CopiedTable],
     ) -> Result<(), Error> {
-        self.record_found(results);
+        self.record_known_outcomes(results);
         let mut missing = Vec::new();
         for view in &self.views {
             // A view that a table's policy or rule reads has been recreated with the table.

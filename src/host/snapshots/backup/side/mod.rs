@@ -345,7 +345,7 @@ async fn copy_back(settings: &BackupSettings, copy: &TableCopy, request_id: &str
         if Quiesce::read(&settings.layout)?.is_some() {
             return Err(SideError::Quiesced);
         }
-        // An interrupted run of this request took its snapshot before it recreated tables. Another one could fail, and
+        // An interrupted run of this request took its snapshot before it recreated tables. If a second snapshot failed,
         // the dependents of these tables would never be added.
         if copy.backup && !copy.dry_run && state.recreating.is_empty() {
             snapshot_current(settings).await?;

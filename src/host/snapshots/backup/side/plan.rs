@@ -169,7 +169,7 @@ impl CopyPlan {
     }
 
     /// Builds a query that checks whether rows of another table refer to rows that `build_delete` deletes.
-    pub fn build_has_referring(&self, foreign_key: &ForeignKey) -> String {
+    pub fn build_has_referring_rows(&self, foreign_key: &ForeignKey) -> String {
         let only_deleted = match self.key.is_empty() {
             true => String::new(),
             false => format!(" WHERE {}", self.deleted_condition()),
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn build_has_referring_selects_rows_to_delete() {
+    fn build_has_referring_rows_checks_only_deleted_rows() {
         let foreign_key = ForeignKey {
             from: "app.notes".into(),
             to: "t".into(),
@@ -341,9 +341,12 @@ mod tests {
         let all = "SELECT FROM ONLY app.notes AS o JOIN ONLY t AS t ON t.id OPERATOR(pg_catalog.=) o.about";
         let deleted = r#"NOT EXISTS (SELECT FROM pg_temp.svc_side_0 AS s WHERE t."id" = s."id")"#;
         assert_eq!(plan.build_delete(), format!("DELETE FROM ONLY t AS t WHERE {deleted}"));
-        assert_eq!(plan.build_has_referring(&foreign_key), format!("SELECT EXISTS ({all} WHERE {deleted})"));
+        assert_eq!(
+            plan.build_has_referring_rows(&foreign_key),
+            format!("SELECT EXISTS ({all} WHERE {deleted})")
+        );
         plan.replace_all_rows();
-        assert_eq!(plan.build_has_referring(&foreign_key), format!("SELECT EXISTS ({all})"));
+        assert_eq!(plan.build_has_referring_rows(&foreign_key), format!("SELECT EXISTS ({all})"));
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! staging directory.
 //!
 //! A pass keeps in memory only a digest per entry, a hash per directory, and the paths of the directories that it
-//! writes. The manifest can be as large as all names together, so it is compared while it is read (`manifest.rs`).
+//! writes. The manifest can be as large as all names together, so it is streamed, too (`manifest.rs`).
 
 use std::collections::HashSet;
 use std::fs::{self, File};

@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 use tokio_postgres::{Client, Error};
 
 /// Harmless volatile functions of PostgreSQL, uuid-ossp and pgcrypto, which an expression may call. Comparing the names
-/// is sufficient, because [`FORBIDDEN`] allows no functions but built-in ones and those of extensions.
+/// is sufficient, because [`FORBIDDEN_OBJECTS`] allows no functions but built-in ones and those of extensions.
 const ALLOWED_VOLATILE_FUNCTIONS: &str = "'nextval', 'currval', 'lastval', 'random', 'random_normal', \
      'gen_random_uuid', 'clock_timestamp', 'timeofday', \
      'uuid_generate_v1', 'uuid_generate_v1mc', 'uuid_generate_v4', \
@@ -18,7 +18,7 @@ const ALLOWED_VOLATILE_FUNCTIONS: &str = "'nextval', 'currval', 'lastval', 'rand
 
 /// Forbidden kinds of objects: label, catalog, name column, and condition. Only oids from 16384 are checked, because
 /// initdb assigns the lower ones. Large objects are checked separately.
-const FORBIDDEN: [(&str, &str, &str, &str); 23] = [
+const FORBIDDEN_OBJECTS: [(&str, &str, &str, &str); 23] = [
     ("function", "pg_proc", "proname", ""),
     ("operator", "pg_operator", "oprname", ""),
     ("operator class", "pg_opclass", "opcname", ""),
@@ -59,7 +59,7 @@ const FORBIDDEN: [(&str, &str, &str, &str); 23] = [
 ];
 
 /// Columns with expressions: the catalog, the name of the object, and the column.
-const EXPRESSIONS: [(&str, &str, &str); 7] = [
+const EXPRESSION_COLUMNS: [(&str, &str, &str); 7] = [
     ("pg_attrdef", "adrelid::regclass", "adbin"),
     ("pg_constraint", "conname", "conbin"),
     ("pg_index", "indexrelid::regclass", "indexprs"),
@@ -106,7 +106,7 @@ pub async fn find_forbidden(client: &Client) -> Result<Option<String>, Error> {
 fn build_forbidden_query() -> String {
     let mut sql = "WITH member AS (SELECT classid, objid FROM pg_depend WHERE deptype = 'e')".to_owned();
     let mut parts = Vec::new();
-    for (label, catalog, name, condition) in FORBIDDEN {
+    for (label, catalog, name, condition) in FORBIDDEN_OBJECTS {
         let condition = if condition.is_empty() { "true" } else { condition };
         parts.push(format!(
             "SELECT '{label} ' || quote_ident(o.{name}::text) FROM {catalog} o WHERE o.oid >= 16384 AND {condition} \
@@ -133,7 +133,7 @@ fn build_forbidden_query() -> String {
             }
         ));
     }
-    for (catalog, name, column) in EXPRESSIONS {
+    for (catalog, name, column) in EXPRESSION_COLUMNS {
         parts.push(format!(
             "SELECT 'expression of ' || {name}::text || ' that calls ' || p.proname \
                FROM {catalog} o \

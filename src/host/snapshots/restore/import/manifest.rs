@@ -1,7 +1,7 @@
-//! Compares an archive's manifest, while it is read, with the entries that preceded it.
+//! Compares an archive's manifest with the entries that precede it in the archive.
 //!
-//! The entries' digests and the manifest's entries are in the same order, so the manifest is never in memory as a
-//! whole. No string in the manifest may be longer than a valid entry needs.
+//! Both list the entries in the same order, so the manifest is streamed and never held in memory whole. No string in
+//! the manifest may be longer than a valid entry needs.
 
 use std::fmt;
 use std::io::{self, BufReader, Read};
@@ -123,7 +123,7 @@ impl<'de> Visitor<'de> for EntriesVisitor<'_> {
             match digests.next() {
                 Some(digest) if *digest == entry_digest(&listed) => {}
                 Some(_) => {
-                    let why = format!("the entry at the position of {name} differs from the manifest");
+                    let why = format!("the manifest lists {name} here, but the archive's entry differs");
                     return Err(serde::de::Error::custom(why));
                 }
                 None => return Err(serde::de::Error::custom(format!("the entry {name} is missing"))),
@@ -131,7 +131,10 @@ impl<'de> Visitor<'de> for EntriesVisitor<'_> {
         }
         match digests.len() {
             0 => Ok(()),
-            count => Err(serde::de::Error::custom(format!("the last {count} of the entries are not listed"))),
+            count => {
+                let why = format!("entries missing from the manifest, at the end of the archive: {count}");
+                Err(serde::de::Error::custom(why))
+            }
         }
     }
 }
@@ -195,10 +198,10 @@ mod tests {
         let swapped = [entries[1].clone(), entries[0].clone()];
         let longer = [entries[0].clone(), entries[1].clone(), listed("home/c")];
         for (other, why) in [
-            (&larger[..], "differs from the manifest"),
-            (&swapped, "differs from the manifest"),
+            (&larger[..], "but the archive's entry differs"),
+            (&swapped, "but the archive's entry differs"),
             (&longer, "\"home/c\" is missing"),
-            (&entries[..1], "the last 1 of the entries are not listed"),
+            (&entries[..1], "missing from the manifest, at the end of the archive: 1"),
         ] {
             let refused = compare(manifest(other).as_bytes(), &digests).unwrap_err();
             assert!(refused.contains(why), "{refused}");
@@ -215,7 +218,7 @@ mod tests {
 
     /// The string is 100 MiB long and unterminated, and a parser would buffer it.
     #[test]
-    fn compare_refuses_string_that_is_too_long() {
+    fn compare_refuses_oversized_string() {
         let endless = Read::chain(&b"{\"leftOut\":[\""[..], io::repeat(b'x').take(100 << 20));
         let refused = compare(endless, &[]).unwrap_err();
         assert!(refused.contains("too long"), "{refused}");

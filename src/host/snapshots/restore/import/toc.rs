@@ -1,8 +1,8 @@
 //! Selects the parts of an archive's dump to load, from the output of `pg_restore -l`.
 //!
 //! An archive may contain tables and their dependents, but no code that a later session, in particular the superuser's,
-//! would run unknowingly. The listing is not trusted: this check only makes an early refusal with a clear message
-//! possible. The objects that were actually created are inspected afterwards (`catalog.rs`).
+//! would run unknowingly. The listing is not trusted: this check only lets a bad dump be refused early, with a clear
+//! message. The objects that were actually created are inspected afterwards (`catalog.rs`).
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
@@ -11,7 +11,7 @@ use crate::system::tar_reader::quote_path;
 
 /// Extensions that add only types, operators and functions, without access to files, programs or other servers. The
 /// superuser creates those that an archive names.
-const EXTENSIONS: [&str; 5] = ["citext", "hstore", "pg_trgm", "pgcrypto", "uuid-ossp"];
+const ALLOWED_EXTENSIONS: [&str; 5] = ["citext", "hstore", "pg_trgm", "pgcrypto", "uuid-ossp"];
 
 /// Kinds of entries to load.
 const LOADED_KINDS: [&str; 16] = [
@@ -40,7 +40,7 @@ const SKIPPED_KINDS: [&str; 2] = ["DEFAULT ACL", "ACL"];
 /// because only an object's owner can set them, and the import role does not own all of these objects.
 const COMMENT_TARGETS: [&str; 7] = ["COLUMN", "CONSTRAINT", "DOMAIN", "INDEX", "SEQUENCE", "TABLE", "TYPE"];
 
-/// The functions and triggers of the outbox of changes. They are skipped, because the gateway recreates them.
+/// The change outbox's functions and triggers. They are skipped, because the gateway recreates them.
 const OUTBOX_FUNCTIONS: [&str; 2] = ["svc note_change() ", "svc note_truncate() "];
 const OUTBOX_TRIGGER: &str = " svc_changes_";
 
@@ -56,24 +56,24 @@ pub struct Selection {
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum TocError {
     #[error(
-        "its database contains {entry}, but an archive may contain only tables, sequences, indexes, \
+        "the database contains {entry}, but an archive may contain only tables, sequences, indexes, \
          constraints, types, domains and some extensions\n  next: drop it before the export, and recreate it \
          after the import"
     )]
     NotAllowed { entry: String },
-    #[error("its database needs the extension {name}, which an import does not create")]
+    #[error("the database needs the extension {name}, which an import does not create")]
     UnsupportedExtension { name: String },
-    #[error("the listing of its dump has a line that is not an entry: {line}")]
+    #[error("the listing of the dump has a line that is not an entry: {line}")]
     InvalidLine { line: String },
-    #[error("its dump has more than one entry with the number {id}")]
+    #[error("the dump has more than one entry with the number {id}")]
     RepeatedId { id: u32 },
 }
 
 /// Selects entries from a listing.
 ///
 /// # Errors
-/// [`TocError`] if an entry is neither loaded nor skipped, an extension is not in [`EXTENSIONS`], a line is not an
-/// entry, or a number is repeated.
+/// [`TocError`] if an entry is neither loaded nor skipped, an extension is not in [`ALLOWED_EXTENSIONS`], a line is not
+/// an entry, or a number is repeated.
 pub fn select_entries(listing: &str) -> Result<Selection, TocError> {
     let mut selection = Selection::default();
     let mut ids = HashSet::new();
@@ -113,7 +113,7 @@ fn classify(entry: &str) -> Result<EntryAction, TocError> {
     let after_kind = |kind: &str| entry.strip_prefix(kind).and_then(|rest| rest.strip_prefix(' '));
     if let Some(extension) = after_kind("EXTENSION") {
         let name = extension.trim_start_matches("- ").trim();
-        return match EXTENSIONS.contains(&name) {
+        return match ALLOWED_EXTENSIONS.contains(&name) {
             true => Ok(EntryAction::Extension(name.to_owned())),
             false => Err(TocError::UnsupportedExtension { name: quote_text(name) }),
         };

@@ -1,9 +1,9 @@
 //! Loads an archive's dump into a new database as an unprivileged role.
 //!
-//! `pg_restore` sends SQL written by the author of the archive. It runs as the gateway's user, and connects with a role
-//! created for this import. The role is not a superuser and not a member of any role. It owns the new database, and in
-//! other databases it has only PUBLIC's privileges. This program sets owners and creates extensions. The catalog is
-//! inspected before the superuser reads a row (`catalog.rs`).
+//! `pg_restore` runs as the gateway's user and sends SQL written by the author of the archive, so it connects with a
+//! role created for this import. The role is not a superuser and not a member of any role. It owns the new database,
+//! and in other databases it has only PUBLIC's privileges. This program sets owners and creates extensions. The catalog
+//! is inspected before the superuser reads a row (`catalog.rs`).
 
 use std::path::Path;
 use std::time::Duration;
@@ -123,8 +123,8 @@ pub async fn load(
     Ok(scratch)
 }
 
-/// Drops the database and the role of a failed load. Uses a new connection, because the load may have failed when it
-/// lost the other one.
+/// Drops the database and the role of a failed load. Uses a new connection, because the load may have failed by losing
+/// its own.
 pub async fn clean_up(context: &RestoreContext, scratch: &ScratchDatabase) {
     match staging::connect_with_retries(context, postgres::MAINTENANCE_DATABASE).await {
         Ok(admin) => {
