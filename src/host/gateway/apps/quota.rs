@@ -48,8 +48,8 @@ const MAX_ROW_BYTES: u64 = 8 << 10;
 /// A measurement is requested when the estimates reach the quota divided by this.
 const UNMEASURED_SHARE_DIVISOR: u64 = 10;
 
-/// The number of rows that upserts, updates and deletes changed, including those rolled back later. Inserts are not
-/// counted: the size of the request bounds theirs.
+/// The number of rows that upserts, updates and deletes changed, including those rolled back later. Inserted rows are
+/// not counted: the estimate from the request's size covers them.
 #[derive(Debug, Default)]
 pub struct ChangedRows(AtomicU64);
 
@@ -339,7 +339,10 @@ mod tests {
         assert!(!is_measurement_requested(&quotas).await);
         let size = WriteSize { body_bytes: 50_000, ..size };
         drop(begin_write(&quotas, size));
-        assert!(is_measurement_requested(&quotas).await, "the estimates exceed a tenth of the quota");
+        assert!(
+            is_measurement_requested(&quotas).await,
+            "estimates above a tenth of the quota requested no measurement"
+        );
     }
 
     #[tokio::test]
@@ -355,7 +358,10 @@ mod tests {
             assert_eq!(quotas.written()["notes"], 7 * expected);
             assert!(!is_measurement_requested(&quotas).await);
             drop(begin_write(&quotas, size));
-            assert!(is_measurement_requested(&quotas).await, "the number of changed rows is unknown");
+            assert!(
+                is_measurement_requested(&quotas).await,
+                "an unknown number of changed rows requested no measurement"
+            );
         }
     }
 
@@ -364,7 +370,7 @@ mod tests {
         let quotas = quotas(500, 1);
         let app = Principal::App { slug: "notes".to_owned() };
         assert!(quotas.admit(|| settings(100), &app, "notes").is_err());
-        assert!(quotas.admit(|| settings(1000), &app, "notes").is_ok(), "the quota was just raised");
+        assert!(quotas.admit(|| settings(1000), &app, "notes").is_ok(), "the raised quota was not used");
         let loads = std::cell::Cell::new(0);
         let load = || {
             loads.set(loads.get() + 1);
@@ -377,7 +383,7 @@ mod tests {
                 WriteSize { body_bytes: 1, rows: 1, is_filtered_change: false },
             ));
         }
-        assert_eq!(loads.get(), 0, "settings are cached");
+        assert_eq!(loads.get(), 0, "recent settings were loaded again");
     }
 
     #[test]

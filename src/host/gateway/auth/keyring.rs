@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn unreadable_file_is_read_again() {
+    fn unreadable_file_is_retried() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         // A directory has metadata, but cannot be read as a file.
