@@ -40,8 +40,8 @@ pub struct SharedReads {
 }
 
 impl SharedReads {
-    /// Returns the result of a read of this range that another stream has completed or is performing; otherwise polls
-    /// `read`.
+    /// Returns the result of a read of this range that another stream has completed or is performing; otherwise
+    /// performs `read`.
     ///
     /// # Errors
     /// Those of `read`.
