@@ -158,7 +158,7 @@ impl Writers {
         if self.lock().in_flight > 0 {
             return false;
         }
-        // Flush the records of ended dispatches. If that fails, the backup goes ahead.
+        // Flush the records of ended dispatches. A failure does not prevent the backup.
         let kernel = Arc::clone(&self.kernel);
         let is_flushed = tokio::task::spawn_blocking(move || kernel.flush(FLUSH_TIMEOUT)).await;
         if !is_flushed.unwrap_or_default() {

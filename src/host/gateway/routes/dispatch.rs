@@ -285,8 +285,8 @@ pub static DISPATCH: Endpoint = Endpoint {
         id: "dispatch",
         method: Method::POST,
         path: "/api/dispatch",
-        summary: "Submits one or more prompts to a coding agent configured in system/config.json, which works in the \
-                  owner's home directory. Requests with an id are idempotent. The dispatch continues if the \
+        summary: "Submits one or more prompts to a coding agent that is configured in system/config.json and works in \
+                  the owner's home directory. Requests with an id are idempotent. The dispatch continues if the \
                   client disconnects.",
         credentials: OWNER_OR_ADMIN,
         parameters: &[],
