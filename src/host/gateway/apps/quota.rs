@@ -26,16 +26,16 @@ use svc_http::problem::{Code, Problem, format_chain};
 /// Interval between measurements while apps' tables are written to.
 const MEASURE_INTERVAL: Duration = Duration::from_secs(30);
 /// Minimum delay between measurements, including requested ones.
-const MIN_INTERVAL: Duration = Duration::from_secs(1);
+const MIN_MEASURE_INTERVAL: Duration = Duration::from_secs(1);
 /// Minimum delay as a multiple of the last measurement's duration: limits measurements to about a tenth of the time.
-const MIN_INTERVAL_FACTOR: u32 = 10;
+const MIN_MEASURE_INTERVAL_FACTOR: u32 = 10;
 /// Delay before a failed measurement is retried.
 const RETRY_DELAY: Duration = Duration::from_secs(5);
 const MEASURE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Maximum age of cached settings when a write is admitted; a refusal always uses current settings.
 const MAX_SETTINGS_AGE: Duration = Duration::from_secs(1);
 /// The default quota is the disk size divided by this.
-const DEFAULT_DISK_DIVISOR: u64 = 5;
+const DEFAULT_QUOTA_DISK_DIVISOR: u64 = 5;
 const MIN_DEFAULT_QUOTA_BYTES: u64 = 1 << 30;
 /// Estimated ratio of stored bytes to request bytes, for indexes and row headers.
 const STORAGE_FACTOR: u64 = 2;
@@ -119,7 +119,7 @@ impl Quotas {
     pub fn new(layout: &Layout) -> Self {
         let disk = fs4::statvfs(layout.home()).map_or(0, |disk| disk.total_space());
         Self {
-            default_quota_bytes: (disk / DEFAULT_DISK_DIVISOR).max(MIN_DEFAULT_QUOTA_BYTES),
+            default_quota_bytes: (disk / DEFAULT_QUOTA_DISK_DIVISOR).max(MIN_DEFAULT_QUOTA_BYTES),
             measured: RwLock::default(),
             written: Mutex::default(),
             measure_requested: Notify::new(),
@@ -292,7 +292,7 @@ pub async fn measure_periodically(quotas: Arc<Quotas>, database: Arc<Database>, 
 
 /// Minimum delay after a measurement that took `duration`.
 fn min_delay(duration: Duration) -> Duration {
-    MIN_INTERVAL.max(duration.saturating_mul(MIN_INTERVAL_FACTOR))
+    MIN_MEASURE_INTERVAL.max(duration.saturating_mul(MIN_MEASURE_INTERVAL_FACTOR))
 }
 
 async fn measure_sizes(database: &Database) -> Result<BTreeMap<String, AppSize>, DatabaseError> {
@@ -388,7 +388,7 @@ mod tests {
 
     #[test]
     fn measurement_delay_grows_with_duration() {
-        assert_eq!(min_delay(Duration::from_millis(3)), MIN_INTERVAL);
+        assert_eq!(min_delay(Duration::from_millis(3)), MIN_MEASURE_INTERVAL);
         assert_eq!(min_delay(Duration::from_secs(2)), Duration::from_secs(20));
     }
 }

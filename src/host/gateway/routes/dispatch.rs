@@ -162,8 +162,8 @@ fn overall_status(dispatches: &[Arc<Dispatch>], entry_count: usize) -> &'static 
 /// Streams the events from number `from` to the last.
 fn stream_events(dispatcher: &Arc<Dispatcher>, target: DispatchTarget, from: u64) -> Response {
     let state = (target, from, Instant::now() + MAX_STREAM_DURATION, Arc::clone(dispatcher));
-    let greeting = Bytes::from(format!("retry: {RETRY_DELAY_MS}\n\n"));
-    let first = stream::iter([Ok::<_, Infallible>(greeting)]);
+    let retry_field = Bytes::from(format!("retry: {RETRY_DELAY_MS}\n\n"));
+    let first = stream::iter([Ok::<_, Infallible>(retry_field)]);
     let event_chunks = stream::unfold(Some(state), |state| async move {
         let (target, from, end, dispatcher) = state?;
         // On shutdown, the stream ends, and the listener reconnects to the restarted gateway.
