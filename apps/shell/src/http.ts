@@ -45,7 +45,7 @@ export interface RequestOptions {
   signal?: AbortSignal;
   /** Sent as JSON with the method `POST`. */
   body?: unknown;
-  /** A repeated request with the same key is performed once. */
+  /** Repeated requests with the same key are performed only once. */
   idempotencyKey?: string;
 }
 

@@ -91,7 +91,7 @@ pub fn print_usage(layout: &Layout, args: UsageArgs) -> Result<(), Failure> {
         let text = serde_json::to_string(&UsageReport::from(report)).or_exit(Exit::Internal)?;
         return print(&format!("{text}\n")).map(|_| ());
     }
-    let head = match by {
+    let group = match by {
         GroupBy::Day => "day",
         GroupBy::Week => "week starting",
         GroupBy::Month => "month starting",
@@ -99,7 +99,7 @@ pub fn print_usage(layout: &Layout, args: UsageArgs) -> Result<(), Failure> {
         GroupBy::User => "user",
     };
     let mut table = Table::new();
-    table.load_preset(presets::NOTHING).set_header([head, "cost", "tokens in", "tokens out", "dispatches"]);
+    table.load_preset(presets::NOTHING).set_header([group, "cost", "tokens in", "tokens out", "dispatches"]);
     for column in table.column_iter_mut().skip(1) {
         column.set_cell_alignment(CellAlignment::Right);
     }
@@ -110,7 +110,7 @@ pub fn print_usage(layout: &Layout, args: UsageArgs) -> Result<(), Failure> {
     };
     for entry in report.entries {
         let name = entry.model.or(entry.user_id);
-        // Agents report the names of models, and senders choose their ids.
+        // Both are untrusted: agents report the names of models, and senders choose their ids.
         let name = name.map(|name| untrusted_text::one_line(&name).into_owned());
         let name = name.unwrap_or_else(|| entry.date.to_string());
         table.add_row(row(name, &entry.totals));
@@ -148,7 +148,7 @@ pub fn print_logs(layout: &Layout, args: &LogsArgs) -> Result<(), Failure> {
     }
 }
 
-/// Reads at most `limit` lines, newest first. With a tail, these are the lines before those that it will return.
+/// Reads at most `limit` lines, newest first. With a tail, these are the lines before those that the tail will return.
 fn read_existing_lines(
     kind: RecordKind,
     logs: &Path,

@@ -287,7 +287,7 @@ mod tests {
     #[test]
     fn development_owner_requires_all_conditions() {
         assert!(matches!(read(&DEV).unwrap().owner, ConfiguredOwner::Development));
-        assert!(read(&DEV[..1]).is_err(), "GATEWAY_AUTH=off is not enough");
+        assert!(read(&DEV[..1]).is_err(), "GATEWAY_AUTH=off alone was accepted");
         for change in [
             ("SVC_PRODUCTION", "true"),
             ("SVC_ENVIRONMENT", "production"),
@@ -312,7 +312,7 @@ mod tests {
         let valid = "x y".repeat(MIN_SECRET_CHARS);
         assert!(is_accepted(&valid));
         for invalid in [format!("{valid}ü"), format!("{valid}\n"), format!(" {valid}")] {
-            assert!(!is_accepted(&invalid), "{invalid:?} cannot be sent in a header");
+            assert!(!is_accepted(&invalid), "{invalid:?} was accepted, but cannot be sent in a header");
         }
     }
 

@@ -34,7 +34,7 @@ const RETRY_AFTER_SECONDS: u64 = 15;
 
 /// Counts the app sessions that are executing a statement or holding a transaction open, whether or not their clients
 /// are still waiting.
-const ACTIVE_SESSIONS: &str = "SELECT count(*) FROM pg_stat_activity \
+const COUNT_ACTIVE_SESSIONS: &str = "SELECT count(*) FROM pg_stat_activity \
     WHERE datname = current_database() AND backend_type = 'client backend' \
       AND starts_with(usename, 'app_') AND state <> 'idle'";
 
@@ -44,12 +44,12 @@ pub struct Writers {
     dispatcher: Arc<Dispatcher>,
     kernel: Arc<Kernel>,
     database: Arc<Database>,
-    state: Mutex<State>,
+    state: Mutex<WritersState>,
     /// Serializes changes, so that `watch` does not undo a concurrent `quiesce`.
     change_lock: tokio::sync::Mutex<()>,
 }
 
-struct State {
+struct WritersState {
     quiesce: Option<Quiesce>,
     in_flight: usize,
 }
@@ -86,12 +86,12 @@ impl Writers {
             tracing::warn!(operation = %quiesce.operation_id, "writers remain stopped after the restart");
             dispatcher.pause();
         }
-        let state = Mutex::new(State { quiesce, in_flight: 0 });
+        let state = Mutex::new(WritersState { quiesce, in_flight: 0 });
         let change_lock = tokio::sync::Mutex::default();
         Ok(Arc::new(Self { layout: layout.clone(), dispatcher, kernel, database, state, change_lock }))
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, WritersState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -158,7 +158,7 @@ impl Writers {
         if self.lock().in_flight > 0 {
             return false;
         }
-        // Flush the records of ended dispatches. If that fails, the backup goes ahead.
+        // Flush the records of ended dispatches. A failure does not prevent the backup.
         let kernel = Arc::clone(&self.kernel);
         let is_flushed = tokio::task::spawn_blocking(move || kernel.flush(FLUSH_TIMEOUT)).await;
         if !is_flushed.unwrap_or_default() {
@@ -173,7 +173,7 @@ impl Writers {
         }
         let session_count = tokio::time::timeout(SESSIONS_TIMEOUT, async {
             let client = self.database.shared_client().await?;
-            let row = client.query_one(ACTIVE_SESSIONS, &[]).await?;
+            let row = client.query_one(COUNT_ACTIVE_SESSIONS, &[]).await?;
             Ok::<i64, DatabaseError>(row.try_get(0)?)
         });
         match session_count.await {

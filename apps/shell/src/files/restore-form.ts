@@ -19,17 +19,17 @@ const CHOICES: Choice[] = [
   {
     value: "beside",
     label: "Next to the current one",
-    hint: "The time of the backup is added to its name. If nothing exists at its path, it is restored there.",
+    hint: "It gets the time of the backup in its name. If nothing exists at the original path, it is restored there.",
   },
   {
     value: "replace",
     label: "Replace the current one",
-    hint: "The current one is saved first, and kept next to it under another name. Stop programs that write to it.",
+    hint: "The current one is saved first, and kept in its folder under another name. Stop programs that write to it.",
   },
   { value: "into", label: "To another path", hint: `Relative paths start at ${HOME}.` },
 ];
 const RESERVED_HINT =
-  "Your computer manages this path, or a folder in it, so it can be restored only to another path.";
+  "Your computer manages this path, or a folder in it, so its versions can be restored only to another path.";
 
 export interface RestoreFormListener {
   /** Called when the machine has accepted the restore. */

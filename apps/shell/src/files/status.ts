@@ -9,7 +9,7 @@ import { Loader } from "./loader";
 const REFRESH_INTERVAL_MS = 5_000;
 const RETRY_INTERVAL_MS = 15_000;
 /** Even without changes, `savedUntil` advances every few minutes. */
-const MAX_SILENCE_MS = 40 * 60_000;
+const MAX_SAVE_AGE_MS = 40 * 60_000;
 
 interface Summary {
   kind: "saved" | "pending" | "problem";
@@ -20,8 +20,8 @@ interface Summary {
 
 function summarize({ savedUntil, changedSince, pendingBytes, error, damage }: BackupState): Summary {
   if (!savedUntil) return { kind: error ? "problem" : "pending", text: "Nothing has been saved yet" };
-  const isSilent = Date.now() - Date.parse(savedUntil) > MAX_SILENCE_MS;
-  if (error || isSilent) {
+  const isStale = Date.now() - Date.parse(savedUntil) > MAX_SAVE_AGE_MS;
+  if (error || isStale) {
     return { kind: "problem", text: `Changes since ${formatMoment(changedSince ?? savedUntil)} are not saved` };
   }
   if (damage) return { kind: "problem", text: "A check has found damage in the backup" };

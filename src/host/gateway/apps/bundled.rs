@@ -18,10 +18,10 @@ use svc_base::error_chain::format_chain;
 use svc_base::fsx::{self, FileError};
 use svc_host::system::layout::Layout;
 
-/// The files of an app: relative path, and SHA-256 of the content or [`NOT_A_FILE`].
+/// The files of an app: maps each relative path to the SHA-256 of the content, or to [`NOT_A_FILE`].
 type Tree = BTreeMap<String, String>;
 
-/// The content of a symbolic link or a special file in a [`Tree`].
+/// Placeholder for the digest of a symbolic link or special file in a [`Tree`].
 const NOT_A_FILE: &str = "not a file";
 
 /// The content of `.bundled-apps.json`: the copied files of each app.
@@ -205,9 +205,9 @@ impl Write for HashWriter<'_> {
 
 /// Copies the files to a temporary folder, and replaces `target` with it.
 fn copy(source: &Path, target: &Path, files: &Tree) -> Result<(), FileError> {
-    let temporary = |ending: &str| {
+    let temporary = |suffix: &str| {
         let name = target.file_name().unwrap_or_default().to_string_lossy();
-        target.with_file_name(format!(".{name}.{}.{ending}", uuid::Uuid::new_v4().simple()))
+        target.with_file_name(format!(".{name}.{}.{suffix}", uuid::Uuid::new_v4().simple()))
     };
     let (new, old) = (temporary("new"), temporary("old"));
     let replaced = copy_files(source, &new, files).and_then(|()| replace(target, &new, &old));
@@ -248,13 +248,13 @@ fn remove_leftovers(apps: &Path) {
     for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let parts: Vec<&str> = name.split('.').collect();
-        let ["", slug, id, ending @ ("new" | "old")] = parts[..] else { continue };
+        let ["", slug, id, suffix @ ("new" | "old")] = parts[..] else { continue };
         // Match only names that `copy` generates: the owner's folders may have similar names.
         if id.len() != 32 || !id.bytes().all(|byte| byte.is_ascii_hexdigit()) {
             continue;
         }
         let target = apps.join(slug);
-        let cleaned = if ending == "old" && !target.exists() {
+        let cleaned = if suffix == "old" && !target.exists() {
             fs::rename(&path, &target)
         } else {
             fs::remove_dir_all(&path)
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn install_keeps_changed_created_and_removed_apps() {
+    fn install_skips_changed_created_and_removed_apps() {
         let fixture = Fixture::new();
         fixture.bundle("notes/svc.json", "1");
         fixture.bundle("removed/svc.json", "1");

@@ -1,7 +1,8 @@
 //! Plans the registration of a manifest in an existing schema: additions only.
 //!
-//! This module performs no I/O. SQL contains no values, and only names of type [`SqlIdentifier`] or derived from such
-//! names. Differences that additions cannot remove are reported as text; nothing is ever dropped or rewritten.
+//! This module performs no I/O. Its SQL contains no values, and only names that are of type [`SqlIdentifier`] or
+//! derived from such names. Differences that additions cannot remove are reported as text; nothing is ever dropped or
+//! rewritten.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -24,9 +25,9 @@ pub struct ExistingSchema {
 }
 
 impl ExistingSchema {
-    /// Returns the table that has an index with this name. It may be another table: index names are unique in a schema,
-    /// and a renamed table keeps the names of its indexes. The earlier name counts only if its index belongs to this
-    /// table, because tables with the same long prefix share that name.
+    /// Returns the name of the table that has an index with this name. That may be a table other than `table`:
+    /// index names are unique in a schema, and a renamed table keeps the names of its indexes. The earlier name counts
+    /// only if its index belongs to `table`, because tables with the same long prefix share that name.
     fn find_index_owner(&self, table: &Table, name: &IndexName) -> Option<&str> {
         let earlier = self.indexes.get(&name.earlier).filter(|owner| *owner == table.name.as_str());
         earlier.or_else(|| self.indexes.get(&name.current)).map(String::as_str)
@@ -38,8 +39,8 @@ impl ExistingSchema {
 pub enum SchemaChange {
     /// A statement whose failure makes the registration fail.
     Required(String),
-    /// The creation of an index. If existing rows violate it, or PostgreSQL cannot index a column, it is skipped and
-    /// the message for this case is reported. Without a message for the case, the registration fails.
+    /// The creation of an index. If existing rows violate its uniqueness, or PostgreSQL cannot index a column, the
+    /// index is skipped and the message for this case is reported. If that message is `None`, the registration fails.
     CreateIndex { sql: String, violation_message: Option<String>, type_message: Option<String> },
 }
 

@@ -54,7 +54,7 @@ fn read_app_folder(apps: &DirFd, name: &str) -> Option<AppFolder> {
     Some(AppFolder { name: name.to_owned(), path: Path::new(APPS_DIR).join(name), manifest })
 }
 
-/// If the manifests of several folders claim one schema, only the folder that is named after its slug gets the schema.
+/// If the manifests of several folders claim one schema, only the folder that is named after its own slug gets it.
 fn reject_shared_schemas(folders: &mut [AppFolder]) {
     let claims: Vec<(String, Slug)> = folders
         .iter()

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use url::{Host, Url};
 
-const MAX_BYTES: usize = 255;
+const MAX_ORIGIN_BYTES: usize = 255;
 
 /// A normalized `https` or `wss` origin. Safe inside a Content-Security-Policy: it has no space, quote, comma,
 /// semicolon or wildcard.
@@ -36,7 +36,7 @@ impl FromStr for ForeignOrigin {
             && url.query().is_none()
             && url.fragment().is_none();
         let Some(host) = url.host() else { return Err(EXPECTED) };
-        if text.len() > MAX_BYTES || !is_bare || !matches!(url.scheme(), "https" | "wss") {
+        if text.len() > MAX_ORIGIN_BYTES || !is_bare || !matches!(url.scheme(), "https" | "wss") {
             return Err(EXPECTED);
         }
         let is_safe_host = match &host {

@@ -111,7 +111,7 @@ impl Manifest {
     }
 
     /// Whether the manifests differ at most in the order of their tables and columns, which `jsonb` does not keep.
-    pub fn equals_in_any_order(&self, other: &Self) -> bool {
+    pub fn equals_ignoring_order(&self, other: &Self) -> bool {
         // The comparison of JSON objects ignores the order of their keys.
         self.to_value() == other.to_value()
     }

@@ -26,16 +26,16 @@ use svc_http::problem::{Code, Problem, format_chain};
 /// Interval between measurements while apps' tables are written to.
 const MEASURE_INTERVAL: Duration = Duration::from_secs(30);
 /// Minimum delay between measurements, including requested ones.
-const MIN_INTERVAL: Duration = Duration::from_secs(1);
+const MIN_MEASURE_INTERVAL: Duration = Duration::from_secs(1);
 /// Minimum delay as a multiple of the last measurement's duration: limits measurements to about a tenth of the time.
-const MIN_INTERVAL_FACTOR: u32 = 10;
+const MIN_MEASURE_INTERVAL_FACTOR: u32 = 10;
 /// Delay before a failed measurement is retried.
 const RETRY_DELAY: Duration = Duration::from_secs(5);
 const MEASURE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Maximum age of cached settings when a write is admitted; a refusal always uses current settings.
 const MAX_SETTINGS_AGE: Duration = Duration::from_secs(1);
 /// The default quota is the disk size divided by this.
-const DEFAULT_DISK_DIVISOR: u64 = 5;
+const DEFAULT_QUOTA_DISK_DIVISOR: u64 = 5;
 const MIN_DEFAULT_QUOTA_BYTES: u64 = 1 << 30;
 /// Estimated ratio of stored bytes to request bytes, for indexes and row headers.
 const STORAGE_FACTOR: u64 = 2;
@@ -48,8 +48,8 @@ const MAX_ROW_BYTES: u64 = 8 << 10;
 /// A measurement is requested when the estimates reach the quota divided by this.
 const UNMEASURED_SHARE_DIVISOR: u64 = 10;
 
-/// The number of rows that upserts, updates and deletes changed, including those rolled back later. Inserts are not
-/// counted: the size of the request bounds theirs.
+/// The number of rows that upserts, updates and deletes changed, including those rolled back later. Inserted rows are
+/// not counted: the estimate from the request's size covers them.
 #[derive(Debug, Default)]
 pub struct ChangedRows(AtomicU64);
 
@@ -119,7 +119,7 @@ impl Quotas {
     pub fn new(layout: &Layout) -> Self {
         let disk = fs4::statvfs(layout.home()).map_or(0, |disk| disk.total_space());
         Self {
-            default_quota_bytes: (disk / DEFAULT_DISK_DIVISOR).max(MIN_DEFAULT_QUOTA_BYTES),
+            default_quota_bytes: (disk / DEFAULT_QUOTA_DISK_DIVISOR).max(MIN_DEFAULT_QUOTA_BYTES),
             measured: RwLock::default(),
             written: Mutex::default(),
             measure_requested: Notify::new(),
@@ -292,7 +292,7 @@ pub async fn measure_periodically(quotas: Arc<Quotas>, database: Arc<Database>, 
 
 /// Minimum delay after a measurement that took `duration`.
 fn min_delay(duration: Duration) -> Duration {
-    MIN_INTERVAL.max(duration.saturating_mul(MIN_INTERVAL_FACTOR))
+    MIN_MEASURE_INTERVAL.max(duration.saturating_mul(MIN_MEASURE_INTERVAL_FACTOR))
 }
 
 async fn measure_sizes(database: &Database) -> Result<BTreeMap<String, AppSize>, DatabaseError> {
@@ -339,7 +339,10 @@ mod tests {
         assert!(!is_measurement_requested(&quotas).await);
         let size = WriteSize { body_bytes: 50_000, ..size };
         drop(begin_write(&quotas, size));
-        assert!(is_measurement_requested(&quotas).await, "the estimates exceed a tenth of the quota");
+        assert!(
+            is_measurement_requested(&quotas).await,
+            "estimates above a tenth of the quota requested no measurement"
+        );
     }
 
     #[tokio::test]
@@ -355,7 +358,10 @@ mod tests {
             assert_eq!(quotas.written()["notes"], 7 * expected);
             assert!(!is_measurement_requested(&quotas).await);
             drop(begin_write(&quotas, size));
-            assert!(is_measurement_requested(&quotas).await, "the number of changed rows is unknown");
+            assert!(
+                is_measurement_requested(&quotas).await,
+                "an unknown number of changed rows requested no measurement"
+            );
         }
     }
 
@@ -364,7 +370,7 @@ mod tests {
         let quotas = quotas(500, 1);
         let app = Principal::App { slug: "notes".to_owned() };
         assert!(quotas.admit(|| settings(100), &app, "notes").is_err());
-        assert!(quotas.admit(|| settings(1000), &app, "notes").is_ok(), "the quota was just raised");
+        assert!(quotas.admit(|| settings(1000), &app, "notes").is_ok(), "the raised quota was not used");
         let loads = std::cell::Cell::new(0);
         let load = || {
             loads.set(loads.get() + 1);
@@ -377,12 +383,12 @@ mod tests {
                 WriteSize { body_bytes: 1, rows: 1, is_filtered_change: false },
             ));
         }
-        assert_eq!(loads.get(), 0, "settings are cached");
+        assert_eq!(loads.get(), 0, "recent settings were loaded again");
     }
 
     #[test]
     fn measurement_delay_grows_with_duration() {
-        assert_eq!(min_delay(Duration::from_millis(3)), MIN_INTERVAL);
+        assert_eq!(min_delay(Duration::from_millis(3)), MIN_MEASURE_INTERVAL);
         assert_eq!(min_delay(Duration::from_secs(2)), Duration::from_secs(20));
     }
 }

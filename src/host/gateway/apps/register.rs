@@ -56,7 +56,7 @@ pub async fn load_manifests(client: &Client) -> Result<Vec<(String, Value)>, tok
     Ok(rows.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 
-/// Registers `manifest`; its role can then log in with `password`.
+/// Registers `manifest`. The app's role can then log in with `password`.
 ///
 /// # Errors
 /// See [`RegisterError`]. After an error, nothing has changed, unless the connection was lost during the commit.
@@ -71,7 +71,8 @@ pub async fn register(
     database::lock_schemas(&transaction).await?;
     // While a statement waits for a lock on a table, the app's own statements on that table wait behind it. The
     // registration is retried until the lock is available, so each wait can be short. PostgreSQL cancels an autovacuum
-    // that holds the lock only after `deadlock_timeout` (1 s by default), so that must be shorter than the wait.
+    // that holds the lock only after `deadlock_timeout` (1 s by default), which must therefore be shorter than the
+    // wait.
     transaction
         .batch_execute("SET LOCAL deadlock_timeout = '50ms'; SET LOCAL lock_timeout = '200ms'")
         .await?;
@@ -133,8 +134,8 @@ async fn grant_schema_usage(
     transaction.batch_execute(row.get(0)).await
 }
 
-/// Reads the schema's tables and indexes. Views and other relations are the owner's and are ignored, unless the
-/// manifest declares a table with the same name.
+/// Reads the schema's tables and indexes. Views and other relations belong to the owner and are ignored, but if one has
+/// the name of a declared table, that is an error.
 async fn inspect_schema(
     transaction: &Transaction<'_>,
     schema: &SqlIdentifier,

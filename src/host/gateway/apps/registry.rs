@@ -53,8 +53,8 @@ impl AppsSnapshot {
         self.folders.contains_key(slug) || self.has_folder_error(slug)
     }
 
-    /// Returns the errors of folders with their keys, and then those of stored apps. An app has an error of its stored
-    /// manifest only if its folder has none, because the folder's manifest is the current one.
+    /// Returns the errors of folders with their keys, and then those of stored manifests. An app's stored error is
+    /// omitted if its folder has one, because the folder's manifest is the current one.
     pub fn errors(&self) -> impl Iterator<Item = (Option<&str>, &AppError)> {
         let folder_errors = self.folder_errors.iter().map(|(key, error)| (Some(key.as_str()), error));
         let stored_errors = self.stored_errors.iter().filter(move |(slug, _)| !self.has_folder_error(slug));

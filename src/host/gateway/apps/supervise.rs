@@ -31,8 +31,8 @@ use svc_http::problem::format_chain;
 use svc_machine::epoch::Epoch;
 
 const RESCAN_INTERVAL: Duration = Duration::from_secs(30);
-/// Minimum time between a load of all apps and the next one that a rejected login causes. If a load does not fix the
-/// login, each request would otherwise start another load.
+/// Minimum time between a load of all apps and a reload caused by a rejected login. If a reload does not fix the login,
+/// each request would otherwise cause another one.
 const MIN_RELOAD_INTERVAL: Duration = Duration::from_secs(3);
 const RETRY_DELAYS: ExponentialBuilder = ExponentialBuilder::new()
     .with_min_delay(Duration::from_millis(200))
@@ -60,7 +60,7 @@ pub async fn supervise(context: SupervisorContext, stop: CancellationToken) {
         pools: HashMap::new(),
         budget: None,
         snapshot: AppsSnapshot::default(),
-        must_load: true,
+        should_load: true,
         next_reload_at: Instant::now(),
         last_slugs: HashMap::new(),
         rejected: HashMap::new(),
@@ -84,13 +84,15 @@ pub async fn supervise(context: SupervisorContext, stop: CancellationToken) {
             () = stop.cancelled() => return,
             () = tokio::time::sleep(wait) => {}
             () = watcher.wait_for_change(), if wait == RESCAN_INTERVAL => {}
-            () = wait_for_rejected_login(&database, supervisor.next_reload_at) => supervisor.must_load = true,
+            () = wait_for_rejected_login(&database, supervisor.next_reload_at) => {
+                supervisor.should_load = true;
+            }
         }
         supervisor.pools.values().for_each(|pool| pool.close_idle());
     }
 }
 
-/// Waits until `earliest`, and then for a rejected login, which may also have happened before.
+/// Waits until `earliest`, and then for a rejected login, which may already have happened.
 async fn wait_for_rejected_login(database: &Database, earliest: Instant) {
     tokio::time::sleep_until(earliest).await;
     database.login_rejected.notified().await;
@@ -116,7 +118,7 @@ struct Supervisor {
     budget: Option<Arc<ConnectionBudget>>,
     snapshot: AppsSnapshot,
     /// Whether the next round loads all apps from the database. Until then, the apps loaded before remain in use.
-    must_load: bool,
+    should_load: bool,
     /// The earliest time at which a rejected login may cause another load.
     next_reload_at: Instant,
     /// The slug in each folder's last valid manifest, by folder name.
@@ -178,15 +180,15 @@ impl Supervisor {
             // Creating a table is a write, so these manifests are registered only after the writers have resumed.
             new_manifests.clear();
         }
-        if !self.must_load && new_manifests.is_empty() {
+        if !self.should_load && new_manifests.is_empty() {
             return Ok(());
         }
-        if self.must_load {
+        if self.should_load {
             // Set even if the connection fails: otherwise, each rejected login would start a round at once.
             self.next_reload_at = Instant::now() + MIN_RELOAD_INTERVAL;
         }
         let mut client = self.context.database.connect().await?;
-        if self.must_load {
+        if self.should_load {
             let loaded = self.load_apps(&mut client).await;
             self.next_reload_at = Instant::now() + MIN_RELOAD_INTERVAL;
             loaded?;
@@ -201,8 +203,8 @@ impl Supervisor {
                         self.snapshot.folder_errors.extend(rejection.map(|error| (slug, error)));
                         self.note_outcome(manifest);
                     }
-                    // If a table of this app is locked, the others can still be registered. Without a connection, all
-                    // would fail.
+                    // If a table of this app is locked, the other apps can still be registered. Without a connection,
+                    // all would fail.
                     Err(error) => {
                         replace_error(&mut updated, error);
                         if client.is_closed() {
@@ -216,7 +218,7 @@ impl Supervisor {
     }
 
     /// Notes in `activity.log` whether an app could be registered. A rejected manifest is noted only once, even though
-    /// every scan tries it again.
+    /// every scan retries it.
     fn note_outcome(&mut self, manifest: Manifest) {
         let (slug, version) = (manifest.slug.clone(), manifest.version.clone());
         let outcome = if self.is_registered(&manifest) {
@@ -268,8 +270,8 @@ impl Supervisor {
     }
 
     /// Prepares the database, and registers every app that is stored in it, with or without a folder. If one cannot be
-    /// registered, for example because its table is locked, the others still are, and the next round loads all again.
-    /// An app that was loaded before is removed only if its manifest is rejected or no longer stored.
+    /// registered, for example because a table is locked, the others still are, and the next round loads all of them
+    /// again. An app that was loaded before is removed only if its manifest is rejected or no longer stored.
     async fn load_apps(&mut self, client: &mut Client) -> Result<(), RoundError> {
         let identity = database_identity::check_or_adopt(&self.context.layout, client).await;
         if identity.as_ref().is_err_and(IdentityError::is_mismatch) {
@@ -313,16 +315,16 @@ impl Supervisor {
         }
         loaded?;
         self.snapshot.is_loaded = true;
-        self.must_load = false;
+        self.should_load = false;
         systemd::notify(&[NotifyState::Status(&format!("{} apps registered", self.snapshot.apps.len()))]);
         Ok(())
     }
 
     /// Returns the folder's manifest if it is the stored one except for the order of its tables and columns, which the
-    /// database does not keep. Otherwise, the app would be registered again with the folder's manifest.
+    /// database does not keep. Without this, the app would be registered again, with the folder's manifest.
     fn restore_declared_order(&self, stored: Manifest) -> Manifest {
         let folder = self.snapshot.folders.get(stored.slug.as_str());
-        let declared = folder.map(|(_, manifest)| manifest).filter(|m| m.equals_in_any_order(&stored));
+        let declared = folder.map(|(_, manifest)| manifest).filter(|m| m.equals_ignoring_order(&stored));
         declared.cloned().unwrap_or(stored)
     }
 
@@ -340,8 +342,8 @@ impl Supervisor {
         let timeout = self.context.statement_timeout;
         match register::register(client, &manifest, &password, timeout).await {
             Ok(result) => {
-                for part in &result.unapplied_changes {
-                    tracing::warn!(app = %slug, "the manifest is not applied completely: {part}");
+                for change in &result.unapplied_changes {
+                    tracing::warn!(app = %slug, "the manifest is not applied completely: {change}");
                 }
                 tracing::info!(app = %slug, tables = result.tables.len(), "app registered");
                 let tables: BTreeMap<_, _> =

@@ -19,11 +19,11 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub struct Keyring {
     layout: Layout,
-    state: Mutex<State>,
+    state: Mutex<KeyringState>,
 }
 
 #[derive(Debug)]
-struct State {
+struct KeyringState {
     keys: Arc<ProofKeys>,
     /// Incremented when the keys change, so that proofs verified with older keys are dropped from caches.
     generation: u64,
@@ -58,7 +58,7 @@ impl FileStamp {
 impl Keyring {
     /// Accepts the `provisioned` keys until the file [`Layout::proof_keys`] replaces them.
     pub fn new(provisioned: ProofKeys, layout: Layout) -> Self {
-        let state = State {
+        let state = KeyringState {
             keys: Arc::new(provisioned),
             generation: 0,
             last_stamp: None,
@@ -86,7 +86,7 @@ impl Keyring {
     }
 }
 
-impl State {
+impl KeyringState {
     fn reload_if_changed(&mut self, file: &Path) {
         let stamp = FileStamp::read(file);
         if stamp == self.last_stamp {
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn unreadable_file_is_read_again() {
+    fn unreadable_file_is_retried() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         // A directory has metadata, but cannot be read as a file.

@@ -37,7 +37,7 @@ impl PeerClassifier {
         Self { gateway_uid: geteuid().as_raw(), owners_dir, proc: PathBuf::from("/proc") }
     }
 
-    /// Classifies the process at the other end of a connection. A process without credentials is untrusted.
+    /// Classifies the process at the other end of a connection. Without credentials, the process is untrusted.
     pub fn classify(&self, credentials: Option<PeerCredentials>) -> Peer {
         let Some(PeerCredentials { uid: Some(uid), pid }) = credentials else { return Peer::Untrusted };
         if uid == 0 || uid == self.gateway_uid {

@@ -62,6 +62,6 @@ mod tests {
         }
         assert_eq!(cache.record("more", 10, 5), ReplayCheck::Full);
         assert_eq!(cache.record("0", 10, 5), ReplayCheck::Replayed);
-        assert_eq!(cache.record("more", 30, 11), ReplayCheck::Accepted, "expired ids are evicted");
+        assert_eq!(cache.record("more", 30, 11), ReplayCheck::Accepted, "expired ids were not evicted");
     }
 }

@@ -215,8 +215,8 @@ impl PrincipalResolver {
     }
 
     /// A bearer token is the admin token or a token from the issuer; anything else is rejected, regardless of other
-    /// credentials. On the public port, the admin token requires a proof as well. If a request has a proof and the
-    /// issuer's token, the principal is the proof's.
+    /// credentials. On the public port, the admin token requires a proof as well. If a request has both a proof and a
+    /// token from the issuer, the proof determines the principal.
     async fn authenticate_bearer(
         &self,
         credential: &str,

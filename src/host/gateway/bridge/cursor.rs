@@ -64,8 +64,9 @@ impl Cursor {
     }
 }
 
-/// Returns a hash of the filter's SQL and values, regardless of how its JSON is written; empty for an empty filter. It
-/// only guards against clients' mistakes. Another release may hash differently, which invalidates old cursors.
+/// Returns a hash of the filter's SQL and values, which does not depend on how its JSON is written; empty for an empty
+/// filter. It only guards against clients' mistakes. Another release may hash differently, which invalidates old
+/// cursors.
 pub fn fingerprint(filter: &Filter<'_>) -> String {
     if filter.is_empty() {
         return String::new();

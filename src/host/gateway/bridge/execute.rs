@@ -45,7 +45,7 @@ pub async fn execute_plan(
     changed: &ChangedRows,
 ) -> Result<BridgeResponse, Problem> {
     if plan.needs_transaction() {
-        // The request is not a transaction, so the limit on the responses of one does not apply.
+        // The request is not a transaction, so the limit on a transaction's responses does not apply.
         let budget = ResponseBudget::unlimited(changed);
         let responses = execute_transaction(pool, vec![plan], statement_timeout, &budget).await;
         let mut responses = responses.map_err(|error| *error.problem)?;
@@ -99,7 +99,7 @@ async fn try_execute(
     }
 }
 
-/// Executes plans in order, all or nothing. The whole transaction must end within `statement_timeout` and
+/// Executes plans in order, all or nothing. The whole transaction must end within `statement_timeout` plus
 /// [`TIMEOUT_GRACE`].
 ///
 /// # Errors
@@ -205,11 +205,11 @@ struct PipelinedStatement<'f, T> {
 }
 
 /// Runs the statements, which are sent in order. Results that arrive before they can be processed are held in memory,
-/// so only a few with large results are in flight at a time. When `must_stop` returns true after a result, no further
+/// so only a few with large results are in flight at a time. When `should_stop` returns true after a result, no further
 /// results are awaited. Returns the results with the statements' indexes.
 async fn run_pipelined<T>(
     mut statements: Vec<PipelinedStatement<'_, T>>,
-    must_stop: impl Fn() -> bool,
+    should_stop: impl Fn() -> bool,
 ) -> Vec<(usize, T)> {
     std::future::poll_fn(|cx| {
         let (mut is_pending, mut large_in_flight) = (false, 0);
@@ -221,7 +221,7 @@ async fn run_pipelined<T>(
             match statement.future.as_mut().poll(cx) {
                 Poll::Ready(value) => {
                     statement.result = Some(value);
-                    if must_stop() {
+                    if should_stop() {
                         return Poll::Ready(());
                     }
                 }

@@ -46,7 +46,7 @@ impl<'t> Filter<'t> {
     /// # Errors
     /// The first error.
     pub fn parse(table: &'t Table, raw: &RawValue, pointer: &str) -> Result<Self, FieldError> {
-        Parser { table, terms: 0 }.parse_object(raw, pointer, 1)
+        FilterParser { table, terms: 0 }.parse_object(raw, pointer, 1)
     }
 
     /// Matches rows whose `column` equals `value`, which must not be null.
@@ -108,12 +108,12 @@ impl Predicate {
     }
 }
 
-struct Parser<'t> {
+struct FilterParser<'t> {
     table: &'t Table,
     terms: usize,
 }
 
-impl<'t> Parser<'t> {
+impl<'t> FilterParser<'t> {
     fn parse_object(
         &mut self,
         raw: &RawValue,

@@ -119,7 +119,7 @@ impl Plan<'_> {
         }
     }
 
-    /// The number of rows that the plan may insert, whose values are in the request.
+    /// The number of rows that the plan may insert; their values are in the request.
     pub fn inserted_rows(&self) -> usize {
         match self {
             Self::Insert(_) | Self::Upsert { .. } => 1,

@@ -154,16 +154,16 @@ pub fn from_database_error(error: &tokio_postgres::Error, context: ErrorContext)
         }
         "21000" => Problem::field(context.data_pointer, "contains the same row more than once"),
         "57014" => statement_timed_out(),
-        text if text.starts_with("23") || text.starts_with("22") || text.starts_with("54") => {
+        state if state.starts_with("23") || state.starts_with("22") || state.starts_with("54") => {
             invalid(db_error, context)
         }
         // Raised by the owner's own triggers.
-        text if text.starts_with("P0") => invalid(db_error, context),
-        text if text.starts_with("53") || text.starts_with("08") || text.starts_with("57P") => {
+        state if state.starts_with("P0") => invalid(db_error, context),
+        state if state.starts_with("53") || state.starts_with("08") || state.starts_with("57P") => {
             database_unavailable()
         }
-        text => {
-            tracing::error!(sqlstate = text, "unexpected database error");
+        state => {
+            tracing::error!(sqlstate = state, "unexpected database error");
             Problem::new(Code::Internal, "The failure is logged under this request id.")
         }
     }

@@ -192,7 +192,7 @@ pub async fn execute(
         }
         _ => Err(refusal::bridge_defect("statements do not match their plan")),
     }?;
-    // The plan bounds a single response, and a write outside a transaction is already committed.
+    // Outside a transaction, the plan itself bounds the response, and a write is already committed.
     if mode == ExecutionMode::InTransaction {
         budget.reserve(response.body.len())?;
     }

@@ -180,9 +180,9 @@ impl CertificateManager {
         match usable {
             Ok(chain) => {
                 self.present(CertificateSource::Acme, chain);
-                let first = pem.split(|byte| *byte == b'\n').next().unwrap_or_default();
+                let first_line = pem.split(|byte| *byte == b'\n').next().unwrap_or_default();
                 let directory =
-                    std::str::from_utf8(first).ok().and_then(|line| line.strip_prefix(DIRECTORY_PREFIX));
+                    std::str::from_utf8(first_line).ok().and_then(|line| line.strip_prefix(DIRECTORY_PREFIX));
                 self.presented.directory = directory.map(str::to_owned);
             }
             Err(error) => tracing::warn!("the stored certificate chain {error}; it is not used"),
@@ -261,8 +261,8 @@ impl CertificateManager {
     }
 
     /// Whether the presented chain is trusted but this one is not, for instance because of a wrong directory or missing
-    /// intermediates. A chain that is not valid yet is verified at the start of its validity: a new chain has such a
-    /// time if this machine's clock is behind.
+    /// intermediates. A chain that is not valid yet is verified as of the start of its validity: if this machine's
+    /// clock is behind, a new chain is not valid yet.
     fn loses_trust(&self, chain: &Chain, name: &str) -> bool {
         let now = Timestamp::now();
         let is_trusted = |chain: &Chain, at| chain.verify(&self.verifier, name, at).is_ok();

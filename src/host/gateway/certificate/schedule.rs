@@ -8,11 +8,11 @@ use uuid::Uuid;
 
 /// A certificate with a lifetime of at least 90 days is renewed this long before it expires; a shorter one, when a
 /// third of its lifetime remains.
-const RENEW_BEFORE: SignedDuration = SignedDuration::from_hours(30 * 24);
+const RENEWAL_MARGIN: SignedDuration = SignedDuration::from_hours(30 * 24);
 /// A machine younger than this requests its first certificate at once.
 const NEW_MACHINE_AGE: SignedDuration = SignedDuration::from_hours(1);
 /// Maximum delay of an older machine's first request under new settings.
-const FIRST_REQUEST_SPREAD: Duration = Duration::from_secs(600);
+const MAX_FIRST_REQUEST_DELAY: Duration = Duration::from_secs(600);
 /// Maximum delay after a failed request, without jitter.
 const MAX_BASE_DELAY: Duration = Duration::from_secs(6 * 3600);
 
@@ -20,7 +20,7 @@ const MAX_BASE_DELAY: Duration = Duration::from_secs(6 * 3600);
 /// the time between renewal and expiry is longer by up to a tenth, depending on the machine's id.
 pub fn renewal_time(not_before: Timestamp, not_after: Timestamp, machine: Uuid) -> Timestamp {
     let lifetime = not_after.duration_since(not_before);
-    let margin = (lifetime / 3).min(RENEW_BEFORE);
+    let margin = (lifetime / 3).min(RENEWAL_MARGIN);
     let max_spread = margin.as_millis() / 10;
     // The last bits of a UUIDv7 are random.
     let share = i128::try_from(machine.as_u128() % 1000).unwrap_or(0);
@@ -40,7 +40,7 @@ pub fn first_request_time(now: Timestamp, machine: Uuid) -> Timestamp {
         return now;
     }
     let share = u32::try_from(machine.as_u128() % 1000).unwrap_or(0);
-    now + SignedDuration::try_from(FIRST_REQUEST_SPREAD * share / 1000).unwrap_or_default()
+    now + SignedDuration::try_from(MAX_FIRST_REQUEST_DELAY * share / 1000).unwrap_or_default()
 }
 
 /// Returns the delays after failed requests: `first`, doubled each time up to [`MAX_BASE_DELAY`], plus up to 100%

@@ -24,7 +24,7 @@ pub struct Connection {
     occupancy: Occupancy,
     /// Set when a request did not finish its work; the connection is never leased again.
     is_abandoned: AtomicBool,
-    /// The time at which a request last started on the idle connection, or last ended.
+    /// The time at which a request last started while the connection was idle, or last ended.
     last_activity_ms: AtomicU64,
     opened_ms: u64,
     _permit: ConnectionPermit,

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 #[cfg(test)]
 use loom::sync::atomic::{AtomicU32, Ordering};
 
-const RESERVED: u32 = 1 << 31;
+const RESERVED_BIT: u32 = 1 << 31;
 
 #[derive(Debug)]
 pub struct Occupancy(AtomicU32);
@@ -22,37 +22,37 @@ impl Occupancy {
     /// Counts one more request as in flight and returns the previous number; `None`, without a change, if the
     /// connection is reserved.
     pub fn enter(&self) -> Option<u32> {
-        let increment = |state| (state & RESERVED == 0).then_some(state + 1);
+        let increment = |state| (state & RESERVED_BIT == 0).then_some(state + 1);
         self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, increment).ok()
     }
 
     /// Counts a request as ended and returns the number of those still in flight.
     pub fn leave(&self) -> u32 {
-        (self.0.fetch_sub(1, Ordering::AcqRel) & !RESERVED) - 1
+        (self.0.fetch_sub(1, Ordering::AcqRel) & !RESERVED_BIT) - 1
     }
 
     /// Keeps further requests out; `false` if the connection is already reserved.
     pub fn reserve(&self) -> bool {
-        self.0.fetch_or(RESERVED, Ordering::AcqRel) & RESERVED == 0
+        self.0.fetch_or(RESERVED_BIT, Ordering::AcqRel) & RESERVED_BIT == 0
     }
 
     /// Ends a reservation.
     pub fn release(&self) {
-        self.0.fetch_and(!RESERVED, Ordering::AcqRel);
+        self.0.fetch_and(!RESERVED_BIT, Ordering::AcqRel);
     }
 
     pub fn is_reserved(&self) -> bool {
-        self.0.load(Ordering::Acquire) & RESERVED != 0
+        self.0.load(Ordering::Acquire) & RESERVED_BIT != 0
     }
 
     /// The number of requests in flight.
     pub fn count(&self) -> u32 {
-        self.0.load(Ordering::Acquire) & !RESERVED
+        self.0.load(Ordering::Acquire) & !RESERVED_BIT
     }
 
     /// Whether the connection is reserved and only the transaction that reserved it is in flight.
     pub fn is_exclusive(&self) -> bool {
-        self.0.load(Ordering::Acquire) == RESERVED | 1
+        self.0.load(Ordering::Acquire) == RESERVED_BIT | 1
     }
 }
 

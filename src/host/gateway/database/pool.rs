@@ -65,7 +65,7 @@ enum Selection {
     /// Open the app's first connection, which is already counted in `opening`. Another app may have to close one.
     OpenFirst,
     /// Open another connection, which is already counted in `opening`, because all of the app's connections are busy.
-    OpenFurther(ConnectionPermit),
+    OpenAnother(ConnectionPermit),
     Wait,
     /// A transaction has reserved the chosen connection in the meantime.
     Retry,
@@ -207,7 +207,7 @@ impl Pool {
             let connection = match self.select_connection() {
                 Selection::Use(connection) => Some(connection),
                 Selection::OpenFirst => Some(self.open_first().await?),
-                Selection::OpenFurther(permit) => self.open_further(permit).await,
+                Selection::OpenAnother(permit) => self.open_another(permit).await,
                 Selection::Retry => None,
                 Selection::Wait => {
                     waiting.get_or_insert_default();
@@ -252,7 +252,7 @@ impl Pool {
                 && let Some(permit) = self.budget.try_acquire()
             {
                 state.opening += 1;
-                return Selection::OpenFurther(permit);
+                return Selection::OpenAnother(permit);
             }
         }
         // A statement that has just started is not yet known to be slow, so requests wait for connections that are
@@ -281,7 +281,7 @@ impl Pool {
     }
 
     /// Opens another connection, which already counts the caller's request as in flight; `None` if that fails.
-    async fn open_further(&self, permit: ConnectionPermit) -> Option<Arc<Connection>> {
+    async fn open_another(&self, permit: ConnectionPermit) -> Option<Arc<Connection>> {
         let _guard = OpeningGuard(self);
         match self.connect_with_permit(permit).await {
             Ok(connection) => Some(connection),

@@ -162,8 +162,8 @@ fn overall_status(dispatches: &[Arc<Dispatch>], entry_count: usize) -> &'static 
 /// Streams the events from number `from` to the last.
 fn stream_events(dispatcher: &Arc<Dispatcher>, target: DispatchTarget, from: u64) -> Response {
     let state = (target, from, Instant::now() + MAX_STREAM_DURATION, Arc::clone(dispatcher));
-    let greeting = Bytes::from(format!("retry: {RETRY_DELAY_MS}\n\n"));
-    let first = stream::iter([Ok::<_, Infallible>(greeting)]);
+    let retry_field = Bytes::from(format!("retry: {RETRY_DELAY_MS}\n\n"));
+    let first = stream::iter([Ok::<_, Infallible>(retry_field)]);
     let event_chunks = stream::unfold(Some(state), |state| async move {
         let (target, from, end, dispatcher) = state?;
         // On shutdown, the stream ends, and the listener reconnects to the restarted gateway.
@@ -285,8 +285,8 @@ pub static DISPATCH: Endpoint = Endpoint {
         id: "dispatch",
         method: Method::POST,
         path: "/api/dispatch",
-        summary: "Submits one or more prompts to a coding agent configured in system/config.json, which works in the \
-                  owner's home directory. Requests with an id are idempotent. The dispatch continues if the \
+        summary: "Submits one or more prompts to a coding agent that is configured in system/config.json and works in \
+                  the owner's home directory. Requests with an id are idempotent. The dispatch continues if the \
                   client disconnects.",
         credentials: OWNER_OR_ADMIN,
         parameters: &[],

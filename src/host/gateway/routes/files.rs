@@ -42,7 +42,7 @@ use svc_wire::files::{
 };
 
 /// `Retry-After`, in seconds, while the key cannot be shown: an operator must fix the cause first.
-const RETRY_SECONDS: u64 = 60;
+const RETRY_AFTER_SECONDS: u64 = 60;
 
 /// `GET /api/files/status`
 pub async fn show_status(State(layout): State<Layout>) -> Result<Response, Problem> {
@@ -62,7 +62,7 @@ pub async fn show_key(State(layout): State<Layout>) -> Result<Response, Problem>
 }
 
 fn read_key(layout: &Layout) -> Result<ResticAccess, Problem> {
-    let unavailable = |detail| Problem::new(Code::Unavailable, detail).retry_after(RETRY_SECONDS);
+    let unavailable = |detail| Problem::new(Code::Unavailable, detail).retry_after(RETRY_AFTER_SECONDS);
     let access = ResticAccess::read(layout).map_err(|failure| {
         tracing::error!(error = ?failure.error, "cannot read the key of the file backup");
         unavailable("The key of the file backup cannot be read; see the machine's log.")

@@ -120,7 +120,7 @@ pub async fn set(
         time_zone: read_time_zone(&mut fields),
     };
     let change = fields.finish(Some(change))?;
-    // A change after the last save of the files would be lost.
+    // A change after the final save of the files would be lost.
     let permit = writers.admit()?;
     let file = layout.settings();
     let records = kernel.records().clone();

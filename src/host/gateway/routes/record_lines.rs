@@ -88,9 +88,10 @@ impl RecordFilter {
         let is_gap = entry.contains_key("gap");
         // An ambiguous audit entry lists all agents that may have made the change.
         let is_ambiguous = entry.get("ambiguous") == Some(&Value::Bool(true));
-        let lists = |value: &str, wanted: &str| is_ambiguous && value.split(", ").any(|name| name == wanted);
+        let list_contains =
+            |value: &str, wanted: &str| is_ambiguous && value.split(", ").any(|name| name == wanted);
         let is_equal = self.exact.iter().all(|(name, wanted)| {
-            text(name).is_some_and(|value| value == wanted.as_str() || lists(value, wanted))
+            text(name).is_some_and(|value| value == wanted.as_str() || list_contains(value, wanted))
         });
         let is_under_path = self.path_prefix.as_ref().is_none_or(|(name, wanted)| {
             let rest = text(name).and_then(|path| path.strip_prefix(&**wanted));

@@ -1,4 +1,4 @@
-//! `/api/side-database`: the owner opens an earlier snapshot next to the database, and copies tables back from it.
+//! `/api/side-database`: the owner opens an earlier snapshot next to the database, and copies rows back from it.
 //!
 //! A request becomes a file that a unit consumes. `GET` shows the state file that the unit writes.
 

@@ -28,16 +28,16 @@ fn to_value_round_trips() {
 }
 
 #[test]
-fn equals_in_any_order_ignores_only_order() {
+fn equals_ignoring_order_detects_other_changes() {
     let declared = Manifest::from_value(&notes()).unwrap();
     let mut value = notes();
     value["storage"]["tables"]["notes"]["columns"] =
         json!({ "meta": "jsonb", "size": "bigint", "title": "text" });
     let reordered = Manifest::from_value(&value).unwrap();
     assert_ne!(reordered, declared);
-    assert!(reordered.equals_in_any_order(&declared));
+    assert!(reordered.equals_ignoring_order(&declared));
     value["storage"]["tables"]["notes"]["columns"]["size"] = json!("integer");
-    assert!(!Manifest::from_value(&value).unwrap().equals_in_any_order(&declared));
+    assert!(!Manifest::from_value(&value).unwrap().equals_ignoring_order(&declared));
 }
 
 #[test]

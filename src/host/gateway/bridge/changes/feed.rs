@@ -136,8 +136,8 @@ impl ChangeStream {
         &self.feed.reads
     }
 
-    /// Follows one more app, and creates its table triggers if necessary. After this, the outbox contains all changes
-    /// to the app's tables.
+    /// Follows one more app, and creates its table triggers if necessary. All changes to the app's tables that commit
+    /// after this function has returned are recorded.
     ///
     /// # Errors
     /// A database error, such as a lock timeout while a long write locks a table.

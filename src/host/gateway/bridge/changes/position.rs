@@ -130,7 +130,7 @@ mod tests {
         let secret = EventIdSecret::derive(b"machine secret");
         let (one, other) = (EventIdFormat::for_app(&secret, "one"), EventIdFormat::for_app(&secret, "other"));
         let (first, second) = (one.format(ID), one.format(ID));
-        assert_ne!(first, second, "equal positions must have different ids");
+        assert_ne!(first, second, "equal positions got equal ids");
         assert!(!first.contains("7421"));
         // The ids remain valid after a restart.
         let after_restart = EventIdFormat::for_app(&EventIdSecret::derive(b"machine secret"), "one");
@@ -145,7 +145,7 @@ mod tests {
         assert_eq!(
             one.parse("3-AAAA", Epoch(4)),
             Ok(undecrypted_id),
-            "a position from another epoch is not decrypted"
+            "a position from another epoch was decrypted"
         );
         assert_eq!(other.parse(&first, Epoch(3)), Err(InvalidEventId));
         assert_eq!(EventIdFormat::Plain.parse(&first, Epoch(3)), Err(InvalidEventId));

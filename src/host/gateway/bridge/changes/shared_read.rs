@@ -32,16 +32,17 @@ type ReadCell = Arc<OnceCell<Arc<ChangeBatch>>>;
 
 /// The latest read for each list of schemas. It is kept until a schema in the list no longer has a stream.
 ///
-/// A stream that is far behind reads other ranges than the idle streams with the same list. Their reads then replace
-/// one another, which takes additional queries but no additional memory. Lists in different orders share no reads.
+/// A stream that is far behind reads different ranges than the idle streams with the same list. Their reads then
+/// replace one another, which takes additional queries but no additional memory. Lists in different orders share no
+/// reads.
 #[derive(Debug, Default)]
 pub struct SharedReads {
     latest: Mutex<HashMap<Vec<String>, (ReadRange, ReadCell)>>,
 }
 
 impl SharedReads {
-    /// Returns the result of a read of this range that another stream has completed or is performing; otherwise polls
-    /// `read`.
+    /// Returns the result of a read of this range that another stream has completed or is performing; otherwise
+    /// performs `read`.
     ///
     /// # Errors
     /// Those of `read`.

@@ -196,8 +196,8 @@ impl ChangeListener {
         Ok(stream.schemas().len() > followed)
     }
 
-    /// Follows the apps that were registered after the stream was opened. Returns `false` if changes to one of them may
-    /// not have been recorded before; the listener then gets 410 when it resumes.
+    /// Follows the apps that were registered after the stream was opened. Returns `false` if earlier changes to one of
+    /// them may not have been recorded; the listener then gets 410 when it resumes.
     async fn follow_new_apps(&mut self) -> Result<bool, DatabaseError> {
         if !self.follow_all().await? {
             return Ok(true);

@@ -51,7 +51,7 @@ fn hostile_text() -> BoxedStrategy<String> {
         Just("/*"),
     ];
     (attack, "[qzQZ]{6,12}", "[^\\x00]{0,12}")
-        .prop_map(|(attack, mark, rest)| format!("{attack}{mark}{rest}"))
+        .prop_map(|(attack, marker, rest)| format!("{attack}{marker}{rest}"))
         .boxed()
 }
 
@@ -192,7 +192,7 @@ fn request() -> BoxedStrategy<Value> {
 /// numbers are placeholders or come from the planner.
 fn check_names_and_numbers(text: &str, table: &Table) -> Result<(), String> {
     if text.as_bytes().windows(6).any(|run| run.iter().all(|letter| b"qzQZ".contains(letter))) {
-        return Err("it contains the mark of a hostile text".to_owned());
+        return Err("it contains the marker of a hostile text".to_owned());
     }
     let mut rest = text;
     let mut unquoted = String::new();
