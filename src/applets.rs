@@ -92,8 +92,8 @@ pub static APPLETS: &[Applet] = &[
     },
 ];
 
-/// The checks for the local installation, for `svcctl doctor` and `svcctl verify-rollout`. They are passed to `svcctl`,
-/// because its package does not depend on the host's or the platform's.
+/// The local installation's checks, for `svcctl doctor` and `svcctl verify-rollout`. They are passed to `svcctl`,
+/// because its package depends on neither the host's nor the platform's.
 const LOCAL_CHECKS: LocalChecks = LocalChecks {
     is_host: host::doctor::is_installed,
     check_host: || Box::pin(host::doctor::run_checks()),

@@ -1,5 +1,4 @@
-//! `svcctl doctor`: checks this machine as a host, checks a platform, or checks only a platform's API, which the checks
-//! of a platform include.
+//! `svcctl doctor`: checks this machine as a host, or a platform with its API, or only a platform's API.
 
 use std::path::PathBuf;
 use std::time::Duration;

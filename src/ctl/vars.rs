@@ -8,7 +8,7 @@ svc_base::variables! {
         PLATFORM_SECRET: "text" = required;
         /// Keys that `bundle publish` expects hosts to trust: the value of the platform's variable with the same name.
         BUNDLE_PUBLIC_KEYS: "comma-separated list" = unset;
-        /// Sequence number of that key set.
+        /// Sequence number of the key set in `BUNDLE_PUBLIC_KEYS`.
         BUNDLE_KEYS_SEQUENCE: "number" = "0";
         /// The owner's session for `verify-rollout --app-url`: a JWT from the identity provider, or a browser's
         /// `svc_session` cookie. Not needed with `--session-file`.

@@ -17,8 +17,8 @@ use svc_wire::operation::Operation;
 
 const MIN_POLL_INTERVAL: Duration = Duration::from_millis(200);
 const MAX_POLL_INTERVAL: Duration = Duration::from_secs(2);
-/// The last poll starts this long before the deadline, or a quarter of the timeout if that is less. Otherwise, the
-/// deadline would cancel that poll immediately.
+/// The last poll starts this long before the deadline, or a quarter of the timeout before it if that is less. A poll
+/// that started at the deadline would be cancelled immediately.
 const LAST_POLL_MARGIN: Duration = Duration::from_secs(1);
 
 /// The condition for a successful wait.
@@ -100,8 +100,8 @@ async fn follow(
         .ok_or_else(|| Failure::new(Exit::TryAgain, timeout_error(machine_id, operation_id, limit.timeout)))
 }
 
-/// Polls at growing intervals until there is a value; `None` if there is none before the timeout. A poll in progress is
-/// then cancelled, because its retries could take minutes.
+/// Polls at growing intervals until there is a value; `None` if there is none before the timeout. A poll that is in
+/// progress at the timeout is cancelled, because its retries could take minutes.
 ///
 /// # Errors
 /// The first error from `poll`.

@@ -18,7 +18,7 @@ pub fn find_script_and_style_names(text: &str, max: usize) -> Vec<&str> {
     let parts = ['"', '\'', '`'].into_iter().flat_map(|quote| text.split(quote));
     let names = parts.filter_map(|part| {
         let name = part.split(['?', '#']).next().unwrap_or_default();
-        let is_file = [".js", ".mjs", ".css"].iter().any(|ending| name.ends_with(ending));
+        let is_file = [".js", ".mjs", ".css"].iter().any(|suffix| name.ends_with(suffix));
         let is_name = name.len() <= MAX_NAME_BYTES
             && name.chars().all(|c| c.is_ascii_alphanumeric() || "/._-~@:%".contains(c));
         (is_file && is_name).then_some(name)

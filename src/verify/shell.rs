@@ -14,7 +14,7 @@ const MAX_FILES: usize = 400;
 const MAX_TOTAL_BYTES: usize = 96 << 20;
 /// Maximum number of distinct script and style names in one file.
 const MAX_NAMES_PER_FILE: usize = 2000;
-/// Maximum number of distinct URLs that the files refer to, including those that are not files.
+/// Maximum number of distinct URLs that the files refer to, including URLs that turn out not to be files.
 const MAX_REFERENCES: usize = 4000;
 /// Calls to the legacy route contain this text, whether their URL is relative or absolute.
 const LEGACY_API_PATH: &str = "api/canvas";

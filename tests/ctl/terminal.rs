@@ -122,7 +122,7 @@ async fn delete_prompt_during_recovery_names_both_machines() {
     let printed_text = stdout(&output);
     for part in [
         "A recovery of user_1 (slot primary) is in progress. This cancels it and deletes both of its machines",
-        &format!("{MACHINE}, the new one, which has not served yet: its server is deleted"),
+        &format!("{MACHINE}, the new one, which has never served traffic: its server is deleted"),
         &format!("{OLD}, the old one: its host takes a final backup"),
         &format!("`svcctl undelete {OLD}` restores it"),
         &format!(

@@ -106,7 +106,7 @@ pub struct Provision {
     /// The user's slot
     #[arg(long, default_value_t)]
     pub slot: Slot,
-    /// Server type, from the slot's plan (default: the platform's)
+    /// Server type; it must be in the slot's plan (default: the platform's)
     #[arg(long)]
     pub server_type: Option<ServerType>,
     /// Location at the provider, such as nbg1 (default: the platform's)
@@ -129,8 +129,8 @@ pub struct Provision {
     /// abandoned
     #[arg(long)]
     pub allow_empty: bool,
-    /// Accept the monthly cost of a new customer's server, or of a server type other than the replaced machine's,
-    /// without a prompt, up to a limit such as '12.00 EUR' if one is given
+    /// Accept the monthly cost without a prompt, up to a limit such as '12.00 EUR' if one is given. The cost must be
+    /// accepted for a new customer, and for a server type other than the replaced machine's
     #[arg(long, value_name = "LIMIT", num_args = 0..=1, require_equals = true, default_missing_value = "")]
     pub confirm_cost: Option<CostLimit>,
     /// Confirm that a new customer has explicitly opted in, without a prompt
@@ -193,7 +193,7 @@ pub struct Recover {
     /// not start, there is no server to fall back to: the snapshot is the only copy
     #[arg(long)]
     pub replace_first: bool,
-    /// Use a different server type from the slot's plan, such as one with a larger disk
+    /// Use another server type, such as one with a larger disk; it must be in the slot's plan
     #[arg(long)]
     pub server_type: Option<ServerType>,
     /// Use a different location, such as hel1 if nbg1 has no capacity
@@ -216,7 +216,7 @@ pub struct Recover {
 pub struct Resize {
     /// A machine's id, its user's handle, or USER/SLOT
     pub machine: MachineTarget,
-    /// New server type, from the slot's plan, with a disk at least as large as the current one
+    /// New server type; it must be in the slot's plan, and its disk at least as large as the current one
     #[arg(value_name = "SERVER_TYPE")]
     pub server_type: ServerType,
     /// Skip the confirmation

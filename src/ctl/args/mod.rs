@@ -149,8 +149,8 @@ Example: svcctl power reboot ada --wait"
     /// Take a machine out of service; its server stays until the machine is recovered, reprovisioned or deleted
     #[command(
         after_help = "The machine keeps its slot, and its server stays on with all data. `svcctl resume` puts it back into \
-service if its host is healthy. A machine that has not served yet is abandoned: the machine that it was to replace gets \
-the slot back.\n\nExample: svcctl fail ada --reason 'disk errors'"
+service if its host is healthy. A machine that has never served traffic is abandoned, and its predecessor gets the slot \
+back.\n\nExample: svcctl fail ada --reason 'disk errors'"
     )]
     Fail(Fail),
     /// Delete a machine after a final backup; its server is kept for a grace period, and its snapshots stay
@@ -289,7 +289,7 @@ mod tests {
             (slot("user_1/second"), slot("ada/primary")),
             ("user_1 second".into(), "ada primary".into())
         );
-        assert_eq!(slot("user_1"), "user_1 primary", "no handle has this format");
+        assert_eq!(slot("user_1"), "user_1 primary", "an underscore is not allowed in a handle");
         for invalid in ["no such thing", "user_1/", "user_1/a/b", "/primary"] {
             assert!(invalid.parse::<MachineTarget>().is_err(), "{invalid}");
         }

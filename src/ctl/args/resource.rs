@@ -288,7 +288,7 @@ row of `svcctl status` shows the result.\n\nExample: svcctl files verify ada"
         #[command(flatten)]
         slot: SlotTarget,
     },
-    /// Prune a slot's file backups now, instead of with the next daily pruning
+    /// Prune a slot's file backups now, instead of with the next daily prune
     #[command(
         after_help = "Expired snapshots are removed; data that no remaining snapshot needs is deleted three days later. The \
 latest snapshot is always kept.\n\nExample: svcctl files prune user_1 --dry-run"

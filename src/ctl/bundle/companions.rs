@@ -1,5 +1,5 @@
-//! A bundle's companions, which are its manifest and signature, in a build and in the store. Invariant: the manifest of
-//! a published version whose archive is stored is replaced only with one that hosts trust for longer.
+//! Companions are a bundle's manifest and signature, in a build directory or in the store. Invariant: once a version's
+//! archive is stored, its manifest is replaced only by one that hosts trust for longer.
 
 use std::path::Path as FilePath;
 
@@ -145,8 +145,7 @@ impl Companions {
         Ok(())
     }
 
-    /// Checks that hosts trust these companions, and either do not trust the stored ones or do not trust them for as
-    /// long.
+    /// Checks that hosts trust these companions, and for longer than the stored ones (if they trust those at all).
     fn check_renewal(&self, stored: &StoredCompanions, context: &BundleContext<'_>) -> Result<(), String> {
         let Some(signed) = self.signed() else { return Err("this one is not signed".to_owned()) };
         let Some(keys) = context.keys else {

@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn check_sequence_rejects_too_high_sequence() {
+    fn check_sequence_rejects_sequence_above_maximum() {
         let set = |sequence: u32| {
             let key =
                 SigningKey::from_pem(include_bytes!("../../../tests/kit/src/bundle/ed25519-test-only.txt"))

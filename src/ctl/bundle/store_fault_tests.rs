@@ -1,4 +1,4 @@
-//! Publishes to a store that refuses writes, or to which another process publishes at the same time.
+//! Tests of publishing to a store that refuses writes, or to which another process publishes at the same time.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -32,8 +32,8 @@ impl FaultyStore {
 
     async fn replace_archive(&self, digest: &Path) -> Result<()> {
         let Some(archive) = digest.as_ref().strip_suffix(".sha256") else { return Ok(()) };
-        let remaining = |count: usize| count.checked_sub(1);
-        if self.replacements.fetch_update(Ordering::Relaxed, Ordering::Relaxed, remaining).is_ok() {
+        let decrement = |count: usize| count.checked_sub(1);
+        if self.replacements.fetch_update(Ordering::Relaxed, Ordering::Relaxed, decrement).is_ok() {
             let other = PutPayload::from_static(b"two");
             self.inner.put_opts(&Path::from(archive), other, PutOptions::default()).await?;
         }

@@ -21,8 +21,8 @@ const MAX_TRANSACTION_DURATION: SignedDuration = SignedDuration::from_secs(60);
 /// How long `--follow` retries while the platform does not respond.
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(600);
 const MAX_PAGE_SIZE: &str = "500";
-/// Number of polls per read of all pages. The other polls stop at the first page without new entries, but a late entry
-/// may be on a later page.
+/// One in this many polls reads all pages, because a late entry may be on any page. The others stop at the first page
+/// without new entries.
 const POLLS_PER_FULL_READ: usize = 10;
 
 pub async fn run(api: &ApiClient, args: Args, out: &Output) -> Result<(), Failure> {

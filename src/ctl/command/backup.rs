@@ -20,7 +20,7 @@ use crate::progress::Progress;
 use crate::show::View;
 use crate::show::backup::{details, list};
 use crate::show::machine::waiting_operation;
-use crate::show::operation::HELD_BACK;
+use crate::show::operation::HELD_BACK_CODE;
 use crate::wait;
 use svc_base::applet::{Exit, Failure};
 use svc_base::untrusted_text::one_line;
@@ -167,8 +167,8 @@ async fn accept(api: &ApiClient, target: &MachineTarget, yes: bool, out: &Output
 }
 
 /// Finds the machine to name in the request to accept the target's held-back snapshot. This is the active machine; if
-/// it is replacing another one, the platform itself finds that one. Without an active machine, it is the former machine
-/// whose operation is waiting because its final backup is held back.
+/// that is replacing another one, the platform finds the replaced machine itself. Without an active machine, it is the
+/// former machine whose operation is waiting because its final backup is held back.
 async fn find_machine_with_held_snapshot(
     api: &ApiClient,
     target: &MachineTarget,
@@ -180,7 +180,7 @@ async fn find_machine_with_held_snapshot(
     for server in list_kept_servers(api, target).await? {
         let machine: MachineDetail = api.get(&["vps", &server.machine_id], &[]).await?.parse()?;
         let question = waiting_operation(&machine).and_then(Operation::question);
-        if question.is_some_and(|question| question.code == HELD_BACK) {
+        if question.is_some_and(|question| question.code == HELD_BACK_CODE) {
             candidates.push(machine);
         }
     }

@@ -258,8 +258,8 @@ mod tests {
             Err(DownloadError::Transient(failure)) => {
                 prepend_received_bytes(failure, sink.length(), backup.size_bytes)
             }
-            Err(DownloadError::Permanent(failure)) => panic!("permanent: {failure:?}"),
-            Ok(()) => panic!("the download is complete"),
+            Err(DownloadError::Permanent(failure)) => panic!("the failure is permanent: {failure:?}"),
+            Ok(()) => panic!("the download did not fail"),
         }
     }
 

@@ -90,7 +90,7 @@ pub fn successor_deletion_risk(machine: &MachineDetail, accept_loss: bool) -> Op
             "A {noun} of {} (slot {}) is in progress. This cancels it and deletes both of its machines:",
             machine.idp_user_id, machine.slot
         ),
-        format!("- {new}, the new one, which has not served yet: its server is deleted."),
+        format!("- {new}, the new one, which has never served traffic: its server is deleted."),
         format!(
             "- {old}, the old one: its host takes a final backup, unless its server is already off; the server is \
              then kept, powered off, for the platform's DELETE_GRACE_SECONDS; during that time, `svcctl undelete \
@@ -113,7 +113,7 @@ pub fn failure_risk(args: &Fail) -> String {
     format!(
         "This takes machine {0} out of service: its user is not served. It keeps its slot. Its server stays on with all \
          data and is billed. `svcctl resume {0}` puts it back into service if its host is healthy; a recovery replaces \
-         it.\nA machine that has not served yet is abandoned: the machine that it was to replace gets the slot back.",
+         it.\nA machine that has never served traffic is abandoned, and its predecessor gets the slot back.",
         args.machine
     )
 }

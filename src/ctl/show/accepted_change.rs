@@ -111,7 +111,7 @@ impl AcceptedChange {
         }
         if let Some(newer) = &self.newer_snapshot {
             return Some(format!(
-                "{} of {} is newer than the snapshot to restore: if the host cannot take a final backup and no snapshot was \
+                "{} from {} is newer than the snapshot to restore: if the host cannot take a final backup and no snapshot was \
                  named, the recovery waits for a decision on which one to restore",
                 newer.key, newer.taken_at
             ));

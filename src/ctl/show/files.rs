@@ -113,12 +113,12 @@ pub fn usage(view: &View, slot: &SlotTarget, usage: &FilesUsage) -> String {
         ("pruned", time(&usage.pruned_at).into()),
     ];
     if let Some(error) = &usage.prune_error {
-        pairs.push(("pruning failed", Cell::painted(Some(Color::Bad), one_line(error).into_owned())));
+        pairs.push(("prune failed", Cell::painted(Some(Color::Bad), one_line(error).into_owned())));
     }
     table::render_pairs(view, &pairs)
 }
 
-/// Shows what pruning would do.
+/// Shows what a prune would do.
 pub fn prune_plan(view: &View, slot: &SlotTarget, plan: &FilesPrunePlan) -> String {
     let bytes = format_bytes(plan.reclaimable_bytes);
     let pairs = [

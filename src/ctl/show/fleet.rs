@@ -369,14 +369,14 @@ mod tests {
     }
 
     #[test]
-    fn next_step_names_cause_of_failing_part() {
-        for (part, cause, command) in [
+    fn next_step_prefers_cause_to_symptom() {
+        for (symptom, cause, command) in [
             ("backup_failing", "snapshot_held", "svcctl backup accept ada"),
             ("database_failing", "database_mismatch", "svc-restore adopt"),
         ] {
-            let next = next_step(&machine_with_reasons(&[part, "gateway_failing", cause]), &[]);
+            let next = next_step(&machine_with_reasons(&[symptom, "gateway_failing", cause]), &[]);
             assert!(next.contains(command) && !next.contains("recover"), "{next}");
-            let next = next_step(&machine_with_reason(part), &[]);
+            let next = next_step(&machine_with_reason(symptom), &[]);
             assert!(!next.contains(command), "{next}");
         }
     }

@@ -98,8 +98,10 @@ impl Example {
             if unchecked.remove(&path) {
                 assert!(parsed.is_err(), "{path} can be omitted, so it is not essential");
             } else {
-                let text = show(parsed.unwrap_or_else(|error| panic!("without {path}: {error}")));
-                assert!(!text.trim().is_empty(), "without {path}");
+                let text = show(
+                    parsed.unwrap_or_else(|error| panic!("cannot parse the example without {path}: {error}")),
+                );
+                assert!(!text.trim().is_empty(), "the view is empty without {path}");
             }
         }
         assert!(unchecked.is_empty(), "{unchecked:?} are not in the example");

@@ -7,18 +7,18 @@ use svc_base::untrusted_text::one_line;
 use svc_wire::operation::{LogLine, Operation, OperationState, Question};
 
 /// The code of the question about a held final backup.
-pub const HELD_BACK: &str = "last_backup_held_back";
+pub const HELD_BACK_CODE: &str = "last_backup_held_back";
 
 /// The code of the question about a fence whose signature could not be verified.
-const UNVERIFIED_FENCE: &str = "unverified_fence";
+const UNVERIFIED_FENCE_CODE: &str = "unverified_fence";
 
 /// The code of the question about which snapshot to restore.
-const NEWER_SNAPSHOT: &str = "newer_snapshot";
+const NEWER_SNAPSHOT_CODE: &str = "newer_snapshot";
 
 /// Whether a retry of the step may resolve the question.
 fn can_retry_resolve(question: &Question) -> bool {
     let code = question.code.as_str();
-    code.starts_with("last_backup") || [UNVERIFIED_FENCE, NEWER_SNAPSHOT].contains(&code)
+    code.starts_with("last_backup") || [UNVERIFIED_FENCE_CODE, NEWER_SNAPSHOT_CODE].contains(&code)
 }
 
 /// Whether to show a line. The lines about the operation's creation and about a step's start are omitted, because the
@@ -49,13 +49,13 @@ pub fn format_answers(operation: &Operation) -> Vec<String> {
     let code = operation.question().map(|question| question.code.as_str());
     let retry = operation.question().filter(|question| can_retry_resolve(question)).map(|_| {
         let retry_effect = match code {
-            Some(HELD_BACK) => format!(
+            Some(HELD_BACK_CODE) => format!(
                 "after `svcctl backup accept {}`, the operation continues with the accepted snapshot; \
                  otherwise the host takes another backup, and the operation waits again if that backup is \
                  also held",
                 operation.machine_id
             ),
-            Some(UNVERIFIED_FENCE) => {
+            Some(UNVERIFIED_FENCE_CODE) => {
                 "the fence is verified again (correct the platform keys first)".to_owned()
             }
             _ => "the final backup is retried".to_owned(),
@@ -63,12 +63,14 @@ pub fn format_answers(operation: &Operation) -> Vec<String> {
         format!("`svcctl operation continue {id}`: {retry_effect}")
     });
     let accept_effect = match code {
-        Some(NEWER_SNAPSHOT) => {
+        Some(NEWER_SNAPSHOT_CODE) => {
             "the new machine restores the latest snapshot; the newer one stays in the store"
         }
         Some("database_behind_store") => "the machine is deleted again",
-        Some(UNVERIFIED_FENCE) => "the operation continues, regardless of the machine that the fence names",
-        Some(HELD_BACK) => {
+        Some(UNVERIFIED_FENCE_CODE) => {
+            "the operation continues, regardless of the machine that the fence names"
+        }
+        Some(HELD_BACK_CODE) => {
             "the operation continues with the newest snapshot that is not held; data that exists only on the \
              old server is lost when that server is deleted"
         }
