@@ -24,7 +24,7 @@ pub enum OperationKind {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
-    LastBackup,
+    FinalBackup,
     Fence,
     PowerOffServer,
     CreateServer,
@@ -74,7 +74,7 @@ pub enum OperatorDecision {
 impl Operation {
     pub fn new(machine: usize, kind: OperationKind) -> Self {
         let step = match kind {
-            OperationKind::Boot | OperationKind::Delete => Step::LastBackup,
+            OperationKind::Boot | OperationKind::Delete => Step::FinalBackup,
             OperationKind::Resize(_) => Step::PowerOff,
             OperationKind::Reinstate => Step::Fence,
             OperationKind::PowerOn => Step::StartServer,
@@ -92,7 +92,7 @@ impl LifecycleModel {
         }
         let id = operation.machine;
         match operation.step {
-            Step::LastBackup => self.run_last_backup(index, id, call_result),
+            Step::FinalBackup => self.run_final_backup(index, id, call_result),
             Step::Fence => {
                 let epoch = self.machines[id].machine.epoch.0;
                 let pointer = &mut self.pointers[self.machines[id].slot];
@@ -140,7 +140,7 @@ impl LifecycleModel {
         }
     }
 
-    fn run_last_backup(&mut self, index: usize, id: usize, call_result: CallResult) {
+    fn run_final_backup(&mut self, index: usize, id: usize, call_result: CallResult) {
         let outgoing = self.outgoing_machine(index, id);
         let Some(outgoing) = outgoing.filter(|&outgoing| {
             !self.machines[outgoing].is_server_known_gone() || self.detect_returned_server(outgoing)
@@ -306,7 +306,7 @@ impl LifecycleModel {
             CallResult::LostReply => self.cloud.create(id),
             CallResult::Late => self.cloud.in_flight.push(id),
             CallResult::Refused => {
-                self.apply(id, &Event::CreationFailed { why: CreationFailure::ProviderRefused });
+                self.apply(id, &Event::CreationFailed { failure: CreationFailure::ProviderRefused });
             }
             CallResult::BackupFailed => {}
         }
