@@ -147,8 +147,8 @@ pub fn parse<A: clap::Parser>(args: Vec<OsString>) -> Result<A, ExitCode> {
     if let [_, flag, dir] = args.as_slice()
         && flag == WRITE_MAN
     {
-        let written = manual::write_pages(A::command(), Path::new(dir));
-        return Err(written.map_or_else(
+        let result = manual::write_pages(A::command(), Path::new(dir));
+        return Err(result.map_or_else(
             |error| report(A::command().get_name(), &Failure::new(Exit::Internal, error)),
             |()| ExitCode::SUCCESS,
         ));

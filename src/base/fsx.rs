@@ -131,10 +131,10 @@ pub fn symlink_atomic(target: &Path, link: &Path) -> Result<(), FileError> {
     let dir = parent(link);
     fs::create_dir_all(dir).map_err(FileError::wrap("create directory", dir))?;
     let temp = dir.join(format!(".{}.{}.tmp", file_name(link), uuid::Uuid::new_v4().simple()));
-    std::os::unix::fs::symlink(target, &temp).map_err(FileError::wrap("link", &temp))?;
+    std::os::unix::fs::symlink(target, &temp).map_err(FileError::wrap("create symbolic link", &temp))?;
     if let Err(source) = fs::rename(&temp, link) {
         let _ = fs::remove_file(&temp);
-        return Err(FileError { action: "switch link", path: link.to_owned(), source });
+        return Err(FileError { action: "replace symbolic link", path: link.to_owned(), source });
     }
     sync_dir(dir)
 }

@@ -45,8 +45,9 @@ impl Shards {
         Ok(Self { all, _stop_on_drop: stop.drop_guard() })
     }
 
-    /// Runs a connection on the shard with the fewest connections. The connection counts until its guard is dropped,
-    /// which may be after its future has ended, because another task takes over an upgraded connection.
+    /// Runs a connection on the shard with the fewest connections. The connection counts toward the shard's load until
+    /// its guard is dropped. That may be after its future has ended, because another task takes over an upgraded
+    /// connection.
     pub fn spawn<F>(&self, connection: impl FnOnce(LoadGuard) -> F)
     where
         F: Future<Output = ()> + Send + 'static,

@@ -55,7 +55,7 @@ pub enum CallResult {
     /// The call took effect, but its response was lost, or the process was killed before recording it.
     LostReply,
     /// The call timed out; it may still take effect.
-    Late,
+    TimedOut,
     /// The call was permanently refused; or the host never registers, never responds again, or is unreachable.
     Refused,
     /// The host responds but takes no final backup. In other steps, the call fails without effect and is retried.
@@ -304,7 +304,7 @@ impl LifecycleModel {
                 self.operations[index].step = Step::AwaitRegistration;
             }
             CallResult::LostReply => self.cloud.create(id),
-            CallResult::Late => self.cloud.in_flight.push(id),
+            CallResult::TimedOut => self.cloud.in_flight.push(id),
             CallResult::Refused => {
                 self.apply(id, &Event::CreationFailed { failure: CreationFailure::ProviderRefused });
             }
