@@ -25,7 +25,7 @@ const FAST_LIMITS: CallLimits = CallLimits {
     initial_backoff: Duration::from_millis(5),
     max_backoff: Duration::from_millis(50),
     max_rate_wait: Duration::from_millis(1500),
-    retries: 4,
+    max_retries: 4,
     retry_window: Duration::from_secs(5),
 };
 

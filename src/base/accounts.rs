@@ -121,15 +121,15 @@ mod tests {
     #[test]
     fn credentials_include_primary_and_listed_groups() {
         let accounts = Accounts {
-            passwd: "root:x:0:0::/root:/bin/sh\nsvc:x:7:8::/:/usr/sbin/nologin\ntorn:x\n".to_owned(),
-            group: "root:x:0:\nsvc:x:8:\nsvc-two:x:9:other,svc\nother:x:10:svc-two\ntorn:x\n".to_owned(),
+            passwd: "root:x:0:0::/root:/bin/sh\nsvc:x:7:8::/:/usr/sbin/nologin\ntruncated:x\n".to_owned(),
+            group: "root:x:0:\nsvc:x:8:\nsvc-two:x:9:other,svc\nother:x:10:svc-two\ntruncated:x\n".to_owned(),
         };
         assert_eq!(accounts.credentials("svc"), Some(Credentials { uid: 7, gids: vec![8, 9] }));
         assert_eq!((accounts.uid("root"), accounts.uid("sv")), (Some(0), None));
-        assert_eq!(accounts.credentials("torn"), None);
+        assert_eq!(accounts.credentials("truncated"), None);
         let names = accounts.names();
         assert_eq!((names.user(7), names.user(10), names.group(9)), (Some("svc"), None, Some("svc-two")));
-        assert_eq!((names.uid("svc"), names.gid("svc"), names.gid("torn")), (Some(7), Some(8), None));
+        assert_eq!((names.uid("svc"), names.gid("svc"), names.gid("truncated")), (Some(7), Some(8), None));
         assert_eq!(Accounts::default().credentials("root"), None);
     }
 

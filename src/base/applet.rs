@@ -70,13 +70,13 @@ exit_codes! {
     Usage = 64, "The command line is invalid.";
     Refused = 65,
         "The request was refused, an input such as a bundle or a snapshot is not usable, or a check found a \
-         problem. The input or the state must change first.";
+         problem. A retry fails until the input or the state changes.";
     Unavailable = 69,
         "A required service is unreachable, or an operation that the command waited for failed.";
     Internal = 70,
         "An unexpected error: a failed system operation, such as writing a file, or a bug in svc.";
     TryAgain = 75,
-        "Try again later; or an operation that the command waited for needs an operator's decision.";
+        "Retry later, or make the operator's decision that the command's operation is waiting for.";
     Permission = 77, "Permission denied, or, on a host, this machine has been replaced.";
     Config = 78, "The configuration is invalid. All errors are reported at once.";
 }
@@ -147,8 +147,8 @@ pub fn parse<A: clap::Parser>(args: Vec<OsString>) -> Result<A, ExitCode> {
     if let [_, flag, dir] = args.as_slice()
         && flag == WRITE_MAN
     {
-        let written = manual::write_pages(A::command(), Path::new(dir));
-        return Err(written.map_or_else(
+        let result = manual::write_pages(A::command(), Path::new(dir));
+        return Err(result.map_or_else(
             |error| report(A::command().get_name(), &Failure::new(Exit::Internal, error)),
             |()| ExitCode::SUCCESS,
         ));

@@ -203,7 +203,7 @@ mod tests {
 
     use super::*;
 
-    fn home() -> (tempfile::TempDir, DirFd) {
+    fn create_home() -> (tempfile::TempDir, DirFd) {
         let dir = tempfile::tempdir().unwrap();
         let home = dir.path().join("home");
         fs::create_dir_all(home.join("app/dist")).unwrap();
@@ -213,13 +213,13 @@ mod tests {
         (dir, directory)
     }
 
-    fn kind(result: io::Result<impl std::fmt::Debug>) -> io::ErrorKind {
+    fn refusal_kind(result: io::Result<impl std::fmt::Debug>) -> io::ErrorKind {
         result.expect_err("must be refused").kind()
     }
 
     #[test]
     fn open_file_refuses_links_in_every_component() {
-        let (dir, directory) = home();
+        let (dir, directory) = create_home();
         let home = dir.path().join("home");
         symlink("/", home.join("root")).unwrap();
         symlink("app/dist", home.join("inside")).unwrap();
@@ -228,14 +228,14 @@ mod tests {
             let error = directory.open_file(Path::new(path)).expect_err("must be refused");
             assert_eq!(error.to_string(), LINK_REFUSED, "{path}");
         }
-        assert_eq!(kind(directory.open_dir(Path::new("inside"))), io::ErrorKind::InvalidInput);
+        assert_eq!(refusal_kind(directory.open_dir(Path::new("inside"))), io::ErrorKind::InvalidInput);
         assert_eq!(directory.read(Path::new("app/dist/page"), 4).unwrap(), b"page");
         assert!(DirFd::open(&home.join("inside")).is_err(), "opened a link to the directory itself");
     }
 
     #[test]
     fn open_file_refuses_paths_outside_directory() {
-        let (_dir, directory) = home();
+        let (_dir, directory) = create_home();
         for path in ["../secret", "app/../../secret", "/etc/passwd"] {
             assert!(directory.open_file(Path::new(path)).is_err(), "{path}");
         }
@@ -246,23 +246,23 @@ mod tests {
 
     #[test]
     fn open_file_refuses_fifos_and_directories() {
-        let (dir, directory) = home();
+        let (dir, directory) = create_home();
         mkfifo(&dir.path().join("home/fifo"), Mode::S_IRWXU).unwrap();
-        assert_eq!(kind(directory.open_file(Path::new("fifo"))), io::ErrorKind::InvalidInput);
-        assert_eq!(kind(directory.open_file(Path::new("app"))), io::ErrorKind::InvalidInput);
+        assert_eq!(refusal_kind(directory.open_file(Path::new("fifo"))), io::ErrorKind::InvalidInput);
+        assert_eq!(refusal_kind(directory.open_file(Path::new("app"))), io::ErrorKind::InvalidInput);
         let _socket = std::os::unix::net::UnixListener::bind(dir.path().join("home/socket")).unwrap();
         assert!(directory.open_file(Path::new("socket")).is_err());
     }
 
     #[test]
     fn read_refuses_larger_file() {
-        let (_dir, directory) = home();
-        assert_eq!(kind(directory.read(Path::new("app/dist/page"), 3)), io::ErrorKind::FileTooLarge);
+        let (_dir, directory) = create_home();
+        assert_eq!(refusal_kind(directory.read(Path::new("app/dist/page"), 3)), io::ErrorKind::FileTooLarge);
     }
 
     #[test]
     fn entry_names_are_sorted() {
-        let (dir, directory) = home();
+        let (dir, directory) = create_home();
         fs::write(dir.path().join("home/.hidden"), "").unwrap();
         for _ in 0..2 {
             assert_eq!(directory.entry_names().unwrap(), [".hidden", "app"]);
@@ -272,7 +272,7 @@ mod tests {
     /// Needs root, to give a file to another user.
     #[test]
     fn open_file_refuses_hard_link_to_foreign_secret() {
-        let (dir, directory) = home();
+        let (dir, directory) = create_home();
         let (secret, link) = (dir.path().join("secret"), dir.path().join("home/link"));
         fs::set_permissions(&secret, fs::Permissions::from_mode(0o600)).unwrap();
         fs::hard_link(&secret, &link).unwrap();
@@ -280,7 +280,7 @@ mod tests {
             eprintln!("skipped: only root can give a file to another user");
             return;
         }
-        assert_eq!(kind(directory.open_file(Path::new("link"))), io::ErrorKind::PermissionDenied);
+        assert_eq!(refusal_kind(directory.open_file(Path::new("link"))), io::ErrorKind::PermissionDenied);
         fs::set_permissions(&secret, fs::Permissions::from_mode(0o644)).unwrap();
         assert!(directory.open_file(Path::new("link")).is_ok(), "refused a file that everyone can read");
     }

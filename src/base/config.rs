@@ -18,7 +18,7 @@ use url::Url;
 use crate::variable::Variable;
 use crate::vars;
 
-/// Maximum size of an env file; user-data as a whole is smaller.
+/// Maximum size of an env file. The cloud-init user-data that carries the file is limited to less than this.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 /// Minimum length of an operator's secret, which must be unguessable.
 pub const MIN_SECRET_CHARS: usize = 32;
@@ -70,7 +70,7 @@ impl Env {
     }
 
     /// The process environment and, if `file` is given, the file's variables that are not set in the environment.
-    pub fn from_process_over(file: Option<&Path>) -> Self {
+    pub fn from_process_and_file(file: Option<&Path>) -> Self {
         let env = Self::from_process();
         if let Some(file) = file { env.with_file(file) } else { env }
     }
@@ -96,7 +96,8 @@ impl Env {
                     }
                 }),
                 Err(line) => {
-                    self.errors.push(format!("{}: line {line} is not KEY=value on one line", path.display()));
+                    self.errors
+                        .push(format!("{}: line {line}: must be KEY=value on one line", path.display()));
                 }
             },
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
@@ -182,9 +183,9 @@ impl Env {
         }
     }
 
-    /// Returns the built value, or all errors. `build` may be `None` only if an error has been recorded.
-    pub fn finish<T>(self, build: Option<T>) -> Result<T, ConfigError> {
-        match build {
+    /// Returns the value, or all errors. `value` may be `None` only if an error has been recorded.
+    pub fn finish<T>(self, value: Option<T>) -> Result<T, ConfigError> {
+        match value {
             Some(value) if self.errors.is_empty() => Ok(value),
             _ => Err(ConfigError { errors: self.errors }),
         }
@@ -247,8 +248,8 @@ impl Flag {
 /// Parses an env file like systemd's `EnvironmentFile=`, but requires each assignment to be on one line.
 ///
 /// # Errors
-/// The number of the first line that is not an assignment, that contains NUL, or that systemd would not read as one
-/// line because of an unclosed quote, or a backslash or carriage return that joins or splits lines.
+/// Returns the number of the first invalid line: it is not an assignment, contains NUL or a carriage return, has an
+/// unclosed quote, or ends with a continuation backslash.
 pub fn parse_env_file(text: &str) -> Result<Vec<(String, String)>, usize> {
     let mut pairs = Vec::new();
     for (index, line) in text.split_terminator('\n').enumerate() {
@@ -259,7 +260,7 @@ pub fn parse_env_file(text: &str) -> Result<Vec<(String, String)>, usize> {
         }
         if line.starts_with(['#', ';']) {
             // systemd before v254 treats the line after such a comment as part of it.
-            if ends_escaped(line) {
+            if ends_with_continuation(line) {
                 return Err(number);
             }
             continue;
@@ -284,7 +285,7 @@ fn is_blank(c: char) -> bool {
     matches!(c, ' ' | '\t')
 }
 
-/// `None` if the value ends inside a quote or after a backslash.
+/// Removes quotes and escapes. Returns `None` if the value ends inside a quote or after a backslash.
 fn unquote(value: &str) -> Option<String> {
     let mut out = String::new();
     let mut chars = value.chars();
@@ -328,7 +329,7 @@ fn unquote(value: &str) -> Option<String> {
 }
 
 /// Whether the line ends with an unescaped backslash.
-fn ends_escaped(line: &str) -> bool {
+fn ends_with_continuation(line: &str) -> bool {
     line.bytes().rev().take_while(|byte| *byte == b'\\').count() % 2 == 1
 }
 

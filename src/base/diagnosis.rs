@@ -1,4 +1,4 @@
-//! Findings about a running installation, each with a next step.
+//! Findings about a running installation; each warning and problem has a next step.
 //!
 //! Every check has a timeout, and a check that could not run is reported under its name, so a report covers every
 //! check even if a service does not respond. No finding contains a secret.

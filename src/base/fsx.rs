@@ -33,7 +33,7 @@ impl FileError {
 /// Replaces `path` with `content`, durably. The new file has the permission bits `mode`, less the process's umask.
 /// Missing parent directories are created.
 pub fn write_atomic(path: &Path, content: &[u8], mode: u32) -> Result<(), FileError> {
-    write_then(path, content, mode, |temp| fs::rename(temp, path))
+    write_and_publish(path, content, mode, |temp| fs::rename(temp, path))
 }
 
 /// Like [`write_atomic`], but overwrites the file in place if there is no space for a second one. A reader may then see
@@ -61,7 +61,7 @@ fn overwrite(path: &Path, content: &[u8]) -> io::Result<()> {
 
 /// Like [`write_atomic`], but only if the file does not exist; otherwise returns `false`.
 pub fn create_atomic(path: &Path, content: &[u8], mode: u32) -> Result<bool, FileError> {
-    let created = write_then(path, content, mode, |temp| {
+    let created = write_and_publish(path, content, mode, |temp| {
         fs::hard_link(temp, path)?;
         fs::remove_file(temp)
     });
@@ -72,7 +72,7 @@ pub fn create_atomic(path: &Path, content: &[u8], mode: u32) -> Result<bool, Fil
     }
 }
 
-fn write_then(
+fn write_and_publish(
     path: &Path,
     content: &[u8],
     mode: u32,
@@ -131,10 +131,10 @@ pub fn symlink_atomic(target: &Path, link: &Path) -> Result<(), FileError> {
     let dir = parent(link);
     fs::create_dir_all(dir).map_err(FileError::wrap("create directory", dir))?;
     let temp = dir.join(format!(".{}.{}.tmp", file_name(link), uuid::Uuid::new_v4().simple()));
-    std::os::unix::fs::symlink(target, &temp).map_err(FileError::wrap("link", &temp))?;
+    std::os::unix::fs::symlink(target, &temp).map_err(FileError::wrap("create symbolic link", &temp))?;
     if let Err(source) = fs::rename(&temp, link) {
         let _ = fs::remove_file(&temp);
-        return Err(FileError { action: "switch link", path: link.to_owned(), source });
+        return Err(FileError { action: "replace symbolic link", path: link.to_owned(), source });
     }
     sync_dir(dir)
 }
@@ -240,7 +240,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (link, target) = (dir.path().join("opt/marker"), dir.path().join("var/marker"));
         symlink_atomic(&target, &link).unwrap();
-        assert!(!link.exists(), "a dangling link exists");
+        assert!(!link.exists(), "the link's target already exists");
         write_atomic(&resolve_link(&link), b"set", 0o644).unwrap();
         assert_eq!(
             (fs::read(&link).unwrap(), fs::read_link(&link).unwrap()),

@@ -17,6 +17,7 @@ pub enum TimeFormat {
     Full,
 }
 
+/// The format of a line:
 /// `07:31:05.123  WARN svc-platform a step failed attempts=2 | kind="resize" svc_request_id=…`
 #[derive(Debug, Clone, Copy)]
 pub struct LogFormat {

@@ -23,7 +23,7 @@ pub const MEDIA_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 const CALL_BUCKETS: [f64; 12] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0];
 /// Buckets for operations and their steps, in seconds.
 const OPERATION_BUCKETS: [f64; 11] = [0.1, 0.5, 1.0, 5.0, 15.0, 30.0, 60.0, 180.0, 600.0, 1800.0, 7200.0];
-/// Interval at which recorded durations are sorted into their buckets, even without scrapes.
+/// Interval at which recorded durations are sorted into their buckets, regardless of scrapes.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(10);
 
 /// One metric's series by label values, created on first use.
@@ -158,7 +158,8 @@ impl MetricsHandle {
         self.0.render()
     }
 
-    /// Bounds the memory for recorded durations until `stop` is cancelled, even without scrapes.
+    /// Sorts recorded durations into their buckets periodically until `stop` is cancelled, so that their memory is
+    /// bounded even without scrapes.
     pub fn spawn_upkeep(&self, stop: CancellationToken) {
         let handle = self.0.clone();
         tokio::spawn(async move {

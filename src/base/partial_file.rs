@@ -64,7 +64,7 @@ impl PartialFile {
     /// Discards the content.
     pub fn restart(&mut self) -> Result<(), FileError> {
         let emptied = self.file.set_len(0).and_then(|()| self.file.seek(SeekFrom::Start(0)));
-        emptied.map_err(FileError::wrap("empty", &self.path))?;
+        emptied.map_err(FileError::wrap("truncate", &self.path))?;
         self.length = 0;
         self.digest = Sha256::new();
         Ok(())

@@ -13,7 +13,7 @@ crate::variables! {
     }
 
     "platform.env-file", in "process environment", by ["svc-platform", "svcctl"] {
-        /// The platform's env file, if `--env-file` names none.
+        /// The platform's env file, unless `--env-file` names one.
         PLATFORM_ENV_FILE: "path" = unset;
     }
 }

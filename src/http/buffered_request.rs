@@ -1,4 +1,4 @@
-//! A request whose body has been read into memory, and the ways to parse it: JSON, an HTML form, the query.
+//! A request whose body has been read into memory, with parsers for JSON, HTML forms and the query.
 
 use std::time::Duration;
 

@@ -17,12 +17,12 @@ pub fn current() -> String {
     CURRENT.try_with(String::clone).unwrap_or_default()
 }
 
-/// Runs `work` under an id.
+/// Runs `work` with this id as its request id.
 pub async fn scope<T>(id: String, work: impl Future<Output = T>) -> T {
     CURRENT.scope(id, work).await
 }
 
-/// Runs work that does not belong to a request under a new id, which its log lines and outgoing calls carry.
+/// Runs work outside any request, under a new id that its log lines and outgoing calls carry.
 pub async fn run_with_new_id<T>(work: impl Future<Output = T>) -> T {
     run_with_id(generate(), work).await
 }

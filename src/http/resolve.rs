@@ -34,7 +34,7 @@ pub async fn lookup_addresses(name: &str) -> Result<Vec<IpAddr>, ResolveError> {
     let lookup = tokio::time::timeout(TIMEOUT, resolver.lookup_ip(name)).await;
     let response = lookup.map_err(|_| fail("no response in time".to_owned()))?;
     let addresses: Vec<IpAddr> = response.map_err(|error| fail(error.to_string()))?.iter().collect();
-    if addresses.is_empty() { Err(fail("no address".to_owned())) } else { Ok(addresses) }
+    if addresses.is_empty() { Err(fail("no address found".to_owned())) } else { Ok(addresses) }
 }
 
 fn resolver() -> Result<&'static TokioResolver, String> {

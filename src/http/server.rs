@@ -119,10 +119,10 @@ pub struct RouterThreads {
     pub passthrough: Option<Arc<Passthrough>>,
 }
 
-/// Makes the kernel end an idle connection two minutes after its client has vanished. One with unacknowledged data ends
-/// when the kernel stops resending it, after about 15 minutes. An upgraded connection has no idle timeout, so it would
-/// otherwise count against the listener's limits until it is closed.
-/// Accepted sockets inherit the options, so setting them costs nothing per connection.
+/// Makes the kernel close an idle connection two minutes after its client has vanished. A connection with
+/// unacknowledged data is closed when the kernel stops retransmitting, after about 15 minutes. Without keepalive, an
+/// upgraded connection to a vanished client would count against the listener's limits indefinitely, because it has no
+/// idle timeout. Accepted sockets inherit the options, so setting them costs nothing per connection.
 fn enable_keepalive(listener: &TcpListener) -> nix::Result<()> {
     setsockopt(listener, sockopt::KeepAlive, &true)?;
     setsockopt(listener, sockopt::TcpKeepIdle, &60)?;
@@ -432,7 +432,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn upgraded_connection_counts_until_it_is_closed() {
+    async fn upgraded_connection_counts_against_limit_until_closed() {
         let limits = ListenerLimits { max_connections: 1, ..ListenerLimits::default() };
         let address = start_server(limits).await;
         let mut upgraded = TcpStream::connect(address).await.unwrap();

@@ -24,7 +24,7 @@ pub fn current() -> Option<usize> {
 /// Threads that serve connections; they end when this value is dropped.
 pub struct Shards {
     all: Vec<Shard>,
-    _running: DropGuard,
+    _stop_on_drop: DropGuard,
 }
 
 struct Shard {
@@ -40,13 +40,14 @@ impl Shards {
     /// If a thread or its runtime cannot be created.
     pub fn start() -> io::Result<Self> {
         let count = thread::available_parallelism().map_or(1, usize::from);
-        let running = CancellationToken::new();
-        let all = (0..count).map(|index| Shard::start(index, running.clone())).collect::<io::Result<_>>()?;
-        Ok(Self { all, _running: running.drop_guard() })
+        let stop = CancellationToken::new();
+        let all = (0..count).map(|index| Shard::start(index, stop.clone())).collect::<io::Result<_>>()?;
+        Ok(Self { all, _stop_on_drop: stop.drop_guard() })
     }
 
-    /// Runs a connection on the shard with the fewest connections. The connection counts until its guard is dropped,
-    /// which may be after its future has ended, because another task takes over an upgraded connection.
+    /// Runs a connection on the shard with the fewest connections. The connection counts toward the shard's load until
+    /// its guard is dropped. That may be after its future has ended, because another task takes over an upgraded
+    /// connection.
     pub fn spawn<F>(&self, connection: impl FnOnce(LoadGuard) -> F)
     where
         F: Future<Output = ()> + Send + 'static,
@@ -59,12 +60,12 @@ impl Shards {
 }
 
 impl Shard {
-    fn start(index: usize, running: CancellationToken) -> io::Result<Self> {
+    fn start(index: usize, stop: CancellationToken) -> io::Result<Self> {
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let handle = runtime.handle().clone();
         thread::Builder::new().name(format!("shard-{index}")).spawn(move || {
             CURRENT_SHARD.set(Some(index));
-            runtime.block_on(running.cancelled());
+            runtime.block_on(stop.cancelled());
         })?;
         Ok(Self { runtime: handle, load: Arc::default() })
     }
@@ -100,23 +101,23 @@ mod tests {
         let shards = Shards::start().unwrap();
         let count = shards.all.len();
         let (sender, mut receiver) = mpsc::unbounded_channel();
-        let open = CancellationToken::new();
+        let close = CancellationToken::new();
         for _ in 0..count * 2 {
-            let (sender, open) = (sender.clone(), open.clone());
+            let (sender, close) = (sender.clone(), close.clone());
             shards.spawn(|load| async move {
                 let (shard, thread) = (current(), thread::current().id());
                 tokio::time::sleep(Duration::from_millis(5)).await;
                 let nested = tokio::spawn(async { (current(), thread::current().id()) }).await.unwrap();
                 assert_eq!((shard, thread), nested);
                 sender.send(shard).unwrap();
-                open.cancelled().await;
+                close.cancelled().await;
                 drop(load);
             });
         }
         let used: Vec<_> = (0..count * 2).map(|_| receiver.blocking_recv().unwrap().unwrap()).collect();
         assert_eq!(used.iter().collect::<BTreeSet<_>>().len(), count);
         assert!(shards.all.iter().all(|shard| shard.load.load(Ordering::Relaxed) == 2));
-        open.cancel();
+        close.cancel();
         drop(sender);
         assert_eq!(receiver.blocking_recv(), None, "a connection has not ended");
         assert_eq!(current(), None);

@@ -1,4 +1,4 @@
-//! The environment variable that every program that opens TLS connections reads.
+//! The environment variable of all programs that open TLS connections.
 
 svc_base::variables! {
     "all", in "process environment", by [] {

@@ -76,7 +76,7 @@ pub enum Event {
     RegistrationExpired,
     /// The server was not created: the error is permanent, or the retries are exhausted.
     CreationFailed {
-        why: CreationFailure,
+        failure: CreationFailure,
     },
     /// The provider no longer has the server.
     ServerGone,
@@ -107,7 +107,7 @@ pub enum Event {
         epoch: Epoch,
         power: ServerPower,
     },
-    /// The machine that was to replace this one was deleted together with the slot.
+    /// The machine that was to replace this one was deleted before its host registered, so this one is deleted as well.
     SuccessorDeleted,
     /// An operator returns a failed machine to service. The provider reports this server type, and the host is healthy.
     ResumeRequested {

@@ -87,7 +87,7 @@ fn every_event() -> Vec<Event> {
         Event::SuccessorDeleted,
         Event::ResumeRequested { server_type: large() },
     ];
-    events.extend(CreationFailure::ALL.iter().map(|&why| Event::CreationFailed { why }));
+    events.extend(CreationFailure::ALL.iter().map(|&failure| Event::CreationFailed { failure }));
     let mut kinds = [false; 20];
     for event in &events {
         kinds[kind_index(event)] = true;
@@ -202,7 +202,7 @@ fn find_panics_detects_missing_transition() {
 }
 
 #[test]
-fn machine_becomes_running_only_by_allowed_events() {
+fn machine_becomes_running_only_on_allowed_events() {
     let event = Event::Registered { server_type: small() };
     assert_moves(&State::Provisioning, &event, &running(), &[]);
     assert_moves(&State::Recovering, &event, &running(), &[]);
@@ -237,7 +237,7 @@ fn machine_becomes_running_only_by_allowed_events() {
 #[test]
 fn boot_without_registration_fails() {
     let creation_failures =
-        CreationFailure::ALL.iter().map(|&why| (Event::CreationFailed { why }, why.cause()));
+        CreationFailure::ALL.iter().map(|&failure| (Event::CreationFailed { failure }, failure.cause()));
     for (event, cause) in creation_failures.into_iter().chain([
         (Event::BootFailureReported, FailureCause::BootReported),
         (Event::RegistrationExpired, FailureCause::RegistrationExpired),
@@ -325,7 +325,7 @@ fn missing_server_fails_machine_without_replacement() {
         for event in every_event().into_iter().filter(|event| !is_replacement_request(event)) {
             if let Ok(Outcome::Moved { effects, .. }) = apply(&state, &event) {
                 let replaces = effects.iter().any(|effect| matches!(effect, Effect::Replace { .. }));
-                assert!(!replaces, "{state:?} is replaced by {event:?}");
+                assert!(!replaces, "{event:?} replaces the machine in {state:?}");
             }
         }
     }

@@ -34,11 +34,11 @@ pub struct Rules {
     pub keeps_predecessors: bool,
     /// Whether a host's writers stop before its final backup.
     pub stops_writers: bool,
-    /// Whether a slot returns to an older machine if the last one's server is missing.
+    /// Whether a slot returns to an older machine if the last registered machine's server is missing.
     pub reinstates_older: bool,
-    /// Whether a slot returns to an older machine only if no snapshot has the last machine's data.
+    /// Whether a slot returns to an older machine only if no newer machine has stored a snapshot.
     pub respects_snapshots: bool,
-    /// Whether the previous server is kept if its successor's server is lost.
+    /// Whether a replaced server is kept if its successor's server is lost.
     pub ignores_lost_successors: bool,
     /// Whether a missing server is looked up again before it is deleted.
     pub rechecks_missing_servers: bool,
@@ -83,7 +83,7 @@ pub struct MachineRow {
 }
 
 impl MachineRow {
-    /// Returns whether the provider has reported its server as missing.
+    /// Returns whether the machine's server is known to be missing at the provider or deleted.
     pub fn is_server_known_gone(&self) -> bool {
         let mut state = &self.machine.state;
         while let State::Retired { previous } | State::Deleted { previous } = state {
@@ -104,7 +104,7 @@ pub struct Pointer {
 
 /// The rows whose writes were acknowledged to a slot's owner.
 #[derive(Default, Clone)]
-pub struct Acknowledged {
+pub struct AcknowledgedRows {
     pub rows: Data,
     /// Rows whose loss an operator accepted, or that were lost when the provider lost a server.
     pub accepted_loss: Data,
@@ -113,7 +113,7 @@ pub struct Acknowledged {
 pub struct LifecycleModel {
     pub rules: Rules,
     pub pointers: Vec<Pointer>,
-    pub acknowledged: Vec<Acknowledged>,
+    pub acknowledged: Vec<AcknowledgedRows>,
     pub machines: Vec<MachineRow>,
     pub operations: Vec<Operation>,
     pub cloud: Cloud,
@@ -127,7 +127,7 @@ impl LifecycleModel {
         Self {
             rules,
             pointers: vec![Pointer::default(); slots],
-            acknowledged: vec![Acknowledged::default(); slots],
+            acknowledged: vec![AcknowledgedRows::default(); slots],
             machines: Vec::new(),
             operations: Vec::new(),
             cloud: Cloud::new(rules.has_unique_names),

@@ -1,5 +1,5 @@
-//! Names from outside, validated once on entry: users, slots, handles, image versions, operators, server types and
-//! locations.
+//! Names from external input, validated once on entry: users, slots, handles, image versions, operators, server types
+//! and locations.
 //!
 //! Each name is safe as a segment of an object key or path: it contains no `/`, control characters or spaces, and it is
 //! never `.` or `..`.

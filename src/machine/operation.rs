@@ -28,7 +28,7 @@ pub enum OperationKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Step {
     /// Stops the writers on the replaced or deleted host, and waits for a snapshot taken after that.
-    LastBackup,
+    FinalBackup,
     /// Raises the slot's fence to the epoch of the new or reinstated machine.
     Fence,
     /// Powers off the server of the replaced or deleted host.
@@ -61,7 +61,7 @@ pub enum Step {
     AwaitHeartbeat,
 }
 
-/// A group of steps that share part of the runner's capacity.
+/// A group of steps with its own share of the runner's capacity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lane {
     /// For steps that call the database, the store and the provider.
@@ -151,14 +151,14 @@ impl OperationKind {
     pub fn steps(self) -> &'static [Step] {
         match self {
             Self::Provision | Self::Recover => &[
-                Step::LastBackup,
+                Step::FinalBackup,
                 Step::Fence,
                 Step::PowerOffServer,
                 Step::DeletePredecessor,
                 Step::CreateServer,
                 Step::AwaitRegistration,
             ],
-            Self::Delete => &[Step::LastBackup, Step::PowerOffServer],
+            Self::Delete => &[Step::FinalBackup, Step::PowerOffServer],
             Self::Resize => {
                 &[Step::ShutDown, Step::PowerOff, Step::ChangeType, Step::PowerOn, Step::AwaitHealth]
             }
@@ -193,7 +193,7 @@ impl FromStr for OperationKind {
 
 impl Step {
     pub const ALL: [Self; 18] = [
-        Self::LastBackup,
+        Self::FinalBackup,
         Self::Fence,
         Self::PowerOffServer,
         Self::DeletePredecessor,
@@ -215,7 +215,7 @@ impl Step {
 
     pub fn lane(self) -> Lane {
         match self {
-            Self::LastBackup | Self::AwaitHost => Lane::HostCalls,
+            Self::FinalBackup | Self::AwaitHost => Lane::HostCalls,
             Self::Fence
             | Self::PowerOffServer
             | Self::DeletePredecessor
@@ -237,7 +237,7 @@ impl Step {
 
     pub fn as_str(self) -> &'static str {
         match self {
-            Self::LastBackup => "last_backup",
+            Self::FinalBackup => "last_backup",
             Self::Fence => "fence",
             Self::PowerOffServer => "power_off_server",
             Self::SwitchOn => "switch_on",

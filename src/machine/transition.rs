@@ -46,7 +46,7 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
         Event::Registered { server_type } => apply_registration(machine, server_type.clone()),
         Event::BootFailureReported => apply_boot_failure(machine, FailureCause::BootReported),
         Event::RegistrationExpired => apply_boot_failure(machine, FailureCause::RegistrationExpired),
-        Event::CreationFailed { why } => apply_boot_failure(machine, why.cause()),
+        Event::CreationFailed { failure } => apply_boot_failure(machine, failure.cause()),
         Event::ServerGone => Ok(apply_server_gone(machine)),
         Event::ServerFound => Ok(apply_server_found(&machine.state)),
         Event::ProvisionRequested { restore } => Ok(match machine.state {

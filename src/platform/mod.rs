@@ -127,7 +127,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         Err(code) => return code,
     };
     let file = platform_env_file(args.env_file);
-    let env = || Env::from_process_over(file.as_deref());
+    let env = || Env::from_process_and_file(file.as_deref());
     match args.command {
         Some(Command::Probe) => applet::block_on("svc-platform", async { probe::run(env()).await }),
         None => {

@@ -97,7 +97,7 @@ pub struct Action {
     pub status: ActionStatus,
 }
 
-/// `Error` holds the provider's text, for the log only.
+/// The status of an action. `Error` holds the provider's text, for the log only.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ActionStatus {
     Running,
@@ -105,7 +105,7 @@ pub enum ActionStatus {
     Error { code: String, message: String },
 }
 
-/// The outcome of a deletion; both are successes.
+/// The outcome of a successful deletion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeleteOutcome {
     Done,

@@ -21,7 +21,7 @@ pub struct Alarm {
     #[schemars(schema_with = "any_object")]
     #[serde(default)]
     pub detail: BTreeMap<String, Value>,
-    /// When the operator's release of the alarm ends; `null` if it is not released.
+    /// The end of the period for which an operator released the alarm; `null` if it is not released.
     pub released_until: Option<Time>,
     /// What an operator should do.
     #[serde(default = "default_unknown")]

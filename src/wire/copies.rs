@@ -11,7 +11,7 @@ string_enum!(
     SnapshotSource {
         /// The store's pointer names it.
         Store = "store",
-        /// A host reported it, because the store could not be read or the snapshot that its pointer names is damaged.
+        /// A host reported it. Used if the store cannot be read, or if the snapshot that its pointer names is damaged.
         Reported = "reported",
     }
 );

@@ -1,4 +1,4 @@
-//! A slot's file backups: their key, pruning and status, earlier states of files, and restores.
+//! A slot's file backups: their key, pruning and status, earlier versions of files, and restores.
 
 use std::fmt;
 
@@ -38,13 +38,13 @@ pub struct FilesPrunePlan {
     pub removed_snapshots: u64,
     /// Number of packs that would be marked for deletion, including those that would be rewritten.
     pub marked_packs: u64,
-    /// Unused bytes in all packs that could be marked, including packs that are left for later prunings.
+    /// Unused bytes in all packs that could be marked, including packs that are left for later prunes.
     pub reclaimable_bytes: u64,
     /// Number of packs that would be deleted, because their grace period has ended or no index lists them.
     pub deleted_packs: u64,
 }
 
-/// The storage that a slot's file backups use, and the result of their last pruning.
+/// The storage that a slot's file backups use, and the result of their last prune.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 #[schemars(inline)]
@@ -56,10 +56,10 @@ pub struct FilesUsage {
     pub packs: u64,
     pub pack_bytes: u64,
     pub total_bytes: u64,
-    /// When the last pruning started or, if it failed, ended. `null` before the first pruning, and while a requested
-    /// one has not started.
+    /// When the last prune started or, if it failed, ended. `null` before the first prune, and while a requested one
+    /// has not started.
     pub pruned_at: Option<Time>,
-    /// Why the last pruning failed.
+    /// Why the last prune failed.
     pub prune_error: Option<String>,
 }
 

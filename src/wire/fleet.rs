@@ -93,7 +93,7 @@ pub struct Totals {
     pub by_health: BTreeMap<String, u64>,
 }
 
-/// Age of the newest backups of the machines that hold data, each at most the time since the machine's registration.
+/// Ages of the newest backups of the machines that hold data, each capped at the time since the machine's registration.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(inline)]

@@ -46,25 +46,25 @@ macro_rules! families {
 families! {
     HTTP_REQUESTS: Counters<4> = "svc_http_requests_total",
         ["listener", "method", "route", "status"], on Everywhere,
-        "Requests ended, by listener, method, route template and status class. cancelled: ended without a \
-         response, usually because the client disconnected.";
+        "Finished requests, by listener, method, route template and status class. cancelled: ended without \
+         a response, usually because the client disconnected.";
     HTTP_DURATION: Durations<2> = "svc_http_request_duration_seconds", ["listener", "route"], on Everywhere,
         "Time until the response head was ready, excluding the rest of a streamed body, or until the \
          request was cancelled.";
     DISPATCHES: Counters<1> = "svc_dispatches_total", ["outcome"], on Host,
-        "Dispatches ended, by outcome: success, error, or limited (refused because a cost limit was \
+        "Finished dispatches, by outcome: success, error, or limited (refused because a cost limit was \
          reached).";
     DISPATCHES_RUNNING: Gauges<0> = "svc_dispatches_running", [], on Host,
         "Running agents.";
     DISPATCHES_QUEUED: Gauges<0> = "svc_dispatches_queued", [], on Host,
         "Queued dispatches.";
     OPERATIONS: Counters<2> = "svc_operations_total", ["kind", "outcome"], on Platform,
-        "Operations ended, by kind and outcome.";
+        "Finished operations, by kind and outcome.";
     OPERATION_DURATION: Durations<1> = "svc_operation_duration_seconds", ["kind"], on Platform,
         "Time from the creation of an operation to its end.";
     OPERATION_STEPS: Counters<3> = "svc_operation_steps_total", ["kind", "step", "outcome"], on Platform,
-        "Runs of a step by this process, by outcome: done, waiting, failed, or lost (another process took \
-         over its lease).";
+        "Step runs in this process, by outcome: done, waiting, failed, or lost (another process took over \
+         its lease).";
     OPERATION_STEP_DURATION: Durations<2> = "svc_operation_step_duration_seconds",
         ["kind", "step"], on Platform,
         "Duration of one run of a step. A waiting step runs repeatedly.";
@@ -96,21 +96,22 @@ families! {
     MACHINES_NEEDING_ATTENTION: Gauges<0> = "svc_machines_needing_attention", [], on Platform,
         "Machines that `svcctl fleet` lists with a reason.";
     MACHINES_BY_CERTIFICATE: Gauges<1> = "svc_machines_by_certificate", ["certificate"], on Platform,
-        "Machines that have booted, by the certificate that their hosts last reported: trusted, expiring, or \
-         missing (none that the host's roots verify for its name). Only with `HOST_DOMAIN`.";
+        "Machines that have booted, by the certificate that their hosts last reported: trusted, expiring, \
+         or missing (no certificate that the host's trusted roots verify for its name). Only with \
+         `HOST_DOMAIN`.";
     BACKUP_AGE: Gauges<1> = "svc_backup_age_seconds", ["over"], on Platform,
-        "Age of the last verified snapshot, but at most the time since the machine's registration, over all \
-         slots with data: maximum and median.";
+        "Age of the last verified snapshot, capped at the time since the machine registered: maximum and \
+         median over all slots with data.";
     SLOTS_WITHOUT_BACKUP: Gauges<0> = "svc_backups_never", [], on Platform,
-        "Slots with data and without a verified snapshot.";
+        "Slots with data but no verified snapshot.";
     FILE_PRUNINGS_FAILED: Gauges<0> = "svc_files_prunings_failed", [], on Platform,
-        "Slots whose last pruning of file backups failed.";
+        "Slots whose last prune of file backups failed.";
     FLEET_READ_AT: Gauges<0> = "svc_fleet_read_timestamp_seconds", [], on Platform,
         "Unix time when the figures for the whole installation were last read from the database.";
     PROVIDER_CALLS: Counters<2> = "svc_provider_calls_total", ["call", "outcome"], on Platform,
         "Attempts to call the cloud provider, by call and outcome.";
     PROVIDER_DURATION: Durations<1> = "svc_provider_call_duration_seconds", ["call"], on Platform,
-        "Duration of one attempt to call the cloud provider, without the wait for the rate budget.";
+        "Duration of one attempt to call the cloud provider, excluding the wait for the rate budget.";
     PROVIDER_BUDGET: Gauges<0> = "svc_provider_budget_calls", [], on Platform,
         "Calls that the provider's rate limit still allows, shared by all processes.";
     STORE_CALLS: Counters<2> = "svc_store_calls_total", ["call", "outcome"], on Platform,
@@ -128,7 +129,7 @@ families! {
     SESSIONS_OPENED: Counters<1> = "svc_router_sessions_opened_total", ["host"], on Platform,
         "Browser sessions opened, by public host.";
     POOL_CONNECTIONS: Gauges<1> = "svc_database_pool_connections", ["state"], on Everywhere,
-        "Connections of this process's database pools, by state: open, idle (part of the open ones), or, on \
+        "Connections of this process's database pools, by state: open, idle (also counted as open), or, on \
          the platform, limit (the maximum).";
     POOL_WAITING: Gauges<0> = "svc_database_pool_waiting", [], on Platform,
         "Tasks of this process that are waiting for a database connection.";
@@ -152,23 +153,23 @@ families! {
     CERTIFICATE_EXPIRY: Gauges<0> = "svc_certificate_expiry_timestamp_seconds", [], on Host,
         "Unix time at which the presented certificate expires.";
     CERTIFICATE_TRUSTED: Gauges<0> = "svc_certificate_trusted", [], on Host,
-        "1 if this machine's roots verify the presented certificate for its name, else 0.";
+        "1 if this machine's trusted roots verify the presented certificate for its name, else 0.";
     SNAPSHOT_TAKEN_AT: Gauges<0> = "svc_backup_last_success_timestamp_seconds", [], on Host,
         "Unix time of the last verified snapshot of this machine.";
     BACKUP_OK: Gauges<0> = "svc_backup_last_run_success", [], on Host,
         "1 if the last backup of this machine succeeded, 0 if it failed.";
     SNAPSHOT_CHECK_OK: Gauges<1> = "svc_snapshot_check_last_success", ["check"], on Host,
-        "1 if the last check of snapshots succeeded, 0 if it failed. verify: reads stored snapshots \
-         again. drill: restores the latest one.";
+        "1 if the last check of snapshots succeeded, 0 if it failed. verify: rereads stored snapshots. \
+         drill: restores the latest one.";
     SNAPSHOT_CHECK_AT: Gauges<1> = "svc_snapshot_check_last_timestamp_seconds", ["check"], on Host,
         "Unix time when the last check of snapshots ended, by check.";
     FILES_SAVED_UNTIL: Gauges<0> = "svc_files_saved_until_timestamp_seconds", [], on Host,
-        "Unix time before which everything that was written to the home directory is saved.";
+        "Unix time up to which all changes in the home directory are saved.";
     FILES_PENDING_SINCE: Gauges<0> = "svc_files_pending_since_timestamp_seconds", [], on Host,
-        "Unix time of the first change in the home directory that is not saved; 0 if there is none.";
+        "Unix time of the oldest unsaved change in the home directory; 0 if there is none.";
     FILES_PENDING_BYTES: Gauges<0> = "svc_files_pending_bytes", [], on Host,
-        "Estimate of the bytes of changes that have waited for a minute and are not saved; 0 if there are none, \
-         or if their size is unknown.";
+        "Estimated size of the unsaved changes that are older than a minute; 0 if there are none, or if \
+         their size is unknown.";
     FILES_CHECK_OK: Gauges<1> = "svc_files_check_last_success", ["check"], on Host,
         "1 if the last check of the file backup found everything intact, else 0. verify: rereads a share of it. \
          drill: restores a sample and compares it with the files on the machine.";

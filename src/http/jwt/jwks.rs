@@ -221,7 +221,7 @@ mod tests {
     use crate::client;
 
     #[tokio::test]
-    async fn waiting_requests_do_not_repeat_a_fetch_that_hangs() {
+    async fn waiting_requests_do_not_repeat_hung_fetch() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}/keys", listener.local_addr().unwrap());
         let timeout = MIN_FETCH_INTERVAL_WITHOUT_KEYS + Duration::from_millis(100);

@@ -24,7 +24,7 @@ pub enum OperationKind {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
-    LastBackup,
+    FinalBackup,
     Fence,
     PowerOffServer,
     CreateServer,
@@ -55,7 +55,7 @@ pub enum CallResult {
     /// The call took effect, but its response was lost, or the process was killed before recording it.
     LostReply,
     /// The call timed out; it may still take effect.
-    Late,
+    TimedOut,
     /// The call was permanently refused; or the host never registers, never responds again, or is unreachable.
     Refused,
     /// The host responds but takes no final backup. In other steps, the call fails without effect and is retried.
@@ -74,7 +74,7 @@ pub enum OperatorDecision {
 impl Operation {
     pub fn new(machine: usize, kind: OperationKind) -> Self {
         let step = match kind {
-            OperationKind::Boot | OperationKind::Delete => Step::LastBackup,
+            OperationKind::Boot | OperationKind::Delete => Step::FinalBackup,
             OperationKind::Resize(_) => Step::PowerOff,
             OperationKind::Reinstate => Step::Fence,
             OperationKind::PowerOn => Step::StartServer,
@@ -92,7 +92,7 @@ impl LifecycleModel {
         }
         let id = operation.machine;
         match operation.step {
-            Step::LastBackup => self.run_last_backup(index, id, call_result),
+            Step::FinalBackup => self.run_final_backup(index, id, call_result),
             Step::Fence => {
                 let epoch = self.machines[id].machine.epoch.0;
                 let pointer = &mut self.pointers[self.machines[id].slot];
@@ -140,7 +140,7 @@ impl LifecycleModel {
         }
     }
 
-    fn run_last_backup(&mut self, index: usize, id: usize, call_result: CallResult) {
+    fn run_final_backup(&mut self, index: usize, id: usize, call_result: CallResult) {
         let outgoing = self.outgoing_machine(index, id);
         let Some(outgoing) = outgoing.filter(|&outgoing| {
             !self.machines[outgoing].is_server_known_gone() || self.detect_returned_server(outgoing)
@@ -304,9 +304,9 @@ impl LifecycleModel {
                 self.operations[index].step = Step::AwaitRegistration;
             }
             CallResult::LostReply => self.cloud.create(id),
-            CallResult::Late => self.cloud.in_flight.push(id),
+            CallResult::TimedOut => self.cloud.in_flight.push(id),
             CallResult::Refused => {
-                self.apply(id, &Event::CreationFailed { why: CreationFailure::ProviderRefused });
+                self.apply(id, &Event::CreationFailed { failure: CreationFailure::ProviderRefused });
             }
             CallResult::BackupFailed => {}
         }

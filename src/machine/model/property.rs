@@ -34,13 +34,16 @@ fn run_history(rules: Rules, history: &[Action]) -> Result<(), (usize, BTreeSet<
     let mut model = LifecycleModel::new(rules, SLOTS);
     for (step, action) in history.iter().enumerate() {
         model.apply_action(action);
-        ensure_none(step, check_always(&model))?;
+        ensure_no_violations(step, check_always(&model))?;
     }
     model.settle(MAX_STEPS);
-    ensure_none(history.len(), check_settled(&model))
+    ensure_no_violations(history.len(), check_settled(&model))
 }
 
-fn ensure_none(step: usize, violations: BTreeSet<Violation>) -> Result<(), (usize, BTreeSet<Violation>)> {
+fn ensure_no_violations(
+    step: usize,
+    violations: BTreeSet<Violation>,
+) -> Result<(), (usize, BTreeSet<Violation>)> {
     if violations.is_empty() { Ok(()) } else { Err((step, violations)) }
 }
 
@@ -178,7 +181,7 @@ fn detects_reverted_resize_with_new_type() {
 }
 
 #[test]
-fn detects_failed_resize_that_claims_to_run() {
+fn detects_failed_resize_reported_as_running() {
     assert_detects(Violation::RunningWhileOff, |machine, event| match (event, &machine.state) {
         (Event::ResizeFailed, State::Resizing { from, .. }) => {
             Ok(Outcome::Moved { next: State::Running { server_type: from.clone() }, effects: vec![] })
@@ -227,7 +230,7 @@ fn detects_early_deletion_of_predecessor() {
 }
 
 #[test]
-fn detects_deletion_of_lost_successors_predecessor() {
+fn detects_deletion_of_predecessor_of_lost_successor() {
     let violation = Violation::LastServerRemoved;
     let violations = find_violations(Rules { ignores_lost_successors: false, ..SOUND_RULES }, violation);
     assert!(violations.contains(&violation), "{violations:?}");
@@ -261,7 +264,7 @@ fn detects_slot_not_returned_to_older_machine() {
 }
 
 #[test]
-fn detects_older_machine_over_newer_snapshot() {
+fn detects_reinstatement_that_ignores_newer_snapshot() {
     // Random histories rarely reach this state, in which the second machine is lost after a backup and the third does
     // not start.
     let loses_rows = |rules: Rules| {

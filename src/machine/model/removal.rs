@@ -1,4 +1,4 @@
-//! Server removal: the model's reconciler, without waiting times, and the data lost with a server.
+//! Server removal: the model's reconciler, without retention times, and the data lost with a server.
 
 use super::invariant::Violation;
 use super::{LifecycleModel, MachineRow};
@@ -19,7 +19,8 @@ impl LifecycleModel {
         let later = self.machines.iter().filter(|other| {
             other.slot == row.slot && other.machine.epoch > row.machine.epoch && other.registered
         });
-        // A machine whose server the provider has lost does not count as a successor, unless it was deleted.
+        // A machine whose server the provider has lost does not count as a successor, unless the machine itself was
+        // deleted.
         let mut later = later.filter(|other| {
             let is_deleted = matches!(other.machine.state, State::Deleted { .. });
             if other.is_server_known_gone() && self.rules.ignores_lost_successors {

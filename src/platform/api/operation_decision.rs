@@ -160,7 +160,7 @@ async fn apply_decision(
 
 /// Returns the options for retrying the waiting step. A loss that was accepted in an earlier step remains accepted.
 fn retry_options(operation: &OperationRow) -> OperationOptions {
-    if operation.step == Step::LastBackup.as_str() {
+    if operation.step == Step::FinalBackup.as_str() {
         operation.options.with_backup_retried()
     } else {
         OperationOptions { give_up_backup: false, ..operation.options }
@@ -193,7 +193,7 @@ async fn resume_with_loss_accepted(tx: &Transaction<'_>, operation: &OperationRo
         return Ok(db::operations::add_fact(tx, operation.id, SNAPSHOT_CHOSEN, &json!(true)).await?);
     }
     // An operator may give up on a backup even if there is no question, because the host may report progress for hours.
-    let options = if operation.question.is_none() && operation.step == Step::LastBackup.as_str() {
+    let options = if operation.question.is_none() && operation.step == Step::FinalBackup.as_str() {
         operation.options.with_backup_given_up()
     } else {
         OperationOptions { accept_loss: true, give_up_backup: false, ..operation.options }

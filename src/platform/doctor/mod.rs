@@ -36,7 +36,7 @@ pub struct DoctorReport {
 
 /// Checks the platform that the environment and `file` configure; the environment takes precedence.
 pub async fn run_checks(file: Option<&Path>) -> DoctorReport {
-    let mut env = Env::from_process_over(file);
+    let mut env = Env::from_process_and_file(file);
     // These are read before validation, because the platform may be healthy even if this process has an invalid
     // setting.
     let url: Option<Url> = env.text(&vars::PLATFORM_PUBLIC_URL).and_then(|url| url.parse().ok());

@@ -228,7 +228,7 @@ pub async fn check_step(leased: &LeasedOperation<'_>, step: Step) -> Result<Opti
             tracing::debug!(error = %format_chain(&error), "cannot read the slot's fence");
             FenceClaim::Nothing
         }
-        Err(error) if step == Step::LastBackup => {
+        Err(error) if step == Step::FinalBackup => {
             tracing::info!(error = %format_chain(&error), "cannot read the slot's fence; retrying");
             let (code, source) = match error {
                 LookupError::Store(_) => ("store_unavailable", "object store"),

@@ -177,7 +177,7 @@ impl LeasedOperation<'_> {
         if !db::operations::renew(&tx, self.operation.id, self.owner, lease).await? {
             return Err(StepError::Lost);
         }
-        let event = Event::CreationFailed { why };
+        let event = Event::CreationFailed { failure: why };
         Ok(apply_to_locked(self.platform, tx, &row, &event, (stage, message)).await?)
     }
 

@@ -100,7 +100,7 @@ mod tests {
     fn creation_steps_fence_before_delete_and_create() {
         for kind in [OperationKind::Provision, OperationKind::Recover] {
             let position = |step| kind.steps().iter().position(|other| *other == step).unwrap();
-            assert!(position(Step::LastBackup) < position(Step::Fence));
+            assert!(position(Step::FinalBackup) < position(Step::Fence));
             assert!(position(Step::Fence) < position(Step::PowerOffServer));
             assert!(position(Step::PowerOffServer) < position(Step::DeletePredecessor));
             assert!(position(Step::DeletePredecessor) < position(Step::CreateServer));

@@ -196,7 +196,7 @@ pub async fn run(leased: &LeasedOperation<'_>, step: Step) -> Result<StepOutcome
     // Each step is boxed: a future is as large as its largest branch, and nested polls would exhaust the thread's
     // stack.
     let work: BoxFuture<'_, Result<StepOutcome, StepError>> = match step {
-        Step::LastBackup => Box::pin(last_backup::last_backup(leased)),
+        Step::FinalBackup => Box::pin(last_backup::last_backup(leased)),
         Step::Fence => Box::pin(fence_slot(leased)),
         Step::PowerOffServer => Box::pin(predecessor::power_off_server(leased)),
         Step::DeletePredecessor => Box::pin(predecessor::delete_predecessor(leased)),

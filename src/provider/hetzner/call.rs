@@ -31,7 +31,7 @@ pub struct CallLimits {
     /// Maximum wait of each exchange for the rate budget, including the wait for an in-flight permit.
     pub max_rate_wait: Duration,
     /// Maximum number of retries after the first exchange.
-    pub retries: usize,
+    pub max_retries: usize,
     /// A call that is not idempotent is retried only within this time after its start. Its callers need a definite
     /// outcome in a bounded time, and can repeat the call themselves.
     pub retry_window: Duration,
@@ -44,7 +44,7 @@ impl Default for CallLimits {
             initial_backoff: Duration::from_millis(250),
             max_backoff: Duration::from_secs(5),
             max_rate_wait: Duration::from_secs(30),
-            retries: 4,
+            max_retries: 4,
             retry_window: Duration::from_secs(5),
         }
     }
@@ -133,7 +133,7 @@ impl Connection {
             .with_jitter()
             .with_min_delay(self.limits.initial_backoff)
             .with_max_delay(self.limits.max_backoff)
-            .with_max_times(self.limits.retries);
+            .with_max_times(self.limits.max_retries);
         let start = Instant::now();
         (|| self.exchange(call))
             .retry(backoff)
