@@ -48,7 +48,10 @@ pub fn make_printable(value: &mut Value) {
 
 /// Whether `c` is a control character (C0, DEL or C1) other than the newline, or changes the direction of text.
 fn is_unsafe(c: char) -> bool {
-    (c.is_control() && c != '\n') || matches!(c, '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
+    (c.is_control() && c != '\n') || matches!(
+            c,
+            '\u{061C}' | '\u{200E}' | '\u{200F}' | '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}'
+        )
 }
 
 #[cfg(test)]
@@ -63,8 +66,8 @@ mod tests {
             "a\u{FFFD}[31m\u{FFFD}b\nc\u{FFFD}d\u{FFFD}"
         );
         assert_eq!(
-            replace_unprintable("\u{202a}x\u{202e}y\u{2066}z\u{2069}\0"),
-            "\u{FFFD}x\u{FFFD}y\u{FFFD}z\u{FFFD}\u{FFFD}"
+            replace_unprintable("\u{202a}x\u{202e}y\u{2066}z\u{2069}\u{200f}\0"),
+            "\u{FFFD}x\u{FFFD}y\u{FFFD}z\u{FFFD}\u{FFFD}\u{FFFD}"
         );
         assert_eq!(replace_unprintable("größer – 日本 🙂"), "größer – 日本 🙂");
     }

@@ -78,7 +78,7 @@ pub static CHANGES: Endpoint = Endpoint {
             Parameter {
                 name: "Last-Event-ID",
                 location: ParameterLocation::Header,
-                schema: || text_matching("^([0-9]+-[0-9]+)?$"),
+                schema: || text_matching("^([0-9]+-[0-9A-Za-z_-]+)?$"),
                 description: "Resumes after this event.",
             },
         ],

@@ -148,7 +148,7 @@ fn dispatch_json(dispatcher: &Dispatcher, target: &DispatchTarget) -> Value {
 fn overall_status(dispatches: &[Arc<Dispatch>], entry_count: usize) -> &'static str {
     let phases: Vec<Phase> = dispatches.iter().map(|dispatch| dispatch.phase()).collect();
     let all_are = |phase| phases.iter().all(|each| *each == phase);
-    if all_are(Phase::Queued) {
+    if !phases.is_empty() && all_are(Phase::Queued) {
         "queued"
     } else if !phases.iter().all(|phase| phase.is_over()) {
         "running"
