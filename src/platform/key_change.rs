@@ -2,7 +2,7 @@
 //! nothing needs that key.
 //!
 //! This module reseals signing keys and file keys, and re-signs fences; host tokens rotate through heartbeats. None of
-//! this starts before every running process is using the current key: processes with different current keys would undo
+//! this starts until every running process is using the current key: processes with different current keys would undo
 //! each other's work.
 //!
 //! Invariant: at any time, each running process can read what every other process has written. A process that would

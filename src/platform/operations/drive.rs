@@ -21,7 +21,7 @@ use svc_http::request_id;
 
 /// Maximum number of general-lane operations that one process drives at once.
 const MAX_DRIVEN_OPERATIONS: usize = 16;
-/// Maximum number of operations at steps that call hosts: each costs only a task, and a silent host blocks it for
+/// Maximum number of operations at steps that call hosts: each costs only a task, which a silent host blocks for
 /// seconds.
 const MAX_HOST_CALL_OPERATIONS: usize = 64;
 /// Maximum backoff for an operation whose outcome cannot be stored.

@@ -1,5 +1,5 @@
-//! The server inventory: compares the provider's servers with the known machines, and finds late, vanished and orphaned
-//! ones.
+//! The server inventory: compares the provider's servers with the known machines, and finds servers that were created
+//! late, have vanished, or belong to no machine.
 //!
 //! Invariant: a server that is missing from the provider's list is not yet proven to be gone. A machine fails only
 //! after two lookups by id find no server, while its host is sending no heartbeats; a server is deleted only if its
@@ -34,7 +34,7 @@ const LOSS_WINDOW: Duration = Duration::from_secs(3600);
 /// Maximum number of lookups by id per pass for unlisted servers that are only monitored.
 const MAX_MONITORED_LOOKUPS: usize = 20;
 /// After this many consecutive failed lookups, the remaining ones are skipped.
-const MAX_FAILED_LOOKUPS: usize = 3;
+const MAX_CONSECUTIVE_FAILURES: usize = 3;
 /// Maximum number of unknown servers that the alarm names.
 const MAX_SHOWN_SERVERS: usize = 20;
 /// If the provider lists none of at least this many servers, it was probably called with a different project's token.
@@ -133,7 +133,7 @@ async fn fail_vanished(
     Ok(())
 }
 
-/// Records which kept servers, and servers of failed machines, the provider no longer has. The machines' states do not
+/// Records kept servers, and servers of failed machines, that the provider no longer has. The machines' states do not
 /// change.
 async fn record_lost(platform: &Platform, listed: &[Server], failures: &mut Failures) -> anyhow::Result<()> {
     let present: HashSet<i64> = listed.iter().map(|server| server.id.0).collect();
@@ -171,7 +171,7 @@ async fn confirm_missing<'a>(
                 consecutive_failures += 1;
             }
         }
-        if consecutive_failures == MAX_FAILED_LOOKUPS {
+        if consecutive_failures == MAX_CONSECUTIVE_FAILURES {
             break;
         }
     }
