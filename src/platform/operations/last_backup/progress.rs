@@ -64,7 +64,7 @@ pub struct LastBackupProgress {
     bytes: u64,
     #[serde(with = "clock::wire_option")]
     pub progress_at: Option<Timestamp>,
-    /// The problem on which an operator must decide.
+    /// The problem that requires an operator's decision.
     #[serde(rename = "trouble")]
     pub problem: Option<String>,
     /// Whether an operator must choose the snapshot to restore: the question `newer_snapshot`.
