@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn only_blocking_alarms_advise_a_release() {
+    fn only_blocking_alarms_advise_release() {
         for alarm in Alarm::ALL {
             let advises_release =
                 alarm.advice().contains(&format!("svcctl alarm release {}", alarm.as_str()));

@@ -31,8 +31,8 @@ use crate::keys::KeyError;
 /// How long a pack that no snapshot needs is kept after it is marked: longer than any restore, and much longer than a
 /// save may take without checking the index again (`MAX_UNCHECKED_DURATION` in `src/files/save/mod.rs`).
 const GRACE_PERIOD: SignedDuration = SignedDuration::from_hours(72);
-/// Maximum number of entries in the pointer log after a prune.
-const MAX_POINTER_LOG_ENTRIES: u64 = 1000;
+/// Number of newest entries that a prune retains in the pointer log.
+const RETAINED_LOG_ENTRIES: u64 = 1000;
 /// Maximum interval between polls for a due slot.
 const MAX_POLL_INTERVAL: Duration = Duration::from_secs(60);
 /// A prune that failed, was killed, or left packs for another run is repeated after this fraction of
@@ -213,7 +213,7 @@ pub async fn prune_slot(
     };
     let pruned = prune(&repository, &options).await?;
     if !is_dry_run {
-        files_pointer::trim_log(&platform.bucket, &prefix, MAX_POINTER_LOG_ENTRIES).await?;
+        files_pointer::trim_log(&platform.bucket, &prefix, RETAINED_LOG_ENTRIES).await?;
     }
     Ok(pruned)
 }

@@ -39,7 +39,7 @@ pub struct UpgradeToken {
     pub previous: Option<PreviousToken>,
 }
 
-/// The token before the stored one.
+/// The token that the stored token replaced.
 #[derive(Debug, Clone)]
 pub struct PreviousToken {
     pub hash: Vec<u8>,

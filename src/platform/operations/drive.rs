@@ -63,8 +63,8 @@ impl Drivers {
     /// capacity, if there is one.
     async fn claim_due(&mut self, platform: &Arc<Platform>) -> Result<Option<Duration>, DbError> {
         while let Some(supported) = self.claimable_steps() {
-            // Each claim has its own owner: a process that claims an operation again after losing it must not look like
-            // the previous owner.
+            // Each claim has its own owner: a process that claims an operation again after losing it must not be
+            // mistaken for the previous owner.
             let owner = Uuid::now_v7();
             let session = platform.db.session().await?;
             let lease = platform.config.timing.lease_ttl;

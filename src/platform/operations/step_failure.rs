@@ -61,7 +61,7 @@ mod tests {
     struct WrapperError(#[source] Box<dyn Error + Send + Sync>);
 
     #[test]
-    fn creation_failure_names_the_failed_component() {
+    fn creation_failure_names_failed_component() {
         let provider = |kind| {
             let cause =
                 Cause::Response { status: 422, code: "invalid_input".to_owned(), message: String::new() };

@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn is_issued_to_accepts_only_the_sessions_user() {
+    fn is_issued_to_accepts_only_session_user() {
         let own = signer("app-1");
         let keys = ProofKeys { keys: vec![own.public_key()] };
         let token = mint(&own, PublicHost::App, "A".repeat(43), &user("user_1"));
