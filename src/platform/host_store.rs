@@ -2,8 +2,8 @@
 //!
 //! With `sts`, no host receives credentials that can reach another slot or delete objects. A host's working session
 //! lasts 15 minutes, so that a replaced machine soon loses access. A host also has an outage session, for when the
-//! platform is unreachable: it lasts longer and can add snapshots, but cannot publish them as the latest. With `static`,
-//! every host holds the platform's own credentials.
+//! platform is unreachable: it lasts longer and can add snapshots, but cannot publish them as the latest. With
+//! `static`, every host holds the platform's own credentials.
 
 use std::time::Duration;
 

@@ -69,7 +69,7 @@ pub enum KeyChangeError {
     Injected(#[from] InjectedFailure),
 }
 
-/// Identifies this process and its keys to the platform's other processes.
+/// Creates the id by which other processes identify this process, and returns it with the process's key fingerprints.
 pub fn current_process_keys(ids: KeyIds, timing: &Timing) -> ProcessKeys {
     ProcessKeys { process: uuid::Uuid::now_v7(), ids, ttl: row_ttl(timing) }
 }

@@ -15,7 +15,7 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::create::{EPOCH_LABEL, INSTALLATION_LABEL, MACHINE_LABEL, SLOT_LABEL};
-use super::reconcile::{Failures, Inventory};
+use super::reconcile::{Failures, InventoryStatus};
 use crate::alarms::{self, Alarm, WorkPermission};
 use crate::context::Platform;
 use crate::db;
@@ -42,15 +42,15 @@ const MIN_SERVERS_TO_SUSPECT_TOKEN: usize = 4;
 
 /// Compares the provider's servers with the database. Returns whether unknown servers were recorded, and the failures
 /// in this pass; the next pass continues.
-pub(super) async fn take_inventory(platform: &Platform) -> (Inventory, anyhow::Result<()>) {
+pub(super) async fn take_inventory(platform: &Platform) -> (InventoryStatus, anyhow::Result<()>) {
     let mut failures = Failures::default();
     match record_inventory(platform, &mut failures).await {
         Ok(inventory) => (inventory, failures.into_result()),
-        Err(error) => (Inventory::NotRecorded, Err(error)),
+        Err(error) => (InventoryStatus::NotRecorded, Err(error)),
     }
 }
 
-async fn record_inventory(platform: &Platform, failures: &mut Failures) -> anyhow::Result<Inventory> {
+async fn record_inventory(platform: &Platform, failures: &mut Failures) -> anyhow::Result<InventoryStatus> {
     let session = platform.db.session().await?;
     let started_at = db::servers::now(&session).await?;
     drop(session);
@@ -68,7 +68,7 @@ async fn record_inventory(platform: &Platform, failures: &mut Failures) -> anyho
     let outcome = record_lost(platform, &listed, failures).await;
     failures.record("missing servers that may hold data", outcome);
     let outcome = handle_orphans(platform, &listed, failures).await;
-    let inventory = if outcome.is_ok() { Inventory::Recorded } else { Inventory::NotRecorded };
+    let inventory = if outcome.is_ok() { InventoryStatus::Recorded } else { InventoryStatus::NotRecorded };
     failures.record("unknown servers", outcome);
     Ok(inventory)
 }

@@ -125,8 +125,8 @@ impl Watcher {
         if *last_digest == Some(current_digest) {
             self.directory.confirm(started_at);
         } else {
-            // The rows are read after the digest: if a row changes between the two queries, the next poll reads all rows
-            // again.
+            // The rows are read after the digest: if a row changes between the two queries, the next poll reads all
+            // rows again.
             let rows = client.query(&*machines, &[]).await?;
             let trust = self.directory.trust();
             let rows = rows.iter().filter_map(|row| parse_machine(row, trust)).collect();
