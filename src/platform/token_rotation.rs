@@ -455,6 +455,10 @@ mod tests {
         let forged = mint((9, None)).token(model.machine, Purpose::Upgrade, Generation(5));
         assert_eq!(model.check_token(&forged), TokenStatus::Refused);
         let genuine = mint(model.keys).token(model.machine, Purpose::Upgrade, Generation(5));
-        assert_eq!(model.check_token(&genuine), TokenStatus::Later(Generation(5)), "the database is older");
+        assert_eq!(
+            model.check_token(&genuine),
+            TokenStatus::Later(Generation(5)),
+            "the database may be older than the token"
+        );
     }
 }

@@ -232,7 +232,7 @@ mod tests {
         let (first, second) = (UserDigests::new(&key(1), None), UserDigests::new(&key(2), Some(&key(1))));
         let (ada, bob): (IdpUserId, IdpUserId) = ("a".parse().unwrap(), "b".parse().unwrap());
         assert!(first.matches(&ada, &first.digest(&ada)) && !first.matches(&bob, &first.digest(&ada)));
-        assert!(second.matches(&ada, &first.digest(&ada)), "a digest with the previous key");
+        assert!(second.matches(&ada, &first.digest(&ada)), "a digest made with the previous key is accepted");
         assert!(!first.matches(&ada, &second.digest(&ada)));
     }
 
