@@ -23,7 +23,7 @@ use svc_wire::alarm as wire;
 /// How long a released alarm allows work. Does not apply to unknown servers, which are released individually.
 pub const RELEASE_TTL: Duration = Duration::from_secs(3600);
 /// Minimum time for which an alarm stays active after it was raised; see [`Alarm::ttl`].
-const INFO_TTL: Duration = Duration::from_secs(300);
+const MIN_TTL: Duration = Duration::from_secs(300);
 /// How long an alarm about a single event stays active after it was raised.
 const EVENT_TTL: Duration = Duration::from_secs(86_400);
 
@@ -85,7 +85,7 @@ impl Alarm {
     fn ttl(self, pass_interval: Duration) -> Duration {
         match self {
             Self::DatabaseBehindStore | Self::UnverifiedFence => EVENT_TTL,
-            _ => INFO_TTL.max(3 * pass_interval),
+            _ => MIN_TTL.max(3 * pass_interval),
         }
     }
 
@@ -94,7 +94,7 @@ impl Alarm {
         matches!(self, Self::ServersMissing | Self::UnknownServers)
     }
 
-    /// Describes when an alarm that is not blocking ends.
+    /// Describes when a non-blocking alarm ends.
     pub fn ends_when(self) -> &'static str {
         match self {
             Self::DatabaseBehindStore | Self::UnverifiedFence => "a day after it was last raised",
@@ -108,8 +108,8 @@ impl Alarm {
         match self {
             Self::ServersMissing => {
                 "check the project and the token at the provider; the alarm ends when the servers are listed again. If they are \
-                 really lost, `svcctl alarm release servers_missing` allows the platform to mark their machines as failed \
-                 for one hour"
+                 really lost, `svcctl alarm release servers_missing` allows the platform, for one hour, to mark their \
+                 machines as failed"
             }
             Self::UnknownServers => {
                 "if the platform's database was restored from an older copy, find out to whom these servers belong. Until they \
@@ -302,7 +302,7 @@ fn next_step(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownS
     match (alarm, released_until) {
         (Alarm::UnknownServers, Some(last)) => format!(
             "released: each of these servers is deleted, with its disk, ORPHAN_GRACE_SECONDS after it was first seen, the \
-             last at {}. A server that appears later is also held until it is released",
+             last one at {}. A server that appears later is also held until it is released",
             format_time(last)
         ),
         (Alarm::UnknownServers, None) => match unknown.last_deletion {
@@ -315,7 +315,7 @@ fn next_step(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownS
             None => alarm.advice().to_owned(),
         },
         (Alarm::ServersMissing, Some(end)) => format!(
-            "released: machines whose servers the provider does not list are marked as failed until {}; after that, the \
+            "released until {}: machines whose servers the provider does not list are marked as failed; after that, the \
              alarm blocks this again",
             format_time(end)
         ),
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn ttl_exceeds_the_interval_between_passes() {
+    fn ttl_exceeds_pass_interval() {
         for (pass_seconds, expected) in [(15, 300), (100, 300), (396, 1188), (3600, 10_800)] {
             let ttl = Alarm::ProviderLimit.ttl(Duration::from_secs(pass_seconds));
             assert_eq!(ttl, Duration::from_secs(expected), "{pass_seconds}");
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn only_blocking_alarms_advise_a_release() {
+    fn only_blocking_alarms_advise_release() {
         for alarm in Alarm::ALL {
             let advises_release =
                 alarm.advice().contains(&format!("svcctl alarm release {}", alarm.as_str()));

@@ -1,5 +1,5 @@
-//! Reports which machines have a trusted certificate: each host verifies its own with its trusted roots. Operators need
-//! this report before they enable `CUSTOMER_VPS_TLS_VERIFY` and while it is enabled.
+//! Reports which machines have a trusted certificate: each host verifies its own certificate against its trusted roots.
+//! Operators need this report before they enable `CUSTOMER_VPS_TLS_VERIFY` and while it is enabled.
 //!
 //! Pure: the input is the fleet's rows.
 
@@ -21,7 +21,7 @@ const MAX_HANDLES: usize = 20;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CertificateState {
     Trusted,
-    /// Trusted, and about to expire, although its renewal has been due for a long time.
+    /// Trusted, but about to expire: its renewal is long overdue.
     Expiring,
     /// The machine has no unexpired certificate for its name that chains to the host's trusted roots.
     Missing,

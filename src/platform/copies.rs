@@ -85,8 +85,8 @@ fn reported_snapshot(machine: &MachineRow) -> Option<NewestSnapshot> {
 
 impl Copies {
     /// Returns the copies with the store's newest snapshot or, if the store is unavailable or that snapshot is damaged,
-    /// the newest snapshot that a host reported. If the store has no snapshot, there is no newest one, even if a host
-    /// reported one.
+    /// the newest snapshot that a host reported. If the store has no snapshot, no newest snapshot is returned, even if
+    /// a host reported one.
     pub async fn with_snapshot(&self, bucket: &Bucket) -> wire::Copies {
         let slot = SlotPrefix::new(&self.user, &self.slot);
         let deadline = tokio::time::Instant::now() + STORE_TIMEOUT;
@@ -137,8 +137,8 @@ fn to_unrestored_snapshot(key: &str) -> wire::UnrestoredSnapshot {
     wire::UnrestoredSnapshot { key: key.to_owned(), taken_at: key::taken_at(key).map(Into::into) }
 }
 
-/// Returns the API representation of a complete snapshot that is newer than the one that the pointer names or, in a
-/// recovery, than the one to restore.
+/// Returns the API representation of a complete snapshot that is newer than the pointer's snapshot or, in a recovery,
+/// than the snapshot to restore.
 pub fn to_newer_snapshot(sidecar: &Sidecar) -> wire::NewerSnapshot {
     wire::NewerSnapshot {
         taken_at: sidecar.taken_at.into(),

@@ -54,9 +54,9 @@ impl From<DbError> for FileKeyError {
 /// stored, unless the slot has a repository that this key does not open.
 ///
 /// # Errors
-/// [`FileKeyError`]; `Lost` if the slot has a repository that the stored key does not open or, if no key is stored, a
-/// repository that the host's key does not open or for which the host offers no key. The stored key is not tested if
-/// the host offers the same key or none.
+/// [`FileKeyError`]; `Lost` if the slot has a repository that the stored key does not open. If no key is stored, `Lost`
+/// if the slot has a repository, and the host offers no key or a key that does not open it. The stored key is not
+/// tested if the host offers the same key or none.
 pub async fn load_or_create(
     platform: &Platform,
     (user, slot): (&IdpUserId, &Slot),

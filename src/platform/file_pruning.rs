@@ -31,11 +31,11 @@ use crate::keys::KeyError;
 /// How long a pack that no snapshot needs is kept after it is marked: longer than any restore, and much longer than a
 /// save may take without checking the index again (`MAX_UNCHECKED_DURATION` in `src/files/save/mod.rs`).
 const GRACE_PERIOD: SignedDuration = SignedDuration::from_hours(72);
-/// Number of entries kept in the pointer log.
-const KEPT_LOG_ENTRIES: u64 = 1000;
+/// Number of newest entries that a prune retains in the pointer log.
+const RETAINED_LOG_ENTRIES: u64 = 1000;
 /// Maximum interval between polls for a due slot.
 const MAX_POLL_INTERVAL: Duration = Duration::from_secs(60);
-/// A pruning that failed, was killed, or left packs for another run is repeated after this fraction of
+/// A prune that failed, was killed, or left packs for another run is repeated after this fraction of
 /// `FILES_PRUNE_SECONDS`.
 const RETRY_FRACTION: f64 = 0.1;
 
@@ -52,20 +52,20 @@ pub enum PruneError {
     Files(#[from] FilesError),
     #[error("the pointer names an invalid snapshot")]
     InvalidPointer,
-    #[error("the pruning did not finish within {} s", TIMEOUT.as_secs())]
+    #[error("the prune did not finish within {} s", TIMEOUT.as_secs())]
     Timeout,
-    #[error("the platform stopped; the next pruning continues")]
+    #[error("the platform stopped; the next prune resumes the work")]
     Stopped,
     #[error(transparent)]
     Injected(#[from] InjectedFailure),
 }
 
-/// Limits the prunings and the reports that run at the same time in this process: each loads an index into memory.
-static PRUNING_PERMITS: Semaphore = Semaphore::const_new(WORKERS);
+/// Limit the prunes and the reports that run at the same time in this process: each loads an index into memory.
+static PRUNE_PERMITS: Semaphore = Semaphore::const_new(WORKERS);
 static REPORT_PERMITS: Semaphore = Semaphore::const_new(1);
 /// Number of tasks in each process that run [`run`].
 pub const WORKERS: usize = 2;
-/// Maximum duration of one pruning: far longer than a large repository takes, so that only a hostile one reaches it.
+/// Maximum duration of one prune: far longer than a large repository takes, so only a hostile repository reaches it.
 pub const TIMEOUT: Duration = Duration::from_secs(4 * 3600);
 
 /// How long a slot stays claimed without a renewal. A claim expires if its process is killed or loses its database
@@ -73,13 +73,13 @@ pub const TIMEOUT: Duration = Duration::from_secs(4 * 3600);
 const CLAIM_TTL: Duration = Duration::from_secs(180);
 const CLAIM_RENEWAL_INTERVAL: Duration = Duration::from_secs(45);
 
-/// The interval if regular prunings are disabled. A request sets the slot's last pruning to 1970, so the slot is still
-/// due.
+/// The interval if regular prunes are disabled. A request sets the time of the slot's last prune to 1970, so the slot
+/// is still due.
 const DISABLED_PRUNE_INTERVAL: Duration = Duration::from_secs(20 * 365 * 24 * 3600);
-/// The delay before a failed or unfinished pruning is repeated if regular prunings are disabled.
+/// The delay before a failed or unfinished prune is repeated if regular prunes are disabled.
 const DISABLED_RETRY_DELAY: Duration = Duration::from_secs(3600);
 
-/// Prunes due repositories, one at a time, until the platform stops. Several tasks may run this.
+/// Prunes due repositories, one at a time, until the platform stops. Several tasks may run this function concurrently.
 pub async fn run(platform: Arc<Platform>) {
     let configured = platform.config.timing.files_prune_interval;
     let (interval, retry_delay) = if configured.is_zero() {
@@ -88,8 +88,8 @@ pub async fn run(platform: Arc<Platform>) {
         (configured, configured.mul_f64(RETRY_FRACTION))
     };
     loop {
-        let has_pruned = request_id::run_with_new_id(prune_next(&platform, interval, retry_delay)).await;
-        let delay = match has_pruned {
+        let was_due = request_id::run_with_new_id(prune_next(&platform, interval, retry_delay)).await;
+        let delay = match was_due {
             Ok(true) => Duration::ZERO,
             Ok(false) => (interval / 10).min(MAX_POLL_INTERVAL),
             Err(error) => {
@@ -132,7 +132,7 @@ async fn prune_next(platform: &Platform, interval: Duration, retry_delay: Durati
             (None, Duration::ZERO)
         }
         Err(PruneError::Stopped) => {
-            // The slot is due again immediately, so that a pruning that an operator has requested is not lost.
+            // The slot is due again immediately, so that a prune that an operator has requested is not lost.
             db::file_keys::release_prune(&session, &user, &slot).await?;
             return Ok(true);
         }
@@ -146,7 +146,7 @@ async fn prune_next(platform: &Platform, interval: Duration, retry_delay: Durati
     Ok(true)
 }
 
-/// Renews the claim of a running pruning; never returns.
+/// Renews the claim of a running prune; never returns.
 async fn keep_claimed(platform: &Platform, user: &str, slot: &str) -> Infallible {
     loop {
         tokio::time::sleep(CLAIM_RENEWAL_INTERVAL).await;
@@ -155,7 +155,7 @@ async fn keep_claimed(platform: &Platform, user: &str, slot: &str) -> Infallible
             db::file_keys::renew_prune(&session, user, slot, CLAIM_TTL).await
         };
         if let Err(error) = renewed.await {
-            tracing::warn!(user, slot, error = %format_chain(&error), "cannot renew the claim of a pruning");
+            tracing::warn!(user, slot, error = %format_chain(&error), "cannot renew the claim of a prune");
         }
     }
 }
@@ -187,7 +187,7 @@ pub async fn prune_slot(
     is_dry_run: bool,
 ) -> Result<PruneReport, PruneError> {
     // Reports must not wait for the workers.
-    let permits = if is_dry_run { &REPORT_PERMITS } else { &PRUNING_PERMITS };
+    let permits = if is_dry_run { &REPORT_PERMITS } else { &PRUNE_PERMITS };
     let _permit = permits.acquire().await;
     let session = platform.db.session().await?;
     let key = file_keys::find(&session, &platform.seal, (user, slot)).await?;
@@ -213,18 +213,18 @@ pub async fn prune_slot(
     };
     let pruned = prune(&repository, &options).await?;
     if !is_dry_run {
-        files_pointer::trim_log(&platform.bucket, &prefix, KEPT_LOG_ENTRIES).await?;
+        files_pointer::trim_log(&platform.bucket, &prefix, RETAINED_LOG_ENTRIES).await?;
     }
     Ok(pruned)
 }
 
 /// Returns a plan's retention policy. Without a subscription, it is that of the smallest plan.
 fn retention_policy(plan: Option<Plan>) -> RetentionPolicy {
-    let all = RetentionPolicy::default();
+    let default_policy = RetentionPolicy::default();
     match plan {
-        Some(Plan::Builder | Plan::Max) => all,
+        Some(Plan::Builder | Plan::Max) => default_policy,
         Some(Plan::Starter) | None => {
-            RetentionPolicy { monthly: Some(SignedDuration::from_hours(366 * 24)), ..all }
+            RetentionPolicy { monthly: Some(SignedDuration::from_hours(366 * 24)), ..default_policy }
         }
     }
 }

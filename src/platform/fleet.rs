@@ -293,7 +293,11 @@ pub mod tests {
             row.waiting_operation = Some(OperationId::new());
             row.operation_age = Some(1801.0);
         };
-        assert_eq!(reasons_of(waiting), one("operation_waiting"), "waiting for an operator is not stuck");
+        assert_eq!(
+            reasons_of(waiting),
+            one("operation_waiting"),
+            "an operation that waits for an operator is not stuck"
+        );
         assert_eq!(reasons_of(|row| row.attention = one("snapshot_held")), one("snapshot_held"));
         let off = |row: &mut FleetRow| {
             (row.heartbeat_age, row.backup_age, row.powered_off_age) =

@@ -2,8 +2,8 @@
 //!
 //! With `sts`, no host receives credentials that can reach another slot or delete objects. A host's working session
 //! lasts 15 minutes, so that a replaced machine soon loses access. A host also has an outage session, for when the
-//! platform is unreachable: it lasts longer and can add snapshots, but cannot make one the latest. With `static`, every
-//! host holds the platform's own credentials.
+//! platform is unreachable: it lasts longer and can add snapshots, but cannot publish them as the latest. With
+//! `static`, every host holds the platform's own credentials.
 
 use std::time::Duration;
 
@@ -35,7 +35,7 @@ const WORKING_SESSION_TTL: Duration = Duration::from_secs(900);
 /// Maximum lifetime of the outage session: AWS grants at most 12 hours, other stores up to 7 days.
 const MAX_OUTAGE_TTL: Duration = Duration::from_secs(7 * 24 * 3600);
 /// Timeout for requesting an outage session. A host waits 10 s for both sessions.
-const OUTAGE_TIMEOUT: Duration = Duration::from_secs(3);
+const OUTAGE_SESSION_TIMEOUT: Duration = Duration::from_secs(3);
 /// Every role grants this lifetime; a longer lifetime may exceed the role's maximum.
 const COMMON_MAX_TTL: Duration = Duration::from_secs(3600);
 
@@ -164,7 +164,7 @@ impl SessionIssuer {
         let policy = self.outage_policy(bucket, &slot, machine.epoch);
         let name = format!("svc-outage-{}", machine.id);
         let session = self.request_session(&name, &policy, self.outage_ttl);
-        match tokio::time::timeout(OUTAGE_TIMEOUT, session).await {
+        match tokio::time::timeout(OUTAGE_SESSION_TIMEOUT, session).await {
             Ok(Ok(session)) => Some(session),
             Ok(Err(error)) => {
                 tracing::warn!(machine = %machine.id, error = %format_chain(&error), "cannot get an outage session for a host");
@@ -181,20 +181,20 @@ impl SessionIssuer {
     /// grants.
     async fn request_session(
         &self,
-        session: &str,
+        session_name: &str,
         policy: &str,
         ttl: Duration,
     ) -> Result<TemporaryCredentials, StsError> {
-        match self.sts.assume_role(session, policy, ttl).await {
+        match self.sts.assume_role(session_name, policy, ttl).await {
             Err(StsError::Refused { code, message, .. })
                 if ttl > COMMON_MAX_TTL && code == "ValidationError" =>
             {
                 tracing::warn!(
                     message,
                     seconds = ttl.as_secs(),
-                    "STS does not grant sessions of STS_DURATION_SECONDS"
+                    "STS does not grant sessions that last STS_DURATION_SECONDS"
                 );
-                self.sts.assume_role(session, policy, COMMON_MAX_TTL).await
+                self.sts.assume_role(session_name, policy, COMMON_MAX_TTL).await
             }
             result => result,
         }

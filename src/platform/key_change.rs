@@ -2,7 +2,7 @@
 //! nothing needs that key.
 //!
 //! This module reseals signing keys and file keys, and re-signs fences; host tokens rotate through heartbeats. None of
-//! this starts before every running process is using the current key: processes with different current keys would undo
+//! this starts until every running process is using the current key: processes with different current keys would undo
 //! each other's work.
 //!
 //! Invariant: at any time, each running process can read what every other process has written. A process that would
@@ -69,7 +69,7 @@ pub enum KeyChangeError {
     Injected(#[from] InjectedFailure),
 }
 
-/// Identifies this process and its keys to the platform's other processes.
+/// Creates the id by which other processes identify this process, and returns it with the process's key fingerprints.
 pub fn current_process_keys(ids: KeyIds, timing: &Timing) -> ProcessKeys {
     ProcessKeys { process: uuid::Uuid::now_v7(), ids, ttl: row_ttl(timing) }
 }

@@ -79,14 +79,20 @@ fn next_app_step(distribution: &[KeyDistribution], timing: KeyTiming) -> Rotatio
     }
 }
 
-/// Returns the next step for keys that hosts read. `lacking_hosts` is the number of hosts that are sending heartbeats
-/// but lack the newest key.
-fn next_proof_step(distribution: &[KeyDistribution], lacking_hosts: i64, timing: KeyTiming) -> RotationStep {
+/// Returns the next step for keys that hosts read. `hosts_without_newest` is the number of hosts that are sending
+/// heartbeats but have not acknowledged the newest key.
+fn next_proof_step(
+    distribution: &[KeyDistribution],
+    hosts_without_newest: i64,
+    timing: KeyTiming,
+) -> RotationStep {
     let Some(newest) = distribution.last() else { return RotationStep::Nothing };
     if distribution.len() > 1 {
         match newest.acknowledged_for {
-            None if lacking_hosts == 0 => return RotationStep::Acknowledgement(Acknowledgement::Complete),
-            Some(_) if lacking_hosts > 0 => {
+            None if hosts_without_newest == 0 => {
+                return RotationStep::Acknowledgement(Acknowledgement::Complete);
+            }
+            Some(_) if hosts_without_newest > 0 => {
                 return RotationStep::Acknowledgement(Acknowledgement::Incomplete);
             }
             Some(time) if time >= timing.overlap => return RotationStep::Retirement,

@@ -227,7 +227,7 @@ fn public_keys(signers: &[Arc<Signer>]) -> ProofKeys {
     ProofKeys { keys: signers.iter().map(|signer| signer.public_key()).collect() }
 }
 
-/// Returns whether two views contain the same keys and sign with the same keys.
+/// Returns whether two signing sets contain the same keys and sign with the same keys.
 pub fn has_same_keys(one: &SigningSet, other: &SigningSet) -> bool {
     one.public == other.public
         && one.app.public == other.app.public

@@ -165,7 +165,7 @@ async fn write_state(
     machine_changes::compare_and_set(tx, before, &written).await
 }
 
-/// Returns whether the machine had already left its slot in this way.
+/// Returns whether the machine had already left its slot in the way that `next` describes.
 fn has_already_left(before: &MachineRow, next: &State) -> bool {
     match next {
         State::Retired { .. } => before.retired_at.is_some(),

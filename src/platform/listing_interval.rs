@@ -16,7 +16,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn listing_interval_leaves_most_of_the_rate_limit_to_operations() {
+    fn listing_interval_leaves_most_of_rate_limit_to_operations() {
         for (servers, seconds) in [(0, 0), (1, 0), (50, 0), (51, 4), (500, 36), (5000, 396)] {
             assert_eq!(listing_interval(servers), Duration::from_secs(seconds), "{servers}");
         }

@@ -1,4 +1,4 @@
-//! `svc-platform`: the control plane. Only this file assembles its parts, and starts the router next to it.
+//! `svc-platform`: the control plane. Only this file assembles its parts and starts the router alongside it.
 //!
 //! Arguments → configuration → store check → bind → migrate → key check → serve, ready → signal → drain.
 
@@ -103,7 +103,7 @@ const STORE_CALL_TIMEOUT: Duration = Duration::from_secs(10);
     about = "Control plane and router; configured by environment variables"
 )]
 struct Args {
-    /// File with settings, overridden by the environment and not shown in /proc/PID/environ; default: PLATFORM_ENV_FILE
+    /// Settings file; the environment overrides it, and /proc/PID/environ does not show it; default: PLATFORM_ENV_FILE
     #[arg(long, value_name = "FILE", global = true)]
     env_file: Option<PathBuf>,
     #[command(subcommand)]
@@ -346,7 +346,8 @@ async fn delete_process_row(platform: &Platform) {
     }
 }
 
-/// Rejects a store on which two hosts could both write the same pointer value. An unavailable store is accepted.
+/// Rejects a store in which concurrent conditional writes of two hosts to a pointer could both succeed. An unavailable
+/// store is accepted.
 async fn refuse_unsafe_store(bucket: &Bucket) -> Result<(), Failure> {
     match parallel_probe::run(bucket, STORE_PROBE_TIMEOUT).await {
         Ok(findings) => {

@@ -112,7 +112,7 @@ mod tests {
         assert_eq!(compute_skew_ms(timestamp(10_000), round_trip, timestamp(13_400)), -3000);
         assert_eq!(compute_skew_ms(timestamp(10_000), round_trip, timestamp(7_000)), 3000);
         let clock = ProcessClock::new(Duration::from_secs(2));
-        assert!(clock.is_within_tolerance(), "not compared yet");
+        assert!(clock.is_within_tolerance(), "clocks that have not been compared count as agreeing");
         clock.record(-3000);
         assert!(!clock.is_within_tolerance());
         clock.record(1999);

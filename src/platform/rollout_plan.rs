@@ -51,7 +51,7 @@ pub enum VerificationState {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RolloutEffect {
     /// Record how the machine's update ended.
-    End {
+    EndUpdate {
         machine: MachineId,
         state: MemberState,
         error: Option<String>,
@@ -90,7 +90,7 @@ pub fn next_effects(
         let state = ended_state.as_ref().map_or(member.state, |(state, _)| *state);
         states.push((member.batch, state));
         if let Some((state, error)) = ended_state {
-            effects.push(RolloutEffect::End { machine: member.machine, state, error });
+            effects.push(RolloutEffect::EndUpdate { machine: member.machine, state, error });
         }
     }
     if pace == RolloutPace::Halted {
@@ -128,7 +128,7 @@ pub fn next_effects(
         let machine = member.machine;
         if !member.is_running {
             let error = Some("the machine is not running".to_owned());
-            effects.push(RolloutEffect::End { machine, state: MemberState::Skipped, error });
+            effects.push(RolloutEffect::EndUpdate { machine, state: MemberState::Skipped, error });
             continue;
         }
         if remaining == 0 {
@@ -136,7 +136,7 @@ pub fn next_effects(
         }
         remaining -= 1;
         effects.push(if member.is_updated {
-            RolloutEffect::End { machine, state: MemberState::Updated, error: None }
+            RolloutEffect::EndUpdate { machine, state: MemberState::Updated, error: None }
         } else {
             RolloutEffect::RequestUpdate { machine }
         });
@@ -247,7 +247,7 @@ mod tests {
                 for effect in next_effects(pace, RolloutLimits { canary, max_failures }, verification, &members) {
                     let index_of = |id: MachineId| before.iter().position(|member| member.machine == id).unwrap();
                     match effect {
-                        RolloutEffect::End { machine, state, error } => {
+                        RolloutEffect::EndUpdate { machine, state, error } => {
                             let index = index_of(machine);
                             prop_assert!(matches!(before[index].state, MemberState::Requested | MemberState::Waiting));
                             prop_assert!(!matches!(state, MemberState::Waiting | MemberState::Requested));

@@ -124,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn highest_cost_covers_every_location_with_the_type() {
+    fn highest_cost_covers_every_location_that_sells_type() {
         let amount = |net_micros, gross_micros| Amount { net_micros, gross_micros };
         let prices = ServerPrices {
             currency: "EUR".to_owned(),

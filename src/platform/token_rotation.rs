@@ -3,7 +3,7 @@
 //!
 //! The host stores the next token before it sends a heartbeat with it. After that heartbeat, the platform accepts the
 //! previous token only during an overlap. If the database was restored from an older copy, a token may have a later
-//! generation than the database records: if the platform made the token, it is accepted, and the database is updated.
+//! generation than the database records: if the platform issued the token, it is accepted, and the database is updated.
 //!
 //! Invariant: a token that a host has stored is accepted until the host has sent a heartbeat with a later token.
 
@@ -39,7 +39,7 @@ pub struct UpgradeToken {
     pub previous: Option<PreviousToken>,
 }
 
-/// The token before the stored one.
+/// The token that the stored token replaced.
 #[derive(Debug, Clone)]
 pub struct PreviousToken {
     pub hash: Vec<u8>,
@@ -53,7 +53,7 @@ pub enum TokenStatus {
     Current,
     /// The previous token, within its overlap.
     Previous,
-    /// A token that the platform made for a later generation than the stored one.
+    /// A token that the platform issued, of a later generation than the stored one.
     Later(Generation),
     Refused,
 }
@@ -63,8 +63,8 @@ pub enum TokenStatus {
 pub enum TokenOffer {
     /// The stored token, to replace the previous token that the host presented.
     Stored(SecretString),
-    /// A token with this generation, which the caller makes with the current platform key. The caller must not make it
-    /// while processes with a different current key are running: they would replace each other's tokens.
+    /// A token with this generation, which the caller derives from the current platform key. The caller must not do so
+    /// while processes with a different current key are running: the processes would replace each other's tokens.
     Next(Generation),
 }
 
@@ -221,14 +221,14 @@ mod tests {
         machine: MachineId,
         now: Timestamp,
         keys: (u8, Option<u8>),
-        /// Whether processes with different current keys are running. If so, each heartbeat reaches a process with the
-        /// other key.
+        /// Whether processes with different current keys are running. If so, consecutive heartbeats reach processes
+        /// with alternating keys.
         is_mixed: bool,
         row: UpgradeToken,
         last_heartbeat_at: Option<Timestamp>,
         /// A copy of the row, with the time of the last heartbeat.
         copy: Option<(UpgradeToken, Option<Timestamp>)>,
-        /// The generation in the host's file at the last new request that the database contains.
+        /// The generation in the host's file when the request that the database contains was made.
         generation_at_request: Option<Generation>,
         /// The token in the host's file.
         file: SecretString,
@@ -455,6 +455,10 @@ mod tests {
         let forged = mint((9, None)).token(model.machine, Purpose::Upgrade, Generation(5));
         assert_eq!(model.check_token(&forged), TokenStatus::Refused);
         let genuine = mint(model.keys).token(model.machine, Purpose::Upgrade, Generation(5));
-        assert_eq!(model.check_token(&genuine), TokenStatus::Later(Generation(5)), "the database is older");
+        assert_eq!(
+            model.check_token(&genuine),
+            TokenStatus::Later(Generation(5)),
+            "the database may be older than the token"
+        );
     }
 }

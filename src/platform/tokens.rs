@@ -47,7 +47,7 @@ impl Purpose {
     }
 }
 
-/// Makes and verifies tokens and fence signatures.
+/// Issues and verifies tokens, and signs and verifies fences.
 pub struct TokenMint {
     key: hmac::Key,
     previous: Option<hmac::Key>,
@@ -64,13 +64,13 @@ impl TokenMint {
         Self { previous: platform_key.map(mac_key), ..self }
     }
 
-    /// Makes a token: `svcr_<machine>_<mac>`, `svcu_<machine>_<mac>`, or `svcu_<machine>_<generation>_<mac>` for a
+    /// Derives a token: `svcr_<machine>_<mac>`, `svcu_<machine>_<mac>`, or `svcu_<machine>_<generation>_<mac>` for a
     /// later generation.
     pub fn token(&self, machine: MachineId, purpose: Purpose, generation: Generation) -> SecretString {
         token(&self.key, machine, purpose, generation)
     }
 
-    /// Makes a machine's first token with the key that matches the stored hash, so that user-data that is rendered
+    /// Derives a machine's first token from the key that matches the stored hash, so that user-data that is rendered
     /// again during a platform key change contains the same token. If neither key matches, the current key is used.
     pub fn first_token(&self, machine: MachineId, purpose: Purpose, stored_hash: &[u8]) -> SecretString {
         let first = Generation::FIRST;
@@ -78,7 +78,7 @@ impl TokenMint {
         stored.unwrap_or_else(|| self.token(machine, purpose, first))
     }
 
-    /// Makes the token with the stored hash, with either key; `None` if neither key produces that hash.
+    /// Derives the token that has the stored hash, from either key; `None` if neither key produces that hash.
     pub fn stored_token(
         &self,
         machine: MachineId,
@@ -90,7 +90,8 @@ impl TokenMint {
         tokens.find(|token| matches_hash(token.expose_secret(), stored_hash))
     }
 
-    /// Whether the platform made this token, with the current or the previous key. `claim` must be parsed from `token`.
+    /// Whether the platform issued this token, with the current or the previous key. `claim` must be parsed from
+    /// `token`.
     pub fn is_genuine(&self, token: &str, claim: TokenClaim, purpose: Purpose) -> bool {
         let Some((_, mac)) = token.rsplit_once('_') else { return false };
         let Ok(mac) = hex::decode(mac) else { return false };
@@ -102,12 +103,13 @@ impl TokenMint {
         std::iter::once(&self.key).chain(&self.previous)
     }
 
-    /// Makes an operator's token: `svco_<id>_<mac>`.
+    /// Derives an operator's token: `svco_<id>_<mac>`.
     pub fn operator_token(&self, id: OperatorTokenId) -> SecretString {
         operator_token(&self.key, id)
     }
 
-    /// Makes the operator's token with the stored hash, with either key; `None` if neither key produces that hash.
+    /// Derives the operator's token that has the stored hash, from either key; `None` if neither key produces that
+    /// hash.
     pub fn stored_operator_token(&self, id: OperatorTokenId, stored_hash: &[u8]) -> Option<SecretString> {
         let mut tokens = self.keys().map(|key| operator_token(key, id));
         tokens.find(|token| matches_hash(token.expose_secret(), stored_hash))
@@ -262,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn previous_key_verifies_but_makes_no_new_token() {
+    fn previous_key_verifies_but_issues_no_new_token() {
         let (machine, first) = (MachineId::new(), Generation::FIRST);
         let both = mint(2).with_previous(Some(&vec![1; 32].into()));
         let old = mint(1).token(machine, Purpose::Upgrade, Generation(3));

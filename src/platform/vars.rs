@@ -51,7 +51,7 @@ svc_base::variables! {
     }
 
     "platform.keys", in "process environment or the platform's env file", by ["svc-platform"] {
-        /// The key with which the platform makes tokens for hosts and operators, signs fences and encrypts the signing
+        /// The key with which the platform issues tokens to hosts and operators, signs fences and encrypts the signing
         /// keys.
         PLATFORM_KEY: "32 bytes, in hexadecimal or base64" = required;
         /// A second active key. It only verifies and decrypts; nothing new is signed or encrypted with it. See [Rotate
@@ -280,9 +280,9 @@ svc_base::variables! {
         /// beyond that get 429 with `Retry-After`. `0` means no limit.
         ROUTER_USER_REQUESTS_PER_SECOND: "number" = "5000";
         // A browser needs about one verification per minute, so thousands of browsers can share an address.
-        /// Credentials per second, from one address (IPv4) or network (IPv6, /64), that a router process has not
-        /// accepted in the last minute. They are not counted for `ROUTER_TRUSTED_PROXIES`, nor if
-        /// `ROUTER_PUBLIC_SCHEME` is set, which means that a proxy is in front of the router. `0` means no limit.
+        /// Credentials per second from one address (IPv4) or network (IPv6, /64), except those that the router process
+        /// has accepted in the last minute. The limit does not apply to `ROUTER_TRUSTED_PROXIES`. It does not apply at
+        /// all if `ROUTER_PUBLIC_SCHEME` is set, because a proxy is then in front of the router. `0` means no limit.
         ROUTER_ADDRESS_CHECKS_PER_SECOND: "number" = "100";
         /// Addresses of the load balancers in front of the router. Because all clients share these addresses, the
         /// router's limit on connections per address does not apply to them, but its limit on all connections does.

@@ -179,7 +179,7 @@ async fn locations_are_retried_while_none_has_capacity() {
     let lines = logged_locations(&operation);
     assert_eq!(lines.len(), 3, "{operation}");
     assert!(
-        lines[1].ends_with("(resource_unavailable), and neither does any other location; hel1 is next"),
+        lines[1].ends_with("(resource_unavailable), nor does any other location; hel1 is next"),
         "{lines:?}"
     );
     assert_eq!(stack.provider.servers()[0].location, "fsn1");

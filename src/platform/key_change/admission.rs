@@ -42,9 +42,9 @@ pub enum AdmissionError {
 ///
 /// # Errors
 /// [`AdmissionError`]: `Needed` if the process has no previous key and something still needs a key other than its
-/// current one; `Key` if it has two keys, and neither opens an active signing key or the key of a slot's file backups;
-/// `Incompatible` if a process with incompatible keys is still running after a row's lifetime; `Db` if the database
-/// fails.
+/// current one; `Key` if it has two keys, and an active signing key, or the key of a slot's file backups, cannot be
+/// opened with either of them; `Incompatible` if a process with incompatible keys is still running after a row's
+/// lifetime; `Db` if the database fails.
 pub async fn admit(
     db: &Db,
     own: &ProcessKeys,

@@ -92,8 +92,8 @@ async fn re_sign_slot(platform: &Platform, (user, slot): &(String, String)) -> R
     }
 }
 
-/// Re-signs a fence that was signed with the previous key. A fence that neither key verifies was not made by the
-/// platform, and is left unchanged.
+/// Re-signs a fence that was signed with the previous key. A fence that neither key verifies was not signed by
+/// the platform, and is left unchanged.
 async fn re_sign_fence(platform: &Platform, slot: &SlotPrefix) -> Result<(), PointerError> {
     let Some(read) = pointer_io::read(&platform.bucket, slot).await? else { return Ok(()) };
     let (epoch, mint) = (read.value.fence_epoch, &platform.mint);

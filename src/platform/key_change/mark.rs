@@ -24,7 +24,7 @@ use svc_store::bucket::{Bucket, Condition, StoreError, VersionedValue};
 /// three segments.
 pub const MARK_PATH: &str = "system-platform/platform-key.json";
 
-const FORMAT: u32 = 1;
+const FORMAT_VERSION: u32 = 1;
 /// Timeout for one read of the mark, and for one write.
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 /// Delay before a retry while the store is unavailable.
@@ -117,7 +117,8 @@ pub async fn write(bucket: &Bucket, ids: &KeyIds) -> Result<(), MarkError> {
             return Ok(());
         }
         let condition = stored.map_or(Condition::Absent, |stored| Condition::Unchanged(stored.version));
-        let mark = Mark { version: FORMAT, key_id: ids.current.as_str().to_owned(), noted_at: now_ms() };
+        let mark =
+            Mark { version: FORMAT_VERSION, key_id: ids.current.as_str().to_owned(), noted_at: now_ms() };
         let path = mark_path();
         let put = bucket.put_json_if(&path, &mark, condition);
         match bucket.run_with_timeout(&path, CALL_TIMEOUT, put).await {

@@ -53,7 +53,7 @@ impl CountedNames {
 }
 
 impl KeyNeed {
-    /// Returns whether only machines' tokens were made with a different key.
+    /// Returns whether nothing except machines' tokens needs a different key.
     pub fn has_only_tokens(&self) -> bool {
         let Self { signing_keys, file_keys, machines: _, silent: _, fences, processes } = self;
         [signing_keys, file_keys, fences, processes].iter().all(|names| names.count == 0)

@@ -128,7 +128,7 @@ async fn continue_in_next_location(
     let mut facts = leased.facts();
     let tried = facts.get(LOCATIONS_TRIED).and_then(Value::as_u64).unwrap_or(0) + 1;
     if tried > machine.fallback_locations.len() as u64 {
-        let what = format!("{what}, and neither does any other location; {next} is next");
+        let what = format!("{what}, nor does any other location; {next} is next");
         leased.move_to_next_location(&what).await?;
         return Err(StepError::transient(what, error));
     }

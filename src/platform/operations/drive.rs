@@ -21,7 +21,7 @@ use svc_http::request_id;
 
 /// Maximum number of general-lane operations that one process drives at once.
 const MAX_DRIVEN_OPERATIONS: usize = 16;
-/// Maximum number of operations at steps that call hosts: each costs only a task, and a silent host blocks it for
+/// Maximum number of operations at steps that call hosts: each costs only a task, which a silent host blocks for
 /// seconds.
 const MAX_HOST_CALL_OPERATIONS: usize = 64;
 /// Maximum backoff for an operation whose outcome cannot be stored.
@@ -63,8 +63,8 @@ impl Drivers {
     /// capacity, if there is one.
     async fn claim_due(&mut self, platform: &Arc<Platform>) -> Result<Option<Duration>, DbError> {
         while let Some(supported) = self.claimable_steps() {
-            // Each claim has its own owner: a process that claims an operation again after losing it must not look like
-            // the previous owner.
+            // Each claim has its own owner: a process that claims an operation again after losing it must not be
+            // mistaken for the previous owner.
             let owner = Uuid::now_v7();
             let session = platform.db.session().await?;
             let lease = platform.config.timing.lease_ttl;

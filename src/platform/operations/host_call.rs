@@ -311,7 +311,7 @@ pub async fn call_files(
             HostRequest { idempotency_key, ..HostRequest::post(FILES_RESTORE_PATH, Some(body)) }
         }
     };
-    let sent = send_within(platform, machine, &request, FILES_TIMEOUTS).await;
+    let sent = send_with_timeouts(platform, machine, &request, FILES_TIMEOUTS).await;
     let mut response = sent.map_err(HostCallError::Unreachable)?;
     let status = response.status();
     let mut body = Vec::new();
@@ -409,10 +409,10 @@ async fn send(
     machine: &MachineRow,
     request: &HostRequest,
 ) -> anyhow::Result<reqwest::Response> {
-    send_within(platform, machine, request, CALL_TIMEOUTS).await
+    send_with_timeouts(platform, machine, request, CALL_TIMEOUTS).await
 }
 
-async fn send_within(
+async fn send_with_timeouts(
     platform: &Platform,
     machine: &MachineRow,
     request: &HostRequest,

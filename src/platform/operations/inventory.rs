@@ -1,5 +1,5 @@
-//! The server inventory: compares the provider's servers with the known machines, and finds late, vanished and orphaned
-//! ones.
+//! The server inventory: compares the provider's servers with the known machines, and finds servers that were created
+//! late, have vanished, or belong to no machine.
 //!
 //! Invariant: a server that is missing from the provider's list is not yet proven to be gone. A machine fails only
 //! after two lookups by id find no server, while its host is sending no heartbeats; a server is deleted only if its
@@ -15,7 +15,7 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::create::{EPOCH_LABEL, INSTALLATION_LABEL, MACHINE_LABEL, SLOT_LABEL};
-use super::reconcile::{Failures, Inventory};
+use super::reconcile::{Failures, InventoryStatus};
 use crate::alarms::{self, Alarm, WorkPermission};
 use crate::context::Platform;
 use crate::db;
@@ -34,7 +34,7 @@ const LOSS_WINDOW: Duration = Duration::from_secs(3600);
 /// Maximum number of lookups by id per pass for unlisted servers that are only monitored.
 const MAX_MONITORED_LOOKUPS: usize = 20;
 /// After this many consecutive failed lookups, the remaining ones are skipped.
-const MAX_FAILED_LOOKUPS: usize = 3;
+const MAX_CONSECUTIVE_FAILURES: usize = 3;
 /// Maximum number of unknown servers that the alarm names.
 const MAX_SHOWN_SERVERS: usize = 20;
 /// If the provider lists none of at least this many servers, it was probably called with a different project's token.
@@ -42,15 +42,15 @@ const MIN_SERVERS_TO_SUSPECT_TOKEN: usize = 4;
 
 /// Compares the provider's servers with the database. Returns whether unknown servers were recorded, and the failures
 /// in this pass; the next pass continues.
-pub(super) async fn take_inventory(platform: &Platform) -> (Inventory, anyhow::Result<()>) {
+pub(super) async fn take_inventory(platform: &Platform) -> (InventoryStatus, anyhow::Result<()>) {
     let mut failures = Failures::default();
     match record_inventory(platform, &mut failures).await {
         Ok(inventory) => (inventory, failures.into_result()),
-        Err(error) => (Inventory::NotRecorded, Err(error)),
+        Err(error) => (InventoryStatus::NotRecorded, Err(error)),
     }
 }
 
-async fn record_inventory(platform: &Platform, failures: &mut Failures) -> anyhow::Result<Inventory> {
+async fn record_inventory(platform: &Platform, failures: &mut Failures) -> anyhow::Result<InventoryStatus> {
     let session = platform.db.session().await?;
     let started_at = db::servers::now(&session).await?;
     drop(session);
@@ -68,7 +68,7 @@ async fn record_inventory(platform: &Platform, failures: &mut Failures) -> anyho
     let outcome = record_lost(platform, &listed, failures).await;
     failures.record("missing servers that may hold data", outcome);
     let outcome = handle_orphans(platform, &listed, failures).await;
-    let inventory = if outcome.is_ok() { Inventory::Recorded } else { Inventory::NotRecorded };
+    let inventory = if outcome.is_ok() { InventoryStatus::Recorded } else { InventoryStatus::NotRecorded };
     failures.record("unknown servers", outcome);
     Ok(inventory)
 }
@@ -133,7 +133,7 @@ async fn fail_vanished(
     Ok(())
 }
 
-/// Records which kept servers, and servers of failed machines, the provider no longer has. The machines' states do not
+/// Records kept servers, and servers of failed machines, that the provider no longer has. The machines' states do not
 /// change.
 async fn record_lost(platform: &Platform, listed: &[Server], failures: &mut Failures) -> anyhow::Result<()> {
     let present: HashSet<i64> = listed.iter().map(|server| server.id.0).collect();
@@ -171,7 +171,7 @@ async fn confirm_missing<'a>(
                 consecutive_failures += 1;
             }
         }
-        if consecutive_failures == MAX_FAILED_LOOKUPS {
+        if consecutive_failures == MAX_CONSECUTIVE_FAILURES {
             break;
         }
     }

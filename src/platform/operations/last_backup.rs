@@ -38,7 +38,7 @@ use svc_store::pointer_io;
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// Maximum interval between calls to a host that is working on the request.
 const MAX_POLL_INTERVAL: Duration = Duration::from_secs(4);
-/// Maximum interval between calls to a silent host, where each call takes seconds.
+/// Maximum interval between calls to a silent host. Each of these calls takes seconds.
 const MAX_SILENT_POLL_INTERVAL: Duration = Duration::from_secs(10);
 /// Maximum number of backup requests before a failed backup needs an operator's decision.
 const MAX_REQUESTS: u32 = 3;

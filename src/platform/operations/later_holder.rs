@@ -1,6 +1,6 @@
 //! Detects a later holder of a slot: a machine that holds the slot according to the store, but not according to the
-//! database. This happens if the database was restored from an older copy. Its operations are then outdated, and must
-//! not take a serving machine out of service.
+//! database. This happens if the database was restored from an older copy. The operations in the database are then
+//! outdated, and must not take a serving machine out of service.
 //!
 //! Invariants: only a fence signed by the platform is proof, because a host can write the pointer, too. A fence that no
 //! active platform key verifies proves nothing and rules nothing out: an operator decides.
@@ -143,7 +143,7 @@ enum HolderDecision {
     RaiseEpoch,
     /// The machine got its slot back after this deletion: an operator decides.
     RequireConfirmation,
-    /// The slot returned to the previous machine, or another one took it over: the operation's machine must not be
+    /// The slot returned to the previous machine, or another machine took it over: the operation's machine must not be
     /// created.
     FailMachine,
     /// Another machine holds the slot: the operation's machine is not reinstated, powered on or rebooted.
@@ -156,8 +156,8 @@ struct OperationSubject {
     machine: MachineId,
     epoch: Epoch,
     is_registered: bool,
-    /// Whether an operator confirmed the deletion in answer to the question. A loss accepted with the request concerned
-    /// an earlier state.
+    /// Whether an operator confirmed the deletion in answer to the question. A loss that was accepted in the request to
+    /// delete the machine does not count, because it referred to an earlier state.
     is_deletion_confirmed: bool,
 }
 
@@ -221,7 +221,7 @@ pub async fn check_step(leased: &LeasedOperation<'_>, step: Step) -> Result<Opti
     let machine = leased.machine().await?;
     let claim = match find_claim(leased.platform, &leased.platform.db, &machine.user, &machine.slot).await {
         Ok(claim) => claim,
-        // The step that needs the pointer reports that it is unreadable.
+        // The step that needs the pointer reports an unreadable one.
         Err(LookupError::Store(StoreError::Corrupt { .. })) => FenceClaim::Nothing,
         // An unavailable store does not end a long wait: the next poll, or the registration, checks again.
         Err(error) if step == Step::AwaitRegistration => {
@@ -472,7 +472,7 @@ mod tests {
     }
 
     #[test]
-    fn every_step_of_a_creation_or_deletion_is_checked() {
+    fn every_creation_and_deletion_step_is_checked() {
         for kind in [OperationKind::Provision, OperationKind::Recover, OperationKind::Delete] {
             assert!(kind.steps().iter().all(|step| needs_holder_check(kind, *step)));
         }

@@ -70,7 +70,7 @@ impl LeasedOperation<'_> {
         self.write_under_lease(LeasedWrite::PowerOffRequested(machine)).await
     }
 
-    /// Records, under the lease, that the machine should be on again.
+    /// Records, under the lease, that the machine no longer counts as powered off.
     pub async fn clear_powered_off(&self) -> Result<(), StepError> {
         self.write_under_lease(LeasedWrite::ClearPoweredOff).await
     }
@@ -193,8 +193,8 @@ impl LeasedOperation<'_> {
         db::operations::load_step_age(&session, self.operation.id, &self.operation.step).await
     }
 
-    /// Like [`Self::step_age`], but counts from the end of the last time that the provider's account blocked the
-    /// operation, if that is later; zero while the account blocks it.
+    /// Like [`Self::step_age`], but counts from the end of the last period in which the provider's account blocked the
+    /// operation, if that is later; zero during such a period.
     pub async fn unblocked_step_age(&self) -> Result<Duration, DbError> {
         let session = self.platform.db.session().await?;
         db::operations::load_unblocked_step_age(&session, self.operation.id, &self.operation.step).await

@@ -27,7 +27,7 @@ use crate::db::operations::RunnableSteps;
 
 pub use svc_machine::operation::{Lane, OperationKind, OperationOptions, Step};
 
-/// Returns the kinds that this release can run, and its steps in this lane.
+/// Returns the kinds that this release can run, and those of its steps that run in this lane.
 pub fn runnable_steps_in(lane: Lane) -> RunnableSteps<'static> {
     static STEPS: LazyLock<[Vec<&str>; 2]> = LazyLock::new(|| {
         [Lane::General, Lane::HostCalls].map(|lane| {
@@ -80,7 +80,7 @@ impl StepPoint {
     }
 }
 
-/// Returns a fail point's name, as in `FAILPOINTS`.
+/// Returns a fail point's name, as used in the `FAILPOINTS` environment variable.
 pub fn fail_point_name(kind: OperationKind, step: Step, point: StepPoint) -> String {
     format!("operations.{}.{}.{}", kind.as_str(), step.as_str(), point.as_str())
 }

@@ -14,8 +14,8 @@ use crate::db;
 use crate::db::machine_row::MachineRow;
 use svc_provider::{Server, ServerId, ServerStatus};
 
-/// Key in an operation's facts for the step's age at the first restart request, in seconds and excluding account
-/// blocks.
+/// Key in an operation's facts for the step's age at the first restart request, in seconds, not counting the time
+/// during which the provider's account blocked the operation.
 const FIRST_REQUEST_AT: &str = "firstRequestAt";
 
 const POLL_INTERVAL: Duration = Duration::from_millis(500);

@@ -4,7 +4,7 @@
 //!
 //! Invariant: a replaced machine's server is powered off after the fence is set. It is deleted here only if it is not
 //! recorded as holding unsaved data, or an operator accepted the loss; otherwise it is kept until its machine's
-//! successor is proven.
+//! successor is proven healthy.
 
 use std::time::Duration;
 

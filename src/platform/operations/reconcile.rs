@@ -56,7 +56,7 @@ async fn run_pass(platform: &Platform, min_interval: Duration) {
     // Only the process that claimed the turn reports the outcome.
     if let Some((inventory, outcome)) = check_servers(platform, min_interval).await {
         report("servers", outcome);
-        if inventory == Inventory::Recorded {
+        if inventory == InventoryStatus::Recorded {
             report("leftovers", remove_leftovers(platform).await);
         }
     }
@@ -199,7 +199,7 @@ async fn end_stalled_operation(
 
 /// Whether a pass has recorded the provider's servers that belong to no known machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Inventory {
+pub(super) enum InventoryStatus {
     Recorded,
     NotRecorded,
 }
@@ -209,11 +209,11 @@ pub(super) enum Inventory {
 async fn check_servers(
     platform: &Platform,
     min_interval: Duration,
-) -> Option<(Inventory, anyhow::Result<()>)> {
+) -> Option<(InventoryStatus, anyhow::Result<()>)> {
     match claim_turn(platform, min_interval).await {
         Ok(true) => Some(inventory::take_inventory(platform).await),
         Ok(false) => None,
-        Err(error) => Some((Inventory::NotRecorded, Err(error.into()))),
+        Err(error) => Some((InventoryStatus::NotRecorded, Err(error.into()))),
     }
 }
 

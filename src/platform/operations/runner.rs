@@ -148,7 +148,7 @@ async fn finish_step(
 }
 
 /// Abandons or ends a resize if this step cannot succeed, and returns the operation if it continues with another step.
-/// The outer `None` means that the step is to run again.
+/// The outer `None` means that the step runs again.
 async fn resolve_failed_resize(
     leased: &LeasedOperation<'_>,
     step: Step,

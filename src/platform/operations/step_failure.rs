@@ -29,7 +29,7 @@ pub fn classify_creation_failure(source: &(dyn Error + Send + Sync + 'static)) -
     chain.find_map(classify_component_error).unwrap_or(CreationFailure::Internal)
 }
 
-/// Returns the failure that this error, ignoring its sources, indicates, if it names a component.
+/// Classifies this error without its sources; `None` if it names no component.
 fn classify_component_error(error: &(dyn Error + 'static)) -> Option<CreationFailure> {
     if let Some(error) = error.downcast_ref::<ProviderError>() {
         return Some(match error.kind() {
@@ -61,7 +61,7 @@ mod tests {
     struct WrapperError(#[source] Box<dyn Error + Send + Sync>);
 
     #[test]
-    fn creation_failure_names_the_failed_component() {
+    fn creation_failure_names_failed_component() {
         let provider = |kind| {
             let cause =
                 Cause::Response { status: 422, code: "invalid_input".to_owned(), message: String::new() };

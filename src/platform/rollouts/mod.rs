@@ -90,7 +90,7 @@ async fn advance_rollout(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyh
     let mut to_verify = None;
     for effect in &effects {
         match effect {
-            RolloutEffect::End { machine, state, error } => {
+            RolloutEffect::EndUpdate { machine, state, error } => {
                 rollouts::end_member(&tx, rollout.id, *machine, *state, error.as_deref()).await?;
                 if *state == MemberState::Updated {
                     db::slots::set_release_for_machine(&tx, *machine, &rollout.image_version).await?;

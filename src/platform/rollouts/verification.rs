@@ -47,7 +47,7 @@ const MAX_REASON_FINDINGS: usize = 3;
 /// Verifies the release on the first machines that run it, and stores the result.
 ///
 /// # Errors
-/// When the database is unavailable. In that case, the claim expires.
+/// If the database is unavailable. The claim then expires.
 pub async fn run(platform: &Arc<Platform>, mut claimed: RolloutRow) -> anyhow::Result<()> {
     let rollout = claimed.clone();
     let mut verification = pin!(verify_release(platform, &rollout));

@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn verify_rejects_expired_and_foreign_tokens() {
+    fn verify_rejects_expired_and_forged_tokens() {
         let (own, other, now) = (signer(), signer(), Timestamp::now());
         let keys = ProofKeys { keys: vec![own.public_key()] };
         let (user, machine) = ("user_1".parse().unwrap(), MachineId::new());

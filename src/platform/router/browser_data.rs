@@ -93,9 +93,10 @@ pub(super) fn check_service_worker(context: &RequestContext, headers: &HeaderMap
 }
 
 /// Returns a response that replaces the machine's response if the browser may hold another user's data: its last user
-/// was a different one or, in a browser without a session, is unknown. A page is requested again after the data has
-/// been cleared. Any other request is rejected, because the last user's script may have sent it. `None` for a request
-/// with a bearer token, and for a client that does not honor `Clear-Site-Data`.
+/// was a different one or, in a browser without a session, is unknown. A navigation is redirected to the same page,
+/// which the browser requests after it has cleared the data. Any other request is rejected, because the last user's
+/// script may have sent it. `None` for a request with a bearer token, and for a client that does not honor
+/// `Clear-Site-Data`.
 pub(super) fn require_cleared_data(
     router: &RouterState,
     context: &RequestContext,
@@ -231,7 +232,7 @@ mod tests {
         let (first, second) = (UserDigests::new(&key(1), None), UserDigests::new(&key(2), Some(&key(1))));
         let (ada, bob): (IdpUserId, IdpUserId) = ("a".parse().unwrap(), "b".parse().unwrap());
         assert!(first.matches(&ada, &first.digest(&ada)) && !first.matches(&bob, &first.digest(&ada)));
-        assert!(second.matches(&ada, &first.digest(&ada)), "a digest with the previous key");
+        assert!(second.matches(&ada, &first.digest(&ada)), "a digest made with the previous key is accepted");
         assert!(!first.matches(&ada, &second.digest(&ada)));
     }
 

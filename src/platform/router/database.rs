@@ -5,7 +5,7 @@ use tokio_postgres::config::Host;
 
 use svc_http::resolve::{self, ResolveError};
 
-/// Fills in the hosts' addresses, because the driver would call getaddrinfo, which a static glibc binary must not.
+/// Resolves the hosts' names, because the driver would call getaddrinfo, which a static glibc binary must not call.
 /// Explicit addresses and sockets are left unchanged. Either all hosts must be sockets, or none.
 ///
 /// # Errors

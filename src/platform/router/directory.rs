@@ -93,8 +93,8 @@ impl Directory {
         &self.trust
     }
 
-    /// Finds the address of a routable machine by its host name. The router passes a certificate authority's validation
-    /// of the name (TLS-ALPN-01) on to this address.
+    /// Finds the address of a routable machine by its host name. The router forwards a certificate authority's
+    /// validation connections for the name (TLS-ALPN-01) to this address.
     pub(super) fn find_address(&self, name: &str) -> Option<SocketAddr> {
         let id = self.trust.domain.as_ref()?.parse_machine(name)?;
         if !self.freshness.state().is_usable() {

@@ -17,8 +17,8 @@ use super::page;
 const TEMPLATE: &str = include_str!("frame.html");
 const SCRIPT: &str = include_str!("frame.js");
 const STYLE: &str = include_str!("frame.css");
-const EXPIRED: &str = include_str!("signed_out.html");
-const EXPIRED_STYLE: &str = include_str!("signed_out.css");
+const EXPIRED_TEMPLATE: &str = include_str!("expired.html");
+const EXPIRED_STYLE: &str = include_str!("expired.css");
 /// Notifies the outer frame, which can request another token.
 const EXPIRED_SCRIPT: &str = r#"parent.postMessage({ type: "svc:app-token-ended" }, "*");"#;
 
@@ -51,7 +51,7 @@ pub(super) fn render(slug: &str, rest: &str, uri: &Uri, origin: &str, minted: &M
 
 /// Returns the page shown inside the frame if the app token is invalid or has expired.
 pub(super) fn expired_page() -> Response {
-    let body = EXPIRED.replace("{{style}}", EXPIRED_STYLE).replace("{{script}}", EXPIRED_SCRIPT);
+    let body = EXPIRED_TEMPLATE.replace("{{style}}", EXPIRED_STYLE).replace("{{script}}", EXPIRED_SCRIPT);
     let mut response = page::html_response(StatusCode::UNAUTHORIZED, body);
     set_csp(&mut response, EXPIRED_SCRIPT, EXPIRED_STYLE, "'none'");
     response

@@ -103,7 +103,7 @@ impl UnavailableReason {
     }
 }
 
-/// Returns the response to a request that could not be sent to the machine, or to which it did not respond.
+/// Returns the response to a request that could not be sent to the machine, or that the machine did not answer.
 pub(super) fn upstream_unreachable(wants_page: bool) -> Response {
     let (title, text) =
         ("Your computer is not responding", "It may be restarting. This page will try again in a moment.");

@@ -83,10 +83,10 @@ mod tests {
         let token = mint(&own, PublicHost::App, id(), &user);
         assert!(token.len() < MAX_TOKEN_BYTES);
         assert!(is_genuine(&keys, PublicHost::App, &token));
-        assert!(!is_genuine(&keys, PublicHost::Code, &token), "for another host");
+        assert!(!is_genuine(&keys, PublicHost::Code, &token), "a token for another host");
         assert!(
             !is_genuine(&keys, PublicHost::App, &mint(&other, PublicHost::App, id(), &user)),
-            "signed with another key"
+            "a token signed with another key"
         );
         let app_token =
             own.sign_json(&serde_json::json!({ "iss": "svc-app-token", "jti": "x", "host": "app" }));
@@ -97,13 +97,13 @@ mod tests {
     }
 
     #[test]
-    fn is_issued_to_accepts_only_the_sessions_user() {
+    fn is_issued_to_accepts_only_session_user() {
         let own = signer("app-1");
         let keys = ProofKeys { keys: vec![own.public_key()] };
         let token = mint(&own, PublicHost::App, "A".repeat(43), &user("user_1"));
         assert!(is_issued_to(&keys, PublicHost::App, &token, &user("user_1")));
         assert!(!is_issued_to(&keys, PublicHost::App, &token, &user("user_2")));
-        assert!(!is_issued_to(&keys, PublicHost::Code, &token, &user("user_1")), "for another host");
+        assert!(!is_issued_to(&keys, PublicHost::Code, &token, &user("user_1")), "a token for another host");
         let earlier = own.sign_json(&serde_json::json!({ "iss": ISSUER, "jti": "x", "host": "app" }));
         let earlier = format!("{PREFIX}{earlier}");
         assert!(is_genuine(&keys, PublicHost::App, &earlier), "a token of an earlier release");

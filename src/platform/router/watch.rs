@@ -34,7 +34,7 @@ const MIN_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// session cache is cleared and everything else is read again.
 const MAX_POLL_GAP: Duration = Duration::from_secs(5);
 
-const ACTIVE: &str = "FROM user_machines WHERE deleted_at IS NULL AND retired_at IS NULL";
+const FROM_ACTIVE_MACHINES: &str = "FROM user_machines WHERE deleted_at IS NULL AND retired_at IS NULL";
 /// Uses `now()`, which is stable within a statement, so that the index can be used. With `clock_timestamp()`, every row
 /// would be scanned.
 const CHANGED_SESSIONS: &str = "SELECT token_hash, host, idp_user_id, slot, expires_at, revoked_at IS NOT NULL \
@@ -125,7 +125,8 @@ impl Watcher {
         if *last_digest == Some(current_digest) {
             self.directory.confirm(started_at);
         } else {
-            // The rows are read after the digest, so that the next poll reads a change between the two queries again.
+            // The rows are read after the digest: if a row changes between the two queries, the next poll reads all
+            // rows again.
             let rows = client.query(&*machines, &[]).await?;
             let trust = self.directory.trust();
             let rows = rows.iter().filter_map(|row| parse_machine(row, trust)).collect();
@@ -216,7 +217,7 @@ impl Connection {
         client.batch_execute("LISTEN machine_changed; LISTEN session_changed").await?;
         let machines = format!(
             "SELECT machine_id, idp_user_id, slot, handle, status, public_ipv4, https_port, tls_spki_sha256, \
-             proof_kids, created_at, powered_off_at IS NOT NULL, registered_at {ACTIVE}"
+             proof_kids, created_at, powered_off_at IS NOT NULL, registered_at {FROM_ACTIVE_MACHINES}"
         );
         Ok(Self {
             digest: client.prepare(&digest_query()).await?,
@@ -233,7 +234,7 @@ impl Connection {
 /// Returns the query whose result changes when an active machine's row changes in a way that affects routing. Each poll
 /// runs it.
 pub fn digest_query() -> String {
-    format!("SELECT count(*), coalesce(bit_xor(hashint8extended(change_seq, 0)), 0) {ACTIVE}")
+    format!("SELECT count(*), coalesce(bit_xor(hashint8extended(change_seq, 0)), 0) {FROM_ACTIVE_MACHINES}")
 }
 
 /// Parses a machine's row. A row that cannot be parsed is logged, and its machine receives no requests.

@@ -43,7 +43,7 @@ struct ReportedFiles {
 }
 
 impl NewestCopy {
-    /// Returns the same copy of the files with the database's snapshot taken at this time.
+    /// Returns this copy with the database's snapshot replaced by one that was taken at `taken_at`.
     pub fn with_snapshot(&self, taken_at: Timestamp) -> Self {
         Self { snapshot: NewestSnapshot::Taken(taken_at), files: self.files.clone() }
     }
@@ -115,8 +115,9 @@ impl fmt::Display for ReportedFiles {
     }
 }
 
-/// Finds the newest copy of the database from the pointer or, if it is unreadable, from the backup times that the
-/// slot's hosts have reported, and that of the files from the machine's last heartbeat.
+/// Finds the newest copy of a slot's data. The pointer names the database's snapshot; if the pointer is unreadable, the
+/// newest backup time that the slot's hosts have reported counts. The state of the files comes from the machine's last
+/// heartbeat.
 pub async fn find_newest_copy(leased: &LeasedOperation<'_>, machine: &MachineRow) -> NewestCopy {
     let files = ReportedFiles::from_machine(machine);
     NewestCopy { snapshot: find_newest_snapshot(leased, machine).await, files }

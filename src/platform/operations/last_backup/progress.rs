@@ -64,7 +64,7 @@ pub struct LastBackupProgress {
     bytes: u64,
     #[serde(with = "clock::wire_option")]
     pub progress_at: Option<Timestamp>,
-    /// The problem on which an operator must decide.
+    /// The problem that requires an operator's decision.
     #[serde(rename = "trouble")]
     pub problem: Option<String>,
     /// Whether an operator must choose the snapshot to restore: the question `newer_snapshot`.
@@ -217,9 +217,9 @@ mod tests {
         progress.record_report(&host("dump", 1 + MIN_PROGRESS_BYTES), time_at(1000));
         assert_eq!(progress.progress_at, Some(time_at(1000)));
         progress.record_report(&host("verify", 1 + MIN_PROGRESS_BYTES), time_at(1001));
-        assert_eq!(progress.progress_at, Some(time_at(1001)), "a new stage");
+        assert_eq!(progress.progress_at, Some(time_at(1001)), "a new stage counts as progress");
         progress.record_report(&host("verify", 5), time_at(1002));
-        assert_eq!(progress.progress_at, Some(time_at(1002)), "a new run");
+        assert_eq!(progress.progress_at, Some(time_at(1002)), "a new run counts as progress");
     }
 
     #[test]
@@ -234,7 +234,7 @@ mod tests {
         assert_eq!(
             (window.since, window.now),
             (time_at(-500), time_at(130)),
-            "the first request, and the newest clock"
+            "the window starts at the first request, and its end follows the newest clock reading"
         );
     }
 }
