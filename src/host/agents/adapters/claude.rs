@@ -416,7 +416,7 @@ mod tests {
 
     /// Releases such as 2.1.197 print only `modelUsage`, which covers the whole conversation.
     #[test]
-    fn earlier_release_takes_subagent_usage_from_model_usage() {
+    fn subagent_usage_of_earlier_release_is_in_model_usage() {
         let result = |models: &str| {
             r#"{"type":"result","subtype":"success","is_error":false,"total_cost_usd":0.12,
                 "usage":{"input_tokens":2000,"cache_read_input_tokens":10000,"output_tokens":400},

@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn run_fails_without_success_result_and_exit_code_zero() {
+    fn run_fails_unless_result_and_exit_code_report_success() {
         let tool = r#"{"type":"tool","id":"1","name":"Bash","input":{"command":"sleep 9"}}"#;
         for (lines, exit, name) in [
             (vec![], Exit::Code(0), "NoResult"),

@@ -59,7 +59,7 @@ impl ToolCalls {
             input_preview: input_preview.clone(),
             is_recorded,
         };
-        // For calls beyond this limit, the end is not reported.
+        // If more calls than this are running at once, the ends of the further calls are not reported.
         if self.running.len() < MAX_TOOLS {
             let running = RunningCall { id, name: name.clone(), index: self.started, started_ms: at_ms };
             self.running.push(running);
@@ -183,7 +183,7 @@ mod tests {
         }
         let event = tools.start(0, "more", "Write", &input);
         assert!(matches!(event, Some(Event::ToolStarted { is_recorded: false, .. })), "{event:?}");
-        assert_eq!(tools.start(0, "more", "Write", &input), None, "the call is running");
+        assert_eq!(tools.start(0, "more", "Write", &input), None, "a call with this ID is running");
         let ended = Event::ToolEnded { id: "more".to_owned(), name: "Write".to_owned(), status };
         assert_eq!(tools.end(1, "more", status, Some("failed")), Some(ended));
         tools.start(1, "last", "Edit", &input);

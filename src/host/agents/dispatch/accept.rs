@@ -153,7 +153,7 @@ fn cost_limit_problem(sender: &str, reached: &LimitReached) -> Problem {
     reached.problem(Timestamp::now())
 }
 
-/// Returns the target of the original request, once it has been accepted.
+/// Waits until the original request has been accepted, and returns its target.
 ///
 /// # Errors
 /// 422 if the original request was different.
@@ -163,7 +163,7 @@ async fn resolve_repeated_request(
 ) -> Result<DispatchTarget, Problem> {
     // Records from earlier releases have no fingerprint.
     if !original.fingerprint().is_empty() && original.fingerprint() != request.fingerprint {
-        let detail = "This id belongs to another dispatch; use a new one.";
+        let detail = "This id belongs to another dispatch; use a new id.";
         return Err(Problem::new(Code::IdempotencyMismatch, detail));
     }
     original.wait_until_journaled().await;

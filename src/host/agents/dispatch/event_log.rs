@@ -11,8 +11,8 @@ use tokio::sync::watch;
 /// Maximum total size of the events kept; the oldest are dropped first, but the newest event is always kept.
 const MAX_BYTES: usize = 1 << 20;
 
-/// The first event number of this process's dispatches: the time of the first one in microseconds, so that it exceeds
-/// all numbers from earlier processes.
+/// The first event number in this process: the time, in microseconds, at which the first log was created. It therefore
+/// exceeds all numbers from earlier processes.
 static FIRST_NUMBER: LazyLock<u64> =
     LazyLock::new(|| u64::try_from(Timestamp::now().as_millisecond()).unwrap_or_default() * 1000);
 /// The first event number of a log restored from records. Such a log differs from the original, so it must not reuse

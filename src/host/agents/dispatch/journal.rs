@@ -2,8 +2,8 @@
 //! and running ones are recorded as interrupted, so that no accepted dispatch is lost.
 //!
 //! Each dispatch has its own file, `ID.json`. A batch of several entries is accepted atomically in one file,
-//! `ID.batch`; entries that have started, ended or been refused also have their own file, until the batch's file is
-//! removed. On a full disk, an empty `ID.begun` marks a dispatch as started.
+//! `ID.batch`; an entry that has started, ended or been refused also has its own file, which is removed after the
+//! batch's file. On a full disk, an empty `ID.begun` marks a dispatch as started.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;

@@ -154,7 +154,7 @@ impl Options {
         let agent_name = self.agent_name.unwrap_or_else(|| settings.default_agent.clone());
         let Some(agent) = settings.agents.get(&agent_name) else {
             let names: Vec<&str> = settings.agents.keys().map(String::as_str).collect();
-            let error = format!("is not an agent in system/config.json, which has {}", names.join(", "));
+            let error = format!("is not an agent in system/config.json, which defines {}", names.join(", "));
             fields.add_error("agentName", error);
             return None;
         };
@@ -295,7 +295,7 @@ mod tests {
                 json!({ "batch": [{ "prompt": "x" }, { "prompt": "x", "agentName": "no" }] }),
                 "/batch/1/agentName",
             ),
-            (json!({ "prompt": "x", "agentName": "no" }), "which has claude"),
+            (json!({ "prompt": "x", "agentName": "no" }), "which defines claude"),
             (json!({ "prompt": "x", "id": "../x" }), "/id: must have"),
             (
                 json!({ "prompt": "x", "id": "b.12" }),

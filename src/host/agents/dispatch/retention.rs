@@ -11,7 +11,7 @@ const MAX_ENDED: usize = 1000;
 const MAX_ENDED_BYTES: usize = 32 << 20;
 /// Multiplies both limits while a full disk prevents recording: a dispatch must remain findable by its ID until its
 /// record is durable.
-const MAX_NOT_DURABLE_FACTOR: usize = 8;
+const NOT_DURABLE_LIMIT_FACTOR: usize = 8;
 
 impl Dispatcher {
     /// Keeps an ended dispatch for later requests, and evicts the oldest ones beyond the limits.
@@ -26,7 +26,7 @@ impl Dispatcher {
         table.ended_bytes += dispatch.bytes();
         table.ended.push_back(Arc::clone(dispatch));
         while table.exceeds_limits(1) {
-            let is_over_hard_limits = table.exceeds_limits(MAX_NOT_DURABLE_FACTOR);
+            let is_over_hard_limits = table.exceeds_limits(NOT_DURABLE_LIMIT_FACTOR);
             let oldest =
                 table.ended.iter().find(|dispatch| table.can_evict(dispatch, is_over_hard_limits)).cloned();
             let Some(oldest) = oldest else { break };
@@ -210,6 +210,6 @@ mod tests {
         let restored = restore().log.read(original.read(0).next);
         assert_eq!(restored.events.len(), 2, "the result is sent after a reconnection");
         let repeated = restore().log.read(restored.next);
-        assert!(repeated.events.is_empty() && repeated.is_over, "it is not sent again");
+        assert!(repeated.events.is_empty() && repeated.is_over, "the result is not sent again");
     }
 }
