@@ -2,10 +2,10 @@
 //! writes them to disk, and another syncs the files.
 //!
 //! Each record's accepted lines are written in order, at most [`FLUSH_INTERVAL`] later unless the disk fails. A crash
-//! of the process loses only lines that have not been written; a crash of the machine, also lines that have not been
-//! synced, or whose sync failed. The queue is bounded: a line that does not fit is rejected and counted, and a gap line
-//! in its record reports the number. Files are opened by name for each write (`host::records::jsonl`), so that no line
-//! is lost if a file was renamed or deleted before the write. Failed writes are retried until they succeed or the
+//! of the process loses only lines that have not been written; a crash of the machine also loses lines that have not
+//! been synced, or whose sync failed. The queue is bounded: a line that does not fit is rejected and counted, and a gap
+//! line in its record reports the number. Files are opened by name for each write (`host::records::jsonl`), so that no
+//! line is lost if a file was renamed or deleted before the write. Failed writes are retried until they succeed or the
 //! writer is dropped; failed syncs are not retried.
 
 mod file;
@@ -156,8 +156,8 @@ impl Records {
     }
 
     fn accept(&self, record: Record, line: &[u8]) -> Result<(), QueueFull> {
-        let must_wake = self.0.lock().accept(record, line)?;
-        if must_wake {
+        let should_wake = self.0.lock().accept(record, line)?;
+        if should_wake {
             self.0.wake.notify_one();
         }
         Ok(())
@@ -184,8 +184,8 @@ impl Records {
         replied.recv_timeout(REPLACE_TIMEOUT).unwrap_or(Ok(false))
     }
 
-    /// Waits until all lines accepted so far are durable. Returns `false` if they are not within `timeout`, if a sync
-    /// fails in the meantime, or if the writer has ended. `true` does not cover lines that were accepted before a
+    /// Waits until all lines accepted so far are durable. Returns `false` if they are not durable within `timeout`, if
+    /// a sync fails in the meantime, or if the writer has ended. `true` does not cover lines that were accepted before a
     /// failed sync: see [`Records::failed_syncs`].
     pub fn flush(&self, timeout: Duration) -> bool {
         let mut queue = self.0.lock();

@@ -6,8 +6,9 @@
 //!
 //! The first check after a boot is different, because only the clock tells how long the machine was off. It trusts the
 //! clock, unless the boot was more than a day after the last check or, without an earlier check, after the last write
-//! to a record before the boot. Such a clock counts as a jump: `time-sync.target` is reached even if no time server
-//! responds. A machine that was off for weeks therefore expires its records one day after it was powered on.
+//! to a record before the boot. In that case, the clock counts as having jumped: the unit starts after
+//! `time-sync.target`, but that target is reached even if no time server responds. A machine that was off for weeks
+//! therefore expires its records one day after it was powered on.
 
 use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
@@ -22,8 +23,8 @@ use svc_base::fsx::{self, FileError};
 const DAY_SECONDS: i64 = 86_400;
 /// A difference of up to this much is an NTP correction, not a jump.
 const MAX_DRIFT_SECONDS: i64 = 900;
-/// Checks are hourly. If the machine reboots between two of them, the boot is at most this long after the first, and
-/// the second at most this long after the boot.
+/// Checks are hourly. If the machine reboots between two checks, the boot is at most this long after the first check,
+/// and the second check at most this long after the boot.
 const MAX_REBOOT_SECONDS: i64 = 2 * 3600;
 
 /// A reading of the system clock and the uptime, with the last write to a record. Times are in seconds since 1970.

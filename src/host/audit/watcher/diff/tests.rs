@@ -190,7 +190,7 @@ impl FakeFs {
                 size: 9,
                 mtime: *mtime,
                 birth_time,
-                kind: Kind::File,
+                kind: FileKind::File,
                 has_other_names: links.sum::<usize>() > 1,
             },
             Node::Symlink { mtime, .. } => FileState {
@@ -198,12 +198,17 @@ impl FakeFs {
                 size: 9,
                 mtime: *mtime,
                 birth_time,
-                kind: Kind::Symlink,
+                kind: FileKind::Symlink,
                 has_other_names: false,
             },
-            Node::Folder(_) => {
-                FileState { inode, size: 0, mtime: 0, birth_time, kind: Kind::Folder, has_other_names: false }
-            }
+            Node::Folder(_) => FileState {
+                inode,
+                size: 0,
+                mtime: 0,
+                birth_time,
+                kind: FileKind::Folder,
+                has_other_names: false,
+            },
         }
     }
 
