@@ -45,6 +45,7 @@ const REPLACE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Interval between syncs of written files.
 const SYNC_INTERVAL: Duration = Duration::from_secs(5);
 
+/// The state that the handles and the threads share.
 struct Shared {
     logs: PathBuf,
     queue: Mutex<RecordQueue>,
@@ -56,7 +57,7 @@ struct Shared {
 }
 
 /// The work for one iteration of the writing thread.
-struct Batch {
+struct WriteBatch {
     lines: Vec<(Record, Vec<Vec<u8>>)>,
     /// The latest requested flush, unless its lines have already been written.
     flush: Option<u64>,
@@ -231,7 +232,7 @@ impl Shared {
         let mut sync_requested_at = Instant::now();
         loop {
             let is_dirty = files.iter().any(|(_, file)| file.is_dirty());
-            let Batch { lines, flush, replacement, is_stopping } =
+            let WriteBatch { lines, flush, replacement, is_stopping } =
                 self.take_batch(is_dirty.then(|| sync_requested_at + SYNC_INTERVAL));
             for (record, buffers) in lines {
                 let file = file_for(&mut files, record, &self.logs);
@@ -273,12 +274,12 @@ impl Shared {
     }
 
     /// Waits for lines or a request, and takes all lines. Returns at `sync_at` at the latest, if it is set.
-    fn take_batch(&self, sync_at: Option<Instant>) -> Batch {
+    fn take_batch(&self, sync_at: Option<Instant>) -> WriteBatch {
         let mut queue = self.wait_for_work(self.lock(), sync_at);
         queue.thread = ThreadState::Writing;
         let lines = queue.take_lines();
         let flush = (queue.flushes_requested > queue.flushes_written).then_some(queue.flushes_requested);
-        Batch { lines, flush, replacement: queue.replacement.take(), is_stopping: queue.is_stopping }
+        WriteBatch { lines, flush, replacement: queue.replacement.take(), is_stopping: queue.is_stopping }
     }
 
     fn wait_for_work<'a>(

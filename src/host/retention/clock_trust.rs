@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn trusts_jump_ahead_after_one_stable_day() {
+    fn jump_ahead_is_trusted_after_one_stable_day() {
         assert_eq!(days_ahead(&[at(1, 0), at(2, 40), at(3, 40), at(4, 0), at(5, 40)]), [0, 0, 0, 0, 0]);
         assert_eq!(days_ahead(&[at(1, 0), at(2, 40), at(25, 40), at(26, 40), at(27, 40)]), [0, 0, 0, 40, 40]);
         assert_eq!(
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn trusts_earlier_clock_and_quick_reboot_immediately() {
+    fn earlier_clock_and_quick_reboot_are_trusted_immediately() {
         assert_eq!(days_ahead(&[at(1, 0), at(2, -40)]), [0, -40]);
         let booted = ClockReading { clock: START + 31 * 3600, uptime_seconds: 60, last_write: None };
         assert_eq!(assess_clock(Some(assess_clock(None, at(30, 0)).1), booted).0, booted.clock);
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn reboot_is_trusted_after_longer_uptime() {
+    fn reboot_is_recognized_even_if_uptime_has_grown() {
         let checked = |boot_minute: i64, uptime_minutes: i64| {
             let uptime_seconds = uptime_minutes * 60;
             ClockReading {
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn boot_far_ahead_is_trusted_after_a_day() {
+    fn clock_far_ahead_after_boot_is_trusted_after_a_day() {
         let before = assess_clock(None, at(30, 0)).1;
         let booted = |uptime_seconds: i64| {
             let clock = START + 90 * DAY_SECONDS + uptime_seconds;
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn persists_state_and_ignores_malformed_file() {
+    fn state_is_persisted_and_malformed_file_is_ignored() {
         let dir = tempfile::tempdir().unwrap();
         let (file, logs) = (dir.path().join("clock.json"), dir.path().join("logs"));
         std::fs::create_dir(&logs).unwrap();
@@ -253,6 +253,9 @@ mod tests {
             let record = std::fs::File::create(logs.join(name)).unwrap();
             record.set_modified(modified.into()).unwrap();
         }
-        assert!(days(update_trusted_time(&file, &logs, jumped).unwrap()) < 40, "the last record is old");
+        assert!(
+            days(update_trusted_time(&file, &logs, jumped).unwrap()) < 40,
+            "the clock was trusted although the last record is old"
+        );
     }
 }

@@ -368,7 +368,7 @@ mod tests {
         assert_eq!(ends, 7);
         assert!(
             !format!("{events:?}{outcome:?}").contains("File created successfully"),
-            "tool outputs are not reported"
+            "a tool's output was reported"
         );
         assert_eq!(outcome.tools[3].error.as_deref(), Some("Exit code 3 out err"));
         assert!(outcome.tools[5].error.as_deref().is_some_and(|error| error.contains("not found in file")));

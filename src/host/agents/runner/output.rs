@@ -151,7 +151,11 @@ mod tests {
         assert!(tail.len() == STDERR_TAIL_BYTES && tail.ends_with("the end"));
         assert_eq!(read_tail(&format!("{filler}\nthe end"), &none).await, "the end");
         let complete = format!("{}\nthe end", &filler[..STDERR_TAIL_BYTES - 8]);
-        assert_eq!(read_tail(&complete, &none).await, complete, "its length is exactly the limit");
+        assert_eq!(
+            read_tail(&complete, &none).await,
+            complete,
+            "text of exactly the maximum length was truncated"
+        );
     }
 
     #[tokio::test]

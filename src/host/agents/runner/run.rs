@@ -44,7 +44,7 @@ const USAGE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval at which the agent's orphans are reaped.
 const REAP_INTERVAL: Duration = Duration::from_secs(1);
 /// An agent's search path, after the release's own directories.
-const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+const SYSTEM_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 /// Environment variables that a run inherits from this process.
 const INHERITED_VARIABLES: [&str; 5] = ["HOME", "USER", "LOGNAME", "LANG", "TZ"];
 
@@ -121,8 +121,11 @@ fn start_agent(layout: &Layout, request: &RunRequest) -> io::Result<(Child, bool
     let launch = request.adapter.build_launch(&launch_request, has_conversation);
     let (program, arguments) = request.command.split_first().ok_or(io::ErrorKind::InvalidInput)?;
     let runtime = layout.runtime();
-    let path =
-        format!("{}:{}:{PATH}", runtime.join("agents/bin").display(), runtime.join("node/bin").display());
+    let path = format!(
+        "{}:{}:{SYSTEM_PATH}",
+        runtime.join("agents/bin").display(),
+        runtime.join("node/bin").display()
+    );
     let mut command = Command::new(program);
     command.args(arguments).args(&launch.arguments).current_dir(layout.home());
     command.env_clear().env("PATH", path).env("SHELL", "/bin/bash").env("TERM", "dumb");

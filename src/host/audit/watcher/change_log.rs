@@ -154,13 +154,17 @@ mod tests {
     fn take_repeats_changes_until_they_are_saved() {
         let mut log = ChangeLog::new();
         let first = log.take(None, 1);
-        assert_eq!(first.paths, None, "the first save reads everything");
+        assert_eq!(first.paths, None, "the first reply must report everything");
         add_change(&mut log, "a");
         let second = log.take(Some(&first.token), 2);
         assert_eq!((directories(&second), second.has_new), (Some(vec!["a"]), true));
         add_change(&mut log, "b");
         let third = log.take(Some(&first.token), 2);
-        assert_eq!(directories(&third), Some(vec!["a", "b"]), "the save of `a` failed");
+        assert_eq!(
+            directories(&third),
+            Some(vec!["a", "b"]),
+            "changes that have not been saved must be repeated"
+        );
         let fourth = log.take(Some(&third.token), 2);
         assert_eq!((directories(&fourth), fourth.has_new), (Some(vec![]), false));
         for token in [None, Some("other-1"), Some(second.token.as_str())] {

@@ -9,7 +9,7 @@ use super::tree::{FileId, FileKind, FileState, Inode, Name, Paths, Tree, TreeEnt
 use crate::records::entry::FileOperation;
 
 /// Maximum number of names with events; beyond that, the whole tree is checked.
-pub const MAX_NAMES: usize = 200_000;
+pub const MAX_DIRTY_NAMES: usize = 200_000;
 
 /// Reads the file system. Symbolic links are never followed.
 pub trait FsProbe {
@@ -77,7 +77,7 @@ impl DirtySet {
         if let Some(existing) = names.get_mut(name) {
             return existing.add(marks);
         }
-        if self.name_count >= MAX_NAMES {
+        if self.name_count >= MAX_DIRTY_NAMES {
             return self.mark_all();
         }
         names.insert(name.into(), marks);

@@ -25,7 +25,7 @@ use svc_base::fsx::FileError;
 /// The folder with records and settings. It is not watched, because the owner's programs cannot change it.
 const SYSTEM_FOLDER: &[u8] = b"system";
 /// Maximum number of events read per drain: a program that writes endlessly must not block the watcher.
-const MAX_EVENTS: usize = 200_000;
+const MAX_EVENTS_PER_DRAIN: usize = 200_000;
 
 const WATCHED_EVENTS: AddWatchFlags = AddWatchFlags::IN_CREATE
     .union(AddWatchFlags::IN_DELETE)
@@ -90,10 +90,10 @@ impl HomeWatcher {
         self.watches.len()
     }
 
-    /// Reads the queued events, up to about `MAX_EVENTS`.
+    /// Reads the queued events, up to about `MAX_EVENTS_PER_DRAIN`.
     pub fn drain(&mut self, dirty: &mut DirtySet) {
         let mut read = 0;
-        while read < MAX_EVENTS {
+        while read < MAX_EVENTS_PER_DRAIN {
             let events = match self.inotify.read_events() {
                 Ok(events) if events.is_empty() => return,
                 Ok(events) => events,

@@ -66,7 +66,7 @@ pub struct Tree {
 /// Maximum number of folders in a path: Linux limits a path to 4096 bytes.
 const MAX_DEPTH: usize = 4096;
 /// Above this number of indexed files, the index is cleared.
-const MAX_INDEXED: usize = 20_000;
+const MAX_INDEXED_FILES: usize = 20_000;
 
 impl Tree {
     /// Creates an empty tree.
@@ -184,7 +184,7 @@ impl Tree {
     /// Finds all names of these files. The first call for a file searches the whole tree.
     pub fn find_names(&mut self, files: impl Iterator<Item = FileId>) -> Vec<(Inode, Name, FileState)> {
         let files: Vec<FileId> = files.collect();
-        if self.indexed.len() + files.len() > MAX_INDEXED {
+        if self.indexed.len() + files.len() > MAX_INDEXED_FILES {
             self.indexed.clear();
         }
         let new: HashSet<FileId> =

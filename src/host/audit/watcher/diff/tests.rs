@@ -354,7 +354,7 @@ proptest! {
 #[test]
 fn too_many_dirty_names_mark_everything() {
     let mut dirty = DirtySet::default();
-    for n in 0..=MAX_NAMES {
+    for n in 0..=MAX_DIRTY_NAMES {
         dirty.mark(1, n.to_string().as_bytes(), Marks::default());
     }
     assert!(dirty.is_everything_dirty && dirty.name_count() == 0 && !dirty.is_clean());
