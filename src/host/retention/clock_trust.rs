@@ -95,9 +95,9 @@ pub fn assess_clock(state: Option<ClockState>, now: ClockReading) -> (i64, Clock
     (now.clock.min(expected + uptime_seconds), ClockState { boot_time: expected, uptime_seconds, untrusted })
 }
 
-/// Whether the machine may have rebooted since the last check, although the uptime has grown: the last check may have
-/// been even sooner after its boot. A clock jump that looks like a reboot is accepted, because it is too short to
-/// matter: at most `2 * MAX_REBOOT_SECONDS`.
+/// Whether the machine may have rebooted since the last check, although the uptime is longer now: the last check may
+/// have run even sooner after the previous boot. A clock jump that looks like a reboot is accepted, because it is too
+/// short to matter: at most `2 * MAX_REBOOT_SECONDS`.
 fn may_have_rebooted(state: ClockState, boot_time: i64, uptime_seconds: i64) -> bool {
     let last_check = state.boot_time + state.uptime_seconds;
     uptime_seconds <= MAX_REBOOT_SECONDS
