@@ -377,7 +377,7 @@ impl Shared {
             .map(|(record, file)| (*record, file.unwritten_bytes()))
             .filter(|(_, bytes)| *bytes > 0);
         let unwritten = unwritten.collect();
-        let buffers = files.iter_mut().flat_map(|(_, file)| file.take_finished());
+        let buffers = files.iter_mut().flat_map(|(_, file)| file.take_written_buffers());
         self.lock().finish_batch(unwritten, buffers);
     }
 

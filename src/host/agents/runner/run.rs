@@ -90,7 +90,7 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
         to_gateway: Some(to_gateway),
         stop,
         cancelled: watch_cancellation(from_gateway),
-        is_ending: false,
+        is_interrupted: false,
         is_resumed,
         secrets: Secrets::from_environment(&request.environment),
     };
@@ -191,7 +191,7 @@ struct AgentRun {
     /// Cancelled when the gateway cancels the run or disconnects.
     cancelled: CancellationToken,
     /// Whether the agent has been sent SIGINT.
-    is_ending: bool,
+    is_interrupted: bool,
     is_resumed: bool,
     /// The secrets in the agent's environment.
     secrets: Secrets,
@@ -243,8 +243,8 @@ impl AgentRun {
                     Ok(None) | Err(_) => out = None,
                 },
                 status = child.wait() => break status,
-                () = stopped, if !self.is_ending => {
-                    self.is_ending = true;
+                () = stopped, if !self.is_interrupted => {
+                    self.is_interrupted = true;
                     send_signal(pid, Signal::SIGINT);
                     next_signal = Some((Signal::SIGTERM, tokio::time::Instant::now() + INTERRUPT_GRACE));
                 }

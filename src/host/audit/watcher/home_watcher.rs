@@ -19,7 +19,7 @@ use nix::sys::stat::{Mode, fstat};
 use rustix::fs::{AtFlags, FileType, StatxFlags, StatxTimestamp};
 
 use super::diff::{DirtySet, FsProbe, Marks};
-use super::tree::{FileKind, FileState, Inode, Name};
+use super::tree::{FileState, Inode, Name, NodeKind};
 use svc_base::fsx::FileError;
 
 /// The folder with records and settings. It is not watched, because the owner's programs cannot change it.
@@ -228,10 +228,10 @@ fn read_state(folder: &impl AsFd, name: &[u8]) -> Option<FileState> {
     let fields = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
     let stat = rustix::fs::statx(folder, name, AtFlags::SYMLINK_NOFOLLOW, fields).ok()?;
     let kind = match FileType::from_raw_mode(stat.stx_mode.into()) {
-        FileType::RegularFile => FileKind::File,
-        FileType::Directory => FileKind::Folder,
-        FileType::Symlink => FileKind::Symlink,
-        _ => FileKind::Other,
+        FileType::RegularFile => NodeKind::File,
+        FileType::Directory => NodeKind::Folder,
+        FileType::Symlink => NodeKind::Symlink,
+        _ => NodeKind::Other,
     };
     let has_birth_time = StatxFlags::from_bits_retain(stat.stx_mask).contains(StatxFlags::BTIME);
     Some(FileState {
@@ -240,7 +240,7 @@ fn read_state(folder: &impl AsFd, name: &[u8]) -> Option<FileState> {
         mtime: to_nanoseconds(stat.stx_mtime),
         birth_time: if has_birth_time { to_nanoseconds(stat.stx_btime) } else { 0 },
         kind,
-        has_other_names: kind == FileKind::File && stat.stx_nlink > 1,
+        has_other_names: kind == NodeKind::File && stat.stx_nlink > 1,
     })
 }
 

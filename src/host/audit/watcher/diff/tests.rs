@@ -190,7 +190,7 @@ impl FakeFs {
                 size: 9,
                 mtime: *mtime,
                 birth_time,
-                kind: FileKind::File,
+                kind: NodeKind::File,
                 has_other_names: links.sum::<usize>() > 1,
             },
             Node::Symlink { mtime, .. } => FileState {
@@ -198,7 +198,7 @@ impl FakeFs {
                 size: 9,
                 mtime: *mtime,
                 birth_time,
-                kind: FileKind::Symlink,
+                kind: NodeKind::Symlink,
                 has_other_names: false,
             },
             Node::Folder(_) => FileState {
@@ -206,7 +206,7 @@ impl FakeFs {
                 size: 0,
                 mtime: 0,
                 birth_time,
-                kind: FileKind::Folder,
+                kind: NodeKind::Folder,
                 has_other_names: false,
             },
         }
