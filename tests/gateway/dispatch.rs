@@ -394,10 +394,10 @@ async fn cost_limit_warns_then_refuses_new_dispatches() -> Result<()> {
     let warning = events.iter().find(|(kind, _)| kind == "warning").context("no warning event")?;
     assert_eq!(warning.1["period"], "daily");
     wait_until_logged(&host, "user_owner has spent").await?;
-    // Earlier spending counts towards a new limit, and the log says so.
+    // Earlier spending counts toward a new limit, and the log says so.
     send_json(host.owner_request(Method::PUT, "/api/limits").json(&json!({ "daily": 0, "monthly": 100 })))
         .await?;
-    let expected = "the monthly cost limit is $100.00; spending in the current period already counts: $";
+    let expected = "the monthly cost limit is $100.00; spent so far in the current period: $";
     wait_until_logged(&host, expected).await
 }
 

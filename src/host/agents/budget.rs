@@ -169,8 +169,8 @@ impl Kernel {
     }
 
     /// Records an ended dispatch, logs a warning for each limit whose warning threshold it crosses, and returns these
-    /// warnings. Returns `None` if the dispatch was not recorded: its record was dropped, so that its cost counts only
-    /// in this process, or the records have not been read yet.
+    /// warnings. Returns `None` if the dispatch was not recorded: either the records have not been read yet, or its
+    /// record was dropped (its cost then counts only in this process).
     pub fn record(&self, interaction: &Interaction) -> Option<Vec<LimitWarning>> {
         let settings = self.settings();
         let _guard = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
@@ -212,7 +212,7 @@ impl Kernel {
     /// Describes the spending that already counts toward a changed limit.
     pub(super) fn describe_spent(&self, settings: &OwnerSettings, period: Period) -> String {
         let Ok(store) = self.usage_store() else {
-            return "spending in the current period already counts".to_owned();
+            return "spending so far in the current period counts toward it".to_owned();
         };
         let today = settings.calendar.day(Timestamp::now());
         let since = first_day(period, today);
@@ -226,12 +226,10 @@ impl Kernel {
             .collect();
         match (listed.is_empty(), spent.len().saturating_sub(MAX_LISTED_USERS)) {
             (true, _) => "nothing has been spent in the current period".to_owned(),
-            (false, 0) => format!("spending in the current period already counts: {}", listed.join(", ")),
+            (false, 0) => format!("spent so far in the current period: {}", listed.join(", ")),
             (false, unlisted) => {
                 let (listed, users) = (listed.join(", "), if unlisted == 1 { "user" } else { "users" });
-                format!(
-                    "spending in the current period already counts: {listed}, and by {unlisted} more {users}"
-                )
+                format!("spent so far in the current period: {listed}, and more by {unlisted} other {users}")
             }
         }
     }

@@ -122,8 +122,7 @@ impl Kernel {
         self.records.flush(timeout)
     }
 
-    /// Finds interactions by their IDs, or their batches' IDs, in the newest records and those that reach back to
-    /// `since`.
+    /// Finds interactions by their IDs, or their batches' IDs: see [`find_interactions`].
     ///
     /// # Errors
     /// A file cannot be read.

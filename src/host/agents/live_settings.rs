@@ -120,7 +120,7 @@ impl LiveSettings {
             self.report(&format!("days now begin at midnight in the time zone {}", current.time_zone));
         }
         if before.error.is_some() {
-            self.report("system/config.json is in use again");
+            self.report("system/config.json is in effect again");
         }
     }
 
@@ -145,7 +145,7 @@ mod tests {
     use crate::records::writer::Writer;
 
     fn spent_text(_: &OwnerSettings, _: Period) -> String {
-        "spending in the current period already counts".to_owned()
+        "spending so far in the current period counts toward it".to_owned()
     }
 
     /// Makes a pending retry due, and hides the file's changes, so that only a retry causes a reload.
@@ -173,7 +173,7 @@ mod tests {
         drop(writer);
         let activity = fs::read_to_string(dir.path().join("logs/activity.log")).unwrap();
         assert_eq!(activity.matches("cannot be read").count(), 1, "{activity}");
-        assert!(!activity.contains("invalid") && activity.contains("in use again"), "{activity}");
+        assert!(!activity.contains("invalid") && activity.contains("in effect again"), "{activity}");
     }
 
     #[test]
@@ -233,9 +233,12 @@ mod tests {
         assert_eq!(*live.current(spent_text), OwnerSettings::default());
         drop(writer);
         let activity = fs::read_to_string(dir.path().join("logs/activity.log")).unwrap();
-        for line in
-            ["daily cost limit is $5.00", "not a time zone", "in use again", "daily cost limit was removed"]
-        {
+        for line in [
+            "daily cost limit is $5.00",
+            "not a time zone",
+            "in effect again",
+            "daily cost limit was removed",
+        ] {
             assert!(activity.contains(line), "{line} in\n{activity}");
         }
     }

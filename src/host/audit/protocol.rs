@@ -26,7 +26,7 @@ pub const SOCKET: &str = "watch.sock";
 pub const MAX_MESSAGE_BYTES: u64 = 64 << 10;
 /// Approximate maximum size of the file of saved messages. Further messages are dropped: the messages in the file
 /// already cause a gap to be recorded.
-const MAX_GAP_BYTES: u64 = 64 << 10;
+const MAX_GAP_FILE_BYTES: u64 = 64 << 10;
 /// Maximum number of attempts to open and lock the file of saved messages.
 const MAX_LOCK_ATTEMPTS: u32 = 8;
 /// Timeout for the dispatcher's messages.
@@ -223,7 +223,7 @@ pub fn send(path: &Path, message: &Message, timeout: Duration) -> io::Result<()>
     line.push(b'\n');
     let unconnected = socket::socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
     let mut stream = UnixStream::from(unconnected);
-    // The timeout also limits `connect`, which waits while too many connections have not been accepted.
+    // The timeout also limits `connect`, which blocks while the listener's backlog is full.
     stream.set_write_timeout(remaining()?)?;
     socket::connect(stream.as_raw_fd(), &UnixAddr::new(path)?)?;
     stream.set_write_timeout(remaining()?)?;
@@ -284,7 +284,7 @@ impl UndeliveredHook {
             }
             // If the file has no links, the watcher has collected it in the meantime: write to a new file.
             if meta.nlink() > 0 {
-                return if meta.len() < MAX_GAP_BYTES { file.write_all(&line) } else { Ok(()) };
+                return if meta.len() < MAX_GAP_FILE_BYTES { file.write_all(&line) } else { Ok(()) };
             }
         }
         Err(io::ErrorKind::WouldBlock.into())
@@ -305,7 +305,7 @@ impl UndeliveredHook {
             return Ok(Vec::new());
         }
         let mut text = Vec::new();
-        (&file).take(2 * MAX_GAP_BYTES).read_to_end(&mut text)?;
+        (&file).take(2 * MAX_GAP_FILE_BYTES).read_to_end(&mut text)?;
         // This process can write to the directory, but perhaps not to the file: remove the file instead of truncating
         // it.
         std::fs::remove_file(path)?;
@@ -359,7 +359,7 @@ mod tests {
             undelivered.save(&file).unwrap();
         }
         let bytes = std::fs::metadata(&file).unwrap().len();
-        assert!(bytes < MAX_GAP_BYTES + 1000, "{bytes}");
+        assert!(bytes < MAX_GAP_FILE_BYTES + 1000, "{bytes}");
         assert!(UndeliveredHook::collect(&file).len() > 100);
         std::os::unix::fs::symlink("/etc/hostname", &file).unwrap();
         assert!(undelivered.save(&file).is_err() && UndeliveredHook::collect(&file).is_empty());

@@ -141,7 +141,7 @@ mod tests {
     use svc_base::diagnosis::Level;
 
     #[test]
-    fn check_reports_later_failures_of_held_back_snapshot() {
+    fn check_reports_later_failures_despite_held_snapshot() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let loss = "3 rows instead of 400";

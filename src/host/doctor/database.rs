@@ -18,7 +18,7 @@ use svc_base::diagnosis::Findings;
 use svc_base::error_chain::format_chain;
 
 /// The port of `svc-postgres`.
-const PORT: u16 = 5432;
+const POSTGRES_PORT: u16 = 5432;
 const IDENTITY_NEXT_STEP: &str = "if this database is the right one, run `svc-restore adopt`; otherwise restore the latest snapshot: here \
      with `svc-restore replace`, or on a new server with `svcctl recover USER`";
 const NEXT_STEP: &str = "run `systemctl status svc-postgres; journalctl -u svc-postgres -n 50`";
@@ -85,9 +85,9 @@ pub fn read_own_port(layout: &Layout, env: &mut Env) -> Result<u16, String> {
             Host::Tcp(name) => return Err(format!("the database is on {name}, not on this machine")),
         }
     }
-    let port = config.get_ports().first().copied().unwrap_or(PORT);
+    let port = config.get_ports().first().copied().unwrap_or(POSTGRES_PORT);
     // Below a different root, as in tests, the network is shared, so the port differs.
-    if port != PORT && layout.root() == Path::new("/") {
+    if port != POSTGRES_PORT && layout.root() == Path::new("/") {
         return Err(format!("the database is on port {port}, where svc-postgres does not listen"));
     }
     Ok(port)
@@ -121,10 +121,13 @@ mod tests {
     #[test]
     fn check_gateway_server_accepts_only_local_server() {
         for own in ["127.0.0.1:5432", "[::1]:5432", "socket"] {
-            assert!(check_gateway_server(own, PORT).is_ok(), "{own}");
+            assert!(check_gateway_server(own, POSTGRES_PORT).is_ok(), "{own}");
         }
         for other in ["127.0.0.1:5433", "192.0.2.7:5432", ""] {
-            assert!(check_gateway_server(other, PORT).unwrap_err().contains("127.0.0.1:5432"), "{other}");
+            assert!(
+                check_gateway_server(other, POSTGRES_PORT).unwrap_err().contains("127.0.0.1:5432"),
+                "{other}"
+            );
         }
     }
 
@@ -133,7 +136,7 @@ mod tests {
         let port = |root: &str, url: &str| {
             read_own_port(&Layout::new(root), &mut Env::from_pairs([("DATABASE_URL", url)]))
         };
-        assert_eq!(port("/", "postgres://svc:pw@127.0.0.1:5432/svc"), Ok(PORT));
+        assert_eq!(port("/", "postgres://svc:pw@127.0.0.1:5432/svc"), Ok(POSTGRES_PORT));
         assert_eq!(port("/machine", "postgres://svc:pw@localhost:7001/svc"), Ok(7001));
         for (url, expected) in [
             ("postgres://svc:pw@127.0.0.1:5433/svc", "on port 5433"),

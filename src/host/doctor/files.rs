@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn check_secrets_reports_each_file_open_to_others() {
+    fn check_secrets_reports_each_file_accessible_to_others() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let paths = [layout.acme_account(), layout.upgrade_token(), layout.files_key()];

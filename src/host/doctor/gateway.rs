@@ -33,7 +33,7 @@ pub async fn check(layout: &Layout) -> Findings {
         return findings.problem("cannot create an HTTPS client for the gateway's certificate", next);
     };
     if gateway.is_ready().await {
-        findings.ok(format!("the gateway is ready on {listen}, with its own key"))
+        findings.ok(format!("the gateway is ready on {listen} and uses the key in tls/key.pem"))
     } else {
         let what = format!("the gateway is not ready on {listen}, or its key differs from tls/key.pem");
         findings.problem(what, next)

@@ -51,8 +51,8 @@ pub async fn check(layout: &Layout) -> Findings {
             ),
             Ok(Some(HeartbeatFailure { since, error, .. })) => findings.problem(
                 format!("the platform has accepted no heartbeat since {since:.0}: {error}"),
-                "run `svcctl fleet`: an alarm says why, for example that the platform has the wrong key. Without an alarm, \
-                 recover the machine",
+                "run `svcctl fleet`: an alarm names the cause, for example that the platform has the wrong key. If there is \
+                 no alarm, recover the machine",
             ),
             Err(error) => findings.problem(
                 format!("it is unknown whether the platform accepts the heartbeats: {error}"),

@@ -28,7 +28,7 @@ pub fn check_gate(layout: &Layout) -> Findings {
     }
 }
 
-const NEXT_STEP_LINKS: &str =
+const LINKS_NEXT_STEP: &str =
     "run `svc-update boot` to create the links and install the units of the current release";
 
 pub fn check_current(layout: &Layout) -> Findings {
@@ -48,7 +48,7 @@ pub fn check_current(layout: &Layout) -> Findings {
     let findings = match layout.link("bin").join("svc").metadata() {
         Ok(_) => findings,
         Err(error) => {
-            findings.problem(format!("{}/svc: {error}", layout.link("bin").display()), NEXT_STEP_LINKS)
+            findings.problem(format!("{}/svc: {error}", layout.link("bin").display()), LINKS_NEXT_STEP)
         }
     };
     // The tools in the container do not count, because only root can use them.

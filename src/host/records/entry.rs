@@ -13,7 +13,7 @@ pub struct Interaction {
     pub version: u32,
     /// The dispatch's ID, generated or chosen by its caller.
     pub id: String,
-    /// The end of the dispatch, which determines the day it counts towards.
+    /// The end of the dispatch, which determines the day that it counts toward.
     #[serde(with = "clock::wire")]
     pub timestamp: Timestamp,
     /// The time at which the dispatch was accepted; absent from older records.

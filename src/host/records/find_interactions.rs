@@ -15,7 +15,7 @@ use svc_base::clock;
 /// 16 MiB, so the pages cover a day or two on a busy machine.
 const MIN_PAGES: usize = 8;
 /// Maximum number of matching lines per page.
-const MAX_LINES: usize = 1000;
+const MAX_LINES_PER_PAGE: usize = 1000;
 
 /// The time in a record's line.
 #[derive(Deserialize)]
@@ -50,7 +50,8 @@ pub fn find_interactions(
             has_recent_line = has_recent_line || is_recent(line);
             if may_match(line) { Verdict::Take } else { Verdict::Skip }
         };
-        let page = match page::read_newest(RecordKind::Interactions, logs, cursor, MAX_LINES, judge) {
+        let page = match page::read_newest(RecordKind::Interactions, logs, cursor, MAX_LINES_PER_PAGE, judge)
+        {
             // The cursor's file has been deleted, and so have all older ones.
             Err(PageError::Gone) => break,
             page => page?,
@@ -89,7 +90,7 @@ mod tests {
             format!("{interaction}\n")
         };
         // Other dispatches, whose lines contain the ID in another field, fill the newest pages.
-        let newer = (0..MIN_PAGES * MAX_LINES)
+        let newer = (0..MIN_PAGES * MAX_LINES_PER_PAGE)
             .map(|number| line(&format!("other-{number}"), "2026-11-22T10:00:00.000Z"));
         let oldest = line("wanted", "2026-11-20T10:00:00.000Z");
         let text: String = std::iter::once(oldest).chain(newer).collect();

@@ -55,8 +55,8 @@ impl DayUsage {
         position.map_or_else(|_| Totals::default(), |index| self.entries[index].totals)
     }
 
-    /// Returns the totals of a user's keys, or of all keys.
-    fn user_keys(&self, user: Option<NameId>) -> &[KeyTotals] {
+    /// Returns the entries of a user, or all entries.
+    fn entries_for_user(&self, user: Option<NameId>) -> &[KeyTotals] {
         let Some(user) = user else { return &self.entries };
         let from = self.entries.partition_point(|entry| entry.key.user < user);
         let length = self.entries[from..].partition_point(|entry| entry.key.user == user);
@@ -325,7 +325,7 @@ impl Ledger {
     pub fn spent(&self, user: &str, start: Date, end: Date) -> Dollars {
         let Some(user) = self.ids.get(user) else { return Dollars::ZERO };
         let days = self.days_between(Some(start), Some(end));
-        days.flat_map(|(_, day)| day.user_keys(Some(*user))).map(|entry| entry.totals.cost).sum()
+        days.flat_map(|(_, day)| day.entries_for_user(Some(*user))).map(|entry| entry.totals.cost).sum()
     }
 
     /// Returns the users with dispatches on or after this day.
@@ -338,7 +338,8 @@ impl Ledger {
         let user = query.user_id.as_deref().map(|user| self.ids.get(user).copied());
         // An unknown user has no usage.
         let Some(user) = user.map_or(Some(None), |user| user.map(Some)) else { return Report::default() };
-        let days = self.days_between(query.start, query.end).map(|(date, day)| (*date, day.user_keys(user)));
+        let days =
+            self.days_between(query.start, query.end).map(|(date, day)| (*date, day.entries_for_user(user)));
         match query.group_by {
             GroupBy::Day => group_by_period(days, |date| date),
             GroupBy::Week => group_by_period(days, first_of_week),

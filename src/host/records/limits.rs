@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn reservations_count_towards_the_limit() {
+    fn reservations_count_toward_the_limit() {
         let spent = |today, reserved| Spending {
             today: dollars(today),
             reserved: dollars(reserved),

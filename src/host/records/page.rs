@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn page_opens_older_files_when_reached_and_none_twice() {
+    fn page_opens_older_files_lazily_and_none_twice() {
         let dir = tempfile::tempdir().unwrap();
         let logs = dir.path().canonicalize().unwrap();
         let (current, old) = (logs.join("audit.jsonl"), logs.join("audit-2026-11-20.jsonl"));
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn stop_ends_the_search_and_few_matches_give_a_cursor() {
+    fn stop_ends_search_and_sparse_matches_yield_a_cursor() {
         let dir = tempfile::tempdir().unwrap();
         let line = "x".repeat(1 << 20);
         fs::write(dir.path().join("backup.jsonl"), format!("{line}\n").repeat(20)).unwrap();
@@ -318,7 +318,10 @@ mod tests {
             |cursor| read_newest(RecordKind::Audit, dir.path(), Some(cursor), 5, |_| Verdict::Take);
         assert_eq!(read_from(cursor).unwrap().lines, ["2", "1"]);
         fs::write(&path, "1\n").unwrap();
-        assert!(matches!(read_from(cursor), Err(PageError::Gone)), "the file is shorter");
+        assert!(
+            matches!(read_from(cursor), Err(PageError::Gone)),
+            "the file is shorter, but the cursor was accepted"
+        );
         // The inode alone does not identify a file: it may have been reused.
         fs::write(&path, "4\n5\n6\n").unwrap();
         let text = cursor.to_string();

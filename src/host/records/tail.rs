@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn deleting_a_file_returns_no_old_lines() {
+    fn deleted_file_does_not_repeat_old_lines() {
         let dir = tempfile::tempdir().unwrap();
         let (logs, current) = (dir.path().to_owned(), dir.path().join("audit.jsonl"));
         append(&dir.path().join("audit-2026-11-20.jsonl"), "old\n");

@@ -2,10 +2,10 @@
 //! writes them to disk, and another syncs the files.
 //!
 //! Each record's accepted lines are written in order, at most [`FLUSH_INTERVAL`] later unless the disk fails. A crash
-//! of the process loses only lines that have not been written; a crash of the machine, also lines that have not been
-//! synced, or whose sync failed. The queue is bounded: a line that does not fit is rejected and counted, and a gap line
-//! in its record reports the number. Files are opened by name for each write (`host::records::jsonl`), so that no line
-//! is lost if a file was renamed or deleted before the write. Failed writes are retried until they succeed or the
+//! of the process loses only lines that have not been written; a crash of the machine also loses lines that have not
+//! been synced, or whose sync failed. The queue is bounded: a line that does not fit is rejected and counted, and a gap
+//! line in its record reports the number. Files are opened by name for each write (`host::records::jsonl`), so that no
+//! line is lost if a file was renamed or deleted before the write. Failed writes are retried until they succeed or the
 //! writer is dropped; failed syncs are not retried.
 
 mod file;
@@ -45,6 +45,7 @@ const REPLACE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Interval between syncs of written files.
 const SYNC_INTERVAL: Duration = Duration::from_secs(5);
 
+/// The state that the handles and the threads share.
 struct Shared {
     logs: PathBuf,
     queue: Mutex<RecordQueue>,
@@ -56,7 +57,7 @@ struct Shared {
 }
 
 /// The work for one iteration of the writing thread.
-struct Batch {
+struct WriteBatch {
     lines: Vec<(Record, Vec<Vec<u8>>)>,
     /// The latest requested flush, unless its lines have already been written.
     flush: Option<u64>,
@@ -156,8 +157,8 @@ impl Records {
     }
 
     fn accept(&self, record: Record, line: &[u8]) -> Result<(), QueueFull> {
-        let must_wake = self.0.lock().accept(record, line)?;
-        if must_wake {
+        let should_wake = self.0.lock().accept(record, line)?;
+        if should_wake {
             self.0.wake.notify_one();
         }
         Ok(())
@@ -184,8 +185,8 @@ impl Records {
         replied.recv_timeout(REPLACE_TIMEOUT).unwrap_or(Ok(false))
     }
 
-    /// Waits until all lines accepted so far are durable. Returns `false` if they are not within `timeout`, if a sync
-    /// fails in the meantime, or if the writer has ended. `true` does not cover lines that were accepted before a
+    /// Waits until all lines accepted so far are durable. Returns `false` if they are not durable within `timeout`, if
+    /// a sync fails in the meantime, or if the writer has ended. `true` does not cover lines that were accepted before a
     /// failed sync: see [`Records::failed_syncs`].
     pub fn flush(&self, timeout: Duration) -> bool {
         let mut queue = self.0.lock();
@@ -231,7 +232,7 @@ impl Shared {
         let mut sync_requested_at = Instant::now();
         loop {
             let is_dirty = files.iter().any(|(_, file)| file.is_dirty());
-            let Batch { lines, flush, replacement, is_stopping } =
+            let WriteBatch { lines, flush, replacement, is_stopping } =
                 self.take_batch(is_dirty.then(|| sync_requested_at + SYNC_INTERVAL));
             for (record, buffers) in lines {
                 let file = file_for(&mut files, record, &self.logs);
@@ -273,12 +274,12 @@ impl Shared {
     }
 
     /// Waits for lines or a request, and takes all lines. Returns at `sync_at` at the latest, if it is set.
-    fn take_batch(&self, sync_at: Option<Instant>) -> Batch {
+    fn take_batch(&self, sync_at: Option<Instant>) -> WriteBatch {
         let mut queue = self.wait_for_work(self.lock(), sync_at);
         queue.thread = ThreadState::Writing;
         let lines = queue.take_lines();
         let flush = (queue.flushes_requested > queue.flushes_written).then_some(queue.flushes_requested);
-        Batch { lines, flush, replacement: queue.replacement.take(), is_stopping: queue.is_stopping }
+        WriteBatch { lines, flush, replacement: queue.replacement.take(), is_stopping: queue.is_stopping }
     }
 
     fn wait_for_work<'a>(
@@ -376,7 +377,7 @@ impl Shared {
             .map(|(record, file)| (*record, file.unwritten_bytes()))
             .filter(|(_, bytes)| *bytes > 0);
         let unwritten = unwritten.collect();
-        let buffers = files.iter_mut().flat_map(|(_, file)| file.take_finished());
+        let buffers = files.iter_mut().flat_map(|(_, file)| file.take_written_buffers());
         self.lock().finish_batch(unwritten, buffers);
     }
 

@@ -6,8 +6,9 @@
 //!
 //! The first check after a boot is different, because only the clock tells how long the machine was off. It trusts the
 //! clock, unless the boot was more than a day after the last check or, without an earlier check, after the last write
-//! to a record before the boot. Such a clock counts as a jump: `time-sync.target` is reached even if no time server
-//! responds. A machine that was off for weeks therefore expires its records one day after it was powered on.
+//! to a record before the boot. In that case, the clock counts as having jumped: the unit starts after
+//! `time-sync.target`, but that target is reached even if no time server responds. A machine that was off for weeks
+//! therefore expires its records one day after it was powered on.
 
 use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
@@ -22,8 +23,8 @@ use svc_base::fsx::{self, FileError};
 const DAY_SECONDS: i64 = 86_400;
 /// A difference of up to this much is an NTP correction, not a jump.
 const MAX_DRIFT_SECONDS: i64 = 900;
-/// Checks are hourly. If the machine reboots between two of them, the boot is at most this long after the first, and
-/// the second at most this long after the boot.
+/// Checks are hourly. If the machine reboots between two checks, the boot is at most this long after the first check,
+/// and the second check at most this long after the boot.
 const MAX_REBOOT_SECONDS: i64 = 2 * 3600;
 
 /// A reading of the system clock and the uptime, with the last write to a record. Times are in seconds since 1970.
@@ -94,9 +95,9 @@ pub fn assess_clock(state: Option<ClockState>, now: ClockReading) -> (i64, Clock
     (now.clock.min(expected + uptime_seconds), ClockState { boot_time: expected, uptime_seconds, untrusted })
 }
 
-/// Whether the machine may have rebooted since the last check, although the uptime has grown: the last check may have
-/// been even sooner after its boot. A clock jump that looks like a reboot is accepted, because it is too short to
-/// matter: at most `2 * MAX_REBOOT_SECONDS`.
+/// Whether the machine may have rebooted since the last check, although the uptime is longer now: the last check may
+/// have run even sooner after the previous boot. A clock jump that looks like a reboot is accepted, because it is too
+/// short to matter: at most `2 * MAX_REBOOT_SECONDS`.
 fn may_have_rebooted(state: ClockState, boot_time: i64, uptime_seconds: i64) -> bool {
     let last_check = state.boot_time + state.uptime_seconds;
     uptime_seconds <= MAX_REBOOT_SECONDS
@@ -171,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn trusts_jump_ahead_after_one_stable_day() {
+    fn jump_ahead_is_trusted_after_one_stable_day() {
         assert_eq!(days_ahead(&[at(1, 0), at(2, 40), at(3, 40), at(4, 0), at(5, 40)]), [0, 0, 0, 0, 0]);
         assert_eq!(days_ahead(&[at(1, 0), at(2, 40), at(25, 40), at(26, 40), at(27, 40)]), [0, 0, 0, 40, 40]);
         assert_eq!(
@@ -182,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn trusts_earlier_clock_and_quick_reboot_immediately() {
+    fn earlier_clock_and_quick_reboot_are_trusted_immediately() {
         assert_eq!(days_ahead(&[at(1, 0), at(2, -40)]), [0, -40]);
         let booted = ClockReading { clock: START + 31 * 3600, uptime_seconds: 60, last_write: None };
         assert_eq!(assess_clock(Some(assess_clock(None, at(30, 0)).1), booted).0, booted.clock);
@@ -194,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn reboot_is_trusted_after_longer_uptime() {
+    fn reboot_is_recognized_even_if_uptime_has_grown() {
         let checked = |boot_minute: i64, uptime_minutes: i64| {
             let uptime_seconds = uptime_minutes * 60;
             ClockReading {
@@ -214,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn boot_far_ahead_is_trusted_after_a_day() {
+    fn clock_far_ahead_after_boot_is_trusted_after_a_day() {
         let before = assess_clock(None, at(30, 0)).1;
         let booted = |uptime_seconds: i64| {
             let clock = START + 90 * DAY_SECONDS + uptime_seconds;
@@ -235,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn persists_state_and_ignores_malformed_file() {
+    fn state_is_persisted_and_malformed_file_is_ignored() {
         let dir = tempfile::tempdir().unwrap();
         let (file, logs) = (dir.path().join("clock.json"), dir.path().join("logs"));
         std::fs::create_dir(&logs).unwrap();
@@ -252,6 +253,9 @@ mod tests {
             let record = std::fs::File::create(logs.join(name)).unwrap();
             record.set_modified(modified.into()).unwrap();
         }
-        assert!(days(update_trusted_time(&file, &logs, jumped).unwrap()) < 40, "the last record is old");
+        assert!(
+            days(update_trusted_time(&file, &logs, jumped).unwrap()) < 40,
+            "the clock was trusted although the last record is old"
+        );
     }
 }

@@ -59,7 +59,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn keeps_exactly_the_last_thirty_days(
+        fn expiry_keeps_exactly_the_last_thirty_days(
             days in proptest::collection::btree_set(-400_i32..400, 0..60),
             today in -1000_i32..1000,
         ) {

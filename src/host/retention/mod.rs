@@ -131,7 +131,7 @@ mod tests {
             assert!(rotate_and_expire(&layout, &Calendar::utc(), now).is_ok());
         };
         run_after(0);
-        assert_eq!(files(), 0, "records expire even though no newer ones were written");
+        assert_eq!(files(), 0, "the old records were not deleted, although no newer ones exist");
         // A clock that jumps ahead deletes nothing.
         std::fs::write(logs.join(format!("interactions-{}.jsonl", Calendar::utc().day(now))), "{}\n")
             .unwrap();

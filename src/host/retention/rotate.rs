@@ -100,11 +100,11 @@ fn read_first_line(file: File) -> io::Result<Vec<u8>> {
 /// Parses the time of a line: its `timestamp`, or its first word.
 fn parse_line_time(line: &[u8]) -> Option<Timestamp> {
     #[derive(Deserialize)]
-    struct Entry {
+    struct TimedLine {
         timestamp: Timestamp,
     }
-    if let Ok(entry) = serde_json::from_slice::<Entry>(line) {
-        return Some(entry.timestamp);
+    if let Ok(line) = serde_json::from_slice::<TimedLine>(line) {
+        return Some(line.timestamp);
     }
     let text = std::str::from_utf8(line).ok()?;
     text.split_whitespace().next()?.trim_matches(['[', ']']).parse().ok()

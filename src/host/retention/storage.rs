@@ -88,7 +88,7 @@ pub struct AppUsage {
     pub database_bytes: u64,
 }
 
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde requires this signature")]
 fn is_zero(number: &u64) -> bool {
     *number == 0
 }

@@ -8,12 +8,13 @@ use svc_base::fsx::{self, FileError};
 
 const FORMAT_VERSION: u32 = 1;
 
-/// The heartbeats have failed since the first of these times.
+/// An uninterrupted series of failed heartbeats.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HeartbeatFailure {
     version: u32,
+    /// The time of the first failure.
     pub since: Timestamp,
-    /// The error of the last heartbeat with another error than the one before.
+    /// The latest error. The record is rewritten only if the error changes.
     pub error: String,
 }
 
@@ -28,7 +29,7 @@ impl HeartbeatFailure {
     }
 }
 
-/// Writes the record when the result of the heartbeats changes.
+/// Updates the record when the heartbeats' result changes.
 pub struct FailureLog<'a> {
     layout: &'a Layout,
     recorded: Option<HeartbeatFailure>,
@@ -40,7 +41,7 @@ impl<'a> FailureLog<'a> {
         Self { layout, recorded: HeartbeatFailure::read(layout).ok().flatten() }
     }
 
-    /// Records the result of a heartbeat: its error, or `None` if it was accepted. An error of the disk is only logged.
+    /// Records the result of a heartbeat: its error, or `None` if it was accepted. A failed write is only logged.
     pub fn record(&mut self, error: Option<String>) {
         let path = self.layout.heartbeat_failure();
         let written = match error {

@@ -368,7 +368,7 @@ mod tests {
         assert_eq!(ends, 7);
         assert!(
             !format!("{events:?}{outcome:?}").contains("File created successfully"),
-            "tool outputs are not reported"
+            "a tool's output was reported"
         );
         assert_eq!(outcome.tools[3].error.as_deref(), Some("Exit code 3 out err"));
         assert!(outcome.tools[5].error.as_deref().is_some_and(|error| error.contains("not found in file")));
@@ -416,7 +416,7 @@ mod tests {
 
     /// Releases such as 2.1.197 print only `modelUsage`, which covers the whole conversation.
     #[test]
-    fn earlier_release_takes_subagent_usage_from_model_usage() {
+    fn subagent_usage_of_earlier_release_is_in_model_usage() {
         let result = |models: &str| {
             r#"{"type":"result","subtype":"success","is_error":false,"total_cost_usd":0.12,
                 "usage":{"input_tokens":2000,"cache_read_input_tokens":10000,"output_tokens":400},

@@ -27,7 +27,7 @@ enum CodexLine {
     #[serde(rename = "turn.completed")]
     TurnCompleted { usage: Usage },
     #[serde(rename = "turn.failed")]
-    TurnFailed { error: Message },
+    TurnFailed { error: TurnError },
     #[serde(other)]
     Other,
 }
@@ -78,7 +78,7 @@ struct Usage {
 }
 
 #[derive(Deserialize)]
-struct Message {
+struct TurnError {
     message: String,
 }
 
@@ -222,7 +222,7 @@ mod tests {
         assert_eq!((outcome.tokens_in, outcome.tokens_out, outcome.cost), (48_000, 1600, None));
         assert_eq!(outcome.tokens_cached, 40_000);
         assert_eq!((outcome.status, outcome.text.as_deref()), (ResultStatus::Success, Some("All done.")));
-        assert!(!format!("{events:?}{outcome:?}").contains("three"), "tool outputs are not reported");
+        assert!(!format!("{events:?}{outcome:?}").contains("three"), "a tool's output was reported");
         assert_eq!(outcome.tools[3].error.as_deref(), Some("Exit code 3 out err"));
         assert_eq!(outcome.tools.iter().filter(|tool| tool.error.is_some()).count(), 1);
     }

@@ -14,7 +14,7 @@ use nix::fcntl::OFlag;
 use serde::{Deserialize, Serialize};
 
 /// Maximum number of session files considered.
-const MAX_FILES: usize = 100_000;
+const MAX_SESSION_FILES: usize = 100_000;
 /// Maximum number of bytes read from a file.
 const MAX_FILE_BYTES: u64 = 256 << 20;
 /// Maximum number of bytes in a line that is parsed. Relevant lines are a few hundred bytes long, and the first line is
@@ -108,7 +108,7 @@ fn list_session_files(sessions: &Path) -> impl Iterator<Item = DirEntry> {
     let years = entries(sessions.to_owned());
     let months = years.flat_map(move |year| entries(year.path()));
     let days = months.flat_map(move |month| entries(month.path()));
-    days.flat_map(move |day| entries(day.path())).take(MAX_FILES)
+    days.flat_map(move |day| entries(day.path())).take(MAX_SESSION_FILES)
 }
 
 /// Adds the usage in one file since `since`. Returns whether there is any; `None` if the file is unreadable or belongs

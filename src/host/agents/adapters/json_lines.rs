@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn run_fails_without_success_result_and_exit_code_zero() {
+    fn run_fails_unless_result_and_exit_code_report_success() {
         let tool = r#"{"type":"tool","id":"1","name":"Bash","input":{"command":"sleep 9"}}"#;
         for (lines, exit, name) in [
             (vec![], Exit::Code(0), "NoResult"),
@@ -213,10 +213,7 @@ mod tests {
             (&*error.name, &*error.message),
             ("Error", "the agent reported an error without a message")
         );
-        assert!(
-            error.stack.is_some_and(|stack| stack.contains("password=***")),
-            "standard error is included"
-        );
+        assert!(error.stack.is_some_and(|stack| stack.contains("password=***")), "standard error is missing");
         assert_eq!(outcome.text.as_deref(), Some("I cannot"));
         assert_eq!(run(&[result], Exit::Code(3)).1.error.unwrap().name, "ExitCode");
     }
@@ -235,7 +232,7 @@ mod tests {
             assert!(has_unreported_usage(&[started, usage, line]), "{line}");
         }
         assert!(!has_unreported_usage(&[started, text, usage]));
-        assert!(!has_unreported_usage(&[started, text, usage, "noise"]), "unknown lines are ignored");
+        assert!(!has_unreported_usage(&[started, text, usage, "noise"]), "an unknown line was not ignored");
         assert!(!has_unreported_usage(&[started, text, result]));
         assert!(!has_unreported_usage(&[]), "the run did not start");
     }

@@ -152,7 +152,7 @@ mod tests {
     };
 
     #[test]
-    fn claude_starts_a_conversation_once_then_resumes() {
+    fn claude_starts_a_conversation_once_then_resumes_it() {
         let (first, resumed) = (
             AdapterKind::ClaudeCode.build_launch(&REQUEST, false),
             AdapterKind::ClaudeCode.build_launch(&REQUEST, true),

@@ -49,8 +49,8 @@ pub enum Event {
         id: String,
         name: String,
         input_preview: String,
-        /// Whether the call is one of the limited number in [`Outcome::tools`]. Only these may be noted in
-        /// `activity.log`. Listeners do not get this field.
+        /// Whether the call is recorded in [`Outcome::tools`], whose length is limited. Only recorded calls may be
+        /// noted in `activity.log`. Listeners do not receive this field.
         #[serde(skip)]
         is_recorded: bool,
     },
@@ -102,7 +102,7 @@ pub struct Outcome {
 
 /// Parses the output of one run.
 pub trait Adapter: Send {
-    /// Parses a line of standard output, `at_ms` after the start.
+    /// Parses a line of standard output, which was read `at_ms` milliseconds after the start.
     fn parse_line(&mut self, at_ms: u64, line: &str) -> Vec<Event>;
 
     /// Sets the usage from the program's session files, which overrides the printed usage. Call before
@@ -131,7 +131,7 @@ pub enum AdapterKind {
 
 impl AdapterKind {
     /// Whether tool calls have the same IDs in the program's output and in its hooks.
-    pub fn has_hook_ids(self) -> bool {
+    pub fn has_shared_call_ids(self) -> bool {
         self == Self::ClaudeCode
     }
 

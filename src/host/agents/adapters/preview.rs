@@ -18,7 +18,7 @@ const MAX_SCANNED_CHARS: usize = 4000;
 const REDACTED: &str = "***";
 
 /// Secret patterns and their replacements.
-static PATTERNS: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
+static SECRET_PATTERNS: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
     [
         (r"-----BEGIN [A-Z0-9 ]+-----[\s\S]*?(-----END [A-Z0-9 ]+-----|$)", REDACTED),
         // Credentials in a URL.
@@ -46,7 +46,7 @@ static PATTERNS: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
 /// Replaces everything that looks like a secret.
 pub fn scrub(text: &str) -> String {
     let mut text = text.to_owned();
-    for (pattern, replacement) in PATTERNS.iter() {
+    for (pattern, replacement) in SECRET_PATTERNS.iter() {
         if pattern.is_match(&text) {
             text = pattern.replace_all(&text, *replacement).into_owned();
         }
@@ -55,7 +55,7 @@ pub fn scrub(text: &str) -> String {
 }
 
 /// Matches the names of variables that may hold secrets.
-static SECRET_NAMES: LazyLock<Regex> = LazyLock::new(|| {
+static SECRET_VARIABLE_NAMES: LazyLock<Regex> = LazyLock::new(|| {
     Regex::new(
         "(?i)passw|passphrase|pwd|secret|token($|_)|key(s?$|_|[0-9])|credential|(^|_)auth($|_)|dsn$|cookie",
     )
@@ -72,7 +72,7 @@ impl Secrets {
 
     pub fn from_environment(environment: &BTreeMap<String, String>) -> Self {
         let is_secret = |(name, value): &(&String, &String)| {
-            SECRET_NAMES.is_match(name) && value.len() >= Self::MIN_BYTES
+            SECRET_VARIABLE_NAMES.is_match(name) && value.len() >= Self::MIN_BYTES
         };
         let mut secrets: Vec<String> =
             environment.iter().filter(is_secret).map(|(_, value)| value.clone()).collect();

@@ -8,10 +8,10 @@ use serde::Deserialize;
 use super::{AdapterKind, Outcome};
 use crate::records::money::Dollars;
 
-const DEFAULT_NAME: &str = "claude";
+const DEFAULT_AGENT_NAME: &str = "claude";
 /// The default agent's command, used if the settings define no agents: the release's own Claude Code. It may edit the
 /// owner's files without confirmation; other actions that require permission are denied.
-const DEFAULT_COMMAND: [&str; 3] = ["claude", "--permission-mode", "acceptEdits"];
+const DEFAULT_AGENT_COMMAND: [&str; 3] = ["claude", "--permission-mode", "acceptEdits"];
 const DEFAULT_CONCURRENCY: usize = 4;
 const MAX_CONCURRENCY: usize = 64;
 pub const DEFAULT_DEADLINE_SECONDS: u64 = 3600;
@@ -85,15 +85,15 @@ impl Default for AgentSettings {
     fn default() -> Self {
         let agent = Agent {
             adapter: AdapterKind::ClaudeCode,
-            command: DEFAULT_COMMAND.map(str::to_owned).into(),
+            command: DEFAULT_AGENT_COMMAND.map(str::to_owned).into(),
             model: None,
             deadline_seconds: DEFAULT_DEADLINE_SECONDS,
             environment: BTreeMap::new(),
             apps: Vec::new(),
         };
         Self {
-            agents: BTreeMap::from([(DEFAULT_NAME.to_owned(), agent)]),
-            default_agent: DEFAULT_NAME.to_owned(),
+            agents: BTreeMap::from([(DEFAULT_AGENT_NAME.to_owned(), agent)]),
+            default_agent: DEFAULT_AGENT_NAME.to_owned(),
             concurrency: DEFAULT_CONCURRENCY,
             prices: BTreeMap::new(),
         }

@@ -7,7 +7,7 @@ use crate::records::entry::{ResultStatus, ToolCall};
 
 /// Maximum number of tool calls recorded per run, which bounds the length of its record; further calls are only
 /// reported as events.
-const MAX_TOOLS: usize = 2000;
+const MAX_TOOL_CALLS: usize = 2000;
 
 const MAX_NAME_CHARS: usize = 100;
 /// Maximum number of characters in a call's ID. Claude Code and Codex use about 30; longer IDs are truncated before
@@ -21,7 +21,7 @@ const MAX_TOTAL_ERROR_BYTES: usize = 256 << 10;
 /// The tool calls, in the order in which they started.
 #[derive(Debug, Default)]
 pub struct ToolCalls {
-    /// The first [`MAX_TOOLS`] calls.
+    /// The first [`MAX_TOOL_CALLS`] calls.
     all: Vec<ToolCall>,
     /// Number of calls that have started, including those not in `all`.
     started: usize,
@@ -52,15 +52,15 @@ impl ToolCalls {
         }
         self.record_model_output();
         let input_preview = preview::preview_input(input);
-        let is_recorded = self.started < MAX_TOOLS;
+        let is_recorded = self.started < MAX_TOOL_CALLS;
         let event = Event::ToolStarted {
             id: id.clone(),
             name: name.clone(),
             input_preview: input_preview.clone(),
             is_recorded,
         };
-        // For calls beyond this limit, the end is not reported.
-        if self.running.len() < MAX_TOOLS {
+        // If more calls than this are running at once, the ends of the further calls are not reported.
+        if self.running.len() < MAX_TOOL_CALLS {
             let running = RunningCall { id, name: name.clone(), index: self.started, started_ms: at_ms };
             self.running.push(running);
         }
@@ -163,7 +163,7 @@ mod tests {
         assert!((1000..=MAX_ERROR_BYTES).contains(&error.len()), "{}", error.len());
         assert_eq!((&all[1].error, &all[2].error), (&None, &None));
         let mut tools = ToolCalls::default();
-        for n in 0..MAX_TOOLS {
+        for n in 0..MAX_TOOL_CALLS {
             tools.start(0, &n.to_string(), "Bash", &Value::Null);
             tools.end(1, &n.to_string(), ResultStatus::Error, Some(&"x".repeat(1100)));
         }
@@ -176,28 +176,28 @@ mod tests {
     fn calls_beyond_the_maximum_are_reported_but_not_recorded() {
         let (input, status) = (Value::Null, ResultStatus::Error);
         let mut tools = ToolCalls::default();
-        for n in 0..MAX_TOOLS {
+        for n in 0..MAX_TOOL_CALLS {
             let event = tools.start(0, &n.to_string(), "Bash", &input);
             assert!(matches!(event, Some(Event::ToolStarted { is_recorded: true, .. })), "{n}: {event:?}");
             tools.end(0, &n.to_string(), status, None);
         }
         let event = tools.start(0, "more", "Write", &input);
         assert!(matches!(event, Some(Event::ToolStarted { is_recorded: false, .. })), "{event:?}");
-        assert_eq!(tools.start(0, "more", "Write", &input), None, "the call is running");
+        assert_eq!(tools.start(0, "more", "Write", &input), None, "a call with this ID is running");
         let ended = Event::ToolEnded { id: "more".to_owned(), name: "Write".to_owned(), status };
         assert_eq!(tools.end(1, "more", status, Some("failed")), Some(ended));
         tools.start(1, "last", "Edit", &input);
         assert_eq!(tools.close(2).as_deref(), Some("Edit"));
-        assert_eq!(tools.into_all().len(), MAX_TOOLS);
+        assert_eq!(tools.into_all().len(), MAX_TOOL_CALLS);
     }
 
     #[test]
     fn running_calls_are_bounded_but_all_are_reported() {
         let mut tools = ToolCalls::default();
-        for n in 0..=MAX_TOOLS {
+        for n in 0..=MAX_TOOL_CALLS {
             assert!(tools.start(0, &n.to_string(), "Bash", &Value::Null).is_some(), "{n}");
         }
-        assert_eq!(tools.running.len(), MAX_TOOLS);
+        assert_eq!(tools.running.len(), MAX_TOOL_CALLS);
     }
 
     #[test]

@@ -16,7 +16,7 @@ use svc_base::metrics::DISPATCHES;
 use svc_http::problem::{Code, Problem};
 
 /// Maximum number of queued dispatches.
-const MAX_QUEUED: usize = 500;
+const MAX_QUEUED_DISPATCHES: usize = 500;
 /// Maximum number of queued dispatches per sender.
 const MAX_QUEUED_PER_SENDER: usize = 200;
 /// Maximum number of bytes in the prompts of all queued dispatches.
@@ -78,13 +78,13 @@ impl Dispatcher {
             sender_count += usize::from(queued.accepted.sender_id == sender);
             bytes += queued.accepted.entry.prompt.len();
         }
-        if count > MAX_QUEUED || sender_count > MAX_QUEUED_PER_SENDER || bytes > MAX_QUEUED_BYTES {
+        if count > MAX_QUEUED_DISPATCHES || sender_count > MAX_QUEUED_PER_SENDER || bytes > MAX_QUEUED_BYTES {
             let detail = "Too many dispatches are queued; retry when some of them have started.";
             return Err(Problem::new(Code::RateLimited, detail).retry_after(10));
         }
         table.targets.insert(id.to_string(), target.clone());
         for dispatch in all {
-            table.targets.insert(dispatch.id().to_owned(), DispatchTarget::One(Arc::clone(dispatch)));
+            table.targets.insert(dispatch.id().to_owned(), DispatchTarget::Dispatch(Arc::clone(dispatch)));
         }
         table.unjournaled.extend(all.iter().cloned());
         Ok(None)
@@ -127,7 +127,7 @@ fn build_dispatches(
     if !request.is_batch {
         let dispatch =
             Dispatch::new(accepted(id.to_string(), &request.entries[0], None), None, Some(reservation));
-        return (DispatchTarget::One(Arc::clone(&dispatch)), vec![dispatch]);
+        return (DispatchTarget::Dispatch(Arc::clone(&dispatch)), vec![dispatch]);
     }
     let size = request.entries.len();
     let ids = (0..size).map(|index| id.entry_id(index)).collect();
@@ -153,7 +153,7 @@ fn cost_limit_problem(sender: &str, reached: &LimitReached) -> Problem {
     reached.problem(Timestamp::now())
 }
 
-/// Returns the target of the original request, once it has been accepted.
+/// Waits until the original request has been accepted, and returns its target.
 ///
 /// # Errors
 /// 422 if the original request was different.
@@ -163,7 +163,7 @@ async fn resolve_repeated_request(
 ) -> Result<DispatchTarget, Problem> {
     // Records from earlier releases have no fingerprint.
     if !original.fingerprint().is_empty() && original.fingerprint() != request.fingerprint {
-        let detail = "This id belongs to another dispatch; use a new one.";
+        let detail = "This id belongs to another dispatch; use a new id.";
         return Err(Problem::new(Code::IdempotencyMismatch, detail));
     }
     original.wait_until_journaled().await;
@@ -204,11 +204,11 @@ mod tests {
                 refused: None,
             };
             let dispatch = Dispatch::new(accepted, None, None);
-            let target = DispatchTarget::One(Arc::clone(&dispatch));
+            let target = DispatchTarget::Dispatch(Arc::clone(&dispatch));
             dispatcher.register(&id.parse().unwrap(), &target, &[dispatch], "u").is_ok()
         };
         assert!(register("first", MAX_QUEUED_BYTES - 1));
-        assert!(!register("second", 2), "the second prompt exceeds the limit");
+        assert!(!register("second", 2), "the second prompt exceeds the limit, but was accepted");
         assert!(register("third", 1));
         kernel.close();
     }

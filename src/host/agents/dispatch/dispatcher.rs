@@ -41,7 +41,7 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(25);
 /// The dispatch or batch that an ID names.
 #[derive(Clone)]
 pub enum DispatchTarget {
-    One(Arc<Dispatch>),
+    Dispatch(Arc<Dispatch>),
     Batch(Arc<Batch>),
     /// A batch restored from its records, with the entries that have one.
     Recorded(Arc<Batch>, Vec<Arc<Dispatch>>),
@@ -50,14 +50,14 @@ pub enum DispatchTarget {
 impl DispatchTarget {
     pub fn id(&self) -> &str {
         match self {
-            Self::One(dispatch) => dispatch.id(),
+            Self::Dispatch(dispatch) => dispatch.id(),
             Self::Batch(batch) | Self::Recorded(batch, _) => &batch.id,
         }
     }
 
     pub fn log(&self) -> &EventLog {
         match self {
-            Self::One(dispatch) => &dispatch.log,
+            Self::Dispatch(dispatch) => &dispatch.log,
             Self::Batch(batch) | Self::Recorded(batch, _) => &batch.log,
         }
     }
@@ -65,7 +65,7 @@ impl DispatchTarget {
     /// The number of dispatches that were accepted, including entries of a batch that have no record.
     pub fn entry_count(&self) -> usize {
         match self {
-            Self::One(_) => 1,
+            Self::Dispatch(_) => 1,
             Self::Batch(batch) | Self::Recorded(batch, _) => batch.entries.len(),
         }
     }
@@ -73,7 +73,7 @@ impl DispatchTarget {
     /// Waits until the target has been written to the journal, or the write has failed.
     pub async fn wait_until_journaled(&self) {
         match self {
-            Self::One(dispatch) => dispatch.journaled.cancelled().await,
+            Self::Dispatch(dispatch) => dispatch.journaled.cancelled().await,
             Self::Batch(batch) => batch.journaled.cancelled().await,
             Self::Recorded(..) => {}
         }
@@ -81,7 +81,7 @@ impl DispatchTarget {
 
     pub fn fingerprint(&self) -> &str {
         match self {
-            Self::One(dispatch) => &dispatch.accepted.fingerprint,
+            Self::Dispatch(dispatch) => &dispatch.accepted.fingerprint,
             Self::Batch(batch) | Self::Recorded(batch, _) => &batch.fingerprint,
         }
     }
@@ -103,7 +103,7 @@ pub(super) struct DispatchTable {
     pub(super) ended_bytes: usize,
     /// Journal files of recorded or refused dispatches and of ended batches, removed once the records are durable.
     pub(super) recorded: Vec<JournalFile>,
-    /// The number of failed syncs of the records when `recorded` was last cleared because of such a failure.
+    /// The number of failed record syncs when such a failure last caused `recorded` to be cleared.
     pub(super) failed_syncs: u64,
     /// Batches whose files stay in the journal until the next start: the record of an entry was dropped or may not be
     /// on disk, and the batch's file may be the only one that contains the entry.
@@ -177,7 +177,7 @@ impl Dispatcher {
         let (kernel, ids) = (Arc::clone(&self.kernel), BTreeSet::from([id.to_string()]));
         let found = run_blocking(move || kernel.find_interactions(&ids, None)).await?;
         if let Some(interaction) = found.get(id.as_str()) {
-            return Ok(Some(DispatchTarget::One(Dispatch::from_record(interaction.clone(), None))));
+            return Ok(Some(DispatchTarget::Dispatch(Dispatch::from_record(interaction.clone(), None))));
         }
         Ok((!found.is_empty()).then(|| {
             let mut entries: Vec<Interaction> = found.into_values().collect();
@@ -192,7 +192,7 @@ impl Dispatcher {
     /// The dispatches of a target, in order.
     pub fn entries(&self, target: &DispatchTarget) -> Vec<Arc<Dispatch>> {
         match target {
-            DispatchTarget::One(dispatch) => vec![Arc::clone(dispatch)],
+            DispatchTarget::Dispatch(dispatch) => vec![Arc::clone(dispatch)],
             DispatchTarget::Batch(batch) => batch.entries.iter().filter_map(|id| self.entry(id)).collect(),
             DispatchTarget::Recorded(_, entries) => entries.clone(),
         }
@@ -200,7 +200,7 @@ impl Dispatcher {
 
     fn entry(&self, id: &str) -> Option<Arc<Dispatch>> {
         match self.lock().targets.get(id) {
-            Some(DispatchTarget::One(dispatch)) => Some(Arc::clone(dispatch)),
+            Some(DispatchTarget::Dispatch(dispatch)) => Some(Arc::clone(dispatch)),
             _ => None,
         }
     }
@@ -212,7 +212,7 @@ impl Dispatcher {
             .targets
             .values()
             .filter_map(|target| match target {
-                DispatchTarget::One(dispatch) => Some(Arc::clone(dispatch)),
+                DispatchTarget::Dispatch(dispatch) => Some(Arc::clone(dispatch)),
                 DispatchTarget::Batch(_) | DispatchTarget::Recorded(..) => None,
             })
             .collect();

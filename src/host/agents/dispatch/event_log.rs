@@ -9,10 +9,10 @@ use serde_json::Value;
 use tokio::sync::watch;
 
 /// Maximum total size of the events kept; the oldest are dropped first, but the newest event is always kept.
-const MAX_BYTES: usize = 1 << 20;
+const MAX_LOG_BYTES: usize = 1 << 20;
 
-/// The first event number of this process's dispatches: the time of the first one in microseconds, so that it exceeds
-/// all numbers from earlier processes.
+/// The first event number in this process: the time, in microseconds, at which the first log was created. It therefore
+/// exceeds all numbers from earlier processes.
 static FIRST_NUMBER: LazyLock<u64> =
     LazyLock::new(|| u64::try_from(Timestamp::now().as_millisecond()).unwrap_or_default() * 1000);
 /// The first event number of a log restored from records. Such a log differs from the original, so it must not reuse
@@ -78,7 +78,7 @@ impl EventLog {
         let event = Bytes::from(format!("id: {number}\nevent: {kind}\ndata: {data}\n\n"));
         buffer.bytes += event.len();
         buffer.events.push_back(event);
-        while buffer.bytes > MAX_BYTES && buffer.events.len() > 1 {
+        while buffer.bytes > MAX_LOG_BYTES && buffer.events.len() > 1 {
             let dropped = buffer.events.pop_front().map_or(0, |event| event.len());
             buffer.bytes -= dropped;
             buffer.first += 1;
@@ -144,12 +144,12 @@ mod tests {
     #[test]
     fn dropped_events_are_counted_as_missed() {
         let log = EventLog::default();
-        let text = "x".repeat(MAX_BYTES / 4);
+        let text = "x".repeat(MAX_LOG_BYTES / 4);
         for _ in 0..10 {
             log.push("text", &json!({"text": text}), false);
         }
         let read = log.read(*FIRST_NUMBER + 2);
-        assert!(log.bytes() <= MAX_BYTES);
+        assert!(log.bytes() <= MAX_LOG_BYTES);
         assert_eq!((read.missed + read.events.len() as u64, read.next), (8, *FIRST_NUMBER + 10));
     }
 }

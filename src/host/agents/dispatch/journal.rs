@@ -2,8 +2,8 @@
 //! and running ones are recorded as interrupted, so that no accepted dispatch is lost.
 //!
 //! Each dispatch has its own file, `ID.json`. A batch of several entries is accepted atomically in one file,
-//! `ID.batch`; entries that have started, ended or been refused also have their own file, until the batch's file is
-//! removed. On a full disk, an empty `ID.begun` marks a dispatch as started.
+//! `ID.batch`; an entry that has started, ended or been refused also has its own file, which is removed after the
+//! batch's file. On a full disk, an empty `ID.begun` marks a dispatch as started.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
@@ -62,7 +62,7 @@ impl JournalEntry {
         let id = self.id.clone();
         match &self.batch {
             Some(position) => JournalFile::Entry { batch: position.id.clone(), id },
-            None => JournalFile::One(id),
+            None => JournalFile::Dispatch(id),
         }
     }
 }
@@ -70,7 +70,8 @@ impl JournalEntry {
 /// A journal file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum JournalFile {
-    One(String),
+    /// A dispatch outside a batch.
+    Dispatch(String),
     Batch(String),
     /// A batch entry's own file.
     Entry {
@@ -88,7 +89,7 @@ impl JournalFile {
         let batches: BTreeSet<String> = recorded.iter().filter_map(batch_id).collect();
         let is_removable = |file: &Self| match file {
             Self::Entry { batch, .. } => batches.contains(batch),
-            Self::One(_) | Self::Batch(_) => true,
+            Self::Dispatch(_) | Self::Batch(_) => true,
         };
         let (mut removable, waiting): (Vec<Self>, Vec<Self>) = recorded.drain(..).partition(is_removable);
         removable.sort_by_key(|file| matches!(file, Self::Entry { .. }));
@@ -108,7 +109,7 @@ impl Journal {
 
     fn path(&self, file: &JournalFile) -> PathBuf {
         match file {
-            JournalFile::One(id) | JournalFile::Entry { id, .. } => self.0.join(format!("{id}.json")),
+            JournalFile::Dispatch(id) | JournalFile::Entry { id, .. } => self.0.join(format!("{id}.json")),
             JournalFile::Batch(id) => self.0.join(format!("{id}.batch")),
         }
     }
@@ -117,7 +118,7 @@ impl Journal {
     pub fn write(&self, all: &[JournalEntry]) -> Result<(), FileError> {
         let (file, text) = match all {
             [] => return Ok(()),
-            [entry] => (JournalFile::One(entry.id.clone()), serde_json::to_vec(entry)),
+            [entry] => (JournalFile::Dispatch(entry.id.clone()), serde_json::to_vec(entry)),
             [first, ..] => {
                 let batch = first.batch.as_ref().map_or(&first.id, |batch| &batch.id);
                 (JournalFile::Batch(batch.clone()), serde_json::to_vec(all))
@@ -140,7 +141,10 @@ impl Journal {
     /// Whether the journal may have a file for this ID, even an unreadable one.
     fn may_have_file(&self, id: &str) -> bool {
         let batch = id.rsplit_once('.').map(|(batch, _)| JournalFile::Batch(batch.to_owned()));
-        [Some(JournalFile::One(id.to_owned())), batch].iter().flatten().any(|file| self.path(file).exists())
+        [Some(JournalFile::Dispatch(id.to_owned())), batch]
+            .iter()
+            .flatten()
+            .any(|file| self.path(file).exists())
     }
 
     fn start_marker_path(&self, id: &str) -> PathBuf {
@@ -169,7 +173,7 @@ impl Journal {
         fsx::remove_if_exists(&self.path(file))?;
         match file {
             // The start marker is removed last, because it may be all that prevents the dispatch from starting again.
-            JournalFile::One(id) | JournalFile::Entry { id, .. } => {
+            JournalFile::Dispatch(id) | JournalFile::Entry { id, .. } => {
                 fsx::remove_if_exists(&self.start_marker_path(id))
             }
             JournalFile::Batch(_) => Ok(()),
@@ -326,7 +330,7 @@ mod tests {
         std::fs::write(dir.path().join("dispatches/torn.json"), "{\"version\": 1").unwrap();
         assert_eq!(journal.read().unwrap(), [early, started]);
         for _ in 0..2 {
-            journal.remove(&JournalFile::One("a".to_owned())).unwrap();
+            journal.remove(&JournalFile::Dispatch("a".to_owned())).unwrap();
         }
         assert_eq!(journal.read().unwrap().len(), 1);
     }
@@ -345,8 +349,8 @@ mod tests {
         let is_started: Vec<bool> =
             journal.read().unwrap().iter().map(|entry| entry.started_at.is_some()).collect();
         assert_eq!(is_started, [false, true, true]);
-        journal.remove(&JournalFile::One("a".to_owned())).unwrap();
-        journal.remove(&JournalFile::One("b.1".to_owned())).unwrap();
+        journal.remove(&JournalFile::Dispatch("a".to_owned())).unwrap();
+        journal.remove(&JournalFile::Dispatch("b.1".to_owned())).unwrap();
         assert_eq!(
             std::fs::read_dir(dir.path().join("dispatches")).unwrap().count(),
             3,
@@ -365,7 +369,7 @@ mod tests {
         let entry = |index| entry(index, 12);
         let all: Vec<JournalEntry> = (0..12).map(entry).collect();
         journal.write(&all).unwrap();
-        assert_eq!(journal.read().unwrap(), all, "ordered by index");
+        assert_eq!(journal.read().unwrap(), all, "the entries are not ordered by index");
         let started =
             JournalEntry { started_at: Some("2026-11-22T10:00:02.000Z".parse().unwrap()), ..entry(2) };
         journal.write(std::slice::from_ref(&started)).unwrap();
@@ -397,7 +401,13 @@ mod tests {
         }
         let batch = |id: &str| JournalFile::Batch(id.to_owned());
         let own = |batch: &str| JournalFile::Entry { batch: batch.to_owned(), id: format!("{batch}.0") };
-        journal.remove_all(&[JournalFile::One("a".to_owned()), batch("b"), batch("c"), own("b"), own("c")]);
+        journal.remove_all(&[
+            JournalFile::Dispatch("a".to_owned()),
+            batch("b"),
+            batch("c"),
+            own("b"),
+            own("c"),
+        ]);
         let mut names: Vec<_> = std::fs::read_dir(dir.path().join("dispatches"))
             .unwrap()
             .map(|entry| entry.unwrap().file_name().into_string().unwrap())

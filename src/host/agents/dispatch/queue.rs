@@ -118,7 +118,7 @@ mod tests {
         assert_eq!((queue.len(), queue.iter().count()), (0, 0));
     }
 
-    /// The first waits until the second's reservation is released.
+    /// The first dispatch waits until the second one's reservation is released.
     #[test]
     fn reserved_dispatch_overtakes_a_waiting_one() {
         let mut queue = Queue::default();
@@ -133,21 +133,21 @@ mod tests {
     proptest! {
         /// A new sender waits for at most one dispatch from each other sender.
         #[test]
-        fn senders_are_served_round_robin(many in 1_usize..50, others in 1_usize..10) {
+        fn senders_are_served_round_robin(greedy_count in 1_usize..50, other_senders in 1_usize..10) {
             let mut queue = Queue::default();
-            for number in 0..many {
+            for number in 0..greedy_count {
                 queue.push("greedy", ("greedy".to_owned(), number));
             }
-            for other in 0..others {
+            for other in 0..other_senders {
                 queue.push(&format!("o{other}"), (format!("o{other}"), 0));
             }
-            let mut greedy = 0;
-            for _ in 0..=others {
+            let mut greedy_taken = 0;
+            for _ in 0..=other_senders {
                 let (sender, _) = queue.pop(|_| QueueDecision::Take, |_| false).unwrap();
-                greedy += usize::from(sender == "greedy");
+                greedy_taken += usize::from(sender == "greedy");
             }
-            prop_assert_eq!(greedy, 1);
-            prop_assert_eq!(queue.len(), many - 1);
+            prop_assert_eq!(greedy_taken, 1);
+            prop_assert_eq!(queue.len(), greedy_count - 1);
         }
     }
 }

@@ -104,7 +104,9 @@ impl Dispatcher {
             let entry = JournalEntry { started_at: None, ended: None, refused: None, ..entry };
             let dispatch = Dispatch::new(entry, batch, reservation);
             dispatch.journaled.cancel();
-            self.lock().targets.insert(dispatch.id().to_owned(), DispatchTarget::One(Arc::clone(&dispatch)));
+            self.lock()
+                .targets
+                .insert(dispatch.id().to_owned(), DispatchTarget::Dispatch(Arc::clone(&dispatch)));
             if let Some(period) = refused {
                 self.end_refused(&dispatch, period);
                 continue;
@@ -164,7 +166,7 @@ impl Dispatcher {
                 let dispatch = Dispatch::from_record(interaction.clone(), Some(Arc::clone(&batch)));
                 self.lock()
                     .targets
-                    .insert(dispatch.id().to_owned(), DispatchTarget::One(Arc::clone(&dispatch)));
+                    .insert(dispatch.id().to_owned(), DispatchTarget::Dispatch(Arc::clone(&dispatch)));
                 self.retain_ended(&dispatch);
             }
         }
@@ -195,8 +197,8 @@ impl Dispatcher {
             return table.defer_removal(recorded, self.kernel.records().failed_syncs());
         }
         for file in recorded {
-            if let JournalFile::One(id) | JournalFile::Entry { id, .. } = file
-                && let Some(DispatchTarget::One(dispatch)) = table.targets.get(&id)
+            if let JournalFile::Dispatch(id) | JournalFile::Entry { id, .. } = file
+                && let Some(DispatchTarget::Dispatch(dispatch)) = table.targets.get(&id)
             {
                 dispatch.mark_durable();
             }
@@ -205,9 +207,9 @@ impl Dispatcher {
 }
 
 impl DispatchTable {
-    /// Keeps files whose records are not yet durable for a later removal. After another failed sync, they and all
-    /// others stay in the journal until the next start, which records the dispatches whose interactions are missing: a
-    /// later successful flush does not prove that the interactions are on disk.
+    /// Keeps files whose records are not yet durable, for a later removal. After another failed sync, these and all
+    /// other files stay in the journal until the next start, because a later successful flush does not prove that the
+    /// interactions are on disk. The next start records the dispatches whose interactions are missing.
     fn defer_removal(&mut self, files: Vec<JournalFile>, failed_syncs: u64) {
         self.recorded.extend(files);
         if failed_syncs != self.failed_syncs {
@@ -267,7 +269,7 @@ mod tests {
         assert!(dispatcher.wait_until_ready().await.is_err());
         std::fs::remove_dir(&obstacle).unwrap();
         let recovered = tokio::time::timeout(RETRY_INTERVAL * 10, dispatcher.recovered.cancelled()).await;
-        assert!(recovered.is_ok(), "the read is retried");
+        assert!(recovered.is_ok(), "the failed read was not retried");
         assert!(dispatcher.lock().targets.contains_key("d"));
         stop.cancel();
         maintenance.await.unwrap();
@@ -276,7 +278,7 @@ mod tests {
 
     #[test]
     fn failed_sync_keeps_journal_files_until_the_next_start() {
-        let file = |id: &str| JournalFile::One(id.to_owned());
+        let file = |id: &str| JournalFile::Dispatch(id.to_owned());
         let mut table = DispatchTable::default();
         table.defer_removal(vec![file("timed-out")], 0);
         assert_eq!(table.recorded, [file("timed-out")]);
@@ -284,7 +286,10 @@ mod tests {
         table.recorded.push(JournalFile::Entry { batch: "b".to_owned(), id: "b.0".to_owned() });
         table.defer_removal(vec![file("not-synced")], 1);
         assert!(table.recorded.is_empty());
-        assert!(table.kept_batches.contains("b"), "the file of the batch may be the only copy of its entry");
+        assert!(
+            table.kept_batches.contains("b"),
+            "the batch's file, perhaps the only copy of its entry, is not kept"
+        );
         table.defer_removal(vec![file("recorded-later")], 1);
         assert_eq!(table.recorded, [file("recorded-later")]);
     }

@@ -111,14 +111,14 @@ pub struct DispatchRequest {
 
 /// Options of an entry, or defaults for all entries of a request.
 #[derive(Serialize)]
-struct Options {
+struct EntryOptions {
     agent_name: Option<String>,
     model: Option<String>,
     conversation_id: Option<String>,
     deadline_seconds: Option<u64>,
 }
 
-impl Options {
+impl EntryOptions {
     fn read(fields: &mut Fields) -> Self {
         let deadline_seconds = fields.optional_number("deadlineSeconds");
         if deadline_seconds.is_some_and(|seconds| !(1..=MAX_DEADLINE_SECONDS).contains(&seconds)) {
@@ -154,7 +154,7 @@ impl Options {
         let agent_name = self.agent_name.unwrap_or_else(|| settings.default_agent.clone());
         let Some(agent) = settings.agents.get(&agent_name) else {
             let names: Vec<&str> = settings.agents.keys().map(String::as_str).collect();
-            let error = format!("is not an agent in system/config.json, which has {}", names.join(", "));
+            let error = format!("is not an agent in system/config.json, which defines {}", names.join(", "));
             fields.add_error("agentName", error);
             return None;
         };
@@ -188,7 +188,7 @@ impl DispatchRequest {
             );
         }
         let sender_id = fields.optional_text("senderId", MAX_SENDER_CHARS);
-        let options = Options::read(fields);
+        let options = EntryOptions::read(fields);
         let (has_prompt, is_batch) = (fields.has("prompt"), fields.has("batch"));
         // At most one of the two is parsed below. A field that is not parsed must not be reported as unknown.
         if is_batch || !has_prompt {
@@ -224,7 +224,7 @@ impl DispatchRequest {
 
     fn read_batch(
         fields: &mut Fields,
-        options: &Options,
+        options: &EntryOptions,
         settings: &AgentSettings,
     ) -> Option<(Vec<PromptEntry>, Value)> {
         let items = fields.nested_array("batch", 1..=MAX_BATCH_ENTRIES)?;
@@ -232,7 +232,7 @@ impl DispatchRequest {
         let count = items.len();
         for mut entry in items {
             let prompt = entry.text("prompt", MAX_PROMPT_CHARS);
-            let own_options = Options::read(&mut entry);
+            let own_options = EntryOptions::read(&mut entry);
             all.push(own_options.to_json(prompt.as_deref().unwrap_or_default()));
             let options = own_options.with_defaults(options);
             entries.extend(prompt.and_then(|prompt| options.into_entry(&mut entry, prompt, settings)));
@@ -295,7 +295,7 @@ mod tests {
                 json!({ "batch": [{ "prompt": "x" }, { "prompt": "x", "agentName": "no" }] }),
                 "/batch/1/agentName",
             ),
-            (json!({ "prompt": "x", "agentName": "no" }), "which has claude"),
+            (json!({ "prompt": "x", "agentName": "no" }), "which defines claude"),
             (json!({ "prompt": "x", "id": "../x" }), "/id: must have"),
             (
                 json!({ "prompt": "x", "id": "b.12" }),

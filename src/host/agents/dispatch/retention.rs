@@ -7,11 +7,11 @@ use super::journal::JournalFile;
 use super::state::Dispatch;
 
 /// Maximum number of ended dispatches kept in memory with their text and events, and their maximum total size.
-const MAX_ENDED: usize = 1000;
+const MAX_ENDED_DISPATCHES: usize = 1000;
 const MAX_ENDED_BYTES: usize = 32 << 20;
 /// Multiplies both limits while a full disk prevents recording: a dispatch must remain findable by its ID until its
 /// record is durable.
-const MAX_NOT_DURABLE_FACTOR: usize = 8;
+const NOT_DURABLE_LIMIT_FACTOR: usize = 8;
 
 impl Dispatcher {
     /// Keeps an ended dispatch for later requests, and evicts the oldest ones beyond the limits.
@@ -26,7 +26,7 @@ impl Dispatcher {
         table.ended_bytes += dispatch.bytes();
         table.ended.push_back(Arc::clone(dispatch));
         while table.exceeds_limits(1) {
-            let is_over_hard_limits = table.exceeds_limits(MAX_NOT_DURABLE_FACTOR);
+            let is_over_hard_limits = table.exceeds_limits(NOT_DURABLE_LIMIT_FACTOR);
             let oldest =
                 table.ended.iter().find(|dispatch| table.can_evict(dispatch, is_over_hard_limits)).cloned();
             let Some(oldest) = oldest else { break };
@@ -37,13 +37,13 @@ impl Dispatcher {
 
 impl DispatchTable {
     fn exceeds_limits(&self, factor: usize) -> bool {
-        self.ended.len() > MAX_ENDED * factor || self.ended_bytes > MAX_ENDED_BYTES * factor
+        self.ended.len() > MAX_ENDED_DISPATCHES * factor || self.ended_bytes > MAX_ENDED_BYTES * factor
     }
 
     /// Whether an ended dispatch can be evicted. A batch is evicted as a whole, so all its entries must have ended.
     fn can_evict(&self, dispatch: &Dispatch, is_over_hard_limits: bool) -> bool {
         let is_durable = |id: &String| match self.targets.get(id) {
-            Some(DispatchTarget::One(entry)) => entry.is_durable(),
+            Some(DispatchTarget::Dispatch(entry)) => entry.is_durable(),
             _ => true,
         };
         match &dispatch.batch {
@@ -127,11 +127,11 @@ mod tests {
         let ids: Vec<String> = (0..100).map(|index| format!("b.{index}")).collect();
         let batch = Batch::new("b".to_owned(), String::new(), ids.clone(), ids.len());
         add(DispatchTarget::Batch(Arc::clone(&batch)));
-        let single_ids = (ids.len()..MAX_ENDED).map(|number| format!("s{number}"));
+        let single_ids = (ids.len()..MAX_ENDED_DISPATCHES).map(|number| format!("s{number}"));
         let single = single_ids.map(|id| recorded_dispatch(&id, None));
         let entries = ids.iter().map(|id| recorded_dispatch(id, Some(&batch)));
         for dispatch in entries.chain(single) {
-            add(DispatchTarget::One(Arc::clone(&dispatch)));
+            add(DispatchTarget::Dispatch(Arc::clone(&dispatch)));
             dispatcher.retain_ended(&dispatch);
         }
         let batch = DispatchTarget::Batch(batch);
@@ -140,7 +140,7 @@ mod tests {
         assert_eq!(dispatcher.entries(&batch).len(), 0);
         let table = dispatcher.lock();
         assert!(!table.targets.contains_key("b"));
-        assert_eq!(table.ended.len(), MAX_ENDED - 99);
+        assert_eq!(table.ended.len(), MAX_ENDED_DISPATCHES - 99);
         assert_eq!(table.ended_bytes, table.ended.iter().map(|dispatch| dispatch.bytes()).sum::<usize>());
         drop(table);
         kernel.close();
@@ -208,8 +208,8 @@ mod tests {
         }
         let restore = || recorded_dispatch("d", None);
         let restored = restore().log.read(original.read(0).next);
-        assert_eq!(restored.events.len(), 2, "the result is sent after a reconnection");
+        assert_eq!(restored.events.len(), 2, "the result was not sent after a reconnection");
         let repeated = restore().log.read(restored.next);
-        assert!(repeated.events.is_empty() && repeated.is_over, "it is not sent again");
+        assert!(repeated.events.is_empty() && repeated.is_over, "the result was sent again");
     }
 }

@@ -233,7 +233,7 @@ struct GatewayRun<'a> {
     secrets: Secrets,
     environment: BTreeMap<String, String>,
     /// Whether the agent's hooks use the same call IDs as its output.
-    has_hook_ids: bool,
+    has_shared_call_ids: bool,
     /// The agent's bridge token, revoked at the end of the run.
     _token: Option<AgentToken>,
 }
@@ -258,7 +258,7 @@ impl<'a> GatewayRun<'a> {
             end_reason: None,
             secrets,
             environment,
-            has_hook_ids: agent.adapter.has_hook_ids(),
+            has_shared_call_ids: agent.adapter.has_shared_call_ids(),
             _token: token,
         }
     }
@@ -297,7 +297,7 @@ impl<'a> GatewayRun<'a> {
             request.write(&mut connection).await?;
             Ok::<_, std::io::Error>(connection.into_split())
         };
-        let (from, to) = match tokio::time::timeout(timeout, connected).await {
+        let (from_runner, to_runner) = match tokio::time::timeout(timeout, connected).await {
             Ok(Ok(halves)) => halves,
             Ok(Err(error)) => {
                 tracing::warn!(%error, "svc-agent cannot be reached");
@@ -306,7 +306,7 @@ impl<'a> GatewayRun<'a> {
             }
             Err(_) => return failed_outcome("NoRunner", "svc-agent did not accept the run in time").into(),
         };
-        let ended = self.follow(from, to).await;
+        let ended = self.follow(from_runner, to_runner).await;
         let at_ms = self.elapsed_ms();
         let is_ended_externally = self.end_reason.is_some()
             || ended.as_ref().map_or(true, |ended| ended.exit.is_caused_by_signal());
@@ -359,13 +359,13 @@ impl<'a> GatewayRun<'a> {
 
     async fn follow(
         &mut self,
-        mut from: OwnedReadHalf,
-        mut to: OwnedWriteHalf,
+        mut from_runner: OwnedReadHalf,
+        mut to_runner: OwnedWriteHalf,
     ) -> Result<RunResult, DispatchError> {
         // A separate task reads the frames: a read cancelled halfway would lose the position in the stream.
         let (frames, mut next) = tokio::sync::mpsc::channel(2);
         let reader = tokio::spawn(async move {
-            while let Ok(Some(frame)) = RunnerFrame::read(&mut from).await {
+            while let Ok(Some(frame)) = RunnerFrame::read(&mut from_runner).await {
                 if frames.send(frame).await.is_err() {
                     return;
                 }
@@ -392,7 +392,7 @@ impl<'a> GatewayRun<'a> {
                     Some(RunnerFrame::Ready { pid }) => {
                         announce_to_watcher(self.context.watcher_socket, self.dispatch, pid).await;
                         // A runner that does not receive the go-ahead times out.
-                        let _ = tokio::time::timeout(CONNECT_TIMEOUT, GatewayFrame::Go.write(&mut to)).await;
+                        let _ = tokio::time::timeout(CONNECT_TIMEOUT, GatewayFrame::Go.write(&mut to_runner)).await;
                     }
                     Some(RunnerFrame::Ended(ended)) => break Ok(ended),
                     Some(RunnerFrame::Refused(reason)) => break Err(dispatch_error("NotStarted", reason)),
@@ -406,7 +406,7 @@ impl<'a> GatewayRun<'a> {
                     self.end_reason = Some(reason);
                     give_up_at = Some(Instant::now() + INTERRUPT_GRACE + TERMINATE_GRACE + END_TIMEOUT);
                     // A runner that does not receive the cancellation is abandoned after the timeout.
-                    let _ = tokio::time::timeout(CONNECT_TIMEOUT, GatewayFrame::Cancel.write(&mut to)).await;
+                    let _ = tokio::time::timeout(CONNECT_TIMEOUT, GatewayFrame::Cancel.write(&mut to_runner)).await;
                 }
                 () = gave_up => {
                     break Err(dispatch_error("NoRunner", "svc-agent did not stop the agent in time"));
@@ -440,7 +440,7 @@ impl<'a> GatewayRun<'a> {
             }
             RunnerFrame::LongLine => {
                 // The line may have been a tool call that contains a whole file.
-                self.dispatch.add_seen_call("", self.has_hook_ids);
+                self.dispatch.add_seen_call("", self.has_shared_call_ids);
                 tracing::warn!(id = self.dispatch.id(), "skipped a line of an agent's output: too long");
             }
             RunnerFrame::Ready { .. } | RunnerFrame::Ended(_) | RunnerFrame::Refused(_) => {}
@@ -457,7 +457,7 @@ impl<'a> GatewayRun<'a> {
         if let Event::ToolStarted { id, name, .. } = event
             && (COMMAND_TOOLS.contains(&&**name) || WRITER_TOOLS.contains(&&**name))
         {
-            self.dispatch.add_seen_call(id, self.has_hook_ids);
+            self.dispatch.add_seen_call(id, self.has_shared_call_ids);
         }
         let data = serde_json::to_value(event).expect("plain fields serialize to JSON");
         let kind = data["type"].as_str().unwrap_or_default().to_owned();

@@ -61,12 +61,12 @@ pub struct DispatchResult {
     pub refused: Option<&'static str>,
 }
 
-struct State {
+struct DispatchState {
     phase: Phase,
     started_at: Option<Timestamp>,
     /// The session ID of the conversation that the agent reported.
     session_id: Option<String>,
-    end: Option<DispatchResult>,
+    result: Option<DispatchResult>,
     /// Tool calls that may have changed files.
     seen: SeenCalls,
     /// Held until the dispatch is recorded.
@@ -86,7 +86,7 @@ pub struct Dispatch {
     pub cancel: CancellationToken,
     /// Cancelled when the dispatch has been written to the journal, or the write has failed.
     pub journaled: CancellationToken,
-    state: Mutex<State>,
+    state: Mutex<DispatchState>,
     is_durable: AtomicBool,
 }
 
@@ -117,11 +117,11 @@ impl Dispatch {
         reservation: Option<Reservation>,
         log: EventLog,
     ) -> Arc<Self> {
-        let state = State {
+        let state = DispatchState {
             phase: Phase::Queued,
             started_at: None,
             session_id: None,
-            end: None,
+            result: None,
             seen: SeenCalls::default(),
             reservation,
         };
@@ -190,7 +190,7 @@ impl Dispatch {
         self.is_durable.load(Ordering::Acquire)
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, DispatchState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -248,10 +248,10 @@ impl Dispatch {
     }
 
     /// Stores the result, releases the reservation, and closes the event log.
-    pub fn end(&self, end: DispatchResult) {
+    pub fn end(&self, result: DispatchResult) {
         let mut state = self.lock();
-        state.phase = end.phase;
-        state.end = Some(end);
+        state.phase = result.phase;
+        state.result = Some(result);
         let reservation = state.reservation.take();
         drop(state);
         drop(reservation);
@@ -282,9 +282,9 @@ impl Dispatch {
     /// The JSON representation in the API.
     pub fn to_json(&self) -> Value {
         let state = self.lock();
-        let end = state.end.as_ref();
+        let result = state.result.as_ref();
         let entry = &self.accepted.entry;
-        let interaction = end.and_then(|end| end.interaction.as_ref());
+        let interaction = result.and_then(|result| result.interaction.as_ref());
         json!({
             "id": self.accepted.id,
             "status": state.phase.as_str(),
@@ -295,13 +295,13 @@ impl Dispatch {
             "batchId": self.accepted.batch.as_ref().map(|batch| &batch.id),
             "acceptedAt": rfc3339_ms(self.accepted.accepted_at),
             "startedAt": state.started_at.map(rfc3339_ms),
-            "text": end.and_then(|end| end.text.as_ref()),
-            "refused": end.and_then(|end| end.refused),
+            "text": result.and_then(|result| result.text.as_ref()),
+            "refused": result.and_then(|result| result.refused),
             "interaction": interaction,
         })
     }
 
-    /// Estimates its size in memory from its events and its prompt.
+    /// Estimates the dispatch's size in memory from its events and its prompt.
     pub fn bytes(&self) -> usize {
         self.log.bytes() + self.accepted.entry.prompt.len()
     }

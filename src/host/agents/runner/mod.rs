@@ -21,7 +21,7 @@ use svc_base::applet::{self, Exit, Failure, OrExit};
 use svc_http::server;
 
 /// Maximum number of concurrent runs without systemd, whose socket unit has its own limit.
-const MAX_RUNS: usize = 128;
+const MAX_CONCURRENT_RUNS: usize = 128;
 
 #[derive(Parser)]
 #[command(
@@ -70,7 +70,7 @@ async fn listen(layout: Layout) -> Result<(), Failure> {
         directory: layout.owner_sockets(),
         socket: protocol::SOCKET,
         arguments: &["svc-agent"],
-        max_processes: MAX_RUNS,
+        max_processes: MAX_CONCURRENT_RUNS,
     };
     socket_service::listen(&service).await
 }

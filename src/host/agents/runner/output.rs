@@ -95,13 +95,13 @@ impl StderrTail {
     /// lines follow.
     pub fn into_text(mut self, secrets: &Secrets) -> String {
         let bytes = self.bytes.make_contiguous();
-        let (mut cut_char, mut min_cut) = (0, 0);
+        let (mut partial_char_bytes, mut min_cut) = (0, 0);
         if self.is_truncated {
-            cut_char = bytes.iter().take(3).take_while(|byte| **byte & 0xc0 == 0x80).count();
+            partial_char_bytes = bytes.iter().take(3).take_while(|byte| **byte & 0xc0 == 0x80).count();
             // The text may start with the rest of a secret, which is shorter than the margin.
             min_cut = self.margin;
         }
-        let mut text = String::from_utf8_lossy(&bytes[cut_char..]).into_owned();
+        let mut text = String::from_utf8_lossy(&bytes[partial_char_bytes..]).into_owned();
         secrets.redact(&mut text);
         let cut = text.len().saturating_sub(STDERR_TAIL_BYTES).max(min_cut).min(text.len());
         let cut = text.ceil_char_boundary(cut);
@@ -151,7 +151,11 @@ mod tests {
         assert!(tail.len() == STDERR_TAIL_BYTES && tail.ends_with("the end"));
         assert_eq!(read_tail(&format!("{filler}\nthe end"), &none).await, "the end");
         let complete = format!("{}\nthe end", &filler[..STDERR_TAIL_BYTES - 8]);
-        assert_eq!(read_tail(&complete, &none).await, complete, "its length is exactly the limit");
+        assert_eq!(
+            read_tail(&complete, &none).await,
+            complete,
+            "text of exactly the maximum length was truncated"
+        );
     }
 
     #[tokio::test]

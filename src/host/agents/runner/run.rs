@@ -44,7 +44,7 @@ const USAGE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval at which the agent's orphans are reaped.
 const REAP_INTERVAL: Duration = Duration::from_secs(1);
 /// An agent's search path, after the release's own directories.
-const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+const SYSTEM_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 /// Environment variables that a run inherits from this process.
 const INHERITED_VARIABLES: [&str; 5] = ["HOME", "USER", "LOGNAME", "LANG", "TZ"];
 
@@ -54,21 +54,23 @@ const INHERITED_VARIABLES: [&str; 5] = ["HOME", "USER", "LOGNAME", "LANG", "TZ"]
 /// Before the agent started, the connection failed, a frame was invalid, or the request or the go-ahead did not arrive
 /// in time.
 pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationToken) -> io::Result<()> {
-    let (mut from, mut to) = connection.into_split();
-    let request = tokio::time::timeout(REQUEST_TIMEOUT, GatewayFrame::read(&mut from)).await;
+    let (mut from_gateway, mut to_gateway) = connection.into_split();
+    let request = tokio::time::timeout(REQUEST_TIMEOUT, GatewayFrame::read(&mut from_gateway)).await;
     let Some(GatewayFrame::Run(request)) = request.map_err(|_| io::ErrorKind::TimedOut)?? else {
         return Ok(());
     };
     if ![RunRequest::VERSION_WITHOUT_READY, RunRequest::VERSION].contains(&request.version) {
         let reason = format!("svc-agent does not support requests of version {}", request.version);
-        return RunnerFrame::Refused(reason).write(&mut to).await;
+        return RunnerFrame::Refused(reason).write(&mut to_gateway).await;
     }
     if let Err(error) = process_tree::adopt_orphans() {
         tracing::warn!(%error, "cannot adopt orphans; systemd will kill them");
     }
-    if request.version != RunRequest::VERSION_WITHOUT_READY && !wait_for_go(&mut from, &mut to).await? {
+    if request.version != RunRequest::VERSION_WITHOUT_READY
+        && !wait_for_go(&mut from_gateway, &mut to_gateway).await?
+    {
         let reason = "the dispatch was cancelled before the agent started";
-        return RunnerFrame::Refused(reason.to_owned()).write(&mut to).await;
+        return RunnerFrame::Refused(reason.to_owned()).write(&mut to_gateway).await;
     }
     let (child, is_resumed) = match start_agent(layout, &request) {
         Ok(started) => started,
@@ -76,7 +78,7 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
             let program = request.command.first().map_or("", String::as_str);
             let reason =
                 format!("the agent's program {program:?} cannot be started: {}", format_chain(&error));
-            return RunnerFrame::Refused(reason).write(&mut to).await;
+            return RunnerFrame::Refused(reason).write(&mut to_gateway).await;
         }
     };
     let (home, working_dir) = (user_home(layout), layout.home());
@@ -85,10 +87,10 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
     let session = request.adapter.sessions_dir(&location).map(SessionFiles::new);
     let run = AgentRun {
         session,
-        to: Some(to),
+        to_gateway: Some(to_gateway),
         stop,
-        cancelled: watch_cancellation(from),
-        is_ending: false,
+        cancelled: watch_cancellation(from_gateway),
+        is_interrupted: false,
         is_resumed,
         secrets: Secrets::from_environment(&request.environment),
     };
@@ -97,13 +99,13 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
 }
 
 /// Reports this process's ID and waits for the gateway's go-ahead; `false` if the gateway cancelled or disconnected.
-async fn wait_for_go(from: &mut OwnedReadHalf, to: &mut OwnedWriteHalf) -> io::Result<bool> {
-    RunnerFrame::Ready { pid: std::process::id() }.write(to).await?;
-    let go = tokio::time::timeout(REQUEST_TIMEOUT, GatewayFrame::read(from)).await;
+async fn wait_for_go(from_gateway: &mut OwnedReadHalf, to_gateway: &mut OwnedWriteHalf) -> io::Result<bool> {
+    RunnerFrame::Ready { pid: std::process::id() }.write(to_gateway).await?;
+    let go = tokio::time::timeout(REQUEST_TIMEOUT, GatewayFrame::read(from_gateway)).await;
     Ok(matches!(go.map_err(|_| io::ErrorKind::TimedOut)??, Some(GatewayFrame::Go)))
 }
 
-/// Starts the agent. Also returns whether the program resumes the conversation.
+/// Starts the agent. Returns its process, and whether the program resumes the conversation.
 fn start_agent(layout: &Layout, request: &RunRequest) -> io::Result<(Child, bool)> {
     let (home, working_dir) = (user_home(layout), layout.home());
     let location =
@@ -119,8 +121,11 @@ fn start_agent(layout: &Layout, request: &RunRequest) -> io::Result<(Child, bool
     let launch = request.adapter.build_launch(&launch_request, has_conversation);
     let (program, arguments) = request.command.split_first().ok_or(io::ErrorKind::InvalidInput)?;
     let runtime = layout.runtime();
-    let path =
-        format!("{}:{}:{PATH}", runtime.join("agents/bin").display(), runtime.join("node/bin").display());
+    let path = format!(
+        "{}:{}:{SYSTEM_PATH}",
+        runtime.join("agents/bin").display(),
+        runtime.join("node/bin").display()
+    );
     let mut command = Command::new(program);
     command.args(arguments).args(&launch.arguments).current_dir(layout.home());
     command.env_clear().env("PATH", path).env("SHELL", "/bin/bash").env("TERM", "dumb");
@@ -181,12 +186,12 @@ impl SessionFiles {
 struct AgentRun {
     session: Option<SessionFiles>,
     /// `None` after a failed write.
-    to: Option<OwnedWriteHalf>,
+    to_gateway: Option<OwnedWriteHalf>,
     stop: CancellationToken,
     /// Cancelled when the gateway cancels the run or disconnects.
     cancelled: CancellationToken,
     /// Whether the agent has been sent SIGINT.
-    is_ending: bool,
+    is_interrupted: bool,
     is_resumed: bool,
     /// The secrets in the agent's environment.
     secrets: Secrets,
@@ -238,8 +243,8 @@ impl AgentRun {
                     Ok(None) | Err(_) => out = None,
                 },
                 status = child.wait() => break status,
-                () = stopped, if !self.is_ending => {
-                    self.is_ending = true;
+                () = stopped, if !self.is_interrupted => {
+                    self.is_interrupted = true;
                     send_signal(pid, Signal::SIGINT);
                     next_signal = Some((Signal::SIGTERM, tokio::time::Instant::now() + INTERRUPT_GRACE));
                 }
@@ -303,24 +308,24 @@ impl AgentRun {
     }
 
     async fn send(&mut self, frame: &RunnerFrame) {
-        let Some(to) = &mut self.to else { return };
-        let written = tokio::time::timeout(WRITE_TIMEOUT, frame.write(to)).await;
+        let Some(to_gateway) = &mut self.to_gateway else { return };
+        let written = tokio::time::timeout(WRITE_TIMEOUT, frame.write(to_gateway)).await;
         if !matches!(written, Ok(Ok(()))) {
             tracing::debug!("gateway connection lost");
             // Part of the frame may have been written, so no other frame may follow.
-            self.to = None;
+            self.to_gateway = None;
             self.cancelled.cancel();
         }
     }
 }
 
 /// Returns a token that is cancelled when the gateway cancels the run or disconnects.
-fn watch_cancellation(mut from: OwnedReadHalf) -> CancellationToken {
+fn watch_cancellation(mut from_gateway: OwnedReadHalf) -> CancellationToken {
     let token = CancellationToken::new();
     let cancel = token.clone();
     drop(tokio::spawn(async move {
         // Any frame, error or end of the connection cancels the run: no other frame is valid during a run.
-        let _ = GatewayFrame::read(&mut from).await;
+        let _ = GatewayFrame::read(&mut from_gateway).await;
         cancel.cancel();
     }));
     token

@@ -12,10 +12,10 @@ use super::settings::{self, HookSpec, SettingsError};
 use svc_base::fsx::{self, FileError};
 
 /// The matcher for the tools that may change files: `COMMAND_TOOLS` and `WRITER_TOOLS` from the protocol.
-const TOOLS: &str = "Write|Edit|MultiEdit|NotebookEdit|Bash|apply_patch";
+const TOOL_MATCHER: &str = "Write|Edit|MultiEdit|NotebookEdit|Bash|apply_patch";
 
 const fn for_tools(event: &'static str) -> HookSpec {
-    HookSpec { event, matcher: Some(TOOLS) }
+    HookSpec { event, matcher: Some(TOOL_MATCHER) }
 }
 
 const fn without_matcher(event: &'static str) -> HookSpec {
@@ -164,7 +164,7 @@ mod tests {
         let claude = home.join(".claude/settings.json");
         install(home, bin).unwrap();
         let first = fs::read(&claude).unwrap();
-        assert_eq!(read(&claude)["hooks"]["PostToolUseFailure"][0]["matcher"], TOOLS);
+        assert_eq!(read(&claude)["hooks"]["PostToolUseFailure"][0]["matcher"], TOOL_MATCHER);
         let command = &read(&home.join(".codex/hooks.json"))["hooks"]["PreToolUse"][0]["hooks"][0]["command"];
         assert_eq!(command, "exec /opt/svc/bin/svc-hook codex");
         install(home, bin).unwrap();

@@ -43,7 +43,7 @@ const SAVE_RESERVE: Duration = Duration::from_millis(10);
     name = "svc-hook",
     version = applet::version(),
     about = "Reports agents' tool calls to svc-watch, as a hook in the agents' programs",
-    after_help = "Without a command, it acts as a hook: it reads the hook's JSON from stdin, prints nothing, and exits with 0.\n\nExample: svc-hook install"
+    after_help = "Without a command, svc-hook acts as a hook: it reads the hook's JSON from stdin, prints nothing, and exits with 0.\n\nExample: svc-hook install"
 )]
 struct Args {
     #[command(subcommand)]

@@ -5,7 +5,7 @@
 use serde_json::{Map, Value, json};
 
 /// The name of the hook's program, which may be in any directory.
-const PROGRAM: &str = "svc-hook";
+const HOOK_PROGRAM: &str = "svc-hook";
 
 /// A hook to install: its event, and the tools to which it applies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -107,7 +107,7 @@ fn build_group(spec: &HookSpec, command: &str) -> Value {
 fn is_ours(hook: &Value) -> bool {
     let command = hook["command"].as_str().unwrap_or_default();
     let mut words = command.split_whitespace().filter(|word| *word != "exec");
-    words.next().is_some_and(|program| program.rsplit('/').next() == Some(PROGRAM))
+    words.next().is_some_and(|program| program.rsplit('/').next() == Some(HOOK_PROGRAM))
 }
 
 /// Whether the group contains our hook and no other.

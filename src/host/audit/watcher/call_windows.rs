@@ -105,7 +105,7 @@ fn is_above(folder: &[u8], path: &[u8]) -> bool {
 struct Attribution {
     agents: Vec<Agent>,
     tool: Option<String>,
-    /// Whether someone other than these agents may have made the change.
+    /// Whether it is uncertain that any of these agents made the change.
     is_uncertain: bool,
 }
 

@@ -17,7 +17,7 @@ struct PathSet {
 }
 
 impl PathSet {
-    /// The set for when anything may have changed.
+    /// Returns the set of all paths, for when anything may have changed.
     fn everything() -> Self {
         Self { is_everything: true, ..Self::default() }
     }
@@ -53,7 +53,7 @@ pub struct ChangeLog {
     /// Changes since the last reply.
     fresh: PathSet,
     /// The number of events at the last reply.
-    events: u64,
+    last_event_count: u64,
 }
 
 impl ChangeLog {
@@ -65,7 +65,7 @@ impl ChangeLog {
             last_saved: None,
             unsaved: PathSet::everything(),
             fresh: PathSet::default(),
-            events: 0,
+            last_event_count: 0,
         }
     }
 
@@ -112,8 +112,8 @@ impl ChangeLog {
         self.fresh.limit();
     }
 
-    /// Returns the changes since the reply whose token is `saved`. `events` is the number of events so far.
-    pub fn take(&mut self, saved: Option<&str>, events: u64) -> ChangesReply {
+    /// Returns the changes since the reply whose token is `saved`. `event_count` is the number of events so far.
+    pub fn take(&mut self, saved: Option<&str>, event_count: u64) -> ChangesReply {
         let saved =
             saved.and_then(|token| token.strip_prefix(&self.instance)?.strip_prefix('-')?.parse().ok());
         let fresh = std::mem::take(&mut self.fresh);
@@ -125,8 +125,8 @@ impl ChangeLog {
         }
         // A non-empty `fresh` does not mean new events: while a tool is running, each request records the same names
         // again.
-        let has_new = events != self.events;
-        self.events = events;
+        let has_new = event_count != self.last_event_count;
+        self.last_event_count = event_count;
         self.unsaved.merge(fresh);
         self.last_reply += 1;
         let paths = (!self.unsaved.is_everything).then(|| ChangedPaths {
@@ -146,7 +146,7 @@ mod tests {
         Some(paths.directories.iter().map(|path| std::str::from_utf8(path).unwrap()).collect())
     }
 
-    fn change(log: &mut ChangeLog, path: &str) {
+    fn add_change(log: &mut ChangeLog, path: &str) {
         log.fresh.directories.insert(path.as_bytes().to_vec());
     }
 
@@ -154,13 +154,17 @@ mod tests {
     fn take_repeats_changes_until_they_are_saved() {
         let mut log = ChangeLog::new();
         let first = log.take(None, 1);
-        assert_eq!(first.paths, None, "the first save reads everything");
-        change(&mut log, "a");
+        assert_eq!(first.paths, None, "the first reply must report everything");
+        add_change(&mut log, "a");
         let second = log.take(Some(&first.token), 2);
         assert_eq!((directories(&second), second.has_new), (Some(vec!["a"]), true));
-        change(&mut log, "b");
+        add_change(&mut log, "b");
         let third = log.take(Some(&first.token), 2);
-        assert_eq!(directories(&third), Some(vec!["a", "b"]), "the save of `a` failed");
+        assert_eq!(
+            directories(&third),
+            Some(vec!["a", "b"]),
+            "changes that have not been saved must be repeated"
+        );
         let fourth = log.take(Some(&third.token), 2);
         assert_eq!((directories(&fourth), fourth.has_new), (Some(vec![]), false));
         for token in [None, Some("other-1"), Some(second.token.as_str())] {
@@ -174,7 +178,7 @@ mod tests {
         let mut log = ChangeLog::new();
         let first = log.take(None, 0);
         for number in 0..=MAX_PATHS {
-            change(&mut log, &number.to_string());
+            add_change(&mut log, &number.to_string());
         }
         log.fresh.limit();
         let second = log.take(Some(&first.token), 0);

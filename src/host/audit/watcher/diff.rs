@@ -5,11 +5,11 @@
 
 use std::collections::HashMap;
 
-use super::tree::{FileId, FileState, Inode, Kind, Name, Paths, Tree, TreeEntry, join_path};
+use super::tree::{FileId, FileState, Inode, Name, NodeKind, Paths, Tree, TreeEntry, join_path};
 use crate::records::entry::FileOperation;
 
 /// Maximum number of names with events; beyond that, the whole tree is checked.
-pub const MAX_NAMES: usize = 200_000;
+pub const MAX_DIRTY_NAMES: usize = 200_000;
 
 /// Reads the file system. Symbolic links are never followed.
 pub trait FsProbe {
@@ -77,7 +77,7 @@ impl DirtySet {
         if let Some(existing) = names.get_mut(name) {
             return existing.add(marks);
         }
-        if self.name_count >= MAX_NAMES {
+        if self.name_count >= MAX_DIRTY_NAMES {
             return self.mark_all();
         }
         names.insert(name.into(), marks);
@@ -150,7 +150,7 @@ pub fn update_tree(tree: &mut Tree, dirty: &DirtySet, probe: &mut impl FsProbe) 
                 TreeWalk { tree, probe, before: &mut before, removed_folders: &mut removed_folders };
             walk.add_name(folder, name, state);
             after.insert(path.clone(), TreeEntry { state, folder });
-            if state.kind == Kind::Folder {
+            if state.kind == NodeKind::Folder {
                 walk.add_contents(state.inode, path, &mut |path, entry| {
                     after.insert(path, entry);
                 });
@@ -203,7 +203,7 @@ fn remove_dirty(
             let old = tree.get(folder, &name);
             let has_name_change = marked.get(&name).is_some_and(|marks| marks.has_name_change);
             if let (Some(old), Some(new)) = (old, new)
-                && old.kind == Kind::Folder
+                && old.kind == NodeKind::Folder
                 && (old.kind, old.inode) == (new.kind, new.inode)
                 && !has_name_change
             {
@@ -243,7 +243,7 @@ impl<S: FsProbe> TreeWalk<'_, S> {
                 let path = join_path(&path, &name);
                 self.add_name(folder, name, state);
                 on_added(path.clone(), TreeEntry { state, folder });
-                if state.kind == Kind::Folder {
+                if state.kind == NodeKind::Folder {
                     pending.push((state.inode, path));
                 }
             }
@@ -252,7 +252,7 @@ impl<S: FsProbe> TreeWalk<'_, S> {
 
     /// Adds a name. A folder that the tree has at another path was moved, so it is removed from that path.
     fn add_name(&mut self, folder: Inode, name: Name, state: FileState) {
-        if state.kind == Kind::Folder
+        if state.kind == NodeKind::Folder
             && let Some((parent, old_name)) = self.tree.parent(state.inode)
             && let Some(path) = self.tree.path(state.inode)
         {
@@ -269,7 +269,7 @@ struct HardLinkedFiles(HashMap<FileId, (bool, bool)>);
 impl HardLinkedFiles {
     fn collect(before: &Paths<TreeEntry>, after: &Paths<TreeEntry>, dirty: &DirtySet) -> Self {
         let is_hard_linked =
-            |entry: &&TreeEntry| entry.state.has_other_names && entry.state.kind == Kind::File;
+            |entry: &&TreeEntry| entry.state.has_other_names && entry.state.kind == NodeKind::File;
         let entries = before.values().chain(after.values()).filter(is_hard_linked);
         let mut all: HashMap<FileId, (bool, bool)> =
             entries.map(|entry| (entry.state.id(), (false, false))).collect();
@@ -320,7 +320,7 @@ fn compare_paths(
 /// Returns the change to a path that exists now, if any.
 fn compare_states(old: Option<FileState>, new: FileState, marks: Marks, path: &[u8]) -> Option<Change> {
     let is_new = old.is_none_or(|old| old.kind != new.kind);
-    if new.kind == Kind::Folder {
+    if new.kind == NodeKind::Folder {
         return is_new.then(|| Change { op: FileOperation::Mkdir, path: path.to_vec(), size: 0 });
     }
     let is_changed = is_new || old.is_some_and(|old| is_written_or_replaced(old, new, marks));
@@ -340,11 +340,11 @@ fn is_written_or_replaced(old: FileState, new: FileState, marks: Marks) -> bool 
         // This is a new file that reuses the inode, on a file system without birth times.
         return true;
     }
-    if new.kind != Kind::File || (old.size, new.size) == (0, 0) {
+    if new.kind != NodeKind::File || (old.size, new.size) == (0, 0) {
         return false;
     }
-    // Writes to a mapping cause no event, but change the mtime. After a touch, a changed mtime is not evidence of a
-    // write.
+    // Writes through a memory mapping cause no event, but change the mtime. After a touch, a changed mtime is not
+    // evidence of a write.
     old.size != new.size || marks.is_written || (old.mtime != new.mtime && !marks.is_touched)
 }
 

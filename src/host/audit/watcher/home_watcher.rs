@@ -19,13 +19,13 @@ use nix::sys::stat::{Mode, fstat};
 use rustix::fs::{AtFlags, FileType, StatxFlags, StatxTimestamp};
 
 use super::diff::{DirtySet, FsProbe, Marks};
-use super::tree::{FileState, Inode, Kind, Name};
+use super::tree::{FileState, Inode, Name, NodeKind};
 use svc_base::fsx::FileError;
 
 /// The folder with records and settings. It is not watched, because the owner's programs cannot change it.
 const SYSTEM_FOLDER: &[u8] = b"system";
 /// Maximum number of events read per drain: a program that writes endlessly must not block the watcher.
-const MAX_EVENTS: usize = 200_000;
+const MAX_EVENTS_PER_DRAIN: usize = 200_000;
 
 const WATCHED_EVENTS: AddWatchFlags = AddWatchFlags::IN_CREATE
     .union(AddWatchFlags::IN_DELETE)
@@ -90,10 +90,10 @@ impl HomeWatcher {
         self.watches.len()
     }
 
-    /// Reads the queued events, up to about `MAX_EVENTS`.
+    /// Reads the queued events, up to about `MAX_EVENTS_PER_DRAIN`.
     pub fn drain(&mut self, dirty: &mut DirtySet) {
         let mut read = 0;
-        while read < MAX_EVENTS {
+        while read < MAX_EVENTS_PER_DRAIN {
             let events = match self.inotify.read_events() {
                 Ok(events) if events.is_empty() => return,
                 Ok(events) => events,
@@ -228,10 +228,10 @@ fn read_state(folder: &impl AsFd, name: &[u8]) -> Option<FileState> {
     let fields = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
     let stat = rustix::fs::statx(folder, name, AtFlags::SYMLINK_NOFOLLOW, fields).ok()?;
     let kind = match FileType::from_raw_mode(stat.stx_mode.into()) {
-        FileType::RegularFile => Kind::File,
-        FileType::Directory => Kind::Folder,
-        FileType::Symlink => Kind::Symlink,
-        _ => Kind::Other,
+        FileType::RegularFile => NodeKind::File,
+        FileType::Directory => NodeKind::Folder,
+        FileType::Symlink => NodeKind::Symlink,
+        _ => NodeKind::Other,
     };
     let has_birth_time = StatxFlags::from_bits_retain(stat.stx_mask).contains(StatxFlags::BTIME);
     Some(FileState {
@@ -240,7 +240,7 @@ fn read_state(folder: &impl AsFd, name: &[u8]) -> Option<FileState> {
         mtime: to_nanoseconds(stat.stx_mtime),
         birth_time: if has_birth_time { to_nanoseconds(stat.stx_btime) } else { 0 },
         kind,
-        has_other_names: kind == Kind::File && stat.stx_nlink > 1,
+        has_other_names: kind == NodeKind::File && stat.stx_nlink > 1,
     })
 }
 

@@ -9,8 +9,9 @@ pub type Inode = u64;
 /// A name in bytes, because it need not be valid UTF-8.
 pub type Name = Box<[u8]>;
 
+/// The kind of the file behind a name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum NodeKind {
     File,
     Folder,
     Symlink,
@@ -27,7 +28,7 @@ pub struct FileState {
     /// The birth time in nanoseconds, which distinguishes a file from an earlier one with the same inode; 0 if the
     /// file system has none.
     pub birth_time: i64,
-    pub kind: Kind,
+    pub kind: NodeKind,
     /// The file has other names (hard links).
     pub has_other_names: bool,
 }
@@ -65,7 +66,7 @@ pub struct Tree {
 /// Maximum number of folders in a path: Linux limits a path to 4096 bytes.
 const MAX_DEPTH: usize = 4096;
 /// Above this number of indexed files, the index is cleared.
-const MAX_INDEXED: usize = 20_000;
+const MAX_INDEXED_FILES: usize = 20_000;
 
 impl Tree {
     /// Creates an empty tree.
@@ -124,7 +125,7 @@ impl Tree {
         if !self.has_folder(folder) {
             return;
         }
-        if state.kind == Kind::Folder && state.inode != self.root {
+        if state.kind == NodeKind::Folder && state.inode != self.root {
             let parent = Some((folder, name.clone()));
             self.folders.insert(state.inode, Folder { parent, entries: BTreeMap::new() });
         }
@@ -163,7 +164,7 @@ impl Tree {
         };
         let mut pending = vec![(path, TreeEntry { state, folder })];
         while let Some((path, entry)) = pending.pop() {
-            if entry.state.kind == Kind::Folder && self.is_at(entry.state.inode, entry.folder, &path) {
+            if entry.state.kind == NodeKind::Folder && self.is_at(entry.state.inode, entry.folder, &path) {
                 removed_folders.push(entry.state.inode);
                 let contents = self.folders.remove(&entry.state.inode).map(|folder| folder.entries);
                 for (name, state) in contents.into_iter().flatten() {
@@ -183,7 +184,7 @@ impl Tree {
     /// Finds all names of these files. The first call for a file searches the whole tree.
     pub fn find_names(&mut self, files: impl Iterator<Item = FileId>) -> Vec<(Inode, Name, FileState)> {
         let files: Vec<FileId> = files.collect();
-        if self.indexed.len() + files.len() > MAX_INDEXED {
+        if self.indexed.len() + files.len() > MAX_INDEXED_FILES {
             self.indexed.clear();
         }
         let new: HashSet<FileId> =
@@ -202,7 +203,7 @@ impl Tree {
             names.retain(|(folder, name)| {
                 let state = self.folders.get(folder).and_then(|folder| folder.entries.get(name));
                 let is_current = state.is_some_and(|state| state.id() == file);
-                let state = state.filter(|state| is_current && state.kind == Kind::File);
+                let state = state.filter(|state| is_current && state.kind == NodeKind::File);
                 found.extend(state.map(|state| (*folder, name.clone(), *state)));
                 is_current
             });
@@ -239,7 +240,7 @@ mod tests {
     use super::*;
 
     fn file(inode: Inode) -> FileState {
-        FileState { inode, size: 1, mtime: 1, birth_time: 1, kind: Kind::File, has_other_names: true }
+        FileState { inode, size: 1, mtime: 1, birth_time: 1, kind: NodeKind::File, has_other_names: true }
     }
 
     fn names(tree: &mut Tree, inode: Inode) -> Vec<(Inode, String)> {
@@ -255,7 +256,7 @@ mod tests {
     #[test]
     fn find_names_follows_added_replaced_and_removed_names() {
         let mut tree = Tree::new(1);
-        let folder = FileState { kind: Kind::Folder, ..file(2) };
+        let folder = FileState { kind: NodeKind::Folder, ..file(2) };
         tree.insert(1, b"sub"[..].into(), folder);
         for (folder, name) in [(1, &b"a"[..]), (2, &b"b"[..])] {
             tree.insert(folder, name.into(), file(10));

@@ -137,7 +137,7 @@ fn dispatch_json(dispatcher: &Dispatcher, target: &DispatchTarget) -> Value {
     let dispatches = dispatcher.entries(target);
     json!({
         "id": target.id(),
-        "batch": !matches!(target, DispatchTarget::One(_)),
+        "batch": !matches!(target, DispatchTarget::Dispatch(_)),
         "status": overall_status(&dispatches, target.entry_count()),
         "dispatches": dispatches.iter().map(|dispatch| dispatch.to_json()).collect::<Vec<_>>(),
     })

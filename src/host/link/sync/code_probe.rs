@@ -9,7 +9,7 @@ use crate::system::layout::Layout;
 use svc_wire::host::ComponentStatus;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// Longer than the 90 s that `svc-code` allows code-server to start.
+/// Longer than the 90 s that `svc-code` gives code-server to start.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Checks code-server, and tracks how long it has not accepted connections.
@@ -52,7 +52,7 @@ mod tests {
         let start = Instant::now();
         let at = |seconds: u64| start + Duration::from_secs(seconds);
         assert_eq!(probe.assess(false, false, at(0)), None);
-        assert_eq!(probe.assess(true, false, at(1)), None, "it may be starting");
+        assert_eq!(probe.assess(true, false, at(1)), None, "code-server may still be starting");
         assert_eq!(probe.assess(true, false, at(120)), None);
         assert_eq!(probe.assess(true, false, at(121)), Some(ComponentStatus::Failing));
         assert_eq!(probe.assess(true, true, at(122)), Some(ComponentStatus::Ok));

@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn is_public_refuses_local_and_reserved_addresses() {
+    fn is_public_is_false_for_local_and_reserved_addresses() {
         for text in ["78.46.0.1", "100.63.255.255", "100.128.0.1", "172.32.0.1", "198.20.0.1"] {
             assert!(is_public(text.parse().unwrap()), "{text}");
         }

@@ -90,7 +90,7 @@ fn reopened_store_recounts_only_unsealed_days() {
     assert_eq!(store.report(&UsageQuery::default()), before);
     store.seal();
     drop((store, writer));
-    assert_eq!(test.read("usage.jsonl"), usage, "no new lines");
+    assert_eq!(test.read("usage.jsonl"), usage, "lines were added for a sealed day");
 
     // The file has expired: the day's totals come from usage.jsonl only.
     fs::remove_file(&path).unwrap();
@@ -234,7 +234,7 @@ fn usage_with_many_obsolete_lines_is_compacted() {
     fs::write(test.logs().join("usage.jsonl"), &text).unwrap();
     let (_writer, store) = test.open();
     store.write();
-    assert_eq!(test.read("usage.jsonl"), text, "the obsolete lines do not exceed the maximum");
+    assert_eq!(test.read("usage.jsonl"), text, "the file was compacted before the maximum was exceeded");
     for _ in 0..3 {
         store.record(day("2026-01-02"), &interaction(1)).unwrap();
         store.write();

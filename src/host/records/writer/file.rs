@@ -27,7 +27,7 @@ pub struct AppendFile {
     format: LineFormat,
     buffers: VecDeque<Vec<u8>>,
     /// Buffers that have been written, for reuse.
-    finished: Vec<Vec<u8>>,
+    written_buffers: Vec<Vec<u8>>,
     unwritten_bytes: usize,
     /// Number of bytes in the first buffer that have already been written.
     written_bytes: usize,
@@ -68,7 +68,7 @@ impl AppendFile {
             path,
             format,
             buffers: VecDeque::new(),
-            finished: Vec::new(),
+            written_buffers: Vec::new(),
             unwritten_bytes: 0,
             written_bytes: 0,
             last: None,
@@ -78,8 +78,8 @@ impl AppendFile {
     }
 
     /// Takes the buffers that have been written.
-    pub fn take_finished(&mut self) -> Vec<Vec<u8>> {
-        std::mem::take(&mut self.finished)
+    pub fn take_written_buffers(&mut self) -> Vec<Vec<u8>> {
+        std::mem::take(&mut self.written_buffers)
     }
 
     /// Adds complete lines.
@@ -121,7 +121,7 @@ impl AppendFile {
                     self.unwritten_bytes -= written;
                     self.written_bytes += written;
                     if self.written_bytes == buffer.len() {
-                        self.finished.extend(self.buffers.pop_front());
+                        self.written_buffers.extend(self.buffers.pop_front());
                         self.written_bytes = 0;
                     }
                 }

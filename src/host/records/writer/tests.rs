@@ -133,7 +133,7 @@ fn rejected_lines_are_counted_and_reported_as_a_gap() {
     records.append(Record::Audit, &json!({"n": accepted})).unwrap();
     drop(writer);
     records.append(Record::Audit, &json!({"n": 0})).unwrap_err();
-    assert!(!records.flush(TIMEOUT), "the writer has ended");
+    assert!(!records.flush(TIMEOUT), "the flush succeeded although the writer has ended");
     let found = lines(&path);
     assert_eq!(found.len() as u64, accepted + 2);
     assert_eq!(found[accepted as usize]["gap"]["lost"], 10);
@@ -182,7 +182,7 @@ fn lines_are_written_while_a_sync_hangs() {
     let (records, path) = (writer.records(), dir.path().join("audit.jsonl"));
     let append = |n: u64| records.append(Record::Audit, &json!({"n": n})).unwrap();
     append(0);
-    assert!(!records.flush(Duration::from_millis(1)), "the line is not durable");
+    assert!(!records.flush(Duration::from_millis(1)), "the flush succeeded although the sync hangs");
     starts.recv_timeout(TIMEOUT).unwrap();
     for n in 1..20 {
         let accepted = Instant::now();
@@ -192,7 +192,7 @@ fn lines_are_written_while_a_sync_hangs() {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
-    assert!(!records.flush(Duration::from_millis(20)), "the sync is still hanging");
+    assert!(!records.flush(Duration::from_millis(20)), "the flush succeeded although the sync still hangs");
     assert!(!records.is_write_failing());
     drop(release);
     assert!(records.flush(TIMEOUT));

@@ -83,7 +83,7 @@ fn change_claimed_by_killed_tool_is_ambiguous() {
 }
 
 #[test]
-fn change_claimed_by_killed_tool_stays_pending_for_other() {
+fn change_claimed_by_killed_tool_waits_for_other_claim() {
     let mut windows = CallWindows::default();
     windows.begin(window("ada", "1", Some("w")));
     windows.begin(window("bob", "2", Some("w")));

@@ -190,7 +190,7 @@ impl FakeFs {
                 size: 9,
                 mtime: *mtime,
                 birth_time,
-                kind: Kind::File,
+                kind: NodeKind::File,
                 has_other_names: links.sum::<usize>() > 1,
             },
             Node::Symlink { mtime, .. } => FileState {
@@ -198,12 +198,17 @@ impl FakeFs {
                 size: 9,
                 mtime: *mtime,
                 birth_time,
-                kind: Kind::Symlink,
+                kind: NodeKind::Symlink,
                 has_other_names: false,
             },
-            Node::Folder(_) => {
-                FileState { inode, size: 0, mtime: 0, birth_time, kind: Kind::Folder, has_other_names: false }
-            }
+            Node::Folder(_) => FileState {
+                inode,
+                size: 0,
+                mtime: 0,
+                birth_time,
+                kind: NodeKind::Folder,
+                has_other_names: false,
+            },
         }
     }
 
@@ -349,7 +354,7 @@ proptest! {
 #[test]
 fn too_many_dirty_names_mark_everything() {
     let mut dirty = DirtySet::default();
-    for n in 0..=MAX_NAMES {
+    for n in 0..=MAX_DIRTY_NAMES {
         dirty.mark(1, n.to_string().as_bytes(), Marks::default());
     }
     assert!(dirty.is_everything_dirty && dirty.name_count() == 0 && !dirty.is_clean());
