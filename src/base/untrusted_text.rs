@@ -48,7 +48,8 @@ pub fn make_printable(value: &mut Value) {
 
 /// Whether `c` is a control character (C0, DEL or C1) other than the newline, or changes the direction of text.
 fn is_unsafe(c: char) -> bool {
-    (c.is_control() && c != '\n') || matches!(
+    (c.is_control() && c != '\n')
+        || matches!(
             c,
             '\u{061C}' | '\u{200E}' | '\u{200F}' | '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}'
         )
