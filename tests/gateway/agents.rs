@@ -79,11 +79,11 @@ struct BackgroundProcesses {
     _model: ModelStub,
 }
 
-/// Prepares a machine with the watcher, its hooks, and a model stub. `agent` builds the agent's configuration from the
-/// stub's address and the machine.
+/// Prepares a machine with the watcher, its hooks, and a model stub. `build_agent` builds the agent's configuration
+/// from the stub's address and the machine.
 fn prepare_machine(
     script: fn(&Path) -> Value,
-    agent: impl FnOnce(&str, &Machine) -> Result<Value>,
+    build_agent: impl FnOnce(&str, &Machine) -> Result<Value>,
 ) -> Result<(Machine, BackgroundProcesses)> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
     let (root, home) = (machine.path(""), machine.path("home/svc/home"));
@@ -103,7 +103,7 @@ fn prepare_machine(
     let model = ModelStub::start(&script(&home), &root)?;
     let url = model.url();
     let prices = json!({ "gpt-5.5": { "input": 2, "output": 10 } });
-    let mut agent = agent(&url, &machine)?;
+    let mut agent = build_agent(&url, &machine)?;
     // On a busy machine, hooks would time out and leave gaps in the audit log.
     agent["environment"]["FAILPOINTS"] = "hook.long_timeout=return(error)".into();
     let config = json!({ "agents": { "coder": agent }, "prices": prices });
@@ -208,7 +208,7 @@ async fn long_calls_with_disabled_hooks_are_recorded_as_a_gap() -> Result<()> {
     Ok(())
 }
 
-/// Reads the audit log, whose lines must all belong to this actor in the first dispatch.
+/// Reads the audit log, and checks that each line belongs to this actor and to the dispatch `d1`.
 fn read_audit(host: &Host, actor: &str) -> Result<Vec<Value>> {
     let audit = std::fs::read_to_string(host.machine.path("home/svc/home/system/logs/audit.jsonl"))?;
     let lines: Vec<Value> = audit.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
@@ -314,7 +314,7 @@ async fn long_codex_usage_counts_subagents_and_cancelled_runs_once() -> Result<(
     let host = machine.start()?;
     let first = run_codex(&host, json!({ "id": "first", "prompt": "[[again]] go" })).await?;
     assert_eq!((token_counts(&first), &first["status"]), (tokens_of_calls(1), &json!("success")), "{first}");
-    // The thread's earlier usage does not belong to this run.
+    // Usage from the thread's earlier run is not counted again.
     let thread = &first["conversationId"];
     let continued = json!({ "id": "more", "prompt": "[[again]] on", "conversationId": thread });
     let continued = run_codex(&host, continued).await?;

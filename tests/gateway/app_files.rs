@@ -25,7 +25,7 @@ async fn wait_until_served(host: &Host, slug: &str) -> Result<()> {
 }
 
 #[tokio::test]
-async fn links_in_app_folder_do_not_escape_it() -> Result<()> {
+async fn symlinks_do_not_escape_app_folder() -> Result<()> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.write("opt/svc/env/probe.env", "S3CRET")?;
     machine.write("opt/svc/env/index.html", "S3CRET")?;
@@ -69,7 +69,7 @@ async fn links_in_app_folder_do_not_escape_it() -> Result<()> {
     Ok(())
 }
 
-/// An open(2) of a FIFO waits for a writer, which would block the scan of all apps.
+/// Opening a FIFO blocks until a writer opens it; that would block the scan of all apps.
 #[tokio::test]
 async fn fifo_manifest_does_not_block_other_apps() -> Result<()> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;

@@ -86,7 +86,7 @@ async fn app_at_its_quota_cannot_add_rows() -> Result<()> {
     assert_eq!(
         query_as_app(&host, &other, &insert_body(&other)).await?.0,
         StatusCode::CREATED,
-        "another app has its own quota"
+        "another app's quota must be separate"
     );
     host.query_data(&insert_body(&full)).await.context("the owner must still be able to add rows")?;
     let delete = json!({ "action": "delete", "app": full, "table": "t", "filter": { "a": { "ne": "" } }, "maxAffected": 1000 });
@@ -97,7 +97,7 @@ async fn app_at_its_quota_cannot_add_rows() -> Result<()> {
     assert_eq!(
         query_as_app(&host, &full, &insert_body(&full)).await?.0,
         StatusCode::CREATED,
-        "the owner raised the quota"
+        "the raised quota must permit the insert"
     );
     Ok(())
 }
@@ -119,7 +119,8 @@ async fn host_with_quota(database_url: &str, slug: &str, columns: &Value, bytes:
     Ok(host)
 }
 
-/// Repeats the request until the quota rejects it, for less time than the interval between regular measurements.
+/// Repeats the request until the quota rejects it. Fails after 25 s, which is less than the interval between regular
+/// measurements.
 async fn repeat_until_refused(host: &Host, slug: &str, body: &Value, expected: StatusCode) -> Result<()> {
     let started = std::time::Instant::now();
     while started.elapsed() < Duration::from_secs(25) {
@@ -145,7 +146,7 @@ async fn quota_counts_transactions_that_are_rolled_back() -> Result<()> {
     assert_eq!(
         query_as_app(&host, &slug, &count).await?.1["data"]["count"],
         0,
-        "every transaction was rolled back"
+        "every transaction must be rolled back"
     );
     Ok(())
 }

@@ -40,7 +40,7 @@ async fn bundled_apps_are_copied_registered_and_never_overwritten() -> Result<()
     host.machine.write(&format!("opt/svc/current/app/apps/{slug}/dist/index.html"), "<h1>second</h1>")?;
     let host = host.restart()?;
     host.wait_until_registered(&slug).await?;
-    assert_eq!(page(&host).send().await?.text().await?, "<h1>mine</h1>", "the owner's change is kept");
+    assert_eq!(page(&host).send().await?.text().await?, "<h1>mine</h1>", "the owner's change must be kept");
     Ok(())
 }
 
@@ -56,7 +56,7 @@ async fn restart_does_not_register_unchanged_app_again() -> Result<()> {
     host.wait_until_registered(&slug).await?;
     let expected = ["id uuid", "title text", "a date", "created_at timestamptz", "updated_at timestamptz"];
     assert_eq!(list_columns(&host, &slug).await?, expected);
-    // Activity lines are written in order, so a second line for the first app would precede this one.
+    // Activity lines are written in order, so a second line for the first app would precede the later app's line.
     let later = unique_name("later");
     host.machine.add_app(&later, &json!({ "t": { "columns": {} } }))?;
     super::dispatch::wait_until_logged(&host, &registered(&later)).await?;
@@ -112,14 +112,14 @@ async fn new_version_adds_columns_and_reports_other_changes() -> Result<()> {
     let schema = format!("app_{}", slug.replace('-', "_"));
     let admin = database.connect().await?;
     let row = admin.query_one(&format!("SELECT count(*), sum(old) FROM {schema}.t"), &[]).await?;
-    assert_eq!((row.get::<_, i64>(0), row.get::<_, i64>(1)), (2, 14), "every row and column is kept");
+    assert_eq!((row.get::<_, i64>(0), row.get::<_, i64>(1)), (2, 14), "every row and column must be kept");
     let insert = json!({ "action": "insert", "app": slug, "table": "u", "data": { "c": "2026-01-01" } });
     host.query_data(&insert).await?;
     Ok(())
 }
 
 #[tokio::test]
-async fn tables_with_other_types_and_keys_are_registered() -> Result<()> {
+async fn tables_altered_by_sql_are_registered() -> Result<()> {
     let (database, slug) = (test_database().await?, unique_name("other-types"));
     let host = host_with_app(&database, &slug, &json!({ "t": { "columns": {} } })).await?;
     let schema = format!("app_{}", slug.replace('-', "_"));
@@ -144,13 +144,13 @@ async fn tables_with_other_types_and_keys_are_registered() -> Result<()> {
     assert_eq!(not_done.matches("is not created").count(), 3, "{not_done}");
     let indexes = "SELECT count(*) FROM pg_indexes WHERE schemaname = $1 AND indexdef LIKE '%(b)'";
     let row = database.connect().await?.query_one(indexes, &[&schema]).await?;
-    assert_eq!(row.get::<_, i64>(0), 2, "a varchar column is indexed");
+    assert_eq!(row.get::<_, i64>(0), 2, "a varchar column must be indexed");
     let found = host.query_data(&json!({ "action": "find", "app": slug, "table": "u" })).await?;
     assert!(found[0]["id"].is_string() && found[0]["id"] != found[1]["id"], "{found}");
     Ok(())
 }
 
-/// The SQL texts, for which connections cache prepared statements, are the same for both types.
+/// Connections cache prepared statements by SQL text, and the text is the same for both types.
 #[tokio::test]
 async fn changed_column_types_apply_to_open_connections() -> Result<()> {
     let (database, slug) = (test_database().await?, unique_name("retyped"));
@@ -284,7 +284,7 @@ async fn bridge_works_after_recovery_without_the_app_folder() -> Result<()> {
     assert_eq!(find_app(&host, &slug).await?["folder"], Value::Null);
     let comment = "SELECT shobj_description(oid, 'pg_authid') FROM pg_roles WHERE rolname = $1";
     let comment = database.connect().await?.query_one(comment, &[&role]).await?.get::<_, Option<String>>(0);
-    assert_eq!(comment, None, "the role of a registered app is not temporary");
+    assert_eq!(comment, None, "a registered app's role must not keep the drill's comment");
     Ok(())
 }
 
@@ -313,7 +313,7 @@ async fn rejected_app_without_folder_stays_listed() -> Result<()> {
     database.connect().await?.batch_execute(&replace_table).await?;
     let host = Machine::new(&database.url())?.start()?;
     host.wait_until("the error", async || Ok(find_app(&host, &slug).await?["status"] == "error")).await?;
-    // The folders are scanned again.
+    // Adding an app causes another scan of the folders.
     host.machine.add_app(&other, &tables)?;
     host.wait_until_registered(&other).await?;
     let app = find_app(&host, &slug).await?;
@@ -388,7 +388,7 @@ async fn every_app_has_an_icon() -> Result<()> {
     host.wait_until("the app's own icon", async || Ok(icon("own").await?.1 == "<svg/>")).await?;
     let (status, first) = icon("unknown-app").await?;
     assert!(status == StatusCode::OK && first.starts_with("<svg"), "{status} {first}");
-    assert_eq!(icon("unknown-app").await?.1, first, "the generated icon is stable");
+    assert_eq!(icon("unknown-app").await?.1, first, "the generated icon must be stable");
     assert_eq!(icon("%3Cscript%3E").await?.0, StatusCode::OK);
     Ok(())
 }
@@ -411,7 +411,7 @@ async fn token_for_removed_app_is_rejected() -> Result<()> {
     host.wait_until("the token is refused", async || Ok(status_as_app().await? == StatusCode::FORBIDDEN))
         .await?;
     let count = json!({ "action": "count", "app": slug, "table": "t" });
-    assert_eq!(host.query_data(&count).await?["count"], 0, "the owner can still read the tables");
+    assert_eq!(host.query_data(&count).await?["count"], 0, "the owner must still be able to read the tables");
     Ok(())
 }
 

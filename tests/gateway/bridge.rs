@@ -105,7 +105,7 @@ async fn row_is_returned_as_written() -> Result<()> {
     let created = row["created_at"].as_str().unwrap_or_default();
     assert!(created.ends_with('Z') && created.len() == 24, "{created}");
     let get = app.body("get", json!({ "id": row["id"] }));
-    assert_eq!(app.host.query_data(&get).await?, *row, "`get` returns the same row");
+    assert_eq!(app.host.query_data(&get).await?, *row, "`get` must return the same row");
     let found = app.host.query_data(&app.body("find", json!({ "filter": { "id": row["id"] } }))).await?;
     assert_eq!(found, json!([row]));
     Ok(())
@@ -116,7 +116,11 @@ async fn insert_handles_nulls_small_numbers_and_chosen_ids() -> Result<()> {
     let app = TestApp::new().await?;
     let row = app.insert(json!({ "title": null, "big": 42, "price": 1 })).await?;
     assert_eq!((&row["title"], &row["done"]), (&Value::Null, &Value::Null));
-    assert_eq!((&row["big"], &row["price"]), (&json!(42), &json!("1")), "a safe bigint is a number");
+    assert_eq!(
+        (&row["big"], &row["price"]),
+        (&json!(42), &json!("1")),
+        "a bigint in the safe range must be a number"
+    );
     let chosen = "0192d1f0-0000-7000-8000-00000000abcd";
     assert_eq!(app.insert(json!({ "id": chosen })).await?["id"], chosen);
     let (status, problem) = app.host.query(&app.body("insert", json!({ "data": { "id": chosen } }))).await?;

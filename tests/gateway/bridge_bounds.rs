@@ -116,7 +116,7 @@ async fn oversized_row_is_readable_with_fewer_columns() -> Result<()> {
             host.query(&json!({ "action": "transaction", "app": app, "operations": operations })).await?;
         assert_eq!((status, &problem["operation"]), (StatusCode::BAD_REQUEST, &json!(1)), "{problem}");
         assert!(first_error(&problem).contains("send fewer operations"), "{problem}");
-        // The kernel sums the counters of several processors, so a later peak can be slightly lower.
+        // The kernel sums per-processor counters, so a later reading can be slightly lower.
         let growth = host.peak_memory()?.saturating_sub(before);
         assert!(growth < 100 << 20, "peak memory grew by {growth} bytes");
     }

@@ -48,7 +48,7 @@ async fn disconnect_during(app: &TestApp, body: &Value) -> Result<()> {
         .await?;
     assert!(started.elapsed() < Duration::from_secs(30), "the request was not cancelled in time");
     let open = count_sessions(app, &admin, "idle in transaction%").await?;
-    assert_eq!(open, 0, "no transaction remains open");
+    assert_eq!(open, 0, "a transaction remains open");
     Ok(())
 }
 
@@ -59,7 +59,7 @@ async fn disconnect_cancels_the_statement() -> Result<()> {
         disconnect_during(&app, &app.body("insert", json!({ "data": { "size": -1 } }))).await?;
         app.insert(json!({ "size": 1 })).await?;
     }
-    assert_eq!(app.count().await?, 3, "a cancelled insert has no effect");
+    assert_eq!(app.count().await?, 3, "a cancelled insert must have no effect");
     Ok(())
 }
 
@@ -192,12 +192,12 @@ async fn exhausted_pool_returns_503_with_retry_after() -> Result<()> {
             Ok(count_sessions(&app, &admin, "active").await? == 0)
         })
         .await?;
-    assert_eq!(app.count().await?, 1, "a request that was cancelled while waiting has no effect");
+    assert_eq!(app.count().await?, 1, "a request cancelled while waiting must have no effect");
     Ok(())
 }
 
 #[tokio::test]
-async fn refused_connections_are_not_retried_in_a_loop() -> Result<()> {
+async fn refused_connections_are_not_retried_in_tight_loop() -> Result<()> {
     let mut app = app_with_slow_inserts().await?;
     let port = app.database.server().port;
     let proxy = kit::net::Proxy::start(([127, 0, 0, 1], port).into())?;
@@ -221,7 +221,7 @@ async fn refused_connections_are_not_retried_in_a_loop() -> Result<()> {
     let before = proxy.connections();
     let waiting = [0; 2].map(|_| send(&app.body("count", json!({}))));
     tokio::time::sleep(Duration::from_secs(2)).await;
-    assert!(waiting.iter().all(|request| !request.is_finished()), "the requests wait for a connection");
+    assert!(waiting.iter().all(|request| !request.is_finished()), "the requests must wait for a connection");
     let attempts = proxy.connections() - before;
     assert!((1..30).contains(&attempts), "{attempts} attempts to open a connection");
     long.abort();

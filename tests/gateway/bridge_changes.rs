@@ -114,7 +114,7 @@ async fn every_writers_changes_are_reported() -> Result<()> {
     assert_eq!(
         events.next_entries().await?,
         expected,
-        "one event per transaction, and none for an update of no rows"
+        "there must be one event per transaction, and none for an update of no rows"
     );
     let failing = json!([insert_op("x"), { "action": "get", "table": "things", "id": row["id"] }]);
     let body = json!({ "action": "transaction", "app": app.slug, "operations": failing });
@@ -123,11 +123,15 @@ async fn every_writers_changes_are_reported() -> Result<()> {
     let admin = app.database.connect().await?;
     let table = format!("{}.things", app.schema());
     admin.batch_execute(&format!("INSERT INTO {table} (title) VALUES ('psql'), ('psql')")).await?;
-    assert_eq!(events.next_entries().await?, ["things insert 2"], "no event for a rolled-back change");
+    assert_eq!(events.next_entries().await?, ["things insert 2"], "a rolled-back change must cause no event");
     admin
         .batch_execute(&format!("INSERT INTO {table} (size) SELECT n FROM generate_series(1, 1001) n"))
         .await?;
-    assert_eq!(events.next_entries().await?, ["things insert ?"], "too many rows to list");
+    assert_eq!(
+        events.next_entries().await?,
+        ["things insert ?"],
+        "more than 1000 row ids must not be listed"
+    );
     admin.batch_execute(&format!("TRUNCATE {table}")).await?;
     assert_eq!(events.next_entries().await?, ["things truncate ?"]);
     Ok(())
@@ -146,7 +150,7 @@ async fn late_commit_is_not_skipped() -> Result<()> {
         app.insert(json!({ "title": "quick" })).await?;
     }
     let early = tokio::time::timeout(Duration::from_millis(1500), events.next_entries()).await;
-    assert!(early.is_err(), "an event waits for earlier open transactions: {early:?}");
+    assert!(early.is_err(), "an event must wait for earlier open transactions: {early:?}");
     slow.commit().await?;
     assert_eq!(events.next_entries().await?, ["things insert 2"]);
     for _ in 0..3 {
@@ -208,7 +212,7 @@ async fn expired_position_is_rejected_as_gone() -> Result<()> {
     let last = events.id.clone();
     EventStream::open(changes_request(&app.host, "", Some(&last))).await?;
     app.insert(json!({ "title": "b" })).await?;
-    assert_eq!(events.next_entries().await?, ["things insert 1"], "an active listener missed nothing");
+    assert_eq!(events.next_entries().await?, ["things insert 1"], "an active listener must miss nothing");
     Ok(())
 }
 
@@ -216,7 +220,7 @@ async fn expired_position_is_rejected_as_gone() -> Result<()> {
 async fn cleanup_keeps_events_after_a_recent_one() -> Result<()> {
     let app = TestApp::with_env(&[("BRIDGE_CHANGES_KEEP_SECONDS", "1")]).await?;
     let admin = app.database.connect().await?;
-    // The last one comes from a transaction that was open for a long time.
+    // The row `late` comes from a transaction that was open for a long time.
     let insert = "INSERT INTO svc.changes (xid, at, schema_name, table_name, action) VALUES
                       ('4', now() - interval '1 hour', 'app', 'expired', 'insert'),
                       ('5', now() + interval '1 hour', 'app', 'recent', 'insert'),
@@ -275,7 +279,7 @@ async fn triggers_ignore_the_writers_search_path() -> Result<()> {
     write.batch_execute(&format!("INSERT INTO {table} (title) VALUES ('a'); TRUNCATE {table}")).await?;
     let is_time_of_write: bool =
         write.query_one("SELECT bool_and(at > now()) FROM svc.changes", &[]).await?.get(0);
-    assert!(is_time_of_write, "the time of an event is not the start of its transaction");
+    assert!(is_time_of_write, "an event's time must not be the start of its transaction");
     write.commit().await?;
     assert_eq!(events.next_entries().await?, ["things insert 1", "things truncate ?"]);
     Ok(())
@@ -297,7 +301,7 @@ async fn stream_ends_when_unread_changes_were_deleted() -> Result<()> {
     Ok(())
 }
 
-/// The triggers of a new app are created only when the stream follows it.
+/// A new app's triggers are created only when the stream starts to follow the app.
 #[tokio::test]
 async fn stream_ends_if_new_apps_changes_were_not_recorded() -> Result<()> {
     let app = TestApp::new().await?;
@@ -381,7 +385,7 @@ async fn outbox_is_discarded_after_restore() -> Result<()> {
     let last = events.id.clone();
     drop(events);
     app.insert(json!({ "title": "from the old epoch" })).await?;
-    // A dump from a server with a far higher transaction id has such a floor.
+    // A dump from a server with far higher transaction ids contains such a floor.
     let admin = app.database.connect().await?;
     admin.execute("UPDATE svc.watched SET floor = 1000000000000", &[]).await?;
     app.host.machine.env.insert("SVC_EPOCH".into(), "2".into());

@@ -85,7 +85,7 @@ async fn inserts_between_pages_cause_no_gap_or_duplicate() -> Result<()> {
             break;
         }
     }
-    assert_eq!(paged_ids.len(), 20, "each row once");
+    assert_eq!(paged_ids.len(), 20, "each row must be returned once");
     assert_eq!(paged_ids.iter().collect::<HashSet<_>>().len(), 20);
     Ok(())
 }

@@ -58,7 +58,7 @@ async fn query_checks_run_in_documented_order() -> Result<()> {
     assert_eq!(
         code(owner().json(&unknown)).await?,
         refusal(400, "invalid_request"),
-        "the schema is checked before the lookup"
+        "the schema must be checked before the lookup"
     );
     for (app, table) in
         [("none", "notes"), (slug.as_str(), "none"), (slug.as_str(), "pg_class"), ("../x", "notes")]
@@ -118,28 +118,28 @@ async fn database_error_response_quotes_no_value() -> Result<()> {
     let (host, slug, database) = host_with_notes().await?;
     let insert = |data: Value| json!({ "action": "insert", "app": slug, "table": "notes", "data": data });
     host.query_data(&insert(json!({ "title": "s3cret-value" }))).await?;
-    let texts = |problem: &Value| format!("{} {}", problem["detail"], problem["errors"]);
+    let error_text = |problem: &Value| format!("{} {}", problem["detail"], problem["errors"]);
     let mut responses = String::new();
     let (status, problem) = host.query(&insert(json!({ "title": "s3cret-value" }))).await?;
     assert_eq!((status, problem["code"].as_str()), (StatusCode::CONFLICT, Some("conflict")));
     assert!(problem["constraint"].is_string() && problem["retryable"] == false, "{problem}");
-    responses += &texts(&problem);
+    responses += &error_text(&problem);
 
     let admin = database.connect().await?;
     let schema = format!("app_{}", slug.replace('-', "_"));
     admin
         .batch_execute(&format!(
             "ALTER TABLE {schema}.notes ADD CONSTRAINT small CHECK (size < 1000);
-             ALTER TABLE {schema}.notes ADD COLUMN must text NOT NULL DEFAULT 'x';
-             ALTER TABLE {schema}.notes ALTER COLUMN must DROP DEFAULT"
+             ALTER TABLE {schema}.notes ADD COLUMN required text NOT NULL DEFAULT 'x';
+             ALTER TABLE {schema}.notes ALTER COLUMN required DROP DEFAULT"
         ))
         .await?;
     let (status, problem) = host.query(&insert(json!({ "size": 987_654 }))).await?;
-    assert_eq!(status, StatusCode::BAD_REQUEST, "23514 or 23502");
-    responses += &texts(&problem);
+    assert_eq!(status, StatusCode::BAD_REQUEST, "check or not-null violation (SQLSTATE 23514 or 23502)");
+    responses += &error_text(&problem);
     admin
         .batch_execute(&format!(
-            "ALTER TABLE {schema}.notes DROP COLUMN must;
+            "ALTER TABLE {schema}.notes DROP COLUMN required;
              ALTER TABLE {schema}.notes ALTER COLUMN price TYPE numeric(5)"
         ))
         .await?;
@@ -150,11 +150,11 @@ async fn database_error_response_quotes_no_value() -> Result<()> {
         (StatusCode::BAD_REQUEST, Some("invalid_request")),
         "{problem}"
     );
-    responses += &texts(&problem);
+    responses += &error_text(&problem);
     admin.batch_execute(&format!("REVOKE INSERT ON {schema}.notes FROM {schema}")).await?;
     let (status, problem) = host.query(&insert(json!({ "title": "s3cret-other" }))).await?;
-    assert_eq!(status, StatusCode::FORBIDDEN, "42501");
-    responses += &texts(&problem);
+    assert_eq!(status, StatusCode::FORBIDDEN, "insufficient privilege (SQLSTATE 42501)");
+    responses += &error_text(&problem);
     let log = host.log();
     for secret in ["s3cret-value", "s3cret-other", "987654", &huge] {
         assert!(!responses.contains(secret), "{secret} in {responses}");
@@ -173,7 +173,7 @@ async fn slow_statement_is_cancelled() -> Result<()> {
     let (status, problem) = host.query(&find).await?;
     assert_eq!((status, problem["code"].as_str()), (StatusCode::GATEWAY_TIMEOUT, Some("deadline_exceeded")));
     lock.rollback().await?;
-    assert_eq!(host.query(&find).await?.0, StatusCode::OK, "the connection is still usable");
+    assert_eq!(host.query(&find).await?.0, StatusCode::OK, "the connection must still be usable");
     Ok(())
 }
 
@@ -259,6 +259,10 @@ async fn long_index_value_is_rejected_and_large_page_ends_early() -> Result<()> 
             break;
         }
     }
-    assert_eq!((rows, pages), (20, 2), "a page ends early at the size limit, and the next one continues");
+    assert_eq!(
+        (rows, pages),
+        (20, 2),
+        "a page must end early at the size limit, and the next one must continue"
+    );
     Ok(())
 }

@@ -74,9 +74,9 @@ async fn every_sqlstate_maps_to_status_without_its_message() -> Result<()> {
 
 async fn assert_canary_not_logged(app: &TestApp) -> Result<()> {
     let postgres = kit::pg::process_server().await?.log();
-    for (log, text) in [("the gateway's log", app.host.log()), ("PostgreSQL's", postgres)] {
+    for (log, text) in [("the gateway's log", app.host.log()), ("PostgreSQL's log", postgres)] {
         let leak = text.lines().find(|line| line.contains("canary"));
-        assert_eq!(leak, None, "in {log}");
+        assert_eq!(leak, None, "{log} contains a value");
     }
     Ok(())
 }
@@ -90,13 +90,13 @@ async fn real_database_errors_quote_no_value() -> Result<()> {
         .batch_execute(&format!(
             "ALTER TABLE {schema}.things ADD CONSTRAINT short CHECK (length(title) < 60);
              CREATE UNIQUE INDEX one_title ON {schema}.things (title);
-             ALTER TABLE {schema}.things ADD COLUMN must text NOT NULL DEFAULT 'x'"
+             ALTER TABLE {schema}.things ADD COLUMN required text NOT NULL DEFAULT 'x'"
         ))
         .await?;
     let title = format!("{CANARY}-title");
     let row = app.insert(json!({ "title": title, "size": 1 })).await?;
     let rejected = app.insert(json!({ "title": "other", "size": 2 })).await;
-    assert!(rejected.is_err(), "the trigger rejects five-character titles");
+    assert!(rejected.is_err(), "the trigger must reject five-character titles");
     let second_row = app.insert(json!({ "title": "another", "size": 2 })).await?;
     let long = format!("{CANARY}{}", "x".repeat(60));
     let overflow = format!("1{}e140000", "0".repeat(3));

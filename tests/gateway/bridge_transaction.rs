@@ -45,7 +45,7 @@ async fn transaction_returns_the_result_of_each_operation() -> Result<()> {
     assert_eq!(results[0]["data"]["title"], "a");
     assert_eq!(results[1]["data"][1]["title"], "c");
     assert_eq!(results[2]["data"]["size"], 1);
-    assert_eq!(results[3]["data"]["size"], 1, "the row is unchanged");
+    assert_eq!(results[3]["data"]["size"], 1, "the row must be unchanged");
     assert_eq!(results[4], json!({ "data": { "affected": 1 } }));
     assert_eq!(results[5]["data"]["size"], 1);
     assert_eq!(results[6]["data"], json!([{ "title": "a" }, { "title": "b" }]));
@@ -109,7 +109,7 @@ async fn failing_deferred_constraint_is_not_reported_as_success() -> Result<()> 
     assert_eq!(
         app.query("insert", json!({ "data": { "ref": KEY } })).await?.0,
         409,
-        "a single insert is refused, too"
+        "a single insert must be refused, too"
     );
     assert_eq!(app.count().await?, 0);
     let parent = operation("insert", json!({ "data": { "id": KEY } }));
@@ -153,13 +153,13 @@ async fn single_requests_never_join_a_transaction() -> Result<()> {
     assert_eq!(
         app.query_data("count", single).await?["count"],
         600,
-        "every single insert is independent of the transactions"
+        "every single insert must be independent of the transactions"
     );
     let pair = json!({ "filter": { "title": { "like": "pair%" } } });
     assert_eq!(
         app.query_data("count", pair).await?["count"],
         400,
-        "200 transactions committed, each with both rows"
+        "200 transactions must commit, each with both rows"
     );
     Ok(())
 }

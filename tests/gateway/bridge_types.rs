@@ -281,7 +281,7 @@ async fn values_set_by_sql_match_row_to_json() -> Result<()> {
 }
 
 #[tokio::test]
-async fn column_whose_type_the_owner_changed_is_read_as_registered() -> Result<()> {
+async fn column_with_changed_type_is_read_as_registered_type() -> Result<()> {
     let app = TestApp::new().await?;
     let row = app.insert(json!({ "meta": { "a": 1 }, "size": 1234, "title": "7", "done": true })).await?;
     let admin = app.database.connect().await?;
@@ -335,7 +335,7 @@ async fn every_type_enforces_its_limits() -> Result<()> {
     }
     let at = |text: &str| json!({ "at": text });
     let row = app.insert(at("2026-01-02T03:04:05.9996+00:00")).await?;
-    assert_eq!(row["at"], "2026-01-02T03:04:06.000Z", "rounded to milliseconds by the column");
+    assert_eq!(row["at"], "2026-01-02T03:04:06.000Z", "the column must round to milliseconds");
     let bounds = [
         (json!({ "gt": "2026-01-02T03:04:05.9999Z" }), 1),
         (json!({ "lt": "2026-01-02T03:04:06.0001Z" }), 1),
@@ -350,7 +350,7 @@ async fn every_type_enforces_its_limits() -> Result<()> {
     assert_eq!(
         app.insert(json!({ "meta": null })).await?["meta"],
         Value::Null,
-        "a JSON null is stored as SQL NULL"
+        "a JSON null must be stored as SQL NULL"
     );
     Ok(())
 }
@@ -369,11 +369,14 @@ async fn json_value_keeps_its_digits_and_is_bounded() -> Result<()> {
     assert_eq!(status, 201, "{text}");
     assert!(text.contains("12345678901234567890.123456789") && text.contains("1.500"), "{text}");
     let (_, text) = send(r#"{"a": 1, "a": 2}"#).await?;
-    assert!(text.contains(r#"{"a": 2}"#), "the last of two duplicate names wins, as in JavaScript: {text}");
+    assert!(
+        text.contains(r#"{"a": 2}"#),
+        "the last of two duplicate names must win, as in JavaScript: {text}"
+    );
     let deep = |levels: usize| format!("{}{}", "[".repeat(levels), "]".repeat(levels));
     assert_eq!(send(&deep(1000)).await?.0, 201);
     assert_eq!(send(&deep(200_000)).await?.0, 400, "deeper than PostgreSQL's stack permits");
     assert_eq!(send("\"\\ud800\"").await?.0, 400, "half of a surrogate pair");
-    assert_eq!(app.count().await?, 3, "the gateway is still available");
+    assert_eq!(app.count().await?, 3, "the gateway must still be available");
     Ok(())
 }

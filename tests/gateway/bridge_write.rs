@@ -42,7 +42,7 @@ async fn insert_many_returns_rows_in_request_order() -> Result<()> {
     assert_eq!(list(&inserted).len(), 1000);
     assert!(
         list(&inserted).iter().zip(0..).all(|(row, n)| row["size"] == json!(n)),
-        "the rows are in request order"
+        "the rows must be in request order"
     );
     Ok(())
 }
@@ -64,7 +64,7 @@ async fn insert_many_with_a_bad_row_inserts_no_row() -> Result<()> {
     {
         let (status, problem) = app.query("insertMany", json!({ "rows": rows })).await?;
         assert_eq!((status, problem["code"].as_str()), (409, Some("conflict")), "{problem}");
-        assert_eq!(app.count().await?, 0, "no row is inserted");
+        assert_eq!(app.count().await?, 0, "a row was inserted");
     }
     Ok(())
 }
@@ -87,10 +87,14 @@ async fn upsert_inserts_merges_or_ignores() -> Result<()> {
         app.query_data("upsert", upsert(json!({ "ref": key, "title": "b" }), json!("merge"))).await?;
     assert_eq!((&merged["id"], &merged["title"], &merged["size"]), (&inserted["id"], &json!("b"), &json!(1)));
     let emptied = app.query_data("upsert", upsert(json!({ "ref": key, "title": null }), json!(null))).await?;
-    assert_eq!((&emptied["title"], &emptied["size"]), (&Value::Null, &json!(1)), "null is a value");
+    assert_eq!(
+        (&emptied["title"], &emptied["size"]),
+        (&Value::Null, &json!(1)),
+        "null must overwrite the stored value"
+    );
     let ignored =
         app.query_data("upsert", upsert(json!({ "ref": key, "title": "c" }), json!("ignore"))).await?;
-    assert_eq!(ignored, emptied, "the row is unchanged");
+    assert_eq!(ignored, emptied, "the row must be unchanged");
     assert_eq!(app.count().await?, 1);
     let by_id = json!({ "data": { "id": inserted["id"], "title": "d" }, "onConflict": ["id"] });
     assert_eq!(app.query_data("upsert", by_id).await?["title"], "d");
@@ -121,7 +125,7 @@ async fn concurrent_upserts_with_same_key_create_one_row() -> Result<()> {
         }
     });
     let rows = futures_util::future::try_join_all(upserts).await?;
-    assert!(rows.iter().all(|row| row["id"] == rows[0]["id"]), "every upsert returned the same row");
+    assert!(rows.iter().all(|row| row["id"] == rows[0]["id"]), "every upsert must return the same row");
     assert_eq!(app.count().await?, 1);
     Ok(())
 }
@@ -236,6 +240,6 @@ async fn concurrent_update_rechecks_its_filter() -> Result<()> {
     };
     let (changed, committed) = tokio::join!(updating, committing);
     committed?;
-    assert_eq!(changed?, json!({ "affected": 2 }), "a row that no longer matches is unchanged");
+    assert_eq!(changed?, json!({ "affected": 2 }), "a row that no longer matches must be unchanged");
     Ok(())
 }

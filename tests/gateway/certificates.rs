@@ -128,7 +128,7 @@ async fn authority_issues_certificate_for_registered_key() -> Result<()> {
     let host = machine.start()?;
     assert!(
         presented_certificate(&host, &name, Some(&pebble.roots())).await.is_err(),
-        "the certificate is self-signed"
+        "the first certificate must be self-signed"
     );
     let self_signed = presented_certificate(&host, &name, None).await?;
     let pin = read_pin(&host.machine)?;
@@ -144,7 +144,7 @@ async fn authority_issues_certificate_for_registered_key() -> Result<()> {
     let issued = presented_certificate(&host, &name, Some(&pebble.roots())).await?;
     assert_ne!(issued, self_signed);
     let wrong_name = presented_certificate(&host, "another.example.test", Some(&pebble.roots())).await;
-    assert!(wrong_name.unwrap_err().to_string().contains("not valid for name"), "the name is verified");
+    assert!(wrong_name.unwrap_err().to_string().contains("not valid for name"), "the name must be verified");
     for file in ["chain.pem", "acme-account.json"] {
         let mode =
             std::fs::metadata(host.machine.path(&format!("var/lib/svc/tls/{file}")))?.permissions().mode();
@@ -173,7 +173,7 @@ async fn renewal_keeps_key_and_survives_unreachable_authority() -> Result<()> {
     network.refuse();
     let failed =
         wait_until_reported(&host, "the renewal fails", |report| report["error"].is_string()).await?;
-    assert_eq!(failed["expiresAt"], first["expiresAt"], "the presented certificate is unchanged");
+    assert_eq!(failed["expiresAt"], first["expiresAt"], "the presented certificate must be unchanged");
     assert!(failed["nextAttemptAt"].is_string(), "{failed}");
     presented_certificate(&host, &name, Some(&pebble.roots())).await?;
     network.heal();
@@ -304,7 +304,7 @@ async fn account_is_bound_to_external_account() -> Result<()> {
     delivered["acme"]["externalAccount"] = json!({"keyId": "kid-1", "hmacKey": key});
     host.machine.write("var/lib/svc/tls/settings.json", &delivered.to_string())?;
     wait_until_issued(&host).await?;
-    assert!(!host.log().contains(key), "the key is not logged");
+    assert!(!host.log().contains(key), "the key was logged");
     Ok(())
 }
 
@@ -330,8 +330,8 @@ async fn lost_account_is_replaced() -> Result<()> {
     let host = host.restart()?;
     host.wait_until("the new authority issues a certificate", async || Ok(second.issued_count() == 1))
         .await?;
-    let replaced = async || Ok(presented_certificate(&host, &name, Some(&second.roots())).await.is_ok());
-    host.wait_until("its certificate is presented", replaced).await?;
+    let is_presented = async || Ok(presented_certificate(&host, &name, Some(&second.roots())).await.is_ok());
+    host.wait_until("the new authority's certificate is presented", is_presented).await?;
     Ok(())
 }
 

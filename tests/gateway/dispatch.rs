@@ -240,7 +240,7 @@ async fn dispatch_streams_its_events_and_is_recorded() -> Result<()> {
     assert_eq!((&usage["totalCost"], &usage["entries"][0]["dispatches"]), (&json!(0.25), &json!(1)));
     let (status, refused) = request_dispatch(&host, json!({ "prompt": "another", "id": "one" })).await?;
     assert_eq!((status.as_u16(), &refused["code"]), (422, &json!("idempotency_mismatch")));
-    // A client that received the last event must not reconnect.
+    // A client that has received the last event gets 204, so that it does not reconnect.
     let events_after = |from: &str| {
         host.owner_request(Method::GET, "/api/dispatch/one/events").header("last-event-id", from)
     };
@@ -269,7 +269,7 @@ async fn agent_runs_in_the_owner_home_with_a_clean_environment() -> Result<()> {
     let environment = std::fs::read_to_string(home.join("environment.txt"))?;
     assert!(environment.lines().any(|line| Path::new(line) == home), "{environment}");
     for line in ["GREETING=hello", "SVC_AGENT_NAME=coder", "SVC_DISPATCH_ID=e1"] {
-        assert!(environment.lines().any(|own| own == line), "{line} in {environment}");
+        assert!(environment.lines().any(|actual| actual == line), "{line} in {environment}");
     }
     assert!(
         !environment.contains("RUNNER_SECRET") && !environment.contains("NOTIFY_SOCKET"),
@@ -348,7 +348,7 @@ async fn no_agent_process_outlives_its_dispatch() -> Result<()> {
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let (_, usage) = host.get("/api/usage").await?;
-    // The total is checked, because a run past midnight has entries for two days.
+    // Checks the total: if the test runs past midnight, there are entries for two days.
     assert_eq!(usage["totalDispatches"], 5);
     // A client that resumes with an event number from the previous gateway still receives the result.
     let request = host.owner_request(Method::GET, "/api/dispatch/s3/events").header("last-event-id", "1");
@@ -357,7 +357,7 @@ async fn no_agent_process_outlives_its_dispatch() -> Result<()> {
     Ok(())
 }
 
-/// The limit includes the reservations of running dispatches.
+/// The reservations of running dispatches count toward the limit.
 #[tokio::test]
 async fn cost_limit_warns_then_refuses_new_dispatches() -> Result<()> {
     let limits = json!({ "costLimits": { "daily": 1, "reservation": 0.3 },
@@ -431,7 +431,7 @@ async fn concurrent_dispatches_stay_within_cost_limit() -> Result<()> {
             other => panic!("{other} {body}"),
         }
     }
-    assert_eq!(accepted_ids.len(), 8, "each dispatch reserves its cost");
+    assert_eq!(accepted_ids.len(), 8, "each dispatch must reserve its cost");
     for id in &accepted_ids {
         wait_until_finished(&host, id).await?;
     }

@@ -60,7 +60,7 @@ async fn dispatch_ended_without_a_cost_counts_its_reservation() -> Result<()> {
     let (_, usage) = host.get("/api/usage").await?;
     assert_eq!(usage["totalCost"], json!(0.9));
     let (status, _) = request_dispatch(&host, json!({ "prompt": "ok" })).await?;
-    assert_eq!(status.as_u16(), 429, "cancelling dispatches does not bypass the limit");
+    assert_eq!(status.as_u16(), 429, "cancelling dispatches must not bypass the limit");
     Ok(())
 }
 

@@ -56,7 +56,7 @@ async fn restarted_gateway_reports_ended_dispatches_to_watcher() -> Result<()> {
     let message = |phase: &str, id: &str| (phase.to_owned(), id.to_owned());
     let expected =
         [message("dispatchBegin", "waits"), message("dispatchEnd", "first"), message("dispatchEnd", "waits")];
-    assert_eq!(received, expected, "the queued dispatch begins exactly once");
+    assert_eq!(received, expected, "the queued dispatch must begin exactly once");
     wait_until_recorded(&host, "first").await?;
     Ok(())
 }
@@ -259,7 +259,7 @@ async fn interrupted_dispatch_on_full_disk_is_not_restarted() -> Result<()> {
     // The same machine accepts more dispatches, and the interrupted one is not run again.
     let streamed = stream_dispatch(&host, json!({ "prompt": "ok", "id": "third" })).await?;
     assert_eq!(streamed.last().context("no result event")?.1["status"], "success");
-    assert_eq!(wait_for_pid(&host, "sleeping.pid").await?, pid, "the dispatch ran once");
+    assert_eq!(wait_for_pid(&host, "sleeping.pid").await?, pid, "the interrupted dispatch ran again");
     host.wait_until("the journal is empty", async || Ok(std::fs::read_dir(&dispatches)?.count() == 0)).await
 }
 
@@ -309,7 +309,7 @@ async fn batch_survives_restart_in_order() -> Result<()> {
         .collect();
     assert_eq!(ids, (0..12).map(|n| format!("b.{n}")).collect::<Vec<_>>());
     let (_, page) = host.get("/api/interactions?batchId=b&limit=100").await?;
-    assert_eq!(page["interactions"].as_array().map(Vec::len), Some(12), "each entry is recorded once");
+    assert_eq!(page["interactions"].as_array().map(Vec::len), Some(12), "each entry must be recorded once");
     Ok(())
 }
 
@@ -337,7 +337,7 @@ async fn batch_has_a_result_for_each_entry() -> Result<()> {
     assert_eq!(
         request_dispatch(&host, body).await?.0,
         StatusCode::ACCEPTED,
-        "a repeated request is accepted"
+        "a repeated request must be accepted"
     );
     let different = json!({ "id": "b", "batch": [{ "prompt": "ok 1" }] });
     let (status, refused) = request_dispatch(&host, different).await?;

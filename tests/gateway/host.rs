@@ -79,7 +79,7 @@ impl Machine {
         Ok(svc::fsx::write_atomic(&self.path(relative), content.as_bytes(), 0o644)?)
     }
 
-    /// Binds a socket in the owner's runtime directory, to which the gateway connects.
+    /// Binds a socket, to which the gateway connects, in the owner's runtime directory.
     pub fn owner_socket(&self, name: &str) -> Result<UnixListener> {
         let dir = self.path("run/svc/owner");
         std::fs::create_dir_all(&dir)?;

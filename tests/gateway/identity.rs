@@ -42,7 +42,7 @@ async fn public_port_serves_only_health_without_proof() -> Result<()> {
     assert_eq!(
         ready.status(),
         StatusCode::SERVICE_UNAVAILABLE,
-        "the gateway is not ready without a database"
+        "the gateway must not be ready without a database"
     );
     Ok(())
 }
@@ -105,7 +105,7 @@ async fn invalid_token_never_falls_back_to_other_auth() -> Result<()> {
     let get = |headers: &str| {
         host.send_over_socket(&format!("GET /api/backups HTTP/1.1\nhost: h\nconnection: close\n{headers}\n"))
     };
-    assert!(get("")?.starts_with("HTTP/1.1 200"), "the trusted socket authenticates the owner");
+    assert!(get("")?.starts_with("HTTP/1.1 200"), "the trusted socket must authenticate the owner");
     assert!(get("x-svc-proof: a.b.c\n")?.starts_with("HTTP/1.1 401"));
     assert!(get("authorization: Bearer nonsense\n")?.starts_with("HTTP/1.1 401"));
     assert!(get("authorization: Basic eDp5\n")?.starts_with("HTTP/1.1 401"));
@@ -119,7 +119,7 @@ async fn invalid_token_never_falls_back_to_other_auth() -> Result<()> {
     assert_eq!(
         only_admin_token.send().await?.status(),
         StatusCode::UNAUTHORIZED,
-        "the admin token is not accepted without a proof"
+        "the admin token must not be accepted without a proof"
     );
     let with_proof = host.owner_request(Method::GET, "/api/backups").bearer_auth(ADMIN);
     assert_eq!(with_proof.send().await?.status(), StatusCode::OK);
@@ -160,7 +160,7 @@ async fn gateway_starts_but_rejects_short_admin_token() -> Result<()> {
     assert_eq!(
         host.owner_request(Method::GET, "/api/backups").send().await?.status(),
         StatusCode::OK,
-        "the owner is still served"
+        "the owner must still be served"
     );
     let log = host.log();
     assert!(log.contains("ADMIN_TOKEN is ignored") && !log.contains(short), "{log}");
@@ -180,9 +180,9 @@ async fn platform_can_read_only_usage_and_file_status() -> Result<()> {
     };
     assert_eq!(send(Method::GET, "/api/usage?groupBy=user", "/api/usage").await?, StatusCode::OK);
     let wrong_path = send(Method::GET, "/api/usage", "/_svc/internal/backup").await?;
-    assert_eq!(wrong_path, StatusCode::FORBIDDEN, "the proof is for another path");
+    assert_eq!(wrong_path, StatusCode::FORBIDDEN, "a proof for another path must be rejected");
     let status = send(Method::GET, "/api/files/status", "/api/files/status").await?;
-    assert_ne!(status, StatusCode::FORBIDDEN, "the platform may read the file backup's status");
+    assert_ne!(status, StatusCode::FORBIDDEN, "the platform must be able to read the file backup's status");
     for (method, path) in [
         (Method::GET, "/api/files/key"),
         (Method::GET, "/api/files/download"),
@@ -240,13 +240,16 @@ async fn issuer_token_authenticates_the_owner() -> Result<()> {
     assert_eq!(
         with_proof.send().await?.status(),
         StatusCode::UNAUTHORIZED,
-        "an invalid token is rejected even with a valid proof"
+        "an invalid token must be rejected even with a valid proof"
     );
     let response = host.send_over_socket(&format!(
         "GET /api/backups HTTP/1.1\nhost: h\nconnection: close\nauthorization: Bearer {}\n\n",
         idp.mint("user_other", &MintOptions::default())
     ))?;
-    assert!(response.starts_with("HTTP/1.1 403"), "the token takes precedence over the socket: {response}");
+    assert!(
+        response.starts_with("HTTP/1.1 403"),
+        "the token must take precedence over the socket: {response}"
+    );
     Ok(())
 }
 
@@ -280,7 +283,7 @@ async fn proof_keys_are_replaced_on_rotation() -> Result<()> {
     .await?;
     host.machine.write("var/lib/svc/proof-keys.json", "{ broken")?;
     tokio::time::sleep(std::time::Duration::from_millis(1200)).await;
-    assert_eq!(status_with_new_key().await?, StatusCode::OK, "the last valid keys remain in use");
+    assert_eq!(status_with_new_key().await?, StatusCode::OK, "the last valid keys must remain in use");
     Ok(())
 }
 
@@ -306,13 +309,13 @@ async fn internal_proof_is_valid_once_for_its_request() -> Result<()> {
     without_jti.jti = None;
     assert_eq!(send(&without_jti).await?, StatusCode::UNAUTHORIZED);
     let request = host.machine.path("var/lib/svc/requests/backup");
-    assert!(!request.exists(), "no request has been made yet");
+    assert!(!request.exists(), "a rejected proof must not create a request");
     assert_eq!(send(&claims("1")).await?, StatusCode::ACCEPTED);
     assert!(request.exists());
-    assert_eq!(send(&claims("1")).await?, StatusCode::UNAUTHORIZED, "the proof has already been used");
+    assert_eq!(send(&claims("1")).await?, StatusCode::UNAUTHORIZED, "a used proof must be rejected");
     assert_eq!(send(&claims("2")).await?, StatusCode::ACCEPTED);
     let owner = host.owner_request(Method::POST, path).send().await?;
-    assert_eq!(owner.status(), StatusCode::FORBIDDEN, "the owner is not the platform");
+    assert_eq!(owner.status(), StatusCode::FORBIDDEN, "the owner must not be accepted as the platform");
     Ok(())
 }
 
@@ -323,7 +326,7 @@ async fn dev_identity_works_only_where_permitted() -> Result<()> {
         machine.env.remove(name);
     }
     let output = machine.run_to_end()?;
-    assert_eq!(output.status.code(), Some(78), "there is no default identity");
+    assert_eq!(output.status.code(), Some(78), "there must be no default identity");
     for (name, value) in
         [("GATEWAY_AUTH", "off"), ("SVC_PRODUCTION", "false"), ("SVC_ENVIRONMENT", "development")]
     {
@@ -347,6 +350,10 @@ async fn dev_identity_works_only_where_permitted() -> Result<()> {
     let host = machine.start()?;
     assert_eq!(host.unsigned_request(Method::GET, "/api/backups").send().await?.status(), StatusCode::OK);
     let forged = host.unsigned_request(Method::GET, "/api/backups").header("x-svc-proof", "a.b.c");
-    assert_eq!(forged.send().await?.status(), StatusCode::UNAUTHORIZED, "an invalid proof is never ignored");
+    assert_eq!(
+        forged.send().await?.status(),
+        StatusCode::UNAUTHORIZED,
+        "an invalid proof must never be ignored"
+    );
     Ok(())
 }

@@ -51,7 +51,7 @@ async fn app_role_can_access_only_its_own_schema() -> Result<()> {
     let app_session = open_app_session().await?;
     let (own, other) = (&app_session.own, &app_session.other);
     let rows = app_session.client.query(&format!("SELECT a FROM {own}.t"), &[]).await?;
-    assert_eq!(rows.len(), 1, "the role can read its own table");
+    assert_eq!(rows.len(), 1, "the role must be able to read its own table");
     let forbidden = [
         format!("SELECT * FROM {other}.t"),
         format!("INSERT INTO {other}.t (a) VALUES ('x')"),
@@ -113,7 +113,7 @@ async fn reset_role_gains_no_privileges() -> Result<()> {
         .admin
         .query_one("SELECT has_schema_privilege($1, $2, 'USAGE')", &[&other.as_str(), &own.as_str()])
         .await?;
-    assert!(!usage.get::<_, bool>(0), "the other role has no access to this schema");
+    assert!(!usage.get::<_, bool>(0), "the other role has access to this schema");
     Ok(())
 }
 
@@ -122,7 +122,8 @@ async fn role_cannot_connect_to_another_database() -> Result<()> {
     let app_session = open_app_session().await?;
     let mut config: tokio_postgres::Config = app_session.database.server().url("postgres").parse()?;
     config.user(&app_session.own).password("known");
-    let refused = config.connect(NoTls).await.map(|_| ()).expect_err("the role has no CONNECT privilege");
+    let refused =
+        config.connect(NoTls).await.map(|_| ()).expect_err("the role must have no CONNECT privilege");
     assert_eq!(refused.code(), Some(&SqlState::INSUFFICIENT_PRIVILEGE), "{refused}");
     Ok(())
 }
@@ -146,7 +147,7 @@ async fn externally_changed_password_is_reset() -> Result<()> {
         assert!(!app_session.host.query(&count).await?.0.is_success(), "the role can log in");
         tokio::time::sleep(Duration::from_millis(500)).await;
         let (status, ready) = app_session.host.get("/readyz").await?;
-        assert_eq!(status, StatusCode::OK, "the apps remain loaded: {ready}");
+        assert_eq!(status, StatusCode::OK, "the apps must remain loaded: {ready}");
     }
     app_session.admin.batch_execute("SELECT pg_advisory_unlock(hashtext('svc-gateway'))").await?;
     app_session

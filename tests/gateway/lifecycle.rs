@@ -84,7 +84,11 @@ async fn absent_service_is_reported_as_page_or_problem() -> Result<()> {
     assert_eq!((status, problem["code"].as_str()), (StatusCode::SERVICE_UNAVAILABLE, Some("unavailable")));
     let code = host.unsigned_request(Method::GET, "/api/apps").header("x-svc-proof", host.proof(Route::Code));
     let (status, problem) = send_json(code).await?;
-    assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE, "route `code` selects the code server: {problem}");
+    assert_eq!(
+        status,
+        StatusCode::SERVICE_UNAVAILABLE,
+        "route `code` must select the code server: {problem}"
+    );
     Ok(())
 }
 

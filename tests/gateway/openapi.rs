@@ -337,7 +337,7 @@ async fn check_names(gateway: &TestGateway) {
             assert_eq!(
                 gateway.send(request("unknown")).await.status,
                 200,
-                "an icon is generated for any name"
+                "an icon must be generated for any name"
             );
             continue;
         }

@@ -71,9 +71,13 @@ async fn owner_process_cannot_raise_limits_or_start_dispatches() -> Result<()> {
     assert_eq!(
         status_as(OTHER_UID, "GET", "/api/usage", "")?,
         "403",
-        "group membership does not grant access to another user"
+        "group membership must not grant access to another user"
     );
-    assert_eq!(status_as(0, "PUT", "/api/limits", r#"{"daily":1000}"#)?, "200", "root can set limits");
+    assert_eq!(
+        status_as(0, "PUT", "/api/limits", r#"{"daily":1000}"#)?,
+        "200",
+        "root must be able to set limits"
+    );
     Ok(())
 }
 
@@ -97,7 +101,7 @@ echo '{"type":"result","status":"success"}'
 "#;
 
 #[tokio::test]
-async fn agent_uses_its_apps_bridge_while_running() -> Result<()> {
+async fn agent_can_use_bridge_for_its_apps_only_while_running() -> Result<()> {
     let (database, notes, diary) = (test_database().await?, unique_name("notes"), unique_name("diary"));
     let things = json!({ "things": { "columns": { "title": "text" } } });
     let host = host_with_app(&database, &notes, &things).await?;
@@ -134,7 +138,7 @@ async fn agent_uses_its_apps_bridge_while_running() -> Result<()> {
     assert_eq!(
         schemas["data"].as_array().map(Vec::len),
         Some(1),
-        "the agent sees only its own apps: {schemas}"
+        "the agent must see only its own apps: {schemas}"
     );
     assert!(read("other.json")?["detail"].to_string().contains(&format!("only the tables of {notes}.")));
     // The dispatch's output does not contain its token, which is invalid after the dispatch.

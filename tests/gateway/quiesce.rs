@@ -50,7 +50,7 @@ async fn wait_until_quiesced(host: &Host, operation: OperationId) -> Result<()> 
     .await
 }
 
-fn insert(slug: &str) -> Value {
+fn insert_body(slug: &str) -> Value {
     json!({ "action": "insert", "app": slug, "table": "notes", "data": { "title": "a" } })
 }
 
@@ -61,7 +61,8 @@ async fn inserts_are_refused_until_writers_resume() -> Result<()> {
         host_with_app(&database, &slug, &json!({ "notes": { "columns": { "title": "text" } } })).await?;
     let operation = OperationId::new();
     wait_until_quiesced(&host, operation).await?;
-    let refused = host.owner_request(Method::POST, "/api/bridge/query").json(&insert(&slug)).send().await?;
+    let refused =
+        host.owner_request(Method::POST, "/api/bridge/query").json(&insert_body(&slug)).send().await?;
     assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(refused.headers()["content-type"], "application/problem+json");
     assert!(refused.headers().contains_key("retry-after"));
@@ -69,23 +70,23 @@ async fn inserts_are_refused_until_writers_resume() -> Result<()> {
     assert_eq!(
         limits.status(),
         StatusCode::SERVICE_UNAVAILABLE,
-        "the change would be lost with this machine"
+        "a limit change must be refused, because it would be lost with this machine"
     );
     let since = quiesce(&host, operation).await?["quiescedAt"].clone();
     // A crash changes neither the state nor its start time.
     let host = host.restart()?;
     host.wait_until_registered(&slug).await?;
-    assert_eq!(host.query(&insert(&slug)).await?.0, StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(host.query(&insert_body(&slug)).await?.0, StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(quiesce(&host, operation).await?["quiescedAt"], since);
     assert_eq!(
         resume(&host, OperationId::new()).await?,
         StatusCode::CONFLICT,
-        "another operation cannot resume the writers"
+        "another operation must not resume the writers"
     );
-    assert_eq!(host.query(&insert(&slug)).await?.0, StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(host.query(&insert_body(&slug)).await?.0, StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(resume(&host, operation).await?, StatusCode::OK);
-    assert_eq!(resume(&host, operation).await?, StatusCode::OK, "resuming is idempotent");
-    assert_eq!(host.query(&insert(&slug)).await?.0, StatusCode::CREATED);
+    assert_eq!(resume(&host, operation).await?, StatusCode::OK, "resuming must be idempotent");
+    assert_eq!(host.query(&insert_body(&slug)).await?.0, StatusCode::CREATED);
     let limits = host.owner_request(Method::PUT, "/api/limits").json(&json!({ "daily": 5 })).send().await?;
     assert_eq!(limits.status(), StatusCode::OK);
     Ok(())
@@ -102,7 +103,7 @@ async fn quiesce_waits_for_statements_that_are_still_running() -> Result<()> {
     let lock = admin.transaction().await?;
     let schema = format!("app_{}", slug.replace('-', "_"));
     lock.batch_execute(&format!("LOCK TABLE {schema}.notes IN ACCESS EXCLUSIVE MODE")).await?;
-    let body = insert(&slug);
+    let body = insert_body(&slug);
     let inserting = host.query(&body);
     let operation = OperationId::new();
     let stopping = async {
@@ -111,13 +112,16 @@ async fn quiesce_waits_for_statements_that_are_still_running() -> Result<()> {
             Ok(observer.query_one(waiting, &[]).await?.get::<_, i64>(0) == 1)
         })
         .await?;
-        assert!(quiesce(&host, operation).await?["quiescedAt"].is_null(), "an insert is in flight");
+        assert!(
+            quiesce(&host, operation).await?["quiescedAt"].is_null(),
+            "the machine must not be quiesced while an insert is in flight"
+        );
         lock.commit().await?;
         Ok::<_, anyhow::Error>(())
     };
     let (inserted, stopped) = tokio::join!(inserting, stopping);
     stopped?;
-    assert_eq!(inserted?.0, StatusCode::CREATED, "an admitted insert completes");
+    assert_eq!(inserted?.0, StatusCode::CREATED, "an admitted insert must complete");
     wait_until_quiesced(&host, operation).await
 }
 
@@ -134,7 +138,10 @@ async fn quiesce_waits_while_the_database_refuses_connections() -> Result<()> {
     let end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = $1";
     admin.execute(end, &[&database.name()]).await?;
     let operation = OperationId::new();
-    assert!(quiesce(&host, operation).await?["quiescedAt"].is_null(), "statements may still be running");
+    assert!(
+        quiesce(&host, operation).await?["quiescedAt"].is_null(),
+        "the machine must not be quiesced while statements may be running"
+    );
     admin.batch_execute(&allow(true)).await?;
     wait_until_quiesced(&host, operation).await
 }
@@ -203,7 +210,7 @@ async fn queued_dispatches_stay_queued_until_writers_resume() -> Result<()> {
     }
     assert!(
         !quiesce(&host, operation).await?["quiescedAt"].is_null(),
-        "a queued dispatch does not count as a writer"
+        "a queued dispatch must not count as a writer"
     );
     let (_, page) = host.get("/api/interactions").await?;
     assert_eq!(page["interactions"].as_array().map(Vec::len), Some(1), "{page}");
@@ -236,7 +243,7 @@ async fn writers_resume_when_the_file_is_removed() -> Result<()> {
     let layout = svc::host::system::layout::Layout::new(host.machine.path(""));
     assert!(
         !quiesce::resume(&layout, OperationId::new()).await?,
-        "another operation cannot resume the writers"
+        "another operation must not resume the writers"
     );
     assert!(Quiesce::read(&layout)?.is_some());
     assert!(quiesce::resume(&layout, operation).await?);
@@ -257,7 +264,11 @@ async fn backup_is_reported_while_running_and_afterwards() -> Result<()> {
     let progress = json!({ "version": 1, "beganAt": "2026-01-02T03:04:05.000Z", "stage": "dump",
         "dumpedBytes": 7, "uploadedBytes": 5, "updatedAt": "2026-01-02T03:04:06.000Z" });
     host.machine.write("var/lib/svc/backup-progress.json", &progress.to_string())?;
-    assert_eq!(fetch_backup().await?, json!({ "running": false }), "a killed run is not reported as running");
+    assert_eq!(
+        fetch_backup().await?,
+        json!({ "running": false }),
+        "a killed run must not be reported as running"
+    );
     let lock = svc::host::system::lock::Lock::acquire(&host.machine.path("var/lib/svc/backup.lock"))?;
     let backup = fetch_backup().await?;
     assert_eq!(

@@ -129,7 +129,7 @@ async fn usage_equals_interactions_and_outlives_them() -> Result<()> {
     assert!(host.wait_for_exit().await?.success());
     let logs = host.machine.path(LOGS);
     let usage = std::fs::read_to_string(logs.join("usage.jsonl"))?;
-    assert_eq!(usage.lines().count(), 6, "by day, user and model: {usage}");
+    assert_eq!(usage.lines().count(), 6, "there must be one line per day, user and model: {usage}");
     for entry in std::fs::read_dir(&logs)? {
         let path = entry?.path();
         if path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("interactions-")) {

@@ -157,8 +157,8 @@ async fn verified_snapshots_are_listed_newest_first_in_pages() {
             sidecar.to_string(),
         );
     }
-    // None of these is listed: a dump without a sidecar, which is not verified, a sidecar with invalid JSON, and a
-    // sidecar in another slot.
+    // None of these is listed: a dump without a sidecar (it is unverified), a sidecar with invalid JSON, and a sidecar
+    // in another slot.
     stack.store.write(BUCKET, &format!("user_1/primary/{}", snapshot_key(20)), "dump");
     stack.store.write(BUCKET, &format!("user_1/primary/{}.json", snapshot_key(21)), "{torn");
     stack.store.write(BUCKET, &format!("user_1/other/{}.json", snapshot_key(22)), "{}");
@@ -208,7 +208,7 @@ async fn verified_snapshots_are_listed_newest_first_in_pages() {
     assert_eq!(
         stack.get(&process, &path).await.body["backups"].as_array().unwrap().len(),
         6,
-        "objects are kept"
+        "a deleted machine's snapshots must be kept"
     );
 }
 
@@ -252,7 +252,7 @@ async fn latest_snapshot_is_shown_without_listing_all() {
     assert_eq!(stack.get(&process, &format!("{path}?limit=5")).await.status, 200);
     let list_requests = count_list_requests();
     assert!(list_requests >= 1, "{list_requests}");
-    assert!(read_list_metric().await >= before + list_requests as f64, "each list request is counted");
+    assert!(read_list_metric().await >= before + list_requests as f64, "each list request must be counted");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -291,7 +291,7 @@ async fn snapshot_with_future_time_is_ignored() {
     assert_eq!(stack.send_heartbeat(&process, &guest, &beat(future)).await.status, 200);
     assert_eq!(stored_time().await, None);
     let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
-    assert_eq!(record["lastBackup"]["takenAt"], future, "the ignored snapshot is still shown");
+    assert_eq!(record["lastBackup"]["takenAt"], future, "the ignored snapshot must still be shown");
     assert!(stack.log().contains("ignored the time of the reported snapshot, which is in the future"));
     stack.send_heartbeat(&process, &guest, &beat(past)).await;
     assert_eq!(stored_time().await.as_deref(), Some(past));

@@ -77,7 +77,7 @@ async fn progress_extends_registration_of_an_old_machine() {
         client.query_opt(sql, &[]).await.unwrap()
     };
     stack.eventually("the registration period starts", is_recorded).await;
-    let remaining = async |progress: u64| -> f64 {
+    let remaining_seconds_after = async |progress: u64| -> f64 {
         let progress = json!({"stage": "restore", "progress": {"bytes": progress, "totalBytes": 100}});
         let reported = post_stage(&stack, &process, &guest, &guest.registration_token, &progress).await;
         assert_eq!(reported.status, 204, "{reported:?}");
@@ -87,12 +87,12 @@ async fn progress_extends_registration_of_an_old_machine() {
     let age = "UPDATE user_machines SET created_at = created_at - interval '2 days', \
                registration_expires_at = now() + interval '1 minute'";
     client.execute(age, &[]).await.unwrap();
-    let seconds = remaining(10).await;
+    let seconds = remaining_seconds_after(10).await;
     assert!(seconds > 600.0, "{seconds} s left");
     let age = "UPDATE user_machines SET registration_started_at = now() - interval '2 days', \
                registration_expires_at = now() + interval '1 minute'";
     client.execute(age, &[]).await.unwrap();
-    let seconds = remaining(20).await;
+    let seconds = remaining_seconds_after(20).await;
     assert!(seconds <= 60.0, "{seconds} s left: the registration was extended beyond the limit");
 }
 

@@ -53,9 +53,9 @@ async fn rate_refusal_for_one_process_applies_to_all() {
         Fault::Status { status: 429, code: "rate_limit_exceeded".to_owned(), reset_in_seconds: Some(20) };
     stack.provider.add_fault(FaultRule::once("POST", "/servers", exhausted));
     stack.provision(&first, "user_2").await;
-    let refused =
+    let is_refused =
         || async { stack.provider.calls().iter().any(|call| call.status == Some(429)).then_some(()) };
-    stack.eventually("a call is refused", refused).await;
+    stack.eventually("a call is refused", is_refused).await;
     // Calls from the first process may still be in flight.
     let (mut before, mut quiet_since) = (stack.provider.calls().len(), std::time::Instant::now());
     while quiet_since.elapsed() < std::time::Duration::from_millis(500) {
@@ -82,7 +82,7 @@ async fn rate_refusal_for_one_process_applies_to_all() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn reported_calls_are_granted_despite_a_low_learned_rate() {
+async fn reported_remaining_calls_are_granted_despite_low_rate() {
     let stack = Stack::start().await;
     let client = stack.database.connect().await.unwrap();
     let sql = "INSERT INTO provider_budget (account, tokens, capacity, per_second, learnt, at) \
@@ -93,7 +93,7 @@ async fn reported_calls_are_granted_despite_a_low_learned_rate() {
         client.query_one(sql, &[&reported_remaining]).await.unwrap().get::<_, i32>(0)
     };
     assert_eq!(reserve(None).await, 0);
-    assert_eq!(reserve(Some(100.0)).await, 0, "other processes may use these calls");
+    assert_eq!(reserve(Some(100.0)).await, 0, "calls that other processes may use must not be granted");
     assert_eq!(reserve(Some(3599.0)).await, 16);
 }
 
@@ -111,10 +111,10 @@ async fn learned_rate_follows_the_providers_reports() {
     };
     assert!((rate_after(None, 0.0).await - 1.0).abs() < 1e-9, "without a report");
     assert!((rate_after(Some(2.0), 0.0).await - 2.0).abs() < 1e-9);
-    assert!((rate_after(Some(50.0), 1.0).await - 50.0).abs() < 1e-9, "a higher rate applies immediately");
+    assert!((rate_after(Some(50.0), 1.0).await - 50.0).abs() < 1e-9, "a higher rate must apply immediately");
     assert!((rate_after(Some(3.0), 1.0).await - 50.0).abs() < 1e-9, "a lower rate must wait for the window");
-    assert!((rate_after(Some(3.0), 31.0).await - 50.0).abs() < 1e-9, "the previous window still counts");
-    assert!((rate_after(Some(3.0), 31.0).await - 3.0).abs() < 1e-9, "then the lower rate applies");
-    assert!((rate_after(None, 300.0).await - 3.0).abs() < 1e-9, "without reports, the last rate remains");
-    assert!((rate_after(Some(1.5), 0.0).await - 1.5).abs() < 1e-9, "an expired window does not count");
+    assert!((rate_after(Some(3.0), 31.0).await - 50.0).abs() < 1e-9, "the previous window must still count");
+    assert!((rate_after(Some(3.0), 31.0).await - 3.0).abs() < 1e-9, "then the lower rate must apply");
+    assert!((rate_after(None, 300.0).await - 3.0).abs() < 1e-9, "without reports, the last rate must remain");
+    assert!((rate_after(Some(1.5), 0.0).await - 1.5).abs() < 1e-9, "an expired window must not count");
 }

@@ -23,7 +23,7 @@ struct Installation {
 
 impl Installation {
     /// Prepares a platform that trusts the given roots, and whose router terminates TLS on the given port.
-    async fn start(router_port: u16, directory_url: &str, roots: &std::path::Path) -> Self {
+    async fn prepare(router_port: u16, directory_url: &str, roots: &std::path::Path) -> Self {
         let (stack, dir) = (Stack::start().await, tempfile::tempdir().unwrap());
         let (certificate, key) = Ca::new().unwrap().issue(&["app.test", "code.test"]).unwrap();
         let path = |name: &str| dir.path().join(name).display().to_string();
@@ -96,8 +96,8 @@ impl Installation {
     }
 
     async fn wait_until_trusted(&self, host: &Host) {
-        let trusted = || async { (reported_certificate(host)["isTrusted"] == true).then_some(()) };
-        self.stack.eventually("the certificate is trusted", trusted).await;
+        let is_trusted = || async { (reported_certificate(host)["isTrusted"] == true).then_some(()) };
+        self.stack.eventually("the certificate is trusted", is_trusted).await;
     }
 
     /// Whether the platform can call the host.
@@ -116,7 +116,7 @@ fn reported_certificate(host: &Host) -> Value {
 async fn machine_is_validated_through_router_and_its_chain_verified() {
     let port = free_port().unwrap();
     let pebble = Pebble::start(&Options::for_validation_port(port)).await.unwrap();
-    let installation = Installation::start(port, &pebble.directory_url(), &pebble.roots()).await;
+    let installation = Installation::prepare(port, &pebble.directory_url(), &pebble.roots()).await;
     let stack = &installation.stack;
     let mut process = installation.start_platform(&[]);
     let (guest, host) = installation.start_machine(&process, "user_1", &pebble.roots()).await;
@@ -125,7 +125,7 @@ async fn machine_is_validated_through_router_and_its_chain_verified() {
     assert_eq!(reported_certificate(&host)["hostName"], json!(format!("{id}.{DOMAIN}")));
     assert!(
         stack.log().contains("validation passed through"),
-        "the authority reaches the name only through the router"
+        "the authority must reach the name through the router"
     );
 
     let response = installation.send_heartbeat(&process, &guest, &host).await;
@@ -167,7 +167,7 @@ async fn missing_certificate_is_reported_with_verification_off_and_on() {
     std::fs::write(roots.path(), Ca::new().unwrap().root_pem()).unwrap();
     // No certificate authority is listening at this address.
     let directory = format!("https://127.0.0.1:{}/dir", free_port().unwrap());
-    let installation = Installation::start(port, &directory, roots.path()).await;
+    let installation = Installation::prepare(port, &directory, roots.path()).await;
     let stack = &installation.stack;
     let mut process = installation.start_platform(&[]);
     let (guest, host) = installation.start_machine(&process, "user_1", roots.path()).await;
@@ -177,7 +177,11 @@ async fn missing_certificate_is_reported_with_verification_off_and_on() {
     let reasons = |fleet: &Value| fleet["attention"][0]["reasons"].clone();
     let fleet = stack.get(&process, "/vps/fleet").await.body;
     assert_eq!(fleet["certificates"]["missingHandles"], json!(["h-user-1"]));
-    assert_eq!(reasons(&fleet), Value::Null, "the certificate is not required yet");
+    assert_eq!(
+        reasons(&fleet),
+        Value::Null,
+        "a missing certificate must not be reported before it is required"
+    );
     assert!(installation.can_reach_host(&process, &guest.machine).await);
 
     process.kill();
@@ -191,7 +195,10 @@ async fn missing_certificate_is_reported_with_verification_off_and_on() {
     process.kill();
     let except = [("CUSTOMER_VPS_TLS_VERIFY", "true"), ("CUSTOMER_VPS_TLS_VERIFY_EXCEPT", &*guest.machine)];
     process = installation.start_platform(&except);
-    assert!(installation.can_reach_host(&process, &guest.machine).await, "the machine is exempt");
+    assert!(
+        installation.can_reach_host(&process, &guest.machine).await,
+        "an exempt machine must be reachable"
+    );
     let fleet = stack.get(&process, "/vps/fleet").await.body;
     assert_eq!((reasons(&fleet), &fleet["certificates"]["exempt"]), (Value::Null, &json!(1)));
 }
@@ -207,7 +214,7 @@ async fn passthrough_serves_only_validations_of_known_machines() {
 
     let (roots, port) = (tempfile::NamedTempFile::new().unwrap(), free_port().unwrap());
     std::fs::write(roots.path(), Ca::new().unwrap().root_pem()).unwrap();
-    let installation = Installation::start(port, "https://127.0.0.1:1/dir", roots.path()).await;
+    let installation = Installation::prepare(port, "https://127.0.0.1:1/dir", roots.path()).await;
     let process = installation.start_platform(&[]);
     let (guest, _host) = installation.start_machine(&process, "user_1", roots.path()).await;
     installation.stack.wait_for_routes(&process).await;
@@ -230,14 +237,14 @@ async fn passthrough_serves_only_validations_of_known_machines() {
     }
     assert!(
         connect(&unknown, &["acme-tls/1"]).await.is_err(),
-        "the router itself does not support this protocol"
+        "the router itself must not support this protocol"
     );
     // The machine refuses the connection, because no validation is in progress.
     assert!(connect(&name, &["acme-tls/1"]).await.is_err());
     let stack = &installation.stack;
     let log_line = format!("validation passed through name={name}");
-    let logged = || async { stack.log().contains(&log_line).then_some(()) };
-    stack.eventually("the validation is passed through", logged).await;
+    let is_logged = || async { stack.log().contains(&log_line).then_some(()) };
+    stack.eventually("the validation is passed through", is_logged).await;
     // The log already contains the later validation, so it would also contain the unknown machine's.
-    assert!(!stack.log().contains(&unknown), "an unknown machine is not dialed");
+    assert!(!stack.log().contains(&unknown), "an unknown machine must not be dialed");
 }

@@ -35,7 +35,7 @@ async fn platform_leaves_unknown_operations_unchanged() {
     let unknown_step = create_operation(&stack, &guest.machine, "provision", "measure_server").await;
     let (kind_before, step_before) =
         (row_version(&stack, &unknown_kind).await, row_version(&stack, &unknown_step).await);
-    // The reconciler has seen the operations once it raises the alarm. The wait is longer than their deadline.
+    // The alarm shows that the reconciler has seen the operations. The sleep is longer than their deadline.
     let has_alarm = || async {
         let fleet = stack.get(&process, "/vps/fleet").await.body;
         (fleet["alarms"][0]["alarm"] == "unknown_operations").then_some(())

@@ -9,7 +9,7 @@ use super::stack::{ApiResponse, Process, SECRET, Stack, provision_body};
 
 const QUOTE: &str = "/vps/provision/quote";
 const PROVISION: &str = "/vps/provision";
-/// The cost of a cpx22 with its address in one of the simulator's European locations, including tax.
+/// The cost of a cpx22 with a public IPv4 address in one of the simulator's European locations, including tax.
 const COST: &str = "10.1031 EUR";
 
 fn confirmed_body(user: &str, cost: &str) -> Value {
@@ -65,7 +65,10 @@ async fn quote_shows_cost_quota_and_environment_and_changes_nothing() {
         {"location": "ash", "server": "11.4002 EUR", "publicIpv4": "0.714 EUR", "total": "12.1142 EUR", "totalNet": "10.18 EUR"},
     ]);
     assert_eq!(quote["costs"], locations);
-    assert_eq!(quote["monthlyCost"], "12.1142 EUR", "only the most expensive location may have capacity");
+    assert_eq!(
+        quote["monthlyCost"], "12.1142 EUR",
+        "the quote must cover the case that only the most expensive location has capacity"
+    );
 
     assert_eq!(count_machines(&stack, &process).await, 0);
     assert!(stack.provider.creations().is_empty() && list_audited_confirmations(&stack).await.is_empty());
@@ -199,7 +202,7 @@ async fn quotes_share_provider_data_but_provision_reads_it_again() {
     body["confirmedMonthlyCost"] = json!("11.0432 EUR");
     assert_eq!(stack.post(&process, PROVISION, &body).await.status, 202);
     assert_eq!(calls().0, 3);
-    assert_eq!(calls().1, 2, "a provision counts the servers itself");
+    assert_eq!(calls().1, 2, "a provision must count the servers again");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -61,7 +61,7 @@ async fn kept_server_that_the_provider_lost_is_shown_as_missing() {
     stack.provider.hide_servers(&[server_name(&old)]);
     stack.eventually("the server is missing", || is_missing(true)).await;
     stack.provider.hide_servers(&[]);
-    stack.eventually("the server is back", || is_missing(false)).await;
+    stack.eventually("the server is listed again", || is_missing(false)).await;
     stack.provider.vanish_server(&server_name(&old)).await.unwrap();
     stack.eventually("the server is lost", || is_missing(true)).await;
     assert_eq!(stack.status(&process, &new.machine).await, "running");
@@ -108,9 +108,9 @@ async fn newest_snapshot_is_read_from_the_store() {
     assert_eq!((&newest["source"], &copies["newestSnapshotAt"]), (&json!("store"), &json!(TAKEN_AT)));
     assert!(newest["key"].as_str().unwrap().ends_with(".dump"), "{copies}");
     let exposed = copies["exposedSeconds"].as_u64().unwrap();
-    assert!(exposed > 86_400, "the exposure counts from that snapshot: {copies}");
+    assert!(exposed > 86_400, "the exposure must count from that snapshot: {copies}");
 
-    // The pointer takes precedence over a later time from a heartbeat, as can be the case after a pointer rebuild.
+    // The pointer takes precedence over a later time from a heartbeat. The two can differ after a pointer rebuild.
     let mut beat = heartbeat_of(&guest);
     let reported = "2026-03-02T03:04:05.678Z";
     beat["lastBackup"] = json!({"status": "success", "takenAt": reported, "key": "x", "sizeBytes": 4});
@@ -257,8 +257,8 @@ async fn retry_after_snapshot_question_restarts_final_backup() {
     let retried = stack.post(&process, &path, &json!({})).await;
     assert_eq!(retried.status, 200, "{retried:?}");
     let question = wait_for_question(&stack, &process, id).await;
-    assert_eq!(question, "last_backup_held_back", "the loss is no longer accepted");
-    assert_eq!(old.call_count("POST", "/_svc/internal/backup"), 2, "the backup is requested again");
+    assert_eq!(question, "last_backup_held_back", "the loss must no longer be accepted");
+    assert_eq!(old.call_count("POST", "/_svc/internal/backup"), 2, "the backup must be requested again");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -96,13 +96,13 @@ async fn refused_create_fails_the_machine_and_keeps_the_snapshot() {
     let record = stack.get(&process, &format!("/vps/{}", first["machineId"].as_str().unwrap())).await;
     assert_eq!(record.body["status"], "failed");
     assert_eq!(record.body["failure"]["cause"], "provider_refused");
-    assert!(!record.text.contains(provider_code), "the provider's error is not shown: {}", record.text);
+    assert!(!record.text.contains(provider_code), "the provider's error must not be shown: {}", record.text);
     assert!(!stack.pointer("user_1")["snapshot"].is_null());
     stack.assert_only_server(&old.machine);
 
     let second = stack.post(&process, "/vps/recover", &body).await;
     assert_eq!((second.status, &second.body["epoch"]), (202, &json!(4)), "{second:?}");
-    assert_eq!(second.body["oldMachineId"], old.machine, "the old machine had the slot again");
+    assert_eq!(second.body["oldMachineId"], old.machine, "the old machine must have got its slot back");
     let operation = stack.wait_until_ended(&process, second.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     stack.assert_only_server(second.body["machineId"].as_str().unwrap());
@@ -160,7 +160,7 @@ async fn server_is_created_in_next_location_with_capacity() {
         (&json!("fsn1"), &json!(["nbg1", "hel1"]))
     );
     let fleet = stack.get(&process, "/vps/fleet").await.body;
-    assert_eq!(fleet["alarms"], json!([]), "a location had capacity");
+    assert_eq!(fleet["alarms"], json!([]), "there must be no alarm if a location has capacity");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -96,7 +96,7 @@ async fn assert_confined(stack: &Stack, bucket: &Bucket, own: &str, foreign: &[&
         assert_denied(store.list(Some(&Path::from(*prefix))).try_collect::<Vec<_>>().await.map(drop), "list");
     }
     assert_denied(store.list(None).try_collect::<Vec<_>>().await.map(drop), "list all");
-    assert_eq!(all_objects(stack), before, "no object was written or removed");
+    assert_eq!(all_objects(stack), before, "an object was written or removed");
     for request in stack.store.requests().iter().filter(|request| request.method == "DELETE") {
         assert_eq!(request.status, Some(403), "{request:?}");
     }
@@ -133,7 +133,7 @@ async fn host_credentials_reach_only_their_own_slot() {
     for secret in [stack.store.secret_key(), stack.store.access_key()] {
         assert!(
             !guest.user_data.contains(secret) && !response.text.contains(secret),
-            "the platform's own credentials are not disclosed"
+            "the platform's own credentials were disclosed"
         );
     }
     assert_eq!(list_sessions(&stack, &guest.machine).len(), 2);
@@ -141,7 +141,7 @@ async fn host_credentials_reach_only_their_own_slot() {
         assert_eq!(session.requested_lifetime, Duration::from_secs(900), "{session:?}");
     }
     for secret in [&env["AWS_SECRET_ACCESS_KEY"], &env["AWS_SESSION_TOKEN"]] {
-        assert!(!stack.log().contains(secret.as_str()), "no credential in the log");
+        assert!(!stack.log().contains(secret.as_str()), "the log contains a credential");
     }
 }
 
@@ -172,7 +172,7 @@ async fn outage_session_adds_only_snapshots_of_its_epoch() {
     let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
     let snapshot_of = |epoch| slot.snapshot(&key::snapshot_key(Timestamp::now(), Epoch(epoch))).unwrap();
     bucket.put(&snapshot_of(1), &b"dump"[..]).await.unwrap();
-    assert!(pointer_io::read(&bucket, &slot).await.unwrap().is_some(), "the pointer can be read");
+    assert!(pointer_io::read(&bucket, &slot).await.unwrap().is_some(), "the pointer must be readable");
     for refused in [snapshot_of(2), slot.pointer(), slot.pointer_entry(9), slot.vps_meta()] {
         let error = bucket.put_if(&refused, &b"x"[..], Condition::Absent).await.unwrap_err();
         assert!(matches!(error, StoreError::Denied { .. }), "{refused}: {error:?}");
@@ -233,7 +233,7 @@ async fn only_current_machine_gets_credentials() {
     let path = format!("/vps/{}/storage-credentials", old.machine);
     let request = stack.request(&process, Method::POST, &path).bearer_auth(&old.upgrade_token);
     let response = stack.send(request.json(&json!({"prefix": "user_2/primary"}))).await;
-    assert_eq!(response.status, 200, "unknown fields from a newer host are ignored: {response:?}");
+    assert_eq!(response.status, 200, "unknown fields from a newer host must be ignored: {response:?}");
 
     stack.store_snapshot("user_1");
     let recovery =
@@ -242,7 +242,7 @@ async fn only_current_machine_gets_credentials() {
     stack.wait_until_ended(&process, recovery.body["operationId"].as_str().unwrap()).await;
     let session_count = stack.store.sessions().len();
     request_credentials(&stack, &process, &old).await.assert_problem(403, "superseded");
-    assert_eq!(stack.store.sessions().len(), session_count, "a replaced machine gets no session");
+    assert_eq!(stack.store.sessions().len(), session_count, "a replaced machine must get no session");
     let new = stack.wait_for_guest(&process, recovery.body["machineId"].as_str().unwrap()).await;
     assert_eq!(request_credentials(&stack, &process, &new).await.status, 200);
 
@@ -269,7 +269,7 @@ async fn sts_outage_returns_503_and_delays_provisioning() {
     stack
         .eventually("credentials are requested repeatedly", || async { (fault.hits() >= 4).then_some(()) })
         .await;
-    assert_eq!(stack.provider.servers().len(), 1, "no server without credentials");
+    assert_eq!(stack.provider.servers().len(), 1, "a server was created without credentials");
     stack.store.heal();
     let operation = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
@@ -314,9 +314,9 @@ async fn static_mode_returns_the_platform_credentials() {
     let guest = stack.start_machine(&process, "user_1").await;
     let env = parse_store_env(&guest);
     assert_eq!(env["AWS_SECRET_ACCESS_KEY"], stack.store.secret_key());
-    assert!(!env.contains_key("AWS_CREDENTIAL_EXPIRATION"), "static credentials do not expire");
+    assert!(!env.contains_key("AWS_CREDENTIAL_EXPIRATION"), "static credentials must not expire");
     let response = request_credentials(&stack, &process, &guest).await;
-    assert_eq!(response.body["secretAccessKey"], stack.store.secret_key(), "the route returns them, too");
+    assert_eq!(response.body["secretAccessKey"], stack.store.secret_key(), "the route must return them, too");
     assert!(stack.store.sessions().is_empty());
 }
 
@@ -335,8 +335,12 @@ async fn machine_in_its_final_backup_still_gets_credentials() {
     let session = list_sessions(&stack, &old.guest.machine)
         .into_iter()
         .find(|session| session.access_key == response.body["accessKeyId"]);
-    assert_eq!(session.unwrap().requested_lifetime, Duration::from_secs(900), "the minimum that STS allows");
-    assert_eq!(response.body["outage"], Value::Null, "no outage session");
+    assert_eq!(
+        session.unwrap().requested_lifetime,
+        Duration::from_secs(900),
+        "the lifetime must be the minimum that STS allows"
+    );
+    assert_eq!(response.body["outage"], Value::Null, "there must be no outage session");
     let is_requested = || async { (old.call_count("POST", "/_svc/internal/backup") > 0).then_some(()) };
     stack.eventually("a backup is requested", is_requested).await;
     old.store_backup(&stack, "user_1");

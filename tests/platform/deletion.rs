@@ -28,7 +28,7 @@ async fn delete_removes_server_and_repeat_names_first_operation() {
         expected[name] = again.body[name].clone();
     }
     assert_eq!((again.status, again.body), (202, expected));
-    assert!(stack.store.objects(BUCKET, "user_1/").len() >= 3, "objects are kept");
+    assert!(stack.store.objects(BUCKET, "user_1/").len() >= 3, "a deleted machine's objects must be kept");
 
     let beat = stack.send_heartbeat(&process, &guest, &heartbeat()).await;
     assert_eq!(beat.body["superseded"], true, "{beat:?}");

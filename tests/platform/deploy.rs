@@ -138,7 +138,7 @@ async fn rollout_updates_the_canary_then_batches() {
     assert_eq!(rollout["totals"]["waiting"], 4);
     fleet.wait_until_requested(0).await;
     for guest in 1..4 {
-        assert_eq!(fleet.fetch_desired_version(guest).await, "v1", "only the canary gets the request");
+        assert_eq!(fleet.fetch_desired_version(guest).await, "v1", "only the canary must get the request");
     }
     // A host that is still applying the update does not count as updated, regardless of the version that it reports.
     let mut beat = heartbeat_of(&fleet.guests[0]);
@@ -149,7 +149,7 @@ async fn rollout_updates_the_canary_then_batches() {
     fleet.report_update(0, NEXT_VERSION, "updated").await;
     fleet.wait_until_requested(1).await;
     fleet.wait_until_requested(2).await;
-    assert_eq!(fleet.fetch_desired_version(3).await, "v1", "the machine is in the next batch");
+    assert_eq!(fleet.fetch_desired_version(3).await, "v1", "the next batch must not get the request yet");
     fleet.report_update(1, NEXT_VERSION, "updated").await;
     // A machine that fails in the meantime does not delay the others.
     let path = format!("/vps/{}/fail", fleet.guests[2].machine);
@@ -248,7 +248,7 @@ async fn paused_rollout_suspends_deadlines() {
     assert_eq!(fleet.fetch_rollout(&rollout).await["totals"]["asked"], 1);
     assert_eq!(fleet.post_action(&rollout, "resume").await.body["state"], "running");
     tokio::time::sleep(std::time::Duration::from_millis(1500)).await;
-    assert_eq!(fleet.fetch_rollout(&rollout).await["totals"]["asked"], 1, "paused time does not count");
+    assert_eq!(fleet.fetch_rollout(&rollout).await["totals"]["asked"], 1, "paused time must not count");
     let stopped = fleet.wait_for_state(&rollout, "stopped").await;
     assert_eq!(stopped["why"], "the canary failed");
 }
@@ -267,7 +267,7 @@ async fn host_receives_the_id_of_the_update_request() {
         fleet.wait_until_requested(0).await;
         let body = send_heartbeat().await;
         assert_eq!(body["desiredRequestId"], rollout["requestId"]);
-        assert_ne!(body["desiredRequestId"], previous_id, "a repeated rollout is a new request");
+        assert_ne!(body["desiredRequestId"], previous_id, "a repeated rollout must be a new request");
         previous_id = body["desiredRequestId"].clone();
         assert_eq!(fleet.post_action(&rollout, "abort").await.status, 200);
         // The request ends with the host's report.
@@ -288,7 +288,7 @@ async fn rollout_can_be_paused_resumed_and_aborted() {
     let rollout = fleet.deploy(&json!({})).await;
     fleet.wait_until_requested(0).await;
     assert_eq!(fleet.post_action(&rollout, "pause").await.body["state"], "paused");
-    assert_eq!(fleet.fetch_desired_version(0).await, "v1", "a paused rollout sends no request");
+    assert_eq!(fleet.fetch_desired_version(0).await, "v1", "a paused rollout must send no request");
     fleet.report_update(0, NEXT_VERSION, "updated").await;
     fleet
         .stack
@@ -416,7 +416,7 @@ async fn failed_verification_pauses_rollout_until_operator_decides() {
     let alarm = &alarms().await[0];
     assert_eq!((&alarm["alarm"], &alarm["detail"]["finding"]), (&json!("rollout_halted"), &paused["why"]));
     assert!(alarm["next"].as_str().unwrap().contains("svcctl deploy resume"), "{alarm}");
-    assert_eq!(fleet.fetch_desired_version(1).await, "v1", "the release was not verified");
+    assert_eq!(fleet.fetch_desired_version(1).await, "v1", "an unverified release must not be requested");
     let client = fleet.stack.database.connect().await.unwrap();
     let sql = "SELECT count(*) FROM operator_audit WHERE action = 'deploy.halted' AND target = $1";
     let id = rollout["rolloutId"].as_str().unwrap();
@@ -436,7 +436,7 @@ async fn failed_verification_pauses_rollout_until_operator_decides() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn verification_of_a_killed_process_is_taken_over() {
+async fn verification_by_a_killed_process_is_taken_over() {
     let mut fleet = Fleet::start(1, &[]).await;
     // This host accepts connections but never responds, so the verification takes a long time.
     let server = fleet.stack.provider.servers().remove(0);
@@ -494,5 +494,5 @@ async fn verification_covers_only_machines_that_run_the_release() {
     assert_eq!((&verification["passed"], &verification["handles"]), (&json!(false), &json!([])), "{paused}");
     let why = paused["why"].as_str().unwrap();
     assert!(why.contains("none of the first machines still runs v2"), "{why}");
-    assert_eq!(fleet.fetch_desired_version(2).await, "v1", "the release was not verified");
+    assert_eq!(fleet.fetch_desired_version(2).await, "v1", "an unverified release must not be requested");
 }

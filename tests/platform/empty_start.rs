@@ -22,7 +22,7 @@ async fn assert_refused(stack: &Stack, process: &Process, parts: &[&str]) {
     }
 }
 
-/// Loads the state of the machine that the last accepted provision created, from the audit log.
+/// Loads, from the audit log, the state of the machine that the last accepted provision created.
 async fn load_provision_audit(stack: &Stack) -> Value {
     let client = stack.database.connect().await.unwrap();
     let sql = "SELECT after FROM operator_audit WHERE action = 'provision' ORDER BY at DESC LIMIT 1";
@@ -68,7 +68,10 @@ async fn slot_of_an_unsaved_deleted_machine_does_not_start_empty() {
     let deleted = stack.delete(&process, &format!("/vps/{}", old.machine)).await.body;
     stack.wait_until_ended(&process, deleted["operationId"].as_str().unwrap()).await;
     let record = stack.get(&process, &format!("/vps/{}", old.machine)).await.body;
-    assert!(record["unsavedSince"].is_string(), "the host could not be reached: {record}");
+    assert!(
+        record["unsavedSince"].is_string(),
+        "the data of an unreachable host must count as unsaved: {record}"
+    );
     assert_refused(&stack, &process, &[&format!("svcctl undelete {}", old.machine)]).await;
     assert_eq!(stack.post(&process, &format!("/vps/{}/undelete", old.machine), &json!({})).await.status, 202);
 }

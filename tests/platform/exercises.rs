@@ -30,7 +30,11 @@ async fn recovery_and_rollback_on_a_test_slot_are_exercises() {
     let recovered = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await;
     let ended = stack.wait_until_ended(&process, recovered.body["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
-    assert_eq!(fetch_exercises(&stack, &process).await["recovery"], never, "user_1 is a customer");
+    assert_eq!(
+        fetch_exercises(&stack, &process).await["recovery"],
+        never,
+        "the recovery of a customer's machine must not count"
+    );
 
     assert_eq!(set_slot(&stack, &process, json!({"test": true})).await["test"], true);
     // The billing system's requests do not contain this field.

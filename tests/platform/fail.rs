@@ -78,7 +78,7 @@ async fn failed_slot_is_provisioned_with_another_server() {
     assert_eq!(
         (new.restore_mode.as_str(), new.epoch.as_str()),
         ("required", "2"),
-        "the slot's data is restored"
+        "the slot's data must be restored"
     );
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 2);
     let old = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;

@@ -155,7 +155,7 @@ pub async fn start_host_for(stack: &Stack, process: &Process, user: &str) -> Fak
         };
         assert_eq!(claims.method.as_deref(), Some(request.method().as_str()));
         assert_eq!(claims.path.as_deref(), Some(request.uri().path()));
-        // The time is read before the call is counted: a snapshot that a test stores after it sees the call is later.
+        // The time is read before the call is counted, so a snapshot that a test stores after seeing the call is later.
         let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
         received_proofs.lock().unwrap().push(claims);
         let delay = current_behavior.lock().unwrap().delay;

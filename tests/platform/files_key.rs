@@ -64,7 +64,7 @@ async fn slot_has_one_key_for_all_its_machines() {
     assert_eq!(
         extract_key(&request_key(&stack, &process, &old, json!({"key": offered})).await),
         key,
-        "the platform's key takes precedence"
+        "the platform's key must take precedence"
     );
     request_key(&stack, &process, &old, json!({"key": "short"})).await.assert_problem(400, "invalid_request");
 
@@ -162,7 +162,7 @@ async fn platform_prunes_repositories_and_reports_failures() {
     stack.eventually("the repository is pruned", is_pruned).await;
     assert!(
         bucket.get(&first_snapshot, 1 << 20).await.unwrap().is_some(),
-        "all snapshots of the last day are kept"
+        "all snapshots of the last day must be kept"
     );
     stack
         .post(&process, "/vps/slots/files-prune", &json!({"idpUserId": "user_none"}))
@@ -192,7 +192,7 @@ async fn platform_prunes_repositories_and_reports_failures() {
     assert!(findings.starts_with(start) && findings.contains("cannot decrypt"), "{findings}");
     let metrics = stack.get(&process, "/metrics").await.text;
     assert!(metrics.contains("\nsvc_files_prunings_failed 1\n"), "{metrics}");
-    // If regular prunings are disabled, a failure sets `pruned_at` back by years.
+    // If regular prunes are disabled, a failure sets `pruned_at` back by years.
     let set_back = "UPDATE file_keys SET pruned_at = created_at - interval '20 years'";
     client.execute(set_back, &[]).await.unwrap();
     let usage = stack.get(&process, "/vps/slots/files-usage?idpUserId=user_1").await;

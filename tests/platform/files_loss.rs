@@ -86,7 +86,11 @@ async fn server_is_kept_if_its_successor_cannot_restore_files() {
     let accepted = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
     assert_eq!(accepted.status, 202, "{accepted:?}");
     assert_eq!(stack.send_heartbeat(&process, &new, &beat).await.status, 200);
-    assert_eq!(fetch_unsaved().await, Value::Null, "the operator has accepted the loss");
+    assert_eq!(
+        fetch_unsaved().await,
+        Value::Null,
+        "a loss that the operator has accepted must not count as unsaved"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]

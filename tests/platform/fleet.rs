@@ -153,7 +153,7 @@ async fn fleet_shows_the_keys_that_hosts_trust() {
             200
         );
     }
-    // A reported value remains if a later heartbeat omits it, because an older release may run again.
+    // A reported value remains if a later heartbeat omits it, because the host may run an older release again.
     assert_eq!(stack.send_heartbeat(&process, &both, &heartbeat_of(&both)).await.status, 200);
     let silent = stack.start_machine(&process, "user_3").await;
 

@@ -188,7 +188,7 @@ async fn account_error_raises_one_alarm_and_fails_no_machine() {
         let fleet = fetch_fleet(&stack, &process).await;
         let has_name = |alarm: &&Value| alarm["alarm"] == name;
         assert_eq!(fleet["alarms"].as_array().unwrap().iter().filter(has_name).count(), 1, "{fleet}");
-        assert_eq!(fleet["attention"], json!([]), "the alarm is the only item: {fleet}");
+        assert_eq!(fleet["attention"], json!([]), "the alarm must be the only item: {fleet}");
         for provisioned in &provisioned {
             let machine = provisioned["machineId"].as_str().unwrap();
             assert_eq!(stack.status(&process, machine).await, "provisioning", "{}", stack.log());

@@ -56,7 +56,7 @@ async fn every_change_has_an_audit_row_with_request_id() {
         ("operator", "delete", guest.machine.as_str()),
     ];
     let expected: Vec<_> = expected.map(|(a, b, c)| (a.to_owned(), b.to_owned(), c.to_owned())).into();
-    assert_eq!(audited, expected, "a request that changed nothing has no audit row");
+    assert_eq!(audited, expected, "a request that changed nothing must have no audit row");
     let deletion = &rows[3];
     assert_eq!(deletion.get::<_, Value>(3)["status"], "running");
     assert!(deletion.get::<_, Value>(4)["deletedAt"].is_string());

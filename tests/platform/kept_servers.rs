@@ -82,7 +82,7 @@ async fn failed_boot_powers_the_old_machine_on_again() {
     stack.store_snapshot("user_1");
     let recovery = recover(&stack, &process, &recovery_body()).await;
     let new = stack.wait_for_guest(&process, &string_field(&recovery, "machineId")).await;
-    assert_eq!(stack.power_state(&old.machine), Some(Power::Off), "the old server is kept, powered off");
+    assert_eq!(stack.power_state(&old.machine), Some(Power::Off), "the old server must be kept, powered off");
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 2);
 
     let report =

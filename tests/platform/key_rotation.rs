@@ -127,9 +127,12 @@ async fn app_key_signs_only_after_every_router_has_it() {
             set.app.current.kid().to_owned()
         }
     };
-    assert_eq!(signing_key(1000).await, kids[0], "a router may lack the next key");
+    assert_eq!(signing_key(1000).await, kids[0], "a key that a router may lack must not sign");
     assert_ne!(signing_key(1).await, kids[0]);
-    assert!(active_keys().await.contains(&kids[0]), "tokens that the first key signed may still be valid");
+    assert!(
+        active_keys().await.contains(&kids[0]),
+        "the first key must stay while tokens that it signed may be valid"
+    );
     let has_retired = || async {
         for kid in active_keys().await.into_iter().skip(1) {
             set_key_age(kid, 50_000).await;
@@ -158,7 +161,7 @@ async fn silent_host_keeps_its_key_without_delaying_rotation() {
     tokio::time::sleep(Duration::from_secs(2)).await;
     let path = format!("/vps/{}/backup", host.guest.machine);
     let request_backup = || async { stack.post(&process, &path, &json!({})).await.status };
-    assert_eq!(request_backup().await, 202, "proofs for this host use the key that it has");
+    assert_eq!(request_backup().await, 202, "proofs for this host must use the key that it has");
     // The response to the host's next heartbeat adds the new keys and removes no key that still signs for the host.
     let received = send_heartbeat(&stack, &process, &host).await;
     assert!(received.contains(&first) && received.len() >= 2, "{received:?}");

@@ -286,7 +286,11 @@ async fn rollout_survives_a_kill_at_every_point_of_every_step() {
         let ended = stack.eventually("the rollout ends", check).await;
         assert_eq!(ended["state"], "succeeded", "{point} {nth}: {ended}");
         assert_eq!(ended["totals"]["updated"], 3, "{point} {nth}: {ended}");
-        assert_eq!(hosts.updated.lock().unwrap().first(), Some(&0), "{point} {nth}: the canary comes first");
+        assert_eq!(
+            hosts.updated.lock().unwrap().first(),
+            Some(&0),
+            "{point} {nth}: the canary must come first"
+        );
     };
     stream::iter(points).map(run).buffer_unordered(MAX_CONCURRENT).collect::<Vec<()>>().await;
 }

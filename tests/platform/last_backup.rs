@@ -94,8 +94,8 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     };
     let response = stack.send(beat()).await.body;
     assert_eq!(response["superseded"], false, "the host must still make its final backup");
-    assert_eq!(response["quiesce"], recovery["operationId"], "the host's writers stay stopped");
-    assert_eq!(stack.pointer("user_1")["fenceEpoch"], 1, "the host may still write the pointer");
+    assert_eq!(response["quiesce"], recovery["operationId"], "the host's writers must stay stopped");
+    assert_eq!(stack.pointer("user_1")["fenceEpoch"], 1, "the host must still be able to write the pointer");
 
     // Neither a moved pointer, nor a snapshot from before the request, nor one from another machine counts.
     let mut moved = stack.pointer("user_1");
@@ -113,7 +113,11 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     assert_eq!(wait_for_backup_detail(&stack, &process, &recovery).await, "the final snapshot was taken");
     let old_record = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
     assert!(old_record["finalBackupAt"].is_string() && old_record["unsavedSince"].is_null(), "{old_record}");
-    assert_eq!(stack.send(beat()).await.body["superseded"], true, "the successor has registered");
+    assert_eq!(
+        stack.send(beat()).await.body["superseded"],
+        true,
+        "the host must be superseded once its successor has registered"
+    );
     let proofs = old.proofs.lock().unwrap().clone();
     assert_eq!((proofs[0].route, proofs[0].path.as_deref()), (Route::Internal, Some(QUIESCE)));
     assert_eq!(old.call_count("POST", BACKUP), 1);
@@ -182,7 +186,7 @@ async fn missing_backup_of_reachable_host_waits_for_operator() {
         detail.contains("2026-01-02T03:04:05.678Z") && detail.contains("its backup has stalled"),
         "{detail}"
     );
-    assert_eq!(stack.provider.servers().len(), 1, "no server was created or deleted");
+    assert_eq!(stack.provider.servers().len(), 1, "a server was created or deleted");
     assert_eq!(stack.provider.call_count("DELETE", "/servers/"), 0);
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 1);
 
@@ -194,7 +198,7 @@ async fn missing_backup_of_reachable_host_waits_for_operator() {
     let response = stack.post(&process, &path, &json!({"acceptLoss": false})).await;
     assert_eq!((response.status, &response.body["state"]), (200, &json!("running")), "{response:?}");
     wait_for_question(&stack, &process, &recovery).await;
-    assert_eq!(old.call_count("POST", BACKUP), 2, "the backup was requested again");
+    assert_eq!(old.call_count("POST", BACKUP), 2, "the backup must be requested again");
     let response = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
     assert_eq!((response.status, &response.body["state"]), (200, &json!("running")), "{response:?}");
     assert_eq!(wait_for_backup_detail(&stack, &process, &recovery).await, LOSS_ACCEPTED);
@@ -205,7 +209,7 @@ async fn missing_backup_of_reachable_host_waits_for_operator() {
         "2026-01-02T03:04:05.678Z"
     );
     let old_record = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
-    assert_eq!(old_record["unsavedSince"], Value::Null, "the old server may be removed");
+    assert_eq!(old_record["unsavedSince"], Value::Null, "the old server must be removable");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -275,7 +279,7 @@ async fn held_back_snapshot_waits_and_counts_after_acceptance() {
     {
         assert!(detail.contains(part), "{part}: {detail}");
     }
-    assert_eq!(old.call_count("POST", BACKUP), 1, "a second snapshot would be held back as well");
+    assert_eq!(old.call_count("POST", BACKUP), 1, "a held-back snapshot must not be retried");
 
     let path = continue_path(&recovery);
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
@@ -285,7 +289,7 @@ async fn held_back_snapshot_waits_and_counts_after_acceptance() {
     let accepted = stack.post(&process, &accept, &json!({})).await;
     assert_eq!(
         accepted.status, 202,
-        "a machine out of service can still accept its final backup: {accepted:?}"
+        "a machine out of service must still be able to accept its final backup: {accepted:?}"
     );
     wait_for_call(&stack, &old, "POST", "/_svc/internal/backup-accept").await;
     // A request that names the slot's current machine applies to the machine that is being replaced.
@@ -379,7 +383,7 @@ async fn accepted_loss_limits_wait_for_host_that_never_stops() {
     let (stack, process, old) = start_host_that_never_stops().await;
     let recovery = recover(&stack, &process, json!({"acceptLoss": true})).await;
     assert_eq!(wait_for_backup_detail(&stack, &process, &recovery).await, LOSS_ACCEPTED);
-    assert!(old.call_count("POST", QUIESCE) > 1, "the host was reachable");
+    assert!(old.call_count("POST", QUIESCE) > 1, "the host must be reachable");
     assert_eq!(
         list_audit(&stack, "last_backup.loss_accepted").await[0]["operationId"],
         recovery["operationId"]

@@ -79,14 +79,14 @@ async fn skipped_inventory_does_not_count_as_a_success() {
     stack.provider.add_fault(FaultRule::times(1000, "GET", "label_selector=svc-machine&", fault));
     // In each interval, one of the two processes lists the servers.
     for process in &[stack.start_platform(), stack.start_platform()] {
-        let have_run = || async {
+        let has_run = || async {
             let scraped = scrape(&stack, process).await;
             let passes = scraped.get("svc_reconciler_runs_total{part=\"retention\",outcome=\"ok\"}");
             passes.is_some_and(|passes| passes >= 3.0).then_some(scraped)
         };
-        let scraped = stack.eventually("the reconciler ran", have_run).await;
+        let scraped = stack.eventually("the reconciler ran", has_run).await;
         let success = scraped.get("svc_reconciler_last_success_timestamp_seconds{part=\"servers\"}");
-        assert_eq!(success, None, "no process can list the servers");
+        assert_eq!(success, None, "a skipped inventory must not count as a success");
     }
 }
 
@@ -114,7 +114,7 @@ async fn metrics_require_operator_and_survive_unreadable_tables() {
     assert_eq!(
         after.get("svc_fleet_read_timestamp_seconds"),
         read_at,
-        "the metric reports the time of the last successful read"
+        "the metric must report the time of the last successful read"
     );
 }
 

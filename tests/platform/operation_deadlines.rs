@@ -29,14 +29,14 @@ async fn advance(session: &Object, id: OperationId, owner: Uuid, attempts: i32, 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn failures_are_timed_from_the_first_consecutive_one() {
+async fn failing_time_starts_at_first_consecutive_failure() {
     let (_database, session, id) = start_with_operation().await;
     let owner = lease(&session).await;
     let failing_time = async || operations::load_failing_time(&session, id).await.unwrap();
     let age = "UPDATE operations SET failing_since = failing_since - interval '2 hours'";
 
     advance(&session, id, owner, 1, None).await;
-    assert!(failing_time().await < HOUR, "the step itself started long before");
+    assert!(failing_time().await < HOUR, "the failing time must not include the step's earlier time");
     session.execute(age, &[]).await.unwrap();
     advance(&session, id, owner, 2, None).await;
     assert!(failing_time().await > HOUR);
@@ -67,7 +67,7 @@ async fn unblocked_step_age_starts_when_the_account_block_ends() {
         .await
         .unwrap();
     let days = age().await.as_secs() / 86_400;
-    assert_eq!(days, 30, "the step started after the block");
+    assert_eq!(days, 30, "the age of a step that started after the block must not be shortened");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -49,7 +49,7 @@ async fn month_of_retries_leaves_a_bounded_log() {
         operation_log::log_retry(&session, id, "last_backup", Some("silent")).await.unwrap();
     }
     let counted = newest().await;
-    assert_eq!(counted.omitted, 4801, "a repeated failure adds no line");
+    assert_eq!(counted.omitted, 4801, "a repeated failure must add no line");
     let last = counted.lines.last().unwrap();
     assert_eq!((last.detail.as_deref(), last.repeats), (Some("silent"), 300), "{last:?}");
     assert!(last.repeated_at.is_some(), "{last:?}");
@@ -58,7 +58,7 @@ async fn month_of_retries_leaves_a_bounded_log() {
         operation_log::log_retry(&session, id, "last_backup", Some(&format!("failure {n}"))).await.unwrap();
     }
     let bounded = newest().await;
-    assert_eq!((bounded.lines.len(), bounded.omitted), (200, 1), "only the first line is older");
+    assert_eq!((bounded.lines.len(), bounded.omitted), (200, 1), "only the first line must be omitted");
     let details: Vec<_> = bounded.lines.iter().map(|line| line.detail.as_deref()).collect();
     assert_eq!((details[0], details[199]), (Some("failure 100"), Some("failure 299")));
     assert!(bounded.lines.iter().all(|line| line.repeated_at.is_none()));
@@ -84,6 +84,10 @@ async fn location_changes_leave_a_bounded_log() {
         operation_log::log_retry(&session, id, "create_server", Some(&detail)).await.unwrap();
     }
     let newest = operation_log::load_newest_lines(&session, id).await.unwrap();
-    assert_eq!((newest.lines.len(), newest.omitted), (200, 201), "200 of each outcome, and the first line");
+    assert_eq!(
+        (newest.lines.len(), newest.omitted),
+        (200, 201),
+        "the log must keep 200 lines of each outcome, and the first line"
+    );
     assert!(operation_log::has_outcome(&session, id, operation_log::LOCATION_CHANGE).await.unwrap());
 }

@@ -103,7 +103,7 @@ async fn revoked_token_is_refused_by_every_process_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn token_expires_with_the_overlap_after_rotation() {
+async fn old_token_expires_when_rotation_overlap_ends() {
     let stack = Stack::start().await;
     let process = stack.start_platform();
     let first = add_operator(&stack, &process, "ada", &["read"]).await;
@@ -248,7 +248,7 @@ async fn last_use_costs_one_write_for_many_requests() {
     client.execute("UPDATE operators SET last_used_at = now() - interval '6 minutes'", &[]).await.unwrap();
     let old = row_version().await;
     who_am_i(&stack, &process, &token).await;
-    assert_ne!(row_version().await, old, "a use is recorded again after the interval");
+    assert_ne!(row_version().await, old, "a use must be recorded again after the interval");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -382,5 +382,5 @@ async fn svcctl_audit_follows_entries_that_commit_late() {
     client.batch_execute("COMMIT").await.unwrap();
     assert_eq!(next().await["actor"], "late");
     stack.subscribe(&process, "user_3").await;
-    assert_eq!(next().await["target"], "user_3/primary", "no entry is repeated");
+    assert_eq!(next().await["target"], "user_3/primary", "an entry was repeated");
 }

@@ -1,4 +1,4 @@
-//! Database and store outages: readiness names the outage, requests that need the database get 503, and the platform
+//! Database and store outages: readiness reports the outage, requests that need the database get 503, and the platform
 //! recovers.
 
 use kit::pg::{PgBinaries, PgOptions, PgServer};
@@ -90,7 +90,7 @@ async fn store_outage_stops_control_plane_but_not_the_router() {
     // Depending on when the outage starts, either the step `last_backup` or the step `fence` logs this error.
     let has_failed = || async { stack.log().contains("cannot read the slot's fence").then_some(()) };
     stack.eventually("an attempt to read the fence has failed", has_failed).await;
-    assert!(stack.provider.servers().is_empty(), "no server exists before its fence");
+    assert!(stack.provider.servers().is_empty(), "a server was created before its fence");
     stack.store.bring_up().unwrap();
     let operation = stack.wait_until_ended(&process, provisioned["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");

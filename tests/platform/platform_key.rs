@@ -26,7 +26,8 @@ use super::stack::{ApiResponse, BUCKET, Guest, Process, SECRET, Stack, heartbeat
 
 const OLD: u8 = 7;
 const NEW: u8 = 8;
-/// The lease duration for these processes. A process that has not renewed its row for four leases counts as ended.
+/// The lease duration for these processes. A process that has not renewed its row for four lease durations counts
+/// as ended.
 const LEASE: (&str, &str) = ("PLATFORM_LEASE_SECONDS", "1");
 
 fn key(byte: u8) -> SecretSlice<u8> {
@@ -172,7 +173,7 @@ async fn key_rotation_completes_with_a_running_machine() {
     assert_eq!(
         add_operator(&stack, &process).await.body["token"],
         json!(ada),
-        "a repeated request gets the same response"
+        "a repeated request must get the same response"
     );
     let old_token = guest.upgrade_token.clone();
     complete_key_rotation(&stack, &process, &client, &mut guest).await;
@@ -189,13 +190,13 @@ async fn key_rotation_completes_with_a_running_machine() {
     let process = start_process(&stack, NEW, None, &[]);
     let response = send_heartbeat(&stack, &process, &guest).await;
     assert_eq!((response.status, &response.body["nextToken"]), (200, &Value::Null), "{response:?}");
-    assert_eq!(response.body["proofKeys"], public, "hosts and sessions keep their keys");
+    assert_eq!(response.body["proofKeys"], public, "hosts and sessions must keep their keys");
     let calls_before = host.call_count("GET", "/api/usage");
     stack.get(&process, &usage).await;
     assert_eq!(
         host.call_count("GET", "/api/usage"),
         calls_before + 1,
-        "the host accepts the platform's proof"
+        "the host must accept the platform's proof"
     );
     assert_eq!(who_am_i_status(&stack, &process, &ada).await, 200);
     add_operator(&stack, &process).await.assert_problem(409, "conflict");
@@ -243,7 +244,11 @@ async fn processes_with_both_keys_do_not_conflict() {
         }
         tokio::time::sleep(Duration::from_millis(500)).await;
     }
-    assert_eq!(load_sealed_keys(&client).await, before, "no key is resealed while both are running");
+    assert_eq!(
+        load_sealed_keys(&client).await,
+        before,
+        "a key was resealed while both processes were running"
+    );
     assert!(assert_refused(&stack, OLD, None).await.contains("PLATFORM_KEY_PREVIOUS"));
 
     stop(old).await;
@@ -272,7 +277,7 @@ async fn process_with_incompatible_keys_is_rejected() {
     assert!(printed.contains("a platform process with different keys is running"), "{printed}");
     stop(running).await;
     // Without the mark, the check of the sealed keys rejects the process.
-    assert!(stack.store.remove(BUCKET, mark::MARK_PATH), "the current key's mark is in the store");
+    assert!(stack.store.remove(BUCKET, mark::MARK_PATH), "the current key's mark must be in the store");
     let printed = assert_refused(&stack, NEW, Some(NEW + 1)).await;
     assert!(printed.contains("PLATFORM_KEY and PLATFORM_KEY_PREVIOUS"), "{printed}");
     // No rejected process has started a rotation, so the old key is still sufficient.
@@ -370,7 +375,7 @@ async fn server_restored_with_its_settings_is_refused() {
     assert_eq!(
         send_heartbeat(&stack, &process, &guest).await.status,
         200,
-        "with both keys, the machine's host is accepted"
+        "with both keys, the machine's host must be accepted"
     );
 }
 
@@ -389,7 +394,7 @@ async fn process_with_outdated_key_stops_once_the_store_recovers() {
     assert!(log.contains("the mark of the current platform key rejects this process"), "{log}");
     let mark = stack.store.read(BUCKET, mark::MARK_PATH).unwrap();
     let mark: Value = serde_json::from_slice(&mark).unwrap();
-    assert_eq!(mark["keyId"], KeyId::from_key(&key(NEW)).as_str(), "the mark is not overwritten");
+    assert_eq!(mark["keyId"], KeyId::from_key(&key(NEW)).as_str(), "the mark must not be overwritten");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -58,7 +58,7 @@ async fn rebuild_replaces_an_unreadable_pointer_and_keeps_its_bytes() {
     let request = || rebuild_with_key(&stack, &process, "rebuild-1", &body);
     let response = request().await;
     assert_eq!((response.status, &response.body["pointer"]), (200, rebuilt), "{response:?}");
-    assert_eq!(request().await.body, response.body, "the same key gets the same response");
+    assert_eq!(request().await.body, response.body, "the same key must get the same response");
     let pointer = stack.pointer("user_1");
     assert_eq!((&pointer["snapshot"]["key"], &pointer["seq"]), (&json!(newer), &rebuilt["seq"]));
     let audit = list_audit(&stack).await;

@@ -106,7 +106,7 @@ async fn power_off_cuts_the_power_of_an_unresponsive_host() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn shutdown_accepted_late_gets_its_full_time() {
+async fn shutdown_accepted_late_gets_full_timeout() {
     let (stack, process, guest) = start_with_machine(&[("RESIZE_SHUTDOWN_SECONDS", "60")]).await;
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
     stack.provider.add_fault(FaultRule::times(1000, "POST", "/actions/shutdown", locked));
@@ -229,7 +229,7 @@ async fn reboot_ends_with_a_heartbeat_or_reports_silence() {
     };
     let ended = stack.eventually("the reboot fails", has_ended).await;
     assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("failed"), &json!("host_silent")), "{ended}");
-    assert_eq!(count_actions(&stack, "reboot"), 3, "the lost request and its retry");
+    assert_eq!(count_actions(&stack, "reboot"), 3, "the lost request must be retried once");
     assert_eq!(fetch_record(&stack, &process, &guest).await["status"], "running");
 }
 

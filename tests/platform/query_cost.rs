@@ -10,15 +10,15 @@ use svc::router::watch;
 use uuid::Uuid;
 
 /// Number of active machines.
-const ACTIVE: i64 = 2_000;
+const ACTIVE_MACHINES: i64 = 2_000;
 /// Number of active machines that are booting.
-const BOOTING: i64 = 300;
+const BOOTING_MACHINES: i64 = 300;
 /// Number of ended machines.
-const ENDED: i64 = 20_000;
+const ENDED_MACHINES: i64 = 20_000;
 /// Number of ended machines whose servers may still exist.
 const KEPT_SERVERS: i64 = 500;
 /// Number of running operations.
-const RUNNING: i64 = 400;
+const RUNNING_OPERATIONS: i64 = 400;
 /// Maximum number of rows read by a statement that returns a few rows.
 const MAX_ROWS_READ: i64 = 60;
 
@@ -68,32 +68,37 @@ fn fill_sql() -> String {
     let rest = "'empty', 'cpx22', 'nbg1', 'v1', 'x', 443, 'x', 'x'";
     format!(
         "SET statement_timeout = '60s';
-         INSERT INTO handles SELECT 'user-' || n, 'user_' || n FROM generate_series(1, {ACTIVE}) n;
+         INSERT INTO handles SELECT 'user-' || n, 'user_' || n FROM generate_series(1, {ACTIVE_MACHINES}) n;
          INSERT INTO user_machines ({columns}) SELECT gen_random_uuid(), 'user_' || n, 'primary', 'user-' || n,
              CASE WHEN n % 10 = 0 THEN 'preview' ELSE 'customer' END,
-             CASE WHEN n <= {BOOTING} THEN 'provisioning' ELSE 'running' END, 1000, {rest}, n,
+             CASE WHEN n <= {BOOTING_MACHINES} THEN 'provisioning' ELSE 'running' END, 1000, {rest}, n,
              now() + interval '1 hour', now() + interval '1 hour', now(), NULL, NULL, NULL, NULL
-             FROM generate_series(1, {ACTIVE}) n;
-         INSERT INTO user_machines ({columns}) SELECT gen_random_uuid(), 'user_' || n % {ACTIVE} + 1, 'primary',
-             'user-' || n % {ACTIVE} + 1, CASE WHEN n % 10 = 0 THEN 'preview' ELSE 'customer' END, 'provisioning',
-             n / {ACTIVE} + 1, {rest}, {ACTIVE} + n, now() - interval '1 day', now() - interval '1 day',
-             now() - interval '1 day', NULL, now(), CASE WHEN n > {KEPT_SERVERS} THEN now() END, NULL
-             FROM generate_series(1, {ENDED}) n;
+             FROM generate_series(1, {ACTIVE_MACHINES}) n;
+         INSERT INTO user_machines ({columns}) SELECT gen_random_uuid(), 'user_' || n % {ACTIVE_MACHINES} + 1,
+             'primary', 'user-' || n % {ACTIVE_MACHINES} + 1,
+             CASE WHEN n % 10 = 0 THEN 'preview' ELSE 'customer' END, 'provisioning',
+             n / {ACTIVE_MACHINES} + 1, {rest}, {ACTIVE_MACHINES} + n, now() - interval '1 day',
+             now() - interval '1 day', now() - interval '1 day', NULL, now(),
+             CASE WHEN n > {KEPT_SERVERS} THEN now() END, NULL
+             FROM generate_series(1, {ENDED_MACHINES}) n;
          UPDATE user_machines SET registration_expires_at = now() - interval '1 second'
              WHERE provider_server_id IN (1, 2);
          UPDATE user_machines SET preview_expires_at = now() - interval '1 second'
              WHERE provider_server_id IN (10, 20);
-         UPDATE user_machines SET server_missing_since = now() WHERE provider_server_id IN (5, 6, {ACTIVE} + 7);
+         UPDATE user_machines SET server_missing_since = now()
+             WHERE provider_server_id IN (5, 6, {ACTIVE_MACHINES} + 7);
          UPDATE user_machines old SET deleted_at = NULL, retired_at = now(), replaced_by = new.machine_id
-             FROM user_machines new WHERE old.provider_server_id = {ACTIVE} + 1 AND new.provider_server_id = 2;
+             FROM user_machines new
+             WHERE old.provider_server_id = {ACTIVE_MACHINES} + 1 AND new.provider_server_id = 2;
          INSERT INTO operations (operation_id, machine_id, kind, state, step)
              SELECT gen_random_uuid(), machine_id, 'provision', 'succeeded', 'await_registration'
              FROM user_machines, generate_series(1, 2);
          INSERT INTO operations (operation_id, machine_id, kind, state, step, question)
              SELECT gen_random_uuid(), machine_id, 'power_off', 'running', 'stop_server',
                  CASE WHEN provider_server_id % 2 = 0 THEN '{{\"code\": \"x\"}}'::jsonb END
-             FROM user_machines WHERE provider_server_id <= {RUNNING} / 2
-                 OR provider_server_id BETWEEN {ACTIVE} + 1 AND {ACTIVE} + {RUNNING} / 2"
+             FROM user_machines WHERE provider_server_id <= {RUNNING_OPERATIONS} / 2
+                 OR provider_server_id
+                     BETWEEN {ACTIVE_MACHINES} + 1 AND {ACTIVE_MACHINES} + {RUNNING_OPERATIONS} / 2"
     )
 }
 
@@ -106,11 +111,12 @@ async fn fleet_report_does_not_scan_ended_operations() {
     let ended = ended_machines::list_needing_attention(&database.session).await.unwrap();
     let operation_rows = database.count_rows_read("operations").await - operation_rows;
     let machine_rows = database.count_rows_read("user_machines").await - machine_rows;
-    assert!(operation_rows <= 3 * RUNNING, "{operation_rows} operation rows read");
-    assert!(machine_rows <= 2 * (ACTIVE + ENDED), "{machine_rows} machine rows read");
-    let (half, quarter) = (usize::try_from(RUNNING / 2).unwrap(), usize::try_from(RUNNING / 4).unwrap());
+    assert!(operation_rows <= 3 * RUNNING_OPERATIONS, "{operation_rows} operation rows read");
+    assert!(machine_rows <= 2 * (ACTIVE_MACHINES + ENDED_MACHINES), "{machine_rows} machine rows read");
+    let (half, quarter) =
+        (usize::try_from(RUNNING_OPERATIONS / 2).unwrap(), usize::try_from(RUNNING_OPERATIONS / 4).unwrap());
     let count = |has: fn(&fleet::FleetRow) -> bool| active.iter().filter(|row| has(row)).count();
-    assert_eq!(active.len(), usize::try_from(ACTIVE).unwrap());
+    assert_eq!(active.len(), usize::try_from(ACTIVE_MACHINES).unwrap());
     assert_eq!(count(|row| row.operation_age.is_some()), half);
     assert_eq!(count(|row| row.waiting_operation.is_some()), quarter);
     assert_eq!(count(|row| row.backup_age.is_some_and(|age| age < 3600.0)), active.len());
@@ -130,13 +136,13 @@ async fn rare_rows_are_read_through_an_index() {
     let previews = database.count_rows_read("user_machines").await;
     assert!(previews - expired <= MAX_ROWS_READ, "{} rows read for expired previews", previews - expired);
 
-    let listed: Vec<i64> = (1..=ACTIVE).collect();
+    let listed: Vec<i64> = (1..=ACTIVE_MACHINES).collect();
     servers::record_seen(session, &listed).await.unwrap();
     let recorded = database.count_rows_read("user_machines").await;
     assert!(recorded - previews <= MAX_ROWS_READ, "{} rows read for listed servers", recorded - previews);
     assert_eq!(
         database.find_machine("server_missing_since IS NOT NULL").await,
-        database.find_machine(&format!("provider_server_id = {ACTIVE} + 7")).await
+        database.find_machine(&format!("provider_server_id = {ACTIVE_MACHINES} + 7")).await
     );
 
     let successor = database.find_machine("provider_server_id = 2").await;
@@ -147,7 +153,7 @@ async fn rare_rows_are_read_through_an_index() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn list_by_handle_reads_the_machines_of_its_user() {
+async fn list_by_handle_reads_only_that_users_machines() {
     let database = FilledDatabase::start().await;
     let handle = |text: &str| Some(text.parse::<Handle>().unwrap());
     let before = database.count_rows_read("user_machines").await;

@@ -55,7 +55,7 @@ async fn machine_with_data_older_than_a_snapshot_is_not_reinstated() {
     assert_eq!(
         stack.power_state(&first.machine),
         Some(Power::Off),
-        "the first machine's data is older than the snapshot"
+        "a machine with data older than the snapshot must stay off"
     );
 }
 

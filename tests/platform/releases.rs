@@ -50,9 +50,9 @@ async fn recovery_installs_the_release_after_a_host_rollback() {
     assert_eq!(slot_release().await, "v2");
     report("v3", "failing", false).await;
     report("v3", "ok", true).await;
-    assert_eq!(slot_release().await, "v2", "no heartbeat has confirmed v3 yet");
+    assert_eq!(slot_release().await, "v2", "a release that no heartbeat has confirmed must not be recorded");
     report("v1", "ok", false).await;
-    assert_eq!(slot_release().await, "v1", "the host has rolled back");
+    assert_eq!(slot_release().await, "v1", "the release after a host's rollback must be recorded");
     stack.store_snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     let path = format!("/vps/{}", recovery["machineId"].as_str().unwrap());

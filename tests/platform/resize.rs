@@ -64,7 +64,7 @@ async fn resize_changes_only_the_type() {
     assert_eq!(
         fetch_record(&stack, &process, &guest).await["status"],
         "resizing",
-        "the last heartbeat is from before the power-on"
+        "a heartbeat from before the power-on must not count"
     );
     let mut unhealthy = heartbeat_of(&guest);
     unhealthy["health"]["database"] = json!("failing");
@@ -73,7 +73,7 @@ async fn resize_changes_only_the_type() {
     assert_eq!(
         fetch_record(&stack, &process, &guest).await["status"],
         "resizing",
-        "the host is back, but unhealthy"
+        "a heartbeat from an unhealthy host must not count"
     );
     resize(&stack, &process, &guest.machine, "cpx52").await.assert_problem(409, "invalid_state");
 

@@ -264,7 +264,7 @@ async fn start_stuck_resize(settings: &[(&str, &str)]) -> (Stack, Process, Guest
 
 /// Sends the host's heartbeats until the server is on and the machine has no open operation. Returns its operations.
 async fn wait_until_settled(stack: &Stack, process: &Process, guest: &Guest) -> Value {
-    let check = || async {
+    let is_settled = || async {
         if server_state(stack).0 == Power::Running {
             stack.send_heartbeat(process, guest, &heartbeat_of(guest)).await;
         }
@@ -272,7 +272,7 @@ async fn wait_until_settled(stack: &Stack, process: &Process, guest: &Guest) -> 
         let have_ended = operations.as_array()?.iter().all(|operation| operation["state"] != "running");
         (have_ended && server_state(stack).0 == Power::Running).then_some(operations)
     };
-    stack.eventually("the server is on", check).await
+    stack.eventually("the server is on and no operation is open", is_settled).await
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -168,8 +168,8 @@ async fn registration_for_a_failed_recovery_is_rejected() {
     platform.send_heartbeats_until_running(&old, 3).await;
 }
 
-/// Starts a deletion that is undone after the copy has been saved, and waits for a decision after the copy has been
-/// restored. Returns the path of its operation.
+/// Starts a deletion, saves a copy, undoes the deletion, and restores the copy, in which the deletion is still open.
+/// Waits until that deletion needs a decision. Returns the path of its operation as the last value.
 async fn start_undone_deletion(query: &str) -> (RestorablePlatform, FakeHost, String) {
     let mut platform = RestorablePlatform::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
     let old = start_host(&platform.stack, platform.process()).await;

@@ -19,7 +19,7 @@ async fn failed_machine_with_a_healthy_host_is_resumed() {
     let resumed = stack.post(&process, &path, &json!({})).await;
     assert_eq!((resumed.status, &resumed.body["status"]), (200, &json!("running")), "{resumed:?}");
     assert_eq!(resumed.body["failure"], Value::Null);
-    assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200, "resume is idempotent");
+    assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200, "resume must be idempotent");
     let client = stack.database.connect().await.unwrap();
     let audit = client.query("SELECT 1 FROM operator_audit WHERE action = 'resume'", &[]).await.unwrap();
     assert_eq!(audit.len(), 1);

@@ -10,7 +10,7 @@ use super::stack::{Process, Stack, provision_body};
 
 const SILENT_HOSTS: usize = 200;
 /// Maximum number of calls to silent hosts that may start between a request and its effect.
-const MAX_CALLS_BEFORE: usize = SILENT_HOSTS / 2;
+const MAX_CALLS_BEFORE_EFFECT: usize = SILENT_HOSTS / 2;
 
 /// Starts a listener that accepts the calls to all silent hosts. Returns its port and the number of calls.
 async fn start_silent_listener() -> (u16, Arc<AtomicUsize>) {
@@ -67,7 +67,7 @@ async fn reboot_and_provision_are_not_delayed_by_silent_hosts() {
     let is_requested = || async { (stack.provider.call_count("POST", "/actions/reboot") > 0).then_some(()) };
     stack.eventually("the reboot is requested", is_requested).await;
     let during = calls.load(Ordering::Relaxed) - before;
-    assert!(during < MAX_CALLS_BEFORE, "the reboot waited for {during} calls");
+    assert!(during < MAX_CALLS_BEFORE_EFFECT, "the reboot waited for {during} calls");
 
     // The first provisioning step may call a host.
     let before = calls.load(Ordering::Relaxed);
@@ -79,5 +79,5 @@ async fn reboot_and_provision_are_not_delayed_by_silent_hosts() {
     };
     stack.eventually("provisioning continues", has_continued).await;
     let during = calls.load(Ordering::Relaxed) - before;
-    assert!(during < MAX_CALLS_BEFORE, "provisioning waited for {during} calls");
+    assert!(during < MAX_CALLS_BEFORE_EFFECT, "provisioning waited for {during} calls");
 }

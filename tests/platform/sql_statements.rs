@@ -1,4 +1,4 @@
-//! SQL statements that read many rows, that must not write an unchanged value, or that claim a pruning.
+//! SQL statements that read many rows, that must not write an unchanged value, or that claim a prune.
 
 use std::time::Duration;
 
@@ -74,7 +74,7 @@ async fn creation_of_a_machine_does_not_shut_it_down() {
 }
 
 #[tokio::test]
-async fn requested_pruning_survives_running_and_killed_prunings() {
+async fn requested_prune_survives_running_and_killed_prunes() {
     let (_database, session) = start_database().await;
     let insert = "INSERT INTO file_keys (idp_user_id, slot, key_id, sealed, pruned_at) \
                   VALUES ('user_1', 'primary', 'x', 'x', 'epoch')";
@@ -90,23 +90,23 @@ async fn requested_pruning_survives_running_and_killed_prunings() {
     };
     assert!(claim(3600).await);
     assert!(file_keys::request_prune(&session, "user_1", "primary").await.unwrap());
-    assert!(!claim(3600).await, "the slot is still claimed");
+    assert!(!claim(3600).await, "the slot must still be claimed");
     record().await;
     // This claim expires immediately, like that of a killed process.
-    assert!(claim(0).await, "the request is pending");
-    assert!(!claim(3600).await, "the interrupted pruning is not repeated at once");
-    assert!(claim_after(0, 0).await, "it is repeated after the retry delay");
+    assert!(claim(0).await, "the request must still be pending");
+    assert!(!claim(3600).await, "the interrupted prune must not be repeated at once");
+    assert!(claim_after(0, 0).await, "the interrupted prune must be repeated after the retry delay");
     assert!(file_keys::request_prune(&session, "user_1", "primary").await.unwrap());
-    assert!(claim(3600).await, "a request does not wait for the retry delay");
+    assert!(claim(3600).await, "a request must not wait for the retry delay");
     file_keys::release_prune(&session, "user_1", "primary").await.unwrap();
-    assert!(claim(3600).await, "the released slot is due");
+    assert!(claim(3600).await, "the released slot must be due");
     record().await;
-    assert!(!claim(3600).await, "nothing is due");
+    assert!(!claim(3600).await, "the slot must not be due after a completed prune");
     assert!(file_keys::request_prune(&session, "user_1", "primary").await.unwrap());
     assert!(claim(3600).await);
     file_keys::record_unfinished_prune(&session, "user_1", "primary").await.unwrap();
-    assert!(!claim(3600).await, "the rest is not due at once");
-    assert!(claim_after(0, 3600).await, "the rest is due after the retry delay");
+    assert!(!claim(3600).await, "an unfinished prune must not be due at once");
+    assert!(claim_after(0, 3600).await, "an unfinished prune must be due after the retry delay");
 }
 
 #[tokio::test]

@@ -40,7 +40,7 @@ impl Stack {
     }
 
     /// Starts the environment with custom provider options, which may refer to the environment's directory.
-    pub async fn start_with_provider(provider: impl FnOnce(&Path) -> SimulatorOptions) -> Self {
+    pub async fn start_with_provider(provider_options: impl FnOnce(&Path) -> SimulatorOptions) -> Self {
         svc::http::tls::install_provider();
         let database = test_database_from("platform", |url| async move {
             svc::platform::db::migrate::run(&url.parse()?).await
@@ -51,7 +51,7 @@ impl Stack {
         store.create_bucket(BUCKET);
         publish_unsigned(&store, "v1");
         let provider =
-            Simulator::start(provider(logs.path())).await.expect("the provider simulator must start");
+            Simulator::start(provider_options(logs.path())).await.expect("the provider simulator must start");
         let timeouts = Timeouts { total: Some(Duration::from_secs(70)), ..Timeouts::CALL };
         let timeouts = Timeouts { idle: Duration::from_secs(70), ..timeouts };
         let client = client::build(timeouts).expect("the client configuration must be valid");
@@ -429,7 +429,9 @@ impl ApiResponse {
 
 pub struct Process {
     child: OwnedChild,
+    /// The base URL of the control API.
     pub base: String,
+    /// The base URL of the router.
     pub router: String,
 }
 

@@ -48,7 +48,7 @@ async fn old_token_expires_after_the_host_has_used_the_next_one() {
     assert_eq!(
         send_heartbeat(&stack, &process, &guest).await.body["nextToken"],
         Value::Null,
-        "no rotation is due"
+        "a token was offered although no rotation is due"
     );
     let response = request_rotation(&stack, &process, &guest).await;
     assert!(response.body["upgradeToken"]["requestedAt"].is_string(), "{response:?}");

@@ -18,7 +18,8 @@ impl RestorablePlatform {
         self.process = Some(self.stack.start_platform_with(&[self.settings.clone(), both.to_vec()].concat()));
     }
 
-    /// Restores the old database and key. Removes the mark in the store, which would make the platform refuse that key.
+    /// Restores the old database and key. Removes the mark from the store, because it would make the platform refuse
+    /// that key.
     async fn restore_with_old_key(&mut self) {
         self.stop().await;
         assert!(self.stack.store.remove(BUCKET, mark::MARK_PATH));

@@ -287,11 +287,11 @@ async fn trigger_rollout_errors(tester: &mut RejectionTester<'_>) {
     platform.stack.send_heartbeat(&platform.process, &platform.running, &beat).await;
     let done = platform.send(platform.operator_call(Method::POST, path, &done)).await;
     let done = done.body["rolloutId"].as_str().unwrap().to_owned();
-    let check = || async {
+    let has_succeeded = || async {
         let rollout = platform.stack.get(&platform.process, &format!("/vps/deploy/{done}")).await.body;
         (rollout["state"] == "succeeded").then_some(())
     };
-    platform.stack.eventually("the rollout of the installed release ends", check).await;
+    platform.stack.eventually("the rollout of the installed release ends", has_succeeded).await;
     tester.post(&format!("/vps/deploy/{done}/abort"), &json!({}), 409, "conflict").await;
 }
 

@@ -144,7 +144,7 @@ impl ApiUnderTest for TestPlatform {
             ("an arbitrary word", "wrong"),
             ("a malformed token", "svcu_wrong"),
             ("two words", "a b"),
-            ("nothing", ""),
+            ("an empty token", ""),
         ];
         for credential in ["operator", "host", "registration"] {
             if !accepts_credential(operation, credential) {
