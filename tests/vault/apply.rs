@@ -43,11 +43,7 @@ async fn signed_release_is_installed_and_becomes_current() -> Result<()> {
         "reset-failed svc-files.service",
         "restart svc-files.service",
     ];
-    assert_eq!(
-        fixture.service_calls()?[1..],
-        expected_calls,
-        "unexpected service calls after those of the boot"
-    );
+    assert_eq!(fixture.service_calls()?[1..], expected_calls, "unexpected calls after those of the boot");
     let requests = fixture.source.requests();
     assert!(
         requests
@@ -282,7 +278,7 @@ async fn units_stop_with_their_release() -> Result<()> {
     assert_eq!(
         service_calls[2..6],
         update_calls,
-        "unexpected service calls after those of the boot and the snapshot"
+        "unexpected calls after those of the boot and the snapshot"
     );
     let rollback_start = service_calls
         .iter()

@@ -200,7 +200,8 @@ async fn unverifiable_snapshots_do_not_take_up_the_daily_share() -> Result<()> {
     let within = ("VERIFY_WITHIN_DAYS", "10");
     let tools = tools_with_script("pg_restore", "#!/bin/sh\nkill -9 $$\n")?;
     let env = [within, ("SVC_PG_BIN_DIR", path_str(tools.path()))];
-    // Each run reads three of the four overdue snapshots. The second run begins with the one that the first did not read.
+    // Each run reads three of the four overdue snapshots. The second run begins with the one that the first did not
+    // read.
     machine.run_with(&["svc-db-backup", "verify"], &env)?.expect(70);
     let result = machine.run_with(&["svc-db-backup", "verify"], &[within])?.expect(70);
     assert!(

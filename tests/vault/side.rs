@@ -178,7 +178,8 @@ async fn every_mode_works_and_a_dropped_table_is_recreated() -> Result<()> {
     client.batch_execute("DROP SCHEMA app_shop CASCADE").await?;
     let dry_run = run_side(&machine, &["copy", TABLES[1], "--dry-run"])?.expect(0);
     assert!(dry_run.stdout.contains("300 inserted"), "{}", dry_run.stdout);
-    // The enum type was dropped with the schema. A table that cannot be recreated is reported, and leaves nothing behind.
+    // The enum type was dropped with the schema. A table that cannot be recreated is reported, and leaves nothing
+    // behind.
     let result = run_side(&machine, &["copy", TABLES[0]])?.expect(65);
     assert!(result.stderr.contains("pg_restore") && result.stderr.contains("mood"), "{}", result.stderr);
     client.batch_execute("CREATE TYPE app_shop.mood AS ENUM ('good', 'bad')").await?;

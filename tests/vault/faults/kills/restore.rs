@@ -73,8 +73,8 @@ struct Campaign {
 }
 
 impl Campaign {
-    /// Checks the state after a kill: the database `svc` is the complete new one. Without the marker, it may also be the
-    /// old one, or closed for the swap.
+    /// Checks the state after a kill: the database `svc` is the complete new one. Without the marker, it may also be
+    /// the old one, or closed for the swap.
     async fn check_state(&self) -> Result<()> {
         let has_marker = self.machine.has_marker();
         let database_content = database_content(&self.machine, "svc", &self.snapshot_hash).await?;
