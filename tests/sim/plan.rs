@@ -183,7 +183,7 @@ pub struct Step {
 pub fn plan(seed: u64) -> Vec<Step> {
     let mut rng = Rng::new(seed);
     let length = 20 + rng.below(21);
-    // The other runs have few faults, so that more of their operations complete.
+    // The remaining runs have few faults, so that more of their operations complete.
     let has_faults = rng.percent(60);
     let mut steps: Vec<Step> =
         (0..SLOTS.len()).map(|slot| step(&mut rng, Action::Subscribe { slot })).collect();
