@@ -37,7 +37,7 @@ const EXPOSURE_LIMITS: [(&str, u32); 24] = [
     // The owner's terminals, agents and JavaScript, which need compilers and sandboxes.
     ("svc-code", 35),
     ("svc-agent@", 35),
-    // podman needs privileges that the other services lack to create a container; the container itself is restricted.
+    // To create a container, podman needs privileges that the other services lack. The container itself is restricted.
     ("svc-postgres", 100),
 ];
 

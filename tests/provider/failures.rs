@@ -78,7 +78,7 @@ async fn reads_are_retried_a_bounded_number_of_times() {
 
     simulator.add_fault(bad_gateway(100));
     assert_eq!(provider.find("svc-1").await.unwrap_err().kind(), ErrorKind::Transient);
-    assert_eq!(simulator.call_count("GET", "/servers"), 4 + 1 + FAST_LIMITS.retries);
+    assert_eq!(simulator.call_count("GET", "/servers"), 4 + 1 + FAST_LIMITS.max_retries);
 }
 
 #[tokio::test]
