@@ -64,7 +64,7 @@ impl Unit {
         Self { name, path, text }
     }
 
-    /// A unit without a file.
+    /// Creates a unit that has no file.
     fn from_text(name: &str, text: &str) -> Self {
         Self { name: name.to_owned(), path: PathBuf::new(), text: text.to_owned() }
     }

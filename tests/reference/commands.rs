@@ -116,7 +116,7 @@ fn escape(line: &str) -> String {
     parts.collect::<Vec<_>>().join("`")
 }
 
-/// Renders the text after a command's help: examples and indented lines as code, other lines as paragraphs. A line that is
+/// Renders the text after a command's help: examples and indented lines as code, other lines as paragraphs. A line
 /// indented by three spaces continues an item of a numbered list.
 fn paragraphs(text: &str) -> String {
     let (mut markdown, mut is_code) = (String::new(), false);
