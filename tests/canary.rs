@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use channels::ProcessWatch;
 use detector::{Detector, Leak};
 
-const ADMIN: &str = "canary-admin-token-0123456789-0123456789";
+const ADMIN_TOKEN: &str = "canary-admin-token-0123456789-0123456789";
 /// A value in one of the owner's rows, which is also sent in invalid requests.
 const ROW_VALUE: &str = "canary-of-a-row-value";
 const REQUEST_ID: &str = "canary-request-from-the-router-1";
@@ -32,7 +32,7 @@ async fn demo_leaks_no_secret() {
     let options = ScenarioOptions { svc, defect: None, store: StoreKind::Kit, keep: false, report: None };
     let variables = [
         ("RUST_LOG", "debug,tokio_postgres::query=debug,tokio_postgres::simple_query=debug"),
-        ("ADMIN_TOKEN", ADMIN),
+        ("ADMIN_TOKEN", ADMIN_TOKEN),
     ];
     let watch = ProcessWatch::start();
     let report = story::run_inspected(options, &variables, async |stack, checkpoint| match checkpoint {
@@ -138,9 +138,9 @@ async fn trigger_refusals(stack: &Stack, detector: &mut Detector) -> Result<Vec<
         }
     }
 
-    // Sends the control API requests with errors that callers are likely to make.
+    // Sends requests with likely mistakes to the control API.
     let api = |method: Method, path: &str| client.request(method, format!("{}{path}", stack.api));
-    for bearer in [owner.clone(), token.clone(), ADMIN.to_owned(), format!("{}x", stack.secret)] {
+    for bearer in [owner.clone(), token.clone(), ADMIN_TOKEN.to_owned(), format!("{}x", stack.secret)] {
         for path in ["/vps", "/vps/fleet", "/metrics", "/vps/none/heartbeat"] {
             refusals.extend(send_for_refusal(api(Method::GET, path).bearer_auth(&bearer)).await?);
         }
@@ -171,7 +171,7 @@ async fn send_for_refusal(request: reqwest::RequestBuilder) -> Result<Option<Str
 
 /// Registers every secret in the stack and on its hosts' disks, and returns the URLs of the running databases by name.
 fn register_secrets_of_stack(stack: &Stack, detector: &mut Detector) -> Result<BTreeMap<String, String>> {
-    detector.register("ADMIN_TOKEN", ADMIN);
+    detector.register("ADMIN_TOKEN", ADMIN_TOKEN);
     detector.register("PLATFORM_SECRET", &stack.secret);
     detector.register("PLATFORM_KEY", &stack.key);
     detector.register("PROVIDER_API_TOKEN", stack.provider.token());
@@ -285,7 +285,7 @@ async fn leak_through_each_channel(
         let (client, connection) = tokio_postgres::connect(url, tokio_postgres::NoTls).await?;
         tokio::spawn(connection);
         client.batch_execute("CREATE TABLE canary (value bytea)").await?;
-        client.execute("INSERT INTO canary VALUES ($1)", &[&ADMIN.as_bytes()]).await?;
+        client.execute("INSERT INTO canary VALUES ($1)", &[&ADMIN_TOKEN.as_bytes()]).await?;
         locations.push(format!("table of {name}"));
     }
     Ok(locations)

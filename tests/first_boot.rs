@@ -353,7 +353,11 @@ async fn transient_program_failure_is_retried() {
 async fn interrupted_database_cluster_is_recreated() {
     let machine = Machine::new(BundleResponse::Whole).await;
     machine.add_program("podman", "[ \"$1\" != exec ]");
-    assert_eq!(machine.boot().await, 99, "the database never responds");
+    assert_eq!(
+        machine.boot().await,
+        99,
+        "a boot whose database never responds must end with a permanent failure"
+    );
     assert!(machine.requests_to("boot-failure")[0].contains("\"stage\":\"database\""));
     machine.add_program("podman", "exit 0");
     fs::remove_file(machine.dir.path().join("calls")).unwrap();

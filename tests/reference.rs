@@ -1,7 +1,7 @@
-//! The generated parts of the pages: tables of declarations from the code.
+//! Checks the generated sections of the documentation, which are tables built from declarations in the code.
 //!
-//! A part is between `<!-- generated: NAME -->` and `<!-- end -->` on a page in `docs`; the text around it is
-//! written by hand. With [`REWRITE_VAR`], the test rewrites the pages; otherwise, it compares them.
+//! A generated section is between `<!-- generated: NAME -->` and `<!-- end -->` on a page in `docs`; the text around it
+//! is written by hand. With [`REWRITE_VAR`], the test rewrites the pages; otherwise, it compares them.
 
 #[path = "reference/api.rs"]
 mod api;
@@ -33,27 +33,27 @@ const BEGIN_SUFFIX: &str = " -->";
 const END_MARKER: &str = "<!-- end -->";
 
 /// A generated text and the name in its marker.
-pub struct Part {
+pub struct GeneratedSection {
     pub name: String,
     pub text: String,
 }
 
-impl Part {
+impl GeneratedSection {
     pub fn new(name: impl Into<String>, text: String) -> Self {
         Self { name: name.into(), text }
     }
 }
 
-fn assert_none(broken: &[String]) {
-    assert!(broken.is_empty(), "\n{}\n", broken.join("\n"));
+fn assert_no_problems(problems: &[String]) {
+    assert!(problems.is_empty(), "\n{}\n", problems.join("\n"));
 }
 
-fn parts() -> Vec<Part> {
-    let mut parts = variables::parts();
-    parts.extend([code_tables::errors(), code_tables::exit_codes(), code_tables::metrics()]);
-    parts.extend(api::parts());
-    parts.extend(commands::parts());
-    parts
+fn generated_sections() -> Vec<GeneratedSection> {
+    let mut sections = variables::generated_sections();
+    sections.extend([code_tables::errors(), code_tables::exit_codes(), code_tables::metrics()]);
+    sections.extend(api::generated_sections());
+    sections.extend(commands::generated_sections());
+    sections
 }
 
 /// Renders a Markdown table.
@@ -66,12 +66,12 @@ pub fn table<R: AsRef<[String]>>(head: &[&str], rows: impl IntoIterator<Item = R
     text
 }
 
-/// Returns the page with its parts replaced, and the names of the parts that it has.
+/// Returns the page with its generated sections replaced, and their names.
 ///
 /// # Errors
 /// Returns a message with the line of a marker that has no end or an unknown name.
-fn fill_page(page: &ProjectFile, parts: &[Part]) -> Result<(String, Vec<String>), String> {
-    let (mut text, mut placed) = (String::new(), Vec::new());
+fn fill_page(page: &ProjectFile, sections: &[GeneratedSection]) -> Result<(String, Vec<String>), String> {
+    let (mut text, mut names) = (String::new(), Vec::new());
     let mut lines = page.text.lines().enumerate();
     while let Some((number, line)) = lines.next() {
         text.push_str(line);
@@ -80,28 +80,28 @@ fn fill_page(page: &ProjectFile, parts: &[Part]) -> Result<(String, Vec<String>)
         else {
             continue;
         };
-        let Some(part) = parts.iter().find(|part| part.name == name) else {
+        let Some(section) = sections.iter().find(|section| section.name == name) else {
             return Err(format_violation(&page.path, number + 1, format!("nothing generates {name}")));
         };
         if !lines.any(|(_, line)| line == END_MARKER) {
             return Err(format_violation(&page.path, number + 1, format!("no {END_MARKER} after this line")));
         }
-        text.push_str(&format!("\n{}\n\n{END_MARKER}\n", part.text.trim()));
-        placed.push(name.to_owned());
+        text.push_str(&format!("\n{}\n\n{END_MARKER}\n", section.text.trim()));
+        names.push(name.to_owned());
     }
-    Ok((text, placed))
+    Ok((text, names))
 }
 
-/// Finds invalid markers, pages whose generated parts differ from the code and were not rewritten, and parts that are
-/// not on exactly one page.
+/// Finds invalid markers, pages whose generated sections differ from the code and were not rewritten, and generated
+/// sections that are not on exactly one page.
 fn find_outdated(
     pages: &[ProjectFile],
-    parts: &[Part],
+    sections: &[GeneratedSection],
     mut rewrite: impl FnMut(&ProjectFile, &str) -> bool,
 ) -> Vec<String> {
     let (mut problems, mut placed) = (Vec::new(), Vec::new());
     for page in pages.iter().filter(|page| page.path.starts_with("docs/") && page.path.ends_with(".md")) {
-        match fill_page(page, parts) {
+        match fill_page(page, sections) {
             Ok((text, names)) => {
                 placed.extend(names);
                 if text != page.text && !rewrite(page, &text) {
@@ -111,20 +111,20 @@ fn find_outdated(
             Err(message) => problems.push(message),
         }
     }
-    for part in parts {
-        let count = placed.iter().filter(|name| **name == part.name).count();
+    for section in sections {
+        let count = placed.iter().filter(|name| **name == section.name).count();
         if count != 1 {
             problems.push(format!(
                 "`{BEGIN_PREFIX}{}{BEGIN_SUFFIX}` must be on exactly one page, not on {count}",
-                part.name
+                section.name
             ));
         }
     }
     problems
 }
 
-/// Compares the pages with the parts, or writes them.
-fn assert_current(pages: &[ProjectFile], parts: &[Part]) {
+/// Asserts that the generated sections of the pages are current, or rewrites them if [`REWRITE_VAR`] is set.
+fn check_or_rewrite(pages: &[ProjectFile], sections: &[GeneratedSection]) {
     let is_rewriting = std::env::var_os(REWRITE_VAR).is_some();
     let rewrite = |page: &ProjectFile, text: &str| {
         if is_rewriting {
@@ -133,15 +133,15 @@ fn assert_current(pages: &[ProjectFile], parts: &[Part]) {
         }
         is_rewriting
     };
-    assert_none(&find_outdated(pages, parts, rewrite));
+    assert_no_problems(&find_outdated(pages, sections, rewrite));
 }
 
 #[test]
-fn generated_parts_of_pages_are_current() {
+fn generated_sections_of_pages_are_current() {
     let pages = files();
-    let mut parts = parts();
-    parts.push(stores::read_current_table(&pages));
-    assert_current(&pages, &parts);
+    let mut sections = generated_sections();
+    sections.push(stores::read_current_table(&pages));
+    check_or_rewrite(&pages, &sections);
 }
 
 /// A separate test, because it starts and probes the stores.
@@ -151,19 +151,21 @@ fn stores_table_is_current() {
     let pages = files();
     let page =
         pages.iter().find(|page| page.path == "docs/operating/stores.md").expect("the page must exist");
-    assert_current(std::slice::from_ref(page), &[table]);
+    check_or_rewrite(std::slice::from_ref(page), &[table]);
 }
 
 #[test]
 fn outdated_page_is_detected() {
-    let part = || Part::new("a", "new\n".to_owned());
-    let problems = |text: &str, parts: &[Part]| {
-        find_outdated(&[ProjectFile::sample("docs/p.md", text)], parts, |_, _| false).concat()
+    let section = || GeneratedSection::new("a", "new\n".to_owned());
+    let problems = |text: &str, sections: &[GeneratedSection]| {
+        find_outdated(&[ProjectFile::sample("docs/p.md", text)], sections, |_, _| false).concat()
     };
     let current = "# P\n<!-- generated: a -->\n\nnew\n\n<!-- end -->\nafter\n";
-    assert_eq!(problems(current, &[part()]), "");
-    assert!(problems(&current.replace("new", "old"), &[part()]).contains("docs/p.md is out of date"));
+    assert_eq!(problems(current, &[section()]), "");
+    assert!(problems(&current.replace("new", "old"), &[section()]).contains("docs/p.md is out of date"));
     assert!(problems(current, &[]).contains("docs/p.md:2: nothing generates a"));
-    assert!(problems(&current.replace(END_MARKER, ""), &[part()]).contains("docs/p.md:2: no <!-- end -->"));
-    assert!(problems("# P\n", &[part()]).contains("must be on exactly one page, not on 0"));
+    assert!(
+        problems(&current.replace(END_MARKER, ""), &[section()]).contains("docs/p.md:2: no <!-- end -->")
+    );
+    assert!(problems("# P\n", &[section()]).contains("must be on exactly one page, not on 0"));
 }

@@ -37,7 +37,7 @@ const EXPOSURE_LIMITS: [(&str, u32); 24] = [
     // The owner's terminals, agents and JavaScript, which need compilers and sandboxes.
     ("svc-code", 35),
     ("svc-agent@", 35),
-    // podman needs privileges that the other services lack to create a container; the container itself is restricted.
+    // To create a container, podman needs privileges that the other services lack. The container itself is restricted.
     ("svc-postgres", 100),
 ];
 
@@ -64,7 +64,7 @@ impl Unit {
         Self { name, path, text }
     }
 
-    /// A unit without a file.
+    /// Creates a unit that has no file.
     fn from_text(name: &str, text: &str) -> Self {
         Self { name: name.to_owned(), path: PathBuf::new(), text: text.to_owned() }
     }

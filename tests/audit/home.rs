@@ -1,4 +1,4 @@
-//! A watched home directory: the real `svc-watch`, and hooks that run as agents' programs run them.
+//! A watched home directory: the real `svc-watch`, and hooks started in the same way as by an agent's program.
 
 use std::cell::{Cell, RefCell};
 use std::collections::hash_map::Entry;

@@ -121,7 +121,7 @@ fn open_call_ends_with_its_turn_session_or_process() -> Result<()> {
     home.begin_command(BOB)?;
     home.shell("echo x > by-agent")?;
     home.end_process(BOB)?;
-    let entry = home.wait_for_line("its last change", |line| line["path"] == "by-agent")?;
+    let entry = home.wait_for_line("the killed agent's last change", |line| line["path"] == "by-agent")?;
     assert_eq!(entry["agentName"], "bob");
     home.shell("echo own > after-kill")?;
     assert!(home.entries()?.iter().all(|entry| entry["path"] != "after-kill"));

@@ -1,5 +1,5 @@
-//! Runs random shell scripts and checks that the record has exactly the changes that an observer, independent of the
-//! watcher, finds.
+//! Runs random shell scripts and checks that the record contains exactly the changes found by an observer that is
+//! independent of the watcher.
 
 use anyhow::{Context, Result, ensure};
 use kit::long_tests::Figures;

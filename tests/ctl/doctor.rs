@@ -198,7 +198,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     healthy.expect("units", "skipped", "systemd is not running here");
     healthy.expect("ports", "skipped", "SVC_ROOT is not /");
 
-    // The text output contains the findings, too.
+    // The text output also contains the findings.
     let mut command = Command::new(&fleet.stack.svc);
     let output =
         command.args(["svcctl", "doctor"]).env_clear().envs(fleet.host_env()).output().await.unwrap();
@@ -324,7 +324,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     fleet.check_host().await.expect("backup", "ok", "0 min old");
     fleet.stack.provider.stop_service(&fleet.server_name(), "svc-gateway").await.unwrap();
     fleet.check_host().await.expect("gateway", "problem", "not ready");
-    // This check must run near the end, because a gateway or an agent that finds this file exits.
+    // These checks run near the end, because a gateway or an agent that finds `superseded.json` exits.
     let failure =
         json!({ "version": 1, "since": "2026-11-28T09:04:00Z", "error": "the platform responded with 401" });
     let rejected =

@@ -110,7 +110,7 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
         &operator.run(0, &["backup", "drill", "ada", "--wait=120"]).await,
         &["drill   success", "key     system/db"],
     );
-    assert_drill_finds_damage(&operator).await;
+    drill_damaged_snapshot(&operator).await;
 
     let printed = operator.run(77, &["resize", "ada", "cpx52", "--yes"]).await;
     assert_contains(&printed, &["server_type_not_allowed", "next: "]);
@@ -189,7 +189,8 @@ async fn failed_boot_shows_its_stage_and_the_host_message() {
     operator.0.stop().await;
 }
 
-async fn assert_drill_finds_damage(operator: &Operator) {
+/// Damages the latest snapshot, checks that a drill detects the damage, and repairs the snapshot.
+async fn drill_damaged_snapshot(operator: &Operator) {
     let drill = operator.json(&["backup", "drill", "ada", "--wait=120"]).await;
     let object = format!("user_1/primary/{}", drill["key"].as_str().unwrap());
     let dump = operator.0.store.read(kit::story::BUCKET, &object).unwrap();

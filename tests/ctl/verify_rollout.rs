@@ -120,7 +120,7 @@ async fn release_is_verified_on_the_host_and_from_outside() {
     expect_on_host_and_outside(&fleet, "shell", "/assets/gone.js returned 404").await;
     shell.serve(&[]).await;
 
-    // The settings differ from the database that the running gateway uses.
+    // The settings name a different database than the one that the running gateway uses.
     let settings = fleet.disk.join("opt/svc/env/host.env");
     let before = fs::read_to_string(&settings).unwrap();
     let other_database = svc::config::format_env_line("DATABASE_URL", "postgres://svc:pw@127.0.0.1:1/svc");

@@ -316,7 +316,7 @@ async fn restore_survives_a_kill_at_every_fail_point() -> Result<()> {
             state["keptAs"].as_str().and_then(|path| path.strip_prefix("/home/svc/")).context("not kept")?;
         assert_eq!(history.read(&format!("{kept_path}/main.rs"))?, "newer", "{point}");
         let entry_count = fs::read_dir(history.host.home().join("home/projects"))?.count();
-        assert_eq!(entry_count, 3, "{point}: app, its previous version, and plan.md");
+        assert_eq!(entry_count, 3, "{point}: there must be app, its previous version, and plan.md");
         for leftover in [".svc-restore-entry", "home/projects/app/entry"] {
             assert!(!Path::new(&history.host.home().join(leftover)).exists(), "{point}: {leftover}");
         }
@@ -347,7 +347,8 @@ async fn restored_directory_lacks_only_damaged_files() -> Result<()> {
     Ok(())
 }
 
-/// One of the owner's programs creates an entry with the planned name of the replaced one, and the machine fails again.
+/// One of the owner's programs creates an entry under the name that was planned for the replaced entry, and the machine
+/// fails again.
 #[tokio::test(flavor = "multi_thread")]
 async fn restore_reports_actual_path_of_replaced_entry() -> Result<()> {
     let history = HistoryFixture::start().await?;

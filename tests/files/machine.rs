@@ -112,17 +112,17 @@ impl Host {
     pub async fn start_and_save(&self) -> Result<RunningApplet> {
         let before = Timestamp::now();
         let service = self.start_service("")?;
-        self.wait_until_saved_since(before).await?;
+        self.wait_until_saved_up_to(before).await?;
         Ok(service)
     }
 
     /// Waits until everything written so far is in the store.
     pub async fn wait_until_saved(&self) -> Result<()> {
-        self.wait_until_saved_since(Timestamp::now()).await
+        self.wait_until_saved_up_to(Timestamp::now()).await
     }
 
     /// Waits until everything written before `time` is in the store.
-    pub async fn wait_until_saved_since(&self, time: Timestamp) -> Result<()> {
+    pub async fn wait_until_saved_up_to(&self, time: Timestamp) -> Result<()> {
         let is_saved = |status: &Value| {
             let saved: Option<Timestamp> = status["savedUntil"].as_str().and_then(|time| time.parse().ok());
             saved.is_some_and(|saved| saved > time)

@@ -315,7 +315,7 @@ async fn slow_save_without_watcher_includes_moved_files() -> Result<()> {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     fs::rename(first.home().join("home/projects/app"), first.home().join("home/moved"))?;
-    first.wait_until_saved_since(before).await?;
+    first.wait_until_saved_up_to(before).await?;
     let next = Host::new(&store, &platform, 2)?;
     next.machine.run(&["svc-sync-agent", "restore-home"])?.expect(0);
     assert_eq!(describe_tree(&next.home())?, describe_tree(&first.home())?);

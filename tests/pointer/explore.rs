@@ -75,7 +75,7 @@ impl Scenario {
         }
     }
 
-    fn broken_rule(broken_rule: BrokenRule) -> Self {
+    fn with_broken_rule(broken_rule: BrokenRule) -> Self {
         Self { broken_rule: Some(broken_rule), ..Self::full() }
     }
 }
@@ -300,8 +300,8 @@ fn assert_invariants_hold_in_every_order(scenario: &Scenario) -> u64 {
     }
 }
 
-/// The old host's last write is concurrent with the successor's fence.
-fn replacement(conditions: Conditions) -> Scenario {
+/// Returns a scenario in which the old host's last write is concurrent with the successor's fence.
+fn replacement_scenario(conditions: Conditions) -> Scenario {
     let roles = vec![Role::Advance { epoch: 0 }, Role::Platform { epoch: 1 }];
     Scenario { roles, broken_rule: None, conditions, faults: 0, crashes: 0, success_weight: 1 }
 }
@@ -309,7 +309,7 @@ fn replacement(conditions: Conditions) -> Scenario {
 #[test]
 fn pointer_invariants_hold_in_random_replacement_orders() {
     for conditions in [Conditions::Honored, Conditions::CreateOnly] {
-        assert_invariants_hold_without_faults(&replacement(conditions), 0..1000);
+        assert_invariants_hold_without_faults(&replacement_scenario(conditions), 0..1000);
     }
 }
 
@@ -317,7 +317,7 @@ fn pointer_invariants_hold_in_random_replacement_orders() {
 #[ignore = "a long campaign: cargo xtask test --long"]
 fn pointer_invariants_hold_in_every_replacement_order() {
     for conditions in [Conditions::Honored, Conditions::CreateOnly] {
-        assert!(assert_invariants_hold_in_every_order(&replacement(conditions)) > 500);
+        assert!(assert_invariants_hold_in_every_order(&replacement_scenario(conditions)) > 500);
     }
 }
 
@@ -371,7 +371,7 @@ fn every_faulty_writer_is_detected() {
         (BrokenRule::MonotonicFence, Violation::FenceLowered),
         (BrokenRule::SnapshotRetention, Violation::SnapshotDropped),
     ] {
-        let seed = find_violating_seed(&Scenario::broken_rule(broken_rule), violation, 500);
+        let seed = find_violating_seed(&Scenario::with_broken_rule(broken_rule), violation, 500);
         println!("{broken_rule:?} is detected as {violation:?} by seed {seed:?}");
         assert!(seed.is_some(), "{broken_rule:?} is not detected as {violation:?}");
     }

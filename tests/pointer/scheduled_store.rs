@@ -1,4 +1,4 @@
-//! A store whose calls wait for their turn and end as the schedule determines.
+//! A store whose calls wait for their turn; the schedule determines how each call ends.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};

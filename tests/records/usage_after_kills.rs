@@ -202,7 +202,7 @@ impl KillTest {
     }
 
     /// Checks that usage equals the sum of the interactions in every report.
-    fn assert_exact(&self) -> Result<()> {
+    fn assert_usage_is_exact(&self) -> Result<()> {
         let logs = self.layout.logs();
         let (sums, stored) = sum::sum_interactions(&logs)?;
         ensure!(!sums.is_empty(), "there are no interactions");
@@ -275,10 +275,10 @@ impl KillTest {
     }
 }
 
-fn wait_for_line(child: &mut OwnedChild, ending: &str) -> Result<()> {
+fn wait_for_line(child: &mut OwnedChild, suffix: &str) -> Result<()> {
     let lines = BufReader::new(child.stdout().context("the process has no stdout")?).lines();
-    let mut matching = lines.map_while(Result::ok).filter(|line| line.ends_with(ending));
-    matching.next().map(|_| ()).with_context(|| format!("the process did not print {ending}"))
+    let mut matching = lines.map_while(Result::ok).filter(|line| line.ends_with(suffix));
+    matching.next().map(|_| ()).with_context(|| format!("the process did not print {suffix}"))
 }
 
 fn group_sums(sums: &BTreeMap<UsageKey, UsageSum>, group_by: GroupBy) -> BTreeMap<String, UsageSum> {
@@ -324,7 +324,7 @@ fn run_with_kills(dispatches: u64, kills: u64, seed: u64) -> Result<KillTest> {
         }
     }
     test.finish()?;
-    test.assert_exact()?;
+    test.assert_usage_is_exact()?;
     Ok(test)
 }
 
@@ -348,10 +348,10 @@ fn usage_is_exact_after_kill_at_each_compaction_step() -> Result<()> {
         let killed_at = now_nanos();
         ensure!(status.is_some_and(|status| !status.success()), "{point}: {status:?}");
         test.record_losses(killed_at)?;
-        test.assert_exact().with_context(|| point.to_string())?;
+        test.assert_usage_is_exact().with_context(|| point.to_string())?;
     }
     test.finish()?;
-    test.assert_exact()?;
+    test.assert_usage_is_exact()?;
     test.print_figures("kills during compaction")
 }
 

@@ -2,12 +2,15 @@
 
 use serde_json::{Map, Value};
 
-use super::{Part, table};
+use super::{GeneratedSection, table};
 
-pub fn parts() -> [Part; 2] {
+pub fn generated_sections() -> [GeneratedSection; 2] {
     [
-        Part::new("api platform", Document::new("Platform", svc::platform::openapi::document()).render()),
-        Part::new("api machine", Document::new("Machine", svc::gateway::description()).render()),
+        GeneratedSection::new(
+            "api platform",
+            Document::new("Platform", svc::platform::openapi::document()).render(),
+        ),
+        GeneratedSection::new("api machine", Document::new("Machine", svc::gateway::description()).render()),
     ]
 }
 

@@ -4,12 +4,12 @@ use clap::{Arg, ArgAction, Command};
 
 use svc::applets::APPLETS;
 
-use super::{Part, table};
+use super::{GeneratedSection, table};
 
 /// The applet that has its own page.
 const OPERATOR_TOOL: &str = "svcctl";
 
-pub fn parts() -> [Part; 2] {
+pub fn generated_sections() -> [GeneratedSection; 2] {
     let (tool, programs): (Vec<_>, Vec<_>) = APPLETS
         .iter()
         .map(|applet| (applet.command)())
@@ -23,7 +23,10 @@ pub fn parts() -> [Part; 2] {
             })
             .collect()
     };
-    [Part::new("commands svcctl", render_all(tool)), Part::new("commands programs", render_all(programs))]
+    [
+        GeneratedSection::new("commands svcctl", render_all(tool)),
+        GeneratedSection::new("commands programs", render_all(programs)),
+    ]
 }
 
 /// Renders a command's section, then those of its subcommands. Global options are listed only where they are
@@ -113,7 +116,7 @@ fn escape(line: &str) -> String {
     parts.collect::<Vec<_>>().join("`")
 }
 
-/// Renders the text after a command's help: examples and indented lines as code, other lines as paragraphs. A line that is
+/// Renders the text after a command's help: examples and indented lines as code, other lines as paragraphs. A line
 /// indented by three spaces continues an item of a numbered list.
 fn paragraphs(text: &str) -> String {
     let (mut markdown, mut is_code) = (String::new(), false);

@@ -10,25 +10,25 @@ use svc::store::capabilities::{CapabilityNeed, ProbeResult, REPLACE_IN_PARALLEL,
 use svc::store::config::StoreConfig;
 
 use super::files::ProjectFile;
-use super::{BEGIN_PREFIX, BEGIN_SUFFIX, END_MARKER, Part, table};
+use super::{BEGIN_PREFIX, BEGIN_SUFFIX, END_MARKER, GeneratedSection, table};
 
 const BUCKET: &str = "svc-test";
 const RACE_LIMITS: RaceLimits = RaceLimits { rounds: 8, timeout: Duration::from_secs(90) };
 
-const NAME: &str = "stores";
+const SECTION_NAME: &str = "stores";
 
 /// Reads the current table from the pages, for the quick test, which starts no stores.
-pub fn read_current_table(pages: &[ProjectFile]) -> Part {
-    let marker = format!("{BEGIN_PREFIX}{NAME}{BEGIN_SUFFIX}\n");
+pub fn read_current_table(pages: &[ProjectFile]) -> GeneratedSection {
+    let marker = format!("{BEGIN_PREFIX}{SECTION_NAME}{BEGIN_SUFFIX}\n");
     let written = pages.iter().find_map(|page| {
         let after = page.path.starts_with("docs/").then(|| page.text.split_once(&marker)).flatten()?.1;
         Some(after.split_once(END_MARKER)?.0.trim().to_owned())
     });
-    Part::new(NAME, written.unwrap_or_default())
+    GeneratedSection::new(SECTION_NAME, written.unwrap_or_default())
 }
 
 /// Probes the stores. Records a skip and returns `None` if SeaweedFS cannot be fetched on this machine.
-pub fn probe_all() -> Option<Part> {
+pub fn probe_all() -> Option<GeneratedSection> {
     if let Err(error) = kit::seaweed::fetch(&kit::fetch::target_dir()) {
         kit::skip::record(format_args!("SeaweedFS cannot be fetched: {error:#}"));
         return None;
@@ -53,7 +53,7 @@ pub fn probe_all() -> Option<Part> {
         cells
     });
     let head = ["capability", "svc", "the kit's own", "moto", "SeaweedFS", "without it"];
-    Some(Part::new(NAME, table(&head, rows)))
+    Some(GeneratedSection::new(SECTION_NAME, table(&head, rows)))
 }
 
 async fn probe(kind: StoreKind) -> Vec<ProbeResult> {

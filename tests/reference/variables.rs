@@ -7,9 +7,9 @@ use svc::host::system::root_settings::ALLOWED_FROM_OTHERS;
 use svc::host::system::vars as host;
 use svc::variable::{DefaultValue, Section, Variable};
 
-use super::{Part, table};
+use super::{GeneratedSection, table};
 use crate::files::{ProjectFile, files};
-use crate::{assert_none, source};
+use crate::{assert_no_problems, source};
 
 /// Returns every section of every package.
 fn sections() -> impl Iterator<Item = &'static Section> {
@@ -24,13 +24,16 @@ fn sections() -> impl Iterator<Item = &'static Section> {
     all.into_iter().flatten()
 }
 
-/// Returns a part for each table. Sections with the same id form one table, even across packages.
-pub fn parts() -> Vec<Part> {
+/// Returns a generated section for each table. Variable sections with the same id form one table, even across packages.
+pub fn generated_sections() -> Vec<GeneratedSection> {
     let mut tables: BTreeMap<&str, Vec<&'static Section>> = BTreeMap::new();
     for section in sections() {
         tables.entry(section.id).or_default().push(section);
     }
-    tables.into_iter().map(|(id, sections)| Part::new(format!("variables {id}"), render(&sections))).collect()
+    tables
+        .into_iter()
+        .map(|(id, sections)| GeneratedSection::new(format!("variables {id}"), render(&sections)))
+        .collect()
 }
 
 /// Renders a table. Properties that all of its variables share are printed once, above it.
@@ -136,7 +139,7 @@ fn every_host_setting_is_classified_for_root() {
     let wrong = host_sections.flat_map(|section| section.variables).map(|variable| variable.name);
     let wrong = wrong.filter(|name| listed.iter().filter(|listed| listed == &name).count() != 1);
     let rule = "must be either in ALLOWED_FROM_OTHERS in root_settings.rs or in NOT_FROM_OTHERS in this file";
-    assert_none(&wrong.map(|name| format!("{name} {rule}")).collect::<Vec<_>>());
+    assert_no_problems(&wrong.map(|name| format!("{name} {rule}")).collect::<Vec<_>>());
 }
 
 #[test]
@@ -148,7 +151,7 @@ fn every_reader_of_a_variable_exists() {
     let variables =
         sections().flat_map(|section| section.variables.iter().filter_map(|variable| variable.readers));
     let readers = sections().map(|section| section.readers).chain(variables).flatten();
-    assert_none(
+    assert_no_problems(
         &readers.filter(|name| !is_known(name)).map(|name| format!("no program {name}")).collect::<Vec<_>>(),
     );
 }
@@ -177,7 +180,7 @@ fn unread_variables(files: &[ProjectFile], declared: &[&str]) -> Vec<String> {
 fn every_declared_variable_is_read() {
     let variables = sections().flat_map(|section| section.variables).map(|variable| variable.name);
     let declared: Vec<_> = variables.filter(|name| !USED_ONLY_BY_UNITS.contains(name)).collect();
-    assert_none(&unread_variables(&files(), &declared));
+    assert_no_problems(&unread_variables(&files(), &declared));
 }
 
 #[test]
@@ -204,7 +207,7 @@ fn undeclared_reads(file: &ProjectFile) -> Vec<String> {
 #[test]
 fn no_variable_is_read_by_a_literal_name() {
     let sources = files().into_iter().filter(|file| file.path.starts_with("src/"));
-    assert_none(&sources.flat_map(|file| undeclared_reads(&file)).collect::<Vec<_>>());
+    assert_no_problems(&sources.flat_map(|file| undeclared_reads(&file)).collect::<Vec<_>>());
 }
 
 #[test]

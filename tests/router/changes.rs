@@ -185,7 +185,7 @@ async fn stale_routes_are_served_during_database_outage() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn routes_are_refused_once_they_are_too_old() -> Result<()> {
+async fn requests_are_refused_once_routes_are_too_stale() -> Result<()> {
     let database = kit::pg::prepared_server().await?;
     let proxy = kit::net::Proxy::start(([127, 0, 0, 1], database.port).into())?;
     let router = TestRouter::start_with(&[("ROUTER_MAX_STALE_SECONDS", "3")], Some(proxy.addr())).await?;

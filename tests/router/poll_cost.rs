@@ -75,6 +75,6 @@ async fn key_acknowledgement_does_not_reload_routes() -> Result<()> {
     };
     let before = change_seq().await?;
     router.sql.batch_execute("UPDATE user_machines SET proof_kids = '{k1,k2}'").await?;
-    assert_eq!(change_seq().await?, before, "every router would reload every route");
+    assert_eq!(change_seq().await?, before, "the acknowledgement makes every router reload every route");
     Ok(())
 }

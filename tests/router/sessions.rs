@@ -270,7 +270,7 @@ async fn credential_guesses_from_an_address_are_rate_limited() -> Result<()> {
     assert_eq!(limited.json()["code"], "rate_limited");
     assert!(limited.headers.contains_key("retry-after"), "{limited:?}");
     assert_eq!(refused[0].status, StatusCode::UNAUTHORIZED);
-    // The rate limit covers codes as well.
+    // The rate limit also covers guesses of handover codes.
     let mut guessed = Vec::new();
     for _ in 0..30 {
         let code = router.get(CODE_HOST, "/_svc/session?code=x").header("cookie", "svc_code_state=s");
@@ -480,7 +480,7 @@ async fn browser_can_submit_forms_of_router_pages() -> Result<()> {
     Ok(())
 }
 
-/// Chrome applies `form-action` to the redirects that follow the submission, too.
+/// Chrome also applies `form-action` to the redirects that follow the submission.
 #[tokio::test(flavor = "multi_thread")]
 async fn forms_may_redirect_to_code_host_and_legacy_fallback() -> Result<()> {
     let router = TestRouter::start_with(&[("LEGACY_FALLBACK_URL", "https://old.test/base/")], None).await?;

@@ -115,7 +115,7 @@ impl TestRouter {
         self.start_with_pairs(self.settings.clone()).await
     }
 
-    /// Starts another router on the same database, in which the given settings replace all host settings.
+    /// Starts another router on the same database, with the given settings in place of all host settings.
     pub async fn start_router_with(&self, settings: &[(&str, &str)]) -> Result<Self> {
         let is_host_setting = |name: &str| name.starts_with("CUSTOMER_VPS_") || name == "HOST_DOMAIN";
         let mut pairs: Vec<_> =
@@ -247,7 +247,7 @@ impl TestRouter {
     /// Verifies the forwarded proof as the machine would, and returns its claims.
     pub fn verify_proof(&self, machine: &TestMachine, headers: &HeaderMap) -> Claims {
         let proofs: Vec<_> = headers.get_all("x-svc-proof").iter().collect();
-        assert_eq!(proofs.len(), 1, "number of proofs");
+        assert_eq!(proofs.len(), 1, "the request must carry exactly one proof");
         self.keys.verify(proofs[0].to_str().unwrap(), machine.id, jiff::Timestamp::now()).unwrap()
     }
 }

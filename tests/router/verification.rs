@@ -113,12 +113,12 @@ async fn machine_with_chain_is_reachable_with_every_setting() -> Result<()> {
     let (ca, roots) = (Ca::new()?, tempfile::NamedTempFile::new()?);
     let id = MachineId::new();
     let machine = TestMachine::start_as(id, &issue_identity(&ca, &[&host_name(id)], DAY)?).await?;
-    let on = start_verifying_router(roots.path(), &ca, &[]).await?;
-    on.add_machine(&machine, "user_1", "primary", "running").await?;
-    let off = on.start_router_with(&[("HOST_DOMAIN", DOMAIN)]).await?;
-    let without_names = on.start_router_with(&[]).await?;
+    let verifying = start_verifying_router(roots.path(), &ca, &[]).await?;
+    verifying.add_machine(&machine, "user_1", "primary", "running").await?;
+    let non_verifying = verifying.start_router_with(&[("HOST_DOMAIN", DOMAIN)]).await?;
+    let without_names = verifying.start_router_with(&[]).await?;
     // While an installation changes its settings, routers with old and new settings run at the same time.
-    for router in [&off, &on, &without_names, &off] {
+    for router in [&non_verifying, &verifying, &without_names, &non_verifying] {
         router.wait_for_status("user_1", StatusCode::OK).await;
     }
     Ok(())

@@ -333,7 +333,7 @@ impl Simulation<'_> {
     }
 
     /// Rebuilds a broken pointer, as an operator would.
-    async fn rebuild(&self, prefix: &str) {
+    async fn rebuild_pointer(&self, prefix: &str) {
         let (user, slot) = prefix.split_once('/').expect("a slot prefix contains a slash");
         let body = Some(json!({"idpUserId": user, "slot": slot}));
         let (token, path) = (SECRET.to_owned().into(), "/vps/slots/pointer/rebuild".to_owned());
@@ -394,7 +394,7 @@ impl Simulation<'_> {
             }
         }
         for prefix in self.store.broken_pointers() {
-            self.rebuild(&prefix).await;
+            self.rebuild_pointer(&prefix).await;
         }
         let mut quiet_rounds = 0;
         // With a deliberately broken rule, the platform may never settle.

@@ -110,7 +110,8 @@ impl Fleet {
         first.or(second).unwrap_or_else(|| panic!("no response to {operation}\n{}", self.stack.log()))
     }
 
-    /// Sends one user's requests, as an operator would. They are random, so some are refused. Returns their number.
+    /// Sends one user's requests, as an operator would. They are random, so some are refused. Returns the
+    /// number of requests.
     async fn send_requests(&self, number: usize, seed: u64) -> u32 {
         let mut rng = Rng::new(seed ^ (number as u64) << 32);
         let user = format!("user_{number}");

@@ -138,7 +138,7 @@ pub fn check_fences(
         .filter(|machine| machine.registered_at.is_none());
     for machine in new {
         if fences.get(&machine.prefix()).copied().unwrap_or(0) < machine.epoch {
-            violations.insert(Violation::ServerBeforeFence);
+            violations.insert(Violation::ServerCreatedBeforeFence);
         }
     }
     violations

@@ -148,7 +148,7 @@ impl Ledger {
         self.state().operations.clone()
     }
 
-    /// Records the epoch that a heartbeat response gave a host.
+    /// Records the epoch that a heartbeat response assigned to a host.
     pub fn record_epoch(&self, machine: &str, epoch: u32) {
         self.state().epochs.insert(machine.to_owned(), epoch);
     }

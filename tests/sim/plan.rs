@@ -183,7 +183,7 @@ pub struct Step {
 pub fn plan(seed: u64) -> Vec<Step> {
     let mut rng = Rng::new(seed);
     let length = 20 + rng.below(21);
-    // The other runs have few faults, so that more of their operations complete.
+    // The remaining runs have few faults, so that more of their operations complete.
     let has_faults = rng.percent(60);
     let mut steps: Vec<Step> =
         (0..SLOTS.len()).map(|slot| step(&mut rng, Action::Subscribe { slot })).collect();
@@ -192,14 +192,14 @@ pub fn plan(seed: u64) -> Vec<Step> {
     }
     while steps.len() < length {
         if rng.percent(80) {
-            let action = action(&mut rng, has_faults);
+            let action = pick_action(&mut rng, has_faults);
             steps.push(step(&mut rng, action));
             continue;
         }
         for action in machine_lifecycle(&mut rng) {
             steps.push(step(&mut rng, action));
             if rng.percent(25) {
-                let between = self::action(&mut rng, has_faults);
+                let between = pick_action(&mut rng, has_faults);
                 steps.push(step(&mut rng, between));
             }
         }
@@ -264,7 +264,7 @@ fn step(rng: &mut Rng, action: Action) -> Step {
     Step { process_index: rng.below(PROCESSES), action, is_sent_twice, key, wait_ms }
 }
 
-fn action(rng: &mut Rng, has_faults: bool) -> Action {
+fn pick_action(rng: &mut Rng, has_faults: bool) -> Action {
     let fault_weight = u32::from(has_faults);
     let weights = [
         1,

@@ -86,7 +86,7 @@ impl RunDatabase {
 pub struct StoredTimes(Vec<String>);
 
 impl StoredTimes {
-    /// Finds the columns in the tables that control work, except purely historical times, and leases, which
+    /// Finds the time columns of the tables that control work. Leaves out purely historical times, and leases, which
     /// [`StoredTimes::advance`] moves separately.
     pub async fn read(client: &Client) -> Result<Self> {
         let sql = "SELECT table_name::text, column_name::text FROM information_schema.columns \

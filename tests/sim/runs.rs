@@ -21,7 +21,8 @@ async fn run_in_process(first: u64, count: u64) -> Counts {
         let counts = assert_seeds_find_no_violation(seeds, Backends::InProcess, CONCURRENT_SEEDS).await;
         println!("{count} seeds from {first}: {counts:?}");
         total.add(counts);
-        let is_done = if is_partial { total != Counts::default() } else { reaches_enough(&total, count) };
+        let is_done =
+            if is_partial { total != Counts::default() } else { reached_enough_states(&total, count) };
         if is_done {
             return total;
         }
@@ -33,7 +34,7 @@ async fn run_in_process(first: u64, count: u64) -> Counts {
 }
 
 /// Returns whether a range of `count` seeds reached enough states to be meaningful.
-fn reaches_enough(counts: &Counts, count: u64) -> bool {
+fn reached_enough_states(counts: &Counts, count: u64) -> bool {
     u64::from(counts.running) > count / 2
         && u64::from(counts.routed) > count / 2
         // Resizes are rare.

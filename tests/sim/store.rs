@@ -169,8 +169,8 @@ impl Store {
         Ok(put)
     }
 
-    /// Checks a new value of a pointer. The platform writes fences, and the snapshot that a rebuild chooses, even below
-    /// the fence if no other snapshot is complete. A host may move the pointer only at or above the fence.
+    /// Checks a new value of a pointer. The platform may write fences, and the snapshot chosen by a rebuild, which may
+    /// be below the fence if no other snapshot is complete. A host may move the pointer only at or above the fence.
     async fn check_pointer(&self, path: &Path, before: Option<&Pointer>, next: &Pointer, writer: Writer) {
         let mut violations = BTreeSet::new();
         if let Some(before) = before {
@@ -184,7 +184,7 @@ impl Store {
             if lock(&self.broken_pointers).remove(path.as_ref()) {
                 // Restored from the log, or rebuilt from snapshots.
                 if next.seq < before.seq || next.fence_epoch < before.fence_epoch {
-                    violations.insert(Violation::PointerSetBack);
+                    violations.insert(Violation::PointerMovedBackward);
                 }
             } else if writer == Writer::Host
                 && is_new
@@ -193,7 +193,7 @@ impl Store {
             {
                 violations.insert(Violation::PointerMovedByFencedHost);
             } else if is_older || epoch(next) < epoch(before) {
-                violations.insert(Violation::PointerSetBack);
+                violations.insert(Violation::PointerMovedBackward);
             }
         }
         if !self.names_complete_snapshot(path, next).await {

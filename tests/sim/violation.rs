@@ -13,9 +13,9 @@ pub enum Violation {
     /// A retired or deleted machine became active again, or changed.
     BecameActiveAgain,
     /// A server exists although its machine's epoch is above the slot's fence.
-    ServerBeforeFence,
+    ServerCreatedBeforeFence,
     /// `seq` did not increase, or the fence or the named snapshot's epoch decreased.
-    PointerSetBack,
+    PointerMovedBackward,
     PointerMovedByFencedHost,
     PointerToUnverifiedSnapshot,
     SnapshotRemoved,

@@ -1,4 +1,4 @@
-//! Counts how many of several concurrent conditional writers each store allows to win.
+//! Counts how many of several concurrent conditional writes succeed on each store.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -14,8 +14,8 @@ use super::StoreFixture;
 
 const WRITERS: u64 = 6;
 
-/// The number of rounds, by number of winners.
-type Winners = BTreeMap<usize, usize>;
+/// The number of rounds, by the number of winners in a round.
+type RoundsByWinners = BTreeMap<usize, usize>;
 
 /// Starts all writers within `spread`. Returns the number of winners.
 async fn race(fixture: &StoreFixture, key: &Path, condition: &Condition, spread: Duration) -> Result<usize> {
@@ -40,7 +40,7 @@ async fn race(fixture: &StoreFixture, key: &Path, condition: &Condition, spread:
 /// must be atomic on all stores, and `If-Match` on all but SeaweedFS.
 async fn check_winners(kind: StoreKind, rounds: usize) -> Result<()> {
     let Some(fixture) = StoreFixture::start(kind).await? else { return Ok(()) };
-    let (mut created, mut replaced) = (Winners::new(), Winners::new());
+    let (mut created, mut replaced) = (RoundsByWinners::new(), RoundsByWinners::new());
     let start = Instant::now();
     for round in 0..rounds {
         let spread = Duration::from_millis([0, 0, 2, 10][round % 4]);
@@ -55,10 +55,10 @@ async fn check_winners(kind: StoreKind, rounds: usize) -> Result<()> {
         kind.name(),
         start.elapsed()
     );
-    assert_eq!(created, Winners::from([(1, rounds)]), "If-None-Match on {}", kind.name());
+    assert_eq!(created, RoundsByWinners::from([(1, rounds)]), "If-None-Match on {}", kind.name());
     assert!(!replaced.contains_key(&0), "no writer won: {replaced:?}");
     if kind != StoreKind::Seaweedfs {
-        assert_eq!(replaced, Winners::from([(1, rounds)]), "If-Match on {}", kind.name());
+        assert_eq!(replaced, RoundsByWinners::from([(1, rounds)]), "If-Match on {}", kind.name());
     }
     Ok(())
 }

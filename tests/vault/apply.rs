@@ -43,7 +43,7 @@ async fn signed_release_is_installed_and_becomes_current() -> Result<()> {
         "reset-failed svc-files.service",
         "restart svc-files.service",
     ];
-    assert_eq!(fixture.service_calls()?[1..], expected_calls, "after the boot's calls");
+    assert_eq!(fixture.service_calls()?[1..], expected_calls, "unexpected calls after those of the boot");
     let requests = fixture.source.requests();
     assert!(
         requests
@@ -208,7 +208,7 @@ async fn unhealthy_release_is_rolled_back_and_not_retried() -> Result<()> {
 }
 
 #[tokio::test]
-async fn rollback_works_after_the_automatic_one_failed() -> Result<()> {
+async fn manual_rollback_works_after_the_automatic_one_failed() -> Result<()> {
     let fixture = UpdateFixture::with_release(&broken_release()?).await?;
     let args = ["apply", "--version", NEW_VERSION];
     fixture.run(&args, Some("update.reverting=return(error)")).await?.expect(70);
@@ -275,7 +275,11 @@ async fn units_stop_with_their_release() -> Result<()> {
         "reset-failed svc-gateway.service",
         "restart svc-gateway.service",
     ];
-    assert_eq!(service_calls[2..6], update_calls, "after the boot and snapshot calls");
+    assert_eq!(
+        service_calls[2..6],
+        update_calls,
+        "unexpected calls after those of the boot and the snapshot"
+    );
     let rollback_start = service_calls
         .iter()
         .position(|call| call == "stop svc-2026.2.0.service")
@@ -441,7 +445,7 @@ async fn update_killed_at_any_step_is_completed_by_next_run() -> Result<()> {
     for point in svc::host::update::APPLY_FAILPOINTS {
         points.push(point);
     }
-    // An update also passes these fail points of `svc-update boot`. It does not reach the others.
+    // Of the fail points of `svc-update boot`, an update also passes these, but no others.
     let shared =
         ["update.downloading", "update.unpacked", "update.verified", "update.synced", "update.renamed"];
     points.extend(shared);

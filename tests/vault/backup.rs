@@ -44,7 +44,7 @@ async fn assert_pointer_valid(store: &S3Server) -> Result<()> {
 }
 
 #[tokio::test]
-async fn invalid_dump_never_becomes_an_object() -> Result<()> {
+async fn invalid_dump_is_never_stored() -> Result<()> {
     let store = machine::start_store()?;
     let machine = create_machine_with_tables(&store, &format!("{ROWS}; {LARGE_TABLE}")).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
@@ -82,9 +82,9 @@ async fn invalid_dump_never_becomes_an_object() -> Result<()> {
     Ok(())
 }
 
-/// No reader accepts a sidecar of more than 1 MiB.
+/// Readers reject a sidecar larger than 1 MiB.
 #[tokio::test]
-async fn snapshot_with_too_large_a_sidecar_is_not_stored() -> Result<()> {
+async fn snapshot_with_oversized_sidecar_is_not_stored() -> Result<()> {
     let store = machine::start_store()?;
     let machine = create_machine_with_tables(&store, ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
@@ -213,7 +213,7 @@ async fn replaced_machine_does_not_move_the_pointer() -> Result<()> {
 }
 
 #[tokio::test]
-async fn concurrent_run_reports_the_first_and_request_waits() -> Result<()> {
+async fn concurrent_run_is_refused_and_requested_run_waits() -> Result<()> {
     let store = machine::start_store()?;
     let machine = create_machine_with_tables(&store, ROWS).await?;
     let first = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", "backup.snapshot=sleep(1500)")])?;
@@ -236,7 +236,7 @@ async fn concurrent_run_reports_the_first_and_request_waits() -> Result<()> {
 }
 
 #[tokio::test]
-async fn request_is_kept_if_its_run_is_stopped_before_it_begins() -> Result<()> {
+async fn request_is_kept_if_run_is_stopped_waiting_for_lock() -> Result<()> {
     let store = machine::start_store()?;
     let machine = create_machine_with_tables(&store, ROWS).await?;
     let request = machine.path("var/lib/svc/requests/backup");
@@ -273,7 +273,7 @@ async fn killed_run_leaves_a_valid_pointer_and_next_run_succeeds() -> Result<()>
 }
 
 #[tokio::test]
-async fn failed_step_is_recorded_and_publishes_nothing_partial() -> Result<()> {
+async fn failed_step_is_recorded_and_leaves_no_partial_snapshot() -> Result<()> {
     let store = machine::start_store()?;
     let machine = create_machine_with_tables(&store, ROWS).await?;
     for point in svc::host::snapshots::backup::FAILPOINTS {
@@ -356,7 +356,7 @@ async fn termination_aborts_the_upload() -> Result<()> {
     Ok(())
 }
 
-/// A backup with a dump of more than 60 MiB needs only the memory for a few of its parts.
+/// A backup whose dump exceeds 60 MiB holds only a few of its parts in memory at a time.
 #[tokio::test]
 async fn memory_does_not_grow_with_the_dump() -> Result<()> {
     let store = machine::start_store()?;
@@ -366,7 +366,7 @@ async fn memory_does_not_grow_with_the_dump() -> Result<()> {
          FROM generate_series(1, 1000) n, generate_series(1, 1000) m GROUP BY n",
     )
     .await?;
-    // The store is slower than the dump, so that parts queue up.
+    // The store is slower than the dump, so parts queue up.
     store.add_fault(Rule::new(Fault::Delay(Duration::from_millis(100))).query("partNumber=").always());
     let running = machine.spawn(&["svc-db-backup"], &[])?;
     let peak = running.peak_memory().await;

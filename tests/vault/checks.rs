@@ -76,7 +76,7 @@ async fn verify_detects_every_kind_of_damage() -> Result<()> {
     store.write(BUCKET, &object(&keys[1]), shorter);
     store.remove(BUCKET, &object(&keys[2]));
     store.write(BUCKET, &object(&format!("{}.json", keys[3])), "{}");
-    // The content of another snapshot, which is itself intact.
+    // This snapshot gets the content of another, intact one.
     let intact_dump = store.read(BUCKET, &object(&keys[5])).context("the object is missing")?;
     store.write(BUCKET, &object(&keys[4]), intact_dump);
 
@@ -102,7 +102,8 @@ async fn verify_detects_every_kind_of_damage() -> Result<()> {
     Ok(())
 }
 
-/// A restore needs the snapshot that the pointer names: another one under its key is damage, even if it is intact.
+/// A restore needs exactly the snapshot that the pointer names: a different one under the same key counts as damage,
+/// even if it is intact.
 #[tokio::test]
 async fn latest_snapshot_that_differs_from_pointer_is_damaged() -> Result<()> {
     let store = machine::start_store()?;
@@ -180,7 +181,7 @@ async fn verify_continues_after_a_killed_tool() -> Result<()> {
         format!("#!/bin/sh\nmkdir {} 2>/dev/null && kill -9 $$\nexec REAL \"$@\"\n", path_str(&marker));
     let tools = tools_with_script("pg_restore", &script)?;
     let env = [("SVC_PG_BIN_DIR", path_str(tools.path()))];
-    // The newest snapshot is read first. The state of one remains unknown.
+    // The newest snapshot is read first. Its verification is killed, so its state remains unknown.
     let result = machine.run_with(&["svc-db-backup", "verify", "--all"], &env)?.expect(70);
     assert!(result.stderr.contains("pg_restore was killed"), "{}", result.stderr);
     let check = read_last_check(&machine, "verify")?;
@@ -199,7 +200,8 @@ async fn unverifiable_snapshots_do_not_take_up_the_daily_share() -> Result<()> {
     let within = ("VERIFY_WITHIN_DAYS", "10");
     let tools = tools_with_script("pg_restore", "#!/bin/sh\nkill -9 $$\n")?;
     let env = [within, ("SVC_PG_BIN_DIR", path_str(tools.path()))];
-    // Each run reads three of the four overdue snapshots, and the second one begins with the fourth.
+    // Each run reads three of the four overdue snapshots. The second run begins with the one that the first did not
+    // read.
     machine.run_with(&["svc-db-backup", "verify"], &env)?.expect(70);
     let result = machine.run_with(&["svc-db-backup", "verify"], &[within])?.expect(70);
     assert!(
@@ -284,7 +286,7 @@ async fn drill_request_is_kept_if_its_run_is_stopped() -> Result<()> {
         .await?;
     running.signal(Signal::SIGTERM)?;
     running.wait()?.expect(75);
-    assert!(request.exists(), "the drill must be run after the reboot");
+    assert!(request.exists(), "the request must be kept, so that the drill runs after the reboot");
     store.heal();
     machine.run(&drill)?.expect(0);
     assert!(!request.exists());
@@ -315,7 +317,7 @@ async fn snapshot_with_missing_rows_fails_the_drill() -> Result<()> {
     Ok(())
 }
 
-/// The unit could not write a file created by root.
+/// Otherwise, root would create files that the unit cannot write.
 #[tokio::test]
 async fn check_run_by_root_switches_to_the_unit_user() -> Result<()> {
     const USER_ID: u32 = 54_321;

@@ -171,7 +171,7 @@ async fn outage_session(sts: &Sts) -> Option<TemporaryCredentials> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sts_client_works_with_another_server() -> Result<()> {
+async fn sts_client_works_with_moto() -> Result<()> {
     svc::http::tls::install_provider();
     let moto = tokio::task::spawn_blocking(kit::moto::Moto::start).await??;
     let key = || "moto".to_owned();
@@ -272,7 +272,7 @@ async fn restore_works_after_initial_credentials_expire() -> Result<()> {
         .await?
         .run(&["svc-db-backup"])?
         .expect(0);
-    // First expired according to the machine's clock, then only at the store.
+    // In the first round, the credentials have expired by the machine's clock; in the second, only at the store.
     for expires_in in [SignedDuration::from_hours(-3), SignedDuration::from_hours(3)] {
         let new = Machine::new(&store, 2).await?;
         platform.write_credentials(&new, expires_in).await?;

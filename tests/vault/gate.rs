@@ -391,13 +391,14 @@ async fn restore_killed_at_any_step_can_be_rerun() -> Result<()> {
 #[tokio::test]
 async fn failed_step_leaves_the_old_or_the_restored_database() -> Result<()> {
     let (_store, new) = new_machine_after_loss().await?;
-    let swapped = ["restore.renamed", "restore.opened", "restore.marker"];
-    for point in svc::host::snapshots::restore::FAILPOINTS.iter().filter(|point| !swapped.contains(point)) {
+    let after_swap = ["restore.renamed", "restore.opened", "restore.marker"];
+    for point in svc::host::snapshots::restore::FAILPOINTS.iter().filter(|point| !after_swap.contains(point))
+    {
         let error = format!("{point}=return(error)");
         run_restore(&new, &[("FAILPOINTS", &error)])?.expect(70);
         assert_untouched(&new, point).await?;
     }
-    for point in &swapped[..2] {
+    for point in &after_swap[..2] {
         let error = format!("{point}=return(error)");
         run_restore(&new, &[("FAILPOINTS", &error)])?.expect(70);
         assert!(!new.has_marker() && is_restored(&new).await?, "{point}");

@@ -1,5 +1,5 @@
-//! Archives from an untrusted author: their SQL runs without privileges and leaves no code, and claimed sizes allocate
-//! no memory.
+//! Archives from an untrusted author: their SQL runs without privileges and leaves no code behind, and memory use does
+//! not depend on the sizes that they claim.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -278,7 +278,7 @@ async fn import_check_does_not_trust_claimed_sizes() -> Result<()> {
         &header(b'0', "manifest.json", 500 << 20),
         500 << 20,
     )?);
-    // As parsed strings, this text would need many times its size in memory.
+    // Parsed into strings, this text would take many times its size in memory.
     let text = format!("{{\"version\":1,\"entries\":[],\"leftOut\":[{}\"\"]}}", "\"\",".repeat(20_000_000));
     let mut tar = header(b'0', "manifest.json", text.len() as u64);
     tar.extend(text.as_bytes());

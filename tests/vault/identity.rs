@@ -141,7 +141,7 @@ async fn restore_refuses_to_replace_unknown_rows() -> Result<()> {
 
 /// An earlier run restored an older snapshot, but never opened the gate, so its database holds no new rows.
 #[tokio::test]
-async fn failed_retry_can_still_replace_an_unserved_database() -> Result<()> {
+async fn never_served_database_is_replaced_after_failed_retry() -> Result<()> {
     let (_store, old, new) = old_and_new_machines().await?;
     new.run_with(&["svc-restore"], &[("FAILPOINTS", "restore.renamed=return(kill)")])?.expect_killed();
     old.client().await?.batch_execute("INSERT INTO kept VALUES (501)").await?;
@@ -201,7 +201,7 @@ async fn interrupted_import_can_be_run_again() -> Result<()> {
         let kill = format!("{point}=return(kill)");
         let killed = machine.run_with(&import, &[("FAILPOINTS", &kill)])?.expect_step_killed();
         assert!(killed.stdout.contains("restart svc-gateway"), "{point}: {}", killed.stdout);
-        // A run that first resolves the interrupted swap, and then fails.
+        // This run resolves the interrupted swap first, and then fails.
         let failed = machine.run_with(&import, &[("FAILPOINTS", "import.loaded=return(error)")])?.expect(70);
         assert!(failed.stdout.contains("restart svc-gateway"), "{point}: {}", failed.stdout);
         machine.run(&import)?.expect(0);
@@ -270,7 +270,7 @@ async fn shrunken_snapshot_is_held_until_accepted() -> Result<()> {
     Ok(())
 }
 
-/// After any other exit code, the service is restarted, and each restart would upload another snapshot.
+/// After any exit code other than 65, the service would be restarted, and each restart would upload another snapshot.
 #[tokio::test]
 async fn shrunken_snapshot_is_held_even_if_unrecorded() -> Result<()> {
     let store = machine::start_store()?;
@@ -287,7 +287,7 @@ async fn shrunken_snapshot_is_held_even_if_unrecorded() -> Result<()> {
     assert_eq!(machine::pointer(&store).await?, good, "the held snapshot must not be the latest");
     std::fs::remove_dir(&record)?;
     machine.run(&["svc-db-backup"])?.expect(65);
-    // `accept` deletes the last run's progress, which the gateway would otherwise show as its own.
+    // `accept` deletes the last run's progress, which the gateway would otherwise show as the progress of `accept`.
     let progress = machine.path("var/lib/svc/backup-progress.json");
     assert!(progress.exists());
     machine.run(&["svc-db-backup", "accept"])?.expect(0);

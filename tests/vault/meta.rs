@@ -81,14 +81,14 @@ async fn earlier_machine_never_overwrites_a_later_one() -> Result<()> {
 #[tokio::test]
 async fn unreadable_metadata_is_rewritten() -> Result<()> {
     let store = machine::start_store()?;
-    // The second object is larger than any JSON that is read.
+    // The second object exceeds the size limit for JSON objects.
     for unreadable in ["{torn".to_owned(), " ".repeat(2 << 20)] {
         store.write(BUCKET, &format!("{USER}/primary/system/vps-meta.json"), unreadable);
         store.clear_requests();
         meta::write(&machine::bucket(&store)?, &slot(), &make_metadata(1, 1)?).await?;
         assert_eq!(read_metadata(&store)?, make_metadata(1, 1)?);
         let reads = store.requests().into_iter().filter(|request| request.method == "GET").count();
-        assert_eq!(reads, 1, "only the version is needed to overwrite the object: {:?}", store.requests());
+        assert_eq!(reads, 1, "the object must be read only once, for its version: {:?}", store.requests());
     }
     Ok(())
 }

@@ -48,7 +48,7 @@ async fn outage_session_stores_snapshots_without_moving_pointer() -> Result<()> 
     platform.set_response(CredentialResponse::Issue);
     machine.run(&["svc-db-backup"])?.expect(0);
     let latest = svc::store::snapshot::find_latest(&bucket, &slot).await?;
-    assert!(latest.key > records[0].key, "the next run must create its own: {}", latest.key);
+    assert!(latest.key > records[0].key, "the next run must create its own snapshot: {}", latest.key);
     Ok(())
 }
 

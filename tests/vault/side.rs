@@ -178,8 +178,8 @@ async fn every_mode_works_and_a_dropped_table_is_recreated() -> Result<()> {
     client.batch_execute("DROP SCHEMA app_shop CASCADE").await?;
     let dry_run = run_side(&machine, &["copy", TABLES[1], "--dry-run"])?.expect(0);
     assert!(dry_run.stdout.contains("300 inserted"), "{}", dry_run.stdout);
-    // The enum type was dropped with the schema. A table that cannot be recreated is reported, and nothing of it
-    // remains.
+    // The enum type was dropped with the schema. A table that cannot be recreated is reported, and leaves nothing
+    // behind.
     let result = run_side(&machine, &["copy", TABLES[0]])?.expect(65);
     assert!(result.stderr.contains("pg_restore") && result.stderr.contains("mood"), "{}", result.stderr);
     client.batch_execute("CREATE TYPE app_shop.mood AS ENUM ('good', 'bad')").await?;
@@ -223,7 +223,7 @@ async fn replace_restores_rows_despite_changed_constraints() -> Result<()> {
     client
         .batch_execute(
             "CREATE SCHEMA app_tree;
-             CREATE TABLE app_tree.nodes (id int PRIMARY KEY, parent int REFERENCES app_tree.nodes, place int UNIQUE);
+             CREATE TABLE app_tree.nodes (id int PRIMARY KEY, parent int REFERENCES app_tree.nodes, position int UNIQUE);
              CREATE TABLE app_tree.leaves (id int PRIMARY KEY, node int NOT NULL REFERENCES app_tree.nodes);
              CREATE TABLE app_tree.notes (tenant text, id int, PRIMARY KEY (tenant, id));
              INSERT INTO app_tree.nodes VALUES (1, NULL, 1), (2, 1, 2); INSERT INTO app_tree.leaves VALUES (1, 2);
@@ -240,12 +240,12 @@ async fn replace_restores_rows_despite_changed_constraints() -> Result<()> {
     let moves = [
         "INSERT INTO app_tree.nodes VALUES (3, NULL, 3); UPDATE app_tree.nodes SET parent = 3 WHERE id = 2",
         "INSERT INTO app_tree.nodes VALUES (3, NULL, 3); UPDATE app_tree.leaves SET node = 3",
-        "UPDATE app_tree.nodes SET place = place + 10; UPDATE app_tree.nodes SET place = 13 - place",
+        "UPDATE app_tree.nodes SET position = position + 10; UPDATE app_tree.nodes SET position = 13 - position",
     ];
     for damage in moves {
         client.batch_execute(damage).await?;
         let before = rows(&machine, "svc", both[1]).await?;
-        // Refused, because a row of the other table refers to a row that must be deleted.
+        // Refused, because a row in app_tree.leaves refers to a row that must be deleted.
         let result = replace(&both[1..])?.expect(65);
         assert!(result.stderr.contains("name both tables"), "{}", result.stderr);
         assert_eq!(rows(&machine, "svc", both[1]).await?, before);

@@ -1,4 +1,4 @@
-//! A copy from the side database respects deferrable constraints, and the tables that refer to the copied ones.
+//! A copy from the side database honors deferrable constraints and never changes rows in referencing tables.
 
 use anyhow::Result;
 
@@ -10,10 +10,10 @@ const SCHEMA: &str = "
     CREATE TABLE app_todo.lists (id int PRIMARY KEY);
     CREATE TABLE app_todo.items (
         id serial PRIMARY KEY, list int REFERENCES app_todo.lists DEFERRABLE INITIALLY DEFERRED,
-        place int UNIQUE DEFERRABLE);
+        position int UNIQUE DEFERRABLE);
     CREATE TABLE app_todo.notes (item int REFERENCES app_todo.items ON DELETE CASCADE);
     INSERT INTO app_todo.lists VALUES (1), (2);
-    INSERT INTO app_todo.items (list, place) VALUES (1, 1), (2, 2), (2, 3);
+    INSERT INTO app_todo.items (list, position) VALUES (1, 1), (2, 2), (2, 3);
     INSERT INTO app_todo.notes VALUES (1)";
 
 async fn machine_with_snapshot(store: &kit::s3::S3Server) -> Result<Machine> {
@@ -54,19 +54,19 @@ async fn deferred_constraint_is_checked_before_the_commit() -> Result<()> {
 }
 
 #[tokio::test]
-async fn missing_copies_despite_deferrable_unique_constraint() -> Result<()> {
+async fn missing_mode_copies_despite_deferrable_unique_constraint() -> Result<()> {
     let store = machine::start_store()?;
     let machine = machine_with_snapshot(&store).await?;
     let client = machine.client().await?;
-    client.batch_execute("DELETE FROM app_todo.items WHERE place = 3").await?;
+    client.batch_execute("DELETE FROM app_todo.items WHERE position = 3").await?;
     run_side(&machine, &["copy", "app_todo.items", "--no-backup"])?.expect(0);
-    assert_eq!(count(&machine, "app_todo.items WHERE id = 3 AND place = 3").await?, 1);
-    // The other row cannot be skipped, because ON CONFLICT does not support the constraint.
+    assert_eq!(count(&machine, "app_todo.items WHERE id = 3 AND position = 3").await?, 1);
+    // Row 3 now conflicts with row 9 and cannot be skipped: ON CONFLICT does not support deferrable constraints.
     let replacement =
-        "DELETE FROM app_todo.items WHERE place = 3; INSERT INTO app_todo.items VALUES (9, 1, 3)";
+        "DELETE FROM app_todo.items WHERE position = 3; INSERT INTO app_todo.items VALUES (9, 1, 3)";
     client.batch_execute(replacement).await?;
     let result = run_side(&machine, &["copy", "app_todo.items", "--no-backup"])?.expect(65);
-    assert!(result.stderr.contains("items_place_key"), "{}", result.stderr);
+    assert!(result.stderr.contains("items_position_key"), "{}", result.stderr);
     Ok(())
 }
 

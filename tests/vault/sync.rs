@@ -239,7 +239,7 @@ async fn raised_epoch_is_stored_and_used_by_backups() -> Result<()> {
     Ok(())
 }
 
-/// Writers resume only when the response to a heartbeat that was sent after the quiesce no longer names the operation.
+/// Writers resume only once the response to a heartbeat sent after the quiesce no longer names the operation.
 #[tokio::test]
 async fn writers_resume_when_response_names_no_operation() -> Result<()> {
     let store = machine::start_store()?;
@@ -258,7 +258,7 @@ async fn writers_resume_when_response_names_no_operation() -> Result<()> {
     platform.queue([ScriptedResponse::Json(500, json!({})), ScriptedResponse::Lost]);
     let before = platform.calls().len();
     wait_until("more heartbeats", || platform.calls().len() >= before + 3).await?;
-    assert!(layout.quiesce().exists(), "a missing response must not end the operation");
+    assert!(layout.quiesce().exists(), "an error or a lost response must not end the quiesce");
     platform
         .queue([ScriptedResponse::Json(200, json!({ "epoch": 3, "superseded": false, "quiesce": null }))]);
     wait_until("writers to resume", || !layout.quiesce().exists()).await?;
@@ -288,7 +288,7 @@ async fn metadata_is_written_only_when_it_changes() -> Result<()> {
     platform.queue((0..60).map(|_| ScriptedResponse::Lost));
     let lock = svc::host::system::quiesce::acquire_lock(&layout).await?;
     svc::host::system::quiesce::Quiesce::new(svc::machine::id::OperationId::new()).write(&layout, &lock)?;
-    wait_until("the change", || writes() == 2).await?;
+    wait_until("the changed metadata", || writes() == 2).await?;
     running.signal(Signal::SIGTERM)?;
     wait_for_exit(running).await?.expect(0);
     let key = format!("{USER}/primary/system/vps-meta.json");

@@ -76,7 +76,7 @@ async fn streamed_restore_refuses_a_changed_dump() -> Result<()> {
     assert!(result.stderr.contains("SHA-256"), "{}", result.stderr);
     assert_untouched(&new, "a different digest").await?;
 
-    // Bytes that are not a valid dump.
+    // The stored bytes are not a valid dump.
     store.write(BUCKET, &sidecar_key, text.clone());
     write_pointer(&latest);
     let mut damaged = good.clone();

@@ -93,7 +93,7 @@ async fn interrupted_download_is_resumed_and_verified() -> Result<()> {
 }
 
 #[tokio::test]
-async fn source_without_range_is_read_from_the_start() -> Result<()> {
+async fn download_restarts_if_source_ignores_range() -> Result<()> {
     let (source, digest) = start_source().await?;
     source.disable_ranges();
     let proxy = Proxy::start(source.addr)?;

@@ -67,7 +67,7 @@ fn read_reported_keys(fixture: &UpdateFixture) -> Result<Value> {
     Ok(serde_json::from_slice(&fs::read(path)?)?)
 }
 
-fn assert_refused_by_key(result: &RunResult) {
+fn assert_signature_refused(result: &RunResult) {
     assert!(result.stderr.contains("not signed by a key that is trusted here"), "{}", result.stderr);
 }
 
@@ -81,7 +81,7 @@ async fn key_is_added_used_and_the_old_one_dropped() -> Result<()> {
         "the keys must be reported from the first boot"
     );
     publish(&fixture, release("2026.3.0")?, &[&new], None)?;
-    assert_refused_by_key(&fixture.apply("2026.3.0").await?.expect(65));
+    assert_signature_refused(&fixture.apply("2026.3.0").await?.expect(65));
 
     publish(&fixture, release(NEW_VERSION)?, &[&old], key_set(1, &[&old, &new]))?;
     fixture.apply(NEW_VERSION).await?.expect(0);
@@ -102,7 +102,7 @@ async fn key_is_added_used_and_the_old_one_dropped() -> Result<()> {
     assert_eq!(read_reported_keys(&fixture)?, json!({"sequence": 2, "ids": [new.id()]}));
 
     publish(&fixture, release("2026.5.0")?, &[&old], key_set(3, &[&old]))?;
-    assert_refused_by_key(&fixture.apply("2026.5.0").await?.expect(65));
+    assert_signature_refused(&fixture.apply("2026.5.0").await?.expect(65));
 
     // A rollback to the previous release needs no verification, and keeps the keys.
     fixture.run(&["rollback"], None).await?.expect(0);
@@ -113,7 +113,7 @@ async fn key_is_added_used_and_the_old_one_dropped() -> Result<()> {
     fixture.run(&["apply", "--version", NEW_VERSION, "--allow-downgrade"], None).await?.expect(0);
     fixture.assert_running(NEW_VERSION)?;
     assert_eq!(read_trusted_keys(&fixture)?, expected_keys("2", &[&new]));
-    assert_refused_by_key(&fixture.apply("2026.5.0").await?.expect(65));
+    assert_signature_refused(&fixture.apply("2026.5.0").await?.expect(65));
     publish(&fixture, release("2026.6.0")?, &[&new], None)?;
     fixture.apply("2026.6.0").await?.expect(0);
     fixture.assert_running("2026.6.0")

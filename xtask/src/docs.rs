@@ -1,4 +1,4 @@
-//! `cargo xtask docs`: writes the generated parts of the pages. The test program `reference` generates them, because
+//! `cargo xtask docs`: writes the generated sections of the pages. The test program `reference` generates them, because
 //! xtask does not link the product.
 
 use std::process::ExitCode;
@@ -8,7 +8,7 @@ use anyhow::Result;
 use crate::cargo;
 
 /// The test that compares the pages, or writes them if [`REWRITE_VAR`] is set (`tests/reference.rs`).
-const PAGES_TEST: &str = "generated_parts_of_pages_are_current";
+const PAGES_TEST: &str = "generated_sections_of_pages_are_current";
 /// Like [`PAGES_TEST`], but for the table that needs all object stores; `cargo xtask test` compares it.
 const STORES_TEST: &str = "stores_table_is_current";
 const REWRITE_VAR: &str = "SVC_WRITE_DOCS";

@@ -142,14 +142,14 @@ async fn occupy_connections(machine: &Machine, free: usize) -> Result<Vec<Client
     Ok(sessions)
 }
 
-/// Ends all sessions except the first `remain`, and waits until the server has ended them.
-async fn release_connections(sessions: &mut Vec<Client>, remain: usize) -> Result<()> {
+/// Ends all sessions except the first `keep`, and waits until the server has ended them.
+async fn release_connections(sessions: &mut Vec<Client>, keep: usize) -> Result<()> {
     let deadline = std::time::Instant::now() + Duration::from_secs(60);
-    sessions.truncate(remain);
-    let expected = i64::try_from(remain)?;
+    sessions.truncate(keep);
+    let expected = i64::try_from(keep)?;
     let sql = "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'";
     while sessions[0].query_one(sql, &[]).await?.get::<_, i64>(0) != expected {
-        ensure!(std::time::Instant::now() < deadline, "timed out: more than {remain} sessions remain");
+        ensure!(std::time::Instant::now() < deadline, "timed out: more than {keep} sessions remain");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     Ok(())

@@ -31,7 +31,7 @@ async fn backup_on_full_disk_succeeds_and_reports_its_result() -> Result<()> {
     let mut checker = SnapshotChecker::new(&store);
     checker.check()?;
     // The heartbeat and the gateway read the result from this file.
-    let last = || -> Result<Value> {
+    let read_last_backup = || -> Result<Value> {
         Ok(serde_json::from_slice(&fs::read(machine.path("var/lib/svc/last-backup.json"))?)?)
     };
     for dir in ["var/lib/svc", "home/svc/home/system/logs"] {
@@ -48,17 +48,21 @@ async fn backup_on_full_disk_succeeds_and_reports_its_result() -> Result<()> {
         assert_eq!(checker.seq(), seq + 1, "{dir}: one valid snapshot must be taken");
         let latest = machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot);
         let latest = latest.context("the pointer names no snapshot")?;
-        let record = last()?;
+        let record = read_last_backup()?;
         assert_eq!((&record["status"], &record["key"]), (&json!("success"), &json!(latest.key)), "{record}");
         let failed =
             machine.run_with(&["svc-db-backup"], &[("FAILPOINTS", "backup.begin=return(error)")])?.expect(70);
-        assert_eq!(last()?["status"], "error", "{dir}");
+        assert_eq!(read_last_backup()?["status"], "error", "{dir}");
         if dir.ends_with("logs") {
             for stderr in [result.stderr, failed.stderr] {
                 assert!(stderr.contains("could not record the result of the backup"), "{stderr}");
             }
         } else {
-            assert_eq!(machine.backup_records()?.pop(), Some(last()?), "{dir}: the line must be written");
+            assert_eq!(
+                machine.backup_records()?.pop(),
+                Some(read_last_backup()?),
+                "{dir}: the line must be written"
+            );
         }
         disk.delete_filler()?;
         machine.run(&["svc-db-backup"])?.expect(0);
@@ -93,13 +97,18 @@ async fn verify_on_full_disk_reports_damage() -> Result<()> {
     Figures { faults_tried: 1, ..Figures::new("full disks during verifications") }.record()
 }
 
-/// Fills the disk while the restore pauses at `point`, which it has reached once there is a database whose name starts
-/// with `database`. Waits for the restore to end.
-async fn fill_disk_at(machine: &Machine, disk: &SmallDisk, point: &str, database: &str) -> Result<RunResult> {
+/// Fills the disk while the restore pauses at `point`, and waits for the restore to end. A database whose name starts
+/// with `database_prefix` indicates that the restore has reached the point.
+async fn fill_disk_at(
+    machine: &Machine,
+    disk: &SmallDisk,
+    point: &str,
+    database_prefix: &str,
+) -> Result<RunResult> {
     let slow = format!("{point}=sleep(2500)");
     let running = machine.spawn(&["svc-restore"], &[("FAILPOINTS", &slow)])?;
     let deadline = std::time::Instant::now() + Duration::from_secs(60);
-    while !machine.databases().await?.iter().any(|name| name.starts_with(database)) {
+    while !machine.databases().await?.iter().any(|name| name.starts_with(database_prefix)) {
         ensure!(std::time::Instant::now() < deadline, "{point}:\n{}", running.stderr());
         tokio::time::sleep(Duration::from_millis(5)).await;
     }

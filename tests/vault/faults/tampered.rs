@@ -214,7 +214,7 @@ fn find_files(dir: &std::path::Path, prefix: &str) -> Result<Vec<std::path::Path
     Ok(files)
 }
 
-/// Names and values that would be SQL statements if they were not quoted.
+/// Without quoting, the names and values in these sidecars would run as SQL statements.
 #[tokio::test]
 async fn sidecar_text_is_never_executed_as_sql() -> Result<()> {
     let (store, _old, new) = old_and_new_machines().await?;

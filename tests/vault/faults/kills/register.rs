@@ -171,11 +171,14 @@ async fn false_registration_state_is_detected() -> Result<()> {
     let path = campaign.machine.path("var/lib/svc/register.json");
     let write = |text: &str| svc::fsx::write_atomic(&path, text.as_bytes(), 0o600);
     write("{\"version\":1,")?;
-    assert!(campaign.check_state(&id).is_err(), "incomplete");
+    assert!(campaign.check_state(&id).is_err(), "an incomplete record was not detected");
     write(&json!({"machineId": id, "sent": "{}", "registeredAt": null}).to_string())?;
     campaign.check_state(&id)?;
     write(&json!({"machineId": id, "sent": "{}", "registeredAt": "now"}).to_string())?;
-    assert!(campaign.check_state(&id).is_err(), "nothing was accepted");
+    assert!(
+        campaign.check_state(&id).is_err(),
+        "a record of a registration that was never accepted was not detected"
+    );
     let with_accepted_body = || Registrations {
         accepted: BTreeMap::from([(id.clone(), Registration { body: "{}".to_owned(), responses: 1 })]),
         refused: 0,
@@ -183,9 +186,12 @@ async fn false_registration_state_is_detected() -> Result<()> {
     *campaign.registrations.lock().unwrap() = with_accepted_body();
     campaign.check_state(&id)?;
     write(&json!({"machineId": id, "sent": "{\"other\":1}", "registeredAt": "now"}).to_string())?;
-    assert!(campaign.check_state(&id).is_err(), "a different body was accepted");
+    assert!(
+        campaign.check_state(&id).is_err(),
+        "a record that differs from the accepted body was not detected"
+    );
     *campaign.registrations.lock().unwrap() = Registrations { refused: 1, ..with_accepted_body() };
     write(&json!({"machineId": id, "sent": "{}", "registeredAt": "now"}).to_string())?;
-    assert!(campaign.check_state(&id).is_err(), "a different body was refused");
+    assert!(campaign.check_state(&id).is_err(), "a refused second body was not detected");
     Ok(())
 }

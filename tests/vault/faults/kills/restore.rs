@@ -73,8 +73,8 @@ struct Campaign {
 }
 
 impl Campaign {
-    /// Checks the state after a kill: the database `svc` is the complete new one or, without the marker, the old one or
-    /// closed for the swap.
+    /// Checks the state after a kill: the database `svc` is the complete new one. Without the marker, it may also be
+    /// the old one, or closed for the swap.
     async fn check_state(&self) -> Result<()> {
         let has_marker = self.machine.has_marker();
         let database_content = database_content(&self.machine, "svc", &self.snapshot_hash).await?;
@@ -179,11 +179,11 @@ async fn unexpected_database_content_is_detected() -> Result<()> {
         .await?;
     assert!(
         matches!(database_content(&machine, "svc", &snapshot_hash).await?, DatabaseContent::Other(_)),
-        "the old database has different content"
+        "a changed row in the old database was not detected"
     );
     assert!(
         matches!(database_content(&machine, "svc_else", &snapshot_hash).await?, DatabaseContent::Other(_)),
-        "the database does not exist"
+        "a missing database was not detected"
     );
     Ok(())
 }

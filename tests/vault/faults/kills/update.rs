@@ -122,13 +122,13 @@ async fn incomplete_release_is_detected() -> Result<()> {
     let part = fixture.machine.path("opt/svc/current/runtime/noise/7");
     let complete = fs::read(&part)?;
     fs::write(&part, &complete[..31_000])?;
-    assert!(current_version(&fixture).is_err(), "a part is truncated");
+    assert!(current_version(&fixture).is_err(), "a truncated part was not detected");
     fs::remove_file(&part)?;
-    assert!(current_version(&fixture).is_err(), "a part is missing");
+    assert!(current_version(&fixture).is_err(), "a missing part was not detected");
     fs::write(&part, &complete)?;
     fs::write(fixture.machine.path("opt/svc/current/bin/svc"), "")?;
-    assert!(current_version(&fixture).is_err(), "the program differs");
+    assert!(current_version(&fixture).is_err(), "a changed program was not detected");
     fs::remove_file(fixture.machine.path("opt/svc/current"))?;
-    assert!(current_version(&fixture).is_err(), "there is no release");
+    assert!(current_version(&fixture).is_err(), "a missing release was not detected");
     Ok(())
 }

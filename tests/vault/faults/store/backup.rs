@@ -226,7 +226,7 @@ async fn store_faults_end_backups_as_expected_without_data_loss() -> Result<()> 
         assert_eq!(fixture.machine.backup_records()?.len(), lines, "{name}: there must be one line per run");
         checker.check().context(name)?;
         let moves = if expected.exit == 0 { unpublished + 1 } else { 0 };
-        assert_eq!(checker.seq(), before + moves, "{name}: the pointer's `seq`");
+        assert_eq!(checker.seq(), before + moves, "{name}: unexpected `seq` in the pointer");
         assert_eq!(fixture.store.uploads(BUCKET), Vec::<String>::new(), "{name}: an upload is open");
     }
     fixture.machine.run(&["svc-db-backup"])?.expect(0);

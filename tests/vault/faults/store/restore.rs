@@ -16,9 +16,9 @@ use super::{
 /// The exit code and part of the message.
 type ExpectedRestore = (i32, &'static str);
 
-const OPEN: ExpectedRestore = (0, "");
+const RESTORED: ExpectedRestore = (0, "");
 const UNAVAILABLE: ExpectedRestore = (69, "the state of the snapshot is unknown");
-const NO_DUMP: ExpectedRestore = (69, "the snapshot could not be read from the object store");
+const DUMP_UNREADABLE: ExpectedRestore = (69, "the snapshot could not be read from the object store");
 
 fn fault_cases() -> Vec<(&'static str, Disruption, ExpectedRestore)> {
     let pointer = |fault: Fault| rule(fault).method("GET").key("db/latest");
@@ -29,33 +29,37 @@ fn fault_cases() -> Vec<(&'static str, Disruption, ExpectedRestore)> {
     vec![
         ("connections are refused", Disruption::Action(|fixture| fixture.store.take_down()), UNAVAILABLE),
         ("connections are cut", single_rule(rule(Fault::Refuse).always()), UNAVAILABLE),
-        ("slow responses", single_rule(rule(Fault::Delay(Duration::from_millis(250))).always()), OPEN),
+        ("slow responses", single_rule(rule(Fault::Delay(Duration::from_millis(250))).always()), RESTORED),
         ("500 for everything", single_rule(rule(Fault::Status(500)).always()), UNAVAILABLE),
         ("503 for everything", single_rule(rule(Fault::Status(503)).always()), UNAVAILABLE),
-        ("503 three times", single_rule(rule(Fault::Status(503)).after(1).times(3)), OPEN),
+        ("503 three times", single_rule(rule(Fault::Status(503)).after(1).times(3)), RESTORED),
         ("the pointer cannot be read", single_rule(pointer(Fault::Status(500)).always()), UNAVAILABLE),
         ("the sidecar cannot be read", single_rule(sidecar(Fault::Status(500)).always()), UNAVAILABLE),
         ("a HEAD of the dump fails", single_rule(head(Fault::Status(503)).always()), UNAVAILABLE),
-        ("the dump cannot be read", single_rule(dump(Fault::Status(503)).always()), NO_DUMP),
-        ("the response with the dump is lost", single_rule(dump(Fault::LostReply).times(2)), OPEN),
-        ("the pointer is truncated once", single_rule(pointer(Fault::TruncateBody(20))), OPEN),
+        ("the dump cannot be read", single_rule(dump(Fault::Status(503)).always()), DUMP_UNREADABLE),
+        ("the response with the dump is lost", single_rule(dump(Fault::LostReply).times(2)), RESTORED),
+        ("the pointer is truncated once", single_rule(pointer(Fault::TruncateBody(20))), RESTORED),
         (
             "the pointer is always truncated",
             single_rule(pointer(Fault::TruncateBody(20)).always()),
             UNAVAILABLE,
         ),
-        ("the sidecar is truncated twice", single_rule(sidecar(Fault::TruncateBody(20)).times(2)), OPEN),
-        ("the dump is truncated nine times", single_rule(dump(Fault::TruncateBody(1 << 20)).times(9)), OPEN),
-        ("no byte of the dump arrives", single_rule(dump(Fault::TruncateBody(0)).always()), NO_DUMP),
-        ("the dump is corrupted in transit once", single_rule(dump(Fault::CorruptBody)), OPEN),
+        ("the sidecar is truncated twice", single_rule(sidecar(Fault::TruncateBody(20)).times(2)), RESTORED),
+        (
+            "the dump is truncated nine times",
+            single_rule(dump(Fault::TruncateBody(1 << 20)).times(9)),
+            RESTORED,
+        ),
+        ("no byte of the dump arrives", single_rule(dump(Fault::TruncateBody(0)).always()), DUMP_UNREADABLE),
+        ("the dump is corrupted in transit once", single_rule(dump(Fault::CorruptBody)), RESTORED),
         (
             "the dump is always corrupted in transit",
             single_rule(dump(Fault::CorruptBody).always()),
             (70, "the SHA-256 of"),
         ),
-        ("a different ETag for everything", single_rule(rule(Fault::WrongEtag).always()), OPEN),
+        ("a different ETag for everything", single_rule(rule(Fault::WrongEtag).always()), RESTORED),
         ("the clock is wrong", single_rule(rule(clock).always()), (69, "because of this machine's clock")),
-        ("credentials expired", Disruption::Action(|fixture| fixture.store.expire_sessions()), OPEN),
+        ("credentials expired", Disruption::Action(|fixture| fixture.store.expire_sessions()), RESTORED),
         ("credentials expired, without renewal", Disruption::Action(expire_without_renewal), (69, "")),
         (
             "credentials revoked at the store",
