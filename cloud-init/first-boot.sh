@@ -1,6 +1,6 @@
 #!/bin/sh
 # First boot of a machine: turns a server with user-data into a registered host. svc-first-boot.service runs this script
-# until it succeeds. Every step is idempotent, so that a power cut at any point is harmless. A failed stage is reported
+# until it succeeds. Every step is idempotent, so a power cut at any point is harmless. A failed stage is reported
 # with the last log line of the failed unit, and ends the boot (exit code 99). After any other failure, such as a report
 # that could not be delivered (75), the boot is retried. Credentials are never process arguments: a shell builtin writes
 # them to curl's standard input, as configuration.

@@ -1,5 +1,5 @@
 //! Backup benchmark: `svc-db-backup` dumps the database, hashes, verifies and uploads the dump, and moves the pointer.
-//! Its peers dump to a file, or upload without verification.
+//! It is compared with a dump to a file, and with an upload without verification.
 
 use std::fs;
 use std::path::Path;
@@ -97,7 +97,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
     for (name, scale) in OTHER_SIZES {
         println!("  {name}");
         let dir = tempfile::tempdir_in(dir.path())?;
-        // Each database gets its own store: a second machine with the same epoch would be fenced in the first one's.
+        // Each database has its own store: in a shared store, a second machine with the same epoch would be fenced.
         let store = BenchStore::open(dir.path())?;
         let server = database::create(dir.path(), scale).await?;
         let (stats, _) = Testbed::prepare(dir.path(), options, &store, &server, scale)?.run_svc_backup()?;
@@ -143,7 +143,7 @@ impl<'a> Testbed<'a> {
     }
 
     fn dump_to_file(&self) -> Result<(RunStats, u64)> {
-        let file = self.dir.join("limit.dump");
+        let file = self.dir.join("baseline.dump");
         // Redirected by the shell, because `--file` would fsync.
         let mut command = self.shell(r#""$PG_DUMP" -Fc -Z gzip:1 "$DATABASE" >"$0""#);
         command.arg(&file);

@@ -1,5 +1,6 @@
 //! File backup benchmark: `svc-sync-agent files` saves a home directory to the store, and `restore-home` restores it.
-//! Its peers are stock restic, which writes the same format, and rclone, which only copies. Each run uses a new store.
+//! It is compared with stock restic, which writes the same format, and with rclone, which only copies. Each run uses a
+//! new store.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -24,7 +25,7 @@ use super::process;
 use super::task;
 use super::{Options, print_round};
 
-/// The unit of the measured service, whose environment is part of what is measured.
+/// The measured service's unit: the environment that it sets is part of the measurement.
 const UNIT: &str = include_str!("../../../systemd/system/svc-files.service");
 
 const FIRST_COPY: &str = "first copy";
@@ -76,7 +77,7 @@ const TIMEOUT: Duration = Duration::from_secs(3600);
 const CHANGES: u32 = 5;
 /// Longer than the service's minimum interval between saves, which is 15 s.
 const CHANGE_INTERVAL: Duration = Duration::from_secs(17);
-/// Interval over which the idle CPU time is measured, which the kernel counts in steps of 10 ms.
+/// Interval over which idle CPU time is measured. The kernel counts CPU time in steps of 10 ms.
 const IDLE_INTERVAL: Duration = Duration::from_secs(20);
 const USER: &str = "user_bench";
 const FILES_PER_DIRECTORY: u32 = 50;
@@ -247,7 +248,8 @@ fn measure_product(
     tally.add(SERVICE_MEMORY, PRODUCT, process::memory_mib(service.pid())?);
     add_store_usage(store, PRODUCT, tally);
 
-    // The watcher starts to listen before its first scan ends. After the first of these saves, it reports no changes.
+    // The watcher starts to listen before its first scan ends, so only the second save is measured: by then, the
+    // watcher reports no changes.
     machine.command(svc, &["svc-sync-agent", "now"]).output()?;
     let unchanged = task::run(machine.command(svc, &["svc-sync-agent", "now"]), TIMEOUT)?;
     tally.add(UNCHANGED_PASS, PRODUCT, unchanged.wall.as_secs_f64());

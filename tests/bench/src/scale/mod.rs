@@ -19,7 +19,7 @@ use super::{Options, print_round};
 use kit::fetch::target_dir;
 use kit::pg::{PgBinaries, PgOptions, PgServer};
 
-/// Open files required: each WebSocket uses two in the gateway, and two here.
+/// Required limit on open files: each WebSocket uses two in the gateway, and two in this process.
 const MIN_OPEN_FILES: u64 = 2 * listeners::SOCKETS as u64 + 500;
 /// How long to wait after the last connection before measuring memory.
 const SETTLE_DELAY: Duration = Duration::from_secs(2);
@@ -93,7 +93,7 @@ impl Round<'_> {
     }
 }
 
-/// Raises the limit for this process and the servers that it starts to the permitted maximum.
+/// Raises the limit on open files, for this process and the servers that it starts, to the permitted maximum.
 fn raise_open_files_limit() -> Result<()> {
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     ensure!(
