@@ -1,4 +1,4 @@
-//! `cargo xtask docs`: writes the generated parts of the pages. The test program `reference` generates them, because
+//! `cargo xtask docs`: writes the generated sections of the pages. The test program `reference` generates them, because
 //! xtask does not link the product.
 
 use std::process::ExitCode;

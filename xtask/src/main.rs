@@ -102,7 +102,7 @@ enum Command {
         #[arg(value_name = "FILTER")]
         filters: Vec<String>,
     },
-    /// Write the generated parts of the pages in docs
+    /// Write the generated sections of the pages in docs
     Docs {
         /// Only report the pages that are out of date
         #[arg(long)]

@@ -20,12 +20,12 @@ PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime
 "#;
 
 /// Makes the store unreachable for two backups. The exit code, the record, the metrics, doctor and the fleet report
-/// their failure, and the pointer is unchanged.
+/// that both failed, and the pointer is unchanged.
 pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
     let before = verified_pointer(stack)?;
-    vm.run(&set_retries(false), SHORT_TIMEOUT).await?.success().context("cannot disable retries")?;
+    vm.run(&retry_command(false), SHORT_TIMEOUT).await?.success().context("cannot disable retries")?;
     let outage = stack.store.add_fault(Rule::new(Fault::Refuse).key("/system/db/").always());
     for nth in 1..=2 {
         let failed = vm.run(BACKUP, LONG_TIMEOUT).await?;
@@ -53,7 +53,7 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     ensure!(stack.slot.pointer(&stack.store)? == before, "a failed backup moved the pointer");
     let refused = outage.hits();
     stack.store.heal();
-    vm.run(&set_retries(true), SHORT_TIMEOUT).await?.success().context("cannot enable retries")?;
+    vm.run(&retry_command(true), SHORT_TIMEOUT).await?.success().context("cannot enable retries")?;
     verified_pointer(stack)?;
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("backup after the outage")?;
     ensure!(verified_pointer(stack)?["seq"].as_u64() > before["seq"].as_u64(), "the pointer did not move");
@@ -63,11 +63,11 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     Ok(((), format!("{detail}; {refused} requests refused; the next backup succeeded")))
 }
 
-/// Returns a command that sets whether the hourly unit retries for most of an hour or fails immediately while the store
-/// is unreachable.
-fn set_retries(are_allowed: bool) -> String {
+/// Returns a command that enables or disables the retries of the hourly unit: while the store is unreachable, the unit
+/// retries for most of an hour, or fails immediately.
+fn retry_command(is_enabled: bool) -> String {
     const DIR: &str = "/run/systemd/system/svc-db-backup.service.d";
-    let change = if are_allowed {
+    let change = if is_enabled {
         format!("rm -r {DIR}")
     } else {
         let once = r"[Service]\nExecStart=\nExecStart=/opt/svc/bin/svc-db-backup run\n";

@@ -106,8 +106,8 @@ async fn insert_large(stack: &Stack, title: &str) -> Result<Option<String>> {
     Ok(Some(problem["code"].as_str().context("the problem document has no code")?.to_owned()))
 }
 
-/// Moves the clock ahead and back: snapshots are ordered independently of it, and a store that rejects the time is
-/// reported.
+/// Moves the clock ahead and back: the order of snapshots does not depend on the clock, and a request that the store
+/// rejects because of its time is reported.
 pub async fn jump_clock(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let seq = |pointer: &Value| pointer["seq"].as_u64().unwrap_or(0);

@@ -27,9 +27,9 @@ const REMOVE_RELEASE_AND_UNITS: &str = "systemctl disable --now svc.target; syst
                     find /etc/systemd/system -maxdepth 1 -type f -name 'svc*' ! -name svc-first-boot.service -delete && \
                     systemctl daemon-reload";
 
-/// Installs the platform package as in docs/operating/install.md, as a second process of the lab's platform. It
-/// becomes ready, passes `svcctl doctor platform`, restarts after a kill and stops. Then the package is purged, and the
-/// same platform runs in a container.
+/// Installs the platform package as in docs/operating/install.md, and runs it as a second process of the lab's
+/// platform. The process becomes ready, passes `svcctl doctor platform`, restarts after a kill, and stops. Then the
+/// package is purged, and the same platform runs in a container.
 pub async fn check_platform_package(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     vm.upload(&build_package(stack, "svc-platform").await?, "/var/tmp/svc-platform.deb", LONG_TIMEOUT)
@@ -65,7 +65,7 @@ pub async fn check_platform_package(stack: &Stack, machine: &MachineRecord) -> R
     vm.run(&format!("kill -9 {}", first.trim()), SHORT_TIMEOUT).await?.success()?;
     eventually("the packaged platform has restarted", LONG_TIMEOUT, async || {
         let second = vm.run(PLATFORM_PID, SHORT_TIMEOUT).await?.success()?;
-        ensure!(second != first && second.trim() != "0", "its pid is {}", second.trim());
+        ensure!(second != first && second.trim() != "0", "the platform's pid is {}", second.trim());
         ready().await
     })
     .await?;
@@ -121,9 +121,9 @@ async fn check_container(vm: &Machine) -> Result<String> {
     Ok("the same in a container, read-only and without capabilities".to_owned())
 }
 
-/// Installs the host package on a provisioned machine that has neither a release nor units. The package installs the
-/// units, and its program the release; a second installation does not restart the gateway. A purge stops all units, and
-/// keeps the owner's data.
+/// Installs the host package on a provisioned machine that has neither a release nor units. The package contains the
+/// units, and its program installs the release. A second installation does not restart the gateway. A purge stops all
+/// units, and keeps the owner's data.
 pub async fn check_host_package(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let before = stack.web.titles(&stack.owner_token()).await?;

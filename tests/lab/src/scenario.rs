@@ -202,7 +202,7 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
 /// Starts a recovery while the store returns corrupted snapshots: the gate stays closed, and the platform reports the
 /// failed stage. With a healthy store, the next recovery works.
 pub async fn refuse_corrupted_snapshot(stack: &Stack) -> Result<((), String)> {
-    stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key_ending(".dump").always());
+    stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key_suffix(".dump").always());
     let run = stack.svcctl(&["--json", "recover", USER, "--yes", "--wait=800"]).await?;
     ensure!(run.code != Some(0), "a corrupted snapshot was restored: {}", run.stdout);
     let record: serde_json::Value = stack.svcctl(&["--json", "status", HANDLE]).await?.success()?.json()?;

@@ -13,13 +13,13 @@ use super::error_response::ErrorResponse;
 use super::faults::FaultScript;
 use super::guest::Guests;
 use super::inventory::{ActionRecord, CreateRequest, IdOrName, Inventory, Power, ServerRecord};
-use super::rate::Bucket;
+use super::rate::TokenBucket;
 
 /// State shared by all calls.
 pub(super) struct Cloud {
     pub(super) inventory: Mutex<Inventory>,
     pub(super) script: Mutex<FaultScript>,
-    pub(super) bucket: Mutex<Bucket>,
+    pub(super) bucket: Mutex<TokenBucket>,
     pub(super) guests: Guests,
     pub(super) token: String,
     pub(super) action_time: Duration,
@@ -257,7 +257,7 @@ impl Cloud {
         self.script.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn bucket(&self) -> MutexGuard<'_, Bucket> {
+    pub(super) fn bucket(&self) -> MutexGuard<'_, TokenBucket> {
         self.bucket.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -16,7 +16,7 @@ use super::guest::Guests;
 use super::host::{HostSettings, Hosts};
 use super::inventory::{Creation, Inventory, Power};
 use super::machines::{MachineSettings, Machines};
-use super::rate::{Bucket, RateLimit};
+use super::rate::{RateLimit, TokenBucket};
 use super::view::{HostView, ServerView};
 use super::{api, control, listener};
 use crate::vm::Machine;
@@ -89,7 +89,7 @@ impl Simulator {
         let cloud = Arc::new(Cloud {
             inventory: Mutex::new(Inventory::new(addresses, options.server_limit)),
             script: Mutex::new(FaultScript::default()),
-            bucket: Mutex::new(Bucket::new(options.rate_limit)),
+            bucket: Mutex::new(TokenBucket::new(options.rate_limit)),
             guests,
             token: options.token.unwrap_or_else(|| uuid::Uuid::new_v4().simple().to_string()),
             action_time: options.action_time,

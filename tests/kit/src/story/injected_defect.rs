@@ -36,7 +36,7 @@ impl InjectedDefect {
     }
 
     /// The step at which the scenario must fail.
-    pub fn fails_at(self) -> &'static str {
+    pub fn failing_step(self) -> &'static str {
         match self {
             Self::Backup => "backup",
             Self::Restore => "recover",
