@@ -12,7 +12,7 @@ svc=$root/opt/svc
 [ -e "$svc/user-data-written" ] || { sync; : >"$svc/user-data-written"; sync; }
 say() { printf '%s\n' "$*" >&2; }
 
-# Prints the value of a variable in an env file, which quotes it as systemd does.
+# Prints a variable's value from an env file, in which values are quoted as systemd quotes them.
 read_env() { sed -n "s/^$2=\"\(.*\)\"\$/\1/p" "$svc/env/$1.env" | sed 's/\\\(.\)/\1/g' | tail -n 1; }
 # Root reads its settings from its own file, because svc-gateway owns the others after the bundle stage.
 machine=$(read_env update SVC_MACHINE_ID)

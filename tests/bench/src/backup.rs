@@ -46,12 +46,12 @@ pub const ROWS: [Spec; 10] = [
     Spec { name: DISK_WRITES, unit: "KiB", against: None, target: Target::AtMost(512.0) },
 ];
 
-/// Space for the cached database, the largest of the others, their WAL, one dump, and a margin.
+/// Space for the cached database, the largest other database, their WAL, one dump, and a margin.
 const MIN_FREE_BYTES: u64 = 14 << 30;
 const TIMEOUT: Duration = Duration::from_secs(1800);
 /// Maximum growth of the machine's directory in one run, for its records.
 const MAX_RECORD_BYTES: u64 = 256 << 10;
-/// Maximum difference between two dumps of the same rows, whose headers contain the time.
+/// Maximum size difference between two dumps of the same rows: a dump's header contains the time.
 const MAX_SIZE_DIFFERENCE_BYTES: u64 = 64 << 10;
 
 pub async fn measure(options: &Options) -> Result<Tally> {
@@ -108,8 +108,8 @@ pub async fn measure(options: &Options) -> Result<Tally> {
     Ok(tally)
 }
 
-/// One database and the machine that backs it up. A run returns its statistics and the size of its dump, which is then
-/// deleted.
+/// One database and the machine that backs it up. A run deletes its dump, and returns its statistics and the dump's
+/// size.
 struct Testbed<'a> {
     dir: &'a Path,
     svc: &'a Path,

@@ -25,7 +25,7 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     let vm = stack.provider.machine(&machine.server)?;
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
     let before = verified_pointer(stack)?;
-    vm.run(&retry_command(false), SHORT_TIMEOUT).await?.success().context("cannot disable retries")?;
+    vm.run(&retry_switch_command(false), SHORT_TIMEOUT).await?.success().context("cannot disable retries")?;
     let outage = stack.store.add_fault(Rule::new(Fault::Refuse).key("/system/db/").always());
     for nth in 1..=2 {
         let failed = vm.run(BACKUP, LONG_TIMEOUT).await?;
@@ -53,7 +53,7 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     ensure!(stack.slot.pointer(&stack.store)? == before, "a failed backup moved the pointer");
     let refused = outage.hits();
     stack.store.heal();
-    vm.run(&retry_command(true), SHORT_TIMEOUT).await?.success().context("cannot enable retries")?;
+    vm.run(&retry_switch_command(true), SHORT_TIMEOUT).await?.success().context("cannot enable retries")?;
     verified_pointer(stack)?;
     vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("backup after the outage")?;
     ensure!(verified_pointer(stack)?["seq"].as_u64() > before["seq"].as_u64(), "the pointer did not move");
@@ -65,7 +65,7 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
 
 /// Returns a command that enables or disables the retries of the hourly unit: while the store is unreachable, the unit
 /// retries for most of an hour, or fails immediately.
-fn retry_command(is_enabled: bool) -> String {
+fn retry_switch_command(is_enabled: bool) -> String {
     const DIR: &str = "/run/systemd/system/svc-db-backup.service.d";
     let change = if is_enabled {
         format!("rm -r {DIR}")
@@ -83,7 +83,8 @@ async fn check_fleet_attention(stack: &Stack, expected: bool) -> Result<()> {
     Ok(())
 }
 
-/// The owner deletes all notes, opens the last snapshot as a side database, and copies them back through the router.
+/// The owner deletes all notes, opens the last snapshot as a side database, and copies the notes back through the
+/// router.
 pub async fn restore_side_database(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     const NOTES: &str = "app_notes.notes";
     let vm = stack.provider.machine(&machine.server)?;

@@ -22,7 +22,7 @@ pub(super) struct Cloud {
     pub(super) bucket: Mutex<TokenBucket>,
     pub(super) guests: Guests,
     pub(super) token: String,
-    pub(super) action_time: Duration,
+    pub(super) action_duration: Duration,
 }
 
 /// The intended result of an action. The listener sets it if a call's action must fail.
@@ -180,7 +180,7 @@ impl Cloud {
     fn run_action(self: &Arc<Self>, action: i64, server: i64, effect: Effect, outcome: Outcome) {
         let cloud = Arc::clone(self);
         let work = async move {
-            tokio::time::sleep(cloud.action_time).await;
+            tokio::time::sleep(cloud.action_duration).await;
             match outcome {
                 Outcome::Success => cloud.apply(action, server, effect).await,
                 Outcome::Failure => cloud.inventory().end_action(action, true),

@@ -37,8 +37,8 @@ pub struct SimulatorOptions {
     pub kind: SimulatorKind,
     /// The API token; random by default.
     pub token: Option<String>,
-    /// How long an action runs before it takes effect.
-    pub action_time: Duration,
+    /// Time between an action's start and its effect.
+    pub action_duration: Duration,
     pub rate_limit: RateLimit,
     /// The project's server quota.
     pub server_limit: usize,
@@ -49,7 +49,7 @@ impl SimulatorOptions {
         Self {
             kind: SimulatorKind::Record,
             token: None,
-            action_time: Duration::from_millis(20),
+            action_duration: Duration::from_millis(20),
             rate_limit: RateLimit::default(),
             server_limit: 1000,
         }
@@ -92,7 +92,7 @@ impl Simulator {
             bucket: Mutex::new(TokenBucket::new(options.rate_limit)),
             guests,
             token: options.token.unwrap_or_else(|| uuid::Uuid::new_v4().simple().to_string()),
-            action_time: options.action_time,
+            action_duration: options.action_duration,
         });
         let listener = TcpListener::bind(("127.0.0.1", 0)).await;
         let listener = listener.context("cannot bind the simulator's listener")?;
