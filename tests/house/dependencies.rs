@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_have_no_cycle() {
+    fn dependency_tables_have_no_cycle() {
         for table in [&HOST_MODULES[..], &PACKAGES] {
             let mut remaining: Vec<_> = table.to_vec();
             while !remaining.is_empty() {

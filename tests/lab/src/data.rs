@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use reqwest::Method;
 use serde_json::{Value, json};
 
-use super::faults::{BACKUP, LONG_TIMEOUT, SHORT_TIMEOUT, verified_pointer, wait_until_served};
+use super::faults::{LONG_TIMEOUT, RUN_BACKUP, SHORT_TIMEOUT, verified_pointer, wait_until_served};
 use super::scenario::BOOT_TIMEOUT;
 use kit::s3::{Fault, Rule};
 use kit::story::{MachineRecord, Stack, eventually};
@@ -23,12 +23,12 @@ PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime
 /// that both failed, and the pointer is unchanged.
 pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
-    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
     let before = verified_pointer(stack)?;
     vm.run(&retry_switch_command(false), SHORT_TIMEOUT).await?.success().context("cannot disable retries")?;
     let outage = stack.store.add_fault(Rule::new(Fault::Refuse).key("/system/db/").always());
     for nth in 1..=2 {
-        let failed = vm.run(BACKUP, LONG_TIMEOUT).await?;
+        let failed = vm.run(RUN_BACKUP, LONG_TIMEOUT).await?;
         ensure!(!failed.status.success(), "backup {nth} succeeded although the store was unreachable");
     }
     let code =
@@ -55,7 +55,7 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     stack.store.heal();
     vm.run(&retry_switch_command(true), SHORT_TIMEOUT).await?.success().context("cannot enable retries")?;
     verified_pointer(stack)?;
-    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("backup after the outage")?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("backup after the outage")?;
     ensure!(verified_pointer(stack)?["seq"].as_u64() > before["seq"].as_u64(), "the pointer did not move");
     eventually("the fleet reports no problem", BOOT_TIMEOUT, || check_fleet_attention(stack, false)).await?;
     let detail =
@@ -90,7 +90,7 @@ pub async fn restore_side_database(stack: &Stack, machine: &MachineRecord) -> Re
     let vm = stack.provider.machine(&machine.server)?;
     let rows = wait_until_served(stack).await?;
     ensure!(!rows.is_empty(), "there are no rows: run the step `use` first");
-    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
     let delete =
         json!({"action": "delete", "app": "notes", "table": "notes", "filter": {"title": {"ne": ""}}});
     stack.web.call_bridge(&stack.owner_token(), &delete).await?;
@@ -165,7 +165,7 @@ pub async fn export_and_import(stack: &Stack, machine: &MachineRecord) -> Result
     let expected_lines =
         ["svc:svc /home/svc/home/projects/file", "svc-gateway:svc /home/svc/home/system/logs", "mine"];
     ensure!(expected_lines.iter().all(|line| report.contains(line)), "{report}");
-    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("backup after the import")?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("backup after the import")?;
     ensure!(import.contains("restarted svc-gateway"), "{import}");
     Ok((
         (),
