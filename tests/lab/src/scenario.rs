@@ -139,7 +139,11 @@ pub async fn fence_old_machine(stack: &Stack, first: &MachineRecord) -> Result<(
     ensure!(pointer()? == before, "the pointer moved: {}", pointer()?);
     vm.save_journal().await.ok();
     vm.cut_power();
-    Ok(((), "superseded: its gateway stops and stays stopped, its backup is refused".to_owned()))
+    Ok((
+        (),
+        "the old machine is superseded: its gateway stops and stays stopped, and its backup is refused"
+            .to_owned(),
+    ))
 }
 
 /// Runs the units that check snapshots: the latest snapshot is restored in a drill and re-read, and both results reach

@@ -179,7 +179,7 @@ pub async fn check_old_machine_superseded(
     ensure!(stack.slot.read(&stack.store, "system/db/latest")? == before, "the pointer has changed");
     ensure!(stack.slot.snapshots(&stack.store).iter().any(|key| key == backup), "the snapshot is missing");
     stack.provider.stop_unlisted(&first.server).await?;
-    Ok(((), "superseded; its gateway stops, its backups are refused".to_owned()))
+    Ok(((), "the old machine is superseded: its gateway stops, and its backups are refused".to_owned()))
 }
 
 pub async fn delete(stack: &Stack, second: &MachineRecord) -> Result<((), String)> {
