@@ -1,6 +1,6 @@
 #!/bin/sh
 # First boot of a machine: turns a server with user-data into a registered host. svc-first-boot.service runs this script
-# until it succeeds. Every step is idempotent, so that a power cut at any point is harmless. A failed stage is reported
+# until it succeeds. Every step is idempotent, so a power cut at any point is harmless. A failed stage is reported
 # with the last log line of the failed unit, and ends the boot (exit code 99). After any other failure, such as a report
 # that could not be delivered (75), the boot is retried. Credentials are never process arguments: a shell builtin writes
 # them to curl's standard input, as configuration.
@@ -12,7 +12,7 @@ svc=$root/opt/svc
 [ -e "$svc/user-data-written" ] || { sync; : >"$svc/user-data-written"; sync; }
 say() { printf '%s\n' "$*" >&2; }
 
-# Prints the value of a variable in an env file, which quotes it as systemd does.
+# Prints a variable's value from an env file, in which values are quoted as systemd quotes them.
 read_env() { sed -n "s/^$2=\"\(.*\)\"\$/\1/p" "$svc/env/$1.env" | sed 's/\\\(.\)/\1/g' | tail -n 1; }
 # Root reads its settings from its own file, because svc-gateway owns the others after the bundle stage.
 machine=$(read_env update SVC_MACHINE_ID)

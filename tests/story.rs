@@ -12,7 +12,7 @@ async fn assert_fails_at_its_step(defect: InjectedDefect) {
     let report = story::run(options).await.unwrap();
     let failed = report.failed().map(|step| step.name.as_str());
     assert!(!report.ok);
-    assert_eq!(failed, Some(defect.fails_at()), "{:#?}", report.steps);
+    assert_eq!(failed, Some(defect.failing_step()), "{:#?}", report.steps);
 }
 
 #[tokio::test(flavor = "multi_thread")]

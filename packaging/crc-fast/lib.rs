@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn finalize_returns_check_values_of_the_catalogue() {
+    fn finalize_returns_check_values_of_crc_catalogue() {
         for (algorithm, expected) in [
             (CrcAlgorithm::Crc32IsoHdlc, 0xcbf4_3926),
             (CrcAlgorithm::Crc32Iscsi, 0xe306_9283),

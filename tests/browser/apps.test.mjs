@@ -54,7 +54,7 @@ const databaseUnavailable = {
   body: '{"code":"database_unavailable","detail":"The database is unavailable."}',
 };
 
-/** Runs in the app's page: holds the response to the read of the whole list until `window.releaseList()` is called. */
+/** Runs in the app's page: delays the response with the whole list until `window.releaseList()` is called. */
 function holdListResponse() {
   const { fetch } = window;
   window.fetch = async (input, init) => {
@@ -149,7 +149,7 @@ test("a note that is created while the list is loading is kept", async () => {
   await ui.getByRole("button", { name: "New" }).click();
   await page.keyboard.type(earlier);
   await waitUntilSaved(ui);
-  // The list is read before the new note is inserted, and arrives after that.
+  // The list is read before the new note is inserted; its response arrives afterwards.
   await page.addInitScript(holdListResponse);
   await page.reload();
   await eventually("the read of the list", async () =>
@@ -207,7 +207,7 @@ test("a task is added, renamed, completed and deleted with the keyboard, and syn
   await otherCheckbox(renamed).waitFor();
   await page.keyboard.press("Space");
   await otherTab.ui.getByRole("radio", { name: "Done" }).check({ force: true });
-  await eventually("done in the other tab", async () => assert.ok(await otherCheckbox(renamed).isChecked()));
+  await eventually("the task done in the other tab", async () => assert.ok(await otherCheckbox(renamed).isChecked()));
 
   await page.reload();
   await ui.getByText("Live", { exact: true }).waitFor();

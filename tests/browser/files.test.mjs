@@ -36,7 +36,7 @@ after(() => closeBrowser(chrome));
 /** Waits until everything written so far is saved. */
 async function waitUntilSaved() {
   const now = Date.now();
-  await eventually("the files are saved", async () => {
+  await eventually("the saved files", async () => {
     const { body } = await requestAsOwner("/api/files/status");
     assert.ok(Date.parse(JSON.parse(body).savedUntil) > now, body);
   }, SAVE_TIMEOUT_MS);

@@ -152,8 +152,8 @@ test("an app's page opened directly has an opaque origin", async () => {
   assert.ok(error, String(value));
 });
 
-/** Waits until the list of apps shows the origins in the hostile app's manifest. */
-const waitForConnect = (origins) =>
+/** Waits until the list of apps shows exactly these `connect` origins for the hostile app. */
+const waitForConnectOrigins = (origins) =>
   eventually("the origins of the hostile app", async () => {
     const { apps } = JSON.parse((await requestAsOwner("/api/apps")).body);
     assert.deepEqual(apps.find(({ slug }) => slug === SLUG).connect, origins);
@@ -162,7 +162,7 @@ const waitForConnect = (origins) =>
 test("an app can send data only to the origins in its manifest", async () => {
   // An earlier attempt at this test may have left its origins in the manifest.
   install();
-  await waitForConnect([]);
+  await waitForConnectOrigins([]);
   const { frame } = await open();
   const { port } = attackerSite.address();
   const site = `http://localhost:${port}`;
@@ -218,7 +218,7 @@ test("an app can send data only to the origins in its manifest", async () => {
   assert.deepEqual(leakedRequests, []);
 
   install({ connect: ["https://api.example.com"] });
-  await waitForConnect(["https://api.example.com"]);
+  await waitForConnectOrigins(["https://api.example.com"]);
   const visitor = await newVisitor(chrome);
   visitors.push(visitor);
   const requestedUrls = [];

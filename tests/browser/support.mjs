@@ -123,7 +123,7 @@ export async function eventually(description, check, timeoutMs = TIMEOUT_MS) {
     try {
       return await check();
     } catch (error) {
-      if (Date.now() > deadline) throw new Error(`timeout: ${description}`, { cause: error });
+      if (Date.now() > deadline) throw new Error(`timed out waiting for ${description}`, { cause: error });
     }
     await new Promise((resolve) => setTimeout(resolve, 50));
   }

@@ -30,11 +30,11 @@ type Case = (Vec<u8>, Vec<Mutation>);
 
 impl Target {
     fn strategy(&self) -> impl Strategy<Value = Case> + use<> {
-        let changes = prop_oneof![
+        let mutations = prop_oneof![
             1 => Just(Vec::new()),
             4 => prop::collection::vec(any::<Mutation>(), 1..6),
         ];
-        (self.valid.clone(), changes)
+        (self.valid.clone(), mutations)
     }
 
     fn check(&self, case: &Case) -> Result<(), TestCaseError> {
@@ -136,16 +136,16 @@ fuzzed! {
     mutated_boot_env_error_has_no_secret, long_mutated_boot_env_error_has_no_secret, "boot-env";
     mutated_app_manifest_keeps_its_names, long_mutated_app_manifest_keeps_its_names, "app-manifest";
     mutated_bridge_request_stays_one_statement, long_mutated_bridge_request_stays_one_statement, "bridge-request";
-    mutated_bridge_filter_means_the_same_nested, long_mutated_bridge_filter_means_the_same_nested, "bridge-filter";
+    mutated_nested_bridge_filter_keeps_meaning, long_mutated_nested_bridge_filter_keeps_meaning, "bridge-filter";
     mutated_cursor_resumes_only_its_own_order, long_mutated_cursor_resumes_only_its_own_order, "bridge-cursor";
     mutated_jwt_never_authenticates_another_user, long_mutated_jwt_never_authenticates_another_user, "jwt";
     mutated_proof_never_authenticates_another_principal, long_mutated_proof_never_authenticates_another_principal, "proof";
     mutated_heartbeat_is_stored_within_bounds, long_mutated_heartbeat_is_stored_within_bounds, "heartbeat";
     mutated_hook_input_sends_no_content, long_mutated_hook_input_sends_no_content, "hook-input";
     mutated_agent_frames_parse_back, long_mutated_agent_frames_parse_back, "agent-frames";
-    mutated_agent_output_keeps_bounded_texts, long_mutated_agent_output_keeps_bounded_texts, "agent-output";
+    mutated_agent_output_yields_bounded_texts, long_mutated_agent_output_yields_bounded_texts, "agent-output";
     mutated_event_id_is_rejected, long_mutated_event_id_is_rejected, "event-id";
-    mutated_listing_loads_no_other_entry, long_mutated_listing_loads_no_other_entry, "import-listing";
+    mutated_listing_loads_no_forbidden_entry, long_mutated_listing_loads_no_forbidden_entry, "import-listing";
     mutated_import_manifest_is_rejected, long_mutated_import_manifest_is_rejected, "import-manifest";
     mutated_keys_keep_their_purpose, long_mutated_keys_keep_their_purpose, "jwks";
     mutated_owner_config_keeps_bounds, long_mutated_owner_config_keeps_bounds, "owner-config";
@@ -153,7 +153,7 @@ fuzzed! {
     mutated_cookie_cannot_use_router_name, long_mutated_cookie_cannot_use_router_name, "set-cookie";
     mutated_hop_by_hop_headers_are_removed, long_mutated_hop_by_hop_headers_are_removed, "hop-by-hop";
     mutated_path_stays_in_the_app_folder, long_mutated_path_stays_in_the_app_folder, "app-path";
-    mutated_session_counts_its_own_calls, long_mutated_session_counts_its_own_calls, "codex-session";
+    mutated_session_counts_only_its_own_calls, long_mutated_session_counts_only_its_own_calls, "codex-session";
     mutated_dump_head_yields_a_count_or_none, long_mutated_dump_head_yields_a_count_or_none, "dump-head";
     mutated_user_data_is_one_document, long_mutated_user_data_is_one_document, "user-data";
 }

@@ -180,7 +180,7 @@ pub fn import_cycles(files: &[ProjectFile]) -> Vec<String> {
             }
         }
     }
-    // A module that imports none of the others, or that none of them imports, is not part of a cycle.
+    // A module that imports no other remaining module, or that no other remaining module imports, is not in a cycle.
     loop {
         let before = imports.len();
         let names: BTreeSet<_> = imports.keys().cloned().collect();
@@ -201,7 +201,7 @@ pub fn import_cycles(files: &[ProjectFile]) -> Vec<String> {
 mod tests {
     use super::*;
 
-    fn is_broken(path: &str, text: &str) -> bool {
+    fn is_forbidden(path: &str, text: &str) -> bool {
         !forbidden_imports(&[ProjectFile::sample(path, text)]).is_empty()
     }
 
@@ -219,7 +219,7 @@ mod tests {
             ("src/host/gateway/apps/list.rs", "use crate::state::Gateway;"),
             ("src/host/gateway/writers.rs", "use super::state::Services;"),
         ] {
-            assert!(is_broken(path, text), "{path}: {text}");
+            assert!(is_forbidden(path, text), "{path}: {text}");
         }
     }
 
@@ -240,7 +240,7 @@ mod tests {
             ("src/host/gateway/mod.rs", "use self::state::Services;"),
             ("src/host/gateway/router.rs", "use super::state::Gateway;"),
         ] {
-            assert!(!is_broken(path, text), "{path}: {text}");
+            assert!(!is_forbidden(path, text), "{path}: {text}");
         }
     }
 
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_have_no_cycle() {
+    fn dependency_tables_have_no_cycle() {
         for table in [&HOST_MODULES[..], &PACKAGES] {
             let mut remaining: Vec<_> = table.to_vec();
             while !remaining.is_empty() {

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use super::{ProjectFile, format_violation};
 
-/// Returns crates that a workspace member depends on without exactly one row in `docs/dependencies.md`, and rows that
-/// belong to no such crate.
+/// Returns the dependencies of workspace members that do not have exactly one row in `docs/dependencies.md`, and rows
+/// for other crates.
 pub fn unexplained_dependencies(files: &[ProjectFile]) -> Vec<String> {
     let mut dependencies = BTreeMap::new();
     for file in files.iter().filter(|file| file.path.ends_with("Cargo.toml")) {
@@ -37,7 +37,7 @@ pub fn unexplained_dependencies(files: &[ProjectFile]) -> Vec<String> {
 }
 
 /// Whether a test exists: `area::file::name` in `tests`, in the kit as `kit::file::name`, or a unit test under `src`.
-pub fn is_test(files: &[ProjectFile], name: &str) -> bool {
+pub fn test_exists(files: &[ProjectFile], name: &str) -> bool {
     let (module, name) = name.rsplit_once("::").unwrap_or_default();
     let module = module.replace("::", "/");
     let paths = match module.strip_prefix("kit/") {
@@ -57,7 +57,7 @@ pub fn unknown_tests(files: &[ProjectFile]) -> Vec<String> {
     for file in files.iter().filter(|file| file.path.starts_with("docs/")) {
         for (number, line) in file.text.lines().enumerate() {
             let names = line.split('`').skip(1).step_by(2).filter(|text| is_name(text));
-            for name in names.filter(|name| !is_test(files, name)) {
+            for name in names.filter(|name| !test_exists(files, name)) {
                 violations.push(format_violation(&file.path, number + 1, format!("no such test: {name}")));
             }
         }

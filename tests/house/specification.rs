@@ -251,8 +251,9 @@ pub fn untraced_items(files: &[ProjectFile], exists: impl Fn(&str) -> bool) -> V
                 format!("{item} names no code file that exists"),
             ));
         }
-        let is_test =
-            |text: &str| documentation::is_test(files, text) || (text.ends_with(".test.mjs") && exists(text));
+        let is_test = |text: &str| {
+            documentation::test_exists(files, text) || (text.ends_with(".test.mjs") && exists(text))
+        };
         let (existing, missing): (Vec<_>, Vec<_>) = quoted(tests).partition(|text| is_test(text));
         if existing.is_empty() || !missing.is_empty() {
             violations.push(format_violation(

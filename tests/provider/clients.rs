@@ -42,7 +42,7 @@ async fn python_library_manages_server_life_cycle() -> Result<()> {
 async fn python_library_parses_provider_errors() -> Result<()> {
     let options = SimulatorOptions {
         server_limit: 2,
-        action_time: Duration::from_millis(500),
+        action_duration: Duration::from_millis(500),
         ..SimulatorOptions::record()
     };
     let simulator = Simulator::start(options).await?;

@@ -74,7 +74,7 @@ async fn failed_session_probe_is_inconclusive() -> Result<()> {
     let credentials = HostCredentials::read(&mut env, config.as_ref());
     let (config, credentials) = env.finish(config.zip(credentials))?;
     let fault = Rule::new(Fault::StatusAfterCommit(503)).method("PUT");
-    let failed = store.add_fault(fault.key("svc-doctor/").key_ending(".dump").always());
+    let failed = store.add_fault(fault.key("svc-doctor/").key_suffix(".dump").always());
     let races = RaceLimits { rounds: 1, timeout: Duration::from_secs(10) };
     let found = doctor::probe_store(&config, &credentials, races).await;
     assert!(failed.hits() > 0);

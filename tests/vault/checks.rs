@@ -157,10 +157,10 @@ async fn store_failure_is_not_reported_as_damage() -> Result<()> {
     let store = machine::start_store()?;
     let (machine, keys) = create_machine_with_snapshots(&store, 1).await?;
     // The download is interrupted twice, and resumes.
-    store.add_fault(Rule::new(Fault::TruncateBody(20_000)).method("GET").key_ending(".dump").times(2));
+    store.add_fault(Rule::new(Fault::TruncateBody(20_000)).method("GET").key_suffix(".dump").times(2));
     machine.run(&["svc-db-backup", "verify", "--latest"])?.expect(0);
     store.heal();
-    store.add_fault(Rule::new(Fault::Status(503)).method("GET").key_ending(".dump").always());
+    store.add_fault(Rule::new(Fault::Status(503)).method("GET").key_suffix(".dump").always());
     let short_timeout = [("RESTORE_STORE_DEADLINE_SECONDS", "1")];
     for args in [&["svc-db-backup", "verify", "--latest"][..], &["svc-db-backup", "drill"][..]] {
         machine.run_with(args, &short_timeout)?.expect(69);
@@ -279,7 +279,7 @@ async fn drill_request_is_kept_if_its_run_is_stopped() -> Result<()> {
     waiting.wait()?.expect(75);
     drop(lock);
     store.add_fault(
-        Rule::new(Fault::Delay(Duration::from_secs(20))).method("GET").key_ending(".dump").always(),
+        Rule::new(Fault::Delay(Duration::from_secs(20))).method("GET").key_suffix(".dump").always(),
     );
     let running = machine.spawn(&drill, &[])?;
     wait_until("the lock", || Lock::is_held(&machine.path("var/lib/svc/drill/lock")).unwrap_or(false))

@@ -40,7 +40,7 @@ async fn restore_streams_dump_that_does_not_fit_on_disk() -> Result<()> {
     let Some((store, new, _disk)) = machine_with_tight_disk(50).await? else { return Ok(()) };
     // The transfer is interrupted and resumed twice.
     let hits =
-        store.add_fault(Rule::new(Fault::TruncateBody(300_000)).method("GET").key_ending(".dump").times(2));
+        store.add_fault(Rule::new(Fault::TruncateBody(300_000)).method("GET").key_suffix(".dump").times(2));
     let result = new.run(&["svc-restore"])?.expect(0);
     assert!(result.stderr.contains("streaming it from the object store"), "{}", result.stderr);
     assert_eq!(hits.hits(), 2);

@@ -27,7 +27,7 @@ pub struct Args {
     /// For files: the number of files (default: 200,000)
     #[arg(long, value_name = "N")]
     files: Option<u32>,
-    /// For files: their average size in bytes (default: 50,000)
+    /// For files: the average size of a file, in bytes (default: 50,000)
     #[arg(long, value_name = "N")]
     file_bytes: Option<u32>,
     /// For files: leave out rclone, which takes far longer than the others for many small files
@@ -79,7 +79,7 @@ fn find_binary(area: &str, path: Option<PathBuf>) -> Result<PathBuf> {
     path.canonicalize().with_context(|| format!("cannot find {}", path.display()))
 }
 
-/// Builds the program that the area measures at the given revision, or returns an earlier build of the same commit.
+/// Builds, at the given revision, the program that the area measures; returns an existing build of the same commit.
 fn build_revision(revision: &str, area: &str) -> Result<PathBuf> {
     let root = cargo::root();
     let commit =

@@ -34,9 +34,9 @@ pub struct Args {
     /// The oldest release that can update to this one
     #[arg(long, value_name = "VERSION")]
     min_version: Option<String>,
-    /// A part of earlier releases that this one removes on purpose, as `release.json` names it, such as code-server;
-    /// repeatable. Hosts refuse a release that lacks any other part they have. Repeat it in later releases until no
-    /// machine is running a release with that part
+    /// Name, in `release.json`, of a part of earlier releases that this one deliberately removes, such as code-server;
+    /// repeatable. Hosts refuse a release that lacks any other part they have. Repeat the option in later releases
+    /// until no machine is running a release with that part
     #[arg(long, value_name = "PART")]
     removes: Vec<String>,
     /// Days for which the signed manifest is valid, from the commit date

@@ -20,7 +20,7 @@ use crate::{cargo, profile};
 /// checks, which the platform and svcctl both contain, with quotes and the object store probes (0.6 MiB); file backups,
 /// with zstd and `.svcignore` matching (2.2 MiB); file history, with its archives, routes and verification (1.4 MiB);
 /// and the state of the backup (0.3 MiB).
-const MAX_BYTES: u64 = 30 << 20;
+const MAX_EXECUTABLE_BYTES: u64 = 30 << 20;
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 #[cfg(target_arch = "x86_64")]
@@ -193,7 +193,11 @@ fn cargo_home() -> Result<PathBuf> {
 
 fn verify_executable(svc: &Path) -> Result<()> {
     let size = fs::metadata(svc)?.len();
-    ensure!(size <= MAX_BYTES, "{} is {size} bytes; the maximum is {MAX_BYTES}", svc.display());
+    ensure!(
+        size <= MAX_EXECUTABLE_BYTES,
+        "{} is {size} bytes; the maximum is {MAX_EXECUTABLE_BYTES}",
+        svc.display()
+    );
     let linkage = run_ldd(svc)?;
     let is_static =
         ["statically linked", "not a dynamic executable"].iter().any(|text| linkage.contains(text));

@@ -173,8 +173,8 @@ fn dev_runs_printed_commands_and_cleans_up() {
     dev.signal("INT");
     assert!(dev.wait().success(), "{}", dev.output());
     assert!(!dir.exists(), "{:?}", fs::read_dir(&dir).map(Iterator::count));
-    eventually("its processes are still running", || list_processes(&disks).is_empty());
-    eventually("its disks still exist", || !Path::new(&disks).exists());
+    eventually("the instance's processes are still running", || list_processes(&disks).is_empty());
+    eventually("the instance's disks still exist", || !Path::new(&disks).exists());
     assert!(
         !is_listening(json["platformUrl"].as_str().unwrap())
             && !is_listening(json["routerUrl"].as_str().unwrap())
@@ -196,7 +196,7 @@ fn killed_instance_does_not_block_the_next() {
     assert_eq!(fresh["pid"], json!(next.process.id()));
     let disks = json["dir"].as_str().unwrap();
     eventually("the killed instance's processes are still running", || list_processes(disks).is_empty());
-    eventually("its disks still exist", || !Path::new(disks).exists());
+    eventually("the killed instance's disks still exist", || !Path::new(disks).exists());
     assert!(is_listening(fresh["platformUrl"].as_str().unwrap()));
     next.signal("TERM");
     assert!(next.wait().success(), "{}", next.output());

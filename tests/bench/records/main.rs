@@ -19,7 +19,7 @@ use serde_json::json;
 use svc::host::records::entry::{Interaction, ResultStatus};
 use svc::host::records::money::Dollars;
 
-/// Length of an event as a line, including the line end.
+/// Length of an event's line, including the newline.
 const EVENT_BYTES: usize = 246;
 
 fn main() -> Result<()> {

@@ -124,9 +124,9 @@ fn run_paced_load(records: &Records, events: &[Interaction], load: Duration) -> 
         while started.elapsed() < due {
             std::hint::spin_loop();
         }
-        let call = Instant::now();
+        let call_started = Instant::now();
         append_with_retry(records, event);
-        samples.push(elapsed_nanos(call));
+        samples.push(elapsed_nanos(call_started));
     }
     let accepted = samples.len();
     Ok((samples, accepted))
@@ -136,11 +136,11 @@ fn run_wake_ups(records: &Records) -> Result<(Vec<u64>, usize)> {
     let event = event(7);
     let mut samples = Vec::new();
     for _ in 0..3 {
-        // Longer than the second without events after which the writing thread sleeps until woken.
+        // The writer thread goes to sleep after one second without events.
         std::thread::sleep(Duration::from_millis(1300));
-        let call = Instant::now();
+        let call_started = Instant::now();
         append_with_retry(records, &event);
-        samples.push(elapsed_nanos(call));
+        samples.push(elapsed_nanos(call_started));
     }
     let accepted = samples.len();
     Ok((samples, accepted))

@@ -1,5 +1,5 @@
 //! Backup benchmark: `svc-db-backup` dumps the database, hashes, verifies and uploads the dump, and moves the pointer.
-//! Its peers dump to a file, or upload without verification.
+//! It is compared with a dump to a file, and with an upload without verification.
 
 use std::fs;
 use std::path::Path;
@@ -46,12 +46,12 @@ pub const ROWS: [Spec; 10] = [
     Spec { name: DISK_WRITES, unit: "KiB", against: None, target: Target::AtMost(512.0) },
 ];
 
-/// Space for the cached database, the largest of the others, their WAL, one dump, and a margin.
+/// Space for the cached database, the largest other database, their WAL, one dump, and a margin.
 const MIN_FREE_BYTES: u64 = 14 << 30;
 const TIMEOUT: Duration = Duration::from_secs(1800);
 /// Maximum growth of the machine's directory in one run, for its records.
 const MAX_RECORD_BYTES: u64 = 256 << 10;
-/// Maximum difference between two dumps of the same rows, whose headers contain the time.
+/// Maximum size difference between two dumps of the same rows: a dump's header contains the time.
 const MAX_SIZE_DIFFERENCE_BYTES: u64 = 64 << 10;
 
 pub async fn measure(options: &Options) -> Result<Tally> {
@@ -97,7 +97,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
     for (name, scale) in OTHER_SIZES {
         println!("  {name}");
         let dir = tempfile::tempdir_in(dir.path())?;
-        // Each database gets its own store: a second machine with the same epoch would be fenced in the first one's.
+        // Each database has its own store: in a shared store, a second machine with the same epoch would be fenced.
         let store = BenchStore::open(dir.path())?;
         let server = database::create(dir.path(), scale).await?;
         let (stats, _) = Testbed::prepare(dir.path(), options, &store, &server, scale)?.run_svc_backup()?;
@@ -108,8 +108,8 @@ pub async fn measure(options: &Options) -> Result<Tally> {
     Ok(tally)
 }
 
-/// One database and the machine that backs it up. A run returns its statistics and the size of its dump, which is then
-/// deleted.
+/// One database and the machine that backs it up. A run deletes its dump, and returns its statistics and the dump's
+/// size.
 struct Testbed<'a> {
     dir: &'a Path,
     svc: &'a Path,
@@ -143,7 +143,7 @@ impl<'a> Testbed<'a> {
     }
 
     fn dump_to_file(&self) -> Result<(RunStats, u64)> {
-        let file = self.dir.join("limit.dump");
+        let file = self.dir.join("baseline.dump");
         // Redirected by the shell, because `--file` would fsync.
         let mut command = self.shell(r#""$PG_DUMP" -Fc -Z gzip:1 "$DATABASE" >"$0""#);
         command.arg(&file);

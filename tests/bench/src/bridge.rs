@@ -117,8 +117,8 @@ impl Testbed {
         Ok(testbed)
     }
 
-    /// Checks that the gateway and PostgREST insert a row, and find the same number of rows with the same first one,
-    /// because fast error responses would yield good figures.
+    /// Checks that the gateway and PostgREST both insert a row, and find the same number of rows with the same first
+    /// row: otherwise, fast error responses would yield good figures.
     async fn check_results_agree(&self) -> Result<()> {
         let inserted = self.gateway.query(&self.machine, &self.insert.bridge_body).await?;
         ensure!(

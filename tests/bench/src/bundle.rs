@@ -1,5 +1,5 @@
-//! Bundle benchmark: `svc-update boot` downloads, hashes and unpacks in one pass. Its peers are shell tools that read
-//! the archive from memory. All write to a tmpfs, because disks vary too much.
+//! Bundle benchmark: `svc-update boot` downloads, hashes and unpacks in one pass. It is compared with shell tools that
+//! read the archive from memory. All write to a tmpfs, because disks vary too much.
 
 use std::fs;
 use std::io::{Read, Write};

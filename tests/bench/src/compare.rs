@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn change_within_noise_is_the_same() {
+    fn change_within_noise_counts_as_same() {
         let baseline = [100.0; 5];
         assert_eq!(verdict(&RATE, &baseline, &[80.0, 101.0, 95.0, 110.0, 102.0]), Verdict::Same, "noise");
         assert_eq!(verdict(&RATE, &baseline, &[99.0; 5]), Verdict::Same, "a steady difference of 1%");
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn ratio_is_paired_by_round() {
+    fn ratio_pairs_samples_by_round() {
         // The machine was half as fast in the second round, for both builds.
         let rows = comparison(&RATE, &[100.0, 50.0, 100.0], &[110.0, 55.0, 110.0]).rows(&[RATE]);
         assert!((rows[0].ratio - 1.1).abs() < 1e-9, "{rows:?}");

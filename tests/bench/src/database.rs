@@ -163,7 +163,7 @@ pub async fn size_bytes(server: &PgServer) -> Result<u64> {
     Ok(size.unsigned_abs())
 }
 
-/// Creates a temporary directory under `out`, whose disk must have more than this much free space.
+/// Creates a temporary directory under `out`. The disk must have more than `min_free_bytes` of free space.
 pub fn create_run_dir(out: &Path, min_free_bytes: u64) -> Result<tempfile::TempDir> {
     fs::create_dir_all(out)?;
     let stats = statvfs(out).with_context(|| format!("statvfs {}", out.display()))?;

@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn ratio_is_paired_by_round() {
+    fn ratio_pairs_samples_by_round() {
         // The machine was half as fast in the second round, for both sides.
         let row = tally(&[100.0, 55.0, 110.0], &[100.0, 50.0, 100.0]);
         let row = row.row(&spec(Some("peer"), Target::RatioAtLeast(1.1))).expect("both sides were measured");

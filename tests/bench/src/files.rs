@@ -1,5 +1,6 @@
 //! File backup benchmark: `svc-sync-agent files` saves a home directory to the store, and `restore-home` restores it.
-//! Its peers are stock restic, which writes the same format, and rclone, which only copies. Each run uses a new store.
+//! It is compared with stock restic, which writes the same format, and with rclone, which only copies. Each run uses a
+//! new store.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -24,14 +25,14 @@ use super::process;
 use super::task;
 use super::{Options, print_round};
 
-/// The unit of the measured service, whose environment is part of what is measured.
+/// The measured service's unit: the environment that it sets is part of the measurement.
 const UNIT: &str = include_str!("../../../systemd/system/svc-files.service");
 
 const FIRST_COPY: &str = "first copy";
 const FIRST_CPU: &str = "CPU time of the first copy";
 const FIRST_MEMORY: &str = "peak memory of the first copy";
-const STORED: &str = "stored bytes";
-const OBJECTS: &str = "objects written";
+const STORED_BYTES: &str = "stored bytes";
+const OBJECTS_WRITTEN: &str = "objects written";
 const UNCHANGED_PASS: &str = "save without changes";
 const FULL_COMPARISON: &str = "comparison of the whole home directory";
 const CHANGE_DELAY: &str = "time until a changed file is saved";
@@ -49,8 +50,8 @@ pub const ROWS: [Spec; 18] = [
     Spec { name: FIRST_COPY, unit: "s", against: Some(RCLONE), target: Target::None },
     Spec { name: FIRST_CPU, unit: "s", against: Some(RESTIC), target: Target::None },
     Spec { name: FIRST_MEMORY, unit: "MiB", against: Some(RESTIC), target: Target::None },
-    Spec { name: STORED, unit: "MB", against: Some(RESTIC), target: Target::None },
-    Spec { name: OBJECTS, unit: "objects", against: Some(RESTIC), target: Target::None },
+    Spec { name: STORED_BYTES, unit: "MB", against: Some(RESTIC), target: Target::None },
+    Spec { name: OBJECTS_WRITTEN, unit: "objects", against: Some(RESTIC), target: Target::None },
     Spec { name: UNCHANGED_PASS, unit: "s", against: Some(RESTIC), target: Target::RatioAtMost(0.1) },
     Spec { name: UNCHANGED_PASS, unit: "s", against: Some(RCLONE), target: Target::None },
     Spec { name: FULL_COMPARISON, unit: "s", against: Some(RESTIC), target: Target::None },
@@ -72,11 +73,10 @@ pub const ROWS: [Spec; 18] = [
 const SERVICE_MEMORY: &str = ROWS[15].name;
 
 const TIMEOUT: Duration = Duration::from_secs(3600);
-/// Number of files that each round changes.
-const CHANGES: u32 = 5;
+const CHANGED_FILES_PER_ROUND: u32 = 5;
 /// Longer than the service's minimum interval between saves, which is 15 s.
 const CHANGE_INTERVAL: Duration = Duration::from_secs(17);
-/// Interval over which the idle CPU time is measured, which the kernel counts in steps of 10 ms.
+/// Interval over which idle CPU time is measured. The kernel counts CPU time in steps of 10 ms.
 const IDLE_INTERVAL: Duration = Duration::from_secs(20);
 const USER: &str = "user_bench";
 const FILES_PER_DIRECTORY: u32 = 50;
@@ -247,7 +247,8 @@ fn measure_product(
     tally.add(SERVICE_MEMORY, PRODUCT, process::memory_mib(service.pid())?);
     add_store_usage(store, PRODUCT, tally);
 
-    // The watcher starts to listen before its first scan ends. After the first of these saves, it reports no changes.
+    // The watcher starts to listen before its first scan ends, so only the second save is measured: by then, the
+    // watcher reports no changes.
     machine.command(svc, &["svc-sync-agent", "now"]).output()?;
     let unchanged = task::run(machine.command(svc, &["svc-sync-agent", "now"]), TIMEOUT)?;
     tally.add(UNCHANGED_PASS, PRODUCT, unchanged.wall.as_secs_f64());
@@ -258,7 +259,7 @@ fn measure_product(
     let per_second = |used: Duration| used.as_secs_f64() * 1e3 / IDLE_INTERVAL.as_secs_f64();
     tally.add(WATCHER_IDLE_CPU, PRODUCT, per_second(after.0 - before.0));
     tally.add(SERVICE_IDLE_CPU, PRODUCT, per_second(after.1 - before.1));
-    for number in 0..CHANGES {
+    for number in 0..CHANGED_FILES_PER_ROUND {
         std::thread::sleep(CHANGE_INTERVAL);
         let path = machine.home().join(format!("home/projects/000/0000/file-{number}"));
         let before = Timestamp::now();
@@ -346,8 +347,8 @@ fn measure_rclone(
 fn add_store_usage(store: &BenchStore, side: &'static str, tally: &mut Tally) {
     let objects = store.server.objects(BUCKET, "");
     let bytes: u64 = objects.iter().map(|object| object.size).sum();
-    tally.add(STORED, side, bytes as f64 / 1e6);
-    tally.add(OBJECTS, side, objects.len() as f64);
+    tally.add(STORED_BYTES, side, bytes as f64 / 1e6);
+    tally.add(OBJECTS_WRITTEN, side, objects.len() as f64);
 }
 
 /// Checks that `home/projects` has the same number of files and the same total size in both trees. Files whose names

@@ -56,8 +56,8 @@ pub async fn measure(options: &Options) -> Result<Tally> {
         print_round(round, options.rounds);
         let (mut ours, mut theirs) = (Vec::new(), Vec::new());
         for _ in 0..STARTS_PER_ROUND {
-            ours.push(millis(cold.start(&options.svc)?.started_in));
-            theirs.push(millis(start_nginx(&nginx, dir.path(), &site)?.started_in));
+            ours.push(millis(cold.start(&options.svc)?.startup_time));
+            theirs.push(millis(start_nginx(&nginx, dir.path(), &site)?.startup_time));
         }
         tally.add(START_UP, PRODUCT, median(&ours).unwrap_or_default());
         tally.add(START_UP, NGINX, median(&theirs).unwrap_or_default());

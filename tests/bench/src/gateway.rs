@@ -34,7 +34,7 @@ pub struct Gateway {
     pub address: SocketAddr,
     pub process: ServerProcess,
     /// Time from exec to listening.
-    pub started_in: Duration,
+    pub startup_time: Duration,
     client: reqwest::Client,
 }
 
@@ -67,7 +67,7 @@ impl Machine {
         (0..count).try_for_each(|app| self.install_app(&format!("app{app}"), &tables))
     }
 
-    /// Returns the folder of an app's pages, which is created if necessary.
+    /// Returns the folder of an app's pages; creates it if necessary.
     pub fn app_output(&self, slug: &str) -> Result<PathBuf> {
         let dir = self.root.path().join("home/svc/home/apps").join(slug).join("dist");
         std::fs::create_dir_all(&dir)?;
@@ -109,14 +109,14 @@ impl Machine {
             ("DATABASE_URL", &self.database_url),
             ("GATEWAY_LISTEN", &address.to_string()),
         ]);
-        let (process, started_in) =
+        let (process, startup_time) =
             ServerProcess::start(command, address, &self.root.path().join("gateway.log"))?;
         // Accepts any certificate, because the router benchmark measures pinning.
         let client = reqwest::Client::builder()
             .tls_danger_accept_invalid_certs(true)
             .timeout(READY_TIMEOUT)
             .no_proxy();
-        Ok(Gateway { address, process, started_in, client: client.build()? })
+        Ok(Gateway { address, process, startup_time, client: client.build()? })
     }
 }
 

@@ -24,8 +24,8 @@ const AFTER_P50: &str = "after a command that writes 10 files, p50";
 const AFTER_P99: &str = "after a command that writes 10 files, p99";
 const BUSY_BEFORE_P99: &str = "before a command, p99, all processors busy";
 const BUSY_AFTER_P99: &str = "after a command, p99, all processors busy";
-const UNAUDITED: &str = "files without an audit entry";
-const LATE: &str = "calls recorded as late, all processors busy";
+const UNAUDITED_FILES: &str = "files without an audit entry";
+const LATE_CALLS: &str = "calls recorded as late, all processors busy";
 const EMPTY_SHELL: &str = "sh -c true";
 
 pub const ROWS: [Spec; 8] = [
@@ -35,8 +35,8 @@ pub const ROWS: [Spec; 8] = [
     Spec { name: AFTER_P99, unit: "ms", against: None, target: Target::AtMost(100.0) },
     Spec { name: BUSY_BEFORE_P99, unit: "ms", against: None, target: Target::AtMost(100.0) },
     Spec { name: BUSY_AFTER_P99, unit: "ms", against: None, target: Target::AtMost(100.0) },
-    Spec { name: UNAUDITED, unit: "", against: None, target: Target::AtMost(0.0) },
-    Spec { name: LATE, unit: "", against: None, target: Target::None },
+    Spec { name: UNAUDITED_FILES, unit: "", against: None, target: Target::AtMost(0.0) },
+    Spec { name: LATE_CALLS, unit: "", against: None, target: Target::None },
 ];
 
 const FOLDERS: usize = 2000;
@@ -76,7 +76,7 @@ fn run_rounds(svc: &Path, rounds: u32) -> Result<Tally> {
         ] {
             tally.add(name, side, percentile(times, percent));
         }
-        tally.add(UNAUDITED, PRODUCT, home.count_unaudited(&idle)? as f64);
+        tally.add(UNAUDITED_FILES, PRODUCT, home.count_unaudited(&idle)? as f64);
         let late_before = home.count(|line| line["gap"]["why"] == "late");
         let busy = {
             let _load = start_load()?;
@@ -84,7 +84,11 @@ fn run_rounds(svc: &Path, rounds: u32) -> Result<Tally> {
         };
         tally.add(BUSY_BEFORE_P99, PRODUCT, percentile(&busy.before, 99));
         tally.add(BUSY_AFTER_P99, PRODUCT, percentile(&busy.after, 99));
-        tally.add(LATE, PRODUCT, (home.count(|line| line["gap"]["why"] == "late") - late_before) as f64);
+        tally.add(
+            LATE_CALLS,
+            PRODUCT,
+            (home.count(|line| line["gap"]["why"] == "late") - late_before) as f64,
+        );
     }
     Ok(tally)
 }

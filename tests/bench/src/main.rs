@@ -108,7 +108,7 @@ struct Options {
     /// For the area `files`: the number of files
     #[arg(long, value_name = "N", default_value_t = 200_000)]
     files: u32,
-    /// For the area `files`: their average size in bytes
+    /// For the area `files`: the average size of a file, in bytes
     #[arg(long, value_name = "N", default_value_t = 50_000)]
     file_bytes: u32,
     /// For the area `files`: leave out rclone, which takes far longer than the others for many small files

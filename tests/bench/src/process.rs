@@ -115,7 +115,7 @@ pub fn memory_mib(pid: u32) -> Result<f64> {
     Ok(kib as f64 / 1024.0)
 }
 
-/// Resets the peak that [`peak_memory_mib`] returns to the current memory use.
+/// Resets the peak (see [`peak_memory_mib`]) to the current memory use.
 pub fn reset_peak_memory(pid: u32) -> Result<()> {
     Ok(fs::write(format!("/proc/{pid}/clear_refs"), "5")?)
 }

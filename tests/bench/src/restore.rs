@@ -1,5 +1,5 @@
 //! Restore benchmark: `svc-restore` downloads the snapshot, hashes it, loads it into a new database, compares all row
-//! counts with the sidecar, and swaps the databases. Its peer is a shell pipeline that verifies nothing.
+//! counts with the sidecar, and swaps the databases. The baseline is a shell pipeline that verifies nothing.
 //!
 //! Each run starts a new server, so that no run benefits from an earlier one's WAL files.
 
@@ -90,8 +90,8 @@ impl Run {
         Ok(Self { server, dir })
     }
 
-    /// Runs `svc-restore`, which replaces an empty database, as on a new machine. On a machine, a restart of the server
-    /// has flushed that database; here, a checkpoint does.
+    /// Runs `svc-restore`, which replaces an empty database, as on a new machine. On a real machine, PostgreSQL has
+    /// been restarted by then, which flushes that database; here, a checkpoint flushes it.
     async fn restore(&self, svc: &Path, store: &BenchStore) -> Result<RunStats> {
         self.server.create_database(database::NAME).await?;
         self.server.connect(database::NAME).await?.batch_execute("CHECKPOINT").await?;
@@ -108,7 +108,7 @@ impl Run {
         command.args(["-c", script]).env_clear().env("PATH", std::env::var_os("PATH").unwrap_or_default());
         command
             .arg(format!("s3://{BUCKET}/{}", store.object_key(snapshot)))
-            .arg(self.dir.path().join("peer.dump"));
+            .arg(self.dir.path().join("baseline.dump"));
         command.env("BIN", self.server.binaries().dir()).env("DATABASE", database::NAME);
         command.envs(s5cmd.env(&store.server));
         database::set_connection_env(&mut command, &self.server);

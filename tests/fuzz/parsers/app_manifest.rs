@@ -32,8 +32,8 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// Checks that a stored manifest parses back to the same value and has no path outside the app, and that each of its
-/// statements is a single one with only permitted names.
+/// Checks that a stored manifest parses back to the same value and has no path outside the app, and that each SQL text
+/// generated from it is a single statement with only permitted names.
 fn check_any(bytes: &[u8]) -> Result<(), String> {
     let (stored, statements) = match read_manifest(bytes) {
         Ok(read) => read,

@@ -188,7 +188,7 @@ impl UnpackDir {
             .collect();
         names.sort();
         if names != ["into", OUTSIDE] {
-            return Err(format!("next to the directory: {names:?}"));
+            return Err(format!("unexpected entries next to the directory: {names:?}"));
         }
         let outside = self.root.path().join(OUTSIDE);
         let mode = fs::symlink_metadata(&outside).map_err(|error| error.to_string())?.permissions().mode();

@@ -16,8 +16,8 @@ const FIXED_NAMES: [&str; 7] = ["t", "app_n", "hit", "done", "h", "d", "count"];
 const MAX_STATEMENT_BYTES: usize = 256 * 1024;
 const MAX_OPERATIONS: usize = 50;
 
-/// Checks that the statement uses only known names, that placeholders match parameters, and that nothing ends it
-/// early.
+/// Checks that the statement uses only known names, that placeholders match parameters, and that nothing terminates the
+/// statement early.
 fn check_statement(statement: &Statement) -> Result<(), String> {
     let Statement { text, params, .. } = statement;
     if text.len() > MAX_STATEMENT_BYTES {
@@ -47,7 +47,7 @@ fn check_statement(statement: &Statement) -> Result<(), String> {
     if placeholders.iter().copied().eq(1..=*params) {
         Ok(())
     } else {
-        Err(format!("{params} parameters for the placeholders in {text}"))
+        Err(format!("{params} parameters do not match the placeholders in {text}"))
     }
 }
 
@@ -204,7 +204,7 @@ fn check_any_filter(bytes: &[u8]) -> Result<(), String> {
     }
     let reparsed = read_filter(&format!(" {text}\n"));
     if reparsed != Some(Ok((statement.clone(), fingerprint))) {
-        return Err(format!("with surrounding whitespace it parses as {reparsed:?}"));
+        return Err(format!("with surrounding whitespace, the filter parses as {reparsed:?}"));
     }
     if is_empty {
         return Ok(());
@@ -218,7 +218,7 @@ fn check_any_filter(bytes: &[u8]) -> Result<(), String> {
         match read_filter(&outer) {
             Some(Ok((nested, _))) if nested.text == expected && nested.params == statement.params => {}
             Some(Err(reason)) if reason.contains("levels deep") => {}
-            other => return Err(format!("within {outer} it parses as {other:?}")),
+            other => return Err(format!("within {outer}, the filter parses as {other:?}")),
         }
     }
     Ok(())
@@ -235,7 +235,7 @@ pub fn cursor() -> Target {
             if accepted.count() == 1 {
                 Ok(())
             } else {
-                Err("it is not accepted for exactly one order".to_owned())
+                Err("the cursor is accepted for no order, or for several orders".to_owned())
             }
         },
         cases: 1500,
@@ -264,7 +264,7 @@ fn check_any_cursor(bytes: &[u8]) -> Result<(), String> {
     for order in 0..ORDERS.len() {
         for filter in ["", "fedcba9876543210"] {
             if read_cursor(order, filter, text).is_ok() && read_cursor(order, FINGERPRINT, text).is_ok() {
-                return Err("it is accepted with a different filter".to_owned());
+                return Err("the cursor is accepted with a different filter".to_owned());
             }
         }
         let Ok((keys, condition)) = read_cursor(order, FINGERPRINT, text) else { continue };
@@ -273,11 +273,12 @@ fn check_any_cursor(bytes: &[u8]) -> Result<(), String> {
         if condition.encoded_bytes.is_none() || keys.iter().flatten().any(|key| key.contains('\0')) {
             return Err("accepted a value that PostgreSQL rejects".to_owned());
         }
-        let encoded = write_cursor(order, FINGERPRINT, keys.clone()).ok_or("it cannot be encoded again")?;
+        let encoded =
+            write_cursor(order, FINGERPRINT, keys.clone()).ok_or("the cursor cannot be encoded again")?;
         let decoded = read_cursor(order, FINGERPRINT, &encoded)?;
         if decoded != (keys, condition) {
-            return Err(format!("it is decoded as {decoded:?}"));
+            return Err(format!("the re-encoded cursor is decoded as {decoded:?}"));
         }
     }
-    if accepted > 1 { Err("it is accepted for more than one order".to_owned()) } else { Ok(()) }
+    if accepted > 1 { Err("the cursor is accepted for more than one order".to_owned()) } else { Ok(()) }
 }

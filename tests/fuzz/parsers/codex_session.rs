@@ -1,4 +1,5 @@
-//! The session file of a run's thread, which Codex writes or the agent's tools forge: only the thread's calls count.
+//! The session file of a run's thread, which Codex writes and the agent's tools can forge: only the thread's own calls
+//! count.
 
 use std::fs;
 use std::path::PathBuf;

@@ -139,7 +139,7 @@ fn read_settings(bytes: &[u8]) -> StartupResult {
     StartupResult { identity, printed }
 }
 
-/// Whether the secret is in a place that logs may show, such as a variable's name or the store's address.
+/// Whether the secret is where logs may show it, such as in a variable's name or in the store's address.
 fn has_misplaced_secret(bytes: &[u8]) -> bool {
     let secrets = ["UPGRADE_TOKEN", "AWS_SECRET_ACCESS_KEY", "DATABASE_URL", "REGISTRATION_TOKEN"];
     let pairs = std::str::from_utf8(bytes).ok().and_then(|text| parse_env_file(text).ok());

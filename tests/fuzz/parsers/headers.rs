@@ -180,12 +180,12 @@ fn check_any_hops(bytes: &[u8]) -> Result<(), String> {
 
 fn check_valid_hops(bytes: &[u8]) -> Result<(), String> {
     let before = parse_headers(bytes);
-    let is_x_own_named =
+    let connection_names_x_own =
         before.get_all(CONNECTION).iter().any(|value| value.as_bytes().starts_with(b"x-own"));
     let mut after = before.clone();
     strip_hop_by_hop(&mut after);
     let end_to_end = before.keys().filter(|name| name.as_str().starts_with("x-"));
-    let mut end_to_end = end_to_end.filter(|name| !(is_x_own_named && name.as_str() == "x-own"));
+    let mut end_to_end = end_to_end.filter(|name| !(connection_names_x_own && name.as_str() == "x-own"));
     match end_to_end.find(|name| after.get_all(*name).iter().ne(before.get_all(*name).iter())) {
         Some(name) => Err(format!("the values of the end-to-end header {name} were changed")),
         None => Ok(()),

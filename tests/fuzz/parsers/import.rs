@@ -68,7 +68,7 @@ fn check_any_listing(bytes: &[u8]) -> Result<(), String> {
     };
     for line in list.lines() {
         let id = line.strip_suffix(';').filter(|id| id.parse::<u32>().is_ok());
-        let id = id.ok_or_else(|| format!("pg_restore would get {line:?}"))?;
+        let id = id.ok_or_else(|| format!("pg_restore would receive {line:?}"))?;
         let has_this_number = |line: &&str| {
             let number = line.split_once("; ").and_then(|(number, _)| number.parse::<u32>().ok());
             number.is_some() && number == id.parse().ok()

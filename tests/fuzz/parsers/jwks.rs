@@ -42,8 +42,11 @@ fn check_any(bytes: &[u8]) -> Result<(), String> {
     let Ok(keys) = read_keys(bytes) else { return Ok(()) };
     let set: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     // serde also accepts the set as an array of its members' values.
-    let listed =
-        set.get("keys").or_else(|| set.get(0)).and_then(Value::as_array).ok_or("keys without a list")?;
+    let listed = set
+        .get("keys")
+        .or_else(|| set.get(0))
+        .and_then(Value::as_array)
+        .ok_or("the set has no list of keys")?;
     for (kid, algorithms) in keys {
         let [algorithm] = algorithms.as_slice() else { return Err(format!("{kid} has {algorithms:?}")) };
         let kty = match format!("{algorithm:?}").as_str() {

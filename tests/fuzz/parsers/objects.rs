@@ -130,7 +130,9 @@ fn check_any_pointer(bytes: &[u8]) -> Result<(), String> {
             {
                 Ok(())
             }
-            Ok(found) => Err(format!("it resolves to {found:?}, which is not the complete snapshot")),
+            Ok(found) => {
+                Err(format!("the pointer resolves to {found:?}, which is not the complete snapshot"))
+            }
             Err(SnapshotUnusable::Absent | SnapshotUnusable::Damaged { .. }) => Ok(()),
             Err(SnapshotUnusable::Store(error)) => {
                 Err(format!("a malformed pointer is reported as a store failure: {error}"))
@@ -281,7 +283,7 @@ fn check_any_sidecar(bytes: &[u8]) -> Result<(), String> {
 fn check_valid_sidecar(bytes: &[u8]) -> Result<(), String> {
     let expected: Sidecar = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     if serde_json::to_vec(&expected).expect("a sidecar serializes to JSON") != bytes {
-        return Err("it is not serialized to the same bytes".to_owned());
+        return Err("the sidecar is not serialized to the same bytes".to_owned());
     }
     block_on(async {
         let bucket = bucket_with(bytes).await?;

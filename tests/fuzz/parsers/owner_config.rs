@@ -39,12 +39,12 @@ fn configs() -> impl Strategy<Value = Vec<u8>> {
 }
 
 /// Whether the secret is part of a name, such as an agent's, which messages may show.
-fn is_misplaced(value: &Value) -> bool {
+fn has_secret_in_name(value: &Value) -> bool {
     match value {
         Value::Object(members) => {
-            members.iter().any(|(name, value)| name.contains(SECRET) || is_misplaced(value))
+            members.iter().any(|(name, value)| name.contains(SECRET) || has_secret_in_name(value))
         }
-        Value::Array(items) => items.iter().any(is_misplaced),
+        Value::Array(items) => items.iter().any(has_secret_in_name),
         Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => false,
     }
 }
@@ -52,7 +52,7 @@ fn is_misplaced(value: &Value) -> bool {
 fn check_any(bytes: &[u8]) -> Result<(), String> {
     // Ignored members may be JSON that this test's parser rejects.
     let is_secret_only_in_values =
-        serde_json::from_slice::<Value>(bytes).is_ok_and(|config| !is_misplaced(&config));
+        serde_json::from_slice::<Value>(bytes).is_ok_and(|config| !has_secret_in_name(&config));
     let settings = match OwnerSettings::parse(bytes) {
         Ok(settings) => settings,
         Err(reason) if is_secret_only_in_values && reason.contains(SECRET) => {

@@ -75,7 +75,7 @@ pub fn run(mut command: Command, timeout: Duration) -> Result<String> {
         .stdin(Stdio::null())
         .stdout(stdout.try_clone()?)
         .stderr(stderr.try_clone()?)
-        // With its own process group, the programs that the command has started can be killed, too.
+        // In its own process group, so that the programs that it starts can be killed with it.
         .process_group(0)
         .spawn()
         .with_context(|| format!("cannot start {program}"))?;

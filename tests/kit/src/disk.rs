@@ -18,8 +18,8 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 /// Returns the in-memory directory for temporary data, if it is writable, has at least `min_free_bytes` free bytes, and
 /// allows programs to run.
 ///
-/// A test creates hundreds of small files; creating them on a disk takes up to a third of its CPU time. The path is
-/// short, because a Unix socket's path is limited to 107 bytes.
+/// A test creates hundreds of small files; creating them on a disk takes up to a third of the test's CPU time. The path
+/// is short, because a Unix socket's path is limited to 107 bytes.
 pub fn in_memory_dir(min_free_bytes: u64) -> Option<&'static Path> {
     let dir = Path::new("/dev/shm");
     let stats = statvfs(dir).ok()?;

@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parse_sums_lines_and_rejects_malformed_ones() {
+    fn parse_adds_up_lines_and_rejects_malformed_ones() {
         let kills = Figures { kills_survived: 200, snapshots_taken: 70, ..Figures::new("kills") };
         let faults = Figures { kills_survived: 5, faults_tried: 3, ..Figures::new("faults") };
         let lines = format!(
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn parse_sums_losses() {
+    fn parse_adds_up_losses() {
         let loss =
             serde_json::to_string(&Figures { lost: 1, ..Figures::new("a") }).expect("figures serialize");
         let no_loss = serde_json::to_string(&Figures::new("b")).expect("figures serialize");

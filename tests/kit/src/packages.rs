@@ -40,7 +40,7 @@ impl DebTool {
     }
 }
 
-/// Returns the name of the directory for these packages, which depends on all of their pins; `None` if there are none.
+/// Returns the directory name for these packages; `None` if there are none. The name depends on every package's pin.
 fn directory_name(debs: &[Deb]) -> Option<String> {
     let first = debs.first()?;
     // A colon, as after a version's epoch, would end the path in `LD_LIBRARY_PATH`.

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use reqwest::Method;
 use serde_json::{Value, json};
 
-use super::faults::{BACKUP, LONG_TIMEOUT, SHORT_TIMEOUT, verified_pointer, wait_until_served};
+use super::faults::{LONG_TIMEOUT, RUN_BACKUP, SHORT_TIMEOUT, verified_pointer, wait_until_served};
 use super::scenario::BOOT_TIMEOUT;
 use kit::s3::{Fault, Rule};
 use kit::story::{MachineRecord, Stack, eventually};
@@ -20,15 +20,15 @@ PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime
 "#;
 
 /// Makes the store unreachable for two backups. The exit code, the record, the metrics, doctor and the fleet report
-/// their failure, and the pointer is unchanged.
+/// that both failed, and the pointer is unchanged.
 pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
-    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
     let before = verified_pointer(stack)?;
-    vm.run(&set_retries(false), SHORT_TIMEOUT).await?.success().context("cannot disable retries")?;
+    vm.run(&retry_switch_command(false), SHORT_TIMEOUT).await?.success().context("cannot disable retries")?;
     let outage = stack.store.add_fault(Rule::new(Fault::Refuse).key("/system/db/").always());
     for nth in 1..=2 {
-        let failed = vm.run(BACKUP, LONG_TIMEOUT).await?;
+        let failed = vm.run(RUN_BACKUP, LONG_TIMEOUT).await?;
         ensure!(!failed.status.success(), "backup {nth} succeeded although the store was unreachable");
     }
     let code =
@@ -53,9 +53,9 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     ensure!(stack.slot.pointer(&stack.store)? == before, "a failed backup moved the pointer");
     let refused = outage.hits();
     stack.store.heal();
-    vm.run(&set_retries(true), SHORT_TIMEOUT).await?.success().context("cannot enable retries")?;
+    vm.run(&retry_switch_command(true), SHORT_TIMEOUT).await?.success().context("cannot enable retries")?;
     verified_pointer(stack)?;
-    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("backup after the outage")?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("backup after the outage")?;
     ensure!(verified_pointer(stack)?["seq"].as_u64() > before["seq"].as_u64(), "the pointer did not move");
     eventually("the fleet reports no problem", BOOT_TIMEOUT, || check_fleet_attention(stack, false)).await?;
     let detail =
@@ -63,11 +63,11 @@ pub async fn interrupt_store(stack: &Stack, machine: &MachineRecord) -> Result<(
     Ok(((), format!("{detail}; {refused} requests refused; the next backup succeeded")))
 }
 
-/// Returns a command that sets whether the hourly unit retries for most of an hour or fails immediately while the store
-/// is unreachable.
-fn set_retries(are_allowed: bool) -> String {
+/// Returns a command that enables or disables the retries of the hourly unit: while the store is unreachable, the unit
+/// retries for most of an hour, or fails immediately.
+fn retry_switch_command(is_enabled: bool) -> String {
     const DIR: &str = "/run/systemd/system/svc-db-backup.service.d";
-    let change = if are_allowed {
+    let change = if is_enabled {
         format!("rm -r {DIR}")
     } else {
         let once = r"[Service]\nExecStart=\nExecStart=/opt/svc/bin/svc-db-backup run\n";
@@ -83,13 +83,14 @@ async fn check_fleet_attention(stack: &Stack, expected: bool) -> Result<()> {
     Ok(())
 }
 
-/// The owner deletes all notes, opens the last snapshot as a side database, and copies them back through the router.
+/// The owner deletes all notes, opens the last snapshot as a side database, and copies the notes back through the
+/// router.
 pub async fn restore_side_database(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     const NOTES: &str = "app_notes.notes";
     let vm = stack.provider.machine(&machine.server)?;
     let rows = wait_until_served(stack).await?;
     ensure!(!rows.is_empty(), "there are no rows: run the step `use` first");
-    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
     let delete =
         json!({"action": "delete", "app": "notes", "table": "notes", "filter": {"title": {"ne": ""}}});
     stack.web.call_bridge(&stack.owner_token(), &delete).await?;
@@ -164,7 +165,7 @@ pub async fn export_and_import(stack: &Stack, machine: &MachineRecord) -> Result
     let expected_lines =
         ["svc:svc /home/svc/home/projects/file", "svc-gateway:svc /home/svc/home/system/logs", "mine"];
     ensure!(expected_lines.iter().all(|line| report.contains(line)), "{report}");
-    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("backup after the import")?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("backup after the import")?;
     ensure!(import.contains("restarted svc-gateway"), "{import}");
     Ok((
         (),

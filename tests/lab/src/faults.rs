@@ -13,8 +13,8 @@ use kit::story::{MachineRecord, Stack, eventually};
 
 pub(super) const SHORT_TIMEOUT: Duration = Duration::from_secs(60);
 pub(super) const LONG_TIMEOUT: Duration = Duration::from_secs(400);
-pub(super) const BACKUP: &str = "systemctl start svc-db-backup.service";
-const GATEWAY_PID: &str = "systemctl show -P MainPID svc-gateway.service";
+pub(super) const RUN_BACKUP: &str = "systemctl start svc-db-backup.service";
+const PRINT_GATEWAY_PID: &str = "systemctl show -P MainPID svc-gateway.service";
 const AFTER_TITLE: &str = "after the full disk";
 /// A script that creates a table so large that its backup takes seconds.
 const CREATE_LARGE_TABLE: &str = r#"
@@ -27,14 +27,14 @@ PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime
 pub async fn kill_database(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let before = stack.web.titles(&stack.owner_token()).await?;
-    let gateway = vm.run(GATEWAY_PID, SHORT_TIMEOUT).await?.success()?;
+    let gateway = vm.run(PRINT_GATEWAY_PID, SHORT_TIMEOUT).await?.success()?;
     vm.run("podman kill --signal KILL svc-postgres", SHORT_TIMEOUT).await?.success()?;
     let killed = Instant::now();
     let after = wait_until_served(stack).await?;
     let seconds = killed.elapsed().as_secs_f64();
     ensure!(after == before, "there were {before:?}, now {after:?}");
     ensure!(
-        vm.run(GATEWAY_PID, SHORT_TIMEOUT).await?.success()? == gateway,
+        vm.run(PRINT_GATEWAY_PID, SHORT_TIMEOUT).await?.success()? == gateway,
         "the gateway was also restarted"
     );
     Ok(((), format!("served after {seconds:.0} s by the same gateway; {} rows", after.len())))
@@ -43,9 +43,9 @@ pub async fn kill_database(stack: &Stack, machine: &MachineRecord) -> Result<(()
 /// Fills the disk: the gateway rejects writes but keeps running, and no acknowledged row is lost.
 pub async fn fill_disk(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
-    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
     let pointer = verified_pointer(stack)?;
-    let gateway = vm.run(GATEWAY_PID, SHORT_TIMEOUT).await?.success()?;
+    let gateway = vm.run(PRINT_GATEWAY_PID, SHORT_TIMEOUT).await?.success()?;
     // Allocates blocks without writing them; then fills the blocks reserved for root by writing.
     let fill = "fallocate -l $(($(df --output=avail -B1 / | tail -n 1) - 65536)) /filler; dd if=/dev/zero of=/filler2 bs=1M status=none; sync; true";
     vm.run(fill, LONG_TIMEOUT).await?.success()?;
@@ -63,13 +63,16 @@ pub async fn fill_disk(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     }
     let refused = refused.context("400 rows of 100 kB fit on a full disk")?;
     ensure!(refused == "database_unavailable", "the gateway returned {refused}");
-    let failed = vm.run(BACKUP, LONG_TIMEOUT).await?;
+    let failed = vm.run(RUN_BACKUP, LONG_TIMEOUT).await?;
     let current = stack.slot.pointer(&stack.store)?;
     ensure!(failed.status.success() || current == pointer, "a failed backup moved the pointer");
     verified_pointer(stack)?;
     vm.run("rm /filler /filler2 && sync", LONG_TIMEOUT).await?.success()?;
     let after = wait_until_served(stack).await?;
-    ensure!(vm.run(GATEWAY_PID, SHORT_TIMEOUT).await?.success()? == gateway, "the gateway was restarted");
+    ensure!(
+        vm.run(PRINT_GATEWAY_PID, SHORT_TIMEOUT).await?.success()? == gateway,
+        "the gateway was restarted"
+    );
     let lost: Vec<&String> = accepted.iter().filter(|title| !after.contains(title)).collect();
     ensure!(lost.is_empty(), "acknowledged rows were lost: {lost:?}");
     let owner = stack.owner_token();
@@ -106,24 +109,24 @@ async fn insert_large(stack: &Stack, title: &str) -> Result<Option<String>> {
     Ok(Some(problem["code"].as_str().context("the problem document has no code")?.to_owned()))
 }
 
-/// Moves the clock ahead and back: snapshots are ordered independently of it, and a store that rejects the time is
-/// reported.
+/// Moves the clock ahead and back: the order of snapshots does not depend on the clock, and a request that the store
+/// rejects because of its time is reported.
 pub async fn jump_clock(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let seq = |pointer: &Value| pointer["seq"].as_u64().unwrap_or(0);
     vm.run("systemctl stop systemd-timesyncd", SHORT_TIMEOUT).await?;
-    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
     let first = verified_pointer(stack)?;
     vm.run("date -s '+8 minutes'", SHORT_TIMEOUT).await?.success()?;
-    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("a backup eight minutes ahead")?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("a backup eight minutes ahead")?;
     let ahead = verified_pointer(stack)?;
     ensure!(seq(&ahead) > seq(&first), "the pointer did not move: {first}");
     vm.run("date -s '-8 minutes'", SHORT_TIMEOUT).await?.success()?;
-    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("backup after moving the clock back")?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("backup after moving the clock back")?;
     let later = verified_pointer(stack)?;
     ensure!(seq(&later) > seq(&ahead), "the pointer did not move: {later}");
     vm.run("date -s '+1 day'", SHORT_TIMEOUT).await?.success()?;
-    let refused = vm.run(BACKUP, LONG_TIMEOUT).await?;
+    let refused = vm.run(RUN_BACKUP, LONG_TIMEOUT).await?;
     let journal = vm
         .run("journalctl -u svc-db-backup.service -n 20 --no-pager -o cat", SHORT_TIMEOUT)
         .await?
@@ -139,7 +142,7 @@ pub async fn jump_clock(stack: &Stack, machine: &MachineRecord) -> Result<((), S
         doctor.stdout
     );
     ensure!(verified_pointer(stack)? == later, "a refused backup moved the pointer");
-    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("backup with the correct time")?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("backup with the correct time")?;
     wait_until_served(stack).await?;
     let order = format!("{} → {} → {}", seq(&first), seq(&ahead), seq(&later));
     Ok((
@@ -153,7 +156,7 @@ pub async fn jump_clock(stack: &Stack, machine: &MachineRecord) -> Result<((), S
 /// Cuts the power during a dump: the pointer still names a complete snapshot, and the next backup works.
 pub async fn cut_power_during_backup(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
-    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("first backup")?;
     let before = verified_pointer(stack)?;
     vm.run(CREATE_LARGE_TABLE, LONG_TIMEOUT).await?.success().context("cannot create a large table")?;
     let rows = stack.web.titles(&stack.owner_token()).await?;
@@ -167,7 +170,7 @@ pub async fn cut_power_during_backup(stack: &Stack, machine: &MachineRecord) -> 
     let after = wait_until_served(stack).await?;
     let seconds = powered_on.elapsed().as_secs_f64();
     ensure!(after == rows, "there were {rows:?}, now {after:?}");
-    vm.run(BACKUP, LONG_TIMEOUT).await?.success().context("the next backup")?;
+    vm.run(RUN_BACKUP, LONG_TIMEOUT).await?.success().context("the next backup")?;
     let next = verified_pointer(stack)?;
     ensure!(next["seq"].as_u64() > before["seq"].as_u64(), "the next backup did not move the pointer");
     let size = next["snapshot"]["sizeBytes"].as_u64().unwrap_or(0) >> 20;

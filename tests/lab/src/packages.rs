@@ -13,11 +13,11 @@ use kit::vm::{HOST_FROM_GUEST, Machine};
 
 const SHORT_TIMEOUT: Duration = Duration::from_secs(60);
 const LONG_TIMEOUT: Duration = Duration::from_secs(400);
-const API: &str = "127.0.0.1:9701";
-const ROUTER: &str = "127.0.0.1:9702";
-const READY: &str = "curl -sS --max-time 10 http://127.0.0.1:9701/readyz/control";
-const PLATFORM_PID: &str = "systemctl show -P MainPID svc-platform.service";
-const GATEWAY_PID: &str = "systemctl show -P MainPID svc-gateway.service";
+const API_ADDRESS: &str = "127.0.0.1:9701";
+const ROUTER_ADDRESS: &str = "127.0.0.1:9702";
+const CHECK_READY: &str = "curl -sS --max-time 10 http://127.0.0.1:9701/readyz/control";
+const PRINT_PLATFORM_PID: &str = "systemctl show -P MainPID svc-platform.service";
+const PRINT_GATEWAY_PID: &str = "systemctl show -P MainPID svc-gateway.service";
 const RUN_CONTAINER: &str = "podman run --detach --name svc-platform --network host --read-only --cap-drop all \
                              --volume /etc/svc/platform.env:/etc/svc/platform.env:ro localhost/svc-platform";
 /// Removes the release and the units; keeps cloud-init's files and the machine's state.
@@ -27,9 +27,9 @@ const REMOVE_RELEASE_AND_UNITS: &str = "systemctl disable --now svc.target; syst
                     find /etc/systemd/system -maxdepth 1 -type f -name 'svc*' ! -name svc-first-boot.service -delete && \
                     systemctl daemon-reload";
 
-/// Installs the platform package as in docs/operating/install.md, as a second process of the lab's platform. It
-/// becomes ready, passes `svcctl doctor platform`, restarts after a kill and stops. Then the package is purged, and the
-/// same platform runs in a container.
+/// Installs the platform package as in docs/operating/install.md, and runs it as a second process of the lab's
+/// platform. The process becomes ready, passes `svcctl doctor platform`, restarts after a kill, and stops. Then the
+/// package is purged, and the same platform runs in a container.
 pub async fn check_platform_package(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     vm.upload(&build_package(stack, "svc-platform").await?, "/var/tmp/svc-platform.deb", LONG_TIMEOUT)
@@ -47,7 +47,7 @@ pub async fn check_platform_package(stack: &Stack, machine: &MachineRecord) -> R
         .success()
         .context("cannot start the platform")?;
     let ready = async || {
-        let body = vm.run(READY, SHORT_TIMEOUT).await?.success()?;
+        let body = vm.run(CHECK_READY, SHORT_TIMEOUT).await?.success()?;
         ensure!(body.contains("\"database\":\"ok\""), "/readyz/control: {body}");
         Ok(())
     };
@@ -61,11 +61,11 @@ pub async fn check_platform_package(stack: &Stack, machine: &MachineRecord) -> R
     ensure!(doctor.status.success(), "doctor failed: {}{}", doctor.stdout, doctor.stderr);
     let lines = doctor.stdout.lines().filter(|line| line.starts_with("ok")).count();
 
-    let first = vm.run(PLATFORM_PID, SHORT_TIMEOUT).await?.success()?;
+    let first = vm.run(PRINT_PLATFORM_PID, SHORT_TIMEOUT).await?.success()?;
     vm.run(&format!("kill -9 {}", first.trim()), SHORT_TIMEOUT).await?.success()?;
     eventually("the packaged platform has restarted", LONG_TIMEOUT, async || {
-        let second = vm.run(PLATFORM_PID, SHORT_TIMEOUT).await?.success()?;
-        ensure!(second != first && second.trim() != "0", "its pid is {}", second.trim());
+        let second = vm.run(PRINT_PLATFORM_PID, SHORT_TIMEOUT).await?.success()?;
+        ensure!(second != first && second.trim() != "0", "the platform's pid is {}", second.trim());
         ready().await
     })
     .await?;
@@ -121,9 +121,9 @@ async fn check_container(vm: &Machine) -> Result<String> {
     Ok("the same in a container, read-only and without capabilities".to_owned())
 }
 
-/// Installs the host package on a provisioned machine that has neither a release nor units. The package installs the
-/// units, and its program the release; a second installation does not restart the gateway. A purge stops all units, and
-/// keeps the owner's data.
+/// Installs the host package on a provisioned machine that has neither a release nor units. The package contains the
+/// units, and its program installs the release. A second installation does not restart the gateway. A purge stops all
+/// units, and keeps the owner's data.
 pub async fn check_host_package(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let before = stack.web.titles(&stack.owner_token()).await?;
@@ -153,13 +153,13 @@ pub async fn check_host_package(stack: &Stack, machine: &MachineRecord) -> Resul
     })
     .await?;
 
-    let gateway = vm.run(GATEWAY_PID, SHORT_TIMEOUT).await?.success()?;
+    let gateway = vm.run(PRINT_GATEWAY_PID, SHORT_TIMEOUT).await?.success()?;
     vm.run("dpkg -i /var/tmp/svc-host.deb", LONG_TIMEOUT)
         .await?
         .success()
         .context("cannot reinstall the package")?;
     ensure!(
-        vm.run(GATEWAY_PID, SHORT_TIMEOUT).await?.success()? == gateway,
+        vm.run(PRINT_GATEWAY_PID, SHORT_TIMEOUT).await?.success()? == gateway,
         "reinstalling the package restarted the gateway"
     );
     let files = "find /home/svc /var/lib/svc/tls /opt/svc/env -type f | wc -l; podman volume ls -q";
@@ -201,9 +201,9 @@ fn platform_settings(stack: &Stack) -> String {
     let mut text = String::new();
     for (name, value) in stack.platform_env() {
         let value = match name.as_str() {
-            "PLATFORM_LISTEN" => API.to_owned(),
-            "ROUTER_LISTEN" => ROUTER.to_owned(),
-            "PLATFORM_PUBLIC_URL" => format!("http://{API}"),
+            "PLATFORM_LISTEN" => API_ADDRESS.to_owned(),
+            "ROUTER_LISTEN" => ROUTER_ADDRESS.to_owned(),
+            "PLATFORM_PUBLIC_URL" => format!("http://{API_ADDRESS}"),
             "ROUTER_TLS_CERT_FILE" | "ROUTER_TLS_KEY_FILE" => continue,
             _ => value.replace("127.0.0.1", HOST_FROM_GUEST),
         };

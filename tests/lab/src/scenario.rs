@@ -21,8 +21,8 @@ pub use kit::story::{
 pub const BOOT_TIMEOUT: Duration = Duration::from_secs(400);
 pub const TIMEOUTS: RecoveryTimeouts =
     RecoveryTimeouts { ready: Duration::from_secs(800), removal: Duration::from_secs(300) };
-const MARKER: &str = "stat -c %Y.%Z /var/lib/svc/restore-complete";
-const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
+const PRINT_MARKER_TIME: &str = "stat -c %Y.%Z /var/lib/svc/restore-complete";
+const PRINT_BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
 
 pub async fn publish(stack: &Stack) -> Result<((), String)> {
     stack.svcctl(&["slot", "set", USER, "--plan", "starter"]).await?.success()?;
@@ -59,14 +59,16 @@ pub async fn provision(stack: &Stack) -> Result<(MachineRecord, String)> {
 pub async fn reboot(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let timeout = Duration::from_secs(60);
-    let (boot, marker) =
-        (vm.run(BOOT_ID, timeout).await?.success()?, vm.run(MARKER, timeout).await?.success()?);
+    let (boot, marker) = (
+        vm.run(PRINT_BOOT_ID, timeout).await?.success()?,
+        vm.run(PRINT_MARKER_TIME, timeout).await?.success()?,
+    );
     let before = stack.web.titles(&stack.owner_token()).await?;
     // SSH disconnects before it can return a status.
     vm.run("systemctl reboot", timeout).await.ok();
     let started = std::time::Instant::now();
     eventually("the machine reboots", BOOT_TIMEOUT, || async {
-        let boot_id = vm.run(BOOT_ID, Duration::from_secs(30)).await?.success()?;
+        let boot_id = vm.run(PRINT_BOOT_ID, Duration::from_secs(30)).await?.success()?;
         ensure!(boot_id != boot, "the machine has not rebooted yet");
         Ok(())
     })
@@ -75,7 +77,7 @@ pub async fn reboot(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     let after = eventually("the rows are found", BOOT_TIMEOUT, || stack.web.titles(&owner)).await?;
     let seconds = started.elapsed().as_secs_f64();
     ensure!(after == before, "there were {before:?}, now {after:?}");
-    ensure!(vm.run(MARKER, timeout).await?.success()? == marker, "the machine was restored again");
+    ensure!(vm.run(PRINT_MARKER_TIME, timeout).await?.success()? == marker, "the machine was restored again");
     Ok(((), format!("served {seconds:.0} s after the reboot; {} rows, nothing restored", after.len())))
 }
 
@@ -101,8 +103,11 @@ pub async fn recover(
     ensure!(second.status == "running" && second.id != first.id, "the new machine is {second:?}");
     ensure!(second.epoch > first.epoch, "the new machine has epoch {}", second.epoch);
     let vm = stack.provider.machine(&second.server)?;
-    let marker =
-        vm.run(MARKER, Duration::from_secs(60)).await?.success().context("cannot read the marker")?;
+    let marker = vm
+        .run(PRINT_MARKER_TIME, Duration::from_secs(60))
+        .await?
+        .success()
+        .context("cannot read the marker")?;
     ensure!(!marker.trim().is_empty(), "the marker is empty");
     Ok((second.clone(), format!("machine {} is running, epoch {}, restored", second.id, second.epoch)))
 }
@@ -134,7 +139,11 @@ pub async fn fence_old_machine(stack: &Stack, first: &MachineRecord) -> Result<(
     ensure!(pointer()? == before, "the pointer moved: {}", pointer()?);
     vm.save_journal().await.ok();
     vm.cut_power();
-    Ok(((), "superseded: its gateway stops and stays stopped, its backup is refused".to_owned()))
+    Ok((
+        (),
+        "the old machine is superseded: its gateway stops and stays stopped, and its backup is refused"
+            .to_owned(),
+    ))
 }
 
 /// Runs the units that check snapshots: the latest snapshot is restored in a drill and re-read, and both results reach
@@ -169,7 +178,7 @@ pub async fn run_drill(stack: &Stack, machine: &MachineRecord) -> Result<((), St
 pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let timeout = Duration::from_secs(60);
-    let identity = format!("cat /etc/machine-id; {MARKER}");
+    let identity = format!("cat /etc/machine-id; {PRINT_MARKER_TIME}");
     let size = "nproc; awk '/MemTotal/ {print int($2 / 1024)}' /proc/meminfo";
     let (identity_before, small) =
         (vm.run(&identity, timeout).await?.success()?, vm.run(size, timeout).await?.success()?);
@@ -202,7 +211,7 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
 /// Starts a recovery while the store returns corrupted snapshots: the gate stays closed, and the platform reports the
 /// failed stage. With a healthy store, the next recovery works.
 pub async fn refuse_corrupted_snapshot(stack: &Stack) -> Result<((), String)> {
-    stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key_ending(".dump").always());
+    stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key_suffix(".dump").always());
     let run = stack.svcctl(&["--json", "recover", USER, "--yes", "--wait=800"]).await?;
     ensure!(run.code != Some(0), "a corrupted snapshot was restored: {}", run.stdout);
     let record: serde_json::Value = stack.svcctl(&["--json", "status", HANDLE]).await?.success()?.json()?;

@@ -74,7 +74,7 @@ impl HaProxy {
         fs::write(&file, conf)?;
         let mut command = self.program.command();
         command.arg("-db").arg("-f").arg(&file);
-        let (process, started_in) = ServerProcess::start(command, address, &server_dir.join("log"))?;
-        Ok(RunningPeer { address, process, started_in })
+        let (process, startup_time) = ServerProcess::start(command, address, &server_dir.join("log"))?;
+        Ok(RunningPeer { address, process, startup_time })
     }
 }

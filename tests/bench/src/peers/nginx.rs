@@ -48,7 +48,7 @@ pub struct RunningPeer {
     pub address: SocketAddr,
     pub process: ServerProcess,
     /// Time from exec to listening.
-    pub started_in: Duration,
+    pub startup_time: Duration,
 }
 
 /// A router's targets. Their certificates are verified, because the product verifies its upstreams' pinned keys.
@@ -124,7 +124,7 @@ impl Nginx {
         fs::write(&file, conf)?;
         let mut command = self.program.command();
         command.arg("-p").arg(&server_dir).arg("-e").arg("stderr").arg("-c").arg(&file);
-        let (process, started_in) = ServerProcess::start(command, address, &server_dir.join("log"))?;
-        Ok(RunningPeer { address, process, started_in })
+        let (process, startup_time) = ServerProcess::start(command, address, &server_dir.join("log"))?;
+        Ok(RunningPeer { address, process, startup_time })
     }
 }

@@ -12,9 +12,9 @@ use super::super::peers::wrk::{LoadResult, Wrk};
 use super::super::process::memory_mib;
 use super::{Round, SETTLE_DELAY, add};
 
-pub const READY: &str = "50 apps: exec to all ready";
+pub const STARTUP_TIME: &str = "50 apps: exec to all ready";
 pub const MEMORY: &str = "50 apps: idle memory";
-pub const TOTAL: &str = "20 busy apps: finds/s in total";
+pub const TOTAL_RATE: &str = "20 busy apps: finds/s in total";
 pub const FAIRNESS: &str = "20 busy apps: slowest to fastest app";
 pub const BUSY_P99: &str = "20 busy apps: p99 of the slowest";
 pub const QUIET_P99: &str = "find's p99, 1 connection, another app has 64";
@@ -35,7 +35,7 @@ pub async fn measure(round: &Round<'_>, tally: &mut Tally) -> Result<()> {
     let started = Instant::now();
     let gateway = machine.start(&round.options.svc)?;
     gateway.wait_until_ready(&machine, APPS).await?;
-    add(tally, READY, started.elapsed().as_secs_f64() * 1000.0);
+    add(tally, STARTUP_TIME, started.elapsed().as_secs_f64() * 1000.0);
     for app in 0..APPS {
         gateway.query(&machine, &find_query(app)).await?;
     }
@@ -49,7 +49,7 @@ pub async fn measure(round: &Round<'_>, tally: &mut Tally) -> Result<()> {
     let rates: Vec<f64> = results.iter().map(LoadResult::per_second).collect();
     let (slowest, fastest) =
         rates.iter().fold((f64::MAX, 0.0_f64), |(low, high), rate| (low.min(*rate), high.max(*rate)));
-    add(tally, TOTAL, rates.iter().sum());
+    add(tally, TOTAL_RATE, rates.iter().sum());
     add(tally, FAIRNESS, slowest / fastest);
     add(tally, BUSY_P99, results.iter().map(|result| result.p99 / 1000.0).fold(0.0, f64::max));
 

@@ -79,7 +79,7 @@ fn memory_per_listener(gateway: &Gateway, before_mib: f64, listeners: usize) -> 
     Ok((memory_mib(gateway.process.pid())? - before_mib) * 1024.0 / listeners as f64)
 }
 
-/// Opens all streams; each sends the time of every event that it receives.
+/// Opens all streams; each stream sends the arrival time of every event to `events`.
 async fn open_streams(
     gateway: &Gateway,
     machine: &Machine,

@@ -48,7 +48,7 @@ impl LargeTable {
                 "INSERT INTO {TABLE} (kind, rank) SELECT 'kind' || n % {KINDS}, n FROM generate_series(1, {ROWS}) n"
             ))
             .await?;
-        // `VACUUM` cannot run in a transaction, and the statements of one batch share one.
+        // `VACUUM` cannot run in a transaction, and the statements of a batch share a transaction.
         client.batch_execute(&format!("VACUUM ANALYZE {TABLE}")).await?;
         let mut table = Self { machine, gateway, client, cursor: String::new() };
         table.cursor = table.find_middle().await?;

@@ -186,7 +186,7 @@ fn check_key_set(set: &KeySet, signing: &[SigningKey]) -> Result<()> {
     Ok(())
 }
 
-/// Rejects the declared removal of a part that the bundle contains, or that hosts never let a release remove.
+/// Rejects `--removes` for a part that the bundle still contains, or that hosts require.
 fn check_removals(removes: &[String], components: &[Component]) -> Result<()> {
     for part in removes {
         ensure!(

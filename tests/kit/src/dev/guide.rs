@@ -60,7 +60,7 @@ The databases:
     )
 }
 
-/// Returns the path, quoted for a shell, and relative to the current directory if it is inside it. The result always
+/// Quotes a path for a shell. A path inside the current directory is made relative to that directory. The result always
 /// contains a slash, because the shell's `.` searches `PATH` for a bare name.
 fn display_path(path: &Path) -> String {
     let current_dir = std::env::current_dir().ok();

@@ -154,7 +154,7 @@ pub(super) fn shell_quote(text: &str) -> String {
     format!("'{}'", text.replace('\'', r"'\''"))
 }
 
-/// Returns the path of the `psql` that belongs to the running PostgreSQL, or else `psql`, to be found in `PATH`.
+/// Returns the path of the running PostgreSQL's own `psql`. Without one, returns `psql`, which is looked up in `PATH`.
 pub(super) fn psql_command(stack: &Stack) -> String {
     let bundled = stack.pg.dir().join("psql");
     if bundled.exists() { shell_quote(&bundled.display().to_string()) } else { "psql".to_owned() }

@@ -86,8 +86,8 @@ impl Idp {
         mint::mint(&self.state.keys(), &self.issuer(), sub, options)
     }
 
-    /// Generates new keys with new ids, which sign from now on. (The RSA key stays the same and only gets a new id,
-    /// because ring cannot generate RSA keys.)
+    /// Generates new keys with new ids; from now on, they sign all tokens. (The RSA key stays the same and only gets a
+    /// new id, because ring cannot generate RSA keys.)
     pub fn rotate(&self, old: OldKeys) -> Result<()> {
         let new = KeySet::generate()?;
         let mut keys = self.state.keys();

@@ -38,7 +38,7 @@ fn reservation_folder() -> io::Result<PathBuf> {
 }
 
 /// Locks the file for `port`; returns `None` if another caller, in any process, holds the lock. The lock is released
-/// when its process ends.
+/// when this process ends.
 ///
 /// Programs started by a test do not inherit the file descriptor, so they hold no lock.
 fn reserve(folder: &Path, port: u16) -> io::Result<Option<File>> {

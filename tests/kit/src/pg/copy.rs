@@ -36,7 +36,7 @@ impl DatabaseCopy {
     /// # Errors
     /// Fails on a database error.
     pub async fn save(&self, client: &Client) -> Result<()> {
-        execute_with_retry(client, SAVE).await
+        execute_with_retry(client, SAVE_SQL).await
     }
 
     /// Restores the copy; returns `false` if there is none.
@@ -49,7 +49,7 @@ impl DatabaseCopy {
             return Ok(false);
         }
         self.empty_tables(client).await?;
-        execute_with_retry(client, RESTORE).await?;
+        execute_with_retry(client, RESTORE_SQL).await?;
         Ok(true)
     }
 
@@ -63,7 +63,7 @@ impl DatabaseCopy {
 }
 
 /// Saves a consistent snapshot of all tables.
-const SAVE: &str = "ROLLBACK; BEGIN ISOLATION LEVEL REPEATABLE READ; DROP SCHEMA IF EXISTS saved CASCADE; CREATE SCHEMA saved; DO $$ DECLARE name text; BEGIN
+const SAVE_SQL: &str = "ROLLBACK; BEGIN ISOLATION LEVEL REPEATABLE READ; DROP SCHEMA IF EXISTS saved CASCADE; CREATE SCHEMA saved; DO $$ DECLARE name text; BEGIN
     FOR name IN SELECT tablename FROM pg_tables WHERE schemaname = 'public'
         AND tablename NOT IN ('signing_keys', 'installation', 'refinery_schema_history') LOOP
         EXECUTE format('CREATE TABLE saved.%I AS TABLE public.%I', name, name);
@@ -71,7 +71,7 @@ const SAVE: &str = "ROLLBACK; BEGIN ISOLATION LEVEL REPEATABLE READ; DROP SCHEMA
     CREATE TABLE saved.sequences AS SELECT sequencename, last_value FROM pg_sequences WHERE schemaname = 'public';
     END $$; COMMIT";
 
-const RESTORE: &str = "DO $$ DECLARE name text; columns text; BEGIN
+const RESTORE_SQL: &str = "DO $$ DECLARE name text; columns text; BEGIN
     FOR name IN SELECT tablename FROM pg_tables WHERE schemaname = 'saved' AND tablename <> 'sequences' LOOP
         SELECT string_agg(quote_ident(column_name), ', ') INTO columns FROM information_schema.columns
             WHERE table_schema = 'public' AND table_name = name AND is_generated = 'NEVER';

@@ -13,16 +13,16 @@ use super::error_response::ErrorResponse;
 use super::faults::FaultScript;
 use super::guest::Guests;
 use super::inventory::{ActionRecord, CreateRequest, IdOrName, Inventory, Power, ServerRecord};
-use super::rate::Bucket;
+use super::rate::TokenBucket;
 
 /// State shared by all calls.
 pub(super) struct Cloud {
     pub(super) inventory: Mutex<Inventory>,
     pub(super) script: Mutex<FaultScript>,
-    pub(super) bucket: Mutex<Bucket>,
+    pub(super) bucket: Mutex<TokenBucket>,
     pub(super) guests: Guests,
     pub(super) token: String,
-    pub(super) action_time: Duration,
+    pub(super) action_duration: Duration,
 }
 
 /// The intended result of an action. The listener sets it if a call's action must fail.
@@ -180,7 +180,7 @@ impl Cloud {
     fn run_action(self: &Arc<Self>, action: i64, server: i64, effect: Effect, outcome: Outcome) {
         let cloud = Arc::clone(self);
         let work = async move {
-            tokio::time::sleep(cloud.action_time).await;
+            tokio::time::sleep(cloud.action_duration).await;
             match outcome {
                 Outcome::Success => cloud.apply(action, server, effect).await,
                 Outcome::Failure => cloud.inventory().end_action(action, true),
@@ -257,7 +257,7 @@ impl Cloud {
         self.script.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn bucket(&self) -> MutexGuard<'_, Bucket> {
+    pub(super) fn bucket(&self) -> MutexGuard<'_, TokenBucket> {
         self.bucket.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -18,7 +18,7 @@ impl Default for RateLimit {
     }
 }
 
-pub(super) struct Bucket {
+pub(super) struct TokenBucket {
     rate: RateLimit,
     tokens: f64,
     refilled_at: Instant,
@@ -33,7 +33,7 @@ pub(super) struct RateDecision {
     reset_unix: u64,
 }
 
-impl Bucket {
+impl TokenBucket {
     pub(super) fn new(rate: RateLimit) -> Self {
         Self { rate, tokens: f64::from(rate.limit), refilled_at: Instant::now() }
     }

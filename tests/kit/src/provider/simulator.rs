@@ -16,7 +16,7 @@ use super::guest::Guests;
 use super::host::{HostSettings, Hosts};
 use super::inventory::{Creation, Inventory, Power};
 use super::machines::{MachineSettings, Machines};
-use super::rate::{Bucket, RateLimit};
+use super::rate::{RateLimit, TokenBucket};
 use super::view::{HostView, ServerView};
 use super::{api, control, listener};
 use crate::vm::Machine;
@@ -37,8 +37,8 @@ pub struct SimulatorOptions {
     pub kind: SimulatorKind,
     /// The API token; random by default.
     pub token: Option<String>,
-    /// How long an action runs before it takes effect.
-    pub action_time: Duration,
+    /// Time between an action's start and its effect.
+    pub action_duration: Duration,
     pub rate_limit: RateLimit,
     /// The project's server quota.
     pub server_limit: usize,
@@ -49,7 +49,7 @@ impl SimulatorOptions {
         Self {
             kind: SimulatorKind::Record,
             token: None,
-            action_time: Duration::from_millis(20),
+            action_duration: Duration::from_millis(20),
             rate_limit: RateLimit::default(),
             server_limit: 1000,
         }
@@ -89,10 +89,10 @@ impl Simulator {
         let cloud = Arc::new(Cloud {
             inventory: Mutex::new(Inventory::new(addresses, options.server_limit)),
             script: Mutex::new(FaultScript::default()),
-            bucket: Mutex::new(Bucket::new(options.rate_limit)),
+            bucket: Mutex::new(TokenBucket::new(options.rate_limit)),
             guests,
             token: options.token.unwrap_or_else(|| uuid::Uuid::new_v4().simple().to_string()),
-            action_time: options.action_time,
+            action_duration: options.action_duration,
         });
         let listener = TcpListener::bind(("127.0.0.1", 0)).await;
         let listener = listener.context("cannot bind the simulator's listener")?;

@@ -152,7 +152,8 @@ async fn names_are_unique_among_existing_servers() -> Result<()> {
 
 #[tokio::test]
 async fn server_is_locked_while_an_action_is_running() -> Result<()> {
-    let options = SimulatorOptions { action_time: Duration::from_millis(300), ..SimulatorOptions::record() };
+    let options =
+        SimulatorOptions { action_duration: Duration::from_millis(300), ..SimulatorOptions::record() };
     let simulator = Simulator::start(options).await?;
     let api = Api::for_simulator(&simulator);
     let id = api.create("a", "").await?;

@@ -85,7 +85,7 @@ impl Rule {
     }
 
     /// Selects only requests whose path ends with `suffix`.
-    pub fn key_ending(mut self, suffix: &str) -> Self {
+    pub fn key_suffix(mut self, suffix: &str) -> Self {
         self.key_suffix = Some(suffix.to_owned());
         self
     }

@@ -16,9 +16,9 @@ const SAVED_FILES: [(&str, &str, u32); 3] = [
     ("home/projects/plan.md", "version 2", 0o640),
     ("home/projects/new/deep/er.txt", "", 0o644),
 ];
-const DELETED: &str = "home/projects/deleted.md";
+const DELETED_FILE: &str = "home/projects/deleted.md";
 /// Excluded from every backup.
-const EXCLUDED: &str = "home/projects/node_modules/module.js";
+const EXCLUDED_FILE: &str = "home/projects/node_modules/module.js";
 /// Longer than the interval at which saves without changes advance `savedUntil`.
 const SAVE_TIMEOUT: Duration = Duration::from_secs(120);
 
@@ -31,10 +31,10 @@ pub async fn save(stack: &Stack, machine: &MachineRecord) -> Result<((), String)
         Ok(fs::write(path, text)?)
     };
     write("home/projects/plan.md", "version 1")?;
-    write(DELETED, "to be deleted")?;
-    write(EXCLUDED, "downloaded again")?;
+    write(DELETED_FILE, "to be deleted")?;
+    write(EXCLUDED_FILE, "downloaded again")?;
     wait_until_saved(stack, machine).await?;
-    fs::remove_file(home.join(DELETED))?;
+    fs::remove_file(home.join(DELETED_FILE))?;
     for (path, text, mode) in SAVED_FILES {
         write(path, text)?;
         fs::set_permissions(home.join(path), Permissions::from_mode(mode))?;
@@ -72,7 +72,7 @@ pub fn check_restored(stack: &Stack, machine: &MachineRecord) -> Result<((), Str
         fs::read_link(home.join("home/projects/current"))?.to_str() == Some("plan.md"),
         "home/projects/current does not point to plan.md"
     );
-    for absent in [DELETED, EXCLUDED, ".svc-restore"] {
+    for absent in [DELETED_FILE, EXCLUDED_FILE, ".svc-restore"] {
         ensure!(fs::symlink_metadata(home.join(absent)).is_err(), "{absent} was restored");
     }
     let outcome = fs::read_to_string(disk.join("var/lib/svc/files/restored.json"))?;
@@ -83,7 +83,7 @@ pub fn check_restored(stack: &Stack, machine: &MachineRecord) -> Result<((), Str
 
 /// Restores the deleted file on the new machine, as it was on the first one.
 pub async fn restore_deleted_file(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
-    let path = DELETED.strip_prefix("home/").context("the file is outside the watched directory")?;
+    let path = DELETED_FILE.strip_prefix("home/").context("the file is outside the watched directory")?;
     let versions = stack.svcctl(&["--json", "files", "versions", HANDLE, path]).await?.success()?;
     let page: Value = versions.json()?;
     let (newest, saved) = (&page["versions"][0], &page["versions"][1]);
@@ -91,7 +91,8 @@ pub async fn restore_deleted_file(stack: &Stack, machine: &MachineRecord) -> Res
     let time = saved["lastSavedAt"].as_str().context("the version has no time")?;
     let run = stack.svcctl(&["--json", "files", "restore", HANDLE, path, "--time", time]).await?.success()?;
     let result: Value = run.json()?;
-    let restored = fs::read_to_string(stack.provider.disk(&machine.server)?.join("home/svc").join(DELETED))?;
+    let restored =
+        fs::read_to_string(stack.provider.disk(&machine.server)?.join("home/svc").join(DELETED_FILE))?;
     ensure!(restored == "to be deleted", "the file is {restored:?}");
     Ok(((), format!("{} as it was at {time}", result["restore"]["restoredTo"])))
 }

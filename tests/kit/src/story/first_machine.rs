@@ -20,7 +20,7 @@ use crate::child;
 /// Rows inserted before the backup, sorted by title.
 pub const TITLES: [&str; 3] = ["first", "second", "third"];
 /// A server type in the `builder` plan.
-const RESIZED_TYPE: &str = "cpx32";
+const LARGER_SERVER_TYPE: &str = "cpx32";
 pub const LATER_TITLE: &str = "zz after the backup";
 
 /// The fields of the platform's record that the scenario uses.
@@ -287,19 +287,24 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     let before = stack.provider.server_by_name(&machine.server).context("the provider has no such server")?;
     let marker = stack.provider.disk(&machine.server)?.join("opt/svc/restore-complete");
     let restored = std::fs::metadata(&marker)?.modified()?;
-    let run =
-        stack.svcctl(&["--json", "resize", HANDLE, RESIZED_TYPE, "--yes", "--wait=200"]).await?.success()?;
+    let run = stack
+        .svcctl(&["--json", "resize", HANDLE, LARGER_SERVER_TYPE, "--yes", "--wait=200"])
+        .await?
+        .success()?;
     let record: serde_json::Value = run.json()?;
-    ensure!(record["status"] == "running" && record["serverType"] == RESIZED_TYPE, "the record is {record}");
+    ensure!(
+        record["status"] == "running" && record["serverType"] == LARGER_SERVER_TYPE,
+        "the record is {record}"
+    );
     ensure!(
         record["machineId"] == machine.id.as_str() && record["epoch"] == machine.epoch,
         "the record is {record}"
     );
     let after = stack.provider.server_by_name(&machine.server).context("the provider has no such server")?;
-    ensure!(after.server_type == RESIZED_TYPE && after.id == before.id, "the provider has {after:?}");
+    ensure!(after.server_type == LARGER_SERVER_TYPE && after.id == before.id, "the provider has {after:?}");
     ensure!(
         after.disk_gb == before.disk_gb,
-        "its disk changed from {} GB to {} GB",
+        "the disk changed from {} GB to {} GB",
         before.disk_gb,
         after.disk_gb
     );
@@ -309,7 +314,10 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
         eventually("the rows are found", Duration::from_secs(5), || stack.web.titles(&owner)).await?;
     ensure!(titles == TITLES, "unexpected rows: {titles:?}");
     let from = before.server_type;
-    Ok(((), format!("{from} to {RESIZED_TYPE} on the same disk; {} rows, nothing restored", titles.len())))
+    Ok((
+        (),
+        format!("{from} to {LARGER_SERVER_TYPE} on the same disk; {} rows, nothing restored", titles.len()),
+    ))
 }
 
 /// Lists a dump's contents with PostgreSQL's own tool.

@@ -36,7 +36,7 @@ impl InjectedDefect {
     }
 
     /// The step at which the scenario must fail.
-    pub fn fails_at(self) -> &'static str {
+    pub fn failing_step(self) -> &'static str {
         match self {
             Self::Backup => "backup",
             Self::Restore => "recover",
@@ -68,13 +68,13 @@ pub fn fail_snapshot_puts(stack: &Stack) {
             .store
             .add_fault(Rule::new(Fault::Status(500)).method(method).key("/system/db/snapshots/").always());
     }
-    println!("      (broken: the store fails every snapshot write)");
+    println!("      (injected defect: the store fails every snapshot write)");
 }
 
 /// Makes the store corrupt every snapshot that is read.
 pub fn corrupt_snapshot_gets(stack: &Stack) {
     stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key(".dump").always());
-    println!("      (broken: the store corrupts every snapshot that is read)");
+    println!("      (injected defect: the store corrupts every snapshot that is read)");
 }
 
 /// Replaces the certificate and key on the host's disk, and restarts its gateway.
@@ -89,7 +89,7 @@ pub async fn replace_tls_key(stack: &Stack, machine: &MachineRecord) -> Result<(
     fs::write(tls.join("key.pem"), key)?;
     let started = stack.provider.run_unit(&machine.server, "svc-gateway", &[]).await?;
     ensure!(started.status.success(), "svc-gateway: {}", String::from_utf8_lossy(&started.stderr));
-    println!("      (broken: the host has a different TLS key)");
+    println!("      (injected defect: the host has a different TLS key)");
     Ok(())
 }
 
@@ -107,6 +107,6 @@ pub fn remove_fence(stack: &Stack, first: &MachineRecord) -> Result<()> {
     // The log must have the same value: otherwise, its fence would still apply.
     let entry = format!("system/db/pointer-log/{:016}.json", pointer["seq"].as_u64().unwrap_or_default());
     stack.slot.write(&stack.store, &entry, &pointer);
-    println!("      (broken: the pointer's fence is back at epoch {})", first.epoch);
+    println!("      (injected defect: the pointer's fence is back at epoch {})", first.epoch);
     Ok(())
 }

@@ -95,7 +95,7 @@ pub async fn run_inspected(
         _ = interrupt.recv() => true,
     };
     let is_expected =
-        options.defect.map(InjectedDefect::fails_at) == report.failed().map(|step| step.name.as_str());
+        options.defect.map(InjectedDefect::failing_step) == report.failed().map(|step| step.name.as_str());
     if options.keep || (!is_interrupted && !report.ok && !is_expected) {
         println!("kept: {}", keep_dir(dir)?.display());
     }

@@ -49,7 +49,7 @@ pub async fn fail_recovery_midway(
     timeouts: RecoveryTimeouts,
 ) -> Result<(MachineRecord, String)> {
     let expected = stack.web.titles(&stack.owner_token()).await?;
-    stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key_ending(".dump").always());
+    stack.store.add_fault(Rule::new(Fault::CorruptBody).method("GET").key_suffix(".dump").always());
     let run = stack.svcctl(&["--json", "recover", USER, "--yes", &timeouts.wait_arg()]).await?;
     stack.store.heal();
     ensure!(run.code == Some(69), "svcctl exited with {:?}: {}{}", run.code, run.stdout, run.stderr);
@@ -150,7 +150,7 @@ pub async fn check_old_backup_refused(
     ensure!(stack.slot.read(&stack.store, "system/db/latest")? == before, "the pointer has changed");
     ensure!(stack.slot.snapshots(&stack.store).iter().any(|key| key == backup), "the snapshot is missing");
     let last = output.lines().last().unwrap_or_default();
-    Ok(((), format!("its backup exits with {}, pointer unchanged: {last}", run.status)))
+    Ok(((), format!("the old machine's backup exits with {}, pointer unchanged: {last}", run.status)))
 }
 
 /// Starts the old machine completely, and checks that it detects that it has been superseded.
@@ -179,7 +179,7 @@ pub async fn check_old_machine_superseded(
     ensure!(stack.slot.read(&stack.store, "system/db/latest")? == before, "the pointer has changed");
     ensure!(stack.slot.snapshots(&stack.store).iter().any(|key| key == backup), "the snapshot is missing");
     stack.provider.stop_unlisted(&first.server).await?;
-    Ok(((), "superseded; its gateway stops, its backups are refused".to_owned()))
+    Ok(((), "the old machine is superseded: its gateway stops, and its backups are refused".to_owned()))
 }
 
 pub async fn delete(stack: &Stack, second: &MachineRecord) -> Result<((), String)> {
@@ -189,7 +189,7 @@ pub async fn delete(stack: &Stack, second: &MachineRecord) -> Result<((), String
     let run = stack.svcctl(&["--json", "delete", &second.id, "--now", "--yes", &wait]).await?.success()?;
     let record: serde_json::Value = run.json()?;
     ensure!(record["deletedAt"].is_string(), "the record is {record}");
-    eventually("its server is deleted", Duration::from_secs(60), || async {
+    eventually("the machine's server is deleted", Duration::from_secs(60), || async {
         let servers = stack.provider.servers();
         ensure!(servers.is_empty(), "the provider has {servers:?}");
         Ok(())

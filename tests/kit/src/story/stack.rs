@@ -331,7 +331,7 @@ where
         match check().await {
             Ok(value) => return Ok(value),
             Err(error) if tokio::time::Instant::now() >= deadline => {
-                bail!("{description}: timeout after {} s: {error:#}", timeout.as_secs());
+                bail!("timed out after {} s waiting until {description}: {error:#}", timeout.as_secs());
             }
             Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
         }

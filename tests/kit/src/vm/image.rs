@@ -23,8 +23,8 @@ pub struct Image {
 }
 
 impl Image {
-    /// Returns the image. Builds it first if it is missing or its recipe has changed, which takes more than a minute
-    /// and needs 1 GB under `target/tools`.
+    /// Returns the image. If the image is missing or its recipe has changed, it is built first: this takes more than a
+    /// minute, and needs 1 GB under `target/tools`.
     ///
     /// # Errors
     /// Fails without root, if a tool cannot be installed, or if the build fails.

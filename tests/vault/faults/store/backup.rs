@@ -134,7 +134,7 @@ fn fault_cases() -> Vec<(&'static str, Disruption, ExpectedRun)> {
         ("a different ETag for a part", single_rule(parts(Fault::WrongEtag)), unavailable("upload")),
         (
             "a different ETag for the dump",
-            single_rule(rule(Fault::WrongEtag).method("HEAD").key_ending(".dump").always()),
+            single_rule(rule(Fault::WrongEtag).method("HEAD").key_suffix(".dump").always()),
             SUCCESS,
         ),
         ("an old pointer is read", single_rule(pointer(Fault::StaleRead).method("GET").after(1)), SUCCESS),

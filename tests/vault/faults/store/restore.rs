@@ -23,8 +23,8 @@ const DUMP_UNREADABLE: ExpectedRestore = (69, "the snapshot could not be read fr
 fn fault_cases() -> Vec<(&'static str, Disruption, ExpectedRestore)> {
     let pointer = |fault: Fault| rule(fault).method("GET").key("db/latest");
     let sidecar = |fault: Fault| rule(fault).method("GET").key(".dump.json");
-    let head = |fault: Fault| rule(fault).method("HEAD").key_ending(".dump");
-    let dump = |fault: Fault| rule(fault).method("GET").key_ending(".dump");
+    let head = |fault: Fault| rule(fault).method("HEAD").key_suffix(".dump");
+    let dump = |fault: Fault| rule(fault).method("GET").key_suffix(".dump");
     let clock = Fault::Code(403, "RequestTimeTooSkewed");
     vec![
         ("connections are refused", Disruption::Action(|fixture| fixture.store.take_down()), UNAVAILABLE),

@@ -31,7 +31,7 @@ pub(super) const HISTORY: &str = "svc-files-history";
 pub(super) const SERVICES: [&str; 8] = [GATEWAY, SHELL, CODE, AGENT, SYNC_AGENT, WATCH, FILES, HISTORY];
 const WATCH_PROGRAM: &str = "current/bin/svc-watch";
 /// Services that are optional in a release, with the files they require. The boot does not wait for them.
-const OPTIONAL: [(&str, &str); 6] = [
+const OPTIONAL_SERVICES: [(&str, &str); 6] = [
     (SHELL, "current/app/shell"),
     (CODE, "current/runtime/code-server"),
     // Missing from earlier releases.
@@ -106,7 +106,7 @@ async fn run_units(session: &Arc<PowerSession>, settings: &HostSettings) -> Resu
     if session.disk.program("svc-hook").exists() {
         run_unit(session, settings, "svc-hook", &["install"]).await.ok();
     }
-    for (name, _) in OPTIONAL.iter().filter(|(_, required)| session.disk.opt(required).exists()) {
+    for (name, _) in OPTIONAL_SERVICES.iter().filter(|(_, required)| session.disk.opt(required).exists()) {
         start_service(session, settings, name);
     }
     start_service(session, settings, GATEWAY).wait_until_ready().await.map_err(boot_failure("gateway"))?;

@@ -109,7 +109,7 @@ async fn exactly_one_racing_conditional_completion_wins() -> Result<()> {
         let mut racers = tokio::task::JoinSet::new();
         for _ in 0..8 {
             let fixture = Arc::clone(&fixture);
-            racers.spawn(async move { complete_if_none(&fixture, &format!("k{round}")).await });
+            racers.spawn(async move { complete_with_if_none_match(&fixture, &format!("k{round}")).await });
         }
         let statuses = racers.join_all().await.into_iter().collect::<Result<Vec<_>>>()?;
         assert_eq!(statuses.iter().filter(|status| **status == 200).count(), 1, "{statuses:?}");
@@ -120,7 +120,7 @@ async fn exactly_one_racing_conditional_completion_wins() -> Result<()> {
 
 /// Uploads one part, and completes the upload with `If-None-Match: *`, which `object_store` does not support. Returns
 /// the status of the completion.
-async fn complete_if_none(fixture: &Fixture, key: &str) -> Result<u16> {
+async fn complete_with_if_none_match(fixture: &Fixture, key: &str) -> Result<u16> {
     let path = Key::from(key);
     let id = fixture.client.create_multipart(&path).await?;
     let etag = fixture.client.put_part(&path, &id, 0, "content".into()).await?.content_id;

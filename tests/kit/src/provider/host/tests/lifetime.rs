@@ -10,12 +10,13 @@ async fn failed_service_is_restarted_within_limit() -> Result<()> {
     testbed.boot("a").await?;
     let gateway_starts =
         || testbed.call_lines("a").map(|order| order.iter().filter(|call| *call == "svc-gateway").count());
-    wait_for("the gateway's third start", || gateway_starts().is_ok_and(|count| count == 3)).await?;
+    wait_for("the gateway has started three times", || gateway_starts().is_ok_and(|count| count == 3))
+        .await?;
 
     let failing = Testbed::start("{\"svc-sync-agent\": [\"serve:1\"]}").await?;
     failing.boot("a").await.ok();
     let log = || failing.simulator.unit_log("a", "svc-sync-agent").unwrap_or_default();
-    wait_for("the start limit", || log().contains("failed 5 times")).await
+    wait_for("the start limit is reached", || log().contains("failed 5 times")).await
 }
 
 #[tokio::test]

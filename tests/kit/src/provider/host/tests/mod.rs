@@ -108,7 +108,7 @@ fn write_standin(dir: &Path) -> Result<PathBuf> {
 async fn wait_for(description: &str, mut condition: impl FnMut() -> bool) -> Result<()> {
     let deadline = Instant::now() + TIMEOUT;
     while !condition() {
-        ensure!(Instant::now() < deadline, "timeout: {description}");
+        ensure!(Instant::now() < deadline, "timed out waiting until {description}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     Ok(())
